@@ -1,0 +1,118 @@
+#include "backends/cpu/reduce.h"
+
+#include "backends/cpu/lanes.h"
+#include "backends/cpu/targets.h"
+
+namespace mgpu::cpu {
+namespace {
+
+struct Sum {
+  template <class V>
+  static MGPU_INLINE V apply(V a, V b) { return a + b; }
+};
+struct Prod {
+  template <class V>
+  static MGPU_INLINE V apply(V a, V b) { return a * b; }
+};
+// A NaN on either side wins: it is kept when it is `a`, and no comparison lets it go when it is `b`.
+struct Min {
+  template <class V>
+  static MGPU_INLINE V apply(V a, V b) { return (a < b) | (a != a) ? a : b; }
+};
+struct Max {
+  template <class V>
+  static MGPU_INLINE V apply(V a, V b) { return (a > b) | (a != a) ? a : b; }
+};
+
+// Integers are added as unsigned, where overflow wraps, and divided as what they are, toward zero.
+template <class V, class Signed>
+MGPU_INLINE V divide(V sum, int divisor, Signed) {
+  if (divisor == 1) return sum;
+  if constexpr (std::is_floating_point_v<Signed>) return sum / static_cast<Signed>(divisor);
+  for (size_t lane = 0; lane < sizeof(V) / sizeof(Signed); ++lane)
+    sum[lane] = static_cast<int64_t>(static_cast<Signed>(sum[lane])) / divisor;
+  return sum;
+}
+
+// T: the element in memory; Signed: how it is divided.
+template <class T, class Signed, class Op>
+struct Kernel {
+  using L = Lanes<T>;
+  using V = typename L::Vector;
+  static constexpr int kUnroll = 4;
+
+  static MGPU_INLINE const T* in(const Reduction& r, int rank, int64_t i) {
+    return static_cast<const T*>(r.in[rank]) + i;
+  }
+  static MGPU_INLINE T* out(const Reduction& r, int rank, int64_t i) { return static_cast<T*>(r.out[rank]) + i; }
+
+  static MGPU_INLINE int64_t whole_vectors(const Reduction& r) {
+    constexpr int step = kUnroll * L::count;
+    int64_t i = r.begin;
+    for (; i + step <= r.end; i += step) {
+      V acc[kUnroll];
+      for (int u = 0; u < kUnroll; ++u) acc[u] = L::load(in(r, 0, i) + u * L::count);
+      for (int rank = 1; rank < r.in_count; ++rank)
+        for (int u = 0; u < kUnroll; ++u) acc[u] = Op::apply(acc[u], L::load(in(r, rank, i) + u * L::count));
+      for (int u = 0; u < kUnroll; ++u) acc[u] = divide(acc[u], r.divisor, Signed{});
+      for (int rank = 0; rank < r.out_count; ++rank)
+        for (int u = 0; u < kUnroll; ++u) L::store(out(r, rank, i) + u * L::count, acc[u]);
+    }
+    return i;
+  }
+
+  // The rest goes through the same arithmetic, a padded vector at a time, so that no element is added another way.
+  static MGPU_INLINE void tail(const Reduction& r, int64_t i) {
+    while (i < r.end) {
+      const int64_t left = r.end - i < L::count ? r.end - i : L::count;
+      T pad[L::count] = {};
+      std::memcpy(pad, in(r, 0, i), left * sizeof(T));
+      V acc = L::load(pad);
+      for (int rank = 1; rank < r.in_count; ++rank) {
+        std::memcpy(pad, in(r, rank, i), left * sizeof(T));
+        acc = Op::apply(acc, L::load(pad));
+      }
+      L::store(pad, divide(acc, r.divisor, Signed{}));
+      for (int rank = 0; rank < r.out_count; ++rank) std::memcpy(out(r, rank, i), pad, left * sizeof(T));
+      i += left;
+    }
+  }
+
+  static MGPU_INLINE void run(const Reduction& r) { tail(r, whole_vectors(r)); }
+};
+
+// Wrapping: the type in which sums and products are taken; Ordered: the one in which min and max compare.
+template <class Wrapping, class Ordered, class Signed>
+MGPU_INLINE void run_op(const Reduction& r) {
+  switch (r.op) {
+    case ReduceOp::sum:
+    case ReduceOp::avg: return Kernel<Wrapping, Signed, Sum>::run(r);
+    case ReduceOp::prod: return Kernel<Wrapping, Signed, Prod>::run(r);
+    case ReduceOp::min: return Kernel<Ordered, Signed, Min>::run(r);
+    case ReduceOp::max: return Kernel<Ordered, Signed, Max>::run(r);
+  }
+}
+
+MGPU_CLONES void reduce_f16(const Reduction& r) { run_op<F16, F16, float>(r); }
+MGPU_CLONES void reduce_bf16(const Reduction& r) { run_op<BF16, BF16, float>(r); }
+MGPU_CLONES void reduce_f32(const Reduction& r) { run_op<float, float, float>(r); }
+MGPU_CLONES void reduce_f64(const Reduction& r) { run_op<double, double, double>(r); }
+MGPU_CLONES void reduce_i32(const Reduction& r) { run_op<uint32_t, int32_t, int32_t>(r); }
+MGPU_CLONES void reduce_i64(const Reduction& r) { run_op<uint64_t, int64_t, int64_t>(r); }
+MGPU_CLONES void reduce_u8(const Reduction& r) { run_op<uint8_t, uint8_t, uint8_t>(r); }
+
+}  // namespace
+
+void reduce(const Reduction& r) {
+  switch (r.dtype) {
+    case DType::f16: return reduce_f16(r);
+    case DType::bf16: return reduce_bf16(r);
+    case DType::f32: return reduce_f32(r);
+    case DType::f64: return reduce_f64(r);
+    case DType::i32: return reduce_i32(r);
+    case DType::i64: return reduce_i64(r);
+    case DType::u8: return reduce_u8(r);
+  }
+}
+
+}  // namespace mgpu::cpu

@@ -1,0 +1,126 @@
+#include "backends/cpu/thread_pool.h"
+
+#include <sched.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdlib>
+#include <memory>
+#include <string>
+#include <thread>
+
+#include "core/error.h"
+
+namespace mgpu::cpu {
+namespace {
+
+// Long enough to catch the next collective of the same step, short enough not to steal a core from torch.
+constexpr auto kSpin = std::chrono::microseconds(20);
+
+int processors() {
+  cpu_set_t set;
+  if (sched_getaffinity(0, sizeof set, &set) == 0) return std::max(1, CPU_COUNT(&set));
+  return std::max(1u, std::thread::hardware_concurrency());
+}
+
+int initial_threads() {
+  const char* wanted = std::getenv("MGPU_CORE_NUM_THREADS");
+  const int threads = wanted ? std::atoi(wanted) : 0;
+  return threads > 0 ? threads : processors();
+}
+
+struct Instance {
+  ThreadPool* pool;
+  pid_t process;
+};
+std::atomic<Instance*> current{nullptr};
+
+}  // namespace
+
+ThreadPool::ThreadPool() : threads_(initial_threads()) {}
+
+// No lock here: in a forked child it could be held by a thread that does not exist.  A pool starts its threads at its
+// first job, so the loser of a race throws away an empty one.  Pools are never destroyed: at exit their threads sleep.
+ThreadPool& ThreadPool::of_this_process() {
+  Instance* seen = current.load(std::memory_order_acquire);
+  const pid_t process = getpid();
+  if (seen && seen->process == process) return *seen->pool;
+  auto mine = std::make_unique<Instance>(Instance{new ThreadPool, process});
+  if (current.compare_exchange_strong(seen, mine.get(), std::memory_order_acq_rel)) return *mine.release()->pool;
+  delete mine->pool;
+  return *seen->pool;
+}
+
+void ThreadPool::set_num_threads(int threads) {
+  require(threads >= 1, "the number of threads must be at least 1, not " + std::to_string(threads));
+  threads_.store(threads);
+}
+
+void ThreadPool::start_missing_threads() {
+  for (; started_ < threads_.load() - 1; ++started_) {
+    try {
+      std::thread([this, place = started_] { serve(place); }).detach();
+    } catch (const std::system_error&) {
+      return;  // no more threads to be had: those that there are do the work
+    }
+  }
+}
+
+void ThreadPool::take_tasks() {
+  for (int64_t i; (i = next_.fetch_add(1, std::memory_order_relaxed)) < tasks_;) (*task_)(i);
+}
+
+void ThreadPool::run(int64_t tasks, const Task& task) {
+  std::unique_lock<std::mutex> owner(owner_, std::try_to_lock);
+  if (!owner || tasks < 2 || threads_.load() < 2) {
+    for (int64_t i = 0; i < tasks; ++i) task(i);
+    return;
+  }
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    start_missing_threads();
+    task_ = &task;
+    tasks_ = tasks;
+    next_.store(0, std::memory_order_relaxed);
+    open_ = true;
+    generation_.fetch_add(1, std::memory_order_release);
+  }
+  work_.notify_all();
+  take_tasks();
+  std::unique_lock<std::mutex> lock(mutex_);
+  open_ = false;  // whoever wakes up from now on finds nothing to join
+  left_.wait(lock, [this] { return inside_ == 0; });
+}
+
+// Spins a little, then sleeps, until there is a job newer than `seen` that has room for this thread; joins it.
+bool ThreadPool::wait_for_work(int place, uint64_t seen) {
+  const auto until = std::chrono::steady_clock::now() + kSpin;
+  while (generation_.load(std::memory_order_acquire) == seen && std::chrono::steady_clock::now() < until) {
+  }
+  std::unique_lock<std::mutex> lock(mutex_);
+  work_.wait(lock, [&] { return open_ && generation_.load() != seen && place < threads_.load() - 1; });
+  ++inside_;
+  return true;
+}
+
+void ThreadPool::serve(int place) {
+  for (uint64_t seen = 0; wait_for_work(place, seen);) {
+    seen = generation_.load();  // cannot change before this thread has left: the caller waits for it
+    take_tasks();
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (--inside_ == 0) left_.notify_one();
+  }
+}
+
+void parallel_for(int64_t count, int64_t grain, const std::function<void(int64_t, int64_t)>& piece) {
+  if (count <= grain) {
+    if (count > 0) piece(0, count);
+    return;
+  }
+  const int64_t pieces = (count + grain - 1) / grain;
+  ThreadPool::of_this_process().run(
+      pieces, [&](int64_t i) { piece(i * grain, std::min(count, (i + 1) * grain)); });
+}
+
+}  // namespace mgpu::cpu

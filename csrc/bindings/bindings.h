@@ -1,0 +1,39 @@
+// What the files of this folder share.  Only here is pybind11 included, and only here is the GIL let go.
+#pragma once
+
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "core/types.h"
+
+namespace mgpu::bindings {
+
+namespace py = pybind11;
+
+using Pointer = std::uintptr_t;
+using Pointers = std::vector<Pointer>;
+
+void bind_errors(py::module_& m);
+void bind_plan(py::module_& m);
+void bind_collectives(py::module_& m);
+void bind_transfer(py::module_& m);
+
+// Runs `work` without the GIL.  It must touch no Python object.
+template <class Work>
+auto without_gil(Work&& work) {
+  const py::gil_scoped_release release;
+  return std::forward<Work>(work)();
+}
+
+inline Buffer buffer_of(Pointer pointer, int64_t count, DType dtype) {
+  return {reinterpret_cast<void*>(pointer), count, dtype};
+}
+
+}  // namespace mgpu::bindings

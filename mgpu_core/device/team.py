@@ -1,0 +1,106 @@
+"""A team: the ordered ranks and their devices.
+
+A rank is a place in the list, never a device: several ranks may share one, and a CPU tensor does not know on which of
+several CPU ranks it is.  There is one team per distinct list in a process, so that wrappers over the same devices share
+their worker threads.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from mgpu_core.device.devices import DeviceLike, as_devices
+from mgpu_core.device.workers import WorkerPool
+
+__all__ = ["Team"]
+
+_REMEMBERED = 8  # teams of the functional forms, which nobody else keeps alive between two calls
+
+
+class Team:
+    """The ranks ``0 ... len(team) - 1`` and the device of each.  Use :meth:`of`.
+
+    Attributes:
+        devices: one ``torch.device`` per rank, each with its index (the CPU has none).
+    """
+
+    def __init__(self, devices: tuple[torch.device, ...]) -> None:
+        self.devices = devices
+        self._workers: WorkerPool | None = None
+        self._lock = threading.Lock()
+
+    @staticmethod
+    def of(devices: Sequence[DeviceLike] | Team) -> Team:
+        """The team over these devices.
+
+        Raises:
+            TypeError, ValueError: an entry that is no device of this machine, or an empty list.
+        """
+        return devices if isinstance(devices, Team) else _find(as_devices(devices))
+
+    def __len__(self) -> int:
+        return len(self.devices)
+
+    def __repr__(self) -> str:
+        return f"Team({[str(device) for device in self.devices]})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Team.of, ([str(device) for device in self.devices],)
+
+    @property
+    def ranks(self) -> range:
+        """``range(len(team))``."""
+        return range(len(self.devices))
+
+    def first(self, count: int) -> Team:
+        """The team of the first ``count`` ranks."""
+        return self if count == len(self) else _find(self.devices[:count])
+
+    @property
+    def workers(self) -> WorkerPool:
+        """The team's threads, made at first use; they end when the team is collected."""
+        with self._lock:
+            if self._workers is None:
+                cpu_ranks = sum(device.type == "cpu" for device in self.devices)
+                self._workers = WorkerPool("mgpu", len(self), cpu_ranks)
+                weakref.finalize(self, self._workers.close)
+            return self._workers
+
+    def close(self) -> None:
+        """Ends the idle worker threads now.  A later call starts new ones."""
+        if self._workers is not None:
+            self._workers.close()
+
+
+_teams: weakref.WeakValueDictionary[tuple[torch.device, ...], Team] = weakref.WeakValueDictionary()
+_recent: OrderedDict[tuple[torch.device, ...], Team] = OrderedDict()
+_lock = threading.Lock()
+
+
+def _find(devices: tuple[torch.device, ...]) -> Team:
+    with _lock:
+        team = _teams.get(devices)
+        if team is None:
+            team = _teams[devices] = Team(devices)
+        _recent[devices] = team
+        _recent.move_to_end(devices)
+        forgotten = _recent.popitem(last=False)[1] if len(_recent) > _REMEMBERED else None
+    del forgotten  # outside the lock: its end runs code
+    return team
+
+
+def _after_fork_in_child() -> None:
+    global _lock
+    _lock = threading.Lock()
+    for team in list(_teams.values()):
+        team._lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

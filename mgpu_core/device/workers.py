@@ -1,0 +1,239 @@
+"""Threads that wait for work: one per rank, made once, used by every forward.
+
+A :class:`WorkerPool` lends *crews*, one worker per rank.  A call that finds no idle crew, because another thread is in
+a forward or because it is itself made from a worker, gets a new one: nobody ever waits for a worker of its own team.
+
+How the threads end.  A plain daemon thread inside a torch operation aborts the interpreter at exit; a plain non-daemon
+one keeps it alive.  So they are daemons that are told to stop, and joined with a limit, before the interpreter starts
+to go down.  A forked child has none of its parent's threads: its pools forget them and start new ones.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import torch
+
+from mgpu_core.errors import Error
+
+__all__ = ["Outcome", "WorkerPool", "time_limit"]
+
+IDLE_SECONDS = 5.0  # a crew that nobody wanted for so long is sent home when another one comes back
+EXIT_SECONDS = 4.0  # how long the end of the process waits for workers that are still in somebody's forward
+
+
+def time_limit() -> float:
+    """Seconds that a call waits for its ranks: ``MGPU_CORE_TIMEOUT``, else half an hour.
+
+    Raises:
+        ValueError: the variable is not a positive number.
+    """
+    text = os.environ.get("MGPU_CORE_TIMEOUT", "1800")
+    with suppress(ValueError):
+        if 0 < float(text) <= threading.TIMEOUT_MAX:
+            return float(text)
+    raise ValueError(f"MGPU_CORE_TIMEOUT must be a positive number of seconds, not {text!r}")
+
+
+class Outcome:
+    """What a task came to: its value, or the exception that ended it."""
+
+    __slots__ = ("error", "value")
+
+    def __init__(self) -> None:
+        self.value: Any = None
+        self.error: BaseException | None = None
+
+
+class _Job:
+    __slots__ = ("done", "outcome", "place", "task")
+
+    def __init__(self, task: Callable[[], Any], place: int, done: SimpleQueue[int]) -> None:
+        self.task: Callable[[], Any] | None = task
+        self.place, self.done = place, done
+        self.outcome = Outcome()
+
+    def run(self) -> None:
+        task, self.task = self.task, None
+        assert task is not None
+        try:
+            self.outcome.value = task()
+        except BaseException as error:  # also SystemExit and KeyboardInterrupt: the caller raises them
+            self.outcome.error = error
+
+
+def _serve(inbox: SimpleQueue[_Job | None]) -> None:
+    while (job := inbox.get()) is not None:
+        job.run()
+        done, place = job.done, job.place
+        del job  # before the caller hears of it: a result must not live longer than the caller keeps it
+        done.put(place)
+
+
+class _Worker:
+    def __init__(self, name: str) -> None:
+        self.inbox: SimpleQueue[_Job | None] = SimpleQueue()
+        self.thread = threading.Thread(target=_serve, args=(self.inbox,), name=name, daemon=True)
+        self.thread.start()
+
+    def stop(self) -> None:
+        self.inbox.put(None)
+
+
+class Crew:
+    """One worker per rank.  Lent to one call at a time."""
+
+    def __init__(self, name: str, count: int, cpu_ranks: int) -> None:
+        self.idle_since = 0.0
+        self.workers = [_Worker(f"{name}-rank{rank}") for rank in range(count)]
+        if cpu_ranks:
+            self._share_cores(cpu_ranks)
+
+    def run(self, tasks: Sequence[Callable[[], Any]], seconds: float) -> list[Outcome]:
+        """Runs task i on worker i, all at once, and waits for all of them.
+
+        Raises:
+            Error: a rank did not end in time.  The crew is then unusable.
+        """
+        done: SimpleQueue[int] = SimpleQueue()
+        jobs = [_Job(task, place, done) for place, task in enumerate(tasks)]
+        for worker, job in zip(self.workers, jobs, strict=False):  # fewer tasks than workers: the first ones work
+            worker.inbox.put(job)
+        until = time.monotonic() + seconds
+        missing = set(range(len(jobs)))
+        while missing:
+            try:
+                missing.discard(done.get(timeout=max(0.0, until - time.monotonic())))
+            except Empty:
+                raise Error(
+                    f"rank {min(missing)} did not end within {seconds:g} s ({len(missing)} of {len(jobs)} ranks are "
+                    "still at work); MGPU_CORE_TIMEOUT sets the limit. The next call starts new workers."
+                ) from None
+        return [job.outcome for job in jobs]
+
+    def stop(self) -> None:
+        for worker in self.workers:
+            worker.stop()
+
+    def _share_cores(self, cpu_ranks: int) -> None:
+        # torch's number of threads is one setting of the process, which every thread takes over at its first parallel
+        # operation and then keeps.  So each worker sets its share and takes it over at once, and a thread of its own
+        # puts the process's setting back: neither the main thread nor later threads notice.
+        with _share_lock:
+            outcomes = self.run([_torch_threads] * len(self.workers), EXIT_SECONDS * 5)
+            everyone = max(int(outcome.value or 1) for outcome in outcomes)
+            share = max(1, everyone // cpu_ranks)
+            self.run([lambda: _latch(share)] * len(self.workers), EXIT_SECONDS * 5)
+            keeper = threading.Thread(target=_latch, args=(everyone,), daemon=True)
+            keeper.start()
+            keeper.join()
+
+
+_share_lock = threading.Lock()
+
+
+def _torch_threads() -> int:
+    return torch.get_num_threads()
+
+
+def _latch(threads: int) -> int:
+    torch.set_num_threads(threads)
+    return torch.get_num_threads()
+
+
+class WorkerPool:
+    """The crews of one team.  Its owner keeps it alive; when the owner is collected, the threads end.
+
+    Args:
+        name: of the threads, for debuggers and traces.
+        count: ranks of the team.
+        cpu_ranks: how many of them compute on the CPU and share its cores.
+    """
+
+    def __init__(self, name: str, count: int, cpu_ranks: int) -> None:
+        self._name, self._count, self._cpu_ranks = name, count, cpu_ranks
+        self._forget()
+        _pools.add(self)
+
+    def _forget(self) -> None:
+        self._lock = threading.Lock()
+        self._idle: list[Crew] = []
+        self._all: weakref.WeakSet[Crew] = weakref.WeakSet()
+        self._closed = 0  # how often close() was called: a crew lent before the last one does not come back
+
+    @contextmanager
+    def lease(self) -> Iterator[Crew]:
+        """A crew for one call.  One that was left at work (Ctrl-C, time limit) ends after its tasks."""
+        with self._lock:
+            crew = self._idle.pop() if self._idle else None
+            closed = self._closed
+        if crew is None:
+            crew = Crew(self._name, self._count, self._cpu_ranks)
+            with self._lock:
+                self._all.add(crew)
+        try:
+            yield crew
+        except BaseException:
+            crew.stop()
+            raise
+        self._take_back(crew, closed)
+
+    def _take_back(self, crew: Crew, closed: int) -> None:
+        now = time.monotonic()
+        with self._lock:
+            crew.idle_since = now
+            retired = [each for each in self._idle if now - each.idle_since > IDLE_SECONDS]
+            self._idle = [each for each in self._idle if now - each.idle_since <= IDLE_SECONDS]
+            if closed == self._closed:
+                self._idle.append(crew)
+            else:
+                retired.append(crew)
+        for each in retired:
+            each.stop()
+
+    def close(self) -> None:
+        """Sends the idle threads home now and the others after their call; the next call makes new ones."""
+        with self._lock:
+            self._closed += 1
+            idle, self._idle = self._idle, []
+        for crew in idle:
+            crew.stop()
+
+    def threads(self) -> list[threading.Thread]:
+        """The threads that are alive."""
+        with self._lock:
+            crews = list(self._all)
+        return [worker.thread for crew in crews for worker in crew.workers if worker.thread.is_alive()]
+
+
+_pools: weakref.WeakSet[WorkerPool] = weakref.WeakSet()
+
+
+def _stop_all() -> None:
+    pools = list(_pools)
+    for pool in pools:
+        pool.close()
+    until = time.monotonic() + EXIT_SECONDS
+    for pool in pools:
+        for thread in pool.threads():
+            thread.join(max(0.0, until - time.monotonic()))
+
+
+def _after_fork_in_child() -> None:
+    global _share_lock
+    _share_lock = threading.Lock()
+    for pool in list(_pools):
+        pool._forget()
+
+
+# Before the interpreter joins its threads and freezes the daemons; atexit alone would come after that.
+getattr(threading, "_register_atexit", atexit.register)(_stop_all)
+os.register_at_fork(after_in_child=_after_fork_in_child)

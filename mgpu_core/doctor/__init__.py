@@ -1,0 +1,24 @@
+"""`mgpu doctor`: what this machine offers to mgpu_core, what will happen on it, and what is wrong with it.
+
+`examine` asks, `Report` holds, `render` and `Report.to_json` show. It is a report, never a test: it ends with status 0.
+"""
+
+import argparse
+
+from mgpu_core.doctor.examination import examine
+from mgpu_core.doctor.report import Report
+from mgpu_core.doctor.text import render
+
+__all__ = ["Report", "examine", "render"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `mgpu doctor`."""
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the report."""
+    report = examine()
+    print(report.to_json() if args.json else render(report), end="\n" if args.json else "")
+    return 0

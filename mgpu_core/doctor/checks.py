@@ -1,0 +1,163 @@
+"""What the facts mean: warnings and hints with advice, and the outlook in one sentence.
+
+Pure functions: facts in, notices out. A check stays silent unless it can name both the trouble and the way out.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from mgpu_core.device.device_map import TorchReading, shows
+from mgpu_core.device.discovery import Visibility, parse_visible_devices
+from mgpu_core.device.nccl_library import VARIABLE as NCCL_VARIABLE
+from mgpu_core.device.nccl_library import NcclLibrary
+from mgpu_core.device.nvml import NvmlReading
+from mgpu_core.device.visibility_notices import ORDER, VARIABLE, Notice, change_notice, visibility_notices
+from mgpu_core.doctor.report import Core, Cpu, Defaults, Torch
+
+RANKS = "MGPU_CORE_CPU_RANKS"
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """All answers, before anybody judges them."""
+
+    environ: Mapping[str, str]
+    initial_environ: Mapping[str, str] | None
+    read: Visibility
+    nvml: NvmlReading
+    seen: TorchReading
+    torch: Torch
+    defaults: Defaults
+    core: Core
+    nccl: NcclLibrary | None
+    cpu: Cpu
+
+
+def notices(facts: Facts) -> list[Notice]:
+    """Warnings first, then hints."""
+    found = visibility_notices(facts.read, facts.nvml.devices, facts.environ.get(ORDER))
+    checks = (
+        _changed,
+        _blind_torch,
+        _other_count,
+        _old_driver,
+        _no_cuda_room,
+        _nccl,
+        _bad_defaults,
+        _threads,
+        _no_nvml,
+    )
+    found += [notice for check in checks if (notice := check(facts))]
+    found += [Notice("warning", problem, "nvidia-smi and dmesg say more.") for problem in facts.nvml.problems]
+    return sorted(found, key=lambda notice: notice.level == "hint")
+
+
+def outlook(facts: Facts) -> str:
+    """What `DataParallel(net)` will do here, without any further argument."""
+    devices = facts.defaults.devices
+    if facts.torch.version is None:
+        return "Nothing, before torch imports: mgpu_core stands on it."
+    if facts.defaults.problem:
+        return f"DataParallel(net) will refuse to start: {facts.defaults.problem}."
+    if not devices:
+        return f"No GPU is visible: DataParallel(net) passes everything to the plain module, on the CPU. {_TWO_RANKS}"
+    if devices[0] == "cpu":
+        share = max(1, (facts.torch.num_threads or 1) // len(devices))
+        ranks = f"{len(devices)} CPU rank(s) ({RANKS}), {share} torch thread(s) each"
+        return f"No GPU is visible: DataParallel(net) runs on {ranks}."
+    places = f"{len(devices)} ranks, {devices[0]} to {devices[-1]}" if devices[1:] else f"{devices[0]} alone"
+    return f"DataParallel(net) runs on {places}{'' if _usable(facts.core) else ', through the generic room'}."
+
+
+_TWO_RANKS = f'{RANKS}=2 makes it two CPU ranks, and so does device_ids=["cpu", "cpu"].'
+
+
+def version_text(code: int) -> str:
+    """CUDA's number as people write it: 13000 is 13.0."""
+    return f"{code // 1000}.{code % 1000 // 10}"
+
+
+def _usable(core: Core) -> bool:
+    return core.has_cuda and core.cuda_device_count > 0
+
+
+def _changed(facts: Facts) -> Notice | None:
+    return change_notice(facts.initial_environ, facts.environ, facts.torch.cuda_initialised, _kept_initial(facts))
+
+
+def _kept_initial(facts: Facts) -> bool | None:
+    if facts.nvml.devices is None or facts.initial_environ is None:
+        return None
+    first = parse_visible_devices(facts.initial_environ.get(VARIABLE), facts.nvml.devices)
+    as_first, as_now = (shows(facts.seen.devices, facts.nvml.devices, read) for read in (first, facts.read))
+    return None if as_first == as_now else as_first
+
+
+def _blind_torch(facts: Facts) -> Notice | None:
+    if facts.seen.devices or not facts.read.devices or not facts.torch.version:
+        return None
+    message = f"NVML shows {len(facts.read.devices)} GPU(s), torch none: {facts.seen.reason}"
+    if facts.torch.cuda is None:
+        return Notice("warning", message, "Install a CUDA build of torch.")
+    advice = f"torch wants a driver for CUDA {facts.torch.cuda}; the driver here is {facts.nvml.driver_version}."
+    return Notice("warning", message, advice)
+
+
+def _other_count(facts: Facts) -> Notice | None:
+    if facts.read.devices is None or not facts.seen.devices or len(facts.read.devices) == len(facts.seen.devices):
+        return None
+    message = f"torch shows {len(facts.seen.devices)} GPU(s) where {len(facts.read.devices)} were expected."
+    advice = f"Was {VARIABLE} changed after CUDA was initialised? Does every GPU work (nvidia-smi)?"
+    return Notice("warning", message, advice)
+
+
+def _old_driver(facts: Facts) -> Notice | None:
+    core = facts.core
+    if not facts.seen.devices or not core.has_cuda or core.cuda_device_count:
+        return None
+    message = f"torch sees {len(facts.seen.devices)} GPU(s), the core none, so the generic room is used: "
+    message += f"the core is built with CUDA {version_text(core.cuda_runtime)}, "
+    if core.cuda_driver // 1000 < core.cuda_runtime // 1000:
+        message += f"the driver knows no more than {version_text(core.cuda_driver)}."
+        return Notice("warning", message, "Build with the machine's own CUDA 12 toolkit (MGPU_CUDA=system).")
+    message += f"which this driver ({version_text(core.cuda_driver)}) should run."
+    return Notice("warning", message, "Please report this, with the output of `mgpu doctor --json`.")
+
+
+def _no_cuda_room(facts: Facts) -> Notice | None:
+    if not facts.seen.devices or not facts.core.rooms or facts.core.has_cuda:
+        return None
+    message = "mgpu_core is built without CUDA: the GPUs are used through the generic room, which is slower."
+    return Notice("warning", message, "Build again with MGPU_CUDA=on, which says what is missing.")
+
+
+def _nccl(facts: Facts) -> Notice | None:
+    if facts.nccl and facts.nccl.version:
+        return None
+    if facts.nccl and facts.nccl.source == NCCL_VARIABLE:
+        message = f"{NCCL_VARIABLE}={facts.nccl.path} cannot be used: {facts.nccl.problem}"
+        return Notice("warning", message, f"Give it the path of a libnccl.so.2, or unset {NCCL_VARIABLE}.")
+    if len(facts.seen.devices) < 2:
+        return None
+    problem = f"{facts.nccl.path} cannot be used: {facts.nccl.problem}" if facts.nccl else "There is no NCCL here."
+    return Notice("warning", problem, "pip install nvidia-nccl-cu13 (cu12 beside a torch for CUDA 12).")
+
+
+def _bad_defaults(facts: Facts) -> Notice | None:
+    problem = facts.defaults.problem
+    return Notice("warning", f"{problem}.", f"export {RANKS}=2") if problem else None
+
+
+def _threads(facts: Facts) -> Notice | None:
+    threads, cores = facts.torch.num_threads or 0, facts.cpu.cores_available
+    if threads <= cores:
+        return None
+    message = f"torch uses {threads} threads, but this process may use {cores} core(s)."
+    return Notice("hint", message, f"export OMP_NUM_THREADS={cores}")
+
+
+def _no_nvml(facts: Facts) -> Notice | None:
+    if facts.nvml.devices is not None or not facts.seen.devices:
+        return None
+    message = f"nvidia-smi's numbers and the hidden GPUs are unknown: {facts.nvml.reason}."
+    return Notice("hint", message, 'pip install "mgpu-core[doctor]"')

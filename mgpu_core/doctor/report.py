@@ -1,0 +1,93 @@
+"""What doctor found out, as plain data: the text and the JSON are two views of one Report."""
+
+import json
+from dataclasses import asdict, dataclass
+
+from mgpu_core.device.device_map import DeviceRow
+from mgpu_core.device.nccl_library import NcclLibrary
+from mgpu_core.device.visibility_notices import Notice
+
+
+@dataclass(frozen=True, slots=True)
+class Python:
+    """The interpreter; a free-threaded build may still run with the GIL on."""
+
+    version: str
+    free_threaded: bool
+    gil_enabled: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Torch:
+    """torch itself; every field is empty when it does not import."""
+
+    version: str | None = None
+    cuda: str | None = None
+    num_threads: int | None = None
+    cuda_initialised: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Defaults:
+    """The ranks' devices when nobody names any, as torch writes them; `problem` says why there is no answer."""
+
+    devices: tuple[str, ...] = ()
+    problem: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """A backend of the core; `detail` says what it is, or why it is missing."""
+
+    name: str
+    built: bool
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class Core:
+    """The compiled core; CUDA versions as CUDA writes them (13000 is 13.0), 0 where there is none."""
+
+    rooms: tuple[Room, ...] = ()
+    cuda_runtime: int = 0
+    cuda_driver: int = 0
+    cuda_device_count: int = 0
+
+    @property
+    def has_cuda(self) -> bool:
+        """Was this build made with the CUDA room?"""
+        return any(room.name == "cuda" and room.built for room in self.rooms)
+
+
+@dataclass(frozen=True, slots=True)
+class Cpu:
+    """Cores of the machine and those this process may use; memory in bytes, None where the system does not say."""
+
+    cores: int
+    cores_available: int
+    memory_total: int | None
+    memory_available: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Everything doctor knows about this process's machine."""
+
+    mgpu_core: str
+    python: Python
+    torch: Torch
+    core: Core
+    driver: str | None
+    nccl: NcclLibrary | None
+    devices: tuple[DeviceRow, ...]
+    no_device_reason: str | None
+    nvml_problem: str | None
+    cpu: Cpu
+    environment: dict[str, str]
+    defaults: Defaults
+    outlook: str
+    notices: tuple[Notice, ...]
+
+    def to_json(self) -> str:
+        """The report as JSON, indented for people."""
+        return json.dumps(asdict(self), indent=2)

@@ -1,0 +1,152 @@
+"""The report for the terminal: titles, aligned columns, nothing wider than a terminal except paths."""
+
+import textwrap
+from collections.abc import Iterable, Sequence
+
+from mgpu_core.device.device_map import DeviceRow
+from mgpu_core.device.nccl_library import NcclLibrary
+from mgpu_core.doctor.checks import version_text
+from mgpu_core.doctor.report import Cpu, Report, Torch
+
+WIDTH = 96
+_LABEL = 15
+_SOURCES = {
+    "MGPU_CORE_NCCL": "named by MGPU_CORE_NCCL",
+    "loaded": "already loaded in this process (by torch)",
+    "wheel": "of pip's NVIDIA wheels",
+    "system": "of the system",
+}
+
+
+def render(report: Report) -> str:
+    """The whole report, ending with a newline."""
+    sections = [
+        _section("Versions", _versions(report)),
+        _section("Rooms of the core", _rooms(report)),
+        _section("Devices", _devices(report)),
+        _section("CPU", _cpu(report.cpu, report.torch.num_threads)),
+        _section("Environment", _environment(report)),
+        _section("What will happen", _wrapped(report.outlook, "  ")),
+        _section(_summary(report), _notices(report)),
+    ]
+    return "\n\n".join(sections) + "\n"
+
+
+def _section(title: str, lines: Iterable[str]) -> str:
+    return "\n".join([title, *lines])
+
+
+def _versions(report: Report) -> list[str]:
+    core = report.core
+    built = f"built with CUDA {version_text(core.cuda_runtime)}" if core.cuda_runtime else "built without CUDA"
+    return [
+        *_field("mgpu_core", f"{report.mgpu_core}, {built}"),
+        *_field("Python", f"{report.python.version}, {_threading(report)}"),
+        *_field("torch", _torch(report.torch)),
+        *_field("NVIDIA driver", _driver(report)),
+        *_nccl(report.nccl),
+    ]
+
+
+def _threading(report: Report) -> str:
+    if not report.python.free_threaded:
+        return "with the GIL"
+    return (
+        "free-threaded, but with the GIL switched on" if report.python.gil_enabled else "free-threaded, without the GIL"
+    )
+
+
+def _torch(torch: Torch) -> str:
+    if torch.version is None:
+        return "does not import"
+    return f"{torch.version}, built {f'with CUDA {torch.cuda}' if torch.cuda else 'without CUDA'}"
+
+
+def _driver(report: Report) -> str:
+    limit = f"up to CUDA {version_text(report.core.cuda_driver)}" if report.core.cuda_driver else ""
+    return ", ".join(part for part in (report.driver, limit) if part) or "none found"
+
+
+def _nccl(nccl: NcclLibrary | None) -> list[str]:
+    if nccl is None:
+        return _field("NCCL", "none found")
+    return [*_field("NCCL", f"{nccl.version or 'not usable'}, {_SOURCES[nccl.source]}"), *_field("", nccl.path)] + (
+        _field("", nccl.problem) if nccl.problem else []
+    )
+
+
+def _rooms(report: Report) -> list[str]:
+    rooms = report.core.rooms
+    lines = [_field(room.name, f"{'built' if room.built else 'missing'}: {room.detail}") for room in rooms]
+    return [line for field in lines for line in field] or ["  not known: the compiled core could not be asked"]
+
+
+def _devices(report: Report) -> list[str]:
+    lines = _table(report.devices) if report.devices else []
+    if all(row.torch_index is None for row in report.devices):
+        lines = _field("no GPU", f"for torch: {report.no_device_reason}") + lines
+    return lines + (_field("NVML", f"not read: {report.nvml_problem}") if report.nvml_problem else [])
+
+
+def _table(devices: Sequence[DeviceRow]) -> list[str]:
+    uuids = [row.uuid for row in devices]
+    header = ("torch", "entry", "nvidia-smi", "PCI address", "UUID", "memory free", "name")
+    rows = [header, *(_cells(row, uuids) for row in devices)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
+    lines = ["  " + "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows]
+    return [line.rstrip() for line in lines]
+
+
+def _cells(row: DeviceRow, uuids: Sequence[str]) -> tuple[str, ...]:
+    torch = "hidden" if row.torch_index is None else f"cuda:{row.torch_index}"
+    number = "?" if row.nvidia_smi_index is None else f"GPU {row.nvidia_smi_index}"
+    memory = f"{_gib(row.memory_free)} of {_gib(row.memory_total)} GiB"
+    return torch, _short(row.entry or "-", uuids), number, row.pci_bus_id, _short(row.uuid, uuids), memory, row.name
+
+
+def _short(uuid: str, uuids: Sequence[str]) -> str:
+    # GPU- and eight digits: CUDA_VISIBLE_DEVICES takes that much, as long as it is the beginning of one UUID only.
+    return uuid[:12] if sum(other.startswith(uuid[:12]) for other in uuids) <= 1 else uuid
+
+
+def _cpu(cpu: Cpu, threads: int | None) -> list[str]:
+    cores = f"{cpu.cores_available} of {cpu.cores} for this process"
+    memory = f"{_gib(cpu.memory_available)} of {_gib(cpu.memory_total)} GiB available"
+    return [*_field("cores", cores), *_field("torch threads", str(threads or "?")), *_field("memory", memory)]
+
+
+def _environment(report: Report) -> list[str]:
+    lines = [f"  {name}={value}" for name, value in report.environment.items()]
+    return lines or ["  none of MGPU_CORE_*, CUDA_VISIBLE_DEVICES, CUDA_DEVICE_ORDER is set"]
+
+
+def _summary(report: Report) -> str:
+    warnings = sum(notice.level == "warning" for notice in report.notices)
+    return f"{_counted(warnings, 'warning')}, {_counted(len(report.notices) - warnings, 'hint')}"
+
+
+def _notices(report: Report) -> list[str]:
+    lines: list[str] = []
+    for notice in report.notices:
+        lines += _wrapped(notice.message, f"  {notice.level}: ") + _wrapped(notice.advice, "    -> ")
+    return lines
+
+
+def _field(label: str, value: str) -> list[str]:
+    return _wrapped(value, f"  {label:<{_LABEL}}")
+
+
+def _wrapped(text: str, start: str) -> list[str]:
+    # Paths and UUIDs stay whole, so that they can be copied.
+    rest = " " * min(len(start), _LABEL + 2)
+    return textwrap.wrap(
+        text, WIDTH, initial_indent=start, subsequent_indent=rest, break_long_words=False, break_on_hyphens=False
+    )
+
+
+def _counted(count: int, word: str) -> str:
+    return f"{count or 'no'} {word}{'' if count == 1 else 's'}"
+
+
+def _gib(nbytes: int | None) -> str:
+    return "?" if nbytes is None else f"{nbytes / 2**30:.1f}"

@@ -1,0 +1,111 @@
+"""The file a training can go on from, bit for bit.
+
+It is written after whole epochs only, so the position in the data is the number of the epoch: the order of the next
+one follows from (seed, epoch), and no generator of the shuffling has to be kept. Kept are the network, the
+optimizer, torch's global CPU generator, the curves so far, and the settings that the remaining bits depend on. It
+is read with `weights_only=True`: a file from a stranger can be refused, but cannot run code.
+"""
+
+import zipfile
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from mgpu_core.mnist.config import Config
+from mgpu_core.mnist.files import write_whole
+from mgpu_core.mnist.history import Epoch
+
+FORMAT = "mgpu_core.mnist checkpoint 1"
+
+
+@dataclass
+class Checkpoint:
+    """A training after a whole epoch.
+
+    Attributes:
+        settings: what a run that goes on must have in common with this one (see `binding_settings`).
+        team: engine and devices in words. Another team may go on: same curve, other rounding.
+        net: the network's state, on the CPU after `read`; keys without `module.`.
+        optimizer: the optimizer's state.
+        generator: the state of torch's global CPU generator.
+        epochs: the records so far.
+    """
+
+    settings: dict[str, Any]
+    team: str
+    net: dict[str, Any]
+    optimizer: dict[str, Any]
+    generator: torch.Tensor
+    epochs: list[Epoch]
+
+    def write(self, path: Path) -> None:
+        """Writes the file, whole or not at all."""
+        content: dict[str, Any] = {"format": FORMAT}
+        content |= {entry.name: getattr(self, entry.name) for entry in fields(self)}
+        content["epochs"] = [asdict(epoch) for epoch in self.epochs]
+        write_whole(path, lambda stream: torch.save(content, stream))
+
+    @classmethod
+    def read(cls, path: Path) -> "Checkpoint":
+        """Reads the file. `OSError` if it cannot be opened, `ValueError` if it is damaged or not one of ours."""
+        content = _load(path)
+        if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
+            raise ValueError(f"{path}: wanted a file with the mark {FORMAT!r}, came a torch file without it")
+        try:
+            content["epochs"] = [Epoch(**epoch) for epoch in content["epochs"]]
+            checkpoint = cls(**content)
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"{path}: the checkpoint lacks a part or has one too many ({error})") from error
+        return checkpoint
+
+    def check_settings(self, path: Path, wanted: dict[str, Any]) -> None:
+        """Raises `ValueError` that names each setting in which a run with `wanted` differs from this checkpoint."""
+        names = [name for name, value in wanted.items() if self.settings.get(name) != value]
+        if names:
+            made = ", ".join(f"{name} {_short(self.settings.get(name))}" for name in names)
+            asked = ", ".join(f"{name} {_short(wanted[name])}" for name in names)
+            raise ValueError(f"{path}: the checkpoint was made with {made}; this run has {asked}")
+
+    def restore(self, path: Path, net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Puts the state into `net` and `optimizer`, on their devices. `ValueError` if it does not fit them."""
+        try:
+            net.load_state_dict(self.net)
+            optimizer.load_state_dict(self.optimizer)
+            torch.Generator().set_state(self.generator)
+        except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
+            reason = str(error).splitlines()[0]
+            raise ValueError(f"{path}: the checkpoint does not fit its own settings ({reason})") from error
+
+
+def binding_settings(config: Config, digest: str) -> dict[str, Any]:
+    """The settings that a checkpoint and the run that goes on from it must share; `digest` says which digits."""
+    return {
+        "model": config.model,
+        "batch": config.batch,
+        "lr": config.lr,
+        "seed": config.seed,
+        "digits": digest,
+    }
+
+
+def _load(path: Path) -> Any:
+    try:
+        # torch does not compare the archive's checksums, so a flipped bit in a weight would pass unseen.
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()
+        if damaged is not None:
+            raise ValueError(f"wrong checksum of {damaged}")
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except OSError:
+        raise
+    except Exception as error:
+        # Any type can come out of a damaged pickle, and torch's texts are a page long.
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ValueError(f"{path}: wanted a whole checkpoint, came a damaged or foreign file ({reason})") from error
+
+
+def _short(value: object) -> str:
+    return f"{value:.12}" if isinstance(value, str) else str(value)

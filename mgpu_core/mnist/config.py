@@ -1,0 +1,90 @@
+"""The settings of one training, checked as soon as they are put together.
+
+One frozen dataclass is shared by the command line, the tests and the benchmarks. What can be judged from the values
+alone is judged here; what depends on the machine (devices, files, data) is judged when the training is prepared,
+before its first step.
+"""
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+from mgpu_core.mnist.devices import DeviceId
+from mgpu_core.mnist.model import MODELS
+
+ENGINES = ("drop-in", "plain")
+"""`drop-in`: the network inside `mgpu_core.DataParallel`; `plain`: the bare network on one device."""
+
+SEED_LIMIT = 2**63
+
+
+@dataclass(frozen=True)
+class Config:
+    """What to train, on what, and which files to write.
+
+    Attributes:
+        model: a name of `MODELS`.
+        engine: a name of `ENGINES`.
+        device_ids: one entry per rank; None for the machine's own choice (see `devices`).
+        ranks: how many ranks, where `device_ids` does not say.
+        batch: rows per step, over all ranks.
+        lr: the step length of SGD.
+        epochs: passes over the training images, those before a resume included.
+        seed: of the weights and of the order of the images.
+        source: `builtin`, `download` or a folder (see `data.load`).
+        save: a checkpoint, written after each epoch.
+        resume: a checkpoint to go on from.
+        plot: a PNG of the curves, written at the end.
+        json: settings, curves and counters, written at the end.
+
+    Raises:
+        ValueError: a value that no training can have, or two outputs in one file.
+    """
+
+    model: str = "simplenet"
+    engine: str = "drop-in"
+    device_ids: tuple[DeviceId, ...] | None = None
+    ranks: int | None = None
+    batch: int = 64
+    lr: float = 0.01
+    epochs: int = 5
+    seed: int = 0
+    source: str = "builtin"
+    save: Path | None = None
+    resume: Path | None = None
+    plot: Path | None = None
+    json: Path | None = None
+
+    def __post_init__(self) -> None:
+        _one_of("model", self.model, MODELS)
+        _one_of("engine", self.engine, ENGINES)
+        for name, value in (("batch", self.batch), ("epochs", self.epochs), ("ranks", self.ranks)):
+            if value is not None and value < 1:
+                raise ValueError(f"{name}: wanted at least 1, got {value}")
+        if not (math.isfinite(self.lr) and self.lr > 0):
+            raise ValueError(f"lr: wanted a finite number above 0, got {self.lr}")
+        if not 0 <= self.seed < SEED_LIMIT:
+            raise ValueError(f"seed: wanted a number from 0 to {SEED_LIMIT - 1}, got {self.seed}")
+        if self.plot is not None and self.plot.suffix.lower() != ".png":
+            raise ValueError(f"plot: wanted a name that ends in .png, got {self.plot}")
+        self._check_files()
+
+    def outputs(self) -> dict[str, Path]:
+        """The files that the training is to write, by the name of the setting."""
+        wished = {"save": self.save, "plot": self.plot, "json": self.json}
+        return {name: path for name, path in wished.items() if path is not None}
+
+    def _check_files(self) -> None:
+        taken = {} if self.resume is None else {self.resume.resolve(): "resume"}
+        for name, path in self.outputs().items():
+            other = taken.get(path.resolve())
+            # A run may go on in the checkpoint it came from, and in no other file twice.
+            if other is not None and (name, other) != ("save", "resume"):
+                raise ValueError(f"{name} and {other} name the same file: {path}")
+            taken[path.resolve()] = name
+
+
+def _one_of(name: str, value: str, known: Collection[str]) -> None:
+    if value not in known:
+        raise ValueError(f"{name}: wanted one of {', '.join(known)}, got {value!r}")

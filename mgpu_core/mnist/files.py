@@ -1,0 +1,48 @@
+"""Files that are there whole or not at all.
+
+Everything is written into a temporary file in the folder of the target and moved over it in one step
+(`os.replace`), so that neither Ctrl-C, a full disk nor a crash leaves half a file or loses the one before. Whether
+that will work is tried before a training starts, not found out after it.
+"""
+
+import contextlib
+import os
+import secrets
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+
+def check_writable(path: Path) -> None:
+    """Raises `OSError`, with `path` in its text, if `write_whole(path, ...)` could not work. Leaves nothing behind."""
+    if path.exists() and not path.is_file():
+        raise FileExistsError(f"{path}: wanted the name of a file, this is something else")
+    if path.exists() and not os.access(path, os.W_OK):
+        raise PermissionError(f"{path}: the file is read-only")
+    try:
+        with _temporary_beside(path.resolve()):
+            pass
+    except OSError as error:
+        raise OSError(f"{path}: cannot write into its folder ({error.strerror})") from error
+
+
+def write_whole(path: Path, write: Callable[[BinaryIO], object]) -> None:
+    """Calls `write` with an open binary file, then makes that file `path`; if it raises, `path` stays as it was."""
+    # Through a symbolic link, the file it points to is replaced, not the link.
+    target = path.resolve()
+    with _temporary_beside(target) as (stream, temporary):
+        write(stream)
+        stream.flush()
+        os.fsync(stream.fileno())
+        stream.close()
+        temporary.replace(target)
+
+
+@contextlib.contextmanager
+def _temporary_beside(target: Path) -> Iterator[tuple[BinaryIO, Path]]:
+    temporary = target.parent / f".mgpu-{secrets.token_hex(8)}.tmp"
+    try:
+        with temporary.open("xb") as stream:
+            yield stream, temporary
+    finally:
+        temporary.unlink(missing_ok=True)

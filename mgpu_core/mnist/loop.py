@@ -1,0 +1,206 @@
+"""The reference training: SGD on MNIST, with or without `mgpu_core.DataParallel` around the network.
+
+Everything that can be wrong (devices, files, digits, checkpoint) is found while the training is prepared, before
+its first step; after that only the machine can fail. The loop is the one any PyTorch user writes: that it works
+unchanged is what the wrapper promises.
+"""
+
+import contextlib
+import math
+import time
+from collections.abc import Iterator
+
+import torch
+from torch.nn import functional
+
+from mgpu_core import _core
+from mgpu_core.data_parallel import DataParallel
+from mgpu_core.mnist.checkpoint import Checkpoint, binding_settings
+from mgpu_core.mnist.config import Config
+from mgpu_core.mnist.data import Digits, epoch_order, load
+from mgpu_core.mnist.devices import describe, resolve_devices
+from mgpu_core.mnist.files import check_writable
+from mgpu_core.mnist.history import Epoch, History, counters_since
+from mgpu_core.mnist.model import build_model
+from mgpu_core.mnist.report import Report, require_matplotlib, write_json, write_plot
+
+TEST_BATCH = 1000
+
+
+class Training:
+    """A prepared training; `run` does it.
+
+    Attributes:
+        config: the settings.
+        devices: one entry per rank.
+        digits: the images and labels, on the first device.
+        model: what the loop calls: the network, bare or wrapped.
+        history: the curves, growing by one record per epoch, and the bare network.
+        saved_epochs: how many epochs the file `config.save` holds of this run; 0 if it was not written yet.
+    """
+
+    def __init__(self, config: Config, *, digits: Digits | None = None, report: Report | None = None) -> None:
+        """Prepares the training of `config`, on `digits` instead of `config.source` if they are given.
+
+        Raises:
+            ValueError: devices that do not exist; damaged or unfit digits or checkpoint; nothing left to train.
+            OSError: a file that cannot be read or written.
+            ModuleNotFoundError: a missing extra; its text has the cure.
+        """
+        self.config, self.report = config, report or Report()
+        self.devices = resolve_devices(config.device_ids, config.ranks, single=config.engine == "plain")
+        _check_outputs(config)
+        checkpoint = None if config.resume is None else Checkpoint.read(config.resume)
+        self.digits = (digits or load(config.source)).to(self.devices[0])
+        with torch.random.fork_rng(devices=()):
+            torch.default_generator.manual_seed(config.seed)
+            net = build_model(config.model).to(self.devices[0])
+            self._generator = torch.get_rng_state()
+        self.optimizer = torch.optim.SGD(net.parameters(), lr=config.lr)
+        self.history = History(net, self.devices)
+        self.saved_epochs = 0
+        if checkpoint is not None:
+            self._resume(checkpoint)
+        self.model = net if config.engine == "plain" else DataParallel(net, device_ids=self.devices)
+
+    def run(self) -> History:
+        """Trains the epochs that are left, then writes the plot and the JSON file.
+
+        The caller's global generator is as before when it returns.
+
+        Raises:
+            FloatingPointError: the loss is no longer finite; the checkpoint of the epoch before is kept.
+            OSError: a file could not be written; the one before is kept.
+        """
+        self.report.line(self._introduction())
+        before = _core.counters()
+        with torch.random.fork_rng(devices=()), _repeatable_convolutions():
+            torch.set_rng_state(self._generator)
+            for number in range(len(self.history.epochs) + 1, self.config.epochs + 1):
+                record = self._epoch(number)
+                self.history.epochs.append(record)
+                self._save()
+                self.report.epoch(record, self.config.epochs)
+        self.history.counters = counters_since(before)
+        self._write_outputs()
+        return self.history
+
+    def _epoch(self, number: int) -> Epoch:
+        train = self.digits.train
+        self.model.train()
+        begin = time.perf_counter()
+        order = epoch_order(train.count, self.config.seed, number).to(self.devices[0])
+        batches = torch.split(order, self.config.batch)
+        with self.report.steps(number, len(batches)) as done:
+            losses = []
+            for index in batches:
+                losses.append(self._step(index))
+                done()
+        # Reading the losses waits for the device, so the clock is read after the work and not after its launch.
+        step_losses = torch.stack(losses).tolist()
+        seconds = time.perf_counter() - begin
+        self._check_finite(number, step_losses)
+        weighted = (loss * len(index) for loss, index in zip(step_losses, batches, strict=True))
+        loss = math.fsum(weighted) / train.count
+        return Epoch(number, loss, self._accuracy(), seconds, train.count / seconds, step_losses)
+
+    def _step(self, index: torch.Tensor) -> torch.Tensor:
+        images, labels = self.digits.train.batch(index)
+        self.optimizer.zero_grad()
+        loss = functional.cross_entropy(self.model(images), labels)
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.optimizer.step()
+        return loss.detach()
+
+    @torch.no_grad()
+    def _accuracy(self) -> float:
+        test = self.digits.test
+        self.model.eval()
+        correct = torch.zeros((), dtype=torch.int64, device=self.devices[0])
+        for index in torch.split(torch.arange(test.count, device=self.devices[0]), TEST_BATCH):
+            images, labels = test.batch(index)
+            correct += (self.model(images).argmax(1) == labels).sum()
+        return int(correct) / test.count
+
+    def _check_finite(self, number: int, losses: list[float]) -> None:
+        for step, loss in enumerate(losses, start=1):
+            if not math.isfinite(loss):
+                raise FloatingPointError(
+                    f"epoch {number}, step {step}: the loss is {loss}; a smaller lr than {self.config.lr:g} may help"
+                )
+
+    def _resume(self, checkpoint: Checkpoint) -> None:
+        path, finished = self.config.resume, len(checkpoint.epochs)
+        assert path is not None
+        checkpoint.check_settings(path, binding_settings(self.config, self.digits.digest))
+        if finished >= self.config.epochs:
+            raise ValueError(
+                f"{path}: {finished} epochs are done already; wanted more than that, got {self.config.epochs}"
+            )
+        checkpoint.restore(path, self.history.net, self.optimizer)
+        self._generator = checkpoint.generator
+        self.history.epochs = list(checkpoint.epochs)
+        self.history.resumed_after = finished
+        self.report.line(f"resumed {path} after epoch {finished}")
+        if checkpoint.team != self._team():
+            self.report.line(f"note: it was made by {checkpoint.team}; the last bits may differ on {self._team()}")
+
+    def _save(self) -> None:
+        if self.config.save is None:
+            return
+        settings = binding_settings(self.config, self.digits.digest)
+        net, generator, epochs = self.history.net.state_dict(), torch.get_rng_state(), self.history.epochs
+        Checkpoint(settings, self._team(), net, self.optimizer.state_dict(), generator, epochs).write(self.config.save)
+        self.saved_epochs = len(epochs)
+
+    def _write_outputs(self) -> None:
+        if self.config.plot is not None:
+            write_plot(self.config.plot, self.config, self.history)
+        if self.config.json is not None:
+            write_json(self.config.json, self.config, self.history, self.digits.digest)
+        for name, path in self.config.outputs().items():
+            self.report.line(f"{name}: {path}")
+
+    def _team(self) -> str:
+        return f"{self.config.engine} on {describe(self.devices)}"
+
+    def _introduction(self) -> str:
+        config, digits = self.config, self.digits
+        weights = sum(parameter.numel() for parameter in self.history.net.parameters())
+        return (
+            f"{config.model} ({weights:,} parameters), {self._team()}, batch {config.batch}, lr {config.lr:g}, "
+            f"seed {config.seed}; {digits.train.count:,} images to train on, {digits.test.count:,} to test with"
+        )
+
+
+def train(config: Config, *, digits: Digits | None = None, report: Report | None = None) -> History:
+    """Prepares and runs a training, writes the files that `config` asks for, and returns its course.
+
+    Args:
+        config: the settings.
+        digits: what to train on, instead of `config.source`.
+        report: hears of the progress; silent if None.
+
+    Raises:
+        ValueError, OSError, ModuleNotFoundError: before the first step (see `Training`).
+        FloatingPointError, OSError: later (see `Training.run`).
+    """
+    return Training(config, digits=digits, report=report).run()
+
+
+def _check_outputs(config: Config) -> None:
+    for path in config.outputs().values():
+        check_writable(path)
+    if config.plot is not None:
+        require_matplotlib()
+
+
+@contextlib.contextmanager
+def _repeatable_convolutions() -> Iterator[None]:
+    # cuDNN may else sum a weight's gradient in the order of arrival, and a resumed run would not give the same bits.
+    before = torch.backends.cudnn.deterministic
+    torch.backends.cudnn.deterministic = True
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.deterministic = before

@@ -1,0 +1,156 @@
+"""Nested objects, taken apart into leaves and put together again.
+
+The rules, in this order: a tensor is a leaf; packed sequences, nested and sparse tensors are refused, with their path;
+then named tuples, mappings, dataclasses, lists and tuples are opened; everything else is a leaf.  A :class:`Tree` is
+what is left when the leaves are taken out: it can be compared, and filled with other leaves.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.nn.utils.rnn import PackedSequence
+
+__all__ = ["Replicate", "Tree", "flatten"]
+
+
+class Replicate:
+    """Marks an argument that every rank gets whole: ``model(x, mgpu_core.Replicate(table))``.
+
+    Its tensors are copied to each rank instead of being split along ``dim``; the module receives the bare value.
+    """
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __repr__(self) -> str:
+        return f"Replicate({self.value!r})"
+
+
+class Tree:
+    """The shape of a nested object: how to build it from its children, and what they are called.
+
+    ``kind`` and ``names`` say whether two trees are alike; ``build`` makes the object from the children's values.
+    ``children`` is empty for a leaf, of which there is one: :data:`LEAF`.
+    """
+
+    __slots__ = ("build", "children", "kind", "names")
+
+    def __init__(self, kind: Any, names: tuple[str, ...], children: tuple[Tree, ...], build: Any) -> None:
+        self.kind, self.names, self.children, self.build = kind, names, children, build
+
+    def unflatten(self, leaves: Iterator[Any]) -> Any:
+        """The object, with leaves taken from the iterator in the order in which :func:`flatten` gave them."""
+        if self is LEAF:
+            return next(leaves)
+        return self.build([child.unflatten(leaves) for child in self.children])
+
+    def paths(self, root: str) -> list[str]:
+        """The path of each leaf, such as ``inputs[1]["x"].mask``."""
+        if self is LEAF:
+            return [root]
+        return [
+            path
+            for name, child in zip(self.names, self.children, strict=True)
+            for path in child.paths(root + name)
+        ]
+
+    def difference(self, other: Tree, root: str) -> str | None:
+        """Where the other tree is unlike this one, as a sentence; ``None`` when it is alike."""
+        if self is LEAF and other is LEAF:
+            return None
+        if self.kind is not other.kind:
+            return f"{root} is {_kind_name(self)} on one rank and {_kind_name(other)} on another"
+        if self.names != other.names:
+            return f"{root} has {_names(self)} on one rank and {_names(other)} on another"
+        for name, mine, theirs in zip(self.names, self.children, other.children, strict=True):
+            if found := mine.difference(theirs, root + name):
+                return found
+        return None
+
+
+LEAF = Tree(None, (), (), None)
+
+
+def _kind_name(tree: Tree) -> str:
+    return "a leaf" if tree is LEAF else f"a {tree.kind.__name__}"
+
+
+def _names(tree: Tree) -> str:
+    return f"{len(tree.names)} entries ({', '.join(tree.names)})" if tree.names else "no entries"
+
+
+def flatten(obj: Any, leaves: list[Any], path: str) -> Tree:
+    """Appends the leaves of ``obj`` to ``leaves`` and returns its tree; ``path`` is what errors call ``obj``.
+
+    Raises:
+        TypeError: a packed sequence, a nested or a sparse tensor, which no one dimension can split.
+    """
+    if isinstance(obj, torch.Tensor):
+        _refuse_undivided(obj, path)
+        leaves.append(obj)
+        return LEAF
+    opened = _open(obj, path)
+    if opened is None:
+        leaves.append(obj)
+        return LEAF
+    names, values, build = opened
+    children = tuple([flatten(value, leaves, path + name) for name, value in zip(names, values, strict=True)])
+    return Tree(type(obj), tuple(names), children, build)
+
+
+def _refuse_undivided(tensor: torch.Tensor, path: str) -> None:
+    if tensor.is_nested:
+        raise TypeError(f"{path} is a nested tensor, which cannot be split or joined along a dimension")
+    if tensor.layout is not torch.strided:
+        raise TypeError(f"{path} is a sparse tensor ({tensor.layout}), which cannot be split; use .to_dense()")
+
+
+_Opened = tuple[Iterable[str], Iterable[Any], Callable[[list[Any]], Any]]
+
+
+def _open(obj: Any, path: str) -> _Opened | None:
+    if isinstance(obj, PackedSequence):
+        raise TypeError(f"{path} is a PackedSequence: pass the padded tensor and its lengths, and pack in forward")
+    if isinstance(obj, tuple) and hasattr(obj, "_fields") and hasattr(obj, "_asdict"):
+        return [f".{name}" for name in obj._fields], obj, lambda values: type(obj)(*values)
+    if isinstance(obj, Mapping):
+        return [f"[{key!r}]" for key in obj], obj.values(), _mapping_builder(obj)
+    if dataclasses.is_dataclass(obj) and not isinstance(obj, type):
+        return _open_dataclass(obj)
+    if isinstance(obj, list | tuple):
+        return [f"[{i}]" for i in range(len(obj))], obj, _sequence_builder(obj)
+    return None
+
+
+def _mapping_builder(obj: Mapping[Any, Any]) -> Callable[[list[Any]], Any]:
+    keys, kind = list(obj), type(obj)
+    if isinstance(obj, defaultdict):
+        return lambda values: kind(obj.default_factory, zip(keys, values, strict=True))  # type: ignore[call-arg]
+    return lambda values: kind(zip(keys, values, strict=True))  # type: ignore[call-arg]
+
+
+def _open_dataclass(obj: Any) -> _Opened:
+    names = [each.name for each in dataclasses.fields(obj) if hasattr(obj, each.name)]
+
+    def build(values: list[Any]) -> Any:
+        made = copy.copy(obj)  # not the constructor: it may compute, and fields may be init=False
+        for name, value in zip(names, values, strict=True):
+            object.__setattr__(made, name, value)  # frozen ones too
+        return made
+
+    return [f".{name}" for name in names], [getattr(obj, name) for name in names], build
+
+
+def _sequence_builder(obj: list[Any] | tuple[Any, ...]) -> Callable[[list[Any]], Any]:
+    kind = type(obj)
+    if kind is list:
+        return lambda values: values
+    return kind

@@ -1,1 +1,33 @@
-"""Several GPUs, one Python process: a better ``torch.nn.DataParallel``, and what is under it."""
+"""Several GPUs, one Python process: a better ``torch.nn.DataParallel``, and what is under it.
+
+``import mgpu_core as dp`` stands in for ``torch.nn.parallel``: the same names, the same contract, on GPUs, on CPU ranks
+and on mixtures of them.
+"""
+
+from mgpu_core import comm, kernels
+from mgpu_core.data_parallel import DataParallel, data_parallel
+from mgpu_core.device.team import Team
+from mgpu_core.errors import BackendUnavailable, CudaError, Error, NcclError
+from mgpu_core.nested import Replicate
+from mgpu_core.parallel import gather, parallel_apply, reduce, replicate, scatter, scatter_kwargs
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BackendUnavailable",
+    "CudaError",
+    "DataParallel",
+    "Error",
+    "NcclError",
+    "Replicate",
+    "Team",
+    "comm",
+    "data_parallel",
+    "gather",
+    "kernels",
+    "parallel_apply",
+    "reduce",
+    "replicate",
+    "scatter",
+    "scatter_kwargs",
+]

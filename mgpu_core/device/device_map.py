@@ -113,7 +113,8 @@ def _visible_row(device: TorchDevice, part: VisibleDevice | None, read: Visibili
     entry = read.requested[device.index] if device.index < len(read.requested) else None
     if part is None:
         own: TorchDevice | PhysicalDevice | MigInstance = device
-        number, uuid, address = None, f"GPU-{device.uuid}", device.pci_bus_id
+        prefix = "MIG-" if read.kind == "MIG-" else "GPU-"
+        number, uuid, address = None, prefix + device.uuid, device.pci_bus_id
     else:
         own = part.part
         number, uuid, address = part.physical.index, own.uuid, part.physical.pci_bus_id

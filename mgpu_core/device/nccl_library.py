@@ -120,7 +120,7 @@ def _read_answer(source: Source, path: str, output: str) -> NcclLibrary:
     except (IndexError, ValueError):
         return NcclLibrary(source, path, problem="loading it ended the process without an answer")
     if "error" in answer:
-        return NcclLibrary(source, path, problem=answer["error"])
+        return NcclLibrary(source, path, problem=str(answer["error"]).removeprefix(f"{path}: "))
     if answer["status"] != 0 or answer["version"] <= 0:
         return NcclLibrary(source, path, problem=f"ncclGetVersion failed with status {answer['status']}")
     return NcclLibrary(source, answer["path"], version_text(answer["version"]))

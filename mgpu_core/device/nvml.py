@@ -26,7 +26,7 @@ def read_physical_devices() -> NvmlReading:
     try:
         import pynvml
     except ImportError:
-        return NvmlReading(reason="nvidia-ml-py is not installed")
+        return NvmlReading(reason='nvidia-ml-py is not installed (pip install "mgpu-core[doctor]")')
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:

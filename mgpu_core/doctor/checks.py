@@ -36,18 +36,7 @@ class Facts:
 def notices(facts: Facts) -> list[Notice]:
     """Warnings first, then hints."""
     found = visibility_notices(facts.read, facts.nvml.devices, facts.environ.get(ORDER))
-    checks = (
-        _changed,
-        _blind_torch,
-        _other_count,
-        _old_driver,
-        _no_cuda_room,
-        _nccl,
-        _bad_defaults,
-        _threads,
-        _no_nvml,
-    )
-    found += [notice for check in checks if (notice := check(facts))]
+    found += [notice for check in _CHECKS if (notice := check(facts))]
     found += [Notice("warning", problem, "nvidia-smi and dmesg say more.") for problem in facts.nvml.problems]
     return sorted(found, key=lambda notice: notice.level == "hint")
 
@@ -63,8 +52,8 @@ def outlook(facts: Facts) -> str:
         return f"No GPU is visible: DataParallel(net) passes everything to the plain module, on the CPU. {_TWO_RANKS}"
     if devices[0] == "cpu":
         share = max(1, (facts.torch.num_threads or 1) // len(devices))
-        ranks = f"{len(devices)} CPU rank(s) ({RANKS}), {share} torch thread(s) each"
-        return f"No GPU is visible: DataParallel(net) runs on {ranks}."
+        ranks = f"{RANKS}={len(devices)} asks for that many CPU ranks, torch threads in each: {share}."
+        return f"No GPU is visible: DataParallel(net) runs on the CPU. {ranks}"
     places = f"{len(devices)} ranks, {devices[0]} to {devices[-1]}" if devices[1:] else f"{devices[0]} alone"
     return f"DataParallel(net) runs on {places}{'' if _usable(facts.core) else ', through the generic room'}."
 
@@ -160,4 +149,7 @@ def _no_nvml(facts: Facts) -> Notice | None:
     if facts.nvml.devices is not None or not facts.seen.devices:
         return None
     message = f"nvidia-smi's numbers and the hidden GPUs are unknown: {facts.nvml.reason}."
-    return Notice("hint", message, 'pip install "mgpu-core[doctor]"')
+    return Notice("hint", message, "Until NVML works, count devices as torch does, from cuda:0.")
+
+
+_CHECKS = (_changed, _blind_torch, _other_count, _old_driver, _no_cuda_room, _nccl, _bad_defaults, _threads, _no_nvml)

@@ -90,7 +90,7 @@ def _devices(report: Report) -> list[str]:
 
 def _table(devices: Sequence[DeviceRow]) -> list[str]:
     uuids = [row.uuid for row in devices]
-    header = ("torch", "entry", "nvidia-smi", "PCI address", "UUID", "memory free", "name")
+    header = ("torch", "listed as", "nvidia-smi", "PCI address", "UUID", "memory free", "name")
     rows = [header, *(_cells(row, uuids) for row in devices)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
     lines = ["  " + "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from mgpu_core import _core
+from mgpu_core.device.memory import note_written
 from mgpu_core.kernels import reference
 from mgpu_core.record import span
 
@@ -82,4 +83,4 @@ def _fill(rows: torch.Tensor, index: torch.Tensor, scale: float, shift: float, o
         out.data_ptr(),
         _FLOATS[out.dtype],
     )
-    torch.autograd.graph.increment_version(out)
+    note_written([out])

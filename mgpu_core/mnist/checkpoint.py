@@ -3,11 +3,12 @@
 It is written after whole epochs only, so the position in the data is the number of the epoch: the order of the next
 one follows from (seed, epoch), and no generator of the shuffling has to be kept. Kept are the network, the
 optimizer, torch's global CPU generator, the curves so far, and the settings that the remaining bits depend on. It
-is read with `weights_only=True`: a file from a stranger can be refused, but cannot run code.
+is read with `weights_only=True`: a file from a stranger can be refused, but cannot run code. The bits are the same
+for the same team, number of threads and version of torch; with others the curve goes on, rounded differently.
 """
 
 import zipfile
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from mgpu_core.mnist.files import write_whole
 from mgpu_core.mnist.history import Epoch
 
 FORMAT = "mgpu_core.mnist checkpoint 1"
+PARTS = {"settings": dict, "team": str, "net": dict, "optimizer": dict, "generator": torch.Tensor, "epochs": list}
+"""What the file holds besides the mark, and of which type: the fields of `Checkpoint`."""
 
 
 @dataclass
@@ -44,7 +47,7 @@ class Checkpoint:
     def write(self, path: Path) -> None:
         """Writes the file, whole or not at all."""
         content: dict[str, Any] = {"format": FORMAT}
-        content |= {entry.name: getattr(self, entry.name) for entry in fields(self)}
+        content |= {name: getattr(self, name) for name in PARTS}
         content["epochs"] = [asdict(epoch) for epoch in self.epochs]
         write_whole(path, lambda stream: torch.save(content, stream))
 
@@ -54,12 +57,14 @@ class Checkpoint:
         content = _load(path)
         if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
             raise ValueError(f"{path}: wanted a file with the mark {FORMAT!r}, came a torch file without it")
+        wrong = [name for name, kind in PARTS.items() if not isinstance(content.get(name), kind)]
+        if wrong or len(content) != len(PARTS):
+            raise ValueError(f"{path}: wanted a checkpoint with {', '.join(PARTS)}, came one with {', '.join(content)}")
         try:
             content["epochs"] = [Epoch(**epoch) for epoch in content["epochs"]]
-            checkpoint = cls(**content)
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"{path}: the checkpoint lacks a part or has one too many ({error})") from error
-        return checkpoint
+        except TypeError as error:
+            raise ValueError(f"{path}: wanted records of epochs, came something else ({error})") from error
+        return cls(**content)
 
     def check_settings(self, path: Path, wanted: dict[str, Any]) -> None:
         """Raises `ValueError` that names each setting in which a run with `wanted` differs from this checkpoint."""
@@ -92,19 +97,19 @@ def binding_settings(config: Config, digest: str) -> dict[str, Any]:
 
 
 def _load(path: Path) -> Any:
-    try:
-        # torch does not compare the archive's checksums, so a flipped bit in a weight would pass unseen.
-        with zipfile.ZipFile(path) as archive:
-            damaged = archive.testzip()
-        if damaged is not None:
-            raise ValueError(f"wrong checksum of {damaged}")
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except OSError:
-        raise
-    except Exception as error:
-        # Any type can come out of a damaged pickle, and torch's texts are a page long.
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ValueError(f"{path}: wanted a whole checkpoint, came a damaged or foreign file ({reason})") from error
+    with path.open("rb") as stream:
+        try:
+            # torch does not compare the archive's checksums, so a flipped bit in a weight would pass unseen.
+            with zipfile.ZipFile(stream) as archive:
+                damaged = archive.testzip()
+            if damaged is not None:
+                raise ValueError(f"wrong checksum of {damaged}")
+            stream.seek(0)
+            return torch.load(stream, map_location="cpu", weights_only=True)
+        except Exception as error:
+            # Any type can come out of a damaged pickle, and torch's texts are a page long.
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise ValueError(f"{path}: wanted a whole checkpoint, came a damaged or foreign file ({reason})") from error
 
 
 def _short(value: object) -> str:

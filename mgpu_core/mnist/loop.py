@@ -9,6 +9,7 @@ import contextlib
 import math
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 from torch.nn import functional
@@ -50,7 +51,7 @@ class Training:
         self.config, self.report = config, report or Report()
         self.devices = resolve_devices(config.device_ids, config.ranks, single=config.engine == "plain")
         _check_outputs(config)
-        checkpoint = None if config.resume is None else Checkpoint.read(config.resume)
+        resumed = None if config.resume is None else (config.resume, Checkpoint.read(config.resume))
         self.digits = (digits or load(config.source)).to(self.devices[0])
         with torch.random.fork_rng(devices=()):
             torch.default_generator.manual_seed(config.seed)
@@ -59,8 +60,8 @@ class Training:
         self.optimizer = torch.optim.SGD(net.parameters(), lr=config.lr)
         self.history = History(net, self.devices)
         self.saved_epochs = 0
-        if checkpoint is not None:
-            self._resume(checkpoint)
+        if resumed is not None:
+            self._resume(*resumed)
         self.model = net if config.engine == "plain" else DataParallel(net, device_ids=self.devices)
 
     def run(self) -> History:
@@ -129,14 +130,11 @@ class Training:
                     f"epoch {number}, step {step}: the loss is {loss}; a smaller lr than {self.config.lr:g} may help"
                 )
 
-    def _resume(self, checkpoint: Checkpoint) -> None:
-        path, finished = self.config.resume, len(checkpoint.epochs)
-        assert path is not None
+    def _resume(self, path: Path, checkpoint: Checkpoint) -> None:
+        finished = len(checkpoint.epochs)
         checkpoint.check_settings(path, binding_settings(self.config, self.digits.digest))
         if finished >= self.config.epochs:
-            raise ValueError(
-                f"{path}: {finished} epochs are done already; wanted more than that, got {self.config.epochs}"
-            )
+            raise ValueError(f"{path}: already after epoch {finished}; epochs: wanted more, got {self.config.epochs}")
         checkpoint.restore(path, self.history.net, self.optimizer)
         self._generator = checkpoint.generator
         self.history.epochs = list(checkpoint.epochs)

@@ -24,7 +24,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of the training to `parser`; `run` takes what it parsed."""
     add = parser.add_argument
     add("--model", choices=list(MODELS), default=Config.model, help="the network (default: %(default)s)")
-    add("--engine", choices=list(ENGINES), default=Config.engine, help="mgpu_core.DataParallel, or the bare network")
+    add(
+        "--engine",
+        choices=list(ENGINES),
+        default=Config.engine,
+        help="mgpu_core.DataParallel (default), or the bare network",
+    )
     add("--device-ids", metavar="LIST", help="one entry per rank: 0,1 or cuda:1 or cpu,cpu (default: all GPUs)")
     add("--ranks", type=int, metavar="N", help="the first N GPUs; without any, N ranks on the CPU (default there: 2)")
     add("--batch", type=int, default=Config.batch, metavar="N", help="rows per step (default: %(default)s)")

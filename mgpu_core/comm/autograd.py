@@ -1,0 +1,160 @@
+"""Scatter and gather, broadcast and reduce, as pairs of autograd functions.
+
+The gradient of scattering is gathering, the gradient of broadcasting is adding up, and the other way round.  Each is
+written in terms of the other, so double backward works.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from mgpu_core.comm import collectives, functional
+from mgpu_core.comm.buckets import bucket_positions
+from mgpu_core.comm.functional import copies_of
+from mgpu_core.device.team import Team
+from mgpu_core.record import span
+
+__all__ = ["broadcast_buckets", "gather", "reduce_tensors", "scatter"]
+
+_Grad = torch.Tensor | None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, team: Team, counts: Sequence[int], dim: int, tensor: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.dim, ctx.source = dim, tensor.device
+        return functional.scatter(tensor, team.devices, counts, dim)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, None, None, torch.Tensor]:
+        return None, None, None, _Gather.apply(ctx.source, ctx.dim, *grads)
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, device: torch.device, dim: int, *tensors: torch.Tensor) -> torch.Tensor:
+        ctx.dim, ctx.counts = dim, [tensor.size(dim) for tensor in tensors]
+        ctx.team = Team.of([tensor.device for tensor in tensors])
+        return functional.gather(tensors, dim, device)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return None, None, *_Scatter.apply(ctx.team, ctx.counts, ctx.dim, grad)
+
+
+def scatter(tensor: torch.Tensor, team: Team, counts: Sequence[int], dim: int) -> tuple[torch.Tensor, ...]:
+    """``counts[rank]`` rows along ``dim`` to each rank of the team, in fresh memory; differentiable."""
+    parts: tuple[torch.Tensor, ...] = _Scatter.apply(team, counts, dim, tensor)
+    return parts
+
+
+def gather(tensors: Sequence[torch.Tensor], device: torch.device, dim: int) -> torch.Tensor:
+    """The tensors joined along ``dim`` on ``device``; differentiable.  Scalars become a vector, with torch's warning."""
+    if all(tensor.dim() == 0 for tensor in tensors) and dim == 0:
+        warnings.warn(
+            "Was asked to gather along dimension 0, but all "
+            "input tensors were scalars; will instead unsqueeze "
+            "and return a vector.",
+            stacklevel=4,
+        )
+        tensors = [tensor.reshape(1) for tensor in tensors]
+    whole: torch.Tensor = _Gather.apply(device, dim, *tensors)
+    return whole
+
+
+class _Broadcast(torch.autograd.Function):
+    """Tensors to all ranks.  Outputs are flat, rank by rank: rank 0's are the tensors' own storage."""
+
+    @staticmethod
+    def forward(ctx: Any, team: Team, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)  # a parameter that no rank used gets no gradient, not a zero one
+        ctx.ranks, ctx.source = len(team), tensors[0].device
+        copies = [copies_of(tensor, team.devices) for tensor in tensors]
+        collectives.broadcast_into(tensors, copies)
+        # An alias of rank 0's, not the input: it shares the version counter, so an optimizer's step between forward
+        # and backward is noticed as on one device, but it is no view that refuses to be written.
+        for tensor, row in zip(tensors, copies, strict=True):
+            if row[0] is tensor:
+                row[0] = tensor.detach()
+        return tuple(row[rank] for rank in team.ranks for row in copies)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: _Grad) -> tuple[_Grad, ...]:
+        with span("reduce"):
+            return None, *_Reduce.apply(ctx.source, ctx.ranks, *grads)
+
+
+class _Reduce(torch.autograd.Function):
+    """The sums over the ranks of gradients in the order of :class:`_Broadcast`'s outputs; ``None`` adds nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, device: torch.device, ranks: int, *grads: _Grad) -> tuple[_Grad, ...]:
+        ctx.set_materialize_grads(False)
+        tensors = len(grads) // ranks
+        table = [grads[i::tensors] for i in range(tensors)]
+        ctx.team = Team.of([_device_of(grads[rank * tensors :][:tensors], device) for rank in range(ranks)])
+        present = [i for i, parts in enumerate(table) if any(part is not None for part in parts)]
+        totals = collectives.reduce_batch([table[i] for i in present], "sum", device)
+        found = dict(zip(present, totals, strict=True))
+        return tuple(found.get(i) for i in range(tensors))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: _Grad) -> tuple[_Grad, ...]:
+        present = [i for i, grad in enumerate(grads) if grad is not None]
+        flat: list[_Grad] = [None] * (len(grads) * len(ctx.team))
+        if present:
+            copies = _Broadcast.apply(ctx.team, *(grads[i] for i in present))
+            for place, copy in enumerate(copies):
+                rank, i = divmod(place, len(present))
+                flat[rank * len(grads) + present[i]] = copy
+        return None, None, *flat
+
+
+def _device_of(grads: Sequence[_Grad], default: torch.device) -> torch.device:
+    return next((grad.device for grad in grads if grad is not None), default)
+
+
+def reduce_tensors(rows: Sequence[Sequence[torch.Tensor]], device: torch.device) -> tuple[torch.Tensor, ...]:
+    """The sums over the ranks of ``rows[rank][i]``, on ``device``; differentiable.
+
+    Raises:
+        ValueError: tensors of different shapes or dtypes.
+    """
+    for each in zip(*rows, strict=True):
+        collectives.check_alike(each, each[0].shape, each[0].dtype)
+    totals: tuple[torch.Tensor, ...] = _Reduce.apply(device, len(rows), *(tensor for row in rows for tensor in row))
+    return totals
+
+
+_FIRST = 2**62  # above every number that the engine gives out, below the one of gradient accumulation
+
+
+def broadcast_buckets(team: Team, tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Differentiable copies of many tensors: ``result[rank][i]``; their gradients are summed bucket by bucket.
+
+    One autograd node per bucket, from the last tensor to the first, because backward reaches the last layers first.
+    Nodes that are made before the forward would have the engine's lowest priority and would all run last; so it is
+    raised, and a bucket is reduced as soon as its gradients are there.
+    """
+    count = len(tensors)
+    result: list[list[torch.Tensor]] = [[torch.Tensor()] * count for _ in team.ranks]
+    for place, bucket in enumerate(bucket_positions(tensors[::-1])):
+        positions = [count - 1 - i for i in bucket]
+        copies: tuple[torch.Tensor, ...] = _Broadcast.apply(team, *(tensors[i] for i in positions))
+        _raise_priority(copies, _FIRST - place)
+        for rank in team.ranks:
+            for i, copy in zip(positions, copies[rank * len(positions) :], strict=False):
+                result[rank][i] = copy
+    return result
+
+
+def _raise_priority(outputs: Sequence[torch.Tensor], number: int) -> None:
+    node = outputs[0].grad_fn
+    if node is not None and hasattr(node, "_set_sequence_nr"):
+        node._set_sequence_nr(number)

@@ -1,0 +1,96 @@
+"""Which tensors may become pointers.
+
+A pointer forgets everything that a tensor knows: that its numbers are lazily conjugated, that it is a view of a tape,
+a placeholder without memory, one sample of a vmapped batch.  So each tensor is looked at here before, and either
+resolved into plain memory (inputs) or refused with a ``TypeError`` or ``ValueError`` that says what it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch._C._functorch import is_functorch_wrapped_tensor
+
+__all__ = ["check_disjoint", "check_writable", "readable"]
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+
+
+def refuse_special(tensor: torch.Tensor, name: str) -> None:
+    """Raises TypeError unless the tensor is ordinary strided memory on a device."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name} must be a tensor, not {type(tensor).__name__}")
+    if tensor.is_nested:
+        raise TypeError(f"{name} is a nested tensor, which is not one block of memory")
+    if tensor.layout is not torch.strided:
+        raise TypeError(f"{name} is a sparse tensor ({tensor.layout}): use .to_dense()")
+    if is_functorch_wrapped_tensor(tensor):
+        raise TypeError(f"{name} is inside a torch.func transform (vmap, grad, ...), which cannot see into a collective")
+    if type(tensor) not in _PLAIN and hasattr(type(tensor), "__torch_dispatch__") and _dispatches(tensor):
+        raise TypeError(f"{name} is a {type(tensor).__name__}, whose memory is not its own (a fake or wrapper tensor)")
+    if tensor.device.type == "meta":
+        raise TypeError(f"{name} is on the meta device and has no memory")
+
+
+def _dispatches(tensor: torch.Tensor) -> bool:
+    return type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+
+
+def readable(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    """The tensor as plain memory that may be read: conjugation and negation are carried out.
+
+    Raises:
+        TypeError: sparse, nested, fake, meta, functorch or wrapper-subclass tensors.
+    """
+    refuse_special(tensor, name)
+    if tensor.is_conj():
+        tensor = tensor.resolve_conj()
+    return tensor.resolve_neg() if tensor.is_neg() else tensor
+
+
+def check_writable(tensor: torch.Tensor, name: str) -> None:
+    """Raises unless plain memory may be written through this tensor.
+
+    Raises:
+        TypeError: as :func:`readable`.
+        ValueError: a lazily conjugated or negated view, a tensor whose elements share memory, or a leaf that requires
+            grad while grad mode is on (torch would not know of the write).
+    """
+    refuse_special(tensor, name)
+    if tensor.is_conj() or tensor.is_neg():
+        raise ValueError(f"{name} is a lazily conjugated or negated view and cannot be written: use .resolve_conj()")
+    if torch._debug_has_internal_overlap(tensor) == 1:
+        raise ValueError(f"{name} has elements that share memory (an expanded tensor) and cannot be written")
+    if tensor.requires_grad and tensor.is_leaf and torch.is_grad_enabled():
+        raise ValueError(
+            f"{name} is a leaf that requires grad: it cannot be written in place while grad mode is on; "
+            "use torch.no_grad()"
+        )
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """First and last byte + 1 that the tensor's elements touch."""
+    begin = tensor.data_ptr()
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return begin, begin + (last + 1) * tensor.element_size()
+
+
+def check_disjoint(written: Sequence[torch.Tensor], names: Sequence[str], read: Sequence[torch.Tensor] = ()) -> None:
+    """Raises if a tensor that is written shares memory with another that is written, or partly with one that is read.
+
+    A tensor that is read and written in place (the very same memory) is fine.
+
+    Raises:
+        ValueError: names the two.
+    """
+    extents = [(*_extent(tensor), name, True) for tensor, name in zip(written, names, strict=True) if tensor.numel()]
+    in_place = {extent[:2] for extent in extents}
+    inputs = {_extent(tensor) for tensor in read if tensor.numel()} - in_place
+    extents += [(begin, end, "an input", False) for begin, end in inputs]
+    reach = {True: (0, ""), False: (0, "")}  # how far the written and the read ones went so far, and which one
+    for begin, end, name, is_written in sorted(extents):
+        for other_is_written, (other_end, other) in reach.items():
+            if begin < other_end and (is_written or other_is_written):
+                raise ValueError(f"{other} and {name} share memory: the result would depend on who writes first")
+        reach[is_written] = max(reach[is_written], (end, name))

@@ -1,0 +1,248 @@
+"""The gate: the only file of the road that turns tensors into pointers.
+
+Lists of tensors in, one entry per rank.  What the core can move goes to the core; everything else goes to the generic
+room.  Everything is checked before anything is written, and autograd is told of every write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import torch
+
+from mgpu_core import _core
+from mgpu_core.comm import generic
+from mgpu_core.comm.checks import check_disjoint, check_writable, readable
+from mgpu_core.comm.layout import empty_in_order, memory_order, nbytes_of, runs_along
+from mgpu_core.device.memory import note_written
+from mgpu_core.record import event, is_on
+
+__all__ = [
+    "ALGORITHMS",
+    "OPS",
+    "all_gather_into",
+    "all_reduce_into",
+    "broadcast_into",
+    "check_alike",
+    "check_op",
+    "gather_into",
+    "reduce_batch",
+    "reduce_scatter_into",
+    "scatter_into",
+]
+
+Tensors: TypeAlias = Sequence[torch.Tensor]
+Parts: TypeAlias = Sequence[torch.Tensor | None]
+
+OPS = ("sum", "avg", "prod", "min", "max")
+ALGORITHMS = ("auto", "naive", "direct", "ring", "tree")
+_CORE_DTYPES = {
+    torch.float16: "float16",
+    torch.bfloat16: "bfloat16",
+    torch.float32: "float32",
+    torch.float64: "float64",
+    torch.int32: "int32",
+    torch.int64: "int64",
+    torch.uint8: "uint8",
+    torch.complex64: "float32",
+    torch.complex128: "float64",
+}
+_GENERIC_DTYPES = (torch.int8, torch.int16)
+
+
+def _names(count: int) -> list[str]:
+    return [f"the tensor of rank {rank}" for rank in range(count)]
+
+
+def check_op(op: str, dtype: torch.dtype, algorithm: str = "auto") -> None:
+    """Raises unless the reduction exists: ValueError for a name, TypeError for a dtype."""
+    if op not in OPS:
+        raise ValueError(f"op must be one of {', '.join(OPS)}, not {op!r}")
+    if algorithm not in ALGORITHMS:
+        raise ValueError(f"algorithm must be one of {', '.join(ALGORITHMS)}, not {algorithm!r}")
+    if dtype.is_complex and op not in ("sum", "avg"):
+        raise TypeError(f"{dtype} tensors can be reduced by sum and avg, not by {op}")
+    if dtype not in _CORE_DTYPES and dtype not in _GENERIC_DTYPES:
+        raise TypeError(f"tensors of {dtype} cannot be reduced")
+
+
+def _count_of(tensor: torch.Tensor) -> int:
+    return tensor.numel() * (2 if tensor.is_complex() else 1)
+
+
+def check_alike(tensors: Tensors, shape: torch.Size, dtype: torch.dtype) -> None:
+    """Raises ValueError naming the first rank whose tensor has another shape or dtype."""
+    for rank, tensor in enumerate(tensors):
+        if tensor.shape != shape or tensor.dtype != dtype:
+            raise ValueError(
+                f"the tensor of rank {rank} is {tuple(tensor.shape)} {tensor.dtype}, wanted {tuple(shape)} {dtype}"
+            )
+
+
+def all_reduce_into(tensors: Tensors, op: str, algorithm: str) -> str:
+    """In place; returns the algorithm that ran."""
+    for tensor, name in zip(tensors, _names(len(tensors)), strict=True):
+        check_writable(tensor, name)
+    first = tensors[0]
+    check_alike(tensors, first.shape, first.dtype)
+    check_op(op, first.dtype, algorithm)
+    check_disjoint(tensors, _names(len(tensors)))
+    if first.dtype in _CORE_DTYPES and _in_core(tensors):
+        pointers = [tensor.data_ptr() for tensor in tensors]
+        dtype = _CORE_DTYPES[first.dtype]
+        ran = _core.all_reduce(pointers, pointers, _count_of(first), dtype, op, algorithm)
+    else:
+        generic.all_reduce(tensors, op)
+        ran = generic.ALGORITHM
+    note_written(tensors)
+    _tell("all_reduce", tensors, ran)
+    return ran
+
+
+def _in_core(*groups: Tensors) -> bool:
+    """Whether the core can move these: host memory, each dense, all in one order of dimensions."""
+    order = memory_order(groups[0][0])
+    return order is not None and all(
+        tensor.device.type == "cpu" and memory_order(tensor) is order for tensors in groups for tensor in tensors
+    )
+
+
+def _tell(step: str, tensors: Tensors, detail: str = "") -> None:
+    if is_on():
+        for rank, tensor in enumerate(tensors):
+            event(step, rank, tensor.nbytes, detail)
+
+
+def broadcast_into(sources: Tensors, copies: Sequence[Tensors]) -> None:
+    """Fills ``copies[i][rank]`` from ``sources[i]``; one that stands on the source's own memory is left alone."""
+    sources = [readable(source, f"tensor {i}") for i, source in enumerate(sources)]
+    pointers: list[int] = []
+    targets: list[list[int]] = []
+    nbytes: list[int] = []
+    for source, made in zip(sources, copies, strict=True):
+        if _in_core([source], made):
+            if source.numel():
+                pointers.append(source.data_ptr())
+                targets.append([each.data_ptr() for each in made])
+                nbytes.append(source.nbytes)
+        else:
+            generic.broadcast(source, made)
+    if pointers:
+        _core.broadcast(pointers, targets, nbytes)
+    for made in copies:
+        _tell("broadcast", made)
+
+
+def reduce_batch(parts: Sequence[Parts], op: str, device: torch.device) -> list[torch.Tensor]:
+    """Sums of many tensors at once: ``parts[i][rank]``, of one shape and dtype per i, to fresh tensors on ``device``.
+
+    ``None`` stands for a rank that adds nothing to that sum; at least one adds something.  Sparse tensors are summed
+    by torch.
+    """
+    resolved = [_resolve(each) for each in parts]
+    totals: list[torch.Tensor] = []
+    batches: dict[torch.dtype, list[int]] = {}
+    for i, each in enumerate(resolved):
+        first = next(part for part in each if part is not None)
+        check_op(op, first.dtype)
+        if device.type == "cpu" and first.dtype in _CORE_DTYPES and _in_core([part for part in each if part is not None]):
+            totals.append(empty_in_order(first, first.shape, device, memory_order(first)))
+            if first.numel():
+                batches.setdefault(first.dtype, []).append(i)
+        else:
+            totals.append(generic.reduce(each, op, device))
+    for batch in batches.values():
+        _reduce_in_core([resolved[i] for i in batch], [totals[i] for i in batch], op)
+    if is_on():
+        for rank in range(len(resolved[0]) if resolved else 0):
+            event("reduce", rank, sum(nbytes_of(each[rank]) for each in resolved))
+    return totals
+
+
+def _reduce_in_core(parts: Sequence[Parts], outs: Tensors, op: str) -> None:
+    _core.reduce(
+        [[0 if part is None else part.data_ptr() for part in each] for each in parts],
+        [out.data_ptr() for out in outs],
+        [_count_of(out) for out in outs],
+        _CORE_DTYPES[outs[0].dtype],
+        op,
+    )
+
+
+def _resolve(parts: Parts) -> Parts:
+    """Readable, and in one order of dimensions: the first's where it has one, else contiguous."""
+    if any(part is not None and part.layout is not torch.strided for part in parts):
+        return parts
+    found = [None if part is None else readable(part, f"the tensor of rank {rank}") for rank, part in enumerate(parts)]
+    first = next(part for part in found if part is not None)
+    order = memory_order(first) or torch.contiguous_format
+    return [
+        part if part is None or memory_order(part) is order else part.contiguous(memory_format=order) for part in found
+    ]
+
+
+def scatter_into(whole: torch.Tensor, parts: Tensors, dim: int) -> None:
+    """Fills the parts from ``whole``, one behind the other along ``dim`` (not negative)."""
+    whole = readable(whole, "the tensor to scatter")
+    if _in_core([whole], parts):
+        _core.scatter(*_transfer(whole, parts, dim))
+    else:
+        generic.scatter(whole, parts, dim)
+    _tell("scatter", parts)
+
+
+def gather_into(parts: Tensors, whole: torch.Tensor, dim: int) -> None:
+    """Fills ``whole`` from the parts, one behind the other along ``dim`` (not negative)."""
+    parts = [readable(part, f"the tensor of rank {rank}") for rank, part in enumerate(parts)]
+    if _in_core([whole], parts):
+        _core.gather(*reversed(_transfer(whole, parts, dim)))
+    else:
+        generic.gather(parts, whole, dim)
+    _tell("gather", parts)
+
+
+_Whole: TypeAlias = tuple[int, int, int, int]
+_Parts: TypeAlias = list[tuple[int, int]]
+
+
+def _transfer(whole: torch.Tensor, parts: Tensors, dim: int) -> tuple[_Whole, _Parts]:
+    order = memory_order(whole)
+    assert order is not None  # _in_core said so
+    outer, inner = runs_along(whole.shape, dim, order)
+    rows = [(part.data_ptr(), part.size(dim)) for part in parts]
+    return (whole.data_ptr(), outer, whole.size(dim), inner * whole.element_size()), rows
+
+
+def all_gather_into(parts: Tensors, wholes: Tensors) -> None:
+    """Fills each rank's whole with the parts of all ranks, one behind the other along dimension 0."""
+    parts = [readable(part, f"the tensor of rank {rank}") for rank, part in enumerate(parts)]
+    if all(tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in (*parts, *wholes)):
+        _core.all_gather(
+            [part.data_ptr() for part in parts],
+            [part.nbytes for part in parts],
+            [whole.data_ptr() for whole in wholes],
+        )
+    else:
+        generic.all_gather(parts, wholes)
+    _tell("all_gather", parts)
+
+
+def reduce_scatter_into(tensors: Tensors, outs: Tensors, op: str) -> None:
+    """Fills rank r's out with chunk r, along dimension 0, of the reduction."""
+    tensors = [readable(tensor, f"the tensor of rank {rank}") for rank, tensor in enumerate(tensors)]
+    check_op(op, outs[0].dtype)
+    in_core = outs[0].dtype in _CORE_DTYPES and all(
+        tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in (*tensors, *outs)
+    )
+    if in_core:
+        _core.reduce_scatter(
+            [tensor.data_ptr() for tensor in tensors],
+            [out.data_ptr() for out in outs],
+            _count_of(outs[0]),
+            _CORE_DTYPES[outs[0].dtype],
+            op,
+        )
+    else:
+        generic.reduce_scatter(tensors, outs, op)
+    _tell("reduce_scatter", outs)

@@ -1,0 +1,95 @@
+"""The generic room: any devices, by plain torch copies and adds.
+
+It serves what no other room does: accelerators without a room of their own, teams that mix devices, dtypes that the
+core does not add, tensors that are not one dense block, sparse gradients.  Slower, same results: sums in rank order,
+half precision added in float32 and rounded once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from mgpu_core import _core
+from mgpu_core.comm.layout import nbytes_of
+
+__all__ = ["all_gather", "all_reduce", "broadcast", "count", "gather", "reduce", "reduce_scatter", "scatter"]
+
+ALGORITHM = "generic"
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def count(operation: str, tensors: Sequence[torch.Tensor | None]) -> None:
+    """Adds one call per rank that has a tensor, of its bytes, to ``_core.counters()``."""
+    for rank, tensor in enumerate(tensors):
+        if tensor is not None:
+            _core.count(operation, ALGORITHM, rank, nbytes_of(tensor))
+
+
+def _add_up(parts: Sequence[torch.Tensor], op: str, device: torch.device) -> torch.Tensor:
+    wide = torch.float32 if parts[0].dtype in _HALF else parts[0].dtype
+    combine = {"prod": torch.mul, "min": torch.minimum, "max": torch.maximum}.get(op, torch.add)
+    total = parts[0].to(device=device, dtype=wide)
+    for part in parts[1:]:
+        total = combine(total, part.to(device=device, dtype=wide, non_blocking=True))
+    if op == "avg":
+        exact = total.is_floating_point() or total.is_complex()
+        total = total / len(parts) if exact else torch.div(total, len(parts), rounding_mode="trunc")
+    return total.to(parts[0].dtype)
+
+
+def reduce(parts: Sequence[torch.Tensor | None], op: str, device: torch.device) -> torch.Tensor:
+    """The reduction of one tensor per rank as a fresh tensor on ``device``; strided or sparse; ``None`` adds nothing."""
+    count("reduce", parts)
+    present = [part for part in parts if part is not None]
+    if any(part.layout is torch.strided for part in present):  # sparse on some ranks only
+        present = [part if part.layout is torch.strided else part.to_dense() for part in present]
+    total = _add_up(present, op, device)
+    return total.clone() if len(present) == 1 else total
+
+
+def all_reduce(tensors: Sequence[torch.Tensor], op: str) -> None:
+    """In place: all into the first tensor's device, then to all."""
+    count("all_reduce", tensors)
+    total = _add_up(tensors, op, tensors[0].device)
+    for tensor in tensors:
+        tensor.copy_(total, non_blocking=True)
+
+
+def broadcast(source: torch.Tensor, copies: Sequence[torch.Tensor]) -> None:
+    """Fills the copies, one per rank; one that is the source itself is left alone."""
+    for rank, each in enumerate(copies):
+        if each is not source:
+            each.copy_(source, non_blocking=True)
+            _core.count("broadcast", ALGORITHM, rank, each.nbytes)
+
+
+def scatter(whole: torch.Tensor, parts: Sequence[torch.Tensor], dim: int) -> None:
+    """Fills the parts, one behind the other along ``dim``."""
+    count("scatter", parts)
+    for part, source in zip(parts, whole.split([part.size(dim) for part in parts], dim), strict=True):
+        part.copy_(source, non_blocking=True)
+
+
+def gather(parts: Sequence[torch.Tensor], whole: torch.Tensor, dim: int) -> None:
+    """Fills ``whole`` with the parts, one behind the other along ``dim``."""
+    count("gather", parts)
+    for part, place in zip(parts, whole.split([part.size(dim) for part in parts], dim), strict=True):
+        place.copy_(part, non_blocking=True)
+
+
+def all_gather(parts: Sequence[torch.Tensor], wholes: Sequence[torch.Tensor]) -> None:
+    """Fills each rank's whole with all the parts along dimension 0."""
+    count("all_gather", parts)
+    for whole in wholes:
+        for part, place in zip(parts, whole.split([part.size(0) for part in parts]), strict=True):
+            place.copy_(part, non_blocking=True)
+
+
+def reduce_scatter(tensors: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], op: str) -> None:
+    """Fills rank r's out with chunk r of the reduction along dimension 0."""
+    count("reduce_scatter", outs)
+    columns = [tensor.split(outs[0].size(0)) for tensor in tensors]
+    for rank, out in enumerate(outs):
+        out.copy_(_add_up([column[rank] for column in columns], op, out.device), non_blocking=True)

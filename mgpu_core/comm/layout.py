@@ -1,0 +1,60 @@
+"""How a tensor lies in memory, as far as the core needs to know.
+
+The core moves dense blocks.  A tensor is one when its elements fill a range without gaps, in whatever order of
+dimensions: contiguous, or channels_last.  Cut along a dimension, it is ``outer`` runs of ``rows`` times ``inner``
+elements (see csrc/core/transfer.h); a part in the same order of dimensions is dense too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+__all__ = ["empty_in_order", "memory_order", "nbytes_of", "runs_along"]
+
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
+def memory_order(tensor: torch.Tensor) -> torch.memory_format | None:
+    """``contiguous_format``, a channels_last format, or ``None`` for a tensor that is neither."""
+    if tensor.layout is not torch.strided:
+        return None
+    if tensor.is_contiguous():
+        return torch.contiguous_format
+    last = _CHANNELS_LAST.get(tensor.dim())
+    return last if last is not None and tensor.is_contiguous(memory_format=last) else None
+
+
+def nbytes_of(tensor: torch.Tensor | None) -> int:
+    """Bytes that travel when the tensor does; of a sparse one its indices and values, of ``None`` none."""
+    if tensor is None:
+        return 0
+    if tensor.layout is torch.strided:
+        return tensor.nbytes
+    if tensor.layout is torch.sparse_coo:
+        return tensor._indices().nbytes + tensor._values().nbytes
+    return tensor.values().nbytes
+
+
+def empty_in_order(
+    tensor: torch.Tensor, shape: Sequence[int], device: torch.device, order: torch.memory_format | None
+) -> torch.Tensor:
+    """Fresh memory of the tensor's dtype, in the given order of dimensions (contiguous where there is none)."""
+    return torch.empty(
+        shape, dtype=tensor.dtype, device=device, memory_format=order or torch.contiguous_format
+    )
+
+
+def runs_along(shape: Sequence[int], dim: int, order: torch.memory_format) -> tuple[int, int]:
+    """(outer, inner) of a dense tensor of this shape, cut along ``dim``; inner in elements."""
+    dims = list(range(len(shape)))
+    if order is not torch.contiguous_format:
+        dims = [0, *dims[2:], 1]  # slowest to fastest: the channels are last
+    place = dims.index(dim)
+    outer = inner = 1
+    for each in dims[:place]:
+        outer *= shape[each]
+    for each in dims[place + 1 :]:
+        inner *= shape[each]
+    return outer, inner

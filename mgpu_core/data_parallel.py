@@ -1,0 +1,174 @@
+"""``DataParallel``: ``torch.nn.DataParallel`` with the same contract, on any devices, one line per step of the road."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any, TypeVar
+
+import torch
+from torch.nn import Module
+
+from mgpu_core.device.devices import DeviceLike, as_device, as_devices, default_devices
+from mgpu_core.device.team import Team
+from mgpu_core.parallel import gather, parallel_apply, replicate, scatter_kwargs
+
+__all__ = ["DataParallel", "data_parallel"]
+
+M = TypeVar("M", bound=Module)
+
+
+class DataParallel(torch.nn.DataParallel[M]):
+    """Runs a module on several ranks: each gets its share of the rows, outputs come back together.
+
+    A subclass of ``torch.nn.DataParallel``, because libraries unwrap by ``isinstance``; nothing of it is used.
+
+    Args:
+        module: the wrapped module, on ``device_ids[0]`` (moved there if there is one device).
+        device_ids: one device per rank: ints (accelerator index), strings or ``torch.device``; the CPU too, and a
+            device more than once (``["cpu"] * 4`` are four ranks).  ``None``: all accelerators, else as many CPU ranks
+            as ``MGPU_CORE_CPU_RANKS`` says, else the plain module; ``[]``: the plain module.
+        output_device: where outputs are gathered (default: ``device_ids[0]``).
+        dim: the dimension of the rows.
+        shares: rows in this proportion, one positive number per rank.
+
+    Raises:
+        ValueError, TypeError: devices that do not exist, shares that do not fit.
+    """
+
+    def __init__(
+        self,
+        module: M,
+        device_ids: Sequence[DeviceLike] | None = None,
+        output_device: DeviceLike | None = None,
+        dim: int = 0,
+        *,
+        shares: Sequence[float] | None = None,
+    ) -> None:
+        Module.__init__(self)
+        given = default_devices() if device_ids is None else list(device_ids)
+        self.module = module
+        self.dim = dim
+        self.shares = shares
+        self.device_ids: list[Any] = [_as_id(device) for device in (as_devices(given) if given else ())]
+        self.output_device: Any = _output_device(output_device, self.device_ids)
+        if not self.device_ids:
+            return
+        _check_shares(shares, len(self.device_ids))
+        self.src_device_obj = as_device(self.device_ids[0])
+        if len(self.device_ids) == 1:
+            self.module.to(self.src_device_obj)
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Scatter, replicate, apply, gather.
+
+        Raises:
+            RuntimeError: the module is not on ``device_ids[0]``.
+            ValueError: inputs that disagree on their number of rows.
+            Exception: what a replica raised, see :func:`mgpu_core.parallel_apply`.
+        """
+        if not self.device_ids:
+            return self._move_output(self.module(*inputs, **kwargs))
+        _check_module_device(self.module, self.src_device_obj)
+        parts, kwargs_parts = self.scatter(inputs, kwargs, self.device_ids)
+        if not parts and not kwargs_parts:  # no arguments at all: the module runs once, on the first rank
+            parts, kwargs_parts = ((),), ({},)
+        if len(self.device_ids) == 1:
+            return self._move_output(self.module(*parts[0], **kwargs_parts[0]))
+        replicas = self.replicate(self.module, self.device_ids[: len(parts)])
+        outputs = self.parallel_apply(replicas, parts, kwargs_parts)
+        return self.gather(outputs, self.output_device)
+
+    def scatter(
+        self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Sequence[DeviceLike]
+    ) -> Any:
+        """One tuple of arguments and one dict of keyword arguments per rank."""
+        return scatter_kwargs(inputs, kwargs, device_ids, self.dim, shares=self.shares)
+
+    def replicate(self, module: M, device_ids: Sequence[DeviceLike]) -> list[M]:
+        """One twin of the module per rank."""
+        return replicate(module, device_ids, not torch.is_grad_enabled())
+
+    def parallel_apply(self, replicas: Sequence[M], inputs: Sequence[Any], kwargs: Any) -> list[Any]:
+        """Each twin on its own arguments, at once."""
+        return parallel_apply(replicas, inputs, kwargs, self.device_ids[: len(replicas)])
+
+    def gather(self, outputs: Any, output_device: DeviceLike) -> Any:
+        """The outputs joined along ``dim`` on ``output_device``."""
+        return gather(outputs, output_device, dim=self.dim)
+
+    def close(self) -> None:
+        """Ends the idle worker threads of this wrapper's team now; the next forward starts new ones."""
+        if self.device_ids:
+            Team.of(self.device_ids).close()
+
+    def _move_output(self, output: Any) -> Any:
+        """With one rank there is nothing to join; ``output_device`` is honoured where it is another device."""
+        if self.output_device is None or not self.device_ids or self.output_device == self.device_ids[0]:
+            return output
+        return self.gather([output], self.output_device)
+
+
+def _as_id(device: torch.device) -> int | torch.device:
+    """An accelerator's index, as torch keeps it in ``device_ids``; the CPU has none."""
+    return device if device.index is None else device.index
+
+
+def _output_device(wanted: DeviceLike | None, device_ids: list[Any]) -> Any:
+    if wanted is None:
+        return device_ids[0] if device_ids else None
+    return _as_id(as_device(wanted))
+
+
+def _check_shares(shares: Sequence[float] | None, ranks: int) -> None:
+    if shares is None:
+        return
+    if len(shares) != ranks:
+        raise ValueError(f"shares must have one number per rank: {ranks} ranks, {len(shares)} shares")
+    for rank, share in enumerate(shares):
+        if not 0 < share < float("inf"):
+            raise ValueError(f"shares[{rank}] must be a positive number, not {share}; leave the device out instead")
+
+
+def _check_module_device(module: Module, source: torch.device) -> None:
+    for tensor in chain(module.parameters(), module.buffers()):
+        if tensor.device != source:
+            raise RuntimeError(
+                f"module must have its parameters and buffers on device {source} (device_ids[0]) but found one of "
+                f"them on device: {tensor.device}"
+            )
+
+
+def data_parallel(
+    module: Module,
+    inputs: Any,
+    device_ids: Sequence[DeviceLike] | None = None,
+    output_device: DeviceLike | None = None,
+    dim: int = 0,
+    module_kwargs: dict[str, Any] | None = None,
+    *,
+    shares: Sequence[float] | None = None,
+) -> Any:
+    """``module(*inputs, **module_kwargs)`` over several ranks, once; see :class:`DataParallel`.
+
+    Args:
+        inputs: a tuple of positional arguments, or the only one, or ``None``.
+    """
+    if not isinstance(inputs, tuple):
+        inputs = (inputs,) if inputs is not None else ()
+    given = default_devices() if device_ids is None else list(device_ids)
+    if not given:
+        return module(*inputs, **(module_kwargs or {}))
+    devices = list(as_devices(given))
+    _check_shares(shares, len(devices))
+    output = devices[0] if output_device is None else as_device(output_device)
+    _check_module_device(module, devices[0])
+    parts, kwargs_parts = scatter_kwargs(inputs, module_kwargs, devices, dim, shares=shares)
+    if not parts and not kwargs_parts:
+        parts, kwargs_parts = ((),), ({},)
+    if len(devices) == 1:
+        result = module(*parts[0], **kwargs_parts[0])
+        return result if output == devices[0] else gather([result], output, dim)
+    used = devices[: len(parts)]
+    replicas = replicate(module, used, not torch.is_grad_enabled())
+    return gather(parallel_apply(replicas, parts, kwargs_parts, used), output, dim)

@@ -1,0 +1,20 @@
+"""What torch must be told when memory is written through a pointer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+__all__ = ["note_written"]
+
+
+def note_written(tensors: Sequence[torch.Tensor]) -> None:
+    """Raises the version of each tensor, as torch's own in-place operations do.
+
+    A graph that saved one of them before then raises torch's version error instead of giving wrong gradients.
+    Inference tensors have no version.
+    """
+    versioned = [tensor for tensor in tensors if not tensor.is_inference()]
+    if versioned:
+        torch.autograd.graph.increment_version(versioned)

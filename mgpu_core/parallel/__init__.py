@@ -1,0 +1,9 @@
+"""The road, one step a file: scatter, replicate, apply, gather, and reduce."""
+
+from mgpu_core.parallel.apply import parallel_apply
+from mgpu_core.parallel.gather import gather
+from mgpu_core.parallel.reduce import reduce
+from mgpu_core.parallel.replicate import replicate
+from mgpu_core.parallel.scatter import scatter, scatter_kwargs
+
+__all__ = ["gather", "parallel_apply", "reduce", "replicate", "scatter", "scatter_kwargs"]

@@ -1,0 +1,151 @@
+"""Apply: each rank's module on its own inputs, all at once, one worker thread per rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch._utils import ExceptionWrapper
+
+from mgpu_core.device.context import CallerContext
+from mgpu_core.device.devices import DeviceLike
+from mgpu_core.device.streams import caller_streams, on
+from mgpu_core.device.team import Team
+from mgpu_core.device.workers import Outcome, time_limit
+from mgpu_core.record import span
+
+__all__ = ["parallel_apply"]
+
+
+def parallel_apply(
+    modules: Sequence[torch.nn.Module],
+    inputs: Sequence[Any],
+    kwargs_tup: Sequence[dict[str, Any]] | None = None,
+    devices: Sequence[DeviceLike | None] | None = None,
+) -> list[Any]:
+    """Calls ``modules[rank](*inputs[rank], **kwargs_tup[rank])`` on every rank at once.
+
+    Args:
+        modules: one per rank.
+        inputs: per rank a tuple or list of positional arguments, or the only argument.
+        kwargs_tup: per rank its keyword arguments.
+        devices: per rank its device (default: that of its first tensor).
+
+    Returns:
+        The outputs, in rank order.  A single rank runs in the calling thread, several in the team's workers, each
+        under the caller's grad mode, inference mode, autocast, streams and a copy of its ``contextvars``.
+
+    Raises:
+        AssertionError: lists of different lengths, as in torch.
+        Exception: the first failing rank's, of the same type: ``Caught KeyError in replica 1 on device cuda:1.`` and
+            the original traceback; the original is ``__cause__`` and the other ranks' failures are notes.
+            ``KeyboardInterrupt`` and ``SystemExit`` pass through.
+        Error: a rank did not end within ``MGPU_CORE_TIMEOUT`` seconds.
+    """
+    kwargs_tup = kwargs_tup if kwargs_tup is not None else [{}] * len(modules)
+    _check_lengths(modules, inputs=inputs, kwargs_tup=kwargs_tup, devices=devices)
+    team = Team.of(_devices_of(inputs, devices))
+    streams = caller_streams(team.devices)
+    calls = [
+        partial(_call, rank, module, args, kwargs, device, stream)
+        for rank, (module, args, kwargs, device, stream) in enumerate(
+            zip(modules, inputs, kwargs_tup, team.devices, streams, strict=True)
+        )
+    ]
+    with span("apply"):
+        outcomes = [_run_here(calls[0])] if len(calls) == 1 else _run_in_workers(team, calls)
+    _raise_failures(outcomes, team)
+    return [outcome.value for outcome in outcomes]
+
+
+def _check_lengths(modules: Sequence[Any], **others: Sequence[Any] | None) -> None:
+    for name, other in others.items():
+        if other is not None and len(modules) != len(other):
+            raise AssertionError(
+                f"The number of modules {len(modules)} is not equal to the number of {name} {len(other)}"
+            )
+
+
+def _devices_of(inputs: Sequence[Any], devices: Sequence[DeviceLike | None] | None) -> list[DeviceLike]:
+    found: list[DeviceLike] = []
+    for rank, args in enumerate(inputs):
+        device = None if devices is None else devices[rank]
+        if device is None:
+            tensor = _first_tensor(args)
+            if tensor is None:
+                raise RuntimeError(
+                    f"in replica {rank}, no device was provided and no tensor input was found; "
+                    "device cannot be resolved"
+                )
+            device = tensor.device
+        found.append(device)
+    return found
+
+
+def _first_tensor(obj: Any) -> torch.Tensor | None:
+    if isinstance(obj, torch.Tensor):
+        return obj
+    if isinstance(obj, Mapping):
+        obj = list(obj.values())
+    if isinstance(obj, list | tuple):
+        return next((tensor for each in obj if (tensor := _first_tensor(each)) is not None), None)
+    return None
+
+
+def _call(
+    rank: int,
+    module: torch.nn.Module,
+    args: Any,
+    kwargs: dict[str, Any],
+    device: torch.device,
+    stream: torch.Stream | None,
+) -> Any:
+    if not isinstance(args, list | tuple):
+        args = (args,)
+    with span("forward", rank), on(device, stream):
+        return module(*args, **kwargs)
+
+
+def _run_here(call: Callable[[], Any]) -> Outcome:
+    outcome = Outcome()
+    try:
+        outcome.value = call()
+    except Exception as error:
+        outcome.error = error
+    return outcome
+
+
+def _run_in_workers(team: Team, calls: list[partial[Any]]) -> list[Outcome]:
+    context = CallerContext()
+    seconds = time_limit()
+    with team.workers.lease() as crew:
+        return crew.run([context.bind(call) for call in calls], seconds)
+
+
+def _raise_failures(outcomes: list[Outcome], team: Team) -> None:
+    failures = [(rank, outcome.error) for rank, outcome in enumerate(outcomes) if outcome.error is not None]
+    if not failures:
+        return
+    for _, error in failures:
+        if not isinstance(error, Exception):
+            raise error  # KeyboardInterrupt and SystemExit mean the program, not the rank
+    rank, original = failures[0]
+    error = _with_origin(rank, original, team)
+    for other_rank, other in failures[1:]:
+        error.add_note(f"also in replica {other_rank} on device {team.devices[other_rank]}: {other!r}")
+    try:
+        raise error from original
+    finally:
+        del error, original, failures  # no cycle from this frame to the traceback
+
+
+def _with_origin(rank: int, original: BaseException, team: Team) -> BaseException:
+    """The exception as torch words it: same type, ``Caught ... in replica``, the original traceback in its text."""
+    where = f"in replica {rank} on device {team.devices[rank]}"
+    try:
+        ExceptionWrapper((type(original), original, original.__traceback__), where=where).reraise()
+    except Exception as error:
+        return error.with_traceback(None)
+    raise AssertionError("reraise did not raise")

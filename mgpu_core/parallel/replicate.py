@@ -1,0 +1,240 @@
+"""Replicate: one twin of the module per rank, whose parameters are differentiable copies of the original's.
+
+Nothing is remembered between two forwards but plans: a twin is made from the module as it is now, so whatever the user
+changed is seen.  Making twins is pure Python and happens in every forward, so it is written for speed: the module tree
+is walked once, not once per rank, and ordinary modules are copied by their dictionaries.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from types import MethodType
+from typing import Any, TypeVar
+
+import torch
+from torch.nn import Module
+
+from mgpu_core.comm import autograd, collectives
+from mgpu_core.comm.functional import copies_of
+from mgpu_core.device.devices import DeviceLike
+from mgpu_core.device.team import Team
+from mgpu_core.record import span
+
+__all__ = ["replicate"]
+
+M = TypeVar("M", bound=Module)
+
+# A twin's hooks are its own: one that is added or removed in a rank's forward must not change another rank's loop.
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+
+
+def replicate(network: M, devices: Sequence[DeviceLike], detach: bool = False) -> list[M]:
+    """One replica of ``network`` per rank.
+
+    Args:
+        network: its parameters and buffers on ``devices[0]``.
+        devices: one per rank.
+        detach: without gradients (forwards under ``no_grad``).
+
+    Returns:
+        The replicas, in rank order.  Rank 0's parameters and buffers are the network's own storage, the others' are
+        fresh.  As in torch, a replica's parameters are plain attributes: ``parameters()`` is empty,
+        ``_former_parameters`` has them.
+
+    Raises:
+        ValueError: a parameter that has not been initialised (lazy modules), before anything is copied.
+        RuntimeError: Python modules inside a ScriptModule.
+    """
+    team = Team.of(devices)
+    with span("replicate"):
+        walk = _Walk(network)
+        _check_initialised(walk)
+        tensors = [*walk.parameters.tensors, *walk.buffers.tensors]
+        copies = _copy_tensors(tensors, team, detach)
+        split = len(walk.parameters.tensors)
+        return [_build(walk, copies[rank][:split], copies[rank][split:]) for rank in team.ranks]
+
+
+class _Numbered:
+    """Tensors in the order in which they are first met; one that comes twice (tied weights) has one number."""
+
+    def __init__(self) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self._numbers: dict[int, int] = {}
+
+    def number(self, tensor: torch.Tensor) -> int:
+        number = self._numbers.setdefault(id(tensor), len(self.tensors))
+        if number == len(self.tensors):
+            self.tensors.append(tensor)
+        return number
+
+
+class _Place:
+    """One module of the tree: what its twins are wired to, by number."""
+
+    __slots__ = ("buffers", "children", "make", "methods", "module", "parameters", "plain")
+
+    def __init__(self, module: Module) -> None:
+        kind = type(module)
+        self.module = module
+        self.plain = kind.__setattr__ is Module.__setattr__ and not isinstance(module, torch.jit.ScriptModule)
+        ordinary = kind._replicate_for_data_parallel is Module._replicate_for_data_parallel
+        self.make: Callable[[], Any] = (
+            _copier(module) if self.plain and ordinary else module._replicate_for_data_parallel
+        )
+        self.parameters: list[tuple[str, int | None]] = []
+        self.buffers: list[tuple[str, int | None]] = []
+        self.children: list[tuple[str, int | None]] = []
+        self.methods: list[tuple[str, Any, int]] = []
+
+
+class _Walk:
+    """The module tree in the order of ``network.modules()``, each module once."""
+
+    def __init__(self, network: Module) -> None:
+        self.parameters = _Numbered()
+        self.buffers = _Numbered()
+        self.places: list[_Place] = []
+        self._numbers: dict[int, int] = {}
+        self._visit(network)
+        for place in self.places:
+            self._find_methods(place)
+
+    def _visit(self, module: Module) -> int:
+        known = self._numbers.get(id(module))
+        if known is not None:
+            return known
+        number = self._numbers[id(module)] = len(self.places)
+        place = _Place(module)
+        self.places.append(place)
+        for name, parameter in module._parameters.items():
+            place.parameters.append((name, None if parameter is None else self.parameters.number(parameter)))
+        for name, buffer in module._buffers.items():
+            place.buffers.append((name, None if buffer is None else self.buffers.number(buffer)))
+        script = isinstance(module, torch.jit.ScriptModule)
+        for name, child in module._modules.items():
+            if script and child is not None and not isinstance(child, torch.jit.ScriptModule):
+                raise RuntimeError(
+                    "Cannot replicate network where python modules are children of ScriptModule"
+                )
+            place.children.append((name, None if child is None else self._visit(child)))
+        return number
+
+    def _find_methods(self, place: _Place) -> None:
+        """Attributes that hold a bound method of a module of this tree: a twin's must be its own module's."""
+        for name, value in place.module.__dict__.items():
+            if type(value) is MethodType:
+                owner = self._numbers.get(id(value.__self__))
+                if owner is not None:
+                    place.methods.append((name, value.__func__, owner))
+
+
+def _check_initialised(walk: _Walk) -> None:
+    for tensor in (*walk.parameters.tensors, *walk.buffers.tensors):
+        if torch.nn.parameter.is_lazy(tensor):
+            raise ValueError(
+                "Attempted to use an uninitialized parameter: modules with uninitialized parameters can't be used "
+                "with `DataParallel`. Run a dummy forward pass to correctly initialize the modules"
+            )
+
+
+def _copier(module: Module) -> Callable[[], Module]:
+    """What ``Module._replicate_for_data_parallel`` does, and hook dictionaries of the twin's own."""
+    new, kind = object.__new__, type(module)
+    source = module.__dict__
+
+    def make() -> Module:
+        twin = new(kind)
+        attributes = source.copy()
+        attributes["_parameters"] = {}
+        attributes["_buffers"] = source["_buffers"].copy()
+        attributes["_modules"] = source["_modules"].copy()
+        attributes["_is_replica"] = True
+        for name in _HOOKS:
+            hooks = source[name]
+            attributes[name] = hooks.copy() if hooks else OrderedDict()
+        twin.__dict__ = attributes
+        return twin
+
+    return make
+
+
+def _copy_tensors(tensors: Sequence[torch.Tensor], team: Team, detach: bool) -> list[list[torch.Tensor]]:
+    """``result[rank][i]``: differentiable copies of those that require grad, plain copies of the others."""
+    result: list[list[Any]] = [[None] * len(tensors) for _ in team.ranks]
+    tracked = [] if detach else [i for i, tensor in enumerate(tensors) if tensor.requires_grad]
+    plain = [i for i, tensor in enumerate(tensors) if detach or not tensor.requires_grad]
+    if tracked:
+        for rank, copies in enumerate(autograd.broadcast_buckets(team, [tensors[i] for i in tracked])):
+            for i, copy in zip(tracked, copies, strict=True):
+                result[rank][i] = copy
+    if plain:
+        # Buffers are kept by modules, and must be ordinary tensors even when this forward is for inference only.
+        with torch.no_grad(), torch.inference_mode(False):
+            table = [copies_of(tensors[i], team.devices) for i in plain]
+            collectives.broadcast_into([tensors[i].detach() for i in plain], table)
+        for i, row in zip(plain, table, strict=True):
+            for rank, copy in enumerate(row):
+                result[rank][i] = copy
+    return result
+
+
+def _build(walk: _Walk, parameters: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor]) -> Any:
+    """The twins of all modules, wired to each other and to this rank's tensors; returns the first, the network's."""
+    twins = [place.make() for place in walk.places]
+    for place, twin in zip(walk.places, twins, strict=True):
+        wire = _wire_plain if place.plain else _wire_by_setattr
+        wire(place, twin, twins, parameters, buffers)
+        for name, function, owner in place.methods:
+            twin.__dict__[name] = MethodType(function, twins[owner])
+    return twins[0]
+
+
+def _wire_plain(
+    place: _Place, twin: Any, twins: list[Any], parameters: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor]
+) -> None:
+    attributes = twin.__dict__
+    former = attributes["_former_parameters"] = {}
+    for name, number in place.parameters:
+        if number is None:
+            attributes["_parameters"][name] = None
+        else:
+            former[name] = attributes[name] = parameters[number]
+    for name, number in place.buffers:
+        if number is not None:
+            attributes["_buffers"][name] = buffers[number]
+    for name, number in place.children:
+        if number is not None:
+            attributes["_modules"][name] = twins[number]
+
+
+def _wire_by_setattr(
+    place: _Place, twin: Any, twins: list[Any], parameters: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor]
+) -> None:
+    """For modules with a say in it: RNNs keep a second list of their weights, ScriptModules live in C++."""
+    twin._former_parameters = {}
+    for name, number in place.children:
+        if number is None:
+            twin._modules[name] = None
+        else:
+            setattr(twin, name, twins[number])
+    for name, number in place.parameters:
+        if number is None:
+            twin._parameters[name] = None
+        else:
+            setattr(twin, name, parameters[number])
+            twin._former_parameters[name] = parameters[number]
+    for name, number in place.buffers:
+        if number is None:
+            twin._buffers[name] = None
+        else:
+            setattr(twin, name, buffers[number])

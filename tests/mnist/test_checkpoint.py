@@ -1,0 +1,166 @@
+"""A resumed training is the uninterrupted one, bit for bit; a checkpoint that is not whole or not fit is refused."""
+
+import os
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from mgpu_core.mnist import Config, Digits, History, Report, Training
+from mgpu_core.mnist.checkpoint import FORMAT, Checkpoint
+from mgpu_core.mnist.train import train
+
+TEAMS = [pytest.param("plain", 1, id="plain"), pytest.param("drop-in", 4, id="drop-in")]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory, few: Digits) -> Path:
+    """A checkpoint of the plain engine after one epoch."""
+    path = tmp_path_factory.mktemp("checkpoint") / "one.pt"
+    train(Config(engine="plain", device_ids=("cpu",), epochs=1, save=path), digits=few)
+    return path
+
+
+def resume(path: Path, digits: Digits, **settings: object) -> History:
+    config = Config(engine="plain", device_ids=("cpu",), epochs=3, resume=path)
+    return train(replace(config, **settings), digits=digits)
+
+
+def assert_same_bits(first: History, second: History) -> None:
+    assert first.step_losses == second.step_losses
+    for name, parameter in first.net.state_dict().items():
+        assert torch.equal(parameter, second.net.state_dict()[name]), name
+    assert [epoch.accuracy for epoch in first.epochs] == [epoch.accuracy for epoch in second.epochs]
+
+
+@pytest.mark.parametrize("model", ["simplenet", "cnn"])
+@pytest.mark.parametrize(("engine", "ranks"), TEAMS)
+def test_resume_gives_the_same_bits(tmp_path: Path, few: Digits, engine: str, ranks: int, model: str) -> None:
+    whole = Config(model=model, engine=engine, device_ids=("cpu",) * ranks, epochs=3, save=tmp_path / "whole.pt")
+    uninterrupted = train(whole, digits=few)
+    part = tmp_path / "part.pt"
+    train(replace(whole, epochs=1, save=part), digits=few)
+    resumed = train(replace(whole, resume=part, save=part), digits=few)
+    assert resumed.resumed_after == 1
+    assert_same_bits(resumed, uninterrupted)
+    first, second = Checkpoint.read(part), Checkpoint.read(tmp_path / "whole.pt")
+    assert torch.equal(first.generator, second.generator)
+    assert first.optimizer == second.optimizer
+
+
+@pytest.mark.parametrize(("engine", "ranks"), TEAMS)
+def test_resume_gives_the_same_bits_on_the_builtin_digits(tmp_path: Path, engine: str, ranks: int) -> None:
+    whole = Config(engine=engine, device_ids=("cpu",) * ranks, epochs=3)
+    train(replace(whole, epochs=1, save=tmp_path / "part.pt"))
+    assert_same_bits(train(replace(whole, resume=tmp_path / "part.pt")), train(whole))
+
+
+def test_another_team_may_go_on_and_is_told(saved: Path, few: Digits) -> None:
+    class Lines(Report):
+        def __init__(self) -> None:
+            self.lines: list[str] = []
+
+        def line(self, text: str) -> None:
+            self.lines.append(text)
+
+    report = Lines()
+    train(Config(device_ids=("cpu",) * 2, epochs=2, resume=saved), digits=few, report=report)
+    assert report.lines[0] == f"resumed {saved} after epoch 1"
+    assert report.lines[1].startswith(
+        "note: it was made by plain on cpu; the last bits may differ on drop-in on 2 x cpu"
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"model": "cnn"}, "made with model simplenet; this run has model cnn$"),
+        ({"lr": 0.1, "batch": 32}, "made with batch 64, lr 0.01; this run has batch 32, lr 0.1$"),
+        ({"seed": 1}, "made with seed 0; this run has seed 1$"),
+        ({"epochs": 1}, "one.pt: already after epoch 1; epochs: wanted more, got 1"),
+    ],
+)
+def test_settings_that_do_not_match_are_named(saved: Path, few: Digits, settings: dict[str, object], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        resume(saved, few, **settings)
+
+
+def test_other_digits_are_refused(saved: Path, few: Digits) -> None:
+    with pytest.raises(ValueError, match="made with digits few digits; this run has digits other"):
+        resume(saved, replace(few, digest="other"))
+
+
+def test_truncated_and_damaged_files_are_refused(saved: Path, tmp_path: Path) -> None:
+    whole, path = saved.read_bytes(), tmp_path / "damaged.pt"
+    intact = Checkpoint.read(saved)
+    draw = random.Random(0)
+    for length in (0, 1, 100, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:length])
+        with pytest.raises(ValueError, match=r"damaged\.pt: wanted a whole checkpoint, came"):
+            Checkpoint.read(path)
+    for _ in range(60):
+        flipped = bytearray(whole)
+        flipped[draw.randrange(len(whole))] ^= 1 << draw.randrange(8)
+        path.write_bytes(flipped)
+        try:
+            came = Checkpoint.read(path)
+        except ValueError:
+            continue
+        # Between the members lies padding, in which a bit means nothing.
+        assert all(torch.equal(value, intact.net[name]) for name, value in came.net.items())
+        assert came.epochs == intact.epochs
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        pytest.param({"weight": torch.zeros(3)}, "wanted a file with the mark", id="weights"),
+        pytest.param([1, 2], "wanted a file with the mark", id="list"),
+        pytest.param({"format": FORMAT}, "wanted a checkpoint with settings, team", id="empty"),
+    ],
+)
+def test_other_torch_files_are_refused(tmp_path: Path, content: object, told: str) -> None:
+    torch.save(content, tmp_path / "other.pt")
+    with pytest.raises(ValueError, match=told):
+        Checkpoint.read(tmp_path / "other.pt")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param({"net": {}}, id="no weights"),
+        pytest.param({"optimizer": {}}, id="no optimizer"),
+        pytest.param({"generator": torch.zeros(3)}, id="no generator"),
+        pytest.param({"settings": []}, id="no settings"),
+        pytest.param({"epochs": [{"number": 1}]}, id="half an epoch"),
+        pytest.param({"more": 1}, id="one more part"),
+    ],
+)
+def test_a_checkpoint_with_a_wrong_part_is_refused(
+    saved: Path, tmp_path: Path, few: Digits, change: dict[str, object]
+) -> None:
+    path = tmp_path / "changed.pt"
+    torch.save(torch.load(saved, weights_only=True) | change, path)
+    with pytest.raises(ValueError, match=r"changed\.pt: "):
+        resume(path, few)
+
+
+def test_a_file_from_a_stranger_runs_no_code(tmp_path: Path) -> None:
+    class Evil:
+        def __reduce__(self) -> tuple[object, ...]:
+            return os.mkdir, (str(tmp_path / "owned"),)
+
+    torch.save({"format": FORMAT, "net": Evil()}, tmp_path / "evil.pt")
+    with pytest.raises(ValueError, match="damaged or foreign"):
+        Checkpoint.read(tmp_path / "evil.pt")
+    assert not (tmp_path / "owned").exists()
+
+
+def test_a_failed_resume_changes_nothing(saved: Path, few: Digits) -> None:
+    before = saved.read_bytes()
+    with pytest.raises(ValueError):
+        Training(Config(engine="plain", resume=saved, save=saved, seed=3), digits=few)
+    assert saved.read_bytes() == before
+    assert os.listdir(saved.parent) == [saved.name]

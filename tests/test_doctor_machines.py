@@ -155,6 +155,11 @@ def test_a_change_that_came_too_late(machine):
     assert "the old value holds" in notice.message
 
 
+def test_a_change_that_changes_nothing_is_no_warning(machine):
+    report = machine(variables={"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, initial={}, cuda_initialised=True)
+    assert about(report, "when this process started").level == "hint"
+
+
 def test_a_change_in_time_is_no_trap(machine):
     report = machine(variables={"CUDA_VISIBLE_DEVICES": "1"}, initial={}, cuda_initialised=True)
     assert not [notice for notice in report.notices if "when this process started" in notice.message]

@@ -7,7 +7,6 @@ is walked once, not once per rank, and ordinary modules are copied by their dict
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from types import MethodType
 from typing import Any, TypeVar
@@ -24,18 +23,6 @@ from mgpu_core.record import span
 __all__ = ["replicate"]
 
 M = TypeVar("M", bound=Module)
-
-# A twin's hooks are its own: one that is added or removed in a rank's forward must not change another rank's loop.
-_HOOKS = (
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-)
-
 
 def replicate(network: M, devices: Sequence[DeviceLike], detach: bool = False) -> list[M]:
     """One replica of ``network`` per rank.
@@ -81,7 +68,7 @@ class _Numbered:
 class _Place:
     """One module of the tree: what its twins are wired to, by number."""
 
-    __slots__ = ("buffers", "children", "make", "methods", "module", "parameters", "plain")
+    __slots__ = ("absent", "buffers", "children", "make", "methods", "module", "parameters", "plain")
 
     def __init__(self, module: Module) -> None:
         kind = type(module)
@@ -91,9 +78,10 @@ class _Place:
         self.make: Callable[[], Any] = (
             _copier(module) if self.plain and ordinary else module._replicate_for_data_parallel
         )
-        self.parameters: list[tuple[str, int | None]] = []
-        self.buffers: list[tuple[str, int | None]] = []
-        self.children: list[tuple[str, int | None]] = []
+        self.parameters: list[tuple[str, int]] = []
+        self.buffers: list[tuple[str, int]] = []
+        self.children: list[tuple[str, int]] = []
+        self.absent: list[str] = []  # parameters that are registered as None
         self.methods: list[tuple[str, Any, int]] = []
 
 
@@ -117,16 +105,20 @@ class _Walk:
         place = _Place(module)
         self.places.append(place)
         for name, parameter in module._parameters.items():
-            place.parameters.append((name, None if parameter is None else self.parameters.number(parameter)))
+            if parameter is None:
+                place.absent.append(name)
+            else:
+                place.parameters.append((name, self.parameters.number(parameter)))
         for name, buffer in module._buffers.items():
-            place.buffers.append((name, None if buffer is None else self.buffers.number(buffer)))
+            if buffer is not None:  # absent buffers and children are in the dictionaries that a twin copies
+                place.buffers.append((name, self.buffers.number(buffer)))
         script = isinstance(module, torch.jit.ScriptModule)
         for name, child in module._modules.items():
-            if script and child is not None and not isinstance(child, torch.jit.ScriptModule):
-                raise RuntimeError(
-                    "Cannot replicate network where python modules are children of ScriptModule"
-                )
-            place.children.append((name, None if child is None else self._visit(child)))
+            if child is None:
+                continue
+            if script and not isinstance(child, torch.jit.ScriptModule):
+                raise RuntimeError("Cannot replicate network where python modules are children of ScriptModule")
+            place.children.append((name, self._visit(child)))
         return number
 
     def _find_methods(self, place: _Place) -> None:
@@ -148,21 +140,20 @@ def _check_initialised(walk: _Walk) -> None:
 
 
 def _copier(module: Module) -> Callable[[], Module]:
-    """What ``Module._replicate_for_data_parallel`` does, and hook dictionaries of the twin's own."""
-    new, kind = object.__new__, type(module)
-    source = module.__dict__
+    """What ``Module._replicate_for_data_parallel`` does, without its attribute lookups."""
+    new, assign, kind = object.__new__, object.__setattr__, type(module)
+    template = module.__dict__.copy()
+    template["_is_replica"] = True
+    copy, buffers, children = template.copy, template["_buffers"].copy, template["_modules"].copy
 
     def make() -> Module:
-        twin = new(kind)
-        attributes = source.copy()
+        twin: Module = new(kind)
+        attributes = copy()
         attributes["_parameters"] = {}
-        attributes["_buffers"] = source["_buffers"].copy()
-        attributes["_modules"] = source["_modules"].copy()
-        attributes["_is_replica"] = True
-        for name in _HOOKS:
-            hooks = source[name]
-            attributes[name] = hooks.copy() if hooks else OrderedDict()
-        twin.__dict__ = attributes
+        attributes["_former_parameters"] = {}
+        attributes["_buffers"] = buffers()
+        attributes["_modules"] = children()
+        assign(twin, "__dict__", attributes)  # past Module.__setattr__, which looks at everything first
         return twin
 
     return make
@@ -192,29 +183,37 @@ def _build(walk: _Walk, parameters: Sequence[torch.Tensor], buffers: Sequence[to
     """The twins of all modules, wired to each other and to this rank's tensors; returns the first, the network's."""
     twins = [place.make() for place in walk.places]
     for place, twin in zip(walk.places, twins, strict=True):
-        wire = _wire_plain if place.plain else _wire_by_setattr
-        wire(place, twin, twins, parameters, buffers)
+        if place.plain:
+            _wire_plain(place, twin.__dict__, twins, parameters, buffers)
+        else:
+            _wire_by_setattr(place, twin, twins, parameters, buffers)
         for name, function, owner in place.methods:
             twin.__dict__[name] = MethodType(function, twins[owner])
     return twins[0]
 
 
 def _wire_plain(
-    place: _Place, twin: Any, twins: list[Any], parameters: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor]
+    place: _Place,
+    attributes: dict[str, Any],
+    twins: list[Any],
+    parameters: Sequence[torch.Tensor],
+    buffers: Sequence[torch.Tensor],
 ) -> None:
-    attributes = twin.__dict__
-    former = attributes["_former_parameters"] = {}
-    for name, number in place.parameters:
-        if number is None:
-            attributes["_parameters"][name] = None
-        else:
+    """Past ``setattr``, which would find out for each value what it is."""
+    if place.parameters:
+        former = attributes["_former_parameters"]
+        for name, number in place.parameters:
             former[name] = attributes[name] = parameters[number]
-    for name, number in place.buffers:
-        if number is not None:
-            attributes["_buffers"][name] = buffers[number]
-    for name, number in place.children:
-        if number is not None:
-            attributes["_modules"][name] = twins[number]
+    if place.buffers:
+        own = attributes["_buffers"]
+        for name, number in place.buffers:
+            own[name] = buffers[number]
+    if place.children:
+        below = attributes["_modules"]
+        for name, number in place.children:
+            below[name] = twins[number]
+    for name in place.absent:
+        attributes["_parameters"][name] = None
 
 
 def _wire_by_setattr(
@@ -223,18 +222,11 @@ def _wire_by_setattr(
     """For modules with a say in it: RNNs keep a second list of their weights, ScriptModules live in C++."""
     twin._former_parameters = {}
     for name, number in place.children:
-        if number is None:
-            twin._modules[name] = None
-        else:
-            setattr(twin, name, twins[number])
+        setattr(twin, name, twins[number])
     for name, number in place.parameters:
-        if number is None:
-            twin._parameters[name] = None
-        else:
-            setattr(twin, name, parameters[number])
-            twin._former_parameters[name] = parameters[number]
+        setattr(twin, name, parameters[number])
+        twin._former_parameters[name] = parameters[number]
     for name, number in place.buffers:
-        if number is None:
-            twin._buffers[name] = None
-        else:
-            setattr(twin, name, buffers[number])
+        setattr(twin, name, buffers[number])
+    for name in place.absent:
+        twin._parameters[name] = None

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from mgpu_core.mnist import Config, Digits, History, Report, Training
 from mgpu_core.mnist.checkpoint import FORMAT, Checkpoint
+from mgpu_core.mnist.model import MODELS
 from mgpu_core.mnist.train import train
 
 TEAMS = [pytest.param("plain", 1, id="plain"), pytest.param("drop-in", 4, id="drop-in")]
@@ -55,6 +57,15 @@ def test_resume_gives_the_same_bits_on_the_builtin_digits(tmp_path: Path, engine
     whole = Config(engine=engine, device_ids=("cpu",) * ranks, epochs=3)
     train(replace(whole, epochs=1, save=tmp_path / "part.pt"))
     assert_same_bits(train(replace(whole, resume=tmp_path / "part.pt")), train(whole))
+
+
+def test_resume_goes_on_drawing_where_it_stopped(tmp_path: Path, few: Digits, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(MODELS, "dropout", lambda: nn.Sequential(nn.Flatten(), nn.Dropout(0.5), nn.Linear(784, 10)))
+    whole = Config(model="dropout", engine="plain", device_ids=("cpu",), epochs=3)
+    uninterrupted = train(whole, digits=few)
+    train(replace(whole, epochs=1, save=tmp_path / "part.pt"), digits=few)
+    torch.manual_seed(99)
+    assert_same_bits(train(replace(whole, resume=tmp_path / "part.pt"), digits=few), uninterrupted)
 
 
 def test_another_team_may_go_on_and_is_told(saved: Path, few: Digits) -> None:

@@ -79,9 +79,7 @@ class DataParallel(torch.nn.DataParallel[M]):
         outputs = self.parallel_apply(replicas, parts, kwargs_parts)
         return self.gather(outputs, self.output_device)
 
-    def scatter(
-        self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Sequence[DeviceLike]
-    ) -> Any:
+    def scatter(self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Sequence[DeviceLike]) -> Any:
         """One tuple of arguments and one dict of keyword arguments per rank."""
         return scatter_kwargs(inputs, kwargs, device_ids, self.dim, shares=self.shares)
 

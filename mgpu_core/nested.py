@@ -57,9 +57,7 @@ class Tree:
         if self is LEAF:
             return [root]
         return [
-            path
-            for name, child in zip(self.names, self.children, strict=True)
-            for path in child.paths(root + name)
+            path for name, child in zip(self.names, self.children, strict=True) for path in child.paths(root + name)
         ]
 
     def difference(self, other: Tree, root: str) -> str | None:

@@ -29,8 +29,7 @@ void bind_plan(py::module_& m) {
       "chunk_plan", [](int64_t count, int ranks) { return rows_of(chunk_plan(count, ranks)); }, py::arg("count"),
       py::arg("ranks"), "(begin, count) per rank; counts differ by at most one, the larger first.");
   m.def(
-      "share_plan",
-      [](int64_t count, const std::vector<double>& shares) { return rows_of(share_plan(count, shares)); },
+      "share_plan", [](int64_t count, const std::vector<double>& shares) { return rows_of(share_plan(count, shares)); },
       py::arg("count"), py::arg("shares"), "(begin, count) per rank, in the proportion of the shares.");
   m.def("bucket_plan", &bucket_plan, py::arg("nbytes"), py::arg("kinds"), py::arg("limit_nbytes"),
         "Positions of the tensors of each bucket: consecutive, of one kind, up to the limit.");

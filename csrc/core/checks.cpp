@@ -11,8 +11,8 @@ namespace {
 std::string rank_text(size_t rank) { return "rank " + std::to_string(rank) + ": "; }
 
 void check_buffer(const Buffer& buffer, int64_t count, DType dtype, size_t rank) {
-  require(buffer.count == count, rank_text(rank) + "expected " + std::to_string(count) + " elements, got " +
-                                     std::to_string(buffer.count));
+  require(buffer.count == count,
+          rank_text(rank) + "expected " + std::to_string(count) + " elements, got " + std::to_string(buffer.count));
   require(buffer.dtype == dtype,
           rank_text(rank) + "expected dtype " + name_of(dtype) + ", got " + name_of(buffer.dtype));
   require(buffer.pointer != nullptr || count == 0, rank_text(rank) + "the buffer has no memory");
@@ -24,8 +24,8 @@ void check_buffers(const Buffers& buffers, int64_t count, DType dtype) {
 
 void check_ranks(const Buffers& in, const Buffers& out) {
   require(!in.empty(), "a collective needs at least one rank");
-  require(in.size() == out.size(), "one output per rank: " + std::to_string(in.size()) + " inputs, " +
-                                       std::to_string(out.size()) + " outputs");
+  require(in.size() == out.size(),
+          "one output per rank: " + std::to_string(in.size()) + " inputs, " + std::to_string(out.size()) + " outputs");
 }
 
 }  // namespace

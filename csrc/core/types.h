@@ -29,8 +29,6 @@ DType dtype_from(const std::string& name);
 ReduceOp reduce_op_from(const std::string& name);
 Algorithm algorithm_from(const std::string& name);
 
-inline int64_t nbytes_of(const Buffer& buffer) {
-  return buffer.count * static_cast<int64_t>(itemsize(buffer.dtype));
-}
+inline int64_t nbytes_of(const Buffer& buffer) { return buffer.count * static_cast<int64_t>(itemsize(buffer.dtype)); }
 
 }  // namespace mgpu

@@ -1,16 +1,12 @@
-"""Collectives over a team: ``mgpu_core.comm.broadcast`` and the others, with the signatures of torch's."""
+"""Collectives over a team: ``mgpu_core.comm.broadcast`` and the others, with the signatures of torch's.
 
-from mgpu_core.comm.functional import (
-    all_gather,
-    all_reduce,
-    broadcast,
-    broadcast_coalesced,
-    gather,
-    reduce_add,
-    reduce_add_coalesced,
-    reduce_scatter,
-    scatter,
-)
+None of them is differentiable (:mod:`mgpu_core.comm.autograd` is).  A device may be the CPU, and may come more than
+once: one entry of a list is one rank.  Tensors on an accelerator are read and written on the current streams.
+"""
+
+from mgpu_core.comm.all_ranks import all_gather, all_reduce, reduce_scatter
+from mgpu_core.comm.broadcast_reduce import broadcast, broadcast_coalesced, reduce_add, reduce_add_coalesced
+from mgpu_core.comm.scatter_gather import gather, scatter
 
 __all__ = [
     "all_gather",

@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 
-from mgpu_core.comm import collectives, functional
+from mgpu_core.comm import broadcast_reduce, collectives, scatter_gather
 from mgpu_core.comm.buckets import bucket_positions
-from mgpu_core.comm.functional import copies_of
 from mgpu_core.device.team import Team
 from mgpu_core.record import span
 
@@ -29,7 +28,7 @@ class _Scatter(torch.autograd.Function):
         ctx: Any, team: Team, counts: Sequence[int], dim: int, tensor: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.dim, ctx.source = dim, tensor.device
-        return functional.scatter(tensor, team.devices, counts, dim)
+        return scatter_gather.scatter(tensor, team.devices, counts, dim)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, None, None, torch.Tensor]:
@@ -41,7 +40,7 @@ class _Gather(torch.autograd.Function):
     def forward(ctx: Any, device: torch.device, dim: int, *tensors: torch.Tensor) -> torch.Tensor:
         ctx.dim, ctx.counts = dim, [tensor.size(dim) for tensor in tensors]
         ctx.team = Team.of([tensor.device for tensor in tensors])
-        return functional.gather(tensors, dim, device)
+        return scatter_gather.gather(tensors, dim, device)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -55,7 +54,7 @@ def scatter(tensor: torch.Tensor, team: Team, counts: Sequence[int], dim: int) -
 
 
 def gather(tensors: Sequence[torch.Tensor], device: torch.device, dim: int) -> torch.Tensor:
-    """The tensors joined along ``dim`` on ``device``; differentiable.  Scalars become a vector, with torch's warning."""
+    """The tensors joined along ``dim`` on ``device``; differentiable.  Scalars become a vector, as in torch."""
     if all(tensor.dim() == 0 for tensor in tensors) and dim == 0:
         warnings.warn(
             "Was asked to gather along dimension 0, but all "
@@ -75,7 +74,7 @@ class _Broadcast(torch.autograd.Function):
     def forward(ctx: Any, team: Team, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)  # a parameter that no rank used gets no gradient, not a zero one
         ctx.ranks, ctx.source = len(team), tensors[0].device
-        copies = [copies_of(tensor, team.devices) for tensor in tensors]
+        copies = [broadcast_reduce.copies_of(tensor, team.devices) for tensor in tensors]
         collectives.broadcast_into(tensors, copies)
         # An alias of rank 0's, not the input: it shares the version counter, so an optimizer's step between forward
         # and backward is noticed as on one device, but it is no view that refuses to be written.

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch._C._functorch import is_functorch_wrapped_tensor
 
-__all__ = ["check_disjoint", "check_writable", "readable"]
+__all__ = ["check_disjoint", "check_writable", "readable", "refuse_special"]
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
@@ -26,7 +26,7 @@ def refuse_special(tensor: torch.Tensor, name: str) -> None:
     if tensor.layout is not torch.strided:
         raise TypeError(f"{name} is a sparse tensor ({tensor.layout}): use .to_dense()")
     if is_functorch_wrapped_tensor(tensor):
-        raise TypeError(f"{name} is inside a torch.func transform (vmap, grad, ...), which cannot see into a collective")
+        raise TypeError(f"{name} is inside a torch.func transform (vmap, grad, ...), which sees no collective")
     if type(tensor) not in _PLAIN and hasattr(type(tensor), "__torch_dispatch__") and _dispatches(tensor):
         raise TypeError(f"{name} is a {type(tensor).__name__}, whose memory is not its own (a fake or wrapper tensor)")
     if tensor.device.type == "meta":

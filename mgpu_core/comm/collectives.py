@@ -146,7 +146,11 @@ def reduce_batch(parts: Sequence[Parts], op: str, device: torch.device) -> list[
     for i, each in enumerate(resolved):
         first = next(part for part in each if part is not None)
         check_op(op, first.dtype)
-        if device.type == "cpu" and first.dtype in _CORE_DTYPES and _in_core([part for part in each if part is not None]):
+        if (
+            device.type == "cpu"
+            and first.dtype in _CORE_DTYPES
+            and _in_core([part for part in each if part is not None])
+        ):
             totals.append(empty_in_order(first, first.shape, device, memory_order(first)))
             if first.numel():
                 batches.setdefault(first.dtype, []).append(i)
@@ -196,7 +200,8 @@ def gather_into(parts: Tensors, whole: torch.Tensor, dim: int) -> None:
     """Fills ``whole`` from the parts, one behind the other along ``dim`` (not negative)."""
     parts = [readable(part, f"the tensor of rank {rank}") for rank, part in enumerate(parts)]
     if _in_core([whole], parts):
-        _core.gather(*reversed(_transfer(whole, parts, dim)))
+        place, rows = _transfer(whole, parts, dim)
+        _core.gather(rows, place)
     else:
         generic.gather(parts, whole, dim)
     _tell("gather", parts)

@@ -40,7 +40,7 @@ def _add_up(parts: Sequence[torch.Tensor], op: str, device: torch.device) -> tor
 
 
 def reduce(parts: Sequence[torch.Tensor | None], op: str, device: torch.device) -> torch.Tensor:
-    """The reduction of one tensor per rank as a fresh tensor on ``device``; strided or sparse; ``None`` adds nothing."""
+    """The reduction of one tensor per rank as a fresh tensor on ``device``; ``None`` adds nothing."""
     count("reduce", parts)
     present = [part for part in parts if part is not None]
     if any(part.layout is torch.strided for part in present):  # sparse on some ranks only

@@ -41,9 +41,7 @@ def empty_in_order(
     tensor: torch.Tensor, shape: Sequence[int], device: torch.device, order: torch.memory_format | None
 ) -> torch.Tensor:
     """Fresh memory of the tensor's dtype, in the given order of dimensions (contiguous where there is none)."""
-    return torch.empty(
-        shape, dtype=tensor.dtype, device=device, memory_format=order or torch.contiguous_format
-    )
+    return torch.empty(shape, dtype=tensor.dtype, device=device, memory_format=order or torch.contiguous_format)
 
 
 def runs_along(shape: Sequence[int], dim: int, order: torch.memory_format) -> tuple[int, int]:

@@ -24,9 +24,7 @@ class CallerContext:
         self._inference = torch.is_inference_mode_enabled()
         found = torch.accelerator.current_accelerator()
         kinds = ["cpu"] if found is None else ["cpu", found.type]
-        self._autocast = [
-            (kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind)
-        ]
+        self._autocast = [(kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind)]
         self._autocast_cache = torch.is_autocast_cache_enabled()
 
     @contextmanager

@@ -59,7 +59,7 @@ def read_torch_devices(want_free_memory: bool) -> TorchReading:
         return TorchReading(reason="this torch is a CPU-only build")
     try:
         with warnings.catch_warnings(action="ignore"):
-            torch.cuda.init()  # type: ignore[no-untyped-call]
+            torch.cuda.init()
             count = torch.cuda.device_count()
     except (RuntimeError, AssertionError) as error:
         return TorchReading(reason=_first_sentence(str(error)))

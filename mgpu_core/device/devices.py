@@ -27,8 +27,8 @@ def accelerator_type() -> str:
 
 
 def _count(kind: str) -> int:
-    module = getattr(torch, kind, None)
-    return int(module.device_count()) if hasattr(module, "device_count") else 0
+    count = getattr(getattr(torch, kind, None), "device_count", None)
+    return 0 if count is None else int(count())
 
 
 def _from_index(index: int) -> torch.device:

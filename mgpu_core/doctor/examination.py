@@ -93,7 +93,7 @@ def _python() -> Python:
 def _torch() -> Torch:
     import torch
 
-    initialised = bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+    initialised = bool(torch.cuda.is_initialized())
     return Torch(str(torch.__version__), torch.version.cuda, torch.get_num_threads(), initialised)
 
 

@@ -48,7 +48,8 @@ def gather_rows(
         out = torch.empty(shape, dtype=dtype, device=rows.device)
     elif out.shape != shape or out.dtype != dtype or out.device != rows.device or not out.is_contiguous():
         raise ValueError(
-            f"out must be contiguous {shape} {dtype} on {rows.device}, not {tuple(out.shape)} {out.dtype} on {out.device}"
+            f"out must be contiguous {shape} {dtype} on {rows.device}, not {tuple(out.shape)} {out.dtype} on "
+            f"{out.device}"
         )
     with span("gather_rows"):
         _fill(rows, index, scale, shift, out)

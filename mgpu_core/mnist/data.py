@@ -142,7 +142,7 @@ def _fetch(folder: Path) -> None:
     try:
         MNIST(str(folder), download=True)
     except (OSError, RuntimeError) as error:
-        raise OSError(f"{folder}: MNIST could not be downloaded ({str(error).splitlines()[0]})") from error
+        raise OSError(f"{folder}: MNIST could not be downloaded ({' '.join(str(error).split())})") from error
 
 
 def _assemble(files: dict[str, Idx]) -> Digits:

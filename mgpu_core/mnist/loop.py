@@ -60,6 +60,7 @@ class Training:
         self.optimizer = torch.optim.SGD(net.parameters(), lr=config.lr)
         self.history = History(net, self.devices)
         self.saved_epochs = 0
+        self._opening = [self._introduction()]
         if resumed is not None:
             self._resume(*resumed)
         self.model = net if config.engine == "plain" else DataParallel(net, device_ids=self.devices)
@@ -73,7 +74,8 @@ class Training:
             FloatingPointError: the loss is no longer finite; the checkpoint of the epoch before is kept.
             OSError: a file could not be written; the one before is kept.
         """
-        self.report.line(self._introduction())
+        for text in self._opening:
+            self.report.line(text)
         before = _core.counters()
         with torch.random.fork_rng(devices=()), _repeatable_convolutions():
             torch.set_rng_state(self._generator)
@@ -109,7 +111,7 @@ class Training:
         images, labels = self.digits.train.batch(index)
         self.optimizer.zero_grad()
         loss = functional.cross_entropy(self.model(images), labels)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         self.optimizer.step()
         return loss.detach()
 
@@ -139,9 +141,9 @@ class Training:
         self._generator = checkpoint.generator
         self.history.epochs = list(checkpoint.epochs)
         self.history.resumed_after = finished
-        self.report.line(f"resumed {path} after epoch {finished}")
+        self._opening.append(f"resumed {path} after epoch {finished}")
         if checkpoint.team != self._team():
-            self.report.line(f"note: it was made by {checkpoint.team}; the last bits may differ on {self._team()}")
+            self._opening.append(f"note: it was made by {checkpoint.team}; the last bits may differ on {self._team()}")
 
     def _save(self) -> None:
         if self.config.save is None:

@@ -40,9 +40,7 @@ def gather(outputs: Sequence[Any], target_device: DeviceLike, dim: int = 0) -> A
         rows: list[list[Any]] = [[] for _ in outputs]
         trees = [flatten(output, row, "outputs") for output, row in zip(outputs, rows, strict=True)]
         _check_alike(trees)
-        joined = [
-            _join([row[place] for row in rows], device, dim, trees[0], place) for place in range(len(rows[0]))
-        ]
+        joined = [_join([row[place] for row in rows], device, dim, trees[0], place) for place in range(len(rows[0]))]
     return trees[0].unflatten(iter(joined))
 
 

@@ -15,7 +15,7 @@ import torch
 from torch.nn import Module
 
 from mgpu_core.comm import autograd, collectives
-from mgpu_core.comm.functional import copies_of
+from mgpu_core.comm.broadcast_reduce import copies_of
 from mgpu_core.device.devices import DeviceLike
 from mgpu_core.device.team import Team
 from mgpu_core.record import span
@@ -23,6 +23,7 @@ from mgpu_core.record import span
 __all__ = ["replicate"]
 
 M = TypeVar("M", bound=Module)
+
 
 def replicate(network: M, devices: Sequence[DeviceLike], detach: bool = False) -> list[M]:
     """One replica of ``network`` per rank.

@@ -40,8 +40,8 @@ void reduce_to_all(const Buffers& in, const Buffers& out, ReduceOp op) {
   const auto from = inputs_of(in);
   const auto to = outputs_of(out);
   parallel_for(in[0].count, kGrain, [&](int64_t begin, int64_t end) {
-    reduce({from.data(), static_cast<int>(from.size()), to.data(), static_cast<int>(to.size()), begin, end,
-            in[0].dtype, op, divisor_of(op, from.size())});
+    reduce({from.data(), static_cast<int>(from.size()), to.data(), static_cast<int>(to.size()), begin, end, in[0].dtype,
+            op, divisor_of(op, from.size())});
   });
 }
 
@@ -109,7 +109,8 @@ class CpuCollectives final : public Collectives {
         for (int rank = 0; rank < ranks; ++rank) copy(out[rank], in[rank]);
         return run_schedule(tree_schedule(ranks), {{0, count}}, out, op);
       case Algorithm::direct:
-      case Algorithm::automatic: return reduce_to_all(in, out, op);
+      case Algorithm::automatic:
+        return reduce_to_all(in, out, op);
     }
   }
 

@@ -29,11 +29,11 @@ MGPU_INLINE F32x8 float_of(U32x8 bits) { return (F32x8)bits; }
 MGPU_INLINE F32x8 widen(U16x8 packed, F16) {
   const U32x8 half = __builtin_convertvector(packed, U32x8);
   const U32x8 magnitude = half & 0x7fff;
-  const U32x8 shifted = magnitude << 13;                            // the 10 mantissa bits at the top of 23
-  const U32x8 base = shifted + (113u << 23);                        // a subnormal: 2^-14 (1 + m / 1024) ...
+  const U32x8 shifted = magnitude << 13;      // the 10 mantissa bits at the top of 23
+  const U32x8 base = shifted + (113u << 23);  // a subnormal: 2^-14 (1 + m / 1024) ...
   const U32x8 subnormal = bits_of(float_of(base) - float_of(U32x8{} + (113u << 23)));  // ... less 2^-14, exactly
-  const U32x8 normal = shifted + (112u << 23);                      // exponent bias 15 -> 127
-  const U32x8 special = shifted + (224u << 23);                     // exponent 31 -> 255: infinity and NaN
+  const U32x8 normal = shifted + (112u << 23);                                         // exponent bias 15 -> 127
+  const U32x8 special = shifted + (224u << 23);  // exponent 31 -> 255: infinity and NaN
   const U32x8 value = magnitude < 0x400 ? subnormal : (magnitude >= 0x7c00 ? special : normal);
   return float_of(value | ((half & 0x8000) << 16));
 }
@@ -41,12 +41,12 @@ MGPU_INLINE F32x8 widen(U16x8 packed, F16) {
 MGPU_INLINE U16x8 narrow(F32x8 wide, F16) {
   const U32x8 bits = bits_of(wide);
   const U32x8 magnitude = bits & 0x7fffffff;
-  const U32x8 half_ulp_24 = U32x8{} + (126u << 23);                 // 0.5f: its last bit is worth 2^-24
+  const U32x8 half_ulp_24 = U32x8{} + (126u << 23);  // 0.5f: its last bit is worth 2^-24
   const U32x8 subnormal = bits_of(float_of(magnitude) + float_of(half_ulp_24)) - half_ulp_24;  // the add rounds
   const U32x8 normal = (magnitude + 0xfff + ((magnitude >> 13) & 1) - (112u << 23)) >> 13;
   U32x8 half = magnitude < (113u << 23) ? subnormal : normal;
-  half = magnitude >= 0x477ff000 ? U32x8{} + 0x7c00 : half;         // 65520 and more round to infinity
-  half = magnitude > 0x7f800000 ? U32x8{} + 0x7e00 : half;          // NaN stays NaN
+  half = magnitude >= 0x477ff000 ? U32x8{} + 0x7c00 : half;  // 65520 and more round to infinity
+  half = magnitude > 0x7f800000 ? U32x8{} + 0x7e00 : half;   // NaN stays NaN
   return __builtin_convertvector(half | ((bits >> 16) & 0x8000), U16x8);
 }
 
@@ -55,7 +55,7 @@ MGPU_INLINE F32x8 widen(U16x8 packed, BF16) { return float_of(__builtin_convertv
 MGPU_INLINE U16x8 narrow(F32x8 wide, BF16) {
   const U32x8 bits = bits_of(wide);
   const U32x8 rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-  const U32x8 nan = (bits >> 16) | 0x40;                            // quiet it, whatever the lower bits were
+  const U32x8 nan = (bits >> 16) | 0x40;  // quiet it, whatever the lower bits were
   return __builtin_convertvector((bits & 0x7fffffff) > 0x7f800000 ? nan : rounded, U16x8);
 }
 

@@ -8,20 +8,28 @@ namespace {
 
 struct Sum {
   template <class V>
-  static MGPU_INLINE V apply(V a, V b) { return a + b; }
+  static MGPU_INLINE V apply(V a, V b) {
+    return a + b;
+  }
 };
 struct Prod {
   template <class V>
-  static MGPU_INLINE V apply(V a, V b) { return a * b; }
+  static MGPU_INLINE V apply(V a, V b) {
+    return a * b;
+  }
 };
 // A NaN on either side wins: it is kept when it is `a`, and no comparison lets it go when it is `b`.
 struct Min {
   template <class V>
-  static MGPU_INLINE V apply(V a, V b) { return (a < b) | (a != a) ? a : b; }
+  static MGPU_INLINE V apply(V a, V b) {
+    return (a < b) | (a != a) ? a : b;
+  }
 };
 struct Max {
   template <class V>
-  static MGPU_INLINE V apply(V a, V b) { return (a > b) | (a != a) ? a : b; }
+  static MGPU_INLINE V apply(V a, V b) {
+    return (a > b) | (a != a) ? a : b;
+  }
 };
 
 // Integers are added as unsigned, where overflow wraps, and divided as what they are, toward zero.
@@ -95,10 +103,14 @@ template <class Wrapping, class Ordered, class Signed>
 MGPU_INLINE void run_op(const Reduction& r) {
   switch (r.op) {
     case ReduceOp::sum:
-    case ReduceOp::avg: return Kernel<Wrapping, Signed, Sum>::run(r);
-    case ReduceOp::prod: return Kernel<Wrapping, Signed, Prod>::run(r);
-    case ReduceOp::min: return Kernel<Ordered, Signed, Min>::run(r);
-    case ReduceOp::max: return Kernel<Ordered, Signed, Max>::run(r);
+    case ReduceOp::avg:
+      return Kernel<Wrapping, Signed, Sum>::run(r);
+    case ReduceOp::prod:
+      return Kernel<Wrapping, Signed, Prod>::run(r);
+    case ReduceOp::min:
+      return Kernel<Ordered, Signed, Min>::run(r);
+    case ReduceOp::max:
+      return Kernel<Ordered, Signed, Max>::run(r);
   }
 }
 
@@ -114,13 +126,20 @@ MGPU_CLONES void reduce_u8(const Reduction& r) { run_op<uint8_t, uint8_t, uint8_
 
 void reduce(const Reduction& r) {
   switch (r.dtype) {
-    case DType::f16: return reduce_f16(r);
-    case DType::bf16: return reduce_bf16(r);
-    case DType::f32: return reduce_f32(r);
-    case DType::f64: return reduce_f64(r);
-    case DType::i32: return reduce_i32(r);
-    case DType::i64: return reduce_i64(r);
-    case DType::u8: return reduce_u8(r);
+    case DType::f16:
+      return reduce_f16(r);
+    case DType::bf16:
+      return reduce_bf16(r);
+    case DType::f32:
+      return reduce_f32(r);
+    case DType::f64:
+      return reduce_f64(r);
+    case DType::i32:
+      return reduce_i32(r);
+    case DType::i64:
+      return reduce_i64(r);
+    case DType::u8:
+      return reduce_u8(r);
   }
 }
 

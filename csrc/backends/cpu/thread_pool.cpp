@@ -122,8 +122,7 @@ void parallel_for(int64_t count, int64_t grain, const std::function<void(int64_t
   // Long pieces keep the memory streams going; two per thread, where there is so much, even out unequal cores.
   const int64_t fair = count / (2 * pool.num_threads());
   const int64_t length = std::clamp(fair, grain, 4 * grain);
-  pool.run((count + length - 1) / length,
-           [&](int64_t i) { piece(i * length, std::min(count, (i + 1) * length)); });
+  pool.run((count + length - 1) / length, [&](int64_t i) { piece(i * length, std::min(count, (i + 1) * length)); });
 }
 
 }  // namespace mgpu::cpu

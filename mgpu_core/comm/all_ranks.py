@@ -1,0 +1,70 @@
+"""The collectives that leave a result on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from mgpu_core.comm import collectives
+from mgpu_core.comm.arguments import as_list, check_joined, ordinary_list
+from mgpu_core.record import span
+
+__all__ = ["all_gather", "all_reduce", "reduce_scatter"]
+
+
+def all_reduce(tensors: Sequence[torch.Tensor], op: str = "sum", *, algorithm: str = "auto") -> None:
+    """Reduces one tensor per rank, in place: afterwards all hold the same bits.
+
+    Args:
+        tensors: of one shape and dtype (float16, bfloat16, float32, float64, int32, int64, uint8; int8 and int16 by
+            plain torch; complex for sum and avg), none sharing memory with another.
+        op: ``sum``, ``avg``, ``prod``, ``min`` or ``max``.  Integers wrap and ``avg`` divides the wrapped sum, toward
+            zero.  NaN wins in ``min`` and ``max``.
+        algorithm: ``naive`` (into rank 0, then to all) and ``direct`` (each element once, from all ranks to all) add
+            in rank order, half precision in float32 rounded once.  ``ring`` adds chunk c in the order c, c + 1, ...,
+            c - 1; ``tree`` as ((0 + 1) + (2 + 3)) + ...; both round at each hop.  ``auto`` is ``direct`` on the CPU.
+            The generic room (other devices, mixed teams) has one algorithm, in rank order.
+
+    Raises:
+        TypeError, ValueError: before anything is written.
+    """
+    with span("all_reduce"):
+        collectives.all_reduce_into(as_list(tensors, "tensors"), op, algorithm)
+
+
+def all_gather(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Gives every rank all tensors, joined along dimension 0: one fresh tensor per rank, on its device.
+
+    Args:
+        tensors: one per rank, of one dtype, and one shape but for dimension 0.
+    """
+    parts = ordinary_list(tensors, "tensors")
+    for rank, part in enumerate(parts):
+        if part.dim() == 0:
+            raise ValueError(f"tensors[{rank}] has no dimension to join along")
+    rows = sum(part.size(0) for part in parts)
+    wholes = [parts[0].new_empty((rows, *parts[0].shape[1:]), device=part.device) for part in parts]
+    check_joined(parts, wholes[0], 0, "tensors")
+    with span("all_gather"):
+        collectives.all_gather_into(parts, wholes)
+    return wholes
+
+
+def reduce_scatter(tensors: Sequence[torch.Tensor], op: str = "sum") -> list[torch.Tensor]:
+    """Reduces one tensor per rank and gives rank r chunk r of the result, along dimension 0, in fresh memory.
+
+    Args:
+        tensors: of one shape and dtype; the size of dimension 0 is a multiple of the number of ranks.
+        op: as in :func:`all_reduce`; added in rank order.
+    """
+    parts = ordinary_list(tensors, "tensors")
+    first = parts[0]
+    collectives.check_alike(parts, first.shape, first.dtype)
+    if first.dim() == 0 or first.size(0) % len(parts):
+        raise ValueError(f"dimension 0 of {tuple(first.shape)} cannot be cut into {len(parts)} equal chunks")
+    shape = (first.size(0) // len(parts), *first.shape[1:])
+    outs = [first.new_empty(shape, device=part.device) for part in parts]
+    with span("reduce_scatter"):
+        collectives.reduce_scatter_into(parts, outs, op)
+    return outs

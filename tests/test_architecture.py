@@ -1,0 +1,120 @@
+"""DESIGN's arrows point down: read from the sources, so that nobody has to remember them.
+
+Python: cli -> doctor, mnist -> data_parallel -> parallel -> comm -> kernels -> device -> nested, record, errors ->
+_core.
+C++: bindings -> rooms -> backends -> core; rooms of backends do not know each other; only bindings knows pybind11.
+"""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+import mgpu_core
+
+PACKAGE = Path(mgpu_core.__file__).parent
+SOURCES = Path(__file__).parent.parent / "csrc"
+LAYERS = [
+    {"_core"},
+    {"record", "errors", "nested"},
+    {"device"},
+    {"kernels"},
+    {"comm"},
+    {"parallel"},
+    {"data_parallel"},
+    {"doctor", "mnist"},
+    {"cli"},
+    {"__main__"},
+]
+LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
+
+
+def unit(module: str) -> str:
+    """The layer's word of a dotted name below mgpu_core: ``parallel.scatter`` -> ``parallel``."""
+    return module.split(".")[0]
+
+
+def imports_of(path: Path) -> set[str]:
+    """Names below mgpu_core that the file imports: ``comm.autograd``, ``nested``; "" for the package itself."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "mgpu_core":
+            below = node.module.split(".")[1:]
+            for alias in node.names:
+                longer = not below or is_module(below, alias.name)
+                found.add(".".join([*below, alias.name] if longer else below))
+        elif isinstance(node, ast.Import):
+            found |= {".".join(a.name.split(".")[1:]) for a in node.names if a.name.split(".")[0] == "mgpu_core"}
+        assert not (isinstance(node, ast.ImportFrom) and node.level), f"{path}: relative import"
+    return found
+
+
+def is_module(below: list[str], name: str) -> bool:
+    place = PACKAGE.joinpath(*below, name)
+    return place.is_dir() or place.with_suffix(".py").exists()
+
+
+FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_python_arrows_point_down(path):
+    mine = path.relative_to(PACKAGE).with_suffix("").parts
+    for name in imports_of(path):
+        if name.startswith("__version__"):
+            continue
+        theirs = unit(name)
+        assert theirs in LEVEL, f"imports mgpu_core.{name}, which is in no layer"
+        if theirs != mine[0]:
+            assert LEVEL[theirs] < LEVEL[mine[0]], f"imports mgpu_core.{name}, which is not below it"
+
+
+def test_every_folder_and_file_has_a_layer():
+    folders = {path.name for path in PACKAGE.iterdir() if path.is_dir() and any(path.glob("*.py"))}
+    files = {path.stem for path in PACKAGE.glob("*.py")}
+    assert (folders | files) - {"__init__"} <= set(LEVEL)
+
+
+def test_files_of_parallel_do_not_import_each_other():
+    for path in (PACKAGE / "parallel").glob("*.py"):
+        if path.stem != "__init__":
+            assert not [name for name in imports_of(path) if unit(name) == "parallel"]
+
+
+def test_record_imports_none_of_ours():
+    assert imports_of(PACKAGE / "record.py") == set()
+
+
+def test_only_the_gates_turn_tensors_into_pointers():
+    """data_ptr is called by comm and kernels alone."""
+    users = {str(p.relative_to(PACKAGE)) for p in FILES if re.search(r"\.data_ptr\(", p.read_text())}
+    assert users <= {"comm/collectives.py", "comm/checks.py", "kernels/ops.py"}
+
+
+def includes_of(path: Path) -> list[str]:
+    return re.findall(r'#include [<"]([^>"]+)[>"]', path.read_text())
+
+
+CPP = sorted([*SOURCES.rglob("*.h"), *SOURCES.rglob("*.cpp")])
+
+
+@pytest.mark.parametrize("path", CPP, ids=lambda path: str(path.relative_to(SOURCES)))
+def test_cpp_arrows_point_down(path):
+    place = path.relative_to(SOURCES).parts
+    for include in includes_of(path):
+        parts = include.split("/")
+        if place[0] == "core":
+            assert parts[0] not in ("backends", "bindings", "rooms.h")
+        if place[0] == "backends":
+            assert parts[0] not in ("bindings", "rooms.h")
+            assert parts[0] != "backends" or parts[1] == place[1], "rooms do not know each other"
+        if place[0] == "bindings":
+            assert parts[0] != "backends", "bindings ask rooms.h"
+        assert "pybind11" not in include or place[0] == "bindings"
+        assert not include.startswith(("torch", "ATen", "c10", "Python.h"))
+
+
+def test_the_gil_is_released_in_one_place():
+    users = [path.name for path in CPP if "gil_scoped_release" in path.read_text()]
+    assert users == ["bindings.h"]

@@ -11,7 +11,6 @@ from mgpu_core.comm.arguments import as_list, check_outs, ordinary_list
 from mgpu_core.comm.arguments import destination as destination_of
 from mgpu_core.comm.buckets import DEFAULT_NBYTES, bucket_positions
 from mgpu_core.comm.checks import refuse_special
-from mgpu_core.comm.layout import empty_in_order, memory_order
 from mgpu_core.device.devices import DeviceLike
 from mgpu_core.device.memory import note_written
 from mgpu_core.device.team import Team
@@ -22,9 +21,8 @@ __all__ = ["broadcast", "broadcast_coalesced", "copies_of", "reduce_add", "reduc
 
 def copies_of(tensor: torch.Tensor, devices: Sequence[torch.device]) -> list[torch.Tensor]:
     """Room for one copy per rank: the tensor itself for rank 0 where it is on that device, else fresh memory."""
-    order = memory_order(tensor)
     return [
-        tensor if rank == 0 and device == tensor.device else empty_in_order(tensor, tensor.shape, device, order)
+        tensor if rank == 0 and device == tensor.device else torch.empty_like(tensor, device=device, requires_grad=False)
         for rank, device in enumerate(devices)
     ]
 

@@ -14,7 +14,7 @@ import torch
 from mgpu_core import _core
 from mgpu_core.comm import generic
 from mgpu_core.comm.checks import check_disjoint, check_writable, readable
-from mgpu_core.comm.layout import empty_in_order, memory_order, nbytes_of, runs_along
+from mgpu_core.comm.layout import memory_order, nbytes_of, one_layout, runs_along
 from mgpu_core.device.memory import note_written
 from mgpu_core.record import event, is_on
 
@@ -100,12 +100,22 @@ def all_reduce_into(tensors: Tensors, op: str, algorithm: str) -> str:
     return ran
 
 
-def _in_core(*groups: Tensors) -> bool:
-    """Whether the core can move these: host memory, each dense, all in one order of dimensions."""
-    order = memory_order(groups[0][0])
+def _in_core(tensors: Tensors) -> bool:
+    """Whether the core can combine these, element by element: host memory, all in one layout."""
+    return all(tensor.device.type == "cpu" for tensor in tensors) and one_layout(tensors)
+
+
+def _cut_in_core(whole: torch.Tensor, parts: Tensors) -> bool:
+    """Whether the core can cut or join these: host memory, all dense in one order of dimensions."""
+    order = memory_order(whole)
     return order is not None and all(
-        tensor.device.type == "cpu" and memory_order(tensor) is order for tensors in groups for tensor in tensors
+        tensor.device.type == "cpu" and memory_order(tensor) is order for tensor in (whole, *parts)
     )
+
+
+def _joined_in_core(tensors: Tensors) -> bool:
+    """Whether the core can treat these as rows one behind the other: host memory, contiguous."""
+    return all(tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in tensors)
 
 
 def _tell(step: str, tensors: Tensors, detail: str = "") -> None:
@@ -115,19 +125,19 @@ def _tell(step: str, tensors: Tensors, detail: str = "") -> None:
 
 
 def broadcast_into(sources: Tensors, copies: Sequence[Tensors]) -> None:
-    """Fills ``copies[i][rank]`` from ``sources[i]``; one that stands on the source's own memory is left alone."""
-    sources = [readable(source, f"tensor {i}") for i, source in enumerate(sources)]
+    """Fills ``copies[i][rank]`` from ``sources[i]``; a copy that is its source itself is left alone."""
     pointers: list[int] = []
     targets: list[list[int]] = []
     nbytes: list[int] = []
-    for source, made in zip(sources, copies, strict=True):
-        if _in_core([source], made):
-            if source.numel():
-                pointers.append(source.data_ptr())
-                targets.append([each.data_ptr() for each in made])
-                nbytes.append(source.nbytes)
-        else:
+    for i, (given, made) in enumerate(zip(sources, copies, strict=True)):
+        source = readable(given, f"tensor {i}")
+        made = [source if each is given else each for each in made]
+        if not _in_core([source, *made]):
             generic.broadcast(source, made)
+        elif source.numel():
+            pointers.append(source.data_ptr())
+            targets.append([each.data_ptr() for each in made])
+            nbytes.append(source.nbytes)
     if pointers:
         _core.broadcast(pointers, targets, nbytes)
     for made in copies:
@@ -151,7 +161,7 @@ def reduce_batch(parts: Sequence[Parts], op: str, device: torch.device) -> list[
             and first.dtype in _CORE_DTYPES
             and _in_core([part for part in each if part is not None])
         ):
-            totals.append(empty_in_order(first, first.shape, device, memory_order(first)))
+            totals.append(torch.empty_like(first))
             if first.numel():
                 batches.setdefault(first.dtype, []).append(i)
         else:
@@ -175,21 +185,20 @@ def _reduce_in_core(parts: Sequence[Parts], outs: Tensors, op: str) -> None:
 
 
 def _resolve(parts: Parts) -> Parts:
-    """Readable, and in one order of dimensions: the first's where it has one, else contiguous."""
+    """Readable, and all in the layout of the first that has a dense one, else contiguous."""
     if any(part is not None and part.layout is not torch.strided for part in parts):
         return parts
     found = [None if part is None else readable(part, f"the tensor of rank {rank}") for rank, part in enumerate(parts)]
-    first = next(part for part in found if part is not None)
-    order = memory_order(first) or torch.contiguous_format
-    return [
-        part if part is None or memory_order(part) is order else part.contiguous(memory_format=order) for part in found
-    ]
+    present = [part for part in found if part is not None]
+    if one_layout(present):
+        return found
+    return [None if part is None else part.contiguous() for part in found]
 
 
 def scatter_into(whole: torch.Tensor, parts: Tensors, dim: int) -> None:
     """Fills the parts from ``whole``, one behind the other along ``dim`` (not negative)."""
     whole = readable(whole, "the tensor to scatter")
-    if _in_core([whole], parts):
+    if _cut_in_core(whole, parts):
         _core.scatter(*_transfer(whole, parts, dim))
     else:
         generic.scatter(whole, parts, dim)
@@ -199,7 +208,7 @@ def scatter_into(whole: torch.Tensor, parts: Tensors, dim: int) -> None:
 def gather_into(parts: Tensors, whole: torch.Tensor, dim: int) -> None:
     """Fills ``whole`` from the parts, one behind the other along ``dim`` (not negative)."""
     parts = [readable(part, f"the tensor of rank {rank}") for rank, part in enumerate(parts)]
-    if _in_core([whole], parts):
+    if _cut_in_core(whole, parts):
         place, rows = _transfer(whole, parts, dim)
         _core.gather(rows, place)
     else:
@@ -222,7 +231,7 @@ def _transfer(whole: torch.Tensor, parts: Tensors, dim: int) -> tuple[_Whole, _P
 def all_gather_into(parts: Tensors, wholes: Tensors) -> None:
     """Fills each rank's whole with the parts of all ranks, one behind the other along dimension 0."""
     parts = [readable(part, f"the tensor of rank {rank}") for rank, part in enumerate(parts)]
-    if all(tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in (*parts, *wholes)):
+    if _joined_in_core([*parts, *wholes]):
         _core.all_gather(
             [part.data_ptr() for part in parts],
             [part.nbytes for part in parts],
@@ -237,10 +246,7 @@ def reduce_scatter_into(tensors: Tensors, outs: Tensors, op: str) -> None:
     """Fills rank r's out with chunk r, along dimension 0, of the reduction."""
     tensors = [readable(tensor, f"the tensor of rank {rank}") for rank, tensor in enumerate(tensors)]
     check_op(op, outs[0].dtype)
-    in_core = outs[0].dtype in _CORE_DTYPES and all(
-        tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in (*tensors, *outs)
-    )
-    if in_core:
+    if outs[0].dtype in _CORE_DTYPES and _joined_in_core([*tensors, *outs]):
         _core.reduce_scatter(
             [tensor.data_ptr() for tensor in tensors],
             [out.data_ptr() for out in outs],

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-__all__ = ["empty_in_order", "memory_order", "nbytes_of", "runs_along"]
+__all__ = ["empty_in_order", "memory_order", "nbytes_of", "one_layout", "runs_along"]
 
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
@@ -24,6 +24,28 @@ def memory_order(tensor: torch.Tensor) -> torch.memory_format | None:
         return torch.contiguous_format
     last = _CHANNELS_LAST.get(tensor.dim())
     return last if last is not None and tensor.is_contiguous(memory_format=last) else None
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements fill a range without gaps or overlaps, in any order of dimensions."""
+    wanted = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != wanted:
+                return False
+            wanted *= size
+    return True
+
+
+def one_layout(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether tensors of one shape are dense and hold their elements in the same order, so that bytes can be matched."""
+    first = tensors[0]
+    order = memory_order(first)
+    if order is not None:
+        return all(memory_order(tensor) is order for tensor in tensors)
+    if first.layout is not torch.strided or not _is_dense(first):
+        return False
+    return all(tensor.layout is torch.strided and tensor.stride() == first.stride() for tensor in tensors)
 
 
 def nbytes_of(tensor: torch.Tensor | None) -> int:

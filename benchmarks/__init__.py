@@ -1,0 +1,1 @@
+"""Benchmarks of mgpu_core against its peers; `python benchmarks/run.py --list` says which."""

@@ -1,0 +1,29 @@
+"""One small file a case: what is measured, against whom, and how its result is verified.
+
+A file here holds one `CASE`. The collectives share one implementation (`benchmarks.collective_case`), so theirs hold
+three functions - ours, the torch loop, gloo - and a closed form of the result.
+"""
+
+import importlib
+
+from benchmarks.case import Case
+
+NAMES = (
+    "all_reduce",
+    "broadcast",
+    "reduce",
+    "all_gather",
+    "reduce_scatter",
+    "scatter",
+    "gather",
+    "gather_rows",
+    "replicate",
+    "forward_backward",
+    "mnist_epoch",
+)
+
+
+def load(name: str) -> Case:
+    """The case of that name."""
+    case: Case = importlib.import_module(f"benchmarks.cases.{name}").CASE
+    return case

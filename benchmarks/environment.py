@@ -1,0 +1,65 @@
+"""The header of every table: which machine and which versions the times belong to.
+
+Names and versions only, no paths and no host name, so that a result can be published as it is.
+"""
+
+import platform
+import subprocess
+from pathlib import Path
+
+from mgpu_core import _core
+from mgpu_core.doctor import Report, examine
+
+GIT_SECONDS = 20.0
+
+
+def environment() -> dict[str, str]:
+    """What to print above a table, in this order."""
+    report = examine()
+    return {
+        "CPU": f"{_cpu_model()}, {report.cpu.cores_available} of {report.cpu.cores} cores",
+        "threads": f"torch {report.torch.num_threads}, mgpu_core {_core.num_threads()}",
+        "GPU": _gpus(report),
+        "driver": report.driver or "none",
+        "torch": report.torch.version or "none",
+        "CUDA": report.torch.cuda or "none",
+        "NCCL": _nccl(report),
+        "Python": report.python.version,
+        "mgpu_core": report.mgpu_core,
+        "commit": _commit(),
+    }
+
+
+def header(facts: dict[str, str]) -> str:
+    """The facts as lines of a Markdown list, which also reads well on a terminal."""
+    return "\n".join(f"* {name}: {value}" for name, value in facts.items())
+
+
+def _cpu_model() -> str:
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
+
+
+def _gpus(report: Report) -> str:
+    names = [device.name for device in report.devices if device.torch_index is not None]
+    return ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names)) or "none"
+
+
+def _nccl(report: Report) -> str:
+    if report.nccl is None or report.nccl.version is None:
+        return "none"
+    return f"{report.nccl.version} ({report.nccl.source})"
+
+
+def _commit() -> str:
+    """The commit of this checkout; `-dirty` if tracked files differ from it."""
+    command = ["git", "describe", "--always", "--dirty", "--exclude", "*"]
+    try:
+        asked = subprocess.run(
+            command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=GIT_SECONDS, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    return asked.stdout.strip()

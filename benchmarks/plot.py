@@ -1,0 +1,94 @@
+"""Pictures of results: rates over sizes where there are several sizes, else bars of times.
+
+Times of different rows may be far apart, so their axis is logarithmic then; over each peer's bar stands its ratio to
+ours, which is what the picture is for.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from benchmarks.case import Row, describe
+from benchmarks.timing import OURS, median, p90
+from mgpu_core.mnist.files import write_whole
+from mgpu_core.mnist.report import require_matplotlib
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from benchmarks.result import Result
+
+PER_SECOND = {"us": 1e6, "ms": 1e3, "s": 1.0}
+FAR_APART = 20.0
+"""Bars whose longest is this many times the shortest get a logarithmic axis."""
+
+
+def draw(result: "Result", path: Path) -> None:
+    """Writes a PNG. `ModuleNotFoundError` with the cure if matplotlib is missing."""
+    require_matplotlib()
+    from matplotlib.figure import Figure
+
+    panels = _panels(result.rows) if _is_sweep(result.rows) else {"": result.rows}
+    figure = Figure(figsize=(max(4.5 * len(panels), 8), 4.2), layout="constrained")
+    axes = figure.subplots(1, len(panels), squeeze=False, sharey=True)[0]
+    for axis, (title, rows) in zip(axes, panels.items(), strict=True):
+        axis.set_title(title)
+        if _is_sweep(result.rows):
+            _draw_rates(axis, rows)
+        else:
+            _draw_bars(axis, rows, result.unit)
+    axes[0].legend()
+    facts = result.environment
+    figure.suptitle(f"{result.case}: {facts['CPU'] if facts['GPU'] == 'none' else facts['GPU']}, torch {facts['torch']}")
+    write_whole(path, lambda stream: figure.savefig(stream, format="png", dpi=120))
+
+
+def _is_sweep(rows: Sequence[Row]) -> bool:
+    return rows[0].bus_factor is not None and len({row.labels["size"] for row in rows}) > 1
+
+
+def _panels(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """The rows of one line of sizes together, titled by what tells them apart from the others."""
+    panels: dict[str, list[Row]] = {}
+    for row, name in zip(rows, short_names(rows, ignored=("size", "count")), strict=True):
+        panels.setdefault(name, []).append(row)
+    return panels
+
+
+def short_names(rows: Sequence[Row], ignored: Sequence[str] = ()) -> list[str]:
+    """Each row by the labels in which the rows differ."""
+    labels = [{name: value for name, value in row.labels.items() if name not in ignored} for row in rows]
+    varying = [name for name in labels[0] if len({each[name] for each in labels}) > 1]
+    return [describe({name: each[name] for name in varying}) for each in labels]
+
+
+def _draw_rates(axis: "Axes", rows: Sequence[Row]) -> None:
+    sizes = [int(row.labels["size"]) for row in rows]
+    for who in rows[0].seconds:
+        rates = [(row.nbytes or 0) * (row.bus_factor or 0) / median(row.seconds[who]) / 1e9 for row in rows]
+        axis.plot(sizes, rates, "o-", label=who)
+    axis.set_xscale("log", base=2)
+    axis.set_yscale("log")
+    axis.set(xlabel="size (bytes)", ylabel="busbw (GB/s)")
+    axis.grid(alpha=0.3)
+
+
+def _draw_bars(axis: "Axes", rows: Sequence[Row], unit: str) -> None:
+    names, scale = short_names(rows), PER_SECOND[unit]
+    contestants = list(rows[0].seconds)
+    width = 0.8 / len(contestants)
+    for number, who in enumerate(contestants):
+        places = [place + number * width for place in range(len(rows))]
+        medians = [median(row.seconds[who]) * scale for row in rows]
+        slow = [p90(row.seconds[who]) * scale - middle for row, middle in zip(rows, medians, strict=True)]
+        bars = axis.bar(places, medians, width, label=who, yerr=[[0] * len(rows), slow], capsize=3)
+        if who != OURS:
+            axis.bar_label(bars, [f"{row.ratios()[who]:.2f}x" for row in rows], padding=2)
+    middles = [place + width * (len(contestants) - 1) / 2 for place in range(len(rows))]
+    axis.set_xticks(middles, [name.replace(", ", "\n") for name in names])
+    axis.set_ylabel(f"median time ({unit}), whisker to p90")
+    every = [median(seconds) for row in rows for seconds in row.seconds.values()]
+    if max(every) > FAR_APART * min(every):
+        axis.set_yscale("log")
+    axis.margins(y=0.15)
+    axis.grid(axis="y", alpha=0.3)

@@ -1,0 +1,134 @@
+"""How contestants are timed: verified first, then in turns, and told by medians.
+
+A machine that is shared, warm or throttled changes its speed from minute to minute. So the contestants of one row run
+A B C A B C ... in one process, each once a round; what the machine does to one, it does to all, and only the ratio of
+two medians of one run is ever quoted. Times are in seconds.
+"""
+
+import ctypes
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+OURS = "ours"
+"""The name of the contestant that the others are compared with."""
+
+
+class WrongResult(Exception):
+    """A contestant computes something else than it should: its time means nothing."""
+
+
+def nothing() -> None:
+    """For contestants that need no preparation, and for rows that need no flush."""
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """One side of a comparison.
+
+    Attributes:
+        run: does the work once and returns its seconds.
+        wrong: does the work once and returns how many values of the result are wrong.
+        prepare: before each run, outside the clock: fresh inputs.
+    """
+
+    run: Callable[[], float]
+    wrong: Callable[[], int]
+    prepare: Callable[[], object] = nothing
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How often a row is run, and what is done before each run, outside the clock and after `prepare`."""
+
+    repeats: int
+    warmup: int = 1
+    flush: Callable[[], object] = nothing
+
+
+def timed(work: Callable[[], object], synchronize: Callable[[], object] = nothing) -> Callable[[], float]:
+    """A `run` from a function; `synchronize` waits for the device. The result's own end is inside the clock."""
+
+    def run() -> float:
+        synchronize()
+        begin = time.perf_counter()
+        work()
+        synchronize()
+        return time.perf_counter() - begin
+
+    return run
+
+
+def contest(contestants: Mapping[str, Contestant], schedule: Schedule) -> dict[str, list[float]]:
+    """The seconds of each contestant, in the order of the rounds.
+
+    Raises:
+        WrongResult: a contestant was wrong before the first round or after the last.
+    """
+    verify(contestants)
+    seconds = alternate(contestants, schedule)
+    verify(contestants)
+    return seconds
+
+
+def verify(contestants: Mapping[str, Contestant]) -> None:
+    """Raises `WrongResult` for the first contestant with wrong values."""
+    for name, contestant in contestants.items():
+        if count := contestant.wrong():
+            raise WrongResult(f"{name}: {count} wrong {'value' if count == 1 else 'values'}")
+
+
+def alternate(contestants: Mapping[str, Contestant], schedule: Schedule) -> dict[str, list[float]]:
+    """A B C A B C ...; the first `warmup` rounds are not kept."""
+    seconds: dict[str, list[float]] = {name: [] for name in contestants}
+    for number in range(-schedule.warmup, schedule.repeats):
+        for name, contestant in contestants.items():
+            contestant.prepare()
+            schedule.flush()
+            taken = contestant.run()
+            if number >= 0:
+                seconds[name].append(taken)
+    return seconds
+
+
+median = statistics.median
+
+
+def p90(seconds: Sequence[float]) -> float:
+    """The time that nine runs of ten keep; between two samples, on the line between them."""
+    ordered = sorted(seconds)
+    place = 0.9 * (len(ordered) - 1)
+    below = ordered[math.floor(place)]
+    return below + (ordered[math.ceil(place)] - below) * (place % 1)
+
+
+def ratio(seconds: Mapping[str, Sequence[float]], peer: str) -> float:
+    """Peer's median over ours: 6 means that we are six times faster."""
+    return median(seconds[peer]) / median(seconds[OURS])
+
+
+class CacheFlush:
+    """Puts other bytes into the last-level cache, so that every run finds its inputs in memory, as after a backward.
+
+    One thread writes, not torch's: after a parallel operation those spin for a while, in the way of whoever comes next.
+    """
+
+    def __init__(self) -> None:
+        self._bytes = torch.empty(2 * _cache_nbytes(), dtype=torch.uint8)
+
+    def __call__(self) -> None:
+        """Writes twice the cache."""
+        ctypes.memset(self._bytes.data_ptr(), 1, self._bytes.nbytes)
+
+
+def _cache_nbytes() -> int:
+    """Of the last-level cache: what Linux says (`32768K`), within reason; 64 MiB where it does not say."""
+    paths = sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"))
+    text = paths[-1].read_text().strip() if paths else ""
+    known = text.endswith("K") and text[:-1].isdecimal()
+    return min(int(text[:-1]) << 10, 256 << 20) if known else 64 << 20

@@ -1,0 +1,189 @@
+"""What the gate refuses, resolves, and tells autograd; nothing is written when it refuses."""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.two_tensor import TwoTensor
+
+from mgpu_core import comm
+
+
+def two(tensor):
+    return [tensor, torch.zeros(4)]
+
+
+def fake():
+    with FakeTensorMode():
+        return torch.zeros(4)
+
+
+SPECIAL = {
+    "sparse": lambda: torch.eye(4).to_sparse(),
+    "nested": lambda: torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)]),
+    "jagged": lambda: torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=torch.jagged),
+    "fake": fake,
+    "wrapper": lambda: TwoTensor(torch.zeros(4), torch.zeros(4)),
+    "meta": lambda: torch.zeros(4, device="meta"),
+}
+
+
+@pytest.mark.parametrize("kind", SPECIAL)
+def test_special_tensors_are_refused_by_name(kind):
+    tensor = SPECIAL[kind]()
+    for call in (
+        lambda: comm.all_reduce([torch.zeros(4), tensor]),
+        lambda: comm.broadcast(tensor, ["cpu"] * 2),
+        lambda: comm.scatter(tensor, ["cpu"] * 2),
+        lambda: comm.gather([torch.zeros(4), tensor]),
+        lambda: comm.all_gather([torch.zeros(4), tensor]),
+        lambda: comm.reduce_scatter([torch.zeros(4), tensor]),
+    ):
+        with pytest.raises(TypeError, match=r"sparse|nested|fake|wrapper|meta"):
+            call()
+
+
+def test_functorch_tensors_are_refused():
+    with pytest.raises(TypeError, match="vmap"):
+        torch.vmap(lambda x: comm.broadcast(x, ["cpu"] * 2)[0])(torch.zeros(2, 3))
+
+
+def test_conjugated_and_negated_inputs_are_resolved():
+    z = torch.tensor([1 + 2j, 3 - 1j])
+    assert comm.broadcast(z.conj(), ["cpu"] * 2)[1].tolist() == [1 - 2j, 3 + 1j]
+    assert comm.reduce_add([z.conj(), z]).tolist() == [2 + 0j, 6 + 0j]
+    assert comm.gather([z.conj().imag, z.real]).tolist() == [-2.0, 1.0, 1.0, 3.0]
+    assert z.tolist() == [1 + 2j, 3 - 1j]
+
+
+@pytest.mark.parametrize("view", ["conj", "imag"])
+def test_conjugated_and_negated_outputs_are_refused(view):
+    z = torch.tensor([1 + 2j, 3 - 1j])
+    out = z.conj() if view == "conj" else z.conj().imag
+    with pytest.raises(ValueError, match="lazily"):
+        comm.broadcast(torch.zeros_like(out), out=[out])
+    assert z.tolist() == [1 + 2j, 3 - 1j]
+
+
+def test_tensors_that_share_memory():
+    base = torch.arange(10.0)
+    kept = base.clone()
+    for pair in ([base, base], [base[:6], base[4:]], [base[4:8], base[5:9]]):
+        with pytest.raises(ValueError, match="rank 0 and the tensor of rank 1 share memory|rank 1 and"):
+            comm.all_reduce(pair)
+    with pytest.raises(ValueError, match="share memory"):
+        comm.broadcast(base[:5], out=[base[3:8]])
+    with pytest.raises(ValueError, match="share memory"):
+        comm.scatter(base, out=[base[:5], base[5:]])
+    with pytest.raises(ValueError, match="elements that share memory"):
+        comm.all_reduce([torch.zeros(1).expand(4), torch.zeros(4)])
+    assert torch.equal(base, kept)
+
+
+def test_disjoint_views_of_one_storage_are_fine():
+    base = torch.arange(8.0)
+    comm.all_reduce([base[:4], base[4:]])
+    assert base.tolist() == [4, 6, 8, 10] * 2
+
+
+def test_leaf_that_requires_grad():
+    leaf = torch.zeros(3, requires_grad=True)
+    with pytest.raises(ValueError, match="leaf that requires grad"):
+        comm.all_reduce([torch.ones(3), leaf])
+    assert leaf.tolist() == [0, 0, 0]
+    with torch.no_grad():
+        comm.all_reduce([torch.ones(3), leaf])
+    assert leaf.tolist() == [1, 1, 1]
+
+
+def test_an_old_graph_notices_the_write():
+    w = torch.ones(3, requires_grad=True)
+    x = torch.ones(3)
+    y = (w * x).sum()
+    comm.all_reduce([x, torch.ones(3)])
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()
+    for write in (lambda t: comm.broadcast(torch.zeros(3), out=[t]), lambda t: comm.gather([torch.zeros(3)], out=t)):
+        before = x._version
+        write(x)
+        assert x._version > before
+
+
+def test_inference_tensors_have_no_version():
+    with torch.inference_mode():
+        parts = [torch.ones(3), torch.ones(3)]
+        comm.all_reduce(parts)
+    assert parts[0].tolist() == [2, 2, 2]
+
+
+@pytest.mark.parametrize("call", [comm.all_reduce, comm.all_gather, comm.reduce_scatter, comm.gather, comm.reduce_add])
+def test_lists_of_tensors_are_wanted(call):
+    with pytest.raises(ValueError, match="empty"):
+        call([])
+    with pytest.raises(TypeError, match="sequence"):
+        call(torch.zeros(3))
+    with pytest.raises(TypeError, match="must be a tensor"):
+        call([torch.zeros(3), 3])
+
+
+@pytest.mark.parametrize("call", [comm.all_reduce, comm.reduce_scatter, comm.reduce_add])
+def test_shapes_and_dtypes_must_agree(call):
+    with pytest.raises(ValueError, match=r"rank 1|input 1"):
+        call([torch.zeros(4), torch.zeros(5)])
+    with pytest.raises(ValueError, match="float64"):
+        call([torch.zeros(4), torch.zeros(4, dtype=torch.float64)])
+
+
+def test_names_that_do_not_exist():
+    parts = [torch.zeros(2), torch.zeros(2)]
+    with pytest.raises(ValueError, match="op must be one of sum, avg"):
+        comm.all_reduce(parts, "mean")
+    with pytest.raises(ValueError, match="algorithm must be one of auto"):
+        comm.all_reduce(parts, algorithm="star")
+    with pytest.raises(TypeError, match="bool"):
+        comm.all_reduce([torch.zeros(2, dtype=torch.bool)] * 1)
+
+
+def test_gather_and_scatter_arguments():
+    x = torch.zeros(4, 2)
+    with pytest.raises(RuntimeError, match="must not be specified"):
+        comm.scatter(x, ["cpu"], out=[x.clone()])
+    with pytest.raises(RuntimeError, match="must not be specified"):
+        comm.gather([x], destination="cpu", out=x.clone())
+    with pytest.raises(RuntimeError, match="Exactly one of"):
+        comm.broadcast(x)
+    with pytest.raises(RuntimeError, match="Exactly one of"):
+        comm.broadcast(x, ["cpu"], out=[x.clone()])
+    with pytest.raises(ValueError, match="add up to 4"):
+        comm.scatter(x, ["cpu"] * 2, [1, 2])
+    with pytest.raises(IndexError, match="Dimension out of range"):
+        comm.scatter(x, ["cpu"] * 2, dim=2)
+    with pytest.raises(ValueError, match="does not fit"):
+        comm.gather([x, torch.zeros(4, 3)])
+    with pytest.raises(ValueError, match="rows along dimension 0 together"):
+        comm.gather([x, x], out=torch.zeros(7, 2))
+    with pytest.raises(ValueError, match="cannot be cut into 3 equal"):
+        comm.reduce_scatter([x, x.clone(), x.clone()])
+    with pytest.raises(ValueError, match="positive"):
+        comm.broadcast_coalesced([x], ["cpu"], 0)
+
+
+def test_devices_that_do_not_exist():
+    x = torch.zeros(4)
+    with pytest.raises(ValueError, match=r"device cuda:\d+ does not exist: torch sees"):
+        comm.scatter(x, [torch.cuda.device_count()])
+    with pytest.raises(ValueError, match="is not a device"):
+        comm.broadcast(x, ["gpu0"])
+    with pytest.raises(TypeError, match="a device is"):
+        comm.broadcast(x, [1.5])
+    with pytest.raises(ValueError, match="devices is empty"):
+        comm.broadcast(x, [])
+    with pytest.warns(FutureWarning, match="Using -1 to represent CPU"):
+        assert comm.gather([x, x], destination=-1).shape == (8,)
+
+
+def test_the_caller_can_go_on_after_an_error():
+    parts = [torch.ones(3), torch.ones(3)]
+    with pytest.raises(ValueError, match="op must be"):
+        comm.all_reduce(parts, "mean")
+    comm.all_reduce(parts)
+    assert parts[0].tolist() == [2, 2, 2]

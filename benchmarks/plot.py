@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from benchmarks.case import Row, describe
-from benchmarks.timing import OURS, median, p90
+from benchmarks.timing import OURS, PER_SECOND, median, p90
 from mgpu_core.mnist.files import write_whole
 from mgpu_core.mnist.report import require_matplotlib
 
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
     from benchmarks.result import Result
 
-PER_SECOND = {"us": 1e6, "ms": 1e3, "s": 1.0}
 FAR_APART = 20.0
 """Bars whose longest is this many times the shortest get a logarithmic axis."""
 

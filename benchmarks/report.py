@@ -12,11 +12,10 @@ from benchmarks.case import Row, UsageError, Verdict
 from benchmarks.environment import header
 from benchmarks.plot import draw
 from benchmarks.result import Result
-from benchmarks.timing import OURS, median, p90
+from benchmarks.timing import OURS, PER_SECOND, median, p90
 from mgpu_core.mnist.files import write_whole
 
 RESULTS = Path(__file__).parent / "results"
-PER_SECOND = {"us": 1e6, "ms": 1e3, "s": 1.0}
 
 
 def render(result: Result) -> str:
@@ -62,8 +61,7 @@ def report_machine(folder: Path) -> Path:
     """Draws the page and the pictures of one machine; returns the page.
 
     Raises:
-        UsageError: no results in the folder.
-        ValueError: a file that is not a result.
+        UsageError: no results in the folder, or a file that is not one.
     """
     files = sorted(folder.glob("*.json"))
     if not files:

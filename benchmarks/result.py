@@ -7,7 +7,7 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from benchmarks.case import Case, Row, Verdict
+from benchmarks.case import Case, Row, UsageError, Verdict
 from mgpu_core.mnist.files import write_whole
 
 FORMAT = "mgpu_core benchmark 1"
@@ -38,13 +38,13 @@ class Result:
 
     @classmethod
     def read(cls, path: Path) -> "Result":
-        """Reads the file. `OSError` if it cannot be opened, `ValueError` if it is damaged or not one of ours."""
+        """Reads the file. `OSError` if it cannot be opened, `UsageError` if it is damaged or not one of ours."""
         try:
             content = json.loads(path.read_text())
-            if content.pop("format") != FORMAT:
-                raise ValueError("another format")
+            if content.pop("format") != FORMAT or not content["rows"]:
+                raise ValueError("another format, or no rows")
             content["rows"] = [Row(**row) for row in content["rows"]]
             content["verdicts"] = [Verdict(**verdict) for verdict in content["verdicts"]]
             return cls(**content)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{path}: wanted a file of the format {FORMAT!r} ({error})") from error
+            raise UsageError(f"{path}: wanted a file of the format {FORMAT!r} ({error})") from error

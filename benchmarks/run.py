@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail("interrupted", 130)
     except (WrongResult, PeerFailed) as error:
         return _fail(error, 1)
-    except (UsageError, OSError, ImportError, ValueError) as error:
+    except (UsageError, OSError, ImportError) as error:
         return _fail(error, 2)
     return status
 

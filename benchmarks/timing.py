@@ -18,6 +18,9 @@ import torch
 OURS = "ours"
 """The name of the contestant that the others are compared with."""
 
+PER_SECOND = {"us": 1e6, "ms": 1e3, "s": 1.0}
+"""The units of the tables."""
+
 
 class WrongResult(Exception):
     """A contestant computes something else than it should: its time means nothing."""

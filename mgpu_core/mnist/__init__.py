@@ -5,7 +5,7 @@ It is what `mgpu mnist` runs, and what tests and benchmarks call: `from mgpu_cor
 """
 
 from mgpu_core.mnist.config import Config
-from mgpu_core.mnist.data import Digits, Split, load
+from mgpu_core.mnist.digits import Digits, Split, load
 from mgpu_core.mnist.history import Epoch, History
 from mgpu_core.mnist.loop import Training
 from mgpu_core.mnist.model import Cnn, SimpleNet, build_model

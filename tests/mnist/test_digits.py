@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from mgpu_core.mnist import Digits, load
-from mgpu_core.mnist.data import BUILTIN, MEAN, STD, epoch_order
+from mgpu_core.mnist.digits import BUILTIN, MEAN, STD, epoch_order
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")

@@ -1,0 +1,60 @@
+"""All-reduce in place: every rank ends with the reduction over all, in its own tensor."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import distributed
+
+from benchmarks.case import at_least
+from benchmarks.collective import Collective, Task, Tensors, around
+from benchmarks.collective_case import case_of
+from benchmarks.reductions import GLOO_OPS, finish, fold_into
+from mgpu_core import comm
+
+
+def ours(task: Task, sends: Sequence[torch.Tensor]) -> Tensors:
+    """One call for the team."""
+    comm.all_reduce(sends, task.op, algorithm=task.algorithm)
+    return sends
+
+
+def loop(task: Task, sends: Sequence[torch.Tensor]) -> Tensors:
+    """Into rank 0's tensor one after the other, then back to all."""
+    for send in sends[1:]:
+        fold_into(sends[0], send, task.op)
+    finish(sends[0], task)
+    for send in sends[1:]:
+        send.copy_(sends[0])
+    return sends
+
+
+def gloo(task: Task, _rank: int, send: torch.Tensor) -> torch.Tensor:
+    """One call in each process."""
+    distributed.all_reduce(send, GLOO_OPS[task.op])
+    return send
+
+
+COLLECTIVE = Collective(
+    name="all_reduce",
+    summary="mgpu_core.comm.all_reduce in place, one tensor per rank",
+    place="in",
+    split=False,
+    bus_factor=around,
+    sends=lambda values, rank: values.of(rank),
+    wanted=lambda values, _rank: values.folded(),
+    ours=ours,
+    loop=loop,
+    gloo=gloo,
+    ops=("sum", "avg", "prod", "min", "max"),
+    algorithms=("auto", "naive", "direct", "ring", "tree"),
+)
+
+_AT = {"size": 64 << 20, "type": "float32", "redop": "sum", "algorithm": "auto"}
+CASE = case_of(
+    COLLECTIVE,
+    bounds=tuple(
+        at_least(limit, peer, ranks=ranks, **_AT)
+        for peer, limits in (("gloo", (6, 9, 13)), ("torch", (1.3, 2, 2.8)))
+        for ranks, limit in zip((2, 4, 8), limits, strict=True)
+    ),
+)

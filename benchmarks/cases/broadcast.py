@@ -1,0 +1,42 @@
+"""Broadcast: every rank ends with rank 0's tensor; rank 0 with the tensor itself."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import distributed
+
+from benchmarks.collective import Collective, Task, Tensors, whole
+from benchmarks.collective_case import case_of
+from mgpu_core import comm
+
+
+def ours(task: Task, sends: Sequence[torch.Tensor]) -> Tensors:
+    """One call for the team."""
+    return comm.broadcast(sends[0], ["cpu"] * task.ranks)
+
+
+def loop(task: Task, sends: Sequence[torch.Tensor]) -> Tensors:
+    """A clone for each other rank."""
+    return [sends[0], *(sends[0].clone() for _ in range(1, task.ranks))]
+
+
+def gloo(task: Task, _rank: int, send: torch.Tensor | None) -> torch.Tensor:
+    """One call in each process."""
+    result = torch.empty(task.count, dtype=getattr(torch, task.dtype)) if send is None else send
+    distributed.broadcast(result, src=0)
+    return result
+
+
+COLLECTIVE = Collective(
+    name="broadcast",
+    summary="mgpu_core.comm.broadcast of rank 0's tensor",
+    place="out",
+    split=False,
+    bus_factor=whole,
+    sends=lambda values, rank: values.of(0) if rank == 0 else None,
+    wanted=lambda values, _rank: values.of(0),
+    ours=ours,
+    loop=loop,
+    gloo=gloo,
+)
+CASE = case_of(COLLECTIVE)

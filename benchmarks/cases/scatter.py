@@ -1,0 +1,42 @@
+"""Scatter: rank r ends with chunk r of rank 0's tensor."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import distributed
+
+from benchmarks.collective import Collective, Task, Tensors, others
+from benchmarks.collective_case import case_of
+from mgpu_core import comm
+
+
+def ours(task: Task, sends: Sequence[torch.Tensor]) -> Tensors:
+    """One call for the team."""
+    return comm.scatter(sends[0], ["cpu"] * task.ranks)
+
+
+def loop(task: Task, sends: Sequence[torch.Tensor]) -> Tensors:
+    """A clone of each chunk."""
+    return [chunk.clone() for chunk in sends[0].chunk(task.ranks)]
+
+
+def gloo(task: Task, _rank: int, send: torch.Tensor | None) -> torch.Tensor:
+    """One call in each process."""
+    result = torch.empty(task.count, dtype=getattr(torch, task.dtype))
+    distributed.scatter(result, None if send is None else list(send.chunk(task.ranks)), src=0)
+    return result
+
+
+COLLECTIVE = Collective(
+    name="scatter",
+    summary="mgpu_core.comm.scatter of rank 0's tensor",
+    place="out",
+    split=True,
+    bus_factor=others,
+    sends=lambda values, rank: values.of(0, chunks=values.task.ranks) if rank == 0 else None,
+    wanted=lambda values, rank: values.of(0, chunk=rank),
+    ours=ours,
+    loop=loop,
+    gloo=gloo,
+)
+CASE = case_of(COLLECTIVE)

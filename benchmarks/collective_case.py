@@ -1,0 +1,106 @@
+"""What all collectives share: options, rows, and who takes part.
+
+The columns are those of nccl-tests. Its `size` is what one rank holds (all_reduce, broadcast, reduce), or what the root
+or each rank holds of all ranks together (the others); `count` is the elements of one rank's part.
+"""
+
+import argparse
+import contextlib
+import itertools
+from collections.abc import Iterator, Mapping
+from functools import partial
+
+import torch
+
+from benchmarks.case import Bound, Case, Label, Row, UsageError, chosen, measure_row
+from benchmarks.collective import DTYPES, MOST_RANKS, Collective, Holding, Task, Tensors, around, others
+from benchmarks.gloo import GlooTeam
+from benchmarks.options import add_ranks, parse_sizes
+from benchmarks.timing import OURS, CacheFlush, Contestant, Schedule, timed
+
+Counts = Iterator[int]
+
+
+def case_of(collective: Collective, bounds: tuple[Bound, ...] = ()) -> Case:
+    """The case of one collective."""
+    factor = {around: "2(n-1)/n", others: "(n-1)/n"}.get(collective.bus_factor, "1")
+    formula = f"algbw = size / median time, busbw = algbw x {factor} with n ranks; GB/s, 1 GB = 10^9 bytes"
+    return Case(
+        name=collective.name,
+        summary=collective.summary,
+        peers=("gloo", "torch"),
+        measure=partial(measure, collective),
+        add_arguments=partial(_add_arguments, collective),
+        unit="us",
+        formula=formula,
+        bounds=bounds,
+    )
+
+
+def measure(collective: Collective, options: argparse.Namespace) -> Iterator[Row]:
+    """A row per number of ranks and size."""
+    tasks = {ranks: [_task(collective, options, ranks, size) for size in options.sizes] for ranks in options.ranks}
+    schedule = Schedule(options.repeats, warmup=2, flush=CacheFlush())
+    for ranks, sizes in tasks.items():
+        with contextlib.ExitStack() as stack:
+            team = stack.enter_context(GlooTeam(collective.name, ranks)) if "gloo" in options.peers else None
+            for task in sizes:
+                contestants = chosen(_contestants(collective, task, team), options.peers)
+                nbytes = task.count * _itemsize(task.dtype) * (ranks if collective.split else 1)
+                labels = _labels(collective, task, nbytes)
+                yield measure_row(labels, contestants, schedule, nbytes, collective.bus_factor(ranks))
+
+
+def _add_arguments(collective: Collective, parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add_ranks(parser, "2,4,8")
+    add("--sizes", type=parse_sizes, default="64M", metavar="LIST", help="such as 64M or 1K:256M (default: 64M)")
+    add("--dtype", choices=DTYPES, default="float32", help="default: %(default)s")
+    if collective.ops:
+        add("--op", choices=collective.ops, default=collective.ops[0], help="default: %(default)s")
+    if collective.algorithms:
+        add("--algorithm", choices=collective.algorithms, default="auto", help="of ours (default: %(default)s)")
+
+
+def _task(collective: Collective, options: argparse.Namespace, ranks: int, size: int) -> Task:
+    if not 2 <= ranks <= MOST_RANKS:
+        raise UsageError(f"--ranks: wanted 2 to {MOST_RANKS}, got {ranks}")
+    count = size // _itemsize(options.dtype) // (ranks if collective.split else 1)
+    if count == 0:
+        raise UsageError(f"--sizes: {size} bytes are less than one {options.dtype} for each of {ranks} ranks")
+    given = {name: getattr(options, name) for name in ("op", "algorithm") if hasattr(options, name)}
+    return Task(ranks, count, options.dtype, **given)
+
+
+def _itemsize(dtype: str) -> int:
+    itemsize: int = getattr(torch, dtype).itemsize
+    return itemsize
+
+
+def _labels(collective: Collective, task: Task, nbytes: int) -> dict[str, Label]:
+    # Reductions are told apart by `op`; `reduce` has one, which is not an option.
+    redop = task.op if collective.ops or collective.name == "reduce" else "none"
+    labels: dict[str, Label] = {"ranks": task.ranks, "size": nbytes, "count": task.count, "type": task.dtype}
+    labels |= {"redop": redop, "place": collective.place}
+    return labels | ({"algorithm": task.algorithm} if collective.algorithms else {})
+
+
+def _contestants(collective: Collective, task: Task, team: GlooTeam | None) -> Mapping[str, Contestant]:
+    # Ours and the torch loop take turns on the same tensors: each begins with fresh inputs and a flushed cache.
+    holding = Holding(collective, task, range(task.ranks))
+    salts = itertools.count(1)
+    sides = {OURS: _here(collective.ours, task, holding, salts), "torch": _here(collective.loop, task, holding, salts)}
+    if team is not None:
+        team.prepare(task)
+        sides["gloo"] = Contestant(team.run, lambda: team.wrong(next(salts)), team.reset)
+    return sides
+
+
+def _here(do: object, task: Task, holding: Holding, salts: Counts) -> Contestant:
+    assert callable(do)
+
+    def work() -> Tensors:
+        results: Tensors = do(task, holding.sends)
+        return results
+
+    return Contestant(timed(work), lambda: holding.wrong(work, next(salts)), holding.reset)

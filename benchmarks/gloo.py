@@ -1,0 +1,127 @@
+"""The gloo peer: k real processes of `torch.distributed`, kept ready, so that they can take turns with us.
+
+They are spawned once per number of ranks and wait on pipes; the parent triggers each repetition, which begins with
+gloo's own barrier in the processes, and takes the slowest rank's time. Every wait has a limit, a process that dies is
+noticed at once, and all are ended with the context.
+"""
+
+import contextlib
+import multiprocessing
+import os
+import tempfile
+import time
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from benchmarks.collective import Task
+from benchmarks.gloo_worker import GLOO_SECONDS, Seat, serve
+
+START_SECONDS = 180.0
+"""Importing torch in many processes on few cores takes its time."""
+ANSWER_SECONDS = 2 * GLOO_SECONDS
+"""Longer than gloo's own limit, so that its error comes first."""
+END_SECONDS = 5.0
+
+
+class PeerFailed(Exception):
+    """A process of the peer failed, died or did not answer."""
+
+
+class GlooTeam:
+    """The processes; a context manager."""
+
+    def __init__(self, collective: str, ranks: int) -> None:
+        self._seconds = START_SECONDS
+        self._folder = tempfile.TemporaryDirectory(prefix="mgpu-gloo-")
+        self._connections: list[Connection] = []
+        self._processes: list[multiprocessing.process.BaseProcess] = []
+        context = multiprocessing.get_context("spawn")  # a fork would inherit torch's threads, locked
+        threads = max(1, (os.cpu_count() or 1) // ranks)
+        for rank in range(ranks):
+            ours, theirs = context.Pipe()
+            seat = Seat(collective, rank, ranks, str(Path(self._folder.name, "store")), threads)
+            process = context.Process(target=serve, args=(theirs, seat), name=f"gloo {rank}", daemon=True)
+            process.start()
+            theirs.close()
+            self._connections.append(ours)
+            self._processes.append(process)
+
+    def __enter__(self) -> "GlooTeam":
+        try:
+            self._answers()
+        except BaseException:
+            self.close()
+            raise
+        self._seconds = ANSWER_SECONDS
+        return self
+
+    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        self.close()
+
+    def prepare(self, task: Task) -> None:
+        """Makes the buffers of a row."""
+        self._ask("prepare", task)
+
+    def reset(self) -> None:
+        """Fresh inputs in all ranks."""
+        self._ask("reset")
+
+    def run(self) -> float:
+        """The seconds of the slowest rank, from the barrier to its end."""
+        return max(self._ask("run"))
+
+    def wrong(self, salt: int) -> int:
+        """Wrong values in all ranks."""
+        return sum(self._ask("wrong", salt))
+
+    def close(self) -> None:
+        """Ends the processes: politely, then not."""
+        for connection in self._connections:
+            with contextlib.suppress(OSError):
+                connection.send(None)
+        deadline = time.monotonic() + END_SECONDS
+        for process in self._processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+            if process.is_alive():
+                process.kill()
+                process.join(END_SECONDS)
+        for connection in self._connections:
+            connection.close()
+        self._folder.cleanup()
+
+    def _ask(self, *order: Any) -> list[Any]:
+        for rank, connection in enumerate(self._connections):
+            try:
+                connection.send(order)
+            except OSError as error:
+                raise PeerFailed(f"gloo: rank {rank} is gone ({error})") from error
+        return self._answers()
+
+    def _answers(self) -> list[Any]:
+        """One answer per rank; raises `PeerFailed` as soon as one rank cannot give its own."""
+        answers: dict[int, Any] = {}
+        deadline = time.monotonic() + self._seconds
+        while len(answers) < len(self._connections):
+            pending = {each: rank for rank, each in enumerate(self._connections) if rank not in answers}
+            ends = [process.sentinel for process in self._processes]
+            ready = wait([*pending, *ends], max(0.0, deadline - time.monotonic()))
+            heard = [each for each in pending if each in ready]
+            for connection in heard:
+                answers[pending[connection]] = _receive(pending[connection], connection)
+            if not heard:
+                dead = [rank for rank, end in enumerate(ends) if end in ready]
+                what = f"rank {dead[0]} died" if dead else f"no answer within {self._seconds:.0f} seconds"
+                raise PeerFailed(f"gloo: {what}")
+        return [answers[rank] for rank in range(len(self._connections))]
+
+
+def _receive(rank: int, connection: Connection) -> Any:
+    try:
+        kind, value = connection.recv()
+    except (EOFError, OSError) as error:
+        raise PeerFailed(f"gloo: rank {rank} died") from error
+    if kind == "failed":
+        raise PeerFailed(f"gloo: rank {rank}: {value}")
+    return value

@@ -1,0 +1,92 @@
+"""One of the processes of the gloo peer: a rank of a real `torch.distributed` group, at the parent's command.
+
+It is started by `benchmarks.gloo`, waits on its pipe without using the CPU, and ends when the parent does. Orders are
+tuples (name of a method, arguments); answers are ("done", value) or ("failed", text).
+"""
+
+import datetime
+import importlib
+import os
+import socket
+import time
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+
+import torch
+from torch import distributed
+
+from benchmarks.collective import Collective, Holding, Task
+
+GLOO_SECONDS = 60.0
+"""How long a collective may take before gloo gives it up."""
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Which collective, which of how many ranks, the file they meet at, and torch's threads in this process."""
+
+    collective: str
+    rank: int
+    ranks: int
+    store: str
+    threads: int
+
+
+def serve(connection: Connection, seat: Seat) -> None:
+    """Joins the group, then does what it is told until it is told None."""
+    try:
+        torch.set_num_threads(seat.threads)
+        _join(seat)
+        rank = Rank(importlib.import_module(f"benchmarks.cases.{seat.collective}").COLLECTIVE, seat.rank)
+        connection.send(("done", None))
+        while (order := connection.recv()) is not None:
+            name, *arguments = order
+            connection.send(("done", getattr(rank, name)(*arguments)))
+    except (EOFError, BrokenPipeError):
+        return  # the parent is gone
+    except Exception as error:
+        connection.send(("failed", f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"))
+
+
+class Rank:
+    """The orders, as methods."""
+
+    def __init__(self, collective: Collective, rank: int) -> None:
+        self._collective, self._rank = collective, rank
+
+    def prepare(self, task: Task) -> None:
+        """Makes the buffers of a row."""
+        self._task = task
+        self._holding = Holding(self._collective, task, [self._rank])
+
+    def reset(self) -> None:
+        """Fresh inputs."""
+        self._holding.reset()
+
+    def run(self) -> float:
+        """The seconds from the barrier to this rank's end."""
+        distributed.barrier()
+        begin = time.perf_counter()
+        self._work()
+        return time.perf_counter() - begin
+
+    def wrong(self, salt: int) -> int:
+        """Wrong values of this rank's result."""
+        return self._holding.wrong(lambda: [self._work()], salt)
+
+    def _work(self) -> torch.Tensor | None:
+        return self._collective.gloo(self._task, self._rank, self._holding.sends[0])
+
+
+def _join(seat: Seat) -> None:
+    # Without this gloo looks up the host's name, which on some machines is slow or leads to another interface.
+    loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
+    if loopback is not None:
+        os.environ["GLOO_SOCKET_IFNAME"] = loopback
+    distributed.init_process_group(
+        "gloo",
+        store=distributed.FileStore(seat.store, seat.ranks),
+        rank=seat.rank,
+        world_size=seat.ranks,
+        timeout=datetime.timedelta(seconds=GLOO_SECONDS),
+    )

@@ -5,7 +5,7 @@ A bound is a fact of the project: with these labels, that ratio. It is written d
 """
 
 import argparse
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -95,7 +95,7 @@ class Case:
         name: as on the command line.
         summary: one line.
         peers: the contestants beside ours that a run has without `--peers`.
-        measure: yields the rows. Raises `UsageError` before the first one is begun.
+        measure: the rows, one after the other. `UsageError` at once for what it cannot do.
         add_arguments: adds the case's own options.
         unit: of the times in its table: `us`, `ms` or `s`.
         formula: how its rates are computed, with units; empty if it has none.
@@ -107,7 +107,7 @@ class Case:
     name: str
     summary: str
     peers: tuple[str, ...]
-    measure: Callable[[argparse.Namespace], Iterator[Row]]
+    measure: Callable[[argparse.Namespace], Generator[Row]]
     add_arguments: Callable[[argparse.ArgumentParser], object]
     unit: str
     formula: str = ""

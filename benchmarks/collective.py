@@ -37,13 +37,16 @@ class Task:
 class Values:
     """The inputs and the results of one task; views, to be copied and compared, not written."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: Task, chunks: int) -> None:
+        """`chunks`: how many of them a rank holds at most."""
         self.task = task
         self.salt = 0
         factor = task.ranks if task.op == "avg" else 1  # so that the mean is a whole number
         first = [1 + (i == 0) for i in range(PERIOD)] if task.op == "prod" else [i * factor for i in range(PERIOD)]
-        folded = [_fold([first[(i + rank) % PERIOD] for rank in range(task.ranks)], task.op) for i in range(PERIOD)]
-        self._inputs, self._folded = (self._repeat(table) for table in (first, folded))
+        self._folds = [
+            _fold([first[(i + rank) % PERIOD] for rank in range(task.ranks)], task.op) for i in range(PERIOD)
+        ]
+        self._inputs = self._repeat(first, chunks)
 
     def of(self, rank: int, chunk: int = 0, chunks: int = 1) -> torch.Tensor:
         """What `rank` starts with, `chunks` chunks of it from `chunk` on."""
@@ -51,14 +54,14 @@ class Values:
 
     def folded(self, chunk: int = 0) -> torch.Tensor:
         """The reduction over all ranks, one chunk of it."""
-        return self._cut(self._folded, chunk * self.task.count, 1)
+        return self._cut(self._repeat(self._folds, 1), chunk * self.task.count, 1)
 
     def joined(self) -> torch.Tensor:
         """What all ranks start with, one behind the other."""
         return torch.cat([self.of(rank) for rank in range(self.task.ranks)])
 
-    def _repeat(self, table: list[int]) -> torch.Tensor:
-        count = self.task.ranks * self.task.count + PERIOD
+    def _repeat(self, table: list[int], chunks: int) -> torch.Tensor:
+        count = chunks * self.task.count + PERIOD
         return torch.tensor(table, dtype=getattr(torch, self.task.dtype)).repeat(math.ceil(count / PERIOD))
 
     def _cut(self, whole: torch.Tensor, shift: int, chunks: int) -> torch.Tensor:
@@ -106,7 +109,7 @@ class Holding:
 
     def __init__(self, collective: Collective, task: Task, ranks: Sequence[int]) -> None:
         self._collective, self._ranks = collective, ranks
-        self._values = Values(task)
+        self._values = Values(task, task.ranks if collective.split else 1)
         starts = [collective.sends(self._values, rank) for rank in ranks]
         self.sends = [None if start is None else torch.empty_like(start) for start in starts]
 

@@ -7,7 +7,7 @@ or each rank holds of all ranks together (the others); `count` is the elements o
 import argparse
 import contextlib
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -18,7 +18,7 @@ from benchmarks.gloo import GlooTeam
 from benchmarks.options import add_ranks, parse_sizes
 from benchmarks.timing import OURS, CacheFlush, Contestant, Schedule, timed
 
-Counts = Iterator[int]
+Work = Callable[[Task, Sequence[torch.Tensor]], Tensors]
 
 
 def case_of(collective: Collective, bounds: tuple[Bound, ...] = ()) -> Case:
@@ -37,9 +37,13 @@ def case_of(collective: Collective, bounds: tuple[Bound, ...] = ()) -> Case:
     )
 
 
-def measure(collective: Collective, options: argparse.Namespace) -> Iterator[Row]:
-    """A row per number of ranks and size."""
+def measure(collective: Collective, options: argparse.Namespace) -> Generator[Row]:
+    """A row per number of ranks and size. `UsageError` at once for numbers that no row can have."""
     tasks = {ranks: [_task(collective, options, ranks, size) for size in options.sizes] for ranks in options.ranks}
+    return _rows(collective, options, tasks)
+
+
+def _rows(collective: Collective, options: argparse.Namespace, tasks: Mapping[int, Sequence[Task]]) -> Generator[Row]:
     schedule = Schedule(options.repeats, warmup=2, flush=CacheFlush())
     for ranks, sizes in tasks.items():
         with contextlib.ExitStack() as stack:
@@ -96,11 +100,8 @@ def _contestants(collective: Collective, task: Task, team: GlooTeam | None) -> M
     return sides
 
 
-def _here(do: object, task: Task, holding: Holding, salts: Counts) -> Contestant:
-    assert callable(do)
-
+def _here(do: Work, task: Task, holding: Holding, salts: Iterator[int]) -> Contestant:
     def work() -> Tensors:
-        results: Tensors = do(task, holding.sends)
-        return results
+        return do(task, holding.sends)
 
     return Contestant(timed(work), lambda: holding.wrong(work, next(salts)), holding.reset)

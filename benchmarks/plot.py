@@ -38,7 +38,9 @@ def draw(result: "Result", path: Path) -> None:
             _draw_bars(axis, rows, result.unit)
     axes[0].legend()
     facts = result.environment
-    figure.suptitle(f"{result.case}: {facts['CPU'] if facts['GPU'] == 'none' else facts['GPU']}, torch {facts['torch']}")
+    figure.suptitle(
+        f"{result.case}: {facts['CPU'] if facts['GPU'] == 'none' else facts['GPU']}, torch {facts['torch']}"
+    )
     write_whole(path, lambda stream: figure.savefig(stream, format="png", dpi=120))
 
 

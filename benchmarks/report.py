@@ -38,7 +38,10 @@ def table(result: Result) -> str:
     words = [not cell[:1].isdigit() for cell in lines[0]]
     rule = ["-" * width if word else "-" * (width - 1) + ":" for width, word in zip(widths, words, strict=True)]
     padded = [
-        [cell.ljust(width) if word else cell.rjust(width) for cell, width, word in zip(line, widths, words, strict=True)]
+        [
+            cell.ljust(width) if word else cell.rjust(width)
+            for cell, width, word in zip(line, widths, words, strict=True)
+        ]
         for line in (titles, rule, *lines)
     ]
     return "\n".join(f"| {' | '.join(line)} |" for line in padded)

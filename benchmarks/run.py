@@ -71,11 +71,10 @@ def _run(case: Case, options: argparse.Namespace) -> int:
         check_writable(path)
     if options.plot is not None:
         require_matplotlib()
-    facts = environment()
-    print(f"# {case.name}: {case.summary}\n\n{header(facts)}\n", flush=True)
-    rows = []
+    rows, facts = [], environment()
     # Closed at once when something goes wrong: a case may hold processes and folders.
     with contextlib.closing(case.measure(options)) as measured:
+        print(f"# {case.name}: {case.summary}\n\n{header(facts)}\n", flush=True)
         for row in measured:
             print(_progress(row), file=sys.stderr, flush=True)
             rows.append(row)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import chain
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -129,12 +128,27 @@ def _check_shares(shares: Sequence[float] | None, ranks: int) -> None:
 
 
 def _check_module_device(module: Module, source: torch.device) -> None:
-    for tensor in chain(module.parameters(), module.buffers()):
+    for tensor in _tensors_of(module):
         if tensor.device != source:
             raise RuntimeError(
                 f"module must have its parameters and buffers on device {source} (device_ids[0]) but found one of "
                 f"them on device: {tensor.device}"
             )
+
+
+def _tensors_of(module: Module) -> Iterator[torch.Tensor]:
+    """Parameters and buffers of all modules: ``parameters()`` builds a name for each, in every forward."""
+    seen = {id(module)}
+    found = [module]
+    for each in found:
+        for tensors in (each._parameters, each._buffers):
+            for tensor in tensors.values():
+                if tensor is not None:
+                    yield tensor
+        for child in each._modules.values():
+            if child is not None and id(child) not in seen:
+                seen.add(id(child))
+                found.append(child)
 
 
 def data_parallel(

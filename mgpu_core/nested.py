@@ -85,26 +85,34 @@ def _names(tree: Tree) -> str:
     return f"{len(tree.names)} entries ({', '.join(tree.names)})" if tree.names else "no entries"
 
 
-def flatten(obj: Any, leaves: list[Any], path: str) -> Tree:
+def flatten(obj: Any, leaves: list[Any], path: str, *, whole: bool = False) -> Tree:
     """Appends the leaves of ``obj`` to ``leaves`` and returns its tree; ``path`` is what errors call ``obj``.
+
+    Args:
+        whole: nothing will be split or joined, so packed sequences, nested and sparse tensors are leaves too.
 
     Raises:
         TypeError: a packed sequence, a nested or a sparse tensor, which no one dimension can split.
     """
-    if isinstance(obj, torch.Tensor):
-        _refuse_undivided(obj, path)
+    if isinstance(obj, torch.Tensor | PackedSequence):
+        if not whole:
+            _refuse_undivided(obj, path)
         leaves.append(obj)
         return LEAF
-    opened = _open(obj, path)
+    opened = _open(obj)
     if opened is None:
         leaves.append(obj)
         return LEAF
     names, values, build = opened
-    children = tuple([flatten(value, leaves, path + name) for name, value in zip(names, values, strict=True)])
+    children = tuple(
+        [flatten(value, leaves, path + name, whole=whole) for name, value in zip(names, values, strict=True)]
+    )
     return Tree(type(obj), tuple(names), children, build)
 
 
-def _refuse_undivided(tensor: torch.Tensor, path: str) -> None:
+def _refuse_undivided(tensor: torch.Tensor | PackedSequence, path: str) -> None:
+    if isinstance(tensor, PackedSequence):
+        raise TypeError(f"{path} is a PackedSequence: pass the padded tensor and its lengths, and pack in forward")
     if tensor.is_nested:
         raise TypeError(f"{path} is a nested tensor, which cannot be split or joined along a dimension")
     if tensor.layout is not torch.strided:
@@ -114,9 +122,7 @@ def _refuse_undivided(tensor: torch.Tensor, path: str) -> None:
 _Opened = tuple[Iterable[str], Iterable[Any], Callable[[list[Any]], Any]]
 
 
-def _open(obj: Any, path: str) -> _Opened | None:
-    if isinstance(obj, PackedSequence):
-        raise TypeError(f"{path} is a PackedSequence: pass the padded tensor and its lengths, and pack in forward")
+def _open(obj: Any) -> _Opened | None:
     if isinstance(obj, tuple) and hasattr(obj, "_fields") and hasattr(obj, "_asdict"):
         return [f".{name}" for name in obj._fields], obj, lambda values: type(obj)(*values)
     if isinstance(obj, Mapping):

@@ -22,7 +22,7 @@ __all__ = ["broadcast", "broadcast_coalesced", "copies_of", "reduce_add", "reduc
 def copies_of(tensor: torch.Tensor, devices: Sequence[torch.device]) -> list[torch.Tensor]:
     """Room for one copy per rank: the tensor itself for rank 0 where it is on that device, else fresh memory."""
     return [
-        tensor if rank == 0 and device == tensor.device else torch.empty_like(tensor, device=device, requires_grad=False)
+        tensor if rank == 0 and device == tensor.device else torch.empty_like(tensor, device=device)
         for rank, device in enumerate(devices)
     ]
 

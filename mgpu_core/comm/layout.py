@@ -38,7 +38,7 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 
 def one_layout(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether tensors of one shape are dense and hold their elements in the same order, so that bytes can be matched."""
+    """Whether tensors of one shape are dense and hold their elements in one order, so that bytes match elements."""
     first = tensors[0]
     order = memory_order(first)
     if order is not None:

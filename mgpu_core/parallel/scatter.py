@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import PackedSequence
 
 from mgpu_core import _core
 from mgpu_core.comm import autograd, broadcast
@@ -34,7 +35,8 @@ def scatter(
 
     Returns:
         One object per rank, as a tuple for a bare tensor and a list for anything else.  With fewer rows than ranks
-        there are as many entries as rows; with none, one.  Chunks are fresh memory on the rank's device.
+        there are as many entries as rows; with none, one.  Chunks are fresh memory on the rank's device; with one rank
+        nothing is cut, and a tensor that is on its device is passed on as it is.
 
     Raises:
         ValueError: tensors that disagree on the number of rows (the message names both), a bad device or share.
@@ -80,6 +82,8 @@ class _Cut:
             raise ValueError(f"shares must have one number per rank: {len(team)} ranks, {len(shares)} shares")
 
     def apply(self, obj: Any, root: str) -> list[Any]:
+        if len(self.team) == 1:
+            return [_whole(obj, self.team.devices[0])]
         leaves: list[Any] = []
         tree = flatten(obj, leaves, root)
         self._plan(leaves, tree, root)
@@ -130,6 +134,20 @@ class _Cut:
             return _copies(leaf, team)
         assert self.counts is not None  # a tensor with dimensions was seen by _plan
         return autograd.scatter(leaf, team, self.counts, self.dim)
+
+
+def _whole(obj: Any, device: torch.device) -> Any:
+    """One rank cuts nothing: everything goes to its device as it is, and what is there already is not even copied."""
+    leaves: list[Any] = []
+    tree = flatten(obj, leaves, "inputs", whole=True)
+    moved = [_whole(leaf.value, device) if isinstance(leaf, Replicate) else _moved(leaf, device) for leaf in leaves]
+    return tree.unflatten(iter(moved))
+
+
+def _moved(leaf: Any, device: torch.device) -> Any:
+    if isinstance(leaf, torch.Tensor | PackedSequence) and leaf.data.device != device:
+        return leaf.to(device)  # type: ignore[arg-type]  # torch's stub forgets devices
+    return leaf
 
 
 def _is_cut(leaf: Any) -> bool:

@@ -9,7 +9,7 @@ for a result.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -32,6 +32,10 @@ class Task:
     dtype: str = "float32"
     op: str = "sum"
     algorithm: str = "auto"
+
+    def tiny(self) -> "Task":
+        """The same with one element."""
+        return replace(self, count=1)
 
 
 class Values:
@@ -108,10 +112,11 @@ class Holding:
     """The tensors that one process holds: those of all ranks (ours, the torch loop), or of one (gloo)."""
 
     def __init__(self, collective: Collective, task: Task, ranks: Sequence[int]) -> None:
+        self.task = task
         self._collective, self._ranks = collective, ranks
         self._values = Values(task, task.ranks if collective.split else 1)
         starts = [collective.sends(self._values, rank) for rank in ranks]
-        self.sends = [None if start is None else torch.empty_like(start) for start in starts]
+        self.sends = [None if start is None else start.clone() for start in starts]
 
     def reset(self) -> None:
         """Fresh inputs: a collective in place has overwritten them, and its sums would grow without end."""

@@ -18,8 +18,6 @@ from benchmarks.gloo import GlooTeam
 from benchmarks.options import add_ranks, parse_sizes
 from benchmarks.timing import OURS, CacheFlush, Contestant, Schedule, timed
 
-Work = Callable[[Task, Sequence[torch.Tensor]], Tensors]
-
 
 def case_of(collective: Collective, bounds: tuple[Bound, ...] = ()) -> Case:
     """The case of one collective."""
@@ -91,17 +89,15 @@ def _labels(collective: Collective, task: Task, nbytes: int) -> dict[str, Label]
 
 def _contestants(collective: Collective, task: Task, team: GlooTeam | None) -> Mapping[str, Contestant]:
     # Ours and the torch loop take turns on the same tensors: each begins with fresh inputs and a flushed cache.
-    holding = Holding(collective, task, range(task.ranks))
+    holding, tiny = (Holding(collective, each, range(task.ranks)) for each in (task, task.tiny()))
     salts = itertools.count(1)
-    sides = {OURS: _here(collective.ours, task, holding, salts), "torch": _here(collective.loop, task, holding, salts)}
+
+    def here(do: Callable[[Task, Sequence[torch.Tensor]], Tensors]) -> Contestant:
+        run = timed(lambda: do(task, holding.sends), wake=lambda: do(tiny.task, tiny.sends))
+        return Contestant(run, lambda: holding.wrong(lambda: do(task, holding.sends), next(salts)), holding.reset)
+
+    sides = {OURS: here(collective.ours), "torch": here(collective.loop)}
     if team is not None:
         team.prepare(task)
         sides["gloo"] = Contestant(team.run, lambda: team.wrong(next(salts)), team.reset)
     return sides
-
-
-def _here(do: Work, task: Task, holding: Holding, salts: Iterator[int]) -> Contestant:
-    def work() -> Tensors:
-        return do(task, holding.sends)
-
-    return Contestant(timed(work), lambda: holding.wrong(work, next(salts)), holding.reset)

@@ -54,10 +54,20 @@ class Schedule:
     flush: Callable[[], object] = nothing
 
 
-def timed(work: Callable[[], object], synchronize: Callable[[], object] = nothing) -> Callable[[], float]:
-    """A `run` from a function; `synchronize` waits for the device. The result's own end is inside the clock."""
+def timed(
+    work: Callable[[], object], synchronize: Callable[[], object] = nothing, wake: Callable[[], object] = nothing
+) -> Callable[[], float]:
+    """A `run` from a function. The result's own end is inside the clock.
+
+    Args:
+        work: what is measured.
+        synchronize: waits for the device.
+        wake: before the clock: the same work on next to nothing, after a flush that took the program out of the
+            cache as well as the inputs. Small sizes would else tell how long Python takes to read itself.
+    """
 
     def run() -> float:
+        wake()
         synchronize()
         begin = time.perf_counter()
         work()

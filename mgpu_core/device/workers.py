@@ -78,10 +78,14 @@ def _serve(inbox: SimpleQueue[_Job | None]) -> None:
         done.put(place)
 
 
+class _WorkerThread(threading.Thread):
+    """Known by its class, so that the end of the process finds it."""
+
+
 class _Worker:
     def __init__(self, name: str) -> None:
         self.inbox: SimpleQueue[_Job | None] = SimpleQueue()
-        self.thread = threading.Thread(target=_serve, args=(self.inbox,), name=name, daemon=True)
+        self.thread = _WorkerThread(target=_serve, args=(self.inbox,), name=name, daemon=True)
         self.thread.start()
 
     def stop(self) -> None:
@@ -166,7 +170,7 @@ class WorkerPool:
     def _forget(self) -> None:
         self._lock = threading.Lock()
         self._idle: list[Crew] = []
-        self._all: weakref.WeakSet[Crew] = weakref.WeakSet()
+        self._threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
         self._closed = 0  # how often close() was called: a crew lent before the last one does not come back
 
     @contextmanager
@@ -178,7 +182,7 @@ class WorkerPool:
         if crew is None:
             crew = Crew(self._name, self._count, self._cpu_ranks)
             with self._lock:
-                self._all.add(crew)
+                self._threads.update(worker.thread for worker in crew.workers)
         try:
             yield crew
         except BaseException:
@@ -210,20 +214,18 @@ class WorkerPool:
     def threads(self) -> list[threading.Thread]:
         """The threads that are alive."""
         with self._lock:
-            crews = list(self._all)
-        return [worker.thread for crew in crews for worker in crew.workers if worker.thread.is_alive()]
+            return [thread for thread in self._threads if thread.is_alive()]
 
 
 _pools: weakref.WeakSet[WorkerPool] = weakref.WeakSet()
 
 
 def _stop_all() -> None:
-    pools = list(_pools)
-    for pool in pools:
+    for pool in list(_pools):
         pool.close()
     until = time.monotonic() + EXIT_SECONDS
-    for pool in pools:
-        for thread in pool.threads():
+    for thread in threading.enumerate():  # also those whose pool or crew is gone, and which are still at work
+        if isinstance(thread, _WorkerThread):
             thread.join(max(0.0, until - time.monotonic()))
 
 

@@ -7,7 +7,7 @@ or each rank holds of all ranks together (the others); `count` is the elements o
 import argparse
 import contextlib
 import itertools
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import partial
 
 import torch

@@ -140,8 +140,10 @@ def broadcast_into(sources: Tensors, copies: Sequence[Tensors]) -> None:
             nbytes.append(source.nbytes)
     if pointers:
         _core.broadcast(pointers, targets, nbytes)
-    for made in copies:
-        _tell("broadcast", made)
+    if is_on():
+        for rank in range(len(copies[0]) if copies else 0):
+            moved = [made[rank] for given, made in zip(sources, copies, strict=True) if made[rank] is not given]
+            event("broadcast", rank, sum(nbytes_of(each) for each in moved))
 
 
 def reduce_batch(parts: Sequence[Parts], op: str, device: torch.device) -> list[torch.Tensor]:

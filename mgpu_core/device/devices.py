@@ -42,7 +42,8 @@ def _from_index(index: int) -> torch.device:
         return CPU
     if index < 0:
         raise ValueError(f"a device index is 0 or more, or -1 for the CPU, not {index}")
-    return torch.device(accelerator_type(), index)
+    kind = accelerator_type()
+    return _existing(kind, index, f"{kind}:{index}")
 
 
 def as_device(device: DeviceLike) -> torch.device:
@@ -55,18 +56,21 @@ def as_device(device: DeviceLike) -> torch.device:
     if isinstance(device, bool) or not isinstance(device, int | str | torch.device):
         raise TypeError(f"a device is an int, a string or a torch.device, not {device!r}")
     if isinstance(device, int):
-        device = _from_index(device)
-    elif isinstance(device, str):
-        device = _from_text(device)
-    if device.type == "cpu":
+        return _from_index(device)
+    found = _from_text(device) if isinstance(device, str) else device
+    if found.type == "cpu":
         return CPU
-    count = _count(device.type)
-    index = device.index
-    if index is None and count:
-        index = int(getattr(torch, device.type).current_device())
-    if index is None or index >= count:
-        raise ValueError(f"device {device} does not exist: torch sees {count} {device.type} devices here")
-    return torch.device(device.type, index)
+    index = found.index
+    if index is None and _count(found.type):
+        index = int(getattr(torch, found.type).current_device())
+    return _existing(found.type, index, str(device))
+
+
+def _existing(kind: str, index: int | None, asked: str) -> torch.device:
+    count = _count(kind)
+    if index is None or not 0 <= index < count:  # torch.device keeps 8 bits of an index: it may be negative here
+        raise ValueError(f"device {asked} does not exist: torch sees {count} {kind} devices here")
+    return torch.device(kind, index)
 
 
 def _from_text(text: str) -> torch.device:

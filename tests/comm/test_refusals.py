@@ -68,7 +68,7 @@ def test_tensors_that_share_memory():
     base = torch.arange(10.0)
     kept = base.clone()
     for pair in ([base, base], [base[:6], base[4:]], [base[4:8], base[5:9]]):
-        with pytest.raises(ValueError, match="rank 0 and the tensor of rank 1 share memory|rank 1 and"):
+        with pytest.raises(ValueError, match=r"the tensor of rank \d and the tensor of rank \d share memory"):
             comm.all_reduce(pair)
     with pytest.raises(ValueError, match="share memory"):
         comm.broadcast(base[:5], out=[base[3:8]])

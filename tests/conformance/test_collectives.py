@@ -213,7 +213,11 @@ def test_channels_last_stays_channels_last(room, dim):
 
 def test_scatter_sizes_and_out(room):
     whole = torch.arange(10)
-    assert [part.tolist() for part in comm.scatter(whole, ["cpu"] * 3, [5, 0, 5])] == [[0, 1, 2, 3, 4], [], [5, 6, 7, 8, 9]]
+    assert [part.tolist() for part in comm.scatter(whole, ["cpu"] * 3, [5, 0, 5])] == [
+        [0, 1, 2, 3, 4],
+        [],
+        [5, 6, 7, 8, 9],
+    ]
     outs = [torch.full((3,), POISON), torch.full((7,), POISON)]
     comm.scatter(whole, out=outs)
     assert torch.equal(torch.cat(outs), whole)

@@ -1,7 +1,7 @@
-"""Pictures of results: rates over sizes where there are several sizes, else bars of times.
+"""Pictures of results: rates over sizes where there are several sizes, else bars of ratios.
 
-Times of different rows may be far apart, so their axis is logarithmic then; over each peer's bar stands its ratio to
-ours, which is what the picture is for.
+Only ratios can be compared between rows and runs, so a bar is a contestant's median over ours; our own time stands
+below as a number.
 """
 
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from benchmarks.case import Row, describe
-from benchmarks.timing import OURS, PER_SECOND, median, p90
+from benchmarks.timing import OURS, PER_SECOND, median, p90, significant
 from mgpu_core.mnist.files import write_whole
 from mgpu_core.mnist.report import require_matplotlib
 
@@ -17,9 +17,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
     from benchmarks.result import Result
-
-FAR_APART = 20.0
-"""Bars whose longest is this many times the shortest get a logarithmic axis."""
 
 
 def draw(result: "Result", path: Path) -> None:
@@ -75,21 +72,20 @@ def _draw_rates(axis: "Axes", rows: Sequence[Row]) -> None:
 
 
 def _draw_bars(axis: "Axes", rows: Sequence[Row], unit: str) -> None:
-    names, scale = short_names(rows), PER_SECOND[unit]
     contestants = list(rows[0].seconds)
+    units = [median(row.seconds[OURS]) for row in rows]
     width = 0.8 / len(contestants)
     for number, who in enumerate(contestants):
         places = [place + number * width for place in range(len(rows))]
-        medians = [median(row.seconds[who]) * scale for row in rows]
-        slow = [p90(row.seconds[who]) * scale - middle for row, middle in zip(rows, medians, strict=True)]
-        bars = axis.bar(places, medians, width, label=who, yerr=[[0] * len(rows), slow], capsize=3)
+        ratios = [median(row.seconds[who]) / one for row, one in zip(rows, units, strict=True)]
+        slow = [p90(row.seconds[who]) / one - ratio for row, one, ratio in zip(rows, units, ratios, strict=True)]
+        bars = axis.bar(places, ratios, width, label=who, yerr=[[0] * len(rows), slow], capsize=3)
         if who != OURS:
-            axis.bar_label(bars, [f"{row.ratios()[who]:.2f}x" for row in rows], padding=2)
+            axis.bar_label(bars, [f"{ratio:.2f}x" for ratio in ratios], padding=2)
     middles = [place + width * (len(contestants) - 1) / 2 for place in range(len(rows))]
+    ours = [f"ours {significant(one * PER_SECOND[unit])} {unit}" for one in units]
+    names = [f"{name}, {text}" if name else text for name, text in zip(short_names(rows), ours, strict=True)]
     axis.set_xticks(middles, [name.replace(", ", "\n") for name in names])
-    axis.set_ylabel(f"median time ({unit}), whisker to p90")
-    every = [median(seconds) for row in rows for seconds in row.seconds.values()]
-    if max(every) > FAR_APART * min(every):
-        axis.set_yscale("log")
+    axis.set_ylabel("median time / ours, whisker to p90")
     axis.margins(y=0.15)
     axis.grid(axis="y", alpha=0.3)

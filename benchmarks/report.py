@@ -4,7 +4,6 @@
 The tables are Markdown padded to columns, so one text serves both places.
 """
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from benchmarks.case import Row, UsageError, Verdict
 from benchmarks.environment import header
 from benchmarks.plot import draw
 from benchmarks.result import Result
-from benchmarks.timing import OURS, PER_SECOND, median, p90
+from benchmarks.timing import OURS, PER_SECOND, median, p90, significant
 from mgpu_core.mnist.files import write_whole
 
 RESULTS = Path(__file__).parent / "results"
@@ -52,12 +51,6 @@ def bound_line(verdict: Verdict) -> str:
     state = {True: "held", False: "MISSED", None: "not measured"}[verdict.held]
     value = "" if verdict.value is None else f" ({verdict.value:.2f})"
     return f"* {state}: {verdict.text}{value}"
-
-
-def significant(value: float) -> str:
-    """Four digits that count, without an exponent."""
-    digits = 3 - math.floor(math.log10(value)) if value > 0 else 0
-    return f"{value:.{min(max(digits, 0), 6)}f}"
 
 
 def report_machine(folder: Path) -> Path:

@@ -125,6 +125,12 @@ def ratio(seconds: Mapping[str, Sequence[float]], peer: str) -> float:
     return median(seconds[peer]) / median(seconds[OURS])
 
 
+def significant(value: float) -> str:
+    """Four digits that count, without an exponent."""
+    digits = 3 - math.floor(math.log10(value)) if value > 0 else 0
+    return f"{value:.{min(max(digits, 0), 6)}f}"
+
+
 class CacheFlush:
     """Puts other bytes into the last-level cache, so that every run finds its inputs in memory, as after a backward.
 

@@ -11,6 +11,7 @@ from torch.nn import Module
 from mgpu_core.device.devices import DeviceLike, as_device, as_devices, default_devices
 from mgpu_core.device.team import Team
 from mgpu_core.parallel import gather, parallel_apply, replicate, scatter_kwargs
+from mgpu_core.parallel.lost import warn_lost
 
 __all__ = ["DataParallel", "data_parallel"]
 
@@ -49,6 +50,7 @@ class DataParallel(torch.nn.DataParallel[M]):
         self.module = module
         self.dim = dim
         self.shares = shares
+        self._forwards_to_watch = 3
         self.device_ids: list[Any] = [_as_id(device) for device in (as_devices(given) if given else ())]
         self.output_device: Any = _output_device(output_device, self.device_ids)
         if not self.device_ids:
@@ -76,7 +78,15 @@ class DataParallel(torch.nn.DataParallel[M]):
             return self._move_output(self.module(*parts[0], **kwargs_parts[0]))
         replicas = self.replicate(self.module, self.device_ids[: len(parts)])
         outputs = self.parallel_apply(replicas, parts, kwargs_parts)
+        if self._forwards_to_watch:
+            self._watch(replicas[0])
         return self.gather(outputs, self.output_device)
+
+    def _watch(self, replica: Module) -> None:
+        """Looks for lost attributes in the first forwards; later ones pay nothing for it."""
+        self._forwards_to_watch -= 1
+        if warn_lost(replica, self.module):
+            self._forwards_to_watch = 0
 
     def scatter(self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Sequence[DeviceLike]) -> Any:
         """One tuple of arguments and one dict of keyword arguments per rank."""

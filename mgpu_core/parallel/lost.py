@@ -1,0 +1,51 @@
+"""Attributes that a forward assigns to its module: with replicas they are lost, and people should hear of it.
+
+``self.steps += 1`` in a forward changes the twin, which is gone after the step.  ``torch.nn.DataParallel`` loses such
+values in silence.
+"""
+
+from __future__ import annotations
+
+import warnings
+from types import MethodType
+
+from torch.nn import Module
+
+__all__ = ["lost_attributes", "warn_lost"]
+
+_OURS = {"_parameters", "_buffers", "_modules", "_former_parameters", "_is_replica"}
+
+
+def lost_attributes(replica: Module, module: Module) -> list[str]:
+    """Names, such as ``encoder.steps``, of what the replica's forward assigned and the module does not have."""
+    lost: list[str] = []
+    for (path, twin), original in zip(replica.named_modules(), module.modules(), strict=False):
+        if type(original)._replicate_for_data_parallel is not Module._replicate_for_data_parallel:
+            continue  # it has given its twin attributes of its own (RNNs do)
+        ours = _OURS | original._parameters.keys() | _rewritten_by_hooks(original)
+        for name, value in twin.__dict__.items():
+            if name in ours or value is original.__dict__.get(name, _ABSENT) or type(value) is MethodType:
+                continue
+            lost.append(f"{path}.{name}" if path else name)
+    return lost
+
+
+_ABSENT = object()
+
+
+def _rewritten_by_hooks(module: Module) -> set[str]:
+    """weight_norm and spectral_norm compute their weight anew in every forward, so nothing of it is lost."""
+    return {str(hook.name) for hook in module._forward_pre_hooks.values() if hasattr(hook, "name")}
+
+
+def warn_lost(replica: Module, module: Module) -> bool:
+    """Warns of what the replica's forward assigned, if anything; returns whether it did."""
+    lost = lost_attributes(replica, module)
+    if lost:
+        warnings.warn(
+            f"the forward of {type(module).__name__} assigns {', '.join(lost)}: with several ranks each assigns to a "
+            "replica that is gone after the forward, so the value is lost. Return it, or keep it in a buffer that is "
+            "changed in place (rank 0's are the module's own).",
+            stacklevel=4,
+        )
+    return bool(lost)

@@ -8,6 +8,7 @@ import torch
 
 from mgpu_core.comm import collectives
 from mgpu_core.comm.arguments import as_list, check_joined, ordinary_list
+from mgpu_core.comm.checks import check_alike
 from mgpu_core.record import span
 
 __all__ = ["all_gather", "all_reduce", "reduce_scatter"]
@@ -60,7 +61,7 @@ def reduce_scatter(tensors: Sequence[torch.Tensor], op: str = "sum") -> list[tor
     """
     parts = ordinary_list(tensors, "tensors")
     first = parts[0]
-    collectives.check_alike(parts, first.shape, first.dtype)
+    check_alike(parts, first.shape, first.dtype)
     if first.dim() == 0 or first.size(0) % len(parts):
         raise ValueError(f"dimension 0 of {tuple(first.shape)} cannot be cut into {len(parts)} equal chunks")
     shape = (first.size(0) // len(parts), *first.shape[1:])

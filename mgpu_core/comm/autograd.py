@@ -14,6 +14,7 @@ import torch
 
 from mgpu_core.comm import broadcast_reduce, collectives, scatter_gather
 from mgpu_core.comm.buckets import bucket_positions
+from mgpu_core.comm.checks import check_alike
 from mgpu_core.device.team import Team
 from mgpu_core.record import span
 
@@ -126,7 +127,7 @@ def reduce_tensors(rows: Sequence[Sequence[torch.Tensor]], device: torch.device)
         ValueError: tensors of different shapes or dtypes.
     """
     for each in zip(*rows, strict=True):
-        collectives.check_alike(each, each[0].shape, each[0].dtype)
+        check_alike(each, each[0].shape, each[0].dtype)
     totals: tuple[torch.Tensor, ...] = _Reduce.apply(device, len(rows), *(tensor for row in rows for tensor in row))
     return totals
 

@@ -10,7 +10,7 @@ from mgpu_core.comm import collectives
 from mgpu_core.comm.arguments import as_list, check_outs, ordinary_list
 from mgpu_core.comm.arguments import destination as destination_of
 from mgpu_core.comm.buckets import DEFAULT_NBYTES, bucket_positions
-from mgpu_core.comm.checks import refuse_special
+from mgpu_core.comm.checks import check_alike, refuse_special
 from mgpu_core.device.devices import DeviceLike
 from mgpu_core.device.memory import note_written
 from mgpu_core.device.team import Team
@@ -55,7 +55,7 @@ def broadcast(
             collectives.broadcast_into([tensor], [made])
             return tuple(made)
         made = as_list(out or [], "out")
-        collectives.check_alike(made, tensor.shape, tensor.dtype)
+        check_alike(made, tensor.shape, tensor.dtype)
         check_outs([each for each in made if each is not tensor], [tensor])
         collectives.broadcast_into([tensor], [made])
         note_written([each for each in made if each is not tensor])
@@ -84,7 +84,7 @@ def _check_sizes(inputs: Sequence[torch.Tensor]) -> None:
         if tensor.shape != inputs[0].shape:
             got, expected = ("x".join(map(str, each.shape)) for each in (tensor, inputs[0]))
             raise ValueError(f"input {i} has invalid size: got {got}, but expected {expected}")
-    collectives.check_alike(inputs, inputs[0].shape, inputs[0].dtype)
+    check_alike(inputs, inputs[0].shape, inputs[0].dtype)
 
 
 def reduce_add(inputs: Sequence[torch.Tensor], destination: DeviceLike | None = None) -> torch.Tensor:

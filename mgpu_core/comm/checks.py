@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch._C._functorch import is_functorch_wrapped_tensor
 
-__all__ = ["check_disjoint", "check_writable", "readable", "refuse_special"]
+__all__ = ["check_alike", "check_disjoint", "check_writable", "readable", "refuse_special"]
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
@@ -94,3 +94,12 @@ def check_disjoint(written: Sequence[torch.Tensor], names: Sequence[str], read: 
             if begin < other_end and (is_written or other_is_written):
                 raise ValueError(f"{other} and {name} share memory: the result would depend on who writes first")
         reach[is_written] = max(reach[is_written], (end, name))
+
+
+def check_alike(tensors: Sequence[torch.Tensor], shape: torch.Size, dtype: torch.dtype) -> None:
+    """Raises ValueError naming the first rank whose tensor has another shape or dtype."""
+    for rank, tensor in enumerate(tensors):
+        if tensor.shape != shape or tensor.dtype != dtype:
+            raise ValueError(
+                f"the tensor of rank {rank} is {tuple(tensor.shape)} {tensor.dtype}, wanted {tuple(shape)} {dtype}"
+            )

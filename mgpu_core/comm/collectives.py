@@ -13,19 +13,16 @@ import torch
 
 from mgpu_core import _core
 from mgpu_core.comm import generic
-from mgpu_core.comm.checks import check_disjoint, check_writable, readable
+from mgpu_core.comm.checks import check_alike, check_disjoint, check_writable, readable
 from mgpu_core.comm.layout import memory_order, nbytes_of, one_layout, runs_along
+from mgpu_core.comm.reductions import CORE_DTYPES, check_op, core_count
 from mgpu_core.device.memory import note_written
 from mgpu_core.record import event, is_on
 
 __all__ = [
-    "ALGORITHMS",
-    "OPS",
     "all_gather_into",
     "all_reduce_into",
     "broadcast_into",
-    "check_alike",
-    "check_op",
     "gather_into",
     "reduce_batch",
     "reduce_scatter_into",
@@ -35,49 +32,9 @@ __all__ = [
 Tensors: TypeAlias = Sequence[torch.Tensor]
 Parts: TypeAlias = Sequence[torch.Tensor | None]
 
-OPS = ("sum", "avg", "prod", "min", "max")
-ALGORITHMS = ("auto", "naive", "direct", "ring", "tree")
-_CORE_DTYPES = {
-    torch.float16: "float16",
-    torch.bfloat16: "bfloat16",
-    torch.float32: "float32",
-    torch.float64: "float64",
-    torch.int32: "int32",
-    torch.int64: "int64",
-    torch.uint8: "uint8",
-    torch.complex64: "float32",
-    torch.complex128: "float64",
-}
-_GENERIC_DTYPES = (torch.int8, torch.int16)
-
 
 def _names(count: int) -> list[str]:
     return [f"the tensor of rank {rank}" for rank in range(count)]
-
-
-def check_op(op: str, dtype: torch.dtype, algorithm: str = "auto") -> None:
-    """Raises unless the reduction exists: ValueError for a name, TypeError for a dtype."""
-    if op not in OPS:
-        raise ValueError(f"op must be one of {', '.join(OPS)}, not {op!r}")
-    if algorithm not in ALGORITHMS:
-        raise ValueError(f"algorithm must be one of {', '.join(ALGORITHMS)}, not {algorithm!r}")
-    if dtype.is_complex and op not in ("sum", "avg"):
-        raise TypeError(f"{dtype} tensors can be reduced by sum and avg, not by {op}")
-    if dtype not in _CORE_DTYPES and dtype not in _GENERIC_DTYPES:
-        raise TypeError(f"tensors of {dtype} cannot be reduced")
-
-
-def _count_of(tensor: torch.Tensor) -> int:
-    return tensor.numel() * (2 if tensor.is_complex() else 1)
-
-
-def check_alike(tensors: Tensors, shape: torch.Size, dtype: torch.dtype) -> None:
-    """Raises ValueError naming the first rank whose tensor has another shape or dtype."""
-    for rank, tensor in enumerate(tensors):
-        if tensor.shape != shape or tensor.dtype != dtype:
-            raise ValueError(
-                f"the tensor of rank {rank} is {tuple(tensor.shape)} {tensor.dtype}, wanted {tuple(shape)} {dtype}"
-            )
 
 
 def all_reduce_into(tensors: Tensors, op: str, algorithm: str) -> str:
@@ -88,10 +45,10 @@ def all_reduce_into(tensors: Tensors, op: str, algorithm: str) -> str:
     check_alike(tensors, first.shape, first.dtype)
     check_op(op, first.dtype, algorithm)
     check_disjoint(tensors, _names(len(tensors)))
-    if first.dtype in _CORE_DTYPES and _in_core(tensors):
+    if first.dtype in CORE_DTYPES and _in_core(tensors):
         pointers = [tensor.data_ptr() for tensor in tensors]
-        dtype = _CORE_DTYPES[first.dtype]
-        ran = _core.all_reduce(pointers, pointers, _count_of(first), dtype, op, algorithm)
+        dtype = CORE_DTYPES[first.dtype]
+        ran = _core.all_reduce(pointers, pointers, core_count(first), dtype, op, algorithm)
     else:
         generic.all_reduce(tensors, op)
         ran = generic.ALGORITHM
@@ -160,7 +117,7 @@ def reduce_batch(parts: Sequence[Parts], op: str, device: torch.device) -> list[
         check_op(op, first.dtype)
         if (
             device.type == "cpu"
-            and first.dtype in _CORE_DTYPES
+            and first.dtype in CORE_DTYPES
             and _in_core([part for part in each if part is not None])
         ):
             totals.append(torch.empty_like(first))
@@ -180,8 +137,8 @@ def _reduce_in_core(parts: Sequence[Parts], outs: Tensors, op: str) -> None:
     _core.reduce(
         [[0 if part is None else part.data_ptr() for part in each] for each in parts],
         [out.data_ptr() for out in outs],
-        [_count_of(out) for out in outs],
-        _CORE_DTYPES[outs[0].dtype],
+        [core_count(out) for out in outs],
+        CORE_DTYPES[outs[0].dtype],
         op,
     )
 
@@ -248,12 +205,12 @@ def reduce_scatter_into(tensors: Tensors, outs: Tensors, op: str) -> None:
     """Fills rank r's out with chunk r, along dimension 0, of the reduction."""
     tensors = [readable(tensor, f"the tensor of rank {rank}") for rank, tensor in enumerate(tensors)]
     check_op(op, outs[0].dtype)
-    if outs[0].dtype in _CORE_DTYPES and _joined_in_core([*tensors, *outs]):
+    if outs[0].dtype in CORE_DTYPES and _joined_in_core([*tensors, *outs]):
         _core.reduce_scatter(
             [tensor.data_ptr() for tensor in tensors],
             [out.data_ptr() for out in outs],
-            _count_of(outs[0]),
-            _CORE_DTYPES[outs[0].dtype],
+            core_count(outs[0]),
+            CORE_DTYPES[outs[0].dtype],
             op,
         )
     else:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mgpu_core import _core, comm
-from mgpu_core.comm import collectives
+from mgpu_core.comm import collectives, reductions
 
 RANKS = [1, 2, 3, 8]
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64, torch.uint8]
@@ -53,7 +53,7 @@ def expected(parts, op):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("op", OPS)
 def test_all_reduce(room, ranks, dtype, op):
-    for algorithm in collectives.ALGORITHMS:
+    for algorithm in reductions.ALGORITHMS:
         for count in COUNTS:
             parts = inputs(ranks, count, dtype)
             wanted = expected(parts, op)
@@ -92,7 +92,7 @@ def test_half_precision_is_rounded_once(room):
     assert parts[2].item() == 2050
 
 
-@pytest.mark.parametrize("algorithm", collectives.ALGORITHMS)
+@pytest.mark.parametrize("algorithm", reductions.ALGORITHMS)
 def test_same_bits_on_every_rank_and_in_every_run(algorithm):
     torch.manual_seed(0)
     start = [torch.randn(70_001) * 10 ** (rank % 5) for rank in range(8)]

@@ -24,12 +24,14 @@ def draw(result: "Result", path: Path) -> None:
     require_matplotlib()
     from matplotlib.figure import Figure
 
-    panels = _panels(result.rows) if _is_sweep(result.rows) else {"": result.rows}
-    figure = Figure(figsize=(max(4.5 * len(panels), 8), 4.2), layout="constrained")
+    sweep = result.rows[0].bus_factor is not None and len({row.labels["size"] for row in result.rows}) > 1
+    panels = _panels(result.rows) if sweep else {"": result.rows}
+    width = 4.5 * len(panels) if sweep else 1.7 * len(result.rows)
+    figure = Figure(figsize=(max(width, 8), 4.2), layout="constrained")
     axes = figure.subplots(1, len(panels), squeeze=False, sharey=True)[0]
     for axis, (title, rows) in zip(axes, panels.items(), strict=True):
         axis.set_title(title)
-        if _is_sweep(result.rows):
+        if sweep:
             _draw_rates(axis, rows)
         else:
             _draw_bars(axis, rows, result.unit)
@@ -39,10 +41,6 @@ def draw(result: "Result", path: Path) -> None:
         f"{result.case}: {facts['CPU'] if facts['GPU'] == 'none' else facts['GPU']}, torch {facts['torch']}"
     )
     write_whole(path, lambda stream: figure.savefig(stream, format="png", dpi=120))
-
-
-def _is_sweep(rows: Sequence[Row]) -> bool:
-    return rows[0].bus_factor is not None and len({row.labels["size"] for row in rows}) > 1
 
 
 def _panels(rows: Sequence[Row]) -> dict[str, list[Row]]:

@@ -5,7 +5,6 @@ A B C A B C ... in one process, each once a round; what the machine does to one,
 two medians of one run is ever quoted. Times are in seconds.
 """
 
-import ctypes
 import math
 import statistics
 import time
@@ -13,13 +12,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 OURS = "ours"
 """The name of the contestant that the others are compared with."""
 
 PER_SECOND = {"us": 1e6, "ms": 1e3, "s": 1.0}
 """The units of the tables."""
+
+
+QUIET_SECONDS = 0.03
+"""Before each run. torch's threads spin for some milliseconds after a parallel operation (libgomp does), and whoever
+comes next would share a core with them, unless it is torch again."""
 
 
 class WrongResult(Exception):
@@ -102,6 +104,7 @@ def alternate(contestants: Mapping[str, Contestant], schedule: Schedule) -> dict
     for number in range(-schedule.warmup, schedule.repeats):
         for name, contestant in contestants.items():
             contestant.prepare()
+            time.sleep(QUIET_SECONDS)
             schedule.flush()
             taken = contestant.run()
             if number >= 0:
@@ -134,15 +137,16 @@ def significant(value: float) -> str:
 class CacheFlush:
     """Puts other bytes into the last-level cache, so that every run finds its inputs in memory, as after a backward.
 
-    One thread writes, not torch's: after a parallel operation those spin for a while, in the way of whoever comes next.
+    It reads, because large writes (memset) go past the cache; and with one thread, not torch's, because after a
+    parallel operation those spin for a while, in the way of whoever comes next.
     """
 
     def __init__(self) -> None:
-        self._bytes = torch.empty(2 * _cache_nbytes(), dtype=torch.uint8)
+        self._bytes = bytearray(b"\1") * (4 * _cache_nbytes())
 
     def __call__(self) -> None:
-        """Writes twice the cache."""
-        ctypes.memset(self._bytes.data_ptr(), 1, self._bytes.nbytes)
+        """Looks for a byte that is not there, through four times the cache."""
+        self._bytes.find(0)
 
 
 def _cache_nbytes() -> int:

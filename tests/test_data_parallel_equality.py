@@ -97,11 +97,11 @@ def test_training_with_batch_norm(ranks):
 @pytest.mark.parametrize("ranks", RANKS)
 def test_statistics_are_exactly_those_of_rank_0s_chunk(ranks):
     net, reference = nn.BatchNorm1d(3), nn.BatchNorm1d(3)
-    x = torch.arange(33.0).reshape(11, 3) ** 2
+    x = torch.arange(72.0).reshape(24, 3) ** 2
     wrapper = DataParallel(net, cpu(ranks))
     for _ in range(3):
         wrapper(x)
-        reference(x[: chunks(11, ranks)[0]])
+        reference(x[: chunks(24, ranks)[0]])
     for name, buffer in reference.named_buffers():
         assert torch.equal(net.get_buffer(name), buffer), name
 

@@ -44,6 +44,7 @@ class Frozen:
     x: Any
 
 
+@dataclasses.dataclass(init=False)
 class Output(OrderedDict):
     """As transformers' ModelOutput: a dataclass and an ordered dict, whose constructor takes pairs, too."""
 

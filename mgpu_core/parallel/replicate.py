@@ -173,10 +173,10 @@ def _copy_tensors(tensors: Sequence[torch.Tensor], team: Team, detach: bool) -> 
         # Buffers are kept by modules, and must be ordinary tensors even when this forward is for inference only.
         with torch.no_grad(), torch.inference_mode(False):
             table = [copies_of(tensors[i], team.devices) for i in plain]
-            collectives.broadcast_into([tensors[i].detach() for i in plain], table)
-        for i, row in zip(plain, table, strict=True):
-            for rank, copy in enumerate(row):
-                result[rank][i] = copy
+            collectives.broadcast_into([tensors[i] for i in plain], table)
+            for i, row in zip(plain, table, strict=True):
+                for rank, copy in enumerate(row):
+                    result[rank][i] = copy.detach() if copy.requires_grad else copy
     return result
 
 

@@ -45,7 +45,7 @@ def _rows(collective: Collective, options: argparse.Namespace, tasks: Mapping[in
     schedule = Schedule(options.repeats, warmup=2, flush=CacheFlush())
     for ranks, sizes in tasks.items():
         with contextlib.ExitStack() as stack:
-            team = stack.enter_context(GlooTeam(collective.name, ranks)) if "gloo" in options.peers else None
+            team = stack.enter_context(GlooTeam(ranks)) if "gloo" in options.peers else None
             for task in sizes:
                 contestants = chosen(_contestants(collective, task, team), options.peers)
                 nbytes = task.count * _itemsize(task.dtype) * (ranks if collective.split else 1)
@@ -98,6 +98,6 @@ def _contestants(collective: Collective, task: Task, team: GlooTeam | None) -> M
 
     sides = {OURS: here(collective.ours), "torch": here(collective.loop)}
     if team is not None:
-        team.prepare(task)
+        team.prepare(collective.name, task)
         sides["gloo"] = Contestant(team.run, lambda: team.wrong(next(salts)), team.reset)
     return sides

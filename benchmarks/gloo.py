@@ -32,24 +32,17 @@ class PeerFailed(Exception):
 class GlooTeam:
     """The processes; a context manager."""
 
-    def __init__(self, collective: str, ranks: int) -> None:
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
         self._seconds = START_SECONDS
-        self._folder = tempfile.TemporaryDirectory(prefix="mgpu-gloo-")
         self._connections: list[Connection] = []
         self._processes: list[multiprocessing.process.BaseProcess] = []
-        context = multiprocessing.get_context("spawn")  # a fork would inherit torch's threads, locked
-        threads = max(1, (os.cpu_count() or 1) // ranks)
-        for rank in range(ranks):
-            ours, theirs = context.Pipe()
-            seat = Seat(collective, rank, ranks, str(Path(self._folder.name, "store")), threads)
-            process = context.Process(target=serve, args=(theirs, seat), name=f"gloo {rank}", daemon=True)
-            process.start()
-            theirs.close()
-            self._connections.append(ours)
-            self._processes.append(process)
 
     def __enter__(self) -> "GlooTeam":
+        self._folder = tempfile.TemporaryDirectory(prefix="mgpu-gloo-")
         try:
+            for rank in range(self._ranks):
+                self._start(rank)
             self._answers()
         except BaseException:
             self.close()
@@ -60,9 +53,9 @@ class GlooTeam:
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
         self.close()
 
-    def prepare(self, task: Task) -> None:
-        """Makes the buffers of a row."""
-        self._ask("prepare", task)
+    def prepare(self, collective: str, task: Task) -> None:
+        """Makes the buffers of a row of that case."""
+        self._ask("prepare", collective, task)
 
     def reset(self) -> None:
         """Fresh inputs in all ranks."""
@@ -91,6 +84,17 @@ class GlooTeam:
             connection.close()
         self._folder.cleanup()
 
+    def _start(self, rank: int) -> None:
+        context = multiprocessing.get_context("spawn")  # a fork would inherit torch's threads, locked
+        threads = max(1, (os.cpu_count() or 1) // self._ranks)
+        seat = Seat(rank, self._ranks, str(Path(self._folder.name, "store")), threads)
+        ours, theirs = context.Pipe()
+        process = context.Process(target=serve, args=(theirs, seat), name=f"gloo {rank}", daemon=True)
+        self._connections.append(ours)
+        process.start()
+        self._processes.append(process)
+        theirs.close()
+
     def _ask(self, *order: Any) -> list[Any]:
         for rank, connection in enumerate(self._connections):
             try:
@@ -114,7 +118,7 @@ class GlooTeam:
                 dead = [rank for rank, end in enumerate(ends) if end in ready]
                 what = f"rank {dead[0]} died" if dead else f"no answer within {self._seconds:.0f} seconds"
                 raise PeerFailed(f"gloo: {what}")
-        return [answers[rank] for rank in range(len(self._connections))]
+        return [answers[rank] for rank in range(self._ranks)]
 
 
 def _receive(rank: int, connection: Connection) -> Any:

@@ -7,6 +7,7 @@ tuples (name of a method, arguments); answers are ("done", value) or ("failed", 
 import datetime
 import importlib
 import os
+import signal
 import socket
 import time
 from dataclasses import dataclass
@@ -23,9 +24,8 @@ GLOO_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class Seat:
-    """Which collective, which of how many ranks, the file they meet at, and torch's threads in this process."""
+    """Which of how many ranks, the file they meet at, and torch's threads in this process."""
 
-    collective: str
     rank: int
     ranks: int
     store: str
@@ -34,10 +34,11 @@ class Seat:
 
 def serve(connection: Connection, seat: Seat) -> None:
     """Joins the group, then does what it is told until it is told None."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the parent ends us
     try:
         torch.set_num_threads(seat.threads)
         _join(seat)
-        rank = Rank(importlib.import_module(f"benchmarks.cases.{seat.collective}").COLLECTIVE, seat.rank)
+        rank = Rank(seat.rank)
         connection.send(("done", None))
         while (order := connection.recv()) is not None:
             name, *arguments = order
@@ -51,11 +52,12 @@ def serve(connection: Connection, seat: Seat) -> None:
 class Rank:
     """The orders, as methods."""
 
-    def __init__(self, collective: Collective, rank: int) -> None:
-        self._collective, self._rank = collective, rank
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
 
-    def prepare(self, task: Task) -> None:
-        """Makes the buffers of a row."""
+    def prepare(self, collective: str, task: Task) -> None:
+        """Makes the buffers of a row of that case."""
+        self._collective: Collective = importlib.import_module(f"benchmarks.cases.{collective}").COLLECTIVE
         self._holding = Holding(self._collective, task, [self._rank])
         self._tiny = Holding(self._collective, task.tiny(), [self._rank])
 

@@ -19,9 +19,8 @@ PER_SECOND = {"us": 1e6, "ms": 1e3, "s": 1.0}
 """The units of the tables."""
 
 
-QUIET_SECONDS = 0.03
-"""Before each run. torch's threads spin for some milliseconds after a parallel operation (libgomp does), and whoever
-comes next would share a core with them, unless it is torch again."""
+QUIET_SECONDS = 0.02
+"""Before each run: longer than torch's threads (libgomp's) spin after a parallel operation: some milliseconds."""
 
 
 class WrongResult(Exception):
@@ -104,12 +103,22 @@ def alternate(contestants: Mapping[str, Contestant], schedule: Schedule) -> dict
     for number in range(-schedule.warmup, schedule.repeats):
         for name, contestant in contestants.items():
             contestant.prepare()
-            time.sleep(QUIET_SECONDS)
+            settle()
             schedule.flush()
             taken = contestant.run()
             if number >= 0:
                 seconds[name].append(taken)
     return seconds
+
+
+def settle() -> None:
+    """Waits until the threads of the contestant before are asleep: whoever comes next would share its cores with them.
+
+    Without sleeping: a core that has idled comes back slower, and not equally for all.
+    """
+    end = time.perf_counter() + QUIET_SECONDS
+    while time.perf_counter() < end:
+        pass
 
 
 median = statistics.median

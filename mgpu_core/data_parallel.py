@@ -10,8 +10,10 @@ from torch.nn import Module
 
 from mgpu_core.device.devices import DeviceLike, as_device, as_devices, default_devices
 from mgpu_core.device.team import Team
+from mgpu_core.nested import unwrapped
 from mgpu_core.parallel import gather, parallel_apply, replicate, scatter_kwargs
 from mgpu_core.parallel.lost import warn_lost
+from mgpu_core.parallel.replicate import check_initialised
 
 __all__ = ["DataParallel", "data_parallel"]
 
@@ -46,12 +48,12 @@ class DataParallel(torch.nn.DataParallel[M]):
         shares: Sequence[float] | None = None,
     ) -> None:
         Module.__init__(self)
-        given = default_devices() if device_ids is None else list(device_ids)
+        devices = _devices(device_ids)
         self.module = module
         self.dim = dim
         self.shares = shares
         self._forwards_to_watch = 3
-        self.device_ids: list[Any] = [_as_id(device) for device in (as_devices(given) if given else ())]
+        self.device_ids: list[Any] = [_as_id(device) for device in devices]
         self.output_device: Any = _output_device(output_device, self.device_ids)
         if not self.device_ids:
             return
@@ -69,8 +71,8 @@ class DataParallel(torch.nn.DataParallel[M]):
             Exception: what a replica raised, see :func:`mgpu_core.parallel_apply`.
         """
         if not self.device_ids:
-            return self._move_output(self.module(*inputs, **kwargs))
-        _check_module_device(self.module, self.src_device_obj)
+            return self._move_output(self.module(*unwrapped(inputs), **unwrapped(kwargs)))
+        _check_module(self.module, self.src_device_obj)
         parts, kwargs_parts = self.scatter(inputs, kwargs, self.device_ids)
         if not parts and not kwargs_parts:  # no arguments at all: the module runs once, on the first rank
             parts, kwargs_parts = ((),), ({},)
@@ -116,6 +118,17 @@ class DataParallel(torch.nn.DataParallel[M]):
         return self.gather([output], self.output_device)
 
 
+def _devices(device_ids: Sequence[DeviceLike] | None) -> tuple[torch.device, ...]:
+    """One device per rank; none of them for the plain module."""
+    if device_ids is None:
+        return tuple(default_devices())
+    if not isinstance(device_ids, str | int | torch.device):
+        device_ids = list(device_ids)
+        if not device_ids:
+            return ()
+    return as_devices(device_ids)
+
+
 def _as_id(device: torch.device) -> int | torch.device:
     """An accelerator's index, as torch keeps it in ``device_ids``; the CPU has none."""
     return device if device.index is None else device.index
@@ -137,8 +150,11 @@ def _check_shares(shares: Sequence[float] | None, ranks: int) -> None:
             raise ValueError(f"shares[{rank}] must be a positive number, not {share}; leave the device out instead")
 
 
-def _check_module_device(module: Module, source: torch.device) -> None:
-    for tensor in _tensors_of(module):
+def _check_module(module: Module, source: torch.device) -> None:
+    """Raises unless all parameters and buffers are initialised and on ``source``; before anything is copied."""
+    tensors = list(_tensors_of(module))
+    check_initialised(tensors)
+    for tensor in tensors:
         if tensor.device != source:
             raise RuntimeError(
                 f"module must have its parameters and buffers on device {source} (device_ids[0]) but found one of "
@@ -178,13 +194,12 @@ def data_parallel(
     """
     if not isinstance(inputs, tuple):
         inputs = (inputs,) if inputs is not None else ()
-    given = default_devices() if device_ids is None else list(device_ids)
-    if not given:
-        return module(*inputs, **(module_kwargs or {}))
-    devices = list(as_devices(given))
+    devices = list(_devices(device_ids))
+    if not devices:
+        return module(*unwrapped(inputs), **unwrapped(module_kwargs or {}))
     _check_shares(shares, len(devices))
     output = devices[0] if output_device is None else as_device(output_device)
-    _check_module_device(module, devices[0])
+    _check_module(module, devices[0])
     parts, kwargs_parts = scatter_kwargs(inputs, module_kwargs, devices, dim, shares=shares)
     if not parts and not kwargs_parts:
         parts, kwargs_parts = ((),), ({},)

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-__all__ = ["Replicate", "Tree", "flatten"]
+__all__ = ["Replicate", "Tree", "flatten", "unwrapped"]
 
 
 class Replicate:
@@ -85,11 +85,12 @@ def _names(tree: Tree) -> str:
     return f"{len(tree.names)} entries ({', '.join(tree.names)})" if tree.names else "no entries"
 
 
-def flatten(obj: Any, leaves: list[Any], path: str, *, whole: bool = False) -> Tree:
+def flatten(obj: Any, leaves: list[Any], path: str, *, whole: bool = False, like: Tree | None = None) -> Tree:
     """Appends the leaves of ``obj`` to ``leaves`` and returns its tree; ``path`` is what errors call ``obj``.
 
     Args:
         whole: nothing will be split or joined, so packed sequences, nested and sparse tensors are leaves too.
+        like: mappings with the keys of this tree's give them in its order.
 
     Raises:
         TypeError: a packed sequence, a nested or a sparse tensor, which no one dimension can split.
@@ -104,10 +105,14 @@ def flatten(obj: Any, leaves: list[Any], path: str, *, whole: bool = False) -> T
         leaves.append(obj)
         return LEAF
     names, values, build = opened
+    entries = dict(zip(names, values, strict=True))
+    if like is not None and like.names != tuple(entries) and set(like.names) == set(entries):
+        entries = {name: entries[name] for name in like.names}
+    examples = dict(zip(like.names, like.children, strict=True)) if like is not None else {}
     children = tuple(
-        [flatten(value, leaves, path + name, whole=whole) for name, value in zip(names, values, strict=True)]
+        [flatten(value, leaves, path + name, whole=whole, like=examples.get(name)) for name, value in entries.items()]
     )
-    return Tree(type(obj), tuple(names), children, build)
+    return Tree(type(obj), tuple(entries), children, build)
 
 
 def _refuse_undivided(tensor: torch.Tensor | PackedSequence, path: str) -> None:
@@ -124,7 +129,7 @@ _Opened = tuple[Iterable[str], Iterable[Any], Callable[[list[Any]], Any]]
 
 def _open(obj: Any) -> _Opened | None:
     if isinstance(obj, tuple) and hasattr(obj, "_fields") and hasattr(obj, "_asdict"):
-        return [f".{name}" for name in obj._fields], obj, lambda values: type(obj)(*values)
+        return [f".{name}" for name in obj._fields], obj, obj._make  # type: ignore[attr-defined]
     if isinstance(obj, Mapping):
         return [f"[{key!r}]" for key in obj], obj.values(), _mapping_builder(obj)
     if dataclasses.is_dataclass(obj) and not isinstance(obj, type):
@@ -138,7 +143,9 @@ def _mapping_builder(obj: Mapping[Any, Any]) -> Callable[[list[Any]], Any]:
     keys, kind = list(obj), type(obj)
     if isinstance(obj, defaultdict):
         return lambda values: kind(obj.default_factory, zip(keys, values, strict=True))  # type: ignore[call-arg]
-    return lambda values: kind(zip(keys, values, strict=True))  # type: ignore[call-arg]
+    if isinstance(obj, dict) and not isinstance(obj, Counter):  # a Counter would count the pairs
+        return lambda values: kind(zip(keys, values, strict=True))  # type: ignore[call-arg]
+    return lambda values: kind(dict(zip(keys, values, strict=True)))  # type: ignore[call-arg]
 
 
 def _open_dataclass(obj: Any) -> _Opened:
@@ -158,3 +165,12 @@ def _sequence_builder(obj: list[Any] | tuple[Any, ...]) -> Callable[[list[Any]],
     if kind is list:
         return lambda values: values
     return kind
+
+
+def unwrapped(obj: Any) -> Any:
+    """The nest with the value of each :class:`Replicate` in its place: for a module that runs whole."""
+    leaves: list[Any] = []
+    tree = flatten(obj, leaves, "inputs", whole=True)
+    if not any(isinstance(leaf, Replicate) for leaf in leaves):
+        return obj
+    return tree.unflatten(iter([leaf.value if isinstance(leaf, Replicate) else leaf for leaf in leaves]))

@@ -87,6 +87,9 @@ def broadcast_into(sources: Tensors, copies: Sequence[Tensors]) -> None:
     targets: list[list[int]] = []
     nbytes: list[int] = []
     for i, (given, made) in enumerate(zip(sources, copies, strict=True)):
+        if given.layout is not torch.strided:  # a sparse buffer: torch copies what it is made of
+            generic.broadcast(given, made)
+            continue
         source = readable(given, f"tensor {i}")
         made = [source if each is given else each for each in made]
         if not _in_core([source, *made]):

@@ -62,7 +62,7 @@ def broadcast(source: torch.Tensor, copies: Sequence[torch.Tensor]) -> None:
     for rank, each in enumerate(copies):
         if each is not source:
             each.copy_(source, non_blocking=True)
-            _core.count("broadcast", ALGORITHM, rank, each.nbytes)
+            _core.count("broadcast", ALGORITHM, rank, nbytes_of(each))
 
 
 def scatter(whole: torch.Tensor, parts: Sequence[torch.Tensor], dim: int) -> None:

@@ -125,20 +125,36 @@ def _run_in_workers(team: Team, calls: list[partial[Any]]) -> list[Outcome]:
 
 
 def _raise_failures(outcomes: list[Outcome], team: Team) -> None:
-    failures = [(rank, outcome.error) for rank, outcome in enumerate(outcomes) if outcome.error is not None]
-    if not failures:
+    errors = {rank: outcome.error for rank, outcome in enumerate(outcomes) if outcome.error is not None}
+    if not errors:
         return
-    for _, error in failures:
-        if not isinstance(error, Exception):
-            raise error  # KeyboardInterrupt and SystemExit mean the program, not the rank
-    rank, original = failures[0]
+    # A traceback holds the frames, and a frame that holds the exception holds everything that the forward made, until
+    # the garbage collector comes: who tries again with a smaller batch needs the memory at once.
+    for outcome in outcomes:
+        outcome.error = None
+    try:
+        _raise_first(errors, team)
+    finally:
+        del errors
+
+
+def _raise_first(errors: dict[int, BaseException], team: Team) -> None:
+    for original in errors.values():
+        if not isinstance(original, Exception):
+            errors.clear()
+            try:
+                raise original  # KeyboardInterrupt and SystemExit mean the program, not the rank
+            finally:
+                del original
+    rank, original = next(iter(errors.items()))
     error = _with_origin(rank, original, team)
-    for other_rank, other in failures[1:]:
-        error.add_note(f"also in replica {other_rank} on device {team.devices[other_rank]}: {other!r}")
+    for other in list(errors)[1:]:
+        error.add_note(f"also in replica {other} on device {team.devices[other]}: {errors[other]!r}")
+    errors.clear()
     try:
         raise error from original
     finally:
-        del error, original, failures  # no cycle from this frame to the traceback
+        del error, original
 
 
 def _with_origin(rank: int, original: BaseException, team: Team) -> BaseException:

@@ -38,7 +38,8 @@ def gather(outputs: Sequence[Any], target_device: DeviceLike, dim: int = 0) -> A
         raise ValueError("gather needs the output of at least one rank")
     with span("gather"):
         rows: list[list[Any]] = [[] for _ in outputs]
-        trees = [flatten(output, row, "outputs") for output, row in zip(outputs, rows, strict=True)]
+        first = flatten(outputs[0], rows[0], "outputs")
+        trees = [first, *(flatten(outputs[rank], rows[rank], "outputs", like=first) for rank in range(1, len(rows)))]
         _check_alike(trees)
         joined = [_join([row[place] for row in rows], device, dim, trees[0], place) for place in range(len(rows[0]))]
     return trees[0].unflatten(iter(joined))
@@ -80,8 +81,11 @@ def _equal(one: Any, other: Any) -> bool:
     if one is other:
         return True
     try:
-        return type(one) is type(other) and bool(one == other or (one != one and other != other))
-    except (TypeError, ValueError, RuntimeError):  # arrays and the like have no one answer
+        same = one == other
+        if hasattr(same, "all"):  # an array of answers
+            same = same.all()
+        return type(one) is type(other) and (bool(same) or bool(one != one and other != other))
+    except (TypeError, ValueError, RuntimeError):  # no one answer
         return False
 
 

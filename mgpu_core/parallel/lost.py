@@ -13,29 +13,41 @@ from torch.nn import Module
 
 __all__ = ["lost_attributes", "warn_lost"]
 
-_OURS = {"_parameters", "_buffers", "_modules", "_former_parameters", "_is_replica"}
+_OURS = {"_parameters", "_buffers", "_modules", "_former_parameters", "_is_replica", "_forwards_to_watch"}
 
 
 def lost_attributes(replica: Module, module: Module) -> list[str]:
-    """Names, such as ``encoder.steps``, of what the replica's forward assigned and the module does not have."""
+    """Names, such as ``encoder.steps``, of what the forward of rank 0's replica assigned and the module does not have."""
     lost: list[str] = []
     for (path, twin), original in zip(replica.named_modules(), module.modules(), strict=False):
         if type(original)._replicate_for_data_parallel is not Module._replicate_for_data_parallel:
             continue  # it has given its twin attributes of its own (RNNs do)
         ours = _OURS | original._parameters.keys() | _rewritten_by_hooks(original)
         for name, value in twin.__dict__.items():
-            if name in ours or value is original.__dict__.get(name, _ABSENT) or type(value) is MethodType:
+            before = original.__dict__.get(name, _ABSENT)
+            if name in ours or value is before or type(before) is MethodType:  # a twin has its own methods
                 continue
             lost.append(f"{path}.{name}" if path else name)
+        lost += [f"{path}.{name}" if path else name for name in _replaced_buffers(twin, original)]
     return lost
+
+
+def _replaced_buffers(twin: Module, original: Module) -> list[str]:
+    """Buffers that were assigned instead of written to; rank 0's are the original's own objects."""
+    return [
+        name
+        for name, buffer in original._buffers.items()
+        if buffer is not None and not buffer.requires_grad and twin._buffers.get(name) is not buffer
+    ]
 
 
 _ABSENT = object()
 
 
 def _rewritten_by_hooks(module: Module) -> set[str]:
-    """weight_norm and spectral_norm compute their weight anew in every forward, so nothing of it is lost."""
-    return {str(hook.name) for hook in module._forward_pre_hooks.values() if hasattr(hook, "name")}
+    """weight_norm, spectral_norm and pruning compute a weight anew in every forward, so nothing of it is lost."""
+    names = (getattr(hook, "name", getattr(hook, "_tensor_name", None)) for hook in module._forward_pre_hooks.values())
+    return {name for name in names if isinstance(name, str)}
 
 
 def warn_lost(replica: Module, module: Module) -> bool:

@@ -7,12 +7,14 @@ is walked once, not once per rank, and ordinary modules are copied by their dict
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from types import MethodType
 from typing import Any, TypeVar
 
 import torch
 from torch.nn import Module
+from torch.nn.parameter import is_lazy
 
 from mgpu_core.comm import autograd, collectives
 from mgpu_core.comm.broadcast_reduce import copies_of
@@ -20,7 +22,7 @@ from mgpu_core.device.devices import DeviceLike
 from mgpu_core.device.team import Team
 from mgpu_core.record import span
 
-__all__ = ["replicate"]
+__all__ = ["check_initialised", "replicate"]
 
 M = TypeVar("M", bound=Module)
 
@@ -45,8 +47,8 @@ def replicate(network: M, devices: Sequence[DeviceLike], detach: bool = False) -
     team = Team.of(devices)
     with span("replicate"):
         walk = _Walk(network)
-        _check_initialised(walk)
         tensors = [*walk.parameters.tensors, *walk.buffers.tensors]
+        check_initialised(tensors)
         copies = _copy_tensors(tensors, team, detach)
         split = len(walk.parameters.tensors)
         return [_build(walk, copies[rank][:split], copies[rank][split:]) for rank in team.ranks]
@@ -84,6 +86,22 @@ class _Place:
         self.children: list[tuple[str, int]] = []
         self.absent: list[str] = []  # parameters that are registered as None
         self.methods: list[tuple[str, Any, int]] = []
+
+
+class _TwinMethod:
+    """A bound method that does not keep its twin alive: a cycle would hold all copies until the garbage collector."""
+
+    __slots__ = ("_function", "_twin")
+
+    def __init__(self, function: Callable[..., Any], twin: Module) -> None:
+        self._function, self._twin = function, weakref.ref(twin)
+
+    @property
+    def __self__(self) -> Module | None:
+        return self._twin()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(self._twin(), *args, **kwargs)
 
 
 class _Walk:
@@ -131,9 +149,10 @@ class _Walk:
                     place.methods.append((name, value.__func__, owner))
 
 
-def _check_initialised(walk: _Walk) -> None:
-    for tensor in (*walk.parameters.tensors, *walk.buffers.tensors):
-        if torch.nn.parameter.is_lazy(tensor):
+def check_initialised(tensors: Iterable[torch.Tensor]) -> None:
+    """Raises ValueError, as torch's, at a parameter of a lazy module that has no shape yet."""
+    for tensor in tensors:
+        if is_lazy(tensor):
             raise ValueError(
                 "Attempted to use an uninitialized parameter: modules with uninitialized parameters can't be used "
                 "with `DataParallel`. Run a dummy forward pass to correctly initialize the modules"
@@ -189,7 +208,7 @@ def _build(walk: _Walk, parameters: Sequence[torch.Tensor], buffers: Sequence[to
         else:
             _wire_by_setattr(place, twin, twins, parameters, buffers)
         for name, function, owner in place.methods:
-            twin.__dict__[name] = MethodType(function, twins[owner])
+            twin.__dict__[name] = _TwinMethod(function, twins[owner])
     return twins[0]
 
 
@@ -202,7 +221,7 @@ def _wire_plain(
 ) -> None:
     """Past ``setattr``, which would find out for each value what it is."""
     if place.parameters:
-        former = attributes["_former_parameters"]
+        former = attributes.setdefault("_former_parameters", {})  # a module's own way to make twins may not have it
         for name, number in place.parameters:
             former[name] = attributes[name] = parameters[number]
     if place.buffers:

@@ -16,7 +16,7 @@ from mgpu_core import _core
 from mgpu_core.comm import autograd, broadcast
 from mgpu_core.device.devices import DeviceLike
 from mgpu_core.device.team import Team
-from mgpu_core.nested import Replicate, Tree, flatten
+from mgpu_core.nested import Replicate, flatten
 from mgpu_core.record import span
 
 __all__ = ["scatter", "scatter_kwargs"]
@@ -45,7 +45,7 @@ def scatter(
     """
     team = Team.of(target_gpus)
     with span("scatter"):
-        parts = _Cut(team, dim, shares).apply(inputs, "inputs")
+        parts = [part for (part,) in _cut({"inputs": inputs}, team, dim, shares)]
     return tuple(parts) if isinstance(inputs, torch.Tensor) else parts
 
 
@@ -65,75 +65,82 @@ def scatter_kwargs(
     if not inputs and not kwargs:
         return (), ()
     with span("scatter"):
-        pairs = _Cut(team, dim, shares).apply((tuple(inputs), dict(kwargs or {})), "")
+        pairs = _cut({"inputs": tuple(inputs), "kwargs": dict(kwargs or {})}, team, dim, shares)
     return tuple(pair[0] for pair in pairs), tuple(pair[1] for pair in pairs)
 
 
-_ROOTS = ("inputs", "kwargs")  # what scatter_kwargs calls its two halves in errors
+def _cut(objects: dict[str, Any], team: Team, dim: int, shares: Sequence[float] | None) -> list[list[Any]]:
+    """Per rank its part of each object; the names are what errors call the objects."""
+    if shares is not None and len(shares) != len(team):
+        raise ValueError(f"shares must have one number per rank: {len(team)} ranks, {len(shares)} shares")
+    if len(team) == 1:
+        return [[_whole(obj, team.devices[0]) for obj in objects.values()]]
+    arguments = _Arguments(objects)
+    rows = arguments.rows(dim)
+    counts = None if rows is None else _counts(rows, len(team), shares)
+    if counts is not None:
+        team = team.first(len(counts))
+    columns = [_spread(leaf, team, counts, dim) for leaf in arguments.leaves]
+    return [arguments.rebuild([column[rank] for column in columns]) for rank in team.ranks]
 
 
-class _Cut:
-    """How one call cuts: decided by the first tensor that has rows, checked against all others."""
+class _Arguments:
+    """Several objects, taken apart together: they are cut at the same rows."""
 
-    def __init__(self, team: Team, dim: int, shares: Sequence[float] | None) -> None:
-        self.team, self.dim, self.shares = team, dim, shares
-        self.counts: list[int] | None = None  # rows per rank; None: nothing to cut
-        if shares is not None and len(shares) != len(team):
-            raise ValueError(f"shares must have one number per rank: {len(team)} ranks, {len(shares)} shares")
+    def __init__(self, objects: dict[str, Any]) -> None:
+        self.names = list(objects)
+        self.leaves: list[Any] = []
+        self.trees = [flatten(obj, self.leaves, name) for name, obj in objects.items()]
 
-    def apply(self, obj: Any, root: str) -> list[Any]:
-        if len(self.team) == 1:
-            return [_whole(obj, self.team.devices[0])]
-        leaves: list[Any] = []
-        tree = flatten(obj, leaves, root)
-        self._plan(leaves, tree, root)
-        team = self.team if self.counts is None else self.team.first(len(self.counts))
-        columns = [self._spread(leaf, team) for leaf in leaves]
-        return [tree.unflatten(iter([column[rank] for column in columns])) for rank in team.ranks]
+    def rebuild(self, leaves: list[Any]) -> list[Any]:
+        """The objects, with these leaves."""
+        rest = iter(leaves)
+        return [tree.unflatten(rest) for tree in self.trees]
 
-    def _plan(self, leaves: list[Any], tree: Tree, root: str) -> None:
-        rows: int | None = None
-        first = 0
-        for place, leaf in enumerate(leaves):
-            if not _is_cut(leaf):
+    def path(self, place: int) -> str:
+        """What the leaf is called: ``inputs[1]["x"]``."""
+        paths = [path for name, tree in zip(self.names, self.trees, strict=True) for path in tree.paths(name)]
+        return paths[place]
+
+    def rows(self, dim: int) -> int | None:
+        """Rows along ``dim``: of the first tensor that has them, checked against all others; None without one."""
+        first: int | None = None
+        for place, leaf in enumerate(self.leaves):
+            if not isinstance(leaf, torch.Tensor) or leaf.dim() == 0:
                 continue
-            self._check_dim(leaf, tree, root, place)
-            if rows is None:
-                rows, first = leaf.size(self.dim), place
-            elif leaf.size(self.dim) != rows:
-                raise ValueError(self._disagreement(leaves, tree, root, first, place))
-        if rows is not None:
-            self.counts = self._counts(rows)
+            if not -leaf.dim() <= dim < leaf.dim():
+                raise IndexError(
+                    f"{self.path(place)} has shape {tuple(leaf.shape)} and cannot be cut along dimension {dim}"
+                )
+            if first is None:
+                first = place
+            elif leaf.size(dim) != self.leaves[first].size(dim):
+                raise ValueError(self._disagreement(first, place, dim))
+        return None if first is None else int(self.leaves[first].size(dim))
 
-    def _counts(self, rows: int) -> list[int]:
-        ranks = len(self.team)
-        plan = _core.chunk_plan(rows, ranks) if self.shares is None else _core.share_plan(rows, list(self.shares))
-        return [count for _, count in plan if count] or [0]  # no rows at all: rank 0 runs once, with none
-
-    def _check_dim(self, leaf: torch.Tensor, tree: Tree, root: str, place: int) -> None:
-        dims = leaf.dim()
-        if not -dims <= self.dim < dims:
-            raise IndexError(
-                f"{_path(tree, root, place)} has shape {tuple(leaf.shape)} and cannot be cut along dimension {self.dim}"
-            )
-
-    def _disagreement(self, leaves: list[Any], tree: Tree, root: str, first: int, place: int) -> str:
-        one, other = leaves[first], leaves[place]
+    def _disagreement(self, one: int, other: int, dim: int) -> str:
+        described = [f"{self.path(place)} has shape {tuple(self.leaves[place].shape)}" for place in (one, other)]
         return (
-            f"the inputs differ in their number of rows along dimension {self.dim}: {_path(tree, root, first)} has "
-            f"shape {tuple(one.shape)}, {_path(tree, root, place)} has shape {tuple(other.shape)}. "
+            f"the inputs differ in their number of rows along dimension {dim}: {', '.join(described)}. "
             "What every rank should get whole goes into mgpu_core.Replicate(...)"
         )
 
-    def _spread(self, leaf: Any, team: Team) -> Sequence[Any]:
-        if isinstance(leaf, Replicate):
-            return _copies(leaf.value, team)
-        if not isinstance(leaf, torch.Tensor):
-            return [leaf] * len(team)
-        if leaf.dim() == 0:
-            return _copies(leaf, team)
-        assert self.counts is not None  # a tensor with dimensions was seen by _plan
-        return autograd.scatter(leaf, team, self.counts, self.dim)
+
+def _counts(rows: int, ranks: int, shares: Sequence[float] | None) -> list[int]:
+    """Rows of each rank that works.  Without any rows rank 0 runs once, with none."""
+    plan = _core.chunk_plan(rows, ranks) if shares is None else _core.share_plan(rows, list(shares))
+    return [count for _, count in plan if count] or [0]
+
+
+def _spread(leaf: Any, team: Team, counts: list[int] | None, dim: int) -> Sequence[Any]:
+    if isinstance(leaf, Replicate):
+        return _copies(leaf.value, team)
+    if not isinstance(leaf, torch.Tensor):
+        return [leaf] * len(team)
+    if leaf.dim() == 0:
+        return _copies_of_tensor(leaf, team)
+    assert counts is not None  # a tensor with dimensions was seen by rows()
+    return autograd.scatter(leaf, team, counts, dim)
 
 
 def _whole(obj: Any, device: torch.device) -> Any:
@@ -150,27 +157,22 @@ def _moved(leaf: Any, device: torch.device) -> Any:
     return leaf
 
 
-def _is_cut(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.dim() > 0
-
-
-def _path(tree: Tree, root: str, place: int) -> str:
-    if root:
-        return tree.paths(root)[place]
-    halves = [path for name, half in zip(_ROOTS, tree.children, strict=True) for path in half.paths(name)]
-    return halves[place]
-
-
 def _copies(obj: Any, team: Team) -> list[Any]:
-    """The nest whole for every rank: its tensors copied to fresh memory, differentiable, the rest by reference."""
+    """The nest whole for every rank: its tensors copied, the rest by reference."""
     leaves: list[Any] = []
-    tree = flatten(obj, leaves, "Replicate")
-    columns: list[Sequence[Any]] = []
-    for leaf in leaves:
-        if not isinstance(leaf, torch.Tensor):
-            columns.append([leaf] * len(team))
-        elif leaf.requires_grad and torch.is_grad_enabled():
-            columns.append([copies[0] for copies in autograd.broadcast_buckets(team, [leaf])])
-        else:
-            columns.append(broadcast(leaf, team.devices))
+    tree = flatten(obj, leaves, "Replicate", whole=True)
+    columns = [
+        _copies_of_tensor(leaf, team) if isinstance(leaf, torch.Tensor) else [leaf] * len(team) for leaf in leaves
+    ]
     return [tree.unflatten(iter([column[rank] for column in columns])) for rank in team.ranks]
+
+
+def _copies_of_tensor(tensor: torch.Tensor, team: Team) -> Sequence[torch.Tensor]:
+    """Fresh memory on every rank, rank 0 too: a forward may write to what it is given.  Differentiable."""
+    if tensor.requires_grad and torch.is_grad_enabled():
+        copies = [row[0] for row in autograd.broadcast_buckets(team, [tensor])]
+    else:
+        copies = list(broadcast(tensor, team.devices))
+    if team.devices[0] == tensor.device:
+        copies[0] = copies[0].clone()
+    return copies

@@ -1,0 +1,18 @@
+"""The benchmarks are no part of the package: they are found beside it, as `run.py` finds them."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+if str(ROOT) not in sys.path:
+    sys.path.append(str(ROOT))
+
+
+@pytest.fixture(autouse=True)
+def _no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Times do not matter here."""
+    monkeypatch.setattr("benchmarks.timing.QUIET_SECONDS", 0.0)
+    monkeypatch.setattr("benchmarks.timing._cache_nbytes", lambda: 1024)

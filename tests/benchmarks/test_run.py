@@ -1,0 +1,181 @@
+"""The command: tables, files, reports and exit statuses, on tiny sizes."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.case import Row, Verdict
+from benchmarks.report import report_machine, table
+from benchmarks.result import Result
+from benchmarks.run import main
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = ["--peers", "torch", "--ranks", "2,3", "--sizes", "1K", "--repeats", "2"]
+
+RESULT = Result(
+    case="all_reduce",
+    summary="a summary",
+    unit="us",
+    formula="a formula",
+    environment={"CPU": "a CPU", "GPU": "none", "torch": "2"},
+    rows=[
+        Row({"ranks": ranks, "size": size, "count": size // 4}, {"ours": [1e-6], "gloo": [6e-6]}, size, 1.5)
+        for ranks in (2, 4)
+        for size in (1000, 2000)
+    ],
+    verdicts=[Verdict("ranks 2: gloo / ours >= 6", 6.0, True), Verdict("ranks 8: ...", None, None)],
+)
+
+
+def test_a_table_is_markdown_with_ratios() -> None:
+    titles, rule, ours, gloo, *_ = table(RESULT).splitlines()
+    assert [cell.strip() for cell in titles.strip("|").split("|")] == [
+        *("ranks", "size", "count", "who", "time(us)", "p90", "algbw", "busbw", "#wrong", "peer/ours")
+    ]
+    assert set(rule) == set("|-: ")
+    assert [cell.strip() for cell in ours.strip("|").split("|")] == [
+        *("2", "1000", "250", "ours", "1.000", "1.000", "1.00", "1.50", "0", "1.00")
+    ]
+    assert [cell.strip() for cell in gloo.strip("|").split("|")][3:] == [
+        *("gloo", "6.000", "6.000", "0.17", "0.25", "0", "6.00")
+    ]
+    assert len({len(line) for line in table(RESULT).splitlines()}) == 1
+
+
+def test_a_result_is_read_as_it_was_written(tmp_path: Path) -> None:
+    RESULT.write(tmp_path / "x.json")
+    assert Result.read(tmp_path / "x.json") == RESULT
+
+
+def test_report_draws_from_the_files_alone(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    folder = tmp_path / "box"
+    folder.mkdir()
+    RESULT.write(folder / "sweep.json")
+    RESULT.write(folder / "another.json")
+    assert main(["report", "--results", str(tmp_path)]) == 0
+    text = (folder / "README.md").read_text()
+    assert text.startswith("# box\n\n## another\n")
+    assert "![sweep](sweep.png)" in text
+    assert "* held: ranks 2: gloo / ours >= 6 (6.00)" in text
+    assert "* not measured: ranks 8: ..." in text
+    assert (folder / "sweep.png").read_bytes().startswith(b"\x89PNG")
+    first = text
+    report_machine(folder)
+    assert (folder / "README.md").read_text() == first
+
+
+@pytest.mark.parametrize("content", ["", "{}", "[]", '{"format": "mgpu_core benchmark 1", "rows": []}'])
+def test_a_foreign_file_is_refused(tmp_path: Path, content: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "box").mkdir()
+    (tmp_path / "box" / "x.json").write_text(content)
+    assert main(["report", "--results", str(tmp_path)]) == 2
+    assert "x.json: wanted a file of the format" in capsys.readouterr().err
+
+
+def test_a_run_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    files = ["--json", str(tmp_path / "x.json"), "--plot", str(tmp_path / "x.png")]
+    assert main(["all_reduce", *TINY, *files, "--op", "avg", "--algorithm", "ring"]) == 0
+    output = capsys.readouterr().out
+    assert "* commit: " in output
+    assert "peer/ours" in output
+    content = json.loads((tmp_path / "x.json").read_text())
+    assert [row["labels"]["ranks"] for row in content["rows"]] == [2, 3]
+    assert content["rows"][0]["labels"]["algorithm"] == "ring"
+    assert {who: len(times) for who, times in content["rows"][0]["seconds"].items()} == {"ours": 2, "torch": 2}
+    assert str(Path.home()) not in (tmp_path / "x.json").read_text()
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_wrong_value_ends_with_1(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("mgpu_core.comm.all_reduce", lambda tensors, op, *, algorithm: None)
+    assert main(["all_reduce", *TINY]) == 1
+    captured = capsys.readouterr()
+    assert "run.py: error: ranks 2, size 1024" in captured.err
+    assert "wrong values" in captured.err
+    assert "peer/ours" not in captured.out
+
+
+def test_a_check_that_saw_no_bound_does_not_pass(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["all_reduce", *TINY, "--check"]) == 1
+    assert "no row of this run has a bound" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("limit", "status"), [(0.0, 0), (1e9, 1)])
+def test_check_compares_with_the_bounds(monkeypatch: pytest.MonkeyPatch, limit: float, status: int) -> None:
+    monkeypatch.setattr("benchmarks.case.Bound.judge", lambda *_: Verdict("x", 1.0, limit <= 1.0))
+    assert main(["all_reduce", *TINY, "--check"]) == status
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["nonsense"],
+        ["all_reduce", "--sizes", "4Q"],
+        ["all_reduce", "--peers", "nccl"],
+        ["all_reduce", "--ranks", "1"],
+        ["all_gather", "--ranks", "8", "--sizes", "16"],
+        ["broadcast", "--op", "sum"],
+        ["replicate", "--sizes", "1K"],
+        ["forward_backward", "--peers", "torch"],
+        ["gather_rows", "--plot", "x.pdf"],
+        ["scatter", "--json", "no/such/folder/x.json"],
+        ["report", "no-such-machine"],
+    ],
+    ids=" ".join,
+)
+def test_what_cannot_be_served_is_2_in_one_line(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        status: object = main(arguments)
+    except SystemExit as end:
+        status = end.code
+    captured = capsys.readouterr()
+    assert (status, captured.err.count("\n"), captured.out) == (2, 1, "")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["broadcast", "--dtype", "int64", *TINY],
+        ["gather_rows", "--images", "50", "--batches", "1,8", "--repeats", "1"],
+        ["replicate", "--models", "cnn", "--ranks", "2", "--repeats", "1"],
+        ["forward_backward", "--batch", "6", "--repeats", "1"],
+        ["mnist_epoch", "--images", "100", "--repeats", "1", "--peers", "tensors"],
+    ],
+    ids=lambda arguments: arguments[0],
+)
+def test_every_kind_of_case_runs(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 0
+    assert "| ours " in capsys.readouterr().out
+
+
+def test_the_data_loader_peers_run(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("torchvision")
+    assert main(["mnist_epoch", "--images", "100", "--repeats", "1"]) == 0
+    assert main(["gather_rows", "--images", "50", "--batches", "8", "--repeats", "1", "--peers", "dataloader"]) == 0
+    assert capsys.readouterr().out.count("| dataloader ") == 2
+
+
+def test_a_replica_that_computes_something_else_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks.cases import replicate
+
+    spoiled = lambda groups, ranks: lambda *_, **__: [[each + 1 for each in groups[0]] for _ in range(ranks)]  # noqa: E731
+    monkeypatch.setattr(replicate, "prepared", spoiled)
+    assert main(["replicate", "--models", "cnn", "--ranks", "2", "--repeats", "1"]) == 1
+
+
+def test_gradients_that_differ_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mgpu_core.DataParallel.forward", lambda self, images: self.module(images.flip(0)))
+    assert main(["forward_backward", "--batch", "6", "--repeats", "1"]) == 1
+
+
+def test_it_runs_as_a_script_from_anywhere(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "benchmarks" / "run.py"), "--list"]
+    asked = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert asked.returncode == 0, asked.stderr
+    assert [line.split()[0] for line in asked.stdout.splitlines()][:2] == ["all_reduce", "broadcast"]

@@ -17,7 +17,7 @@ _OURS = {"_parameters", "_buffers", "_modules", "_former_parameters", "_is_repli
 
 
 def lost_attributes(replica: Module, module: Module) -> list[str]:
-    """Names, such as ``encoder.steps``, of what the forward of rank 0's replica assigned and the module does not have."""
+    """Names, such as ``encoder.steps``, of what the forward of rank 0's replica assigned and the module lacks."""
     lost: list[str] = []
     for (path, twin), original in zip(replica.named_modules(), module.modules(), strict=False):
         if type(original)._replicate_for_data_parallel is not Module._replicate_for_data_parallel:

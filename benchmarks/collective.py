@@ -20,7 +20,7 @@ MOST_RANKS = 24
 DTYPES = ("float32", "float64", "float16", "bfloat16", "int32", "int64")
 
 Tensors = Sequence[torch.Tensor | None]
-"""One entry per rank, None for a rank without."""
+"""The results, one entry per rank, None for a rank without."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Collective:
         place: `in` or `out`: of place, as nccl-tests say.
         split: the size of nccl-tests counts the chunks of all ranks together.
         bus_factor: ranks to busbw / algbw.
-        sends: what a rank starts with; None for nothing.
+        sends: what a rank starts with; an empty tensor for nothing.
         wanted: what a rank ends with; None for nothing.
         ours: task and tensors of all ranks to the results of all ranks, by mgpu_core.
         loop: the same in plain torch.
@@ -99,11 +99,11 @@ class Collective:
     place: str
     split: bool
     bus_factor: Callable[[int], float]
-    sends: Callable[[Values, int], torch.Tensor | None]
+    sends: Callable[[Values, int], torch.Tensor]
     wanted: Callable[[Values, int], torch.Tensor | None]
     ours: Callable[[Task, Sequence[torch.Tensor]], Tensors]
     loop: Callable[[Task, Sequence[torch.Tensor]], Tensors]
-    gloo: Callable[[Task, int, torch.Tensor | None], torch.Tensor | None]
+    gloo: Callable[[Task, int, torch.Tensor], torch.Tensor | None]
     ops: tuple[str, ...] = ()
     algorithms: tuple[str, ...] = field(default=())
 
@@ -115,14 +115,12 @@ class Holding:
         self.task = task
         self._collective, self._ranks = collective, ranks
         self._values = Values(task, task.ranks if collective.split else 1)
-        starts = [collective.sends(self._values, rank) for rank in ranks]
-        self.sends = [None if start is None else start.clone() for start in starts]
+        self.sends = [collective.sends(self._values, rank).clone() for rank in ranks]
 
     def reset(self) -> None:
         """Fresh inputs: a collective in place has overwritten them, and its sums would grow without end."""
         for rank, send in zip(self._ranks, self.sends, strict=True):
-            if send is not None:
-                send.copy_(self._collective.sends(self._values, rank))
+            send.copy_(self._collective.sends(self._values, rank))
 
     def wrong(self, work: Callable[[], Tensors], salt: int) -> int:
         """Does the work on inputs with this salt and counts the elements that differ from the closed form."""
@@ -140,9 +138,11 @@ class Holding:
 
 
 def _fold(values: list[int], op: str) -> int:
-    if op == "avg":
-        return sum(values) // len(values)
-    return {"sum": sum, "prod": math.prod, "min": min, "max": max}[op](values)
+    if op in ("sum", "avg"):
+        return sum(values) // (len(values) if op == "avg" else 1)
+    if op == "prod":
+        return math.prod(values)
+    return min(values) if op == "min" else max(values)
 
 
 def around(ranks: int) -> float:

@@ -21,7 +21,7 @@ from benchmarks.timing import OURS, CacheFlush, Contestant, Schedule, timed
 
 def case_of(collective: Collective, bounds: tuple[Bound, ...] = ()) -> Case:
     """The case of one collective."""
-    factor = {around: "2(n-1)/n", others: "(n-1)/n"}.get(collective.bus_factor, "1")
+    factor = "2(n-1)/n" if collective.bus_factor is around else "(n-1)/n" if collective.bus_factor is others else "1"
     formula = f"algbw = size / median time, busbw = algbw x {factor} with n ranks; GB/s, 1 GB = 10^9 bytes"
     return Case(
         name=collective.name,
@@ -47,10 +47,15 @@ def _rows(collective: Collective, options: argparse.Namespace, tasks: Mapping[in
         with contextlib.ExitStack() as stack:
             team = stack.enter_context(GlooTeam(ranks)) if "gloo" in options.peers else None
             for task in sizes:
-                contestants = chosen(_contestants(collective, task, team), options.peers)
-                nbytes = task.count * _itemsize(task.dtype) * (ranks if collective.split else 1)
-                labels = _labels(collective, task, nbytes)
-                yield measure_row(labels, contestants, schedule, nbytes, collective.bus_factor(ranks))
+                yield _row(collective, task, team, options.peers, schedule)
+
+
+def _row(collective: Collective, task: Task, team: GlooTeam | None, peers: Sequence[str], schedule: Schedule) -> Row:
+    """In a function of its own: the tensors of one row are gone before the next one's are made."""
+    nbytes = task.count * _itemsize(task.dtype) * (task.ranks if collective.split else 1)
+    contestants = chosen(_contestants(collective, task, team), peers)
+    labels = _labels(collective, task, nbytes)
+    return measure_row(labels, contestants, schedule, nbytes, collective.bus_factor(task.ranks))
 
 
 def _add_arguments(collective: Collective, parser: argparse.ArgumentParser) -> None:

@@ -63,7 +63,8 @@ class GlooTeam:
 
     def run(self) -> float:
         """The seconds of the slowest rank, from the barrier to its end."""
-        return max(self._ask("run"))
+        seconds: list[float] = self._ask("run")
+        return max(seconds)
 
     def wrong(self, salt: int) -> int:
         """Wrong values in all ranks."""

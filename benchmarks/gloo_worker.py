@@ -88,7 +88,7 @@ def _join(seat: Seat) -> None:
         os.environ["GLOO_SOCKET_IFNAME"] = loopback
     distributed.init_process_group(
         "gloo",
-        store=distributed.FileStore(seat.store, seat.ranks),
+        store=distributed.FileStore(seat.store, seat.ranks),  # type: ignore[attr-defined]
         rank=seat.rank,
         world_size=seat.ranks,
         timeout=datetime.timedelta(seconds=GLOO_SECONDS),

@@ -9,6 +9,8 @@ import pickle
 import threading
 import warnings
 import weakref
+from contextlib import suppress
+from itertools import pairwise
 from types import MethodType
 
 import pytest
@@ -134,10 +136,7 @@ def test_device_ids_may_be_any_sequence(make):
 @pytest.mark.parametrize("functional", [False, True])
 def test_a_bare_device_is_a_type_error_that_asks_for_a_list(devices, functional):
     with pytest.raises(TypeError, match="list"):
-        if functional:
-            data_parallel(mlp(), torch.ones(2, 4), devices)
-        else:
-            DataParallel(mlp(), devices)
+        data_parallel(mlp(), torch.ones(2, 4), devices) if functional else DataParallel(mlp(), devices)
 
 
 @pytest.mark.parametrize("devices", [["cpu", "cuda:77"], ["nothing"], [-2]])
@@ -197,7 +196,8 @@ def test_module_on_the_wrong_device(ranks, what, functional):
     with pytest.raises(RuntimeError) as caught:
         data_parallel(net, torch.ones(3, 4), cpu(ranks)) if functional else wrapper(torch.ones(3, 4))
     assert str(caught.value) == (
-        "module must have its parameters and buffers on device cpu (device_ids[0]) but found one of them on device: meta"
+        "module must have its parameters and buffers on device cpu (device_ids[0]) "
+        "but found one of them on device: meta"
     )
 
 
@@ -236,7 +236,7 @@ def test_no_devices_are_a_pass_through_with_the_same_attributes():
     spy = Spy()
     wrapper = DataParallel(spy, [], dim=1, shares=None)
     assert (wrapper.module, wrapper.device_ids, wrapper.dim, wrapper.output_device) == (spy, [], 1, None)
-    assert list(wrapper.state_dict())[0].startswith("module.")
+    assert next(iter(wrapper.state_dict())).startswith("module.")
     _core.reset_counters()
     wrapper(numbers(6, 2)).sum().backward()
     assert _core.counters() == {}
@@ -663,7 +663,7 @@ def test_next_forward_sees_every_change(ranks):
     del net.linear
     net.linear = nn.Identity()
     outs.append(check())
-    assert all(not torch.equal(one, other) for one, other in zip(outs, outs[1:], strict=False))
+    assert all(not torch.equal(one, other) for one, other in pairwise(outs))
 
 
 @pytest.mark.parametrize("ranks", RANKS)
@@ -944,11 +944,8 @@ def test_handled_failure_frees_the_memory_of_the_forward_at_once(ranks):
     gc.collect()
     gc.disable()
     try:
-        with warnings.catch_warnings():
-            try:
-                wrapper(torch.ones(8, 2))
-            except torch.OutOfMemoryError:
-                pass
+        with suppress(torch.OutOfMemoryError):
+            wrapper(torch.ones(8, 2))
         assert [ref() for ref in kept] == [None] * (2 * ranks)
     finally:
         gc.enable()
@@ -1153,6 +1150,13 @@ def test_lazy_modules_are_refused(ranks):
     assert _core.counters() == {}, "the contract says: raises before anything is copied"
     net(numbers(8, 4))
     assert DataParallel(net, cpu(ranks))(numbers(8, 4)).shape == (8, 2)
+
+
+@pytest.mark.parametrize("ranks", [0, 1])
+def test_one_device_initialises_lazy_modules_as_in_torch(ranks):
+    net = nn.LazyLinear(2)
+    out = DataParallel(net, cpu(ranks))(numbers(8, 4))
+    assert torch.equal(out, net(numbers(8, 4)))
 
 
 @pytest.mark.parametrize("ranks", RANKS)
@@ -1372,6 +1376,30 @@ def test_checkpoint_inside(ranks, reentrant):
     y = x.detach().clone().requires_grad_()
     plain(y).pow(2).sum().backward()
     torch.testing.assert_close(x.grad, y.grad)
+    equal_gradients(gradients(net.inner), gradients(plain))
+
+
+class CheckpointedMethod(nn.Module):
+    """Runs a method that it keeps in an attribute again in backward, when the forward's twins are gone."""
+
+    def __init__(self, reentrant):
+        super().__init__()
+        self.inner, self.reentrant, self.run = Polynomial(), reentrant, self.own
+
+    def own(self, x):
+        return self.inner(x)
+
+    def forward(self, x):
+        return checkpoint(self.run, x, use_reentrant=self.reentrant)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("ranks", RANKS)
+def test_checkpoint_of_a_bound_method_in_an_attribute(ranks, reentrant):
+    net, plain = CheckpointedMethod(reentrant), Polynomial()
+    x = numbers(8, 3)
+    DataParallel(net, cpu(ranks))(x.clone().requires_grad_()).sum().backward()
+    plain(x).sum().backward()
     equal_gradients(gradients(net.inner), gradients(plain))
 
 

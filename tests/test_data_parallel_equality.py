@@ -72,12 +72,14 @@ def test_training_equals_the_plain_module(case, optimizer, ranks):
 
 def chunked(net, x, ranks):
     """What a team does with BatchNorm: each chunk has its own statistics, and rank 0 alone keeps them."""
-    outputs = []
-    for rank, rows in enumerate(x.split(chunks(len(x), ranks))):
-        kept = dict(net.named_buffers())
-        buffers = kept if rank == 0 else {name: buffer.clone() for name, buffer in before.items()}
-        before = {name: buffer.clone() for name, buffer in kept.items()} if rank == 0 else before
-        outputs.append(torch.func.functional_call(net, {**dict(net.named_parameters()), **buffers}, (rows,)))
+    parts = x.split(chunks(len(x), ranks))
+    own = dict(net.named_buffers())
+    copies = [{name: buffer.clone() for name, buffer in own.items()} for _ in parts[1:]]
+    parameters = dict(net.named_parameters())
+    outputs = [
+        torch.func.functional_call(net, {**parameters, **buffers}, (part,))
+        for part, buffers in zip(parts, [own, *copies], strict=True)
+    ]
     return torch.cat(outputs)
 
 

@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pack_sequence
 
 from mgpu_core.nested import Replicate, flatten
 
-Pair = namedtuple("Pair", "left right")  # noqa: PYI024
+Pair = namedtuple("Pair", "left right")
 
 
 class Typed(NamedTuple):
@@ -22,7 +22,7 @@ class Typed(NamedTuple):
     mask: Any = None
 
 
-class Made(namedtuple("Made", "a b")):  # noqa: PYI024, SLOT002
+class Made(namedtuple("Made", "a b")):
     """A named tuple whose constructor takes something else."""
 
     def __new__(cls, a):
@@ -166,6 +166,17 @@ def test_named_tuple_with_a_constructor_of_its_own_as_in_torchs_gather():
 
 def test_counter_is_not_counted_again():
     assert again(Counter(a=2, b=1)) == Counter(a=2, b=1)
+
+
+class Node:
+    def __repr__(self):
+        return "Node"
+
+
+def test_keys_that_look_alike_are_different_keys():
+    # Modules and tensors are used as keys, too, and two of them may well have one text.
+    one, two = Node(), Node()
+    assert again({one: 1, two: 2}) == {one: 1, two: 2}
 
 
 def test_mapping_that_is_no_dict_and_has_no_constructor_of_pairs():

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import distributed
 
-from benchmarks.case import at_least
+from benchmarks.case import Label, at_least
 from benchmarks.collective import Collective, Task, Tensors, around
 from benchmarks.collective_case import case_of
 from benchmarks.reductions import GLOO_OPS, finish, fold_into
@@ -49,7 +49,7 @@ COLLECTIVE = Collective(
     algorithms=("auto", "naive", "direct", "ring", "tree"),
 )
 
-_AT = {"size": 64 << 20, "type": "float32", "redop": "sum", "algorithm": "auto"}
+_AT: dict[str, Label] = {"size": 64 << 20, "type": "float32", "redop": "sum", "algorithm": "auto"}
 CASE = case_of(
     COLLECTIVE,
     bounds=tuple(

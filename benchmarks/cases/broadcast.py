@@ -20,9 +20,9 @@ def loop(task: Task, sends: Sequence[torch.Tensor]) -> Tensors:
     return [sends[0], *(sends[0].clone() for _ in range(1, task.ranks))]
 
 
-def gloo(task: Task, _rank: int, send: torch.Tensor | None) -> torch.Tensor:
+def gloo(task: Task, rank: int, send: torch.Tensor) -> torch.Tensor:
     """One call in each process."""
-    result = torch.empty(task.count, dtype=getattr(torch, task.dtype)) if send is None else send
+    result = send if rank == 0 else send.new_empty(task.count)
     distributed.broadcast(result, src=0)
     return result
 
@@ -33,7 +33,7 @@ COLLECTIVE = Collective(
     place="out",
     split=False,
     bus_factor=whole,
-    sends=lambda values, rank: values.of(0) if rank == 0 else None,
+    sends=lambda values, rank: values.of(0, chunks=1 if rank == 0 else 0),
     wanted=lambda values, _rank: values.of(0),
     ours=ours,
     loop=loop,

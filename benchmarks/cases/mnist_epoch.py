@@ -100,7 +100,7 @@ def _train(batches: Batches) -> Epoch:
     for images, labels in batches:
         optimizer.zero_grad()
         loss = functional.cross_entropy(net(images), labels)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         optimizer.step()
         losses.append(loss.detach())
     step_losses = torch.stack(losses).tolist()

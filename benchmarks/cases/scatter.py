@@ -20,10 +20,10 @@ def loop(task: Task, sends: Sequence[torch.Tensor]) -> Tensors:
     return [chunk.clone() for chunk in sends[0].chunk(task.ranks)]
 
 
-def gloo(task: Task, _rank: int, send: torch.Tensor | None) -> torch.Tensor:
+def gloo(task: Task, rank: int, send: torch.Tensor) -> torch.Tensor:
     """One call in each process."""
-    result = torch.empty(task.count, dtype=getattr(torch, task.dtype))
-    distributed.scatter(result, None if send is None else list(send.chunk(task.ranks)), src=0)
+    result = send.new_empty(task.count)
+    distributed.scatter(result, list(send.chunk(task.ranks)) if rank == 0 else None, src=0)
     return result
 
 
@@ -33,7 +33,7 @@ COLLECTIVE = Collective(
     place="out",
     split=True,
     bus_factor=others,
-    sends=lambda values, rank: values.of(0, chunks=values.task.ranks) if rank == 0 else None,
+    sends=lambda values, rank: values.of(0, chunks=values.task.ranks if rank == 0 else 0),
     wanted=lambda values, rank: values.of(0, chunk=rank),
     ours=ours,
     loop=loop,

@@ -8,7 +8,7 @@ import torch
 from mgpu_core import _core, reduce
 
 RANKS = [1, 2, 3, 5, 8]
-Pair = namedtuple("Pair", "x y")  # noqa: PYI024
+Pair = namedtuple("Pair", "x y")
 
 
 @pytest.mark.parametrize("ranks", RANKS)

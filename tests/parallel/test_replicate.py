@@ -1,5 +1,6 @@
 """Replicate: twins wired to their own rank's tensors, whatever the module does with its attributes."""
 
+import inspect
 import io
 from types import MethodType
 
@@ -160,6 +161,18 @@ def test_bound_methods_are_bound_to_the_twin():
     assert net.run.__self__ is net
 
 
+def test_bound_methods_of_a_twin_are_methods():
+    replica = replicate(Methods(), cpu(2))[1]
+    assert replica.run.__func__ is Methods.own
+    assert list(inspect.signature(replica.run).parameters) == ["x"]
+
+
+def test_bound_methods_of_a_twins_twin_are_its_own():
+    for twin in replicate(Methods(), cpu(2)):
+        for again in replicate(twin, cpu(2)):
+            assert again.run.__self__ is again
+
+
 def test_absent_parameters_buffers_and_children_stay_none():
     net = nn.Linear(2, 2, bias=False)
     net.register_buffer("table", None)
@@ -272,7 +285,7 @@ def test_a_twin_of_a_twin():
 
 
 def test_replicas_can_be_saved_and_loaded():
-    for net in (mlp(), Cnn()):
+    for net in (mlp(), Cnn(), Methods()):
         stream = io.BytesIO()
         replicas = replicate(net, cpu(2))
         torch.save(replicas, stream)

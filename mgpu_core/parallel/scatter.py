@@ -65,6 +65,10 @@ def scatter_kwargs(
     if not inputs and not kwargs:
         return (), ()
     with span("scatter"):
+        if len(team) == 1:
+            device = team.devices[0]
+            whole = {name: _whole(value, device) for name, value in kwargs.items()} if kwargs else {}
+            return (tuple([_whole(value, device) for value in inputs]),), (whole,)
         pairs = _cut({"inputs": tuple(inputs), "kwargs": dict(kwargs or {})}, team, dim, shares)
     return tuple(pair[0] for pair in pairs), tuple(pair[1] for pair in pairs)
 
@@ -145,6 +149,8 @@ def _spread(leaf: Any, team: Team, counts: list[int] | None, dim: int) -> Sequen
 
 def _whole(obj: Any, device: torch.device) -> Any:
     """One rank cuts nothing: everything goes to its device as it is, and what is there already is not even copied."""
+    if isinstance(obj, torch.Tensor):
+        return obj if obj.device == device else obj.to(device)
     leaves: list[Any] = []
     tree = flatten(obj, leaves, "inputs", whole=True)
     moved = [_whole(leaf.value, device) if isinstance(leaf, Replicate) else _moved(leaf, device) for leaf in leaves]

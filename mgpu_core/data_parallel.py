@@ -13,7 +13,7 @@ from mgpu_core.device.team import Team
 from mgpu_core.nested import unwrapped
 from mgpu_core.parallel import gather, parallel_apply, replicate, scatter_kwargs
 from mgpu_core.parallel.lost import warn_lost
-from mgpu_core.parallel.replicate import check_initialised
+from mgpu_core.parallel.replicate import check_initialised, loosen
 
 __all__ = ["DataParallel", "data_parallel"]
 
@@ -72,16 +72,19 @@ class DataParallel(torch.nn.DataParallel[M]):
         """
         if not self.device_ids:
             return self._move_output(self.module(*unwrapped(inputs), **unwrapped(kwargs)))
-        _check_module(self.module, self.src_device_obj)
+        _check_module(self.module, self.src_device_obj, len(self.device_ids))
         parts, kwargs_parts = self.scatter(inputs, kwargs, self.device_ids)
         if not parts and not kwargs_parts:  # no arguments at all: the module runs once, on the first rank
             parts, kwargs_parts = ((),), ({},)
         if len(self.device_ids) == 1:
             return self._move_output(self.module(*parts[0], **kwargs_parts[0]))
         replicas = self.replicate(self.module, self.device_ids[: len(parts)])
-        outputs = self.parallel_apply(replicas, parts, kwargs_parts)
-        if self._forwards_to_watch:
-            self._watch(replicas[0])
+        try:
+            outputs = self.parallel_apply(replicas, parts, kwargs_parts)
+            if self._forwards_to_watch > 0:
+                self._watch(replicas[0])
+        finally:
+            loosen(replicas)
         return self.gather(outputs, self.output_device)
 
     def _watch(self, replica: Module) -> None:
@@ -150,10 +153,11 @@ def _check_shares(shares: Sequence[float] | None, ranks: int) -> None:
             raise ValueError(f"shares[{rank}] must be a positive number, not {share}; leave the device out instead")
 
 
-def _check_module(module: Module, source: torch.device) -> None:
-    """Raises unless all parameters and buffers are initialised and on ``source``; before anything is copied."""
+def _check_module(module: Module, source: torch.device, ranks: int) -> None:
+    """Raises unless all parameters and buffers are on ``source`` and can be copied; before anything is."""
     tensors = list(_tensors_of(module))
-    check_initialised(tensors)
+    if ranks > 1:  # one rank copies nothing: its first forward initialises a lazy module
+        check_initialised(tensors)
     for tensor in tensors:
         if tensor.device != source:
             raise RuntimeError(
@@ -199,7 +203,7 @@ def data_parallel(
         return module(*unwrapped(inputs), **unwrapped(module_kwargs or {}))
     _check_shares(shares, len(devices))
     output = devices[0] if output_device is None else as_device(output_device)
-    _check_module(module, devices[0])
+    _check_module(module, devices[0], len(devices))
     parts, kwargs_parts = scatter_kwargs(inputs, module_kwargs, devices, dim, shares=shares)
     if not parts and not kwargs_parts:
         parts, kwargs_parts = ((),), ({},)
@@ -208,4 +212,8 @@ def data_parallel(
         return result if output == devices[0] else gather([result], output, dim)
     used = devices[: len(parts)]
     replicas = replicate(module, used, not torch.is_grad_enabled())
-    return gather(parallel_apply(replicas, parts, kwargs_parts, used), output, dim)
+    try:
+        outputs = parallel_apply(replicas, parts, kwargs_parts, used)
+    finally:
+        loosen(replicas)
+    return gather(outputs, output, dim)

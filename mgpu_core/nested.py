@@ -105,14 +105,23 @@ def flatten(obj: Any, leaves: list[Any], path: str, *, whole: bool = False, like
         leaves.append(obj)
         return LEAF
     names, values, build = opened
+    if like is not None and isinstance(obj, Mapping):
+        names, values = _in_order_of(like, list(names), list(values))
+    names = tuple(names)
+    examples = like.children if like is not None and like.names == names else (None,) * len(names)
+    children = [
+        flatten(value, leaves, path + name, whole=whole, like=example)
+        for name, value, example in zip(names, values, examples, strict=True)
+    ]
+    return Tree(type(obj), names, tuple(children), build)
+
+
+def _in_order_of(like: Tree, names: list[str], values: list[Any]) -> tuple[list[str], list[Any]]:
+    """Entries in the other mapping's order, where both have the same names, each once; else as they are."""
     entries = dict(zip(names, values, strict=True))
-    if like is not None and like.names != tuple(entries) and set(like.names) == set(entries):
-        entries = {name: entries[name] for name in like.names}
-    examples = dict(zip(like.names, like.children, strict=True)) if like is not None else {}
-    children = tuple(
-        [flatten(value, leaves, path + name, whole=whole, like=examples.get(name)) for name, value in entries.items()]
-    )
-    return Tree(type(obj), tuple(entries), children, build)
+    if len(entries) != len(names) or entries.keys() != set(like.names) or len(entries) != len(like.names):
+        return names, values
+    return list(like.names), [entries[name] for name in like.names]
 
 
 def _refuse_undivided(tensor: torch.Tensor | PackedSequence, path: str) -> None:

@@ -10,6 +10,7 @@ import hashlib
 import os
 import struct
 import zipfile
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -22,6 +23,8 @@ from mgpu_core.mnist.model import CLASSES
 BUILTIN = Path(__file__).parent / "data" / "mnist_5k.zip"
 MEAN, STD = 0.1307, 0.3081
 """Of MNIST's grey values in 0..1, over the 60,000 training images."""
+CUT_NBYTES = 2 * 1024 * 1024
+"""Of float32 images that are cut at once."""
 
 
 @dataclass(frozen=True)
@@ -36,10 +39,19 @@ class Split:
         """How many images."""
         return self.images.shape[0]
 
-    def batch(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The rows of `index` (int64 (batch,), same device): normalised float32 (batch, 1, 28, 28), int64 (batch,)."""
-        images = gather_rows(self.images, index, scale=1 / (255 * STD), shift=-MEAN / STD)
-        return images, self.labels[index]
+    def batches(self, order: torch.Tensor, batch: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """The rows in this order, `batch` at a time: normalised float32 (batch, 1, 28, 28), labels int64 (batch,).
+
+        Several batches are cut by one kernel call, as many as stay in the processor's cache until they are used.
+
+        Args:
+            order: int64 (any,), on the device of the images.
+        """
+        labels = self.labels[order]
+        rows = batch * max(1, CUT_NBYTES // max(1, 4 * batch * self.images[0].numel()))
+        for some, their in zip(torch.split(order, rows), torch.split(labels, rows), strict=True):
+            images = gather_rows(self.images, some, scale=1 / (255 * STD), shift=-MEAN / STD)
+            yield from zip(torch.split(images, batch), torch.split(their, batch), strict=True)
 
     def to(self, device: torch.device) -> "Split":
         """The same rows on `device`."""

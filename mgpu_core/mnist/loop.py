@@ -93,22 +93,21 @@ class Training:
         self.model.train()
         begin = time.perf_counter()
         order = epoch_order(train.count, self.config.seed, number).to(self.devices[0])
-        batches = torch.split(order, self.config.batch)
-        with self.report.steps(number, len(batches)) as done:
+        sizes = [len(rows) for rows in torch.split(order, self.config.batch)]
+        with self.report.steps(number, len(sizes)) as done:
             losses = []
-            for index in batches:
-                losses.append(self._step(index))
+            for images, labels in train.batches(order, self.config.batch):
+                losses.append(self._step(images, labels))
                 done()
         # Reading the losses waits for the device, so the clock is read after the work and not after its launch.
         step_losses = torch.stack(losses).tolist()
         seconds = time.perf_counter() - begin
         self._check_finite(number, step_losses)
-        weighted = (loss * len(index) for loss, index in zip(step_losses, batches, strict=True))
+        weighted = (loss * rows for loss, rows in zip(step_losses, sizes, strict=True))
         loss = math.fsum(weighted) / train.count
         return Epoch(number, loss, self._accuracy(), seconds, train.count / seconds, step_losses)
 
-    def _step(self, index: torch.Tensor) -> torch.Tensor:
-        images, labels = self.digits.train.batch(index)
+    def _step(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         self.optimizer.zero_grad()
         loss = functional.cross_entropy(self.model(images), labels)
         loss.backward()
@@ -120,8 +119,7 @@ class Training:
         test = self.digits.test
         self.model.eval()
         correct = torch.zeros((), dtype=torch.int64, device=self.devices[0])
-        for index in torch.split(torch.arange(test.count, device=self.devices[0]), TEST_BATCH):
-            images, labels = test.batch(index)
+        for images, labels in test.batches(torch.arange(test.count, device=self.devices[0]), TEST_BATCH):
             correct += (self.model(images).argmax(1) == labels).sum()
         return int(correct) / test.count
 

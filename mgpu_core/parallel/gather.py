@@ -81,6 +81,8 @@ def _equal(one: Any, other: Any) -> bool:
     if one is other:
         return True
     try:
+        if getattr(one, "shape", None) != getattr(other, "shape", None):
+            return False
         same = one == other
         if hasattr(same, "all"):  # an array of answers
             same = same.all()

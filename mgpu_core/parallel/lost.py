@@ -13,7 +13,15 @@ from torch.nn import Module
 
 __all__ = ["lost_attributes", "warn_lost"]
 
-_OURS = {"_parameters", "_buffers", "_modules", "_former_parameters", "_is_replica", "_forwards_to_watch"}
+_OURS = {
+    "_parameters",
+    "_buffers",
+    "_modules",
+    "_former_parameters",
+    "_is_replica",
+    "_forwards_to_watch",
+    "_twin_methods",
+}
 
 
 def lost_attributes(replica: Module, module: Module) -> list[str]:

@@ -36,13 +36,14 @@ def reduce(outputs: Sequence[Any], target_device: DeviceLike) -> Any:
     if not len(outputs):
         raise ValueError("reduce needs the output of at least one rank")
     rows: list[list[Any]] = [[] for _ in outputs]
-    trees = [flatten(output, row, "outputs") for output, row in zip(outputs, rows, strict=True)]
-    for tree in trees[1:]:
-        if found := trees[0].difference(tree, "outputs"):
+    first = flatten(outputs[0], rows[0], "outputs")
+    for rank in range(1, len(rows)):
+        tree = flatten(outputs[rank], rows[rank], "outputs", like=first)
+        if found := first.difference(tree, "outputs"):
             raise ValueError(f"the ranks' outputs differ in structure: {found}")
     for row in rows:
         for place, leaf in enumerate(row):
             if not isinstance(leaf, torch.Tensor):
-                raise TypeError(f"{trees[0].paths('outputs')[place]} is {leaf!r}, and only tensors can be added up")
+                raise TypeError(f"{first.paths('outputs')[place]} is {leaf!r}, and only tensors can be added up")
     with span("reduce"):
-        return trees[0].unflatten(iter(autograd.reduce_tensors(rows, device)))
+        return first.unflatten(iter(autograd.reduce_tensors(rows, device)))

@@ -22,9 +22,11 @@ from mgpu_core.device.devices import DeviceLike
 from mgpu_core.device.team import Team
 from mgpu_core.record import span
 
-__all__ = ["check_initialised", "replicate"]
+__all__ = ["check_initialised", "loosen", "replicate"]
 
 M = TypeVar("M", bound=Module)
+
+_BOUND = "_twin_methods"  # of a replica: which of its modules' attributes hold bound methods
 
 
 def replicate(network: M, devices: Sequence[DeviceLike], detach: bool = False) -> list[M]:
@@ -86,22 +88,6 @@ class _Place:
         self.children: list[tuple[str, int]] = []
         self.absent: list[str] = []  # parameters that are registered as None
         self.methods: list[tuple[str, Any, int]] = []
-
-
-class _TwinMethod:
-    """A bound method that does not keep its twin alive: a cycle would hold all copies until the garbage collector."""
-
-    __slots__ = ("_function", "_twin")
-
-    def __init__(self, function: Callable[..., Any], twin: Module) -> None:
-        self._function, self._twin = function, weakref.ref(twin)
-
-    @property
-    def __self__(self) -> Module | None:
-        return self._twin()
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._function(self._twin(), *args, **kwargs)
 
 
 class _Walk:
@@ -202,14 +188,45 @@ def _copy_tensors(tensors: Sequence[torch.Tensor], team: Team, detach: bool) -> 
 def _build(walk: _Walk, parameters: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor]) -> Any:
     """The twins of all modules, wired to each other and to this rank's tensors; returns the first, the network's."""
     twins = [place.make() for place in walk.places]
+    bound: list[tuple[Module, str]] = []
     for place, twin in zip(walk.places, twins, strict=True):
         if place.plain:
             _wire_plain(place, twin.__dict__, twins, parameters, buffers)
         else:
             _wire_by_setattr(place, twin, twins, parameters, buffers)
         for name, function, owner in place.methods:
-            twin.__dict__[name] = _TwinMethod(function, twins[owner])
+            twin.__dict__[name] = MethodType(function, twins[owner])
+            bound.append((twin, name))
+    if bound:
+        twins[0].__dict__[_BOUND] = bound
     return twins[0]
+
+
+def loosen(replicas: Iterable[Module]) -> None:
+    """Ends the cycles of replicas that keep methods of their own, so that they are freed when their graph is.
+
+    A bound method in an attribute holds its module, which holds the attribute: the copies of all parameters would stay
+    until the garbage collector comes.  After the forward such an attribute holds its module weakly; whoever took the
+    method itself (a checkpoint that runs it again in backward) still has the real one.
+    """
+    for replica in replicas:
+        for twin, name in replica.__dict__.pop(_BOUND, ()):
+            method = twin.__dict__.get(name)
+            if type(method) is MethodType:
+                twin.__dict__[name] = _WeakMethod(method)
+
+
+class _WeakMethod:
+    __slots__ = ("_method",)
+
+    def __init__(self, method: MethodType) -> None:
+        self._method = weakref.WeakMethod(method)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        method = self._method()
+        if method is None:
+            raise ReferenceError("the replica of this method is gone")
+        return method(*args, **kwargs)
 
 
 def _wire_plain(

@@ -13,7 +13,9 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from mgpu_core import _core
-from mgpu_core.comm import autograd, broadcast
+from mgpu_core.comm import autograd
+from mgpu_core.comm.broadcast_reduce import copies_of
+from mgpu_core.comm.collectives import broadcast_into
 from mgpu_core.device.devices import DeviceLike
 from mgpu_core.device.team import Team
 from mgpu_core.nested import Replicate, flatten
@@ -167,6 +169,8 @@ def _copies(obj: Any, team: Team) -> list[Any]:
     """The nest whole for every rank: its tensors copied, the rest by reference."""
     leaves: list[Any] = []
     tree = flatten(obj, leaves, "Replicate", whole=True)
+    if any(isinstance(leaf, torch.Tensor) and leaf.is_nested for leaf in leaves):
+        raise TypeError("Replicate(...) holds a nested tensor, which is not one block of memory to copy")
     columns = [
         _copies_of_tensor(leaf, team) if isinstance(leaf, torch.Tensor) else [leaf] * len(team) for leaf in leaves
     ]
@@ -178,7 +182,8 @@ def _copies_of_tensor(tensor: torch.Tensor, team: Team) -> Sequence[torch.Tensor
     if tensor.requires_grad and torch.is_grad_enabled():
         copies = [row[0] for row in autograd.broadcast_buckets(team, [tensor])]
     else:
-        copies = list(broadcast(tensor, team.devices))
+        copies = copies_of(tensor, team.devices)
+        broadcast_into([tensor], [copies])
     if team.devices[0] == tensor.device:
         copies[0] = copies[0].clone()
     return copies

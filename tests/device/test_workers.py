@@ -35,7 +35,9 @@ def done():
 def run_child(program, **options):
     """Runs PROLOGUE and the program; returns (exit code, output, seconds from the last "done" to the end)."""
     code = PROLOGUE + textwrap.dedent(program)
-    child = subprocess.Popen([sys.executable, "-P", "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
+    child = subprocess.Popen(
+        [sys.executable, "-P", "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options
+    )
     try:
         out, err = child.communicate(timeout=SECONDS)
     except subprocess.TimeoutExpired:

@@ -54,13 +54,16 @@ def test_the_shipped_file_is_what_the_script_makes() -> None:
         assert made == {name: archive.read(name) for name in archive.namelist()}
 
 
-def test_a_batch_is_normalised(builtin: Digits) -> None:
-    index = torch.tensor([3, 0, 3])
-    images, labels = builtin.train.batch(index)
-    expected = (builtin.train.images[index].double() / 255 - MEAN) / STD
+@pytest.mark.parametrize("rows", [1, 3, 1500])
+def test_batches_are_in_order_and_normalised(builtin: Digits, rows: int) -> None:
+    order = torch.arange(2000).flip(0)  # more than are cut at once
+    batches = list(builtin.train.batches(order, rows))
+    assert [len(labels) for _, labels in batches] == [len(part) for part in torch.split(order, rows)]
+    images, labels = (torch.cat(column) for column in zip(*batches, strict=True))
+    expected = (builtin.train.images[order].double() / 255 - MEAN) / STD
     assert images.dtype == torch.float32
     torch.testing.assert_close(images.double(), expected, rtol=0, atol=1e-6)
-    assert labels.tolist() == builtin.train.labels[[3, 0, 3]].tolist()
+    assert torch.equal(labels, builtin.train.labels[order])
 
 
 def test_the_order_depends_on_seed_and_epoch_alone() -> None:

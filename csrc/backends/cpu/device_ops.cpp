@@ -36,20 +36,19 @@ void copy_bytes(const CopyBlock& block, int64_t begin, int64_t end) {
 // Rows of uint8 -> normalised floats.  A vector of 8 at a time: the same arithmetic as a store of a reduction.
 template <class Out>
 MGPU_INLINE void normalise(const uint8_t* from, int64_t count, float scale, float shift, Out* to) {
-  using L = Lanes<Out>;
   using U8x8 = uint8_t __attribute__((vector_size(8)));
   const auto convert = [&](U8x8 packed) { return __builtin_convertvector(packed, F32x8) * scale + shift; };
   int64_t i = 0;
   for (; i + 8 <= count; i += 8) {
     U8x8 packed;
     std::memcpy(&packed, from + i, 8);
-    L::store(to + i, convert(packed));
+    store_floats(to + i, convert(packed));
   }
   if (i == count) return;
   U8x8 packed = {};
   Out pad[8];
   std::memcpy(&packed, from + i, count - i);
-  L::store(pad, convert(packed));
+  store_floats(pad, convert(packed));
   std::memcpy(to + i, pad, (count - i) * sizeof(Out));
 }
 

@@ -63,8 +63,9 @@ MGPU_INLINE U16x8 narrow(F32x8 wide, BF16) {
 template <class T>
 struct Lanes {
   using Scalar = T;
-  typedef T Vector __attribute__((vector_size(32)));  // `using` drops the attribute on a dependent type
-  static constexpr int count = 32 / sizeof(T);
+  // A whole cache line: one register with AVX-512, two or four without.  (`using` drops a dependent type's attribute.)
+  typedef T Vector __attribute__((vector_size(64)));
+  static constexpr int count = 64 / sizeof(T);
   static MGPU_INLINE Vector load(const T* from) {
     Vector value;
     std::memcpy(&value, from, sizeof value);
@@ -92,5 +93,12 @@ template <>
 struct Lanes<F16> : HalfLanes<F16> {};
 template <>
 struct Lanes<BF16> : HalfLanes<BF16> {};
+
+// Eight floats, stored as what `to` points at.
+MGPU_INLINE void store_floats(float* to, F32x8 value) { std::memcpy(to, &value, sizeof value); }
+template <class Half>
+MGPU_INLINE void store_floats(Half* to, F32x8 value) {
+  Lanes<Half>::store(to, value);
+}
 
 }  // namespace mgpu::cpu

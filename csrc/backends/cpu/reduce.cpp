@@ -47,7 +47,7 @@ template <class T, class Signed, class Op>
 struct Kernel {
   using L = Lanes<T>;
   using V = typename L::Vector;
-  static constexpr int kUnroll = 4;
+  static constexpr int kUnroll = 128 / sizeof(V);  // two cache lines of each input at a time
   static constexpr int kStep = kUnroll * L::count;
 
   static MGPU_INLINE const T* in(const Reduction& r, int rank, int64_t i) {

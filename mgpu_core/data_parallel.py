@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -10,10 +10,11 @@ from torch.nn import Module
 
 from mgpu_core.device.devices import DeviceLike, as_device, as_devices, default_devices
 from mgpu_core.device.team import Team
+from mgpu_core.module_tree import check_initialised, tensors_of
 from mgpu_core.nested import unwrapped
 from mgpu_core.parallel import gather, parallel_apply, replicate, scatter_kwargs
 from mgpu_core.parallel.lost import warn_lost
-from mgpu_core.parallel.replicate import check_initialised, loosen
+from mgpu_core.parallel.replicate import loosen
 
 __all__ = ["DataParallel", "data_parallel"]
 
@@ -155,7 +156,7 @@ def _check_shares(shares: Sequence[float] | None, ranks: int) -> None:
 
 def _check_module(module: Module, source: torch.device, ranks: int) -> None:
     """Raises unless all parameters and buffers are on ``source`` and can be copied; before anything is."""
-    tensors = list(_tensors_of(module))
+    tensors = list(tensors_of(module))
     if ranks > 1:  # one rank copies nothing: its first forward initialises a lazy module
         check_initialised(tensors)
     for tensor in tensors:
@@ -164,21 +165,6 @@ def _check_module(module: Module, source: torch.device, ranks: int) -> None:
                 f"module must have its parameters and buffers on device {source} (device_ids[0]) but found one of "
                 f"them on device: {tensor.device}"
             )
-
-
-def _tensors_of(module: Module) -> Iterator[torch.Tensor]:
-    """Parameters and buffers of all modules: ``parameters()`` builds a name for each, in every forward."""
-    seen = {id(module)}
-    found = [module]
-    for each in found:
-        for tensors in (each._parameters, each._buffers):
-            for tensor in tensors.values():
-                if tensor is not None:
-                    yield tensor
-        for child in each._modules.values():
-            if child is not None and id(child) not in seen:
-                seen.add(id(child))
-                found.append(child)
 
 
 def data_parallel(
@@ -198,22 +184,7 @@ def data_parallel(
     """
     if not isinstance(inputs, tuple):
         inputs = (inputs,) if inputs is not None else ()
-    devices = list(_devices(device_ids))
-    if not devices:
-        return module(*unwrapped(inputs), **unwrapped(module_kwargs or {}))
-    _check_shares(shares, len(devices))
-    output = devices[0] if output_device is None else as_device(output_device)
-    _check_module(module, devices[0], len(devices))
-    parts, kwargs_parts = scatter_kwargs(inputs, module_kwargs, devices, dim, shares=shares)
-    if not parts and not kwargs_parts:
-        parts, kwargs_parts = ((),), ({},)
-    if len(devices) == 1:
-        result = module(*parts[0], **kwargs_parts[0])
-        return result if output == devices[0] else gather([result], output, dim)
-    used = devices[: len(parts)]
-    replicas = replicate(module, used, not torch.is_grad_enabled())
-    try:
-        outputs = parallel_apply(replicas, parts, kwargs_parts, used)
-    finally:
-        loosen(replicas)
-    return gather(outputs, output, dim)
+    devices = _devices(device_ids)
+    if devices:
+        _check_module(module, devices[0], len(devices))  # before the wrapper, which would move the module to one device
+    return DataParallel(module, devices, output_device, dim, shares=shares)(*inputs, **(module_kwargs or {}))

@@ -8,21 +8,21 @@ is walked once, not once per rank, and ordinary modules are copied by their dict
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from types import MethodType
 from typing import Any, TypeVar
 
 import torch
 from torch.nn import Module
-from torch.nn.parameter import is_lazy
 
 from mgpu_core.comm import autograd, collectives
 from mgpu_core.comm.broadcast_reduce import copies_of
 from mgpu_core.device.devices import DeviceLike
 from mgpu_core.device.team import Team
+from mgpu_core.module_tree import ModuleTree, Place, check_initialised
 from mgpu_core.record import span
 
-__all__ = ["check_initialised", "loosen", "replicate"]
+__all__ = ["loosen", "replicate"]
 
 M = TypeVar("M", bound=Module)
 
@@ -48,121 +48,12 @@ def replicate(network: M, devices: Sequence[DeviceLike], detach: bool = False) -
     """
     team = Team.of(devices)
     with span("replicate"):
-        walk = _Walk(network)
-        tensors = [*walk.parameters.tensors, *walk.buffers.tensors]
+        tree = ModuleTree(network)
+        tensors = [*tree.parameters.tensors, *tree.buffers.tensors]
         check_initialised(tensors)
         copies = _copy_tensors(tensors, team, detach)
-        split = len(walk.parameters.tensors)
-        return [_build(walk, copies[rank][:split], copies[rank][split:]) for rank in team.ranks]
-
-
-class _Numbered:
-    """Tensors in the order in which they are first met; one that comes twice (tied weights) has one number."""
-
-    def __init__(self) -> None:
-        self.tensors: list[torch.Tensor] = []
-        self._numbers: dict[int, int] = {}
-
-    def number(self, tensor: torch.Tensor) -> int:
-        number = self._numbers.setdefault(id(tensor), len(self.tensors))
-        if number == len(self.tensors):
-            self.tensors.append(tensor)
-        return number
-
-
-class _Place:
-    """One module of the tree: what its twins are wired to, by number."""
-
-    __slots__ = ("absent", "buffers", "children", "make", "methods", "module", "parameters", "plain")
-
-    def __init__(self, module: Module) -> None:
-        kind = type(module)
-        self.module = module
-        self.plain = kind.__setattr__ is Module.__setattr__ and not isinstance(module, torch.jit.ScriptModule)
-        ordinary = kind._replicate_for_data_parallel is Module._replicate_for_data_parallel
-        self.make: Callable[[], Any] = (
-            _copier(module) if self.plain and ordinary else module._replicate_for_data_parallel
-        )
-        self.parameters: list[tuple[str, int]] = []
-        self.buffers: list[tuple[str, int]] = []
-        self.children: list[tuple[str, int]] = []
-        self.absent: list[str] = []  # parameters that are registered as None
-        self.methods: list[tuple[str, Any, int]] = []
-
-
-class _Walk:
-    """The module tree in the order of ``network.modules()``, each module once."""
-
-    def __init__(self, network: Module) -> None:
-        self.parameters = _Numbered()
-        self.buffers = _Numbered()
-        self.places: list[_Place] = []
-        self._numbers: dict[int, int] = {}
-        self._visit(network)
-        for place in self.places:
-            self._find_methods(place)
-
-    def _visit(self, module: Module) -> int:
-        known = self._numbers.get(id(module))
-        if known is not None:
-            return known
-        number = self._numbers[id(module)] = len(self.places)
-        place = _Place(module)
-        self.places.append(place)
-        for name, parameter in module._parameters.items():
-            if parameter is None:
-                place.absent.append(name)
-            else:
-                place.parameters.append((name, self.parameters.number(parameter)))
-        for name, buffer in module._buffers.items():
-            if buffer is not None:  # absent buffers and children are in the dictionaries that a twin copies
-                place.buffers.append((name, self.buffers.number(buffer)))
-        script = isinstance(module, torch.jit.ScriptModule)
-        for name, child in module._modules.items():
-            if child is None:
-                continue
-            if script and not isinstance(child, torch.jit.ScriptModule):
-                raise RuntimeError("Cannot replicate network where python modules are children of ScriptModule")
-            place.children.append((name, self._visit(child)))
-        return number
-
-    def _find_methods(self, place: _Place) -> None:
-        """Attributes that hold a bound method of a module of this tree: a twin's must be its own module's."""
-        for name, value in place.module.__dict__.items():
-            if type(value) is MethodType:
-                owner = self._numbers.get(id(value.__self__))
-                if owner is not None:
-                    place.methods.append((name, value.__func__, owner))
-
-
-def check_initialised(tensors: Iterable[torch.Tensor]) -> None:
-    """Raises ValueError, as torch's, at a parameter of a lazy module that has no shape yet."""
-    for tensor in tensors:
-        if is_lazy(tensor):
-            raise ValueError(
-                "Attempted to use an uninitialized parameter: modules with uninitialized parameters can't be used "
-                "with `DataParallel`. Run a dummy forward pass to correctly initialize the modules"
-            )
-
-
-def _copier(module: Module) -> Callable[[], Module]:
-    """What ``Module._replicate_for_data_parallel`` does, without its attribute lookups."""
-    new, assign, kind = object.__new__, object.__setattr__, type(module)
-    template = module.__dict__.copy()
-    template["_is_replica"] = True
-    copy, buffers, children = template.copy, template["_buffers"].copy, template["_modules"].copy
-
-    def make() -> Module:
-        twin: Module = new(kind)
-        attributes = copy()
-        attributes["_parameters"] = {}
-        attributes["_former_parameters"] = {}
-        attributes["_buffers"] = buffers()
-        attributes["_modules"] = children()
-        assign(twin, "__dict__", attributes)  # past Module.__setattr__, which looks at everything first
-        return twin
-
-    return make
+        split = len(tree.parameters.tensors)
+        return [_build(tree, copies[rank][:split], copies[rank][split:]) for rank in team.ranks]
 
 
 def _copy_tensors(tensors: Sequence[torch.Tensor], team: Team, detach: bool) -> list[list[torch.Tensor]]:
@@ -185,11 +76,11 @@ def _copy_tensors(tensors: Sequence[torch.Tensor], team: Team, detach: bool) -> 
     return result
 
 
-def _build(walk: _Walk, parameters: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor]) -> Any:
+def _build(tree: ModuleTree, parameters: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor]) -> Any:
     """The twins of all modules, wired to each other and to this rank's tensors; returns the first, the network's."""
-    twins = [place.make() for place in walk.places]
+    twins = [place.make() for place in tree.places]
     bound: list[tuple[Module, str]] = []
-    for place, twin in zip(walk.places, twins, strict=True):
+    for place, twin in zip(tree.places, twins, strict=True):
         if place.plain:
             _wire_plain(place, twin.__dict__, twins, parameters, buffers)
         else:
@@ -230,7 +121,7 @@ class _WeakMethod:
 
 
 def _wire_plain(
-    place: _Place,
+    place: Place,
     attributes: dict[str, Any],
     twins: list[Any],
     parameters: Sequence[torch.Tensor],
@@ -254,7 +145,7 @@ def _wire_plain(
 
 
 def _wire_by_setattr(
-    place: _Place, twin: Any, twins: list[Any], parameters: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor]
+    place: Place, twin: Any, twins: list[Any], parameters: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor]
 ) -> None:
     """For modules with a say in it: RNNs keep a second list of their weights, ScriptModules live in C++."""
     twin._former_parameters = {}

@@ -34,7 +34,7 @@ def mnist(monkeypatch):
 
 
 def run_python(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=110)
+    return subprocess.run([sys.executable, "-P", *arguments], capture_output=True, text=True, timeout=110)
 
 
 def test_doctor_prints_the_report(capsys):
@@ -117,7 +117,7 @@ def test_an_interrupt_ends_with_130(mnist, capsys):
 
 
 def test_a_reader_that_has_left_is_no_error():
-    command = [sys.executable, "-m", "mgpu_core", "doctor"]
+    command = [sys.executable, "-P", "-m", "mgpu_core", "doctor"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stderr is not None

@@ -35,10 +35,8 @@ def ordinary_list(tensors: Sequence[torch.Tensor], what: str) -> list[torch.Tens
 
 def check_outs(outs: Sequence[torch.Tensor], read: Sequence[torch.Tensor]) -> None:
     """Raises unless each may be written, and none shares memory with another or partly with what is read."""
-    names = [f"out[{rank}]" for rank in range(len(outs))]
-    for out, name in zip(outs, names, strict=True):
-        check_writable(out, name)
-    check_disjoint(outs, names, read)
+    check_writable(outs, "out[{}]".format)
+    check_disjoint(outs, "out[{}]".format, read)
 
 
 def in_range(dim: int, dims: int) -> int:

@@ -7,7 +7,7 @@ resolved into plain memory (inputs) or refused with a ``TypeError`` or ``ValueEr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch._C._functorch import is_functorch_wrapped_tensor
@@ -49,14 +49,35 @@ def readable(tensor: torch.Tensor, name: str) -> torch.Tensor:
     return tensor.resolve_neg() if tensor.is_neg() else tensor
 
 
-def check_writable(tensor: torch.Tensor, name: str) -> None:
-    """Raises unless plain memory may be written through this tensor.
+def check_writable(tensors: Sequence[torch.Tensor], names: Callable[[int], str]) -> None:
+    """Raises unless plain memory may be written through each of these tensors.
+
+    Args:
+        names: what errors call the tensor at a place.
 
     Raises:
         TypeError: as :func:`readable`.
         ValueError: a lazily conjugated or negated view, a tensor whose elements share memory, or a leaf that requires
             grad while grad mode is on (torch would not know of the write).
     """
+    for place, tensor in enumerate(tensors):
+        if not _plainly_writable(tensor):
+            _check_writable(tensor, names(place))
+
+
+def _plainly_writable(tensor: torch.Tensor) -> bool:
+    """The common case, decided without a name: most calls are about memory that nobody could object to."""
+    return (
+        type(tensor) is torch.Tensor
+        and tensor.layout is torch.strided
+        and not (tensor.is_nested or tensor.requires_grad or is_functorch_wrapped_tensor(tensor))
+        and not (tensor.is_conj() or tensor.is_neg())
+        and tensor.is_contiguous()
+        and tensor.device.type != "meta"
+    )
+
+
+def _check_writable(tensor: torch.Tensor, name: str) -> None:
     refuse_special(tensor, name)
     if tensor.is_conj() or tensor.is_neg():
         raise ValueError(f"{name} is a lazily conjugated or negated view and cannot be written: use .resolve_conj()")
@@ -72,11 +93,15 @@ def check_writable(tensor: torch.Tensor, name: str) -> None:
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
     """First and last byte + 1 that the tensor's elements touch."""
     begin = tensor.data_ptr()
+    if tensor.is_contiguous():
+        return begin, begin + tensor.nbytes
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return begin, begin + (last + 1) * tensor.element_size()
 
 
-def check_disjoint(written: Sequence[torch.Tensor], names: Sequence[str], read: Sequence[torch.Tensor] = ()) -> None:
+def check_disjoint(
+    written: Sequence[torch.Tensor], names: Callable[[int], str], read: Sequence[torch.Tensor] = ()
+) -> None:
     """Raises if a tensor that is written shares memory with another that is written, or partly with one that is read.
 
     A tensor that is read and written in place (the very same memory) is fine.
@@ -84,16 +109,21 @@ def check_disjoint(written: Sequence[torch.Tensor], names: Sequence[str], read: 
     Raises:
         ValueError: names the two.
     """
-    extents = [(*_extent(tensor), name, True) for tensor, name in zip(written, names, strict=True) if tensor.numel()]
+    extents = [(*_extent(tensor), place) for place, tensor in enumerate(written) if tensor.numel()]
     in_place = {extent[:2] for extent in extents}
     inputs = {_extent(tensor) for tensor in read if tensor.numel()} - in_place
-    extents += [(begin, end, "an input", False) for begin, end in inputs]
-    reach = {True: (0, ""), False: (0, "")}  # how far the written and the read ones went so far, and which one
-    for begin, end, name, is_written in sorted(extents):
+    extents += [(begin, end, _INPUT) for begin, end in inputs]
+    reach = {True: (0, _INPUT), False: (0, _INPUT)}  # how far written and read ones went so far, and which one
+    for begin, end, place in sorted(extents):
+        is_written = place != _INPUT
         for other_is_written, (other_end, other) in reach.items():
             if begin < other_end and (is_written or other_is_written):
-                raise ValueError(f"{other} and {name} share memory: the result would depend on who writes first")
-        reach[is_written] = max(reach[is_written], (end, name))
+                one, two = ("an input" if each == _INPUT else names(each) for each in (other, place))
+                raise ValueError(f"{one} and {two} share memory: the result would depend on who writes first")
+        reach[is_written] = max(reach[is_written], (end, place))
+
+
+_INPUT = -1
 
 
 def check_alike(tensors: Sequence[torch.Tensor], shape: torch.Size, dtype: torch.dtype) -> None:

@@ -33,18 +33,16 @@ Tensors: TypeAlias = Sequence[torch.Tensor]
 Parts: TypeAlias = Sequence[torch.Tensor | None]
 
 
-def _names(count: int) -> list[str]:
-    return [f"the tensor of rank {rank}" for rank in range(count)]
+_rank_name = "the tensor of rank {}".format
 
 
 def all_reduce_into(tensors: Tensors, op: str, algorithm: str) -> str:
     """In place; returns the algorithm that ran."""
-    for tensor, name in zip(tensors, _names(len(tensors)), strict=True):
-        check_writable(tensor, name)
+    check_writable(tensors, _rank_name)
     first = tensors[0]
     check_alike(tensors, first.shape, first.dtype)
     check_op(op, first.dtype, algorithm)
-    check_disjoint(tensors, _names(len(tensors)))
+    check_disjoint(tensors, _rank_name)
     if first.dtype in CORE_DTYPES and _in_core(tensors):
         pointers = [tensor.data_ptr() for tensor in tensors]
         dtype = CORE_DTYPES[first.dtype]
@@ -150,7 +148,7 @@ def _resolve(parts: Parts) -> Parts:
     """Readable, and all in the layout of the first that has a dense one, else contiguous."""
     if any(part is not None and part.layout is not torch.strided for part in parts):
         return parts
-    found = [None if part is None else readable(part, f"the tensor of rank {rank}") for rank, part in enumerate(parts)]
+    found = [None if part is None else readable(part, _rank_name(rank)) for rank, part in enumerate(parts)]
     present = [part for part in found if part is not None]
     if one_layout(present):
         return found
@@ -169,7 +167,7 @@ def scatter_into(whole: torch.Tensor, parts: Tensors, dim: int) -> None:
 
 def gather_into(parts: Tensors, whole: torch.Tensor, dim: int) -> None:
     """Fills ``whole`` from the parts, one behind the other along ``dim`` (not negative)."""
-    parts = [readable(part, f"the tensor of rank {rank}") for rank, part in enumerate(parts)]
+    parts = [readable(part, _rank_name(rank)) for rank, part in enumerate(parts)]
     if _cut_in_core(whole, parts):
         place, rows = _transfer(whole, parts, dim)
         _core.gather(rows, place)
@@ -192,7 +190,7 @@ def _transfer(whole: torch.Tensor, parts: Tensors, dim: int) -> tuple[_Whole, _P
 
 def all_gather_into(parts: Tensors, wholes: Tensors) -> None:
     """Fills each rank's whole with the parts of all ranks, one behind the other along dimension 0."""
-    parts = [readable(part, f"the tensor of rank {rank}") for rank, part in enumerate(parts)]
+    parts = [readable(part, _rank_name(rank)) for rank, part in enumerate(parts)]
     if _joined_in_core([*parts, *wholes]):
         _core.all_gather(
             [part.data_ptr() for part in parts],
@@ -206,7 +204,7 @@ def all_gather_into(parts: Tensors, wholes: Tensors) -> None:
 
 def reduce_scatter_into(tensors: Tensors, outs: Tensors, op: str) -> None:
     """Fills rank r's out with chunk r, along dimension 0, of the reduction."""
-    tensors = [readable(tensor, f"the tensor of rank {rank}") for rank, tensor in enumerate(tensors)]
+    tensors = [readable(tensor, _rank_name(rank)) for rank, tensor in enumerate(tensors)]
     check_op(op, outs[0].dtype)
     if outs[0].dtype in CORE_DTYPES and _joined_in_core([*tensors, *outs]):
         _core.reduce_scatter(

@@ -7,7 +7,7 @@ any number of twins can be wired from one walk.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MethodType
 from typing import Any
 
@@ -50,93 +50,118 @@ class _Numbered:
         self.tensors: list[torch.Tensor] = []
         self._numbers: dict[int, int] = {}
 
-    def number(self, tensor: torch.Tensor) -> int:
-        number = self._numbers.setdefault(id(tensor), len(self.tensors))
-        if number == len(self.tensors):
-            self.tensors.append(tensor)
-        return number
+    def named(self, tensors: Mapping[str, torch.Tensor | None]) -> Sequence[tuple[str, int]]:
+        """(name, number) of each that is there."""
+        found = []
+        for name, tensor in tensors.items():
+            if tensor is not None:
+                number = self._numbers.setdefault(id(tensor), len(self.tensors))
+                if number == len(self.tensors):
+                    self.tensors.append(tensor)
+                found.append((name, number))
+        return found
+
+
+class _Kind:
+    """What a class of modules has to say about its twins; asked once per class, not once per module."""
+
+    __slots__ = ("ordinary", "script")
+
+    def __init__(self, kind: type[Module]) -> None:
+        self.script = issubclass(kind, torch.jit.ScriptModule)
+        self.ordinary = (
+            kind.__setattr__ is Module.__setattr__
+            and kind._replicate_for_data_parallel is Module._replicate_for_data_parallel
+            and not self.script
+        )
 
 
 class Place:
-    """One module of the tree: what its twins are wired to, by number."""
+    """One module of the tree: what its twins are wired to, by number.
 
-    __slots__ = ("absent", "buffers", "children", "make", "methods", "module", "parameters", "plain")
+    Attributes:
+        kind: the module's class.
+        template: the attributes of a twin, to be copied, with places for what is its own; ``None`` for a module with
+            its own way to make twins or to set attributes.
+        parameters, buffers, children: (name, number).
+        absent: parameters that are registered as None.
+        methods: (name, function, number): attributes that hold a bound method of a module of this tree.
+    """
+
+    __slots__ = ("absent", "buffers", "children", "kind", "methods", "module", "parameters", "template")
 
     def __init__(self, module: Module) -> None:
-        kind = type(module)
-        self.module = module
-        self.plain = kind.__setattr__ is Module.__setattr__ and not isinstance(module, torch.jit.ScriptModule)
-        ordinary = kind._replicate_for_data_parallel is Module._replicate_for_data_parallel
-        self.make: Callable[[], Any] = (
-            _copier(module) if self.plain and ordinary else module._replicate_for_data_parallel
-        )
-        self.parameters: list[tuple[str, int]] = []
-        self.buffers: list[tuple[str, int]] = []
-        self.children: list[tuple[str, int]] = []
-        self.absent: list[str] = []  # parameters that are registered as None
-        self.methods: list[tuple[str, Any, int]] = []
+        self.module, self.kind = module, type(module)
+        self.template: dict[str, Any] | None = None
+        self.parameters: Sequence[tuple[str, int]] = ()
+        self.buffers: Sequence[tuple[str, int]] = ()
+        self.children: Sequence[tuple[str, int]] = ()
+        self.absent: Sequence[str] = ()
+        self.methods: Sequence[tuple[str, Any, int]] = ()
+
+    def make_template(self) -> dict[str, Any]:
+        """What ``Module._replicate_for_data_parallel`` copies; a copied dictionary that grows is allocated twice."""
+        template = self.module.__dict__.copy()
+        template["_is_replica"] = True
+        template["_former_parameters"] = {}  # read only: twins without parameters share it
+        for name, _ in self.parameters:
+            template[name] = None
+        return template
 
 
 class ModuleTree:
-    """The module tree in the order of ``network.modules()``, each module once."""
+    """The module tree in the order of ``network.modules()``, each module once.
+
+    Raises:
+        RuntimeError: Python modules inside a ScriptModule.
+    """
 
     def __init__(self, network: Module) -> None:
         self.parameters = _Numbered()
         self.buffers = _Numbered()
         self.places: list[Place] = []
         self._numbers: dict[int, int] = {}
+        self._kinds: dict[type[Module], _Kind] = {}
         self._visit(network)
         for place in self.places:
-            self._find_methods(place)
+            # A search that runs in C: almost no module has such an attribute.
+            if MethodType in map(type, place.module.__dict__.values()):
+                place.methods = self._methods_of(place.module)
 
     def _visit(self, module: Module) -> int:
         known = self._numbers.get(id(module))
         if known is not None:
             return known
         number = self._numbers[id(module)] = len(self.places)
+        kind = self._kinds.get(type(module)) or self._kinds.setdefault(type(module), _Kind(type(module)))
         place = Place(module)
         self.places.append(place)
-        for name, parameter in module._parameters.items():
-            if parameter is None:
-                place.absent.append(name)
-            else:
-                place.parameters.append((name, self.parameters.number(parameter)))
-        for name, buffer in module._buffers.items():
-            if buffer is not None:  # absent buffers and children are in the dictionaries that a twin copies
-                place.buffers.append((name, self.buffers.number(buffer)))
-        script = isinstance(module, torch.jit.ScriptModule)
-        for name, child in module._modules.items():
-            if child is None:
-                continue
-            if script and not isinstance(child, torch.jit.ScriptModule):
-                raise RuntimeError("Cannot replicate network where python modules are children of ScriptModule")
-            place.children.append((name, self._visit(child)))
+        if parameters := module._parameters:
+            place.parameters = self.parameters.named(parameters)
+            if len(place.parameters) != len(parameters):
+                place.absent = [name for name, parameter in parameters.items() if parameter is None]
+        if buffers := module._buffers:  # absent buffers and children are in the dictionaries that a twin copies
+            place.buffers = self.buffers.named(buffers)
+        if children := module._modules:
+            place.children = [
+                (name, self._visit(_allowed(child, kind))) for name, child in children.items() if child is not None
+            ]
+        if kind.ordinary:
+            place.template = place.make_template()
         return number
 
-    def _find_methods(self, place: Place) -> None:
-        """Attributes that hold a bound method of a module of this tree: a twin's must be its own module's."""
-        for name, value in place.module.__dict__.items():
+    def _methods_of(self, module: Module) -> list[tuple[str, Any, int]]:
+        """A twin's attribute must hold its own module's method, not the original's."""
+        found = []
+        for name, value in module.__dict__.items():
             if type(value) is MethodType:
                 owner = self._numbers.get(id(value.__self__))
                 if owner is not None:
-                    place.methods.append((name, value.__func__, owner))
+                    found.append((name, value.__func__, owner))
+        return found
 
 
-def _copier(module: Module) -> Callable[[], Module]:
-    """What ``Module._replicate_for_data_parallel`` does, without its attribute lookups."""
-    new, assign, kind = object.__new__, object.__setattr__, type(module)
-    template = module.__dict__.copy()
-    template["_is_replica"] = True
-    copy, buffers, children = template.copy, template["_buffers"].copy, template["_modules"].copy
-
-    def make() -> Module:
-        twin: Module = new(kind)
-        attributes = copy()
-        attributes["_parameters"] = {}
-        attributes["_former_parameters"] = {}
-        attributes["_buffers"] = buffers()
-        attributes["_modules"] = children()
-        assign(twin, "__dict__", attributes)  # past Module.__setattr__, which looks at everything first
-        return twin
-
-    return make
+def _allowed(child: Module, parent: _Kind) -> Module:
+    if parent.script and not isinstance(child, torch.jit.ScriptModule):
+        raise RuntimeError("Cannot replicate network where python modules are children of ScriptModule")
+    return child

@@ -78,11 +78,16 @@ def _copy_tensors(tensors: Sequence[torch.Tensor], team: Team, detach: bool) -> 
 
 def _build(tree: ModuleTree, parameters: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor]) -> Any:
     """The twins of all modules, wired to each other and to this rank's tensors; returns the first, the network's."""
-    twins = [place.make() for place in tree.places]
+    new, assign = object.__new__, object.__setattr__
+    twins = [
+        new(place.kind) if place.template is not None else place.module._replicate_for_data_parallel()
+        for place in tree.places
+    ]
     bound: list[tuple[Module, str]] = []
     for place, twin in zip(tree.places, twins, strict=True):
-        if place.plain:
-            _wire_plain(place, twin.__dict__, twins, parameters, buffers)
+        if place.template is not None:
+            # Past Module.__setattr__, which would find out for each value what it is.
+            assign(twin, "__dict__", _attributes(place, place.template, twins, parameters, buffers))
         else:
             _wire_by_setattr(place, twin, twins, parameters, buffers)
         for name, function, owner in place.methods:
@@ -91,6 +96,31 @@ def _build(tree: ModuleTree, parameters: Sequence[torch.Tensor], buffers: Sequen
     if bound:
         twins[0].__dict__[_BOUND] = bound
     return twins[0]
+
+
+def _attributes(
+    place: Place,
+    template: dict[str, Any],
+    twins: list[Any],
+    parameters: Sequence[torch.Tensor],
+    buffers: Sequence[torch.Tensor],
+) -> dict[str, Any]:
+    """A twin's ``__dict__``: its parameters are plain attributes, its other dictionaries its own."""
+    attributes = template.copy()
+    if place.parameters:
+        former = {name: parameters[number] for name, number in place.parameters}
+        attributes["_former_parameters"] = former
+        attributes.update(former)
+    attributes["_parameters"] = dict.fromkeys(place.absent) if place.absent else {}
+    own = attributes["_buffers"] = template["_buffers"].copy()
+    if place.buffers:
+        for name, number in place.buffers:
+            own[name] = buffers[number]
+    below = attributes["_modules"] = template["_modules"].copy()
+    if place.children:
+        for name, number in place.children:
+            below[name] = twins[number]
+    return attributes
 
 
 def loosen(replicas: Iterable[Module]) -> None:
@@ -118,30 +148,6 @@ class _WeakMethod:
         if method is None:
             raise ReferenceError("the replica of this method is gone")
         return method(*args, **kwargs)
-
-
-def _wire_plain(
-    place: Place,
-    attributes: dict[str, Any],
-    twins: list[Any],
-    parameters: Sequence[torch.Tensor],
-    buffers: Sequence[torch.Tensor],
-) -> None:
-    """Past ``setattr``, which would find out for each value what it is."""
-    if place.parameters:
-        former = attributes.setdefault("_former_parameters", {})  # a module's own way to make twins may not have it
-        for name, number in place.parameters:
-            former[name] = attributes[name] = parameters[number]
-    if place.buffers:
-        own = attributes["_buffers"]
-        for name, number in place.buffers:
-            own[name] = buffers[number]
-    if place.children:
-        below = attributes["_modules"]
-        for name, number in place.children:
-            below[name] = twins[number]
-    for name in place.absent:
-        attributes["_parameters"][name] = None
 
 
 def _wire_by_setattr(

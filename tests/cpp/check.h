@@ -1,11 +1,12 @@
 // CHECK and CHECK_THROWS: they stay in release builds, and count.
 #pragma once
 
+#include <atomic>
 #include <cstdio>
 #include <cstdlib>
 #include <string>
 
-inline int checks = 0;
+inline std::atomic<int> checks{0};  // also counted inside parallel tasks
 
 #define CHECK(condition)                                                   \
   do {                                                                     \
@@ -32,6 +33,6 @@ inline int checks = 0;
   } while (0)
 
 inline int passed() {
-  std::printf("%d checks passed\n", checks);
+  std::printf("%d checks passed\n", checks.load());
   return 0;
 }

@@ -9,7 +9,7 @@ import torch
 from mgpu_core.comm.checks import check_disjoint, check_writable, refuse_special
 from mgpu_core.device.devices import DeviceLike, as_device
 
-__all__ = ["as_list", "check_joined", "check_outs", "destination", "in_range", "ordinary_list"]
+__all__ = ["as_list", "check_joined", "check_outs", "destination_of", "in_range", "ordinary_list"]
 
 
 def as_list(tensors: Sequence[torch.Tensor], what: str) -> list[torch.Tensor]:
@@ -46,7 +46,7 @@ def in_range(dim: int, dims: int) -> int:
     return dim % dims
 
 
-def destination(destination: DeviceLike | None, default: torch.device) -> torch.device:
+def destination_of(destination: DeviceLike | None, default: torch.device) -> torch.device:
     """The device that is wanted, or the default."""
     return default if destination is None else as_device(destination)
 

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from mgpu_core.comm import collectives
-from mgpu_core.comm.arguments import as_list, check_outs, ordinary_list
-from mgpu_core.comm.arguments import destination as destination_of
+from mgpu_core.comm.arguments import as_list, check_outs, destination_of, ordinary_list
 from mgpu_core.comm.buckets import DEFAULT_NBYTES, bucket_positions
 from mgpu_core.comm.checks import check_alike, refuse_special
 from mgpu_core.device.devices import DeviceLike

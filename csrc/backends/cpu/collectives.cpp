@@ -45,22 +45,6 @@ void reduce_to_all(const Buffers& in, const Buffers& out, ReduceOp op) {
   });
 }
 
-// Pieces of many jobs as one loop: job i has counts[i] elements, and is cut at multiples of kGrain.
-template <class Piece>
-void parallel_pieces(const std::vector<int64_t>& counts, const Piece& piece) {
-  std::vector<int64_t> ends;
-  int64_t total = 0;
-  for (int64_t count : counts) ends.push_back(total += count);
-  parallel_for(total, kGrain, [&](int64_t begin, int64_t end) {
-    size_t job = std::upper_bound(ends.begin(), ends.end(), begin) - ends.begin();
-    for (; begin < end; ++job) {
-      const int64_t start = job ? ends[job - 1] : 0, stop = std::min(end, ends[job]);
-      piece(job, begin - start, stop - start);
-      begin = stop;
-    }
-  });
-}
-
 // One hop on elements [begin, end) of its chunk: the receiver's own value comes first.
 void run_hop(const Hop& hop, const Chunk& chunk, const Buffers& work, ReduceOp op, int divisor, int64_t begin,
              int64_t end) {
@@ -84,7 +68,7 @@ void run_schedule(const Schedule& schedule, const std::vector<Chunk>& chunks, co
     const int divisor = last_sum ? divisor_of(op, work.size()) : 1;
     std::vector<int64_t> counts;
     for (const Hop& hop : hops) counts.push_back(chunks[hop.chunk].count);
-    parallel_pieces(counts, [&](size_t i, int64_t begin, int64_t end) {
+    parallel_pieces(counts, kGrain, [&](size_t i, int64_t begin, int64_t end) {
       run_hop(hops[i], chunks[hops[i].chunk], work, op, divisor, begin, end);
     });
   }
@@ -121,7 +105,7 @@ class CpuCollectives final : public Collectives {
       from.push_back(inputs_of(call.in));
       counts.push_back(call.out.count);
     }
-    parallel_pieces(counts, [&](size_t i, int64_t begin, int64_t end) {
+    parallel_pieces(counts, kGrain, [&](size_t i, int64_t begin, int64_t end) {
       const ReduceCall& call = calls[i];
       cpu::reduce({from[i].data(), static_cast<int>(from[i].size()), &call.out.pointer, 1, begin, end, call.out.dtype,
                    op, divisor_of(op, from[i].size())});
@@ -152,14 +136,11 @@ class CpuCollectives final : public Collectives {
   void reduce_scatter(const Buffers& in, const Buffers& out, ReduceOp op) override {
     const auto from = inputs_of(in);
     const int64_t count = out[0].count;
-    parallel_for(count * static_cast<int64_t>(in.size()), kGrain, [&](int64_t begin, int64_t end) {
-      while (begin < end) {
-        const int64_t rank = begin / count, stop = std::min(end, (rank + 1) * count);
-        void* to = at(out[rank], -rank * count);  // so that the element numbers of the inputs fit the output too
-        cpu::reduce({from.data(), static_cast<int>(from.size()), &to, 1, begin, stop, in[0].dtype, op,
-                     divisor_of(op, in.size())});
-        begin = stop;
-      }
+    parallel_pieces(std::vector<int64_t>(in.size(), count), kGrain, [&](size_t rank, int64_t begin, int64_t end) {
+      const int64_t offset = static_cast<int64_t>(rank) * count;
+      void* to = at(out[rank], -offset);  // so that the element numbers of the inputs fit the output too
+      cpu::reduce({from.data(), static_cast<int>(from.size()), &to, 1, offset + begin, offset + end, in[0].dtype, op,
+                   divisor_of(op, in.size())});
     });
   }
 };

@@ -81,22 +81,15 @@ void require_index(const GatherRows& call) {
 class CpuDeviceOps final : public DeviceOps {
  public:
   void copy(const std::vector<CopyBlock>& blocks) override {
-    std::vector<CopyBlock> merged_blocks;
-    std::vector<int64_t> ends;  // of each block, in bytes from the first
-    int64_t total = 0;
+    std::vector<CopyBlock> runs;
+    std::vector<int64_t> nbytes;
     for (const CopyBlock& block : blocks) {
       if (block.rows * block.row_nbytes == 0) continue;
-      merged_blocks.push_back(merged(block));
-      ends.push_back(total += block.rows * block.row_nbytes);
+      runs.push_back(merged(block));
+      nbytes.push_back(block.rows * block.row_nbytes);
     }
-    parallel_for(total, kSerialNbytes, [&](int64_t begin, int64_t end) {
-      size_t i = std::upper_bound(ends.begin(), ends.end(), begin) - ends.begin();
-      for (; begin < end; ++i) {
-        const int64_t start = i ? ends[i - 1] : 0, stop = std::min(end, ends[i]);
-        copy_bytes(merged_blocks[i], begin - start, stop - start);
-        begin = stop;
-      }
-    });
+    parallel_pieces(nbytes, kSerialNbytes,
+                    [&](size_t i, int64_t begin, int64_t end) { copy_bytes(runs[i], begin, end); });
   }
 
   void gather_rows(const GatherRows& call) override {

@@ -125,4 +125,19 @@ void parallel_for(int64_t count, int64_t grain, const std::function<void(int64_t
   pool.run((count + length - 1) / length, [&](int64_t i) { piece(i * length, std::min(count, (i + 1) * length)); });
 }
 
+void parallel_pieces(const std::vector<int64_t>& counts, int64_t grain,
+                     const std::function<void(size_t, int64_t, int64_t)>& piece) {
+  std::vector<int64_t> ends;
+  int64_t total = 0;
+  for (int64_t count : counts) ends.push_back(total += count);
+  parallel_for(total, grain, [&](int64_t begin, int64_t end) {
+    size_t job = std::upper_bound(ends.begin(), ends.end(), begin) - ends.begin();
+    for (; begin < end; ++job) {
+      const int64_t start = job ? ends[job - 1] : 0, stop = std::min(end, ends[job]);
+      if (begin < stop) piece(job, begin - start, stop - start);
+      begin = stop;
+    }
+  });
+}
+
 }  // namespace mgpu::cpu

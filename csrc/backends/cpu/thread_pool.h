@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <functional>
 #include <mutex>
+#include <vector>
 
 namespace mgpu::cpu {
 
@@ -48,5 +49,9 @@ class ThreadPool {
 
 // Splits [0, count) into pieces of at least `grain` and calls piece(begin, end); serial when one piece is enough.
 void parallel_for(int64_t count, int64_t grain, const std::function<void(int64_t, int64_t)>& piece);
+
+// Many jobs as one loop: job i has counts[i] of whatever is counted; calls piece(i, begin, end) within each.
+void parallel_pieces(const std::vector<int64_t>& counts, int64_t grain,
+                     const std::function<void(size_t, int64_t, int64_t)>& piece);
 
 }  // namespace mgpu::cpu

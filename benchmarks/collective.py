@@ -73,6 +73,10 @@ class Values:
         return whole[begin : begin + chunks * self.task.count]
 
 
+Wanted = Callable[[Values, int], torch.Tensor | None]
+"""From the values of a task and a rank to what that rank ends with."""
+
+
 @dataclass(frozen=True)
 class Collective:
     """One collective and the three ways to do it.
@@ -100,7 +104,7 @@ class Collective:
     split: bool
     bus_factor: Callable[[int], float]
     sends: Callable[[Values, int], torch.Tensor]
-    wanted: Callable[[Values, int], torch.Tensor | None]
+    wanted: Wanted
     ours: Callable[[Task, Sequence[torch.Tensor]], Tensors]
     loop: Callable[[Task, Sequence[torch.Tensor]], Tensors]
     gloo: Callable[[Task, int, torch.Tensor], torch.Tensor | None]
@@ -122,19 +126,25 @@ class Holding:
         for rank, send in zip(self._ranks, self.sends, strict=True):
             send.copy_(self._collective.sends(self._values, rank))
 
-    def wrong(self, work: Callable[[], Tensors], salt: int) -> int:
-        """Does the work on inputs with this salt and counts the elements that differ from the closed form."""
+    def wrong(self, work: Callable[[], Tensors], salt: int, wanted: Wanted | None = None) -> int:
+        """Does the work on inputs with this salt and counts the elements that differ from the closed form.
+
+        Args:
+            work: gives the results of all ranks.
+            salt: of the inputs.
+            wanted: what a rank should end with; None: what the collective says.
+        """
         self._values.salt = salt
         self.reset()
         results = work()
-        counts = [self._wrong(rank, result) for rank, result in zip(self._ranks, results, strict=True)]
-        return sum(counts)
+        rule = wanted or self._collective.wanted
+        return sum(_differ(rule(self._values, rank), got) for rank, got in zip(self._ranks, results, strict=True))
 
-    def _wrong(self, rank: int, result: torch.Tensor | None) -> int:
-        wanted = self._collective.wanted(self._values, rank)
-        if wanted is None or result is None or result.shape != wanted.shape or result.dtype != wanted.dtype:
-            return 0 if wanted is None and result is None else 1
-        return int((result != wanted).sum())
+
+def _differ(wanted: torch.Tensor | None, result: torch.Tensor | None) -> int:
+    if wanted is None or result is None or result.shape != wanted.shape or result.dtype != wanted.dtype:
+        return 0 if wanted is None and result is None else 1
+    return int((result != wanted).sum())
 
 
 def _fold(values: list[int], op: str) -> int:

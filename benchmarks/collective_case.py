@@ -2,6 +2,9 @@
 
 The columns are those of nccl-tests. Its `size` is what one rank holds (all_reduce, broadcast, reduce), or what the root
 or each rank holds of all ranks together (the others); `count` is the elements of one rank's part.
+
+`--peers touch` adds the roof of those in place: every tensor read and written once, by torch, without any sum. Who is
+as fast has nothing left to win from this memory.
 """
 
 import argparse
@@ -13,10 +16,12 @@ from functools import partial
 import torch
 
 from benchmarks.case import Bound, Case, Label, Row, UsageError, chosen, measure_row
-from benchmarks.collective import DTYPES, MOST_RANKS, Collective, Holding, Task, Tensors, around, others
+from benchmarks.collective import DTYPES, MOST_RANKS, Collective, Holding, Task, Tensors, Wanted, around, others
 from benchmarks.gloo import GlooTeam
 from benchmarks.options import add_ranks, parse_sizes
 from benchmarks.timing import OURS, CacheFlush, Contestant, Schedule, timed
+
+TOUCH = "touch"
 
 
 def case_of(collective: Collective, bounds: tuple[Bound, ...] = ()) -> Case:
@@ -27,6 +32,7 @@ def case_of(collective: Collective, bounds: tuple[Bound, ...] = ()) -> Case:
         name=collective.name,
         summary=collective.summary,
         peers=("gloo", "torch"),
+        more_peers=(TOUCH,) if collective.place == "in" else (),
         measure=partial(measure, collective),
         add_arguments=partial(_add_arguments, collective),
         unit="us",
@@ -97,12 +103,20 @@ def _contestants(collective: Collective, task: Task, team: GlooTeam | None) -> M
     holding, tiny = (Holding(collective, each, range(task.ranks)) for each in (task, task.tiny()))
     salts = itertools.count(1)
 
-    def here(do: Callable[[Task, Sequence[torch.Tensor]], Tensors]) -> Contestant:
+    def here(do: Callable[[Task, Sequence[torch.Tensor]], Tensors], wanted: Wanted | None = None) -> Contestant:
         run = timed(lambda: do(task, holding.sends), wake=lambda: do(tiny.task, tiny.sends))
-        return Contestant(run, lambda: holding.wrong(lambda: do(task, holding.sends), next(salts)), holding.reset)
+        return Contestant(
+            run, lambda: holding.wrong(lambda: do(task, holding.sends), next(salts), wanted), holding.reset
+        )
 
     sides = {OURS: here(collective.ours), "torch": here(collective.loop)}
+    if collective.place == "in":
+        sides[TOUCH] = here(_touch, lambda values, rank: -collective.sends(values, rank))
     if team is not None:
         team.prepare(collective.name, task)
         sides["gloo"] = Contestant(team.run, lambda: team.wrong(next(salts)), team.reset)
     return sides
+
+
+def _touch(_task: Task, sends: Sequence[torch.Tensor]) -> Tensors:
+    return [send.neg_() for send in sends]

@@ -4,7 +4,7 @@
 #include <cstring>
 
 #include "backends/cpu/cpu.h"
-#include "backends/cpu/reduce.h"
+#include "backends/cpu/kernels.h"
 #include "backends/cpu/thread_pool.h"
 #include "core/plan.h"
 
@@ -40,8 +40,8 @@ void reduce_to_all(const Buffers& in, const Buffers& out, ReduceOp op) {
   const auto from = inputs_of(in);
   const auto to = outputs_of(out);
   parallel_for(in[0].count, kGrain, [&](int64_t begin, int64_t end) {
-    reduce({from.data(), static_cast<int>(from.size()), to.data(), static_cast<int>(to.size()), begin, end, in[0].dtype,
-            op, divisor_of(op, from.size())});
+    kernels().reduce({from.data(), static_cast<int>(from.size()), to.data(), static_cast<int>(to.size()), begin, end,
+                      in[0].dtype, op, divisor_of(op, from.size())});
   });
 }
 
@@ -52,7 +52,7 @@ void run_hop(const Hop& hop, const Chunk& chunk, const Buffers& work, ReduceOp o
   const void* from = at(work[hop.from], chunk.begin);
   if (hop.reduce) {
     const void* in[] = {to, from};
-    reduce({in, 2, &to, 1, begin, end, work[0].dtype, op, divisor});
+    kernels().reduce({in, 2, &to, 1, begin, end, work[0].dtype, op, divisor});
     return;
   }
   const auto size = static_cast<int64_t>(itemsize(work[0].dtype));
@@ -107,8 +107,8 @@ class CpuCollectives final : public Collectives {
     }
     parallel_pieces(counts, kGrain, [&](size_t i, int64_t begin, int64_t end) {
       const ReduceCall& call = calls[i];
-      cpu::reduce({from[i].data(), static_cast<int>(from[i].size()), &call.out.pointer, 1, begin, end, call.out.dtype,
-                   op, divisor_of(op, from[i].size())});
+      kernels().reduce({from[i].data(), static_cast<int>(from[i].size()), &call.out.pointer, 1, begin, end,
+                        call.out.dtype, op, divisor_of(op, from[i].size())});
     });
   }
 
@@ -139,8 +139,8 @@ class CpuCollectives final : public Collectives {
     parallel_pieces(std::vector<int64_t>(in.size(), count), kGrain, [&](size_t rank, int64_t begin, int64_t end) {
       const int64_t offset = static_cast<int64_t>(rank) * count;
       void* to = at(out[rank], -offset);  // so that the element numbers of the inputs fit the output too
-      cpu::reduce({from.data(), static_cast<int>(from.size()), &to, 1, offset + begin, offset + end, in[0].dtype, op,
-                   divisor_of(op, in.size())});
+      kernels().reduce({from.data(), static_cast<int>(from.size()), &to, 1, offset + begin, offset + end, in[0].dtype,
+                        op, divisor_of(op, in.size())});
     });
   }
 };

@@ -3,8 +3,7 @@
 #include <string>
 
 #include "backends/cpu/cpu.h"
-#include "backends/cpu/lanes.h"
-#include "backends/cpu/targets.h"
+#include "backends/cpu/kernels.h"
 #include "backends/cpu/thread_pool.h"
 #include "core/error.h"
 
@@ -33,44 +32,6 @@ void copy_bytes(const CopyBlock& block, int64_t begin, int64_t end) {
   }
 }
 
-// Rows of uint8 -> normalised floats.  A vector of 8 at a time: the same arithmetic as a store of a reduction.
-template <class Out>
-MGPU_INLINE void normalise(const uint8_t* from, int64_t count, float scale, float shift, Out* to) {
-  using U8x8 = uint8_t __attribute__((vector_size(8)));
-  const auto convert = [&](U8x8 packed) { return __builtin_convertvector(packed, F32x8) * scale + shift; };
-  int64_t i = 0;
-  for (; i + 8 <= count; i += 8) {
-    U8x8 packed;
-    std::memcpy(&packed, from + i, 8);
-    store_floats(to + i, convert(packed));
-  }
-  if (i == count) return;
-  U8x8 packed = {};
-  Out pad[8];
-  std::memcpy(&packed, from + i, count - i);
-  store_floats(pad, convert(packed));
-  std::memcpy(to + i, pad, (count - i) * sizeof(Out));
-}
-
-// Rows lie anywhere, so no hardware guesses the next one: it is asked for while this one is converted.
-MGPU_INLINE void prefetch_row(const GatherRows& c, int64_t i) {
-  const uint8_t* row = c.rows + c.index[i] * c.row_count;
-  for (int64_t line = 0; line < std::min<int64_t>(c.row_count, 2048); line += 64) __builtin_prefetch(row + line);
-}
-
-template <class Out>
-MGPU_INLINE void gather_range(const GatherRows& c, int64_t begin, int64_t end) {
-  for (int64_t i = begin; i < end; ++i) {
-    if (i + 2 < end) prefetch_row(c, i + 2);
-    normalise(c.rows + c.index[i] * c.row_count, c.row_count, c.scale, c.shift,
-              static_cast<Out*>(c.out) + i * c.row_count);
-  }
-}
-
-MGPU_CLONES void gather_f32(const GatherRows& c, int64_t begin, int64_t end) { gather_range<float>(c, begin, end); }
-MGPU_CLONES void gather_f16(const GatherRows& c, int64_t begin, int64_t end) { gather_range<F16>(c, begin, end); }
-MGPU_CLONES void gather_bf16(const GatherRows& c, int64_t begin, int64_t end) { gather_range<BF16>(c, begin, end); }
-
 void require_index(const GatherRows& call) {
   for (int64_t i = 0; i < call.index_count; ++i)
     require(call.index[i] >= 0 && call.index[i] < call.rows_count,
@@ -94,11 +55,8 @@ class CpuDeviceOps final : public DeviceOps {
 
   void gather_rows(const GatherRows& call) override {
     require_index(call);
-    const auto range = call.out_dtype == DType::f32   ? gather_f32
-                       : call.out_dtype == DType::f16 ? gather_f16
-                                                      : gather_bf16;
     const int64_t grain = std::max<int64_t>(1, kSerialNbytes / std::max<int64_t>(1, call.row_count));
-    parallel_for(call.index_count, grain, [&](int64_t begin, int64_t end) { range(call, begin, end); });
+    parallel_for(call.index_count, grain, [&](int64_t begin, int64_t end) { kernels().gather_rows(call, begin, end); });
   }
 };
 

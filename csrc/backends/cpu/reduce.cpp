@@ -1,9 +1,8 @@
-#include "backends/cpu/reduce.h"
-
+// Compiled once per instruction set (kernels.h).
+#include "backends/cpu/kernels.h"
 #include "backends/cpu/lanes.h"
-#include "backends/cpu/targets.h"
 
-namespace mgpu::cpu {
+namespace mgpu::cpu::MGPU_LEVEL {
 namespace {
 
 struct Sum {
@@ -32,14 +31,24 @@ struct Max {
   }
 };
 
+// Where small integers are divided: wide enough that the quotient, cut toward zero, is that of the integers.
+template <class T>
+using Quotient = std::conditional_t<sizeof(T) == 1, float, std::conditional_t<sizeof(T) == 4, double, int64_t>>;
+
 // Integers are added as unsigned, where overflow wraps, and divided as what they are, toward zero.
 template <class V, class Signed>
 MGPU_INLINE V divide(V sum, int divisor, Signed) {
   if (divisor == 1) return sum;
-  if constexpr (std::is_floating_point_v<Signed>) return sum / static_cast<Signed>(divisor);
-  for (size_t lane = 0; lane < sizeof(V) / sizeof(Signed); ++lane)
-    sum[lane] = static_cast<int64_t>(static_cast<Signed>(sum[lane])) / divisor;
-  return sum;
+  if constexpr (std::is_floating_point_v<Signed>) {
+    return sum / static_cast<Signed>(divisor);
+  } else {
+    Signed values[sizeof(V) / sizeof(Signed)];
+    std::memcpy(values, &sum, sizeof sum);
+    for (Signed& value : values)
+      value = static_cast<Signed>(static_cast<Quotient<Signed>>(value) / static_cast<Quotient<Signed>>(divisor));
+    std::memcpy(&sum, values, sizeof sum);
+    return sum;
+  }
 }
 
 // T: the element in memory; Signed: how it is divided.
@@ -47,7 +56,7 @@ template <class T, class Signed, class Op>
 struct Kernel {
   using L = Lanes<T>;
   using V = typename L::Vector;
-  static constexpr int kUnroll = 128 / sizeof(V);  // two cache lines of each input at a time
+  static constexpr int kUnroll = 128 / kVectorNbytes;  // two cache lines of each input at a time
   static constexpr int kStep = kUnroll * L::count;
 
   static MGPU_INLINE const T* in(const Reduction& r, int rank, int64_t i) {
@@ -115,13 +124,13 @@ MGPU_INLINE void run_op(const Reduction& r) {
   }
 }
 
-MGPU_CLONES void reduce_f16(const Reduction& r) { run_op<F16, F16, float>(r); }
-MGPU_CLONES void reduce_bf16(const Reduction& r) { run_op<BF16, BF16, float>(r); }
-MGPU_CLONES void reduce_f32(const Reduction& r) { run_op<float, float, float>(r); }
-MGPU_CLONES void reduce_f64(const Reduction& r) { run_op<double, double, double>(r); }
-MGPU_CLONES void reduce_i32(const Reduction& r) { run_op<uint32_t, int32_t, int32_t>(r); }
-MGPU_CLONES void reduce_i64(const Reduction& r) { run_op<uint64_t, int64_t, int64_t>(r); }
-MGPU_CLONES void reduce_u8(const Reduction& r) { run_op<uint8_t, uint8_t, uint8_t>(r); }
+void reduce_f16(const Reduction& r) { run_op<F16, F16, float>(r); }
+void reduce_bf16(const Reduction& r) { run_op<BF16, BF16, float>(r); }
+void reduce_f32(const Reduction& r) { run_op<float, float, float>(r); }
+void reduce_f64(const Reduction& r) { run_op<double, double, double>(r); }
+void reduce_i32(const Reduction& r) { run_op<uint32_t, int32_t, int32_t>(r); }
+void reduce_i64(const Reduction& r) { run_op<uint64_t, int64_t, int64_t>(r); }
+void reduce_u8(const Reduction& r) { run_op<uint8_t, uint8_t, uint8_t>(r); }
 
 }  // namespace
 
@@ -144,4 +153,4 @@ void reduce(const Reduction& r) {
   }
 }
 
-}  // namespace mgpu::cpu
+}  // namespace mgpu::cpu::MGPU_LEVEL

@@ -1,0 +1,58 @@
+// Compiled once per instruction set (kernels.h).
+#include <algorithm>
+
+#include "backends/cpu/kernels.h"
+#include "backends/cpu/lanes.h"
+
+namespace mgpu::cpu::MGPU_LEVEL {
+namespace {
+
+// Rows of uint8 -> normalised floats.  A vector at a time: the same arithmetic as a store of a reduction.
+template <class Out>
+MGPU_INLINE void normalise(const uint8_t* from, int64_t count, float scale, float shift, Out* to) {
+  constexpr int kCount = kVectorNbytes / 4;
+  using U8s = uint8_t __attribute__((vector_size(kCount)));
+  const auto convert = [&](U8s packed) { return __builtin_convertvector(packed, F32s) * scale + shift; };
+  int64_t i = 0;
+  for (; i + kCount <= count; i += kCount) {
+    U8s packed;
+    std::memcpy(&packed, from + i, kCount);
+    store_floats(to + i, convert(packed));
+  }
+  if (i == count) return;
+  U8s packed = {};
+  Out pad[kCount];
+  std::memcpy(&packed, from + i, count - i);
+  store_floats(pad, convert(packed));
+  std::memcpy(to + i, pad, (count - i) * sizeof(Out));
+}
+
+// Rows lie anywhere, so no hardware guesses the next one: it is asked for while this one is converted.
+MGPU_INLINE void prefetch_row(const GatherRows& c, int64_t i) {
+  const uint8_t* row = c.rows + c.index[i] * c.row_count;
+  for (int64_t line = 0; line < std::min<int64_t>(c.row_count, 2048); line += 64) __builtin_prefetch(row + line);
+}
+
+template <class Out>
+MGPU_INLINE void gather_range(const GatherRows& c, int64_t begin, int64_t end) {
+  for (int64_t i = begin; i < end; ++i) {
+    if (i + 2 < end) prefetch_row(c, i + 2);
+    normalise(c.rows + c.index[i] * c.row_count, c.row_count, c.scale, c.shift,
+              static_cast<Out*>(c.out) + i * c.row_count);
+  }
+}
+
+}  // namespace
+
+void gather_rows(const GatherRows& call, int64_t begin, int64_t end) {
+  switch (call.out_dtype) {
+    case DType::f16:
+      return gather_range<F16>(call, begin, end);
+    case DType::bf16:
+      return gather_range<BF16>(call, begin, end);
+    default:
+      return gather_range<float>(call, begin, end);
+  }
+}
+
+}  // namespace mgpu::cpu::MGPU_LEVEL

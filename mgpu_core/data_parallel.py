@@ -8,7 +8,10 @@ from typing import Any, TypeVar
 import torch
 from torch.nn import Module
 
+from mgpu_core.device.compiled import outside_the_compiler
 from mgpu_core.device.devices import DeviceLike, as_device, as_devices, default_devices
+from mgpu_core.device.modes import check_modes
+from mgpu_core.device.random import check_rng
 from mgpu_core.device.team import Team
 from mgpu_core.module_tree import check_initialised, tensors_of
 from mgpu_core.nested import unwrapped
@@ -34,9 +37,11 @@ class DataParallel(torch.nn.DataParallel[M]):
         output_device: where outputs are gathered (default: ``device_ids[0]``).
         dim: the dimension of the rows.
         shares: rows in this proportion, one positive number per rank.
+        rng: ``auto``: one seed gives the same bits in every run where a module looks as if it drew random numbers
+            (dropout in training); ``per_rank``: also for modules that draw without a sign of it.
 
     Raises:
-        ValueError, TypeError: devices that do not exist, shares that do not fit.
+        ValueError, TypeError: devices that do not exist, shares that do not fit, another ``rng``.
     """
 
     def __init__(
@@ -47,12 +52,15 @@ class DataParallel(torch.nn.DataParallel[M]):
         dim: int = 0,
         *,
         shares: Sequence[float] | None = None,
+        rng: str = "auto",
     ) -> None:
         Module.__init__(self)
+        check_rng(rng)
         devices = _devices(device_ids)
         self.module = module
         self.dim = dim
         self.shares = shares
+        self.rng = rng
         self._forwards_to_watch = 3
         self.device_ids: list[Any] = [_as_id(device) for device in devices]
         self.output_device: Any = _output_device(output_device, self.device_ids)
@@ -63,16 +71,20 @@ class DataParallel(torch.nn.DataParallel[M]):
         if len(self.device_ids) == 1:
             self.module.to(self.src_device_obj)
 
+    @outside_the_compiler
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Scatter, replicate, apply, gather.
 
         Raises:
             RuntimeError: the module is not on ``device_ids[0]``.
             ValueError: inputs that disagree on their number of rows.
+            TypeError: a mode or a transform of ``torch.func`` that would not reach the ranks.
             Exception: what a replica raised, see :func:`mgpu_core.parallel_apply`.
         """
         if not self.device_ids:
             return self._move_output(self.module(*unwrapped(inputs), **unwrapped(kwargs)))
+        if len(self.device_ids) > 1:
+            check_modes()
         _check_module(self.module, self.src_device_obj, len(self.device_ids))
         parts, kwargs_parts = self.scatter(inputs, kwargs, self.device_ids)
         if not parts and not kwargs_parts:  # no arguments at all: the module runs once, on the first rank
@@ -104,7 +116,7 @@ class DataParallel(torch.nn.DataParallel[M]):
 
     def parallel_apply(self, replicas: Sequence[M], inputs: Sequence[Any], kwargs: Any) -> list[Any]:
         """Each twin on its own arguments, at once."""
-        return parallel_apply(replicas, inputs, kwargs, self.device_ids[: len(replicas)])
+        return parallel_apply(replicas, inputs, kwargs, self.device_ids[: len(replicas)], rng=self.rng)
 
     def gather(self, outputs: Any, output_device: DeviceLike) -> Any:
         """The outputs joined along ``dim`` on ``output_device``."""
@@ -176,6 +188,7 @@ def data_parallel(
     module_kwargs: dict[str, Any] | None = None,
     *,
     shares: Sequence[float] | None = None,
+    rng: str = "auto",
 ) -> Any:
     """``module(*inputs, **module_kwargs)`` over several ranks, once; see :class:`DataParallel`.
 
@@ -187,4 +200,4 @@ def data_parallel(
     devices = _devices(device_ids)
     if devices:
         _check_module(module, devices[0], len(devices))  # before the wrapper, which would move the module to one device
-    return DataParallel(module, devices, output_device, dim, shares=shares)(*inputs, **(module_kwargs or {}))
+    return DataParallel(module, devices, output_device, dim, shares=shares, rng=rng)(*inputs, **(module_kwargs or {}))

@@ -7,6 +7,7 @@ any number of twins can be wired from one walk.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MethodType
 from typing import Any
@@ -15,22 +16,54 @@ import torch
 from torch.nn import Module
 from torch.nn.parameter import is_lazy
 
-__all__ = ["ModuleTree", "Place", "check_initialised", "tensors_of"]
+__all__ = ["ModuleTree", "Place", "check_initialised", "draws_random_numbers", "modules_of", "tensors_of"]
 
 
-def tensors_of(module: Module) -> Iterator[torch.Tensor]:
-    """Parameters and buffers of all modules; shared ones as often as they are met."""
+def modules_of(module: Module) -> Iterator[Module]:
+    """The module and all below it, each once."""
     seen = {id(module)}
     found = [module]
     for each in found:
-        for tensors in (each._parameters, each._buffers):
-            for tensor in tensors.values():
-                if tensor is not None:
-                    yield tensor
+        yield each
         for child in each._modules.values():
             if child is not None and id(child) not in seen:
                 seen.add(id(child))
                 found.append(child)
+
+
+def tensors_of(module: Module) -> Iterator[torch.Tensor]:
+    """Parameters and buffers of all modules; shared ones as often as they are met."""
+    for each in modules_of(module):
+        for tensors in (each._parameters, each._buffers):
+            for tensor in tensors.values():
+                if tensor is not None:
+                    yield tensor
+
+
+_DRAW_ALWAYS = (torch.nn.FractionalMaxPool2d, torch.nn.FractionalMaxPool3d)
+_DRAW_IN_TRAINING = (torch.nn.RReLU,)
+_rates: dict[type[Module], tuple[str, ...]] = {}
+
+
+def draws_random_numbers(module: Module) -> bool:
+    """Whether a forward of this module, as it is now, looks as if it drew random numbers.
+
+    Torch's modules are known.  Others give themselves away by an attribute: dropout, however it is called, has a rate
+    above zero, in ``p`` or something with ``drop`` in its name.  What draws without such a sign is not seen.
+    """
+    return any(
+        isinstance(each, _DRAW_ALWAYS) or (each.training and (isinstance(each, _DRAW_IN_TRAINING) or _has_rate(each)))
+        for each in modules_of(module)
+    )
+
+
+def _has_rate(module: Module) -> bool:
+    kind = type(module)
+    names = _rates.get(kind)
+    if names is None:
+        names = _rates[kind] = tuple(name for name in vars(module) if name == "p" or "drop" in name.lower())
+    attributes = vars(module)
+    return any(isinstance(rate := attributes.get(name), int | float) and rate > 0 for name in names)
 
 
 def check_initialised(tensors: Iterable[torch.Tensor]) -> None:
@@ -65,15 +98,22 @@ class _Numbered:
 class _Kind:
     """What a class of modules has to say about its twins; asked once per class, not once per module."""
 
-    __slots__ = ("ordinary", "script")
+    __slots__ = ("ordinary", "script", "wrapper")
 
     def __init__(self, kind: type[Module]) -> None:
         self.script = issubclass(kind, torch.jit.ScriptModule)
+        self.wrapper = _is_compile_wrapper(kind)
         self.ordinary = (
             kind.__setattr__ is Module.__setattr__
             and kind._replicate_for_data_parallel is Module._replicate_for_data_parallel
             and not self.script
         )
+
+
+def _is_compile_wrapper(kind: type[Module]) -> bool:
+    """Whether it is what ``torch.compile(module)`` returns; without importing torch's compiler to find out."""
+    compiler = sys.modules.get("torch._dynamo.eval_frame")
+    return compiler is not None and issubclass(kind, compiler.OptimizedModule)
 
 
 class Place:
@@ -86,9 +126,11 @@ class Place:
         parameters, buffers, children: (name, number).
         absent: parameters that are registered as None.
         methods: (name, function, number): attributes that hold a bound method of a module of this tree.
+        compiled: what compiled the module: itself after ``module.compile()``, or its wrapper, which has no place of its
+            own; ``None`` for a module that is not compiled.
     """
 
-    __slots__ = ("absent", "buffers", "children", "kind", "methods", "module", "parameters", "template")
+    __slots__ = ("absent", "buffers", "children", "compiled", "kind", "methods", "module", "parameters", "template")
 
     def __init__(self, module: Module) -> None:
         self.module, self.kind = module, type(module)
@@ -98,6 +140,7 @@ class Place:
         self.children: Sequence[tuple[str, int]] = ()
         self.absent: Sequence[str] = ()
         self.methods: Sequence[tuple[str, Any, int]] = ()
+        self.compiled: Module | None = None
 
     def make_template(self) -> dict[str, Any]:
         """What ``Module._replicate_for_data_parallel`` copies; a copied dictionary that grows is allocated twice."""
@@ -132,9 +175,15 @@ class ModuleTree:
         known = self._numbers.get(id(module))
         if known is not None:
             return known
-        number = self._numbers[id(module)] = len(self.places)
         kind = self._kinds.get(type(module)) or self._kinds.setdefault(type(module), _Kind(type(module)))
+        if kind.wrapper:
+            number = self._numbers[id(module)] = self._visit(module.get_submodule("_orig_mod"))
+            self.places[number].compiled = module
+            return number
+        number = self._numbers[id(module)] = len(self.places)
         place = Place(module)
+        if module.__dict__.get("_compiled_call_impl") is not None:
+            place.compiled = module
         self.places.append(place)
         if parameters := module._parameters:
             place.parameters = self.parameters.named(parameters)

@@ -1,47 +1,84 @@
 """What a thread carries besides its arguments, taken from the caller to the workers.
 
-Grad mode, inference mode and autocast are settings of a thread; a new thread has the defaults.  Each rank also runs in
-a copy of the caller's ``contextvars`` of its own, because one context cannot be entered by two threads at once.
+Grad mode, inference mode, autocast, saved-tensor hooks and modes are settings of a thread; a new thread has the
+defaults.  Each rank also runs in a copy of the caller's ``contextvars`` of its own, because one context cannot be
+entered by two threads at once.
 """
 
 from __future__ import annotations
 
 import contextvars
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
+
+from mgpu_core.device.modes import Modes
 
 __all__ = ["CallerContext"]
 
 
 class CallerContext:
-    """The calling thread's settings, read when the object is made."""
+    """The calling thread's settings, read when the object is made.
 
-    def __init__(self) -> None:
+    Args:
+        devices: one per rank.
+
+    Attributes:
+        in_turns: the ranks must run one after the other.
+
+    Raises:
+        TypeError: a mode or a transform that must not leave its thread.
+    """
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self._devices = devices
+        self._modes = Modes(devices)
         self._grad = torch.is_grad_enabled()
         self._inference = torch.is_inference_mode_enabled()
         found = torch.accelerator.current_accelerator()
         kinds = ["cpu"] if found is None else ["cpu", found.type]
         self._autocast = [(kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind)]
         self._autocast_cache = torch.is_autocast_cache_enabled()
+        self._hooks, self.in_turns = _saved_tensors_hooks()
 
     @contextmanager
-    def _entered(self) -> Iterator[None]:
+    def _entered(self, device: torch.device) -> Iterator[None]:
         with ExitStack() as stack:
             stack.enter_context(torch.inference_mode(self._inference))
             stack.enter_context(torch.set_grad_enabled(self._grad))
             for kind, dtype in self._autocast:
                 stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=self._autocast_cache))
+            if self._hooks is not None:
+                stack.enter_context(self._hooks())
+            stack.enter_context(self._modes.entered(device))
             yield
 
-    def bind(self, work: Callable[[], Any]) -> Callable[[], Any]:
-        """``work`` as a task for another thread: there it runs under these settings."""
+    def bind(self, work: Callable[[], Any], rank: int) -> Callable[[], Any]:
+        """``work`` as a task for another thread: there it runs under these settings, as this rank."""
         variables = contextvars.copy_context()
 
         def task() -> Any:
-            with self._entered():
+            with self._entered(self._devices[rank]):
                 return variables.run(work)
 
         return task
+
+
+def _saved_tensors_hooks() -> tuple[Callable[[], AbstractContextManager[None]] | None, bool]:
+    """What gives another thread the hooks that this one has, if any; and whether they count on an order.
+
+    A checkpoint finds a tensor again by its place among all that were saved, so the ranks must save theirs in one order
+    in the forward and when it runs again: they take turns.
+    """
+    engine: Any = torch._C._autograd
+    banned = engine._saved_tensors_hooks_get_disabled_error_message()
+    if banned is not None:
+        return partial(torch.autograd.graph.disable_saved_tensors_hooks, banned), False
+    top = engine._top_saved_tensors_default_hooks(False)
+    if top is None:
+        return None, False
+    ordered = getattr(top[0], "__module__", None) == "torch.utils.checkpoint"
+    return partial(torch.autograd.graph.saved_tensors_hooks, *top), ordered

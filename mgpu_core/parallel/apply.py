@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
+from threading import Event
 from typing import Any
 
 import torch
@@ -11,9 +13,12 @@ from torch._utils import ExceptionWrapper
 
 from mgpu_core.device.context import CallerContext
 from mgpu_core.device.devices import DeviceLike
+from mgpu_core.device.random import RankStream, check_rng, current_stream, rank_streams
 from mgpu_core.device.streams import caller_streams, on
 from mgpu_core.device.team import Team
 from mgpu_core.device.workers import Outcome, time_limit
+from mgpu_core.errors import Error
+from mgpu_core.module_tree import draws_random_numbers
 from mgpu_core.record import span
 
 __all__ = ["parallel_apply"]
@@ -24,6 +29,8 @@ def parallel_apply(
     inputs: Sequence[Any],
     kwargs_tup: Sequence[dict[str, Any]] | None = None,
     devices: Sequence[DeviceLike | None] | None = None,
+    *,
+    rng: str = "auto",
 ) -> list[Any]:
     """Calls ``modules[rank](*inputs[rank], **kwargs_tup[rank])`` on every rank at once.
 
@@ -32,13 +39,19 @@ def parallel_apply(
         inputs: per rank a tuple or list of positional arguments, or the only argument.
         kwargs_tup: per rank its keyword arguments.
         devices: per rank its device (default: that of its first tensor).
+        rng: ``auto``: ranks that share a random generator draw from streams of their own where a module looks as if it
+            drew (dropout in training); ``per_rank``: always.  Then one seed gives the same bits in every run.
 
     Returns:
         The outputs, in rank order.  A single rank runs in the calling thread, several in the team's workers, each
-        under the caller's grad mode, inference mode, autocast, streams and a copy of its ``contextvars``.
+        under the caller's grad mode, inference mode, autocast, saved-tensor hooks, streams, a default device (its own
+        where it is one of the team's) and a copy of its ``contextvars``.
 
     Raises:
         AssertionError: lists of different lengths, as in torch.
+        ValueError: another ``rng``.
+        TypeError: the caller is inside a TorchFunctionMode or TorchDispatchMode that does not say
+            ``mgpu_core_thread_safe = True``, or inside a transform of ``torch.func``.
         Exception: the first failing rank's, of the same type: ``Caught KeyError in replica 1 on device cuda:1.`` and
             the original traceback; the original is ``__cause__`` and the other ranks' failures are notes.
             ``KeyboardInterrupt`` and ``SystemExit`` pass through.
@@ -46,6 +59,7 @@ def parallel_apply(
     """
     kwargs_tup = kwargs_tup if kwargs_tup is not None else [{}] * len(modules)
     _check_lengths(modules, inputs=inputs, kwargs_tup=kwargs_tup, devices=devices)
+    check_rng(rng)
     team = Team.of(_devices_of(inputs, devices))
     streams = caller_streams(team.devices)
     calls = [
@@ -55,7 +69,10 @@ def parallel_apply(
         )
     ]
     with span("apply"):
-        outcomes = [_run_here(calls[0])] if len(calls) == 1 else _run_in_workers(team, calls)
+        if len(calls) == 1:
+            outcomes = [_run_here(calls[0])]
+        else:
+            outcomes = _run_in_workers(team, calls, _draws(modules, rng))
     _raise_failures(outcomes, team)
     return [outcome.value for outcome in outcomes]
 
@@ -117,11 +134,58 @@ def _run_here(call: Callable[[], Any]) -> Outcome:
     return outcome
 
 
-def _run_in_workers(team: Team, calls: list[partial[Any]]) -> list[Outcome]:
-    context = CallerContext()
+def _draws(modules: Sequence[torch.nn.Module], rng: str) -> bool:
+    """Whether ranks that share a generator must be kept apart; inside a rank that is, its own ranks are too."""
+    return rng == "per_rank" or current_stream() is not None or draws_random_numbers(modules[0])
+
+
+def _run_in_workers(team: Team, calls: list[partial[Any]], draws: bool) -> list[Outcome]:
+    context = CallerContext(team.devices)
     seconds = time_limit()
+    tasks = [context.bind(call, rank) for rank, call in enumerate(calls)]
+    if draws and team.devices.count(_CPU) > 1:
+        tasks = [_drawing(task, stream) for task, stream in zip(tasks, rank_streams(team.devices), strict=True)]
+    if context.in_turns:
+        tasks = _in_turns(tasks, team.ranks, seconds)
+    elif draws:
+        for device in set(team.devices) - {_CPU}:
+            tasks = _in_turns(tasks, [rank for rank in team.ranks if team.devices[rank] == device], seconds)
     with team.workers.lease() as crew:
-        return crew.run([context.bind(call) for call in calls], seconds)
+        return crew.run(tasks, seconds)
+
+
+_CPU = torch.device("cpu")
+
+
+def _drawing(task: Callable[[], Any], stream: RankStream | None) -> Callable[[], Any]:
+    def work() -> Any:
+        with stream.entered() if stream is not None else nullcontext():
+            return task()
+
+    return work
+
+
+def _in_turns(tasks: Sequence[Callable[[], Any]], ranks: Sequence[int], seconds: float) -> list[Callable[[], Any]]:
+    """The tasks, those of ``ranks`` one after the other; each waits until the one before has ended, also in failure."""
+    found = list(tasks)
+    before: Event | None = None
+    for rank in ranks:
+        found[rank], before = _after(before, tasks[rank], seconds)
+    return found
+
+
+def _after(before: Event | None, task: Callable[[], Any], seconds: float) -> tuple[Callable[[], Any], Event]:
+    ended = Event()
+
+    def work() -> Any:
+        try:
+            if before is not None and not before.wait(seconds):
+                raise Error(f"the rank before did not end within {seconds:g} s")
+            return task()
+        finally:
+            ended.set()
+
+    return work, ended
 
 
 def _raise_failures(outcomes: list[Outcome], team: Team) -> None:

@@ -11,12 +11,15 @@ from types import MethodType
 
 from torch.nn import Module
 
+from mgpu_core.module_tree import ModuleTree
+
 __all__ = ["lost_attributes", "warn_lost"]
 
 _OURS = {
     "_parameters",
     "_buffers",
     "_modules",
+    "_compiled_call_impl",
     "_former_parameters",
     "_is_replica",
     "_forwards_to_watch",
@@ -27,7 +30,7 @@ _OURS = {
 def lost_attributes(replica: Module, module: Module) -> list[str]:
     """Names, such as ``encoder.steps``, of what the forward of rank 0's replica assigned and the module lacks."""
     lost: list[str] = []
-    for (path, twin), original in zip(replica.named_modules(), module.modules(), strict=False):
+    for (path, twin), original in zip(replica.named_modules(), _modules_of(module), strict=False):
         if type(original)._replicate_for_data_parallel is not Module._replicate_for_data_parallel:
             continue  # it has given its twin attributes of its own (RNNs do)
         ours = _OURS | original._parameters.keys() | _rewritten_by_hooks(original)
@@ -38,6 +41,11 @@ def lost_attributes(replica: Module, module: Module) -> list[str]:
             lost.append(f"{path}.{name}" if path else name)
         lost += [f"{path}.{name}" if path else name for name in _replaced_buffers(twin, original)]
     return lost
+
+
+def _modules_of(module: Module) -> list[Module]:
+    """Those that a replica has twins of, in its order: wrappers of ``torch.compile`` are not among them."""
+    return [place.module for place in ModuleTree(module).places]
 
 
 def _replaced_buffers(twin: Module, original: Module) -> list[str]:

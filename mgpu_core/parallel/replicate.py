@@ -17,6 +17,7 @@ from torch.nn import Module
 
 from mgpu_core.comm import autograd, collectives
 from mgpu_core.comm.broadcast_reduce import copies_of
+from mgpu_core.device.compiled import compiled_calls
 from mgpu_core.device.devices import DeviceLike
 from mgpu_core.device.team import Team
 from mgpu_core.module_tree import ModuleTree, Place, check_initialised
@@ -26,6 +27,7 @@ __all__ = ["loosen", "replicate"]
 
 M = TypeVar("M", bound=Module)
 
+_COMPILED = "_compiled_call_impl"  # what a module's call runs instead of its forward, if it is there
 _BOUND = "_twin_methods"  # of a replica: which of its modules' attributes hold bound methods
 
 
@@ -44,6 +46,7 @@ def replicate(network: M, devices: Sequence[DeviceLike], detach: bool = False) -
 
     Raises:
         ValueError: a parameter that has not been initialised (lazy modules), before anything is copied.
+        TypeError: a module that was compiled in a way that cannot be repeated for its replicas.
         RuntimeError: Python modules inside a ScriptModule.
     """
     team = Team.of(devices)
@@ -51,9 +54,10 @@ def replicate(network: M, devices: Sequence[DeviceLike], detach: bool = False) -
         tree = ModuleTree(network)
         tensors = [*tree.parameters.tensors, *tree.buffers.tensors]
         check_initialised(tensors)
+        calls = _compiled_calls(tree, len(team))
         copies = _copy_tensors(tensors, team, detach)
         split = len(tree.parameters.tensors)
-        return [_build(tree, copies[rank][:split], copies[rank][split:]) for rank in team.ranks]
+        return [_build(tree, copies[rank][:split], copies[rank][split:], calls[rank]) for rank in team.ranks]
 
 
 def _copy_tensors(tensors: Sequence[torch.Tensor], team: Team, detach: bool) -> list[list[torch.Tensor]]:
@@ -76,7 +80,22 @@ def _copy_tensors(tensors: Sequence[torch.Tensor], team: Team, detach: bool) -> 
     return result
 
 
-def _build(tree: ModuleTree, parameters: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor]) -> Any:
+def _compiled_calls(tree: ModuleTree, ranks: int) -> list[list[tuple[int, Any]]]:
+    """Per rank, the compiled modules by number and what their twins of that rank call."""
+    found = [
+        (number, compiled_calls(place.module, place.compiled, ranks))
+        for number, place in enumerate(tree.places)
+        if place.compiled is not None
+    ]
+    return [[(number, calls[rank]) for number, calls in found] for rank in range(ranks)]
+
+
+def _build(
+    tree: ModuleTree,
+    parameters: Sequence[torch.Tensor],
+    buffers: Sequence[torch.Tensor],
+    compiled: Sequence[tuple[int, Any]],
+) -> Any:
     """The twins of all modules, wired to each other and to this rank's tensors; returns the first, the network's."""
     new, assign = object.__new__, object.__setattr__
     twins = [
@@ -93,6 +112,9 @@ def _build(tree: ModuleTree, parameters: Sequence[torch.Tensor], buffers: Sequen
         for name, function, owner in place.methods:
             twin.__dict__[name] = MethodType(function, twins[owner])
             bound.append((twin, name))
+    for number, function in compiled:
+        twins[number].__dict__[_COMPILED] = MethodType(function, twins[number])
+        bound.append((twins[number], _COMPILED))
     if bound:
         twins[0].__dict__[_BOUND] = bound
     return twins[0]

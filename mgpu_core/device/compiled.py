@@ -1,0 +1,184 @@
+"""Compiled modules: their replicas are compiled too, once per rank.
+
+What ``torch.compile(module)`` and ``module.compile()`` make is bound to that one module: a replica that carried it
+along would compute with the original's weights.  Here the settings are taken out of it, and each rank gets a function
+of its own, ``f(replica, *args)``, compiled with them.  The replicas of later forwards are other objects of the same
+shape, for which the compiled code holds.
+
+Torch's compiler is not made for several threads: while one compiles, another that enters compiled code fails.  So a
+call that may compile, because its rank has not seen such arguments yet, has the compiler for itself.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import wraps
+from threading import Condition
+from typing import Any, TypeVar, cast
+
+import torch
+from torch.nn import Module
+from torch.utils._pytree import tree_leaves
+
+from mgpu_core.device.workers import time_limit
+from mgpu_core.errors import Error
+
+__all__ = ["compiled_calls", "outside_the_compiler"]
+
+_Call = Callable[..., Any]
+_F = TypeVar("_F", bound=_Call)
+
+
+def outside_the_compiler(function: _F) -> _F:
+    """A function of threads and pointers, which a compiled caller must run as it is instead of looking into it.
+
+    As ``torch.compiler.disable``, but nobody who does not compile pays for the import of the compiler.
+    """
+    disabled: list[_Call] = []
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        compiler: Any = sys.modules.get("torch._dynamo")
+        if not disabled and hasattr(compiler, "disable"):
+            disabled.append(compiler.disable(function))
+        return (disabled[0] if disabled else function)(*args, **kwargs)
+
+    return cast(_F, call)
+
+
+def compiled_calls(module: Module, compiled: Module, ranks: int) -> list[_Call]:
+    """One function per rank, to be called with a replica of ``module`` and its arguments.
+
+    Args:
+        module: the module itself.
+        compiled: what was compiled: the module, or the wrapper that ``torch.compile`` returned.
+        ranks: how many.
+
+    Raises:
+        TypeError: a way of compiling that cannot be repeated for a replica.
+    """
+    settings = _settings_of(module, compiled)
+    known = _known.get(module)
+    if known is None or known.settings is not settings:
+        known = _known[module] = _Calls(settings)
+    return known.first(ranks)
+
+
+def _settings_of(module: Module, compiled: Module) -> Any:
+    """Torch's object that compiles what it is called with, as it did with this module."""
+    if compiled is not module:
+        hooked = compiled._forward_hooks or compiled._forward_pre_hooks
+        settings = None if hooked else getattr(compiled, "dynamo_ctx", None)
+    else:
+        call = module.__dict__["_compiled_call_impl"]
+        free = dict(zip(call.__code__.co_freevars, call.__closure__ or (), strict=True))
+        settings = free["self"].cell_contents if "self" in free else None
+    if not callable(settings) or isinstance(settings, Module):
+        raise TypeError(
+            f"{type(module).__name__} was compiled in a way that cannot be repeated for its replicas. Compile inside "
+            "instead: decorate its forward (`@torch.compile` above `def forward`), which works on any number of devices"
+        )
+    return settings
+
+
+class _Calls:
+    """The compiled functions of one module, by rank."""
+
+    def __init__(self, settings: Any) -> None:
+        self.settings = settings
+        self._found: list[_Call] = []
+
+    def first(self, ranks: int) -> list[_Call]:
+        while len(self._found) < ranks:
+            self._found.append(_for_rank(self.settings, len(self._found)))
+        return self._found[:ranks]
+
+
+_known: weakref.WeakKeyDictionary[Module, _Calls] = weakref.WeakKeyDictionary()
+
+
+def _for_rank(settings: Any, rank: int) -> _Call:
+    # Torch keeps what it compiled by the code object and gives up after some variants: each rank has one of its own.
+    def call(replica: Module, *args: Any, **kwargs: Any) -> Any:
+        return replica._call_impl(*args, **kwargs)
+
+    call.__code__ = call.__code__.replace(co_name=f"call_rank_{rank}")
+    compiled = settings(call)
+    seen: set[Any] = set()
+
+    def run(replica: Module, *args: Any, **kwargs: Any) -> Any:
+        kind = _kind_of(replica, args, kwargs)
+        with _compiler.used(alone=kind not in seen):
+            result = compiled(replica, *args, **kwargs)
+        seen.add(kind)
+        return result
+
+    return run
+
+
+def _kind_of(replica: Module, args: Any, kwargs: Any) -> Any:
+    """Arguments of one kind need no compilation if one of them went through before."""
+    leaves = [
+        (leaf.shape, leaf.dtype, leaf.device, leaf.requires_grad) if isinstance(leaf, torch.Tensor) else type(leaf)
+        for leaf in tree_leaves((args, kwargs))
+    ]
+    return replica.training, torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *leaves
+
+
+class _Compiler:
+    """Many may run compiled code at once, or one may compile."""
+
+    def __init__(self) -> None:
+        self._changed = Condition()
+        self._running = 0
+        self._alone = False
+
+    @contextmanager
+    def used(self, alone: bool) -> Iterator[None]:
+        """Waits until this use is allowed; one inside another, also in the ranks of a forward inside it, is."""
+        if _inside.get():
+            yield
+            return
+        token = _inside.set(True)
+        try:
+            self._enter(alone)
+            try:
+                yield
+            finally:
+                self._leave(alone)
+        finally:
+            _inside.reset(token)
+
+    def _enter(self, alone: bool) -> None:
+        seconds = time_limit()
+        with self._changed:
+            free = self._changed.wait_for(lambda: not self._alone and not (alone and self._running), seconds)
+            if not free:
+                raise Error(
+                    f"torch.compile was busy in another rank for {seconds:g} s; MGPU_CORE_TIMEOUT sets the limit"
+                )
+            self._running += 1
+            self._alone = alone
+
+    def _leave(self, alone: bool) -> None:
+        with self._changed:
+            self._running -= 1
+            self._alone = False
+            self._changed.notify_all()
+
+
+_inside: ContextVar[bool] = ContextVar("mgpu_core_inside_compiled", default=False)
+_compiler = _Compiler()
+
+
+def _after_fork_in_child() -> None:
+    global _compiler
+    _compiler = _Compiler()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

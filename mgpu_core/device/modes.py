@@ -1,0 +1,101 @@
+"""The stacks of modes of a thread: what torch's functions pass on their way to a kernel.
+
+``with torch.device(...)``, ``TorchFunctionMode``, ``TorchDispatchMode`` and the transforms of ``torch.func`` belong to
+the thread that entered them.  A rank that runs elsewhere would silently miss them, so they are either taken along or
+refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.overrides import _pop_mode as _pop_function_mode
+from torch.overrides import _push_mode as _push_function_mode
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import _pop_mode as _pop_dispatch_mode
+from torch.utils._python_dispatch import _push_mode as _push_dispatch_mode
+
+from mgpu_core.device.devices import as_device
+from mgpu_core.device.random import RankStream
+
+__all__ = ["Modes", "check_modes"]
+
+SAFE = "mgpu_core_thread_safe"
+
+
+class Modes:
+    """The calling thread's modes, read when the object is made.
+
+    Args:
+        team: one device per rank.
+
+    Raises:
+        TypeError: a mode that does not say ``mgpu_core_thread_safe = True``, or a transform of ``torch.func``.
+    """
+
+    def __init__(self, team: Sequence[torch.device]) -> None:
+        check_modes()
+        functions = _get_current_function_mode_stack()
+        contexts = [mode for mode in functions if isinstance(mode, DeviceContext)]
+        self._context = contexts[-1] if contexts else None
+        self._ours = self._context is not None and _belongs(self._context.device, team)
+        self._functions = [mode for mode in functions if not isinstance(mode, DeviceContext)]
+        self._dispatches = [mode for mode in _get_current_dispatch_mode_stack() if not isinstance(mode, RankStream)]
+
+    @contextmanager
+    def entered(self, device: torch.device) -> Iterator[None]:
+        """The same modes in the thread of a rank; a default device that belongs to the team becomes the rank's own."""
+        functions: list[Any] = list(self._functions)
+        if self._context is not None:
+            functions.insert(0, DeviceContext(device) if self._ours else self._context)
+        before = len(_get_current_function_mode_stack()), len(_get_current_dispatch_mode_stack())
+        # Pushed, not entered: `__enter__` of a mode notes in globals what was there before, and several threads that
+        # come and go would leave them wrong for good.
+        for mode in functions:
+            _push_function_mode(mode)
+        for mode in self._dispatches:
+            _push_dispatch_mode(mode)
+        try:
+            yield
+        finally:  # with what the rank left behind: the thread is used again
+            while len(_get_current_dispatch_mode_stack()) > before[1]:
+                _pop_dispatch_mode()
+            while len(_get_current_function_mode_stack()) > before[0]:
+                _pop_function_mode()
+
+
+def _belongs(device: torch.device, team: Sequence[torch.device]) -> bool:
+    return any(device.type == each.type for each in team) and as_device(device) in team
+
+
+def check_modes() -> None:
+    """Raises TypeError for a mode or a transform, active in this thread, that must not leave it."""
+    _refuse_transforms()
+    for mode in (*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()):
+        if not isinstance(mode, DeviceContext | RankStream) and not getattr(mode, SAFE, False):
+            raise TypeError(_advice(mode))
+
+
+def _refuse_transforms() -> None:
+    functorch = torch._C._functorch
+    interpreter = functorch.peek_interpreter_stack()
+    if interpreter is not None:
+        name = str(interpreter.key()).rsplit(".", 1)[-1].lower()
+        raise TypeError(
+            f"a forward over several ranks cannot run inside torch.func.{name}: the transform belongs to the calling "
+            "thread and would not reach the ranks. Use the plain module (`.module`) there."
+        )
+
+
+def _advice(mode: TorchFunctionMode | TorchDispatchMode) -> str:
+    kind = "TorchFunctionMode" if isinstance(mode, TorchFunctionMode) else "TorchDispatchMode"
+    return (
+        f"{type(mode).__name__} is an active {kind}, and a forward over several ranks runs in several threads at once. "
+        f"If it may be called from them, say so with `{SAFE} = True` in its class; else use the plain module "
+        "(`.module`) there."
+    )

@@ -1,0 +1,181 @@
+"""Random numbers of ranks that share a generator.
+
+All CPU ranks would draw from torch's one default generator, in the order in which their threads happen to come: the
+same seed gives other dropout masks in every run.  So each gets a generator of its own for the length of a forward,
+seeded from one draw of the default generator.  Ranks that share an accelerator's generator take turns instead.
+
+Torch's random functions take a ``generator=`` argument, but modules do not pass one.  :class:`RankStream` is a
+TorchDispatchMode that fills it in.  It costs some microseconds an operation, so it is entered only where a module
+draws.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
+
+__all__ = ["RankStream", "check_rng", "current_stream", "rank_streams"]
+
+
+def check_rng(rng: str) -> None:
+    """Raises ValueError for anything but ``auto`` and ``per_rank``."""
+    if rng not in ("auto", "per_rank"):
+        raise ValueError(f"rng must be 'auto' or 'per_rank', not {rng!r}")
+
+
+def rank_streams(devices: Sequence[torch.device]) -> list[RankStream | None]:
+    """A stream for each CPU rank, seeded by one draw from the caller's generator; ``None`` for the other ranks."""
+    base = int(torch.empty((), dtype=torch.int64, device="cpu").random_(2**32))
+    # The CPU generator uses 32 bits of its seed.  An odd step keeps the ranks' seeds apart, whatever the base.
+    seeds = [(base + rank * 0x9E3779B9) % 2**32 for rank in range(len(devices))]
+    return [RankStream(seed) if device.type == "cpu" else None for seed, device in zip(seeds, devices, strict=True)]
+
+
+class RankStream(TorchDispatchMode):
+    """Sends what one rank draws on the CPU to a generator of its own."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.generator = torch.Generator().manual_seed(seed)
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """A compiled module stays compiled."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        way = _ways.get(func) or _ways.setdefault(func, _way_of(func))
+        if way is _plain or not _on_cpu(args, kwargs):
+            return func(*args, **kwargs)
+        return way(self.generator, args, kwargs)
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """In this thread everything is drawn from this stream."""
+        _install()
+        outer = current_stream()
+        _thread.stream = self
+        _push_mode(self)  # see Modes.entered: `with self` is not for several threads
+        try:
+            yield
+        finally:
+            _pop_mode()
+            _thread.stream = outer
+
+
+_thread = threading.local()
+
+
+def current_stream() -> RankStream | None:
+    """The stream that this thread draws from, if it runs a rank that has one."""
+    return getattr(_thread, "stream", None)
+
+
+# How an operator is called so that it draws from a generator; found once for each.
+_Way = Callable[[torch.Generator, tuple[Any, ...], dict[str, Any]], Any]
+_ways: dict[Any, _Way] = {}
+
+
+def _way_of(func: Any) -> _Way:
+    names = [argument.name for argument in func._schema.arguments]
+    if "generator" in names:
+        return _Filled(func, names.index("generator"))
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return _plain
+    sibling = _with_generator(func)
+    return _Lent(func) if sibling is None else _Filled(sibling, len(names))
+
+
+def _plain(generator: torch.Generator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    raise AssertionError("an operator that draws nothing is called as it is")
+
+
+def _with_generator(func: Any) -> Any:
+    """``aten.rand.generator`` for ``aten.rand.default``: the same arguments and, by keyword, a generator."""
+    wanted = _arguments(func)
+    overloads = [getattr(func.overloadpacket, name) for name in func.overloadpacket.overloads()]
+    found = [each for each in overloads if each is not func and _arguments(each) == wanted]
+    return next((each for each in found if any(a.name == "generator" for a in each._schema.arguments)), None)
+
+
+def _arguments(func: Any) -> list[tuple[str, str]]:
+    return [(each.name, str(each.type)) for each in func._schema.arguments if each.name != "generator"]
+
+
+class _Filled:
+    """With the generator in its place, unless the caller has brought his own."""
+
+    def __init__(self, func: Any, place: int) -> None:
+        self._func, self._place = func, place
+
+    def __call__(self, generator: torch.Generator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if len(args) > self._place:
+            filled = [*args]
+            filled[self._place] = args[self._place] or generator
+            return self._func(*filled, **kwargs)
+        own = kwargs.get("generator")
+        return self._func(*args, **{**kwargs, "generator": generator if own is None else own})
+
+
+class _Lent:
+    """For an operator that takes no generator: the default one draws from the rank's state and gets its own back."""
+
+    def __init__(self, func: Any) -> None:
+        self._func = func
+
+    def __call__(self, generator: torch.Generator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        default = torch.default_generator
+        with _lending:
+            before = default.get_state()
+            default.set_state(generator.get_state())
+            try:
+                return self._func(*args, **kwargs)
+            finally:
+                generator.set_state(default.get_state())
+                default.set_state(before)
+
+
+_lending = threading.Lock()
+
+
+def _on_cpu(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an operator with these arguments works in host memory."""
+    device = kwargs.get("device")
+    if device is None:
+        tensors = (each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor))
+        device = next((tensor.device for tensor in tensors), None)
+    return device is None or torch.device(device).type == "cpu"
+
+
+class _DefaultGenerator:
+    """What ``torch.random`` takes for the default generator: in the thread of a rank, that rank's own.
+
+    A checkpoint asks for the state of the generator before it runs its function, and sets it before it runs the
+    function again, in backward.  It must get the state that the function drew from, or the second masks differ from the
+    first and the gradients are wrong.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        stream = current_stream()
+        return getattr(torch.default_generator if stream is None else stream.generator, name)
+
+
+def _install() -> None:
+    seen_by_torch: Any = torch.random
+    if not isinstance(seen_by_torch.default_generator, _DefaultGenerator):
+        seen_by_torch.default_generator = _DefaultGenerator()
+
+
+def _after_fork_in_child() -> None:
+    global _lending
+    _lending = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from mgpu_core.comm import collectives
-from mgpu_core.comm.arguments import as_list, check_outs, destination_of, ordinary_list
+from mgpu_core.comm.arguments import as_list, check_outs, destination_of
 from mgpu_core.comm.buckets import DEFAULT_NBYTES, bucket_positions
 from mgpu_core.comm.checks import check_alike, refuse_special
 from mgpu_core.device.devices import DeviceLike
@@ -35,7 +35,7 @@ def broadcast(
     """Copies a tensor to every rank.
 
     Args:
-        tensor: any shape and dtype.
+        tensor: any shape and dtype; sparse too, but with ``out``.
         devices: one per rank.  Rank 0 gets the tensor itself if it is on that device already.
         out: instead of ``devices``: where to write, one per rank, of the tensor's shape and dtype.
 
@@ -48,7 +48,7 @@ def broadcast(
             f"Exactly one of 'devices' and 'out' must be specified, but got devices={devices} and out={out}"
         )
     with span("broadcast"):
-        refuse_special(tensor, "tensor")
+        refuse_special(tensor, "tensor", sparse=out is None)
         if devices is not None:
             made = copies_of(tensor, Team.of(devices).devices)
             collectives.broadcast_into([tensor], [made])
@@ -69,7 +69,9 @@ def broadcast_coalesced(
     Args:
         buffer_size: bytes that travel together.
     """
-    made = ordinary_list(tensors, "tensors")
+    made = as_list(tensors, "tensors")
+    for i, tensor in enumerate(made):
+        refuse_special(tensor, f"tensors[{i}]", sparse=True)
     ranks = Team.of(devices).devices
     with span("broadcast"):
         copies = [copies_of(tensor, ranks) for tensor in made]

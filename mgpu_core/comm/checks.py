@@ -17,13 +17,13 @@ __all__ = ["check_alike", "check_disjoint", "check_writable", "readable", "refus
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
-def refuse_special(tensor: torch.Tensor, name: str) -> None:
-    """Raises TypeError unless the tensor is ordinary strided memory on a device."""
+def refuse_special(tensor: torch.Tensor, name: str, *, sparse: bool = False) -> None:
+    """Raises TypeError unless the tensor is ordinary strided memory on a device, or sparse where that is allowed."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} must be a tensor, not {type(tensor).__name__}")
     if tensor.is_nested:
         raise TypeError(f"{name} is a nested tensor, which is not one block of memory")
-    if tensor.layout is not torch.strided:
+    if tensor.layout is not torch.strided and not sparse:
         raise TypeError(f"{name} is a sparse tensor ({tensor.layout}): use .to_dense()")
     if is_functorch_wrapped_tensor(tensor):
         raise TypeError(f"{name} is inside a torch.func transform (vmap, grad, ...), which sees no collective")

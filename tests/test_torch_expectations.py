@@ -1,0 +1,577 @@
+"""What torch expects of its own data parallelism, asked of ours.
+
+Torch tests ``torch.nn.parallel`` and ``torch.cuda.comm`` on two GPUs.  Everything that those tests expect is asked here
+again, in our words, of ranks on the CPU, and of devices that differ in the process of ``test_fake_accelerator.py``.
+Where the contract differs on purpose, the test says so.
+"""
+
+import gc
+import io
+from collections import OrderedDict, namedtuple
+from copy import deepcopy
+from itertools import pairwise
+from typing import NamedTuple
+
+import pytest
+import torch
+from fakes.nets import cpu, whole
+from torch import nn
+
+import mgpu_core
+from mgpu_core import DataParallel, comm, data_parallel, gather, parallel_apply, replicate, scatter
+
+TEAM = cpu(2)
+HOME, OTHER = (torch.device(device) for device in TEAM)
+
+
+def equal(one, other):
+    return torch.equal(one.cpu(), other.cpu())
+
+
+def linear(device=HOME, dtype=torch.float64):
+    return whole(nn.Linear(3, 2)).to(device, dtype)
+
+
+def rows(count=5, device=HOME, dtype=torch.float64, columns=3):
+    return (torch.arange(count * columns, device=device) % 7 - 3).view(count, columns).to(dtype)
+
+
+# DataParallel and data_parallel.
+
+
+def test_buffers_that_require_grad():
+    class Scale(nn.Module):
+        def __init__(self, factor):
+            super().__init__()
+            self.register_buffer("factor", factor)
+            self.register_buffer("shift", factor.detach().clone())
+
+        def forward(self, x):
+            return x * self.factor + self.shift
+
+    factor = torch.ones(4, dtype=torch.float64, device=HOME, requires_grad=True)
+    model, x = DataParallel(Scale(factor), TEAM), rows(4, columns=4)
+    assert model.module.factor.requires_grad
+    model(x).sum().backward()
+    assert equal(factor.grad, x.sum(0))
+
+
+def test_rnn_with_flattened_parameters_with_and_without_gradients():
+    class Rnn(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rnn = nn.LSTM(3, 4, 1, batch_first=True, bidirectional=True)
+
+        def forward(self, x):
+            self.rnn.flatten_parameters()
+            return self.rnn(x)[0]
+
+    net = Rnn().to(HOME, torch.float64)
+    model = DataParallel(deepcopy(net), TEAM)
+    x = torch.ones(4, 5, 3, dtype=torch.float64, device=HOME)
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), net(x))
+    for module in (net, model):
+        module(x).square().mean().backward()
+        torch.optim.SGD(module.parameters(), lr=10).step()
+    for one, other in zip(net.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("bare", [False, True], ids=["tuples", "bare"])
+def test_parallel_apply_takes_tuples_and_bare_tensors(bare):
+    modules, inputs = (linear(HOME), linear(OTHER)), (rows(device=HOME), rows(device=OTHER))
+    outputs = parallel_apply(modules, inputs if bare else [(x,) for x in inputs], None)
+    assert all(equal(out, module(x)) for out, module, x in zip(outputs, modules, inputs, strict=True))
+
+
+def test_parallel_apply_under_autocast():
+    modules = (linear(HOME, torch.float32), linear(OTHER, torch.float32))
+    inputs = (rows(device=HOME, dtype=torch.float32), rows(device=OTHER, dtype=torch.float32))
+    with torch.autocast(HOME.type, dtype=torch.bfloat16):
+        outputs = parallel_apply(modules, inputs, None)
+        wanted = [module(x) for module, x in zip(modules, inputs, strict=True)]
+    assert all(out.dtype == torch.bfloat16 for out in outputs)
+    assert all(equal(out, each) for out, each in zip(outputs, wanted, strict=True))
+
+
+def test_parallel_apply_passes_the_exception_on():
+    class Missing(nn.Module):
+        def forward(self, *args):
+            return {}["wonderful"]
+
+    with pytest.raises(
+        KeyError, match=r"Caught KeyError in replica 0 on device [\s\S]+Original Traceback[\s\S]+wonderful"
+    ):
+        parallel_apply((Missing(), Missing()), (None, None), devices=[HOME, HOME])
+
+
+class Several(nn.Module):
+    def forward(self, one, two, factor, three=None):
+        return factor * (one * two) if three is None else factor * (one * two + three)
+
+
+@pytest.mark.parametrize("devices", [TEAM, TEAM[::-1], TEAM[:1]], ids=["both", "turned", "one"])
+@pytest.mark.parametrize("keyword", [False, True], ids=["positional", "keyword"])
+@pytest.mark.parametrize("functional", [False, True], ids=["module", "function"])
+def test_several_inputs_numbers_and_keywords(devices, keyword, functional):
+    one, two = rows().requires_grad_(), rows(columns=3).flip(0).requires_grad_()
+    kwargs = {"three": rows()} if keyword else {}
+    Several()(one, two, 2.0, **kwargs).sum().backward()
+    wanted = one.grad.clone(), two.grad.clone()
+    one.grad = two.grad = None
+    if functional:
+        out = data_parallel(Several(), (one, two, 2.0), devices, module_kwargs=kwargs)
+    else:
+        out = DataParallel(Several(), devices)(one, two, 2.0, **kwargs)
+    out.sum().backward()
+    assert equal(out, Several()(one, two, 2.0, **kwargs))
+    assert equal(one.grad, wanted[0])
+    assert equal(two.grad, wanted[1])
+
+
+@pytest.mark.parametrize("functional", [False, True], ids=["module", "function"])
+def test_the_module_must_be_where_the_first_rank_is(functional):
+    if HOME == OTHER:
+        pytest.skip("all ranks are on one device here: the process of test_fake_accelerator.py has several")
+
+    def run(module, devices, should_fail):
+        def call():
+            return data_parallel(module, rows(), devices) if functional else DataParallel(module, devices)(rows())
+
+        if not should_fail:
+            return call()
+        text = f"module must have its parameters and buffers on device {torch.device(devices[0])}"
+        with pytest.raises(RuntimeError, match=text):
+            call()
+        return None
+
+    run(linear("cpu"), TEAM, True)
+    run(linear(OTHER), TEAM, True)
+    run(linear(HOME), TEAM[::-1], True)
+    run(linear(HOME), TEAM, False)
+    run(linear(OTHER), TEAM[::-1], False)
+    mixed = nn.Sequential(linear(HOME), nn.Linear(2, 2).to(OTHER, torch.float64))
+    run(mixed, TEAM, True)
+    run(mixed, TEAM[::-1], True)
+    run(mixed.to(HOME), TEAM, False)
+    run(mixed, TEAM[::-1], True)
+    run(mixed.to(OTHER), TEAM[::-1], False)
+
+
+def test_no_reference_cycles():
+    model, x = DataParallel(linear(), TEAM), rows()
+    model(x).sum().backward()
+    gc.collect()
+    model(x).sum().backward()
+    assert gc.collect() == 0
+
+
+def test_no_grad_reaches_the_ranks():
+    class Asserting(nn.Module):
+        def forward(self, x):
+            assert not torch.is_grad_enabled()
+            return x
+
+    with torch.no_grad():
+        assert equal(data_parallel(Asserting(), rows(), TEAM), rows())
+    with pytest.raises(AssertionError):
+        data_parallel(Asserting(), rows(), TEAM)
+
+
+@pytest.mark.parametrize("devices", [TEAM, TEAM[::-1]], ids=["both", "turned"])
+@pytest.mark.parametrize("make", [linear, lambda device: whole(nn.Embedding(7, 3, sparse=True)).to(device)])
+def test_result_and_gradients_live_where_the_first_rank_is(devices, make):
+    net = make(OTHER)
+    x = rows(device=OTHER) if isinstance(net, nn.Linear) else torch.arange(14, device=OTHER).view(7, 2) % 7
+    net(x).sum().backward()
+    wanted, gradients = net(x), [p.grad.to_dense() for p in net.parameters()]
+    net = make(devices[0])
+    out = data_parallel(net, x, devices)  # the input may be anywhere
+    out.sum().backward()
+    assert out.device == torch.device(devices[0])
+    assert equal(out, wanted)
+    for parameter, gradient in zip(net.parameters(), gradients, strict=True):
+        assert parameter.grad.device == torch.device(devices[0])
+        assert parameter.grad.is_sparse == isinstance(net, nn.Embedding)
+        assert equal(parameter.grad.to_dense(), gradient)
+
+
+def test_nested_output():
+    def nest(x):
+        return [x, (x + 1, x * 2, [x - 1]), x, OrderedDict(a=x, b=[x.abs()])]
+
+    class Nest(nn.Module):
+        def forward(self, x):
+            return nest(x)
+
+    out, wanted = data_parallel(Nest(), rows(), TEAM), nest(rows())
+    assert [type(each) for each in out] == [torch.Tensor, tuple, torch.Tensor, OrderedDict]
+    assert type(out[1][2]) is type(out[3]["b"]) is list
+    assert list(out[3]) == ["a", "b"]
+    pairs = [(out[0], wanted[0]), *zip(out[1][:2], wanted[1][:2], strict=True), (out[1][2][0], wanted[1][2][0])]
+    pairs += [(out[2], wanted[2]), (out[3]["a"], wanted[3]["a"]), (out[3]["b"][0], wanted[3]["b"][0])]
+    assert all(equal(one, other) for one, other in pairs)
+
+
+def test_nested_input():
+    class Second(nn.Module):
+        def forward(self, *inputs):
+            return inputs[1][0]
+
+    x = rows()
+    assert equal(data_parallel(Second(), (x + 1, (x + 2, x), x + 3), TEAM), x + 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("way", ["positional", "keyword"])
+def test_every_floating_dtype(dtype, way):
+    net, x = linear(dtype=dtype), rows(20, dtype=dtype)
+    model = DataParallel(net, TEAM)
+    out = model(x) if way == "positional" else model(input=x)
+    assert out.device == HOME
+    assert equal(out, net(x))
+
+
+@pytest.mark.parametrize("empty", [[], {}, ()], ids=["list", "dict", "tuple"])
+def test_empty_containers_in_keywords(empty):
+    class Picks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = linear()
+
+        def forward(self, input):  # noqa: A002
+            assert type(input["unused"]) is type(empty)
+            return self.linear(input["data"])
+
+    net, x = Picks(), rows(20)
+    assert equal(DataParallel(net, TEAM)(input={"data": x, "unused": empty}), net.linear(x))
+
+
+def test_device_objects_and_output_device():
+    net, x = linear(), rows().requires_grad_()
+    assert equal(data_parallel(net, x, device_ids=TEAM, output_device=HOME), net(x))
+    assert equal(data_parallel(net, x, device_ids=(HOME, OTHER), output_device=HOME), net(x))
+    assert data_parallel(net, x, device_ids=(HOME, OTHER), output_device=OTHER).device == OTHER
+
+
+def test_gradient_penalty():
+    """Double backward through the wrapper, whose first graph is gone by then."""
+    net = nn.Linear(4, 1).to(HOME, torch.float64)
+    model = DataParallel(net, TEAM)
+    x = torch.ones(2, 4, dtype=torch.float64, device=HOME, requires_grad=True)
+
+    def penalty():
+        out = model(x)
+        return torch.autograd.grad(out, x, torch.ones_like(out), create_graph=True)[0].mean()
+
+    penalty().backward()
+    assert net.weight.grad.tolist() == [[0.25] * 4]
+    # Torch reports a gradient of zero for the bias, which no part of the penalty depends on; one device gives none.
+    assert net.bias.grad is None
+
+
+def test_zero_grad_in_a_replica_warns_that_it_has_no_effect():
+    class Zeroes(nn.Module):
+        def forward(self, x):
+            with pytest.warns(
+                UserWarning, match=r"Calling \.zero_grad\(\) from a module created with nn\.DataParallel"
+            ):
+                self.zero_grad()
+            return x
+
+    for twin in replicate(Zeroes(), TEAM):  # one after the other: warnings are caught for the whole process
+        twin(rows())
+
+
+def test_autocast_decorator_on_forward():
+    class Half(nn.Linear):
+        @torch.autocast(HOME.type, dtype=torch.bfloat16)
+        def forward(self, x):
+            return super().forward(x)
+
+    assert DataParallel(Half(8, 8).to(HOME), TEAM)(torch.ones(8, 8, device=HOME)).dtype == torch.bfloat16
+
+
+CONTIGUOUS, LAST = torch.contiguous_format, torch.channels_last
+
+
+@pytest.mark.parametrize("formats", [[CONTIGUOUS] * 4, [LAST] * 2 + [CONTIGUOUS] * 2, [LAST] * 4], ids=str)
+@pytest.mark.parametrize("dtypes", [[torch.float32] * 4, [torch.float32] * 2 + [torch.bfloat16] * 2], ids=str)
+def test_gradients_have_the_layout_of_their_parameters(formats, dtypes):
+    class Convolutions(nn.Module):
+        def __init__(self):
+            super().__init__()
+            channels = [4, 6, 8, 6, 4]
+            self.convs = nn.ModuleList(
+                nn.Conv2d(*pair, 2).to(memory_format=layout, dtype=dtype)
+                for pair, layout, dtype in zip(pairwise(channels), formats, dtypes, strict=True)
+            )
+
+        def forward(self, x):
+            for conv in self.convs:
+                x = conv(x.to(conv.weight.dtype))
+            return x
+
+    net = Convolutions().to(HOME)
+    model = DataParallel(deepcopy(net), TEAM)
+    x = torch.randn(8, 4, 8, 8, device=HOME)
+    tolerance = 1e-5 if torch.bfloat16 not in dtypes else 5e-2
+    for _ in range(2):  # gradients are made in the first round and added to zeros in the second
+        for module in (net, model):
+            module.zero_grad(set_to_none=False)
+            module(x).float().square().mean().backward()
+        for conv, ours, layout in zip(net.convs, model.module.convs, formats, strict=True):
+            assert ours.weight.grad.is_contiguous(memory_format=layout)
+            torch.testing.assert_close(ours.weight.grad, conv.weight.grad, rtol=tolerance, atol=tolerance)
+            torch.testing.assert_close(ours.bias.grad, conv.bias.grad, rtol=tolerance, atol=tolerance)
+
+
+# The functional forms.
+
+
+def test_scatter_and_its_gradient():
+    x = rows(4).requires_grad_()
+    parts = scatter(x, TEAM)
+    assert [part.device for part in parts] == [HOME, OTHER]
+    assert equal(parts[0], x[:2])
+    assert equal(parts[1], x[2:])
+    parts[0].backward(torch.full_like(parts[0], 2))
+    assert x.grad.tolist() == [[2.0] * 3] * 2 + [[0.0] * 3] * 2
+    assert torch.autograd.gradcheck(lambda x: scatter(x, TEAM), (x,))
+    assert torch.autograd.gradgradcheck(lambda x: scatter(x, TEAM), (x,))
+
+
+@pytest.mark.parametrize("target", [HOME, OTHER, "cpu"], ids=str)
+@pytest.mark.parametrize("shape", [(2, 4), ()], ids=str)
+@pytest.mark.filterwarnings("ignore:Was asked to gather along dimension 0")
+def test_gather_and_its_gradient(target, shape):
+    inputs = [torch.full(shape, value, dtype=torch.float64, device=device) for value, device in enumerate(TEAM)]
+    inputs = [each.requires_grad_() for each in inputs]
+    result = gather(inputs, target)
+    assert result.device == torch.device(target)
+    assert result.shape == ((4, 4) if shape else (2,))
+    half = len(result) // 2
+    assert equal(result[:half].view(shape), inputs[0])
+    assert equal(result[half:].view(shape), inputs[1])
+    gradient = torch.arange(result.numel(), dtype=torch.float64, device=target).view(result.shape)
+    result.backward(gradient)
+    assert equal(inputs[0].grad, gradient[:half].view(shape))
+    assert equal(inputs[1].grad, gradient[half:].view(shape))
+    assert torch.autograd.gradcheck(lambda *each: gather(each, target), inputs)
+    assert torch.autograd.gradgradcheck(lambda *each: gather(each, target), inputs)
+
+
+def test_gather_refuses_dicts_of_different_keys():
+    inputs = ({"a": rows(device=HOME)}, {"b": rows(device=OTHER), "a": rows(device=OTHER)})
+    with pytest.raises(ValueError, match="All dicts must have the same number of keys"):
+        gather(inputs, HOME)
+
+
+@pytest.mark.parametrize("devices", [tuple(TEAM), list(TEAM)], ids=["tuple", "list"])
+def test_replicas_compute_on_their_devices(devices):
+    net, x = linear(), rows()
+    for rank, twin in enumerate(replicate(net, devices)):
+        assert twin.weight.device == torch.device(devices[rank])
+        assert equal(twin(x.to(devices[rank])), net(x))
+    norm = nn.Module()
+    norm.bn = nn.BatchNorm2d(10).to(HOME)
+    for rank, twin in enumerate(replicate(norm, devices)):
+        assert all(buffer.device == torch.device(devices[rank]) for buffer in twin.bn.buffers())
+
+
+@pytest.mark.parametrize("detach", [False, True])
+def test_replicas_can_be_saved(detach):
+    file = io.BytesIO()
+    torch.save(replicate(linear(), TEAM, detach), file)
+    assert file.getvalue()
+
+
+Pair = namedtuple("Pair", "a b")
+
+
+class Typed(NamedTuple):
+    a: torch.Tensor
+    b: torch.Tensor
+
+
+@pytest.mark.parametrize("kind", [Pair, Typed])
+def test_named_tuples_are_scattered_and_gathered_as_they_are(kind):
+    given = kind(rows(4), rows(4) + 1)
+    parts = scatter(given, TEAM)
+    assert [type(part) for part in parts] == [kind, kind]
+    assert [(part.a.device, part.b.device) for part in parts] == [(HOME, HOME), (OTHER, OTHER)]
+    crossed = [kind(parts[0].a, parts[0].b.to(OTHER)), kind(parts[1].a.to(HOME), parts[1].b)]
+    for target in (HOME, "cpu"):
+        for outputs in (parts, crossed):
+            result = gather(outputs, target)
+            assert type(result) is kind
+            assert equal(result.a, given.a)
+            assert equal(result.b, given.b)
+
+
+# comm
+
+
+@pytest.mark.parametrize("source", ["cpu", HOME], ids=["host", "home"])
+def test_comm_broadcast(source):
+    x = rows(device=source)
+    results = comm.broadcast(x, TEAM)
+    assert [each.device for each in results] == [HOME, OTHER]
+    assert all(equal(each, x) for each in results)
+    if x.device == HOME:
+        assert results[0].data_ptr() == x.data_ptr()
+    outs = [torch.empty_like(x, device=device) for device in TEAM]
+    for given in (outs, [x.to(HOME), outs[1]]):
+        results = comm.broadcast(x, out=given)
+        assert all(one is other for one, other in zip(results, given, strict=True))
+        assert all(equal(each, x) for each in results)
+    with pytest.raises(RuntimeError, match="Exactly one of 'devices' and 'out'"):
+        comm.broadcast(x, TEAM, out=outs)
+    # Torch asks for CUDA tensors; here any device will do.  Its RuntimeError for a wrong shape is a ValueError.
+    assert equal(comm.broadcast(x, out=[x.to(HOME), torch.empty_like(x, device="cpu")])[1], x)
+    with pytest.raises(ValueError, match="rank 1"):
+        comm.broadcast(x, out=[outs[0], outs[1].unsqueeze(0)])
+
+
+def sparse(shape, dtype, device=HOME):
+    dense = torch.arange(torch.Size(shape).numel()).view(shape) % 3
+    return dense.to(device, dtype).to_sparse()
+
+
+MANY = {
+    "dense": lambda: [
+        rows(1, dtype=torch.int64),
+        rows(1),
+        rows(2, dtype=torch.int32),
+        rows(1, dtype=torch.int64),
+        rows(1),
+    ],
+    "empty": lambda: [torch.tensor([], dtype=torch.uint8, device=HOME), rows(), rows(dtype=torch.float32)],
+    "sparse": lambda: [
+        sparse((2, 3), torch.float64),
+        rows(1, dtype=torch.int64),
+        sparse((3, 3), torch.int64),
+        rows(1),
+        sparse((2, 7), torch.float32),
+        sparse((2, 7), torch.float32).to_sparse_csr(),
+    ],
+}
+
+
+@pytest.mark.parametrize("kind", MANY)
+@pytest.mark.parametrize("buffer_size", [1, 60, 10**7])
+def test_comm_broadcast_coalesced(kind, buffer_size):
+    tensors = MANY[kind]()
+    copies = comm.broadcast_coalesced(tensors, TEAM, buffer_size=buffer_size)
+    assert all(one is other for one, other in zip(copies[0], tensors, strict=True)), (
+        "rank 0 gets the tensors themselves"
+    )
+    for copy, tensor in zip(copies[1], tensors, strict=True):
+        assert copy.device == OTHER
+        assert (copy.dtype, copy.layout) == (tensor.dtype, tensor.layout)
+        assert equal(copy.to_dense(), tensor.to_dense())
+    check_own_versions(copies[1])
+
+
+def check_own_versions(tensors):
+    """Each has a version counter of its own: writing to one does not change the others'."""
+    versions = [tensor._version for tensor in tensors]
+    for version, tensor in zip(versions, tensors, strict=True):
+        assert tensor._version == version
+        tensor.zero_()
+        assert tensor._version == version + 1
+
+
+def test_comm_reduce_add():
+    result = comm.reduce_add((rows(device=HOME), rows(device=OTHER) * 2))
+    assert result.device == HOME
+    assert equal(result, rows() * 3)
+
+
+@pytest.mark.parametrize("kind", MANY)
+@pytest.mark.parametrize("buffer_size", [1, 60, 10**7])
+def test_comm_reduce_add_coalesced(kind, buffer_size):
+    tensors = MANY[kind]()
+    results = comm.reduce_add_coalesced([tensors, [tensor.to(OTHER) for tensor in tensors]], buffer_size=buffer_size)
+    for result, tensor in zip(results, tensors, strict=True):
+        assert (result.device, result.dtype, result.layout) == (HOME, tensor.dtype, tensor.layout)
+        assert equal(result.to_dense(), tensor.to_dense() * 2)
+    check_own_versions(results)
+
+
+@pytest.mark.parametrize("source", ["cpu", HOME], ids=["host", "home"])
+@pytest.mark.parametrize(("dim", "sizes"), [(0, None), (1, None), (-2, None), (0, (2, 4))], ids=str)
+def test_comm_scatter(source, dim, sizes):
+    x = rows(6, device=source, columns=4)
+    parts = comm.scatter(x, TEAM, sizes, dim)
+    wanted = x.split(sizes or x.size(dim) // 2, dim)
+    assert [part.device for part in parts] == [HOME, OTHER]
+    assert all(equal(one, other) for one, other in zip(parts, wanted, strict=True))
+    # Torch gives a view where the chunk is on the tensor's device already; ours are fresh, so that a module that writes
+    # to its input leaves the caller's tensor alone.
+    assert all(part.data_ptr() != x.data_ptr() for part in parts)
+    out = [torch.empty_like(part) for part in parts]
+    result = comm.scatter(x, dim=dim, out=out)
+    assert all(one is other for one, other in zip(result, out, strict=True))
+    assert all(equal(one, other) for one, other in zip(result, wanted, strict=True))
+
+
+def test_comm_scatter_mistakes():
+    x = rows(6)
+    out = list(comm.scatter(x, TEAM))
+    with pytest.raises(ValueError, match="chunk_sizes must be 3 sizes"):
+        comm.scatter(x, [HOME] * 3, chunk_sizes=(2, 4))
+    with pytest.raises(RuntimeError, match="'devices' must not be specified"):
+        comm.scatter(x, TEAM, out=out)
+    with pytest.raises(ValueError, match="devices is empty"):
+        comm.scatter(x, ())
+    with pytest.raises(ValueError, match="out is empty"):
+        comm.scatter(x, out=[])
+    with pytest.raises(ValueError, match=r"out\[0\]"):
+        comm.scatter(x, out=[out[0].unsqueeze(0), out[1]])
+    with pytest.raises(ValueError, match="5 rows along dimension 0 together, wanted 6"):
+        comm.scatter(x, out=[out[0][1:], out[1]])
+
+
+@pytest.mark.parametrize("dim", [0, 1, -1])
+@pytest.mark.parametrize("target", [None, HOME, OTHER, "cpu"], ids=str)
+def test_comm_gather(dim, target):
+    x, y = rows(2, device=HOME), rows(2, device=OTHER) + 1
+    wanted = torch.cat([x.cpu(), y.cpu()], dim)
+    result = comm.gather((x, y), dim, destination=target)
+    # Without a destination torch takes the current device, ours the first tensor's.
+    assert result.device == (HOME if target is None else torch.device(target))
+    assert equal(result, wanted)
+    out = torch.empty_like(result)
+    assert comm.gather((x, y), dim, out=out) is out
+    assert equal(out, wanted)
+
+
+def test_comm_gather_mistakes():
+    x, y = rows(2, device=HOME), rows(2, device=OTHER)
+    with pytest.raises(RuntimeError, match="'destination' must not be specified"):
+        comm.gather((x, y), 0, destination="cpu", out=torch.empty(4, 3, dtype=torch.float64, device="cpu"))
+    with pytest.raises(ValueError, match="tensors is empty"):
+        comm.gather(())
+    assert equal(comm.gather((x.cpu(), y)), torch.cat([x.cpu(), y.cpu()]))  # torch asks for CUDA tensors
+    for bad in (y.unsqueeze(0), y[:, 1:]):
+        with pytest.raises(ValueError, match=r"tensors\[1\]"):
+            comm.gather((x, bad))
+
+
+def test_channels_last_goes_through_comm():
+    x = torch.ones(10, 3, 4, 4, device="cpu").contiguous(memory_format=torch.channels_last)
+    parts = comm.scatter(x, TEAM, None, 0)
+    assert all(part.is_contiguous(memory_format=torch.channels_last) for part in parts)
+    assert not any(part.is_contiguous() for part in parts)
+    assert comm.gather(parts).is_contiguous(memory_format=torch.channels_last)
+
+
+def test_all_of_torchs_names_are_there():
+    for name in ("DataParallel", "data_parallel", "gather", "parallel_apply", "replicate", "scatter"):
+        assert hasattr(torch.nn.parallel, name)
+        assert hasattr(mgpu_core, name)
+    for name in ("broadcast", "broadcast_coalesced", "gather", "reduce_add", "reduce_add_coalesced", "scatter"):
+        assert hasattr(torch.nn.parallel.comm, name)
+        assert hasattr(comm, name)

@@ -256,6 +256,17 @@ def test_another_rng_is_refused(rng):
         parallel_apply([nn.Linear(1, 1)] * 2, [torch.ones(1, 1)] * 2, rng=rng)
 
 
+def test_parallel_apply_looks_at_every_module_and_takes_any_callable():
+    def run(modules):
+        torch.manual_seed(0)
+        return torch.cat(parallel_apply(modules, [torch.ones(200)] * 3))
+
+    modules = [nn.Identity(), nn.Dropout(0.5), nn.Dropout(0.5)]
+    first = run(modules)
+    assert all(torch.equal(run(modules), first) for _ in range(10))
+    assert torch.equal(run([torch.abs] * 3), torch.ones(600))
+
+
 class StochasticDepth(nn.Module):
     def __init__(self, p):
         super().__init__()

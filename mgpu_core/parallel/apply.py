@@ -136,7 +136,11 @@ def _run_here(call: Callable[[], Any]) -> Outcome:
 
 def _draws(modules: Sequence[torch.nn.Module], rng: str) -> bool:
     """Whether ranks that share a generator must be kept apart; inside a rank that is, its own ranks are too."""
-    return rng == "per_rank" or current_stream() is not None or draws_random_numbers(modules[0])
+    if rng == "per_rank" or current_stream() is not None:
+        return True
+    twins = getattr(modules[0], "_is_replica", False)  # all alike
+    looked_at = [each for each in modules if isinstance(each, torch.nn.Module)]
+    return any(draws_random_numbers(each) for each in (looked_at[:1] if twins else looked_at))
 
 
 def _run_in_workers(team: Team, calls: list[partial[Any]], draws: bool) -> list[Outcome]:

@@ -109,10 +109,23 @@ def check_disjoint(
     Raises:
         ValueError: names the two.
     """
-    extents = [(*_extent(tensor), place) for place, tensor in enumerate(written) if tensor.numel()]
+    for device in {tensor.device for tensor in written}:  # equal addresses of two devices need not be the same memory
+        _check_disjoint_on(
+            [(*_extent(tensor), place) for place, tensor in enumerate(written) if _lies_on(tensor, device)],
+            {_extent(tensor) for tensor in read if _lies_on(tensor, device)},
+            names,
+        )
+
+
+def _lies_on(tensor: torch.Tensor, device: torch.device) -> bool:
+    return tensor.device == device and tensor.numel() > 0
+
+
+def _check_disjoint_on(
+    extents: list[tuple[int, int, int]], read: set[tuple[int, int]], names: Callable[[int], str]
+) -> None:
     in_place = {extent[:2] for extent in extents}
-    inputs = {_extent(tensor) for tensor in read if tensor.numel()} - in_place
-    extents += [(begin, end, _INPUT) for begin, end in inputs]
+    extents = extents + [(begin, end, _INPUT) for begin, end in read - in_place]
     reach = {True: (0, _INPUT), False: (0, _INPUT)}  # how far written and read ones went so far, and which one
     for begin, end, place in sorted(extents):
         is_written = place != _INPUT

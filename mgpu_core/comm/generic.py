@@ -27,12 +27,17 @@ def count(operation: str, tensors: Sequence[torch.Tensor | None]) -> None:
             _core.count(operation, ALGORITHM, rank, nbytes_of(tensor))
 
 
+def _fill(target: torch.Tensor, source: torch.Tensor) -> None:
+    """A copy that devices order on their streams.  The host has none, so what goes there is waited for."""
+    target.copy_(source, non_blocking=target.device.type != "cpu")
+
+
 def _add_up(parts: Sequence[torch.Tensor], op: str, device: torch.device) -> torch.Tensor:
     wide = torch.float32 if parts[0].dtype in _HALF else parts[0].dtype
     combine = {"prod": torch.mul, "min": torch.minimum, "max": torch.maximum}.get(op, torch.add)
     total = parts[0].to(device=device, dtype=wide)
     for part in parts[1:]:
-        total = combine(total, part.to(device=device, dtype=wide, non_blocking=True))
+        total = combine(total, part.to(device=device, dtype=wide, non_blocking=device.type != "cpu"))
     if op == "avg":
         exact = total.is_floating_point() or total.is_complex()
         total = total / len(parts) if exact else torch.div(total, len(parts), rounding_mode="trunc")
@@ -54,14 +59,14 @@ def all_reduce(tensors: Sequence[torch.Tensor], op: str) -> None:
     count("all_reduce", tensors)
     total = _add_up(tensors, op, tensors[0].device)
     for tensor in tensors:
-        tensor.copy_(total, non_blocking=True)
+        _fill(tensor, total)
 
 
 def broadcast(source: torch.Tensor, copies: Sequence[torch.Tensor]) -> None:
     """Fills the copies, one per rank; one that is the source itself is left alone."""
     for rank, each in enumerate(copies):
         if each is not source:
-            each.copy_(source, non_blocking=True)
+            _fill(each, source)
             _core.count("broadcast", ALGORITHM, rank, nbytes_of(each))
 
 
@@ -69,14 +74,14 @@ def scatter(whole: torch.Tensor, parts: Sequence[torch.Tensor], dim: int) -> Non
     """Fills the parts, one behind the other along ``dim``."""
     count("scatter", parts)
     for part, source in zip(parts, whole.split([part.size(dim) for part in parts], dim), strict=True):
-        part.copy_(source, non_blocking=True)
+        _fill(part, source)
 
 
 def gather(parts: Sequence[torch.Tensor], whole: torch.Tensor, dim: int) -> None:
     """Fills ``whole`` with the parts, one behind the other along ``dim``."""
     count("gather", parts)
     for part, place in zip(parts, whole.split([part.size(dim) for part in parts], dim), strict=True):
-        place.copy_(part, non_blocking=True)
+        _fill(place, part)
 
 
 def all_gather(parts: Sequence[torch.Tensor], wholes: Sequence[torch.Tensor]) -> None:
@@ -84,7 +89,7 @@ def all_gather(parts: Sequence[torch.Tensor], wholes: Sequence[torch.Tensor]) ->
     count("all_gather", parts)
     for whole in wholes:
         for part, place in zip(parts, whole.split([part.size(0) for part in parts]), strict=True):
-            place.copy_(part, non_blocking=True)
+            _fill(place, part)
 
 
 def reduce_scatter(tensors: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], op: str) -> None:
@@ -92,4 +97,4 @@ def reduce_scatter(tensors: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]
     count("reduce_scatter", outs)
     columns = [tensor.split(outs[0].size(0)) for tensor in tensors]
     for rank, out in enumerate(outs):
-        out.copy_(_add_up([column[rank] for column in columns], op, out.device), non_blocking=True)
+        _fill(out, _add_up([column[rank] for column in columns], op, out.device))

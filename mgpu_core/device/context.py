@@ -42,7 +42,7 @@ class CallerContext:
         kinds = ["cpu"] if found is None else ["cpu", found.type]
         self._autocast = [(kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind)]
         self._autocast_cache = torch.is_autocast_cache_enabled()
-        self._hooks, self.in_turns = _saved_tensors_hooks()
+        self._hooks, self.in_turns = _saved_tensors_hooks(len(set(devices)) == 1)
 
     @contextmanager
     def _entered(self, device: torch.device) -> Iterator[None]:
@@ -67,18 +67,20 @@ class CallerContext:
         return task
 
 
-def _saved_tensors_hooks() -> tuple[Callable[[], AbstractContextManager[None]] | None, bool]:
+def _saved_tensors_hooks(one_device: bool) -> tuple[Callable[[], AbstractContextManager[None]] | None, bool]:
     """What gives another thread the hooks that this one has, if any; and whether they count on an order.
 
     A checkpoint finds a tensor again by its place among all that were saved, so the ranks must save theirs in one order
-    in the forward and when it runs again: they take turns.
+    in the forward and when it runs again: they take turns.  Over several devices its hooks stay behind: backward then
+    has a thread per device, which would all start the second forward at once, and torch's checkpoint is not made for
+    that.  Nothing is saved then, but nothing is wrong.
     """
     engine: Any = torch._C._autograd
     banned = engine._saved_tensors_hooks_get_disabled_error_message()
     if banned is not None:
         return partial(torch.autograd.graph.disable_saved_tensors_hooks, banned), False
     top = engine._top_saved_tensors_default_hooks(False)
-    if top is None:
+    ordered = top is not None and getattr(top[0], "__module__", None) == "torch.utils.checkpoint"
+    if top is None or (ordered and not one_device):
         return None, False
-    ordered = getattr(top[0], "__module__", None) == "torch.utils.checkpoint"
     return partial(torch.autograd.graph.saved_tensors_hooks, *top), ordered

@@ -5,7 +5,20 @@ import threading
 import torch
 from torch import nn
 
-__all__ = ["Cnn", "Embedded", "Lstm", "Polynomial", "Spy", "Tied", "Transformer", "chunks", "cpu", "mlp", "whole"]
+__all__ = [
+    "Cnn",
+    "Embedded",
+    "Lstm",
+    "Polynomial",
+    "Spy",
+    "Tied",
+    "Transformer",
+    "chunks",
+    "cpu",
+    "in_a_new_thread",
+    "mlp",
+    "whole",
+]
 
 
 def cpu(ranks):
@@ -23,8 +36,19 @@ def whole(module, seed=0):
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in module.parameters():
-            parameter.copy_(torch.randint(-3, 4, parameter.shape, generator=generator))
+            parameter.copy_(torch.randint(-3, 4, parameter.shape, generator=generator, device="cpu"))
     return module
+
+
+def in_a_new_thread(work):
+    """Does the work in a thread whose numbers of autograd nodes begin at zero, below those of threads that have worked.
+
+    The engine runs nodes with higher numbers first, and each thread counts for itself: what stands first by accident in
+    one thread does not in the other.
+    """
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
 
 
 def mlp():

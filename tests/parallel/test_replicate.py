@@ -260,7 +260,7 @@ def test_writes_to_rank_0s_parameters_reach_the_original():
 def test_lazy_modules_are_refused_before_anything_is_copied():
     net = nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(2))
     _core.reset_counters()
-    with pytest.raises(ValueError, match="Attempted to use an uninitialized parameter"):
+    with pytest.raises(ValueError, match="Run a dummy forward pass"):
         replicate(net, cpu(2))
     assert _core.counters() == {}
 

@@ -1,0 +1,73 @@
+"""A fake accelerator, ``fake:0`` to ``fake:3``, for machines that have none: devices of host memory, compiled here.
+
+Registering it makes it *the* accelerator of the process, for good; so the tests that use it run in a process of their
+own, which ``tests/test_fake_accelerator.py`` starts with the variable :data:`WANTED` set.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from fakes.accelerator import device_module
+
+__all__ = ["TEAMS", "WANTED", "fakes", "is_wanted", "register", "what_is_missing"]
+
+WANTED = "MGPU_TEST_FAKE"
+
+_HERE = Path(__file__).parent
+_ROOM = _HERE.parents[2] / "build" / f"fake_accelerator-torch-{torch.__version__}"
+
+
+def is_wanted() -> bool:
+    """Whether this is the process that has the fake accelerator."""
+    return os.environ.get(WANTED) == "1"
+
+
+def fakes(ranks: int) -> list[str]:
+    """That many ranks on the fake devices, in a circle."""
+    return [f"fake:{rank % 4}" for rank in range(ranks)]
+
+
+TEAMS = [fakes(1), fakes(2), fakes(3), fakes(8), ["fake:0", "cpu"], ["cpu", "fake:1"], ["fake:1", "fake:0", "cpu"]]
+
+
+def what_is_missing() -> str | None:
+    """Why the fake cannot be compiled here, or ``None``."""
+    compiler = os.environ.get("CXX", "c++")
+    if shutil.which(compiler) is None:
+        return f"the fake accelerator needs a C++ compiler: there is no {compiler}"
+    if shutil.which("ninja") is None:
+        return "the fake accelerator needs ninja to be compiled"
+    if find_spec("setuptools") is None:
+        return "the fake accelerator needs setuptools, which torch's extension loader imports"
+    return None
+
+
+def register() -> None:
+    """Makes ``fake`` the accelerator of this process; compiles it where that has not been done yet."""
+    device_module.built = _build()
+    torch.utils.rename_privateuse1_backend("fake")
+    torch._register_device_module("fake", device_module)
+    torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+
+
+def _build() -> Any:
+    from torch.utils import cpp_extension  # slow, says things about CUDA, and is for this process only
+
+    _ROOM.mkdir(parents=True, exist_ok=True)
+    with open(_ROOM / "in_use", "w") as file:
+        # Unlike torch's own lock, a file that stays behind when its process is killed, this one ends with its holder.
+        fcntl.flock(file, fcntl.LOCK_EX)
+        (_ROOM / "lock").unlink(missing_ok=True)
+        return cpp_extension.load(
+            "mgpu_fake_accelerator",
+            [str(_HERE / name) for name in ("devices.cpp", "kernels.cpp", "fallback.cpp")],
+            extra_cflags=["-O1"],
+            build_directory=str(_ROOM),
+        )

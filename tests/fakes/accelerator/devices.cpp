@@ -1,0 +1,177 @@
+// What torch asks of a device: which is current, which stream, how much memory, which random numbers.
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/detail/PrivateUse1HooksInterface.h>
+#include <c10/core/CPUAllocator.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <array>
+#include <atomic>
+#include <cstdlib>
+#include <cstring>
+#include <mutex>
+#include <vector>
+
+#include "fake.h"
+
+namespace fake {
+namespace {
+
+thread_local c10::DeviceIndex current = 0;
+thread_local std::array<c10::StreamId, kDevices> streams{};  // the current one of each device; 0 is the default
+
+void make_current(c10::DeviceIndex index) {
+  TORCH_CHECK(0 <= index && index < kDevices, "fake:", int(index), " does not exist");
+  current = index;
+}
+
+struct Memory final : at::Allocator {
+  at::DataPtr allocate(size_t nbytes) override {
+    void* start = nbytes ? std::aligned_alloc(64, (nbytes + 63) / 64 * 64) : nullptr;
+    return {start, start, &std::free, meant()};
+  }
+  at::DeleterFnPtr raw_deleter() const override { return &std::free; }
+  void copy_data(void* target, const void* source, size_t nbytes) const override {
+    default_copy_data(target, source, nbytes);
+  }
+};
+
+Memory memory;
+REGISTER_ALLOCATOR(kType, &memory);
+
+struct Late {
+  at::Tensor host, value;  // kept alive, as pinned memory is until the device is done with it
+};
+
+std::mutex late_lock;
+std::vector<Late> late;
+
+// A generator whose numbers come from a CPU generator, because that is what CPU kernels can use.
+struct Numbers final : c10::GeneratorImpl {
+  Numbers(c10::DeviceIndex index, at::Generator source)
+      : GeneratorImpl({kType, index}, c10::DispatchKeySet(c10::DispatchKey::PrivateUse1)), source(std::move(source)) {}
+
+  void set_current_seed(uint64_t seed) override { source.set_current_seed(seed); }
+  uint64_t current_seed() const override { return source.current_seed(); }
+  uint64_t seed() override { return source.seed(); }
+  void set_offset(uint64_t offset) override { source.set_offset(offset); }
+  uint64_t get_offset() const override { return source.get_offset(); }
+  void set_state(const c10::TensorImpl& state) override { source.unsafeGetGeneratorImpl()->set_state(state); }
+  c10::intrusive_ptr<c10::TensorImpl> get_state() const override {
+    return source.unsafeGetGeneratorImpl()->get_state();
+  }
+  Numbers* clone_impl() const override { return new Numbers(device().index(), source.clone()); }
+
+  at::Generator source;
+};
+
+at::Generator new_generator(c10::DeviceIndex index) {
+  return at::make_generator<Numbers>(index < 0 ? current : index, at::detail::createCPUGenerator());
+}
+
+const at::Generator& default_generator(c10::DeviceIndex index) {
+  static const std::array<at::Generator, kDevices> all{new_generator(0), new_generator(1), new_generator(2),
+                                                       new_generator(3)};
+  return all.at(index < 0 ? current : index);
+}
+
+// For C++: what the guards that surround every kernel and every autograd node do.
+struct Guard final : c10::impl::DeviceGuardImplInterface {
+  c10::DeviceType type() const override { return kType; }
+  c10::DeviceIndex deviceCount() const noexcept override { return kDevices; }
+  c10::Device getDevice() const override { return meant(); }
+  void setDevice(c10::Device device) const override { make_current(device.index()); }
+  void uncheckedSetDevice(c10::Device device) const noexcept override {
+    if (device.has_index()) current = device.index();
+  }
+  c10::Device exchangeDevice(c10::Device device) const override {
+    const c10::Device before = meant();
+    make_current(device.index());
+    return before;
+  }
+
+  c10::Stream getStream(c10::Device device) const override {
+    return c10::Stream(c10::Stream::UNSAFE, device, streams.at(meant(device).index()));
+  }
+  c10::Stream getDefaultStream(c10::Device device) const override { return c10::Stream(c10::Stream::DEFAULT, device); }
+  c10::Stream getNewStream(c10::Device device, int) const override {
+    static std::atomic<c10::StreamId> last{0};
+    return c10::Stream(c10::Stream::UNSAFE, device, ++last);
+  }
+  c10::Stream exchangeStream(c10::Stream stream) const override {
+    const c10::Stream before = getStream(stream.device());
+    streams.at(stream.device_index()) = stream.id();
+    return before;
+  }
+
+  // All work but the late copies is done when its call returns, so there is little to wait for.
+  void record(void**, const c10::Stream&, c10::DeviceIndex, c10::EventFlag) const override {}
+  void block(void*, const c10::Stream&) const override {}
+  void destroyEvent(void*, c10::DeviceIndex) const noexcept override {}
+  bool queryEvent(void*) const override { return true; }
+  bool queryStream(const c10::Stream&) const override { return true; }
+  void synchronizeEvent(void*) const override { arrive(); }
+  void synchronizeStream(const c10::Stream&) const override { arrive(); }
+  void synchronizeDevice(c10::DeviceIndex) const override { arrive(); }
+};
+
+C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
+
+// For Python: what torch.accelerator and torch.Generator ask.
+struct Hooks final : at::PrivateUse1HooksInterface {
+  bool isBuilt() const override { return true; }
+  bool isAvailable() const override { return true; }
+  bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
+  c10::DeviceIndex deviceCount() const override { return kDevices; }
+  c10::DeviceIndex getCurrentDevice() const override { return current; }
+  void setCurrentDevice(c10::DeviceIndex index) const override { make_current(index); }
+  c10::DeviceIndex exchangeDevice(c10::DeviceIndex index) const override {
+    const c10::DeviceIndex before = current;
+    make_current(index);
+    return before;
+  }
+  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex index) const override {
+    return index < 0 ? current : exchangeDevice(index);
+  }
+  at::Allocator* getPinnedMemoryAllocator() const override { return c10::GetCPUAllocator(); }
+  const at::Generator& getDefaultGenerator(c10::DeviceIndex index) const override { return default_generator(index); }
+  at::Generator getNewGenerator(c10::DeviceIndex index) const override { return new_generator(index); }
+};
+
+}  // namespace
+
+c10::Device meant(std::optional<c10::Device> given) {
+  return given && given->has_index() ? *given : c10::Device(kType, current);
+}
+
+at::Allocator& allocator() { return memory; }
+
+at::Generator cpu_generator(const std::optional<at::Generator>& given, c10::DeviceIndex device) {
+  const at::Generator& wanted = given && given->defined() ? *given : default_generator(device);
+  TORCH_CHECK(wanted.device() == c10::Device(kType, device), "Expected a generator of fake:", int(device),
+              " but found ", wanted.device());
+  return static_cast<Numbers*>(wanted.unsafeGetGeneratorImpl())->source;
+}
+
+void copy_later(const at::Tensor& host, const at::Tensor& value) {
+  const std::lock_guard<std::mutex> guard(late_lock);
+  late.push_back({host, value});
+  std::memset(host.data_ptr(), 0xEE, host.nbytes());
+}
+
+void arrive() {
+  const std::lock_guard<std::mutex> guard(late_lock);
+  for (const auto& [host, value] : late) std::memcpy(host.data_ptr(), value.data_ptr(), host.nbytes());
+  late.clear();
+}
+
+}  // namespace fake
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
+  at::RegisterPrivateUse1HooksInterface(new fake::Hooks());
+  module.attr("devices") = int(fake::kDevices);
+  module.def("current", [] { return int(fake::current); });
+  module.def("make_current", [](int index) { fake::make_current(c10::DeviceIndex(index)); });
+  module.def("default_generator", [](int index) { return fake::default_generator(c10::DeviceIndex(index)); });
+}

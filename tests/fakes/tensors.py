@@ -1,0 +1,20 @@
+"""Small tensors for the tests, and where tensors are."""
+
+import torch
+
+__all__ = ["gradients", "numbers", "places"]
+
+
+def numbers(*shape, device="fake:0"):
+    """Small whole numbers, neighbouring rows different."""
+    return (torch.arange(torch.Size(shape).numel(), device=device).reshape(shape) % 11 - 4).float()
+
+
+def places(tensors):
+    """The names of the tensors' devices, in order."""
+    return [str(tensor.device) for tensor in tensors]
+
+
+def gradients(net):
+    """The gradient of each parameter, by name, as lists."""
+    return {name: None if p.grad is None else p.grad.tolist() for name, p in net.named_parameters()}

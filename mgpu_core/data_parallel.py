@@ -18,6 +18,7 @@ from mgpu_core.nested import unwrapped
 from mgpu_core.parallel import gather, parallel_apply, replicate, scatter_kwargs
 from mgpu_core.parallel.lost import warn_lost
 from mgpu_core.parallel.replicate import loosen
+from mgpu_core.parallel.scatter import check_shares
 
 __all__ = ["DataParallel", "data_parallel"]
 
@@ -66,7 +67,7 @@ class DataParallel(torch.nn.DataParallel[M]):
         self.output_device: Any = _output_device(output_device, self.device_ids)
         if not self.device_ids:
             return
-        _check_shares(shares, len(self.device_ids))
+        check_shares(shares, len(self.device_ids))
         self.src_device_obj = as_device(self.device_ids[0])
         if len(self.device_ids) == 1:
             self.module.to(self.src_device_obj)
@@ -154,16 +155,6 @@ def _output_device(wanted: DeviceLike | None, device_ids: list[Any]) -> Any:
     if wanted is None:
         return device_ids[0] if device_ids else None
     return _as_id(as_device(wanted))
-
-
-def _check_shares(shares: Sequence[float] | None, ranks: int) -> None:
-    if shares is None:
-        return
-    if len(shares) != ranks:
-        raise ValueError(f"shares must have one number per rank: {ranks} ranks, {len(shares)} shares")
-    for rank, share in enumerate(shares):
-        if not 0 < share < float("inf"):
-            raise ValueError(f"shares[{rank}] must be a positive number, not {share}; leave the device out instead")
 
 
 def _check_module(module: Module, source: torch.device, ranks: int) -> None:

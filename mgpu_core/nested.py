@@ -1,8 +1,8 @@
 """Nested objects, taken apart into leaves and put together again.
 
-The rules, in this order: a tensor is a leaf; packed sequences, nested and sparse tensors are refused, with their path;
-then named tuples, mappings, dataclasses, lists and tuples are opened; everything else is a leaf.  A :class:`Tree` is
-what is left when the leaves are taken out: it can be compared, and filled with other leaves.
+The rules, in this order: a tensor is a leaf; packed sequences, nested, sparse and quantized tensors are refused, with
+their path; then named tuples, mappings, dataclasses, lists and tuples are opened; everything else is a leaf.  A
+:class:`Tree` is what is left when the leaves are taken out: it can be compared, and filled with other leaves.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-__all__ = ["Replicate", "Tree", "flatten", "unwrapped"]
+__all__ = ["Replicate", "Tree", "flatten", "flatten_alike", "unwrapped"]
 
 
 class Replicate:
@@ -67,7 +67,10 @@ class Tree:
         if self.kind is not other.kind:
             return f"{root} is {_kind_name(self)} on one rank and {_kind_name(other)} on another"
         if self.names != other.names:
-            return f"{root} has {_names(self)} on one rank and {_names(other)} on another"
+            text = f"{root} has {_names(self)} on one rank and {_names(other)} on another"
+            if issubclass(self.kind, Mapping) and len(self.names) != len(other.names):
+                return f"All dicts must have the same number of keys: {text}"  # as torch words it
+            return text
         for name, mine, theirs in zip(self.names, self.children, other.children, strict=True):
             if found := mine.difference(theirs, root + name):
                 return found
@@ -89,11 +92,11 @@ def flatten(obj: Any, leaves: list[Any], path: str, *, whole: bool = False, like
     """Appends the leaves of ``obj`` to ``leaves`` and returns its tree; ``path`` is what errors call ``obj``.
 
     Args:
-        whole: nothing will be split or joined, so packed sequences, nested and sparse tensors are leaves too.
+        whole: nothing will be split or joined, so packed sequences and tensors of all kinds are leaves.
         like: mappings with the keys of this tree's give them in its order.
 
     Raises:
-        TypeError: a packed sequence, a nested or a sparse tensor, which no one dimension can split.
+        TypeError: a packed sequence, a nested, sparse or quantized tensor, which cannot be split along a dimension.
     """
     if isinstance(obj, torch.Tensor | PackedSequence):
         if not whole:
@@ -116,6 +119,21 @@ def flatten(obj: Any, leaves: list[Any], path: str, *, whole: bool = False, like
     return Tree(type(obj), names, tuple(children), build)
 
 
+def flatten_alike(objects: Sequence[Any], name: str) -> tuple[Tree, list[list[Any]]]:
+    """The tree of one object per rank, all of one structure, and each rank's leaves in the first one's order.
+
+    Raises:
+        ValueError: objects of different structure; it says where.
+        TypeError: as :func:`flatten`.
+    """
+    rows: list[list[Any]] = [[] for _ in objects]
+    first = flatten(objects[0], rows[0], name)
+    for rank in range(1, len(rows)):
+        if found := first.difference(flatten(objects[rank], rows[rank], name, like=first), name):
+            raise ValueError(f"the ranks' {name} differ in structure: {found}")
+    return first, rows
+
+
 def _in_order_of(like: Tree, names: list[str], values: list[Any]) -> tuple[list[str], list[Any]]:
     """Entries in the other mapping's order, where both have the same names, each once; else as they are."""
     entries = dict(zip(names, values, strict=True))
@@ -131,6 +149,8 @@ def _refuse_undivided(tensor: torch.Tensor | PackedSequence, path: str) -> None:
         raise TypeError(f"{path} is a nested tensor, which cannot be split or joined along a dimension")
     if tensor.layout is not torch.strided:
         raise TypeError(f"{path} is a sparse tensor ({tensor.layout}), which cannot be split; use .to_dense()")
+    if tensor.is_quantized:  # fresh memory of such a dtype has no scale
+        raise TypeError(f"{path} is a quantized tensor ({tensor.dtype}), which cannot be split; use .dequantize()")
 
 
 _Opened = tuple[Iterable[str], Iterable[Any], Callable[[list[Any]], Any]]
@@ -182,4 +202,4 @@ def unwrapped(obj: Any) -> Any:
     tree = flatten(obj, leaves, "inputs", whole=True)
     if not any(isinstance(leaf, Replicate) for leaf in leaves):
         return obj
-    return tree.unflatten(iter([leaf.value if isinstance(leaf, Replicate) else leaf for leaf in leaves]))
+    return tree.unflatten(iter([unwrapped(leaf.value) if isinstance(leaf, Replicate) else leaf for leaf in leaves]))

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.utils.rnn import pack_sequence
 
-from mgpu_core.nested import Replicate, flatten
+from mgpu_core.nested import Replicate, flatten, unwrapped
 
 Pair = namedtuple("Pair", "left right")
 
@@ -203,10 +203,11 @@ REFUSED = {
     "nested tensor": lambda: torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=torch.jagged),
     "sparse tensor": lambda: torch.eye(3).to_sparse(),
     "sparse tensor (torch.sparse_csr)": lambda: torch.eye(3).to_sparse_csr(),
+    "quantized tensor (torch.quint8)": lambda: torch.quantize_per_tensor(torch.ones(2), 0.5, 0, torch.quint8),
 }
 
 
-@pytest.mark.filterwarnings("ignore:Sparse")
+@pytest.mark.filterwarnings("ignore:Sparse", "ignore:torch.quantize")
 @pytest.mark.parametrize("kind", REFUSED)
 def test_what_cannot_be_cut_is_refused_with_its_path(kind):
     obj = REFUSED[kind]()
@@ -225,6 +226,11 @@ def test_difference_says_where():
     assert told([1, {"a": 2}], [1, {"b": 2}]) == (
         "r[1] has 1 entries (['a']) on one rank and 1 entries (['b']) on another"
     )
+    assert told([{"a": 1}], [{"a": 1, "b": 2}]) == (  # torch's words, at any depth, and only where they are true
+        "All dicts must have the same number of keys: "
+        "r[0] has 1 entries (['a']) on one rank and 2 entries (['a'], ['b']) on another"
+    )
+    assert told({"a": 1}, {"a": [1]}) == "r['a'] is a leaf on one rank and a list on another"
     assert told([[1]], [(1,)]) == "r[0] is a list on one rank and a tuple on another"
     assert told([1], [[]]) == "r[0] is a leaf on one rank and a list on another"
     assert told({"x": [1]}, {"x": []}) == "r['x'] has 1 entries ([0]) on one rank and no entries on another"
@@ -235,6 +241,12 @@ def test_replicate_is_a_leaf_and_shows_its_value():
     marked = Replicate([1, 2])
     assert apart([marked])[1] == [marked]
     assert repr(marked) == "Replicate([1, 2])"
+
+
+def test_unwrapped_takes_away_every_replicate():
+    plain = [1, {"a": 2}]
+    assert unwrapped(plain) is plain
+    assert unwrapped([Replicate({"a": [Replicate(1)]}), Replicate(Replicate(2))]) == [{"a": [1]}, 2]
 
 
 nests = st.recursive(

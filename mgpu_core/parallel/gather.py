@@ -12,7 +12,7 @@ import torch
 
 from mgpu_core.comm import autograd
 from mgpu_core.device.devices import DeviceLike, as_device
-from mgpu_core.nested import Tree, flatten
+from mgpu_core.nested import Tree, flatten_alike
 from mgpu_core.record import span
 
 __all__ = ["gather"]
@@ -37,21 +37,9 @@ def gather(outputs: Sequence[Any], target_device: DeviceLike, dim: int = 0) -> A
     if not len(outputs):
         raise ValueError("gather needs the output of at least one rank")
     with span("gather"):
-        rows: list[list[Any]] = [[] for _ in outputs]
-        first = flatten(outputs[0], rows[0], "outputs")
-        trees = [first, *(flatten(outputs[rank], rows[rank], "outputs", like=first) for rank in range(1, len(rows)))]
-        _check_alike(trees)
-        joined = [_join([row[place] for row in rows], device, dim, trees[0], place) for place in range(len(rows[0]))]
-    return trees[0].unflatten(iter(joined))
-
-
-def _check_alike(trees: list[Tree]) -> None:
-    first = trees[0]
-    for tree in trees[1:]:
-        if found := first.difference(tree, "outputs"):
-            if first.kind is tree.kind and isinstance(first.kind, type) and issubclass(first.kind, dict):
-                raise ValueError(f"All dicts must have the same number of keys: {found}")
-            raise ValueError(f"the ranks' outputs differ in structure: {found}")
+        tree, rows = flatten_alike(outputs, "outputs")
+        joined = [_join([row[place] for row in rows], device, dim, tree, place) for place in range(len(rows[0]))]
+    return tree.unflatten(iter(joined))
 
 
 def _join(leaves: list[Any], device: torch.device, dim: int, tree: Tree, place: int) -> Any:

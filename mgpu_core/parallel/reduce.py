@@ -12,7 +12,7 @@ import torch
 
 from mgpu_core.comm import autograd
 from mgpu_core.device.devices import DeviceLike, as_device
-from mgpu_core.nested import flatten
+from mgpu_core.nested import flatten_alike
 from mgpu_core.record import span
 
 __all__ = ["reduce"]
@@ -35,15 +35,10 @@ def reduce(outputs: Sequence[Any], target_device: DeviceLike) -> Any:
     device = as_device(target_device)
     if not len(outputs):
         raise ValueError("reduce needs the output of at least one rank")
-    rows: list[list[Any]] = [[] for _ in outputs]
-    first = flatten(outputs[0], rows[0], "outputs")
-    for rank in range(1, len(rows)):
-        tree = flatten(outputs[rank], rows[rank], "outputs", like=first)
-        if found := first.difference(tree, "outputs"):
-            raise ValueError(f"the ranks' outputs differ in structure: {found}")
+    tree, rows = flatten_alike(outputs, "outputs")
     for row in rows:
         for place, leaf in enumerate(row):
             if not isinstance(leaf, torch.Tensor):
-                raise TypeError(f"{first.paths('outputs')[place]} is {leaf!r}, and only tensors can be added up")
+                raise TypeError(f"{tree.paths('outputs')[place]} is {leaf!r}, and only tensors can be added up")
     with span("reduce"):
-        return first.unflatten(iter(autograd.reduce_tensors(rows, device)))
+        return tree.unflatten(iter(autograd.reduce_tensors(rows, device)))

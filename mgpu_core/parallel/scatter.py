@@ -21,7 +21,7 @@ from mgpu_core.device.team import Team
 from mgpu_core.nested import Replicate, flatten
 from mgpu_core.record import span
 
-__all__ = ["scatter", "scatter_kwargs"]
+__all__ = ["check_shares", "scatter", "scatter_kwargs"]
 
 
 def scatter(
@@ -42,7 +42,7 @@ def scatter(
 
     Raises:
         ValueError: tensors that disagree on the number of rows (the message names both), a bad device or share.
-        TypeError: packed sequences, nested and sparse tensors.
+        TypeError: packed sequences, nested, sparse and quantized tensors.
         IndexError: a tensor without dimension ``dim``.
     """
     team = Team.of(target_gpus)
@@ -77,8 +77,7 @@ def scatter_kwargs(
 
 def _cut(objects: dict[str, Any], team: Team, dim: int, shares: Sequence[float] | None) -> list[list[Any]]:
     """Per rank its part of each object; the names are what errors call the objects."""
-    if shares is not None and len(shares) != len(team):
-        raise ValueError(f"shares must have one number per rank: {len(team)} ranks, {len(shares)} shares")
+    check_shares(shares, len(team))
     if len(team) == 1:
         return [[_whole(obj, team.devices[0]) for obj in objects.values()]]
     arguments = _Arguments(objects)
@@ -86,8 +85,19 @@ def _cut(objects: dict[str, Any], team: Team, dim: int, shares: Sequence[float] 
     counts = None if rows is None else _counts(rows, len(team), shares)
     if counts is not None:
         team = team.first(len(counts))
-    columns = [_spread(leaf, team, counts, dim) for leaf in arguments.leaves]
+    columns = [arguments.spread(place, team, counts, dim) for place in range(len(arguments.leaves))]
     return [arguments.rebuild([column[rank] for column in columns]) for rank in team.ranks]
+
+
+def check_shares(shares: Sequence[float] | None, ranks: int) -> None:
+    """Raises ValueError unless there is one positive number per rank."""
+    if shares is None:
+        return
+    if len(shares) != ranks:
+        raise ValueError(f"shares must have one number per rank: {ranks} ranks, {len(shares)} shares")
+    for rank, share in enumerate(shares):
+        if not 0 < share < float("inf"):
+            raise ValueError(f"shares[{rank}] must be a positive number, not {share}; leave the device out instead")
 
 
 class _Arguments:
@@ -123,6 +133,14 @@ class _Arguments:
             elif leaf.size(dim) != self.leaves[first].size(dim):
                 raise ValueError(self._disagreement(first, place, dim))
         return None if first is None else int(self.leaves[first].size(dim))
+
+    def spread(self, place: int, team: Team, counts: list[int] | None, dim: int) -> Sequence[Any]:
+        """What each rank gets of the leaf."""
+        try:
+            return _spread(self.leaves[place], team, counts, dim)
+        except (ValueError, TypeError) as error:
+            error.add_note(f"while scattering {self.path(place)} along dimension {dim}")
+            raise
 
     def _disagreement(self, one: int, other: int, dim: int) -> str:
         described = [f"{self.path(place)} has shape {tuple(self.leaves[place].shape)}" for place in (one, other)]
@@ -169,12 +187,18 @@ def _copies(obj: Any, team: Team) -> list[Any]:
     """The nest whole for every rank: its tensors copied, the rest by reference."""
     leaves: list[Any] = []
     tree = flatten(obj, leaves, "Replicate", whole=True)
-    if any(isinstance(leaf, torch.Tensor) and leaf.is_nested for leaf in leaves):
-        raise TypeError("Replicate(...) holds a nested tensor, which is not one block of memory to copy")
-    columns = [
-        _copies_of_tensor(leaf, team) if isinstance(leaf, torch.Tensor) else [leaf] * len(team) for leaf in leaves
-    ]
+    columns = [_copies_of_leaf(leaf, team) for leaf in leaves]
     return [tree.unflatten(iter([column[rank] for column in columns])) for rank in team.ranks]
+
+
+def _copies_of_leaf(leaf: Any, team: Team) -> Sequence[Any]:
+    if isinstance(leaf, Replicate):  # one in another says nothing new, but the module gets bare values
+        return _copies(leaf.value, team)
+    if not isinstance(leaf, torch.Tensor):
+        return [leaf] * len(team)
+    if leaf.is_nested:
+        raise TypeError("Replicate(...) holds a nested tensor, which is not one block of memory to copy")
+    return _copies_of_tensor(leaf, team)
 
 
 def _copies_of_tensor(tensor: torch.Tensor, team: Team) -> Sequence[torch.Tensor]:

@@ -182,6 +182,30 @@ def test_replicate_of_what_cannot_be_cut():
         assert part[1][1:] == [None, 3]
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+def test_replicate_in_replicate_is_unwrapped_on_any_number_of_ranks(ranks):
+    parts = scatter([torch.arange(8), Replicate({"a": Replicate([torch.ones(3), 5])})], cpu(ranks))
+    for part in parts:
+        table, number = part[1]["a"]
+        assert table.tolist() == [1, 1, 1]
+        assert number == 5
+
+
+UNREADABLE = {
+    "meta": lambda: torch.ones(4, device="meta"),
+    "meta scalar": lambda: torch.tensor(1.0, device="meta"),
+    "Replicate of meta": lambda: Replicate([torch.ones(3, device="meta")]),
+    "Replicate of nested": lambda: Replicate(torch.nested.nested_tensor([torch.ones(1)], layout=torch.jagged)),
+}
+
+
+@pytest.mark.parametrize("kind", UNREADABLE)
+def test_what_cannot_be_copied_names_its_path(kind):
+    with pytest.raises(TypeError) as caught:
+        scatter_kwargs((torch.ones(4),), {"x": [0, UNREADABLE[kind]()]}, cpu(2))
+    assert caught.value.__notes__ == ["while scattering kwargs['x'][1] along dimension 0"]
+
+
 @pytest.mark.parametrize("ranks", RANKS)
 def test_backward_puts_the_gradient_together(ranks):
     x = torch.arange(14.0).reshape(7, 2).requires_grad_()

@@ -29,7 +29,7 @@ def test_a_copy_to_the_host_that_does_not_block_is_there_when_somebody_waited():
     early = x.to("cpu", non_blocking=True)
     x.zero_()
     assert early.tolist() != [0, 1, 2, 3]
-    torch.accelerator.synchronize("fake:1")
+    torch.accelerator.current_stream("fake:1").synchronize()
     assert early.tolist() == [0, 1, 2, 3]
     assert x.to("cpu").tolist() == [0] * 4
 

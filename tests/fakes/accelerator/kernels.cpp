@@ -107,6 +107,14 @@ at::Tensor as_strided(const at::Tensor& ours, SymIntArrayRef size, SymIntArrayRe
   return at::native::as_strided_tensorimpl(ours, C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride), start);
 }
 
+// Wrapped, because older torches have only those with plain integers.
+at::Tensor view(const at::Tensor& ours, SymIntArrayRef size) {
+  return at::native::view(ours, C10_AS_INTARRAYREF_SLOW(size));
+}
+at::Tensor reshape_alias(const at::Tensor& ours, SymIntArrayRef size, SymIntArrayRef stride) {
+  return at::native::_reshape_alias(ours, C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride));
+}
+
 at::Scalar local_scalar(const at::Tensor& ours) { return on_cpu(ours).item(); }
 
 void check_together(const at::Tensor& one, const at::Tensor& other) {
@@ -201,12 +209,12 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_copy_from_and_resize", fake::copy_from_and_resize);
   m.impl("_local_scalar_dense", fake::local_scalar);
   m.impl("as_strided", fake::as_strided);
-  m.impl("view", at::native::view_symint);
+  m.impl("view", fake::view);
   m.impl("view.dtype", at::native::view_dtype);
   m.impl("view_as_real", at::native::view_as_real);
   m.impl("view_as_complex", at::native::view_as_complex);
   m.impl("unfold", at::native::unfold);
-  m.impl("_reshape_alias", at::native::_reshape_alias_symint);
+  m.impl("_reshape_alias", fake::reshape_alias);
   m.impl("convolution_overrideable", fake::convolution);
   m.impl("convolution_backward_overrideable", fake::convolution_backward);
   m.impl("_fused_sdp_choice", fake::fused_attention);

@@ -6,7 +6,7 @@ room.  Everything is checked before anything is written, and autograd is told of
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import TypeAlias
 
 import torch
@@ -15,6 +15,7 @@ from mgpu_core import _core
 from mgpu_core.comm import generic
 from mgpu_core.comm.checks import check_alike, check_disjoint, check_writable, readable
 from mgpu_core.comm.layout import memory_order, nbytes_of, one_layout, runs_along
+from mgpu_core.comm.packing import SMALL_NBYTES, groups
 from mgpu_core.comm.reductions import CORE_DTYPES, check_op, core_count
 from mgpu_core.device.memory import note_written
 from mgpu_core.record import event, is_on
@@ -81,27 +82,47 @@ def _tell(step: str, tensors: Tensors, detail: str = "") -> None:
 
 def broadcast_into(sources: Tensors, copies: Sequence[Tensors]) -> None:
     """Fills ``copies[i][rank]`` from ``sources[i]``; a copy that is its source itself is left alone."""
-    pointers: list[int] = []
-    targets: list[list[int]] = []
-    nbytes: list[int] = []
+    ours: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
+    others: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
     for i, (given, made) in enumerate(zip(sources, copies, strict=True)):
         if given.layout is not torch.strided:  # a sparse buffer: torch copies what it is made of
             generic.broadcast(given, made)
             continue
         source = readable(given, f"tensor {i}")
-        made = [source if each is given else each for each in made]
-        if not _in_core([source, *made]):
-            generic.broadcast(source, made)
+        pair = source, [source if each is given else each for each in made]
+        if not _in_core([source, *pair[1]]):
+            others.append(pair)
         elif source.numel():
-            pointers.append(source.data_ptr())
-            targets.append([each.data_ptr() for each in made])
-            nbytes.append(source.nbytes)
-    if pointers:
-        _core.broadcast(pointers, targets, nbytes)
+            ours.append(pair)
+    if ours:
+        _core.broadcast(
+            [source.data_ptr() for source, _ in ours],
+            [[each.data_ptr() for each in made] for _, made in ours],
+            [source.nbytes for source, _ in ours],
+        )
+    _broadcast_elsewhere(others)
     if is_on():
         for rank in range(len(copies[0]) if copies else 0):
             moved = [made[rank] for given, made in zip(sources, copies, strict=True) if made[rank] is not given]
             event("broadcast", rank, sum(nbytes_of(each) for each in moved))
+
+
+def _broadcast_elsewhere(pairs: Sequence[tuple[torch.Tensor, list[torch.Tensor]]]) -> None:
+    """By the generic room; many small tensors of the same kind in one message."""
+    packs, alone = groups(range(len(pairs)), lambda i: _kind([pairs[i][0], *pairs[i][1]], pairs[i][0]))
+    for pack in packs:
+        generic.broadcast_packed([pairs[i][0] for i in pack], [pairs[i][1] for i in pack])
+    for i in alone:
+        generic.broadcast(*pairs[i])
+
+
+def _kind(tensors: Parts, source: torch.Tensor | None = None) -> tuple[Hashable, ...] | None:
+    """What tensors that travel in one message have in common; ``None`` for those that travel alone."""
+    present = [tensor for tensor in tensors if tensor is not None]
+    first = present[0]
+    if len(present) < len(tensors) or not one_layout(present) or not 0 < first.nbytes <= SMALL_NBYTES:
+        return None
+    return (first.dtype, *((tensor.device, tensor is source) for tensor in present))
 
 
 def reduce_batch(parts: Sequence[Parts], op: str, device: torch.device) -> list[torch.Tensor]:
@@ -112,6 +133,7 @@ def reduce_batch(parts: Sequence[Parts], op: str, device: torch.device) -> list[
     """
     resolved = [_resolve(each) for each in parts]
     totals: list[torch.Tensor] = []
+    others: list[int] = []
     batches: dict[torch.dtype, list[int]] = {}
     for i, each in enumerate(resolved):
         first = next(part for part in each if part is not None)
@@ -125,9 +147,17 @@ def reduce_batch(parts: Sequence[Parts], op: str, device: torch.device) -> list[
             if first.numel():
                 batches.setdefault(first.dtype, []).append(i)
         else:
-            totals.append(generic.reduce(each, op, device))
+            totals.append(first)  # its place; the sum comes below
+            others.append(i)
     for batch in batches.values():
         _reduce_in_core([resolved[i] for i in batch], [totals[i] for i in batch], op)
+    packs, alone = groups(others, lambda i: _kind(resolved[i]))
+    for pack in packs:
+        whole = [[part for part in resolved[i] if part is not None] for i in pack]
+        for i, total in zip(pack, generic.reduce_packed(whole, op, device), strict=True):
+            totals[i] = total
+    for i in alone:
+        totals[i] = generic.reduce(resolved[i], op, device)
     if is_on():
         for rank in range(len(resolved[0]) if resolved else 0):
             event("reduce", rank, sum(nbytes_of(each[rank]) for each in resolved))

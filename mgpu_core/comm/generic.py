@@ -13,8 +13,20 @@ import torch
 
 from mgpu_core import _core
 from mgpu_core.comm.layout import nbytes_of
+from mgpu_core.comm.packing import flat, unpack_into
 
-__all__ = ["all_gather", "all_reduce", "broadcast", "count", "gather", "reduce", "reduce_scatter", "scatter"]
+__all__ = [
+    "all_gather",
+    "all_reduce",
+    "broadcast",
+    "broadcast_packed",
+    "count",
+    "gather",
+    "reduce",
+    "reduce_packed",
+    "reduce_scatter",
+    "scatter",
+]
 
 ALGORITHM = "generic"
 _HALF = (torch.float16, torch.bfloat16)
@@ -30,6 +42,10 @@ def count(operation: str, tensors: Sequence[torch.Tensor | None]) -> None:
 def _fill(target: torch.Tensor, source: torch.Tensor) -> None:
     """A copy that devices order on their streams.  The host has none, so what goes there is waited for."""
     target.copy_(source, non_blocking=target.device.type != "cpu")
+
+
+def _moved(source: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return source.to(device=device, non_blocking=device.type != "cpu")
 
 
 def _add_up(parts: Sequence[torch.Tensor], op: str, device: torch.device) -> torch.Tensor:
@@ -52,6 +68,24 @@ def reduce(parts: Sequence[torch.Tensor | None], op: str, device: torch.device) 
         present = [part if part.layout is torch.strided else part.to_dense() for part in present]
     total = _add_up(present, op, device)
     return total.clone() if len(present) == 1 else total
+
+
+def reduce_packed(parts: Sequence[Sequence[torch.Tensor]], op: str, device: torch.device) -> list[torch.Tensor]:
+    """Reductions of many small tensors, ``parts[i][rank]``, dense and of one dtype, in one message per rank."""
+    rows = [flat(row) for row in zip(*parts, strict=True)]
+    count("reduce", rows)
+    totals = [torch.empty_like(each[0], device=device) for each in parts]
+    unpack_into(_add_up(rows, op, device), totals)
+    return totals
+
+
+def broadcast_packed(sources: Sequence[torch.Tensor], copies: Sequence[Sequence[torch.Tensor]]) -> None:
+    """Fills ``copies[i][rank]`` from many small ``sources[i]``, dense and of one dtype, in one message per rank."""
+    buffer = flat(sources)
+    for rank, targets in enumerate(zip(*copies, strict=True)):
+        if targets[0] is not sources[0]:
+            unpack_into(_moved(buffer, targets[0].device), targets)
+            _core.count("broadcast", ALGORITHM, rank, buffer.nbytes)
 
 
 def all_reduce(tensors: Sequence[torch.Tensor], op: str) -> None:

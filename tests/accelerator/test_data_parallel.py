@@ -59,12 +59,50 @@ def test_every_step_goes_through_the_generic_room(team):
     _core.reset_counters()
     wrapper(x).sum().backward()
     rows = chunks(16, len(team))
-    wanted = {("broadcast", "generic", rank): (2, 36) for rank in range(1, len(team))}
+    wanted = {("broadcast", "generic", rank): (1, 36) for rank in range(1, len(team))}  # weight and bias in one message
     for rank, count in enumerate(rows):
         wanted["scatter", "generic", rank] = (2, count * 8 + count * 12)  # the input, and the output's gradient
         wanted["gather", "generic", rank] = (1, count * 12)
-        wanted["reduce", "generic", rank] = (2, 36)
+        wanted["reduce", "generic", rank] = (1, 36)
     assert _core.counters() == wanted
+
+
+class Many(nn.Module):
+    """Small parameters of two dtypes, one in another order of dimensions, one that no rank uses, one large one."""
+
+    def __init__(self):
+        super().__init__()
+        self.small = nn.ParameterList([nn.Parameter(numbers(3, 2) + i) for i in range(20)])
+        self.wide = nn.ParameterList([nn.Parameter(numbers(2).double() + i) for i in range(5)])
+        self.turned = nn.Parameter(numbers(2, 3).t())
+        self.unused = nn.Parameter(numbers(2))
+        self.large = nn.Parameter(torch.ones(300, 300))
+
+    def forward(self, x):
+        out = x @ sum(self.small).t() + x @ self.turned.t()
+        return out + sum(self.wide).float().sum() + self.large.sum()
+
+
+@several
+def test_many_small_tensors_travel_in_one_message(team):
+    net = Many().to(team[0])
+    x = numbers(2 * len(team), 2, device=team[0])
+    net(x).sum().backward()
+    wanted = [p.grad for p in net.parameters()]
+    net.zero_grad()
+    out = DataParallel(net, team)(x)
+    _core.reset_counters()
+    out.sum().backward()
+    for parameter, gradient in zip(net.parameters(), wanted, strict=True):
+        assert (parameter.grad is None) == (gradient is None)
+        if gradient is not None:
+            assert parameter.grad.tolist() == gradient.tolist()
+            assert parameter.grad.stride() == gradient.stride()
+    nbytes = 20 * 24 + 5 * 16 + 24 + 360_000
+    for rank in range(len(team)):  # those of one dtype, those of the other, and the large one
+        assert _core.counters()["reduce", "generic", rank] == (3, nbytes)
+    storages = {p.grad.untyped_storage().data_ptr() for p in net.parameters() if p.grad is not None}
+    assert len(storages) == 27, "gradients do not share memory"
 
 
 @several

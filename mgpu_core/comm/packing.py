@@ -1,0 +1,49 @@
+"""Many small tensors as one: laid end to end in a flat buffer, moved in one message, and taken apart again.
+
+A message between two devices costs some microseconds however small it is, and a model has hundreds of small
+parameters.  A large tensor travels alone: packing it would only be another pass over its memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import TypeVar
+
+import torch
+
+__all__ = ["SMALL_NBYTES", "flat", "groups", "unpack_into"]
+
+SMALL_NBYTES = 256 * 1024
+
+K = TypeVar("K", bound=Hashable)
+
+
+def groups(positions: Iterable[int], key: Callable[[int], K | None]) -> tuple[list[list[int]], list[int]]:
+    """Positions with the same key, two or more of them; and those without a key or alone."""
+    found: dict[K, list[int]] = {}
+    alone = []
+    for position in positions:
+        name = key(position)
+        if name is None:
+            alone.append(position)
+        else:
+            found.setdefault(name, []).append(position)
+    return [group for group in found.values() if len(group) > 1], alone + [
+        group[0] for group in found.values() if len(group) == 1
+    ]
+
+
+def _line(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements of a dense tensor in the order in which they lie."""
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The elements of dense tensors of one dtype and device, one tensor behind the other, in fresh memory."""
+    return torch.cat([_line(tensor) for tensor in tensors])
+
+
+def unpack_into(buffer: torch.Tensor, targets: Sequence[torch.Tensor]) -> None:
+    """Fills dense tensors, on the buffer's device, with what :func:`flat` made of others of their layouts."""
+    pieces = buffer.split([target.numel() for target in targets])
+    torch._foreach_copy_([_line(target) for target in targets], list(pieces))

@@ -1,7 +1,8 @@
 """Faults put into the package on purpose, one at a time, to see that the tests notice.
 
 A suite that passes says little until it has been seen to fail.  Each mutant below is a mistake that somebody could
-make: a few characters replaced in a copy of the package, or of the C++ sources.  The tests named with it must then fail.
+make: a few characters replaced in a copy of the package, or of the C++ sources.  The tests named with it must then
+fail.
 
     python tests/mutants.py                 all of them
     python tests/mutants.py --only NAME     some

@@ -1,0 +1,157 @@
+"""The messages that the migration guide quotes are those that come, word for word: each is provoked here."""
+
+import re
+import threading
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils.rnn import pack_sequence
+from torch.overrides import TorchFunctionMode
+
+import mgpu_core
+from mgpu_core import DataParallel, Replicate, gather
+
+GUIDE = Path(__file__).parent.parent.parent / "docs" / "migration.md"
+QUOTED = re.findall(r"^\| `(.+?)` \|", GUIDE.read_text().partition("## Troubleshooting")[2], flags=re.MULTILINE)
+
+
+class Call(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.function = function
+
+    def forward(self, *args):
+        return self.function(self, *args)
+
+
+def over_two_ranks(function, *inputs, **options):
+    return lambda: DataParallel(Call(function), ["cpu"] * 2, **options)(*inputs)
+
+
+def same(self, *inputs):
+    return inputs
+
+
+def forward_of(module, *inputs, ranks=2):
+    return lambda: DataParallel(module, ["cpu"] * ranks)(*inputs)
+
+
+def assign(self, x):
+    self.seen = x
+    return x
+
+
+class Mode(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+class SafeMode(Mode):
+    mgpu_core_thread_safe = True
+
+
+def in_a_mode():
+    with Mode():
+        DataParallel(nn.Linear(2, 2), ["cpu"] * 2)(ROWS)
+
+
+def in_a_transform():
+    torch.func.vmap(DataParallel(nn.Linear(2, 2), ["cpu"] * 2))(torch.ones(3, 4, 2))
+
+
+def compiled_with_a_hook():
+    net = torch.compile(nn.Linear(2, 2), backend="eager")
+    net.register_forward_hook(lambda *_: None)
+    DataParallel(net, ["cpu"] * 2)(ROWS)
+
+
+def too_slow(monkeypatch):
+    end = threading.Event()
+    monkeypatch.setenv("MGPU_CORE_TIMEOUT", "0.2")
+    try:
+        over_two_ranks(lambda self, x: end.wait() or x, ROWS)()
+    finally:
+        end.set()
+
+
+def bad_variable(monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setenv("MGPU_CORE_CPU_RANKS", "many")
+    DataParallel(nn.Linear(2, 2))
+
+
+ROWS = torch.ones(4, 2)
+
+# The beginning of what is quoted: what raises it, or warns of it.
+PROVOKED = {
+    "module must have": forward_of(nn.Linear(2, 2, device="meta"), ROWS),
+    "the inputs differ": over_two_ranks(same, ROWS, torch.ones(5)),
+    "... has shape": over_two_ranks(same, torch.ones(4), dim=1),
+    "... is a PackedSequence": over_two_ranks(same, pack_sequence([torch.ones(1)])),
+    "... is a nested": over_two_ranks(same, torch.nested.nested_tensor([torch.ones(1)], layout=torch.jagged)),
+    "... is a sparse": over_two_ranks(same, torch.eye(2).to_sparse()),
+    "... is a quantized": lambda: over_two_ranks(same, torch.quantize_per_tensor(ROWS, 1.0, 0, torch.quint8))(),
+    "... is on the meta": over_two_ranks(same, torch.ones(4, device="meta")),
+    "... cannot be gathered": over_two_ranks(lambda self, x: x.sum().item(), torch.arange(4.0)),
+    "the ranks' outputs differ": over_two_ranks(lambda self, x: list(x), torch.ones(3, 2)),
+    "All dicts must": lambda: gather([{"a": ROWS}, {}], "cpu"),
+    "... which does not fit": lambda: gather([torch.ones(2, 3), torch.ones(2, 4)], "cpu"),
+    "Was asked to gather": over_two_ranks(lambda self, x: x.sum(), ROWS),
+    "Dimension specified": over_two_ranks(lambda self, x: x.sum(), ROWS, dim=1),
+    "Caught": over_two_ranks(lambda self, x: {}["key"], ROWS),
+    "Expected more than": forward_of(nn.BatchNorm1d(2), ROWS[:2]),
+    "the forward of": over_two_ranks(assign, ROWS),
+    "Attempted to use": forward_of(nn.LazyLinear(2), ROWS),
+    "shares must": over_two_ranks(same, ROWS, shares=[1]),
+    "shares[": over_two_ranks(same, ROWS, shares=[1, 0]),
+    "device ... does": lambda: DataParallel(nn.Linear(2, 2), ["cpu", "cuda:77"]),
+    "devices is": lambda: DataParallel(nn.Linear(2, 2), "cpu"),
+    "Using -1": lambda: gather([ROWS], -1),
+    "MGPU_CORE_CPU_RANKS": bad_variable,
+    "rng must": over_two_ranks(same, ROWS, rng="mine"),
+    "rank ... did": too_slow,
+    "... is an active": in_a_mode,
+    "a forward over": in_a_transform,
+    "... was compiled": compiled_with_a_hook,
+}
+
+
+def told(provoke, monkeypatch):
+    """All that is said: warnings, the exception and its notes."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        said = []
+        try:
+            provoke(monkeypatch) if provoke in (too_slow, bad_variable) else provoke()
+        except (ValueError, TypeError, IndexError, RuntimeError, KeyError, mgpu_core.Error) as error:
+            said += [str(error), *getattr(error, "__notes__", [])]
+        return "\n".join([*said, *(str(warning.message) for warning in caught)])
+
+
+def test_every_message_of_the_guide_is_provoked_here():
+    assert len(QUOTED) > 20
+    for beginning in PROVOKED:
+        assert sum(quoted.startswith(beginning) for quoted in QUOTED) == 1, beginning
+    assert len(QUOTED) == len(PROVOKED)
+
+
+@pytest.mark.parametrize("beginning", PROVOKED)
+def test_message_is_word_for_word(beginning, monkeypatch):
+    quoted = next(quoted for quoted in QUOTED if quoted.startswith(beginning))
+    pattern = ".*".join(re.escape(part) for part in quoted.split("..."))
+    text = told(PROVOKED[beginning], monkeypatch)
+    assert re.search(pattern, text, flags=re.DOTALL), text
+
+
+def test_what_the_guide_advises_helps():
+    table = torch.eye(2).to_sparse()
+    net = Call(lambda self, x, whole, rows: x @ whole.to_dense() + rows.sum())
+    out = DataParallel(net, ["cpu"] * 2)(ROWS, Replicate(table), Replicate(torch.ones(5)))
+    assert out.tolist() == [[6, 6]] * 4
+    with SafeMode():
+        assert DataParallel(nn.Linear(2, 2), ["cpu"] * 2)(ROWS).shape == (4, 2)

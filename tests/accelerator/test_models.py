@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from fakes.accelerator import TEAMS
+from fakes.accelerator import TEAMS, fakes
 from fakes.nets import Cnn, Embedded, Lstm, Polynomial, chunks, whole
 from fakes.tensors import gradients, numbers, places
 from torch import nn
@@ -179,3 +179,44 @@ def test_a_checkpoint_inside_a_rank_draws_the_same_again(team):
         wrapper(numbers(16, 4)).sum().backward()
         found.append(gradients(net))
     assert found == [found[0]] * 3
+
+
+@pytest.mark.parametrize(
+    "team", [["fake:0"] * 3, ["fake:0", "fake:1", "fake:0", "fake:1"], fakes(4), ["fake:0", "cpu", "cpu"]], ids=str
+)
+def test_one_seed_gives_one_result_whoever_shares_a_generator(team):
+    """Ranks of one device take turns in rank order, CPU ranks have streams, devices have generators of their own."""
+    model = DataParallel(nn.Sequential(nn.Linear(4, 64), nn.Dropout(0.5)).to(team[0]), team)
+    x = torch.ones(3 * len(team), 4, device=team[0])
+
+    def run():
+        torch.manual_seed(3)
+        return model(x).tolist()
+
+    first = run()
+    assert all(run() == first for _ in range(15))
+    halves = [str(first[rank * 3 : rank * 3 + 3]) for rank in range(len(team))]
+    assert all(halves[rank] != halves[0] for rank in range(1, len(team)) if team[rank] in ("fake:0", "cpu"))
+
+
+class WhereAmI(nn.Module):
+    """Makes a tensor without saying where."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, x):
+        made = torch.zeros(len(x), 1)
+        assert made.device == x.device, f"made on {made.device}, the rank is on {x.device}"
+        return x * self.weight + made
+
+
+@pytest.mark.parametrize("team", [fakes(2), fakes(8), ["fake:0", "cpu"], ["cpu", "fake:1"]], ids=str)
+def test_a_default_device_of_the_team_is_each_ranks_own(team):
+    x = torch.ones(2 * len(team), 1, device=team[0])
+    model = DataParallel(WhereAmI().to(team[0]), team)
+    with torch.device(team[0]):
+        assert model(x).tolist() == x.tolist()
+    with torch.device("meta"), pytest.raises(AssertionError, match="made on meta"):
+        model(x)

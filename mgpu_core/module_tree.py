@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from numbers import Real
 from types import MethodType
 from typing import Any
 
 import torch
 from torch.nn import Module
 from torch.nn.parameter import is_lazy
+
+from mgpu_core.twin_hooks import SHARES_HOOKS
 
 __all__ = ["ModuleTree", "Place", "check_initialised", "draws_random_numbers", "modules_of", "tensors_of"]
 
@@ -41,29 +45,32 @@ def tensors_of(module: Module) -> Iterator[torch.Tensor]:
 
 
 _DRAW_ALWAYS = (torch.nn.FractionalMaxPool2d, torch.nn.FractionalMaxPool3d)
-_DRAW_IN_TRAINING = (torch.nn.RReLU,)
-_rates: dict[type[Module], tuple[str, ...]] = {}
+_DRAW_IN_TRAINING = (torch.nn.RReLU, torch.jit.ScriptModule)  # what a script does is written in C++
 
 
 def draws_random_numbers(module: Module) -> bool:
     """Whether a forward of this module, as it is now, looks as if it drew random numbers.
 
-    Torch's modules are known.  Others give themselves away by an attribute: dropout, however it is called, has a rate
-    above zero, in ``p`` or something with ``drop`` in its name.  What draws without such a sign is not seen.
+    Torch's modules are known.  Others give themselves away by an attribute: dropout has a rate above zero, in ``p`` or
+    something with ``drop`` in its name.  What draws without such a sign is not seen.
     """
     return any(
-        isinstance(each, _DRAW_ALWAYS) or (each.training and (isinstance(each, _DRAW_IN_TRAINING) or _has_rate(each)))
+        isinstance(each, _DRAW_ALWAYS)
+        or (getattr(each, "training", False) and (isinstance(each, _DRAW_IN_TRAINING) or _has_rate(each)))
         for each in modules_of(module)
     )
 
 
 def _has_rate(module: Module) -> bool:
-    kind = type(module)
-    names = _rates.get(kind)
-    if names is None:
-        names = _rates[kind] = tuple(name for name in vars(module) if name == "p" or "drop" in name.lower())
     attributes = vars(module)
-    return any(isinstance(rate := attributes.get(name), int | float) and rate > 0 for name in names)
+    return any(
+        isinstance(rate := attributes[name], Real) and float(rate) > 0 for name in _names_of_rates(tuple(attributes))
+    )
+
+
+@lru_cache(maxsize=4096)
+def _names_of_rates(attributes: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(name for name in attributes if name == "p" or "drop" in name.lower())
 
 
 def check_initialised(tensors: Iterable[torch.Tensor]) -> None:
@@ -146,6 +153,7 @@ class Place:
         """What ``Module._replicate_for_data_parallel`` copies; a copied dictionary that grows is allocated twice."""
         template = self.module.__dict__.copy()
         template["_is_replica"] = True
+        template[SHARES_HOOKS] = True
         template["_former_parameters"] = {}  # read only: twins without parameters share it
         for name, _ in self.parameters:
             template[name] = None

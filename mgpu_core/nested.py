@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-__all__ = ["Replicate", "Tree", "flatten", "flatten_alike", "unwrapped"]
+__all__ = ["Replicate", "Tree", "any_tensor", "flatten", "flatten_alike", "unwrapped"]
 
 
 class Replicate:
@@ -88,11 +88,14 @@ def _names(tree: Tree) -> str:
     return f"{len(tree.names)} entries ({', '.join(tree.names)})" if tree.names else "no entries"
 
 
-def flatten(obj: Any, leaves: list[Any], path: str, *, whole: bool = False, like: Tree | None = None) -> Tree:
+def flatten(
+    obj: Any, leaves: list[Any], path: str, *, whole: bool = False, share: bool = False, like: Tree | None = None
+) -> Tree:
     """Appends the leaves of ``obj`` to ``leaves`` and returns its tree; ``path`` is what errors call ``obj``.
 
     Args:
         whole: nothing will be split or joined, so packed sequences and tensors of all kinds are leaves.
+        share: a container in ``obj`` without any tensor below it is one leaf, so that it is handed on as it is.
         like: mappings with the keys of this tree's give them in its order.
 
     Raises:
@@ -112,11 +115,20 @@ def flatten(obj: Any, leaves: list[Any], path: str, *, whole: bool = False, like
         names, values = _in_order_of(like, list(names), list(values))
     names = tuple(names)
     examples = like.children if like is not None and like.names == names else (None,) * len(names)
-    children = [
-        flatten(value, leaves, path + name, whole=whole, like=example)
-        for name, value, example in zip(names, values, examples, strict=True)
-    ]
+    children = []
+    for name, value, example in zip(names, values, examples, strict=True):
+        before = len(leaves)
+        child = flatten(value, leaves, path + name, whole=whole, share=share, like=example)
+        if share and child is not LEAF and not any_tensor(leaves[before:]):
+            leaves[before:] = [value]
+            child = LEAF
+        children.append(child)
     return Tree(type(obj), names, tuple(children), build)
+
+
+def any_tensor(leaves: Sequence[Any]) -> bool:
+    """Whether one of them is a tensor, or holds some."""
+    return any(isinstance(leaf, torch.Tensor | PackedSequence | Replicate) for leaf in leaves)
 
 
 def flatten_alike(objects: Sequence[Any], name: str) -> tuple[Tree, list[list[Any]]]:

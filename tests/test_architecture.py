@@ -1,7 +1,7 @@
 """DESIGN's arrows point down: read from the sources, so that nobody has to remember them.
 
-Python: cli -> doctor, mnist -> data_parallel -> parallel -> comm -> kernels -> device -> nested, module_tree,
-record, errors -> _core.
+Python: cli -> doctor, mnist -> data_parallel -> parallel -> comm -> kernels -> device -> module_tree -> nested,
+twin_hooks, record, errors -> _core.
 C++: bindings -> rooms -> backends -> core; rooms of backends do not know each other; only bindings knows pybind11.
 """
 
@@ -17,7 +17,8 @@ PACKAGE = Path(mgpu_core.__file__).parent
 SOURCES = Path(__file__).parent.parent / "csrc"
 LAYERS = [
     {"_core"},
-    {"record", "errors", "nested", "module_tree"},
+    {"record", "errors", "nested", "twin_hooks"},
+    {"module_tree"},
     {"device"},
     {"kernels"},
     {"comm"},

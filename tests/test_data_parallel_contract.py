@@ -7,8 +7,10 @@ import inspect
 import io
 import pickle
 import threading
+import time
 import warnings
 import weakref
+from collections import UserDict
 from contextlib import suppress
 from itertools import pairwise
 from types import MethodType
@@ -1510,3 +1512,91 @@ def test_close_and_go_on(ranks):
     wrapper.close()
     wrapper.close()
     assert torch.equal(wrapper(x), one)
+
+
+class Capturing(nn.Module):
+    """Takes an activation the usual way: a hook for the length of the call."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+        whole(self)
+
+    def forward(self, x):
+        taken = []
+        handles = [
+            self.inner.register_forward_hook(lambda module, args, out: taken.append(out)),
+            self.inner.register_forward_pre_hook(lambda module, args, kwargs: taken.append(args[0]), with_kwargs=True),
+        ]
+        time.sleep(0.01)  # every rank's hooks are there before any rank computes
+        self.inner(x)
+        for handle in handles:
+            handle.remove()
+        taken_in, out = taken
+        return taken_in, out
+
+
+@pytest.mark.parametrize("ranks", SEVERAL)
+def test_a_hook_that_a_forward_registers_is_that_ranks_alone(ranks):
+    net = Capturing()
+    x = numbers(3 * ranks + 1, 2)
+    for _ in range(3):
+        taken_in, out = DataParallel(net, cpu(ranks))(x)
+        assert torch.equal(taken_in, x)
+        assert torch.equal(out, net.inner(x))
+
+
+@pytest.mark.parametrize("ranks", SEVERAL)
+def test_a_hook_that_a_forward_leaves_behind_does_not_reach_the_module(ranks):
+    class Leaving(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(2, 2)
+
+        def forward(self, x):
+            self.inner.register_forward_hook(lambda *_: None, with_kwargs=True, always_call=True)
+            self.inner.register_forward_pre_hook(lambda *_: None, with_kwargs=True)
+            self.inner.register_full_backward_hook(lambda *_: None)
+            self.inner.register_full_backward_pre_hook(lambda *_: None)
+            return self.inner(x)
+
+    net = Leaving()
+    for _ in range(3):
+        DataParallel(net, cpu(ranks))(numbers(2 * ranks, 2)).sum().backward()
+    assert not any(value for name, value in vars(net.inner).items() if name.endswith(("_hooks", "_kwargs", "_called")))
+
+
+@pytest.mark.parametrize("ranks", [1, *SEVERAL])
+def test_containers_without_tensors_are_handed_on_as_they_are(ranks):
+    class Logging(nn.Module):
+        def forward(self, x, log, environment, *, seen):
+            log["rows"] = log.get("rows", 0) + len(x)
+            seen.append(environment["HOME"])
+            return x
+
+    log, seen = {}, []
+    DataParallel(Logging(), cpu(ranks))(numbers(2 * ranks, 2), log, Environment(HOME="here", other=1), seen=seen)
+    assert log == {"rows": 2 * ranks}
+    assert seen == ["here"] * ranks
+
+
+class Environment(UserDict):
+    """Cannot be made from pairs."""
+
+    def __init__(self, *, HOME, other):  # noqa: N803
+        super().__init__({"HOME": HOME, "other": other})
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("ranks", SEVERAL)
+def test_frozen_scripts(ranks):
+    net = torch.jit.freeze(torch.jit.script(whole(nn.Linear(2, 2)).eval()))
+    x = numbers(2 * ranks, 2)
+    assert torch.equal(DataParallel(net, cpu(ranks))(x), net(x))
+
+
+def test_batched_gradients_are_refused_by_name():
+    model, x = DataParallel(nn.Linear(2, 2), cpu(2)), numbers(4, 2).requires_grad_()
+    out = model(x)
+    with pytest.raises(TypeError, match="inside a torch"):
+        torch.autograd.grad(out, x, torch.ones(3, 4, 2), is_grads_batched=True)

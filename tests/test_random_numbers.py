@@ -2,6 +2,7 @@
 
 import threading
 
+import numpy as np
 import pytest
 import torch
 from fakes.nets import cpu
@@ -298,12 +299,30 @@ class Rate(nn.Module):
         (Rate(0.3), True, True),
         (Rate(0), True, False),
         (Rate("none"), True, False),
+        (Rate(np.float32(0.5)), True, True),
         (nn.Linear(2, 2), True, False),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else str(value),
 )
 def test_what_draws_is_seen(module, training, draws):
     assert draws_random_numbers(nn.Sequential(nn.Linear(1, 1), module).train(training)) is draws
+
+
+def test_every_module_is_looked_at_not_its_class():
+    without, with_rate = Rate(0.0), Rate(0.0)
+    with_rate.drop_path = 0.5
+    assert not draws_random_numbers(without)
+    assert draws_random_numbers(with_rate)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("way", ["script", "trace"])
+def test_scripts_draw_in_c(way):
+    net, x = nn.Sequential(nn.Linear(4, 64), nn.Dropout(0.5)), torch.ones(6, 4)
+    scripted = torch.jit.script(net) if way == "script" else torch.jit.trace(net, x, check_trace=False)
+    model = DataParallel(scripted, cpu(3))
+    first = step(model, x)
+    assert all(same(step(model, x), first) for _ in range(10))
 
 
 def test_seeds_of_a_team_differ_whatever_the_base():

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-from torch._C._functorch import is_functorch_wrapped_tensor
+from torch._C._functorch import is_functorch_wrapped_tensor, is_legacy_batchedtensor
 
 __all__ = ["check_alike", "check_disjoint", "check_writable", "readable", "refuse_special"]
 
@@ -25,7 +25,7 @@ def refuse_special(tensor: torch.Tensor, name: str, *, sparse: bool = False) -> 
         raise TypeError(f"{name} is a nested tensor, which is not one block of memory")
     if tensor.layout is not torch.strided and not sparse:
         raise TypeError(f"{name} is a sparse tensor ({tensor.layout}): use .to_dense()")
-    if is_functorch_wrapped_tensor(tensor):
+    if is_functorch_wrapped_tensor(tensor) or is_legacy_batchedtensor(tensor):
         raise TypeError(f"{name} is inside a torch.func transform (vmap, grad, ...), which sees no collective")
     if type(tensor) not in _PLAIN and hasattr(type(tensor), "__torch_dispatch__") and _dispatches(tensor):
         raise TypeError(f"{name} is a {type(tensor).__name__}, whose memory is not its own (a fake or wrapper tensor)")

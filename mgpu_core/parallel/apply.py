@@ -72,7 +72,7 @@ def parallel_apply(
         if len(calls) == 1:
             outcomes = [_run_here(calls[0])]
         else:
-            outcomes = _run_in_workers(team, calls, _draws(modules, rng))
+            outcomes = _run_in_workers(team, calls, _share_numbers(team, modules, rng))
     _raise_failures(outcomes, team)
     return [outcome.value for outcome in outcomes]
 
@@ -134,8 +134,10 @@ def _run_here(call: Callable[[], Any]) -> Outcome:
     return outcome
 
 
-def _draws(modules: Sequence[torch.nn.Module], rng: str) -> bool:
-    """Whether ranks that share a generator must be kept apart; inside a rank that is, its own ranks are too."""
+def _share_numbers(team: Team, modules: Sequence[torch.nn.Module], rng: str) -> bool:
+    """Whether there are ranks that share a generator and must be kept apart; inside one that is, its own ranks are."""
+    if len(set(team.devices)) == len(team):
+        return False
     if rng == "per_rank" or current_stream() is not None:
         return True
     twins = getattr(modules[0], "_is_replica", False)  # all alike
@@ -228,8 +230,11 @@ def _raise_first(errors: dict[int, BaseException], team: Team) -> None:
 def _with_origin(rank: int, original: BaseException, team: Team) -> BaseException:
     """The exception as torch words it: same type, ``Caught ... in replica``, the original traceback in its text."""
     where = f"in replica {rank} on device {team.devices[rank]}"
+    wrapper = ExceptionWrapper((type(original), original, original.__traceback__), where=where)
     try:
-        ExceptionWrapper((type(original), original, original.__traceback__), where=where).reraise()
+        wrapper.reraise()
     except Exception as error:
-        return error.with_traceback(None)
-    raise AssertionError("reraise did not raise")
+        if isinstance(error, RuntimeError) or type(error) is type(original):
+            return error.with_traceback(None)
+    # The constructor did not take what torch gave it, and said so: that would be all that anybody hears.
+    return RuntimeError(f"Caught {type(original).__name__} {where}.\nOriginal {wrapper.exc_msg}")

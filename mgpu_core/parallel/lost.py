@@ -12,10 +12,13 @@ from types import MethodType
 from torch.nn import Module
 
 from mgpu_core.module_tree import ModuleTree
+from mgpu_core.twin_hooks import DICTIONARIES, SHARES_HOOKS
 
 __all__ = ["lost_attributes", "warn_lost"]
 
 _OURS = {
+    *DICTIONARIES,
+    SHARES_HOOKS,
     "_parameters",
     "_buffers",
     "_modules",

@@ -22,6 +22,7 @@ from mgpu_core.device.devices import DeviceLike
 from mgpu_core.device.team import Team
 from mgpu_core.module_tree import ModuleTree, Place, check_initialised
 from mgpu_core.record import span
+from mgpu_core.twin_hooks import SHARES_HOOKS, keep_hooks_apart
 
 __all__ = ["loosen", "replicate"]
 
@@ -50,6 +51,7 @@ def replicate(network: M, devices: Sequence[DeviceLike], detach: bool = False) -
         RuntimeError: Python modules inside a ScriptModule.
     """
     team = Team.of(devices)
+    keep_hooks_apart()
     with span("replicate"):
         tree = ModuleTree(network)
         tensors = [*tree.parameters.tensors, *tree.buffers.tensors]
@@ -177,6 +179,8 @@ def _wire_by_setattr(
 ) -> None:
     """For modules with a say in it: RNNs keep a second list of their weights, ScriptModules live in C++."""
     twin._former_parameters = {}
+    if "_forward_hooks" in twin.__dict__:  # a ScriptModule keeps its own in C++
+        twin.__dict__[SHARES_HOOKS] = True
     for name, number in place.children:
         setattr(twin, name, twins[number])
     for name, number in place.parameters:

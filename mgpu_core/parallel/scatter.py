@@ -18,7 +18,7 @@ from mgpu_core.comm.broadcast_reduce import copies_of
 from mgpu_core.comm.collectives import broadcast_into
 from mgpu_core.device.devices import DeviceLike
 from mgpu_core.device.team import Team
-from mgpu_core.nested import Replicate, flatten
+from mgpu_core.nested import Replicate, any_tensor, flatten
 from mgpu_core.record import span
 
 __all__ = ["check_shares", "scatter", "scatter_kwargs"]
@@ -106,7 +106,7 @@ class _Arguments:
     def __init__(self, objects: dict[str, Any]) -> None:
         self.names = list(objects)
         self.leaves: list[Any] = []
-        self.trees = [flatten(obj, self.leaves, name) for name, obj in objects.items()]
+        self.trees = [flatten(obj, self.leaves, name, share=True) for name, obj in objects.items()]
 
     def rebuild(self, leaves: list[Any]) -> list[Any]:
         """The objects, with these leaves."""
@@ -172,7 +172,9 @@ def _whole(obj: Any, device: torch.device) -> Any:
     if isinstance(obj, torch.Tensor):
         return obj if obj.device == device else obj.to(device)
     leaves: list[Any] = []
-    tree = flatten(obj, leaves, "inputs", whole=True)
+    tree = flatten(obj, leaves, "inputs", whole=True, share=True)
+    if not any_tensor(leaves):
+        return obj
     moved = [_whole(leaf.value, device) if isinstance(leaf, Replicate) else _moved(leaf, device) for leaf in leaves]
     return tree.unflatten(iter(moved))
 
@@ -186,7 +188,9 @@ def _moved(leaf: Any, device: torch.device) -> Any:
 def _copies(obj: Any, team: Team) -> list[Any]:
     """The nest whole for every rank: its tensors copied, the rest by reference."""
     leaves: list[Any] = []
-    tree = flatten(obj, leaves, "Replicate", whole=True)
+    tree = flatten(obj, leaves, "Replicate", whole=True, share=True)
+    if not any_tensor(leaves):
+        return [obj] * len(team)
     columns = [_copies_of_leaf(leaf, team) for leaf in leaves]
     return [tree.unflatten(iter([column[rank] for column in columns])) for rank in team.ranks]
 

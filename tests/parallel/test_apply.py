@@ -151,6 +151,24 @@ def test_exception_that_cannot_be_made_from_a_text_is_a_runtime_error_as_in_torc
     assert type(caught.value.__cause__) is Awkward
 
 
+class Messenger(Exception):
+    """Torch passes a message to whatever has an attribute of that name."""
+
+    message = "as a rule"
+
+    def __init__(self, what):
+        super().__init__(what)
+
+
+def test_a_constructor_that_takes_no_message_hides_nothing():
+    def fails(x):
+        raise Messenger("the reason")
+
+    with pytest.raises(RuntimeError, match=r"Caught Messenger in replica 0[\s\S]+the reason") as caught:
+        parallel_apply([fails, fails], [torch.ones(1)] * 2)
+    assert isinstance(caught.value.__cause__, Messenger)
+
+
 def test_the_first_rank_is_raised_and_the_others_are_notes():
     def fail(rank):
         if rank == 1:

@@ -24,6 +24,9 @@ _REASONS = {
     "several devices have several autograd threads, and no order between them": """
         test_last_bucket_is_reduced_before_the_last_modules_backward
     """,
+    "a frozen script has its weights as constants, on one device": """
+        test_frozen_scripts
+    """,
     "torch's cache of parametrizations is one for all replicas, whose devices differ": """
         test_cached_parametrization
     """,

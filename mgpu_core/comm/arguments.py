@@ -25,11 +25,11 @@ def as_list(tensors: Sequence[torch.Tensor], what: str) -> list[torch.Tensor]:
     return made
 
 
-def ordinary_list(tensors: Sequence[torch.Tensor], what: str) -> list[torch.Tensor]:
-    """One tensor per rank, each of which has one block of memory."""
+def ordinary_list(tensors: Sequence[torch.Tensor], what: str, *, sparse: bool = False) -> list[torch.Tensor]:
+    """One tensor per rank, each of which has one block of memory, or is sparse where that is allowed."""
     made = as_list(tensors, what)
     for rank, tensor in enumerate(made):
-        refuse_special(tensor, f"{what}[{rank}]")
+        refuse_special(tensor, f"{what}[{rank}]", sparse=sparse)
     return made
 
 

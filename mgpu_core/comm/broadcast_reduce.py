@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from mgpu_core.comm import collectives
-from mgpu_core.comm.arguments import as_list, check_outs, destination_of
+from mgpu_core.comm.arguments import as_list, check_outs, destination_of, ordinary_list
 from mgpu_core.comm.buckets import DEFAULT_NBYTES, bucket_positions
 from mgpu_core.comm.checks import check_alike, refuse_special
 from mgpu_core.device.devices import DeviceLike
@@ -69,9 +69,7 @@ def broadcast_coalesced(
     Args:
         buffer_size: bytes that travel together.
     """
-    made = as_list(tensors, "tensors")
-    for i, tensor in enumerate(made):
-        refuse_special(tensor, f"tensors[{i}]", sparse=True)
+    made = ordinary_list(tensors, "tensors", sparse=True)
     ranks = Team.of(devices).devices
     with span("broadcast"):
         copies = [copies_of(tensor, ranks) for tensor in made]

@@ -6,7 +6,7 @@ room.  Everything is checked before anything is written, and autograd is told of
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TypeAlias
 
 import torch
@@ -15,7 +15,7 @@ from mgpu_core import _core
 from mgpu_core.comm import generic
 from mgpu_core.comm.checks import check_alike, check_disjoint, check_writable, readable
 from mgpu_core.comm.layout import memory_order, nbytes_of, one_layout, runs_along
-from mgpu_core.comm.packing import SMALL_NBYTES, groups
+from mgpu_core.comm.packing import groups, kind_of
 from mgpu_core.comm.reductions import CORE_DTYPES, check_op, core_count
 from mgpu_core.device.memory import note_written
 from mgpu_core.record import event, is_on
@@ -109,20 +109,11 @@ def broadcast_into(sources: Tensors, copies: Sequence[Tensors]) -> None:
 
 def _broadcast_elsewhere(pairs: Sequence[tuple[torch.Tensor, list[torch.Tensor]]]) -> None:
     """By the generic room; many small tensors of the same kind in one message."""
-    packs, alone = groups(range(len(pairs)), lambda i: _kind([pairs[i][0], *pairs[i][1]], pairs[i][0]))
+    packs, alone = groups(range(len(pairs)), lambda i: kind_of([pairs[i][0], *pairs[i][1]], pairs[i][0]))
     for pack in packs:
         generic.broadcast_packed([pairs[i][0] for i in pack], [pairs[i][1] for i in pack])
     for i in alone:
         generic.broadcast(*pairs[i])
-
-
-def _kind(tensors: Parts, source: torch.Tensor | None = None) -> tuple[Hashable, ...] | None:
-    """What tensors that travel in one message have in common; ``None`` for those that travel alone."""
-    present = [tensor for tensor in tensors if tensor is not None]
-    first = present[0]
-    if len(present) < len(tensors) or not one_layout(present) or not 0 < first.nbytes <= SMALL_NBYTES:
-        return None
-    return (first.dtype, *((tensor.device, tensor is source) for tensor in present))
 
 
 def reduce_batch(parts: Sequence[Parts], op: str, device: torch.device) -> list[torch.Tensor]:
@@ -151,17 +142,24 @@ def reduce_batch(parts: Sequence[Parts], op: str, device: torch.device) -> list[
             others.append(i)
     for batch in batches.values():
         _reduce_in_core([resolved[i] for i in batch], [totals[i] for i in batch], op)
-    packs, alone = groups(others, lambda i: _kind(resolved[i]))
-    for pack in packs:
-        whole = [[part for part in resolved[i] if part is not None] for i in pack]
-        for i, total in zip(pack, generic.reduce_packed(whole, op, device), strict=True):
-            totals[i] = total
-    for i in alone:
-        totals[i] = generic.reduce(resolved[i], op, device)
+    for i, total in _reduced_elsewhere(resolved, others, op, device):
+        totals[i] = total
     if is_on():
         for rank in range(len(resolved[0]) if resolved else 0):
             event("reduce", rank, sum(nbytes_of(each[rank]) for each in resolved))
     return totals
+
+
+def _reduced_elsewhere(
+    parts: Sequence[Parts], places: Sequence[int], op: str, device: torch.device
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """By the generic room, place by place; many small tensors of the same kind in one message."""
+    packs, alone = groups(places, lambda i: kind_of(parts[i]))
+    for pack in packs:
+        whole = [[part for part in parts[i] if part is not None] for i in pack]
+        yield from zip(pack, generic.reduce_packed(whole, op, device), strict=True)
+    for i in alone:
+        yield i, generic.reduce(parts[i], op, device)
 
 
 def _reduce_in_core(parts: Sequence[Parts], outs: Tensors, op: str) -> None:

@@ -44,8 +44,9 @@ def _fill(target: torch.Tensor, source: torch.Tensor) -> None:
     target.copy_(source, non_blocking=target.device.type != "cpu")
 
 
-def _moved(source: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return source.to(device=device, non_blocking=device.type != "cpu")
+def _moved(source: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """The tensor itself, or a copy that is ordered as :func:`_fill` says."""
+    return source.to(device=device, dtype=dtype, non_blocking=device.type != "cpu")
 
 
 def _add_up(parts: Sequence[torch.Tensor], op: str, device: torch.device) -> torch.Tensor:
@@ -53,7 +54,7 @@ def _add_up(parts: Sequence[torch.Tensor], op: str, device: torch.device) -> tor
     combine = {"prod": torch.mul, "min": torch.minimum, "max": torch.maximum}.get(op, torch.add)
     total = parts[0].to(device=device, dtype=wide)
     for part in parts[1:]:
-        total = combine(total, part.to(device=device, dtype=wide, non_blocking=device.type != "cpu"))
+        total = combine(total, _moved(part, device, wide))
     if op == "avg":
         exact = total.is_floating_point() or total.is_complex()
         total = total / len(parts) if exact else torch.div(total, len(parts), rounding_mode="trunc")
@@ -84,7 +85,7 @@ def broadcast_packed(sources: Sequence[torch.Tensor], copies: Sequence[Sequence[
     buffer = flat(sources)
     for rank, targets in enumerate(zip(*copies, strict=True)):
         if targets[0] is not sources[0]:
-            unpack_into(_moved(buffer, targets[0].device), targets)
+            unpack_into(_moved(buffer, targets[0].device, buffer.dtype), targets)
             _core.count("broadcast", ALGORITHM, rank, buffer.nbytes)
 
 

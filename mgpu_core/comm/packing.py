@@ -11,11 +11,22 @@ from typing import TypeVar
 
 import torch
 
-__all__ = ["SMALL_NBYTES", "flat", "groups", "unpack_into"]
+from mgpu_core.comm.layout import one_layout
+
+__all__ = ["flat", "groups", "kind_of", "unpack_into"]
 
 SMALL_NBYTES = 256 * 1024
 
 K = TypeVar("K", bound=Hashable)
+
+
+def kind_of(tensors: Sequence[torch.Tensor | None], source: torch.Tensor | None = None) -> tuple[Hashable, ...] | None:
+    """What tensors that travel in one message have in common; ``None`` for those that travel alone."""
+    present = [tensor for tensor in tensors if tensor is not None]
+    first = present[0]
+    if len(present) < len(tensors) or not one_layout(present) or not 0 < first.nbytes <= SMALL_NBYTES:
+        return None
+    return (first.dtype, *((tensor.device, tensor is source) for tensor in present))
 
 
 def groups(positions: Iterable[int], key: Callable[[int], K | None]) -> tuple[list[list[int]], list[int]]:

@@ -3,8 +3,37 @@
 #include "backends/cpu/cpu.h"
 #include "backends/cuda/cuda.h"
 #include "backends/nccl/nccl.h"
+#include "core/error.h"
+#include "core/peer_collectives.h"
 
 namespace mgpu {
+namespace {
+
+// What one room's memory needs: the three are made together, at first use.
+struct Doors {
+  Doors(DeviceOps& ops, const Reach& reach)
+      : ops(ops), collectives(ops, reach), transfer(ops, cpu::device_ops(), reach) {}
+  DeviceOps& ops;
+  PeerCollectives collectives;
+  Transfer transfer;
+};
+
+Doors& doors_of(bool on_host) {
+  static Doors host(cpu::device_ops(), [](int, int) { return true; });
+  if (on_host) return host;
+  static Doors gpus(cuda::device_ops(), cuda::reach);
+  return gpus;
+}
+
+Doors& doors_of(const Streams& streams) {
+  require(!streams.empty(), "a team has at least one rank");
+  for (const Stream& stream : streams)
+    require((stream.device == kHost) == (streams[0].device == kHost),
+            "a team of this module is either host memory or GPUs: its streams are of both");
+  return doors_of(streams[0].device == kHost);
+}
+
+}  // namespace
 
 std::vector<Room> rooms() {
   return {{"cpu", true, std::to_string(cpu::num_threads()) + " threads"},
@@ -12,8 +41,10 @@ std::vector<Room> rooms() {
           {"nccl", nccl::built(), nccl::detail()}};
 }
 
-DeviceOps& host_device_ops() { return cpu::device_ops(); }
-Collectives& host_collectives() { return cpu::collectives(); }
+DeviceOps& device_ops_of(Stream on) { return doors_of(on.device == kHost).ops; }
+Collectives& collectives_of(const Streams& streams) { return doors_of(streams).collectives; }
+Transfer& transfer_of(const Streams& streams) { return doors_of(streams).transfer; }
+
 int host_threads() { return cpu::num_threads(); }
 void set_host_threads(int threads) { cpu::set_num_threads(threads); }
 

@@ -1,4 +1,5 @@
-// The one place that knows which rooms there are.  Whoever wants memory moved asks here for a door.
+// The one place that knows which rooms there are.  Whoever wants memory moved asks here for a door; which room it is of
+// says the stream: its device is the host or a GPU.
 #pragma once
 
 #include <string>
@@ -6,6 +7,7 @@
 
 #include "core/collectives.h"
 #include "core/device_ops.h"
+#include "core/transfer.h"
 
 namespace mgpu {
 
@@ -17,9 +19,13 @@ struct Room {
 
 std::vector<Room> rooms();
 
-// The doors of the room whose memory is the host's, and how many threads share one of its calls.
-DeviceOps& host_device_ops();
-Collectives& host_collectives();
+// They throw BackendUnavailable for a GPU's stream where the cuda room is not built, and InvalidArgument for a team
+// that mixes the host with GPUs.
+DeviceOps& device_ops_of(Stream on);
+Collectives& collectives_of(const Streams& streams);
+Transfer& transfer_of(const Streams& streams);
+
+// Threads that share one call on host memory.
 int host_threads();
 void set_host_threads(int threads);
 

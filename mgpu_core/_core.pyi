@@ -29,16 +29,88 @@ def bucket_plan(nbytes: list[int], kinds: list[int], limit_nbytes: int) -> list[
 def ring_schedule(ranks: int) -> list[list[tuple[int, int, int, bool]]]: ...
 def tree_schedule(ranks: int) -> list[list[tuple[int, int, int, bool]]]: ...
 
+# A stream: (device, handle).  Device -1 is the host, whose work is done when a call returns.
+
 # Transfers.  whole: (pointer, outer, rows, inner_nbytes); parts: (pointer, rows).
-def scatter(whole: tuple[int, int, int, int], parts: list[tuple[int, int]]) -> None: ...
-def gather(parts: list[tuple[int, int]], whole: tuple[int, int, int, int]) -> None: ...
-def gather_rows(
-    rows: tuple[int, int, int], index: tuple[int, int], scale: float, shift: float, out: int, out_dtype: str
+def scatter(
+    whole: tuple[int, int, int, int],
+    from_: tuple[int, int],
+    parts: list[tuple[int, int]],
+    streams: list[tuple[int, int]],
+) -> None: ...
+def gather(
+    parts: list[tuple[int, int]],
+    streams: list[tuple[int, int]],
+    whole: tuple[int, int, int, int],
+    to: tuple[int, int],
 ) -> None: ...
 
-# Collectives: one pointer per rank.
-def all_reduce(in_: list[int], out: list[int], count: int, dtype: str, op: str, algorithm: str) -> str: ...
-def reduce(in_: list[list[int]], out: list[int], counts: list[int], dtype: str, op: str) -> None: ...
-def broadcast(in_: list[int], out: list[list[int]], nbytes: list[int]) -> None: ...
-def all_gather(in_: list[int], in_nbytes: list[int], out: list[int]) -> None: ...
-def reduce_scatter(in_: list[int], out: list[int], count: int, dtype: str, op: str) -> None: ...
+# Kernels.  pieces: (pointer, begin, count); flat: parameters, gradients, count, dtype, segments, how many,
+# constants (float64, segments x optimizer_constants(); 0 on the host), groups, clip, loss_scale, found_inf (0: none).
+def optimizer_constants() -> int: ...
+def gather_rows(
+    rows: tuple[int, int, int],
+    index: tuple[int, int],
+    scale: float,
+    shift: float,
+    out: int,
+    out_dtype: str,
+    stream: tuple[int, int],
+) -> None: ...
+def pack(
+    pieces: list[tuple[int, int, int]], dtype: str, flat: int, flat_dtype: str, scale: float, stream: tuple[int, int]
+) -> None: ...
+def unpack(
+    pieces: list[tuple[int, int, int]], dtype: str, flat: int, flat_dtype: str, scale: float, stream: tuple[int, int]
+) -> None: ...
+def sum_ranks(in_: list[int], out: list[int], count: int, dtype: str, op: str, stream: tuple[int, int]) -> None: ...
+def scale_cast(
+    in_: int, in_dtype: str, out: int, out_dtype: str, count: int, scale: float, stream: tuple[int, int]
+) -> None: ...
+def norm_tiles(pieces: list[tuple[int, int, int]]) -> int: ...
+def l2_norm(
+    pieces: list[tuple[int, int, int]], dtype: str, partials: int, out: int, out_dtype: str, stream: tuple[int, int]
+) -> None: ...
+def sgd(
+    flat: tuple[int, int, int, str, int, int, int, int, int, int, int], momentum: int, stream: tuple[int, int]
+) -> None: ...
+def adam(
+    flat: tuple[int, int, int, str, int, int, int, int, int, int, int],
+    exp_avg: int,
+    exp_avg_sq: int,
+    max_exp_avg_sq: int,
+    decoupled: bool,
+    stream: tuple[int, int],
+) -> None: ...
+
+# Collectives: one pointer and one stream per rank.
+def all_reduce(
+    in_: list[int],
+    out: list[int],
+    count: int,
+    dtype: str,
+    op: str,
+    algorithm: str,
+    streams: list[tuple[int, int]],
+    merge_shared_devices: bool,
+) -> str: ...
+def reduce(
+    in_: list[list[int]],
+    out: list[int],
+    counts: list[int],
+    dtype: str,
+    op: str,
+    streams: list[tuple[int, int]],
+    root: tuple[int, int],
+) -> None: ...
+def broadcast(
+    in_: list[int],
+    out: list[list[int]],
+    nbytes: list[int],
+    root: tuple[int, int],
+    streams: list[tuple[int, int]],
+) -> None: ...
+def all_gather(in_: list[int], in_nbytes: list[int], out: list[int], streams: list[tuple[int, int]]) -> None: ...
+def reduce_scatter(
+    in_: list[int], out: list[int], count: int, dtype: str, op: str, streams: list[tuple[int, int]]
+) -> None: ...

@@ -79,7 +79,8 @@ def _remembered(tensors, team, detach):
 """
 
 GATHERED = """parts = [readable(part, _rank_name(rank)) for rank, part in enumerate(parts)]
-    if _cut_in_core(whole, parts):
+    ends = rooms.cut(whole, parts)
+    if ends is not None:
         place"""
 
 MUTANTS = [
@@ -179,15 +180,15 @@ MUTANTS = [
     mutant(
         "an average is a sum",
         "mgpu_core/comm/collectives.py",
-        "_core.all_reduce(pointers, pointers, core_count(first), dtype, op, algorithm)",
-        '_core.all_reduce(pointers, pointers, core_count(first), dtype, op.replace("avg", "sum"), algorithm)',
+        "_core.all_reduce(pointers, pointers, count, dtype, op, algorithm, ",
+        '_core.all_reduce(pointers, pointers, count, dtype, op.replace("avg", "sum"), algorithm, ',
         "conformance/test_collectives.py",
     ),
     mutant(
         "the last three elements are lost",
         "mgpu_core/comm/collectives.py",
-        "_core.all_reduce(pointers, pointers, core_count(first), dtype, op, algorithm)",
-        "_core.all_reduce(pointers, pointers, max(core_count(first) - 3, 0), dtype, op, algorithm)",
+        "_core.all_reduce(pointers, pointers, count, dtype, op, algorithm, ",
+        "_core.all_reduce(pointers, pointers, max(count - 3, 0), dtype, op, algorithm, ",
         "conformance/test_collectives.py",
     ),
     mutant(
@@ -206,14 +207,14 @@ MUTANTS = [
     ),
     mutant(
         "a leaf that requires grad is written",
-        "mgpu_core/comm/checks.py",
+        "mgpu_core/device/tensor_checks.py",
         "if tensor.requires_grad and tensor.is_leaf and torch.is_grad_enabled():",
         "if False:",
         "comm/test_refusals.py",
     ),
     mutant(
         "a conjugated view is read as it lies",
-        "mgpu_core/comm/checks.py",
+        "mgpu_core/device/tensor_checks.py",
         "    if tensor.is_conj():\n        tensor",
         "    if False:\n        tensor",
         "comm/test_refusals.py",

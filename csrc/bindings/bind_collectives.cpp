@@ -18,27 +18,36 @@ void count_ranks(const char* operation, const std::string& algorithm, const std:
     if (nbytes[rank] >= 0) count(operation, algorithm, static_cast<int>(rank), nbytes[rank]);
 }
 
-// `automatic` is resolved here, so that the counters and the caller learn what ran.
-Algorithm chosen(const std::string& name, int64_t nbytes, size_t ranks) {
-  const Algorithm algorithm = algorithm_from(name);
-  return algorithm == Algorithm::automatic ? host_collectives().choose(nbytes, static_cast<int>(ranks)) : algorithm;
+Ranks ranks_of(const StreamTuples& streams, bool merge_shared_devices) {
+  return {streams_of(streams), merge_shared_devices};
+}
+
+void require_one_each(const Pointers& pointers, const Ranks& ranks) {
+  require(pointers.size() == ranks.streams.size(), "one stream per rank: " + std::to_string(pointers.size()) +
+                                                       " ranks, " + std::to_string(ranks.streams.size()) + " streams");
 }
 
 std::string all_reduce(const Pointers& in, const Pointers& out, int64_t count, const std::string& dtype_name,
-                       const std::string& op_name, const std::string& algorithm_name) {
+                       const std::string& op_name, const std::string& algorithm_name, const StreamTuples& streams,
+                       bool merge_shared_devices) {
   const DType dtype = dtype_from(dtype_name);
   const ReduceOp op = reduce_op_from(op_name);
   const Buffers from = buffers_of(in, count, dtype), to = buffers_of(out, count, dtype);
   check_all_reduce(from, to);
-  const Algorithm algorithm = chosen(algorithm_name, nbytes_of(from[0]), from.size());
-  without_gil([&] { host_collectives().all_reduce(from, to, op, algorithm); });
+  // `automatic` is resolved here, so that the counters and the caller learn what ran.
+  const Algorithm asked = algorithm_from(algorithm_name);
+  const Algorithm algorithm = asked == Algorithm::automatic ? Algorithm::direct : asked;
+  const Ranks ranks = ranks_of(streams, merge_shared_devices);
+  require_one_each(in, ranks);
+  without_gil([&] { collectives_of(ranks.streams).all_reduce(from, to, op, algorithm, ranks); });
   count_ranks("all_reduce", name_of(algorithm), std::vector<int64_t>(in.size(), nbytes_of(from[0])));
   return name_of(algorithm);
 }
 
 // A rank whose pointer is 0 has nothing to add to that sum; it is left out, and not counted.
 void reduce(const std::vector<Pointers>& in, const Pointers& out, const std::vector<int64_t>& counts,
-            const std::string& dtype_name, const std::string& op_name) {
+            const std::string& dtype_name, const std::string& op_name, const StreamTuples& streams,
+            const StreamTuple& root) {
   const DType dtype = dtype_from(dtype_name);
   const ReduceOp op = reduce_op_from(op_name);
   require(in.size() == out.size() && in.size() == counts.size(), "in, out and counts must have one entry per tensor");
@@ -47,19 +56,20 @@ void reduce(const std::vector<Pointers>& in, const Pointers& out, const std::vec
   for (size_t i = 0; i < in.size(); ++i) {
     calls.push_back({{}, buffer_of(out[i], counts[i], dtype)});
     nbytes.resize(std::max(nbytes.size(), in[i].size()), -1);
-    for (size_t rank = 0; rank < in[i].size(); ++rank) {
-      if (in[i][rank] == 0) continue;
-      calls.back().in.push_back(buffer_of(in[i][rank], counts[i], dtype));
-      nbytes[rank] = std::max<int64_t>(nbytes[rank], 0) + nbytes_of(calls.back().out);
-    }
+    calls.back().in = buffers_of(in[i], counts[i], dtype);
+    for (size_t rank = 0; rank < in[i].size(); ++rank)
+      if (in[i][rank] != 0) nbytes[rank] = std::max<int64_t>(nbytes[rank], 0) + nbytes_of(calls.back().out);
   }
+  const Ranks ranks = ranks_of(streams, true);
+  for (const Pointers& each : in) require_one_each(each, ranks);
   check_reduce(calls);
-  without_gil([&] { host_collectives().reduce(calls, op); });
+  without_gil([&] { collectives_of(ranks.streams).reduce(calls, op, ranks, stream_of(root)); });
   count_ranks("reduce", "direct", nbytes);
 }
 
 // out[i][rank] is rank's copy of tensor i.  A rank that stands on the source itself needs no copy and is not counted.
-void broadcast(const Pointers& in, const std::vector<Pointers>& out, const std::vector<int64_t>& nbytes) {
+void broadcast(const Pointers& in, const std::vector<Pointers>& out, const std::vector<int64_t>& nbytes,
+               const StreamTuple& root, const StreamTuples& streams) {
   require(in.size() == out.size() && in.size() == nbytes.size(), "in, out and nbytes must have one entry per tensor");
   std::vector<BroadcastCall> calls;
   std::vector<int64_t> moved;
@@ -69,12 +79,15 @@ void broadcast(const Pointers& in, const std::vector<Pointers>& out, const std::
     for (size_t rank = 0; rank < out[i].size(); ++rank)
       if (out[i][rank] != in[i]) moved[rank] = std::max<int64_t>(moved[rank], 0) + nbytes[i];
   }
+  const Ranks ranks = ranks_of(streams, true);
+  for (const Pointers& each : out) require_one_each(each, ranks);
   check_broadcast(calls);
-  without_gil([&] { host_collectives().broadcast(calls); });
+  without_gil([&] { collectives_of(ranks.streams).broadcast(calls, stream_of(root), ranks); });
   count_ranks("broadcast", "direct", moved);
 }
 
-void all_gather(const Pointers& in, const std::vector<int64_t>& in_nbytes, const Pointers& out) {
+void all_gather(const Pointers& in, const std::vector<int64_t>& in_nbytes, const Pointers& out,
+                const StreamTuples& streams) {
   require(in.size() == in_nbytes.size(), "in and in_nbytes must have one entry per rank");
   Buffers from;
   int64_t total = 0;
@@ -84,18 +97,22 @@ void all_gather(const Pointers& in, const std::vector<int64_t>& in_nbytes, const
   }
   const Buffers to = buffers_of(out, total, DType::u8);
   check_all_gather(from, to);
-  without_gil([&] { host_collectives().all_gather(from, to); });
+  const Ranks ranks = ranks_of(streams, true);
+  require_one_each(in, ranks);
+  without_gil([&] { collectives_of(ranks.streams).all_gather(from, to, ranks); });
   count_ranks("all_gather", "direct", in_nbytes);
 }
 
 void reduce_scatter(const Pointers& in, const Pointers& out, int64_t count, const std::string& dtype_name,
-                    const std::string& op_name) {
+                    const std::string& op_name, const StreamTuples& streams) {
   const DType dtype = dtype_from(dtype_name);
   const ReduceOp op = reduce_op_from(op_name);
   const Buffers from = buffers_of(in, count * static_cast<int64_t>(in.size()), dtype);
   const Buffers to = buffers_of(out, count, dtype);
   check_reduce_scatter(from, to);
-  without_gil([&] { host_collectives().reduce_scatter(from, to, op); });
+  const Ranks ranks = ranks_of(streams, true);
+  require_one_each(in, ranks);
+  without_gil([&] { collectives_of(ranks.streams).reduce_scatter(from, to, op, ranks); });
   count_ranks("reduce_scatter", "direct", std::vector<int64_t>(in.size(), nbytes_of(to[0])));
 }
 
@@ -103,15 +120,17 @@ void reduce_scatter(const Pointers& in, const Pointers& out, int64_t count, cons
 
 void bind_collectives(py::module_& m) {
   m.def("all_reduce", &all_reduce, py::arg("in_"), py::arg("out"), py::arg("count"), py::arg("dtype"), py::arg("op"),
-        py::arg("algorithm"), "One pointer per rank; returns the algorithm that ran.");
+        py::arg("algorithm"), py::arg("streams"), py::arg("merge_shared_devices"),
+        "One pointer and one stream per rank; returns the algorithm that ran.");
   m.def("reduce", &reduce, py::arg("in_"), py::arg("out"), py::arg("counts"), py::arg("dtype"), py::arg("op"),
-        "Many sums in one call: in_[tensor][rank], 0 for a rank that has none; out[tensor].");
-  m.def("broadcast", &broadcast, py::arg("in_"), py::arg("out"), py::arg("nbytes"),
-        "Many copies in one call: in_[tensor], out[tensor][rank].");
-  m.def("all_gather", &all_gather, py::arg("in_"), py::arg("in_nbytes"), py::arg("out"),
+        py::arg("streams"), py::arg("root"),
+        "Many sums in one call: in_[tensor][rank], 0 for a rank that has none; out[tensor], of the root's device.");
+  m.def("broadcast", &broadcast, py::arg("in_"), py::arg("out"), py::arg("nbytes"), py::arg("root"), py::arg("streams"),
+        "Many copies in one call: in_[tensor], of the root's device; out[tensor][rank].");
+  m.def("all_gather", &all_gather, py::arg("in_"), py::arg("in_nbytes"), py::arg("out"), py::arg("streams"),
         "out[rank] = in_[0] in_[1] ...");
   m.def("reduce_scatter", &reduce_scatter, py::arg("in_"), py::arg("out"), py::arg("count"), py::arg("dtype"),
-        py::arg("op"), "out[rank] = chunk `rank`, of `count` elements, of the reduction.");
+        py::arg("op"), py::arg("streams"), "out[rank] = chunk `rank`, of `count` elements, of the reduction.");
 }
 
 }  // namespace mgpu::bindings

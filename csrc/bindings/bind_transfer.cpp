@@ -1,6 +1,5 @@
 #include "bindings/bindings.h"
 #include "core/counters.h"
-#include "core/error.h"
 #include "core/transfer.h"
 #include "rooms.h"
 
@@ -26,48 +25,30 @@ void count_parts(const char* operation, const Layout& whole, const std::vector<P
     count(operation, "direct", static_cast<int>(rank), whole.outer * parts[rank].rows * whole.inner_nbytes);
 }
 
-void bind_scatter(const LayoutTuple& tuple, const PartTuples& tuples) {
+void bind_scatter(const LayoutTuple& tuple, const StreamTuple& from, const PartTuples& tuples,
+                  const StreamTuples& streams) {
   const Layout whole = layout_of(tuple);
   const auto parts = parts_of(tuples);
-  without_gil([&] { scatter(host_device_ops(), whole, parts); });
+  const Streams on = streams_of(streams);
+  without_gil([&] { transfer_of(on).scatter(whole, stream_of(from), parts, on); });
   count_parts("scatter", whole, parts);
 }
 
-void bind_gather(const PartTuples& tuples, const LayoutTuple& tuple) {
+void bind_gather(const PartTuples& tuples, const StreamTuples& streams, const LayoutTuple& tuple,
+                 const StreamTuple& to) {
   const Layout whole = layout_of(tuple);
   const auto parts = parts_of(tuples);
-  without_gil([&] { gather(host_device_ops(), parts, whole); });
+  const Streams on = streams_of(streams);
+  without_gil([&] { transfer_of(on).gather(parts, on, whole, stream_of(to)); });
   count_parts("gather", whole, parts);
-}
-
-void bind_gather_rows(const std::tuple<Pointer, int64_t, int64_t>& rows, const std::pair<Pointer, int64_t>& index,
-                      float scale, float shift, Pointer out, const std::string& out_dtype) {
-  const DType dtype = dtype_from(out_dtype);
-  require(dtype == DType::f32 || dtype == DType::f16 || dtype == DType::bf16,
-          "gather_rows writes float32, float16 or bfloat16, not " + out_dtype);
-  const auto& [rows_pointer, rows_count, row_count] = rows;
-  const GatherRows call{reinterpret_cast<const uint8_t*>(rows_pointer),
-                        rows_count,
-                        row_count,
-                        reinterpret_cast<const int64_t*>(index.first),
-                        index.second,
-                        scale,
-                        shift,
-                        reinterpret_cast<void*>(out),
-                        dtype};
-  without_gil([&] { host_device_ops().gather_rows(call); });
 }
 
 }  // namespace
 
 void bind_transfer(py::module_& m) {
-  m.def("scatter", &bind_scatter, py::arg("whole"), py::arg("parts"),
+  m.def("scatter", &bind_scatter, py::arg("whole"), py::arg("from_"), py::arg("parts"), py::arg("streams"),
         "Copies the parts (pointer, rows) out of whole (pointer, outer, rows, inner_nbytes), one behind the other.");
-  m.def("gather", &bind_gather, py::arg("parts"), py::arg("whole"), "The way back.");
-  m.def("gather_rows", &bind_gather_rows, py::arg("rows"), py::arg("index"), py::arg("scale"), py::arg("shift"),
-        py::arg("out"), py::arg("out_dtype"),
-        "out[i] = rows[index[i]] * scale + shift; rows: (pointer, how many, elements of one), uint8; index: (pointer, "
-        "count), int64.");
+  m.def("gather", &bind_gather, py::arg("parts"), py::arg("streams"), py::arg("whole"), py::arg("to"), "The way back.");
 }
 
 }  // namespace mgpu::bindings

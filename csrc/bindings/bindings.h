@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/device_ops.h"
 #include "core/types.h"
 
 namespace mgpu::bindings {
@@ -19,11 +20,14 @@ namespace py = pybind11;
 
 using Pointer = std::uintptr_t;
 using Pointers = std::vector<Pointer>;
+using StreamTuple = std::pair<int, Pointer>;  // device (-1: the host), handle
+using StreamTuples = std::vector<StreamTuple>;
 
 void bind_errors(py::module_& m);
 void bind_plan(py::module_& m);
 void bind_collectives(py::module_& m);
 void bind_transfer(py::module_& m);
+void bind_kernels(py::module_& m);
 
 // Runs `work` without the GIL.  It must touch no Python object.
 template <class Work>
@@ -34,6 +38,14 @@ auto without_gil(Work&& work) {
 
 inline Buffer buffer_of(Pointer pointer, int64_t count, DType dtype) {
   return {reinterpret_cast<void*>(pointer), count, dtype};
+}
+
+inline Stream stream_of(const StreamTuple& tuple) { return {tuple.first, reinterpret_cast<void*>(tuple.second)}; }
+
+inline Streams streams_of(const StreamTuples& tuples) {
+  Streams streams;
+  for (const StreamTuple& tuple : tuples) streams.push_back(stream_of(tuple));
+  return streams;
 }
 
 }  // namespace mgpu::bindings

@@ -48,5 +48,6 @@ PYBIND11_MODULE(_core, m, pybind11::mod_gil_not_used()) {
   bind_counters(m);
   bind_plan(m);
   bind_transfer(m);
+  bind_kernels(m);
   bind_collectives(m);
 }

@@ -1,6 +1,6 @@
 #include "core/checks.h"
 
-#include <numeric>
+#include <algorithm>
 #include <string>
 
 #include "core/error.h"
@@ -38,8 +38,11 @@ void check_all_reduce(const Buffers& in, const Buffers& out) {
 
 void check_reduce(const std::vector<ReduceCall>& calls) {
   for (const ReduceCall& call : calls) {
-    require(!call.in.empty(), "a collective needs at least one rank");
-    check_buffers(call.in, call.out.count, call.out.dtype);
+    const auto present = [](const Buffer& buffer) { return buffer.pointer != nullptr; };
+    require(std::any_of(call.in.begin(), call.in.end(), present) || (call.out.count == 0 && !call.in.empty()),
+            "a sum needs at least one rank that has something to add");
+    for (size_t rank = 0; rank < call.in.size(); ++rank)
+      if (present(call.in[rank])) check_buffer(call.in[rank], call.out.count, call.out.dtype, rank);
     check_buffer(call.out, call.out.count, call.out.dtype, 0);
   }
 }

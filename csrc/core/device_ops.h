@@ -1,43 +1,68 @@
-// Door 1: what a room can do to memory that it owns.  The road is written against this door, so the same road runs on
-// every room, and on the fakes of the tests.
+// Door 1: what a room can do to the memory of its devices, and who waits for whom.  The road is written against this
+// door, so the same road runs on every room, and on the fakes of the tests.
 #pragma once
 
+#include <functional>
+#include <memory>
 #include <vector>
 
+#include "core/kernel_calls.h"
 #include "core/types.h"
 
 namespace mgpu {
 
-// A rectangle of bytes: `rows` runs of `row_nbytes`, the starts `to_pitch` and `from_pitch` bytes apart.
-// A plain copy has one row.
-struct CopyBlock {
-  void* to;
-  const void* from;
-  int64_t rows;
-  int64_t row_nbytes;
-  int64_t to_pitch;
-  int64_t from_pitch;
+// A queue of work on a device: what is put on it runs in order, and later than the call returns.  The host is a device
+// too, kHost: its work is done when the call returns, and it has no handle.
+constexpr int kHost = -1;
+struct Stream {
+  int device = kHost;
+  void* handle = nullptr;  // the room's: a cudaStream_t (null is CUDA's legacy default stream)
+  bool operator==(const Stream& other) const { return device == other.device && handle == other.handle; }
+  bool operator!=(const Stream& other) const { return !(*this == other); }
 };
+using Streams = std::vector<Stream>;  // one entry per rank
 
-// out[i] = rows[index[i]] * scale + shift, one row of `row_count` uint8 each.
-struct GatherRows {
-  const uint8_t* rows;
-  int64_t rows_count;  // rows that there are; an index outside [0, rows_count) is the caller's mistake
-  int64_t row_count;   // elements of a row
-  const int64_t* index;
-  int64_t index_count;
-  float scale;
-  float shift;
-  void* out;
-  DType out_dtype;  // f16, bf16 or f32
-};
+// A point in a stream's work.  Null: a point that has been reached (the host's work always has).
+using Event = std::shared_ptr<void>;
 
 class DeviceOps {
  public:
   virtual ~DeviceOps() = default;
-  // The blocks' destinations do not overlap each other nor any source.
-  virtual void copy(const std::vector<CopyBlock>& blocks) = 0;
-  virtual void gather_rows(const GatherRows& call) = 0;
+
+  // Order.  `record` names the point where the stream is now; what is put on `on` after `wait` runs after that point.
+  virtual Event record(Stream on) = 0;
+  virtual void wait(Stream on, const Event& event) = 0;
+  virtual bool reached(const Event& event) = 0;
+  virtual void synchronize(Stream on) = 0;  // the caller waits for all that is on it
+
+  // The calling thread's current device; returns the one before.  Libraries that take no device look there.
+  virtual int make_current(int device) = 0;
+
+  // Host memory that the devices read and write by themselves; the same memory comes again when its last owner has let
+  // it go.  `keep` is such an owner until what is on the stream now has run.
+  virtual std::shared_ptr<void> staging(int64_t nbytes) = 0;
+  virtual void keep(Stream on, std::shared_ptr<void> memory) = 0;
+
+  // Work.  The blocks' destinations do not overlap each other nor any source; nor do the outputs of sums.
+  virtual void copy(const std::vector<CopyBlock>& blocks, Stream on) = 0;
+  virtual void sum_ranks(const std::vector<SumRanks>& calls, Stream on) = 0;
+  // An index outside [0, rows_count) is the caller's mistake: on the host nothing is written and InvalidArgument names
+  // it; a device cannot say so in time and fills the row with NaN.
+  virtual void gather_rows(const GatherRows& call, Stream on) = 0;
+  virtual void pack(const Packing& call, Stream on) = 0;
+  virtual void unpack(const Packing& call, Stream on) = 0;
+  virtual void scale_cast(const ScaleCast& call, Stream on) = 0;
+  virtual void l2_norm(const L2Norm& call, Stream on) = 0;
+  virtual void sgd(const Sgd& call, Stream on) = 0;
+  virtual void adam(const Adam& call, Stream on) = 0;
 };
+
+// Whether work on `device` may read and write the memory of `peer`, and the other way round.
+using Reach = std::function<bool(int device, int peer)>;
+
+// What is put on any of the streams afterwards runs after all that is on any of them now.
+void barrier(DeviceOps& ops, const Streams& streams);
+// What is put on `later` afterwards runs after all that is on `first` now.
+void order(DeviceOps& ops, Stream first, Stream later);
 
 }  // namespace mgpu

@@ -71,10 +71,11 @@ std::vector<Chunk> share_plan(int64_t count, const std::vector<double>& shares) 
     remainders.push_back(exact - static_cast<double>(whole));
     left -= whole;
   }
-  std::vector<int> order(ranks);
-  std::iota(order.begin(), order.end(), 0);
-  std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return remainders[a] > remainders[b]; });
-  for (int64_t i = 0; left > 0; ++i, --left) ++counts[order[i % ranks]];
+  std::vector<int> by_remainder(ranks);
+  std::iota(by_remainder.begin(), by_remainder.end(), 0);
+  std::stable_sort(by_remainder.begin(), by_remainder.end(),
+                   [&](int a, int b) { return remainders[a] > remainders[b]; });
+  for (int64_t i = 0; left > 0; ++i, --left) ++counts[by_remainder[i % ranks]];
   return chunks_of(counts);
 }
 

@@ -23,7 +23,25 @@ struct Part {
   int64_t rows;
 };
 
-void scatter(DeviceOps& ops, const Layout& whole, const std::vector<Part>& parts);
-void gather(DeviceOps& ops, const std::vector<Part>& parts, const Layout& whole);
+// Between one place and the ranks.  Order is door 2's: a call comes after all that is on the streams, and what is put
+// on them afterwards finds the copies made and may write what was read.  Where one end is host memory and the other a
+// device's, or two devices do not reach each other, the bytes go by way of staging memory: a host tensor that is
+// scattered may be freed when the call returns, and one that is gathered is complete then.
+class Transfer {
+ public:
+  // `ops` works on the ranks' memory, `host` on the host's; they are the same for ranks that live there.
+  Transfer(DeviceOps& ops, DeviceOps& host, Reach reach) : ops_(ops), host_(host), reach_(std::move(reach)) {}
+
+  void scatter(const Layout& whole, Stream from, const std::vector<Part>& parts, const Streams& on);
+  void gather(const std::vector<Part>& parts, const Streams& on, const Layout& whole, Stream to);
+
+ private:
+  bool in_reach(Stream one, Stream other) const;
+  DeviceOps& ops_of(Stream on) { return on.device == kHost ? host_ : ops_; }
+
+  DeviceOps& ops_;
+  DeviceOps& host_;
+  Reach reach_;
+};
 
 }  // namespace mgpu

@@ -12,7 +12,7 @@ struct DTypeRow {
 constexpr DTypeRow kDTypes[] = {{"float16", 2}, {"bfloat16", 2}, {"float32", 4}, {"float64", 8},
                                 {"int32", 4},   {"int64", 8},    {"uint8", 1}};
 constexpr const char* kReduceOps[] = {"sum", "avg", "prod", "min", "max"};
-constexpr const char* kAlgorithms[] = {"auto", "naive", "direct", "ring", "tree"};
+constexpr const char* kAlgorithms[] = {"auto", "naive", "direct", "ring", "tree", "nccl"};
 
 template <class Names, class Get>
 int find(const char* what, const std::string& name, const Names& names, Get get) {

@@ -8,13 +8,15 @@ import torch
 
 from mgpu_core.comm import collectives
 from mgpu_core.comm.arguments import as_list, check_joined, ordinary_list
-from mgpu_core.comm.checks import check_alike
+from mgpu_core.device.tensor_checks import check_alike
 from mgpu_core.record import span
 
 __all__ = ["all_gather", "all_reduce", "reduce_scatter"]
 
 
-def all_reduce(tensors: Sequence[torch.Tensor], op: str = "sum", *, algorithm: str = "auto") -> None:
+def all_reduce(
+    tensors: Sequence[torch.Tensor], op: str = "sum", *, algorithm: str = "auto", merge_shared_devices: bool = True
+) -> None:
     """Reduces one tensor per rank, in place: afterwards all hold the same bits.
 
     Args:
@@ -26,12 +28,14 @@ def all_reduce(tensors: Sequence[torch.Tensor], op: str = "sum", *, algorithm: s
             in rank order, half precision in float32 rounded once.  ``ring`` adds chunk c in the order c, c + 1, ...,
             c - 1; ``tree`` as ((0 + 1) + (2 + 3)) + ...; both round at each hop.  ``auto`` is ``direct`` on the CPU.
             The generic room (other devices, mixed teams) has one algorithm, in rank order.
+        merge_shared_devices: for ``ring`` and ``tree``, ranks that share a GPU are added there first, in rank order;
+            without it each is a place of its own, as if it had a GPU for itself.
 
     Raises:
         TypeError, ValueError: before anything is written.
     """
     with span("all_reduce"):
-        collectives.all_reduce_into(as_list(tensors, "tensors"), op, algorithm)
+        collectives.all_reduce_into(as_list(tensors, "tensors"), op, algorithm, merge_shared_devices)
 
 
 def all_gather(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

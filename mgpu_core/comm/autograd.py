@@ -14,8 +14,8 @@ import torch
 
 from mgpu_core.comm import broadcast_reduce, collectives, scatter_gather
 from mgpu_core.comm.buckets import bucket_positions
-from mgpu_core.comm.checks import check_alike
 from mgpu_core.device.team import Team
+from mgpu_core.device.tensor_checks import check_alike
 from mgpu_core.record import span
 
 __all__ = ["broadcast_buckets", "gather", "reduce_tensors", "scatter"]

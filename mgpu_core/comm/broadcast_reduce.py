@@ -9,10 +9,10 @@ import torch
 from mgpu_core.comm import collectives
 from mgpu_core.comm.arguments import as_list, check_outs, destination_of, ordinary_list
 from mgpu_core.comm.buckets import DEFAULT_NBYTES, bucket_positions
-from mgpu_core.comm.checks import check_alike, refuse_special
 from mgpu_core.device.devices import DeviceLike
 from mgpu_core.device.memory import note_written
 from mgpu_core.device.team import Team
+from mgpu_core.device.tensor_checks import check_alike, refuse_special
 from mgpu_core.record import span
 
 __all__ = ["broadcast", "broadcast_coalesced", "copies_of", "reduce_add", "reduce_add_coalesced"]

@@ -12,12 +12,12 @@ from typing import TypeAlias
 import torch
 
 from mgpu_core import _core
-from mgpu_core.comm import generic
-from mgpu_core.comm.checks import check_alike, check_disjoint, check_writable, readable
+from mgpu_core.comm import generic, rooms
 from mgpu_core.comm.layout import memory_order, nbytes_of, one_layout, runs_along
 from mgpu_core.comm.packing import groups, kind_of
 from mgpu_core.comm.reductions import CORE_DTYPES, check_op, core_count
 from mgpu_core.device.memory import note_written
+from mgpu_core.device.tensor_checks import check_alike, check_disjoint, check_writable, readable
 from mgpu_core.record import event, is_on
 
 __all__ = [
@@ -37,41 +37,24 @@ Parts: TypeAlias = Sequence[torch.Tensor | None]
 _rank_name = "the tensor of rank {}".format
 
 
-def all_reduce_into(tensors: Tensors, op: str, algorithm: str) -> str:
+def all_reduce_into(tensors: Tensors, op: str, algorithm: str, merge_shared_devices: bool) -> str:
     """In place; returns the algorithm that ran."""
     check_writable(tensors, _rank_name)
     first = tensors[0]
     check_alike(tensors, first.shape, first.dtype)
     check_op(op, first.dtype, algorithm)
     check_disjoint(tensors, _rank_name)
-    if first.dtype in CORE_DTYPES and _in_core(tensors):
+    streams = rooms.alike(tensors) if first.dtype in CORE_DTYPES else None
+    if streams is not None:
         pointers = [tensor.data_ptr() for tensor in tensors]
-        dtype = CORE_DTYPES[first.dtype]
-        ran = _core.all_reduce(pointers, pointers, core_count(first), dtype, op, algorithm)
+        dtype, count = CORE_DTYPES[first.dtype], core_count(first)
+        ran = _core.all_reduce(pointers, pointers, count, dtype, op, algorithm, streams, merge_shared_devices)
     else:
         generic.all_reduce(tensors, op)
         ran = generic.ALGORITHM
     note_written(tensors)
     _tell("all_reduce", tensors, ran)
     return ran
-
-
-def _in_core(tensors: Tensors) -> bool:
-    """Whether the core can combine these, element by element: host memory, all in one layout."""
-    return all(tensor.device.type == "cpu" for tensor in tensors) and one_layout(tensors)
-
-
-def _cut_in_core(whole: torch.Tensor, parts: Tensors) -> bool:
-    """Whether the core can cut or join these: host memory, all dense in one order of dimensions."""
-    order = memory_order(whole)
-    return order is not None and all(
-        tensor.device.type == "cpu" and memory_order(tensor) is order for tensor in (whole, *parts)
-    )
-
-
-def _joined_in_core(tensors: Tensors) -> bool:
-    """Whether the core can treat these as rows one behind the other: host memory, contiguous."""
-    return all(tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in tensors)
 
 
 def _tell(step: str, tensors: Tensors, detail: str = "") -> None:
@@ -82,24 +65,19 @@ def _tell(step: str, tensors: Tensors, detail: str = "") -> None:
 
 def broadcast_into(sources: Tensors, copies: Sequence[Tensors]) -> None:
     """Fills ``copies[i][rank]`` from ``sources[i]``; a copy that is its source itself is left alone."""
-    ours: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
-    others: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
+    ours: list[_Pair] = []
+    others: list[_Pair] = []
     for i, (given, made) in enumerate(zip(sources, copies, strict=True)):
         if given.layout is not torch.strided:  # a sparse buffer: torch copies what it is made of
             generic.broadcast(given, made)
             continue
         source = readable(given, f"tensor {i}")
         pair = source, [source if each is given else each for each in made]
-        if not _in_core([source, *pair[1]]):
+        if not one_layout([source, *pair[1]]):
             others.append(pair)
         elif source.numel():
             ours.append(pair)
-    if ours:
-        _core.broadcast(
-            [source.data_ptr() for source, _ in ours],
-            [[each.data_ptr() for each in made] for _, made in ours],
-            [source.nbytes for source, _ in ours],
-        )
+    others += _broadcast_in_core(ours)
     _broadcast_elsewhere(others)
     if is_on():
         for rank in range(len(copies[0]) if copies else 0):
@@ -107,7 +85,27 @@ def broadcast_into(sources: Tensors, copies: Sequence[Tensors]) -> None:
             event("broadcast", rank, sum(nbytes_of(each) for each in moved))
 
 
-def _broadcast_elsewhere(pairs: Sequence[tuple[torch.Tensor, list[torch.Tensor]]]) -> None:
+_Pair: TypeAlias = tuple[torch.Tensor, list[torch.Tensor]]
+
+
+def _broadcast_in_core(pairs: Sequence[_Pair]) -> list[_Pair]:
+    """In one call, where one room serves all of them; returns those that are left."""
+    if not pairs:
+        return []
+    devices = [[each.device for each in (source, *made)] for source, made in pairs]
+    streams = rooms.root_and_ranks(devices[0])
+    if streams is None or any(each != devices[0] for each in devices):
+        return list(pairs)
+    _core.broadcast(
+        [source.data_ptr() for source, _ in pairs],
+        [[each.data_ptr() for each in made] for _, made in pairs],
+        [source.nbytes for source, _ in pairs],
+        *streams,
+    )
+    return []
+
+
+def _broadcast_elsewhere(pairs: Sequence[_Pair]) -> None:
     """By the generic room; many small tensors of the same kind in one message."""
     packs, alone = groups(range(len(pairs)), lambda i: kind_of([pairs[i][0], *pairs[i][1]], pairs[i][0]))
     for pack in packs:
@@ -129,12 +127,8 @@ def reduce_batch(parts: Sequence[Parts], op: str, device: torch.device) -> list[
     for i, each in enumerate(resolved):
         first = next(part for part in each if part is not None)
         check_op(op, first.dtype)
-        if (
-            device.type == "cpu"
-            and first.dtype in CORE_DTYPES
-            and _in_core([part for part in each if part is not None])
-        ):
-            totals.append(torch.empty_like(first))
+        if first.dtype in CORE_DTYPES and rooms.for_sum(each, device):
+            totals.append(torch.empty_like(first, device=device))
             if first.numel():
                 batches.setdefault(first.dtype, []).append(i)
         else:
@@ -163,12 +157,20 @@ def _reduced_elsewhere(
 
 
 def _reduce_in_core(parts: Sequence[Parts], outs: Tensors, op: str) -> None:
+    devices = [outs[0].device] * len(parts[0])  # of a rank that adds nothing anywhere, whatever it is
+    for each in parts:
+        devices = [device if part is None else part.device for part, device in zip(each, devices, strict=True)]
+    streams = rooms.root_and_ranks([outs[0].device, *devices])
+    assert streams is not None  # rooms.for_sum said so, of each
+    root, ranks = streams
     _core.reduce(
         [[0 if part is None else part.data_ptr() for part in each] for each in parts],
         [out.data_ptr() for out in outs],
         [core_count(out) for out in outs],
         CORE_DTYPES[outs[0].dtype],
         op,
+        ranks,
+        root,
     )
 
 
@@ -186,8 +188,10 @@ def _resolve(parts: Parts) -> Parts:
 def scatter_into(whole: torch.Tensor, parts: Tensors, dim: int) -> None:
     """Fills the parts from ``whole``, one behind the other along ``dim`` (not negative)."""
     whole = readable(whole, "the tensor to scatter")
-    if _cut_in_core(whole, parts):
-        _core.scatter(*_transfer(whole, parts, dim))
+    ends = rooms.cut(whole, parts)
+    if ends is not None:
+        place, rows = _transfer(whole, parts, dim)
+        _core.scatter(place, ends[0], rows, ends[1])
     else:
         generic.scatter(whole, parts, dim)
     _tell("scatter", parts)
@@ -196,9 +200,10 @@ def scatter_into(whole: torch.Tensor, parts: Tensors, dim: int) -> None:
 def gather_into(parts: Tensors, whole: torch.Tensor, dim: int) -> None:
     """Fills ``whole`` from the parts, one behind the other along ``dim`` (not negative)."""
     parts = [readable(part, _rank_name(rank)) for rank, part in enumerate(parts)]
-    if _cut_in_core(whole, parts):
+    ends = rooms.cut(whole, parts)
+    if ends is not None:
         place, rows = _transfer(whole, parts, dim)
-        _core.gather(rows, place)
+        _core.gather(rows, ends[1], place, ends[0])
     else:
         generic.gather(parts, whole, dim)
     _tell("gather", parts)
@@ -210,7 +215,7 @@ _Parts: TypeAlias = list[tuple[int, int]]
 
 def _transfer(whole: torch.Tensor, parts: Tensors, dim: int) -> tuple[_Whole, _Parts]:
     order = memory_order(whole)
-    assert order is not None  # _in_core said so
+    assert order is not None  # rooms.cut said so
     outer, inner = runs_along(whole.shape, dim, order)
     rows = [(part.data_ptr(), part.size(dim)) for part in parts]
     return (whole.data_ptr(), outer, whole.size(dim), inner * whole.element_size()), rows
@@ -219,11 +224,13 @@ def _transfer(whole: torch.Tensor, parts: Tensors, dim: int) -> tuple[_Whole, _P
 def all_gather_into(parts: Tensors, wholes: Tensors) -> None:
     """Fills each rank's whole with the parts of all ranks, one behind the other along dimension 0."""
     parts = [readable(part, _rank_name(rank)) for rank, part in enumerate(parts)]
-    if _joined_in_core([*parts, *wholes]):
+    streams = rooms.joined([*parts, *wholes])
+    if streams is not None:
         _core.all_gather(
             [part.data_ptr() for part in parts],
             [part.nbytes for part in parts],
             [whole.data_ptr() for whole in wholes],
+            streams[: len(parts)],
         )
     else:
         generic.all_gather(parts, wholes)
@@ -234,13 +241,15 @@ def reduce_scatter_into(tensors: Tensors, outs: Tensors, op: str) -> None:
     """Fills rank r's out with chunk r, along dimension 0, of the reduction."""
     tensors = [readable(tensor, _rank_name(rank)) for rank, tensor in enumerate(tensors)]
     check_op(op, outs[0].dtype)
-    if outs[0].dtype in CORE_DTYPES and _joined_in_core([*tensors, *outs]):
+    streams = rooms.joined([*tensors, *outs]) if outs[0].dtype in CORE_DTYPES else None
+    if streams is not None:
         _core.reduce_scatter(
             [tensor.data_ptr() for tensor in tensors],
             [out.data_ptr() for out in outs],
             core_count(outs[0]),
             CORE_DTYPES[outs[0].dtype],
             op,
+            streams[: len(outs)],
         )
     else:
         generic.reduce_scatter(tensors, outs, op)

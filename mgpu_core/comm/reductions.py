@@ -4,21 +4,13 @@ from __future__ import annotations
 
 import torch
 
+from mgpu_core.device.dtypes import REAL
+
 __all__ = ["ALGORITHMS", "CORE_DTYPES", "OPS", "check_op", "core_count"]
 
 OPS = ("sum", "avg", "prod", "min", "max")
 ALGORITHMS = ("auto", "naive", "direct", "ring", "tree")
-CORE_DTYPES = {
-    torch.float16: "float16",
-    torch.bfloat16: "bfloat16",
-    torch.float32: "float32",
-    torch.float64: "float64",
-    torch.int32: "int32",
-    torch.int64: "int64",
-    torch.uint8: "uint8",
-    torch.complex64: "float32",
-    torch.complex128: "float64",
-}
+CORE_DTYPES = {**REAL, torch.complex64: "float32", torch.complex128: "float64"}
 _GENERIC_DTYPES = (torch.int8, torch.int16)
 
 

@@ -10,11 +10,11 @@ import torch
 from mgpu_core import _core
 from mgpu_core.comm import collectives
 from mgpu_core.comm.arguments import as_list, check_joined, check_outs, destination_of, in_range, ordinary_list
-from mgpu_core.comm.checks import refuse_special
 from mgpu_core.comm.layout import empty_in_order, memory_order
 from mgpu_core.device.devices import DeviceLike
 from mgpu_core.device.memory import note_written
 from mgpu_core.device.team import Team
+from mgpu_core.device.tensor_checks import refuse_special
 from mgpu_core.record import span
 
 __all__ = ["gather", "scatter"]

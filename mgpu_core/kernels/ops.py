@@ -1,22 +1,33 @@
-"""The public kernel functions: they check, allocate, and call the kernel of the room where the tensors are."""
+"""The public kernel functions: they check, allocate, and call the kernel of the room where the tensors are.
+
+Arguments are torch tensors, or arrays of cupy, numba and numpy over whose memory a tensor can be made.  Work on a GPU
+is put on the device's current stream; a device that the core has no room for is served by plain torch.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
 
 import torch
 
 from mgpu_core import _core
+from mgpu_core.device.dtypes import FLOATING, REAL
 from mgpu_core.device.memory import note_written
+from mgpu_core.device.streams import core_stream
 from mgpu_core.kernels import reference
+from mgpu_core.kernels.arguments import as_tensor, as_tensors, check_floating, check_like, check_outs, on_one_device
 from mgpu_core.record import span
 
-__all__ = ["gather_rows"]
+__all__ = ["gather_rows", "l2_norm", "pack", "scale_cast", "sum_ranks", "unpack"]
 
-_FLOATS = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+OPS = ("sum", "avg", "prod", "min", "max")
 
 
 def gather_rows(
-    rows: torch.Tensor,
-    index: torch.Tensor,
+    rows: Any,
+    index: Any,
     *,
     scale: float = 1 / 255,
     shift: float = 0.0,
@@ -25,56 +36,44 @@ def gather_rows(
 ) -> torch.Tensor:
     """Cuts a batch from a tensor of bytes and normalises it: ``rows[index] * scale + shift``.
 
-    One pass over memory instead of the three of indexing, conversion and arithmetic.  On the CPU a kernel of this
-    package shared by its threads; elsewhere plain torch on the tensors' current stream.
+    One pass over memory instead of the three of indexing, conversion and arithmetic.
 
     Args:
-        rows: uint8, ``(count, *shape)``, contiguous.
-        index: int64, ``(batch,)``, on the device of ``rows``; each in ``[0, count)``.
+        rows: uint8, ``(count, *shape)``.
+        index: int64, ``(batch,)``, on the device of ``rows``; each in ``[0, count)``.  On a GPU an index out of range
+            gives a row of NaN, because nobody waits there to say more.
         scale, shift: applied in float32.
         dtype: of the result: float32, float16 or bfloat16 (rounded once).
-        out: where to write, ``(batch, *shape)``, contiguous; fresh memory if not given.
+        out: where to write, ``(batch, *shape)``; fresh memory if not given.
 
     Returns:
         ``(batch, *shape)``, of ``dtype``, on the device of ``rows``.
 
     Raises:
         TypeError: a dtype that is not named above.
-        ValueError: another shape, device or layout; an index out of range (then nothing is written).
+        ValueError: another shape, device or layout; on the CPU an index out of range (then nothing is written).
     """
-    _check(rows, index, dtype)
-    shape = (index.numel(), *rows.shape[1:])
-    if out is None:
-        out = torch.empty(shape, dtype=dtype, device=rows.device)
-    elif out.shape != shape or out.dtype != dtype or out.device != rows.device or not out.is_contiguous():
+    rows, index = as_tensor(rows, "rows"), as_tensor(index, "index")
+    if rows.dtype != torch.uint8 or index.dtype != torch.int64:
+        raise TypeError(f"rows must be uint8 and index int64, not {rows.dtype} and {index.dtype}")
+    if dtype not in FLOATING or dtype == torch.float64:
+        raise TypeError(f"dtype must be one of float32, float16, bfloat16, not {dtype}")
+    if rows.dim() == 0 or index.dim() != 1:
         raise ValueError(
-            f"out must be contiguous {shape} {dtype} on {rows.device}, not {tuple(out.shape)} {out.dtype} on "
-            f"{out.device}"
+            f"rows must be (count, *shape) and index (batch,), not {tuple(rows.shape)} and {tuple(index.shape)}"
         )
+    on_one_device(rows=rows, index=index)
+    out = _out(out, (index.numel(), *rows.shape[1:]), dtype, rows.device, [rows, index])
     with span("gather_rows"):
-        _fill(rows, index, scale, shift, out)
+        _gather_rows(rows, index, scale, shift, out)
     return out
 
 
-def _check(rows: torch.Tensor, index: torch.Tensor, dtype: torch.dtype) -> None:
-    if rows.dtype != torch.uint8 or index.dtype != torch.int64:
-        raise TypeError(f"rows must be uint8 and index int64, not {rows.dtype} and {index.dtype}")
-    if dtype not in _FLOATS:
-        raise TypeError(f"dtype must be one of {', '.join(_FLOATS.values())}, not {dtype}")
-    if rows.dim() == 0 or index.dim() != 1 or not rows.is_contiguous():
-        raise ValueError(
-            f"rows must be contiguous (count, *shape) and index (batch,), not {tuple(rows.shape)} and "
-            f"{tuple(index.shape)}"
-        )
-    if rows.device != index.device:
-        raise ValueError(f"rows and index must be on one device, not {rows.device} and {index.device}")
-
-
-def _fill(rows: torch.Tensor, index: torch.Tensor, scale: float, shift: float, out: torch.Tensor) -> None:
-    if rows.device.type != "cpu":
+def _gather_rows(rows: torch.Tensor, index: torch.Tensor, scale: float, shift: float, out: torch.Tensor) -> None:
+    stream = core_stream(rows.device)
+    if stream is None:
         out.copy_(reference.gather_rows(rows, index, scale=scale, shift=shift, dtype=out.dtype))
         return
-    index = index.contiguous()
     count = rows.shape[0]
     _core.gather_rows(
         (rows.data_ptr(), count, rows[0].numel() if count else 0),
@@ -82,6 +81,185 @@ def _fill(rows: torch.Tensor, index: torch.Tensor, scale: float, shift: float, o
         scale,
         shift,
         out.data_ptr(),
-        _FLOATS[out.dtype],
+        FLOATING[out.dtype],
+        stream,
     )
     note_written([out])
+
+
+def scale_cast(
+    tensor: Any, scale: float = 1.0, dtype: torch.dtype | None = None, *, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """``tensor * scale`` in another dtype, in one pass over memory.
+
+    Args:
+        tensor: float16, bfloat16, float32 or float64, any shape.
+        scale: applied in float32 (float64 where a float64 takes part).
+        dtype: of the result (default: the tensor's); rounded once.
+        out: where to write, of the tensor's shape; the tensor itself where the dtype is its own.
+
+    Raises:
+        TypeError: a dtype that is not named above.
+        ValueError: an ``out`` of another shape, dtype or device, or one that partly shares the tensor's memory.
+    """
+    tensor = as_tensor(tensor, "tensor")
+    dtype = tensor.dtype if dtype is None else dtype
+    check_floating("scale_cast", tensor.dtype, dtype)
+    out = _out(out, tensor.shape, dtype, tensor.device, [tensor])
+    stream = core_stream(tensor.device)
+    with span("scale_cast"):
+        if stream is None:
+            out.copy_(reference.scale_cast(tensor, scale, dtype))
+            return out
+        names = FLOATING[tensor.dtype], FLOATING[dtype]
+        _core.scale_cast(tensor.data_ptr(), names[0], out.data_ptr(), names[1], tensor.numel(), scale, stream)
+        note_written([out])
+    return out
+
+
+def pack(
+    tensors: Sequence[Any], *, dtype: torch.dtype | None = None, scale: float = 1.0, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Lays many tensors end to end in a flat one, scaled and cast on the way.
+
+    Args:
+        tensors: of one dtype and device, any shapes.  Of float16, bfloat16, float32 and float64 where there is a scale
+            or a cast; else of any dtype that the core knows.
+        dtype: of the result (default: the tensors'); rounded once.
+        scale: applied in float32 (float64 where a float64 takes part).
+        out: where to write, ``(total count,)``.
+
+    Raises:
+        TypeError: a dtype that is not named above.
+        ValueError: tensors of several dtypes or devices; an ``out`` that does not fit or shares their memory.
+    """
+    sources = as_tensors(tensors, "tensors")
+    dtype = sources[0].dtype if dtype is None else dtype
+    _check_cast("pack", sources[0].dtype, dtype, scale)
+    count = sum(tensor.numel() for tensor in sources)
+    out = _out(out, (count,), dtype, sources[0].device, sources)
+    stream = core_stream(out.device)
+    with span("pack"):
+        if stream is None:
+            out.copy_(reference.pack(sources, scale, dtype))
+            return out
+        _core.pack(_pieces(sources), REAL[sources[0].dtype], out.data_ptr(), REAL[dtype], scale, stream)
+        note_written([out])
+    return out
+
+
+def unpack(flat: Any, outs: Sequence[torch.Tensor], *, scale: float = 1.0) -> None:
+    """The way back of :func:`pack`: fills the tensors, one behind the other, from a flat one.
+
+    Args:
+        flat: ``(total count,)``.
+        outs: of one dtype, on the device of ``flat``.
+        scale: as in :func:`pack`.
+
+    Raises:
+        TypeError, ValueError: as :func:`pack`; also tensors that do not have ``flat``'s elements together.
+    """
+    flat = as_tensor(flat, "flat")
+    targets = as_tensors(outs, "outs")
+    _check_cast("unpack", flat.dtype, targets[0].dtype, scale)
+    on_one_device(flat=flat, outs=targets[0])
+    check_like(flat, "flat", (sum(tensor.numel() for tensor in targets),), flat.dtype)
+    check_outs(targets, [f"outs[{place}]" for place in range(len(targets))], [flat])
+    stream = core_stream(flat.device)
+    with span("unpack"):
+        if stream is None:
+            torch._foreach_copy_(targets, reference.unpack(flat, targets, scale))
+            return
+        _core.unpack(_pieces(targets), REAL[targets[0].dtype], flat.data_ptr(), REAL[flat.dtype], scale, stream)
+        note_written(targets)
+
+
+def sum_ranks(tensors: Sequence[Any], op: str = "sum", *, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Combines many tensors of one device: each element is read once from each and written once.
+
+    Args:
+        tensors: of one shape, dtype (float16, bfloat16, float32, float64, int32, int64, uint8) and device.
+        op: ``sum``, ``avg``, ``prod``, ``min`` or ``max``, in the order of the list; half precision in float32,
+            rounded once; integers wrap, their ``avg`` is cut toward zero; NaN wins in ``min`` and ``max``.
+        out: where to write, of the same shape and dtype; one of the tensors itself is allowed.
+
+    Raises:
+        TypeError: a dtype that is not named above.
+        ValueError: another op; tensors that differ; an ``out`` that does not fit or partly shares their memory.
+    """
+    sources = as_tensors(tensors, "tensors")
+    first = sources[0]
+    if op not in OPS:
+        raise ValueError(f"op must be one of {', '.join(OPS)}, not {op!r}")
+    if first.dtype not in REAL:
+        raise TypeError(f"sum_ranks works on {', '.join(REAL.values())}, not on {first.dtype}")
+    for place, tensor in enumerate(sources):
+        check_like(tensor, f"tensors[{place}]", first.shape, first.dtype)
+    out = _out(out, first.shape, first.dtype, first.device, sources)
+    stream = core_stream(first.device)
+    with span("sum_ranks"):
+        if stream is None:
+            out.copy_(reference.sum_ranks(sources, op))
+            return out
+        pointers = [tensor.data_ptr() for tensor in sources]
+        _core.sum_ranks(pointers, [out.data_ptr()], first.numel(), REAL[first.dtype], op, stream)
+        note_written([out])
+    return out
+
+
+def l2_norm(tensors: Sequence[Any]) -> torch.Tensor:
+    """The Euclidean norm of all elements of many tensors together, as one number that stays on the device.
+
+    Args:
+        tensors: float16, bfloat16, float32 or float64, of one dtype and device.
+
+    Returns:
+        A scalar, float32 (float64 of float64 tensors).  Squares are added up in float64, in an order that depends on
+        the sizes alone: the same bits in every run.
+    """
+    sources = as_tensors(tensors, "tensors")
+    check_floating("l2_norm", sources[0].dtype)
+    device = sources[0].device
+    stream = core_stream(device)
+    with span("l2_norm"):
+        if stream is None:
+            return reference.l2_norm(sources)
+        pieces = _pieces(sources)
+        partials = torch.empty(max(1, _core.norm_tiles(pieces)), dtype=torch.float64, device=device)
+        wide = torch.float64 if sources[0].dtype == torch.float64 else torch.float32
+        out = torch.empty((), dtype=wide, device=device)
+        names = FLOATING[sources[0].dtype], FLOATING[wide]
+        _core.l2_norm(pieces, names[0], partials.data_ptr(), out.data_ptr(), names[1], stream)
+    return out
+
+
+def _check_cast(what: str, source: torch.dtype, target: torch.dtype, scale: float) -> None:
+    if source != target or scale != 1:
+        check_floating(f"{what} with a scale or a cast", source, target)
+    elif source not in REAL:
+        raise TypeError(f"{what} works on {', '.join(REAL.values())}, not on {source}")
+
+
+def _pieces(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int, int]]:
+    counts = [tensor.numel() for tensor in tensors]
+    begins = accumulate(counts, initial=0)
+    return [(tensor.data_ptr(), begin, count) for tensor, begin, count in zip(tensors, begins, counts, strict=False)]
+
+
+def _out(
+    out: torch.Tensor | None,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    read: Sequence[torch.Tensor],
+) -> torch.Tensor:
+    """Where to write: fresh memory, or an ``out`` that fits, and is apart from what is read or exactly one of it."""
+    if out is None:
+        return torch.empty(tuple(shape), dtype=dtype, device=device)
+    if tuple(out.shape) != tuple(shape) or out.dtype != dtype or out.device != device or not out.is_contiguous():
+        raise ValueError(
+            f"out must be contiguous {tuple(shape)} {dtype} on {device}, not {tuple(out.shape)} {out.dtype} on "
+            f"{out.device}"
+        )
+    check_outs([out], ["out"], read)
+    return out

@@ -10,7 +10,7 @@ from fakes import accelerator
 from fakes.nets import cpu
 
 from mgpu_core import _core, comm
-from mgpu_core.comm import collectives, reductions
+from mgpu_core.comm import reductions, rooms
 
 RANKS = [1, 2, 3, 8]
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64, torch.uint8]
@@ -25,8 +25,7 @@ ROOMS = ["generic"] if accelerator.is_wanted() else ["core", "generic"]
 @pytest.fixture(params=ROOMS)
 def room(request, monkeypatch):
     if request.param == "generic":
-        for gate in ("_in_core", "_cut_in_core", "_joined_in_core"):
-            monkeypatch.setattr(collectives, gate, lambda *tensors: False)
+        monkeypatch.setattr(rooms, "core_streams", lambda devices: None)
     _core.reset_counters()
     yield request.param
     algorithms = {algorithm for _, algorithm, _ in _core.counters()}

@@ -1,76 +1,22 @@
-// Every collective and algorithm of the host's room on 1, 2, 3 and 8 ranks, with small whole numbers whose sums are
-// exact; in place and out of place; small, and large enough to be shared by threads.
-#include <numeric>
-
-#include "check.h"
+// Every collective and transfer of ranks in host memory, on 1, 2, 3 and 8 of them; small, and large enough to be shared
+// by threads; and what the checks refuse.
+#include "conformance.h"
 #include "core/checks.h"
 #include "core/error.h"
 #include "rooms.h"
 
 using namespace mgpu;
 
-using Memory = std::vector<std::vector<int32_t>>;
+using Numbers = std::vector<std::vector<int32_t>>;
 
-static Memory filled(int ranks, int64_t count) {
-  Memory memory(ranks, std::vector<int32_t>(count + 1, 77));
-  for (int rank = 0; rank < ranks; ++rank)
-    for (int64_t i = 0; i < count; ++i) memory[rank][i] = static_cast<int32_t>(i % 13 + 100 * rank);
-  return memory;
-}
-static Buffers buffers(Memory& memory, int64_t count) {
+static Buffers buffers(Numbers& memory, int64_t count) {
   Buffers result;
   for (auto& each : memory) result.push_back({each.data(), count, DType::i32});
   return result;
 }
-static int32_t sum(int ranks, int64_t i) {
-  return static_cast<int32_t>(ranks * (i % 13) + 100 * ranks * (ranks - 1) / 2);
-}
-
-static void all_reduce(int ranks, int64_t count, Algorithm algorithm, bool in_place) {
-  Memory in = filled(ranks, count), other(ranks, std::vector<int32_t>(count + 1, 77));
-  Memory& out = in_place ? in : other;
-  host_collectives().all_reduce(buffers(in, count), buffers(out, count), ReduceOp::sum, algorithm);
-  for (auto& each : out) {
-    for (int64_t i = 0; i < count; ++i) CHECK(each[i] == sum(ranks, i));
-    CHECK(each[count] == 77);
-  }
-}
-
-static void averages(int ranks, Algorithm algorithm) {
-  Memory memory(ranks, std::vector<int32_t>(10, -1));  // the sum is -ranks, less one: toward zero
-  memory[0].assign(10, -2);
-  host_collectives().all_reduce(buffers(memory, 10), buffers(memory, 10), ReduceOp::avg, algorithm);
-  for (auto& each : memory)
-    for (int32_t value : each) CHECK(value == (ranks == 1 ? -2 : -1));
-}
-
-static void others(int ranks, int64_t count) {
-  Memory in = filled(ranks, count * ranks), out(ranks, std::vector<int32_t>(count + 1, 77));
-  host_collectives().reduce_scatter(buffers(in, count * ranks), buffers(out, count), ReduceOp::sum);
-  for (int rank = 0; rank < ranks; ++rank) {
-    for (int64_t i = 0; i < count; ++i) CHECK(out[rank][i] == sum(ranks, rank * count + i));
-    CHECK(out[rank][count] == 77);
-  }
-  Memory parts = filled(ranks, count), wholes(ranks, std::vector<int32_t>(count * ranks + 1, 77));
-  host_collectives().all_gather(buffers(parts, count), buffers(wholes, count * ranks));
-  for (auto& whole : wholes) {
-    for (int64_t i = 0; i < count * ranks; ++i) CHECK(whole[i] == parts[i / count][i % count]);
-    CHECK(whole[count * ranks] == 77);
-  }
-  Memory copies(ranks, std::vector<int32_t>(count + 1, 77));
-  host_collectives().broadcast({{buffers(parts, count)[0], buffers(copies, count)}});
-  for (auto& copy : copies) CHECK(copy == parts[0] || count == 0);
-  std::vector<int32_t> total(count + 1, 77), total2(3, 77);
-  Memory tiny = filled(ranks, 2);
-  host_collectives().reduce(
-      {{buffers(parts, count), {total.data(), count, DType::i32}}, {buffers(tiny, 2), {total2.data(), 2, DType::i32}}},
-      ReduceOp::sum);
-  for (int64_t i = 0; i < count; ++i) CHECK(total[i] == sum(ranks, i));
-  CHECK(total2[1] == sum(ranks, 1) && total2[2] == 77 && total[count] == 77);
-}
 
 static void refusals() {
-  Memory memory = filled(2, 5);
+  Numbers memory(2, std::vector<int32_t>(5));
   auto good = buffers(memory, 5), shorter = good;
   shorter[1].count = 4;
   CHECK_THROWS(InvalidArgument, "rank 1: expected 5 elements, got 4", (check_all_reduce(shorter, good), 0));
@@ -88,17 +34,26 @@ static void refusals() {
   CHECK_THROWS(InvalidArgument, "at least one rank", (check_reduce({{{}, good[0]}}), 0));
 }
 
+static void streams_are_of_one_room() {
+  CHECK_THROWS(InvalidArgument, "at least one rank", (collectives_of({}), 0));
+  CHECK_THROWS(InvalidArgument, "streams are of both", (collectives_of({Stream{}, Stream{0, nullptr}}), 0));
+  Numbers memory(1, std::vector<int32_t>(5));
+  CHECK_THROWS(
+      BackendUnavailable, "nccl",
+      (collectives_of({Stream{}})
+           .all_reduce(buffers(memory, 5), buffers(memory, 5), ReduceOp::sum, Algorithm::nccl, {{Stream{}}, true}),
+       0));
+}
+
 int main() {
   set_host_threads(4);
   for (int ranks : {1, 2, 3, 8}) {
-    for (int64_t count : {int64_t{0}, int64_t{1}, int64_t{7}, int64_t{300'001}})
-      for (Algorithm algorithm :
-           {Algorithm::automatic, Algorithm::naive, Algorithm::direct, Algorithm::ring, Algorithm::tree})
-        for (bool in_place : {true, false}) all_reduce(ranks, count, algorithm, in_place);
-    for (Algorithm algorithm : {Algorithm::naive, Algorithm::direct, Algorithm::ring, Algorithm::tree})
-      averages(ranks, algorithm);
-    for (int64_t count : {int64_t{1}, int64_t{50'000}}) others(ranks, count);
+    const auto make = [&] { return std::make_unique<HostWorld>(ranks); };
+    conformance::collectives(make, {0, 1, 7, 300'001});
+    conformance::transfers(make);
   }
+  conformance::there_and_back(*std::make_unique<HostWorld>(3), 2, {1000, 1001, 999}, 128, 0);
   refusals();
+  streams_are_of_one_room();
   return passed();
 }

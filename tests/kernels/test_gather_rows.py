@@ -51,7 +51,7 @@ def test_refusals():
         gather_rows(torch.zeros(2, 3, dtype=torch.uint8).t(), index)
     with pytest.raises(ValueError, match=r"index \(batch,\)"):
         gather_rows(rows, index.reshape(1, 1))
-    with pytest.raises(ValueError, match="one device"):
+    with pytest.raises(TypeError, match="index is on the meta device"):
         gather_rows(rows, index.to("meta"))
     with pytest.raises(ValueError, match="out must be contiguous"):
         gather_rows(rows, index, out=torch.zeros(2, 2))

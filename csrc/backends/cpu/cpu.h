@@ -1,13 +1,11 @@
 // The door of the cpu room: host memory, plain loops, our own threads.  It is the reference for every other room.
 #pragma once
 
-#include "core/collectives.h"
 #include "core/device_ops.h"
 
 namespace mgpu::cpu {
 
 DeviceOps& device_ops();
-Collectives& collectives();
 
 // Threads that share one call, the caller included.  At first the processors of this process, or MGPU_CORE_NUM_THREADS.
 int num_threads();

@@ -1,5 +1,7 @@
 #include <algorithm>
+#include <cmath>
 #include <cstring>
+#include <functional>
 #include <string>
 
 #include "backends/cpu/cpu.h"
@@ -11,6 +13,7 @@ namespace mgpu::cpu {
 namespace {
 
 constexpr int64_t kSerialNbytes = 256 * 1024;  // below this, waking a thread costs more than the copy
+constexpr int64_t kSerialCount = 64 * 1024;    // elements, where something is computed
 
 // Runs that touch are one run: a whole tensor, or a chunk along the slowest dimension, is a single memcpy.
 CopyBlock merged(CopyBlock block) {
@@ -39,9 +42,61 @@ void require_index(const GatherRows& call) {
                 std::to_string(call.rows_count) + " rows");
 }
 
+char* element(void* pointer, int64_t place, DType dtype) {
+  return static_cast<char*>(pointer) + place * static_cast<int64_t>(itemsize(dtype));
+}
+
+// Between the pieces and the flat buffer; each piece is a job.
+void cast_pieces(const Packing& call, bool into_flat) {
+  const bool as_bytes = call.dtype == call.flat_dtype && call.scale == 1;
+  std::vector<ScaleCast> casts;
+  std::vector<CopyBlock> copies;
+  std::vector<int64_t> counts;
+  for (const Piece& piece : call.pieces) {
+    void* place = element(call.flat, piece.begin, call.flat_dtype);
+    void *from = into_flat ? piece.pointer : place, *to = into_flat ? place : piece.pointer;
+    if (as_bytes)
+      copies.push_back({to, from, 1, piece.count * static_cast<int64_t>(itemsize(call.dtype)), 0, 0});
+    else
+      casts.push_back({from, into_flat ? call.dtype : call.flat_dtype, to, into_flat ? call.flat_dtype : call.dtype,
+                       piece.count, call.scale});
+    counts.push_back(piece.count);
+  }
+  if (as_bytes) return device_ops().copy(copies, {});
+  parallel_pieces(counts, kSerialCount,
+                  [&](size_t i, int64_t begin, int64_t end) { kernels().scale_cast(casts[i], begin, end); });
+}
+
+// Raises the steps of the segments that take part, then runs them.
+void for_each_segment(const FlatParameters& flat, const std::function<void(const SegmentRange&)>& run) {
+  if (flat.found_inf && *flat.found_inf != 0) return;
+  std::vector<int64_t*> active;
+  std::vector<int64_t> counts;
+  for (int64_t i = 0; i < flat.segment_count; ++i) {
+    int64_t* segment = flat.segments + i * kSegmentColumns;
+    if (!segment[kActive]) continue;
+    ++segment[kStep];
+    active.push_back(segment);
+    counts.push_back(segment[kCount]);
+  }
+  parallel_pieces(counts, kSerialCount, [&](size_t i, int64_t begin, int64_t end) { run({active[i], begin, end}); });
+}
+
 class CpuDeviceOps final : public DeviceOps {
  public:
-  void copy(const std::vector<CopyBlock>& blocks) override {
+  // What is asked for is done when the call returns, so there is nothing to wait for.
+  Event record(Stream) override { return nullptr; }
+  void wait(Stream, const Event&) override {}
+  bool reached(const Event&) override { return true; }
+  void synchronize(Stream) override {}
+  int make_current(int) override { return kHost; }
+
+  std::shared_ptr<void> staging(int64_t nbytes) override {
+    return {::operator new(static_cast<size_t>(nbytes)), [](void* memory) { ::operator delete(memory); }};
+  }
+  void keep(Stream, std::shared_ptr<void>) override {}
+
+  void copy(const std::vector<CopyBlock>& blocks, Stream) override {
     std::vector<CopyBlock> runs;
     std::vector<int64_t> nbytes;
     for (const CopyBlock& block : blocks) {
@@ -53,10 +108,53 @@ class CpuDeviceOps final : public DeviceOps {
                     [&](size_t i, int64_t begin, int64_t end) { copy_bytes(runs[i], begin, end); });
   }
 
-  void gather_rows(const GatherRows& call) override {
+  void sum_ranks(const std::vector<SumRanks>& calls, Stream) override {
+    std::vector<int64_t> counts;
+    for (const SumRanks& call : calls) counts.push_back(call.count);
+    parallel_pieces(counts, kSerialCount, [&](size_t i, int64_t begin, int64_t end) {
+      const SumRanks& call = calls[i];
+      kernels().reduce({call.in.data(), static_cast<int>(call.in.size()), call.out.data(),
+                        static_cast<int>(call.out.size()), begin, end, call.dtype, call.op, call.divisor});
+    });
+  }
+
+  void gather_rows(const GatherRows& call, Stream) override {
     require_index(call);
     const int64_t grain = std::max<int64_t>(1, kSerialNbytes / std::max<int64_t>(1, call.row_count));
     parallel_for(call.index_count, grain, [&](int64_t begin, int64_t end) { kernels().gather_rows(call, begin, end); });
+  }
+
+  void pack(const Packing& call, Stream) override { cast_pieces(call, true); }
+  void unpack(const Packing& call, Stream) override { cast_pieces(call, false); }
+
+  void scale_cast(const ScaleCast& call, Stream) override {
+    parallel_for(call.count, kSerialCount, [&](int64_t begin, int64_t end) { kernels().scale_cast(call, begin, end); });
+  }
+
+  void l2_norm(const L2Norm& call, Stream) override {
+    std::vector<Piece> tiles;
+    for (const Piece& piece : call.pieces)
+      for (int64_t begin = 0; begin < piece.count; begin += kNormTile)
+        tiles.push_back({piece.pointer, begin, std::min(kNormTile, piece.count - begin)});
+    parallel_for(static_cast<int64_t>(tiles.size()), 2, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i)
+        call.partials[i] =
+            kernels().sum_of_squares(tiles[i].pointer, call.dtype, tiles[i].begin, tiles[i].begin + tiles[i].count);
+    });
+    double total = 0;
+    for (size_t i = 0; i < tiles.size(); ++i) total += call.partials[i];
+    const double norm = std::sqrt(total);
+    if (call.out_dtype == DType::f64)
+      *static_cast<double*>(call.out) = norm;
+    else
+      *static_cast<float*>(call.out) = static_cast<float>(norm);
+  }
+
+  void sgd(const Sgd& call, Stream) override {
+    for_each_segment(call.flat, [&](const SegmentRange& range) { kernels().sgd(call, range); });
+  }
+  void adam(const Adam& call, Stream) override {
+    for_each_segment(call.flat, [&](const SegmentRange& range) { kernels().adam(call, range); });
   }
 };
 

@@ -6,7 +6,7 @@
 
 #include <vector>
 
-#include "core/device_ops.h"
+#include "core/kernel_calls.h"
 #include "core/types.h"
 
 namespace mgpu::cpu {
@@ -25,10 +25,21 @@ struct Reduction {
   int divisor;  // avg divides by it after the sum; 1 leaves the sum (a partial one)
 };
 
+// Elements [begin, end) of a segment of flat parameters; `segment` is its row of the table.
+struct SegmentRange {
+  const int64_t* segment;
+  int64_t begin;
+  int64_t end;
+};
+
 struct Kernels {
   const char* level;  // the instruction set
   void (*reduce)(const Reduction&);
   void (*gather_rows)(const GatherRows&, int64_t begin, int64_t end);  // entries [begin, end) of the index
+  void (*scale_cast)(const ScaleCast&, int64_t begin, int64_t end);
+  double (*sum_of_squares)(const void* in, DType dtype, int64_t begin, int64_t end);
+  void (*sgd)(const Sgd&, const SegmentRange&);
+  void (*adam)(const Adam&, const SegmentRange&);
 };
 
 // Those that this processor can run, the widest last.  All give the same bits.

@@ -125,4 +125,47 @@ MGPU_INLINE void store_floats(Half* to, F32s value) {
   Lanes<Half>::store(to, value);
 }
 
+// Blocks of kBlock numbers as an array of Wide (float or double), for kernels that the compiler turns into vectors.  Of
+// the last block only `left` are there: the others are read as 0 and not written.
+template <int kBlock, class T, class Wide>
+MGPU_INLINE void widen_block(const T* from, Wide* to) {
+  if constexpr (std::is_floating_point_v<T>) {
+    for (int k = 0; k < kBlock; ++k) to[k] = static_cast<Wide>(from[k]);
+  } else {
+    constexpr int kCount = Lanes<T>::count;
+    static_assert(kBlock % kCount == 0, "a block is whole registers");
+    for (int k = 0; k < kBlock; k += kCount) {
+      const F32s values = Lanes<T>::load(from + k);
+      for (int lane = 0; lane < kCount; ++lane) to[k + lane] = values[lane];
+    }
+  }
+}
+template <int kBlock, class T, class Wide>
+MGPU_INLINE void narrow_block(T* to, const Wide* from) {
+  if constexpr (std::is_floating_point_v<T>) {
+    for (int k = 0; k < kBlock; ++k) to[k] = static_cast<T>(from[k]);
+  } else {
+    constexpr int kCount = Lanes<T>::count;
+    for (int k = 0; k < kBlock; k += kCount) {
+      F32s values;
+      for (int lane = 0; lane < kCount; ++lane) values[lane] = static_cast<float>(from[k + lane]);
+      Lanes<T>::store(to + k, values);
+    }
+  }
+}
+template <int kBlock, class T, class Wide>
+MGPU_INLINE void load_block(const T* from, int64_t left, Wide* to) {
+  if (left >= kBlock) return widen_block<kBlock>(from, to);
+  T pad[kBlock] = {};
+  std::memcpy(pad, from, left * sizeof(T));
+  widen_block<kBlock>(pad, to);
+}
+template <int kBlock, class T, class Wide>
+MGPU_INLINE void store_block(T* to, int64_t left, const Wide* from) {
+  if (left >= kBlock) return narrow_block<kBlock>(to, from);
+  T pad[kBlock];
+  narrow_block<kBlock>(pad, from);
+  std::memcpy(to, pad, left * sizeof(T));
+}
+
 }  // namespace mgpu::cpu::MGPU_LEVEL

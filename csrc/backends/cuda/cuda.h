@@ -2,6 +2,10 @@
 #pragma once
 
 #include <string>
+#include <utility>
+#include <vector>
+
+#include "core/device_ops.h"
 
 namespace mgpu::cuda {
 
@@ -13,5 +17,13 @@ int device_count();
 // As CUDA writes versions: 13000 is 13.0.  0 where there is none.
 int runtime_version();
 int driver_version();
+
+// Throws BackendUnavailable where the room is not built.
+DeviceOps& device_ops();
+
+// Whether `device` may touch the memory of `peer`: itself, and those that were allowed.  Nobody is allowed before a
+// test has shown that what one writes the other reads (GPUs behind some bridges say they can, and lose data).
+bool reach(int device, int peer);
+void allow_peers(const std::vector<std::pair<int, int>>& device_and_peer);
 
 }  // namespace mgpu::cuda

@@ -1,4 +1,5 @@
 #include "backends/cuda/cuda.h"
+#include "core/error.h"
 
 namespace mgpu::cuda {
 
@@ -7,5 +8,9 @@ std::string detail() { return "this build has no CUDA: install again with MGPU_C
 int device_count() { return 0; }
 int runtime_version() { return 0; }
 int driver_version() { return 0; }
+
+DeviceOps& device_ops() { throw BackendUnavailable(detail()); }
+bool reach(int device, int peer) { return device == peer; }
+void allow_peers(const std::vector<std::pair<int, int>>&) { throw BackendUnavailable(detail()); }
 
 }  // namespace mgpu::cuda

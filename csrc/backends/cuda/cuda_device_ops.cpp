@@ -1,0 +1,189 @@
+// Door 1 on GPUs.  Each call looks at its pointers, makes the stream's device current, launches, and returns at once.
+#include "backends/cuda/cuda.h"
+#include "backends/cuda/guard.h"
+#include "backends/cuda/launch.h"
+#include "backends/cuda/memory.h"
+
+namespace mgpu::cuda {
+namespace {
+
+// Below this a batch of copies is one kernel; above it each has a copy engine of its own to gain.
+constexpr int64_t kKernelCopyNbytes = 1024 * 1024;
+// Of a longer list only so many pointers are looked at: a look costs some hundred nanoseconds, and a list comes from
+// tensors of one device.
+constexpr size_t kLooks = 64;
+
+cudaEvent_t handle_of(const Event& event) { return static_cast<cudaEvent_t>(event.get()); }
+
+bool is_dense(const CopyBlock& block) {
+  return block.rows == 1 || (block.to_pitch == block.row_nbytes && block.from_pitch == block.row_nbytes);
+}
+
+void copy_block(const CopyBlock& block, cudaStream_t stream) {
+  if (is_dense(block)) {
+    const auto nbytes = static_cast<size_t>(block.rows * block.row_nbytes);
+    return check(cudaMemcpyAsync(block.to, block.from, nbytes, cudaMemcpyDefault, stream), "cudaMemcpyAsync");
+  }
+  check(cudaMemcpy2DAsync(block.to, static_cast<size_t>(block.to_pitch), block.from,
+                          static_cast<size_t>(block.from_pitch), static_cast<size_t>(block.row_nbytes),
+                          static_cast<size_t>(block.rows), cudaMemcpyDefault, stream),
+        "cudaMemcpy2DAsync");
+}
+
+void look_at(const std::vector<Piece>& pieces, Stream on, const char* what) {
+  for (size_t i = 0; i < std::min(pieces.size(), kLooks); ++i) require_reachable(pieces[i].pointer, on, what);
+}
+
+void look_at(const FlatParameters& flat, std::initializer_list<const void*> states, Stream on, const char* what) {
+  for (const void* pointer :
+       {static_cast<const void*>(flat.parameters), flat.gradients, static_cast<const void*>(flat.segments),
+        static_cast<const void*>(flat.constants), static_cast<const void*>(flat.groups)})
+    require_reachable(pointer, on, what);
+  for (const void* pointer : states)
+    if (pointer) require_reachable(pointer, on, what);
+  for (const float* pointer : {flat.clip, flat.loss_scale, flat.found_inf})
+    if (pointer) require_reachable(pointer, on, what);
+}
+
+char* element(void* pointer, int64_t place, DType dtype) {
+  return static_cast<char*>(pointer) + place * static_cast<int64_t>(itemsize(dtype));
+}
+
+void move_pieces(const Packing& call, bool into_flat, Stream on, const char* what) {
+  if (call.pieces.empty()) return;
+  require_reachable(call.flat, on, what);
+  look_at(call.pieces, on, what);
+  const bool as_bytes = call.dtype == call.flat_dtype && call.scale == 1;
+  std::vector<Transferred> all;
+  for (const Piece& piece : call.pieces) {
+    void* place = element(call.flat, piece.begin, call.flat_dtype);
+    const int64_t count = as_bytes ? piece.count * static_cast<int64_t>(itemsize(call.dtype)) : piece.count;
+    all.push_back(into_flat ? Transferred{place, piece.pointer, count} : Transferred{piece.pointer, place, count});
+  }
+  const DeviceGuard guard(on.device);
+  if (as_bytes) return launch_copy(all, cuda::handle_of(on));
+  launch_cast(all, into_flat ? call.dtype : call.flat_dtype, into_flat ? call.flat_dtype : call.dtype, call.scale,
+              cuda::handle_of(on));
+}
+
+class CudaDeviceOps final : public DeviceOps {
+ public:
+  Event record(Stream on) override {
+    if (on.device == kHost) return nullptr;
+    const DeviceGuard guard(on.device);
+    Event event = new_event(on.device);
+    check(cudaEventRecord(handle_of(event), cuda::handle_of(on)), "cudaEventRecord");
+    return event;
+  }
+  void wait(Stream on, const Event& event) override {
+    if (!event) return;
+    if (on.device == kHost) return check(cudaEventSynchronize(handle_of(event)), "cudaEventSynchronize");
+    const DeviceGuard guard(on.device);
+    check(cudaStreamWaitEvent(cuda::handle_of(on), handle_of(event), 0), "cudaStreamWaitEvent");
+  }
+  bool reached(const Event& event) override {
+    if (!event) return true;
+    const cudaError_t code = cudaEventQuery(handle_of(event));
+    if (code == cudaErrorNotReady) {
+      cudaGetLastError();
+      return false;
+    }
+    check(code, "cudaEventQuery");
+    return true;
+  }
+  void synchronize(Stream on) override {
+    if (on.device == kHost) return;
+    const DeviceGuard guard(on.device);
+    check(cudaStreamSynchronize(cuda::handle_of(on)), "cudaStreamSynchronize");
+  }
+  int make_current(int device) override {
+    int before = 0;
+    check(cudaGetDevice(&before), "cudaGetDevice");
+    check(cudaSetDevice(device), "cudaSetDevice");
+    return before;
+  }
+
+  std::shared_ptr<void> staging(int64_t nbytes) override { return pinned(nbytes); }
+  void keep(Stream on, std::shared_ptr<void> memory) override {
+    if (on.device != kHost) keep_pinned(on, std::move(memory));
+  }
+
+  void copy(const std::vector<CopyBlock>& blocks, Stream on) override {
+    const DeviceGuard guard(on.device);
+    std::vector<Transferred> small;
+    for (const CopyBlock& block : blocks) {
+      const int64_t nbytes = block.rows * block.row_nbytes;
+      if (nbytes == 0) continue;
+      if (is_dense(block) && nbytes <= kKernelCopyNbytes)
+        small.push_back({block.to, block.from, nbytes});
+      else
+        copy_block(block, cuda::handle_of(on));
+    }
+    if (small.size() == 1)
+      check(cudaMemcpyAsync(small[0].to, small[0].from, static_cast<size_t>(small[0].count), cudaMemcpyDefault,
+                            cuda::handle_of(on)),
+            "cudaMemcpyAsync");
+    else if (!small.empty())
+      launch_copy(small, cuda::handle_of(on));
+  }
+
+  void sum_ranks(const std::vector<SumRanks>& calls, Stream on) override {
+    for (const SumRanks& call : calls) {
+      for (const void* in : call.in) require_reachable(in, on, "sum_ranks");
+      for (const void* out : call.out) require_reachable(out, on, "sum_ranks");
+    }
+    const DeviceGuard guard(on.device);
+    for (const SumRanks& call : calls)
+      if (call.count) launch_sum_ranks(call, cuda::handle_of(on));
+  }
+
+  void gather_rows(const GatherRows& call, Stream on) override {
+    if (call.index_count * call.row_count == 0) return;
+    for (const void* pointer : {static_cast<const void*>(call.rows), static_cast<const void*>(call.index),
+                                static_cast<const void*>(call.out)})
+      require_reachable(pointer, on, "gather_rows");
+    const DeviceGuard guard(on.device);
+    launch_gather_rows(call, cuda::handle_of(on));
+  }
+
+  void pack(const Packing& call, Stream on) override { move_pieces(call, true, on, "pack"); }
+  void unpack(const Packing& call, Stream on) override { move_pieces(call, false, on, "unpack"); }
+
+  void scale_cast(const ScaleCast& call, Stream on) override {
+    if (call.count == 0) return;
+    require_reachable(call.in, on, "scale_cast");
+    require_reachable(call.out, on, "scale_cast");
+    const DeviceGuard guard(on.device);
+    launch_cast({{call.out, call.in, call.count}}, call.in_dtype, call.out_dtype, call.scale, cuda::handle_of(on));
+  }
+
+  void l2_norm(const L2Norm& call, Stream on) override {
+    look_at(call.pieces, on, "l2_norm");
+    require_reachable(call.partials, on, "l2_norm");
+    require_reachable(call.out, on, "l2_norm");
+    const DeviceGuard guard(on.device);
+    launch_l2_norm(call, cuda::handle_of(on));
+  }
+
+  void sgd(const Sgd& call, Stream on) override {
+    if (call.flat.count * call.flat.segment_count == 0) return;
+    look_at(call.flat, {call.momentum}, on, "sgd");
+    const DeviceGuard guard(on.device);
+    launch_sgd(call, cuda::handle_of(on));
+  }
+  void adam(const Adam& call, Stream on) override {
+    if (call.flat.count * call.flat.segment_count == 0) return;
+    look_at(call.flat, {call.exp_avg, call.exp_avg_sq, call.max_exp_avg_sq}, on, "adam");
+    const DeviceGuard guard(on.device);
+    launch_adam(call, cuda::handle_of(on));
+  }
+};
+
+}  // namespace
+
+DeviceOps& device_ops() {
+  static auto* ops = new CudaDeviceOps;  // never destroyed: worker threads may use it until the process is gone
+  return *ops;
+}
+
+}  // namespace mgpu::cuda

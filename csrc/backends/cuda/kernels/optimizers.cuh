@@ -1,0 +1,191 @@
+// One step of an optimizer over flat buffers, in two kernels.  The first, a thread per segment, raises the steps and
+// turns each segment's hyper-parameters into the few numbers that the arithmetic needs; the second, a block per tile of
+// the buffers, reads them.  Everything comes from device memory: nothing is asked of the host.  The formulas are
+// torch.optim's, in the same order of operations; half precision is computed in float.
+#pragma once
+
+#include "backends/cuda/kernels/elements.cuh"
+#include "core/kernel_calls.h"
+
+namespace mgpu::cuda {
+
+// What a segment's arithmetic needs; the row of `constants` in this order.  Active 0: leave it alone.
+enum SgdConstant { kSgdActive, kSgdRate, kSgdKeep, kSgdFresh, kSgdDecay, kSgdFactor, kSgdNesterov, kSgdFirst };
+enum AdamConstant {
+  kAdamActive,
+  kStepSize,
+  kRoot2,
+  kFresh1,
+  kKeep2,
+  kFresh2,
+  kAdamEps,
+  kAdamDecay,
+  kAdamFactor,
+  kShrink,
+  kAdamConstants
+};
+static_assert(kAdamConstants <= kOptimizerConstants, "a row has room for them");
+
+// Raises the step of a segment that takes part, and says which number it is now; 0: it does not take part.
+__device__ __forceinline__ int64_t next_step(const FlatParameters& flat, int64_t* segment) {
+  const bool overflow = flat.found_inf != nullptr && *flat.found_inf != 0;
+  return overflow || segment[kActive] == 0 ? 0 : ++segment[kStep];
+}
+
+// What a gradient is multiplied by before anything else: clipped, unscaled, and turned round for a maximum.
+__device__ __forceinline__ double factor_of(const FlatParameters& flat, bool maximize) {
+  const double clip = flat.clip ? *flat.clip : 1.0, scale = flat.loss_scale ? *flat.loss_scale : 1.0;
+  return (maximize ? -1.0 : 1.0) * clip / scale;
+}
+
+__global__ void __launch_bounds__(kThreads) prepare_sgd_kernel(const __grid_constant__ Sgd call) {
+  const int64_t place = int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  if (place >= call.flat.segment_count) return;
+  int64_t* segment = call.flat.segments + place * kSegmentColumns;
+  double* row = call.flat.constants + place * kOptimizerConstants;
+  const int64_t step = next_step(call.flat, segment);
+  row[kSgdActive] = step != 0;
+  if (step == 0) return;
+  const double* group = call.flat.groups + segment[kGroup] * kSgdColumns;
+  row[kSgdRate] = group[kSgdLr];
+  row[kSgdKeep] = group[kMomentum];
+  row[kSgdFresh] = 1 - group[kDampening];
+  row[kSgdDecay] = group[kSgdWeightDecay];
+  row[kSgdFactor] = factor_of(call.flat, group[kSgdMaximize] != 0);
+  row[kSgdNesterov] = group[kNesterov];
+  row[kSgdFirst] = step == 1;
+}
+
+__global__ void __launch_bounds__(kThreads) prepare_adam_kernel(const __grid_constant__ Adam call) {
+  const int64_t place = int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  if (place >= call.flat.segment_count) return;
+  int64_t* segment = call.flat.segments + place * kSegmentColumns;
+  double* row = call.flat.constants + place * kOptimizerConstants;
+  const int64_t step = next_step(call.flat, segment);
+  row[kAdamActive] = step != 0;
+  if (step == 0) return;
+  const double* group = call.flat.groups + segment[kGroup] * kAdamColumns;
+  const double steps = static_cast<double>(step), decay = group[kAdamLr] * group[kAdamWeightDecay];
+  row[kStepSize] = group[kAdamLr] / (1 - pow(group[kBeta1], steps));
+  row[kRoot2] = sqrt(1 - pow(group[kBeta2], steps));
+  row[kFresh1] = 1 - group[kBeta1];
+  row[kKeep2] = group[kBeta2];
+  row[kFresh2] = 1 - group[kBeta2];
+  row[kAdamEps] = group[kEps];
+  row[kAdamDecay] = call.decoupled ? 0 : group[kAdamWeightDecay];
+  row[kAdamFactor] = factor_of(call.flat, group[kAdamMaximize] != 0);
+  row[kShrink] = call.decoupled ? 1 - decay : 1;
+}
+
+template <class T, int kWidth>
+__device__ __forceinline__ void sgd_at(const Sgd& call, const Widened<T>* constants, int64_t i) {
+  using Wide = Widened<T>;
+  T* parameters = static_cast<T*>(call.flat.parameters) + i;
+  const bool keeps = constants[kSgdKeep] != 0, first = constants[kSgdFirst] != 0,
+             nesterov = constants[kSgdNesterov] != 0;
+  T* momenta = keeps ? static_cast<T*>(call.momentum) + i : nullptr;
+  auto parameter = load<kWidth>(parameters);
+  const auto gradient = load<kWidth>(static_cast<const T*>(call.flat.gradients) + i);
+  Vector<T, kWidth> momentum = {};
+  if (keeps) momentum = load<kWidth>(momenta);
+#pragma unroll
+  for (int k = 0; k < kWidth; ++k) {
+    const Wide p = widen<Wide>(parameter.at[k]);
+    Wide g = widen<Wide>(gradient.at[k]) * constants[kSgdFactor] + constants[kSgdDecay] * p;
+    if (keeps) {
+      const Wide kept = widen<Wide>(momentum.at[k]);
+      const Wide m = first ? g : constants[kSgdKeep] * kept + constants[kSgdFresh] * g;
+      momentum.at[k] = narrow<T>(m);
+      g = nesterov ? g + constants[kSgdKeep] * m : m;
+    }
+    parameter.at[k] = narrow<T>(p - constants[kSgdRate] * g);
+  }
+  if (keeps) store<kWidth>(momenta, momentum);
+  store<kWidth>(parameters, parameter);
+}
+
+template <class T, int kWidth>
+__device__ __forceinline__ void adam_at(const Adam& call, const Widened<T>* constants, int64_t i) {
+  using Wide = Widened<T>;
+  T *parameters = static_cast<T*>(call.flat.parameters) + i, *averages = static_cast<T*>(call.exp_avg) + i;
+  T* squares = static_cast<T*>(call.exp_avg_sq) + i;
+  T* largest = call.max_exp_avg_sq ? static_cast<T*>(call.max_exp_avg_sq) + i : nullptr;
+  auto parameter = load<kWidth>(parameters), average = load<kWidth>(averages), square = load<kWidth>(squares);
+  const auto gradient = load<kWidth>(static_cast<const T*>(call.flat.gradients) + i);
+  Vector<T, kWidth> most = {};
+  if (largest) most = load<kWidth>(largest);
+#pragma unroll
+  for (int k = 0; k < kWidth; ++k) {
+    const Wide p = widen<Wide>(parameter.at[k]) * constants[kShrink];
+    const Wide g = widen<Wide>(gradient.at[k]) * constants[kAdamFactor] + constants[kAdamDecay] * p;
+    const Wide before = widen<Wide>(average.at[k]);
+    const Wide m = before + constants[kFresh1] * (g - before);
+    Wide v = widen<Wide>(square.at[k]) * constants[kKeep2] + constants[kFresh2] * g * g;
+    average.at[k] = narrow<T>(m);
+    square.at[k] = narrow<T>(v);
+    if (largest) {
+      const Wide so_far = widen<Wide>(most.at[k]);
+      v = so_far > v ? so_far : v;
+      most.at[k] = narrow<T>(v);
+    }
+    parameter.at[k] = narrow<T>(p - constants[kStepSize] * (m / (sqrt(v) / constants[kRoot2] + constants[kAdamEps])));
+  }
+  store<kWidth>(averages, average);
+  store<kWidth>(squares, square);
+  if (largest) store<kWidth>(largest, most);
+  store<kWidth>(parameters, parameter);
+}
+
+// Runs `vector` and `single` over the elements of the block's tile, segment by segment; `base` is the address of
+// element 0 of every buffer, modulo 16 bytes (-1: they differ, so there are no vectors).
+template <class T, class OnVector, class OnSingle>
+__device__ __forceinline__ void for_segments(const FlatParameters& flat, int base, OnVector&& vector,
+                                             OnSingle&& single) {
+  using Wide = Widened<T>;
+  constexpr int kWidth = vector_width(sizeof(T), sizeof(T));
+  __shared__ Wide constants[kOptimizerConstants];
+  const int64_t tile_begin = int64_t{blockIdx.x} * kFlatTile;
+  const int64_t tile_end = tile_begin + kFlatTile < flat.count ? tile_begin + kFlatTile : flat.count;
+  for (int64_t place = segment_at(flat.segments, flat.segment_count, kSegmentColumns, tile_begin);
+       place < flat.segment_count; ++place) {
+    const int64_t* segment = flat.segments + place * kSegmentColumns;
+    if (segment[kBegin] >= tile_end) return;
+    __syncthreads();  // the constants of the segment before are no longer read
+    if (threadIdx.x < kOptimizerConstants)
+      constants[threadIdx.x] = static_cast<Wide>(flat.constants[place * kOptimizerConstants + threadIdx.x]);
+    __syncthreads();
+    if (constants[0] == 0) continue;
+    const int64_t segment_end = segment[kBegin] + segment[kCount];
+    const int64_t begin = segment[kBegin] > tile_begin ? segment[kBegin] : tile_begin;
+    const int64_t end = segment_end < tile_end ? segment_end : tile_end;
+    const uint64_t address = base + begin * static_cast<int64_t>(sizeof(T));
+    const int head = base < 0 ? -1 : common_head(address, sizeof(T), address, sizeof(T));
+    const Extent extent = extent_of(end - begin, head, kWidth);
+    if (extent.width == 1) {
+      for (int64_t i = begin + threadIdx.x; i < end; i += kThreads) single(constants, i);
+      continue;
+    }
+    for (int64_t v = threadIdx.x; v < extent.vectors; v += kThreads)
+      vector(constants, begin + extent.head + v * kWidth);
+    if (threadIdx.x < extent.head) single(constants, begin + threadIdx.x);
+    if (threadIdx.x < extent.tail) single(constants, end - extent.tail + threadIdx.x);
+  }
+}
+
+template <class T>
+__global__ void __launch_bounds__(kThreads) sgd_kernel(const __grid_constant__ Sgd call, int base) {
+  constexpr int kWidth = vector_width(sizeof(T), sizeof(T));
+  for_segments<T>(
+      call.flat, base, [&](const auto* constants, int64_t i) { sgd_at<T, kWidth>(call, constants, i); },
+      [&](const auto* constants, int64_t i) { sgd_at<T, 1>(call, constants, i); });
+}
+
+template <class T>
+__global__ void __launch_bounds__(kThreads) adam_kernel(const __grid_constant__ Adam call, int base) {
+  constexpr int kWidth = vector_width(sizeof(T), sizeof(T));
+  for_segments<T>(
+      call.flat, base, [&](const auto* constants, int64_t i) { adam_at<T, kWidth>(call, constants, i); },
+      [&](const auto* constants, int64_t i) { adam_at<T, 1>(call, constants, i); });
+}
+
+}  // namespace mgpu::cuda

@@ -1,0 +1,45 @@
+// Fills the tables that travel in a launch's arguments: 4 KiB of them everywhere, 32 KiB from CUDA 12.1 on.
+#pragma once
+
+#include <algorithm>
+
+#include "backends/cuda/kernels/move.cuh"
+#include "backends/cuda/kernels/start.cuh"
+#include "backends/cuda/launch.h"
+
+namespace mgpu::cuda {
+
+constexpr int kFewMoves = 128;
+#if CUDART_VERSION >= 12010
+constexpr int kManyMoves = 1024;
+#else
+constexpr int kManyMoves = kFewMoves;
+#endif
+constexpr int64_t kMostTiles = 2147483647;  // blocks of a grid
+
+template <int kMoves>
+MoveTable<kMoves> table_of(const std::vector<Transferred>& all, const std::vector<int64_t>& tiles, const Batch& batch) {
+  MoveTable<kMoves> table;
+  table.count = static_cast<int>(batch.count);
+  uint32_t first = 0;
+  for (int i = 0; i < table.count; ++i) {
+    const Transferred& each = all[batch.begin + i];
+    table.moves[i] = {each.to, each.from, each.count};
+    table.first_tile[i] = first;
+    first += static_cast<uint32_t>(tiles[batch.begin + i]);
+  }
+  return table;
+}
+
+// Calls few(table, batch) or many(table, batch) for every launch that is needed: a large table costs time to hand over.
+template <class Few, class Many>
+void for_tables(const std::vector<Transferred>& all, const std::vector<int64_t>& tiles, Few&& few, Many&& many) {
+  for (const Batch& batch : batches_of(tiles, kManyMoves, kMostTiles)) {
+    if (batch.count <= kFewMoves)
+      few(table_of<kFewMoves>(all, tiles, batch), batch);
+    else
+      many(table_of<kManyMoves>(all, tiles, batch), batch);
+  }
+}
+
+}  // namespace mgpu::cuda

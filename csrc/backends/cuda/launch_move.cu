@@ -1,0 +1,65 @@
+#include "backends/cuda/kernels/tables.cuh"
+
+namespace mgpu::cuda {
+namespace {
+
+uint64_t address_of(const void* pointer) { return reinterpret_cast<uint64_t>(pointer); }
+
+template <class In, class Out>
+void cast(const std::vector<Transferred>& all, double scale, cudaStream_t stream) {
+  constexpr int kWidth = vector_width(sizeof(In), sizeof(Out));
+  std::vector<int64_t> tiles;
+  for (const Transferred& each : all) {
+    const int head = common_head(address_of(each.to), sizeof(Out), address_of(each.from), sizeof(In));
+    tiles.push_back(tiles_of(extent_of(each.count, head, kWidth)));
+  }
+  const auto start = [&](const auto& table, const Batch& batch) {
+    constexpr int kMoves = sizeof(table.first_tile) / sizeof(uint32_t);
+    start_kernel("move_kernel", move_kernel<In, Out, kMoves>, batch.tiles, stream, table, scale);
+  };
+  for_tables(all, tiles, start, start);
+}
+
+template <class In>
+void cast_from(const std::vector<Transferred>& all, DType to, double scale, cudaStream_t stream) {
+  switch (to) {
+    case DType::f16:
+      return cast<In, __half>(all, scale, stream);
+    case DType::bf16:
+      return cast<In, __nv_bfloat16>(all, scale, stream);
+    case DType::f64:
+      return cast<In, double>(all, scale, stream);
+    default:
+      return cast<In, float>(all, scale, stream);
+  }
+}
+
+}  // namespace
+
+void launch_cast(const std::vector<Transferred>& all, DType from, DType to, double scale, cudaStream_t stream) {
+  switch (from) {
+    case DType::f16:
+      return cast_from<__half>(all, to, scale, stream);
+    case DType::bf16:
+      return cast_from<__nv_bfloat16>(all, to, scale, stream);
+    case DType::f64:
+      return cast_from<double>(all, to, scale, stream);
+    default:
+      return cast_from<float>(all, to, scale, stream);
+  }
+}
+
+void launch_copy(const std::vector<Transferred>& all, cudaStream_t stream) {
+  std::vector<int64_t> tiles;
+  for (const Transferred& each : all) {
+    const CopyShape shape = copy_shape(address_of(each.to), address_of(each.from));
+    tiles.push_back(tiles_of(extent_of(each.count, shape.head, shape.width)));
+  }
+  const auto start = [&](const auto& table, const Batch& batch) {
+    constexpr int kMoves = sizeof(table.first_tile) / sizeof(uint32_t);
+    start_kernel("copy_kernel", copy_kernel<kMoves>, batch.tiles, stream, table);
+  };
+  for_tables(all, tiles, start, start);
+}
+
+}  // namespace mgpu::cuda

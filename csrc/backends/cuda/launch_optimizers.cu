@@ -1,0 +1,58 @@
+#include "backends/cuda/kernels/optimizers.cuh"
+#include "backends/cuda/kernels/start.cuh"
+#include "backends/cuda/launch.h"
+
+namespace mgpu::cuda {
+namespace {
+
+// The address of element 0, modulo 16 bytes, where all buffers agree on it and stand on a multiple of an element; -1
+// where they do not, and then there are no vectors.
+int common_base(const FlatParameters& flat, const std::vector<const void*>& states) {
+  const auto phase = [](const void* pointer) {
+    return static_cast<int>(reinterpret_cast<uint64_t>(pointer) % kAlignment);
+  };
+  const int base = phase(flat.parameters);
+  if (phase(flat.gradients) != base) return -1;
+  for (const void* state : states)
+    if (state && phase(state) != base) return -1;
+  return base;
+}
+
+int64_t blocks_of(int64_t count, int64_t per_block) { return (count + per_block - 1) / per_block; }
+
+template <class T>
+void update(const Sgd& call, int base, cudaStream_t stream) {
+  start_kernel("sgd_kernel", sgd_kernel<T>, blocks_of(call.flat.count, kFlatTile), stream, call, base);
+}
+template <class T>
+void update(const Adam& call, int base, cudaStream_t stream) {
+  start_kernel("adam_kernel", adam_kernel<T>, blocks_of(call.flat.count, kFlatTile), stream, call, base);
+}
+
+template <class Call>
+void update_all(const Call& call, int base, cudaStream_t stream) {
+  switch (call.flat.dtype) {
+    case DType::f16:
+      return update<__half>(call, base, stream);
+    case DType::bf16:
+      return update<__nv_bfloat16>(call, base, stream);
+    case DType::f64:
+      return update<double>(call, base, stream);
+    default:
+      return update<float>(call, base, stream);
+  }
+}
+
+}  // namespace
+
+void launch_sgd(const Sgd& call, cudaStream_t stream) {
+  start_kernel("prepare_sgd_kernel", prepare_sgd_kernel, blocks_of(call.flat.segment_count, kThreads), stream, call);
+  update_all(call, common_base(call.flat, {call.momentum}), stream);
+}
+
+void launch_adam(const Adam& call, cudaStream_t stream) {
+  start_kernel("prepare_adam_kernel", prepare_adam_kernel, blocks_of(call.flat.segment_count, kThreads), stream, call);
+  update_all(call, common_base(call.flat, {call.exp_avg, call.exp_avg_sq, call.max_exp_avg_sq}), stream);
+}
+
+}  // namespace mgpu::cuda

@@ -1,0 +1,117 @@
+// Launch arithmetic: where the aligned part of an array begins, how work is cut into tiles, which tile belongs to whom.
+// Integers in, integers out, and no CUDA: the host plans with these functions, the kernels repeat them, and tests on a
+// machine without a GPU try them all.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#ifdef __CUDACC__
+#define MGPU_HOST_DEVICE __host__ __device__
+#else
+#define MGPU_HOST_DEVICE
+#endif
+
+namespace mgpu::cuda {
+
+constexpr int kThreads = 256;         // of a block
+constexpr int kVectorsPerThread = 4;  // of a whole tile: so many loads are on their way before the first store
+constexpr int kTileVectors = kThreads * kVectorsPerThread;
+constexpr int kAlignment = 16;  // bytes of the widest access
+
+// Elements that one access of 16 bytes moves of the narrower of two dtypes; of the wider one it takes several.
+MGPU_HOST_DEVICE constexpr int vector_width(int one_size, int other_size) {
+  return kAlignment / (one_size < other_size ? one_size : other_size);
+}
+
+// How many elements stand before the first place where both arrays are on a multiple of 16 bytes; -1 if they never are
+// together, and then elements are moved one by one.
+MGPU_HOST_DEVICE constexpr int common_head(uint64_t one, int one_size, uint64_t other, int other_size) {
+  const int width = vector_width(one_size, other_size);
+  for (int head = 0; head < width; ++head)
+    if ((one + head * one_size) % kAlignment == 0 && (other + head * other_size) % kAlignment == 0) return head;
+  return -1;
+}
+
+// `count` elements as a head, whole vectors of `width`, and a tail.  Without alignment the width is 1.
+struct Extent {
+  int width;
+  int64_t head;
+  int64_t vectors;
+  int64_t tail;
+};
+MGPU_HOST_DEVICE constexpr Extent extent_of(int64_t count, int head, int width) {
+  if (head < 0) return {1, 0, count, 0};
+  const int64_t before = head < count ? head : count;
+  const int64_t vectors = (count - before) / width;
+  return {width, before, vectors, count - before - vectors * width};
+}
+
+// How bytes are copied between two places: in pieces as wide as their distance allows, behind the bytes that stand
+// before the first place where both are aligned to that.
+struct CopyShape {
+  int width;  // 16, 8, 4, 2 or 1 bytes
+  int head;
+};
+MGPU_HOST_DEVICE constexpr CopyShape copy_shape(uint64_t to, uint64_t from) {
+  int width = kAlignment;
+  while ((to - from) % width != 0) width /= 2;
+  return {width, static_cast<int>((width - to % width) % width)};
+}
+
+// Blocks for one extent: at least one, which also does the head and the tail.
+MGPU_HOST_DEVICE constexpr int64_t tiles_of(const Extent& extent) {
+  const int64_t tiles = (extent.vectors + kTileVectors - 1) / kTileVectors;
+  return tiles > 1 ? tiles : 1;
+}
+
+// The last place whose first tile is not behind `tile`: whose tile it is.  `first` rises and first[0] is 0.
+template <class Index>
+MGPU_HOST_DEVICE constexpr int owner_of(const Index* first, int count, Index tile) {
+  int low = 0, high = count - 1;
+  while (low < high) {
+    const int middle = (low + high + 1) / 2;
+    if (first[middle] <= tile)
+      low = middle;
+    else
+      high = middle - 1;
+  }
+  return low;
+}
+
+// The segment in which `element` lies, or the next one behind it; `rows` is the count of segments where none is left.
+// `segments`: rows of `columns` numbers, of which the first two are begin and count.
+MGPU_HOST_DEVICE constexpr int64_t segment_at(const int64_t* segments, int64_t rows, int columns, int64_t element) {
+  int64_t low = 0, high = rows;
+  while (low < high) {
+    const int64_t middle = (low + high) / 2;
+    if (segments[middle * columns] + segments[middle * columns + 1] <= element)
+      low = middle + 1;
+    else
+      high = middle;
+  }
+  return low;
+}
+
+// Elements of flat buffers that one block of an optimizer updates.
+constexpr int64_t kFlatTile = 4096;
+
+// A launch has room for so many entries of a table in its arguments (4 KiB; 32 KiB from CUDA 12.1 on).
+struct Batch {
+  int64_t begin;
+  int64_t count;
+  int64_t tiles;
+};
+// Cuts a table into launches: up to `limit` entries each, and no more than `most_tiles` blocks.
+inline std::vector<Batch> batches_of(const std::vector<int64_t>& tiles, int64_t limit, int64_t most_tiles) {
+  std::vector<Batch> batches;
+  for (int64_t i = 0; i < static_cast<int64_t>(tiles.size()); ++i) {
+    if (batches.empty() || batches.back().count == limit || batches.back().tiles + tiles[i] > most_tiles)
+      batches.push_back({i, 0, 0});
+    ++batches.back().count;
+    batches.back().tiles += tiles[i];
+  }
+  return batches;
+}
+
+}  // namespace mgpu::cuda

@@ -1,0 +1,158 @@
+// The kernels, over pointers.  Checks of shapes and devices are Python's; here stand those of dtypes and tables.
+#include "bindings/bindings.h"
+#include "core/error.h"
+#include "rooms.h"
+
+namespace mgpu::bindings {
+namespace {
+
+using PieceTuples = std::vector<std::tuple<Pointer, int64_t, int64_t>>;  // pointer, begin, count
+// parameters, gradients, count, dtype, segments, how many, constants, groups, clip, loss_scale, found_inf
+using FlatTuple =
+    std::tuple<Pointer, Pointer, int64_t, std::string, Pointer, int64_t, Pointer, Pointer, Pointer, Pointer, Pointer>;
+
+void* pointer_of(Pointer pointer) { return reinterpret_cast<void*>(pointer); }
+
+DType floating(const std::string& name, const char* kernel) {
+  const DType dtype = dtype_from(name);
+  require(dtype == DType::f16 || dtype == DType::bf16 || dtype == DType::f32 || dtype == DType::f64,
+          std::string(kernel) + " works on floating dtypes, not on " + name);
+  return dtype;
+}
+
+std::vector<Piece> pieces_of(const PieceTuples& tuples) {
+  std::vector<Piece> pieces;
+  for (const auto& [pointer, begin, count] : tuples)
+    if (count) pieces.push_back({pointer_of(pointer), begin, count});
+  return pieces;
+}
+
+void bind_gather_rows(const std::tuple<Pointer, int64_t, int64_t>& rows, const std::pair<Pointer, int64_t>& index,
+                      float scale, float shift, Pointer out, const std::string& out_dtype, const StreamTuple& stream) {
+  const DType dtype = floating(out_dtype, "gather_rows");
+  require(dtype != DType::f64, "gather_rows writes float32, float16 or bfloat16, not float64");
+  const auto& [rows_pointer, rows_count, row_count] = rows;
+  const GatherRows call{static_cast<const uint8_t*>(pointer_of(rows_pointer)),
+                        rows_count,
+                        row_count,
+                        static_cast<const int64_t*>(pointer_of(index.first)),
+                        index.second,
+                        scale,
+                        shift,
+                        pointer_of(out),
+                        dtype};
+  const Stream on = stream_of(stream);
+  without_gil([&] { device_ops_of(on).gather_rows(call, on); });
+}
+
+Packing packing_of(const PieceTuples& pieces, const std::string& dtype, Pointer flat, const std::string& flat_dtype,
+                   double scale) {
+  const Packing call{pieces_of(pieces), dtype_from(dtype), pointer_of(flat), dtype_from(flat_dtype), scale};
+  if (call.dtype != call.flat_dtype || scale != 1) {
+    floating(dtype, "a cast or a scale");
+    floating(flat_dtype, "a cast or a scale");
+  }
+  return call;
+}
+
+void bind_pack(const PieceTuples& pieces, const std::string& dtype, Pointer flat, const std::string& flat_dtype,
+               double scale, const StreamTuple& stream) {
+  const Packing call = packing_of(pieces, dtype, flat, flat_dtype, scale);
+  const Stream on = stream_of(stream);
+  without_gil([&] { device_ops_of(on).pack(call, on); });
+}
+
+void bind_unpack(const PieceTuples& pieces, const std::string& dtype, Pointer flat, const std::string& flat_dtype,
+                 double scale, const StreamTuple& stream) {
+  const Packing call = packing_of(pieces, dtype, flat, flat_dtype, scale);
+  const Stream on = stream_of(stream);
+  without_gil([&] { device_ops_of(on).unpack(call, on); });
+}
+
+void bind_sum_ranks(const Pointers& in, const Pointers& out, int64_t count, const std::string& dtype,
+                    const std::string& op, const StreamTuple& stream) {
+  require(!in.empty() && !out.empty(), "sum_ranks needs at least one input and one output");
+  const ReduceOp kind = reduce_op_from(op);
+  SumRanks call{{}, {}, count, dtype_from(dtype), kind, kind == ReduceOp::avg ? static_cast<int>(in.size()) : 1};
+  for (Pointer pointer : in) call.in.push_back(pointer_of(pointer));
+  for (Pointer pointer : out) call.out.push_back(pointer_of(pointer));
+  const Stream on = stream_of(stream);
+  without_gil([&] { device_ops_of(on).sum_ranks({call}, on); });
+}
+
+void bind_scale_cast(Pointer in, const std::string& in_dtype, Pointer out, const std::string& out_dtype, int64_t count,
+                     double scale, const StreamTuple& stream) {
+  const ScaleCast call{pointer_of(in),  floating(in_dtype, "scale_cast"),
+                       pointer_of(out), floating(out_dtype, "scale_cast"),
+                       count,           scale};
+  const Stream on = stream_of(stream);
+  without_gil([&] { device_ops_of(on).scale_cast(call, on); });
+}
+
+void bind_l2_norm(const PieceTuples& pieces, const std::string& dtype, Pointer partials, Pointer out,
+                  const std::string& out_dtype, const StreamTuple& stream) {
+  const L2Norm call{pieces_of(pieces), floating(dtype, "l2_norm"), static_cast<double*>(pointer_of(partials)),
+                    pointer_of(out), floating(out_dtype, "l2_norm")};
+  const Stream on = stream_of(stream);
+  without_gil([&] { device_ops_of(on).l2_norm(call, on); });
+}
+
+FlatParameters flat_of(const FlatTuple& tuple) {
+  const auto& [parameters, gradients, count, dtype, segments, segment_count, constants, groups, clip, loss_scale,
+               found_inf] = tuple;
+  return {pointer_of(parameters),
+          pointer_of(gradients),
+          count,
+          floating(dtype, "an optimizer"),
+          static_cast<int64_t*>(pointer_of(segments)),
+          segment_count,
+          static_cast<double*>(pointer_of(constants)),
+          static_cast<const double*>(pointer_of(groups)),
+          static_cast<const float*>(pointer_of(clip)),
+          static_cast<const float*>(pointer_of(loss_scale)),
+          static_cast<const float*>(pointer_of(found_inf))};
+}
+
+void bind_sgd(const FlatTuple& flat, Pointer momentum, const StreamTuple& stream) {
+  const Sgd call{flat_of(flat), pointer_of(momentum)};
+  const Stream on = stream_of(stream);
+  without_gil([&] { device_ops_of(on).sgd(call, on); });
+}
+
+void bind_adam(const FlatTuple& flat, Pointer exp_avg, Pointer exp_avg_sq, Pointer max_exp_avg_sq, bool decoupled,
+               const StreamTuple& stream) {
+  const Adam call{flat_of(flat), pointer_of(exp_avg), pointer_of(exp_avg_sq), pointer_of(max_exp_avg_sq), decoupled};
+  const Stream on = stream_of(stream);
+  without_gil([&] { device_ops_of(on).adam(call, on); });
+}
+
+}  // namespace
+
+void bind_kernels(py::module_& m) {
+  m.def("gather_rows", &bind_gather_rows, py::arg("rows"), py::arg("index"), py::arg("scale"), py::arg("shift"),
+        py::arg("out"), py::arg("out_dtype"), py::arg("stream"),
+        "out[i] = rows[index[i]] * scale + shift; rows: (pointer, how many, elements of one), uint8; index: (pointer, "
+        "count), int64.");
+  m.def("pack", &bind_pack, py::arg("pieces"), py::arg("dtype"), py::arg("flat"), py::arg("flat_dtype"),
+        py::arg("scale"), py::arg("stream"), "flat[begin + i] = piece[i] * scale; pieces: (pointer, begin, count).");
+  m.def("unpack", &bind_unpack, py::arg("pieces"), py::arg("dtype"), py::arg("flat"), py::arg("flat_dtype"),
+        py::arg("scale"), py::arg("stream"), "The way back: piece[i] = flat[begin + i] * scale.");
+  m.def("sum_ranks", &bind_sum_ranks, py::arg("in_"), py::arg("out"), py::arg("count"), py::arg("dtype"), py::arg("op"),
+        py::arg("stream"), "All outputs get in_[0] op in_[1] op ...");
+  m.def("scale_cast", &bind_scale_cast, py::arg("in_"), py::arg("in_dtype"), py::arg("out"), py::arg("out_dtype"),
+        py::arg("count"), py::arg("scale"), py::arg("stream"), "out[i] = in_[i] * scale.");
+  m.def(
+      "norm_tiles", [](const PieceTuples& pieces) { return norm_tiles(pieces_of(pieces)); }, py::arg("pieces"),
+      "How many partial sums, float64, l2_norm needs room for.");
+  m.def("l2_norm", &bind_l2_norm, py::arg("pieces"), py::arg("dtype"), py::arg("partials"), py::arg("out"),
+        py::arg("out_dtype"), py::arg("stream"), "The root of the sum of all squares.");
+  m.def(
+      "optimizer_constants", [] { return kOptimizerConstants; },
+      "Numbers, float64, that a device keeps per segment during a step.");
+  m.def("sgd", &bind_sgd, py::arg("flat"), py::arg("momentum"), py::arg("stream"),
+        "One step; see csrc/core/kernel_calls.h for the tables.  A pointer of 0: not there.");
+  m.def("adam", &bind_adam, py::arg("flat"), py::arg("exp_avg"), py::arg("exp_avg_sq"), py::arg("max_exp_avg_sq"),
+        py::arg("decoupled"), py::arg("stream"), "One step of Adam, or of AdamW where the decay is decoupled.");
+}
+
+}  // namespace mgpu::bindings

@@ -1,0 +1,122 @@
+// What each kernel is asked to do.  Pointers are of the memory of the stream's device; counts are elements.  "Computed
+// in": float64 where a float64 takes part, else float32; half precision is widened on load and rounded once on store.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "core/types.h"
+
+namespace mgpu {
+
+// A rectangle of bytes: `rows` runs of `row_nbytes`, the starts `to_pitch` and `from_pitch` bytes apart.
+// A plain copy has one row.
+struct CopyBlock {
+  void* to;
+  const void* from;
+  int64_t rows;
+  int64_t row_nbytes;
+  int64_t to_pitch;
+  int64_t from_pitch;
+};
+
+// out[i] = rows[index[i]] * scale + shift, one row of `row_count` uint8 each.
+struct GatherRows {
+  const uint8_t* rows;
+  int64_t rows_count;  // rows that there are
+  int64_t row_count;   // elements of a row
+  const int64_t* index;
+  int64_t index_count;
+  float scale;
+  float shift;
+  void* out;
+  DType out_dtype;  // f16, bf16 or f32
+};
+
+// out[k][i] = in[0][i] op in[1][i] op ... for every k: each input is read once and each output written once.
+struct SumRanks {
+  std::vector<const void*> in;  // combined in this order
+  std::vector<void*> out;       // one may be one of the inputs, exactly
+  int64_t count;
+  DType dtype;
+  ReduceOp op;
+  int divisor;  // avg divides by it after the sum; 1 leaves the sum (a partial one)
+};
+
+// One tensor among many: elements [begin, begin + count) of the flat buffer.
+struct Piece {
+  void* pointer;
+  int64_t begin;
+  int64_t count;
+};
+// flat[begin + i] = tensor[i] * scale (pack) or tensor[i] = flat[begin + i] * scale (unpack), for every piece.
+// Of one dtype and scale 1 the bytes are moved as they are; else both dtypes are floating.
+struct Packing {
+  std::vector<Piece> pieces;
+  DType dtype;  // of the tensors
+  void* flat;
+  DType flat_dtype;
+  double scale;
+};
+
+// out[i] = in[i] * scale; floating dtypes.  `out` may be `in` where the dtypes are the same.
+struct ScaleCast {
+  const void* in;
+  DType in_dtype;
+  void* out;
+  DType out_dtype;
+  int64_t count;
+  double scale;
+};
+
+// out = sqrt(sum of the squares of all elements), added up in float64: tile by tile into `partials`, then these in
+// their order, so the bits depend on the counts alone.
+struct L2Norm {
+  std::vector<Piece> pieces;  // `begin` is not used
+  DType dtype;                // floating
+  double* partials;           // norm_tiles(pieces) of them
+  void* out;
+  DType out_dtype;  // f32 or f64
+};
+constexpr int64_t kNormTile = 32 * 1024;
+int64_t norm_tiles(const std::vector<Piece>& pieces);
+
+// The parameters of many tensors, their gradients and the optimizer's state, each in one flat buffer of one dtype.
+// What a step needs to know lies in the same memory, so that a step can be captured in a graph and its numbers changed
+// between replays.
+struct FlatParameters {
+  void* parameters;
+  const void* gradients;
+  int64_t count;      // of each flat buffer
+  DType dtype;        // floating
+  int64_t* segments;  // (segment_count, 5): begin, count, group, step, active; in the order of begin, not overlapping
+  int64_t segment_count;
+  double* constants;        // (segment_count, kOptimizerConstants): room for a device to work in; the host needs none
+  const double* groups;     // (group_count, 6): what the columns are, says each optimizer
+  const float* clip;        // gradients are multiplied by it; null: 1
+  const float* loss_scale;  // gradients are divided by it; null: 1
+  const float* found_inf;   // not 0: nothing is changed, not even the steps; null: 0
+};
+constexpr int kOptimizerConstants = 10;
+// The columns of `segments`.  `step` counts the updates of the segment and is raised by the kernel; a segment that is
+// not active (a parameter without gradient) is left alone whole.
+enum SegmentColumn { kBegin, kCount, kGroup, kStep, kActive, kSegmentColumns };
+
+// torch.optim.SGD.  Groups: lr, momentum, dampening, weight_decay, nesterov, maximize.
+struct Sgd {
+  FlatParameters flat;
+  void* momentum;  // the buffers; null: no group has momentum
+};
+enum SgdColumn { kSgdLr, kMomentum, kDampening, kSgdWeightDecay, kNesterov, kSgdMaximize, kSgdColumns };
+
+// torch.optim.Adam, and AdamW where `decoupled`.  Groups: lr, beta1, beta2, eps, weight_decay, maximize.
+struct Adam {
+  FlatParameters flat;
+  void* exp_avg;
+  void* exp_avg_sq;
+  void* max_exp_avg_sq;  // null: not amsgrad
+  bool decoupled;        // weight decay shrinks the parameters instead of joining the gradient
+};
+enum AdamColumn { kAdamLr, kBeta1, kBeta2, kEps, kAdamWeightDecay, kAdamMaximize, kAdamColumns };
+
+}  // namespace mgpu

@@ -1,0 +1,290 @@
+#include "core/peer_collectives.h"
+
+#include <algorithm>
+
+#include "core/buffers.h"
+#include "core/error.h"
+#include "core/merged.h"
+#include "core/mirrors.h"
+
+namespace mgpu {
+namespace {
+
+// Of each rank, where ranks meet in host memory: more would pin much of it, less would leave the bus idle.
+constexpr int64_t kMirrorNbytes = 32 * 1024 * 1024;
+
+// What becomes of the sums: avg divides by the ranks where a sum is complete.
+struct Summing {
+  ReduceOp op;
+  int divisor;
+};
+Summing summing_of(ReduceOp op, size_t ranks) { return {op, op == ReduceOp::avg ? static_cast<int>(ranks) : 1}; }
+
+using Copies = PerStream<CopyBlock>;
+
+void add_copy(Copies& copies, Stream on, const Buffer& to, const Buffer& from) {
+  if (to.pointer != from.pointer && from.count) copies.add(on, plain_copy(to.pointer, from.pointer, nbytes_of(from)));
+}
+
+void run(DeviceOps& ops, const Copies& copies) {
+  for (const auto& [stream, blocks] : copies.all()) ops.copy(blocks, stream);
+}
+
+void all_before(DeviceOps& ops, const Streams& first, Stream later) {
+  for (const Stream& stream : distinct(first)) order(ops, stream, later);
+}
+void before_all(DeviceOps& ops, Stream first, const Streams& later) {
+  for (const Stream& stream : distinct(later)) order(ops, first, stream);
+}
+
+Streams with(Streams streams, Stream other) {
+  streams.push_back(other);
+  return streams;
+}
+
+// What one writes first: all into rank 0, then rank 0 to all.
+void naive(DeviceOps& ops, const Buffers& in, const Buffers& out, Summing summing, const Streams& streams) {
+  all_before(ops, streams, streams[0]);
+  ops.sum_ranks({sum_of(in, {out[0]}, summing.op, summing.divisor)}, streams[0]);
+  before_all(ops, streams[0], streams);
+  Copies copies;
+  for (size_t rank = 1; rank < out.size(); ++rank) add_copy(copies, streams[rank], out[rank], out[0]);
+  run(ops, copies);
+  all_before(ops, streams, streams[0]);  // rank 0's result is read until then
+}
+
+// Each stream adds up one slice of all ranks and writes it to all: every element is read once and written once a rank.
+void direct(DeviceOps& ops, const Buffers& in, const Buffers& out, Summing summing, const Streams& streams) {
+  const Streams working = distinct(streams);
+  barrier(ops, working);  // the inputs are there, and nobody reads the outputs any more
+  const auto chunks = chunk_plan(in[0].count, static_cast<int>(working.size()));
+  for (size_t i = 0; i < working.size(); ++i)
+    if (chunks[i].count)
+      ops.sum_ranks({sum_of(slices(in, chunks[i]), slices(out, chunks[i]), summing.op, summing.divisor)}, working[i]);
+  barrier(ops, working);  // the others' slices are there, and nobody reads the inputs any more
+}
+
+// One round: each receiver waits for what its sender did in the rounds before, and takes what it has.  A hop never
+// overwrites what another hop of the round, or of a later one, still reads: whoever gets a finished chunk has handed
+// its own part of it on before, along the same path.
+void run_round(DeviceOps& ops, const std::vector<Hop>& hops, const std::vector<Chunk>& chunks, const Buffers& work,
+               Summing summing, const Streams& streams) {
+  std::vector<Event> sent;
+  for (const Hop& hop : hops) sent.push_back(ops.record(streams[hop.from]));
+  PerStream<SumRanks> sums;
+  Copies copies;
+  for (size_t i = 0; i < hops.size(); ++i) {
+    const Hop& hop = hops[i];
+    const Stream on = streams[hop.to];
+    const Buffer to = slice(work[hop.to], chunks[hop.chunk]), from = slice(work[hop.from], chunks[hop.chunk]);
+    if (streams[hop.from] != on) ops.wait(on, sent[i]);
+    if (hop.reduce && to.count)
+      sums.add(on, sum_of({to, from}, {to}, summing.op, summing.divisor));
+    else
+      add_copy(copies, on, to, from);
+  }
+  for (const auto& [stream, calls] : sums.all()) ops.sum_ranks(calls, stream);
+  run(ops, copies);
+}
+
+// Runs the schedule in place on `work`.  An average divides in the last round that adds, where each chunk is complete.
+void run_schedule(DeviceOps& ops, const Schedule& schedule, const std::vector<Chunk>& chunks, const Buffers& work,
+                  Summing summing, const Streams& streams) {
+  for (size_t round = 0; round < schedule.size(); ++round) {
+    const bool last_sum = round + 1 == schedule.size() || !schedule[round + 1][0].reduce;
+    run_round(ops, schedule[round], chunks, work, {summing.op, last_sum ? summing.divisor : 1}, streams);
+  }
+  barrier(ops, distinct(streams));  // a neighbour may still read what its owner will overwrite
+}
+
+// An all-reduce in place, by a schedule.  Alone there is no hop, but there may be an average to take.
+void run_in_place(DeviceOps& ops, Algorithm algorithm, const Buffers& work, Summing summing, const Streams& streams) {
+  const int ranks = static_cast<int>(work.size());
+  const int64_t count = work[0].count;
+  if (ranks == 1 && summing.divisor > 1)
+    return ops.sum_ranks({sum_of(work, work, summing.op, summing.divisor)}, streams[0]);
+  if (algorithm == Algorithm::ring)
+    return run_schedule(ops, ring_schedule(ranks), chunk_plan(count, ranks), work, summing, streams);
+  run_schedule(ops, tree_schedule(ranks), {{0, count}}, work, summing, streams);
+}
+
+void copy_each(DeviceOps& ops, const Buffers& in, const Buffers& out, const Streams& streams) {
+  Copies copies;
+  for (size_t rank = 0; rank < in.size(); ++rank) add_copy(copies, streams[rank], out[rank], in[rank]);
+  run(ops, copies);
+}
+
+// One copy of a broadcast: rank `to` takes what rank `from` has, or the root (-1).
+struct CopyHop {
+  int from_rank;
+  Stream from;
+  int to_rank;
+  Stream to;
+};
+
+// All tensors of a batch, for hops that do not wait for each other.
+void run_copy_hops(DeviceOps& ops, const std::vector<BroadcastCall>& calls, const std::vector<CopyHop>& hops) {
+  Copies copies;
+  for (const CopyHop& hop : hops) {
+    order(ops, hop.from, hop.to);
+    for (const BroadcastCall& call : calls)
+      if (call.out[hop.to_rank].pointer != call.in.pointer)
+        add_copy(copies, hop.to, call.out[hop.to_rank], hop.from_rank < 0 ? call.in : call.out[hop.from_rank]);
+  }
+  run(ops, copies);
+}
+
+// From the root to the first rank of every other device along a tree, then to the other ranks of each device.
+std::vector<std::vector<CopyHop>> broadcast_rounds(Stream root, const Streams& streams) {
+  std::vector<CopyHop> places{{-1, root, -1, root}};  // `to`: who stands there
+  std::vector<CopyHop> local;
+  for (int rank = 0; rank < static_cast<int>(streams.size()); ++rank) {
+    const auto here = std::find_if(places.begin(), places.end(),
+                                   [&](const CopyHop& place) { return place.to.device == streams[rank].device; });
+    if (here == places.end())
+      places.push_back({-1, root, rank, streams[rank]});
+    else
+      local.push_back({here->to_rank, here->to, rank, streams[rank]});
+  }
+  std::vector<std::vector<CopyHop>> rounds;
+  for (const auto& round : tree_schedule(static_cast<int>(places.size()))) {
+    rounds.emplace_back();
+    for (const Hop& hop : round)
+      if (!hop.reduce)
+        rounds.back().push_back(
+            {places[hop.from].to_rank, places[hop.from].to, places[hop.to].to_rank, places[hop.to].to});
+  }
+  rounds.push_back(local);
+  return rounds;
+}
+
+std::vector<std::vector<CopyHop>> all_from_root(Stream root, const Streams& streams) {
+  std::vector<CopyHop> hops;
+  for (int rank = 0; rank < static_cast<int>(streams.size()); ++rank) hops.push_back({-1, root, rank, streams[rank]});
+  return {hops};
+}
+
+// The same calls from a copy of each source.  A copy that is the source itself is still left alone.
+std::vector<BroadcastCall> mirrored(Mirrors& mirrors, std::vector<BroadcastCall> calls, Stream root) {
+  for (BroadcastCall& call : calls) {
+    const void* source = call.in.pointer;
+    call.in = mirrors.of(call.in, root);
+    for (Buffer& out : call.out)
+      if (out.pointer == source) out.pointer = call.in.pointer;
+  }
+  return calls;
+}
+
+void all_reduce_in_reach(DeviceOps& ops, const Buffers& in, const Buffers& out, Summing summing, Algorithm algorithm,
+                         const Ranks& ranks) {
+  const Streams& streams = ranks.streams;
+  if (algorithm == Algorithm::naive) return naive(ops, in, out, summing, streams);
+  if (algorithm == Algorithm::direct || algorithm == Algorithm::automatic)
+    return direct(ops, in, out, summing, streams);
+  const auto among = [&](const Buffers& work, const Streams& on) { run_in_place(ops, algorithm, work, summing, on); };
+  if (ranks.merge_shared_devices && share_devices(streams))
+    return merged_all_reduce(ops, in, out, summing.op, streams, among);
+  copy_each(ops, in, out, streams);
+  among(out, streams);
+}
+
+// The same between mirrors, a piece at a time.  Rank-order algorithms write one result, which all ranks copy.
+void all_reduce_through_host(DeviceOps& ops, const Buffers& in, const Buffers& out, Summing summing,
+                             Algorithm algorithm, const Ranks& ranks) {
+  const Streams& streams = ranks.streams;
+  const bool scheduled = algorithm == Algorithm::ring || algorithm == Algorithm::tree;
+  const int64_t step = kMirrorNbytes / static_cast<int64_t>(itemsize(in[0].dtype));
+  for (int64_t begin = 0; begin < in[0].count; begin += step) {
+    const Chunk piece{begin, std::min(step, in[0].count - begin)};
+    Mirrors mirrors(ops, true);
+    const Buffers from = mirrors.of(slices(in, piece), streams);
+    Buffers results{mirrors.room(from[0])};
+    while (scheduled && results.size() < from.size()) results.push_back(mirrors.room(from[0]));
+    all_reduce_in_reach(ops, from, results, summing, algorithm, {streams, false});
+    Copies copies;
+    for (size_t rank = 0; rank < out.size(); ++rank)
+      add_copy(copies, streams[rank], slice(out[rank], piece), results[scheduled ? rank : 0]);
+    run(ops, copies);
+    mirrors.keep(distinct(streams));
+  }
+}
+
+}  // namespace
+
+bool PeerCollectives::in_reach(const Streams& streams) const {
+  for (const Stream& one : streams)
+    for (const Stream& other : streams)
+      if (one.device != other.device && !reach_(one.device, other.device)) return false;
+  return true;
+}
+
+void PeerCollectives::all_reduce(const Buffers& in, const Buffers& out, ReduceOp op, Algorithm algorithm,
+                                 const Ranks& ranks) {
+  if (algorithm == Algorithm::nccl) throw BackendUnavailable("nccl is the nccl room's algorithm");
+  const auto run = in_reach(ranks.streams) ? all_reduce_in_reach : all_reduce_through_host;
+  run(ops_, in, out, summing_of(op, in.size()), algorithm, ranks);
+}
+
+void PeerCollectives::reduce(const std::vector<ReduceCall>& calls, ReduceOp op, const Ranks& ranks, Stream root) {
+  Mirrors mirrors(ops_, !in_reach(with(ranks.streams, root)));
+  std::vector<SumRanks> sums;
+  for (const ReduceCall& call : calls) {
+    Buffers present;
+    for (const Buffer& buffer : mirrors.of(call.in, ranks.streams))
+      if (buffer.pointer) present.push_back(buffer);
+    const Summing summing = summing_of(op, present.size());
+    if (call.out.count) sums.push_back(sum_of(present, {call.out}, op, summing.divisor));
+  }
+  all_before(ops_, ranks.streams, root);
+  ops_.sum_ranks(sums, root);
+  before_all(ops_, root, ranks.streams);  // until then the inputs are read
+  mirrors.keep({root});
+}
+
+void PeerCollectives::broadcast(const std::vector<BroadcastCall>& calls, Stream root, const Ranks& ranks) {
+  Mirrors mirrors(ops_, !in_reach(with(ranks.streams, root)));
+  const auto sources = mirrored(mirrors, calls, root);
+  const auto rounds = mirrors.wanted() ? all_from_root(root, ranks.streams) : broadcast_rounds(root, ranks.streams);
+  for (const auto& round : rounds) run_copy_hops(ops_, sources, round);
+  // Only now, so that nobody's copy waits for another's: until then a place's memory is read.
+  for (const auto& round : rounds)
+    for (const CopyHop& hop : round) order(ops_, hop.to, hop.from);
+  mirrors.keep(distinct(ranks.streams));
+}
+
+void PeerCollectives::all_gather(const Buffers& in, const Buffers& out, const Ranks& ranks) {
+  const Streams& streams = ranks.streams;
+  Mirrors mirrors(ops_, !in_reach(streams));
+  const Buffers from = mirrors.of(in, streams);
+  barrier(ops_, distinct(streams));
+  Copies copies;
+  for (size_t rank = 0; rank < out.size(); ++rank) {
+    int64_t place = 0;
+    for (size_t part = 0; part < in.size(); ++part) {
+      const Buffer to = slice(out[rank], {place, in[part].count});
+      if (to.pointer != in[part].pointer) add_copy(copies, streams[rank], to, from[part]);
+      place += in[part].count;
+    }
+  }
+  run(ops_, copies);
+  barrier(ops_, distinct(streams));
+  mirrors.keep(distinct(streams));
+}
+
+void PeerCollectives::reduce_scatter(const Buffers& in, const Buffers& out, ReduceOp op, const Ranks& ranks) {
+  const Streams& streams = ranks.streams;
+  const int64_t count = out[0].count;
+  Mirrors mirrors(ops_, !in_reach(streams));
+  const Buffers from = mirrors.of(in, streams);
+  barrier(ops_, distinct(streams));
+  PerStream<SumRanks> sums;
+  for (size_t rank = 0; rank < out.size(); ++rank) {
+    const Buffers chunk = slices(from, {static_cast<int64_t>(rank) * count, count});
+    if (count) sums.add(streams[rank], sum_of(chunk, {out[rank]}, op, summing_of(op, in.size()).divisor));
+  }
+  for (const auto& [stream, calls] : sums.all()) ops_.sum_ranks(calls, stream);
+  barrier(ops_, distinct(streams));
+  mirrors.keep(distinct(streams));
+}
+
+}  // namespace mgpu

@@ -1,0 +1,30 @@
+// Door 2 over door 1: one host drives all ranks, whose memory is in reach of each other's devices.  No kernel waits for
+// another device; every order between streams is an event.  The cpu room and the cuda room share this file, and so do
+// the fakes of the tests.
+//
+// Devices that do not reach each other meet in host memory: each rank copies its input there ("a mirror"), and the
+// others read that.
+#pragma once
+
+#include "core/collectives.h"
+
+namespace mgpu {
+
+class PeerCollectives final : public Collectives {
+ public:
+  PeerCollectives(DeviceOps& ops, Reach reach) : ops_(ops), reach_(std::move(reach)) {}
+
+  void all_reduce(const Buffers& in, const Buffers& out, ReduceOp op, Algorithm algorithm, const Ranks& ranks) override;
+  void reduce(const std::vector<ReduceCall>& calls, ReduceOp op, const Ranks& ranks, Stream root) override;
+  void broadcast(const std::vector<BroadcastCall>& calls, Stream root, const Ranks& ranks) override;
+  void all_gather(const Buffers& in, const Buffers& out, const Ranks& ranks) override;
+  void reduce_scatter(const Buffers& in, const Buffers& out, ReduceOp op, const Ranks& ranks) override;
+
+ private:
+  bool in_reach(const Streams& streams) const;
+
+  DeviceOps& ops_;
+  Reach reach_;
+};
+
+}  // namespace mgpu

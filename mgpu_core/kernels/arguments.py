@@ -1,0 +1,82 @@
+"""What the kernels' functions check of their arguments, before anything is allocated or written."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from mgpu_core.device.dtypes import FLOATING
+from mgpu_core.device.tensor_checks import check_disjoint, check_writable, readable
+
+__all__ = ["as_tensor", "as_tensors", "check_floating", "check_like", "check_outs", "on_one_device"]
+
+
+def as_tensor(array: Any, name: str) -> torch.Tensor:
+    """A tensor over the same memory: of cupy, numba, numpy and other arrays, by DLPack or ``__cuda_array_interface__``.
+
+    Raises:
+        TypeError: something that is no array, or a tensor without plain memory of its own.
+        ValueError: one that is not contiguous.
+    """
+    if isinstance(array, torch.Tensor):
+        tensor = readable(array, name)
+    elif hasattr(array, "__dlpack__"):
+        tensor = torch.utils.dlpack.from_dlpack(array)
+    elif hasattr(array, "__cuda_array_interface__"):
+        tensor = torch.as_tensor(array, device="cuda")
+    else:
+        raise TypeError(f"{name} must be a tensor or an array (DLPack), not {type(array).__name__}")
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name} must be contiguous, not of strides {tensor.stride()} for {tuple(tensor.shape)}")
+    return tensor
+
+
+def as_tensors(arrays: Sequence[Any], name: str) -> list[torch.Tensor]:
+    """:func:`as_tensor` of each; all of one dtype and device, at least one."""
+    if isinstance(arrays, torch.Tensor) or not isinstance(arrays, Sequence):
+        raise TypeError(f"{name} is a sequence of tensors, not {type(arrays).__name__}")
+    tensors = [as_tensor(array, f"{name}[{place}]") for place, array in enumerate(arrays)]
+    if not tensors:
+        raise ValueError(f"{name} is empty: at least one tensor is wanted")
+    for place, tensor in enumerate(tensors):
+        if tensor.dtype != tensors[0].dtype or tensor.device != tensors[0].device:
+            raise ValueError(
+                f"{name}[{place}] is {tensor.dtype} on {tensor.device}, and {name}[0] is {tensors[0].dtype} on "
+                f"{tensors[0].device}: one dtype and one device are wanted"
+            )
+    return tensors
+
+
+def on_one_device(**tensors: torch.Tensor | None) -> torch.device:
+    """The device of all of them.
+
+    Raises:
+        ValueError: names the first two that differ.
+    """
+    given = [(name, tensor) for name, tensor in tensors.items() if tensor is not None]
+    first_name, first = given[0]
+    for name, tensor in given:
+        if tensor.device != first.device:
+            raise ValueError(f"{first_name} and {name} must be on one device, not {first.device} and {tensor.device}")
+    return first.device
+
+
+def check_floating(what: str, *dtypes: torch.dtype) -> None:
+    """Raises TypeError for a dtype that is not floating, or is one that no kernel knows."""
+    for dtype in dtypes:
+        if dtype not in FLOATING:
+            raise TypeError(f"{what} works on {', '.join(FLOATING.values())}, not on {dtype}")
+
+
+def check_like(tensor: torch.Tensor, name: str, shape: Sequence[int], dtype: torch.dtype) -> None:
+    """Raises ValueError unless the tensor has this shape and dtype."""
+    if tuple(tensor.shape) != tuple(shape) or tensor.dtype != dtype:
+        raise ValueError(f"{name} must be {tuple(shape)} {dtype}, not {tuple(tensor.shape)} {tensor.dtype}")
+
+
+def check_outs(outs: Sequence[torch.Tensor], names: Sequence[str], read: Sequence[torch.Tensor] = ()) -> None:
+    """Raises unless each may be written, and none shares memory with another or partly with what is read."""
+    check_writable(outs, names.__getitem__)
+    check_disjoint(outs, names.__getitem__, read)

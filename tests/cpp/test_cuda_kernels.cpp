@@ -1,0 +1,317 @@
+// Every kernel of the cuda room against the cpu room: dtypes, counts around the widths of vectors and tiles, misaligned
+// memory, none at all.  Compiled twice: with the fake runtime, where a host runs the kernels' own source, and, where
+// there is a GPU, with the real one (the program then also runs under compute-sanitizer).
+#include <cmath>
+#include <functional>
+
+#include "backends/cpu/cpu.h"
+#include "backends/cuda/cuda.h"
+#include "check.h"
+#include "core/error.h"
+#include "device_memory.h"
+#ifdef MGPU_FAKE_CUDA
+#include "fakes/cuda/fake_cuda.h"
+#endif
+
+using namespace mgpu;
+
+static cudaStream_t stream;
+static Stream on() { return {0, stream}; }
+static DeviceOps& gpu() { return cuda::device_ops(); }
+static DeviceOps& host() { return cpu::device_ops(); }
+
+using Bytes = std::vector<unsigned char>;
+constexpr DType kFloating[] = {DType::f16, DType::bf16, DType::f32, DType::f64};
+constexpr DType kAll[] = {DType::f16, DType::bf16, DType::f32, DType::f64, DType::i32, DType::i64, DType::u8};
+constexpr int64_t kCounts[] = {1, 2, 7, 8, 9, 31, 1000, 4096, 4097, 9001};
+
+// Small whole numbers of a dtype, as bytes.
+static Bytes numbers(int64_t count, DType dtype, int start = 0) {
+  std::vector<float> wide(count);
+  for (int64_t i = 0; i < count; ++i) wide[i] = static_cast<float>((i + start) % 13);
+  Bytes bytes(count * itemsize(dtype));
+  if (dtype == DType::f16 || dtype == DType::bf16 || dtype == DType::f32 || dtype == DType::f64) {
+    host().scale_cast({wide.data(), DType::f32, bytes.data(), dtype, count, 1.0}, {});
+    return bytes;
+  }
+  for (int64_t i = 0; i < count; ++i) {
+    const auto whole = static_cast<int64_t>(wide[i]);  // little end first
+    std::memcpy(bytes.data() + i * itemsize(dtype), &whole, itemsize(dtype));
+  }
+  return bytes;
+}
+
+// Memory of the device and its twin of the host, with the same contents.
+struct Both {
+  Both(int64_t count, DType dtype, int start = 0, int64_t offset = 0)
+      : Both(numbers(count, dtype, start), dtype, offset) {}
+  Both(const Bytes& bytes, DType dtype, int64_t offset = 0)
+      : twin(bytes), device(bytes, offset * static_cast<int64_t>(itemsize(dtype))) {}
+  void check_equal() const { CHECK(device.values(stream) == twin); }
+  Bytes twin;
+  DeviceMemory<unsigned char> device;
+};
+
+static void casts() {
+  for (DType from : kFloating)
+    for (DType to : kFloating)
+      for (int64_t count : kCounts)
+        for (int64_t offset : {0, 1, 4}) {
+          Both in(count, from, 0, offset), out(count, to, 5, 0);
+          for (double scale : {1.0, -0.5}) {
+            gpu().scale_cast({in.device.data(), from, out.device.data(), to, count, scale}, on());
+            host().scale_cast({in.twin.data(), from, out.twin.data(), to, count, scale}, {});
+            out.check_equal();
+          }
+        }
+}
+
+static Packing packing(std::vector<Both>& pieces, const std::vector<int64_t>& counts, bool twin) {
+  Packing call{{}, DType::f32, nullptr, DType::f32, 1.0};
+  int64_t begin = 0;
+  for (size_t i = 0; i < pieces.size(); ++i) {
+    call.pieces.push_back({twin ? pieces[i].twin.data() : pieces[i].device.data(), begin, counts[i]});
+    begin += counts[i];
+  }
+  return call;
+}
+
+// `pieces` arrays of different sizes and alignments into one and back; many enough for several launches.
+static void packs(int pieces, DType dtype, DType flat_dtype, double scale) {
+  std::vector<int64_t> counts;
+  std::vector<Both> arrays;
+  int64_t total = 0;
+  for (int i = 0; i < pieces; ++i) {
+    counts.push_back(1 + (i * 37) % (pieces > 100 ? 23 : 6000));
+    arrays.emplace_back(counts.back(), dtype, i, i % 3);
+    total += counts.back();
+  }
+  Both flat(total, flat_dtype, 3, 1);
+  Packing there = packing(arrays, counts, false), truth = packing(arrays, counts, true);
+  for (Packing* call : {&there, &truth}) {
+    call->dtype = dtype;
+    call->flat_dtype = flat_dtype;
+    call->scale = scale;
+  }
+  there.flat = flat.device.data();
+  truth.flat = flat.twin.data();
+  gpu().pack(there, on());
+  host().pack(truth, {});
+  flat.check_equal();
+  there.scale = truth.scale = scale * 2;
+  gpu().unpack(there, on());
+  host().unpack(truth, {});
+  for (const Both& array : arrays) array.check_equal();
+}
+
+static void all_packs() {
+  for (DType dtype : kFloating)
+    for (DType flat_dtype : {DType::f16, DType::f32, DType::f64}) packs(9, dtype, flat_dtype, 0.5);
+  packs(1, DType::f32, DType::f32, 0.5);
+  for (int pieces : {128, 129, 1024, 1025, 2500}) packs(pieces, DType::f32, DType::bf16, 0.5);
+  gpu().pack({{}, DType::f32, nullptr, DType::f32, 1.0}, on());  // nothing to do
+}
+
+static void copies_of_bytes() {
+  for (DType dtype : kAll)
+    for (int64_t to : {0, 1})
+      for (int64_t from : {0, 1, 3}) {
+        Both one(4099, dtype, 1, from), two(70'001, dtype, 2, to), flat(4099 + 70'001, dtype, 7, to);
+        Packing there{
+            {{one.device.data(), 0, 4099}, {two.device.data(), 4099, 70'001}}, dtype, flat.device.data(), dtype, 1.0};
+        Packing truth{
+            {{one.twin.data(), 0, 4099}, {two.twin.data(), 4099, 70'001}}, dtype, flat.twin.data(), dtype, 1.0};
+        gpu().pack(there, on());
+        host().pack(truth, {});
+        flat.check_equal();
+      }
+}
+
+static void sums() {
+  for (DType dtype : kAll)
+    for (ReduceOp op : {ReduceOp::sum, ReduceOp::avg, ReduceOp::prod, ReduceOp::min, ReduceOp::max})
+      for (int ranks : {1, 2, 3, 8})
+        for (int64_t count : {int64_t{5}, int64_t{16}, int64_t{4099}})
+          for (int64_t offset : {0, 1}) {
+            std::vector<Both> in;
+            for (int rank = 0; rank < ranks; ++rank) in.emplace_back(count, dtype, 5 * rank, rank == 1 ? offset : 0);
+            Both out(count, dtype, 9);
+            SumRanks there{{}, {out.device.data(), in[0].device.data()}, count, dtype,
+                           op, op == ReduceOp::avg ? ranks : 1};
+            SumRanks truth = there;
+            truth.out = {out.twin.data(), in[0].twin.data()};
+            for (Both& each : in) {
+              there.in.push_back(each.device.data());
+              truth.in.push_back(each.twin.data());
+            }
+            gpu().sum_ranks({there}, on());
+            host().sum_ranks({truth}, {});
+            out.check_equal();
+            in[0].check_equal();
+          }
+}
+
+static void rows() {
+  for (DType dtype : {DType::f16, DType::bf16, DType::f32})
+    for (int64_t row_count : {1, 784, 1024, 2500}) {
+      Both images(7 * row_count, DType::u8, 3), out(5 * row_count, dtype, 1);
+      const std::vector<int64_t> index{6, 0, 3, 3, 1};
+      DeviceMemory<int64_t> there(index);
+      gpu().gather_rows({images.device.data(), 7, row_count, there.data(), 5, 0.31f, -1.5f, out.device.data(), dtype},
+                        on());
+      host().gather_rows({images.twin.data(), 7, row_count, index.data(), 5, 0.31f, -1.5f, out.twin.data(), dtype}, {});
+      out.check_equal();
+    }
+  Both images(20, DType::u8), out(20, DType::f32);
+  DeviceMemory<int64_t> wrong({int64_t{-1}, int64_t{2}});
+  gpu().gather_rows({images.device.data(), 2, 10, wrong.data(), 2, 1.f, 0.f, out.device.data(), DType::f32}, on());
+  const Bytes made = out.device.values(stream);
+  for (int i = 0; i < 20; ++i) {
+    float value;
+    std::memcpy(&value, made.data() + i * sizeof value, sizeof value);
+    CHECK(std::isnan(value));  // a row that is not there
+  }
+}
+
+static void norms() {
+  for (DType dtype : kFloating) {
+    std::vector<Both> arrays;
+    std::vector<Piece> there, truth;
+    for (int64_t count : {1, 31, 4097, 70'000}) {
+      arrays.emplace_back(count, dtype, 3, count % 3);
+      there.push_back({nullptr, 0, count});
+    }
+    truth = there;
+    for (size_t i = 0; i < arrays.size(); ++i) {
+      there[i].pointer = arrays[i].device.data();
+      truth[i].pointer = arrays[i].twin.data();
+    }
+    const DType wide = dtype == DType::f64 ? DType::f64 : DType::f32;
+    Both partials(norm_tiles(there), DType::f64), out(1, wide);
+    gpu().l2_norm({there, dtype, reinterpret_cast<double*>(partials.device.data()), out.device.data(), wide}, on());
+    host().l2_norm({truth, dtype, reinterpret_cast<double*>(partials.twin.data()), out.twin.data(), wide}, {});
+    out.check_equal();  // whole numbers: exact in any order
+  }
+}
+
+// Flat parameters on both sides, in segments with gaps, of two groups, one of them inactive.
+struct Flat {
+  static constexpr int64_t kCount = 9000;
+  Flat(DType dtype, int64_t offset, const std::vector<double>& group_rows)
+      : parameters(kCount, dtype, 1, offset),
+        gradients(kCount, dtype, 2, offset),
+        one(kCount, dtype, 0, offset),
+        two(kCount, dtype, 0, offset),
+        three(kCount, dtype, 0, offset),
+        segments(rows),
+        groups(group_rows),
+        scalars({0.5f, 4.0f, 0.0f}),
+        segments_there(rows),
+        groups_there(group_rows),
+        scalars_there(scalars),
+        constants(std::vector<double>(5 * kOptimizerConstants)),
+        dtype(dtype) {}
+
+  FlatParameters there() {
+    float* scalar = scalars_there.data();
+    return {parameters.device.data(),
+            gradients.device.data(),
+            kCount,
+            dtype,
+            segments_there.data(),
+            5,
+            constants.data(),
+            groups_there.data(),
+            scalar,
+            scalar + 1,
+            scalar + 2};
+  }
+  FlatParameters truth() {
+    return {parameters.twin.data(), gradients.twin.data(), kCount,      dtype,      segments.data(), 5, nullptr,
+            groups.data(),          &scalars[0],           &scalars[1], &scalars[2]};
+  }
+  void check_equal() {
+    for (const Both* each : {&parameters, &gradients, &one, &two, &three}) each->check_equal();
+    CHECK(segments_there.values(stream) == segments);
+  }
+
+  const std::vector<int64_t> rows{0, 5, 0,    0,  1, 8, 4000, 1,    7,    1, 4008, 1, 0,
+                                  0, 1, 4009, 91, 1, 2, 0,    4100, 4900, 0, 0,    1};
+  Both parameters, gradients, one, two, three;
+  std::vector<int64_t> segments;
+  std::vector<double> groups;
+  std::vector<float> scalars;
+  DeviceMemory<int64_t> segments_there;
+  DeviceMemory<double> groups_there;
+  DeviceMemory<float> scalars_there;
+  DeviceMemory<double> constants;
+  DType dtype;
+};
+
+static void optimizers() {
+  for (DType dtype : kFloating)
+    for (int64_t offset : {0, 1}) {
+      Flat flat(dtype, offset, {0.5, 0, 0, 0, 0, 0, 0.25, 0.5, 0.5, 0.125, 1, 1});
+      for (int step = 0; step < 3; ++step) {
+        gpu().sgd({flat.there(), flat.one.device.data()}, on());
+        host().sgd({flat.truth(), flat.one.twin.data()}, {});
+        flat.check_equal();
+      }
+      for (bool decoupled : {false, true})
+        for (bool amsgrad : {false, true}) {
+          Flat adam(dtype, offset, {0.5, 0.9, 0.999, 1e-8, 0.125, 0, 0.25, 0.5, 0.75, 1e-6, 0, 1});
+          for (int step = 0; step < 3; ++step) {
+            gpu().adam({adam.there(), adam.one.device.data(), adam.two.device.data(),
+                        amsgrad ? adam.three.device.data() : nullptr, decoupled},
+                       on());
+            host().adam({adam.truth(), adam.one.twin.data(), adam.two.twin.data(),
+                         amsgrad ? adam.three.twin.data() : nullptr, decoupled},
+                        {});
+          }
+          adam.check_equal();
+        }
+    }
+}
+
+static void an_overflow_changes_nothing() {
+  Flat flat(DType::f32, 0, {0.5, 0, 0, 0, 0, 0, 0.25, 0.5, 0.5, 0.125, 1, 1});
+  const float yes = 1;
+  CUDA_OK(cudaMemcpy(flat.scalars_there.data() + 2, &yes, sizeof yes, cudaMemcpyDefault));
+  gpu().sgd({flat.there(), flat.one.device.data()}, on());
+  flat.check_equal();
+}
+
+static void refusals() {
+  Both memory(16, DType::f32);
+  std::vector<float> ordinary(16);
+  CHECK_THROWS(InvalidArgument, "scale_cast: the memory must be of device 0, and is ordinary host memory",
+               (gpu().scale_cast({ordinary.data(), DType::f32, memory.device.data(), DType::f32, 4, 2.0}, on()), 0));
+  CHECK_THROWS(InvalidArgument, "ordinary host memory",
+               (gpu().pack({{{ordinary.data(), 0, 4}}, DType::f32, memory.device.data(), DType::f32, 1.0}, on()), 0));
+  std::vector<const void*> many(65, memory.device.data());
+  CHECK_THROWS(InvalidArgument, "combines up to 64 arrays, not 65",
+               (gpu().sum_ranks({{many, {memory.device.data()}, 4, DType::f32, ReduceOp::sum, 1}}, on()), 0));
+  CUDA_OK(cudaGetLastError());  // nothing is left behind
+  memory.check_equal();
+}
+
+int main() {
+#ifdef MGPU_FAKE_CUDA
+  fakeCudaReset(1, 3);
+#endif
+  CUDA_OK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+  for (const auto& [name, test] :
+       std::vector<std::pair<const char*, std::function<void()>>>{{"casts", casts},
+                                                                  {"packs", all_packs},
+                                                                  {"copies", copies_of_bytes},
+                                                                  {"sums", sums},
+                                                                  {"rows", rows},
+                                                                  {"norms", norms},
+                                                                  {"optimizers", optimizers},
+                                                                  {"overflow", an_overflow_changes_nothing},
+                                                                  {"refusals", refusals}}) {
+    test();
+    std::printf("%s\n", name);
+  }
+  return passed();
+}

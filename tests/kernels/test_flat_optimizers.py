@@ -1,0 +1,211 @@
+"""sgd, adam and adamw over flat buffers: against torch.optim, step by step, and against their plain-torch truths."""
+
+import pytest
+import torch
+
+from mgpu_core import kernels
+from mgpu_core.kernels import reference
+
+COUNTS = [5, 0, 64, 1, 3001]
+FLOATING = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+
+
+def random_flat(dtype, seed):
+    return torch.randn(sum(COUNTS), generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def split(flat):
+    return [piece.clone() for piece in flat.split(COUNTS)]
+
+
+def train_torch(make, dtype, steps, skipped=()):
+    """Parameters after some steps of a torch optimizer; parameters ``skipped[step]`` have no gradient then."""
+    parameters = [torch.nn.Parameter(piece) for piece in split(random_flat(dtype, 0))]
+    optimizer = make(parameters)
+    for step in range(steps):
+        for place, (parameter, gradient) in enumerate(
+            zip(parameters, split(random_flat(dtype, step + 1)), strict=True)
+        ):
+            parameter.grad = None if (step, place) in skipped else gradient
+        optimizer.step()
+    return torch.cat([parameter.detach() for parameter in parameters])
+
+
+def train_ours(step_function, dtype, steps, skipped=(), **options):
+    parameters, segments = random_flat(dtype, 0), kernels.segment_table(COUNTS)
+    for step in range(steps):
+        for place in range(len(COUNTS)):
+            segments[place, 4] = (step, place) not in skipped
+        step_function(parameters, random_flat(dtype, step + 1), segments=segments, **options)
+    return parameters, segments
+
+
+def check(ours, theirs):
+    tolerance = {torch.float64: 1e-12, torch.float32: 2e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}[ours.dtype]
+    torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+
+
+SGD = [
+    {"lr": 0.1},
+    {"lr": 0.1, "weight_decay": 0.01},
+    {"lr": 0.1, "momentum": 0.9},
+    {"lr": 0.1, "momentum": 0.9, "dampening": 0.5, "weight_decay": 0.01},
+    {"lr": 0.1, "momentum": 0.9, "nesterov": True, "maximize": True},
+]
+
+
+@pytest.mark.parametrize("options", SGD)
+@pytest.mark.parametrize("dtype", FLOATING)
+def test_sgd_is_torchs(options, dtype):
+    skipped = {(0, 2), (2, 4)}  # one joins late, one leaves out a step
+    momentum = torch.full((sum(COUNTS),), float("nan"), dtype=dtype)  # the first step does not read it
+    ours, segments = train_ours(
+        lambda p, g, **rest: kernels.sgd(p, g, momentum, **rest),
+        dtype,
+        4,
+        skipped,
+        groups=kernels.sgd_groups(options),
+    )
+    check(ours, train_torch(lambda parameters: torch.optim.SGD(parameters, **options), dtype, 4, skipped))
+    assert segments[:, 3].tolist() == [4, 4, 3, 4, 3]
+
+
+ADAM = [
+    {"lr": 0.01},
+    {"lr": 0.01, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1},
+    {"lr": 0.01, "amsgrad": True, "maximize": True},
+]
+
+
+@pytest.mark.parametrize("options", ADAM)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("name", ["Adam", "AdamW"])
+def test_adam_is_torchs(options, dtype, name):
+    skipped = {(0, 2), (2, 4)}
+    states = [torch.zeros(sum(COUNTS), dtype=dtype) for _ in range(3)]
+    group = {key: value for key, value in options.items() if key not in ("betas", "amsgrad")}
+    group.setdefault("weight_decay", 0.01 if name == "AdamW" else 0.0)  # torch's defaults
+    group["beta1"], group["beta2"] = options.get("betas", (0.9, 0.999))
+    ours, segments = train_ours(
+        lambda p, g, **rest: getattr(kernels, name.lower())(
+            p, g, *states[:2], max_exp_avg_sq=states[2] if "amsgrad" in options else None, **rest
+        ),
+        dtype,
+        4,
+        skipped,
+        groups=kernels.adam_groups(group),
+    )
+    theirs = train_torch(lambda parameters: getattr(torch.optim, name)(parameters, **options), dtype, 4, skipped)
+    check(ours, theirs)
+    assert segments[:, 3].tolist() == [4, 4, 3, 4, 3]
+
+
+@pytest.mark.parametrize("dtype", FLOATING)
+@pytest.mark.parametrize("name", ["sgd", "adam", "adamw"])
+def test_equals_the_reference(dtype, name):
+    results = []
+    for truth in (False, True):
+        parameters, gradients = random_flat(dtype, 0), random_flat(dtype, 1)
+        states = [torch.zeros_like(parameters) for _ in range(3)]
+        segments = kernels.segment_table(COUNTS, groups=[0, 1, 1, 0, 1])
+        scalars = [torch.tensor(0.5), torch.tensor(4.0), torch.tensor(0.0)]
+        if name == "sgd":
+            groups = kernels.sgd_groups({"lr": 0.1}, {"lr": 0.2, "momentum": 0.9, "weight_decay": 0.1})
+        else:
+            groups = kernels.adam_groups({"lr": 0.1, "weight_decay": 0.1}, {"lr": 0.2})
+        for _ in range(3):
+            if truth and name == "sgd":
+                reference.sgd(parameters, gradients, states[0], segments, groups, *scalars)
+            elif truth:
+                reference.adam(parameters, gradients, *states, segments, groups, name == "adamw", *scalars)
+            else:
+                clip, loss_scale, found_inf = scalars
+                rest = {"clip": clip, "loss_scale": loss_scale, "found_inf": found_inf}
+                if name == "sgd":
+                    kernels.sgd(parameters, gradients, states[0], segments, groups, **rest)
+                else:
+                    step = getattr(kernels, name)
+                    step(parameters, gradients, *states[:2], segments, groups, max_exp_avg_sq=states[2], **rest)
+        results.append((parameters, segments))
+    check(results[0][0], results[1][0])
+    assert torch.equal(results[0][1], results[1][1])
+
+
+def test_clip_and_loss_scale_and_overflow():
+    segments, groups = kernels.segment_table([4]), kernels.sgd_groups({"lr": 1.0})
+    parameters, gradients = torch.zeros(4), torch.full((4,), 8.0)
+    kernels.sgd(parameters, gradients, None, segments, groups, clip=torch.tensor(0.5), loss_scale=torch.tensor(2.0))
+    assert parameters.tolist() == [-2.0] * 4
+    kernels.sgd(parameters, gradients, None, segments, groups, found_inf=torch.tensor(1.0))
+    assert parameters.tolist() == [-2.0] * 4
+    assert segments[0, 3] == 1
+    kernels.sgd(parameters, gradients, None, segments, groups, found_inf=torch.tensor(0.0))
+    assert parameters.tolist() == [-10.0] * 4
+    assert segments[0, 3] == 2
+
+
+def test_an_inactive_segment_is_left_alone_whole():
+    segments = kernels.segment_table([3, 3])
+    segments[1, 4] = 0
+    parameters, averages, squares = torch.zeros(6), torch.zeros(6), torch.zeros(6)
+    kernels.adamw(parameters, torch.ones(6), averages, squares, segments, kernels.adam_groups({"lr": 1.0}))
+    for tensor in (parameters, averages, squares):
+        assert (tensor[:3] != 0).all()
+        assert (tensor[3:] == 0).all()
+    assert segments[:, 3].tolist() == [1, 0]
+
+
+def test_between_segments_nothing_is_touched():
+    segments = kernels.segment_table([2, 3], begins=[1, 5])
+    parameters = torch.zeros(10)
+    kernels.sgd(parameters, torch.ones(10), None, segments, kernels.sgd_groups({"lr": 1.0}))
+    assert parameters.tolist() == [0, -1, -1, 0, 0, -1, -1, -1, 0, 0]
+
+
+def test_writing_tells_autograd():
+    parameters, momentum = torch.zeros(2), torch.zeros(2)
+    groups = kernels.sgd_groups({"lr": 1.0, "momentum": 0.9})
+    kernels.sgd(parameters, torch.ones(2), momentum, kernels.segment_table([2]), groups)
+    assert parameters._version > 0
+    assert momentum._version > 0
+
+
+def test_refusals():
+    parameters, gradients = torch.zeros(4), torch.ones(4)
+    segments, groups = kernels.segment_table([4]), kernels.sgd_groups({"lr": 1.0})
+
+    def sgd(**changed):
+        given = {"parameters": parameters, "gradients": gradients, "momentum": None} | changed
+        kernels.sgd(**({"segments": segments, "groups": groups} | given))
+
+    with pytest.raises(TypeError, match="an optimizer works on"):
+        sgd(parameters=parameters.int())
+    with pytest.raises(ValueError, match=r"gradients must be \(4,\)"):
+        sgd(gradients=torch.ones(5))
+    with pytest.raises(ValueError, match=r"parameters must be \(4,\)"):
+        sgd(parameters=parameters.reshape(2, 2))
+    with pytest.raises(ValueError, match=r"segments must be \(1, 5\)"):
+        sgd(segments=torch.zeros(1, 4, dtype=torch.int64))
+    with pytest.raises(ValueError, match="segments must be"):
+        sgd(segments=segments.int())
+    with pytest.raises(ValueError, match=r"groups must be \(1, 6\)"):
+        sgd(groups=groups.float())
+    with pytest.raises(ValueError, match="segment 0 ends at 5, but the flat buffers have 4"):
+        sgd(segments=kernels.segment_table([5]))
+    with pytest.raises(ValueError, match="segment 0 is of group 3, but there are 1"):
+        sgd(segments=kernels.segment_table([4], groups=[3]))
+    with pytest.raises(ValueError, match="a group has momentum"):
+        sgd(groups=kernels.sgd_groups({"lr": 1.0, "momentum": 0.5}))
+    with pytest.raises(ValueError, match="clip must be one float32 number"):
+        sgd(clip=torch.tensor(1.0, dtype=torch.float64))
+    with pytest.raises(ValueError, match="parameters and momentum share memory"):
+        sgd(momentum=parameters)
+    with pytest.raises(ValueError, match="one device"):
+        sgd(loss_scale=torch.tensor(1.0, device="meta"))
+    with pytest.raises(ValueError, match="segment 1 begins at 2, but the one before ends at 3"):
+        kernels.segment_table([3, 3], begins=[0, 2])
+    with pytest.raises(ValueError, match="group 0 has no lr"):
+        kernels.sgd_groups({"momentum": 1.0})
+    with pytest.raises(ValueError, match="group 1 has beta1; known are lr, momentum"):
+        kernels.sgd_groups({"lr": 1.0}, {"lr": 1.0, "beta1": 1.0})
+    assert torch.equal(parameters, torch.zeros(4))

@@ -1,7 +1,7 @@
 """DESIGN's arrows point down: read from the sources, so that nobody has to remember them.
 
 Python: cli -> doctor, mnist -> data_parallel -> parallel -> comm -> kernels -> device -> module_tree -> nested,
-twin_hooks, record, errors -> _core.
+twin_hooks, record, errors, files -> _core.
 C++: bindings -> rooms -> backends -> core; rooms of backends do not know each other; only bindings knows pybind11.
 """
 
@@ -17,7 +17,7 @@ PACKAGE = Path(mgpu_core.__file__).parent
 SOURCES = Path(__file__).parent.parent / "csrc"
 LAYERS = [
     {"_core"},
-    {"record", "errors", "nested", "twin_hooks"},
+    {"record", "errors", "nested", "twin_hooks", "files"},
     {"module_tree"},
     {"device"},
     {"kernels"},
@@ -90,7 +90,13 @@ def test_record_imports_none_of_ours():
 def test_only_the_gates_turn_tensors_into_pointers():
     """data_ptr is called by comm and kernels alone."""
     users = {str(p.relative_to(PACKAGE)) for p in FILES if re.search(r"\.data_ptr\(", p.read_text())}
-    assert users <= {"comm/collectives.py", "device/tensor_checks.py", "kernels/ops.py", "kernels/flat_optimizers.py"}
+    assert users <= {
+        "comm/collectives.py",
+        "device/peer_probe.py",
+        "device/tensor_checks.py",
+        "kernels/ops.py",
+        "kernels/flat_optimizers.py",
+    }
 
 
 def includes_of(path: Path) -> list[str]:

@@ -13,6 +13,7 @@ from mgpu_core.comm.arguments import as_list, check_joined, check_outs, destinat
 from mgpu_core.comm.layout import empty_in_order, memory_order
 from mgpu_core.device.devices import DeviceLike
 from mgpu_core.device.memory import note_written
+from mgpu_core.device.streams import copying_to, hand_over
 from mgpu_core.device.team import Team
 from mgpu_core.device.tensor_checks import refuse_special
 from mgpu_core.record import span
@@ -59,10 +60,15 @@ def scatter(
             f"chunk_sizes must be {len(ranks)} sizes that add up to {tensor.size(dim)}, not {list(chunk_sizes)}"
         )
     with span("scatter"):
-        order = memory_order(tensor)
-        shapes = [(*tensor.shape[:dim], rows, *tensor.shape[dim + 1 :]) for rows in chunk_sizes]
-        parts = [empty_in_order(tensor, shape, rank, order) for shape, rank in zip(shapes, ranks, strict=True)]
-        collectives.scatter_into(tensor, parts, dim)
+        # From the host nobody's work is waited for, so the copies need not stand in line with the ranks' computing.
+        from_host = tensor.device.type == "cpu"
+        with copying_to(ranks if from_host else []):
+            order = memory_order(tensor)
+            shapes = [(*tensor.shape[:dim], rows, *tensor.shape[dim + 1 :]) for rows in chunk_sizes]
+            parts = [empty_in_order(tensor, shape, rank, order) for shape, rank in zip(shapes, ranks, strict=True)]
+            collectives.scatter_into(tensor, parts, dim)
+        if from_host:
+            hand_over(parts)
     return tuple(parts)
 
 

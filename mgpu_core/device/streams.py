@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cache
 
 import torch
 
 from mgpu_core import _core
+from mgpu_core.device.peers import settle_peers
 
-__all__ = ["HOST", "caller_streams", "core_stream", "core_streams", "on"]
+__all__ = ["HOST", "caller_streams", "copying_to", "core_stream", "core_streams", "hand_over", "on"]
 
 HOST = (-1, 0)  # the core's stream of host memory
 
@@ -50,7 +51,40 @@ def core_streams(devices: Sequence[torch.device]) -> list[tuple[int, int]] | Non
         return [HOST] * len(devices)
     if any(device.type != "cuda" for device in devices) or not _cuda_room_works():
         return None
+    settle_peers(device.index for device in set(devices))
     return [(device.index, torch.cuda.current_stream(device).cuda_stream) for device in devices]
+
+
+@contextmanager
+def copying_to(devices: Sequence[torch.device]) -> Iterator[None]:
+    """Makes a side stream the current one of each GPU, so that copies do not queue behind its computing.
+
+    Memory that is allocated inside belongs to the side streams: whoever computes with it calls :func:`hand_over`.
+    Other devices keep their streams.
+    """
+    gpus = sorted({device.index for device in devices if device.type == "cuda"})
+    with ExitStack() as stack:
+        for gpu in gpus:
+            stack.enter_context(torch.cuda.stream(_side_stream(gpu)))
+        yield
+
+
+def hand_over(tensors: Sequence[torch.Tensor]) -> None:
+    """Lets the current streams compute with tensors that were made inside :func:`copying_to`.
+
+    The current stream waits for the copies; and the allocator waits for the current stream before it gives the memory
+    to another copy.
+    """
+    for tensor in tensors:
+        if tensor.device.type == "cuda":
+            current = torch.cuda.current_stream(tensor.device)
+            current.wait_stream(_side_stream(tensor.device.index))
+            tensor.record_stream(current)
+
+
+@cache
+def _side_stream(gpu: int) -> torch.cuda.Stream:
+    return torch.cuda.Stream(gpu)
 
 
 @cache

@@ -15,10 +15,15 @@ __all__ = ["Report", "examine", "render"]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `mgpu doctor`."""
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    parser.add_argument(
+        "--p2p",
+        action="store_true",
+        help="test which GPUs reach each other's memory, and how fast (some seconds a pair; the verdict is kept)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the report."""
-    report = examine()
+    report = examine(test_peers=args.p2p)
     print(report.to_json() if args.json else render(report), end="\n" if args.json else "")
     return 0

@@ -11,6 +11,7 @@ from mgpu_core.device.discovery import Visibility, parse_visible_devices
 from mgpu_core.device.nccl_library import VARIABLE as NCCL_VARIABLE
 from mgpu_core.device.nccl_library import NcclLibrary
 from mgpu_core.device.nvml import NvmlReading
+from mgpu_core.device.peers import PeerVerdict
 from mgpu_core.device.visibility_notices import ORDER, VARIABLE, Notice, change_notice, visibility_notices
 from mgpu_core.doctor.report import Core, Cpu, Defaults, Torch
 
@@ -30,6 +31,7 @@ class Facts:
     defaults: Defaults
     core: Core
     nccl: NcclLibrary | None
+    peers: tuple[PeerVerdict, ...] | None
     cpu: Cpu
 
 
@@ -152,4 +154,32 @@ def _no_nvml(facts: Facts) -> Notice | None:
     return Notice("hint", message, "Until NVML works, count devices as torch does, from cuda:0.")
 
 
-_CHECKS = (_changed, _blind_torch, _other_count, _old_driver, _no_cuda_room, _nccl, _bad_defaults, _threads, _no_nvml)
+def _peers(facts: Facts) -> Notice | None:
+    failed = [each for each in facts.peers or () if not each.passed]
+    if not failed:
+        return None
+    pairs = ", ".join(f"{each.device} -> {each.peer} ({each.problem})" for each in failed)
+    message = f"GPUs that do not reach each other's memory meet in host memory, which is slower: {pairs}."
+    return Notice("warning", message, "Is an IOMMU or ACS switched on? See `nvidia-smi topo -p2p r`.")
+
+
+def _untested_peers(facts: Facts) -> Notice | None:
+    if facts.core.cuda_device_count < 2 or facts.peers is not None:
+        return None
+    message = "It has not been tested whether the GPUs reach each other's memory; their first use will."
+    return Notice("hint", message, "mgpu doctor --p2p")
+
+
+_CHECKS = (
+    _changed,
+    _blind_torch,
+    _other_count,
+    _old_driver,
+    _no_cuda_room,
+    _nccl,
+    _bad_defaults,
+    _threads,
+    _no_nvml,
+    _peers,
+    _untested_peers,
+)

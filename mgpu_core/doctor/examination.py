@@ -17,6 +17,7 @@ from mgpu_core.device.device_map import TorchReading, map_devices, read_torch_de
 from mgpu_core.device.discovery import parse_visible_devices
 from mgpu_core.device.nccl_library import find_nccl
 from mgpu_core.device.nvml import NvmlReading, read_physical_devices
+from mgpu_core.device.peers import PeerVerdict, kept_verdicts, prove_peers
 from mgpu_core.device.visibility_notices import ORDER, VARIABLE, Notice
 from mgpu_core.doctor.checks import Facts, notices, outlook
 from mgpu_core.doctor.report import Core, Cpu, Defaults, Python, Report, Room, Torch
@@ -24,10 +25,14 @@ from mgpu_core.doctor.report import Core, Cpu, Defaults, Python, Report, Room, T
 T = TypeVar("T")
 
 
-def examine() -> Report:
-    """The report on this process, as it is now."""
+def examine(*, test_peers: bool = False) -> Report:
+    """The report on this process, as it is now.
+
+    Args:
+        test_peers: test now whether the GPUs reach each other's memory; without it, tell what an earlier test found.
+    """
     guard = _Guard()
-    facts = _ask(guard)
+    facts = _ask(guard, test_peers)
     read = facts.read
     return Report(
         mgpu_core=guard("the version of mgpu_core", lambda: importlib.metadata.version("mgpu-core"), "not installed"),
@@ -39,6 +44,7 @@ def examine() -> Report:
         devices=map_devices(facts.seen.devices, facts.nvml.devices, read),
         no_device_reason=facts.seen.reason,
         nvml_problem=facts.nvml.reason,
+        peers=facts.peers,
         cpu=facts.cpu,
         environment=_environment(),
         defaults=facts.defaults,
@@ -63,13 +69,14 @@ class _Guard:
             return otherwise
 
 
-def _ask(guard: _Guard) -> Facts:
+def _ask(guard: _Guard, test_peers: bool) -> Facts:
     # torch first: whether CUDA was initialised must be known before doctor itself initialises it.
     torch = guard("torch", _torch, Torch())
     nvml = guard("NVML", read_physical_devices, NvmlReading(reason="it failed"))
     want_free_memory = nvml.devices is None
     nothing = TorchReading(reason="torch could not be asked")
     seen = guard("torch's devices", lambda: read_torch_devices(want_free_memory), nothing) if torch.version else nothing
+    core = guard("the compiled core", _core, Core())
     return Facts(
         environ=dict(os.environ),
         initial_environ=guard("the first environment", _initial_environment, None),
@@ -78,7 +85,8 @@ def _ask(guard: _Guard) -> Facts:
         seen=seen,
         torch=torch,
         defaults=guard("the default devices", _defaults, Defaults()) if torch.version else Defaults(),
-        core=guard("the compiled core", _core, Core()),
+        core=core,
+        peers=guard("the GPUs' peers", lambda: _peers(core, test_peers), None),
         nccl=guard("NCCL", lambda: find_nccl(os.environ), None),
         cpu=guard("the system", _cpu, Cpu(os.cpu_count() or 1, os.cpu_count() or 1, None, None)),
     )
@@ -115,6 +123,12 @@ def _core() -> Core:
         cuda_driver=core.cuda_driver_version(),
         cuda_device_count=core.cuda_device_count(),
     )
+
+
+def _peers(core: Core, test: bool) -> tuple[PeerVerdict, ...] | None:
+    devices = range(core.cuda_device_count)
+    verdicts = prove_peers(devices, again=True) if test else kept_verdicts(devices) if len(devices) > 1 else None
+    return None if verdicts is None else tuple(verdicts)
 
 
 def _cpu() -> Cpu:

@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass
 
 from mgpu_core.device.device_map import DeviceRow
 from mgpu_core.device.nccl_library import NcclLibrary
+from mgpu_core.device.peers import PeerVerdict
 from mgpu_core.device.visibility_notices import Notice
 
 
@@ -82,6 +83,7 @@ class Report:
     devices: tuple[DeviceRow, ...]
     no_device_reason: str | None
     nvml_problem: str | None
+    peers: tuple[PeerVerdict, ...] | None
     cpu: Cpu
     environment: dict[str, str]
     defaults: Defaults

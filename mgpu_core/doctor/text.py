@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 
 from mgpu_core.device.device_map import DeviceRow
 from mgpu_core.device.nccl_library import NcclLibrary
+from mgpu_core.device.peers import PeerVerdict
 from mgpu_core.doctor.checks import version_text
 from mgpu_core.doctor.report import Cpu, Report, Torch
 
@@ -24,6 +25,7 @@ def render(report: Report) -> str:
         _section("Versions", _versions(report)),
         _section("Rooms of the core", _rooms(report)),
         _section("Devices", _devices(report)),
+        *([_section("GPU to GPU, GB/s as a kernel writes", _peers(report.peers))] if report.peers is not None else []),
         _section("CPU", _cpu(report.cpu, report.torch.num_threads)),
         _section("Environment", _environment(report)),
         _section("What will happen", _wrapped(report.outlook, "  ")),
@@ -102,6 +104,26 @@ def _cells(row: DeviceRow, uuids: Sequence[str]) -> tuple[str, ...]:
     number = "?" if row.nvidia_smi_index is None else f"GPU {row.nvidia_smi_index}"
     memory = f"{_gib(row.memory_free)} of {_gib(row.memory_total)} GiB"
     return torch, _short(row.entry or "-", uuids), number, row.pci_bus_id, _short(row.uuid, uuids), memory, row.name
+
+
+def _peers(peers: Sequence[PeerVerdict]) -> list[str]:
+    """A row per writer, a column per owner of the memory."""
+    if not peers:
+        return ["  there is one GPU, or none: nothing to test"]
+    devices = sorted({each.device for each in peers})
+    found = {(each.device, each.peer): each for each in peers}
+    rows = [["from", *(f"to {peer}" for peer in devices)]]
+    for device in devices:
+        cells = [_speed(found.get((device, peer))) for peer in devices]
+        rows.append([str(device), *cells])
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return ["  " + "  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows]
+
+
+def _speed(verdict: PeerVerdict | None) -> str:
+    if verdict is None:
+        return "-"
+    return f"{verdict.gigabytes_per_second:.1f}" if verdict.passed else "fails"
 
 
 def _short(uuid: str, uuids: Sequence[str]) -> str:

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from mgpu_core.files import write_whole
 from mgpu_core.mnist.config import Config
-from mgpu_core.mnist.files import write_whole
 from mgpu_core.mnist.history import Epoch
 
 FORMAT = "mgpu_core.mnist checkpoint 1"

@@ -16,11 +16,11 @@ from torch.nn import functional
 
 from mgpu_core import _core
 from mgpu_core.data_parallel import DataParallel
+from mgpu_core.files import check_writable
 from mgpu_core.mnist.checkpoint import Checkpoint, binding_settings
 from mgpu_core.mnist.config import Config
 from mgpu_core.mnist.devices import describe, resolve_devices
 from mgpu_core.mnist.digits import Digits, epoch_order, load
-from mgpu_core.mnist.files import check_writable
 from mgpu_core.mnist.history import Epoch, History, counters_since
 from mgpu_core.mnist.model import build_model
 from mgpu_core.mnist.report import Report, require_matplotlib, write_json, write_plot

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
+from mgpu_core.files import write_whole
 from mgpu_core.mnist.config import Config
 from mgpu_core.mnist.devices import describe
-from mgpu_core.mnist.files import write_whole
 from mgpu_core.mnist.history import Epoch, History
 
 

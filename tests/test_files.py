@@ -6,7 +6,7 @@ from typing import BinaryIO
 
 import pytest
 
-from mgpu_core.mnist.files import check_writable, write_whole
+from mgpu_core.files import check_writable, write_whole
 
 
 def test_writes_and_replaces(tmp_path: Path) -> None:

@@ -1,0 +1,79 @@
+"""What was measured once and holds until the machine changes: kept in files, one per subject and machine.
+
+`MGPU_CORE_CACHE` names the folder, or says `off`; the default is `mgpu_core` in the user's cache folder.  Files are
+replaced whole.  One that cannot be read, or is about another machine, is as good as none; where nothing can be
+written, the answer lives as long as the process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from mgpu_core.files import write_whole
+
+__all__ = ["VARIABLE", "cache_folder", "load", "store"]
+
+VARIABLE = "MGPU_CORE_CACHE"
+_FORMAT = "mgpu_core cache 1"
+_remembered: dict[tuple[str, str], Any] = {}  # subject, key -> value
+
+
+def cache_folder() -> Path | None:
+    """Where the files are; ``None`` where the cache is switched off."""
+    wanted = os.environ.get(VARIABLE, "").strip()
+    if wanted.lower() == "off":
+        return None
+    if wanted:
+        return Path(wanted).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser() / "mgpu_core"
+
+
+def load(subject: str, key: dict[str, Any]) -> Any | None:
+    """What was stored under this subject and key, by this process or another; ``None`` if there is nothing."""
+    text = _text(key)
+    if (subject, text) in _remembered:
+        return _remembered[subject, text]
+    path = _path(subject, text)
+    try:
+        found = json.loads(path.read_text()) if path is not None else {}
+        if found.get("format") != _FORMAT or _text(found["key"]) != text:
+            return None
+        value = found["value"]
+    except (OSError, ValueError, AttributeError, KeyError):
+        return None
+    _remembered[subject, text] = value
+    return value
+
+
+def store(subject: str, key: dict[str, Any], value: Any) -> None:
+    """Keeps a value that JSON can hold; without a place to write, for this process alone."""
+    text = _text(key)
+    _remembered[subject, text] = value
+    path = _path(subject, text)
+    if path is None:
+        return
+    content = json.dumps({"format": _FORMAT, "key": key, "value": value}, indent=1)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, lambda stream: stream.write(content.encode()))
+    except OSError:
+        return
+
+
+def forget() -> None:
+    """Forgets what this process remembers; files stay."""
+    _remembered.clear()
+
+
+def _text(key: dict[str, Any]) -> str:
+    return json.dumps(key, sort_keys=True)
+
+
+def _path(subject: str, text: str) -> Path | None:
+    folder = cache_folder()
+    return None if folder is None else folder / f"{subject}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"

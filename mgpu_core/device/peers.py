@@ -1,0 +1,178 @@
+"""Which GPUs may touch each other's memory: shown by a test, not believed.
+
+A driver's word that two GPUs reach each other is a capability, not a proof: behind some bridges, copies between them
+lose data or never end.  So each ordered pair writes a pattern into the other's memory and reads it back, in a child
+process with a time limit (a hang there costs a child, not the training).  Pairs that pass are allowed to the core; the
+others meet in host memory, and that is said once.  The verdict is kept (see :mod:`mgpu_core.device.cache`).
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from queue import Empty, Queue
+
+from mgpu_core import _core
+from mgpu_core.device import cache
+from mgpu_core.device.machine import machine_key
+
+__all__ = ["PeerVerdict", "kept_verdicts", "prove_peers", "settle_peers"]
+
+PROBE = [sys.executable, "-P", "-m", "mgpu_core.device.peer_probe"]
+START_SECONDS = 120.0  # until the child has imported torch and made its contexts
+PAIR_SECONDS = 30.0  # for each pair
+
+Pair = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class PeerVerdict:
+    """What the test of one ordered pair gave: ``problem`` is empty where data arrived, GB/s as the kernel wrote."""
+
+    device: int
+    peer: int
+    problem: str = ""
+    gigabytes_per_second: float = 0.0
+
+    @property
+    def passed(self) -> bool:
+        """Whether ``device`` may touch the memory of ``peer``."""
+        return not self.problem
+
+
+def prove_peers(devices: Sequence[int], *, again: bool = False) -> list[PeerVerdict]:
+    """The verdict on every ordered pair of these CUDA indices; from the cache unless ``again``.
+
+    Raises:
+        OSError: no child process can be started.
+    """
+    kept = None if again else kept_verdicts(devices)
+    if kept is not None:
+        return kept
+    verdicts = _probe([(device, peer) for device in devices for peer in devices if device != peer])
+    cache.store("peers", _key(devices), [asdict(verdict) for verdict in verdicts])
+    return verdicts
+
+
+_settled: set[int] = set()
+_lock = threading.Lock()
+
+
+def settle_peers(devices: Iterable[int]) -> None:
+    """Makes sure that the pairs of these devices are judged, and those that passed are allowed to the core."""
+    given = set(devices)
+    if _settled >= given:
+        return
+    with _lock:
+        wanted = sorted(_settled | given)
+        if len(wanted) > 1:
+            _allow(prove_peers(wanted))
+        _settled.update(wanted)
+
+
+def _allow(verdicts: Sequence[PeerVerdict]) -> None:
+    failed = [f"cuda:{each.device} -> cuda:{each.peer}: {each.problem}" for each in verdicts if not each.passed]
+    both_ways = {(each.device, each.peer) for each in verdicts if each.passed}
+    _core.cuda_allow_peers([pair for pair in both_ways if pair[::-1] in both_ways])
+    if failed:
+        warnings.warn(
+            "some GPUs do not reach each other's memory, so their tensors go by way of the host, which is slower: "
+            + "; ".join(failed),
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
+def _probe(pairs: Sequence[Pair]) -> list[PeerVerdict]:
+    """Asks children until every pair has an answer: one that hangs or dies takes the pair that it was at with it.
+
+    After two children in a row that gave no answer at all, the others are not asked.
+    """
+    verdicts: list[PeerVerdict] = []
+    silent = 0
+    while len(verdicts) < len(pairs):
+        answers, problem = _ask_child(pairs[len(verdicts) :])
+        verdicts += answers
+        silent = 0 if answers else silent + 1
+        failed = pairs[len(verdicts) :][: 1 if silent < 2 else None]
+        verdicts += [PeerVerdict(*pair, problem=problem) for pair in failed]
+    return verdicts
+
+
+def kept_verdicts(devices: Sequence[int]) -> list[PeerVerdict] | None:
+    """What an earlier test found, if it was about these devices on this machine."""
+    kept = cache.load("peers", _key(devices))
+    return None if kept is None else [PeerVerdict(**each) for each in kept]
+
+
+def _key(devices: Sequence[int]) -> dict[str, object]:
+    return {**machine_key(devices), "devices": list(devices)}
+
+
+def _ask_child(pairs: Sequence[Pair]) -> tuple[list[PeerVerdict], str]:
+    """The child's answers, in order, and why there is none for the next pair."""
+    command = [*PROBE, *(f"{device}:{peer}" for device, peer in pairs)]
+    with subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as child:
+        lines: Queue[str] = Queue()
+        errors: Queue[str] = Queue()
+        readers = [
+            threading.Thread(target=_drain, args=each, daemon=True)
+            for each in ((child.stdout, lines), (child.stderr, errors))
+        ]
+        for reader in readers:
+            reader.start()
+        try:
+            return _read_answers(pairs, lines, errors, child)
+        finally:
+            child.kill()
+            for reader in readers:
+                reader.join(5)
+
+
+def _drain(stream: Iterable[str], into: Queue[str]) -> None:
+    for line in stream:
+        into.put(line)
+    into.put("")  # the end
+
+
+def _read_answers(
+    pairs: Sequence[Pair], lines: Queue[str], errors: Queue[str], child: subprocess.Popen[str]
+) -> tuple[list[PeerVerdict], str]:
+    answers: list[PeerVerdict] = []
+    seconds = START_SECONDS
+    for device, peer in pairs:
+        try:
+            line = lines.get(timeout=seconds)
+        except Empty:
+            return answers, f"no answer within {seconds:g} s"
+        answer = _parsed(line)
+        if answer is None:
+            return answers, f"the test ended with status {child.wait(5)}{_last_line(errors)}"
+        answers.append(PeerVerdict(device, peer, *answer))
+        seconds = PAIR_SECONDS
+    return answers, ""
+
+
+def _parsed(line: str) -> tuple[str, float] | None:
+    try:
+        answer = json.loads(line)
+        return str(answer["problem"]), float(answer["gigabytes_per_second"])
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def _last_line(errors: Queue[str]) -> str:
+    said = ""
+    try:
+        while line := errors.get(timeout=5):
+            said = line.strip() or said
+    except Empty:
+        pass
+    return f": {said}" if said else ""

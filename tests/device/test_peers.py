@@ -1,0 +1,137 @@
+"""The test of peers, with children that answer as machines do: well, wrongly, never, or with their own end."""
+
+import json
+import sys
+
+import pytest
+
+from mgpu_core import doctor
+from mgpu_core.device import cache, peers
+from mgpu_core.device.peers import PeerVerdict
+from mgpu_core.doctor import examination, render
+from mgpu_core.doctor.report import Core, Room
+
+CHILD = """
+import json, os, sys, time
+for argument in sys.argv[1:]:
+    act = ACTS.get(argument, "good")
+    with open(LOG, "a") as log:
+        print(argument, file=log)
+    if act == "hang":
+        time.sleep(600)
+    if act == "die":
+        print("CUDA is broken", file=sys.stderr)
+        os._exit(3)
+    if act == "noise":
+        print("hello")
+    problem = "7 of 9 numbers arrived wrong" if act == "wrong" else ""
+    print(json.dumps({"problem": problem, "gigabytes_per_second": 0 if problem else 25.5}), flush=True)
+"""
+
+
+@pytest.fixture
+def machine(tmp_path, monkeypatch):
+    """Makes a machine out of what each pair does: ``machine(pair="hang")``; returns the list of pairs asked."""
+    monkeypatch.setenv(cache.VARIABLE, str(tmp_path / "cache"))
+    cache.forget()
+    allowed = []
+    monkeypatch.setattr(peers, "machine_key", lambda devices: {"gpus": [f"GPU-{device}" for device in devices]})
+    monkeypatch.setattr(peers._core, "cuda_allow_peers", allowed.extend)
+    monkeypatch.setattr(peers, "_settled", set())
+    monkeypatch.setattr(peers, "PAIR_SECONDS", 1.0)
+    monkeypatch.setattr(peers, "START_SECONDS", 20.0)
+    log = tmp_path / "log"
+
+    def make(**acts):
+        named = {name.lstrip("p").replace("_", ":"): act for name, act in acts.items()}
+        program = CHILD.replace("ACTS", repr(named)).replace("LOG", repr(str(log)))
+        monkeypatch.setattr(peers, "PROBE", [sys.executable, "-I", "-c", program])
+        return allowed, lambda: log.read_text().split() if log.exists() else []
+
+    yield make
+    cache.forget()
+
+
+def problems(verdicts):
+    return {(each.device, each.peer): each.problem for each in verdicts if not each.passed}
+
+
+def test_all_is_well_and_kept(machine):
+    _, asked = machine()
+    verdicts = peers.prove_peers([0, 1, 2])
+    assert [(each.device, each.peer) for each in verdicts] == [(0, 1), (0, 2), (1, 0), (1, 2), (2, 0), (2, 1)]
+    assert all(each.passed and each.gigabytes_per_second == 25.5 for each in verdicts)
+    assert len(asked()) == 6
+    cache.forget()
+    assert peers.prove_peers([0, 1, 2]) == verdicts
+    assert peers.kept_verdicts([0, 1, 2]) == verdicts
+    assert peers.kept_verdicts([0, 1]) is None
+    assert len(asked()) == 6
+    peers.prove_peers([0, 1, 2], again=True)
+    assert len(asked()) == 12
+
+
+def test_wrong_data_is_a_failure(machine):
+    machine(p0_1="wrong")
+    assert problems(peers.prove_peers([0, 1])) == {(0, 1): "7 of 9 numbers arrived wrong"}
+
+
+def test_a_hang_costs_its_pair_alone(machine):
+    machine(p1_0="hang")
+    assert problems(peers.prove_peers([0, 1, 2])) == {(1, 0): "no answer within 1 s"}
+
+
+def test_a_child_that_dies_costs_its_pair_alone(machine):
+    machine(p0_2="die", p2_1="noise")
+    found = problems(peers.prove_peers([0, 1, 2]))
+    assert found[0, 2] == "the test ended with status 3: CUDA is broken"
+    assert set(found) == {(0, 2), (2, 1)}
+
+
+def test_children_that_never_answer_are_not_asked_for_ever(machine):
+    _, asked = machine(**{f"p{one}_{two}": "die" for one in range(8) for two in range(8)})
+    verdicts = peers.prove_peers(range(8))
+    assert len(verdicts) == 56
+    assert not any(each.passed for each in verdicts)
+    assert asked() == ["0:1", "0:2"]
+
+
+def test_only_pairs_that_pass_both_ways_are_allowed(machine):
+    allowed, asked = machine(p0_1="wrong")
+    with pytest.warns(RuntimeWarning, match="cuda:0 -> cuda:1: 7 of 9 numbers arrived wrong"):
+        peers.settle_peers([0, 1, 2])
+    assert sorted(allowed) == [(0, 2), (1, 2), (2, 0), (2, 1)]
+    peers.settle_peers([0, 2])  # settled: said once, asked once
+    assert len(asked()) == 6
+
+
+def test_one_device_asks_nobody(machine):
+    allowed, asked = machine()
+    peers.settle_peers([0])
+    peers.settle_peers([0, 0])
+    assert (allowed, asked()) == ([], [])
+
+
+def with_gpus(monkeypatch, count):
+    rooms = (Room("cpu", True, "2 threads"), Room("cuda", True, "CUDA runtime 13.0"))
+    monkeypatch.setattr(examination, "_core", lambda: Core(rooms, 13000, 13000, count))
+
+
+def test_doctor_shows_the_matrix(machine, monkeypatch, capsys):
+    machine(p1_0="wrong")
+    with_gpus(monkeypatch, 2)
+    assert "mgpu doctor --p2p" in [notice.advice for notice in doctor.examine().notices]
+    report = doctor.examine(test_peers=True)
+    assert report.peers == (PeerVerdict(0, 1, "", 25.5), PeerVerdict(1, 0, "7 of 9 numbers arrived wrong", 0.0))
+    text = render(report)
+    assert "from   to 0  to 1\n     0      -  25.5\n     1  fails     -" in text
+    assert "1 -> 0 (7 of 9 numbers arrived wrong)" in " ".join(text.split())
+    assert json.loads(report.to_json())["peers"][1]["problem"] == "7 of 9 numbers arrived wrong"
+    assert doctor.examine().peers == report.peers  # kept
+
+
+def test_doctor_without_gpus_has_nothing_to_test(machine, monkeypatch):
+    machine()
+    with_gpus(monkeypatch, 0)
+    assert doctor.examine().peers is None
+    assert "there is one GPU, or none: nothing to test" in render(doctor.examine(test_peers=True))

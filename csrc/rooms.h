@@ -6,6 +6,7 @@
 #include <utility>
 #include <vector>
 
+#include "backends/nccl/nccl.h"
 #include "core/collectives.h"
 #include "core/device_ops.h"
 #include "core/transfer.h"

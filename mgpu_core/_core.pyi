@@ -115,3 +115,57 @@ def all_gather(in_: list[int], in_nbytes: list[int], out: list[int], streams: li
 def reduce_scatter(
     in_: list[int], out: list[int], count: int, dtype: str, op: str, streams: list[tuple[int, int]]
 ) -> None: ...
+
+# NCCL: a team owns the communicators of this process's ranks; its calls are those above, by NCCL.
+def nccl_open(candidates: list[str]) -> int: ...
+def nccl_version() -> int: ...
+def nccl_unique_id() -> bytes: ...
+def nccl_init(
+    unique_id: bytes, world: int, ranks: list[int], devices: list[int], limit_seconds: float
+) -> NcclTeam: ...
+
+class NcclTeam:
+    def all_reduce(
+        self,
+        in_: list[int],
+        out: list[int],
+        count: int,
+        dtype: str,
+        op: str,
+        streams: list[tuple[int, int]],
+        merge_shared_devices: bool,
+    ) -> None: ...
+    def reduce(
+        self,
+        in_: list[list[int]],
+        out: list[int],
+        counts: list[int],
+        dtype: str,
+        op: str,
+        streams: list[tuple[int, int]],
+        root: tuple[int, int],
+    ) -> None: ...
+    def broadcast(
+        self,
+        in_: list[int],
+        out: list[list[int]],
+        nbytes: list[int],
+        root: tuple[int, int],
+        streams: list[tuple[int, int]],
+    ) -> None: ...
+    def all_gather(
+        self, in_: list[int], in_nbytes: list[int], out: list[int], streams: list[tuple[int, int]]
+    ) -> None: ...
+    def reduce_scatter(
+        self, in_: list[int], out: list[int], count: int, dtype: str, op: str, streams: list[tuple[int, int]]
+    ) -> None: ...
+    def exchange(
+        self,
+        sends: list[tuple[int, int, int, int, str]],
+        receives: list[tuple[int, int, int, int, str]],
+        streams: list[tuple[int, int]],
+    ) -> None: ...
+    def check(self) -> None: ...
+    def wait(self, streams: list[tuple[int, int]]) -> None: ...
+    def abort(self, reason: str) -> None: ...
+    def close(self) -> None: ...

@@ -19,13 +19,29 @@ def test_same_names():
 def test_same_arguments():
     for node in STUB.body:
         if isinstance(node, ast.FunctionDef):
-            signature = getattr(_core, node.name).__doc__.splitlines()[0]
-            names = re.findall(r"(\w+): ", signature.split(" -> ")[0])
-            assert names == [argument.arg for argument in node.args.args], signature
+            assert_same_arguments(getattr(_core, node.name), node)
+
+
+def test_same_methods():
+    for node in STUB.body:
+        methods = [each for each in getattr(node, "body", []) if isinstance(each, ast.FunctionDef)]
+        if isinstance(node, ast.ClassDef) and methods:
+            module = getattr(_core, node.name)
+            assert {each.name for each in methods} == {name for name in vars(module) if not name.startswith("_")}
+            for each in methods:
+                assert_same_arguments(getattr(module, each.name), each)
+
+
+def assert_same_arguments(function, node):
+    signature = function.__doc__.splitlines()[0]
+    names = re.findall(r"(\w+): ", signature.split(" -> ")[0])
+    assert [name for name in names if name != "self"] == [
+        argument.arg for argument in node.args.args if argument.arg != "self"
+    ], signature
 
 
 def test_error_classes_and_their_bases():
     for node in STUB.body:
-        if isinstance(node, ast.ClassDef):
+        if isinstance(node, ast.ClassDef) and node.bases:
             bases = [base.id for base in node.bases]
             assert [base.__name__ for base in getattr(_core, node.name).__bases__] == bases

@@ -52,4 +52,5 @@ PYBIND11_MODULE(_core, m, pybind11::mod_gil_not_used()) {
   bind_transfer(m);
   bind_kernels(m);
   bind_collectives(m);
+  bind_nccl(m);
 }

@@ -220,7 +220,7 @@ bool PeerCollectives::in_reach(const Streams& streams) const {
 
 void PeerCollectives::all_reduce(const Buffers& in, const Buffers& out, ReduceOp op, Algorithm algorithm,
                                  const Ranks& ranks) {
-  if (algorithm == Algorithm::nccl) throw BackendUnavailable("nccl is the nccl room's algorithm");
+  if (algorithm == Algorithm::nccl) throw BackendUnavailable("nccl works between GPUs, by a team of its own");
   const auto run = in_reach(ranks.streams) ? all_reduce_in_reach : all_reduce_through_host;
   run(ops_, in, out, summing_of(op, in.size()), algorithm, ranks);
 }

@@ -26,13 +26,18 @@ def all_reduce(
             zero.  NaN wins in ``min`` and ``max``.
         algorithm: ``naive`` (into rank 0, then to all) and ``direct`` (each element once, from all ranks to all) add
             in rank order, half precision in float32 rounded once.  ``ring`` adds chunk c in the order c, c + 1, ...,
-            c - 1; ``tree`` as ((0 + 1) + (2 + 3)) + ...; both round at each hop.  ``auto`` is ``direct`` on the CPU.
-            The generic room (other devices, mixed teams) has one algorithm, in rank order.
-        merge_shared_devices: for ``ring`` and ``tree``, ranks that share a GPU are added there first, in rank order;
-            without it each is a place of its own, as if it had a GPU for itself.
+            c - 1; ``tree`` as ((0 + 1) + (2 + 3)) + ...; both round at each hop.  ``nccl`` is NCCL's, between GPUs, in
+            an order of its own; its ``min`` and ``max`` may drop a NaN.  ``auto`` is ``direct`` on the CPU, and on GPUs
+            what was the fastest here for such a size (measured at first use for at most a second, and kept; see
+            ``mgpu doctor``), but never ``nccl`` for ``min`` and ``max``.  The generic room (other devices, mixed teams)
+            has one algorithm, in rank order.
+        merge_shared_devices: for ``ring``, ``tree`` and ``nccl``, ranks that share a GPU are added there first, in
+            rank order; without it each is a place of its own, as if it had a GPU for itself (not for ``nccl``).
 
     Raises:
         TypeError, ValueError: before anything is written.
+        BackendUnavailable: ``nccl`` on the CPU, or where there is none.
+        NcclError: what NCCL said; a later call makes a new team of communicators.
     """
     with span("all_reduce"):
         collectives.all_reduce_into(as_list(tensors, "tensors"), op, algorithm, merge_shared_devices)

@@ -13,6 +13,7 @@ import torch
 
 from mgpu_core import _core
 from mgpu_core.comm import generic, rooms
+from mgpu_core.comm.algorithms import AllReduce
 from mgpu_core.comm.layout import memory_order, nbytes_of, one_layout, runs_along
 from mgpu_core.comm.packing import groups, kind_of
 from mgpu_core.comm.reductions import CORE_DTYPES, check_op, core_count
@@ -48,7 +49,7 @@ def all_reduce_into(tensors: Tensors, op: str, algorithm: str, merge_shared_devi
     if streams is not None:
         pointers = [tensor.data_ptr() for tensor in tensors]
         dtype, count = CORE_DTYPES[first.dtype], core_count(first)
-        ran = _core.all_reduce(pointers, pointers, count, dtype, op, algorithm, streams, merge_shared_devices)
+        ran = AllReduce(pointers, streams, count, dtype, first.nbytes, op, merge_shared_devices).run(algorithm)
     else:
         generic.all_reduce(tensors, op)
         ran = generic.ALGORITHM

@@ -9,7 +9,7 @@ from mgpu_core.device.dtypes import REAL
 __all__ = ["ALGORITHMS", "CORE_DTYPES", "OPS", "check_op", "core_count"]
 
 OPS = ("sum", "avg", "prod", "min", "max")
-ALGORITHMS = ("auto", "naive", "direct", "ring", "tree")
+ALGORITHMS = ("auto", "naive", "direct", "ring", "tree", "nccl")
 CORE_DTYPES = {**REAL, torch.complex64: "float32", torch.complex128: "float64"}
 _GENERIC_DTYPES = (torch.int8, torch.int16)
 

@@ -107,6 +107,11 @@ def _own_maps() -> list[str]:
         return []
 
 
+def wheel_libraries() -> list[str]:
+    """Where pip's NVIDIA wheels have it."""
+    return [str(path) for path in _wheels()]
+
+
 def _wheels() -> list[Path]:
     spec = importlib.util.find_spec("nvidia")
     folders = spec.submodule_search_locations if spec else None

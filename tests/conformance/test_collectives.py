@@ -11,10 +11,12 @@ from fakes.nets import cpu
 
 from mgpu_core import _core, comm
 from mgpu_core.comm import reductions, rooms
+from mgpu_core.errors import BackendUnavailable
 
 RANKS = [1, 2, 3, 8]
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64, torch.uint8]
 OPS = ["sum", "avg", "prod", "min", "max"]
+ALGORITHMS = [name for name in reductions.ALGORITHMS if name != "nccl"]
 COUNTS = [0, 1, 5, 127, 4097]
 POISON = 99
 
@@ -57,7 +59,7 @@ def expected(parts, op):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("op", OPS)
 def test_all_reduce(room, ranks, dtype, op):
-    for algorithm in reductions.ALGORITHMS:
+    for algorithm in ALGORITHMS:
         for count in COUNTS:
             parts = inputs(ranks, count, dtype)
             wanted = expected(parts, op)
@@ -67,6 +69,14 @@ def test_all_reduce(room, ranks, dtype, op):
                 exact = op != "avg" or not dtype.is_floating_point or algorithm in ("auto", "naive", "direct")
                 assert torch.equal(part, wanted) or (not exact and torch.allclose(part, wanted, rtol=1e-2))
                 assert torch.equal(part, parts[0])
+
+
+@pytest.mark.skipif(accelerator.is_wanted(), reason="the generic room has one algorithm, whatever is asked")
+def test_nccl_does_not_work_in_host_memory():
+    parts = inputs(2, 5, torch.float32)
+    with pytest.raises(BackendUnavailable, match="nccl works between GPUs"):
+        comm.all_reduce(parts, algorithm="nccl")
+    assert all(torch.equal(part, kept) for part, kept in zip(parts, inputs(2, 5, torch.float32), strict=True))
 
 
 @pytest.mark.parametrize("ranks", RANKS)
@@ -96,7 +106,7 @@ def test_half_precision_is_rounded_once(room):
     assert parts[2].item() == 2050
 
 
-@pytest.mark.parametrize("algorithm", reductions.ALGORITHMS)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_same_bits_on_every_rank_and_in_every_run(algorithm):
     torch.manual_seed(0)
     start = [torch.randn(70_001) * 10 ** (rank % 5) for rank in range(8)]

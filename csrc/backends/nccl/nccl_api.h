@@ -1,0 +1,85 @@
+// NCCL's interface in our own words, so that the room is built without nccl.h and runs with any library from 2.18 on.
+// nccl_api_check.cpp compares every line with the real header where there is one.
+#pragma once
+
+#include <climits>
+#include <cstddef>
+
+#include "core/types.h"
+
+namespace mgpu::nccl {
+
+// NCCL's enums are ints here: a library that is newer than this file may answer with a number that is not in the list.
+using Result = int;
+constexpr Result kSuccess = 0, kUnhandledCudaError = 1, kSystemError = 2, kInternalError = 3, kInvalidArgument = 4,
+                 kInvalidUsage = 5, kRemoteError = 6, kInProgress = 7;
+constexpr Result kTimeout = 8;  // has a name since 2.30; here also for a limit of ours
+
+struct UniqueId {
+  char internal[128];
+};
+
+// NCCL's own; we only hand it on.
+struct Opaque;
+using Handle = Opaque*;
+
+// The configuration as 2.18 had it.  NCCL reads `nbytes` of it, and by `version` knows which fields it may believe.
+constexpr int kUndefined = INT_MIN;
+struct Config {
+  size_t nbytes = sizeof(Config);
+  unsigned int magic = 0xcafebeef;
+  unsigned int version = 21800;
+  int blocking = 0;  // a safe abort needs calls that return at once
+  int cga_cluster_size = kUndefined;
+  int min_ctas = kUndefined;
+  int max_ctas = kUndefined;
+  const char* net_name = nullptr;
+  int split_share = kUndefined;
+  int traffic_class = kUndefined;  // what was padding then is a field since 2.25
+};
+
+// Every function we use: the name without `nccl`, and the arguments.  All but the two texts return a Result.
+#define MGPU_NCCL_FUNCTIONS(FUNCTION)                                                                   \
+  FUNCTION(Result, GetVersion, (int* version))                                                          \
+  FUNCTION(const char*, GetErrorString, (Result result))                                                \
+  FUNCTION(const char*, GetLastError, (Handle communicator))                                            \
+  FUNCTION(Result, GetUniqueId, (UniqueId * id))                                                        \
+  FUNCTION(Result, GroupStart, ())                                                                      \
+  FUNCTION(Result, GroupEnd, ())                                                                        \
+  FUNCTION(Result, CommInitRankConfig, (Handle*, int ranks, UniqueId, int rank, Config*))               \
+  FUNCTION(Result, CommFinalize, (Handle))                                                              \
+  FUNCTION(Result, CommDestroy, (Handle))                                                               \
+  FUNCTION(Result, CommAbort, (Handle))                                                                 \
+  FUNCTION(Result, CommGetAsyncError, (Handle, Result*))                                                \
+  FUNCTION(Result, AllReduce, (const void*, void*, size_t count, int dtype, int op, Handle, void*))     \
+  FUNCTION(Result, Broadcast, (const void*, void*, size_t count, int dtype, int root, Handle, void*))   \
+  FUNCTION(Result, Reduce, (const void*, void*, size_t, int dtype, int op, int root, Handle, void*))    \
+  FUNCTION(Result, AllGather, (const void*, void*, size_t count, int dtype, Handle, void*))             \
+  FUNCTION(Result, ReduceScatter, (const void*, void*, size_t count, int dtype, int op, Handle, void*)) \
+  FUNCTION(Result, Send, (const void*, size_t count, int dtype, int peer, Handle, void* stream))        \
+  FUNCTION(Result, Recv, (void*, size_t count, int dtype, int peer, Handle, void* stream))
+
+// One table, filled at once.
+struct Api {
+#define MGPU_NCCL_FIELD(returns, name, arguments) returns(*name) arguments = nullptr;
+  MGPU_NCCL_FUNCTIONS(MGPU_NCCL_FIELD)
+#undef MGPU_NCCL_FIELD
+};
+
+// ncclDataType_t and ncclRedOp_t.
+constexpr int kUint8 = 1, kInt32 = 2, kInt64 = 4, kFloat16 = 6, kFloat32 = 7, kFloat64 = 8, kBfloat16 = 9;
+constexpr int kSum = 0, kProd = 1, kMax = 2, kMin = 3, kAvg = 4;
+
+inline int number_of(DType dtype) {
+  constexpr int kNumbers[] = {kFloat16, kBfloat16, kFloat32, kFloat64, kInt32, kInt64, kUint8};
+  return kNumbers[static_cast<int>(dtype)];
+}
+inline int number_of(ReduceOp op) {
+  constexpr int kNumbers[] = {kSum, kAvg, kProd, kMin, kMax};
+  return kNumbers[static_cast<int>(op)];
+}
+
+// Whether a call was taken.  In progress: it goes on in the background, and CommGetAsyncError says when it has ended.
+inline bool accepted(Result result) { return result == kSuccess || result == kInProgress; }
+
+}  // namespace mgpu::nccl

@@ -1,0 +1,245 @@
+#include "backends/nccl/team.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "backends/nccl/group.h"
+#include "backends/nccl/pause.h"
+#include "core/error.h"
+
+namespace mgpu::nccl {
+namespace {
+
+constexpr const char* kAborted = ". All communicators of the team were aborted: make a new team to go on";
+
+std::string seconds(std::chrono::milliseconds time) {
+  std::string text = std::to_string(time.count() / 1000.0);
+  text.erase(text.find_last_not_of('0') + 1);
+  return text + (text.back() == '.' ? "0 s" : " s");
+}
+
+std::vector<RankDevice> sorted(std::vector<RankDevice> ranks) {
+  std::sort(ranks.begin(), ranks.end(), [](const RankDevice& a, const RankDevice& b) { return a.rank < b.rank; });
+  return ranks;
+}
+
+bool all_reached(DeviceOps& ops, const std::vector<Event>& events) {
+  return std::all_of(events.begin(), events.end(), [&](const Event& event) { return ops.reached(event); });
+}
+
+}  // namespace
+
+Team::Team(DeviceOps& ops, const Library& library, int world, const std::vector<RankDevice>& ranks,
+           const Limits& limits)
+    : ops_(ops), library_(library), world_(world), ranks_(sorted(ranks)), limits_(limits), process_(getpid()) {}
+
+Team::~Team() {
+  if (getpid() != process_) return;  // the communicators are the parent's
+  unwatch(*this);
+  try {
+    close();
+    forget_launches(ops_, devices());
+  } catch (const std::exception&) {  // a destructor has nobody to tell
+  }
+}
+
+std::vector<int> Team::devices() const {
+  std::vector<int> devices;
+  for (const RankDevice& each : ranks_) devices.push_back(each.device);
+  return devices;
+}
+
+std::string Team::text_of(const std::string& what, int place, Result code) const {
+  std::string text = what + " failed";
+  if (place >= 0)
+    text += " on rank " + std::to_string(ranks_[place].rank) + ", device " + std::to_string(ranks_[place].device);
+  text += ": " + std::string(api().GetErrorString(code)) + " (NCCL error " + std::to_string(code) + ")";
+  const char* last = api().GetLastError(nullptr);
+  return last && *last ? text + ": " + last : text;
+}
+
+std::string Team::late_text(const std::string& what, std::chrono::milliseconds limit) const {
+  std::string ranks;
+  for (const RankDevice& each : ranks_) ranks += (ranks.empty() ? "" : ", ") + std::to_string(each.rank);
+  return what + " (ranks " + ranks + " of " + std::to_string(world_) + ") did not end within " + seconds(limit);
+}
+
+void Team::require_usable() const {
+  if (state_ == State::failed) throw NcclError(failure_, failure_code_);
+  require(state_ == State::usable, "the team was closed");
+}
+
+void Team::check() const {
+  if (getpid() != process_)
+    throw NcclError("the team belongs to the process that this one was forked from: make a new team here",
+                    kInvalidUsage);
+  const std::lock_guard<std::mutex> lock(mutex_);
+  require_usable();
+}
+
+Team::Status Team::status_of(const std::vector<Handle>& handles) const {
+  Status status{kSuccess, -1};
+  for (size_t place = 0; place < handles.size(); ++place) {
+    Result result = kSuccess;
+    const Result asked = api().CommGetAsyncError(handles[place], &result);
+    if (asked != kSuccess) result = asked;
+    if (!accepted(result)) return {result, static_cast<int>(place)};
+    if (result == kInProgress) status = {result, static_cast<int>(place)};
+  }
+  return status;
+}
+
+// Whoever comes first takes the communicators; nobody else has them then, so NCCL is called without the lock: an abort
+// may take a while.
+void Team::abort(const std::string& reason, Result code) {
+  std::vector<Handle> handles;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (state_ != State::usable) return;
+    failure_ = reason + kAborted;
+    failure_code_ = code;
+    state_ = State::failed;
+    handles.swap(handles_);
+    in_flight_.clear();
+  }
+  for (Handle handle : handles)
+    if (handle) api().CommAbort(handle);
+}
+
+void Team::fail(const std::string& message, Result code) {
+  abort(message, code);
+  check();
+  throw NcclError(message, code);  // not reached: the team is aborted, or was closed meanwhile
+}
+
+void Team::launch(const std::string& what, const Streams& streams, const Part& part) {
+  check();
+  LaunchTurn turn(ops_, streams, Clock::now() + limits_.init);
+  start_group(what, streams, part);
+  until_ready(what);  // only then is the work on the streams
+  fly(what, turn.launched());
+}
+
+void Team::start_group(const std::string& what, const Streams& streams, const Part& part) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  require_usable();
+  Group group(api());
+  for (size_t place = 0; place < handles_.size(); ++place)
+    if (!group.add(place, part(place, handles_[place], streams[place].handle))) break;
+  const Result result = group.end();
+  if (accepted(result)) return;
+  // Usable only if the parts of the other ranks were dropped too, and NCCL itself sees it so.
+  const bool usable = result == kInvalidArgument && group.dropped() && status_of(handles_).code == kSuccess;
+  lock.unlock();
+  const std::string text = text_of(what, group.failed(), result);
+  if (usable) throw NcclError(text + ". Nothing was started; the team is still usable", result);
+  fail(text, result);
+}
+
+// The turn is held on: the next launch must find this one's work on the streams.
+void Team::until_ready(const std::string& what) {
+  const auto deadline = Clock::now() + limits_.init;
+  for (Pause pause;; pause.next()) {
+    Status status;
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      require_usable();
+      status = status_of(handles_);
+    }
+    if (status.code == kSuccess) return;
+    if (status.code != kInProgress) fail(text_of(what, status.place, status.code), status.code);
+    if (Clock::now() > deadline) fail(late_text(what, limits_.init) + ": its peers did not come", kTimeout);
+  }
+}
+
+void Team::fly(const std::string& what, std::vector<Event> events) {
+  if (limits_.collective.count() <= 0) return;
+  bool first;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    drop_reached();
+    first = in_flight_.empty();
+    if (first) progress_ = Clock::now();
+    in_flight_.push_back({what, std::move(events)});
+  }
+  if (first) wake_watchdog();
+}
+
+// Launches on the same devices end in their order, so the first is asked.
+void Team::drop_reached() {
+  while (!in_flight_.empty() && all_reached(ops_, in_flight_.front().events)) {
+    in_flight_.pop_front();
+    progress_ = Clock::now();
+  }
+}
+
+bool Team::look() noexcept try {
+  std::unique_lock<std::mutex> lock(mutex_, std::try_to_lock);
+  if (!lock) return true;
+  if (state_ != State::usable) return false;
+  drop_reached();
+  if (in_flight_.empty()) return false;
+  const Status status = status_of(handles_);
+  const std::string what = in_flight_.front().what;
+  const bool late = Clock::now() - progress_ > limits_.collective;
+  lock.unlock();
+  if (!accepted(status.code))
+    abort(text_of(what + ", while it ran,", status.place, status.code), status.code);
+  else if (late)
+    abort(late_text(what, limits_.collective), kTimeout);
+  return true;
+} catch (const std::exception& error) {  // a device that cannot even say whether it is done
+  try {
+    abort(error.what(), kUnhandledCudaError);
+  } catch (...) {
+  }
+  return false;
+} catch (...) {
+  return false;
+}
+
+void Team::wait(const Streams& streams) {
+  check();
+  std::vector<Event> events;
+  for (const Stream& stream : streams) events.push_back(ops_.record(stream));
+  const auto limit = limits_.collective.count() > 0 ? limits_.collective : Limits{}.collective;
+  const auto deadline = Clock::now() + limit;
+  for (Pause pause; !all_reached(ops_, events); pause.next()) {
+    look();
+    check();
+    if (Clock::now() > deadline) fail(late_text("what is on the streams", limit), kTimeout);
+  }
+  look();
+  check();
+}
+
+void Team::close() {
+  if (getpid() != process_) return;
+  const auto deadline = Clock::now() + limits_.close;
+  std::vector<Handle> handles;
+  std::deque<InFlight> in_flight;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (state_ == State::usable) state_ = State::closed;
+    handles.swap(handles_);
+    in_flight.swap(in_flight_);
+  }
+  for (Pause pause; !in_flight.empty() && Clock::now() < deadline; pause.next())
+    if (all_reached(ops_, in_flight.back().events)) in_flight.clear();
+  if (!handles.empty()) finalize(handles, deadline);
+}
+
+// Resources go with the last communicator of a team, so it is all or none.
+void Team::finalize(const std::vector<Handle>& handles, Clock::time_point deadline) const {
+  bool ended = Clock::now() < deadline;
+  for (Handle handle : handles) ended = ended && accepted(api().CommFinalize(handle));
+  Status status = status_of(handles);
+  for (Pause pause; ended && status.code == kInProgress && Clock::now() < deadline; pause.next())
+    status = status_of(handles);
+  ended = ended && status.code == kSuccess;
+  for (Handle handle : handles) ended ? api().CommDestroy(handle) : api().CommAbort(handle);
+}
+
+}  // namespace mgpu::nccl

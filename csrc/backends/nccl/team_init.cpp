@@ -1,0 +1,93 @@
+// How a team begins: what is refused, and how all ranks meet.
+#include <cstdlib>
+#include <set>
+#include <string>
+
+#include "backends/nccl/group.h"
+#include "backends/nccl/team.h"
+#include "core/error.h"
+
+namespace mgpu::nccl {
+namespace {
+
+// NCCL makes a communicator for the thread's current device.
+class CurrentDevice {
+ public:
+  CurrentDevice(DeviceOps& ops, int device) : ops_(ops), before_(ops.make_current(device)) {}
+  ~CurrentDevice() {
+    try {
+      ops_.make_current(before_);
+    } catch (const std::exception&) {  // the device itself has failed, and the next call on it says so
+    }
+  }
+  CurrentDevice(const CurrentDevice&) = delete;
+  CurrentDevice& operator=(const CurrentDevice&) = delete;
+
+ private:
+  DeviceOps& ops_;
+  const int before_;
+};
+
+// NCCL takes several ranks on one GPU since 2.30, and only if it is told to.
+bool devices_may_be_shared(int version) {
+  const char* enabled = std::getenv("NCCL_MULTI_RANK_GPU_ENABLE");
+  return version >= 23000 && enabled && std::string(enabled) == "1";
+}
+
+void check_ranks(int world, const std::vector<RankDevice>& ranks) {
+  require(world >= 1, "a team has at least one rank, not " + std::to_string(world));
+  require(!ranks.empty(), "this process needs at least one rank of the team");
+  std::set<int> seen;
+  for (const RankDevice& each : ranks) {
+    require(each.rank >= 0 && each.rank < world,
+            "rank " + std::to_string(each.rank) + " is not in a team of " + std::to_string(world) + " ranks");
+    require(seen.insert(each.rank).second, "rank " + std::to_string(each.rank) + " is there twice");
+    require(each.device != kHost, "rank " + std::to_string(each.rank) + " is in host memory; NCCL needs GPUs");
+  }
+}
+
+void check_devices(const std::vector<RankDevice>& ranks, int version) {
+  if (devices_may_be_shared(version)) return;
+  for (size_t i = 0; i < ranks.size(); ++i)
+    for (size_t k = 0; k < i; ++k)
+      require(ranks[i].device != ranks[k].device,
+              "ranks " + std::to_string(ranks[k].rank) + " and " + std::to_string(ranks[i].rank) +
+                  " are both on device " + std::to_string(ranks[i].device) +
+                  ": NCCL sees each GPU once (2.30 takes more with NCCL_MULTI_RANK_GPU_ENABLE=1)");
+}
+
+}  // namespace
+
+std::shared_ptr<Team> Team::init(DeviceOps& ops, const UniqueId& id, int world, const std::vector<RankDevice>& my_ranks,
+                                 const Limits& limits) {
+  check_ranks(world, my_ranks);
+  const Library& library = open_library();
+  check_devices(my_ranks, library.version);
+  const std::shared_ptr<Team> team(new Team(ops, library, world, my_ranks, limits));
+  team->make_communicators(id);
+  if (limits.collective.count() > 0) watch(*team);
+  return team;
+}
+
+// All in one group, else the first would wait for the second for ever.  The turn is not held while they meet: other
+// ranks may be other threads', and NCCL launches nothing meanwhile.
+void Team::make_communicators(const UniqueId& id) {
+  const std::string what = "ncclCommInitRankConfig of " + std::to_string(world_) + " ranks";
+  {
+    const DeviceClaim claim(devices(), Clock::now() + limits_.init);
+    std::unique_lock<std::mutex> lock(mutex_);
+    handles_.assign(ranks_.size(), nullptr);
+    Group group(api());
+    for (size_t place = 0; place < ranks_.size(); ++place) {
+      const CurrentDevice current(ops_, ranks_[place].device);
+      Config config;
+      if (!group.add(place, api().CommInitRankConfig(&handles_[place], world_, id, ranks_[place].rank, &config))) break;
+    }
+    const Result result = group.end();
+    lock.unlock();
+    if (!accepted(result)) fail(text_of(what, group.failed(), result), result);
+  }
+  until_ready(what);
+}
+
+}  // namespace mgpu::nccl

@@ -1,0 +1,22 @@
+// One thread per process that looks after what is in flight: NCCL reports a broken connection, and a peer that never
+// comes, to nobody unless somebody asks.  The thread exists while a team does, sleeps while nothing is in flight, and
+// touches no team once the process has begun to end.  A forked child has none until it makes a team of its own.
+#pragma once
+
+namespace mgpu::nccl {
+
+class Watched {
+ public:
+  virtual ~Watched() = default;
+  // Whether something is in flight, so that it should be looked at again soon.  Acts on what it finds; never waits.
+  virtual bool look() noexcept = 0;
+};
+
+// Until unwatch.  Throws Error where the process can have no more threads.
+void watch(Watched& watched);
+// Nobody looks at it when this returns.  Also for one that was never watched.
+void unwatch(Watched& watched) noexcept;
+// Something is in flight now.
+void wake_watchdog();
+
+}  // namespace mgpu::nccl

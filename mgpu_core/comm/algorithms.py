@@ -1,0 +1,69 @@
+"""All-reduce over pointers: which algorithm, and whose.
+
+On the host the core's `auto` is `direct`.  On GPUs it is what :mod:`mgpu_core.comm.tuning` measured; `nccl` is NCCL's,
+by a team of communicators over the GPUs, everything else is the core's own over peers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from mgpu_core import _core
+from mgpu_core.comm import tuning
+from mgpu_core.comm.rooms import Stream
+from mgpu_core.device.nccl_teams import with_nccl
+from mgpu_core.device.streams import HOST, core_streams
+
+__all__ = ["AllReduce"]
+
+
+@dataclass(frozen=True, slots=True)
+class AllReduce:
+    """An all-reduce in place: one pointer and one stream per rank; ``count`` elements of each."""
+
+    pointers: Sequence[int]
+    streams: list[Stream]
+    count: int
+    dtype: str
+    nbytes: int
+    op: str
+    merge_shared_devices: bool
+
+    def run(self, algorithm: str) -> str:
+        """Returns the algorithm that ran.
+
+        Raises:
+            BackendUnavailable: ``nccl`` where there is none, or on the host.
+        """
+        devices = [device for device, _ in self.streams]
+        if algorithm == "auto" and self.streams[0] != HOST:
+            algorithm = tuning.choose(devices, self.nbytes, self._like_this)
+            if algorithm == "nccl" and self.op in ("min", "max"):
+                algorithm = "direct"  # NCCL's drop a NaN
+        if algorithm == "nccl" and self.streams[0] != HOST:
+            with_nccl(devices, self._by_nccl)
+            return algorithm
+        pointers = list(self.pointers)
+        return _core.all_reduce(
+            pointers, pointers, self.count, self.dtype, self.op, algorithm, self.streams, self.merge_shared_devices
+        )
+
+    def _by_nccl(self, team: _core.NcclTeam) -> None:
+        pointers = list(self.pointers)
+        team.all_reduce(pointers, pointers, self.count, self.dtype, self.op, self.streams, self.merge_shared_devices)
+
+    def _like_this(self, algorithm: str, nbytes: int) -> None:
+        """The same over other memory, of so many bytes, until it is done: a run that is timed."""
+        devices = [torch.device("cuda", device) for device, _ in self.streams]
+        tensors = [torch.zeros(nbytes // 4, device=device) for device in devices]
+        streams = core_streams(devices)
+        assert streams is not None  # they are those of GPUs that the core serves
+        pointers = [tensor.data_ptr() for tensor in tensors]
+        replace(
+            self, pointers=pointers, streams=streams, count=nbytes // 4, dtype="float32", nbytes=nbytes, op="sum"
+        ).run(algorithm)
+        for device in set(devices):
+            torch.cuda.synchronize(device)

@@ -1,0 +1,118 @@
+"""Which algorithm `auto` is on GPUs: measured at first use, for at most a second, and kept for this machine.
+
+The table has one algorithm per size; a call takes that of the next larger size.  It is not measured at import nor while
+a graph is captured: then, and for sizes that the second did not reach, a fixed table stands in.  The kept table is that
+of these GPUs, this driver, this NCCL and this build (:mod:`mgpu_core.device.cache`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from mgpu_core import _core
+from mgpu_core.device import cache
+from mgpu_core.device.machine import machine_key
+from mgpu_core.device.nccl_teams import nccl_is_there
+from mgpu_core.errors import Error
+from mgpu_core.record import event
+
+__all__ = ["choose", "fixed_choice", "kept_table", "measure"]
+
+SIZES = (4 * 1024, 64 * 1024, 1024 * 1024, 16 * 1024 * 1024)  # bytes of each rank
+BUDGET_SECONDS = 1.0
+_REPEATS = 3
+
+Table = Mapping[int, str]
+Run = Callable[[str, int], None]  # all-reduces so many bytes by this algorithm, and waits for it
+
+_tables: dict[tuple[int, ...], Table] = {}
+
+
+def choose(devices: Sequence[int], nbytes: int, run: Run) -> str:
+    """The algorithm for an all-reduce of ``nbytes`` a rank over these GPUs, one entry per rank."""
+    places = tuple(devices)
+    if len(set(places)) == 1:
+        return "direct"  # one device: nothing is sent
+    table = _tables.get(places)
+    if table is None:
+        if torch.cuda.is_current_stream_capturing():
+            return fixed_choice(nbytes, nccl=False)
+        table = _tables[places] = _table_of(places, run)
+    return lookup(table, nbytes)
+
+
+def lookup(table: Table, nbytes: int) -> str:
+    """The entry of the next larger size; beyond the largest, the largest's."""
+    fitting = [size for size in table if size >= nbytes]
+    return table[min(fitting) if fitting else max(table)]
+
+
+def fixed_choice(nbytes: int, *, nccl: bool) -> str:
+    """What is right on most machines: few hops for what is small, NCCL's bandwidth for what is large."""
+    if nbytes <= 256 * 1024:
+        return "direct"
+    return "nccl" if nccl else "direct"
+
+
+def kept_table(devices: Sequence[int]) -> dict[int, str] | None:
+    """What was measured for these GPUs by this process or an earlier one."""
+    kept = cache.load("tuning", _key(devices))
+    try:
+        return None if kept is None else {int(size): str(algorithm) for size, algorithm in kept.items()}
+    except (AttributeError, ValueError):
+        return None
+
+
+def _key(devices: Sequence[int]) -> dict[str, Any]:
+    return {**machine_key(devices), "nccl": _core.nccl_version()}
+
+
+def _table_of(devices: Sequence[int], run: Run) -> Table:
+    nccl = nccl_is_there()
+    kept = kept_table(devices)
+    if kept:
+        return kept
+    algorithms = ["direct", "ring", "naive", *(["nccl"] if nccl else [])]
+    measured = measure(run, algorithms, SIZES, BUDGET_SECONDS, time.perf_counter)
+    table = {size: measured.get(size, fixed_choice(size, nccl=nccl)) for size in SIZES}
+    cache.store("tuning", _key(devices), {str(size): algorithm for size, algorithm in table.items()})
+    event("tuning", 0, 0, str(table))
+    return table
+
+
+def measure(
+    run: Run, algorithms: Sequence[str], sizes: Sequence[int], budget_seconds: float, clock: Callable[[], float]
+) -> dict[int, str]:
+    """The fastest algorithm for each size, as far as the budget reaches; the first run of each is not counted.
+
+    An algorithm that fails is left out from then on.
+    """
+    end = clock() + budget_seconds
+    left = list(algorithms)
+    fastest: dict[int, str] = {}
+    for size in sizes:
+        seconds: dict[str, float] = {}
+        for algorithm in list(left):
+            if clock() > end:
+                return fastest
+            try:
+                seconds[algorithm] = _time(run, algorithm, size, clock)
+            except Error:
+                left.remove(algorithm)
+        if seconds:
+            fastest[size] = min(seconds, key=seconds.__getitem__)
+    return fastest
+
+
+def _time(run: Run, algorithm: str, size: int, clock: Callable[[], float]) -> float:
+    run(algorithm, size)
+    best = float("inf")
+    for _ in range(_REPEATS):
+        begin = clock()
+        run(algorithm, size)
+        best = min(best, clock() - begin)
+    return best

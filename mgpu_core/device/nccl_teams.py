@@ -1,0 +1,96 @@
+"""One NCCL team per list of GPUs in a process, made at first use, because making communicators takes seconds.
+
+NCCL sees each GPU once; ranks that share one are added there first.  A team that failed is dropped, so that the next
+call makes a new one.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from mgpu_core import _core
+from mgpu_core.device.nccl_library import wheel_libraries
+from mgpu_core.errors import NcclError
+
+__all__ = ["TIMEOUT_VARIABLE", "nccl_is_there", "with_nccl"]
+
+TIMEOUT_VARIABLE = "MGPU_CORE_NCCL_TIMEOUT"
+_DEFAULT_SECONDS = 600.0
+
+Devices = tuple[int, ...]
+T = TypeVar("T")
+
+_teams: dict[Devices, _core.NcclTeam] = {}
+_of_parent: list[_core.NcclTeam] = []  # in a forked child: not ours to end
+_lock = threading.Lock()
+
+
+def nccl_is_there() -> bool:
+    """Whether NCCL can be opened here; opens it."""
+    try:
+        return bool(_core.nccl_open(wheel_libraries()))
+    except _core.BackendUnavailable:
+        return False
+
+
+def with_nccl(devices: Sequence[int], call: Callable[[_core.NcclTeam], T]) -> T:
+    """Calls ``call(team)`` with the team over these GPUs, one entry per rank.
+
+    Raises:
+        BackendUnavailable: there is no NCCL that can be used; the message says why.
+        NcclError: what NCCL said; a later call makes a new team.
+        ValueError: ``MGPU_CORE_NCCL_TIMEOUT`` is not a positive number of seconds.
+    """
+    places = tuple(dict.fromkeys(devices))
+    try:
+        return call(_team_over(places))
+    except NcclError:
+        with _lock:
+            _teams.pop(places, None)
+        raise
+
+
+def _team_over(places: Devices) -> _core.NcclTeam:
+    with _lock:
+        team = _teams.get(places)
+        if team is None:
+            _core.nccl_open(wheel_libraries())
+            ranks = list(range(len(places)))
+            unique_id = _core.nccl_unique_id()
+            team = _teams[places] = _core.nccl_init(unique_id, len(places), ranks, list(places), _limit_seconds())
+        return team
+
+
+def _limit_seconds() -> float:
+    """How long a collective may take before its team is given up."""
+    text = os.environ.get(TIMEOUT_VARIABLE, "").strip()
+    try:
+        seconds = float(text) if text else _DEFAULT_SECONDS
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < 1e9:
+        raise ValueError(f"{TIMEOUT_VARIABLE} must be a positive number of seconds, not {text!r}")
+    return seconds
+
+
+def _close_all() -> None:
+    """Before the interpreter goes: a communicator that ends later may find its driver gone."""
+    while _teams:
+        _teams.popitem()[1].close()
+
+
+atexit.register(_close_all)
+
+
+def _after_fork_in_child() -> None:
+    global _lock
+    _lock = threading.Lock()
+    _of_parent.extend(_teams.values())
+    _teams.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -1,0 +1,163 @@
+"""What `auto` is on GPUs: measured with a clock of the test's own, kept, looked up; and the fixed table."""
+
+import pytest
+import torch
+
+from mgpu_core.comm import algorithms, tuning
+from mgpu_core.device import cache
+from mgpu_core.errors import BackendUnavailable, Error
+
+ALGORITHMS = ["direct", "ring", "naive", "nccl"]
+
+
+class Machine:
+    """Runs all-reduces that take as long as the test says, by its own clock."""
+
+    def __init__(self, seconds):
+        self.seconds = seconds  # (algorithm, nbytes) -> seconds, or an error
+        self.now = 0.0
+        self.runs = []
+
+    def clock(self):
+        return self.now
+
+    def run(self, algorithm, nbytes):
+        self.runs.append((algorithm, nbytes))
+        answer = self.seconds(algorithm, nbytes)
+        if isinstance(answer, Exception):
+            raise answer
+        self.now += answer
+
+
+def slow_to_start(algorithm, nbytes):
+    """Algorithms that differ in what they cost at all and in what each MB costs."""
+    base, per_mb = {"direct": (1e-5, 9e-4), "ring": (1e-4, 4e-4), "naive": (3e-5, 3e-3), "nccl": (5e-5, 2e-4)}[
+        algorithm
+    ]
+    return base + per_mb * nbytes / 1e6
+
+
+def test_the_fastest_of_each_size():
+    machine = Machine(slow_to_start)
+    found = tuning.measure(machine.run, ALGORITHMS, [4096, 65536, 2**24], 1.0, machine.clock)
+    assert found == {4096: "direct", 65536: "nccl", 2**24: "nccl"}
+    assert machine.now < 1.1
+
+
+def test_the_budget_ends_it():
+    machine = Machine(lambda algorithm, nbytes: 0.125)  # half a second for each algorithm
+    assert tuning.measure(machine.run, ALGORITHMS, tuning.SIZES, 1.25, machine.clock) == {}  # not one size is complete
+    assert machine.now == 1.5  # what had begun was ended
+    assert tuning.measure(machine.run, ALGORITHMS, tuning.SIZES, 2.25, machine.clock) == {4096: "direct"}
+
+
+def test_the_first_run_is_not_counted():
+    started = set()
+
+    def seconds(algorithm, nbytes):
+        first = algorithm not in started
+        started.add(algorithm)
+        return 0.1 if first and algorithm == "nccl" else {"nccl": 0.001}.get(algorithm, 0.002)
+
+    machine = Machine(seconds)
+    assert tuning.measure(machine.run, ALGORITHMS, [4096], 9.0, machine.clock) == {4096: "nccl"}
+
+
+def test_an_algorithm_that_fails_is_left_out():
+    def seconds(algorithm, nbytes):
+        return BackendUnavailable("no NCCL") if algorithm == "nccl" else slow_to_start(algorithm, nbytes)
+
+    machine = Machine(seconds)
+    found = tuning.measure(machine.run, ALGORITHMS, [4096, 2**24], 1.0, machine.clock)
+    assert found == {4096: "direct", 2**24: "ring"}
+    assert [algorithm for algorithm, _ in machine.runs].count("nccl") == 1
+
+
+def test_lookup_takes_the_next_larger_size():
+    table = {4096: "direct", 65536: "naive", 2**24: "ring"}
+    sizes = [0, 4096, 4097, 65536, 65537, 2**24, 2**30]
+    found = [tuning.lookup(table, nbytes) for nbytes in sizes]
+    assert found == ["direct", "direct", "naive", "naive", "ring", "ring", "ring"]
+
+
+def test_the_fixed_table():
+    assert [tuning.fixed_choice(nbytes, nccl=True) for nbytes in (0, 2**18, 2**18 + 1)] == ["direct", "direct", "nccl"]
+    assert tuning.fixed_choice(2**30, nccl=False) == "direct"
+
+
+@pytest.fixture
+def machine(monkeypatch, tmp_path):
+    """Two GPUs that there are not, a clock of our own and a cache of our own."""
+    machine = Machine(slow_to_start)
+    monkeypatch.setenv(cache.VARIABLE, str(tmp_path / "cache"))
+    cache.forget()
+    monkeypatch.setattr(tuning, "_tables", {})
+    monkeypatch.setattr(tuning, "machine_key", lambda devices: {"gpus": [f"GPU-{device}" for device in devices]})
+    monkeypatch.setattr(tuning, "nccl_is_there", lambda: True)
+    monkeypatch.setattr(tuning.time, "perf_counter", machine.clock)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    yield machine
+    cache.forget()
+
+
+def test_it_is_measured_once_and_kept(machine, monkeypatch):
+    assert tuning.choose([0, 1], 100, machine.run) == "direct"
+    runs = len(machine.runs)
+    assert runs == 4 * 4 * len(tuning.SIZES)
+    assert tuning.choose([0, 1], 2**24, machine.run) == "nccl"
+    assert len(machine.runs) == runs
+    monkeypatch.setattr(tuning, "_tables", {})  # another process
+    cache.forget()
+    assert tuning.choose([0, 1], 2**24, machine.run) == "nccl"
+    assert len(machine.runs) == runs
+    assert tuning.kept_table([0, 1]) == {4096: "direct", 65536: "nccl", 2**20: "nccl", 2**24: "nccl"}
+    assert tuning.kept_table([1, 0]) is None
+    tuning.choose([0, 0, 1], 2**24, machine.run)  # another team is another table
+    assert len(machine.runs) == 2 * runs
+
+
+def test_one_device_is_not_measured(machine):
+    assert tuning.choose([1, 1, 1], 2**24, machine.run) == "direct"
+    assert machine.runs == []
+
+
+def test_nothing_is_measured_while_a_graph_is_captured(machine, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert tuning.choose([0, 1], 2**24, machine.run) == "direct"
+    assert machine.runs == []
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    assert tuning.choose([0, 1], 2**24, machine.run) == "nccl"
+
+
+@pytest.mark.parametrize("content", ["", "{", '{"format": "mgpu_core cache 1", "key": {}, "value": 7}'])
+def test_a_corrupt_cache_means_measuring(machine, content):
+    tuning.choose([0, 1], 1, machine.run)
+    (path,) = cache.cache_folder().iterdir()
+    path.write_text(content)
+    cache.forget()
+    tuning._tables.clear()
+    runs = len(machine.runs)
+    assert tuning.choose([0, 1], 2**24, machine.run) == "nccl"
+    assert len(machine.runs) == 2 * runs
+
+
+def test_on_gpus_auto_is_what_was_chosen_and_nccl_goes_to_its_team(monkeypatch):
+    asked = []
+
+    class Team:
+        def all_reduce(self, *arguments):
+            asked.append(arguments)
+
+    monkeypatch.setattr(tuning, "choose", lambda devices, nbytes, run: "nccl")
+    monkeypatch.setattr(algorithms, "with_nccl", lambda devices, call: (asked.append(devices), call(Team())))
+    call = algorithms.AllReduce([64, 128], [(0, 5), (1, 6)], 7, "float32", 28, "sum", True)
+    assert call.run("auto") == "nccl"
+    assert asked == [[0, 1], ([64, 128], [64, 128], 7, "float32", "sum", [(0, 5), (1, 6)], True)]
+    asked.clear()
+    low = algorithms.AllReduce([64, 128], [(0, 5), (1, 6)], 7, "float32", 28, "min", True)
+    monkeypatch.setattr(algorithms._core, "all_reduce", lambda *arguments: asked.append(arguments[5]) or arguments[5])
+    assert low.run("auto") == "direct"  # NCCL would drop a NaN
+    assert asked == ["direct"]
+    monkeypatch.undo()
+    with pytest.raises(Error):
+        algorithms.AllReduce([64], [(-1, 0)], 7, "float32", 28, "sum", True).run("nccl")

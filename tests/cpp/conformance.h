@@ -191,6 +191,41 @@ inline void there_and_back(World& world, int64_t outer, const std::vector<int64_
   }
 }
 
+// What a bucket of gradients goes through: packed on each rank's stream, all-reduced, and unpacked where it came from.
+inline void bucket(World& world, Algorithm algorithm) {
+  const std::vector<int64_t> counts{3, 40, 1, 0, 17};
+  const int64_t whole = std::accumulate(counts.begin(), counts.end(), int64_t{0});
+  Memories flats = memories(world, whole);
+  std::vector<Memories> gradients(world.size());
+  std::vector<mgpu::Packing> packings;
+  for (int rank = 0; rank < world.size(); ++rank) {
+    mgpu::Packing packing{{}, DType::i32, flats[rank]->data(), DType::i32, 1.0};
+    int64_t begin = 0;
+    for (int64_t count : counts) {
+      gradients[rank].push_back(std::make_unique<Memory<Int>>(world, rank, count));
+      gradients[rank].back()->fill([rank, begin](int64_t i) { return value(rank, begin + i); });
+      packing.pieces.push_back({gradients[rank].back()->data(), begin, count});
+      begin += count;
+    }
+    packings.push_back(packing);
+    world.ops().pack(packing, world.streams()[rank]);
+    for (auto& gradient : gradients[rank]) gradient->poison();
+  }
+  world.collectives().all_reduce(buffers(flats, whole), buffers(flats, whole), ReduceOp::sum, algorithm, world.ranks());
+  for (int rank = 0; rank < world.size(); ++rank) {
+    world.ops().unpack(packings[rank], world.streams()[rank]);
+    for (auto& gradient : gradients[rank]) gradient->read_and_poison();
+  }
+  finish(world, flats);
+  for (auto& of_rank : gradients) {
+    int64_t begin = 0;
+    for (size_t place = 0; place < counts.size(); begin += counts[place++]) {
+      CHECK(of_rank[place]->guarded());
+      for (int64_t i = 0; i < counts[place]; ++i) CHECK(of_rank[place]->seen()[i] == sum(world.size(), begin + i));
+    }
+  }
+}
+
 inline void collectives(const std::function<std::unique_ptr<World>()>& make, const std::vector<int64_t>& counts) {
   const auto in_new_world = [&](auto&& test, auto... arguments) {
     const std::unique_ptr<World> world = make();
@@ -204,6 +239,8 @@ inline void collectives(const std::function<std::unique_ptr<World>()>& make, con
     }
   for (Algorithm algorithm : {Algorithm::naive, Algorithm::direct, Algorithm::ring, Algorithm::tree})
     for (bool merge : {true, false}) in_new_world(average, algorithm, merge);
+  for (Algorithm algorithm : {Algorithm::naive, Algorithm::direct, Algorithm::ring, Algorithm::tree})
+    in_new_world(bucket, algorithm);
   const int last = make()->size() - 1;
   for (int64_t count : counts) {
     in_new_world(reduce_scatter, count);

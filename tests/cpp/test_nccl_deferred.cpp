@@ -11,16 +11,21 @@ static void submit(void* stream, bool (*step)(void*), void* argument) {
   device_of_hook->submit({0, stream}, [step, argument] { return step(argument); });
 }
 
-// A room like any other, for the suite.  Nobody watches: this device is one thread's.
+// Nobody watches: this device is one thread's.
+static mgpu::nccl::Limits unwatched() {
+  mgpu::nccl::Limits limits;
+  limits.collective = std::chrono::milliseconds(0);
+  return limits;
+}
+
+// A room like any other, for the suite.
 class NcclDeferredWorld final : public World {
  public:
   NcclDeferredWorld(uint64_t seed, const std::vector<int>& devices) : inner_(seed, devices, false) {
     device_of_hook = &inner_.device();
     fakeNcclSetEnqueue(submit);
     const auto ranks = mgpu::fakes::one_rank_per_device(devices);
-    mgpu::nccl::Limits limits;
-    limits.collective = std::chrono::milliseconds(0);
-    team_ = mgpu::nccl::init(ops(), mgpu::nccl::unique_id(), static_cast<int>(ranks.size()), ranks, limits);
+    team_ = mgpu::nccl::init(ops(), mgpu::nccl::unique_id(), static_cast<int>(ranks.size()), ranks, unwatched());
     collectives_ = std::make_unique<mgpu::nccl::NcclCollectives>(team_);
   }
   mgpu::DeviceOps& ops() override { return inner_.ops(); }
@@ -96,6 +101,26 @@ static void exchange(World& world, int64_t count) {
     for (int64_t i = 0; i < count; ++i) CHECK(to[rank]->seen()[i] == conformance::value((rank + ranks - 1) % ranks, i));
 }
 
+// Two teams over the same devices, on streams that know nothing of each other: their launches still run one after the
+// other, as NCCL wants of communicators that share a device.  The second reads what the first has written.
+static void two_teams(uint64_t seed) {
+  NcclDeferredWorld world(seed, {0, 1});
+  const int64_t count = 9;
+  const auto team = mgpu::nccl::init(world.ops(), mgpu::nccl::unique_id(), 2, {{0, 0}, {1, 1}}, unwatched());
+  mgpu::nccl::NcclCollectives other(team);
+  auto first = conformance::filled(world, count);
+  mgpu::Streams streams{world.new_stream(0), world.new_stream(1)};
+  mgpu::Buffers in = conformance::buffers(first, count), out;
+  for (int rank : {0, 1}) out.push_back({world.allocate(rank, count * 4), count, mgpu::DType::i32});
+  world.collectives().all_reduce(in, in, mgpu::ReduceOp::sum, mgpu::Algorithm::nccl, world.ranks());
+  other.all_reduce(in, out, mgpu::ReduceOp::sum, mgpu::Algorithm::nccl, {streams, true});
+  for (int rank : {1, 0}) world.ops().synchronize(streams[rank]);
+  for (int rank : {0, 1})
+    for (int64_t i = 0; i < count; ++i)
+      CHECK(static_cast<int32_t*>(out[rank].pointer)[i] == 2 * conformance::sum(2, i));
+  world.finish();
+}
+
 static void on(const std::vector<int>& devices, uint64_t seed, int64_t count) {
   const auto in_new_world = [&](auto&& test, auto... arguments) {
     NcclDeferredWorld world(seed, devices);
@@ -118,10 +143,12 @@ static void on(const std::vector<int>& devices, uint64_t seed, int64_t count) {
 
 int main() {
   mgpu::nccl::open({FAKE_NCCL});
-  for (uint64_t seed = 0; seed < 20; ++seed)
+  for (uint64_t seed = 0; seed < 20; ++seed) {
+    two_teams(seed);
     for (const auto& devices : std::vector<std::vector<int>>{
              {0}, {0, 1}, {1, 0}, {0, 1, 2, 3, 4, 5, 6, 7}, {0, 0, 0}, {0, 0, 1, 1}, {0, 1, 1, 0, 2}})
       for (int64_t count : {int64_t{0}, int64_t{1}, int64_t{40}}) on(devices, seed, count);
+  }
   CHECK(fakeNcclAborted() == 0);
   return passed();
 }

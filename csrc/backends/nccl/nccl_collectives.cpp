@@ -155,8 +155,7 @@ void NcclCollectives::broadcast(const std::vector<BroadcastCall>& calls, Stream 
   for (const BroadcastCall& call : calls)
     if (call.in.count) copies.push_back(call);
   if (copies.empty()) return;
-  before_leaders(ops_, places, ranks.streams);
-  order(ops_, root, places.leading[place]);
+  order(ops_, root, places.leading[place]);  // each stream writes what is its own, so there is nobody else to wait for
   broadcast_at(copies, places, ranks.streams, {number_of(place), static_cast<int>(place)});
   order(ops_, places.leading[place], root);
 }

@@ -34,6 +34,7 @@ def present(monkeypatch):
         monkeypatch.setattr(examination, "_torch", lambda: about_torch)
         monkeypatch.setattr(examination, "_defaults", lambda: defaults)
         monkeypatch.setattr(examination, "kept_verdicts", lambda devices: [])  # tested, and all is well
+        monkeypatch.setattr(examination, "_all_reduce", lambda core: None)
         monkeypatch.setattr(examination, "_core", lambda: core or Core(BUILT, 13000, 13000, len(seen)))
 
     return put

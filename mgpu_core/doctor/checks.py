@@ -32,6 +32,7 @@ class Facts:
     core: Core
     nccl: NcclLibrary | None
     peers: tuple[PeerVerdict, ...] | None
+    all_reduce: dict[int, str] | None
     cpu: Cpu
 
 

@@ -45,6 +45,7 @@ def examine(*, test_peers: bool = False) -> Report:
         no_device_reason=facts.seen.reason,
         nvml_problem=facts.nvml.reason,
         peers=facts.peers,
+        all_reduce=facts.all_reduce,
         cpu=facts.cpu,
         environment=_environment(),
         defaults=facts.defaults,
@@ -87,6 +88,7 @@ def _ask(guard: _Guard, test_peers: bool) -> Facts:
         defaults=guard("the default devices", _defaults, Defaults()) if torch.version else Defaults(),
         core=core,
         peers=guard("the GPUs' peers", lambda: _peers(core, test_peers), None),
+        all_reduce=guard("the kept measurements", lambda: _all_reduce(core), None),
         nccl=guard("NCCL", lambda: find_nccl(os.environ), None),
         cpu=guard("the system", _cpu, Cpu(os.cpu_count() or 1, os.cpu_count() or 1, None, None)),
     )
@@ -129,6 +131,12 @@ def _peers(core: Core, test: bool) -> tuple[PeerVerdict, ...] | None:
     devices = range(core.cuda_device_count)
     verdicts = prove_peers(devices, again=True) if test else kept_verdicts(devices) if len(devices) > 1 else None
     return None if verdicts is None else tuple(verdicts)
+
+
+def _all_reduce(core: Core) -> dict[int, str] | None:
+    from mgpu_core.comm.tuning import kept_table
+
+    return kept_table(range(core.cuda_device_count)) if core.cuda_device_count > 1 else None
 
 
 def _cpu() -> Cpu:

@@ -72,7 +72,10 @@ class Cpu:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Everything doctor knows about this process's machine."""
+    """Everything doctor knows about this process's machine.
+
+    `all_reduce` is what `auto` means over all GPUs, by bytes of a rank, where it has been measured.
+    """
 
     mgpu_core: str
     python: Python
@@ -84,6 +87,7 @@ class Report:
     no_device_reason: str | None
     nvml_problem: str | None
     peers: tuple[PeerVerdict, ...] | None
+    all_reduce: dict[int, str] | None
     cpu: Cpu
     environment: dict[str, str]
     defaults: Defaults

@@ -26,6 +26,7 @@ def render(report: Report) -> str:
         _section("Rooms of the core", _rooms(report)),
         _section("Devices", _devices(report)),
         *([_section("GPU to GPU, GB/s as a kernel writes", _peers(report.peers))] if report.peers is not None else []),
+        *([_section("all_reduce, auto", _all_reduce(report.all_reduce))] if report.all_reduce else []),
         _section("CPU", _cpu(report.cpu, report.torch.num_threads)),
         _section("Environment", _environment(report)),
         _section("What will happen", _wrapped(report.outlook, "  ")),
@@ -118,6 +119,10 @@ def _peers(peers: Sequence[PeerVerdict]) -> list[str]:
         rows.append([str(device), *cells])
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return ["  " + "  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows]
+
+
+def _all_reduce(table: dict[int, str]) -> list[str]:
+    return [line for size, name in sorted(table.items()) for line in _field(f"to {size // 1024} KiB", name)]
 
 
 def _speed(verdict: PeerVerdict | None) -> str:

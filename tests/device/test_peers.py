@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from mgpu_core import doctor
+from mgpu_core.comm import tuning
 from mgpu_core.device import cache, peers
 from mgpu_core.device.peers import PeerVerdict
 from mgpu_core.doctor import examination, render
@@ -113,6 +114,7 @@ def test_one_device_asks_nobody(machine):
 
 
 def with_gpus(monkeypatch, count):
+    monkeypatch.setattr(tuning, "machine_key", lambda devices: {"gpus": len(devices)})
     rooms = (Room("cpu", True, "2 threads"), Room("cuda", True, "CUDA runtime 13.0"))
     monkeypatch.setattr(examination, "_core", lambda: Core(rooms, 13000, 13000, count))
 
@@ -135,3 +137,13 @@ def test_doctor_without_gpus_has_nothing_to_test(machine, monkeypatch):
     with_gpus(monkeypatch, 0)
     assert doctor.examine().peers is None
     assert "there is one GPU, or none: nothing to test" in render(doctor.examine(test_peers=True))
+
+
+def test_doctor_shows_what_auto_is(machine, monkeypatch):
+    machine()
+    with_gpus(monkeypatch, 2)
+    assert doctor.examine().all_reduce is None
+    cache.store("tuning", tuning._key(range(2)), {"4096": "direct", "16777216": "nccl"})
+    report = doctor.examine()
+    assert report.all_reduce == {4096: "direct", 2**24: "nccl"}
+    assert "all_reduce, auto\n  to 4 KiB       direct\n  to 16384 KiB   nccl\n" in render(report)

@@ -1,0 +1,71 @@
+"""Which streams the core is told, and when it has no room for a device."""
+
+import warnings
+
+import pytest
+import torch
+
+from mgpu_core.device import streams
+
+GPU = torch.device("cuda", 0)
+
+
+@pytest.fixture(autouse=True)
+def forget():
+    streams._cuda_room_works.cache_clear()
+    yield
+    streams._cuda_room_works.cache_clear()
+
+
+def with_torch(monkeypatch, *, torch_sees, core_sees, built=True, cuda="13.0"):
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: torch_sees > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: torch_sees)
+    monkeypatch.setattr(streams._core, "cuda_device_count", lambda: core_sees)
+    monkeypatch.setattr(streams._core, "rooms", lambda: [("cuda", built, "")])
+    monkeypatch.setattr(streams, "settle_peers", lambda devices: None)
+
+
+class Stream:
+    cuda_stream = 77
+
+
+def test_the_host():
+    host = torch.device("cpu")
+    assert streams.core_stream(host) == streams.HOST
+    assert streams.core_streams([host, host]) == [streams.HOST, streams.HOST]
+
+
+def test_gpus(monkeypatch):
+    asked = []
+    with_torch(monkeypatch, torch_sees=2, core_sees=2)
+    monkeypatch.setattr(streams, "settle_peers", lambda devices: asked.append(sorted(devices)))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
+    assert streams.core_stream(GPU) == (0, 77)
+    assert streams.core_streams([GPU, torch.device("cuda", 1), GPU]) == [(0, 77), (1, 77), (0, 77)]
+    assert asked == [[0, 1]]
+
+
+def test_mixed_teams_and_other_devices_have_no_room(monkeypatch):
+    with_torch(monkeypatch, torch_sees=2, core_sees=2)
+    assert streams.core_streams([GPU, torch.device("cpu")]) is None
+    assert streams.core_streams([torch.device("meta")]) is None
+    assert streams.core_stream(torch.device("meta")) is None
+
+
+def test_a_driver_too_old_for_this_build_is_said_once(monkeypatch):
+    with_torch(monkeypatch, torch_sees=2, core_sees=0)
+    with pytest.warns(RuntimeWarning, match=r"torch sees 2 GPUs and mgpu_core's CUDA runtime 0.*MGPU_CUDA=system"):
+        assert streams.core_streams([GPU]) is None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert streams.core_stream(GPU) is None
+
+
+@pytest.mark.parametrize("machine", [{"built": False}, {"cuda": None}, {"torch_sees": 0}])
+def test_no_room_is_silent(monkeypatch, machine):
+    with_torch(monkeypatch, **{"torch_sees": 2, "core_sees": 2, **machine})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert streams.core_stream(GPU) is None
+        assert streams.core_streams([GPU]) is None

@@ -1,6 +1,6 @@
-"""NCCL for real, on one GPU: a team of one rank; and two ranks on the one GPU, in one process where NCCL can, else in two.
+"""NCCL for real, on one GPU: a team of one rank, and a team of two ranks on the one GPU.
 
-Several ranks of one process share a GPU from NCCL 2.30 on (NCCL_MULTI_RANK_GPU_ENABLE=1).  Before, each rank is a process
+Two ranks of one process share a GPU from NCCL 2.30 on (NCCL_MULTI_RANK_GPU_ENABLE=1).  Before, each rank is a process
 that says it is a machine of its own (NCCL_HOSTID), and they meet by the loopback network: slow, but it is NCCL.
 """
 

@@ -35,6 +35,7 @@ void set_host_threads(int threads);
 int cuda_device_count();
 int cuda_runtime_version();
 int cuda_driver_version();
+bool cuda_has_code_for(int device);
 // Lets kernels of the first touch the memory of the second, in each pair; a test must have shown that it works.
 void cuda_allow_peers(const std::vector<std::pair<int, int>>& device_and_peer);
 

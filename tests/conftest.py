@@ -1,4 +1,4 @@
-"""Where the tests run: as a rule on the CPU, in the process that ``test_fake_accelerator.py`` starts on the fake.
+"""Where the tests run: as a rule on the CPU, in the processes that ``test_fake_accelerator.py`` starts on the fake.
 
 There the tests of the road that say nothing of a device run as they are: what they make is on ``fake:0``, the ranks
 that they ask for are fake devices, and what they compare may be on two of them.
@@ -6,7 +6,12 @@ that they ask for are fake devices, and what they compare may be on two of them.
 
 import pytest
 import torch
-from fakes import accelerator, nets
+from fakes import accelerator, cuda
+
+if accelerator.by_the_cuda_room():
+    cuda.take_the_cores_place()  # before anything imports mgpu_core
+
+from fakes import nets
 from fakes.accelerator.cpu_only import CPU_ONLY
 
 _OWN = "accelerator"  # the folder of the tests that are only for the fake
@@ -17,6 +22,8 @@ _equal = torch.equal
 
 if accelerator.is_wanted():
     accelerator.register()
+    if accelerator.by_the_cuda_room():
+        cuda.serve("fake")
     torch.set_default_device("fake:0")
     nets.cpu = accelerator.fakes
     torch.equal = lambda one, other: _equal(one.cpu(), other.cpu())

@@ -7,9 +7,9 @@ namespace mgpu::bindings {
 namespace {
 
 using PieceTuples = std::vector<std::tuple<Pointer, int64_t, int64_t>>;  // pointer, begin, count
-// parameters, gradients, count, dtype, segments, how many, constants, groups, clip, loss_scale, found_inf
-using FlatTuple =
-    std::tuple<Pointer, Pointer, int64_t, std::string, Pointer, int64_t, Pointer, Pointer, Pointer, Pointer, Pointer>;
+// parameters, gradients, count, dtype, segments, how many, constants, groups, how many, clip, loss_scale, found_inf
+using FlatTuple = std::tuple<Pointer, Pointer, int64_t, std::string, Pointer, int64_t, Pointer, Pointer, int64_t,
+                             Pointer, Pointer, Pointer>;
 
 void* pointer_of(Pointer pointer) { return reinterpret_cast<void*>(pointer); }
 
@@ -98,8 +98,8 @@ void bind_l2_norm(const PieceTuples& pieces, const std::string& dtype, Pointer p
 }
 
 FlatParameters flat_of(const FlatTuple& tuple) {
-  const auto& [parameters, gradients, count, dtype, segments, segment_count, constants, groups, clip, loss_scale,
-               found_inf] = tuple;
+  const auto& [parameters, gradients, count, dtype, segments, segment_count, constants, groups, group_count, clip,
+               loss_scale, found_inf] = tuple;
   return {pointer_of(parameters),
           pointer_of(gradients),
           count,
@@ -108,6 +108,7 @@ FlatParameters flat_of(const FlatTuple& tuple) {
           segment_count,
           static_cast<double*>(pointer_of(constants)),
           static_cast<const double*>(pointer_of(groups)),
+          group_count,
           static_cast<const float*>(pointer_of(clip)),
           static_cast<const float*>(pointer_of(loss_scale)),
           static_cast<const float*>(pointer_of(found_inf))};

@@ -28,6 +28,7 @@ void bind_machine(py::module_& m) {
   m.def("cuda_device_count", &cuda_device_count, "GPUs that this build's CUDA runtime can use.");
   m.def("cuda_runtime_version", &cuda_runtime_version, "13000 is 13.0; 0 in a build without CUDA.");
   m.def("cuda_driver_version", &cuda_driver_version, "13000 is 13.0; 0 without a driver.");
+  m.def("cuda_has_code_for", &cuda_has_code_for, py::arg("device"), "Whether this build has code that the GPU runs.");
   m.def("cuda_allow_peers", &cuda_allow_peers, py::arg("device_and_peer"),
         "Lets kernels of the first of each pair touch the second's memory; a test must have shown that it works.");
 }

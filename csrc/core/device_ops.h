@@ -35,8 +35,9 @@ class DeviceOps {
   virtual bool reached(const Event& event) = 0;
   virtual void synchronize(Stream on) = 0;  // the caller waits for all that is on it
 
-  // The calling thread's current device; returns the one before.  Libraries that take no device look there.
-  virtual int make_current(int device) = 0;
+  // Makes a device the calling thread's current one for as long as the answer lives; libraries that take no device look
+  // there.  The answers end in the reverse order.
+  virtual std::shared_ptr<void> make_current(int device) = 0;
 
   // Host memory that the devices read and write by themselves; the same memory comes again when its last owner has let
   // it go.  `keep` is such an owner until what is on the stream now has run.

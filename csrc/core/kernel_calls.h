@@ -78,7 +78,7 @@ struct L2Norm {
   void* out;
   DType out_dtype;  // f32 or f64
 };
-constexpr int64_t kNormTile = 32 * 1024;
+constexpr int64_t kNormTile = 8 * 1024;
 int64_t norm_tiles(const std::vector<Piece>& pieces);
 
 // The parameters of many tensors, their gradients and the optimizer's state, each in one flat buffer of one dtype.
@@ -93,6 +93,7 @@ struct FlatParameters {
   int64_t segment_count;
   double* constants;        // (segment_count, kOptimizerConstants): room for a device to work in; the host needs none
   const double* groups;     // (group_count, 6): what the columns are, says each optimizer
+  int64_t group_count;      // a segment of another group is left alone
   const float* clip;        // gradients are multiplied by it; null: 1
   const float* loss_scale;  // gradients are divided by it; null: 1
   const float* found_inf;   // not 0: nothing is changed, not even the steps; null: 0

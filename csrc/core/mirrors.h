@@ -5,23 +5,28 @@
 
 namespace mgpu {
 
-// The inputs of the ranks, or their copies in host memory, made on the ranks' own streams.
+// The inputs of ranks, or copies of them, made on the ranks' own streams.  The copies live until what is on the streams
+// of `users` has run, all that was put there in the life of this object: also where an exception ends it.
 class Mirrors {
  public:
-  Mirrors(DeviceOps& ops, bool wanted) : ops_(ops), wanted_(wanted) {}
+  Mirrors(DeviceOps& ops, bool wanted, const Streams& users) : ops_(ops), wanted_(wanted), users_(users) {}
+  ~Mirrors();
+  Mirrors(const Mirrors&) = delete;
+  Mirrors& operator=(const Mirrors&) = delete;
 
   bool wanted() const { return wanted_; }
   // What the others read in its place.  A buffer without memory stays one.
   Buffer of(const Buffer& buffer, Stream on);
   Buffers of(const Buffers& buffers, const Streams& on);
+  // Many that one stream has, in one piece of memory and by one copy.
+  Buffers of_all(const Buffers& buffers, Stream on);
   // Room without contents.
-  Buffer room(const Buffer& like);
-  // The copies live until what is on these streams now has run.
-  void keep(const Streams& readers);
+  Buffer room(int64_t count, DType dtype);
 
  private:
   DeviceOps& ops_;
   const bool wanted_;
+  const Streams users_;
   std::vector<std::shared_ptr<void>> memory_;
 };
 

@@ -164,15 +164,29 @@ std::vector<std::vector<CopyHop>> all_from_root(Stream root, const Streams& stre
   return {hops};
 }
 
-// The same calls from a copy of each source.  A copy that is the source itself is still left alone.
+// The same calls from copies of the sources.  A copy that is the source itself is still left alone.
 std::vector<BroadcastCall> mirrored(Mirrors& mirrors, std::vector<BroadcastCall> calls, Stream root) {
-  for (BroadcastCall& call : calls) {
-    const void* source = call.in.pointer;
-    call.in = mirrors.of(call.in, root);
-    for (Buffer& out : call.out)
-      if (out.pointer == source) out.pointer = call.in.pointer;
+  Buffers sources;
+  for (const BroadcastCall& call : calls) sources.push_back(call.in);
+  const Buffers copies = mirrors.of_all(sources, root);
+  for (size_t i = 0; i < calls.size(); ++i) {
+    calls[i].in = copies[i];
+    for (Buffer& out : calls[i].out)
+      if (out.pointer == sources[i].pointer) out.pointer = copies[i].pointer;
   }
   return calls;
+}
+
+// The inputs of a batch of sums, or copies of them: one copy of all that a rank has.
+std::vector<Buffers> inputs_of(Mirrors& mirrors, const std::vector<ReduceCall>& calls, const Streams& streams) {
+  std::vector<Buffers> inputs(calls.size(), Buffers(streams.size()));
+  for (size_t rank = 0; rank < streams.size(); ++rank) {
+    Buffers of_rank;
+    for (const ReduceCall& call : calls) of_rank.push_back(call.in[rank]);
+    of_rank = mirrors.of_all(of_rank, streams[rank]);
+    for (size_t i = 0; i < calls.size(); ++i) inputs[i][rank] = of_rank[i];
+  }
+  return inputs;
 }
 
 void all_reduce_in_reach(DeviceOps& ops, const Buffers& in, const Buffers& out, Summing summing, Algorithm algorithm,
@@ -196,16 +210,15 @@ void all_reduce_through_host(DeviceOps& ops, const Buffers& in, const Buffers& o
   const int64_t step = kMirrorNbytes / static_cast<int64_t>(itemsize(in[0].dtype));
   for (int64_t begin = 0; begin < in[0].count; begin += step) {
     const Chunk piece{begin, std::min(step, in[0].count - begin)};
-    Mirrors mirrors(ops, true);
+    Mirrors mirrors(ops, true, streams);
     const Buffers from = mirrors.of(slices(in, piece), streams);
-    Buffers results{mirrors.room(from[0])};
-    while (scheduled && results.size() < from.size()) results.push_back(mirrors.room(from[0]));
+    Buffers results{mirrors.room(piece.count, in[0].dtype)};
+    while (scheduled && results.size() < from.size()) results.push_back(mirrors.room(piece.count, in[0].dtype));
     all_reduce_in_reach(ops, from, results, summing, algorithm, {streams, false});
     Copies copies;
     for (size_t rank = 0; rank < out.size(); ++rank)
       add_copy(copies, streams[rank], slice(out[rank], piece), results[scheduled ? rank : 0]);
     run(ops, copies);
-    mirrors.keep(distinct(streams));
   }
 }
 
@@ -226,35 +239,36 @@ void PeerCollectives::all_reduce(const Buffers& in, const Buffers& out, ReduceOp
 }
 
 void PeerCollectives::reduce(const std::vector<ReduceCall>& calls, ReduceOp op, const Ranks& ranks, Stream root) {
-  Mirrors mirrors(ops_, !in_reach(with(ranks.streams, root)));
+  const Streams all = with(ranks.streams, root);
+  Mirrors mirrors(ops_, !in_reach(all), all);
+  const auto inputs = inputs_of(mirrors, calls, ranks.streams);
   std::vector<SumRanks> sums;
-  for (const ReduceCall& call : calls) {
+  for (size_t i = 0; i < calls.size(); ++i) {
     Buffers present;
-    for (const Buffer& buffer : mirrors.of(call.in, ranks.streams))
+    for (const Buffer& buffer : inputs[i])
       if (buffer.pointer) present.push_back(buffer);
     const Summing summing = summing_of(op, present.size());
-    if (call.out.count) sums.push_back(sum_of(present, {call.out}, op, summing.divisor));
+    if (calls[i].out.count) sums.push_back(sum_of(present, {calls[i].out}, op, summing.divisor));
   }
   all_before(ops_, ranks.streams, root);
   ops_.sum_ranks(sums, root);
   before_all(ops_, root, ranks.streams);  // until then the inputs are read
-  mirrors.keep({root});
 }
 
 void PeerCollectives::broadcast(const std::vector<BroadcastCall>& calls, Stream root, const Ranks& ranks) {
-  Mirrors mirrors(ops_, !in_reach(with(ranks.streams, root)));
+  const Streams all = with(ranks.streams, root);
+  Mirrors mirrors(ops_, !in_reach(all), all);
   const auto sources = mirrored(mirrors, calls, root);
   const auto rounds = mirrors.wanted() ? all_from_root(root, ranks.streams) : broadcast_rounds(root, ranks.streams);
   for (const auto& round : rounds) run_copy_hops(ops_, sources, round);
   // Only now, so that nobody's copy waits for another's: until then a place's memory is read.
   for (const auto& round : rounds)
     for (const CopyHop& hop : round) order(ops_, hop.to, hop.from);
-  mirrors.keep(distinct(ranks.streams));
 }
 
 void PeerCollectives::all_gather(const Buffers& in, const Buffers& out, const Ranks& ranks) {
   const Streams& streams = ranks.streams;
-  Mirrors mirrors(ops_, !in_reach(streams));
+  Mirrors mirrors(ops_, !in_reach(streams), streams);
   const Buffers from = mirrors.of(in, streams);
   barrier(ops_, distinct(streams));
   Copies copies;
@@ -268,13 +282,12 @@ void PeerCollectives::all_gather(const Buffers& in, const Buffers& out, const Ra
   }
   run(ops_, copies);
   barrier(ops_, distinct(streams));
-  mirrors.keep(distinct(streams));
 }
 
 void PeerCollectives::reduce_scatter(const Buffers& in, const Buffers& out, ReduceOp op, const Ranks& ranks) {
   const Streams& streams = ranks.streams;
   const int64_t count = out[0].count;
-  Mirrors mirrors(ops_, !in_reach(streams));
+  Mirrors mirrors(ops_, !in_reach(streams), streams);
   const Buffers from = mirrors.of(in, streams);
   barrier(ops_, distinct(streams));
   PerStream<SumRanks> sums;
@@ -284,7 +297,6 @@ void PeerCollectives::reduce_scatter(const Buffers& in, const Buffers& out, Redu
   }
   for (const auto& [stream, calls] : sums.all()) ops_.sum_ranks(calls, stream);
   barrier(ops_, distinct(streams));
-  mirrors.keep(distinct(streams));
 }
 
 }  // namespace mgpu

@@ -5,6 +5,7 @@
 
 #include "core/buffers.h"
 #include "core/error.h"
+#include "core/mirrors.h"
 
 namespace mgpu {
 namespace {
@@ -59,11 +60,11 @@ void Transfer::scatter(const Layout& whole, Stream from, const std::vector<Part>
       copies.add(each.rank, each.into_dense(each.part));
       continue;
     }
-    const auto staged = ops_.staging(each.nbytes());
-    ops_of(from).copy({each.into_dense(staged.get())}, from);
+    Mirrors mirrors(ops_, true, {from, each.rank});
+    const Buffer staged = mirrors.room(each.nbytes(), DType::u8);
+    ops_of(from).copy({each.into_dense(staged.pointer)}, from);
     if (from.device != kHost) order(ops_, from, each.rank);
-    ops_.copy({plain_copy(each.part, staged.get(), each.nbytes())}, each.rank);
-    ops_.keep(each.rank, staged);
+    ops_.copy({plain_copy(each.part, staged.pointer, each.nbytes())}, each.rank);
   }
   for (const auto& [rank, blocks] : copies.all()) {
     order(ops_, from, rank);
@@ -74,14 +75,17 @@ void Transfer::scatter(const Layout& whole, Stream from, const std::vector<Part>
 
 void Transfer::gather(const std::vector<Part>& parts, const Streams& on, const Layout& whole, Stream to) {
   PerStream<Rectangle> direct;
-  std::vector<std::pair<Rectangle, std::shared_ptr<void>>> staged;
+  Streams users = on;
+  users.push_back(to);
+  Mirrors mirrors(ops_, true, users);
+  std::vector<std::pair<Rectangle, void*>> staged;
   for (const Rectangle& each : rectangles(whole, parts, on)) {
     if (in_reach(each.rank, to)) {
       direct.add(each.rank, each);
       continue;
     }
-    staged.emplace_back(each, ops_.staging(each.nbytes()));
-    ops_.copy({plain_copy(staged.back().second.get(), each.part, each.nbytes())}, each.rank);
+    staged.emplace_back(each, mirrors.room(each.nbytes(), DType::u8).pointer);
+    ops_.copy({plain_copy(staged.back().second, each.part, each.nbytes())}, each.rank);
   }
   std::vector<CopyBlock> blocks;
   for (const auto& [rank, all] : direct.all()) {
@@ -95,8 +99,7 @@ void Transfer::gather(const std::vector<Part>& parts, const Streams& on, const L
       ops_.synchronize(each.rank);  // the host reads it now
     else
       order(ops_, each.rank, to);
-    ops_of(to).copy({each.from_dense(memory.get())}, to);
-    if (to.device != kHost) ops_.keep(to, memory);
+    ops_of(to).copy({each.from_dense(memory)}, to);
   }
 }
 

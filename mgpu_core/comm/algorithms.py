@@ -16,6 +16,7 @@ from mgpu_core.comm import tuning
 from mgpu_core.comm.rooms import Stream
 from mgpu_core.device.nccl_teams import with_nccl
 from mgpu_core.device.streams import HOST, core_streams
+from mgpu_core.errors import BackendUnavailable
 
 __all__ = ["AllReduce"]
 
@@ -36,20 +37,31 @@ class AllReduce:
         """Returns the algorithm that ran.
 
         Raises:
-            BackendUnavailable: ``nccl`` where there is none, or on the host.
+            BackendUnavailable: ``nccl`` where there is none, on the host, or while a graph is captured.
         """
-        devices = [device for device, _ in self.streams]
-        if algorithm == "auto" and self.streams[0] != HOST:
-            algorithm = tuning.choose(devices, self.nbytes, self._like_this)
-            if algorithm == "nccl" and self.op in ("min", "max"):
-                algorithm = "direct"  # NCCL's drop a NaN
-        if algorithm == "nccl" and self.streams[0] != HOST:
-            with_nccl(devices, self._by_nccl)
-            return algorithm
+        if self.streams[0] != HOST:
+            algorithm = self._on_gpus(algorithm)
+            if algorithm == "nccl":
+                with_nccl(self._devices(), self._by_nccl)
+                return algorithm
         pointers = list(self.pointers)
         return _core.all_reduce(
             pointers, pointers, self.count, self.dtype, self.op, algorithm, self.streams, self.merge_shared_devices
         )
+
+    def _devices(self) -> list[int]:
+        return [device for device, _ in self.streams]
+
+    def _on_gpus(self, asked: str) -> str:
+        """What ``asked`` means.  A graph keeps what it captured, and NCCL's order of launches cannot be part of one."""
+        if torch.cuda.is_current_stream_capturing():
+            if asked == "nccl":
+                raise BackendUnavailable("nccl cannot be captured in a graph: call it between graphs")
+            return "direct" if asked == "auto" else asked
+        if asked != "auto":
+            return asked
+        chosen = tuning.choose(self._devices(), self.nbytes, self._like_this)
+        return "direct" if chosen == "nccl" and self.op in ("min", "max") else chosen  # NCCL's drop a NaN
 
     def _by_nccl(self, team: _core.NcclTeam) -> None:
         pointers = list(self.pointers)
@@ -57,7 +69,7 @@ class AllReduce:
 
     def _like_this(self, algorithm: str, nbytes: int) -> None:
         """The same over other memory, of so many bytes, until it is done: a run that is timed."""
-        devices = [torch.device("cuda", device) for device, _ in self.streams]
+        devices = [torch.device("cuda", device) for device in self._devices()]
         tensors = [torch.zeros(nbytes // 4, device=device) for device in devices]
         streams = core_streams(devices)
         assert streams is not None  # they are those of GPUs that the core serves

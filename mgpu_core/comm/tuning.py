@@ -1,7 +1,7 @@
 """Which algorithm `auto` is on GPUs: measured at first use, for at most a second, and kept for this machine.
 
 The table has one algorithm per size; a call takes that of the next larger size.  It is not measured at import nor while
-a graph is captured: then, and for sizes that the second did not reach, a fixed table stands in.  The kept table is that
+a graph is captured; for sizes that the second did not reach, a fixed table stands in.  The kept table is that
 of these GPUs, this driver, this NCCL and this build (:mod:`mgpu_core.device.cache`).
 """
 
@@ -10,8 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
-
-import torch
 
 from mgpu_core import _core
 from mgpu_core.device import cache
@@ -39,8 +37,6 @@ def choose(devices: Sequence[int], nbytes: int, run: Run) -> str:
         return "direct"  # one device: nothing is sent
     table = _tables.get(places)
     if table is None:
-        if torch.cuda.is_current_stream_capturing():
-            return fixed_choice(nbytes, nccl=False)
         table = _tables[places] = _table_of(places, run)
     return lookup(table, nbytes)
 
@@ -53,7 +49,7 @@ def lookup(table: Table, nbytes: int) -> str:
 
 def fixed_choice(nbytes: int, *, nccl: bool) -> str:
     """What is right on most machines: few hops for what is small, NCCL's bandwidth for what is large."""
-    if nbytes <= 256 * 1024:
+    if nbytes <= 1024 * 1024:
         return "direct"
     return "nccl" if nccl else "direct"
 
@@ -76,12 +72,25 @@ def _table_of(devices: Sequence[int], run: Run) -> Table:
     kept = kept_table(devices)
     if kept:
         return kept
-    algorithms = ["direct", "ring", "naive", *(["nccl"] if nccl else [])]
+    algorithms = _that_run(["direct", "ring", "naive", *(["nccl"] if nccl else [])], run)
     measured = measure(run, algorithms, SIZES, BUDGET_SECONDS, time.perf_counter)
-    table = {size: measured.get(size, fixed_choice(size, nccl=nccl)) for size in SIZES}
-    cache.store("tuning", _key(devices), {str(size): algorithm for size, algorithm in table.items()})
+    table = {size: measured.get(size, fixed_choice(size, nccl="nccl" in algorithms)) for size in SIZES}
+    if len(measured) == len(SIZES):  # what was guessed is not kept
+        cache.store("tuning", _key(devices), {str(size): algorithm for size, algorithm in table.items()})
     event("tuning", 0, 0, str(table))
     return table
+
+
+def _that_run(algorithms: Sequence[str], run: Run) -> list[str]:
+    """Those that work here.  Before the clock runs, because making communicators and memory takes seconds."""
+    working = []
+    for algorithm in algorithms:
+        try:
+            run(algorithm, SIZES[-1])
+        except Error:
+            continue
+        working.append(algorithm)
+    return working
 
 
 def measure(

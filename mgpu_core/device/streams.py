@@ -19,6 +19,7 @@ from mgpu_core.device.peers import settle_peers
 __all__ = ["HOST", "caller_streams", "copying_to", "core_stream", "core_streams", "hand_over", "on"]
 
 HOST = (-1, 0)  # the core's stream of host memory
+GPU_TYPE = "cuda"  # the devices that the core's cuda room serves
 
 
 def caller_streams(devices: Sequence[torch.device]) -> list[torch.Stream | None]:
@@ -40,8 +41,8 @@ def core_stream(device: torch.device) -> tuple[int, int] | None:
     """The current stream of a device as the core knows it; ``None`` for a device that the core has no room for."""
     if device.type == "cpu":
         return HOST
-    if device.type == "cuda" and _cuda_room_works():
-        return device.index, torch.cuda.current_stream(device).cuda_stream
+    if device.type == GPU_TYPE and _cuda_room_works() and _has_code_for(device.index):
+        return device.index, _handle(device)
     return None
 
 
@@ -49,10 +50,16 @@ def core_streams(devices: Sequence[torch.device]) -> list[tuple[int, int]] | Non
     """One stream per rank; ``None`` unless one room of the core serves all of these devices."""
     if all(device.type == "cpu" for device in devices):
         return [HOST] * len(devices)
-    if any(device.type != "cuda" for device in devices) or not _cuda_room_works():
+    if any(device.type != GPU_TYPE for device in devices) or not _cuda_room_works():
+        return None
+    if not all(_has_code_for(device.index) for device in devices):
         return None
     settle_peers(device.index for device in set(devices))
-    return [(device.index, torch.cuda.current_stream(device).cuda_stream) for device in devices]
+    return [(device.index, _handle(device)) for device in devices]
+
+
+def _handle(device: torch.device) -> int:
+    return torch.cuda.current_stream(device).cuda_stream
 
 
 @contextmanager
@@ -65,6 +72,7 @@ def copying_to(devices: Sequence[torch.device]) -> Iterator[None]:
     gpus = sorted({device.index for device in devices if device.type == "cuda"})
     with ExitStack() as stack:
         for gpu in gpus:
+            stack.enter_context(torch.cuda.device(gpu))  # and leaves it so that no other GPU gets a context
             stack.enter_context(torch.cuda.stream(_side_stream(gpu)))
         yield
 
@@ -85,6 +93,20 @@ def hand_over(tensors: Sequence[torch.Tensor]) -> None:
 @cache
 def _side_stream(gpu: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(gpu)
+
+
+@cache
+def _has_code_for(gpu: int) -> bool:
+    """Whether this build runs on the GPU; asked of those alone that are used, because asking makes a context."""
+    if _core.cuda_has_code_for(gpu):
+        return True
+    warnings.warn(
+        f"this build of mgpu_core has no code for cuda:{gpu}: it is served by torch's copies and adds. Build with its "
+        "architecture in MGPU_CUDA_ARCHS; see `mgpu doctor`.",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+    return False
 
 
 @cache

@@ -233,7 +233,7 @@ class _Flat:
         if self.on_cpu:
             _check_rows(self.segments.tolist(), end=self.parameters.numel(), groups=self.groups.shape[0])
 
-    def pointers(self) -> tuple[int, int, int, str, int, int, int, int, int, int, int]:
+    def pointers(self) -> tuple[int, int, int, str, int, int, int, int, int, int, int, int]:
         """What the core is given, with room for a GPU's first kernel to leave numbers for its second."""
         constants = 0
         if not self.on_cpu:
@@ -244,9 +244,8 @@ class _Flat:
         parameters, gradients = self.parameters.data_ptr(), self.gradients.data_ptr()
         count, dtype = self.parameters.numel(), FLOATING[self.parameters.dtype]
         segments, groups = self.segments.data_ptr(), self.groups.data_ptr()
-        return (
-            parameters, gradients, count, dtype, segments, len(self.segments), constants, groups, clip, scale, found
-        )  # fmt: skip
+        tables = segments, len(self.segments), constants, groups, len(self.groups)
+        return parameters, gradients, count, dtype, *tables, clip, scale, found
 
     def _scalars(self) -> tuple[torch.Tensor | None, ...]:
         return self.clip, self.loss_scale, self.found_inf

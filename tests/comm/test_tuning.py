@@ -81,7 +81,7 @@ def test_lookup_takes_the_next_larger_size():
 
 
 def test_the_fixed_table():
-    assert [tuning.fixed_choice(nbytes, nccl=True) for nbytes in (0, 2**18, 2**18 + 1)] == ["direct", "direct", "nccl"]
+    assert [tuning.fixed_choice(nbytes, nccl=True) for nbytes in (0, 2**20, 2**20 + 1)] == ["direct", "direct", "nccl"]
     assert tuning.fixed_choice(2**30, nccl=False) == "direct"
 
 
@@ -95,7 +95,6 @@ def machine(monkeypatch, tmp_path):
     monkeypatch.setattr(tuning, "machine_key", lambda devices: {"gpus": [f"GPU-{device}" for device in devices]})
     monkeypatch.setattr(tuning, "nccl_is_there", lambda: True)
     monkeypatch.setattr(tuning.time, "perf_counter", machine.clock)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     yield machine
     cache.forget()
 
@@ -103,7 +102,7 @@ def machine(monkeypatch, tmp_path):
 def test_it_is_measured_once_and_kept(machine, monkeypatch):
     assert tuning.choose([0, 1], 100, machine.run) == "direct"
     runs = len(machine.runs)
-    assert runs == 4 * 4 * len(tuning.SIZES)
+    assert runs == 4 * 4 * len(tuning.SIZES) + 4
     assert tuning.choose([0, 1], 2**24, machine.run) == "nccl"
     assert len(machine.runs) == runs
     monkeypatch.setattr(tuning, "_tables", {})  # another process
@@ -121,12 +120,37 @@ def test_one_device_is_not_measured(machine):
     assert machine.runs == []
 
 
-def test_nothing_is_measured_while_a_graph_is_captured(machine, monkeypatch):
+def test_while_a_graph_is_captured_nothing_is_measured_and_nccl_is_refused(machine, monkeypatch):
+    ran = []
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert tuning.choose([0, 1], 2**24, machine.run) == "direct"
+    monkeypatch.setattr(algorithms._core, "all_reduce", lambda *arguments: ran.append(arguments[5]) or arguments[5])
+    monkeypatch.setattr(tuning, "_tables", {(0, 1): {4096: "nccl"}})  # also where it is known
+    call = algorithms.AllReduce([64, 128], [(0, 5), (1, 6)], 7, "float32", 28, "sum", True)
+    assert [call.run(algorithm) for algorithm in ("auto", "ring")] == ["direct", "ring"]
+    assert ran == ["direct", "ring"]
     assert machine.runs == []
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    with pytest.raises(BackendUnavailable, match="nccl cannot be captured"):
+        call.run("nccl")
+
+
+def test_what_runs_for_the_first_time_is_not_on_the_clock(machine):
+    started = set()
+
+    def seconds(algorithm, nbytes):
+        if algorithm not in started:
+            started.add(algorithm)
+            return 3.0  # communicators are made
+        return slow_to_start(algorithm, nbytes)
+
+    machine.seconds = seconds
     assert tuning.choose([0, 1], 2**24, machine.run) == "nccl"
+    assert tuning.kept_table([0, 1]) == {4096: "direct", 65536: "nccl", 2**20: "nccl", 2**24: "nccl"}
+
+
+def test_a_guess_is_not_kept(machine):
+    machine.seconds = lambda algorithm, nbytes: 0.03 if nbytes < 2**20 else 5.0
+    assert tuning.choose([0, 1], 2**24, machine.run) == "nccl"
+    assert tuning.kept_table([0, 1]) is None
 
 
 @pytest.mark.parametrize("content", ["", "{", '{"format": "mgpu_core cache 1", "key": {}, "value": 7}'])
@@ -148,6 +172,7 @@ def test_on_gpus_auto_is_what_was_chosen_and_nccl_goes_to_its_team(monkeypatch):
         def all_reduce(self, *arguments):
             asked.append(arguments)
 
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(tuning, "choose", lambda devices, nbytes, run: "nccl")
     monkeypatch.setattr(algorithms, "with_nccl", lambda devices, call: (asked.append(devices), call(Team())))
     call = algorithms.AllReduce([64, 128], [(0, 5), (1, 6)], 7, "float32", 28, "sum", True)

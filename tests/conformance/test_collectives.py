@@ -21,7 +21,7 @@ COUNTS = [0, 1, 5, 127, 4097]
 POISON = 99
 
 
-ROOMS = ["generic"] if accelerator.is_wanted() else ["core", "generic"]
+ROOMS = ["generic"] if accelerator.is_wanted() and not accelerator.by_the_cuda_room() else ["core", "generic"]
 
 
 @pytest.fixture(params=ROOMS)

@@ -222,13 +222,24 @@ struct Flat {
             5,
             constants.data(),
             groups_there.data(),
+            2,
             scalar,
             scalar + 1,
             scalar + 2};
   }
   FlatParameters truth() {
-    return {parameters.twin.data(), gradients.twin.data(), kCount,      dtype,      segments.data(), 5, nullptr,
-            groups.data(),          &scalars[0],           &scalars[1], &scalars[2]};
+    return {parameters.twin.data(),
+            gradients.twin.data(),
+            kCount,
+            dtype,
+            segments.data(),
+            5,
+            nullptr,
+            groups.data(),
+            2,
+            &scalars[0],
+            &scalars[1],
+            &scalars[2]};
   }
   void check_equal() {
     for (const Both* each : {&parameters, &gradients, &one, &two, &three}) each->check_equal();

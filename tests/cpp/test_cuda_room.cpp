@@ -80,12 +80,62 @@ static void failures() {
   const Stream elsewhere{0, new_stream(1)};
   CHECK_THROWS(CudaError, "invalid resource handle",
                (world.ops().sum_ranks({{{one.data()}, {one.data()}, 4, DType::i32, ReduceOp::sum, 1}}, elsewhere), 0));
-  CHECK_THROWS(CudaError, "cudaSetDevice: invalid device ordinal", (world.ops().record({9, nullptr}), 0));
+  CHECK_THROWS(CudaError, "cuDevicePrimaryCtxRetain: invalid device ordinal", (world.ops().record({9, nullptr}), 0));
   int current = -1;
   cudaGetDevice(&current);
   CHECK(current == 1 && cudaGetLastError() == cudaSuccess);
   sum();  // and all is well again
   world.finish();
+}
+
+// A team of GPUs 1 and 2 makes no context on GPU 0, and leaves a thread that had none without one.
+static void nobody_elses_gpu_is_touched() {
+  CudaWorld world(0, {1, 2});
+  Memory<int32_t> one(world, 0, 4), two(world, 1, 4);
+  const Buffers both{{one.data(), 4, DType::i32}, {two.data(), 4, DType::i32}};
+  world.collectives().all_reduce(both, both, ReduceOp::sum, Algorithm::direct, world.ranks());
+  world.finish();
+  CHECK(fakeCudaContexts() == 2);
+}
+
+// While another thread captures a graph, ours may ask for its events; memory that a capture uses is never handed on.
+static void captures_are_left_alone() {
+  CudaWorld world(0, {0});
+  const Stream stream = world.streams()[0];
+  const Event event = world.ops().record(stream);
+  fakeCudaCapture(true);
+  CHECK(world.ops().reached(event));
+  std::weak_ptr<void> kept;
+  {
+    const auto memory = world.ops().staging(4);
+    kept = memory;
+    world.ops().keep(stream, memory);
+  }
+  world.finish();
+  world.ops().staging(4);
+  CHECK(!kept.expired());
+  fakeCudaCapture(false);
+  CHECK(cudaGetLastError() == cudaSuccess);
+}
+
+// A call that fails half way gives no memory back that is still written.
+static void memory_in_use_outlives_a_failure() {
+  CudaWorld world(0, {0, 1});
+  Memory<int32_t> part(world, 0, 4), other(world, 1, 4);
+  std::vector<int32_t> whole(8, 7);
+  fakeCudaFail("cudaMemcpyAsync", cudaErrorIllegalAddress, 1);
+  CHECK_THROWS(
+      CudaError, "illegal memory access",
+      (world.transfer().scatter({whole.data(), 1, 8, 4}, {}, {{part.data(), 4}, {other.data(), 4}}, world.streams()),
+       0));
+  world.finish();
+}
+
+static void code() {
+  fakeCudaReset(2, 0);
+  CHECK(cuda::has_code_for(1));
+  fakeCudaFail("cudaFuncGetAttributes", cudaErrorInvalidValue);
+  CHECK(!cuda::has_code_for(1) && cudaGetLastError() == cudaSuccess);
 }
 
 static void memory_of_another_device_is_refused() {
@@ -113,6 +163,9 @@ static void peers() {
 
 int main() {
   memory_of_another_device_is_refused();
+  captures_are_left_alone();
+  memory_in_use_outlives_a_failure();
+  code();
   everything({0, 1, 2});  // nobody has been allowed to reach another: by way of the host
   everything({0, 0, 0});
   peers();
@@ -120,6 +173,7 @@ int main() {
        std::vector<std::vector<int>>{{0}, {0, 1}, {0, 1, 2}, {0, 1, 2, 3, 4, 5, 6, 7}, {0, 1, 1, 0}})
     everything(devices);
   failures();
+  nobody_elses_gpu_is_touched();
   CHECK(cuda::device_count() == 8 && cuda::driver_version() == cuda::runtime_version());
   return passed();
 }

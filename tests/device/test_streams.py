@@ -12,17 +12,20 @@ GPU = torch.device("cuda", 0)
 
 @pytest.fixture(autouse=True)
 def forget():
-    streams._cuda_room_works.cache_clear()
+    for known in (streams._cuda_room_works, streams._has_code_for):
+        known.cache_clear()
     yield
-    streams._cuda_room_works.cache_clear()
+    for known in (streams._cuda_room_works, streams._has_code_for):
+        known.cache_clear()
 
 
-def with_torch(monkeypatch, *, torch_sees, core_sees, built=True, cuda="13.0"):
+def with_torch(monkeypatch, *, torch_sees, core_sees, built=True, cuda="13.0", without_code=()):
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: torch_sees > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: torch_sees)
     monkeypatch.setattr(streams._core, "cuda_device_count", lambda: core_sees)
     monkeypatch.setattr(streams._core, "rooms", lambda: [("cuda", built, "")])
+    monkeypatch.setattr(streams._core, "cuda_has_code_for", lambda gpu: gpu not in without_code)
     monkeypatch.setattr(streams, "settle_peers", lambda devices: None)
 
 
@@ -69,3 +72,14 @@ def test_no_room_is_silent(monkeypatch, machine):
         warnings.simplefilter("error")
         assert streams.core_stream(GPU) is None
         assert streams.core_streams([GPU]) is None
+
+
+def test_a_gpu_that_this_build_has_no_code_for(monkeypatch):
+    with_torch(monkeypatch, torch_sees=2, core_sees=2, without_code=[1])
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
+    assert streams.core_stream(GPU) == (0, 77)
+    with pytest.warns(RuntimeWarning, match="no code for cuda:1.*MGPU_CUDA_ARCHS"):
+        assert streams.core_streams([GPU, torch.device("cuda", 1)]) is None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert streams.core_stream(torch.device("cuda", 1)) is None

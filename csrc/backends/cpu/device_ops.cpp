@@ -74,7 +74,7 @@ void for_each_segment(const FlatParameters& flat, const std::function<void(const
   std::vector<int64_t> counts;
   for (int64_t i = 0; i < flat.segment_count; ++i) {
     int64_t* segment = flat.segments + i * kSegmentColumns;
-    if (!segment[kActive]) continue;
+    if (!segment[kActive] || segment[kGroup] < 0 || segment[kGroup] >= flat.group_count) continue;
     ++segment[kStep];
     active.push_back(segment);
     counts.push_back(segment[kCount]);
@@ -89,7 +89,7 @@ class CpuDeviceOps final : public DeviceOps {
   void wait(Stream, const Event&) override {}
   bool reached(const Event&) override { return true; }
   void synchronize(Stream) override {}
-  int make_current(int) override { return kHost; }
+  std::shared_ptr<void> make_current(int) override { return nullptr; }
 
   std::shared_ptr<void> staging(int64_t nbytes) override {
     return {::operator new(static_cast<size_t>(nbytes)), [](void* memory) { ::operator delete(memory); }};

@@ -18,6 +18,9 @@ int device_count();
 int runtime_version();
 int driver_version();
 
+// Whether this build has machine code, or code that its driver compiles, for the device.
+bool has_code_for(int device);
+
 // Throws BackendUnavailable where the room is not built.
 DeviceOps& device_ops();
 

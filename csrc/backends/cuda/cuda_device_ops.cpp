@@ -13,8 +13,6 @@ constexpr int64_t kKernelCopyNbytes = 1024 * 1024;
 // tensors of one device.
 constexpr size_t kLooks = 64;
 
-cudaEvent_t handle_of(const Event& event) { return static_cast<cudaEvent_t>(event.get()); }
-
 bool is_dense(const CopyBlock& block) {
   return block.rows == 1 || (block.to_pitch == block.row_nbytes && block.from_pitch == block.row_nbytes);
 }
@@ -51,6 +49,7 @@ char* element(void* pointer, int64_t place, DType dtype) {
 
 void move_pieces(const Packing& call, bool into_flat, Stream on, const char* what) {
   if (call.pieces.empty()) return;
+  const DeviceGuard guard(on.device);
   require_reachable(call.flat, on, what);
   look_at(call.pieces, on, what);
   const bool as_bytes = call.dtype == call.flat_dtype && call.scale == 1;
@@ -60,48 +59,24 @@ void move_pieces(const Packing& call, bool into_flat, Stream on, const char* wha
     const int64_t count = as_bytes ? piece.count * static_cast<int64_t>(itemsize(call.dtype)) : piece.count;
     all.push_back(into_flat ? Transferred{place, piece.pointer, count} : Transferred{piece.pointer, place, count});
   }
-  const DeviceGuard guard(on.device);
-  if (as_bytes) return launch_copy(all, cuda::handle_of(on));
+  if (as_bytes) return launch_copy(all, handle_of(on));
   launch_cast(all, into_flat ? call.dtype : call.flat_dtype, into_flat ? call.flat_dtype : call.dtype, call.scale,
-              cuda::handle_of(on));
+              handle_of(on));
 }
 
 class CudaDeviceOps final : public DeviceOps {
  public:
-  Event record(Stream on) override {
-    if (on.device == kHost) return nullptr;
-    const DeviceGuard guard(on.device);
-    Event event = new_event(on.device);
-    check(cudaEventRecord(handle_of(event), cuda::handle_of(on)), "cudaEventRecord");
-    return event;
-  }
+  Event record(Stream on) override { return on.device == kHost ? nullptr : record_event(on); }
   void wait(Stream on, const Event& event) override {
-    if (!event) return;
-    if (on.device == kHost) return check(cudaEventSynchronize(handle_of(event)), "cudaEventSynchronize");
-    const DeviceGuard guard(on.device);
-    check(cudaStreamWaitEvent(cuda::handle_of(on), handle_of(event), 0), "cudaStreamWaitEvent");
+    if (event) wait_for_event(on, event);
   }
-  bool reached(const Event& event) override {
-    if (!event) return true;
-    const cudaError_t code = cudaEventQuery(handle_of(event));
-    if (code == cudaErrorNotReady) {
-      cudaGetLastError();
-      return false;
-    }
-    check(code, "cudaEventQuery");
-    return true;
-  }
+  bool reached(const Event& event) override { return !event || event_reached(event); }
   void synchronize(Stream on) override {
     if (on.device == kHost) return;
     const DeviceGuard guard(on.device);
-    check(cudaStreamSynchronize(cuda::handle_of(on)), "cudaStreamSynchronize");
+    check(cudaStreamSynchronize(handle_of(on)), "cudaStreamSynchronize");
   }
-  int make_current(int device) override {
-    int before = 0;
-    check(cudaGetDevice(&before), "cudaGetDevice");
-    check(cudaSetDevice(device), "cudaSetDevice");
-    return before;
-  }
+  std::shared_ptr<void> make_current(int device) override { return std::make_shared<DeviceGuard>(device); }
 
   std::shared_ptr<void> staging(int64_t nbytes) override { return pinned(nbytes); }
   void keep(Stream on, std::shared_ptr<void> memory) override {
@@ -117,33 +92,33 @@ class CudaDeviceOps final : public DeviceOps {
       if (is_dense(block) && nbytes <= kKernelCopyNbytes)
         small.push_back({block.to, block.from, nbytes});
       else
-        copy_block(block, cuda::handle_of(on));
+        copy_block(block, handle_of(on));
     }
     if (small.size() == 1)
       check(cudaMemcpyAsync(small[0].to, small[0].from, static_cast<size_t>(small[0].count), cudaMemcpyDefault,
-                            cuda::handle_of(on)),
+                            handle_of(on)),
             "cudaMemcpyAsync");
     else if (!small.empty())
-      launch_copy(small, cuda::handle_of(on));
+      launch_copy(small, handle_of(on));
   }
 
   void sum_ranks(const std::vector<SumRanks>& calls, Stream on) override {
+    const DeviceGuard guard(on.device);
     for (const SumRanks& call : calls) {
+      if (call.count == 0) continue;  // memory of nothing has no address
       for (const void* in : call.in) require_reachable(in, on, "sum_ranks");
       for (const void* out : call.out) require_reachable(out, on, "sum_ranks");
+      launch_sum_ranks(call, handle_of(on));
     }
-    const DeviceGuard guard(on.device);
-    for (const SumRanks& call : calls)
-      if (call.count) launch_sum_ranks(call, cuda::handle_of(on));
   }
 
   void gather_rows(const GatherRows& call, Stream on) override {
     if (call.index_count * call.row_count == 0) return;
+    const DeviceGuard guard(on.device);
     for (const void* pointer : {static_cast<const void*>(call.rows), static_cast<const void*>(call.index),
                                 static_cast<const void*>(call.out)})
       require_reachable(pointer, on, "gather_rows");
-    const DeviceGuard guard(on.device);
-    launch_gather_rows(call, cuda::handle_of(on));
+    launch_gather_rows(call, handle_of(on));
   }
 
   void pack(const Packing& call, Stream on) override { move_pieces(call, true, on, "pack"); }
@@ -151,31 +126,31 @@ class CudaDeviceOps final : public DeviceOps {
 
   void scale_cast(const ScaleCast& call, Stream on) override {
     if (call.count == 0) return;
+    const DeviceGuard guard(on.device);
     require_reachable(call.in, on, "scale_cast");
     require_reachable(call.out, on, "scale_cast");
-    const DeviceGuard guard(on.device);
-    launch_cast({{call.out, call.in, call.count}}, call.in_dtype, call.out_dtype, call.scale, cuda::handle_of(on));
+    launch_cast({{call.out, call.in, call.count}}, call.in_dtype, call.out_dtype, call.scale, handle_of(on));
   }
 
   void l2_norm(const L2Norm& call, Stream on) override {
+    const DeviceGuard guard(on.device);
     look_at(call.pieces, on, "l2_norm");
     require_reachable(call.partials, on, "l2_norm");
     require_reachable(call.out, on, "l2_norm");
-    const DeviceGuard guard(on.device);
-    launch_l2_norm(call, cuda::handle_of(on));
+    launch_l2_norm(call, handle_of(on));
   }
 
   void sgd(const Sgd& call, Stream on) override {
     if (call.flat.count * call.flat.segment_count == 0) return;
-    look_at(call.flat, {call.momentum}, on, "sgd");
     const DeviceGuard guard(on.device);
-    launch_sgd(call, cuda::handle_of(on));
+    look_at(call.flat, {call.momentum}, on, "sgd");
+    launch_sgd(call, handle_of(on));
   }
   void adam(const Adam& call, Stream on) override {
     if (call.flat.count * call.flat.segment_count == 0) return;
-    look_at(call.flat, {call.exp_avg, call.exp_avg_sq, call.max_exp_avg_sq}, on, "adam");
     const DeviceGuard guard(on.device);
-    launch_adam(call, cuda::handle_of(on));
+    look_at(call.flat, {call.exp_avg, call.exp_avg_sq, call.max_exp_avg_sq}, on, "adam");
+    launch_adam(call, handle_of(on));
   }
 };
 

@@ -1,4 +1,8 @@
-// Makes a device the current one of this thread, and the one before it again at the end.
+// Makes a device the current one of this thread, and what was current before it again at the end.
+//
+// Not by cudaSetDevice: from CUDA 12 on, setting a device back makes a context there, some hundred MB on a GPU that
+// nobody asked for, and fails where that GPU is somebody else's alone.  So the device's primary context is pushed and
+// popped; a thread that had none has none afterwards.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -9,20 +13,10 @@ namespace mgpu::cuda {
 
 class DeviceGuard {
  public:
-  explicit DeviceGuard(int device) {
-    check(cudaGetDevice(&before_), "cudaGetDevice");
-    if (before_ != device) check(cudaSetDevice(device), "cudaSetDevice");
-    changed_ = before_ != device;
-  }
-  ~DeviceGuard() {
-    if (changed_) cudaSetDevice(before_);
-  }
+  explicit DeviceGuard(int device);
+  ~DeviceGuard();
   DeviceGuard(const DeviceGuard&) = delete;
   DeviceGuard& operator=(const DeviceGuard&) = delete;
-
- private:
-  int before_ = 0;
-  bool changed_ = false;
 };
 
 inline cudaStream_t handle_of(Stream on) { return static_cast<cudaStream_t>(on.handle); }

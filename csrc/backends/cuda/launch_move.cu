@@ -1,3 +1,5 @@
+#include "backends/cuda/cuda.h"
+#include "backends/cuda/guard.h"
 #include "backends/cuda/kernels/tables.cuh"
 
 namespace mgpu::cuda {
@@ -47,6 +49,15 @@ void launch_cast(const std::vector<Transferred>& all, DType from, DType to, doub
     default:
       return cast_from<float>(all, to, scale, stream);
   }
+}
+
+bool has_code_for(int device) {
+  const DeviceGuard guard(device);
+  cudaFuncAttributes attributes{};
+  const cudaError_t code = cudaFuncGetAttributes(&attributes, copy_kernel<kFewMoves>);
+  if (code == cudaSuccess) return true;
+  cudaGetLastError();
+  return false;
 }
 
 void launch_copy(const std::vector<Transferred>& all, cudaStream_t stream) {

@@ -22,11 +22,12 @@ int64_t blocks_of(int64_t count, int64_t per_block) { return (count + per_block 
 
 template <class T>
 void update(const Sgd& call, int base, cudaStream_t stream) {
-  start_kernel("sgd_kernel", sgd_kernel<T>, blocks_of(call.flat.count, kFlatTile), stream, call, base);
+  start_kernel("sgd_kernel", sgd_kernel<T>, blocks_of(call.flat.count, flat_tile(call.flat.count)), stream, call, base);
 }
 template <class T>
 void update(const Adam& call, int base, cudaStream_t stream) {
-  start_kernel("adam_kernel", adam_kernel<T>, blocks_of(call.flat.count, kFlatTile), stream, call, base);
+  start_kernel("adam_kernel", adam_kernel<T>, blocks_of(call.flat.count, flat_tile(call.flat.count)), stream, call,
+               base);
 }
 
 template <class Call>

@@ -24,12 +24,20 @@ MGPU_HOST_DEVICE constexpr int vector_width(int one_size, int other_size) {
   return kAlignment / (one_size < other_size ? one_size : other_size);
 }
 
+// Widths are powers of two, and a device is slow at dividing by what it learns at run time.
+MGPU_HOST_DEVICE constexpr int log2_of(int width) {
+  int power = 0;
+  while ((1 << power) < width) ++power;
+  return power;
+}
+
 // How many elements stand before the first place where both arrays are on a multiple of 16 bytes; -1 if they never are
 // together, and then elements are moved one by one.
 MGPU_HOST_DEVICE constexpr int common_head(uint64_t one, int one_size, uint64_t other, int other_size) {
   const int width = vector_width(one_size, other_size);
   for (int head = 0; head < width; ++head)
-    if ((one + head * one_size) % kAlignment == 0 && (other + head * other_size) % kAlignment == 0) return head;
+    if (((one + head * one_size) & (kAlignment - 1)) == 0 && ((other + head * other_size) & (kAlignment - 1)) == 0)
+      return head;
   return -1;
 }
 
@@ -43,7 +51,7 @@ struct Extent {
 MGPU_HOST_DEVICE constexpr Extent extent_of(int64_t count, int head, int width) {
   if (head < 0) return {1, 0, count, 0};
   const int64_t before = head < count ? head : count;
-  const int64_t vectors = (count - before) / width;
+  const int64_t vectors = (count - before) >> log2_of(width);
   return {width, before, vectors, count - before - vectors * width};
 }
 
@@ -55,8 +63,8 @@ struct CopyShape {
 };
 MGPU_HOST_DEVICE constexpr CopyShape copy_shape(uint64_t to, uint64_t from) {
   int width = kAlignment;
-  while ((to - from) % width != 0) width /= 2;
-  return {width, static_cast<int>((width - to % width) % width)};
+  while (((to - from) & (width - 1)) != 0) width >>= 1;
+  return {width, static_cast<int>((width - (to & (width - 1))) & (width - 1))};
 }
 
 // Blocks for one extent: at least one, which also does the head and the tail.
@@ -93,8 +101,9 @@ MGPU_HOST_DEVICE constexpr int64_t segment_at(const int64_t* segments, int64_t r
   return low;
 }
 
-// Elements of flat buffers that one block of an optimizer updates.
-constexpr int64_t kFlatTile = 4096;
+// Elements of flat buffers that one block of an optimizer updates: enough blocks for every multiprocessor, and then as
+// long ones as may be, because each begins with a search and two barriers.
+MGPU_HOST_DEVICE constexpr int64_t flat_tile(int64_t count) { return count > 4 * 1024 * 1024 ? 16384 : 4096; }
 
 // A launch has room for so many entries of a table in its arguments (4 KiB; 32 KiB from CUDA 12.1 on).
 struct Batch {

@@ -32,7 +32,10 @@ void start(const SumTable& table, ReduceOp op, cudaStream_t stream) {
       return with(sum_ranks_kernel<ReduceOp::min, T>);
     case ReduceOp::max:
       return with(sum_ranks_kernel<ReduceOp::max, T>);
-    default:  // avg is a sum that is divided
+    case ReduceOp::avg:
+      if (table.divisor != 1) return with(sum_ranks_kernel<ReduceOp::avg, T>);
+      [[fallthrough]];  // a partial sum
+    default:
       return with(sum_ranks_kernel<ReduceOp::sum, T>);
   }
 }

@@ -7,8 +7,9 @@
 
 namespace mgpu::cuda {
 
-// An event of the device, not recorded yet; it goes back to the pool with its last owner.
-Event new_event(int device);
+Event record_event(Stream on);
+void wait_for_event(Stream on, const Event& event);  // the host waits by itself
+bool event_reached(const Event& event);
 
 std::shared_ptr<void> pinned(int64_t nbytes);
 // Holds the memory until what is on the stream now has run.

@@ -8,6 +8,7 @@ std::string detail() { return "this build has no CUDA: install again with MGPU_C
 int device_count() { return 0; }
 int runtime_version() { return 0; }
 int driver_version() { return 0; }
+bool has_code_for(int) { return false; }
 
 DeviceOps& device_ops() { throw BackendUnavailable(detail()); }
 bool reach(int device, int peer) { return device == peer; }

@@ -10,24 +10,6 @@
 namespace mgpu::nccl {
 namespace {
 
-// NCCL makes a communicator for the thread's current device.
-class CurrentDevice {
- public:
-  CurrentDevice(DeviceOps& ops, int device) : ops_(ops), before_(ops.make_current(device)) {}
-  ~CurrentDevice() {
-    try {
-      ops_.make_current(before_);
-    } catch (const std::exception&) {  // the device itself has failed, and the next call on it says so
-    }
-  }
-  CurrentDevice(const CurrentDevice&) = delete;
-  CurrentDevice& operator=(const CurrentDevice&) = delete;
-
- private:
-  DeviceOps& ops_;
-  const int before_;
-};
-
 // NCCL takes several ranks on one GPU since 2.30, and only if it is told to.
 bool devices_may_be_shared(int version) {
   const char* enabled = std::getenv("NCCL_MULTI_RANK_GPU_ENABLE");
@@ -79,7 +61,7 @@ void Team::make_communicators(const UniqueId& id) {
     handles_.assign(ranks_.size(), nullptr);
     Group group(api());
     for (size_t place = 0; place < ranks_.size(); ++place) {
-      const CurrentDevice current(ops_, ranks_[place].device);
+      const auto current = ops_.make_current(ranks_[place].device);  // a communicator is made for the current device
       Config config;
       if (!group.add(place, api().CommInitRankConfig(&handles_[place], world_, id, ranks_[place].rank, &config))) break;
     }

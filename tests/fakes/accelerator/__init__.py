@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from fakes.accelerator import device_module
 
-__all__ = ["TEAMS", "WANTED", "fakes", "is_wanted", "register", "what_is_missing"]
+__all__ = ["TEAMS", "WANTED", "by_the_cuda_room", "fakes", "is_wanted", "register", "what_is_missing"]
 
 WANTED = "MGPU_TEST_FAKE"
 
@@ -25,8 +25,13 @@ _ROOM = _HERE.parents[2] / "build" / f"fake_accelerator-torch-{torch.__version__
 
 
 def is_wanted() -> bool:
-    """Whether this is the process that has the fake accelerator."""
-    return os.environ.get(WANTED) == "1"
+    """Whether this is a process that has the fake accelerator."""
+    return os.environ.get(WANTED) in ("1", "cuda")
+
+
+def by_the_cuda_room() -> bool:
+    """Whether the core's cuda room serves it, on the fake CUDA runtime; else the generic room does."""
+    return os.environ.get(WANTED) == "cuda"
 
 
 def fakes(ranks: int) -> list[str]:

@@ -5,6 +5,8 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <mutex>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -42,29 +44,55 @@ struct Machine {
 
   int devices;
   bool peers;
+  bool at_once = false;
   mgpu::fakes::DeferredDevice room;
   std::vector<cudaStream_t> defaults;
   std::vector<std::unique_ptr<FakeStream>> streams;
   std::map<std::pair<int, int>, bool> enabled;
   std::map<std::string, std::pair<int, cudaError_t>> failures;  // calls that still succeed, code
   int launches = 0;
+  bool capturing = false;
+  std::set<int> contexts;
 };
 
 // Those of before stay: the room keeps events and pinned memory for good.
 std::vector<std::unique_ptr<Machine>> machines;
-Machine* machine = nullptr;
+Machine* made = nullptr;
 std::map<const char*, Memory> memory_of_all;
-thread_local int current = 0;
+std::recursive_mutex mutex;  // the room is used by many threads, and the deferred device is one thread's
+#define LOCKED() const std::lock_guard<std::recursive_mutex> locked(mutex)
+
+// A process that sets FAKE_CUDA_DEVICES has a machine from the start: its work is done at once, and memory that it does
+// not know is somebody else's that every device reaches.
+Machine* machine() {
+  const char* devices = std::getenv("FAKE_CUDA_DEVICES");
+  if (!made && devices) {
+    fakeCudaReset(std::atoi(devices), 0);
+    made->at_once = true;
+  }
+  return made;
+}
+
+// As the driver has it: a thread without a context has none, and the runtime takes device 0 for it then.
+thread_local std::vector<int> stack;
+thread_local cudaStreamCaptureMode mode = cudaStreamCaptureModeGlobal;
 thread_local cudaError_t last = cudaSuccess;
 
 cudaError_t fail(cudaError_t code) { return last = code; }
 
+// The device of the thread's context; whoever asks makes one.
+int current() {
+  if (stack.empty()) stack.push_back(0);
+  machine()->contexts.insert(stack.back());
+  return stack.back();
+}
+
 // Whether a test wants this call to fail.
 cudaError_t injected(const char* function) {
-  const auto found = machine->failures.find(function);
-  if (found == machine->failures.end() || found->second.first-- > 0) return cudaSuccess;
+  const auto found = machine()->failures.find(function);
+  if (found == machine()->failures.end() || found->second.first-- > 0) return cudaSuccess;
   const cudaError_t code = found->second.second;
-  machine->failures.erase(found);
+  machine()->failures.erase(found);
   return fail(code);
 }
 
@@ -79,15 +107,16 @@ const Memory* memory_at(const void* pointer) {
 }
 
 // Null is the legacy default stream of the current device; a stream takes work only while its device is current.
-FakeStream* stream_of(cudaStream_t stream) { return stream ? stream : machine->defaults[current]; }
+FakeStream* stream_of(cudaStream_t stream) { return stream ? stream : machine()->defaults[current()]; }
 
 cudaError_t submit(cudaStream_t stream, std::function<void()> work) {
   FakeStream* on = stream_of(stream);
-  if (on->device != current) return fail(cudaErrorInvalidResourceHandle);
-  machine->room.submit(on->stream, [work = std::move(work)] {
+  if (on->device != current()) return fail(cudaErrorInvalidResourceHandle);
+  machine()->room.submit(on->stream, [work = std::move(work)] {
     work();
     return true;
   });
+  if (machine()->at_once) machine()->room.synchronize(on->stream);
   return cudaSuccess;
 }
 
@@ -96,7 +125,7 @@ cudaError_t allocate(void** memory, size_t nbytes, cudaMemoryType type) {
   std::memset(bytes.get(), mgpu::fakes::kPoison, nbytes);
   char* start = bytes.get();
   *memory = start;
-  memory_of_all[start] = {std::move(bytes), nbytes, type, current};
+  memory_of_all[start] = {std::move(bytes), nbytes, type, current()};
   return cudaSuccess;
 }
 
@@ -124,12 +153,16 @@ const Named& named(cudaError_t code) {
 
 void fakeCudaReset(int devices, uint64_t seed, bool peers) {
   machines.push_back(std::make_unique<Machine>(devices, seed, peers));
-  machine = machines.back().get();
-  current = 0;
+  made = machines.back().get();
+  stack.clear();
+  mode = cudaStreamCaptureModeGlobal;
   last = cudaSuccess;
 }
-void fakeCudaFail(const char* function, cudaError_t code, int after) { machine->failures[function] = {after, code}; }
-int fakeCudaLaunches() { return machine->launches; }
+void fakeCudaFail(const char* function, cudaError_t code, int after) { machine()->failures[function] = {after, code}; }
+bool fakeHasCode() { return injected("cudaFuncGetAttributes") == cudaSuccess; }
+void fakeCudaCapture(bool on) { machine()->capturing = on; }
+int fakeCudaContexts() { return static_cast<int>(machine()->contexts.size()); }
+int fakeCudaLaunches() { return machine()->launches; }
 
 cudaError_t cudaGetLastError() {
   const cudaError_t code = last;
@@ -140,17 +173,21 @@ const char* cudaGetErrorString(cudaError_t code) { return named(code).text; }
 const char* cudaGetErrorName(cudaError_t code) { return named(code).name; }
 
 cudaError_t cudaGetDeviceCount(int* count) {
-  *count = machine ? machine->devices : 0;
+  LOCKED();
+  *count = machine() ? machine()->devices : 0;
   return *count ? cudaSuccess : fail(cudaErrorNoDevice);
 }
 cudaError_t cudaGetDevice(int* device) {
-  *device = current;
+  *device = stack.empty() ? 0 : stack.back();
   return cudaSuccess;
 }
 cudaError_t cudaSetDevice(int device) {
+  LOCKED();
   RETURN_IF_INJECTED();
-  if (device < 0 || device >= machine->devices) return fail(cudaErrorInvalidDevice);
-  current = device;
+  if (device < 0 || device >= machine()->devices) return fail(cudaErrorInvalidDevice);
+  if (!stack.empty()) stack.pop_back();
+  stack.push_back(device);
+  machine()->contexts.insert(device);
   return cudaSuccess;
 }
 cudaError_t cudaRuntimeGetVersion(int* version) {
@@ -162,80 +199,139 @@ cudaError_t cudaDriverGetVersion(int* version) {
   return cudaSuccess;
 }
 cudaError_t cudaDeviceCanAccessPeer(int* can, int device, int peer) {
-  *can = machine->peers && device != peer;
+  *can = machine()->peers && device != peer;
   return cudaSuccess;
 }
 cudaError_t cudaDeviceEnablePeerAccess(int peer, unsigned) {
+  LOCKED();
   RETURN_IF_INJECTED();
-  bool& enabled = machine->enabled[{current, peer}];
+  bool& enabled = machine()->enabled[{current(), peer}];
   if (enabled) return fail(cudaErrorPeerAccessAlreadyEnabled);
   enabled = true;
   return cudaSuccess;
 }
 
-cudaError_t cudaMalloc(void** memory, size_t nbytes) { return allocate(memory, nbytes, cudaMemoryTypeDevice); }
+static int fakeRetain(void** context, int device) {
+  LOCKED();
+  if (device < 0 || device >= machine()->devices) return cudaErrorInvalidDevice;
+  *context = reinterpret_cast<void*>(static_cast<intptr_t>(device) + 1);
+  return cudaSuccess;
+}
+static int fakePush(void* context) {
+  LOCKED();
+  if (const cudaError_t code = injected("cuCtxPushCurrent")) return code;
+  const int device = static_cast<int>(reinterpret_cast<intptr_t>(context)) - 1;
+  if (device >= machine()->devices) return cudaErrorInvalidDevice;
+  stack.push_back(device);
+  machine()->contexts.insert(device);
+  return cudaSuccess;
+}
+static int fakePop(void** context) {
+  if (stack.empty()) return cudaErrorInvalidValue;
+  *context = nullptr;
+  stack.pop_back();
+  return cudaSuccess;
+}
+cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** function, unsigned, unsigned long long,
+                                             cudaDriverEntryPointQueryResult* status) {
+  const std::map<std::string, void*> functions{{"cuDevicePrimaryCtxRetain", reinterpret_cast<void*>(fakeRetain)},
+                                               {"cuCtxPushCurrent", reinterpret_cast<void*>(fakePush)},
+                                               {"cuCtxPopCurrent", reinterpret_cast<void*>(fakePop)}};
+  const auto found = functions.find(name);
+  *function = found == functions.end() ? nullptr : found->second;
+  *status = *function ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
+  return cudaSuccess;
+}
+cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* wanted) {
+  std::swap(mode, *wanted);
+  return cudaSuccess;
+}
+cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
+  LOCKED();
+  *status = machine()->capturing ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
+  return cudaSuccess;
+}
+
+cudaError_t cudaMalloc(void** memory, size_t nbytes) {
+  LOCKED();
+  return allocate(memory, nbytes, cudaMemoryTypeDevice);
+}
 cudaError_t cudaFree(void* memory) {
+  LOCKED();
   memory_of_all.erase(static_cast<const char*>(memory));
   return cudaSuccess;
 }
 cudaError_t cudaHostAlloc(void** memory, size_t nbytes, unsigned) {
+  LOCKED();
   RETURN_IF_INJECTED();
   return allocate(memory, nbytes, cudaMemoryTypeHost);
 }
 cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const void* pointer) {
+  LOCKED();
   const Memory* memory = memory_at(pointer);
-  *attributes = memory ? cudaPointerAttributes{memory->type, memory->device}
-                       : cudaPointerAttributes{cudaMemoryTypeUnregistered, -1};
+  const auto unknown = machine()->at_once ? cudaMemoryTypeManaged : cudaMemoryTypeUnregistered;
+  *attributes = memory ? cudaPointerAttributes{memory->type, memory->device} : cudaPointerAttributes{unknown, -1};
   return cudaSuccess;
 }
 
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) {
-  *stream = machine->new_stream(current);
+  LOCKED();
+  *stream = machine()->new_stream(current());
   return cudaSuccess;
 }
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+  LOCKED();
   RETURN_IF_INJECTED();
-  machine->room.synchronize(stream_of(stream)->stream);
+  machine()->room.synchronize(stream_of(stream)->stream);
   return cudaSuccess;
 }
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
+  LOCKED();
   RETURN_IF_INJECTED();
-  machine->room.wait(stream_of(stream)->stream, event->event);
+  machine()->room.wait(stream_of(stream)->stream, event->event);
   return cudaSuccess;
 }
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
+  LOCKED();
   RETURN_IF_INJECTED();
-  *event = new FakeEvent{current, nullptr};  // the room keeps them for good
+  *event = new FakeEvent{current(), nullptr};  // the room keeps them for good
   return cudaSuccess;
 }
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+  LOCKED();
   RETURN_IF_INJECTED();
   FakeStream* on = stream_of(stream);
   if (on->device != event->device) return fail(cudaErrorInvalidResourceHandle);
-  event->event = machine->room.record(on->stream);
+  event->event = machine()->room.record(on->stream);
   return cudaSuccess;
 }
 cudaError_t cudaEventQuery(cudaEvent_t event) {
-  return machine->room.reached(event->event) ? cudaSuccess : fail(cudaErrorNotReady);
+  LOCKED();
+  if (machine()->capturing && mode != cudaStreamCaptureModeRelaxed) return fail(cudaErrorStreamCaptureUnsupported);
+  return machine()->room.reached(event->event) ? cudaSuccess : fail(cudaErrorNotReady);
 }
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {
-  machine->room.wait({}, event->event);
+  LOCKED();
+  machine()->room.wait({}, event->event);
   return cudaSuccess;
 }
 
 cudaError_t cudaMemcpy(void* to, const void* from, size_t nbytes, cudaMemcpyKind) {
-  machine->room.synchronize(machine->defaults[current]->stream);
+  LOCKED();
+  machine()->room.synchronize(machine()->defaults[current()]->stream);
   std::memcpy(to, from, nbytes);
   return cudaSuccess;
 }
 cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t nbytes, cudaMemcpyKind kind, cudaStream_t stream) {
+  LOCKED();
   RETURN_IF_INJECTED();
   return cudaMemcpy2DAsync(to, nbytes, from, nbytes, nbytes, 1, kind, stream);
 }
 cudaError_t cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t width,
                               size_t height, cudaMemcpyKind, cudaStream_t stream) {
+  LOCKED();
   // The real one stages ordinary memory and waits; the room never hands it any.
-  if (!memory_at(to) || !memory_at(from)) std::abort();
+  if (!machine()->at_once && (!memory_at(to) || !memory_at(from))) std::abort();
   return submit(stream, [=] {
     for (size_t row = 0; row < height; ++row)
       std::memcpy(static_cast<char*>(to) + row * to_pitch, static_cast<const char*>(from) + row * from_pitch, width);
@@ -243,7 +339,8 @@ cudaError_t cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_
 }
 
 cudaError_t fakeLaunch(cudaStream_t stream, std::function<void()> work) {
+  LOCKED();
   if (const cudaError_t code = injected("cudaLaunchKernel")) return code;
-  ++machine->launches;
+  ++machine()->launches;
   return submit(stream, std::move(work));
 }

@@ -121,7 +121,10 @@ void DeferredDevice::synchronize(Stream on) {
   if (on.device != kHost) force(queue_of(on), queue_of(on).steps.size());
 }
 
-int DeferredDevice::make_current(int device) { return std::exchange(current_, device); }
+std::shared_ptr<void> DeferredDevice::make_current(int device) {
+  const int before = std::exchange(current_, device);
+  return {nullptr, [this, before](void*) { current_ = before; }};
+}
 
 std::shared_ptr<void> DeferredDevice::staging(int64_t nbytes) {
   auto memory = std::make_unique<char[]>(nbytes);

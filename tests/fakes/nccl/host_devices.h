@@ -68,7 +68,10 @@ class HostDevices final : public DeviceOps {
       std::this_thread::sleep_for(std::chrono::microseconds(100));
     }
   }
-  int make_current(int device) override { return std::exchange(current(), device); }
+  std::shared_ptr<void> make_current(int device) override {
+    const int before = std::exchange(current(), device);
+    return {nullptr, [before](void*) { current() = before; }};
+  }
   static int& current() {
     static thread_local int device = 0;
     return device;

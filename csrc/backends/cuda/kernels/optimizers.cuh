@@ -26,10 +26,12 @@ enum AdamConstant {
 };
 static_assert(kAdamConstants <= kOptimizerConstants, "a row has room for them");
 
-// Raises the step of a segment that takes part, and says which number it is now; 0: it does not take part.
+// Raises the step of a segment that takes part, and says which number it is now; 0: it does not take part, also because
+// its group is not there, of which a kernel has no other way to speak.
 __device__ __forceinline__ int64_t next_step(const FlatParameters& flat, int64_t* segment) {
   const bool overflow = flat.found_inf != nullptr && *flat.found_inf != 0;
-  return overflow || segment[kActive] == 0 ? 0 : ++segment[kStep];
+  const bool known = segment[kGroup] >= 0 && segment[kGroup] < flat.group_count;
+  return overflow || !known || segment[kActive] == 0 ? 0 : ++segment[kStep];
 }
 
 // What a gradient is multiplied by before anything else: clipped, unscaled, and turned round for a maximum.
@@ -81,7 +83,7 @@ template <class T, int kWidth>
 __device__ __forceinline__ void sgd_at(const Sgd& call, const Widened<T>* constants, int64_t i) {
   using Wide = Widened<T>;
   T* parameters = static_cast<T*>(call.flat.parameters) + i;
-  const bool keeps = constants[kSgdKeep] != 0, first = constants[kSgdFirst] != 0,
+  const bool keeps = call.momentum != nullptr && constants[kSgdKeep] != 0, first = constants[kSgdFirst] != 0,
              nesterov = constants[kSgdNesterov] != 0;
   T* momenta = keeps ? static_cast<T*>(call.momentum) + i : nullptr;
   auto parameter = load<kWidth>(parameters);
@@ -144,8 +146,8 @@ __device__ __forceinline__ void for_segments(const FlatParameters& flat, int bas
   using Wide = Widened<T>;
   constexpr int kWidth = vector_width(sizeof(T), sizeof(T));
   __shared__ Wide constants[kOptimizerConstants];
-  const int64_t tile_begin = int64_t{blockIdx.x} * kFlatTile;
-  const int64_t tile_end = tile_begin + kFlatTile < flat.count ? tile_begin + kFlatTile : flat.count;
+  const int64_t tile = flat_tile(flat.count), tile_begin = int64_t{blockIdx.x} * tile;
+  const int64_t tile_end = tile_begin + tile < flat.count ? tile_begin + tile : flat.count;
   for (int64_t place = segment_at(flat.segments, flat.segment_count, kSegmentColumns, tile_begin);
        place < flat.segment_count; ++place) {
     const int64_t* segment = flat.segments + place * kSegmentColumns;

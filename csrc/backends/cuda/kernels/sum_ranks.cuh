@@ -14,7 +14,7 @@ struct SumTable {
   void* out[kMostRanks];
   int in_count;
   int out_count;
-  int divisor;  // avg: at the end; 1: none
+  int divisor;  // of avg, at the end
   Extent extent;
 };
 
@@ -38,6 +38,15 @@ __device__ __forceinline__ T combine(T a, T b) {
   }
 }
 
+// Integers are cut toward zero.
+template <class T>
+__device__ __forceinline__ T divided(T sum, int divisor) {
+  if constexpr (std::is_integral_v<T> && sizeof(T) < 4)
+    return static_cast<T>(static_cast<int>(sum) / divisor);  // of so few bits the divisor may have more
+  else
+    return sum / static_cast<T>(divisor);
+}
+
 template <ReduceOp kOp, class T, int kWidth>
 __device__ __forceinline__ void sum_at(const SumTable& table, int64_t i) {
   using Wide = Widened<T>;
@@ -54,8 +63,7 @@ __device__ __forceinline__ void sum_at(const SumTable& table, int64_t i) {
   Vector<T, kWidth> result;
 #pragma unroll
   for (int k = 0; k < kWidth; ++k)
-    result.at[k] =
-        narrow<T>(table.divisor == 1 ? sums[k] : static_cast<Wide>(sums[k] / static_cast<Wide>(table.divisor)));
+    result.at[k] = narrow<T>(kOp == ReduceOp::avg ? divided(sums[k], table.divisor) : sums[k]);
   for (int rank = 0; rank < table.out_count; ++rank) store<kWidth>(static_cast<T*>(table.out[rank]) + i, result);
 }
 

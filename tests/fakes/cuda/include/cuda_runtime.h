@@ -30,7 +30,14 @@ double __shfl_down_sync(unsigned mask, double value, int offset);
 
 // Runs `body` as every thread of every block.
 void fakeRunGrid(unsigned blocks, unsigned threads, const std::function<void()>& body);
+bool fakeHasCode();
 cudaError_t fakeLaunch(cudaStream_t stream, std::function<void()> work);
+
+struct cudaFuncAttributes {};
+template <class... Parameters>
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes*, void (*)(Parameters...)) {
+  return fakeHasCode() ? cudaSuccess : cudaErrorInvalidValue;
+}
 
 template <class Values, size_t... kPlaces>
 Values fakeArguments(void** arguments, std::index_sequence<kPlaces...>) {

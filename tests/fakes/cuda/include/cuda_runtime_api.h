@@ -1,6 +1,7 @@
 // A CUDA runtime over host memory, for tests without a GPU: the part of the API that the cuda room uses, of the same
 // names and meanings.  Devices are made by the tests; their streams are the deferred device's, so work runs as late and
-// in as odd an order as it may.  See fake_cuda.h for what only tests call.
+// in as odd an order as it may.  See fake_cuda.h for what only tests call, and fake_cuda.cpp for processes that are
+// to find GPUs without asking (FAKE_CUDA_DEVICES).
 #pragma once
 
 #include <cstddef>
@@ -19,6 +20,7 @@ enum cudaError_t {
   cudaErrorNotReady = 600,
   cudaErrorIllegalAddress = 700,
   cudaErrorPeerAccessAlreadyEnabled = 704,
+  cudaErrorStreamCaptureUnsupported = 900,
 };
 enum cudaMemoryType { cudaMemoryTypeUnregistered, cudaMemoryTypeHost, cudaMemoryTypeDevice, cudaMemoryTypeManaged };
 enum cudaMemcpyKind {
@@ -28,6 +30,14 @@ enum cudaMemcpyKind {
   cudaMemcpyDeviceToDevice,
   cudaMemcpyDefault
 };
+enum cudaStreamCaptureMode {
+  cudaStreamCaptureModeGlobal,
+  cudaStreamCaptureModeThreadLocal,
+  cudaStreamCaptureModeRelaxed
+};
+enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone, cudaStreamCaptureStatusActive };
+enum cudaDriverEntryPointQueryResult { cudaDriverEntryPointSuccess, cudaDriverEntryPointSymbolNotFound };
+constexpr unsigned long long cudaEnableDefault = 0;
 constexpr unsigned cudaEventDisableTiming = 2, cudaHostAllocPortable = 1, cudaStreamNonBlocking = 1;
 
 struct cudaPointerAttributes {
@@ -49,6 +59,10 @@ cudaError_t cudaRuntimeGetVersion(int* version);
 cudaError_t cudaDriverGetVersion(int* version);
 cudaError_t cudaDeviceCanAccessPeer(int* can, int device, int peer);
 cudaError_t cudaDeviceEnablePeerAccess(int peer, unsigned flags);
+cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** function, unsigned version,
+                                             unsigned long long flags, cudaDriverEntryPointQueryResult* status);
+cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode);
+cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status);
 cudaError_t cudaMalloc(void** memory, size_t nbytes);
 cudaError_t cudaFree(void* memory);
 cudaError_t cudaHostAlloc(void** memory, size_t nbytes, unsigned flags);

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from benchmarks.case import Row, describe
 from benchmarks.timing import OURS, PER_SECOND, median, p90, significant
-from mgpu_core.mnist.files import write_whole
+from mgpu_core.files import write_whole
 from mgpu_core.mnist.report import require_matplotlib
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from benchmarks.environment import header
 from benchmarks.plot import draw
 from benchmarks.result import Result
 from benchmarks.timing import OURS, PER_SECOND, median, p90, significant
-from mgpu_core.mnist.files import write_whole
+from mgpu_core.files import write_whole
 
 RESULTS = Path(__file__).parent / "results"
 

@@ -22,7 +22,7 @@ from benchmarks.plot import draw
 from benchmarks.report import RESULTS, render, report_machine
 from benchmarks.result import Result
 from benchmarks.timing import OURS, WrongResult, median
-from mgpu_core.mnist.files import check_writable
+from mgpu_core.files import check_writable
 from mgpu_core.mnist.report import require_matplotlib
 
 

@@ -1,4 +1,4 @@
-"""The road on a fake accelerator, in a process of its own: registering one makes it the accelerator of the process."""
+"""The road on a fake accelerator, in processes of its own: registering one makes it the accelerator of a process."""
 
 import os
 import subprocess
@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from fakes import accelerator
+from fakes import accelerator, cuda
 from fakes.accelerator.cpu_only import CPU_ONLY
 
 TESTS = Path(__file__).parent
@@ -22,15 +22,41 @@ ON_THE_FAKE = [
 ]
 
 
+BY_THE_CUDA_ROOM = [
+    "accelerator/test_models.py",
+    "conformance",
+    "kernels/test_flat.py",
+    "kernels/test_flat_optimizers.py",
+    "kernels/test_gather_rows.py",
+    "parallel/test_replicate.py",
+    "parallel/test_scatter.py",
+    "test_data_parallel_contract.py",
+    "test_data_parallel_equality.py",
+]
+
+
 @pytest.mark.skipif(accelerator.is_wanted(), reason="this is the process with the fake already")
 @pytest.mark.timeout(900)  # the first run compiles
 def test_the_road_on_the_fake_accelerator():
     if reason := accelerator.what_is_missing():
         pytest.skip(reason)
+    run_tests(ON_THE_FAKE, "1")
+
+
+@pytest.mark.skipif(accelerator.is_wanted(), reason="this is the process with the fake already")
+@pytest.mark.timeout(900)  # the first run compiles
+def test_the_road_through_the_cuda_room():
+    """The devices are the same fakes; who serves them is the core's cuda room, on a fake CUDA runtime."""
+    if reason := accelerator.what_is_missing() or cuda.what_is_missing():
+        pytest.skip(reason)
+    run_tests(BY_THE_CUDA_ROOM, "cuda")
+
+
+def run_tests(paths, wanted):
     ran = subprocess.run(
-        [sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", *ON_THE_FAKE],
+        [sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", *paths],
         cwd=TESTS,
-        env=os.environ | {accelerator.WANTED: "1"},
+        env=os.environ | {accelerator.WANTED: wanted},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -40,6 +66,7 @@ def test_the_road_on_the_fake_accelerator():
 
 
 def test_every_test_that_is_left_out_exists():
-    files = [path for name in ON_THE_FAKE for path in ([TESTS / name] if "." in name else (TESTS / name).glob("*.py"))]
+    names = {*ON_THE_FAKE, *BY_THE_CUDA_ROOM}
+    files = [path for name in names for path in ([TESTS / name] if "." in name else (TESTS / name).glob("*.py"))]
     text = "".join(path.read_text() for path in files)
     assert [name for name in CPU_ONLY if f"def {name}(" not in text] == []

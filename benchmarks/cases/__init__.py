@@ -1,7 +1,8 @@
 """One small file a case: what is measured, against whom, and how its result is verified.
 
 A file here holds one `CASE`. The collectives share one implementation (`benchmarks.collective_case`), so theirs hold
-three functions - ours, the torch loop, gloo - and a closed form of the result.
+three functions - ours, the torch loop, gloo - and a closed form of the result. The kernels share another
+(`benchmarks.kernel_case`): theirs hold the tensors of a row and the ways to do its work on them.
 """
 
 import importlib
@@ -16,6 +17,13 @@ NAMES = (
     "reduce_scatter",
     "scatter",
     "gather",
+    "pack",
+    "unpack",
+    "sum_ranks",
+    "scale_cast",
+    "l2_norm",
+    "sgd",
+    "adamw",
     "gather_rows",
     "replicate",
     "forward_backward",

@@ -14,6 +14,7 @@ import torch
 
 from mgpu_core.comm import broadcast_reduce, collectives, scatter_gather
 from mgpu_core.comm.buckets import bucket_positions
+from mgpu_core.device.streams import caller_streams, on_all
 from mgpu_core.device.team import Team
 from mgpu_core.device.tensor_checks import check_alike
 from mgpu_core.record import span
@@ -75,6 +76,7 @@ class _Broadcast(torch.autograd.Function):
     def forward(ctx: Any, team: Team, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)  # a parameter that no rank used gets no gradient, not a zero one
         ctx.ranks, ctx.source = len(team), tensors[0].device
+        ctx.places = team.devices, caller_streams(team.devices)
         copies = [broadcast_reduce.copies_of(tensor, team.devices) for tensor in tensors]
         collectives.broadcast_into(tensors, copies)
         # An alias of rank 0's, not the input: it shares the version counter, so an optimizer's step between forward
@@ -86,7 +88,9 @@ class _Broadcast(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: _Grad) -> tuple[_Grad, ...]:
-        with span("reduce"):
+        # The engine makes the forward's stream current on this node's device alone.  The gradients of the other ranks
+        # were made on theirs.
+        with span("reduce"), on_all(*ctx.places):
             return None, *_Reduce.apply(ctx.source, ctx.ranks, *grads)
 
 

@@ -189,7 +189,7 @@ def _resolve(parts: Parts) -> Parts:
 def scatter_into(whole: torch.Tensor, parts: Tensors, dim: int) -> None:
     """Fills the parts from ``whole``, one behind the other along ``dim`` (not negative)."""
     whole = readable(whole, "the tensor to scatter")
-    ends = rooms.cut(whole, parts)
+    ends = rooms.cut(whole, parts, dim)
     if ends is not None:
         place, rows = _transfer(whole, parts, dim)
         _core.scatter(place, ends[0], rows, ends[1])
@@ -201,7 +201,7 @@ def scatter_into(whole: torch.Tensor, parts: Tensors, dim: int) -> None:
 def gather_into(parts: Tensors, whole: torch.Tensor, dim: int) -> None:
     """Fills ``whole`` from the parts, one behind the other along ``dim`` (not negative)."""
     parts = [readable(part, _rank_name(rank)) for rank, part in enumerate(parts)]
-    ends = rooms.cut(whole, parts)
+    ends = rooms.cut(whole, parts, dim)
     if ends is not None:
         place, rows = _transfer(whole, parts, dim)
         _core.gather(rows, ends[1], place, ends[0])

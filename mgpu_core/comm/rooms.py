@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 import torch
 
-from mgpu_core.comm.layout import memory_order, one_layout
+from mgpu_core.comm.layout import memory_order, one_layout, runs_along
 from mgpu_core.device.streams import core_stream, core_streams
 
 __all__ = ["Stream", "alike", "cut", "for_sum", "joined", "root_and_ranks"]
@@ -46,10 +46,15 @@ def for_sum(parts: Sequence[torch.Tensor | None], device: torch.device) -> bool:
     return one_layout(present) and core_streams([device, *(part.device for part in present)]) is not None
 
 
-def cut(whole: torch.Tensor, parts: Tensors) -> tuple[Stream, list[Stream]] | None:
-    """For scatter and gather: dense in one order of dimensions, in one room; the whole may be in host memory.
+_NARROW_NBYTES = 256  # a copy engine takes about as long for a run of one byte as for one of this many
+_WIDEST_PITCH = 2**31 - 1  # from run to run, that a copy engine can
 
-    Not in pinned memory, which a GPU reads by itself: torch's copies know when such memory may be used again.
+
+def cut(whole: torch.Tensor, parts: Tensors, dim: int) -> tuple[Stream, list[Stream]] | None:
+    """For scatter and gather along ``dim``: dense in one order of dimensions, in one room; or the whole on the host.
+
+    Not in pinned memory, which a GPU reads by itself: torch's copies know when such memory may be used again.  Nor in
+    narrow strips of a GPU's memory, which torch's kernels copy faster than a copy engine.
     """
     order = memory_order(whole)
     if order is None or any(memory_order(part) is not order for part in parts):
@@ -62,4 +67,13 @@ def cut(whole: torch.Tensor, parts: Tensors) -> tuple[Stream, list[Stream]] | No
         return None
     if whole_on_host and not parts_on_host and whole.is_pinned():
         return None
+    if not parts_on_host and _is_narrow(whole, parts, dim, order):
+        return None
     return one, many
+
+
+def _is_narrow(whole: torch.Tensor, parts: Tensors, dim: int, order: torch.memory_format) -> bool:
+    outer, inner = runs_along(whole.shape, dim, order)
+    row_nbytes = inner * whole.element_size()
+    narrowest = min(part.size(dim) for part in parts) * row_nbytes
+    return outer > 1 and (narrowest < _NARROW_NBYTES or whole.size(dim) * row_nbytes > _WIDEST_PITCH)

@@ -1,8 +1,8 @@
-"""The child that tests peers: `python -m mgpu_core.device.peer_probe 0:1 1:0` prints one line of JSON per pair.
+"""The child that tests peers: `python -m mgpu_core.device.peer_probe 0:1:UUID:UUID ...` prints a line of JSON per pair.
 
-Of a pair `device:peer`, a kernel on the device writes a pattern into the peer's memory, the peer reads what arrived,
-then a kernel on the device reads it back: both must be the pattern.  Then the writing is timed.  Only
-`mgpu_core.device.peers` starts this, with a time limit, because a broken machine may hang here.
+Of a pair `device:peer`, a kernel on the device writes a pattern into the peer's memory, the peer reads what arrived, a
+kernel on the device reads it back, and the copy engines fetch it once more: all must be the pattern.  Then the writing
+is timed.  Only `mgpu_core.device.peers` starts this, with a time limit, because a broken machine may hang here.
 """
 
 from __future__ import annotations
@@ -14,47 +14,87 @@ from collections.abc import Sequence
 import torch
 
 from mgpu_core import _core
+from mgpu_core.device.peers import map_for_peer
 
 COUNT = 16 * 1024 * 1024  # int32: 64 MiB
 TIMES = 5
 
 
+class NoPeer(Exception):
+    """The machine's answer: these two do not reach each other."""
+
+
 def main(arguments: Sequence[str]) -> int:
     """Tests each pair and tells at once, so that a hang names its pair."""
     for argument in arguments:
-        device, peer = (int(number) for number in argument.split(":"))
+        device, peer, *uuids = argument.split(":")
+        problem, speed, proved = "", 0.0, True
         try:
-            problem, speed = test_pair(device, peer)
+            speed = measure_pair(int(device), int(peer), uuids)
+        except NoPeer as verdict:
+            problem = str(verdict)
         except (RuntimeError, ValueError) as error:  # torch's, and the core's of both families
-            problem, speed = str(error).splitlines()[0], 0.0
-        print(json.dumps({"problem": problem, "gigabytes_per_second": round(speed, 1)}), flush=True)
+            problem, proved = str(error).splitlines()[0], False
+        answer = {"problem": problem, "gigabytes_per_second": round(speed, 1), "proved": proved}
+        print(json.dumps(answer), flush=True)
     return 0
 
 
-def test_pair(device: int, peer: int) -> tuple[str, float]:
-    """What is wrong with the pair, or nothing, and how fast the device wrote, in GB/s."""
-    _core.cuda_allow_peers([(device, peer)])
+def measure_pair(device: int, peer: int, uuids: Sequence[str]) -> float:
+    """How fast the device writes the peer's memory, in GB/s.
+
+    Raises:
+        NoPeer: it does not, or not rightly.
+        RuntimeError, ValueError: the test could not be made.
+    """
+    for index, uuid in zip((device, peer), uuids, strict=True):
+        if str(torch.cuda.get_device_properties(index).uuid) != uuid:
+            raise ValueError(f"cuda:{index} is another GPU here: CUDA_VISIBLE_DEVICES was changed after CUDA's start")
+    if not torch.cuda.can_device_access_peer(device, peer):
+        raise NoPeer("the driver says that it cannot access it")
+    _core.cuda_allow_peers([(device, peer), (peer, device)])
+    map_for_peer(device, peer)
     here, there = torch.device("cuda", device), torch.device("cuda", peer)
     pattern = torch.arange(COUNT, dtype=torch.int32, device=here) * 2654435 + device
-    target = torch.full((COUNT,), -1, dtype=torch.int32, device=there)
-    back = torch.full_like(pattern, -1)
-    torch.cuda.synchronize(here)
-    torch.cuda.synchronize(there)
-    _copy(pattern, target, device)
-    torch.cuda.synchronize(here)
-    if wrong := int((target.cpu() != pattern.cpu()).sum()):
-        return f"{wrong} of {COUNT} numbers arrived wrong", 0.0
-    _copy(target, back, device)
-    torch.cuda.synchronize(here)
-    if wrong := int((back != pattern).sum()):
-        return f"{wrong} of {COUNT} numbers were read back wrong", 0.0
-    return "", _speed(pattern, target, device)
+    target, back = torch.full((COUNT,), -1, dtype=torch.int32, device=there), torch.full_like(pattern, -1)
+    _settle(here, there)
+    _by_kernel(pattern, target, device)
+    _settle(here, there)
+    _compare(target, pattern, "arrived wrong")
+    _by_kernel(target, back, device)
+    _settle(here, there)
+    _compare(back, pattern, "were read back wrong")
+    target.fill_(-1)
+    _settle(here, there)
+    _by_copy_engine(pattern, target)
+    _settle(here, there)
+    _compare(target, pattern, "were copied wrong")
+    return _speed(pattern, target, device)
 
 
-def _copy(source: torch.Tensor, target: torch.Tensor, device: int) -> None:
+def _settle(*devices: torch.device) -> None:
+    for device in devices:
+        torch.cuda.synchronize(device)
+
+
+def _compare(made: torch.Tensor, wanted: torch.Tensor, how: str) -> None:
+    if wrong := int((made.cpu() != wanted.cpu()).sum()):
+        raise NoPeer(f"{wrong} of {COUNT} numbers {how}")
+
+
+def _stream(device: int) -> tuple[int, int]:
+    return device, torch.cuda.current_stream(device).cuda_stream
+
+
+def _by_kernel(source: torch.Tensor, target: torch.Tensor, device: int) -> None:
     """By a kernel of `device`, on its current stream."""
-    stream = device, torch.cuda.current_stream(device).cuda_stream
-    _core.sum_ranks([source.data_ptr()], [target.data_ptr()], source.numel(), "int32", "sum", stream)
+    _core.sum_ranks([source.data_ptr()], [target.data_ptr()], source.numel(), "int32", "sum", _stream(device))
+
+
+def _by_copy_engine(source: torch.Tensor, target: torch.Tensor) -> None:
+    """As the road copies large tensors: the target's device fetches."""
+    streams = _stream(source.device.index), [_stream(target.device.index)]
+    _core.broadcast([source.data_ptr()], [[target.data_ptr()]], [source.nbytes], *streams)
 
 
 def _speed(source: torch.Tensor, target: torch.Tensor, device: int) -> float:
@@ -62,7 +102,7 @@ def _speed(source: torch.Tensor, target: torch.Tensor, device: int) -> float:
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()
         for _ in range(TIMES):
-            _copy(source, target, device)
+            _by_kernel(source, target, device)
         end.record()
         end.synchronize()
     milliseconds: float = begin.elapsed_time(end)

@@ -15,29 +15,39 @@ import threading
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from queue import Empty, Queue
+
+import torch
 
 from mgpu_core import _core
 from mgpu_core.device import cache
 from mgpu_core.device.machine import machine_key
 
-__all__ = ["PeerVerdict", "kept_verdicts", "prove_peers", "settle_peers"]
+__all__ = ["PeerVerdict", "kept_verdicts", "map_for_peer", "prove_peers", "settle_peers"]
 
 PROBE = [sys.executable, "-P", "-m", "mgpu_core.device.peer_probe"]
 START_SECONDS = 120.0  # until the child has imported torch and made its contexts
 PAIR_SECONDS = 30.0  # for each pair
+
+BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 Pair = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
 class PeerVerdict:
-    """What the test of one ordered pair gave: ``problem`` is empty where data arrived, GB/s as the kernel wrote."""
+    """What the test of one ordered pair gave: ``problem`` is empty where data arrived, GB/s as the kernel wrote.
+
+    ``proved`` says that this is about the machine: a test that did not come to its end (no memory left, a slow start)
+    says nothing about the machine of tomorrow.
+    """
 
     device: int
     peer: int
     problem: str = ""
     gigabytes_per_second: float = 0.0
+    proved: bool = True
 
     @property
     def passed(self) -> bool:
@@ -55,7 +65,8 @@ def prove_peers(devices: Sequence[int], *, again: bool = False) -> list[PeerVerd
     if kept is not None:
         return kept
     verdicts = _probe([(device, peer) for device in devices for peer in devices if device != peer])
-    cache.store("peers", _key(devices), [asdict(verdict) for verdict in verdicts])
+    if all(verdict.proved for verdict in verdicts):
+        cache.store("peers", _key(devices), [asdict(verdict) for verdict in verdicts])
     return verdicts
 
 
@@ -78,7 +89,10 @@ def settle_peers(devices: Iterable[int]) -> None:
 def _allow(verdicts: Sequence[PeerVerdict]) -> None:
     failed = [f"cuda:{each.device} -> cuda:{each.peer}: {each.problem}" for each in verdicts if not each.passed]
     both_ways = {(each.device, each.peer) for each in verdicts if each.passed}
-    _core.cuda_allow_peers([pair for pair in both_ways if pair[::-1] in both_ways])
+    allowed = [pair for pair in both_ways if pair[::-1] in both_ways]
+    _core.cuda_allow_peers(allowed)
+    for device, peer in allowed:
+        map_for_peer(device, peer)
     if failed:
         warnings.warn(
             "some GPUs do not reach each other's memory, so their tensors go by way of the host, which is slower: "
@@ -86,6 +100,13 @@ def _allow(verdicts: Sequence[PeerVerdict]) -> None:
             RuntimeWarning,
             stacklevel=2,
         )
+
+
+def map_for_peer(device: int, peer: int) -> None:
+    """Has torch's allocator map its memory of both for both: expandable segments and pools need it said for each."""
+    here, there = torch.device("cuda", device), torch.device("cuda", peer)
+    for one, other in ((here, there), (there, here)):
+        torch.empty(1, device=one).copy_(torch.empty(1, device=other))
 
 
 def _probe(pairs: Sequence[Pair]) -> list[PeerVerdict]:
@@ -100,7 +121,7 @@ def _probe(pairs: Sequence[Pair]) -> list[PeerVerdict]:
         verdicts += answers
         silent = 0 if answers else silent + 1
         failed = pairs[len(verdicts) :][: 1 if silent < 2 else None]
-        verdicts += [PeerVerdict(*pair, problem=problem) for pair in failed]
+        verdicts += [PeerVerdict(*pair, problem=problem, proved=False) for pair in failed]
     return verdicts
 
 
@@ -111,12 +132,22 @@ def kept_verdicts(devices: Sequence[int]) -> list[PeerVerdict] | None:
 
 
 def _key(devices: Sequence[int]) -> dict[str, object]:
-    return {**machine_key(devices), "devices": list(devices)}
+    """Also of this boot: an IOMMU that is switched on, or a driver that is exchanged, leaves all names as they were."""
+    return {**machine_key(devices), "devices": list(devices), "boot": _boot()}
+
+
+def _boot() -> str:
+    try:
+        return BOOT.read_text().strip()
+    except OSError:
+        return ""
 
 
 def _ask_child(pairs: Sequence[Pair]) -> tuple[list[PeerVerdict], str]:
     """The child's answers, in order, and why there is none for the next pair."""
-    command = [*PROBE, *(f"{device}:{peer}" for device, peer in pairs)]
+    devices = sorted({device for pair in pairs for device in pair})
+    uuids = dict(zip(devices, machine_key(devices)["gpus"], strict=True))  # the child may count in another way
+    command = [*PROBE, *(f"{device}:{peer}:{uuids[device]}:{uuids[peer]}" for device, peer in pairs)]
     with subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as child:
@@ -160,10 +191,10 @@ def _read_answers(
     return answers, ""
 
 
-def _parsed(line: str) -> tuple[str, float] | None:
+def _parsed(line: str) -> tuple[str, float, bool] | None:
     try:
         answer = json.loads(line)
-        return str(answer["problem"]), float(answer["gigabytes_per_second"])
+        return str(answer["problem"]), float(answer["gigabytes_per_second"]), bool(answer["proved"])
     except (ValueError, KeyError, TypeError):
         return None
 

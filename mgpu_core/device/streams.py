@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cache
 
 import torch
@@ -16,7 +16,7 @@ import torch
 from mgpu_core import _core
 from mgpu_core.device.peers import settle_peers
 
-__all__ = ["HOST", "caller_streams", "copying_to", "core_stream", "core_streams", "hand_over", "on"]
+__all__ = ["HOST", "caller_streams", "copying_to", "core_stream", "core_streams", "hand_over", "on", "on_all"]
 
 HOST = (-1, 0)  # the core's stream of host memory
 GPU_TYPE = "cuda"  # the devices that the core's cuda room serves
@@ -35,6 +35,15 @@ def on(device: torch.device, stream: torch.Stream | None) -> Iterator[None]:
         return
     with torch.accelerator.device_index(device.index), stream:
         yield
+
+
+def on_all(devices: Sequence[torch.device], streams: Sequence[torch.Stream | None]) -> AbstractContextManager[object]:
+    """Makes each stream the current one of its device."""
+    stack = ExitStack()
+    for device, stream in zip(devices, streams, strict=True):
+        if stream is not None:
+            stack.enter_context(on(device, stream))
+    return stack
 
 
 def core_stream(device: torch.device) -> tuple[int, int] | None:

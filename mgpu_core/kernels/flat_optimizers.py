@@ -31,7 +31,7 @@ def segment_table(
     *,
     groups: Sequence[int] | None = None,
     begins: Sequence[int] | None = None,
-    device: torch.device | str = "cpu",
+    device: torch.device | str | None = None,
 ) -> torch.Tensor:
     """The table of the tensors in a flat buffer: int64, ``(len(counts), 5)``: begin, count, group, step, active.
 
@@ -39,7 +39,7 @@ def segment_table(
         counts: elements of each tensor.
         groups: the row of the group table for each (default: 0).
         begins: where each begins (default: one right behind the other).
-        device: where the flat buffers are.
+        device: where the flat buffers are (default: torch's default device).
 
     Steps are 0 and all segments active.  The kernels raise the step of every segment that they update; whoever sets
     ``table[i, 4]`` to 0 has tensor ``i`` left alone whole, as a parameter without gradient is.
@@ -55,7 +55,7 @@ def segment_table(
     return torch.tensor(rows, dtype=torch.int64, device=device).reshape(len(rows), 5)
 
 
-def sgd_groups(*groups: dict[str, float], device: torch.device | str = "cpu") -> torch.Tensor:
+def sgd_groups(*groups: dict[str, float], device: torch.device | str | None = None) -> torch.Tensor:
     """The group table of :func:`sgd`: float64, ``(len(groups), 6)``.
 
     Args:
@@ -66,7 +66,7 @@ def sgd_groups(*groups: dict[str, float], device: torch.device | str = "cpu") ->
     return _group_table(groups, columns, device)
 
 
-def adam_groups(*groups: dict[str, float], device: torch.device | str = "cpu") -> torch.Tensor:
+def adam_groups(*groups: dict[str, float], device: torch.device | str | None = None) -> torch.Tensor:
     """The group table of :func:`adam` and :func:`adamw`: float64, ``(len(groups), 6)``.
 
     Args:
@@ -78,7 +78,7 @@ def adam_groups(*groups: dict[str, float], device: torch.device | str = "cpu") -
 
 
 def _group_table(
-    groups: Sequence[dict[str, float]], columns: dict[str, float | None], device: torch.device | str
+    groups: Sequence[dict[str, float]], columns: dict[str, float | None], device: torch.device | str | None
 ) -> torch.Tensor:
     for place, group in enumerate(groups):
         if unknown := set(group) - set(columns):

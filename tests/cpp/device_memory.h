@@ -25,6 +25,7 @@ class DeviceMemory {
     if (count_) std::memcpy(static_cast<void*>(all.data() + offset), values.data(), count_ * sizeof(T));
     CUDA_OK(cudaMalloc(reinterpret_cast<void**>(&start_), all.size() * sizeof(T)));
     CUDA_OK(cudaMemcpy(start_, all.data(), all.size() * sizeof(T), cudaMemcpyDefault));
+    CUDA_OK(cudaStreamSynchronize(nullptr));  // a small copy may still be on its way, and other streams do not wait
   }
   DeviceMemory(DeviceMemory&& other) noexcept : count_(other.count_), offset_(other.offset_), start_(other.start_) {
     other.start_ = nullptr;

@@ -288,6 +288,7 @@ static void an_overflow_changes_nothing() {
   Flat flat(DType::f32, 0, {0.5, 0, 0, 0, 0, 0, 0.25, 0.5, 0.5, 0.125, 1, 1});
   const float yes = 1;
   CUDA_OK(cudaMemcpy(flat.scalars_there.data() + 2, &yes, sizeof yes, cudaMemcpyDefault));
+  CUDA_OK(cudaStreamSynchronize(nullptr));
   gpu().sgd({flat.there(), flat.one.device.data()}, on());
   flat.check_equal();
 }

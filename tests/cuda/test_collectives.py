@@ -57,7 +57,7 @@ def test_broadcast_and_reduce(gpu, ranks):
 @pytest.mark.parametrize("source", ["cpu", "cuda"])
 @pytest.mark.parametrize("dim", [0, 1, 2])
 def test_scatter_and_gather(gpu, ranks, source, dim):
-    whole = torch.arange(9 * 8 * 7).reshape(9, 8, 7).to(source)
+    whole = torch.arange(9 * 8 * 7 * 64).reshape(9, 8, 7 * 64).to(source)
     parts = comm.scatter(whole, [gpu] * ranks, dim=dim)
     sizes = [part.size(dim) for part in parts]
     wanted = whole.split(sizes, dim)

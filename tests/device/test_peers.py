@@ -15,6 +15,9 @@ from mgpu_core.doctor.report import Core, Room
 CHILD = """
 import json, os, sys, time
 for argument in sys.argv[1:]:
+    device, peer, *uuids = argument.split(":")
+    assert uuids == [f"GPU-{device}", f"GPU-{peer}"], uuids
+    argument = f"{device}:{peer}"
     act = ACTS.get(argument, "good")
     with open(LOG, "a") as log:
         print(argument, file=log)
@@ -25,8 +28,9 @@ for argument in sys.argv[1:]:
         os._exit(3)
     if act == "noise":
         print("hello")
-    problem = "7 of 9 numbers arrived wrong" if act == "wrong" else ""
-    print(json.dumps({"problem": problem, "gigabytes_per_second": 0 if problem else 25.5}), flush=True)
+    problem = {"wrong": "7 of 9 numbers arrived wrong", "full": "CUDA out of memory"}.get(act, "")
+    answer = {"problem": problem, "gigabytes_per_second": 0 if problem else 25.5, "proved": act != "full"}
+    print(json.dumps(answer), flush=True)
 """
 
 
@@ -38,6 +42,7 @@ def machine(tmp_path, monkeypatch):
     allowed = []
     monkeypatch.setattr(peers, "machine_key", lambda devices: {"gpus": [f"GPU-{device}" for device in devices]})
     monkeypatch.setattr(peers._core, "cuda_allow_peers", allowed.extend)
+    monkeypatch.setattr(peers, "map_for_peer", lambda device, peer: None)
     monkeypatch.setattr(peers, "_settled", set())
     monkeypatch.setattr(peers, "PAIR_SECONDS", 1.0)
     monkeypatch.setattr(peers, "START_SECONDS", 20.0)
@@ -72,9 +77,29 @@ def test_all_is_well_and_kept(machine):
     assert len(asked()) == 12
 
 
-def test_wrong_data_is_a_failure(machine):
+def test_wrong_data_is_a_failure_and_kept(machine):
     machine(p0_1="wrong")
     assert problems(peers.prove_peers([0, 1])) == {(0, 1): "7 of 9 numbers arrived wrong"}
+    assert problems(peers.kept_verdicts([0, 1])) == {(0, 1): "7 of 9 numbers arrived wrong"}
+
+
+def test_a_test_that_failed_is_not_kept_against_the_machine(machine):
+    machine(p0_1="full")
+    assert problems(peers.prove_peers([0, 1])) == {(0, 1): "CUDA out of memory"}
+    assert peers.kept_verdicts([0, 1]) is None
+    machine(p0_1="die")
+    peers.prove_peers([0, 1])
+    assert peers.kept_verdicts([0, 1]) is None
+
+
+def test_a_verdict_ends_with_the_boot(machine, monkeypatch, tmp_path):
+    machine()
+    peers.prove_peers([0, 1])
+    assert peers.kept_verdicts([0, 1]) is not None
+    monkeypatch.setattr(peers, "BOOT", tmp_path / "boot")
+    assert peers.kept_verdicts([0, 1]) is None  # where nobody says which boot it is, it is another
+    peers.BOOT.write_text("a new one")
+    assert peers.kept_verdicts([0, 1]) is None
 
 
 def test_a_hang_costs_its_pair_alone(machine):

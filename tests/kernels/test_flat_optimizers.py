@@ -11,7 +11,9 @@ FLOATING = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
 
 def random_flat(dtype, seed):
-    return torch.randn(sum(COUNTS), generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+    generator = torch.Generator("cpu").manual_seed(seed)
+    made = torch.randn(sum(COUNTS), generator=generator, dtype=torch.float64, device="cpu").to(dtype)
+    return made.to(torch.get_default_device())
 
 
 def split(flat):

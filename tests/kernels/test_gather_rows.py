@@ -10,9 +10,10 @@ from mgpu_core.kernels import gather_rows, reference
 @pytest.mark.parametrize("shape", [(), (1,), (7,), (8,), (1, 28, 28), (3, 5, 0), (100, 41)])
 @pytest.mark.parametrize("batch", [0, 1, 5, 700])
 def test_equals_the_reference(dtype, shape, batch):
-    generator = torch.Generator().manual_seed(0)
-    rows = torch.randint(0, 256, (11, *shape), dtype=torch.uint8, generator=generator)
-    index = torch.randint(0, 11, (batch,), generator=generator)
+    generator = torch.Generator("cpu").manual_seed(0)
+    rows = torch.randint(0, 256, (11, *shape), dtype=torch.uint8, generator=generator, device="cpu")
+    index = torch.randint(0, 11, (batch,), generator=generator, device="cpu")
+    rows, index = (tensor.to(torch.get_default_device()) for tensor in (rows, index))
     out = torch.full((batch, *shape), 77.0, dtype=dtype)
     made = gather_rows(rows, index, scale=0.31, shift=-1.5, dtype=dtype, out=out)
     assert made is out

@@ -30,6 +30,9 @@ _REASONS = {
     "torch's cache of parametrizations is one for all replicas, whose devices differ": """
         test_cached_parametrization
     """,
+    "says cpu in what it expects, mixes numpy's arrays in, or wants what a device cannot know in time": """
+        test_arrays_of_other_libraries test_refusals test_an_index_out_of_range_writes_nothing
+    """,
 }
 
 CPU_ONLY = {name: reason for reason, names in _REASONS.items() for name in names.split()}

@@ -15,6 +15,8 @@ import sys
 from itertools import permutations
 from pathlib import Path
 
+import torch
+
 __all__ = ["serve", "take_the_cores_place", "what_is_missing"]
 
 _ROOT = Path(__file__).parents[3]
@@ -46,7 +48,7 @@ def serve(device_type: str) -> None:
     """From now on the cuda room serves the devices of this type; all of them reach each other."""
     import mgpu_core
     from mgpu_core import _core
-    from mgpu_core.comm import tuning
+    from mgpu_core.comm import rooms, tuning
     from mgpu_core.device import streams
 
     mgpu_core._core = _core  # as importing it by its name would have done
@@ -56,6 +58,8 @@ def serve(device_type: str) -> None:
     streams._cuda_room_works = streams._has_code_for = lambda *gpu: True
     streams.settle_peers = lambda devices: None
     tuning.choose = lambda devices, nbytes, run: "direct"
+    torch.cuda.is_current_stream_capturing = lambda: False
+    rooms._NARROW_NBYTES = 0  # so that the small tensors of the tests take this road too
 
 
 def _build() -> Path:

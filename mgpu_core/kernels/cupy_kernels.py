@@ -1,0 +1,140 @@
+"""Three of the kernels again, as CUDA C++ in a string: compiled when they are first called, by CUDA's own NVRTC.
+
+For readers who want to change a kernel and run it a second later: change :mod:`mgpu_core.kernels.cupy_sources`.  The
+twins compute what :func:`mgpu_core.kernels.pack`, :func:`~mgpu_core.kernels.sum_ranks` and
+:func:`~mgpu_core.kernels.sgd` compute, for float32 and float64 on a GPU.  Nothing else here uses them.
+
+Tables lie in the device's memory, where ours travel inside the launch's arguments: one more thing to send and to wait
+for, and not to lose before the kernel has read it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from importlib import import_module
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+
+from mgpu_core.device.memory import note_written
+from mgpu_core.kernels.arguments import as_tensors, check_like, check_outs, on_one_device
+from mgpu_core.kernels.cupy_sources import OPS, SOURCES, TILE, compiler_options
+
+try:
+    cupy: Any = import_module("cupy")
+except ImportError as error:
+    raise ImportError("mgpu_core.kernels.cupy_kernels needs cupy: pip install 'mgpu-core[cuda13]'") from error
+
+__all__ = ["pack", "sgd", "sum_ranks"]
+
+THREADS = 256  # of a block
+
+
+def pack(
+    tensors: Sequence[Any], *, dtype: torch.dtype | None = None, scale: float = 1.0, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """As :func:`mgpu_core.kernels.pack`."""
+    sources = as_tensors(tensors, "tensors")
+    dtype = dtype or sources[0].dtype
+    module = _module("pack", sources[0].dtype, dtype)
+    begins = list(accumulate((source.numel() for source in sources), initial=0))
+    flat = torch.empty(begins[-1], dtype=dtype, device=sources[0].device) if out is None else out
+    check_like(flat, "out", (begins[-1],), dtype)
+    check_outs([flat], ["out"], sources)
+    device = _gpu(flat, *sources)
+    rows, tiles = [], 0
+    for source, begin in zip(sources, begins, strict=False):
+        rows.append((_pointer(source), begin, source.numel(), tiles))
+        tiles += -(-source.numel() // TILE)
+    table = torch.tensor([row for row in rows if row[2]], dtype=torch.int64, device=device)
+    wide = _number(torch.float64 if torch.float64 in (sources[0].dtype, dtype) else torch.float32)
+    _launch(module, "pack", tiles, device, table, np.int32(len(table)), flat, wide(scale))
+    note_written([flat])
+    return flat
+
+
+def sum_ranks(tensors: Sequence[Any], op: str = "sum", *, out: torch.Tensor | None = None) -> torch.Tensor:
+    """As :func:`mgpu_core.kernels.sum_ranks`."""
+    sources = as_tensors(tensors, "tensors")
+    first = sources[0]
+    if op not in OPS:
+        raise ValueError(f"op must be one of {', '.join(OPS)}, not {op!r}")
+    module = _module("sum_ranks", first.dtype, None, op)
+    out = torch.empty_like(first) if out is None else out
+    for place, source in enumerate([*sources, out]):
+        check_like(source, "out" if source is out else f"tensors[{place}]", first.shape, first.dtype)
+    check_outs([out], ["out"], sources)
+    device = _gpu(out, *sources)
+    table = torch.tensor([_pointer(source) for source in sources], dtype=torch.int64, device=device)
+    ranks, count = np.int32(len(sources)), np.int64(out.numel())
+    divisor = _number(first.dtype)(len(sources) if op == "avg" else 1)
+    together = np.bool_(_together(out, *sources))
+    _launch(module, "sum_ranks", -(-out.numel() // TILE), device, table, ranks, out, count, divisor, together)
+    note_written([out])
+    return out
+
+
+def sgd(
+    parameters: torch.Tensor,
+    gradients: torch.Tensor,
+    momentum: torch.Tensor | None,
+    segments: torch.Tensor,
+    groups: torch.Tensor,
+    *,
+    clip: torch.Tensor | None = None,
+    loss_scale: torch.Tensor | None = None,
+    found_inf: torch.Tensor | None = None,
+) -> None:
+    """As :func:`mgpu_core.kernels.sgd`."""
+    flats = [parameters, gradients, *([] if momentum is None else [momentum])]
+    scalars = [clip, loss_scale, found_inf]
+    module = _module("sgd", parameters.dtype)
+    device = _gpu(*flats, segments, groups, *(scalar for scalar in scalars if scalar is not None))
+    rows = np.int64(len(segments))
+    constants = torch.empty(len(segments), 8, dtype=torch.float64, device=device)
+    _launch(module, "prepare_sgd", -(-len(segments) // THREADS), device, segments, rows, groups, *scalars, constants)
+    count, together = np.int64(parameters.numel()), np.bool_(_together(*flats))
+    tables = segments, rows, constants
+    blocks = -(-parameters.numel() // TILE)
+    _launch(module, "sgd", blocks, device, parameters, gradients, momentum, count, *tables, together)
+    note_written([segments, parameters, *flats[2:]])
+
+
+@cache
+def _module(name: str, *choice: Any) -> Any:
+    """The program of a source: compiled when its first kernel is asked for, once per device."""
+    return cupy.RawModule(code=SOURCES[name], options=compiler_options(*choice), backend="nvrtc")
+
+
+def _launch(module: Any, name: str, blocks: int, device: torch.device, *arguments: Any) -> None:
+    """Puts a kernel on torch's current stream of the device.  A tensor stands for its pointer, None for a null one."""
+    if not blocks:
+        return
+    given = [_pointer(each) if isinstance(each, torch.Tensor) or each is None else each for each in arguments]
+    with cupy.cuda.Device(device.index), cupy.cuda.ExternalStream(torch.cuda.current_stream(device).cuda_stream):
+        module.get_function(name)((blocks,), (THREADS,), tuple(given))
+
+
+def _pointer(tensor: torch.Tensor | None) -> Any:
+    return np.uint64(0 if tensor is None else tensor.detach().__cuda_array_interface__["data"][0])
+
+
+def _number(dtype: torch.dtype) -> Any:
+    """What makes a scalar argument of that dtype."""
+    return np.float64 if dtype == torch.float64 else np.float32
+
+
+def _together(*tensors: torch.Tensor) -> bool:
+    """Whether they are all as far from a multiple of 16 bytes."""
+    return len({int(_pointer(tensor)) % 16 for tensor in tensors}) == 1
+
+
+def _gpu(*tensors: torch.Tensor) -> torch.device:
+    """The GPU of all of them."""
+    device = on_one_device(**{f"tensor {place}": tensor for place, tensor in enumerate(tensors)})
+    if device.type != "cuda":
+        raise ValueError(f"the cupy twins need tensors of a GPU, not of {device}")
+    return device

@@ -179,16 +179,16 @@ MUTANTS = [
     ),
     mutant(
         "an average is a sum",
-        "mgpu_core/comm/collectives.py",
-        "_core.all_reduce(pointers, pointers, count, dtype, op, algorithm, ",
-        '_core.all_reduce(pointers, pointers, count, dtype, op.replace("avg", "sum"), algorithm, ',
+        "mgpu_core/comm/algorithms.py",
+        "pointers, pointers, self.count, self.dtype, self.op, algorithm, self",
+        'pointers, pointers, self.count, self.dtype, self.op.replace("avg", "sum"), algorithm, self',
         "conformance/test_collectives.py",
     ),
     mutant(
         "the last three elements are lost",
-        "mgpu_core/comm/collectives.py",
-        "_core.all_reduce(pointers, pointers, count, dtype, op, algorithm, ",
-        "_core.all_reduce(pointers, pointers, max(count - 3, 0), dtype, op, algorithm, ",
+        "mgpu_core/comm/algorithms.py",
+        "pointers, pointers, self.count, self.dtype, self.op, algorithm, self",
+        "pointers, pointers, max(self.count - 3, 0), self.dtype, self.op, algorithm, self",
         "conformance/test_collectives.py",
     ),
     mutant(

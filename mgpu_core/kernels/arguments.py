@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from mgpu_core.device.dtypes import FLOATING
-from mgpu_core.device.tensor_checks import check_disjoint, check_writable, readable
+from mgpu_core.device.tensor_checks import all_plain, check_disjoint, check_writable, readable
 
 __all__ = ["as_tensor", "as_tensors", "check_floating", "check_like", "check_outs", "on_one_device"]
 
@@ -37,9 +37,11 @@ def as_tensors(arrays: Sequence[Any], name: str) -> list[torch.Tensor]:
     """:func:`as_tensor` of each; all of one dtype and device, at least one."""
     if isinstance(arrays, torch.Tensor) or not isinstance(arrays, Sequence):
         raise TypeError(f"{name} is a sequence of tensors, not {type(arrays).__name__}")
-    tensors = [as_tensor(array, f"{name}[{place}]") for place, array in enumerate(arrays)]
-    if not tensors:
+    if not arrays:
         raise ValueError(f"{name} is empty: at least one tensor is wanted")
+    if type(arrays[0]) is torch.Tensor and set(map(type, arrays)) == {torch.Tensor} and all_plain(arrays):
+        return list(arrays)
+    tensors = [as_tensor(array, f"{name}[{place}]") for place, array in enumerate(arrays)]
     for place, tensor in enumerate(tensors):
         if tensor.dtype != tensors[0].dtype or tensor.device != tensors[0].device:
             raise ValueError(

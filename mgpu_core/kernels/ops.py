@@ -241,9 +241,8 @@ def _check_cast(what: str, source: torch.dtype, target: torch.dtype, scale: floa
 
 
 def _pieces(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int, int]]:
-    counts = [tensor.numel() for tensor in tensors]
-    begins = accumulate(counts, initial=0)
-    return [(tensor.data_ptr(), begin, count) for tensor, begin, count in zip(tensors, begins, counts, strict=False)]
+    counts = list(map(torch.Tensor.numel, tensors))
+    return list(zip(map(torch.Tensor.data_ptr, tensors), accumulate(counts, initial=0), counts, strict=False))
 
 
 def _out(

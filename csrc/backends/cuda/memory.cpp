@@ -25,6 +25,7 @@ struct Pools {
   std::map<int, std::vector<cudaEvent_t>> events;          // per device
   std::map<int64_t, std::vector<void*>> pinned;            // per size
   std::map<std::pair<int, void*>, std::deque<Kept>> kept;  // per stream, in its order
+  std::vector<std::shared_ptr<void>> of_graphs;
 };
 Pools& pools() {
   static auto* it = new Pools;
@@ -155,12 +156,10 @@ std::shared_ptr<void> pinned(int64_t nbytes) {
 
 void keep_pinned(Stream on, std::shared_ptr<void> memory) {
   const DeviceGuard guard(on.device);
-  if (is_capturing(on)) {
-    new std::shared_ptr<void>(std::move(memory));  // the graph's, which uses it at every replay: for good
-    return;
-  }
-  const Event event = record_event(on);
+  const bool for_good = is_capturing(on);  // a graph uses it at every replay
+  const Event event = for_good ? nullptr : record_event(on);
   const std::lock_guard<std::mutex> lock(pools().mutex);
+  if (for_good) return pools().of_graphs.push_back(std::move(memory));
   pools().kept[{on.device, on.handle}].emplace_back(event, std::move(memory));
 }
 

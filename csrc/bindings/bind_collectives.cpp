@@ -7,26 +7,6 @@
 namespace mgpu::bindings {
 namespace {
 
-Buffers buffers_of(const Pointers& pointers, int64_t count, DType dtype) {
-  Buffers buffers;
-  for (Pointer pointer : pointers) buffers.push_back(buffer_of(pointer, count, dtype));
-  return buffers;
-}
-
-void count_ranks(const char* operation, const std::string& algorithm, const std::vector<int64_t>& nbytes) {
-  for (size_t rank = 0; rank < nbytes.size(); ++rank)
-    if (nbytes[rank] >= 0) count(operation, algorithm, static_cast<int>(rank), nbytes[rank]);
-}
-
-Ranks ranks_of(const StreamTuples& streams, bool merge_shared_devices) {
-  return {streams_of(streams), merge_shared_devices};
-}
-
-void require_one_each(const Pointers& pointers, const Ranks& ranks) {
-  require(pointers.size() == ranks.streams.size(), "one stream per rank: " + std::to_string(pointers.size()) +
-                                                       " ranks, " + std::to_string(ranks.streams.size()) + " streams");
-}
-
 std::string all_reduce(const Pointers& in, const Pointers& out, int64_t count, const std::string& dtype_name,
                        const std::string& op_name, const std::string& algorithm_name, const StreamTuples& streams,
                        bool merge_shared_devices) {
@@ -37,8 +17,7 @@ std::string all_reduce(const Pointers& in, const Pointers& out, int64_t count, c
   // `automatic` is resolved here, so that the counters and the caller learn what ran.
   const Algorithm asked = algorithm_from(algorithm_name);
   const Algorithm algorithm = asked == Algorithm::automatic ? Algorithm::direct : asked;
-  const Ranks ranks = ranks_of(streams, merge_shared_devices);
-  require_one_each(in, ranks);
+  const Ranks ranks = ranks_of(streams, in.size(), merge_shared_devices);
   without_gil([&] { collectives_of(ranks.streams).all_reduce(from, to, op, algorithm, ranks); });
   count_ranks("all_reduce", name_of(algorithm), std::vector<int64_t>(in.size(), nbytes_of(from[0])));
   return name_of(algorithm);
@@ -60,8 +39,8 @@ void reduce(const std::vector<Pointers>& in, const Pointers& out, const std::vec
     for (size_t rank = 0; rank < in[i].size(); ++rank)
       if (in[i][rank] != 0) nbytes[rank] = std::max<int64_t>(nbytes[rank], 0) + nbytes_of(calls.back().out);
   }
-  const Ranks ranks = ranks_of(streams, true);
-  for (const Pointers& each : in) require_one_each(each, ranks);
+  const Ranks ranks = ranks_of(streams, streams.size());
+  for (const Pointers& each : in) ranks_of(streams, each.size());
   check_reduce(calls);
   without_gil([&] { collectives_of(ranks.streams).reduce(calls, op, ranks, stream_of(root)); });
   count_ranks("reduce", "direct", nbytes);
@@ -79,8 +58,8 @@ void broadcast(const Pointers& in, const std::vector<Pointers>& out, const std::
     for (size_t rank = 0; rank < out[i].size(); ++rank)
       if (out[i][rank] != in[i]) moved[rank] = std::max<int64_t>(moved[rank], 0) + nbytes[i];
   }
-  const Ranks ranks = ranks_of(streams, true);
-  for (const Pointers& each : out) require_one_each(each, ranks);
+  const Ranks ranks = ranks_of(streams, streams.size());
+  for (const Pointers& each : out) ranks_of(streams, each.size());
   check_broadcast(calls);
   without_gil([&] { collectives_of(ranks.streams).broadcast(calls, stream_of(root), ranks); });
   count_ranks("broadcast", "direct", moved);
@@ -97,8 +76,7 @@ void all_gather(const Pointers& in, const std::vector<int64_t>& in_nbytes, const
   }
   const Buffers to = buffers_of(out, total, DType::u8);
   check_all_gather(from, to);
-  const Ranks ranks = ranks_of(streams, true);
-  require_one_each(in, ranks);
+  const Ranks ranks = ranks_of(streams, in.size());
   without_gil([&] { collectives_of(ranks.streams).all_gather(from, to, ranks); });
   count_ranks("all_gather", "direct", in_nbytes);
 }
@@ -110,8 +88,7 @@ void reduce_scatter(const Pointers& in, const Pointers& out, int64_t count, cons
   const Buffers from = buffers_of(in, count * static_cast<int64_t>(in.size()), dtype);
   const Buffers to = buffers_of(out, count, dtype);
   check_reduce_scatter(from, to);
-  const Ranks ranks = ranks_of(streams, true);
-  require_one_each(in, ranks);
+  const Ranks ranks = ranks_of(streams, in.size());
   without_gil([&] { collectives_of(ranks.streams).reduce_scatter(from, to, op, ranks); });
   count_ranks("reduce_scatter", "direct", std::vector<int64_t>(in.size(), nbytes_of(to[0])));
 }

@@ -63,26 +63,9 @@ std::shared_ptr<NcclTeam> init(const py::bytes& unique_id, int world, const std:
   return owned(without_gil([&] { return nccl::init(device_ops_of({devices[0], nullptr}), id, world, mine, limits); }));
 }
 
-Buffers buffers_of(const Pointers& pointers, int64_t count, DType dtype) {
-  Buffers buffers;
-  for (Pointer pointer : pointers) buffers.push_back(buffer_of(pointer, count, dtype));
-  return buffers;
-}
-
-Ranks ranks_of(const StreamTuples& streams, size_t ranks, bool merge_shared_devices = true) {
-  require(streams.size() == ranks,
-          "one stream per rank: " + std::to_string(ranks) + " ranks, " + std::to_string(streams.size()) + " streams");
-  return {streams_of(streams), merge_shared_devices};
-}
-
 // Ranks that a result is made of: those of the call, or of all processes.
 int64_t parts_of(const NcclTeam& self, size_t ranks) {
   return self.team->whole() ? static_cast<int64_t>(ranks) : self.team->world();
-}
-
-void count_ranks(const char* operation, const std::vector<int64_t>& nbytes) {
-  for (size_t rank = 0; rank < nbytes.size(); ++rank)
-    if (nbytes[rank] >= 0) count(operation, "nccl", static_cast<int>(rank), nbytes[rank]);
 }
 
 void all_reduce(NcclTeam& self, const Pointers& in, const Pointers& out, int64_t count, const std::string& dtype_name,
@@ -93,7 +76,7 @@ void all_reduce(NcclTeam& self, const Pointers& in, const Pointers& out, int64_t
   check_all_reduce(from, to);
   const Ranks ranks = ranks_of(streams, in.size(), merge_shared_devices);
   without_gil([&] { self.collectives.all_reduce(from, to, op, Algorithm::nccl, ranks); });
-  count_ranks("all_reduce", std::vector<int64_t>(in.size(), nbytes_of(from[0])));
+  count_ranks("all_reduce", "nccl", std::vector<int64_t>(in.size(), nbytes_of(from[0])));
 }
 
 void reduce(NcclTeam& self, const std::vector<Pointers>& in, const Pointers& out, const std::vector<int64_t>& counts,
@@ -113,7 +96,7 @@ void reduce(NcclTeam& self, const std::vector<Pointers>& in, const Pointers& out
   }
   check_reduce(calls);
   without_gil([&] { self.collectives.reduce(calls, op, ranks, stream_of(root)); });
-  count_ranks("reduce", nbytes);
+  count_ranks("reduce", "nccl", nbytes);
 }
 
 void broadcast(NcclTeam& self, const Pointers& in, const std::vector<Pointers>& out, const std::vector<int64_t>& nbytes,
@@ -130,7 +113,7 @@ void broadcast(NcclTeam& self, const Pointers& in, const std::vector<Pointers>& 
   }
   check_broadcast(calls);
   without_gil([&] { self.collectives.broadcast(calls, stream_of(root), ranks); });
-  count_ranks("broadcast", moved);
+  count_ranks("broadcast", "nccl", moved);
 }
 
 void all_gather(NcclTeam& self, const Pointers& in, const std::vector<int64_t>& in_nbytes, const Pointers& out,
@@ -144,7 +127,7 @@ void all_gather(NcclTeam& self, const Pointers& in, const std::vector<int64_t>& 
   if (self.team->whole()) check_all_gather(from, to);
   const Ranks ranks = ranks_of(streams, in.size());
   without_gil([&] { self.collectives.all_gather(from, to, ranks); });
-  count_ranks("all_gather", in_nbytes);
+  count_ranks("all_gather", "nccl", in_nbytes);
 }
 
 void reduce_scatter(NcclTeam& self, const Pointers& in, const Pointers& out, int64_t count,
@@ -156,7 +139,7 @@ void reduce_scatter(NcclTeam& self, const Pointers& in, const Pointers& out, int
   if (self.team->whole()) check_reduce_scatter(from, to);
   const Ranks ranks = ranks_of(streams, in.size());
   without_gil([&] { self.collectives.reduce_scatter(from, to, op, ranks); });
-  count_ranks("reduce_scatter", std::vector<int64_t>(in.size(), nbytes_of(to[0])));
+  count_ranks("reduce_scatter", "nccl", std::vector<int64_t>(in.size(), nbytes_of(to[0])));
 }
 
 Messages messages_from(const std::vector<MessageTuple>& tuples) {

@@ -11,7 +11,9 @@
 #include <utility>
 #include <vector>
 
-#include "core/device_ops.h"
+#include "core/collectives.h"
+#include "core/counters.h"
+#include "core/error.h"
 #include "core/types.h"
 
 namespace mgpu::bindings {
@@ -47,6 +49,25 @@ inline Streams streams_of(const StreamTuples& tuples) {
   Streams streams;
   for (const StreamTuple& tuple : tuples) streams.push_back(stream_of(tuple));
   return streams;
+}
+
+inline Buffers buffers_of(const Pointers& pointers, int64_t count, DType dtype) {
+  Buffers buffers;
+  for (Pointer pointer : pointers) buffers.push_back(buffer_of(pointer, count, dtype));
+  return buffers;
+}
+
+// Throws InvalidArgument unless there is one stream per rank.
+inline Ranks ranks_of(const StreamTuples& streams, size_t ranks, bool merge_shared_devices = true) {
+  require(streams.size() == ranks,
+          "one stream per rank: " + std::to_string(ranks) + " ranks, " + std::to_string(streams.size()) + " streams");
+  return {streams_of(streams), merge_shared_devices};
+}
+
+// Of each rank what it moved; -1: it took no part.
+inline void count_ranks(const char* operation, const std::string& algorithm, const std::vector<int64_t>& nbytes) {
+  for (size_t rank = 0; rank < nbytes.size(); ++rank)
+    if (nbytes[rank] >= 0) count(operation, algorithm, static_cast<int>(rank), nbytes[rank]);
 }
 
 }  // namespace mgpu::bindings

@@ -12,7 +12,7 @@ from typing import TypeAlias
 import torch
 
 from mgpu_core.comm.layout import memory_order, one_layout, runs_along
-from mgpu_core.device.streams import core_stream, core_streams
+from mgpu_core.device.streams import core_serves, core_stream, core_streams
 
 __all__ = ["Stream", "alike", "cut", "for_sum", "joined", "root_and_ranks"]
 
@@ -43,7 +43,7 @@ def root_and_ranks(devices: Sequence[torch.device]) -> tuple[Stream, list[Stream
 def for_sum(parts: Sequence[torch.Tensor | None], device: torch.device) -> bool:
     """Whether a sum of those that are there, on that device, is arithmetic of one room."""
     present = [part for part in parts if part is not None]
-    return one_layout(present) and core_streams([device, *(part.device for part in present)]) is not None
+    return one_layout(present) and core_serves([device, *(part.device for part in present)])
 
 
 _NARROW_NBYTES = 256  # a copy engine takes about as long for a run of one byte as for one of this many

@@ -16,7 +16,17 @@ import torch
 from mgpu_core import _core
 from mgpu_core.device.peers import settle_peers
 
-__all__ = ["HOST", "caller_streams", "copying_to", "core_stream", "core_streams", "hand_over", "on", "on_all"]
+__all__ = [
+    "HOST",
+    "caller_streams",
+    "copying_to",
+    "core_serves",
+    "core_stream",
+    "core_streams",
+    "hand_over",
+    "on",
+    "on_all",
+]
 
 HOST = (-1, 0)  # the core's stream of host memory
 GPU_TYPE = "cuda"  # the devices that the core's cuda room serves
@@ -55,14 +65,21 @@ def core_stream(device: torch.device) -> tuple[int, int] | None:
     return None
 
 
+def core_serves(devices: Sequence[torch.device]) -> bool:
+    """Whether one room of the core serves all of these devices."""
+    if all(device.type == "cpu" for device in devices):
+        return True
+    if any(device.type != GPU_TYPE for device in devices) or not _cuda_room_works():
+        return False
+    return all(_has_code_for(device.index) for device in devices)
+
+
 def core_streams(devices: Sequence[torch.device]) -> list[tuple[int, int]] | None:
     """One stream per rank; ``None`` unless one room of the core serves all of these devices."""
-    if all(device.type == "cpu" for device in devices):
+    if not core_serves(devices):
+        return None
+    if not any(device.type == GPU_TYPE for device in devices):
         return [HOST] * len(devices)
-    if any(device.type != GPU_TYPE for device in devices) or not _cuda_room_works():
-        return None
-    if not all(_has_code_for(device.index) for device in devices):
-        return None
     settle_peers(device.index for device in set(devices))
     return [(device.index, _handle(device)) for device in devices]
 

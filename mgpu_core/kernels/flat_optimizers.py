@@ -111,7 +111,8 @@ def sgd(
         loss_scale: float32 scalar that the gradients are divided by.
         found_inf: float32 scalar; where it is not 0 nothing is changed, not even a step.
 
-    Half precision is computed in float32.  On a GPU one launch on the current stream, that waits for nobody.
+    Half precision is computed in float32.  On a GPU two launches on the current stream, a short
+    one per segment and one over the buffers; nobody waits.
 
     Raises:
         TypeError, ValueError: a dtype, shape or device that is not named above; on the CPU also segments outside the

@@ -28,6 +28,7 @@ ROOMS = ["generic"] if accelerator.is_wanted() and not accelerator.by_the_cuda_r
 def room(request, monkeypatch):
     if request.param == "generic":
         monkeypatch.setattr(rooms, "core_streams", lambda devices: None)
+        monkeypatch.setattr(rooms, "core_serves", lambda devices: False)
     _core.reset_counters()
     yield request.param
     algorithms = {algorithm for _, algorithm, _ in _core.counters()}

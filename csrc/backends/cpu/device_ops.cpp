@@ -7,6 +7,7 @@
 #include "backends/cpu/cpu.h"
 #include "backends/cpu/kernels.h"
 #include "backends/cpu/thread_pool.h"
+#include "core/buffers.h"
 #include "core/error.h"
 
 namespace mgpu::cpu {
@@ -42,10 +43,6 @@ void require_index(const GatherRows& call) {
                 std::to_string(call.rows_count) + " rows");
 }
 
-char* element(void* pointer, int64_t place, DType dtype) {
-  return static_cast<char*>(pointer) + place * static_cast<int64_t>(itemsize(dtype));
-}
-
 // Between the pieces and the flat buffer; each piece is a job.
 void cast_pieces(const Packing& call, bool into_flat) {
   const bool as_bytes = call.dtype == call.flat_dtype && call.scale == 1;
@@ -53,7 +50,7 @@ void cast_pieces(const Packing& call, bool into_flat) {
   std::vector<CopyBlock> copies;
   std::vector<int64_t> counts;
   for (const Piece& piece : call.pieces) {
-    void* place = element(call.flat, piece.begin, call.flat_dtype);
+    void* place = at({call.flat, 0, call.flat_dtype}, piece.begin);
     void *from = into_flat ? piece.pointer : place, *to = into_flat ? place : piece.pointer;
     if (as_bytes)
       copies.push_back({to, from, 1, piece.count * static_cast<int64_t>(itemsize(call.dtype)), 0, 0});

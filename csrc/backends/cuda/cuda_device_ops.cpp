@@ -3,6 +3,7 @@
 #include "backends/cuda/guard.h"
 #include "backends/cuda/launch.h"
 #include "backends/cuda/memory.h"
+#include "core/buffers.h"
 
 namespace mgpu::cuda {
 namespace {
@@ -43,10 +44,6 @@ void look_at(const FlatParameters& flat, std::initializer_list<const void*> stat
     if (pointer) require_reachable(pointer, on, what);
 }
 
-char* element(void* pointer, int64_t place, DType dtype) {
-  return static_cast<char*>(pointer) + place * static_cast<int64_t>(itemsize(dtype));
-}
-
 void move_pieces(const Packing& call, bool into_flat, Stream on, const char* what) {
   if (call.pieces.empty()) return;
   const DeviceGuard guard(on.device);
@@ -55,7 +52,7 @@ void move_pieces(const Packing& call, bool into_flat, Stream on, const char* wha
   const bool as_bytes = call.dtype == call.flat_dtype && call.scale == 1;
   std::vector<Transferred> all;
   for (const Piece& piece : call.pieces) {
-    void* place = element(call.flat, piece.begin, call.flat_dtype);
+    void* place = at({call.flat, 0, call.flat_dtype}, piece.begin);
     const int64_t count = as_bytes ? piece.count * static_cast<int64_t>(itemsize(call.dtype)) : piece.count;
     all.push_back(into_flat ? Transferred{place, piece.pointer, count} : Transferred{piece.pointer, place, count});
   }

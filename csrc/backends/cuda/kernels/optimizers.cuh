@@ -40,15 +40,27 @@ __device__ __forceinline__ double factor_of(const FlatParameters& flat, bool max
   return (maximize ? -1.0 : 1.0) * clip / scale;
 }
 
-__global__ void __launch_bounds__(kThreads) prepare_sgd_kernel(const __grid_constant__ Sgd call) {
+// What a thread of the first kernel works on: the segment's row of constants, and its hyper-parameters, of `columns`
+// numbers.  Step 0: there is nothing to do.
+struct Prepared {
+  int64_t step;
+  double* row;
+  const double* group;
+};
+static_assert(kSgdActive == 0 && kAdamActive == 0, "the first constant says whether the segment takes part");
+__device__ __forceinline__ Prepared prepare(const FlatParameters& flat, int columns) {
   const int64_t place = int64_t{blockIdx.x} * kThreads + threadIdx.x;
-  if (place >= call.flat.segment_count) return;
-  int64_t* segment = call.flat.segments + place * kSegmentColumns;
-  double* row = call.flat.constants + place * kOptimizerConstants;
-  const int64_t step = next_step(call.flat, segment);
-  row[kSgdActive] = step != 0;
+  if (place >= flat.segment_count) return {0, nullptr, nullptr};
+  int64_t* segment = flat.segments + place * kSegmentColumns;
+  double* row = flat.constants + place * kOptimizerConstants;
+  const int64_t step = next_step(flat, segment);
+  row[0] = step != 0;
+  return {step, row, flat.groups + segment[kGroup] * columns};
+}
+
+__global__ void __launch_bounds__(kThreads) prepare_sgd_kernel(const __grid_constant__ Sgd call) {
+  const auto [step, row, group] = prepare(call.flat, kSgdColumns);
   if (step == 0) return;
-  const double* group = call.flat.groups + segment[kGroup] * kSgdColumns;
   row[kSgdRate] = group[kSgdLr];
   row[kSgdKeep] = group[kMomentum];
   row[kSgdFresh] = 1 - group[kDampening];
@@ -59,14 +71,8 @@ __global__ void __launch_bounds__(kThreads) prepare_sgd_kernel(const __grid_cons
 }
 
 __global__ void __launch_bounds__(kThreads) prepare_adam_kernel(const __grid_constant__ Adam call) {
-  const int64_t place = int64_t{blockIdx.x} * kThreads + threadIdx.x;
-  if (place >= call.flat.segment_count) return;
-  int64_t* segment = call.flat.segments + place * kSegmentColumns;
-  double* row = call.flat.constants + place * kOptimizerConstants;
-  const int64_t step = next_step(call.flat, segment);
-  row[kAdamActive] = step != 0;
+  const auto [step, row, group] = prepare(call.flat, kAdamColumns);
   if (step == 0) return;
-  const double* group = call.flat.groups + segment[kGroup] * kAdamColumns;
   const double steps = static_cast<double>(step), decay = group[kAdamLr] * group[kAdamWeightDecay];
   row[kStepSize] = group[kAdamLr] / (1 - pow(group[kBeta1], steps));
   row[kRoot2] = sqrt(1 - pow(group[kBeta2], steps));

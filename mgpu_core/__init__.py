@@ -10,6 +10,7 @@ from mgpu_core.device.team import Team
 from mgpu_core.errors import BackendUnavailable, CudaError, Error, NcclError
 from mgpu_core.nested import Replicate
 from mgpu_core.parallel import gather, parallel_apply, reduce, replicate, scatter, scatter_kwargs
+from mgpu_core.train_step import TrainStep
 
 __version__ = "0.1.0"
 
@@ -21,6 +22,7 @@ __all__ = [
     "NcclError",
     "Replicate",
     "Team",
+    "TrainStep",
     "comm",
     "data_parallel",
     "gather",

@@ -20,7 +20,15 @@ from torch.nn.parameter import is_lazy
 
 from mgpu_core.twin_hooks import SHARES_HOOKS
 
-__all__ = ["ModuleTree", "Place", "check_initialised", "draws_random_numbers", "modules_of", "tensors_of"]
+__all__ = [
+    "ModuleTree",
+    "Place",
+    "check_initialised",
+    "draws_random_numbers",
+    "is_compile_wrapper",
+    "modules_of",
+    "tensors_of",
+]
 
 
 def modules_of(module: Module) -> Iterator[Module]:
@@ -109,7 +117,7 @@ class _Kind:
 
     def __init__(self, kind: type[Module]) -> None:
         self.script = issubclass(kind, torch.jit.ScriptModule)
-        self.wrapper = _is_compile_wrapper(kind)
+        self.wrapper = is_compile_wrapper(kind)
         self.ordinary = (
             kind.__setattr__ is Module.__setattr__
             and kind._replicate_for_data_parallel is Module._replicate_for_data_parallel
@@ -117,7 +125,7 @@ class _Kind:
         )
 
 
-def _is_compile_wrapper(kind: type[Module]) -> bool:
+def is_compile_wrapper(kind: type[Module]) -> bool:
     """Whether it is what ``torch.compile(module)`` returns; without importing torch's compiler to find out."""
     compiler = sys.modules.get("torch._dynamo.eval_frame")
     return compiler is not None and issubclass(kind, compiler.OptimizedModule)

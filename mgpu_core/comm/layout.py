@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-__all__ = ["empty_in_order", "memory_order", "nbytes_of", "one_layout", "runs_along"]
+__all__ = ["empty_in_order", "is_dense", "memory_order", "nbytes_of", "one_layout", "runs_along"]
 
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
@@ -26,7 +26,7 @@ def memory_order(tensor: torch.Tensor) -> torch.memory_format | None:
     return last if last is not None and tensor.is_contiguous(memory_format=last) else None
 
 
-def _is_dense(tensor: torch.Tensor) -> bool:
+def is_dense(tensor: torch.Tensor) -> bool:
     """Whether the elements fill a range without gaps or overlaps, in any order of dimensions."""
     wanted = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
@@ -43,7 +43,7 @@ def one_layout(tensors: Sequence[torch.Tensor]) -> bool:
     order = memory_order(first)
     if order is not None:
         return all(memory_order(tensor) is order for tensor in tensors)
-    if first.layout is not torch.strided or not _is_dense(first):
+    if first.layout is not torch.strided or not is_dense(first):
         return False
     return all(tensor.layout is torch.strided and tensor.stride() == first.stride() for tensor in tensors)
 

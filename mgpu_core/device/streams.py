@@ -18,6 +18,7 @@ from mgpu_core.device.peers import settle_peers
 
 __all__ = [
     "HOST",
+    "SideRoad",
     "caller_streams",
     "copying_to",
     "core_serves",
@@ -114,6 +115,54 @@ def hand_over(tensors: Sequence[torch.Tensor]) -> None:
             current = torch.cuda.current_stream(tensor.device)
             current.wait_stream(_side_stream(tensor.device.index))
             tensor.record_stream(current)
+
+
+class SideRoad:
+    """A stream beside the computing of each GPU, for what may go on while a backward does.
+
+    Args:
+        devices: each once.
+    """
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self._devices = devices
+        self._computing: dict[torch.device, list[torch.Stream]] = {}
+
+    def starts(self, devices: Sequence[torch.device], streams: Sequence[torch.Stream | None]) -> None:
+        """Which streams the ranks compute on from now on: one per rank, of its device."""
+        self._computing = {}
+        for device, stream in zip(devices, streams, strict=True):
+            if stream is not None and stream not in self._computing.setdefault(device, []):
+                self._computing[device].append(stream)
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Makes the stream beside the current one of each GPU, behind all that its ranks have been given so far.
+
+        Other accelerators work on their first rank's stream.
+        """
+        with ExitStack() as stack:
+            for device, streams in self._computing.items():
+                if device.type != GPU_TYPE:
+                    stack.enter_context(on(device, streams[0]))
+                    continue
+                side = _reducing_stream(device.index)
+                for each in streams:
+                    side.wait_stream(each)
+                stack.enter_context(torch.cuda.device(device.index))
+                stack.enter_context(torch.cuda.stream(side))
+            yield
+
+    def joins(self) -> None:
+        """Lets the current stream of each GPU go on behind all that was done beside it."""
+        for device in self._computing:
+            if device.type == GPU_TYPE:
+                torch.cuda.current_stream(device).wait_stream(_reducing_stream(device.index))
+
+
+@cache
+def _reducing_stream(gpu: int) -> torch.cuda.Stream:
+    return torch.cuda.Stream(gpu)
 
 
 @cache

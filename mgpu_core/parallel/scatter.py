@@ -21,7 +21,7 @@ from mgpu_core.device.team import Team
 from mgpu_core.nested import Replicate, any_tensor, flatten
 from mgpu_core.record import span
 
-__all__ = ["check_shares", "scatter", "scatter_kwargs"]
+__all__ = ["check_shares", "scatter", "scatter_kwargs", "scatter_objects"]
 
 
 def scatter(
@@ -47,7 +47,7 @@ def scatter(
     """
     team = Team.of(target_gpus)
     with span("scatter"):
-        parts = [part for (part,) in _cut({"inputs": inputs}, team, dim, shares)]
+        parts = [part for (part,) in _cut({"inputs": inputs}, team, dim, shares)[0]]
     return tuple(parts) if isinstance(inputs, torch.Tensor) else parts
 
 
@@ -71,22 +71,48 @@ def scatter_kwargs(
             device = team.devices[0]
             whole = {name: _whole(value, device) for name, value in kwargs.items()} if kwargs else {}
             return (tuple([_whole(value, device) for value in inputs]),), (whole,)
-        pairs = _cut({"inputs": tuple(inputs), "kwargs": dict(kwargs or {})}, team, dim, shares)
+        pairs, _ = _cut({"inputs": tuple(inputs), "kwargs": dict(kwargs or {})}, team, dim, shares)
     return tuple(pair[0] for pair in pairs), tuple(pair[1] for pair in pairs)
 
 
-def _cut(objects: dict[str, Any], team: Team, dim: int, shares: Sequence[float] | None) -> list[list[Any]]:
-    """Per rank its part of each object; the names are what errors call the objects."""
+def scatter_objects(
+    objects: dict[str, Any], team: Team, dim: int = 0, *, shares: Sequence[float] | None = None
+) -> tuple[list[list[Any]], list[int]]:
+    """:func:`scatter` for several objects that are cut at the same rows; the names are what errors call them.
+
+    Returns:
+        Per rank its part of each object, and per rank its rows: zeros where no object has any.
+    """
+    with span("scatter"):
+        if len(team) == 1:
+            return [[_whole(obj, team.devices[0]) for obj in objects.values()]], [_rows_of(objects, dim)]
+        parts, counts = _cut(objects, team, dim, shares)
+    return parts, [0] * len(parts) if counts is None else counts
+
+
+def _rows_of(objects: dict[str, Any], dim: int) -> int:
+    """Rows of what one rank gets whole."""
+    for obj in objects.values():  # as a rule a bare tensor says it
+        first = obj[0] if isinstance(obj, tuple) and obj else obj
+        if type(first) is torch.Tensor and first.dim() > dim >= 0:
+            return first.size(dim)
+    return _Arguments(objects).rows(dim) or 0
+
+
+def _cut(
+    objects: dict[str, Any], team: Team, dim: int, shares: Sequence[float] | None
+) -> tuple[list[list[Any]], list[int] | None]:
+    """Per rank its part of each object, and its rows where something was cut."""
     check_shares(shares, len(team))
     if len(team) == 1:
-        return [[_whole(obj, team.devices[0]) for obj in objects.values()]]
+        return [[_whole(obj, team.devices[0]) for obj in objects.values()]], None
     arguments = _Arguments(objects)
     rows = arguments.rows(dim)
     counts = None if rows is None else _counts(rows, len(team), shares)
     if counts is not None:
         team = team.first(len(counts))
     columns = [arguments.spread(place, team, counts, dim) for place in range(len(arguments.leaves))]
-    return [arguments.rebuild([column[rank] for column in columns]) for rank in team.ranks]
+    return [arguments.rebuild([column[rank] for column in columns]) for rank in team.ranks], counts
 
 
 def check_shares(shares: Sequence[float] | None, ranks: int) -> None:
@@ -171,6 +197,8 @@ def _whole(obj: Any, device: torch.device) -> Any:
     """One rank cuts nothing: everything goes to its device as it is, and what is there already is not even copied."""
     if isinstance(obj, torch.Tensor):
         return obj if obj.device == device else obj.to(device)
+    if type(obj) is tuple and all(type(each) is torch.Tensor for each in obj):
+        return tuple([_whole(each, device) for each in obj])
     leaves: list[Any] = []
     tree = flatten(obj, leaves, "inputs", whole=True, share=True)
     if not any_tensor(leaves):

@@ -39,7 +39,7 @@ static void inside_a_task(ThreadPool& pool) {
 static void pieces() {
   for (int64_t count : {int64_t{0}, int64_t{5}, int64_t{10}, int64_t{11}, int64_t{1000}}) {
     std::vector<std::atomic<int>> seen(1000);
-    mgpu::cpu::parallel_for(count, 10, [&](int64_t begin, int64_t end) {
+    mgpu::cpu::parallel_for(count, {10, 10}, [&](int64_t begin, int64_t end) {
       CHECK(begin < end);
       for (int64_t i = begin; i < end; ++i) ++seen[i];
     });

@@ -13,8 +13,10 @@
 namespace mgpu::cpu {
 namespace {
 
-constexpr int64_t kSerialNbytes = 256 * 1024;  // below this, waking a thread costs more than the copy
-constexpr int64_t kSerialCount = 64 * 1024;    // elements, where something is computed
+// Waking a thread takes some 30 us, and more while torch's own threads still spin; in that time one core adds up half a
+// million numbers that lie in its cache.
+constexpr Grain kBytes{1024 * 1024, 256 * 1024};   // of a copy
+constexpr Grain kElements{512 * 1024, 64 * 1024};  // where something is computed
 
 // Runs that touch are one run: a whole tensor, or a chunk along the slowest dimension, is a single memcpy.
 CopyBlock merged(CopyBlock block) {
@@ -60,7 +62,7 @@ void cast_pieces(const Packing& call, bool into_flat) {
     counts.push_back(piece.count);
   }
   if (as_bytes) return device_ops().copy(copies, {});
-  parallel_pieces(counts, kSerialCount,
+  parallel_pieces(counts, kElements,
                   [&](size_t i, int64_t begin, int64_t end) { kernels().scale_cast(casts[i], begin, end); });
 }
 
@@ -76,7 +78,7 @@ void for_each_segment(const FlatParameters& flat, const std::function<void(const
     active.push_back(segment);
     counts.push_back(segment[kCount]);
   }
-  parallel_pieces(counts, kSerialCount, [&](size_t i, int64_t begin, int64_t end) { run({active[i], begin, end}); });
+  parallel_pieces(counts, kElements, [&](size_t i, int64_t begin, int64_t end) { run({active[i], begin, end}); });
 }
 
 class CpuDeviceOps final : public DeviceOps {
@@ -101,14 +103,13 @@ class CpuDeviceOps final : public DeviceOps {
       runs.push_back(merged(block));
       nbytes.push_back(block.rows * block.row_nbytes);
     }
-    parallel_pieces(nbytes, kSerialNbytes,
-                    [&](size_t i, int64_t begin, int64_t end) { copy_bytes(runs[i], begin, end); });
+    parallel_pieces(nbytes, kBytes, [&](size_t i, int64_t begin, int64_t end) { copy_bytes(runs[i], begin, end); });
   }
 
   void sum_ranks(const std::vector<SumRanks>& calls, Stream) override {
     std::vector<int64_t> counts;
     for (const SumRanks& call : calls) counts.push_back(call.count);
-    parallel_pieces(counts, kSerialCount, [&](size_t i, int64_t begin, int64_t end) {
+    parallel_pieces(counts, kElements, [&](size_t i, int64_t begin, int64_t end) {
       const SumRanks& call = calls[i];
       kernels().reduce({call.in.data(), static_cast<int>(call.in.size()), call.out.data(),
                         static_cast<int>(call.out.size()), begin, end, call.dtype, call.op, call.divisor});
@@ -117,15 +118,16 @@ class CpuDeviceOps final : public DeviceOps {
 
   void gather_rows(const GatherRows& call, Stream) override {
     require_index(call);
-    const int64_t grain = std::max<int64_t>(1, kSerialNbytes / std::max<int64_t>(1, call.row_count));
-    parallel_for(call.index_count, grain, [&](int64_t begin, int64_t end) { kernels().gather_rows(call, begin, end); });
+    const auto rows = [&](int64_t count) { return std::max<int64_t>(1, count / std::max<int64_t>(1, call.row_count)); };
+    parallel_for(call.index_count, {rows(kElements.serial), rows(kElements.piece)},
+                 [&](int64_t begin, int64_t end) { kernels().gather_rows(call, begin, end); });
   }
 
   void pack(const Packing& call, Stream) override { cast_pieces(call, true); }
   void unpack(const Packing& call, Stream) override { cast_pieces(call, false); }
 
   void scale_cast(const ScaleCast& call, Stream) override {
-    parallel_for(call.count, kSerialCount, [&](int64_t begin, int64_t end) { kernels().scale_cast(call, begin, end); });
+    parallel_for(call.count, kElements, [&](int64_t begin, int64_t end) { kernels().scale_cast(call, begin, end); });
   }
 
   void l2_norm(const L2Norm& call, Stream) override {
@@ -133,11 +135,12 @@ class CpuDeviceOps final : public DeviceOps {
     for (const Piece& piece : call.pieces)
       for (int64_t begin = 0; begin < piece.count; begin += kNormTile)
         tiles.push_back({piece.pointer, begin, std::min(kNormTile, piece.count - begin)});
-    parallel_for(static_cast<int64_t>(tiles.size()), 2, [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; ++i)
-        call.partials[i] =
-            kernels().sum_of_squares(tiles[i].pointer, call.dtype, tiles[i].begin, tiles[i].begin + tiles[i].count);
-    });
+    parallel_for(
+        static_cast<int64_t>(tiles.size()), {kElements.serial / kNormTile, 2}, [&](int64_t begin, int64_t end) {
+          for (int64_t i = begin; i < end; ++i)
+            call.partials[i] =
+                kernels().sum_of_squares(tiles[i].pointer, call.dtype, tiles[i].begin, tiles[i].begin + tiles[i].count);
+        });
     double total = 0;
     for (size_t i = 0; i < tiles.size(); ++i) total += call.partials[i];
     const double norm = std::sqrt(total);

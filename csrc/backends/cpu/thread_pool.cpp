@@ -113,19 +113,19 @@ void ThreadPool::serve(int place) {
   }
 }
 
-void parallel_for(int64_t count, int64_t grain, const std::function<void(int64_t, int64_t)>& piece) {
-  if (count <= grain) {
+void parallel_for(int64_t count, Grain grain, const std::function<void(int64_t, int64_t)>& piece) {
+  if (count <= grain.serial) {
     if (count > 0) piece(0, count);
     return;
   }
   ThreadPool& pool = ThreadPool::of_this_process();
   // Long pieces keep the memory streams going; two per thread, where there is so much, even out unequal cores.
   const int64_t fair = count / (2 * pool.num_threads());
-  const int64_t length = std::clamp(fair, grain, 4 * grain);
+  const int64_t length = std::clamp(fair, grain.piece, 4 * grain.piece);
   pool.run((count + length - 1) / length, [&](int64_t i) { piece(i * length, std::min(count, (i + 1) * length)); });
 }
 
-void parallel_pieces(const std::vector<int64_t>& counts, int64_t grain,
+void parallel_pieces(const std::vector<int64_t>& counts, Grain grain,
                      const std::function<void(size_t, int64_t, int64_t)>& piece) {
   std::vector<int64_t> ends;
   int64_t total = 0;

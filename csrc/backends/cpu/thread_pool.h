@@ -47,11 +47,17 @@ class ThreadPool {
   std::atomic<int64_t> next_{0};
 };
 
-// Splits [0, count) into pieces of at least `grain` and calls piece(begin, end); serial when one piece is enough.
-void parallel_for(int64_t count, int64_t grain, const std::function<void(int64_t, int64_t)>& piece);
+// How work is divided: up to `serial` the caller does all of it; beyond, pieces have at least `piece`.
+struct Grain {
+  int64_t serial;
+  int64_t piece;
+};
+
+// Splits [0, count) into pieces and calls piece(begin, end) of each.
+void parallel_for(int64_t count, Grain grain, const std::function<void(int64_t, int64_t)>& piece);
 
 // Many jobs as one loop: job i has counts[i] of whatever is counted; calls piece(i, begin, end) within each.
-void parallel_pieces(const std::vector<int64_t>& counts, int64_t grain,
+void parallel_pieces(const std::vector<int64_t>& counts, Grain grain,
                      const std::function<void(size_t, int64_t, int64_t)>& piece);
 
 }  // namespace mgpu::cpu

@@ -1,0 +1,84 @@
+"""The norm of all gradients: for clipping, and to stop an update by numbers that are none."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from mgpu_core import kernels
+from mgpu_core.device.dtypes import FLOATING
+from mgpu_core.engine.gradients import GradientSync
+from mgpu_core.engine.replicas import Replicas
+
+__all__ = ["check_finite", "clip", "gradient_norm", "multiply"]
+
+
+def gradient_norm(sync: GradientSync, sparse: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The Euclidean norm of the summed gradients, a scalar on the first device."""
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    for flat in sync.flats[0].gradients if sync.flats else []:
+        real = torch.view_as_real(flat) if flat.is_complex() else flat
+        by_dtype.setdefault(real.dtype, []).append(real)
+    norms = [_norm(tensors) for tensors in by_dtype.values()]
+    norms += [_values(each).norm() for each in sparse]
+    if len(norms) == 1:
+        return norms[0]
+    together: torch.Tensor = torch.stack([norm.to(torch.float64) for norm in norms]).norm()
+    return together
+
+
+def _norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    if tensors[0].dtype in FLOATING:
+        return kernels.l2_norm(tensors)
+    norm: torch.Tensor = torch.nn.utils.get_total_norm(tensors)
+    return norm
+
+
+def clip(sync: GradientSync, norm: torch.Tensor, limit: float, sparse: Sequence[torch.Tensor]) -> None:
+    """Scales all gradients so that their norm is at most ``limit``, as ``torch.nn.utils.clip_grad_norm_`` does."""
+    coefficient = limit / (norm + 1e-6)
+    if norm.device.type == "cpu" and coefficient >= 1:
+        return  # where nobody waits for the number, nothing need be multiplied by one
+    multiply(sync, coefficient.clamp(max=1.0), sparse)
+
+
+def multiply(sync: GradientSync, factor: float | torch.Tensor, sparse: Sequence[torch.Tensor]) -> None:
+    """All gradients of all devices, by one number."""
+    with torch.no_grad():
+        for flat in sync.flats:
+            here = factor.to(flat.device) if isinstance(factor, torch.Tensor) else factor
+            for gradients in flat.gradients:
+                gradients.mul_(here)
+        for each in sparse:
+            each.mul_(factor)
+
+
+def check_finite(sync: GradientSync, sparse: Sequence[torch.Tensor], replicas: Replicas) -> None:
+    """Raises if a gradient is NaN or infinite; waits for the device.
+
+    Raises:
+        FloatingPointError: names the rank and the parameter.
+    """
+    totals = [*(sync.flats[0].gradients if sync.flats else []), *map(_values, sparse)]
+    # One number that is not finite makes the sum so; a sum that only overflows is looked into for nothing.
+    if math.isfinite(abs(sum(each.sum(dtype=_wide(each)).item() for each in totals))):
+        return
+    for i, name in enumerate(replicas.names):
+        for rank in replicas.team.ranks:
+            gradient = replicas.parameters[rank][i].grad
+            if gradient is not None and not bool(torch.isfinite(_values(gradient)).all()):
+                raise FloatingPointError(
+                    f"the gradient of {name} is not finite on rank {rank} (device {replicas.team.devices[rank]}); "
+                    "nothing was updated. A smaller learning rate, clip_norm or a loss that is safe at 0 may help; "
+                    "error_if_nonfinite=False updates all the same"
+                )
+
+
+def _wide(tensor: torch.Tensor) -> torch.dtype:
+    return tensor.dtype if tensor.element_size() >= 4 else torch.float32
+
+
+def _values(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient if gradient.layout is torch.strided else gradient.coalesce().values()

@@ -1,0 +1,88 @@
+"""What keeps a step whole: nothing persistent changes before all ranks are through, and then all of it does."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.nn import Module
+
+__all__ = ["BufferSnapshot", "Gate", "uninterrupted"]
+
+
+class Gate:
+    """Who is inside: the ranks of one step.  A step that has failed shuts it and waits until nobody is."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._inside = 0
+        self._shut = False
+
+    @contextmanager
+    def passed(self) -> Iterator[None]:
+        """Around the work of one rank.
+
+        Raises:
+            RuntimeError: the step has failed before this rank began.
+        """
+        with self._changed:
+            if self._shut:
+                raise RuntimeError("the step was given up before this rank began")
+            self._inside += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._inside -= 1
+                self._changed.notify_all()
+
+    @property
+    def is_shut(self) -> bool:
+        """Whether the step was given up."""
+        return self._shut
+
+    def shut(self, seconds: float) -> bool:
+        """Lets nobody in any more; says whether all have left in that time."""
+        with self._changed:
+            self._shut = True
+            return self._changed.wait_for(lambda: not self._inside, seconds)
+
+
+class BufferSnapshot:
+    """The buffers of a module as they were: running statistics that a step which fails must not have moved."""
+
+    def __init__(self, modules: Sequence[Module]) -> None:
+        self._kept: list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor]] = [
+            (module._buffers, name, buffer, buffer.detach().clone())
+            for module in modules
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+
+    def restore(self) -> None:
+        """Puts the same tensors back, with the values that they had."""
+        with torch.no_grad():
+            for buffers, name, buffer, values in self._kept:
+                buffer.copy_(values)
+                buffers[name] = buffer
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Ctrl-C waits until the end: the handler of SIGINT runs then.  Outside the main thread signals do not come."""
+    before = signal.getsignal(signal.SIGINT) if threading.current_thread() is threading.main_thread() else None
+    if not callable(before):
+        yield
+        return
+    came: list[tuple[int, Any]] = []
+    signal.signal(signal.SIGINT, lambda number, frame: came.append((number, frame)))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if came:
+            before(*came[0])

@@ -1,0 +1,76 @@
+"""The flat buckets of one device: the values of the parameters and the sums of their gradients.
+
+A parameter's ``data`` becomes a view of its bucket, with strides of its own (channels_last stays channels_last).  All
+ranks of the device share the values; each has its own gradients, whose sum over the ranks lies here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from mgpu_core.comm.layout import is_dense
+from mgpu_core.engine.layout import Bucket
+
+__all__ = ["FlatTensors", "compact"]
+
+
+class FlatTensors:
+    """Values and gradients of one device, bucket by bucket; padding is zero and stays it.
+
+    Args:
+        buckets: the layout.
+        parameters: all parameters, by place; those that no bucket names are left alone.
+        device: where.
+
+    Attributes:
+        values, gradients: one flat tensor per bucket.
+        value_views, gradient_views: by parameter, in its shape.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket], parameters: Sequence[torch.Tensor], device: torch.device) -> None:
+        self.device = device
+        self._buckets, self._parameters = buckets, parameters
+        self.values = _flat(buckets, parameters, device)
+        self.gradients = _flat(buckets, parameters, device)
+        self.value_views = self.views_of(self.values)
+        self.gradient_views = self.views_of(self.gradients)
+
+    def views_of(self, flats: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+        """By parameter, its part of flat tensors that are like the values."""
+        return {
+            segment.parameter: _view(flat, segment.begin, self._parameters[segment.parameter])
+            for bucket, flat in zip(self._buckets, flats, strict=True)
+            for segment in bucket.segments
+        }
+
+    def adopt(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Takes the values over from these parameters, whose ``data`` become the views."""
+        with torch.no_grad():
+            for i, view in self.value_views.items():
+                view.copy_(parameters[i])
+        self.show_to(parameters)
+
+    def show_to(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Makes the views the ``data`` of another rank's parameters."""
+        for i, view in self.value_views.items():
+            parameters[i].data = view
+
+
+def _flat(buckets: Sequence[Bucket], parameters: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    dtypes = [parameters[bucket.segments[0].parameter].dtype for bucket in buckets]
+    return [
+        torch.zeros(bucket.count, dtype=dtype, device=device) for bucket, dtype in zip(buckets, dtypes, strict=True)
+    ]
+
+
+def _view(flat: torch.Tensor, begin: int, like: torch.Tensor) -> torch.Tensor:
+    if is_dense(like):
+        return flat.as_strided(like.shape, like.stride(), begin)
+    return flat[begin : begin + like.numel()].view(like.shape)
+
+
+def compact(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in memory of its own, with the same strides."""
+    return tensor.detach().clone(memory_format=torch.preserve_format)

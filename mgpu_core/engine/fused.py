@@ -1,0 +1,265 @@
+"""SGD, Adam and AdamW over the flat buckets: one kernel per bucket and device.
+
+The optimizer is the user's object, and stays in charge: learning rates are read from its groups before each update,
+and its state is the flat state, shown as views.  What this file adds is a table that says which parameter lies where,
+belongs to which group, has made how many steps, and takes part this time.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from mgpu_core import kernels
+from mgpu_core.device.dtypes import FLOATING
+from mgpu_core.engine.flat import FlatTensors
+from mgpu_core.engine.layout import Bucket
+from mgpu_core.kernels.flat_tables import ACTIVE, STEP
+
+__all__ = ["FusedUpdate", "why_not_fused"]
+
+Groups = list[dict[str, float]]
+
+_SGD_NUMBERS = ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize")
+_ADAM_NUMBERS = ("lr", "eps", "weight_decay", "maximize")
+_NO_GROUP = -1
+
+
+def why_not_fused(optimizer: Optimizer, parameters: Sequence[torch.Tensor], loose: Sequence[int]) -> str | None:
+    """Why torch must update; ``None`` where the fused kernels can.  Of another class than theirs: an empty string."""
+    if type(optimizer) not in (SGD, Adam, AdamW):
+        return ""
+    if loose:
+        return "some gradients are sparse"
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        return "the optimizer has step hooks"
+    if any(each.dtype not in FLOATING for each in parameters):
+        return "some parameters are not float16, bfloat16, float32 or float64"
+    groups = optimizer.param_groups
+    if any(group.get("differentiable") for group in groups):
+        return "it is differentiable"
+    for name in ("amsgrad", "decoupled_weight_decay"):
+        if len({bool(group.get(name)) for group in groups}) > 1:
+            return f"its groups differ in {name}"
+    return None
+
+
+class FusedUpdate:
+    """The update of all devices.
+
+    Args:
+        optimizer: over some or all of ``parameters``.
+        parameters: of the user's module.
+        buckets: where they lie.
+        flats: per device the flat values and gradients.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        parameters: Sequence[torch.Tensor],
+        buckets: Sequence[Bucket],
+        flats: Sequence[FlatTensors],
+    ) -> None:
+        self._optimizer, self._parameters = optimizer, parameters
+        self._groups_of = _groups_of(optimizer, parameters)
+        self._is_sgd = type(optimizer) is SGD
+        self._used: list[bool] = []
+        self._settings: list[Any] = []
+        self._shown: set[int] = set()  # parameters whose state the optimizer has
+        self._devices = [_OnDevice(self._is_sgd, buckets, flat, self._groups_of) for flat in flats]
+        me = weakref.ref(self)
+        self._handle = optimizer.register_load_state_dict_post_hook(lambda _: _adopt(me))
+        self.adopt_state()
+
+    def close(self) -> None:
+        """Leaves the optimizer alone."""
+        self._handle.remove()
+
+    def run(self, used: Sequence[bool]) -> None:
+        """One update of the parameters that were used; the others are left alone whole."""
+        self._read_groups()
+        if used != self._used:
+            self._used = list(used)
+            for device in self._devices:
+                device.activate(self._used)
+        self._allocate()
+        for device in self._devices:
+            device.run(decoupled=bool(self._optimizer.param_groups[0].get("decoupled_weight_decay")))
+        self._show_state()
+        if steps := self._steps_of_used():
+            torch._foreach_add_(steps, 1)
+        self._optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask whether there was a step
+
+    def _read_groups(self) -> None:
+        """Fills the tables of hyper-parameters where the user, or a scheduler, has changed one."""
+        groups = self._optimizer.param_groups
+        names = _SGD_NUMBERS if self._is_sgd else (*_ADAM_NUMBERS, "betas")
+        settings = [tuple(group[name] for name in names) for group in groups]
+        if settings == self._settings:
+            return
+        if self._is_sgd and [each[1] for each in settings] != [each[1] for each in self._settings]:
+            self._restart_momentum()
+        self._settings = settings
+        table = (
+            kernels.sgd_groups(*map(_sgd_numbers, groups))
+            if self._is_sgd
+            else kernels.adam_groups(*map(_adam_numbers, groups))
+        )
+        for device in self._devices:
+            device.groups.copy_(table)
+
+    def _restart_momentum(self) -> None:
+        """What has no momentum buffer yet begins with a copy of its gradient, whenever its group gets momentum."""
+        steps = [int(i in self._shown) for i in range(len(self._parameters))]
+        for device in self._devices:
+            device.set_steps(steps)
+
+    def _allocate(self) -> None:
+        """State that the first step, or a changed group, makes necessary."""
+        groups = self._optimizer.param_groups
+        if self._is_sgd:
+            kinds = ["momentum_buffer"] if any(group["momentum"] for group in groups) else []
+        else:
+            kinds = ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if groups[0]["amsgrad"] else [])]
+        for device in self._devices:
+            device.allocate(kinds)
+
+    def _show_state(self) -> None:
+        """Gives the optimizer the state of parameters that were updated for the first time."""
+        groups = self._optimizer.param_groups
+        for i, is_used in enumerate(self._used):
+            if not is_used or i in self._shown or self._groups_of[i] == _NO_GROUP:
+                continue
+            if self._is_sgd and not groups[self._groups_of[i]]["momentum"]:
+                continue
+            self._shown.add(i)
+            self._point(i)
+
+    def _point(self, i: int) -> None:
+        state = self._optimizer.state[self._parameters[i]]
+        for kind, views in self._devices[0].views.items():
+            state[kind] = views[i]
+        if not self._is_sgd:
+            state.setdefault("step", torch.zeros((), dtype=torch.float32))
+
+    def _steps_of_used(self) -> list[torch.Tensor]:
+        """What torch counts an optimizer's steps in, of those that took part; the kernels count in their table."""
+        if self._is_sgd:
+            return []
+        return [self._optimizer.state[self._parameters[i]]["step"] for i in self._shown if self._used[i]]
+
+    def adopt_state(self) -> None:
+        """Takes over the state that the optimizer has: a loaded one, or that of its steps before."""
+        self._shown.clear()
+        self._groups_of = _groups_of(self._optimizer, self._parameters)
+        for device in self._devices:
+            device.forget()
+        steps = [0] * len(self._parameters)
+        found = {i: self._optimizer.state.get(each, {}) for i, each in enumerate(self._parameters)}
+        present = {i: state for i, state in found.items() if any(torch.is_tensor(each) for each in state.values())}
+        if present:
+            self._allocate()
+        for i, state in present.items():
+            for device in self._devices:
+                device.fill(i, state)
+            steps[i] = 1 if self._is_sgd else int(state["step"])
+            self._shown.add(i)
+            self._point(i)
+        for device in self._devices:
+            device.set_steps(steps)
+
+
+class _OnDevice:
+    """Tables, state and kernels of one device."""
+
+    def __init__(self, is_sgd: bool, buckets: Sequence[Bucket], flat: FlatTensors, groups_of: Sequence[int]) -> None:
+        self._is_sgd, self._buckets, self._flat, self._groups_of = is_sgd, buckets, flat, groups_of
+        count = max(groups_of) + 1
+        self.groups = torch.zeros(count, 6, dtype=torch.float64, device=flat.device)
+        self.segments = [
+            kernels.segment_table(
+                [each.count for each in bucket.segments],
+                groups=[max(0, groups_of[each.parameter]) for each in bucket.segments],
+                begins=[each.begin for each in bucket.segments],
+                device=flat.device,
+            )
+            for bucket in buckets
+        ]
+        self.states: dict[str, list[torch.Tensor]] = {}
+        self.views: dict[str, dict[int, torch.Tensor]] = {}
+        self._kernels: list[kernels.FlatSgd | kernels.FlatAdam] = []
+
+    def forget(self) -> None:
+        """Drops the state."""
+        self.states.clear()
+        self.views.clear()
+        self._kernels.clear()
+
+    def allocate(self, kinds: Sequence[str]) -> None:
+        """Zeros for each kind of state that is not there yet."""
+        for kind in kinds:
+            if kind not in self.states:
+                self.states[kind] = [torch.zeros_like(each) for each in self._flat.values]
+                self.views[kind] = self._flat.views_of(self.states[kind])
+                self._kernels.clear()
+
+    def fill(self, i: int, state: dict[str, Any]) -> None:
+        """Copies a parameter's state, as torch keeps it, into the flat one."""
+        for kind, views in self.views.items():
+            if kind in state and torch.is_tensor(state[kind]) and i in views:
+                views[i].copy_(state[kind])
+
+    def activate(self, used: Sequence[bool]) -> None:
+        """Marks the segments that take part in the next update."""
+        self._set(ACTIVE, [int(is_used and self._groups_of[i] != _NO_GROUP) for i, is_used in enumerate(used)])
+
+    def set_steps(self, steps: Sequence[int]) -> None:
+        """How many updates each parameter has had."""
+        self._set(STEP, steps)
+
+    def _set(self, column: int, numbers: Sequence[int]) -> None:
+        for table, bucket in zip(self.segments, self._buckets, strict=True):
+            table[:, column].copy_(torch.tensor([numbers[each.parameter] for each in bucket.segments]))
+
+    def run(self, *, decoupled: bool) -> None:
+        """One kernel per bucket."""
+        if not self._kernels:
+            self._kernels = [self._kernel(b, decoupled) for b in range(len(self._buckets))]
+        for each in self._kernels:
+            each.step()
+
+    def _kernel(self, b: int, decoupled: bool) -> kernels.FlatSgd | kernels.FlatAdam:
+        values, gradients = self._flat.values[b], self._flat.gradients[b]
+        state = {kind: tensors[b] for kind, tensors in self.states.items()}
+        tables = self.segments[b], self.groups
+        if self._is_sgd:
+            return kernels.FlatSgd(values, gradients, state.get("momentum_buffer"), *tables)
+        largest = state.get("max_exp_avg_sq")
+        moments = state["exp_avg"], state["exp_avg_sq"]
+        return kernels.FlatAdam(values, gradients, *moments, *tables, decoupled=decoupled, max_exp_avg_sq=largest)
+
+
+def _adopt(update: weakref.ref[FusedUpdate]) -> None:
+    found = update()
+    if found is not None:
+        found.adopt_state()
+
+
+def _groups_of(optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> list[int]:
+    """Per parameter the number of its group; -1 for one that the optimizer does not have."""
+    numbers = {id(each): number for number, group in enumerate(optimizer.param_groups) for each in group["params"]}
+    return [numbers.get(id(each), _NO_GROUP) for each in parameters]
+
+
+def _sgd_numbers(group: dict[str, Any]) -> dict[str, float]:
+    return {name: float(group[name]) for name in _SGD_NUMBERS}
+
+
+def _adam_numbers(group: dict[str, Any]) -> dict[str, float]:
+    beta1, beta2 = group["betas"]
+    return {name: float(group[name]) for name in _ADAM_NUMBERS} | {"beta1": float(beta1), "beta2": float(beta2)}

@@ -1,0 +1,250 @@
+"""Gradient sync: each bucket is summed over the ranks as soon as all of them have its gradients.
+
+Autograd hands every rank fresh gradients, which stay where it made them: nothing is zeroed and nothing accumulates
+into a flat buffer.  A hook per parameter and rank counts; the last rank to complete a bucket adds the ranks' gradients
+of each device straight into the device's bucket (one pass), and all-reduces the bucket over the devices, while the
+other ranks, and its own device, go on with their backward.  Nobody waits for anybody in there.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from operator import attrgetter
+
+import torch
+
+from mgpu_core.comm import collectives
+from mgpu_core.comm.layout import nbytes_of
+from mgpu_core.device.streams import SideRoad
+from mgpu_core.engine.flat import FlatTensors
+from mgpu_core.engine.layout import Bucket, bucket_layout
+from mgpu_core.engine.replicas import Replicas
+from mgpu_core.record import span
+
+__all__ = ["GradientBucket", "GradientSync"]
+
+_gradient = attrgetter("grad")
+_Plan = tuple[collectives.RankSums, list[list[torch.nn.Parameter]]]  # of a device: the parameters of each of its ranks
+
+CommHook = Callable[["GradientBucket"], None]
+
+
+class GradientBucket:
+    """What a communication hook is given: one flat tensor of gradients per device, to be summed over the devices.
+
+    Attributes:
+        index: the bucket's number; buckets become ready in about this order.
+        tensors: per device of the team the sum of its ranks' gradients, flat, with zeros between the parameters.  The
+            hook leaves the sum over the devices in all of them.
+        parameters: the names of the parameters in it.
+        is_last: whether this is the last number.
+    """
+
+    def __init__(self, index: int, tensors: list[torch.Tensor], parameters: list[str], is_last: bool) -> None:
+        self.index, self.tensors, self.parameters, self.is_last = index, tensors, parameters, is_last
+
+
+class GradientSync:
+    """The gradients of all ranks, and their sums.
+
+    Args:
+        replicas: the ranks' modules.
+        bucket_nbytes: how many bytes travel together.
+        algorithm: of the all-reduce between devices.
+        comm_dtype: what gradients are cast to for the way between devices; ``None``: their own.
+    """
+
+    def __init__(self, replicas: Replicas, bucket_nbytes: int, algorithm: str, comm_dtype: torch.dtype | None) -> None:
+        self._replicas = replicas
+        self._bucket_nbytes, self._algorithm, self._comm_dtype = bucket_nbytes, algorithm, comm_dtype
+        self.hook: CommHook | None = None
+        self.buckets: tuple[Bucket, ...] = ()
+        self.flats: list[FlatTensors] = []
+        self.loose: list[int] = []  # parameters outside the buckets: their gradients are sparse
+        self._bucket_of: dict[int, int] = {}
+        self._laid_out = False
+        self._plans: list[list[_Plan]] = []  # per bucket, per device
+        self._ready: list[int] = []  # parameters, in the order of their first gradients on rank 0
+        self._handles: dict[tuple[int, int], torch.utils.hooks.RemovableHandle] = {}
+        self._round = _Round((), 0, 0)
+        self._side = SideRoad(replicas.devices)
+        self.watch_parameters()
+
+    def watch_parameters(self) -> None:
+        """Hooks all parameters that require grad; again after some were frozen or thawed.
+
+        One rank alone has nobody to add up with: its gradients are taken after its backward.
+        """
+        if len(self._replicas.team) == 1:
+            return
+        me = weakref.ref(self)
+        for rank, row in enumerate(self._replicas.parameters):
+            for i, parameter in enumerate(row):
+                if parameter.requires_grad and (rank, i) not in self._handles:
+                    hook = partial(_accumulated, me, rank, i)
+                    self._handles[rank, i] = parameter.register_post_accumulate_grad_hook(hook)
+
+    def close(self) -> None:
+        """Takes the hooks away."""
+        for handle in self._handles.values():
+            handle.remove()
+        self._handles.clear()
+
+    def clear(self) -> None:
+        """Forgets all gradients."""
+        for row in self._replicas.parameters:
+            for parameter in row:
+                parameter.grad = None
+
+    def begin(self, ranks: int, *, overlap: bool, streams: Sequence[torch.Stream | None]) -> None:
+        """Before a backward of so many ranks; ``overlap``: its buckets are summed as they become ready."""
+        parameters = self._replicas.parameters[0]
+        expected = [
+            sum(parameters[each.parameter].requires_grad for each in bucket.segments) for bucket in self.buckets
+        ]
+        self._round = _Round(expected if overlap else (), ranks, len(self.buckets))
+        self._side.starts(self._replicas.team.devices[:ranks], streams[:ranks])
+
+    def cancel(self) -> None:
+        """Makes the hooks of a backward that failed, and maybe still runs, do nothing."""
+        self._ready = []
+        self._round = _Round((), 0, len(self.buckets))
+
+    def _accumulated(self, rank: int, i: int) -> None:
+        if not self._laid_out:
+            if rank == 0:
+                self._ready.append(i)
+            return
+        bucket = self._bucket_of.get(i)
+        if bucket is not None and self._round.is_complete(rank, bucket):
+            self._sum(bucket)
+
+    def finish(self) -> list[bool]:
+        """After the backward of all ranks: sums what is left, and says per parameter whether any rank used it.
+
+        The sums lie in ``flats``; the parameters of the user's module that were used have them as ``grad``.
+        """
+        if not self._laid_out:
+            self._lay_out()
+        used = [
+            any(row[i].grad is not None for row in self._replicas.parameters) for i in range(len(self._replicas.names))
+        ]
+        for bucket in self._round.left():
+            self._sum(bucket)
+        sparse = {i: self._sum_loose(i) for i in self.loose if used[i]}
+        self._side.joins()
+        for i, parameter in enumerate(self._replicas.own):
+            parameter.grad = None if not used[i] else sparse.get(i, self.flats[0].gradient_views.get(i))
+        return used
+
+    def _lay_out(self) -> None:
+        """The layout, in the order in which the first backward made the gradients; then the rest, last ones first."""
+        parameters = self._replicas.parameters[0]
+        rows = self._replicas.parameters
+        self.loose = [i for i in range(len(parameters)) if any(_is_sparse(row[i].grad) for row in rows)]
+        order = list(dict.fromkeys([*self._ready, *reversed(range(len(parameters)))]))
+        order = [i for i in order if i not in self.loose]
+        kinds = {dtype: kind for kind, dtype in enumerate(dict.fromkeys(each.dtype for each in parameters))}
+        self.buckets = bucket_layout(
+            [each.numel() for each in parameters],
+            [each.element_size() for each in parameters],
+            [kinds[each.dtype] for each in parameters],
+            order,
+            self._bucket_nbytes,
+        )
+        self._bucket_of = {each.parameter: b for b, bucket in enumerate(self.buckets) for each in bucket.segments}
+        for place, device in enumerate(self._replicas.devices):
+            flat = FlatTensors(self.buckets, parameters, device)
+            self._replicas.show_memory(place, flat)
+            self.flats.append(flat)
+        self._plans = [self._plan(bucket) for bucket in self.buckets]
+        self._replicas.remember()
+        self._laid_out = True
+        self._round = _Round((), 0, len(self.buckets))
+
+    def _plan(self, bucket: Bucket) -> list[_Plan]:
+        places = [each.parameter for each in bucket.segments]
+        rows = self._replicas.parameters
+        return [
+            (
+                collectives.RankSums([flat.gradient_views[i] for i in places]),
+                [[rows[rank][i] for i in places] for rank in ranks],
+            )
+            for ranks, flat in zip(self._replicas.ranks_of, self.flats, strict=True)
+        ]
+
+    def _sum(self, bucket: int) -> None:
+        """Over the ranks of each device, then over the devices."""
+        with span("all_reduce", detail=f"bucket {bucket}"), self._side.entered():
+            for sums, columns in self._plans[bucket]:
+                sums.add_up([list(map(_gradient, column)) for column in columns])
+            if len(self.flats) > 1:
+                self._over_devices(bucket)
+
+    def _over_devices(self, bucket: int) -> None:
+        tensors = [flat.gradients[bucket] for flat in self.flats]
+        narrow = self._comm_dtype is not None and self._comm_dtype != tensors[0].dtype and not tensors[0].is_complex()
+        sent = [tensor.to(self._comm_dtype) for tensor in tensors] if narrow else tensors
+        if self.hook is None:
+            collectives.all_reduce_into(sent, "sum", self._algorithm, True)
+        else:
+            names = [self._replicas.names[each.parameter] for each in self.buckets[bucket].segments]
+            self.hook(GradientBucket(bucket, sent, names, bucket == len(self.buckets) - 1))
+        if narrow:
+            for tensor, each in zip(tensors, sent, strict=True):
+                tensor.copy_(each)
+
+    def _sum_loose(self, i: int) -> torch.Tensor:
+        parts = [row[i].grad for row in self._replicas.parameters]
+        return collectives.reduce_batch([parts], "sum", self._replicas.devices[0])[0]
+
+    def nbytes(self) -> int:
+        """Bytes of all gradients of one rank."""
+        return sum(nbytes_of(each) for each in self.flats[0].gradients) if self.flats else 0
+
+
+class _Round:
+    """Who is ready with what in one backward.  Each rank counts for itself; only whole buckets are counted together."""
+
+    def __init__(self, expected: Sequence[int], ranks: int, buckets: int) -> None:
+        self._missing = [list(expected) for _ in range(ranks)]
+        self._ranks_missing = [ranks] * len(expected)
+        self._summed: set[int] = set()
+        self._buckets = buckets
+        self._lock = threading.Lock()
+
+    def is_complete(self, rank: int, bucket: int) -> bool:
+        """Counts a gradient; says whether all gradients of all ranks are there now."""
+        if not self._ranks_missing:
+            return False
+        missing = self._missing[rank]
+        missing[bucket] -= 1
+        if missing[bucket] > 0:
+            return False
+        with self._lock:
+            if missing[bucket] < 0:  # one more than there are: a checkpoint came twice, and the sum was too early
+                self._summed.discard(bucket)
+                self._ranks_missing[bucket] = -1
+                return False
+            self._ranks_missing[bucket] -= 1
+            if self._ranks_missing[bucket] != 0:
+                return False
+            self._summed.add(bucket)
+            return True
+
+    def left(self) -> list[int]:
+        """The buckets that are not summed yet, or were too early."""
+        return [bucket for bucket in range(self._buckets) if bucket not in self._summed]
+
+
+def _accumulated(sync: weakref.ref[GradientSync], rank: int, i: int, _: torch.Tensor) -> None:
+    found = sync()
+    if found is not None:
+        found._accumulated(rank, i)
+
+
+def _is_sparse(gradient: torch.Tensor | None) -> bool:
+    return gradient is not None and gradient.layout is not torch.strided

@@ -1,0 +1,118 @@
+"""What the ranks' losses add up to: weights that make their sum one device's loss, and its gradient one device's.
+
+A rank's loss is a mean over its own rows, a sum over them, or a sum with a weight beside it.  The gradient of a mean
+is weighted before backward, by the seed that backward starts from, so that it costs no pass over memory; a sum with
+weights is divided when all weights are known, after the sums over the ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+__all__ = ["REDUCTIONS", "RankLoss", "Window", "rank_loss"]
+
+REDUCTIONS = ("mean", "sum", "weighted")
+
+
+@dataclass(slots=True)
+class RankLoss:
+    """What one rank's ``loss_fn`` gave: the number to differentiate, and for ``weighted`` the weight beside it."""
+
+    value: torch.Tensor
+    weight: torch.Tensor | None = None
+
+
+def rank_loss(result: Any, reduction: str) -> RankLoss:
+    """What a loss function returned, checked.
+
+    Raises:
+        TypeError, ValueError: it is not one number, or for ``weighted`` not a pair of numbers.
+    """
+    if reduction != "weighted":
+        return RankLoss(_number(result, "the loss"))
+    if not isinstance(result, tuple | list) or len(result) != 2:
+        raise TypeError(f'reduction="weighted" needs a loss_fn that returns (sum, weight), not {_described(result)}')
+    value = _number(result[0], "the sum of the losses")
+    weight = result[1] if isinstance(result[1], torch.Tensor) else torch.tensor(float(result[1]), device=value.device)
+    return RankLoss(value, _number(weight, "the weight").detach().to(value.dtype))
+
+
+def _number(value: Any, name: str) -> torch.Tensor:
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{name} must be a tensor of one element, not {_described(value)}")
+    if value.numel() != 1:
+        raise ValueError(
+            f"{name} must be one number, not a tensor of shape {tuple(value.shape)}: reduce it over its rows"
+        )
+    return value.reshape(())
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    return f"a {type(value).__name__}"
+
+
+class Window:
+    """The calls between two updates: one, or as many as are accumulated.
+
+    Args:
+        reduction: one of :data:`REDUCTIONS`.
+        planned: how many calls the window is expected to have.
+    """
+
+    def __init__(self, reduction: str, planned: int) -> None:
+        self.calls = 0
+        self._reduction, self._planned = reduction, planned
+        self._rows = 0  # of all calls so far
+        self._seeded = 0.0  # what the rows were divided by, for ``mean``
+        self._weight: torch.Tensor | None = None
+
+    def seeds(self, rows: Sequence[int]) -> list[float]:
+        """What each rank's loss is multiplied by before backward, for ranks with so many rows."""
+        if self._reduction != "mean":
+            return [1.0] * len(rows)
+        total = sum(rows)
+        if not self._seeded:
+            self._seeded = float(total * self._planned) or 1.0
+        return [count / self._seeded for count in rows] if total else [1.0 / self._planned] * len(rows)
+
+    def add(self, rows: Sequence[int], losses: Sequence[RankLoss], device: torch.device) -> torch.Tensor:
+        """Counts a call that went through; returns its loss, as one device would have it, on ``device``."""
+        self.calls += 1
+        self._rows += sum(rows)
+        values = [each.value.detach().to(device) for each in losses]
+        if self._reduction == "sum":
+            return _total(values, [1.0] * len(values))
+        if self._reduction == "mean":
+            return _total(values, _shares(rows))
+        weights = [each.weight.to(device) for each in losses if each.weight is not None]
+        weight = _total(weights, [1.0] * len(weights))
+        self._weight = weight if self._weight is None else self._weight + weight
+        return _total(values, [1.0] * len(values)) / weight
+
+    def factor(self) -> float | torch.Tensor | None:
+        """What the sums of the gradients must still be multiplied by; ``None``: nothing."""
+        if self._reduction == "weighted":
+            return None if self._weight is None else self._weight.reciprocal()
+        if self._reduction == "sum" or not self._rows or self._rows == self._seeded:
+            return None
+        return self._seeded / self._rows
+
+
+def _shares(rows: Sequence[int]) -> list[float]:
+    total = sum(rows)
+    return [count / total for count in rows] if total else [1.0] * len(rows)
+
+
+def _total(values: Sequence[torch.Tensor], factors: Sequence[float]) -> torch.Tensor:
+    if len(values) == 1:
+        return values[0] if factors[0] == 1.0 else values[0] * factors[0]
+    total = values[0] * factors[0]
+    for value, factor in zip(values[1:], factors[1:], strict=True):
+        total.add_(value, alpha=factor)
+    return total

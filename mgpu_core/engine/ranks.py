@@ -1,0 +1,138 @@
+"""Forward, loss and backward of each rank, in its worker: what every rank does at once."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import Module
+
+from mgpu_core.device.team import Team
+from mgpu_core.engine.commit import Gate
+from mgpu_core.engine.losses import RankLoss, rank_loss
+from mgpu_core.module_tree import modules_of
+from mgpu_core.nested import flatten
+from mgpu_core.parallel import parallel_apply
+from mgpu_core.record import span
+
+__all__ = ["Pass", "RankPart", "rank_losses", "run_pass"]
+
+LossFn = Callable[..., Any]
+
+
+@dataclass(slots=True)
+class RankPart:
+    """What one rank works on, and what its loss is multiplied by before backward."""
+
+    inputs: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    target: tuple[Any, ...]  # none, where the module returns the loss
+    seed: float
+
+
+@dataclass(slots=True)
+class Pass:
+    """One call over the ranks.
+
+    Attributes:
+        modules: per rank its module.
+        loss_fns: per rank its loss function; ``None``: the module returns the loss.
+        reduction: what the loss function returns.
+        backward: whether there is one.
+        keep_outputs: whether outputs are returned.
+        rng: as in :func:`mgpu_core.parallel_apply`.
+        gate: that the ranks pass.
+    """
+
+    modules: Sequence[Module]
+    loss_fns: Sequence[LossFn | None]
+    reduction: str
+    backward: bool
+    keep_outputs: bool
+    rng: str
+    gate: Gate
+
+
+def run_pass(job: Pass, team: Team, parts: Sequence[RankPart]) -> list[tuple[RankLoss, Any]]:
+    """Runs all ranks at once; returns per rank its loss and, if they are kept, its outputs, detached.
+
+    Raises:
+        Exception: the first failing rank's, as :func:`mgpu_core.parallel_apply` words it.
+    """
+    works = [_Work(job, rank) for rank in range(len(parts))]
+    inputs = [(part,) for part in parts]
+    return parallel_apply(works, inputs, None, team.devices[: len(parts)], rng=job.rng)  # type: ignore[arg-type]
+
+
+class _Work:
+    """What a rank's worker calls."""
+
+    def __init__(self, job: Pass, rank: int) -> None:
+        self._job, self._rank = job, rank
+
+    def __call__(self, part: RankPart) -> tuple[RankLoss, Any]:
+        job = self._job
+        with job.gate.passed():
+            output = job.modules[self._rank](*part.inputs, **part.kwargs)
+            loss = self._loss(output, part.target)
+            if job.backward:
+                with span("backward", self._rank), _without_autocast():
+                    _differentiate(loss.value, part.seed)
+                loss.value = loss.value.detach()
+            return loss, _detached(output) if job.keep_outputs else None
+
+    def _loss(self, output: Any, target: tuple[Any, ...]) -> RankLoss:
+        loss_fn = self._job.loss_fns[self._rank]
+        if loss_fn is None:
+            return rank_loss(output, self._job.reduction)
+        with span("loss", self._rank):
+            return rank_loss(loss_fn(output, *target), self._job.reduction)
+
+
+def _differentiate(loss: torch.Tensor, seed: float) -> None:
+    if not loss.requires_grad:
+        raise RuntimeError("the loss does not depend on any parameter that requires grad: there is nothing to train")
+    torch.autograd.backward(loss, None if seed == 1.0 else torch.full_like(loss, seed))
+
+
+def _without_autocast() -> AbstractContextManager[object]:
+    """Backward runs in the dtypes of its forward; autocast would choose a second time."""
+    found = torch.accelerator.current_accelerator()
+    kinds = [kind for kind in {"cpu", "cpu" if found is None else found.type} if torch.is_autocast_enabled(kind)]
+    if not kinds:
+        return nullcontext()
+    stack = ExitStack()
+    for kind in kinds:
+        stack.enter_context(torch.autocast(kind, enabled=False))
+    return stack
+
+
+def _detached(output: Any) -> Any:
+    leaves: list[Any] = []
+    tree = flatten(output, leaves, "outputs", whole=True)
+    return tree.unflatten(iter([each.detach() if isinstance(each, torch.Tensor) else each for each in leaves]))
+
+
+def rank_losses(loss_fn: Any, team: Team) -> list[Any]:
+    """The loss function of each rank: a module (class weights are buffers) is copied to the ranks' devices.
+
+    Raises:
+        TypeError: something that cannot be called.
+        ValueError: a module with parameters that require grad, which nobody would update.
+    """
+    if loss_fn is not None and not callable(loss_fn):
+        raise TypeError(f"loss_fn must be callable, or None where the module returns the loss, not {loss_fn!r}")
+    if not isinstance(loss_fn, Module):
+        return [loss_fn] * len(team)
+    if any(parameter.requires_grad for parameter in loss_fn.parameters()):
+        raise ValueError(
+            f"{type(loss_fn).__name__} has parameters of its own: make it part of the module, which then returns the "
+            "loss, and pass loss_fn=None"
+        )
+    if not any(list(module._buffers) or list(module._parameters) for module in modules_of(loss_fn)):
+        return [loss_fn] * len(team)
+    return [copy.deepcopy(loss_fn).to(device) for device in team.devices]

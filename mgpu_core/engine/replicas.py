@@ -1,0 +1,256 @@
+"""One real module per rank, made once.
+
+Unlike the drop-in's twins, which are made anew in every forward, these have parameters of their own, as
+``nn.Parameter``: hooks, ``parameters()`` and ``module.compile()`` work in them.  Rank 0 runs the user's own module.
+Ranks of one device share the memory of the values, never the leaf: each has its own gradients.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from operator import is_
+from types import MethodType
+from typing import Any
+
+import torch
+from torch.nn import Module, Parameter
+
+from mgpu_core.comm import collectives
+from mgpu_core.device.compiled import compiled_calls
+from mgpu_core.device.team import Team
+from mgpu_core.device.tensor_checks import memory_of
+from mgpu_core.engine.flat import compact
+from mgpu_core.module_tree import ModuleTree, check_initialised, is_compile_wrapper, modules_of
+
+__all__ = ["Replicas"]
+
+ADVICE = "call step.rebuild() after such a change"
+
+
+class Replicas:
+    """The module of each rank.
+
+    Args:
+        net: the user's module, on the first device; rank 0's.
+        team: the ranks.
+
+    Attributes:
+        modules: per rank what is called.
+        names: of the parameters, in the order of ``net.parameters()``.
+        parameters: ``parameters[rank][i]``.
+        devices: each device of the team once, in the order of ranks.
+        ranks_of: per device its ranks.
+
+    Raises:
+        ValueError: a parameter that has not been initialised.
+        TypeError: a module that cannot be copied, or was compiled in a way that cannot be repeated.
+    """
+
+    def __init__(self, net: Module, team: Team) -> None:
+        self.net, self.team = net, team
+        named = dict(net.named_parameters())
+        self.names = list(named)
+        check_initialised([*named.values(), *net.buffers()])
+        self.devices = list(dict.fromkeys(team.devices))
+        self.ranks_of = [[rank for rank in team.ranks if team.devices[rank] == device] for device in self.devices]
+        _refuse_hooks(named)
+        tree = ModuleTree(net)
+        compiled = any(place.compiled is not None for place in tree.places)
+        self.modules: list[Module] = []
+        self.parameters: list[list[Parameter]] = []
+        self._places: list[list[Module]] = []  # per rank all modules, in one order
+        self._own_places = [place.module for place in tree.places]
+        for rank in team.ranks:
+            if rank == 0 and not (compiled and len(team) > 1):  # compiled ones must take turns, see device/compiled.py
+                self._add(net, list(named.values()), self._own_places)
+            else:
+                self._add_twin(rank, tree)
+        self.remember()
+        self._modes: list[bool] = []
+        self._frozen: list[bool] = []
+        self.mirror_flags()
+
+    def _add(self, module: Module, parameters: list[Parameter], places: list[Module]) -> None:
+        self.modules.append(module)
+        self.parameters.append(parameters)
+        self._places.append(places)
+
+    def _add_twin(self, rank: int, tree: ModuleTree) -> None:
+        module, parameters = _Twin(self.net, self.team.devices[rank], share_buffers=rank == 0).made()
+        places = [place.module for place in ModuleTree(module).places]
+        for place, twin in zip(tree.places, places, strict=True):
+            if place.compiled is not None:
+                call = compiled_calls(place.module, place.compiled, len(self.team))[rank]
+                twin.__dict__["_compiled_call_impl"] = MethodType(call, twin)
+        self._add(module, parameters, places)
+
+    @property
+    def own(self) -> list[Parameter]:
+        """The parameters of the user's module."""
+        return self._own
+
+    def remember(self) -> None:
+        """Takes the parameters as they are now for what the next steps must find."""
+        self._own = list(self.net.parameters())
+        self._found = list(_parameters_of(self.net))
+        self._memory = memory_of(self._own)
+
+    def check(self) -> None:
+        """Raises unless the user's module has the parameters that it had, where they were.
+
+        Raises:
+            RuntimeError: names the parameter and says what to do.
+        """
+        found = list(_parameters_of(self.net))
+        if len(found) != len(self._found) or not all(map(is_, found, self._found)):
+            raise RuntimeError(
+                f"the parameters of {type(self.net).__name__} are no longer those of this step: {ADVICE}"
+            )
+        memory = memory_of(self._own)
+        if memory != self._memory:
+            at = next(i for i, (now, then) in enumerate(zip(memory, self._memory, strict=True)) if now != then)
+            p = self._own[at]
+            raise RuntimeError(
+                f"parameter {self.names[at]} was moved: it is {p.dtype} on {p.device} in other memory than this step "
+                f"gave it (.to, .half, assign=True and .data = do that): {ADVICE}"
+            )
+
+    def mirror_flags(self) -> bool:
+        """Makes all ranks' modules train, evaluate and freeze as the user's does; says whether anything changed."""
+        modes = [module.training for module in self._own_places]
+        frozen = [not parameter.requires_grad for parameter in self._own]
+        if modes == self._modes and frozen == self._frozen:
+            return False
+        self._modes, self._frozen = modes, frozen
+        for places in self._places:
+            for module, mode in zip(places, modes, strict=True):
+                module.training = mode
+        for row in self.parameters:
+            for parameter, is_frozen in zip(row, frozen, strict=True):
+                if parameter.requires_grad == is_frozen:
+                    parameter.requires_grad_(not is_frozen)
+        return True
+
+    def send_values(self) -> None:
+        """Gives the other devices the values that the user's module has."""
+        leaders = [ranks[0] for ranks in self.ranks_of[1:]]
+        if leaders:
+            sources = [each.detach() for each in self._own]
+            copies = [[self.parameters[rank][i].detach() for rank in leaders] for i in range(len(sources))]
+            collectives.broadcast_into(sources, copies)
+
+    def mirror_buffers(self) -> None:
+        """Gives all ranks the buffers of the user's module, as a forward over replicas would."""
+        own = list(_buffers_of(self._own_places))
+        if not own:
+            return
+        for module, places in zip(self.modules, self._places, strict=True):
+            if module is not self.net:
+                _copy_buffers(own, list(_buffers_of(places)))
+
+    def show_memory(self, device: int, values: Any) -> None:
+        """Makes the flat values of a device the memory of its ranks' parameters."""
+        ranks = self.ranks_of[device]
+        values.adopt(self.parameters[ranks[0]])
+        for rank in ranks[1:]:
+            values.show_to(self.parameters[rank])
+        if 0 in ranks:
+            values.show_to(self._own)
+
+    def release(self) -> None:
+        """Gives the user's module storage of its own again."""
+        for parameter in self._own:
+            parameter.data = compact(parameter)
+
+
+class _Twin:
+    """A deep copy whose parameters share their values with the original's where both are on one device."""
+
+    def __init__(self, net: Module, device: torch.device, share_buffers: bool) -> None:
+        self._net, self._device, self._share_buffers = net, device, share_buffers
+        self._memo: dict[int, Any] = {}
+
+    def made(self) -> tuple[Module, list[Parameter]]:
+        """The module, and its parameters in the order of the original's."""
+        for module in modules_of(self._net):
+            self._prepare(module)
+        try:
+            # What torch.compile(module) wraps takes its wrapper's place: each rank compiles for itself.
+            for module in modules_of(self._net):
+                if is_compile_wrapper(type(module)):
+                    self._memo[id(module)] = copy.deepcopy(module.get_submodule("_orig_mod"), self._memo)
+            twin: Module = copy.deepcopy(self._net, self._memo)
+        except Exception as error:
+            raise TypeError(
+                f"{type(self._net).__name__} cannot be copied for a rank of its own ({type(error).__name__}: {error}). "
+                "TrainStep needs a module that copy.deepcopy copies; mgpu_core.DataParallel does not"
+            ) from error
+        own = list(self._net.parameters())
+        found = list(twin.parameters())
+        for original, copied in zip(own, found, strict=True):
+            wanted = self._memo[id(original)]
+            if copied is not wanted:  # a script makes its own
+                copied.data = wanted.data
+        return twin, found
+
+    def _prepare(self, module: Module) -> None:
+        for parameter in module._parameters.values():
+            if parameter is not None and id(parameter) not in self._memo:
+                self._memo[id(parameter)] = self._parameter(parameter)
+        for buffer in module._buffers.values():
+            if buffer is not None and id(buffer) not in self._memo:
+                self._memo[id(buffer)] = buffer if self._share_buffers else self._fresh(buffer)
+        for value in vars(module).values():
+            if isinstance(value, torch.Tensor) and value.grad_fn is not None:  # deepcopy would refuse it
+                self._memo[id(value)] = self._fresh(value)
+
+    def _parameter(self, parameter: Parameter) -> Parameter:
+        same = parameter.device == self._device
+        values = parameter.detach() if same else parameter.detach().to(self._device)
+        made: Parameter = torch.Tensor._make_subclass(type(parameter), values, parameter.requires_grad)
+        made.__dict__.update(parameter.__dict__)
+        for hook in (parameter._backward_hooks or {}).values():
+            made.register_hook(hook)
+        return made
+
+    def _fresh(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().to(self._device, copy=True)
+
+
+def _refuse_hooks(named: dict[str, Parameter]) -> None:
+    for name, parameter in named.items():
+        if getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise ValueError(
+                f"parameter {name} has a post-accumulate hook, which would see the gradient of one rank alone; "
+                "remove it, and use step.register_comm_hook or what TrainStep offers instead"
+            )
+
+
+def _parameters_of(net: Module) -> Iterator[Parameter | None]:
+    for module in modules_of(net):
+        yield from module._parameters.values()
+
+
+def _buffers_of(modules: Sequence[Module]) -> Iterator[tuple[Module, str, torch.Tensor | None]]:
+    for module in modules:
+        for name, buffer in module._buffers.items():
+            yield module, name, buffer
+
+
+_Buffers = Sequence[tuple[Module, str, torch.Tensor | None]]
+
+
+def _copy_buffers(sources: _Buffers, targets: _Buffers) -> None:
+    fitting: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for (_, _, source), (module, name, target) in zip(sources, targets, strict=True):
+        if source is target:
+            continue
+        if source is None or target is None or source.shape != target.shape or source.dtype != target.dtype:
+            device = source.device if target is None and source is not None else getattr(target, "device", None)
+            module._buffers[name] = None if source is None else source.detach().to(device, copy=True)
+        else:
+            fitting.append((target, source))
+    if fitting:
+        with torch.no_grad():
+            torch._foreach_copy_([target for target, _ in fitting], [source for _, source in fitting])

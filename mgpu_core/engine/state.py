@@ -1,0 +1,83 @@
+"""What a step can be resumed from, on any number of ranks: one device's module and optimizer, and random numbers."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from mgpu_core.engine.flat import compact
+
+__all__ = ["load_state", "state_of"]
+
+FORMAT = "mgpu_core.TrainStep 1"
+
+
+def state_of(net: Module, optimizer: Optimizer) -> dict[str, Any]:
+    """Compact copies of everything: later steps do not change them, and files hold nothing else."""
+    return {
+        "format": FORMAT,
+        "module": {name: _copied(value) for name, value in net.state_dict().items()},
+        "optimizer": _copied(optimizer.state_dict()),
+        "random": {"cpu": torch.get_rng_state(), "accelerators": _accelerator_states()},
+    }
+
+
+def load_state(state: Any, net: Module, optimizer: Optimizer) -> None:
+    """Puts a state back.  What does not fit is found before anything is changed.
+
+    Raises:
+        ValueError: not a state of this kind, or one of another module or optimizer.
+    """
+    if not isinstance(state, dict) or state.get("format") != FORMAT:
+        raise ValueError(f"wanted a state with the mark {FORMAT!r}, as TrainStep.state_dict() makes it")
+    _check_fits(state["module"], net.state_dict())
+    groups = [len(group["params"]) for group in state["optimizer"]["param_groups"]]
+    own = [len(group["params"]) for group in optimizer.param_groups]
+    if groups != own:
+        raise ValueError(f"the state's optimizer has groups of {groups} parameters, this one of {own}")
+    net.load_state_dict(state["module"])
+    optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
+    torch.set_rng_state(state["random"]["cpu"])
+    _set_accelerator_states(state["random"]["accelerators"])
+
+
+def _check_fits(state: dict[str, Any], own: dict[str, Any]) -> None:
+    if missing := own.keys() - state.keys():
+        raise ValueError(f"the state has no {min(missing)}, which the module has")
+    if more := state.keys() - own.keys():
+        raise ValueError(f"the state has {min(more)}, which the module does not have")
+    for name, value in own.items():
+        if torch.is_tensor(value) and value.shape != state[name].shape:
+            raise ValueError(
+                f"{name} is {tuple(state[name].shape)} in the state and {tuple(value.shape)} in the module"
+            )
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return compact(value)
+    if isinstance(value, dict):
+        return {name: _copied(each) for name, each in value.items()}
+    return [_copied(each) for each in value] if isinstance(value, list) else copy.deepcopy(value)
+
+
+def _accelerator_states() -> list[torch.Tensor]:
+    module = _accelerator()
+    return [] if module is None else [module.get_rng_state(i) for i in range(module.device_count())]
+
+
+def _set_accelerator_states(states: list[torch.Tensor]) -> None:
+    module = _accelerator()
+    if module is not None:
+        for index, state in enumerate(states[: module.device_count()]):
+            module.set_rng_state(state, index)
+
+
+def _accelerator() -> Any:
+    found = torch.accelerator.current_accelerator(check_available=True)
+    module = None if found is None else getattr(torch, found.type)
+    return module if hasattr(module, "get_rng_state") else None

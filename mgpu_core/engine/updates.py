@@ -1,0 +1,153 @@
+"""The update: what becomes of summed gradients.  Fused where the kernels know the optimizer, else torch's own."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch.optim import Optimizer
+
+from mgpu_core.device.memory import note_written
+from mgpu_core.engine.fused import FusedUpdate, why_not_fused
+from mgpu_core.engine.gradients import GradientSync
+from mgpu_core.engine.replicas import Replicas
+from mgpu_core.record import span
+
+__all__ = ["Updates", "check_optimizer"]
+
+
+class _Update(Protocol):
+    def run(self, used: Sequence[bool]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def check_optimizer(optimizer: Any, named: dict[str, torch.nn.Parameter]) -> None:
+    """Raises unless it is an optimizer over parameters of the module."""
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
+    known = {id(parameter) for parameter in named.values()}
+    for number, group in enumerate(optimizer.param_groups):
+        for place, parameter in enumerate(group["params"]):
+            if id(parameter) not in known:
+                raise ValueError(
+                    f"parameter {place} of the optimizer's group {number}, of shape {tuple(parameter.shape)}, is not "
+                    "one of net.parameters(): make the optimizer from the module that TrainStep gets"
+                )
+
+
+class Updates:
+    """The user's optimizer at work on all devices.
+
+    Args:
+        optimizer: over parameters of the user's module; its learning rates are read at each update.
+    """
+
+    def __init__(self, optimizer: Optimizer, replicas: Replicas, sync: GradientSync) -> None:
+        self.optimizer = optimizer
+        self._replicas, self._sync = replicas, sync
+        self._update: _Update | None = None
+        self._shape: list[int] = []
+        self._warned = False
+        self.remember_values()
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether the last update was by the fused kernels."""
+        return isinstance(self._update, FusedUpdate)
+
+    def run(self, used: Sequence[bool]) -> None:
+        """One update from the sums of the gradients."""
+        with span("update"):
+            self._prepared().run(used)
+        note_written([row[i] for row in self._replicas.parameters for i, is_used in enumerate(used) if is_used])
+        self.remember_values()
+
+    def remember_values(self) -> None:
+        """What the values are now is what all devices have."""
+        self._versions = [each._version for each in self._replicas.own]
+
+    def values_changed(self) -> bool:
+        """Whether the user has written parameters in place since; torch counts that, but not through ``.data``."""
+        return self._versions != [each._version for each in self._replicas.own]
+
+    def close(self) -> None:
+        """Leaves the optimizer as a torch optimizer with state of its own."""
+        if self._update is not None:
+            self._update.close()
+            self._update = None
+        for state in self.optimizer.state.values():
+            for name, value in state.items():
+                if torch.is_tensor(value):
+                    state[name] = value.detach().clone(memory_format=torch.preserve_format)
+
+    def _prepared(self) -> _Update:
+        shape = [len(group["params"]) for group in self.optimizer.param_groups]
+        if self._update is None or shape != self._shape:
+            if self._update is not None:
+                check_optimizer(self.optimizer, dict(zip(self._replicas.names, self._replicas.own, strict=True)))
+                self._update.close()
+            self._shape = shape
+            self._update = self._made()
+        return self._update
+
+    def _made(self) -> _Update:
+        reason = why_not_fused(self.optimizer, self._replicas.own, self._sync.loose)
+        if reason is None:
+            return FusedUpdate(self.optimizer, self._replicas.own, self._sync.buckets, self._sync.flats)
+        if reason and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"the fused kernels do not serve this {type(self.optimizer).__name__} ({reason}): torch's step does",
+                stacklevel=6,
+            )
+        return _TorchUpdate(self.optimizer, self._replicas, self._sync)
+
+
+class _TorchUpdate:
+    """The optimizer's own step, once per device: the user's on the first, a twin on each other."""
+
+    def __init__(self, optimizer: Optimizer, replicas: Replicas, sync: GradientSync) -> None:
+        self._optimizer, self._replicas, self._sync = optimizer, replicas, sync
+        self._twins: list[Optimizer] = []
+        twins = self._twins
+        self._handle = optimizer.register_load_state_dict_post_hook(lambda _: twins.clear())
+
+    def close(self) -> None:
+        self._handle.remove()
+
+    def run(self, used: Sequence[bool]) -> None:
+        if not self._twins:
+            self._twins += [self._twin(device) for device in range(1, len(self._replicas.devices))]
+        for device, twin in enumerate(self._twins, start=1):
+            for mine, theirs in zip(twin.param_groups, self._optimizer.param_groups, strict=True):
+                mine.update({name: value for name, value in theirs.items() if name != "params"})
+            self._give_gradients(device, used)
+            twin.step()
+        self._optimizer.step()
+
+    def _twin(self, device: int) -> Optimizer:
+        """The optimizer over the parameters of another device's first rank, with the same state."""
+        theirs = self._replicas.parameters[self._replicas.ranks_of[device][0]]
+        memo: dict[int, Any] = {id(own): twin for own, twin in zip(self._replicas.own, theirs, strict=True)}
+        twin = copy.deepcopy(self._optimizer, memo)
+        for name, value in vars(self._optimizer).items():  # what a class of the user's own keeps besides
+            if name not in ("step", *vars(twin)):
+                setattr(twin, name, value)
+        twin.load_state_dict(self._optimizer.state_dict())  # which brings the state to the parameters' device
+        return twin
+
+    def _give_gradients(self, device: int, used: Sequence[bool]) -> None:
+        views = self._sync.flats[device].gradient_views
+        row = self._replicas.parameters[self._replicas.ranks_of[device][0]]
+        for i, parameter in enumerate(row):
+            if not used[i]:
+                parameter.grad = None
+            elif i in views:
+                parameter.grad = views[i]
+            else:
+                own = self._replicas.own[i].grad
+                parameter.grad = None if own is None else own.to(parameter.device)

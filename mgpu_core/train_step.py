@@ -1,0 +1,380 @@
+"""``TrainStep``: split, forward, loss, backward, all-reduce and update in one call, on replicas that live on."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from mgpu_core.comm.buckets import DEFAULT_NBYTES
+from mgpu_core.comm.reductions import ALGORITHMS
+from mgpu_core.device.compiled import outside_the_compiler
+from mgpu_core.device.devices import DeviceLike, as_devices, default_devices
+from mgpu_core.device.random import check_rng
+from mgpu_core.device.streams import caller_streams
+from mgpu_core.device.team import Team
+from mgpu_core.device.workers import time_limit
+from mgpu_core.engine.clipping import check_finite, clip, gradient_norm, multiply
+from mgpu_core.engine.commit import BufferSnapshot, Gate, uninterrupted
+from mgpu_core.engine.compare import first_difference
+from mgpu_core.engine.gradients import CommHook, GradientSync
+from mgpu_core.engine.losses import REDUCTIONS, RankLoss, Window
+from mgpu_core.engine.ranks import Pass, RankPart, rank_losses, run_pass
+from mgpu_core.engine.replicas import Replicas
+from mgpu_core.engine.state import load_state, state_of
+from mgpu_core.engine.updates import Updates, check_optimizer
+from mgpu_core.errors import Error
+from mgpu_core.module_tree import draws_random_numbers
+from mgpu_core.parallel import gather
+from mgpu_core.parallel.scatter import check_shares, scatter_objects
+from mgpu_core.record import span
+
+__all__ = ["TrainStep"]
+
+
+class TrainStep:
+    """One training step over several ranks: ``loss = step(x, y)``.
+
+    Each rank has a module of its own, made once, and works in a thread of its own: forward on its rows, loss, backward.
+    Gradients are summed bucket by bucket while backward goes on, and the optimizer updates each device once.  The
+    numbers are one device's: the loss, the gradients and the parameters, for every split of the rows.
+
+    Args:
+        net: the module to train, on ``device_ids[0]`` (moved there if there is one device).  It is rank 0's, and its
+            parameters are current after every step.
+        loss_fn: ``loss_fn(output, target)``, a tensor of one element; ``None``: the module returns the loss itself.
+        optimizer: any ``torch.optim.Optimizer`` over parameters of ``net``.  SGD, Adam and AdamW are run fused, others
+            by their own ``step()``, once per device.  Schedulers, groups and ``state_dict()`` work as ever.
+        device_ids: one device per rank, as for :class:`mgpu_core.DataParallel`; ``None``: all accelerators, else as
+            many CPU ranks as ``MGPU_CORE_CPU_RANKS`` says, else the module's own device.
+        dim: the dimension of the rows.
+        shares: rows in this proportion, one positive number per rank.
+        reduction: what ``loss_fn`` does with its rows: ``mean``; ``sum``; or ``weighted``: it returns
+            ``(sum, weight)``, and the team's sum is divided by the team's weight (``ignore_index``, class weights).
+        accumulate: calls per update; their gradients count as one batch's.
+        clip_norm: the largest norm that the gradient of all parameters may have; a larger one is scaled down.
+        error_if_nonfinite: raise ``FloatingPointError`` instead of updating by a NaN or infinite gradient; ``None``:
+            where that makes nobody wait, on the CPU.
+        comm_dtype: what gradients are cast to for the way between devices.  Ranks of one device send nothing.
+        bucket_nbytes: how many bytes of gradients are summed together.
+        algorithm: of the all-reduce between devices, as in :func:`mgpu_core.comm.all_reduce`.
+        rng: as for :class:`mgpu_core.DataParallel`.
+
+    After a step, ``grad`` of the parameters holds what the update used; of a parameter that no rank used it is
+    ``None``, and the optimizer leaves that parameter alone.  Running statistics are those of rank 0's rows.  Hooks on
+    parameters see each rank's own gradient.
+
+    Raises:
+        TypeError, ValueError: arguments that do not fit together, before anything is changed.
+    """
+
+    def __init__(
+        self,
+        net: Module,
+        loss_fn: Callable[..., Any] | None,
+        optimizer: Optimizer,
+        device_ids: Sequence[DeviceLike] | None = None,
+        *,
+        dim: int = 0,
+        shares: Sequence[float] | None = None,
+        reduction: str = "mean",
+        accumulate: int = 1,
+        clip_norm: float | None = None,
+        error_if_nonfinite: bool | None = None,
+        comm_dtype: torch.dtype | None = None,
+        bucket_nbytes: int = DEFAULT_NBYTES,
+        algorithm: str = "auto",
+        rng: str = "auto",
+    ) -> None:
+        _check_module(net)
+        check_optimizer(optimizer, dict(net.named_parameters()))
+        check_rng(rng)
+        _check_settings(reduction, accumulate, clip_norm, comm_dtype, algorithm)
+        self.module, self.optimizer = net, optimizer
+        self.team = _team(net, device_ids)
+        check_shares(shares, len(self.team))
+        _check_place(net, self.team)
+        self.dim, self.shares, self.reduction = dim, shares, reduction
+        self.accumulate, self.clip_norm, self.rng = accumulate, clip_norm, rng
+        on_cpu = all(device.type == "cpu" for device in self.team.devices)
+        self.error_if_nonfinite = on_cpu if error_if_nonfinite is None else error_if_nonfinite
+        self.steps = 0
+        """Updates so far."""
+        self._loss_fns = rank_losses(loss_fn, self.team)
+        self._sync_settings = bucket_nbytes, algorithm, comm_dtype
+        self._busy = threading.Lock()
+        self._keeps_accumulating = False
+        self._closed = False
+        self._comm_hook: CommHook | None = None
+        self._build()
+
+    def _build(self) -> None:
+        self._broken: str | None = None
+        self._gate = Gate()
+        self._replicas = Replicas(self.module, self.team)
+        self._sync = GradientSync(self._replicas, *self._sync_settings)
+        self._sync.hook = self._comm_hook
+        self._updates = Updates(self.optimizer, self._replicas, self._sync)
+        self._draws = draws_random_numbers(self.module)
+        self._new_window()
+        self._finalizer = weakref.finalize(self, self._sync.close)  # hooks on the user's parameters
+
+    def _new_window(self) -> None:
+        self._window = Window(self.reduction, self.accumulate)
+        self._kept_buffers: BufferSnapshot | None = None
+
+    @outside_the_compiler
+    def __call__(self, *inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        """One step on a batch.
+
+        Args:
+            inputs: what ``net`` takes, and last the target (any nest; there is none with ``loss_fn=None``); cut along
+                ``dim`` into one part per rank.
+            return_outputs: return ``(loss, outputs)``.
+            kwargs: for ``net``, cut like the inputs.
+
+        Returns:
+            The loss of the batch as one device would have it: a fresh scalar on the first device, without a graph.
+            With ``return_outputs`` also the outputs, joined on the first device, without a graph.
+
+        Raises:
+            ValueError, TypeError: inputs that do not fit together; a loss that is not one number.
+            RuntimeError: parameters of ``net`` were moved or replaced.
+            FloatingPointError: a gradient is not finite (see ``error_if_nonfinite``).
+            Exception: what a rank raised, as :func:`mgpu_core.parallel_apply` words it.  Then, and at Ctrl-C,
+                everything is as after the last update: gradients of the calls since are dropped, buffers are put back.
+        """
+        with self._used(), span("train_step"):
+            try:
+                loss, outputs = self._train(inputs, kwargs, return_outputs)
+            except BaseException:
+                self._give_up()
+                raise
+        return (loss, outputs) if return_outputs else loss
+
+    def _train(self, inputs: tuple[Any, ...], kwargs: dict[str, Any], keep_outputs: bool) -> tuple[Any, Any]:
+        self._refresh()
+        if self._window.calls == 0:
+            self._sync.clear()
+            self._kept_buffers = BufferSnapshot(list(self.module.modules())) if self.module.training else None
+        is_last = not self._keeps_accumulating and self._window.calls + 1 >= self.accumulate
+        parts, rows = self._split(inputs, kwargs)
+        for part, seed in zip(parts, self._window.seeds(rows), strict=True):
+            part.seed = seed
+        self._sync.begin(len(parts), overlap=is_last, streams=caller_streams(self.team.devices))
+        with torch.enable_grad():
+            losses, outputs = self._run(parts, backward=True, keep_outputs=keep_outputs)
+        loss = self._window.add(rows, losses, self.team.devices[0])
+        if is_last:
+            self._update()
+        return loss, outputs
+
+    def _update(self) -> None:
+        """The commit point: up to here nothing has changed that lasts."""
+        used = self._sync.finish()
+        sparse = [each.grad for i in self._sync.loose if (each := self._replicas.own[i]).grad is not None]
+        factor = self._window.factor()
+        if factor is not None:
+            multiply(self._sync, factor, sparse)
+        if self.error_if_nonfinite:
+            check_finite(self._sync, sparse, self._replicas)
+        if self.clip_norm is not None:
+            clip(self._sync, gradient_norm(self._sync, sparse), self.clip_norm, sparse)
+        with uninterrupted():
+            self._updates.run(used)
+            self.steps += 1
+            self._new_window()
+
+    def _refresh(self) -> None:
+        """Brings the ranks up to what the user has done to the module since the last call."""
+        self._replicas.check()
+        if self._updates.values_changed():
+            self._replicas.send_values()
+            self._updates.remember_values()
+        if self._replicas.mirror_flags():
+            self._sync.watch_parameters()
+            self._draws = draws_random_numbers(self.module)
+        self._replicas.mirror_buffers()
+
+    def _split(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[RankPart], list[int]]:
+        with_target = self._loss_fns[0] is not None
+        if with_target and not inputs:
+            raise TypeError("a step needs a target as its last positional argument: loss_fn(output, target)")
+        objects: dict[str, Any] = {"inputs": inputs[:-1] if with_target else inputs, "kwargs": kwargs}
+        if with_target:
+            objects["target"] = inputs[-1]
+        cut, rows = scatter_objects(objects, self.team, self.dim, shares=self.shares)
+        return [RankPart(tuple(args), names, tuple(target), 1.0) for args, names, *target in cut], rows
+
+    def _run(self, parts: list[RankPart], *, backward: bool, keep_outputs: bool) -> tuple[list[RankLoss], Any]:
+        self._gate = Gate()
+        rng = "per_rank" if self.rng == "per_rank" or self._draws else "auto"
+        job = Pass(self._replicas.modules, self._loss_fns, self.reduction, backward, keep_outputs, rng, self._gate)
+        results = run_pass(job, self.team, parts)
+        outputs = gather([output for _, output in results], self.team.devices[0], self.dim) if keep_outputs else None
+        return [loss for loss, _ in results], outputs
+
+    def _give_up(self) -> None:
+        """Waits for ranks that are still at work, and drops what the calls since the last update have left."""
+        self._sync.cancel()
+        seconds = time_limit()
+        if not self._gate.shut(seconds):
+            self._broken = f"a rank was still at work {seconds:g} s after its step had failed"
+            return
+        self._sync.clear()
+        if self._kept_buffers is not None:
+            self._kept_buffers.restore()
+        self._new_window()
+
+    def evaluate(self, *inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        """The loss of a batch, without gradients and without an update; arguments and results as for a step.
+
+        The module is used as it is: call ``net.eval()`` before.
+        """
+        with self._used(), span("evaluate"):
+            self._refresh()
+            parts, rows = self._split(inputs, kwargs)
+            with torch.no_grad():
+                losses, outputs = self._run(parts, backward=False, keep_outputs=return_outputs)
+                loss = Window(self.reduction, 1).add(rows, losses, self.team.devices[0])
+        return (loss, outputs) if return_outputs else loss
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside, calls add their gradients up; the first call after it that may, updates by all of them."""
+        before, self._keeps_accumulating = self._keeps_accumulating, True
+        try:
+            yield
+        finally:
+            self._keeps_accumulating = before
+
+    def register_comm_hook(self, hook: CommHook | None) -> None:
+        """Lets ``hook(bucket)`` sum each bucket over the devices instead of the all-reduce; ``None`` takes it away.
+
+        It is called with a :class:`GradientBucket` as soon as the bucket is ready, in the thread of a rank, while
+        others are in their backward.  A team on one device sends nothing, and does not call it.
+        """
+        self._comm_hook = self._sync.hook = hook
+
+    def sync_parameters(self) -> None:
+        """Gives all devices the values of ``net``: after writes through ``.data``, which torch does not count."""
+        with self._used():
+            self._replicas.send_values()
+            self._updates.remember_values()
+
+    def check_replicas(self) -> None:
+        """Compares the parameters of all ranks bit by bit; waits for the devices.
+
+        Raises:
+            Error: names the parameter and the rank that differs.
+        """
+        with self._used():
+            found = first_difference(self._replicas)
+        if found is not None:
+            name, rank = found
+            raise Error(
+                f"parameter {name} of rank {rank} on {self.team.devices[rank]} differs from {self.team.devices[0]}'s: "
+                "step.sync_parameters() makes them equal; something wrote to one device alone"
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Module, optimizer and random numbers, as compact copies; loads into a step of another number of ranks."""
+        with self._used():
+            return state_of(self.module, self.optimizer) | {"steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Puts a state back that :meth:`state_dict` made; calls that were being accumulated are dropped.
+
+        Raises:
+            ValueError: a state that does not fit, before anything is changed.
+        """
+        with self._used():
+            load_state(state, self.module, self.optimizer)
+            self.steps = int(state.get("steps", 0))
+            self._sync.clear()
+            self._new_window()
+
+    def rebuild(self) -> None:
+        """Makes the replicas anew from ``net`` as it is: after its parameters, modules or attributes were changed."""
+        with self._busy:
+            self._leave()
+            _check_place(self.module, self.team)
+            check_optimizer(self.optimizer, dict(self.module.named_parameters()))
+            self._build()
+
+    def close(self) -> None:
+        """Gives ``net`` and the optimizer memory of their own again, and ends the threads; the step is over."""
+        with self._busy:
+            if not self._closed:
+                self._closed = True
+                self._leave()
+                self.team.close()
+
+    def _leave(self) -> None:
+        self._finalizer()
+        self._sync.clear()
+        self._updates.close()
+        self._replicas.release()
+
+    @contextmanager
+    def _used(self) -> Iterator[None]:
+        if not self._busy.acquire(blocking=False):
+            raise RuntimeError(
+                "this step is already running: one call at a time (a step inside a step, or two threads)"
+            )
+        try:
+            if self._closed:
+                raise RuntimeError("this step was closed")
+            if self._broken is not None:
+                raise Error(f"{self._broken}: call step.rebuild(), or make a new one")
+            yield
+        finally:
+            self._busy.release()
+
+
+def _check_module(net: Module) -> None:
+    if not isinstance(net, Module):
+        raise TypeError(f"net must be a torch.nn.Module, not {type(net).__name__}")
+    if isinstance(net, torch.nn.DataParallel | torch.nn.parallel.DistributedDataParallel):
+        raise TypeError(f"net is a {type(net).__name__}: pass what it wraps, `net.module`")
+
+
+def _check_settings(
+    reduction: str, accumulate: int, clip_norm: float | None, comm_dtype: torch.dtype | None, algorithm: str
+) -> None:
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"reduction must be one of {', '.join(REDUCTIONS)}, not {reduction!r}")
+    if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
+        raise ValueError(f"accumulate must be a whole number of calls per update, 1 or more, not {accumulate!r}")
+    if clip_norm is not None and not 0 < clip_norm < float("inf"):
+        raise ValueError(f"clip_norm must be a positive number, not {clip_norm!r}")
+    if comm_dtype is not None and not comm_dtype.is_floating_point:
+        raise TypeError(f"comm_dtype must be a floating dtype, not {comm_dtype}")
+    if algorithm not in ALGORITHMS:
+        raise ValueError(f"algorithm must be one of {', '.join(ALGORITHMS)}, not {algorithm!r}")
+
+
+def _team(net: Module, device_ids: Sequence[DeviceLike] | None) -> Team:
+    if device_ids is None:
+        device_ids = default_devices()
+    if not isinstance(device_ids, str | int | torch.device) and not len(device_ids):
+        device_ids = [next((each.device for each in net.parameters()), torch.device("cpu"))]
+    return Team.of(as_devices(device_ids))
+
+
+def _check_place(net: Module, team: Team) -> None:
+    """Moves the module to the only device, as the drop-in does; several devices: it must be on the first."""
+    if len(team) == 1:
+        net.to(team.devices[0])
+    for name, tensor in [*net.named_parameters(), *net.named_buffers()]:
+        if tensor.device != team.devices[0]:
+            raise RuntimeError(
+                f"net must have its parameters and buffers on {team.devices[0]} (device_ids[0]), but {name} is on "
+                f"{tensor.device}"
+            )

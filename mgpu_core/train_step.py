@@ -21,7 +21,7 @@ from mgpu_core.device.streams import caller_streams
 from mgpu_core.device.team import Team
 from mgpu_core.device.workers import time_limit
 from mgpu_core.engine.clipping import check_finite, clip, gradient_norm, multiply
-from mgpu_core.engine.commit import BufferSnapshot, Gate, uninterrupted
+from mgpu_core.engine.commit import Gate, uninterrupted
 from mgpu_core.engine.compare import first_difference
 from mgpu_core.engine.gradients import CommHook, GradientSync
 from mgpu_core.engine.losses import REDUCTIONS, RankLoss, Window
@@ -122,12 +122,9 @@ class TrainStep:
         self._sync.hook = self._comm_hook
         self._updates = Updates(self.optimizer, self._replicas, self._sync)
         self._draws = draws_random_numbers(self.module)
-        self._new_window()
-        self._finalizer = weakref.finalize(self, self._sync.close)  # hooks on the user's parameters
-
-    def _new_window(self) -> None:
         self._window = Window(self.reduction, self.accumulate)
-        self._kept_buffers: BufferSnapshot | None = None
+        self._buffers = self._replicas.buffer_snapshot()
+        self._finalizer = weakref.finalize(self, self._sync.close)  # hooks on the user's parameters
 
     @outside_the_compiler
     def __call__(self, *inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
@@ -162,7 +159,7 @@ class TrainStep:
         self._refresh()
         if self._window.calls == 0:
             self._sync.clear()
-            self._kept_buffers = BufferSnapshot(list(self.module.modules())) if self.module.training else None
+            self._buffers.take()
         is_last = not self._keeps_accumulating and self._window.calls + 1 >= self.accumulate
         parts, rows = self._split(inputs, kwargs)
         for part, seed in zip(parts, self._window.seeds(rows), strict=True):
@@ -189,7 +186,8 @@ class TrainStep:
         with uninterrupted():
             self._updates.run(used)
             self.steps += 1
-            self._new_window()
+            self._buffers.drop()
+            self._window = Window(self.reduction, self.accumulate)
 
     def _refresh(self) -> None:
         """Brings the ranks up to what the user has done to the module since the last call."""
@@ -228,9 +226,8 @@ class TrainStep:
             self._broken = f"a rank was still at work {seconds:g} s after its step had failed"
             return
         self._sync.clear()
-        if self._kept_buffers is not None:
-            self._kept_buffers.restore()
-        self._new_window()
+        self._buffers.restore()
+        self._window = Window(self.reduction, self.accumulate)
 
     def evaluate(self, *inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
         """The loss of a batch, without gradients and without an update; arguments and results as for a step.
@@ -244,6 +241,24 @@ class TrainStep:
                 losses, outputs = self._run(parts, backward=False, keep_outputs=return_outputs)
                 loss = Window(self.reduction, 1).add(rows, losses, self.team.devices[0])
         return (loss, outputs) if return_outputs else loss
+
+    def flush(self) -> bool:
+        """Updates by the calls since the last update, if there are any: at the end of an epoch, with ``accumulate``.
+
+        Their gradient is divided by their own number of rows, as if so many had been planned.  Says whether there
+        were any.
+        """
+        with self._used(), span("train_step"):
+            if self._window.calls == 0:
+                return False
+            try:
+                self._refresh()
+                self._sync.begin(0, overlap=False, streams=caller_streams(self.team.devices))
+                self._update()
+            except BaseException:
+                self._give_up()
+                raise
+        return True
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -298,7 +313,7 @@ class TrainStep:
             load_state(state, self.module, self.optimizer)
             self.steps = int(state.get("steps", 0))
             self._sync.clear()
-            self._new_window()
+            self._window = Window(self.reduction, self.accumulate)
 
     def rebuild(self) -> None:
         """Makes the replicas anew from ``net`` as it is: after its parameters, modules or attributes were changed."""

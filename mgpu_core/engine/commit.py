@@ -53,22 +53,46 @@ class Gate:
 
 
 class BufferSnapshot:
-    """The buffers of a module as they were: running statistics that a step which fails must not have moved."""
+    """The buffers of modules as they were: running statistics that a step which fails must not have moved.
+
+    Memory for the copies is kept from one time to the next.
+    """
 
     def __init__(self, modules: Sequence[Module]) -> None:
-        self._kept: list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor]] = [
-            (module._buffers, name, buffer, buffer.detach().clone())
-            for module in modules
-            for name, buffer in module._buffers.items()
-            if buffer is not None
-        ]
+        self._modules = modules
+        self._places: list[tuple[dict[str, Any], str]] = []
+        self._buffers: list[torch.Tensor] = []
+        self._values: list[torch.Tensor] = []
 
+    @torch.no_grad()
+    def take(self) -> None:
+        """Copies what there is now."""
+        places = [(module._buffers, name) for module in self._modules for name in module._buffers]
+        buffers = [buffers[name] for buffers, name in places]
+        if any(buffer is None for buffer in buffers):
+            places = [(of, name) for of, name in places if of[name] is not None]
+            buffers = [of[name] for of, name in places]
+        if len(buffers) != len(self._buffers) or not all(map(_is_like, buffers, self._buffers, self._values)):
+            self._values = [buffer.detach().clone() for buffer in buffers]
+        elif buffers:
+            torch._foreach_copy_(self._values, buffers)
+        self._places, self._buffers = places, buffers
+
+    @torch.no_grad()
     def restore(self) -> None:
-        """Puts the same tensors back, with the values that they had."""
-        with torch.no_grad():
-            for buffers, name, buffer, values in self._kept:
-                buffer.copy_(values)
-                buffers[name] = buffer
+        """Puts the same tensors back, with the values that they had; does nothing after a drop."""
+        for (of, name), buffer, values in zip(self._places, self._buffers, self._values, strict=False):
+            buffer.copy_(values)
+            of[name] = buffer
+        self.drop()
+
+    def drop(self) -> None:
+        """What there is now stays."""
+        self._places = []
+
+
+def _is_like(buffer: torch.Tensor, before: torch.Tensor, values: torch.Tensor) -> bool:
+    return buffer is before and buffer.shape == values.shape and buffer.dtype == values.dtype
 
 
 @contextmanager

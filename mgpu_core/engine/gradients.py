@@ -106,7 +106,7 @@ class GradientSync:
             sum(parameters[each.parameter].requires_grad for each in bucket.segments) for bucket in self.buckets
         ]
         self._round = _Round(expected if overlap else (), ranks, len(self.buckets))
-        self._side.starts(self._replicas.team.devices[:ranks], streams[:ranks])
+        self._side.starts(self._replicas.team.devices, streams)
 
     def cancel(self) -> None:
         """Makes the hooks of a backward that failed, and maybe still runs, do nothing."""

@@ -20,6 +20,7 @@ from mgpu_core.comm import collectives
 from mgpu_core.device.compiled import compiled_calls
 from mgpu_core.device.team import Team
 from mgpu_core.device.tensor_checks import memory_of
+from mgpu_core.engine.commit import BufferSnapshot
 from mgpu_core.engine.flat import compact
 from mgpu_core.module_tree import ModuleTree, check_initialised, is_compile_wrapper, modules_of
 
@@ -95,6 +96,10 @@ class Replicas:
         self._own = list(self.net.parameters())
         self._found = list(_parameters_of(self.net))
         self._memory = memory_of(self._own)
+
+    def buffer_snapshot(self) -> BufferSnapshot:
+        """Of the user's module; nothing is taken yet."""
+        return BufferSnapshot(self._own_places)
 
     def check(self) -> None:
         """Raises unless the user's module has the parameters that it had, where they were.

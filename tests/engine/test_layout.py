@@ -1,0 +1,46 @@
+"""The layout of flat buckets: integers in, integers out."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mgpu_core.engine.layout import ALIGN_NBYTES, bucket_layout
+
+tensors = st.lists(st.tuples(st.integers(0, 5000), st.sampled_from([2, 4, 8])), min_size=1, max_size=30)
+
+
+@given(tensors, st.integers(1, 100_000), st.randoms(use_true_random=False))
+def test_every_parameter_lies_once_aligned_and_apart(tensors, limit, random):
+    counts, sizes = [count for count, _ in tensors], [size for _, size in tensors]
+    order = list(range(len(tensors)))
+    random.shuffle(order)
+    buckets = bucket_layout(counts, sizes, sizes, order, limit)
+    assert sorted(each.parameter for bucket in buckets for each in bucket.segments) == sorted(order)
+    for bucket in buckets:
+        kinds = {sizes[each.parameter] for each in bucket.segments}
+        assert len(kinds) == 1
+        (size,) = kinds
+        end = 0
+        for each in bucket.segments:
+            assert each.begin >= end
+            assert each.begin * size % ALIGN_NBYTES == 0
+            assert each.count == counts[each.parameter]
+            end = each.begin + each.count
+        assert bucket.count >= end
+        nbytes = sum(each.count for each in bucket.segments) * size
+        assert nbytes <= limit or len([each for each in bucket.segments if each.count]) <= 1
+
+
+def test_order_is_kept():
+    (bucket,) = bucket_layout([3, 200, 5], [4, 4, 4], [0, 0, 0], [2, 0, 1], 10_000)
+    assert [(each.parameter, each.begin, each.count) for each in bucket.segments] == [
+        (2, 0, 5),
+        (0, 128, 3),
+        (1, 256, 200),
+    ]
+    assert bucket.count == 256 + 256
+
+
+def test_a_limit_of_nothing_is_refused():
+    with pytest.raises(ValueError, match="positive"):
+        bucket_layout([1], [4], [0], [0], 0)

@@ -20,7 +20,7 @@ from mgpu_core.device.random import check_rng
 from mgpu_core.device.streams import caller_streams
 from mgpu_core.device.team import Team
 from mgpu_core.device.workers import time_limit
-from mgpu_core.engine.clipping import check_finite, clip, gradient_norm, multiply
+from mgpu_core.engine.clipping import check_finite, clip, multiply
 from mgpu_core.engine.commit import Gate, uninterrupted
 from mgpu_core.engine.compare import first_difference
 from mgpu_core.engine.gradients import CommHook, GradientSync
@@ -96,6 +96,8 @@ class TrainStep:
         check_optimizer(optimizer, dict(net.named_parameters()))
         check_rng(rng)
         _check_settings(reduction, accumulate, clip_norm, comm_dtype, algorithm)
+        if bucket_nbytes < 1:
+            raise ValueError(f"bucket_nbytes must be a positive number of bytes, not {bucket_nbytes}")
         self.module, self.optimizer = net, optimizer
         self.team = _team(net, device_ids)
         check_shares(shares, len(self.team))
@@ -175,15 +177,15 @@ class TrainStep:
     def _update(self) -> None:
         """The commit point: up to here nothing has changed that lasts."""
         used = self._sync.finish()
-        sparse = [each.grad for i in self._sync.loose if (each := self._replicas.own[i]).grad is not None]
         factor = self._window.factor()
         if factor is not None:
-            multiply(self._sync, factor, sparse)
+            multiply(self._sync, factor)
         if self.error_if_nonfinite:
-            check_finite(self._sync, sparse, self._replicas)
+            check_finite(self._sync, self._replicas)
         if self.clip_norm is not None:
-            clip(self._sync, gradient_norm(self._sync, sparse), self.clip_norm, sparse)
+            clip(self._sync, self.clip_norm)
         with uninterrupted():
+            self._sync.show(used)
             self._updates.run(used)
             self.steps += 1
             self._buffers.drop()

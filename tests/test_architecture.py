@@ -1,7 +1,7 @@
 """DESIGN's arrows point down: read from the sources, so that nobody has to remember them.
 
-Python: cli -> doctor, mnist -> data_parallel, train_step -> engine -> parallel -> comm -> kernels -> device -> module_tree -> nested,
-twin_hooks, record, errors, files -> _core.
+Python: cli -> doctor, mnist -> data_parallel, train_step -> engine -> parallel -> comm -> kernels -> device ->
+module_tree -> nested, twin_hooks, record, errors, files -> _core.
 C++: bindings -> rooms -> backends -> core; rooms of backends do not know each other; only bindings knows pybind11.
 """
 

@@ -14,6 +14,8 @@ TESTS = Path(__file__).parent
 ON_THE_FAKE = [
     "accelerator",
     "conformance",
+    "engine/test_equality.py",
+    "engine/test_train_step.py",
     "parallel/test_replicate.py",
     "parallel/test_scatter.py",
     "test_data_parallel_contract.py",
@@ -25,6 +27,7 @@ ON_THE_FAKE = [
 BY_THE_CUDA_ROOM = [
     "accelerator/test_models.py",
     "conformance",
+    "engine/test_train_step.py",
     "kernels/test_flat.py",
     "kernels/test_flat_optimizers.py",
     "kernels/test_gather_rows.py",

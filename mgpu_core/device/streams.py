@@ -143,7 +143,7 @@ class SideRoad:
         """
         with ExitStack() as stack:
             for device, streams in self._computing.items():
-                if device.type != GPU_TYPE:
+                if device.type != "cuda":
                     stack.enter_context(on(device, streams[0]))
                     continue
                 side = _reducing_stream(device.index)
@@ -156,7 +156,7 @@ class SideRoad:
     def joins(self) -> None:
         """Lets the current stream of each GPU go on behind all that was done beside it."""
         for device in self._computing:
-            if device.type == GPU_TYPE:
+            if device.type == "cuda":
                 torch.cuda.current_stream(device).wait_stream(_reducing_stream(device.index))
 
 

@@ -12,17 +12,17 @@ from mgpu_core.device.dtypes import FLOATING
 from mgpu_core.engine.gradients import GradientSync
 from mgpu_core.engine.replicas import Replicas
 
-__all__ = ["check_finite", "clip", "gradient_norm", "multiply"]
+__all__ = ["check_finite", "clip", "multiply"]
 
 
-def gradient_norm(sync: GradientSync, sparse: Sequence[torch.Tensor]) -> torch.Tensor:
+def _gradient_norm(sync: GradientSync) -> torch.Tensor:
     """The Euclidean norm of the summed gradients, a scalar on the first device."""
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
     for flat in sync.flats[0].gradients if sync.flats else []:
         real = torch.view_as_real(flat) if flat.is_complex() else flat
         by_dtype.setdefault(real.dtype, []).append(real)
     norms = [_norm(tensors) for tensors in by_dtype.values()]
-    norms += [_values(each).norm() for each in sparse]
+    norms += [_values(each).norm() for each in sync.sparse.values()]
     if len(norms) == 1:
         return norms[0]
     together: torch.Tensor = torch.stack([norm.to(torch.float64) for norm in norms]).norm()
@@ -36,32 +36,33 @@ def _norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return norm
 
 
-def clip(sync: GradientSync, norm: torch.Tensor, limit: float, sparse: Sequence[torch.Tensor]) -> None:
+def clip(sync: GradientSync, limit: float) -> None:
     """Scales all gradients so that their norm is at most ``limit``, as ``torch.nn.utils.clip_grad_norm_`` does."""
+    norm = _gradient_norm(sync)
     coefficient = limit / (norm + 1e-6)
     if norm.device.type == "cpu" and coefficient >= 1:
         return  # where nobody waits for the number, nothing need be multiplied by one
-    multiply(sync, coefficient.clamp(max=1.0), sparse)
+    multiply(sync, coefficient.clamp(max=1.0))
 
 
-def multiply(sync: GradientSync, factor: float | torch.Tensor, sparse: Sequence[torch.Tensor]) -> None:
+def multiply(sync: GradientSync, factor: float | torch.Tensor) -> None:
     """All gradients of all devices, by one number."""
     with torch.no_grad():
         for flat in sync.flats:
             here = factor.to(flat.device) if isinstance(factor, torch.Tensor) else factor
             for gradients in flat.gradients:
                 gradients.mul_(here)
-        for each in sparse:
+        for each in sync.sparse.values():
             each.mul_(factor)
 
 
-def check_finite(sync: GradientSync, sparse: Sequence[torch.Tensor], replicas: Replicas) -> None:
+def check_finite(sync: GradientSync, replicas: Replicas) -> None:
     """Raises if a gradient is NaN or infinite; waits for the device.
 
     Raises:
         FloatingPointError: names the rank and the parameter.
     """
-    totals = [*(sync.flats[0].gradients if sync.flats else []), *map(_values, sparse)]
+    totals = [*(sync.flats[0].gradients if sync.flats else []), *map(_values, sync.sparse.values())]
     # One number that is not finite makes the sum so; a sum that only overflows is looked into for nothing.
     if math.isfinite(abs(sum(each.sum(dtype=_wide(each)).item() for each in totals))):
         return

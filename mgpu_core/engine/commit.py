@@ -67,11 +67,13 @@ class BufferSnapshot:
     @torch.no_grad()
     def take(self) -> None:
         """Copies what there is now."""
-        places = [(module._buffers, name) for module in self._modules for name in module._buffers]
-        buffers = [buffers[name] for buffers, name in places]
-        if any(buffer is None for buffer in buffers):
-            places = [(of, name) for of, name in places if of[name] is not None]
-            buffers = [of[name] for of, name in places]
+        places = [
+            (module._buffers, name)
+            for module in self._modules
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+        buffers: list[Any] = [of[name] for of, name in places]
         if len(buffers) != len(self._buffers) or not all(map(_is_like, buffers, self._buffers, self._values)):
             self._values = [buffer.detach().clone() for buffer in buffers]
         elif buffers:

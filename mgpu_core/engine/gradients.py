@@ -63,6 +63,7 @@ class GradientSync:
         self.hook: CommHook | None = None
         self.buckets: tuple[Bucket, ...] = ()
         self.flats: list[FlatTensors] = []
+        self.sparse: dict[int, torch.Tensor] = {}
         self.loose: list[int] = []  # parameters outside the buckets: their gradients are sparse
         self._bucket_of: dict[int, int] = {}
         self._laid_out = False
@@ -125,20 +126,22 @@ class GradientSync:
     def finish(self) -> list[bool]:
         """After the backward of all ranks: sums what is left, and says per parameter whether any rank used it.
 
-        The sums lie in ``flats``; the parameters of the user's module that were used have them as ``grad``.
+        The sums lie in ``flats`` and ``sparse``; each rank still has its own gradients.
         """
         if not self._laid_out:
             self._lay_out()
-        used = [
-            any(row[i].grad is not None for row in self._replicas.parameters) for i in range(len(self._replicas.names))
-        ]
+        rows = self._replicas.parameters
+        used = [any(parameter.grad is not None for parameter in column) for column in zip(*rows, strict=True)]
         for bucket in self._round.left():
             self._sum(bucket)
-        sparse = {i: self._sum_loose(i) for i in self.loose if used[i]}
+        self.sparse = {i: self._sum_loose(i) for i in self.loose if used[i]}
         self._side.joins()
-        for i, parameter in enumerate(self._replicas.own):
-            parameter.grad = None if not used[i] else sparse.get(i, self.flats[0].gradient_views.get(i))
         return used
+
+    def show(self, used: Sequence[bool]) -> None:
+        """Makes the sums the ``grad`` of the user's parameters; of those that no rank used it is ``None``."""
+        for i, parameter in enumerate(self._replicas.own):
+            parameter.grad = None if not used[i] else self.sparse.get(i, self.flats[0].gradient_views.get(i))
 
     def _lay_out(self) -> None:
         """The layout, in the order in which the first backward made the gradients; then the rest, last ones first."""

@@ -149,5 +149,4 @@ class _TorchUpdate:
             elif i in views:
                 parameter.grad = views[i]
             else:
-                own = self._replicas.own[i].grad
-                parameter.grad = None if own is None else own.to(parameter.device)
+                parameter.grad = self._sync.sparse[i].to(parameter.device)

@@ -42,6 +42,7 @@ class Replicas:
         parameters: ``parameters[rank][i]``.
         devices: each device of the team once, in the order of ranks.
         ranks_of: per device its ranks.
+        is_mixed: whether there are devices of several kinds.
 
     Raises:
         ValueError: a parameter that has not been initialised.
@@ -54,6 +55,7 @@ class Replicas:
         self.names = list(named)
         check_initialised([*named.values(), *net.buffers()])
         self.devices = list(dict.fromkeys(team.devices))
+        self.is_mixed = len({device.type for device in self.devices}) > 1
         self.ranks_of = [[rank for rank in team.ranks if team.devices[rank] == device] for device in self.devices]
         _refuse_hooks(named)
         tree = ModuleTree(net)
@@ -182,10 +184,11 @@ class _Twin:
             self._prepare(module)
         try:
             # What torch.compile(module) wraps takes its wrapper's place: each rank compiles for itself.
-            for module in modules_of(self._net):
-                if is_compile_wrapper(type(module)):
-                    self._memo[id(module)] = copy.deepcopy(module.get_submodule("_orig_mod"), self._memo)
-            twin: Module = copy.deepcopy(self._net, self._memo)
+            with torch.no_grad():  # or the copies of a script's parameters would have a graph
+                for module in modules_of(self._net):
+                    if is_compile_wrapper(type(module)):
+                        self._memo[id(module)] = copy.deepcopy(module.get_submodule("_orig_mod"), self._memo)
+                twin: Module = copy.deepcopy(self._net, self._memo)
         except Exception as error:
             raise TypeError(
                 f"{type(self._net).__name__} cannot be copied for a rank of its own ({type(error).__name__}: {error}). "
@@ -197,6 +200,7 @@ class _Twin:
             wanted = self._memo[id(original)]
             if copied is not wanted:  # a script makes its own
                 copied.data = wanted.data
+                copied.requires_grad_(original.requires_grad)
         return twin, found
 
     def _prepare(self, module: Module) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -42,6 +43,9 @@ def check_optimizer(optimizer: Any, named: dict[str, torch.nn.Parameter]) -> Non
 class Updates:
     """The user's optimizer at work on all devices.
 
+    Where devices are of several kinds, their arithmetic may differ in the last bit: then the first one is updated, and
+    the others get its values.
+
     Args:
         optimizer: over parameters of the user's module; its learning rates are read at each update.
     """
@@ -63,6 +67,8 @@ class Updates:
         """One update from the sums of the gradients."""
         with span("update"):
             self._prepared().run(used)
+            if self._replicas.is_mixed:
+                self._replicas.send_values()
         note_written([row[i] for row in self._replicas.parameters for i, is_used in enumerate(used) if is_used])
         self.remember_values()
 
@@ -97,7 +103,8 @@ class Updates:
     def _made(self) -> _Update:
         reason = why_not_fused(self.optimizer, self._replicas.own, self._sync.loose)
         if reason is None:
-            return FusedUpdate(self.optimizer, self._replicas.own, self._sync.buckets, self._sync.flats)
+            flats = self._sync.flats[:1] if self._replicas.is_mixed else self._sync.flats
+            return FusedUpdate(self.optimizer, self._replicas.own, self._sync.buckets, flats)
         if reason and not self._warned:
             self._warned = True
             warnings.warn(
@@ -120,13 +127,14 @@ class _TorchUpdate:
         self._handle.remove()
 
     def run(self, used: Sequence[bool]) -> None:
-        if not self._twins:
+        if not self._twins and not self._replicas.is_mixed:
             self._twins += [self._twin(device) for device in range(1, len(self._replicas.devices))]
         for device, twin in enumerate(self._twins, start=1):
             for mine, theirs in zip(twin.param_groups, self._optimizer.param_groups, strict=True):
                 mine.update({name: value for name, value in theirs.items() if name != "params"})
             self._give_gradients(device, used)
-            twin.step()
+            with _own_default(self._replicas.devices[device]):
+                twin.step()
         self._optimizer.step()
 
     def _twin(self, device: int) -> Optimizer:
@@ -150,3 +158,8 @@ class _TorchUpdate:
                 parameter.grad = views[i]
             else:
                 parameter.grad = self._sync.sparse[i].to(parameter.device)
+
+
+def _own_default(device: torch.device) -> AbstractContextManager[object]:
+    """A default device that was set for the first device would get the state of all others, too."""
+    return nullcontext() if torch.get_default_device().type == "cpu" else torch.device(device)

@@ -1,0 +1,136 @@
+"""What a TrainStep does between devices: sums, values that travel, twins of an optimizer."""
+
+import copy
+
+import pytest
+import torch
+from engine.nets import Branches, Linear, batches, mse
+from fakes.tensors import numbers
+from torch import nn
+from torch.optim import SGD, AdamW
+
+from mgpu_core import Error, TrainStep, comm
+
+FAKES = ["fake:0", "fake:1", "fake:2"]
+TEAMS = [FAKES, ["fake:0", "fake:1", "fake:0"], ["fake:0", "cpu"], ["fake:1", "fake:1", "fake:3", "cpu", "fake:3"]]
+
+
+def step_of(net, devices, make=lambda p: SGD(p, lr=0.5), **settings):
+    return TrainStep(net.to(devices[0]), mse, make(net.parameters()), devices, **settings)
+
+
+@pytest.mark.parametrize("devices", TEAMS)
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: AdamW(p, lr=0.01),
+        lambda p: SGD(p, lr=0.05, momentum=0.9, nesterov=True),
+        lambda p: torch.optim.RMSprop(p, lr=0.001),
+    ],
+)
+def test_all_devices_hold_the_same_bits(devices, make):
+    with torch.device(devices[0]):  # where a torch optimizer keeps its counts of steps
+        torch.manual_seed(0)
+        net = Branches().double()
+        alone = copy.deepcopy(net)
+        step, reference = step_of(net, devices, make), make(alone.parameters())
+        for i, (x, y) in enumerate(batches(12, 11)):
+            step(x, i % 3, y)
+            reference.zero_grad()
+            mse(alone(x, i % 3), y).backward()
+            reference.step()
+            step.check_replicas()
+    assert all(torch.allclose(a, b, atol=1e-9) for a, b in zip(net.parameters(), alone.parameters(), strict=True))
+
+
+def test_a_device_that_differs_is_named():
+    net = Linear()
+    step = step_of(net, FAKES)
+    step(numbers(6, 3), numbers(6, 2))
+    step._replicas.parameters[2][0].data.add_(1)
+    with pytest.raises(Error, match=r"parameter last\.weight of rank 2 on fake:2 differs from fake:0's"):
+        step.check_replicas()
+    step.sync_parameters()
+    step.check_replicas()
+
+
+@pytest.mark.parametrize("steps_before", [0, 1])
+def test_values_changed_in_place_travel(steps_before):
+    net = Linear()
+    step = step_of(net, FAKES)
+    for _ in range(steps_before):
+        step(numbers(6, 3), numbers(6, 2))
+    with torch.no_grad():
+        net.last.weight.fill_(3)
+    step.evaluate(numbers(6, 3), numbers(6, 2))
+    assert all(row[0].eq(3).all() for row in step._replicas.parameters)
+    net.last.weight.data.fill_(4)  # nobody counts this
+    step.sync_parameters()
+    assert all(row[0].eq(4).all() for row in step._replicas.parameters)
+    step.check_replicas()
+
+
+def test_a_loaded_state_travels():
+    torch.manual_seed(0)
+    net, other = Branches(), Branches()
+    make = lambda p: AdamW(p, lr=0.01)  # noqa: E731
+    step, resumed = step_of(net, FAKES, make), step_of(other, ["fake:2", "fake:1"], make)
+    data = [(x.to("fake:0"), y.to("fake:0")) for x, y in batches(6, 12, dtype=torch.float32)]
+    for x, y in data[:3]:
+        step(x, 2, y)
+    resumed.load_state_dict(step.state_dict())
+    for x, y in data[3:]:
+        step(x, 2, y)
+        resumed(x.to("fake:2"), 2, y.to("fake:2"))
+        resumed.check_replicas()
+    pairs = zip(net.parameters(), other.parameters(), strict=True)
+    assert all(torch.allclose(a.cpu(), b.cpu(), atol=1e-5) for a, b in pairs)
+
+
+def test_a_hook_takes_the_place_of_the_all_reduce():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+    alone = copy.deepcopy(net)
+    step = step_of(net, FAKES, bucket_nbytes=1)
+    seen = []
+
+    def hook(bucket):
+        assert [str(each.device) for each in bucket.tensors] == FAKES
+        assert all(each.dim() == 1 for each in bucket.tensors)
+        seen.append((bucket.index, tuple(bucket.parameters), bucket.is_last))
+        comm.all_reduce(bucket.tensors)
+        for each in bucket.tensors:
+            each.mul_(2)
+
+    step.register_comm_hook(hook)
+    step(numbers(6, 3), numbers(6, 2))
+    mse(alone(numbers(6, 3)), numbers(6, 2)).backward()
+    for mine, theirs in zip(net.parameters(), alone.parameters(), strict=True):
+        assert torch.allclose(mine.grad, 2 * theirs.grad, atol=1e-4)
+    assert [index for index, _, _ in seen] == [0, 1, 2, 3]
+    assert [last for _, _, last in seen] == [False, False, False, True]
+    assert seen[0][1] in (("1.weight",), ("1.bias",))
+    step.register_comm_hook(None)
+    step(numbers(6, 3), numbers(6, 2))
+    assert len(seen) == 4
+
+
+def test_gradients_travel_in_comm_dtype():
+    net = Linear()
+    sent = []
+    step = step_of(net, FAKES, comm_dtype=torch.bfloat16)
+    step.register_comm_hook(lambda bucket: (sent.append(bucket.tensors[0].dtype), comm.all_reduce(bucket.tensors)))
+    step(numbers(6, 3), numbers(6, 2))
+    assert sent == [torch.bfloat16]
+    assert net.last.weight.grad.dtype == torch.float32
+    exact = net.last.weight.grad.bfloat16().float()
+    assert torch.equal(exact, net.last.weight.grad), "what came back were bfloat16 numbers"
+    step.check_replicas()
+
+
+def test_the_module_must_be_on_the_first_device():
+    net = Linear().to("fake:1")
+    with pytest.raises(RuntimeError, match=r"on fake:0 \(device_ids\[0\]\), but last\.weight is on fake:1"):
+        TrainStep(net, mse, SGD(net.parameters(), lr=0.1), FAKES)
+    TrainStep(net, mse, SGD(net.parameters(), lr=0.1), ["fake:2"])
+    assert str(net.last.weight.device) == "fake:2", "one device moves it"

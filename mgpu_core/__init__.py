@@ -4,7 +4,7 @@
 and on mixtures of them.
 """
 
-from mgpu_core import comm, kernels
+from mgpu_core import comm, kernels, optim
 from mgpu_core.data_parallel import DataParallel, data_parallel
 from mgpu_core.device.team import Team
 from mgpu_core.errors import BackendUnavailable, CudaError, Error, NcclError
@@ -27,6 +27,7 @@ __all__ = [
     "data_parallel",
     "gather",
     "kernels",
+    "optim",
     "parallel_apply",
     "reduce",
     "replicate",

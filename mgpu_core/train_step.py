@@ -20,13 +20,14 @@ from mgpu_core.device.random import check_rng
 from mgpu_core.device.streams import caller_streams
 from mgpu_core.device.team import Team
 from mgpu_core.device.workers import time_limit
-from mgpu_core.engine.clipping import check_finite, clip, multiply
+from mgpu_core.engine.clipping import are_finite, check_finite, clip, multiply
 from mgpu_core.engine.commit import Gate, uninterrupted
 from mgpu_core.engine.compare import first_difference
 from mgpu_core.engine.gradients import CommHook, GradientSync
 from mgpu_core.engine.losses import REDUCTIONS, RankLoss, Window
 from mgpu_core.engine.ranks import Pass, RankPart, rank_losses, run_pass
 from mgpu_core.engine.replicas import Replicas
+from mgpu_core.engine.scaling import AMP_DTYPES, LossScale
 from mgpu_core.engine.state import load_state, state_of
 from mgpu_core.engine.updates import Updates, check_optimizer
 from mgpu_core.errors import Error
@@ -61,6 +62,8 @@ class TrainStep:
         clip_norm: the largest norm that the gradient of all parameters may have; a larger one is scaled down.
         error_if_nonfinite: raise ``FloatingPointError`` instead of updating by a NaN or infinite gradient; ``None``:
             where that makes nobody wait, on the CPU.
+        amp_dtype: run forward and loss under autocast in this dtype, ``torch.bfloat16`` or ``torch.float16``; float16
+            with a loss scale that adapts: an update whose gradients overflow is skipped on all ranks.
         comm_dtype: what gradients are cast to for the way between devices.  Ranks of one device send nothing.
         bucket_nbytes: how many bytes of gradients are summed together.
         algorithm: of the all-reduce between devices, as in :func:`mgpu_core.comm.all_reduce`.
@@ -87,6 +90,7 @@ class TrainStep:
         accumulate: int = 1,
         clip_norm: float | None = None,
         error_if_nonfinite: bool | None = None,
+        amp_dtype: torch.dtype | None = None,
         comm_dtype: torch.dtype | None = None,
         bucket_nbytes: int = DEFAULT_NBYTES,
         algorithm: str = "auto",
@@ -95,7 +99,8 @@ class TrainStep:
         _check_module(net)
         check_optimizer(optimizer, dict(net.named_parameters()))
         check_rng(rng)
-        _check_settings(reduction, accumulate, clip_norm, comm_dtype, algorithm)
+        _check_settings(reduction, accumulate, clip_norm, algorithm)
+        _check_dtypes(amp_dtype, comm_dtype)
         if bucket_nbytes < 1:
             raise ValueError(f"bucket_nbytes must be a positive number of bytes, not {bucket_nbytes}")
         self.module, self.optimizer = net, optimizer
@@ -106,6 +111,7 @@ class TrainStep:
         self.accumulate, self.clip_norm, self.rng = accumulate, clip_norm, rng
         on_cpu = all(device.type == "cpu" for device in self.team.devices)
         self.error_if_nonfinite = on_cpu if error_if_nonfinite is None else error_if_nonfinite
+        self.amp_dtype, self.loss_scale = amp_dtype, LossScale(amp_dtype)
         self.steps = 0
         """Updates so far."""
         self._loss_fns = rank_losses(loss_fn, self.team)
@@ -124,9 +130,12 @@ class TrainStep:
         self._sync.hook = self._comm_hook
         self._updates = Updates(self.optimizer, self._replicas, self._sync)
         self._draws = draws_random_numbers(self.module)
-        self._window = Window(self.reduction, self.accumulate)
+        self._new_window()
         self._buffers = self._replicas.buffer_snapshot()
         self._finalizer = weakref.finalize(self, self._sync.close)  # hooks on the user's parameters
+
+    def _new_window(self) -> None:
+        self._window = Window(self.reduction, self.accumulate, self.loss_scale.scale)
 
     @outside_the_compiler
     def __call__(self, *inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
@@ -177,6 +186,9 @@ class TrainStep:
     def _update(self) -> None:
         """The commit point: up to here nothing has changed that lasts."""
         used = self._sync.finish()
+        if self.loss_scale.is_on and not are_finite(self._sync):
+            self._skip_update()
+            return
         factor = self._window.factor()
         if factor is not None:
             multiply(self._sync, factor)
@@ -188,8 +200,16 @@ class TrainStep:
             self._sync.show(used)
             self._updates.run(used)
             self.steps += 1
+            self.loss_scale.went_well()
             self._buffers.drop()
-            self._window = Window(self.reduction, self.accumulate)
+            self._new_window()
+
+    def _skip_update(self) -> None:
+        """The loss scale was too large: the gradients are dropped; running statistics stay, as in torch."""
+        self.loss_scale.overflowed()
+        self._sync.clear()
+        self._buffers.drop()
+        self._new_window()
 
     def _refresh(self) -> None:
         """Brings the ranks up to what the user has done to the module since the last call."""
@@ -215,7 +235,10 @@ class TrainStep:
     def _run(self, parts: list[RankPart], *, backward: bool, keep_outputs: bool) -> tuple[list[RankLoss], Any]:
         self._gate = Gate()
         rng = "per_rank" if self.rng == "per_rank" or self._draws else "auto"
-        job = Pass(self._replicas.modules, self._loss_fns, self.reduction, backward, keep_outputs, rng, self._gate)
+        job = Pass(
+            self._replicas.modules, self._loss_fns, self.reduction, backward, keep_outputs, rng, self.amp_dtype,
+            self._gate,
+        )  # fmt: skip
         results = run_pass(job, self.team, parts)
         outputs = gather([output for _, output in results], self.team.devices[0], self.dim) if keep_outputs else None
         return [loss for loss, _ in results], outputs
@@ -229,7 +252,7 @@ class TrainStep:
             return
         self._sync.clear()
         self._buffers.restore()
-        self._window = Window(self.reduction, self.accumulate)
+        self._new_window()
 
     def evaluate(self, *inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
         """The loss of a batch, without gradients and without an update; arguments and results as for a step.
@@ -303,7 +326,8 @@ class TrainStep:
     def state_dict(self) -> dict[str, Any]:
         """Module, optimizer and random numbers, as compact copies; loads into a step of another number of ranks."""
         with self._used():
-            return state_of(self.module, self.optimizer) | {"steps": self.steps}
+            counts = {"steps": self.steps, "loss_scale": self.loss_scale.state_dict()}
+            return state_of(self.module, self.optimizer) | counts
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Puts a state back that :meth:`state_dict` made; calls that were being accumulated are dropped.
@@ -313,9 +337,10 @@ class TrainStep:
         """
         with self._used():
             load_state(state, self.module, self.optimizer)
-            self.steps = int(state.get("steps", 0))
+            self.steps = int(state["steps"])
+            self.loss_scale.load_state_dict(state["loss_scale"])
             self._sync.clear()
-            self._window = Window(self.reduction, self.accumulate)
+            self._new_window()
 
     def rebuild(self) -> None:
         """Makes the replicas anew from ``net`` as it is: after its parameters, modules or attributes were changed."""
@@ -362,17 +387,20 @@ def _check_module(net: Module) -> None:
         raise TypeError(f"net is a {type(net).__name__}: pass what it wraps, `net.module`")
 
 
-def _check_settings(
-    reduction: str, accumulate: int, clip_norm: float | None, comm_dtype: torch.dtype | None, algorithm: str
-) -> None:
+def _check_dtypes(amp_dtype: torch.dtype | None, comm_dtype: torch.dtype | None) -> None:
+    if amp_dtype is not None and amp_dtype not in AMP_DTYPES:
+        raise TypeError(f"amp_dtype must be torch.bfloat16 or torch.float16, not {amp_dtype}")
+    if comm_dtype is not None and not comm_dtype.is_floating_point:
+        raise TypeError(f"comm_dtype must be a floating dtype, not {comm_dtype}")
+
+
+def _check_settings(reduction: str, accumulate: int, clip_norm: float | None, algorithm: str) -> None:
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction must be one of {', '.join(REDUCTIONS)}, not {reduction!r}")
     if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
         raise ValueError(f"accumulate must be a whole number of calls per update, 1 or more, not {accumulate!r}")
     if clip_norm is not None and not 0 < clip_norm < float("inf"):
         raise ValueError(f"clip_norm must be a positive number, not {clip_norm!r}")
-    if comm_dtype is not None and not comm_dtype.is_floating_point:
-        raise TypeError(f"comm_dtype must be a floating dtype, not {comm_dtype}")
     if algorithm not in ALGORITHMS:
         raise ValueError(f"algorithm must be one of {', '.join(ALGORITHMS)}, not {algorithm!r}")
 

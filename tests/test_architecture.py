@@ -17,7 +17,7 @@ PACKAGE = Path(mgpu_core.__file__).parent
 SOURCES = Path(__file__).parent.parent / "csrc"
 LAYERS = [
     {"_core"},
-    {"record", "errors", "nested", "twin_hooks", "files"},
+    {"record", "errors", "nested", "twin_hooks", "files", "optim"},
     {"module_tree"},
     {"device"},
     {"kernels"},

@@ -12,7 +12,7 @@ from mgpu_core.device.dtypes import FLOATING
 from mgpu_core.engine.gradients import GradientSync
 from mgpu_core.engine.replicas import Replicas
 
-__all__ = ["check_finite", "clip", "multiply"]
+__all__ = ["are_finite", "check_finite", "clip", "multiply"]
 
 
 def _gradient_norm(sync: GradientSync) -> torch.Tensor:
@@ -56,15 +56,22 @@ def multiply(sync: GradientSync, factor: float | torch.Tensor) -> None:
             each.mul_(factor)
 
 
+def are_finite(sync: GradientSync) -> bool:
+    """Whether no summed gradient is NaN or infinite; waits for the device."""
+    totals = [*(sync.flats[0].gradients if sync.flats else []), *map(_values, sync.sparse.values())]
+    # One number that is not finite makes the sum so; a sum that only overflows is looked into for nothing.
+    if math.isfinite(abs(sum(each.sum(dtype=_wide(each)).item() for each in totals))):
+        return True
+    return all(bool(torch.isfinite(each).all()) for each in totals)
+
+
 def check_finite(sync: GradientSync, replicas: Replicas) -> None:
     """Raises if a gradient is NaN or infinite; waits for the device.
 
     Raises:
         FloatingPointError: names the rank and the parameter.
     """
-    totals = [*(sync.flats[0].gradients if sync.flats else []), *map(_values, sync.sparse.values())]
-    # One number that is not finite makes the sum so; a sum that only overflows is looked into for nothing.
-    if math.isfinite(abs(sum(each.sum(dtype=_wide(each)).item() for each in totals))):
+    if are_finite(sync):
         return
     for i, name in enumerate(replicas.names):
         for rank in replicas.team.ranks:
@@ -75,6 +82,7 @@ def check_finite(sync: GradientSync, replicas: Replicas) -> None:
                     "nothing was updated. A smaller learning rate, clip_norm or a loss that is safe at 0 may help; "
                     "error_if_nonfinite=False updates all the same"
                 )
+    raise FloatingPointError("the ranks' gradients are finite, but their sum is not; nothing was updated")
 
 
 def _wide(tensor: torch.Tensor) -> torch.dtype:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from mgpu_core import kernels
+from mgpu_core import kernels, optim
 from mgpu_core.device.dtypes import FLOATING
 from mgpu_core.engine.flat import FlatTensors
 from mgpu_core.engine.layout import Bucket
@@ -27,11 +27,12 @@ Groups = list[dict[str, float]]
 _SGD_NUMBERS = ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize")
 _ADAM_NUMBERS = ("lr", "eps", "weight_decay", "maximize")
 _NO_GROUP = -1
+_SGD = (SGD, optim.SGD)
 
 
 def why_not_fused(optimizer: Optimizer, parameters: Sequence[torch.Tensor], loose: Sequence[int]) -> str | None:
     """Why torch must update; ``None`` where the fused kernels can.  Of another class than theirs: an empty string."""
-    if type(optimizer) not in (SGD, Adam, AdamW):
+    if type(optimizer) not in (*_SGD, Adam, AdamW, optim.Adam, optim.AdamW):
         return ""
     if loose:
         return "some gradients are sparse"
@@ -67,7 +68,7 @@ class FusedUpdate:
     ) -> None:
         self._optimizer, self._parameters = optimizer, parameters
         self._groups_of = _groups_of(optimizer, parameters)
-        self._is_sgd = type(optimizer) is SGD
+        self._is_sgd = type(optimizer) in _SGD
         self._used: list[bool] = []
         self._settings: list[Any] = []
         self._shown: set[int] = set()  # parameters whose state the optimizer has

@@ -21,7 +21,7 @@ from mgpu_core.comm.layout import nbytes_of
 from mgpu_core.device.streams import SideRoad
 from mgpu_core.engine.flat import FlatTensors
 from mgpu_core.engine.layout import Bucket, bucket_layout
-from mgpu_core.engine.replicas import Replicas
+from mgpu_core.engine.replicas import GradientHook, Replicas
 from mgpu_core.record import span
 
 __all__ = ["GradientBucket", "GradientSync"]
@@ -85,7 +85,7 @@ class GradientSync:
         for rank, row in enumerate(self._replicas.parameters):
             for i, parameter in enumerate(row):
                 if parameter.requires_grad and (rank, i) not in self._handles:
-                    hook = partial(_accumulated, me, rank, i)
+                    hook = GradientHook(partial(_accumulated, me, rank, i))
                     self._handles[rank, i] = parameter.register_post_accumulate_grad_hook(hook)
 
     def close(self) -> None:
@@ -243,7 +243,7 @@ class _Round:
         return [bucket for bucket in range(self._buckets) if bucket not in self._summed]
 
 
-def _accumulated(sync: weakref.ref[GradientSync], rank: int, i: int, _: torch.Tensor) -> None:
+def _accumulated(sync: weakref.ref[GradientSync], rank: int, i: int) -> None:
     found = sync()
     if found is not None:
         found._accumulated(rank, i)

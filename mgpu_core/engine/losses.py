@@ -63,11 +63,12 @@ class Window:
     Args:
         reduction: one of :data:`REDUCTIONS`.
         planned: how many calls the window is expected to have.
+        scale: what all losses are multiplied by before backward, and their gradients divided by after it.
     """
 
-    def __init__(self, reduction: str, planned: int) -> None:
+    def __init__(self, reduction: str, planned: int, scale: float = 1.0) -> None:
         self.calls = 0
-        self._reduction, self._planned = reduction, planned
+        self._reduction, self._planned, self._scale = reduction, planned, scale
         self._rows = 0  # of all calls so far
         self._seeded = 0.0  # what the rows were divided by, for ``mean``
         self._weight: torch.Tensor | None = None
@@ -75,11 +76,13 @@ class Window:
     def seeds(self, rows: Sequence[int]) -> list[float]:
         """What each rank's loss is multiplied by before backward, for ranks with so many rows."""
         if self._reduction != "mean":
-            return [1.0] * len(rows)
+            return [self._scale] * len(rows)
         total = sum(rows)
         if not self._seeded:
             self._seeded = float(total * self._planned) or 1.0
-        return [count / self._seeded for count in rows] if total else [1.0 / self._planned] * len(rows)
+        if not total:
+            return [self._scale / self._planned] * len(rows)
+        return [self._scale * count / self._seeded for count in rows]
 
     def add(self, rows: Sequence[int], losses: Sequence[RankLoss], device: torch.device) -> torch.Tensor:
         """Counts a call that went through; returns its loss, as one device would have it, on ``device``."""
@@ -97,11 +100,12 @@ class Window:
 
     def factor(self) -> float | torch.Tensor | None:
         """What the sums of the gradients must still be multiplied by; ``None``: nothing."""
-        if self._reduction == "weighted":
-            return None if self._weight is None else self._weight.reciprocal()
-        if self._reduction == "sum" or not self._rows or self._rows == self._seeded:
-            return None
-        return self._seeded / self._rows
+        if self._reduction == "weighted" and self._weight is not None:
+            return (self._weight * self._scale).reciprocal()
+        factor = 1.0 / self._scale
+        if self._reduction == "mean" and self._rows:
+            factor *= self._seeded / self._rows
+        return None if factor == 1.0 else factor
 
 
 def _shares(rows: Sequence[int]) -> list[float]:

@@ -45,6 +45,7 @@ class Pass:
         backward: whether there is one.
         keep_outputs: whether outputs are returned.
         rng: as in :func:`mgpu_core.parallel_apply`.
+        amp_dtype: what autocast computes in; ``None``: the caller's own setting.
         gate: that the ranks pass.
     """
 
@@ -54,6 +55,7 @@ class Pass:
     backward: bool
     keep_outputs: bool
     rng: str
+    amp_dtype: torch.dtype | None
     gate: Gate
 
 
@@ -63,7 +65,7 @@ def run_pass(job: Pass, team: Team, parts: Sequence[RankPart]) -> list[tuple[Ran
     Raises:
         Exception: the first failing rank's, as :func:`mgpu_core.parallel_apply` words it.
     """
-    works = [_Work(job, rank) for rank in range(len(parts))]
+    works = [_Work(job, rank, team.devices[rank]) for rank in range(len(parts))]
     inputs = [(part,) for part in parts]
     return parallel_apply(works, inputs, None, team.devices[: len(parts)], rng=job.rng)  # type: ignore[arg-type]
 
@@ -71,19 +73,25 @@ def run_pass(job: Pass, team: Team, parts: Sequence[RankPart]) -> list[tuple[Ran
 class _Work:
     """What a rank's worker calls."""
 
-    def __init__(self, job: Pass, rank: int) -> None:
-        self._job, self._rank = job, rank
+    def __init__(self, job: Pass, rank: int, device: torch.device) -> None:
+        self._job, self._rank, self._device = job, rank, device
 
     def __call__(self, part: RankPart) -> tuple[RankLoss, Any]:
         job = self._job
         with job.gate.passed():
-            output = job.modules[self._rank](*part.inputs, **part.kwargs)
-            loss = self._loss(output, part.target)
+            with self._autocast():
+                output = job.modules[self._rank](*part.inputs, **part.kwargs)
+                loss = self._loss(output, part.target)
             if job.backward:
                 with span("backward", self._rank), _without_autocast():
                     _differentiate(loss.value, part.seed)
                 loss.value = loss.value.detach()
             return loss, _detached(output) if job.keep_outputs else None
+
+    def _autocast(self) -> AbstractContextManager[object]:
+        if self._job.amp_dtype is None:
+            return nullcontext()
+        return torch.autocast(self._device.type, dtype=self._job.amp_dtype)
 
     def _loss(self, output: Any, target: tuple[Any, ...]) -> RankLoss:
         loss_fn = self._job.loss_fns[self._rank]

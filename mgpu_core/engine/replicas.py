@@ -8,7 +8,7 @@ Ranks of one device share the memory of the values, never the leaf: each has its
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from operator import is_
 from types import MethodType
 from typing import Any
@@ -24,7 +24,7 @@ from mgpu_core.engine.commit import BufferSnapshot
 from mgpu_core.engine.flat import compact
 from mgpu_core.module_tree import ModuleTree, check_initialised, is_compile_wrapper, modules_of
 
-__all__ = ["Replicas"]
+__all__ = ["GradientHook", "Replicas"]
 
 ADVICE = "call step.rebuild() after such a change"
 
@@ -229,11 +229,24 @@ class _Twin:
 
 def _refuse_hooks(named: dict[str, Parameter]) -> None:
     for name, parameter in named.items():
-        if getattr(parameter, "_post_accumulate_grad_hooks", None):
+        hooks = (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values()
+        if not all(isinstance(hook, GradientHook) for hook in hooks):  # those of another step do nothing in this one
             raise ValueError(
                 f"parameter {name} has a post-accumulate hook, which would see the gradient of one rank alone; "
-                "remove it, and use step.register_comm_hook or what TrainStep offers instead"
+                "remove it before the module is given to TrainStep"
             )
+
+
+class GradientHook:
+    """What is called when a parameter of a rank has its gradient; known by its class."""
+
+    __slots__ = ("_call",)
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self._call = call
+
+    def __call__(self, _: torch.Tensor) -> None:
+        self._call()
 
 
 def _parameters_of(net: Module) -> Iterator[Parameter | None]:

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch.optim import Optimizer
 
+from mgpu_core import optim
 from mgpu_core.device.memory import note_written
 from mgpu_core.engine.fused import FusedUpdate, why_not_fused
 from mgpu_core.engine.gradients import GradientSync
@@ -105,6 +106,11 @@ class Updates:
         if reason is None:
             flats = self._sync.flats[:1] if self._replicas.is_mixed else self._sync.flats
             return FusedUpdate(self.optimizer, self._replicas.own, self._sync.buckets, flats)
+        if reason and type(self.optimizer).__module__ == optim.__name__:
+            raise ValueError(
+                f"mgpu_core.optim.{type(self.optimizer).__name__} is for the fused kernels, and they do not serve this "
+                f"one ({reason}): use torch.optim's"
+            )
         if reason and not self._warned:
             self._warned = True
             warnings.warn(

@@ -1,0 +1,66 @@
+"""Mixed precision: which dtype a forward computes in, and the scale that keeps float16 gradients off zero.
+
+The scale is what backward starts from, so it costs no pass over memory, and it is taken out together with whatever
+else the sums are divided by.  Sums that are not finite mean that it was too large: all ranks skip that update, because
+it is the team's sums that are looked at, and the scale is halved.  The numbers are those of ``torch.amp.GradScaler``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+__all__ = ["AMP_DTYPES", "LossScale"]
+
+AMP_DTYPES = (torch.bfloat16, torch.float16)
+INITIAL, GROWTH, BACKOFF, INTERVAL = 2.0**16, 2.0, 0.5, 2000
+
+
+class LossScale:
+    """The scale of the loss; 1 for ever unless gradients are float16.
+
+    Args:
+        amp_dtype: what forwards compute in.
+
+    Attributes:
+        scale: what losses are multiplied by.
+        skipped: updates that were skipped so far.
+    """
+
+    def __init__(self, amp_dtype: torch.dtype | None) -> None:
+        self.is_on = amp_dtype == torch.float16
+        self.scale = INITIAL if self.is_on else 1.0
+        self.skipped = 0
+        self._good = 0  # updates in a row
+
+    def overflowed(self) -> None:
+        """After a skipped update.
+
+        Raises:
+            FloatingPointError: so small a scale cannot be the reason.
+        """
+        self._good = 0
+        if self.scale < 1:
+            raise FloatingPointError(
+                f"gradients are not finite at a loss scale of {self.scale:g}: the numbers themselves overflow, or the "
+                "loss is NaN; nothing was updated"
+            )
+        self.skipped += 1
+        self.scale *= BACKOFF
+
+    def went_well(self) -> None:
+        """After an update."""
+        self._good += 1
+        if self.is_on and self._good == INTERVAL:
+            self.scale *= GROWTH
+            self._good = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a step resumes from."""
+        return {"scale": self.scale, "good": self._good, "skipped": self.skipped}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Puts it back; a scale of 1 loads as it is, where there was none."""
+        if self.is_on:
+            self.scale, self._good, self.skipped = state["scale"], state["good"], state["skipped"]

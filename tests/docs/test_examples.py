@@ -1,4 +1,4 @@
-"""The examples run on 1, 2 and 3 ranks, and so does every block of code in the migration guide."""
+"""The examples run on 1, 2 and 3 ranks, and every block of code in the guides runs."""
 
 import os
 import re
@@ -11,7 +11,12 @@ import pytest
 DOCS = Path(__file__).parent.parent.parent / "docs"
 EXAMPLES = sorted((DOCS / "examples").glob("*.py"))
 GUIDE = (DOCS / "migration.md").read_text()
-BLOCKS = re.findall(r"^```python\n(.*?)^```$", GUIDE, flags=re.MULTILINE | re.DOTALL)
+GUIDES = {name: (DOCS / name).read_text() for name in ("migration.md", "train_step.md")}
+BLOCKS = [
+    (name, block)
+    for name, text in GUIDES.items()
+    for block in re.findall(r"^```python\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
+]
 
 
 def run(path, *arguments, **variables):
@@ -43,18 +48,20 @@ def test_example_runs_on_what_there_is():
     assert "4 ranks" in run(EXAMPLES[0], MGPU_CORE_CPU_RANKS="4", CUDA_VISIBLE_DEVICES="")
 
 
-def test_the_guide_has_code():
-    assert len(BLOCKS) >= 9
+def test_the_guides_have_code():
+    names = [name for name, _ in BLOCKS]
+    assert names.count("migration.md") >= 9
+    assert names.count("train_step.md") >= 2
 
 
 @pytest.mark.parametrize("place", range(len(BLOCKS)))
-def test_block_of_the_guide_runs(place):
-    source = BLOCKS[place]
-    line = GUIDE[: GUIDE.index(source)].count("\n")
-    exec(compile("\n" * line + source, str(DOCS / "migration.md"), "exec"), {"__name__": f"block_{place}"})
+def test_block_of_a_guide_runs(place):
+    name, source = BLOCKS[place]
+    line = GUIDES[name][: GUIDES[name].index(source)].count("\n")
+    exec(compile("\n" * line + source, str(DOCS / name), "exec"), {"__name__": f"block_{place}"})
 
 
-LINKS = re.findall(r"\]\(([^)#]+)\)", GUIDE)
+LINKS = [link for text in GUIDES.values() for link in re.findall(r"\]\(([^)#]+)\)", text)]
 
 
 @pytest.mark.parametrize("link", LINKS)

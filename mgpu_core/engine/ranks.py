@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.nn import Module
 
+from mgpu_core.device.streams import caller_streams, on
 from mgpu_core.device.team import Team
 from mgpu_core.engine.commit import Gate
 from mgpu_core.engine.losses import RankLoss, rank_loss
@@ -66,6 +67,10 @@ def run_pass(job: Pass, team: Team, parts: Sequence[RankPart]) -> list[tuple[Ran
         Exception: the first failing rank's, as :func:`mgpu_core.parallel_apply` words it.
     """
     works = [_Work(job, rank, team.devices[rank]) for rank in range(len(parts))]
+    if len(team) == 1:  # nobody to share with: in this thread, and failures are the module's own
+        device = team.devices[0]
+        with on(device, caller_streams([device])[0]):
+            return [works[0](parts[0])]
     inputs = [(part,) for part in parts]
     return parallel_apply(works, inputs, None, team.devices[: len(parts)], rng=job.rng)  # type: ignore[arg-type]
 

@@ -70,16 +70,21 @@ class Updates:
             self._prepared().run(used)
             if self._replicas.is_mixed:
                 self._replicas.send_values()
-        note_written([row[i] for row in self._replicas.parameters for i, is_used in enumerate(used) if is_used])
+        # Graphs of the user's own over these parameters are out of date; those of the ranks are gone.
+        note_written([own for own, is_used in zip(self._replicas.own, used, strict=True) if is_used])
         self.remember_values()
 
     def remember_values(self) -> None:
         """What the values are now is what all devices have."""
-        self._versions = [each._version for each in self._replicas.own]
+        self._versions = self._versions_now()
+
+    def _versions_now(self) -> list[int]:
+        """Nothing where there is one device, whose ranks share the values."""
+        return [each._version for each in self._replicas.own] if len(self._replicas.devices) > 1 else []
 
     def values_changed(self) -> bool:
         """Whether the user has written parameters in place since; torch counts that, but not through ``.data``."""
-        return self._versions != [each._version for each in self._replicas.own]
+        return self._versions != self._versions_now()
 
     def close(self) -> None:
         """Leaves the optimizer as a torch optimizer with state of its own."""

@@ -35,6 +35,7 @@ from mgpu_core.module_tree import draws_random_numbers
 from mgpu_core.parallel import gather
 from mgpu_core.parallel.scatter import check_shares, scatter_objects
 from mgpu_core.record import span
+from mgpu_core.sync_batchnorm import SyncBatchNorm
 
 __all__ = ["TrainStep"]
 
@@ -130,6 +131,7 @@ class TrainStep:
         self._sync.hook = self._comm_hook
         self._updates = Updates(self.optimizer, self._replicas, self._sync)
         self._draws = draws_random_numbers(self.module)
+        self._joint = len(self.team) > 1 and any(isinstance(each, SyncBatchNorm) for each in self.module.modules())
         self._new_window()
         self._buffers = self._replicas.buffer_snapshot()
         self._finalizer = weakref.finalize(self, self._sync.close)  # hooks on the user's parameters
@@ -236,8 +238,8 @@ class TrainStep:
         self._gate = Gate()
         rng = "per_rank" if self.rng == "per_rank" or self._draws else "auto"
         job = Pass(
-            self._replicas.modules, self._loss_fns, self.reduction, backward, keep_outputs, rng, self.amp_dtype,
-            self._gate,
+            self._replicas.modules, self._loss_fns, self.reduction, backward, self._joint, keep_outputs, rng,
+            self.amp_dtype, self._gate,
         )  # fmt: skip
         results = run_pass(job, self.team, parts)
         outputs = gather([output for _, output in results], self.team.devices[0], self.dim) if keep_outputs else None

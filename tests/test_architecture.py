@@ -21,7 +21,7 @@ LAYERS = [
     {"module_tree"},
     {"device"},
     {"kernels"},
-    {"comm"},
+    {"comm", "sync_batchnorm"},
     {"parallel"},
     {"engine"},
     {"data_parallel", "train_step"},

@@ -44,6 +44,7 @@ class Pass:
         loss_fns: per rank its loss function; ``None``: the module returns the loss.
         reduction: what the loss function returns.
         backward: whether there is one.
+        joint: one backward for all ranks, after all forwards: nodes of theirs belong to several ranks.
         keep_outputs: whether outputs are returned.
         rng: as in :func:`mgpu_core.parallel_apply`.
         amp_dtype: what autocast computes in; ``None``: the caller's own setting.
@@ -54,6 +55,7 @@ class Pass:
     loss_fns: Sequence[LossFn | None]
     reduction: str
     backward: bool
+    joint: bool
     keep_outputs: bool
     rng: str
     amp_dtype: torch.dtype | None
@@ -72,7 +74,10 @@ def run_pass(job: Pass, team: Team, parts: Sequence[RankPart]) -> list[tuple[Ran
         with on(device, caller_streams([device])[0]):
             return [works[0](parts[0])]
     inputs = [(part,) for part in parts]
-    return parallel_apply(works, inputs, None, team.devices[: len(parts)], rng=job.rng)  # type: ignore[arg-type]
+    results = parallel_apply(works, inputs, None, team.devices[: len(parts)], rng=job.rng)  # type: ignore[arg-type]
+    if job.backward and job.joint:
+        _differentiate_together(results, parts)
+    return results
 
 
 class _Work:
@@ -87,9 +92,9 @@ class _Work:
             with self._autocast():
                 output = job.modules[self._rank](*part.inputs, **part.kwargs)
                 loss = self._loss(output, part.target)
-            if job.backward:
+            if job.backward and not job.joint:
                 with span("backward", self._rank), _without_autocast():
-                    _differentiate(loss.value, part.seed)
+                    _differentiate([loss.value], [part.seed])
                 loss.value = loss.value.detach()
             return loss, _detached(output) if job.keep_outputs else None
 
@@ -106,10 +111,18 @@ class _Work:
             return rank_loss(loss_fn(output, *target), self._job.reduction)
 
 
-def _differentiate(loss: torch.Tensor, seed: float) -> None:
-    if not loss.requires_grad:
+def _differentiate(losses: list[torch.Tensor], seeds: list[float]) -> None:
+    if not all(loss.requires_grad for loss in losses):
         raise RuntimeError("the loss does not depend on any parameter that requires grad: there is nothing to train")
-    torch.autograd.backward(loss, None if seed == 1.0 else torch.full_like(loss, seed))
+    grads = [None if seed == 1.0 else torch.full_like(loss, seed) for loss, seed in zip(losses, seeds, strict=True)]
+    torch.autograd.backward(losses, grads)
+
+
+def _differentiate_together(results: Sequence[tuple[RankLoss, Any]], parts: Sequence[RankPart]) -> None:
+    with span("backward"), _without_autocast():
+        _differentiate([loss.value for loss, _ in results], [part.seed for part in parts])
+    for loss, _ in results:
+        loss.value = loss.value.detach()
 
 
 def _without_autocast() -> AbstractContextManager[object]:

@@ -13,6 +13,7 @@ from torch._utils import ExceptionWrapper
 
 from mgpu_core.device.context import CallerContext
 from mgpu_core.device.devices import DeviceLike
+from mgpu_core.device.meeting import AbsentRank, Meeting
 from mgpu_core.device.random import RankStream, check_rng, current_stream, rank_streams
 from mgpu_core.device.streams import caller_streams, on
 from mgpu_core.device.team import Team
@@ -72,7 +73,7 @@ def parallel_apply(
         if len(calls) == 1:
             outcomes = [_run_here(calls[0])]
         else:
-            outcomes = _run_in_workers(team, calls, _share_numbers(team, modules, rng))
+            outcomes = _run_in_workers(team, calls, streams, _share_numbers(team, modules, rng))
     _raise_failures(outcomes, team)
     return [outcome.value for outcome in outcomes]
 
@@ -145,19 +146,35 @@ def _share_numbers(team: Team, modules: Sequence[torch.nn.Module], rng: str) -> 
     return any(draws_random_numbers(each) for each in (looked_at[:1] if twins else looked_at))
 
 
-def _run_in_workers(team: Team, calls: list[partial[Any]], draws: bool) -> list[Outcome]:
+def _run_in_workers(
+    team: Team, calls: list[partial[Any]], streams: Sequence[torch.Stream | None], draws: bool
+) -> list[Outcome]:
     context = CallerContext(team.devices)
     seconds = time_limit()
-    tasks = [context.bind(call, rank) for rank, call in enumerate(calls)]
+    turns = _turns(team, context.in_turns, draws)
+    meeting = Meeting(team.devices, streams, seconds, in_turns=bool(turns))
+    tasks = [context.bind(partial(_attended, meeting, rank, call), rank) for rank, call in enumerate(calls)]
     if draws and team.devices.count(_CPU) > 1:
         tasks = [_drawing(task, stream) for task, stream in zip(tasks, rank_streams(team.devices), strict=True)]
-    if context.in_turns:
-        tasks = _in_turns(tasks, team.ranks, seconds)
-    elif draws:
-        for device in set(team.devices) - {_CPU}:
-            tasks = _in_turns(tasks, [rank for rank in team.ranks if team.devices[rank] == device], seconds)
+    for ranks in turns:
+        tasks = _in_turns(tasks, ranks, seconds)
     with team.workers.lease() as crew:
         return crew.run(tasks, seconds)
+
+
+def _turns(team: Team, all_in_turns: bool, draws: bool) -> list[list[int]]:
+    """Ranks that must run one after the other: all, or those that share an accelerator and draw from its generator."""
+    if all_in_turns:
+        return [list(team.ranks)]
+    if not draws:
+        return []
+    shared = [[rank for rank in team.ranks if team.devices[rank] == each] for each in set(team.devices) - {_CPU}]
+    return [ranks for ranks in shared if len(ranks) > 1]
+
+
+def _attended(meeting: Meeting, rank: int, call: Callable[[], Any]) -> Any:
+    with meeting.attended(rank):
+        return call()
 
 
 _CPU = torch.device("cpu")
@@ -198,6 +215,8 @@ def _raise_failures(outcomes: list[Outcome], team: Team) -> None:
     errors = {rank: outcome.error for rank, outcome in enumerate(outcomes) if outcome.error is not None}
     if not errors:
         return
+    if not all(isinstance(error, AbsentRank) for error in errors.values()):  # they are a consequence
+        errors = {rank: error for rank, error in errors.items() if not isinstance(error, AbsentRank)}
     # A traceback holds the frames, and a frame that holds the exception holds everything that the forward made, until
     # the garbage collector comes: who tries again with a smaller batch needs the memory at once.
     for outcome in outcomes:

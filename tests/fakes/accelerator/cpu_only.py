@@ -3,9 +3,10 @@
 _REASONS = {
     "says cpu, or the core's algorithms, in what it expects; tests/accelerator has its like": """
         test_attributes_are_torchs test_autocast_reaches_the_ranks test_counters_say_what_ran test_exact_bytes
-        test_each_rank_has_its_rows_its_thread_and_the_same_values test_exact_bytes_of_every_step test_failure_in_a_replica_has_type_text_cause_and_notes
+        test_exact_bytes_of_every_step test_failure_in_a_replica_has_type_text_cause_and_notes
         test_minus_one_is_the_cpu_with_torchs_warning test_module_on_the_wrong_device
-        test_one_device_runs_the_module_itself_in_this_thread test_ring_order test_the_counters_know_every_byte
+        test_one_device_runs_the_module_itself_in_this_thread test_ring_order
+        test_the_counters_know_every_byte test_each_rank_has_its_rows_its_thread_and_the_same_values
         test_the_constructor_moves_the_module_for_one_device_only
     """,
     "gives a replica, or adds up, tensors of several ranks without moving them": """

@@ -1,0 +1,139 @@
+"""Where the ranks of one forward meet: what needs something of all of them, before any can go on.
+
+The last rank to arrive does the work for all, in its thread; the others wait, with a limit.  A rank that ends before
+it arrives lets the others go with an error, so nobody waits for somebody who will not come.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+
+from mgpu_core.errors import Error
+
+__all__ = ["AbsentRank", "Meeting", "Seat", "current_seat"]
+
+
+class AbsentRank(Error):
+    """A rank ended before it came to where the others wait.  Its own failure, if it had one, is what matters."""
+
+
+class Meeting:
+    """Of the ranks of one forward.
+
+    Args:
+        devices, streams: per rank, where it computes.
+        seconds: how long anybody waits for the others.
+        in_turns: some ranks run one after the other, so they cannot meet.
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[torch.device],
+        streams: Sequence[torch.Stream | None],
+        seconds: float,
+        *,
+        in_turns: bool,
+    ) -> None:
+        self.devices, self.streams = devices, streams
+        self._seconds, self._in_turns = seconds, in_turns
+        self._changed = threading.Condition()
+        self._gone: set[int] = set()
+        self._rounds: dict[Hashable, _Round] = {}
+
+    @contextmanager
+    def attended(self, rank: int) -> Iterator[None]:
+        """Around the work of a rank: inside, :func:`current_seat` is its seat."""
+        token = _seat.set(Seat(self, rank))
+        try:
+            yield
+        finally:
+            _seat.reset(token)
+            with self._changed:
+                self._gone.add(rank)
+                self._changed.notify_all()
+
+    def together(self, key: Hashable, rank: int, value: Any, work: Callable[[list[Any]], Sequence[Any]]) -> Any:
+        """Brings ``value``; returns this rank's of the results that ``work(values)`` has made of all ranks' values.
+
+        Raises:
+            AbsentRank: a rank has ended without coming here.
+            Error: a rank did not come in time, or ranks take turns.
+            Exception: what the work raised, on every rank.
+        """
+        if self._in_turns:
+            raise Error(
+                "the ranks of this forward take turns and cannot meet in a synchronised layer: they share a GPU's "
+                "random generator (dropout; give each rank a GPU of its own), or are inside a checkpoint"
+            )
+        with self._changed:
+            found = self._rounds.setdefault(key, _Round())
+            found.values[rank] = value
+            is_last = len(found.values) == len(self.devices)
+        if is_last:
+            self._work(found, work)
+        else:
+            self._wait(found)
+        if found.error is not None:
+            raise found.error
+        assert found.results is not None
+        return found.results[rank]
+
+    def _work(self, found: _Round, work: Callable[[list[Any]], Sequence[Any]]) -> None:
+        try:
+            found.results = list(work([found.values[rank] for rank in range(len(self.devices))]))
+        except Exception as error:
+            found.error = error
+        with self._changed:
+            found.is_over = True
+            found.values.clear()
+            self._changed.notify_all()
+
+    def _wait(self, found: _Round) -> None:
+        until = time.monotonic() + self._seconds
+        with self._changed:
+            while not found.is_over:
+                absent = self._gone - found.values.keys()
+                if absent:
+                    raise AbsentRank(
+                        f"rank {min(absent)} ended without coming to a layer where all ranks meet: every rank must "
+                        "call the same synchronised layers, equally often"
+                    )
+                if not self._changed.wait(max(0.0, until - time.monotonic())) and time.monotonic() >= until:
+                    raise Error(f"a rank did not come to a synchronised layer within {self._seconds:g} s")
+
+
+class _Round:
+    def __init__(self) -> None:
+        self.values: dict[int, Any] = {}
+        self.results: list[Any] | None = None
+        self.error: Exception | None = None
+        self.is_over = False
+
+
+class Seat:
+    """A rank's place in a meeting; counts how often it came for each reason."""
+
+    def __init__(self, meeting: Meeting, rank: int) -> None:
+        self.meeting, self.rank = meeting, rank
+        self._times: Counter[Hashable] = Counter()
+
+    def together(self, key: Hashable, value: Any, work: Callable[[list[Any]], Sequence[Any]]) -> Any:
+        """:meth:`Meeting.together`, for the n-th time of this rank with all others' n-th time."""
+        self._times[key] += 1
+        return self.meeting.together((key, self._times[key]), self.rank, value, work)
+
+
+_seat: ContextVar[Seat | None] = ContextVar("mgpu_core_seat", default=None)
+
+
+def current_seat() -> Seat | None:
+    """The seat of the rank that this thread works for; ``None`` where one rank works alone, or none does."""
+    return _seat.get()

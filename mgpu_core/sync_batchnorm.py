@@ -1,0 +1,206 @@
+"""Batch normalisation with the statistics of all ranks' rows, inside one process.
+
+The ranks meet in the forward, and the last one to arrive applies one autograd node to all ranks' inputs at once.  So
+the gradient is exact, and no thread waits for another in a backward, where on the CPU, and for ranks that share a GPU,
+there is one thread for all of them.
+
+The formulas are those of S. Ioffe and C. Szegedy, "Batch Normalization", 2015 (arXiv:1502.03167), section 3, with sums
+over all ranks; variances are of centred values (two passes), as a sum of squares would lose digits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import count
+from typing import Any, TypeVar
+
+import torch
+from torch.nn import Module
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from mgpu_core.device.meeting import Meeting, current_seat
+from mgpu_core.device.streams import on_all
+
+__all__ = ["SyncBatchNorm", "convert_sync_batchnorm"]
+
+M = TypeVar("M", bound=Module)
+Tensors = Sequence[torch.Tensor]
+
+_numbers = count()
+
+
+class SyncBatchNorm(_BatchNorm):
+    """``torch.nn.BatchNorm1d``, ``2d`` and ``3d`` whose batch is all ranks' rows of this forward.
+
+    In :class:`mgpu_core.DataParallel`, :func:`mgpu_core.parallel_apply` and :class:`mgpu_core.TrainStep`.  With one
+    rank, in ``eval()`` and outside of these it is the plain layer.  Every rank's running statistics are the team's.
+    Made by :func:`convert_sync_batchnorm`.
+
+    Raises:
+        RuntimeError: run again in a backward (inside a checkpoint), where the ranks cannot meet.
+        Error: a rank ended, or did not come in time.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.number = next(_numbers)  # the same in all ranks' copies: by it they find each other
+        self._met = [False]  # in the last forward; in a list, because a replica's own attributes would be lost
+
+    def _check_input_dim(self, input: torch.Tensor) -> None:  # noqa: A002  # torch's name
+        if input.dim() < 2:
+            raise ValueError(f"expected at least 2 dimensions, got {input.dim()}")
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002  # torch's name
+        """Normalises ``(rows, channels, ...)`` by the mean and variance of all ranks' rows."""
+        seat = current_seat()
+        uses_batch = self.training or self.running_mean is None
+        if self._met[0] and uses_batch and torch._C._current_graph_task_id() != -1:
+            raise RuntimeError(
+                "SyncBatchNorm ran again in a backward, inside a checkpoint: its ranks meet in the forward alone. "
+                "Leave the layer out of the checkpoint"
+            )
+        self._met[0] = seat is not None and uses_batch
+        if seat is None or not uses_batch:
+            return super().forward(input)
+        self._check_input_dim(input)
+        value = input, self.weight, self.bias
+        output, mean, variance, rows = seat.together(
+            ("batch norm", self.number), value, lambda values: _all_ranks(seat.meeting, self.eps, values)
+        )
+        self._follow(mean, variance, rows)
+        result: torch.Tensor = output
+        return result
+
+    @torch.no_grad()
+    def _follow(self, mean: torch.Tensor, variance: torch.Tensor, rows: int) -> None:
+        """Moves this rank's running statistics; their variance is unbiased, as in torch."""
+        if not self.training or not self.track_running_stats:
+            return
+        assert self.running_mean is not None
+        assert self.running_var is not None
+        momentum = 0.0 if self.momentum is None else self.momentum
+        if self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            if self.momentum is None:  # the plain average of all batches
+                momentum = 1.0 / float(self.num_batches_tracked)
+        unbiased = variance * (rows / max(1, rows - 1))
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), momentum)
+        self.running_var.lerp_(unbiased.to(self.running_var.dtype), momentum)
+
+
+def _all_ranks(meeting: Meeting, eps: float, values: list[Any]) -> list[tuple[torch.Tensor, torch.Tensor, Any, int]]:
+    """Each rank's output, and on its device the mean, the variance and the number of values per channel."""
+    inputs, weights, biases = ([value[i] for value in values] for i in range(3))
+    rows = sum(each.numel() // each.shape[1] for each in inputs)
+    if rows <= 1:
+        raise ValueError(f"Expected more than 1 value per channel when training, got {rows} over all ranks")
+    with on_all(meeting.devices, meeting.streams):
+        outputs = _Joint.apply(meeting, eps, len(inputs), *inputs, *weights, *biases)
+    ranks = len(inputs)
+    means, variances = outputs[ranks : 2 * ranks], outputs[2 * ranks : 3 * ranks]
+    return [(outputs[rank], means[rank], variances[rank], rows) for rank in range(ranks)]
+
+
+class _Joint(torch.autograd.Function):
+    """All ranks' inputs, weights and biases in; all ranks' outputs, and the statistics on each rank's device, out."""
+
+    @staticmethod
+    def forward(ctx: Any, meeting: Meeting, eps: float, ranks: int, *tensors: Any) -> tuple[torch.Tensor, ...]:
+        inputs, weights, biases = tensors[:ranks], tensors[ranks : 2 * ranks], tensors[2 * ranks :]
+        rows = sum(each.numel() // each.shape[1] for each in inputs)
+        means = _sums(inputs, [_wide(each).sum(_all_but_1(each)) for each in inputs], rows)
+        centred = [_wide(each) - _along(mean, each) for each, mean in zip(inputs, means, strict=True)]
+        variances = _sums(inputs, [each.square().sum(_all_but_1(each)) for each in centred], rows)
+        scales = [(variance + eps).rsqrt() for variance in variances]
+        outputs = [
+            _affine(each * _along(scale, each), weight, bias).to(given.dtype)
+            for each, scale, weight, bias, given in zip(centred, scales, weights, biases, inputs, strict=True)
+        ]
+        ctx.meeting, ctx.ranks, ctx.rows = meeting, ranks, rows
+        ctx.save_for_backward(*inputs, *weights, *means, *scales)
+        ctx.mark_non_differentiable(*means, *variances)
+        return *outputs, *means, *variances
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        ranks = ctx.ranks
+        inputs, weights, means, scales = (ctx.saved_tensors[i * ranks : (i + 1) * ranks] for i in range(4))
+        with on_all(ctx.meeting.devices, ctx.meeting.streams):
+            normal = [
+                (_wide(each) - _along(mean, each)) * _along(scale, each)
+                for each, mean, scale in zip(inputs, means, scales, strict=True)
+            ]
+            gradients = [_wide(each) for each in grads[:ranks]]
+            to_weights = [(each * x).sum(_all_but_1(x)) for each, x in zip(gradients, normal, strict=True)]
+            to_biases = [each.sum(_all_but_1(each)) for each in gradients]
+            by_weight = [_scaled(each, weight) for each, weight in zip(gradients, weights, strict=True)]
+            slopes = [(g * x).sum(_all_but_1(x)) for g, x in zip(by_weight, normal, strict=True)]
+            along = _sums(inputs, slopes, ctx.rows)
+            level = _sums(inputs, [g.sum(_all_but_1(g)) for g in by_weight], ctx.rows)
+            to_inputs = [
+                ((g - _along(flat, g) - x * _along(slope, g)) * _along(scale, g)).to(given.dtype)
+                for g, x, flat, slope, scale, given in zip(by_weight, normal, level, along, scales, inputs, strict=True)
+            ]
+        if weights[0] is None:
+            return None, None, None, *to_inputs, *[None] * (2 * ranks)
+        dtype = weights[0].dtype
+        return None, None, None, *to_inputs, *(each.to(dtype) for each in (*to_weights, *to_biases))
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    """Half precision is added up in float32."""
+    return tensor.float() if tensor.element_size() < 4 else tensor
+
+
+def _all_but_1(tensor: torch.Tensor) -> list[int]:
+    return [dim for dim in range(tensor.dim()) if dim != 1]
+
+
+def _along(channels: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """One number per channel, to be combined with a tensor that has them in dimension 1."""
+    return channels.view(1, -1, *[1] * (tensor.dim() - 2))
+
+
+def _scaled(tensor: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+    return tensor if weight is None else tensor * _along(weight, tensor)
+
+
+def _affine(tensor: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor:
+    scaled = _scaled(tensor, weight)
+    return scaled if bias is None else scaled + _along(bias, tensor)
+
+
+def _sums(inputs: Tensors, parts: Tensors, rows: int) -> list[torch.Tensor]:
+    """The ranks' sums added up in rank order, over ``rows``; a copy on each rank's device."""
+    total = parts[0].clone()
+    for part in parts[1:]:
+        total += part.to(total.device)
+    total /= rows
+    return [total.to(each.device) for each in inputs]
+
+
+def convert_sync_batchnorm(module: M) -> M:
+    """Replaces every BatchNorm1d, 2d and 3d, and torch's SyncBatchNorm, by :class:`SyncBatchNorm`.
+
+    Args:
+        module: changed in place; a single layer is returned anew.  Parameters and buffers stay the same objects, so an
+            optimizer that was made before still fits.
+
+    Returns:
+        The module, or the layer in its place.
+    """
+    if isinstance(module, _BatchNorm) and not isinstance(module, SyncBatchNorm):
+        return _converted(module)  # type: ignore[return-value]
+    for name, child in module.named_children():
+        converted = convert_sync_batchnorm(child)
+        if converted is not child:
+            setattr(module, name, converted)
+    return module
+
+
+def _converted(layer: _BatchNorm) -> SyncBatchNorm:
+    made = SyncBatchNorm(layer.num_features, layer.eps, layer.momentum, layer.affine, layer.track_running_stats)
+    made._parameters, made._buffers = layer._parameters, layer._buffers
+    made.training = layer.training
+    return made

@@ -1,8 +1,8 @@
-"""The gloo peer: k real processes of `torch.distributed`, kept ready, so that they can take turns with us.
+"""The peers of many processes: k real ones of `torch.distributed` on gloo, kept ready, so that they take turns with us.
 
-They are spawned once per number of ranks and wait on pipes; the parent triggers each repetition, which begins with
-gloo's own barrier in the processes, and takes the slowest rank's time. Every wait has a limit, a process that dies is
-noticed at once, and all are ended with the context.
+They are spawned once for many rounds and wait on pipes; the parent triggers each repetition, which begins with gloo's
+own barrier in the processes, and takes the slowest rank's time. Every wait has a limit, a process that dies is noticed
+at once, and all are ended with the context.
 """
 
 import contextlib
@@ -15,8 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from benchmarks.collective import Task
-from benchmarks.gloo_worker import GLOO_SECONDS, Seat, serve
+from benchmarks.gloo_worker import GLOO_SECONDS, MakeRank, Rank, Seat, serve
 
 START_SECONDS = 180.0
 """Importing torch in many processes on few cores takes its time."""
@@ -30,10 +29,16 @@ class PeerFailed(Exception):
 
 
 class GlooTeam:
-    """The processes; a context manager."""
+    """The processes; a context manager.
 
-    def __init__(self, ranks: int) -> None:
-        self._ranks = ranks
+    Args:
+        ranks: how many processes.
+        make_rank: what each of them makes of its seat; a class at the top of a module, because it is sent by name. Its
+            methods are the orders: `prepare`, `run`, `wrong`, and `reset` where there is something to reset.
+    """
+
+    def __init__(self, ranks: int, make_rank: MakeRank = Rank) -> None:
+        self._ranks, self._make_rank = ranks, make_rank
         self._seconds = START_SECONDS
         self._connections: list[Connection] = []
         self._processes: list[multiprocessing.process.BaseProcess] = []
@@ -53,9 +58,9 @@ class GlooTeam:
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
         self.close()
 
-    def prepare(self, collective: str, task: Task) -> None:
-        """Makes the buffers of a row of that case."""
-        self._ask("prepare", collective, task)
+    def prepare(self, *row: Any) -> None:
+        """Makes what a row needs, told as the ranks' own `prepare` takes it."""
+        self._ask("prepare", *row)
 
     def reset(self) -> None:
         """Fresh inputs in all ranks."""
@@ -90,7 +95,7 @@ class GlooTeam:
         threads = max(1, (os.cpu_count() or 1) // self._ranks)
         seat = Seat(rank, self._ranks, str(Path(self._folder.name, "store")), threads)
         ours, theirs = context.Pipe()
-        process = context.Process(target=serve, args=(theirs, seat), name=f"gloo {rank}", daemon=True)
+        process = context.Process(target=serve, args=(theirs, seat, self._make_rank), name=f"gloo {rank}", daemon=True)
         self._connections.append(ours)
         process.start()
         self._processes.append(process)

@@ -1,7 +1,8 @@
-"""One of the processes of the gloo peer: a rank of a real `torch.distributed` group, at the parent's command.
+"""One of the processes of a peer on gloo: a rank of a real `torch.distributed` group, at the parent's command.
 
 It is started by `benchmarks.gloo`, waits on its pipe without using the CPU, and ends when the parent does. Orders are
-tuples (name of a method, arguments); answers are ("done", value) or ("failed", text).
+tuples (name of a method, arguments); answers are ("done", value) or ("failed", text). Whose methods they are is the
+parent's choice: `Rank` does collectives, `benchmarks.ddp_worker` trains.
 """
 
 import datetime
@@ -10,8 +11,10 @@ import os
 import signal
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from typing import Any
 
 import torch
 from torch import distributed
@@ -32,13 +35,17 @@ class Seat:
     threads: int
 
 
-def serve(connection: Connection, seat: Seat) -> None:
+MakeRank = Callable[[Seat], Any]
+"""From a seat, in a group that has been joined, to an object whose methods are the orders."""
+
+
+def serve(connection: Connection, seat: Seat, make_rank: MakeRank) -> None:
     """Joins the group, then does what it is told until it is told None."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the parent ends us
     try:
         torch.set_num_threads(seat.threads)
         _join(seat)
-        rank = Rank(seat.rank)
+        rank = make_rank(seat)
         connection.send(("done", None))
         while (order := connection.recv()) is not None:
             name, *arguments = order
@@ -50,10 +57,10 @@ def serve(connection: Connection, seat: Seat) -> None:
 
 
 class Rank:
-    """The orders, as methods."""
+    """The orders of the collectives' cases, as methods."""
 
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
+    def __init__(self, seat: Seat) -> None:
+        self._rank = seat.rank
 
     def prepare(self, collective: str, task: Task) -> None:
         """Makes the buffers of a row of that case."""

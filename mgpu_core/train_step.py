@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from mgpu_core.comm.buckets import DEFAULT_NBYTES
 from mgpu_core.comm.reductions import ALGORITHMS
+from mgpu_core.device.clock import RankClock
 from mgpu_core.device.compiled import outside_the_compiler
 from mgpu_core.device.devices import DeviceLike, as_devices, default_devices
 from mgpu_core.device.random import check_rng
@@ -28,6 +29,7 @@ from mgpu_core.engine.losses import REDUCTIONS, RankLoss, Window
 from mgpu_core.engine.ranks import Pass, RankPart, rank_losses, run_pass
 from mgpu_core.engine.replicas import Replicas
 from mgpu_core.engine.scaling import AMP_DTYPES, LossScale
+from mgpu_core.engine.shares import AutoShares, RankPlan, room_for_rows
 from mgpu_core.engine.state import load_state, state_of
 from mgpu_core.engine.updates import Updates, check_optimizer
 from mgpu_core.errors import Error
@@ -56,7 +58,8 @@ class TrainStep:
         device_ids: one device per rank, as for :class:`mgpu_core.DataParallel`; ``None``: all accelerators, else as
             many CPU ranks as ``MGPU_CORE_CPU_RANKS`` says, else the module's own device.
         dim: the dimension of the rows.
-        shares: rows in this proportion, one positive number per rank.
+        shares: rows in this proportion, one positive number per rank; ``"auto"``: in proportion to the ranks' speeds,
+            measured over the first steps, as far as their memory goes (see :meth:`plan`).
         reduction: what ``loss_fn`` does with its rows: ``mean``; ``sum``; or ``weighted``: it returns
             ``(sum, weight)``, and the team's sum is divided by the team's weight (``ignore_index``, class weights).
         accumulate: calls per update; their gradients count as one batch's.
@@ -86,7 +89,7 @@ class TrainStep:
         device_ids: Sequence[DeviceLike] | None = None,
         *,
         dim: int = 0,
-        shares: Sequence[float] | None = None,
+        shares: Sequence[float] | str | None = None,
         reduction: str = "mean",
         accumulate: int = 1,
         clip_norm: float | None = None,
@@ -106,9 +109,10 @@ class TrainStep:
             raise ValueError(f"bucket_nbytes must be a positive number of bytes, not {bucket_nbytes}")
         self.module, self.optimizer = net, optimizer
         self.team = _team(net, device_ids)
-        check_shares(shares, len(self.team))
+        self._auto = _auto_shares(shares, len(self.team))
         _check_place(net, self.team)
         self.dim, self.shares, self.reduction = dim, shares, reduction
+        self._last_rows: list[int] = []
         self.accumulate, self.clip_norm, self.rng = accumulate, clip_norm, rng
         on_cpu = all(device.type == "cpu" for device in self.team.devices)
         self.error_if_nonfinite = on_cpu if error_if_nonfinite is None else error_if_nonfinite
@@ -117,6 +121,7 @@ class TrainStep:
         """Updates so far."""
         self._loss_fns = rank_losses(loss_fn, self.team)
         self._sync_settings = bucket_nbytes, algorithm, comm_dtype
+        self._clocks: list[RankClock] = []
         self._busy = threading.Lock()
         self._keeps_accumulating = False
         self._closed = False
@@ -174,10 +179,13 @@ class TrainStep:
             self._sync.clear()
             self._buffers.take()
         is_last = not self._keeps_accumulating and self._window.calls + 1 >= self.accumulate
+        self._observe()
         parts, rows = self._split(inputs, kwargs)
+        self._last_rows = rows
         for part, seed in zip(parts, self._window.seeds(rows), strict=True):
             part.seed = seed
         self._sync.begin(len(parts), overlap=is_last, streams=caller_streams(self.team.devices))
+        self._clocks = [RankClock(device) for device in self.team.devices] if self._auto is not None else []
         with torch.enable_grad():
             losses, outputs = self._run(parts, backward=True, keep_outputs=keep_outputs)
         loss = self._window.add(rows, losses, self.team.devices[0])
@@ -231,15 +239,36 @@ class TrainStep:
         objects: dict[str, Any] = {"inputs": inputs[:-1] if with_target else inputs, "kwargs": kwargs}
         if with_target:
             objects["target"] = inputs[-1]
-        cut, rows = scatter_objects(objects, self.team, self.dim, shares=self.shares)
+        cut, rows = scatter_objects(objects, self.team, self.dim, shares=self._shares_now())
         return [RankPart(tuple(args), names, tuple(target), 1.0) for args, names, *target in cut], rows
+
+    def _shares_now(self) -> Sequence[float] | None:
+        return self._auto.shares if self._auto is not None else self.shares  # type: ignore[return-value]
+
+    def _observe(self) -> None:
+        """Lets the times of the call before decide on the shares of this one."""
+        if self._auto is not None and self._clocks:
+            seconds = [clock.seconds() for clock in self._clocks]
+            room = [
+                room_for_rows(device, rows) for device, rows in zip(self.team.devices, self._last_rows, strict=False)
+            ]
+            self._auto.observe(self._last_rows, seconds[: len(self._last_rows)], room)
+
+    def plan(self) -> list[RankPlan]:
+        """What each rank does: its device, its share of the rows, and how many it had in the last call."""
+        shares = self._shares_now() or [1.0] * len(self.team)
+        rows = [*self._last_rows, *[0] * (len(self.team) - len(self._last_rows))]
+        return [
+            RankPlan(rank, device, shares[rank] / sum(shares), rows[rank])
+            for rank, device in enumerate(self.team.devices)
+        ]
 
     def _run(self, parts: list[RankPart], *, backward: bool, keep_outputs: bool) -> tuple[list[RankLoss], Any]:
         self._gate = Gate()
         rng = "per_rank" if self.rng == "per_rank" or self._draws else "auto"
         job = Pass(
             self._replicas.modules, self._loss_fns, self.reduction, backward, self._joint, keep_outputs, rng,
-            self.amp_dtype, self._gate,
+            self.amp_dtype, self._gate, self._clocks if backward else (),
         )  # fmt: skip
         results = run_pass(job, self.team, parts)
         outputs = gather([output for _, output in results], self.team.devices[0], self.dim) if keep_outputs else None
@@ -328,7 +357,8 @@ class TrainStep:
     def state_dict(self) -> dict[str, Any]:
         """Module, optimizer and random numbers, as compact copies; loads into a step of another number of ranks."""
         with self._used():
-            counts = {"steps": self.steps, "loss_scale": self.loss_scale.state_dict()}
+            counts: dict[str, Any] = {"steps": self.steps, "loss_scale": self.loss_scale.state_dict()}
+            counts["shares"] = None if self._auto is None else list(self._auto.shares)
             return state_of(self.module, self.optimizer) | counts
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -341,6 +371,8 @@ class TrainStep:
             load_state(state, self.module, self.optimizer)
             self.steps = int(state["steps"])
             self.loss_scale.load_state_dict(state["loss_scale"])
+            if self._auto is not None and len(state["shares"] or ()) == len(self.team):
+                self._auto.shares = list(state["shares"])
             self._sync.clear()
             self._new_window()
 
@@ -405,6 +437,16 @@ def _check_settings(reduction: str, accumulate: int, clip_norm: float | None, al
         raise ValueError(f"clip_norm must be a positive number, not {clip_norm!r}")
     if algorithm not in ALGORITHMS:
         raise ValueError(f"algorithm must be one of {', '.join(ALGORITHMS)}, not {algorithm!r}")
+
+
+def _auto_shares(shares: Sequence[float] | str | None, ranks: int) -> AutoShares | None:
+    """What measures the shares, where they are to be measured; else they must be one positive number per rank."""
+    if isinstance(shares, str):
+        if shares != "auto":
+            raise ValueError(f'shares must be one number per rank or "auto", not {shares!r}')
+        return AutoShares(ranks)
+    check_shares(shares, ranks)
+    return None
 
 
 def _team(net: Module, device_ids: Sequence[DeviceLike] | None) -> Team:

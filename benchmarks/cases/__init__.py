@@ -27,6 +27,7 @@ NAMES = (
     "gather_rows",
     "replicate",
     "forward_backward",
+    "train_step",
     "mnist_epoch",
 )
 

@@ -58,10 +58,11 @@ def multiply(sync: GradientSync, factor: float | torch.Tensor) -> None:
 
 def are_finite(sync: GradientSync) -> bool:
     """Whether no summed gradient is NaN or infinite; waits for the device."""
-    totals = [*(sync.flats[0].gradients if sync.flats else []), *map(_values, sync.sparse.values())]
-    # One number that is not finite makes the sum so; a sum that only overflows is looked into for nothing.
-    if math.isfinite(abs(sum(each.sum(dtype=_wide(each)).item() for each in totals))):
+    # One number that is not finite makes the norm so; a norm that only overflows is looked into for nothing.  Not by a
+    # sum of torch's: its threads would be woken, beside those of the ranks.
+    if math.isfinite(float(_gradient_norm(sync))):
         return True
+    totals = [*(sync.flats[0].gradients if sync.flats else []), *map(_values, sync.sparse.values())]
     return all(bool(torch.isfinite(each).all()) for each in totals)
 
 
@@ -83,10 +84,6 @@ def check_finite(sync: GradientSync, replicas: Replicas) -> None:
                     "error_if_nonfinite=False updates all the same"
                 )
     raise FloatingPointError("the ranks' gradients are finite, but their sum is not; nothing was updated")
-
-
-def _wide(tensor: torch.Tensor) -> torch.dtype:
-    return tensor.dtype if tensor.element_size() >= 4 else torch.float32
 
 
 def _values(gradient: torch.Tensor) -> torch.Tensor:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.nn import Module
 
+from mgpu_core.device.clock import RankClock
 from mgpu_core.device.streams import caller_streams, on
 from mgpu_core.device.team import Team
 from mgpu_core.engine.commit import Gate
@@ -49,6 +50,7 @@ class Pass:
         rng: as in :func:`mgpu_core.parallel_apply`.
         amp_dtype: what autocast computes in; ``None``: the caller's own setting.
         gate: that the ranks pass.
+        clocks: per rank what its time is taken by; none: it is not.
     """
 
     modules: Sequence[Module]
@@ -60,6 +62,7 @@ class Pass:
     rng: str
     amp_dtype: torch.dtype | None
     gate: Gate
+    clocks: Sequence[RankClock] = ()
 
 
 def run_pass(job: Pass, team: Team, parts: Sequence[RankPart]) -> list[tuple[RankLoss, Any]]:
@@ -88,7 +91,7 @@ class _Work:
 
     def __call__(self, part: RankPart) -> tuple[RankLoss, Any]:
         job = self._job
-        with job.gate.passed():
+        with job.gate.passed(), _timed(job.clocks[self._rank] if job.clocks else None):
             with self._autocast():
                 output = job.modules[self._rank](*part.inputs, **part.kwargs)
                 loss = self._loss(output, part.target)
@@ -109,6 +112,17 @@ class _Work:
             return rank_loss(output, self._job.reduction)
         with span("loss", self._rank):
             return rank_loss(loss_fn(output, *target), self._job.reduction)
+
+
+@contextmanager
+def _clocked(clock: RankClock) -> Iterator[None]:
+    clock.start()
+    yield
+    clock.stop()
+
+
+def _timed(clock: RankClock | None) -> AbstractContextManager[object]:
+    return nullcontext() if clock is None else _clocked(clock)
 
 
 def _differentiate(losses: list[torch.Tensor], seeds: list[float]) -> None:

@@ -34,7 +34,7 @@ def load_state(state: Any, net: Module, optimizer: Optimizer) -> None:
     """
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         raise ValueError(f"wanted a state with the mark {FORMAT!r}, as TrainStep.state_dict() makes it")
-    if missing := {"module", "optimizer", "random", "steps", "loss_scale"} - state.keys():
+    if missing := {"module", "optimizer", "random", "steps", "loss_scale", "shares"} - state.keys():
         raise ValueError(f"the state has no {min(missing)}")
     _check_fits(state["module"], net.state_dict())
     groups = [len(group["params"]) for group in state["optimizer"]["param_groups"]]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -122,7 +121,9 @@ class TrainStep:
         self._loss_fns = rank_losses(loss_fn, self.team)
         self._sync_settings = bucket_nbytes, algorithm, comm_dtype
         self._clocks: list[RankClock] = []
-        self._busy = threading.Lock()
+        self._holder: dict[
+            str, object
+        ] = {}  # who is inside a call: taken by a token, so that Ctrl-C cannot leave it taken
         self._keeps_accumulating = False
         self._closed = False
         self._comm_hook: CommHook | None = None
@@ -378,7 +379,8 @@ class TrainStep:
 
     def rebuild(self) -> None:
         """Makes the replicas anew from ``net`` as it is: after its parameters, modules or attributes were changed."""
-        with self._busy:
+        with self._held():
+            self._refuse_closed()
             self._leave()
             _check_place(self.module, self.team)
             check_optimizer(self.optimizer, dict(self.module.named_parameters()))
@@ -386,7 +388,7 @@ class TrainStep:
 
     def close(self) -> None:
         """Gives ``net`` and the optimizer memory of their own again, and ends the threads; the step is over."""
-        with self._busy:
+        with self._held():
             if not self._closed:
                 self._closed = True
                 self._leave()
@@ -400,18 +402,26 @@ class TrainStep:
 
     @contextmanager
     def _used(self) -> Iterator[None]:
-        if not self._busy.acquire(blocking=False):
-            raise RuntimeError(
-                "this step is already running: one call at a time (a step inside a step, or two threads)"
-            )
-        try:
-            if self._closed:
-                raise RuntimeError("this step was closed")
+        with self._held():
+            self._refuse_closed()
             if self._broken is not None:
                 raise Error(f"{self._broken}: call step.rebuild(), or make a new one")
             yield
+
+    def _refuse_closed(self) -> None:
+        if self._closed:
+            raise RuntimeError("this step was closed")
+
+    @contextmanager
+    def _held(self) -> Iterator[None]:
+        me = object()
+        try:
+            if self._holder.setdefault("by", me) is not me:
+                raise RuntimeError("this step is already running: one call at a time, not one inside another")
+            yield
         finally:
-            self._busy.release()
+            if self._holder.get("by") is me:
+                del self._holder["by"]
 
 
 def _check_module(net: Module) -> None:

@@ -20,7 +20,7 @@ def state_of(net: Module, optimizer: Optimizer) -> dict[str, Any]:
     """Compact copies of everything: later steps do not change them, and files hold nothing else."""
     return {
         "format": FORMAT,
-        "module": {name: _copied(value) for name, value in net.state_dict().items()},
+        "module": _copied(net.state_dict()),
         "optimizer": _copied(optimizer.state_dict()),
         "random": {"cpu": torch.get_rng_state(), "accelerators": _accelerator_states()},
     }
@@ -63,7 +63,9 @@ def _copied(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return compact(value)
     if isinstance(value, dict):
-        return {name: _copied(each) for name, each in value.items()}
+        made = copy.copy(value)  # with the version numbers that a module's state carries
+        made.update({name: _copied(each) for name, each in value.items()})
+        return made
     return [_copied(each) for each in value] if isinstance(value, list) else copy.deepcopy(value)
 
 

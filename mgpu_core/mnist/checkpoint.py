@@ -7,6 +7,7 @@ is read with `weights_only=True`: a file from a stranger can be refused, but can
 for the same team, number of threads and version of torch; with others the curve goes on, rounded differently.
 """
 
+import copy
 import zipfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -49,7 +50,7 @@ class Checkpoint:
         content: dict[str, Any] = {"format": FORMAT}
         content |= {name: getattr(self, name) for name in PARTS}
         content["epochs"] = [asdict(epoch) for epoch in self.epochs]
-        write_whole(path, lambda stream: torch.save(content, stream))
+        write_whole(path, lambda stream: torch.save(_compact(content), stream))
 
     @classmethod
     def read(cls, path: Path) -> "Checkpoint":
@@ -60,6 +61,7 @@ class Checkpoint:
         wrong = [name for name, kind in PARTS.items() if not isinstance(content.get(name), kind)]
         if wrong or len(content) != len(PARTS):
             raise ValueError(f"{path}: wanted a checkpoint with {', '.join(PARTS)}, came one with {', '.join(content)}")
+        content["settings"].setdefault("accumulate", 1)  # files from before there was a choice
         try:
             content["epochs"] = [Epoch(**epoch) for epoch in content["epochs"]]
         except TypeError as error:
@@ -90,10 +92,22 @@ def binding_settings(config: Config, digest: str) -> dict[str, Any]:
     return {
         "model": config.model,
         "batch": config.batch,
+        "accumulate": config.accumulate,
         "lr": config.lr,
         "seed": config.seed,
         "digits": digest,
     }
+
+
+def _compact(value: Any) -> Any:
+    """A copy whose tensors have memory of their own: of a view, `torch.save` writes all that it is a view of."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        copied = copy.copy(value)  # with the version numbers that a network's state carries
+        copied.update((name, _compact(entry)) for name, entry in value.items())
+        return copied
+    return [_compact(entry) for entry in value] if isinstance(value, list) else value
 
 
 def _load(path: Path) -> Any:

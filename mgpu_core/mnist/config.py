@@ -6,15 +6,18 @@ before its first step.
 """
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mgpu_core.mnist.devices import DeviceId
+import torch
+
+from mgpu_core.mnist.devices import DeviceId, describe
 from mgpu_core.mnist.model import MODELS
 
-ENGINES = ("drop-in", "plain")
-"""`drop-in`: the network inside `mgpu_core.DataParallel`; `plain`: the bare network on one device."""
+ENGINES = ("step", "drop-in", "plain")
+"""`step`: `mgpu_core.TrainStep`; `drop-in`: the network inside `mgpu_core.DataParallel`; `plain`: the bare network on
+one device."""
 
 SEED_LIMIT = 2**63
 
@@ -28,7 +31,9 @@ class Config:
         engine: a name of `ENGINES`.
         device_ids: one entry per rank; None for the machine's own choice (see `devices`).
         ranks: how many ranks, where `device_ids` does not say.
+        shares: rows in this proportion, one number per rank; None for equal parts.
         batch: rows per step, over all ranks.
+        accumulate: steps per update. An epoch's last update is made from what is left, be it fewer.
         lr: the step length of SGD.
         epochs: passes over the training images, those before a resume included.
         seed: of the weights and of the order of the images.
@@ -43,10 +48,12 @@ class Config:
     """
 
     model: str = "simplenet"
-    engine: str = "drop-in"
+    engine: str = "step"
     device_ids: tuple[DeviceId, ...] | None = None
     ranks: int | None = None
+    shares: tuple[float, ...] | None = None
     batch: int = 64
+    accumulate: int = 1
     lr: float = 0.01
     epochs: int = 5
     seed: int = 0
@@ -59,7 +66,8 @@ class Config:
     def __post_init__(self) -> None:
         _one_of("model", self.model, MODELS)
         _one_of("engine", self.engine, ENGINES)
-        for name, value in (("batch", self.batch), ("epochs", self.epochs), ("ranks", self.ranks)):
+        for name in ("batch", "accumulate", "epochs", "ranks"):
+            value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name}: wanted at least 1, got {value}")
         if not (math.isfinite(self.lr) and self.lr > 0):
@@ -68,12 +76,32 @@ class Config:
             raise ValueError(f"seed: wanted a number from 0 to {SEED_LIMIT - 1}, got {self.seed}")
         if self.plot is not None and self.plot.suffix.lower() != ".png":
             raise ValueError(f"plot: wanted a name that ends in .png, got {self.plot}")
+        self._check_shares()
         self._check_files()
+
+    def team(self, devices: Sequence[torch.device]) -> str:
+        """Who trains, in words: `step on 2 x cpu, shares 2:1`."""
+        words = f"{self.engine} on {describe(devices)}"
+        return words if self.shares is None else f"{words}, shares {':'.join(f'{share:g}' for share in self.shares)}"
+
+    def pace(self) -> str:
+        """What an update is made of, in words: `batch 64, accumulate 4, lr 0.01`."""
+        accumulate = f", accumulate {self.accumulate}" if self.accumulate > 1 else ""
+        return f"batch {self.batch}{accumulate}, lr {self.lr:g}"
 
     def outputs(self) -> dict[str, Path]:
         """The files that the training is to write, by the name of the setting."""
         wished = {"save": self.save, "plot": self.plot, "json": self.json}
         return {name: path for name, path in wished.items() if path is not None}
+
+    def _check_shares(self) -> None:
+        if self.shares is None:
+            return
+        if self.engine == "plain":
+            raise ValueError("shares: the plain engine trains on one device, and has nothing to share")
+        for share in self.shares:
+            if not (math.isfinite(share) and share > 0):
+                raise ValueError(f"shares: wanted finite numbers above 0, got {share:g}")
 
     def _check_files(self) -> None:
         taken = {} if self.resume is None else {self.resume.resolve(): "resume"}

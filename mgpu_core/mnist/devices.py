@@ -1,9 +1,9 @@
 """Which devices a training runs on.
 
 A rank is a place in a list of devices, and several ranks may share one; so the answer is always a list of
-`torch.device`, of which the first holds the model and the batches. Without any wish, the wrapper takes all GPUs, or
-two CPU ranks where there is no GPU, so that the road of several ranks is seen on every machine; the bare module
-takes one device.
+`torch.device`, of which the first holds the model and the batches. Without any wish, the step and the wrapper take all
+GPUs, or two CPU ranks where there is no GPU, so that the road of several ranks is seen on every machine; the bare
+module takes one device.
 """
 
 from collections.abc import Sequence
@@ -20,6 +20,14 @@ def parse_device_ids(text: str) -> tuple[DeviceId, ...]:
     """`"0,cpu,cuda:1"` to `(0, "cpu", "cuda:1")`. Whether they exist is `resolve_devices`' question."""
     entries = [entry.strip() for entry in text.split(",")]
     return tuple(int(entry) if entry.isdecimal() else entry for entry in entries)
+
+
+def parse_shares(text: str) -> tuple[float, ...]:
+    """`"2,1"` to `(2.0, 1.0)`. `ValueError` for what is no number."""
+    try:
+        return tuple(float(entry) for entry in text.split(","))
+    except ValueError:
+        raise ValueError(f"shares: wanted one number per rank, like 2,1, got {text!r}") from None
 
 
 def resolve_devices(device_ids: Sequence[DeviceId] | None, ranks: int | None, *, single: bool) -> list[torch.device]:

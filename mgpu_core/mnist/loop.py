@@ -1,41 +1,41 @@
-"""The reference training: SGD on MNIST, with or without `mgpu_core.DataParallel` around the network.
+"""The reference training: SGD on MNIST, by one of the engines (see `engines`).
 
 Everything that can be wrong (devices, files, digits, checkpoint) is found while the training is prepared, before
-its first step; after that only the machine can fail. The loop is the one any PyTorch user writes: that it works
-unchanged is what the wrapper promises.
+its first step; after that only the machine can fail.
 """
 
 import contextlib
+import itertools
 import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from torch.nn import functional
 
 from mgpu_core import _core
-from mgpu_core.data_parallel import DataParallel
 from mgpu_core.files import check_writable
 from mgpu_core.mnist.checkpoint import Checkpoint, binding_settings
 from mgpu_core.mnist.config import Config
-from mgpu_core.mnist.devices import describe, resolve_devices
+from mgpu_core.mnist.devices import resolve_devices
 from mgpu_core.mnist.digits import Digits, epoch_order, load
+from mgpu_core.mnist.engines import Batch, make_engine
 from mgpu_core.mnist.history import Epoch, History, counters_since
 from mgpu_core.mnist.model import build_model
 from mgpu_core.mnist.report import Report, require_matplotlib, write_json, write_plot
+from mgpu_core.parallel.scatter import check_shares
 
 TEST_BATCH = 1000
 
 
 class Training:
-    """A prepared training; `run` does it.
+    """A prepared training; `run` does it, once.
 
     Attributes:
         config: the settings.
         devices: one entry per rank.
         digits: the images and labels, on the first device.
-        model: what the loop calls: the network, bare or wrapped.
+        engine: what the loop calls.
         history: the curves, growing by one record per epoch, and the bare network.
         saved_epochs: how many epochs the file `config.save` holds of this run; 0 if it was not written yet.
     """
@@ -44,12 +44,14 @@ class Training:
         """Prepares the training of `config`, on `digits` instead of `config.source` if they are given.
 
         Raises:
-            ValueError: devices that do not exist; damaged or unfit digits or checkpoint; nothing left to train.
+            ValueError: devices that do not exist, shares that do not fit them; damaged or unfit digits or checkpoint;
+                nothing left to train.
             OSError: a file that cannot be read or written.
             ModuleNotFoundError: a missing extra; its text has the cure.
         """
         self.config, self.report = config, report or Report()
         self.devices = resolve_devices(config.device_ids, config.ranks, single=config.engine == "plain")
+        check_shares(config.shares, len(self.devices))
         _check_outputs(config)
         resumed = None if config.resume is None else (config.resume, Checkpoint.read(config.resume))
         self.digits = (digits or load(config.source)).to(self.devices[0])
@@ -63,21 +65,21 @@ class Training:
         self._opening = [self._introduction()]
         if resumed is not None:
             self._resume(*resumed)
-        self.model = net if config.engine == "plain" else DataParallel(net, device_ids=self.devices)
+        self.engine = make_engine(config, net, self.optimizer, self.devices)
 
     def run(self) -> History:
         """Trains the epochs that are left, then writes the plot and the JSON file.
 
-        The caller's global generator is as before when it returns.
+        The caller's global generator is as before when it returns, and the network is a plain one, also after an error.
 
         Raises:
             FloatingPointError: the loss is no longer finite; the checkpoint of the epoch before is kept.
             OSError: a file could not be written; the one before is kept.
         """
-        for text in self._opening:
-            self.report.line(text)
         before = _core.counters()
-        with torch.random.fork_rng(devices=()), _repeatable_convolutions():
+        with contextlib.closing(self.engine), torch.random.fork_rng(devices=()), _repeatable_convolutions():
+            for text in self._opening:
+                self.report.line(text)
             torch.set_rng_state(self._generator)
             for number in range(len(self.history.epochs) + 1, self.config.epochs + 1):
                 record = self._epoch(number)
@@ -90,15 +92,16 @@ class Training:
 
     def _epoch(self, number: int) -> Epoch:
         train = self.digits.train
-        self.model.train()
+        self.history.net.train()
         begin = time.perf_counter()
         order = epoch_order(train.count, self.config.seed, number).to(self.devices[0])
         sizes = [len(rows) for rows in torch.split(order, self.config.batch)]
         with self.report.steps(number, len(sizes)) as done:
-            losses = []
-            for images, labels in train.batches(order, self.config.batch):
-                losses.append(self._step(images, labels))
-                done()
+            losses: list[torch.Tensor] = []
+            for window in _windows(train.batches(order, self.config.batch), self.config.accumulate):
+                losses += self.engine.train(window)
+                for _ in window:
+                    done()
         # Reading the losses waits for the device, so the clock is read after the work and not after its launch.
         step_losses = torch.stack(losses).tolist()
         seconds = time.perf_counter() - begin
@@ -107,20 +110,12 @@ class Training:
         loss = math.fsum(weighted) / train.count
         return Epoch(number, loss, self._accuracy(), seconds, train.count / seconds, step_losses)
 
-    def _step(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        self.optimizer.zero_grad()
-        loss = functional.cross_entropy(self.model(images), labels)
-        loss.backward()
-        self.optimizer.step()
-        return loss.detach()
-
-    @torch.no_grad()
     def _accuracy(self) -> float:
         test = self.digits.test
-        self.model.eval()
+        self.history.net.eval()
         correct = torch.zeros((), dtype=torch.int64, device=self.devices[0])
         for images, labels in test.batches(torch.arange(test.count, device=self.devices[0]), TEST_BATCH):
-            correct += (self.model(images).argmax(1) == labels).sum()
+            correct += self.engine.correct(images, labels)
         return int(correct) / test.count
 
     def _check_finite(self, number: int, losses: list[float]) -> None:
@@ -160,14 +155,14 @@ class Training:
             self.report.line(f"{name}: {path}")
 
     def _team(self) -> str:
-        return f"{self.config.engine} on {describe(self.devices)}"
+        return self.config.team(self.devices)
 
     def _introduction(self) -> str:
         config, digits = self.config, self.digits
         weights = sum(parameter.numel() for parameter in self.history.net.parameters())
         return (
-            f"{config.model} ({weights:,} parameters), {self._team()}, batch {config.batch}, lr {config.lr:g}, "
-            f"seed {config.seed}; {digits.train.count:,} images to train on, {digits.test.count:,} to test with"
+            f"{config.model} ({weights:,} parameters), {self._team()}, {config.pace()}, seed {config.seed}; "
+            f"{digits.train.count:,} images to train on, {digits.test.count:,} to test with"
         )
 
 
@@ -184,6 +179,12 @@ def train(config: Config, *, digits: Digits | None = None, report: Report | None
         FloatingPointError, OSError: later (see `Training.run`).
     """
     return Training(config, digits=digits, report=report).run()
+
+
+def _windows(batches: Iterator[Batch], count: int) -> Iterator[list[Batch]]:
+    """The batches of each update; the last window may be shorter."""
+    while window := list(itertools.islice(batches, count)):
+        yield window
 
 
 def _check_outputs(config: Config) -> None:

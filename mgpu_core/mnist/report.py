@@ -18,7 +18,6 @@ import torch
 
 from mgpu_core.files import write_whole
 from mgpu_core.mnist.config import Config
-from mgpu_core.mnist.devices import describe
 from mgpu_core.mnist.history import Epoch, History
 
 
@@ -94,8 +93,7 @@ def write_plot(path: Path, config: Config, history: History) -> None:
     for axes in (losses, accuracies):
         axes.grid(alpha=0.3)
         axes.locator_params(axis="x", integer=True)
-    team = f"{config.engine} on {describe(history.devices)}"
-    figure.suptitle(f"{config.model}, {team}, batch {config.batch}, lr {config.lr:g}")
+    figure.suptitle(f"{config.model}, {config.team(history.devices)}, {config.pace()}")
     write_whole(path, lambda stream: figure.savefig(stream, format="png", dpi=120))
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from mgpu_core.errors import Error
 from mgpu_core.mnist.config import ENGINES, Config
-from mgpu_core.mnist.devices import parse_device_ids
+from mgpu_core.mnist.devices import parse_device_ids, parse_shares
 from mgpu_core.mnist.loop import Training, train
 from mgpu_core.mnist.model import MODELS
 from mgpu_core.mnist.report import ConsoleReport
@@ -28,11 +28,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--engine",
         choices=list(ENGINES),
         default=Config.engine,
-        help="mgpu_core.DataParallel (default), or the bare network",
+        help="mgpu_core.TrainStep (default), mgpu_core.DataParallel, or the bare network",
     )
     add("--device-ids", metavar="LIST", help="one entry per rank: 0,1 or cuda:1 or cpu,cpu (default: all GPUs)")
     add("--ranks", type=int, metavar="N", help="the first N GPUs; without any, N ranks on the CPU (default there: 2)")
+    add("--shares", metavar="LIST", help="rows in this proportion, one number per rank: 2,1 (default: equal parts)")
     add("--batch", type=int, default=Config.batch, metavar="N", help="rows per step (default: %(default)s)")
+    add(
+        "--accumulate",
+        type=int,
+        default=Config.accumulate,
+        metavar="K",
+        help="batches per update (default: %(default)s)",
+    )
     add("--lr", type=float, default=Config.lr, metavar="X", help="step length of SGD (default: %(default)s)")
     add(
         "--epochs", type=int, default=Config.epochs, metavar="N", help="in all, resumed ones too (default: %(default)s)"
@@ -81,7 +89,9 @@ def _config(args: argparse.Namespace) -> Config:
         engine=args.engine,
         device_ids=None if args.device_ids is None else parse_device_ids(args.device_ids),
         ranks=args.ranks,
+        shares=None if args.shares is None else parse_shares(args.shares),
         batch=args.batch,
+        accumulate=args.accumulate,
         lr=args.lr,
         epochs=args.epochs,
         seed=args.seed,

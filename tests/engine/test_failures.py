@@ -8,6 +8,7 @@ import sys
 import textwrap
 import threading
 import time
+from contextlib import suppress
 
 import pytest
 import torch
@@ -416,6 +417,32 @@ def test_ctrl_c_waits_for_the_end_of_the_update(monkeypatch):
     assert step.steps == 1, "the update was made whole"
     assert not torch.equal(before, net.last.weight)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_ctrl_c_at_the_door_leaves_nobody_inside():
+    """At each line of taking hold of the step, as the interpreter may run the handler between any two."""
+    net = Linear()
+    step = TrainStep(net, mse, SGD(net.parameters(), lr=0.5), cpu(2))
+    code = TrainStep._held.__wrapped__.__code__
+    lines = sorted({line for _, _, line in code.co_lines() if line and line > code.co_firstlineno + 1})
+    for at in lines[:-2]:  # the last two let go
+
+        def trace(frame, event, arg, at=at):
+            def inside(frame, event, arg):
+                if event == "line" and frame.f_lineno == at:
+                    sys.settrace(None)
+                    raise KeyboardInterrupt
+                return inside
+
+            return inside if frame.f_code is code else None
+
+        before = sys.gettrace()
+        sys.settrace(trace)
+        with suppress(KeyboardInterrupt):
+            step(torch.ones(4, 3), torch.zeros(4, 2))
+        sys.settrace(before)
+        step(torch.ones(4, 3), torch.zeros(4, 2))
+    step.close()
 
 
 def test_a_rank_that_never_ends_breaks_the_step_but_not_the_net(monkeypatch):

@@ -352,14 +352,18 @@ def test_training_and_evaluating_reach_all_ranks(ranks):
 def test_running_statistics_are_those_of_rank_0s_rows(ranks):
     net, alone = nn.BatchNorm1d(3), nn.BatchNorm1d(3)
     step = TrainStep(net, mse, sgd(net.parameters()), cpu(ranks))
+    parts = rows(9).split(chunks(9, ranks))
     for _ in range(3):
+        before = copy.deepcopy(alone)
         step(rows(9), rows(9))
-        alone(rows(9)[: chunks(9, ranks)[0]])
+        alone(parts[0])
+        for twin, part in zip(step._replicas.modules, parts, strict=True):
+            other = copy.deepcopy(before)  # each step begins with the module's own statistics
+            other(part)
+            assert torch.equal(twin.running_mean.to(part.device), other.running_mean)
     assert torch.equal(net.running_mean, alone.running_mean)
     assert torch.equal(net.running_var, alone.running_var)
     assert net.num_batches_tracked == 3
-    for twin in step._replicas.modules[1:]:
-        assert twin.num_batches_tracked == 3, "each step begins with the module's own statistics"
 
 
 def test_values_changed_in_place_are_trained_on():
@@ -510,6 +514,28 @@ def test_the_optimizers_own_state_works_as_ever():
     for i, (x, y) in enumerate(data[3:]):
         pair.both(x, i % 2, y)
     assert pair.far() < 1e-12
+
+
+@pytest.mark.parametrize("make", [lambda p: AdamW(p, lr=0.01), lambda p: SGD(p, lr=0.1, momentum=0.9)])
+def test_a_state_loaded_in_the_middle_is_taken_over(make):
+    torch.manual_seed(0)
+    pair = Pair(Branches().double(), make, 2)
+    data = list(batches(9, 9))
+    for x, y in data[:3]:
+        pair.both(x, 2, y)
+    kept = copy.deepcopy(pair.optimizer.state_dict())
+    for x, y in data[3:6]:
+        pair.both(x, 2, y)
+    for optimizer in (pair.optimizer, pair.reference):
+        optimizer.load_state_dict(copy.deepcopy(kept))
+    for x, y in data[6:]:
+        pair.both(x, 2, y)
+    assert pair.far() < 1e-12
+
+
+def test_the_modules_versions_are_in_the_state():
+    _, step = plain_step(2)
+    assert step.state_dict()["module"]._metadata[""]["version"] == 1
 
 
 def test_state_of_steps_before_is_taken_over():

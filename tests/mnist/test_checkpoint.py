@@ -1,5 +1,6 @@
 """A resumed training is the uninterrupted one, bit for bit; a checkpoint that is not whole or not fit is refused."""
 
+import itertools
 import os
 import random
 from dataclasses import replace
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from mnist.histories import assert_same_bits
 from torch import nn
 
 from mgpu_core.mnist import Config, Digits, History, Report, Training
@@ -14,7 +16,11 @@ from mgpu_core.mnist.checkpoint import FORMAT, Checkpoint
 from mgpu_core.mnist.model import MODELS
 from mgpu_core.mnist.train import train
 
-TEAMS = [pytest.param("plain", 1, id="plain"), pytest.param("drop-in", 4, id="drop-in")]
+TEAMS = [
+    pytest.param("step", 2, id="step"),
+    pytest.param("plain", 1, id="plain"),
+    pytest.param("drop-in", 4, id="drop-in"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -28,13 +34,6 @@ def saved(tmp_path_factory: pytest.TempPathFactory, few: Digits) -> Path:
 def resume(path: Path, digits: Digits, **settings: object) -> History:
     config = Config(engine="plain", device_ids=("cpu",), epochs=3, resume=path)
     return train(replace(config, **settings), digits=digits)
-
-
-def assert_same_bits(first: History, second: History) -> None:
-    assert first.step_losses == second.step_losses
-    for name, parameter in first.net.state_dict().items():
-        assert torch.equal(parameter, second.net.state_dict()[name]), name
-    assert [epoch.accuracy for epoch in first.epochs] == [epoch.accuracy for epoch in second.epochs]
 
 
 @pytest.mark.parametrize("model", ["simplenet", "cnn"])
@@ -59,9 +58,12 @@ def test_resume_gives_the_same_bits_on_the_builtin_digits(tmp_path: Path, engine
     assert_same_bits(train(replace(whole, resume=tmp_path / "part.pt")), train(whole))
 
 
-def test_resume_goes_on_drawing_where_it_stopped(tmp_path: Path, few: Digits, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("engine", "ranks"), TEAMS)
+def test_resume_goes_on_drawing_where_it_stopped(
+    tmp_path: Path, few: Digits, monkeypatch: pytest.MonkeyPatch, engine: str, ranks: int
+) -> None:
     monkeypatch.setitem(MODELS, "dropout", lambda: nn.Sequential(nn.Flatten(), nn.Dropout(0.5), nn.Linear(784, 10)))
-    whole = Config(model="dropout", engine="plain", device_ids=("cpu",), epochs=3)
+    whole = Config(model="dropout", engine=engine, device_ids=("cpu",) * ranks, epochs=3)
     uninterrupted = train(whole, digits=few)
     train(replace(whole, epochs=1, save=tmp_path / "part.pt"), digits=few)
     torch.manual_seed(99)
@@ -77,11 +79,44 @@ def test_another_team_may_go_on_and_is_told(saved: Path, few: Digits) -> None:
             self.lines.append(text)
 
     report = Lines()
-    train(Config(device_ids=("cpu",) * 2, epochs=2, resume=saved), digits=few, report=report)
+    train(Config(device_ids=("cpu",) * 2, shares=(2.0, 1.0), epochs=2, resume=saved), digits=few, report=report)
     assert report.lines[1] == f"resumed {saved} after epoch 1"
     assert report.lines[2].startswith(
-        "note: it was made by plain on cpu; the last bits may differ on drop-in on 2 x cpu"
+        "note: it was made by plain on cpu; the last bits may differ on step on 2 x cpu, shares 2:1"
     )
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), list(itertools.permutations(["step 1", "step 3", "drop-in 2", "plain 1"], 2))
+)
+def test_a_checkpoint_of_one_team_goes_on_in_another(tmp_path: Path, few: Digits, first: str, second: str) -> None:
+    def config(team: str) -> Config:
+        engine, ranks = team.split()
+        return Config(engine=engine, device_ids=("cpu",) * int(ranks), epochs=3)
+
+    path = tmp_path / "a.pt"
+    train(replace(config(first), epochs=1, save=path), digits=few)
+    resumed = train(replace(config(second), resume=path), digits=few)
+    uninterrupted = train(config("plain 1"), digits=few)
+    assert resumed.step_losses == pytest.approx(uninterrupted.step_losses, rel=0, abs=1e-4)
+
+
+def test_a_checkpoint_holds_the_weights_and_nothing_else(tmp_path: Path, few: Digits, saved: Path) -> None:
+    """A live step's parameters are parts of one buffer, which has paddings, and would go along whole."""
+    path = tmp_path / "a.pt"
+    train(Config(engine="step", device_ids=("cpu",) * 2, epochs=1, save=path), digits=few)
+    state = torch.load(path, weights_only=True)["net"]
+    assert all(value.untyped_storage().nbytes() == value.nbytes for value in state.values())
+    assert path.stat().st_size == pytest.approx(saved.stat().st_size, abs=500)
+    assert path.stat().st_size < 4 * 101_770 + 10_000
+    assert state._metadata == {"": {"version": 1}, "hidden": {"version": 1}, "output": {"version": 1}}
+
+
+def test_a_checkpoint_from_before_accumulation_goes_on(saved: Path, tmp_path: Path, few: Digits) -> None:
+    content = torch.load(saved, weights_only=True)
+    del content["settings"]["accumulate"]
+    torch.save(content, tmp_path / "old.pt")
+    assert_same_bits(resume(tmp_path / "old.pt", few), resume(saved, few))
 
 
 @pytest.mark.parametrize(
@@ -89,6 +124,7 @@ def test_another_team_may_go_on_and_is_told(saved: Path, few: Digits) -> None:
     [
         ({"model": "cnn"}, "made with model simplenet; this run has model cnn$"),
         ({"lr": 0.1, "batch": 32}, "made with batch 64, lr 0.01; this run has batch 32, lr 0.1$"),
+        ({"accumulate": 2}, "made with accumulate 1; this run has accumulate 2$"),
         ({"seed": 1}, "made with seed 0; this run has seed 1$"),
         ({"epochs": 1}, "one.pt: already after epoch 1; epochs: wanted more, got 1"),
     ],

@@ -36,16 +36,25 @@ def test_a_line_per_epoch(run: Run, folder: Path) -> None:
     status, out, err = run("--device-ids", "cpu,cpu", "--epochs", 2, "--data", folder)
     assert (status, err) == (0, "")
     introduction, *epochs = out.splitlines()
-    assert introduction.startswith("simplenet (101,770 parameters), drop-in on 2 x cpu")
+    assert introduction.startswith("simplenet (101,770 parameters), step on 2 x cpu, batch 64, lr 0.01, seed 0; ")
     assert [line.split()[:2] for line in epochs] == [["epoch", "1/2"], ["epoch", "2/2"]]
     assert all(word in epochs[0] for word in ("loss 2.", "accuracy ", "%", " images/s"))
 
 
 @pytest.mark.usefixtures("no_gpu")
 def test_ranks_on_a_machine_without_a_gpu(run: Run, folder: Path) -> None:
-    assert "drop-in on 2 x cpu" in run("--data", folder, "--epochs", 1)[1]
-    assert "drop-in on 4 x cpu" in run("--data", folder, "--epochs", 1, "--ranks", 4)[1]
+    assert "step on 2 x cpu" in run("--data", folder, "--epochs", 1)[1]
+    assert "drop-in on 4 x cpu" in run("--data", folder, "--epochs", 1, "--ranks", 4, "--engine", "drop-in")[1]
     assert "plain on cpu" in run("--data", folder, "--epochs", 1, "--engine", "plain")[1]
+
+
+def test_accumulate_and_shares(run: Run, folder: Path) -> None:
+    arguments = ["--ranks", 2, "--shares", "2,1.5", "--accumulate", 3, "--batch", 4, "--data", folder]
+    status, out, _ = run(*arguments, "--device-ids", "cpu,cpu", "--epochs", 1, "--json", folder / "a.json")
+    assert status == 0
+    assert "step on 2 x cpu, shares 2:1.5, batch 4, accumulate 3, lr 0.01, seed 0; " in out
+    settings = json.loads((folder / "a.json").read_text())["settings"]
+    assert (settings["engine"], settings["shares"], settings["accumulate"]) == ("step", [2.0, 1.5], 3)
 
 
 def test_json(run: Run, folder: Path) -> None:
@@ -86,6 +95,14 @@ def test_save_and_resume(run: Run, folder: Path) -> None:
     [
         (["--ranks", "0"], "ranks: wanted at least 1, got 0"),
         (["--batch", "0"], "batch: wanted at least 1, got 0"),
+        (["--accumulate", "0"], "accumulate: wanted at least 1, got 0"),
+        (["--shares", "2,x"], "shares: wanted one number per rank, like 2,1, got '2,x'"),
+        (["--shares", ""], "shares: wanted one number per rank, like 2,1, got ''"),
+        (["--shares", "2,0"], "shares: wanted finite numbers above 0, got 0"),
+        (["--shares", "inf,1"], "shares: wanted finite numbers above 0, got inf"),
+        (["--shares", "nan,1"], "shares: wanted finite numbers above 0, got nan"),
+        (["--shares", "1,2,3", "--device-ids", "cpu,cpu"], "one number per rank: 2 ranks, 3 shares"),
+        (["--shares", "1", "--engine", "plain"], "shares: the plain engine trains on one device"),
         (["--epochs", "-1"], "epochs: wanted at least 1, got -1"),
         (["--lr", "nan"], "lr: wanted a finite number above 0, got nan"),
         (["--lr", "-1"], "lr: wanted a finite number above 0, got -1.0"),
@@ -144,9 +161,11 @@ def test_damaged_digits_are_refused(run: Run, folder: Path) -> None:
     assert f"{images}: wanted 23520 bytes of values for 30 x 28 x 28, 23519 came" in err
 
 
-def test_a_loss_that_is_not_finite(run: Run, folder: Path) -> None:
+@pytest.mark.parametrize("engine", [["--engine", "plain"], ["--device-ids", "cpu,cpu"]], ids=["plain", "step"])
+def test_a_loss_that_is_not_finite(run: Run, folder: Path, engine: list[str]) -> None:
     path = folder / "a.pt"
-    status, _, err = run(*QUICK, "--data", folder, "--lr", "1e30", "--batch", 5, "--save", path, "--json", folder / "a")
+    files = ["--save", path, "--json", folder / "a"]
+    status, _, err = run(*engine, "--epochs", 1, "--data", folder, "--lr", "1e30", "--batch", 5, *files)
     assert status == 1
     assert "a smaller lr than 1e+30 may help; nothing was saved" in err
     assert not path.exists()
@@ -165,7 +184,11 @@ def test_interrupted_after_an_epoch(run: Run, folder: Path, monkeypatch: pytest.
     assert not (folder / "a.json").exists()
 
 
-@pytest.mark.parametrize("engine", [["--engine", "plain"], ["--device-ids", "cpu,cpu"]], ids=["plain", "drop-in"])
+@pytest.mark.parametrize(
+    "engine",
+    [["--engine", "plain"], ["--device-ids", "cpu,cpu"], ["--engine", "drop-in", "--device-ids", "cpu,cpu"]],
+    ids=["plain", "step", "drop-in"],
+)
 def test_ctrl_c(tmp_path: Path, engine: list[str]) -> None:
     path = tmp_path / "a.pt"
     command = [sys.executable, "-P", "-m", "mgpu_core.mnist", *engine, "--epochs", "100000", "--save", str(path)]

@@ -1,9 +1,10 @@
-"""The wrapper learns what the bare network learns, step by step, and leaves the caller's process as it was."""
+"""The wrapper learns what the bare network learns, step by step, and the caller's process is left as it was."""
 
 import math
 
 import pytest
 import torch
+from mnist.histories import assert_same_curve
 
 from mgpu_core.mnist import Config, Digits, Epoch, History, Report, Training
 from mgpu_core.mnist.train import train
@@ -17,11 +18,6 @@ def plain(digits: Digits, **settings: object) -> History:
 
 def drop_in(digits: Digits, ranks: int, **settings: object) -> History:
     return train(Config(engine="drop-in", device_ids=("cpu",) * ranks, **settings), digits=digits)
-
-
-def assert_same_curve(first: History, second: History) -> None:
-    assert len(first.step_losses) == len(second.step_losses)
-    assert first.step_losses == pytest.approx(second.step_losses, rel=0, abs=1e-4)
 
 
 def test_five_epochs_of_simplenet(builtin: Digits) -> None:
@@ -127,6 +123,10 @@ def test_a_loss_that_is_not_finite_stops_the_training(few: Digits) -> None:
     [
         ({"batch": 0}, "batch: wanted at least 1, got 0"),
         ({"epochs": -1}, "epochs: wanted at least 1, got -1"),
+        ({"accumulate": 0}, "accumulate: wanted at least 1, got 0"),
+        ({"shares": (1.0, -1.0)}, "shares: wanted finite numbers above 0, got -1"),
+        ({"shares": (math.nan,)}, "shares: wanted finite numbers above 0, got nan"),
+        ({"shares": (1.0,), "engine": "plain"}, "shares: the plain engine trains on one device"),
         ({"ranks": 0}, "ranks: wanted at least 1, got 0"),
         ({"lr": math.nan}, "lr: wanted a finite number above 0, got nan"),
         ({"lr": math.inf}, "lr: wanted"),
@@ -134,7 +134,7 @@ def test_a_loss_that_is_not_finite_stops_the_training(few: Digits) -> None:
         ({"seed": -1}, "seed: wanted a number from 0 to"),
         ({"seed": 2**63}, "seed: wanted"),
         ({"model": "resnet"}, "model: wanted one of simplenet, cnn, got 'resnet'"),
-        ({"engine": "ddp"}, "engine: wanted one of drop-in, plain, got 'ddp'"),
+        ({"engine": "ddp"}, "engine: wanted one of step, drop-in, plain, got 'ddp'"),
     ],
 )
 def test_settings_are_checked(settings: dict[str, object], told: str) -> None:

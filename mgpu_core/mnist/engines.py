@@ -1,0 +1,105 @@
+"""The engines: three ways to make an update from batches, with the same methods, so that the loop is one for all.
+
+A window is the batches of one update: `accumulate` of them, and fewer at the end of an epoch, which no window
+crosses, because a checkpoint is written there. Its gradient is the one of a single batch with all its rows.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from mgpu_core.data_parallel import DataParallel
+from mgpu_core.mnist.config import Config
+from mgpu_core.train_step import TrainStep
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+"""Images and their labels."""
+
+
+class Engine(Protocol):
+    """What the loop asks for; the network's mode, training or not, is set by the loop."""
+
+    def train(self, window: Sequence[Batch]) -> list[torch.Tensor]:
+        """One update. Returns each batch's mean loss, on the device, so that nobody waits for it."""
+
+    def correct(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """How many images the network names right, on the device."""
+
+    def close(self) -> None:
+        """Leaves the network as a plain one, with memory of its own; the engine is not used any more."""
+
+
+class _TrainStep:
+    """`mgpu_core.TrainStep`: replicas that live on, gradients summed during backward, a fused update."""
+
+    def __init__(self, step: TrainStep) -> None:
+        self._step = step
+
+    def train(self, window: Sequence[Batch]) -> list[torch.Tensor]:
+        *first, (images, labels) = window
+        # Not `TrainStep(accumulate=...)`: only the window knows whether it is the epoch's last, shorter one.
+        with self._step.no_sync():
+            losses = [self._step(*batch) for batch in first]
+        return [*losses, self._step(images, labels)]
+
+    def correct(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        _, outputs = self._step.evaluate(images, labels, return_outputs=True)
+        return _correct(outputs, labels)
+
+    def close(self) -> None:
+        self._step.close()
+
+
+class _Loop:
+    """The lines that any PyTorch user writes. That they work unchanged is what `mgpu_core.DataParallel` promises."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self._model, self._optimizer = model, optimizer
+
+    def train(self, window: Sequence[Batch]) -> list[torch.Tensor]:
+        rows = sum(len(labels) for _, labels in window)
+        losses = []
+        self._optimizer.zero_grad()
+        for images, labels in window:
+            loss = functional.cross_entropy(self._model(images), labels)
+            # Multiplied by its share of the rows: backward begins with that number instead of a one.
+            loss.backward(torch.full_like(loss, len(labels) / rows))
+            losses.append(loss.detach())
+        self._optimizer.step()
+        return losses
+
+    @torch.no_grad()
+    def correct(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return _correct(self._model(images), labels)
+
+    def close(self) -> None:
+        if isinstance(self._model, DataParallel):
+            self._model.close()
+
+
+def make_engine(
+    config: Config, net: nn.Module, optimizer: torch.optim.Optimizer, devices: Sequence[torch.device]
+) -> Engine:
+    """The engine that `config` names, around `net` on the first of `devices`."""
+    if config.engine == "plain":
+        return _Loop(net, optimizer)
+    if config.engine == "drop-in":
+        return _Loop(DataParallel(net, device_ids=devices, shares=config.shares), optimizer)
+    return _TrainStep(
+        TrainStep(
+            net,
+            functional.cross_entropy,
+            optimizer,
+            device_ids=devices,
+            shares=config.shares,
+            # The loop looks at the losses, for every engine at the same place and in the same words.
+            error_if_nonfinite=False,
+        )
+    )
+
+
+def _correct(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return (outputs.argmax(1) == labels).sum()

@@ -20,6 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from mgpu_core.device.meeting import Meeting, current_seat
 from mgpu_core.device.streams import on_all
+from mgpu_core.twin_hooks import DICTIONARIES
 
 __all__ = ["SyncBatchNorm", "convert_sync_batchnorm"]
 
@@ -95,7 +96,8 @@ def _all_ranks(meeting: Meeting, eps: float, values: list[Any]) -> list[tuple[to
     if rows <= 1:
         raise ValueError(f"Expected more than 1 value per channel when training, got {rows} over all ranks")
     with on_all(meeting.devices, meeting.streams):
-        outputs = _Joint.apply(meeting, eps, len(inputs), *inputs, *weights, *biases)
+        places = meeting.devices, meeting.streams
+        outputs = _Joint.apply(places, eps, len(inputs), *inputs, *weights, *biases)
     ranks = len(inputs)
     means, variances = outputs[ranks : 2 * ranks], outputs[2 * ranks : 3 * ranks]
     return [(outputs[rank], means[rank], variances[rank], rows) for rank in range(ranks)]
@@ -105,7 +107,7 @@ class _Joint(torch.autograd.Function):
     """All ranks' inputs, weights and biases in; all ranks' outputs, and the statistics on each rank's device, out."""
 
     @staticmethod
-    def forward(ctx: Any, meeting: Meeting, eps: float, ranks: int, *tensors: Any) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, places: Any, eps: float, ranks: int, *tensors: Any) -> tuple[torch.Tensor, ...]:
         inputs, weights, biases = tensors[:ranks], tensors[ranks : 2 * ranks], tensors[2 * ranks :]
         rows = sum(each.numel() // each.shape[1] for each in inputs)
         means = _sums(inputs, [_wide(each).sum(_all_but_1(each)) for each in inputs], rows)
@@ -116,7 +118,7 @@ class _Joint(torch.autograd.Function):
             _affine(each * _along(scale, each), weight, bias).to(given.dtype)
             for each, scale, weight, bias, given in zip(centred, scales, weights, biases, inputs, strict=True)
         ]
-        ctx.meeting, ctx.ranks, ctx.rows = meeting, ranks, rows
+        ctx.places, ctx.ranks, ctx.rows = places, ranks, rows
         ctx.save_for_backward(*inputs, *weights, *means, *scales)
         ctx.mark_non_differentiable(*means, *variances)
         return *outputs, *means, *variances
@@ -126,7 +128,7 @@ class _Joint(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         ranks = ctx.ranks
         inputs, weights, means, scales = (ctx.saved_tensors[i * ranks : (i + 1) * ranks] for i in range(4))
-        with on_all(ctx.meeting.devices, ctx.meeting.streams):
+        with on_all(*ctx.places):
             normal = [
                 (_wide(each) - _along(mean, each)) * _along(scale, each)
                 for each, mean, scale in zip(inputs, means, scales, strict=True)
@@ -190,11 +192,20 @@ def convert_sync_batchnorm(module: M) -> M:
     Returns:
         The module, or the layer in its place.
     """
+    converted: M = _convert(module, {})
+    return converted
+
+
+def _convert(module: Any, known: dict[int, Module]) -> Any:
+    """``known``: what each module met so far has become; one that has two names, or parents, stays one."""
+    if id(module) in known:
+        return known[id(module)]
     if isinstance(module, _BatchNorm) and not isinstance(module, SyncBatchNorm):
-        return _converted(module)  # type: ignore[return-value]
-    for name, child in module.named_children():
-        converted = convert_sync_batchnorm(child)
-        if converted is not child:
+        known[id(module)] = _converted(module)
+        return known[id(module)]
+    known[id(module)] = module
+    for name, child in list(module._modules.items()):
+        if child is not None and (converted := _convert(child, known)) is not child:
             setattr(module, name, converted)
     return module
 
@@ -203,4 +214,6 @@ def _converted(layer: _BatchNorm) -> SyncBatchNorm:
     made = SyncBatchNorm(layer.num_features, layer.eps, layer.momentum, layer.affine, layer.track_running_stats)
     made._parameters, made._buffers = layer._parameters, layer._buffers
     made.training = layer.training
+    for name in DICTIONARIES:
+        made.__dict__[name] = layer.__dict__[name]
     return made

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -25,7 +26,7 @@ from mgpu_core.engine.commit import Gate, uninterrupted
 from mgpu_core.engine.compare import first_difference
 from mgpu_core.engine.gradients import CommHook, GradientSync
 from mgpu_core.engine.losses import REDUCTIONS, RankLoss, Window
-from mgpu_core.engine.ranks import Pass, RankPart, rank_losses, run_pass
+from mgpu_core.engine.ranks import Pass, RankPart, has_graph, rank_losses, run_pass
 from mgpu_core.engine.replicas import Replicas
 from mgpu_core.engine.scaling import AMP_DTYPES, LossScale
 from mgpu_core.engine.shares import AutoShares, RankPlan, room_for_rows
@@ -39,6 +40,8 @@ from mgpu_core.record import span
 from mgpu_core.sync_batchnorm import SyncBatchNorm
 
 __all__ = ["TrainStep"]
+
+CLOCKS_KEPT = 8  # calls whose times a GPU may still owe
 
 
 class TrainStep:
@@ -120,10 +123,9 @@ class TrainStep:
         """Updates so far."""
         self._loss_fns = rank_losses(loss_fn, self.team)
         self._sync_settings = bucket_nbytes, algorithm, comm_dtype
-        self._clocks: list[RankClock] = []
-        self._holder: dict[
-            str, object
-        ] = {}  # who is inside a call: taken by a token, so that Ctrl-C cannot leave it taken
+        self._timed: deque[tuple[list[RankClock], list[int]]] = deque(maxlen=CLOCKS_KEPT)
+        # Who is inside a call.  Not a lock: Ctrl-C between taking it and the `try` behind it would leave it taken.
+        self._holder: dict[str, object] = {}
         self._keeps_accumulating = False
         self._closed = False
         self._comm_hook: CommHook | None = None
@@ -140,7 +142,8 @@ class TrainStep:
         self._joint = len(self.team) > 1 and any(isinstance(each, SyncBatchNorm) for each in self.module.modules())
         self._new_window()
         self._buffers = self._replicas.buffer_snapshot()
-        self._finalizer = weakref.finalize(self, self._sync.close)  # hooks on the user's parameters
+        # A function over handles alone: what it holds, lives as long as the process.
+        self._finalizer = weakref.finalize(self, _take_hooks_away, self._sync.handles, self._updates.handles)
 
     def _new_window(self) -> None:
         self._window = Window(self.reduction, self.accumulate, self.loss_scale.scale)
@@ -166,6 +169,8 @@ class TrainStep:
             Exception: what a rank raised, as :func:`mgpu_core.parallel_apply` words it.  Then, and at Ctrl-C,
                 everything is as after the last update: gradients of the calls since are dropped, buffers are put back.
         """
+        if torch.is_inference_mode_enabled():
+            raise RuntimeError("a step inside torch.inference_mode() has no gradients to train with")
         with self._used(), span("train_step"):
             try:
                 loss, outputs = self._train(inputs, kwargs, return_outputs)
@@ -179,6 +184,8 @@ class TrainStep:
         if self._window.calls == 0:
             self._sync.clear()
             self._buffers.take()
+        else:
+            self._sync.take_up()
         is_last = not self._keeps_accumulating and self._window.calls + 1 >= self.accumulate
         self._observe()
         parts, rows = self._split(inputs, kwargs)
@@ -186,12 +193,16 @@ class TrainStep:
         for part, seed in zip(parts, self._window.seeds(rows), strict=True):
             part.seed = seed
         self._sync.begin(len(parts), overlap=is_last, streams=caller_streams(self.team.devices))
-        self._clocks = [RankClock(device) for device in self.team.devices] if self._auto is not None else []
+        clocks = [RankClock(device) for device in self.team.devices] if self._auto is not None else []
         with torch.enable_grad():
-            losses, outputs = self._run(parts, backward=True, keep_outputs=keep_outputs)
+            losses, outputs = self._run(parts, clocks, backward=True, keep_outputs=keep_outputs)
+        if clocks:
+            self._timed.append((clocks, rows))
         loss = self._window.add(rows, losses, self.team.devices[0])
         if is_last:
             self._update()
+        else:
+            self._sync.set_aside()
         return loss, outputs
 
     def _update(self) -> None:
@@ -248,12 +259,15 @@ class TrainStep:
 
     def _observe(self) -> None:
         """Lets the times of the call before decide on the shares of this one."""
-        if self._auto is not None and self._clocks:
-            seconds = [clock.seconds() for clock in self._clocks]
-            room = [
-                room_for_rows(device, rows) for device, rows in zip(self.team.devices, self._last_rows, strict=False)
-            ]
-            self._auto.observe(self._last_rows, seconds[: len(self._last_rows)], room)
+        while self._auto is not None and self._timed:
+            clocks, rows = self._timed[0]
+            seconds = [clock.seconds() for clock in clocks[: len(rows)]]
+            if None in seconds and len(self._timed) < CLOCKS_KEPT:
+                return  # a GPU is behind; a later call asks again
+            self._timed.popleft()
+            room = [room_for_rows(device, count) for device, count in zip(self.team.devices, rows, strict=False)]
+            if self._auto.observe(rows, seconds, room):
+                self._timed.clear()  # what was measured with other shares
 
     def plan(self) -> list[RankPlan]:
         """What each rank does: its device, its share of the rows, and how many it had in the last call."""
@@ -264,12 +278,16 @@ class TrainStep:
             for rank, device in enumerate(self.team.devices)
         ]
 
-    def _run(self, parts: list[RankPart], *, backward: bool, keep_outputs: bool) -> tuple[list[RankLoss], Any]:
+    def _run(
+        self, parts: list[RankPart], clocks: Sequence[RankClock], *, backward: bool, keep_outputs: bool
+    ) -> tuple[list[RankLoss], Any]:
         self._gate = Gate()
         rng = "per_rank" if self.rng == "per_rank" or self._draws else "auto"
+        # A graph that the caller has before the inputs is one for all ranks, and goes with one backward.
+        joint = self._joint or (len(parts) > 1 and any(map(has_graph, parts)))
         job = Pass(
-            self._replicas.modules, self._loss_fns, self.reduction, backward, self._joint, keep_outputs, rng,
-            self.amp_dtype, self._gate, self._clocks if backward else (),
+            self._replicas.modules, self._loss_fns, self.reduction, backward, joint, keep_outputs, rng,
+            self.amp_dtype, self._gate, clocks,
         )  # fmt: skip
         results = run_pass(job, self.team, parts)
         outputs = gather([output for _, output in results], self.team.devices[0], self.dim) if keep_outputs else None
@@ -279,12 +297,14 @@ class TrainStep:
         """Waits for ranks that are still at work, and drops what the calls since the last update have left."""
         self._sync.cancel()
         seconds = time_limit()
+        self._broken = "a rank may still be at work in a step that was given up"  # until we know: Ctrl-C may come again
         if not self._gate.shut(seconds):
             self._broken = f"a rank was still at work {seconds:g} s after its step had failed"
             return
-        self._sync.clear()
+        self._sync.abandon()
         self._buffers.restore()
         self._new_window()
+        self._broken = None
 
     def evaluate(self, *inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
         """The loss of a batch, without gradients and without an update; arguments and results as for a step.
@@ -295,7 +315,7 @@ class TrainStep:
             self._refresh()
             parts, rows = self._split(inputs, kwargs)
             with torch.no_grad():
-                losses, outputs = self._run(parts, backward=False, keep_outputs=return_outputs)
+                losses, outputs = self._run(parts, (), backward=False, keep_outputs=return_outputs)
                 loss = Window(self.reduction, 1).add(rows, losses, self.team.devices[0])
         return (loss, outputs) if return_outputs else loss
 
@@ -310,6 +330,7 @@ class TrainStep:
                 return False
             try:
                 self._refresh()
+                self._sync.take_up()
                 self._sync.begin(0, overlap=False, streams=caller_streams(self.team.devices))
                 self._update()
             except BaseException:
@@ -374,7 +395,8 @@ class TrainStep:
             self.loss_scale.load_state_dict(state["loss_scale"])
             if self._auto is not None and len(state["shares"] or ()) == len(self.team):
                 self._auto.shares = list(state["shares"])
-            self._sync.clear()
+            self._sync.abandon()
+            self._buffers.drop()
             self._new_window()
 
     def rebuild(self) -> None:
@@ -396,7 +418,7 @@ class TrainStep:
 
     def _leave(self) -> None:
         self._finalizer()
-        self._sync.clear()
+        self._sync.abandon()
         self._updates.close()
         self._replicas.release()
 
@@ -422,6 +444,13 @@ class TrainStep:
         finally:
             if self._holder.get("by") is me:
                 del self._holder["by"]
+
+
+def _take_hooks_away(*handles: dict[Any, Any]) -> None:
+    for each in handles:
+        for handle in each.values():
+            handle.remove()
+        each.clear()
 
 
 def _check_module(net: Module) -> None:

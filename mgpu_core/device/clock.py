@@ -19,6 +19,7 @@ class RankClock:
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
         self._begin = self._end = 0.0
+        self._is_stopped = False
         if self._on_gpu:
             self._events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
 
@@ -33,9 +34,12 @@ class RankClock:
         if self._on_gpu:
             self._events[1].record()
         self._end = time.perf_counter()
+        self._is_stopped = True
 
     def seconds(self) -> float | None:
-        """Nobody waits: ``None`` while a GPU is still at it."""
+        """Nobody waits: ``None`` while a GPU is still at it, and where the work did not come to its end."""
+        if not self._is_stopped:
+            return None
         if not self._on_gpu:
             return self._end - self._begin
         return self._events[0].elapsed_time(self._events[1]) / 1e3 if self._events[1].query() else None

@@ -83,12 +83,19 @@ class Meeting:
             self._wait(found)
         if found.error is not None:
             raise found.error
-        assert found.results is not None
-        return found.results[rank]
+        return self._taken(key, found, rank)
+
+    def _taken(self, key: Hashable, found: _Round, rank: int) -> Any:
+        """A rank's result, which nobody holds any more: it may have a graph, and graphs may hold what holds us."""
+        with self._changed:
+            result = found.results.pop(rank)
+            if not found.results:
+                del self._rounds[key]
+        return result
 
     def _work(self, found: _Round, work: Callable[[list[Any]], Sequence[Any]]) -> None:
         try:
-            found.results = list(work([found.values[rank] for rank in range(len(self.devices))]))
+            found.results = dict(enumerate(work([found.values[rank] for rank in range(len(self.devices))])))
         except Exception as error:
             found.error = error
         with self._changed:
@@ -113,7 +120,7 @@ class Meeting:
 class _Round:
     def __init__(self) -> None:
         self.values: dict[int, Any] = {}
-        self.results: list[Any] | None = None
+        self.results: dict[int, Any] = {}
         self.error: Exception | None = None
         self.is_over = False
 

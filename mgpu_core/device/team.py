@@ -35,6 +35,7 @@ class Team:
         self.devices = devices
         self._workers: WorkerPool | None = None
         self._lock = threading.Lock()
+        self._parts: dict[int, Team] = {}  # the teams of the first ranks that were asked for
 
     @staticmethod
     def of(devices: Sequence[DeviceLike] | Team) -> Team:
@@ -61,7 +62,10 @@ class Team:
 
     def first(self, count: int) -> Team:
         """The team of the first ``count`` ranks."""
-        return self if count == len(self) else _find(self.devices[:count])
+        if count == len(self):
+            return self
+        found = self._parts[count] = _find(self.devices[:count])
+        return found
 
     @property
     def workers(self) -> WorkerPool:
@@ -74,9 +78,11 @@ class Team:
             return self._workers
 
     def close(self) -> None:
-        """Ends the idle worker threads now.  A later call starts new ones."""
+        """Ends the idle worker threads now, those of its first ranks too.  A later call starts new ones."""
         if self._workers is not None:
             self._workers.close()
+        for part in list(self._parts.values()):
+            part.close()
 
 
 _teams: weakref.WeakValueDictionary[tuple[torch.device, ...], Team] = weakref.WeakValueDictionary()

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from mgpu_core import kernels, optim
 from mgpu_core.device.dtypes import FLOATING
@@ -20,7 +21,7 @@ from mgpu_core.engine.flat import FlatTensors
 from mgpu_core.engine.layout import Bucket
 from mgpu_core.kernels.flat_tables import ACTIVE, STEP
 
-__all__ = ["FusedUpdate", "why_not_fused"]
+__all__ = ["FusedUpdate", "step_hooks", "why_not_fused"]
 
 Groups = list[dict[str, float]]
 
@@ -36,7 +37,7 @@ def why_not_fused(optimizer: Optimizer, parameters: Sequence[torch.Tensor], loos
         return ""
     if loose:
         return "some gradients are sparse"
-    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+    if any(step_hooks(optimizer)):
         return "the optimizer has step hooks"
     if any(each.dtype not in FLOATING for each in parameters):
         return "some parameters are not float16, bfloat16, float32 or float64"
@@ -47,6 +48,16 @@ def why_not_fused(optimizer: Optimizer, parameters: Sequence[torch.Tensor], loos
         if len({bool(group.get(name)) for group in groups}) > 1:
             return f"its groups differ in {name}"
     return None
+
+
+def step_hooks(optimizer: Optimizer) -> tuple[int, ...]:
+    """How many hooks a step of the optimizer would call: its own, before and after, and those of all optimizers."""
+    return (
+        len(optimizer._optimizer_step_pre_hooks),
+        len(optimizer._optimizer_step_post_hooks),
+        len(_global_optimizer_pre_hooks),
+        len(_global_optimizer_post_hooks),
+    )
 
 
 class FusedUpdate:
@@ -72,17 +83,20 @@ class FusedUpdate:
         self._used: list[bool] = []
         self._settings: list[Any] = []
         self._shown: set[int] = set()  # parameters whose state the optimizer has
+        self._versions: list[int] = []
         self._devices = [_OnDevice(self._is_sgd, buckets, flat, self._groups_of) for flat in flats]
         me = weakref.ref(self)
-        self._handle = optimizer.register_load_state_dict_post_hook(lambda _: _adopt(me))
+        self.handle = optimizer.register_load_state_dict_post_hook(lambda _: _adopt(me))
         self.adopt_state()
 
     def close(self) -> None:
         """Leaves the optimizer alone."""
-        self._handle.remove()
+        self.handle.remove()
 
     def run(self, used: Sequence[bool]) -> None:
         """One update of the parameters that were used; the others are left alone whole."""
+        if self._is_stale():
+            self.adopt_state()
         self._read_groups()
         if used != self._used:
             self._used = list(used)
@@ -94,13 +108,14 @@ class FusedUpdate:
         self._show_state()
         if steps := self._steps_of_used():
             torch._foreach_add_(steps, 1)
+        self._versions = self._versions_of_steps()
         self._optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask whether there was a step
 
     def _read_groups(self) -> None:
         """Fills the tables of hyper-parameters where the user, or a scheduler, has changed one."""
         groups = self._optimizer.param_groups
         names = _SGD_NUMBERS if self._is_sgd else (*_ADAM_NUMBERS, "betas")
-        settings = [tuple(group[name] for name in names) for group in groups]
+        settings = [tuple(_plain(group[name]) for name in names) for group in groups]
         if settings == self._settings:
             return
         if self._is_sgd and [each[1] for each in settings] != [each[1] for each in self._settings]:
@@ -122,13 +137,18 @@ class FusedUpdate:
 
     def _allocate(self) -> None:
         """State that the first step, or a changed group, makes necessary."""
-        groups = self._optimizer.param_groups
-        if self._is_sgd:
-            kinds = ["momentum_buffer"] if any(group["momentum"] for group in groups) else []
-        else:
-            kinds = ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if groups[0]["amsgrad"] else [])]
+        kinds = self._kinds()
+        if self._is_sgd and not any(group["momentum"] for group in self._optimizer.param_groups):
+            kinds = []
         for device in self._devices:
             device.allocate(kinds)
+
+    def _kinds(self) -> list[str]:
+        """The state that the optimizer may have."""
+        if self._is_sgd:
+            return ["momentum_buffer"]
+        amsgrad = self._optimizer.param_groups[0]["amsgrad"]
+        return ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if amsgrad else [])]
 
     def _show_state(self) -> None:
         """Gives the optimizer the state of parameters that were updated for the first time."""
@@ -146,7 +166,25 @@ class FusedUpdate:
         for kind, views in self._devices[0].views.items():
             state[kind] = views[i]
         if not self._is_sgd:
-            state.setdefault("step", torch.zeros((), dtype=torch.float32))
+            group = self._optimizer.param_groups[self._groups_of[i]]
+            on_device = group.get("fused") or group.get("capturable")  # where torch's own step would want it
+            device = self._parameters[i].device if on_device else torch.device("cpu")
+            state.setdefault("step", torch.zeros((), dtype=torch.float32, device=device))
+
+    def _is_stale(self) -> bool:
+        """Whether the optimizer's state is no longer what this update has left: a step or an edit of the user's own."""
+        state, shown = self._optimizer.state, self._shown
+        if len(state) != len(shown) or self._versions_of_steps() != self._versions:
+            return True
+        kinds = self._devices[0].views
+        return any(state[self._parameters[i]].get(kind) is not views[i] for i in shown for kind, views in kinds.items())
+
+    def _versions_of_steps(self) -> list[int]:
+        """Torch counts in tensors, and torch counts their changes."""
+        if self._is_sgd:
+            return []
+        found = (self._optimizer.state.get(self._parameters[i], {}).get("step") for i in self._shown)
+        return [-1 if step is None else step._version for step in found]
 
     def _steps_of_used(self) -> list[torch.Tensor]:
         """What torch counts an optimizer's steps in, of those that took part; the kernels count in their table."""
@@ -163,8 +201,11 @@ class FusedUpdate:
         steps = [0] * len(self._parameters)
         found = {i: self._optimizer.state.get(each, {}) for i, each in enumerate(self._parameters)}
         present = {i: state for i, state in found.items() if any(torch.is_tensor(each) for each in state.values())}
-        if present:
-            self._allocate()
+        for i, state in found.items():
+            if state is not None and i not in present:
+                self._optimizer.state.pop(self._parameters[i], None)  # torch's SGD notes that there is no momentum
+        for device in self._devices:
+            device.allocate([kind for kind in self._kinds() if any(kind in state for state in present.values())])
         for i, state in present.items():
             for device in self._devices:
                 device.fill(i, state)
@@ -173,6 +214,8 @@ class FusedUpdate:
             self._point(i)
         for device in self._devices:
             device.set_steps(steps)
+        self._used = []  # a table of steps was written; that of who takes part is, too
+        self._versions = self._versions_of_steps()
 
 
 class _OnDevice:
@@ -243,6 +286,13 @@ class _OnDevice:
         largest = state.get("max_exp_avg_sq")
         moments = state["exp_avg"], state["exp_avg_sq"]
         return kernels.FlatAdam(values, gradients, *moments, *tables, decoupled=decoupled, max_exp_avg_sq=largest)
+
+
+def _plain(value: Any) -> Any:
+    """A tensor's number, because schedulers write into the tensor; on a GPU somebody waits for it."""
+    if isinstance(value, torch.Tensor):
+        return float(value)
+    return tuple(map(_plain, value)) if isinstance(value, tuple | list) else value
 
 
 def _adopt(update: weakref.ref[FusedUpdate]) -> None:

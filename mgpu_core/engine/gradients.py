@@ -66,10 +66,11 @@ class GradientSync:
         self.sparse: dict[int, torch.Tensor] = {}
         self.loose: list[int] = []  # parameters outside the buckets: their gradients are sparse
         self._bucket_of: dict[int, int] = {}
-        self._laid_out = False
+        self._laid_out = self._is_learning = False
+        self._aside: list[torch.Tensor | None] = []
         self._plans: list[list[_Plan]] = []  # per bucket, per device
         self._ready: list[int] = []  # parameters, in the order of their first gradients on rank 0
-        self._handles: dict[tuple[int, int], torch.utils.hooks.RemovableHandle] = {}
+        self.handles: dict[tuple[int, int], torch.utils.hooks.RemovableHandle] = {}
         self._round = _Round((), 0, 0)
         self._side = SideRoad(replicas.devices)
         self.watch_parameters()
@@ -79,20 +80,16 @@ class GradientSync:
 
         One rank alone has nobody to add up with: its gradients are taken after its backward.
         """
+        self._replicas.remember_hooks()
         if len(self._replicas.team) == 1:
             return
         me = weakref.ref(self)
         for rank, row in enumerate(self._replicas.parameters):
             for i, parameter in enumerate(row):
-                if parameter.requires_grad and (rank, i) not in self._handles:
+                if parameter.requires_grad and (rank, i) not in self.handles:
                     hook = GradientHook(partial(_accumulated, me, rank, i))
-                    self._handles[rank, i] = parameter.register_post_accumulate_grad_hook(hook)
-
-    def close(self) -> None:
-        """Takes the hooks away."""
-        for handle in self._handles.values():
-            handle.remove()
-        self._handles.clear()
+                    self.handles[rank, i] = parameter.register_post_accumulate_grad_hook(hook)
+        self._replicas.remember_hooks()
 
     def clear(self) -> None:
         """Forgets all gradients."""
@@ -108,15 +105,40 @@ class GradientSync:
         ]
         self._round = _Round(expected if overlap else (), ranks, len(self.buckets))
         self._side.starts(self._replicas.team.devices, streams)
+        self._is_learning = True
 
     def cancel(self) -> None:
         """Makes the hooks of a backward that failed, and maybe still runs, do nothing."""
         self._ready = []
+        self._rest()
+
+    def _rest(self) -> None:
+        """Between two backwards: one of the user's own is none of ours."""
+        self._is_learning = False
         self._round = _Round((), 0, len(self.buckets))
+
+    def set_aside(self) -> None:
+        """Between two calls of a window: takes the gradients so far out of the user's sight, and of ``zero_grad``'s."""
+        self._rest()
+        self._aside = [parameter.grad for parameter in self._replicas.own]
+        for parameter in self._replicas.own:
+            parameter.grad = None
+
+    def take_up(self) -> None:
+        """Puts them back."""
+        for parameter, gradient in zip(self._replicas.own, self._aside, strict=False):
+            parameter.grad = gradient
+        self._aside = []
+
+    def abandon(self) -> None:
+        """After a failure: forgets all gradients, when nothing beside the computing reads them any more."""
+        self._side.joins()
+        self._aside = []
+        self.clear()
 
     def _accumulated(self, rank: int, i: int) -> None:
         if not self._laid_out:
-            if rank == 0:
+            if rank == 0 and self._is_learning:
                 self._ready.append(i)
             return
         bucket = self._bucket_of.get(i)
@@ -136,6 +158,7 @@ class GradientSync:
             self._sum(bucket)
         self.sparse = {i: self._sum_loose(i) for i in self.loose if used[i]}
         self._side.joins()
+        self._rest()
         return used
 
     def show(self, used: Sequence[bool]) -> None:
@@ -166,7 +189,7 @@ class GradientSync:
         self._plans = [self._plan(bucket) for bucket in self.buckets]
         self._replicas.remember()
         self._laid_out = True
-        self._round = _Round((), 0, len(self.buckets))
+        self._rest()
 
     def _plan(self, bucket: Bucket) -> list[_Plan]:
         places = [each.parameter for each in bucket.segments]

@@ -48,7 +48,8 @@ def _number(value: Any, name: str) -> torch.Tensor:
         raise ValueError(
             f"{name} must be one number, not a tensor of shape {tuple(value.shape)}: reduce it over its rows"
         )
-    return value.reshape(())
+    # Half precision could hold neither a loss scale nor the sum of many weights.
+    return value.reshape(()).float() if value.element_size() < 4 else value.reshape(())
 
 
 def _described(value: Any) -> str:
@@ -81,7 +82,7 @@ class Window:
         if not self._seeded:
             self._seeded = float(total * self._planned) or 1.0
         if not total:
-            return [self._scale / self._planned] * len(rows)
+            return [self._scale / self._planned / len(rows)] * len(rows)
         return [self._scale * count / self._seeded for count in rows]
 
     def add(self, rows: Sequence[int], losses: Sequence[RankLoss], device: torch.device) -> torch.Tensor:
@@ -110,7 +111,7 @@ class Window:
 
 def _shares(rows: Sequence[int]) -> list[float]:
     total = sum(rows)
-    return [count / total for count in rows] if total else [1.0] * len(rows)
+    return [count / total for count in rows] if total else [1.0 / len(rows)] * len(rows)
 
 
 def _total(values: Sequence[torch.Tensor], factors: Sequence[float]) -> torch.Tensor:

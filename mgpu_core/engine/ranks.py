@@ -21,7 +21,7 @@ from mgpu_core.nested import flatten
 from mgpu_core.parallel import parallel_apply
 from mgpu_core.record import span
 
-__all__ = ["Pass", "RankPart", "rank_losses", "run_pass"]
+__all__ = ["Pass", "RankPart", "has_graph", "rank_losses", "run_pass"]
 
 LossFn = Callable[..., Any]
 
@@ -149,6 +149,13 @@ def _without_autocast() -> AbstractContextManager[object]:
     for kind in kinds:
         stack.enter_context(torch.autocast(kind, enabled=False))
     return stack
+
+
+def has_graph(part: RankPart) -> bool:
+    """Whether an input of the rank belongs to a graph."""
+    leaves: list[Any] = []
+    flatten([part.inputs, part.kwargs], leaves, "inputs", whole=True)
+    return any(isinstance(each, torch.Tensor) and each.requires_grad for each in leaves)
 
 
 def _detached(output: Any) -> Any:

@@ -123,6 +123,19 @@ class Replicas:
                 f"gave it (.to, .half, assign=True and .data = do that): {ADVICE}"
             )
 
+        if self._hooks_now() != self._hooks:
+            at = next(i for i, (a, b) in enumerate(zip(self._hooks_now(), self._hooks, strict=True)) if a != b)
+            raise RuntimeError(
+                f"parameter {self.names[at]} has got or lost a hook, which the other ranks lack: {ADVICE}"
+            )
+
+    def remember_hooks(self) -> None:
+        """Takes the hooks that parameters have for those that the next steps must find."""
+        self._hooks = self._hooks_now()
+
+    def _hooks_now(self) -> list[tuple[int, int]]:
+        return [(len(each._backward_hooks or ()), _others(each)) for each in self._own]
+
     def mirror_flags(self) -> bool:
         """Makes all ranks' modules train, evaluate and freeze as the user's does; says whether anything changed."""
         modes = [module.training for module in self._own_places]
@@ -152,9 +165,13 @@ class Replicas:
         own = list(_buffers_of(self._own_places))
         if not own:
             return
-        for module, places in zip(self.modules, self._places, strict=True):
-            if module is not self.net:
-                _copy_buffers(own, list(_buffers_of(places)))
+        names = [name for _, name, _ in own]
+        for rank, places in enumerate(self._places):
+            if self.modules[rank] is not self.net:
+                theirs = list(_buffers_of(places))
+                if [name for _, name, _ in theirs] != names:
+                    raise RuntimeError(f"buffers of {type(self.net).__name__} were added or removed: {ADVICE}")
+                _copy_buffers(own, theirs, self.team.devices[rank])
 
     def show_memory(self, device: int, values: Any) -> None:
         """Makes the flat values of a device the memory of its ranks' parameters."""
@@ -217,10 +234,11 @@ class _Twin:
     def _parameter(self, parameter: Parameter) -> Parameter:
         same = parameter.device == self._device
         values = parameter.detach() if same else parameter.detach().to(self._device)
-        made: Parameter = torch.Tensor._make_subclass(type(parameter), values, parameter.requires_grad)
+        made: Parameter = torch.Tensor._make_subclass(type(parameter), values, True)
         made.__dict__.update(parameter.__dict__)
-        for hook in (parameter._backward_hooks or {}).values():
+        for hook in (parameter._backward_hooks or {}).values():  # which a frozen one has, too, but does not take
             made.register_hook(hook)
+        made.requires_grad_(parameter.requires_grad)
         return made
 
     def _fresh(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -235,6 +253,12 @@ def _refuse_hooks(named: dict[str, Parameter]) -> None:
                 f"parameter {name} has a post-accumulate hook, which would see the gradient of one rank alone; "
                 "remove it before the module is given to TrainStep"
             )
+
+
+def _others(parameter: Parameter) -> int:
+    """Post-accumulate hooks that are not a step's."""
+    hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+    return sum(type(hook) is not GradientHook for hook in hooks.values())
 
 
 class GradientHook:
@@ -263,13 +287,12 @@ def _buffers_of(modules: Sequence[Module]) -> Iterator[tuple[Module, str, torch.
 _Buffers = Sequence[tuple[Module, str, torch.Tensor | None]]
 
 
-def _copy_buffers(sources: _Buffers, targets: _Buffers) -> None:
+def _copy_buffers(sources: _Buffers, targets: _Buffers, device: torch.device) -> None:
     fitting: list[tuple[torch.Tensor, torch.Tensor]] = []
     for (_, _, source), (module, name, target) in zip(sources, targets, strict=True):
         if source is target:
             continue
         if source is None or target is None or source.shape != target.shape or source.dtype != target.dtype:
-            device = source.device if target is None and source is not None else getattr(target, "device", None)
             module._buffers[name] = None if source is None else source.detach().to(device, copy=True)
         else:
             fitting.append((target, source))

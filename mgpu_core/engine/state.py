@@ -41,9 +41,14 @@ def load_state(state: Any, net: Module, optimizer: Optimizer) -> None:
     own = [len(group["params"]) for group in optimizer.param_groups]
     if groups != own:
         raise ValueError(f"the state's optimizer has groups of {groups} parameters, this one of {own}")
+    for saved, own_group in zip(state["optimizer"]["param_groups"], optimizer.param_groups, strict=True):
+        if saved.keys() != own_group.keys():
+            raise ValueError(f"the state is of another optimizer than {type(optimizer).__name__}: its groups differ")
+    random = state["random"]["cpu"].cpu()
+    torch.Generator().set_state(random)  # it is one
     net.load_state_dict(state["module"])
     optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
-    torch.set_rng_state(state["random"]["cpu"])
+    torch.set_rng_state(random)
     _set_accelerator_states(state["random"]["accelerators"])
 
 
@@ -78,7 +83,7 @@ def _set_accelerator_states(states: list[torch.Tensor]) -> None:
     module = _accelerator()
     if module is not None:
         for index, state in enumerate(states[: module.device_count()]):
-            module.set_rng_state(state, index)
+            module.set_rng_state(state.cpu(), index)
 
 
 def _accelerator() -> Any:

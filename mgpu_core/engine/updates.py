@@ -10,10 +10,11 @@ from typing import Any, Protocol
 
 import torch
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from mgpu_core import optim
 from mgpu_core.device.memory import note_written
-from mgpu_core.engine.fused import FusedUpdate, why_not_fused
+from mgpu_core.engine.fused import FusedUpdate, step_hooks, why_not_fused
 from mgpu_core.engine.gradients import GradientSync
 from mgpu_core.engine.replicas import Replicas
 from mgpu_core.record import span
@@ -22,6 +23,8 @@ __all__ = ["Updates", "check_optimizer"]
 
 
 class _Update(Protocol):
+    handle: RemovableHandle
+
     def run(self, used: Sequence[bool]) -> None: ...
 
     def close(self) -> None: ...
@@ -31,6 +34,8 @@ def check_optimizer(optimizer: Any, named: dict[str, torch.nn.Parameter]) -> Non
     """Raises unless it is an optimizer over parameters of the module."""
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise TypeError("LBFGS calls the loss several times in a step, through a closure: TrainStep computes it once")
     known = {id(parameter) for parameter in named.values()}
     for number, group in enumerate(optimizer.param_groups):
         for place, parameter in enumerate(group["params"]):
@@ -55,8 +60,9 @@ class Updates:
         self.optimizer = optimizer
         self._replicas, self._sync = replicas, sync
         self._update: _Update | None = None
-        self._shape: list[int] = []
+        self._shape: Any = None
         self._warned = False
+        self.handles: dict[str, RemovableHandle] = {}  # what it has hooked to the optimizer
         self.remember_values()
 
     @property
@@ -97,13 +103,14 @@ class Updates:
                     state[name] = value.detach().clone(memory_format=torch.preserve_format)
 
     def _prepared(self) -> _Update:
-        shape = [len(group["params"]) for group in self.optimizer.param_groups]
+        shape = _shape_of(self.optimizer)
         if self._update is None or shape != self._shape:
             if self._update is not None:
                 check_optimizer(self.optimizer, dict(zip(self._replicas.names, self._replicas.own, strict=True)))
                 self._update.close()
             self._shape = shape
             self._update = self._made()
+            self.handles["load"] = self._update.handle
         return self._update
 
     def _made(self) -> _Update:
@@ -125,6 +132,12 @@ class Updates:
         return _TorchUpdate(self.optimizer, self._replicas, self._sync)
 
 
+def _shape_of(optimizer: Optimizer) -> Any:
+    """What decides who updates, and which parameter belongs to which group."""
+    groups = [(bool(group.get("differentiable")), *map(id, group["params"])) for group in optimizer.param_groups]
+    return step_hooks(optimizer), groups
+
+
 class _TorchUpdate:
     """The optimizer's own step, once per device: the user's on the first, a twin on each other."""
 
@@ -132,10 +145,10 @@ class _TorchUpdate:
         self._optimizer, self._replicas, self._sync = optimizer, replicas, sync
         self._twins: list[Optimizer] = []
         twins = self._twins
-        self._handle = optimizer.register_load_state_dict_post_hook(lambda _: twins.clear())
+        self.handle = optimizer.register_load_state_dict_post_hook(lambda _: twins.clear())
 
     def close(self) -> None:
-        self._handle.remove()
+        self.handle.remove()
 
     def run(self, used: Sequence[bool]) -> None:
         if not self._twins and not self._replicas.is_mixed:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -13,35 +12,32 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from mgpu_core.comm.buckets import DEFAULT_NBYTES
-from mgpu_core.comm.reductions import ALGORITHMS
 from mgpu_core.device.clock import RankClock
 from mgpu_core.device.compiled import outside_the_compiler
-from mgpu_core.device.devices import DeviceLike, as_devices, default_devices
+from mgpu_core.device.devices import DeviceLike
 from mgpu_core.device.random import check_rng
 from mgpu_core.device.streams import caller_streams
-from mgpu_core.device.team import Team
 from mgpu_core.device.workers import time_limit
 from mgpu_core.engine.clipping import are_finite, check_finite, clip, multiply
-from mgpu_core.engine.commit import Gate, uninterrupted
+from mgpu_core.engine.commit import Gate, Holder, uninterrupted
 from mgpu_core.engine.compare import first_difference
 from mgpu_core.engine.gradients import CommHook, GradientSync
-from mgpu_core.engine.losses import REDUCTIONS, RankLoss, Window
+from mgpu_core.engine.losses import RankLoss, Window
 from mgpu_core.engine.ranks import Pass, RankPart, has_graph, rank_losses, run_pass
 from mgpu_core.engine.replicas import Replicas
-from mgpu_core.engine.scaling import AMP_DTYPES, LossScale
-from mgpu_core.engine.shares import AutoShares, RankPlan, room_for_rows
+from mgpu_core.engine.scaling import LossScale
+from mgpu_core.engine.settings import check_dtypes, check_module, check_place, check_settings, team_of
+from mgpu_core.engine.shares import RankPlan, SplitPlan
 from mgpu_core.engine.state import load_state, state_of
 from mgpu_core.engine.updates import Updates, check_optimizer
 from mgpu_core.errors import Error
 from mgpu_core.module_tree import draws_random_numbers
 from mgpu_core.parallel import gather
-from mgpu_core.parallel.scatter import check_shares, scatter_objects
+from mgpu_core.parallel.scatter import scatter_objects
 from mgpu_core.record import span
 from mgpu_core.sync_batchnorm import SyncBatchNorm
 
 __all__ = ["TrainStep"]
-
-CLOCKS_KEPT = 8  # calls whose times a GPU may still owe
 
 
 class TrainStep:
@@ -102,19 +98,18 @@ class TrainStep:
         algorithm: str = "auto",
         rng: str = "auto",
     ) -> None:
-        _check_module(net)
+        check_module(net)
         check_optimizer(optimizer, dict(net.named_parameters()))
         check_rng(rng)
-        _check_settings(reduction, accumulate, clip_norm, algorithm)
-        _check_dtypes(amp_dtype, comm_dtype)
+        check_settings(reduction, accumulate, clip_norm, algorithm)
+        check_dtypes(amp_dtype, comm_dtype)
         if bucket_nbytes < 1:
             raise ValueError(f"bucket_nbytes must be a positive number of bytes, not {bucket_nbytes}")
         self.module, self.optimizer = net, optimizer
-        self.team = _team(net, device_ids)
-        self._auto = _auto_shares(shares, len(self.team))
-        _check_place(net, self.team)
+        self.team = team_of(net, device_ids)
+        self._split_plan = SplitPlan(shares, self.team)
+        check_place(net, self.team)
         self.dim, self.shares, self.reduction = dim, shares, reduction
-        self._last_rows: list[int] = []
         self.accumulate, self.clip_norm, self.rng = accumulate, clip_norm, rng
         on_cpu = all(device.type == "cpu" for device in self.team.devices)
         self.error_if_nonfinite = on_cpu if error_if_nonfinite is None else error_if_nonfinite
@@ -123,9 +118,7 @@ class TrainStep:
         """Updates so far."""
         self._loss_fns = rank_losses(loss_fn, self.team)
         self._sync_settings = bucket_nbytes, algorithm, comm_dtype
-        self._timed: deque[tuple[list[RankClock], list[int]]] = deque(maxlen=CLOCKS_KEPT)
-        # Who is inside a call.  Not a lock: Ctrl-C between taking it and the `try` behind it would leave it taken.
-        self._holder: dict[str, object] = {}
+        self._holder = Holder()
         self._keeps_accumulating = False
         self._closed = False
         self._comm_hook: CommHook | None = None
@@ -187,17 +180,15 @@ class TrainStep:
         else:
             self._sync.take_up()
         is_last = not self._keeps_accumulating and self._window.calls + 1 >= self.accumulate
-        self._observe()
+        self._split_plan.follow_the_clocks()
         parts, rows = self._split(inputs, kwargs)
-        self._last_rows = rows
         for part, seed in zip(parts, self._window.seeds(rows), strict=True):
             part.seed = seed
         self._sync.begin(len(parts), overlap=is_last, streams=caller_streams(self.team.devices))
-        clocks = [RankClock(device) for device in self.team.devices] if self._auto is not None else []
+        clocks = self._split_plan.clocks()
         with torch.enable_grad():
             losses, outputs = self._run(parts, clocks, backward=True, keep_outputs=keep_outputs)
-        if clocks:
-            self._timed.append((clocks, rows))
+        self._split_plan.done(rows, clocks)
         loss = self._window.add(rows, losses, self.team.devices[0])
         if is_last:
             self._update()
@@ -251,32 +242,12 @@ class TrainStep:
         objects: dict[str, Any] = {"inputs": inputs[:-1] if with_target else inputs, "kwargs": kwargs}
         if with_target:
             objects["target"] = inputs[-1]
-        cut, rows = scatter_objects(objects, self.team, self.dim, shares=self._shares_now())
+        cut, rows = scatter_objects(objects, self.team, self.dim, shares=self._split_plan.shares)
         return [RankPart(tuple(args), names, tuple(target), 1.0) for args, names, *target in cut], rows
-
-    def _shares_now(self) -> Sequence[float] | None:
-        return self._auto.shares if self._auto is not None else self.shares  # type: ignore[return-value]
-
-    def _observe(self) -> None:
-        """Lets the times of the call before decide on the shares of this one."""
-        while self._auto is not None and self._timed:
-            clocks, rows = self._timed[0]
-            seconds = [clock.seconds() for clock in clocks[: len(rows)]]
-            if None in seconds and len(self._timed) < CLOCKS_KEPT:
-                return  # a GPU is behind; a later call asks again
-            self._timed.popleft()
-            room = [room_for_rows(device, count) for device, count in zip(self.team.devices, rows, strict=False)]
-            if self._auto.observe(rows, seconds, room):
-                self._timed.clear()  # what was measured with other shares
 
     def plan(self) -> list[RankPlan]:
         """What each rank does: its device, its share of the rows, and how many it had in the last call."""
-        shares = self._shares_now() or [1.0] * len(self.team)
-        rows = [*self._last_rows, *[0] * (len(self.team) - len(self._last_rows))]
-        return [
-            RankPlan(rank, device, shares[rank] / sum(shares), rows[rank])
-            for rank, device in enumerate(self.team.devices)
-        ]
+        return self._split_plan.table()
 
     def _run(
         self, parts: list[RankPart], clocks: Sequence[RankClock], *, backward: bool, keep_outputs: bool
@@ -380,7 +351,7 @@ class TrainStep:
         """Module, optimizer and random numbers, as compact copies; loads into a step of another number of ranks."""
         with self._used():
             counts: dict[str, Any] = {"steps": self.steps, "loss_scale": self.loss_scale.state_dict()}
-            counts["shares"] = None if self._auto is None else list(self._auto.shares)
+            counts["shares"] = self._split_plan.measured()
             return state_of(self.module, self.optimizer) | counts
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -393,24 +364,23 @@ class TrainStep:
             load_state(state, self.module, self.optimizer)
             self.steps = int(state["steps"])
             self.loss_scale.load_state_dict(state["loss_scale"])
-            if self._auto is not None and len(state["shares"] or ()) == len(self.team):
-                self._auto.shares = list(state["shares"])
+            self._split_plan.resume(state["shares"])
             self._sync.abandon()
             self._buffers.drop()
             self._new_window()
 
     def rebuild(self) -> None:
         """Makes the replicas anew from ``net`` as it is: after its parameters, modules or attributes were changed."""
-        with self._held():
+        with self._holder.held():
             self._refuse_closed()
             self._leave()
-            _check_place(self.module, self.team)
+            check_place(self.module, self.team)
             check_optimizer(self.optimizer, dict(self.module.named_parameters()))
             self._build()
 
     def close(self) -> None:
         """Gives ``net`` and the optimizer memory of their own again, and ends the threads; the step is over."""
-        with self._held():
+        with self._holder.held():
             if not self._closed:
                 self._closed = True
                 self._leave()
@@ -424,7 +394,7 @@ class TrainStep:
 
     @contextmanager
     def _used(self) -> Iterator[None]:
-        with self._held():
+        with self._holder.held():
             self._refuse_closed()
             if self._broken is not None:
                 raise Error(f"{self._broken}: call step.rebuild(), or make a new one")
@@ -434,75 +404,9 @@ class TrainStep:
         if self._closed:
             raise RuntimeError("this step was closed")
 
-    @contextmanager
-    def _held(self) -> Iterator[None]:
-        me = object()
-        try:
-            if self._holder.setdefault("by", me) is not me:
-                raise RuntimeError("this step is already running: one call at a time, not one inside another")
-            yield
-        finally:
-            if self._holder.get("by") is me:
-                del self._holder["by"]
-
 
 def _take_hooks_away(*handles: dict[Any, Any]) -> None:
     for each in handles:
         for handle in each.values():
             handle.remove()
         each.clear()
-
-
-def _check_module(net: Module) -> None:
-    if not isinstance(net, Module):
-        raise TypeError(f"net must be a torch.nn.Module, not {type(net).__name__}")
-    if isinstance(net, torch.nn.DataParallel | torch.nn.parallel.DistributedDataParallel):
-        raise TypeError(f"net is a {type(net).__name__}: pass what it wraps, `net.module`")
-
-
-def _check_dtypes(amp_dtype: torch.dtype | None, comm_dtype: torch.dtype | None) -> None:
-    if amp_dtype is not None and amp_dtype not in AMP_DTYPES:
-        raise TypeError(f"amp_dtype must be torch.bfloat16 or torch.float16, not {amp_dtype}")
-    if comm_dtype is not None and not comm_dtype.is_floating_point:
-        raise TypeError(f"comm_dtype must be a floating dtype, not {comm_dtype}")
-
-
-def _check_settings(reduction: str, accumulate: int, clip_norm: float | None, algorithm: str) -> None:
-    if reduction not in REDUCTIONS:
-        raise ValueError(f"reduction must be one of {', '.join(REDUCTIONS)}, not {reduction!r}")
-    if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
-        raise ValueError(f"accumulate must be a whole number of calls per update, 1 or more, not {accumulate!r}")
-    if clip_norm is not None and not 0 < clip_norm < float("inf"):
-        raise ValueError(f"clip_norm must be a positive number, not {clip_norm!r}")
-    if algorithm not in ALGORITHMS:
-        raise ValueError(f"algorithm must be one of {', '.join(ALGORITHMS)}, not {algorithm!r}")
-
-
-def _auto_shares(shares: Sequence[float] | str | None, ranks: int) -> AutoShares | None:
-    """What measures the shares, where they are to be measured; else they must be one positive number per rank."""
-    if isinstance(shares, str):
-        if shares != "auto":
-            raise ValueError(f'shares must be one number per rank or "auto", not {shares!r}')
-        return AutoShares(ranks)
-    check_shares(shares, ranks)
-    return None
-
-
-def _team(net: Module, device_ids: Sequence[DeviceLike] | None) -> Team:
-    if device_ids is None:
-        device_ids = default_devices()
-    if not isinstance(device_ids, str | int | torch.device) and not len(device_ids):
-        device_ids = [next((each.device for each in net.parameters()), torch.device("cpu"))]
-    return Team.of(as_devices(device_ids))
-
-
-def _check_place(net: Module, team: Team) -> None:
-    """Moves the module to the only device, as the drop-in does; several devices: it must be on the first."""
-    if len(team) == 1:
-        net.to(team.devices[0])
-    for name, tensor in [*net.named_parameters(), *net.named_buffers()]:
-        if tensor.device != team.devices[0]:
-            raise RuntimeError(
-                f"net must have its parameters and buffers on {team.devices[0]} (device_ids[0]), but {name} is on "
-                f"{tensor.device}"
-            )

@@ -436,23 +436,23 @@ MUTANTS = [
     ),
     mutant(
         "step: a bucket is summed when the first rank is ready",
-        "mgpu_core/engine/gradients.py",
+        "mgpu_core/engine/rounds.py",
         "if self._ranks_missing[bucket] != 0:",
         "if self._ranks_missing[bucket] < 0:",
         "engine/test_train_step.py",
     ),
     mutant(
         "step: a gradient that comes late is not added",
-        "mgpu_core/engine/gradients.py",
+        "mgpu_core/engine/rounds.py",
         "self._summed.discard(bucket)",
         "pass",
-        "engine/test_gradients.py",
+        "engine/test_rounds.py",
     ),
     mutant(
         "step: buckets wait for the end of backward",
         "mgpu_core/engine/gradients.py",
-        "_Round(expected if overlap else (), ranks, len(self.buckets))",
-        "_Round((), ranks, len(self.buckets))",
+        "Round(expected if overlap else (), ranks, len(self.buckets))",
+        "Round((), ranks, len(self.buckets))",
         "engine/test_train_step.py",
     ),
     mutant(
@@ -464,9 +464,9 @@ MUTANTS = [
     ),
     mutant(
         "step: unused parameters are updated",
-        "mgpu_core/engine/fused.py",
-        "int(is_used and self._groups_of[i] != _NO_GROUP)",
-        "int(self._groups_of[i] != _NO_GROUP)",
+        "mgpu_core/engine/fused_device.py",
+        "int(is_used and self._groups_of[i] != NO_GROUP)",
+        "int(self._groups_of[i] != NO_GROUP)",
         "engine/test_equality.py",
     ),
     mutant(

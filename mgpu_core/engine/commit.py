@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.nn import Module
 
-__all__ = ["BufferSnapshot", "Gate", "uninterrupted"]
+__all__ = ["BufferSnapshot", "Gate", "Holder", "uninterrupted"]
 
 
 class Gate:
@@ -50,6 +50,32 @@ class Gate:
         with self._changed:
             self._shut = True
             return self._changed.wait_for(lambda: not self._inside, seconds)
+
+
+class Holder:
+    """Who is inside a call of a step: one at a time, nobody waits.
+
+    Not a lock: Ctrl-C between taking it and the ``try`` behind it would leave it taken for good.
+    """
+
+    def __init__(self) -> None:
+        self._by: dict[str, object] = {}
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Around a call.
+
+        Raises:
+            RuntimeError: another is inside.
+        """
+        me = object()
+        try:
+            if self._by.setdefault("by", me) is not me:
+                raise RuntimeError("this step is already running: one call at a time, not one inside another")
+            yield
+        finally:
+            if self._by.get("by") is me:
+                del self._by["by"]
 
 
 class BufferSnapshot:

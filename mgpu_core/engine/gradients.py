@@ -8,7 +8,6 @@ other ranks, and its own device, go on with their backward.  Nobody waits for an
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -17,17 +16,19 @@ from operator import attrgetter
 import torch
 
 from mgpu_core.comm import collectives
-from mgpu_core.comm.layout import nbytes_of
+from mgpu_core.comm.rank_sums import RankSums
 from mgpu_core.device.streams import SideRoad
 from mgpu_core.engine.flat import FlatTensors
 from mgpu_core.engine.layout import Bucket, bucket_layout
-from mgpu_core.engine.replicas import GradientHook, Replicas
+from mgpu_core.engine.replicas import Replicas
+from mgpu_core.engine.rounds import Round
+from mgpu_core.engine.twins import GradientHook
 from mgpu_core.record import span
 
 __all__ = ["GradientBucket", "GradientSync"]
 
 _gradient = attrgetter("grad")
-_Plan = tuple[collectives.RankSums, list[list[torch.nn.Parameter]]]  # of a device: the parameters of each of its ranks
+_Plan = tuple[RankSums, list[list[torch.nn.Parameter]]]  # of a device: the parameters of each of its ranks
 
 CommHook = Callable[["GradientBucket"], None]
 
@@ -71,7 +72,7 @@ class GradientSync:
         self._plans: list[list[_Plan]] = []  # per bucket, per device
         self._ready: list[int] = []  # parameters, in the order of their first gradients on rank 0
         self.handles: dict[tuple[int, int], torch.utils.hooks.RemovableHandle] = {}
-        self._round = _Round((), 0, 0)
+        self._round = Round((), 0, 0)
         self._side = SideRoad(replicas.devices)
         self.watch_parameters()
 
@@ -103,7 +104,7 @@ class GradientSync:
         expected = [
             sum(parameters[each.parameter].requires_grad for each in bucket.segments) for bucket in self.buckets
         ]
-        self._round = _Round(expected if overlap else (), ranks, len(self.buckets))
+        self._round = Round(expected if overlap else (), ranks, len(self.buckets))
         self._side.starts(self._replicas.team.devices, streams)
         self._is_learning = True
 
@@ -115,7 +116,7 @@ class GradientSync:
     def _rest(self) -> None:
         """Between two backwards: one of the user's own is none of ours."""
         self._is_learning = False
-        self._round = _Round((), 0, len(self.buckets))
+        self._round = Round((), 0, len(self.buckets))
 
     def set_aside(self) -> None:
         """Between two calls of a window: takes the gradients so far out of the user's sight, and of ``zero_grad``'s."""
@@ -196,7 +197,7 @@ class GradientSync:
         rows = self._replicas.parameters
         return [
             (
-                collectives.RankSums([flat.gradient_views[i] for i in places]),
+                RankSums([flat.gradient_views[i] for i in places]),
                 [[rows[rank][i] for i in places] for rank in ranks],
             )
             for ranks, flat in zip(self._replicas.ranks_of, self.flats, strict=True)
@@ -226,44 +227,6 @@ class GradientSync:
     def _sum_loose(self, i: int) -> torch.Tensor:
         parts = [row[i].grad for row in self._replicas.parameters]
         return collectives.reduce_batch([parts], "sum", self._replicas.devices[0])[0]
-
-    def nbytes(self) -> int:
-        """Bytes of all gradients of one rank."""
-        return sum(nbytes_of(each) for each in self.flats[0].gradients) if self.flats else 0
-
-
-class _Round:
-    """Who is ready with what in one backward.  Each rank counts for itself; only whole buckets are counted together."""
-
-    def __init__(self, expected: Sequence[int], ranks: int, buckets: int) -> None:
-        self._missing = [list(expected) for _ in range(ranks)]
-        self._ranks_missing = [ranks] * len(expected)
-        self._summed: set[int] = set()
-        self._buckets = buckets
-        self._lock = threading.Lock()
-
-    def is_complete(self, rank: int, bucket: int) -> bool:
-        """Counts a gradient; says whether all gradients of all ranks are there now."""
-        if not self._ranks_missing:
-            return False
-        missing = self._missing[rank]
-        missing[bucket] -= 1
-        if missing[bucket] > 0:
-            return False
-        with self._lock:
-            if missing[bucket] < 0:  # one more than there are: a checkpoint came twice, and the sum was too early
-                self._summed.discard(bucket)
-                self._ranks_missing[bucket] = -1
-                return False
-            self._ranks_missing[bucket] -= 1
-            if self._ranks_missing[bucket] != 0:
-                return False
-            self._summed.add(bucket)
-            return True
-
-    def left(self) -> list[int]:
-        """The buckets that are not summed yet, or were too early."""
-        return [bucket for bucket in range(self._buckets) if bucket not in self._summed]
 
 
 def _accumulated(sync: weakref.ref[GradientSync], rank: int, i: int) -> None:

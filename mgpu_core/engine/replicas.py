@@ -7,8 +7,7 @@ Ranks of one device share the memory of the values, never the leaf: each has its
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from operator import is_
 from types import MethodType
 from typing import Any
@@ -22,9 +21,10 @@ from mgpu_core.device.team import Team
 from mgpu_core.device.tensor_checks import memory_of
 from mgpu_core.engine.commit import BufferSnapshot
 from mgpu_core.engine.flat import compact
-from mgpu_core.module_tree import ModuleTree, check_initialised, is_compile_wrapper, modules_of
+from mgpu_core.engine.twins import Twin, other_hooks, refuse_hooks
+from mgpu_core.module_tree import ModuleTree, check_initialised, modules_of
 
-__all__ = ["GradientHook", "Replicas"]
+__all__ = ["Replicas"]
 
 ADVICE = "call step.rebuild() after such a change"
 
@@ -57,7 +57,7 @@ class Replicas:
         self.devices = list(dict.fromkeys(team.devices))
         self.is_mixed = len({device.type for device in self.devices}) > 1
         self.ranks_of = [[rank for rank in team.ranks if team.devices[rank] == device] for device in self.devices]
-        _refuse_hooks(named)
+        refuse_hooks(named)
         tree = ModuleTree(net)
         compiled = any(place.compiled is not None for place in tree.places)
         self.modules: list[Module] = []
@@ -80,7 +80,7 @@ class Replicas:
         self._places.append(places)
 
     def _add_twin(self, rank: int, tree: ModuleTree) -> None:
-        module, parameters = _Twin(self.net, self.team.devices[rank], share_buffers=rank == 0).made()
+        module, parameters = Twin(self.net, self.team.devices[rank], share_buffers=rank == 0).made()
         places = [place.module for place in ModuleTree(module).places]
         for place, twin in zip(tree.places, places, strict=True):
             if place.compiled is not None:
@@ -134,7 +134,7 @@ class Replicas:
         self._hooks = self._hooks_now()
 
     def _hooks_now(self) -> list[tuple[int, int]]:
-        return [(len(each._backward_hooks or ()), _others(each)) for each in self._own]
+        return [(len(each._backward_hooks or ()), other_hooks(each)) for each in self._own]
 
     def mirror_flags(self) -> bool:
         """Makes all ranks' modules train, evaluate and freeze as the user's does; says whether anything changed."""
@@ -186,91 +186,6 @@ class Replicas:
         """Gives the user's module storage of its own again."""
         for parameter in self._own:
             parameter.data = compact(parameter)
-
-
-class _Twin:
-    """A deep copy whose parameters share their values with the original's where both are on one device."""
-
-    def __init__(self, net: Module, device: torch.device, share_buffers: bool) -> None:
-        self._net, self._device, self._share_buffers = net, device, share_buffers
-        self._memo: dict[int, Any] = {}
-
-    def made(self) -> tuple[Module, list[Parameter]]:
-        """The module, and its parameters in the order of the original's."""
-        for module in modules_of(self._net):
-            self._prepare(module)
-        try:
-            # What torch.compile(module) wraps takes its wrapper's place: each rank compiles for itself.
-            with torch.no_grad():  # or the copies of a script's parameters would have a graph
-                for module in modules_of(self._net):
-                    if is_compile_wrapper(type(module)):
-                        self._memo[id(module)] = copy.deepcopy(module.get_submodule("_orig_mod"), self._memo)
-                twin: Module = copy.deepcopy(self._net, self._memo)
-        except Exception as error:
-            raise TypeError(
-                f"{type(self._net).__name__} cannot be copied for a rank of its own ({type(error).__name__}: {error}). "
-                "TrainStep needs a module that copy.deepcopy copies; mgpu_core.DataParallel does not"
-            ) from error
-        own = list(self._net.parameters())
-        found = list(twin.parameters())
-        for original, copied in zip(own, found, strict=True):
-            wanted = self._memo[id(original)]
-            if copied is not wanted:  # a script makes its own
-                copied.data = wanted.data
-                copied.requires_grad_(original.requires_grad)
-        return twin, found
-
-    def _prepare(self, module: Module) -> None:
-        for parameter in module._parameters.values():
-            if parameter is not None and id(parameter) not in self._memo:
-                self._memo[id(parameter)] = self._parameter(parameter)
-        for buffer in module._buffers.values():
-            if buffer is not None and id(buffer) not in self._memo:
-                self._memo[id(buffer)] = buffer if self._share_buffers else self._fresh(buffer)
-        for value in vars(module).values():
-            if isinstance(value, torch.Tensor) and value.grad_fn is not None:  # deepcopy would refuse it
-                self._memo[id(value)] = self._fresh(value)
-
-    def _parameter(self, parameter: Parameter) -> Parameter:
-        same = parameter.device == self._device
-        values = parameter.detach() if same else parameter.detach().to(self._device)
-        made: Parameter = torch.Tensor._make_subclass(type(parameter), values, True)
-        made.__dict__.update(parameter.__dict__)
-        for hook in (parameter._backward_hooks or {}).values():  # which a frozen one has, too, but does not take
-            made.register_hook(hook)
-        made.requires_grad_(parameter.requires_grad)
-        return made
-
-    def _fresh(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.detach().to(self._device, copy=True)
-
-
-def _refuse_hooks(named: dict[str, Parameter]) -> None:
-    for name, parameter in named.items():
-        hooks = (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values()
-        if not all(isinstance(hook, GradientHook) for hook in hooks):  # those of another step do nothing in this one
-            raise ValueError(
-                f"parameter {name} has a post-accumulate hook, which would see the gradient of one rank alone; "
-                "remove it before the module is given to TrainStep"
-            )
-
-
-def _others(parameter: Parameter) -> int:
-    """Post-accumulate hooks that are not a step's."""
-    hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
-    return sum(type(hook) is not GradientHook for hook in hooks.values())
-
-
-class GradientHook:
-    """What is called when a parameter of a rank has its gradient; known by its class."""
-
-    __slots__ = ("_call",)
-
-    def __init__(self, call: Callable[[], None]) -> None:
-        self._call = call
-
-    def __call__(self, _: torch.Tensor) -> None:
-        self._call()
 
 
 def _parameters_of(net: Module) -> Iterator[Parameter | None]:

@@ -7,17 +7,23 @@ one there is, it is taken over; a difference within the noise changes nothing, b
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from statistics import median
 from typing import NamedTuple
 
 import torch
 
-__all__ = ["AutoShares", "RankPlan", "room_for_rows"]
+from mgpu_core.device.clock import RankClock
+from mgpu_core.device.team import Team
+from mgpu_core.parallel.scatter import check_shares
+
+__all__ = ["AutoShares", "RankPlan", "SplitPlan"]
 
 WARM_UP = 3  # steps whose time says little: kernels are chosen, memory is allocated
 SAMPLES = 5  # steps that a decision is made from
 GAIN = 1.05  # how much faster the other split must be
+CLOCKS_KEPT = 8  # calls whose times a GPU may still owe
 
 
 class RankPlan(NamedTuple):
@@ -99,10 +105,79 @@ def _capped(rows: list[float], room: Sequence[int | None]) -> list[float]:
         full |= over
 
 
-def room_for_rows(device: torch.device, rows: int) -> int | None:
+def _room_for_rows(device: torch.device, rows: int) -> int | None:
     """How many rows a device would have memory for, judged by the most that it has held so far; ``None``: unknown."""
     if device.type != "cuda" or not rows:
         return None
     _, total = torch.cuda.mem_get_info(device)
     peak = torch.cuda.max_memory_reserved(device)
     return max(1, int(rows * 0.9 * total / peak)) if peak else None
+
+
+class SplitPlan:
+    """How a step cuts its rows: equally, in the user's proportion, or as fast as the ranks turn out to be.
+
+    Args:
+        shares: one positive number per rank, ``"auto"``, or ``None``.
+        team: the ranks.
+
+    Raises:
+        ValueError: other shares.
+    """
+
+    def __init__(self, shares: Sequence[float] | str | None, team: Team) -> None:
+        if isinstance(shares, str):
+            if shares != "auto":
+                raise ValueError(f'shares must be one number per rank or "auto", not {shares!r}')
+        else:
+            check_shares(shares, len(team))
+        self._auto = AutoShares(len(team)) if isinstance(shares, str) else None
+        self._fixed = None if isinstance(shares, str) else shares
+        self._team = team
+        self._rows: list[int] = []
+        self._timed: deque[tuple[Sequence[RankClock], list[int]]] = deque(maxlen=CLOCKS_KEPT)
+
+    @property
+    def shares(self) -> Sequence[float] | None:
+        """For the next call."""
+        return self._fixed if self._auto is None else self._auto.shares
+
+    def clocks(self) -> list[RankClock]:
+        """For the ranks of one call; none where nothing is measured."""
+        return [] if self._auto is None else [RankClock(device) for device in self._team.devices]
+
+    def done(self, rows: list[int], clocks: Sequence[RankClock]) -> None:
+        """After a call: the rows that its ranks had, and what their time is taken by."""
+        self._rows = rows
+        if clocks:
+            self._timed.append((clocks, rows))
+
+    def follow_the_clocks(self) -> None:
+        """Before a call: lets the times of those before decide on its shares.  Nobody waits for a GPU."""
+        while self._auto is not None and self._timed:
+            clocks, rows = self._timed[0]
+            seconds = [clock.seconds() for clock in clocks[: len(rows)]]
+            if None in seconds and len(self._timed) < CLOCKS_KEPT:
+                return  # a GPU is behind; a later call asks again
+            self._timed.popleft()
+            room = [_room_for_rows(device, count) for device, count in zip(self._team.devices, rows, strict=False)]
+            if self._auto.observe(rows, seconds, room):
+                self._timed.clear()  # what was measured with other shares
+
+    def table(self) -> list[RankPlan]:
+        """What each rank does."""
+        shares = self.shares or [1.0] * len(self._team)
+        rows = [*self._rows, *[0] * (len(self._team) - len(self._rows))]
+        return [
+            RankPlan(rank, device, shares[rank] / sum(shares), rows[rank])
+            for rank, device in enumerate(self._team.devices)
+        ]
+
+    def measured(self) -> list[float] | None:
+        """The shares that were found by measuring, for a state."""
+        return None if self._auto is None else list(self._auto.shares)
+
+    def resume(self, shares: Sequence[float] | None) -> None:
+        """Takes those of a state, where they are measured and fit this team."""
+        if self._auto is not None and len(shares or ()) == len(self._team):
+            self._auto.shares = list(shares or ())

@@ -18,6 +18,7 @@ from torch import nn
 from torch.optim import SGD, Adam, AdamW
 
 from mgpu_core import DataParallel, TrainStep
+from mgpu_core.engine.commit import Holder
 
 
 class Boom(Exception):
@@ -423,7 +424,7 @@ def test_ctrl_c_at_the_door_leaves_nobody_inside():
     """At each line of taking hold of the step, as the interpreter may run the handler between any two."""
     net = Linear()
     step = TrainStep(net, mse, SGD(net.parameters(), lr=0.5), cpu(2))
-    code = TrainStep._held.__wrapped__.__code__
+    code = Holder.held.__wrapped__.__code__
     lines = sorted({line for _, _, line in code.co_lines() if line and line > code.co_firstlineno + 1})
     for at in lines[:-2]:  # the last two let go
 

@@ -75,7 +75,7 @@ def test_a_step_follows_its_clocks(monkeypatch):
         def seconds(self):
             return self.taken
 
-    monkeypatch.setattr("mgpu_core.train_step.RankClock", Clock)
+    monkeypatch.setattr("mgpu_core.engine.shares.RankClock", Clock)
     net, alone = Linear(), Linear()
     step = TrainStep(net, mse, SGD(net.parameters(), lr=0.01), cpu(2), shares="auto")
     assert [each.share for each in step.plan()] == [0.5, 0.5]
@@ -103,8 +103,8 @@ def test_real_clocks_are_read():
     step = TrainStep(net, mse, SGD(net.parameters(), lr=0.01), cpu(2), shares="auto")
     for _ in range(3):
         step(torch.randn(16, 3), torch.randn(16, 2))
-    assert step._timed
-    assert all(clock.seconds() > 0 for clocks, _ in step._timed for clock in clocks)
+    assert step._split_plan._timed
+    assert all(clock.seconds() > 0 for clocks, _ in step._split_plan._timed for clock in clocks)
 
 
 def test_other_words_are_refused():

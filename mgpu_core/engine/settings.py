@@ -1,0 +1,65 @@
+"""What a step is made from, checked before anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.nn import Module
+
+from mgpu_core.comm.reductions import ALGORITHMS
+from mgpu_core.device.devices import DeviceLike, as_devices, default_devices
+from mgpu_core.device.team import Team
+from mgpu_core.engine.losses import REDUCTIONS
+from mgpu_core.engine.scaling import AMP_DTYPES
+
+__all__ = ["check_dtypes", "check_module", "check_place", "check_settings", "team_of"]
+
+
+def check_module(net: Module) -> None:
+    """Raises TypeError for something else than a bare module."""
+    if not isinstance(net, Module):
+        raise TypeError(f"net must be a torch.nn.Module, not {type(net).__name__}")
+    if isinstance(net, torch.nn.DataParallel | torch.nn.parallel.DistributedDataParallel):
+        raise TypeError(f"net is a {type(net).__name__}: pass what it wraps, `net.module`")
+
+
+def check_dtypes(amp_dtype: torch.dtype | None, comm_dtype: torch.dtype | None) -> None:
+    """Raises TypeError for dtypes that forwards or messages cannot have."""
+    if amp_dtype is not None and amp_dtype not in AMP_DTYPES:
+        raise TypeError(f"amp_dtype must be torch.bfloat16 or torch.float16, not {amp_dtype}")
+    if comm_dtype is not None and not comm_dtype.is_floating_point:
+        raise TypeError(f"comm_dtype must be a floating dtype, not {comm_dtype}")
+
+
+def check_settings(reduction: str, accumulate: int, clip_norm: float | None, algorithm: str) -> None:
+    """Raises ValueError for a setting that no step can have."""
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"reduction must be one of {', '.join(REDUCTIONS)}, not {reduction!r}")
+    if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
+        raise ValueError(f"accumulate must be a whole number of calls per update, 1 or more, not {accumulate!r}")
+    if clip_norm is not None and not 0 < clip_norm < float("inf"):
+        raise ValueError(f"clip_norm must be a positive number, not {clip_norm!r}")
+    if algorithm not in ALGORITHMS:
+        raise ValueError(f"algorithm must be one of {', '.join(ALGORITHMS)}, not {algorithm!r}")
+
+
+def team_of(net: Module, device_ids: Sequence[DeviceLike] | None) -> Team:
+    """The team that ``device_ids`` means; an empty list is the device of the module."""
+    if device_ids is None:
+        device_ids = default_devices()
+    if not isinstance(device_ids, str | int | torch.device) and not len(device_ids):
+        device_ids = [next((each.device for each in net.parameters()), torch.device("cpu"))]
+    return Team.of(as_devices(device_ids))
+
+
+def check_place(net: Module, team: Team) -> None:
+    """Moves the module to the only device, as the drop-in does; several devices: it must be on the first."""
+    if len(team) == 1:
+        net.to(team.devices[0])
+    for name, tensor in [*net.named_parameters(), *net.named_buffers()]:
+        if tensor.device != team.devices[0]:
+            raise RuntimeError(
+                f"net must have its parameters and buffers on {team.devices[0]} (device_ids[0]), but {name} is on "
+                f"{tensor.device}"
+            )

@@ -1,4 +1,4 @@
-"""2,000 steps of a TrainStep over SimpleNet, run by test_soak_steps.py in a process of its own.
+"""Many steps of a TrainStep over SimpleNet, run by test_soak_steps.py in a process of its own.
 
 Prints one JSON line per checkpoint: what the process holds then, with the garbage collector off.
 

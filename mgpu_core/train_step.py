@@ -101,10 +101,8 @@ class TrainStep:
         check_module(net)
         check_optimizer(optimizer, dict(net.named_parameters()))
         check_rng(rng)
-        check_settings(reduction, accumulate, clip_norm, algorithm)
+        check_settings(reduction, accumulate, clip_norm, algorithm, bucket_nbytes)
         check_dtypes(amp_dtype, comm_dtype)
-        if bucket_nbytes < 1:
-            raise ValueError(f"bucket_nbytes must be a positive number of bytes, not {bucket_nbytes}")
         self.module, self.optimizer = net, optimizer
         self.team = team_of(net, device_ids)
         self._split_plan = SplitPlan(shares, self.team)

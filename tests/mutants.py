@@ -451,7 +451,7 @@ MUTANTS = [
     mutant(
         "step: buckets wait for the end of backward",
         "mgpu_core/engine/gradients.py",
-        "Round(expected if overlap else (), ranks, len(self.buckets))",
+        "Round(self._expected if overlap else (), ranks, len(self.buckets))",
         "Round((), ranks, len(self.buckets))",
         "engine/test_train_step.py",
     ),

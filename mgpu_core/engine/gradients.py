@@ -82,6 +82,7 @@ class GradientSync:
         One rank alone has nobody to add up with: its gradients are taken after its backward.
         """
         self._replicas.remember_hooks()
+        self._count_expected()
         if len(self._replicas.team) == 1:
             return
         me = weakref.ref(self)
@@ -90,7 +91,13 @@ class GradientSync:
                 if parameter.requires_grad and (rank, i) not in self.handles:
                     hook = GradientHook(partial(_accumulated, me, rank, i))
                     self.handles[rank, i] = parameter.register_post_accumulate_grad_hook(hook)
-        self._replicas.remember_hooks()
+
+    def _count_expected(self) -> None:
+        """How many gradients each bucket waits for, of each rank."""
+        parameters = self._replicas.parameters[0]
+        self._expected = [
+            sum(parameters[each.parameter].requires_grad for each in bucket.segments) for bucket in self.buckets
+        ]
 
     def clear(self) -> None:
         """Forgets all gradients."""
@@ -100,11 +107,7 @@ class GradientSync:
 
     def begin(self, ranks: int, *, overlap: bool, streams: Sequence[torch.Stream | None]) -> None:
         """Before a backward of so many ranks; ``overlap``: its buckets are summed as they become ready."""
-        parameters = self._replicas.parameters[0]
-        expected = [
-            sum(parameters[each.parameter].requires_grad for each in bucket.segments) for bucket in self.buckets
-        ]
-        self._round = Round(expected if overlap else (), ranks, len(self.buckets))
+        self._round = Round(self._expected if overlap else (), ranks, len(self.buckets))
         self._side.starts(self._replicas.team.devices, streams)
         self._is_learning = True
 
@@ -189,6 +192,7 @@ class GradientSync:
             self.flats.append(flat)
         self._plans = [self._plan(bucket) for bucket in self.buckets]
         self._replicas.remember()
+        self._count_expected()
         self._laid_out = True
         self._rest()
 

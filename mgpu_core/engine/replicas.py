@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from operator import is_
 from types import MethodType
-from typing import Any
 
 import torch
 from torch.nn import Module, Parameter
@@ -20,7 +19,7 @@ from mgpu_core.device.compiled import compiled_calls
 from mgpu_core.device.team import Team
 from mgpu_core.device.tensor_checks import memory_of
 from mgpu_core.engine.commit import BufferSnapshot
-from mgpu_core.engine.flat import compact
+from mgpu_core.engine.flat import FlatTensors, compact
 from mgpu_core.engine.twins import Twin, other_hooks, refuse_hooks
 from mgpu_core.module_tree import ModuleTree, check_initialised, modules_of
 
@@ -116,15 +115,15 @@ class Replicas:
             )
         memory = memory_of(self._own)
         if memory != self._memory:
-            at = next(i for i, (now, then) in enumerate(zip(memory, self._memory, strict=True)) if now != then)
+            at = _first_difference(list(zip(*memory, strict=True)), list(zip(*self._memory, strict=True)))
             p = self._own[at]
             raise RuntimeError(
                 f"parameter {self.names[at]} was moved: it is {p.dtype} on {p.device} in other memory than this step "
                 f"gave it (.to, .half, assign=True and .data = do that): {ADVICE}"
             )
-
-        if self._hooks_now() != self._hooks:
-            at = next(i for i, (a, b) in enumerate(zip(self._hooks_now(), self._hooks, strict=True)) if a != b)
+        hooks = self._hooks_now()
+        if hooks != self._hooks:
+            at = _first_difference(hooks, self._hooks)
             raise RuntimeError(
                 f"parameter {self.names[at]} has got or lost a hook, which the other ranks lack: {ADVICE}"
             )
@@ -173,7 +172,7 @@ class Replicas:
                     raise RuntimeError(f"buffers of {type(self.net).__name__} were added or removed: {ADVICE}")
                 _copy_buffers(own, theirs, self.team.devices[rank])
 
-    def show_memory(self, device: int, values: Any) -> None:
+    def show_memory(self, device: int, values: FlatTensors) -> None:
         """Makes the flat values of a device the memory of its ranks' parameters."""
         ranks = self.ranks_of[device]
         values.adopt(self.parameters[ranks[0]])
@@ -186,6 +185,10 @@ class Replicas:
         """Gives the user's module storage of its own again."""
         for parameter in self._own:
             parameter.data = compact(parameter)
+
+
+def _first_difference(now: Sequence[object], then: Sequence[object]) -> int:
+    return next(i for i, (one, other) in enumerate(zip(now, then, strict=True)) if one != other)
 
 
 def _parameters_of(net: Module) -> Iterator[Parameter | None]:

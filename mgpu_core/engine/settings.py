@@ -32,7 +32,9 @@ def check_dtypes(amp_dtype: torch.dtype | None, comm_dtype: torch.dtype | None) 
         raise TypeError(f"comm_dtype must be a floating dtype, not {comm_dtype}")
 
 
-def check_settings(reduction: str, accumulate: int, clip_norm: float | None, algorithm: str) -> None:
+def check_settings(
+    reduction: str, accumulate: int, clip_norm: float | None, algorithm: str, bucket_nbytes: int
+) -> None:
     """Raises ValueError for a setting that no step can have."""
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction must be one of {', '.join(REDUCTIONS)}, not {reduction!r}")
@@ -42,6 +44,8 @@ def check_settings(reduction: str, accumulate: int, clip_norm: float | None, alg
         raise ValueError(f"clip_norm must be a positive number, not {clip_norm!r}")
     if algorithm not in ALGORITHMS:
         raise ValueError(f"algorithm must be one of {', '.join(ALGORITHMS)}, not {algorithm!r}")
+    if bucket_nbytes < 1:
+        raise ValueError(f"bucket_nbytes must be a positive number of bytes, not {bucket_nbytes}")
 
 
 def team_of(net: Module, device_ids: Sequence[DeviceLike] | None) -> Team:

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from mgpu_core.engine.flat import compact
 
-__all__ = ["load_state", "state_of"]
+__all__ = ["compact_copy", "load_state", "state_of"]
 
 FORMAT = "mgpu_core.TrainStep 1"
 
@@ -20,8 +20,8 @@ def state_of(net: Module, optimizer: Optimizer) -> dict[str, Any]:
     """Compact copies of everything: later steps do not change them, and files hold nothing else."""
     return {
         "format": FORMAT,
-        "module": _copied(net.state_dict()),
-        "optimizer": _copied(optimizer.state_dict()),
+        "module": compact_copy(net.state_dict()),
+        "optimizer": compact_copy(optimizer.state_dict()),
         "random": {"cpu": torch.get_rng_state(), "accelerators": _accelerator_states()},
     }
 
@@ -64,14 +64,15 @@ def _check_fits(state: dict[str, Any], own: dict[str, Any]) -> None:
             )
 
 
-def _copied(value: Any) -> Any:
+def compact_copy(value: Any) -> Any:
+    """A copy of a nest whose tensors have memory of their own: of a view, ``torch.save`` writes all it is a view of."""
     if isinstance(value, torch.Tensor):
         return compact(value)
     if isinstance(value, dict):
         made = copy.copy(value)  # with the version numbers that a module's state carries
-        made.update({name: _copied(each) for name, each in value.items()})
+        made.update({name: compact_copy(each) for name, each in value.items()})
         return made
-    return [_copied(each) for each in value] if isinstance(value, list) else copy.deepcopy(value)
+    return [compact_copy(each) for each in value] if isinstance(value, list) else copy.deepcopy(value)
 
 
 def _accelerator_states() -> list[torch.Tensor]:

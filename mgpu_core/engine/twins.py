@@ -74,8 +74,7 @@ class Twin:
 def refuse_hooks(named: dict[str, Parameter]) -> None:
     """Raises ValueError at a parameter with a post-accumulate hook that is not a step's."""
     for name, parameter in named.items():
-        hooks = (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values()
-        if not all(isinstance(hook, GradientHook) for hook in hooks):  # those of another step do nothing in this one
+        if other_hooks(parameter):
             raise ValueError(
                 f"parameter {name} has a post-accumulate hook, which would see the gradient of one rank alone; "
                 "remove it before the module is given to TrainStep"
@@ -83,7 +82,7 @@ def refuse_hooks(named: dict[str, Parameter]) -> None:
 
 
 def other_hooks(parameter: Parameter) -> int:
-    """Post-accumulate hooks that are not a step's."""
+    """How many post-accumulate hooks are not a step's: those of another step do nothing in this one."""
     hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
     return sum(type(hook) is not GradientHook for hook in hooks.values())
 

@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from mgpu_core import optim
 from mgpu_core.device.memory import note_written
+from mgpu_core.engine.flat import compact
 from mgpu_core.engine.fused import FusedUpdate, step_hooks, why_not_fused
 from mgpu_core.engine.gradients import GradientSync
 from mgpu_core.engine.replicas import Replicas
@@ -100,7 +101,7 @@ class Updates:
         for state in self.optimizer.state.values():
             for name, value in state.items():
                 if torch.is_tensor(value):
-                    state[name] = value.detach().clone(memory_format=torch.preserve_format)
+                    state[name] = compact(value)
 
     def _prepared(self) -> _Update:
         shape = _shape_of(self.optimizer)

@@ -31,8 +31,8 @@ class _Flat:
     """What both optimizers are given, checked once.
 
     Args:
-        names: of the states.
-        states: of each kind that there is, a tensor like ``parameters``.
+        states: by name, a tensor like ``parameters``; ``None`` where there is none of that kind.
+        clip, loss_scale, found_inf: as for :func:`sgd`.
     """
 
     def __init__(
@@ -105,15 +105,9 @@ class FlatSgd(_Flat):
         momentum: torch.Tensor | None,
         segments: torch.Tensor,
         groups: torch.Tensor,
-        *,
-        clip: torch.Tensor | None = None,
-        loss_scale: torch.Tensor | None = None,
-        found_inf: torch.Tensor | None = None,
+        **scalars: torch.Tensor | None,
     ) -> None:
-        super().__init__(
-            parameters, gradients, segments, groups, {"momentum": momentum},
-            clip=clip, loss_scale=loss_scale, found_inf=found_inf,
-        )  # fmt: skip
+        super().__init__(parameters, gradients, segments, groups, {"momentum": momentum}, **scalars)
         self._momentum = momentum
 
     def step(self) -> None:
@@ -150,14 +144,10 @@ class FlatAdam(_Flat):
         *,
         decoupled: bool,
         max_exp_avg_sq: torch.Tensor | None = None,
-        clip: torch.Tensor | None = None,
-        loss_scale: torch.Tensor | None = None,
-        found_inf: torch.Tensor | None = None,
+        **scalars: torch.Tensor | None,
     ) -> None:
         states = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "max_exp_avg_sq": max_exp_avg_sq}
-        super().__init__(
-            parameters, gradients, segments, groups, states, clip=clip, loss_scale=loss_scale, found_inf=found_inf
-        )
+        super().__init__(parameters, gradients, segments, groups, states, **scalars)
         self._average, self._square, self._largest, self._decoupled = exp_avg, exp_avg_sq, max_exp_avg_sq, decoupled
 
     def step(self) -> None:

@@ -7,7 +7,6 @@ is read with `weights_only=True`: a file from a stranger can be refused, but can
 for the same team, number of threads and version of torch; with others the curve goes on, rounded differently.
 """
 
-import copy
 import zipfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from mgpu_core.engine.state import compact_copy
 from mgpu_core.files import write_whole
 from mgpu_core.mnist.config import Config
 from mgpu_core.mnist.history import Epoch
@@ -50,7 +50,7 @@ class Checkpoint:
         content: dict[str, Any] = {"format": FORMAT}
         content |= {name: getattr(self, name) for name in PARTS}
         content["epochs"] = [asdict(epoch) for epoch in self.epochs]
-        write_whole(path, lambda stream: torch.save(_compact(content), stream))
+        write_whole(path, lambda stream: torch.save(compact_copy(content), stream))
 
     @classmethod
     def read(cls, path: Path) -> "Checkpoint":
@@ -97,17 +97,6 @@ def binding_settings(config: Config, digest: str) -> dict[str, Any]:
         "seed": config.seed,
         "digits": digest,
     }
-
-
-def _compact(value: Any) -> Any:
-    """A copy whose tensors have memory of their own: of a view, `torch.save` writes all that it is a view of."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().clone()
-    if isinstance(value, dict):
-        copied = copy.copy(value)  # with the version numbers that a network's state carries
-        copied.update((name, _compact(entry)) for name, entry in value.items())
-        return copied
-    return [_compact(entry) for entry in value] if isinstance(value, list) else value
 
 
 def _load(path: Path) -> Any:

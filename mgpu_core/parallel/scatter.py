@@ -84,9 +84,9 @@ def scatter_objects(
         Per rank its part of each object, and per rank its rows: zeros where no object has any.
     """
     with span("scatter"):
-        if len(team) == 1:
-            return [[_whole(obj, team.devices[0]) for obj in objects.values()]], [_rows_of(objects, dim)]
         parts, counts = _cut(objects, team, dim, shares)
+        if len(team) == 1:
+            counts = [_rows_of(objects, dim)]
     return parts, [0] * len(parts) if counts is None else counts
 
 

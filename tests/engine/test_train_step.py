@@ -399,6 +399,14 @@ def test_moved_and_new_parameters_are_noticed(change):
         step(rows(4), rows(4, 2))
 
 
+def test_the_parameter_that_was_moved_is_named():
+    net, step = plain_step(2)
+    step(rows(4), rows(4, 2))
+    net.last.bias.data = net.last.bias.data.clone()
+    with pytest.raises(RuntimeError, match=r"parameter last\.bias was moved"):
+        step(rows(4), rows(4, 2))
+
+
 def test_rebuild_after_a_change():
     net, step = plain_step(2)
     step(rows(4), rows(4, 2))

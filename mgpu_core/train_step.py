@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import Module
@@ -18,9 +18,9 @@ from mgpu_core.device.devices import DeviceLike
 from mgpu_core.device.random import check_rng
 from mgpu_core.device.streams import caller_streams
 from mgpu_core.device.workers import time_limit
-from mgpu_core.engine.clipping import are_finite, check_finite, clip, multiply
-from mgpu_core.engine.commit import Gate, Holder, uninterrupted
+from mgpu_core.engine.commit import Gate, Holder
 from mgpu_core.engine.compare import first_difference
+from mgpu_core.engine.cycle import Cycle
 from mgpu_core.engine.gradients import CommHook, GradientSync
 from mgpu_core.engine.losses import RankLoss, Window
 from mgpu_core.engine.ranks import Pass, RankPart, has_graph, rank_losses, run_pass
@@ -29,13 +29,19 @@ from mgpu_core.engine.scaling import LossScale
 from mgpu_core.engine.settings import check_dtypes, check_module, check_place, check_settings, team_of
 from mgpu_core.engine.shares import RankPlan, SplitPlan
 from mgpu_core.engine.state import load_state, state_of
+from mgpu_core.engine.together import Together
 from mgpu_core.engine.updates import Updates, check_optimizer
 from mgpu_core.errors import Error
 from mgpu_core.module_tree import draws_random_numbers
 from mgpu_core.parallel import gather
 from mgpu_core.parallel.scatter import scatter_objects
+from mgpu_core.processes.ballot import Standing
+from mgpu_core.processes.group import Processes
 from mgpu_core.record import span
 from mgpu_core.sync_batchnorm import SyncBatchNorm
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 __all__ = ["TrainStep"]
 
@@ -70,6 +76,9 @@ class TrainStep:
         bucket_nbytes: how many bytes of gradients are summed together.
         algorithm: of the all-reduce between devices, as in :func:`mgpu_core.comm.all_reduce`.
         rng: as for :class:`mgpu_core.DataParallel`.
+        process_group: of ``torch.distributed``, whose processes train together, each with a team and rows of its own:
+            the numbers are those of one device with all rows of all processes.  All of them make a step at the same
+            time, and get the values of process 0.
 
     After a step, ``grad`` of the parameters holds what the update used; of a parameter that no rank used it is
     ``None``, and the optimizer leaves that parameter alone.  Running statistics are those of rank 0's rows.  Hooks on
@@ -97,12 +106,13 @@ class TrainStep:
         bucket_nbytes: int = DEFAULT_NBYTES,
         algorithm: str = "auto",
         rng: str = "auto",
+        process_group: ProcessGroup | None = None,
     ) -> None:
         check_module(net)
         check_optimizer(optimizer, dict(net.named_parameters()))
         check_rng(rng)
         check_settings(reduction, accumulate, clip_norm, algorithm, bucket_nbytes)
-        check_dtypes(amp_dtype, comm_dtype)
+        check_dtypes(amp_dtype, comm_dtype, process_group)
         self.module, self.optimizer = net, optimizer
         self.team = team_of(net, device_ids)
         self._split_plan = SplitPlan(shares, self.team)
@@ -112,32 +122,49 @@ class TrainStep:
         on_cpu = all(device.type == "cpu" for device in self.team.devices)
         self.error_if_nonfinite = on_cpu if error_if_nonfinite is None else error_if_nonfinite
         self.amp_dtype, self.loss_scale = amp_dtype, LossScale(amp_dtype)
-        self.steps = 0
-        """Updates so far."""
         self._loss_fns = rank_losses(loss_fn, self.team)
         self._sync_settings = bucket_nbytes, algorithm, comm_dtype
         self._holder = Holder()
         self._keeps_accumulating = False
         self._closed = False
         self._comm_hook: CommHook | None = None
-        self._build()
+        self._processes: Processes | None = None
+        if process_group is not None:
+            self._processes = Processes(process_group, self.team.devices[0])
+        self._build(steps=0)
 
-    def _build(self) -> None:
+    def _build(self, steps: int) -> None:
         self._broken: str | None = None
         self._gate = Gate()
+        self._together: Together | None = None
+        if self._processes is not None:
+            self._together = Together(self._processes, self.module, self.optimizer)
+            self._together.start(self._facts(steps))
         self._replicas = Replicas(self.module, self.team)
-        self._sync = GradientSync(self._replicas, *self._sync_settings)
+        self._sync = GradientSync(self._replicas, *self._sync_settings, self._processes)
         self._sync.hook = self._comm_hook
         self._updates = Updates(self.optimizer, self._replicas, self._sync)
         self._draws = draws_random_numbers(self.module)
         self._joint = len(self.team) > 1 and any(isinstance(each, SyncBatchNorm) for each in self.module.modules())
+        self._cycle = Cycle(self._replicas, self._sync, self._updates, self.loss_scale, self._together, steps)
         self._new_window()
-        self._buffers = self._replicas.buffer_snapshot()
         # A function over handles alone: what it holds, lives as long as the process.
         self._finalizer = weakref.finalize(self, _take_hooks_away, self._sync.handles, self._updates.handles)
 
     def _new_window(self) -> None:
-        self._window = Window(self.reduction, self.accumulate, self.loss_scale.scale)
+        self._cycle.renew(self.reduction, self.accumulate)
+
+    def _facts(self, steps: int) -> dict[str, Any]:
+        """What all processes must have in common, besides net and optimizer."""
+        names = ("reduction", "accumulate", "clip_norm", "error_if_nonfinite", "amp_dtype")
+        own = {name: getattr(self, name) for name in names}
+        sync = dict(zip(("bucket_nbytes", "algorithm", "comm_dtype"), self._sync_settings, strict=True))
+        return own | sync | {"updates": steps, "loss scale": self.loss_scale.scale}
+
+    @property
+    def steps(self) -> int:
+        """Updates so far."""
+        return self._cycle.steps
 
     @outside_the_compiler
     def __call__(self, *inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
@@ -162,65 +189,36 @@ class TrainStep:
         """
         if torch.is_inference_mode_enabled():
             raise RuntimeError("a step inside torch.inference_mode() has no gradients to train with")
-        with self._used(), span("train_step"):
-            try:
-                loss, outputs = self._train(inputs, kwargs, return_outputs)
-            except BaseException:
-                self._give_up()
-                raise
+        with self._used(), span("train_step"), self._whole():
+            loss, outputs = self._train(inputs, kwargs, return_outputs)
         return (loss, outputs) if return_outputs else loss
 
     def _train(self, inputs: tuple[Any, ...], kwargs: dict[str, Any], keep_outputs: bool) -> tuple[Any, Any]:
         self._refresh()
-        if self._window.calls == 0:
-            self._sync.clear()
-            self._buffers.take()
-        else:
-            self._sync.take_up()
-        is_last = not self._keeps_accumulating and self._window.calls + 1 >= self.accumulate
+        self._cycle.enter()
+        window = self._cycle.window
+        is_last = not self._keeps_accumulating and window.calls + 1 >= self.accumulate
         self._split_plan.follow_the_clocks()
         parts, rows = self._split(inputs, kwargs)
-        for part, seed in zip(parts, self._window.seeds(rows), strict=True):
+        for part, seed in zip(parts, window.seeds(rows), strict=True):
             part.seed = seed
         self._sync.begin(len(parts), overlap=is_last, streams=caller_streams(self.team.devices))
         clocks = self._split_plan.clocks()
         with torch.enable_grad():
             losses, outputs = self._run(parts, clocks, backward=True, keep_outputs=keep_outputs)
         self._split_plan.done(rows, clocks)
-        loss = self._window.add(rows, losses, self.team.devices[0])
+        loss = window.add(rows, losses, self.team.devices[0])
         if is_last:
             self._update()
         else:
             self._sync.set_aside()
         return loss, outputs
 
-    def _update(self) -> None:
-        """The commit point: up to here nothing has changed that lasts."""
-        used = self._sync.finish()
-        if self.loss_scale.is_on and not are_finite(self._sync):
-            self._skip_update()
-            return
-        factor = self._window.factor()
-        if factor is not None:
-            multiply(self._sync, factor)
-        if self.error_if_nonfinite:
-            check_finite(self._sync, self._replicas)
-        if self.clip_norm is not None:
-            clip(self._sync, self.clip_norm)
-        with uninterrupted():
-            self._sync.show(used)
-            self._updates.run(used)
-            self.steps += 1
-            self.loss_scale.went_well()
-            self._buffers.drop()
-            self._new_window()
-
-    def _skip_update(self) -> None:
-        """The loss scale was too large: the gradients are dropped; running statistics stay, as in torch."""
-        self.loss_scale.overflowed()
-        self._sync.clear()
-        self._buffers.drop()
+    def _update(self, standing: Standing = Standing.TRAINS) -> bool:
+        """Says whether any process had data for an update."""
+        there_was = self._cycle.update(self.clip_norm, self.error_if_nonfinite, standing) is not None
         self._new_window()
+        return there_was
 
     def _refresh(self) -> None:
         """Brings the ranks up to what the user has done to the module since the last call."""
@@ -262,7 +260,7 @@ class TrainStep:
         outputs = gather([output for _, output in results], self.team.devices[0], self.dim) if keep_outputs else None
         return [loss for loss, _ in results], outputs
 
-    def _give_up(self) -> None:
+    def _give_up(self, error: BaseException) -> None:
         """Waits for ranks that are still at work, and drops what the calls since the last update have left."""
         self._sync.cancel()
         seconds = time_limit()
@@ -270,10 +268,13 @@ class TrainStep:
         if not self._gate.shut(seconds):
             self._broken = f"a rank was still at work {seconds:g} s after its step had failed"
             return
-        self._sync.abandon()
-        self._buffers.restore()
+        broken = None
+        if self._together is not None:
+            self._broken = "the other processes may not know that a step was given up"
+            broken = self._together.give_up(self._sync, self.steps, error)
+        self._cycle.restore()
         self._new_window()
-        self._broken = None
+        self._broken = broken
 
     def evaluate(self, *inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
         """The loss of a batch, without gradients and without an update; arguments and results as for a step.
@@ -295,17 +296,53 @@ class TrainStep:
         were any.
         """
         with self._used(), span("train_step"):
-            if self._window.calls == 0:
+            if self._cycle.window.calls == 0:
                 return False
-            try:
-                self._refresh()
-                self._sync.take_up()
-                self._sync.begin(0, overlap=False, streams=caller_streams(self.team.devices))
-                self._update()
-            except BaseException:
-                self._give_up()
-                raise
+            with self._whole():
+                self._conclude()
         return True
+
+    def _conclude(self, standing: Standing = Standing.TRAINS) -> bool:
+        """An update without another call."""
+        self._refresh()
+        self._cycle.enter()
+        self._sync.begin(0, overlap=False, streams=caller_streams(self.team.devices))
+        return self._update(standing)
+
+    def join(self) -> int:
+        """Follows the other processes' updates, with nothing of its own, until none of them has data left.
+
+        Each process calls it when its data is over, before anything that all of them do together.  Calls that were
+        being accumulated make an update first.  Settings of the optimizer's groups are taken from a process that still
+        trains; so a scheduler of this one may be moved on by as many steps.
+
+        Returns:
+            How many updates of others it has followed.
+
+        Raises:
+            Error: a process failed, or is gone.
+        """
+        followed = 0
+        self.flush()
+        if self._together is None:
+            return followed
+        with self._used(), span("train_step"):
+            while True:
+                with self._whole():
+                    if not self._conclude(Standing.JOINED):
+                        return followed
+                followed += 1
+
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
+        """Around an update or a call on the way to it: all of it happens, or nothing, in all processes."""
+        try:
+            if self._together is not None:
+                self._together.open(self._sync)
+            yield
+        except BaseException as error:
+            self._give_up(error)
+            raise
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -325,24 +362,39 @@ class TrainStep:
         self._comm_hook = self._sync.hook = hook
 
     def sync_parameters(self) -> None:
-        """Gives all devices the values of ``net``: after writes through ``.data``, which torch does not count."""
+        """Gives all devices the values of ``net``: after writes through ``.data``, which torch does not count.
+
+        With a ``process_group`` all processes call it, and get the parameters and buffers of process 0.
+        """
         with self._used():
+            if self._together is not None:
+                self._together.take_values()
             self._replicas.send_values()
             self._updates.remember_values()
 
     def check_replicas(self) -> None:
         """Compares the parameters of all ranks bit by bit; waits for the devices.
 
+        With a ``process_group`` all processes call it, and are compared as well.
+
         Raises:
-            Error: names the parameter and the rank that differs.
+            Error: names the parameter and the rank, or the process, that differs.
         """
         with self._used():
             found = first_difference(self._replicas)
+            among_processes = None if self._together is None else self._together.first_difference()
+        advice = "step.sync_parameters() makes them equal"
         if found is not None:
             name, rank = found
             raise Error(
                 f"parameter {name} of rank {rank} on {self.team.devices[rank]} differs from {self.team.devices[0]}'s: "
-                "step.sync_parameters() makes them equal; something wrote to one device alone"
+                f"{advice}; something wrote to one device alone"
+            )
+        if among_processes is not None:
+            name, process = among_processes
+            raise Error(
+                f"parameter {name} of process {process} differs from process 0's: {advice}; something wrote to one "
+                "process alone"
             )
 
     def state_dict(self) -> dict[str, Any]:
@@ -355,17 +407,20 @@ class TrainStep:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Puts a state back that :meth:`state_dict` made; calls that were being accumulated are dropped.
 
+        With a ``process_group`` all processes load it.
+
         Raises:
-            ValueError: a state that does not fit, before anything is changed.
+            ValueError: a state that does not fit, before anything is changed; other processes loaded another one.
         """
         with self._used():
             load_state(state, self.module, self.optimizer)
-            self.steps = int(state["steps"])
+            self._cycle.steps = int(state["steps"])
             self.loss_scale.load_state_dict(state["loss_scale"])
             self._split_plan.resume(state["shares"])
             self._sync.abandon()
-            self._buffers.drop()
             self._new_window()
+            if self._together is not None:
+                self._together.start(self._facts(self.steps))
 
     def rebuild(self) -> None:
         """Makes the replicas anew from ``net`` as it is: after its parameters, modules or attributes were changed."""
@@ -374,7 +429,7 @@ class TrainStep:
             self._leave()
             check_place(self.module, self.team)
             check_optimizer(self.optimizer, dict(self.module.named_parameters()))
-            self._build()
+            self._build(self.steps)
 
     def close(self) -> None:
         """Gives ``net`` and the optimizer memory of their own again, and ends the threads; the step is over."""
@@ -394,6 +449,8 @@ class TrainStep:
     def _used(self) -> Iterator[None]:
         with self._holder.held():
             self._refuse_closed()
+            if self._processes is not None and self._processes.lost is not None:
+                raise Error(self._processes.lost)
             if self._broken is not None:
                 raise Error(f"{self._broken}: call step.rebuild(), or make a new one")
             yield

@@ -22,7 +22,7 @@ LAYERS = [
     {"device"},
     {"kernels"},
     {"comm", "sync_batchnorm"},
-    {"parallel"},
+    {"parallel", "processes"},
     {"engine"},
     {"data_parallel", "train_step"},
     {"doctor", "mnist"},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["FLOATING", "REAL"]
+__all__ = ["FLOATING", "REAL", "has_gradients"]
 
 FLOATING = {
     torch.float16: "float16",
@@ -13,3 +13,8 @@ FLOATING = {
     torch.float64: "float64",
 }
 REAL = {**FLOATING, torch.int32: "int32", torch.int64: "int64", torch.uint8: "uint8"}
+
+
+def has_gradients(dtype: torch.dtype) -> bool:
+    """Whether tensors of this dtype can be trained: not whole numbers, nor what 8 bits hold."""
+    return dtype.is_complex or (dtype.is_floating_point and dtype.itemsize > 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -125,16 +125,19 @@ def _is_like(buffer: torch.Tensor, before: torch.Tensor, values: torch.Tensor) -
 
 
 @contextmanager
-def uninterrupted() -> Iterator[None]:
-    """Ctrl-C waits until the end: the handler of SIGINT runs then.  Outside the main thread signals do not come."""
+def uninterrupted() -> Iterator[Callable[[], bool]]:
+    """Ctrl-C waits until the end: the handler of SIGINT runs then.  Outside the main thread signals do not come.
+
+    Yields what says whether it came, for those who wait inside.
+    """
+    came: list[tuple[int, Any]] = []
     before = signal.getsignal(signal.SIGINT) if threading.current_thread() is threading.main_thread() else None
     if not callable(before):
-        yield
+        yield lambda: False
         return
-    came: list[tuple[int, Any]] = []
     signal.signal(signal.SIGINT, lambda number, frame: came.append((number, frame)))
     try:
-        yield
+        yield lambda: bool(came)
     finally:
         signal.signal(signal.SIGINT, before)
         if came:

@@ -23,17 +23,22 @@ class FlatTensors:
         buckets: the layout.
         parameters: all parameters, by place; those that no bucket names are left alone.
         device: where.
+        tail: elements that the last bucket of gradients has behind it, for what travels with them.
 
     Attributes:
         values, gradients: one flat tensor per bucket.
+        messages: the gradients, the tail included.
         value_views, gradient_views: by parameter, in its shape.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], parameters: Sequence[torch.Tensor], device: torch.device) -> None:
+    def __init__(
+        self, buckets: Sequence[Bucket], parameters: Sequence[torch.Tensor], device: torch.device, tail: int = 0
+    ) -> None:
         self.device = device
         self._buckets, self._parameters = buckets, parameters
-        self.values = _flat(buckets, parameters, device)
-        self.gradients = _flat(buckets, parameters, device)
+        self.values = _flat(buckets, parameters, device, 0)
+        self.messages = _flat(buckets, parameters, device, tail)
+        self.gradients = [message[: each.count] for message, each in zip(self.messages, buckets, strict=True)]
         self.value_views = self.views_of(self.values)
         self.gradient_views = self.views_of(self.gradients)
 
@@ -58,11 +63,14 @@ class FlatTensors:
             parameters[i].data = view
 
 
-def _flat(buckets: Sequence[Bucket], parameters: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+def _flat(
+    buckets: Sequence[Bucket], parameters: Sequence[torch.Tensor], device: torch.device, tail: int
+) -> list[torch.Tensor]:
     dtypes = [parameters[bucket.segments[0].parameter].dtype for bucket in buckets]
-    return [
-        torch.zeros(bucket.count, dtype=dtype, device=device) for bucket, dtype in zip(buckets, dtypes, strict=True)
-    ]
+    counts = [bucket.count for bucket in buckets]
+    if counts:
+        counts[-1] += tail
+    return [torch.zeros(count, dtype=dtype, device=device) for count, dtype in zip(counts, dtypes, strict=True)]
 
 
 def _view(flat: torch.Tensor, begin: int, like: torch.Tensor) -> torch.Tensor:

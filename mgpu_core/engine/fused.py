@@ -16,7 +16,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from mgpu_core import kernels, optim
-from mgpu_core.device.dtypes import FLOATING
+from mgpu_core.device.dtypes import FLOATING, has_gradients
 from mgpu_core.engine.flat import FlatTensors
 from mgpu_core.engine.fused_device import NO_GROUP, FusedOnDevice
 from mgpu_core.engine.layout import Bucket
@@ -38,7 +38,7 @@ def why_not_fused(optimizer: Optimizer, parameters: Sequence[torch.Tensor], loos
         return "some gradients are sparse"
     if any(step_hooks(optimizer)):
         return "the optimizer has step hooks"
-    if any(each.dtype not in FLOATING for each in parameters):
+    if any(each.dtype not in FLOATING for each in parameters if has_gradients(each.dtype)):
         return "some parameters are not float16, bfloat16, float32 or float64"
     groups = optimizer.param_groups
     if any(group.get("differentiable") for group in groups):

@@ -9,23 +9,32 @@ other ranks, and its own device, go on with their backward.  Nobody waits for an
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
+from typing import TYPE_CHECKING
 
 import torch
 
 from mgpu_core.comm import collectives
 from mgpu_core.comm.rank_sums import RankSums
+from mgpu_core.device.dtypes import has_gradients
 from mgpu_core.device.streams import SideRoad
 from mgpu_core.engine.flat import FlatTensors
 from mgpu_core.engine.layout import Bucket, bucket_layout
 from mgpu_core.engine.replicas import Replicas
 from mgpu_core.engine.rounds import Round
 from mgpu_core.engine.twins import GradientHook
+from mgpu_core.processes.ballot import tail_count
+from mgpu_core.processes.group import Processes
+from mgpu_core.processes.outbox import Outbox
 from mgpu_core.record import span
 
-__all__ = ["GradientBucket", "GradientSync"]
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = ["GradientBucket", "GradientSync", "Learnt"]
 
 _gradient = attrgetter("grad")
 _Plan = tuple[RankSums, list[list[torch.nn.Parameter]]]  # of a device: the parameters of each of its ranks
@@ -39,13 +48,30 @@ class GradientBucket:
     Attributes:
         index: the bucket's number; buckets become ready in about this order.
         tensors: per device of the team the sum of its ranks' gradients, flat, with zeros between the parameters.  The
-            hook leaves the sum over the devices in all of them.
+            hook leaves the sum over the devices, and over the processes of ``group``, in all of them.
         parameters: the names of the parameters in it.
         is_last: whether this is the last number.
+        group: the ``process_group`` of the step; ``None``: there are no other processes.
     """
 
-    def __init__(self, index: int, tensors: list[torch.Tensor], parameters: list[str], is_last: bool) -> None:
+    def __init__(
+        self,
+        index: int,
+        tensors: list[torch.Tensor],
+        parameters: list[str],
+        is_last: bool,
+        group: ProcessGroup | None,
+    ) -> None:
         self.index, self.tensors, self.parameters, self.is_last = index, tensors, parameters, is_last
+        self.group = group
+
+
+@dataclass(frozen=True, slots=True)
+class Learnt:
+    """What the first backward has shown: in which order gradients are made, and which are sparse."""
+
+    order: Sequence[int]
+    loose: Sequence[int]
 
 
 class GradientSync:
@@ -55,11 +81,24 @@ class GradientSync:
         replicas: the ranks' modules.
         bucket_nbytes: how many bytes travel together.
         algorithm: of the all-reduce between devices.
-        comm_dtype: what gradients are cast to for the way between devices; ``None``: their own.
+        comm_dtype: what gradients are cast to for the way between devices and processes; ``None``: their own.
+        processes: that train with this one; ``None``: it is alone.
+
+    Attributes:
+        flats: per device the flat values, and the sums of the gradients.
+        sparse: the sums of sparse gradients, by parameter.
+        outbox: where buckets go, to be summed over the processes.
     """
 
-    def __init__(self, replicas: Replicas, bucket_nbytes: int, algorithm: str, comm_dtype: torch.dtype | None) -> None:
-        self._replicas = replicas
+    def __init__(
+        self,
+        replicas: Replicas,
+        bucket_nbytes: int,
+        algorithm: str,
+        comm_dtype: torch.dtype | None,
+        processes: Processes | None = None,
+    ) -> None:
+        self._replicas, self._processes = replicas, processes
         self._bucket_nbytes, self._algorithm, self._comm_dtype = bucket_nbytes, algorithm, comm_dtype
         self.hook: CommHook | None = None
         self.buckets: tuple[Bucket, ...] = ()
@@ -67,7 +106,8 @@ class GradientSync:
         self.sparse: dict[int, torch.Tensor] = {}
         self.loose: list[int] = []  # parameters outside the buckets: their gradients are sparse
         self._bucket_of: dict[int, int] = {}
-        self._laid_out = self._is_learning = False
+        self.is_laid_out = self._is_learning = False
+        self.outbox: Outbox | None = None
         self._aside: list[torch.Tensor | None] = []
         self._plans: list[list[_Plan]] = []  # per bucket, per device
         self._ready: list[int] = []  # parameters, in the order of their first gradients on rank 0
@@ -83,7 +123,7 @@ class GradientSync:
         """
         self._replicas.remember_hooks()
         self._count_expected()
-        if len(self._replicas.team) == 1:
+        if len(self._replicas.team) == 1 and self._processes is None:
             return
         me = weakref.ref(self)
         for rank, row in enumerate(self._replicas.parameters):
@@ -141,7 +181,7 @@ class GradientSync:
         self.clear()
 
     def _accumulated(self, rank: int, i: int) -> None:
-        if not self._laid_out:
+        if not self.is_laid_out:
             if rank == 0 and self._is_learning:
                 self._ready.append(i)
             return
@@ -149,34 +189,54 @@ class GradientSync:
         if bucket is not None and self._round.is_complete(rank, bucket):
             self._sum(bucket)
 
-    def finish(self) -> list[bool]:
-        """After the backward of all ranks: sums what is left, and says per parameter whether any rank used it.
+    def used(self) -> list[bool]:
+        """Per parameter whether any rank has a gradient of it."""
+        return [any(parameter.grad is not None for parameter in each) for each in self._columns()]
+
+    def _columns(self) -> Iterator[tuple[torch.nn.Parameter, ...]]:
+        return zip(*self._replicas.parameters, strict=True)
+
+    def multiply_parts(self, factor: float) -> None:
+        """Each rank's own gradients by one number, before they are summed."""
+        found = [parameter.grad for row in self._replicas.parameters for parameter in row if parameter.grad is not None]
+        with torch.no_grad():
+            for gradient in found:
+                gradient.mul_(factor)
+
+    def finish(self) -> None:
+        """After the backward of all ranks: sums what is left.
 
         The sums lie in ``flats`` and ``sparse``; each rank still has its own gradients.
         """
-        if not self._laid_out:
-            self._lay_out()
-        rows = self._replicas.parameters
-        used = [any(parameter.grad is not None for parameter in column) for column in zip(*rows, strict=True)]
         for bucket in self._round.left():
+            if self.outbox is not None and self.outbox.has_sent(bucket):
+                raise RuntimeError(
+                    f"gradients of {', '.join(self._names(bucket))} came after their sum had left for the other "
+                    "processes: a reentrant torch.utils.checkpoint makes them twice; use_reentrant=False does not"
+                )
             self._sum(bucket)
+        used = self.used() if self.loose else ()
         self.sparse = {i: self._sum_loose(i) for i in self.loose if used[i]}
         self._side.joins()
         self._rest()
-        return used
 
     def show(self, used: Sequence[bool]) -> None:
         """Makes the sums the ``grad`` of the user's parameters; of those that no rank used it is ``None``."""
         for i, parameter in enumerate(self._replicas.own):
             parameter.grad = None if not used[i] else self.sparse.get(i, self.flats[0].gradient_views.get(i))
 
-    def _lay_out(self) -> None:
-        """The layout, in the order in which the first backward made the gradients; then the rest, last ones first."""
-        parameters = self._replicas.parameters[0]
+    def learnt(self) -> Learnt:
+        """After the first backward."""
         rows = self._replicas.parameters
-        self.loose = [i for i in range(len(parameters)) if any(_is_sparse(row[i].grad) for row in rows)]
-        order = list(dict.fromkeys([*self._ready, *reversed(range(len(parameters)))]))
-        order = [i for i in order if i not in self.loose]
+        loose = [i for i in range(len(rows[0])) if any(_is_sparse(row[i].grad) for row in rows)]
+        return Learnt(list(dict.fromkeys(self._ready)), loose)
+
+    def lay_out(self, learnt: Learnt) -> None:
+        """Buckets in the order in which the first backward made the gradients; then the rest, last ones first."""
+        parameters = self._replicas.parameters[0]
+        self.loose = list(learnt.loose)
+        order = list(dict.fromkeys([*learnt.order, *reversed(range(len(parameters)))]))
+        order = [i for i in order if i not in self.loose and has_gradients(parameters[i].dtype)]
         kinds = {dtype: kind for kind, dtype in enumerate(dict.fromkeys(each.dtype for each in parameters))}
         self.buckets = bucket_layout(
             [each.numel() for each in parameters],
@@ -186,14 +246,17 @@ class GradientSync:
             self._bucket_nbytes,
         )
         self._bucket_of = {each.parameter: b for b, bucket in enumerate(self.buckets) for each in bucket.segments}
+        tail = 0 if self._processes is None else tail_count(self._processes.count, len(parameters))
         for place, device in enumerate(self._replicas.devices):
-            flat = FlatTensors(self.buckets, parameters, device)
+            flat = FlatTensors(self.buckets, parameters, device, 0 if place else tail)
             self._replicas.show_memory(place, flat)
             self.flats.append(flat)
+        if self._processes is not None:
+            self.outbox = Outbox(self._processes, self.flats[0].messages, len(parameters), self._comm_dtype)
         self._plans = [self._plan(bucket) for bucket in self.buckets]
         self._replicas.remember()
         self._count_expected()
-        self._laid_out = True
+        self.is_laid_out = True
         self._rest()
 
     def _plan(self, bucket: Bucket) -> list[_Plan]:
@@ -212,8 +275,24 @@ class GradientSync:
         with span("all_reduce", detail=f"bucket {bucket}"), self._side.entered():
             for sums, columns in self._plans[bucket]:
                 sums.add_up([list(map(_gradient, column)) for column in columns])
-            if len(self.flats) > 1:
+            if len(self.flats) > 1 and (self.hook is None or self.outbox is None):
                 self._over_devices(bucket)
+            if self.outbox is not None:
+                self.outbox.put(bucket)
+
+    def open_outbox(self) -> None:
+        """Before an update; a hook takes buckets all the way, in the outbox's order."""
+        if self.outbox is not None:
+            self.outbox.open(self._over_devices if self.hook is not None else None)
+
+    def spread(self) -> None:
+        """Gives the sums over the processes, which the first device has, to the others."""
+        first, *others = [flat.gradients for flat in self.flats]
+        if others and self.hook is None:
+            collectives.broadcast_into(first, [list(each) for each in zip(*others, strict=True)])
+
+    def _names(self, bucket: int) -> list[str]:
+        return [self._replicas.names[each.parameter] for each in self.buckets[bucket].segments]
 
     def _over_devices(self, bucket: int) -> None:
         tensors = [flat.gradients[bucket] for flat in self.flats]
@@ -222,8 +301,9 @@ class GradientSync:
         if self.hook is None:
             collectives.all_reduce_into(sent, "sum", self._algorithm, True)
         else:
-            names = [self._replicas.names[each.parameter] for each in self.buckets[bucket].segments]
-            self.hook(GradientBucket(bucket, sent, names, bucket == len(self.buckets) - 1))
+            group = None if self._processes is None else self._processes.group
+            is_last = bucket == len(self.buckets) - 1
+            self.hook(GradientBucket(bucket, sent, self._names(bucket), is_last, group))
         if narrow:
             for tensor, each in zip(tensors, sent, strict=True):
                 tensor.copy_(each)

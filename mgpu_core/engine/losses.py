@@ -7,6 +7,7 @@ weights is divided when all weights are known, after the sums over the ranks.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -65,13 +66,14 @@ class Window:
         reduction: one of :data:`REDUCTIONS`.
         planned: how many calls the window is expected to have.
         scale: what all losses are multiplied by before backward, and their gradients divided by after it.
+        rows: of a call in all processes, that a mean is taken over beforehand; ``None``: the rows of the first call.
     """
 
-    def __init__(self, reduction: str, planned: int, scale: float = 1.0) -> None:
+    def __init__(self, reduction: str, planned: int, scale: float = 1.0, rows: float | None = None) -> None:
         self.calls = 0
         self._reduction, self._planned, self._scale = reduction, planned, scale
         self._rows = 0  # of all calls so far
-        self._seeded = 0.0  # what the rows were divided by, for ``mean``
+        self._seeded = 0.0 if rows is None else rows * planned  # what the rows were divided by, for ``mean``
         self._weight: torch.Tensor | None = None
 
     def seeds(self, rows: Sequence[int]) -> list[float]:
@@ -99,13 +101,33 @@ class Window:
         self._weight = weight if self._weight is None else self._weight + weight
         return _total(values, [1.0] * len(values)) / weight
 
-    def factor(self) -> float | torch.Tensor | None:
-        """What the sums of the gradients must still be multiplied by; ``None``: nothing."""
-        if self._reduction == "weighted" and self._weight is not None:
-            return (self._weight * self._scale).reciprocal()
+    @property
+    def weight(self) -> float | torch.Tensor:
+        """What the calls so far weigh: their rows, or what a weighted loss has said."""
+        return float(self._rows) if self._weight is None else self._weight
+
+    @property
+    def rows_seeded(self) -> float:
+        """The rows of a call that a mean was taken over beforehand; 0 before the first call."""
+        return self._seeded / self._planned
+
+    def reseed(self, rows: float) -> float:
+        """Takes the mean over so many rows instead; returns what the gradients so far must be multiplied by."""
+        before, self._seeded = self._seeded, rows * self._planned
+        return before / self._seeded if before else 1.0
+
+    def factor(self, weight: float | torch.Tensor) -> float | torch.Tensor | None:
+        """What the sums of the gradients must still be multiplied by, where all calls together weigh so much.
+
+        ``None``: nothing.
+        """
+        if isinstance(weight, torch.Tensor):
+            return (weight * self._scale).reciprocal()
         factor = 1.0 / self._scale
-        if self._reduction == "mean" and self._rows:
-            factor *= self._seeded / self._rows
+        if self._reduction == "weighted":
+            factor /= weight or math.nan  # the loss is a number divided by nothing, too
+        elif self._reduction == "mean" and weight:
+            factor *= self._seeded / weight
         return None if factor == 1.0 else factor
 
 

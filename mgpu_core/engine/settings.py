@@ -24,12 +24,14 @@ def check_module(net: Module) -> None:
         raise TypeError(f"net is a {type(net).__name__}: pass what it wraps, `net.module`")
 
 
-def check_dtypes(amp_dtype: torch.dtype | None, comm_dtype: torch.dtype | None) -> None:
+def check_dtypes(amp_dtype: torch.dtype | None, comm_dtype: torch.dtype | None, process_group: object) -> None:
     """Raises TypeError for dtypes that forwards or messages cannot have."""
     if amp_dtype is not None and amp_dtype not in AMP_DTYPES:
         raise TypeError(f"amp_dtype must be torch.bfloat16 or torch.float16, not {amp_dtype}")
     if comm_dtype is not None and not comm_dtype.is_floating_point:
         raise TypeError(f"comm_dtype must be a floating dtype, not {comm_dtype}")
+    if process_group is not None and comm_dtype is not None and comm_dtype.itemsize < 2:
+        raise TypeError(f"comm_dtype between processes must have 16 bits or more, which {comm_dtype} has not")
 
 
 def check_settings(

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.nn import Module, Parameter
 
+from mgpu_core.device.dtypes import has_gradients
 from mgpu_core.module_tree import is_compile_wrapper, modules_of
 
 __all__ = ["GradientHook", "Twin", "other_hooks", "refuse_hooks"]
@@ -60,7 +61,7 @@ class Twin:
     def _parameter(self, parameter: Parameter) -> Parameter:
         same = parameter.device == self._device
         values = parameter.detach() if same else parameter.detach().to(self._device)
-        made: Parameter = torch.Tensor._make_subclass(type(parameter), values, True)
+        made: Parameter = torch.Tensor._make_subclass(type(parameter), values, has_gradients(values.dtype))
         made.__dict__.update(parameter.__dict__)
         for hook in (parameter._backward_hooks or {}).values():  # which a frozen one has, too, but does not take
             made.register_hook(hook)

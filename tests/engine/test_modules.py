@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import warnings
 
 import pytest
 import torch
@@ -211,3 +212,19 @@ def test_nothing_is_left_behind(ranks):
     for _ in range(20):
         step(x, y)
     assert live() == before
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_parameters_that_have_no_gradients(ranks):
+    """Whole numbers, as quantized weights are: no bucket has them, and no fused kernel minds them."""
+    net = Linear()
+    net.scale = nn.Parameter(torch.tensor([2, 3], dtype=torch.int8), requires_grad=False)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+    step = TrainStep(net, lambda output, target: (output * target).sum(), optimizer, cpu(ranks), reduction="sum")
+    wanted = net.last.weight.detach() - torch.full((2, 3), 8.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(torch.ones(8, 3), torch.ones(8, 2))
+    assert torch.equal(net.last.weight.detach(), wanted)
+    assert net.scale.tolist() == [2, 3]
+    step.check_replicas()

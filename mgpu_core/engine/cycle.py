@@ -1,0 +1,136 @@
+"""From one update to the next: the calls whose gradients it is made of, and the commit point at its end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from mgpu_core.engine.clipping import are_finite, check_finite, clip, multiply
+from mgpu_core.engine.commit import uninterrupted
+from mgpu_core.engine.gradients import GradientSync
+from mgpu_core.engine.losses import Window
+from mgpu_core.engine.replicas import Replicas
+from mgpu_core.engine.scaling import LossScale
+from mgpu_core.engine.together import Together
+from mgpu_core.engine.updates import Updates
+from mgpu_core.processes.ballot import Standing
+
+__all__ = ["Cycle"]
+
+
+class Cycle:
+    """The way from one update to the next, again and again.
+
+    Up to its commit point nothing changes that lasts: parameters, optimizer, counts.  Running statistics do, and are
+    put back when the cycle is abandoned.
+
+    Args:
+        replicas, sync, updates: of the step.
+        loss_scale: of its losses.
+        together: its process among others; ``None``: it is alone.
+        steps: updates so far.
+
+    Attributes:
+        steps: the same.
+        window: the calls since the last update.
+    """
+
+    def __init__(
+        self,
+        replicas: Replicas,
+        sync: GradientSync,
+        updates: Updates,
+        loss_scale: LossScale,
+        together: Together | None,
+        steps: int,
+    ) -> None:
+        self._replicas, self._sync, self._updates = replicas, sync, updates
+        self._loss_scale, self._together = loss_scale, together
+        self._buffers = replicas.buffer_snapshot()
+        self.steps = steps
+
+    def renew(self, reduction: str, accumulate: int) -> None:
+        """A new window; what the last one has left in running statistics, stays."""
+        self._buffers.drop()
+        rows = None if self._together is None else self._together.rows
+        self.window = Window(reduction, accumulate, self._loss_scale.scale, rows)
+
+    def enter(self) -> None:
+        """Before a call adds its gradients."""
+        if self.window.calls == 0:
+            self._sync.clear()
+            self._buffers.take()
+        else:
+            self._sync.take_up()
+
+    def restore(self) -> None:
+        """Drops what the calls since the last update have left."""
+        self._sync.abandon()
+        self._buffers.restore()
+
+    def update(
+        self, clip_norm: float | None, error_if_nonfinite: bool, standing: Standing = Standing.TRAINS
+    ) -> bool | None:
+        """The commit point, behind the backward of the last call.
+
+        Args:
+            clip_norm: the largest norm of all gradients.
+            error_if_nonfinite: whether one that is not finite is an error.
+            standing: what this process tells the others.
+
+        Returns:
+            Whether there was an update; False: the loss scale was too large, and the gradients are dropped.  ``None``:
+            no process has any data left.
+
+        Raises:
+            FloatingPointError: a gradient is not finite.
+            Error: another process could not update.
+        """
+        if not self._sync.is_laid_out and not self._lay_out(standing):
+            return None
+        self._sync.finish()
+        with uninterrupted() as interrupted:
+            decided = self._decide(standing, interrupted)
+            if decided is None:
+                return None
+            used, weight = decided
+            if self._loss_scale.is_on and not are_finite(self._sync):
+                self._loss_scale.overflowed()
+                self._sync.clear()
+                return False
+            factor = self.window.factor(weight)
+            if factor is not None:
+                multiply(self._sync, factor)
+            if error_if_nonfinite:
+                check_finite(self._sync, self._replicas)
+            if clip_norm is not None:
+                clip(self._sync, clip_norm)
+            self._sync.show(used)
+            self._updates.run(used)
+            self.steps += 1
+            self._loss_scale.went_well()
+            return True
+
+    def _lay_out(self, standing: Standing) -> bool:
+        learnt = self._sync.learnt()
+        if self._together is not None:
+            agreed = self._together.learn(self._sync, self.window, standing)
+            if agreed is None:
+                return False
+            learnt = agreed
+        self._sync.lay_out(learnt)
+        if self._together is not None:
+            self._sync.open_outbox()
+        return True
+
+    def _decide(
+        self, standing: Standing, interrupted: Callable[[], bool]
+    ) -> tuple[list[bool], float | torch.Tensor] | None:
+        """Which parameters are updated, and what all calls weigh; ``None``: nobody has any data."""
+        if self._together is None:
+            return self._sync.used(), self.window.weight
+        tally = self._together.decide(self._sync, self.window, self.steps, standing, interrupted)
+        if all(each == Standing.JOINED for each in tally.standings):
+            return None
+        return tally.used, tally.weight

@@ -1,0 +1,182 @@
+"""An update that several processes make as one: all of them, by the same sums, or none.
+
+Each process gives its ballot behind its last bucket.  One that fails, or is interrupted, before that has left says so
+in the same messages, so that nobody waits for it, and everybody gives the step up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from mgpu_core.engine.gradients import GradientSync, Learnt
+from mgpu_core.engine.losses import Window
+from mgpu_core.errors import Error
+from mgpu_core.processes.agreement import check_agreement, digest, facts_of, first_difference
+from mgpu_core.processes.ballot import Ballot, Standing, Tally
+from mgpu_core.processes.group import Processes
+
+__all__ = ["Together"]
+
+_REASON_COUNT = 300  # characters of another process's error
+
+
+class Together:
+    """This process among those that train with it.
+
+    Args:
+        processes: all of them.
+        net: the module of this one.
+        optimizer: over its parameters.
+
+    Attributes:
+        rows: of a call in all processes, as they have agreed in their first update; means are taken over so many.
+    """
+
+    def __init__(self, processes: Processes, net: Module, optimizer: Optimizer) -> None:
+        self.processes = processes
+        self.rows: float | None = None
+        self._net, self._optimizer = net, optimizer
+        self._is_open = False
+
+    def start(self, settings: Mapping[str, Any]) -> None:
+        """Compares nets, optimizers and settings, and takes the values of process 0.
+
+        Raises:
+            ValueError: processes differ; all of them raise it.
+        """
+        self._is_open = False
+        check_agreement(self.processes, facts_of(self._net, self._optimizer, settings))
+        self.take_values()
+
+    def take_values(self) -> None:
+        """Parameters and buffers of process 0, in all of them."""
+        self.processes.send_from(0, [*self._net.parameters(), *self._net.buffers()])
+
+    def first_difference(self) -> tuple[str, int] | None:
+        """The first parameter that is not the same in all processes, and the first process where it is not."""
+        named = list(self._net.named_parameters())
+        found = self.processes.exchange([digest(each) for _, each in named])
+        for process, theirs in enumerate(found):
+            at = first_difference(found[0], theirs)
+            if at is not None:
+                return named[at][0], process
+        return None
+
+    def open(self, sync: GradientSync) -> None:
+        """Before a call: from now on this process takes part in the next update, or makes it fail."""
+        if not self._is_open:
+            self._is_open = True
+            sync.open_outbox()
+
+    def learn(self, sync: GradientSync, window: Window, standing: Standing) -> Learnt | None:
+        """One layout for all, after their first backward; ``None``: nobody had one, all have joined.
+
+        Raises:
+            Error: a process has given the step up.
+            TypeError: sparse gradients.
+        """
+        mine = sync.learnt()
+        words = {"order": mine.order, "loose": mine.loose, "rows": window.rows_seeded, "standing": standing}
+        found = self.processes.exchange(words)
+        self._refuse_failed(found)
+        if all(each["standing"] == Standing.JOINED for each in found):
+            self._is_open = False
+            return None
+        if any(each["loose"] for each in found):
+            self._is_open = False
+            raise TypeError("some gradients are sparse: they can be summed inside one process only, so make them dense")
+        if rows := sum(each["rows"] for each in found):
+            self.rows = rows
+            sync.multiply_parts(window.reseed(rows))
+        return Learnt(next((each["order"] for each in found if each["order"]), []), [])
+
+    def decide(
+        self,
+        sync: GradientSync,
+        window: Window,
+        updates: int,
+        standing: Standing,
+        interrupted: Callable[[], bool],
+    ) -> Tally:
+        """Sends this process's ballot; when it returns, all processes update by the same sums.
+
+        Raises:
+            Error: a process has given the step up, is gone, or is at another update.
+            KeyboardInterrupt: ``interrupted`` said so, while the ballots were under way.
+        """
+        assert sync.outbox is not None
+        tally = sync.outbox.cast(Ballot(standing, updates, float(window.weight), sync.used()), interrupted)
+        if Standing.FAILED in tally.standings:
+            self._refuse_failed(self.processes.exchange({}))
+        self._is_open = False
+        self._check_updates(tally)
+        sync.spread()
+        if Standing.JOINED in tally.standings and Standing.TRAINS in tally.standings:
+            self._follow_settings(tally)
+        return tally
+
+    def give_up(self, sync: GradientSync, updates: int, error: BaseException) -> str | None:
+        """Tells the others that this process cannot update; returns what is wrong with the step from now on."""
+        if not self._is_open or self.processes.lost is not None:
+            return self.processes.lost
+        reason = {"reason": f"{type(error).__name__}: {error}"[:_REASON_COUNT]}
+        try:
+            if not sync.is_laid_out:
+                self.processes.exchange(reason)
+            elif sync.outbox is not None and not sync.outbox.is_cast:
+                nothing = [False] * len(sync.used())
+                sync.outbox.cast(Ballot(Standing.FAILED, updates, 0.0, nothing), lambda: False)
+                self.processes.exchange(reason)
+            else:
+                return "the processes were interrupted while they agreed on an update, and some may have made it"
+        except Error:
+            return self.processes.lost
+        self._is_open = False
+        return None
+
+    def _refuse_failed(self, found: Sequence[Mapping[str, Any]]) -> None:
+        for process, words in enumerate(found):
+            if "reason" in words:
+                self._is_open = False
+                raise Error(f"process {process} gave this step up, and so did all: {words['reason']}")
+
+    def _check_updates(self, tally: Tally) -> None:
+        if len(set(tally.updates)) > 1:
+            made = ", ".join(f"process {process} {count}" for process, count in enumerate(tally.updates))
+            raise Error(
+                f"the processes have not made the same updates ({made}): all must load the same state, and make as "
+                "many steps, or call step.join() when their data is over"
+            )
+
+    def _follow_settings(self, tally: Tally) -> None:
+        """A process without data has schedulers that stand still: it takes the settings of one that trains."""
+        found = self.processes.exchange([_numbers_of(group) for group in self._optimizer.param_groups])
+        if tally.standings[self.processes.index] == Standing.JOINED:
+            theirs = found[tally.standings.index(Standing.TRAINS)]
+            for group, numbers in zip(self._optimizer.param_groups, theirs, strict=True):
+                _take(group, numbers)
+
+
+def _numbers_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    numbers = {name: _plain(value) for name, value in group.items() if name != "params"}
+    return {name: value for name, value in numbers.items() if value is not None and not isinstance(value, str)}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple | list):
+        return [_plain(each) for each in value]
+    return float(value) if torch.is_tensor(value) else value
+
+
+def _take(group: dict[str, Any], numbers: Mapping[str, Any]) -> None:
+    for name, value in numbers.items():
+        own = group.get(name)
+        if torch.is_tensor(own):
+            own.fill_(value)
+        else:
+            group[name] = tuple(value) if isinstance(value, list) else value

@@ -1,0 +1,90 @@
+"""What processes must have in common before they train together, compared line by line."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from mgpu_core.processes.group import Processes
+
+__all__ = ["check_agreement", "digest", "facts_of", "first_difference"]
+
+Facts = Mapping[str, Sequence[str]]
+
+
+def check_agreement(processes: Processes, facts: Facts) -> None:
+    """Compares facts with those of the other processes; all of them call it.
+
+    Args:
+        processes: which.
+        facts: by topic, a line for each.
+
+    Raises:
+        ValueError: in all processes alike; names the topic, the process, and the first lines that differ.
+    """
+    found: list[Facts] = processes.exchange({topic: list(lines) for topic, lines in facts.items()})
+    for topic, wanted in found[0].items():
+        for process, theirs in enumerate(found):
+            at = first_difference(wanted, theirs.get(topic, ()))
+            if at is not None:
+                raise ValueError(
+                    f"processes differ in their {topic}: {_line(wanted, at)} in process 0, "
+                    f"{_line(theirs.get(topic, ()), at)} in process {process}"
+                )
+
+
+def first_difference(wanted: Sequence[str], found: Sequence[str]) -> int | None:
+    """Where two lists differ first; ``None``: nowhere."""
+    for at, (one, other) in enumerate(zip(wanted, found, strict=False)):
+        if one != other:
+            return at
+    return None if len(wanted) == len(found) else min(len(wanted), len(found))
+
+
+def _line(lines: Sequence[str], at: int) -> str:
+    return lines[at] if at < len(lines) else "none"
+
+
+def facts_of(net: Module, optimizer: Optimizer, settings: Mapping[str, Any]) -> dict[str, list[str]]:
+    """What a net, an optimizer with its state, and settings are, without the values of the net."""
+    names = {id(parameter): name for name, parameter in net.named_parameters()}
+    return {
+        "settings": [f"{name}={value}" for name, value in settings.items()],
+        "parameters": [_described(name, each) for name, each in net.named_parameters()],
+        "buffers": [_described(name, each) for name, each in net.named_buffers()],
+        "optimizer": [type(optimizer).__name__, *(_group(group, names) for group in optimizer.param_groups)],
+        "optimizer state": [
+            f"{names.get(id(each))} {name} {digest(value) if torch.is_tensor(value) else value}"
+            for each, state in optimizer.state.items()
+            for name, value in sorted(state.items())
+        ],
+    }
+
+
+def _described(name: str, tensor: torch.Tensor) -> str:
+    frozen = "" if tensor.requires_grad else ", without grad"
+    return f"{name} {tuple(tensor.shape)} {tensor.dtype}{frozen}"
+
+
+def _group(group: Mapping[str, Any], names: Mapping[int, str]) -> str:
+    members = ", ".join(names.get(id(each), "?") for each in group["params"])
+    numbers = ", ".join(f"{name}={_plain(value)}" for name, value in group.items() if name != "params")
+    return f"{numbers}: {members}"
+
+
+def _plain(value: Any) -> Any:
+    return float(value) if torch.is_tensor(value) else value
+
+
+def digest(tensor: torch.Tensor) -> str:
+    """A checksum of dtype, shape and every bit."""
+    values = tensor.detach().cpu().contiguous()
+    found = hashlib.blake2b(f"{tensor.dtype} {tuple(tensor.shape)}".encode(), digest_size=8)
+    found.update((ctypes.c_char * values.nbytes).from_address(values.data_ptr()) if values.nbytes else b"")
+    return found.hexdigest()

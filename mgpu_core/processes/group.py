@@ -1,0 +1,194 @@
+"""The processes of one training, over a group of ``torch.distributed``: what is said between them, and who is gone.
+
+Everything is sent without blocking, and waited for in slices, so that Ctrl-C comes through; the group's own timeout
+bounds each wait.  Whatever goes wrong on the way means that a process is lost: an error names it where that can be
+seen, and from then on the group is not used any more.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import distributed
+
+from mgpu_core.device.memory import note_written
+from mgpu_core.errors import Error
+
+if TYPE_CHECKING:  # a torch built without it has none
+    from torch.distributed import ProcessGroup, Work
+
+__all__ = ["Processes"]
+
+_SLICE = timedelta(seconds=0.2)  # how long Ctrl-C may have to wait
+_DYING_SECONDS = 1.0  # a process closes its connections a little before it has ended
+
+
+def _never() -> bool:
+    return False
+
+
+class Processes:
+    """The processes of a group, seen from one of them.
+
+    Args:
+        group: of ``torch.distributed``; all of its processes make a ``Processes`` of it at the same time.
+        device: of this process, for messages that are not the caller's own tensors.
+
+    Attributes:
+        group: the same.
+        index, count: which process this is, of how many.
+        device: for messages of its own.
+        lost: why the group cannot be used any more; ``None`` while it can.
+
+    Raises:
+        TypeError, ValueError: not an initialised group, or one that this process does not belong to.
+        Error: a process is gone.
+    """
+
+    def __init__(self, group: ProcessGroup, device: torch.device) -> None:
+        _check(group)
+        self.group = group
+        self.index, self.count = distributed.get_rank(group), distributed.get_world_size(group)
+        self.lost: str | None = None
+        self.device = torch.device("cpu") if distributed.get_backend(group) == "gloo" else device
+        self._homes: list[list[Any]] = []
+        self._homes = self.exchange([_host(), os.getpid()])
+
+    def add_up(self, tensor: torch.Tensor) -> Work:
+        """Begins the sum of a tensor over all processes, in place; :meth:`wait` for it before it is read or written.
+
+        On a GPU the current stream does so, and the host goes on.
+        """
+        return self._begun(partial(self._all_reduce, tensor), tensor.device)
+
+    def _all_reduce(self, tensor: torch.Tensor) -> Work:
+        return _given(distributed.all_reduce(tensor, group=self.group, async_op=True))
+
+    def wait(self, work: Work, interrupted: Callable[[], bool] = _never) -> None:
+        """Until it is done.
+
+        Args:
+            work: what was begun.
+            interrupted: whether to give up, where Ctrl-C is only noted.
+
+        Raises:
+            Error: a process is gone, or the group's timeout has passed.
+            KeyboardInterrupt: ``interrupted`` said so.
+        """
+        while not work.is_completed():
+            if interrupted():
+                raise KeyboardInterrupt
+            with suppress(RuntimeError):  # a slice has passed; what has really failed, is completed and says so below
+                work.wait(_SLICE)
+        try:
+            work.wait()
+        except RuntimeError as error:
+            self._lose(error)
+
+    def exchange(self, value: Any) -> list[Any]:
+        """Each process's value, in their order; values are what JSON can hold."""
+        text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(self.device)
+        counts = self._all_gather(torch.tensor([text.numel()], device=self.device))
+        room = max(int(each) for each in counts)
+        texts = self._all_gather(torch.nn.functional.pad(text, (0, room - text.numel())))
+        pairs = zip(texts, counts, strict=True)
+        return [json.loads(bytes(each[: int(count)].tolist())) for each, count in pairs]
+
+    def send_from(self, root: int, tensors: Sequence[torch.Tensor]) -> None:
+        """Gives all processes the values that process ``root`` has in these tensors."""
+        sent = [each.detach().contiguous() for each in tensors]
+        for message in sent:
+            self.wait(self._begun(partial(self._broadcast, root, message), message.device))
+        if self.index == root:
+            return
+        with torch.no_grad():
+            for tensor, message in zip(tensors, sent, strict=True):
+                if tensor.data_ptr() != message.data_ptr():
+                    tensor.copy_(message)
+        note_written(tensors)
+
+    def _broadcast(self, root: int, message: torch.Tensor) -> Work:
+        global_root = distributed.get_global_rank(self.group, root)
+        return _given(distributed.broadcast(message, global_root, group=self.group, async_op=True))
+
+    def _all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        found = [torch.empty_like(tensor) for _ in range(self.count)]
+        gather = partial(distributed.all_gather, found, tensor, group=self.group, async_op=True)
+        self.wait(self._begun(lambda: _given(gather()), tensor.device))
+        return found
+
+    def _begun(self, begin: Callable[[], Work], device: torch.device) -> Work:
+        if self.lost is not None:
+            raise Error(self.lost)
+        try:
+            work = begin()
+            if device.type == "cuda":  # an order between streams; whoever uses the stream next, is behind it
+                work.wait()
+        except RuntimeError as error:
+            self._lose(error)
+        return work
+
+    def _lose(self, error: RuntimeError) -> NoReturn:
+        found = self._ended()
+        deadline = time.monotonic() + _DYING_SECONDS
+        while not found and time.monotonic() < deadline:
+            time.sleep(0.02)
+            found = self._ended()
+        who = " and ".join(found) or "a process on another machine, or one that is still running,"
+        self.lost = (
+            f"process {self.index} of {self.count} was left alone: {who} did not answer any more "
+            f"({str(error).splitlines()[0]}); parameters are those of the last update: start all processes again from "
+            "the last checkpoint"
+        )
+        raise Error(self.lost) from error
+
+    def _ended(self) -> list[str]:
+        here = _host()
+        return [
+            f"process {index} (pid {pid} on this machine, which has ended)"
+            for index, (host, pid) in enumerate(self._homes)
+            if host == here and index != self.index and _has_ended(pid)
+        ]
+
+
+def _given(work: Work | None) -> Work:
+    assert work is not None  # only to those outside the group nothing is given
+    return work
+
+
+def _check(group: Any) -> None:
+    if not distributed.is_available() or not distributed.is_initialized():
+        raise ValueError("process_group needs torch.distributed.init_process_group() before; torchrun does not call it")
+    if group is distributed.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError("this process does not belong to process_group")
+    if not isinstance(group, distributed.ProcessGroup):
+        raise TypeError(
+            "process_group must be a group of torch.distributed, such as torch.distributed.group.WORLD, not "
+            f"{type(group).__name__}"
+        )
+
+
+def _host() -> str:
+    """Where a pid means the same process: this kernel, and these numbers of processes."""
+    with suppress(OSError):
+        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
+    return socket.gethostname()
+
+
+def _has_ended(pid: int) -> bool:
+    """Also of one whose parent has not asked yet."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return Path("/proc/self/stat").exists()
+    return state in "ZX"

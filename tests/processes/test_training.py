@@ -1,0 +1,299 @@
+"""Several processes train as one device with all their rows does: SGD and AdamW, every reduction, ragged rows."""
+
+import copy
+
+import pytest
+import torch
+from engine.nets import Branches, Linear, batches, mse
+from fakes.nets import whole
+from processes.world import run
+from torch import nn
+from torch.distributed import group
+from torch.optim import SGD, AdamW
+
+from mgpu_core import TrainStep
+
+OPTIMIZERS = {
+    "momentum": lambda parameters: SGD(parameters, lr=0.05, momentum=0.9, weight_decay=0.01),
+    "adamw": lambda parameters: AdamW(parameters, lr=0.01, weight_decay=0.1),
+    "rmsprop": lambda parameters: torch.optim.RMSprop(parameters, lr=0.01),
+}
+
+
+def step_of(net, loss_fn, optimizer, ranks=2, **settings):
+    return TrainStep(net, loss_fn, optimizer, ["cpu"] * ranks, process_group=group.WORLD, **settings)
+
+
+def values_of(net):
+    return [each.detach().clone() for each in net.parameters()]
+
+
+def far(one, other):
+    return max(float((a - b).abs().max()) for a, b in zip(one, other, strict=True))
+
+
+def rows_of(process, processes, tensor):
+    """A process's part of a batch: the first has more where they cannot be equal."""
+    return torch.tensor_split(tensor, processes)[process]
+
+
+def branches():
+    torch.manual_seed(5)
+    return Branches().double()
+
+
+def train_branches(process, processes, name, ranks, rows, settings):
+    torch.manual_seed(process)  # each its own: the values of process 0 are taken
+    net = branches() if process == 0 else Branches().double()
+    optimizer = OPTIMIZERS[name](net.parameters())
+    step = step_of(net, mse, optimizer, ranks, bucket_nbytes=200, **settings)
+    for i, (x, y) in enumerate(batches(30, rows)):
+        way = i % 3 if i < 15 else (i + process) % 3  # later the processes use other branches
+        step(rows_of(process, processes, x), way, rows_of(process, processes, y))
+    step.check_replicas()
+    return values_of(net), [each.grad is None for each in net.parameters()], step.steps
+
+
+def train_alone(processes, name, rows, accumulate=1, clip_norm=None):
+    net = branches()
+    optimizer = OPTIMIZERS[name](net.parameters())
+    for i, (x, y) in enumerate(batches(30, rows)):
+        if i % accumulate == 0:
+            optimizer.zero_grad()
+            total = sum(len(each) for each, _ in list(batches(30, rows))[i : i + accumulate])
+        for process in range(processes):
+            way = i % 3 if i < 15 else (i + process) % 3
+            part, wanted = rows_of(process, processes, x), rows_of(process, processes, y)
+            if len(part):
+                (mse(net(part, way), wanted) * (len(part) / total)).backward()
+        if (i + 1) % accumulate == 0:
+            if clip_norm is not None:
+                nn.utils.clip_grad_norm_(net.parameters(), clip_norm)
+            optimizer.step()
+    return values_of(net)
+
+
+@pytest.mark.parametrize("rows", [12, [12, 7, 9, 5]], ids=["even", "ragged"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_equals_one_device(name, rows):
+    found = run(train_branches, 2, name, 2, rows, {})
+    alone = train_alone(2, name, rows)
+    assert far(found[0][0], alone) < 1e-9
+    for values, without_grad, steps in found:
+        assert all(map(torch.equal, values, found[0][0]))
+        assert without_grad == found[0][1]
+        assert steps == 30
+    assert found[0][1] == [False, False, False, False, True, True, False, False]  # `rare` is used by nobody
+
+
+def test_three_processes_of_one_rank():
+    found = run(train_branches, 3, "momentum", 1, [12, 7, 9, 5], {}, processes=3)
+    assert far(found[0][0], train_alone(3, "momentum", [12, 7, 9, 5])) < 1e-9
+    assert all(all(map(torch.equal, values, found[0][0])) for values, _, _ in found)
+
+
+def test_accumulated_and_clipped():
+    settings = {"accumulate": 3, "clip_norm": 0.5}
+    found = run(train_branches, 2, "momentum", 2, [12, 7, 9, 5], settings)
+    assert far(found[0][0], train_alone(2, "momentum", [12, 7, 9, 5], **settings)) < 1e-9
+    assert found[1][2] == 10
+
+
+def reduced(process, reduction):
+    """Whole numbers: two updates, exact."""
+    net = whole(nn.Linear(3, 2)).double()
+
+    def loss_fn(output, target):
+        wrong = (output - target) ** 2 * (target > -2)
+        return (wrong.sum(), (target > -2).sum()) if reduction == "weighted" else wrong.sum()
+
+    step = step_of(net, loss_fn, SGD(net.parameters(), lr=1.0), reduction=reduction)
+    x = torch.arange(24.0, dtype=torch.float64).reshape(8, 3) % 5 - 2
+    y = torch.arange(16.0, dtype=torch.float64).reshape(8, 2) % 7 - 3
+    losses = [float(step(x[:5], y[:5])) if process == 0 else float(step(x[5:], y[5:])) for _ in range(2)]
+    return values_of(net), losses
+
+
+@pytest.mark.parametrize("reduction", ["sum", "weighted"])
+def test_sums_and_weights_over_all_processes(reduction):
+    found = run(reduced, reduction)
+    net = whole(nn.Linear(3, 2)).double()
+    x = torch.arange(24.0, dtype=torch.float64).reshape(8, 3) % 5 - 2
+    y = torch.arange(16.0, dtype=torch.float64).reshape(8, 2) % 7 - 3
+    optimizer = SGD(net.parameters(), lr=1.0)
+    for _ in range(2):
+        optimizer.zero_grad()
+        wrong = (net(x) - y) ** 2 * (y > -2)
+        (wrong.sum() / ((y > -2).sum() if reduction == "weighted" else 1)).backward()
+        optimizer.step()
+    alone = values_of(net)
+    for values, _ in found:
+        assert far(values, alone) <= (1e-9 * float(alone[0].abs().max()) if reduction == "weighted" else 0)
+
+
+class Order(nn.Module):
+    """Two layers whose gradients come in the other order where it is told so."""
+
+    def __init__(self, is_turned):
+        super().__init__()
+        self.one, self.two = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
+        self.is_turned = is_turned
+        whole(self)
+
+    def forward(self, x):
+        return self.two(self.one(x)) if not self.is_turned else self.one(self.two(x))
+
+
+def train_in_another_order(process):
+    net = Order(is_turned=process == 1)
+    step = step_of(net, lambda output, target: (output * target).sum(), SGD(net.parameters(), lr=1.0),
+                   reduction="sum", bucket_nbytes=1)  # fmt: skip
+    for i in range(3):
+        x = torch.full((4, 3), float(i % 2 + 1))
+        step(x, torch.ones(4, 3))
+    return values_of(net)
+
+
+def test_buckets_that_become_ready_in_another_order_do_not_mix():
+    found = run(train_in_another_order)
+    nets = [Order(False), Order(True)]
+    nets[1].load_state_dict(nets[0].state_dict())
+    for i in range(3):
+        for net in nets:
+            net.zero_grad()
+            (net(torch.full((4, 3), float(i % 2 + 1))) * torch.ones(4, 3)).sum().backward()
+        with torch.no_grad():
+            for a, b in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
+                total = a.grad + b.grad
+                a -= total
+                b.copy_(a)
+    for values in found:
+        assert all(map(torch.equal, values, values_of(nets[0])))
+
+
+def train_mixed(process, dtype):
+    """With whole numbers of 8 bits beside the weights, which nobody trains, and which could not carry a ballot."""
+    net = Linear()
+    net.scale = nn.Parameter(torch.ones(4, dtype=torch.int8), requires_grad=False)
+    if dtype is not None:
+        net.to(dtype)
+    step = step_of(net, lambda output, target: (output * target).sum(), SGD(net.parameters(), lr=1.0), reduction="sum")
+    for _ in range(2):
+        step(torch.full((2, 3), float(process + 1), dtype=dtype), torch.ones(2, 2, dtype=dtype))
+    return [each.float() for each in values_of(net)]
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16], ids=str)
+def test_every_dtype_carries_the_ballot(dtype):
+    found = run(train_mixed, dtype)
+    weights = whole(Linear()).last.weight.detach() - 2 * (2 * 1 + 2 * 2)
+    for _, values, _ in found:
+        assert torch.equal(values, weights)
+
+
+def train_narrow(process):
+    net = Linear()
+    step = step_of(
+        net, lambda output, target: (output * target).sum(), SGD(net.parameters(), lr=1.0), reduction="sum",
+        comm_dtype=torch.bfloat16,
+    )  # fmt: skip
+    for _ in range(2):
+        step(torch.full((2, 3), 1 + 2**-12 if process == 0 else 4.0), torch.ones(2, 2))
+    return values_of(net)
+
+
+def test_messages_in_another_dtype():
+    found = run(train_narrow)
+    weights = whole(Linear()).last.weight.detach() - 2 * (2 * 1 + 2 * 4)  # what was more than 1 is lost on the way
+    for values in found:
+        assert torch.equal(values[0], weights)
+
+
+def train_hooked(process):
+    net, seen = whole(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))), []
+
+    def hook(bucket):
+        seen.append((bucket.index, sorted(bucket.parameters), bucket.is_last, bucket.group is group.WORLD))
+        torch.distributed.all_reduce(bucket.tensors[0], group=bucket.group)
+
+    step = step_of(net, lambda output, target: (output * target).sum(), SGD(net.parameters(), lr=1.0),
+                   reduction="sum", bucket_nbytes=1)  # fmt: skip
+    step.register_comm_hook(hook)
+    for _ in range(2):
+        step(torch.full((2, 3), float(process + 1)), torch.ones(2, 2))
+    return values_of(net), seen
+
+
+def test_a_hook_takes_buckets_to_the_other_processes():
+    found = run(train_hooked)
+    net = whole(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)))
+    x = torch.tensor([1.0, 1.0, 2.0, 2.0]).unsqueeze(1).expand(4, 3)
+    for _ in range(2):
+        net.zero_grad()
+        net(x).sum().backward()
+        with torch.no_grad():
+            for each in net.parameters():
+                each -= each.grad
+    for values, seen in found:
+        assert all(map(torch.equal, values, values_of(net)))
+        assert [index for index, *_ in seen] == [0, 1, 2, 3] * 2
+        assert [last for *_, last, _ in seen] == [False, False, False, True] * 2
+        assert all(same for *_, same in seen)
+
+
+def overflow(process):
+    net = whole(nn.Linear(2, 1))
+    optimizer = SGD(net.parameters(), lr=1.0)
+    step = step_of(net, lambda output, target: (output.float() * target).sum(), optimizer, 1, reduction="sum",
+                   amp_dtype=torch.float16, error_if_nonfinite=False)  # fmt: skip
+    scales, before = [], values_of(net)
+    step(torch.ones(2, 2), torch.full((2, 1), 1e30 if process == 1 else 1.0))
+    scales.append(step.loss_scale.scale)
+    kept = all(map(torch.equal, values_of(net), before))
+    step(torch.ones(2, 2), torch.full((2, 1), 0.25))
+    return kept, [*scales, step.loss_scale.scale], step.steps, values_of(net)
+
+
+def test_an_overflow_in_one_process_skips_the_update_of_all():
+    found = run(overflow)
+    for kept, scales, steps, values in found:
+        assert kept
+        assert scales == [2.0**15, 2.0**15]
+        assert steps == 1
+        assert all(map(torch.equal, values, found[0][3]))
+
+
+def resume(process, state):
+    net = Branches().double()
+    step = step_of(net, mse, OPTIMIZERS["adamw"](net.parameters()))
+    if state is not None:
+        step.load_state_dict(state)
+    for x, y in batches(4, 9, seed=0 if state is None else 1):
+        step(rows_of(process, 2, x), 2, rows_of(process, 2, y))
+    return step.state_dict()
+
+
+def test_a_state_goes_on_in_another_number_of_processes():
+    saved = run(resume, None)[0]
+    found = run(resume, saved)
+    net = branches()
+    alone = TrainStep(net, mse, OPTIMIZERS["adamw"](net.parameters()), ["cpu"] * 3)
+    alone.load_state_dict(copy.deepcopy(saved))
+    for x, y in batches(4, 9, seed=1):
+        alone(x, 2, y)
+    for state in found:
+        assert state["steps"] == alone.steps == 8
+        assert far(list(state["module"].values()), list(net.state_dict().values())) < 1e-9
+
+
+def evaluate(process):
+    net = Linear()
+    step = step_of(net, mse, SGD(net.parameters(), lr=1.0))
+    return float(step.evaluate(torch.full((2, 3), float(process)), torch.zeros(2, 2)))
+
+
+def test_evaluation_is_each_process_s_own():
+    net = Linear()
+    with torch.no_grad():
+        wanted = [float(mse(net(torch.full((2, 3), float(process))), torch.zeros(2, 2))) for process in range(2)]
+    assert run(evaluate) == wanted

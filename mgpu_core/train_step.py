@@ -59,8 +59,9 @@ class TrainStep:
         loss_fn: ``loss_fn(output, target)``, a tensor of one element; ``None``: the module returns the loss itself.
         optimizer: any ``torch.optim.Optimizer`` over parameters of ``net``.  SGD, Adam and AdamW are run fused, others
             by their own ``step()``, once per device.  Schedulers, groups and ``state_dict()`` work as ever.
-        device_ids: one device per rank, as for :class:`mgpu_core.DataParallel`; ``None``: all accelerators, else as
-            many CPU ranks as ``MGPU_CORE_CPU_RANKS`` says, else the module's own device.
+        device_ids: one device per rank, as for :class:`mgpu_core.DataParallel`; ``None``: all accelerators (of several
+            processes that ``torchrun`` has started here, each takes its part), else as many CPU ranks as
+            ``MGPU_CORE_CPU_RANKS`` says, else the module's own device.
         dim: the dimension of the rows.
         shares: rows in this proportion, one positive number per rank; ``"auto"``: in proportion to the ranks' speeds,
             measured over the first steps, as far as their memory goes (see :meth:`plan`).

@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 import torch
 
-__all__ = ["DeviceLike", "as_device", "as_devices", "default_devices"]
+__all__ = ["DeviceLike", "as_device", "as_devices", "default_devices", "local_devices"]
 
 DeviceLike: TypeAlias = int | str | torch.device
 
@@ -93,6 +93,38 @@ def as_devices(devices: Sequence[DeviceLike]) -> tuple[torch.device, ...]:
     return tuple([as_device(device) for device in devices])
 
 
+def local_devices() -> list[torch.device]:
+    """This process's part of the default devices, where a launcher has started several processes on the machine.
+
+    ``torchrun`` tells each process which one it is, in ``LOCAL_RANK`` and ``LOCAL_WORLD_SIZE``; accelerators are dealt
+    out among them, neighbours to one process.  CPU ranks are each process's own.
+
+    Raises:
+        ValueError: fewer accelerators than processes; or the variables are no such numbers.
+    """
+    devices = default_devices()
+    processes = _number("LOCAL_WORLD_SIZE", 1)
+    process = _number("LOCAL_RANK", 0)
+    if process >= processes:
+        raise ValueError(f"LOCAL_RANK must be less than LOCAL_WORLD_SIZE, which is {processes}, not {process}")
+    if not devices or devices[0].type == "cpu" or processes == 1:
+        return devices
+    if len(devices) < processes:
+        raise ValueError(
+            f"{len(devices)} devices for {processes} processes on this machine: start fewer, or pass device_ids if "
+            "each process sees devices of its own"
+        )
+    ends = [len(devices) * i // processes for i in range(processes + 1)]
+    return devices[ends[process] : ends[process + 1]]
+
+
+def _number(name: str, default: int) -> int:
+    text = os.environ.get(name, "").strip() or str(default)
+    if not text.isdecimal():
+        raise ValueError(f"{name} must be a whole number of 0 or more, not {text!r}")
+    return int(text)
+
+
 def default_devices() -> list[torch.device]:
     """All devices of the current accelerator; without one, as many CPU ranks as ``MGPU_CORE_CPU_RANKS`` says, or none.
 
@@ -102,7 +134,4 @@ def default_devices() -> list[torch.device]:
     kind = accelerator_type()
     if count := _count(kind):
         return [torch.device(kind, index) for index in range(count)]
-    wanted = os.environ.get("MGPU_CORE_CPU_RANKS", "0").strip() or "0"
-    if not wanted.isdecimal():
-        raise ValueError(f"MGPU_CORE_CPU_RANKS must be a whole number of 0 or more, not {wanted!r}")
-    return [CPU] * int(wanted)
+    return [CPU] * _number("MGPU_CORE_CPU_RANKS", 0)

@@ -66,8 +66,8 @@ def are_finite(sync: GradientSync) -> bool:
     return all(bool(torch.isfinite(each).all()) for each in totals)
 
 
-def check_finite(sync: GradientSync, replicas: Replicas) -> None:
-    """Raises if a gradient is NaN or infinite; waits for the device.
+def check_finite(sync: GradientSync, replicas: Replicas, processes: int) -> None:
+    """Raises if the sum of so many processes' gradients is NaN or infinite somewhere; waits for the device.
 
     Raises:
         FloatingPointError: names the rank and the parameter.
@@ -83,6 +83,11 @@ def check_finite(sync: GradientSync, replicas: Replicas) -> None:
                     "nothing was updated. A smaller learning rate, clip_norm or a loss that is safe at 0 may help; "
                     "error_if_nonfinite=False updates all the same"
                 )
+    if processes > 1:
+        raise FloatingPointError(
+            f"all gradients are finite in this process, but their sum over {processes} processes is not; nothing was "
+            "updated"
+        )
     raise FloatingPointError("the ranks' gradients are finite, but their sum is not; nothing was updated")
 
 

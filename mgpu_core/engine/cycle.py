@@ -103,7 +103,8 @@ class Cycle:
             if factor is not None:
                 multiply(self._sync, factor)
             if error_if_nonfinite:
-                check_finite(self._sync, self._replicas)
+                processes = 1 if self._together is None else self._together.processes.count
+                check_finite(self._sync, self._replicas, processes)
             if clip_norm is not None:
                 clip(self._sync, clip_norm)
             self._sync.show(used)

@@ -8,7 +8,7 @@ import torch
 from torch.nn import Module
 
 from mgpu_core.comm.reductions import ALGORITHMS
-from mgpu_core.device.devices import DeviceLike, as_devices, default_devices
+from mgpu_core.device.devices import DeviceLike, as_devices, local_devices
 from mgpu_core.device.team import Team
 from mgpu_core.engine.losses import REDUCTIONS
 from mgpu_core.engine.scaling import AMP_DTYPES
@@ -53,7 +53,7 @@ def check_settings(
 def team_of(net: Module, device_ids: Sequence[DeviceLike] | None) -> Team:
     """The team that ``device_ids`` means; an empty list is the device of the module."""
     if device_ids is None:
-        device_ids = default_devices()
+        device_ids = local_devices()
     if not isinstance(device_ids, str | int | torch.device) and not len(device_ids):
         device_ids = [next((each.device for each in net.parameters()), torch.device("cpu"))]
     return Team.of(as_devices(device_ids))

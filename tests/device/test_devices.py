@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from mgpu_core.device.devices import as_device, as_devices, default_devices
+from mgpu_core.device import devices
+from mgpu_core.device.devices import as_device, as_devices, default_devices, local_devices
 
 
 @pytest.mark.parametrize("text", ["cpu", "cpu:0", torch.device("cpu"), torch.device("cpu", 0)])
@@ -47,3 +48,32 @@ def test_defaults_without_an_accelerator(monkeypatch):
         monkeypatch.setenv("MGPU_CORE_CPU_RANKS", text)
         with pytest.raises(ValueError, match="MGPU_CORE_CPU_RANKS must be a whole number"):
             default_devices()
+
+
+def test_the_devices_of_a_machine_are_dealt_out_to_its_processes(monkeypatch):
+    monkeypatch.setattr(devices, "default_devices", lambda: [torch.device("cuda", i) for i in range(5)])
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+
+    def dealt(process, processes):
+        monkeypatch.setenv("LOCAL_RANK", str(process))
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
+        return [device.index for device in local_devices()]
+
+    assert [device.index for device in local_devices()] == [0, 1, 2, 3, 4]
+    assert dealt(0, 1) == [0, 1, 2, 3, 4]
+    assert [dealt(process, 2) for process in range(2)] == [[0, 1], [2, 3, 4]]
+    assert [dealt(process, 5) for process in range(5)] == [[0], [1], [2], [3], [4]]
+    with pytest.raises(ValueError, match="5 devices for 6 processes on this machine"):
+        dealt(0, 6)
+    with pytest.raises(ValueError, match="LOCAL_RANK must be less than LOCAL_WORLD_SIZE, which is 2, not 2"):
+        dealt(2, 2)
+    with pytest.raises(ValueError, match="LOCAL_RANK must be a whole number"):
+        dealt("first", 2)
+
+
+def test_cpu_ranks_are_each_process_s_own(monkeypatch):
+    monkeypatch.setattr(devices, "default_devices", lambda: [torch.device("cpu")] * 2)
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    assert local_devices() == [torch.device("cpu")] * 2

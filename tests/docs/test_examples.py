@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 DOCS = Path(__file__).parent.parent.parent / "docs"
-EXAMPLES = sorted((DOCS / "examples").glob("*.py"))
+SEVERAL_PROCESSES = DOCS / "examples" / "several_processes.py"  # has tests of its own, in tests/processes
+EXAMPLES = sorted(set((DOCS / "examples").glob("*.py")) - {SEVERAL_PROCESSES})
 GUIDE = (DOCS / "migration.md").read_text()
 GUIDES = {name: (DOCS / name).read_text() for name in ("migration.md", "train_step.md")}
 BLOCKS = [
@@ -32,6 +33,7 @@ def test_there_are_three_examples_and_the_guide_names_them():
     assert [path.stem for path in EXAMPLES] == ["detection", "image_classifier", "text_classification"]
     for path in EXAMPLES:
         assert f"(examples/{path.name})" in GUIDE
+    assert f"(examples/{SEVERAL_PROCESSES.name})" in GUIDES["train_step.md"]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])

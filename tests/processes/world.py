@@ -1,4 +1,4 @@
-"""Real processes of a gloo group for a test: forked from a server that has imported torch, so that each test has new ones.
+"""Real processes of a gloo group for a test: forked from a server that has imported torch, so that they start at once.
 
 `run(script, ...)` calls `script(process, *args)` in each of them, in a folder of its own, and returns what they return.
 """

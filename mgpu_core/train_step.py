@@ -76,6 +76,8 @@ class TrainStep:
         comm_dtype: what gradients are cast to for the way between devices.  Ranks of one device send nothing.
         bucket_nbytes: how many bytes of gradients are summed together.
         algorithm: of the all-reduce between devices, as in :func:`mgpu_core.comm.all_reduce`.
+        shard_optimizer: each device keeps the optimizer's state of its part of each bucket alone, and updates that:
+            an N-th of the memory, the same numbers.  For SGD, Adam and AdamW; gradients are not shown then.
         rng: as for :class:`mgpu_core.DataParallel`.
         process_group: of ``torch.distributed``, whose processes train together, each with a team and rows of its own:
             the numbers are those of one device with all rows of all processes.  All of them make a step at the same
@@ -106,6 +108,7 @@ class TrainStep:
         comm_dtype: torch.dtype | None = None,
         bucket_nbytes: int = DEFAULT_NBYTES,
         algorithm: str = "auto",
+        shard_optimizer: bool = False,
         rng: str = "auto",
         process_group: ProcessGroup | None = None,
     ) -> None:
@@ -120,6 +123,7 @@ class TrainStep:
         check_place(net, self.team)
         self.dim, self.shares, self.reduction = dim, shares, reduction
         self.accumulate, self.clip_norm, self.rng = accumulate, clip_norm, rng
+        self.shard_optimizer = shard_optimizer
         on_cpu = all(device.type == "cpu" for device in self.team.devices)
         self.error_if_nonfinite = on_cpu if error_if_nonfinite is None else error_if_nonfinite
         self.amp_dtype, self.loss_scale = amp_dtype, LossScale(amp_dtype)
@@ -142,9 +146,10 @@ class TrainStep:
             self._together = Together(self._processes, self.module, self.optimizer)
             self._together.start(self._facts(steps))
         self._replicas = Replicas(self.module, self.team)
-        self._sync = GradientSync(self._replicas, *self._sync_settings, self._processes)
+        in_shards = self.shard_optimizer and len(self._replicas.devices) > 1
+        self._sync = GradientSync(self._replicas, *self._sync_settings, in_shards, self._processes)
         self._sync.hook = self._comm_hook
-        self._updates = Updates(self.optimizer, self._replicas, self._sync)
+        self._updates = Updates(self.optimizer, self._replicas, self._sync, in_shards)
         self._draws = draws_random_numbers(self.module)
         self._joint = len(self.team) > 1 and any(isinstance(each, SyncBatchNorm) for each in self.module.modules())
         self._cycle = Cycle(self._replicas, self._sync, self._updates, self.loss_scale, self._together, steps)

@@ -1,8 +1,8 @@
 """Several processes, on one machine or many, train one net.
 
     torchrun --nproc-per-node 2 several_processes.py            # two processes on this machine
-    torchrun --nnodes 2 --node-rank 0 --nproc-per-node 1 --master-addr 10.0.0.1 several_processes.py  # on two machines,
-    torchrun --nnodes 2 --node-rank 1 --nproc-per-node 1 --master-addr 10.0.0.1 several_processes.py  # this on the other
+    torchrun --nnodes 2 --node-rank 0 --nproc-per-node 1 --master-addr 10.0.0.1 several_processes.py  # two machines,
+    torchrun --nnodes 2 --node-rank 1 --nproc-per-node 1 --master-addr 10.0.0.1 several_processes.py  # the other one
 
 Each process has ranks of its own: one GPU here, or two CPU ranks where there is none.  Without ``torchrun`` the same
 file runs as one process, and gets the same losses.

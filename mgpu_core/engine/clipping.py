@@ -17,15 +17,15 @@ __all__ = ["are_finite", "check_finite", "clip", "multiply"]
 
 def _gradient_norm(sync: GradientSync) -> torch.Tensor:
     """The Euclidean norm of the summed gradients, a scalar on the first device."""
-    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
-    for flat in sync.flats[0].gradients if sync.flats else []:
+    alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for flat in sync.every_sum:
         real = torch.view_as_real(flat) if flat.is_complex() else flat
-        by_dtype.setdefault(real.dtype, []).append(real)
-    norms = [_norm(tensors) for tensors in by_dtype.values()]
+        alike.setdefault((real.device, real.dtype), []).append(real)
+    norms = [_norm(tensors) for tensors in alike.values()]
     norms += [_values(each).norm() for each in sync.sparse.values()]
     if len(norms) == 1:
         return norms[0]
-    together: torch.Tensor = torch.stack([norm.to(torch.float64) for norm in norms]).norm()
+    together: torch.Tensor = torch.stack([norm.to(norms[0].device, torch.float64) for norm in norms]).norm()
     return together
 
 
@@ -48,10 +48,9 @@ def clip(sync: GradientSync, limit: float) -> None:
 def multiply(sync: GradientSync, factor: float | torch.Tensor) -> None:
     """All gradients of all devices, by one number."""
     with torch.no_grad():
-        for flat in sync.flats:
-            here = factor.to(flat.device) if isinstance(factor, torch.Tensor) else factor
-            for gradients in flat.gradients:
-                gradients.mul_(here)
+        for gradients in sync.parts:
+            for each in gradients:
+                each.mul_(factor.to(each.device) if isinstance(factor, torch.Tensor) else factor)
         for each in sync.sparse.values():
             each.mul_(factor)
 
@@ -62,7 +61,7 @@ def are_finite(sync: GradientSync) -> bool:
     # sum of torch's: its threads would be woken, beside those of the ranks.
     if math.isfinite(float(_gradient_norm(sync))):
         return True
-    totals = [*(sync.flats[0].gradients if sync.flats else []), *map(_values, sync.sparse.values())]
+    totals = [*sync.every_sum, *map(_values, sync.sparse.values())]
     return all(bool(torch.isfinite(each).all()) for each in totals)
 
 

@@ -13,7 +13,7 @@ import torch
 from mgpu_core.comm.layout import is_dense
 from mgpu_core.engine.layout import Bucket
 
-__all__ = ["FlatTensors", "compact"]
+__all__ = ["FlatTensors", "compact", "in_memory_order", "part_of", "shaped"]
 
 
 class FlatTensors:
@@ -45,7 +45,7 @@ class FlatTensors:
     def views_of(self, flats: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
         """By parameter, its part of flat tensors that are like the values."""
         return {
-            segment.parameter: _view(flat, segment.begin, self._parameters[segment.parameter])
+            segment.parameter: shaped(flat, segment.begin, self._parameters[segment.parameter])
             for bucket, flat in zip(self._buckets, flats, strict=True)
             for segment in bucket.segments
         }
@@ -73,10 +73,30 @@ def _flat(
     return [torch.zeros(count, dtype=dtype, device=device) for count, dtype in zip(counts, dtypes, strict=True)]
 
 
-def _view(flat: torch.Tensor, begin: int, like: torch.Tensor) -> torch.Tensor:
+def shaped(flat: torch.Tensor, begin: int, like: torch.Tensor) -> torch.Tensor:
+    """The elements from ``begin`` on as a view in the shape of a parameter, with its strides."""
     if is_dense(like):
         return flat.as_strided(like.shape, like.stride(), begin)
     return flat[begin : begin + like.numel()].view(like.shape)
+
+
+def part_of(flat: torch.Tensor, place: int, shards: int) -> torch.Tensor:
+    """The part of a flat bucket that device ``place`` updates."""
+    count = flat.numel() // shards
+    place %= shards  # all devices update the only one
+    return flat[place * count : (place + 1) * count]
+
+
+def in_memory_order(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The elements of a tensor in one row, in the order in which a bucket holds the parameter ``like``.
+
+    A view, where the tensor lies in memory as the parameter does.
+    """
+    if not is_dense(like):
+        return tensor.reshape(-1)
+    if tensor.stride() != like.stride():
+        tensor = torch.empty_strided(like.shape, like.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+    return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def compact(tensor: torch.Tensor) -> torch.Tensor:

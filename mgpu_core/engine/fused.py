@@ -8,7 +8,7 @@ belongs to which group, has made how many steps, and takes part this time.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from mgpu_core.engine.flat import FlatTensors
 from mgpu_core.engine.fused_device import NO_GROUP, FusedOnDevice
 from mgpu_core.engine.layout import Bucket
 
-__all__ = ["FusedUpdate", "step_hooks", "why_not_fused"]
+__all__ = ["FusedUpdate", "OwnHook", "step_hooks", "why_not_fused"]
 
 Groups = list[dict[str, float]]
 
@@ -52,11 +52,21 @@ def why_not_fused(optimizer: Optimizer, parameters: Sequence[torch.Tensor], loos
 def step_hooks(optimizer: Optimizer) -> tuple[int, ...]:
     """How many hooks a step of the optimizer would call: its own, before and after, and those of all optimizers."""
     return (
-        len(optimizer._optimizer_step_pre_hooks),
+        sum(type(hook) is not OwnHook for hook in optimizer._optimizer_step_pre_hooks.values()),
         len(optimizer._optimizer_step_post_hooks),
         len(_global_optimizer_pre_hooks),
         len(_global_optimizer_post_hooks),
     )
+
+
+class OwnHook:
+    """What an update itself has hooked to the optimizer's step; known by its class."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self._call = call
+
+    def __call__(self, *_: Any) -> None:
+        self._call()
 
 
 class FusedUpdate:
@@ -83,14 +93,22 @@ class FusedUpdate:
         self._settings: list[Any] = []
         self._shown: set[int] = set()  # parameters whose state the optimizer has
         self._versions: list[int] = []
-        self._devices = [FusedOnDevice(self._is_sgd, buckets, flat, self._groups_of) for flat in flats]
+        self._flats = flats
+        self._views: dict[str, dict[int, torch.Tensor]] = {}  # by kind of state and parameter, on the first device
+        self._devices = self._made_devices(buckets)
         me = weakref.ref(self)
-        self.handle = optimizer.register_load_state_dict_post_hook(lambda _: _adopt(me))
+        self.handles = {"load": optimizer.register_load_state_dict_post_hook(lambda _: _adopt(me))}
         self.adopt_state()
+
+    def _made_devices(self, buckets: Sequence[Bucket]) -> list[FusedOnDevice]:
+        return [
+            FusedOnDevice(self._is_sgd, buckets, flat.values, flat.gradients, self._groups_of) for flat in self._flats
+        ]
 
     def close(self) -> None:
         """Leaves the optimizer alone."""
-        self.handle.remove()
+        for handle in self.handles.values():
+            handle.remove()
 
     def run(self, used: Sequence[bool]) -> None:
         """One update of the parameters that were used; the others are left alone whole."""
@@ -139,8 +157,17 @@ class FusedUpdate:
         kinds = self._kinds()
         if self._is_sgd and not any(group["momentum"] for group in self._optimizer.param_groups):
             kinds = []
+        self._allocate_on_devices(kinds)
+
+    def _allocate_on_devices(self, kinds: Sequence[str]) -> None:
         for device in self._devices:
             device.allocate(kinds)
+        self._find_views()
+
+    def _find_views(self) -> None:
+        for kind, flats in self._devices[0].states.items():
+            if kind not in self._views:
+                self._views[kind] = self._flats[0].views_of(flats)
 
     def _kinds(self) -> list[str]:
         """The state that the optimizer may have."""
@@ -162,7 +189,7 @@ class FusedUpdate:
 
     def _point(self, i: int) -> None:
         state = self._optimizer.state[self._parameters[i]]
-        for kind, views in self._devices[0].views.items():
+        for kind, views in self._views.items():
             state[kind] = views[i]
         if not self._is_sgd:
             group = self._optimizer.param_groups[self._groups_of[i]]
@@ -175,8 +202,10 @@ class FusedUpdate:
         state, shown = self._optimizer.state, self._shown
         if len(state) != len(shown) or self._versions_of_steps() != self._versions:
             return True
-        kinds = self._devices[0].views
-        return any(state[self._parameters[i]].get(kind) is not views[i] for i in shown for kind, views in kinds.items())
+        return not all(self._is_as_left(i, state[self._parameters[i]]) for i in shown)
+
+    def _is_as_left(self, i: int, state: dict[str, Any]) -> bool:
+        return all(state.get(kind) is views[i] for kind, views in self._views.items())
 
     def _versions_of_steps(self) -> list[int]:
         """Torch counts in tensors, and torch counts their changes."""
@@ -195,6 +224,7 @@ class FusedUpdate:
         """Takes over the state that the optimizer has: a loaded one, or that of its steps before."""
         self._shown.clear()
         self._groups_of = _groups_of(self._optimizer, self._parameters)
+        self._views.clear()
         for device in self._devices:
             device.forget()
         steps = [0] * len(self._parameters)
@@ -203,11 +233,10 @@ class FusedUpdate:
         for i, state in found.items():
             if state is not None and i not in present:
                 self._optimizer.state.pop(self._parameters[i], None)  # torch's SGD notes that there is no momentum
-        for device in self._devices:
-            device.allocate([kind for kind in self._kinds() if any(kind in state for state in present.values())])
+        self._allocate_on_devices([kind for kind in self._kinds() if any(kind in state for state in present.values())])
         for i, state in present.items():
             for device in self._devices:
-                device.fill(i, state)
+                device.fill(i, state, self._parameters[i])
             steps[i] = 1 if self._is_sgd else int(state["step"])
             self._shown.add(i)
             self._point(i)

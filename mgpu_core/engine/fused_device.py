@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
 from mgpu_core import kernels
-from mgpu_core.engine.flat import FlatTensors
-from mgpu_core.engine.layout import Bucket
+from mgpu_core.engine.flat import in_memory_order
+from mgpu_core.engine.layout import Bucket, Segment
 from mgpu_core.kernels.flat_tables import ACTIVE, STEP
 
 __all__ = ["NO_GROUP", "FusedOnDevice"]
@@ -18,44 +18,71 @@ NO_GROUP = -1  # of a parameter that the optimizer does not have
 
 
 class FusedOnDevice:
-    """Tables, state and kernels of one device."""
+    """Tables, state and kernels of one device.
 
-    def __init__(self, is_sgd: bool, buckets: Sequence[Bucket], flat: FlatTensors, groups_of: Sequence[int]) -> None:
-        self._is_sgd, self._buckets, self._flat, self._groups_of = is_sgd, buckets, flat, groups_of
-        count = max(groups_of) + 1
-        self.groups = torch.zeros(count, 6, dtype=torch.float64, device=flat.device)
+    Args:
+        is_sgd: else Adam or AdamW.
+        buckets: what this device updates, all of each bucket or a shard.
+        values, gradients: per bucket, flat.
+        groups_of: per parameter the number of its group.
+    """
+
+    def __init__(
+        self,
+        is_sgd: bool,
+        buckets: Sequence[Bucket],
+        values: Sequence[torch.Tensor],
+        gradients: Sequence[torch.Tensor],
+        groups_of: Sequence[int],
+    ) -> None:
+        self._is_sgd, self._buckets, self._groups_of = is_sgd, buckets, groups_of
+        self._values, self._gradients = values, gradients
+        self._places: dict[int, list[tuple[int, Segment]]] = {}
+        for b, bucket in enumerate(buckets):
+            for each in bucket.segments:
+                self._places.setdefault(each.parameter, []).append((b, each))
+        device = values[0].device if values else torch.device("cpu")
+        self.groups = torch.zeros(max(groups_of) + 1, 6, dtype=torch.float64, device=device)
         self.segments = [
             kernels.segment_table(
                 [each.count for each in bucket.segments],
                 groups=[max(0, groups_of[each.parameter]) for each in bucket.segments],
                 begins=[each.begin for each in bucket.segments],
-                device=flat.device,
+                device=device,
             )
             for bucket in buckets
         ]
         self.states: dict[str, list[torch.Tensor]] = {}
-        self.views: dict[str, dict[int, torch.Tensor]] = {}
         self._kernels: list[kernels.FlatSgd | kernels.FlatAdam] = []
 
     def forget(self) -> None:
         """Drops the state."""
         self.states.clear()
-        self.views.clear()
         self._kernels.clear()
 
     def allocate(self, kinds: Sequence[str]) -> None:
         """Zeros for each kind of state that is not there yet."""
         for kind in kinds:
             if kind not in self.states:
-                self.states[kind] = [torch.zeros_like(each) for each in self._flat.values]
-                self.views[kind] = self._flat.views_of(self.states[kind])
+                self.states[kind] = [torch.zeros_like(each) for each in self._values]
                 self._kernels.clear()
 
-    def fill(self, i: int, state: dict[str, Any]) -> None:
-        """Copies a parameter's state, as torch keeps it, into the flat one."""
-        for kind, views in self.views.items():
-            if kind in state and torch.is_tensor(state[kind]) and i in views:
-                views[i].copy_(state[kind])
+    def fill(self, i: int, state: dict[str, Any], like: torch.Tensor) -> None:
+        """Copies a parameter's state, as torch keeps it, into the flat one; ``like`` is the parameter."""
+        for kind, flats in self.states.items():
+            if torch.is_tensor(state.get(kind)):
+                values = in_memory_order(state[kind], like)
+                for piece, each in self._pieces(i, flats):
+                    piece.copy_(values[each.offset : each.offset + each.count])
+
+    def bring(self, i: int, kind: str, whole: torch.Tensor) -> None:
+        """Copies this device's part of a parameter's flat state into its place in the whole, in the order of memory."""
+        for piece, each in self._pieces(i, self.states[kind]):
+            whole[each.offset : each.offset + each.count].copy_(piece)
+
+    def _pieces(self, i: int, flats: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, Segment]]:
+        for b, each in self._places.get(i, ()):
+            yield flats[b][each.begin : each.begin + each.count], each
 
     def activate(self, used: Sequence[bool]) -> None:
         """Marks the segments that take part in the next update."""
@@ -67,17 +94,19 @@ class FusedOnDevice:
 
     def _set(self, column: int, numbers: Sequence[int]) -> None:
         for table, bucket in zip(self.segments, self._buckets, strict=True):
-            table[:, column].copy_(torch.tensor([numbers[each.parameter] for each in bucket.segments]))
+            found = [numbers[each.parameter] for each in bucket.segments]
+            table[:, column].copy_(torch.tensor(found, dtype=table.dtype))
 
     def run(self, *, decoupled: bool) -> None:
         """One kernel per bucket."""
         if not self._kernels:
-            self._kernels = [self._kernel(b, decoupled) for b in range(len(self._buckets))]
+            some = [b for b, bucket in enumerate(self._buckets) if bucket.segments]  # a shard may be padding alone
+            self._kernels = [self._kernel(b, decoupled) for b in some]
         for each in self._kernels:
             each.step()
 
     def _kernel(self, b: int, decoupled: bool) -> kernels.FlatSgd | kernels.FlatAdam:
-        values, gradients = self._flat.values[b], self._flat.gradients[b]
+        values, gradients = self._values[b], self._gradients[b]
         state = {kind: tensors[b] for kind, tensors in self.states.items()}
         tables = self.segments[b], self.groups
         if self._is_sgd:

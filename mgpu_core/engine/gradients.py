@@ -21,7 +21,7 @@ from mgpu_core.comm import collectives
 from mgpu_core.comm.rank_sums import RankSums
 from mgpu_core.device.dtypes import has_gradients
 from mgpu_core.device.streams import SideRoad
-from mgpu_core.engine.flat import FlatTensors
+from mgpu_core.engine.flat import FlatTensors, part_of
 from mgpu_core.engine.layout import Bucket, bucket_layout
 from mgpu_core.engine.replicas import Replicas
 from mgpu_core.engine.rounds import Round
@@ -82,10 +82,13 @@ class GradientSync:
         bucket_nbytes: how many bytes travel together.
         algorithm: of the all-reduce between devices.
         comm_dtype: what gradients are cast to for the way between devices and processes; ``None``: their own.
+        in_shards: each device gets the sums of its part of each bucket, and need not have the others.
         processes: that train with this one; ``None``: it is alone.
 
     Attributes:
         flats: per device the flat values, and the sums of the gradients.
+        parts: per device the flat sums that it updates by: all of them, or its shards.
+        every_sum: flat tensors that hold each sum once.
         sparse: the sums of sparse gradients, by parameter.
         outbox: where buckets go, to be summed over the processes.
     """
@@ -96,13 +99,17 @@ class GradientSync:
         bucket_nbytes: int,
         algorithm: str,
         comm_dtype: torch.dtype | None,
+        in_shards: bool = False,
         processes: Processes | None = None,
     ) -> None:
         self._replicas, self._processes = replicas, processes
+        self._shards = len(replicas.devices) if in_shards else 1
         self._bucket_nbytes, self._algorithm, self._comm_dtype = bucket_nbytes, algorithm, comm_dtype
         self.hook: CommHook | None = None
         self.buckets: tuple[Bucket, ...] = ()
         self.flats: list[FlatTensors] = []
+        self.parts: list[list[torch.Tensor]] = []
+        self.every_sum: list[torch.Tensor] = []
         self.sparse: dict[int, torch.Tensor] = {}
         self.loose: list[int] = []  # parameters outside the buckets: their gradients are sparse
         self._bucket_of: dict[int, int] = {}
@@ -221,7 +228,13 @@ class GradientSync:
         self._rest()
 
     def show(self, used: Sequence[bool]) -> None:
-        """Makes the sums the ``grad`` of the user's parameters; of those that no rank used it is ``None``."""
+        """Makes the sums the ``grad`` of the user's parameters; of those that no rank used it is ``None``.
+
+        Sums in shards are on no device as a whole, and are not shown.
+        """
+        if self._shards > 1:
+            self.clear()
+            return
         for i, parameter in enumerate(self._replicas.own):
             parameter.grad = None if not used[i] else self.sparse.get(i, self.flats[0].gradient_views.get(i))
 
@@ -244,6 +257,7 @@ class GradientSync:
             [kinds[each.dtype] for each in parameters],
             order,
             self._bucket_nbytes,
+            self._shards,
         )
         self._bucket_of = {each.parameter: b for b, bucket in enumerate(self.buckets) for each in bucket.segments}
         tail = 0 if self._processes is None else tail_count(self._processes.count, len(parameters))
@@ -251,8 +265,10 @@ class GradientSync:
             flat = FlatTensors(self.buckets, parameters, device, 0 if place else tail)
             self._replicas.show_memory(place, flat)
             self.flats.append(flat)
+            self.parts.append([part_of(gradients, place, self._shards) for gradients in flat.gradients])
         if self._processes is not None:
             self.outbox = Outbox(self._processes, self.flats[0].messages, len(parameters), self._comm_dtype)
+        self.every_sum = [each for of in self.parts[: self._shards] for each in of]
         self._plans = [self._plan(bucket) for bucket in self.buckets]
         self._replicas.remember()
         self._count_expected()
@@ -298,7 +314,10 @@ class GradientSync:
         tensors = [flat.gradients[bucket] for flat in self.flats]
         narrow = self._comm_dtype is not None and self._comm_dtype != tensors[0].dtype and not tensors[0].is_complex()
         sent = [tensor.to(self._comm_dtype) for tensor in tensors] if narrow else tensors
-        if self.hook is None:
+        if self.hook is None and self._shards > 1 and self._processes is None:
+            parts = [part_of(each, place, self._shards) for place, each in enumerate(sent)]
+            collectives.reduce_scatter_into(sent, parts, "sum")
+        elif self.hook is None:
             collectives.all_reduce_into(sent, "sum", self._algorithm, True)
         else:
             group = None if self._processes is None else self._processes.group

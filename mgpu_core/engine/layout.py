@@ -12,18 +12,22 @@ from dataclasses import dataclass
 
 from mgpu_core import _core
 
-__all__ = ["ALIGN_NBYTES", "Bucket", "Segment", "bucket_layout"]
+__all__ = ["ALIGN_NBYTES", "Bucket", "Segment", "bucket_layout", "shard_of"]
 
 ALIGN_NBYTES = 512
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """One parameter in its bucket: ``count`` elements from ``begin`` on."""
+    """One parameter in its bucket: ``count`` elements from ``begin`` on.
+
+    In a shard it may be a part of the parameter: ``offset`` elements of it lie in the shards before.
+    """
 
     parameter: int
     begin: int
     count: int
+    offset: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +39,12 @@ class Bucket:
 
 
 def bucket_layout(
-    counts: Sequence[int], itemsizes: Sequence[int], kinds: Sequence[int], order: Sequence[int], limit_nbytes: int
+    counts: Sequence[int],
+    itemsizes: Sequence[int],
+    kinds: Sequence[int],
+    order: Sequence[int],
+    limit_nbytes: int,
+    shards: int = 1,
 ) -> tuple[Bucket, ...]:
     """The buckets of the parameters named in ``order``, in that order.
 
@@ -44,19 +53,33 @@ def bucket_layout(
             one kind.
         order: places of parameters, each at most once.
         limit_nbytes: a bucket is closed when it would grow beyond; a larger parameter has one for itself.
+        shards: how many equal parts each bucket must have.
 
     Raises:
         ValueError: a limit that is not positive.
     """
     nbytes = [counts[i] * itemsizes[i] for i in order]
     groups = _core.bucket_plan(nbytes, [kinds[i] for i in order], limit_nbytes)
-    return tuple(_bucket([order[place] for place in group], counts, itemsizes) for group in groups)
+    return tuple(_bucket([order[place] for place in group], counts, itemsizes, shards) for group in groups)
 
 
-def _bucket(parameters: Sequence[int], counts: Sequence[int], itemsizes: Sequence[int]) -> Bucket:
+def _bucket(parameters: Sequence[int], counts: Sequence[int], itemsizes: Sequence[int], shards: int) -> Bucket:
     segments, end = [], 0
+    align = ALIGN_NBYTES // itemsizes[parameters[0]]
     for i in parameters:
         segments.append(Segment(i, end, counts[i]))
-        align = ALIGN_NBYTES // itemsizes[i]
-        end += -(-counts[i] // align) * align
-    return Bucket(end, tuple(segments))
+        end = _up(end + counts[i], align)
+    return Bucket(_up(end, align * shards), tuple(segments))
+
+
+def _up(count: int, align: int) -> int:
+    return -(-count // align) * align
+
+
+def shard_of(bucket: Bucket, place: int, shards: int) -> Bucket:
+    """The part ``place`` of a bucket that was laid out for so many shards; begins are counted from its own begin."""
+    count = bucket.count // shards
+    low, high = place * count, (place + 1) * count
+    ends = [(each, max(each.begin, low), min(each.begin + each.count, high)) for each in bucket.segments]
+    found = [Segment(each.parameter, a - low, b - a, a - each.begin) for each, a, b in ends if a < b]
+    return Bucket(count, tuple(found))

@@ -18,13 +18,14 @@ from mgpu_core.engine.flat import compact
 from mgpu_core.engine.fused import FusedUpdate, step_hooks, why_not_fused
 from mgpu_core.engine.gradients import GradientSync
 from mgpu_core.engine.replicas import Replicas
+from mgpu_core.engine.sharded import ShardedUpdate
 from mgpu_core.record import span
 
 __all__ = ["Updates", "check_optimizer"]
 
 
 class _Update(Protocol):
-    handle: RemovableHandle
+    handles: dict[str, RemovableHandle]
 
     def run(self, used: Sequence[bool]) -> None: ...
 
@@ -55,16 +56,24 @@ class Updates:
 
     Args:
         optimizer: over parameters of the user's module; its learning rates are read at each update.
+        replicas, sync: the ranks' modules, and the sums of their gradients.
+        in_shards: each device updates a part of each bucket, and keeps that part's state alone.
+
+    Raises:
+        ValueError: shards that the optimizer, or the devices, cannot have.
     """
 
-    def __init__(self, optimizer: Optimizer, replicas: Replicas, sync: GradientSync) -> None:
+    def __init__(self, optimizer: Optimizer, replicas: Replicas, sync: GradientSync, in_shards: bool) -> None:
         self.optimizer = optimizer
+        self._in_shards = in_shards
         self._replicas, self._sync = replicas, sync
         self._update: _Update | None = None
         self._shape: Any = None
         self._warned = False
         self.handles: dict[str, RemovableHandle] = {}  # what it has hooked to the optimizer
         self.remember_values()
+        if in_shards:
+            self._refuse_shards(why_not_fused(optimizer, replicas.own, ()))
 
     @property
     def is_fused(self) -> bool:
@@ -111,11 +120,14 @@ class Updates:
                 self._update.close()
             self._shape = shape
             self._update = self._made()
-            self.handles["load"] = self._update.handle
+            self.handles |= self._update.handles
         return self._update
 
     def _made(self) -> _Update:
         reason = why_not_fused(self.optimizer, self._replicas.own, self._sync.loose)
+        if self._in_shards:
+            self._refuse_shards(reason)
+            return ShardedUpdate(self.optimizer, self._replicas.own, self._sync.buckets, self._sync.flats)
         if reason is None:
             flats = self._sync.flats[:1] if self._replicas.is_mixed else self._sync.flats
             return FusedUpdate(self.optimizer, self._replicas.own, self._sync.buckets, flats)
@@ -132,6 +144,15 @@ class Updates:
             )
         return _TorchUpdate(self.optimizer, self._replicas, self._sync)
 
+    def _refuse_shards(self, reason: str | None) -> None:
+        if self._replicas.is_mixed:
+            raise ValueError("shard_optimizer wants devices of one kind: those of several round differently")
+        if reason is not None:
+            raise ValueError(
+                f"shard_optimizer is for the fused kernels, which do not serve this {type(self.optimizer).__name__} "
+                f"({reason or 'they know SGD, Adam and AdamW'})"
+            )
+
 
 def _shape_of(optimizer: Optimizer) -> Any:
     """What decides who updates, and which parameter belongs to which group."""
@@ -146,10 +167,11 @@ class _TorchUpdate:
         self._optimizer, self._replicas, self._sync = optimizer, replicas, sync
         self._twins: list[Optimizer] = []
         twins = self._twins
-        self.handle = optimizer.register_load_state_dict_post_hook(lambda _: twins.clear())
+        self.handles = {"load": optimizer.register_load_state_dict_post_hook(lambda _: twins.clear())}
 
     def close(self) -> None:
-        self.handle.remove()
+        for handle in self.handles.values():
+            handle.remove()
 
     def run(self, used: Sequence[bool]) -> None:
         if not self._twins and not self._replicas.is_mixed:

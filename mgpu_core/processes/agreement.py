@@ -54,14 +54,16 @@ def _line(lines: Sequence[str], at: int) -> str:
 def facts_of(net: Module, optimizer: Optimizer, settings: Mapping[str, Any]) -> dict[str, list[str]]:
     """What a net, an optimizer with its state, and settings are, without the values of the net."""
     names = {id(parameter): name for name, parameter in net.named_parameters()}
+    members = [names.get(id(each), "?") for group in optimizer.param_groups for each in group["params"]]
+    states = optimizer.state_dict()["state"]  # whole, where it is kept in shards
     return {
         "settings": [f"{name}={value}" for name, value in settings.items()],
         "parameters": [_described(name, each) for name, each in net.named_parameters()],
         "buffers": [_described(name, each) for name, each in net.named_buffers()],
         "optimizer": [type(optimizer).__name__, *(_group(group, names) for group in optimizer.param_groups)],
         "optimizer state": [
-            f"{names.get(id(each))} {name} {digest(value) if torch.is_tensor(value) else value}"
-            for each, state in optimizer.state.items()
+            f"{members[place]} {name} {digest(value) if torch.is_tensor(value) else value}"
+            for place, state in sorted(states.items())
             for name, value in sorted(state.items())
         ],
     }

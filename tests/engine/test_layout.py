@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mgpu_core.engine.layout import ALIGN_NBYTES, bucket_layout
+from mgpu_core.engine.layout import ALIGN_NBYTES, bucket_layout, shard_of
 
 tensors = st.lists(st.tuples(st.integers(0, 5000), st.sampled_from([2, 4, 8])), min_size=1, max_size=30)
 
@@ -44,3 +44,25 @@ def test_order_is_kept():
 def test_a_limit_of_nothing_is_refused():
     with pytest.raises(ValueError, match="positive"):
         bucket_layout([1], [4], [0], [0], 0)
+
+
+@given(tensors, st.integers(1, 100_000), st.integers(1, 9))
+def test_shards_are_equal_aligned_and_hold_every_element_once(tensors, limit, shards):
+    counts, sizes = [count for count, _ in tensors], [size for _, size in tensors]
+    held = {i: [] for i in range(len(tensors))}
+    for bucket in bucket_layout(counts, sizes, sizes, list(held), limit, shards):
+        size = sizes[bucket.segments[0].parameter]
+        assert bucket.count % shards == 0
+        assert bucket.count // shards * size % ALIGN_NBYTES == 0
+        begins = {each.parameter: each.begin for each in bucket.segments}
+        for place in range(shards):
+            shard = shard_of(bucket, place, shards)
+            assert shard.count == bucket.count // shards
+            end = 0
+            for each in shard.segments:
+                assert each.begin >= end
+                assert begins[each.parameter] + each.offset == place * shard.count + each.begin
+                held[each.parameter] += range(each.offset, each.offset + each.count)
+                end = each.begin + each.count
+            assert end <= shard.count
+    assert held == {i: list(range(count)) for i, count in enumerate(counts)}

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from engine.nets import Branches, Linear, batches, mse
+from fakes import accelerator
 from fakes.nets import whole
 from processes.world import run
 from torch import nn
@@ -297,3 +298,41 @@ def test_evaluation_is_each_process_s_own():
     with torch.no_grad():
         wanted = [float(mse(net(torch.full((2, 3), float(process))), torch.zeros(2, 2))) for process in range(2)]
     assert run(evaluate) == wanted
+
+
+def train_on_two_devices(process, is_hooked):
+    accelerator.register()
+    net = whole(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)))
+    optimizer = SGD(net.parameters(), lr=1.0)
+    step = TrainStep(
+        net, lambda output, target: (output * target).sum(), optimizer, ["cpu", "fake:0", "fake:0"], reduction="sum",
+        process_group=group.WORLD, bucket_nbytes=1,
+    )  # fmt: skip
+
+    def hook(bucket):
+        total = sum(each.cpu() for each in bucket.tensors)
+        torch.distributed.all_reduce(total, group=bucket.group)
+        for each in bucket.tensors:
+            each.copy_(total)
+
+    step.register_comm_hook(hook if is_hooked else None)
+    for _ in range(2):
+        step(torch.full((3, 3), float(process + 1)), torch.ones(3, 2))
+    step.check_replicas()
+    return values_of(net), [flat.gradients[0].cpu().tolist() for flat in step._sync.flats]
+
+
+@pytest.mark.parametrize("is_hooked", [False, True])
+def test_sums_reach_every_device_of_every_process(is_hooked):
+    found = run(train_on_two_devices, is_hooked)
+    net = whole(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)))
+    x = torch.tensor([1.0, 1.0, 1.0, 2.0, 2.0, 2.0]).unsqueeze(1).expand(6, 3)
+    for _ in range(2):
+        net.zero_grad()
+        net(x).sum().backward()
+        with torch.no_grad():
+            for each in net.parameters():
+                each -= each.grad
+    for values, flats in found:
+        assert all(map(torch.equal, values, values_of(net)))
+        assert flats[0] == flats[1]

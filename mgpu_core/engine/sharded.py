@@ -1,0 +1,142 @@
+"""The fused update with its state in shards: each device keeps, and updates, its part of every bucket.
+
+Optimizer states of the ZeRO kind (Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter
+Models", 2020, stage 1): gradients are reduce-scattered, each device updates its shard, and values are all-gathered.
+The optimizer has its whole state while somebody looks: in its ``state_dict()``, and before a step of the user's own.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from mgpu_core.comm import collectives
+from mgpu_core.engine.flat import FlatTensors, part_of, shaped
+from mgpu_core.engine.fused import FusedUpdate, OwnHook
+from mgpu_core.engine.fused_device import FusedOnDevice
+from mgpu_core.engine.layout import Bucket, shard_of
+
+__all__ = ["ShardedUpdate"]
+
+
+class ShardedUpdate(FusedUpdate):
+    """The update of all devices, each of its own shard.
+
+    Args:
+        optimizer: over some or all of ``parameters``.
+        parameters: of the user's module.
+        buckets: laid out for as many shards as there are devices.
+        flats: per device the flat values and gradients.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        parameters: Sequence[torch.Tensor],
+        buckets: Sequence[Bucket],
+        flats: Sequence[FlatTensors],
+    ) -> None:
+        self._is_whole = True  # whether the optimizer shows the state, which the first shards are filled from
+        super().__init__(optimizer, parameters, buckets, flats)
+        me = weakref.ref(self)
+        self.handles["whole"] = optimizer.register_state_dict_pre_hook(lambda _: _gather(me))
+        self.handles["parts"] = optimizer.register_state_dict_post_hook(lambda *_: _strip(me))
+        self.handles["own step"] = optimizer.register_step_pre_hook(OwnHook(partial(_leave, me)))
+
+    def _made_devices(self, buckets: Sequence[Bucket]) -> list[FusedOnDevice]:
+        shards = len(self._flats)
+        return [
+            FusedOnDevice(
+                self._is_sgd,
+                [shard_of(bucket, place, shards) for bucket in buckets],
+                [part_of(values, place, shards) for values in flat.values],
+                [part_of(gradients, place, shards) for gradients in flat.gradients],
+                self._groups_of,
+            )
+            for place, flat in enumerate(self._flats)
+        ]
+
+    def run(self, used: Sequence[bool]) -> None:
+        """One update of the parameters that were used, and their values on all devices."""
+        super().run(used)
+        shards = len(self._flats)
+        for wholes in zip(*(flat.values for flat in self._flats), strict=True):
+            collectives.all_gather_into([part_of(each, place, shards) for place, each in enumerate(wholes)], wholes)
+
+    def close(self) -> None:
+        """Leaves the optimizer with its whole state."""
+        if not self._is_stale():
+            self.gather()
+        super().close()
+
+    def adopt_state(self) -> None:
+        """Cuts the state that the optimizer has; from then on it shows none of it but counts of steps."""
+        for i in self._shown:  # where the user has set one parameter's state, the others' must not get lost
+            if self._parameters[i] in self._optimizer.state:
+                self._gather(i)
+        super().adopt_state()
+        self._is_whole = True
+        self.strip()
+
+    def _find_views(self) -> None:
+        """There is no tensor that could be shown."""
+
+    def _is_as_left(self, i: int, state: dict[str, Any]) -> bool:
+        return self._is_whole or not any(torch.is_tensor(each) for kind, each in state.items() if kind != "step")
+
+    def gather(self) -> None:
+        """Gives the optimizer the whole state, for as long as it is looked at."""
+        self._is_whole = True
+        for i in self._shown:
+            self._gather(i)
+
+    @torch.no_grad()
+    def _gather(self, i: int) -> None:
+        parameter = self._parameters[i]
+        state = self._optimizer.state[parameter]
+        for kind in self._devices[0].states:
+            if kind in state:
+                continue
+            flat = torch.empty(parameter.numel(), dtype=parameter.dtype, device=parameter.device)
+            for device in self._devices:
+                device.bring(i, kind, flat)
+            state[kind] = shaped(flat, 0, parameter)
+
+    def forget_shards(self) -> None:
+        """From now on what the optimizer shows counts."""
+        self._is_whole = False
+
+    def strip(self) -> None:
+        """Takes it away again."""
+        if not self._is_whole:
+            return
+        self._is_whole = False
+        for i in self._shown:
+            state, kinds = self._optimizer.state[self._parameters[i]], self._devices[0].states
+            # Another dict: a state_dict() holds the one that there was.
+            self._optimizer.state[self._parameters[i]] = {k: each for k, each in state.items() if k not in kinds}
+
+
+def _gather(update: weakref.ref[ShardedUpdate]) -> None:
+    found = update()
+    if found is not None and not found._is_stale():
+        found.gather()
+
+
+def _leave(update: weakref.ref[ShardedUpdate]) -> None:
+    """Before a step of the user's own: what the optimizer shows afterwards is not what lies in the shards."""
+    _gather(update)
+    found = update()
+    if found is not None:
+        found.forget_shards()
+
+
+def _strip(update: weakref.ref[ShardedUpdate]) -> None:
+    found = update()
+    if found is not None:
+        found.strip()

@@ -1,0 +1,248 @@
+"""The optimizer's state in shards: the same bits as without, an N-th of the memory, whole wherever somebody looks."""
+
+import copy
+
+import pytest
+import torch
+from engine.nets import Branches, Linear, batches, mse
+from fakes.tensors import numbers
+from torch import nn
+from torch.optim import SGD, Adam, AdamW, RMSprop
+
+from mgpu_core import TrainStep, _core
+
+TEAMS = [
+    ["fake:0", "fake:1"],
+    ["fake:0", "fake:1", "fake:0"],
+    ["fake:2", "fake:0", "fake:1"],
+    ["fake:0", "fake:1", "fake:2", "fake:3"],
+]
+OPTIMIZERS = {
+    "momentum": lambda p: SGD(p, lr=0.05, momentum=0.9, weight_decay=0.01),
+    "amsgrad": lambda p: Adam(p, lr=0.01, amsgrad=True),
+    "adamw": lambda p: AdamW(p, lr=0.01),
+}
+
+
+class Strided(nn.Module):
+    """A weight that is not contiguous, in buckets that cut through parameters."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = Branches()
+        self.turned = nn.Parameter(torch.randn(40, 4).t())
+
+    def forward(self, x, way):
+        return self.body(x @ self.turned @ self.turned.t() / 40, way)
+
+
+def pair(devices, make, **settings):
+    nets = [Strided().double().to(devices[0]) for _ in range(2)]
+    return [
+        TrainStep(net, mse, make(net.parameters()), devices, shard_optimizer=shards, bucket_nbytes=2000, **settings)
+        for net, shards in zip(nets, (True, False), strict=True)
+    ]
+
+
+def train(steps, count, seed=0):
+    for i, (x, y) in enumerate(batches(count, 11, seed=seed)):
+        losses = [step(x, i % 3, y) for step in steps]
+        assert torch.equal(*losses)
+
+
+def assert_same_values(steps):
+    for one, other in zip(*(step.module.parameters() for step in steps), strict=True):
+        assert torch.equal(one.detach(), other.detach())
+    for step in steps:
+        step.check_replicas()
+
+
+def assert_same_states(steps):
+    states = [step.optimizer.state_dict()["state"] for step in steps]
+    assert states[0].keys() == states[1].keys()
+    for place, state in states[0].items():
+        assert state.keys() == states[1][place].keys()
+        for name, value in state.items():
+            other = states[1][place][name]
+            assert value.shape == other.shape
+            assert torch.equal(value, other), name
+
+
+@pytest.mark.parametrize("devices", TEAMS, ids=str)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_same_bits_as_without(name, devices):
+    steps = pair(devices, OPTIMIZERS[name])
+    train(steps, 7)
+    assert_same_values(steps)
+    assert_same_states(steps)
+    train(steps, 3)  # a state that was looked at is still the one that is used
+    assert_same_values(steps)
+    assert all(each.grad is None for each in steps[0].module.parameters())
+
+
+@pytest.mark.parametrize("settings", [{"clip_norm": 0.01}, {"accumulate": 3}, {"amp_dtype": torch.bfloat16}], ids=str)
+def test_settings(settings):
+    steps = pair(TEAMS[3], OPTIMIZERS["adamw"], **settings)
+    train(steps, 6)
+    if "clip_norm" in settings:  # the norm is added up in another order
+        for one, other in zip(*(step.module.parameters() for step in steps), strict=True):
+            assert torch.allclose(one.detach(), other.detach(), rtol=1e-12)
+    else:
+        assert_same_values(steps)
+
+
+@pytest.mark.parametrize("devices", TEAMS, ids=str)
+def test_each_device_keeps_an_nth_of_the_state(devices):
+    net = nn.Linear(64, 64).to(devices[0])
+    step = TrainStep(net, mse, AdamW(net.parameters()), devices, shard_optimizer=True)
+    step(numbers(8, 64), numbers(8, 64))
+    kept = {
+        device.groups.device: sum(each.numel() for flats in device.states.values() for each in flats)
+        for device in step._updates._update._devices
+    }
+    shards = len(set(devices))
+    assert len(kept) == shards
+    align = 512 // 4
+    most = 2 * -(-(64 * 64 + align) // (align * shards)) * align
+    assert all(count == most for count in kept.values())
+    shown = [value for state in step.optimizer.state.values() for value in state.values()]
+    assert all(value.numel() == 1 for value in shown)  # counts of steps
+
+
+def test_gradients_are_scattered_and_values_gathered():
+    net = nn.Linear(64, 64).to("fake:0")
+    step = TrainStep(net, mse, AdamW(net.parameters()), TEAMS[1][:2], shard_optimizer=True)
+    step(numbers(8, 64), numbers(8, 64))
+    _core.reset_counters()
+    step(numbers(8, 64), numbers(8, 64))
+    made = {(operation, rank): calls for (operation, _, rank), (calls, _) in _core.counters().items()}
+    assert made[("reduce_scatter", 0)] == made[("all_gather", 0)] == made[("reduce_scatter", 1)] == 1
+    assert not any(operation == "all_reduce" for operation, _ in made)
+
+
+def test_a_state_goes_between_shards_of_all_numbers_and_none():
+    sharded, plain = pair(TEAMS[1], OPTIMIZERS["amsgrad"])
+    train([sharded, plain], 4)
+    state = sharded.state_dict()
+    steps = [sharded, plain]
+    for devices in (TEAMS[3], ["fake:0"]):
+        other = pair(devices, OPTIMIZERS["amsgrad"])[0]
+        other.load_state_dict(copy.deepcopy(state))
+        assert_same_states([other, plain])
+        steps.append(other)
+    back = pair(TEAMS[0], OPTIMIZERS["amsgrad"])[0]
+    back.load_state_dict(plain.state_dict())
+    assert_same_states([back, plain])
+    for x, y in batches(3, 12, seed=3):
+        for step in [*steps, back]:
+            step(x, 2, y)
+    for step in [*steps, back]:
+        for one, other in zip(step.module.parameters(), plain.module.parameters(), strict=True):
+            assert torch.allclose(one.detach(), other.detach(), rtol=1e-10)
+        step.check_replicas()
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_step_of_the_user_s_own_in_between(name):
+    steps = pair(TEAMS[1], OPTIMIZERS[name])
+    train(steps, 3)
+    for step in steps:
+        for each in step.module.parameters():
+            each.grad = torch.ones_like(each)
+        step.optimizer.step()
+        step.optimizer.zero_grad()
+    assert_same_states(steps)
+    train(steps, 3)
+    assert_same_values(steps)
+    assert_same_states(steps)
+
+
+def test_an_edited_and_a_cleared_state():
+    steps = pair(TEAMS[2], OPTIMIZERS["momentum"])
+    train(steps, 3)
+    for step in steps:
+        turned = step.module.turned
+        step.optimizer.state[turned]["momentum_buffer"] = torch.ones_like(turned.detach())
+    train(steps, 2)
+    assert_same_values(steps)
+    assert_same_states(steps)
+    for step in steps:
+        step.optimizer.state.clear()
+    train(steps, 2)
+    assert_same_values(steps)
+
+
+def test_it_is_left_with_a_whole_state():
+    steps = pair(TEAMS[1], OPTIMIZERS["adamw"])
+    train(steps, 3)
+    for step in steps:
+        step.close()
+    for one, other in zip(*(step.optimizer.state.values() for step in steps), strict=True):
+        assert all(torch.equal(one[name], other[name]) for name in other)
+    for step in steps:
+        for each in step.module.parameters():
+            each.grad = torch.ones_like(each)
+        step.optimizer.step()
+    for one, other in zip(*(step.module.parameters() for step in steps), strict=True):
+        assert torch.equal(one.detach(), other.detach())
+
+
+def test_a_failed_step_leaves_the_state():
+    steps = pair(TEAMS[1], OPTIMIZERS["adamw"])
+    train(steps, 2)
+    for step in steps:
+        with pytest.raises(RuntimeError):
+            step(torch.ones(4, 9), 2, torch.ones(4, 2))
+    assert_same_states(steps)
+    train(steps, 2)
+    assert_same_values(steps)
+
+
+def test_an_overflow_is_seen_in_every_shard():
+    for row in range(3):
+        net = nn.Linear(2, 600, bias=False).to("fake:0")
+        step = TrainStep(
+            net, lambda output, target: (output.float() * target).sum(), SGD(net.parameters(), lr=1.0),
+            ["fake:0", "fake:1", "fake:2"], reduction="sum", amp_dtype=torch.float16, shard_optimizer=True,
+            error_if_nonfinite=False,
+        )  # fmt: skip
+        before = net.weight.detach().clone()
+        target = torch.zeros(3, 600)
+        target[:, 250 * row] = 1e30  # a column of each shard
+        step(torch.ones(3, 2), target)
+        assert step.steps == 0
+        assert step.loss_scale.skipped == 1
+        assert torch.equal(net.weight.detach(), before)
+
+
+@pytest.mark.parametrize(
+    ("make", "devices", "text"),
+    [
+        (lambda p: RMSprop(p), TEAMS[0], "which do not serve this RMSprop .they know SGD, Adam and AdamW."),
+        (lambda p: SGD(p, lr=1.0, differentiable=True), TEAMS[0], "it is differentiable"),
+        (lambda p: SGD(p, lr=1.0), ["fake:0", "cpu"], "devices of one kind"),
+    ],
+)
+def test_what_shards_cannot_have(make, devices, text):
+    net = Linear().to("fake:0")
+    with pytest.raises(ValueError, match=text):
+        TrainStep(net, mse, make(net.parameters()), devices, shard_optimizer=True)
+
+
+def test_a_hook_on_the_optimizer_comes_later():
+    net = Linear().to("fake:0")
+    optimizer = SGD(net.parameters(), lr=1.0)
+    step = TrainStep(net, mse, optimizer, TEAMS[0], shard_optimizer=True)
+    step(numbers(4, 3), numbers(4, 2))
+    optimizer.register_step_pre_hook(lambda *_: None)
+    with pytest.raises(ValueError, match="the optimizer has step hooks"):
+        step(numbers(4, 3), numbers(4, 2))
+
+
+def test_on_one_device_there_is_nothing_to_share():
+    net = Linear().to("fake:0")
+    step = TrainStep(net, mse, AdamW(net.parameters()), ["fake:0"] * 2, shard_optimizer=True)
+    step(numbers(4, 3), numbers(4, 2))
+    assert all("exp_avg" in state for state in step.optimizer.state.values())
+    assert net.last.weight.grad is not None

@@ -201,7 +201,7 @@ class TrainStep:
 
     def _train(self, inputs: tuple[Any, ...], kwargs: dict[str, Any], keep_outputs: bool) -> tuple[Any, Any]:
         self._refresh()
-        self._cycle.enter()
+        self._enter()
         window = self._cycle.window
         is_last = not self._keeps_accumulating and window.calls + 1 >= self.accumulate
         self._split_plan.follow_the_clocks()
@@ -219,6 +219,12 @@ class TrainStep:
         else:
             self._sync.set_aside()
         return loss, outputs
+
+    def _enter(self) -> None:
+        """Before a call: the first of a window takes the settings, and the loss scale, as they are now."""
+        if self._cycle.window.calls == 0:
+            self._new_window()
+        self._cycle.enter()
 
     def _update(self, standing: Standing = Standing.TRAINS) -> bool:
         """Says whether any process had data for an update."""
@@ -311,7 +317,7 @@ class TrainStep:
     def _conclude(self, standing: Standing = Standing.TRAINS) -> bool:
         """An update without another call."""
         self._refresh()
-        self._cycle.enter()
+        self._enter()
         self._sync.begin(0, overlap=False, streams=caller_streams(self.team.devices))
         return self._update(standing)
 

@@ -21,7 +21,15 @@ from mgpu_core.mnist.config import Config
 from mgpu_core.mnist.history import Epoch
 
 FORMAT = "mgpu_core.mnist checkpoint 1"
-PARTS = {"settings": dict, "team": str, "net": dict, "optimizer": dict, "generator": torch.Tensor, "epochs": list}
+PARTS = {
+    "settings": dict,
+    "team": str,
+    "net": dict,
+    "optimizer": dict,
+    "loss_scale": dict,
+    "generator": torch.Tensor,
+    "epochs": list,
+}
 """What the file holds besides the mark, and of which type: the fields of `Checkpoint`."""
 
 
@@ -34,6 +42,7 @@ class Checkpoint:
         team: engine and devices in words. Another team may go on: same curve, other rounding.
         net: the network's state, on the CPU after `read`; keys without `module.`.
         optimizer: the optimizer's state.
+        loss_scale: the state of the engine's loss scale; empty where it has none.
         generator: the state of torch's global CPU generator.
         epochs: the records so far.
     """
@@ -42,6 +51,7 @@ class Checkpoint:
     team: str
     net: dict[str, Any]
     optimizer: dict[str, Any]
+    loss_scale: dict[str, Any]
     generator: torch.Tensor
     epochs: list[Epoch]
 
@@ -58,10 +68,12 @@ class Checkpoint:
         content = _load(path)
         if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
             raise ValueError(f"{path}: wanted a file with the mark {FORMAT!r}, came a torch file without it")
+        content.setdefault("loss_scale", {})  # files from before there was mixed precision
         wrong = [name for name, kind in PARTS.items() if not isinstance(content.get(name), kind)]
         if wrong or len(content) != len(PARTS):
             raise ValueError(f"{path}: wanted a checkpoint with {', '.join(PARTS)}, came one with {', '.join(content)}")
-        content["settings"].setdefault("accumulate", 1)  # files from before there was a choice
+        for name, only in {"accumulate": 1, "amp": None}.items():  # files from before there was a choice
+            content["settings"].setdefault(name, only)
         try:
             content["epochs"] = [Epoch(**epoch) for epoch in content["epochs"]]
         except TypeError as error:
@@ -93,6 +105,7 @@ def binding_settings(config: Config, digest: str) -> dict[str, Any]:
         "model": config.model,
         "batch": config.batch,
         "accumulate": config.accumulate,
+        "amp": config.amp,
         "lr": config.lr,
         "seed": config.seed,
         "digits": digest,

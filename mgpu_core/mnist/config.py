@@ -19,6 +19,8 @@ ENGINES = ("step", "drop-in", "plain")
 """`step`: `mgpu_core.TrainStep`; `drop-in`: the network inside `mgpu_core.DataParallel`; `plain`: the bare network on
 one device."""
 
+AMP_DTYPES = ("bfloat16", "float16")
+
 SEED_LIMIT = 2**63
 
 
@@ -34,6 +36,7 @@ class Config:
         shares: rows in this proportion, one number per rank; None for equal parts.
         batch: rows per step, over all ranks.
         accumulate: steps per update. An epoch's last update is made from what is left, be it fewer.
+        amp: a name of `AMP_DTYPES`, what the step engine's forward computes in; None for full precision.
         lr: the step length of SGD.
         epochs: passes over the training images, those before a resume included.
         seed: of the weights and of the order of the images.
@@ -54,6 +57,7 @@ class Config:
     shares: tuple[float, ...] | None = None
     batch: int = 64
     accumulate: int = 1
+    amp: str | None = None
     lr: float = 0.01
     epochs: int = 5
     seed: int = 0
@@ -66,6 +70,12 @@ class Config:
     def __post_init__(self) -> None:
         _one_of("model", self.model, MODELS)
         _one_of("engine", self.engine, ENGINES)
+        if self.amp is not None:
+            _one_of("amp", self.amp, AMP_DTYPES)
+            if self.engine != "step":
+                raise ValueError(
+                    f"amp: the {self.engine} engine trains in full precision; the step engine has a choice"
+                )
         for name in ("batch", "accumulate", "epochs", "ranks"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -85,9 +95,10 @@ class Config:
         return words if self.shares is None else f"{words}, shares {':'.join(f'{share:g}' for share in self.shares)}"
 
     def pace(self) -> str:
-        """What an update is made of, in words: `batch 64, accumulate 4, lr 0.01`."""
+        """What an update is made of, in words: `batch 64, accumulate 4, bfloat16, lr 0.01`."""
         accumulate = f", accumulate {self.accumulate}" if self.accumulate > 1 else ""
-        return f"batch {self.batch}{accumulate}, lr {self.lr:g}"
+        amp = "" if self.amp is None else f", {self.amp}"
+        return f"batch {self.batch}{accumulate}{amp}, lr {self.lr:g}"
 
     def outputs(self) -> dict[str, Path]:
         """The files that the training is to write, by the name of the setting."""

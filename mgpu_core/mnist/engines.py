@@ -5,7 +5,7 @@ crosses, because a checkpoint is written there. Its gradient is the one of a sin
 """
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -28,6 +28,12 @@ class Engine(Protocol):
     def correct(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """How many images the network names right, on the device."""
 
+    def loss_scale(self) -> dict[str, Any]:
+        """The loss scale's state, for a checkpoint; empty where there is none."""
+
+    def scale_losses(self, state: dict[str, Any]) -> None:
+        """Goes on from that state."""
+
     def close(self) -> None:
         """Leaves the network as a plain one, with memory of its own; the engine is not used any more."""
 
@@ -48,6 +54,12 @@ class _TrainStep:
     def correct(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         _, outputs = self._step.evaluate(images, labels, return_outputs=True)
         return _correct(outputs, labels)
+
+    def loss_scale(self) -> dict[str, Any]:
+        return self._step.loss_scale.state_dict()
+
+    def scale_losses(self, state: dict[str, Any]) -> None:
+        self._step.loss_scale.load_state_dict(state)
 
     def close(self) -> None:
         self._step.close()
@@ -75,6 +87,12 @@ class _Loop:
     def correct(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         return _correct(self._model(images), labels)
 
+    def loss_scale(self) -> dict[str, Any]:
+        return {}
+
+    def scale_losses(self, state: dict[str, Any]) -> None:
+        """Full precision needs none."""
+
     def close(self) -> None:
         if isinstance(self._model, DataParallel):
             self._model.close()
@@ -95,6 +113,7 @@ def make_engine(
             optimizer,
             device_ids=devices,
             shares=config.shares,
+            amp_dtype=None if config.amp is None else getattr(torch, config.amp),
             # The loop looks at the losses, for every engine at the same place and in the same words.
             error_if_nonfinite=False,
         )

@@ -66,6 +66,8 @@ class Training:
         if resumed is not None:
             self._resume(*resumed)
         self.engine = make_engine(config, net, self.optimizer, self.devices)
+        if resumed is not None:
+            self.engine.scale_losses(resumed[1].loss_scale)
 
     def run(self) -> History:
         """Trains the epochs that are left, then writes the plot and the JSON file.
@@ -142,9 +144,16 @@ class Training:
         if self.config.save is None:
             return
         settings = binding_settings(self.config, self.digits.digest)
-        net, generator, epochs = self.history.net.state_dict(), torch.get_rng_state(), self.history.epochs
-        Checkpoint(settings, self._team(), net, self.optimizer.state_dict(), generator, epochs).write(self.config.save)
-        self.saved_epochs = len(epochs)
+        Checkpoint(
+            settings,
+            self._team(),
+            self.history.net.state_dict(),
+            self.optimizer.state_dict(),
+            self.engine.loss_scale(),
+            torch.get_rng_state(),
+            self.history.epochs,
+        ).write(self.config.save)
+        self.saved_epochs = len(self.history.epochs)
 
     def _write_outputs(self) -> None:
         if self.config.plot is not None:

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from mgpu_core.errors import Error
-from mgpu_core.mnist.config import ENGINES, Config
+from mgpu_core.mnist.config import AMP_DTYPES, ENGINES, Config
 from mgpu_core.mnist.devices import parse_device_ids, parse_shares
 from mgpu_core.mnist.loop import Training, train
 from mgpu_core.mnist.model import MODELS
@@ -41,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="K",
         help="batches per update (default: %(default)s)",
     )
+    add("--amp", choices=list(AMP_DTYPES), help="forward in this dtype, by the step engine (default: full precision)")
     add("--lr", type=float, default=Config.lr, metavar="X", help="step length of SGD (default: %(default)s)")
     add(
         "--epochs", type=int, default=Config.epochs, metavar="N", help="in all, resumed ones too (default: %(default)s)"
@@ -92,6 +93,7 @@ def _config(args: argparse.Namespace) -> Config:
         shares=None if args.shares is None else parse_shares(args.shares),
         batch=args.batch,
         accumulate=args.accumulate,
+        amp=args.amp,
         lr=args.lr,
         epochs=args.epochs,
         seed=args.seed,

@@ -112,9 +112,9 @@ def test_a_checkpoint_holds_the_weights_and_nothing_else(tmp_path: Path, few: Di
     assert state._metadata == {"": {"version": 1}, "hidden": {"version": 1}, "output": {"version": 1}}
 
 
-def test_a_checkpoint_from_before_accumulation_goes_on(saved: Path, tmp_path: Path, few: Digits) -> None:
+def test_a_checkpoint_from_before_accumulation_and_amp_goes_on(saved: Path, tmp_path: Path, few: Digits) -> None:
     content = torch.load(saved, weights_only=True)
-    del content["settings"]["accumulate"]
+    del content["settings"]["accumulate"], content["settings"]["amp"], content["loss_scale"]
     torch.save(content, tmp_path / "old.pt")
     assert_same_bits(resume(tmp_path / "old.pt", few), resume(saved, few))
 
@@ -124,6 +124,7 @@ def test_a_checkpoint_from_before_accumulation_goes_on(saved: Path, tmp_path: Pa
     [
         ({"model": "cnn"}, "made with model simplenet; this run has model cnn$"),
         ({"lr": 0.1, "batch": 32}, "made with batch 64, lr 0.01; this run has batch 32, lr 0.1$"),
+        ({"amp": "bfloat16", "engine": "step"}, "made with amp None; this run has amp bfloat16$"),
         ({"accumulate": 2}, "made with accumulate 1; this run has accumulate 2$"),
         ({"seed": 1}, "made with seed 0; this run has seed 1$"),
         ({"epochs": 1}, "one.pt: already after epoch 1; epochs: wanted more, got 1"),

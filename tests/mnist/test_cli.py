@@ -57,6 +57,14 @@ def test_accumulate_and_shares(run: Run, folder: Path) -> None:
     assert (settings["engine"], settings["shares"], settings["accumulate"]) == ("step", [2.0, 1.5], 3)
 
 
+def test_amp(run: Run, folder: Path) -> None:
+    arguments = ["--device-ids", "cpu,cpu", "--epochs", 1, "--data", folder, "--json", folder / "a.json"]
+    status, out, _ = run(*arguments, "--amp", "bfloat16")
+    assert status == 0
+    assert "batch 64, bfloat16, lr 0.01" in out
+    assert json.loads((folder / "a.json").read_text())["settings"]["amp"] == "bfloat16"
+
+
 def test_json(run: Run, folder: Path) -> None:
     path = folder / "out.json"
     status, *_ = run("--device-ids", "cpu,cpu,cpu", "--epochs", 2, "--batch", 7, "--data", folder, "--json", path)
@@ -96,6 +104,7 @@ def test_save_and_resume(run: Run, folder: Path) -> None:
         (["--ranks", "0"], "ranks: wanted at least 1, got 0"),
         (["--batch", "0"], "batch: wanted at least 1, got 0"),
         (["--accumulate", "0"], "accumulate: wanted at least 1, got 0"),
+        (["--amp", "float16", "--engine", "plain"], "amp: the plain engine trains in full precision"),
         (["--shares", "2,x"], "shares: wanted one number per rank, like 2,1, got '2,x'"),
         (["--shares", ""], "shares: wanted one number per rank, like 2,1, got ''"),
         (["--shares", "2,0"], "shares: wanted finite numbers above 0, got 0"),

@@ -17,6 +17,7 @@ from torch import nn
 
 from mgpu_core.mnist import Config, Digits, Training
 from mgpu_core.mnist.checkpoint import Checkpoint
+from mgpu_core.mnist.config import AMP_DTYPES
 from mgpu_core.mnist.model import MODELS
 from mgpu_core.mnist.train import main, train
 
@@ -69,6 +70,20 @@ def test_a_step_that_raises(
         assert is_plain(training.history.net)
         stops.at = -1
         assert_same_bits(train(replace(whole, resume=path), digits=few), uninterrupted)
+
+
+@pytest.mark.parametrize("amp", AMP_DTYPES)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_mixed_precision_goes_on_with_the_same_bits(tmp_path: Path, few: Digits, ranks: int, amp: str) -> None:
+    """The loss scale too: the first updates overflow it, and are skipped."""
+    path = tmp_path / "a.pt"
+    config = Config(model="cnn", device_ids=("cpu",) * ranks, epochs=3, amp=amp)
+    uninterrupted = train(config, digits=few)
+    train(replace(config, epochs=1, save=path), digits=few)
+    assert_same_bits(train(replace(config, resume=path), digits=few), uninterrupted)
+    full = train(replace(config, amp=None), digits=few)
+    assert uninterrupted.step_losses != full.step_losses
+    assert uninterrupted.step_losses == pytest.approx(full.step_losses, rel=0.1)
 
 
 @pytest.mark.parametrize(("engine", "ranks"), TEAMS)

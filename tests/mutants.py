@@ -563,7 +563,7 @@ MUTANTS = [
     mutant(
         "step: a NaN is trained on",
         "mgpu_core/engine/clipping.py",
-        "    if are_finite(sync):\n        return",
+        "    if are_finite(sync, norm):\n        return",
         "    return",
         "engine/test_failures.py",
     ),
@@ -577,7 +577,7 @@ MUTANTS = [
     mutant(
         "step: an overflow on one rank updates all the same",
         "mgpu_core/engine/cycle.py",
-        "if self._loss_scale.is_on and not are_finite(self._sync):",
+        "if self._loss_scale.is_on and not are_finite(self._sync, self._norm.compute()):",
         "if False:",
         "engine/test_amp.py",
     ),

@@ -97,6 +97,7 @@ def test_only_the_gates_turn_tensors_into_pointers():
         "comm/rank_sums.py",
         "device/peer_probe.py",
         "device/tensor_checks.py",
+        "kernels/flat_norm.py",
         "kernels/ops.py",
         "kernels/flat_optimizers.py",
     }

@@ -7,13 +7,23 @@ resolved into plain memory (inputs) or refused with a ``TypeError`` or ``ValueEr
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Sequence
 from operator import attrgetter
 
 import torch
 from torch._C._functorch import is_functorch_wrapped_tensor, is_legacy_batchedtensor
 
-__all__ = ["all_plain", "check_alike", "check_disjoint", "check_writable", "memory_of", "readable", "refuse_special"]
+__all__ = [
+    "all_plain",
+    "check_alike",
+    "check_disjoint",
+    "check_writable",
+    "memory_of",
+    "memory_view",
+    "readable",
+    "refuse_special",
+]
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 _PLAIN_TYPES = {torch.Tensor, torch.nn.Parameter}  # a Buffer is made a Tensor
@@ -193,3 +203,10 @@ def memory_of(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[tuple[in
         list(map(torch.Tensor.stride, tensors)),
         list(map(attrgetter("dtype"), tensors)),
     )
+
+
+def memory_view(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous tensor of host memory, which must live as long as they are looked at."""
+    if not tensor.nbytes:
+        return memoryview(b"")
+    return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr()))

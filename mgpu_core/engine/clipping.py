@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -12,33 +13,42 @@ from mgpu_core.device.dtypes import FLOATING
 from mgpu_core.engine.gradients import GradientSync
 from mgpu_core.engine.replicas import Replicas
 
-__all__ = ["are_finite", "check_finite", "clip", "multiply"]
+__all__ = ["GradientNorm", "are_finite", "check_finite", "clip", "multiply"]
 
 
-def _gradient_norm(sync: GradientSync) -> torch.Tensor:
-    """The Euclidean norm of the summed gradients, a scalar on the first device."""
-    alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for flat in sync.every_sum:
-        real = torch.view_as_real(flat) if flat.is_complex() else flat
-        alike.setdefault((real.device, real.dtype), []).append(real)
-    norms = [_norm(tensors) for tensors in alike.values()]
-    norms += [_values(each).norm() for each in sync.sparse.values()]
-    if len(norms) == 1:
-        return norms[0]
-    together: torch.Tensor = torch.stack([norm.to(norms[0].device, torch.float64) for norm in norms]).norm()
-    return together
+class GradientNorm:
+    """The Euclidean norm of the summed gradients, a scalar on the first device.
+
+    Args:
+        sync: whose sums lie where they will always lie.
+    """
+
+    def __init__(self, sync: GradientSync) -> None:
+        self._sync = sync
+        alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+        for flat in sync.every_sum:
+            real = torch.view_as_real(flat) if flat.is_complex() else flat
+            alike.setdefault((real.device, real.dtype), []).append(real)
+        self._norms = [_norm_of(tensors) for tensors in alike.values()]
+
+    def compute(self) -> torch.Tensor:
+        """Of the sums that there are now."""
+        norms = [compute() for compute in self._norms]
+        norms += [_values(each).norm() for each in self._sync.sparse.values()]
+        if len(norms) == 1:
+            return norms[0]
+        together: torch.Tensor = torch.stack([norm.to(norms[0].device, torch.float64) for norm in norms]).norm()
+        return together
 
 
-def _norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+def _norm_of(tensors: Sequence[torch.Tensor]) -> Callable[[], torch.Tensor]:
     if tensors[0].dtype in FLOATING:
-        return kernels.l2_norm(tensors)
-    norm: torch.Tensor = torch.nn.utils.get_total_norm(tensors)
-    return norm
+        return kernels.FlatNorm(tensors).compute
+    return partial(torch.nn.utils.get_total_norm, tensors)
 
 
-def clip(sync: GradientSync, limit: float) -> None:
-    """Scales all gradients so that their norm is at most ``limit``, as ``torch.nn.utils.clip_grad_norm_`` does."""
-    norm = _gradient_norm(sync)
+def clip(sync: GradientSync, norm: torch.Tensor, limit: float) -> None:
+    """Scales all gradients, of norm ``norm``, so that it is at most ``limit``: ``torch.nn.utils.clip_grad_norm_``."""
     coefficient = limit / (norm + 1e-6)
     if norm.device.type == "cpu" and coefficient >= 1:
         return  # where nobody waits for the number, nothing need be multiplied by one
@@ -55,23 +65,29 @@ def multiply(sync: GradientSync, factor: float | torch.Tensor) -> None:
             each.mul_(factor)
 
 
-def are_finite(sync: GradientSync) -> bool:
-    """Whether no summed gradient is NaN or infinite; waits for the device."""
+def are_finite(sync: GradientSync, norm: torch.Tensor) -> bool:
+    """Whether no summed gradient, all together of norm ``norm``, is NaN or infinite; waits for the device."""
     # One number that is not finite makes the norm so; a norm that only overflows is looked into for nothing.  Not by a
     # sum of torch's: its threads would be woken, beside those of the ranks.
-    if math.isfinite(float(_gradient_norm(sync))):
+    if math.isfinite(float(norm)):
         return True
     totals = [*sync.every_sum, *map(_values, sync.sparse.values())]
     return all(bool(torch.isfinite(each).all()) for each in totals)
 
 
-def check_finite(sync: GradientSync, replicas: Replicas, processes: int) -> None:
+def check_finite(sync: GradientSync, norm: torch.Tensor, replicas: Replicas, processes: int) -> None:
     """Raises if the sum of so many processes' gradients is NaN or infinite somewhere; waits for the device.
+
+    Args:
+        sync: the sums.
+        norm: of all of them.
+        replicas: the ranks, whose own gradients are looked into then.
+        processes: how many have added theirs.
 
     Raises:
         FloatingPointError: names the rank and the parameter.
     """
-    if are_finite(sync):
+    if are_finite(sync, norm):
         return
     for i, name in enumerate(replicas.names):
         for rank in replicas.team.ranks:

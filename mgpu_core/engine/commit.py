@@ -90,7 +90,6 @@ class BufferSnapshot:
         self._buffers: list[torch.Tensor] = []
         self._values: list[torch.Tensor] = []
 
-    @torch.no_grad()
     def take(self) -> None:
         """Copies what there is now."""
         places = [
@@ -103,7 +102,8 @@ class BufferSnapshot:
         if len(buffers) != len(self._buffers) or not all(map(_is_like, buffers, self._buffers, self._values)):
             self._values = [buffer.detach().clone() for buffer in buffers]
         elif buffers:
-            torch._foreach_copy_(self._values, buffers)
+            with torch.no_grad():
+                torch._foreach_copy_(self._values, buffers)
         self._places, self._buffers = places, buffers
 
     @torch.no_grad()

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from mgpu_core.engine.clipping import are_finite, check_finite, clip, multiply
+from mgpu_core.engine.clipping import GradientNorm, are_finite, check_finite, clip, multiply
 from mgpu_core.engine.commit import uninterrupted
 from mgpu_core.engine.gradients import GradientSync
 from mgpu_core.engine.losses import Window
@@ -95,23 +95,30 @@ class Cycle:
             if decided is None:
                 return None
             used, weight = decided
-            if self._loss_scale.is_on and not are_finite(self._sync):
+            if self._loss_scale.is_on and not are_finite(self._sync, self._norm.compute()):
                 self._loss_scale.overflowed()
                 self._sync.clear()
                 return False
-            factor = self.window.factor(weight)
-            if factor is not None:
-                multiply(self._sync, factor)
-            if error_if_nonfinite:
-                processes = 1 if self._together is None else self._together.processes.count
-                check_finite(self._sync, self._replicas, processes)
-            if clip_norm is not None:
-                clip(self._sync, clip_norm)
+            self._finish_gradients(weight, clip_norm, error_if_nonfinite)
             self._sync.show(used)
             self._updates.run(used)
             self.steps += 1
             self._loss_scale.went_well()
             return True
+
+    def _finish_gradients(self, weight: float | torch.Tensor, clip_norm: float | None, refuse_nonfinite: bool) -> None:
+        """What one device's gradients would be, from sums of all calls, which weigh so much."""
+        factor = self.window.factor(weight)
+        if factor is not None:
+            multiply(self._sync, factor)
+        if not refuse_nonfinite and clip_norm is None:
+            return
+        norm = self._norm.compute()
+        if refuse_nonfinite:
+            processes = 1 if self._together is None else self._together.processes.count
+            check_finite(self._sync, norm, self._replicas, processes)
+        if clip_norm is not None:
+            clip(self._sync, norm, clip_norm)
 
     def _lay_out(self, standing: Standing) -> bool:
         learnt = self._sync.learnt()
@@ -121,6 +128,7 @@ class Cycle:
                 return False
             learnt = agreed
         self._sync.lay_out(learnt)
+        self._norm = GradientNorm(self._sync)
         if self._together is not None:
             self._sync.open_outbox()
         return True

@@ -126,11 +126,16 @@ class GradientSync:
     def watch_parameters(self) -> None:
         """Hooks all parameters that require grad; again after some were frozen or thawed.
 
-        One rank alone has nobody to add up with: its gradients are taken after its backward.
+        One rank alone has nobody to add up with, and one bucket alone is complete when backward is over: such
+        gradients are taken then, and no backward stops for Python.
         """
         self._replicas.remember_hooks()
         self._count_expected()
-        if len(self._replicas.team) == 1 and self._processes is None:
+        alone = len(self._replicas.team) == 1 and self._processes is None
+        if alone or (self.is_laid_out and len(self.buckets) < 2):
+            for handle in self.handles.values():
+                handle.remove()
+            self.handles.clear()
             return
         me = weakref.ref(self)
         for rank, row in enumerate(self._replicas.parameters):
@@ -271,8 +276,8 @@ class GradientSync:
         self.every_sum = [each for of in self.parts[: self._shards] for each in of]
         self._plans = [self._plan(bucket) for bucket in self.buckets]
         self._replicas.remember()
-        self._count_expected()
         self.is_laid_out = True
+        self.watch_parameters()
         self._rest()
 
     def _plan(self, bucket: Bucket) -> list[_Plan]:

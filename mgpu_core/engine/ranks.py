@@ -153,6 +153,8 @@ def _without_autocast() -> AbstractContextManager[object]:
 
 def has_graph(part: RankPart) -> bool:
     """Whether an input of the rank belongs to a graph."""
+    if not part.kwargs and all(type(each) is torch.Tensor for each in part.inputs):
+        return any(each.requires_grad for each in part.inputs)
     leaves: list[Any] = []
     flatten([part.inputs, part.kwargs], leaves, "inputs", whole=True)
     return any(isinstance(each, torch.Tensor) and each.requires_grad for each in leaves)

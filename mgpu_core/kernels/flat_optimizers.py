@@ -109,6 +109,7 @@ class FlatSgd(_Flat):
     ) -> None:
         super().__init__(parameters, gradients, segments, groups, {"momentum": momentum}, **scalars)
         self._momentum = momentum
+        self._seen = -1  # the version of the groups that had no momentum
 
     def step(self) -> None:
         """One step, on the current stream.
@@ -116,8 +117,10 @@ class FlatSgd(_Flat):
         Raises:
             ValueError: on the CPU, a group has momentum, but there is no buffer.
         """
-        if self.on_cpu and self._momentum is None and bool(self.groups[:, 1].any()):
-            raise ValueError("a group has momentum, but there is no momentum buffer")
+        if self.on_cpu and self._momentum is None and self.groups._version != self._seen:
+            if bool(self.groups[:, 1].any()):
+                raise ValueError("a group has momentum, but there is no momentum buffer")
+            self._seen = self.groups._version
         stream = core_stream(self.parameters.device)
         with span("sgd"):
             if stream is None:

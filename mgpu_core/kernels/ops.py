@@ -143,7 +143,7 @@ def pack(
         if stream is None:
             out.copy_(reference.pack(sources, scale, dtype))
             return out
-        _core.pack(_pieces(sources), REAL[sources[0].dtype], out.data_ptr(), REAL[dtype], scale, stream)
+        _core.pack(pieces_of(sources), REAL[sources[0].dtype], out.data_ptr(), REAL[dtype], scale, stream)
         note_written([out])
     return out
 
@@ -170,7 +170,7 @@ def unpack(flat: Any, outs: Sequence[torch.Tensor], *, scale: float = 1.0) -> No
         if stream is None:
             torch._foreach_copy_(targets, reference.unpack(flat, targets, scale))
             return
-        _core.unpack(_pieces(targets), REAL[targets[0].dtype], flat.data_ptr(), REAL[flat.dtype], scale, stream)
+        _core.unpack(pieces_of(targets), REAL[targets[0].dtype], flat.data_ptr(), REAL[flat.dtype], scale, stream)
         note_written(targets)
 
 
@@ -224,9 +224,9 @@ def l2_norm(tensors: Sequence[Any]) -> torch.Tensor:
     with span("l2_norm"):
         if stream is None:
             return reference.l2_norm(sources)
-        pieces = _pieces(sources)
+        pieces = pieces_of(sources)
         partials = torch.empty(max(1, _core.norm_tiles(pieces)), dtype=torch.float64, device=device)
-        wide = torch.float64 if sources[0].dtype == torch.float64 else torch.float32
+        wide = norm_dtype(sources[0].dtype)
         out = torch.empty((), dtype=wide, device=device)
         names = FLOATING[sources[0].dtype], FLOATING[wide]
         _core.l2_norm(pieces, names[0], partials.data_ptr(), out.data_ptr(), names[1], stream)
@@ -240,7 +240,13 @@ def _check_cast(what: str, source: torch.dtype, target: torch.dtype, scale: floa
         raise TypeError(f"{what} works on {', '.join(REAL.values())}, not on {source}")
 
 
-def _pieces(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int, int]]:
+def norm_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Of a norm of tensors of that dtype."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def pieces_of(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int, int]]:
+    """Pointer, place of the first element among all, and count, of each tensor."""
     counts = list(map(torch.Tensor.numel, tensors))
     return list(zip(map(torch.Tensor.data_ptr, tensors), accumulate(counts, initial=0), counts, strict=False))
 

@@ -80,14 +80,51 @@ def scatter_objects(
 ) -> tuple[list[list[Any]], list[int]]:
     """:func:`scatter` for several objects that are cut at the same rows; the names are what errors call them.
 
+    Where all ranks are on a tensor's device, and no graph goes through it, their chunks are views of it.
+
     Returns:
         Per rank its part of each object, and per rank its rows: zeros where no object has any.
     """
     with span("scatter"):
-        parts, counts = _cut(objects, team, dim, shares)
+        found = _plain_views(objects, team, dim, shares)
+        if found is not None:
+            return found
+        parts, counts = _cut(objects, team, dim, shares, as_views=True)
         if len(team) == 1:
             counts = [_rows_of(objects, dim)]
     return parts, [0] * len(parts) if counts is None else counts
+
+
+def _plain_views(
+    objects: dict[str, Any], team: Team, dim: int, shares: Sequence[float] | None
+) -> tuple[list[list[Any]], list[int]] | None:
+    """What most steps are given, bare tensors and tuples of them on the only device: no nest has to be taken apart.
+
+    ``None``: it is something else, or wrong.
+    """
+    tensors: list[torch.Tensor] = []
+    for obj in objects.values():
+        tensors += obj if type(obj) is tuple else [obj] if obj != {} else []
+    device = team.devices[0]
+    if len(team) == 1 or len(set(team.devices)) > 1 or not tensors:
+        return None
+    if not all(type(each) is torch.Tensor and each.device == device and _is_plain(each) for each in tensors):
+        return None
+    if not all(-each.dim() <= dim < each.dim() and each.size(dim) == tensors[0].size(dim) for each in tensors):
+        return None
+    check_shares(shares, len(team))
+    counts = _counts(tensors[0].size(dim), len(team), shares)
+    views = zip(*(torch.split(each, counts, dim) for each in tensors), strict=True)
+    return [_in_place_of(objects, list(chunks)) for chunks in views], counts
+
+
+def _in_place_of(objects: dict[str, Any], chunks: list[torch.Tensor]) -> list[Any]:
+    """One rank's objects: tensors, tuples and empty dicts as they were, with its chunks."""
+    rest = iter(chunks)
+    return [
+        tuple([next(rest) for _ in obj]) if type(obj) is tuple else next(rest) if torch.is_tensor(obj) else {}
+        for obj in objects.values()
+    ]
 
 
 def _rows_of(objects: dict[str, Any], dim: int) -> int:
@@ -100,7 +137,7 @@ def _rows_of(objects: dict[str, Any], dim: int) -> int:
 
 
 def _cut(
-    objects: dict[str, Any], team: Team, dim: int, shares: Sequence[float] | None
+    objects: dict[str, Any], team: Team, dim: int, shares: Sequence[float] | None, *, as_views: bool = False
 ) -> tuple[list[list[Any]], list[int] | None]:
     """Per rank its part of each object, and its rows where something was cut."""
     check_shares(shares, len(team))
@@ -111,7 +148,8 @@ def _cut(
     counts = None if rows is None else _counts(rows, len(team), shares)
     if counts is not None:
         team = team.first(len(counts))
-    columns = [arguments.spread(place, team, counts, dim) for place in range(len(arguments.leaves))]
+    one_device = team.devices[0] if as_views and len(set(team.devices)) == 1 else None
+    columns = [arguments.spread(place, team, counts, dim, one_device) for place in range(len(arguments.leaves))]
     return [arguments.rebuild([column[rank] for column in columns]) for rank in team.ranks], counts
 
 
@@ -160,8 +198,13 @@ class _Arguments:
                 raise ValueError(self._disagreement(first, place, dim))
         return None if first is None else int(self.leaves[first].size(dim))
 
-    def spread(self, place: int, team: Team, counts: list[int] | None, dim: int) -> Sequence[Any]:
-        """What each rank gets of the leaf."""
+    def spread(
+        self, place: int, team: Team, counts: list[int] | None, dim: int, one_device: torch.device | None
+    ) -> Sequence[Any]:
+        """What each rank gets of the leaf: views, where it is plain and lies on the one device of all ranks."""
+        leaf = self.leaves[place]
+        if counts is not None and type(leaf) is torch.Tensor and leaf.device == one_device and _is_plain(leaf):
+            return torch.split(leaf, counts, dim)
         try:
             return _spread(self.leaves[place], team, counts, dim)
         except (ValueError, TypeError) as error:
@@ -191,6 +234,15 @@ def _spread(leaf: Any, team: Team, counts: list[int] | None, dim: int) -> Sequen
         return _copies_of_tensor(leaf, team)
     assert counts is not None  # a tensor with dimensions was seen by rows()
     return autograd.scatter(leaf, team, counts, dim)
+
+
+def _is_plain(leaf: torch.Tensor) -> bool:
+    """Whether views of it are all that a rank needs; what a scatter refuses is none."""
+    return (
+        leaf.layout is torch.strided
+        and leaf.dim() > 0
+        and not (leaf.requires_grad or leaf.is_nested or leaf.is_quantized)
+    )
 
 
 def _whole(obj: Any, device: torch.device) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from mgpu_core.device.tensor_checks import memory_view
 from mgpu_core.processes.group import Processes
 
 __all__ = ["check_agreement", "digest", "facts_of", "first_difference"]
@@ -86,7 +86,7 @@ def _plain(value: Any) -> Any:
 
 def digest(tensor: torch.Tensor) -> str:
     """A checksum of dtype, shape and every bit."""
-    values = tensor.detach().cpu().contiguous()
     found = hashlib.blake2b(f"{tensor.dtype} {tuple(tensor.shape)}".encode(), digest_size=8)
-    found.update((ctypes.c_char * values.nbytes).from_address(values.data_ptr()) if values.nbytes else b"")
+    values = tensor.detach().cpu().contiguous()
+    found.update(memory_view(values))
     return found.hexdigest()

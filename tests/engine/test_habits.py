@@ -408,3 +408,14 @@ def test_ctrl_c_twice_breaks_the_step_but_says_so():
     out, _ = child.communicate(timeout=60)
     assert out.splitlines()[-2:] == ["Error True", "done 2"]
     assert os.WEXITSTATUS(child.returncode) == 0
+
+
+@pytest.mark.parametrize(("nbytes", "hooked"), [(10_000, False), (1, True)])
+def test_backward_stops_for_python_only_where_there_are_buckets_to_send_early(nbytes, hooked):
+    net = Linear()
+    step = TrainStep(net, mse, torch.optim.SGD(net.parameters(), lr=1.0), cpu(2), bucket_nbytes=nbytes)
+    for _ in range(2):
+        step(torch.ones(4, 3), torch.ones(4, 2))
+        net.last.bias.requires_grad_(not net.last.bias.requires_grad)  # frozen and thawed
+        hooks = [bool(each._post_accumulate_grad_hooks) for each in net.parameters()]
+        assert hooks == [hooked, hooked]

@@ -167,3 +167,21 @@ def test_refusals():
         kernels.scale_cast(one, out=torch.ones(4, requires_grad=True))
     with pytest.raises(TypeError, match="meta device"):
         kernels.pack([one.to("meta")])
+
+
+@pytest.mark.parametrize("dtype", FLOATING)
+def test_the_norm_of_the_same_tensors_again_and_again(dtype):
+    tensors = [torch.zeros(count, dtype=dtype) for count in (5, 300, 0)]
+    norm = kernels.FlatNorm(tensors)
+    assert norm.compute().item() == 0
+    tensors[0][2] = 3
+    tensors[1][299] = 4
+    assert norm.compute().item() == 5
+    assert norm.compute().dtype == kernels.l2_norm(tensors).dtype
+    tensors[1][0] = float("inf")
+    assert norm.compute().item() == float("inf")
+
+
+def test_what_has_no_norm():
+    with pytest.raises(TypeError, match="l2_norm"):
+        kernels.FlatNorm([torch.zeros(3, dtype=torch.int32)])

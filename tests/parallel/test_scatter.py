@@ -12,6 +12,8 @@ from torch.nn.utils.rnn import pack_sequence
 
 import mgpu_core
 from mgpu_core import Replicate, _core, gather, scatter, scatter_kwargs
+from mgpu_core.device.team import Team
+from mgpu_core.parallel.scatter import scatter_objects
 
 RANKS = [1, 2, 3, 5, 8]
 Pair = namedtuple("Pair", "x mask")
@@ -109,6 +111,50 @@ def test_views_of_all_sorts():
     ):
         parts = scatter(view, cpu(3))
         assert torch.equal(torch.cat(parts), view)
+
+
+def objects(x, y, mask):
+    return {"inputs": (x,), "kwargs": mask, "target": y}
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+@pytest.mark.parametrize("shares", [None, "double"])
+@pytest.mark.parametrize("rows", [1, 2, 9, 16])
+def test_objects_of_a_step_are_cut_into_views(ranks, shares, rows):
+    """Bare tensors by the short way, a nest by the long one: the same rows, and no copy."""
+    team = Team.of(cpu(ranks))
+    shares = None if shares is None else [2.0] + [1.0] * (ranks - 1)
+    x, y = torch.arange(3.0 * rows).reshape(rows, 3), torch.arange(rows)
+    wanted = [part.tolist() for part in scatter(x, cpu(ranks), shares=shares)]
+    for mask in ({}, {"mask": x, "flag": True}):
+        parts, counts = scatter_objects(objects(x, y, mask), team, shares=shares)
+        assert counts == [len(part) for part in wanted]
+        for (args, kwargs, target), part in zip(parts, wanted, strict=True):
+            assert type(args) is tuple
+            assert args[0].tolist() == part
+            assert target.tolist() == [row[0] / 3 for row in part]
+            assert kwargs.keys() == mask.keys()
+            views = [args[0], target, *(each for each in kwargs.values() if torch.is_tensor(each))]
+            assert all(each.untyped_storage().data_ptr() in (x.untyped_storage().data_ptr(),
+                       y.untyped_storage().data_ptr()) for each in views)  # fmt: skip
+
+
+def test_what_a_graph_goes_through_is_no_view():
+    team, x = Team.of(cpu(2)), torch.ones(4, 2, requires_grad=True)
+    parts, _ = scatter_objects(objects(x, torch.ones(4), {}), team)
+    assert parts[0][0][0].untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
+    assert parts[0][0][0].grad_fn is not None
+
+
+@pytest.mark.parametrize("dim", [0, -1])
+def test_objects_of_a_step_must_agree(dim):
+    team = Team.of(cpu(2))
+    with pytest.raises(ValueError, match=r"inputs\[0\] has shape \(4, 2\), target has shape \(3,\)"):
+        scatter_objects(objects(torch.ones(4, 2), torch.ones(3), {}), team, dim)
+    with pytest.raises(IndexError, match="cannot be cut along dimension 1"):
+        scatter_objects(objects(torch.ones(4), torch.ones(4), {}), team, 1)
+    with pytest.raises(ValueError, match="one number per rank: 2 ranks, 1 shares"):
+        scatter_objects(objects(torch.ones(4), torch.ones(4), {}), team, shares=[1.0])
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])

@@ -16,6 +16,10 @@ _REASONS = {
         test_double_backward test_replicate_gives_every_rank_the_whole test_scalar_tensors_are_copied_to_every_rank
         test_shares_are_kept_within_a_row_and_lose_none test_views_of_all_sorts
     """,
+    "ranks of one device are given views": """
+        test_objects_of_a_step_are_cut_into_views test_what_a_graph_goes_through_is_no_view
+        test_objects_of_a_step_must_agree
+    """,
     "a wrapper in a wrapper names the outer one's first device, and the outer's other ranks are elsewhere": """
         test_data_parallel_inside_data_parallel test_nothing_is_warned_of_where_nothing_is_lost
     """,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ from mgpu_core.engine.commit import Gate, Holder
 from mgpu_core.engine.compare import first_difference
 from mgpu_core.engine.cycle import Cycle
 from mgpu_core.engine.gradients import CommHook, GradientSync
+from mgpu_core.engine.graphs import GRAPH_DEVICE, StepGraphs
 from mgpu_core.engine.losses import RankLoss, Window
 from mgpu_core.engine.ranks import Pass, RankPart, has_graph, rank_losses, run_pass
 from mgpu_core.engine.replicas import Replicas
@@ -79,6 +80,9 @@ class TrainStep:
         shard_optimizer: each device keeps the optimizer's state of its part of each bucket alone, and updates that:
             an N-th of the memory, the same numbers.  For SGD, Adam and AdamW; gradients are not shown then.
         rng: as for :class:`mgpu_core.DataParallel`.
+        capture: record whole steps as CUDA graphs and replay them, where all ranks share one GPU: one launch per step.
+            Shapes that change are recorded anew after a few ordinary steps; what cannot be captured goes the ordinary
+            way, and a warning says why, once.  ``step.graphs`` knows how many steps were replays.
         process_group: of ``torch.distributed``, whose processes train together, each with a team and rows of its own:
             the numbers are those of one device with all rows of all processes.  All of them make a step at the same
             time, and get the values of process 0.
@@ -110,6 +114,7 @@ class TrainStep:
         algorithm: str = "auto",
         shard_optimizer: bool = False,
         rng: str = "auto",
+        capture: bool = False,
         process_group: ProcessGroup | None = None,
     ) -> None:
         check_module(net)
@@ -123,7 +128,7 @@ class TrainStep:
         check_place(net, self.team)
         self.dim, self.shares, self.reduction = dim, shares, reduction
         self.accumulate, self.clip_norm, self.rng = accumulate, clip_norm, rng
-        self.shard_optimizer = shard_optimizer
+        self.shard_optimizer, self.capture = shard_optimizer, capture
         on_cpu = all(device.type == "cpu" for device in self.team.devices)
         self.error_if_nonfinite = on_cpu if error_if_nonfinite is None else error_if_nonfinite
         self.amp_dtype, self.loss_scale = amp_dtype, LossScale(amp_dtype)
@@ -151,6 +156,7 @@ class TrainStep:
         self._sync.hook = self._comm_hook
         self._updates = Updates(self.optimizer, self._replicas, self._sync, in_shards)
         self._draws = draws_random_numbers(self.module)
+        self.graphs = StepGraphs(self._replicas.devices[0]) if self.capture else None
         self._joint = len(self.team) > 1 and any(isinstance(each, SyncBatchNorm) for each in self.module.modules())
         self._cycle = Cycle(self._replicas, self._sync, self._updates, self.loss_scale, self._together, steps)
         self._new_window()
@@ -201,6 +207,11 @@ class TrainStep:
 
     def _train(self, inputs: tuple[Any, ...], kwargs: dict[str, Any], keep_outputs: bool) -> tuple[Any, Any]:
         self._refresh()
+        if self.graphs is not None and self._cycle.used:
+            loss = self._replay(self.graphs, inputs, kwargs, keep_outputs)
+            if loss is not None:
+                return loss, None
+        self._replicas.mirror_buffers()
         self._enter()
         window = self._cycle.window
         is_last = not self._keeps_accumulating and window.calls + 1 >= self.accumulate
@@ -219,6 +230,65 @@ class TrainStep:
         else:
             self._sync.set_aside()
         return loss, outputs
+
+    def _replay(
+        self, graphs: StepGraphs, inputs: tuple[Any, ...], kwargs: dict[str, Any], keep_outputs: bool
+    ) -> torch.Tensor | None:
+        """The loss of a step that was the replay of a graph; ``None``: it must go the ordinary way."""
+        reason = self._why_no_graph(keep_outputs)
+        if reason is not None:
+            graphs.skip(reason)
+            return None
+        loss = self._cycle.replayed(lambda: graphs.run((inputs, kwargs), self._fixed(), self._record))
+        if loss is not None:
+            self._new_window()
+        return loss
+
+    def _fixed(self) -> tuple[Hashable, ...]:
+        """What a recording fixes, besides the batch."""
+        autocast = torch.is_autocast_enabled(GRAPH_DEVICE) and torch.get_autocast_dtype(GRAPH_DEVICE)
+        used, memory = tuple(self._cycle.used), self._updates.memory
+        return self._replicas.flags, used, memory, self.clip_norm, self.reduction, self.dim, self.rng, autocast
+
+    def _record(self, batch: Any) -> torch.Tensor:
+        """What the device does in one step: all of it is launched, nothing is waited for."""
+        try:
+            inputs, kwargs = batch
+            self._replicas.mirror_buffers()
+            self._enter()
+            parts, rows = self._split(inputs, kwargs)
+            for part, seed in zip(parts, self._cycle.window.seeds(rows), strict=True):
+                part.seed = seed
+            self._sync.begin(len(parts), overlap=True, streams=caller_streams(self.team.devices))
+            with torch.enable_grad():
+                losses, _ = self._run(parts, (), backward=True, keep_outputs=False)
+            loss = self._cycle.window.add(rows, losses, self.team.devices[0])
+            self._split_plan.done(rows, ())
+            self._cycle.work_of(self.clip_norm)
+        except BaseException:
+            self._sync.cancel()
+            self._gate.shut(time_limit())
+            self._sync.abandon()
+            self._new_window()
+            raise
+        return loss
+
+    def _why_no_graph(self, keep_outputs: bool) -> str | None:
+        device = self._replicas.devices[0]
+        collects = self.accumulate > 1 or self._keeps_accumulating or self._cycle.window.calls
+        reasons = {
+            "its ranks are on several devices": len(self._replicas.devices) > 1,
+            f"there are no CUDA graphs on {device}": device.type != GRAPH_DEVICE,
+            "several processes agree on each update": self._together is not None,
+            "ranks meet in synchronised layers": self._joint,
+            "gradients are accumulated over several calls": collects,
+            "error_if_nonfinite=True waits for the gradients": self.error_if_nonfinite,
+            "a loss scale waits for the gradients": self.loss_scale.is_on,
+            'shares="auto" takes the time of each rank': self.shares == "auto",
+            "its outputs are returned": keep_outputs,
+            "the optimizer is not fused": self._updates.memory is None,
+        }
+        return next((reason for reason, holds in reasons.items() if holds), None)
 
     def _enter(self) -> None:
         """Before a call: the first of a window takes the settings, and the loss scale, as they are now."""
@@ -241,7 +311,6 @@ class TrainStep:
         if self._replicas.mirror_flags():
             self._sync.watch_parameters()
             self._draws = draws_random_numbers(self.module)
-        self._replicas.mirror_buffers()
 
     def _split(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[RankPart], list[int]]:
         with_target = self._loss_fns[0] is not None
@@ -261,7 +330,8 @@ class TrainStep:
         self, parts: list[RankPart], clocks: Sequence[RankClock], *, backward: bool, keep_outputs: bool
     ) -> tuple[list[RankLoss], Any]:
         self._gate = Gate()
-        rng = "per_rank" if self.rng == "per_rank" or self._draws else "auto"
+        # Ranks that share a GPU take turns where they draw, and where a graph is recorded on their stream.
+        rng = "per_rank" if self.rng == "per_rank" or self._draws or self.graphs is not None else "auto"
         # A graph that the caller has before the inputs is one for all ranks, and goes with one backward.
         joint = self._joint or (len(parts) > 1 and any(map(has_graph, parts)))
         job = Pass(
@@ -295,6 +365,7 @@ class TrainStep:
         """
         with self._used(), span("evaluate"):
             self._refresh()
+            self._replicas.mirror_buffers()
             parts, rows = self._split(inputs, kwargs)
             with torch.no_grad():
                 losses, outputs = self._run(parts, (), backward=False, keep_outputs=return_outputs)
@@ -453,6 +524,8 @@ class TrainStep:
 
     def _leave(self) -> None:
         self._finalizer()
+        if self.graphs is not None:
+            self.graphs.clear()
         self._sync.abandon()
         self._updates.close()
         self._replicas.release()

@@ -15,6 +15,7 @@ from mgpu_core.engine.scaling import LossScale
 from mgpu_core.engine.together import Together
 from mgpu_core.engine.updates import Updates
 from mgpu_core.processes.ballot import Standing
+from mgpu_core.record import span
 
 __all__ = ["Cycle"]
 
@@ -49,6 +50,7 @@ class Cycle:
         self._loss_scale, self._together = loss_scale, together
         self._buffers = replicas.buffer_snapshot()
         self.steps = steps
+        self.used: list[bool] = []  # parameters, in the last update
 
     def renew(self, reduction: str, accumulate: int) -> None:
         """A new window; what the last one has left in running statistics, stays."""
@@ -101,10 +103,43 @@ class Cycle:
                 return False
             self._finish_gradients(weight, clip_norm, error_if_nonfinite)
             self._sync.show(used)
-            self._updates.run(used)
-            self.steps += 1
-            self._loss_scale.went_well()
+            with span("update"):
+                self._updates.prepare(used)
+                self._updates.launch()
+                self._conclude(used)
             return True
+
+    def _conclude(self, used: list[bool]) -> None:
+        self._updates.conclude(used)
+        self.used = used
+        self.steps += 1
+        self._loss_scale.went_well()
+
+    def replayed(self, replay: Callable[[], torch.Tensor | None]) -> torch.Tensor | None:
+        """An update of the same parameters as the last one, whose work on the device is :meth:`work_of`, replayed.
+
+        Returns:
+            What ``replay`` does; ``None``: there was no update.
+        """
+        with uninterrupted():
+            self._updates.prepare(self.used)
+            loss = replay()
+            if loss is not None:
+                self._sync.show(self.used)
+                self._conclude(self.used)
+        return loss
+
+    def work_of(self, clip_norm: float | None) -> None:
+        """What the device does for an update, behind the backward of the only call: nobody waits for it.
+
+        Raises:
+            RuntimeError: other parameters were used than in the last update.
+        """
+        self._sync.finish()
+        if self._sync.used() != self.used:
+            raise RuntimeError("this batch uses other parameters than the one before")
+        self._finish_gradients(self.window.weight, clip_norm, refuse_nonfinite=False)
+        self._updates.launch()
 
     def _finish_gradients(self, weight: float | torch.Tensor, clip_norm: float | None, refuse_nonfinite: bool) -> None:
         """What one device's gradients would be, from sums of all calls, which weigh so much."""

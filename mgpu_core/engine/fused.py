@@ -94,6 +94,7 @@ class FusedUpdate:
         self._shown: set[int] = set()  # parameters whose state the optimizer has
         self._versions: list[int] = []
         self._flats = flats
+        self.generation = 0  # grows when tables or state get other memory
         self._views: dict[str, dict[int, torch.Tensor]] = {}  # by kind of state and parameter, on the first device
         self._devices = self._made_devices(buckets)
         me = weakref.ref(self)
@@ -110,8 +111,8 @@ class FusedUpdate:
         for handle in self.handles.values():
             handle.remove()
 
-    def run(self, used: Sequence[bool]) -> None:
-        """One update of the parameters that were used; the others are left alone whole."""
+    def prepare(self, used: Sequence[bool]) -> None:
+        """Tables and state for one update of the parameters that were used; the others are left alone whole."""
         if self._is_stale():
             self.adopt_state()
         self._read_groups()
@@ -120,8 +121,14 @@ class FusedUpdate:
             for device in self._devices:
                 device.activate(self._used)
         self._allocate()
+
+    def launch(self) -> None:
+        """The kernels: all that a device does for an update."""
         for device in self._devices:
             device.run(decoupled=bool(self._optimizer.param_groups[0].get("decoupled_weight_decay")))
+
+    def conclude(self) -> None:
+        """What the optimizer shows, and what torch counts, after an update."""
         self._show_state()
         if steps := self._steps_of_used():
             torch._foreach_add_(steps, 1)
@@ -160,6 +167,7 @@ class FusedUpdate:
         self._allocate_on_devices(kinds)
 
     def _allocate_on_devices(self, kinds: Sequence[str]) -> None:
+        self.generation += any(kind not in self._devices[0].states for kind in kinds)
         for device in self._devices:
             device.allocate(kinds)
         self._find_views()
@@ -225,6 +233,7 @@ class FusedUpdate:
         self._shown.clear()
         self._groups_of = _groups_of(self._optimizer, self._parameters)
         self._views.clear()
+        self.generation += 1
         for device in self._devices:
             device.forget()
         steps = [0] * len(self._parameters)

@@ -151,6 +151,11 @@ class Replicas:
                     parameter.requires_grad_(not is_frozen)
         return True
 
+    @property
+    def flags(self) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
+        """Which modules train, and which parameters are frozen."""
+        return tuple(self._modes), tuple(self._frozen)
+
     def send_values(self) -> None:
         """Gives the other devices the values that the user's module has."""
         leaders = [ranks[0] for ranks in self.ranks_of[1:]]

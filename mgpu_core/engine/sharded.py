@@ -61,9 +61,9 @@ class ShardedUpdate(FusedUpdate):
             for place, flat in enumerate(self._flats)
         ]
 
-    def run(self, used: Sequence[bool]) -> None:
-        """One update of the parameters that were used, and their values on all devices."""
-        super().run(used)
+    def launch(self) -> None:
+        """The kernels of each device's shard, and the values to all devices."""
+        super().launch()
         shards = len(self._flats)
         for wholes in zip(*(flat.values for flat in self._flats), strict=True):
             collectives.all_gather_into([part_of(each, place, shards) for place, each in enumerate(wholes)], wholes)

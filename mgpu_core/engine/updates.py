@@ -19,7 +19,6 @@ from mgpu_core.engine.fused import FusedUpdate, step_hooks, why_not_fused
 from mgpu_core.engine.gradients import GradientSync
 from mgpu_core.engine.replicas import Replicas
 from mgpu_core.engine.sharded import ShardedUpdate
-from mgpu_core.record import span
 
 __all__ = ["Updates", "check_optimizer"]
 
@@ -27,7 +26,11 @@ __all__ = ["Updates", "check_optimizer"]
 class _Update(Protocol):
     handles: dict[str, RemovableHandle]
 
-    def run(self, used: Sequence[bool]) -> None: ...
+    def prepare(self, used: Sequence[bool]) -> None: ...
+
+    def launch(self) -> None: ...
+
+    def conclude(self) -> None: ...
 
     def close(self) -> None: ...
 
@@ -76,16 +79,27 @@ class Updates:
             self._refuse_shards(why_not_fused(optimizer, replicas.own, ()))
 
     @property
-    def is_fused(self) -> bool:
-        """Whether the last update was by the fused kernels."""
-        return isinstance(self._update, FusedUpdate)
+    def memory(self) -> tuple[int, int] | None:
+        """Equal for as long as the fused kernels work in the same memory; ``None``: it is not they who update."""
+        if not isinstance(self._update, FusedUpdate):
+            return None
+        return id(self._update), self._update.generation
 
-    def run(self, used: Sequence[bool]) -> None:
-        """One update from the sums of the gradients."""
-        with span("update"):
-            self._prepared().run(used)
-            if self._replicas.is_mixed:
-                self._replicas.send_values()
+    def prepare(self, used: Sequence[bool]) -> None:
+        """What the host does before an update of these parameters."""
+        self._update_now().prepare(used)
+
+    def launch(self) -> None:
+        """What the devices do for it."""
+        assert self._update is not None  # it was prepared
+        self._update.launch()
+        if self._replicas.is_mixed:
+            self._replicas.send_values()
+
+    def conclude(self, used: Sequence[bool]) -> None:
+        """What the host does after it."""
+        assert self._update is not None
+        self._update.conclude()
         # Graphs of the user's own over these parameters are out of date; those of the ranks are gone.
         note_written([own for own, is_used in zip(self._replicas.own, used, strict=True) if is_used])
         self.remember_values()
@@ -112,7 +126,7 @@ class Updates:
                 if torch.is_tensor(value):
                     state[name] = compact(value)
 
-    def _prepared(self) -> _Update:
+    def _update_now(self) -> _Update:
         shape = _shape_of(self.optimizer)
         if self._update is None or shape != self._shape:
             if self._update is not None:
@@ -173,16 +187,22 @@ class _TorchUpdate:
         for handle in self.handles.values():
             handle.remove()
 
-    def run(self, used: Sequence[bool]) -> None:
+    def prepare(self, used: Sequence[bool]) -> None:
         if not self._twins and not self._replicas.is_mixed:
             self._twins += [self._twin(device) for device in range(1, len(self._replicas.devices))]
         for device, twin in enumerate(self._twins, start=1):
             for mine, theirs in zip(twin.param_groups, self._optimizer.param_groups, strict=True):
                 mine.update({name: value for name, value in theirs.items() if name != "params"})
             self._give_gradients(device, used)
+
+    def launch(self) -> None:
+        for device, twin in enumerate(self._twins, start=1):
             with _own_default(self._replicas.devices[device]):
                 twin.step()
         self._optimizer.step()
+
+    def conclude(self) -> None:
+        """The optimizers have counted themselves."""
 
     def _twin(self, device: int) -> Optimizer:
         """The optimizer over the parameters of another device's first rank, with the same state."""

@@ -37,6 +37,7 @@ class Config:
         batch: rows per step, over all ranks.
         accumulate: steps per update. An epoch's last update is made from what is left, be it fewer.
         amp: a name of `AMP_DTYPES`, what the step engine's forward computes in; None for full precision.
+        capture: whole steps as CUDA graphs, where the step engine's ranks share one GPU.
         lr: the step length of SGD.
         epochs: passes over the training images, those before a resume included.
         seed: of the weights and of the order of the images.
@@ -58,6 +59,7 @@ class Config:
     batch: int = 64
     accumulate: int = 1
     amp: str | None = None
+    capture: bool = False
     lr: float = 0.01
     epochs: int = 5
     seed: int = 0
@@ -76,6 +78,8 @@ class Config:
                 raise ValueError(
                     f"amp: the {self.engine} engine trains in full precision; the step engine has a choice"
                 )
+        if self.capture and self.engine != "step":
+            raise ValueError(f"capture: the {self.engine} engine has no graphs; the step engine has")
         for name in ("batch", "accumulate", "epochs", "ranks"):
             value = getattr(self, name)
             if value is not None and value < 1:

@@ -114,6 +114,7 @@ def make_engine(
             device_ids=devices,
             shares=config.shares,
             amp_dtype=None if config.amp is None else getattr(torch, config.amp),
+            capture=config.capture,
             # The loop looks at the losses, for every engine at the same place and in the same words.
             error_if_nonfinite=False,
         )

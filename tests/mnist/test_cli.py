@@ -65,6 +65,14 @@ def test_amp(run: Run, folder: Path) -> None:
     assert json.loads((folder / "a.json").read_text())["settings"]["amp"] == "bfloat16"
 
 
+@pytest.mark.usefixtures("no_gpu")
+def test_capture_without_a_gpu_says_why_not(run: Run, folder: Path) -> None:
+    arguments = ["--device-ids", "cpu", "--epochs", 3, "--batch", 10, "--data", folder]
+    with pytest.warns(UserWarning, match="this step is not captured: there are no CUDA graphs on cpu"):
+        status, _, _ = run(*arguments, "--capture")
+    assert status == 0
+
+
 def test_json(run: Run, folder: Path) -> None:
     path = folder / "out.json"
     status, *_ = run("--device-ids", "cpu,cpu,cpu", "--epochs", 2, "--batch", 7, "--data", folder, "--json", path)
@@ -105,6 +113,7 @@ def test_save_and_resume(run: Run, folder: Path) -> None:
         (["--batch", "0"], "batch: wanted at least 1, got 0"),
         (["--accumulate", "0"], "accumulate: wanted at least 1, got 0"),
         (["--amp", "float16", "--engine", "plain"], "amp: the plain engine trains in full precision"),
+        (["--capture", "--engine", "drop-in"], "capture: the drop-in engine has no graphs"),
         (["--shares", "2,x"], "shares: wanted one number per rank, like 2,1, got '2,x'"),
         (["--shares", ""], "shares: wanted one number per rank, like 2,1, got ''"),
         (["--shares", "2,0"], "shares: wanted finite numbers above 0, got 0"),

@@ -1,0 +1,297 @@
+"""Steps as graphs, with a recorder that has no GPU: what the host does around a replay, and when there is none.
+
+A real recording computes nothing; this one computes and puts everything back, and a replay computes again.
+"""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from engine.nets import Branches, Linear, batches, mse
+from fakes.nets import cpu
+from torch import nn
+from torch.optim import SGD, AdamW, RMSprop
+from torch.optim.lr_scheduler import StepLR
+
+from mgpu_core import Replicate, TrainStep
+from mgpu_core.engine import graphs
+from mgpu_core.engine.graphs import WARM_UP, StepGraphs
+
+
+class Recorder:
+    """Of one step; counts."""
+
+    def __init__(self, step):
+        self.step, self.records = step, 0
+
+    def record(self, work):
+        self.records += 1
+        kept = [(each, each.clone()) for each in self._memory()]
+        try:
+            loss = work()
+        finally:
+            with torch.no_grad():
+                for tensor, value in kept:
+                    tensor.copy_(value)
+        result = torch.full_like(loss, float("nan"))
+        return Replay(work, result), result
+
+    def _memory(self):
+        """What a step writes: parameters and buffers, tables and states."""
+        yield from (each.data for each in self.step.module.parameters())
+        yield from self.step.module.buffers()
+        for device in self.step._updates._update._devices:
+            yield from device.segments
+            yield from (each for flats in device.states.values() for each in flats)
+
+
+class Replay:
+    def __init__(self, work, result):
+        self.work, self.result = work, result
+
+    def replay(self):
+        self.result.copy_(self.work())
+
+
+@pytest.fixture(autouse=True)
+def the_cpu_has_graphs(monkeypatch):
+    monkeypatch.setattr(graphs, "GRAPH_DEVICE", "cpu")
+    monkeypatch.setattr("mgpu_core.train_step.GRAPH_DEVICE", "cpu")
+
+
+def step_of(net, optimizer, ranks=2, loss_fn=mse, **settings):
+    settings = {"error_if_nonfinite": False} | settings
+    step = TrainStep(net, loss_fn, optimizer, cpu(ranks), capture=True, **settings)
+    step.graphs = StepGraphs(torch.device("cpu"), Recorder(step))
+    return step
+
+
+def same(one, other):
+    return all(map(torch.equal, one.parameters(), other.parameters()))
+
+
+def pair(make, ranks=2, net=None, **settings):
+    """Two steps over equal nets: one records, one does not."""
+    net = Branches().double() if net is None else net
+    twin = copy.deepcopy(net)
+    captured = step_of(net, make(net.parameters()), ranks, **settings)
+    plain = TrainStep(twin, mse, make(twin.parameters()), cpu(ranks), error_if_nonfinite=False, **settings)
+    return captured, plain
+
+
+OPTIMIZERS = {
+    "momentum": lambda p: SGD(p, lr=0.1, momentum=0.9),
+    "adamw": lambda p: AdamW(p, lr=0.01),
+}
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_replays_are_steps(name, ranks):
+    """Rows that change, a scheduler, another way through the net: 60 steps, the same bits."""
+    captured, plain = pair(OPTIMIZERS[name], ranks, clip_norm=0.5)
+    schedules = [StepLR(step.optimizer, 7, 0.5) for step in (captured, plain)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for i, (x, y) in enumerate(batches(60, [12] * 9 + [7])):
+            way = 2 if i < 40 else 0
+            assert torch.equal(captured(x, way, y), plain(x, way, y))
+            for schedule in schedules:
+                schedule.step()
+            assert same(captured.module, plain.module)
+            assert [p.grad is None for p in captured.module.parameters()] == [
+                p.grad is None for p in plain.module.parameters()
+            ]
+    assert captured.steps == plain.steps == 60
+    assert captured.graphs.replays >= 40
+    assert captured.graphs._recorder.records <= 4
+    one, other = captured.optimizer.state_dict()["state"], plain.optimizer.state_dict()["state"]
+    for place, state in other.items():
+        assert all(torch.equal(one[place][key], value) for key, value in state.items())
+
+
+def test_the_first_of_a_kind_are_ordinary():
+    net = Linear()
+    step = step_of(net, SGD(net.parameters(), lr=0.1))
+    for rows in (4, 6):
+        for i in range(WARM_UP + 3):
+            before = step.graphs.replays
+            step(torch.ones(rows, 3), torch.ones(rows, 2))
+            first = i < WARM_UP + (rows == 4)  # the very first step learns the layout
+            assert (step.graphs.replays == before) == first
+            assert (step.graphs.reason is None) == (not first)
+    assert step.graphs._recorder.records == 2
+
+
+def test_a_loss_is_fresh_and_a_batch_is_copied():
+    net = Linear()
+    step = step_of(net, SGD(net.parameters(), lr=0.001))
+    x, y = torch.ones(4, 3), torch.ones(4, 2)
+    losses = [step(x, y) for _ in range(8)]
+    assert len({float(loss) for loss in losses}) == 8
+    x.mul_(2)
+    y.zero_()
+    alone = copy.deepcopy(net)
+    assert torch.equal(step(x, y), mse(alone(x), y).detach())
+
+
+@pytest.mark.parametrize(
+    ("change", "records"),
+    [
+        (lambda step: step.optimizer.param_groups[0].update(lr=0.5), 1),
+        (lambda step: step.module.first.weight.requires_grad_(False), 2),
+        (lambda step: step.module.eval(), 2),
+        (lambda step: setattr(step, "clip_norm", 0.1), 2),
+        (lambda step: step.load_state_dict(step.state_dict()), 2),
+        (lambda step: step.optimizer.state.clear(), 2),
+        (lambda step: step.module.last.weight.data.fill_(1), 1),
+    ],
+    ids=["lr", "frozen", "eval", "clip", "load", "cleared", "written"],
+)
+def test_what_is_changed_between_replays_is_seen(change, records):
+    captured, plain = pair(OPTIMIZERS["momentum"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for i, (x, y) in enumerate(batches(16, 8)):
+            if i == 7:
+                change(captured)
+                change(plain)
+            assert torch.equal(captured(x, 2, y), plain(x, 2, y))
+            assert same(captured.module, plain.module)
+    assert captured.graphs._recorder.records == records
+    assert captured.graphs.replays >= 8
+
+
+def test_running_statistics_are_replayed():
+    net = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2)).double()
+    captured, plain = pair(OPTIMIZERS["momentum"], net=net)
+    for x, y in batches(10, 8):
+        captured(x, y)
+        plain(x, y)
+    assert captured.graphs.replays == 6
+    for one, other in zip(captured.module.buffers(), plain.module.buffers(), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("settings", "call", "reason"),
+    [
+        ({"error_if_nonfinite": True}, {}, "error_if_nonfinite=True waits"),
+        ({"amp_dtype": torch.float16}, {}, "a loss scale waits"),
+        ({"accumulate": 2}, {}, "accumulated over several calls"),
+        ({"shares": "auto"}, {}, "takes the time of each rank"),
+        ({}, {"return_outputs": True}, "its outputs are returned"),
+        ({"make": lambda p: RMSprop(p)}, {}, "the optimizer is not fused"),
+        ({"net": nn.Sequential(nn.Linear(3, 2), nn.SyncBatchNorm(2))}, {}, "ranks meet in synchronised layers"),
+    ],
+    ids=lambda each: None if isinstance(each, dict) else each,
+)
+def test_why_not_is_told_once(settings, call, reason):
+    from mgpu_core import convert_sync_batchnorm
+
+    settings = dict(settings)
+    net = settings.pop("net", None) or Linear()
+    net = convert_sync_batchnorm(net)
+    make = settings.pop("make", lambda p: SGD(p, lr=0.001))
+    step = step_of(net, make(net.parameters()), **settings)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(6):
+            step(torch.ones(4, 3), torch.ones(4, 2), **call)
+    texts = [str(each.message) for each in told if "not captured" in str(each.message)]
+    assert len(texts) == 1
+    assert reason in texts[0]
+    assert reason in step.graphs.reason
+    assert step.graphs.replays == 0
+    assert told[0].filename == __file__
+
+
+def test_a_device_without_graphs(monkeypatch):
+    monkeypatch.setattr("mgpu_core.train_step.GRAPH_DEVICE", "cuda")
+    net = Linear()
+    step = step_of(net, SGD(net.parameters(), lr=0.001))
+    step(torch.ones(4, 3), torch.ones(4, 2))
+    with pytest.warns(UserWarning, match="this step is not captured: there are no CUDA graphs on cpu"):
+        step(torch.ones(4, 3), torch.ones(4, 2))
+
+
+def test_parts_of_a_batch_that_no_graph_can_have():
+    class Scaled(Linear):
+        def forward(self, x, scale):
+            return self.last(x * scale)
+
+    net = Scaled()
+    step = step_of(net, SGD(net.parameters(), lr=0.001))
+    x, y, scale = torch.ones(4, 3), torch.ones(4, 2), Replicate(torch.ones(3))
+    step(x, scale, y)
+    with pytest.warns(UserWarning, match="neither a plain tensor nor a number"):
+        step(x, scale, y)
+    for _ in range(WARM_UP + 2):
+        step(x, 2.0, y)
+    assert step.graphs.replays == 2
+
+
+class Waits(Linear):
+    """Cannot be recorded: it looks at a number."""
+
+    recording = False
+
+    def forward(self, x):
+        if Waits.recording:
+            raise RuntimeError("operation not permitted when stream is capturing\nand more")
+        return self.last(x)
+
+
+def test_a_recording_that_fails_leaves_an_ordinary_step(monkeypatch):
+    captured, plain = pair(lambda p: SGD(p, lr=0.01, momentum=0.5), net=Waits().double())
+    record = captured.graphs._recorder.record
+
+    def failing(work):
+        Waits.recording = True
+        try:
+            return record(work)
+        finally:
+            Waits.recording = False
+
+    monkeypatch.setattr(captured.graphs._recorder, "record", failing)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for x, y in batches(9, 8, columns=3):
+            assert torch.equal(captured(x, y), plain(x, y))
+    assert same(captured.module, plain.module)
+    assert captured.graphs._recorder.records == 1
+    texts = [str(each.message) for each in told if "not captured" in str(each.message)]
+    assert len(texts) == 1
+    assert "recording it failed (RuntimeError: " in texts[0]
+    assert "operation not permitted when stream is capturing" in texts[0]
+    assert captured.steps == 9
+
+
+def test_a_replay_that_fails_leaves_the_last_update(monkeypatch):
+    captured, plain = pair(OPTIMIZERS["momentum"], net=Linear().double())
+    data = list(batches(8, 8, columns=3))
+    for x, y in data[:6]:
+        captured(x, y)
+        plain(x, y)
+    assert captured.graphs.replays == 2
+
+    def lost(self):
+        raise RuntimeError("the device is lost")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Replay, "replay", lost)
+        with pytest.raises(RuntimeError, match="the device is lost"):
+            captured(*data[6])
+    assert captured.steps == 6
+    assert same(captured.module, plain.module)
+    assert torch.equal(captured(*data[7]), plain(*data[7]))
+
+
+def test_only_so_many_graphs_are_kept():
+    net = Linear()
+    step = step_of(net, SGD(net.parameters(), lr=0.001))
+    for _ in range(WARM_UP + 2):
+        for rows in range(2, 2 + graphs.KEPT + 2):
+            step(torch.ones(rows, 3), torch.ones(rows, 2))
+    assert len(step.graphs._recordings) == graphs.KEPT

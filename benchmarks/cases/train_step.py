@@ -1,6 +1,7 @@
 """One whole training step: clear the gradients, forward, cross-entropy, backward, all-reduce, update by SGD.
 
-Ours is `mgpu_core.TrainStep`, on the CPU with a thread per rank. The bare module has every core inside each operation;
+Ours is `mgpu_core.TrainStep`, on the CPU with a thread per rank, on one GPU captured as a graph, as `compile` is
+(`torch.compile` with `reduce-overhead`). On the CPU the bare module has every core inside each operation;
 `ddp` is what one would use today, a process per rank, so it has no row of one rank. A step of SimpleNet takes less than
 a millisecond, so a turn is several steps in a row, as many for everybody, and the table has the time of one.
 """
@@ -43,8 +44,9 @@ def measure(options: argparse.Namespace) -> Generator[Row]:
     """A row per model and number of ranks. `UsageError` at once for what no row can have."""
     if options.device == "cuda" and not torch.cuda.is_available():
         raise UsageError("--device cuda: torch sees no GPU here")
-    if options.device == "cpu" and "torch" in options.peers:
-        raise UsageError("--peers torch: torch.nn.DataParallel needs a GPU (--device cuda)")
+    for peer, what in {"torch": "torch.nn.DataParallel", "compile": "torch.compile's graphs"}.items():
+        if options.device == "cpu" and peer in options.peers:
+            raise UsageError(f"--peers {peer}: {what} need{'s' if peer == 'torch' else ''} a GPU (--device cuda)")
     if options.device == "cuda" and "ddp" in options.peers:
         raise UsageError("--peers ddp: it runs over gloo, on the CPU only; with --device cuda say --peers bare,torch")
     trainings = [training for model in options.model for training in _trainings(model, options)]
@@ -80,11 +82,17 @@ def _contestants(training: Training, peers: Sequence[str], stack: contextlib.Exi
     devices: Sequence[int | str] = gpus or ["cpu"] * training.ranks
 
     def ours(network: nn.Module, optimizer: SGD) -> Step:
-        return stack.enter_context(contextlib.closing(TrainStep(network, functional.cross_entropy, optimizer, devices)))
+        capture = len(set(gpus)) == 1
+        step = TrainStep(network, functional.cross_entropy, optimizer, devices, capture=capture)
+        return stack.enter_context(contextlib.closing(step))
 
     ways: dict[str, MakeStep] = {OURS: ours, "bare": torch_step}
     if "torch" in peers:
         ways["torch"] = lambda network, optimizer: torch_step(nn.DataParallel(network, gpus), optimizer)
+    if "compile" in peers:
+        ways["compile"] = lambda network, optimizer: torch_step(
+            torch.compile(network, mode="reduce-overhead"), optimizer
+        )
     sides = {who: _contestant(training, Trainee(training, way), salts) for who, way in ways.items()}
     if "ddp" in peers:
         team = stack.enter_context(GlooTeam(training.ranks, DdpRank))
@@ -107,7 +115,7 @@ CASE = Case(
     name="train_step",
     summary="mgpu_core.TrainStep: forward, loss, backward and SGD of the MNIST models",
     peers=("bare", "ddp"),
-    more_peers=("torch",),
+    more_peers=("torch", "compile"),
     measure=measure,
     add_arguments=add_arguments,
     unit="ms",
@@ -117,6 +125,9 @@ CASE = Case(
         at_most(0.80, "bare", model="cnn", device="cpu", ranks=2, batch=256),
         at_most(1.0, "ddp", model="cnn", device="cpu", ranks=2, batch=256),
         at_most(0.85, "bare", model="cnn", device="cpu", ranks=4, batch=256),
+        at_most(0.20, "bare", model="simplenet", device="cuda", ranks=1, batch=64),
+        at_most(1.0, "compile", model="simplenet", device="cuda", ranks=1, batch=64),
+        at_most(1 / 3, "torch", model="simplenet", device="cuda", ranks=2, batch=64),
     ),
     repeats=7,
 )

@@ -74,6 +74,9 @@ stage_bench() {
     echo "== $name"
     python3 -P benchmarks/run.py "$name" --device cuda --check --json "$out/results/$name.json" || code=1
   done
+  echo "== train_step"
+  python3 -P benchmarks/run.py train_step --device cuda --peers bare,torch,compile --model simplenet --check \
+    --json "$out/results/train_step.json" || code=1
   exit "$code"
 }
 

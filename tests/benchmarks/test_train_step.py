@@ -4,6 +4,7 @@ import argparse
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -133,8 +134,8 @@ def test_the_time_is_that_of_one_step() -> None:
 def test_every_step_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[TrainStep] = []
 
-    def making(*arguments: object) -> TrainStep:
-        made.append(TrainStep(*arguments))
+    def making(*arguments: Any, **settings: Any) -> TrainStep:
+        made.append(TrainStep(*arguments, **settings))
         return made[-1]
 
     monkeypatch.setattr(train_step, "TrainStep", making)
@@ -149,6 +150,7 @@ def test_every_step_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     ("given", "reason"),
     [
         (["--peers", "torch"], "--peers torch: torch.nn.DataParallel needs a GPU"),
+        (["--peers", "compile"], "--peers compile: torch.compile's graphs need a GPU"),
         (["--device", "cuda"], "--peers ddp: it runs over gloo, on the CPU only"),
         (["--batch", "7", "--ranks", "1,2"], "--batch: ddp needs equal shares, but 7 rows"),
         (["--model", "resnet"], "'resnet' is not one of simplenet, cnn"),
@@ -175,18 +177,24 @@ def test_without_a_gpu_cuda_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: 
     assert "--device cuda: torch sees no GPU" in capsys.readouterr().err
 
 
-def test_the_bounds_are_about_the_rows_of_a_default_run() -> None:
+def rows_of_a_run(*arguments: str) -> list[Training]:
     parser = argparse.ArgumentParser()
     train_step.CASE.add_arguments(parser)
-    options = parser.parse_args([])
-    options.peers = list(train_step.CASE.peers)
-    rows = [each for model in options.model for each in train_step._trainings(model, options)]
+    options = parser.parse_args(arguments)
+    options.peers = []
+    return [each for model in options.model for each in train_step._trainings(model, options)]
+
+
+def test_the_bounds_are_about_the_rows_of_a_default_run() -> None:
+    rows = rows_of_a_run()
     assert [(each.model, each.batch, each.ranks) for each in rows] == [
         ("simplenet", 64, 1),
         ("simplenet", 64, 2),
         ("cnn", 256, 2),
         ("cnn", 256, 4),
     ]
+    rows += rows_of_a_run("--device", "cuda")
     for bound in train_step.CASE.bounds:
         assert [each for each in rows if bound.where.items() <= vars(each).items()], bound
-        assert bound.peer in train_step.CASE.peers
+        on_cpu = bound.where["device"] == "cpu"
+        assert bound.peer in (train_step.CASE.peers if on_cpu else ("bare", "torch", "compile"))

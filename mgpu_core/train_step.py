@@ -12,19 +12,20 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from mgpu_core.comm.buckets import DEFAULT_NBYTES
-from mgpu_core.device.clock import RankClock
 from mgpu_core.device.compiled import outside_the_compiler
 from mgpu_core.device.devices import DeviceLike
 from mgpu_core.device.random import check_rng
 from mgpu_core.device.streams import caller_streams
 from mgpu_core.device.workers import time_limit
-from mgpu_core.engine.commit import Gate, Holder
+from mgpu_core.engine.between_devices import CommHook
+from mgpu_core.engine.commit import Holder
 from mgpu_core.engine.compare import first_difference
 from mgpu_core.engine.cycle import Cycle
-from mgpu_core.engine.gradients import CommHook, GradientSync
+from mgpu_core.engine.gradients import GradientSync
 from mgpu_core.engine.graphs import GRAPH_DEVICE, StepGraphs
-from mgpu_core.engine.losses import RankLoss, Window
-from mgpu_core.engine.ranks import Pass, RankPart, has_graph, rank_losses, run_pass
+from mgpu_core.engine.losses import Window
+from mgpu_core.engine.passes import Passes
+from mgpu_core.engine.ranks import rank_losses
 from mgpu_core.engine.replicas import Replicas
 from mgpu_core.engine.scaling import LossScale
 from mgpu_core.engine.settings import check_dtypes, check_module, check_place, check_settings, team_of
@@ -33,13 +34,9 @@ from mgpu_core.engine.state import load_state, state_of
 from mgpu_core.engine.together import Together
 from mgpu_core.engine.updates import Updates, check_optimizer
 from mgpu_core.errors import Error
-from mgpu_core.module_tree import draws_random_numbers
-from mgpu_core.parallel import gather
-from mgpu_core.parallel.scatter import scatter_objects
 from mgpu_core.processes.ballot import Standing
 from mgpu_core.processes.group import Processes
 from mgpu_core.record import span
-from mgpu_core.sync_batchnorm import SyncBatchNorm
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -145,7 +142,6 @@ class TrainStep:
 
     def _build(self, steps: int) -> None:
         self._broken: str | None = None
-        self._gate = Gate()
         self._together: Together | None = None
         if self._processes is not None:
             self._together = Together(self._processes, self.module, self.optimizer)
@@ -153,11 +149,12 @@ class TrainStep:
         self._replicas = Replicas(self.module, self.team)
         in_shards = self.shard_optimizer and len(self._replicas.devices) > 1
         self._sync = GradientSync(self._replicas, *self._sync_settings, in_shards, self._processes)
-        self._sync.hook = self._comm_hook
+        self._sync.between.hook = self._comm_hook
         self._updates = Updates(self.optimizer, self._replicas, self._sync, in_shards)
-        self._draws = draws_random_numbers(self.module)
+        # Ranks that share a GPU take turns where a graph is recorded on their stream.
+        rng = "per_rank" if self.capture else self.rng
+        self._passes = Passes(self._replicas, self._loss_fns, self.reduction, self.amp_dtype, rng, self.dim)
         self.graphs = StepGraphs(self._replicas.devices[0]) if self.capture else None
-        self._joint = len(self.team) > 1 and any(isinstance(each, SyncBatchNorm) for each in self.module.modules())
         self._cycle = Cycle(self._replicas, self._sync, self._updates, self.loss_scale, self._together, steps)
         self._new_window()
         # A function over handles alone: what it holds, lives as long as the process.
@@ -216,20 +213,27 @@ class TrainStep:
         window = self._cycle.window
         is_last = not self._keeps_accumulating and window.calls + 1 >= self.accumulate
         self._split_plan.follow_the_clocks()
-        parts, rows = self._split(inputs, kwargs)
-        for part, seed in zip(parts, window.seeds(rows), strict=True):
-            part.seed = seed
-        self._sync.begin(len(parts), overlap=is_last, streams=caller_streams(self.team.devices))
-        clocks = self._split_plan.clocks()
-        with torch.enable_grad():
-            losses, outputs = self._run(parts, clocks, backward=True, keep_outputs=keep_outputs)
-        self._split_plan.done(rows, clocks)
-        loss = window.add(rows, losses, self.team.devices[0])
+        loss, outputs = self._compute(inputs, kwargs, overlap=is_last, keep_outputs=keep_outputs)
         if is_last:
             self._update()
         else:
             self._sync.set_aside()
         return loss, outputs
+
+    def _compute(
+        self, inputs: tuple[Any, ...], kwargs: dict[str, Any], *, overlap: bool, keep_outputs: bool
+    ) -> tuple[torch.Tensor, Any]:
+        """Forward, loss and backward of all ranks: the loss of the batch, and the outputs where they are kept."""
+        window = self._cycle.window
+        parts, rows = self._passes.split(inputs, kwargs, self._split_plan.shares)
+        for part, seed in zip(parts, window.seeds(rows), strict=True):
+            part.seed = seed
+        self._sync.begin(len(parts), overlap=overlap, streams=caller_streams(self.team.devices))
+        clocks = self._split_plan.clocks()
+        with torch.enable_grad():
+            losses, outputs = self._passes.run(parts, clocks, backward=True, keep_outputs=keep_outputs)
+        self._split_plan.done(rows, clocks)
+        return window.add(rows, losses, self.team.devices[0]), outputs
 
     def _replay(
         self, graphs: StepGraphs, inputs: tuple[Any, ...], kwargs: dict[str, Any], keep_outputs: bool
@@ -248,7 +252,7 @@ class TrainStep:
         """What a recording fixes, besides the batch."""
         autocast = torch.is_autocast_enabled(GRAPH_DEVICE) and torch.get_autocast_dtype(GRAPH_DEVICE)
         used, memory = tuple(self._cycle.used), self._updates.memory
-        return self._replicas.flags, used, memory, self.clip_norm, self.reduction, self.dim, self.rng, autocast
+        return self._replicas.flags, used, memory, self.clip_norm, autocast
 
     def _record(self, batch: Any) -> torch.Tensor:
         """What the device does in one step: all of it is launched, nothing is waited for."""
@@ -256,18 +260,11 @@ class TrainStep:
             inputs, kwargs = batch
             self._replicas.mirror_buffers()
             self._enter()
-            parts, rows = self._split(inputs, kwargs)
-            for part, seed in zip(parts, self._cycle.window.seeds(rows), strict=True):
-                part.seed = seed
-            self._sync.begin(len(parts), overlap=True, streams=caller_streams(self.team.devices))
-            with torch.enable_grad():
-                losses, _ = self._run(parts, (), backward=True, keep_outputs=False)
-            loss = self._cycle.window.add(rows, losses, self.team.devices[0])
-            self._split_plan.done(rows, ())
+            loss, _ = self._compute(inputs, kwargs, overlap=True, keep_outputs=False)
             self._cycle.work_of(self.clip_norm)
         except BaseException:
             self._sync.cancel()
-            self._gate.shut(time_limit())
+            self._passes.stop(time_limit())
             self._sync.abandon()
             self._new_window()
             raise
@@ -280,7 +277,7 @@ class TrainStep:
             "its ranks are on several devices": len(self._replicas.devices) > 1,
             f"there are no CUDA graphs on {device}": device.type != GRAPH_DEVICE,
             "several processes agree on each update": self._together is not None,
-            "ranks meet in synchronised layers": self._joint,
+            "ranks meet in synchronised layers": self._passes.joint,
             "gradients are accumulated over several calls": collects,
             "error_if_nonfinite=True waits for the gradients": self.error_if_nonfinite,
             "a loss scale waits for the gradients": self.loss_scale.is_on,
@@ -310,44 +307,18 @@ class TrainStep:
             self._updates.remember_values()
         if self._replicas.mirror_flags():
             self._sync.watch_parameters()
-            self._draws = draws_random_numbers(self.module)
-
-    def _split(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[RankPart], list[int]]:
-        with_target = self._loss_fns[0] is not None
-        if with_target and not inputs:
-            raise TypeError("a step needs a target as its last positional argument: loss_fn(output, target)")
-        objects: dict[str, Any] = {"inputs": inputs[:-1] if with_target else inputs, "kwargs": kwargs}
-        if with_target:
-            objects["target"] = inputs[-1]
-        cut, rows = scatter_objects(objects, self.team, self.dim, shares=self._split_plan.shares)
-        return [RankPart(tuple(args), names, tuple(target), 1.0) for args, names, *target in cut], rows
+            self._passes.look_for_draws()
 
     def plan(self) -> list[RankPlan]:
         """What each rank does: its device, its share of the rows, and how many it had in the last call."""
         return self._split_plan.table()
-
-    def _run(
-        self, parts: list[RankPart], clocks: Sequence[RankClock], *, backward: bool, keep_outputs: bool
-    ) -> tuple[list[RankLoss], Any]:
-        self._gate = Gate()
-        # Ranks that share a GPU take turns where they draw, and where a graph is recorded on their stream.
-        rng = "per_rank" if self.rng == "per_rank" or self._draws or self.graphs is not None else "auto"
-        # A graph that the caller has before the inputs is one for all ranks, and goes with one backward.
-        joint = self._joint or (len(parts) > 1 and any(map(has_graph, parts)))
-        job = Pass(
-            self._replicas.modules, self._loss_fns, self.reduction, backward, joint, keep_outputs, rng,
-            self.amp_dtype, self._gate, clocks,
-        )  # fmt: skip
-        results = run_pass(job, self.team, parts)
-        outputs = gather([output for _, output in results], self.team.devices[0], self.dim) if keep_outputs else None
-        return [loss for loss, _ in results], outputs
 
     def _give_up(self, error: BaseException) -> None:
         """Waits for ranks that are still at work, and drops what the calls since the last update have left."""
         self._sync.cancel()
         seconds = time_limit()
         self._broken = "a rank may still be at work in a step that was given up"  # until we know: Ctrl-C may come again
-        if not self._gate.shut(seconds):
+        if not self._passes.stop(seconds):
             self._broken = f"a rank was still at work {seconds:g} s after its step had failed"
             return
         broken = None
@@ -366,9 +337,9 @@ class TrainStep:
         with self._used(), span("evaluate"):
             self._refresh()
             self._replicas.mirror_buffers()
-            parts, rows = self._split(inputs, kwargs)
+            parts, rows = self._passes.split(inputs, kwargs, self._split_plan.shares)
             with torch.no_grad():
-                losses, outputs = self._run(parts, (), backward=False, keep_outputs=return_outputs)
+                losses, outputs = self._passes.run(parts, (), backward=False, keep_outputs=return_outputs)
                 loss = Window(self.reduction, 1).add(rows, losses, self.team.devices[0])
         return (loss, outputs) if return_outputs else loss
 
@@ -442,7 +413,7 @@ class TrainStep:
         It is called with a :class:`GradientBucket` as soon as the bucket is ready, in the thread of a rank, while
         others are in their backward.  A team on one device sends nothing, and does not call it.
         """
-        self._comm_hook = self._sync.hook = hook
+        self._comm_hook = self._sync.between.hook = hook
 
     def sync_parameters(self) -> None:
         """Gives all devices the values of ``net``: after writes through ``.data``, which torch does not count.

@@ -9,11 +9,10 @@ other ranks, and its own device, go on with their backward.  Nobody waits for an
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -21,6 +20,7 @@ from mgpu_core.comm import collectives
 from mgpu_core.comm.rank_sums import RankSums
 from mgpu_core.device.dtypes import has_gradients
 from mgpu_core.device.streams import SideRoad
+from mgpu_core.engine.between_devices import BetweenDevices
 from mgpu_core.engine.flat import FlatTensors, part_of
 from mgpu_core.engine.layout import Bucket, bucket_layout
 from mgpu_core.engine.replicas import Replicas
@@ -31,39 +31,10 @@ from mgpu_core.processes.group import Processes
 from mgpu_core.processes.outbox import Outbox
 from mgpu_core.record import span
 
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
-__all__ = ["GradientBucket", "GradientSync", "Learnt"]
+__all__ = ["GradientSync", "Learnt"]
 
 _gradient = attrgetter("grad")
 _Plan = tuple[RankSums, list[list[torch.nn.Parameter]]]  # of a device: the parameters of each of its ranks
-
-CommHook = Callable[["GradientBucket"], None]
-
-
-class GradientBucket:
-    """What a communication hook is given: one flat tensor of gradients per device, to be summed over the devices.
-
-    Attributes:
-        index: the bucket's number; buckets become ready in about this order.
-        tensors: per device of the team the sum of its ranks' gradients, flat, with zeros between the parameters.  The
-            hook leaves the sum over the devices, and over the processes of ``group``, in all of them.
-        parameters: the names of the parameters in it.
-        is_last: whether this is the last number.
-        group: the ``process_group`` of the step; ``None``: there are no other processes.
-    """
-
-    def __init__(
-        self,
-        index: int,
-        tensors: list[torch.Tensor],
-        parameters: list[str],
-        is_last: bool,
-        group: ProcessGroup | None,
-    ) -> None:
-        self.index, self.tensors, self.parameters, self.is_last = index, tensors, parameters, is_last
-        self.group = group
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +61,8 @@ class GradientSync:
         parts: per device the flat sums that it updates by: all of them, or its shards.
         every_sum: flat tensors that hold each sum once.
         sparse: the sums of sparse gradients, by parameter.
-        outbox: where buckets go, to be summed over the processes.
+        between: how buckets are summed over the devices.
+        outbox: where they go, to be summed over the processes.
     """
 
     def __init__(
@@ -104,8 +76,9 @@ class GradientSync:
     ) -> None:
         self._replicas, self._processes = replicas, processes
         self._shards = len(replicas.devices) if in_shards else 1
-        self._bucket_nbytes, self._algorithm, self._comm_dtype = bucket_nbytes, algorithm, comm_dtype
-        self.hook: CommHook | None = None
+        self._bucket_nbytes, self._comm_dtype = bucket_nbytes, comm_dtype
+        group = None if processes is None else processes.group
+        self.between = BetweenDevices(algorithm, comm_dtype, self._shards, group)
         self.buckets: tuple[Bucket, ...] = ()
         self.flats: list[FlatTensors] = []
         self.parts: list[list[torch.Tensor]] = []
@@ -296,7 +269,7 @@ class GradientSync:
         with span("all_reduce", detail=f"bucket {bucket}"), self._side.entered():
             for sums, columns in self._plans[bucket]:
                 sums.add_up([list(map(_gradient, column)) for column in columns])
-            if len(self.flats) > 1 and (self.hook is None or self.outbox is None):
+            if len(self.flats) > 1 and (self.between.hook is None or self.outbox is None):
                 self._over_devices(bucket)
             if self.outbox is not None:
                 self.outbox.put(bucket)
@@ -304,12 +277,12 @@ class GradientSync:
     def open_outbox(self) -> None:
         """Before an update; a hook takes buckets all the way, in the outbox's order."""
         if self.outbox is not None:
-            self.outbox.open(self._over_devices if self.hook is not None else None)
+            self.outbox.open(self._over_devices if self.between.hook is not None else None)
 
     def spread(self) -> None:
         """Gives the sums over the processes, which the first device has, to the others."""
         first, *others = [flat.gradients for flat in self.flats]
-        if others and self.hook is None:
+        if others and self.between.hook is None:
             collectives.broadcast_into(first, [list(each) for each in zip(*others, strict=True)])
 
     def _names(self, bucket: int) -> list[str]:
@@ -317,20 +290,7 @@ class GradientSync:
 
     def _over_devices(self, bucket: int) -> None:
         tensors = [flat.gradients[bucket] for flat in self.flats]
-        narrow = self._comm_dtype is not None and self._comm_dtype != tensors[0].dtype and not tensors[0].is_complex()
-        sent = [tensor.to(self._comm_dtype) for tensor in tensors] if narrow else tensors
-        if self.hook is None and self._shards > 1 and self._processes is None:
-            parts = [part_of(each, place, self._shards) for place, each in enumerate(sent)]
-            collectives.reduce_scatter_into(sent, parts, "sum")
-        elif self.hook is None:
-            collectives.all_reduce_into(sent, "sum", self._algorithm, True)
-        else:
-            group = None if self._processes is None else self._processes.group
-            is_last = bucket == len(self.buckets) - 1
-            self.hook(GradientBucket(bucket, sent, self._names(bucket), is_last, group))
-        if narrow:
-            for tensor, each in zip(tensors, sent, strict=True):
-                tensor.copy_(each)
+        self.between.add_up(bucket, tensors, lambda: self._names(bucket), bucket == len(self.buckets) - 1)
 
     def _sum_loose(self, i: int) -> torch.Tensor:
         parts = [row[i].grad for row in self._replicas.parameters]

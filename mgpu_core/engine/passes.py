@@ -1,0 +1,90 @@
+"""One call over the ranks, from a batch to losses and outputs; how it is run follows from the module."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from mgpu_core.device.clock import RankClock
+from mgpu_core.engine.commit import Gate
+from mgpu_core.engine.losses import RankLoss
+from mgpu_core.engine.ranks import Pass, RankPart, has_graph, run_pass
+from mgpu_core.engine.replicas import Replicas
+from mgpu_core.module_tree import draws_random_numbers
+from mgpu_core.parallel import gather
+from mgpu_core.parallel.scatter import scatter_objects
+from mgpu_core.sync_batchnorm import SyncBatchNorm
+
+__all__ = ["Passes"]
+
+
+class Passes:
+    """The calls of one step.
+
+    Args:
+        replicas: the ranks' modules.
+        loss_fns: per rank; ``None``: the module returns the loss.
+        reduction: what a loss function returns.
+        amp_dtype: what autocast computes in; ``None``: the caller's own setting.
+        rng: as in :func:`mgpu_core.parallel_apply`.
+        dim: the dimension of the rows.
+
+    Attributes:
+        joint: the ranks meet in synchronised layers, and share one backward.
+    """
+
+    def __init__(
+        self,
+        replicas: Replicas,
+        loss_fns: Sequence[Any],
+        reduction: str,
+        amp_dtype: torch.dtype | None,
+        rng: str,
+        dim: int,
+    ) -> None:
+        self._replicas, self._loss_fns, self._reduction = replicas, loss_fns, reduction
+        self._amp_dtype, self._rng, self._dim = amp_dtype, rng, dim
+        modules = replicas.net.modules()
+        self.joint = len(replicas.team) > 1 and any(isinstance(each, SyncBatchNorm) for each in modules)
+        self._gate = Gate()
+        self.look_for_draws()
+
+    def look_for_draws(self) -> None:
+        """Finds out whether the module, as it is now, draws random numbers."""
+        self._draws = draws_random_numbers(self._replicas.net)
+
+    def split(
+        self, inputs: tuple[Any, ...], kwargs: dict[str, Any], shares: Sequence[float] | None
+    ) -> tuple[list[RankPart], list[int]]:
+        """What each rank works on, and its rows."""
+        with_target = self._loss_fns[0] is not None
+        if with_target and not inputs:
+            raise TypeError("a step needs a target as its last positional argument: loss_fn(output, target)")
+        objects: dict[str, Any] = {"inputs": inputs[:-1] if with_target else inputs, "kwargs": kwargs}
+        if with_target:
+            objects["target"] = inputs[-1]
+        cut, rows = scatter_objects(objects, self._replicas.team, self._dim, shares=shares)
+        return [RankPart(tuple(args), names, tuple(target), 1.0) for args, names, *target in cut], rows
+
+    def run(
+        self, parts: list[RankPart], clocks: Sequence[RankClock], *, backward: bool, keep_outputs: bool
+    ) -> tuple[list[RankLoss], Any]:
+        """Forward and loss of all ranks, and backward: each rank's loss, and all outputs joined if they are kept."""
+        self._gate = Gate()
+        team = self._replicas.team
+        rng = "per_rank" if self._draws else self._rng
+        # A graph that the caller has before the inputs is one for all ranks, and goes with one backward.
+        joint = self.joint or (len(parts) > 1 and any(map(has_graph, parts)))
+        job = Pass(
+            self._replicas.modules, self._loss_fns, self._reduction, backward, joint, keep_outputs, rng,
+            self._amp_dtype, self._gate, clocks,
+        )  # fmt: skip
+        results = run_pass(job, team, parts)
+        outputs = gather([output for _, output in results], team.devices[0], self._dim) if keep_outputs else None
+        return [loss for loss, _ in results], outputs
+
+    def stop(self, seconds: float) -> bool:
+        """Lets no rank begin any more; says whether all have ended in that time."""
+        return self._gate.shut(seconds)

@@ -404,14 +404,14 @@ def test_ctrl_c_in_the_middle_of_a_step(ranks):
 def test_ctrl_c_waits_for_the_end_of_the_update(monkeypatch):
     net = Linear()
     step = TrainStep(net, mse, SGD(net.parameters(), lr=0.5), cpu(2))
-    original = step._updates.run
+    original = step._updates.launch
 
-    def run(used):
+    def launch():
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(0.01)
-        original(used)
+        original()
 
-    monkeypatch.setattr(step._updates, "run", run)
+    monkeypatch.setattr(step._updates, "launch", launch)
     before = net.last.weight.clone()
     with pytest.raises(KeyboardInterrupt):
         step(torch.ones(4, 3), torch.zeros(4, 2))

@@ -141,7 +141,7 @@ class TrainStep:
         self._build(steps=0)
 
     def _build(self, steps: int) -> None:
-        self._broken: str | None = None
+        self._broken: str | None = "it could not be built"
         self._together: Together | None = None
         if self._processes is not None:
             self._together = Together(self._processes, self.module, self.optimizer)
@@ -159,6 +159,7 @@ class TrainStep:
         self._new_window()
         # A function over handles alone: what it holds, lives as long as the process.
         self._finalizer = weakref.finalize(self, _take_hooks_away, self._sync.handles, self._updates.handles)
+        self._broken = None
 
     def _new_window(self) -> None:
         self._cycle.renew(self.reduction, self.accumulate)
@@ -168,7 +169,8 @@ class TrainStep:
         names = ("reduction", "accumulate", "clip_norm", "error_if_nonfinite", "amp_dtype")
         own = {name: getattr(self, name) for name in names}
         sync = dict(zip(("bucket_nbytes", "algorithm", "comm_dtype"), self._sync_settings, strict=True))
-        return own | sync | {"updates": steps, "loss scale": self.loss_scale.scale}
+        shards = len(set(self.team.devices)) if self.shard_optimizer else 1  # which the layout depends on
+        return own | sync | {"shards": shards, "updates": steps, "loss scale": self.loss_scale.scale}
 
     @property
     def steps(self) -> int:
@@ -327,7 +329,7 @@ class TrainStep:
             broken = self._together.give_up(self._sync, self.steps, error)
         self._cycle.restore()
         self._new_window()
-        self._broken = broken
+        self._broken = broken or self._cycle.broken
 
     def evaluate(self, *inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
         """The loss of a batch, without gradients and without an update; arguments and results as for a step.
@@ -382,10 +384,11 @@ class TrainStep:
             return followed
         with self._used(), span("train_step"):
             while True:
+                before = self.steps
                 with self._whole():
                     if not self._conclude(Standing.JOINED):
                         return followed
-                followed += 1
+                followed += self.steps - before  # an overflow of the loss scale is no update
 
     @contextmanager
     def _whole(self) -> Iterator[None]:
@@ -412,7 +415,12 @@ class TrainStep:
 
         It is called with a :class:`GradientBucket` as soon as the bucket is ready, in the thread of a rank, while
         others are in their backward.  A team on one device sends nothing, and does not call it.
+
+        Raises:
+            RuntimeError: gradients are being accumulated.
         """
+        if self._cycle.window.calls:
+            raise RuntimeError("a communication hook changes between updates, not between calls that accumulate")
         self._comm_hook = self._sync.between.hook = hook
 
     def sync_parameters(self) -> None:
@@ -467,14 +475,26 @@ class TrainStep:
             ValueError: a state that does not fit, before anything is changed; other processes loaded another one.
         """
         with self._used():
-            load_state(state, self.module, self.optimizer)
+            self._load(state)
             self._cycle.steps = int(state["steps"])
             self.loss_scale.load_state_dict(state["loss_scale"])
             self._split_plan.resume(state["shares"])
             self._sync.abandon()
             self._new_window()
             if self._together is not None:
+                self._broken = "the processes have loaded other states"
                 self._together.start(self._facts(self.steps))
+                self._broken = None
+
+    def _load(self, state: Any) -> None:
+        try:
+            load_state(state, self.module, self.optimizer)
+        except BaseException as error:
+            if self._together is not None:
+                self._together.check_all_well(error)
+            raise
+        if self._together is not None:
+            self._together.check_all_well(None)
 
     def rebuild(self) -> None:
         """Makes the replicas anew from ``net`` as it is: after its parameters, modules or attributes were changed."""

@@ -493,7 +493,7 @@ MUTANTS = [
     mutant(
         "step: a loaded optimizer's state is not taken over",
         "mgpu_core/engine/fused.py",
-        "        found.adopt_state()",
+        "        found.loaded()",
         "        pass",
         "engine/test_train_step.py",
     ),
@@ -641,15 +641,15 @@ MUTANTS = [
     mutant(
         "processes: a learning rate stands still where there is no data",
         "mgpu_core/engine/together.py",
-        "                _take(group, numbers)",
+        "                _take(group, given)",
         "                pass",
         "processes/test_join.py",
     ),
     mutant(
         "processes: a ballot is lost in half precision",
         "mgpu_core/processes/ballot.py",
-        "_FIELD.pack_into(fields, process * _FIELD.size, ballot.weight,",
-        "_FIELD.pack_into(fields, process * _FIELD.size, round(ballot.weight, -1),",
+        "words = ballot.weight,",
+        "words = round(ballot.weight, -1),",
         "processes/test_ballot.py",
     ),
     mutant(

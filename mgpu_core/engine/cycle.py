@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -51,12 +52,14 @@ class Cycle:
         self._buffers = replicas.buffer_snapshot()
         self.steps = steps
         self.used: list[bool] = []  # parameters, in the last update
+        self.broken: str | None = None  # why this process cannot go on with the others
 
     def renew(self, reduction: str, accumulate: int) -> None:
         """A new window; what the last one has left in running statistics, stays."""
         self._buffers.drop()
         rows = None if self._together is None else self._together.rows
-        self.window = Window(reduction, accumulate, self._loss_scale.scale, rows)
+        shared = self._together is not None
+        self.window = Window(reduction, accumulate, self._loss_scale.scale, rows, shared=shared)
 
     def enter(self) -> None:
         """Before a call adds its gradients."""
@@ -93,27 +96,38 @@ class Cycle:
             return None
         self._sync.finish()
         with uninterrupted() as interrupted:
-            decided = self._decide(standing, interrupted)
+            settings = {"clip": clip_norm, "planned": self.window.planned, "hook": self._sync.between.hook is not None}
+            decided = self._decide(standing, settings, interrupted)
             if decided is None:
                 return None
             used, weight = decided
             if self._loss_scale.is_on and not are_finite(self._sync, self._norm.compute()):
                 self._loss_scale.overflowed()
                 self._sync.clear()
+                self._buffers.drop()
                 return False
             self._finish_gradients(weight, clip_norm, error_if_nonfinite)
             self._sync.show(used)
+            self._make_update(used)
+            return True
+
+    def _make_update(self, used: list[bool]) -> None:
+        try:
             with span("update"):
                 self._updates.prepare(used)
                 self._updates.launch()
                 self._conclude(used)
-            return True
+        except BaseException as error:
+            if self._together is not None:  # the others have made it
+                self.broken = f"its update failed after all processes had agreed on it ({type(error).__name__})"
+            raise
 
     def _conclude(self, used: list[bool]) -> None:
         self._updates.conclude(used)
         self.used = used
         self.steps += 1
         self._loss_scale.went_well()
+        self._buffers.drop()  # an interrupt that waited for this comes next, and must not undo a half
 
     def replayed(self, replay: Callable[[], torch.Tensor | None]) -> torch.Tensor | None:
         """An update of the same parameters as the last one, whose work on the device is :meth:`work_of`, replayed.
@@ -165,16 +179,17 @@ class Cycle:
         self._sync.lay_out(learnt)
         self._norm = GradientNorm(self._sync)
         if self._together is not None:
+            self._together.confirm_layout()
             self._sync.open_outbox()
         return True
 
     def _decide(
-        self, standing: Standing, interrupted: Callable[[], bool]
+        self, standing: Standing, settings: dict[str, Any], interrupted: Callable[[], bool]
     ) -> tuple[list[bool], float | torch.Tensor] | None:
         """Which parameters are updated, and what all calls weigh; ``None``: nobody has any data."""
         if self._together is None:
             return self._sync.used(), self.window.weight
-        tally = self._together.decide(self._sync, self.window, self.steps, standing, interrupted)
+        tally = self._together.decide(self._sync, self.window, self.steps, standing, settings, interrupted)
         if all(each == Standing.JOINED for each in tally.standings):
             return None
         return tally.used, tally.weight

@@ -228,6 +228,10 @@ class FusedUpdate:
             return []
         return [self._optimizer.state[self._parameters[i]]["step"] for i in self._shown if self._used[i]]
 
+    def loaded(self) -> None:
+        """A state was loaded into the optimizer."""
+        self.adopt_state()
+
     def adopt_state(self) -> None:
         """Takes over the state that the optimizer has: a loaded one, or that of its steps before."""
         self._shown.clear()
@@ -265,7 +269,7 @@ def _plain(value: Any) -> Any:
 def _adopt(update: weakref.ref[FusedUpdate]) -> None:
     found = update()
     if found is not None:
-        found.adopt_state()
+        found.loaded()
 
 
 def _groups_of(optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> list[int]:

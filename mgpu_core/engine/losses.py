@@ -67,11 +67,16 @@ class Window:
         planned: how many calls the window is expected to have.
         scale: what all losses are multiplied by before backward, and their gradients divided by after it.
         rows: of a call in all processes, that a mean is taken over beforehand; ``None``: the rows of the first call.
+        shared: there are other processes: a call without rows adds nothing to theirs.
     """
 
-    def __init__(self, reduction: str, planned: int, scale: float = 1.0, rows: float | None = None) -> None:
+    def __init__(
+        self, reduction: str, planned: int, scale: float = 1.0, rows: float | None = None, *, shared: bool = False
+    ) -> None:
         self.calls = 0
-        self._reduction, self._planned, self._scale = reduction, planned, scale
+        self._shared = shared
+        self.planned = planned
+        self._reduction, self._scale = reduction, scale
         self._rows = 0  # of all calls so far
         self._seeded = 0.0 if rows is None else rows * planned  # what the rows were divided by, for ``mean``
         self._weight: torch.Tensor | None = None
@@ -81,10 +86,12 @@ class Window:
         if self._reduction != "mean":
             return [self._scale] * len(rows)
         total = sum(rows)
+        if self._shared and not total:
+            return [0.0] * len(rows)
         if not self._seeded:
-            self._seeded = float(total * self._planned) or 1.0
+            self._seeded = float(total * self.planned) or 1.0
         if not total:
-            return [self._scale / self._planned / len(rows)] * len(rows)
+            return [self._scale / self.planned / len(rows)] * len(rows)
         return [self._scale * count / self._seeded for count in rows]
 
     def add(self, rows: Sequence[int], losses: Sequence[RankLoss], device: torch.device) -> torch.Tensor:
@@ -109,11 +116,11 @@ class Window:
     @property
     def rows_seeded(self) -> float:
         """The rows of a call that a mean was taken over beforehand; 0 before the first call."""
-        return self._seeded / self._planned
+        return self._seeded / self.planned
 
     def reseed(self, rows: float) -> float:
         """Takes the mean over so many rows instead; returns what the gradients so far must be multiplied by."""
-        before, self._seeded = self._seeded, rows * self._planned
+        before, self._seeded = self._seeded, rows * self.planned
         return before / self._seeded if before else 1.0
 
     def factor(self, weight: float | torch.Tensor) -> float | torch.Tensor | None:

@@ -41,7 +41,10 @@ class ShardedUpdate(FusedUpdate):
         buckets: Sequence[Bucket],
         flats: Sequence[FlatTensors],
     ) -> None:
-        self._is_whole = True  # whether the optimizer shows the state, which the first shards are filled from
+        # What the optimizer holds of each parameter between two looks, and the tensors that are lent to it in one:
+        # whatever else is found there, somebody else has put there.
+        self._stripped: dict[int, dict[str, Any]] = {}
+        self._lent: dict[int, dict[str, torch.Tensor]] = {}
         super().__init__(optimizer, parameters, buckets, flats)
         me = weakref.ref(self)
         self.handles["whole"] = optimizer.register_state_dict_pre_hook(lambda _: _gather(me))
@@ -68,63 +71,82 @@ class ShardedUpdate(FusedUpdate):
         for wholes in zip(*(flat.values for flat in self._flats), strict=True):
             collectives.all_gather_into([part_of(each, place, shards) for place, each in enumerate(wholes)], wholes)
 
+    def prepare(self, used: Sequence[bool]) -> None:
+        """Takes back what a look has left, and prepares an update."""
+        self.strip()
+        super().prepare(used)
+
     def close(self) -> None:
         """Leaves the optimizer with its whole state."""
-        if not self._is_stale():
-            self.gather()
+        self.gather()
         super().close()
+
+    def loaded(self) -> None:
+        """Another state was loaded: what lies in the shards is worth nothing."""
+        self._stripped.clear()
+        self._shown.clear()
+        super().loaded()
 
     def adopt_state(self) -> None:
         """Cuts the state that the optimizer has; from then on it shows none of it but counts of steps."""
-        for i in self._shown:  # where the user has set one parameter's state, the others' must not get lost
-            if self._parameters[i] in self._optimizer.state:
-                self._gather(i)
+        self.gather()  # where the user has set one parameter's state, the others' must not get lost
         super().adopt_state()
-        self._is_whole = True
+        self._lent = {i: dict.fromkeys(self._devices[0].states, torch.empty(0)) for i in self._shown}
         self.strip()
 
     def _find_views(self) -> None:
         """There is no tensor that could be shown."""
 
     def _is_as_left(self, i: int, state: dict[str, Any]) -> bool:
-        return self._is_whole or not any(torch.is_tensor(each) for kind, each in state.items() if kind != "step")
+        lent = self._lent.get(i, {})
+        if state is not self._stripped.get(i):  # in the very first update of a parameter, torch's own empty one
+            return False
+        return all(kind == "step" or (kind in lent and value is lent[kind]) for kind, value in state.items())
+
+    def _point(self, i: int) -> None:
+        super()._point(i)
+        self._stripped[i] = self._optimizer.state[self._parameters[i]]
 
     def gather(self) -> None:
-        """Gives the optimizer the whole state, for as long as it is looked at."""
-        self._is_whole = True
+        """Lends the optimizer the whole state, for as long as it is looked at; what the user has reset, stays so."""
         for i in self._shown:
-            self._gather(i)
+            state = self._left(i)
+            if state is not None:
+                self._lend(i, state)
+
+    def _left(self, i: int) -> dict[str, Any] | None:
+        """What the optimizer holds of a parameter, if that is what was left there; ``None``: somebody has reset it."""
+        found: dict[str, Any] | None = self._optimizer.state.get(self._parameters[i])
+        return found if found is self._stripped.get(i) else None
 
     @torch.no_grad()
-    def _gather(self, i: int) -> None:
+    def _lend(self, i: int, state: dict[str, Any]) -> None:
         parameter = self._parameters[i]
-        state = self._optimizer.state[parameter]
         for kind in self._devices[0].states:
             if kind in state:
                 continue
             flat = torch.empty(parameter.numel(), dtype=parameter.dtype, device=parameter.device)
             for device in self._devices:
                 device.bring(i, kind, flat)
-            state[kind] = shaped(flat, 0, parameter)
+            state[kind] = self._lent.setdefault(i, {})[kind] = shaped(flat, 0, parameter)
 
     def forget_shards(self) -> None:
         """From now on what the optimizer shows counts."""
-        self._is_whole = False
+        self._lent.clear()
 
     def strip(self) -> None:
-        """Takes it away again."""
-        if not self._is_whole:
-            return
-        self._is_whole = False
-        for i in self._shown:
-            state, kinds = self._optimizer.state[self._parameters[i]], self._devices[0].states
-            # Another dict: a state_dict() holds the one that there was.
-            self._optimizer.state[self._parameters[i]] = {k: each for k, each in state.items() if k not in kinds}
+        """Takes back what was lent."""
+        for i, lent in self._lent.items():
+            state = self._left(i)
+            if state is not None:  # another dict, because a state_dict() holds the one that there was
+                left = {kind: value for kind, value in state.items() if kind not in lent}
+                self._optimizer.state[self._parameters[i]] = self._stripped[i] = left
+        self._lent.clear()
 
 
 def _gather(update: weakref.ref[ShardedUpdate]) -> None:
     found = update()
-    if found is not None and not found._is_stale():
+    if found is not None:
         found.gather()
 
 

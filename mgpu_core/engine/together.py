@@ -6,6 +6,8 @@ in the same messages, so that nobody waits for it, and everybody gives the step 
 
 from __future__ import annotations
 
+import json
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,13 +18,15 @@ from torch.optim import Optimizer
 from mgpu_core.engine.gradients import GradientSync, Learnt
 from mgpu_core.engine.losses import Window
 from mgpu_core.errors import Error
-from mgpu_core.processes.agreement import check_agreement, digest, facts_of, first_difference
+from mgpu_core.processes.agreement import check_agreement, digest, facts_of, first_difference, numbers_of
 from mgpu_core.processes.ballot import Ballot, Standing, Tally
 from mgpu_core.processes.group import Processes
 
 __all__ = ["Together"]
 
-_REASON_COUNT = 300  # characters of another process's error
+_REASON_COUNT = 200  # characters of a line of another process's error
+_NO_LAYOUT = "the gradients could not be laid out in all processes"
+_FIRST, _LAYOUT, _FAILURE = "the first backward", "the layout", "a failure"
 
 
 class Together:
@@ -41,7 +45,7 @@ class Together:
         self.processes = processes
         self.rows: float | None = None
         self._net, self._optimizer = net, optimizer
-        self._is_open = False
+        self._is_open = self._is_laying_out = False
 
     def start(self, settings: Mapping[str, Any]) -> None:
         """Compares nets, optimizers and settings, and takes the values of process 0.
@@ -60,7 +64,7 @@ class Together:
     def first_difference(self) -> tuple[str, int] | None:
         """The first parameter that is not the same in all processes, and the first process where it is not."""
         named = list(self._net.named_parameters())
-        found = self.processes.exchange([digest(each) for _, each in named])
+        found = self.processes.exchange("parameters", [digest(each) for _, each in named])
         for process, theirs in enumerate(found):
             at = first_difference(found[0], theirs)
             if at is not None:
@@ -82,7 +86,7 @@ class Together:
         """
         mine = sync.learnt()
         words = {"order": mine.order, "loose": mine.loose, "rows": window.rows_seeded, "standing": standing}
-        found = self.processes.exchange(words)
+        found = self.processes.exchange(_FIRST, words)
         self._refuse_failed(found)
         if all(each["standing"] == Standing.JOINED for each in found):
             self._is_open = False
@@ -93,7 +97,27 @@ class Together:
         if rows := sum(each["rows"] for each in found):
             self.rows = rows
             sync.multiply_parts(window.reseed(rows))
+        self._is_laying_out = True
         return Learnt(next((each["order"] for each in found if each["order"]), []), [])
+
+    def confirm_layout(self) -> None:
+        """Behind the layout: all processes have the memory for it.
+
+        Raises:
+            Error: one has not.
+        """
+        self._refuse_failed(self.processes.exchange(_LAYOUT, {}))
+        self._is_laying_out = False
+
+    def check_all_well(self, error: BaseException | None) -> None:
+        """What all do at once, each for itself, went well in all processes.
+
+        Raises:
+            Error: in another one it did not; ``error`` is what went wrong in this one.
+        """
+        found = self.processes.exchange("loading", {} if error is None else {"reason": _reason_of(error)})
+        if error is None:
+            self._refuse_failed(found)
 
     def decide(
         self,
@@ -101,6 +125,7 @@ class Together:
         window: Window,
         updates: int,
         standing: Standing,
+        settings: Mapping[str, Any],
         interrupted: Callable[[], bool],
     ) -> Tally:
         """Sends this process's ballot; when it returns, all processes update by the same sums.
@@ -110,28 +135,38 @@ class Together:
             KeyboardInterrupt: ``interrupted`` said so, while the ballots were under way.
         """
         assert sync.outbox is not None
-        tally = sync.outbox.cast(Ballot(standing, updates, float(window.weight), sync.used()), interrupted)
+        checksum = self._checksum(settings)
+        tally = sync.outbox.cast(Ballot(standing, updates, checksum, float(window.weight), sync.used()), interrupted)
         if Standing.FAILED in tally.standings:
-            self._refuse_failed(self.processes.exchange({}))
+            self._refuse_failed(self.processes.exchange(_FAILURE, {}, interrupted))
         self._is_open = False
         self._check_updates(tally)
         sync.spread()
         if Standing.JOINED in tally.standings and Standing.TRAINS in tally.standings:
-            self._follow_settings(tally)
+            self._follow_settings(tally, interrupted)
         return tally
+
+    def _checksum(self, settings: Mapping[str, Any]) -> int:
+        groups = [numbers_of(group) for group in self._optimizer.param_groups]
+        return zlib.crc32(json.dumps([settings, groups]).encode())
 
     def give_up(self, sync: GradientSync, updates: int, error: BaseException) -> str | None:
         """Tells the others that this process cannot update; returns what is wrong with the step from now on."""
+        if self._is_laying_out and not self._is_open:
+            return _NO_LAYOUT
         if not self._is_open or self.processes.lost is not None:
             return self.processes.lost
-        reason = {"reason": f"{type(error).__name__}: {error}"[:_REASON_COUNT]}
+        reason = {"reason": _reason_of(error)}
         try:
+            if self._is_laying_out:
+                self.processes.exchange(_LAYOUT, reason)
+                return _NO_LAYOUT
             if not sync.is_laid_out:
-                self.processes.exchange(reason)
+                self.processes.exchange(_FIRST, reason)
             elif sync.outbox is not None and not sync.outbox.is_cast:
                 nothing = [False] * len(sync.used())
-                sync.outbox.cast(Ballot(Standing.FAILED, updates, 0.0, nothing), lambda: False)
-                self.processes.exchange(reason)
+                sync.outbox.cast(Ballot(Standing.FAILED, updates, 0, 0.0, nothing), lambda: False)
+                self.processes.exchange(_FAILURE, reason)
             else:
                 return "the processes were interrupted while they agreed on an update, and some may have made it"
         except Error:
@@ -152,25 +187,32 @@ class Together:
                 f"the processes have not made the same updates ({made}): all must load the same state, and make as "
                 "many steps, or call step.join() when their data is over"
             )
+        training = [i for i, standing in enumerate(tally.standings) if standing == Standing.TRAINS]
+        if len({tally.settings[i] for i in training}) > 1:
+            raise Error(
+                "the processes have other settings than each other by now: accumulate, clip_norm, a communication hook "
+                "or the optimizer's numbers (a learning rate that follows a process's own loss?) must change in all "
+                "alike"
+            )
 
-    def _follow_settings(self, tally: Tally) -> None:
+    def _follow_settings(self, tally: Tally, interrupted: Callable[[], bool]) -> None:
         """A process without data has schedulers that stand still: it takes the settings of one that trains."""
-        found = self.processes.exchange([_numbers_of(group) for group in self._optimizer.param_groups])
+        numbers = [numbers_of(group) for group in self._optimizer.param_groups]
+        found = self.processes.exchange("settings to follow", numbers, interrupted)
         if tally.standings[self.processes.index] == Standing.JOINED:
             theirs = found[tally.standings.index(Standing.TRAINS)]
-            for group, numbers in zip(self._optimizer.param_groups, theirs, strict=True):
-                _take(group, numbers)
+            for group, given in zip(self._optimizer.param_groups, theirs, strict=False):
+                _take(group, given)
 
 
-def _numbers_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    numbers = {name: _plain(value) for name, value in group.items() if name != "params"}
-    return {name: value for name, value in numbers.items() if value is not None and not isinstance(value, str)}
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, tuple | list):
-        return [_plain(each) for each in value]
-    return float(value) if torch.is_tensor(value) else value
+def _reason_of(error: BaseException) -> str:
+    """The kind, and the first and last line of what it says: between them a rank's failure has its traceback."""
+    try:
+        lines = str(error).strip().splitlines()
+    except Exception:
+        lines = []
+    said = " ... ".join(line.strip()[:_REASON_COUNT] for line in dict.fromkeys([*lines[:1], *lines[-1:]]))
+    return f"{type(error).__name__}: {said}"
 
 
 def _take(group: dict[str, Any], numbers: Mapping[str, Any]) -> None:

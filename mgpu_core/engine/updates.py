@@ -122,7 +122,7 @@ class Updates:
             self._update.close()
             self._update = None
         for state in self.optimizer.state.values():
-            for name, value in state.items():
+            for name, value in state.items() if isinstance(state, dict) else ():
                 if torch.is_tensor(value):
                     state[name] = compact(value)
 

@@ -104,7 +104,8 @@ def _plain_views(
     """
     tensors: list[torch.Tensor] = []
     for obj in objects.values():
-        tensors += obj if type(obj) is tuple else [obj] if obj != {} else []
+        if type(obj) is not dict or obj:
+            tensors += obj if type(obj) is tuple else [obj]
     device = team.devices[0]
     if len(team) == 1 or len(set(team.devices)) > 1 or not tensors:
         return None
@@ -114,7 +115,7 @@ def _plain_views(
         return None
     check_shares(shares, len(team))
     counts = _counts(tensors[0].size(dim), len(team), shares)
-    views = zip(*(torch.split(each, counts, dim) for each in tensors), strict=True)
+    views = zip(*(_views(each, counts, dim) for each in tensors), strict=True)
     return [_in_place_of(objects, list(chunks)) for chunks in views], counts
 
 
@@ -204,7 +205,7 @@ class _Arguments:
         """What each rank gets of the leaf: views, where it is plain and lies on the one device of all ranks."""
         leaf = self.leaves[place]
         if counts is not None and type(leaf) is torch.Tensor and leaf.device == one_device and _is_plain(leaf):
-            return torch.split(leaf, counts, dim)
+            return _views(leaf, counts, dim)
         try:
             return _spread(self.leaves[place], team, counts, dim)
         except (ValueError, TypeError) as error:
@@ -234,6 +235,11 @@ def _spread(leaf: Any, team: Team, counts: list[int] | None, dim: int) -> Sequen
         return _copies_of_tensor(leaf, team)
     assert counts is not None  # a tensor with dimensions was seen by rows()
     return autograd.scatter(leaf, team, counts, dim)
+
+
+def _views(leaf: torch.Tensor, counts: list[int], dim: int) -> list[torch.Tensor]:
+    """Chunks without a copy, each with a version of its own: what a rank writes in place is no other rank's write."""
+    return [chunk.data for chunk in torch.split(leaf, counts, dim)]
 
 
 def _is_plain(leaf: torch.Tensor) -> bool:

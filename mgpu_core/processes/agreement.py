@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from mgpu_core.device.tensor_checks import memory_view
 from mgpu_core.processes.group import Processes
 
-__all__ = ["check_agreement", "digest", "facts_of", "first_difference"]
+__all__ = ["check_agreement", "digest", "facts_of", "first_difference", "numbers_of"]
 
 Facts = Mapping[str, Sequence[str]]
 
@@ -28,7 +28,7 @@ def check_agreement(processes: Processes, facts: Facts) -> None:
     Raises:
         ValueError: in all processes alike; names the topic, the process, and the first lines that differ.
     """
-    found: list[Facts] = processes.exchange({topic: list(lines) for topic, lines in facts.items()})
+    found: list[Facts] = processes.exchange("settings", {topic: list(lines) for topic, lines in facts.items()})
     for topic, wanted in found[0].items():
         for process, theirs in enumerate(found):
             at = first_difference(wanted, theirs.get(topic, ()))
@@ -62,8 +62,9 @@ def facts_of(net: Module, optimizer: Optimizer, settings: Mapping[str, Any]) -> 
         "buffers": [_described(name, each) for name, each in net.named_buffers()],
         "optimizer": [type(optimizer).__name__, *(_group(group, names) for group in optimizer.param_groups)],
         "optimizer state": [
-            f"{members[place]} {name} {digest(value) if torch.is_tensor(value) else value}"
-            for place, state in sorted(states.items())
+            f"{members[place]} {name} {digest(value) if torch.is_tensor(value) else type(value).__name__}"
+            for place, state in states.items()
+            if isinstance(place, int)  # an optimizer may keep things under names of its own
             for name, value in sorted(state.items())
         ],
     }
@@ -76,12 +77,24 @@ def _described(name: str, tensor: torch.Tensor) -> str:
 
 def _group(group: Mapping[str, Any], names: Mapping[int, str]) -> str:
     members = ", ".join(names.get(id(each), "?") for each in group["params"])
-    numbers = ", ".join(f"{name}={_plain(value)}" for name, value in group.items() if name != "params")
+    numbers = ", ".join(f"{name}={value}" for name, value in numbers_of(group).items())
     return f"{numbers}: {members}"
 
 
+def numbers_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The numbers of a parameter group, as JSON holds them: tensors as numbers, tuples as lists."""
+    found = {name: _plain(value) for name, value in group.items() if name != "params"}
+    return {name: value for name, value in found.items() if value is not None}
+
+
 def _plain(value: Any) -> Any:
-    return float(value) if torch.is_tensor(value) else value
+    """``None`` for what is no number."""
+    if torch.is_tensor(value):
+        return float(value) if value.numel() == 1 else None
+    if isinstance(value, tuple | list):
+        plain = [_plain(each) for each in value]
+        return None if None in plain else plain
+    return value if isinstance(value, bool | int | float) else None
 
 
 def digest(tensor: torch.Tensor) -> str:

@@ -16,7 +16,7 @@ import torch
 
 __all__ = ["Ballot", "Standing", "Tally", "read", "tail_count", "write"]
 
-_FIELD = struct.Struct("<dIB")
+_FIELD = struct.Struct("<dIIB")
 _UPDATES = 2**32
 
 
@@ -37,12 +37,14 @@ class Ballot:
     Attributes:
         standing: see :class:`Standing`.
         update: how many updates it has made.
+        settings: a checksum of what all must have alike, 32 bits.
         weight: what its gradients weigh: rows, or what a weighted loss says.
         used: per parameter whether a rank of the process used it.
     """
 
     standing: Standing
     update: int
+    settings: int
     weight: float
     used: Sequence[bool]
 
@@ -52,13 +54,14 @@ class Tally:
     """All processes' words.
 
     Attributes:
-        standings, updates: per process.
+        standings, updates, settings: per process.
         weight: of all together.
         used: per parameter whether any rank of any process used it.
     """
 
     standings: tuple[Standing, ...]
     updates: tuple[int, ...]
+    settings: tuple[int, ...]
     weight: float
     used: list[bool]
 
@@ -71,7 +74,8 @@ def tail_count(processes: int, parameters: int) -> int:
 def write(tail: torch.Tensor, ballot: Ballot, process: int, processes: int) -> None:
     """Fills the end of a message with one process's words, of any floating or complex dtype."""
     fields = bytearray(processes * _FIELD.size)
-    _FIELD.pack_into(fields, process * _FIELD.size, ballot.weight, ballot.update % _UPDATES, ballot.standing)
+    words = ballot.weight, ballot.update % _UPDATES, ballot.settings, ballot.standing
+    _FIELD.pack_into(fields, process * _FIELD.size, *words)
     with torch.no_grad():
         tail.copy_(torch.tensor([*fields, *map(int, ballot.used)], dtype=torch.float64, device="cpu"))
 
@@ -82,8 +86,9 @@ def read(tail: torch.Tensor, processes: int) -> Tally:
     end = processes * _FIELD.size
     fields = list(_FIELD.iter_unpack(bytes(numbers[:end])))
     return Tally(
-        tuple(Standing(standing) for _, _, standing in fields),
-        tuple(update for _, update, _ in fields),
-        sum(weight for weight, _, _ in fields),
+        tuple(Standing(standing) for *_, standing in fields),
+        tuple(update for _, update, *_ in fields),
+        tuple(settings for *_, settings, _ in fields),
+        sum(weight for weight, *_ in fields),
         [count > 0 for count in numbers[end:]],
     )

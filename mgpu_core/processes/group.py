@@ -11,6 +11,7 @@ import json
 import os
 import socket
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -62,7 +63,7 @@ class Processes:
         self.lost: str | None = None
         self.device = torch.device("cpu") if distributed.get_backend(group) == "gloo" else device
         self._homes: list[list[Any]] = []
-        self._homes = self.exchange([_host(), os.getpid()])
+        self._homes = self.exchange("where they are", [_host(), os.getpid()])
 
     def add_up(self, tensor: torch.Tensor) -> Work:
         """Begins the sum of a tensor over all processes, in place; :meth:`wait` for it before it is read or written.
@@ -95,36 +96,63 @@ class Processes:
         except RuntimeError as error:
             self._lose(error)
 
-    def exchange(self, value: Any) -> list[Any]:
-        """Each process's value, in their order; values are what JSON can hold."""
-        text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(self.device)
-        counts = self._all_gather(torch.tensor([text.numel()], device=self.device))
-        room = max(int(each) for each in counts)
-        texts = self._all_gather(torch.nn.functional.pad(text, (0, room - text.numel())))
-        pairs = zip(texts, counts, strict=True)
-        return [json.loads(bytes(each[: int(count)].tolist())) for each, count in pairs]
+    def exchange(self, topic: str, value: Any, interrupted: Callable[[], bool] = _never) -> list[Any]:
+        """Each process's value, in their order; values are what JSON can hold.
+
+        Args:
+            topic: what it is about, the same in all processes.
+            value: this process's.
+            interrupted: as for :meth:`wait`.
+
+        Raises:
+            Error: a process is gone, or talks about something else.
+            KeyboardInterrupt: then the group cannot be used any more, since the others' words are still under way.
+        """
+        try:
+            return self._exchange(topic, json.dumps(value).encode(), interrupted)
+        except KeyboardInterrupt:
+            self.lost = (
+                f"process {self.index} of {self.count} was interrupted while the processes spoke about {topic}: start "
+                "all of them again from the last checkpoint"
+            )
+            raise
+
+    def _exchange(self, topic: str, words: bytes, interrupted: Callable[[], bool]) -> list[Any]:
+        head = torch.tensor([len(words), zlib.crc32(topic.encode())], device=self.device)
+        heads = [each.tolist() for each in self._all_gather(head, interrupted)]
+        if any(each[1] != heads[self.index][1] for each in heads):
+            self.lost = (
+                f"process {self.index} of {self.count} spoke about {topic}, and others about something else: all "
+                "processes must call the same methods of a step; start all of them again"
+            )
+            raise Error(self.lost)
+        text = torch.frombuffer(bytearray(words), dtype=torch.uint8).to(self.device)
+        room = max(count for count, _ in heads)
+        texts = self._all_gather(torch.nn.functional.pad(text, (0, room - len(words))), interrupted)
+        return [json.loads(bytes(each[:count].tolist())) for each, (count, _) in zip(texts, heads, strict=True)]
 
     def send_from(self, root: int, tensors: Sequence[torch.Tensor]) -> None:
         """Gives all processes the values that process ``root`` has in these tensors."""
-        sent = [each.detach().contiguous() for each in tensors]
-        for message in sent:
+        single = [_without_repeats(each.detach()) for each in tensors if each.numel()]
+        sent = [each.contiguous() for each in single]
+        for each in sent:
+            message = each.reshape(-1).view(torch.uint8)  # any dtype
             self.wait(self._begun(partial(self._broadcast, root, message), message.device))
         if self.index == root:
             return
-        with torch.no_grad():
-            for tensor, message in zip(tensors, sent, strict=True):
-                if not tensor.is_contiguous():  # else the message is the tensor's own memory
-                    tensor.copy_(message)
+        for tensor, message in zip(single, sent, strict=True):
+            if not tensor.is_contiguous():  # else the message is the tensor's own memory
+                tensor.copy_(message)
         note_written(tensors)
 
     def _broadcast(self, root: int, message: torch.Tensor) -> Work:
         global_root = distributed.get_global_rank(self.group, root)
         return _given(distributed.broadcast(message, global_root, group=self.group, async_op=True))
 
-    def _all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+    def _all_gather(self, tensor: torch.Tensor, interrupted: Callable[[], bool]) -> list[torch.Tensor]:
         found = [torch.empty_like(tensor) for _ in range(self.count)]
         gather = partial(distributed.all_gather, found, tensor, group=self.group, async_op=True)
-        self.wait(self._begun(lambda: _given(gather()), tensor.device))
+        self.wait(self._begun(lambda: _given(gather()), tensor.device), interrupted)
         return found
 
     def _begun(self, begin: Callable[[], Work], device: torch.device) -> Work:
@@ -134,7 +162,7 @@ class Processes:
             work = begin()
             if device.type == "cuda":  # an order between streams; whoever uses the stream next, is behind it
                 work.wait()
-        except RuntimeError as error:
+        except distributed.DistBackendError as error:
             self._lose(error)
         return work
 
@@ -159,6 +187,11 @@ class Processes:
             for index, (host, pid) in enumerate(self._homes)
             if host == here and index != self.index and _has_ended(pid)
         ]
+
+
+def _without_repeats(tensor: torch.Tensor) -> torch.Tensor:
+    """A view in which each element of an expanded tensor stands once."""
+    return tensor[tuple([slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride()])]
 
 
 def _given(work: Work | None) -> Work:

@@ -62,10 +62,17 @@ class Outbox:
 
     def _send(self, bucket: int) -> None:
         self._next = bucket + 1
-        if self._send_bucket is not None:
-            self._send_bucket(bucket)
-        else:
+        if self._send_bucket is None:
             self._post(self._messages[bucket])
+            return
+        try:
+            self._send_bucket(bucket)
+        except BaseException as error:
+            self._processes.lost = (
+                f"a communication hook failed in process {self._processes.index} ({type(error).__name__}), and what it "
+                "has sent is not known: start all processes again from the last checkpoint"
+            )
+            raise
 
     def _post(self, message: torch.Tensor) -> None:
         dtype = self._comm_dtype
@@ -90,5 +97,5 @@ class Outbox:
             self._processes.wait(work, interrupted)
             if sent is not message:
                 message.copy_(sent)
-        self._under_way = []
+        self._under_way, self._send_bucket = [], None
         return read(tail, self._processes.count)

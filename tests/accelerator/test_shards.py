@@ -246,3 +246,65 @@ def test_on_one_device_there_is_nothing_to_share():
     step(numbers(4, 3), numbers(4, 2))
     assert all("exp_avg" in state for state in step.optimizer.state.values())
     assert net.last.weight.grad is not None
+
+
+def both(steps, edit):
+    for step in steps:
+        edit(step.optimizer.state, step.module)
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda state, net: state[net.body.rare.weight],  # a mere look makes an entry
+        lambda state, net: state[net.turned]["step"].add_(5),
+        lambda state, net: state.__setitem__(net.turned, {}),
+        lambda state, net: state.pop(net.turned),
+    ],
+    ids=["looked at", "another count", "reset", "popped"],
+)
+def test_edits_before_a_state_dict_a_close_and_a_step(edit):
+    for then in ("state_dict", "close", "step"):
+        steps = pair(TEAMS[1], OPTIMIZERS["adamw"])
+        train(steps, 3)
+        both(steps, edit)
+        if then == "state_dict":
+            assert_same_states(steps)
+        elif then == "close":
+            for step in steps:
+                step.close()
+            for one, other in zip(*(step.optimizer.state.values() for step in steps), strict=True):
+                assert one.keys() == other.keys()
+                assert all(torch.equal(one[name], other[name]) for name in other)
+        else:
+            train(steps, 2)
+            assert_same_values(steps)
+            assert_same_states(steps)
+
+
+@pytest.mark.parametrize("value", ["no dict", "None"])
+def test_a_reset_momentum(value):
+    steps = pair(TEAMS[1], OPTIMIZERS["momentum"])
+    train(steps, 3)
+    if value == "None":
+        both(steps, lambda state, net: state[net.turned].__setitem__("momentum_buffer", None))
+    else:
+        both(steps, lambda state, net: state.__setitem__(net.turned, {}))
+    train(steps, 2)
+    assert_same_values(steps)
+
+
+def test_a_state_dict_that_fails_midway_changes_nothing():
+    steps = pair(TEAMS[1], OPTIMIZERS["adamw"])
+    train(steps, 2)
+
+    def refuse(_):
+        raise KeyError("not now")
+
+    handle = steps[0].optimizer.register_state_dict_pre_hook(refuse)
+    with pytest.raises(KeyError, match="not now"):
+        steps[0].optimizer.state_dict()
+    handle.remove()
+    train(steps, 2)
+    assert_same_values(steps)
+    assert_same_states(steps)

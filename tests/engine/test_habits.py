@@ -10,6 +10,7 @@ import textwrap
 import time
 import weakref
 
+import numpy as np
 import pytest
 import torch
 from engine.nets import Branches, Linear, Pair, batches, mse
@@ -419,3 +420,65 @@ def test_backward_stops_for_python_only_where_there_are_buckets_to_send_early(nb
         net.last.bias.requires_grad_(not net.last.bias.requires_grad)  # frozen and thawed
         hooks = [bool(each._post_accumulate_grad_hooks) for each in net.parameters()]
         assert hooks == [hooked, hooked]
+
+
+class InPlace(nn.Module):
+    """Writes into its input, as a normalisation of images may."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(3, 2))
+
+    def forward(self, x):
+        return self.net(x.sub_(0.5).div_(2))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+def test_modules_that_write_into_their_input(ranks):
+    net = InPlace()
+    alone = copy.deepcopy(net)
+    step = TrainStep(net, mse, SGD(net.parameters(), lr=0.0), cpu(ranks))
+    x = torch.randn(16, 3)
+    wanted = mse(alone(x.clone()), torch.zeros(16, 2))
+    for _ in range(50):  # the ranks write at once
+        assert torch.allclose(step(x.clone(), torch.zeros(16, 2)), wanted)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_a_target_that_is_no_tensor_goes_to_every_rank(ranks):
+    net = Linear()
+    target = np.zeros((2, 3))
+    seen = []
+    step = TrainStep(net, lambda output, given: (seen.append(given), output.sum())[1], SGD(net.parameters(), lr=0.0),
+                     cpu(ranks))  # fmt: skip
+    step(torch.ones(6, 3), target)
+    assert len(seen) == ranks
+    assert all(each is target for each in seen)
+
+
+def test_an_interrupt_behind_an_update_leaves_its_running_statistics(monkeypatch):
+    net = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    step = TrainStep(net, mse, SGD(net.parameters(), lr=0.1), cpu(2))
+    step(torch.randn(8, 3), torch.zeros(8, 2))
+    launch = step._updates.launch
+
+    def interrupted():
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.01)
+        launch()
+
+    before = net[1].running_mean.clone()
+    monkeypatch.setattr(step._updates, "launch", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        step(torch.randn(8, 3), torch.zeros(8, 2))
+    assert step.steps == 2
+    assert net[1].num_batches_tracked == 2
+    assert not torch.equal(net[1].running_mean, before)
+
+
+def test_a_hook_changes_between_updates():
+    net = Linear()
+    step = TrainStep(net, mse, SGD(net.parameters(), lr=0.1), cpu(2), accumulate=2)
+    step(torch.ones(4, 3), torch.zeros(4, 2))
+    with pytest.raises(RuntimeError, match="between updates"):
+        step.register_comm_hook(print)

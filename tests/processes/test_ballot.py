@@ -18,16 +18,18 @@ def test_the_sum_of_all_messages_holds_all_ballots(dtype, processes):
     for process, weight in enumerate(weights):
         tail = torch.full_like(total, float("nan"))  # whatever was there before
         standing = Standing(process % 3)
-        write(tail, Ballot(standing, 2**32 + 70000 + process, weight, [process == 0, False, True]), process, processes)
+        ballot = Ballot(standing, 2**32 + 70000 + process, 2**32 - 1 - process, weight, [process == 0, False, True])
+        write(tail, ballot, process, processes)
         total += tail
     tally = read(total, processes)
     assert tally.standings == tuple(Standing(process % 3) for process in range(processes))
     assert tally.updates == tuple(70000 + process for process in range(processes))
+    assert tally.settings == tuple(2**32 - 1 - process for process in range(processes))
     assert tally.weight == sum(weights)
     assert tally.used == [True, False, True]
 
 
 def test_a_weight_that_is_no_number_is_not_lost():
     tail = torch.zeros(tail_count(1, 0))
-    write(tail, Ballot(Standing.TRAINS, 0, math.nan, []), 0, 1)
+    write(tail, Ballot(Standing.TRAINS, 0, 0, math.nan, []), 0, 1)
     assert math.isnan(read(tail, 1).weight)

@@ -463,10 +463,225 @@ def test_without_an_initialised_group():
 
 def exchange(process):
     processes = Processes(group.WORLD, torch.device("cpu"))
-    return processes.exchange({"x" * (1000 * process): [process, None, "ü"]}), processes.index, processes.count
+    return (
+        processes.exchange("a test", {"x" * (1000 * process): [process, None, "ü"]}),
+        processes.index,
+        processes.count,
+    )
 
 
 def test_exchange_of_texts_of_every_length():
     found = run(exchange, processes=3)
     words = [{"x" * (1000 * process): [process, None, "ü"]} for process in range(3)]
     assert found == [(words, process, 3) for process in range(3)]
+
+
+def seen_of(call):
+    """What it raises, in a line."""
+    try:
+        call()
+    except (Exception, KeyboardInterrupt) as error:
+        return f"{type(error).__name__}: {error}".splitlines()[0]
+    return "nothing"
+
+
+def reason(process):
+    acts = {}
+    step = step_of(Fragile(acts))
+    step(batch(), ONES)
+    if process == 1:
+        acts["forward"] = boom
+    return seen_of(lambda: step(batch(0 if process == 1 else None), ONES))
+
+
+def test_the_reason_is_told_and_not_only_where_it_was():
+    told = run(reason)[0]
+    assert "RuntimeError: Caught RuntimeError in replica 0 on device cpu. ... RuntimeError: boom at a rank" in told
+
+
+def change(process, what):
+    net = whole(nn.Linear(2, 2))
+    optimizer = SGD(net.parameters(), lr=1.0)
+    step = step_of(net, optimizer=optimizer, accumulate=1)
+    step(ONES, ONES)
+    if process == 1:
+        if what == "lr":
+            optimizer.param_groups[0]["lr"] = 0.5
+        elif what == "clip_norm":
+            step.clip_norm = 1.0
+    before = values_of(net)
+    told = seen_of(lambda: step(ONES, ONES))
+    return told, all(map(torch.equal, values_of(net), before)), step.steps
+
+
+@pytest.mark.parametrize("what", ["lr", "clip_norm"])
+def test_settings_that_change_in_one_process_alone(what):
+    found = run(change, what)
+    assert found[0] == found[1]
+    told, kept, steps = found[0]
+    assert told.startswith("Error: the processes have other settings than each other by now")
+    assert kept
+    assert steps == 1
+
+
+def no_memory(process):
+    net = whole(nn.Linear(2, 2))
+    step = step_of(net)
+    if process == 1:
+        step._sync.lay_out = lambda learnt: boom()
+    begin = time.monotonic()
+    first, second = (seen_of(lambda: step(ONES, ONES)) for _ in range(2))
+    soon = time.monotonic() - begin < 20
+    step.rebuild()
+    step(ONES, ONES)
+    return first, second, soon, values_of(net), step.steps
+
+
+def test_a_process_that_cannot_lay_its_gradients_out():
+    other, guilty = run(no_memory)
+    assert guilty[0] == "RuntimeError: boom at a rank"
+    assert other[0].startswith("Error: process 1 gave this step up, and so did all: RuntimeError: boom at a rank")
+    for _, second, soon, values, steps in (other, guilty):
+        assert "could not be laid out in all processes: call step.rebuild()" in second
+        assert soon
+        assert all(map(torch.equal, values, guilty[3]))
+        assert steps == 1
+
+
+def interrupt_the_first(process):
+    """Ctrl-C while process 0 waits in the first step, for a process that computes."""
+    acts = {"forward": lambda: time.sleep(1.5)}
+    step = step_of(Fragile(acts))
+    if process == 0:
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+    first = seen_of(lambda: step(batch(0 if process == 1 else None), ONES))
+    return first, seen_of(lambda: step(batch(), ONES))
+
+
+def test_ctrl_c_while_the_processes_speak():
+    (own, after), (told, _) = run(interrupt_the_first)
+    assert own == "KeyboardInterrupt: "
+    assert "process 0 of 2 was interrupted while the processes spoke about the first backward" in after
+    assert "process 1 of 2 was left alone" in told
+
+
+def odd_buffers(process):
+    net = whole(nn.Linear(2, 2))
+    net.register_buffer("wide", torch.full((1, 2), float(process + 1)).expand(3, 2))
+    net.register_buffer("small", torch.tensor([process + 1], dtype=torch.int16))
+    net.register_buffer("none", torch.ones(0, dtype=torch.int16))
+    step = step_of(net)
+    step(ONES, ONES)
+    return net.wide.tolist(), net.small.tolist()
+
+
+def test_buffers_of_every_kind_come_from_process_0():
+    assert run(odd_buffers) == [([[1.0, 1.0]] * 3, [1])] * 2
+
+
+def hook_fails(process):
+    net = whole(nn.Linear(2, 2))
+    step = step_of(net)
+
+    def hook(bucket):
+        if process == 1 and step.steps == 1:
+            boom()
+        torch.distributed.all_reduce(bucket.tensors[0], group=bucket.group)
+
+    step.register_comm_hook(hook)
+    return [seen_of(lambda: step(ONES, ONES)) for _ in range(3)]
+
+
+def test_a_hook_that_fails_in_one_process_ends_all():
+    other, guilty = run(hook_fails)
+    assert guilty[:2] == ["nothing", "RuntimeError: boom at a rank"]
+    assert "a communication hook failed in process 1 (RuntimeError)" in guilty[2]
+    assert other[0] == "nothing"
+    assert other[1] != "nothing"
+
+
+def regularised(process):
+    """A term that is not of the rows counts once, whoever has rows."""
+    net = whole(nn.Linear(2, 2)).double()
+    step = TrainStep(
+        net, lambda output, target: (output - target).square().sum() / max(1, len(output)) + net.weight.square().sum(),
+        SGD(net.parameters(), lr=0.01), ["cpu"], process_group=group.WORLD,
+    )  # fmt: skip
+    x = torch.ones(4, 2).double()
+    for _ in range(2):
+        step(*((x, x) if process == 0 else (x[:0], x[:0])))
+    return values_of(net)
+
+
+def test_a_process_without_rows_adds_nothing():
+    found = run(regularised)
+    net = whole(nn.Linear(2, 2)).double()
+    optimizer = SGD(net.parameters(), lr=0.01)
+    x = torch.ones(4, 2).double()
+    for _ in range(2):
+        optimizer.zero_grad()
+        ((net(x) - x).square().sum() / 4 + net.weight.square().sum()).backward()
+        optimizer.step()
+    for values in found:
+        assert all(torch.allclose(a, b, rtol=1e-12) for a, b in zip(values, values_of(net), strict=True))
+
+
+def update_fails(process):
+    net = whole(nn.Linear(2, 2))
+    step = step_of(net)
+    step(ONES, ONES)
+    if process == 1:
+        step._updates.launch = boom
+    return [seen_of(lambda: step(ONES, ONES)) for _ in range(2)]
+
+
+def test_an_update_that_fails_behind_the_decision_says_so():
+    (first, second), guilty = run(update_fails)
+    assert first == "nothing"
+    assert second != "nothing"  # the other one is gone
+    assert guilty[0] == "RuntimeError: boom at a rank"
+    assert "its update failed after all processes had agreed on it (RuntimeError)" in guilty[1]
+
+
+def load_badly(process):
+    net = whole(nn.Linear(2, 2))
+    step = step_of(net)
+    state = step.state_dict()
+    if process == 1:
+        state["format"] = "other"
+    told = seen_of(lambda: step.load_state_dict(state))
+    step(ONES, ONES)
+    return told, step.steps
+
+
+def test_a_state_that_one_process_cannot_load():
+    (told, steps), (own, same) = run(load_badly)
+    assert own.startswith("ValueError: wanted a state with the mark")
+    assert told.startswith("Error: process 1 gave this step up, and so did all: ValueError: wanted a state with")
+    assert steps == same == 1
+
+
+class Keeps(SGD):
+    """An optimizer with settings and state of its own kinds."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, lr=1.0)
+        self.param_groups[0]["names"] = {"a", "b"}
+        self.param_groups[0]["decay"] = lambda step: step
+        self.state["count"] = 1
+
+
+def train_with_keeps(process):
+    net = whole(nn.Linear(2, 2))
+    step = step_of(net, optimizer=Keeps(net.parameters()))
+    if process == 0:
+        step(ONES, ONES)
+    followed = step.join()
+    step.rebuild()
+    return followed, values_of(net)
+
+
+def test_optimizers_that_keep_other_things():
+    (none, values), (followed, same) = run(train_with_keeps)
+    assert (none, followed) == (0, 1)
+    assert all(map(torch.equal, values, same))

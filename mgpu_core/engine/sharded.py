@@ -91,6 +91,7 @@ class ShardedUpdate(FusedUpdate):
         """Cuts the state that the optimizer has; from then on it shows none of it but counts of steps."""
         self.gather()  # where the user has set one parameter's state, the others' must not get lost
         super().adopt_state()
+        # All that it shows lies in the shards now, whoever has put it there.
         self._lent = {i: dict.fromkeys(self._devices[0].states, torch.empty(0)) for i in self._shown}
         self.strip()
 
@@ -99,8 +100,8 @@ class ShardedUpdate(FusedUpdate):
 
     def _is_as_left(self, i: int, state: dict[str, Any]) -> bool:
         lent = self._lent.get(i, {})
-        if state is not self._stripped.get(i):  # in the very first update of a parameter, torch's own empty one
-            return False
+        if state is not self._stripped.get(i):
+            return False  # somebody has reset it
         return all(kind == "step" or (kind in lent and value is lent[kind]) for kind, value in state.items())
 
     def _point(self, i: int) -> None:

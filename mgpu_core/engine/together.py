@@ -169,8 +169,8 @@ class Together:
                 self.processes.exchange(_FAILURE, reason)
             else:
                 return "the processes were interrupted while they agreed on an update, and some may have made it"
-        except Error:
-            return self.processes.lost
+        except RuntimeError as failed:
+            return self.processes.lost or f"the other processes could not be told of a failure ({failed})"
         self._is_open = False
         return None
 

@@ -65,27 +65,29 @@ class Processes:
         self._homes: list[list[Any]] = []
         self._homes = self.exchange("where they are", [_host(), os.getpid()])
 
-    def add_up(self, tensor: torch.Tensor) -> Work:
+    def add_up(self, tensor: torch.Tensor) -> Work | None:
         """Begins the sum of a tensor over all processes, in place; :meth:`wait` for it before it is read or written.
 
-        On a GPU the current stream does so, and the host goes on.
+        On a GPU the current stream does so, and the host goes on: ``None``.
         """
         return self._begun(partial(self._all_reduce, tensor), tensor.device)
 
     def _all_reduce(self, tensor: torch.Tensor) -> Work:
         return _given(distributed.all_reduce(tensor, group=self.group, async_op=True))
 
-    def wait(self, work: Work, interrupted: Callable[[], bool] = _never) -> None:
+    def wait(self, work: Work | None, interrupted: Callable[[], bool] = _never) -> None:
         """Until it is done.
 
         Args:
-            work: what was begun.
+            work: what was begun; ``None``: a stream waits already.
             interrupted: whether to give up, where Ctrl-C is only noted.
 
         Raises:
             Error: a process is gone, or the group's timeout has passed.
             KeyboardInterrupt: ``interrupted`` said so.
         """
+        if work is None:
+            return
         while not work.is_completed():
             if interrupted():
                 raise KeyboardInterrupt
@@ -155,16 +157,21 @@ class Processes:
         self.wait(self._begun(lambda: _given(gather()), tensor.device), interrupted)
         return found
 
-    def _begun(self, begin: Callable[[], Work], device: torch.device) -> Work:
+    def _begun(self, begin: Callable[[], Work], device: torch.device) -> Work | None:
         if self.lost is not None:
             raise Error(self.lost)
         try:
             work = begin()
-            if device.type == "cuda":  # an order between streams; whoever uses the stream next, is behind it
-                work.wait()
-        except distributed.DistBackendError as error:
-            self._lose(error)
-        return work
+            if device.type != "cuda":
+                return work
+            # An order between streams; whoever uses the stream next, is behind it.  Not by slices: NCCL gives a
+            # communicator up whose wait has timed out.
+            work.wait()
+        except RuntimeError as error:
+            if isinstance(error, distributed.DistBackendError) or "onnection" in str(error):
+                self._lose(error)
+            raise  # a mistake of this process: what it wanted to send cannot be sent
+        return None
 
     def _lose(self, error: RuntimeError) -> NoReturn:
         found = self._ended()

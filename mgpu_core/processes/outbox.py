@@ -44,7 +44,7 @@ class Outbox:
         self._send_bucket = send
         self._ready: set[int] = set()
         self._next = 0
-        self._under_way: list[tuple[torch.Tensor, torch.Tensor, Work]] = []
+        self._under_way: list[tuple[torch.Tensor, torch.Tensor, Work | None]] = []
         self.is_cast = False
         """Whether the ballot has left: from then on the others may update."""
 

@@ -231,9 +231,9 @@ def interrupt(process, when):
     seen = []
     if process == 0:
         acts["forward"] = lambda: time.sleep(1.0)
-        threading.Timer(0.3 if when == "computing" else 0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+        threading.Timer(0.3 if when == "computing" else 1.5, os.kill, (os.getpid(), signal.SIGINT)).start()
     else:
-        acts["forward"] = lambda: time.sleep(0.0 if when == "computing" else 2.0)
+        acts["forward"] = lambda: time.sleep(0.0 if when == "computing" else 4.0)
     try:
         step(batch(0 if process == 1 or when == "computing" else None), ONES)
     except BaseException as error:
@@ -271,9 +271,9 @@ def rebuild_after_an_unknown_end(process):
     step = step_of(net)
     step(batch(), ONES)
     if process == 0:
-        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+        threading.Timer(1.2, os.kill, (os.getpid(), signal.SIGINT)).start()
     else:
-        acts["forward"] = lambda: time.sleep(1.0)
+        acts["forward"] = lambda: time.sleep(3.0)
     with contextlib.suppress(KeyboardInterrupt):
         step(batch(0 if process == 1 else None), ONES)
     try:
@@ -550,10 +550,10 @@ def test_a_process_that_cannot_lay_its_gradients_out():
 
 def interrupt_the_first(process):
     """Ctrl-C while process 0 waits in the first step, for a process that computes."""
-    acts = {"forward": lambda: time.sleep(1.5)}
+    acts = {"forward": lambda: time.sleep(3.0)}
     step = step_of(Fragile(acts))
     if process == 0:
-        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+        threading.Timer(1.2, os.kill, (os.getpid(), signal.SIGINT)).start()
     first = seen_of(lambda: step(batch(0 if process == 1 else None), ONES))
     return first, seen_of(lambda: step(batch(), ONES))
 

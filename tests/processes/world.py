@@ -4,6 +4,8 @@
 """
 
 import faulthandler
+import importlib.util
+import inspect
 import multiprocessing
 import os
 import pickle
@@ -39,10 +41,11 @@ def run(script, *args, processes=2, may_end=False):
 
     With `may_end` a process may die; its place in the list then holds `Ended`.
     """
+    place = inspect.getfile(script), script.__name__  # whatever name pytest has imported it by
     with tempfile.TemporaryDirectory() as folder:
         ends = [_context.Pipe(duplex=False) for _ in range(processes)]
         started = [
-            _context.Process(target=_process, args=(sends, script, process, processes, folder, args), daemon=True)
+            _context.Process(target=_process, args=(sends, place, process, processes, folder, args), daemon=True)
             for process, (_, sends) in enumerate(ends)
         ]
         try:
@@ -70,7 +73,14 @@ def _answer(process, receives, may_end):
     return value
 
 
-def _process(sends, script, process, processes, folder, args):
+def _script_at(path, name):
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return getattr(module, name)
+
+
+def _process(sends, place, process, processes, folder, args):
     faulthandler.enable()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     faulthandler.dump_traceback_later(SECONDS - 5, file=sys.__stderr__)
@@ -81,7 +91,7 @@ def _process(sends, script, process, processes, folder, args):
         distributed.init_process_group(
             "gloo", store=store, rank=process, world_size=processes, timeout=timedelta(seconds=GROUP_SECONDS)
         )
-        answer = "returned", script(process, *args)
+        answer = "returned", _script_at(*place)(process, *args)
     except BaseException:
         answer = "raised", traceback.format_exc()
     sends.send_bytes(pickle.dumps(answer))  # tensors whole: torch's own way is to share memory, which ends with us

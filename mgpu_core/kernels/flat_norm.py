@@ -1,8 +1,9 @@
-"""The norm of the same flat buffers, again and again."""
+"""The norm of many tensors: of the same ones again and again by :class:`FlatNorm`, once by the function."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -11,10 +12,10 @@ from mgpu_core.device.dtypes import FLOATING
 from mgpu_core.device.streams import core_stream
 from mgpu_core.kernels import reference
 from mgpu_core.kernels.arguments import as_tensors, check_floating
-from mgpu_core.kernels.ops import norm_dtype, pieces_of
+from mgpu_core.kernels.ops import pieces_of
 from mgpu_core.record import span
 
-__all__ = ["FlatNorm"]
+__all__ = ["FlatNorm", "l2_norm"]
 
 
 class FlatNorm:
@@ -25,7 +26,7 @@ class FlatNorm:
             long as this.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+    def __init__(self, tensors: Sequence[Any]) -> None:
         self._tensors = as_tensors(tensors, "tensors")
         first = self._tensors[0]
         check_floating("l2_norm", first.dtype)
@@ -33,7 +34,8 @@ class FlatNorm:
         self._pieces = pieces_of(self._tensors)
         tiles = max(1, _core.norm_tiles(self._pieces))
         self._partials = torch.empty(tiles, dtype=torch.float64, device=first.device)
-        self._out = torch.empty((), dtype=norm_dtype(first.dtype), device=first.device)
+        wide = torch.float64 if first.dtype == torch.float64 else torch.float32
+        self._out = torch.empty((), dtype=wide, device=first.device)
         self._names = FLOATING[first.dtype], FLOATING[self._out.dtype]
 
     def compute(self) -> torch.Tensor:
@@ -45,3 +47,16 @@ class FlatNorm:
             name, wide = self._names
             _core.l2_norm(self._pieces, name, self._partials.data_ptr(), self._out.data_ptr(), wide, stream)
         return self._out
+
+
+def l2_norm(tensors: Sequence[Any]) -> torch.Tensor:
+    """The Euclidean norm of all elements of many tensors together, as one number that stays on the device.
+
+    Args:
+        tensors: float16, bfloat16, float32 or float64, of one dtype and device.
+
+    Returns:
+        A scalar, float32 (float64 of float64 tensors).  Squares are added up in float64, in an order that depends on
+        the sizes alone: the same bits in every run.
+    """
+    return FlatNorm(tensors).compute()

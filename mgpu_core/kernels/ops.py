@@ -20,7 +20,7 @@ from mgpu_core.kernels import reference
 from mgpu_core.kernels.arguments import as_tensor, as_tensors, check_floating, check_like, check_outs, on_one_device
 from mgpu_core.record import span
 
-__all__ = ["gather_rows", "l2_norm", "pack", "scale_cast", "sum_ranks", "unpack"]
+__all__ = ["gather_rows", "pack", "scale_cast", "sum_ranks", "unpack"]
 
 OPS = ("sum", "avg", "prod", "min", "max")
 
@@ -207,42 +207,11 @@ def sum_ranks(tensors: Sequence[Any], op: str = "sum", *, out: torch.Tensor | No
     return out
 
 
-def l2_norm(tensors: Sequence[Any]) -> torch.Tensor:
-    """The Euclidean norm of all elements of many tensors together, as one number that stays on the device.
-
-    Args:
-        tensors: float16, bfloat16, float32 or float64, of one dtype and device.
-
-    Returns:
-        A scalar, float32 (float64 of float64 tensors).  Squares are added up in float64, in an order that depends on
-        the sizes alone: the same bits in every run.
-    """
-    sources = as_tensors(tensors, "tensors")
-    check_floating("l2_norm", sources[0].dtype)
-    device = sources[0].device
-    stream = core_stream(device)
-    with span("l2_norm"):
-        if stream is None:
-            return reference.l2_norm(sources)
-        pieces = pieces_of(sources)
-        partials = torch.empty(max(1, _core.norm_tiles(pieces)), dtype=torch.float64, device=device)
-        wide = norm_dtype(sources[0].dtype)
-        out = torch.empty((), dtype=wide, device=device)
-        names = FLOATING[sources[0].dtype], FLOATING[wide]
-        _core.l2_norm(pieces, names[0], partials.data_ptr(), out.data_ptr(), names[1], stream)
-    return out
-
-
 def _check_cast(what: str, source: torch.dtype, target: torch.dtype, scale: float) -> None:
     if source != target or scale != 1:
         check_floating(f"{what} with a scale or a cast", source, target)
     elif source not in REAL:
         raise TypeError(f"{what} works on {', '.join(REAL.values())}, not on {source}")
-
-
-def norm_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Of a norm of tensors of that dtype."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def pieces_of(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int, int]]:

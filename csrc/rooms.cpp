@@ -5,15 +5,21 @@
 #include "backends/nccl/nccl.h"
 #include "core/error.h"
 #include "core/peer_collectives.h"
+#include "core/transcript.h"
 
 namespace mgpu {
 namespace {
 
+// Transfers between rooms copy on the host too.
+DeviceOps& host_ops() {
+  static WatchedOps host(cpu::device_ops());
+  return host;
+}
+
 // What one room's memory needs: the three are made together, at first use.
 struct Doors {
-  Doors(DeviceOps& ops, const Reach& reach)
-      : ops(ops), collectives(ops, reach), transfer(ops, cpu::device_ops(), reach) {}
-  DeviceOps& ops;
+  Doors(DeviceOps& room, const Reach& reach) : ops(room), collectives(ops, reach), transfer(ops, host_ops(), reach) {}
+  WatchedOps ops;
   PeerCollectives collectives;
   Transfer transfer;
 };

@@ -19,6 +19,7 @@ from mgpu_core.parallel import gather, parallel_apply, replicate, scatter_kwargs
 from mgpu_core.parallel.lost import warn_lost
 from mgpu_core.parallel.replicate import loosen
 from mgpu_core.parallel.scatter import check_shares
+from mgpu_core.record import span
 
 __all__ = ["DataParallel", "data_parallel"]
 
@@ -84,6 +85,10 @@ class DataParallel(torch.nn.DataParallel[M]):
         """
         if not self.device_ids:
             return self._move_output(self.module(*unwrapped(inputs), **unwrapped(kwargs)))
+        with span("data_parallel"):
+            return self._over_ranks(inputs, kwargs)
+
+    def _over_ranks(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if len(self.device_ids) > 1:
             check_modes()
         _check_module(self.module, self.src_device_obj, len(self.device_ids))
@@ -91,7 +96,9 @@ class DataParallel(torch.nn.DataParallel[M]):
         if not parts and not kwargs_parts:  # no arguments at all: the module runs once, on the first rank
             parts, kwargs_parts = ((),), ({},)
         if len(self.device_ids) == 1:
-            return self._move_output(self.module(*parts[0], **kwargs_parts[0]))
+            with span("forward", 0, self.src_device_obj):
+                output = self.module(*parts[0], **kwargs_parts[0])
+            return self._move_output(output)
         replicas = self.replicate(self.module, self.device_ids[: len(parts)])
         try:
             outputs = self.parallel_apply(replicas, parts, kwargs_parts)

@@ -1,44 +1,93 @@
-"""What happened, for those who want to see it: one flag, spans and events.
+"""What happened, for those who want to see it: one flag, and what is kept while it is up.
 
-Every step of the road opens a span, every transfer reports an event.  With recording off, which is the normal state,
-a span is one shared object that does nothing.  Everyone imports this file; it imports none of ours.
+Every step of the road opens a span; cuts, collectives and gradients that are ready leave entries of their own.  With
+recording off, which is the normal state, a span is one shared object that does nothing.  Everyone imports this file; of
+ours it imports the entries alone.  ``mgpu_core.explain`` reads what was kept.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeAlias
 
-__all__ = ["ALL_RANKS", "Entry", "Recording", "event", "is_on", "recording", "span"]
+import torch
 
-ALL_RANKS = -1
+from mgpu_core.entries import ALL_RANKS, NO_BUCKET, Collective, Entry, Mark, Span
+
+__all__ = [
+    "Clock",
+    "Recording",
+    "begin_marks",
+    "is_on",
+    "keep",
+    "labelled",
+    "mark",
+    "recording",
+    "span",
+]
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One span (``end_ns > begin_ns``) or event (equal times); times in ns of ``time.perf_counter_ns``."""
+class Clock(Protocol):
+    """Tells the time on devices whose work is later than its launch."""
 
-    step: str
-    rank: int
-    nbytes: int
-    detail: str
-    begin_ns: int
-    end_ns: int
-    thread: int
+    def mark(self, device: torch.device) -> object:
+        """A moment in the work of the device's current stream; ``None``: the host's time will do."""
+
+    def ns(self, mark: Any) -> int:
+        """When it was, by the host's clock; waits for it."""
+
+
+class _HostClock:
+    def mark(self, _device: torch.device) -> object:
+        return None
+
+    def ns(self, mark: Any) -> int:
+        raise NotImplementedError
+
+
+_Draft: TypeAlias = Callable[[Clock], Entry]
+Label: TypeAlias = Callable[[str], AbstractContextManager[object]]
 
 
 @dataclass(slots=True)
 class Recording:
-    """The entries of one recording, in the order in which they ended; appended to by any thread."""
+    """What one recording keeps; added to by any thread.  Read it after its end, when all times are known.
 
+    Args:
+        clock: of the devices.
+        limit: so many entries are kept, and those behind them counted alone: a recording that was forgotten must not
+            fill the memory.
+
+    Attributes:
+        entries: in the order in which they ended, after the recording.
+        dropped: how many there were too many.
+    """
+
+    clock: Clock = field(default_factory=_HostClock)
+    limit: int = 200_000
     entries: list[Entry] = field(default_factory=list)
+    dropped: int = 0
+    _drafts: list[_Draft] = field(default_factory=list)
+
+    def add(self, draft: _Draft) -> None:
+        """Keeps an entry whose times are known at the end."""
+        if len(self._drafts) < self.limit:
+            self._drafts.append(draft)
+        else:
+            self.dropped += 1
+
+    def finish(self) -> None:
+        """Waits for the devices, and fills ``entries``."""
+        self.entries = [draft(self.clock) for draft in self._drafts]
+        self._drafts.clear()
 
     def steps(self) -> list[str]:
-        """The names of the entries, in order."""
-        return [entry.step for entry in self.entries]
+        """The names of spans, cuts and marks, and the operations of collectives, in order."""
+        return [each.operation if isinstance(each, Collective) else each.step for each in self.entries]
 
 
 class _Nothing:
@@ -51,59 +100,143 @@ class _Nothing:
         return None
 
 
-class _Span:
-    __slots__ = ("_begin_ns", "_detail", "_nbytes", "_rank", "_step", "_story")
+@dataclass(frozen=True, slots=True)
+class _Sink:
+    """Where spans go: into a recording, and into the names that profilers show."""
 
-    def __init__(self, story: Recording, step: str, rank: int, nbytes: int, detail: str) -> None:
-        self._story, self._step, self._rank, self._nbytes, self._detail = story, step, rank, nbytes, detail
-        self._begin_ns = 0
+    story: Recording | None
+    label: Label | None
+
+
+class _Span:
+    __slots__ = ("_begin", "_bucket", "_device", "_host_ns", "_label", "_rank", "_sink", "_step")
+
+    def __init__(self, sink: _Sink, step: str, rank: int, device: torch.device | None, bucket: int) -> None:
+        self._sink, self._step, self._rank, self._device, self._bucket = sink, step, rank, device, bucket
 
     def __enter__(self) -> None:
-        self._begin_ns = time.perf_counter_ns()
+        sink = self._sink
+        if sink.label is not None:
+            self._label = sink.label(_label_of(self._step, self._rank, self._bucket))
+            self._label.__enter__()
+        if sink.story is not None:
+            self._host_ns = time.perf_counter_ns()
+            self._begin = None if self._device is None else sink.story.clock.mark(self._device)
 
-    def __exit__(self, *_: object) -> None:
-        _add(self._story, self._step, self._rank, self._nbytes, self._detail, self._begin_ns)
+    def __exit__(self, *error: object) -> None:
+        sink = self._sink
+        if sink.story is not None:
+            end = None if self._device is None else sink.story.clock.mark(self._device)
+            sink.story.add(self._draft(time.perf_counter_ns(), end))
+        if sink.label is not None:
+            self._label.__exit__(*error)  # type: ignore[arg-type]
+
+    def _draft(self, end_ns: int, end: object) -> _Draft:
+        thread, begin_ns = threading.get_ident(), self._host_ns
+        device = "" if self._device is None else str(self._device)
+
+        def draft(clock: Clock) -> Span:
+            on_device = self._begin is not None and end is not None
+            times = (clock.ns(self._begin), clock.ns(end)) if on_device else (begin_ns, end_ns)
+            return Span(self._step, self._rank, self._bucket, device, *times, begin_ns, end_ns, thread)
+
+        return draft
+
+
+def _label_of(step: str, rank: int, bucket: int) -> str:
+    words = ["mgpu", step]
+    if rank != ALL_RANKS:
+        words.append(f"rank {rank}")
+    if bucket != NO_BUCKET:
+        words.append(f"bucket {bucket}")
+    return " ".join(words)
 
 
 _NOTHING = _Nothing()
-_story: Recording | None = None  # the flag
+_sink: _Sink | None = None  # the flag
 
 
-def _add(story: Recording, step: str, rank: int, nbytes: int, detail: str, begin_ns: int) -> None:
-    end_ns = time.perf_counter_ns()
-    story.entries.append(Entry(step, rank, nbytes, detail, begin_ns or end_ns, end_ns, threading.get_ident()))
+def span(
+    step: str, rank: int = ALL_RANKS, device: torch.device | None = None, bucket: int = NO_BUCKET
+) -> AbstractContextManager[None]:
+    """A context manager around one step of the road; nothing when nobody wants to know.
 
-
-def span(step: str, rank: int = ALL_RANKS, nbytes: int = 0, detail: str = "") -> AbstractContextManager[None]:
-    """A context manager around one step of the road; nothing when no recording is on."""
-    story = _story
-    return _NOTHING if story is None else _Span(story, step, rank, nbytes, detail)
+    Args:
+        device: where the work runs that is launched inside, on the current stream of this thread.
+    """
+    sink = _sink
+    return _NOTHING if sink is None else _Span(sink, step, rank, device, bucket)
 
 
 def is_on() -> bool:
-    """Whether a recording is on: ask before computing what only an event needs."""
-    return _story is not None
+    """Whether a recording is on: ask before computing what only an entry needs."""
+    sink = _sink
+    return sink is not None and sink.story is not None
 
 
-def event(step: str, rank: int = ALL_RANKS, nbytes: int = 0, detail: str = "") -> None:
-    """Something that moved ``nbytes`` to or from ``rank``; nothing when no recording is on."""
-    story = _story
-    if story is not None:
-        _add(story, step, rank, nbytes, detail, 0)
+def keep(make: Callable[[int, int], Entry]) -> None:
+    """Adds ``make(host_ns, thread)`` to the recording, if one is on."""
+    sink = _sink
+    if sink is not None and sink.story is not None:
+        entry = make(time.perf_counter_ns(), threading.get_ident())
+        sink.story.add(lambda _clock: entry)
+
+
+def mark(
+    step: str, rank: int = ALL_RANKS, device: torch.device | None = None, bucket: int = NO_BUCKET, text: str = ""
+) -> None:
+    """A moment, on the device's current stream or in this thread; nothing when no recording is on."""
+    sink = _sink
+    if sink is None or sink.story is None:
+        return
+    host_ns, thread = time.perf_counter_ns(), threading.get_ident()
+    at = None if device is None else sink.story.clock.mark(device)
+    sink.story.add(
+        lambda clock: Mark(step, rank, bucket, text, host_ns if at is None else clock.ns(at), host_ns, thread)
+    )
+
+
+def begin_marks(devices: Sequence[torch.device]) -> tuple[Recording, dict[str, object]] | None:
+    """The recording, and a mark on each device's current stream; ``None`` when no recording is on."""
+    sink = _sink
+    if sink is None or sink.story is None:
+        return None
+    return sink.story, {str(device): sink.story.clock.mark(device) for device in dict.fromkeys(devices)}
 
 
 @contextmanager
-def recording() -> Iterator[Recording]:
+def _through(sink: _Sink) -> Iterator[None]:
+    global _sink
+    before, _sink = _sink, sink
+    try:
+        yield
+    finally:
+        _sink = before
+
+
+@contextmanager
+def recording(clock: Clock | None = None, label: Label | None = None) -> Iterator[Recording]:
     """Records everything that the process does meanwhile, in all its threads.
+
+    Args:
+        clock: of the devices (default: the host's time for all).
+        label: gives spans a name in profilers.
 
     Raises:
         RuntimeError: a recording is already on.
     """
-    global _story
-    if _story is not None:
+    if is_on():
         raise RuntimeError("a recording is already on: there is one per process")
-    _story = story = Recording()
+    story = Recording() if clock is None else Recording(clock)
     try:
-        yield story
+        with _through(_Sink(story, label or (None if _sink is None else _sink.label))):
+            yield story
     finally:
-        _story = None
+        story.finish()
+
+
+@contextmanager
+def labelled(label: Label) -> Iterator[None]:
+    """Gives all spans meanwhile a name in profilers; a recording that is on goes on."""
+    with _through(_Sink(None if _sink is None else _sink.story, label)):
+        yield

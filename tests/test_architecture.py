@@ -1,7 +1,7 @@
 """DESIGN's arrows point down: read from the sources, so that nobody has to remember them.
 
-Python: cli -> doctor, mnist -> data_parallel, train_step -> engine -> parallel -> comm -> kernels -> device ->
-module_tree -> nested, twin_hooks, record, errors, files -> _core.
+Python: cli -> doctor, mnist -> explain -> data_parallel, train_step -> engine -> parallel -> comm -> kernels -> device ->
+module_tree -> nested, twin_hooks, record, errors, files -> _core, entries.
 C++: bindings -> rooms -> backends -> core; rooms of backends do not know each other; only bindings knows pybind11.
 """
 
@@ -16,7 +16,7 @@ import mgpu_core
 PACKAGE = Path(mgpu_core.__file__).parent
 SOURCES = Path(__file__).parent.parent / "csrc"
 LAYERS = [
-    {"_core"},
+    {"_core", "entries"},
     {"record", "errors", "nested", "twin_hooks", "files", "optim"},
     {"module_tree"},
     {"device"},
@@ -25,6 +25,7 @@ LAYERS = [
     {"parallel", "processes"},
     {"engine"},
     {"data_parallel", "train_step"},
+    {"explain"},
     {"doctor", "mnist"},
     {"cli"},
     {"__main__"},
@@ -84,8 +85,10 @@ def test_files_of_parallel_do_not_import_each_other():
             assert not [name for name in imports_of(path) if unit(name) == "parallel"]
 
 
-def test_record_imports_none_of_ours():
-    assert imports_of(PACKAGE / "record.py") == set()
+def test_record_knows_nobody():
+    """Everyone imports it."""
+    assert imports_of(PACKAGE / "record.py") == {"entries"}
+    assert imports_of(PACKAGE / "entries.py") == set()
 
 
 def test_only_the_gates_turn_tensors_into_pointers():
@@ -95,6 +98,7 @@ def test_only_the_gates_turn_tensors_into_pointers():
         "comm/algorithms.py",
         "comm/collectives.py",
         "comm/rank_sums.py",
+        "comm/watch.py",
         "device/peer_probe.py",
         "device/tensor_checks.py",
         "kernels/flat_norm.py",

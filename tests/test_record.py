@@ -1,47 +1,154 @@
-"""What a recording holds: every step of the road, with its ranks and bytes; nothing when it is off."""
+"""What a recording holds: every step of the road, with its ranks, rows, bytes and hops; nothing when it is off."""
 
 import pytest
 import torch
 
 import mgpu_core
 from mgpu_core import comm, record
+from mgpu_core.entries import BETWEEN, ROOT, Collective, Contents, Cut, Mark, Span
+
+
+def of(story, kind, step=None):
+    found = [each for each in story.entries if isinstance(each, kind)]
+    return [each for each in found if step in (None, each.operation if kind is Collective else each.step)]
 
 
 def test_off_is_one_shared_object():
     assert not record.is_on()
-    assert record.span("a") is record.span("b", 3, 4, "c")
-    record.event("nothing")
+    assert record.span("a") is record.span("b", 3, torch.device("cpu"), 4)
+    record.mark("nothing")
+    record.keep(lambda *_: pytest.fail("nobody wants it"))
+    assert record.begin_marks([torch.device("cpu")]) is None
 
 
 def test_every_step_of_the_road():
     net = torch.nn.Linear(3, 2)
     model = mgpu_core.DataParallel(net, ["cpu"] * 2)
-    x = torch.randn(5, 3)
     with record.recording() as story:
         assert record.is_on()
-        loss = (model(x) * torch.arange(10.0).reshape(5, 2)).sum()
+        loss = (model(torch.randn(5, 3)) * torch.arange(10.0).reshape(5, 2)).sum()
         loss.backward()
     assert not record.is_on()
-    steps = set(story.steps())
-    assert {"scatter", "replicate", "broadcast", "apply", "forward", "gather", "reduce"} <= steps
-    by_rank = {(entry.step, entry.rank): entry.nbytes for entry in story.entries if entry.nbytes}
-    assert by_rank["scatter", 0] in (36, 24)  # 3 rows of 3 floats forward, 3 of 2 on the way back
-    assert by_rank["broadcast", 1] == 4 * (3 * 2 + 2)
-    assert by_rank["reduce", 0] == by_rank["reduce", 1] == 4 * (3 * 2 + 2)
-    assert by_rank["gather", 1] == 2 * 2 * 4
-    forwards = [entry for entry in story.entries if entry.step == "forward"]
-    assert sorted(entry.rank for entry in forwards) == [0, 1]
-    assert len({entry.thread for entry in forwards}) == 2
-    assert all(entry.end_ns > entry.begin_ns for entry in forwards)
+    steps = {"data_parallel", "scatter", "replicate", "broadcast", "apply", "forward", "gather", "backward", "reduce"}
+    assert steps <= set(story.steps())
+
+    (cut,), (joined,) = of(story, Cut, "scatter"), of(story, Cut, "gather")
+    assert (cut.name, cut.counts, cut.shapes, cut.nbytes) == ("inputs[0]", (3, 2), ((3, 3), (2, 3)), (36, 24))
+    assert (cut.route, cut.source, cut.devices, cut.dtype) == ("copy", "cpu", ("cpu", "cpu"), "float32")
+    assert (joined.name, joined.counts, joined.nbytes) == ("outputs", (3, 2), (24, 16))
+
+    (contents,) = of(story, Contents)
+    assert (contents.bucket, contents.names, contents.nbytes) == (0, ("bias", "weight"), (8, 24))
+    (broadcast,), (reduce,) = of(story, Collective, "broadcast"), of(story, Collective, "reduce")
+    assert (broadcast.nbytes, reduce.nbytes) == ((0, 32), (32, 32))
+
+    forwards = of(story, Span, "forward")
+    assert sorted(each.rank for each in forwards) == [0, 1]
+    assert len({each.thread for each in forwards}) == 2
+    assert all(each.end_ns > each.begin_ns and each.device == "cpu" for each in forwards)
 
 
-def test_collectives_tell_their_algorithm():
+def test_what_comes_back_in_backward():
+    model = mgpu_core.DataParallel(torch.nn.Linear(3, 2), ["cpu"] * 3)
+    x = torch.randn(6, 3)
     with record.recording() as story:
-        comm.all_reduce([torch.zeros(4), torch.zeros(4)], algorithm="ring")
-    assert [(e.step, e.rank, e.nbytes, e.detail) for e in story.entries if e.rank >= 0] == [
-        ("all_reduce", 0, 16, "ring"),
-        ("all_reduce", 1, 16, "ring"),
-    ]
+        (model(x) * torch.ones(6, 2)).sum().backward()
+    begun = [(each.rank, each.at_ns) for each in of(story, Mark, "backward")]
+    ready = {(each.rank, each.bucket): each.at_ns for each in of(story, Mark, "ready")}
+    assert sorted(rank for rank, _ in begun) == [0, 1, 2]
+    assert sorted(ready) == [(0, 0), (1, 0), (2, 0)]
+    assert all(at <= ready[rank, 0] for rank, at in begun)
+    (summed,) = of(story, Collective, "reduce")
+    assert max(ready.values()) <= summed.host_begin_ns
+
+
+def test_a_step_marks_what_is_ready():
+    net = torch.nn.Sequential(*(torch.nn.Linear(4, 4, bias=False) for _ in range(3)))
+    step = mgpu_core.TrainStep(
+        net, torch.nn.functional.mse_loss, torch.optim.SGD(net.parameters(), 0.1), ["cpu"] * 2, bucket_nbytes=64
+    )
+    x = torch.randn(5, 4)
+    step(x, x)
+    with record.recording() as story:
+        step(x, x)
+    step.close()
+    assert [cut.route for cut in of(story, Cut)] == ["view", "view"]
+    assert [cut.name for cut in of(story, Cut)] == ["inputs[0]", "target"]
+    assert sorted(contents.names for contents in of(story, Contents)) == [("0.weight",), ("1.weight",), ("2.weight",)]
+    ready = [(each.rank, each.bucket) for each in of(story, Mark, "ready")]
+    assert sorted(ready) == [(rank, bucket) for rank in range(2) for bucket in range(3)]
+    sums = of(story, Collective, "reduce")
+    assert [(each.nbytes, each.ranks, len(each.hops)) for each in sums] == [((64, 64), (0, 1), 1)] * 3
+    for each in sums:
+        assert each.hops[0].sources == ((0, 0, 0), (1, 0, 0))
+        assert each.hops[0].targets == ((ROOT, 0, 0),)
+    assert len(of(story, Span, "backward")) == len(of(story, Span, "forward")) == 2
+    assert len(of(story, Span, "update")) == 1
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_a_ring_hop_by_hop(ranks):
+    tensors = [torch.full((ranks * 4,), float(rank)) for rank in range(ranks)]
+    with record.recording() as story:
+        comm.all_reduce(tensors, algorithm="ring")
+    (ring,) = of(story, Collective)
+    assert (ring.operation, ring.route, ring.nbytes) == ("all_reduce", "ring", (ranks * 16,) * ranks)
+    assert all(hop.nbytes == 16 for hop in ring.hops)
+    sums, copies = [h for h in ring.hops if h.sums], [h for h in ring.hops if not h.sums]
+    assert len(sums) == len(copies) == ranks * (ranks - 1)
+    assert len({hop.call for hop in ring.hops}) == 2 * (ranks - 1)
+    for hop in sums:  # each takes its neighbour's chunk to its own
+        (mine, _, at), (theirs, _, there) = hop.sources
+        assert (mine - theirs) % ranks == 1
+        assert at == there
+        assert hop.targets == ((mine, 0, at),)
+    for hop in copies:
+        ((source, _, at),), ((target, _, there),) = hop.sources, hop.targets
+        assert (target - source) % ranks == 1
+        assert at == there
+    received = [sum(hop.nbytes for hop in ring.hops if hop.targets[0][0] == rank) for rank in range(ranks)]
+    assert received == [2 * (ranks - 1) * 16] * ranks  # 2 (n - 1) / n of the tensor
+
+
+@pytest.mark.parametrize(("algorithm", "hops"), [("direct", [(3, 3)]), ("naive", [(3, 1), (1, 1), (1, 1)])])
+def test_the_other_algorithms(algorithm, hops):
+    with record.recording() as story:
+        comm.all_reduce([torch.ones(5) for _ in range(3)], algorithm=algorithm)
+    (call,) = of(story, Collective)
+    assert call.route == algorithm
+    assert [(len(hop.sources), len(hop.targets)) for hop in call.hops] == hops
+
+
+def test_the_generic_room_tells_too():
+    strided = [torch.ones(4, 6)[:, ::2] for _ in range(2)]
+    with record.recording() as story:
+        comm.all_reduce([torch.ones(3, dtype=torch.int16) for _ in range(2)])
+        comm.reduce_add([torch.ones(3).to_sparse() for _ in range(2)])
+        comm.all_gather(strided)
+    everyone, sparse, gathered = of(story, Collective)
+    assert [hop.sums for hop in everyone.hops] == [True, False, False]
+    assert everyone.hops[0].targets[0][0] == BETWEEN
+    assert [hop.targets[0][0] for hop in everyone.hops[1:]] == [0, 1]
+    assert {each.route for each in (everyone, sparse)} == {"generic"}
+    assert len(gathered.hops) == 4
+
+
+def test_a_failed_collective_leaves_nothing():
+    with record.recording() as story, pytest.raises(mgpu_core.BackendUnavailable):
+        comm.all_reduce([torch.ones(3), torch.ones(3)], algorithm="nccl")
+    assert of(story, Collective) == []
+    with record.recording() as story:
+        comm.broadcast(torch.ones(4), ["cpu"] * 2)
+    assert len(of(story, Collective)[0].hops) == 1
+
+
+def test_a_recording_has_an_end():
+    with record.recording() as story:
+        story.limit = 3
+        for number in range(5):
+            record.mark("again", number)
+    assert [each.rank for each in story.entries] == [0, 1, 2]
+    assert story.dropped == 2
 
 
 def test_one_recording_at_a_time():
@@ -55,3 +162,56 @@ def test_a_recording_ends_with_an_error():
         raise KeyError
     assert story.steps() == ["step"]
     assert not record.is_on()
+
+
+def test_times_of_devices_come_from_their_clock():
+    """Asked for at both ends of a span, and read only when the recording is over."""
+
+    class Clock:
+        def __init__(self):
+            self.marks, self.read = 0, 0
+
+        def mark(self, device):
+            self.marks += 1
+            return self.marks
+
+        def ns(self, mark):
+            assert not record.is_on()
+            self.read += 1
+            return mark * 1000
+
+    clock = Clock()
+    with record.recording(clock) as story:
+        with record.span("on the device", 1, torch.device("cpu")):
+            record.mark("between", 1, torch.device("cpu"))
+        with record.span("on the host"):
+            pass
+        assert clock.read == 0
+    mark, on_device, on_host = story.entries
+    assert (mark.at_ns, on_device.begin_ns, on_device.end_ns) == (2000, 1000, 3000)
+    assert on_device.host_begin_ns < on_device.host_end_ns
+    assert (on_host.begin_ns, on_host.end_ns) == (on_host.host_begin_ns, on_host.host_end_ns)
+
+
+def test_labels_have_names():
+    seen = []
+
+    class Label:
+        def __init__(self, name):
+            self.name = name
+
+        def __enter__(self):
+            seen.append(self.name)
+
+        def __exit__(self, *_):
+            seen.append("end")
+
+    with record.labelled(Label):
+        assert not record.is_on()
+        with record.span("forward", 2), record.span("sum", bucket=1):
+            pass
+        with record.recording() as story, record.span("both"):
+            pass
+    assert seen == ["mgpu forward rank 2", "mgpu sum bucket 1", "end", "end", "mgpu both", "end"]
+    assert story.steps() == ["both"]
+    assert record.span("after") is record.span("all")

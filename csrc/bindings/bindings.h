@@ -31,6 +31,7 @@ void bind_collectives(py::module_& m);
 void bind_transfer(py::module_& m);
 void bind_kernels(py::module_& m);
 void bind_nccl(py::module_& m);
+void bind_transcript(py::module_& m);
 
 // Runs `work` without the GIL.  It must touch no Python object.
 template <class Work>

@@ -7,19 +7,21 @@ written in terms of the other, so double backward works.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.autograd.graph import register_multi_grad_hook
 
 from mgpu_core.comm import broadcast_reduce, collectives, scatter_gather
 from mgpu_core.comm.buckets import bucket_positions
 from mgpu_core.device.streams import caller_streams, on_all
 from mgpu_core.device.team import Team
 from mgpu_core.device.tensor_checks import check_alike
-from mgpu_core.record import span
+from mgpu_core.entries import ALL_RANKS, NO_BUCKET
+from mgpu_core.record import is_on, mark, span
 
-__all__ = ["broadcast_buckets", "gather", "reduce_tensors", "scatter"]
+__all__ = ["broadcast_buckets", "gather", "gradient_buckets", "reduce_tensors", "scatter"]
 
 _Grad = torch.Tensor | None
 
@@ -70,11 +72,12 @@ def gather(tensors: Sequence[torch.Tensor], device: torch.device, dim: int) -> t
 
 
 class _Broadcast(torch.autograd.Function):
-    """Tensors to all ranks.  Outputs are flat, rank by rank: rank 0's are the tensors' own storage."""
+    """A bucket of tensors to all ranks.  Outputs are flat, rank by rank: rank 0's are the tensors' own storage."""
 
     @staticmethod
-    def forward(ctx: Any, team: Team, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, team: Team, bucket: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)  # a parameter that no rank used gets no gradient, not a zero one
+        ctx.bucket = bucket
         ctx.ranks, ctx.source = len(team), tensors[0].device
         ctx.places = team.devices, caller_streams(team.devices)
         copies = [broadcast_reduce.copies_of(tensor, team.devices) for tensor in tensors]
@@ -90,8 +93,8 @@ class _Broadcast(torch.autograd.Function):
     def backward(ctx: Any, *grads: _Grad) -> tuple[_Grad, ...]:
         # The engine makes the forward's stream current on this node's device alone.  The gradients of the other ranks
         # were made on theirs.
-        with span("reduce"), on_all(*ctx.places):
-            return None, *_Reduce.apply(ctx.source, ctx.ranks, *grads)
+        with span("reduce", ALL_RANKS, None, ctx.bucket), on_all(*ctx.places):
+            return None, None, *_Reduce.apply(ctx.source, ctx.ranks, *grads)
 
 
 class _Reduce(torch.autograd.Function):
@@ -113,7 +116,7 @@ class _Reduce(torch.autograd.Function):
         present = [i for i, grad in enumerate(grads) if grad is not None]
         flat: list[_Grad] = [None] * (len(grads) * len(ctx.team))
         if present:
-            copies = _Broadcast.apply(ctx.team, *(grads[i] for i in present))
+            copies = _Broadcast.apply(ctx.team, NO_BUCKET, *(grads[i] for i in present))
             for place, copy in enumerate(copies):
                 rank, i = divmod(place, len(present))
                 flat[rank * len(grads) + present[i]] = copy
@@ -139,23 +142,43 @@ def reduce_tensors(rows: Sequence[Sequence[torch.Tensor]], device: torch.device)
 _FIRST = 2**62  # above every number that the engine gives out, below the one of gradient accumulation
 
 
+def gradient_buckets(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
+    """Which tensors travel together, by their positions: from the last to the first, as backward makes gradients."""
+    last = len(tensors) - 1
+    return [[last - i for i in bucket] for bucket in bucket_positions(tensors[::-1])]
+
+
 def broadcast_buckets(team: Team, tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
     """Differentiable copies of many tensors: ``result[rank][i]``; their gradients are summed bucket by bucket.
 
-    One autograd node per bucket, from the last tensor to the first, because backward reaches the last layers first.
+    One autograd node per bucket of :func:`gradient_buckets`.
     Nodes that are made before the forward would have the engine's lowest priority and would all run last; so it is
     raised, and a bucket is reduced as soon as its gradients are there.
     """
-    count = len(tensors)
-    result: list[list[torch.Tensor]] = [[torch.Tensor()] * count for _ in team.ranks]
-    for place, bucket in enumerate(bucket_positions(tensors[::-1])):
-        positions = [count - 1 - i for i in bucket]
-        copies: tuple[torch.Tensor, ...] = _Broadcast.apply(team, *(tensors[i] for i in positions))
+    result: list[list[torch.Tensor]] = [[torch.Tensor()] * len(tensors) for _ in team.ranks]
+    for place, positions in enumerate(gradient_buckets(tensors)):
+        with span("broadcast", ALL_RANKS, None, place):
+            copies: tuple[torch.Tensor, ...] = _Broadcast.apply(team, place, *(tensors[i] for i in positions))
         _raise_priority(copies, _FIRST - place)
+        if is_on():
+            _watch_backward(copies, team, place)
         for rank in team.ranks:
             for i, copy in zip(positions, copies[rank * len(positions) :], strict=False):
                 result[rank][i] = copy
     return result
+
+
+def _watch_backward(copies: Sequence[torch.Tensor], team: Team, bucket: int) -> None:
+    """Marks when a rank has all its gradients of the bucket."""
+    count = len(copies) // len(team)
+    for rank, device in enumerate(team.devices):
+        own = [copy for copy in copies[rank * count :][:count] if copy.requires_grad]
+        if own:
+            register_multi_grad_hook(own, _ready(rank, device, bucket))
+
+
+def _ready(rank: int, device: torch.device, bucket: int) -> Callable[[object], None]:
+    return lambda _gradients: mark("ready", rank, device, bucket)
 
 
 def _raise_priority(outputs: Sequence[torch.Tensor], number: int) -> None:

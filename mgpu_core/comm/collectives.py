@@ -14,12 +14,12 @@ import torch
 from mgpu_core import _core
 from mgpu_core.comm import generic, rooms
 from mgpu_core.comm.algorithms import AllReduce
-from mgpu_core.comm.layout import memory_order, nbytes_of, one_layout, runs_along
+from mgpu_core.comm.layout import memory_order, one_layout, runs_along
 from mgpu_core.comm.packing import groups, kind_of
 from mgpu_core.comm.reductions import CORE_DTYPES, check_op, core_count
+from mgpu_core.comm.watch import watched
 from mgpu_core.device.memory import note_written
 from mgpu_core.device.tensor_checks import check_alike, check_disjoint, check_writable, readable
-from mgpu_core.record import event, is_on
 
 __all__ = [
     "all_gather_into",
@@ -46,26 +46,27 @@ def all_reduce_into(tensors: Tensors, op: str, algorithm: str, merge_shared_devi
     check_op(op, first.dtype, algorithm)
     check_disjoint(tensors, _rank_name)
     streams = rooms.alike(tensors) if first.dtype in CORE_DTYPES else None
-    if streams is not None:
-        pointers = [tensor.data_ptr() for tensor in tensors]
-        dtype, count = CORE_DTYPES[first.dtype], core_count(first)
-        ran = AllReduce(pointers, streams, count, dtype, first.nbytes, op, merge_shared_devices).run(algorithm)
-    else:
-        generic.all_reduce(tensors, op)
-        ran = generic.ALGORITHM
+    with watched("all_reduce", [tensors]) as watch:
+        if streams is not None:
+            pointers = [tensor.data_ptr() for tensor in tensors]
+            dtype, count = CORE_DTYPES[first.dtype], core_count(first)
+            ran = AllReduce(pointers, streams, count, dtype, first.nbytes, op, merge_shared_devices).run(algorithm)
+        else:
+            generic.all_reduce(tensors, op)
+            ran = generic.ALGORITHM
+        watch.ran(ran)
     note_written(tensors)
-    _tell("all_reduce", tensors, ran)
     return ran
-
-
-def _tell(step: str, tensors: Tensors, detail: str = "") -> None:
-    if is_on():
-        for rank, tensor in enumerate(tensors):
-            event(step, rank, tensor.nbytes, detail)
 
 
 def broadcast_into(sources: Tensors, copies: Sequence[Tensors]) -> None:
     """Fills ``copies[i][rank]`` from ``sources[i]``; a copy that is its source itself is left alone."""
+    with watched("broadcast", copies, sources) as watch:
+        watch.ran(_broadcast(sources, copies))
+
+
+def _broadcast(sources: Tensors, copies: Sequence[Tensors]) -> str:
+    """Says which way most of it went."""
     ours: list[_Pair] = []
     others: list[_Pair] = []
     for i, (given, made) in enumerate(zip(sources, copies, strict=True)):
@@ -78,12 +79,10 @@ def broadcast_into(sources: Tensors, copies: Sequence[Tensors]) -> None:
             others.append(pair)
         elif source.numel():
             ours.append(pair)
-    others += _broadcast_in_core(ours)
-    _broadcast_elsewhere(others)
-    if is_on():
-        for rank in range(len(copies[0]) if copies else 0):
-            moved = [made[rank] for given, made in zip(sources, copies, strict=True) if made[rank] is not given]
-            event("broadcast", rank, sum(nbytes_of(each) for each in moved))
+    asked = len(ours)
+    left = _broadcast_in_core(ours)
+    _broadcast_elsewhere(others + left)
+    return "direct" if asked > len(left) else generic.ALGORITHM
 
 
 _Pair: TypeAlias = tuple[torch.Tensor, list[torch.Tensor]]
@@ -122,6 +121,14 @@ def reduce_batch(parts: Sequence[Parts], op: str, device: torch.device) -> list[
     by torch.
     """
     resolved = [_resolve(each) for each in parts]
+    with watched("reduce", resolved) as watch:
+        totals, ran = _reduced(resolved, op, device)
+        watch.ran(ran, totals)
+    return totals
+
+
+def _reduced(resolved: Sequence[Parts], op: str, device: torch.device) -> tuple[list[torch.Tensor], str]:
+    """The sums, and which way most of them went."""
     totals: list[torch.Tensor] = []
     others: list[int] = []
     batches: dict[torch.dtype, list[int]] = {}
@@ -139,10 +146,7 @@ def reduce_batch(parts: Sequence[Parts], op: str, device: torch.device) -> list[
         _reduce_in_core([resolved[i] for i in batch], [totals[i] for i in batch], op)
     for i, total in _reduced_elsewhere(resolved, others, op, device):
         totals[i] = total
-    if is_on():
-        for rank in range(len(resolved[0]) if resolved else 0):
-            event("reduce", rank, sum(nbytes_of(each[rank]) for each in resolved))
-    return totals
+    return totals, "direct" if batches else generic.ALGORITHM
 
 
 def _reduced_elsewhere(
@@ -190,24 +194,26 @@ def scatter_into(whole: torch.Tensor, parts: Tensors, dim: int) -> None:
     """Fills the parts from ``whole``, one behind the other along ``dim`` (not negative)."""
     whole = readable(whole, "the tensor to scatter")
     ends = rooms.cut(whole, parts, dim)
-    if ends is not None:
-        place, rows = _transfer(whole, parts, dim)
-        _core.scatter(place, ends[0], rows, ends[1])
-    else:
-        generic.scatter(whole, parts, dim)
-    _tell("scatter", parts)
+    with watched("scatter", [parts], [whole]) as watch:
+        if ends is not None:
+            place, rows = _transfer(whole, parts, dim)
+            _core.scatter(place, ends[0], rows, ends[1])
+        else:
+            generic.scatter(whole, parts, dim)
+        watch.ran("direct" if ends is not None else generic.ALGORITHM)
 
 
 def gather_into(parts: Tensors, whole: torch.Tensor, dim: int) -> None:
     """Fills ``whole`` from the parts, one behind the other along ``dim`` (not negative)."""
     parts = [readable(part, _rank_name(rank)) for rank, part in enumerate(parts)]
     ends = rooms.cut(whole, parts, dim)
-    if ends is not None:
-        place, rows = _transfer(whole, parts, dim)
-        _core.gather(rows, ends[1], place, ends[0])
-    else:
-        generic.gather(parts, whole, dim)
-    _tell("gather", parts)
+    with watched("gather", [parts], [whole]) as watch:
+        if ends is not None:
+            place, rows = _transfer(whole, parts, dim)
+            _core.gather(rows, ends[1], place, ends[0])
+        else:
+            generic.gather(parts, whole, dim)
+        watch.ran("direct" if ends is not None else generic.ALGORITHM)
 
 
 _Whole: TypeAlias = tuple[int, int, int, int]
@@ -226,16 +232,17 @@ def all_gather_into(parts: Tensors, wholes: Tensors) -> None:
     """Fills each rank's whole with the parts of all ranks, one behind the other along dimension 0."""
     parts = [readable(part, _rank_name(rank)) for rank, part in enumerate(parts)]
     streams = rooms.joined([*parts, *wholes])
-    if streams is not None:
-        _core.all_gather(
-            [part.data_ptr() for part in parts],
-            [part.nbytes for part in parts],
-            [whole.data_ptr() for whole in wholes],
-            streams[: len(parts)],
-        )
-    else:
-        generic.all_gather(parts, wholes)
-    _tell("all_gather", parts)
+    with watched("all_gather", [parts], others=[wholes]) as watch:
+        if streams is not None:
+            _core.all_gather(
+                [part.data_ptr() for part in parts],
+                [part.nbytes for part in parts],
+                [whole.data_ptr() for whole in wholes],
+                streams[: len(parts)],
+            )
+        else:
+            generic.all_gather(parts, wholes)
+        watch.ran("direct" if streams is not None else generic.ALGORITHM)
 
 
 def reduce_scatter_into(tensors: Tensors, outs: Tensors, op: str) -> None:
@@ -243,15 +250,16 @@ def reduce_scatter_into(tensors: Tensors, outs: Tensors, op: str) -> None:
     tensors = [readable(tensor, _rank_name(rank)) for rank, tensor in enumerate(tensors)]
     check_op(op, outs[0].dtype)
     streams = rooms.joined([*tensors, *outs]) if outs[0].dtype in CORE_DTYPES else None
-    if streams is not None:
-        _core.reduce_scatter(
-            [tensor.data_ptr() for tensor in tensors],
-            [out.data_ptr() for out in outs],
-            core_count(outs[0]),
-            CORE_DTYPES[outs[0].dtype],
-            op,
-            streams[: len(outs)],
-        )
-    else:
-        generic.reduce_scatter(tensors, outs, op)
-    _tell("reduce_scatter", outs)
+    with watched("reduce_scatter", [outs], others=[tensors]) as watch:
+        if streams is not None:
+            _core.reduce_scatter(
+                [tensor.data_ptr() for tensor in tensors],
+                [out.data_ptr() for out in outs],
+                core_count(outs[0]),
+                CORE_DTYPES[outs[0].dtype],
+                op,
+                streams[: len(outs)],
+            )
+        else:
+            generic.reduce_scatter(tensors, outs, op)
+        watch.ran("direct" if streams is not None else generic.ALGORITHM)

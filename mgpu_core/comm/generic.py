@@ -14,6 +14,7 @@ import torch
 from mgpu_core import _core
 from mgpu_core.comm.layout import nbytes_of
 from mgpu_core.comm.packing import flat, unpack_into
+from mgpu_core.comm.watch import hop
 
 __all__ = [
     "all_gather",
@@ -42,6 +43,7 @@ def count(operation: str, tensors: Sequence[torch.Tensor | None]) -> None:
 def _fill(target: torch.Tensor, source: torch.Tensor) -> None:
     """A copy that devices order on their streams.  The host has none, so what goes there is waited for."""
     target.copy_(source, non_blocking=target.device.type != "cpu")
+    hop(False, [source], [target])
 
 
 def _moved(source: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
@@ -68,7 +70,9 @@ def reduce(parts: Sequence[torch.Tensor | None], op: str, device: torch.device) 
     if any(part.layout is torch.strided for part in present):  # sparse on some ranks only
         present = [part if part.layout is torch.strided else part.to_dense() for part in present]
     total = _add_up(present, op, device)
-    return total.clone() if len(present) == 1 else total
+    total = total.clone() if len(present) == 1 else total
+    hop(True, present, [total])
+    return total
 
 
 def reduce_packed(parts: Sequence[Sequence[torch.Tensor]], op: str, device: torch.device) -> list[torch.Tensor]:
@@ -77,6 +81,8 @@ def reduce_packed(parts: Sequence[Sequence[torch.Tensor]], op: str, device: torc
     count("reduce", rows)
     totals = [torch.empty_like(each[0], device=device) for each in parts]
     unpack_into(_add_up(rows, op, device), totals)
+    for each, total in zip(parts, totals, strict=True):
+        hop(True, each, [total])
     return totals
 
 
@@ -86,6 +92,8 @@ def broadcast_packed(sources: Sequence[torch.Tensor], copies: Sequence[Sequence[
     for rank, targets in enumerate(zip(*copies, strict=True)):
         if targets[0] is not sources[0]:
             unpack_into(_moved(buffer, targets[0].device, buffer.dtype), targets)
+            for source, target in zip(sources, targets, strict=True):
+                hop(False, [source], [target])
             _core.count("broadcast", ALGORITHM, rank, buffer.nbytes)
 
 
@@ -93,6 +101,7 @@ def all_reduce(tensors: Sequence[torch.Tensor], op: str) -> None:
     """In place: all into the first tensor's device, then to all."""
     count("all_reduce", tensors)
     total = _add_up(tensors, op, tensors[0].device)
+    hop(True, tensors, [total])
     for tensor in tensors:
         _fill(tensor, total)
 
@@ -132,4 +141,7 @@ def reduce_scatter(tensors: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]
     count("reduce_scatter", outs)
     columns = [tensor.split(outs[0].size(0)) for tensor in tensors]
     for rank, out in enumerate(outs):
-        _fill(out, _add_up([column[rank] for column in columns], op, out.device))
+        parts = [column[rank] for column in columns]
+        total = _add_up(parts, op, out.device)
+        hop(True, parts, [total])
+        _fill(out, total)

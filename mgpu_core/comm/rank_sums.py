@@ -13,12 +13,11 @@ import torch
 
 from mgpu_core import _core
 from mgpu_core.comm import generic, rooms
-from mgpu_core.comm.layout import nbytes_of
 from mgpu_core.comm.reductions import CORE_DTYPES, core_count
+from mgpu_core.comm.watch import hop, watched
 from mgpu_core.device.memory import note_written
 from mgpu_core.device.streams import core_stream
 from mgpu_core.device.tensor_checks import check_disjoint, check_writable
-from mgpu_core.record import event, is_on
 
 __all__ = ["RankSums"]
 
@@ -30,12 +29,13 @@ class RankSums:
 
     Args:
         outs: where the sums go: dense, of one dtype and one device.
+        ranks: whose tensors are added up, by their numbers in the team.
     """
 
-    def __init__(self, outs: Sequence[torch.Tensor]) -> None:
+    def __init__(self, outs: Sequence[torch.Tensor], ranks: Sequence[int]) -> None:
         check_writable(outs, "out {}".format)
         check_disjoint(outs, "out {}".format)
-        self._outs = outs
+        self._outs, self._ranks = outs, ranks
         self._pointers = [out.data_ptr() for out in outs]
         self._strides = [out.stride() for out in outs]
         self._counts = [core_count(out) for out in outs]
@@ -48,14 +48,14 @@ class RankSums:
         sparse, are summed by torch.
         """
         stream = core_stream(self._outs[0].device) if self._dtype is not None else None
-        if stream is None or not all(map(self._fits, columns)):
-            self._add_up_elsewhere(columns)
-        else:
-            self._add_up_in_core([tuple(map(_pointer, column)) for column in columns], stream)
+        with watched("reduce", zip(*columns, strict=True), self._outs, ranks=self._ranks) as watch:
+            if stream is None or not all(map(self._fits, columns)):
+                self._add_up_elsewhere(columns)
+                watch.ran(generic.ALGORITHM)
+            else:
+                self._add_up_in_core([tuple(map(_pointer, column)) for column in columns], stream)
+                watch.ran("direct")
         note_written(self._outs)
-        if is_on():
-            for rank, column in enumerate(columns):
-                event("reduce", rank, sum(map(nbytes_of, column)))
 
     def _fits(self, column: Parts) -> bool:
         """Whether the core may add these element by element: plain tensors beside the outs, with their strides."""
@@ -90,6 +90,7 @@ class RankSums:
                 continue
             total = generic.reduce(parts, "sum", out.device)
             out.copy_(total if total.layout is torch.strided else total.to_dense())
+            hop(False, [total], [out])
 
 
 _kind = attrgetter("layout", "dtype", "device")

@@ -12,11 +12,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mgpu_core import _core
+from mgpu_core.comm.watch import forget_practice
 from mgpu_core.device import cache
 from mgpu_core.device.machine import machine_key
 from mgpu_core.device.nccl_teams import nccl_is_there
 from mgpu_core.errors import Error
-from mgpu_core.record import event
+from mgpu_core.record import mark
 
 __all__ = ["choose", "fixed_choice", "kept_table", "measure"]
 
@@ -77,7 +78,8 @@ def _table_of(devices: Sequence[int], run: Run) -> Table:
     table = {size: measured.get(size, fixed_choice(size, nccl="nccl" in algorithms)) for size in SIZES}
     if len(measured) == len(SIZES):  # what was guessed is not kept
         cache.store("tuning", _key(devices), {str(size): algorithm for size, algorithm in table.items()})
-    event("tuning", 0, 0, str(table))
+    mark("tuning", text=str(table))
+    forget_practice()
     return table
 
 

@@ -15,6 +15,7 @@ from mgpu_core.engine.replicas import Replicas
 from mgpu_core.engine.scaling import LossScale
 from mgpu_core.engine.together import Together
 from mgpu_core.engine.updates import Updates
+from mgpu_core.entries import ALL_RANKS
 from mgpu_core.processes.ballot import Standing
 from mgpu_core.record import span
 
@@ -113,7 +114,7 @@ class Cycle:
 
     def _make_update(self, used: list[bool]) -> None:
         try:
-            with span("update"):
+            with span("update", ALL_RANKS, self._replicas.devices[0]):
                 self._updates.prepare(used)
                 self._updates.launch()
                 self._conclude(used)

@@ -17,6 +17,7 @@ from operator import attrgetter
 import torch
 
 from mgpu_core.comm import collectives
+from mgpu_core.comm.facts import tell_contents
 from mgpu_core.comm.rank_sums import RankSums
 from mgpu_core.device.dtypes import has_gradients
 from mgpu_core.device.streams import SideRoad
@@ -26,10 +27,11 @@ from mgpu_core.engine.layout import Bucket, bucket_layout
 from mgpu_core.engine.replicas import Replicas
 from mgpu_core.engine.rounds import Round
 from mgpu_core.engine.twins import GradientHook
+from mgpu_core.entries import ALL_RANKS
 from mgpu_core.processes.ballot import tail_count
 from mgpu_core.processes.group import Processes
 from mgpu_core.processes.outbox import Outbox
-from mgpu_core.record import span
+from mgpu_core.record import is_on, mark, span
 
 __all__ = ["GradientSync", "Learnt"]
 
@@ -171,7 +173,12 @@ class GradientSync:
                 self._ready.append(i)
             return
         bucket = self._bucket_of.get(i)
-        if bucket is not None and self._round.is_complete(rank, bucket):
+        if bucket is None:
+            return
+        is_complete = self._round.is_complete(rank, bucket)
+        if is_on() and self._round.has_all_of(rank, bucket):
+            mark("ready", rank, self._replicas.team.devices[rank], bucket)
+        if is_complete:
             self._sum(bucket)
 
     def used(self) -> list[bool]:
@@ -258,7 +265,7 @@ class GradientSync:
         rows = self._replicas.parameters
         return [
             (
-                RankSums([flat.gradient_views[i] for i in places]),
+                RankSums([flat.gradient_views[i] for i in places], ranks),
                 [[rows[rank][i] for i in places] for rank in ranks],
             )
             for ranks, flat in zip(self._replicas.ranks_of, self.flats, strict=True)
@@ -266,13 +273,20 @@ class GradientSync:
 
     def _sum(self, bucket: int) -> None:
         """Over the ranks of each device, then over the devices."""
-        with span("all_reduce", detail=f"bucket {bucket}"), self._side.entered():
+        with span("all_reduce", ALL_RANKS, None, bucket), self._side.entered():
+            if is_on():
+                tell_contents("all_reduce", bucket, self._named(bucket))
             for sums, columns in self._plans[bucket]:
                 sums.add_up([list(map(_gradient, column)) for column in columns])
             if len(self.flats) > 1 and (self.between.hook is None or self.outbox is None):
                 self._over_devices(bucket)
             if self.outbox is not None:
                 self.outbox.put(bucket)
+
+    def _named(self, bucket: int) -> list[tuple[str, torch.Tensor]]:
+        views = self.flats[0].gradient_views
+        places = [each.parameter for each in self.buckets[bucket].segments]
+        return [(self._replicas.names[i], views[i]) for i in places]
 
     def open_outbox(self) -> None:
         """Before an update; a hook takes buckets all the way, in the outbox's order."""

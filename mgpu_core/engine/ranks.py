@@ -86,6 +86,8 @@ def run_pass(job: Pass, team: Team, parts: Sequence[RankPart]) -> list[tuple[Ran
 class _Work:
     """What a rank's worker calls."""
 
+    records_itself = True  # it is more than a forward
+
     def __init__(self, job: Pass, rank: int, device: torch.device) -> None:
         self._job, self._rank, self._device = job, rank, device
 
@@ -93,10 +95,11 @@ class _Work:
         job = self._job
         with job.gate.passed(), _timed(job.clocks[self._rank] if job.clocks else None):
             with self._autocast():
-                output = job.modules[self._rank](*part.inputs, **part.kwargs)
+                with span("forward", self._rank, self._device):
+                    output = job.modules[self._rank](*part.inputs, **part.kwargs)
                 loss = self._loss(output, part.target)
             if job.backward and not job.joint:
-                with span("backward", self._rank), _without_autocast():
+                with span("backward", self._rank, self._device), _without_autocast():
                     _differentiate([loss.value], [part.seed])
                 loss.value = loss.value.detach()
             return loss, _detached(output) if job.keep_outputs else None
@@ -110,7 +113,7 @@ class _Work:
         loss_fn = self._job.loss_fns[self._rank]
         if loss_fn is None:
             return rank_loss(output, self._job.reduction)
-        with span("loss", self._rank):
+        with span("loss", self._rank, self._device):
             return rank_loss(loss_fn(output, *target), self._job.reduction)
 
 

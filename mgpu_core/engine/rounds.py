@@ -37,6 +37,10 @@ class Round:
             self._summed.add(bucket)
             return True
 
+    def has_all_of(self, rank: int, bucket: int) -> bool:
+        """Whether the rank has counted all its gradients of the bucket."""
+        return bool(self._ranks_missing) and self._missing[rank][bucket] == 0
+
     def left(self) -> list[int]:
         """The buckets that are not summed yet, or were too early."""
         return [bucket for bucket in range(self._buckets) if bucket not in self._summed]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from threading import Event
 from typing import Any
@@ -122,8 +122,13 @@ def _call(
 ) -> Any:
     if not isinstance(args, list | tuple):
         args = (args,)
-    with span("forward", rank), on(device, stream):
+    with on(device, stream), _forward(module, rank, device):
         return module(*args, **kwargs)
+
+
+def _forward(module: Any, rank: int, device: torch.device) -> AbstractContextManager[object]:
+    """What does more than a forward says itself what it does."""
+    return nullcontext() if getattr(module, "records_itself", False) else span("forward", rank, device)
 
 
 def _run_here(call: Callable[[], Any]) -> Outcome:

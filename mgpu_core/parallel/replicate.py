@@ -17,11 +17,12 @@ from torch.nn import Module
 
 from mgpu_core.comm import autograd, collectives
 from mgpu_core.comm.broadcast_reduce import copies_of
+from mgpu_core.comm.facts import tell_contents
 from mgpu_core.device.compiled import compiled_calls
 from mgpu_core.device.devices import DeviceLike
 from mgpu_core.device.team import Team
 from mgpu_core.module_tree import ModuleTree, Place, check_initialised
-from mgpu_core.record import span
+from mgpu_core.record import is_on, span
 from mgpu_core.twin_hooks import SHARES_HOOKS, keep_hooks_apart
 
 __all__ = ["loosen", "replicate"]
@@ -57,9 +58,19 @@ def replicate(network: M, devices: Sequence[DeviceLike], detach: bool = False) -
         tensors = [*tree.parameters.tensors, *tree.buffers.tensors]
         check_initialised(tensors)
         calls = _compiled_calls(tree, len(team))
+        if is_on():
+            _tell_buckets(network, tree.parameters.tensors)
         copies = _copy_tensors(tensors, team, detach)
         split = len(tree.parameters.tensors)
         return [_build(tree, copies[rank][:split], copies[rank][split:], calls[rank]) for rank in team.ranks]
+
+
+def _tell_buckets(network: Module, parameters: Sequence[torch.Tensor]) -> None:
+    """What the buckets of the broadcast, and of the gradients on their way back, are made of."""
+    names = {id(parameter): name for name, parameter in network.named_parameters()}
+    tracked = [parameter for parameter in parameters if parameter.requires_grad]
+    for bucket, positions in enumerate(autograd.gradient_buckets(tracked)):
+        tell_contents("replicate", bucket, [(names[id(tracked[i])], tracked[i]) for i in positions])
 
 
 def _copy_tensors(tensors: Sequence[torch.Tensor], team: Team, detach: bool) -> list[list[torch.Tensor]]:

@@ -6,7 +6,7 @@ cut goes to every rank: scalars and :class:`~mgpu_core.nested.Replicate` as copi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,10 +16,11 @@ from mgpu_core import _core
 from mgpu_core.comm import autograd
 from mgpu_core.comm.broadcast_reduce import copies_of
 from mgpu_core.comm.collectives import broadcast_into
+from mgpu_core.comm.facts import tell_cut
 from mgpu_core.device.devices import DeviceLike
 from mgpu_core.device.team import Team
 from mgpu_core.nested import Replicate, any_tensor, flatten
-from mgpu_core.record import span
+from mgpu_core.record import is_on, span
 
 __all__ = ["check_shares", "scatter", "scatter_kwargs", "scatter_objects"]
 
@@ -69,6 +70,8 @@ def scatter_kwargs(
     with span("scatter"):
         if len(team) == 1:
             device = team.devices[0]
+            if is_on():
+                _tell_whole({"inputs": inputs, "kwargs": kwargs or {}}, device, dim)
             whole = {name: _whole(value, device) for name, value in kwargs.items()} if kwargs else {}
             return (tuple([_whole(value, device) for value in inputs]),), (whole,)
         pairs, _ = _cut({"inputs": tuple(inputs), "kwargs": dict(kwargs or {})}, team, dim, shares)
@@ -115,8 +118,20 @@ def _plain_views(
         return None
     check_shares(shares, len(team))
     counts = _counts(tensors[0].size(dim), len(team), shares)
-    views = zip(*(_views(each, counts, dim) for each in tensors), strict=True)
-    return [_in_place_of(objects, list(chunks)) for chunks in views], counts
+    columns = [_views(each, counts, dim) for each in tensors]
+    if is_on():
+        for name, each, views in zip(_names(objects), tensors, columns, strict=True):
+            tell_cut("scatter", name, each.device, views, dim, "view")
+    return [_in_place_of(objects, list(chunks)) for chunks in zip(*columns, strict=True)], counts
+
+
+def _names(objects: dict[str, Any]) -> Iterator[str]:
+    """What the tensors are called, of bare ones and tuples of them."""
+    for name, obj in objects.items():
+        if type(obj) is tuple:
+            yield from (f"{name}[{place}]" for place in range(len(obj)))
+        elif torch.is_tensor(obj):
+            yield name
 
 
 def _in_place_of(objects: dict[str, Any], chunks: list[torch.Tensor]) -> list[Any]:
@@ -143,6 +158,8 @@ def _cut(
     """Per rank its part of each object, and its rows where something was cut."""
     check_shares(shares, len(team))
     if len(team) == 1:
+        if is_on():
+            _tell_whole(objects, team.devices[0], dim)
         return [[_whole(obj, team.devices[0]) for obj in objects.values()]], None
     arguments = _Arguments(objects)
     rows = arguments.rows(dim)
@@ -204,10 +221,15 @@ class _Arguments:
     ) -> Sequence[Any]:
         """What each rank gets of the leaf: views, where it is plain and lies on the one device of all ranks."""
         leaf = self.leaves[place]
-        if counts is not None and type(leaf) is torch.Tensor and leaf.device == one_device and _is_plain(leaf):
-            return _views(leaf, counts, dim)
+        parts: Sequence[Any]
         try:
-            return _spread(self.leaves[place], team, counts, dim)
+            if counts is not None and type(leaf) is torch.Tensor and leaf.device == one_device and _is_plain(leaf):
+                parts, route = _views(leaf, counts, dim), "view"
+            else:
+                parts, route = _spread(leaf, team, counts, dim), "copy"
+            if isinstance(leaf, torch.Tensor) and is_on():
+                tell_cut("scatter", self.path(place), leaf.device, parts, dim, route if leaf.dim() else "copies")
+            return parts
         except (ValueError, TypeError) as error:
             error.add_note(f"while scattering {self.path(place)} along dimension {dim}")
             raise
@@ -263,6 +285,14 @@ def _whole(obj: Any, device: torch.device) -> Any:
         return obj
     moved = [_whole(leaf.value, device) if isinstance(leaf, Replicate) else _moved(leaf, device) for leaf in leaves]
     return tree.unflatten(iter(moved))
+
+
+def _tell_whole(objects: dict[str, Any], device: torch.device, dim: int) -> None:
+    arguments = _Arguments(objects)
+    for place, leaf in enumerate(arguments.leaves):
+        if isinstance(leaf, torch.Tensor) and leaf.dim() > dim >= -leaf.dim():
+            route = "whole" if leaf.device == device else "copy"
+            tell_cut("scatter", arguments.path(place), leaf.device, [leaf], dim, route)
 
 
 def _moved(leaf: Any, device: torch.device) -> Any:

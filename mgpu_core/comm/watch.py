@@ -1,0 +1,220 @@
+"""What a collective really moved, for a recording: the copies and sums that the core wrote down, or the generic room.
+
+Pointers mean nothing to a reader; a watch knows the tensors of its collective, and says of each end of a hop whose it
+is and where in which tensor.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from typing import TypeAlias
+
+import torch
+
+from mgpu_core import _core
+from mgpu_core.comm.layout import nbytes_of
+from mgpu_core.entries import BETWEEN, ROOT, Collective, Hop, Place
+from mgpu_core.record import Recording, begin_marks, is_on
+
+__all__ = ["Watch", "forget_practice", "hop", "watched"]
+
+Row: TypeAlias = Sequence[torch.Tensor | None]
+
+
+class _Unwatched:
+    """With recording off."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> _Unwatched:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+    def ran(self, route: str, roots: Sequence[torch.Tensor] = ()) -> None:
+        """Nobody wants to know."""
+
+
+class Watch:
+    """Over one collective call of this thread.
+
+    Args:
+        operation: its name.
+        rows: ``rows[i][rank]``, the tensors of the ranks, whose bytes are counted.
+        roots: the whole tensors, or the root's.
+        others: more tensors of the ranks, like ``rows``.
+        ranks: the numbers of the ranks.
+    """
+
+    def __init__(
+        self,
+        operation: str,
+        rows: Iterable[Row],
+        roots: Sequence[torch.Tensor],
+        others: Sequence[Row],
+        ranks: Sequence[int] | None,
+    ) -> None:
+        self._operation, self._rows, self._roots, self._others = operation, list(rows), roots, others
+        self._ranks = range(max(map(len, self._rows), default=0)) if ranks is None else ranks
+        self._route = ""
+
+    def __enter__(self) -> Watch:
+        self._devices = [_device_of(self._column(place)) for place in range(len(self._ranks))]
+        present = [each for each in self._devices if each is not None]
+        self._before = begin_marks(present)
+        self._begin_ns = time.perf_counter_ns()
+        self._hops: list[_RawHop] = []
+        _watches.stack = [*getattr(_watches, "stack", ()), self]
+        _core.open_transcript()
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        deeds = _core.close_transcript()
+        _watches.stack.pop()
+        if kind is not None or self._before is None:
+            return
+        end_ns = time.perf_counter_ns()
+        story, before = self._before
+        after = begin_marks([each for each in self._devices if each is not None])
+        finder = _Finder([*self._rows, *self._others], self._roots, self._ranks)
+        hops = [
+            Hop(sums, finder.places(sources), finder.places(targets), nbytes, call, _stream(stream), begin, end)
+            for sums, sources, targets, nbytes, call, stream, begin, end in [*deeds, *self._hops]
+        ]
+        self._keep(story, before, {} if after is None else after[1], tuple(hops), end_ns)
+
+    def ran(self, route: str, roots: Sequence[torch.Tensor] = ()) -> None:
+        """Says by which algorithm, and what was made meanwhile."""
+        self._route = route
+        self._roots = [*self._roots, *roots]
+
+    def add(self, sums: bool, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
+        """A hop of the generic room."""
+        now = time.perf_counter_ns()
+        call = self._hops[-1][4] + 1 if self._hops else 0
+        ends = list(map(_pointer, sources)), list(map(_pointer, targets))
+        self._hops.append((sums, *ends, nbytes_of(targets[0]), call, _NO_STREAM, now, now))
+
+    def _column(self, place: int) -> list[torch.Tensor]:
+        found = [row[place] for row in self._rows if place < len(row)]
+        return [each for each in found if each is not None]
+
+    def _nbytes(self, place: int) -> int:
+        """A rank that stands on the root's own tensor moves nothing."""
+        at_home = set(map(id, self._roots))
+        return sum(nbytes_of(each) for each in self._column(place) if id(each) not in at_home)
+
+    def _keep(
+        self,
+        story: Recording,
+        before: dict[str, object],
+        after: dict[str, object],
+        hops: tuple[Hop, ...],
+        end_ns: int,
+    ) -> None:
+        # Taken now: the tensors must not live as long as the recording.
+        begin_ns, thread = self._begin_ns, threading.get_ident()
+        operation, route, ranks = self._operation, self._route, tuple(self._ranks)
+        nbytes = tuple(map(self._nbytes, range(len(ranks))))
+        devices = tuple("" if each is None else str(each) for each in self._devices)
+        story.add(
+            lambda clock: Collective(
+                operation,
+                route,
+                ranks,
+                nbytes,
+                devices,
+                hops,
+                {
+                    device: (begin_ns, end_ns)
+                    if begin is None or after.get(device) is None
+                    else (clock.ns(begin), clock.ns(after[device]))
+                    for device, begin in before.items()
+                },
+                begin_ns,
+                end_ns,
+                thread,
+            )
+        )
+
+
+_RawHop: TypeAlias = tuple[bool, list[int], list[int], int, int, tuple[int, int], int, int]
+_NO_STREAM = (-2, 0)
+_UNWATCHED = _Unwatched()
+_watches = threading.local()
+
+
+def watched(
+    operation: str,
+    rows: Iterable[Row],
+    roots: Sequence[torch.Tensor] = (),
+    others: Sequence[Row] = (),
+    ranks: Sequence[int] | None = None,
+) -> Watch | _Unwatched:
+    """A context manager over one collective; nothing when no recording is on."""
+    return Watch(operation, rows, roots, others, ranks) if is_on() else _UNWATCHED
+
+
+def forget_practice() -> None:
+    """What the collective of this thread has moved so far, was to find out how it should be done."""
+    if getattr(_watches, "stack", ()):
+        _core.open_transcript()
+
+
+def hop(sums: bool, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
+    """The generic room moved something in a collective of this thread."""
+    stack = getattr(_watches, "stack", ())
+    if stack and targets:
+        stack[-1].add(sums, sources, targets)
+
+
+def _pointer(tensor: torch.Tensor) -> int:
+    return tensor.data_ptr() if tensor.layout is torch.strided else 0
+
+
+def _device_of(column: Sequence[torch.Tensor]) -> torch.device | None:
+    return column[0].device if column else None
+
+
+def _stream(stream: tuple[int, int]) -> str:
+    device, handle = stream
+    if stream == _NO_STREAM:
+        return ""
+    return "host" if device < 0 else f"cuda:{device} stream {handle:#x}"
+
+
+class _Finder:
+    """Whose a pointer is: the first tensor's that begins there or before; roots come first."""
+
+    def __init__(self, rows: Sequence[Row], roots: Sequence[torch.Tensor], ranks: Sequence[int]) -> None:
+        blocks: dict[int, tuple[int, int, int]] = {}  # begin -> end, rank, number
+        for number, root in enumerate(roots):
+            _add(blocks, root, ROOT, number)
+        for number, row in enumerate(rows):
+            for rank, tensor in zip(ranks, row, strict=False):
+                _add(blocks, tensor, rank, number)
+        self._blocks = blocks
+        self._begins = sorted(blocks)
+
+    def places(self, pointers: Sequence[int]) -> tuple[Place, ...]:
+        """Of each pointer the tensor that holds it."""
+        return tuple(map(self._place, pointers))
+
+    def _place(self, pointer: int) -> Place:
+        at = bisect_right(self._begins, pointer) - 1
+        if at >= 0:
+            begin = self._begins[at]
+            end, rank, number = self._blocks[begin]
+            if pointer < end:
+                return rank, number, pointer - begin
+        return BETWEEN, 0, 0
+
+
+def _add(blocks: dict[int, tuple[int, int, int]], tensor: torch.Tensor | None, rank: int, number: int) -> None:
+    if tensor is not None and tensor.layout is torch.strided and tensor.numel():
+        begin = tensor.data_ptr()
+        blocks.setdefault(begin, (begin + nbytes_of(tensor), rank, number))

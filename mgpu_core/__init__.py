@@ -4,7 +4,7 @@
 and on mixtures of them.
 """
 
-from mgpu_core import comm, kernels, optim
+from mgpu_core import comm, explain, kernels, optim
 from mgpu_core.data_parallel import DataParallel, data_parallel
 from mgpu_core.device.team import Team
 from mgpu_core.errors import BackendUnavailable, CudaError, Error, NcclError
@@ -28,6 +28,7 @@ __all__ = [
     "comm",
     "convert_sync_batchnorm",
     "data_parallel",
+    "explain",
     "gather",
     "kernels",
     "optim",

@@ -24,7 +24,11 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "doctor": Command("mgpu_core.doctor", "say what this machine offers, what will happen on it, and what is wrong"),
+    "explain": Command("mgpu_core.explain.command", "run a script, and show what its steps did: who moved what, when"),
     "mnist": Command("mgpu_core.mnist.train", "train the MNIST reference on whatever there is"),
+    "simulate": Command(
+        "mgpu_core.explain.simulate", "predict a recorded step at numbers of GPUs that nobody here owns"
+    ),
 }
 
 

@@ -20,6 +20,7 @@ from mgpu_core.entries import ALL_RANKS, NO_BUCKET, Collective, Entry, Mark, Spa
 
 __all__ = [
     "Clock",
+    "WHOLE_STEPS",
     "Recording",
     "begin_marks",
     "is_on",
@@ -59,6 +60,8 @@ class Recording:
 
     Args:
         clock: of the devices.
+        skip: so many whole steps pass before anything is kept.
+        steps: so many are kept, then the recording ends by itself; ``None``: all.
         limit: so many entries are kept, and those behind them counted alone: a recording that was forgotten must not
             fill the memory.
 
@@ -68,13 +71,25 @@ class Recording:
     """
 
     clock: Clock = field(default_factory=_HostClock)
+    skip: int = 0
+    steps: int | None = None
     limit: int = 200_000
     entries: list[Entry] = field(default_factory=list)
     dropped: int = 0
+    _begun: int = 0
     _drafts: list[_Draft] = field(default_factory=list)
+
+    def begin_step(self) -> None:
+        """A whole step begins."""
+        self._begun += 1
+        if self.steps is not None and self._begun > self.skip + self.steps:
+            _end(self)
 
     def add(self, draft: _Draft) -> None:
         """Keeps an entry whose times are known at the end."""
+        over = self.steps is not None and self._begun > self.skip + self.steps
+        if over or (self.skip and self._begun <= self.skip):
+            return
         if len(self._drafts) < self.limit:
             self._drafts.append(draft)
         else:
@@ -85,7 +100,7 @@ class Recording:
         self.entries = [draft(self.clock) for draft in self._drafts]
         self._drafts.clear()
 
-    def steps(self) -> list[str]:
+    def names(self) -> list[str]:
         """The names of spans, cuts and marks, and the operations of collectives, in order."""
         return [each.operation if isinstance(each, Collective) else each.step for each in self.entries]
 
@@ -120,6 +135,8 @@ class _Span:
             self._label = sink.label(_label_of(self._step, self._rank, self._bucket))
             self._label.__enter__()
         if sink.story is not None:
+            if self._step in WHOLE_STEPS:
+                sink.story.begin_step()
             self._host_ns = time.perf_counter_ns()
             self._begin = None if self._device is None else sink.story.clock.mark(self._device)
 
@@ -154,6 +171,7 @@ def _label_of(step: str, rank: int, bucket: int) -> str:
 
 _NOTHING = _Nothing()
 _sink: _Sink | None = None  # the flag
+WHOLE_STEPS = ("train_step", "data_parallel", "evaluate")
 
 
 def span(
@@ -204,6 +222,13 @@ def begin_marks(devices: Sequence[torch.device]) -> tuple[Recording, dict[str, o
     return sink.story, {str(device): sink.story.clock.mark(device) for device in dict.fromkeys(devices)}
 
 
+def _end(story: Recording) -> None:
+    """Takes the flag down, if it is still this recording's; a label that came with it goes too."""
+    global _sink
+    if _sink is not None and _sink.story is story:
+        _sink = None
+
+
 @contextmanager
 def _through(sink: _Sink) -> Iterator[None]:
     global _sink
@@ -215,19 +240,22 @@ def _through(sink: _Sink) -> Iterator[None]:
 
 
 @contextmanager
-def recording(clock: Clock | None = None, label: Label | None = None) -> Iterator[Recording]:
+def recording(
+    clock: Clock | None = None, label: Label | None = None, *, skip: int = 0, steps: int | None = None
+) -> Iterator[Recording]:
     """Records everything that the process does meanwhile, in all its threads.
 
     Args:
         clock: of the devices (default: the host's time for all).
         label: gives spans a name in profilers.
+        skip, steps: which whole steps are kept, see :class:`Recording`.
 
     Raises:
         RuntimeError: a recording is already on.
     """
     if is_on():
         raise RuntimeError("a recording is already on: there is one per process")
-    story = Recording() if clock is None else Recording(clock)
+    story = Recording(clock or _HostClock(), skip, steps)
     try:
         with _through(_Sink(story, label or (None if _sink is None else _sink.label))):
             yield story

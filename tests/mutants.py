@@ -80,8 +80,7 @@ def _remembered(tensors, team, detach):
 
 GATHERED = """parts = [readable(part, _rank_name(rank)) for rank, part in enumerate(parts)]
     ends = rooms.cut(whole, parts, dim)
-    if ends is not None:
-        place"""
+    with watched("gather\""""
 
 MUTANTS = [
     # The rows.

@@ -30,7 +30,7 @@ def test_every_step_of_the_road():
         loss.backward()
     assert not record.is_on()
     steps = {"data_parallel", "scatter", "replicate", "broadcast", "apply", "forward", "gather", "backward", "reduce"}
-    assert steps <= set(story.steps())
+    assert steps <= set(story.names())
 
     (cut,), (joined,) = of(story, Cut, "scatter"), of(story, Cut, "gather")
     assert (cut.name, cut.counts, cut.shapes, cut.nbytes) == ("inputs[0]", (3, 2), ((3, 3), (2, 3)), (36, 24))
@@ -151,6 +151,18 @@ def test_a_recording_has_an_end():
     assert story.dropped == 2
 
 
+def test_a_window_of_steps():
+    with record.recording(skip=2, steps=2) as story:
+        for number in range(6):
+            assert record.is_on() == (number < 5)  # the step behind the last one takes the flag down
+            with record.span("train_step"), record.span("forward", number):
+                pass
+            record.mark("behind", number)
+    assert [each.rank for each in story.entries if each.step == "forward"] == [2, 3]
+    assert [each.rank for each in story.entries if each.step == "behind"] == [2, 3]
+    assert not record.is_on()
+
+
 def test_one_recording_at_a_time():
     with record.recording(), pytest.raises(RuntimeError, match="already on"), record.recording():
         pass
@@ -160,7 +172,7 @@ def test_one_recording_at_a_time():
 def test_a_recording_ends_with_an_error():
     with pytest.raises(KeyError), record.recording() as story, record.span("step"):
         raise KeyError
-    assert story.steps() == ["step"]
+    assert story.names() == ["step"]
     assert not record.is_on()
 
 
@@ -213,5 +225,5 @@ def test_labels_have_names():
         with record.recording() as story, record.span("both"):
             pass
     assert seen == ["mgpu forward rank 2", "mgpu sum bucket 1", "end", "end", "mgpu both", "end"]
-    assert story.steps() == ["both"]
+    assert story.names() == ["both"]
     assert record.span("after") is record.span("all")

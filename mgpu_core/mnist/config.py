@@ -46,6 +46,7 @@ class Config:
         resume: a checkpoint to go on from.
         plot: a PNG of the curves, written at the end.
         json: settings, curves and counters, written at the end.
+        explain: an animated page of some steps behind the first ones, written at the end.
 
     Raises:
         ValueError: a value that no training can have, or two outputs in one file.
@@ -68,6 +69,7 @@ class Config:
     resume: Path | None = None
     plot: Path | None = None
     json: Path | None = None
+    explain: Path | None = None
 
     def __post_init__(self) -> None:
         _one_of("model", self.model, MODELS)
@@ -88,6 +90,8 @@ class Config:
             raise ValueError(f"lr: wanted a finite number above 0, got {self.lr}")
         if not 0 <= self.seed < SEED_LIMIT:
             raise ValueError(f"seed: wanted a number from 0 to {SEED_LIMIT - 1}, got {self.seed}")
+        if self.explain is not None and self.engine == "plain":
+            raise ValueError("explain: the plain engine has one device and no road to show")
         if self.plot is not None and self.plot.suffix.lower() != ".png":
             raise ValueError(f"plot: wanted a name that ends in .png, got {self.plot}")
         self._check_shares()
@@ -106,7 +110,7 @@ class Config:
 
     def outputs(self) -> dict[str, Path]:
         """The files that the training is to write, by the name of the setting."""
-        wished = {"save": self.save, "plot": self.plot, "json": self.json}
+        wished = {"save": self.save, "plot": self.plot, "json": self.json, "explain": self.explain}
         return {name: path for name, path in wished.items() if path is not None}
 
     def _check_shares(self) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from mgpu_core import _core
+from mgpu_core.explain import record_story
 from mgpu_core.files import check_writable
 from mgpu_core.mnist.checkpoint import Checkpoint, binding_settings
 from mgpu_core.mnist.config import Config
@@ -26,6 +27,8 @@ from mgpu_core.mnist.report import Report, require_matplotlib, write_json, write
 from mgpu_core.parallel.scatter import check_shares
 
 TEST_BATCH = 1000
+EXPLAIN_SKIP = 5  # the first steps are slow: buckets are laid out, threads and memory made
+EXPLAIN_STEPS = 3
 
 
 class Training:
@@ -79,7 +82,12 @@ class Training:
             OSError: a file could not be written; the one before is kept.
         """
         before = _core.counters()
-        with contextlib.closing(self.engine), torch.random.fork_rng(devices=()), _repeatable_convolutions():
+        with (
+            self._explained(),
+            contextlib.closing(self.engine),
+            torch.random.fork_rng(devices=()),
+            _repeatable_convolutions(),
+        ):
             for text in self._opening:
                 self.report.line(text)
             torch.set_rng_state(self._generator)
@@ -91,6 +99,13 @@ class Training:
         self.history.counters = counters_since(before)
         self._write_outputs()
         return self.history
+
+    def _epochs(self) -> None:
+        for number in range(len(self.history.epochs) + 1, self.config.epochs + 1):
+            record = self._epoch(number)
+            self.history.epochs.append(record)
+            self._save()
+            self.report.epoch(record, self.config.epochs)
 
     def _epoch(self, number: int) -> Epoch:
         train = self.digits.train
@@ -162,6 +177,18 @@ class Training:
             write_json(self.config.json, self.config, self.history, self.digits.digest)
         for name, path in self.config.outputs().items():
             self.report.line(f"{name}: {path}")
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Records some steps, where a page of them is wanted."""
+        if self.config.explain is None:
+            yield
+            return
+        left = (self.config.epochs - len(self.history.epochs)) * math.ceil(self.digits.train.count / self.config.batch)
+        skip = max(0, min(EXPLAIN_SKIP, left - EXPLAIN_STEPS))
+        with record_story(skip=skip, steps=EXPLAIN_STEPS) as story:
+            yield
+        story.save_html(self.config.explain)
 
     def _team(self) -> str:
         return self.config.team(self.devices)

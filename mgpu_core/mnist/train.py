@@ -52,6 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--save", type=Path, metavar="FILE", help="write a checkpoint after each epoch")
     add("--resume", type=Path, metavar="FILE", help="go on from a checkpoint, bit for bit")
     add("--plot", type=Path, metavar="FILE.png", help="draw the curves at the end")
+    add("--explain", type=Path, metavar="FILE.html", help="write a page that plays some of the steps")
     add("--json", type=Path, metavar="FILE", help="write settings, curves and counters at the end")
 
 
@@ -104,6 +105,7 @@ def _config(args: argparse.Namespace) -> Config:
         resume=args.resume,
         plot=args.plot,
         json=args.json,
+        explain=args.explain,
     )
 
 

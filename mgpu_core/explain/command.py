@@ -1,0 +1,106 @@
+"""`mgpu explain script.py`: runs a script as it is, and shows what its steps did.
+
+The script's own output and exit status come through; the story follows, also after an error.
+"""
+
+import argparse
+import runpy
+import sys
+import traceback
+from pathlib import Path
+
+from mgpu_core.explain import Story, record_story
+from mgpu_core.files import check_writable, write_whole
+
+__all__ = ["add_arguments", "add_outputs", "run", "save"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `mgpu explain`."""
+    parser.add_argument("--skip", type=int, default=3, metavar="N", help="steps that pass first (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=5, metavar="N", help="steps to record (default: %(default)s)")
+    add_outputs(parser)
+    parser.add_argument("script", type=Path, help="a Python script that uses mgpu_core")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
+
+
+def add_outputs(parser: argparse.ArgumentParser) -> None:
+    """The files that a story can be written to."""
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write the animated page")
+    parser.add_argument("--trace", type=Path, metavar="FILE.json", help="write a trace for ui.perfetto.dev")
+    parser.add_argument("--profile", type=Path, metavar="FILE.json", help="write the last step for `mgpu simulate`")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the script and print the table of its last step.
+
+    Returns:
+        The script's exit status; 1 after an error in it, or if there was nothing to record.
+    """
+    if not args.script.is_file():
+        raise FileNotFoundError(f"{args.script}: there is no such script")
+    for path in (args.html, args.trace, args.profile):
+        if path is not None:
+            check_writable(path)
+    with record_story(skip=args.skip, steps=args.steps) as story:
+        status = _run_script(args.script, args.arguments)
+    if not story.steps:
+        print(_nothing(args), file=sys.stderr)
+        return status or 1
+    print(f"\n{story.table()}")
+    save(story, args.html, args.trace, args.profile, args.script.stem)
+    return status
+
+
+def _nothing(args: argparse.Namespace) -> str:
+    return (
+        f"mgpu explain: error: nothing was recorded: {args.script} ended within its first {args.skip} steps (--skip), "
+        "or uses neither DataParallel, TrainStep nor mgpu_core's functional forms"
+    )
+
+
+def save(story: Story, html: Path | None, trace: Path | None, profile: Path | None, name: str) -> None:
+    """Writes the files that are wanted, and says so.
+
+    Raises:
+        OSError: a file cannot be written.
+        ValueError: the last step has no forward and backward to predict from.
+    """
+    if html is not None:
+        story.save_html(html)
+    if trace is not None:
+        story.save_trace(trace)
+    if profile is not None:
+        text = story.profile(name=name).to_json()
+        write_whole(profile, lambda file: file.write(text.encode()))
+    for path in (html, trace, profile):
+        if path is not None:
+            print(f"written: {path}")
+
+
+def _run_script(script: Path, arguments: list[str]) -> int:
+    """As `python script.py` would, in this process."""
+    before = sys.argv, list(sys.path)
+    sys.argv = [str(script), *arguments]
+    sys.path.insert(0, str(script.resolve().parent))
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    except SystemExit as end:
+        return _status(end.code)
+    except Exception as error:
+        # Without the frames of this file and of runpy: the script's author knows neither.
+        here = error.__traceback__
+        while here is not None and here.tb_frame.f_code.co_filename != str(script):
+            here = here.tb_next
+        traceback.print_exception(type(error), error, here or error.__traceback__)
+        return 1
+    finally:
+        sys.argv, sys.path[:] = before
+    return 0
+
+
+def _status(code: object) -> int:
+    if code is None or isinstance(code, int):
+        return code or 0
+    print(code, file=sys.stderr)
+    return 1

@@ -1,0 +1,69 @@
+"""The road's steps under their names in other people's profilers: ``torch.profiler``, and NVTX for Nsight."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch.profiler import record_function
+
+from mgpu_core import record
+
+__all__ = ["labels", "name_in_profilers", "profile"]
+
+
+class _Both:
+    """A ``record_function`` and an NVTX range of one name; the range where there are GPUs."""
+
+    __slots__ = ("_function", "_name")
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._function = record_function(name)
+
+    def __enter__(self) -> None:
+        torch.cuda.nvtx.range_push(self._name)
+        self._function.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._function.__exit__(*error)
+        torch.cuda.nvtx.range_pop()
+
+
+def name_in_profilers(name: str) -> AbstractContextManager[object]:
+    """A range of that name in whatever profiler looks."""
+    return _Both(name) if torch.cuda.is_available() else record_function(name)
+
+
+def labels() -> AbstractContextManager[None]:
+    """Meanwhile every step of the road has a name in profilers: ``mgpu forward rank 1``.
+
+    For a profiler that is already there, such as Nsight Systems; :func:`profile` starts torch's.  A recording by
+    :func:`mgpu_core.explain` does the same.
+    """
+    return record.labelled(name_in_profilers)
+
+
+@contextmanager
+def profile(*, experimental: Mapping[str, Any] | None = None, **options: Any) -> Iterator[torch.profiler.profile]:
+    """``torch.profiler.profile`` that sees the ranks.
+
+    The ranks' threads live on from step to step, and torch's profiler does not look into threads that are older than
+    itself; here it is told to (``profile_all_threads``).  The steps of the road have names, as under :func:`labels`.
+
+    Args:
+        experimental: more settings of torch's ``_ExperimentalConfig``.
+        options: of ``torch.profiler.profile``.
+
+    Raises:
+        TypeError: settings that torch does not know; ``experimental_config`` itself, which would take the place of
+            this function's.
+    """
+    if "experimental_config" in options:
+        raise TypeError("profile() makes the experimental_config itself: give its settings as experimental={...}")
+    settings = {**(experimental or {}), "profile_all_threads": True}
+    config = torch._C._profiler._ExperimentalConfig(**settings)
+    with torch.profiler.profile(experimental_config=config, **options) as profiler, labels():
+        yield profiler

@@ -1,0 +1,115 @@
+"""The page: one HTML file with the story inside, the player that animates it, and nothing from the network."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from mgpu_core.entries import ALL_RANKS
+from mgpu_core.explain.phases import phases_of
+from mgpu_core.explain.scenes import scenes_of
+from mgpu_core.explain.story import Step, Story
+from mgpu_core.files import write_whole
+from mgpu_core.record import WHOLE_STEPS
+
+__all__ = ["page_data", "page_of", "write_page"]
+
+MOST_NBYTES = 1_000_000  # of the whole file
+_AROUND = (*WHOLE_STEPS, "apply")
+
+
+def write_page(story: Story, path: Path) -> None:
+    """Writes :func:`page_of`, whole or not at all."""
+    text = page_of(story)
+    write_whole(path, lambda file: file.write(text.encode()))
+
+
+def page_of(story: Story) -> str:
+    """The page as text, of at most a million bytes: where a story is longer, its last steps.
+
+    Raises:
+        ValueError: nothing was recorded; or one step alone is too large.
+    """
+    if not story.steps:
+        raise ValueError("nothing was recorded: the page needs at least one step of the road inside the block")
+    steps = [_step_data(step) for step in story.steps]
+    for first in range(len(steps)):
+        text = _filled({"format": 1, "environment": story.environment, "left_out": first, "steps": steps[first:]})
+        if len(text.encode()) <= MOST_NBYTES:
+            return text
+    raise ValueError(f"the last step alone makes a page of more than {MOST_NBYTES} bytes: save_trace has no limit")
+
+
+def page_data(story: Story) -> dict[str, Any]:
+    """What the page knows of all steps."""
+    steps = [_step_data(step) for step in story.steps]
+    return {"format": 1, "environment": story.environment, "left_out": 0, "steps": steps}
+
+
+def _filled(data: dict[str, Any]) -> str:
+    """The template, with style, player and story; no text of the story can end its element."""
+    folder = files("mgpu_core.explain") / "player"
+    story = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
+    text = (folder / "page.html").read_text(encoding="utf-8")
+    for name, content in (
+        ("style", (folder / "style.css").read_text(encoding="utf-8")),
+        ("player", (folder / "player.js").read_text(encoding="utf-8")),
+        ("story", story),  # last: what it contains is not looked at again
+    ):
+        text = text.replace(f"/*{name}*/", content, 1)
+    return text
+
+
+def _step_data(step: Step) -> dict[str, Any]:
+    return {
+        "number": step.number,
+        "name": step.name,
+        "us": round((step.end_ns - step.begin_ns) / 1e3, 3),
+        "devices": list(step.devices),
+        "scenes": scenes_of(step),
+        "buckets": [
+            {"bucket": each.bucket, "names": list(each.names), "nbytes": list(each.nbytes)}
+            for each in sorted(step.contents.values(), key=lambda each: each.bucket)
+        ],
+        "lanes": _lanes(step),
+        "phases": [
+            {
+                "name": phase.name,
+                "ranks": phase.ranks,
+                "calls": len(phase.collectives),
+                "moved": phase.moved_nbytes,
+                "us": round(phase.seconds * 1e6, 3),
+                "share": round(phase.share, 4),
+                "bus": None if phase.bus_gbps is None else round(phase.bus_gbps, 4),
+            }
+            for phase in phases_of(step)
+        ],
+    }
+
+
+def _lanes(step: Step) -> list[dict[str, Any]]:
+    """The timeline: what the team does on the host, each rank, and the collectives."""
+    team = [span for span in step.spans if span.rank == ALL_RANKS and span.step not in _AROUND]
+    lanes = [_lane("host", [_bar(step, each.step, each.bucket, each.host_begin_ns, each.host_end_ns) for each in team])]
+    for rank, device in enumerate(step.devices):
+        own = [span for span in step.spans if span.rank == rank]
+        bars = [_bar(step, each.step, each.bucket, each.begin_ns, each.end_ns) for each in own]
+        lanes.append(_lane(f"rank {rank} ({device})", bars))
+    calls = [
+        _bar(step, call.operation, step.bucket_of(call), *times)
+        for call in step.collectives
+        for times in call.times.values()
+    ]
+    return [*lanes, _lane("collectives", calls)]
+
+
+def _lane(name: str, bars: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    return {"name": name, "bars": list(bars)}
+
+
+def _bar(step: Step, name: str, bucket: int, begin_ns: int, end_ns: int) -> dict[str, Any]:
+    times = ((at - step.begin_ns) / 1e3 for at in (begin_ns, end_ns))
+    return {"name": name, "bucket": bucket, **dict(zip(("begin", "end"), (round(at, 3) for at in times), strict=True))}

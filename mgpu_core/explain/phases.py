@@ -1,0 +1,145 @@
+"""The phases of a step: what the table has a row for, and the page a scene.
+
+A phase is all spans of one name: the forwards of all ranks, the sums of all buckets.  Its time is what their union
+covers, so ranks that work at once count once, and phases that overlap add up to more than the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from mgpu_core.entries import ALL_RANKS, Collective, Hop, Span
+from mgpu_core.explain.story import Step
+from mgpu_core.record import WHOLE_STEPS
+
+__all__ = ["Phase", "bus_gbps", "moved_nbytes", "phases_of"]
+
+_AROUND = (*WHOLE_STEPS, "apply")
+_WITH_OTHERS_INSIDE = "backward"  # buckets are summed in the middle of it
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """What a step did under one name.
+
+    Attributes:
+        name: of its spans; ``(backward)`` marks what a backward does of it.
+        spans: by their begin.
+        collectives: that were made inside.
+        seconds: that its spans cover together.
+        share: of the step's time.
+        moved_nbytes: that went from one place to another.
+        bus_gbps: bus bandwidth of the collectives, as nccl-tests defines it; ``None`` without any.
+    """
+
+    name: str
+    spans: Sequence[Span]
+    collectives: Sequence[Collective]
+    seconds: float
+    share: float
+    moved_nbytes: int
+    bus_gbps: float | None
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks have a span of their own."""
+        return len({span.rank for span in self.spans if span.rank != ALL_RANKS})
+
+
+def phases_of(step: Step) -> list[Phase]:
+    """In the order in which they began."""
+    whole = step.end_ns - step.begin_ns
+    backward = _backward_begin(step)
+    grouped: dict[str, list[Span]] = {}
+    for span in _rows(step.spans):
+        again = span.step in ("scatter", "gather") and backward is not None and span.host_begin_ns >= backward
+        grouped.setdefault(f"{span.step} (backward)" if again else span.step, []).append(span)
+    return [_phase(name, spans, step.collectives, whole) for name, spans in grouped.items()]
+
+
+def _backward_begin(step: Step) -> int | None:
+    """Where a forward ends whose backward is recorded with it."""
+    heads = [span.host_end_ns for span in step.spans if span.step == "data_parallel"]
+    return heads[0] if heads else None
+
+
+def _rows(spans: Sequence[Span]) -> list[Span]:
+    """Those that are not around others, and not inside another row."""
+    found: list[Span] = []
+    for span in sorted(spans, key=lambda each: (each.host_begin_ns, -each.host_end_ns)):
+        if span.step not in _AROUND and not any(_holds(row, span) for row in found):
+            found.append(span)
+    return found
+
+
+def _holds(row: Span, span: Span) -> bool:
+    if row.thread != span.thread or row.step == _WITH_OTHERS_INSIDE:
+        return False
+    return row.host_begin_ns <= span.host_begin_ns and span.host_end_ns <= row.host_end_ns
+
+
+def _phase(name: str, spans: Sequence[Span], collectives: Sequence[Collective], whole: int) -> Phase:
+    inside = [each for each in collectives if any(_made_in(each, span) for span in spans)]
+    if name == _WITH_OTHERS_INSIDE:
+        inside = []  # they have a row of their own
+    times = [time for span in spans for time in _times(span, inside)]
+    covered = _covered(times)
+    moved = sum(map(moved_nbytes, inside))
+    return Phase(name, spans, inside, covered / 1e9, covered / whole if whole else 0.0, moved, bus_gbps(inside))
+
+
+def _made_in(call: Collective, span: Span) -> bool:
+    within = span.host_begin_ns <= call.host_begin_ns and call.host_end_ns <= span.host_end_ns
+    return call.thread == span.thread and within
+
+
+def _times(span: Span, collectives: Sequence[Collective]) -> list[tuple[int, int]]:
+    """Of a span that a device has no times for, those of its collectives too: they may be later than the host."""
+    found = [(span.begin_ns, span.end_ns)]
+    if not span.device:
+        found += [times for call in collectives if _made_in(call, span) for times in call.times.values()]
+    return found
+
+
+def _covered(times: Iterable[tuple[int, int]]) -> int:
+    total, reached = 0, None
+    for begin, end in sorted(times):
+        if reached is None or begin > reached:
+            total, reached = total + end - begin, end
+        elif end > reached:
+            total, reached = total + end - reached, end
+    return total
+
+
+def moved_nbytes(call: Collective) -> int:
+    """Bytes that went from one place to another: what a hop reads and writes elsewhere than at its first target."""
+    return sum(map(_moved_by, call.hops))
+
+
+def _moved_by(hop: Hop) -> int:
+    home = hop.targets[0][0]
+    away = [place for place, _, _ in (*hop.sources, *hop.targets) if place != home]
+    return hop.nbytes * len(away)
+
+
+def bus_gbps(collectives: Sequence[Collective]) -> float | None:
+    """GB/s over the bus: bytes of a rank, times the factor of the operation, by the time of all calls together.
+
+    The factors are those of nccl-tests: 2 (n - 1) / n for all-reduce, (n - 1) / n for scatter, gather, all-gather and
+    reduce-scatter (of all ranks' bytes), 1 for broadcast and reduce; so algorithms and team sizes can be compared.
+    """
+    carried = sum(map(_carried, collectives))
+    covered = _covered(times for call in collectives for times in call.times.values())
+    return carried / covered if carried and covered else None
+
+
+def _carried(call: Collective) -> float:
+    ranks = len(call.ranks)
+    if ranks < 2:
+        return 0.0
+    if call.operation == "all_reduce":
+        return max(call.nbytes) * 2 * (ranks - 1) / ranks
+    if call.operation in ("broadcast", "reduce"):
+        return max(call.nbytes)
+    return sum(call.nbytes) * (ranks - 1) / ranks

@@ -1,0 +1,213 @@
+"""A step as scenes: what the page plays, one after the other, in numbers alone.
+
+A scene is something that a person can watch: rows that travel to their ranks, a bucket that is broadcast, the forwards,
+one round of an all-reduce.  What overlaps in time comes in the order of its beginning; the timeline shows the overlap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import Any, TypeAlias
+
+from mgpu_core.entries import BETWEEN, NO_BUCKET, Collective, Cut, Hop, Span
+from mgpu_core.explain.phases import moved_nbytes
+from mgpu_core.explain.story import Step
+
+__all__ = ["MOST_ARROWS", "scenes_of"]
+
+Scene: TypeAlias = dict[str, Any]
+
+MOST_ARROWS = 128  # in one scene; further ones are counted
+_BY_RANKS = {
+    "forward": "Each rank runs its twin of the module on its own rows, all at the same time.",
+    "loss": "Each rank takes the loss of its own rows.",
+    "backward": "Each rank computes gradients for its own rows. Buckets are summed as soon as all ranks have them.",
+}
+
+
+def scenes_of(step: Step) -> list[Scene]:
+    """By their begin.  Times are microseconds from the begin of the step."""
+    found = [*_of_cuts(step), *_of_ranks(step), *_of_collectives(step), *_of_updates(step)]
+    return sorted(found, key=lambda scene: (scene["begin"], scene["order"]))
+
+
+def _us(step: Step, at_ns: int) -> float:
+    return round((at_ns - step.begin_ns) / 1e3, 3)
+
+
+def _scene(step: Step, kind: str, title: str, text: str, times: tuple[int, int], order: int = 0, **more: Any) -> Scene:
+    begin, end = (_us(step, at) for at in times)
+    return {"kind": kind, "title": title, "text": text, "begin": begin, "end": end, "order": order, **more}
+
+
+def _plural(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def _of_cuts(step: Step) -> Iterator[Scene]:
+    """One scene for all tensors that are cut, or joined, together."""
+    for (name, counts), cuts in _together(step.cuts):
+        span = _span_around(step, cuts[0])
+        times = (span.host_begin_ns, span.host_end_ns) if span else (cuts[0].host_begin_ns, cuts[-1].host_begin_ns)
+        total = sum(counts)
+        yield _scene(
+            step,
+            name,
+            f"{name.capitalize()}: {_plural(total, 'row')}, {_plural(len(counts), 'rank')}",
+            _text_of_cut(name, counts, cuts),
+            times,
+            counts=list(counts),
+            tensors=[_tensor(cut) for cut in cuts],
+        )
+
+
+def _together(cuts: Sequence[Cut]) -> Iterator[tuple[tuple[str, tuple[int, ...]], list[Cut]]]:
+    whole = [cut for cut in cuts if cut.route != "copies"]
+    for key, group in groupby(whole, key=lambda cut: (cut.step, cut.counts)):
+        yield key, list(group)
+
+
+def _text_of_cut(name: str, counts: Sequence[int], cuts: Sequence[Cut]) -> str:
+    nbytes = sum(sum(cut.nbytes) for cut in cuts)
+    shares = ", ".join(f"rank {rank}: {count}" for rank, count in enumerate(counts))
+    if name == "gather":
+        return f"The ranks' outputs are joined on {cuts[0].source} ({nbytes} bytes; {shares})."
+    routes = {cut.route for cut in cuts}
+    if routes <= {"view", "whole"}:
+        return f"Rows go to their ranks ({shares}). All ranks share the batch's device: they get views, no byte moves."
+    return f"Rows are copied to their ranks ({shares}; {nbytes} bytes)."
+
+
+def _tensor(cut: Cut) -> dict[str, Any]:
+    names = ("name", "dtype", "route", "source", "dim")
+    return {name: getattr(cut, name) for name in names} | {
+        "shapes": [list(shape) for shape in cut.shapes],
+        "nbytes": list(cut.nbytes),
+    }
+
+
+def _span_around(step: Step, cut: Cut) -> Span | None:
+    around = [
+        span
+        for span in step.spans
+        if span.step == cut.step
+        and span.thread == cut.thread
+        and span.host_begin_ns <= cut.host_begin_ns <= span.host_end_ns
+    ]
+    return around[0] if around else None
+
+
+def _of_ranks(step: Step) -> Iterator[Scene]:
+    """What all ranks do at once."""
+    for name, text in _BY_RANKS.items():
+        spans = [span for span in step.spans if span.step == name]
+        if not spans:
+            continue
+        times = (min(span.begin_ns for span in spans), max(span.end_ns for span in spans))
+        ranks = [
+            {"rank": each.rank, "begin": _us(step, each.begin_ns), "end": _us(step, each.end_ns)} for each in spans
+        ]
+        ready = [
+            {"rank": mark.rank, "bucket": mark.bucket, "at": _us(step, mark.at_ns)}
+            for mark in step.marks
+            if mark.step == "ready" and name == "backward"
+        ]
+        yield _scene(step, name, name.capitalize(), text, times, ranks=ranks, ready=ready)
+
+
+def _begin_and_end(step: Step, span: Span) -> dict[str, float]:
+    return {"begin": _us(step, span.begin_ns), "end": _us(step, span.end_ns)}
+
+
+def _of_updates(step: Step) -> Iterator[Scene]:
+    for span in step.spans:
+        if span.step == "update":
+            text = "The optimizer updates each device's parameters once, by the sums."
+            yield _scene(step, "update", "Update", text, (span.begin_ns, span.end_ns))
+
+
+_VERBS = {"reduce": "summed", "all_reduce": "all-reduced", "broadcast": "broadcast", "all_gather": "all-gathered"}
+
+
+def _of_collectives(step: Step) -> Iterator[Scene]:
+    """A scene per round: the hops that were given to the device together.  Cuts have scenes of their own."""
+    cutting = [span for cut in step.cuts if (span := _span_around(step, cut)) is not None]
+    for call in step.collectives:
+        if any(span.host_begin_ns <= call.host_begin_ns <= span.host_end_ns for span in cutting):
+            continue
+        bucket = step.bucket_of(call)
+        rounds = [list(group) for _, group in groupby(call.hops, key=lambda hop: hop.call)]
+        about: dict[str, Any] = {
+            "operation": call.operation,
+            "route": call.route,
+            "bucket": bucket,
+            "nbytes": list(call.nbytes),
+            "moved": moved_nbytes(call),
+            "rounds": len(rounds),
+        }
+        if not rounds:
+            text = "A library moved the bytes and does not say how."
+            times = (call.host_begin_ns, call.host_end_ns)
+            yield _scene(step, "round", _title(call, bucket), text, times, **about, round=0, arrows=[], more=0)
+        for number, hops in enumerate(rounds):
+            yield _round(step, call, bucket, number, hops, about)
+
+
+def _round(step: Step, call: Collective, bucket: int, number: int, hops: list[Hop], about: dict[str, Any]) -> Scene:
+    arrows = _arrows(call, hops)
+    title = _title(call, bucket)
+    if about["rounds"] > 1:
+        title += f", round {number + 1} of {about['rounds']}"
+    return _scene(
+        step,
+        "round",
+        title,
+        _text_of_round(call, hops, arrows),
+        _times_of(call, hops),
+        number,
+        **about,
+        round=number,
+        arrows=arrows[:MOST_ARROWS],
+        more=max(0, len(arrows) - MOST_ARROWS),
+    )
+
+
+def _times_of(call: Collective, hops: Sequence[Hop]) -> tuple[int, int]:
+    """The host's clock knows when it copied itself; of a device only the whole call is known."""
+    if all(hop.stream == "host" for hop in hops):
+        return min(hop.begin_ns for hop in hops), max(hop.end_ns for hop in hops)
+    times = list(call.times.values()) or [(call.host_begin_ns, call.host_end_ns)]
+    return min(begin for begin, _ in times), max(end for _, end in times)
+
+
+def _title(call: Collective, bucket: int) -> str:
+    what = f"bucket {bucket} is" if bucket != NO_BUCKET else "tensors are"
+    return f"{call.operation} ({call.route}): {what} {_VERBS.get(call.operation, 'moved')}"
+
+
+def _text_of_round(call: Collective, hops: Sequence[Hop], arrows: Sequence[dict[str, Any]]) -> str:
+    nbytes = sum(arrow["nbytes"] * max(1, len(arrow["from"])) for arrow in arrows)
+    doing = "summed" if any(hop.sums for hop in hops) else "copied"
+    tensors = len({number for hop in hops for _, number, _ in hop.targets})
+    return f"{nbytes} bytes of {_plural(tensors, 'tensor')} are read and {doing}, in {_plural(len(hops), 'operation')}."
+
+
+def _arrows(call: Collective, hops: Sequence[Hop]) -> list[dict[str, Any]]:
+    """Hops between the same places as one arrow; of a single tensor it says which chunk of it travels."""
+    joined: dict[tuple[Any, ...], dict[str, Any]] = {}
+    single = len({number for hop in hops for _, number, _ in (*hop.sources, *hop.targets)}) == 1
+    for hop in hops:
+        sources, targets = (tuple(rank for rank, _, _ in places) for places in (hop.sources, hop.targets))
+        key = (hop.sums, sources, targets, hop.targets[0][2] if single else 0)
+        arrow = joined.setdefault(
+            key,
+            {"sums": hop.sums, "from": list(sources), "to": list(targets), "nbytes": 0, "hops": 0, "offset": key[3]},
+        )
+        arrow["nbytes"] += hop.nbytes
+        arrow["hops"] += 1
+    known = [arrow for arrow in joined.values() if set(arrow["to"]) != {BETWEEN} or len(joined) == 1]
+    whole = max(call.nbytes, default=0)
+    for arrow in known:
+        arrow["whole"] = whole if single else arrow["nbytes"]
+    return known

@@ -1,0 +1,68 @@
+"""A step as a table for the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from mgpu_core.explain.phases import Phase, phases_of
+from mgpu_core.explain.story import Step
+
+__all__ = ["columns", "human_nbytes", "human_seconds", "table"]
+
+
+def table(step: Step, environment: Mapping[str, str]) -> str:
+    """Header, one line per phase, and what the columns mean; no newline at the end."""
+    seconds = (step.end_ns - step.begin_ns) / 1e9
+    team = ", ".join(step.devices) or "no ranks"
+    head = [
+        f"step {step.number}: {step.name}, {len(step.devices)} ranks ({team}), {human_seconds(seconds)}",
+        *(f"{name}: {value}" for name, value in environment.items()),
+        "",
+    ]
+    rows = [("phase", "ranks", "calls", "moved", "time", "share", "bus GB/s"), *map(_row, phases_of(step))]
+    foot = [
+        "",
+        "time: covered by the phase's spans; phases overlap, so shares may add up to more than 100 %.",
+        "bus GB/s: bytes of a rank x the operation's factor (2(n-1)/n for all_reduce) / time of the calls.",
+    ]
+    return "\n".join([*head, *columns(rows, left=1), *foot])
+
+
+def _row(phase: Phase) -> tuple[str, ...]:
+    return (
+        phase.name,
+        str(phase.ranks or "-"),
+        str(len(phase.collectives) or "-"),
+        human_nbytes(phase.moved_nbytes),
+        human_seconds(phase.seconds),
+        f"{phase.share:.1%}",
+        "-" if phase.bus_gbps is None else f"{phase.bus_gbps:.2f}",
+    )
+
+
+def columns(rows: Sequence[Sequence[str]], left: int) -> list[str]:
+    """Lines with aligned columns; the first ``left`` of them to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if place < left else cell.rjust(width)
+            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def human_nbytes(nbytes: int) -> str:
+    """With a binary unit: ``1.5 MiB``."""
+    value, units = float(nbytes), ["B", "KiB", "MiB", "GiB"]
+    while value >= 1024 and len(units) > 1:
+        value, units = value / 1024, units[1:]
+    return f"{value:.0f} B" if units[0] == "B" else f"{value:.4g} {units[0]}"
+
+
+def human_seconds(seconds: float) -> str:
+    """With three digits: ``12.3 us``."""
+    for unit, factor in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
+        if seconds * factor >= 1:
+            return f"{seconds * factor:.3g} {unit}"
+    return f"{seconds * 1e9:.0f} ns"

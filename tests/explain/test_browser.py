@@ -1,0 +1,240 @@
+"""The page in a real browser without a screen: it plays, steps, shows the right numbers, and asks nobody for anything.
+
+Chromium is looked for on the path; ``MGPU_TEST_BROWSER`` names it, and then it must be there.
+"""
+
+import os
+import shutil
+
+import pytest
+import torch
+from torch.nn import functional
+
+import mgpu_core
+from mgpu_core import comm
+
+NAMED = os.environ.get("MGPU_TEST_BROWSER")
+BROWSER = NAMED or shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+if NAMED:
+    from playwright import sync_api
+else:
+    if BROWSER is None:
+        pytest.skip("no Chromium on the path (MGPU_TEST_BROWSER names one)", allow_module_level=True)
+    sync_api = pytest.importorskip(
+        "playwright.sync_api", reason="playwright drives the browser: pip install playwright"
+    )
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    """Two steps: a training step of seven rows on four ranks with two buckets, and a ring on three."""
+    net = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    step = mgpu_core.TrainStep(net, functional.mse_loss, optimizer, ["cpu"] * 4, bucket_nbytes=48)
+    x, y = torch.randn(7, 6), torch.randn(7, 2)
+    step(x, y)
+    with mgpu_core.explain() as story:
+        step(x, y)
+        comm.all_reduce([torch.ones(9) for _ in range(3)], algorithm="ring")
+    step.close()
+    path = tmp_path_factory.mktemp("page") / "page.html"
+    story.save_html(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def open_page(browser, path):
+    """Opens the page; at the end nothing may have been said on the console, or asked of the network."""
+    opened, said, asked = [], [], []
+
+    def open_it(**options):
+        page = browser.new_page(**options)
+        page.set_default_timeout(20_000)
+        page.on("console", lambda message: said.append(message.text))
+        page.on("pageerror", lambda error: said.append(str(error)))
+        page.on("request", lambda request: asked.append(request.url))
+        opened.append(page)
+        page.goto(path.as_uri())
+        page.select_option("#step", index=0)
+        return page
+
+    yield open_it
+    for page in opened:
+        page.close()
+    assert said == []
+    assert set(asked) == {path.as_uri()}
+
+
+def titles(page):
+    return [text.split("\n")[0] for text in page.locator("#scenes button").all_inner_texts()]
+
+
+def title(page):
+    return page.inner_text("#scene-title")
+
+
+def test_the_known_numbers(open_page):
+    page = open_page()
+    assert page.inner_text("#summary").startswith("train_step, 4 ranks (cpu, cpu, cpu, cpu), ")
+    assert titles(page)[0] == title(page) == "Scatter: 7 rows, 4 ranks"
+    assert "rank 0: 2, rank 1: 2, rank 2: 2, rank 3: 1" in page.inner_text("#scene-text")
+    rank = page.locator("#picture [data-rank='3']")
+    assert "1 row" in rank.locator("text").all_text_contents()
+    assert "inputs[0] float32 (1, 6), 24 B, view; target float32 (1, 2), 8 B, view" in [
+        each.get_attribute("data-tip") for each in rank.locator("[data-tip]").all()
+    ]
+    table = page.locator("#buckets tr").all_inner_texts()
+    assert [row.split("\t") for row in table[1:]] == [
+        ["0", "40 B", "2.bias, 2.weight"],
+        ["1", "16 B", "0.bias"],
+        ["2", "96 B", "0.weight"],
+    ]
+    phases = {row.split("\t")[0]: row.split("\t")[2] for row in page.locator("#phases tr").all_inner_texts()[1:]}
+    assert (phases["scatter"], phases["all_reduce"]) == ("0 B", "608 B")  # 4 ranks x 152 bytes
+
+
+def test_it_steps_by_buttons_and_keys(open_page):
+    page = open_page()
+    scenes = titles(page)
+    assert len(scenes) == len(set(scenes)) == 8
+    page.click("#next")
+    assert title(page) == scenes[1] == "Forward"
+    page.keyboard.press("ArrowRight")
+    assert title(page) == scenes[2]
+    page.keyboard.press("ArrowLeft")
+    assert title(page) == scenes[1]
+    page.keyboard.press("End")
+    assert title(page) == scenes[-1] == "Update"
+    page.keyboard.press("ArrowRight")
+    assert title(page) == scenes[-1]
+    page.keyboard.press("Home")
+    page.click("#back")
+    assert title(page) == scenes[0]
+    page.locator("#scenes button").nth(4).click()
+    assert title(page) == scenes[4]
+    assert page.locator("#scenes [aria-current='step']").count() == 1
+
+
+def test_it_plays_to_the_end_and_pauses(open_page):
+    page = open_page()
+    page.select_option("#speed", "3")
+    page.locator("#scene-title").click()
+    page.keyboard.press("Space")
+    assert page.inner_text("#play") == "Pause"
+    sync_api.expect(page.locator("#scene-title")).to_have_text("Forward", timeout=20_000)
+    page.click("#play")
+    assert page.inner_text("#play") == "Play"
+    there = page.get_attribute("#picture svg", "data-progress"), title(page)
+    page.wait_for_timeout(200)
+    assert (page.get_attribute("#picture svg", "data-progress"), title(page)) == there
+    page.click("#play")
+    sync_api.expect(page.locator("#play")).to_have_text("Play", timeout=60_000)
+    assert title(page) == "Update"
+    assert page.get_attribute("#picture svg", "data-progress") == "1.000"
+
+
+def test_things_move_and_the_scrubber_sets_where(open_page):
+    page = open_page()
+
+    def places():
+        return [each.get_attribute("transform") for each in page.locator("#picture .tokens rect").all()]
+
+    def scrub(value):
+        page.evaluate(f"document.getElementById('scrub').value = {value}")
+        page.locator("#scrub").dispatch_event("input")
+
+    begin = places()
+    assert len(begin) == 7  # one token a row
+    scrub(0.5)
+    middle = places()
+    scrub(0.999)
+    assert all(one != other for one, other in zip(begin, places(), strict=True))
+    assert begin != middle
+    scrub(1.5)
+    assert title(page) == "Forward"
+    assert page.get_attribute("#scrub", "aria-valuetext") == "scene 2 of 8: Forward"
+    page.focus("#scrub")
+    page.keyboard.press("Home")
+    assert title(page).startswith("Scatter")
+
+
+def test_a_ring_chunk_by_chunk(open_page):
+    page = open_page()
+    page.select_option("#step", index=1)
+    assert titles(page) == [f"all_reduce (ring): tensors are all-reduced, round {n} of 4" for n in (1, 2, 3, 4)]
+    tips = [each.get_attribute("data-tip") for each in page.locator("#picture .tokens rect").all()]
+    assert sorted(tip.split(":")[0] for tip in tips) == ["rank 0 to rank 1", "rank 1 to rank 2", "rank 2 to rank 0"]
+    assert all("sum: 12 B" in tip for tip in tips)
+    page.keyboard.press("End")
+    held = [each.get_attribute("data-tip") for each in page.locator("#picture [data-rank='1'] [data-tip]").all()]
+    assert {tip.split(": ")[1] for tip in held} == {"the sum of ranks 0, 1, 2"}
+
+
+@pytest.mark.parametrize("width", [400, 1280])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_it_fits_and_can_be_read(open_page, width, scheme):
+    page = open_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    assert page.get_attribute("html", "data-theme") == scheme
+    paper, ink = (page.evaluate(f"getComputedStyle(document.body).{name}") for name in ("backgroundColor", "color"))
+    assert contrast(paper, ink) >= 7
+    page.click("#theme")
+    assert page.get_attribute("html", "data-theme") != scheme
+    small = page.evaluate(
+        "[...document.querySelectorAll('svg text')].map((e) => parseFloat(getComputedStyle(e).fontSize))"
+        ".filter((size) => size < 12).length"
+    )
+    assert small == 0
+    for button in page.locator(".controls button").all():
+        assert button.bounding_box()["height"] >= 40
+
+
+def contrast(one, other):
+    """WCAG 2's ratio of two colours."""
+
+    def luminance(colour):
+        values = [int(each) / 255 for each in colour[colour.index("(") + 1 : -1].split(",")[:3]]
+        linear = [each / 12.92 if each <= 0.04045 else ((each + 0.055) / 1.055) ** 2.4 for each in values]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    low, high = sorted(map(luminance, (one, other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def test_everything_has_a_name(open_page):
+    """What a screen reader says."""
+    page = open_page()
+    for button in page.locator("button, select, input").all():
+        name = button.evaluate("e => e.getAttribute('aria-label') || e.textContent || e.labels[0].textContent")
+        assert name.strip()
+    assert page.get_attribute("#scene-text", "aria-live") == "polite"
+    picture = page.locator("#picture svg")
+    assert picture.get_attribute("role") == "img"
+    assert picture.get_attribute("aria-label").startswith("Scatter: 7 rows, 4 ranks. ")
+    assert page.locator("#timeline svg").get_attribute("aria-label").startswith("Timeline of ")
+    assert page.locator("html").get_attribute("lang") == "en"
+    reached = set()
+    for _ in range(12):
+        page.keyboard.press("Tab")
+        reached.add(page.evaluate("document.activeElement.id"))
+    assert {"step", "theme", "first", "back", "play", "next", "last", "speed", "scrub"} <= reached
+
+
+def test_bars_of_the_timeline_lead_to_their_scenes(open_page):
+    page = open_page()
+    bars = page.locator("#timeline .hit")
+    tips = [each.get_attribute("data-tip") for each in bars.all()]
+    bars.nth(next(place for place, tip in enumerate(tips) if tip.startswith("backward"))).click(force=True)
+    assert title(page) == "Backward"
+    bars.nth(next(place for place, tip in enumerate(tips) if tip.startswith("update"))).click(force=True)
+    assert title(page) == "Update"
+    bars.first.hover(force=True)
+    assert page.inner_text("#tip") == tips[0]

@@ -1,0 +1,79 @@
+"""`mgpu explain script.py`: the script runs as it is, and its story follows."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+SCRIPT = """
+import sys
+import torch, mgpu_core
+from beside import ROWS
+model = mgpu_core.DataParallel(torch.nn.Linear(3, 2), ["cpu"] * 2)
+for _ in range(int(sys.argv[1])):
+    model(torch.ones(ROWS, 3)).square().sum().backward()
+print("arguments:", sys.argv[1:], __name__)
+{last}
+"""
+
+
+def explain(folder, *words, last="", steps="8"):
+    (folder / "beside.py").write_text("ROWS = 5\n")
+    (folder / "script.py").write_text(SCRIPT.replace("{last}", last))
+    command = [sys.executable, "-P", "-m", "mgpu_core", "explain", *words, "script.py", steps, "--own", "word"]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=100)
+
+
+def test_a_script_and_its_files(tmp_path):
+    done = explain(tmp_path, "--html", "a.html", "--trace", "b.json", "--profile", "c.json", last="sys.exit(0)")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "arguments: ['8', '--own', 'word'] __main__" in done.stdout
+    assert "step 4: data_parallel, 2 ranks (cpu, cpu)" in done.stdout
+    assert done.stdout.splitlines()[-3:] == ["written: a.html", "written: b.json", "written: c.json"]
+    assert json.loads((tmp_path / "c.json").read_text())["rows"] == 5
+    assert json.loads((tmp_path / "b.json").read_text())["traceEvents"]
+    assert (tmp_path / "a.html").read_text().startswith("<!doctype html>")
+
+
+@pytest.mark.parametrize(
+    ("last", "status", "text"),
+    [
+        ("sys.exit(3)", 3, ""),
+        ("sys.exit('enough')", 1, "enough\n"),
+        ("{}['a key']", 1, "KeyError: 'a key'"),
+        ("raise ValueError('the script said so')", 1, "ValueError: the script said so"),
+    ],
+)
+def test_the_scripts_own_end(tmp_path, last, status, text):
+    done = explain(tmp_path, "--skip", "1", "--steps", "2", last=last)
+    assert done.returncode == status
+    assert text in done.stderr
+    assert "runpy" not in done.stderr
+    assert "mgpu explain: error" not in done.stderr
+    assert "step 1: data_parallel" in done.stdout
+
+
+def test_nothing_to_record(tmp_path):
+    done = explain(tmp_path, steps="2")
+    assert done.returncode == 1
+    assert "nothing was recorded" in done.stderr
+    assert "first 3 steps" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["nowhere.py"], "there is no such script"),
+        (["--steps", "0", "script.py"], "steps at least 1"),
+        (["--html", "no/folder/page.html", "script.py"], "cannot write"),
+    ],
+)
+def test_bad_requests(tmp_path, words, text):
+    (tmp_path / "script.py").write_text("raise SystemExit('must not run')\n")
+    command = [sys.executable, "-P", "-m", "mgpu_core", "explain", *words]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 2
+    assert done.stderr.startswith("mgpu explain: error: ")
+    assert text in done.stderr
+    assert len(done.stderr.splitlines()) <= 2

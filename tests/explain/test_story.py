@@ -1,0 +1,196 @@
+"""A recording told: its steps, its table, its trace, and the numbers of a known step."""
+
+import json
+
+import pytest
+import torch
+from torch.nn import functional
+
+import mgpu_core
+from mgpu_core import comm
+from mgpu_core.entries import Collective
+from mgpu_core.explain.phases import bus_gbps, moved_nbytes, phases_of
+from mgpu_core.explain.trace import trace_of
+
+
+def net():
+    return torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2))
+
+
+PARAMETERS_NBYTES = 4 * (6 * 4 + 4 + 4 * 2 + 2)
+
+
+def forward_and_backward(model, rows=10):
+    x = torch.randn(rows, 6)
+    functional.cross_entropy(model(x), torch.zeros(rows, dtype=torch.int64)).backward()
+
+
+def test_the_steps_of_a_story():
+    model = mgpu_core.DataParallel(net(), ["cpu"] * 3)
+    module = net()
+    step = mgpu_core.TrainStep(module, functional.mse_loss, torch.optim.SGD(module.parameters(), 0.1), ["cpu"] * 2)
+    with mgpu_core.explain() as story:
+        forward_and_backward(model)
+        comm.all_reduce([torch.ones(4) for _ in range(2)])
+        step(torch.randn(6, 6), torch.randn(6, 2))
+        step.evaluate(torch.randn(6, 6), torch.randn(6, 2))
+        comm.broadcast(torch.ones(4), ["cpu"] * 8)
+    assert [each.name for each in story.steps] == ["data_parallel", "calls", "train_step", "evaluate", "calls"]
+    assert [len(each.devices) for each in story.steps] == [3, 2, 2, 2, 8]
+    assert [each.number for each in story.steps] == [0, 1, 2, 3, 4]
+    assert story.dropped == 0
+
+
+def test_the_backward_belongs_to_its_forward():
+    model = mgpu_core.DataParallel(net(), ["cpu"] * 2)
+    with mgpu_core.explain() as story:
+        for _ in range(2):
+            forward_and_backward(model)
+    assert len(story) == 2
+    for step in story.steps:
+        assert [call.operation for call in step.collectives] == ["scatter", "broadcast", "gather", "scatter", "reduce"]
+        assert sorted(span.rank for span in step.spans if span.step == "backward") == [0, 1]
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_the_table_counts_what_moved(ranks):
+    model = mgpu_core.DataParallel(net(), ["cpu"] * ranks)
+    with mgpu_core.explain() as story:
+        forward_and_backward(model, rows=16)
+    moved = {phase.name: phase.moved_nbytes for phase in phases_of(story.step())}
+    assert moved == {
+        "scatter": 16 * 6 * 4,
+        "replicate": (ranks - 1) * PARAMETERS_NBYTES,
+        "forward": 0,
+        "gather": 16 * 2 * 4,
+        "scatter (backward)": 16 * 2 * 4,
+        "backward": 0,
+        "reduce": ranks * PARAMETERS_NBYTES,
+    }
+    text = story.table()
+    assert text.splitlines()[0].startswith(f"step 0: data_parallel, {ranks} ranks (cpu, cpu")
+    for name in moved:
+        assert f"\n{name}" in text
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+@pytest.mark.parametrize("algorithm", ["naive", "direct", "ring"])
+def test_all_algorithms_but_the_tree_move_as_much(ranks, algorithm):
+    with mgpu_core.explain() as story:
+        comm.all_reduce([torch.ones(24) for _ in range(ranks)], algorithm=algorithm)
+    (call,) = story.step().collectives
+    assert moved_nbytes(call) == 2 * (ranks - 1) * 24 * 4
+
+
+def test_bus_bandwidth_by_hand():
+    def call(operation, nbytes, seconds):
+        ranks = tuple(range(len(nbytes)))
+        times = {"cpu": (0, round(seconds * 1e9))}
+        return Collective(operation, "direct", ranks, nbytes, ("cpu",) * len(nbytes), (), times, 0, 1, 1)
+
+    assert bus_gbps([call("all_reduce", (4000,) * 4, 1e-6)]) == 6.0  # 4000 bytes x 2 x 3 / 4 in 1 us
+    assert bus_gbps([call("broadcast", (0, 3000), 1e-6)]) == 3.0
+    assert bus_gbps([call("gather", (1000, 1000, 1000, 1000), 1e-6)]) == 3.0
+    assert bus_gbps([call("reduce", (5,), 1e-6)]) is None
+    assert bus_gbps([]) is None
+
+
+def test_the_trace_has_a_track_per_rank(tmp_path):
+    model = mgpu_core.DataParallel(net(), ["cpu"] * 3)
+    with mgpu_core.explain() as story:
+        forward_and_backward(model)
+    story.save_trace(tmp_path / "trace.json")
+    trace = json.loads((tmp_path / "trace.json").read_text())
+    assert trace == json.loads(json.dumps(trace_of(story)))
+    events = trace["traceEvents"]
+    names = {(each["pid"], each["tid"]): each["args"]["name"] for each in events if each["name"] == "thread_name"}
+    assert {"rank 0", "rank 1", "rank 2", "host"} <= set(names.values())
+    forwards = [each for each in events if each["name"] == "forward"]
+    assert sorted(names[each["pid"], each["tid"]] for each in forwards) == ["rank 0", "rank 1", "rank 2"]
+    copies = [each for each in events if each["name"] == "copy" and names[each["pid"], each["tid"]] == "host"]
+    # 3 of the rows, 2 x 4 parameters, 3 outputs; the rows of a gradient that is one number have a road of their own
+    assert len(copies) >= 3 + 8 + 3
+    assert all(each["ts"] >= 0 and each.get("dur", 0) >= 0 for each in events if each["ph"] != "M")
+
+
+def test_the_profile_of_a_step():
+    module = net()
+    step = mgpu_core.TrainStep(
+        module, functional.mse_loss, torch.optim.SGD(module.parameters(), 0.1), ["cpu"] * 2, bucket_nbytes=40
+    )
+    x, y = torch.randn(6, 6), torch.randn(6, 2)
+    for _ in range(2):
+        step(x, y)
+    with mgpu_core.explain() as story:
+        step(x, y)
+    profile = story.profile(name="small")
+    assert (profile.name, profile.ranks, profile.rows) == ("small", 2, 6)
+    assert profile.scatter_nbytes == 6 * 6 * 4 + 6 * 2 * 4
+    assert sum(bucket.nbytes for bucket in profile.buckets) == PARAMETERS_NBYTES
+    assert len(profile.buckets) == 3
+    assert all(0 <= bucket.ready_fraction <= 1 for bucket in profile.buckets)
+    assert min(profile.forward_seconds, profile.backward_seconds, profile.update_seconds) > 0
+
+
+def test_what_has_no_profile():
+    with mgpu_core.explain() as story:
+        comm.broadcast(torch.ones(4), ["cpu"] * 2)
+    with pytest.raises(ValueError, match="no forward and backward"):
+        story.profile()
+    with pytest.raises(IndexError, match="1 steps, and no step 3"):
+        story.table(3)
+
+
+def test_nothing_was_recorded(tmp_path):
+    with mgpu_core.explain() as story:
+        pass
+    assert len(story) == 0
+    with pytest.raises(ValueError, match="nothing was recorded"):
+        story.save_html(tmp_path / "page.html")
+    with pytest.raises(IndexError):
+        story.table()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_error_inside_passes_and_leaves_the_story():
+    story = None
+
+    def broken():
+        nonlocal story
+        with mgpu_core.explain() as story:
+            comm.broadcast(torch.ones(4), ["cpu"] * 2)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        broken()
+    assert [step.name for step in story.steps] == ["calls"]
+
+
+def test_bad_windows_and_a_second_recording():
+    with pytest.raises(ValueError, match="steps at least 1"), mgpu_core.explain(steps=0):
+        pass
+    with pytest.raises(ValueError, match="skip must be"), mgpu_core.explain(skip=-1):
+        pass
+    with mgpu_core.explain(), pytest.raises(RuntimeError, match="already on"), mgpu_core.explain():
+        pass
+
+
+def test_the_profiler_sees_every_rank():
+    """Their threads are older than the profiler, which by itself does not look into them."""
+    module = net()
+    step = mgpu_core.TrainStep(module, functional.mse_loss, torch.optim.SGD(module.parameters(), 0.1), ["cpu"] * 3)
+    x, y = torch.randn(6, 6), torch.randn(6, 2)
+    step(x, y)
+    with mgpu_core.explain.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        step(x, y)
+    names = {event.name for event in profiler.events()}
+    expected = {f"mgpu {what} rank {rank}" for what in ("forward", "loss", "backward") for rank in range(3)}
+    assert expected <= names
+    assert {"mgpu train_step", "mgpu update", "mgpu all_reduce bucket 0"} <= names
+    threads = {event.thread for event in profiler.events() if event.name.startswith("mgpu forward")}
+    assert len(threads) == 3
+
+
+def test_the_profiler_keeps_its_own_config():
+    with pytest.raises(TypeError, match="experimental_config"), mgpu_core.explain.profile(experimental_config=None):
+        pass

@@ -17,6 +17,7 @@ NAMES = (
     "reduce_scatter",
     "scatter",
     "gather",
+    "all_reduce_model",
     "pack",
     "unpack",
     "sum_ranks",
@@ -28,6 +29,7 @@ NAMES = (
     "replicate",
     "forward_backward",
     "train_step",
+    "explain_overhead",
     "mnist_epoch",
 )
 

@@ -43,6 +43,7 @@ stage_test() {
   [[ -d tests/cuda ]] || missing tests/cuda
   run_pytest test-cuda tests/cuda --ignore=tests/cuda/test_nccl.py || code=1
   run_pytest test-kernels tests/kernels tests/conformance || code=1
+  run_pytest test-ladder tests/ladder || code=1
   exit "$code"
 }
 
@@ -74,6 +75,8 @@ stage_bench() {
     echo "== $name"
     python3 -P benchmarks/run.py "$name" --device cuda --check --json "$out/results/$name.json" || code=1
   done
+  echo "== ladder"
+  python3 -P benchmarks/ladder/run.py --json "$out/results/ladder.json" || code=1
   echo "== train_step"
   python3 -P benchmarks/run.py train_step --device cuda --peers bare,torch,compile --model simplenet --check \
     --json "$out/results/train_step.json" || code=1

@@ -32,6 +32,7 @@ void bind_transfer(py::module_& m);
 void bind_kernels(py::module_& m);
 void bind_nccl(py::module_& m);
 void bind_transcript(py::module_& m);
+void bind_nothing(py::module_& m);
 
 // Runs `work` without the GIL.  It must touch no Python object.
 template <class Work>

@@ -55,4 +55,5 @@ PYBIND11_MODULE(_core, m, pybind11::mod_gil_not_used()) {
   bind_collectives(m);
   bind_nccl(m);
   bind_transcript(m);
+  bind_nothing(m);
 }

@@ -1,0 +1,134 @@
+"""What it costs to be able to look: a step with nobody looking, and one that is recorded.
+
+Three rows. `span`: the time of one span with recording off, beside a limit of 100 ns. `off`: all looks at the flag that
+one step of SimpleNet makes, beside that step. `on`: a step of the CNN that is recorded, beside the same step that is
+not; it is the recording of a step inside a training, so what a recording does at its end is not in it.
+"""
+
+import argparse
+import contextlib
+import itertools
+from collections.abc import Callable, Generator
+
+import torch
+from torch.nn import functional
+
+from benchmarks.case import Case, Row, at_most, measure_row
+from benchmarks.options import parse_count
+from benchmarks.timing import OURS, Contestant, Schedule, timed
+from benchmarks.training import Step, Trainee, Training
+from mgpu_core import TrainStep
+from mgpu_core.comm.watch import watched
+from mgpu_core.entries import ALL_RANKS, Span
+from mgpu_core.explain import name_in_profilers
+from mgpu_core.explain.clock import EventClock
+from mgpu_core.record import is_on, recording, span
+
+LIMIT_SECONDS = 100e-9
+LOOPS = 10_000
+STEPS = {"simplenet": 20, "cnn": 2}
+BATCH = {"simplenet": 64, "cnn": 256}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The number of ranks."""
+    parser.add_argument("--ranks", type=parse_count, default=2, metavar="N", help="default: %(default)s")
+
+
+def measure(options: argparse.Namespace) -> Generator[Row]:
+    """The three rows."""
+    return _rows(options.ranks, options.repeats)
+
+
+def _rows(ranks: int, repeats: int) -> Generator[Row]:
+    schedule = Schedule(repeats, warmup=2)
+    limit = Contestant(lambda: LIMIT_SECONDS, lambda: 0)
+    one_span = Contestant(_many(_spans), _is_off)
+    yield measure_row({"what": "span", "ranks": ranks}, {OURS: one_span, "limit": limit}, schedule)
+    with contextlib.ExitStack() as stack:
+        small = _trainee("simplenet", ranks, stack)
+        entries = _entries_of(small)
+        spans = sum(isinstance(entry, Span) for entry in entries)
+        own, others = _many(_spans, spans), _many(_questions, len(entries) - spans)
+        sides = {OURS: Contestant(lambda: own() + others(), _is_off), "step": _contestant(small, "simplenet")}
+        yield measure_row({"what": "off", "ranks": ranks}, sides, schedule)
+    with contextlib.ExitStack() as stack:
+        large = _trainee("cnn", ranks, stack)
+        plain = _contestant(large, "cnn")
+        sides = {OURS: Contestant(_recorded(plain.run), plain.wrong), "step": plain}
+        yield measure_row({"what": "on", "ranks": ranks}, sides, schedule)
+
+
+def _spans(count: int) -> None:
+    for _ in range(count):
+        with span("forward", 1, None):
+            pass
+
+
+def _questions(count: int) -> None:
+    """What is asked for other entries: whether a recording is on, and a watch over a collective."""
+    for _ in range(count):
+        is_on()
+        with watched("reduce", (), (), (), None) as watch:
+            watch.ran("direct")
+
+
+def _many(looks: Callable[[int], object], count: int = 1) -> Callable[[], float]:
+    """The seconds of one time in many; those of the loop around them are taken off."""
+    loop, empty = timed(lambda: looks(LOOPS)), timed(lambda: _loop(LOOPS))
+    return lambda: max(0.0, loop() - empty()) / LOOPS * count
+
+
+def _loop(count: int) -> None:
+    for _ in range(count):
+        pass
+
+
+def _is_off() -> int:
+    return int(is_on())
+
+
+def _trainee(model: str, ranks: int, stack: contextlib.ExitStack) -> Trainee:
+    def ours(network: torch.nn.Module, optimizer: torch.optim.SGD) -> Step:
+        step = TrainStep(network, functional.cross_entropy, optimizer, ["cpu"] * ranks)
+        return stack.enter_context(contextlib.closing(step))
+
+    return Trainee(Training(model, BATCH[model], ranks, STEPS[model], "cpu"), ours)
+
+
+def _contestant(trainee: Trainee, model: str) -> Contestant:
+    salts, run = itertools.count(1), timed(trainee.train)
+    return Contestant(lambda: run() / STEPS[model], lambda: trainee.wrong(next(salts)))
+
+
+def _entries_of(trainee: Trainee) -> list[object]:
+    """What one step would leave in a recording."""
+    trainee.train()
+    with recording(steps=1) as story:
+        trainee.train()
+    heads = [entry for entry in story.entries if isinstance(entry, Span) and entry.rank == ALL_RANKS]
+    assert [entry.step for entry in heads].count("train_step") == 1
+    return list(story.entries)
+
+
+def _recorded(run: Callable[[], float]) -> Callable[[], float]:
+    def recorded() -> float:
+        with recording(EventClock(), name_in_profilers):
+            return run()
+
+    return recorded
+
+
+CASE = Case(
+    name="explain_overhead",
+    summary="what recording costs: a span that is off, a SimpleNet step that is, a CNN step that is recorded",
+    peers=("limit", "step"),
+    measure=measure,
+    add_arguments=add_arguments,
+    unit="us",
+    bounds=(
+        at_most(1.0, "limit", what="span"),
+        at_most(0.005, "step", what="off"),
+        at_most(1.05, "step", what="on"),
+    ),
+)

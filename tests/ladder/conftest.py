@@ -1,0 +1,38 @@
+"""The ladder is no part of the package: it is found beside it, as its command finds it."""
+
+import importlib.util
+import shutil
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+
+if str(ROOT) not in sys.path:
+    sys.path.append(str(ROOT))
+
+
+@pytest.fixture(scope="session")
+def on_host(tmp_path_factory):
+    """`on_host.py`, with a `library(kernel)` that builds each once."""
+    if shutil.which("g++") is None:
+        pytest.skip("needs g++")
+    spec = importlib.util.spec_from_file_location("ladder_on_host", HERE / "on_host.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    folder = tmp_path_factory.mktemp("ladder-on-host")
+    module.library = cache(lambda kernel: module.build(kernel, folder))
+    return module
+
+
+@pytest.fixture
+def gpu():
+    """The first GPU; afterwards its work has ended without an error that the next test would report."""
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    yield torch.device("cuda", 0)
+    torch.cuda.synchronize()

@@ -1,0 +1,82 @@
+"""The cupy rungs: what they launch runs on the host by g++, what they compile goes through NVRTC, and both on a GPU."""
+
+import importlib.util
+from functools import cache
+
+import pytest
+import torch
+
+from benchmarks.ladder import cupy_rungs
+from benchmarks.ladder.check import wrong
+from benchmarks.ladder.rungs import KERNELS, RUNGS, Unavailable
+
+CPU = torch.device("cpu")
+LONGEST = 9001
+CUPY = importlib.util.find_spec("cupy") is not None
+
+
+@pytest.fixture
+def hosted(on_host, monkeypatch):
+    """The kernels of the host's libraries in the place of NVRTC's."""
+
+    class Module:
+        def __init__(self, kernel, names):
+            self.kernel, self.names = kernel, names
+
+        def get_function(self, name):
+            assert name in self.names
+            return lambda blocks, given: on_host.run(on_host.library(self.kernel), self.kernel, name, blocks, given)
+
+    monkeypatch.setattr(cupy_rungs, "compiled", Module)
+    monkeypatch.setattr(cupy_rungs, "_start", lambda function, blocks, given, _: function(blocks, given))
+    return cupy_rungs.prepare
+
+
+@pytest.mark.parametrize("rung", RUNGS)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_on_the_host(hosted, kernel, rung):
+    assert wrong(hosted, kernel, rung, CPU, LONGEST) == []
+
+
+@cache
+def nvrtc():
+    """cupy's door to NVRTC, or why there is none."""
+    if not CUPY:
+        return "cupy is not installed (extra: cuda13)"
+    from cupy.cuda import nvrtc as door
+
+    try:
+        door.getVersion()
+    except Exception as error:  # cupy has no class of its own for a library that is not there
+        return f"no libnvrtc: {error}"
+    return door
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_nvrtc_compiles_every_kernel_by_its_name(on_host, kernel):
+    door = nvrtc()
+    if isinstance(door, str):
+        pytest.skip(door)
+    program = door.createProgram(cupy_rungs.source(kernel), f"{kernel}.cu", (), ())
+    for name in on_host.names(kernel):
+        door.addNameExpression(program, name)
+    try:
+        door.compileProgram(program, ("-arch=sm_90", *cupy_rungs.options()))
+    except door.NVRTCError:
+        pytest.fail(door.getProgramLog(program))
+    code = door.getCUBIN(program)
+    assert code.startswith(b"\x7fELF")
+    assert all(door.getLoweredName(program, name).encode() in code for name in on_host.names(kernel))
+
+
+def test_without_cupy_it_says_so(monkeypatch):
+    monkeypatch.setitem(importlib.import_module("sys").modules, "cupy", None)
+    with pytest.raises(Unavailable, match="no cupy: "):
+        cupy_rungs._cupy()
+
+
+@pytest.mark.skipif(not CUPY, reason="cupy is not installed (extra: cuda13)")
+@pytest.mark.parametrize("rung", RUNGS)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_on_a_gpu(gpu, kernel, rung):
+    assert wrong(cupy_rungs.prepare, kernel, rung, gpu, LONGEST) == []

@@ -1,0 +1,164 @@
+"""A recorded step at another number of GPUs: pure functions of a profile and a machine.
+
+A step is: scatter, forward, backward beside the all-reduces of the buckets, update, gather; and the host's own time.
+A bucket is all-reduced as soon as it is ready and the one before is done; what is left after backward is exposed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from mgpu_core.explain.cost import Cost, StepProfile, all_reduce_cost, gather_seconds, scatter_seconds
+from mgpu_core.explain.topology import HostMemory, Machine
+
+__all__ = ["SCALINGS", "Plan", "Prediction", "exposed_seconds", "predict_step"]
+
+SCALINGS = ("weak", "strong")
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How a step is carried to another size.
+
+    Attributes:
+        machine: on which.
+        scaling: ``weak``: each GPU keeps its rows; ``strong``: the batch keeps its rows, and GPUs share them.
+        overlap: buckets travel beside backward; without, after it.
+        algorithm: of the all-reduce.
+    """
+
+    machine: Machine
+    scaling: str = "weak"
+    overlap: bool = True
+    algorithm: str = "auto"
+
+    def __post_init__(self) -> None:
+        """Raises ``ValueError`` for an unknown scaling."""
+        if self.scaling not in SCALINGS:
+            raise ValueError(f"unknown scaling {self.scaling!r}: wanted one of {', '.join(SCALINGS)}")
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """One step with so many GPUs; seconds.
+
+    Attributes:
+        gpus: how many.
+        rows: of the whole batch.
+        compute_s: forward and backward of one GPU.
+        latency_s, transfer_s: the exposed part of the all-reduces, by what it consists of.
+        update_s: of the optimizer.
+        input_s: scatter and gather.
+        host_s: the host's own time.
+        efficiency: rows a second, over so many times those of one GPU.
+    """
+
+    gpus: int
+    rows: int
+    compute_s: float
+    latency_s: float
+    transfer_s: float
+    update_s: float
+    input_s: float
+    host_s: float
+    efficiency: float = 1.0
+
+    @property
+    def exposed_s(self) -> float:
+        """Communication that nothing hides."""
+        return self.latency_s + self.transfer_s
+
+    @property
+    def step_s(self) -> float:
+        """The whole step."""
+        return self.compute_s + self.exposed_s + self.update_s + self.input_s + self.host_s
+
+    @property
+    def rows_per_second(self) -> float:
+        """Throughput of all GPUs together."""
+        return self.rows / self.step_s
+
+    @property
+    def bottleneck(self) -> str:
+        """What takes the largest part of the step."""
+        parts = {
+            "compute": self.compute_s + self.update_s,
+            "communication latency": self.latency_s,
+            "communication bandwidth": self.transfer_s,
+            "input": self.input_s,
+            "host": self.host_s,
+        }
+        return max(parts, key=parts.__getitem__)
+
+
+def exposed_seconds(ready: Sequence[float], taken: Sequence[float], backward: float) -> float:
+    """How long after the end of backward the last bucket is there.
+
+    Args:
+        ready: seconds from the begin of backward to each bucket, in the order in which they travel.
+        taken: seconds of each all-reduce, which begins when its bucket is ready and the one before it is done.
+        backward: seconds of backward.
+    """
+    done = 0.0
+    for each, seconds in zip(ready, taken, strict=True):
+        done = max(done, each) + seconds
+    return max(0.0, done - backward)
+
+
+def predict_step(profile: StepProfile, gpus: int, plan: Plan) -> Prediction:
+    """The step with so many GPUs, beside one GPU.
+
+    Raises:
+        ValueError: numbers that the machine cannot have (:meth:`Topology.shape`), or fewer rows than GPUs.
+    """
+    single, found = _predict(profile, 1, plan), _predict(profile, gpus, plan)
+    efficiency = found.rows_per_second / (gpus * single.rows_per_second)
+    return replace(found, efficiency=efficiency)
+
+
+def _predict(profile: StepProfile, gpus: int, plan: Plan) -> Prediction:
+    scale = gpus / profile.ranks if plan.scaling == "weak" else 1.0  # of the whole batch
+    rows = round(profile.rows * scale)
+    if rows < gpus:
+        raise ValueError(f"{gpus} GPUs share {rows} rows: some have none (--scaling weak keeps the rows of each)")
+    slower = _slowdown(profile, gpus, plan)
+    cost = _all_reduce(profile, gpus, plan)
+    exposed = _exposed(profile, cost, slower, plan)
+    total = sum(each.seconds for each in cost)
+    latency = exposed * sum(each.latency_s for each in cost) / total if total else 0.0
+    return Prediction(
+        gpus,
+        rows,
+        compute_s=slower * (profile.forward_seconds + profile.backward_seconds),
+        latency_s=latency,
+        transfer_s=exposed - latency,
+        update_s=profile.update_seconds,
+        input_s=_input(profile, gpus, scale, plan),
+        host_s=profile.host_overhead_seconds,
+    )
+
+
+def _input(profile: StepProfile, gpus: int, scale: float, plan: Plan) -> float:
+    """Scatter and gather; what the step does not do costs nothing, not even its messages."""
+    scatter = scatter_seconds(gpus, profile.scatter_nbytes * scale, plan.machine) if profile.scatter_nbytes else 0.0
+    return scatter + (gather_seconds(gpus, profile.gather_nbytes * scale, plan.machine) if profile.gather_nbytes else 0)
+
+
+def _slowdown(profile: StepProfile, gpus: int, plan: Plan) -> float:
+    """Of one rank's forward and backward: in proportion to its rows; CPU ranks share the cores as well."""
+    rows = 1.0 if plan.scaling == "weak" else profile.ranks / gpus
+    return rows * gpus / profile.ranks if isinstance(plan.machine, HostMemory) else rows
+
+
+def _all_reduce(profile: StepProfile, gpus: int, plan: Plan) -> list[Cost]:
+    return [all_reduce_cost(plan.algorithm, gpus, bucket.nbytes, plan.machine) for bucket in profile.buckets]
+
+
+def _exposed(profile: StepProfile, cost: Sequence[Cost], slower: float, plan: Plan) -> float:
+    """On the host nothing is hidden: the cores that add are those that compute."""
+    taken = [each.seconds for each in cost]
+    if not plan.overlap or isinstance(plan.machine, HostMemory):
+        return sum(taken)
+    backward = slower * profile.backward_seconds
+    return exposed_seconds([bucket.ready_fraction * backward for bucket in profile.buckets], taken, backward)

@@ -1,0 +1,135 @@
+"""`mgpu simulate`: a recorded step at sizes that nobody here owns.  Step time, efficiency, bottleneck; a plot.
+
+The prediction is :mod:`mgpu_core.explain.predict`, its formulas :mod:`mgpu_core.explain.cost`; this file is the command
+line and its table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from mgpu_core.explain.cost import ALGORITHMS, StepProfile
+from mgpu_core.explain.example_steps import EXAMPLES, NOTE
+from mgpu_core.explain.fit import this_host
+from mgpu_core.explain.predict import SCALINGS, Plan, Prediction, predict_step
+from mgpu_core.explain.simulate_plot import draw, require_matplotlib
+from mgpu_core.explain.topology import FORM, GPUS_PER_NODE, HostMemory, Machine, known_names, parse_topology
+from mgpu_core.files import check_writable, write_whole
+
+__all__ = ["add_arguments", "render", "run", "simulate"]
+
+FORMAT = "mgpu_core simulation 1"
+_TITLES = ("GPUs", "step ms", "compute", "exposed", "update", "input", "host", "rows/s", "efficiency", "bottleneck")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `mgpu simulate`."""
+    add = parser.add_argument
+    add("step", nargs="?", type=Path, metavar="STEP.json", help="a recorded step; without one, the example is taken")
+    add("--example", choices=tuple(EXAMPLES), default="resnet50", help="its times are assumed (default: %(default)s)")
+    add("--gpus", default="8,64,1024", metavar="LIST", help="how many GPUs (default: %(default)s)")
+    add("--topology", default="nvlink4+ib-ndr400", help=f"{FORM}; {known_names()}; or host: CPU ranks of this machine")
+    add("--gpus-per-node", type=int, default=GPUS_PER_NODE, metavar="N", help="default: %(default)s")
+    add("--scaling", choices=SCALINGS, default="weak", help="keep the rows of each GPU (weak), or of all (strong)")
+    add("--algorithm", choices=ALGORITHMS, default="auto", help="of the all-reduce (default: %(default)s)")
+    add("--no-overlap", action="store_true", help="all-reduce after backward, not beside it")
+    add("--plot", type=Path, metavar="FILE.png", help="draw step time and efficiency (needs matplotlib)")
+    add("--json", type=Path, metavar="FILE", help="write the predictions")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the table; writes what was asked for."""
+    for path in filter(None, (args.plot, args.json)):
+        check_writable(path)
+    if args.plot is not None:
+        require_matplotlib()
+    gpus = _counts(args.gpus)
+    profile = _read(args.step) if args.step else EXAMPLES[args.example]
+    plan = Plan(_machine(args), args.scaling, not args.no_overlap, args.algorithm)
+    found = simulate(profile, gpus, plan)
+    print(render(profile, plan, found), end="")
+    if not args.step:
+        print(f"\n{NOTE}")
+    if args.json is not None:
+        _write(args.json, profile, plan, found)
+    if args.plot is not None:
+        draw(_title(profile, plan), found, args.plot)
+    return 0
+
+
+def simulate(profile: StepProfile, gpus: Sequence[int], plan: Plan) -> list[Prediction]:
+    """One prediction for each number of GPUs.
+
+    Raises:
+        ValueError: numbers that the machine cannot have, or fewer rows than GPUs.
+    """
+    return [predict_step(profile, count, plan) for count in gpus]
+
+
+def render(profile: StepProfile, plan: Plan, found: Sequence[Prediction]) -> str:
+    """Title, table and what its columns mean, ending with a newline."""
+    rows = [_TITLES, *map(_cells, found)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(_TITLES))]
+    lines = [
+        "  " + "  ".join([cell.rjust(width) for cell, width in zip(row[:-1], widths[:-1], strict=True)] + [row[-1]])
+        for row in rows
+    ]
+    note = (
+        "  compute: forward and backward; exposed: all-reduce that nothing hides; efficiency: beside 1 GPU. All in ms."
+    )
+    return "\n".join([_title(profile, plan), "", *lines, "", note]) + "\n"
+
+
+def _cells(each: Prediction) -> tuple[str, ...]:
+    times = (each.step_s, each.compute_s, each.exposed_s, each.update_s, each.input_s, each.host_s)
+    rate = f"{each.rows_per_second:,.0f}"
+    return str(each.gpus), *(f"{1e3 * s:.3f}" for s in times), rate, f"{each.efficiency:.1%}", each.bottleneck
+
+
+def _title(profile: StepProfile, plan: Plan) -> str:
+    machine = plan.machine
+    where = machine.name if isinstance(machine, HostMemory) else f"{machine.name}, {machine.gpus_per_node} GPUs a node"
+    recorded = f"{profile.rows} rows on {profile.ranks} {'rank' if profile.ranks == 1 else 'ranks'}"
+    return f"{profile.name}, {recorded}; {where}; {plan.scaling} scaling, all-reduce {plan.algorithm}"
+
+
+def _counts(text: str) -> list[int]:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(re.fullmatch("[1-9][0-9]{0,6}", part) for part in parts):
+        raise ValueError(f"--gpus {text}: wanted whole numbers above 0, such as 8,64,1024")
+    return sorted({int(part) for part in parts})
+
+
+def _machine(args: argparse.Namespace) -> Machine:
+    if args.topology == "host":
+        return this_host()
+    return parse_topology(args.topology, args.gpus_per_node)
+
+
+def _read(path: Path) -> StepProfile:
+    try:
+        return StepProfile.from_json(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def _write(path: Path, profile: StepProfile, plan: Plan, found: Sequence[Prediction]) -> None:
+    content = {
+        "format": FORMAT,
+        "step": json.loads(profile.to_json()),
+        "topology": plan.machine.name,
+        "scaling": plan.scaling,
+        "overlap": plan.overlap,
+        "algorithm": plan.algorithm,
+        "predictions": [
+            asdict(each)
+            | {"step_s": each.step_s, "rows_per_second": each.rows_per_second, "bottleneck": each.bottleneck}
+            for each in found
+        ],
+    }
+    write_whole(path, lambda stream: stream.write((json.dumps(content, indent=2) + "\n").encode()))

@@ -1,0 +1,52 @@
+"""The picture of a simulation: what a step consists of at each number of GPUs, and the efficiency above it.
+
+matplotlib is an extra, imported only here and only when a picture is asked for.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+
+from mgpu_core.explain.predict import Prediction
+from mgpu_core.files import write_whole
+
+__all__ = ["draw", "require_matplotlib"]
+
+_PARTS = {
+    "compute_s": "compute",
+    "update_s": "update",
+    "exposed_s": "exposed communication",
+    "input_s": "input",
+    "host_s": "host",
+}
+
+
+def require_matplotlib() -> None:
+    """Raises ``ValueError`` with the cure if matplotlib is missing."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("--plot needs matplotlib, which is not installed: pip install matplotlib")
+
+
+def draw(title: str, found: Sequence[Prediction], path: Path) -> None:
+    """Writes a PNG, whole or not at all."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(max(7.0, 1.2 * len(found)), 5.5), layout="constrained")
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(1, 2))
+    places = range(len(found))
+    above.plot(places, [100 * each.efficiency for each in found], "o-")
+    above.set(ylabel="efficiency (%)", ylim=(0, 105))
+    bottom = [0.0] * len(found)
+    for field, name in _PARTS.items():
+        heights = [1e3 * getattr(each, field) for each in found]
+        below.bar(places, heights, 0.6, bottom=bottom, label=name)
+        bottom = [one + two for one, two in zip(bottom, heights, strict=True)]
+    below.set(ylabel="step (ms)", xlabel="GPUs")
+    below.set_xticks(places, [str(each.gpus) for each in found])
+    below.legend()
+    for axis in (above, below):
+        axis.grid(axis="y", alpha=0.3)
+    figure.suptitle(title, fontsize=9)
+    write_whole(path, lambda stream: figure.savefig(stream, format="png", dpi=120))

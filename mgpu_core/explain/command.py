@@ -12,19 +12,22 @@ from pathlib import Path
 from mgpu_core.explain import Story, record_story
 from mgpu_core.files import check_writable, write_whole
 
-__all__ = ["add_arguments", "add_outputs", "run", "save"]
+__all__ = ["add_arguments", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `mgpu explain`."""
     parser.add_argument("--skip", type=int, default=3, metavar="N", help="steps that pass first (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=5, metavar="N", help="steps to record (default: %(default)s)")
-    add_outputs(parser)
+    parser.add_argument(
+        "--predict", action="store_true", help="beside each collective what the cost model says of it (CPU ranks)"
+    )
+    _add_outputs(parser)
     parser.add_argument("script", type=Path, help="a Python script that uses mgpu_core")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
 
 
-def add_outputs(parser: argparse.ArgumentParser) -> None:
+def _add_outputs(parser: argparse.ArgumentParser) -> None:
     """The files that a story can be written to."""
     parser.add_argument("--html", type=Path, metavar="FILE", help="write the animated page")
     parser.add_argument("--trace", type=Path, metavar="FILE.json", help="write a trace for ui.perfetto.dev")
@@ -47,8 +50,10 @@ def run(args: argparse.Namespace) -> int:
     if not story.steps:
         print(_nothing(args), file=sys.stderr)
         return status or 1
+    if args.predict:
+        story.predict()
     print(f"\n{story.table()}")
-    save(story, args.html, args.trace, args.profile, args.script.stem)
+    _save(story, args.html, args.trace, args.profile, args.script.stem)
     return status
 
 
@@ -59,7 +64,7 @@ def _nothing(args: argparse.Namespace) -> str:
     )
 
 
-def save(story: Story, html: Path | None, trace: Path | None, profile: Path | None, name: str) -> None:
+def _save(story: Story, html: Path | None, trace: Path | None, profile: Path | None, name: str) -> None:
     """Writes the files that are wanted, and says so.
 
     Raises:

@@ -234,6 +234,23 @@ def broadcast_seconds(ranks: int, nbytes: float, machine: Machine) -> float:
     return _tree(at, nbytes).seconds / 2
 
 
+def reduce_seconds(ranks: int, nbytes: float, machine: Machine) -> float:
+    """Seconds until rank 0 has the sum of ``nbytes`` bytes of each rank, as this core does it: alpha + (n - 1) S beta.
+
+    One kernel of the root reads all ranks' memory, over the root's one link.
+
+    Raises:
+        ValueError: as for :func:`all_reduce_cost`; several nodes, which share no memory.
+    """
+    _check(ranks, nbytes)
+    if isinstance(machine, HostMemory):  # n inputs are read; the result's lines are read before they are written
+        return _on_host(machine, ranks, nbytes, [Pass(nbytes, (ranks + 2) * nbytes, True)]).seconds
+    at = _shape(machine, ranks, nbytes)
+    if at.nodes > 1:
+        raise ValueError(f"reduce reads the memory of peers, which {at.nodes} nodes do not share")
+    return (at.alpha if ranks > 1 else 0.0) + (ranks - 1) * nbytes * at.beta
+
+
 def _on_host(host: HostMemory, ranks: int, rank_nbytes: float, passes: Sequence[Pass]) -> Cost:
     """``rank_nbytes``: what each rank holds; all ranks' bytes together are the working set."""
     seconds = 0.0

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from mgpu_core.entries import ALL_RANKS
-from mgpu_core.explain.phases import phases_of
+from mgpu_core.explain.phases import Phase, phases_of
+from mgpu_core.explain.predicted import predicted_seconds
 from mgpu_core.explain.scenes import scenes_of
 from mgpu_core.explain.story import Step, Story
+from mgpu_core.explain.topology import Machine
 from mgpu_core.files import write_whole
 from mgpu_core.record import WHOLE_STEPS
 
@@ -35,7 +37,7 @@ def page_of(story: Story) -> str:
     """
     if not story.steps:
         raise ValueError("nothing was recorded: the page needs at least one step of the road inside the block")
-    steps = [_step_data(step) for step in story.steps]
+    steps = [_step_data(step, story.machine) for step in story.steps]
     for first in range(len(steps)):
         text = _filled({"format": 1, "environment": story.environment, "left_out": first, "steps": steps[first:]})
         if len(text.encode()) <= MOST_NBYTES:
@@ -45,7 +47,7 @@ def page_of(story: Story) -> str:
 
 def page_data(story: Story) -> dict[str, Any]:
     """What the page knows of all steps."""
-    steps = [_step_data(step) for step in story.steps]
+    steps = [_step_data(step, story.machine) for step in story.steps]
     return {"format": 1, "environment": story.environment, "left_out": 0, "steps": steps}
 
 
@@ -63,7 +65,7 @@ def _filled(data: dict[str, Any]) -> str:
     return text
 
 
-def _step_data(step: Step) -> dict[str, Any]:
+def _step_data(step: Step, machine: Machine | None) -> dict[str, Any]:
     return {
         "number": step.number,
         "name": step.name,
@@ -75,18 +77,22 @@ def _step_data(step: Step) -> dict[str, Any]:
             for each in sorted(step.contents.values(), key=lambda each: each.bucket)
         ],
         "lanes": _lanes(step),
-        "phases": [
-            {
-                "name": phase.name,
-                "ranks": phase.ranks,
-                "calls": len(phase.collectives),
-                "moved": phase.moved_nbytes,
-                "us": round(phase.seconds * 1e6, 3),
-                "share": round(phase.share, 4),
-                "bus": None if phase.bus_gbps is None else round(phase.bus_gbps, 4),
-            }
-            for phase in phases_of(step)
-        ],
+        "phases": [_phase_data(phase, machine) for phase in phases_of(step)],
+    }
+
+
+def _phase_data(phase: Phase, machine: Machine | None) -> dict[str, Any]:
+    predicted = predicted_seconds(phase.collectives, machine)
+    return {
+        "name": phase.name,
+        "ranks": phase.ranks,
+        "calls": len(phase.collectives),
+        "moved": phase.moved_nbytes,
+        "us": round(phase.seconds * 1e6, 3),
+        "share": round(phase.share, 4),
+        "bus": None if phase.bus_gbps is None else round(phase.bus_gbps, 4),
+        "own": round(phase.collective_seconds * 1e6, 3),
+        "predicted": None if predicted is None else round(predicted * 1e6, 3),
     }
 
 

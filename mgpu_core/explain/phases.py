@@ -31,6 +31,7 @@ class Phase:
         share: of the step's time.
         moved_nbytes: that went from one place to another.
         bus_gbps: bus bandwidth of the collectives, as nccl-tests defines it; ``None`` without any.
+        collective_seconds: that the collectives cover, without the Python around them.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Phase:
     share: float
     moved_nbytes: int
     bus_gbps: float | None
+    collective_seconds: float
 
     @property
     def ranks(self) -> int:
@@ -86,7 +88,8 @@ def _phase(name: str, spans: Sequence[Span], collectives: Sequence[Collective], 
     times = [time for span in spans for time in _times(span, inside)]
     covered = _covered(times)
     moved = sum(map(moved_nbytes, inside))
-    return Phase(name, spans, inside, covered / 1e9, covered / whole if whole else 0.0, moved, bus_gbps(inside))
+    share = covered / whole if whole else 0.0
+    return Phase(name, spans, inside, covered / 1e9, share, moved, bus_gbps(inside), _seconds_of(inside))
 
 
 def _made_in(call: Collective, span: Span) -> bool:
@@ -129,9 +132,12 @@ def bus_gbps(collectives: Sequence[Collective]) -> float | None:
     The factors are those of nccl-tests: 2 (n - 1) / n for all-reduce, (n - 1) / n for scatter, gather, all-gather and
     reduce-scatter (of all ranks' bytes), 1 for broadcast and reduce; so algorithms and team sizes can be compared.
     """
-    carried = sum(map(_carried, collectives))
-    covered = _covered(times for call in collectives for times in call.times.values())
-    return carried / covered if carried and covered else None
+    carried, seconds = sum(map(_carried, collectives)), _seconds_of(collectives)
+    return carried / seconds / 1e9 if carried and seconds else None
+
+
+def _seconds_of(collectives: Sequence[Collective]) -> float:
+    return _covered(times for call in collectives for times in call.times.values()) / 1e9
 
 
 def _carried(call: Collective) -> float:

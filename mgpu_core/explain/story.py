@@ -14,6 +14,7 @@ from pathlib import Path
 from mgpu_core.entries import ALL_RANKS, NO_BUCKET, Collective, Contents, Cut, Entry, Mark, Span
 from mgpu_core.explain.environment import environment
 from mgpu_core.explain.step_profile import StepProfile
+from mgpu_core.explain.topology import Machine
 from mgpu_core.record import WHOLE_STEPS, Recording
 
 __all__ = ["Step", "Story"]
@@ -118,11 +119,13 @@ class Story:
         steps: in order.
         dropped: entries that were too many to keep.
         environment: what it ran on, for headers.
+        machine: what tables and pages predict collectives by; see :meth:`predict`.
     """
 
     steps: list[Step] = field(default_factory=list)
     dropped: int = 0
     environment: dict[str, str] = field(default_factory=dict)
+    machine: Machine | None = None
 
     def fill(self, recording: Recording) -> None:
         """Takes over what was recorded."""
@@ -132,6 +135,22 @@ class Story:
 
     def __len__(self) -> int:
         return len(self.steps)
+
+    def predict(self, machine: Machine | None = None) -> None:
+        """From now on the table and the page show, beside each collective's time, what the cost model says.
+
+        Args:
+            machine: by whose constants (:func:`mgpu_core.explain.topology.parse_topology` knows names); ``None``: this
+                machine's memory, as CPU ranks share it, measured for some seconds if it was not before.
+
+        Raises:
+            ValueError: no machine is named, and there are ranks elsewhere than on the CPU.
+        """
+        from mgpu_core.explain.fit import this_host
+
+        if machine is None and any(device != "cpu" for step in self.steps for device in step.devices):
+            raise ValueError("name a topology: only the memory that CPU ranks share can be measured by itself")
+        self.machine = this_host() if machine is None else machine
 
     def table(self, number: int = -1) -> str:
         """One step as a table for the terminal: bytes moved, time, share of the step, bus bandwidth.
@@ -144,7 +163,7 @@ class Story:
         """
         from mgpu_core.explain.table import table
 
-        return table(self.step(number), self.environment)
+        return table(self.step(number), self.environment, self.machine)
 
     def save_trace(self, path: str | Path) -> None:
         """Writes all steps as a trace for https://ui.perfetto.dev or ``chrome://tracing``: a track per rank and stream.

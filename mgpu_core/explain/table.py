@@ -5,13 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from mgpu_core.explain.phases import Phase, phases_of
+from mgpu_core.explain.predicted import predicted_seconds
 from mgpu_core.explain.story import Step
+from mgpu_core.explain.topology import Machine
 
 __all__ = ["columns", "human_nbytes", "human_seconds", "table"]
 
 
-def table(step: Step, environment: Mapping[str, str]) -> str:
-    """Header, one line per phase, and what the columns mean; no newline at the end."""
+def table(step: Step, environment: Mapping[str, str], machine: Machine | None = None) -> str:
+    """Header, one line per phase, and what the columns mean; no newline at the end.
+
+    With a machine, there are two more columns: what the collectives took, and what the cost model says they take.
+    """
     seconds = (step.end_ns - step.begin_ns) / 1e9
     team = ", ".join(step.devices) or "no ranks"
     head = [
@@ -19,16 +24,31 @@ def table(step: Step, environment: Mapping[str, str]) -> str:
         *(f"{name}: {value}" for name, value in environment.items()),
         "",
     ]
-    rows = [("phase", "ranks", "calls", "moved", "time", "share", "bus GB/s"), *map(_row, phases_of(step))]
+    rows = [_HEAD + (_MORE if machine else ()), *(_row(phase, machine) for phase in phases_of(step))]
     foot = [
         "",
         "time: covered by the phase's spans; phases overlap, so shares may add up to more than 100 %.",
         "bus GB/s: bytes of a rank x the operation's factor (2(n-1)/n for all_reduce) / time of the calls.",
     ]
+    if machine:
+        foot.append(f"predicted: the collectives' own time by the cost model of {machine.name} (docs/cost_model.md).")
     return "\n".join([*head, *columns(rows, left=1), *foot])
 
 
-def _row(phase: Phase) -> tuple[str, ...]:
+_HEAD = ("phase", "ranks", "calls", "moved", "time", "share", "bus GB/s")
+_MORE = ("collectives", "predicted")
+
+
+def _row(phase: Phase, machine: Machine | None) -> tuple[str, ...]:
+    cells = _cells(phase)
+    if machine is None:
+        return cells
+    predicted = predicted_seconds(phase.collectives, machine)
+    own = human_seconds(phase.collective_seconds) if phase.collectives else "-"
+    return *cells, own, "-" if predicted is None else human_seconds(predicted)
+
+
+def _cells(phase: Phase) -> tuple[str, ...]:
     return (
         phase.name,
         str(phase.ranks or "-"),

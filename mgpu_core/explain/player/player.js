@@ -404,8 +404,10 @@ function choose(index) {
     item.append(button);
     return item;
   }));
-  fillTable(find("phases"), ["phase", "ranks", "moved", "time", "share", "bus GB/s"], step.phases.map((each) => [
+  const isPredicted = step.phases.some((each) => each.predicted !== null);
+  fillTable(find("phases"), ["phase", "ranks", "moved", "time", "share", "bus GB/s", ...(isPredicted ? ["collectives", "predicted"] : [])], step.phases.map((each) => [
     each.name, each.ranks || "–", bytes(each.moved), time(each.us), `${(each.share * 100).toFixed(1)} %`, each.bus === null ? "–" : each.bus.toFixed(2),
+    ...(isPredicted ? [each.calls ? time(each.own) : "–", each.predicted === null ? "–" : time(each.predicted)] : []),
   ]));
   fillTable(find("buckets"), ["bucket", "bytes", "parameters"], step.buckets.map((each) => [
     each.bucket, bytes(each.nbytes.reduce((sum, size) => sum + size, 0)), each.names.join(", "),

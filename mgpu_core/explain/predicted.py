@@ -1,0 +1,46 @@
+"""What the cost model says of a collective that was recorded: to stand beside what was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from mgpu_core.entries import Collective
+from mgpu_core.explain.cost import (
+    ALGORITHMS,
+    all_reduce_seconds,
+    broadcast_seconds,
+    gather_seconds,
+    reduce_seconds,
+    scatter_seconds,
+)
+from mgpu_core.explain.topology import Machine
+
+__all__ = ["predicted_seconds"]
+
+_OF_LARGEST: dict[str, Callable[[int, float, Machine], float]] = {
+    "broadcast": broadcast_seconds,
+    "reduce": reduce_seconds,
+}
+_OF_ALL: dict[str, Callable[[int, float, Machine], float]] = {"scatter": scatter_seconds, "gather": gather_seconds}
+
+
+def predicted_seconds(calls: Sequence[Collective], machine: Machine | None) -> float | None:
+    """Of all these calls, one after another; ``None`` without a machine, and where one of them has no formula."""
+    if machine is None or not calls:
+        return None
+    found = [_of(call, machine) for call in calls]
+    return None if any(each is None for each in found) else sum(each for each in found if each is not None)
+
+
+def _of(call: Collective, machine: Machine) -> float | None:
+    ranks = len(call.ranks)
+    if ranks < 2 or call.route == "generic":
+        return None
+    if call.operation == "all_reduce":
+        algorithm = call.route if call.route in ALGORITHMS else "ring"  # NCCL's own choice, seen from outside
+        return all_reduce_seconds(algorithm, ranks, max(call.nbytes), machine)
+    if call.operation in _OF_LARGEST:
+        return _OF_LARGEST[call.operation](ranks, max(call.nbytes), machine)
+    if call.operation in _OF_ALL:
+        return _OF_ALL[call.operation](ranks, sum(call.nbytes), machine)
+    return None

@@ -1,0 +1,46 @@
+"""The site: `sphinx-build -W --keep-going -b html docs build/site`, warnings as errors.
+
+The guide and the lessons are Markdown files that also read well where they lie; the API pages come from the docstrings.
+What lies elsewhere (the benchmark results) is copied beside them first, into `docs/_generated`, which git ignores.
+"""
+
+import shutil
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent
+sys.path.insert(0, str(HERE))
+
+from site_pages import copy_results, links_out_of_the_docs  # noqa: E402
+
+project = "mgpu_core"
+author = "the authors of mgpu_core"
+version = release = "0.1.0"
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
+source_suffix = {".md": "markdown"}
+exclude_patterns = ["examples/**", "lessons/exercises/**", "lessons/solutions/**"]
+nitpicky = False
+
+myst_enable_extensions = ["colon_fence", "dollarmath"]
+myst_heading_anchors = 4
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_class_signature = "mixed"
+napoleon_numpy_docstring = False
+add_module_names = False
+python_use_unqualified_type_names = True
+
+html_theme = "furo"
+html_title = "mgpu_core"
+html_show_sphinx = False
+
+
+def setup(app: object) -> None:
+    """Copies what lies elsewhere, and turns links to files outside the site into words."""
+    generated = HERE / "_generated"
+    shutil.rmtree(generated, ignore_errors=True)
+    copy_results(ROOT / "benchmarks" / "results", generated)
+    app.connect("source-read", links_out_of_the_docs)  # type: ignore[attr-defined]

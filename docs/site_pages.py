@@ -1,0 +1,36 @@
+"""What the site needs besides its own files: the benchmark results as pages, and links that lead out of it as words."""
+
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])+)\]\((?!https?:|#|mailto:)([^)\s#]+)(#[^)\s]*)?\)")
+
+
+def copy_results(results: Path, target: Path) -> None:
+    """One page a machine, with its pictures, and an index of them."""
+    folders = sorted(path.parent for path in results.glob("*/README.md"))
+    target.mkdir(parents=True)
+    for folder in folders:
+        shutil.copytree(folder, target / folder.name, ignore=shutil.ignore_patterns("*.json", "*.xml", "*.txt"))
+    lines = ["# Results", "", "Tables and pictures as the benchmarks wrote them, a page for each machine.", ""]
+    pages = [f"{folder.name}/README" for folder in folders]
+    (target / "index.md").write_text("\n".join([*lines, "```{toctree}", *pages, "```", ""]))
+
+
+def links_out_of_the_docs(app: Any, name: str, source: list[str]) -> None:
+    """A link to a file of the repository that is no page becomes its text and path: the site has no other home."""
+    folder = (HERE / name).parent
+
+    def replaced(match: re.Match[str]) -> str:
+        text, path = match[1], match[2]
+        there = (folder / path).resolve()
+        if there.suffix == ".md" and there.is_relative_to(HERE) and there.exists():
+            return match[0]
+        if there.is_relative_to(HERE) and there.is_file():
+            return match[0]
+        return text if path.strip("./") in text else f"{text} (`{there.relative_to(HERE.parent)}`)"
+
+    source[0] = LINK.sub(replaced, source[0])

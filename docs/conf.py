@@ -36,6 +36,7 @@ python_use_unqualified_type_names = True
 html_theme = "furo"
 html_title = "mgpu_core"
 html_show_sphinx = False
+html_show_copyright = False
 
 
 def setup(app: object) -> None:

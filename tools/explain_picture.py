@@ -1,6 +1,6 @@
-"""Writes `docs/pictures/explain.png`: the page of `mgpu_core.explain`, as Chromium shows it, in the middle of a scatter.
+"""Writes `docs/pictures/explain.png`: the page of `mgpu_core.explain` in Chromium, in the middle of a scatter.
 
-    python tools/explain_picture.py            # needs playwright and a Chromium on the path
+python tools/explain_picture.py            # needs playwright and a Chromium on the path
 """
 
 import shutil

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
+CODE = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])+)\]\((?!https?:|#|mailto:)([^)\s#]+)(#[^)\s]*)?\)")
 
 
@@ -33,4 +34,6 @@ def links_out_of_the_docs(app: Any, name: str, source: list[str]) -> None:
             return match[0]
         return text if path.strip("./") in text else f"{text} (`{there.relative_to(HERE.parent)}`)"
 
-    source[0] = LINK.sub(replaced, source[0])
+    pieces = CODE.split(source[0])  # blocks of code are every second one
+    pieces[::2] = [LINK.sub(replaced, text) for text in pieces[::2]]
+    source[0] = "".join(pieces)

@@ -38,15 +38,17 @@ Parts: TypeAlias = Sequence[torch.Tensor | None]
 _rank_name = "the tensor of rank {}".format
 
 
-def all_reduce_into(tensors: Tensors, op: str, algorithm: str, merge_shared_devices: bool) -> str:
-    """In place; returns the algorithm that ran."""
+def all_reduce_into(
+    tensors: Tensors, op: str, algorithm: str, merge_shared_devices: bool, ranks: Sequence[int] | None = None
+) -> str:
+    """In place; returns the algorithm that ran.  A recording calls the ranks by ``ranks``."""
     check_writable(tensors, _rank_name)
     first = tensors[0]
     check_alike(tensors, first.shape, first.dtype)
     check_op(op, first.dtype, algorithm)
     check_disjoint(tensors, _rank_name)
     streams = rooms.alike(tensors) if first.dtype in CORE_DTYPES else None
-    with watched("all_reduce", [tensors]) as watch:
+    with watched("all_reduce", [tensors], ranks=ranks) as watch:
         if streams is not None:
             pointers = [tensor.data_ptr() for tensor in tensors]
             dtype, count = CORE_DTYPES[first.dtype], core_count(first)
@@ -245,12 +247,12 @@ def all_gather_into(parts: Tensors, wholes: Tensors) -> None:
         watch.ran("direct" if streams is not None else generic.ALGORITHM)
 
 
-def reduce_scatter_into(tensors: Tensors, outs: Tensors, op: str) -> None:
-    """Fills rank r's out with chunk r, along dimension 0, of the reduction."""
+def reduce_scatter_into(tensors: Tensors, outs: Tensors, op: str, ranks: Sequence[int] | None = None) -> None:
+    """Fills rank r's out with chunk r, along dimension 0, of the reduction; ``ranks`` as for an all-reduce."""
     tensors = [readable(tensor, _rank_name(rank)) for rank, tensor in enumerate(tensors)]
     check_op(op, outs[0].dtype)
     streams = rooms.joined([*tensors, *outs]) if outs[0].dtype in CORE_DTYPES else None
-    with watched("reduce_scatter", [outs], others=[tensors]) as watch:
+    with watched("reduce_scatter", [outs], others=[tensors], ranks=ranks) as watch:
         if streams is not None:
             _core.reduce_scatter(
                 [tensor.data_ptr() for tensor in tensors],

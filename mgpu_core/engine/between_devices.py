@@ -51,13 +51,22 @@ class BetweenDevices:
         comm_dtype: what gradients are cast to for the way; ``None``: their own.
         shards: each device needs the sum of its part alone, of so many; 1: all of it.
         group: of the other processes, which a hook is told of.
+        ranks: per device its first rank: what a recording calls it.
 
     Attributes:
         hook: that does it instead.
     """
 
-    def __init__(self, algorithm: str, comm_dtype: torch.dtype | None, shards: int, group: ProcessGroup | None) -> None:
+    def __init__(
+        self,
+        algorithm: str,
+        comm_dtype: torch.dtype | None,
+        shards: int,
+        group: ProcessGroup | None,
+        ranks: Sequence[int],
+    ) -> None:
         self._algorithm, self._comm_dtype, self._shards, self._group = algorithm, comm_dtype, shards, group
+        self._ranks = ranks
         self.hook: CommHook | None = None
 
     def add_up(
@@ -71,9 +80,9 @@ class BetweenDevices:
             self.hook(GradientBucket(index, sent, names(), is_last, self._group))
         elif self._shards > 1 and self._group is None:
             parts = [part_of(each, place, self._shards) for place, each in enumerate(sent)]
-            collectives.reduce_scatter_into(sent, parts, "sum")
+            collectives.reduce_scatter_into(sent, parts, "sum", self._ranks)
         else:
-            collectives.all_reduce_into(sent, "sum", self._algorithm, True)
+            collectives.all_reduce_into(sent, "sum", self._algorithm, True, self._ranks)
         if narrow:
             for tensor, each in zip(tensors, sent, strict=True):
                 tensor.copy_(each)

@@ -80,7 +80,8 @@ class GradientSync:
         self._shards = len(replicas.devices) if in_shards else 1
         self._bucket_nbytes, self._comm_dtype = bucket_nbytes, comm_dtype
         group = None if processes is None else processes.group
-        self.between = BetweenDevices(algorithm, comm_dtype, self._shards, group)
+        firsts = [ranks[0] for ranks in replicas.ranks_of]
+        self.between = BetweenDevices(algorithm, comm_dtype, self._shards, group, firsts)
         self.buckets: tuple[Bucket, ...] = ()
         self.flats: list[FlatTensors] = []
         self.parts: list[list[torch.Tensor]] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -32,9 +33,12 @@ class _Both:
         torch.cuda.nvtx.range_pop()
 
 
+_has_gpus = cache(torch.cuda.is_available)
+
+
 def name_in_profilers(name: str) -> AbstractContextManager[object]:
     """A range of that name in whatever profiler looks."""
-    return _Both(name) if torch.cuda.is_available() else record_function(name)
+    return _Both(name) if _has_gpus() else record_function(name)
 
 
 def labels() -> AbstractContextManager[None]:

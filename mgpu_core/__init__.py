@@ -5,6 +5,7 @@ and on mixtures of them.
 """
 
 from mgpu_core import comm, explain, kernels, optim
+from mgpu_core.advice import advise
 from mgpu_core.data_parallel import DataParallel, data_parallel
 from mgpu_core.device.team import Team
 from mgpu_core.errors import BackendUnavailable, CudaError, Error, NcclError
@@ -25,6 +26,7 @@ __all__ = [
     "SyncBatchNorm",
     "Team",
     "TrainStep",
+    "advise",
     "comm",
     "convert_sync_batchnorm",
     "data_parallel",

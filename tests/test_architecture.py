@@ -1,7 +1,7 @@
 """DESIGN's arrows point down: read from the sources, so that nobody has to remember them.
 
-Python: cli -> doctor, mnist -> explain -> data_parallel, train_step -> engine -> parallel -> comm -> kernels ->
-device -> module_tree -> nested, twin_hooks, record, errors, files -> _core, entries.
+Python: cli -> doctor, lessons, mnist -> advice -> explain -> data_parallel, train_step -> engine -> parallel -> comm ->
+kernels -> device -> module_tree -> nested, twin_hooks, record, errors, files -> _core, entries.
 C++: bindings -> rooms -> backends -> core; rooms of backends do not know each other; only bindings knows pybind11.
 """
 
@@ -26,7 +26,8 @@ LAYERS = [
     {"engine"},
     {"data_parallel", "train_step"},
     {"explain"},
-    {"doctor", "mnist"},
+    {"advice"},
+    {"doctor", "lessons", "mnist"},
     {"cli"},
     {"__main__"},
 ]

@@ -1,0 +1,124 @@
+"""`mgpu advise script.py`: measures one device against many on the model that a script defines.
+
+Options may stand before and after the script; what follows `--` is the script's. So argparse gets two turns: the words
+before the script, then those behind it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mgpu_core.advice.contest import stopwatch
+from mgpu_core.advice.measure import advised
+from mgpu_core.advice.picture import require_matplotlib
+from mgpu_core.advice.plan import Plan, plan_of
+from mgpu_core.advice.script import Chosen, Found, ScriptFailed, as_script, found_in, run_script
+from mgpu_core.device.devices import DeviceLike
+from mgpu_core.files import check_writable, write_whole
+
+__all__ = ["add_arguments", "run"]
+
+_USAGE = "mgpu advise [options] script.py [options] [-- arguments of the script]"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `mgpu advise`."""
+    parser.usage = _USAGE
+    _add_options(parser)
+    parser.add_argument("words", nargs=argparse.REMAINDER, metavar="script.py", help="defines a net, a loss, a batch")
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--net", metavar="NAME", help="of the net in the script (default: net or model)")
+    add("--loss", metavar="NAME", help="of the loss function (default: loss_fn, criterion or loss; it may be None)")
+    add("--sample", metavar="NAME", help="of one batch, (inputs..., target) (default: sample, batch, or the loader's)")
+    add("--loader", metavar="NAME", help="of an iterable of batches, measured too (default: loader or train_loader)")
+    add("--devices", metavar="LIST", help="one per rank, such as 0,1 or cpu,cpu (default: all there are)")
+    add("--batches", metavar="LIST", help="rows, such as 16,64,256 (default: the sample's, a quarter, four times)")
+    add("--repeats", type=int, default=7, metavar="N", help="of each measurement (default: %(default)s)")
+    add("--seconds", type=float, default=60.0, metavar="S", help="for all of it (default: %(default)s)")
+    add("--json", type=Path, metavar="FILE", help="write all numbers")
+    add("--plot", type=Path, metavar="FILE.png", help="draw speed-up by batch (needs matplotlib)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the advice; writes what was asked for.
+
+    Returns:
+        0; the script's own status if it failed; 1 if no way could be measured.
+    """
+    script, arguments, args = _split(args)
+    if not script.is_file():
+        raise FileNotFoundError(f"{script}: there is no such script")
+    for path in filter(None, (args.json, args.plot)):
+        check_writable(path)
+    if args.plot is not None:
+        require_matplotlib()
+    devices, batches = _devices(args.devices), _batches(args.batches)
+    with as_script(script, arguments):
+        try:
+            names = run_script(script)
+        except ScriptFailed as failure:
+            return int(failure.args[0])
+        chosen = Chosen(args.net, args.loss, args.sample, args.loader)
+        plan = _plan(found_in(names, chosen, script), devices, batches, args)
+        advice = advised(plan, stopwatch(plan.places))
+    print(f"{script}: {advice}")
+    if args.json is not None:
+        write_whole(args.json, lambda file: file.write(advice.to_json().encode()))
+    if args.plot is not None:
+        advice.plot(args.plot)
+    for path in filter(None, (args.json, args.plot)):
+        print(f"written: {path}")
+    return 0 if advice.recommendation.way else 1
+
+
+def _split(args: argparse.Namespace) -> tuple[Path, list[str], argparse.Namespace]:
+    """The script, its arguments, and all options."""
+    parser = argparse.ArgumentParser(prog="mgpu advise", usage=_USAGE, description="See `mgpu advise --help`.")
+    _add_options(parser)
+    words = list(args.words)
+    if words[:1] == ["--"]:
+        words = words[1:]
+    if not words:
+        parser.error("a script is wanted")
+    script, rest = Path(words[0]), words[1:]
+    end = rest.index("--") if "--" in rest else len(rest)
+    return script, rest[end + 1 :], parser.parse_args(rest[:end], args)
+
+
+def _devices(text: str | None) -> list[DeviceLike] | None:
+    if text is None:
+        return None
+    return [int(each) if each.isdecimal() else each for each in _parts(text)]
+
+
+def _batches(text: str | None) -> list[int] | None:
+    if text is None:
+        return None
+    if not all(re.fullmatch("[1-9][0-9]{0,8}", each) for each in _parts(text)):
+        raise ValueError(f"--batches {text}: wanted whole numbers above 0, such as 16,64,256")
+    return [int(each) for each in _parts(text)]
+
+
+def _parts(text: str) -> list[str]:
+    return [each.strip() for each in text.split(",")]
+
+
+def _plan(
+    found: Found, devices: Sequence[DeviceLike] | None, batches: Sequence[int] | None, args: argparse.Namespace
+) -> Plan:
+    """A mistake of the caller is one line, whatever its class."""
+    sample: Any = tuple(found.sample) if isinstance(found.sample, list) else found.sample
+    try:
+        return plan_of(
+            found.net, found.loss_fn, sample, device_ids=devices, batches=batches, optimizer=None,
+            loader=found.loader, repeats=args.repeats, seconds=args.seconds,
+        )  # fmt: skip
+    except TypeError as error:
+        raise ValueError(str(error)) from error

@@ -1,0 +1,93 @@
+"""What one rank keeps while it trains, in bytes: counted on the tensors, and on CUDA measured as well."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from mgpu_core.advice.batches import Batch
+from mgpu_core.advice.plan import Plan
+from mgpu_core.advice.ways import Loop, closing
+
+__all__ = ["Memory", "count_memory"]
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Of one rank with its share of the sample's rows, bytes.  Ranks of one device share parameters and state.
+
+    Attributes:
+        parameters_nbytes: with the buffers.
+        gradients_nbytes: of the parameters that got one.
+        optimizer_nbytes: the optimizer's state after a step.
+        activations_nbytes: what autograd keeps between forward and backward, the rank's rows included.
+        peaks: the most that torch held on each device during a step of all ranks, beyond what it held before, as
+            ``(device, nbytes)``; empty where that is not measured.
+    """
+
+    parameters_nbytes: int
+    gradients_nbytes: int
+    optimizer_nbytes: int
+    activations_nbytes: int
+    peaks: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def total_nbytes(self) -> int:
+        """All that was counted."""
+        return self.parameters_nbytes + self.gradients_nbytes + self.optimizer_nbytes + self.activations_nbytes
+
+
+def count_memory(plan: Plan, part: Batch) -> Memory:
+    """Counted over one step of a copy of the net on a rank's share of the batch; ``peaks`` is empty."""
+    with closing(Loop(plan, lambda net: net)) as way:
+        assert isinstance(way, Loop)
+        own = [*way.net.parameters(), *way.net.buffers()]
+        kept = _Kept(own)
+        with torch.autograd.graph.saved_tensors_hooks(kept.pack, lambda tensor: tensor):
+            loss = way.loss(part)
+        loss.backward()
+        way.optimizer.step()
+        gradients = [each.grad for each in way.net.parameters() if each.grad is not None]
+        state = [each for each in _values(way.optimizer.state) if isinstance(each, torch.Tensor)]
+        return Memory(_nbytes(own), _nbytes(gradients), _nbytes(state), kept.nbytes)
+
+
+class _Kept:
+    """Counts what autograd saves: each storage once, and none that is a parameter's."""
+
+    def __init__(self, own: Iterable[torch.Tensor]) -> None:
+        self._own = {_identity(each) for each in own}
+        self._seen: dict[int, torch.UntypedStorage] = {}  # held, so that no address comes twice
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sees a tensor that is saved."""
+        if tensor.layout is torch.strided and _identity(tensor) not in self._own:
+            self._seen.setdefault(_identity(tensor), tensor.untyped_storage())
+        return tensor
+
+    @property
+    def nbytes(self) -> int:
+        """Of all that was seen."""
+        return sum(each.nbytes() for each in self._seen.values())
+
+
+def _identity(tensor: torch.Tensor) -> int:
+    """The same for all views of one memory."""
+    return int(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else -1
+
+
+def _nbytes(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(each.nbytes for each in tensors)
+
+
+def _values(nest: object) -> Iterator[object]:
+    """What is in a nest of mappings, lists and tuples."""
+    if isinstance(nest, dict):
+        nest = list(nest.values())
+    if not isinstance(nest, list | tuple):
+        yield nest
+        return
+    for each in nest:
+        yield from _values(each)

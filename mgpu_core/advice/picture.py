@@ -1,0 +1,85 @@
+"""The picture: speed-up over one device against the batch, for each way, with the break-even.
+
+matplotlib is an extra, imported only here and only when a picture is asked for.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import quantiles
+from typing import Any
+
+from mgpu_core.advice.result import Advice
+from mgpu_core.advice.ways import NAMES, ONE
+from mgpu_core.files import write_whole
+
+__all__ = ["draw", "require_matplotlib"]
+
+_COLOURS = dict(zip(NAMES, ("black", "tab:orange", "tab:blue", "tab:green"), strict=True))
+
+
+def require_matplotlib() -> None:
+    """Raises ``ValueError`` with the cure if matplotlib is missing."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("a picture needs matplotlib, which is not installed: pip install matplotlib")
+
+
+def draw(advice: Advice, path: Path) -> None:
+    """Writes a PNG, whole or not at all; see :meth:`Advice.plot`."""
+    require_matplotlib()
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.5, 4.8), layout="constrained")
+    axis = figure.subplots()
+    axis.set_xscale("log", base=2)
+    axis.axhline(1.0, color=_COLOURS[ONE], linewidth=1.5, label=ONE)
+    if advice.break_even.kind == "at" and advice.break_even.rows is not None:
+        axis.axvline(advice.break_even.rows, color="tab:red", linestyle="--", linewidth=1, label="break-even")
+    for place, way in enumerate(each for each in advice.ways if each != ONE):
+        _draw_way(axis, advice, way, 1.0 + 0.015 * place)
+    axis.set(xlabel="batch (rows)", ylabel="speed-up over one device")
+    axis.set_ylim(0, 1.3 * max([1.0, *_medians(advice)]))  # a bar may be cut off, a median not
+    axis.set_xticks(advice.batches, [f"{each} *" if each == advice.rows else str(each) for each in advice.batches])
+    axis.minorticks_off()
+    axis.grid(alpha=0.3)
+    axis.legend(loc="best", fontsize=9)
+    figure.suptitle(_title(advice), fontsize=10)
+    write_whole(path, lambda stream: figure.savefig(stream, format="png", dpi=120))
+
+
+def _title(advice: Advice) -> str:
+    places = list(dict.fromkeys(advice.devices))
+    where = ", ".join(places) if len(places) <= 4 else f"{len(places)} devices"
+    measured = f"{len(advice.devices)} ranks on {where}; break-even: {advice.break_even}"
+    return f"{measured}\n* the sample's own batch; bars: the middle half of the rounds"
+
+
+def _medians(advice: Advice) -> list[float]:
+    found = [advice.speedup(way, batch) for way in advice.ways for batch in advice.batches]
+    return [each for each in found if each is not None]
+
+
+def _draw_way(axis: Any, advice: Advice, way: str, shift: float) -> None:
+    """Its medians, with bars from the speed-ups of single rounds; shifted a little, so that bars can be told apart."""
+    batches = [batch for batch in advice.batches if advice.speedup(way, batch) is not None]
+    middles = [advice.speedup(way, batch) or 0.0 for batch in batches]
+    bars = [_quartiles(_of_rounds(advice, way, batch), middle) for batch, middle in zip(batches, middles, strict=True)]
+    errors = [[max(0.0, m - low) for m, (low, _) in zip(middles, bars, strict=True)],
+              [max(0.0, high - m) for m, (_, high) in zip(middles, bars, strict=True)]]  # fmt: skip
+    places = [batch * shift for batch in batches]
+    axis.errorbar(places, middles, errors, fmt="o-", capsize=3, color=_COLOURS[way], label=way)
+
+
+def _of_rounds(advice: Advice, way: str, batch: int) -> list[float]:
+    """In a round both ways met the same machine."""
+    seconds = {each.way: each.seconds for each in advice.measurements if each.batch == batch}
+    return [one / other for one, other in zip(seconds[ONE], seconds[way], strict=False)]
+
+
+def _quartiles(values: Sequence[float], middle: float) -> tuple[float, float]:
+    if len(values) < 3:
+        return middle, middle
+    low, _, high = quantiles(values, n=4, method="inclusive")
+    return low, high

@@ -1,0 +1,50 @@
+"""Advice, read from its JSON."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from mgpu_core.advice.break_even import BreakEven
+from mgpu_core.advice.memory import Memory
+from mgpu_core.advice.reasons import Reason
+from mgpu_core.advice.recommend import Recommendation
+from mgpu_core.advice.result import FORMAT, Advice, Measurement
+from mgpu_core.advice.shares import StepShares
+
+__all__ = ["read"]
+
+
+def read(text: str) -> Advice:
+    """See :meth:`Advice.from_json`."""
+    try:
+        content = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"not JSON: {error}") from error
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise ValueError(f'not advice: wanted a JSON object with "format": "{FORMAT}"')
+    try:
+        return _advice(content)
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"not advice: a field is missing or wrong ({error})") from error
+
+
+def _advice(content: dict[str, Any]) -> Advice:
+    memory, shares = content["memory"], content["shares"]
+    return Advice(
+        devices=tuple(content["devices"]),
+        rows=content["rows"],
+        measurements=tuple(map(_measurement, content["measurements"])),
+        break_even=BreakEven(**content["break_even"]),
+        memory=None if memory is None else Memory(**memory | {"peaks": tuple(map(tuple, memory["peaks"]))}),
+        shares=None if shares is None else StepShares(**shares),
+        loader_s=content["loader_s"],
+        reason=Reason(**content["reason"]),
+        recommendation=Recommendation(**content["recommendation"]),
+        notes=tuple(content["notes"]),
+        environment=content["environment"],
+    )
+
+
+def _measurement(told: dict[str, Any]) -> Measurement:
+    return Measurement(told["way"], told["batch"], tuple(told["seconds"]), told["error"])

@@ -1,0 +1,79 @@
+"""A few steps of ``TrainStep``, alone and recorded: where its time goes, and what it holds at its peak."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from mgpu_core.advice.batches import Batch
+from mgpu_core.advice.plan import Plan
+from mgpu_core.advice.shares import StepShares, shares_of, times_of
+from mgpu_core.advice.ways import Engine, closing
+from mgpu_core.explain import Step, StepProfile, Story, record_story
+
+__all__ = ["Peaks", "Seen", "record_steps"]
+
+_RECORDED = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What the recorded step that took the middle time tells.
+
+    Attributes:
+        profile: from which other sizes are predicted.
+        peaks: see :class:`mgpu_core.advice.memory.Memory`.
+    """
+
+    shares: StepShares
+    profile: StepProfile
+    peaks: tuple[tuple[str, int], ...]
+
+
+def record_steps(plan: Plan, batch: Batch) -> Seen:
+    """Warms up, measures the peak of one step, then records some."""
+    peaks = Peaks([place for place in plan.places if place.type == "cuda"])
+    with closing(Engine(plan)) as way:
+        for _ in range(way.warm_up):
+            way.step(batch)
+        peaks.begin()
+        way.step(batch)
+        found = peaks.found()
+        with record_story() as story:
+            for _ in range(_RECORDED):
+                way.step(batch)
+    step = _middle(story)
+    return Seen(shares_of(times_of(step)), story.profile(step.number, type(plan.net).__name__), found)
+
+
+class Peaks:
+    """The most that torch holds on each GPU, beyond what it held when this was made.
+
+    Args:
+        gpus: CUDA devices, each once.
+    """
+
+    def __init__(self, gpus: Sequence[torch.device]) -> None:
+        self._gpus = gpus
+        self._held = [torch.cuda.memory_allocated(gpu) for gpu in gpus]
+
+    def begin(self) -> None:
+        """From now on; waits for what is still running."""
+        for gpu in self._gpus:
+            torch.cuda.synchronize(gpu)
+            torch.cuda.reset_peak_memory_stats(gpu)
+
+    def found(self) -> tuple[tuple[str, int], ...]:
+        """Up to now: ``(device, nbytes)``."""
+        for gpu in self._gpus:
+            torch.cuda.synchronize(gpu)
+        most = [torch.cuda.max_memory_allocated(gpu) for gpu in self._gpus]
+        return tuple((str(gpu), high - low) for gpu, high, low in zip(self._gpus, most, self._held, strict=True))
+
+
+def _middle(story: Story) -> Step:
+    """The step that took the middle time."""
+    ordered = sorted(story.steps, key=lambda step: step.end_ns - step.begin_ns)
+    return ordered[len(ordered) // 2]

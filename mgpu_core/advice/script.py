@@ -1,0 +1,133 @@
+"""A user's script, run for the names that it defines: net, loss, batch, loader.
+
+It runs under a name of its own, so that what is below ``if __name__ == "__main__":``, the training, does not.
+"""
+
+from __future__ import annotations
+
+import runpy
+import sys
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mgpu_core.advice.loading import first_batch
+
+__all__ = ["RUN_NAME", "Chosen", "Found", "ScriptFailed", "as_script", "found_in", "run_script"]
+
+RUN_NAME = "__mgpu_advise__"
+
+NETS, LOSSES = ("net", "model"), ("loss_fn", "criterion", "loss")
+SAMPLES, LOADERS = ("sample", "batch"), ("loader", "train_loader")
+
+_MISSING = object()  # a loss may be None
+
+
+class ScriptFailed(Exception):
+    """The script has ended by an error of its own, which has been shown; the first argument is its exit status."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """Names that the user gave; ``None``: the usual ones."""
+
+    net: str | None = None
+    loss: str | None = None
+    sample: str | None = None
+    loader: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a script defines."""
+
+    net: Any
+    loss_fn: Any
+    sample: Any
+    loader: Any
+
+
+@contextmanager
+def as_script(script: Path, arguments: Sequence[str]) -> Iterator[None]:
+    """``sys.argv`` and ``sys.path`` as ``python script.py`` has them."""
+    before = sys.argv, list(sys.path)
+    sys.argv = [str(script), *arguments]
+    sys.path.insert(0, str(script.resolve().parent))
+    try:
+        yield
+    finally:
+        sys.argv, sys.path[:] = before
+
+
+def run_script(script: Path) -> dict[str, Any]:
+    """Its globals.
+
+    Raises:
+        ScriptFailed: an error in it, whose traceback has been shown, or an exit with a status.
+        ValueError: it ended before its end, without an error.
+    """
+    try:
+        return runpy.run_path(str(script), run_name=RUN_NAME)
+    except SystemExit as end:
+        if end.code in (None, 0):
+            raise ValueError(
+                f"{script} ended itself by sys.exit(): its names are wanted, so put the training below "
+                '`if __name__ == "__main__":`'
+            ) from None
+        if not isinstance(end.code, int):
+            print(end.code, file=sys.stderr)
+        raise ScriptFailed(end.code if isinstance(end.code, int) else 1) from None
+    except Exception as error:
+        _show(error, script)
+        raise ScriptFailed(1) from None
+
+
+def _show(error: Exception, script: Path) -> None:
+    """Without the frames of this file and of runpy: the script's author knows neither."""
+    here = error.__traceback__
+    while here is not None and here.tb_frame.f_code.co_filename != str(script):
+        here = here.tb_next
+    traceback.print_exception(type(error), error, here or error.__traceback__)
+
+
+def found_in(names: Mapping[str, Any], chosen: Chosen, script: Path) -> Found:
+    """The net, without the wrapper it may be in; the loss; the loader, if there is one; the sample, else its first.
+
+    Raises:
+        ValueError: one of them is missing; the message lists the names that were looked for.
+    """
+    net, loss_fn = _one(names, chosen.net, NETS), _one(names, chosen.loss, LOSSES)
+    sample, loader = _one(names, chosen.sample, SAMPLES), _one(names, chosen.loader, LOADERS)
+    missing = []
+    if net is _MISSING:
+        missing.append(_told("a net", chosen.net, NETS, "--net"))
+    if loss_fn is _MISSING:
+        missing.append(_told("a loss", chosen.loss, LOSSES, "--loss"))
+    if loader is _MISSING and chosen.loader:
+        missing.append(_told("a loader", chosen.loader, LOADERS, "--loader"))
+    elif sample is _MISSING and (chosen.sample or loader is _MISSING):
+        missing.append(_told("a sample or a loader", chosen.sample, (*SAMPLES, *LOADERS), "--sample, --loader"))
+    if missing:
+        raise ValueError(f"{script} lacks at its top level: {'; '.join(missing)}")
+    if sample is _MISSING:
+        sample = first_batch(loader)
+    return Found(_unwrapped(net), loss_fn, sample, None if loader is _MISSING else loader)
+
+
+def _unwrapped(net: Any) -> Any:
+    wrapped = isinstance(net, torch.nn.DataParallel | torch.nn.parallel.DistributedDataParallel)
+    return net.module if wrapped else net
+
+
+def _one(names: Mapping[str, Any], chosen: str | None, usual: Sequence[str]) -> Any:
+    """The first that is there."""
+    return next((names[name] for name in ((chosen,) if chosen else usual) if name in names), _MISSING)
+
+
+def _told(what: str, chosen: str | None, usual: Sequence[str], option: str) -> str:
+    return f"{what}, looked for as {chosen or ' or '.join(usual)} ({option} NAME)"

@@ -1,0 +1,114 @@
+"""Advice for the terminal: a table, then sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from statistics import median, quantiles
+
+from mgpu_core.advice.memory import Memory
+from mgpu_core.advice.result import Advice, Measurement
+from mgpu_core.advice.shares import StepShares
+from mgpu_core.advice.ways import ONE
+from mgpu_core.explain.table import columns, human_nbytes, human_seconds
+
+__all__ = ["render", "spread"]
+
+_WIDE = 0.1
+"""Of the spread that is worth a word."""
+
+
+def render(advice: Advice) -> str:
+    """Without a newline at the end."""
+    return "\n".join(
+        [_title(advice), *_environment(advice), "", *_table(advice), *_failures(advice), "", *_told(advice)]
+    )
+
+
+def _title(advice: Advice) -> str:
+    ranks = f"{len(advice.devices)} {'rank' if len(advice.devices) == 1 else 'ranks'}"
+    repeats = max((len(each.seconds) for each in advice.measurements), default=0)
+    team = ", ".join(advice.devices)
+    return f"one device against {ranks} ({team}): seconds of a training step, median of {repeats}, and speed-up"
+
+
+def _environment(advice: Advice) -> list[str]:
+    return [", ".join(f"{name} {value}" for name, value in advice.environment.items())] if advice.environment else []
+
+
+def _table(advice: Advice) -> list[str]:
+    head = ["batch"]
+    for way in advice.ways:
+        head += [way] if way == ONE else [way, ""]
+    rows = [head, *([_batch(advice, batch), *_cells(advice, batch)] for batch in advice.batches)]
+    return [*columns(rows, left=1), "* the sample's own batch, which the recommendation is for"]
+
+
+def _batch(advice: Advice, batch: int) -> str:
+    return f"{batch} *" if batch == advice.rows else str(batch)
+
+
+def _cells(advice: Advice, batch: int) -> Iterator[str]:
+    for way in advice.ways:
+        seconds = advice.medians.get((way, batch))
+        yield "failed" if seconds is None else human_seconds(seconds)
+        if way != ONE:
+            faster = advice.speedup(way, batch)
+            yield "" if faster is None else f"x {faster:.2f}"
+
+
+def _failures(advice: Advice) -> list[str]:
+    failed = [each for each in advice.measurements if each.error]
+    return [f"failed: {each.way} with {each.batch} rows: {each.error}" for each in failed]
+
+
+def _told(advice: Advice) -> list[str]:
+    lines = [f"break-even: {advice.break_even}"]
+    if advice.memory is not None:
+        lines += _memory(advice.memory)
+    if advice.shares is not None:
+        lines.append(f"a recorded step of TrainStep: {_shares(advice.shares)}")
+        lines.append(f"imbalance: the slowest rank computes {advice.shares.imbalance:.0%} longer than the mean")
+    if advice.loader_s is not None:
+        lines.append(f"input pipeline: {human_seconds(advice.loader_s)} for {advice.rows} rows")
+    lines.append(f"reason: {advice.reason.name}: {advice.reason.text}")
+    lines += [f"note: {each}" for each in (*advice.notes, *_noise(advice.measurements))]
+    return [*lines, "", f"recommendation: {advice.recommendation.text}"]
+
+
+def _memory(memory: Memory) -> list[str]:
+    parts = {
+        "parameters": memory.parameters_nbytes,
+        "gradients": memory.gradients_nbytes,
+        "optimizer": memory.optimizer_nbytes,
+        "activations": memory.activations_nbytes,
+    }
+    told = ", ".join(f"{name} {human_nbytes(nbytes)}" for name, nbytes in parts.items())
+    lines = [f"memory per rank: {human_nbytes(memory.total_nbytes)} counted: {told}"]
+    if memory.peaks:
+        peaks = ", ".join(f"{device} {human_nbytes(nbytes)}" for device, nbytes in memory.peaks)
+        lines.append(f"memory per device: {peaks} measured: the peak of a step of TrainStep")
+    return lines
+
+
+def _shares(shares: StepShares) -> str:
+    return (
+        f"compute {shares.compute_share:.0%}, exposed communication {shares.exposed_share:.0%}, "
+        f"update {shares.update_share:.0%}, host {shares.overhead_share:.0%}"
+    )
+
+
+def spread(measurements: Sequence[Measurement]) -> float:
+    """Width of the middle half of a measurement's samples over their median: of the middle one of all measurements."""
+    found = []
+    for each in measurements:
+        if len(each.seconds) >= 3:
+            low, middle, high = quantiles(each.seconds, n=4, method="inclusive")
+            found.append((high - low) / middle if middle else 0.0)
+    return median(found) if found else 0.0
+
+
+def _noise(measurements: Sequence[Measurement]) -> list[str]:
+    wide = spread(measurements)
+    return [f"half of the samples are spread over {wide:.0%} of their median: smaller differences mean nothing"] * (
+        wide > _WIDE
+    )

@@ -1,0 +1,156 @@
+"""The ways to train that are compared: each with a deep copy of the net, so that the user's is never touched."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch.nn import Module
+
+from mgpu_core.advice.batches import Batch
+from mgpu_core.advice.plan import Plan
+from mgpu_core.data_parallel import DataParallel
+from mgpu_core.engine.graphs import GRAPH_DEVICE, WARM_UP
+from mgpu_core.errors import Error
+from mgpu_core.train_step import TrainStep
+
+__all__ = ["CAPTURED", "DROP_IN", "ENGINE", "NAMES", "ONE", "Engine", "Loop", "Way", "closing", "first_line", "makers"]
+
+ONE, DROP_IN, ENGINE, CAPTURED = NAMES = ("one device", "DataParallel", "TrainStep", "TrainStep captured")
+"""The simplest first."""
+
+
+_IN_REPLICA = re.compile(r"Caught \w+ (in replica \d+ on device [\w:]+)")
+
+
+class Way(Protocol):
+    """One way to train."""
+
+    warm_up: int
+    """Steps before the clock counts."""
+
+    def step(self, batch: Batch) -> None:
+        """One whole step."""
+
+    def check(self) -> None:
+        """After the warm-up: raises if this is not the way it says it is."""
+
+    def close(self) -> None:
+        """Lets go of threads and memory."""
+
+
+def makers(plan: Plan) -> dict[str, Callable[[], Way]]:
+    """How each way that makes sense on these devices is made, simplest first.
+
+    One rank alone has nothing to split: there the drop-in is the plain loop.  Graphs hold the work of one GPU.
+    """
+    found: dict[str, Callable[[], Way]] = {ONE: lambda: Loop(plan, lambda net: net)}
+    if len(plan.devices) > 1:
+        found[DROP_IN] = lambda: Loop(plan, lambda net: DataParallel(net, plan.devices))
+    found[ENGINE] = lambda: Engine(plan)
+    if len(plan.places) == 1 and plan.places[0].type == GRAPH_DEVICE:
+        found[CAPTURED] = lambda: Engine(plan, capture=True)
+    return found
+
+
+def first_line(error: BaseException) -> str:
+    """The error in one line: its type, and the first line of its text that says something; a rank's by its cause."""
+    place = _IN_REPLICA.match(str(error))
+    where = f" ({place[1]})" if place and error.__cause__ else ""
+    cause = error.__cause__ if where and error.__cause__ else error
+    lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
+    return (f"{type(cause).__name__}: {lines[0]}" if lines else type(cause).__name__) + where
+
+
+def copied(module: Any, device: torch.device) -> Any:
+    """A deep copy on ``device``, without gradients; what is no module is shared."""
+    if not isinstance(module, Module):
+        return module
+    found = copy.deepcopy(module)
+    found.zero_grad(set_to_none=True)
+    return found.to(device)
+
+
+class Loop:
+    """The loop that everybody writes: zero_grad, forward, loss, backward, step.
+
+    Args:
+        plan: whose net is copied to the first device.
+        wrap: what the loop calls, made from the copy.
+    """
+
+    warm_up = 3
+
+    def __init__(self, plan: Plan, wrap: Callable[[Module], Module]) -> None:
+        self.device = plan.devices[0]
+        self.net: Module = copied(plan.net, self.device)
+        self.loss_fn = copied(plan.loss_fn, self.device)
+        self.optimizer = plan.optimizer(list(self.net.parameters()))
+        self._model = wrap(self.net)
+        self._moves_inputs = self._model is self.net  # a wrapper splits the batch from where it is
+
+    def loss(self, batch: Batch) -> Any:
+        """Forward and loss."""
+        count = len(batch) - (self.loss_fn is not None)
+        inputs = [self._moved(each) for each in batch[:count]] if self._moves_inputs else batch[:count]
+        output = self._model(*inputs)
+        return output.mean() if self.loss_fn is None else self.loss_fn(output, self._moved(batch[-1]))
+
+    def _moved(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self.device, non_blocking=True)
+
+    def step(self, batch: Batch) -> None:
+        """One whole step."""
+        self.optimizer.zero_grad()
+        self.loss(batch).backward()
+        self.optimizer.step()
+
+    def check(self) -> None:
+        """It always is."""
+
+    def close(self) -> None:
+        """Lets go of the copy."""
+        del self.net, self._model, self.optimizer
+
+
+class Engine:
+    """A :class:`mgpu_core.TrainStep`.
+
+    Args:
+        plan: whose net is copied to the first device.
+        capture: as CUDA graphs.
+    """
+
+    def __init__(self, plan: Plan, *, capture: bool = False) -> None:
+        self.warm_up = WARM_UP + 2 if capture else 3
+        self.net: Module = copied(plan.net, plan.devices[0])
+        loss_fn = copied(plan.loss_fn, plan.devices[0])
+        optimizer = plan.optimizer(list(self.net.parameters()))
+        self._step = TrainStep(self.net, loss_fn, optimizer, plan.devices, capture=capture)
+
+    def step(self, batch: Batch) -> None:
+        """One whole step."""
+        self._step(*batch)
+
+    def check(self) -> None:
+        """Raises ``Error`` if steps should be replays and are not."""
+        graphs = self._step.graphs
+        if graphs is not None and not graphs.replays:
+            raise Error(f"not captured: {graphs.reason}")
+
+    def close(self) -> None:
+        """Ends its threads."""
+        self._step.close()
+
+
+@contextmanager
+def closing(way: Way) -> Iterator[Way]:
+    """Closes the way at the end."""
+    try:
+        yield way
+    finally:
+        way.close()

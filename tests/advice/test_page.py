@@ -1,0 +1,28 @@
+"""The page's code runs, and what it names is there."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from mgpu_core.advice import reasons
+from mgpu_core.advice.ways import NAMES
+
+DOCS = Path(__file__).parent.parent.parent / "docs"
+PAGE = (DOCS / "advise.md").read_text()
+
+
+def test_the_example_runs(capsys):
+    (block,) = re.findall(r"^```python\n(.*?)^```$", PAGE, flags=re.MULTILINE | re.DOTALL)
+    exec(compile(block.replace("seconds=5", "seconds=0.1, repeats=1"), "advise.md", "exec"), {})
+    assert "recommendation: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", [*NAMES, reasons.INPUT, reasons.COMMUNICATION, reasons.LAUNCH, reasons.IMBALANCE])
+def test_the_page_has_a_row_for(name):
+    assert f"\n| `{name}` | " in PAGE
+
+
+def test_links_lead_somewhere():
+    for link in re.findall(r"\]\(([^)#]+)\)", PAGE):
+        assert (DOCS / link).exists()

@@ -23,8 +23,12 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
+    "advise": Command(
+        "mgpu_core.advice.command", "measure one device against many on a script's model, and say what to take"
+    ),
     "doctor": Command("mgpu_core.doctor", "say what this machine offers, what will happen on it, and what is wrong"),
     "explain": Command("mgpu_core.explain.command", "run a script, and show what its steps did: who moved what, when"),
+    "lesson": Command("mgpu_core.lessons.command", "learn how it works: pages whose code runs, with exercises"),
     "mnist": Command("mgpu_core.mnist.train", "train the MNIST reference on whatever there is"),
     "simulate": Command(
         "mgpu_core.explain.simulate", "predict a recorded step at numbers of GPUs that nobody here owns"

@@ -1,0 +1,52 @@
+"""The code of a page: its python blocks in order, and what each of them must print."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+__all__ = ["Block", "blocks_of"]
+
+_FENCE = re.compile(r"^```(python|text)\n(.*?)^```$", flags=re.MULTILINE | re.DOTALL)
+_HEADING = re.compile(r"^#+ (.+)$", flags=re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A python block of a page.
+
+    Attributes:
+        line: of the page, on which its first line stands; from 1.
+        heading: under which it stands.
+        expected: what it must print, from the text block that follows; `None`: it may print anything.
+    """
+
+    source: str
+    line: int
+    heading: str
+    expected: str | None
+
+
+def blocks_of(text: str) -> list[Block]:
+    """The python blocks of a page.  A text block says what the python block before it prints.
+
+    Raises:
+        ValueError: a text block without a python block, or a second one for the same.
+    """
+    found: list[Block] = []
+    for match in _FENCE.finditer(text):
+        line = text.count("\n", 0, match.start()) + 2
+        if match[1] == "python":
+            found.append(Block(match[2], line, _heading_at(text, match.start()), None))
+        elif not found or found[-1].expected is not None:
+            raise ValueError(f"line {line}: a text block must follow the python block whose output it is")
+        else:
+            last = found.pop()
+            found.append(Block(last.source, last.line, last.heading, match[2]))
+    return found
+
+
+def _heading_at(text: str, place: int) -> str:
+    outside_code = _FENCE.sub(lambda match: re.sub(r"[^\n]", " ", match[0]), text[:place])
+    headings = _HEADING.findall(outside_code)
+    return str(headings[-1]) if headings else ""

@@ -1,0 +1,96 @@
+"""Which lessons there are, and where their files lie.
+
+A lesson is a page `05_reduce.md` with files of the same stem beside it: its exercises, their solutions, wrong answers
+that its checker must reject, and its picture.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["Lesson", "find_lesson", "find_lessons", "folder"]
+
+_STEM = re.compile(r"(\d\d)_\w+")
+
+
+@dataclass(frozen=True, slots=True)
+class Lesson:
+    """One lesson: its number and its page."""
+
+    number: int
+    page: Path
+
+    @property
+    def title(self) -> str:
+        """The page's first line."""
+        with self.page.open(encoding="utf-8") as lines:
+            return lines.readline().strip("# \n")
+
+    @property
+    def text(self) -> str:
+        """The page."""
+        return self.page.read_text(encoding="utf-8")
+
+    @property
+    def stub(self) -> Path:
+        """The exercises as the learner gets them."""
+        return self.page.parent / "exercises" / f"{self.page.stem}.py"
+
+    @property
+    def solution(self) -> Path:
+        """The exercises solved."""
+        return self.page.parent / "solutions" / f"{self.page.stem}.py"
+
+    @property
+    def wrong_answers(self) -> list[Path]:
+        """Typical mistakes, for the tests of the checker; not in an installed package."""
+        return sorted((self.page.parent / "solutions").glob(f"{self.page.stem}_wrong_*.py"))
+
+    @property
+    def picture(self) -> Path:
+        """The picture on the page; not in an installed package, where the lesson draws it."""
+        return self.page.parent / "pictures" / f"{self.page.stem}.png"
+
+    @property
+    def checks(self) -> str:
+        """The module that checks its exercises."""
+        return f"mgpu_core.lessons.checks.{self.file_stem}"
+
+    @property
+    def file_stem(self) -> str:
+        """What the learner's own files are called: `lesson_05`."""
+        return f"lesson_{self.number:02}"
+
+
+def folder() -> Path:
+    """Where the pages are: in the package, or in a checkout beside it.
+
+    Raises:
+        FileNotFoundError: in neither.
+    """
+    here = Path(__file__).resolve().parent
+    for place in (here / "pages", here.parent.parent / "docs" / "lessons"):
+        if place.is_dir():
+            return place
+    raise FileNotFoundError(f"the pages of the lessons are not in {here / 'pages'}: install mgpu_core again")
+
+
+def find_lessons() -> list[Lesson]:
+    """All of them, by number."""
+    pages = sorted(folder().glob("*.md"))
+    return [Lesson(int(page.stem[:2]), page) for page in pages if _STEM.fullmatch(page.stem)]
+
+
+def find_lesson(number: int) -> Lesson:
+    """The lesson of this number.
+
+    Raises:
+        ValueError: there is none.
+    """
+    lessons = find_lessons()
+    for lesson in lessons:
+        if lesson.number == number:
+            return lesson
+    raise ValueError(f"there is no lesson {number}; there are {', '.join(str(each.number) for each in lessons)}")

@@ -1,0 +1,101 @@
+"""Checks a learner's file in another process, and ends that process when an exercise takes too long."""
+
+from __future__ import annotations
+
+import json
+import queue
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from mgpu_core.lessons.answers import asked_for
+from mgpu_core.lessons.catalogue import Lesson
+from mgpu_core.lessons.judge import WRONG, Verdict, checks_of
+
+__all__ = ["CannotBeRead", "check_file"]
+
+_START_SECONDS = 300.0  # to import torch, on a machine that is busy
+
+
+class CannotBeRead(Exception):
+    """The learner's file ends with an error when it is imported; the text says where."""
+
+
+def check_file(lesson: Lesson, path: Path, limit_seconds: float) -> Iterator[Verdict]:
+    """The verdicts on all exercises, each as soon as it is known.
+
+    Args:
+        limit_seconds: that one exercise may take.
+
+    Raises:
+        CannotBeRead: the file cannot even be imported.
+    """
+    names = {number: asked_for(check) for number, check in checks_of(lesson).items()}
+    left = list(names)
+    while left:
+        with _Judge(lesson, path.resolve(), left) as judge:
+            judge.start(limit_seconds)
+            for number in list(left):
+                left.remove(number)
+                try:
+                    yield Verdict(*judge.next_line(limit_seconds))
+                except (_TooLong, _Ended) as error:
+                    yield Verdict(number, names[number], WRONG, str(error))
+                    break
+
+
+class _TooLong(Exception):
+    def __init__(self, seconds: float) -> None:
+        super().__init__(f"it did not end within {seconds:g} s: is there an endless loop, or a wait for nobody?")
+
+
+class _Ended(Exception):
+    def __init__(self, status: int) -> None:
+        super().__init__(f"it ended the whole process, with status {status}")
+
+
+class _Judge:
+    """The other process: one line at a time, with a limit."""
+
+    def __init__(self, lesson: Lesson, path: Path, exercises: Sequence[int]) -> None:
+        command = [sys.executable, "-P", "-m", "mgpu_core.lessons.judge", str(lesson.number), str(path)]
+        command += map(str, exercises)
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def __enter__(self) -> _Judge:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self._lines.put(line)
+        self._lines.put(None)
+
+    def start(self, limit_seconds: float) -> None:
+        """Waits until the file is imported."""
+        self.next_line(_START_SECONDS)
+        try:
+            failure = self.next_line(limit_seconds)
+        except (_TooLong, _Ended) as error:
+            raise CannotBeRead(f"importing the file: {error}") from None
+        if failure:
+            raise CannotBeRead(failure)
+
+    def next_line(self, limit_seconds: float) -> Any:
+        """What it says next."""
+        try:
+            line = self._lines.get(timeout=limit_seconds)
+        except queue.Empty:
+            raise _TooLong(limit_seconds) from None
+        if line is None:
+            raise _Ended(self._process.wait())
+        return json.loads(line)

@@ -1,0 +1,61 @@
+"""A device for lessons that runs its streams in any order that it may: what is not ordered comes in the wrong order."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from mgpu_core.lessons.answers import WrongAnswer
+
+__all__ = ["LateDevice"]
+
+Work = Callable[[], None]
+
+
+@dataclass
+class Event:
+    """A point in a stream."""
+
+    is_reached: bool = False
+
+
+@dataclass
+class LateDevice:
+    """Streams by number; nothing runs before :meth:`run`.
+
+    Attributes:
+        streams: of each piece of work, in the order in which it was put there.
+    """
+
+    queues: dict[int, list[tuple[Event | None, Work]]] = field(default_factory=dict)
+    streams: list[int] = field(default_factory=list)
+
+    def put(self, stream: int, work: Work) -> None:
+        """The work runs later, behind what is on the stream."""
+        self.streams.append(stream)
+        self._add(stream, None, work)
+
+    def record(self, stream: int) -> Event:
+        """An event behind all that is on the stream now."""
+        event = Event()
+        self._add(stream, None, lambda: setattr(event, "is_reached", True))
+        return event
+
+    def wait(self, stream: int, event: Event) -> None:
+        """What is put on the stream from now on runs after the event."""
+        if not isinstance(event, Event):
+            raise WrongAnswer(f"device.wait(stream, event): {event!r} is no event of device.record(stream)")
+        self._add(stream, event, lambda: None)
+
+    def _add(self, stream: int, event: Event | None, work: Work) -> None:
+        self.queues.setdefault(stream, []).append((event, work))
+
+    def run(self, seed: int) -> None:
+        """Everything, in one of the orders that are allowed."""
+        chance = random.Random(seed)
+        while waiting := [queue for queue in self.queues.values() if queue]:
+            ready = [queue for queue in waiting if queue[0][0] is None or queue[0][0].is_reached]
+            if not ready:
+                raise WrongAnswer("the streams wait for each other, and none goes on: a deadlock")
+            chance.choice(ready).pop(0)[1]()

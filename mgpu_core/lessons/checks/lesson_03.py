@@ -1,0 +1,130 @@
+"""Lesson 3, apply."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from contextvars import ContextVar
+from functools import partial
+from typing import Any
+
+import torch
+
+from mgpu_core.lessons.answers import WrongAnswer, asks_for, expect
+
+__all__ = ["exercise_1", "exercise_2"]
+
+_Apply = Callable[[list[Callable[[Any], Any]], list[Any]], Any]
+_MEETING_SECONDS = 2.0
+
+
+@asks_for("apply_all")
+def exercise_1(answer: _Apply) -> None:
+    """At once, in order, and careful with failures."""
+    for ranks in (1, 2, 3, 8):
+        _check_meeting(answer, ranks)
+        _check_order(answer, ranks)
+        _check_failures(answer, ranks)
+
+
+def _check_meeting(answer: _Apply, ranks: int) -> None:
+    """Everybody waits for everybody: only possible at once."""
+    barrier = threading.Barrier(ranks, timeout=_MEETING_SECONDS)
+
+    def meet(x: int) -> int:
+        barrier.wait()
+        return x
+
+    try:
+        got = answer([meet] * ranks, list(range(ranks)))
+    except threading.BrokenBarrierError:
+        raise WrongAnswer(
+            f"apply_all, {ranks} functions that wait for each other: they were not all running at once"
+        ) from None
+    expect(f"apply_all, {ranks} functions that return their input", got, list(range(ranks)))
+
+
+def _check_order(answer: _Apply, ranks: int) -> None:
+    """The higher the rank, the earlier it ends."""
+    ended = [threading.Event() for _ in range(ranks + 1)]
+    ended[ranks].set()
+
+    def end_after_the_next(rank: int) -> str:
+        ended[rank + 1].wait(_MEETING_SECONDS)
+        ended[rank].set()
+        return f"of rank {rank}"
+
+    got = answer([end_after_the_next] * ranks, list(range(ranks)))
+    expect(f"apply_all, {ranks} ranks of which the last ends first", got, [f"of rank {rank}" for rank in range(ranks)])
+
+
+def _check_failures(answer: _Apply, ranks: int) -> None:
+    """The last two ranks fail at once, the others take their time; all must have ended before anything is raised."""
+    failing = range(max(0, ranks - 2), ranks)
+    errors = {rank: KeyError(f"of rank {rank}") for rank in failing}
+    ended: list[int] = []
+
+    def work(rank: int) -> None:
+        if rank in errors:
+            raise errors[rank]
+        time.sleep(0.1)
+        ended.append(rank)
+
+    call = f"apply_all, {ranks} ranks of which {list(failing)} fail"
+    try:
+        got = answer([work] * ranks, list(range(ranks)))
+    except KeyError as error:
+        if error is not errors[failing[0]]:
+            raise WrongAnswer(f"{call}: expected the exception of rank {failing[0]} itself, got {error!r}") from None
+    else:
+        raise WrongAnswer(f"{call}: expected a KeyError, got {got!r}")
+    if len(ended) != failing[0]:
+        raise WrongAnswer(f"{call}: it raised while other ranks were still running: join all of them first")
+
+
+_variable: ContextVar[str] = ContextVar("a variable of the checker", default="the default")
+
+
+def _settings(*args: int, **kwargs: int) -> tuple[object, ...]:
+    on = torch.is_autocast_enabled("cpu")
+    return torch.is_grad_enabled(), on, torch.get_autocast_dtype("cpu") if on else None, _variable.get(), args, kwargs
+
+
+@asks_for("carry")
+def exercise_2(answer: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """The settings of the maker, in another thread, after the maker has left them."""
+    for grad in (True, False):
+        for dtype in (None, torch.bfloat16, torch.float16):
+            with (
+                torch.set_grad_enabled(grad),
+                torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None),
+            ):
+                token = _variable.set("set by the caller")
+                wanted = _settings(1, key=2)
+                carried = answer(_settings)
+                _variable.reset(token)
+            for _ in range(2):
+                got = _in_a_thread(partial(carried, 1, key=2))
+                expect("carry: (grad, autocast, its dtype, a context variable, arguments) in a thread", got, wanted)
+            expect("carry: the same in the calling thread, later", carried(1, key=2), wanted)
+    if not torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
+        raise WrongAnswer("carry: it changes the settings of the thread that it is called in, and leaves them so")
+
+
+def _in_a_thread(function: Callable[[], Any]) -> Any:
+    results: list[Any] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(function())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+    return results[0]

@@ -1,0 +1,109 @@
+"""Lesson 5, reduce: results in whole numbers, and every message counted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from mgpu_core import _core
+from mgpu_core.lessons.answers import WrongAnswer, asks_for, expect
+
+__all__ = ["exercise_1", "exercise_2", "exercise_3"]
+
+_RANKS = (1, 2, 3, 4, 5, 8)
+_COUNTS = (24, 10, 5, 1)
+
+
+class _Wire:
+    """Carries copies between ranks, and counts messages and elements."""
+
+    def __init__(self, call: str, ranks: int) -> None:
+        self._call, self._ranks = call, ranks
+        self.messages: list[tuple[int, int, int]] = []
+
+    def send(self, source: int, target: int, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy."""
+        if source not in range(self._ranks) or target not in range(self._ranks) or source == target:
+            raise WrongAnswer(f"{self._call}: there is no wire from rank {source} to rank {target}")
+        self.messages.append((source, target, tensor.numel()))
+        return tensor.clone()
+
+    @property
+    def elements(self) -> int:
+        """Carried by all messages together."""
+        return sum(count for _, _, count in self.messages)
+
+
+def _run(answer: Callable[..., Any], ranks: int, count: int) -> tuple[str, _Wire]:
+    """Checks the sums, and returns the call and its wire."""
+    tensors = [torch.arange(count, dtype=torch.int64) + 100**rank for rank in range(ranks)]
+    wanted = torch.stack(tensors).sum(dim=0)
+    call = f"{answer.__name__}({ranks} tensors of {count} numbers, send)"
+    wire = _Wire(call, ranks)
+    answer(list(tensors), wire.send)
+    for rank, tensor in enumerate(tensors):
+        expect(f"{call}, the tensor of rank {rank}", tensor, wanted)
+    return call, wire
+
+
+def _check_total(call: str, wire: _Wire, ranks: int, count: int) -> None:
+    wanted = 2 * (ranks - 1) * count
+    if wire.elements != wanted:
+        raise WrongAnswer(f"{call}: all ranks together should send {wanted} numbers, and send {wire.elements}")
+
+
+@asks_for("ring_all_reduce")
+def exercise_1(answer: Callable[..., Any]) -> None:
+    """Right sums; messages of one chunk, between neighbours, and no more of them than needed."""
+    for ranks in _RANKS:
+        for count in _COUNTS:
+            call, wire = _run(answer, ranks, count)
+            for source, target, sent in wire.messages:
+                if target != (source + 1) % ranks:
+                    raise WrongAnswer(f"{call}: rank {source} sends to rank {target}, which is not the next one")
+                if sent > -(-count // ranks):
+                    raise WrongAnswer(
+                        f"{call}: a message has {sent} numbers, and the largest chunk has {-(-count // ranks)}"
+                    )
+            _check_total(call, wire, ranks, count)
+
+
+@asks_for("tree_all_reduce")
+def exercise_2(answer: Callable[..., Any]) -> None:
+    """Right sums; whole tensors, and no rank with more messages than a tree gives it."""
+    for ranks in _RANKS:
+        call, wire = _run(answer, ranks, 6)
+        _check_total(call, wire, ranks, 6)
+        rounds = (ranks - 1).bit_length()
+        for rank in range(ranks):
+            received = sum(target == rank for _, target, _ in wire.messages)
+            if received > rounds:
+                too_many = f"rank {rank} receives {received} messages, and in a tree nobody receives more than {rounds}"
+                raise WrongAnswer(f"{call}: {too_many}")
+
+
+@asks_for("nbytes_sent")
+def exercise_3(answer: Callable[[str, int, int], Any]) -> None:
+    """What the core's schedules say."""
+    for ranks in _RANKS:
+        nbytes = 120 * 4
+        for algorithm in ("ring", "naive", "tree"):
+            wanted = _sent(algorithm, ranks, nbytes)
+            expect(f"nbytes_sent({algorithm!r}, {ranks}, {nbytes})", answer(algorithm, ranks, nbytes), wanted)
+
+
+def _sent(algorithm: str, ranks: int, nbytes: int) -> list[int]:
+    sent = [0] * ranks
+    for source, carried in _messages(algorithm, ranks, nbytes):
+        sent[source] += carried
+    return sent
+
+
+def _messages(algorithm: str, ranks: int, nbytes: int) -> Sequence[tuple[int, int]]:
+    if algorithm == "naive":
+        return [(rank, nbytes) for rank in range(1, ranks)] + [(0, nbytes)] * (ranks - 1)
+    is_ring = algorithm == "ring"
+    rounds = _core.ring_schedule(ranks) if is_ring else _core.tree_schedule(ranks)
+    return [(source, nbytes // ranks if is_ring else nbytes) for hops in rounds for source, _, _, _ in hops]

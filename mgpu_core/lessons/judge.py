@@ -1,0 +1,111 @@
+"""Judges the answers of one file, in a process of its own: `python -m mgpu_core.lessons.judge NUMBER FILE EXERCISES`.
+
+A learner's code may run for ever, or end the process; so this is the process that may be ended (see `check.py`).  Its
+stdout has a line of JSON when it is ready, and one per exercise; what the learner's code prints goes to stderr.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from mgpu_core.lessons.answers import Check, WrongAnswer, asked_for
+from mgpu_core.lessons.catalogue import Lesson, find_lesson
+
+__all__ = ["NOT_BEGUN", "RIGHT", "WRONG", "Verdict", "checks_of", "judge", "load"]
+
+RIGHT, WRONG, NOT_BEGUN = "right", "wrong", "not begun"
+
+
+class Verdict(NamedTuple):
+    """What is said of an exercise: `right`, `wrong` and why, or `not begun`."""
+
+    exercise: int
+    name: str
+    word: str
+    reason: str = ""
+
+
+def checks_of(lesson: Lesson) -> dict[int, Check]:
+    """The checks of a lesson's exercises, by their numbers."""
+    module = importlib.import_module(lesson.checks)
+    found = {int(name.removeprefix("exercise_")): name for name in vars(module) if name.startswith("exercise_")}
+    return {number: getattr(module, found[number]) for number in sorted(found)}
+
+
+def load(path: Path) -> ModuleType:
+    """The learner's file as a module."""
+    spec = importlib.util.spec_from_file_location("answers_of_a_learner", path)
+    assert spec is not None
+    assert spec.loader is not None  # it is a .py file, or made one below
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def judge(number: int, check: Check, answers: ModuleType, path: Path) -> Verdict:
+    """Gives the learner's function to its check."""
+    name = asked_for(check)
+    answer: Callable[..., Any] | None = getattr(answers, name, None)
+    if answer is None:
+        return Verdict(number, name, NOT_BEGUN, f"{path.name} has no function {name}")
+    try:
+        check(answer)
+    except WrongAnswer as error:
+        return Verdict(number, name, WRONG, str(error))
+    except (Exception, SystemExit) as error:
+        is_stub = isinstance(error, NotImplementedError) and _last_line(error) == _line_of(error, path)
+        return Verdict(number, name, NOT_BEGUN) if is_stub else Verdict(number, name, WRONG, told(error, path))
+    return Verdict(number, name, RIGHT)
+
+
+def told(error: BaseException, path: Path) -> str:
+    """An exception in a line: what it is, and the last line of the learner's file on the way to it."""
+    text = traceback.format_exception_only(error)[-1].strip()
+    if isinstance(error, SyntaxError) and error.filename == str(path):
+        return f"{path.name}, line {error.lineno}: {text}"
+    line = _line_of(error, path)
+    if line is None:
+        return f"what your function gave back cannot be used: {text}"
+    return f"{path.name}, line {line.lineno}, {line.line!r}: {text}"
+
+
+def _line_of(error: BaseException, path: Path) -> traceback.FrameSummary | None:
+    lines = [each for each in traceback.extract_tb(error.__traceback__) if each.filename == str(path)]
+    return lines[-1] if lines else None
+
+
+def _last_line(error: BaseException) -> traceback.FrameSummary | None:
+    lines = traceback.extract_tb(error.__traceback__)
+    return lines[-1] if lines else None
+
+
+def main(number: int, path: Path, exercises: Iterable[int]) -> None:
+    """Writes a line when it is ready, one when the file is loaded or cannot be, and one per exercise."""
+    lines = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    checks = checks_of(find_lesson(number))
+    print(json.dumps("ready"), file=lines)
+    try:
+        answers = load(path)
+    except (Exception, SystemExit) as error:
+        print(json.dumps(told(error, path)), file=lines)
+        return
+    print(json.dumps(""), file=lines)
+    for exercise in exercises:
+        print(json.dumps(judge(exercise, checks[exercise], answers, path)), file=lines)
+    lines.flush()
+    os._exit(0)  # threads that the learner forgot keep nobody waiting
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), Path(sys.argv[2]), map(int, sys.argv[3:]))

@@ -1,0 +1,109 @@
+"""Runs a lesson: its blocks from top to bottom, in one namespace, as if the page were a script.
+
+The namespace has one name to begin with: `picture`, the file that the lesson's picture goes to.  Errors show the lines
+of the page.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import importlib.util
+import io
+import os
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import TextIO
+
+from mgpu_core.files import check_writable
+from mgpu_core.lessons.blocks import Block, blocks_of
+from mgpu_core.lessons.catalogue import Lesson
+
+__all__ = ["require_matplotlib", "run_lesson"]
+
+
+def require_matplotlib() -> None:
+    """Raises ValueError with the cure if matplotlib is missing."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("a lesson draws with matplotlib, which is not installed: pip install 'mgpu-core[mnist]'")
+
+
+def run_lesson(lesson: Lesson, picture: Path) -> bool:
+    """Runs all blocks and prints what they print; says whether all of it went as the page says.
+
+    Raises:
+        ValueError: matplotlib is missing.
+        OSError: the picture cannot be written.
+    """
+    require_matplotlib()
+    check_writable(picture)
+    os.environ.setdefault("MPLBACKEND", "Agg")  # the picture goes to a file, on machines without a screen too
+    blocks = blocks_of(lesson.text)
+    print(f"Lesson {lesson.title}")
+    with _namespace(lesson, picture) as names:
+        for number, block in enumerate(blocks, 1):
+            print(f"\n[{number}/{len(blocks)}] {block.heading} (line {block.line})", flush=True)
+            if not _run_block(lesson, block, names):
+                return False
+    print(f"\nThe picture is in {picture}.")
+    return True
+
+
+@contextlib.contextmanager
+def _namespace(lesson: Lesson, picture: Path) -> Iterator[dict[str, object]]:
+    """A module of its own, which classes and functions of the page can be found in."""
+    module = ModuleType(lesson.file_stem)
+    module.__dict__.update(__file__=str(lesson.page), picture=picture)
+    before = sys.modules.get(lesson.file_stem)
+    sys.modules[lesson.file_stem] = module
+    try:
+        yield module.__dict__
+    finally:
+        del sys.modules[lesson.file_stem]
+        if before is not None:
+            sys.modules[lesson.file_stem] = before
+
+
+def _run_block(lesson: Lesson, block: Block, names: dict[str, object]) -> bool:
+    printed = _Both(sys.stdout)
+    try:
+        code = compile("\n" * (block.line - 1) + block.source, str(lesson.page), "exec")
+        with contextlib.redirect_stdout(printed):
+            exec(code, names)
+    except Exception as error:
+        _print_failure(error)
+        return False
+    if block.expected is None or printed.getvalue() == block.expected:
+        return True
+    print(f"line {block.line}: the block printed something else than the page says:")
+    print("\n".join(_difference(block.expected.splitlines(), printed.getvalue().splitlines())))
+    return False
+
+
+def _difference(expected: Sequence[str], printed: Sequence[str]) -> Iterator[str]:
+    return difflib.unified_diff(expected, printed, "on the page", "printed", lineterm="")
+
+
+def _print_failure(error: BaseException) -> None:
+    """The traceback from the page on: how the runner came to it is of no interest."""
+    while error.__traceback__ is not None and error.__traceback__.tb_frame.f_code.co_filename == __file__:
+        error = error.with_traceback(error.__traceback__.tb_next)
+    print("".join(traceback.format_exception(error)), end="", file=sys.stderr)
+
+
+class _Both(io.StringIO):
+    """Keeps what is written and passes it on."""
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__()
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        self._stream.write(text)
+        return super().write(text)
+
+    def flush(self) -> None:
+        self._stream.flush()

@@ -1,0 +1,207 @@
+"""`mgpu lesson` beside its good road: wrong words, missing files, and what learners' files may do."""
+
+import time
+from pathlib import Path
+
+import pytest
+
+from mgpu_core.lessons import catalogue, find_lesson, find_lessons, runner
+from mgpu_core.lessons.blocks import blocks_of
+
+RIGHT = find_lesson(1).solution.read_text()
+SCATTER_ROWS = "def scatter_rows(tensor: torch.Tensor, ranks: int, dim: int = 0) -> list[torch.Tensor]:\n"
+
+
+@pytest.fixture(autouse=True)
+def _in_an_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def check(mgpu, text, *options):
+    """The status, and the lines on the exercises of lesson 1."""
+    Path("lesson_01.py").write_text(text)
+    status, out, _ = mgpu("check", 1, *options)
+    return status, out.splitlines()
+
+
+def test_list_has_all_titles(mgpu):
+    status, out, _ = mgpu("list")
+    assert status == 0
+    assert out.splitlines()[: len(find_lessons())] == [lesson.title for lesson in find_lessons()]
+
+
+def test_show_prints_the_page(mgpu):
+    assert mgpu("show", 1) == (0, find_lesson(1).text, "")
+
+
+@pytest.mark.parametrize("word", ["show", "run", "start", "check"])
+def test_unknown_number_is_told_in_a_line(mgpu, word):
+    status, out, err = mgpu(word, 99)
+    assert (status, out) == (2, "")
+    assert err.startswith("mgpu lesson: error: there is no lesson 99; there are 1, 2, 3")
+
+
+@pytest.mark.parametrize(
+    "words", [[], ["nonsense"], ["run"], ["run", "five"], ["check", 1, "--limit", 0], ["check", 1, "--limit", "x"]]
+)
+def test_wrong_words_are_usage_errors(mgpu, words):
+    status, out, err = mgpu(*words)
+    assert (status, out) == (2, "")
+    assert "usage: mgpu lesson" in err
+
+
+def test_start_writes_the_stub_and_never_overwrites(mgpu):
+    status, out, _ = mgpu("start", 1)
+    assert (status, "mgpu lesson check 1" in out) == (0, True)
+    assert Path("lesson_01.py").read_text() == find_lesson(1).stub.read_text()
+    Path("lesson_01.py").write_text("my work")
+    assert mgpu("start", 1) == (
+        2,
+        "",
+        "mgpu lesson: error: lesson_01.py is there already, and is not overwritten\n",
+    )
+    assert Path("lesson_01.py").read_text() == "my work"
+
+
+def test_check_of_a_file_that_is_not_there(mgpu):
+    status, _, err = mgpu("check", 1)
+    assert (status, "lesson_01.py does not exist; `mgpu lesson start 1`" in err) == (2, True)
+    Path("answers.txt").write_text("")
+    assert mgpu("check", 1, "answers.txt")[0] == 2
+
+
+def test_check_takes_any_file(mgpu):
+    Path("mine.py").write_text(RIGHT)
+    status, out, _ = mgpu("check", 1, "mine.py")
+    assert (status, out.count(": right\n")) == (0, 3)
+
+
+def test_syntax_error_is_shown_with_its_line(mgpu):
+    status, lines = check(mgpu, "import torch\n\ndef chunk_counts(rows ranks):\n    pass\n")
+    assert status == 1
+    assert len(lines) == 1
+    assert lines[0].startswith("lesson_01.py cannot be checked: lesson_01.py, line 3: SyntaxError")
+
+
+def test_error_while_importing_is_shown_with_its_line(mgpu):
+    status, lines = check(mgpu, "import torch\nx = 1 / 0\n")
+    assert (status, lines) == (
+        1,
+        ["lesson_01.py cannot be checked: lesson_01.py, line 2, 'x = 1 / 0': ZeroDivisionError: division by zero"],
+    )
+
+
+def test_exception_in_an_answer_is_shown_with_its_line(mgpu):
+    text = RIGHT.replace(SCATTER_ROWS, SCATTER_ROWS + "    return [][ranks]\n")
+    line = text.splitlines().index("    return [][ranks]") + 1
+    status, lines = check(mgpu, text)
+    assert status == 1
+    told = f"lesson_01.py, line {line}, 'return [][ranks]': IndexError: list index out of range"
+    assert lines[:2] == ["exercise 1, chunk_counts: right", f"exercise 2, scatter_rows: wrong: {told}"]
+
+
+def test_useless_result_is_a_wrong_answer(mgpu):
+    text = RIGHT.replace(SCATTER_ROWS, SCATTER_ROWS + "    return None\n")
+    status, lines = check(mgpu, text)
+    assert status == 1
+    assert lines[1].startswith(
+        "exercise 2, scatter_rows: wrong: scatter_rows(a (9, 3) tensor, 8, 0): expected [int64 tensor [[0, 1, 2], "
+    )
+    assert lines[1].endswith("..., got None")
+
+
+def test_missing_function_is_not_begun(mgpu):
+    status, lines = check(mgpu, RIGHT.replace("def chunk_counts", "def other").replace(" chunk_counts(", " other("))
+    assert status == 1
+    assert lines[0] == "exercise 1, chunk_counts: not begun: lesson_01.py has no function chunk_counts"
+
+
+def test_endless_loop_is_ended_and_the_others_are_checked(mgpu):
+    text = RIGHT.replace(SCATTER_ROWS, SCATTER_ROWS + "    while ranks == 3:\n        pass\n")
+    begin = time.monotonic()
+    status, lines = check(mgpu, text, "--limit", 3)
+    assert status == 1
+    assert lines[0] == "exercise 1, chunk_counts: right"
+    assert lines[1].startswith("exercise 2, scatter_rows: wrong: it did not end within 3 s")
+    assert lines[2].startswith("exercise 3, scatter_batch: ")
+    assert time.monotonic() - begin < 100
+
+
+def test_endless_import_is_ended(mgpu):
+    status, lines = check(mgpu, "while True:\n    pass\n", "--limit", 1)
+    assert (status, len(lines)) == (1, 1)
+    assert "importing the file: it did not end within 1 s" in lines[0]
+
+
+@pytest.mark.parametrize(("ending", "told"), [("raise SystemExit(0)", "SystemExit: 0"), ("os._exit(0)", "status 0")])
+def test_an_answer_cannot_end_the_checker(mgpu, ending, told):
+    text = RIGHT.replace(SCATTER_ROWS, SCATTER_ROWS + f"    import os\n    {ending}\n")
+    status, lines = check(mgpu, text)
+    assert status == 1
+    assert told in lines[1]
+    assert len(lines) == 3
+
+
+def test_prints_of_a_learner_are_no_verdicts(mgpu):
+    status, lines = check(mgpu, RIGHT + '\nprint("right")\nprint([1, "chunk_counts", "wrong", ""])\n')
+    assert status == 0
+    assert [line.split(": ")[1] for line in lines] == ["right"] * 3
+
+
+def test_run_takes_a_file_for_the_picture(mgpu):
+    status, out, _ = mgpu("run", 1, "--picture", "mine.png")
+    assert (status, out.endswith("The picture is in mine.png.\n")) == (0, True)
+    assert [path.name for path in Path().iterdir()] == ["mine.png"]
+
+
+def test_run_into_a_folder_that_is_not_there(mgpu):
+    status, out, err = mgpu("run", 1, "--picture", "no/such/folder/mine.png")
+    assert (status, out) == (2, "")
+    assert "cannot write into its folder" in err
+
+
+def test_run_without_matplotlib_says_the_cure(mgpu, monkeypatch):
+    monkeypatch.setattr(runner.importlib.util, "find_spec", lambda name: None)
+    assert mgpu("run", 1) == (
+        2,
+        "",
+        "mgpu lesson: error: a lesson draws with matplotlib, which is not installed: pip install 'mgpu-core[mnist]'\n",
+    )
+
+
+@pytest.fixture
+def page(monkeypatch):
+    """Puts a lesson of this text in the place of all others."""
+
+    def write(text):
+        Path("01_tiny.md").write_text(text)
+        monkeypatch.setattr(catalogue, "folder", Path.cwd)
+
+    return write
+
+
+def test_failing_block_shows_the_line_of_the_page(mgpu, page):
+    page("# 1. Tiny\n\n```python\nx = 1\n```\n\n```python\nassert x == 2\n```\n")
+    status, out, err = mgpu("run", 1)
+    assert status == 1
+    assert "[2/2] 1. Tiny (line 8)" in out
+    assert '01_tiny.md", line 8' in err
+    assert "assert x == 2" in err
+    assert "runner.py" not in err
+
+
+def test_other_output_than_the_page_says_is_shown(mgpu, page):
+    page("# 1. Tiny\n\n```python\nprint('one')\n```\n```text\ntwo\n```\n")
+    status, out, _ = mgpu("run", 1)
+    assert status == 1
+    assert "-two\n+one\n" in out
+
+
+def test_text_block_needs_its_python_block():
+    with pytest.raises(ValueError, match="line 2"):
+        blocks_of("```text\nx\n```\n")
+
+
+def test_block_knows_its_heading_even_after_comments_in_code():
+    blocks = blocks_of("# 1. A\n```python\n# no heading\n```\n## B\ntext\n```python\npass\n```\n")
+    assert [(block.heading, block.line) for block in blocks] == [("1. A", 3), ("B", 8)]

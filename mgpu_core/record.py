@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
@@ -78,13 +78,23 @@ class Recording:
     entries: list[Entry] = field(default_factory=list)
     dropped: int = 0
     _begun: int = 0
+    _open: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
     _drafts: list[_Draft] = field(default_factory=list)
 
     def begin_step(self) -> None:
-        """A whole step begins."""
-        self._begun += 1
-        if self.steps is not None and self._begun > self.skip + self.steps:
+        """A whole step begins; one inside another, in whatever thread, is none of its own."""
+        with self._lock:
+            self._open += 1
+            self._begun += self._open == 1
+            is_over = self.steps is not None and self._begun > self.skip + self.steps
+        if is_over:
             _end(self)
+
+    def end_step(self) -> None:
+        """A whole step has ended."""
+        with self._lock:
+            self._open -= 1
 
     def add(self, draft: _Draft) -> None:
         """Keeps an entry whose times are known at the end."""
@@ -142,6 +152,8 @@ class _Span:
     def __exit__(self, *error: object) -> None:
         sink = self._sink
         if sink.story is not None:
+            if self._step in WHOLE_STEPS:
+                sink.story.end_step()
             end = None if self._device is None else sink.story.clock.mark(self._device)
             sink.story.add(self._draft(time.perf_counter_ns(), end))
         if sink.label is not None:
@@ -221,21 +233,25 @@ def begin_marks(devices: Sequence[torch.device]) -> tuple[Recording, dict[str, o
     return sink.story, {str(device): sink.story.clock.mark(device) for device in dict.fromkeys(devices)}
 
 
+_lock = threading.Lock()  # of the three below; whoever only looks at the flag takes none
+_story: Recording | None = None
+_labels: list[Label] = []  # the last one names
+
+
+def _show() -> None:
+    """Brings the flag up to what is on."""
+    global _sink
+    label = _labels[-1] if _labels else None
+    _sink = None if _story is None and label is None else _Sink(_story, label)
+
+
 def _end(story: Recording) -> None:
-    """Takes the flag down, if it is still this recording's; a label that came with it goes too."""
-    global _sink
-    if _sink is not None and _sink.story is story:
-        _sink = None
-
-
-@contextmanager
-def _through(sink: _Sink) -> Iterator[None]:
-    global _sink
-    before, _sink = _sink, sink
-    try:
-        yield
-    finally:
-        _sink = before
+    """Takes the recording away, if it is still this one; names for profilers stay as long as who wants them."""
+    global _story
+    with _lock:
+        if _story is story:
+            _story = None
+            _show()
 
 
 @contextmanager
@@ -252,18 +268,30 @@ def recording(
     Raises:
         RuntimeError: a recording is already on.
     """
-    if is_on():
-        raise RuntimeError("a recording is already on: there is one per process")
+    global _story
     story = Recording(clock or _HostClock(), skip, steps)
+    with _lock:
+        if _story is not None:
+            raise RuntimeError("a recording is already on: there is one per process")
+        _story = story
+        _show()
     try:
-        with _through(_Sink(story, label or (None if _sink is None else _sink.label))):
+        with nullcontext() if label is None else labelled(label):
             yield story
     finally:
+        _end(story)
         story.finish()
 
 
 @contextmanager
 def labelled(label: Label) -> Iterator[None]:
     """Gives all spans meanwhile a name in profilers; a recording that is on goes on."""
-    with _through(_Sink(None if _sink is None else _sink.story, label)):
+    with _lock:
+        _labels.append(label)
+        _show()
+    try:
         yield
+    finally:
+        with _lock:
+            _labels.remove(label)
+            _show()

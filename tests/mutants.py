@@ -672,6 +672,77 @@ MUTANTS = [
         "if False:",
         "test_sync_batchnorm.py",
     ),
+    # What a step shows of itself.
+    mutant(
+        "explain: bytes that stay where they are count as moved",
+        "mgpu_core/explain/phases.py",
+        "if place != home]",
+        "if True]",
+        "explain/test_story.py",
+    ),
+    mutant(
+        "explain: hops forget which chunk they carry",
+        "mgpu_core/explain/scenes.py",
+        "hop.targets[0][2] if single else 0)",
+        "0)",
+        "explain/test_page.py",
+    ),
+    mutant(
+        "explain: a forward loses its backward",
+        "mgpu_core/explain/story.py",
+        'return head.step == "data_parallel" and name_of(entry) in _OF_BACKWARD',
+        "return False",
+        "explain/test_story.py",
+    ),
+    mutant(
+        "explain: a text of the story ends its element",
+        "mgpu_core/explain/page.py",
+        r'.replace("<", "\\u003c")',
+        "",
+        "explain/test_page.py",
+    ),
+    mutant(
+        "explain: the ranks' older threads are not profiled",
+        "mgpu_core/explain/labels.py",
+        '"profile_all_threads": True',
+        '"profile_all_threads": False',
+        "explain/test_story.py",
+    ),
+    mutant(
+        "explain: a recording does not end by itself",
+        "mgpu_core/record.py",
+        "            _end(self)\n",
+        "            pass\n",
+        "test_record.py",
+    ),
+    mutant(
+        "explain: what failed is told as done",
+        "mgpu_core/comm/watch.py",
+        "if kind is not None or self._before is None:",
+        "if self._before is None:",
+        "test_record.py",
+    ),
+    mutant(
+        "explain: a rank that stands on the source was sent to",
+        "mgpu_core/comm/watch.py",
+        " if id(each) not in at_home)",
+        ")",
+        "test_record.py",
+    ),
+    mutant(
+        "explain: a bucket is ready one gradient too early",
+        "mgpu_core/engine/rounds.py",
+        "self._missing[rank][bucket] == 0",
+        "self._missing[rank][bucket] >= 0",
+        "test_record.py",
+    ),
+    mutant(
+        "explain: hops of several rounds are one",
+        "csrc/core/transcript.cpp",
+        "deed.call = transcript.calls;",
+        "deed.call = 0;",
+        "test_transcript",
+    ),
     # The core.
     mutant(
         "the tail of a vector is lost",
@@ -806,7 +877,7 @@ def failing_test(each: Mutant, home: Path) -> str:
 
 def copy_of_the_sources(home: Path) -> Path:
     """The C++ half with its tests, configured and built once."""
-    for name in ("csrc", "cmake", "tests/cpp"):
+    for name in ("csrc", "cmake", "tests/cpp", "tests/fakes"):
         shutil.copytree(ROOT / name, home / name)
     shutil.copy(ROOT / "CMakeLists.txt", home)
     options = ["-DMGPU_PYTHON=OFF", "-DMGPU_TESTS=ON", "-DMGPU_CUDA=off"]

@@ -87,6 +87,21 @@ def test_a_step_marks_what_is_ready():
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_a_bucket_is_ready_once_and_whole(ranks):
+    net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    step = mgpu_core.TrainStep(net, torch.nn.functional.mse_loss, optimizer, ["cpu"] * ranks, bucket_nbytes=80)
+    x = torch.randn(8, 4)
+    step(x, x)
+    with record.recording() as story:
+        step(x, x)
+    step.close()
+    assert [len(contents.names) for contents in of(story, Contents)] == [2, 2]
+    ready = [(each.rank, each.bucket) for each in of(story, Mark, "ready")]
+    assert sorted(ready) == [(rank, bucket) for rank in range(ranks) for bucket in range(2)]
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
 def test_a_ring_hop_by_hop(ranks):
     tensors = [torch.full((ranks * 4,), float(rank)) for rank in range(ranks)]
     with record.recording() as story:
@@ -161,6 +176,69 @@ def test_a_window_of_steps():
     assert [each.rank for each in story.entries if each.step == "forward"] == [2, 3]
     assert [each.rank for each in story.entries if each.step == "behind"] == [2, 3]
     assert not record.is_on()
+
+
+def test_a_step_inside_another_is_none_of_its_own():
+    """A wrapper inside a wrapper; the inner ones run in the outer one's threads."""
+    inner = mgpu_core.DataParallel(torch.nn.Linear(2, 2), ["cpu"] * 2)
+    outer = mgpu_core.DataParallel(torch.nn.Sequential(inner), ["cpu"] * 2)
+    with record.recording(skip=1, steps=1) as story:
+        for _ in range(3):
+            outer(torch.ones(4, 2))
+    heads = [
+        each
+        for each in of(story, Span, "data_parallel")
+        if each.thread == max(of(story, Span, "gather"), key=lambda e: e.end_ns).thread
+    ]
+    assert len(heads) == 1
+    assert len(of(story, Span, "data_parallel")) == 3
+
+
+def test_names_and_recordings_end_each_by_itself():
+    """In whatever order: neither brings the other back, or takes it away."""
+
+    class Label:
+        def __init__(self, name):
+            seen.append(name)
+
+        def __enter__(self):
+            pass
+
+        def __exit__(self, *_):
+            pass
+
+    seen: list[str] = []
+    labels, recorded = record.labelled(Label), record.recording()
+    recorded.__enter__()
+    labels.__enter__()
+    recorded.__exit__(None, None, None)
+    assert not record.is_on()
+    with record.span("still named"):
+        pass
+    labels.__exit__(None, None, None)
+    assert seen == ["mgpu still named"]
+    assert record.span("nobody") is record.span("looks")
+
+    with record.labelled(Label), record.recording(steps=1):
+        for _ in range(2):
+            with record.span("train_step"):
+                pass
+        assert not record.is_on()
+        with record.span("named behind the recording"):
+            pass
+    assert seen[-1] == "mgpu named behind the recording"
+    with record.recording(steps=1), record.labelled(Label):
+        for _ in range(2):
+            with record.span("train_step"):
+                pass
+    assert not record.is_on()
+
+
+def test_no_hook_stays_on_the_users_leaves():
+    leaves = [torch.ones(2, 2, requires_grad=True) for _ in range(2)]
+    with record.recording():
+        mgpu_core.gather(leaves, "cpu").sum().backward()
+    assert all(not leaf._backward_hooks for leaf in leaves)
 
 
 def test_one_recording_at_a_time():

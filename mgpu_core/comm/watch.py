@@ -188,33 +188,39 @@ def _stream(stream: tuple[int, int]) -> str:
 
 
 class _Finder:
-    """Whose a pointer is: the first tensor's that begins there or before; roots come first."""
+    """Whose a pointer is: the innermost tensor's that holds it; roots come first, then ranks in their order."""
 
     def __init__(self, rows: Sequence[Row], roots: Sequence[torch.Tensor], ranks: Sequence[int]) -> None:
-        blocks: dict[int, tuple[int, int, int]] = {}  # begin -> end, rank, number
+        self._blocks: dict[int, list[tuple[int, int, int]]] = {}  # begin -> end, rank, number
         for number, root in enumerate(roots):
-            _add(blocks, root, ROOT, number)
+            self._add(root, ROOT, number)
         for number, row in enumerate(rows):
             for rank, tensor in zip(ranks, row, strict=False):
-                _add(blocks, tensor, rank, number)
-        self._blocks = blocks
-        self._begins = sorted(blocks)
+                self._add(tensor, rank, number)
+        self._begins = sorted(self._blocks)
+
+    def _add(self, tensor: torch.Tensor | None, rank: int, number: int) -> None:
+        if tensor is not None and tensor.layout is torch.strided and tensor.numel():
+            begin = tensor.data_ptr()
+            self._blocks.setdefault(begin, []).append((begin + nbytes_of(tensor), rank, number))
 
     def places(self, pointers: Sequence[int]) -> tuple[Place, ...]:
-        """Of each pointer the tensor that holds it."""
-        return tuple(map(self._place, pointers))
+        """Of each pointer the tensor that holds it; one that comes twice is of two tensors, if there are two."""
+        met: dict[int, int] = {}
+        found = []
+        for pointer in pointers:
+            found.append(self._place(pointer, met.get(pointer, 0)))
+            met[pointer] = met.get(pointer, 0) + 1
+        return tuple(found)
 
-    def _place(self, pointer: int) -> Place:
-        at = bisect_right(self._begins, pointer) - 1
-        if at >= 0:
-            begin = self._begins[at]
-            end, rank, number = self._blocks[begin]
-            if pointer < end:
+    def _place(self, pointer: int, before: int) -> Place:
+        at = bisect_right(self._begins, pointer)
+        for begin in reversed(self._begins[max(0, at - _OVERLAPPING) : at]):
+            holding = [block for block in self._blocks[begin] if pointer < block[0]]
+            if holding:
+                _, rank, number = holding[min(before, len(holding) - 1)]
                 return rank, number, pointer - begin
         return BETWEEN, 0, 0
 
 
-def _add(blocks: dict[int, tuple[int, int, int]], tensor: torch.Tensor | None, rank: int, number: int) -> None:
-    if tensor is not None and tensor.layout is torch.strided and tensor.numel():
-        begin = tensor.data_ptr()
-        blocks.setdefault(begin, (begin + nbytes_of(tensor), rank, number))
+_OVERLAPPING = 64  # tensors that begin before a pointer and are looked at: parts that lie in a whole

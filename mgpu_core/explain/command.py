@@ -42,25 +42,47 @@ def run(args: argparse.Namespace) -> int:
     """
     if not args.script.is_file():
         raise FileNotFoundError(f"{args.script}: there is no such script")
-    for path in (args.html, args.trace, args.profile):
-        if path is not None:
-            check_writable(path)
+    _check_outputs([path for path in (args.html, args.trace, args.profile) if path is not None])
+    _mind_the_order(args.arguments)
     with record_story(skip=args.skip, steps=args.steps) as story:
         status = _run_script(args.script, args.arguments)
     if not story.steps:
         print(_nothing(args), file=sys.stderr)
         return status or 1
     if args.predict:
-        story.predict()
+        _predict(story)
     print(f"\n{story.table()}")
     _save(story, args.html, args.trace, args.profile, args.script.stem)
     return status
 
 
+def _check_outputs(paths: list[Path]) -> None:
+    for path in paths:
+        check_writable(path)
+    if len({path.resolve() for path in paths}) < len(paths):
+        raise ValueError(f"two outputs name the same file: {', '.join(map(str, paths))}")
+
+
+def _mind_the_order(arguments: list[str]) -> None:
+    """What stands behind the script is the script's: who wrote an option of ours there may wonder."""
+    ours = {"--html", "--trace", "--profile", "--predict", "--skip", "--steps"}
+    for word in arguments:
+        if word.partition("=")[0] in ours:
+            print(f"mgpu explain: note: {word} stands behind the script, and is the script's own", file=sys.stderr)
+
+
+def _predict(story: Story) -> None:
+    """A training is over when it turns out that nothing can be predicted: its story is shown all the same."""
+    try:
+        story.predict()
+    except ValueError as error:
+        print(f"mgpu explain: note: no predictions: {error}", file=sys.stderr)
+
+
 def _nothing(args: argparse.Namespace) -> str:
     return (
-        f"mgpu explain: error: nothing was recorded: {args.script} ended within its first {args.skip} steps (--skip), "
-        "or uses neither DataParallel, TrainStep nor mgpu_core's functional forms"
+        f"mgpu explain: error: nothing was recorded: {args.script} ended within its first {args.skip} steps, or makes "
+        "no whole step with DataParallel or TrainStep; --skip 0 keeps the first ones, and functional calls"
     )
 
 
@@ -92,6 +114,9 @@ def _run_script(script: Path, arguments: list[str]) -> int:
         runpy.run_path(str(script), run_name="__main__")
     except SystemExit as end:
         return _status(end.code)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
     except Exception as error:
         # Without the frames of this file and of runpy: the script's author knows neither.
         here = error.__traceback__

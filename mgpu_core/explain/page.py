@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from importlib.resources import files
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -37,24 +38,37 @@ def page_of(story: Story) -> str:
     """
     if not story.steps:
         raise ValueError("nothing was recorded: the page needs at least one step of the road inside the block")
-    steps = [_step_data(step, story.machine) for step in story.steps]
-    for first in range(len(steps)):
-        text = _filled({"format": 1, "environment": story.environment, "left_out": first, "steps": steps[first:]})
-        if len(text.encode()) <= MOST_NBYTES:
-            return text
-    raise ValueError(f"the last step alone makes a page of more than {MOST_NBYTES} bytes: save_trace has no limit")
+    data = page_data(story)
+    sizes = [len(_json(step).encode()) + 1 for step in data["steps"]]
+    room = MOST_NBYTES - len(_filled({**data, "left_out": len(sizes), "steps": []}).encode())
+    fitting = sum(total <= room for total in accumulate(reversed(sizes)))
+    if not fitting:
+        raise ValueError(f"the last step alone makes a page of more than {MOST_NBYTES} bytes: save_trace has no limit")
+    first = len(sizes) - fitting
+    return _filled({**data, "left_out": first, "steps": data["steps"][first:]})
 
 
 def page_data(story: Story) -> dict[str, Any]:
     """What the page knows of all steps."""
     steps = [_step_data(step, story.machine) for step in story.steps]
-    return {"format": 1, "environment": story.environment, "left_out": 0, "steps": steps}
+    return {
+        "format": 1,
+        "environment": story.environment,
+        "dropped": story.dropped,
+        "left_out": 0,
+        "steps": steps,
+    }
+
+
+def _json(data: Any) -> str:
+    """Of which no text can end the element that it stands in."""
+    return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
 
 
 def _filled(data: dict[str, Any]) -> str:
-    """The template, with style, player and story; no text of the story can end its element."""
+    """The template, with style, player and story."""
     folder = files("mgpu_core.explain") / "player"
-    story = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
+    story = _json(data)
     text = (folder / "page.html").read_text(encoding="utf-8")
     for name, content in (
         ("style", (folder / "style.css").read_text(encoding="utf-8")),

@@ -6,6 +6,7 @@ covers, so ranks that work at once count once, and phases that overlap add up to
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -53,11 +54,13 @@ def phases_of(step: Step) -> list[Phase]:
     """In the order in which they began."""
     whole = step.end_ns - step.begin_ns
     backward = _backward_begin(step)
+    rows = _rows(step.spans) or list(step.spans)
+    inside = _calls_by_row(rows, step.collectives)
     grouped: dict[str, list[Span]] = {}
-    for span in _rows(step.spans):
+    for span in rows:
         again = span.step in ("scatter", "gather") and backward is not None and span.host_begin_ns >= backward
         grouped.setdefault(f"{span.step} (backward)" if again else span.step, []).append(span)
-    return [_phase(name, spans, step.collectives, whole) for name, spans in grouped.items()]
+    return [_phase(name, spans, inside, whole) for name, spans in grouped.items()]
 
 
 def _backward_begin(step: Step) -> int | None:
@@ -67,42 +70,49 @@ def _backward_begin(step: Step) -> int | None:
 
 
 def _rows(spans: Sequence[Span]) -> list[Span]:
-    """Those that are not around others, and not inside another row."""
+    """Those that are not around others, and not inside another row of their thread."""
     found: list[Span] = []
+    last: dict[int, Span] = {}
     for span in sorted(spans, key=lambda each: (each.host_begin_ns, -each.host_end_ns)):
-        if span.step not in _AROUND and not any(_holds(row, span) for row in found):
-            found.append(span)
+        if span.step in _AROUND:
+            continue
+        before = last.get(span.thread)
+        if before is not None and span.host_end_ns <= before.host_end_ns:
+            continue
+        found.append(span)
+        if span.step != _WITH_OTHERS_INSIDE:
+            last[span.thread] = span
     return found
 
 
-def _holds(row: Span, span: Span) -> bool:
-    if row.thread != span.thread or row.step == _WITH_OTHERS_INSIDE:
-        return False
-    return row.host_begin_ns <= span.host_begin_ns and span.host_end_ns <= row.host_end_ns
+def _calls_by_row(rows: Sequence[Span], calls: Sequence[Collective]) -> dict[Span, list[Collective]]:
+    """The collectives of each row, which hold them by thread and time.  Backward has none: what is in it has a row."""
+    by_thread: dict[int, list[Span]] = {}
+    for row in rows:
+        if row.step != _WITH_OTHERS_INSIDE:
+            by_thread.setdefault(row.thread, []).append(row)
+    found: dict[Span, list[Collective]] = {row: [] for row in rows}
+    for call in calls:
+        mine = by_thread.get(call.thread, [])
+        place = bisect_right(mine, call.host_begin_ns, key=lambda row: row.host_begin_ns) - 1
+        if place >= 0 and call.host_end_ns <= mine[place].host_end_ns:
+            found[mine[place]].append(call)
+    return found
 
 
-def _phase(name: str, spans: Sequence[Span], collectives: Sequence[Collective], whole: int) -> Phase:
-    inside = [each for each in collectives if any(_made_in(each, span) for span in spans)]
-    if name == _WITH_OTHERS_INSIDE:
-        inside = []  # they have a row of their own
-    times = [time for span in spans for time in _times(span, inside)]
+def _phase(name: str, spans: Sequence[Span], calls: dict[Span, list[Collective]], whole: int) -> Phase:
+    inside = [call for span in spans for call in calls[span]]
+    times = [time for span in spans for time in _times(span, calls[span])]
     covered = _covered(times)
     moved = sum(map(moved_nbytes, inside))
     share = covered / whole if whole else 0.0
     return Phase(name, spans, inside, covered / 1e9, share, moved, bus_gbps(inside), _seconds_of(inside))
 
 
-def _made_in(call: Collective, span: Span) -> bool:
-    within = span.host_begin_ns <= call.host_begin_ns and call.host_end_ns <= span.host_end_ns
-    return call.thread == span.thread and within
-
-
-def _times(span: Span, collectives: Sequence[Collective]) -> list[tuple[int, int]]:
+def _times(span: Span, calls: Sequence[Collective]) -> list[tuple[int, int]]:
     """Of a span that a device has no times for, those of its collectives too: they may be later than the host."""
     found = [(span.begin_ns, span.end_ns)]
-    if not span.device:
-        found += [times for call in collectives if _made_in(call, span) for times in call.times.values()]
-    return found
+    return found if span.device else found + [times for call in calls for times in call.times.values()]
 
 
 def _covered(times: Iterable[tuple[int, int]]) -> int:

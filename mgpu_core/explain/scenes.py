@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any, TypeAlias
 
-from mgpu_core.entries import BETWEEN, NO_BUCKET, Collective, Cut, Hop, Span
+from mgpu_core.entries import ALL_RANKS, BETWEEN, NO_BUCKET, Collective, Cut, Hop, Span
 from mgpu_core.explain.phases import moved_nbytes
 from mgpu_core.explain.story import Step
 
@@ -29,7 +29,13 @@ _BY_RANKS = {
 def scenes_of(step: Step) -> list[Scene]:
     """By their begin.  Times are microseconds from the begin of the step."""
     found = [*_of_cuts(step), *_of_ranks(step), *_of_collectives(step), *_of_updates(step)]
-    return sorted(found, key=lambda scene: (scene["begin"], scene["order"]))
+    return sorted(found or [_whole(step)], key=lambda scene: (scene["begin"], scene["order"]))
+
+
+def _whole(step: Step) -> Scene:
+    """Of a step whose inside nobody saw: the replay of a graph, or calls that moved nothing."""
+    text = "Nothing is known of its inside: a graph was replayed, or there was nothing to move."
+    return _scene(step, "step", f"{step.name}, as a whole", text, (step.begin_ns, step.end_ns))
 
 
 def _us(step: Step, at_ns: int) -> float:
@@ -108,16 +114,14 @@ def _of_ranks(step: Step) -> Iterator[Scene]:
         ranks = [
             {"rank": each.rank, "begin": _us(step, each.begin_ns), "end": _us(step, each.end_ns)} for each in spans
         ]
+        if all(span.rank == ALL_RANKS for span in spans):
+            text = "One backward for all ranks: they meet in synchronised layers, or share a graph."
         ready = [
             {"rank": mark.rank, "bucket": mark.bucket, "at": _us(step, mark.at_ns)}
             for mark in step.marks
             if mark.step == "ready" and name == "backward"
         ]
         yield _scene(step, name, name.capitalize(), text, times, ranks=ranks, ready=ready)
-
-
-def _begin_and_end(step: Step, span: Span) -> dict[str, float]:
-    return {"begin": _us(step, span.begin_ns), "end": _us(step, span.end_ns)}
 
 
 def _of_updates(step: Step) -> Iterator[Scene]:
@@ -147,7 +151,9 @@ def _of_collectives(step: Step) -> Iterator[Scene]:
             "rounds": len(rounds),
         }
         if not rounds:
-            text = "A library moved the bytes and does not say how."
+            text = (
+                "A library moved the bytes and does not say how." if any(call.nbytes) else "There was nothing to move."
+            )
             times = (call.host_begin_ns, call.host_end_ns)
             yield _scene(step, "round", _title(call, bucket), text, times, **about, round=0, arrows=[], more=0)
         for number, hops in enumerate(rounds):
@@ -196,7 +202,7 @@ def _text_of_round(call: Collective, hops: Sequence[Hop], arrows: Sequence[dict[
 def _arrows(call: Collective, hops: Sequence[Hop]) -> list[dict[str, Any]]:
     """Hops between the same places as one arrow; of a single tensor it says which chunk of it travels."""
     joined: dict[tuple[Any, ...], dict[str, Any]] = {}
-    single = len({number for hop in hops for _, number, _ in (*hop.sources, *hop.targets)}) == 1
+    single = len({number for hop in hops for _, number, _ in hop.targets}) == 1
     for hop in hops:
         sources, targets = (tuple(rank for rank, _, _ in places) for places in (hop.sources, hop.targets))
         key = (hop.sums, sources, targets, hop.targets[0][2] if single else 0)
@@ -207,7 +213,8 @@ def _arrows(call: Collective, hops: Sequence[Hop]) -> list[dict[str, Any]]:
         arrow["nbytes"] += hop.nbytes
         arrow["hops"] += 1
     known = [arrow for arrow in joined.values() if set(arrow["to"]) != {BETWEEN} or len(joined) == 1]
-    whole = max(call.nbytes, default=0)
+    # What a rank ends with: of an all-gather all parts together.
+    whole = sum(call.nbytes) if call.operation == "all_gather" else max(call.nbytes, default=0)
     for arrow in known:
         arrow["whole"] = whole if single else arrow["nbytes"]
     return known

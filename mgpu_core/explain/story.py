@@ -1,7 +1,8 @@
 """A recording as a story: its steps, and in each what was done, by whom, with which bytes, for how long.
 
-A step is one call of ``TrainStep``, one forward of ``DataParallel`` with the backward that belongs to it, or the
-functional calls between two of those.
+A step is one call of ``TrainStep``, one forward of ``DataParallel`` with the backward behind it, or the functional
+calls between two of those.  A backward goes to the forward that came last before it; so do calls behind a forward that
+look like its backward (scatter, gather, broadcast, reduce).
 """
 
 from __future__ import annotations
@@ -98,13 +99,16 @@ class Step:
                 found.setdefault(rank, device)
         return tuple(found[rank] for rank in sorted(found))
 
+    @cached_property
+    def _of_buckets(self) -> list[Span]:
+        return [span for span in self.spans if span.bucket != NO_BUCKET]
+
     def bucket_of(self, call: Collective) -> int:
         """The bucket in whose span the call was made; ``NO_BUCKET``."""
         around = [
             span
-            for span in self.spans
-            if span.bucket != NO_BUCKET
-            and span.thread == call.thread
+            for span in self._of_buckets
+            if span.thread == call.thread
             and span.host_begin_ns <= call.host_begin_ns
             and call.host_end_ns <= span.host_end_ns
         ]
@@ -163,7 +167,7 @@ class Story:
         """
         from mgpu_core.explain.table import table
 
-        return table(self.step(number), self.environment, self.machine)
+        return table(self.step(number), self.environment, self.machine, self.dropped)
 
     def save_trace(self, path: str | Path) -> None:
         """Writes all steps as a trace for https://ui.perfetto.dev or ``chrome://tracing``: a track per rank and stream.
@@ -253,8 +257,8 @@ def _belongs(entry: Entry, head: Span) -> bool:
 
 
 def _backwards(marks: Sequence[Mark]) -> list[Span]:
-    """Of each rank, from the moment when its gradient came to the one when its last bucket was ready."""
-    begins = {mark.rank: mark for mark in marks if mark.step == "backward"}
+    """Of each rank, from the moment when its first gradient came to the one when its last bucket was ready."""
+    begins = {mark.rank: mark for mark in reversed(marks) if mark.step == "backward"}
     ends = {mark.rank: mark for mark in marks if mark.step == "ready"}
     return [
         Span(
@@ -262,7 +266,7 @@ def _backwards(marks: Sequence[Mark]) -> list[Span]:
             begin.host_begin_ns, ends[rank].host_begin_ns, begin.thread,
         )
         for rank, begin in sorted(begins.items())
-        if rank in ends
+        if rank in ends and begin.at_ns <= ends[rank].at_ns
     ]  # fmt: skip
 
 

@@ -12,15 +12,16 @@ from mgpu_core.explain.topology import Machine
 __all__ = ["columns", "human_nbytes", "human_seconds", "table"]
 
 
-def table(step: Step, environment: Mapping[str, str], machine: Machine | None = None) -> str:
+def table(step: Step, environment: Mapping[str, str], machine: Machine | None = None, dropped: int = 0) -> str:
     """Header, one line per phase, and what the columns mean; no newline at the end.
 
     With a machine, there are two more columns: what the collectives took, and what the cost model says they take.
     """
     seconds = (step.end_ns - step.begin_ns) / 1e9
-    team = ", ".join(step.devices) or "no ranks"
+    team = ", ".join(step.devices) or "none known"
+    ranks = "1 rank" if len(step.devices) == 1 else f"{len(step.devices)} ranks"
     head = [
-        f"step {step.number}: {step.name}, {len(step.devices)} ranks ({team}), {human_seconds(seconds)}",
+        f"step {step.number}: {step.name}, {ranks} ({team}), {human_seconds(seconds)}",
         *(f"{name}: {value}" for name, value in environment.items()),
         "",
     ]
@@ -30,6 +31,8 @@ def table(step: Step, environment: Mapping[str, str], machine: Machine | None = 
         "time: covered by the phase's spans; phases overlap, so shares may add up to more than 100 %.",
         "bus GB/s: bytes of a rank x the operation's factor (2(n-1)/n for all_reduce) / time of the calls.",
     ]
+    if dropped:
+        foot.append(f"{dropped} entries more were too many to keep: the last step may be a part of one.")
     if machine:
         foot.append(f"predicted: the collectives' own time by the cost model of {machine.name} (docs/cost_model.md).")
     return "\n".join([*head, *columns(rows, left=1), *foot])

@@ -74,8 +74,14 @@ def _difference(got: object, wanted: object, where: str) -> str:
         return next(filter(None, (_difference(got[key], wanted[key], f"{where}[{key!r}]") for key in wanted)), "")
     if isinstance(wanted, list | tuple):
         return _sequence_difference(got, wanted, where)
-    same = type(got) is type(wanted) and (got is wanted or got == wanted)
+    kinds = (_kind(got), _kind(wanted))
+    same = kinds[0] is kinds[1] and (got is wanted or got == wanted)
     return "" if same else _told(got, wanted, where)
+
+
+def _kind(value: object) -> type:
+    """A number is a number, whole or not; True is none."""
+    return float if type(value) is int else type(value)
 
 
 def _tensor_difference(got: object, wanted: torch.Tensor, where: str) -> str:

@@ -38,7 +38,10 @@ def _add(words: "argparse._SubParsersAction[argparse.ArgumentParser]", word: str
 
 
 def _seconds(text: str) -> float:
-    seconds = float(text)
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
     if not 0 < seconds < float("inf"):
         raise argparse.ArgumentTypeError(f"must be a positive number of seconds, not {text}")
     return seconds
@@ -76,6 +79,8 @@ def _start(lesson: Lesson) -> int:
 
 
 def _check(lesson: Lesson, path: Path, limit_seconds: float) -> int:
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a folder, not a file with answers")
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist; `mgpu lesson start {lesson.number}` writes the exercises")
     if path.suffix != ".py":

@@ -127,8 +127,8 @@ def _call(
 
 
 def _forward(module: Any, rank: int, device: torch.device) -> AbstractContextManager[object]:
-    """What does more than a forward says itself what it does."""
-    return nullcontext() if getattr(module, "records_itself", False) else span("forward", rank, device)
+    """What does more than a forward says itself what it does.  Its class is asked, not what a module may answer."""
+    return nullcontext() if getattr(type(module), "records_itself", False) else span("forward", rank, device)
 
 
 def _run_here(call: Callable[[], Any]) -> Outcome:

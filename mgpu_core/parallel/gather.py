@@ -68,9 +68,12 @@ def _join_tensors(leaves: list[torch.Tensor], device: torch.device, dim: int, tr
 
 
 def _watch_backward(leaves: list[torch.Tensor]) -> None:
-    """Marks when the gradient of a rank's output is there, and its backward begins."""
+    """Marks when the gradient of a rank's output is there, and its backward begins.
+
+    The user's own leaves would keep such a hook for ever.
+    """
     for rank, leaf in enumerate(leaves):
-        if leaf.requires_grad:
+        if leaf.requires_grad and not leaf.is_leaf:
             device = leaf.device
             leaf.register_hook(lambda _gradient, rank=rank, device=device: mark("backward", rank, device))
 

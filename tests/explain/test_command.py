@@ -77,3 +77,25 @@ def test_bad_requests(tmp_path, words, text):
     assert done.stderr.startswith("mgpu explain: error: ")
     assert text in done.stderr
     assert len(done.stderr.splitlines()) <= 2
+
+
+def test_what_stands_behind_the_script_is_its_own(tmp_path):
+    (tmp_path / "script.py").write_text("import sys; print(sys.argv)\n")
+    command = [sys.executable, "-P", "-m", "mgpu_core", "explain", "script.py", "--html", "page.html"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert "['script.py', '--html', 'page.html']" in done.stdout
+    assert "note: --html stands behind the script" in done.stderr
+    assert not (tmp_path / "page.html").exists()
+
+
+def test_the_story_of_an_interrupted_script(tmp_path):
+    done = explain(tmp_path, "--html", "a.html", last="raise KeyboardInterrupt")
+    assert done.returncode == 130
+    assert "step 4: data_parallel" in done.stdout
+    assert (tmp_path / "a.html").exists()
+
+
+def test_outputs_of_one_name(tmp_path):
+    done = explain(tmp_path, "--html", "a", "--trace", "a")
+    assert done.returncode == 2
+    assert "name the same file" in done.stderr

@@ -160,3 +160,26 @@ def test_an_unwritable_place_is_an_error(tmp_path):
         comm.broadcast(torch.ones(4), ["cpu"] * 2)
     with pytest.raises(OSError):
         story.save_html(tmp_path / "nowhere" / "page.html")
+
+
+def test_a_step_of_which_nothing_is_known_has_a_scene(tmp_path):
+    """A graph that is replayed, or calls that move nothing."""
+    with mgpu_core.explain() as story:
+        mgpu_core.scatter({"a": 3}, ["cpu"] * 2)
+    story.save_html(tmp_path / "page.html")
+    (step,) = data_of(tmp_path / "page.html")["steps"]
+    (scene,) = step["scenes"]
+    assert (scene["kind"], scene["title"]) == ("step", "calls, as a whole")
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_an_all_gather_knows_its_parts(tmp_path, ranks):
+    with mgpu_core.explain() as story:
+        comm.all_gather([torch.ones(2) for _ in range(ranks)])
+    story.save_html(tmp_path / "page.html")
+    (step,) = data_of(tmp_path / "page.html")["steps"]
+    arrows = [arrow for scene in step["scenes"] for arrow in scene["arrows"]]
+    assert {(arrow["from"][0], arrow["offset"], arrow["whole"]) for arrow in arrows} == {
+        (rank, rank * 8, ranks * 8) for rank in range(ranks)
+    }
+    assert {arrow["to"][0] for arrow in arrows} == set(range(ranks))

@@ -194,3 +194,41 @@ def test_the_profiler_sees_every_rank():
 def test_the_profiler_keeps_its_own_config():
     with pytest.raises(TypeError, match="experimental_config"), mgpu_core.explain.profile(experimental_config=None):
         pass
+
+
+def test_two_backwards_of_one_forward_and_one_that_stops_early():
+    model = mgpu_core.DataParallel(net(), ["cpu"] * 2)
+    x = torch.randn(8, 6, requires_grad=True)
+    with mgpu_core.explain() as story:
+        out = model(x).sum()
+        out.backward(retain_graph=True)
+        torch.autograd.grad(out, x)
+    backwards = [span for span in story.step().spans if span.step == "backward"]
+    assert sorted(span.rank for span in backwards) == [0, 1]
+    assert all(span.begin_ns <= span.end_ns for span in backwards)
+    assert story.profile().backward_seconds > 0
+
+
+def test_what_was_too_much_is_said():
+    with mgpu_core.explain() as story:
+        comm.broadcast(torch.ones(4), ["cpu"] * 2)
+    assert "too many" not in story.table()
+    story.dropped = 7
+    assert "7 entries more were too many to keep" in story.table()
+
+
+def test_calls_that_move_nothing_have_a_table():
+    with mgpu_core.explain() as story:
+        mgpu_core.scatter({"a": 3}, ["cpu"] * 2)
+    assert "scatter" in story.table()
+
+
+def test_a_tensor_that_is_given_twice_is_each_ranks():
+    same = torch.ones(4)
+    with mgpu_core.explain() as story:
+        comm.reduce_add([same] * 3)
+        whole = torch.arange(8.0)
+        comm.gather([whole[:4], whole[4:]], out=torch.empty(8))
+    summed, gathered = story.step().collectives
+    assert [rank for rank, _, _ in summed.hops[0].sources] == [0, 1, 2]
+    assert [hop.sources[0][0] for hop in gathered.hops] == [0, 1]

@@ -1,9 +1,15 @@
-"""Every lesson runs by the command that it prints; its solution is right, and each wrong answer is rejected."""
+"""Every lesson runs by the command that it prints; its solution is right, and each wrong answer is rejected.
+
+The lessons are those of the package, which may be an installed one; pictures and wrong answers are in the repository
+alone.
+"""
 
 import ast
 import re
 import shutil
 import struct
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -12,7 +18,15 @@ from mgpu_core.lessons.blocks import blocks_of
 from mgpu_core.lessons.judge import NOT_BEGUN, WRONG, checks_of, judge, load
 
 LESSONS = find_lessons()
-WRONG_ANSWERS = [(lesson, path) for lesson in LESSONS for path in lesson.wrong_answers]
+DOCS = Path(__file__).parent.parent.parent / "docs" / "lessons"
+
+
+def here(lesson):
+    """The same lesson in the repository."""
+    return replace(lesson, page=DOCS / lesson.page.name)
+
+
+WRONG_ANSWERS = [(lesson, path) for lesson in LESSONS for path in here(lesson).wrong_answers]
 each_lesson = pytest.mark.parametrize("lesson", LESSONS, ids=lambda lesson: lesson.page.stem)
 
 
@@ -47,7 +61,15 @@ def test_page_has_its_parts(lesson):
         assert f"\n{number}. `{name}(" in exercises
     prose = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
     for link in re.findall(r"\]\(([^)#:]+)\)", prose):
-        assert (lesson.page.parent / link).exists()
+        assert (DOCS / link).exists()
+
+
+def test_the_package_has_what_the_repository_has():
+    assert [lesson.page.name for lesson in LESSONS] == sorted(path.name for path in DOCS.glob("[01]*.md"))
+    for lesson in LESSONS:
+        for one, other in ((lesson.page, here(lesson).page), (lesson.stub, here(lesson).stub)):
+            assert one.read_text() == other.read_text(), "install the package again"
+        assert lesson.solution.read_text() == here(lesson).solution.read_text()
 
 
 @each_lesson
@@ -59,9 +81,9 @@ def test_lesson_runs_by_its_command(lesson, mgpu, tmp_path, monkeypatch):
     assert f"[{len(blocks)}/{len(blocks)}]" in out
     made = tmp_path / f"lesson_{lesson.number:02}.png"
     assert out.endswith(f"The picture is in {made.name}.\n")
-    assert size_of(made) == size_of(lesson.picture), "draw it again: mgpu lesson run N --picture"
+    assert size_of(made) == size_of(here(lesson).picture), "draw it again: mgpu lesson run N --picture"
     assert 900 <= size_of(made)[0] <= 1200
-    assert lesson.picture.stat().st_size < 60_000
+    assert here(lesson).picture.stat().st_size < 60_000
 
 
 @each_lesson
@@ -92,7 +114,7 @@ def test_stub_is_not_begun(lesson):
 
 @each_lesson
 def test_each_exercise_has_a_wrong_answer(lesson):
-    rejected = {int(path.read_text().split()[2]) for path in lesson.wrong_answers}
+    rejected = {int(path.read_text().split()[2]) for path in here(lesson).wrong_answers}
     assert rejected == set(checks_of(lesson))
 
 

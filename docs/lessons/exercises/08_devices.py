@@ -11,7 +11,7 @@ def visible(mask: str | None, count: int) -> list[int]:
 
     `mask` is the value of CUDA_VISIBLE_DEVICES, None if it is not set; only numbers come, with a comma between them.
     The first entry that is no card of the machine (a negative number, one that is too large, an empty text) ends the
-    list.  A number that comes twice, wherever it stands, hides everything.
+    list.  A number that comes twice before a negative or empty entry, too large or not, hides everything.
     """
     raise NotImplementedError
 

@@ -17,8 +17,8 @@ def sectors(addresses: Sequence[int], nbytes: int) -> int:
 def split(address: int, count: int, itemsize: int) -> tuple[int, int, int]:
     """How many of `count` items lie in the head, the body and the tail of a tensor at `address`.
 
-    The body is loaded by vectors of 16 bytes, at addresses that are multiples of 16, and is as long as possible; the
-    head is before it and the tail behind it.  A tensor that has no room for a vector behind its head has no body.
+    The head goes up to the first address that is a multiple of 16, or to the end of the tensor; then come as many whole
+    vectors of 16 bytes as there is room for, the body; the tail is the rest.
     `itemsize` is 1, 2, 4, 8 or 16, and `address` a multiple of it.
     """
     raise NotImplementedError

@@ -12,7 +12,7 @@ def copy_then_compute(device: Any, copy: Callable[[], None], compute: Callable[[
 
 
 def barrier(device: Any, streams: Sequence[int]) -> None:
-    """All events first, then all waits: an event behind a wait would cover too much, or deadlock."""
+    """All events first, then all waits: an event behind a wait would cover too much."""
     events = [device.record(stream) for stream in streams]
     for stream in streams:
         for event in events:

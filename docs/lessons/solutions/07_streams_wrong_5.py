@@ -1,5 +1,5 @@
 # Exercise 3 is wrong: a load waits for the use just before, so nothing ever overlaps.
-# The checker says: no load ran ahead of the use of the batch before
+# The checker says: never ran ahead of the use of the batch before
 from collections.abc import Callable
 from typing import Any
 

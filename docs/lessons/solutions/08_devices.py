@@ -4,17 +4,18 @@ from collections.abc import Sequence
 
 
 def visible(mask: str | None, count: int) -> list[int]:
-    """Entry by entry, as the driver reads it."""
+    """First the text, as it is written, then the cards that there are: as the driver reads it."""
     if mask is None:
         return list(range(count))
-    entries, found = mask.split(","), []
-    if len(set(entries)) < len(entries):
-        return []
-    for entry in entries:
-        if not entry or not 0 <= int(entry) < count:
+    written: list[int] = []
+    for entry in mask.split(","):
+        if not entry or int(entry) < 0:
             break
-        found.append(int(entry))
-    return found
+        if int(entry) in written:
+            return []
+        written.append(int(entry))
+    wrong = next((place for place, card in enumerate(written) if card >= count), len(written))
+    return written[:wrong]
 
 
 def mask_for(cards: Sequence[int]) -> str:

@@ -4,11 +4,11 @@
 const story = JSON.parse(document.getElementById("story").textContent);
 const find = (id) => document.getElementById(id);
 const ROOT = -1, BETWEEN = -2, NO_BUCKET = -1;
-const SECONDS = {scatter: 2.5, gather: 2.5, forward: 2.5, loss: 1.2, backward: 3, update: 1.5, round: 1.8};
+const SECONDS = {scatter: 2.5, gather: 2.5, forward: 2.5, loss: 1.2, backward: 3, update: 1.5, round: 1.8, step: 1.5};
 const MOST_TICKS = 32;
 const calm = matchMedia("(prefers-reduced-motion: reduce)");
 
-let step, scene = 0, progress = 0, playing = false, before = 0, layout, moving = [];
+let step, scene = 0, progress = 0, passed = 0, playing = false, before = 0, layout, moving = [];
 
 // Numbers as people read them.
 function bytes(count) {
@@ -86,10 +86,10 @@ function stateBefore(index) {
   return state;
 }
 
-function drawTicks(parent, at, count, total, fillOf, tip) {
+function drawTicks(parent, at, count, fillOf, tip) {
   const shown = Math.min(MOST_TICKS, count), each = at.width / Math.max(shown, 1);
   for (let tick = 0; tick < shown; tick++)
-    box(parent, at.x + tick * each + 0.5, at.y, Math.max(1, each - 1.5), at.height, fillOf(Math.floor(tick * count / shown), total), tip);
+    box(parent, at.x + tick * each + 0.5, at.y, Math.max(1, each - 1.5), at.height, fillOf(Math.floor(tick * count / shown)), tip);
 }
 function ownerOf(counts, row) {
   let rank = 0;
@@ -113,7 +113,7 @@ function drawRoot(parent, now, state) {
     const what = rows.kind === "gather" ? "outputs" : "batch";
     label(parent, root.x + 8, root.y + 20, `${what}: ${many(total, "row")} on ${tensor.source}`, root.width - 16);
     const fill = (row) => rows.kind === "gather" && !done ? "var(--idle)" : colour(ownerOf(rows.counts, row));
-    drawTicks(parent, ticksOf(ROOT), total, total, fill, tipOf(rows, -1));
+    drawTicks(parent, ticksOf(ROOT), total, fill, tipOf(rows, -1));
   } else {
     label(parent, root.x + 8, root.y + 20, "the caller", root.width - 16);
   }
@@ -146,7 +146,7 @@ function drawRank(parent, rank, now, state) {
   const ticks = ticksOf(rank), rows = state.rows;
   if (rows && rank < rows.counts.length) {
     const isHere = state.atRanks || (now.kind === "scatter" && progress >= 1);
-    drawTicks(group, ticks, rows.counts[rank], 0, () => isHere ? colour(rank) : "var(--idle)", tipOf(rows, rank));
+    drawTicks(group, ticks, rows.counts[rank], () => isHere ? colour(rank) : "var(--idle)", tipOf(rows, rank));
   }
   drawLayers(group, rank, place, now, state);
   drawBuckets(group, rank, now, state);
@@ -167,10 +167,10 @@ function layersOf() {
 function drawLayers(parent, rank, place, now, state) {
   const layers = layersOf(), total = layers.reduce((sum, each) => sum + Math.sqrt(each.nbytes), 0);
   let x = place.x + 8;
-  const width = place.width - 16, shownUpTo = {forward: progress, loss: 1, backward: 1}[now.kind];
+  const width = place.width - 16;
   layers.forEach((layer) => {
     const wide = width * Math.sqrt(layer.nbytes) / total, end = (x + wide - place.x - 8) / width;
-    const isLit = now.kind === "forward" ? end <= shownUpTo : now.kind === "backward" ? end >= 1 - progress : false;
+    const isLit = now.kind === "forward" ? end <= progress : now.kind === "backward" ? end >= 1 - progress : false;
     const fill = !state.twins && rank > 0 ? "var(--idle)" : isLit ? colour(rank) : "color-mix(in srgb, var(--accent) 35%, var(--box))";
     box(parent, x, place.y + 78, Math.max(0.8, wide - 1), 26, fill, `${layer.name}, ${bytes(layer.nbytes)}, bucket ${layer.bucket}`);
     x += wide;
@@ -206,8 +206,10 @@ function contributions() {
   while (step.scenes[first].round > 0 && first > 0) first--;
   const rounds = step.scenes.slice(first).filter((each, place, all) => all.slice(0, place + 1).every((one, i) => one.kind === "round" && (i === 0 || one.round > 0)));
   const offsets = [...new Set(rounds.flatMap((each) => each.arrows.map((arrow) => arrow.offset)))].sort((one, other) => one - other);
-  const held = step.devices.map((_, rank) => new Map(offsets.map((offset) => [offset, [rank]])));
-  const union = (ranks, offset) => [...new Set(ranks.flatMap((rank) => rank >= 0 ? held[rank].get(offset) : []))].sort((one, other) => one - other);
+  // An all-gather fills empty memory from the parts; all others begin with what each rank has.
+  const fills = rounds[0].operation === "all_gather";
+  const held = step.devices.map((_, rank) => new Map(offsets.map((offset) => [offset, fills ? [] : [rank]])));
+  const union = fills ? (ranks) => ranks : (ranks, offset) => [...new Set(ranks.flatMap((rank) => rank >= 0 ? held[rank].get(offset) : []))].sort((one, other) => one - other);
   for (const each of rounds.slice(0, scene - first + (progress >= 1 ? 1 : 0))) {
     const made = each.arrows.map((arrow) => [arrow, union(arrow.from, arrow.offset)]);
     for (const [arrow, ranks] of made) for (const rank of arrow.to) if (rank >= 0) held[rank].set(arrow.offset, ranks);
@@ -335,7 +337,7 @@ function show() {
 }
 function go(index, way = 0) {
   scene = Math.max(0, Math.min(step.scenes.length - 1, index));
-  progress = way;
+  progress = passed = way;
   const now = step.scenes[scene];
   find("scene-title").textContent = now.title;
   find("scene-text").textContent = now.text + (now.more ? ` ${now.more} more arrows are not drawn.` : "");
@@ -363,9 +365,10 @@ function tick(now) {
   if (!playing) return;
   const seconds = before ? (now - before) / 1000 : 0, length = SECONDS[step.scenes[scene].kind] / Number(find("speed").value);
   before = now;
-  progress = calm.matches ? (progress + seconds / length >= 1 ? 1 : progress + seconds / length) : Math.min(1, progress + seconds / length);
+  passed = Math.min(1, passed + seconds / length);
+  progress = calm.matches ? Math.round(passed) : passed;  // who wants no motion sees the begin and the end
   show();
-  if (progress >= 1) {
+  if (passed >= 1) {
     if (scene === step.scenes.length - 1) { play(false); return; }
     go(scene + 1);
   }
@@ -431,7 +434,7 @@ find("last").addEventListener("click", () => { play(false); go(step.scenes.lengt
 find("scrub").addEventListener("input", (event) => {
   play(false);
   const at = Number(event.target.value), index = Math.min(step.scenes.length - 1, Math.floor(at));
-  if (index === scene) { progress = at - index; show(); } else go(index, at - index);
+  if (index === scene) { progress = passed = at - index; show(); } else go(index, at - index);
 });
 find("step").addEventListener("change", (event) => choose(Number(event.target.value)));
 find("theme").addEventListener("click", () => theme(document.documentElement.dataset.theme !== "dark"));
@@ -443,6 +446,9 @@ document.addEventListener("keydown", (event) => {
   else return;
   event.preventDefault();
 });
+// A button keeps the keys only where it was reached by them: after a click, space plays again.
+document.addEventListener("click", (event) => { if (event.detail > 0 && document.activeElement.tagName === "BUTTON") document.activeElement.blur(); });
+find("scrub").addEventListener("pointerup", (event) => event.target.blur());
 document.addEventListener("pointermove", (event) => {
   const tip = find("tip"), text = event.target.dataset ? event.target.dataset.tip : undefined;
   tip.hidden = !text;
@@ -459,6 +465,10 @@ addEventListener("resize", () => {
 
 theme(matchMedia("(prefers-color-scheme: dark)").matches);
 find("step").replaceChildren(...story.steps.map((each, place) => new Option(`${each.number}: ${each.name}, ${time(each.us)}`, place)));
+find("left-out").textContent = [
+  story.left_out ? `${many(story.left_out, "earlier step")} did not fit into the page.` : "",
+  story.dropped ? `${story.dropped} entries were too many to keep.` : "",
+].join(" ");
 find("environment").textContent = Object.entries(story.environment).map(([name, value]) => `${name} ${value}`).join(" · ");
 find("step").value = story.steps.length - 1;
 choose(story.steps.length - 1);

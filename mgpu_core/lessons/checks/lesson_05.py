@@ -68,6 +68,29 @@ def exercise_1(answer: Callable[..., Any]) -> None:
                         f"{call}: a message has {sent} numbers, and the largest chunk has {-(-count // ranks)}"
                     )
             _check_total(call, wire, ranks, count)
+            _check_chunks(call, wire, ranks, count)
+
+
+def _check_chunks(call: str, wire: _Wire, ranks: int, count: int) -> None:
+    """Each rank sends every chunk but one, twice over the two trips: the sizes are those of an even cut."""
+    sizes = ([size for _, size in _core.chunk_plan(count, ranks)] + [0] * ranks)[:ranks]
+    for rank in range(ranks):
+        sent = sorted(carried for source, _, carried in wire.messages if source == rank and carried)
+        if sent not in _without_one_each(sizes):
+            raise WrongAnswer(
+                f"{call}: rank {rank} sends messages of {sent} numbers; on each of the two trips it should send every "
+                f"chunk but one, and the chunks are {sizes}"
+            )
+
+
+def _without_one_each(sizes: Sequence[int]) -> list[list[int]]:
+    """All ways to leave out one chunk on the first trip and one on the second."""
+    ways = []
+    for first in range(len(sizes)):
+        for second in range(len(sizes)):
+            twice = [*sizes[:first], *sizes[first + 1 :], *sizes[:second], *sizes[second + 1 :]]
+            ways.append(sorted(size for size in twice if size))
+    return ways
 
 
 @asks_for("tree_all_reduce")
@@ -82,6 +105,19 @@ def exercise_2(answer: Callable[..., Any]) -> None:
             if received > rounds:
                 too_many = f"rank {rank} receives {received} messages, and in a tree nobody receives more than {rounds}"
                 raise WrongAnswer(f"{call}: {too_many}")
+        _check_pairs(call, wire, ranks)
+
+
+def _check_pairs(call: str, wire: _Wire, ranks: int) -> None:
+    """Who sends to whom: the pairs of a binomial tree, up and down."""
+    wanted = sorted((source, target) for hops in _core.tree_schedule(ranks) for source, target, _, _ in hops)
+    sent = sorted((source, target) for source, target, _ in wire.messages)
+    if sent != wanted:
+        source, target = next(pair for pair in [*sent, *wanted] if sent.count(pair) != wanted.count(pair))
+        raise WrongAnswer(
+            f"{call}: rank {source} sends to rank {target} {sent.count((source, target))} times, and in this tree "
+            f"{wanted.count((source, target))} times"
+        )
 
 
 @asks_for("nbytes_sent")

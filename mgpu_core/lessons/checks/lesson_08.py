@@ -10,7 +10,24 @@ from mgpu_core.lessons.answers import WrongAnswer, asks_for, expect
 
 __all__ = ["exercise_1", "exercise_2", "exercise_3"]
 
-_MASKS = (None, "2,0", "1,9,2", "0,0", "0,1,2,3", "-1", "", "3,-1,2", "1,2,1", "0", "4", "9,1,1", "2,,1")
+_MASKS = (
+    None,
+    "2,0",
+    "1,9,2",
+    "0,0",
+    "0,1,2,3",
+    "-1",
+    "",
+    "3,-1,2",
+    "1,2,1",
+    "0",
+    "4",
+    "9,1,1",
+    "2,,1",
+    "1,,",
+    "1,-1,2,2",
+    "1,9,9",
+)
 
 
 def _seen(mask: str | None, count: int) -> list[int]:

@@ -46,7 +46,7 @@ def exercise_2(answer: Callable[[int, list[int]], Any]) -> None:
 
 def _check_shares(rows: int, speeds: list[int], counts: Any) -> None:
     call = f"fair_counts({rows}, {speeds})"
-    whole = isinstance(counts, list) and all(type(count) is int and count >= 0 for count in counts)
+    whole = isinstance(counts, list | tuple) and all(type(count) is int and count >= 0 for count in counts)
     if not whole or len(counts) != len(speeds):
         raise WrongAnswer(f"{call}: expected {len(speeds)} whole numbers, got {counts!r}")
     if sum(counts) != rows:
@@ -75,3 +75,5 @@ def exercise_3(answer: Callable[[list[float], list[float], int], Any]) -> None:
     spoilt = [2.0, 200.0, 2.0, 2.0, 2.0]
     call = f"efficiency([8, 8, 8], {spoilt}, 4), with one sample that took a hundred times as long"
     expect(call, answer([8.0] * 3, spoilt, 4), 1.0)
+    call = "efficiency([8, 800, 8], [2, 2, 2], 4), with one sample that took a hundred times as long"
+    expect(call, answer([8.0, 800.0, 8.0], [2.0] * 3, 4), 1.0)

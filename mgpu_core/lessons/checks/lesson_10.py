@@ -53,16 +53,20 @@ def _check_sums(
                 raise WrongAnswer(f"{call}: the gradients of rank {rank} have changed")
     expect(f"{call}: parameter 0", sums[0], torch.full((2,), ranks * (ranks + 1) / 2))
     expect(f"{call}: parameter 2", sums[2], torch.tensor([5.0, 6.0]))
-    if any(total is each for total in sums for column in columns for each in column if each is not None):
-        raise WrongAnswer(f"{call}: a sum is one of the gradients itself, not a fresh tensor")
+    own = {each.untyped_storage().data_ptr() for column in columns for each in column if each is not None}
+    if any(total.untyped_storage().data_ptr() in own for total in sums if total is not None):
+        raise WrongAnswer(f"{call}: a sum shares the memory of a gradient; it should be a fresh tensor")
 
 
 @asks_for("call_in_thread")
 def exercise_3(answer: Callable[[Callable[[], Any]], Any]) -> None:
     """Another thread, the same modes, the same end."""
-    here = threading.get_ident()
+    here, before = threading.get_ident(), threading.active_count()
     if answer(threading.get_ident) == here:
         raise WrongAnswer("call_in_thread(get_ident): it ran in the caller's thread")
+    answer(lambda: None)
+    if threading.active_count() > before:
+        raise WrongAnswer("call_in_thread: a thread is still there when it has returned")
     square = torch.ones(2, 2, requires_grad=True)
     for dtype in (torch.bfloat16, torch.float16):
         with torch.autocast("cpu", dtype=dtype):

@@ -10,18 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from mgpu_core.entries import ALL_RANKS
-from mgpu_core.explain.phases import Phase, phases_of
+from mgpu_core.explain.phases import AROUND, Phase, phases_of
 from mgpu_core.explain.predicted import predicted_seconds
 from mgpu_core.explain.scenes import scenes_of
 from mgpu_core.explain.story import Step, Story
 from mgpu_core.explain.topology import Machine
 from mgpu_core.files import write_whole
-from mgpu_core.record import WHOLE_STEPS
 
 __all__ = ["page_data", "page_of", "write_page"]
 
 MOST_NBYTES = 1_000_000  # of the whole file
-_AROUND = (*WHOLE_STEPS, "apply")
 
 
 def write_page(story: Story, path: Path) -> None:
@@ -112,7 +110,7 @@ def _phase_data(phase: Phase, machine: Machine | None) -> dict[str, Any]:
 
 def _lanes(step: Step) -> list[dict[str, Any]]:
     """The timeline: what the team does on the host, each rank, and the collectives."""
-    team = [span for span in step.spans if span.rank == ALL_RANKS and span.step not in _AROUND]
+    team = [span for span in step.spans if span.rank == ALL_RANKS and span.step not in AROUND]
     lanes = [_lane("host", [_bar(step, each.step, each.bucket, each.host_begin_ns, each.host_end_ns) for each in team])]
     for rank, device in enumerate(step.devices):
         own = [span for span in step.spans if span.rank == rank]

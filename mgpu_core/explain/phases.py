@@ -14,9 +14,10 @@ from mgpu_core.entries import ALL_RANKS, Collective, Hop, Span
 from mgpu_core.explain.story import Step
 from mgpu_core.record import WHOLE_STEPS
 
-__all__ = ["Phase", "bus_gbps", "moved_nbytes", "phases_of"]
+__all__ = ["AROUND", "Phase", "bus_gbps", "moved_nbytes", "phases_of"]
 
-_AROUND = (*WHOLE_STEPS, "apply")
+AROUND = (*WHOLE_STEPS, "apply")
+"""Spans around others: what is in them has rows and bars of its own."""
 _WITH_OTHERS_INSIDE = "backward"  # buckets are summed in the middle of it
 
 
@@ -74,7 +75,7 @@ def _rows(spans: Sequence[Span]) -> list[Span]:
     found: list[Span] = []
     last: dict[int, Span] = {}
     for span in sorted(spans, key=lambda each: (each.host_begin_ns, -each.host_end_ns)):
-        if span.step in _AROUND:
+        if span.step in AROUND:
             continue
         before = last.get(span.thread)
         if before is not None and span.host_end_ns <= before.host_end_ns:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from benchmarks.case import Row, describe
 from benchmarks.timing import OURS, PER_SECOND, median, p90, significant
+from mgpu_core.extras import require
 from mgpu_core.files import write_whole
-from mgpu_core.mnist.report import require_matplotlib
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 def draw(result: "Result", path: Path) -> None:
     """Writes a PNG. `ModuleNotFoundError` with the cure if matplotlib is missing."""
-    require_matplotlib()
+    require("matplotlib", "a picture")
     from matplotlib.figure import Figure
 
     sweep = result.rows[0].bus_factor is not None and len({row.labels["size"] for row in result.rows}) > 1

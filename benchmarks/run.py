@@ -22,8 +22,8 @@ from benchmarks.plot import draw
 from benchmarks.report import RESULTS, render, report_machine
 from benchmarks.result import Result
 from benchmarks.timing import OURS, WrongResult, median
+from mgpu_core.extras import require
 from mgpu_core.files import check_writable
-from mgpu_core.mnist.report import require_matplotlib
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -70,7 +70,7 @@ def _run(case: Case, options: argparse.Namespace) -> int:
     for path in filter(None, (options.json, options.plot)):
         check_writable(path)
     if options.plot is not None:
-        require_matplotlib()
+        require("matplotlib", "a picture")
     rows, facts = [], environment()
     # Closed at once when something goes wrong: a case may hold processes and folders.
     with contextlib.closing(case.measure(options)) as measured:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from mgpu_core.errors import Error
+from mgpu_core.extras import MissingExtra
 
 
 class Command(NamedTuple):
@@ -31,7 +32,7 @@ COMMANDS = {
     "lesson": Command("mgpu_core.lessons.command", "learn how it works: pages whose code runs, with exercises"),
     "mnist": Command("mgpu_core.mnist.train", "train the MNIST reference on whatever there is"),
     "simulate": Command(
-        "mgpu_core.explain.simulate", "predict a recorded step at numbers of GPUs that nobody here owns"
+        "mgpu_core.explain.simulate", "predict a recorded step at numbers of GPUs that you do not have"
     ),
 }
 
@@ -50,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader has left, as in `mgpu doctor | head -1`; without this, Python complains once more at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except (ValueError, OSError, Error) as error:
+    except (ValueError, OSError, Error, MissingExtra) as error:
         print(f"mgpu {args.command}: error: {_in_two_lines(error)}", file=sys.stderr)
         return 2
 

@@ -8,18 +8,19 @@ from typing import Any, TypeVar
 import torch
 from torch.nn import Module
 
+from mgpu_core.comm.facts import tell_backward
 from mgpu_core.device.compiled import outside_the_compiler
 from mgpu_core.device.devices import DeviceLike, as_device, as_devices, default_devices
 from mgpu_core.device.modes import check_modes
 from mgpu_core.device.random import check_rng
 from mgpu_core.device.team import Team
 from mgpu_core.module_tree import check_initialised, tensors_of
-from mgpu_core.nested import unwrapped
+from mgpu_core.nested import flatten, unwrapped
 from mgpu_core.parallel import gather, parallel_apply, replicate, scatter_kwargs
 from mgpu_core.parallel.lost import warn_lost
 from mgpu_core.parallel.replicate import loosen
 from mgpu_core.parallel.scatter import check_shares
-from mgpu_core.record import span
+from mgpu_core.record import is_on, span
 
 __all__ = ["DataParallel", "data_parallel"]
 
@@ -98,6 +99,8 @@ class DataParallel(torch.nn.DataParallel[M]):
         if len(self.device_ids) == 1:
             with span("forward", 0, self.src_device_obj):
                 output = self.module(*parts[0], **kwargs_parts[0])
+            if is_on():
+                _tell_backward(output)
             return self._move_output(output)
         replicas = self.replicate(self.module, self.device_ids[: len(parts)])
         try:
@@ -140,6 +143,13 @@ class DataParallel(torch.nn.DataParallel[M]):
         if self.output_device is None or not self.device_ids or self.output_device == self.device_ids[0]:
             return output
         return self.gather([output], self.output_device)
+
+
+def _tell_backward(output: Any) -> None:
+    """One rank alone gathers nothing, so its backward is told by what the module returned."""
+    leaves: list[Any] = []
+    flatten(output, leaves, "outputs", whole=True)
+    tell_backward(0, [each for each in leaves if isinstance(each, torch.Tensor)])
 
 
 def _devices(device_ids: Sequence[DeviceLike] | None) -> tuple[torch.device, ...]:

@@ -2,7 +2,7 @@
 
 Spans took time, cuts say which rows are whose, collectives say which bytes went where, contents what a bucket holds,
 marks are moments.  All times are ns of ``time.perf_counter_ns``; those of work on a GPU are the GPU's own, by events,
-put on the same axis.
+put on the same axis.  Each says of which whole step it is part; ``NO_STEP``: of none.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ __all__ = [
     "ALL_RANKS",
     "BETWEEN",
     "NO_BUCKET",
+    "NO_STEP",
     "ROOT",
     "Collective",
     "Contents",
@@ -27,6 +28,7 @@ __all__ = [
 
 ALL_RANKS = -1
 NO_BUCKET = -1
+NO_STEP = 0
 ROOT = -1
 BETWEEN = -2
 
@@ -56,6 +58,7 @@ class Span:
     host_begin_ns: int
     host_end_ns: int
     thread: int
+    whole_step: int = NO_STEP
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +87,7 @@ class Cut:
     devices: tuple[str, ...]
     host_begin_ns: int
     thread: int
+    whole_step: int = NO_STEP
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +133,7 @@ class Collective:
     host_begin_ns: int
     host_end_ns: int
     thread: int
+    whole_step: int = NO_STEP
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +146,7 @@ class Contents:
     nbytes: tuple[int, ...]
     host_begin_ns: int
     thread: int
+    whole_step: int = NO_STEP
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +160,7 @@ class Mark:
     at_ns: int
     host_begin_ns: int
     thread: int
+    whole_step: int = NO_STEP
 
 
 Entry: TypeAlias = Span | Cut | Collective | Contents | Mark

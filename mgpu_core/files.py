@@ -8,7 +8,7 @@ that will work is tried before a training starts, not found out after it.
 import contextlib
 import os
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -24,6 +24,20 @@ def check_writable(path: Path) -> None:
             pass
     except OSError as error:
         raise OSError(f"{path}: cannot write into its folder ({error.strerror})") from error
+
+
+def check_outputs(paths: Sequence[Path], inputs: Sequence[Path] = ()) -> None:
+    """Raises unless each can be written, and none is the file of another output, or of an input.
+
+    Raises:
+        OSError: see `check_writable`.
+        ValueError: two names of one file.
+    """
+    for path in paths:
+        check_writable(path)
+    named = [*inputs, *paths]
+    if len({path.resolve() for path in named}) < len(named):
+        raise ValueError(f"two of these are the same file: {', '.join(map(str, named))}")
 
 
 def write_whole(path: Path, write: Callable[[BinaryIO], object]) -> None:

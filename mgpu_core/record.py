@@ -1,29 +1,36 @@
-"""What happened, for those who want to see it: one flag, and what is kept while it is up.
+"""What happened, for those who want to see it: one flag, and who is told while it is up.
 
 Every step of the road opens a span; cuts, collectives and gradients that are ready leave entries of their own.  With
 recording off, which is the normal state, a span is one shared object that does nothing.  Everyone imports this file; of
-ours it imports the entries and the core alone.  ``mgpu_core.explain`` reads what was kept.
+ours it imports the recording, its entries and the core alone.  ``mgpu_core.explain`` reads what was kept.
+
+Work for a whole step is told as part of it.  Threads that the step starts know it by themselves, by their
+``contextvars``; what comes later, as a backward does, takes :func:`current_step` along and comes back
+:func:`in_step`.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias
+from contextvars import ContextVar, Token
+from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 
 from mgpu_core import _core
-from mgpu_core.entries import ALL_RANKS, NO_BUCKET, Collective, Entry, Mark, Span
+from mgpu_core.entries import ALL_RANKS, NO_BUCKET, NO_STEP, Entry, Mark, Span
+from mgpu_core.recording import Clock, Draft, HostClock, Recording
 
 __all__ = [
-    "Clock",
     "WHOLE_STEPS",
-    "Recording",
     "begin_marks",
+    "current_step",
+    "in_step",
     "is_on",
     "keep",
     "labelled",
@@ -33,87 +40,8 @@ __all__ = [
 ]
 
 
-class Clock(Protocol):
-    """Tells the time on devices whose work is later than its launch."""
-
-    def mark(self, device: torch.device) -> object:
-        """A moment in the work of the device's current stream; ``None``: the host's time will do."""
-
-    def ns(self, mark: Any) -> int:
-        """When it was, by the host's clock; waits for it."""
-
-
-class _HostClock:
-    def mark(self, _device: torch.device) -> object:
-        return None
-
-    def ns(self, mark: Any) -> int:
-        raise NotImplementedError
-
-
-_Draft: TypeAlias = Callable[[Clock], Entry]
 Label: TypeAlias = Callable[[str], AbstractContextManager[object]]
-
-
-@dataclass(slots=True)
-class Recording:
-    """What one recording keeps; added to by any thread.  Read it after its end, when all times are known.
-
-    Args:
-        clock: of the devices.
-        skip: so many whole steps pass before anything is kept.
-        steps: so many are kept, then the recording ends by itself; ``None``: all.
-        limit: so many entries are kept, and those behind them counted alone: a recording that was forgotten must not
-            fill the memory.
-
-    Attributes:
-        entries: in the order in which they ended, after the recording.
-        dropped: how many there were too many.
-    """
-
-    clock: Clock = field(default_factory=_HostClock)
-    skip: int = 0
-    steps: int | None = None
-    limit: int = 200_000
-    entries: list[Entry] = field(default_factory=list)
-    dropped: int = 0
-    _begun: int = 0
-    _open: int = 0
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-    _drafts: list[_Draft] = field(default_factory=list)
-
-    def begin_step(self) -> None:
-        """A whole step begins; one inside another, in whatever thread, is none of its own."""
-        with self._lock:
-            self._open += 1
-            self._begun += self._open == 1
-            is_over = self.steps is not None and self._begun > self.skip + self.steps
-        if is_over:
-            _end(self)
-
-    def end_step(self) -> None:
-        """A whole step has ended."""
-        with self._lock:
-            self._open -= 1
-
-    def add(self, draft: _Draft) -> None:
-        """Keeps an entry whose times are known at the end."""
-        over = self.steps is not None and self._begun > self.skip + self.steps
-        if over or (self.skip and self._begun <= self.skip):
-            return
-        if len(self._drafts) < self.limit:
-            self._drafts.append(draft)
-        else:
-            self.dropped += 1
-
-    def finish(self) -> None:
-        """Waits for the devices, and fills ``entries``."""
-        self.entries = [draft(self.clock) for draft in self._drafts]
-        self._drafts.clear()
-
-    def names(self) -> list[str]:
-        """The names of spans, cuts and marks, and the operations of collectives, in order."""
-        return [each.operation if isinstance(each, Collective) else each.step for each in self.entries]
+WHOLE_STEPS = ("train_step", "data_parallel", "evaluate")
 
 
 class _Nothing:
@@ -132,8 +60,26 @@ class _Sink:
     label: Label | None
 
 
+_step: ContextVar[int] = ContextVar("mgpu_core_whole_step", default=NO_STEP)
+
+
+class _InStep:
+    """Work for a whole step."""
+
+    __slots__ = ("_number", "_token")
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    def __enter__(self) -> None:
+        self._token: Token[int] = _step.set(self._number)
+
+    def __exit__(self, *_: object) -> None:
+        _step.reset(self._token)
+
+
 class _Span:
-    __slots__ = ("_begin", "_bucket", "_device", "_host_ns", "_label", "_rank", "_sink", "_step")
+    __slots__ = ("_begin", "_bucket", "_device", "_host_ns", "_label", "_rank", "_sink", "_step", "_whole")
 
     def __init__(self, sink: _Sink, step: str, rank: int, device: torch.device | None, bucket: int) -> None:
         self._sink, self._step, self._rank, self._device, self._bucket = sink, step, rank, device, bucket
@@ -144,22 +90,21 @@ class _Span:
             self._label = sink.label(_label_of(self._step, self._rank, self._bucket))
             self._label.__enter__()
         if sink.story is not None:
-            if self._step in WHOLE_STEPS:
-                sink.story.begin_step()
+            self._whole = _begun(sink.story, self._step)
+            self._whole.__enter__()
             self._host_ns = time.perf_counter_ns()
             self._begin = None if self._device is None else sink.story.clock.mark(self._device)
 
     def __exit__(self, *error: object) -> None:
         sink = self._sink
         if sink.story is not None:
-            if self._step in WHOLE_STEPS:
-                sink.story.end_step()
             end = None if self._device is None else sink.story.clock.mark(self._device)
-            sink.story.add(self._draft(time.perf_counter_ns(), end))
+            sink.story.add(_step.get(), self._draft(time.perf_counter_ns(), end))
+            self._whole.__exit__(None, None, None)
         if sink.label is not None:
             self._label.__exit__(*error)  # type: ignore[arg-type]
 
-    def _draft(self, end_ns: int, end: object) -> _Draft:
+    def _draft(self, end_ns: int, end: object) -> Draft:
         thread, begin_ns = threading.get_ident(), self._host_ns
         device = "" if self._device is None else str(self._device)
 
@@ -169,6 +114,16 @@ class _Span:
             return Span(self._step, self._rank, self._bucket, device, *times, begin_ns, end_ns, thread)
 
         return draft
+
+
+def _begun(story: Recording, name: str) -> AbstractContextManager[None]:
+    """Around a whole step, work for it; one inside another, in whatever thread, is none of its own."""
+    if name not in WHOLE_STEPS or story.knows(_step.get()):
+        return _NOTHING
+    number = story.begin_step(name)
+    if story.is_over(number):
+        _end(story)
+    return _InStep(number)
 
 
 def _label_of(step: str, rank: int, bucket: int) -> str:
@@ -182,7 +137,6 @@ def _label_of(step: str, rank: int, bucket: int) -> str:
 
 _NOTHING: AbstractContextManager[None] = _Nothing()  # type: ignore[assignment]  # which takes them for methods
 _sink: _Sink | None = None  # the flag
-WHOLE_STEPS = ("train_step", "data_parallel", "evaluate")
 
 
 def span(
@@ -203,12 +157,22 @@ def is_on() -> bool:
     return sink is not None and sink.story is not None
 
 
+def current_step() -> int:
+    """The number of the whole step that this thread works for; ``NO_STEP``."""
+    return _step.get()
+
+
+def in_step(number: int) -> AbstractContextManager[None]:
+    """A context manager around what is part of a whole step though it comes later; nothing when nobody is told."""
+    return _NOTHING if _sink is None or number == NO_STEP else _InStep(number)
+
+
 def keep(make: Callable[[int, int], Entry]) -> None:
     """Adds ``make(host_ns, thread)`` to the recording, if one is on."""
     sink = _sink
     if sink is not None and sink.story is not None:
         entry = make(time.perf_counter_ns(), threading.get_ident())
-        sink.story.add(lambda _clock: entry)
+        sink.story.add(_step.get(), lambda _clock: entry)
 
 
 def mark(
@@ -221,7 +185,8 @@ def mark(
     host_ns, thread = time.perf_counter_ns(), threading.get_ident()
     at = None if device is None else sink.story.clock.mark(device)
     sink.story.add(
-        lambda clock: Mark(step, rank, bucket, text, host_ns if at is None else clock.ns(at), host_ns, thread)
+        _step.get(),
+        lambda clock: Mark(step, rank, bucket, text, host_ns if at is None else clock.ns(at), host_ns, thread),
     )
 
 
@@ -254,6 +219,16 @@ def _end(story: Recording) -> None:
             _show()
 
 
+def _forget_in_child() -> None:
+    """A forked child's steps are no part of its parent's recording; and nobody there holds the lock."""
+    global _story, _lock
+    _story, _lock = None, threading.Lock()
+    _show()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
+
+
 @contextmanager
 def recording(
     clock: Clock | None = None, label: Label | None = None, *, skip: int = 0, steps: int | None = None
@@ -269,10 +244,12 @@ def recording(
         RuntimeError: a recording is already on.
     """
     global _story
-    story = Recording(clock or _HostClock(), skip, steps)
+    story = Recording(clock or HostClock(), skip, steps)
     with _lock:
         if _story is not None:
-            raise RuntimeError("a recording is already on: there is one per process")
+            raise RuntimeError(
+                "a recording is already on: there is one per process, and `mgpu explain` makes it of the whole script"
+            )
         _story = story
         _show()
     try:

@@ -18,8 +18,11 @@ import torch
 from torch.nn import Module
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from mgpu_core.comm.generic import ALGORITHM
+from mgpu_core.comm.watch import hop, watched
 from mgpu_core.device.meeting import Meeting, current_seat
 from mgpu_core.device.streams import on_all
+from mgpu_core.record import current_step, in_step, span
 from mgpu_core.twin_hooks import DICTIONARIES
 
 __all__ = ["SyncBatchNorm", "convert_sync_batchnorm"]
@@ -95,7 +98,7 @@ def _all_ranks(meeting: Meeting, eps: float, values: list[Any]) -> list[tuple[to
     rows = sum(each.numel() // each.shape[1] for each in inputs)
     if rows <= 1:
         raise ValueError(f"Expected more than 1 value per channel when training, got {rows} over all ranks")
-    with on_all(meeting.devices, meeting.streams):
+    with span("sync_batchnorm"), on_all(meeting.devices, meeting.streams):
         places = meeting.devices, meeting.streams
         outputs = _Joint.apply(places, eps, len(inputs), *inputs, *weights, *biases)
     ranks = len(inputs)
@@ -118,7 +121,7 @@ class _Joint(torch.autograd.Function):
             _affine(each * _along(scale, each), weight, bias).to(given.dtype)
             for each, scale, weight, bias, given in zip(centred, scales, weights, biases, inputs, strict=True)
         ]
-        ctx.places, ctx.ranks, ctx.rows = places, ranks, rows
+        ctx.places, ctx.ranks, ctx.rows, ctx.whole_step = places, ranks, rows, current_step()
         ctx.save_for_backward(*inputs, *weights, *means, *scales)
         ctx.mark_non_differentiable(*means, *variances)
         return *outputs, *means, *variances
@@ -128,7 +131,7 @@ class _Joint(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         ranks = ctx.ranks
         inputs, weights, means, scales = (ctx.saved_tensors[i * ranks : (i + 1) * ranks] for i in range(4))
-        with on_all(*ctx.places):
+        with in_step(ctx.whole_step), span("sync_batchnorm"), on_all(*ctx.places):
             normal = [
                 (_wide(each) - _along(mean, each)) * _along(scale, each)
                 for each, mean, scale in zip(inputs, means, scales, strict=True)
@@ -175,11 +178,19 @@ def _affine(tensor: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tenso
 
 def _sums(inputs: Tensors, parts: Tensors, rows: int) -> list[torch.Tensor]:
     """The ranks' sums added up in rank order, over ``rows``; a copy on each rank's device."""
-    total = parts[0].clone()
-    for part in parts[1:]:
-        total += part.to(total.device)
-    total /= rows
-    return [total.to(each.device) for each in inputs]
+    totals: list[torch.Tensor] = []
+    with watched("all_reduce", [parts], others=[totals]) as watch:
+        total = parts[0].clone()
+        for part in parts[1:]:
+            total += part.to(total.device)
+        total /= rows
+        hop(True, parts, [total])
+        for each in inputs:
+            totals.append(total.to(each.device))
+            if totals[-1] is not total:
+                hop(False, [total], totals[-1:])
+        watch.ran(ALGORITHM, [total])
+    return totals
 
 
 def convert_sync_batchnorm(module: M) -> M:

@@ -689,10 +689,24 @@ MUTANTS = [
     ),
     mutant(
         "explain: a forward loses its backward",
-        "mgpu_core/explain/story.py",
-        'return head.step == "data_parallel" and name_of(entry) in _OF_BACKWARD',
-        "return False",
+        "mgpu_core/comm/autograd.py",
+        'with in_step(ctx.whole_step), span("reduce", ALL_RANKS',
+        'with span("reduce", ALL_RANKS',
         "explain/test_story.py",
+    ),
+    mutant(
+        "explain: two runs of backward are one",
+        "mgpu_core/explain/story.py",
+        "key = mark.text, mark.rank",
+        'key = "", mark.rank',
+        "explain/test_story.py",
+    ),
+    mutant(
+        "explain: a forked child goes on with its parent's recording",
+        "mgpu_core/record.py",
+        "os.register_at_fork(after_in_child=_forget_in_child)\n",
+        "",
+        "test_record.py",
     ),
     mutant(
         "explain: a text of the story ends its element",
@@ -711,8 +725,8 @@ MUTANTS = [
     mutant(
         "explain: a recording does not end by itself",
         "mgpu_core/record.py",
-        "            _end(self)\n",
-        "            pass\n",
+        "if story.is_over(number):",
+        "if False:",
         "test_record.py",
     ),
     mutant(

@@ -1,7 +1,7 @@
 """DESIGN's arrows point down: read from the sources, so that nobody has to remember them.
 
 Python: cli -> doctor, lessons, mnist -> advice -> explain -> data_parallel, train_step -> engine -> parallel -> comm ->
-kernels -> device -> module_tree -> nested, twin_hooks, record, errors, files -> _core, entries.
+kernels -> device -> module_tree -> nested, twin_hooks, record, errors, files -> recording -> _core, entries, extras.
 C++: bindings -> rooms -> backends -> core; rooms of backends do not know each other; only bindings knows pybind11.
 """
 
@@ -16,13 +16,14 @@ import mgpu_core
 PACKAGE = Path(mgpu_core.__file__).parent
 SOURCES = Path(__file__).parent.parent / "csrc"
 LAYERS = [
-    {"_core", "entries"},
+    {"_core", "entries", "extras"},
+    {"recording"},
     {"record", "errors", "nested", "twin_hooks", "files", "optim"},
     {"module_tree"},
     {"device"},
     {"kernels"},
-    {"comm", "sync_batchnorm"},
-    {"parallel", "processes"},
+    {"comm"},
+    {"parallel", "processes", "sync_batchnorm"},
     {"engine"},
     {"data_parallel", "train_step"},
     {"explain"},
@@ -88,7 +89,7 @@ def test_files_of_parallel_do_not_import_each_other():
 
 def test_record_knows_nobody():
     """Everyone imports it."""
-    assert imports_of(PACKAGE / "record.py") == {"_core", "entries"}
+    assert imports_of(PACKAGE / "record.py") == {"_core", "entries", "recording"}
     assert imports_of(PACKAGE / "entries.py") == set()
 
 

@@ -6,7 +6,7 @@ from typing import BinaryIO
 
 import pytest
 
-from mgpu_core.files import check_writable, write_whole
+from mgpu_core.files import check_outputs, check_writable, write_whole
 
 
 def test_writes_and_replaces(tmp_path: Path) -> None:
@@ -55,3 +55,15 @@ def test_check_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     with pytest.raises(PermissionError, match="read-only"):
         check_writable(tmp_path / "file")
+
+
+def test_two_names_of_one_file_are_refused(tmp_path: Path) -> None:
+    one, other, link = tmp_path / "one", tmp_path / "other", tmp_path / "link"
+    link.symlink_to(one)
+    check_outputs([one, other], [tmp_path / "input"])
+    for outputs, inputs in (([one, one], []), ([one, link], []), ([one, other], [link])):
+        with pytest.raises(ValueError, match="two of these are the same file"):
+            check_outputs(outputs, inputs)
+    with pytest.raises(OSError, match="cannot write into its folder"):
+        check_outputs([one, tmp_path / "missing" / "file"])
+    assert os.listdir(tmp_path) == ["link"]

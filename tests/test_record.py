@@ -1,5 +1,9 @@
 """What a recording holds: every step of the road, with its ranks, rows, bytes and hops; nothing when it is off."""
 
+import gc
+import os
+import weakref
+
 import pytest
 import torch
 
@@ -11,6 +15,10 @@ from mgpu_core.entries import BETWEEN, ROOT, Collective, Contents, Cut, Mark, Sp
 def of(story, kind, step=None):
     found = [each for each in story.entries if isinstance(each, kind)]
     return [each for each in found if step in (None, each.operation if kind is Collective else each.step)]
+
+
+def names(story):
+    return {each.operation if isinstance(each, Collective) else each.step for each in story.entries}
 
 
 def test_off_is_one_shared_object():
@@ -30,9 +38,10 @@ def test_every_step_of_the_road():
         loss.backward()
     assert not record.is_on()
     steps = {"data_parallel", "scatter", "replicate", "broadcast", "apply", "forward", "gather", "backward", "reduce"}
-    assert steps <= set(story.names())
+    assert steps <= names(story)
 
-    (cut,), (joined,) = of(story, Cut, "scatter"), of(story, Cut, "gather")
+    (cut, back), (joined,) = of(story, Cut, "scatter"), of(story, Cut, "gather")
+    assert (back.name, back.counts, back.nbytes) == ("gradient of the output", (3, 2), (24, 16))
     assert (cut.name, cut.counts, cut.shapes, cut.nbytes) == ("inputs[0]", (3, 2), ((3, 3), (2, 3)), (36, 24))
     assert (cut.route, cut.source, cut.devices, cut.dtype) == ("copy", "cpu", ("cpu", "cpu"), "float32")
     assert (joined.name, joined.counts, joined.nbytes) == ("outputs", (3, 2), (24, 16))
@@ -148,6 +157,84 @@ def test_the_generic_room_tells_too():
     assert len(gathered.hops) == 4
 
 
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_sparse_parts_have_ranks_and_bytes_of_their_own(ranks):
+    """Rank r has r + 1 values of 4 bytes, each with an index of 8."""
+    parts = [torch.tensor([1.0] * (rank + 1) + [0.0] * (8 - rank)).to_sparse() for rank in range(ranks)]
+    with record.recording() as story:
+        comm.reduce_add(parts)
+    (call,) = of(story, Collective)
+    assert call.nbytes == tuple(12 * (rank + 1) for rank in range(ranks))
+    assert [(hop.sums, hop.sources, hop.targets, hop.nbytes, hop.call) for hop in call.hops] == [
+        (True, ((rank, 0, 0),), ((ROOT, 0, 0),), 12 * (rank + 1), 0) for rank in range(ranks)
+    ]
+
+
+def test_what_two_rooms_do_in_one_call_are_two_rounds():
+    rows = [[torch.ones(4), torch.ones(2, dtype=torch.int16)] for _ in range(2)]
+    with record.recording() as story:
+        mgpu_core.reduce(rows, "cpu")
+    (call,) = of(story, Collective)
+    assert sorted(hop.call for hop in call.hops) == [0, 1]
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_synchronised_layers_tell_their_sums(ranks):
+    """Forward: the sum, and of the squares; backward: two again.  One number of 4 bytes per channel and rank."""
+    net = mgpu_core.convert_sync_batchnorm(torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.BatchNorm1d(5)))
+    model = mgpu_core.DataParallel(net, ["cpu"] * ranks)
+    with record.recording() as story:
+        model(torch.randn(16, 4)).square().sum().backward()
+    sums = of(story, Collective, "all_reduce")
+    assert len(sums) == 4
+    for each in sums:
+        assert (each.route, each.nbytes) == ("generic", (20,) * ranks)
+        assert [(hop.sums, hop.nbytes) for hop in each.hops] == [(True, 20)]  # all ranks share the one result
+        assert [rank for rank, _, _ in each.hops[0].sources] == list(range(ranks))
+        assert each.hops[0].targets == ((ROOT, 0, 0),)
+    assert len({each.whole_step for each in sums}) == 1
+    assert len(of(story, Span, "sync_batchnorm")) == 2
+
+
+def test_one_rank_has_a_backward_too():
+    model = mgpu_core.DataParallel(torch.nn.Linear(3, 2), ["cpu"])
+    with record.recording() as story:
+        model(torch.randn(4, 3)).sum().backward()
+        model(torch.randn(4, 3)).sum().backward()
+    begun, ended = of(story, Mark, "backward"), of(story, Mark, "backward ends")
+    assert [each.rank for each in begun] == [each.rank for each in ended] == [0, 0]
+    assert all(one.at_ns < other.at_ns for one, other in zip(begun, ended, strict=True))
+    heads = of(story, Span, "data_parallel")
+    assert [each.whole_step for each in begun] == [each.whole_step for each in heads]
+
+
+def test_a_recording_keeps_no_tensors():
+    """Neither do the hooks by which it learns of gradients."""
+    model = mgpu_core.DataParallel(torch.nn.Linear(3, 2), ["cpu"] * 2)
+    model(torch.randn(4, 3))
+    freed = []
+    with record.recording():
+        gc.disable()
+        try:
+            output = model(torch.randn(4, 3))
+            weakref.finalize(output.grad_fn, freed.append, True)
+            del output
+        finally:
+            gc.enable()
+        assert freed == [True]
+
+
+def test_a_forked_child_records_nothing():
+    with record.recording() as story:
+        record.mark("before")
+        child = os.fork()
+        if child == 0:
+            os._exit(7 if record.is_on() else 0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        record.mark("after")
+    assert [each.step for each in story.entries] == ["before", "after"]
+
+
 def test_a_failed_collective_leaves_nothing():
     with record.recording() as story, pytest.raises(mgpu_core.BackendUnavailable):
         comm.all_reduce([torch.ones(3), torch.ones(3)], algorithm="nccl")
@@ -250,7 +337,7 @@ def test_one_recording_at_a_time():
 def test_a_recording_ends_with_an_error():
     with pytest.raises(KeyError), record.recording() as story, record.span("step"):
         raise KeyError
-    assert story.names() == ["step"]
+    assert [each.step for each in story.entries] == ["step"]
     assert not record.is_on()
 
 
@@ -303,5 +390,5 @@ def test_labels_have_names():
         with record.recording() as story, record.span("both"):
             pass
     assert seen == ["mgpu forward rank 2", "mgpu sum bucket 1", "end", "end", "mgpu both", "end"]
-    assert story.names() == ["both"]
+    assert [each.step for each in story.entries] == ["both"]
     assert record.span("after") is record.span("all")

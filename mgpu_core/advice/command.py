@@ -14,11 +14,11 @@ from typing import Any
 
 from mgpu_core.advice.contest import stopwatch
 from mgpu_core.advice.measure import advised
-from mgpu_core.advice.picture import require_matplotlib
 from mgpu_core.advice.plan import Plan, plan_of
 from mgpu_core.advice.script import Chosen, Found, ScriptFailed, as_script, found_in, run_script
 from mgpu_core.device.devices import DeviceLike
-from mgpu_core.files import check_writable, write_whole
+from mgpu_core.extras import require
+from mgpu_core.files import check_outputs, write_whole
 
 __all__ = ["add_arguments", "run"]
 
@@ -55,10 +55,9 @@ def run(args: argparse.Namespace) -> int:
     script, arguments, args = _split(args)
     if not script.is_file():
         raise FileNotFoundError(f"{script}: there is no such script")
-    for path in filter(None, (args.json, args.plot)):
-        check_writable(path)
+    check_outputs([path for path in (args.json, args.plot) if path], [script])
     if args.plot is not None:
-        require_matplotlib()
+        require("matplotlib", "a picture")
     devices, batches = _devices(args.devices), _batches(args.batches)
     with as_script(script, arguments):
         try:

@@ -154,7 +154,9 @@ def _concluded(
         shares=None if seen is None else seen.shares,
         loader_s=loader_s,
         reason=reason,
-        recommendation=recommend(own, gpus=len(gpus), scaling=scaling, loader_s=loader_s),
+        recommendation=recommend(
+            own, gpus=len(gpus), scaling=scaling, loader_s=loader_s, reason=reason.name, places=len(plan.places)
+        ),
         notes=tuple(findings.notes),
         environment=environment(),
     )

@@ -5,7 +5,6 @@ matplotlib is an extra, imported only here and only when a picture is asked for.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import quantiles
@@ -13,22 +12,17 @@ from typing import Any
 
 from mgpu_core.advice.result import Advice
 from mgpu_core.advice.ways import NAMES, ONE
+from mgpu_core.extras import require
 from mgpu_core.files import write_whole
 
-__all__ = ["draw", "require_matplotlib"]
+__all__ = ["draw"]
 
 _COLOURS = dict(zip(NAMES, ("black", "tab:orange", "tab:blue", "tab:green"), strict=True))
 
 
-def require_matplotlib() -> None:
-    """Raises ``ValueError`` with the cure if matplotlib is missing."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("a picture needs matplotlib, which is not installed: pip install matplotlib")
-
-
 def draw(advice: Advice, path: Path) -> None:
     """Writes a PNG, whole or not at all; see :meth:`Advice.plot`."""
-    require_matplotlib()
+    require("matplotlib", "a picture")
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7.5, 4.8), layout="constrained")

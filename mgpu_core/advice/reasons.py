@@ -15,12 +15,13 @@ __all__ = [
     "NOTABLE",
     "Reason",
     "UNKNOWN",
+    "UPDATE",
     "is_launch_bound",
     "reason_of",
 ]
 
 INPUT, COMMUNICATION, LAUNCH, IMBALANCE = "input pipeline", "communication", "launch overhead", "imbalance"
-COMPUTE, UNKNOWN = "compute", "unknown"
+UPDATE, COMPUTE, UNKNOWN = "update", "compute", "unknown"
 
 NOTABLE = 0.1
 """A share of the step from which on it is a reason."""
@@ -49,7 +50,8 @@ def is_launch_bound(shares: StepShares) -> bool:
 def reason_of(
     shares: StepShares | None, *, ranks: int, places: int, best_s: float | None, loader_s: float | None = None
 ) -> Reason:
-    """The input pipeline if it is slower than the best step; else the largest share that is notable; else compute.
+    """The input pipeline if it is slower than the best step; else the largest share beside compute that is notable;
+    else compute.
 
     Args:
         shares: of a recorded step of all ranks.
@@ -66,6 +68,7 @@ def reason_of(
         COMMUNICATION: shares.exposed_share,
         LAUNCH: shares.overhead_share + (shares.compute_share if is_launch_bound(shares) else 0.0),
         IMBALANCE: shares.waiting_share,
+        UPDATE: shares.update_share,
     }
     name = max(found, key=found.__getitem__)
     shared = f"; {ranks} ranks share {places} {'device' if places == 1 else 'devices'}" if places < ranks else ""
@@ -79,6 +82,8 @@ def _text(name: str, shares: StepShares) -> str:
         return f"in {shares.exposed_share:.0%} of the step gradients are summed, and no rank computes"
     if name == IMBALANCE:
         return f"the slowest rank computes {shares.imbalance:.0%} longer than the mean, and the others wait"
+    if name == UPDATE:
+        return f"in {shares.update_share:.0%} of the step the optimizer updates, which more ranks do not shorten"
     if is_launch_bound(shares):
         return f"launching takes the host {shares.launch_ratio:.0%} of the time that the GPUs run: they wait for it"
     return f"in {shares.overhead_share:.0%} of the step no rank computes: the host splits, wakes ranks, launches"

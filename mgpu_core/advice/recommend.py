@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from mgpu_core.advice.reasons import UPDATE
 from mgpu_core.advice.ways import CAPTURED, DROP_IN, ENGINE, NAMES, ONE
 from mgpu_core.explain.table import human_seconds
 
@@ -55,7 +56,13 @@ class Recommendation:
 
 
 def recommend(
-    medians: Mapping[str, float], *, gpus: int = 0, scaling: Scaling | None = None, loader_s: float | None = None
+    medians: Mapping[str, float],
+    *,
+    gpus: int = 0,
+    scaling: Scaling | None = None,
+    loader_s: float | None = None,
+    reason: str = "",
+    places: int = 1,
 ) -> Recommendation:
     """The simplest way within 5 % of the fastest, at the sample's own batch.
 
@@ -64,6 +71,8 @@ def recommend(
         gpus: how many different ones the ranks are on; 0 off GPUs.
         scaling: to two machines.
         loader_s: seconds in which the loader has such a batch.
+        reason: the name of what holds many ranks back.
+        places: on how many devices they are.
     """
     if not medians:
         return Recommendation("", False, "None: no way could be measured.")
@@ -73,6 +82,8 @@ def recommend(
     told = [_choice(way, medians)]
     if loader_s is not None and loader_s > fastest:
         told.insert(0, _slow_loader(loader_s, fastest))
+    if reason == UPDATE:
+        told.append(_slow_update(places))
     if machines and scaling is not None:
         told.append(_machines(scaling))
     return Recommendation(way, machines, "\n".join(told))
@@ -100,6 +111,13 @@ def _slow_loader(loader_s: float, fastest: float) -> str:
         f"First the loader: it takes {human_seconds(loader_s)} for a batch and the best step {human_seconds(fastest)}, "
         "so more ranks will not help until loading is faster."
     )
+
+
+def _slow_update(places: int) -> str:
+    fewer = "Also fewer updates: a larger batch, or TrainStep(accumulate=4), which makes one for four batches"
+    if places == 1:
+        return f"{fewer}."
+    return f"{fewer}; and shard_optimizer=True, with which each of {places} devices makes its part (SGD, Adam, AdamW)."
 
 
 def _machines(scaling: Scaling) -> str:

@@ -124,7 +124,7 @@ class Advice:
         """Draws speed-up against batch, with the break-even, as a PNG.
 
         Raises:
-            ValueError: matplotlib is not installed.
+            ModuleNotFoundError: matplotlib is not installed.
             OSError: the file cannot be written; one before it is kept.
         """
         from mgpu_core.advice.picture import draw

@@ -7,19 +7,19 @@ written in terms of the other, so double backward works.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.autograd.graph import register_multi_grad_hook
 
 from mgpu_core.comm import broadcast_reduce, collectives, scatter_gather
 from mgpu_core.comm.buckets import bucket_positions
+from mgpu_core.comm.facts import tell_cut, tell_ready
 from mgpu_core.device.streams import caller_streams, on_all
 from mgpu_core.device.team import Team
 from mgpu_core.device.tensor_checks import check_alike
 from mgpu_core.entries import ALL_RANKS, NO_BUCKET
-from mgpu_core.record import is_on, mark, span
+from mgpu_core.record import current_step, in_step, is_on, span
 
 __all__ = ["broadcast_buckets", "gather", "gradient_buckets", "reduce_tensors", "scatter"]
 
@@ -31,24 +31,29 @@ class _Scatter(torch.autograd.Function):
     def forward(
         ctx: Any, team: Team, counts: Sequence[int], dim: int, tensor: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        ctx.dim, ctx.source = dim, tensor.device
+        ctx.dim, ctx.source, ctx.whole_step = dim, tensor.device, current_step()
         return scatter_gather.scatter(tensor, team.devices, counts, dim)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, None, None, torch.Tensor]:
-        return None, None, None, _Gather.apply(ctx.source, ctx.dim, *grads)
+        with in_step(ctx.whole_step), span("gather"):
+            tell_cut("gather", "gradient of the input", ctx.source, grads, ctx.dim)
+            return None, None, None, _Gather.apply(ctx.source, ctx.dim, *grads)
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, device: torch.device, dim: int, *tensors: torch.Tensor) -> torch.Tensor:
         ctx.dim, ctx.counts = dim, [tensor.size(dim) for tensor in tensors]
-        ctx.team = Team.of([tensor.device for tensor in tensors])
+        ctx.team, ctx.whole_step = Team.of([tensor.device for tensor in tensors]), current_step()
         return scatter_gather.gather(tensors, dim, device)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return None, None, *_Scatter.apply(ctx.team, ctx.counts, ctx.dim, grad)
+        with in_step(ctx.whole_step), span("scatter"):
+            parts = _Scatter.apply(ctx.team, ctx.counts, ctx.dim, grad)
+            tell_cut("scatter", "gradient of the output", grad.device, parts, ctx.dim)
+            return None, None, *parts
 
 
 def scatter(tensor: torch.Tensor, team: Team, counts: Sequence[int], dim: int) -> tuple[torch.Tensor, ...]:
@@ -77,7 +82,7 @@ class _Broadcast(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, team: Team, bucket: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)  # a parameter that no rank used gets no gradient, not a zero one
-        ctx.bucket = bucket
+        ctx.bucket, ctx.whole_step = bucket, current_step()
         ctx.ranks, ctx.source = len(team), tensors[0].device
         ctx.places = team.devices, caller_streams(team.devices)
         copies = [broadcast_reduce.copies_of(tensor, team.devices) for tensor in tensors]
@@ -93,7 +98,7 @@ class _Broadcast(torch.autograd.Function):
     def backward(ctx: Any, *grads: _Grad) -> tuple[_Grad, ...]:
         # The engine makes the forward's stream current on this node's device alone.  The gradients of the other ranks
         # were made on theirs.
-        with span("reduce", ALL_RANKS, None, ctx.bucket), on_all(*ctx.places):
+        with in_step(ctx.whole_step), span("reduce", ALL_RANKS, None, ctx.bucket), on_all(*ctx.places):
             return None, None, *_Reduce.apply(ctx.source, ctx.ranks, *grads)
 
 
@@ -105,6 +110,7 @@ class _Reduce(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         tensors = len(grads) // ranks
         table = [grads[i::tensors] for i in range(tensors)]
+        ctx.whole_step = current_step()
         ctx.team = Team.of([_device_of(grads[rank * tensors :][:tensors], device) for rank in range(ranks)])
         present = [i for i, parts in enumerate(table) if any(part is not None for part in parts)]
         totals = collectives.reduce_batch([table[i] for i in present], "sum", device)
@@ -116,7 +122,8 @@ class _Reduce(torch.autograd.Function):
         present = [i for i, grad in enumerate(grads) if grad is not None]
         flat: list[_Grad] = [None] * (len(grads) * len(ctx.team))
         if present:
-            copies = _Broadcast.apply(ctx.team, NO_BUCKET, *(grads[i] for i in present))
+            with in_step(ctx.whole_step):
+                copies = _Broadcast.apply(ctx.team, NO_BUCKET, *(grads[i] for i in present))
             for place, copy in enumerate(copies):
                 rank, i = divmod(place, len(present))
                 flat[rank * len(grads) + present[i]] = copy
@@ -161,24 +168,12 @@ def broadcast_buckets(team: Team, tensors: Sequence[torch.Tensor]) -> list[list[
             copies: tuple[torch.Tensor, ...] = _Broadcast.apply(team, place, *(tensors[i] for i in positions))
         _raise_priority(copies, _FIRST - place)
         if is_on():
-            _watch_backward(copies, team, place)
+            for rank in team.ranks:
+                tell_ready(rank, place, copies[rank * len(positions) :][: len(positions)])
         for rank in team.ranks:
             for i, copy in zip(positions, copies[rank * len(positions) :], strict=False):
                 result[rank][i] = copy
     return result
-
-
-def _watch_backward(copies: Sequence[torch.Tensor], team: Team, bucket: int) -> None:
-    """Marks when a rank has all its gradients of the bucket."""
-    count = len(copies) // len(team)
-    for rank, device in enumerate(team.devices):
-        own = [copy for copy in copies[rank * count :][:count] if copy.requires_grad]
-        if own:
-            register_multi_grad_hook(own, _ready(rank, device, bucket))
-
-
-def _ready(rank: int, device: torch.device, bucket: int) -> Callable[[object], None]:
-    return lambda _gradients: mark("ready", rank, device, bucket)
 
 
 def _raise_priority(outputs: Sequence[torch.Tensor], number: int) -> None:

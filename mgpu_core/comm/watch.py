@@ -17,7 +17,8 @@ import torch
 from mgpu_core import _core
 from mgpu_core.comm.layout import nbytes_of
 from mgpu_core.entries import BETWEEN, ROOT, Collective, Hop, Place
-from mgpu_core.record import Recording, begin_marks, is_on
+from mgpu_core.record import begin_marks, current_step, is_on
+from mgpu_core.recording import Recording
 
 __all__ = ["Watch", "forget_practice", "hop", "watched"]
 
@@ -81,10 +82,8 @@ class Watch:
         story, before = self._before
         after = begin_marks([each for each in self._devices if each is not None])
         finder = _Finder([*self._rows, *self._others], self._roots, self._ranks)
-        hops = [
-            Hop(sums, finder.places(sources), finder.places(targets), nbytes, call, _stream(stream), begin, end)
-            for sums, sources, targets, nbytes, call, stream, begin, end in [*deeds, *self._hops]
-        ]
+        hops = _hops(finder, deeds, 0)
+        hops += _hops(finder, self._hops, max((hop.call for hop in hops), default=-1) + 1)
         self._keep(story, before, {} if after is None else after[1], tuple(hops), end_ns)
 
     def ran(self, route: str, roots: Sequence[torch.Tensor] = ()) -> None:
@@ -96,8 +95,11 @@ class Watch:
         """A hop of the generic room."""
         now = time.perf_counter_ns()
         call = self._hops[-1][4] + 1 if self._hops else 0
-        ends = list(map(_pointer, sources)), list(map(_pointer, targets))
-        self._hops.append((sums, *ends, nbytes_of(targets[0]), call, _NO_STREAM, now, now))
+        # What is sparse has as many bytes as its rank has indices, so each part is a hop of its own.
+        parts = [sources] if all(map(_is_strided, sources)) else [[source] for source in sources]
+        for part in parts:
+            ends = list(map(_pointer, part)), list(map(_pointer, targets))
+            self._hops.append((sums, *ends, nbytes_of(part[0]), call, _NO_STREAM, now, now))
 
     def _column(self, place: int) -> list[torch.Tensor]:
         found = [row[place] for row in self._rows if place < len(row)]
@@ -122,6 +124,7 @@ class Watch:
         nbytes = tuple(map(self._nbytes, range(len(ranks))))
         devices = tuple("" if each is None else str(each) for each in self._devices)
         story.add(
+            current_step(),
             lambda clock: Collective(
                 operation,
                 route,
@@ -138,7 +141,7 @@ class Watch:
                 begin_ns,
                 end_ns,
                 thread,
-            )
+            ),
         )
 
 
@@ -172,8 +175,21 @@ def hop(sums: bool, sources: Sequence[torch.Tensor], targets: Sequence[torch.Ten
         stack[-1].add(sums, sources, targets)
 
 
+def _hops(finder: _Finder, found: Sequence[_RawHop], first_call: int) -> list[Hop]:
+    places = finder.places
+    return [
+        Hop(sums, places(sources), places(targets), nbytes, first_call + call, _stream(stream), begin, end)
+        for sums, sources, targets, nbytes, call, stream, begin, end in found
+    ]
+
+
+def _is_strided(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided
+
+
 def _pointer(tensor: torch.Tensor) -> int:
-    return tensor.data_ptr() if tensor.layout is torch.strided else 0
+    """Where the tensor begins; a sparse one is several pieces of memory, and is known by itself, below all pointers."""
+    return tensor.data_ptr() if _is_strided(tensor) else -id(tensor)
 
 
 def _device_of(column: Sequence[torch.Tensor]) -> torch.device | None:
@@ -200,9 +216,10 @@ class _Finder:
         self._begins = sorted(self._blocks)
 
     def _add(self, tensor: torch.Tensor | None, rank: int, number: int) -> None:
-        if tensor is not None and tensor.layout is torch.strided and tensor.numel():
-            begin = tensor.data_ptr()
-            self._blocks.setdefault(begin, []).append((begin + nbytes_of(tensor), rank, number))
+        if tensor is not None and (tensor.numel() or not _is_strided(tensor)):
+            begin = _pointer(tensor)
+            nbytes = nbytes_of(tensor) if _is_strided(tensor) else 1
+            self._blocks.setdefault(begin, []).append((begin + nbytes, rank, number))
 
     def places(self, pointers: Sequence[int]) -> tuple[Place, ...]:
         """Of each pointer the tensor that holds it; one that comes twice is of two tensors, if there are two."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mgpu_core.device.discovery import MigInstance, PhysicalDevice
+from mgpu_core.extras import cure
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +27,7 @@ def read_physical_devices() -> NvmlReading:
     try:
         import pynvml
     except ImportError:
-        return NvmlReading(reason='nvidia-ml-py is not installed (pip install "mgpu-core[doctor]")')
+        return NvmlReading(reason=f"nvidia-ml-py is not installed ({cure('pynvml')})")
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:

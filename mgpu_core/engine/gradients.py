@@ -31,7 +31,7 @@ from mgpu_core.entries import ALL_RANKS
 from mgpu_core.processes.ballot import tail_count
 from mgpu_core.processes.group import Processes
 from mgpu_core.processes.outbox import Outbox
-from mgpu_core.record import is_on, mark, span
+from mgpu_core.record import current_step, in_step, is_on, mark, span
 
 __all__ = ["GradientSync", "Learnt"]
 
@@ -90,6 +90,7 @@ class GradientSync:
         self.loose: list[int] = []  # parameters outside the buckets: their gradients are sparse
         self._bucket_of: dict[int, int] = {}
         self.is_laid_out = self._is_learning = False
+        self._whole_step = current_step()
         self.outbox: Outbox | None = None
         self._aside: list[torch.Tensor | None] = []
         self._plans: list[list[_Plan]] = []  # per bucket, per device
@@ -138,6 +139,7 @@ class GradientSync:
         self._round = Round(self._expected if overlap else (), ranks, len(self.buckets))
         self._side.starts(self._replicas.team.devices, streams)
         self._is_learning = True
+        self._whole_step = current_step()  # autograd has threads of its own, which do not know it
 
     def cancel(self) -> None:
         """Makes the hooks of a backward that failed, and maybe still runs, do nothing."""
@@ -177,10 +179,11 @@ class GradientSync:
         if bucket is None:
             return
         is_complete = self._round.is_complete(rank, bucket)
-        if is_on() and self._round.has_all_of(rank, bucket):
-            mark("ready", rank, self._replicas.team.devices[rank], bucket)
-        if is_complete:
-            self._sum(bucket)
+        with in_step(self._whole_step):
+            if is_on() and self._round.has_all_of(rank, bucket):
+                mark("ready", rank, self._replicas.team.devices[rank], bucket)
+            if is_complete:
+                self._sum(bucket)
 
     def used(self) -> list[bool]:
         """Per parameter whether any rank has a gradient of it."""

@@ -10,7 +10,7 @@ import traceback
 from pathlib import Path
 
 from mgpu_core.explain import Story, record_story
-from mgpu_core.files import check_writable, write_whole
+from mgpu_core.files import check_outputs, write_whole
 
 __all__ = ["add_arguments", "run"]
 
@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     """
     if not args.script.is_file():
         raise FileNotFoundError(f"{args.script}: there is no such script")
-    _check_outputs([path for path in (args.html, args.trace, args.profile) if path is not None])
+    check_outputs([path for path in (args.html, args.trace, args.profile) if path], [args.script])
     _mind_the_order(args.arguments)
     with record_story(skip=args.skip, steps=args.steps) as story:
         status = _run_script(args.script, args.arguments)
@@ -54,13 +54,6 @@ def run(args: argparse.Namespace) -> int:
     print(f"\n{story.table()}")
     _save(story, args.html, args.trace, args.profile, args.script.stem)
     return status
-
-
-def _check_outputs(paths: list[Path]) -> None:
-    for path in paths:
-        check_writable(path)
-    if len({path.resolve() for path in paths}) < len(paths):
-        raise ValueError(f"two outputs name the same file: {', '.join(map(str, paths))}")
 
 
 def _mind_the_order(arguments: list[str]) -> None:
@@ -122,7 +115,7 @@ def _run_script(script: Path, arguments: list[str]) -> int:
         here = error.__traceback__
         while here is not None and here.tb_frame.f_code.co_filename != str(script):
             here = here.tb_next
-        traceback.print_exception(type(error), error, here or error.__traceback__)
+        traceback.print_exception(type(error), error, here)
         return 1
     finally:
         sys.argv, sys.path[:] = before

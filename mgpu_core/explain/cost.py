@@ -1,21 +1,23 @@
-"""How long scatter, broadcast, gather and all-reduce take: alpha-beta formulas, pure functions of a few numbers.
+"""How long all-reduce, broadcast, reduce, scatter and gather take: pure functions of a few numbers.
 
 Over links (:class:`~mgpu_core.explain.topology.Topology`) a message of n bytes takes alpha + n x beta seconds, and what
 runs at the same time over different links costs once (the model of Thakur, Rabenseifner and Gropp, "Optimization of
-collective communication operations in MPICH", 2005).  CPU ranks of one process share a memory instead of links
-(:class:`~mgpu_core.explain.topology.HostMemory`): there the bytes that the core's loops read and write are counted,
-pass by pass, and each pass pays the beta of the tier in which its working set lies.
+collective communication operations in MPICH", 2005): :mod:`~mgpu_core.explain.link_costs`.  CPU ranks of one process
+share a memory instead of links (:class:`~mgpu_core.explain.topology.HostMemory`): there the bytes that the core's loops
+read and write are counted, pass by pass, and each pass pays the beta of the tier in which its working set lies.  On
+both, every collective pays ``call_s`` once, for being called, and one rank alone pays nothing.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
+from mgpu_core.explain import link_costs
 from mgpu_core.explain.host_passes import Pass, host_passes
+from mgpu_core.explain.link_costs import Cost, shape_of
 from mgpu_core.explain.step_profile import Bucket, StepProfile
-from mgpu_core.explain.topology import HostMemory, Machine, Topology, blended_beta
+from mgpu_core.explain.topology import HostMemory, Machine, blended_beta
 
 __all__ = [
     "ALGORITHMS",
@@ -27,132 +29,11 @@ __all__ = [
     "broadcast_seconds",
     "bus_bandwidth",
     "gather_seconds",
+    "reduce_seconds",
     "scatter_seconds",
 ]
 
-
-@dataclass(frozen=True, slots=True)
-class Cost:
-    """Seconds in two parts: what is paid for each message, and what is paid for each byte."""
-
-    latency_s: float = 0.0
-    transfer_s: float = 0.0
-
-    @property
-    def seconds(self) -> float:
-        """Both together."""
-        return self.latency_s + self.transfer_s
-
-
-@dataclass(frozen=True, slots=True)
-class _Shape:
-    """A topology filled with ranks: `nodes` of `local` GPUs; alpha in seconds, beta in seconds a byte.
-
-    `node_beta` is that of all network cards of a node together, `nic_beta` that of one, which a single message takes.
-    """
-
-    ranks: int
-    nodes: int
-    local: int
-    alpha: float
-    beta: float
-    node_alpha: float
-    nic_beta: float
-    node_beta: float
-
-
-def _shape(topology: Topology, ranks: int, nbytes: float) -> _Shape:
-    nodes, local = topology.shape(ranks)
-    between = topology.between or topology.within
-    nic_beta = between.beta_s_per_byte(nbytes)
-    within = topology.within
-    cards = topology.nics_per_node
-    return _Shape(
-        ranks, nodes, local, within.alpha_s, within.beta_s_per_byte(nbytes), between.alpha_s, nic_beta, nic_beta / cards
-    )
-
-
-def _naive(at: _Shape, nbytes: float) -> Cost:
-    """All into rank 0, then rank 0 to all: 2 (n - 1) messages of S bytes over rank 0's one link, one after another."""
-    local, far = 2 * (at.local - 1), 2 * (at.ranks - at.local)
-    return Cost(local * at.alpha + far * at.node_alpha, nbytes * (local * at.beta + far * at.nic_beta))
-
-
-def _direct(at: _Shape, nbytes: float) -> Cost:
-    """2 alpha + 2 (n - 1) / n S beta: every rank reads its slice from all and writes the sum to all, all at once.
-
-    As in this package's core, over peers of one node: two phases, however many peers there are.
-    """
-    if at.nodes > 1:
-        raise ValueError(f"direct reads and writes the memory of peers, which {at.nodes} nodes do not share: name ring")
-    return Cost(2 * at.alpha, _around(at.ranks) * nbytes * at.beta)
-
-
-def _ring(at: _Shape, nbytes: float) -> Cost:
-    """2 (n - 1) alpha + 2 (n - 1) / n S beta (Patarasuk and Yuan, 2009; Thakur et al. 2005).
-
-    Over N nodes a chunk crosses a border at most 2 N times on its way, and the beta is that of the slower of a GPU's
-    link and all network cards of a node, because NCCL lays one ring over each card.
-    """
-    steps = 2 * (at.ranks - 1)
-    crossing = min(steps, 2 * at.nodes) if at.nodes > 1 else 0
-    beta = max(at.beta, at.node_beta) if at.nodes > 1 else at.beta
-    latency = (steps - crossing) * at.alpha + crossing * at.node_alpha
-    return Cost(latency, _around(at.ranks) * nbytes * beta)
-
-
-def _tree(at: _Shape, nbytes: float) -> Cost:
-    """2 ceil(log2 n) (alpha + S beta): a binomial reduce and a binomial broadcast, not pipelined, as in this core.
-
-    (Thakur et al. 2005.)  Over nodes: ceil(log2 local) rounds inside, ceil(log2 N) between, of
-    one message each, which takes one network card.
-    """
-    inside, outside = 2 * _rounds(at.local), 2 * _rounds(at.nodes)
-    latency = inside * at.alpha + outside * at.node_alpha
-    return Cost(latency, nbytes * (inside * at.beta + outside * at.nic_beta))
-
-
-def _hierarchical(at: _Shape, nbytes: float) -> Cost:
-    """Reduce-scatter inside each node, all-reduce between nodes, all-gather inside, one after another.
-
-    With g GPUs a node: 2 (g - 1) alpha + 2 (g - 1) / g S beta inside, by rings; between N nodes, each GPU of a node
-    with its S / g and its share of the cards: 2 (N - 1) alpha + 2 (N - 1) / N S beta_node, by rings.
-    """
-    return _inside_and_between(at, nbytes, 2 * (at.nodes - 1))
-
-
-def _halving(at: _Shape, nbytes: float) -> Cost:
-    """As hierarchical, with recursive halving and doubling between nodes: 2 ceil(log2 N) alpha instead of 2 (N - 1).
-
-    (Rabenseifner, 2004; Thakur et al. 2005: 2 lg p alpha + 2 (p - 1) / p n beta.  Exact for powers of two;
-    other numbers of nodes pay a little more than this.)  NCCL's trees between nodes have such a latency too.
-    """
-    return _inside_and_between(at, nbytes, 2 * _rounds(at.nodes))
-
-
-def _inside_and_between(at: _Shape, nbytes: float, messages: int) -> Cost:
-    latency = 2 * (at.local - 1) * at.alpha + messages * at.node_alpha
-    return Cost(latency, nbytes * (_around(at.local) * at.beta + _around(at.nodes) * at.node_beta))
-
-
-_OVER_LINKS: Mapping[str, Callable[[_Shape, float], Cost]] = {
-    "naive": _naive,
-    "direct": _direct,
-    "ring": _ring,
-    "tree": _tree,
-    "hierarchical": _hierarchical,
-    "halving": _halving,
-}
-ALGORITHMS = ("auto", *_OVER_LINKS)
-
-
-def _around(ranks: int) -> float:
-    """2 (n - 1) / n: the share of its bytes that a rank sends in an all-reduce (nccl-tests, doc/PERFORMANCE.md)."""
-    return 2 * (ranks - 1) / ranks
-
-
-def _rounds(places: int) -> int:
-    return math.ceil(math.log2(places))
+ALGORITHMS = ("auto", *link_costs.ALL_REDUCES)
 
 
 def all_reduce_cost(algorithm: str, ranks: int, nbytes: float, machine: Machine) -> Cost:
@@ -173,17 +54,11 @@ def all_reduce_cost(algorithm: str, ranks: int, nbytes: float, machine: Machine)
     if algorithm not in ALGORITHMS:
         raise ValueError(f"unknown algorithm {algorithm!r}: wanted one of {', '.join(ALGORITHMS)}")
     if isinstance(machine, HostMemory):
-        return _on_host(machine, ranks, nbytes, host_passes(algorithm, ranks, nbytes) if ranks > 1 else [])
-    at = _shape(machine, ranks, nbytes)
-    if ranks == 1:
-        return Cost()
-    costs = [_OVER_LINKS[name](at, nbytes) for name in (_choices(at) if algorithm == "auto" else (algorithm,))]
-    cost = min(costs, key=lambda each: each.seconds)
-    return Cost(machine.call_s + cost.latency_s, cost.transfer_s)
-
-
-def _choices(at: _Shape) -> tuple[str, ...]:
-    return ("direct", "ring") if at.nodes == 1 else ("ring", "halving", "hierarchical")
+        return _on_host(machine, ranks, nbytes, host_passes(algorithm, ranks, nbytes))
+    at = shape_of(machine, ranks, nbytes)
+    names = link_costs.choices(at) if algorithm == "auto" else (algorithm,)
+    found = [link_costs.ALL_REDUCES[name](at, nbytes) for name in names]
+    return _called(machine, ranks, min(found, key=lambda each: each.seconds))
 
 
 def all_reduce_seconds(algorithm: str, ranks: int, nbytes: float, machine: Machine) -> float:
@@ -193,14 +68,13 @@ def all_reduce_seconds(algorithm: str, ranks: int, nbytes: float, machine: Machi
 
 def bus_bandwidth(ranks: int, nbytes: float, seconds: float) -> float:
     """nccl-tests' busbw of an all-reduce, in bytes a second: 2 (n - 1) / n x nbytes / seconds (doc/PERFORMANCE.md)."""
-    return _around(ranks) * nbytes / seconds
+    return link_costs.around(ranks) * nbytes / seconds
 
 
 def scatter_seconds(ranks: int, nbytes: float, machine: Machine) -> float:
     """Seconds to give each rank its share of ``nbytes`` bytes (the whole) that lie at rank 0.
 
-    (n - 1) alpha + (n - 1) / n S beta within a node: one message a rank, all over the root's link.  Several nodes have
-    a process each, whose batch is its own part: every node scatters S / N at the same time.
+    Several nodes have a process each, and scatter their own parts at the same time.
 
     Raises:
         ValueError: as for :func:`all_reduce_cost`.
@@ -208,9 +82,8 @@ def scatter_seconds(ranks: int, nbytes: float, machine: Machine) -> float:
     _check(ranks, nbytes)
     if isinstance(machine, HostMemory):
         return _on_host(machine, ranks, nbytes / ranks, [Pass(nbytes, 3 * nbytes, False)]).seconds
-    at = _shape(machine, ranks, nbytes)
-    share = nbytes / at.nodes
-    return (at.local - 1) * at.alpha + (at.local - 1) / at.local * share * at.beta
+    at = shape_of(machine, ranks, nbytes)
+    return _called(machine, at.local, link_costs.scatter(at, nbytes)).seconds
 
 
 def gather_seconds(ranks: int, nbytes: float, machine: Machine) -> float:
@@ -219,9 +92,7 @@ def gather_seconds(ranks: int, nbytes: float, machine: Machine) -> float:
 
 
 def broadcast_seconds(ranks: int, nbytes: float, machine: Machine) -> float:
-    """Seconds until all ranks have the ``nbytes`` bytes of rank 0: ceil(log2 n) (alpha + S beta), a binomial tree.
-
-    (Thakur et al. 2005.)  Over nodes, ceil(log2 N) rounds go between them, each over one network card.
+    """Seconds until all ranks have the ``nbytes`` bytes of rank 0, by a binomial tree (Thakur et al. 2005).
 
     Raises:
         ValueError: as for :func:`all_reduce_cost`.
@@ -230,14 +101,11 @@ def broadcast_seconds(ranks: int, nbytes: float, machine: Machine) -> float:
     if isinstance(machine, HostMemory):
         copies = (ranks - 1) * nbytes
         return _on_host(machine, ranks, nbytes, [Pass(copies, 3 * copies, False)]).seconds
-    at = _shape(machine, ranks, nbytes)
-    return _tree(at, nbytes).seconds / 2
+    return _called(machine, ranks, link_costs.broadcast(shape_of(machine, ranks, nbytes), nbytes)).seconds
 
 
 def reduce_seconds(ranks: int, nbytes: float, machine: Machine) -> float:
-    """Seconds until rank 0 has the sum of ``nbytes`` bytes of each rank, as this core does it: alpha + (n - 1) S beta.
-
-    One kernel of the root reads all ranks' memory, over the root's one link.
+    """Seconds until rank 0 has the sum of ``nbytes`` bytes of each rank, as this core does it.
 
     Raises:
         ValueError: as for :func:`all_reduce_cost`; several nodes, which share no memory.
@@ -245,10 +113,7 @@ def reduce_seconds(ranks: int, nbytes: float, machine: Machine) -> float:
     _check(ranks, nbytes)
     if isinstance(machine, HostMemory):  # n inputs are read; the result's lines are read before they are written
         return _on_host(machine, ranks, nbytes, [Pass(nbytes, (ranks + 2) * nbytes, True)]).seconds
-    at = _shape(machine, ranks, nbytes)
-    if at.nodes > 1:
-        raise ValueError(f"reduce reads the memory of peers, which {at.nodes} nodes do not share")
-    return (at.alpha if ranks > 1 else 0.0) + (ranks - 1) * nbytes * at.beta
+    return _called(machine, ranks, link_costs.reduce(shape_of(machine, ranks, nbytes), nbytes)).seconds
 
 
 def _on_host(host: HostMemory, ranks: int, rank_nbytes: float, passes: Sequence[Pass]) -> Cost:
@@ -257,7 +122,12 @@ def _on_host(host: HostMemory, ranks: int, rank_nbytes: float, passes: Sequence[
     for each in passes:
         tiers = host.one_core if each.is_serial() else host.all_cores
         seconds += each.traffic_nbytes * blended_beta(tiers, ranks * rank_nbytes)
-    return Cost(host.call_s + ranks * host.rank_s, seconds) if passes else Cost()
+    return _called(host, ranks, Cost(ranks * host.rank_s, seconds))
+
+
+def _called(machine: Machine, ranks: int, moving: Cost) -> Cost:
+    """What moving the bytes costs and, once, the call; one rank alone has nobody to call."""
+    return Cost(machine.call_s + moving.latency_s, moving.transfer_s) if ranks > 1 else Cost()
 
 
 def _check(ranks: int, nbytes: float) -> None:

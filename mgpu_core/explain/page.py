@@ -115,7 +115,7 @@ def _lanes(step: Step) -> list[dict[str, Any]]:
     for rank, device in enumerate(step.devices):
         own = [span for span in step.spans if span.rank == rank]
         bars = [_bar(step, each.step, each.bucket, each.begin_ns, each.end_ns) for each in own]
-        lanes.append(_lane(f"rank {rank} ({device})", bars))
+        lanes.append(_lane(f"rank {rank} ({device or 'not seen'})", bars))
     calls = [
         _bar(step, call.operation, step.bucket_of(call), *times)
         for call in step.collectives

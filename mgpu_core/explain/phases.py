@@ -54,20 +54,13 @@ class Phase:
 def phases_of(step: Step) -> list[Phase]:
     """In the order in which they began."""
     whole = step.end_ns - step.begin_ns
-    backward = _backward_begin(step)
     rows = _rows(step.spans) or list(step.spans)
     inside = _calls_by_row(rows, step.collectives)
     grouped: dict[str, list[Span]] = {}
     for span in rows:
-        again = span.step in ("scatter", "gather") and backward is not None and span.host_begin_ns >= backward
+        again = span.step in ("scatter", "gather") and step.is_backward(span)
         grouped.setdefault(f"{span.step} (backward)" if again else span.step, []).append(span)
     return [_phase(name, spans, inside, whole) for name, spans in grouped.items()]
-
-
-def _backward_begin(step: Step) -> int | None:
-    """Where a forward ends whose backward is recorded with it."""
-    heads = [span.host_end_ns for span in step.spans if span.step == "data_parallel"]
-    return heads[0] if heads else None
 
 
 def _rows(spans: Sequence[Span]) -> list[Span]:

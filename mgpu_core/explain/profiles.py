@@ -46,7 +46,7 @@ def _seconds(step: Step, name: str) -> float:
 
 
 def _cut_nbytes(step: Step, name: str) -> int:
-    return sum(sum(cut.nbytes) for cut in step.cuts if cut.step == name)
+    return sum(sum(cut.nbytes) for cut in step.cuts if cut.step == name and not step.is_backward(cut))
 
 
 def _buckets(step: Step) -> tuple[Bucket, ...]:

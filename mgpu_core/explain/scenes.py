@@ -54,14 +54,16 @@ def _plural(count: int, noun: str) -> str:
 def _of_cuts(step: Step) -> Iterator[Scene]:
     """One scene for all tensors that are cut, or joined, together."""
     for (name, counts), cuts in _together(step.cuts):
+        backward = step.is_backward(cuts[0])
+        title = f"{name.capitalize()} (backward)" if backward else name.capitalize()
         span = _span_around(step, cuts[0])
         times = (span.host_begin_ns, span.host_end_ns) if span else (cuts[0].host_begin_ns, cuts[-1].host_begin_ns)
         total = sum(counts)
         yield _scene(
             step,
             name,
-            f"{name.capitalize()}: {_plural(total, 'row')}, {_plural(len(counts), 'rank')}",
-            _text_of_cut(name, counts, cuts),
+            f"{title}: {_plural(total, 'row')}, {_plural(len(counts), 'rank')}",
+            (_text_of_gradient if backward else _text_of_cut)(name, counts, cuts),
             times,
             counts=list(counts),
             tensors=[_tensor(cut) for cut in cuts],
@@ -83,6 +85,14 @@ def _text_of_cut(name: str, counts: Sequence[int], cuts: Sequence[Cut]) -> str:
     if routes <= {"view", "whole"}:
         return f"Rows go to their ranks ({shares}). All ranks share the batch's device: they get views, no byte moves."
     return f"Rows are copied to their ranks ({shares}; {nbytes} bytes)."
+
+
+def _text_of_gradient(name: str, counts: Sequence[int], cuts: Sequence[Cut]) -> str:
+    nbytes = sum(sum(cut.nbytes) for cut in cuts)
+    shares = ", ".join(f"rank {rank}: {count}" for rank, count in enumerate(counts))
+    if name == "gather":
+        return f"The gradients of the ranks' rows are joined on {cuts[0].source} ({nbytes} bytes; {shares})."
+    return f"The rows of the output's gradient go to the ranks that made the output ({shares}; {nbytes} bytes)."
 
 
 def _tensor(cut: Cut) -> dict[str, Any]:
@@ -135,10 +145,10 @@ _VERBS = {"reduce": "summed", "all_reduce": "all-reduced", "broadcast": "broadca
 
 
 def _of_collectives(step: Step) -> Iterator[Scene]:
-    """A scene per round: the hops that were given to the device together.  Cuts have scenes of their own."""
+    """A scene per round: the hops that were given to the device together.  What cuts do has scenes of its own."""
     cutting = [span for cut in step.cuts if (span := _span_around(step, cut)) is not None]
     for call in step.collectives:
-        if any(span.host_begin_ns <= call.host_begin_ns <= span.host_end_ns for span in cutting):
+        if any(span.step == call.operation and _holds(span, call) for span in cutting):
             continue
         bucket = step.bucket_of(call)
         rounds = [list(group) for _, group in groupby(call.hops, key=lambda hop: hop.call)]
@@ -158,6 +168,10 @@ def _of_collectives(step: Step) -> Iterator[Scene]:
             yield _scene(step, "round", _title(call, bucket), text, times, **about, round=0, arrows=[], more=0)
         for number, hops in enumerate(rounds):
             yield _round(step, call, bucket, number, hops, about)
+
+
+def _holds(span: Span, call: Collective) -> bool:
+    return span.thread == call.thread and span.host_begin_ns <= call.host_begin_ns <= span.host_end_ns
 
 
 def _round(step: Step, call: Collective, bucket: int, number: int, hops: list[Hop], about: dict[str, Any]) -> Scene:

@@ -1,4 +1,4 @@
-"""`mgpu simulate`: a recorded step at sizes that nobody here owns.  Step time, efficiency, bottleneck; a plot.
+"""`mgpu simulate`: a recorded step at sizes that you do not have.  Step time, efficiency, bottleneck; a plot.
 
 The prediction is :mod:`mgpu_core.explain.predict`, its formulas :mod:`mgpu_core.explain.cost`; this file is the command
 line and its table.
@@ -17,24 +17,26 @@ from mgpu_core.explain.cost import ALGORITHMS, StepProfile
 from mgpu_core.explain.example_steps import EXAMPLES, NOTE
 from mgpu_core.explain.fit import this_host
 from mgpu_core.explain.predict import SCALINGS, Plan, Prediction, predict_step
-from mgpu_core.explain.simulate_plot import draw, require_matplotlib
+from mgpu_core.explain.simulate_plot import draw
 from mgpu_core.explain.topology import FORM, GPUS_PER_NODE, HostMemory, Machine, known_names, parse_topology
-from mgpu_core.files import check_writable, write_whole
+from mgpu_core.extras import require
+from mgpu_core.files import check_outputs, write_whole
 
 __all__ = ["add_arguments", "render", "run", "simulate"]
 
 FORMAT = "mgpu_core simulation 1"
+_EXAMPLE = "resnet50"
 _TITLES = ("GPUs", "step ms", "compute", "exposed", "update", "input", "host", "rows/s", "efficiency", "bottleneck")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `mgpu simulate`."""
     add = parser.add_argument
-    add("step", nargs="?", type=Path, metavar="STEP.json", help="a recorded step; without one, the example is taken")
-    add("--example", choices=tuple(EXAMPLES), default="resnet50", help="its times are assumed (default: %(default)s)")
+    add("step", nargs="?", type=Path, metavar="STEP.json", help="a recorded step; without one, an example is taken")
+    add("--example", choices=tuple(EXAMPLES), help=f"instead of a file; its times are assumed (default: {_EXAMPLE})")
     add("--gpus", default="8,64,1024", metavar="LIST", help="how many GPUs (default: %(default)s)")
     add("--topology", default="nvlink4+ib-ndr400", help=f"{FORM}; {known_names()}; or host: CPU ranks of this machine")
-    add("--gpus-per-node", type=int, default=GPUS_PER_NODE, metavar="N", help="default: %(default)s")
+    add("--gpus-per-node", type=int, metavar="N", help=f"of a topology with links (default: {GPUS_PER_NODE})")
     add("--scaling", choices=SCALINGS, default="weak", help="keep the rows of each GPU (weak), or of all (strong)")
     add("--algorithm", choices=ALGORITHMS, default="auto", help="of the all-reduce (default: %(default)s)")
     add("--no-overlap", action="store_true", help="all-reduce after backward, not beside it")
@@ -44,12 +46,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints the table; writes what was asked for."""
-    for path in filter(None, (args.plot, args.json)):
-        check_writable(path)
+    check_outputs([path for path in (args.plot, args.json) if path], [args.step] if args.step else [])
     if args.plot is not None:
-        require_matplotlib()
+        require("matplotlib", "a picture")
     gpus = _counts(args.gpus)
-    profile = _read(args.step) if args.step else EXAMPLES[args.example]
+    profile = _profile(args)
     plan = Plan(_machine(args), args.scaling, not args.no_overlap, args.algorithm)
     found = simulate(profile, gpus, plan)
     print(render(profile, plan, found), end="")
@@ -106,14 +107,26 @@ def _counts(text: str) -> list[int]:
 
 
 def _machine(args: argparse.Namespace) -> Machine:
-    if args.topology == "host":
-        return this_host()
-    return parse_topology(args.topology, args.gpus_per_node)
+    if args.topology != "host":
+        return parse_topology(args.topology, GPUS_PER_NODE if args.gpus_per_node is None else args.gpus_per_node)
+    if args.gpus_per_node is not None:
+        raise ValueError("--gpus-per-node: host is this machine's memory, and has no nodes of GPUs")
+    return this_host()
+
+
+def _profile(args: argparse.Namespace) -> StepProfile:
+    if args.step and args.example:
+        raise ValueError(f"{args.step} and --example {args.example} are two steps: name one of them")
+    return _read(args.step) if args.step else EXAMPLES[args.example or _EXAMPLE]
 
 
 def _read(path: Path) -> StepProfile:
     try:
         return StepProfile.from_json(path.read_text())
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{path}: there is no such file; mgpu explain --profile {path} writes one") from None
+    except OSError as error:
+        raise OSError(f"{path}: cannot be read ({error.strerror})") from error
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 

@@ -5,14 +5,13 @@ matplotlib is an extra, imported only here and only when a picture is asked for.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 
 from mgpu_core.explain.predict import Prediction
 from mgpu_core.files import write_whole
 
-__all__ = ["draw", "require_matplotlib"]
+__all__ = ["draw"]
 
 _PARTS = {
     "compute_s": "compute",
@@ -21,12 +20,6 @@ _PARTS = {
     "input_s": "input",
     "host_s": "host",
 }
-
-
-def require_matplotlib() -> None:
-    """Raises ``ValueError`` with the cure if matplotlib is missing."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("--plot needs matplotlib, which is not installed: pip install matplotlib")
 
 
 def draw(title: str, found: Sequence[Prediction], path: Path) -> None:

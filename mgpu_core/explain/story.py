@@ -1,13 +1,13 @@
 """A recording as a story: its steps, and in each what was done, by whom, with which bytes, for how long.
 
-A step is one call of ``TrainStep``, one forward of ``DataParallel`` with the backward behind it, or the functional
-calls between two of those.  A backward goes to the forward that came last before it; so do calls behind a forward that
-look like its backward (scatter, gather, broadcast, reduce).
+A step is one call of ``TrainStep``, one forward of ``DataParallel`` with all backwards through it, whenever they came,
+or the functional calls between the begins of two of those.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -16,22 +16,17 @@ from mgpu_core.entries import ALL_RANKS, NO_BUCKET, Collective, Contents, Cut, E
 from mgpu_core.explain.environment import environment
 from mgpu_core.explain.step_profile import StepProfile
 from mgpu_core.explain.topology import Machine
-from mgpu_core.record import WHOLE_STEPS, Recording
+from mgpu_core.recording import Recording, WholeStep
 
 __all__ = ["Step", "Story"]
 
-_OF_BACKWARD = ("scatter", "gather", "broadcast", "reduce", "backward", "ready")
 CALLS = "calls"
+_BEHIND = ""  # the name, before it has one, of what is part of no whole step
 
 
 def begin_of(entry: Entry) -> int:
     """When the host was there."""
     return entry.host_begin_ns
-
-
-def name_of(entry: Entry) -> str:
-    """The step or operation."""
-    return entry.operation if isinstance(entry, Collective) else entry.step
 
 
 @dataclass(frozen=True)
@@ -75,6 +70,16 @@ class Step:
         return {each.bucket: each for each in self.entries if isinstance(each, Contents)}
 
     @cached_property
+    def backward_begin_ns(self) -> int | None:
+        """From when on rows are cut and joined for gradients: the end of a forward that has its backward behind it."""
+        heads = [span.host_end_ns for span in self.spans if span.step == "data_parallel"]
+        return heads[0] if heads else None
+
+    def is_backward(self, entry: Span | Cut) -> bool:
+        """Whether it is about gradients."""
+        return self.backward_begin_ns is not None and entry.host_begin_ns >= self.backward_begin_ns
+
+    @cached_property
     def begin_ns(self) -> int:
         """Its first moment."""
         return min(min(_times(each)) for each in self.entries)
@@ -86,7 +91,7 @@ class Step:
 
     @cached_property
     def devices(self) -> tuple[str, ...]:
-        """Of the ranks, first rank first."""
+        """Of the ranks, first rank first; empty: of one that was not seen."""
         found: dict[int, str] = {}
         for span in self.spans:
             if span.rank != ALL_RANKS and span.device:
@@ -97,7 +102,7 @@ class Step:
         for cut in self.cuts:
             for rank, device in enumerate(cut.devices):
                 found.setdefault(rank, device)
-        return tuple(found[rank] for rank in sorted(found))
+        return tuple(found.get(rank, "") for rank in range(max(found, default=-1) + 1))
 
     @cached_property
     def _of_buckets(self) -> list[Span]:
@@ -133,7 +138,7 @@ class Story:
 
     def fill(self, recording: Recording) -> None:
         """Takes over what was recorded."""
-        self.steps = steps_of(recording.entries)
+        self.steps = steps_of(recording.entries, recording.whole_steps)
         self.dropped = recording.dropped
         self.environment = environment()
 
@@ -152,7 +157,7 @@ class Story:
         """
         from mgpu_core.explain.fit import this_host
 
-        if machine is None and any(device != "cpu" for step in self.steps for device in step.devices):
+        if machine is None and any(device not in ("cpu", "") for step in self.steps for device in step.devices):
             raise ValueError("name a topology: only the memory that CPU ranks share can be measured by itself")
         self.machine = this_host() if machine is None else machine
 
@@ -213,60 +218,38 @@ class Story:
             raise IndexError(f"the story has {len(self.steps)} steps, and no step {number}") from None
 
 
-def steps_of(entries: Iterable[Entry]) -> list[Step]:
-    """The entries, sorted into the steps they belong to."""
-    ordered = sorted(entries, key=begin_of)
-    heads = _outermost([each for each in ordered if isinstance(each, Span) and each.step in WHOLE_STEPS])
-    groups: list[tuple[str, list[Entry]]] = []
-    head: Span | None = None
-    rest = iter([*heads, None])
-    following = next(rest)
-    for entry in ordered:
-        while following is not None and begin_of(entry) >= following.host_begin_ns:
-            head, following = following, next(rest)
-            groups.append((head.step, []))
-        if head is not None and _belongs(entry, head):
-            _group_of(groups, head.step).append(entry)
-        else:
-            if not groups or groups[-1][0] != CALLS:
-                groups.append((CALLS, []))
-            groups[-1][1].append(entry)
-    whole = [(name, found) for name, found in groups if found]
-    return [Step(number, name, found) for number, (name, found) in enumerate(whole)]
-
-
-def _group_of(groups: Sequence[tuple[str, list[Entry]]], name: str) -> list[Entry]:
-    """The latest of that name: calls of the user's own may have come between a forward and its backward."""
-    return next(found for each, found in reversed(groups) if each == name)
-
-
-def _outermost(spans: Sequence[Span]) -> list[Span]:
-    """Those that are in no other of them; by their begin."""
-    found: list[Span] = []
-    for span in spans:
-        if not found or span.host_begin_ns >= found[-1].host_end_ns:
-            found.append(span)
-    return found
-
-
-def _belongs(entry: Entry, head: Span) -> bool:
-    """To a step: what began in it; and the backward of a forward, which is the user's own line."""
-    if begin_of(entry) <= head.host_end_ns:
-        return True
-    return head.step == "data_parallel" and name_of(entry) in _OF_BACKWARD
+def steps_of(entries: Iterable[Entry], whole_steps: Mapping[int, WholeStep]) -> list[Step]:
+    """The entries, sorted into the steps that they are part of; what is part of none stands between two of them."""
+    begins = [each.begin_ns for each in whole_steps.values()]
+    place_of = {number: place for place, number in enumerate(whole_steps)}
+    names = [each.name for each in whole_steps.values()]
+    groups: dict[tuple[int, str], list[Entry]] = {}
+    for entry in sorted(entries, key=begin_of):
+        place = place_of.get(entry.whole_step)
+        before = bisect_right(begins, begin_of(entry)) - 1
+        key = (before, _BEHIND) if place is None else (place, names[place])
+        groups.setdefault(key, []).append(entry)
+    ordered = sorted(groups, key=lambda key: (key[0], key[1] == _BEHIND))
+    return [Step(number, key[1] or CALLS, groups[key]) for number, key in enumerate(ordered)]
 
 
 def _backwards(marks: Sequence[Mark]) -> list[Span]:
-    """Of each rank, from the moment when its first gradient came to the one when its last bucket was ready."""
-    begins = {mark.rank: mark for mark in reversed(marks) if mark.step == "backward"}
-    ends = {mark.rank: mark for mark in marks if mark.step == "ready"}
+    """Of each run of backward and each rank, from its first gradient to its last bucket, or else to the run's end."""
+    first: dict[tuple[str, int], Mark] = {}
+    last: dict[tuple[str, int], Mark] = {}
+    for mark in marks:
+        key = mark.text, mark.rank
+        if mark.step == "backward":
+            first.setdefault(key, mark)
+        elif mark.step == "ready" or (mark.step == "backward ends" and key not in last):
+            last[key] = mark
     return [
         Span(
-            "backward", rank, NO_BUCKET, "", begin.at_ns, ends[rank].at_ns,
-            begin.host_begin_ns, ends[rank].host_begin_ns, begin.thread,
+            "backward", begin.rank, NO_BUCKET, "", begin.at_ns, last[key].at_ns,
+            begin.host_begin_ns, last[key].host_begin_ns, begin.thread,
         )
-        for rank, begin in sorted(begins.items())
-        if rank in ends and begin.at_ns <= ends[rank].at_ns
+        for key, begin in first.items()
+        if key in last and begin.at_ns <= last[key].at_ns
     ]  # fmt: skip
 
 

@@ -18,7 +18,7 @@ def table(step: Step, environment: Mapping[str, str], machine: Machine | None = 
     With a machine, there are two more columns: what the collectives took, and what the cost model says they take.
     """
     seconds = (step.end_ns - step.begin_ns) / 1e9
-    team = ", ".join(step.devices) or "none known"
+    team = ", ".join(device or "not seen" for device in step.devices) or "none known"
     ranks = "1 rank" if len(step.devices) == 1 else f"{len(step.devices)} ranks"
     head = [
         f"step {step.number}: {step.name}, {ranks} ({team}), {human_seconds(seconds)}",

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from importlib import import_module
 from itertools import accumulate
 from typing import Any
 
@@ -20,13 +19,11 @@ import numpy as np
 import torch
 
 from mgpu_core.device.memory import note_written
+from mgpu_core.extras import require
 from mgpu_core.kernels.arguments import as_tensors, check_like, check_outs, on_one_device
 from mgpu_core.kernels.cupy_sources import OPS, SOURCES, TILE, compiler_options
 
-try:
-    cupy: Any = import_module("cupy")
-except ImportError as error:
-    raise ImportError("mgpu_core.kernels.cupy_kernels needs cupy: pip install 'mgpu-core[cuda13]'") from error
+cupy: Any = require("cupy", __name__)
 
 __all__ = ["pack", "sgd", "sum_ranks"]
 

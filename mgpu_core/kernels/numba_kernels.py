@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from importlib import import_module
 from itertools import accumulate
 from typing import Any
 
@@ -23,13 +22,11 @@ import numpy as np
 import torch
 
 from mgpu_core.device.memory import note_written
+from mgpu_core.extras import require
 from mgpu_core.kernels.arguments import as_tensors, check_like, check_outs
 
-try:
-    numba: Any = import_module("numba")
-    cuda: Any = import_module("numba.cuda")
-except ImportError as error:
-    raise ImportError("mgpu_core.kernels.numba_kernels needs numba: pip install 'mgpu-core[numba]'") from error
+numba: Any = require("numba", __name__)
+cuda: Any = require("numba.cuda", __name__)
 
 __all__ = ["MOST_ARRAYS", "pack", "sgd", "sum_ranks"]
 

@@ -12,12 +12,12 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from mgpu_core.lessons.answers import Check, WrongAnswer, asked_for
+from mgpu_core.lessons.answers import Check, WrongAnswer, asked_for, shown
 from mgpu_core.lessons.catalogue import Lesson, find_lesson
 
 __all__ = ["NOT_BEGUN", "RIGHT", "WRONG", "Verdict", "checks_of", "judge", "load"]
@@ -55,9 +55,12 @@ def load(path: Path) -> ModuleType:
 def judge(number: int, check: Check, answers: ModuleType, path: Path) -> Verdict:
     """Gives the learner's function to its check."""
     name = asked_for(check)
-    answer: Callable[..., Any] | None = getattr(answers, name, None)
+    answer = getattr(answers, name, None)
     if answer is None:
         return Verdict(number, name, NOT_BEGUN, f"{path.name} has no function {name}")
+    if not callable(answer):
+        is_now = f"{shown(answer)}, of type {type(answer).__name__}"
+        return Verdict(number, name, WRONG, f"{name} should be a function, and is {is_now}")
     try:
         check(answer)
     except WrongAnswer as error:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import importlib.util
 import io
 import os
 import sys
@@ -18,29 +17,24 @@ from pathlib import Path
 from types import ModuleType
 from typing import TextIO
 
+from mgpu_core.extras import require
 from mgpu_core.files import check_writable
 from mgpu_core.lessons.blocks import Block, blocks_of
 from mgpu_core.lessons.catalogue import Lesson
 
-__all__ = ["require_matplotlib", "run_lesson"]
-
-
-def require_matplotlib() -> None:
-    """Raises ValueError with the cure if matplotlib is missing."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("a lesson draws with matplotlib, which is not installed: pip install 'mgpu-core[mnist]'")
+__all__ = ["run_lesson"]
 
 
 def run_lesson(lesson: Lesson, picture: Path) -> bool:
     """Runs all blocks and prints what they print; says whether all of it went as the page says.
 
     Raises:
-        ValueError: matplotlib is missing.
+        ModuleNotFoundError: matplotlib is missing.
         OSError: the picture cannot be written.
     """
-    require_matplotlib()
-    check_writable(picture)
     os.environ.setdefault("MPLBACKEND", "Agg")  # the picture goes to a file, on machines without a screen too
+    require("matplotlib", "a picture")
+    check_writable(picture)
     blocks = blocks_of(lesson.text)
     print(f"Lesson {lesson.title}")
     with _namespace(lesson, picture) as names:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from mgpu_core.extras import require
 from mgpu_core.kernels import gather_rows
 from mgpu_core.mnist.idx import Idx, read_idx, read_idx_file
 from mgpu_core.mnist.model import CLASSES
@@ -145,14 +146,9 @@ def _download() -> Path:
 
 
 def _fetch(folder: Path) -> None:
+    datasets = require("torchvision.datasets", "the download")
     try:
-        from torchvision.datasets import MNIST
-    except ImportError as error:
-        raise ModuleNotFoundError(
-            f"data download needs torchvision: pip install 'mgpu-core[mnist]' ({error})"
-        ) from error
-    try:
-        MNIST(str(folder), download=True)
+        datasets.MNIST(str(folder), download=True)
     except (OSError, RuntimeError) as error:
         raise OSError(f"{folder}: MNIST could not be downloaded ({' '.join(str(error).split())})") from error
 

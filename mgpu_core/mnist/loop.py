@@ -15,6 +15,7 @@ import torch
 
 from mgpu_core import _core
 from mgpu_core.explain import record_story
+from mgpu_core.extras import require
 from mgpu_core.files import check_writable
 from mgpu_core.mnist.checkpoint import Checkpoint, binding_settings
 from mgpu_core.mnist.config import Config
@@ -23,7 +24,7 @@ from mgpu_core.mnist.digits import Digits, epoch_order, load
 from mgpu_core.mnist.engines import Batch, make_engine
 from mgpu_core.mnist.history import Epoch, History, counters_since
 from mgpu_core.mnist.model import build_model
-from mgpu_core.mnist.report import Report, require_matplotlib, write_json, write_plot
+from mgpu_core.mnist.report import Report, write_json, write_plot
 from mgpu_core.parallel.scatter import check_shares
 
 TEST_BATCH = 1000
@@ -91,11 +92,7 @@ class Training:
             for text in self._opening:
                 self.report.line(text)
             torch.set_rng_state(self._generator)
-            for number in range(len(self.history.epochs) + 1, self.config.epochs + 1):
-                record = self._epoch(number)
-                self.history.epochs.append(record)
-                self._save()
-                self.report.epoch(record, self.config.epochs)
+            self._epochs()
         self.history.counters = counters_since(before)
         self._write_outputs()
         return self.history
@@ -227,7 +224,7 @@ def _check_outputs(config: Config) -> None:
     for path in config.outputs().values():
         check_writable(path)
     if config.plot is not None:
-        require_matplotlib()
+        require("matplotlib", "a picture")
 
 
 @contextlib.contextmanager

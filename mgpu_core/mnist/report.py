@@ -65,14 +65,6 @@ class ConsoleReport(Report):
             yield bar.update
 
 
-def require_matplotlib() -> None:
-    """Raises `ModuleNotFoundError` with the cure in one line, if a plot could not be drawn."""
-    try:
-        import matplotlib.figure  # noqa: F401
-    except ImportError as error:
-        raise ModuleNotFoundError(f"plot needs matplotlib: pip install 'mgpu-core[mnist]' ({error})") from error
-
-
 def write_plot(path: Path, config: Config, history: History) -> None:
     """Draws loss (each step, and each epoch's mean) and test accuracy (percent) over the epochs into a PNG."""
     from matplotlib.figure import Figure

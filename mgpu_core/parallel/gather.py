@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from mgpu_core.comm import autograd
-from mgpu_core.comm.facts import tell_cut
+from mgpu_core.comm.facts import tell_backward, tell_cut
 from mgpu_core.device.devices import DeviceLike, as_device
 from mgpu_core.nested import Tree, flatten_alike
-from mgpu_core.record import is_on, mark, span
+from mgpu_core.record import is_on, span
 
 __all__ = ["gather"]
 
@@ -58,24 +58,14 @@ def _join(leaves: list[Any], device: torch.device, dim: int, tree: Tree, place: 
 
 def _join_tensors(leaves: list[torch.Tensor], device: torch.device, dim: int, tree: Tree, place: int) -> torch.Tensor:
     if is_on():
-        _watch_backward(leaves)
+        for rank, leaf in enumerate(leaves):
+            tell_backward(rank, [leaf])
         tell_cut("gather", tree.paths("outputs")[place], device, leaves, dim)
     try:
         return autograd.gather(leaves, device, dim)
     except (ValueError, TypeError, IndexError) as error:
         error.add_note(f"while gathering {tree.paths('outputs')[place]} along dimension {dim}")
         raise
-
-
-def _watch_backward(leaves: list[torch.Tensor]) -> None:
-    """Marks when the gradient of a rank's output is there, and its backward begins.
-
-    The user's own leaves would keep such a hook for ever.
-    """
-    for rank, leaf in enumerate(leaves):
-        if leaf.requires_grad and not leaf.is_leaf:
-            device = leaf.device
-            leaf.register_hook(lambda _gradient, rank=rank, device=device: mark("backward", rank, device))
 
 
 def _equal(one: Any, other: Any) -> bool:

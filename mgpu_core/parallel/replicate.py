@@ -58,7 +58,7 @@ def replicate(network: M, devices: Sequence[DeviceLike], detach: bool = False) -
         tensors = [*tree.parameters.tensors, *tree.buffers.tensors]
         check_initialised(tensors)
         calls = _compiled_calls(tree, len(team))
-        if is_on():
+        if is_on() and not detach:
             _tell_buckets(network, tree.parameters.tensors)
         copies = _copy_tensors(tensors, team, detach)
         split = len(tree.parameters.tensors)

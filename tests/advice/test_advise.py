@@ -4,17 +4,20 @@ import copy
 import json
 import random
 import re
+import sys
 
 import pytest
 import torch
 from torch import nn
 
 import mgpu_core
-from mgpu_core.advice import picture
 from mgpu_core.advice.measure import advised
 from mgpu_core.advice.plan import plan_of
+from mgpu_core.advice.recorded import Seen
 from mgpu_core.advice.result import Advice
+from mgpu_core.advice.shares import StepShares
 from mgpu_core.advice.ways import DROP_IN, ENGINE, ONE
+from mgpu_core.explain import StepProfile
 
 mse = nn.functional.mse_loss
 NOTHING = {"batches": None, "optimizer": None, "loader": None}
@@ -70,6 +73,15 @@ def test_the_numbers(advice):
     assert advice.loader_s == 1e-3
 
 
+def test_the_recommendation_knows_the_reason(monkeypatch):
+    slow = StepShares(1.0, 0.3, 0.0, 0.6, 0.1, 0.0, 0.0)
+    seen = Seen(slow, StepProfile("net", 2, 8, 1.0, 1.0, 1.0, 0, 0, ()), ())
+    monkeypatch.setattr("mgpu_core.advice.measure.record_steps", lambda *_: seen)
+    found = advised(plan(), by_hand)
+    assert found.reason.name == "update"
+    assert "TrainStep(accumulate=4)" in found.recommendation.text
+
+
 def test_the_text(advice):
     lines = str(advice).splitlines()
     assert lines[0].startswith("one device against 2 ranks (cpu, cpu): seconds of a training step, median of 3")
@@ -106,8 +118,8 @@ def test_the_picture_is_a_png(advice, tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     advice.plot(tmp_path / "a.png")
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
-    monkeypatch.setattr(picture.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"a picture needs matplotlib, .* pip install matplotlib"):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ModuleNotFoundError, match=r"a picture needs matplotlib: pip install 'mgpu-core\[mnist\]'"):
         advice.plot(tmp_path / "b.png")
 
 

@@ -124,6 +124,8 @@ def test_missing_names_are_listed(names, chosen, message, tmp_path):
         (["no-such.py"], "no-such.py: there is no such script"),
         (["script.py", "--json", "no/such/a.json"], "no/such/a.json: cannot write into its folder"),
         (["script.py", "--plot", "no/such/a.png"], "no/such/a.png: cannot write into its folder"),
+        (["script.py", "--json", "script.py"], "two of these are the same file: script.py, script.py"),
+        (["script.py", "--json", "a.out", "--plot", "a.out"], "two of these are the same file: script.py, a.out"),
         (["script.py", "--batches", "8,x"], "--batches 8,x: wanted whole numbers above 0"),
         (["script.py", "--devices", "warp"], "'warp' is not a device"),
         (["script.py", "--devices", "cpu,"], "'' is not a device"),

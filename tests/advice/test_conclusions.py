@@ -5,7 +5,7 @@ import torch
 
 from mgpu_core.advice.break_even import BreakEven, break_even
 from mgpu_core.advice.busy import busy_note, busy_notes
-from mgpu_core.advice.reasons import COMMUNICATION, COMPUTE, IMBALANCE, INPUT, LAUNCH, UNKNOWN, reason_of
+from mgpu_core.advice.reasons import COMMUNICATION, COMPUTE, IMBALANCE, INPUT, LAUNCH, UNKNOWN, UPDATE, reason_of
 from mgpu_core.advice.recommend import Recommendation, Scaling, recommend
 from mgpu_core.advice.result import Measurement
 from mgpu_core.advice.scaling import assumed_topology, scaling_of
@@ -97,8 +97,8 @@ def test_one_backward_for_all_ranks_is_each_ranks():
     assert found.launch_ratio is None
 
 
-def shares(compute=0.9, exposed=0.0, overhead=0.0, waiting=0.0, launch_ratio=None):
-    return StepShares(1.0, compute, exposed, 0.02, overhead, 2 * waiting, waiting, launch_ratio)
+def shares(compute=0.9, exposed=0.0, overhead=0.0, waiting=0.0, launch_ratio=None, update=0.02):
+    return StepShares(1.0, compute, exposed, update, overhead, 2 * waiting, waiting, launch_ratio)
 
 
 @pytest.mark.parametrize(
@@ -109,6 +109,10 @@ def shares(compute=0.9, exposed=0.0, overhead=0.0, waiting=0.0, launch_ratio=Non
         (shares(exposed=0.3, launch_ratio=0.95), LAUNCH, "launching takes the host 95% of the time"),
         (shares(exposed=0.3, launch_ratio=0.5), COMMUNICATION, "in 30%"),
         (shares(waiting=0.2), IMBALANCE, "computes 40% longer than the mean"),
+        (shares(compute=0.3, update=0.6), UPDATE, "in 60% of the step the optimizer updates, which more ranks do not"),
+        (shares(compute=0.85, update=0.1), UPDATE, "in 10% of the step the optimizer updates"),
+        (shares(exposed=0.3, update=0.25), COMMUNICATION, "in 30%"),
+        (shares(exposed=0.09, overhead=0.05, update=0.09), COMPUTE, "some rank computes in 90% of the step"),
         (shares(exposed=0.09, overhead=0.05), COMPUTE, "some rank computes in 90% of the step"),
         (None, UNKNOWN, "no step over all ranks"),
     ],
@@ -117,6 +121,21 @@ def test_the_reason_is_what_takes_most(seen, name, words):
     found = reason_of(seen, ranks=2, places=2, best_s=1.0)
     assert found.name == name
     assert words in found.text
+
+
+def test_a_recorded_step_that_is_mostly_the_update():
+    entries = [
+        span("train_step", ALL_RANKS, 0, 100),
+        span("forward", 0, 0, 20, "cpu"),
+        span("forward", 1, 0, 20, "cpu"),
+        span("backward", ALL_RANKS, 20, 40),
+        span("update", ALL_RANKS, 45, 95),
+        span("adamw", ALL_RANKS, 46, 94),
+    ]
+    found = reason_of(shares_of(times_of(Step(0, "train_step", entries))), ranks=2, places=1, best_s=1.0)
+    assert found.name == UPDATE
+    assert found.text.startswith("in 50% of the step the optimizer updates")
+    assert found.text.endswith("; 2 ranks share 1 device")
 
 
 def test_a_slow_loader_is_the_reason_whatever_else_there_is():
@@ -157,6 +176,17 @@ def test_texts_of_recommendations():
         "so more ranks will not help until loading is faster."
     )
     assert "loader" not in recommend({ONE: 1.0, ENGINE: 0.5}, loader_s=0.25).text
+
+
+def test_a_slow_update_has_its_own_advice():
+    medians = {ONE: 1.0, ENGINE: 0.5}
+    assert "update" not in recommend(medians, reason=COMPUTE).text
+    one, many = (recommend(medians, reason=UPDATE, places=places).text.splitlines() for places in (1, 4))
+    assert one[0] == many[0] == recommend(medians).text
+    fewer = "Also fewer updates: a larger batch, or TrainStep(accumulate=4), which makes one for four batches"
+    assert one[1:] == [f"{fewer}."]
+    (line,) = many[1:]
+    assert line.startswith(f"{fewer}; and shard_optimizer=True, with which each of 4 devices makes its part")
 
 
 GOOD = Scaling("nvlink4+ib-hdr200", 4, 0.75)

@@ -49,7 +49,7 @@ def test_no_package(monkeypatch):
     reading = read_physical_devices()
     assert reading.devices is None
     assert reading.reason is not None
-    assert reading.reason.startswith("nvidia-ml-py is not installed")
+    assert reading.reason == "nvidia-ml-py is not installed (pip install 'mgpu-core[doctor]')"
 
 
 def test_no_driver(installed):

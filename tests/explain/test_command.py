@@ -98,4 +98,31 @@ def test_the_story_of_an_interrupted_script(tmp_path):
 def test_outputs_of_one_name(tmp_path):
     done = explain(tmp_path, "--html", "a", "--trace", "a")
     assert done.returncode == 2
-    assert "name the same file" in done.stderr
+    assert "two of these are the same file: script.py, a, a" in done.stderr
+    done = explain(tmp_path, "--html", "script.py")
+    assert done.returncode == 2
+    assert "two of these are the same file" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "last"),
+    [("def f(:\n", "SyntaxError: "), ("1 / 0\n", "ZeroDivisionError: "), ("import broken\n", "SyntaxError: ")],
+)
+def test_errors_are_told_without_our_frames(tmp_path, text, last):
+    (tmp_path / "script.py").write_text(text)
+    (tmp_path / "broken.py").write_text("x = (\n")
+    command = [sys.executable, "-P", "-m", "mgpu_core", "explain", "script.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 1
+    assert "runpy" not in done.stderr
+    assert "mgpu_core/" not in done.stderr
+    assert last in done.stderr
+    assert 'File "script.py", line 1' in done.stderr.replace(f"{tmp_path}/", "")
+
+
+def test_a_script_that_records_itself(tmp_path):
+    (tmp_path / "script.py").write_text("import mgpu_core\nwith mgpu_core.explain():\n    pass\n")
+    command = [sys.executable, "-P", "-m", "mgpu_core", "explain", "script.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 1
+    assert "a recording is already on: there is one per process, and `mgpu explain` makes it of" in done.stderr

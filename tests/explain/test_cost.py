@@ -1,5 +1,6 @@
 """The formulas by hand: links with alpha 1 s and beta 1 s a byte, so that a result is a count of messages and bytes."""
 
+import dataclasses
 import itertools
 import math
 
@@ -16,6 +17,7 @@ from mgpu_core.explain.cost import (
     broadcast_seconds,
     bus_bandwidth,
     gather_seconds,
+    reduce_seconds,
     scatter_seconds,
 )
 from mgpu_core.explain.host_passes import ALGORITHMS_ON_HOST, host_passes
@@ -78,21 +80,43 @@ def test_one_gpu_a_node_is_a_ring_over_the_network_alone():
     assert all_reduce_cost("hierarchical", 4, 1000, single) == Cost(60, pytest.approx(6 * 250 * 4))
 
 
-def test_the_launch_is_paid_once_and_one_rank_pays_nothing():
+COLLECTIVES = {
+    "all_reduce": lambda *how: all_reduce_seconds("auto", *how),
+    "broadcast": broadcast_seconds,
+    "gather": gather_seconds,
+    "reduce": reduce_seconds,
+    "scatter": scatter_seconds,
+}
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+@pytest.mark.parametrize("machine", [NODE, HOST], ids=lambda machine: machine.name)
+def test_every_collective_pays_one_call_and_one_rank_pays_nothing(machine, name):
+    seconds = COLLECTIVES[name]
+    dearer = dataclasses.replace(machine, call_s=machine.call_s + 5000)
+    assert seconds(4, 1000, dearer) == seconds(4, 1000, machine) + 5000
+    assert seconds(1, 1000, dearer) == 0
+
+
+def test_the_call_is_latency():
     launched = Topology("launched", UNIT, call_s=1000.0)
     assert all_reduce_cost("ring", 4, 1000, launched) == Cost(1006, pytest.approx(1500))
-    assert all_reduce_cost("ring", 1, 1000, launched) == Cost()
-    assert all_reduce_cost("auto", 1, 1000, HOST) == Cost()
 
 
-def test_scatter_gather_and_broadcast():
+def test_nodes_of_one_gpu_scatter_nothing():
+    """Each is a process, whose batch is its own."""
+    single = Topology("single", UNIT, gpus_per_node=1, between=UNIT, call_s=1000.0)
+    assert scatter_seconds(4, 1000, single) == 0
+    assert broadcast_seconds(4, 1000, single) == 1000 + 2 * (1 + 1000)
+
+
+def test_scatter_gather_broadcast_and_reduce():
     assert scatter_seconds(4, 1000, NODE) == 3 + 3 * 250
     assert gather_seconds(4, 1000, NODE) == 3 + 3 * 250
-    assert scatter_seconds(1, 1000, NODE) == 0
     assert scatter_seconds(8, 1000, NODES) == 1 + 125  # each of 4 nodes has 250 bytes, and sends half of them
     assert broadcast_seconds(5, 1000, NODE) == 3 * (1 + 1000)
     assert broadcast_seconds(8, 1000, NODES) == (1 + 1000) + 2 * (10 + 4000)
-    assert broadcast_seconds(1, 1000, NODE) == 0
+    assert reduce_seconds(4, 1000, NODE) == 1 + 3 * 1000
 
 
 def test_the_rounds_are_those_of_the_core():
@@ -130,6 +154,7 @@ def test_up_to_the_cores_grain_one_core_works():
     assert all_reduce_cost("auto", 2, grain + 4, HOST) == Cost(120, 4 * (grain + 4) * 2.0)
     assert scatter_seconds(2, 1 << 20, HOST) == 120 + 3 * (1 << 20) * 1.0
     assert broadcast_seconds(3, 1 << 20, HOST) == 130 + 3 * (2 << 20) * 2.0
+    assert reduce_seconds(3, 1 << 20, HOST) == 130 + (3 + 2) * (1 << 20) * 1.0
 
 
 def test_the_tier_is_that_of_all_ranks_bytes_together():
@@ -152,7 +177,9 @@ def test_the_tier_is_that_of_all_ranks_bytes_together():
         (lambda: scatter_seconds(4, math.nan, NODE), "nbytes must be finite"),
         (lambda: all_reduce_seconds("ring", 9, 1, NODE), "9 GPUs are not a multiple of the 8 GPUs of a node"),
         (lambda: all_reduce_seconds("ring", 16, 1, NODE), "16 GPUs are 2 nodes of 8, and unit names no network"),
+        (lambda: all_reduce_seconds("halving", 1, 1, HOST), "the host has no halving: wanted one of naive, direct"),
         (lambda: all_reduce_seconds("direct", 4, 1, NODES), "which 2 nodes do not share: name ring"),
+        (lambda: reduce_seconds(4, 1, NODES), "reduce reads the memory of peers, which 2 nodes do not share"),
     ],
 )
 def test_what_cannot_be_is_said(call, message):

@@ -89,16 +89,17 @@ def test_a_forward_and_its_backward(tmp_path):
         functional.cross_entropy(model(x), torch.zeros(7, dtype=torch.int64)).backward()
     story.save_html(tmp_path / "step.html")
     (step,) = data_of(tmp_path / "step.html")["steps"]
-    (scatter,), (gather,) = scenes(step, "scatter"), scenes(step, "gather")
+    (scatter, back), (gather,) = scenes(step, "scatter"), scenes(step, "gather")
     assert scatter["counts"] == gather["counts"] == [3, 2, 2]
     assert gather["tensors"][0]["nbytes"] == [36, 24, 24]
-    broadcast, back, reduce = scenes(step, "round")
+    assert (back["title"], back["counts"]) == ("Scatter (backward): 7 rows, 3 ranks", [3, 2, 2])
+    assert back["tensors"][0]["nbytes"] == [36, 24, 24]
+    broadcast, reduce = scenes(step, "round")
     assert (broadcast["operation"], broadcast["nbytes"]) == ("broadcast", [0, 72, 72])
     assert [(arrow["from"], arrow["to"], arrow["nbytes"]) for arrow in broadcast["arrows"]] == [
         ([-1], [1], 72),
         ([-1], [2], 72),
     ]
-    assert (back["operation"], back["nbytes"]) == ("scatter", [36, 24, 24])
     assert (reduce["operation"], reduce["nbytes"], reduce["bucket"]) == ("reduce", [72, 72, 72], 0)
     kinds = [scene["kind"] for scene in step["scenes"]]
     assert kinds.index("scatter") < kinds.index("forward") < kinds.index("gather") < kinds.index("backward")
@@ -107,6 +108,22 @@ def test_a_forward_and_its_backward(tmp_path):
         (1, 0),
         (2, 0),
     ]
+
+
+def test_what_every_rank_gets_whole_has_a_scene(tmp_path):
+    class Scaled(torch.nn.Linear):
+        def forward(self, x, scale):
+            return super().forward(x) * scale
+
+    model = mgpu_core.DataParallel(Scaled(5, 3), ["cpu"] * 3)
+    with mgpu_core.explain() as story, torch.no_grad():
+        model(torch.randn(7, 5), mgpu_core.Replicate(torch.ones(3)))
+    story.save_html(tmp_path / "step.html")
+    (step,) = data_of(tmp_path / "step.html")["steps"]
+    first, parameters = scenes(step, "round")
+    assert (first["operation"], first["nbytes"]) == ("broadcast", [0, 12, 12])
+    assert (parameters["operation"], parameters["nbytes"], parameters["bucket"]) == ("broadcast", [0, 72, 72], -1)
+    assert step["buckets"] == []
 
 
 def test_one_file_without_the_network(tmp_path):

@@ -47,7 +47,7 @@ def test_what_has_no_prediction():
 def test_a_reduce_over_links():
     node = parse_topology("nvlink4")
     link = node.within
-    expected = link.alpha_s + 3 * 1000 * link.beta_s_per_byte(1000)
+    expected = node.call_s + link.alpha_s + 3 * 1000 * link.beta_s_per_byte(1000)
     assert cost.reduce_seconds(4, 1000, node) == pytest.approx(expected)
     assert cost.reduce_seconds(1, 1000, node) == 0
     with pytest.raises(ValueError, match="do not share"):

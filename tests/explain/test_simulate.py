@@ -7,13 +7,13 @@ import sys
 import pytest
 
 from mgpu_core.cli import main
-from mgpu_core.explain import simulate_plot
 from mgpu_core.explain.cost import Bucket, StepProfile
 from mgpu_core.explain.predict import Plan, exposed_seconds, predict_step
 from mgpu_core.explain.topology import HostMemory, Link, Tier, Topology
 
 UNIT = Link(1.0, (Tier(None, 1.0),))
 NODE = Topology("unit", UNIT)
+HOST = HostMemory(1e-5, 1e-6, (Tier(None, 1e-11),), (Tier(None, 1e-11),))
 # Recorded on 2 ranks: 10 s forward, 20 s backward; 8 bytes are ready in the middle of it, 4 at its end.
 STEP = StepProfile("net", 2, 64, 10.0, 20.0, 3.0, 80, 8, (Bucket(8, 0.5), Bucket(4, 1.0)), 2.0)
 
@@ -133,12 +133,19 @@ def test_files(step_file, tmp_path):
         (["--topology", "warp"], "unknown topology 'warp': wanted LINK or LINK+NETWORK"),
         (["--topology", "nvlink4"], "and nvlink4 names no network between them"),
         (["--gpus-per-node", "0"], "gpus_per_node must be at least 1, not 0"),
+        (["--gpus-per-node", "-3"], "gpus_per_node must be at least 1, not -3"),
+        (["--topology", "host", "--gpus-per-node", "-3"], "--gpus-per-node: host is this machine's memory, and has no"),
+        (["--topology", "host", "--gpus-per-node", "8"], "--gpus-per-node: host is this machine's memory"),
+        (["--topology", "host", "--gpus", "1", "--algorithm", "halving"], "the host has no halving: wanted one of"),
+        (["--example", "resnet50"], "step.json and --example resnet50 are two steps: name one of them"),
+        (["--plot", "a.out", "--json", "a.out"], "two of these are the same file: "),
         (["--algorithm", "direct"], "which 8 nodes do not share: name ring"),
         (["--scaling", "strong"], "1024 GPUs share 64 rows"),
         (["--plot", "no/such/folder/x.png"], "no/such/folder/x.png: cannot write into its folder"),
     ],
 )
-def test_mistakes_are_one_line_and_status_2(step_file, capsys, words, message):
+def test_mistakes_are_one_line_and_status_2(step_file, capsys, monkeypatch, words, message):
+    monkeypatch.setattr("mgpu_core.explain.simulate.this_host", lambda: HOST)
     assert main(["simulate", str(step_file), *words]) == 2
     out, err = capsys.readouterr()
     assert out == ""
@@ -160,23 +167,33 @@ def test_a_damaged_step_is_one_line_and_status_2(tmp_path, capsys, text, message
     assert message in err
 
 
-def test_a_missing_file_is_status_2(capsys):
-    assert main(["simulate", "no-such-step.json"]) == 2
-    assert "no-such-step.json" in capsys.readouterr().err
+def test_a_file_that_cannot_be_read_is_one_sentence_and_status_2(tmp_path, capsys):
+    path = tmp_path / "no-such-step.json"
+    assert main(["simulate", str(path)]) == 2
+    told = f"{path}: there is no such file; mgpu explain --profile {path} writes one"
+    assert capsys.readouterr() == ("", f"mgpu simulate: error: {told}\n")
+    assert main(["simulate", str(tmp_path)]) == 2
+    assert capsys.readouterr() == ("", f"mgpu simulate: error: {tmp_path}: cannot be read (Is a directory)\n")
+
+
+def test_the_step_is_not_written_over(step_file, capsys):
+    before = step_file.read_text()
+    assert main(["simulate", str(step_file), "--json", str(step_file)]) == 2
+    assert "two of these are the same file" in capsys.readouterr().err
+    assert step_file.read_text() == before
 
 
 def test_a_plot_without_matplotlib_is_refused_before_anything_is_printed(step_file, capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr(simulate_plot.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main(["simulate", str(step_file), "--plot", str(tmp_path / "x.png")]) == 2
-    assert capsys.readouterr() == (
-        "",
-        "mgpu simulate: error: --plot needs matplotlib, which is not installed: pip install matplotlib\n",
-    )
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("mgpu simulate: error: a picture needs matplotlib: pip install 'mgpu-core[mnist]' (")
+    assert len(err.splitlines()) == 1
 
 
 def test_host_is_this_machine(step_file, capsys, monkeypatch):
-    host = HostMemory(1e-5, 1e-6, (Tier(None, 1e-11),), (Tier(None, 1e-11),))
-    monkeypatch.setattr("mgpu_core.explain.simulate.this_host", lambda: host)
+    monkeypatch.setattr("mgpu_core.explain.simulate.this_host", lambda: HOST)
     assert main(["simulate", str(step_file), "--topology", "host", "--gpus", "2"]) == 0
     assert "; host; weak scaling" in capsys.readouterr().out
 

@@ -1,13 +1,14 @@
 """A recording told: its steps, its table, its trace, and the numbers of a known step."""
 
 import json
+import threading
 
 import pytest
 import torch
 from torch.nn import functional
 
 import mgpu_core
-from mgpu_core import comm
+from mgpu_core import comm, record
 from mgpu_core.entries import Collective
 from mgpu_core.explain.phases import bus_gbps, moved_nbytes, phases_of
 from mgpu_core.explain.trace import trace_of
@@ -48,8 +49,90 @@ def test_the_backward_belongs_to_its_forward():
             forward_and_backward(model)
     assert len(story) == 2
     for step in story.steps:
-        assert [call.operation for call in step.collectives] == ["scatter", "broadcast", "gather", "scatter", "reduce"]
-        assert sorted(span.rank for span in step.spans if span.step == "backward") == [0, 1]
+        assert operations(step) == OPERATIONS
+        assert ranks_of_backward(step) == [0, 1]
+
+
+OPERATIONS = ["scatter", "broadcast", "gather", "scatter", "reduce"]
+
+
+def operations(step):
+    return [call.operation for call in step.collectives]
+
+
+def ranks_of_backward(step):
+    return sorted(span.rank for span in step.spans if span.step == "backward")
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
+def test_a_backward_finds_its_forward_in_any_order(order):
+    """Also past a forward without a graph, and calls of the user's own that look like a backward."""
+    model = mgpu_core.DataParallel(net(), ["cpu"] * 2)
+    with mgpu_core.explain() as story:
+        losses = [model(torch.randn(rows, 6)).sum() for rows in (4, 6, 8)]
+        with torch.no_grad():
+            model(torch.randn(10, 6))
+        comm.reduce_add([torch.ones(4)] * 2)
+        comm.scatter(torch.ones(4), ["cpu"] * 2)
+        for place in order:
+            losses[place].backward()
+    assert [step.name for step in story.steps] == ["data_parallel"] * 4 + ["calls"]
+    assert [operations(step) for step in story.steps] == [*[OPERATIONS] * 3, OPERATIONS[:3], ["reduce", "scatter"]]
+    assert [ranks_of_backward(step) for step in story.steps] == [[0, 1]] * 3 + [[], []]
+    for step, rows in zip(story.steps, (4, 6, 8, 10), strict=False):
+        assert {sum(cut.counts) for cut in step.cuts} == {rows}
+
+
+def test_two_threads_at_once_have_steps_of_their_own():
+    models = [mgpu_core.DataParallel(net(), ["cpu"] * 2) for _ in range(2)]
+    together = threading.Barrier(2)
+
+    def train(model, rows):
+        for _ in range(5):
+            together.wait(30)
+            forward_and_backward(model, rows)
+
+    with mgpu_core.explain() as story:
+        threads = [threading.Thread(target=train, args=(model, 8 * n)) for n, model in enumerate(models, 1)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert [operations(step) for step in story.steps] == [OPERATIONS] * 10
+    assert sorted({sum(cut.counts) for cut in step.cuts} == {8} for step in story.steps) == [False] * 5 + [True] * 5
+
+
+def test_a_step_that_was_cut_off_keeps_its_name():
+    model = mgpu_core.DataParallel(net(), ["cpu"] * 2)
+    with record.recording() as recorded:
+        recorded.limit = 5
+        forward_and_backward(model)
+    story = mgpu_core.explain.Story()
+    story.fill(recorded)
+    assert [step.name for step in story.steps] == ["data_parallel"]
+    assert story.dropped > 0
+
+
+def test_what_an_earlier_recording_began_is_no_step_of_this_one():
+    model = mgpu_core.DataParallel(net(), ["cpu"] * 2)
+    with mgpu_core.explain():
+        loss = model(torch.randn(4, 6)).sum()
+    with mgpu_core.explain() as story:
+        loss.backward()
+    assert [step.name for step in story.steps] == ["calls"]
+
+
+def test_ranks_that_were_not_seen_keep_their_numbers():
+    call = Collective("reduce", "direct", (1, 3), (4, 4), ("cpu", "xpu:0"), (), {}, 0, 1, 1)
+    assert mgpu_core.explain.Step(0, "calls", [call]).devices == ("", "cpu", "", "xpu:0")
+
+
+def test_one_rank_has_a_backward_and_a_profile():
+    model = mgpu_core.DataParallel(net(), ["cpu"])
+    with mgpu_core.explain() as story:
+        forward_and_backward(model)
+    assert ranks_of_backward(story.step()) == [0]
+    assert story.profile().backward_seconds > 0
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
@@ -204,7 +287,9 @@ def test_two_backwards_of_one_forward_and_one_that_stops_early():
         out.backward(retain_graph=True)
         torch.autograd.grad(out, x)
     backwards = [span for span in story.step().spans if span.step == "backward"]
-    assert sorted(span.rank for span in backwards) == [0, 1]
+    for rank in range(2):
+        first, second = [span for span in backwards if span.rank == rank]
+        assert first.end_ns < second.begin_ns
     assert all(span.begin_ns <= span.end_ns for span in backwards)
     assert story.profile().backward_seconds > 0
 

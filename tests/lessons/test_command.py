@@ -1,14 +1,20 @@
 """`mgpu lesson` beside its good road: wrong words, missing files, and what learners' files may do."""
 
+import functools
+import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from mgpu_core.lessons import catalogue, find_lesson, find_lessons, runner
+from mgpu_core.lessons import catalogue, find_lesson, find_lessons
+from mgpu_core.lessons.answers import asked_for
 from mgpu_core.lessons.blocks import blocks_of
+from mgpu_core.lessons.judge import checks_of, judge, load
 
 RIGHT = find_lesson(1).solution.read_text()
+each_lesson = pytest.mark.parametrize("lesson", find_lessons(), ids=lambda lesson: lesson.page.stem)
 SCATTER_ROWS = "def scatter_rows(tensor: torch.Tensor, ranks: int, dim: int = 0) -> list[torch.Tensor]:\n"
 
 
@@ -116,6 +122,28 @@ def test_missing_function_is_not_begun(mgpu):
     assert lines[0] == "exercise 1, chunk_counts: not begun: lesson_01.py has no function chunk_counts"
 
 
+@pytest.mark.parametrize(
+    ("answer", "what"),
+    [("3", "3, of type int"), ("[1, 2]", "[1, 2], of type list"), ("torch", "<module 'torch' from '")],
+)
+def test_an_answer_that_is_no_function_is_named(mgpu, answer, what):
+    status, lines = check(mgpu, f"{RIGHT}\nchunk_counts = {answer}\n")
+    assert status == 1
+    assert lines[0].startswith(f"exercise 1, chunk_counts: wrong: chunk_counts should be a function, and is {what}")
+
+
+@each_lesson
+def test_no_check_wants_more_than_what_can_be_called(lesson):
+    """A partial function has no name, and is a function all the same."""
+    answers = load(lesson.solution)
+    for number, asked in checks_of(lesson).items():
+        name = asked_for(asked)
+        partial, number_3 = (SimpleNamespace(**{name: each}) for each in (functools.partial(vars(answers)[name]), 3))
+        assert judge(number, asked, partial, lesson.solution).word == "right"
+        verdict = judge(number, asked, number_3, lesson.solution)
+        assert verdict[2:] == ("wrong", f"{name} should be a function, and is 3, of type int")
+
+
 def test_endless_loop_is_ended_and_the_others_are_checked(mgpu):
     text = RIGHT.replace(SCATTER_ROWS, SCATTER_ROWS + "    while ranks == 3:\n        pass\n")
     begin = time.monotonic()
@@ -161,12 +189,10 @@ def test_run_into_a_folder_that_is_not_there(mgpu):
 
 
 def test_run_without_matplotlib_says_the_cure(mgpu, monkeypatch):
-    monkeypatch.setattr(runner.importlib.util, "find_spec", lambda name: None)
-    assert mgpu("run", 1) == (
-        2,
-        "",
-        "mgpu lesson: error: a lesson draws with matplotlib, which is not installed: pip install 'mgpu-core[mnist]'\n",
-    )
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    status, out, err = mgpu("run", 1)
+    assert (status, out) == (2, "")
+    assert err.startswith("mgpu lesson: error: a picture needs matplotlib: pip install 'mgpu-core[mnist]' (")
 
 
 @pytest.fixture

@@ -164,10 +164,9 @@ def test_what_argparse_refuses(run: Run, arguments: list[str]) -> None:
 
 def test_a_missing_extra_is_told_before_the_training(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     status, out, err = run(*QUICK, "--data", folder, "--plot", folder / "a.png", "--save", folder / "a.pt")
     assert (status, out) == (2, "")
-    assert "plot needs matplotlib: pip install 'mgpu-core[mnist]'" in err
+    assert "mgpu mnist: error: a picture needs matplotlib: pip install 'mgpu-core[mnist]'" in err
     assert not (folder / "a.pt").exists()
 
 

@@ -394,7 +394,7 @@ function fillTable(table, heads, rows) {
 function choose(index) {
   play(false);
   step = story.steps[index];
-  find("summary").textContent = `${step.name}, ${many(step.devices.length, "rank")} (${step.devices.join(", ")}), ${time(step.us)}`;
+  find("summary").textContent = `${step.name}, ${many(step.devices.length, "rank")} (${step.devices.map((each) => each || "not seen").join(", ")}), ${time(step.us)}`;
   find("scrub").max = step.scenes.length - 0.001;
   find("scenes").replaceChildren(...step.scenes.map((each, place) => {
     const item = document.createElement("li"), button = document.createElement("button"), at = document.createElement("span");

@@ -36,11 +36,11 @@ class _Wire:
         return sum(count for _, _, count in self.messages)
 
 
-def _run(answer: Callable[..., Any], ranks: int, count: int) -> tuple[str, _Wire]:
-    """Checks the sums, and returns the call and its wire."""
+def _run(name: str, answer: Callable[..., Any], ranks: int, count: int) -> tuple[str, _Wire]:
+    """Checks the sums, and returns the call of the function of this name, and its wire."""
     tensors = [torch.arange(count, dtype=torch.int64) + 100**rank for rank in range(ranks)]
     wanted = torch.stack(tensors).sum(dim=0)
-    call = f"{answer.__name__}({ranks} tensors of {count} numbers, send)"
+    call = f"{name}({ranks} tensors of {count} numbers, send)"
     wire = _Wire(call, ranks)
     answer(list(tensors), wire.send)
     for rank, tensor in enumerate(tensors):
@@ -59,7 +59,7 @@ def exercise_1(answer: Callable[..., Any]) -> None:
     """Right sums; messages of one chunk, between neighbours, and no more of them than needed."""
     for ranks in _RANKS:
         for count in _COUNTS:
-            call, wire = _run(answer, ranks, count)
+            call, wire = _run("ring_all_reduce", answer, ranks, count)
             for source, target, sent in wire.messages:
                 if target != (source + 1) % ranks:
                     raise WrongAnswer(f"{call}: rank {source} sends to rank {target}, which is not the next one")
@@ -97,7 +97,7 @@ def _without_one_each(sizes: Sequence[int]) -> list[list[int]]:
 def exercise_2(answer: Callable[..., Any]) -> None:
     """Right sums; whole tensors, and no rank with more messages than a tree gives it."""
     for ranks in _RANKS:
-        call, wire = _run(answer, ranks, 6)
+        call, wire = _run("tree_all_reduce", answer, ranks, 6)
         _check_total(call, wire, ranks, 6)
         rounds = (ranks - 1).bit_length()
         for rank in range(ranks):

@@ -65,9 +65,18 @@ def _of_cuts(step: Step) -> Iterator[Scene]:
             f"{title}: {_plural(total, 'row')}, {_plural(len(counts), 'rank')}",
             (_text_of_gradient if backward else _text_of_cut)(name, counts, cuts),
             times,
+            what=_WHAT[name, backward],
             counts=list(counts),
             tensors=[_tensor(cut) for cut in cuts],
         )
+
+
+_WHAT = {
+    ("scatter", False): "batch",
+    ("gather", False): "outputs",
+    ("scatter", True): "gradient of the outputs",
+    ("gather", True): "gradient of the batch",
+}
 
 
 def _together(cuts: Sequence[Cut]) -> Iterator[tuple[tuple[str, tuple[int, ...]], list[Cut]]]:

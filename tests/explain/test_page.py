@@ -93,6 +93,7 @@ def test_a_forward_and_its_backward(tmp_path):
     assert scatter["counts"] == gather["counts"] == [3, 2, 2]
     assert gather["tensors"][0]["nbytes"] == [36, 24, 24]
     assert (back["title"], back["counts"]) == ("Scatter (backward): 7 rows, 3 ranks", [3, 2, 2])
+    assert [each["what"] for each in (scatter, gather, back)] == ["batch", "outputs", "gradient of the outputs"]
     assert back["tensors"][0]["nbytes"] == [36, 24, 24]
     broadcast, reduce = scenes(step, "round")
     assert (broadcast["operation"], broadcast["nbytes"]) == ("broadcast", [0, 72, 72])

@@ -71,12 +71,11 @@ function ticksOf(rank) {
 
 // What has happened before a scene: the picture is drawn from it.
 function stateBefore(index) {
-  const state = {rows: null, atRanks: false, outputs: false, twins: false, ready: new Set(), summed: new Set(), updated: false};
+  const state = {rows: null, atRanks: false, twins: false, ready: new Set(), summed: new Set(), updated: false};
   step.scenes.forEach((each, place) => {
     if (each.kind === "scatter" && !state.rows) state.rows = each;
     if (place >= index) return;
     if (each.kind === "scatter") state.atRanks = true;
-    if (each.kind === "gather") state.outputs = true;
     if (each.kind === "round" && each.operation === "broadcast") state.twins = true;
     if (each.kind === "backward") each.ready.forEach((mark) => state.ready.add(`${mark.rank} ${mark.bucket}`));
     if (each.kind === "round" && each.operation === "reduce" && each.bucket !== NO_BUCKET) state.summed.add(each.bucket);
@@ -99,7 +98,7 @@ function ownerOf(counts, row) {
 
 function drawRoot(parent, now, state) {
   if (!layout.hasRoot) return;
-  const {root} = layout, rows = now.kind === "gather" ? now : state.rows;
+  const {root} = layout, rows = now.kind === "gather" || now.kind === "scatter" ? now : state.rows;
   const isTensor = now.kind === "round" && ends(now).some((rank) => rank < 0);
   draw(parent, "rect", {class: "place", rx: 6, ...root});
   if (isTensor) {
@@ -109,9 +108,8 @@ function drawRoot(parent, now, state) {
     box(parent, bar.x, bar.y, bar.width, bar.height, now.operation === "broadcast" ? "var(--accent)" : "var(--idle)", bytes(Math.max(0, ...now.nbytes)));
   } else if (rows) {
     const total = rows.counts.reduce((sum, count) => sum + count, 0), tensor = rows.tensors[0];
-    const done = rows.kind === "gather" && (state.outputs || progress >= 1);
-    const what = rows.kind === "gather" ? "outputs" : "batch";
-    label(parent, root.x + 8, root.y + 20, `${what}: ${many(total, "row")} on ${tensor.source}`, root.width - 16);
+    const done = rows.kind === "gather" && progress >= 1;
+    label(parent, root.x + 8, root.y + 20, `${rows.what}: ${many(total, "row")} on ${tensor.source}`, root.width - 16);
     const fill = (row) => rows.kind === "gather" && !done ? "var(--idle)" : colour(ownerOf(rows.counts, row));
     drawTicks(parent, ticksOf(ROOT), total, fill, tipOf(rows, -1));
   } else {

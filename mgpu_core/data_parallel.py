@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -15,12 +15,12 @@ from mgpu_core.device.modes import check_modes
 from mgpu_core.device.random import check_rng
 from mgpu_core.device.team import Team
 from mgpu_core.module_tree import check_initialised, tensors_of
-from mgpu_core.nested import flatten, unwrapped
+from mgpu_core.nested import unwrapped
 from mgpu_core.parallel import gather, parallel_apply, replicate, scatter_kwargs
 from mgpu_core.parallel.lost import warn_lost
 from mgpu_core.parallel.replicate import loosen
 from mgpu_core.parallel.scatter import check_shares
-from mgpu_core.record import is_on, span
+from mgpu_core.record import span, telling
 
 __all__ = ["DataParallel", "data_parallel"]
 
@@ -99,8 +99,7 @@ class DataParallel(torch.nn.DataParallel[M]):
         if len(self.device_ids) == 1:
             with span("forward", 0, self.src_device_obj):
                 output = self.module(*parts[0], **kwargs_parts[0])
-            if is_on():
-                _tell_backward(output)
+            _tell_backward(output)
             return self._move_output(output)
         replicas = self.replicate(self.module, self.device_ids[: len(parts)])
         try:
@@ -145,11 +144,29 @@ class DataParallel(torch.nn.DataParallel[M]):
         return self.gather([output], self.output_device)
 
 
+@telling
 def _tell_backward(output: Any) -> None:
     """One rank alone gathers nothing, so its backward is told by what the module returned."""
-    leaves: list[Any] = []
-    flatten(output, leaves, "outputs", whole=True)
-    tell_backward(0, [each for each in leaves if isinstance(each, torch.Tensor)])
+    tell_backward(0, list(_tensors_in(output, set())))
+
+
+def _tensors_in(output: Any, met: set[int]) -> Iterator[torch.Tensor]:
+    """Of ordinary nests: nobody but a recording looks into an output, and no code of its own must run for that."""
+    if isinstance(output, torch.Tensor):
+        yield output
+        return
+    for kind, opened in _NESTS.items():
+        if isinstance(output, kind) and id(output) not in met:
+            met.add(id(output))
+            for each in opened(output):
+                yield from _tensors_in(each, met)
+
+
+_NESTS: dict[type, Callable[[Any], Iterable[Any]]] = {
+    dict: dict.values,
+    list: list.__iter__,
+    tuple: tuple.__iter__,
+}
 
 
 def _devices(device_ids: Sequence[DeviceLike] | None) -> tuple[torch.device, ...]:

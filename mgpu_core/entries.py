@@ -13,9 +13,11 @@ from typing import TypeAlias
 __all__ = [
     "ALL_RANKS",
     "BETWEEN",
+    "GATHER_BACK",
     "NO_BUCKET",
     "NO_STEP",
     "ROOT",
+    "SCATTER_BACK",
     "Collective",
     "Contents",
     "Cut",
@@ -29,6 +31,7 @@ __all__ = [
 ALL_RANKS = -1
 NO_BUCKET = -1
 NO_STEP = 0
+SCATTER_BACK, GATHER_BACK = "scatter (backward)", "gather (backward)"
 ROOT = -1
 BETWEEN = -2
 
@@ -66,7 +69,7 @@ class Cut:
     """A tensor that was cut into the ranks' rows, or joined from them.
 
     Attributes:
-        step: ``scatter`` or ``gather``.
+        step: ``scatter`` or ``gather``; with ``(backward)`` behind it, of gradients.
         name: what the tensor is called: ``inputs[0]``.
         counts: rows of each rank along ``dim``, first rank first.
         shapes: of each rank's part.

@@ -14,11 +14,13 @@ from __future__ import annotations
 import os
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar, Token
 from dataclasses import dataclass
-from typing import TypeAlias
+from functools import wraps
+from typing import ParamSpec, TypeAlias
 
 import torch
 
@@ -37,9 +39,11 @@ __all__ = [
     "mark",
     "recording",
     "span",
+    "telling",
 ]
 
 
+P = ParamSpec("P")
 Label: TypeAlias = Callable[[str], AbstractContextManager[object]]
 WHOLE_STEPS = ("train_step", "data_parallel", "evaluate")
 
@@ -60,7 +64,7 @@ class _Sink:
     label: Label | None
 
 
-_step: ContextVar[int] = ContextVar("mgpu_core_whole_step", default=NO_STEP)
+_whole_step: ContextVar[int] = ContextVar("mgpu_core_whole_step", default=NO_STEP)
 
 
 class _InStep:
@@ -72,10 +76,24 @@ class _InStep:
         self._number = number
 
     def __enter__(self) -> None:
-        self._token: Token[int] = _step.set(self._number)
+        self._token: Token[int] = _whole_step.set(self._number)
 
     def __exit__(self, *_: object) -> None:
-        _step.reset(self._token)
+        _whole_step.reset(self._token)
+
+
+class _WholeStep(_InStep):
+    """The step itself, which began when this was made."""
+
+    __slots__ = ("_story",)
+
+    def __init__(self, story: Recording, name: str) -> None:
+        super().__init__(story.begin_step(name))
+        self._story = story
+
+    def __exit__(self, *_: object) -> None:
+        self._story.end_step(self._number)
+        super().__exit__()
 
 
 class _Span:
@@ -93,13 +111,13 @@ class _Span:
             self._whole = _begun(sink.story, self._step)
             self._whole.__enter__()
             self._host_ns = time.perf_counter_ns()
-            self._begin = None if self._device is None else sink.story.clock.mark(self._device)
+            self._begin = _moment(sink.story, self._device)
 
     def __exit__(self, *error: object) -> None:
         sink = self._sink
         if sink.story is not None:
-            end = None if self._device is None else sink.story.clock.mark(self._device)
-            sink.story.add(_step.get(), self._draft(time.perf_counter_ns(), end))
+            end = _moment(sink.story, self._device)
+            sink.story.add(_whole_step.get(), self._draft(time.perf_counter_ns(), end))
             self._whole.__exit__(None, None, None)
         if sink.label is not None:
             self._label.__exit__(*error)  # type: ignore[arg-type]
@@ -118,12 +136,20 @@ class _Span:
 
 def _begun(story: Recording, name: str) -> AbstractContextManager[None]:
     """Around a whole step, work for it; one inside another, in whatever thread, is none of its own."""
-    if name not in WHOLE_STEPS or story.knows(_step.get()):
+    if name not in WHOLE_STEPS or story.is_inside(_whole_step.get()):
         return _NOTHING
-    number = story.begin_step(name)
-    if story.is_over(number):
+    if story.is_over():
         _end(story)
-    return _InStep(number)
+    return _WholeStep(story, name)
+
+
+def _moment(story: Recording, device: torch.device | None) -> object:
+    """On the device's current stream; ``None``: the host's time will do."""
+    try:
+        return None if device is None else story.clock.mark(device)
+    except Exception as error:
+        _fail(story, error)
+        return None
 
 
 def _label_of(step: str, rank: int, bucket: int) -> str:
@@ -159,12 +185,35 @@ def is_on() -> bool:
 
 def current_step() -> int:
     """The number of the whole step that this thread works for; ``NO_STEP``."""
-    return _step.get()
+    return _whole_step.get()
 
 
 def in_step(number: int) -> AbstractContextManager[None]:
-    """A context manager around what is part of a whole step though it comes later; nothing when nobody is told."""
-    return _NOTHING if _sink is None or number == NO_STEP else _InStep(number)
+    """A context manager around what is part of a whole step though it comes later; nothing when nobody is told.
+
+    Args:
+        number: of the step; ``NO_STEP``: part of none, wherever it happens.
+    """
+    return _NOTHING if _sink is None else _InStep(number)
+
+
+def telling(tell: Callable[P, None]) -> Callable[P, None]:
+    """A decorator for what is done for a recording alone: nothing when none is on.
+
+    An error in it ends the recording, which says so at its end; the step goes on as if nobody had looked.
+    """
+
+    @wraps(tell)
+    def told(*args: P.args, **kwargs: P.kwargs) -> None:
+        sink = _sink
+        if sink is None or sink.story is None:
+            return
+        try:
+            tell(*args, **kwargs)
+        except Exception as error:
+            _fail(sink.story, error)
+
+    return told
 
 
 def keep(make: Callable[[int, int], Entry]) -> None:
@@ -172,7 +221,7 @@ def keep(make: Callable[[int, int], Entry]) -> None:
     sink = _sink
     if sink is not None and sink.story is not None:
         entry = make(time.perf_counter_ns(), threading.get_ident())
-        sink.story.add(_step.get(), lambda _clock: entry)
+        sink.story.add(_whole_step.get(), lambda _clock: entry)
 
 
 def mark(
@@ -183,9 +232,9 @@ def mark(
     if sink is None or sink.story is None:
         return
     host_ns, thread = time.perf_counter_ns(), threading.get_ident()
-    at = None if device is None else sink.story.clock.mark(device)
+    at = _moment(sink.story, device)
     sink.story.add(
-        _step.get(),
+        _whole_step.get(),
         lambda clock: Mark(step, rank, bucket, text, host_ns if at is None else clock.ns(at), host_ns, thread),
     )
 
@@ -195,7 +244,7 @@ def begin_marks(devices: Sequence[torch.device]) -> tuple[Recording, dict[str, o
     sink = _sink
     if sink is None or sink.story is None:
         return None
-    return sink.story, {str(device): sink.story.clock.mark(device) for device in dict.fromkeys(devices)}
+    return sink.story, {str(device): _moment(sink.story, device) for device in dict.fromkeys(devices)}
 
 
 _lock = threading.Lock()  # of the three below; whoever only looks at the flag takes none
@@ -217,6 +266,12 @@ def _end(story: Recording) -> None:
         if _story is story:
             _story = None
             _show()
+
+
+def _fail(story: Recording, error: Exception) -> None:
+    """Ends a recording because of an error of its own, the first one."""
+    story.failure = story.failure or error
+    _end(story)
 
 
 def _forget_in_child() -> None:
@@ -258,6 +313,13 @@ def recording(
     finally:
         _end(story)
         story.finish()
+        if story.failure is not None:
+            warnings.warn(_why_it_ended(story.failure), RuntimeWarning, stacklevel=3)
+
+
+def _why_it_ended(failure: Exception) -> str:
+    reason = f"{type(failure).__name__}: {failure}"
+    return f"the recording ended early, by an error of its own that no step has seen: {reason}"
 
 
 @contextmanager

@@ -7,6 +7,7 @@ own forward, however many forwards came since.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -61,7 +62,7 @@ class Recording:
     Args:
         clock: of the devices.
         skip: so many whole steps pass before anything is kept.
-        steps: so many are kept, and the next one to begin ends the recording; ``None``: all.
+        steps: so many are kept, and the next one to begin ends the recording, once those are over; ``None``: all.
         limit: so many entries are kept, and those behind them counted alone: a recording that was forgotten must not
             fill the memory.
 
@@ -69,6 +70,7 @@ class Recording:
         whole_steps: those that are kept, by their numbers, in the order in which they began.
         entries: in the order in which they ended, after the recording.
         dropped: how many there were too many.
+        failure: what went wrong while it was told, and ended it; a step never learns of it.
     """
 
     clock: Clock = field(default_factory=HostClock)
@@ -78,27 +80,36 @@ class Recording:
     whole_steps: dict[int, WholeStep] = field(default_factory=dict)
     entries: list[Entry] = field(default_factory=list)
     dropped: int = 0
+    failure: Exception | None = None
     _passed: set[int] = field(default_factory=set)  # numbers of steps that are not kept
+    _open: set[int] = field(default_factory=set)  # of those that have not ended
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _drafts: list[tuple[int, Draft]] = field(default_factory=list)
+    _process: int = field(default_factory=os.getpid)
 
-    def knows(self, number: int) -> bool:
-        """Whether the step began in this recording."""
-        return number in self.whole_steps or number in self._passed
+    def is_inside(self, number: int) -> bool:
+        """Whether the step has begun in this recording, and not ended."""
+        return number in self._open
 
     def begin_step(self, name: str) -> int:
         """The number of a whole step that begins."""
         with self._lock:
             number = next(_numbers)
+            self._open.add(number)
             if len(self._passed) < self.skip or self._is_full():
                 self._passed.add(number)
-            else:
+            elif not self.dropped:
                 self.whole_steps[number] = WholeStep(name, time.perf_counter_ns())
             return number
 
-    def is_over(self, number: int) -> bool:
-        """Whether the step that has begun is the first one too many."""
-        return self._is_full() and number not in self.whole_steps
+    def end_step(self, number: int) -> None:
+        """The whole step has ended; what is told of it from now on is its backward."""
+        with self._lock:
+            self._open.discard(number)
+
+    def is_over(self) -> bool:
+        """Whether all steps that are wanted have begun and ended."""
+        return self._is_full() and not any(number in self.whole_steps for number in self._open)
 
     def _is_full(self) -> bool:
         return self.steps is not None and len(self.whole_steps) >= self.steps
@@ -119,6 +130,7 @@ class Recording:
         return self.skip > 0 and not self.whole_steps
 
     def finish(self) -> None:
-        """Waits for the devices, and fills ``entries``."""
-        self.entries = [replace(draft(self.clock), whole_step=number) for number, draft in self._drafts]
+        """Waits for the devices, and fills ``entries``.  In a forked child there are none: they are its parent's."""
+        if os.getpid() == self._process:
+            self.entries = [replace(draft(self.clock), whole_step=number) for number, draft in self._drafts]
         self._drafts.clear()

@@ -351,10 +351,10 @@ class TrainStep:
         Their gradient is divided by their own number of rows, as if so many had been planned.  Says whether there
         were any.
         """
-        with self._used(), span("train_step"):
+        with self._used():
             if self._cycle.window.calls == 0:
                 return False
-            with self._whole():
+            with span("train_step"), self._whole():
                 self._conclude()
         return True
 

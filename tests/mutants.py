@@ -725,9 +725,30 @@ MUTANTS = [
     mutant(
         "explain: a recording does not end by itself",
         "mgpu_core/record.py",
-        "if story.is_over(number):",
+        "if story.is_over():",
         "if False:",
         "test_record.py",
+    ),
+    mutant(
+        "explain: an error of the recorder reaches the step",
+        "mgpu_core/record.py",
+        "        except Exception as error:\n            _fail(sink.story, error)",
+        "        finally:\n            pass",
+        "test_record.py",
+    ),
+    mutant(
+        "explain: gradients are told as outputs",
+        "mgpu_core/comm/autograd.py",
+        'tell_cut(GATHER_BACK, "gradient',
+        'tell_cut("gather", "gradient',
+        "explain/test_adds_up.py",
+    ),
+    mutant(
+        "explain: sums of sparse gradients are in no row",
+        "mgpu_core/engine/gradients.py",
+        '            with span("reduce"):\n                self.sparse',
+        "            if True:\n                self.sparse",
+        "explain/test_adds_up.py",
     ),
     mutant(
         "explain: what failed is told as done",

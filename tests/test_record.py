@@ -1,7 +1,9 @@
 """What a recording holds: every step of the road, with its ranks, rows, bytes and hops; nothing when it is off."""
 
+import contextvars
 import gc
 import os
+import threading
 import weakref
 
 import pytest
@@ -40,7 +42,7 @@ def test_every_step_of_the_road():
     steps = {"data_parallel", "scatter", "replicate", "broadcast", "apply", "forward", "gather", "backward", "reduce"}
     assert steps <= names(story)
 
-    (cut, back), (joined,) = of(story, Cut, "scatter"), of(story, Cut, "gather")
+    (cut,), (joined,), (back,) = (of(story, Cut, step) for step in ("scatter", "gather", "scatter (backward)"))
     assert (back.name, back.counts, back.nbytes) == ("gradient of the output", (3, 2), (24, 16))
     assert (cut.name, cut.counts, cut.shapes, cut.nbytes) == ("inputs[0]", (3, 2), ((3, 3), (2, 3)), (36, 24))
     assert (cut.route, cut.source, cut.devices, cut.dtype) == ("copy", "cpu", ("cpu", "cpu"), "float32")
@@ -229,7 +231,8 @@ def test_a_forked_child_records_nothing():
         record.mark("before")
         child = os.fork()
         if child == 0:
-            os._exit(7 if record.is_on() else 0)
+            story.finish()
+            os._exit(7 if record.is_on() or story.entries else 0)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         record.mark("after")
     assert [each.step for each in story.entries] == ["before", "after"]
@@ -251,6 +254,77 @@ def test_a_recording_has_an_end():
             record.mark("again", number)
     assert [each.rank for each in story.entries] == [0, 1, 2]
     assert story.dropped == 2
+
+
+def test_a_clock_that_fails_ends_the_recording_and_no_step():
+    """The steps go on, those of the same thread too, and nobody counts them to the one in which it failed."""
+
+    class Clock:
+        def __init__(self):
+            self.asked = 0
+
+        def mark(self, device):
+            self.asked += 1
+            if self.asked == 3:
+                raise RuntimeError("no event")
+
+    def steps():
+        with record.recording(Clock()) as story:
+            for _ in range(3):
+                with record.span("train_step", 0, torch.device("cpu")), record.span("forward", 0, torch.device("cpu")):
+                    pass
+            assert not record.is_on()
+        return story
+
+    with pytest.warns(RuntimeWarning, match="ended early.*RuntimeError: no event"):
+        story = steps()
+    assert record.current_step() == 0
+    assert [each.step for each in story.entries] == ["forward", "train_step"]
+
+
+def test_what_is_told_wrongly_ends_the_recording_and_no_step():
+    told = []
+
+    @record.telling
+    def tell(what):
+        told.append(1 / what)
+
+    def tell_all():
+        with record.recording():
+            tell(1)
+            tell(0)
+            assert not record.is_on()
+            tell(2)
+
+    tell(0)  # nobody listens
+    with pytest.warns(RuntimeWarning, match="ZeroDivisionError"):
+        tell_all()
+    assert told == [1]
+
+
+def test_a_task_that_outlives_its_step_has_steps_of_its_own():
+    """It has a copy of the context of the step in which it was made."""
+    with record.recording() as story:
+        with record.span("train_step"):
+            context = contextvars.copy_context()
+        for _ in range(2):
+            context.run(record.span("train_step").__enter__)
+    assert len(story.whole_steps) == 2
+
+
+def test_the_last_step_ends_before_the_recording_does():
+    """Another thread's step, the first one too many, begins in the middle of it."""
+    with record.recording(steps=1) as story:
+        with record.span("train_step"):
+            thread = threading.Thread(target=lambda: record.span("train_step").__enter__())
+            thread.start()
+            thread.join()
+            record.mark("still told")
+        assert record.is_on()
+        with record.span("train_step"):
+            assert not record.is_on()
+    assert [each.step for each in story.entries] == ["still told", "train_step"]
+    assert len(story.whole_steps) == 1
 
 
 def test_a_window_of_steps():

@@ -18,7 +18,7 @@ from mgpu_core.comm.facts import tell_cut, tell_ready
 from mgpu_core.device.streams import caller_streams, on_all
 from mgpu_core.device.team import Team
 from mgpu_core.device.tensor_checks import check_alike
-from mgpu_core.entries import ALL_RANKS, NO_BUCKET
+from mgpu_core.entries import ALL_RANKS, GATHER_BACK, NO_BUCKET, SCATTER_BACK
 from mgpu_core.record import current_step, in_step, is_on, span
 
 __all__ = ["broadcast_buckets", "gather", "gradient_buckets", "reduce_tensors", "scatter"]
@@ -36,9 +36,10 @@ class _Scatter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, None, None, torch.Tensor]:
-        with in_step(ctx.whole_step), span("gather"):
-            tell_cut("gather", "gradient of the input", ctx.source, grads, ctx.dim)
-            return None, None, None, _Gather.apply(ctx.source, ctx.dim, *grads)
+        with in_step(ctx.whole_step), span(GATHER_BACK):
+            whole = _Gather.apply(ctx.source, ctx.dim, *grads)
+            tell_cut(GATHER_BACK, "gradient of the input", ctx.source, grads, ctx.dim)
+            return None, None, None, whole
 
 
 class _Gather(torch.autograd.Function):
@@ -50,9 +51,9 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        with in_step(ctx.whole_step), span("scatter"):
+        with in_step(ctx.whole_step), span(SCATTER_BACK):
             parts = _Scatter.apply(ctx.team, ctx.counts, ctx.dim, grad)
-            tell_cut("scatter", "gradient of the output", grad.device, parts, ctx.dim)
+            tell_cut(SCATTER_BACK, "gradient of the output", grad.device, parts, ctx.dim)
             return None, None, *parts
 
 
@@ -122,7 +123,7 @@ class _Reduce(torch.autograd.Function):
         present = [i for i, grad in enumerate(grads) if grad is not None]
         flat: list[_Grad] = [None] * (len(grads) * len(ctx.team))
         if present:
-            with in_step(ctx.whole_step):
+            with in_step(ctx.whole_step), span("broadcast"):
                 copies = _Broadcast.apply(ctx.team, NO_BUCKET, *(grads[i] for i in present))
             for place, copy in enumerate(copies):
                 rank, i = divmod(place, len(present))
@@ -155,8 +156,12 @@ def gradient_buckets(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
     return [[last - i for i in bucket] for bucket in bucket_positions(tensors[::-1])]
 
 
-def broadcast_buckets(team: Team, tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+def broadcast_buckets(
+    team: Team, tensors: Sequence[torch.Tensor], *, numbered: bool = True
+) -> list[list[torch.Tensor]]:
     """Differentiable copies of many tensors: ``result[rank][i]``; their gradients are summed bucket by bucket.
+
+    In a recording these are the buckets of the parameters, unless they are not ``numbered``.
 
     One autograd node per bucket of :func:`gradient_buckets`.
     Nodes that are made before the forward would have the engine's lowest priority and would all run last; so it is
@@ -164,10 +169,11 @@ def broadcast_buckets(team: Team, tensors: Sequence[torch.Tensor]) -> list[list[
     """
     result: list[list[torch.Tensor]] = [[torch.Tensor()] * len(tensors) for _ in team.ranks]
     for place, positions in enumerate(gradient_buckets(tensors)):
-        with span("broadcast", ALL_RANKS, None, place):
-            copies: tuple[torch.Tensor, ...] = _Broadcast.apply(team, place, *(tensors[i] for i in positions))
+        bucket = place if numbered else NO_BUCKET
+        with span("broadcast", ALL_RANKS, None, bucket):
+            copies: tuple[torch.Tensor, ...] = _Broadcast.apply(team, bucket, *(tensors[i] for i in positions))
         _raise_priority(copies, _FIRST - place)
-        if is_on():
+        if is_on() and numbered:
             for rank in team.ranks:
                 tell_ready(rank, place, copies[rank * len(positions) :][: len(positions)])
         for rank in team.ranks:

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch.autograd.graph import register_multi_grad_hook
 
 from mgpu_core.comm.layout import nbytes_of
 from mgpu_core.entries import Contents, Cut
-from mgpu_core.record import current_step, in_step, is_on, keep, mark
+from mgpu_core.record import current_step, in_step, keep, mark, telling
 
 __all__ = ["tell_backward", "tell_contents", "tell_cut", "tell_ready"]
 
 
+@telling
 def tell_cut(
     step: str, name: str, whole: torch.device, parts: Sequence[torch.Tensor], dim: int, route: str = "copy"
 ) -> None:
-    """Of a tensor on ``whole`` and its ranks' parts along ``dim``; nothing when no recording is on."""
-    if not is_on():
-        return
+    """Of a tensor on ``whole`` and its ranks' parts along ``dim``."""
     counts = tuple(part.size(dim) if part.dim() else 1 for part in parts)
     shapes = tuple(tuple(part.shape) for part in parts)
     dtype = str(parts[0].dtype).removeprefix("torch.")
@@ -32,41 +33,57 @@ def tell_cut(
     )
 
 
+@telling
 def tell_contents(step: str, bucket: int, named: Sequence[tuple[str, torch.Tensor]]) -> None:
-    """Of a bucket, the tensors by name; nothing when no recording is on."""
-    if not is_on():
-        return
+    """Of a bucket, the tensors by name."""
     names, nbytes = tuple(name for name, _ in named), tuple(nbytes_of(tensor) for _, tensor in named)
     keep(lambda host_ns, thread: Contents(step, bucket, names, nbytes, host_ns, thread))
 
 
+@telling
 def tell_backward(rank: int, outputs: Sequence[torch.Tensor]) -> None:
-    """Marks when the first gradient of a rank's outputs is there, and when that backward is over.
+    """Marks when the first gradient of a rank's outputs is there, and when that backward is over."""
+    about = _Backward(rank, current_step(), outputs[0].device if outputs else torch.device("cpu"))
+    for output in outputs:
+        node = output.grad_fn  # not the tensor: it may be the user's own, and would be saved and copied with its hooks
+        if node is not None:
+            metadata: dict[str, dict[int, _Backward]] = node.metadata  # type: ignore[assignment]  # the stub: a method
+            if _TOLD not in metadata:
+                of_ranks = metadata[_TOLD] = {}
+                node.register_prehook(partial(_arrived, of_ranks))
+            metadata[_TOLD][rank] = about  # an output that comes again tells of the last forward
 
-    The user's own leaves would keep such a hook for ever.
-    """
-    own = [output for output in outputs if output.requires_grad and not output.is_leaf]
-    if not own:
-        return
-    number, device, seen = current_step(), own[0].device, set[int]()
 
-    def arrived(_gradient: torch.Tensor) -> None:
+_TOLD = "mgpu_core_backward"
+
+
+def _arrived(of_ranks: dict[int, _Backward], _gradients: object) -> None:
+    for each in of_ranks.values():
+        each.arrived()
+
+
+@dataclass(slots=True)
+class _Backward:
+    """Of one rank's forward; it may be gone through several times."""
+
+    rank: int
+    whole_step: int
+    device: torch.device
+    seen: set[int] = field(default_factory=set)
+
+    def arrived(self) -> None:
         run = torch._C._current_graph_task_id()
-        if run in seen:
-            return
-        seen.add(run)
-        with in_step(number):
-            mark("backward", rank, device, text=str(run))
-        torch.autograd.Variable._execution_engine.queue_callback(lambda: over(run))
+        if run not in self.seen:
+            self.seen.add(run)
+            self._mark("backward", run)
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._mark("backward ends", run))
 
-    def over(run: int) -> None:
-        with in_step(number):
-            mark("backward ends", rank, device, text=str(run))
-
-    for output in own:
-        output.register_hook(arrived)
+    def _mark(self, name: str, run: int) -> None:
+        with in_step(self.whole_step):
+            mark(name, self.rank, self.device, text=str(run))
 
 
+@telling
 def tell_ready(rank: int, bucket: int, copies: Sequence[torch.Tensor]) -> None:
     """Marks when a rank has all its gradients of a bucket, those of its copies of the parameters."""
     own = [copy for copy in copies if copy.requires_grad]

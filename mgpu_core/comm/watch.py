@@ -17,7 +17,7 @@ import torch
 from mgpu_core import _core
 from mgpu_core.comm.layout import nbytes_of
 from mgpu_core.entries import BETWEEN, ROOT, Collective, Hop, Place
-from mgpu_core.record import begin_marks, current_step, is_on
+from mgpu_core.record import begin_marks, current_step, is_on, telling
 from mgpu_core.recording import Recording
 
 __all__ = ["Watch", "forget_practice", "hop", "watched"]
@@ -76,10 +76,11 @@ class Watch:
     def __exit__(self, kind: object, *_: object) -> None:
         deeds = _core.close_transcript()
         _watches.stack.pop()
-        if kind is not None or self._before is None:
-            return
-        end_ns = time.perf_counter_ns()
-        story, before = self._before
+        if kind is None and self._before is not None:
+            self._tell(deeds, time.perf_counter_ns(), *self._before)
+
+    @telling
+    def _tell(self, deeds: Sequence[_RawHop], end_ns: int, story: Recording, before: dict[str, object]) -> None:
         after = begin_marks([each for each in self._devices if each is not None])
         finder = _Finder([*self._rows, *self._others], self._roots, self._ranks)
         hops = _hops(finder, deeds, 0)

@@ -212,7 +212,9 @@ class GradientSync:
                 )
             self._sum(bucket)
         used = self.used() if self.loose else ()
-        self.sparse = {i: self._sum_loose(i) for i in self.loose if used[i]}
+        if self.loose:
+            with span("reduce"):
+                self.sparse = {i: self._sum_loose(i) for i in self.loose if used[i]}
         self._side.joins()
         self._rest()
 

@@ -29,7 +29,8 @@ def record_story(*, skip: int = 0, steps: int | None = None) -> Iterator[Story]:
     An error inside passes through, and the story has what happened before it.
 
     Args:
-        skip: so many calls of ``TrainStep`` or forwards of ``DataParallel`` pass first: the first ones are slow.
+        skip: so many calls of ``TrainStep`` (or of its ``evaluate``) or forwards of ``DataParallel`` pass first: the
+            first ones are slow.
         steps: so many are kept, and then the recording ends by itself; ``None``: all until the end of the block.
 
     Raises:

@@ -4,6 +4,7 @@ The script's own output and exit status come through; the story follows, also af
 """
 
 import argparse
+import os
 import runpy
 import sys
 import traceback
@@ -44,8 +45,11 @@ def run(args: argparse.Namespace) -> int:
         raise FileNotFoundError(f"{args.script}: there is no such script")
     check_outputs([path for path in (args.html, args.trace, args.profile) if path], [args.script])
     _mind_the_order(args.arguments)
+    process = os.getpid()
     with record_story(skip=args.skip, steps=args.steps) as story:
         status = _run_script(args.script, args.arguments)
+    if os.getpid() != process:  # a child that the script has forked came out here; the story is its parent's
+        return status
     if not story.steps:
         print(_nothing(args), file=sys.stderr)
         return status or 1

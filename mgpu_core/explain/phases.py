@@ -26,7 +26,7 @@ class Phase:
     """What a step did under one name.
 
     Attributes:
-        name: of its spans; ``(backward)`` marks what a backward does of it.
+        name: of its spans.
         spans: by their begin.
         collectives: that were made inside.
         seconds: that its spans cover together.
@@ -58,8 +58,7 @@ def phases_of(step: Step) -> list[Phase]:
     inside = _calls_by_row(rows, step.collectives)
     grouped: dict[str, list[Span]] = {}
     for span in rows:
-        again = span.step in ("scatter", "gather") and step.is_backward(span)
-        grouped.setdefault(f"{span.step} (backward)" if again else span.step, []).append(span)
+        grouped.setdefault(span.step, []).append(span)
     return [_phase(name, spans, inside, whole) for name, spans in grouped.items()]
 
 

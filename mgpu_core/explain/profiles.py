@@ -15,7 +15,7 @@ __all__ = ["profile_of"]
 def profile_of(step: Step, name: str) -> StepProfile:
     """See :meth:`mgpu_core.explain.Story.profile`."""
     forward, loss, update = (_seconds(step, each) for each in ("forward", "loss", "update"))
-    backward = _seconds(step, "backward")
+    backward = _total_seconds(step, "backward")
     if not forward or not backward:
         raise ValueError(f"step {step.number} ({step.name}) has no forward and backward to predict other sizes from")
     rows = next((sum(cut.counts) for cut in step.cuts if cut.step == "scatter"), 0)
@@ -45,18 +45,28 @@ def _seconds(step: Step, name: str) -> float:
     return median((span.end_ns - span.begin_ns) / 1e9 for span in spans) if spans else 0.0
 
 
+def _total_seconds(step: Step, name: str) -> float:
+    """Of one rank, all its runs together: the middle one."""
+    of_rank: dict[int, float] = {}
+    for span in _spans(step, name):
+        of_rank[span.rank] = of_rank.get(span.rank, 0.0) + (span.end_ns - span.begin_ns) / 1e9
+    return median(of_rank.values()) if of_rank else 0.0
+
+
 def _cut_nbytes(step: Step, name: str) -> int:
-    return sum(sum(cut.nbytes) for cut in step.cuts if cut.step == name and not step.is_backward(cut))
+    return sum(sum(cut.nbytes) for cut in step.cuts if cut.step == name)
 
 
 def _buckets(step: Step) -> tuple[Bucket, ...]:
     """In the order of their sums, with the moment at which the last rank had its gradients."""
     begin, end = _backward_interval(step)
+    own = "all_reduce" if step.name == "train_step" else "reduce"
     found = []
     for call in step.collectives:
-        bucket = step.bucket_of(call)
-        if call.operation == "reduce" and bucket in step.contents and max(call.nbytes):
-            found.append(Bucket(max(call.nbytes), _fraction(_ready_ns(step, bucket, call), begin, end)))
+        around = step.bucket_span(call)
+        if around is not None and around.step == own and call.operation == "reduce" and max(call.nbytes):
+            ready = _fraction(_ready_ns(step, around.bucket, call), begin, end)
+            found.append(Bucket(max(call.nbytes), ready))
     return tuple(found)
 
 

@@ -6,11 +6,22 @@ one round of an all-reduce.  What overlaps in time comes in the order of its beg
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any, TypeAlias
 
-from mgpu_core.entries import ALL_RANKS, BETWEEN, NO_BUCKET, Collective, Cut, Hop, Span
+from mgpu_core.entries import (
+    ALL_RANKS,
+    BETWEEN,
+    GATHER_BACK,
+    NO_BUCKET,
+    SCATTER_BACK,
+    Collective,
+    Cut,
+    Hop,
+    Span,
+)
 from mgpu_core.explain.phases import moved_nbytes
 from mgpu_core.explain.story import Step
 
@@ -53,55 +64,45 @@ def _plural(count: int, noun: str) -> str:
 
 def _of_cuts(step: Step) -> Iterator[Scene]:
     """One scene for all tensors that are cut, or joined, together."""
-    for (name, counts), cuts in _together(step.cuts):
-        backward = step.is_backward(cuts[0])
-        title = f"{name.capitalize()} (backward)" if backward else name.capitalize()
-        span = _span_around(step, cuts[0])
+    shown = [cut for cut in step.cuts if cut.route != "copies"]
+    together = groupby(shown, key=lambda cut: (cut.step, cut.counts, _span_around(step, cut)))
+    for (name, counts, span), group in together:
+        cuts = list(group)
+        kind, what = _CUTS[name]
         times = (span.host_begin_ns, span.host_end_ns) if span else (cuts[0].host_begin_ns, cuts[-1].host_begin_ns)
-        total = sum(counts)
         yield _scene(
             step,
-            name,
-            f"{title}: {_plural(total, 'row')}, {_plural(len(counts), 'rank')}",
-            (_text_of_gradient if backward else _text_of_cut)(name, counts, cuts),
+            kind,
+            f"{name.capitalize()}: {_plural(sum(counts), 'row')}, {_plural(len(counts), 'rank')}",
+            _text_of_cut(name, cuts),
             times,
-            what=_WHAT[name, backward],
+            what=what,
             counts=list(counts),
             tensors=[_tensor(cut) for cut in cuts],
         )
 
 
-_WHAT = {
-    ("scatter", False): "batch",
-    ("gather", False): "outputs",
-    ("scatter", True): "gradient of the outputs",
-    ("gather", True): "gradient of the batch",
+_CUTS = {
+    "scatter": ("scatter", "batch"),
+    "gather": ("gather", "outputs"),
+    SCATTER_BACK: ("scatter", "gradient of the outputs"),
+    GATHER_BACK: ("gather", "gradient of the batch"),
 }
 
 
-def _together(cuts: Sequence[Cut]) -> Iterator[tuple[tuple[str, tuple[int, ...]], list[Cut]]]:
-    whole = [cut for cut in cuts if cut.route != "copies"]
-    for key, group in groupby(whole, key=lambda cut: (cut.step, cut.counts)):
-        yield key, list(group)
-
-
-def _text_of_cut(name: str, counts: Sequence[int], cuts: Sequence[Cut]) -> str:
+def _text_of_cut(name: str, cuts: Sequence[Cut]) -> str:
     nbytes = sum(sum(cut.nbytes) for cut in cuts)
-    shares = ", ".join(f"rank {rank}: {count}" for rank, count in enumerate(counts))
+    shares = ", ".join(f"rank {rank}: {count}" for rank, count in enumerate(cuts[0].counts))
     if name == "gather":
         return f"The ranks' outputs are joined on {cuts[0].source} ({nbytes} bytes; {shares})."
+    if name == GATHER_BACK:
+        return f"The gradients of the ranks' rows are joined on {cuts[0].source} ({nbytes} bytes; {shares})."
+    if name == SCATTER_BACK:
+        return f"The rows of the output's gradient go to the ranks that made the output ({shares}; {nbytes} bytes)."
     routes = {cut.route for cut in cuts}
     if routes <= {"view", "whole"}:
         return f"Rows go to their ranks ({shares}). All ranks share the batch's device: they get views, no byte moves."
     return f"Rows are copied to their ranks ({shares}; {nbytes} bytes)."
-
-
-def _text_of_gradient(name: str, counts: Sequence[int], cuts: Sequence[Cut]) -> str:
-    nbytes = sum(sum(cut.nbytes) for cut in cuts)
-    shares = ", ".join(f"rank {rank}: {count}" for rank, count in enumerate(counts))
-    if name == "gather":
-        return f"The gradients of the ranks' rows are joined on {cuts[0].source} ({nbytes} bytes; {shares})."
-    return f"The rows of the output's gradient go to the ranks that made the output ({shares}; {nbytes} bytes)."
 
 
 def _tensor(cut: Cut) -> dict[str, Any]:
@@ -124,23 +125,38 @@ def _span_around(step: Step, cut: Cut) -> Span | None:
 
 
 def _of_ranks(step: Step) -> Iterator[Scene]:
-    """What all ranks do at once."""
+    """What all ranks do at once.  A backward that is run again is a scene of its own."""
     for name, text in _BY_RANKS.items():
         spans = [span for span in step.spans if span.step == name]
-        if not spans:
-            continue
-        times = (min(span.begin_ns for span in spans), max(span.end_ns for span in spans))
-        ranks = [
-            {"rank": each.rank, "begin": _us(step, each.begin_ns), "end": _us(step, each.end_ns)} for each in spans
-        ]
-        if all(span.rank == ALL_RANKS for span in spans):
-            text = "One backward for all ranks: they meet in synchronised layers, or share a graph."
-        ready = [
-            {"rank": mark.rank, "bucket": mark.bucket, "at": _us(step, mark.at_ns)}
-            for mark in step.marks
-            if mark.step == "ready" and name == "backward"
-        ]
-        yield _scene(step, name, name.capitalize(), text, times, ranks=ranks, ready=ready)
+        runs = _runs(spans) if name == "backward" else [spans] if spans else []
+        for number, run in enumerate(runs, 1):
+            title = name.capitalize() if len(runs) == 1 else f"{name.capitalize()}, {number} of {len(runs)}"
+            if all(span.rank == ALL_RANKS for span in run):
+                text = "One backward for all ranks: they meet in synchronised layers, or share a graph."
+            yield _of_run(step, name, title, text, run)
+
+
+def _runs(spans: Sequence[Span]) -> list[list[Span]]:
+    """The first span of each rank, the second of each, and so on."""
+    met: Counter[int] = Counter()
+    runs: list[list[Span]] = []
+    for span in sorted(spans, key=lambda each: each.begin_ns):
+        if met[span.rank] == len(runs):
+            runs.append([])
+        runs[met[span.rank]].append(span)
+        met[span.rank] += 1
+    return runs
+
+
+def _of_run(step: Step, name: str, title: str, text: str, run: Sequence[Span]) -> Scene:
+    begin, end = min(span.begin_ns for span in run), max(span.end_ns for span in run)
+    ranks = [{"rank": each.rank, "begin": _us(step, each.begin_ns), "end": _us(step, each.end_ns)} for each in run]
+    ready = [
+        {"rank": mark.rank, "bucket": mark.bucket, "at": _us(step, mark.at_ns)}
+        for mark in step.marks
+        if mark.step == "ready" and name == "backward" and begin <= mark.at_ns <= end
+    ]
+    return _scene(step, name, title, text, (begin, end), ranks=ranks, ready=ready)
 
 
 def _of_updates(step: Step) -> Iterator[Scene]:
@@ -157,7 +173,7 @@ def _of_collectives(step: Step) -> Iterator[Scene]:
     """A scene per round: the hops that were given to the device together.  What cuts do has scenes of its own."""
     cutting = [span for cut in step.cuts if (span := _span_around(step, cut)) is not None]
     for call in step.collectives:
-        if any(span.step == call.operation and _holds(span, call) for span in cutting):
+        if any(_CUTS[span.step][0] == call.operation and _holds(span, call) for span in cutting):
             continue
         bucket = step.bucket_of(call)
         rounds = [list(group) for _, group in groupby(call.hops, key=lambda hop: hop.call)]

@@ -66,18 +66,13 @@ class Step:
 
     @cached_property
     def contents(self) -> dict[int, Contents]:
-        """What each bucket is made of."""
-        return {each.bucket: each for each in self.entries if isinstance(each, Contents)}
-
-    @cached_property
-    def backward_begin_ns(self) -> int | None:
-        """From when on rows are cut and joined for gradients: the end of a forward that has its backward behind it."""
-        heads = [span.host_end_ns for span in self.spans if span.step == "data_parallel"]
-        return heads[0] if heads else None
-
-    def is_backward(self, entry: Span | Cut) -> bool:
-        """Whether it is about gradients."""
-        return self.backward_begin_ns is not None and entry.host_begin_ns >= self.backward_begin_ns
+        """What each bucket of the step's own is made of; a wrapper inside its ranks has others."""
+        own = "all_reduce" if self.name == "train_step" else "replicate"
+        found: dict[int, Contents] = {}
+        for each in self.entries:
+            if isinstance(each, Contents) and each.step == own:
+                found.setdefault(each.bucket, each)
+        return found
 
     @cached_property
     def begin_ns(self) -> int:
@@ -110,6 +105,11 @@ class Step:
 
     def bucket_of(self, call: Collective) -> int:
         """The bucket in whose span the call was made; ``NO_BUCKET``."""
+        around = self.bucket_span(call)
+        return NO_BUCKET if around is None else around.bucket
+
+    def bucket_span(self, call: Collective) -> Span | None:
+        """The span of a bucket in which the call was made."""
         around = [
             span
             for span in self._of_buckets
@@ -117,7 +117,7 @@ class Step:
             and span.host_begin_ns <= call.host_begin_ns
             and call.host_end_ns <= span.host_end_ns
         ]
-        return around[-1].bucket if around else NO_BUCKET
+        return around[-1] if around else None
 
 
 @dataclass
@@ -161,11 +161,11 @@ class Story:
             raise ValueError("name a topology: only the memory that CPU ranks share can be measured by itself")
         self.machine = this_host() if machine is None else machine
 
-    def table(self, number: int = -1) -> str:
+    def table(self, number: int | None = None) -> str:
         """One step as a table for the terminal: bytes moved, time, share of the step, bus bandwidth.
 
         Args:
-            number: of the step; negative ones count from the last.
+            number: of the step, as for :meth:`step`.
 
         Raises:
             IndexError: there is no such step.
@@ -195,7 +195,7 @@ class Story:
 
         write_page(self, Path(path))
 
-    def profile(self, number: int = -1, name: str = "recorded step") -> StepProfile:
+    def profile(self, number: int | None = None, name: str = "recorded step") -> StepProfile:
         """One training step in the numbers from which :mod:`mgpu_core.explain.cost` predicts other sizes.
 
         Raises:
@@ -206,12 +206,18 @@ class Story:
 
         return profile_of(self.step(number), name)
 
-    def step(self, number: int = -1) -> Step:
-        """One step; negative numbers count from the last.
+    def step(self, number: int | None = None) -> Step:
+        """One step.
+
+        Args:
+            number: negative ones count from the last; ``None``: the last whole step; without one, the last calls.
 
         Raises:
             IndexError: there is no such step.
         """
+        if number is None:
+            whole = [step.number for step in self.steps if step.name != CALLS]
+            number = whole[-1] if whole else -1
         try:
             return self.steps[number]
         except IndexError:

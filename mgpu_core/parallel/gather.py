@@ -57,15 +57,16 @@ def _join(leaves: list[Any], device: torch.device, dim: int, tree: Tree, place: 
 
 
 def _join_tensors(leaves: list[torch.Tensor], device: torch.device, dim: int, tree: Tree, place: int) -> torch.Tensor:
+    try:
+        joined = autograd.gather(leaves, device, dim)
+    except (ValueError, TypeError, IndexError) as error:
+        error.add_note(f"while gathering {tree.paths('outputs')[place]} along dimension {dim}")
+        raise
     if is_on():
         for rank, leaf in enumerate(leaves):
             tell_backward(rank, [leaf])
         tell_cut("gather", tree.paths("outputs")[place], device, leaves, dim)
-    try:
-        return autograd.gather(leaves, device, dim)
-    except (ValueError, TypeError, IndexError) as error:
-        error.add_note(f"while gathering {tree.paths('outputs')[place]} along dimension {dim}")
-        raise
+    return joined
 
 
 def _equal(one: Any, other: Any) -> bool:

@@ -22,7 +22,7 @@ from mgpu_core.device.compiled import compiled_calls
 from mgpu_core.device.devices import DeviceLike
 from mgpu_core.device.team import Team
 from mgpu_core.module_tree import ModuleTree, Place, check_initialised
-from mgpu_core.record import is_on, span
+from mgpu_core.record import span, telling
 from mgpu_core.twin_hooks import SHARES_HOOKS, keep_hooks_apart
 
 __all__ = ["loosen", "replicate"]
@@ -58,16 +58,17 @@ def replicate(network: M, devices: Sequence[DeviceLike], detach: bool = False) -
         tensors = [*tree.parameters.tensors, *tree.buffers.tensors]
         check_initialised(tensors)
         calls = _compiled_calls(tree, len(team))
-        if is_on() and not detach:
+        if not detach:
             _tell_buckets(network, tree.parameters.tensors)
         copies = _copy_tensors(tensors, team, detach)
         split = len(tree.parameters.tensors)
         return [_build(tree, copies[rank][:split], copies[rank][split:], calls[rank]) for rank in team.ranks]
 
 
+@telling
 def _tell_buckets(network: Module, parameters: Sequence[torch.Tensor]) -> None:
     """What the buckets of the broadcast, and of the gradients on their way back, are made of."""
-    names = {id(parameter): name for name, parameter in network.named_parameters()}
+    names = {id(parameter): name for name, parameter in Module.named_parameters(network)}  # not a class's selection
     tracked = [parameter for parameter in parameters if parameter.requires_grad]
     for bucket, positions in enumerate(autograd.gradient_buckets(tracked)):
         tell_contents("replicate", bucket, [(names[id(tracked[i])], tracked[i]) for i in positions])

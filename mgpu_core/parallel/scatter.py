@@ -20,7 +20,7 @@ from mgpu_core.comm.facts import tell_cut
 from mgpu_core.device.devices import DeviceLike
 from mgpu_core.device.team import Team
 from mgpu_core.nested import Replicate, any_tensor, flatten
-from mgpu_core.record import is_on, span
+from mgpu_core.record import is_on, span, telling
 
 __all__ = ["check_shares", "scatter", "scatter_kwargs", "scatter_objects"]
 
@@ -70,7 +70,7 @@ def scatter_kwargs(
     with span("scatter"):
         if len(team) == 1:
             device = team.devices[0]
-            if is_on():
+            if is_on():  # the dictionary costs too
                 _tell_whole({"inputs": inputs, "kwargs": kwargs or {}}, device, dim)
             whole = {name: _whole(value, device) for name, value in kwargs.items()} if kwargs else {}
             return (tuple([_whole(value, device) for value in inputs]),), (whole,)
@@ -158,8 +158,7 @@ def _cut(
     """Per rank its part of each object, and its rows where something was cut."""
     check_shares(shares, len(team))
     if len(team) == 1:
-        if is_on():
-            _tell_whole(objects, team.devices[0], dim)
+        _tell_whole(objects, team.devices[0], dim)
         return [[_whole(obj, team.devices[0]) for obj in objects.values()]], None
     arguments = _Arguments(objects)
     rows = arguments.rows(dim)
@@ -266,11 +265,12 @@ def _views(leaf: torch.Tensor, counts: list[int], dim: int) -> list[torch.Tensor
 
 def _is_plain(leaf: torch.Tensor) -> bool:
     """Whether views of it are all that a rank needs; what a scatter refuses is none."""
-    return (
-        leaf.layout is torch.strided
-        and leaf.dim() > 0
-        and not (leaf.requires_grad or leaf.is_nested or leaf.is_quantized)
-    )
+    return leaf.dim() > 0 and not (leaf.requires_grad or _is_undivided(leaf))
+
+
+def _is_undivided(leaf: torch.Tensor) -> bool:
+    """What a scatter over several ranks refuses."""
+    return leaf.layout is not torch.strided or leaf.is_nested or leaf.is_quantized
 
 
 def _whole(obj: Any, device: torch.device) -> Any:
@@ -287,12 +287,14 @@ def _whole(obj: Any, device: torch.device) -> Any:
     return tree.unflatten(iter(moved))
 
 
+@telling
 def _tell_whole(objects: dict[str, Any], device: torch.device, dim: int) -> None:
-    arguments = _Arguments(objects)
-    for place, leaf in enumerate(arguments.leaves):
-        if isinstance(leaf, torch.Tensor) and leaf.dim() > dim >= -leaf.dim():
-            route = "whole" if leaf.device == device else "copy"
-            tell_cut("scatter", arguments.path(place), leaf.device, [leaf], dim, route)
+    for name, obj in objects.items():
+        leaves: list[Any] = []
+        tree = flatten(obj, leaves, name, whole=True, share=True)
+        for path, leaf in zip(tree.paths(name), leaves, strict=True):
+            if isinstance(leaf, torch.Tensor) and not _is_undivided(leaf) and leaf.dim() > dim >= -leaf.dim():
+                tell_cut("scatter", path, leaf.device, [leaf], dim, "whole" if leaf.device == device else "copy")
 
 
 def _moved(leaf: Any, device: torch.device) -> Any:
@@ -324,7 +326,7 @@ def _copies_of_leaf(leaf: Any, team: Team) -> Sequence[Any]:
 def _copies_of_tensor(tensor: torch.Tensor, team: Team) -> Sequence[torch.Tensor]:
     """Fresh memory on every rank, rank 0 too: a forward may write to what it is given.  Differentiable."""
     if tensor.requires_grad and torch.is_grad_enabled():
-        copies = [row[0] for row in autograd.broadcast_buckets(team, [tensor])]
+        copies = [row[0] for row in autograd.broadcast_buckets(team, [tensor], numbered=False)]
     else:
         copies = copies_of(tensor, team.devices)
         broadcast_into([tensor], [copies])

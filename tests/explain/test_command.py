@@ -126,3 +126,12 @@ def test_a_script_that_records_itself(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
     assert done.returncode == 1
     assert "a recording is already on: there is one per process, and `mgpu explain` makes it of" in done.stderr
+
+
+def test_a_child_of_the_script_tells_no_story(tmp_path):
+    """It returns through us, with the files' names in its hands."""
+    fork = "import os\nchild = os.fork()\nif child == 0:\n    sys.exit(0)\nos.waitpid(child, 0)"
+    done = explain(tmp_path, "--html", "a.html", last=fork)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.count("step 4: data_parallel") == 1
+    assert done.stdout.count("written: a.html") == 1

@@ -753,8 +753,8 @@ MUTANTS = [
     mutant(
         "explain: what failed is told as done",
         "mgpu_core/comm/watch.py",
-        "if kind is not None or self._before is None:",
-        "if self._before is None:",
+        "if kind is None and self._before is not None:",
+        "if self._before is not None:",
         "test_record.py",
     ),
     mutant(

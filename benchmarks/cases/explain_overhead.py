@@ -22,7 +22,7 @@ from mgpu_core.comm.watch import watched
 from mgpu_core.entries import ALL_RANKS, Span
 from mgpu_core.explain import name_in_profilers
 from mgpu_core.explain.clock import EventClock
-from mgpu_core.record import is_on, recording, span
+from mgpu_core.record import current_step, in_step, is_on, recording, span
 
 LIMIT_SECONDS = 100e-9
 LOOPS = 10_000
@@ -66,9 +66,11 @@ def _spans(count: int) -> None:
 
 
 def _questions(count: int) -> None:
-    """What is asked for other entries: whether a recording is on, and a watch over a collective."""
+    """What is asked for other entries: whether a recording is on, for which step, and a watch over a collective."""
     for _ in range(count):
         is_on()
+        with in_step(current_step()):
+            pass
         with watched("reduce", (), (), (), None) as watch:
             watch.ran("direct")
 

@@ -179,11 +179,13 @@ class GradientSync:
         if bucket is None:
             return
         is_complete = self._round.is_complete(rank, bucket)
-        with in_step(self._whole_step):
-            if is_on() and self._round.has_all_of(rank, bucket):
-                mark("ready", rank, self._replicas.team.devices[rank], bucket)
-            if is_complete:
-                self._sum(bucket)
+        is_told = is_on() and self._round.has_all_of(rank, bucket)
+        if is_told or is_complete:
+            with in_step(self._whole_step):
+                if is_told:
+                    mark("ready", rank, self._replicas.team.devices[rank], bucket)
+                if is_complete:
+                    self._sum(bucket)
 
     def used(self) -> list[bool]:
         """Per parameter whether any rank has a gradient of it."""

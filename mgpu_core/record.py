@@ -277,6 +277,8 @@ def _fail(story: Recording, error: Exception) -> None:
 def _forget_in_child() -> None:
     """A forked child's steps are no part of its parent's recording; and nobody there holds the lock."""
     global _story, _lock
+    if _story is not None:
+        _story.forget_threads()
     _story, _lock = None, threading.Lock()
     _show()
 

@@ -109,7 +109,8 @@ class Recording:
 
     def is_over(self) -> bool:
         """Whether all steps that are wanted have begun and ended."""
-        return self._is_full() and not any(number in self.whole_steps for number in self._open)
+        with self._lock:
+            return self._is_full() and self._open.isdisjoint(self.whole_steps)
 
     def _is_full(self) -> bool:
         return self.steps is not None and len(self.whole_steps) >= self.steps
@@ -128,6 +129,10 @@ class Recording:
 
     def _is_before_the_first(self) -> bool:
         return self.skip > 0 and not self.whole_steps
+
+    def forget_threads(self) -> None:
+        """In a forked child, where nobody lives who may hold the lock."""
+        self._lock = threading.Lock()
 
     def finish(self) -> None:
         """Waits for the devices, and fills ``entries``.  In a forked child there are none: they are its parent's."""

@@ -57,6 +57,7 @@ def tell_backward(rank: int, outputs: Sequence[torch.Tensor]) -> None:
 _TOLD = "mgpu_core_backward"
 
 
+@telling
 def _arrived(of_ranks: dict[int, _Backward], _gradients: object) -> None:
     for each in of_ranks.values():
         each.arrived()

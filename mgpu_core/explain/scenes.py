@@ -9,25 +9,23 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import groupby
-from typing import Any, TypeAlias
+from typing import Any
 
 from mgpu_core.entries import (
     ALL_RANKS,
     BETWEEN,
-    GATHER_BACK,
     NO_BUCKET,
-    SCATTER_BACK,
     Collective,
-    Cut,
     Hop,
     Span,
 )
+from mgpu_core.explain.cut_scenes import of_cuts, without_cutting
+from mgpu_core.explain.enclosing import Enclosing
 from mgpu_core.explain.phases import moved_nbytes
+from mgpu_core.explain.scene import Scene, plural, scene, us
 from mgpu_core.explain.story import Step
 
 __all__ = ["MOST_ARROWS", "scenes_of"]
-
-Scene: TypeAlias = dict[str, Any]
 
 MOST_ARROWS = 128  # in one scene; further ones are counted
 _BY_RANKS = {
@@ -39,89 +37,17 @@ _BY_RANKS = {
 
 def scenes_of(step: Step) -> list[Scene]:
     """By their begin.  Times are microseconds from the begin of the step."""
-    found = [*_of_cuts(step), *_of_ranks(step), *_of_collectives(step), *_of_updates(step)]
-    return sorted(found or [_whole(step)], key=lambda scene: (scene["begin"], scene["order"]))
+    enclosing = Enclosing(step.spans)
+    cutting = [enclosing.span(cut.thread, cut.step, cut.host_begin_ns) for cut in step.cuts]
+    calls = without_cutting(step.collectives, enclosing, cutting)
+    found = [*of_cuts(step, cutting), *_of_ranks(step), *_of_collectives(step, calls), *_of_updates(step)]
+    return sorted(found or [_whole(step)], key=lambda each: (each["begin"], each["order"]))
 
 
 def _whole(step: Step) -> Scene:
     """Of a step whose inside nobody saw: the replay of a graph, or calls that moved nothing."""
     text = "Nothing is known of its inside: a graph was replayed, or there was nothing to move."
-    return _scene(step, "step", f"{step.name}, as a whole", text, (step.begin_ns, step.end_ns))
-
-
-def _us(step: Step, at_ns: int) -> float:
-    return round((at_ns - step.begin_ns) / 1e3, 3)
-
-
-def _scene(step: Step, kind: str, title: str, text: str, times: tuple[int, int], order: int = 0, **more: Any) -> Scene:
-    begin, end = (_us(step, at) for at in times)
-    return {"kind": kind, "title": title, "text": text, "begin": begin, "end": end, "order": order, **more}
-
-
-def _plural(count: int, noun: str) -> str:
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
-
-
-def _of_cuts(step: Step) -> Iterator[Scene]:
-    """One scene for all tensors that are cut, or joined, together."""
-    shown = [cut for cut in step.cuts if cut.route != "copies"]
-    together = groupby(shown, key=lambda cut: (cut.step, cut.counts, _span_around(step, cut)))
-    for (name, counts, span), group in together:
-        cuts = list(group)
-        kind, what = _CUTS[name]
-        times = (span.host_begin_ns, span.host_end_ns) if span else (cuts[0].host_begin_ns, cuts[-1].host_begin_ns)
-        yield _scene(
-            step,
-            kind,
-            f"{name.capitalize()}: {_plural(sum(counts), 'row')}, {_plural(len(counts), 'rank')}",
-            _text_of_cut(name, cuts),
-            times,
-            what=what,
-            counts=list(counts),
-            tensors=[_tensor(cut) for cut in cuts],
-        )
-
-
-_CUTS = {
-    "scatter": ("scatter", "batch"),
-    "gather": ("gather", "outputs"),
-    SCATTER_BACK: ("scatter", "gradient of the outputs"),
-    GATHER_BACK: ("gather", "gradient of the batch"),
-}
-
-
-def _text_of_cut(name: str, cuts: Sequence[Cut]) -> str:
-    nbytes = sum(sum(cut.nbytes) for cut in cuts)
-    shares = ", ".join(f"rank {rank}: {count}" for rank, count in enumerate(cuts[0].counts))
-    if name == "gather":
-        return f"The ranks' outputs are joined on {cuts[0].source} ({nbytes} bytes; {shares})."
-    if name == GATHER_BACK:
-        return f"The gradients of the ranks' rows are joined on {cuts[0].source} ({nbytes} bytes; {shares})."
-    if name == SCATTER_BACK:
-        return f"The rows of the output's gradient go to the ranks that made the output ({shares}; {nbytes} bytes)."
-    routes = {cut.route for cut in cuts}
-    if routes <= {"view", "whole"}:
-        return f"Rows go to their ranks ({shares}). All ranks share the batch's device: they get views, no byte moves."
-    return f"Rows are copied to their ranks ({shares}; {nbytes} bytes)."
-
-
-def _tensor(cut: Cut) -> dict[str, Any]:
-    names = ("name", "dtype", "route", "source", "dim")
-    return {name: getattr(cut, name) for name in names} | {
-        "shapes": [list(shape) for shape in cut.shapes],
-        "nbytes": list(cut.nbytes),
-    }
-
-
-def _span_around(step: Step, cut: Cut) -> Span | None:
-    around = [
-        span
-        for span in step.spans
-        if span.step == cut.step
-        and span.thread == cut.thread
-        and span.host_begin_ns <= cut.host_begin_ns <= span.host_end_ns
-    ]
-    return around[0] if around else None
+    return scene(step, "step", f"{step.name}, as a whole", text, (step.begin_ns, step.end_ns))
 
 
 def _of_ranks(step: Step) -> Iterator[Scene]:
@@ -150,31 +76,28 @@ def _runs(spans: Sequence[Span]) -> list[list[Span]]:
 
 def _of_run(step: Step, name: str, title: str, text: str, run: Sequence[Span]) -> Scene:
     begin, end = min(span.begin_ns for span in run), max(span.end_ns for span in run)
-    ranks = [{"rank": each.rank, "begin": _us(step, each.begin_ns), "end": _us(step, each.end_ns)} for each in run]
+    ranks = [{"rank": each.rank, "begin": us(step, each.begin_ns), "end": us(step, each.end_ns)} for each in run]
     ready = [
-        {"rank": mark.rank, "bucket": mark.bucket, "at": _us(step, mark.at_ns)}
+        {"rank": mark.rank, "bucket": mark.bucket, "at": us(step, mark.at_ns)}
         for mark in step.marks
         if mark.step == "ready" and name == "backward" and begin <= mark.at_ns <= end
     ]
-    return _scene(step, name, title, text, (begin, end), ranks=ranks, ready=ready)
+    return scene(step, name, title, text, (begin, end), ranks=ranks, ready=ready)
 
 
 def _of_updates(step: Step) -> Iterator[Scene]:
     for span in step.spans:
         if span.step == "update":
             text = "The optimizer updates each device's parameters once, by the sums."
-            yield _scene(step, "update", "Update", text, (span.begin_ns, span.end_ns))
+            yield scene(step, "update", "Update", text, (span.begin_ns, span.end_ns))
 
 
 _VERBS = {"reduce": "summed", "all_reduce": "all-reduced", "broadcast": "broadcast", "all_gather": "all-gathered"}
 
 
-def _of_collectives(step: Step) -> Iterator[Scene]:
-    """A scene per round: the hops that were given to the device together.  What cuts do has scenes of its own."""
-    cutting = [span for cut in step.cuts if (span := _span_around(step, cut)) is not None]
-    for call in step.collectives:
-        if any(_CUTS[span.step][0] == call.operation and _holds(span, call) for span in cutting):
-            continue
+def _of_collectives(step: Step, calls: Sequence[Collective]) -> Iterator[Scene]:
+    """A scene per round: the hops that were given to the device together."""
+    for call in calls:
         bucket = step.bucket_of(call)
         rounds = [list(group) for _, group in groupby(call.hops, key=lambda hop: hop.call)]
         about: dict[str, Any] = {
@@ -190,13 +113,9 @@ def _of_collectives(step: Step) -> Iterator[Scene]:
                 "A library moved the bytes and does not say how." if any(call.nbytes) else "There was nothing to move."
             )
             times = (call.host_begin_ns, call.host_end_ns)
-            yield _scene(step, "round", _title(call, bucket), text, times, **about, round=0, arrows=[], more=0)
+            yield scene(step, "round", _title(call, bucket), text, times, **about, round=0, arrows=[], more=0)
         for number, hops in enumerate(rounds):
             yield _round(step, call, bucket, number, hops, about)
-
-
-def _holds(span: Span, call: Collective) -> bool:
-    return span.thread == call.thread and span.host_begin_ns <= call.host_begin_ns <= span.host_end_ns
 
 
 def _round(step: Step, call: Collective, bucket: int, number: int, hops: list[Hop], about: dict[str, Any]) -> Scene:
@@ -204,7 +123,7 @@ def _round(step: Step, call: Collective, bucket: int, number: int, hops: list[Ho
     title = _title(call, bucket)
     if about["rounds"] > 1:
         title += f", round {number + 1} of {about['rounds']}"
-    return _scene(
+    return scene(
         step,
         "round",
         title,
@@ -235,7 +154,7 @@ def _text_of_round(call: Collective, hops: Sequence[Hop], arrows: Sequence[dict[
     nbytes = sum(arrow["nbytes"] * max(1, len(arrow["from"])) for arrow in arrows)
     doing = "summed" if any(hop.sums for hop in hops) else "copied"
     tensors = len({number for hop in hops for _, number, _ in hop.targets})
-    return f"{nbytes} bytes of {_plural(tensors, 'tensor')} are read and {doing}, in {_plural(len(hops), 'operation')}."
+    return f"{nbytes} bytes of {plural(tensors, 'tensor')} are read and {doing}, in {plural(len(hops), 'operation')}."
 
 
 def _arrows(call: Collective, hops: Sequence[Hop]) -> list[dict[str, Any]]:

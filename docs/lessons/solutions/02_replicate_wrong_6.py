@@ -1,5 +1,5 @@
 # Exercise 3 is wrong: assigning to data makes all ranks share the net's memory.
-# The checker says: tensors that were held before: ['0.weight']
+# The checker says: refresh(1 replicas, net), rank 0, after a later write into the net: ['0.weight']
 
 from collections.abc import Sequence
 

@@ -64,11 +64,11 @@ def _check_sums(
 @asks_for("call_in_thread")
 def exercise_3(answer: Callable[[Callable[[], Any]], Any]) -> None:
     """Another thread, the same modes, the same end."""
-    here, before = threading.get_ident(), threading.active_count()
+    here, before = threading.get_ident(), set(threading.enumerate())
     if answer(threading.get_ident) == here:
         raise WrongAnswer("call_in_thread(get_ident): it ran in the caller's thread")
     answer(lambda: None)
-    if threading.active_count() > before:
+    if set(threading.enumerate()) - before:
         raise WrongAnswer("call_in_thread: a thread is still there when it has returned")
     square = torch.ones(2, 2, requires_grad=True)
     for dtype in (torch.bfloat16, torch.float16):

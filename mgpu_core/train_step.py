@@ -254,7 +254,7 @@ class TrainStep:
         """What a recording fixes, besides the batch."""
         autocast = torch.is_autocast_enabled(GRAPH_DEVICE) and torch.get_autocast_dtype(GRAPH_DEVICE)
         used, memory = tuple(self._cycle.used), self._updates.memory
-        return self._replicas.flags, used, memory, self.clip_norm, autocast
+        return self._replicas.flags, used, memory, self.clip_norm, autocast, self.loss_scale.scale
 
     def _record(self, batch: Any) -> torch.Tensor:
         """What the device does in one step: all of it is launched, nothing is waited for."""
@@ -282,7 +282,6 @@ class TrainStep:
             "ranks meet in synchronised layers": self._passes.joint,
             "gradients are accumulated over several calls": collects,
             "error_if_nonfinite=True waits for the gradients": self.error_if_nonfinite,
-            "a loss scale waits for the gradients": self.loss_scale.is_on,
             'shares="auto" takes the time of each rank': self.shares == "auto",
             "its outputs are returned": keep_outputs,
             "the optimizer is not fused": self._updates.memory is None,

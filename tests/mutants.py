@@ -434,6 +434,27 @@ MUTANTS = [
         "engine/test_amp.py",
     ),
     mutant(
+        "step: a replay that overflows counts as an update",
+        "mgpu_core/engine/cycle.py",
+        "if self._loss_scale.is_on and self._updates.was_held_back():",
+        "if self._loss_scale.is_on and self._updates.was_held_back() is None:",
+        "engine/test_graphs.py",
+    ),
+    mutant(
+        "step: a replay that overflows updates all the same",
+        "mgpu_core/engine/fused.py",
+        "device.held_back.copy_(if_not_zero)",
+        "device.held_back.copy_(if_not_zero * 0)",
+        "engine/test_graphs.py",
+    ),
+    mutant(
+        "step: a recording for one loss scale is replayed at another",
+        "mgpu_core/train_step.py",
+        "self.clip_norm, autocast, self.loss_scale.scale",
+        "self.clip_norm, autocast",
+        "engine/test_graphs.py",
+    ),
+    mutant(
         "step: a bucket is summed when the first rank is ready",
         "mgpu_core/engine/rounds.py",
         "if self._ranks_missing[bucket] != 0:",

@@ -13,7 +13,7 @@ from mgpu_core.device.dtypes import FLOATING
 from mgpu_core.engine.gradients import GradientSync
 from mgpu_core.engine.replicas import Replicas
 
-__all__ = ["GradientNorm", "are_finite", "check_finite", "clip", "multiply"]
+__all__ = ["GradientNorm", "are_finite", "check_finite", "clip", "multiply", "overflow_of"]
 
 
 class GradientNorm:
@@ -73,6 +73,12 @@ def are_finite(sync: GradientSync, norm: torch.Tensor) -> bool:
         return True
     totals = [*sync.every_sum, *map(_values, sync.sparse.values())]
     return all(bool(torch.isfinite(each).all()) for each in totals)
+
+
+def overflow_of(sync: GradientSync) -> torch.Tensor:
+    """1 where a summed gradient in the buckets is NaN or infinite, else 0: :func:`are_finite` for who must not wait."""
+    largest = torch.nn.utils.get_total_norm(sync.every_sum, norm_type=math.inf)
+    return torch.isfinite(largest).logical_not().float()
 
 
 def check_finite(sync: GradientSync, norm: torch.Tensor, replicas: Replicas, processes: int) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from mgpu_core.engine.clipping import GradientNorm, are_finite, check_finite, clip, multiply
+from mgpu_core.engine.clipping import GradientNorm, are_finite, check_finite, clip, multiply, overflow_of
 from mgpu_core.engine.commit import uninterrupted
 from mgpu_core.engine.gradients import GradientSync
 from mgpu_core.engine.losses import Window
@@ -103,14 +103,18 @@ class Cycle:
                 return None
             used, weight = decided
             if self._loss_scale.is_on and not are_finite(self._sync, self._norm.compute()):
-                self._loss_scale.overflowed()
-                self._sync.clear()
-                self._buffers.drop()
+                self._skip_update()
                 return False
             self._finish_gradients(weight, clip_norm, error_if_nonfinite)
             self._sync.show(used)
             self._make_update(used)
             return True
+
+    def _skip_update(self) -> None:
+        """The loss scale was too large."""
+        self._loss_scale.overflowed()
+        self._sync.clear()
+        self._buffers.drop()
 
     def _make_update(self, used: list[bool]) -> None:
         try:
@@ -133,13 +137,24 @@ class Cycle:
     def replayed(self, replay: Callable[[], torch.Tensor | None]) -> torch.Tensor | None:
         """An update of the same parameters as the last one, whose work on the device is :meth:`work_of`, replayed.
 
+        With a loss scale it waits for the device: whether the gradients were finite, decides about the next scale.
+
         Returns:
-            What ``replay`` does; ``None``: there was no update.
+            What ``replay`` does; ``None``: there was no replay.
+
+        Raises:
+            FloatingPointError: gradients are not finite, and the loss scale is not the reason.
         """
         with uninterrupted():
             self._updates.prepare(self.used)
+            if self._loss_scale.is_on:
+                self._buffers.take()
             loss = replay()
-            if loss is not None:
+            if loss is None:
+                return None
+            if self._loss_scale.is_on and self._updates.was_held_back():
+                self._skip_update()
+            else:
                 self._sync.show(self.used)
                 self._conclude(self.used)
         return loss
@@ -153,6 +168,8 @@ class Cycle:
         self._sync.finish()
         if self._sync.used() != self.used:
             raise RuntimeError("this batch uses other parameters than the one before")
+        if self._loss_scale.is_on:
+            self._updates.hold_back(overflow_of(self._sync))
         self._finish_gradients(self.window.weight, clip_norm, refuse_nonfinite=False)
         self._updates.launch()
 

@@ -127,6 +127,19 @@ class FusedUpdate:
         for device in self._devices:
             device.run(decoupled=bool(self._optimizer.param_groups[0].get("decoupled_weight_decay")))
 
+    def hold_back(self, if_not_zero: torch.Tensor) -> None:
+        """Lets the next launch change nothing where this number is not 0; nobody waits for it."""
+        for device in self._devices:
+            device.held_back.copy_(if_not_zero)
+
+    def was_held_back(self) -> bool:
+        """Whether the last launch has changed nothing; waits for the device, and lets later ones go on."""
+        held = bool(self._devices[0].held_back)
+        if held:
+            for device in self._devices:
+                device.held_back.zero_()
+        return held
+
     def conclude(self) -> None:
         """What the optimizer shows, and what torch counts, after an update."""
         self._show_state()

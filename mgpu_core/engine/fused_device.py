@@ -25,6 +25,9 @@ class FusedOnDevice:
         buckets: what this device updates, all of each bucket or a shard.
         values, gradients: per bucket, flat.
         groups_of: per parameter the number of its group.
+
+    Attributes:
+        held_back: where this number is not 0, the kernels change nothing.
     """
 
     def __init__(
@@ -52,6 +55,7 @@ class FusedOnDevice:
             )
             for bucket in buckets
         ]
+        self.held_back = torch.zeros((), dtype=torch.float32, device=device)
         self.states: dict[str, list[torch.Tensor]] = {}
         self._kernels: list[kernels.FlatSgd | kernels.FlatAdam] = []
 
@@ -110,7 +114,10 @@ class FusedOnDevice:
         state = {kind: tensors[b] for kind, tensors in self.states.items()}
         tables = self.segments[b], self.groups
         if self._is_sgd:
-            return kernels.FlatSgd(values, gradients, state.get("momentum_buffer"), *tables)
+            momentum = state.get("momentum_buffer")
+            return kernels.FlatSgd(values, gradients, momentum, *tables, found_inf=self.held_back)
         largest = state.get("max_exp_avg_sq")
         moments = state["exp_avg"], state["exp_avg_sq"]
-        return kernels.FlatAdam(values, gradients, *moments, *tables, decoupled=decoupled, max_exp_avg_sq=largest)
+        return kernels.FlatAdam(
+            values, gradients, *moments, *tables, decoupled=decoupled, max_exp_avg_sq=largest, found_inf=self.held_back
+        )

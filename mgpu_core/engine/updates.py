@@ -96,6 +96,16 @@ class Updates:
         if self._replicas.is_mixed:
             self._replicas.send_values()
 
+    def hold_back(self, if_not_zero: torch.Tensor) -> None:
+        """Lets a fused update that is launched next change nothing where this number is not 0; nobody waits for it."""
+        assert isinstance(self._update, FusedUpdate)
+        self._update.hold_back(if_not_zero)
+
+    def was_held_back(self) -> bool:
+        """Whether it has changed nothing; waits for the device."""
+        assert isinstance(self._update, FusedUpdate)
+        return self._update.was_held_back()
+
     def conclude(self, used: Sequence[bool]) -> None:
         """What the host does after it."""
         assert self._update is not None

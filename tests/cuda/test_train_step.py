@@ -86,6 +86,35 @@ def test_mixed_precision_captured(gpu):
     torch.testing.assert_close(losses[0], losses[1], rtol=1e-2, atol=1e-2)
 
 
+@pytest.mark.parametrize("team", TEAMS, ids=str)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_overflow_in_a_replay_skips_its_update(gpu, name, team):
+    """100 steps in float16 with a scheduler and clipping; some targets overflow, at a scale that begins too large."""
+    found = []
+    for capture in (False, True):
+        net = mlp().to(gpu)
+        optimizer = OPTIMIZERS[name](net.parameters())
+        schedule = StepLR(optimizer, 30, 0.5)
+
+        def weighed(output, target):
+            weight = torch.where(target[:, 1:] > 0, 1e5, 1.0)
+            return (nn.functional.cross_entropy(output, target[:, 0], reduction="none")[:, None] * weight).mean()
+
+        step = TrainStep(net, weighed, optimizer, team, amp_dtype=torch.float16, clip_norm=0.5, capture=capture)
+        losses = []
+        for i, (x, y) in enumerate(data(100, [16], torch.float32)):
+            target = torch.stack([y, torch.full_like(y, int(i in (40, 70)))], dim=1)
+            losses.append(float(step(x, target)))
+            schedule.step()
+        counts = float(optimizer.state[net[0].weight].get("step", 0))
+        found.append((losses, step.loss_scale.state_dict(), step.steps, counts))
+        if capture:
+            assert step.graphs.replays > 70
+    assert found[0][1:] == found[1][1:]
+    assert found[1][1]["skipped"] >= 2
+    torch.testing.assert_close(found[0][0], found[1][0], rtol=1e-2, atol=1e-2)
+
+
 def test_what_cannot_be_captured_says_why(gpu):
     class Looks(nn.Module):
         def __init__(self):

@@ -5,6 +5,7 @@ A real recording computes nothing; this one computes and puts everything back, a
 
 import copy
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch.optim.lr_scheduler import StepLR
 
 from mgpu_core import Replicate, TrainStep
 from mgpu_core.engine import graphs
+from mgpu_core.engine.clipping import are_finite, overflow_of
 from mgpu_core.engine.graphs import WARM_UP, StepGraphs
 
 
@@ -35,7 +37,7 @@ class Recorder:
                 for tensor, value in kept:
                     tensor.copy_(value)
         result = torch.full_like(loss, float("nan"))
-        return Replay(work, result), result
+        return Replay(self.step, work, result), result
 
     def _memory(self):
         """What a step writes: parameters and buffers, tables and states."""
@@ -43,14 +45,16 @@ class Recorder:
         yield from self.step.module.buffers()
         for device in self.step._updates._update._devices:
             yield from device.segments
+            yield device.held_back
             yield from (each for flats in device.states.values() for each in flats)
 
 
 class Replay:
-    def __init__(self, work, result):
-        self.work, self.result = work, result
+    def __init__(self, step, work, result):
+        self.step, self.work, self.result = step, work, result
 
     def replay(self):
+        self.step._new_window()  # the recording has left its call in the one that there is
         self.result.copy_(self.work())
 
 
@@ -174,11 +178,96 @@ def test_running_statistics_are_replayed():
         assert torch.equal(one, other)
 
 
+def scaled_pair(make, ranks):
+    """Of one weight and an offset with running statistics: gradients are what the targets say, whole powers of two."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(1, 1))
+            self.seen = nn.BatchNorm1d(1, affine=False)
+
+        def forward(self, x):
+            self.seen(x)
+            return x @ self.weight
+
+    def total(output, target):
+        return (output * target).sum()
+
+    net = Net()
+    twin = copy.deepcopy(net)
+    settings = {"reduction": "sum", "amp_dtype": torch.float16}
+    captured = step_of(net, make(net.parameters()), ranks, total, **settings)
+    plain = TrainStep(twin, total, make(twin.parameters()), cpu(ranks), error_if_nonfinite=False, **settings)
+    return captured, plain
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_overflow_in_a_replay_skips_its_update(name, ranks):
+    """100 steps with a scheduler, two of which overflow on the last rank: the same bits as ordinary ones."""
+    captured, plain = scaled_pair(OPTIMIZERS[name], ranks)
+    schedules = [StepLR(step.optimizer, 30, 0.5) for step in (captured, plain)]
+    x, y = torch.ones(2 * ranks, 1), torch.full((2 * ranks, 1), 0.125)
+    over = y.clone()
+    over[-1] = 5.0  # times 65536, and times 32768: more than float16 holds
+    for i in range(100):
+        target = over if i in (40, 70) else y
+        before = captured.graphs.replays
+        assert torch.equal(captured(x * (i % 3), target), plain(x * (i % 3), target))
+        assert same(captured.module, plain.module)
+        assert all(map(torch.equal, captured.module.buffers(), plain.module.buffers()))
+        grads = captured.module.weight.grad, plain.module.weight.grad
+        assert (i in (40, 70)) == (grads[0] is None) == (grads[1] is None)
+        assert captured.loss_scale.state_dict() == plain.loss_scale.state_dict()
+        assert captured.steps == plain.steps
+        assert i not in (40, 70) or captured.graphs.replays == before + 1
+        for schedule in schedules:
+            schedule.step()
+    assert captured.loss_scale.skipped == 2
+    assert captured.steps == 98
+    assert captured.graphs.replays >= 80
+    assert captured.graphs._recorder.records == 3  # of three scales
+    one, other = captured.optimizer.state_dict()["state"][0], plain.optimizer.state_dict()["state"][0]
+    assert all(torch.equal(one[key], value) for key, value in other.items())
+
+
+def test_a_loss_that_is_nan_in_a_replay_ends_in_an_error():
+    captured, plain = scaled_pair(OPTIMIZERS["momentum"], 2)
+    x, y = torch.ones(4, 1), torch.full((4, 1), 0.25)
+    for step in (captured, plain):
+        step.loss_scale.scale = 0.5
+        for i in range(6):
+            step(x * i, y)
+    assert captured.graphs.replays == 2
+    for step in (captured, plain):
+        with pytest.raises(FloatingPointError, match=r"not finite at a loss scale of 0\.5"):
+            step(x * 7, y * float("nan"))
+        assert step.module.weight.grad is None
+    assert captured.graphs.replays == 3
+    captured(x, y)
+    plain(x, y)
+    assert same(captured.module, plain.module)
+    assert all(map(torch.equal, captured.module.buffers(), plain.module.buffers()))
+    assert captured.graphs.replays == 4
+    assert captured.steps == plain.steps == 7
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 3e38])
+@pytest.mark.parametrize("at", [0, 6, 12])
+def test_an_overflow_is_told_as_the_host_would_tell_it(value, at):
+    """Also where the norm of finite numbers would be infinite."""
+    sums = [torch.ones(5), torch.full((8,), 3e38)]
+    sums[at > 4][at - 5 * (at > 4)] = value
+    sync = SimpleNamespace(every_sum=sums, sparse={})
+    norm = torch.stack([each.norm() for each in sums]).norm()
+    assert bool(overflow_of(sync)) == (not are_finite(sync, norm)) == (value != 3e38)
+
+
 @pytest.mark.parametrize(
     ("settings", "call", "reason"),
     [
         ({"error_if_nonfinite": True}, {}, "error_if_nonfinite=True waits"),
-        ({"amp_dtype": torch.float16}, {}, "a loss scale waits"),
         ({"accumulate": 2}, {}, "accumulated over several calls"),
         ({"shares": "auto"}, {}, "takes the time of each rank"),
         ({}, {"return_outputs": True}, "its outputs are returned"),

@@ -8,11 +8,6 @@
 namespace mgpu::cpu::MGPU_LEVEL {
 namespace {
 
-template <class T>
-using Wide = std::conditional_t<std::is_same_v<T, double>, double, float>;
-
-constexpr int kBlock = 16;
-
 // What a gradient is multiplied by before anything else: clipped, unscaled, and turned round for a maximum.
 inline double factor_of(const FlatParameters& flat, bool maximize) {
   const double clip = flat.clip ? *flat.clip : 1.0, scale = flat.loss_scale ? *flat.loss_scale : 1.0;
@@ -23,38 +18,74 @@ inline const double* group_of(const FlatParameters& flat, const int64_t* segment
   return flat.groups + segment[kGroup] * columns;
 }
 
+template <class V>
+MGPU_INLINE V square_root(V value) {
+  for (size_t k = 0; k < sizeof value / sizeof value[0]; ++k) value[k] = std::sqrt(value[k]);
+  return value;
+}
+
+// Calls update(values, gradient) for register after register of a segment: `values` holds a vector of the parameters
+// and one of each state, as the flat buffers in `changed` do, and what it holds then is written back.  In registers,
+// not in arrays: of an array the compiler loads some pieces of a vector apart, and the processor waits to join them.
+template <class T, int kStreams, class Update>
+MGPU_INLINE void update_range(const FlatParameters& flat, void* const (&changed)[kStreams], const SegmentRange& range,
+                              Update update) {
+  using L = Lanes<T>;
+  const int64_t start = range.segment[kBegin];
+  const T* gradients = static_cast<const T*>(flat.gradients) + start;
+  T* streams[kStreams];
+  for (int s = 0; s < kStreams; ++s) streams[s] = static_cast<T*>(changed[s]) + start;
+  typename L::Vector values[kStreams];
+  int64_t i = range.begin;
+  for (; i + L::count <= range.end; i += L::count) {
+    prefetch_ahead(gradients + i);
+    for (int s = 0; s < kStreams; ++s) prefetch_ahead(streams[s] + i);
+    for (int s = 0; s < kStreams; ++s) values[s] = L::load(streams[s] + i);
+    update(values, L::load(gradients + i));
+    for (int s = 0; s < kStreams; ++s) L::store(streams[s] + i, values[s]);
+  }
+  if (i == range.end) return;
+  // The rest goes through the same arithmetic, in a padded vector.
+  const size_t nbytes = (range.end - i) * sizeof(T);
+  T pad[L::count] = {};
+  for (int s = 0; s < kStreams; ++s) {
+    std::memcpy(pad, streams[s] + i, nbytes);
+    values[s] = L::load(pad);
+  }
+  std::memcpy(pad, gradients + i, nbytes);
+  update(values, L::load(pad));
+  for (int s = 0; s < kStreams; ++s) {
+    L::store(pad, values[s]);
+    std::memcpy(streams[s] + i, pad, nbytes);
+  }
+}
+
 template <class T>
 MGPU_INLINE void sgd_range(const Sgd& call, const SegmentRange& range) {
-  using W = Wide<T>;
+  using W = typename Lanes<T>::Scalar;
+  using V = typename Lanes<T>::Vector;
   const double* group = group_of(call.flat, range.segment, kSgdColumns);
   const W lr = static_cast<W>(group[kSgdLr]), momentum = static_cast<W>(group[kMomentum]);
   const W fresh = static_cast<W>(1 - group[kDampening]), decay = static_cast<W>(group[kSgdWeightDecay]);
   const W factor = static_cast<W>(factor_of(call.flat, group[kSgdMaximize] != 0));
   const bool nesterov = group[kNesterov] != 0, first = range.segment[kStep] == 1;
-  const int64_t start = range.segment[kBegin];
-  T* parameters = static_cast<T*>(call.flat.parameters) + start;
-  const T* gradients = static_cast<const T*>(call.flat.gradients) + start;
-  T* buffers = momentum != 0 ? static_cast<T*>(call.momentum) + start : nullptr;
-  for (int64_t i = range.begin; i < range.end; i += kBlock) {
-    const int64_t left = range.end - i;
-    W p[kBlock], g[kBlock], m[kBlock];
-    load_block<kBlock>(parameters + i, left, p);
-    load_block<kBlock>(gradients + i, left, g);
-    for (int k = 0; k < kBlock; ++k) g[k] = g[k] * factor + decay * p[k];
-    if (buffers) {
-      load_block<kBlock>(buffers + i, left, m);
-      for (int k = 0; k < kBlock; ++k) m[k] = first ? g[k] : momentum * m[k] + fresh * g[k];
-      store_block<kBlock>(buffers + i, left, m);
-      for (int k = 0; k < kBlock; ++k) g[k] = nesterov ? g[k] + momentum * m[k] : m[k];
-    }
-    for (int k = 0; k < kBlock; ++k) p[k] -= lr * g[k];
-    store_block<kBlock>(parameters + i, left, p);
-  }
+  if (momentum == 0)
+    return update_range<T>(call.flat, {call.flat.parameters}, range, [=](V* values, V gradient) {
+      V& p = values[0];
+      p -= lr * (gradient * factor + decay * p);
+    });
+  update_range<T>(call.flat, {call.flat.parameters, call.momentum}, range, [=](V* values, V gradient) {
+    V &p = values[0], &m = values[1];
+    const V g = gradient * factor + decay * p;
+    m = first ? g : momentum * m + fresh * g;
+    p -= lr * (nesterov ? g + momentum * m : m);
+  });
 }
 
 template <class T>
 MGPU_INLINE void adam_range(const Adam& call, const SegmentRange& range) {
-  using W = Wide<T>;
+  using W = typename Lanes<T>::Scalar;
+  using V = typename Lanes<T>::Vector;
   const double* group = group_of(call.flat, range.segment, kAdamColumns);
   const double step = static_cast<double>(range.segment[kStep]);
   const double correction1 = 1 - std::pow(group[kBeta1], step), correction2 = 1 - std::pow(group[kBeta2], step);
@@ -64,37 +95,26 @@ MGPU_INLINE void adam_range(const Adam& call, const SegmentRange& range) {
   const W shrink = static_cast<W>(call.decoupled ? 1 - group[kAdamLr] * group[kAdamWeightDecay] : 1);
   const W decay = static_cast<W>(call.decoupled ? 0 : group[kAdamWeightDecay]);
   const W factor = static_cast<W>(factor_of(call.flat, group[kAdamMaximize] != 0));
-  const int64_t start = range.segment[kBegin];
-  T* parameters = static_cast<T*>(call.flat.parameters) + start;
-  const T* gradients = static_cast<const T*>(call.flat.gradients) + start;
-  T* averages = static_cast<T*>(call.exp_avg) + start;
-  T* squares = static_cast<T*>(call.exp_avg_sq) + start;
-  T* largest = call.max_exp_avg_sq ? static_cast<T*>(call.max_exp_avg_sq) + start : nullptr;
-  for (int64_t i = range.begin; i < range.end; i += kBlock) {
-    const int64_t left = range.end - i;
-    W p[kBlock], g[kBlock], m[kBlock], v[kBlock], most[kBlock];
-    load_block<kBlock>(parameters + i, left, p);
-    load_block<kBlock>(gradients + i, left, g);
-    load_block<kBlock>(averages + i, left, m);
-    load_block<kBlock>(squares + i, left, v);
-    for (int k = 0; k < kBlock; ++k) {
-      p[k] *= shrink;
-      g[k] = g[k] * factor + decay * p[k];
-      m[k] += fresh1 * (g[k] - m[k]);
-      v[k] = v[k] * beta2 + fresh2 * g[k] * g[k];
-      most[k] = v[k];
-    }
-    store_block<kBlock>(averages + i, left, m);
-    store_block<kBlock>(squares + i, left, v);
-    if (largest) {
-      W before[kBlock];
-      load_block<kBlock>(largest + i, left, before);
-      for (int k = 0; k < kBlock; ++k) most[k] = before[k] > v[k] ? before[k] : v[k];
-      store_block<kBlock>(largest + i, left, most);
-    }
-    for (int k = 0; k < kBlock; ++k) p[k] -= step_size * (m[k] / (std::sqrt(most[k]) / root2 + eps));
-    store_block<kBlock>(parameters + i, left, p);
-  }
+  const auto moments = [=](V* values, V gradient) {
+    V &p = values[0], &m = values[1], &v = values[2];
+    p *= shrink;
+    const V g = gradient * factor + decay * p;
+    m += fresh1 * (g - m);
+    v = v * beta2 + fresh2 * g * g;
+  };
+  const auto move = [=](V& p, V m, V v) { p -= step_size * (m / (square_root(v) / root2 + eps)); };
+  if (!call.max_exp_avg_sq)
+    return update_range<T>(call.flat, {call.flat.parameters, call.exp_avg, call.exp_avg_sq}, range,
+                           [=](V* values, V gradient) {
+                             moments(values, gradient);
+                             move(values[0], values[1], values[2]);
+                           });
+  update_range<T>(call.flat, {call.flat.parameters, call.exp_avg, call.exp_avg_sq, call.max_exp_avg_sq}, range,
+                  [=](V* values, V gradient) {
+                    moments(values, gradient);
+                    values[3] = values[3] > values[2] ? values[3] : values[2];
+                    move(values[0], values[1], values[3]);
+                  });
 }
 
 }  // namespace

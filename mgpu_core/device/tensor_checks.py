@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
-from operator import attrgetter
+from operator import add, attrgetter, itemgetter, le
 
 import torch
 from torch._C._functorch import is_functorch_wrapped_tensor, is_legacy_batchedtensor
@@ -94,9 +94,14 @@ def check_writable(tensors: Sequence[torch.Tensor], names: Callable[[int], str])
         ValueError: a lazily conjugated or negated view, a tensor whose elements share memory, or a leaf that requires
             grad while grad mode is on (torch would not know of the write).
     """
+    if len(tensors) > _FEW and all_plain(tensors) and not any(map(attrgetter("requires_grad"), tensors)):
+        return
     for place, tensor in enumerate(tensors):
         if not _plainly_writable(tensor):
             _check_writable(tensor, names(place))
+
+
+_FEW = 10  # up to so many, a question at a time costs more than a tensor at a time
 
 
 def _plainly_writable(tensor: torch.Tensor) -> bool:
@@ -146,12 +151,23 @@ def check_disjoint(
     if len(written) == 1:
         _check_apart(written[0], names(0), read)
         return
+    if _are_apart([*written, *read]):
+        return
     for device in {tensor.device for tensor in written}:  # equal addresses of two devices need not be the same memory
         _check_disjoint_on(
             [(*_extent(tensor), place) for place, tensor in enumerate(written) if _lies_on(tensor, device)],
             {_extent(tensor) for tensor in read if _lies_on(tensor, device)},
             names,
         )
+
+
+def _are_apart(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether no two of these have an address in common.  Of two devices it need not mean anything if they do."""
+    if not all(map(torch.Tensor.is_contiguous, tensors)):
+        return False
+    begins = list(map(torch.Tensor.data_ptr, tensors))
+    extents = sorted(zip(begins, map(add, begins, map(attrgetter("nbytes"), tensors)), strict=True))
+    return all(map(le, map(itemgetter(1), extents), map(itemgetter(0), extents[1:])))
 
 
 def _check_apart(written: torch.Tensor, name: str, read: Sequence[torch.Tensor]) -> None:

@@ -84,12 +84,13 @@ MGPU_INLINE U16s narrow(F32s wide, BF16) {
   return __builtin_convertvector((bits & 0x7fffffff) > 0x7f800000 ? nan : rounded, U16s);
 }
 
-// Asks for the line 3 KiB behind this one, into the second cache: whoever reads several streams in step waits for their
-// pages most, and the first cache has too few places for all lines that are on their way (both measured).  Past the end
-// a prefetch does nothing.
+// Asks for the line 3 KiB behind this one, into the second cache, and for the one 512 bytes behind it, from there into
+// the first: whoever reads several streams in step waits for their pages most, and the first cache has too few places
+// for all lines that are on their way (both measured).  Past the end a prefetch does nothing.
 MGPU_INLINE void prefetch_ahead(const void* from) {
-  constexpr int kAhead = 3072, kForReading = 0, kSecondCache = 2;
-  __builtin_prefetch(static_cast<const char*>(from) + kAhead, kForReading, kSecondCache);
+  constexpr int kForReading = 0, kFirstCache = 3, kSecondCache = 2;
+  __builtin_prefetch(static_cast<const char*>(from) + 3072, kForReading, kSecondCache);
+  __builtin_prefetch(static_cast<const char*>(from) + 512, kForReading, kFirstCache);
 }
 
 // Lanes<T>: `Vector` is what arithmetic is done on, `count` how many elements of T one holds.

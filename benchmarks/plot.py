@@ -69,17 +69,23 @@ def _draw_rates(axis: "Axes", rows: Sequence[Row]) -> None:
     axis.grid(alpha=0.3)
 
 
+_FAR = 50  # bars of such a ratio leave nothing to be seen of the others
+
+
 def _draw_bars(axis: "Axes", rows: Sequence[Row], unit: str) -> None:
-    contestants = list(rows[0].seconds)
+    contestants = list(dict.fromkeys(who for row in rows for who in row.seconds))  # not all need be in every row
     units = [median(row.seconds[OURS]) for row in rows]
     width = 0.8 / len(contestants)
     for number, who in enumerate(contestants):
-        places = [place + number * width for place in range(len(rows))]
-        ratios = [median(row.seconds[who]) / one for row, one in zip(rows, units, strict=True)]
-        slow = [p90(row.seconds[who]) / one - ratio for row, one, ratio in zip(rows, units, ratios, strict=True)]
-        bars = axis.bar(places, ratios, width, label=who, yerr=[[0] * len(rows), slow], capsize=3)
+        present = [(place, row.seconds[who], units[place]) for place, row in enumerate(rows) if who in row.seconds]
+        places = [place + number * width for place, _, _ in present]
+        ratios = [median(seconds) / one for _, seconds, one in present]
+        slow = [p90(seconds) / one - ratio for (_, seconds, one), ratio in zip(present, ratios, strict=True)]
+        bars = axis.bar(places, ratios, width, label=who, yerr=[[0] * len(ratios), slow], capsize=3)
         if who != OURS:
             axis.bar_label(bars, [f"{ratio:.2f}x" for ratio in ratios], padding=2)
+        if max(ratios) > _FAR:
+            axis.set_yscale("log")
     middles = [place + width * (len(contestants) - 1) / 2 for place in range(len(rows))]
     ours = [f"ours {significant(one * PER_SECOND[unit])} {unit}" for one in units]
     names = [f"{name}, {text}" if name else text for name, text in zip(short_names(rows), ours, strict=True)]

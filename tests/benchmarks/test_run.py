@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import plot
 from benchmarks.case import Row, Verdict
 from benchmarks.report import report_machine, table
 from benchmarks.result import Result
@@ -66,6 +67,21 @@ def test_report_draws_from_the_files_alone(tmp_path: Path) -> None:
     first = text
     report_machine(folder)
     assert (folder / "README.md").read_text() == first
+
+
+@pytest.mark.parametrize(("slowest", "scale"), [(6e-6, "linear"), (600e-6, "log")])
+def test_bars_of_rows_with_other_contestants(slowest: float, scale: str) -> None:
+    figure = pytest.importorskip("matplotlib.figure")
+    axis = figure.Figure().subplots()
+    rows = [
+        Row({"ranks": 1}, {"ours": [1e-6], "bare": [2e-6]}),
+        Row({"ranks": 2}, {"ours": [1e-6], "ddp": [slowest]}),
+    ]
+    plot._draw_bars(axis, rows, "us")
+    groups = [group for group in axis.containers if hasattr(group, "patches")]  # the others are whiskers
+    bars = {group.get_label(): [bar.get_height() for bar in group] for group in groups}
+    assert bars == {"ours": [1.0, 1.0], "bare": [2.0], "ddp": [pytest.approx(slowest * 1e6)]}
+    assert axis.get_yscale() == scale
 
 
 @pytest.mark.parametrize("content", ["", "{}", "[]", '{"format": "mgpu_core benchmark 1", "rows": []}'])

@@ -36,14 +36,19 @@ MGPU_INLINE void update_range(const FlatParameters& flat, void* const (&changed)
   T* streams[kStreams];
   for (int s = 0; s < kStreams; ++s) streams[s] = static_cast<T*>(changed[s]) + start;
   typename L::Vector values[kStreams];
-  int64_t i = range.begin;
-  for (; i + L::count <= range.end; i += L::count) {
-    prefetch_ahead(gradients + i);
-    for (int s = 0; s < kStreams; ++s) prefetch_ahead(streams[s] + i);
+  const auto step = [&](int64_t i) {
     for (int s = 0; s < kStreams; ++s) values[s] = L::load(streams[s] + i);
     update(values, L::load(gradients + i));
     for (int s = 0; s < kStreams; ++s) L::store(streams[s] + i, values[s]);
+  };
+  constexpr int64_t kLine = 64 / sizeof(T);  // one or more registers
+  int64_t i = range.begin;
+  for (; i + kLine <= range.end; i += kLine) {
+    prefetch_ahead(gradients + i);
+    for (int s = 0; s < kStreams; ++s) prefetch_ahead(streams[s] + i);
+    for (int64_t part = 0; part < kLine; part += L::count) step(i + part);
   }
+  for (; i + L::count <= range.end; i += L::count) step(i);
   if (i == range.end) return;
   // The rest goes through the same arithmetic, in a padded vector.
   const size_t nbytes = (range.end - i) * sizeof(T);

@@ -134,5 +134,5 @@ CASE = Case(
         at_most(1.10, "tensors", images=60000, batch=64),
         at_least(8, "dataloader", images=60000, batch=64),
     ),
-    repeats=3,
+    repeats=7,
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from mgpu_core.device.random import check_rng
 from mgpu_core.device.streams import caller_streams
 from mgpu_core.device.workers import time_limit
 from mgpu_core.engine.between_devices import CommHook
+from mgpu_core.engine.captured import CapturedSteps
 from mgpu_core.engine.commit import Holder
 from mgpu_core.engine.compare import first_difference
 from mgpu_core.engine.cycle import Cycle
@@ -154,8 +155,13 @@ class TrainStep:
         # Ranks that share a GPU take turns where a graph is recorded on their stream.
         rng = "per_rank" if self.capture else self.rng
         self._passes = Passes(self._replicas, self._loss_fns, self.reduction, self.amp_dtype, rng, self.dim)
-        self.graphs = StepGraphs(self._replicas.devices[0]) if self.capture else None
         self._cycle = Cycle(self._replicas, self._sync, self._updates, self.loss_scale, self._together, steps)
+        self._captured: CapturedSteps | None = None
+        if self.capture:
+            self._captured = CapturedSteps(
+                self._replicas, self._sync, self._updates, self._passes, self._cycle, self._split_plan,
+                self.loss_scale, self.reduction,
+            )  # fmt: skip
         self._new_window()
         # A function over handles alone: what it holds, lives as long as the process.
         self._finalizer = weakref.finalize(self, _take_hooks_away, self._sync.handles, self._updates.handles)
@@ -176,6 +182,11 @@ class TrainStep:
     def steps(self) -> int:
         """Updates so far."""
         return self._cycle.steps
+
+    @property
+    def graphs(self) -> StepGraphs | None:
+        """What was captured; ``None`` without ``capture=True``."""
+        return None if self._captured is None else self._captured.graphs
 
     @outside_the_compiler
     def __call__(self, *inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
@@ -206,8 +217,8 @@ class TrainStep:
 
     def _train(self, inputs: tuple[Any, ...], kwargs: dict[str, Any], keep_outputs: bool) -> tuple[Any, Any]:
         self._refresh()
-        if self.graphs is not None and self._cycle.used:
-            loss = self._replay(self.graphs, inputs, kwargs, keep_outputs)
+        if self._captured is not None and self._cycle.used:
+            loss = self._replay(self._captured, inputs, kwargs, keep_outputs)
             if loss is not None:
                 return loss, None
         self._replicas.mirror_buffers()
@@ -238,46 +249,24 @@ class TrainStep:
         return window.add(rows, losses, self.team.devices[0]), outputs
 
     def _replay(
-        self, graphs: StepGraphs, inputs: tuple[Any, ...], kwargs: dict[str, Any], keep_outputs: bool
+        self, captured: CapturedSteps, inputs: tuple[Any, ...], kwargs: dict[str, Any], keep_outputs: bool
     ) -> torch.Tensor | None:
         """The loss of a step that was the replay of a graph; ``None``: it must go the ordinary way."""
         reason = self._why_no_graph(keep_outputs)
         if reason is not None:
-            graphs.skip(reason)
+            captured.graphs.skip(reason)
             return None
-        loss = self._cycle.replayed(lambda: graphs.run((inputs, kwargs), self._fixed(), self._record))
+        loss = captured.run(inputs, kwargs, self.clip_norm)
         if loss is not None:
             self._new_window()
         return loss
 
-    def _fixed(self) -> tuple[Hashable, ...]:
-        """What a recording fixes, besides the batch."""
-        autocast = torch.is_autocast_enabled(GRAPH_DEVICE) and torch.get_autocast_dtype(GRAPH_DEVICE)
-        used, memory = tuple(self._cycle.used), self._updates.memory
-        return self._replicas.flags, used, memory, self.clip_norm, autocast, self.loss_scale.scale
-
-    def _record(self, batch: Any) -> torch.Tensor:
-        """What the device does in one step: all of it is launched, nothing is waited for."""
-        try:
-            inputs, kwargs = batch
-            self._replicas.mirror_buffers()
-            self._enter()
-            loss, _ = self._compute(inputs, kwargs, overlap=True, keep_outputs=False)
-            self._cycle.work_of(self.clip_norm)
-        except BaseException:
-            self._sync.cancel()
-            self._passes.stop(time_limit())
-            self._sync.abandon()
-            self._new_window()
-            raise
-        return loss
-
     def _why_no_graph(self, keep_outputs: bool) -> str | None:
-        device = self._replicas.devices[0]
+        device = next((each for each in self._replicas.devices if each.type != GRAPH_DEVICE), None)
         collects = self.accumulate > 1 or self._keeps_accumulating or self._cycle.window.calls
         reasons = {
-            "its ranks are on several devices": len(self._replicas.devices) > 1,
-            f"there are no CUDA graphs on {device}": device.type != GRAPH_DEVICE,
+            f"there are no CUDA graphs on {device}": device is not None,
+            "the optimizer's state is in shards": self.shard_optimizer and len(self._replicas.devices) > 1,
             "several processes agree on each update": self._together is not None,
             "ranks meet in synchronised layers": self._passes.joint,
             "gradients are accumulated over several calls": collects,
@@ -514,8 +503,8 @@ class TrainStep:
 
     def _leave(self) -> None:
         self._finalizer()
-        if self.graphs is not None:
-            self.graphs.clear()
+        if self._captured is not None:
+            self._captured.graphs.clear()
         self._sync.abandon()
         self._updates.close()
         self._replicas.release()

@@ -10,23 +10,23 @@ import torch
 
 from mgpu_core import kernels
 from mgpu_core.device.dtypes import FLOATING
-from mgpu_core.engine.gradients import GradientSync
 from mgpu_core.engine.replicas import Replicas
+from mgpu_core.engine.sums import Sums
 
 __all__ = ["GradientNorm", "are_finite", "check_finite", "clip", "multiply", "overflow_of"]
 
 
 class GradientNorm:
-    """The Euclidean norm of the summed gradients, a scalar on the first device.
+    """The Euclidean norm of the summed gradients, a scalar on their first device.
 
     Args:
-        sync: whose sums lie where they will always lie.
+        sums: that lie where they will always lie.
     """
 
-    def __init__(self, sync: GradientSync) -> None:
-        self._sync = sync
+    def __init__(self, sums: Sums) -> None:
+        self._sums = sums
         alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-        for flat in sync.every_sum:
+        for flat in sums.every_sum:
             real = torch.view_as_real(flat) if flat.is_complex() else flat
             alike.setdefault((real.device, real.dtype), []).append(real)
         self._norms = [_norm_of(tensors) for tensors in alike.values()]
@@ -34,7 +34,7 @@ class GradientNorm:
     def compute(self) -> torch.Tensor:
         """Of the sums that there are now."""
         norms = [compute() for compute in self._norms]
-        norms += [_values(each).norm() for each in self._sync.sparse.values()]
+        norms += [_values(each).norm() for each in self._sums.sparse.values()]
         if len(norms) == 1:
             return norms[0]
         together: torch.Tensor = torch.stack([norm.to(norms[0].device, torch.float64) for norm in norms]).norm()
@@ -47,53 +47,53 @@ def _norm_of(tensors: Sequence[torch.Tensor]) -> Callable[[], torch.Tensor]:
     return partial(torch.nn.utils.get_total_norm, tensors)
 
 
-def clip(sync: GradientSync, norm: torch.Tensor, limit: float) -> None:
+def clip(sums: Sums, norm: torch.Tensor, limit: float) -> None:
     """Scales all gradients, of norm ``norm``, so that it is at most ``limit``: ``torch.nn.utils.clip_grad_norm_``."""
     coefficient = limit / (norm + 1e-6)
     if norm.device.type == "cpu" and coefficient >= 1:
         return  # where nobody waits for the number, nothing need be multiplied by one
-    multiply(sync, coefficient.clamp(max=1.0))
+    multiply(sums, coefficient.clamp(max=1.0))
 
 
-def multiply(sync: GradientSync, factor: float | torch.Tensor) -> None:
+def multiply(sums: Sums, factor: float | torch.Tensor) -> None:
     """All gradients of all devices, by one number."""
     with torch.no_grad():
-        for gradients in sync.parts:
+        for gradients in sums.parts:
             for each in gradients:
                 each.mul_(factor.to(each.device) if isinstance(factor, torch.Tensor) else factor)
-        for each in sync.sparse.values():
+        for each in sums.sparse.values():
             each.mul_(factor)
 
 
-def are_finite(sync: GradientSync, norm: torch.Tensor) -> bool:
+def are_finite(sums: Sums, norm: torch.Tensor) -> bool:
     """Whether no summed gradient, all together of norm ``norm``, is NaN or infinite; waits for the device."""
     # One number that is not finite makes the norm so; a norm that only overflows is looked into for nothing.  Not by a
     # sum of torch's: its threads would be woken, beside those of the ranks.
     if math.isfinite(float(norm)):
         return True
-    totals = [*sync.every_sum, *map(_values, sync.sparse.values())]
+    totals = [*sums.every_sum, *map(_values, sums.sparse.values())]
     return all(bool(torch.isfinite(each).all()) for each in totals)
 
 
-def overflow_of(sync: GradientSync) -> torch.Tensor:
+def overflow_of(sums: Sums) -> torch.Tensor:
     """1 where a summed gradient in the buckets is NaN or infinite, else 0: :func:`are_finite` for who must not wait."""
-    largest = torch.nn.utils.get_total_norm(sync.every_sum, norm_type=math.inf)
+    largest = torch.nn.utils.get_total_norm(sums.every_sum, norm_type=math.inf)
     return torch.isfinite(largest).logical_not().float()
 
 
-def check_finite(sync: GradientSync, norm: torch.Tensor, replicas: Replicas, processes: int) -> None:
+def check_finite(sums: Sums, norm: torch.Tensor, replicas: Replicas, processes: int) -> None:
     """Raises if the sum of so many processes' gradients is NaN or infinite somewhere; waits for the device.
 
     Args:
-        sync: the sums.
-        norm: of all of them.
+        sums: all of them.
+        norm: theirs.
         replicas: the ranks, whose own gradients are looked into then.
         processes: how many have added theirs.
 
     Raises:
         FloatingPointError: names the rank and the parameter.
     """
-    if are_finite(sync, norm):
+    if are_finite(sums, norm):
         return
     for i, name in enumerate(replicas.names):
         for rank in replicas.team.ranks:

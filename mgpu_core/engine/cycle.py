@@ -13,6 +13,7 @@ from mgpu_core.engine.gradients import GradientSync
 from mgpu_core.engine.losses import Window
 from mgpu_core.engine.replicas import Replicas
 from mgpu_core.engine.scaling import LossScale
+from mgpu_core.engine.sums import Sums
 from mgpu_core.engine.together import Together
 from mgpu_core.engine.updates import Updates
 from mgpu_core.entries import ALL_RANKS
@@ -58,6 +59,10 @@ class Cycle:
     def renew(self, reduction: str, accumulate: int) -> None:
         """A new window; what the last one has left in running statistics, stays."""
         self._buffers.drop()
+        self.open_window(reduction, accumulate)
+
+    def open_window(self, reduction: str, accumulate: int) -> None:
+        """A new window alone."""
         rows = None if self._together is None else self._together.rows
         shared = self._together is not None
         self.window = Window(reduction, accumulate, self._loss_scale.scale, rows, shared=shared)
@@ -102,10 +107,11 @@ class Cycle:
             if decided is None:
                 return None
             used, weight = decided
-            if self._loss_scale.is_on and not are_finite(self._sync, self._norm.compute()):
+            if self._loss_scale.is_on and not are_finite(self._sync.sums, self._norm.compute()):
                 self._skip_update()
                 return False
-            self._finish_gradients(weight, clip_norm, error_if_nonfinite)
+            check = self._check_finite if error_if_nonfinite else None
+            self._finish_gradients(self._sync.sums, self._norm, weight, clip_norm, check)
             self._sync.show(used)
             self._make_update(used)
             return True
@@ -135,9 +141,10 @@ class Cycle:
         self._buffers.drop()  # an interrupt that waited for this comes next, and must not undo a half
 
     def replayed(self, replay: Callable[[], torch.Tensor | None]) -> torch.Tensor | None:
-        """An update of the same parameters as the last one, whose work on the device is :meth:`work_of`, replayed.
+        """An update of the same parameters as the last one, whose work on the devices is replayed.
 
-        With a loss scale it waits for the device: whether the gradients were finite, decides about the next scale.
+        On each device it ends in :meth:`work_on`.  With a loss scale it waits for the first one: whether the gradients
+        were finite, decides about the next scale.
 
         Returns:
             What ``replay`` does; ``None``: there was no replay.
@@ -147,7 +154,7 @@ class Cycle:
         """
         with uninterrupted():
             self._updates.prepare(self.used)
-            if self._loss_scale.is_on:
+            if self._loss_scale.is_on or len(self._replicas.devices) > 1:  # it may end between forward and update
                 self._buffers.take()
             loss = replay()
             if loss is None:
@@ -159,33 +166,53 @@ class Cycle:
                 self._conclude(self.used)
         return loss
 
-    def work_of(self, clip_norm: float | None) -> None:
-        """What the device does for an update, behind the backward of the only call: nobody waits for it.
+    def norm_on(self, place: int) -> GradientNorm:
+        """Of the sums, as one device has them."""
+        return GradientNorm(self._sync.sums_on(place))
 
-        Raises:
-            RuntimeError: other parameters were used than in the last update.
+    def work_on(self, place: int, norm: GradientNorm, weight: float | torch.Tensor, clip_norm: float | None) -> None:
+        """What one device does for an update, behind the sums of the only call: nobody waits for it.
+
+        Args:
+            place: of the device.
+            norm: :meth:`norm_on` it.
+            weight: of the call; a tensor lies on the device.
+            clip_norm: the largest norm of all gradients.
         """
-        self._sync.finish()
+        sums = self._sync.sums_on(place)
+        if self._loss_scale.is_on:
+            self._updates.hold_back(place, overflow_of(sums))
+        self._finish_gradients(sums, norm, weight, clip_norm, check=None)
+        self._updates.launch_on(place)
+
+    def check_used(self) -> None:
+        """Raises RuntimeError unless the same parameters have gradients as in the last update."""
         if self._sync.used() != self.used:
             raise RuntimeError("this batch uses other parameters than the one before")
-        if self._loss_scale.is_on:
-            self._updates.hold_back(overflow_of(self._sync))
-        self._finish_gradients(self.window.weight, clip_norm, refuse_nonfinite=False)
-        self._updates.launch()
 
-    def _finish_gradients(self, weight: float | torch.Tensor, clip_norm: float | None, refuse_nonfinite: bool) -> None:
+    def _finish_gradients(
+        self,
+        sums: Sums,
+        norm: GradientNorm,
+        weight: float | torch.Tensor,
+        clip_norm: float | None,
+        check: Callable[[torch.Tensor], None] | None,
+    ) -> None:
         """What one device's gradients would be, from sums of all calls, which weigh so much."""
         factor = self.window.factor(weight)
         if factor is not None:
-            multiply(self._sync, factor)
-        if not refuse_nonfinite and clip_norm is None:
+            multiply(sums, factor)
+        if check is None and clip_norm is None:
             return
-        norm = self._norm.compute()
-        if refuse_nonfinite:
-            processes = 1 if self._together is None else self._together.processes.count
-            check_finite(self._sync, norm, self._replicas, processes)
+        length = norm.compute()
+        if check is not None:
+            check(length)
         if clip_norm is not None:
-            clip(self._sync, norm, clip_norm)
+            clip(sums, length, clip_norm)
+
+    def _check_finite(self, norm: torch.Tensor) -> None:
+        processes = 1 if self._together is None else self._together.processes.count
+        check_finite(self._sync.sums, norm, self._replicas, processes)
 
     def _lay_out(self, standing: Standing) -> bool:
         learnt = self._sync.learnt()
@@ -195,7 +222,7 @@ class Cycle:
                 return False
             learnt = agreed
         self._sync.lay_out(learnt)
-        self._norm = GradientNorm(self._sync)
+        self._norm = GradientNorm(self._sync.sums)
         if self._together is not None:
             self._together.confirm_layout()
             self._sync.open_outbox()

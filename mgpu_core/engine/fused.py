@@ -124,13 +124,17 @@ class FusedUpdate:
 
     def launch(self) -> None:
         """The kernels: all that a device does for an update."""
-        for device in self._devices:
-            device.run(decoupled=bool(self._optimizer.param_groups[0].get("decoupled_weight_decay")))
+        for place in range(len(self._devices)):
+            self.launch_on(place)
 
-    def hold_back(self, if_not_zero: torch.Tensor) -> None:
-        """Lets the next launch change nothing where this number is not 0; nobody waits for it."""
-        for device in self._devices:
-            device.held_back.copy_(if_not_zero)
+    def launch_on(self, place: int) -> None:
+        """Those of one device."""
+        decoupled = bool(self._optimizer.param_groups[0].get("decoupled_weight_decay"))
+        self._devices[place].run(decoupled=decoupled)
+
+    def hold_back(self, place: int, if_not_zero: torch.Tensor) -> None:
+        """Lets the next launch on a device change nothing where this number on it is not 0; nobody waits for it."""
+        self._devices[place].held_back.copy_(if_not_zero)
 
     def was_held_back(self) -> bool:
         """Whether the last launch has changed nothing; waits for the device, and lets later ones go on."""

@@ -26,6 +26,7 @@ from mgpu_core.engine.flat import FlatTensors, part_of
 from mgpu_core.engine.layout import Bucket, bucket_layout
 from mgpu_core.engine.replicas import Replicas
 from mgpu_core.engine.rounds import Round
+from mgpu_core.engine.sums import Sums
 from mgpu_core.engine.twins import GradientHook
 from mgpu_core.entries import ALL_RANKS
 from mgpu_core.processes.ballot import tail_count
@@ -60,9 +61,7 @@ class GradientSync:
 
     Attributes:
         flats: per device the flat values, and the sums of the gradients.
-        parts: per device the flat sums that it updates by: all of them, or its shards.
-        every_sum: flat tensors that hold each sum once.
-        sparse: the sums of sparse gradients, by parameter.
+        sums: of the gradients.
         between: how buckets are summed over the devices.
         outbox: where they go, to be summed over the processes.
     """
@@ -84,9 +83,7 @@ class GradientSync:
         self.between = BetweenDevices(algorithm, comm_dtype, self._shards, group, firsts)
         self.buckets: tuple[Bucket, ...] = ()
         self.flats: list[FlatTensors] = []
-        self.parts: list[list[torch.Tensor]] = []
-        self.every_sum: list[torch.Tensor] = []
-        self.sparse: dict[int, torch.Tensor] = {}
+        self.sums = Sums()
         self.loose: list[int] = []  # parameters outside the buckets: their gradients are sparse
         self._bucket_of: dict[int, int] = {}
         self.is_laid_out = self._is_learning = False
@@ -128,9 +125,10 @@ class GradientSync:
             sum(parameters[each.parameter].requires_grad for each in bucket.segments) for bucket in self.buckets
         ]
 
-    def clear(self) -> None:
-        """Forgets all gradients."""
-        for row in self._replicas.parameters:
+    def clear(self, ranks: Sequence[int] | None = None) -> None:
+        """Forgets all gradients, or those of some ranks."""
+        rows = self._replicas.parameters
+        for row in rows if ranks is None else [rows[rank] for rank in ranks]:
             for parameter in row:
                 parameter.grad = None
 
@@ -204,7 +202,7 @@ class GradientSync:
     def finish(self) -> None:
         """After the backward of all ranks: sums what is left.
 
-        The sums lie in ``flats`` and ``sparse``; each rank still has its own gradients.
+        The sums lie in ``flats`` and ``sums``; each rank still has its own gradients.
         """
         for bucket in self._round.left():
             if self.outbox is not None and self.outbox.has_sent(bucket):
@@ -216,7 +214,7 @@ class GradientSync:
         used = self.used() if self.loose else ()
         if self.loose:
             with span("reduce"):
-                self.sparse = {i: self._sum_loose(i) for i in self.loose if used[i]}
+                self.sums.sparse = {i: self._sum_loose(i) for i in self.loose if used[i]}
         self._side.joins()
         self._rest()
 
@@ -228,8 +226,9 @@ class GradientSync:
         if self._shards > 1:
             self.clear()
             return
+        views = self.flats[0].gradient_views
         for i, parameter in enumerate(self._replicas.own):
-            parameter.grad = None if not used[i] else self.sparse.get(i, self.flats[0].gradient_views.get(i))
+            parameter.grad = None if not used[i] else self.sums.sparse.get(i, views.get(i))
 
     def learnt(self) -> Learnt:
         """After the first backward."""
@@ -258,10 +257,10 @@ class GradientSync:
             flat = FlatTensors(self.buckets, parameters, device, 0 if place else tail)
             self._replicas.show_memory(place, flat)
             self.flats.append(flat)
-            self.parts.append([part_of(gradients, place, self._shards) for gradients in flat.gradients])
+            self.sums.parts.append([part_of(gradients, place, self._shards) for gradients in flat.gradients])
         if self._processes is not None:
             self.outbox = Outbox(self._processes, self.flats[0].messages, len(parameters), self._comm_dtype)
-        self.every_sum = [each for of in self.parts[: self._shards] for each in of]
+        self.sums.every_sum = [each for of in self.sums.parts[: self._shards] for each in of]
         self._plans = [self._plan(bucket) for bucket in self.buckets]
         self._replicas.remember()
         self.is_laid_out = True
@@ -284,12 +283,34 @@ class GradientSync:
         with span("all_reduce", ALL_RANKS, None, bucket), self._side.entered():
             if is_on():
                 tell_contents("all_reduce", bucket, self._named(bucket))
-            for sums, columns in self._plans[bucket]:
-                sums.add_up([list(map(_gradient, column)) for column in columns])
+            for place in range(len(self.flats)):
+                self._sum_ranks(place, bucket)
             if len(self.flats) > 1 and (self.between.hook is None or self.outbox is None):
                 self._over_devices(bucket)
             if self.outbox is not None:
                 self.outbox.put(bucket)
+
+    def _sum_ranks(self, place: int, bucket: int) -> None:
+        sums, columns = self._plans[bucket][place]
+        sums.add_up([list(map(_gradient, column)) for column in columns])
+
+    def sum_ranks_of(self, place: int) -> None:
+        """Sums all buckets over the ranks of one device, on its current stream: :meth:`sum_devices` goes on."""
+        for bucket in range(len(self.buckets)):
+            self._sum_ranks(place, bucket)
+
+    def sum_devices(self) -> None:
+        """Sums all buckets, which hold the sums over the ranks of each device, over the devices."""
+        for bucket in range(len(self.buckets)):
+            with span("all_reduce", ALL_RANKS, None, bucket):
+                if is_on():
+                    tell_contents("all_reduce", bucket, self._named(bucket))
+                self._over_devices(bucket)
+
+    def sums_on(self, place: int) -> Sums:
+        """What one device has of the sums, where it has all of them."""
+        gradients = self.flats[place].gradients
+        return Sums([gradients], gradients)
 
     def _named(self, bucket: int) -> list[tuple[str, torch.Tensor]]:
         views = self.flats[0].gradient_views

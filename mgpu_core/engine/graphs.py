@@ -1,95 +1,124 @@
-"""Whole steps as CUDA graphs: recorded once per shape of the batch, replayed with one launch.
+"""Recordings of steps: made once per kind of batch, after a few ordinary steps, and replayed from then on.
 
-What a graph holds is what the device does between two updates: forward, loss, backward, the sums, the update.  What
-the host does for each update (counts, settings, what the user sees) is done for each replay, around it.  A recording
-computes nothing; numbers that change from step to step lie in the device's memory, and those that the recording has
-fixed are part of its key: shapes, modes, the loss scale.
+What a recording is, and how one is made, is nobody's business here (see ``captured.py``): this file knows when there
+is one, which batches it serves, and what to tell the user where there is none.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 
 from mgpu_core.nested import Tree, flatten
 
-__all__ = ["GRAPH_DEVICE", "CudaRecorder", "Replayable", "StepGraphs"]
+__all__ = ["GRAPH_DEVICE", "CudaRecorder", "Launch", "Recorder", "Recording", "StaticNest", "StepGraphs"]
 
 GRAPH_DEVICE = "cuda"
 
 WARM_UP = 3  # ordinary steps before a recording: kernels are chosen, memory and states allocated
-KEPT = 4  # graphs; each holds the memory of a step
+KEPT = 4  # recordings; each holds the memory of a step
+SEEN = 64  # kinds of batches that are being counted
 
 _FIRST = "it is one of the first of its kind"
 _NEW_LINE = "\n"
 
-Work = Callable[[Any], torch.Tensor]
+Work: TypeAlias = Callable[[], list[torch.Tensor]]
 
 
-class Replayable(Protocol):
-    """A recording."""
+class Launch(Protocol):
+    """What one device did while it was recorded."""
 
     def replay(self) -> None:
-        """Does again what was recorded, in the same memory, on the current stream."""
+        """Does it again, in the same memory, on the device's current stream."""
+
+
+class Recorder(Protocol):
+    """What records the work of a device."""
+
+    def record(self, device: torch.device, work: Work) -> tuple[Launch, list[torch.Tensor]]:
+        """All that ``work`` launches on one device, and where its results will lie."""
 
 
 class CudaRecorder:
-    """Records CUDA graphs on one device; all of them share a memory pool, since one is replayed at a time."""
+    """Records CUDA graphs; those of one device share a memory pool, since one is replayed at a time."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._pool: Any = None
+    def __init__(self) -> None:
+        self._pools: dict[torch.device, Any] = {}
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
-    def record(self, work: Callable[[], torch.Tensor]) -> tuple[Replayable, torch.Tensor]:
-        """The graph of all that ``work`` launches, and where its result will lie.
+    def record(self, device: torch.device, work: Work) -> tuple[Launch, list[torch.Tensor]]:
+        """The graph of all that ``work`` launches on one device, and where its results will lie.
 
-        Other threads may use the GPU meanwhile: what they do is not recorded, and does not break the recording.
+        Other threads may use the GPUs meanwhile: what they do is not recorded, and does not break the recording.
         """
-        with torch.cuda.device(self._device):
-            if self._pool is None:
-                self._pool = torch.cuda.graph_pool_handle()
+        with torch.cuda.device(device):
+            if device not in self._pools:
+                self._pools[device] = torch.cuda.graph_pool_handle()
+                # torch's own stream for captures is one for the process, on the first device that had one.
+                self._streams[device] = torch.cuda.Stream(device)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                result = work()
-            return graph, result
+            pool, stream = self._pools[device], self._streams[device]
+            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+                results = work()
+            return graph, results
 
 
-@dataclass(slots=True)
-class _Recording:
-    graph: Replayable
-    inputs: list[torch.Tensor]
-    loss: torch.Tensor
+class StaticNest:
+    """A nest whose tensors stay where they are: what a recording reads, filled anew before each replay.
+
+    Args:
+        nest: like those that it will be filled with.
+        device: of its tensors; ``None``: each on the one where it is.
+
+    Attributes:
+        nest: to be recorded with.
+    """
+
+    def __init__(self, nest: Any, device: torch.device | None = None) -> None:
+        leaves: list[Any] = []
+        tree = flatten(nest, leaves, "batch", whole=True)
+        self._tensors = [each.detach().to(device or each.device, copy=True) for each in _tensors(leaves)]
+        rest = iter(self._tensors)
+        self.nest = tree.unflatten(iter([next(rest) if isinstance(each, torch.Tensor) else each for each in leaves]))
+
+    def fill(self, nest: Any) -> None:
+        """Copies the tensors of another nest into these, on the current streams of their devices."""
+        leaves: list[Any] = []
+        flatten(nest, leaves, "batch", whole=True)
+        with torch.no_grad():
+            for static, given in zip(self._tensors, _tensors(leaves), strict=True):
+                static.copy_(given, non_blocking=True)
+
+
+class Recording(Protocol):
+    """A step that can be replayed."""
+
+    def replay(self, batch: Any) -> torch.Tensor:
+        """The loss of a batch like the recorded one, in memory of its own."""
 
 
 class StepGraphs:
-    """The graphs of one step.
-
-    Args:
-        device: of all its ranks.
-        recorder: what records.
+    """The recordings of one step.
 
     Attributes:
         replays: steps that were replays so far.
         reason: why the last step was none; ``None`` if it was one.
     """
 
-    def __init__(self, device: torch.device, recorder: Any = None) -> None:
-        self._device = device
-        self._recorder = CudaRecorder(device) if recorder is None else recorder
-        self._seen: Counter[Hashable] = Counter()
+    def __init__(self) -> None:
+        self._seen: OrderedDict[Hashable, int] = OrderedDict()
         self._failed: dict[Hashable, str] = {}
-        self._recordings: OrderedDict[Hashable, _Recording] = OrderedDict()
+        self._recordings: OrderedDict[Hashable, Recording] = OrderedDict()
         self._told: set[str] = set()
         self.replays = 0
         self.reason: str | None = _FIRST
 
     def clear(self) -> None:
-        """Lets go of all graphs and their memory."""
+        """Lets go of all recordings and their memory."""
         self._recordings.clear()
 
     def skip(self, reason: str) -> None:
@@ -99,45 +128,36 @@ class StepGraphs:
             self._told.add(reason)
             warnings.warn(f"this step is not captured: {reason}", stacklevel=7)
 
-    def run(self, batch: Any, settings: Hashable, work: Work) -> torch.Tensor | None:
+    def run(self, batch: Any, settings: Hashable, record: Callable[[], Recording]) -> torch.Tensor | None:
         """The loss of a replay; ``None``: this step must go the ordinary way.
 
         Args:
-            batch: a nest; its tensors are copied to where the recording reads them.
+            batch: a nest.
             settings: all else that a recording fixes.
-            work: what is recorded: from a batch like this one to the loss.  Called once per recording.
+            record: makes a recording that serves this batch, and all of its kind.
         """
-        leaves: list[Any] = []
-        tree = flatten(batch, leaves, "batch", whole=True)
-        key = _key(leaves, tree, settings)
+        key = _key(batch, settings)
         if key is None:
             self.skip("the batch has a part that is neither a plain tensor nor a number, a text or None")
             return None
-        recording = self._recordings.get(key) or self._recorded(key, leaves, tree, work)
+        recording = self._recordings.get(key) or self._recorded(key, record)
         if recording is None:
             return None
         self._recordings.move_to_end(key)
-        with torch.no_grad():
-            for static, given in zip(recording.inputs, _tensors(leaves), strict=True):
-                static.copy_(given, non_blocking=True)
-        recording.graph.replay()
+        loss = recording.replay(batch)
         self.replays += 1
         self.reason = None
-        return recording.loss.clone()
+        return loss
 
-    def _recorded(self, key: Hashable, leaves: Sequence[Any], tree: Tree, work: Work) -> _Recording | None:
-        self._seen[key] += 1
-        if self._seen[key] <= WARM_UP:
-            self.reason = _FIRST
-            return None
+    def _recorded(self, key: Hashable, record: Callable[[], Recording]) -> Recording | None:
         if key in self._failed:
             self.skip(self._failed[key])
             return None
-        inputs = [each.detach().to(self._device, copy=True) for each in _tensors(leaves)]
-        rest = iter(inputs)
-        statics = [next(rest) if isinstance(each, torch.Tensor) else each for each in leaves]
+        if not self._is_known(key):
+            self.reason = _FIRST
+            return None
         try:
-            graph, loss = self._recorder.record(lambda: work(tree.unflatten(iter(statics))))
+            found = record()
         except Exception as error:
             cause = error.__cause__ or error  # a rank's own, not how it was told
             self._failed[key] = f"recording it failed ({type(cause).__name__}: {str(cause).partition(_NEW_LINE)[0]})"
@@ -145,16 +165,25 @@ class StepGraphs:
             return None
         while len(self._recordings) >= KEPT:
             self._recordings.popitem(last=False)
-        found = self._recordings[key] = _Recording(graph, inputs, loss)
+        self._recordings[key] = found
         return found
+
+    def _is_known(self, key: Hashable) -> bool:
+        """Whether enough steps of this kind were ordinary ones; counts."""
+        self._seen[key] = self._seen.pop(key, 0) + 1
+        if len(self._seen) > SEEN:
+            self._seen.popitem(last=False)
+        return self._seen[key] > WARM_UP
 
 
 def _tensors(leaves: Sequence[Any]) -> list[torch.Tensor]:
     return [each for each in leaves if isinstance(each, torch.Tensor)]
 
 
-def _key(leaves: Sequence[Any], tree: Tree, settings: Hashable) -> Hashable | None:
-    """What two batches must have in common to be replayed by one graph; ``None``: no graph could."""
+def _key(batch: Any, settings: Hashable) -> Hashable | None:
+    """What two batches must have in common to be served by one recording; ``None``: none could."""
+    leaves: list[Any] = []
+    tree: Tree = flatten(batch, leaves, "batch", whole=True)
     parts: list[Hashable] = [settings, *tree.paths("")]
     for each in leaves:
         if type(each) is torch.Tensor and each.layout is torch.strided and not each.requires_grad:

@@ -69,9 +69,23 @@ class Passes:
         return [RankPart(tuple(args), names, tuple(target), 1.0) for args, names, *target in cut], rows
 
     def run(
-        self, parts: list[RankPart], clocks: Sequence[RankClock], *, backward: bool, keep_outputs: bool
+        self,
+        parts: list[RankPart],
+        clocks: Sequence[RankClock],
+        *,
+        backward: bool,
+        keep_outputs: bool,
+        ranks: Sequence[int] | None = None,
     ) -> tuple[list[RankLoss], Any]:
-        """Forward and loss of all ranks, and backward: each rank's loss, and all outputs joined if they are kept."""
+        """Forward and loss of each part, and backward: each rank's loss, and all outputs joined if they are kept.
+
+        Args:
+            parts: one per rank.
+            clocks: per rank of the team what its time is taken by; none: it is not.
+            backward: whether there is one.
+            keep_outputs: whether outputs are returned.
+            ranks: whose parts these are; ``None``: the first ones.
+        """
         self._gate = Gate()
         team = self._replicas.team
         rng = "per_rank" if self._draws else self._rng
@@ -81,7 +95,7 @@ class Passes:
             self._replicas.modules, self._loss_fns, self._reduction, backward, joint, keep_outputs, rng,
             self._amp_dtype, self._gate, clocks,
         )  # fmt: skip
-        results = run_pass(job, team, parts)
+        results = run_pass(job, team, parts, range(len(parts)) if ranks is None else ranks)
         outputs = gather([output for _, output in results], team.devices[0], self._dim) if keep_outputs else None
         return [loss for loss, _ in results], outputs
 

@@ -65,19 +65,20 @@ class Pass:
     clocks: Sequence[RankClock] = ()
 
 
-def run_pass(job: Pass, team: Team, parts: Sequence[RankPart]) -> list[tuple[RankLoss, Any]]:
-    """Runs all ranks at once; returns per rank its loss and, if they are kept, its outputs, detached.
+def run_pass(job: Pass, team: Team, parts: Sequence[RankPart], ranks: Sequence[int]) -> list[tuple[RankLoss, Any]]:
+    """Runs these ranks at once; returns per rank its loss and, if they are kept, its outputs, detached.
 
     Raises:
         Exception: the first failing rank's, as :func:`mgpu_core.parallel_apply` words it.
     """
-    works = [_Work(job, rank, team.devices[rank]) for rank in range(len(parts))]
+    devices = [team.devices[rank] for rank in ranks]
+    works = [_Work(job, rank, device) for rank, device in zip(ranks, devices, strict=True)]
     if len(team) == 1:  # nobody to share with: in this thread, and failures are the module's own
         device = team.devices[0]
         with on(device, caller_streams([device])[0]):
             return [works[0](parts[0])]
     inputs = [(part,) for part in parts]
-    results = parallel_apply(works, inputs, None, team.devices[: len(parts)], rng=job.rng)  # type: ignore[arg-type]
+    results = parallel_apply(works, inputs, None, devices, rng=job.rng)  # type: ignore[arg-type]
     if job.backward and job.joint:
         _differentiate_together(results, parts)
     return results

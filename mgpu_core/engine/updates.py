@@ -96,10 +96,18 @@ class Updates:
         if self._replicas.is_mixed:
             self._replicas.send_values()
 
-    def hold_back(self, if_not_zero: torch.Tensor) -> None:
-        """Lets a fused update that is launched next change nothing where this number is not 0; nobody waits for it."""
+    def launch_on(self, place: int) -> None:
+        """What one device does for a fused update, where devices share nothing."""
         assert isinstance(self._update, FusedUpdate)
-        self._update.hold_back(if_not_zero)
+        self._update.launch_on(place)
+
+    def hold_back(self, place: int, if_not_zero: torch.Tensor) -> None:
+        """Lets a fused update of device ``place``, launched next, change nothing where this number is not 0.
+
+        Nobody waits for it; it lies on that device.
+        """
+        assert isinstance(self._update, FusedUpdate)
+        self._update.hold_back(place, if_not_zero)
 
     def was_held_back(self) -> bool:
         """Whether it has changed nothing; waits for the device."""
@@ -234,7 +242,7 @@ class _TorchUpdate:
             elif i in views:
                 parameter.grad = views[i]
             else:
-                parameter.grad = self._sync.sparse[i].to(parameter.device)
+                parameter.grad = self._sync.sums.sparse[i].to(parameter.device)
 
 
 def _own_default(device: torch.device) -> AbstractContextManager[object]:

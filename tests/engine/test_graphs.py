@@ -1,7 +1,4 @@
-"""Steps as graphs, with a recorder that has no GPU: what the host does around a replay, and when there is none.
-
-A real recording computes nothing; this one computes and puts everything back, and a replay computes again.
-"""
+"""Steps as graphs, with a recorder that has no GPU: what the host does around a replay, and when there is none."""
 
 import copy
 import warnings
@@ -10,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from engine.nets import Branches, Linear, batches, mse
+from fakes.graphs import Replay, without_gpu
 from fakes.nets import cpu
 from torch import nn
 from torch.optim import SGD, AdamW, RMSprop
@@ -18,57 +16,18 @@ from torch.optim.lr_scheduler import StepLR
 from mgpu_core import Replicate, TrainStep
 from mgpu_core.engine import graphs
 from mgpu_core.engine.clipping import are_finite, overflow_of
-from mgpu_core.engine.graphs import WARM_UP, StepGraphs
-
-
-class Recorder:
-    """Of one step; counts."""
-
-    def __init__(self, step):
-        self.step, self.records = step, 0
-
-    def record(self, work):
-        self.records += 1
-        kept = [(each, each.clone()) for each in self._memory()]
-        try:
-            loss = work()
-        finally:
-            with torch.no_grad():
-                for tensor, value in kept:
-                    tensor.copy_(value)
-        result = torch.full_like(loss, float("nan"))
-        return Replay(self.step, work, result), result
-
-    def _memory(self):
-        """What a step writes: parameters and buffers, tables and states."""
-        yield from (each.data for each in self.step.module.parameters())
-        yield from self.step.module.buffers()
-        for device in self.step._updates._update._devices:
-            yield from device.segments
-            yield device.held_back
-            yield from (each for flats in device.states.values() for each in flats)
-
-
-class Replay:
-    def __init__(self, step, work, result):
-        self.step, self.work, self.result = step, work, result
-
-    def replay(self):
-        self.step._new_window()  # the recording has left its call in the one that there is
-        self.result.copy_(self.work())
+from mgpu_core.engine.graphs import WARM_UP
 
 
 @pytest.fixture(autouse=True)
 def the_cpu_has_graphs(monkeypatch):
-    monkeypatch.setattr(graphs, "GRAPH_DEVICE", "cpu")
-    monkeypatch.setattr("mgpu_core.train_step.GRAPH_DEVICE", "cpu")
+    for place in ("engine.graphs", "engine.captured", "train_step"):
+        monkeypatch.setattr(f"mgpu_core.{place}.GRAPH_DEVICE", "cpu")
 
 
 def step_of(net, optimizer, ranks=2, loss_fn=mse, **settings):
     settings = {"error_if_nonfinite": False} | settings
-    step = TrainStep(net, loss_fn, optimizer, cpu(ranks), capture=True, **settings)
-    step.graphs = StepGraphs(torch.device("cpu"), Recorder(step))
-    return step
+    return without_gpu(TrainStep(net, loss_fn, optimizer, cpu(ranks), capture=True, **settings))
 
 
 def same(one, other):
@@ -109,7 +68,7 @@ def test_replays_are_steps(name, ranks):
             ]
     assert captured.steps == plain.steps == 60
     assert captured.graphs.replays >= 40
-    assert captured.graphs._recorder.records <= 4
+    assert captured._captured.recorder.records <= 4
     one, other = captured.optimizer.state_dict()["state"], plain.optimizer.state_dict()["state"]
     for place, state in other.items():
         assert all(torch.equal(one[place][key], value) for key, value in state.items())
@@ -125,7 +84,7 @@ def test_the_first_of_a_kind_are_ordinary():
             first = i < WARM_UP + (rows == 4)  # the very first step learns the layout
             assert (step.graphs.replays == before) == first
             assert (step.graphs.reason is None) == (not first)
-    assert step.graphs._recorder.records == 2
+    assert step._captured.recorder.records == 2
 
 
 def test_a_loss_is_fresh_and_a_batch_is_copied():
@@ -163,7 +122,7 @@ def test_what_is_changed_between_replays_is_seen(change, records):
                 change(plain)
             assert torch.equal(captured(x, 2, y), plain(x, 2, y))
             assert same(captured.module, plain.module)
-    assert captured.graphs._recorder.records == records
+    assert captured._captured.recorder.records == records
     assert captured.graphs.replays >= 8
 
 
@@ -227,7 +186,7 @@ def test_an_overflow_in_a_replay_skips_its_update(name, ranks):
     assert captured.loss_scale.skipped == 2
     assert captured.steps == 98
     assert captured.graphs.replays >= 80
-    assert captured.graphs._recorder.records == 3  # of three scales
+    assert captured._captured.recorder.records == 3  # of three scales
     one, other = captured.optimizer.state_dict()["state"][0], plain.optimizer.state_dict()["state"][0]
     assert all(torch.equal(one[key], value) for key, value in other.items())
 
@@ -334,22 +293,22 @@ class Waits(Linear):
 
 def test_a_recording_that_fails_leaves_an_ordinary_step(monkeypatch):
     captured, plain = pair(lambda p: SGD(p, lr=0.01, momentum=0.5), net=Waits().double())
-    record = captured.graphs._recorder.record
+    record = captured._captured.recorder.record
 
-    def failing(work):
+    def failing(device, work):
         Waits.recording = True
         try:
-            return record(work)
+            return record(device, work)
         finally:
             Waits.recording = False
 
-    monkeypatch.setattr(captured.graphs._recorder, "record", failing)
+    monkeypatch.setattr(captured._captured.recorder, "record", failing)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         for x, y in batches(9, 8, columns=3):
             assert torch.equal(captured(x, y), plain(x, y))
     assert same(captured.module, plain.module)
-    assert captured.graphs._recorder.records == 1
+    assert captured._captured.recorder.records == 1
     texts = [str(each.message) for each in told if "not captured" in str(each.message)]
     assert len(texts) == 1
     assert "recording it failed (RuntimeError: " in texts[0]

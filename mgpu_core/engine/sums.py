@@ -1,0 +1,24 @@
+"""Summed gradients, as norm, clipping and overflow see them: those of a step, or what one of its devices has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+__all__ = ["Sums"]
+
+
+@dataclass(slots=True)
+class Sums:
+    """Summed gradients.
+
+    Attributes:
+        parts: per device the flat sums that it updates by: all of them, or its shards.
+        every_sum: flat tensors that hold each sum once.
+        sparse: the sums of sparse gradients, by parameter.
+    """
+
+    parts: list[list[torch.Tensor]] = field(default_factory=list)
+    every_sum: list[torch.Tensor] = field(default_factory=list)
+    sparse: dict[int, torch.Tensor] = field(default_factory=dict)

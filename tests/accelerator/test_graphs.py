@@ -1,0 +1,204 @@
+"""Steps as graphs over several devices: per device one to the sums of its ranks, and one for its update.
+
+The recorder has no GPU, and holds each graph to the work of one device that nobody waits for.
+"""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from engine.nets import Branches, Linear, batches, mse
+from fakes.graphs import without_gpu
+from fakes.tensors import numbers
+from torch import nn
+from torch.optim import SGD, AdamW
+from torch.optim.lr_scheduler import StepLR
+
+from mgpu_core import TrainStep
+from mgpu_core.engine.graphs import WARM_UP
+
+TEAMS = [
+    ["fake:0", "fake:1"],
+    ["fake:2", "fake:0", "fake:1"],
+    ["fake:0", "fake:1", "fake:0"],
+    ["fake:0", "fake:1", "fake:2", "fake:3", "fake:0", "fake:1", "fake:2", "fake:3"],
+]
+OPTIMIZERS = {
+    "momentum": lambda p: SGD(p, lr=0.1, momentum=0.9),
+    "adamw": lambda p: AdamW(p, lr=0.01),
+}
+
+
+@pytest.fixture(autouse=True)
+def the_fakes_have_graphs(monkeypatch):
+    kind = torch.device("fake:0").type
+    for place in ("engine.graphs", "engine.captured", "train_step"):
+        monkeypatch.setattr(f"mgpu_core.{place}.GRAPH_DEVICE", kind)
+
+
+def pair(devices, make, net=None, loss_fn=mse, **settings):
+    """Two steps over equal nets: one records, one does not."""
+    net = (Branches().double() if net is None else net).to(devices[0])
+    twin = copy.deepcopy(net)
+    settings = {"error_if_nonfinite": False} | settings
+    captured = without_gpu(TrainStep(net, loss_fn, make(net.parameters()), devices, capture=True, **settings))
+    return captured, TrainStep(twin, loss_fn, make(twin.parameters()), devices, **settings)
+
+
+def assert_same(captured, plain):
+    assert all(map(torch.equal, captured.module.parameters(), plain.module.parameters()))
+    assert all(map(torch.equal, captured.module.buffers(), plain.module.buffers()))
+    captured.check_replicas()
+
+
+def assert_same_states(captured, plain):
+    one, other = captured.optimizer.state_dict()["state"], plain.optimizer.state_dict()["state"]
+    for place, state in other.items():
+        assert all(torch.equal(one[place][key], value) for key, value in state.items())
+
+
+@pytest.mark.parametrize("devices", TEAMS, ids=len)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_replays_are_steps(name, devices):
+    """Rows that change, fewer than ranks, a scheduler, clipping, another way through the net: the same bits."""
+    captured, plain = pair(devices, OPTIMIZERS[name], clip_norm=0.5, bucket_nbytes=200)
+    schedules = [StepLR(step.optimizer, 7, 0.5) for step in (captured, plain)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for i, (x, y) in enumerate(batches(60, [12] * 5 + [7, 1])):
+            way = 2 if i < 40 else 0
+            assert torch.equal(captured(x, way, y), plain(x, way, y))
+            for schedule in schedules:
+                schedule.step()
+            assert_same(captured, plain)
+            for one, other in zip(captured.module.parameters(), plain.module.parameters(), strict=True):
+                assert (one.grad is None) == (other.grad is None)
+                assert one.grad is None or torch.equal(one.grad, other.grad)
+    assert captured.steps == plain.steps == 60
+    assert captured.graphs.replays >= 35
+    assert_same_states(captured, plain)
+
+
+def test_one_device_is_recorded_after_the_other():
+    devices = TEAMS[2]
+    captured, _ = pair(devices, OPTIMIZERS["momentum"])
+    for x, y in batches(WARM_UP + 3, 12):
+        captured(x, 2, y)
+    places = [torch.device(each) for each in ("fake:0", "fake:1")]
+    assert captured._captured.recorder.devices == places * 2  # the ranks of each, then the update of each
+    assert captured.graphs.replays == 2
+
+
+class Net(nn.Module):
+    """One weight, and an offset with running statistics: gradients are what the targets say."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1, 1))
+        self.seen = nn.BatchNorm1d(1, affine=False)
+
+    def forward(self, x):
+        self.seen(x)
+        return x @ self.weight
+
+
+def total(output, target):
+    return (output * target).sum()
+
+
+def weighed(output, target):
+    return (output * target).sum(), (target != 0).sum()
+
+
+@pytest.mark.parametrize("devices", TEAMS, ids=len)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_overflow_skips_the_update_of_all_devices(name, devices):
+    settings = {"reduction": "sum", "amp_dtype": torch.float16}
+    captured, plain = pair(devices, OPTIMIZERS[name], Net(), total, **settings)
+    x, y = torch.ones(2 * len(devices), 1), torch.full((2 * len(devices), 1), 0.125)
+    over = y.clone()
+    over[-1] = 5.0  # times 65536, and times 32768: more than float16 holds
+    for i in range(24):
+        target = over if i in (8, 16) else y
+        before = captured.graphs.replays
+        assert torch.equal(captured(x * (i % 3), target), plain(x * (i % 3), target))
+        assert_same(captured, plain)
+        assert captured.loss_scale.state_dict() == plain.loss_scale.state_dict()
+        assert i not in (8, 16) or captured.graphs.replays == before + 1
+    assert captured.loss_scale.skipped == 2
+    assert captured.steps == plain.steps == 22
+    assert_same_states(captured, plain)
+
+
+@pytest.mark.parametrize("devices", TEAMS, ids=len)
+def test_weights_are_those_of_each_batch(devices):
+    captured, plain = pair(devices, OPTIMIZERS["momentum"], Net(), weighed, reduction="weighted", clip_norm=0.5)
+    for i in range(12):
+        x, y = numbers(16, 1), torch.arange(16.0).sub(i).clamp(min=0)[:, None]
+        assert torch.equal(captured(x, y), plain(x, y))
+        assert_same(captured, plain)
+    assert captured.graphs.replays == 8
+
+
+def test_a_hook_and_its_dtype_are_part_of_the_host():
+    class Told(list):
+        def __call__(self, bucket):
+            self.append((bucket.index, bucket.tensors[0].dtype))
+            sums = sum(each.float().cpu() for each in bucket.tensors)
+            for each in bucket.tensors:
+                each.copy_(sums)
+
+    devices = TEAMS[1]
+    captured, plain = pair(devices, OPTIMIZERS["momentum"], Branches(), comm_dtype=torch.bfloat16, bucket_nbytes=100)
+    heard = [Told(), Told()]
+    for step, each in zip((captured, plain), heard, strict=True):
+        step.register_comm_hook(each)
+    for x, y in batches(8, 12):
+        x, y = x.float(), y.float()
+        assert torch.equal(captured(x, 2, y), plain(x, 2, y))
+        assert_same(captured, plain)
+    assert captured.graphs.replays == 4
+    assert sorted(heard[0]) == sorted(heard[1])
+
+
+def test_a_failure_between_the_graphs_leaves_the_last_update():
+    class Lost(RuntimeError):
+        pass
+
+    def hook(bucket):
+        if lost:
+            raise Lost("no way")
+        sums = sum(each.cpu() for each in bucket.tensors)
+        for each in bucket.tensors:
+            each.copy_(sums)
+
+    lost = False
+    captured, plain = pair(TEAMS[0], OPTIMIZERS["momentum"], Net())
+    for step in (captured, plain):
+        step.register_comm_hook(hook)
+    for i in range(9):
+        lost = i == 6
+        for step in (captured, plain):
+            try:
+                step(numbers(8, 1) * i, numbers(8, 1))
+            except Lost:
+                assert lost
+        assert_same(captured, plain)
+        assert captured.steps == plain.steps == i + (i < 6)
+    assert captured.graphs.replays == 4
+
+
+@pytest.mark.parametrize(
+    ("devices", "settings", "reason"),
+    [
+        (["fake:0", "cpu"], {}, "there are no CUDA graphs on cpu"),
+        (["fake:0", "fake:1"], {"shard_optimizer": True}, "the optimizer's state is in shards"),
+    ],
+)
+def test_why_not(devices, settings, reason):
+    step, _ = pair(devices, OPTIMIZERS["momentum"], **settings)
+    step(numbers(6, 4).double(), 2, numbers(6, 2).double())
+    with pytest.warns(UserWarning, match=f"not captured: {reason}"):
+        step(numbers(6, 4).double(), 2, numbers(6, 2).double())
+    assert step.graphs.replays == 0

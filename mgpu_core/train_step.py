@@ -78,7 +78,8 @@ class TrainStep:
         shard_optimizer: each device keeps the optimizer's state of its part of each bucket alone, and updates that:
             an N-th of the memory, the same numbers.  For SGD, Adam and AdamW; gradients are not shown then.
         rng: as for :class:`mgpu_core.DataParallel`.
-        capture: record whole steps as CUDA graphs and replay them, where all ranks share one GPU: one launch per step.
+        capture: record whole steps as CUDA graphs and replay them: one launch per step where all ranks share one GPU;
+            over several, two per GPU, and the sums between them in the ordinary way, behind all backwards.
             Shapes that change are recorded anew after a few ordinary steps; what cannot be captured goes the ordinary
             way, and a warning says why, once.  ``step.graphs`` knows how many steps were replays.
         process_group: of ``torch.distributed``, whose processes train together, each with a team and rows of its own:

@@ -36,7 +36,8 @@ class Mutant:
         name: what is wrong.
         path: the file, below the root of the repository.
         changes: (old, new) texts; each old one is there exactly once.
-        tests: what must fail: files for pytest below tests/, or the name of a C++ test program.
+        tests: what must fail: files for pytest below tests/ (those in accelerator/ on the fake accelerator), or the
+            name of a C++ test program.
     """
 
     name: str
@@ -443,16 +444,58 @@ MUTANTS = [
     mutant(
         "step: a replay that overflows updates all the same",
         "mgpu_core/engine/fused.py",
-        "device.held_back.copy_(if_not_zero)",
-        "device.held_back.copy_(if_not_zero * 0)",
+        "held_back.copy_(if_not_zero)",
+        "held_back.copy_(if_not_zero * 0)",
         "engine/test_graphs.py",
     ),
     mutant(
         "step: a recording for one loss scale is replayed at another",
-        "mgpu_core/train_step.py",
-        "self.clip_norm, autocast, self.loss_scale.scale",
-        "self.clip_norm, autocast",
+        "mgpu_core/engine/captured.py",
+        "clip_norm, autocast, self._loss_scale.scale",
+        "clip_norm, autocast",
         "engine/test_graphs.py",
+    ),
+    mutant(
+        "step: a recording reads a buffer where it was",
+        "mgpu_core/engine/replicas.py",
+        "return self._replaced, tuple(map(id, own)), *pointers, *strides, *dtypes",
+        "return self._replaced",
+        "engine/test_graphs.py",
+    ),
+    mutant(
+        "step: a recording puts another tensor in a buffer's place",
+        "mgpu_core/engine/replicas.py",
+        "        if replaced:\n            raise",
+        "        if False:\n            raise",
+        "engine/test_graphs.py",
+    ),
+    mutant(
+        "step: graphs of several devices add to the gradients before",
+        "mgpu_core/engine/captured.py",
+        "        steps.sync.clear(steps.replicas.ranks_of[place])\n",
+        "",
+        "engine/test_graphs.py",
+    ),
+    mutant(
+        "step: graphs of several devices weigh every batch like the first",
+        "mgpu_core/engine/captured.py",
+        "weight.copy_(torch.as_tensor(total), non_blocking=True)",
+        "pass",
+        "engine/test_graphs.py",
+    ),
+    mutant(
+        "step: graphs of several devices do not sum over them",
+        "mgpu_core/engine/captured.py",
+        "        steps.sync.sum_devices()\n",
+        "",
+        "accelerator/test_graphs.py",
+    ),
+    mutant(
+        "step: a failure between the graphs of several devices keeps running statistics",
+        "mgpu_core/engine/cycle.py",
+        "if self._loss_scale.is_on or len(self._replicas.devices) > 1:",
+        "if self._loss_scale.is_on:",
+        "accelerator/test_graphs.py",
     ),
     mutant(
         "step: a bucket is summed when the first rank is ready",
@@ -478,8 +521,8 @@ MUTANTS = [
     mutant(
         "step: a parameter that no rank used has a gradient of zeros",
         "mgpu_core/engine/gradients.py",
-        "parameter.grad = None if not used[i] else self.sparse",
-        "parameter.grad = self.sparse",
+        "parameter.grad = None if not used[i] else self.sums.sparse",
+        "parameter.grad = self.sums.sparse",
         "engine/test_equality.py",
     ),
     mutant(
@@ -583,7 +626,7 @@ MUTANTS = [
     mutant(
         "step: a NaN is trained on",
         "mgpu_core/engine/clipping.py",
-        "    if are_finite(sync, norm):\n        return",
+        "    if are_finite(sums, norm):\n        return",
         "    return",
         "engine/test_failures.py",
     ),
@@ -597,7 +640,7 @@ MUTANTS = [
     mutant(
         "step: an overflow on one rank updates all the same",
         "mgpu_core/engine/cycle.py",
-        "if self._loss_scale.is_on and not are_finite(self._sync, self._norm.compute()):",
+        "if self._loss_scale.is_on and not are_finite(self._sync.sums, self._norm.compute()):",
         "if False:",
         "engine/test_amp.py",
     ),
@@ -767,8 +810,8 @@ MUTANTS = [
     mutant(
         "explain: sums of sparse gradients are in no row",
         "mgpu_core/engine/gradients.py",
-        '            with span("reduce"):\n                self.sparse',
-        "            if True:\n                self.sparse",
+        '            with span("reduce"):\n                self.sums.sparse',
+        "            if True:\n                self.sums.sparse",
         "explain/test_adds_up.py",
     ),
     mutant(
@@ -920,6 +963,8 @@ def failing_test(each: Mutant, home: Path) -> str:
         *each.tests.split(),
     ]
     environment = os.environ | {"PYTHONPATH": str(home), "PYTHONSAFEPATH": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    if each.tests.startswith("accelerator/"):
+        environment["MGPU_TEST_FAKE"] = "1"
     ran = subprocess.run(command, cwd=ROOT / "tests", env=environment, capture_output=True, text=True, timeout=600)
     if ran.returncode == 0:
         return ""

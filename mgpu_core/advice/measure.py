@@ -47,9 +47,9 @@ def advise(
 ) -> Advice:
     """Measures one device against many ranks on this model, and says what to take and why.
 
-    The plain loop on the first device, ``DataParallel``, ``TrainStep`` and, where all ranks share one GPU, a captured
-    ``TrainStep`` take turns.  All of it happens on deep copies: ``net``, its gradients and the random numbers that
-    come next are as before.  A way that fails is reported as failed.
+    The plain loop on the first device, ``DataParallel``, ``TrainStep`` and, where all ranks are on CUDA GPUs, a
+    captured ``TrainStep`` take turns.  All of it happens on deep copies: ``net``, its gradients and the random numbers
+    that come next are as before.  A way that fails is reported as failed.
 
     Args:
         net: as it is, training or not; anywhere.

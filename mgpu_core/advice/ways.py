@@ -46,13 +46,13 @@ class Way(Protocol):
 def makers(plan: Plan) -> dict[str, Callable[[], Way]]:
     """How each way that makes sense on these devices is made, simplest first.
 
-    One rank alone has nothing to split: there the drop-in is the plain loop.  Graphs hold the work of one GPU.
+    One rank alone has nothing to split: there the drop-in is the plain loop.  Graphs are for GPUs.
     """
     found: dict[str, Callable[[], Way]] = {ONE: lambda: Loop(plan, lambda net: net)}
     if len(plan.devices) > 1:
         found[DROP_IN] = lambda: Loop(plan, lambda net: DataParallel(net, plan.devices))
     found[ENGINE] = lambda: Engine(plan)
-    if len(plan.places) == 1 and plan.places[0].type == GRAPH_DEVICE:
+    if all(place.type == GRAPH_DEVICE for place in plan.places):
         found[CAPTURED] = lambda: Engine(plan, capture=True)
     return found
 

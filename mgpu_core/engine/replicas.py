@@ -7,7 +7,7 @@ Ranks of one device share the memory of the values, never the leaf: each has its
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import is_
 from types import MethodType
@@ -180,10 +180,12 @@ class Replicas:
                 self._replaced += _copy_buffers(own, theirs, self.team.devices[rank])
 
     @property
-    def buffer_memory(self) -> tuple[int, ...]:
+    def buffer_memory(self) -> Hashable:
         """Equal for as long as the buffers of all ranks lie where they are."""
         own = [buffer for _, _, buffer in _buffers_of(self._own_places)]
-        return self._replaced, *[0 if buffer is None else buffer.data_ptr() for buffer in own]
+        strided = [buffer for buffer in own if buffer is not None and buffer.layout is torch.strided]
+        pointers, strides, dtypes = memory_of(strided)
+        return self._replaced, tuple(map(id, own)), *pointers, *strides, *dtypes
 
     @contextmanager
     def buffers_kept(self) -> Iterator[None]:

@@ -37,7 +37,7 @@ class Config:
         batch: rows per step, over all ranks.
         accumulate: steps per update. An epoch's last update is made from what is left, be it fewer.
         amp: a name of `AMP_DTYPES`, what the step engine's forward computes in; None for full precision.
-        capture: whole steps as CUDA graphs, where the step engine's ranks share one GPU.
+        capture: whole steps of the step engine as CUDA graphs.
         lr: the step length of SGD.
         epochs: passes over the training images, those before a resume included.
         seed: of the weights and of the order of the images.

@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="batches per update (default: %(default)s)",
     )
     add("--amp", choices=list(AMP_DTYPES), help="forward in this dtype, by the step engine (default: full precision)")
-    add("--capture", action="store_true", help="whole steps as CUDA graphs, where all ranks share one GPU")
+    add("--capture", action="store_true", help="whole steps of the step engine as CUDA graphs")
     add("--lr", type=float, default=Config.lr, metavar="X", help="step length of SGD (default: %(default)s)")
     add(
         "--epochs", type=int, default=Config.epochs, metavar="N", help="in all, resumed ones too (default: %(default)s)"

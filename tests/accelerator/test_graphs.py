@@ -8,7 +8,7 @@ import warnings
 
 import pytest
 import torch
-from engine.nets import Branches, Linear, batches, mse
+from engine.nets import Branches, batches, mse
 from fakes.graphs import without_gpu
 from fakes.tensors import numbers
 from torch import nn

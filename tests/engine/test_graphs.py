@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import StepLR
 
 from mgpu_core import Replicate, TrainStep
 from mgpu_core.engine import graphs
+from mgpu_core.engine.captured import _GraphsPerDevice
 from mgpu_core.engine.clipping import are_finite, overflow_of
 from mgpu_core.engine.graphs import WARM_UP
 
@@ -49,10 +50,13 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.parametrize("apart", [False, True], ids=["one graph", "as for several devices"])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_replays_are_steps(name, ranks):
+def test_replays_are_steps(name, ranks, apart, monkeypatch):
     """Rows that change, a scheduler, another way through the net: 60 steps, the same bits."""
+    if apart:
+        monkeypatch.setattr("mgpu_core.engine.captured._OneGraph", _GraphsPerDevice)
     captured, plain = pair(OPTIMIZERS[name], ranks, clip_norm=0.5)
     schedules = [StepLR(step.optimizer, 7, 0.5) for step in (captured, plain)]
     with warnings.catch_warnings():
@@ -68,7 +72,7 @@ def test_replays_are_steps(name, ranks):
             ]
     assert captured.steps == plain.steps == 60
     assert captured.graphs.replays >= 40
-    assert captured._captured.recorder.records <= 4
+    assert captured._captured.recorder.records <= 4 * (1 + apart)
     one, other = captured.optimizer.state_dict()["state"], plain.optimizer.state_dict()["state"]
     for place, state in other.items():
         assert all(torch.equal(one[place][key], value) for key, value in state.items())
@@ -210,6 +214,90 @@ def test_a_loss_that_is_nan_in_a_replay_ends_in_an_error():
     assert all(map(torch.equal, captured.module.buffers(), plain.module.buffers()))
     assert captured.graphs.replays == 4
     assert captured.steps == plain.steps == 7
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["one graph", "as for several devices"])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_weights_are_those_of_each_batch(ranks, apart, monkeypatch):
+    def weighed(output, target):
+        return ((output - target) ** 2).sum(), (target != 0).sum()
+
+    if apart:
+        monkeypatch.setattr("mgpu_core.engine.captured._OneGraph", _GraphsPerDevice)
+    net = Linear()
+    twin = copy.deepcopy(net)
+    settings = {"reduction": "weighted", "error_if_nonfinite": False, "clip_norm": 8.0}
+    make = OPTIMIZERS["momentum"]
+    captured = step_of(net, make(net.parameters()), ranks, weighed, **settings)
+    plain = TrainStep(twin, weighed, make(twin.parameters()), cpu(ranks), **settings)
+    for i in range(12):
+        x, y = torch.ones(12, 3), torch.arange(24.0).sub(i).clamp(min=0).view(12, 2)
+        assert torch.equal(captured(x, y), plain(x, y))
+        assert same(captured.module, plain.module)
+    assert captured.graphs.replays == 8
+
+
+def test_a_buffer_in_another_place_is_recorded_anew():
+    """Some have another shape, which the other ranks' must follow; the old recordings do not come back."""
+    net = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2)).double()
+    net.register_buffer("scale", torch.ones(1).double())
+    captured, plain = pair(OPTIMIZERS["momentum"], net=net)
+    old = captured.module[1].running_mean
+    for i, (x, y) in enumerate(batches(25, 8)):
+        for step in (captured, plain) if i in (6, 12) else ():
+            step.module[1].running_mean = torch.full((6,), float(i)).double()
+        for step in (captured, plain) if i == 18 else ():
+            step.module.scale = torch.ones(3).double()
+        assert torch.equal(captured(x, y), plain(x, y))
+        assert all(map(torch.equal, captured.module.buffers(), plain.module.buffers()))
+    assert captured._captured.recorder.records == 4
+    assert captured.module[1].running_mean is not old
+    assert same(captured.module, plain.module)
+
+
+class Counts(Linear):
+    """Puts a new tensor in a buffer's place, in every forward or in turns two old ones."""
+
+    def __init__(self, alternates):
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+        self.kept = [torch.zeros(()), torch.zeros(())] if alternates else None
+
+    def forward(self, x):
+        if self.kept is None:
+            self.count = self.count + 1
+        else:
+            self.kept.reverse()
+            self.count = self.kept[0].copy_(self.count + 1)
+        return self.last(x)
+
+
+@pytest.mark.parametrize("alternates", [False, True])
+def test_a_forward_that_replaces_a_buffer_is_not_captured(alternates):
+    captured, plain = pair(OPTIMIZERS["momentum"], 1, Counts(alternates).double())
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for i, (x, y) in enumerate(batches(12, 8, columns=3), start=1):
+            assert torch.equal(captured(x, y), plain(x, y))
+            assert captured.module.count == plain.module.count == i
+    assert same(captured.module, plain.module)
+    assert captured.graphs.replays == 0
+    assert [each for each in told if "in the place of buffer count" in str(each.message)] or not alternates
+
+
+def test_batches_of_too_many_kinds_are_forgotten():
+    class Scaled(Linear):
+        def forward(self, x, scale):
+            return self.last(x * scale)
+
+    net = Scaled()
+    step = step_of(net, SGD(net.parameters(), lr=0.001))
+    for i in range(graphs.SEEN + 10):
+        step(torch.ones(4, 3), float(i), torch.ones(4, 2))
+    assert len(step.graphs._seen) == graphs.SEEN
+    for _ in range(WARM_UP + 1):
+        step(torch.ones(4, 3), 1.0, torch.ones(4, 2))
+    assert step.graphs.replays == 1
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 3e38])

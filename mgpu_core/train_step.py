@@ -218,11 +218,11 @@ class TrainStep:
 
     def _train(self, inputs: tuple[Any, ...], kwargs: dict[str, Any], keep_outputs: bool) -> tuple[Any, Any]:
         self._refresh()
+        self._replicas.mirror_buffers()
         if self._captured is not None and self._cycle.used:
             loss = self._replay(self._captured, inputs, kwargs, keep_outputs)
             if loss is not None:
                 return loss, None
-        self._replicas.mirror_buffers()
         self._enter()
         window = self._cycle.window
         is_last = not self._keeps_accumulating and window.calls + 1 >= self.accumulate
@@ -403,7 +403,9 @@ class TrainStep:
         """Lets ``hook(bucket)`` sum each bucket over the devices instead of the all-reduce; ``None`` takes it away.
 
         It is called with a :class:`GradientBucket` as soon as the bucket is ready, in the thread of a rank, while
-        others are in their backward.  A team on one device sends nothing, and does not call it.
+        others are in their backward; between the graphs of a captured step in the caller's thread, where Ctrl-C waits
+        until it has returned.  It leaves the same bits on all devices.  A team on one device sends nothing, and does
+        not call it.
 
         Raises:
             RuntimeError: gradients are being accumulated.

@@ -457,9 +457,9 @@ MUTANTS = [
     ),
     mutant(
         "step: a recording reads a buffer where it was",
-        "mgpu_core/engine/replicas.py",
-        "return self._replaced, tuple(map(id, own)), *pointers, *strides, *dtypes",
-        "return self._replaced",
+        "mgpu_core/engine/captured.py",
+        "(self._updates.memory, self._places)",
+        "self._updates.memory",
         "engine/test_graphs.py",
     ),
     mutant(
@@ -468,6 +468,32 @@ MUTANTS = [
         "        if replaced:\n            raise",
         "        if False:\n            raise",
         "engine/test_graphs.py",
+    ),
+    mutant(
+        "step: a forward that replaces its buffers is recorded again and again",
+        "mgpu_core/engine/captured.py",
+        "return self._moves > WARM_UP",
+        "return False",
+        "engine/test_graphs.py",
+    ),
+    mutant(
+        "step: recordings of too many kinds take turns",
+        "mgpu_core/engine/graphs.py",
+        "if self._steps - self._last_used[oldest] <= IDLE:",
+        "if False:",
+        "engine/test_graphs.py",
+    ),
+    mutant(
+        "step: graphs of several devices are recorded in other threads",
+        "mgpu_core/parallel/apply.py",
+        "    if len(modules) == 1 or None not in inputs:",
+        """    there = [rank for rank, args in enumerate(inputs) if args is not None]
+    if len(there) == 1:
+        one = there[0]
+        found = parallel_apply([modules[one]], [inputs[one]], None, [devices[one]], rng=rng)
+        return [found[0] if rank == one else None for rank in range(len(inputs))]
+    if len(modules) == 1 or None not in inputs:""",
+        "accelerator/test_graphs.py",
     ),
     mutant(
         "step: graphs of several devices add to the gradients before",
@@ -486,7 +512,7 @@ MUTANTS = [
     mutant(
         "step: graphs of several devices do not sum over them",
         "mgpu_core/engine/captured.py",
-        "        steps.sync.sum_devices()\n",
+        "        steps.sync.of_buckets.add_up_all_devices()\n",
         "",
         "accelerator/test_graphs.py",
     ),

@@ -101,18 +101,18 @@ class Crew:
         if cpu_ranks:
             self._share_cores(cpu_ranks)
 
-    def run(self, tasks: Sequence[Callable[[], Any]], seconds: float) -> list[Outcome]:
-        """Runs task i on worker i, all at once, and waits for all of them.
+    def run(self, tasks: Sequence[Callable[[], Any] | None], seconds: float) -> list[Outcome]:
+        """Runs task i on worker i, all at once, and waits for all of them; where there is ``None``, the worker rests.
 
         Raises:
             Error: a rank did not end in time.  The crew is then unusable.
         """
         done: SimpleQueue[int] = SimpleQueue()
-        jobs = [_Job(task, place, done) for place, task in enumerate(tasks)]
-        for worker, job in zip(self.workers, jobs, strict=False):  # fewer tasks than workers: the first ones work
-            worker.inbox.put(job)
+        jobs = {place: _Job(task, place, done) for place, task in enumerate(tasks) if task is not None}
+        for place, job in jobs.items():
+            self.workers[place].inbox.put(job)
         until = time.monotonic() + seconds
-        missing = set(range(len(jobs)))
+        missing = set(jobs)
         while missing:
             try:
                 missing.discard(done.get(timeout=max(0.0, until - time.monotonic())))
@@ -121,7 +121,7 @@ class Crew:
                     f"rank {min(missing)} did not end within {seconds:g} s ({len(missing)} of {len(jobs)} ranks are "
                     "still at work); MGPU_CORE_TIMEOUT sets the limit. The next call starts new workers."
                 ) from None
-        return [job.outcome for job in jobs]
+        return [jobs[place].outcome if place in jobs else Outcome() for place in range(len(tasks))]
 
     def stop(self) -> None:
         for worker in self.workers:

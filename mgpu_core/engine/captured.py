@@ -10,6 +10,7 @@ one after the other.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Hashable, Sequence
 from functools import partial
 from typing import Any
@@ -17,10 +18,20 @@ from typing import Any
 import torch
 
 from mgpu_core.device.streams import caller_streams
+from mgpu_core.device.tensor_checks import memory_of
 from mgpu_core.device.workers import time_limit
 from mgpu_core.engine.cycle import Cycle
 from mgpu_core.engine.gradients import GradientSync
-from mgpu_core.engine.graphs import GRAPH_DEVICE, CudaRecorder, Launch, Recorder, Recording, StaticNest, StepGraphs
+from mgpu_core.engine.graphs import (
+    GRAPH_DEVICE,
+    WARM_UP,
+    CudaRecorder,
+    Launch,
+    Recorder,
+    Recording,
+    StaticNest,
+    StepGraphs,
+)
 from mgpu_core.engine.losses import RankLoss
 from mgpu_core.engine.passes import Passes
 from mgpu_core.engine.ranks import RankPart
@@ -60,18 +71,32 @@ class CapturedSteps:
         self._reduction = reduction
         self.graphs = StepGraphs()
         self.recorder: Recorder = CudaRecorder()
+        self._places: Hashable = None  # of buffers
+        self._moves = 0  # steps in a row that found one elsewhere
 
     def run(self, inputs: tuple[Any, ...], kwargs: dict[str, Any], clip_norm: float | None) -> torch.Tensor | None:
-        """The loss of a step that was a replay; ``None``: this one must go the ordinary way."""
+        """The loss of a step that was a replay; ``None``: this one must go the ordinary way.
+
+        The ranks' buffers have been mirrored.
+        """
         batch = inputs, kwargs
+        if self._buffers_wander():
+            self.graphs.skip("its forward puts another tensor in the place of a buffer")
+            return None
         return self.cycle.replayed(
             lambda: self.graphs.run(batch, self._fixed(clip_norm), lambda: self._record(batch, clip_norm))
         )
 
+    def _buffers_wander(self) -> bool:
+        """Whether some buffer has been in another place before each of the last steps."""
+        before, self._places = self._places, _places_of(self.replicas.buffers)
+        self._moves = self._moves + 1 if self._places != before else 0
+        return self._moves > WARM_UP
+
     def _fixed(self, clip_norm: float | None) -> tuple[Hashable, ...]:
         """What a recording fixes, besides the batch."""
         autocast = torch.is_autocast_enabled(GRAPH_DEVICE) and torch.get_autocast_dtype(GRAPH_DEVICE)
-        used, memory = tuple(self.cycle.used), (self._updates.memory, self.replicas.buffer_memory)
+        used, memory = tuple(self.cycle.used), (self._updates.memory, self._places)
         return self.replicas.flags, used, memory, clip_norm, autocast, self._loss_scale.scale
 
     def _record(self, batch: Any, clip_norm: float | None) -> Recording:
@@ -80,6 +105,7 @@ class CapturedSteps:
             with self.replicas.buffers_kept():
                 return kind(self, batch, clip_norm)
         except BaseException:
+            self.recorder.forget()
             self.sync.cancel()
             self.passes.stop(time_limit())
             self.sync.abandon()
@@ -98,11 +124,11 @@ class CapturedSteps:
         self._split_plan.done(rows, ())
         return parts, rows
 
-    def compute(self, parts: list[RankPart], ranks: Sequence[int], *, overlap: bool) -> list[RankLoss]:
-        """Forward, loss and backward of some ranks."""
+    def compute(self, parts: Sequence[RankPart | None], *, overlap: bool) -> list[RankLoss]:
+        """Forward, loss and backward of the ranks that have parts, each in the worker that it always has."""
         self.sync.begin(len(parts), overlap=overlap, streams=caller_streams(self.replicas.team.devices))
         with torch.enable_grad():
-            return self.passes.run(parts, (), backward=True, keep_outputs=False, ranks=ranks)[0]
+            return self.passes.run(parts, (), backward=True, keep_outputs=False)[0]
 
     def seed(self, parts: Sequence[RankPart], rows: Sequence[int]) -> None:
         """Tells each part what its loss is multiplied by before backward."""
@@ -114,8 +140,10 @@ class _OneGraph:
     """A step of ranks that share a device: one graph, from a batch on that device to the update."""
 
     def __init__(self, steps: CapturedSteps, batch: Any, clip_norm: float | None) -> None:
-        self._steps, self._clip_norm = steps, clip_norm
+        self._steps: CapturedSteps = weakref.proxy(steps)  # which has this
+        self._clip_norm = clip_norm
         self._device = steps.replicas.devices[0]
+        self._buffers = steps.replicas.buffers  # nobody else gets their memory
         self._batch = StaticNest(batch, self._device)
         self._norm = steps.cycle.norm_on(0)
         self._graph, (self._loss,) = steps.recorder.record(self._device, self._work)
@@ -125,10 +153,9 @@ class _OneGraph:
         steps = self._steps
         steps.begin()
         steps.sync.clear()
-        steps.replicas.mirror_buffers()
         parts, rows = steps.split(self._batch.nest)
         steps.seed(parts, rows)
-        losses = steps.compute(parts, range(len(parts)), overlap=True)
+        losses = steps.compute(parts, overlap=True)
         steps.sync.finish()
         loss = steps.cycle.window.add(rows, losses, self._device)
         steps.cycle.work_on(0, self._norm, steps.cycle.window.weight, self._clip_norm)
@@ -144,8 +171,10 @@ class _GraphsPerDevice:
     """A step over several devices: per device a graph for its ranks, and one for its update."""
 
     def __init__(self, steps: CapturedSteps, batch: Any, clip_norm: float | None) -> None:
-        self._steps, self._clip_norm = steps, clip_norm
+        self._steps: CapturedSteps = weakref.proxy(steps)  # which has this
+        self._clip_norm = clip_norm
         self._devices = steps.replicas.devices
+        self._buffers = steps.replicas.buffers  # nobody else gets their memory
         steps.begin()
         parts, rows = steps.split(batch)
         self._batches = [StaticNest(_nest_of(part)) for part in parts]
@@ -170,8 +199,9 @@ class _GraphsPerDevice:
         """Launches the ranks of one device, and their sums: their losses, then the weights beside them, if any."""
         steps = self._steps
         steps.sync.clear(steps.replicas.ranks_of[place])
-        losses = steps.compute([self._parts[rank] for rank in ranks], ranks, overlap=False) if ranks else []
-        steps.sync.sum_ranks_of(place)
+        parts = [part if rank in ranks else None for rank, part in enumerate(self._parts)]
+        losses = steps.compute(parts, overlap=False) if ranks else []
+        steps.sync.of_buckets.add_up_all_ranks(place)
         return [each.value for each in losses] + [each.weight for each in losses if each.weight is not None]
 
     def _recorded_update(self, place: int) -> Launch:
@@ -198,7 +228,6 @@ class _GraphsPerDevice:
     def replay(self, batch: Any) -> torch.Tensor:
         steps = self._steps
         steps.begin()
-        steps.replicas.mirror_buffers()
         parts, rows = steps.split(batch)
         for static, part in zip(self._batches, parts, strict=True):
             static.fill(_nest_of(part))
@@ -206,7 +235,7 @@ class _GraphsPerDevice:
         for graph in self._computing:
             graph.replay()
         loss = self._add_losses(rows).clone()
-        steps.sync.sum_devices()
+        steps.sync.of_buckets.add_up_all_devices()
         total = steps.cycle.window.weight
         for weight in self._weights:
             weight.copy_(torch.as_tensor(total), non_blocking=True)
@@ -218,6 +247,13 @@ class _GraphsPerDevice:
 def _halves(tensors: list[torch.Tensor], count: int) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor | None]]:
     """Of so many ranks the losses, and the weights beside them, if any."""
     return tensors[:count], tensors[count:] or [None] * count
+
+
+def _places_of(buffers: Sequence[torch.Tensor | None]) -> Hashable:
+    """Equal for as long as the buffers are the same, and lie where they are."""
+    strided = [each for each in buffers if each is not None and each.layout is torch.strided]
+    pointers, strides, dtypes = memory_of(strided)
+    return *map(id, buffers), *pointers, *strides, *dtypes, *[tuple(each.shape) for each in strided]
 
 
 def _nest_of(part: RankPart) -> tuple[Any, ...]:

@@ -168,7 +168,7 @@ class Cycle:
 
     def norm_on(self, place: int) -> GradientNorm:
         """Of the sums, as one device has them."""
-        return GradientNorm(self._sync.sums_on(place))
+        return GradientNorm(self._sync.of_buckets.on(place))
 
     def work_on(self, place: int, norm: GradientNorm, weight: float | torch.Tensor, clip_norm: float | None) -> None:
         """What one device does for an update, behind the sums of the only call: nobody waits for it.
@@ -179,7 +179,7 @@ class Cycle:
             weight: of the call; a tensor lies on the device.
             clip_norm: the largest norm of all gradients.
         """
-        sums = self._sync.sums_on(place)
+        sums = self._sync.of_buckets.on(place)
         if self._loss_scale.is_on:
             self._updates.hold_back(place, overflow_of(sums))
         self._finish_gradients(sums, norm, weight, clip_norm, check=None)

@@ -12,16 +12,14 @@ import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from operator import attrgetter
 
 import torch
 
 from mgpu_core.comm import collectives
-from mgpu_core.comm.facts import tell_contents
-from mgpu_core.comm.rank_sums import RankSums
 from mgpu_core.device.dtypes import has_gradients
 from mgpu_core.device.streams import SideRoad
 from mgpu_core.engine.between_devices import BetweenDevices
+from mgpu_core.engine.bucket_sums import BucketSums
 from mgpu_core.engine.flat import FlatTensors, part_of
 from mgpu_core.engine.layout import Bucket, bucket_layout
 from mgpu_core.engine.replicas import Replicas
@@ -35,9 +33,6 @@ from mgpu_core.processes.outbox import Outbox
 from mgpu_core.record import current_step, in_step, is_on, mark, span
 
 __all__ = ["GradientSync", "Learnt"]
-
-_gradient = attrgetter("grad")
-_Plan = tuple[RankSums, list[list[torch.nn.Parameter]]]  # of a device: the parameters of each of its ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +57,7 @@ class GradientSync:
     Attributes:
         flats: per device the flat values, and the sums of the gradients.
         sums: of the gradients.
+        of_buckets: what makes them; there is one when the layout is known.
         between: how buckets are summed over the devices.
         outbox: where they go, to be summed over the processes.
     """
@@ -90,7 +86,6 @@ class GradientSync:
         self._whole_step = current_step()
         self.outbox: Outbox | None = None
         self._aside: list[torch.Tensor | None] = []
-        self._plans: list[list[_Plan]] = []  # per bucket, per device
         self._ready: list[int] = []  # parameters, in the order of their first gradients on rank 0
         self.handles: dict[tuple[int, int], torch.utils.hooks.RemovableHandle] = {}
         self._round = Round((), 0, 0)
@@ -206,9 +201,10 @@ class GradientSync:
         """
         for bucket in self._round.left():
             if self.outbox is not None and self.outbox.has_sent(bucket):
+                names = ", ".join(self.of_buckets.names(bucket))
                 raise RuntimeError(
-                    f"gradients of {', '.join(self._names(bucket))} came after their sum had left for the other "
-                    "processes: a reentrant torch.utils.checkpoint makes them twice; use_reentrant=False does not"
+                    f"gradients of {names} came after their sum had left for the other processes: a "
+                    "reentrant torch.utils.checkpoint makes them twice; use_reentrant=False does not"
                 )
             self._sum(bucket)
         used = self.used() if self.loose else ()
@@ -261,79 +257,27 @@ class GradientSync:
         if self._processes is not None:
             self.outbox = Outbox(self._processes, self.flats[0].messages, len(parameters), self._comm_dtype)
         self.sums.every_sum = [each for of in self.sums.parts[: self._shards] for each in of]
-        self._plans = [self._plan(bucket) for bucket in self.buckets]
+        self.of_buckets = BucketSums(self._replicas, self.buckets, self.flats, self.between)
         self._replicas.remember()
         self.is_laid_out = True
         self.watch_parameters()
         self._rest()
 
-    def _plan(self, bucket: Bucket) -> list[_Plan]:
-        places = [each.parameter for each in bucket.segments]
-        rows = self._replicas.parameters
-        return [
-            (
-                RankSums([flat.gradient_views[i] for i in places], ranks),
-                [[rows[rank][i] for i in places] for rank in ranks],
-            )
-            for ranks, flat in zip(self._replicas.ranks_of, self.flats, strict=True)
-        ]
-
     def _sum(self, bucket: int) -> None:
         """Over the ranks of each device, then over the devices."""
         with span("all_reduce", ALL_RANKS, None, bucket), self._side.entered():
-            if is_on():
-                tell_contents("all_reduce", bucket, self._named(bucket))
+            self.of_buckets.tell(bucket)
             for place in range(len(self.flats)):
-                self._sum_ranks(place, bucket)
+                self.of_buckets.add_up_ranks(bucket, place)
             if len(self.flats) > 1 and (self.between.hook is None or self.outbox is None):
-                self._over_devices(bucket)
+                self.of_buckets.add_up_devices(bucket)
             if self.outbox is not None:
                 self.outbox.put(bucket)
-
-    def _sum_ranks(self, place: int, bucket: int) -> None:
-        sums, columns = self._plans[bucket][place]
-        sums.add_up([list(map(_gradient, column)) for column in columns])
-
-    def sum_ranks_of(self, place: int) -> None:
-        """Sums all buckets over the ranks of one device, on its current stream: :meth:`sum_devices` goes on."""
-        for bucket in range(len(self.buckets)):
-            self._sum_ranks(place, bucket)
-
-    def sum_devices(self) -> None:
-        """Sums all buckets, which hold the sums over the ranks of each device, over the devices."""
-        for bucket in range(len(self.buckets)):
-            with span("all_reduce", ALL_RANKS, None, bucket):
-                if is_on():
-                    tell_contents("all_reduce", bucket, self._named(bucket))
-                self._over_devices(bucket)
-
-    def sums_on(self, place: int) -> Sums:
-        """What one device has of the sums, where it has all of them."""
-        gradients = self.flats[place].gradients
-        return Sums([gradients], gradients)
-
-    def _named(self, bucket: int) -> list[tuple[str, torch.Tensor]]:
-        views = self.flats[0].gradient_views
-        places = [each.parameter for each in self.buckets[bucket].segments]
-        return [(self._replicas.names[i], views[i]) for i in places]
 
     def open_outbox(self) -> None:
         """Before an update; a hook takes buckets all the way, in the outbox's order."""
         if self.outbox is not None:
-            self.outbox.open(self._over_devices if self.between.hook is not None else None)
-
-    def spread(self) -> None:
-        """Gives the sums over the processes, which the first device has, to the others."""
-        first, *others = [flat.gradients for flat in self.flats]
-        if others and self.between.hook is None:
-            collectives.broadcast_into(first, [list(each) for each in zip(*others, strict=True)])
-
-    def _names(self, bucket: int) -> list[str]:
-        return [self._replicas.names[each.parameter] for each in self.buckets[bucket].segments]
-
-    def _over_devices(self, bucket: int) -> None:
-        tensors = [flat.gradients[bucket] for flat in self.flats]
-        self.between.add_up(bucket, tensors, lambda: self._names(bucket), bucket == len(self.buckets) - 1)
+            self.outbox.open(self.of_buckets.add_up_devices if self.between.hook is not None else None)
 
     def _sum_loose(self, i: int) -> torch.Tensor:
         parts = [row[i].grad for row in self._replicas.parameters]

@@ -21,9 +21,11 @@ GRAPH_DEVICE = "cuda"
 
 WARM_UP = 3  # ordinary steps before a recording: kernels are chosen, memory and states allocated
 KEPT = 4  # recordings; each holds the memory of a step
+IDLE = 100  # steps that a recording is kept for without being replayed, where others wait for its place
 SEEN = 64  # kinds of batches that are being counted
 
 _FIRST = "it is one of the first of its kind"
+_CROWDED = f"{KEPT} other kinds of steps (shapes, modes, settings) are being replayed, and there is no room for more"
 _NEW_LINE = "\n"
 
 Work: TypeAlias = Callable[[], list[torch.Tensor]]
@@ -41,6 +43,9 @@ class Recorder(Protocol):
 
     def record(self, device: torch.device, work: Work) -> tuple[Launch, list[torch.Tensor]]:
         """All that ``work`` launches on one device, and where its results will lie."""
+
+    def forget(self) -> None:
+        """After a step could not be recorded: what is recorded next has nothing to do with it."""
 
 
 class CudaRecorder:
@@ -62,9 +67,18 @@ class CudaRecorder:
                 self._streams[device] = torch.cuda.Stream(device)
             graph = torch.cuda.CUDAGraph()
             pool, stream = self._pools[device], self._streams[device]
-            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+            # The outer one: some versions of torch leave the capture's stream current when a capture fails.
+            with (
+                torch.cuda.stream(torch.cuda.current_stream(device)),
+                torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
+            ):
                 results = work()
             return graph, results
+
+    def forget(self) -> None:
+        """After a step could not be recorded: its pools may be in any state."""
+        self._pools.clear()
+        self._streams.clear()
 
 
 class StaticNest:
@@ -114,12 +128,15 @@ class StepGraphs:
         self._failed: dict[Hashable, str] = {}
         self._recordings: OrderedDict[Hashable, Recording] = OrderedDict()
         self._told: set[str] = set()
+        self._steps = 0
+        self._last_used: dict[Hashable, int] = {}  # of each recording the step
         self.replays = 0
         self.reason: str | None = _FIRST
 
     def clear(self) -> None:
         """Lets go of all recordings and their memory."""
         self._recordings.clear()
+        self._last_used.clear()
 
     def skip(self, reason: str) -> None:
         """This step goes the ordinary way; says why, once."""
@@ -136,6 +153,7 @@ class StepGraphs:
             settings: all else that a recording fixes.
             record: makes a recording that serves this batch, and all of its kind.
         """
+        self._steps += 1
         key = _key(batch, settings)
         if key is None:
             self.skip("the batch has a part that is neither a plain tensor nor a number, a text or None")
@@ -144,6 +162,7 @@ class StepGraphs:
         if recording is None:
             return None
         self._recordings.move_to_end(key)
+        self._last_used[key] = self._steps
         loss = recording.replay(batch)
         self.replays += 1
         self.reason = None
@@ -156,6 +175,9 @@ class StepGraphs:
         if not self._is_known(key):
             self.reason = _FIRST
             return None
+        if not self._has_room():
+            self.skip(_CROWDED)
+            return None
         try:
             found = record()
         except Exception as error:
@@ -163,10 +185,18 @@ class StepGraphs:
             self._failed[key] = f"recording it failed ({type(cause).__name__}: {str(cause).partition(_NEW_LINE)[0]})"
             self.skip(self._failed[key])
             return None
-        while len(self._recordings) >= KEPT:
-            self._recordings.popitem(last=False)
-        self._recordings[key] = found
+        self._recordings[key], self._last_used[key] = found, self._steps
         return found
+
+    def _has_room(self) -> bool:
+        """Whether one more may be recorded; one that is not used any more makes room."""
+        if len(self._recordings) < KEPT:
+            return True
+        oldest = next(iter(self._recordings))
+        if self._steps - self._last_used[oldest] <= IDLE:
+            return False
+        del self._recordings[oldest], self._last_used[oldest]
+        return True
 
     def _is_known(self, key: Hashable) -> bool:
         """Whether enough steps of this kind were ordinary ones; counts."""

@@ -70,32 +70,30 @@ class Passes:
 
     def run(
         self,
-        parts: list[RankPart],
+        parts: Sequence[RankPart | None],
         clocks: Sequence[RankClock],
         *,
         backward: bool,
         keep_outputs: bool,
-        ranks: Sequence[int] | None = None,
     ) -> tuple[list[RankLoss], Any]:
         """Forward and loss of each part, and backward: each rank's loss, and all outputs joined if they are kept.
 
         Args:
-            parts: one per rank.
+            parts: one per rank; ``None``: that rank rests, and has no loss.
             clocks: per rank of the team what its time is taken by; none: it is not.
             backward: whether there is one.
             keep_outputs: whether outputs are returned.
-            ranks: whose parts these are; ``None``: the first ones.
         """
         self._gate = Gate()
         team = self._replicas.team
         rng = "per_rank" if self._draws else self._rng
         # A graph that the caller has before the inputs is one for all ranks, and goes with one backward.
-        joint = self.joint or (len(parts) > 1 and any(map(has_graph, parts)))
+        joint = self.joint or (len(parts) > 1 and any(has_graph(part) for part in parts if part is not None))
         job = Pass(
             self._replicas.modules, self._loss_fns, self._reduction, backward, joint, keep_outputs, rng,
             self._amp_dtype, self._gate, clocks,
         )  # fmt: skip
-        results = run_pass(job, team, parts, range(len(parts)) if ranks is None else ranks)
+        results = run_pass(job, team, parts)
         outputs = gather([output for _, output in results], team.devices[0], self._dim) if keep_outputs else None
         return [loss for loss, _ in results], outputs
 

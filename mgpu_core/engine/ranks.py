@@ -18,7 +18,7 @@ from mgpu_core.engine.commit import Gate
 from mgpu_core.engine.losses import RankLoss, rank_loss
 from mgpu_core.module_tree import modules_of
 from mgpu_core.nested import flatten
-from mgpu_core.parallel import parallel_apply
+from mgpu_core.parallel.apply import apply_some
 from mgpu_core.record import span
 
 __all__ = ["Pass", "RankPart", "has_graph", "rank_losses", "run_pass"]
@@ -65,23 +65,25 @@ class Pass:
     clocks: Sequence[RankClock] = ()
 
 
-def run_pass(job: Pass, team: Team, parts: Sequence[RankPart], ranks: Sequence[int]) -> list[tuple[RankLoss, Any]]:
-    """Runs these ranks at once; returns per rank its loss and, if they are kept, its outputs, detached.
+def run_pass(job: Pass, team: Team, parts: Sequence[RankPart | None]) -> list[tuple[RankLoss, Any]]:
+    """Runs all ranks at once; returns per rank its loss and, if they are kept, its outputs, detached.
+
+    Ranks whose part is ``None`` rest, and are not among the results.
 
     Raises:
         Exception: the first failing rank's, as :func:`mgpu_core.parallel_apply` words it.
     """
-    devices = [team.devices[rank] for rank in ranks]
-    works = [_Work(job, rank, device) for rank, device in zip(ranks, devices, strict=True)]
+    works = [_Work(job, rank, team.devices[rank]) for rank in range(len(parts))]
     if len(team) == 1:  # nobody to share with: in this thread, and failures are the module's own
         device = team.devices[0]
         with on(device, caller_streams([device])[0]):
-            return [works[0](parts[0])]
-    inputs = [(part,) for part in parts]
-    results = parallel_apply(works, inputs, None, devices, rng=job.rng)  # type: ignore[arg-type]
+            return [works[0](part) for part in parts if part is not None]
+    inputs = [None if part is None else (part,) for part in parts]
+    results = apply_some(works, inputs, team.devices[: len(parts)], job.rng)
+    found = [(result, part) for result, part in zip(results, parts, strict=True) if part is not None]
     if job.backward and job.joint:
-        _differentiate_together(results, parts)
-    return results
+        _differentiate_together(*zip(*found, strict=True))
+    return [result for result, _ in found]
 
 
 class _Work:

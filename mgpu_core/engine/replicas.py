@@ -7,7 +7,7 @@ Ranks of one device share the memory of the values, never the leaf: each has its
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from operator import is_
 from types import MethodType
@@ -64,7 +64,6 @@ class Replicas:
         self.parameters: list[list[Parameter]] = []
         self._places: list[list[Module]] = []  # per rank all modules, in one order
         self._own_places = [place.module for place in tree.places]
-        self._replaced = 0  # buffers of the other ranks that got other memory
         for rank in team.ranks:
             if rank == 0 and not (compiled and len(team) > 1):  # compiled ones must take turns, see device/compiled.py
                 self._add(net, list(named.values()), self._own_places)
@@ -177,15 +176,12 @@ class Replicas:
                 theirs = list(_buffers_of(places))
                 if [name for _, name, _ in theirs] != names:
                     raise RuntimeError(f"buffers of {type(self.net).__name__} were added or removed: {ADVICE}")
-                self._replaced += _copy_buffers(own, theirs, self.team.devices[rank])
+                _copy_buffers(own, theirs, self.team.devices[rank])
 
     @property
-    def buffer_memory(self) -> Hashable:
-        """Equal for as long as the buffers of all ranks lie where they are."""
-        own = [buffer for _, _, buffer in _buffers_of(self._own_places)]
-        strided = [buffer for buffer in own if buffer is not None and buffer.layout is torch.strided]
-        pointers, strides, dtypes = memory_of(strided)
-        return self._replaced, tuple(map(id, own)), *pointers, *strides, *dtypes
+    def buffers(self) -> list[torch.Tensor | None]:
+        """Of all ranks."""
+        return [buffer for places in self._places for _, _, buffer in _buffers_of(places)]
 
     @contextmanager
     def buffers_kept(self) -> Iterator[None]:
@@ -239,19 +235,15 @@ def _buffers_of(modules: Sequence[Module]) -> Iterator[tuple[Module, str, torch.
 _Buffers = Sequence[tuple[Module, str, torch.Tensor | None]]
 
 
-def _copy_buffers(sources: _Buffers, targets: _Buffers, device: torch.device) -> int:
-    """Says how many targets got other memory."""
-    replaced = 0
+def _copy_buffers(sources: _Buffers, targets: _Buffers, device: torch.device) -> None:
     fitting: list[tuple[torch.Tensor, torch.Tensor]] = []
     for (_, _, source), (module, name, target) in zip(sources, targets, strict=True):
         if source is target:
             continue
         if source is None or target is None or source.shape != target.shape or source.dtype != target.dtype:
             module._buffers[name] = None if source is None else source.detach().to(device, copy=True)
-            replaced += 1
         else:
             fitting.append((target, source))
     if fitting:
         with torch.no_grad():
             torch._foreach_copy_([target for target, _ in fitting], [source for _, source in fitting])
-    return replaced

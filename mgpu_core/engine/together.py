@@ -141,7 +141,7 @@ class Together:
             self._refuse_failed(self.processes.exchange(_FAILURE, {}, interrupted))
         self._is_open = False
         self._check_updates(tally)
-        sync.spread()
+        sync.of_buckets.spread()
         if Standing.JOINED in tally.standings and Standing.TRAINS in tally.standings:
             self._follow_settings(tally, interrupted)
         return tally

@@ -22,7 +22,7 @@ from mgpu_core.errors import Error
 from mgpu_core.module_tree import draws_random_numbers
 from mgpu_core.record import span
 
-__all__ = ["parallel_apply"]
+__all__ = ["apply_some", "parallel_apply"]
 
 
 def parallel_apply(
@@ -74,6 +74,27 @@ def parallel_apply(
             outcomes = [_run_here(calls[0])]
         else:
             outcomes = _run_in_workers(team, calls, streams, _share_numbers(team, modules, rng))
+    _raise_failures(outcomes, team)
+    return [outcome.value for outcome in outcomes]
+
+
+def apply_some(
+    modules: Sequence[Any], inputs: Sequence[tuple[Any, ...] | None], devices: Sequence[torch.device], rng: str
+) -> list[Any]:
+    """:func:`parallel_apply` where some ranks rest: those whose inputs are ``None``, and so is their result.
+
+    The others work where they work when all do: in the worker of their rank, which has done so before.
+    """
+    if len(modules) == 1 or None not in inputs:
+        return parallel_apply(modules, inputs, None, devices, rng=rng)
+    team = Team.of(devices)
+    streams = caller_streams(team.devices)
+    calls = [
+        None if args is None else partial(_call, rank, modules[rank], args, {}, team.devices[rank], streams[rank])
+        for rank, args in enumerate(inputs)
+    ]
+    with span("apply"):
+        outcomes = _run_in_workers(team, calls, streams, _share_numbers(team, modules, rng))
     _raise_failures(outcomes, team)
     return [outcome.value for outcome in outcomes]
 
@@ -152,19 +173,24 @@ def _share_numbers(team: Team, modules: Sequence[torch.nn.Module], rng: str) -> 
 
 
 def _run_in_workers(
-    team: Team, calls: list[partial[Any]], streams: Sequence[torch.Stream | None], draws: bool
+    team: Team, calls: Sequence[partial[Any] | None], streams: Sequence[torch.Stream | None], draws: bool
 ) -> list[Outcome]:
     context = CallerContext(team.devices)
     seconds = time_limit()
     turns = _turns(team, context.in_turns, draws)
     meeting = Meeting(team.devices, streams, seconds, in_turns=bool(turns))
-    tasks = [context.bind(partial(_attended, meeting, rank, call), rank) for rank, call in enumerate(calls)]
+    tasks: dict[int, Callable[[], Any]] = {
+        rank: context.bind(partial(_attended, meeting, rank, call), rank)
+        for rank, call in enumerate(calls)
+        if call is not None
+    }
     if draws and team.devices.count(_CPU) > 1:
-        tasks = [_drawing(task, stream) for task, stream in zip(tasks, rank_streams(team.devices), strict=True)]
+        numbers = rank_streams(team.devices)
+        tasks = {rank: _drawing(task, numbers[rank]) for rank, task in tasks.items()}
     for ranks in turns:
-        tasks = _in_turns(tasks, ranks, seconds)
+        _take_turns(tasks, [rank for rank in ranks if rank in tasks], seconds)
     with team.workers.lease() as crew:
-        return crew.run(tasks, seconds)
+        return crew.run([tasks.get(rank) for rank in range(len(calls))], seconds)
 
 
 def _turns(team: Team, all_in_turns: bool, draws: bool) -> list[list[int]]:
@@ -193,13 +219,11 @@ def _drawing(task: Callable[[], Any], stream: RankStream | None) -> Callable[[],
     return work
 
 
-def _in_turns(tasks: Sequence[Callable[[], Any]], ranks: Sequence[int], seconds: float) -> list[Callable[[], Any]]:
-    """The tasks, those of ``ranks`` one after the other; each waits until the one before has ended, also in failure."""
-    found = list(tasks)
+def _take_turns(tasks: dict[int, Callable[[], Any]], ranks: Sequence[int], seconds: float) -> None:
+    """Lets the tasks of ``ranks`` run one after the other: each waits until the one before has ended, or failed."""
     before: Event | None = None
     for rank in ranks:
-        found[rank], before = _after(before, tasks[rank], seconds)
-    return found
+        tasks[rank], before = _after(before, tasks[rank], seconds)
 
 
 def _after(before: Event | None, task: Callable[[], Any], seconds: float) -> tuple[Callable[[], Any], Event]:

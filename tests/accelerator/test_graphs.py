@@ -4,11 +4,12 @@ The recorder has no GPU, and holds each graph to the work of one device that nob
 """
 
 import copy
+import threading
 import warnings
 
 import pytest
 import torch
-from engine.nets import Branches, batches, mse
+from engine.nets import Branches, Linear, batches, mse
 from fakes.graphs import without_gpu
 from fakes.tensors import numbers
 from torch import nn
@@ -88,6 +89,28 @@ def test_one_device_is_recorded_after_the_other():
     places = [torch.device(each) for each in ("fake:0", "fake:1")]
     assert captured._captured.recorder.devices == places * 2  # the ranks of each, then the update of each
     assert captured.graphs.replays == 2
+
+
+@pytest.mark.parametrize("devices", TEAMS, ids=len)
+def test_ranks_are_recorded_in_the_threads_that_know_their_device(devices):
+    """A thread's first matrix product on a GPU makes a handle, which a recording cannot."""
+
+    threads = []
+
+    class Seen(Linear):
+        def forward(self, x):
+            threads.append((str(x.device), threading.current_thread().name))
+            return self.last(x)
+
+    captured, _ = pair(devices, OPTIMIZERS["momentum"], Seen())
+    for _ in range(WARM_UP + 1):
+        captured(numbers(16, 3), numbers(16, 2))
+    ordinary = set(threads)
+    threads.clear()
+    captured(numbers(16, 3), numbers(16, 2))
+    assert captured.graphs.replays == 1
+    assert set(threads) == ordinary
+    assert len(ordinary) == len(devices)
 
 
 class Net(nn.Module):

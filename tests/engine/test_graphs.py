@@ -1,7 +1,9 @@
 """Steps as graphs, with a recorder that has no GPU: what the host does around a replay, and when there is none."""
 
 import copy
+import gc
 import warnings
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -256,33 +258,59 @@ def test_a_buffer_in_another_place_is_recorded_anew():
 
 
 class Counts(Linear):
-    """Puts a new tensor in a buffer's place, in every forward or in turns two old ones."""
+    """Puts a new tensor in a buffer's place, in every so many-th forward."""
 
-    def __init__(self, alternates):
+    def __init__(self, every):
         super().__init__()
         self.register_buffer("count", torch.zeros(()))
-        self.kept = [torch.zeros(()), torch.zeros(())] if alternates else None
+        self.every, self.calls = every, 0
 
     def forward(self, x):
-        if self.kept is None:
-            self.count = self.count + 1
+        self.calls += 1
+        if self.calls % self.every:
+            self.count.add_(1)
         else:
-            self.kept.reverse()
-            self.count = self.kept[0].copy_(self.count + 1)
+            self.count = self.count + 1
         return self.last(x)
 
 
-@pytest.mark.parametrize("alternates", [False, True])
-def test_a_forward_that_replaces_a_buffer_is_not_captured(alternates):
-    captured, plain = pair(OPTIMIZERS["momentum"], 1, Counts(alternates).double())
+@pytest.mark.parametrize(("every", "place"), [(1, "of a buffer"), (WARM_UP + 2, "of buffer count")])
+def test_a_forward_that_replaces_a_buffer_is_not_captured(every, place):
+    """It is seen before a recording, or in it."""
+    captured, plain = pair(OPTIMIZERS["momentum"], 1, Counts(every).double())
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        for i, (x, y) in enumerate(batches(12, 8, columns=3), start=1):
+        for i, (x, y) in enumerate(batches(9, 8, columns=3), start=1):
             assert torch.equal(captured(x, y), plain(x, y))
             assert captured.module.count == plain.module.count == i
     assert same(captured.module, plain.module)
     assert captured.graphs.replays == 0
-    assert [each for each in told if "in the place of buffer count" in str(each.message)] or not alternates
+    assert [each for each in told if f"another tensor in the place {place}" in str(each.message)]
+
+
+def test_another_ranks_buffer_in_another_place_is_recorded_anew():
+    """A mask that is kept by its number of rows: a batch that is cut otherwise gives one rank a new one."""
+
+    class Masked(Linear):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("mask", torch.ones(4, 1))
+
+        def forward(self, x):
+            if len(self.mask) != len(x):
+                self.mask = torch.ones(len(x), 1)
+            return self.last(x * self.mask)
+
+    captured, plain = pair(OPTIMIZERS["momentum"], 2, Masked().double())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for x, y in batches(20, [8] * 6 + [7], columns=3):
+            assert torch.equal(captured(x, y), plain(x, y))
+            assert same(captured.module, plain.module)
+    recordings = captured.graphs._recordings.values()
+    masks = [each._buffers for each in recordings]
+    assert len(masks) >= 2
+    assert len({tuple(map(id, each)) for each in masks}) == len(masks)
 
 
 def test_batches_of_too_many_kinds_are_forgotten():
@@ -425,9 +453,56 @@ def test_a_replay_that_fails_leaves_the_last_update(monkeypatch):
 
 
 def test_only_so_many_graphs_are_kept():
+    """Kinds beyond them go the ordinary way, until one of them is not used any more: nothing is recorded in turns."""
     net = Linear()
     step = step_of(net, SGD(net.parameters(), lr=0.001))
-    for _ in range(WARM_UP + 2):
-        for rows in range(2, 2 + graphs.KEPT + 2):
-            step(torch.ones(rows, 3), torch.ones(rows, 2))
+
+    def train(rows):
+        step(torch.ones(rows, 3), torch.ones(rows, 2))
+
+    kinds = range(2, 2 + graphs.KEPT + 2)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(WARM_UP + 6):
+            for rows in kinds:
+                train(rows)
+    assert [str(each.message).split(" (")[0] for each in told] == [
+        f"this step is not captured: {graphs.KEPT} other kinds of steps"
+    ]
+    assert step._captured.recorder.records == len(step.graphs._recordings) == graphs.KEPT
+    for _ in range(graphs.IDLE + 1):
+        train(kinds[1])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(kinds[-1])
+    assert step.graphs.reason is None
+    assert step._captured.recorder.records == graphs.KEPT + 1
     assert len(step.graphs._recordings) == graphs.KEPT
+
+
+def test_a_step_that_is_dropped_takes_its_graphs_along():
+    class Graph:
+        def replay(self):
+            pass
+
+    class Holds:
+        """Nothing of the step, as a real recording."""
+
+        def record(self, device, work):
+            made.append(Graph())
+            return made[-1], [each.clone() for each in work()]
+
+    made = []
+    net = Linear()
+    step = step_of(net, SGD(net.parameters(), lr=0.001))
+    step._captured.recorder = Holds()
+    for _ in range(WARM_UP + 2):
+        step(torch.ones(4, 3), torch.ones(4, 2))
+    graph = weakref.ref(made.pop())
+    gc.collect()
+    gc.disable()
+    try:
+        del step
+        assert graph() is None
+    finally:
+        gc.enable()

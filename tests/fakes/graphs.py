@@ -3,8 +3,9 @@
 A real recording computes nothing; this one computes and puts everything back, and a replay computes again.
 """
 
+import threading
 import traceback
-from contextlib import nullcontext
+from collections import Counter
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -28,8 +29,9 @@ class Recorder:
     def record(self, device, work):
         self.devices.append(device)
         kept = [(each, each.clone()) for each in self._memory()]
+        seen = Seen(device)
         try:
-            with OnOneDevice(device) if device.type != "cpu" else nullcontext():  # the host may wait for itself
+            with seen:
                 results = work()
         finally:
             with torch.no_grad():
@@ -37,7 +39,10 @@ class Recorder:
                     tensor.copy_(value)
         statics = [torch.full_like(each, float("nan")) for each in results]
         assert all(each.device == device for each in statics)
-        return Replay(work, statics), statics
+        return Replay(work, statics, seen), statics
+
+    def forget(self):
+        pass
 
     def _memory(self):
         """What a step writes: parameters and buffers, tables and states, on all devices."""
@@ -50,35 +55,74 @@ class Recorder:
             yield from (each for flats in device.states.values() for each in flats)
 
 
-class OnOneDevice(TorchDispatchMode):
-    """What a graph can hold: the work of one device, that nobody waits for."""
+class Seen(TorchDispatchMode):
+    """What a graph would hold: operations of one device, in memory and with numbers that are fixed.
+
+    Attributes:
+        fixed: how often there was each operation with its numbers and the memory that was there before.
+    """
 
     mgpu_core_thread_safe = True
 
     def __init__(self, device):
         super().__init__()
-        self.device = device
+        self.device, self.fixed = device, Counter()
+        self._made, self._lock = {}, threading.Lock()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         found = func(*args, **kwargs or {})
-        waits = func is torch.ops.aten._local_scalar_dense.default
-        tensors = [each for each in tree_leaves((args, kwargs, found)) if isinstance(each, torch.Tensor)]
-        if waits or any(each.device != self.device for each in tensors):
-            assert by_a_kernel(), f"{func} waits for {self.device}, or leaves it: a graph cannot"
+        given = tree_leaves((args, kwargs))
+        is_fixed = self._is_fixed(func, tensors_of([*given, *tree_leaves(found)]))
+        with self._lock:
+            if is_fixed:
+                self.fixed[func, *map(self._place, given)] += 1
+            there = set(map(pointer, tensors_of(given)))
+            for each in tensors_of(tree_leaves(found)):
+                if pointer(each) not in there:
+                    self._made[pointer(each)] = each  # kept: nothing else gets its memory
         return found
+
+    def _is_fixed(self, func, tensors):
+        """Not what a kernel's plain reference does, which stands in for one that looks on the device."""
+        if self.device.type != "cpu" and (func is WAITS or any(each.device != self.device for each in tensors)):
+            assert by_a_kernel(), f"{func} waits for {self.device}, or leaves it: a graph cannot"
+            return False
+        return not by_a_kernel()
+
+    def _place(self, each):
+        """A number, or the memory of a tensor, unless it was made in here."""
+        if not isinstance(each, torch.Tensor):
+            return str(each)
+        return "made here" if pointer(each) in self._made else pointer(each)
+
+
+def tensors_of(leaves):
+    return [each for each in leaves if isinstance(each, torch.Tensor)]
+
+
+def pointer(tensor):
+    return tensor.untyped_storage().data_ptr()
+
+
+WAITS = torch.ops.aten._local_scalar_dense.default
 
 
 def by_a_kernel():
-    """Whether a kernel's plain reference asks, which stands in for one that looks on the device."""
     return any(frame.f_globals.get("__name__") == reference.__name__ for frame, _ in traceback.walk_stack(None))
 
 
 class Replay:
-    def __init__(self, work, results):
-        self.work, self.results = work, results
+    def __init__(self, work, results, seen):
+        self.work, self.results, self.seen = work, results, seen
 
     def replay(self):
-        for static, result in zip(self.results, self.work(), strict=True):
+        with Seen(self.seen.device) as now:
+            results = self.work()
+        # On the CPU a step may ask what its numbers are.
+        assert now.device.type == "cpu" or now.fixed == self.seen.fixed, (
+            f"{now.fixed - self.seen.fixed}, not {self.seen.fixed - now.fixed}"
+        )
+        for static, result in zip(self.results, results, strict=True):
             static.copy_(result)
 
 

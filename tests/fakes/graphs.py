@@ -87,7 +87,7 @@ class Seen(TorchDispatchMode):
         if self.device.type != "cpu" and (func is WAITS or any(each.device != self.device for each in tensors)):
             assert by_a_kernel(), f"{func} waits for {self.device}, or leaves it: a graph cannot"
             return False
-        return not by_a_kernel()
+        return bool(tensors) and not by_a_kernel()  # a profiler's marks are none
 
     def _place(self, each):
         """A number, or the memory of a tensor, unless it was made in here."""

@@ -1,6 +1,6 @@
 """One whole training step: clear the gradients, forward, cross-entropy, backward, all-reduce, update by SGD.
 
-Ours is `mgpu_core.TrainStep`, on the CPU with a thread per rank, on one GPU captured as a graph, as `compile` is
+Ours is `mgpu_core.TrainStep`, on the CPU with a thread per rank, on GPUs captured as graphs, as `compile` is
 (`torch.compile` with `reduce-overhead`). On the CPU the bare module has every core inside each operation;
 `ddp` is what one would use today, a process per rank, so it has no row of one rank. A step of SimpleNet takes less than
 a millisecond, so a turn is several steps in a row, as many for everybody, and the table has the time of one.
@@ -82,8 +82,7 @@ def _contestants(training: Training, peers: Sequence[str], stack: contextlib.Exi
     devices: Sequence[int | str] = gpus or ["cpu"] * training.ranks
 
     def ours(network: nn.Module, optimizer: SGD) -> Step:
-        capture = len(set(gpus)) == 1
-        step = TrainStep(network, functional.cross_entropy, optimizer, devices, capture=capture)
+        step = TrainStep(network, functional.cross_entropy, optimizer, devices, capture=bool(gpus))
         return stack.enter_context(contextlib.closing(step))
 
     ways: dict[str, MakeStep] = {OURS: ours, "bare": torch_step}

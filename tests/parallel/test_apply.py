@@ -14,6 +14,7 @@ from fakes.nets import cpu
 from torch import nn
 
 from mgpu_core import parallel_apply
+from mgpu_core.parallel.apply import apply_some
 
 RANKS = [1, 2, 3, 5, 8]
 
@@ -350,3 +351,30 @@ def test_a_rank_that_does_not_end_is_an_error_and_not_a_hang(monkeypatch):
     go_on.set()
     monkeypatch.delenv("MGPU_CORE_TIMEOUT")
     assert run(lambda rank: rank, 2) == [0, 1]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+def test_some_ranks_rest(ranks):
+    """Those that work do it where, and with the random numbers that, they have when all work."""
+
+    def work(rank):
+        return rank, threading.current_thread().name, torch.rand(3)
+
+    modules, devices = [Call(work)] * ranks, [torch.device("cpu")] * ranks
+    torch.manual_seed(3)
+    everyone = apply_some(modules, [(rank,) for rank in range(ranks)], devices, "per_rank")
+    for one in range(ranks):
+        torch.manual_seed(3)
+        found = apply_some(modules, [(rank,) if rank == one else None for rank in range(ranks)], devices, "per_rank")
+        assert [each is None for each in found] == [rank != one for rank in range(ranks)]
+        assert found[one][:2] == everyone[one][:2]
+        assert torch.equal(found[one][2], everyone[one][2])
+
+
+def test_a_failure_beside_ranks_that_rest():
+    def work(rank):
+        raise KeyError(rank)
+
+    with pytest.raises(KeyError, match="Caught KeyError in replica 2 on device cpu") as caught:
+        apply_some([Call(work)] * 3, [None, None, (2,)], [torch.device("cpu")] * 3, "auto")
+    assert isinstance(caught.value.__cause__, KeyError)

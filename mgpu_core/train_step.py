@@ -254,11 +254,14 @@ class TrainStep:
     ) -> torch.Tensor | None:
         """The loss of a step that was the replay of a graph; ``None``: it must go the ordinary way."""
         reason = self._why_no_graph(keep_outputs)
-        if reason is not None:
+        loss = None
+        if reason is None:
+            loss = captured.run(inputs, kwargs, self.clip_norm)
+        else:
             captured.graphs.skip(reason)
-            return None
-        loss = captured.run(inputs, kwargs, self.clip_norm)
-        if loss is not None:
+        if loss is None:
+            captured.graphs.tell()
+        else:
             self._new_window()
         return loss
 

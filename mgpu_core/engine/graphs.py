@@ -127,7 +127,7 @@ class StepGraphs:
         self._seen: OrderedDict[Hashable, int] = OrderedDict()
         self._failed: dict[Hashable, str] = {}
         self._recordings: OrderedDict[Hashable, Recording] = OrderedDict()
-        self._told: set[str] = set()
+        self._told = {_FIRST}
         self._steps = 0
         self._last_used: dict[Hashable, int] = {}  # of each recording the step
         self.replays = 0
@@ -139,11 +139,14 @@ class StepGraphs:
         self._last_used.clear()
 
     def skip(self, reason: str) -> None:
-        """This step goes the ordinary way; says why, once."""
+        """This step goes the ordinary way."""
         self.reason = reason
-        if reason not in self._told:
-            self._told.add(reason)
-            warnings.warn(f"this step is not captured: {reason}", stacklevel=7)
+
+    def tell(self) -> None:
+        """Says why a step goes the ordinary way, once for each reason, in the line of the user's that called it."""
+        if self.reason is not None and self.reason not in self._told:
+            self._told.add(self.reason)
+            warnings.warn(f"this step is not captured: {self.reason}", stacklevel=7)
 
     def run(self, batch: Any, settings: Hashable, record: Callable[[], Recording]) -> torch.Tensor | None:
         """The loss of a replay; ``None``: this step must go the ordinary way.

@@ -389,8 +389,9 @@ def test_parts_of_a_batch_that_no_graph_can_have():
     step = step_of(net, SGD(net.parameters(), lr=0.001))
     x, y, scale = torch.ones(4, 3), torch.ones(4, 2), Replicate(torch.ones(3))
     step(x, scale, y)
-    with pytest.warns(UserWarning, match="neither a plain tensor nor a number"):
+    with pytest.warns(UserWarning, match="neither a plain tensor nor a number") as told:
         step(x, scale, y)
+    assert told[0].filename == __file__
     for _ in range(WARM_UP + 2):
         step(x, 2.0, y)
     assert step.graphs.replays == 2

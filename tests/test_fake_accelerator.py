@@ -27,6 +27,7 @@ ON_THE_FAKE = [
 
 BY_THE_CUDA_ROOM = [
     "accelerator/test_explain.py",
+    "accelerator/test_graphs.py",
     "accelerator/test_models.py",
     "accelerator/test_shards.py",
     "accelerator/test_train_step.py",

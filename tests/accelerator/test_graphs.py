@@ -6,6 +6,7 @@ The recorder has no GPU, and holds each graph to the work of one device that nob
 import copy
 import threading
 import warnings
+from itertools import cycle
 
 import pytest
 import torch
@@ -50,25 +51,25 @@ def pair(devices, make, net=None, loss_fn=mse, **settings):
 def assert_same(captured, plain):
     assert all(map(torch.equal, captured.module.parameters(), plain.module.parameters()))
     assert all(map(torch.equal, captured.module.buffers(), plain.module.buffers()))
-    captured.check_replicas()
 
 
 def assert_same_states(captured, plain):
+    """Also on all devices."""
+    captured.check_replicas()
     one, other = captured.optimizer.state_dict()["state"], plain.optimizer.state_dict()["state"]
     for place, state in other.items():
         assert all(torch.equal(one[place][key], value) for key, value in state.items())
 
 
-@pytest.mark.parametrize("devices", TEAMS, ids=len)
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(("devices", "name"), list(zip(TEAMS, cycle(OPTIMIZERS))))
 def test_replays_are_steps(name, devices):
     """Rows that change, fewer than ranks, a scheduler, clipping, another way through the net: the same bits."""
     captured, plain = pair(devices, OPTIMIZERS[name], clip_norm=0.5, bucket_nbytes=200)
     schedules = [StepLR(step.optimizer, 7, 0.5) for step in (captured, plain)]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for i, (x, y) in enumerate(batches(60, [12] * 5 + [7, 1])):
-            way = 2 if i < 40 else 0
+        for i, (x, y) in enumerate(batches(40, [12] * 5 + [7, 1])):
+            way = 2 if i < 30 else 0
             assert torch.equal(captured(x, way, y), plain(x, way, y))
             for schedule in schedules:
                 schedule.step()
@@ -76,8 +77,8 @@ def test_replays_are_steps(name, devices):
             for one, other in zip(captured.module.parameters(), plain.module.parameters(), strict=True):
                 assert (one.grad is None) == (other.grad is None)
                 assert one.grad is None or torch.equal(one.grad, other.grad)
-    assert captured.steps == plain.steps == 60
-    assert captured.graphs.replays >= 35
+    assert captured.steps == plain.steps == 40
+    assert captured.graphs.replays >= 20
     assert_same_states(captured, plain)
 
 
@@ -134,8 +135,7 @@ def weighed(output, target):
     return (output * target).sum(), (target != 0).sum()
 
 
-@pytest.mark.parametrize("devices", TEAMS, ids=len)
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(("devices", "name"), list(zip(TEAMS, cycle(OPTIMIZERS))))
 def test_an_overflow_skips_the_update_of_all_devices(name, devices):
     settings = {"reduction": "sum", "amp_dtype": torch.float16}
     captured, plain = pair(devices, OPTIMIZERS[name], Net(), total, **settings)

@@ -26,7 +26,7 @@ from mgpu_core.engine.gradients import GradientSync
 from mgpu_core.engine.graphs import GRAPH_DEVICE, StepGraphs
 from mgpu_core.engine.losses import Window
 from mgpu_core.engine.passes import Passes
-from mgpu_core.engine.ranks import rank_losses
+from mgpu_core.engine.ranks import rank_losses, seed
 from mgpu_core.engine.replicas import Replicas
 from mgpu_core.engine.scaling import LossScale
 from mgpu_core.engine.settings import check_dtypes, check_module, check_place, check_settings, team_of
@@ -240,8 +240,7 @@ class TrainStep:
         """Forward, loss and backward of all ranks: the loss of the batch, and the outputs where they are kept."""
         window = self._cycle.window
         parts, rows = self._passes.split(inputs, kwargs, self._split_plan.shares)
-        for part, seed in zip(parts, window.seeds(rows), strict=True):
-            part.seed = seed
+        seed(parts, window.seeds(rows))
         self._sync.begin(len(parts), overlap=overlap, streams=caller_streams(self.team.devices))
         clocks = self._split_plan.clocks()
         with torch.enable_grad():

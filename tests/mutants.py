@@ -486,13 +486,13 @@ MUTANTS = [
     mutant(
         "step: graphs of several devices are recorded in other threads",
         "mgpu_core/parallel/apply.py",
-        "    if len(modules) == 1 or None not in inputs:",
-        """    there = [rank for rank, args in enumerate(inputs) if args is not None]
-    if len(there) == 1:
-        one = there[0]
+        "    active = [rank for rank, args in enumerate(inputs) if args is not None]\n",
+        """    active = [rank for rank, args in enumerate(inputs) if args is not None]
+    if len(active) == 1:
+        one = active[0]
         found = parallel_apply([modules[one]], [inputs[one]], None, [devices[one]], rng=rng)
         return [found[0] if rank == one else None for rank in range(len(inputs))]
-    if len(modules) == 1 or None not in inputs:""",
+""",
         "accelerator/test_graphs.py",
     ),
     mutant(

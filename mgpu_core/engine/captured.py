@@ -34,7 +34,7 @@ from mgpu_core.engine.graphs import (
 )
 from mgpu_core.engine.losses import RankLoss
 from mgpu_core.engine.passes import Passes
-from mgpu_core.engine.ranks import RankPart
+from mgpu_core.engine.ranks import RankPart, seed
 from mgpu_core.engine.replicas import Replicas
 from mgpu_core.engine.scaling import LossScale
 from mgpu_core.engine.shares import SplitPlan
@@ -130,11 +130,6 @@ class CapturedSteps:
         with torch.enable_grad():
             return self.passes.run(parts, (), backward=True, keep_outputs=False)[0]
 
-    def seed(self, parts: Sequence[RankPart], rows: Sequence[int]) -> None:
-        """Tells each part what its loss is multiplied by before backward."""
-        for part, seed in zip(parts, self.cycle.window.seeds(rows), strict=True):
-            part.seed = seed
-
 
 class _OneGraph:
     """A step of ranks that share a device: one graph, from a batch on that device to the update."""
@@ -154,7 +149,7 @@ class _OneGraph:
         steps.begin()
         steps.sync.clear()
         parts, rows = steps.split(self._batch.nest)
-        steps.seed(parts, rows)
+        seed(parts, steps.cycle.window.seeds(rows))
         losses = steps.compute(parts, overlap=True)
         steps.sync.finish()
         loss = steps.cycle.window.add(rows, losses, self._device)
@@ -181,7 +176,7 @@ class _GraphsPerDevice:
         self._parts = [_part_of(each.nest) for each in self._batches]
         self._losses: dict[int, RankLoss] = {}
         places = range(len(self._devices))
-        steps.seed(self._parts, rows)
+        seed(self._parts, steps.cycle.window.seeds(rows))
         self._computing = [self._recorded_computing(place) for place in places]
         steps.cycle.check_used()
         self._weights = self._weights_of(self._add_losses(rows))
@@ -231,7 +226,7 @@ class _GraphsPerDevice:
         parts, rows = steps.split(batch)
         for static, part in zip(self._batches, parts, strict=True):
             static.fill(_nest_of(part))
-        steps.seed(self._parts, rows)
+        seed(self._parts, steps.cycle.window.seeds(rows))
         for graph in self._computing:
             graph.replay()
         loss = self._add_losses(rows).clone()

@@ -126,7 +126,7 @@ class StepGraphs:
     def __init__(self) -> None:
         self._seen: OrderedDict[Hashable, int] = OrderedDict()
         self._failed: dict[Hashable, str] = {}
-        self._recordings: OrderedDict[Hashable, Recording] = OrderedDict()
+        self._recordings: dict[Hashable, Recording] = {}
         self._told = {_FIRST}
         self._steps = 0
         self._last_used: dict[Hashable, int] = {}  # of each recording the step
@@ -164,7 +164,6 @@ class StepGraphs:
         recording = self._recordings.get(key) or self._recorded(key, record)
         if recording is None:
             return None
-        self._recordings.move_to_end(key)
         self._last_used[key] = self._steps
         loss = recording.replay(batch)
         self.replays += 1
@@ -195,7 +194,7 @@ class StepGraphs:
         """Whether one more may be recorded; one that is not used any more makes room."""
         if len(self._recordings) < KEPT:
             return True
-        oldest = next(iter(self._recordings))
+        oldest = min(self._last_used, key=self._last_used.__getitem__)
         if self._steps - self._last_used[oldest] <= IDLE:
             return False
         del self._recordings[oldest], self._last_used[oldest]

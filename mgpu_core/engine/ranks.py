@@ -21,7 +21,7 @@ from mgpu_core.nested import flatten
 from mgpu_core.parallel.apply import apply_some
 from mgpu_core.record import span
 
-__all__ = ["Pass", "RankPart", "has_graph", "rank_losses", "run_pass"]
+__all__ = ["Pass", "RankPart", "has_graph", "rank_losses", "run_pass", "seed"]
 
 LossFn = Callable[..., Any]
 
@@ -34,6 +34,12 @@ class RankPart:
     kwargs: dict[str, Any]
     target: tuple[Any, ...]  # none, where the module returns the loss
     seed: float
+
+
+def seed(parts: Sequence[RankPart], seeds: Sequence[float]) -> None:
+    """Tells each part what its loss is multiplied by before backward."""
+    for part, each in zip(parts, seeds, strict=True):
+        part.seed = each
 
 
 @dataclass(slots=True)

@@ -62,20 +62,7 @@ def parallel_apply(
     _check_lengths(modules, inputs=inputs, kwargs_tup=kwargs_tup, devices=devices)
     check_rng(rng)
     team = Team.of(_devices_of(inputs, devices))
-    streams = caller_streams(team.devices)
-    calls = [
-        partial(_call, rank, module, args, kwargs, device, stream)
-        for rank, (module, args, kwargs, device, stream) in enumerate(
-            zip(modules, inputs, kwargs_tup, team.devices, streams, strict=True)
-        )
-    ]
-    with span("apply"):
-        if len(calls) == 1:
-            outcomes = [_run_here(calls[0])]
-        else:
-            outcomes = _run_in_workers(team, calls, streams, _share_numbers(team, modules, rng))
-    _raise_failures(outcomes, team)
-    return [outcome.value for outcome in outcomes]
+    return _applied(team, modules, inputs, kwargs_tup, rng, team.ranks)
 
 
 def apply_some(
@@ -85,16 +72,31 @@ def apply_some(
 
     The others work where they work when all do: in the worker of their rank, which has done so before.
     """
-    if len(modules) == 1 or None not in inputs:
-        return parallel_apply(modules, inputs, None, devices, rng=rng)
-    team = Team.of(devices)
+    active = [rank for rank, args in enumerate(inputs) if args is not None]
+    return _applied(Team.of(devices), modules, inputs, [{}] * len(modules), rng, active)
+
+
+def _applied(
+    team: Team,
+    modules: Sequence[Any],
+    inputs: Sequence[Any],
+    kwargs_tup: Sequence[dict[str, Any]],
+    rng: str,
+    active: Sequence[int],
+) -> list[Any]:
+    """The outputs of the active ranks; the others rest."""
     streams = caller_streams(team.devices)
     calls = [
-        None if args is None else partial(_call, rank, modules[rank], args, {}, team.devices[rank], streams[rank])
-        for rank, args in enumerate(inputs)
+        partial(_call, rank, modules[rank], inputs[rank], kwargs_tup[rank], team.devices[rank], streams[rank])
+        if rank in active
+        else None
+        for rank in team.ranks
     ]
     with span("apply"):
-        outcomes = _run_in_workers(team, calls, streams, _share_numbers(team, modules, rng))
+        if len(calls) == 1:
+            outcomes = [_run_here(call) for call in calls if call is not None]
+        else:
+            outcomes = _run_in_workers(team, calls, streams, _share_numbers(team, modules, rng))
     _raise_failures(outcomes, team)
     return [outcome.value for outcome in outcomes]
 

@@ -11,10 +11,8 @@ from itertools import cycle
 import pytest
 import torch
 from engine.nets import Branches, Linear, batches, mse
-from fakes.graphs import without_gpu
+from fakes.graphs import OPTIMIZERS, OneWeight, give_graphs, total, without_gpu
 from fakes.tensors import numbers
-from torch import nn
-from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import StepLR
 
 from mgpu_core import TrainStep
@@ -26,17 +24,11 @@ TEAMS = [
     ["fake:0", "fake:1", "fake:0"],
     ["fake:0", "fake:1", "fake:2", "fake:3", "fake:0", "fake:1", "fake:2", "fake:3"],
 ]
-OPTIMIZERS = {
-    "momentum": lambda p: SGD(p, lr=0.1, momentum=0.9),
-    "adamw": lambda p: AdamW(p, lr=0.01),
-}
 
 
 @pytest.fixture(autouse=True)
 def the_fakes_have_graphs(monkeypatch):
-    kind = torch.device("fake:0").type
-    for place in ("engine.graphs", "engine.captured", "train_step"):
-        monkeypatch.setattr(f"mgpu_core.{place}.GRAPH_DEVICE", kind)
+    give_graphs(monkeypatch, torch.device("fake:0").type)
 
 
 def pair(devices, make, net=None, loss_fn=mse, **settings):
@@ -114,23 +106,6 @@ def test_ranks_are_recorded_in_the_threads_that_know_their_device(devices):
     assert len(ordinary) == len(devices)
 
 
-class Net(nn.Module):
-    """One weight, and an offset with running statistics: gradients are what the targets say."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(1, 1))
-        self.seen = nn.BatchNorm1d(1, affine=False)
-
-    def forward(self, x):
-        self.seen(x)
-        return x @ self.weight
-
-
-def total(output, target):
-    return (output * target).sum()
-
-
 def weighed(output, target):
     return (output * target).sum(), (target != 0).sum()
 
@@ -138,7 +113,7 @@ def weighed(output, target):
 @pytest.mark.parametrize(("devices", "name"), list(zip(TEAMS, cycle(OPTIMIZERS))))
 def test_an_overflow_skips_the_update_of_all_devices(name, devices):
     settings = {"reduction": "sum", "amp_dtype": torch.float16}
-    captured, plain = pair(devices, OPTIMIZERS[name], Net(), total, **settings)
+    captured, plain = pair(devices, OPTIMIZERS[name], OneWeight(), total, **settings)
     x, y = torch.ones(2 * len(devices), 1), torch.full((2 * len(devices), 1), 0.125)
     over = y.clone()
     over[-1] = 5.0  # times 65536, and times 32768: more than float16 holds
@@ -156,7 +131,7 @@ def test_an_overflow_skips_the_update_of_all_devices(name, devices):
 
 @pytest.mark.parametrize("devices", TEAMS, ids=len)
 def test_weights_are_those_of_each_batch(devices):
-    captured, plain = pair(devices, OPTIMIZERS["momentum"], Net(), weighed, reduction="weighted", clip_norm=0.5)
+    captured, plain = pair(devices, OPTIMIZERS["momentum"], OneWeight(), weighed, reduction="weighted", clip_norm=0.5)
     for i in range(12):
         x, y = numbers(16, 1), torch.arange(16.0).sub(i).clamp(min=0)[:, None]
         assert torch.equal(captured(x, y), plain(x, y))
@@ -197,7 +172,7 @@ def test_a_failure_between_the_graphs_leaves_the_last_update():
             each.copy_(sums)
 
     lost = False
-    captured, plain = pair(TEAMS[0], OPTIMIZERS["momentum"], Net())
+    captured, plain = pair(TEAMS[0], OPTIMIZERS["momentum"], OneWeight())
     for step in (captured, plain):
         step.register_comm_hook(hook)
     for i in range(9):

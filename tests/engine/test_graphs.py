@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from engine.nets import Branches, Linear, batches, mse
-from fakes.graphs import Replay, without_gpu
+from fakes.graphs import OPTIMIZERS, OneWeight, Replay, give_graphs, total, without_gpu
 from fakes.nets import cpu
 from torch import nn
-from torch.optim import SGD, AdamW, RMSprop
+from torch.optim import SGD, RMSprop
 from torch.optim.lr_scheduler import StepLR
 
 from mgpu_core import Replicate, TrainStep
@@ -24,8 +24,7 @@ from mgpu_core.engine.graphs import WARM_UP
 
 @pytest.fixture(autouse=True)
 def the_cpu_has_graphs(monkeypatch):
-    for place in ("engine.graphs", "engine.captured", "train_step"):
-        monkeypatch.setattr(f"mgpu_core.{place}.GRAPH_DEVICE", "cpu")
+    give_graphs(monkeypatch, "cpu")
 
 
 def step_of(net, optimizer, ranks=2, loss_fn=mse, **settings):
@@ -44,12 +43,6 @@ def pair(make, ranks=2, net=None, **settings):
     captured = step_of(net, make(net.parameters()), ranks, **settings)
     plain = TrainStep(twin, mse, make(twin.parameters()), cpu(ranks), error_if_nonfinite=False, **settings)
     return captured, plain
-
-
-OPTIMIZERS = {
-    "momentum": lambda p: SGD(p, lr=0.1, momentum=0.9),
-    "adamw": lambda p: AdamW(p, lr=0.01),
-}
 
 
 @pytest.mark.parametrize("apart", [False, True], ids=["one graph", "as for several devices"])
@@ -145,21 +138,7 @@ def test_running_statistics_are_replayed():
 
 def scaled_pair(make, ranks):
     """Of one weight and an offset with running statistics: gradients are what the targets say, whole powers of two."""
-
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(1, 1))
-            self.seen = nn.BatchNorm1d(1, affine=False)
-
-        def forward(self, x):
-            self.seen(x)
-            return x @ self.weight
-
-    def total(output, target):
-        return (output * target).sum()
-
-    net = Net()
+    net = OneWeight()
     twin = copy.deepcopy(net)
     settings = {"reduction": "sum", "amp_dtype": torch.float16}
     captured = step_of(net, make(net.parameters()), ranks, total, **settings)

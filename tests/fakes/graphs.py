@@ -9,12 +9,43 @@ from collections import Counter
 from itertools import islice
 
 import torch
+from torch import nn
+from torch.optim import SGD, AdamW
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from mgpu_core.kernels import reference
 
-__all__ = ["Recorder", "without_gpu"]
+__all__ = ["OPTIMIZERS", "OneWeight", "Recorder", "give_graphs", "total", "without_gpu"]
+
+
+OPTIMIZERS = {
+    "momentum": lambda p: SGD(p, lr=0.1, momentum=0.9),
+    "adamw": lambda p: AdamW(p, lr=0.01),
+}
+
+
+class OneWeight(nn.Module):
+    """One weight, and an offset with running statistics: gradients are what the targets say."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1, 1))
+        self.seen = nn.BatchNorm1d(1, affine=False)
+
+    def forward(self, x):
+        self.seen(x)
+        return x @ self.weight
+
+
+def total(output, target):
+    return (output * target).sum()
+
+
+def give_graphs(monkeypatch, kind):
+    """Makes devices of this kind those that have graphs."""
+    for place in ("engine.graphs", "engine.captured", "train_step"):
+        monkeypatch.setattr(f"mgpu_core.{place}.GRAPH_DEVICE", kind)
 
 
 class Recorder:

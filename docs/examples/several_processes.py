@@ -28,18 +28,20 @@ def main() -> None:
     parser.add_argument("--timeout", type=float, default=60, help="seconds to wait for other processes")
     arguments = parser.parse_args()
 
+    torch.manual_seed(0)
+    x = torch.randn(ROWS, 20)
+    y = (x[:, :10].sum(1) > x[:, 10:].sum(1)).long()
+    net = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 2))
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+
+    # After the optimizer: what torch loads for the first one, would keep a group that is there, and its threads, for
+    # good; at the end of the process such a thread may abort it.
     group = None
     if "WORLD_SIZE" in os.environ:  # torchrun has started us
         backend = "nccl" if torch.cuda.is_available() else "gloo"
         distributed.init_process_group(backend, timeout=timedelta(seconds=arguments.timeout))
         group = distributed.group.WORLD
     process, processes = (distributed.get_rank(), distributed.get_world_size()) if group else (0, 1)
-
-    torch.manual_seed(0)
-    x = torch.randn(ROWS, 20)
-    y = (x[:, :10].sum(1) > x[:, 10:].sum(1)).long()
-    net = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 2))
-    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
     device_ids = [int(os.environ.get("LOCAL_RANK", 0))] if torch.cuda.is_available() else ["cpu"] * 2
     step = mgpu_core.TrainStep(net, nn.functional.cross_entropy, optimizer, device_ids, process_group=group)
     if arguments.save is not None and arguments.save.exists():  # all processes load it

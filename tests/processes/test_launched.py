@@ -22,7 +22,7 @@ def told(*command):
     done = subprocess.run(
         [*map(str, command)], capture_output=True, text=True, check=False, env=environment(), timeout=SECONDS
     )
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     return re.findall(r"^epoch .*$", done.stdout, re.MULTILINE)
 
 
@@ -40,6 +40,25 @@ def test_the_example_goes_on_in_another_number_of_processes(tmp_path, alone):
     two = told(*TORCHRUN, "--standalone", "--nproc-per-node=2", EXAMPLE, "--epochs", 3, "--save", file)
     assert one + two == alone
     assert [path.name for path in tmp_path.iterdir()] == ["state.pt"]
+
+
+LEAVING = """
+import runpy, sys
+from pathlib import Path
+
+sys.argv = [sys.argv[1], "--epochs", "1"]
+runpy.run_path(sys.argv[0], run_name="__main__")
+names = [each.read_text() for each in Path("/proc/self/task").glob("*/comm")]
+print("epoch of", sum("gloo" in name for name in names), "threads of gloo")
+"""
+
+
+def test_the_example_leaves_no_thread_of_the_group_behind(tmp_path):
+    """One that is there when Python ends, aborts the process now and then: it wants a lock that is gone."""
+    script = tmp_path / "leaving.py"
+    script.write_text(LEAVING)
+    found = told(*TORCHRUN, "--standalone", "--nproc-per-node=2", script, EXAMPLE)
+    assert found.count("epoch of 0 threads of gloo") == 2
 
 
 DYING = """

@@ -2,7 +2,7 @@
 
 Every step of the road opens a span; cuts, collectives and gradients that are ready leave entries of their own.  With
 recording off, which is the normal state, a span is one shared object that does nothing.  Everyone imports this file; of
-ours it imports the recording, its entries and the core alone.  ``mgpu_core.explain`` reads what was kept.
+ours it imports the recording, its entries and what does nothing alone.  ``mgpu_core.explain`` reads what was kept.
 
 Work for a whole step is told as part of it.  Threads that the step starts know it by themselves, by their
 ``contextvars``; what comes later, as a backward does, takes :func:`current_step` along and comes back
@@ -16,7 +16,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar, Token
 from dataclasses import dataclass
 from functools import wraps
@@ -24,8 +24,8 @@ from typing import ParamSpec, TypeAlias
 
 import torch
 
-from mgpu_core import _core
 from mgpu_core.entries import ALL_RANKS, NO_BUCKET, NO_STEP, Entry, Mark, Span
+from mgpu_core.nothing import NOTHING
 from mgpu_core.recording import Clock, Draft, HostClock, Recording
 
 __all__ = [
@@ -46,14 +46,6 @@ __all__ = [
 P = ParamSpec("P")
 Label: TypeAlias = Callable[[str], AbstractContextManager[object]]
 WHOLE_STEPS = ("train_step", "data_parallel", "evaluate")
-
-
-class _Nothing:
-    """With these two a ``with`` block costs a third of one with methods (measured)."""
-
-    __slots__ = ()
-    __enter__ = _core.enter_nothing
-    __exit__ = _core.leave_nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +129,7 @@ class _Span:
 def _begun(story: Recording, name: str) -> AbstractContextManager[None]:
     """Around a whole step, work for it; one inside another, in whatever thread, is none of its own."""
     if name not in WHOLE_STEPS or story.is_inside(_whole_step.get()):
-        return _NOTHING
+        return NOTHING
     if story.is_over():
         _end(story)
     return _WholeStep(story, name)
@@ -161,7 +153,6 @@ def _label_of(step: str, rank: int, bucket: int) -> str:
     return " ".join(words)
 
 
-_NOTHING: AbstractContextManager[None] = _Nothing()  # type: ignore[assignment]  # which takes them for methods
 _sink: _Sink | None = None  # the flag
 
 
@@ -174,7 +165,7 @@ def span(
         device: where the work runs that is launched inside, on the current stream of this thread.
     """
     sink = _sink
-    return _NOTHING if sink is None else _Span(sink, step, rank, device, bucket)
+    return NOTHING if sink is None else _Span(sink, step, rank, device, bucket)
 
 
 def is_on() -> bool:
@@ -194,7 +185,7 @@ def in_step(number: int) -> AbstractContextManager[None]:
     Args:
         number: of the step; ``NO_STEP``: part of none, wherever it happens.
     """
-    return _NOTHING if _sink is None else _InStep(number)
+    return NOTHING if _sink is None else _InStep(number)
 
 
 def telling(tell: Callable[P, None]) -> Callable[P, None]:
@@ -310,7 +301,7 @@ def recording(
         _story = story
         _show()
     try:
-        with nullcontext() if label is None else labelled(label):
+        with NOTHING if label is None else labelled(label):
             yield story
     finally:
         _end(story)

@@ -294,13 +294,12 @@ class TrainStep:
 
     def _refresh(self) -> None:
         """Brings the ranks up to what the user has done to the module since the last call."""
-        self._replicas.check()
+        if self._replicas.follow():
+            self._sync.watch_parameters()
+            self._passes.look_for_draws()
         if self._updates.values_changed():
             self._replicas.send_values()
             self._updates.remember_values()
-        if self._replicas.mirror_flags():
-            self._sync.watch_parameters()
-            self._passes.look_for_draws()
 
     def plan(self) -> list[RankPlan]:
         """What each rank does: its device, its share of the rows, and how many it had in the last call."""

@@ -53,7 +53,7 @@ class RankSums:
                 self._add_up_elsewhere(columns)
                 watch.ran(generic.ALGORITHM)
             else:
-                self._add_up_in_core([tuple(map(_pointer, column)) for column in columns], stream)
+                self._add_up_in_core(list(map(_pointers, columns)), stream)
                 watch.ran("direct")
         note_written(self._outs)
 
@@ -66,7 +66,7 @@ class RankSums:
         found: list[torch.Tensor] = present  # type: ignore[assignment]
         first = self._outs[0]
         return (
-            all(type(part) is torch.Tensor for part in found)
+            set(map(type, found)) <= {torch.Tensor}
             and set(map(_kind, found)) <= {_kind(first)}
             and list(map(torch.Tensor.stride, found)) == strides
             and not any(map(torch.Tensor.is_neg, found))
@@ -96,5 +96,6 @@ class RankSums:
 _kind = attrgetter("layout", "dtype", "device")
 
 
-def _pointer(part: torch.Tensor | None) -> int:
-    return 0 if part is None else part.data_ptr()
+def _pointers(column: Parts) -> list[int]:
+    """Null, where a rank adds nothing."""
+    return [0 if part is None else part.data_ptr() for part in column]

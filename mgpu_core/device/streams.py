@@ -15,6 +15,7 @@ import torch
 
 from mgpu_core import _core
 from mgpu_core.device.peers import settle_peers
+from mgpu_core.nothing import NOTHING
 
 __all__ = [
     "HOST",
@@ -38,12 +39,13 @@ def caller_streams(devices: Sequence[torch.device]) -> list[torch.Stream | None]
     return [None if device.type == "cpu" else torch.accelerator.current_stream(device) for device in devices]
 
 
-@contextmanager
-def on(device: torch.device, stream: torch.Stream | None) -> Iterator[None]:
+def on(device: torch.device, stream: torch.Stream | None) -> AbstractContextManager[None]:
     """Makes ``device`` and ``stream`` the current ones of this thread."""
-    if device.type == "cpu" or stream is None:
-        yield
-        return
+    return NOTHING if device.type == "cpu" or stream is None else _on_accelerator(device, stream)
+
+
+@contextmanager
+def _on_accelerator(device: torch.device, stream: torch.Stream) -> Iterator[None]:
     with torch.accelerator.device_index(device.index), stream:
         yield
 
@@ -135,12 +137,15 @@ class SideRoad:
             if stream is not None and stream not in self._computing.setdefault(device, []):
                 self._computing[device].append(stream)
 
-    @contextmanager
-    def entered(self) -> Iterator[None]:
+    def entered(self) -> AbstractContextManager[None]:
         """Makes the stream beside the current one of each GPU, behind all that its ranks have been given so far.
 
         Other accelerators work on their first rank's stream.
         """
+        return self._entered() if self._computing else NOTHING
+
+    @contextmanager
+    def _entered(self) -> Iterator[None]:
         with ExitStack() as stack:
             for device, streams in self._computing.items():
                 if device.type != "cuda":

@@ -16,30 +16,29 @@ __all__ = ["BufferSnapshot", "Gate", "Holder", "uninterrupted"]
 
 
 class Gate:
-    """Who is inside: the ranks of one step.  A step that has failed shuts it and waits until nobody is."""
+    """Who is inside: the ranks of steps.  A step that has failed shuts it for good and waits until nobody is.
+
+    ``with gate:`` is around the work of a rank, in a worker: where Ctrl-C comes, it could leave somebody inside.
+
+    Raises:
+        RuntimeError: the step has failed before this rank began.
+    """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._inside = 0
         self._shut = False
 
-    @contextmanager
-    def passed(self) -> Iterator[None]:
-        """Around the work of one rank.
-
-        Raises:
-            RuntimeError: the step has failed before this rank began.
-        """
+    def __enter__(self) -> None:
         with self._changed:
             if self._shut:
                 raise RuntimeError("the step was given up before this rank began")
             self._inside += 1
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._inside -= 1
-                self._changed.notify_all()
+
+    def __exit__(self, *_: object) -> None:
+        with self._changed:
+            self._inside -= 1
+            self._changed.notify_all()
 
     @property
     def is_shut(self) -> bool:

@@ -27,6 +27,7 @@ Groups = list[dict[str, float]]
 
 _SGD_NUMBERS = ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize")
 _ADAM_NUMBERS = ("lr", "eps", "weight_decay", "maximize")
+_ADAM_SETTINGS = (*_ADAM_NUMBERS, "betas")
 _SGD = (SGD, optim.SGD)
 
 
@@ -155,8 +156,8 @@ class FusedUpdate:
     def _read_groups(self) -> None:
         """Fills the tables of hyper-parameters where the user, or a scheduler, has changed one."""
         groups = self._optimizer.param_groups
-        names = _SGD_NUMBERS if self._is_sgd else (*_ADAM_NUMBERS, "betas")
-        settings = [tuple(_plain(group[name]) for name in names) for group in groups]
+        names = _SGD_NUMBERS if self._is_sgd else _ADAM_SETTINGS
+        settings = [tuple([_plain(group[name]) for name in names]) for group in groups]
         if settings == self._settings:
             return
         if self._is_sgd and [each[1] for each in settings] != [each[1] for each in self._settings]:
@@ -278,6 +279,8 @@ class FusedUpdate:
 
 def _plain(value: Any) -> Any:
     """A tensor's number, because schedulers write into the tensor; on a GPU somebody waits for it."""
+    if type(value) is float:  # as a rule
+        return value
     if isinstance(value, torch.Tensor):
         return float(value)
     return tuple(map(_plain, value)) if isinstance(value, tuple | list) else value

@@ -9,7 +9,7 @@ other ranks, and its own device, go on with their backward.  Nobody waits for an
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -182,10 +182,8 @@ class GradientSync:
 
     def used(self) -> list[bool]:
         """Per parameter whether any rank has a gradient of it."""
-        return [any(parameter.grad is not None for parameter in each) for each in self._columns()]
-
-    def _columns(self) -> Iterator[tuple[torch.nn.Parameter, ...]]:
-        return zip(*self._replicas.parameters, strict=True)
+        rows = [[parameter.grad is not None for parameter in row] for row in self._replicas.parameters]
+        return rows[0] if len(rows) == 1 else list(map(any, zip(*rows, strict=True)))
 
     def multiply_parts(self, factor: float) -> None:
         """Each rank's own gradients by one number, before they are summed."""

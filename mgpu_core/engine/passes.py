@@ -13,6 +13,7 @@ from mgpu_core.engine.losses import RankLoss
 from mgpu_core.engine.ranks import Pass, RankPart, has_graph, run_pass
 from mgpu_core.engine.replicas import Replicas
 from mgpu_core.module_tree import draws_random_numbers
+from mgpu_core.nothing import NOTHING
 from mgpu_core.parallel import gather
 from mgpu_core.parallel.scatter import scatter_objects
 from mgpu_core.sync_batchnorm import SyncBatchNorm
@@ -84,14 +85,16 @@ class Passes:
             backward: whether there is one.
             keep_outputs: whether outputs are returned.
         """
-        self._gate = Gate()
         team = self._replicas.team
+        if self._gate.is_shut:  # by a step that failed; ranks of it which have not begun yet, never will
+            self._gate = Gate()
+        gate = self._gate if len(team) > 1 else NOTHING  # who is alone has ended when the call has
         rng = "per_rank" if self._draws else self._rng
         # A graph that the caller has before the inputs is one for all ranks, and goes with one backward.
         joint = self.joint or (len(parts) > 1 and any(has_graph(part) for part in parts if part is not None))
         job = Pass(
             self._replicas.modules, self._loss_fns, self._reduction, backward, joint, keep_outputs, rng,
-            self._amp_dtype, self._gate, clocks,
+            self._amp_dtype, gate, clocks,
         )  # fmt: skip
         results = run_pass(job, team, parts)
         outputs = gather([output for _, output in results], team.devices[0], self._dim) if keep_outputs else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,10 +14,10 @@ from torch.nn import Module
 from mgpu_core.device.clock import RankClock
 from mgpu_core.device.streams import caller_streams, on
 from mgpu_core.device.team import Team
-from mgpu_core.engine.commit import Gate
 from mgpu_core.engine.losses import RankLoss, rank_loss
 from mgpu_core.module_tree import modules_of
 from mgpu_core.nested import flatten
+from mgpu_core.nothing import NOTHING
 from mgpu_core.parallel.apply import apply_some
 from mgpu_core.record import span
 
@@ -67,7 +67,7 @@ class Pass:
     keep_outputs: bool
     rng: str
     amp_dtype: torch.dtype | None
-    gate: Gate
+    gate: AbstractContextManager[None]
     clocks: Sequence[RankClock] = ()
 
 
@@ -102,7 +102,7 @@ class _Work:
 
     def __call__(self, part: RankPart) -> tuple[RankLoss, Any]:
         job = self._job
-        with job.gate.passed(), _timed(job.clocks[self._rank] if job.clocks else None):
+        with job.gate, _timed(job.clocks[self._rank] if job.clocks else None):
             with self._autocast():
                 with span("forward", self._rank, self._device):
                     output = job.modules[self._rank](*part.inputs, **part.kwargs)
@@ -115,7 +115,7 @@ class _Work:
 
     def _autocast(self) -> AbstractContextManager[object]:
         if self._job.amp_dtype is None:
-            return nullcontext()
+            return NOTHING
         return torch.autocast(self._device.type, dtype=self._job.amp_dtype)
 
     def _loss(self, output: Any, target: tuple[Any, ...]) -> RankLoss:
@@ -134,7 +134,7 @@ def _clocked(clock: RankClock) -> Iterator[None]:
 
 
 def _timed(clock: RankClock | None) -> AbstractContextManager[object]:
-    return nullcontext() if clock is None else _clocked(clock)
+    return NOTHING if clock is None else _clocked(clock)
 
 
 def _differentiate(losses: list[torch.Tensor], seeds: list[float]) -> None:
@@ -156,7 +156,7 @@ def _without_autocast() -> AbstractContextManager[object]:
     found = torch.accelerator.current_accelerator()
     kinds = [kind for kind in {"cpu", "cpu" if found is None else found.type} if torch.is_autocast_enabled(kind)]
     if not kinds:
-        return nullcontext()
+        return NOTHING
     stack = ExitStack()
     for kind in kinds:
         stack.enter_context(torch.autocast(kind, enabled=False))

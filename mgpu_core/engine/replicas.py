@@ -21,6 +21,7 @@ from mgpu_core.device.team import Team
 from mgpu_core.device.tensor_checks import memory_of
 from mgpu_core.engine.commit import BufferSnapshot
 from mgpu_core.engine.flat import FlatTensors, compact
+from mgpu_core.engine.module_look import ModuleLook
 from mgpu_core.engine.twins import Twin, other_hooks, refuse_hooks
 from mgpu_core.module_tree import ModuleTree, check_initialised, modules_of
 
@@ -72,7 +73,7 @@ class Replicas:
         self.remember()
         self._modes: list[bool] = []
         self._frozen: list[bool] = []
-        self.mirror_flags()
+        self._mirror_flags()
 
     def _add(self, module: Module, parameters: list[Parameter], places: list[Module]) -> None:
         self.modules.append(module)
@@ -95,6 +96,7 @@ class Replicas:
 
     def remember(self) -> None:
         """Takes the parameters as they are now for what the next steps must find."""
+        self._look: ModuleLook | None = None
         self._own = list(self.net.parameters())
         self._found = list(_parameters_of(self.net))
         self._memory = memory_of(self._own)
@@ -103,12 +105,21 @@ class Replicas:
         """Of the user's module; nothing is taken yet."""
         return BufferSnapshot(self._own_places)
 
-    def check(self) -> None:
-        """Raises unless the user's module has the parameters that it had, where they were.
+    def follow(self) -> bool:
+        """Makes all ranks' modules train, evaluate and freeze as the user's does; says whether anything changed.
 
         Raises:
-            RuntimeError: names the parameter and says what to do.
+            RuntimeError: the user's module has other parameters than it had, or elsewhere, or other hooks of theirs;
+                names the parameter and says what to do.
         """
+        if self._look is not None and not self._look.is_over():
+            return False
+        self._check()
+        changed = self._mirror_flags()
+        self._look = ModuleLook(self._own_places, self._own)
+        return changed
+
+    def _check(self) -> None:
         found = list(_parameters_of(self.net))
         if len(found) != len(self._found) or not all(map(is_, found, self._found)):
             raise RuntimeError(
@@ -131,13 +142,13 @@ class Replicas:
 
     def remember_hooks(self) -> None:
         """Takes the hooks that parameters have for those that the next steps must find."""
+        self._look = None
         self._hooks = self._hooks_now()
 
     def _hooks_now(self) -> list[tuple[int, int]]:
         return [(len(each._backward_hooks or ()), other_hooks(each)) for each in self._own]
 
-    def mirror_flags(self) -> bool:
-        """Makes all ranks' modules train, evaluate and freeze as the user's does; says whether anything changed."""
+    def _mirror_flags(self) -> bool:
         modes = [module.training for module in self._own_places]
         frozen = [not parameter.requires_grad for parameter in self._own]
         if modes == self._modes and frozen == self._frozen:

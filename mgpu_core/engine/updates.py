@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -19,6 +19,7 @@ from mgpu_core.engine.fused import FusedUpdate, step_hooks, why_not_fused
 from mgpu_core.engine.gradients import GradientSync
 from mgpu_core.engine.replicas import Replicas
 from mgpu_core.engine.sharded import ShardedUpdate
+from mgpu_core.nothing import NOTHING
 
 __all__ = ["Updates", "check_optimizer"]
 
@@ -247,4 +248,4 @@ class _TorchUpdate:
 
 def _own_default(device: torch.device) -> AbstractContextManager[object]:
     """A default device that was set for the first device would get the state of all others, too."""
-    return nullcontext() if torch.get_default_device().type == "cpu" else torch.device(device)
+    return NOTHING if torch.get_default_device().type == "cpu" else torch.device(device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
 from threading import Event
 from typing import Any
@@ -20,6 +20,7 @@ from mgpu_core.device.team import Team
 from mgpu_core.device.workers import Outcome, time_limit
 from mgpu_core.errors import Error
 from mgpu_core.module_tree import draws_random_numbers
+from mgpu_core.nothing import NOTHING
 from mgpu_core.record import span
 
 __all__ = ["apply_some", "parallel_apply"]
@@ -151,7 +152,7 @@ def _call(
 
 def _forward(module: Any, rank: int, device: torch.device) -> AbstractContextManager[object]:
     """What does more than a forward says itself what it does.  Its class is asked, not what a module may answer."""
-    return nullcontext() if getattr(type(module), "records_itself", False) else span("forward", rank, device)
+    return NOTHING if getattr(type(module), "records_itself", False) else span("forward", rank, device)
 
 
 def _run_here(call: Callable[[], Any]) -> Outcome:
@@ -215,7 +216,7 @@ _CPU = torch.device("cpu")
 
 def _drawing(task: Callable[[], Any], stream: RankStream | None) -> Callable[[], Any]:
     def work() -> Any:
-        with stream.entered() if stream is not None else nullcontext():
+        with stream.entered() if stream is not None else NOTHING:
             return task()
 
     return work

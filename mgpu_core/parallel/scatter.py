@@ -103,20 +103,24 @@ def _plain_views(
 ) -> tuple[list[list[Any]], list[int]] | None:
     """What most steps are given, bare tensors and tuples of them on the only device: no nest has to be taken apart.
 
-    ``None``: it is something else, or wrong.
+    One rank gets them as they are.  ``None``: it is something else, or wrong.
     """
     tensors: list[torch.Tensor] = []
     for obj in objects.values():
         if type(obj) is not dict or obj:
             tensors += obj if type(obj) is tuple else [obj]
     device = team.devices[0]
-    if len(team) == 1 or len(set(team.devices)) > 1 or not tensors:
+    if not tensors or team.devices.count(device) < len(team):
         return None
-    if not all(type(each) is torch.Tensor and each.device == device and _is_plain(each) for each in tensors):
-        return None
-    if not all(-each.dim() <= dim < each.dim() and each.size(dim) == tensors[0].size(dim) for each in tensors):
-        return None
+    for each in tensors:
+        if type(each) is not torch.Tensor or each.device != device or not _is_plain(each):
+            return None
+        if not -each.dim() <= dim < each.dim() or each.size(dim) != tensors[0].size(dim):
+            return None
     check_shares(shares, len(team))
+    if len(team) == 1:
+        _tell_whole(objects, device, dim)
+        return [list(objects.values())], [tensors[0].size(dim)]
     counts = _counts(tensors[0].size(dim), len(team), shares)
     columns = [_views(each, counts, dim) for each in tensors]
     if is_on():

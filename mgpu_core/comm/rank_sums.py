@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from operator import attrgetter
+from types import NoneType
 from typing import TypeAlias
 
 import torch
@@ -60,13 +61,15 @@ class RankSums:
     def _fits(self, column: Parts) -> bool:
         """Whether the core may add these element by element: plain tensors beside the outs, with their strides."""
         present, strides = column, self._strides
-        if any(part is None for part in column):
+        kinds = set(map(type, column))
+        if NoneType in kinds:
+            kinds.remove(NoneType)
             present = [part for part in column if part is not None]
             strides = [stride for part, stride in zip(column, strides, strict=True) if part is not None]
         found: list[torch.Tensor] = present  # type: ignore[assignment]
         first = self._outs[0]
         return (
-            set(map(type, found)) <= {torch.Tensor}
+            kinds <= {torch.Tensor}
             and set(map(_kind, found)) <= {_kind(first)}
             and list(map(torch.Tensor.stride, found)) == strides
             and not any(map(torch.Tensor.is_neg, found))

@@ -28,6 +28,7 @@ Groups = list[dict[str, float]]
 _SGD_NUMBERS = ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize")
 _ADAM_NUMBERS = ("lr", "eps", "weight_decay", "maximize")
 _ADAM_SETTINGS = (*_ADAM_NUMBERS, "betas")
+_NUMBERS = (float, int, bool)
 _SGD = (SGD, optim.SGD)
 
 
@@ -157,7 +158,7 @@ class FusedUpdate:
         """Fills the tables of hyper-parameters where the user, or a scheduler, has changed one."""
         groups = self._optimizer.param_groups
         names = _SGD_NUMBERS if self._is_sgd else _ADAM_SETTINGS
-        settings = [tuple([_plain(group[name]) for name in names]) for group in groups]
+        settings = [_plain_all([group[name] for name in names]) for group in groups]
         if settings == self._settings:
             return
         if self._is_sgd and [each[1] for each in settings] != [each[1] for each in self._settings]:
@@ -277,13 +278,15 @@ class FusedUpdate:
         self._versions = self._versions_of_steps()
 
 
+def _plain_all(values: list[Any]) -> tuple[Any, ...]:
+    return tuple([value if type(value) in _NUMBERS else _plain(value) for value in values])
+
+
 def _plain(value: Any) -> Any:
     """A tensor's number, because schedulers write into the tensor; on a GPU somebody waits for it."""
-    if type(value) is float:  # as a rule
-        return value
     if isinstance(value, torch.Tensor):
         return float(value)
-    return tuple(map(_plain, value)) if isinstance(value, tuple | list) else value
+    return _plain_all(list(value)) if isinstance(value, tuple | list) else value
 
 
 def _adopt(update: weakref.ref[FusedUpdate]) -> None:

@@ -8,14 +8,15 @@ entered by two threads at once.
 from __future__ import annotations
 
 import contextvars
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any
 
 import torch
 
 from mgpu_core.device.modes import Modes
+from mgpu_core.nothing import NOTHING
 
 __all__ = ["CallerContext"]
 
@@ -44,24 +45,25 @@ class CallerContext:
         self._autocast_cache = torch.is_autocast_cache_enabled()
         self._hooks, self.in_turns = _saved_tensors_hooks(len(set(devices)) == 1)
 
-    @contextmanager
-    def _entered(self, device: torch.device) -> Iterator[None]:
-        with ExitStack() as stack:
-            stack.enter_context(torch.inference_mode(self._inference))
-            stack.enter_context(torch.set_grad_enabled(self._grad))
-            for kind, dtype in self._autocast:
-                stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=self._autocast_cache))
-            if self._hooks is not None:
-                stack.enter_context(self._hooks())
-            stack.enter_context(self._modes.entered(device))
-            yield
+    def _entered(self) -> AbstractContextManager[object]:
+        """What is seldom on: autocast and hooks."""
+        if not self._autocast and self._hooks is None:
+            return NOTHING
+        stack = ExitStack()
+        for kind, dtype in self._autocast:
+            stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=self._autocast_cache))
+        if self._hooks is not None:
+            stack.enter_context(self._hooks())
+        return stack
 
     def bind(self, work: Callable[[], Any], rank: int) -> Callable[[], Any]:
-        """``work`` as a task for another thread: there it runs under these settings, as this rank."""
+        """``work`` as a task for a worker: there it runs under these settings, as this rank."""
         variables = contextvars.copy_context()
 
         def task() -> Any:
-            with self._entered(self._devices[rank]):
+            # Inference mode's end puts back all that a rank may have changed: grad mode and autocast, too.
+            with torch.inference_mode(self._inference), self._entered(), self._modes.entered(self._devices[rank]):
+                torch.set_grad_enabled(self._grad)
                 return variables.run(work)
 
         return task

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Sequence
+from contextvars import ContextVar, Token
 from typing import Any
 
 import torch
@@ -44,20 +43,16 @@ class Meeting:
     ) -> None:
         self.devices, self.streams = devices, streams
         self._seconds, self._in_turns = seconds, in_turns
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
         self._gone: set[int] = set()
         self._rounds: dict[Hashable, _Round] = {}
 
-    @contextmanager
-    def attended(self, rank: int) -> Iterator[None]:
-        """Around the work of a rank: inside, :func:`current_seat` is its seat."""
-        token = _seat.set(Seat(self, rank))
-        try:
-            yield
-        finally:
-            _seat.reset(token)
-            with self._changed:
-                self._gone.add(rank)
+    def leave(self, rank: int) -> None:
+        """The rank has ended; who waits for it hears of it."""
+        with self._lock:
+            self._gone.add(rank)
+            if self._rounds:
                 self._changed.notify_all()
 
     def together(self, key: Hashable, rank: int, value: Any, work: Callable[[list[Any]], Sequence[Any]]) -> Any:
@@ -126,11 +121,22 @@ class _Round:
 
 
 class Seat:
-    """A rank's place in a meeting; counts how often it came for each reason."""
+    """A rank's place in a meeting; counts how often it came for each reason.
+
+    ``with seat:`` is around the work of the rank: inside, :func:`current_seat` is this one.
+    """
 
     def __init__(self, meeting: Meeting, rank: int) -> None:
         self.meeting, self.rank = meeting, rank
-        self._times: Counter[Hashable] = Counter()
+        self._times: defaultdict[Hashable, int] = defaultdict(int)
+
+    def __enter__(self) -> None:
+        self._token: Token[Seat | None] = _seat.set(self)
+
+    def __exit__(self, *_: object) -> None:
+        _seat.reset(self._token)
+        del self._token  # it holds the rank's variables, and a graph may hold the seat
+        self.meeting.leave(self.rank)
 
     def together(self, key: Hashable, value: Any, work: Callable[[list[Any]], Sequence[Any]]) -> Any:
         """:meth:`Meeting.together`, for the n-th time of this rank with all others' n-th time."""

@@ -7,11 +7,11 @@ refused by name.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.overrides import _pop_mode as _pop_function_mode
 from torch.overrides import _push_mode as _push_function_mode
@@ -39,34 +39,46 @@ class Modes:
     """
 
     def __init__(self, team: Sequence[torch.device]) -> None:
-        check_modes()
-        functions = _get_current_function_mode_stack()
+        functions, dispatches = _stacks()
+        _check(functions, dispatches)
         contexts = [mode for mode in functions if isinstance(mode, DeviceContext)]
         self._context = contexts[-1] if contexts else None
         self._ours = self._context is not None and _belongs(self._context.device, team)
         self._functions = [mode for mode in functions if not isinstance(mode, DeviceContext)]
-        self._dispatches = [mode for mode in _get_current_dispatch_mode_stack() if not isinstance(mode, RankStream)]
+        self._dispatches = [mode for mode in dispatches if not isinstance(mode, RankStream)]
 
-    @contextmanager
-    def entered(self, device: torch.device) -> Iterator[None]:
-        """The same modes in the thread of a rank; a default device that belongs to the team becomes the rank's own."""
+    def entered(self, device: torch.device) -> _Entered:
+        """The same modes in the worker of a rank; a default device that belongs to the team becomes the rank's own."""
         functions: list[Any] = list(self._functions)
         if self._context is not None:
             functions.insert(0, DeviceContext(device) if self._ours else self._context)
-        before = len(_get_current_function_mode_stack()), len(_get_current_dispatch_mode_stack())
+        return _Entered(functions, self._dispatches)
+
+
+class _Entered:
+    """Around the work of a rank, in a worker."""
+
+    __slots__ = ("_before", "_dispatches", "_functions")
+
+    def __init__(self, functions: Sequence[Any], dispatches: Sequence[Any]) -> None:
+        self._functions, self._dispatches = functions, dispatches
+
+    def __enter__(self) -> None:
+        self._before = _len_torch_dispatch_stack(), _len_torch_function_stack()
         # Pushed, not entered: `__enter__` of a mode notes in globals what was there before, and several threads that
         # come and go would leave them wrong for good.
-        for mode in functions:
+        for mode in self._functions:
             _push_function_mode(mode)
         for mode in self._dispatches:
             _push_dispatch_mode(mode)
-        try:
-            yield
-        finally:  # with what the rank left behind: the thread is used again
-            while len(_get_current_dispatch_mode_stack()) > before[1]:
-                _pop_dispatch_mode()
-            while len(_get_current_function_mode_stack()) > before[0]:
-                _pop_function_mode()
+
+    def __exit__(self, *_: object) -> None:
+        """With what the rank left behind: the thread is used again."""
+        dispatches, functions = self._before
+        while _len_torch_dispatch_stack() > dispatches:
+            _pop_dispatch_mode()
+        while _len_torch_function_stack() > functions:
+            _pop_function_mode()
 
 
 def _belongs(device: torch.device, team: Sequence[torch.device]) -> bool:
@@ -75,8 +87,18 @@ def _belongs(device: torch.device, team: Sequence[torch.device]) -> bool:
 
 def check_modes() -> None:
     """Raises TypeError for a mode or a transform, active in this thread, that must not leave it."""
+    _check(*_stacks())
+
+
+def _stacks() -> tuple[list[Any], list[Any]]:
+    """The calling thread's modes; as a rule there are none."""
+    functions = _get_current_function_mode_stack() if _len_torch_function_stack() else []
+    return functions, _get_current_dispatch_mode_stack() if _len_torch_dispatch_stack() else []
+
+
+def _check(functions: Sequence[Any], dispatches: Sequence[Any]) -> None:
     _refuse_transforms()
-    for mode in (*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()):
+    for mode in (*functions, *dispatches):
         if not isinstance(mode, DeviceContext | RankStream) and not getattr(mode, SAFE, False):
             raise TypeError(_advice(mode))
 

@@ -25,20 +25,22 @@ class Gate:
     """
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
         self._inside = 0
         self._shut = False
 
     def __enter__(self) -> None:
-        with self._changed:
+        with self._lock:
             if self._shut:
                 raise RuntimeError("the step was given up before this rank began")
             self._inside += 1
 
     def __exit__(self, *_: object) -> None:
-        with self._changed:
+        with self._lock:
             self._inside -= 1
-            self._changed.notify_all()
+            if self._shut:
+                self._changed.notify_all()
 
     @property
     def is_shut(self) -> bool:

@@ -13,7 +13,7 @@ from torch._utils import ExceptionWrapper
 
 from mgpu_core.device.context import CallerContext
 from mgpu_core.device.devices import DeviceLike
-from mgpu_core.device.meeting import AbsentRank, Meeting
+from mgpu_core.device.meeting import AbsentRank, Meeting, Seat
 from mgpu_core.device.random import RankStream, check_rng, current_stream, rank_streams
 from mgpu_core.device.streams import caller_streams, on
 from mgpu_core.device.team import Team
@@ -207,7 +207,7 @@ def _turns(team: Team, all_in_turns: bool, draws: bool) -> list[list[int]]:
 
 
 def _attended(meeting: Meeting, rank: int, call: Callable[[], Any]) -> Any:
-    with meeting.attended(rank):
+    with Seat(meeting, rank):
         return call()
 
 

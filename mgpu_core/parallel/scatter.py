@@ -264,7 +264,7 @@ def _spread(leaf: Any, team: Team, counts: list[int] | None, dim: int) -> Sequen
 
 def _views(leaf: torch.Tensor, counts: list[int], dim: int) -> list[torch.Tensor]:
     """Chunks without a copy, each with a version of its own: what a rank writes in place is no other rank's write."""
-    return [chunk.data for chunk in torch.split(leaf, counts, dim)]
+    return [chunk.data for chunk in torch.split_with_sizes(leaf, counts, dim)]
 
 
 def _is_plain(leaf: torch.Tensor) -> bool:

@@ -490,7 +490,7 @@ MUTANTS = [
         """    active = [rank for rank, args in enumerate(inputs) if args is not None]
     if len(active) == 1:
         one = active[0]
-        found = parallel_apply([modules[one]], [inputs[one]], None, [devices[one]], rng=rng)
+        found = parallel_apply([modules[one]], [inputs[one]], None, [team.devices[one]], rng=rng)
         return [found[0] if rank == one else None for rank in range(len(inputs))]
 """,
         "accelerator/test_graphs.py",

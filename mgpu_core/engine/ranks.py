@@ -85,7 +85,7 @@ def run_pass(job: Pass, team: Team, parts: Sequence[RankPart | None]) -> list[tu
         with on(device, caller_streams([device])[0]):
             return [works[0](part) for part in parts if part is not None]
     inputs = [None if part is None else (part,) for part in parts]
-    results = apply_some(works, inputs, team.devices[: len(parts)], job.rng)
+    results = apply_some(works, inputs, team.first(len(parts)), job.rng)
     found = [(result, part) for result, part in zip(results, parts, strict=True) if part is not None]
     if job.backward and job.joint:
         _differentiate_together(*zip(*found, strict=True))

@@ -66,15 +66,13 @@ def parallel_apply(
     return _applied(team, modules, inputs, kwargs_tup, rng, team.ranks)
 
 
-def apply_some(
-    modules: Sequence[Any], inputs: Sequence[tuple[Any, ...] | None], devices: Sequence[torch.device], rng: str
-) -> list[Any]:
+def apply_some(modules: Sequence[Any], inputs: Sequence[tuple[Any, ...] | None], team: Team, rng: str) -> list[Any]:
     """:func:`parallel_apply` where some ranks rest: those whose inputs are ``None``, and so is their result.
 
     The others work where they work when all do: in the worker of their rank, which has done so before.
     """
     active = [rank for rank, args in enumerate(inputs) if args is not None]
-    return _applied(Team.of(devices), modules, inputs, [{}] * len(modules), rng, active)
+    return _applied(team, modules, inputs, [{}] * len(modules), rng, active)
 
 
 def _applied(

@@ -14,6 +14,7 @@ from fakes.nets import cpu
 from torch import nn
 
 from mgpu_core import parallel_apply
+from mgpu_core.device.team import Team
 from mgpu_core.parallel.apply import apply_some
 
 RANKS = [1, 2, 3, 5, 8]
@@ -362,10 +363,12 @@ def test_some_ranks_rest(ranks):
 
     modules, devices = [Call(work)] * ranks, [torch.device("cpu")] * ranks
     torch.manual_seed(3)
-    everyone = apply_some(modules, [(rank,) for rank in range(ranks)], devices, "per_rank")
+    everyone = apply_some(modules, [(rank,) for rank in range(ranks)], Team.of(devices), "per_rank")
     for one in range(ranks):
         torch.manual_seed(3)
-        found = apply_some(modules, [(rank,) if rank == one else None for rank in range(ranks)], devices, "per_rank")
+        found = apply_some(
+            modules, [(rank,) if rank == one else None for rank in range(ranks)], Team.of(devices), "per_rank"
+        )
         assert [each is None for each in found] == [rank != one for rank in range(ranks)]
         assert found[one][:2] == everyone[one][:2]
         assert torch.equal(found[one][2], everyone[one][2])
@@ -376,5 +379,5 @@ def test_a_failure_beside_ranks_that_rest():
         raise KeyError(rank)
 
     with pytest.raises(KeyError, match="Caught KeyError in replica 2 on device cpu") as caught:
-        apply_some([Call(work)] * 3, [None, None, (2,)], [torch.device("cpu")] * 3, "auto")
+        apply_some([Call(work)] * 3, [None, None, (2,)], Team.of(cpu(3)), "auto")
     assert isinstance(caught.value.__cause__, KeyError)

@@ -16,7 +16,7 @@ __all__ = ["BufferSnapshot", "Gate", "Holder", "uninterrupted"]
 
 
 class Gate:
-    """Who is inside: the ranks of steps.  A step that has failed shuts it for good and waits until nobody is.
+    """Who is inside: the ranks of one step.  A step that has failed shuts it and waits until nobody is.
 
     ``with gate:`` is around the work of a rank, in a worker: where Ctrl-C comes, it could leave somebody inside.
 
@@ -26,32 +26,26 @@ class Gate:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._changed = threading.Condition(self._lock)
         self._inside = 0
-        self._shut = False
+        self._left: threading.Condition | None = None  # who has shut it, waits for this
 
     def __enter__(self) -> None:
         with self._lock:
-            if self._shut:
+            if self._left is not None:
                 raise RuntimeError("the step was given up before this rank began")
             self._inside += 1
 
     def __exit__(self, *_: object) -> None:
         with self._lock:
             self._inside -= 1
-            if self._shut:
-                self._changed.notify_all()
-
-    @property
-    def is_shut(self) -> bool:
-        """Whether the step was given up."""
-        return self._shut
+            if self._left is not None:
+                self._left.notify_all()
 
     def shut(self, seconds: float) -> bool:
         """Lets nobody in any more; says whether all have left in that time."""
-        with self._changed:
-            self._shut = True
-            return self._changed.wait_for(lambda: not self._inside, seconds)
+        with self._lock:
+            self._left = self._left or threading.Condition(self._lock)
+            return self._left.wait_for(lambda: not self._inside, seconds)
 
 
 class Holder:

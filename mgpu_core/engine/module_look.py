@@ -53,5 +53,5 @@ class ModuleLook:
 
     def _numbers_now(self) -> tuple[object, ...]:
         """What must be equal; a hook that comes or goes, does so in the dictionary that is there."""
-        hooks = filter(None, chain.from_iterable(map(_hooks_of, self._parameters)))
-        return memory_of(self._parameters), list(map(len, hooks))
+        hooks = chain.from_iterable(map(_hooks_of, self._parameters))
+        return memory_of(self._parameters), [len(each) if each else 0 for each in hooks]

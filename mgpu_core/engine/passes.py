@@ -86,8 +86,7 @@ class Passes:
             keep_outputs: whether outputs are returned.
         """
         team = self._replicas.team
-        if self._gate.is_shut:  # by a step that failed; ranks of it which have not begun yet, never will
-            self._gate = Gate()
+        self._gate = Gate()
         gate = self._gate if len(team) > 1 else NOTHING  # who is alone has ended when the call has
         rng = "per_rank" if self._draws else self._rng
         # A graph that the caller has before the inputs is one for all ranks, and goes with one backward.

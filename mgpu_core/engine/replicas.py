@@ -116,7 +116,7 @@ class Replicas:
             return False
         self._check()
         changed = self._mirror_flags()
-        self._look = ModuleLook(self._own_places, self._own)
+        self._look = ModuleLook(list(modules_of(self.net)), self._own)
         return changed
 
     def _check(self) -> None:

@@ -2,7 +2,7 @@
 
 Every step of the road opens a span; cuts, collectives and gradients that are ready leave entries of their own.  With
 recording off, which is the normal state, a span is one shared object that does nothing.  Everyone imports this file; of
-ours it imports the recording, its entries and what does nothing alone.  ``mgpu_core.explain`` reads what was kept.
+ours it imports ``recording``, ``entries`` and ``nothing`` alone.  ``mgpu_core.explain`` reads what was kept.
 
 Work for a whole step is told as part of it.  Threads that the step starts know it by themselves, by their
 ``contextvars``; what comes later, as a backward does, takes :func:`current_step` along and comes back

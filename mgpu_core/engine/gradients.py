@@ -183,7 +183,7 @@ class GradientSync:
     def used(self) -> list[bool]:
         """Per parameter whether any rank has a gradient of it."""
         rows = [[parameter.grad is not None for parameter in row] for row in self._replicas.parameters]
-        return rows[0] if len(rows) == 1 else list(map(any, zip(*rows, strict=True)))
+        return list(map(any, zip(*rows, strict=True)))
 
     def multiply_parts(self, factor: float) -> None:
         """Each rank's own gradients by one number, before they are summed."""

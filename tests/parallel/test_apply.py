@@ -361,14 +361,12 @@ def test_some_ranks_rest(ranks):
     def work(rank):
         return rank, threading.current_thread().name, torch.rand(3)
 
-    modules, devices = [Call(work)] * ranks, [torch.device("cpu")] * ranks
+    modules, team = [Call(work)] * ranks, Team.of(cpu(ranks))
     torch.manual_seed(3)
-    everyone = apply_some(modules, [(rank,) for rank in range(ranks)], Team.of(devices), "per_rank")
+    everyone = apply_some(modules, [(rank,) for rank in range(ranks)], team, "per_rank")
     for one in range(ranks):
         torch.manual_seed(3)
-        found = apply_some(
-            modules, [(rank,) if rank == one else None for rank in range(ranks)], Team.of(devices), "per_rank"
-        )
+        found = apply_some(modules, [(rank,) if rank == one else None for rank in range(ranks)], team, "per_rank")
         assert [each is None for each in found] == [rank != one for rank in range(ranks)]
         assert found[one][:2] == everyone[one][:2]
         assert torch.equal(found[one][2], everyone[one][2])

@@ -429,12 +429,14 @@ class TrainStep:
     def check_replicas(self) -> None:
         """Compares the parameters of all ranks bit by bit; waits for the devices.
 
-        With a ``process_group`` all processes call it, and are compared as well.
+        Values that were changed in place since the last step are sent to all devices first, as a step does.  With a
+        ``process_group`` all processes call it, and are compared as well.
 
         Raises:
             Error: names the parameter and the rank, or the process, that differs.
         """
         with self._used():
+            self._refresh()
             found = first_difference(self._replicas)
             among_processes = None if self._together is None else self._together.first_difference()
         advice = "step.sync_parameters() makes them equal"

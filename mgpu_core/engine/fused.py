@@ -151,7 +151,7 @@ class FusedUpdate:
         self._show_state()
         if steps := self._steps_of_used():
             torch._foreach_add_(steps, 1)
-        self._versions = self._versions_of_steps()
+        self._versions = self._versions_now()
         self._optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask whether there was a step
 
     def _read_groups(self) -> None:
@@ -227,19 +227,20 @@ class FusedUpdate:
     def _is_stale(self) -> bool:
         """Whether the optimizer's state is no longer what this update has left: a step or an edit of the user's own."""
         state, shown = self._optimizer.state, self._shown
-        if len(state) != len(shown) or self._versions_of_steps() != self._versions:
+        if len(state) != len(shown) or self._versions_now() != self._versions:
             return True
         return not all(self._is_as_left(i, state[self._parameters[i]]) for i in shown)
 
     def _is_as_left(self, i: int, state: dict[str, Any]) -> bool:
         return all(state.get(kind) is views[i] for kind, views in self._views.items())
 
-    def _versions_of_steps(self) -> list[int]:
-        """Torch counts in tensors, and torch counts their changes."""
-        if self._is_sgd:
-            return []
-        found = (self._optimizer.state.get(self._parameters[i], {}).get("step") for i in self._shown)
-        return [-1 if step is None else step._version for step in found]
+    def _versions_now(self) -> list[int]:
+        """How often somebody has written to what the optimizer shows: the other devices would not know of it."""
+        versions = [flat._version for flats in self._devices[0].states.values() for flat in flats]
+        if not self._is_sgd:  # torch counts steps in tensors
+            found = (self._optimizer.state.get(self._parameters[i], {}).get("step") for i in self._shown)
+            versions += [-1 if step is None else step._version for step in found]
+        return versions
 
     def _steps_of_used(self) -> list[torch.Tensor]:
         """What torch counts an optimizer's steps in, of those that took part; the kernels count in their table."""
@@ -275,7 +276,7 @@ class FusedUpdate:
         for device in self._devices:
             device.set_steps(steps)
         self._used = []  # a table of steps was written; that of who takes part is, too
-        self._versions = self._versions_of_steps()
+        self._versions = self._versions_now()
 
 
 def _plain_all(values: list[Any]) -> tuple[Any, ...]:

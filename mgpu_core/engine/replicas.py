@@ -81,7 +81,10 @@ class Replicas:
         self._places.append(places)
 
     def _add_twin(self, rank: int, tree: ModuleTree) -> None:
-        module, parameters = Twin(self.net, self.team.devices[rank], share_buffers=rank == 0).made()
+        device = self.team.devices[rank]
+        first = self.team.devices.index(device)
+        values = self.parameters[first] if first < rank else list(self.net.parameters())
+        module, parameters = Twin(self.net, device, values, share_buffers=rank == 0).made()
         places = [place.module for place in ModuleTree(module).places]
         for place, twin in zip(tree.places, places, strict=True):
             if place.compiled is not None:

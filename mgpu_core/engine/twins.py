@@ -1,9 +1,9 @@
-"""A module for another rank: a deep copy that shares its values with the original's on the same device."""
+"""A module for another rank: a deep copy that shares its values with the other ranks of its device."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,10 +16,18 @@ __all__ = ["GradientHook", "Twin", "other_hooks", "refuse_hooks"]
 
 
 class Twin:
-    """A deep copy whose parameters share their values with the original's where both are on one device."""
+    """A deep copy whose parameters share their values with those of another rank of its device.
 
-    def __init__(self, net: Module, device: torch.device, share_buffers: bool) -> None:
+    Args:
+        net: the original.
+        device: where the copy is.
+        values: what may be shared: the parameters of a rank there, else the original's, in its order.
+        share_buffers: whether buffers are the original's, too.
+    """
+
+    def __init__(self, net: Module, device: torch.device, values: Sequence[Parameter], share_buffers: bool) -> None:
         self._net, self._device, self._share_buffers = net, device, share_buffers
+        self._values = {id(own): value for own, value in zip(net.parameters(), values, strict=True)}
         self._memo: dict[int, Any] = {}
 
     def made(self) -> tuple[Module, list[Parameter]]:
@@ -59,8 +67,7 @@ class Twin:
                 self._memo[id(value)] = self._fresh(value)
 
     def _parameter(self, parameter: Parameter) -> Parameter:
-        same = parameter.device == self._device
-        values = parameter.detach() if same else parameter.detach().to(self._device)
+        values = self._values[id(parameter)].detach().to(self._device)
         made: Parameter = torch.Tensor._make_subclass(type(parameter), values, has_gradients(values.dtype))
         made.__dict__.update(parameter.__dict__)
         for hook in (parameter._backward_hooks or {}).values():  # which a frozen one has, too, but does not take

@@ -199,6 +199,7 @@ class _TorchUpdate:
     def __init__(self, optimizer: Optimizer, replicas: Replicas, sync: GradientSync) -> None:
         self._optimizer, self._replicas, self._sync = optimizer, replicas, sync
         self._twins: list[Optimizer] = []
+        self._left: list[tuple[Any, int]] = []  # the state as the last update has left it, and how often it was written
         twins = self._twins
         self.handles = {"load": optimizer.register_load_state_dict_post_hook(lambda _: twins.clear())}
 
@@ -207,6 +208,9 @@ class _TorchUpdate:
             handle.remove()
 
     def prepare(self, used: Sequence[bool]) -> None:
+        if not self._is_as_left():
+            self._twins.clear()  # they know nothing of a step, or an edit, of the user's own
+        self._left = []  # or what a step replaces would stay beside what takes its place
         if not self._twins and not self._replicas.is_mixed:
             self._twins += [self._twin(device) for device in range(1, len(self._replicas.devices))]
         for device, twin in enumerate(self._twins, start=1):
@@ -222,6 +226,18 @@ class _TorchUpdate:
 
     def conclude(self) -> None:
         """The optimizers have counted themselves."""
+        self._left = self._state_now()
+
+    def _is_as_left(self) -> bool:
+        now = self._state_now()
+        same = len(now) == len(self._left)
+        return same and all(a is b and n == m for (a, n), (b, m) in zip(now, self._left, strict=True))
+
+    def _state_now(self) -> list[tuple[Any, int]]:
+        if not self._twins:
+            return []
+        values = [value for state in self._optimizer.state.values() for value in state.values()]
+        return [(each, each._version if torch.is_tensor(each) else 0) for each in values]
 
     def _twin(self, device: int) -> Optimizer:
         """The optimizer over the parameters of another device's first rank, with the same state."""
@@ -232,6 +248,10 @@ class _TorchUpdate:
             if name not in ("step", *vars(twin)):
                 setattr(twin, name, value)
         twin.load_state_dict(self._optimizer.state_dict())  # which brings the state to the parameters' device
+        for parameter, state in twin.state.items():
+            for kind, value in state.items():  # but not a count of steps, which torch keeps on the default device
+                if torch.is_tensor(value) and value.device.type != "cpu":
+                    state[kind] = value.to(parameter.device)
         return twin
 
     def _give_gradients(self, device: int, used: Sequence[bool]) -> None:

@@ -70,6 +70,64 @@ def test_values_changed_in_place_travel(steps_before):
     step.check_replicas()
 
 
+def test_ranks_that_share_another_device_start_with_what_was_loaded():
+    """A checkpoint is loaded into a step that has not made one yet."""
+    net, trained = Linear(), Linear()
+    step = step_of(net, ["fake:0", "fake:1", "fake:1"])
+    with torch.no_grad():
+        trained.last.weight.fill_(3)
+    step.module.load_state_dict(trained.state_dict())
+    seen = []
+    for row in step._replicas.parameters:
+        row[0].register_hook(lambda _, row=row: seen.append(row[0].eq(3).all().item()))
+    step._replicas.remember_hooks()
+    step(numbers(6, 3), numbers(6, 2))
+    assert seen == [True] * 3
+
+
+def test_values_that_have_yet_to_travel_are_no_difference():
+    net = Linear()
+    step = step_of(net, FAKES)
+    step(numbers(6, 3), numbers(6, 2))
+    with torch.no_grad():
+        net.last.weight.fill_(3)
+    step.check_replicas()
+    assert all(row[0].eq(3).all() for row in step._replicas.parameters)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: SGD(p, lr=0.5, momentum=0.5),
+        lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5),
+        lambda p: torch.optim.Adagrad(p, lr=0.01),
+    ],
+)
+def test_all_devices_hear_of_a_step_of_the_users_own(make):
+    """It has moved the state of the first device alone."""
+    net = Linear()
+    step = step_of(net, FAKES, make)
+    for _ in range(2):
+        step(numbers(6, 3), numbers(6, 2))
+        net.zero_grad()
+        mse(net(numbers(6, 3)), numbers(6, 2)).backward()
+        step.optimizer.step()
+        step(numbers(6, 3), numbers(6, 2))
+        step.check_replicas()
+
+
+def test_a_state_on_the_default_device_is_each_devices_own():
+    """Torch keeps counts of steps on the default device, and none of another device is any good to a twin."""
+    with torch.device("fake:0"):
+        net = Linear()
+        make = lambda p: torch.optim.RMSprop(p, lr=0.01, foreach=True)  # noqa: E731
+        step = step_of(net, FAKES, make)
+        mse(net(numbers(6, 3)), numbers(6, 2)).backward()
+        step.optimizer.step()
+        step(numbers(6, 3), numbers(6, 2))
+        step.check_replicas()
+
+
 def test_a_loaded_state_travels():
     torch.manual_seed(0)
     net, other = Branches(), Branches()

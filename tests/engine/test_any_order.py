@@ -1,0 +1,472 @@
+"""A step among all that people do between two of its calls, in any order: it stays what one device would be.
+
+Beside each step stands a model of it: the same net and the same class of optimizer, driven by torch alone.  What is
+done to the one is done to the other; after everything both have the same parameters, the same state of the optimizer,
+the same counts and running numbers, and, after an update, the same gradients.
+"""
+
+import copy
+
+import pytest
+import torch
+from engine.nets import here, mse
+from fakes.graphs import give_graphs, without_gpu
+from fakes.nets import cpu
+from hypothesis import HealthCheck, Phase, seed, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from torch import nn
+from torch.optim import SGD, Adam, AdamW, RMSprop
+
+import mgpu_core
+from mgpu_core import TrainStep
+
+pytestmark = [
+    pytest.mark.timeout(600),
+    pytest.mark.filterwarnings("ignore:.*captured:UserWarning"),
+]
+
+EXAMPLES, DOINGS = 60, 30
+REFUSED = 1e6  # the net refuses a row that has it
+OPTIMIZERS = {
+    "SGD": lambda p: SGD(p, lr=0.002),
+    "momentum": lambda p: SGD(p, lr=0.002, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "ours": lambda p: mgpu_core.optim.SGD(p, lr=0.002, momentum=0.5, dampening=0.25),
+    "Adam": lambda p: Adam(p, lr=0.01, weight_decay=0.1),
+    "AdamW": lambda p: AdamW(p, lr=0.01, amsgrad=True),
+    "RMSprop": lambda p: RMSprop(p, lr=0.001, momentum=0.5),
+}
+
+
+class RefusedError(Exception):
+    pass
+
+
+class Net(nn.Module):
+    """Layers that a batch may use or not, a number that runs along, and rows that it refuses."""
+
+    def __init__(self, refuses):
+        super().__init__()
+        self.first, self.second, self.late = nn.Linear(4, 5), nn.Linear(4, 5), nn.Linear(4, 5)
+        self.last = nn.Linear(5, 2)
+        self.register_buffer("calls", torch.zeros(()))
+        self.refuses = refuses  # a graph looks at nothing
+
+    def forward(self, x, way):
+        if self.training:
+            self.calls += 1
+        if self.refuses and x.detach().abs().max() >= REFUSED:
+            raise RefusedError("this row")
+        hidden = 0
+        if way != 1:
+            hidden = hidden + self.first(x)
+        if way != 0:
+            hidden = hidden + self.second(x)
+        if way == 3:
+            hidden = hidden + self.late(x)
+        return self.last(torch.tanh(hidden))
+
+
+def total(output, target):
+    return ((output - target) ** 2).sum()
+
+
+def weighted(output, target):
+    """Rows whose target is far below zero weigh nothing."""
+    weight = (target[:, 0] > -1).to(output.dtype)
+    return ((output - target) ** 2).sum(1) @ weight, weight.sum()
+
+
+LOSSES = {"mean": mse, "sum": total, "weighted": weighted}
+
+
+class Model:
+    """One device and torch.
+
+    Attributes:
+        open: of each call since the last update, its gradients and what they weigh.
+    """
+
+    def __init__(self, net, optimizer, reduction):
+        self.net, self.optimizer, self.reduction = net, optimizer, reduction
+        self.open, self.updates, self.gradients = [], 0, []
+
+    def forward(self, x, way, y):
+        """The sum of the losses, what they weigh, and the output."""
+        output = self.net(x, way)
+        if self.reduction == "weighted":
+            return *weighted(output, y), output
+        return total(output, y), 1.0 if self.reduction == "sum" else float(y.numel()), output
+
+    def call(self, batch):
+        """Its gradients are made at once: what follows may change the net."""
+        if not self.open:
+            self.calls_before = self.net.calls.clone()
+        found, weight, output = self.forward(*batch)
+        wanted = [each for each in self.net.parameters() if each.requires_grad]
+        made = torch.autograd.grad(found, wanted, allow_unused=True)
+        self.open.append((dict(zip(wanted, made, strict=True)), weight))
+        return (found / weight).detach(), output.detach()
+
+    def update(self, clip_norm):
+        weight = 1.0 if self.reduction == "sum" else sum(weight for _, weight in self.open)
+        for parameter in self.net.parameters():
+            parts = [made[parameter] for made, _ in self.open if made.get(parameter) is not None]
+            parameter.grad = sum(parts) / weight if parts else None
+        if clip_norm is not None:
+            nn.utils.clip_grad_norm_(self.net.parameters(), clip_norm)
+        # Torch's own step may write into them.
+        self.gradients = [None if each.grad is None else each.grad.clone() for each in self.net.parameters()]
+        self.optimizer.step()
+        self.updates += 1
+        self.open = []
+
+    def give_up(self):
+        """A call has failed: everything is as after the last update."""
+        if self.open:
+            self.net.calls.copy_(self.calls_before)
+        self.drop()
+
+    def drop(self):
+        self.open = []
+        self.net.zero_grad()
+
+
+def state_of(net, optimizer):
+    """Per parameter the tensors of its state; whole ones, where devices have shards."""
+    numbered = optimizer.state_dict()["state"]
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    names = {id(parameter): name for name, parameter in net.named_parameters()}
+    return {
+        (names[id(parameter)], kind): value
+        for i, parameter in enumerate(parameters)
+        for kind, value in numbered.get(i, {}).items()
+        if torch.is_tensor(value)
+    }
+
+
+def same(one, other):
+    return torch.allclose(one.double().cpu(), other.double().cpu(), rtol=1e-8, atol=1e-10)
+
+
+def between_updates(machine):
+    return not machine.model.open
+
+
+class StepMachine(RuleBasedStateMachine):
+    """What may be done to a step, one thing after the other."""
+
+    def __init__(self):
+        super().__init__()
+        self.step = None
+
+    @initialize(
+        ranks=st.sampled_from([1, 2, 3, 8]),
+        kind=st.sampled_from(sorted(OPTIMIZERS)),
+        reduction=st.sampled_from(sorted(LOSSES)),
+        accumulate=st.sampled_from([1, 1, 2, 3]),
+        bucket_nbytes=st.sampled_from([1, 200, 10 * 2**20]),
+        clip_norm=st.sampled_from([None, None, 0.1]),
+        shards=st.booleans(),
+        shares=st.booleans(),
+        capture=st.booleans(),
+        start=st.integers(0, 99),
+    )
+    def begin(self, ranks, kind, shards, shares, capture, start, **chosen):
+        self.numbers = torch.Generator().manual_seed(start)
+        torch.manual_seed(start)
+        self.kind, self.capture, self.wants_shards, self.wants_shares = kind, capture, shards, shares
+        self.settings = chosen | {"capture": capture, "error_if_nonfinite": not capture}
+        self.net = here(Net(not capture).double())
+        alone = copy.deepcopy(self.net)
+        self.optimizer = self.made_optimizer(self.net)
+        self.model = Model(alone, self.made_optimizer(alone), self.settings["reduction"])
+        self.saved, self.has_late = None, False
+        self.make(ranks)
+
+    def made_optimizer(self, net):
+        """Over all parameters but those of the layer that comes later."""
+        return OPTIMIZERS[self.kind]([each for name, each in net.named_parameters() if not name.startswith("late")])
+
+    def add_late(self, net, optimizer):
+        optimizer.add_param_group({"params": list(net.late.parameters()), "lr": 0.03})
+
+    def make(self, ranks):
+        devices = cpu(ranks)
+        self.in_shards = self.wants_shards and len(set(devices)) > 1 and self.kind != "RMSprop"
+        more = {
+            "shard_optimizer": self.in_shards,
+            "shares": [1 + rank % 3 for rank in range(ranks)] if self.wants_shares else None,
+        }
+        loss_fn = LOSSES[self.settings["reduction"]]
+        self.step = TrainStep(self.net, loss_fn, self.optimizer, devices, **self.settings, **more)
+        if self.capture:
+            without_gpu(self.step)
+        self.model.updates = 0
+
+    def both(self):
+        return (self.net, self.optimizer), (self.model.net, self.model.optimizer)
+
+    def numbers_like(self, rows, columns):
+        return torch.randn(rows, columns, generator=self.numbers, dtype=torch.float64, device="cpu")
+
+    def batch(self, rows, way):
+        x, y = self.numbers_like(rows, 4), self.numbers_like(rows, 2)
+        y[0, 0] = 1.0  # some row weighs something
+        return here(x), way, here(y)
+
+    # What a step does.
+
+    @rule(rows=st.integers(1, 11), way=st.integers(0, 3), outputs=st.booleans(), only_adds=st.booleans())
+    def call(self, rows, way, outputs, only_adds):
+        batch = self.batch(rows, way)
+        if only_adds:
+            with self.step.no_sync():
+                found = self.step(*batch, return_outputs=outputs)
+        else:
+            found = self.step(*batch, return_outputs=outputs)
+        expected, expected_outputs = self.model.call(batch)
+        loss, mine = found if outputs else (found, expected_outputs)
+        assert same(loss, expected)
+        assert same(mine, expected_outputs)
+        if not only_adds and len(self.model.open) >= self.step.accumulate:
+            self.has_updated()
+
+    @precondition(lambda self: self.capture)
+    @rule(count=st.integers(3, 8), rows=st.sampled_from([3, 8]), way=st.integers(1, 2))
+    def calls_alike(self, count, rows, way):
+        """So many that some may be replays."""
+        for _ in range(count):
+            self.call(rows, way, False, False)
+
+    def has_updated(self):
+        self.model.update(self.step.clip_norm)
+        if self.in_shards:
+            assert all(each.grad is None for each in self.net.parameters())
+            return
+        for (name, mine), expected in zip(self.net.named_parameters(), self.model.gradients, strict=True):
+            assert (mine.grad is None) == (expected is None), name
+            assert expected is None or same(mine.grad, expected), name
+
+    @rule()
+    def flush(self):
+        assert self.step.flush() == bool(self.model.open)
+        if self.model.open:
+            self.has_updated()
+
+    @precondition(lambda self: self.net.refuses)
+    @rule(rows=st.integers(1, 9), bad=st.integers(0, 8), way=st.integers(0, 2))
+    def fail_in_a_rank(self, rows, bad, way):
+        x, way, y = self.batch(rows, way)
+        x[bad % rows, 0] = REFUSED
+        with pytest.raises(RefusedError, match="this row"):
+            self.step(x, way, y)
+        self.model.give_up()
+        assert all(each.grad is None for each in self.net.parameters())
+
+    @rule(rows=st.integers(1, 9))
+    def fail_in_the_target(self, rows):
+        x, way, y = self.batch(rows, 2)
+        with pytest.raises((ValueError, RuntimeError)):
+            self.step(x, way, y.new_zeros(rows + 20, 5))
+        self.model.give_up()
+
+    @rule(rows=st.integers(1, 9), way=st.integers(0, 3))
+    def evaluate(self, rows, way):
+        batch = self.batch(rows, way)
+        loss, outputs = self.step.evaluate(*batch, return_outputs=True)
+        with torch.no_grad():
+            found, weight, expected = self.model.forward(*batch)
+        assert same(loss, found / weight)
+        assert same(outputs, expected)
+
+    @rule(clip_norm=st.sampled_from([None, 0.05, 100.0]))
+    def set_clip_norm(self, clip_norm):
+        self.step.clip_norm = self.settings["clip_norm"] = clip_norm
+
+    @precondition(between_updates)
+    @rule(accumulate=st.sampled_from([1, 2]))
+    def set_accumulate(self, accumulate):
+        self.step.accumulate = self.settings["accumulate"] = accumulate
+
+    # What people do to the optimizer.
+
+    @rule(lr=st.sampled_from([0.005, 0.001, 0.0]), decay=st.sampled_from([0.0, 0.3]))
+    def set_numbers(self, lr, decay):
+        for _, optimizer in self.both():
+            optimizer.param_groups[0].update(lr=lr, weight_decay=decay)
+
+    @precondition(lambda self: self.kind in ("SGD", "momentum", "ours"))
+    @rule(momentum=st.sampled_from([0.0, 0.8]))
+    def set_momentum(self, momentum):
+        for _, optimizer in self.both():
+            optimizer.param_groups[0].update(momentum=momentum, nesterov=False)
+
+    @precondition(lambda self: not self.has_late)
+    @rule()
+    def add_a_group(self):
+        self.has_late = True
+        for net, optimizer in self.both():
+            self.add_late(net, optimizer)
+
+    @precondition(between_updates)
+    @rule(rows=st.integers(1, 9), way=st.integers(0, 2))
+    def step_by_hand(self, rows, way):
+        x, way, y = self.batch(rows, way)
+        for net, optimizer in self.both():
+            optimizer.zero_grad()
+            mse(net(x, way), y).backward()
+            optimizer.step()
+            net.zero_grad()
+
+    @rule()
+    def zero_grad(self):
+        for _, optimizer in self.both():
+            optimizer.zero_grad()
+
+    # What people do to the net.
+
+    @rule(training=st.booleans())
+    def switch_mode(self, training):
+        for net, _ in self.both():
+            net.train(training)
+
+    @rule(layer=st.sampled_from(["first", "second"]), frozen=st.booleans())
+    def freeze(self, layer, frozen):
+        for net, _ in self.both():
+            getattr(net, layer).requires_grad_(not frozen)
+
+    @rule(factor=st.sampled_from([0.5, -1.0]))
+    def write_in_place(self, factor):
+        for net, _ in self.both():
+            with torch.no_grad():
+                net.first.weight.mul_(factor)
+                net.last.bias.add_(factor)
+
+    @rule()
+    def write_through_data(self):
+        for net, _ in self.both():
+            net.second.weight.data.mul_(0.5)
+        self.step.sync_parameters()
+
+    @rule()
+    def write_a_buffer(self):
+        for net, _ in self.both():
+            net.calls.fill_(100)
+
+    @precondition(between_updates)
+    @rule()
+    def move_a_parameter(self):
+        self.net.last.weight.data = self.net.last.weight.data.clone()
+        with pytest.raises(RuntimeError, match=r"step\.rebuild\(\)"):
+            self.step(*self.batch(3, 2))
+        self.model.give_up()
+        self.rebuild()
+
+    @rule()
+    def copy_the_net(self):
+        twin = copy.deepcopy(self.net)
+        with torch.no_grad():
+            for each in twin.parameters():
+                each.fill_(7)
+
+    # What is kept and comes back.
+
+    @rule()
+    def save(self):
+        self.saved = self.step.state_dict(), self.has_late, self.model.updates
+        self.saved_model = copy.deepcopy([self.model.net.state_dict(), self.model.optimizer.state_dict()])
+
+    def load_the_model(self):
+        for each, state in zip((self.model.net, self.model.optimizer), copy.deepcopy(self.saved_model), strict=True):
+            each.load_state_dict(state)
+
+    @precondition(lambda self: self.saved is not None and self.saved[1] == self.has_late)
+    @rule()
+    def load(self):
+        self.step.load_state_dict(copy.deepcopy(self.saved[0]))
+        self.load_the_model()
+        self.model.updates, self.model.open = self.saved[2], []
+
+    @precondition(lambda self: self.saved is not None and self.saved[1] == self.has_late)
+    @rule()
+    def load_by_hand(self):
+        state = copy.deepcopy(self.saved[0])
+        self.net.load_state_dict(state["module"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.load_the_model()
+
+    @rule()
+    def rebuild(self):
+        self.step.rebuild()
+        self.model.drop()
+        if self.capture:
+            without_gpu(self.step)
+
+    @rule(ranks=st.sampled_from([1, 2, 3, 8]))
+    def make_it_anew(self, ranks):
+        """On other ranks, over the same net and optimizer."""
+        self.step.close()
+        self.model.drop()
+        self.make(ranks)
+
+    @precondition(between_updates)
+    @rule(ranks=st.sampled_from([1, 2, 3]))
+    def resume_elsewhere(self, ranks):
+        """From its saved state, in another net and another step."""
+        state, before, updates = self.step.state_dict(), self.net, self.model.updates
+        self.step.close()
+        self.net = here(Net(before.refuses).double()).train(before.training)
+        for mine, theirs in zip(self.net.parameters(), before.parameters(), strict=True):
+            mine.requires_grad_(theirs.requires_grad)
+        self.optimizer = self.made_optimizer(self.net)
+        if self.has_late:
+            self.add_late(self.net, self.optimizer)
+        self.make(ranks)
+        self.step.load_state_dict(state)
+        self.model.updates = updates
+
+    # What always holds.
+
+    @invariant()
+    def has_the_values_of_one_device(self):
+        if self.step is None:
+            return
+        assert self.step.steps == self.model.updates
+        for (name, mine), theirs in zip(self.net.named_parameters(), self.model.net.parameters(), strict=True):
+            assert same(mine, theirs), name
+        assert float(self.net.calls) == float(self.model.net.calls)
+        self.step.check_replicas()
+
+    @invariant()
+    def has_the_state_of_one_device(self):
+        if self.step is None:
+            return
+        mine, theirs = state_of(self.net, self.optimizer), state_of(self.model.net, self.model.optimizer)
+        assert all(same(mine[place], value) for place, value in theirs.items())
+
+    def teardown(self):
+        if self.step is not None:
+            self.step.close()
+            assert all(each.untyped_storage().nbytes() == each.nbytes for each in self.net.parameters())
+
+
+@pytest.mark.parametrize("start", [1, 2])
+def test_a_step_is_one_device_whatever_comes_between(monkeypatch, start):
+    give_graphs(monkeypatch, torch.get_default_device().type)
+    chosen = settings(
+        max_examples=EXAMPLES,
+        stateful_step_count=DOINGS,
+        phases=[Phase.generate],  # what is left out to make a failure short, takes minutes
+        deadline=None,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    run_state_machine_as_test(seed(start)(StepMachine), settings=chosen)

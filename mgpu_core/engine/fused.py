@@ -133,6 +133,7 @@ class FusedUpdate:
         """Those of one device."""
         decoupled = bool(self._optimizer.param_groups[0].get("decoupled_weight_decay"))
         self._devices[place].run(decoupled=decoupled)
+        self._versions = self._versions_now()  # also where nothing is concluded: a recording that fails later
 
     def hold_back(self, place: int, if_not_zero: torch.Tensor) -> None:
         """Lets the next launch on a device change nothing where this number on it is not 0; nobody waits for it."""

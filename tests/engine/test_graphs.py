@@ -412,6 +412,21 @@ def test_a_recording_that_fails_leaves_an_ordinary_step(monkeypatch):
     assert captured.steps == 9
 
 
+def test_a_recording_that_fails_behind_its_update_is_not_tried_again(monkeypatch):
+    """Its kernels have written nothing, whatever torch has counted."""
+    captured, plain = pair(lambda p: SGD(p, lr=0.01, momentum=0.5))
+
+    def failing():
+        raise RuntimeError("this batch uses other parameters")
+
+    monkeypatch.setattr(captured._cycle, "check_used", failing)
+    with pytest.warns(UserWarning, match=r"recording it failed \(RuntimeError: this batch"):
+        losses = [captured(x, 2, y) for x, y in batches(20, 8)]
+    assert all(map(torch.equal, losses, [plain(x, 2, y) for x, y in batches(20, 8)]))
+    assert same(captured.module, plain.module)
+    assert captured._captured.recorder.records == 1
+
+
 def test_a_replay_that_fails_leaves_the_last_update(monkeypatch):
     captured, plain = pair(OPTIMIZERS["momentum"], net=Linear().double())
     data = list(batches(8, 8, columns=3))

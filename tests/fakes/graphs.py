@@ -77,14 +77,14 @@ class Recorder:
         pass
 
     def _memory(self):
-        """What a step writes: parameters and buffers, tables and states, on all devices."""
+        """What a step writes: parameters and buffers, tables and states, on all devices; torch counts no write here."""
         for row, module in zip(self.step._replicas.parameters, self.step._replicas.modules, strict=True):
             yield from (each.data for each in row)
             yield from module.buffers()
         for device in self.step._updates._update._devices:
             yield from device.segments
             yield device.held_back
-            yield from (each for flats in device.states.values() for each in flats)
+            yield from (each.data for flats in device.states.values() for each in flats)
 
 
 class Seen(TorchDispatchMode):

@@ -15,7 +15,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -53,12 +53,34 @@ class Outcome:
         self.error: BaseException | None = None
 
 
-class _Job:
-    __slots__ = ("done", "outcome", "place", "task")
+class _Ranks:
+    """Those of a call that are still at work.  The last one to end wakes the caller, who would else wake for each."""
 
-    def __init__(self, task: Callable[[], Any], place: int, done: SimpleQueue[int]) -> None:
+    __slots__ = ("_at_work", "_nobody")
+
+    def __init__(self, places: Iterable[int]) -> None:
+        self._at_work = set(places)
+        self._nobody: SimpleQueue[None] = SimpleQueue()
+
+    def ended(self, place: int) -> None:
+        self._at_work.discard(place)
+        if not self._at_work:
+            self._nobody.put(None)
+
+    def wait(self, seconds: float) -> list[int]:
+        """Waits for all of them; returns those that have not ended in that time."""
+        if self._at_work:
+            with suppress(Empty):
+                self._nobody.get(timeout=seconds)
+        return sorted(self._at_work.copy())
+
+
+class _Job:
+    __slots__ = ("outcome", "place", "ranks", "task")
+
+    def __init__(self, task: Callable[[], Any], place: int, ranks: _Ranks) -> None:
         self.task: Callable[[], Any] | None = task
-        self.place, self.done = place, done
+        self.place, self.ranks = place, ranks
         self.outcome = Outcome()
 
     def run(self) -> None:
@@ -73,9 +95,9 @@ class _Job:
 def _serve(inbox: SimpleQueue[_Job | None]) -> None:
     while (job := inbox.get()) is not None:
         job.run()
-        done, place = job.done, job.place
+        ranks, place = job.ranks, job.place
         del job  # before the caller hears of it: a result must not live longer than the caller keeps it
-        done.put(place)
+        ranks.ended(place)
 
 
 class _WorkerThread(threading.Thread):
@@ -107,20 +129,15 @@ class Crew:
         Raises:
             Error: a rank did not end in time.  The crew is then unusable.
         """
-        done: SimpleQueue[int] = SimpleQueue()
-        jobs = {place: _Job(task, place, done) for place, task in enumerate(tasks) if task is not None}
+        ranks = _Ranks(place for place, task in enumerate(tasks) if task is not None)
+        jobs = {place: _Job(task, place, ranks) for place, task in enumerate(tasks) if task is not None}
         for place, job in jobs.items():
             self.workers[place].inbox.put(job)
-        until = time.monotonic() + seconds
-        missing = set(jobs)
-        while missing:
-            try:
-                missing.discard(done.get(timeout=max(0.0, until - time.monotonic())))
-            except Empty:
-                raise Error(
-                    f"rank {min(missing)} did not end within {seconds:g} s ({len(missing)} of {len(jobs)} ranks are "
-                    "still at work); MGPU_CORE_TIMEOUT sets the limit. The next call starts new workers."
-                ) from None
+        if missing := ranks.wait(seconds):
+            raise Error(
+                f"rank {missing[0]} did not end within {seconds:g} s ({len(missing)} of {len(jobs)} ranks are "
+                "still at work); MGPU_CORE_TIMEOUT sets the limit. The next call starts new workers."
+            )
         return [jobs[place].outcome if place in jobs else Outcome() for place in range(len(tasks))]
 
     def stop(self) -> None:

@@ -139,7 +139,7 @@ def all_gather(parts: Sequence[torch.Tensor], wholes: Sequence[torch.Tensor]) ->
 def reduce_scatter(tensors: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], op: str) -> None:
     """Fills rank r's out with chunk r of the reduction along dimension 0."""
     count("reduce_scatter", outs)
-    columns = [tensor.split(outs[0].size(0)) for tensor in tensors]
+    columns = [tensor.split([out.size(0) for out in outs]) for tensor in tensors]
     for rank, out in enumerate(outs):
         parts = [column[rank] for column in columns]
         total = _add_up(parts, op, out.device)

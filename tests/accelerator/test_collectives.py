@@ -67,6 +67,18 @@ def test_reduce_scatter(team, op):
     assert _core.counters() == moved("reduce_scatter", [8] * len(team))
 
 
+@pytest.mark.parametrize("shape", [(0,), (0, 3), (6, 0)], ids=str)
+def test_nothing_at_all(team, shape):
+    """Tensors without elements go every way that others go."""
+    rows, *columns = shape
+    make = lambda count: [torch.empty(count, *columns, device=device) for device in team]  # noqa: E731
+    comm.all_reduce(make(rows))
+    assert [each.shape for each in comm.reduce_scatter(make(rows * len(team)))] == [shape] * len(team)
+    assert [each.shape for each in comm.all_gather(make(rows))] == [(rows * len(team), *columns)] * len(team)
+    assert [each.shape for each in comm.broadcast(make(rows)[0], team)] == [shape] * len(team)
+    assert comm.reduce_add(make(rows)).shape == shape
+
+
 def test_all_gather_of_uneven_parts(team):
     parts = [torch.full((rank + 1, 2), float(rank), device=device) for rank, device in enumerate(team)]
     wholes = comm.all_gather(parts)

@@ -31,6 +31,10 @@ class Net(nn.Module):
         super().__init__()
         self.first, self.second, self.late = nn.Linear(4, 5), nn.Linear(4, 5), nn.Linear(4, 5)
         self.last = nn.Linear(5, 2)
+        self.picture = nn.Conv2d(2, 5, (2, 1)).to(memory_format=torch.channels_last)
+        self.number, self.nothing = nn.Parameter(torch.ones(())), nn.Parameter(torch.empty(3, 0))
+        self.rows = nn.Parameter(torch.randn(5, 3).t())  # in another order than they lie
+        self.again = self.last  # one layer under two names
         self.register_buffer("calls", torch.zeros(()))
         self.refuses = refuses  # a graph looks at nothing
 
@@ -46,7 +50,10 @@ class Net(nn.Module):
             hidden = hidden + self.second(x)
         if way == 3:
             hidden = hidden + self.late(x)
-        return self.last(torch.tanh(hidden))
+            hidden = hidden + self.picture(x.view(-1, 2, 2, 1)).flatten(1) + self.nothing.sum()
+        if way == 2:
+            hidden = hidden * self.number + self.rows.sum(0)
+        return self.again(torch.tanh(hidden))
 
 
 def total(output, target):

@@ -10,16 +10,14 @@ import pytest
 import torch
 from engine.nets import here
 from engine.one_device import same
+from fakes.machines import run_machine
 from fakes.nets import cpu
-from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from torch import nn
 from torch.nn.utils import parametrizations
 
 from mgpu_core import DataParallel
-
-EXAMPLES, DOINGS = 60, 30
 
 
 class Block(nn.Module):
@@ -242,12 +240,4 @@ class WrapperMachine(RuleBasedStateMachine):
 
 @pytest.mark.parametrize("start", [1, 2])
 def test_a_wrapped_module_is_itself_whatever_comes_between(start):
-    chosen = settings(
-        max_examples=EXAMPLES,
-        stateful_step_count=DOINGS,
-        phases=[Phase.generate],
-        deadline=None,
-        database=None,
-        suppress_health_check=list(HealthCheck),
-    )
-    run_state_machine_as_test(seed(start)(WrapperMachine), settings=chosen)
+    run_machine(WrapperMachine, start)

@@ -127,13 +127,16 @@ class FusedUpdate:
     def launch(self) -> None:
         """The kernels: all that a device does for an update."""
         for place in range(len(self._devices)):
-            self.launch_on(place)
+            self._run(place)
 
     def launch_on(self, place: int) -> None:
-        """Those of one device."""
+        """Those of one device, for a recording."""
+        self._run(place)
+        self._versions = self._versions_now()  # also where nothing is concluded: the recording may fail later
+
+    def _run(self, place: int) -> None:
         decoupled = bool(self._optimizer.param_groups[0].get("decoupled_weight_decay"))
         self._devices[place].run(decoupled=decoupled)
-        self._versions = self._versions_now()  # also where nothing is concluded: a recording that fails later
 
     def hold_back(self, place: int, if_not_zero: torch.Tensor) -> None:
         """Lets the next launch on a device change nothing where this number on it is not 0; nobody waits for it."""

@@ -1,13 +1,25 @@
 """A net that shows all that a step must follow, and a model of the step: one device, driven by torch alone."""
 
 import torch
-from engine.nets import mse
+from engine.nets import here, mse
 from torch import nn
 from torch.optim import SGD, Adam, AdamW, RMSprop
 
 import mgpu_core
 
-__all__ = ["LOSSES", "OPTIMIZERS", "REFUSED", "Model", "Net", "RefusedError", "same", "state_of"]
+__all__ = [
+    "LOSSES",
+    "OPTIMIZERS",
+    "REFUSED",
+    "Model",
+    "Net",
+    "RefusedError",
+    "add_late",
+    "batch_of",
+    "optimizer_of",
+    "same",
+    "state_of",
+]
 
 REFUSED = 1e6  # the net refuses a row that has it
 OPTIMIZERS = {
@@ -54,6 +66,22 @@ class Net(nn.Module):
         if way == 2:
             hidden = hidden * self.number + self.rows.sum(0)
         return self.again(torch.tanh(hidden))
+
+
+def optimizer_of(kind, net):
+    """Over all parameters but those of the layer that comes later."""
+    return OPTIMIZERS[kind]([each for name, each in net.named_parameters() if not name.startswith("late")])
+
+
+def add_late(net, optimizer):
+    optimizer.add_param_group({"params": list(net.late.parameters()), "lr": 0.003})
+
+
+def batch_of(generator, rows, way):
+    """What a step is called with."""
+    x, y = (torch.randn(rows, columns, generator=generator, dtype=torch.float64, device="cpu") for columns in (4, 2))
+    y[0, 0] = 1.0  # some row weighs something
+    return here(x), way, here(y)
 
 
 def total(output, target):

@@ -10,10 +10,22 @@ import copy
 import pytest
 import torch
 from engine.nets import here, mse
-from engine.one_device import LOSSES, OPTIMIZERS, REFUSED, Model, Net, RefusedError, same, state_of
+from engine.one_device import (
+    LOSSES,
+    OPTIMIZERS,
+    REFUSED,
+    Model,
+    Net,
+    RefusedError,
+    add_late,
+    batch_of,
+    optimizer_of,
+    same,
+    state_of,
+)
 from fakes.graphs import give_graphs, without_gpu
+from fakes.machines import run_machine
 from fakes.nets import cpu
-from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -21,7 +33,6 @@ from hypothesis.stateful import (
     invariant,
     precondition,
     rule,
-    run_state_machine_as_test,
 )
 
 from mgpu_core import TrainStep
@@ -30,8 +41,6 @@ pytestmark = [
     pytest.mark.timeout(600),
     pytest.mark.filterwarnings("ignore:.*captured:UserWarning"),
 ]
-
-EXAMPLES, DOINGS = 60, 30
 
 
 def between_updates(machine):
@@ -64,17 +73,10 @@ class StepMachine(RuleBasedStateMachine):
         self.settings = chosen | {"capture": capture, "error_if_nonfinite": not capture}
         self.net = here(Net(not capture).double())
         alone = copy.deepcopy(self.net)
-        self.optimizer = self.made_optimizer(self.net)
-        self.model = Model(alone, self.made_optimizer(alone), self.settings["reduction"])
+        self.optimizer = optimizer_of(self.kind, self.net)
+        self.model = Model(alone, optimizer_of(self.kind, alone), self.settings["reduction"])
         self.saved, self.has_late = None, False
         self.make(ranks)
-
-    def made_optimizer(self, net):
-        """Over all parameters but those of the layer that comes later."""
-        return OPTIMIZERS[self.kind]([each for name, each in net.named_parameters() if not name.startswith("late")])
-
-    def add_late(self, net, optimizer):
-        optimizer.add_param_group({"params": list(net.late.parameters()), "lr": 0.03})
 
     def make(self, ranks):
         devices = cpu(ranks)
@@ -92,13 +94,8 @@ class StepMachine(RuleBasedStateMachine):
     def both(self):
         return (self.net, self.optimizer), (self.model.net, self.model.optimizer)
 
-    def numbers_like(self, rows, columns):
-        return torch.randn(rows, columns, generator=self.numbers, dtype=torch.float64, device="cpu")
-
     def batch(self, rows, way):
-        x, y = self.numbers_like(rows, 4), self.numbers_like(rows, 2)
-        y[0, 0] = 1.0  # some row weighs something
-        return here(x), way, here(y)
+        return batch_of(self.numbers, rows, way)
 
     # What a step does.
 
@@ -192,7 +189,7 @@ class StepMachine(RuleBasedStateMachine):
     def add_a_group(self):
         self.has_late = True
         for net, optimizer in self.both():
-            self.add_late(net, optimizer)
+            add_late(net, optimizer)
 
     @precondition(between_updates)
     @rule(rows=st.integers(1, 9), way=st.integers(0, 2))
@@ -304,9 +301,9 @@ class StepMachine(RuleBasedStateMachine):
         self.net = here(Net(before.refuses).double()).train(before.training)
         for mine, theirs in zip(self.net.parameters(), before.parameters(), strict=True):
             mine.requires_grad_(theirs.requires_grad)
-        self.optimizer = self.made_optimizer(self.net)
+        self.optimizer = optimizer_of(self.kind, self.net)
         if self.has_late:
-            self.add_late(self.net, self.optimizer)
+            add_late(self.net, self.optimizer)
         self.make(ranks)
         self.step.load_state_dict(state)
         self.model.updates = updates
@@ -339,12 +336,4 @@ class StepMachine(RuleBasedStateMachine):
 @pytest.mark.parametrize("start", [1, 2])
 def test_a_step_is_one_device_whatever_comes_between(monkeypatch, start):
     give_graphs(monkeypatch, torch.get_default_device().type)
-    chosen = settings(
-        max_examples=EXAMPLES,
-        stateful_step_count=DOINGS,
-        phases=[Phase.generate],  # what is left out to make a failure short, takes minutes
-        deadline=None,
-        database=None,
-        suppress_health_check=list(HealthCheck),
-    )
-    run_state_machine_as_test(seed(start)(StepMachine), settings=chosen)
+    run_machine(StepMachine, start)

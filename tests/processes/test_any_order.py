@@ -11,7 +11,19 @@ import random
 import pytest
 import torch
 from engine.nets import mse
-from engine.one_device import LOSSES, OPTIMIZERS, REFUSED, Model, Net, RefusedError, same, state_of
+from engine.one_device import (
+    LOSSES,
+    OPTIMIZERS,
+    REFUSED,
+    Model,
+    Net,
+    RefusedError,
+    add_late,
+    batch_of,
+    optimizer_of,
+    same,
+    state_of,
+)
 from processes.world import run
 from torch.distributed import group
 
@@ -36,14 +48,11 @@ class Process:
         }
         self.net = Net(True).double()
         alone = copy.deepcopy(self.net)
-        self.optimizer = self.made_optimizer(self.net)
-        self.model = Model(alone, self.made_optimizer(alone), self.settings["reduction"])
+        self.optimizer = optimizer_of(self.kind, self.net)
+        self.model = Model(alone, optimizer_of(self.kind, alone), self.settings["reduction"])
         self.calls = self.calls_before = 0.0  # of this process alone
         self.saved, self.has_late = None, False
         self.make()
-
-    def made_optimizer(self, net):
-        return OPTIMIZERS[self.kind]([each for name, each in net.named_parameters() if not name.startswith("late")])
 
     def make(self):
         """On some ranks, in each process on as many as it likes."""
@@ -62,10 +71,7 @@ class Process:
         return (self.net, self.optimizer), (self.model.net, self.model.optimizer)
 
     def batch(self, way):
-        rows = self.draw.randint(1, 7)
-        x, y = (torch.randn(rows, columns, generator=self.numbers, dtype=torch.float64) for columns in (4, 2))
-        y[0, 0] = 1.0  # some row weighs something
-        return x, way, y
+        return batch_of(self.numbers, self.draw.randint(1, 7), way)
 
     def batches(self):
         """One per process."""
@@ -142,7 +148,7 @@ class Process:
     def add_a_group(self):
         if not self.has_late:
             for net, optimizer in self.both():
-                optimizer.add_param_group({"params": list(net.late.parameters()), "lr": 0.003})
+                add_late(net, optimizer)
         self.has_late = True
 
     def step_by_hand(self):

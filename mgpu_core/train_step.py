@@ -153,9 +153,9 @@ class TrainStep:
         self._sync = GradientSync(self._replicas, *self._sync_settings, in_shards, self._processes)
         self._sync.between.hook = self._comm_hook
         self._updates = Updates(self.optimizer, self._replicas, self._sync, in_shards)
-        # Ranks that share a GPU take turns where a graph is recorded on their stream.
-        rng = "per_rank" if self.capture else self.rng
-        self._passes = Passes(self._replicas, self._loss_fns, self.reduction, self.amp_dtype, rng, self.dim)
+        self._passes = Passes(
+            self._replicas, self._loss_fns, self.reduction, self.amp_dtype, self.rng, self.capture, self.dim
+        )
         self._cycle = Cycle(self._replicas, self._sync, self._updates, self.loss_scale, self._together, steps)
         self._captured: CapturedSteps | None = None
         if self.capture:

@@ -524,6 +524,13 @@ MUTANTS = [
         "accelerator/test_graphs.py",
     ),
     mutant(
+        "step: ranks that meet take turns for graphs that they cannot have",
+        "mgpu_core/engine/passes.py",
+        "if capture and not self.joint else rng",
+        "if capture else rng",
+        "accelerator/test_graphs.py",
+    ),
+    mutant(
         "step: a failure between the graphs of several devices keeps running statistics",
         "mgpu_core/engine/cycle.py",
         "if self._loss_scale.is_on or len(self._replicas.devices) > 1:",

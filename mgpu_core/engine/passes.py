@@ -30,6 +30,7 @@ class Passes:
         reduction: what a loss function returns.
         amp_dtype: what autocast computes in; ``None``: the caller's own setting.
         rng: as in :func:`mgpu_core.parallel_apply`.
+        capture: whether graphs are recorded of them, where that is possible.
         dim: the dimension of the rows.
 
     Attributes:
@@ -43,12 +44,15 @@ class Passes:
         reduction: str,
         amp_dtype: torch.dtype | None,
         rng: str,
+        capture: bool,
         dim: int,
     ) -> None:
         self._replicas, self._loss_fns, self._reduction = replicas, loss_fns, reduction
-        self._amp_dtype, self._rng, self._dim = amp_dtype, rng, dim
+        self._amp_dtype, self._dim = amp_dtype, dim
         modules = replicas.net.modules()
         self.joint = len(replicas.team) > 1 and any(isinstance(each, SyncBatchNorm) for each in modules)
+        # Ranks that share a GPU take turns where a graph is recorded on their stream; those that meet have no graphs.
+        self._rng = "per_rank" if capture and not self.joint else rng
         self._gate = Gate()
         self.look_for_draws()
 

@@ -13,9 +13,10 @@ import torch
 from engine.nets import Branches, Linear, batches, mse
 from fakes.graphs import OPTIMIZERS, OneWeight, give_graphs, total, without_gpu
 from fakes.tensors import numbers
+from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
-from mgpu_core import TrainStep
+from mgpu_core import TrainStep, convert_sync_batchnorm
 from mgpu_core.engine.graphs import WARM_UP
 
 TEAMS = [
@@ -200,3 +201,21 @@ def test_why_not(devices, settings, reason):
     with pytest.warns(UserWarning, match=f"not captured: {reason}"):
         step(numbers(6, 4).double(), 2, numbers(6, 2).double())
     assert step.graphs.replays == 0
+
+
+def test_ranks_that_share_a_device_and_meet_take_no_turns():
+    net = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).double().to("fake:0")
+    alone = copy.deepcopy(net)
+    step, _ = pair(["fake:0", "fake:1", "fake:0"], OPTIMIZERS["momentum"], convert_sync_batchnorm(net))
+    optimizer = OPTIMIZERS["momentum"](alone.parameters())
+    for _ in range(3):
+        x, y = (torch.randn(7, columns, dtype=torch.float64, device="fake:0") for columns in (4, 3))
+        with warnings.catch_warnings(record=True):
+            loss = step(x, y)
+        optimizer.zero_grad()
+        expected = mse(alone(x), y)
+        expected.backward()
+        optimizer.step()
+        torch.testing.assert_close(loss, expected.detach())
+    for mine, theirs in zip(step.module.state_dict().values(), alone.state_dict().values(), strict=True):
+        torch.testing.assert_close(mine, theirs)

@@ -39,10 +39,10 @@ class RefusedError(Exception):
 class Net(nn.Module):
     """Layers that a batch may use or not, a number that runs along, and rows that it refuses."""
 
-    def __init__(self, refuses):
+    def __init__(self, refuses, between=None):
         super().__init__()
         self.first, self.second, self.late = nn.Linear(4, 5), nn.Linear(4, 5), nn.Linear(4, 5)
-        self.last = nn.Linear(5, 2)
+        self.between, self.last = between or nn.Identity(), nn.Linear(5, 2)
         self.picture = nn.Conv2d(2, 5, (2, 1)).to(memory_format=torch.channels_last)
         self.number, self.nothing = nn.Parameter(torch.ones(())), nn.Parameter(torch.empty(3, 0))
         self.rows = nn.Parameter(torch.randn(5, 3).t())  # in another order than they lie
@@ -65,7 +65,7 @@ class Net(nn.Module):
             hidden = hidden + self.picture(x.view(-1, 2, 2, 1)).flatten(1) + self.nothing.sum()
         if way == 2:
             hidden = hidden * self.number + self.rows.sum(0)
-        return self.again(torch.tanh(hidden))
+        return self.again(self.between(torch.tanh(hidden)))
 
 
 def optimizer_of(kind, net):
@@ -100,12 +100,15 @@ LOSSES = {"mean": mse, "sum": total, "weighted": weighted}
 class Model:
     """One device and torch.
 
+    Args:
+        scale: of the loss: gradients that are not finite halve it, and are dropped; ``None``: there is none.
+
     Attributes:
         open: of each call since the last update, its gradients and what they weigh.
     """
 
-    def __init__(self, net, optimizer, reduction):
-        self.net, self.optimizer, self.reduction = net, optimizer, reduction
+    def __init__(self, net, optimizer, reduction, scale=None):
+        self.net, self.optimizer, self.reduction, self.scale = net, optimizer, reduction, scale
         self.open, self.updates, self.gradients = [], 0, []
 
     def forward(self, x, way, y):
@@ -118,7 +121,7 @@ class Model:
     def call(self, batch):
         """Its gradients are made at once: what follows may change the net."""
         if not self.open:
-            self.calls_before = self.net.calls.clone()
+            self.buffers_before = [each.clone() for each in self.net.buffers()]
         found, weight, output = self.forward(*batch)
         wanted = [each for each in self.net.parameters() if each.requires_grad]
         made = torch.autograd.grad(found, wanted, allow_unused=True)
@@ -130,6 +133,11 @@ class Model:
         for parameter in self.net.parameters():
             parts = [made[parameter] for made, _ in self.open if made.get(parameter) is not None]
             parameter.grad = sum(parts) / weight if parts else None
+        if self.scale is not None and not all(map(is_finite, self.net.parameters())):
+            self.scale /= 2
+            self.gradients = [None for _ in self.net.parameters()]
+            self.drop()
+            return
         if clip_norm is not None:
             nn.utils.clip_grad_norm_(self.net.parameters(), clip_norm)
         # Torch's own step may write into them.
@@ -141,12 +149,17 @@ class Model:
     def give_up(self):
         """A call has failed: everything is as after the last update."""
         if self.open:
-            self.net.calls.copy_(self.calls_before)
+            for each, before in zip(self.net.buffers(), self.buffers_before, strict=True):
+                each.copy_(before)
         self.drop()
 
     def drop(self):
         self.open = []
         self.net.zero_grad()
+
+
+def is_finite(parameter):
+    return parameter.grad is None or bool(parameter.grad.isfinite().all())
 
 
 def state_of(net, optimizer):

@@ -5,6 +5,7 @@ done to the one is done to the other; after everything both have the same parame
 the same counts and running numbers, and, after an update, the same gradients.
 """
 
+import contextlib
 import copy
 
 import pytest
@@ -34,7 +35,9 @@ from hypothesis.stateful import (
     precondition,
     rule,
 )
+from torch import nn
 
+import mgpu_core
 from mgpu_core import TrainStep
 
 pytestmark = [
@@ -71,17 +74,27 @@ class StepMachine(RuleBasedStateMachine):
         torch.manual_seed(start)
         self.kind, self.capture, self.wants_shards, self.wants_shares = kind, capture, shards, shares
         self.settings = chosen | {"capture": capture, "error_if_nonfinite": not capture}
-        self.net = here(Net(not capture).double())
-        alone = copy.deepcopy(self.net)
+        alone = here(self.bare_net(not capture).double())
+        self.net = self.wrapped(copy.deepcopy(alone))
         self.optimizer = optimizer_of(self.kind, self.net)
-        self.model = Model(alone, optimizer_of(self.kind, alone), self.settings["reduction"])
+        self.model = Model(alone, optimizer_of(self.kind, alone), self.settings["reduction"], self.scale)
         self.saved, self.has_late = None, False
         self.make(ranks)
+
+    # What other machines have of their own.
+
+    amp_dtype, scale = None, None
+    least_rows = 1
+    bare_net = Net
+
+    def wrapped(self, net):
+        return net
 
     def make(self, ranks):
         devices = cpu(ranks)
         self.in_shards = self.wants_shards and len(set(devices)) > 1 and self.kind != "RMSprop"
         more = {
+            "amp_dtype": self.amp_dtype,
             "shard_optimizer": self.in_shards,
             "shares": [1 + rank % 3 for rank in range(ranks)] if self.wants_shares else None,
         }
@@ -89,13 +102,13 @@ class StepMachine(RuleBasedStateMachine):
         self.step = TrainStep(self.net, loss_fn, self.optimizer, devices, **self.settings, **more)
         if self.capture:
             without_gpu(self.step)
-        self.model.updates = 0
+        self.model.updates, self.model.scale = 0, self.scale
 
     def both(self):
         return (self.net, self.optimizer), (self.model.net, self.model.optimizer)
 
     def batch(self, rows, way):
-        return batch_of(self.numbers, rows, way)
+        return batch_of(self.numbers, max(rows, self.least_rows), way)
 
     # What a step does.
 
@@ -140,7 +153,7 @@ class StepMachine(RuleBasedStateMachine):
     @rule(rows=st.integers(1, 9), bad=st.integers(0, 8), way=st.integers(0, 2))
     def fail_in_a_rank(self, rows, bad, way):
         x, way, y = self.batch(rows, way)
-        x[bad % rows, 0] = REFUSED
+        x[bad % len(x), 0] = REFUSED
         with pytest.raises(RefusedError, match="this row"):
             self.step(x, way, y)
         self.model.give_up()
@@ -150,7 +163,7 @@ class StepMachine(RuleBasedStateMachine):
     def fail_in_the_target(self, rows):
         x, way, y = self.batch(rows, 2)
         with pytest.raises((ValueError, RuntimeError)):
-            self.step(x, way, y.new_zeros(rows + 20, 5))
+            self.step(x, way, y.new_zeros(len(x) + 20, 5))
         self.model.give_up()
 
     @rule(rows=st.integers(1, 9), way=st.integers(0, 3))
@@ -256,7 +269,7 @@ class StepMachine(RuleBasedStateMachine):
 
     @rule()
     def save(self):
-        self.saved = self.step.state_dict(), self.has_late, self.model.updates
+        self.saved = self.step.state_dict(), self.has_late, self.model.updates, self.model.scale
         self.saved_model = copy.deepcopy([self.model.net.state_dict(), self.model.optimizer.state_dict()])
 
     def load_the_model(self):
@@ -268,7 +281,7 @@ class StepMachine(RuleBasedStateMachine):
     def load(self):
         self.step.load_state_dict(copy.deepcopy(self.saved[0]))
         self.load_the_model()
-        self.model.updates, self.model.open = self.saved[2], []
+        self.model.updates, self.model.scale, self.model.open = *self.saved[2:], []
 
     @precondition(lambda self: self.saved is not None and self.saved[1] == self.has_late)
     @rule()
@@ -296,9 +309,9 @@ class StepMachine(RuleBasedStateMachine):
     @rule(ranks=st.sampled_from([1, 2, 3]))
     def resume_elsewhere(self, ranks):
         """From its saved state, in another net and another step."""
-        state, before, updates = self.step.state_dict(), self.net, self.model.updates
+        state, before, counts = self.step.state_dict(), self.net, (self.model.updates, self.model.scale)
         self.step.close()
-        self.net = here(Net(before.refuses).double()).train(before.training)
+        self.net = here(self.wrapped(self.bare_net(before.refuses)).double()).train(before.training)
         for mine, theirs in zip(self.net.parameters(), before.parameters(), strict=True):
             mine.requires_grad_(theirs.requires_grad)
         self.optimizer = optimizer_of(self.kind, self.net)
@@ -306,7 +319,7 @@ class StepMachine(RuleBasedStateMachine):
             add_late(self.net, self.optimizer)
         self.make(ranks)
         self.step.load_state_dict(state)
-        self.model.updates = updates
+        self.model.updates, self.model.scale = counts
 
     # What always holds.
 
@@ -317,7 +330,9 @@ class StepMachine(RuleBasedStateMachine):
         assert self.step.steps == self.model.updates
         for (name, mine), theirs in zip(self.net.named_parameters(), self.model.net.parameters(), strict=True):
             assert same(mine, theirs), name
-        assert float(self.net.calls) == float(self.model.net.calls)
+        for (name, mine), theirs in zip(self.net.named_buffers(), self.model.net.buffers(), strict=True):
+            assert same(mine, theirs), name
+        assert self.scale is None or self.step.loss_scale.scale == self.model.scale
         self.step.check_replicas()
 
     @invariant()
@@ -333,7 +348,45 @@ class StepMachine(RuleBasedStateMachine):
             assert all(each.untyped_storage().nbytes() == each.nbytes for each in self.net.parameters())
 
 
+class MeetingMachine(StepMachine):
+    """The ranks meet in a layer, and share one backward."""
+
+    least_rows = 2  # the variance of one number is none
+
+    def bare_net(self, refuses):
+        return Net(refuses, nn.BatchNorm1d(5))
+
+    def wrapped(self, net):
+        return mgpu_core.convert_sync_batchnorm(net)
+
+
+class OverflowMachine(StepMachine):
+    """With a loss scale; autocast leaves float64 as it is."""
+
+    amp_dtype, scale = torch.float16, 2.0**16
+
+    @rule(rows=st.integers(1, 9), bad=st.integers(0, 8), way=st.integers(0, 2), only_adds=st.booleans())
+    def overflow(self, rows, bad, way, only_adds):
+        batch = self.batch(rows, way)
+        batch[2][bad % rows, 1] = float("inf")
+        with self.step.no_sync() if only_adds else contextlib.nullcontext():
+            self.step(*batch)
+        self.model.call(batch)
+        if not only_adds and len(self.model.open) >= self.step.accumulate:
+            self.has_updated()
+
+
 @pytest.mark.parametrize("start", [1, 2])
 def test_a_step_is_one_device_whatever_comes_between(monkeypatch, start):
     give_graphs(monkeypatch, torch.get_default_device().type)
     run_machine(StepMachine, start)
+
+
+def test_ranks_that_meet_are_one_device_whatever_comes_between(monkeypatch):
+    give_graphs(monkeypatch, torch.get_default_device().type)
+    run_machine(MeetingMachine, 1)
+
+
+def test_an_overflow_is_one_device_s_whatever_comes_between(monkeypatch):
+    give_graphs(monkeypatch, torch.get_default_device().type)
+    run_machine(OverflowMachine, 1)

@@ -82,10 +82,13 @@ def test_every_folder_and_file_has_a_layer():
     assert (folders | files) - {"__init__"} <= set(LEVEL)
 
 
-def test_files_of_parallel_do_not_import_each_other():
-    for path in (PACKAGE / "parallel").glob("*.py"):
-        if path.stem != "__init__":
-            assert not [name for name in imports_of(path) if unit(name) == "parallel"]
+def test_steps_of_the_road_do_not_import_each_other():
+    """A step is a file of parallel, or a folder, whose files may."""
+    for path in (PACKAGE / "parallel").rglob("*.py"):
+        step, *_ = path.relative_to(PACKAGE / "parallel").with_suffix("").parts
+        if step != "__init__":
+            others = [name for name in imports_of(path) if unit(name) == "parallel" and name.split(".")[1] != step]
+            assert not others, path
 
 
 def test_record_knows_nobody():

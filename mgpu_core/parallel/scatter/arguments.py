@@ -1,0 +1,107 @@
+"""All arguments together: taken apart into leaves, cut at the same rows, put together again for each rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from mgpu_core.comm import autograd
+from mgpu_core.comm.facts import tell_cut
+from mgpu_core.device.team import Team
+from mgpu_core.nested import Replicate, flatten
+from mgpu_core.parallel.scatter.rows import check_shares, is_plain, row_counts, views_of
+from mgpu_core.parallel.scatter.whole import copies_for_all, copies_of_tensor, tell_whole, whole_of
+from mgpu_core.record import is_on
+
+__all__ = ["Arguments", "cut"]
+
+
+def cut(
+    objects: dict[str, Any], team: Team, dim: int, shares: Sequence[float] | None, *, as_views: bool = False
+) -> tuple[list[list[Any]], list[int] | None]:
+    """Per rank its part of each object, and its rows where something was cut."""
+    check_shares(shares, len(team))
+    if len(team) == 1:
+        tell_whole(objects, team.devices[0], dim)
+        return [[whole_of(obj, team.devices[0]) for obj in objects.values()]], None
+    arguments = Arguments(objects)
+    rows = arguments.rows(dim)
+    counts = None if rows is None else row_counts(rows, len(team), shares)
+    if counts is not None:
+        team = team.first(len(counts))
+    one_device = team.devices[0] if as_views and len(set(team.devices)) == 1 else None
+    columns = [arguments.spread(place, team, counts, dim, one_device) for place in range(len(arguments.leaves))]
+    return [arguments.rebuild([column[rank] for column in columns]) for rank in team.ranks], counts
+
+
+class Arguments:
+    """Several objects, taken apart together: they are cut at the same rows."""
+
+    def __init__(self, objects: dict[str, Any]) -> None:
+        self.names = list(objects)
+        self.leaves: list[Any] = []
+        self.trees = [flatten(obj, self.leaves, name, share=True) for name, obj in objects.items()]
+
+    def rebuild(self, leaves: list[Any]) -> list[Any]:
+        """The objects, with these leaves."""
+        rest = iter(leaves)
+        return [tree.unflatten(rest) for tree in self.trees]
+
+    def path(self, place: int) -> str:
+        """What the leaf is called: ``inputs[1]["x"]``."""
+        paths = [path for name, tree in zip(self.names, self.trees, strict=True) for path in tree.paths(name)]
+        return paths[place]
+
+    def rows(self, dim: int) -> int | None:
+        """Rows along ``dim``: of the first tensor that has them, checked against all others; None without one."""
+        first: int | None = None
+        for place, leaf in enumerate(self.leaves):
+            if not isinstance(leaf, torch.Tensor) or leaf.dim() == 0:
+                continue
+            if not -leaf.dim() <= dim < leaf.dim():
+                raise IndexError(
+                    f"{self.path(place)} has shape {tuple(leaf.shape)} and cannot be cut along dimension {dim}"
+                )
+            if first is None:
+                first = place
+            elif leaf.size(dim) != self.leaves[first].size(dim):
+                raise ValueError(self._disagreement(first, place, dim))
+        return None if first is None else int(self.leaves[first].size(dim))
+
+    def spread(
+        self, place: int, team: Team, counts: list[int] | None, dim: int, one_device: torch.device | None
+    ) -> Sequence[Any]:
+        """What each rank gets of the leaf: views, where it is plain and lies on the one device of all ranks."""
+        leaf = self.leaves[place]
+        parts: Sequence[Any]
+        try:
+            if counts is not None and type(leaf) is torch.Tensor and leaf.device == one_device and is_plain(leaf):
+                parts, route = views_of(leaf, counts, dim), "view"
+            else:
+                parts, route = _spread(leaf, team, counts, dim), "copy"
+            if isinstance(leaf, torch.Tensor) and is_on():
+                tell_cut("scatter", self.path(place), leaf.device, parts, dim, route if leaf.dim() else "copies")
+            return parts
+        except (ValueError, TypeError) as error:
+            error.add_note(f"while scattering {self.path(place)} along dimension {dim}")
+            raise
+
+    def _disagreement(self, one: int, other: int, dim: int) -> str:
+        described = [f"{self.path(place)} has shape {tuple(self.leaves[place].shape)}" for place in (one, other)]
+        return (
+            f"the inputs differ in their number of rows along dimension {dim}: {', '.join(described)}. "
+            "What every rank should get whole goes into mgpu_core.Replicate(...)"
+        )
+
+
+def _spread(leaf: Any, team: Team, counts: list[int] | None, dim: int) -> Sequence[Any]:
+    if isinstance(leaf, Replicate):
+        return copies_for_all(leaf.value, team)
+    if not isinstance(leaf, torch.Tensor):
+        return [leaf] * len(team)
+    if leaf.dim() == 0:
+        return copies_of_tensor(leaf, team)
+    assert counts is not None  # a tensor with dimensions was seen by rows()
+    return autograd.scatter(leaf, team, counts, dim)

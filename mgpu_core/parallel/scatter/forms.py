@@ -1,0 +1,69 @@
+"""The functional forms: what people call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from mgpu_core.device.devices import DeviceLike
+from mgpu_core.device.team import Team
+from mgpu_core.parallel.scatter.arguments import cut
+from mgpu_core.parallel.scatter.whole import tell_whole, whole_of
+from mgpu_core.record import is_on, span
+
+__all__ = ["scatter", "scatter_kwargs"]
+
+
+def scatter(
+    inputs: Any, target_gpus: Sequence[DeviceLike], dim: int = 0, *, shares: Sequence[float] | None = None
+) -> Any:
+    """Cuts every tensor of ``inputs`` along ``dim`` into one chunk per rank; differentiable.
+
+    Args:
+        inputs: a tensor, or any nest of named tuples, mappings, dataclasses, lists and tuples.
+        target_gpus: one device per rank.
+        dim: the dimension along which to cut; may be negative.
+        shares: rows in this proportion, one positive number per rank (default: sizes differ by at most one).
+
+    Returns:
+        One object per rank, as a tuple for a bare tensor and a list for anything else.  With fewer rows than ranks
+        there are as many entries as rows; with none, one.  Chunks are fresh memory on the rank's device; with one rank
+        nothing is cut, and a tensor that is on its device is passed on as it is.
+
+    Raises:
+        ValueError: tensors that disagree on the number of rows (the message names both), a bad device or share.
+        TypeError: packed sequences, nested, sparse and quantized tensors.
+        IndexError: a tensor without dimension ``dim``.
+    """
+    team = Team.of(target_gpus)
+    with span("scatter"):
+        parts = [part for (part,) in cut({"inputs": inputs}, team, dim, shares)[0]]
+    return tuple(parts) if isinstance(inputs, torch.Tensor) else parts
+
+
+def scatter_kwargs(
+    inputs: tuple[Any, ...],
+    kwargs: dict[str, Any] | None,
+    target_gpus: Sequence[DeviceLike],
+    dim: int = 0,
+    *,
+    shares: Sequence[float] | None = None,
+) -> tuple[tuple[Any, ...], tuple[dict[str, Any], ...]]:
+    """:func:`scatter` for positional and keyword arguments together: one tuple and one dict per rank.
+
+    Both are empty when there are no arguments at all, as in torch.
+    """
+    team = Team.of(target_gpus)
+    if not inputs and not kwargs:
+        return (), ()
+    with span("scatter"):
+        if len(team) == 1:
+            device = team.devices[0]
+            if is_on():  # the dictionary costs too
+                tell_whole({"inputs": inputs, "kwargs": kwargs or {}}, device, dim)
+            whole = {name: whole_of(value, device) for name, value in kwargs.items()} if kwargs else {}
+            return (tuple([whole_of(value, device) for value in inputs]),), (whole,)
+        pairs, _ = cut({"inputs": tuple(inputs), "kwargs": dict(kwargs or {})}, team, dim, shares)
+    return tuple(pair[0] for pair in pairs), tuple(pair[1] for pair in pairs)

@@ -1,0 +1,95 @@
+"""What a step is given, cut for its ranks: mostly bare tensors on their only device, which take a short way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from mgpu_core.comm.facts import tell_cut
+from mgpu_core.device.team import Team
+from mgpu_core.parallel.scatter.arguments import Arguments, cut
+from mgpu_core.parallel.scatter.rows import check_shares, is_plain, row_counts, views_of
+from mgpu_core.parallel.scatter.whole import tell_whole
+from mgpu_core.record import is_on, span
+
+__all__ = ["scatter_objects"]
+
+
+def scatter_objects(
+    objects: dict[str, Any], team: Team, dim: int = 0, *, shares: Sequence[float] | None = None
+) -> tuple[list[list[Any]], list[int]]:
+    """:func:`scatter` for several objects that are cut at the same rows; the names are what errors call them.
+
+    Where all ranks are on a tensor's device, and no graph goes through it, their chunks are views of it.
+
+    Returns:
+        Per rank its part of each object, and per rank its rows: zeros where no object has any.
+    """
+    with span("scatter"):
+        found = _plain_views(objects, team, dim, shares)
+        if found is not None:
+            return found
+        parts, counts = cut(objects, team, dim, shares, as_views=True)
+        if len(team) == 1:
+            counts = [_rows_of(objects, dim)]
+    return parts, [0] * len(parts) if counts is None else counts
+
+
+def _plain_views(
+    objects: dict[str, Any], team: Team, dim: int, shares: Sequence[float] | None
+) -> tuple[list[list[Any]], list[int]] | None:
+    """What most steps are given, bare tensors and tuples of them on the only device: no nest has to be taken apart.
+
+    One rank gets them as they are.  ``None``: it is something else, or wrong.
+    """
+    tensors: list[torch.Tensor] = []
+    for obj in objects.values():
+        if type(obj) is not dict or obj:
+            tensors += obj if type(obj) is tuple else [obj]
+    device = team.devices[0]
+    if not tensors or team.devices.count(device) < len(team):
+        return None
+    for each in tensors:
+        if type(each) is not torch.Tensor or each.device != device or not is_plain(each):
+            return None
+        if not -each.dim() <= dim < each.dim() or each.size(dim) != tensors[0].size(dim):
+            return None
+    check_shares(shares, len(team))
+    if len(team) == 1:
+        tell_whole(objects, device, dim)
+        return [list(objects.values())], [tensors[0].size(dim)]
+    counts = row_counts(tensors[0].size(dim), len(team), shares)
+    columns = [views_of(each, counts, dim) for each in tensors]
+    if is_on():
+        for name, each, views in zip(_names(objects), tensors, columns, strict=True):
+            tell_cut("scatter", name, each.device, views, dim, "view")
+    return [_in_place_of(objects, list(chunks)) for chunks in zip(*columns, strict=True)], counts
+
+
+def _names(objects: dict[str, Any]) -> Iterator[str]:
+    """What the tensors are called, of bare ones and tuples of them."""
+    for name, obj in objects.items():
+        if type(obj) is tuple:
+            yield from (f"{name}[{place}]" for place in range(len(obj)))
+        elif torch.is_tensor(obj):
+            yield name
+
+
+def _in_place_of(objects: dict[str, Any], chunks: list[torch.Tensor]) -> list[Any]:
+    """One rank's objects: tensors, tuples and empty dicts as they were, with its chunks."""
+    rest = iter(chunks)
+    return [
+        tuple([next(rest) for _ in obj]) if type(obj) is tuple else next(rest) if torch.is_tensor(obj) else {}
+        for obj in objects.values()
+    ]
+
+
+def _rows_of(objects: dict[str, Any], dim: int) -> int:
+    """Rows of what one rank gets whole."""
+    for obj in objects.values():  # as a rule a bare tensor says it
+        first = obj[0] if isinstance(obj, tuple) and obj else obj
+        if type(first) is torch.Tensor and first.dim() > dim >= 0:
+            return first.size(dim)
+    return Arguments(objects).rows(dim) or 0

@@ -1,0 +1,43 @@
+"""Which rows a rank gets, and its chunk of a tensor as a view."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from mgpu_core import _core
+
+__all__ = ["check_shares", "is_plain", "is_undivided", "row_counts", "views_of"]
+
+
+def check_shares(shares: Sequence[float] | None, ranks: int) -> None:
+    """Raises ValueError unless there is one positive number per rank."""
+    if shares is None:
+        return
+    if len(shares) != ranks:
+        raise ValueError(f"shares must have one number per rank: {ranks} ranks, {len(shares)} shares")
+    for rank, share in enumerate(shares):
+        if not 0 < share < float("inf"):
+            raise ValueError(f"shares[{rank}] must be a positive number, not {share}; leave the device out instead")
+
+
+def row_counts(rows: int, ranks: int, shares: Sequence[float] | None) -> list[int]:
+    """Rows of each rank that works.  Without any rows rank 0 runs once, with none."""
+    plan = _core.chunk_plan(rows, ranks) if shares is None else _core.share_plan(rows, list(shares))
+    return [count for _, count in plan if count] or [0]
+
+
+def views_of(leaf: torch.Tensor, counts: list[int], dim: int) -> list[torch.Tensor]:
+    """Chunks without a copy, each with a version of its own: what a rank writes in place is no other rank's write."""
+    return [chunk.data for chunk in torch.split_with_sizes(leaf, counts, dim)]
+
+
+def is_plain(leaf: torch.Tensor) -> bool:
+    """Whether views of it are all that a rank needs; what a scatter refuses is none."""
+    return leaf.dim() > 0 and not (leaf.requires_grad or is_undivided(leaf))
+
+
+def is_undivided(leaf: torch.Tensor) -> bool:
+    """What a scatter over several ranks refuses."""
+    return leaf.layout is not torch.strided or leaf.is_nested or leaf.is_quantized

@@ -651,7 +651,7 @@ MUTANTS = [
     ),
     mutant(
         "step: twins of an optimizer do not hear of a step by hand",
-        "mgpu_core/engine/updates.py",
+        "mgpu_core/engine/torch_update.py",
         "if not self._is_as_left():",
         "if False:",
         "accelerator/test_train_step.py",

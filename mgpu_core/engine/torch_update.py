@@ -1,0 +1,95 @@
+"""The update by an optimizer's own step, once per device."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from mgpu_core.engine.gradients import GradientSync
+from mgpu_core.engine.replicas import Replicas
+from mgpu_core.nothing import NOTHING
+
+__all__ = ["TorchUpdate"]
+
+
+class TorchUpdate:
+    """The optimizer's own step, once per device: the user's on the first, a twin on each other."""
+
+    def __init__(self, optimizer: Optimizer, replicas: Replicas, sync: GradientSync) -> None:
+        self._optimizer, self._replicas, self._sync = optimizer, replicas, sync
+        self._twins: list[Optimizer] = []
+        self._left: list[tuple[Any, int]] = []  # the state as the last update has left it, and how often it was written
+        twins = self._twins
+        self.handles = {"load": optimizer.register_load_state_dict_post_hook(lambda _: twins.clear())}
+
+    def close(self) -> None:
+        for handle in self.handles.values():
+            handle.remove()
+
+    def prepare(self, used: Sequence[bool]) -> None:
+        if not self._is_as_left():
+            self._twins.clear()  # they know nothing of a step, or an edit, of the user's own
+        self._left = []  # or what a step replaces would stay beside what takes its place
+        if not self._twins and not self._replicas.is_mixed:
+            self._twins += [self._twin(device) for device in range(1, len(self._replicas.devices))]
+        for device, twin in enumerate(self._twins, start=1):
+            for mine, theirs in zip(twin.param_groups, self._optimizer.param_groups, strict=True):
+                mine.update({name: value for name, value in theirs.items() if name != "params"})
+            self._give_gradients(device, used)
+
+    def launch(self) -> None:
+        for device, twin in enumerate(self._twins, start=1):
+            with _own_default(self._replicas.devices[device]):
+                twin.step()
+        self._optimizer.step()
+
+    def conclude(self) -> None:
+        """The optimizers have counted themselves."""
+        self._left = self._state_now()
+
+    def _is_as_left(self) -> bool:
+        now = self._state_now()
+        same = len(now) == len(self._left)
+        return same and all(a is b and n == m for (a, n), (b, m) in zip(now, self._left, strict=True))
+
+    def _state_now(self) -> list[tuple[Any, int]]:
+        if not self._twins:
+            return []
+        values = [value for state in self._optimizer.state.values() for value in state.values()]
+        return [(each, each._version if torch.is_tensor(each) else 0) for each in values]
+
+    def _twin(self, device: int) -> Optimizer:
+        """The optimizer over the parameters of another device's first rank, with the same state."""
+        theirs = self._replicas.parameters[self._replicas.ranks_of[device][0]]
+        memo: dict[int, Any] = {id(own): twin for own, twin in zip(self._replicas.own, theirs, strict=True)}
+        twin = copy.deepcopy(self._optimizer, memo)
+        for name, value in vars(self._optimizer).items():  # what a class of the user's own keeps besides
+            if name not in ("step", *vars(twin)):
+                setattr(twin, name, value)
+        twin.load_state_dict(self._optimizer.state_dict())  # which brings the state to the parameters' device
+        for parameter, state in twin.state.items():
+            for kind, value in state.items():  # but not a count of steps, which torch keeps on the default device
+                if torch.is_tensor(value) and value.device.type != "cpu":
+                    state[kind] = value.to(parameter.device)
+        return twin
+
+    def _give_gradients(self, device: int, used: Sequence[bool]) -> None:
+        views = self._sync.flats[device].gradient_views
+        row = self._replicas.parameters[self._replicas.ranks_of[device][0]]
+        for i, parameter in enumerate(row):
+            if not used[i]:
+                parameter.grad = None
+            elif i in views:
+                parameter.grad = views[i]
+            else:
+                parameter.grad = self._sync.sums.sparse[i].to(parameter.device)
+
+
+def _own_default(device: torch.device) -> AbstractContextManager[object]:
+    """A default device that was set for the first device would get the state of all others, too."""
+    return NOTHING if torch.get_default_device().type == "cpu" else torch.device(device)

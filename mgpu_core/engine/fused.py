@@ -8,67 +8,18 @@ belongs to which group, has made how many steps, and takes part this time.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.optim import SGD, Adam, AdamW, Optimizer
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.optim import Optimizer
 
-from mgpu_core import kernels, optim
-from mgpu_core.device.dtypes import FLOATING, has_gradients
 from mgpu_core.engine.flat import FlatTensors
 from mgpu_core.engine.fused_device import NO_GROUP, FusedOnDevice
 from mgpu_core.engine.layout import Bucket
+from mgpu_core.engine.optimizer_facts import group_table, groups_of, is_sgd, settings_of
 
-__all__ = ["FusedUpdate", "OwnHook", "step_hooks", "why_not_fused"]
-
-Groups = list[dict[str, float]]
-
-_SGD_NUMBERS = ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize")
-_ADAM_NUMBERS = ("lr", "eps", "weight_decay", "maximize")
-_ADAM_SETTINGS = (*_ADAM_NUMBERS, "betas")
-_NUMBERS = (float, int, bool)
-_SGD = (SGD, optim.SGD)
-
-
-def why_not_fused(optimizer: Optimizer, parameters: Sequence[torch.Tensor], loose: Sequence[int]) -> str | None:
-    """Why torch must update; ``None`` where the fused kernels can.  Of another class than theirs: an empty string."""
-    if type(optimizer) not in (*_SGD, Adam, AdamW, optim.Adam, optim.AdamW):
-        return ""
-    if loose:
-        return "some gradients are sparse"
-    if any(step_hooks(optimizer)):
-        return "the optimizer has step hooks"
-    if any(each.dtype not in FLOATING for each in parameters if has_gradients(each.dtype)):
-        return "some parameters are not float16, bfloat16, float32 or float64"
-    groups = optimizer.param_groups
-    if any(group.get("differentiable") for group in groups):
-        return "it is differentiable"
-    for name in ("amsgrad", "decoupled_weight_decay"):
-        if len({bool(group.get(name)) for group in groups}) > 1:
-            return f"its groups differ in {name}"
-    return None
-
-
-def step_hooks(optimizer: Optimizer) -> tuple[int, ...]:
-    """How many hooks a step of the optimizer would call: its own, before and after, and those of all optimizers."""
-    return (
-        sum(type(hook) is not OwnHook for hook in optimizer._optimizer_step_pre_hooks.values()),
-        len(optimizer._optimizer_step_post_hooks),
-        len(_global_optimizer_pre_hooks),
-        len(_global_optimizer_post_hooks),
-    )
-
-
-class OwnHook:
-    """What an update itself has hooked to the optimizer's step; known by its class."""
-
-    def __init__(self, call: Callable[[], None]) -> None:
-        self._call = call
-
-    def __call__(self, *_: Any) -> None:
-        self._call()
+__all__ = ["FusedUpdate"]
 
 
 class FusedUpdate:
@@ -89,8 +40,8 @@ class FusedUpdate:
         flats: Sequence[FlatTensors],
     ) -> None:
         self._optimizer, self._parameters = optimizer, parameters
-        self._groups_of = _groups_of(optimizer, parameters)
-        self._is_sgd = type(optimizer) in _SGD
+        self._groups_of = groups_of(optimizer, parameters)
+        self._is_sgd = is_sgd(optimizer)
         self._used: list[bool] = []
         self._settings: list[Any] = []
         self._shown: set[int] = set()  # parameters whose state the optimizer has
@@ -160,19 +111,13 @@ class FusedUpdate:
 
     def _read_groups(self) -> None:
         """Fills the tables of hyper-parameters where the user, or a scheduler, has changed one."""
-        groups = self._optimizer.param_groups
-        names = _SGD_NUMBERS if self._is_sgd else _ADAM_SETTINGS
-        settings = [_plain_all([group[name] for name in names]) for group in groups]
+        settings = settings_of(self._optimizer)
         if settings == self._settings:
             return
         if self._is_sgd and [each[1] for each in settings] != [each[1] for each in self._settings]:
             self._restart_momentum()
         self._settings = settings
-        table = (
-            kernels.sgd_groups(*map(_sgd_numbers, groups))
-            if self._is_sgd
-            else kernels.adam_groups(*map(_adam_numbers, groups))
-        )
+        table = group_table(self._optimizer)
         for device in self._devices:
             device.groups.copy_(table)
 
@@ -259,7 +204,7 @@ class FusedUpdate:
     def adopt_state(self) -> None:
         """Takes over the state that the optimizer has: a loaded one, or that of its steps before."""
         self._shown.clear()
-        self._groups_of = _groups_of(self._optimizer, self._parameters)
+        self._groups_of = groups_of(self._optimizer, self._parameters)
         self._views.clear()
         self.generation += 1
         for device in self._devices:
@@ -283,33 +228,7 @@ class FusedUpdate:
         self._versions = self._versions_now()
 
 
-def _plain_all(values: list[Any]) -> tuple[Any, ...]:
-    return tuple([value if type(value) in _NUMBERS else _plain(value) for value in values])
-
-
-def _plain(value: Any) -> Any:
-    """A tensor's number, because schedulers write into the tensor; on a GPU somebody waits for it."""
-    if isinstance(value, torch.Tensor):
-        return float(value)
-    return _plain_all(list(value)) if isinstance(value, tuple | list) else value
-
-
 def _adopt(update: weakref.ref[FusedUpdate]) -> None:
     found = update()
     if found is not None:
         found.loaded()
-
-
-def _groups_of(optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> list[int]:
-    """Per parameter the number of its group; -1 for one that the optimizer does not have."""
-    numbers = {id(each): number for number, group in enumerate(optimizer.param_groups) for each in group["params"]}
-    return [numbers.get(id(each), NO_GROUP) for each in parameters]
-
-
-def _sgd_numbers(group: dict[str, Any]) -> dict[str, float]:
-    return {name: float(group[name]) for name in _SGD_NUMBERS}
-
-
-def _adam_numbers(group: dict[str, Any]) -> dict[str, float]:
-    beta1, beta2 = group["betas"]
-    return {name: float(group[name]) for name in _ADAM_NUMBERS} | {"beta1": float(beta1), "beta2": float(beta2)}

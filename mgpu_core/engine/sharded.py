@@ -17,9 +17,10 @@ from torch.optim import Optimizer
 
 from mgpu_core.comm import collectives
 from mgpu_core.engine.flat import FlatTensors, part_of, shaped
-from mgpu_core.engine.fused import FusedUpdate, OwnHook
+from mgpu_core.engine.fused import FusedUpdate
 from mgpu_core.engine.fused_device import FusedOnDevice
 from mgpu_core.engine.layout import Bucket, shard_of
+from mgpu_core.engine.optimizer_facts import OwnHook
 
 __all__ = ["ShardedUpdate"]
 

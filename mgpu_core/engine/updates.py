@@ -13,8 +13,9 @@ from torch.utils.hooks import RemovableHandle
 from mgpu_core import optim
 from mgpu_core.device.memory import note_written
 from mgpu_core.engine.flat import compact
-from mgpu_core.engine.fused import FusedUpdate, step_hooks, why_not_fused
+from mgpu_core.engine.fused import FusedUpdate
 from mgpu_core.engine.gradients import GradientSync
+from mgpu_core.engine.optimizer_facts import step_hooks, why_not_fused
 from mgpu_core.engine.replicas import Replicas
 from mgpu_core.engine.sharded import ShardedUpdate
 from mgpu_core.engine.torch_update import TorchUpdate

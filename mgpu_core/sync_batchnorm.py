@@ -17,13 +17,15 @@ from typing import Any, TypeVar
 import torch
 from torch.nn import Module
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.utils.parametrize import is_parametrized
 
 from mgpu_core.comm.generic import ALGORITHM
 from mgpu_core.comm.watch import hop, watched
 from mgpu_core.device.meeting import Meeting, current_seat
 from mgpu_core.device.streams import on_all
+from mgpu_core.module_tree import modules_of
 from mgpu_core.record import current_step, in_step, span
-from mgpu_core.twin_hooks import DICTIONARIES
 
 __all__ = ["SyncBatchNorm", "convert_sync_batchnorm"]
 
@@ -38,21 +40,33 @@ class SyncBatchNorm(_BatchNorm):
 
     In :class:`mgpu_core.DataParallel`, :func:`mgpu_core.parallel_apply` and :class:`mgpu_core.TrainStep`.  With one
     rank, in ``eval()`` and outside of these it is the plain layer.  Every rank's running statistics are the team's.
-    Made by :func:`convert_sync_batchnorm`.
+    Made by :func:`convert_sync_batchnorm`.  Its gradient cannot be differentiated again.
 
     Raises:
+        ValueError: another number of channels than the layer has.
         RuntimeError: run again in a backward (inside a checkpoint), where the ranks cannot meet.
         Error: a rank ended, or did not come in time.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._begin()
+
+    def _begin(self) -> None:
         self.number = next(_numbers)  # the same in all ranks' copies: by it they find each other
-        self._met = [False]  # in the last forward; in a list, because a replica's own attributes would be lost
+        # In the last forward, which may run again; in a list, because a replica's own attributes would be lost.
+        self._met = [False]
 
     def _check_input_dim(self, input: torch.Tensor) -> None:  # noqa: A002  # torch's name
         if input.dim() < 2:
             raise ValueError(f"expected at least 2 dimensions, got {input.dim()}")
+        own = {"weight": self.weight, "bias": self.bias, "running_mean": self.running_mean}
+        for name, each in own.items():
+            if each is not None and each.numel() != input.shape[1]:
+                raise ValueError(
+                    f"expected {each.numel()} channels in dimension 1, one per number of {name}, got {input.shape[1]} "
+                    f"in an input of shape {tuple(input.shape)}"
+                )
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002  # torch's name
         """Normalises ``(rows, channels, ...)`` by the mean and variance of all ranks' rows."""
@@ -63,7 +77,7 @@ class SyncBatchNorm(_BatchNorm):
                 "SyncBatchNorm ran again in a backward, inside a checkpoint: its ranks meet in the forward alone. "
                 "Leave the layer out of the checkpoint"
             )
-        self._met[0] = seat is not None and uses_batch
+        self._met[0] = seat is not None and uses_batch and _is_checkpointed()
         if seat is None or not uses_batch:
             return super().forward(input)
         self._check_input_dim(input)
@@ -80,16 +94,21 @@ class SyncBatchNorm(_BatchNorm):
         """Moves this rank's running statistics; their variance is unbiased, as in torch."""
         if not self.training or not self.track_running_stats:
             return
-        assert self.running_mean is not None
-        assert self.running_var is not None
         momentum = 0.0 if self.momentum is None else self.momentum
         if self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
             if self.momentum is None:  # the plain average of all batches
                 momentum = 1.0 / float(self.num_batches_tracked)
+        if self.running_mean is None or self.running_var is None:
+            return
         unbiased = variance * (rows / max(1, rows - 1))
         self.running_mean.lerp_(mean.to(self.running_mean.dtype), momentum)
         self.running_var.lerp_(unbiased.to(self.running_var.dtype), momentum)
+
+
+def _is_checkpointed() -> bool:
+    """Whether this forward looks like one inside a checkpoint: without gradients, or with hooks on what it saves."""
+    return not torch.is_grad_enabled() or torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
 def _all_ranks(meeting: Meeting, eps: float, values: list[Any]) -> list[tuple[torch.Tensor, torch.Tensor, Any, int]]:
@@ -123,6 +142,7 @@ class _Joint(torch.autograd.Function):
         ]
         ctx.places, ctx.ranks, ctx.rows, ctx.whole_step = places, ranks, rows, current_step()
         ctx.save_for_backward(*inputs, *weights, *means, *scales)
+        ctx.affine_dtypes = [None if each is None else each.dtype for each in (*weights, *biases)]
         ctx.mark_non_differentiable(*means, *variances)
         return *outputs, *means, *variances
 
@@ -147,10 +167,11 @@ class _Joint(torch.autograd.Function):
                 ((g - _along(flat, g) - x * _along(slope, g)) * _along(scale, g)).to(given.dtype)
                 for g, x, flat, slope, scale, given in zip(by_weight, normal, level, along, scales, inputs, strict=True)
             ]
-        if weights[0] is None:
-            return None, None, None, *to_inputs, *[None] * (2 * ranks)
-        dtype = weights[0].dtype
-        return None, None, None, *to_inputs, *(each.to(dtype) for each in (*to_weights, *to_biases))
+            to_affine = [
+                None if dtype is None else each.to(dtype)
+                for each, dtype in zip((*to_weights, *to_biases), ctx.affine_dtypes, strict=True)
+            ]
+        return None, None, None, *to_inputs, *to_affine
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:
@@ -202,16 +223,37 @@ def convert_sync_batchnorm(module: M) -> M:
 
     Returns:
         The module, or the layer in its place.
+
+    Raises:
+        TypeError: a layer whose class has a forward of its own, or parametrizations; before anything is changed.
+        ValueError: a lazy layer that has not seen an input yet; before anything is changed.
     """
+    for each in modules_of(module):
+        if _is_convertible(each):
+            _refuse_special(each)
     converted: M = _convert(module, {})
     return converted
+
+
+def _is_convertible(module: Module) -> bool:
+    return isinstance(module, _BatchNorm) and not isinstance(module, SyncBatchNorm)
+
+
+def _refuse_special(layer: Module) -> None:
+    name = type(layer).__name__
+    if is_parametrized(layer):
+        raise TypeError(f"{name} has parametrizations, which its place in the team could not follow: remove them first")
+    if isinstance(layer, LazyModuleMixin):
+        raise ValueError(f"{name} does not know its channels yet: run a forward before it is converted")
+    if type(layer).forward not in (_BatchNorm.forward, torch.nn.SyncBatchNorm.forward) or "forward" in vars(layer):
+        raise TypeError(f"{name} has a forward of its own, which would be lost: put a plain BatchNorm layer into it")
 
 
 def _convert(module: Any, known: dict[int, Module]) -> Any:
     """``known``: what each module met so far has become; one that has two names, or parents, stays one."""
     if id(module) in known:
         return known[id(module)]
-    if isinstance(module, _BatchNorm) and not isinstance(module, SyncBatchNorm):
+    if _is_convertible(module):
         known[id(module)] = _converted(module)
         return known[id(module)]
     known[id(module)] = module
@@ -222,9 +264,8 @@ def _convert(module: Any, known: dict[int, Module]) -> Any:
 
 
 def _converted(layer: _BatchNorm) -> SyncBatchNorm:
-    made = SyncBatchNorm(layer.num_features, layer.eps, layer.momentum, layer.affine, layer.track_running_stats)
-    made._parameters, made._buffers = layer._parameters, layer._buffers
-    made.training = layer.training
-    for name in DICTIONARIES:
-        made.__dict__[name] = layer.__dict__[name]
+    """All that the layer has, the very same: parameters, buffers, hooks, attributes of the user's own."""
+    made = SyncBatchNorm.__new__(SyncBatchNorm)
+    made.__dict__.update(layer.__dict__, _compiled_call_impl=None)
+    made._begin()
     return made

@@ -1,6 +1,7 @@
 """SyncBatchNorm over ranks is BatchNorm over the whole batch: outputs, gradients, running statistics."""
 
 import copy
+import gc
 
 import pytest
 import torch
@@ -117,6 +118,106 @@ def test_converting_keeps_the_tensors(layer):
     assert all(a is b for a, b in zip(before, [*net.parameters(), *net.buffers()], strict=True))
     assert isinstance(convert_sync_batchnorm(layer(3)), SyncBatchNorm)
     assert convert_sync_batchnorm(net[1]) is net[1]
+
+
+def without(name, **settings):
+    layer = nn.BatchNorm1d(4, **settings)
+    setattr(layer, name, None)
+    return layer
+
+
+@pytest.mark.parametrize("name", ["weight", "bias"])
+@pytest.mark.parametrize("ranks", RANKS)
+def test_half_of_an_affine_layer(ranks, name):
+    alone = nn.Sequential(nn.Linear(2, 4), without(name)).double()
+    net = convert_sync_batchnorm(copy.deepcopy(alone))
+    x = torch.randn(9, 2, dtype=torch.float64)
+    for forward in (alone, DataParallel(net, cpu(ranks))):
+        forward(x).pow(3).sum().backward()
+    for mine, theirs in zip(net.parameters(), alone.parameters(), strict=True):
+        assert torch.allclose(mine.grad, theirs.grad, atol=1e-10)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_statistics_that_were_taken_away(ranks):
+    alone = without("running_mean")
+    alone.running_var = None
+    net = convert_sync_batchnorm(copy.deepcopy(alone))
+    x = torch.randn(9, 4)
+    assert torch.allclose(DataParallel(net, cpu(ranks))(x), alone(x), atol=1e-6)
+
+
+def test_converting_keeps_what_the_layer_has():
+    layer, seen = nn.BatchNorm1d(3), []
+    layer.register_full_backward_hook(lambda *_: seen.append("backward"))
+    layer.register_state_dict_post_hook(lambda _, state, prefix, __: state.update({f"{prefix}more": 1}))
+    layer.mine = "a name"
+    net = convert_sync_batchnorm(nn.Sequential(layer))
+    assert net.state_dict()["0.more"] == 1
+    assert net[0].mine == "a name"
+    net(torch.randn(4, 3, requires_grad=True)).sum().backward()
+    assert seen == ["backward"]
+
+
+class Active(nn.BatchNorm1d):
+    def forward(self, x):
+        return super().forward(x).relu()
+
+
+@pytest.mark.parametrize(
+    ("layer", "error", "why"),
+    [
+        (Active(2), TypeError, "Active has a forward of its own"),
+        (nn.utils.parametrizations.weight_norm(nn.BatchNorm1d(2), dim=None), TypeError, "has parametrizations"),
+        (nn.LazyBatchNorm1d(), ValueError, "run a forward before"),
+    ],
+    ids=["forward", "parametrized", "lazy"],
+)
+def test_layers_that_cannot_be_converted(layer, error, why):
+    net = nn.Sequential(nn.BatchNorm1d(2), layer)
+    with pytest.raises(error, match=why):
+        convert_sync_batchnorm(net)
+    assert type(net[0]) is nn.BatchNorm1d
+    assert net[1] is layer
+
+
+@pytest.mark.parametrize("settings", [{}, {"affine": False}])
+@pytest.mark.parametrize("ranks", RANKS)
+def test_another_number_of_channels(ranks, settings):
+    net = SyncBatchNorm(3, **settings)
+    with pytest.raises(ValueError, match=r"expected 3 channels in dimension 1.* got 1 in an input of shape"):
+        DataParallel(net, cpu(ranks))(torch.randn(8, 1))
+    assert not net.running_mean.any()
+
+
+def test_a_layer_that_runs_in_a_hook_of_a_backward():
+    net = SyncBatchNorm(2)
+    x = torch.randn(6, 2, requires_grad=True)
+    out = DataParallel(net, cpu(2))(x)
+    shapes = []
+    out.register_hook(lambda _: shapes.append(net(x.detach()).shape))
+    out.sum().backward()
+    assert shapes == [(6, 2)]
+
+
+def test_a_failure_where_ranks_meet_leaves_no_memory(monkeypatch):
+    def fails(*_):
+        raise ArithmeticError("in the node")
+
+    def failed_forwards():
+        for _ in range(3):
+            with pytest.raises(ArithmeticError, match="in the node"):
+                model(torch.randn(9, 2))
+        return sum(issubclass(type(each), torch.Tensor) for each in gc.get_objects())
+
+    monkeypatch.setattr("mgpu_core.sync_batchnorm._sums", fails)
+    model = DataParallel(nn.Sequential(nn.Linear(2, 2), SyncBatchNorm(2)), cpu(3))
+    gc.collect()
+    gc.disable()
+    try:
+        assert failed_forwards() == failed_forwards()
+    finally:
+        gc.enable()
 
 
 class Failing(nn.Module):

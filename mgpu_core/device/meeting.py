@@ -76,23 +76,32 @@ class Meeting:
             self._work(found, work)
         else:
             self._wait(found)
-        if found.error is not None:
-            raise found.error
-        return self._taken(key, found, rank)
+        result, error = self._taken(key, found, rank)
+        del found
+        if error is None:
+            return result
+        try:
+            raise error
+        finally:
+            del error  # whose traceback holds this frame
 
-    def _taken(self, key: Hashable, found: _Round, rank: int) -> Any:
-        """A rank's result, which nobody holds any more: it may have a graph, and graphs may hold what holds us."""
+    def _taken(self, key: Hashable, found: _Round, rank: int) -> tuple[Any, Exception | None]:
+        """A rank's result, which nobody holds any more: it may have a graph, and graphs may hold what holds us.
+
+        Of an error all ranks have the same one; when the last has it, nobody holds that either.
+        """
         with self._changed:
-            result = found.results.pop(rank)
+            result, error = found.results.pop(rank), found.error
             if not found.results:
+                found.error = None
                 del self._rounds[key]
-        return result
+        return result, error
 
     def _work(self, found: _Round, work: Callable[[list[Any]], Sequence[Any]]) -> None:
         try:
             found.results = dict(enumerate(work([found.values[rank] for rank in range(len(self.devices))])))
         except Exception as error:
-            found.error = error
+            found.error, found.results = error, dict.fromkeys(range(len(self.devices)))
         with self._changed:
             found.is_over = True
             found.values.clear()

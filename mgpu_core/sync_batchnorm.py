@@ -22,6 +22,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from mgpu_core.comm.generic import ALGORITHM
 from mgpu_core.comm.watch import hop, watched
+from mgpu_core.device.compiled import outside_the_compiler
 from mgpu_core.device.meeting import Meeting, current_seat
 from mgpu_core.device.streams import on_all
 from mgpu_core.module_tree import modules_of
@@ -106,6 +107,7 @@ class SyncBatchNorm(_BatchNorm):
         self.running_var.lerp_(unbiased.to(self.running_var.dtype), momentum)
 
 
+@outside_the_compiler
 def _is_checkpointed() -> bool:
     """Whether this forward looks like one inside a checkpoint: without gradients, or with hooks on what it saves."""
     return not torch.is_grad_enabled() or torch._C._autograd._top_saved_tensors_default_hooks(False) is not None

@@ -220,6 +220,45 @@ def test_a_failure_where_ranks_meet_leaves_no_memory(monkeypatch):
         gc.enable()
 
 
+def compiled_around(net):
+    return torch.compile(net, backend="eager")
+
+
+def compiled_in_place(net):
+    net.compile(backend="eager")
+    return net
+
+
+@pytest.mark.parametrize("compiled", [compiled_around, compiled_in_place])
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_ranks_that_compile_meet_all_the_same(monkeypatch, ranks, compiled):
+    monkeypatch.setenv("MGPU_CORE_TIMEOUT", "60")
+    alone, net = nets()
+    model = DataParallel(compiled(net), cpu(ranks))
+    for seed in range(3):
+        x, y = data(seed=seed)
+        mse(model(x), y).backward()
+        mse(alone(x), y).backward()
+    for mine, theirs in zip(net.parameters(), alone.parameters(), strict=True):
+        assert torch.allclose(mine.grad, theirs.grad, atol=1e-10)
+    same(net, alone)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_step_of_a_compiled_net_meets_too(monkeypatch, ranks):
+    monkeypatch.setenv("MGPU_CORE_TIMEOUT", "60")
+    alone, net = nets()
+    optimizer = SGD(alone.parameters(), lr=0.1)
+    step = TrainStep(compiled_in_place(net), mse, SGD(net.parameters(), lr=0.1), cpu(ranks))
+    for seed in range(3):
+        x, y = data(seed=seed)
+        step(x, y)
+        optimizer.zero_grad()
+        mse(alone(x), y).backward()
+        optimizer.step()
+    same(net, alone)
+
+
 class Failing(nn.Module):
     def __init__(self):
         super().__init__()

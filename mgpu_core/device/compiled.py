@@ -6,7 +6,8 @@ of its own, ``f(replica, *args)``, compiled with them.  The replicas of later fo
 shape, for which the compiled code holds.
 
 Torch's compiler is not made for several threads: while one compiles, another that enters compiled code fails.  So a
-call that may compile, because its rank has not seen such arguments yet, has the compiler for itself.
+call that may compile, because its rank has not seen such arguments yet, has the compiler for itself; where it waits for
+other ranks, in a synchronised layer, it compiles nothing and lends it to them.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from functools import wraps
-from threading import Condition
+from threading import Condition, get_ident
 from typing import Any, TypeVar, cast
 
 import torch
@@ -28,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 from mgpu_core.device.workers import time_limit
 from mgpu_core.errors import Error
 
-__all__ = ["compiled_calls", "outside_the_compiler"]
+__all__ = ["compiled_calls", "compiler_lent", "outside_the_compiler"]
 
 _Call = Callable[..., Any]
 _F = TypeVar("_F", bound=_Call)
@@ -141,10 +142,10 @@ class _Compiler:
     @contextmanager
     def used(self, alone: bool) -> Iterator[None]:
         """Waits until this use is allowed; one inside another, also in the ranks of a forward inside it, is."""
-        if _inside.get():
+        if _inside.get() is not None:
             yield
             return
-        token = _inside.set(True)
+        token = _inside.set((get_ident(), alone))
         try:
             self._enter(alone)
             try:
@@ -153,6 +154,19 @@ class _Compiler:
                 self._leave(alone)
         finally:
             _inside.reset(token)
+
+    @contextmanager
+    def lent(self) -> Iterator[None]:
+        """Around a wait for ranks that may need the compiler to come; nothing in a thread that does not use it."""
+        thread, alone = _inside.get() or (None, False)
+        if thread != get_ident():
+            yield
+            return
+        self._leave(alone)
+        try:
+            yield
+        finally:
+            self._enter(alone)
 
     def _enter(self, alone: bool) -> None:
         seconds = time_limit()
@@ -172,8 +186,13 @@ class _Compiler:
             self._changed.notify_all()
 
 
-_inside: ContextVar[bool] = ContextVar("mgpu_core_inside_compiled", default=False)
+_inside: ContextVar[tuple[int, bool] | None] = ContextVar("mgpu_core_inside_compiled", default=None)  # thread, alone
 _compiler = _Compiler()
+
+
+def compiler_lent() -> AbstractContextManager[None]:
+    """Around a wait of a rank for the others: one that compiles lets them compile meanwhile."""
+    return _compiler.lent()
 
 
 def _after_fork_in_child() -> None:

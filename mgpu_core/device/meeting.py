@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from mgpu_core.device.compiled import compiler_lent
 from mgpu_core.errors import Error
 
 __all__ = ["AbsentRank", "Meeting", "Seat", "current_seat"]
@@ -75,7 +76,8 @@ class Meeting:
         if is_last:
             self._work(found, work)
         else:
-            self._wait(found)
+            with compiler_lent():
+                self._wait(found)
         result, error = self._taken(key, found, rank)
         del found
         if error is None:

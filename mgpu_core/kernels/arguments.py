@@ -10,7 +10,7 @@ import torch
 from mgpu_core.device.dtypes import FLOATING
 from mgpu_core.device.tensor_checks import all_plain, check_disjoint, check_writable, readable
 
-__all__ = ["as_tensor", "as_tensors", "check_floating", "check_like", "check_outs", "on_one_device"]
+__all__ = ["as_out", "as_tensor", "as_tensors", "check_floating", "check_like", "check_outs", "on_one_device"]
 
 
 def as_tensor(array: Any, name: str) -> torch.Tensor:
@@ -33,15 +33,35 @@ def as_tensor(array: Any, name: str) -> torch.Tensor:
     return tensor
 
 
-def as_tensors(arrays: Sequence[Any], name: str) -> list[torch.Tensor]:
-    """:func:`as_tensor` of each; all of one dtype and device, at least one."""
+def as_out(array: Any, name: str) -> torch.Tensor:
+    """:func:`as_tensor` of what will be written: never a copy.
+
+    Raises:
+        ValueError: memory that must not be written, or not through this tensor.
+    """
+    if isinstance(array, torch.Tensor):
+        check_writable([array], lambda _: name)
+    elif _is_read_only(array):
+        raise ValueError(f"{name} is a read-only array")
+    return as_tensor(array, name)
+
+
+def _is_read_only(array: Any) -> bool:
+    """As numpy's arrays and ``__cuda_array_interface__`` say it."""
+    interface = getattr(array, "__cuda_array_interface__", None)
+    return not getattr(getattr(array, "flags", None), "writeable", True) or bool(interface and interface["data"][1])
+
+
+def as_tensors(arrays: Sequence[Any], name: str, *, written: bool = False) -> list[torch.Tensor]:
+    """:func:`as_tensor` of each, or :func:`as_out`; all of one dtype and device, at least one."""
     if isinstance(arrays, torch.Tensor) or not isinstance(arrays, Sequence):
         raise TypeError(f"{name} is a sequence of tensors, not {type(arrays).__name__}")
     if not arrays:
         raise ValueError(f"{name} is empty: at least one tensor is wanted")
     if type(arrays[0]) is torch.Tensor and set(map(type, arrays)) == {torch.Tensor} and all_plain(arrays):
         return list(arrays)
-    tensors = [as_tensor(array, f"{name}[{place}]") for place, array in enumerate(arrays)]
+    look = as_out if written else as_tensor
+    tensors = [look(array, f"{name}[{place}]") for place, array in enumerate(arrays)]
     for place, tensor in enumerate(tensors):
         if tensor.dtype != tensors[0].dtype or tensor.device != tensors[0].device:
             raise ValueError(

@@ -18,7 +18,7 @@ from mgpu_core.device.dtypes import FLOATING
 from mgpu_core.device.memory import note_written
 from mgpu_core.device.streams import core_stream
 from mgpu_core.kernels import reference
-from mgpu_core.kernels.arguments import as_tensor, check_floating, check_like, check_outs, on_one_device
+from mgpu_core.kernels.arguments import as_out, as_tensor, check_floating, check_like, check_outs, on_one_device
 from mgpu_core.kernels.flat_tables import check_rows
 from mgpu_core.record import span
 
@@ -47,26 +47,29 @@ class _Flat:
         loss_scale: torch.Tensor | None = None,
         found_inf: torch.Tensor | None = None,
     ) -> None:
+        parameters, gradients = as_out(parameters, "parameters"), as_tensor(gradients, "gradients")
+        segments, groups = as_out(segments, "segments"), as_tensor(groups, "groups")
+        given = {"clip": clip, "loss_scale": loss_scale, "found_inf": found_inf}
+        scalars = {name: None if each is None else as_tensor(each, name) for name, each in given.items()}
+        self.parameters, self.gradients, self.segments, self.groups = parameters, gradients, segments, groups
+        self.clip, self.loss_scale, self.found_inf = scalars.values()
         check_floating("an optimizer", parameters.dtype)
-        self.parameters, self.gradients = as_tensor(parameters, "parameters"), as_tensor(gradients, "gradients")
-        self.segments, self.groups = as_tensor(segments, "segments"), as_tensor(groups, "groups")
-        self.clip, self.loss_scale, self.found_inf = clip, loss_scale, found_inf
         check_like(parameters, "parameters", (parameters.numel(),), parameters.dtype)
         check_like(gradients, "gradients", parameters.shape, parameters.dtype)
         check_like(segments, "segments", (segments.shape[0] if segments.dim() else 0, 5), torch.int64)
         check_like(groups, "groups", (groups.shape[0] if groups.dim() else 0, 6), torch.float64)
-        scalars = {"clip": clip, "loss_scale": loss_scale, "found_inf": found_inf}
         for name, scalar in scalars.items():
             if scalar is not None and (scalar.numel() != 1 or scalar.dtype != torch.float32):
                 raise ValueError(f"{name} must be one float32 number, not {tuple(scalar.shape)} {scalar.dtype}")
         on_one_device(parameters=parameters, gradients=gradients, segments=segments, groups=groups, **scalars)
         self.on_cpu = parameters.device.type == "cpu"
-        self.written = [self.parameters, self.segments, *self._checked(states)]
+        self.states = self._checked(states)
+        self.written = [parameters, segments, *self.states.values()]
         self._pointers = self._collect()
 
-    def _checked(self, states: dict[str, torch.Tensor | None]) -> list[torch.Tensor]:
+    def _checked(self, states: dict[str, torch.Tensor | None]) -> dict[str, torch.Tensor]:
         """The states that there are.  Raises unless all may be written and the tables fit; a GPU's are taken as is."""
-        given = {name: as_tensor(state, name) for name, state in states.items() if state is not None}
+        given = {name: as_out(state, name) for name, state in states.items() if state is not None}
         for name, state in given.items():
             check_like(state, name, self.parameters.shape, self.parameters.dtype)
             on_one_device(parameters=self.parameters, **{name: state})
@@ -74,7 +77,7 @@ class _Flat:
         check_outs(list(outs.values()), list(outs), [self.gradients])
         if self.on_cpu:
             check_rows(self.segments.tolist(), end=self.parameters.numel(), groups=self.groups.shape[0])
-        return list(given.values())
+        return given
 
     def _collect(self) -> Pointers:
         """What the core is given, with room for a GPU's first kernel to leave numbers for its second."""
@@ -108,19 +111,15 @@ class FlatSgd(_Flat):
         **scalars: torch.Tensor | None,
     ) -> None:
         super().__init__(parameters, gradients, segments, groups, {"momentum": momentum}, **scalars)
-        self._momentum = momentum
-        self._seen = -1  # the version of the groups that had no momentum
+        self._momentum = self.states.get("momentum")
 
     def step(self) -> None:
         """One step, on the current stream.
 
         Raises:
-            ValueError: on the CPU, a group has momentum, but there is no buffer.
+            ValueError: on the CPU, a group has momentum, but there is no buffer; a segment that was written to the
+                table since is outside the buffers.
         """
-        if self.on_cpu and self._momentum is None and self.groups._version != self._seen:
-            if bool(self.groups[:, 1].any()):
-                raise ValueError("a group has momentum, but there is no momentum buffer")
-            self._seen = self.groups._version
         stream = core_stream(self.parameters.device)
         with span("sgd"):
             if stream is None:
@@ -149,9 +148,12 @@ class FlatAdam(_Flat):
         max_exp_avg_sq: torch.Tensor | None = None,
         **scalars: torch.Tensor | None,
     ) -> None:
-        states = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "max_exp_avg_sq": max_exp_avg_sq}
+        needed = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+        states: dict[str, torch.Tensor | None] = {name: as_out(state, name) for name, state in needed.items()}
+        states["max_exp_avg_sq"] = max_exp_avg_sq
         super().__init__(parameters, gradients, segments, groups, states, **scalars)
-        self._average, self._square, self._largest, self._decoupled = exp_avg, exp_avg_sq, max_exp_avg_sq, decoupled
+        self._average, self._square = self.states["exp_avg"], self.states["exp_avg_sq"]
+        self._largest, self._decoupled = self.states.get("max_exp_avg_sq"), decoupled
 
     def step(self) -> None:
         """One step, on the current stream."""

@@ -17,7 +17,15 @@ from mgpu_core.device.dtypes import FLOATING, REAL
 from mgpu_core.device.memory import note_written
 from mgpu_core.device.streams import core_stream
 from mgpu_core.kernels import reference
-from mgpu_core.kernels.arguments import as_tensor, as_tensors, check_floating, check_like, check_outs, on_one_device
+from mgpu_core.kernels.arguments import (
+    as_out,
+    as_tensor,
+    as_tensors,
+    check_floating,
+    check_like,
+    check_outs,
+    on_one_device,
+)
 from mgpu_core.record import span
 
 __all__ = ["gather_rows", "pack", "scale_cast", "sum_ranks", "unpack"]
@@ -160,7 +168,7 @@ def unpack(flat: Any, outs: Sequence[torch.Tensor], *, scale: float = 1.0) -> No
         TypeError, ValueError: as :func:`pack`; also tensors that do not have ``flat``'s elements together.
     """
     flat = as_tensor(flat, "flat")
-    targets = as_tensors(outs, "outs")
+    targets = as_tensors(outs, "outs", written=True)
     _check_cast("unpack", flat.dtype, targets[0].dtype, scale)
     on_one_device(flat=flat, outs=targets[0])
     check_like(flat, "flat", (sum(tensor.numel() for tensor in targets),), flat.dtype)
@@ -221,7 +229,7 @@ def pieces_of(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int, int]]:
 
 
 def _out(
-    out: torch.Tensor | None,
+    out: Any,
     shape: Sequence[int],
     dtype: torch.dtype,
     device: torch.device,
@@ -230,10 +238,12 @@ def _out(
     """Where to write: fresh memory, or an ``out`` that fits, and is apart from what is read or exactly one of it."""
     if out is None:
         return torch.empty(tuple(shape), dtype=dtype, device=device)
-    if tuple(out.shape) != tuple(shape) or out.dtype != dtype or out.device != device or not out.is_contiguous():
+    target: torch.Tensor = out if isinstance(out, torch.Tensor) else as_out(out, "out")
+    fits = (tuple(target.shape), target.dtype, target.device) == (tuple(shape), dtype, device)
+    if not fits or not target.is_contiguous():
         raise ValueError(
-            f"out must be contiguous {tuple(shape)} {dtype} on {device}, not {tuple(out.shape)} {out.dtype} on "
-            f"{out.device}"
+            f"out must be contiguous {tuple(shape)} {dtype} on {device}, not {tuple(target.shape)} {target.dtype} on "
+            f"{target.device}"
         )
-    check_outs([out], ["out"], read)
-    return out
+    check_outs([target], ["out"], read)
+    return target

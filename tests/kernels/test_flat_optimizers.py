@@ -202,7 +202,7 @@ def test_refusals():
         sgd(clip=torch.tensor(1.0, dtype=torch.float64))
     with pytest.raises(ValueError, match="parameters and momentum share memory"):
         sgd(momentum=parameters)
-    with pytest.raises(ValueError, match="one device"):
+    with pytest.raises(TypeError, match="loss_scale is on the meta device"):
         sgd(loss_scale=torch.tensor(1.0, device="meta"))
     with pytest.raises(ValueError, match="segment 1 begins at 2, but the one before ends at 3"):
         kernels.segment_table([3, 3], begins=[0, 2])
@@ -211,3 +211,79 @@ def test_refusals():
     with pytest.raises(ValueError, match="group 1 has beta1; known are lr, momentum"):
         kernels.sgd_groups({"lr": 1.0}, {"lr": 1.0, "beta1": 1.0})
     assert torch.equal(parameters, torch.zeros(4))
+
+
+def negated():
+    """A number of value 1 whose memory says -1."""
+    return torch.complex(torch.zeros(()), -torch.ones(())).conj().imag
+
+
+@pytest.mark.parametrize("name", ["clip", "loss_scale"])
+def test_a_scalar_that_is_a_view(name):
+    parameters = torch.ones(4)
+    tables = kernels.segment_table([4]), kernels.sgd_groups({"lr": 0.5})
+    kernels.sgd(parameters, torch.ones(4), None, *tables, **{name: negated()})
+    assert parameters.tolist() == [0.5] * 4
+
+
+def test_what_is_written_is_no_copy():
+    parameters = torch.complex(torch.zeros(4), torch.ones(4)).conj().imag
+    tables = kernels.segment_table([4]), kernels.sgd_groups({"lr": 0.5})
+    with pytest.raises(ValueError, match="parameters"):
+        kernels.sgd(parameters, torch.ones(4), None, *tables)
+    with pytest.raises(ValueError, match=r"outs\[0\]"):
+        kernels.unpack(torch.ones(4), [parameters])
+
+
+def test_states_that_are_missing():
+    tables = kernels.segment_table([4]), kernels.adam_groups({"lr": 0.5})
+    for states in ((None, torch.zeros(4)), (torch.zeros(4), None)):
+        with pytest.raises(TypeError, match="exp_avg"):
+            kernels.adam(torch.ones(4), torch.ones(4), *states, *tables)
+
+
+def test_a_table_that_is_written_to_between_steps():
+    parameters, segments = torch.ones(4), kernels.segment_table([3, 1], device="cpu")
+    groups = kernels.sgd_groups({"lr": 0.5}, device="cpu")
+    flat = kernels.FlatSgd(parameters.cpu(), torch.ones(4, device="cpu"), None, segments, groups)
+    for place, wrong in (((1, 1), 10**7), ((1, 0), -1), ((0, 1), 2**62)):
+        before = segments[place].item()
+        segments[place] = wrong
+        with pytest.raises(ValueError, match="but the flat buffers have 4"):
+            flat.step()
+        segments[place] = before
+    groups.numpy()[0, 1] = 0.9
+    with pytest.raises(ValueError, match="no momentum buffer"):
+        flat.step()
+    assert flat.parameters.tolist() == [1] * 4
+    assert segments[:, 3].tolist() == [0, 0]
+
+
+def test_in_inference_mode():
+    with torch.inference_mode():
+        parameters = torch.ones(4)
+        kernels.sgd(parameters, torch.ones(4), None, kernels.segment_table([4]), kernels.sgd_groups({"lr": 0.5}))
+        assert parameters.tolist() == [0.5] * 4
+
+
+def test_numpys_arrays():
+    numpy = pytest.importorskip("numpy")
+    ones = [numpy.ones(4, numpy.float32) for _ in range(3)]
+    tables = (
+        kernels.segment_table([4], device="cpu").numpy(),
+        kernels.sgd_groups({"lr": 0.5, "momentum": 0.5}, device="cpu").numpy(),
+    )
+    kernels.sgd(ones[0], ones[1], ones[2], *tables, clip=numpy.array(1, numpy.float32))
+    assert ones[0].tolist() == [0.5] * 4
+    flat = numpy.zeros(4, numpy.float32)
+    kernels.pack([ones[0]], out=flat)
+    assert flat.tolist() == [0.5] * 4
+    flat.flags.writeable = False
+    for write in (
+        lambda: kernels.unpack(ones[1], [flat]),
+        lambda: kernels.pack([ones[1]], out=flat),
+        lambda: kernels.sgd(flat, ones[1], ones[2], *tables),
+    ):
+        with pytest.raises(ValueError, match="read-only"):
+            write()
+    assert flat.tolist() == [0.5] * 4

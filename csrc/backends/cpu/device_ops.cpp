@@ -66,6 +66,14 @@ void cast_pieces(const Packing& call, bool into_flat) {
                   [&](size_t i, int64_t begin, int64_t end) { kernels().scale_cast(casts[i], begin, end); });
 }
 
+// The table may have been written to since it was looked at last.
+void require_inside(const FlatParameters& flat, const int64_t* segment) {
+  const int64_t begin = segment[kBegin], count = segment[kCount];
+  require(begin >= 0 && count >= 0 && begin <= flat.count && count <= flat.count - begin,
+          "a segment of " + std::to_string(count) + " elements begins at " + std::to_string(begin) +
+              ", but the flat buffers have " + std::to_string(flat.count));
+}
+
 // Raises the steps of the segments that take part, then runs them.
 void for_each_segment(const FlatParameters& flat, const std::function<void(const SegmentRange&)>& run) {
   if (flat.found_inf && *flat.found_inf != 0) return;
@@ -74,10 +82,11 @@ void for_each_segment(const FlatParameters& flat, const std::function<void(const
   for (int64_t i = 0; i < flat.segment_count; ++i) {
     int64_t* segment = flat.segments + i * kSegmentColumns;
     if (!segment[kActive] || segment[kGroup] < 0 || segment[kGroup] >= flat.group_count) continue;
-    ++segment[kStep];
+    require_inside(flat, segment);
     active.push_back(segment);
     counts.push_back(segment[kCount]);
   }
+  for (int64_t* segment : active) ++segment[kStep];
   parallel_pieces(counts, kElements, [&](size_t i, int64_t begin, int64_t end) { run({active[i], begin, end}); });
 }
 
@@ -151,6 +160,9 @@ class CpuDeviceOps final : public DeviceOps {
   }
 
   void sgd(const Sgd& call, Stream) override {
+    for (int64_t group = 0; group < call.flat.group_count && !call.momentum; ++group)
+      require(call.flat.groups[group * kSgdColumns + kMomentum] == 0,
+              "a group has momentum, but there is no momentum buffer");
     for_each_segment(call.flat, [&](const SegmentRange& range) { kernels().sgd(call, range); });
   }
   void adam(const Adam& call, Stream) override {

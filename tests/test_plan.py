@@ -37,13 +37,27 @@ def test_shares_are_kept_within_one_row(count, shares):
     plan = _core.share_plan(count, shares)
     check_cover(plan, count)
     assert len(plan) == len(shares)
-    for (_, size), share in zip(plan, shares, strict=True):
-        if count >= len(shares):
+    if count >= len(shares):
+        for (_, size), exact in zip(plan, exact_rows(count, shares), strict=True):
             assert size >= 1
-            exact = count * (share / math.fsum(shares))
-            # One row each comes first: whose share is less than that takes it from the others.
-            assert size <= exact + 1 + 1e-6 * count
-            assert size >= exact - len(shares) - 1e-6 * count
+            assert abs(size - exact) <= 1 + 1e-6 * count
+
+
+def exact_rows(count, shares):
+    """Whose share is less than a row gets one; the others share what is left."""
+    few = set()
+    while True:
+        rest = count - len(few)
+        whole = math.fsum(share for rank, share in enumerate(shares) if rank not in few)
+        exact = [1 if rank in few else rest * (share / whole) for rank, share in enumerate(shares)]
+        if min(exact) >= 1:
+            return exact
+        few |= {rank for rank, each in enumerate(exact) if each < 1}
+
+
+def test_tiny_shares_are_taken_from_all():
+    assert [size for _, size in _core.share_plan(20, [10.0, 10.0] + [0.001] * 8)] == [6, 6] + [1] * 8
+    assert [size for _, size in _core.share_plan(12, [5.0, 5.0, 0.1, 0.1, 0.1, 0.1])] == [4, 4, 1, 1, 1, 1]
 
 
 @given(st.integers(0, 5000), st.integers(1, 12))

@@ -2,8 +2,10 @@
 
 #include <algorithm>
 #include <cmath>
+#include <iterator>
 #include <numeric>
 #include <string>
+#include <utility>
 
 #include "core/error.h"
 
@@ -58,24 +60,33 @@ std::vector<Chunk> share_plan(int64_t count, const std::vector<double>& shares) 
   require(std::isfinite(total), "the sum of the shares must be finite");
   if (count <= ranks) return chunk_plan(count, static_cast<int>(ranks));
 
-  // One row each, the rest by the largest remainder.
-  const int64_t rest = count - ranks;
+  // Whose share is less than a row gets one, and the others share what is left; that may be less than a row for more.
   std::vector<int64_t> counts(ranks, 1);
-  std::vector<double> remainders;
-  int64_t left = rest;
-  for (int64_t rank = 0; rank < ranks; ++rank) {
-    const double exact = static_cast<double>(count) * (shares[rank] / total) - 1;
-    // Rounding may promise more than there is when counts pass 2^53: never give out more than is left.
-    const auto whole = std::min(left, static_cast<int64_t>(std::floor(std::max(exact, 0.0))));
-    counts[rank] += whole;
-    remainders.push_back(exact - static_cast<double>(whole));
-    left -= whole;
+  std::vector<int> open(ranks);
+  std::iota(open.begin(), open.end(), 0);
+  int64_t left = count;
+  const auto exact = [&](int rank) { return static_cast<double>(left) * (shares[rank] / total); };
+  for (;;) {
+    std::vector<int> rest;
+    std::copy_if(open.begin(), open.end(), std::back_inserter(rest), [&](int rank) { return exact(rank) >= 1; });
+    if (rest.size() == open.size()) break;
+    left -= static_cast<int64_t>(open.size() - rest.size());
+    open = std::move(rest);
+    total = 0;
+    for (int rank : open) total += shares[rank];
   }
-  std::vector<int> by_remainder(ranks);
-  std::iota(by_remainder.begin(), by_remainder.end(), 0);
-  std::stable_sort(by_remainder.begin(), by_remainder.end(),
-                   [&](int a, int b) { return remainders[a] > remainders[b]; });
-  for (int64_t i = 0; left > 0; ++i, --left) ++counts[by_remainder[i % ranks]];
+
+  // The rest by the largest remainder.
+  std::vector<double> remainders(ranks);
+  int64_t given = 0;
+  for (int rank : open) {
+    // Rounding may promise more than there is when counts pass 2^53: never give out more than is left.
+    counts[rank] = std::min(left - given, static_cast<int64_t>(std::floor(exact(rank))));
+    remainders[rank] = exact(rank) - static_cast<double>(counts[rank]);
+    given += counts[rank];
+  }
+  std::stable_sort(open.begin(), open.end(), [&](int a, int b) { return remainders[a] > remainders[b]; });
+  for (size_t i = 0; given < left; ++i, ++given) ++counts[open[i % open.size()]];
   return chunks_of(counts);
 }
 

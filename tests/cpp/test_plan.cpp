@@ -41,6 +41,9 @@ static void shares() {
     }
   const auto tiny = share_plan(5, {1000, 1, 1});
   CHECK(tiny[0].count == 3 && tiny[1].count == 1 && tiny[2].count == 1);
+  const auto two = share_plan(20, {10, 10, .001, .001, .001, .001, .001, .001, .001, .001});
+  CHECK(two[0].count == 6 && two[1].count == 6);
+  for (int rank = 2; rank < 10; ++rank) CHECK(two[rank].count == 1);
   const auto huge = share_plan((int64_t{1} << 62) + 1, {1, 1e-9, 3});
   check_cover(huge, (int64_t{1} << 62) + 1);
   CHECK_THROWS(InvalidArgument, "above 0", share_plan(5, {1, 0}));

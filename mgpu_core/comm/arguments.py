@@ -9,7 +9,7 @@ import torch
 from mgpu_core.device.devices import DeviceLike, as_device
 from mgpu_core.device.tensor_checks import check_disjoint, check_writable, refuse_special
 
-__all__ = ["as_list", "check_joined", "check_outs", "destination_of", "in_range", "ordinary_list"]
+__all__ = ["as_list", "check_joined", "check_outs", "destination_of", "in_range", "ordinary_list", "refuse_quantized"]
 
 
 def as_list(tensors: Sequence[torch.Tensor], what: str) -> list[torch.Tensor]:
@@ -51,9 +51,16 @@ def destination_of(destination: DeviceLike | None, default: torch.device) -> tor
     return default if destination is None else as_device(destination)
 
 
+def refuse_quantized(tensor: torch.Tensor, name: str) -> None:
+    """Raises TypeError at a tensor that is more than its numbers, of which none can be cut off or put to others."""
+    if tensor.is_quantized:
+        raise TypeError(f"{name} is quantized, and other numbers may have another scale: use .dequantize()")
+
+
 def check_joined(parts: Sequence[torch.Tensor], whole: torch.Tensor, dim: int, what: str) -> None:
     """Raises ValueError unless the parts, joined along ``dim``, have the shape and dtype of the whole."""
     for rank, part in enumerate(parts):
+        refuse_quantized(part, f"{what}[{rank}]")
         wanted = (*whole.shape[:dim], part.size(dim) if part.dim() > dim else 0, *whole.shape[dim + 1 :])
         if tuple(part.shape) != wanted or part.dtype != whole.dtype:
             raise ValueError(

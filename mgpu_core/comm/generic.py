@@ -2,7 +2,7 @@
 
 It serves what no other room does: accelerators without a room of their own, teams that mix devices, dtypes that the
 core does not add, tensors that are not one dense block, sparse gradients.  Slower, same results: sums in rank order,
-half precision added in float32 and rounded once.
+half precision added in float32 and rounded once; and as little of it is part of a graph.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from mgpu_core import _core
 from mgpu_core.comm.layout import nbytes_of
 from mgpu_core.comm.packing import flat, unpack_into
 from mgpu_core.comm.watch import hop
+from mgpu_core.kernels.reference import average_of
 
 __all__ = [
     "all_gather",
@@ -52,17 +53,19 @@ def _moved(source: torch.Tensor, device: torch.device, dtype: torch.dtype) -> to
 
 
 def _add_up(parts: Sequence[torch.Tensor], op: str, device: torch.device) -> torch.Tensor:
+    if op in ("sum", "avg") and all(part.is_complex() and part.layout is torch.strided for part in parts):
+        # Half by half, as the core does: torch multiplies what it adds by a one that is complex, and inf by its zero.
+        halves = [torch.view_as_real(part.resolve_conj()) for part in parts]
+        return torch.view_as_complex(_add_up(halves, op, device))
     wide = torch.float32 if parts[0].dtype in _HALF else parts[0].dtype
     combine = {"prod": torch.mul, "min": torch.minimum, "max": torch.maximum}.get(op, torch.add)
     total = parts[0].to(device=device, dtype=wide)
     for part in parts[1:]:
         total = combine(total, _moved(part, device, wide))
-    if op == "avg":
-        exact = total.is_floating_point() or total.is_complex()
-        total = total / len(parts) if exact else torch.div(total, len(parts), rounding_mode="trunc")
-    return total.to(parts[0].dtype)
+    return (average_of(total, len(parts)) if op == "avg" else total).to(parts[0].dtype)
 
 
+@torch.no_grad()
 def reduce(parts: Sequence[torch.Tensor | None], op: str, device: torch.device) -> torch.Tensor:
     """The reduction of one tensor per rank as a fresh tensor on ``device``; ``None`` adds nothing."""
     count("reduce", parts)
@@ -75,6 +78,7 @@ def reduce(parts: Sequence[torch.Tensor | None], op: str, device: torch.device) 
     return total
 
 
+@torch.no_grad()
 def reduce_packed(parts: Sequence[Sequence[torch.Tensor]], op: str, device: torch.device) -> list[torch.Tensor]:
     """Reductions of many small tensors, ``parts[i][rank]``, dense and of one dtype, in one message per rank."""
     rows = [flat(row) for row in zip(*parts, strict=True)]
@@ -86,6 +90,7 @@ def reduce_packed(parts: Sequence[Sequence[torch.Tensor]], op: str, device: torc
     return totals
 
 
+@torch.no_grad()
 def broadcast_packed(sources: Sequence[torch.Tensor], copies: Sequence[Sequence[torch.Tensor]]) -> None:
     """Fills ``copies[i][rank]`` from many small ``sources[i]``, dense and of one dtype, in one message per rank."""
     buffer = flat(sources)
@@ -97,6 +102,7 @@ def broadcast_packed(sources: Sequence[torch.Tensor], copies: Sequence[Sequence[
             _core.count("broadcast", ALGORITHM, rank, buffer.nbytes)
 
 
+@torch.no_grad()
 def all_reduce(tensors: Sequence[torch.Tensor], op: str) -> None:
     """In place: all into the first tensor's device, then to all."""
     count("all_reduce", tensors)
@@ -106,6 +112,7 @@ def all_reduce(tensors: Sequence[torch.Tensor], op: str) -> None:
         _fill(tensor, total)
 
 
+@torch.no_grad()
 def broadcast(source: torch.Tensor, copies: Sequence[torch.Tensor]) -> None:
     """Fills the copies, one per rank; one that is the source itself is left alone."""
     for rank, each in enumerate(copies):
@@ -114,6 +121,7 @@ def broadcast(source: torch.Tensor, copies: Sequence[torch.Tensor]) -> None:
             _core.count("broadcast", ALGORITHM, rank, nbytes_of(each))
 
 
+@torch.no_grad()
 def scatter(whole: torch.Tensor, parts: Sequence[torch.Tensor], dim: int) -> None:
     """Fills the parts, one behind the other along ``dim``."""
     count("scatter", parts)
@@ -121,6 +129,7 @@ def scatter(whole: torch.Tensor, parts: Sequence[torch.Tensor], dim: int) -> Non
         _fill(part, source)
 
 
+@torch.no_grad()
 def gather(parts: Sequence[torch.Tensor], whole: torch.Tensor, dim: int) -> None:
     """Fills ``whole`` with the parts, one behind the other along ``dim``."""
     count("gather", parts)
@@ -128,6 +137,7 @@ def gather(parts: Sequence[torch.Tensor], whole: torch.Tensor, dim: int) -> None
         _fill(place, part)
 
 
+@torch.no_grad()
 def all_gather(parts: Sequence[torch.Tensor], wholes: Sequence[torch.Tensor]) -> None:
     """Fills each rank's whole with all the parts along dimension 0."""
     count("all_gather", parts)
@@ -136,6 +146,7 @@ def all_gather(parts: Sequence[torch.Tensor], wholes: Sequence[torch.Tensor]) ->
             _fill(place, part)
 
 
+@torch.no_grad()
 def reduce_scatter(tensors: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], op: str) -> None:
     """Fills rank r's out with chunk r of the reduction along dimension 0."""
     count("reduce_scatter", outs)

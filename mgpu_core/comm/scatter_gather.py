@@ -9,7 +9,15 @@ import torch
 
 from mgpu_core import _core
 from mgpu_core.comm import collectives
-from mgpu_core.comm.arguments import as_list, check_joined, check_outs, destination_of, in_range, ordinary_list
+from mgpu_core.comm.arguments import (
+    as_list,
+    check_joined,
+    check_outs,
+    destination_of,
+    in_range,
+    ordinary_list,
+    refuse_quantized,
+)
 from mgpu_core.comm.layout import empty_in_order, memory_order
 from mgpu_core.device.devices import DeviceLike
 from mgpu_core.device.memory import note_written
@@ -33,7 +41,7 @@ def scatter(
     """Cuts a tensor along ``dim`` into one chunk per rank, each in fresh memory on its device.
 
     Args:
-        tensor: any dtype, at least one dimension.
+        tensor: any dtype but quantized ones, at least one dimension.
         devices: one per rank.
         chunk_sizes: rows of each chunk (default: sizes that differ by at most one; with fewer rows than ranks the
             first ranks get one each and the others none).
@@ -46,6 +54,7 @@ def scatter(
             be read or written.
     """
     refuse_special(tensor, "tensor")
+    refuse_quantized(tensor, "tensor")
     dim = in_range(dim, tensor.dim())
     if out is not None:
         return _scatter_out(tensor, devices, chunk_sizes, dim, as_list(out, "out"))

@@ -7,7 +7,7 @@ from functools import reduce as fold
 
 import torch
 
-__all__ = ["adam", "gather_rows", "l2_norm", "pack", "scale_cast", "sgd", "sum_ranks", "unpack"]
+__all__ = ["adam", "average_of", "gather_rows", "l2_norm", "pack", "scale_cast", "sgd", "sum_ranks", "unpack"]
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -50,10 +50,15 @@ def sum_ranks(tensors: Sequence[torch.Tensor], op: str) -> torch.Tensor:
     wide = torch.float32 if dtype in _HALF else dtype
     combine = {"prod": torch.mul, "min": torch.minimum, "max": torch.maximum}.get(op, torch.add)
     total = fold(combine, [tensor.to(wide) for tensor in tensors])
-    if op == "avg":
-        whole = None if total.is_floating_point() else "trunc"
-        total = torch.div(total, len(tensors), rounding_mode=whole)
-    return total.to(dtype).clone()
+    return (average_of(total, len(tensors)) if op == "avg" else total).to(dtype).clone()
+
+
+def average_of(total: torch.Tensor, count: int) -> torch.Tensor:
+    """``total / count``, of integers cut toward zero."""
+    if total.is_floating_point() or total.is_complex():
+        return total / count
+    # In int64: of a narrow dtype torch takes the divisor, too, as one of its numbers, which wrap.
+    return torch.div(total.to(torch.int64), count, rounding_mode="trunc")
 
 
 def l2_norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

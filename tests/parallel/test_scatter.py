@@ -219,6 +219,21 @@ def test_writing_to_the_copy_of_a_leaf_that_requires_grad_leaves_the_leaf_alone(
     assert leaf.item() == 1
 
 
+@pytest.mark.parametrize("enforce_sorted", [True, False])
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_replicate_of_a_packed_sequence(ranks, enforce_sorted):
+    data = torch.ones(5, requires_grad=True)
+    packed = pack_sequence([data[:3], data[3:]] if enforce_sorted else [data[3:], data[:3]], enforce_sorted)
+    parts = scatter([torch.arange(8), Replicate(packed)], cpu(ranks))
+    for rank, (_, mine) in enumerate(parts):
+        assert all(mine[i] is None if packed[i] is None else mine[i].tolist() == packed[i].tolist() for i in range(4))
+        mine.data.detach().mul_(2 + rank)
+    assert packed.data.tolist() == [1] * 5
+    assert [mine.data.sum().item() for _, mine in parts] == [5 * (2 + rank) for rank in range(len(parts))]
+    sum(mine.data.sum() for _, mine in parts).backward()
+    assert data.grad.tolist() == [len(parts)] * 5
+
+
 def test_replicate_of_what_cannot_be_cut():
     # A graph's adjacency matrix is the very thing that every rank should get whole.
     sparse = torch.eye(3).to_sparse()

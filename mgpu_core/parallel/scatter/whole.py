@@ -64,11 +64,20 @@ def copies_for_all(obj: Any, team: Team) -> list[Any]:
 def _copies_of_leaf(leaf: Any, team: Team) -> Sequence[Any]:
     if isinstance(leaf, Replicate):  # one in another says nothing new, but the module gets bare values
         return copies_for_all(leaf.value, team)
+    if isinstance(leaf, PackedSequence):
+        return _copies_of_packed(leaf, team)
     if not isinstance(leaf, torch.Tensor):
         return [leaf] * len(team)
     if leaf.is_nested:
         raise TypeError("Replicate(...) holds a nested tensor, which is not one block of memory to copy")
     return copies_of_tensor(leaf, team)
+
+
+def _copies_of_packed(packed: PackedSequence, team: Team) -> list[PackedSequence]:
+    """Its sizes stay on the host, where torch wants them."""
+    parts = packed.data, packed.sorted_indices, packed.unsorted_indices
+    columns = [[None] * len(team) if part is None else copies_of_tensor(part, team) for part in parts]
+    return [PackedSequence(data, packed.batch_sizes.clone(), *order) for data, *order in zip(*columns, strict=True)]
 
 
 def copies_of_tensor(tensor: torch.Tensor, team: Team) -> Sequence[torch.Tensor]:

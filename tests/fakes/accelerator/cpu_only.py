@@ -25,6 +25,7 @@ _REASONS = {
     """,
     "packed sequences keep their lengths on the CPU, and are made here with a default device": """
         test_one_rank_takes_what_cannot_be_cut test_packed_nested_and_sparse_inputs_are_refused_with_path
+        test_replicate_of_a_packed_sequence
     """,
     "several devices have several autograd threads, and no order between them": """
         test_last_bucket_is_reduced_before_the_last_modules_backward

@@ -205,7 +205,16 @@ def _sequence_builder(obj: list[Any] | tuple[Any, ...]) -> Callable[[list[Any]],
     kind = type(obj)
     if kind is list:
         return lambda values: values
-    return kind
+    if kind is tuple:
+        return tuple
+
+    def build(values: list[Any]) -> Any:
+        try:
+            return kind(values)
+        except TypeError:  # a constructor of its own: a plain one, as torch makes of all of them
+            return tuple(values) if isinstance(obj, tuple) else values
+
+    return build
 
 
 def unwrapped(obj: Any) -> Any:

@@ -53,7 +53,8 @@ def broadcast(
             made = copies_of(tensor, Team.of(devices).devices)
             collectives.broadcast_into([tensor], [made])
             return tuple(made)
-        made = as_list(out or [], "out")
+        assert out is not None
+        made = as_list(out, "out")
         check_alike(made, tensor.shape, tensor.dtype)
         check_outs([each for each in made if each is not tensor], [tensor])
         collectives.broadcast_into([tensor], [made])
@@ -110,6 +111,9 @@ def reduce_add_coalesced(
     Args:
         buffer_size: bytes that travel together.
     """
+    counts = [len(each) for each in inputs]
+    if len(set(counts)) > 1:
+        raise ValueError(f"every rank must bring as many tensors, but inputs have {counts}")
     parts = [list(each) for each in zip(*inputs, strict=True)]
     if not parts:
         raise ValueError("inputs is empty: one list of tensors per rank is wanted")

@@ -120,13 +120,29 @@ def _check_writable(tensor: torch.Tensor, name: str) -> None:
     refuse_special(tensor, name)
     if tensor.is_conj() or tensor.is_neg():
         raise ValueError(f"{name} is a lazily conjugated or negated view and cannot be written: use .resolve_conj()")
-    if torch._debug_has_internal_overlap(tensor) == 1:
+    if _overlaps_itself(tensor):
         raise ValueError(f"{name} has elements that share memory (an expanded tensor) and cannot be written")
     if tensor.requires_grad and tensor.is_leaf and torch.is_grad_enabled():
         raise ValueError(
             f"{name} is a leaf that requires grad: it cannot be written in place while grad mode is on; "
             "use torch.no_grad()"
         )
+
+
+def _overlaps_itself(tensor: torch.Tensor) -> bool:
+    """Where torch leaves it open: unless each dimension steps over all that the finer ones reach."""
+    found = torch._debug_has_internal_overlap(tensor)
+    if found != _OPEN:
+        return found == _OVERLAPS
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            return True
+        reach += stride * (size - 1)
+    return False
+
+
+_OVERLAPS, _OPEN = 1, 2
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
@@ -156,7 +172,10 @@ def check_disjoint(
     for device in {tensor.device for tensor in written}:  # equal addresses of two devices need not be the same memory
         _check_disjoint_on(
             [(*_extent(tensor), place) for place, tensor in enumerate(written) if _lies_on(tensor, device)],
-            {_extent(tensor) for tensor in read if _lies_on(tensor, device)},
+            _read_elsewhere(
+                [tensor for tensor in written if _lies_on(tensor, device)],
+                [tensor for tensor in read if _lies_on(tensor, device)],
+            ),
             names,
         )
 
@@ -177,19 +196,30 @@ def _check_apart(written: torch.Tensor, name: str, read: Sequence[torch.Tensor])
     begin, end = _extent(written)
     for tensor in read:
         start, stop = _extent(tensor)
-        if start < end and begin < stop and (start, stop) != (begin, end) and _lies_on(tensor, written.device):
+        is_same = _place(tensor) == _place(written)
+        if start < end and begin < stop and not is_same and _lies_on(tensor, written.device):
             raise ValueError(f"{name} and an input share memory: the result would depend on who writes first")
+
+
+def _place(tensor: torch.Tensor) -> tuple[tuple[int, int], tuple[int, ...]]:
+    """Equal for tensors that have the very same elements in the same order."""
+    return _extent(tensor), () if tensor.is_contiguous() else tensor.stride()
 
 
 def _lies_on(tensor: torch.Tensor, device: torch.device) -> bool:
     return tensor.device == device and tensor.numel() > 0
 
 
+def _read_elsewhere(written: Sequence[torch.Tensor], read: Sequence[torch.Tensor]) -> set[tuple[int, int]]:
+    """The extents of what is read, but for what is written in place."""
+    in_place = set(map(_place, written))
+    return {_extent(tensor) for tensor in read if _place(tensor) not in in_place}
+
+
 def _check_disjoint_on(
     extents: list[tuple[int, int, int]], read: set[tuple[int, int]], names: Callable[[int], str]
 ) -> None:
-    in_place = {extent[:2] for extent in extents}
-    extents = extents + [(begin, end, _INPUT) for begin, end in read - in_place]
+    extents = extents + [(begin, end, _INPUT) for begin, end in read]
     reach = {True: (0, _INPUT), False: (0, _INPUT)}  # how far written and read ones went so far, and which one
     for begin, end, place in sorted(extents):
         is_written = place != _INPUT

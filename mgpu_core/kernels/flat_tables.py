@@ -31,8 +31,11 @@ def segment_table(
     ``table[i, 4]`` to 0 has tensor ``i`` left alone whole, as a parameter without gradient is.
 
     Raises:
-        ValueError: segments that overlap or are not in the order of their begins.
+        ValueError: segments that overlap or are not in the order of their begins; other numbers of groups or begins.
     """
+    for name, numbers in (("groups", groups), ("begins", begins)):
+        if numbers is not None and len(numbers) != len(counts):
+            raise ValueError(f"{name} must have one number per tensor: {len(counts)} tensors, {len(numbers)} {name}")
     starts = list(begins) if begins is not None else list(accumulate(counts, initial=0))[: len(counts)]
     rows = [[start, count, 0, 0, 1] for start, count in zip(starts, counts, strict=True)]
     for place, group in enumerate(groups or []):

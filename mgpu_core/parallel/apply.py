@@ -268,12 +268,19 @@ def _raise_first(errors: dict[int, BaseException], team: Team) -> None:
     rank, original = next(iter(errors.items()))
     error = _with_origin(rank, original, team)
     for other in list(errors)[1:]:
-        error.add_note(f"also in replica {other} on device {team.devices[other]}: {errors[other]!r}")
+        error.add_note(f"also in replica {other} on device {team.devices[other]}: {_described(errors[other])}")
     errors.clear()
     try:
         raise error from original
     finally:
         del error, original
+
+
+def _described(error: BaseException) -> str:
+    try:
+        return repr(error)
+    except Exception:  # a user's class may fail in it, and that must not be all that anybody hears
+        return f"{type(error).__name__}, which has no repr()"
 
 
 def _with_origin(rank: int, original: BaseException, team: Team) -> BaseException:

@@ -189,3 +189,34 @@ def test_the_caller_can_go_on_after_an_error():
         comm.all_reduce(parts, "mean")
     comm.all_reduce(parts)
     assert parts[0].tolist() == [2, 2, 2]
+
+
+@pytest.mark.parametrize("shape", [(5, 1), (6, 2)])
+def test_elements_that_share_memory_in_windows_are_not_written(shape):
+    count, step = shape
+    windows = torch.zeros(count).unfold(0, 3, step)
+    with pytest.raises(ValueError, match="rank 0 has elements that share memory"):
+        comm.all_reduce([windows, torch.ones_like(windows)])
+    apart = torch.zeros(12).unfold(0, 3, 4)
+    comm.all_reduce([apart, torch.ones(3, 3)])
+    assert apart.eq(1).all()
+
+
+def test_the_same_memory_in_another_order_is_not_the_same():
+    square = torch.arange(9.0).reshape(3, 3)
+    for call in (
+        lambda: comm.broadcast(square, out=[square.t()]),
+        lambda: comm.broadcast(square, out=[torch.zeros(3, 3), square.t()]),
+        lambda: comm.scatter(square, out=[square.t()]),
+        lambda: comm.gather([square], out=square.t()),
+    ):
+        with pytest.raises(ValueError, match="share memory"):
+            call()
+    assert square.flatten().tolist() == list(range(9))
+
+
+def test_lists_that_do_not_fit():
+    with pytest.raises(TypeError, match="out is a sequence with one tensor per rank, not a tensor"):
+        comm.broadcast(torch.zeros(4), out=torch.zeros(4))
+    with pytest.raises(ValueError, match=r"every rank must bring as many tensors, but inputs have \[2, 1\]"):
+        comm.reduce_add_coalesced([[torch.zeros(4), torch.zeros(4)], [torch.zeros(4)]])

@@ -206,6 +206,9 @@ def test_refusals():
         sgd(loss_scale=torch.tensor(1.0, device="meta"))
     with pytest.raises(ValueError, match="segment 1 begins at 2, but the one before ends at 3"):
         kernels.segment_table([3, 3], begins=[0, 2])
+    for wrong in ({"groups": [0]}, {"begins": [0, 3, 5]}):
+        with pytest.raises(ValueError, match="must have one number per tensor: 2 tensors"):
+            kernels.segment_table([3, 3], **wrong)
     with pytest.raises(ValueError, match="group 0 has no lr"):
         kernels.sgd_groups({"momentum": 1.0})
     with pytest.raises(ValueError, match="group 1 has beta1; known are lr, momentum"):

@@ -379,3 +379,17 @@ def test_a_failure_beside_ranks_that_rest():
     with pytest.raises(KeyError, match="Caught KeyError in replica 2 on device cpu") as caught:
         apply_some([Call(work)] * 3, [None, None, (2,)], Team.of(cpu(3)), "auto")
     assert isinstance(caught.value.__cause__, KeyError)
+
+
+class Mute(Exception):
+    def __repr__(self):
+        raise ArithmeticError("no repr")
+
+
+def test_a_failure_that_cannot_be_shown_hides_no_other():
+    def fails(rank):
+        raise KeyError("the first") if rank == 0 else Mute
+
+    with pytest.raises(KeyError, match="the first") as caught:
+        parallel_apply([Call(fails)] * 2, [(0,), (1,)], devices=cpu(2))
+    assert caught.value.__notes__ == ["also in replica 1 on device cpu: Mute, which has no repr()"]

@@ -369,6 +369,34 @@ def test_shares():
     assert rows_of([part[0] for part in parts]) == [[0, 1], [2, 3, 4, 5]]
 
 
+@pytest.mark.parametrize("shares", ["ab", 3, iter([1, 1]), ["a", 1], [None, 1]])
+def test_shares_that_are_no_numbers(shares):
+    with pytest.raises(TypeError, match="shares"):
+        scatter(torch.arange(6), cpu(2), shares=shares)
+
+
+class Own(tuple):
+    __slots__ = ()
+
+    def __new__(cls, one, other):
+        return super().__new__(cls, (one, other))
+
+
+class Numbered(list):
+    def __init__(self, *, number):
+        super().__init__()
+        self.number = number
+
+
+def test_sequences_with_a_constructor_of_their_own_become_plain_ones():
+    numbered = Numbered(number=3)
+    numbered.append(torch.arange(4))
+    for given_one, kind in ((Own(torch.arange(4), 5), tuple), (numbered, list)):
+        parts = scatter(given_one, cpu(2))
+        assert [type(part) for part in parts] == [kind, kind]
+        assert [part[0].tolist() for part in parts] == [[0, 1], [2, 3]]
+
+
 @settings(max_examples=60, deadline=None, database=None)
 @given(st.integers(0, 40), st.lists(st.integers(1, 50), min_size=2, max_size=6))
 def test_shares_are_kept_within_a_row_and_lose_none(rows, shares):

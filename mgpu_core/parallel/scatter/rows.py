@@ -12,12 +12,16 @@ __all__ = ["check_shares", "is_plain", "is_undivided", "row_counts", "views_of"]
 
 
 def check_shares(shares: Sequence[float] | None, ranks: int) -> None:
-    """Raises ValueError unless there is one positive number per rank."""
+    """Raises ValueError, or TypeError, unless there is one positive number per rank."""
     if shares is None:
         return
+    if isinstance(shares, str) or not hasattr(shares, "__len__"):
+        raise TypeError(f"shares must be a sequence with one number per rank, not {shares!r}")
     if len(shares) != ranks:
         raise ValueError(f"shares must have one number per rank: {ranks} ranks, {len(shares)} shares")
     for rank, share in enumerate(shares):
+        if isinstance(share, str) or not hasattr(share, "__float__"):
+            raise TypeError(f"shares[{rank}] must be a positive number, not {share!r}")
         if not 0 < share < float("inf"):
             raise ValueError(f"shares[{rank}] must be a positive number, not {share}; leave the device out instead")
 

@@ -24,7 +24,7 @@ from benchmarks.timing import OURS, CacheFlush, Contestant, Schedule, timed
 TOUCH = "touch"
 
 
-def case_of(collective: Collective, bounds: tuple[Bound, ...] = ()) -> Case:
+def case_of(collective: Collective, bounds: tuple[Bound, ...] = (), repeats: int = Case.repeats) -> Case:
     """The case of one collective."""
     factor = "2(n-1)/n" if collective.bus_factor is around else "(n-1)/n" if collective.bus_factor is others else "1"
     formula = f"algbw = size / median time, busbw = algbw x {factor} with n ranks; GB/s, 1 GB = 10^9 bytes"
@@ -38,6 +38,7 @@ def case_of(collective: Collective, bounds: tuple[Bound, ...] = ()) -> Case:
         unit="us",
         formula=formula,
         bounds=bounds,
+        repeats=repeats,
     )
 
 

@@ -538,6 +538,34 @@ MUTANTS = [
         "accelerator/test_graphs.py",
     ),
     mutant(
+        "synchronised layers: a bias has a gradient where a weight has",
+        "mgpu_core/sync_batchnorm.py",
+        "for each in (*weights, *biases)]",
+        "for each in (*weights, *weights)]",
+        "test_sync_batchnorm.py",
+    ),
+    mutant(
+        "synchronised layers: a failure keeps what the forward has made",
+        "mgpu_core/device/meeting.py",
+        "                found.error = None\n",
+        "",
+        "test_sync_batchnorm.py",
+    ),
+    mutant(
+        "what the generic room gathers is part of a graph",
+        "mgpu_core/comm/generic.py",
+        "@torch.no_grad()\ndef gather(",
+        "def gather(",
+        "comm/test_generic.py",
+    ),
+    mutant(
+        "kernels take a scalar's memory as it is",
+        "mgpu_core/kernels/flat_optimizers.py",
+        "None if each is None else as_tensor(each, name)",
+        "each",
+        "kernels/test_flat_optimizers.py",
+    ),
+    mutant(
         "step: a bucket is summed when the first rank is ready",
         "mgpu_core/engine/rounds.py",
         "if self._ranks_missing[bucket] != 0:",
@@ -951,6 +979,13 @@ MUTANTS = [
         "csrc/core/plan.cpp",
         "for (int64_t rank = 0; rank < count % ranks; ++rank) ++counts[rank];",
         "counts[0] += count % ranks;",
+        "test_plan",
+    ),
+    mutant(
+        "tiny shares take their rows from the last ranks",
+        "csrc/core/plan.cpp",
+        "return exact(rank) >= 1;",
+        "return exact(rank) >= 0;",
         "test_plan",
     ),
     mutant(

@@ -57,4 +57,5 @@ CASE = case_of(
         for peer, limits in (("gloo", (6, 9, 13)), ("torch", (1.3, 2, 2.8)))
         for ranks, limit in zip((2, 4, 8), limits, strict=True)
     ),
+    repeats=40,  # gloo's time moves by 5 percent from round to round
 )

@@ -10,7 +10,9 @@ import torch
 from fakes.nets import cpu, whole
 from torch import nn
 
+import mgpu_core
 from mgpu_core import DataParallel, replicate
+from mgpu_core.device.compiled import _Compiler
 
 RANKS = [2, 3, 8]
 
@@ -229,3 +231,28 @@ def test_replicas_of_compiled_modules_leave_no_cycles():
         assert sum(isinstance(each, nn.Linear) for each in gc.get_objects()) == live
     finally:
         gc.enable()
+
+
+def test_a_compiler_that_does_not_come_back_in_time(monkeypatch):
+    monkeypatch.setenv("MGPU_CORE_TIMEOUT", "0.2")
+    compiler, taken, done = _Compiler(), threading.Event(), threading.Event()
+
+    def takes():
+        with compiler.used(alone=True):
+            taken.set()
+            done.wait(10)
+
+    def lends():
+        with compiler.used(alone=True), compiler.lent():
+            other.start()
+            assert taken.wait(10)
+
+    other = threading.Thread(target=takes)
+    with pytest.raises(mgpu_core.Error, match="busy in another rank"):
+        lends()
+    with pytest.raises(mgpu_core.Error, match="busy in another rank"), compiler.used(alone=False):
+        pass  # the other has it for itself still
+    done.set()
+    other.join()
+    with compiler.used(alone=True):
+        pass

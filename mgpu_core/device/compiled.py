@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import wraps
 from threading import Condition, get_ident
 from typing import Any, TypeVar, cast
@@ -131,6 +132,15 @@ def _kind_of(replica: Module, args: Any, kwargs: Any) -> Any:
     return replica.training, torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *leaves
 
 
+@dataclass(slots=True)
+class _Use:
+    """Of the compiler, by a thread that is inside it, or has lent it."""
+
+    thread: int
+    alone: bool
+    is_on: bool = False
+
+
 class _Compiler:
     """Many may run compiled code at once, or one may compile."""
 
@@ -145,48 +155,51 @@ class _Compiler:
         if _inside.get() is not None:
             yield
             return
-        token = _inside.set((get_ident(), alone))
+        use = _Use(get_ident(), alone)
+        token = _inside.set(use)
         try:
-            self._enter(alone)
-            try:
-                yield
-            finally:
-                self._leave(alone)
+            self._enter(use)
+            yield
         finally:
+            self._leave(use)
             _inside.reset(token)
 
     @contextmanager
     def lent(self) -> Iterator[None]:
         """Around a wait for ranks that may need the compiler to come; nothing in a thread that does not use it."""
-        thread, alone = _inside.get() or (None, False)
-        if thread != get_ident():
+        use = _inside.get()
+        if use is None or use.thread != get_ident():
             yield
             return
-        self._leave(alone)
+        self._leave(use)
         try:
             yield
         finally:
-            self._enter(alone)
+            self._enter(use)
 
-    def _enter(self, alone: bool) -> None:
+    def _enter(self, use: _Use) -> None:
         seconds = time_limit()
         with self._changed:
-            free = self._changed.wait_for(lambda: not self._alone and not (alone and self._running), seconds)
+            free = self._changed.wait_for(lambda: not self._alone and not (use.alone and self._running), seconds)
             if not free:
                 raise Error(
                     f"torch.compile was busy in another rank for {seconds:g} s; MGPU_CORE_TIMEOUT sets the limit"
                 )
             self._running += 1
-            self._alone = alone
+            self._alone = use.alone
+            use.is_on = True
 
-    def _leave(self, alone: bool) -> None:
+    def _leave(self, use: _Use) -> None:
+        """Does nothing for one that did not come back from lending."""
         with self._changed:
-            self._running -= 1
-            self._alone = False
-            self._changed.notify_all()
+            if use.is_on:
+                use.is_on = False
+                self._running -= 1
+                self._alone = False
+                self._changed.notify_all()
 
 
-_inside: ContextVar[tuple[int, bool] | None] = ContextVar("mgpu_core_inside_compiled", default=None)  # thread, alone
+_inside: ContextVar[_Use | None] = ContextVar("mgpu_core_inside_compiled", default=None)
 _compiler = _Compiler()
 
 

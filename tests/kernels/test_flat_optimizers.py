@@ -290,3 +290,10 @@ def test_numpys_arrays():
         with pytest.raises(ValueError, match="read-only"):
             write()
     assert flat.tolist() == [0.5] * 4
+
+
+def test_momentum_of_nothing():
+    """Empty buffers have no address, and need none."""
+    nothing, tables = torch.zeros(0), (kernels.segment_table([0, 0]), kernels.sgd_groups({"lr": 0.5, "momentum": 0.5}))
+    kernels.sgd(nothing, torch.zeros(0), torch.zeros(0), *tables)
+    assert tables[0][:, 3].tolist() == [1, 1]

@@ -160,7 +160,8 @@ class CpuDeviceOps final : public DeviceOps {
   }
 
   void sgd(const Sgd& call, Stream) override {
-    for (int64_t group = 0; group < call.flat.group_count && !call.momentum; ++group)
+    const bool has_none = !call.momentum && call.flat.count;  // an empty buffer has no address either
+    for (int64_t group = 0; has_none && group < call.flat.group_count; ++group)
       require(call.flat.groups[group * kSgdColumns + kMomentum] == 0,
               "a group has momentum, but there is no momentum buffer");
     for_each_segment(call.flat, [&](const SegmentRange& range) { kernels().sgd(call, range); });

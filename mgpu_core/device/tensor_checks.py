@@ -196,8 +196,8 @@ def _check_apart(written: torch.Tensor, name: str, read: Sequence[torch.Tensor])
     begin, end = _extent(written)
     for tensor in read:
         start, stop = _extent(tensor)
-        is_same = _place(tensor) == _place(written)
-        if start < end and begin < stop and not is_same and _lies_on(tensor, written.device):
+        touches = start < end and begin < stop and _lies_on(tensor, written.device)
+        if touches and _place(tensor) != _place(written):
             raise ValueError(f"{name} and an input share memory: the result would depend on who writes first")
 
 

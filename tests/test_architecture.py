@@ -106,6 +106,7 @@ def test_only_the_gates_turn_tensors_into_pointers():
         "comm/rank_sums.py",
         "comm/watch.py",
         "device/peer_probe.py",
+        "device/shared_memory.py",
         "device/tensor_checks.py",
         "kernels/flat_norm.py",
         "kernels/ops.py",

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from mgpu_core.device.devices import DeviceLike, as_device
-from mgpu_core.device.tensor_checks import check_disjoint, check_writable, refuse_special
+from mgpu_core.device.shared_memory import check_disjoint
+from mgpu_core.device.tensor_checks import check_writable, refuse_special
 
 __all__ = ["as_list", "check_joined", "check_outs", "destination_of", "in_range", "ordinary_list", "refuse_quantized"]
 

@@ -19,7 +19,8 @@ from mgpu_core.comm.packing import groups, kind_of
 from mgpu_core.comm.reductions import CORE_DTYPES, check_op, core_count
 from mgpu_core.comm.watch import watched
 from mgpu_core.device.memory import note_written
-from mgpu_core.device.tensor_checks import check_alike, check_disjoint, check_writable, readable
+from mgpu_core.device.shared_memory import check_disjoint
+from mgpu_core.device.tensor_checks import check_alike, check_writable, readable
 
 __all__ = [
     "all_gather_into",

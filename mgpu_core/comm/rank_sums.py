@@ -17,8 +17,9 @@ from mgpu_core.comm import generic, rooms
 from mgpu_core.comm.reductions import CORE_DTYPES, core_count
 from mgpu_core.comm.watch import hop, watched
 from mgpu_core.device.memory import note_written
+from mgpu_core.device.shared_memory import check_disjoint
 from mgpu_core.device.streams import core_stream
-from mgpu_core.device.tensor_checks import check_disjoint, check_writable
+from mgpu_core.device.tensor_checks import check_writable
 
 __all__ = ["RankSums"]
 

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from mgpu_core.device.dtypes import FLOATING
-from mgpu_core.device.tensor_checks import all_plain, check_disjoint, check_writable, readable
+from mgpu_core.device.shared_memory import check_disjoint
+from mgpu_core.device.tensor_checks import all_plain, check_writable, readable
 
 __all__ = ["as_out", "as_tensor", "as_tensors", "check_floating", "check_like", "check_outs", "on_one_device"]
 

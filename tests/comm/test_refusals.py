@@ -1,5 +1,7 @@
 """What the gate refuses, resolves, and tells autograd; nothing is written when it refuses."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -200,6 +202,40 @@ def test_elements_that_share_memory_in_windows_are_not_written(shape):
     apart = torch.zeros(12).unfold(0, 3, 4)
     comm.all_reduce([apart, torch.ones(3, 3)])
     assert apart.eq(1).all()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "shares"),
+    [
+        (lambda m: m.unbind(1), False),
+        (lambda m: (m[:, :2], m[:, 2:4]), False),
+        (lambda m: (m[:, :2], m[:, 1:3]), True),
+        (lambda m: (m[0::2], m[1::2]), False),
+        (lambda m: (m[0::2, 0::2], m[1::2, 1::2], m[0::2, 1::2], m[1::2, 0::2]), False),
+        (lambda m: (m[0::2, 0::2], m[1::2, 1::2], m[0::2, 1::2], m[0::2, 0::2]), True),
+        (lambda m: (m.flatten()[0::2][:7], m.flatten()[1::3][:7]), True),
+        (lambda m: (m.flatten()[0::6], m.flatten()[1::6]), False),
+        (lambda m: (m[:4, 1], m.flatten()[1::5][:4]), True),
+    ],
+)
+def test_tensors_between_each_others_elements_share_no_memory(ranks, shares):
+    matrix = torch.ones(6, 4)
+    parts = list(ranks(matrix))
+    expected = torch.ones(6, 4)
+    for part in ranks(expected):
+        part.fill_(len(parts))
+    with pytest.raises(ValueError, match="share memory") if shares else nullcontext():
+        comm.all_reduce(parts)
+    assert matrix.equal(torch.ones(6, 4) if shares else expected)
+
+
+def test_a_column_is_broadcast_to_the_others():
+    matrix = torch.arange(12.0).reshape(4, 3)
+    comm.broadcast(matrix[:, 0], out=[matrix[:, 1], matrix[:, 2]])
+    assert matrix.equal(torch.tensor([0.0, 3.0, 6.0, 9.0])[:, None].expand(4, 3))
+    comm.broadcast(matrix[:, 0], out=[matrix[:, 1]])
+    with pytest.raises(ValueError, match="share memory"):
+        comm.broadcast(matrix[:, :2], out=[matrix[:, 1:]])
 
 
 def test_the_same_memory_in_another_order_is_not_the_same():

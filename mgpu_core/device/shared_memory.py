@@ -1,0 +1,140 @@
+"""Which tensors share memory: what is written must not be read, or written, by another one as well."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from operator import add, attrgetter, itemgetter, le
+
+import torch
+
+__all__ = ["check_disjoint", "overlaps_itself"]
+
+
+def overlaps_itself(tensor: torch.Tensor) -> bool:
+    """Where torch leaves it open: unless each dimension steps over all that the finer ones reach."""
+    found = torch._debug_has_internal_overlap(tensor)
+    if found != _OPEN:
+        return found == _OVERLAPS
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            return True
+        reach += stride * (size - 1)
+    return False
+
+
+_OVERLAPS, _OPEN = 1, 2
+
+
+def check_disjoint(
+    written: Sequence[torch.Tensor], names: Callable[[int], str], read: Sequence[torch.Tensor] = ()
+) -> None:
+    """Raises if a tensor that is written shares memory with another that is written, or partly with one that is read.
+
+    A tensor that is read and written in place (the very same memory) is fine.  So are those that lie between each
+    other's elements, as columns of a matrix do.
+
+    Raises:
+        ValueError: names the two.
+    """
+    if len(written) == 1:
+        _check_apart(written[0], names(0), read)
+    elif not _are_apart([*written, *read]):
+        in_place = set(map(_place, written))
+        elsewhere = list({place: each for each in read if (place := _place(each)) not in in_place}.values())
+        for device in {tensor.device for tensor in written}:  # one address on two devices need not be the same memory
+            _check_disjoint_on(device, written, elsewhere, names)
+
+
+def _are_apart(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether no two of these have an address in common.  Of two devices it need not mean anything if they do."""
+    if not all(map(torch.Tensor.is_contiguous, tensors)):
+        return False
+    begins = list(map(torch.Tensor.data_ptr, tensors))
+    extents = sorted(zip(begins, map(add, begins, map(attrgetter("nbytes"), tensors)), strict=True))
+    return all(map(le, map(itemgetter(1), extents), map(itemgetter(0), extents[1:])))
+
+
+def _check_apart(written: torch.Tensor, name: str, read: Sequence[torch.Tensor]) -> None:
+    """The same for one that is written, which need not be sorted among the others."""
+    if not written.numel():
+        return
+    begin, end = _extent(written)
+    for tensor in read:
+        start, stop = _extent(tensor)
+        touches = start < end and begin < stop and _lies_on(tensor, written.device)
+        if touches and _place(tensor) != _place(written) and _share(written, tensor):
+            _refuse(name, _INPUT)
+
+
+def _check_disjoint_on(
+    device: torch.device, written: Sequence[torch.Tensor], read: Sequence[torch.Tensor], names: Callable[[int], str]
+) -> None:
+    """Goes along the addresses, and looks at each tensor with those that have begun before it and reach beyond."""
+    found = [(*_extent(each), place, True) for place, each in enumerate(written) if _lies_on(each, device)]
+    found += [(*_extent(each), place, False) for place, each in enumerate(read) if _lies_on(each, device)]
+    open_: list[tuple[int, int, bool]] = []  # where it ends, which one it is, whether it is written
+    for begin, end, place, is_written in sorted(found):
+        open_ = [each for each in open_ if each[0] > begin]
+        tensor = written[place] if is_written else read[place]
+        for _, other, other_is_written in open_:
+            if (is_written or other_is_written) and _share((written if other_is_written else read)[other], tensor):
+                _refuse(names(other) if other_is_written else _INPUT, names(place) if is_written else _INPUT)
+        open_.append((end, place, is_written))
+
+
+_INPUT = "an input"
+
+
+def _refuse(one: str, two: str) -> None:
+    raise ValueError(f"{one} and {two} share memory: the result would depend on who writes first")
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """First and last byte + 1 that the tensor's elements touch."""
+    begin = tensor.data_ptr()
+    if tensor.is_contiguous():
+        return begin, begin + tensor.nbytes
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return begin, begin + (last + 1) * tensor.element_size()
+
+
+def _place(tensor: torch.Tensor) -> tuple[tuple[int, int], tuple[int, ...]]:
+    """Equal for tensors that have the very same elements in the same order."""
+    return _extent(tensor), () if tensor.is_contiguous() else tensor.stride()
+
+
+def _lies_on(tensor: torch.Tensor, device: torch.device) -> bool:
+    return tensor.device == device and tensor.numel() > 0
+
+
+def _share(one: torch.Tensor, two: torch.Tensor) -> bool:
+    """Whether two tensors whose extents overlap have a byte in common, or may have, where that is long to find out."""
+    if one.is_contiguous() and two.is_contiguous():
+        return True
+    steps: dict[int, tuple[int, int]] = {}  # in bytes: by how many of them a byte of one may be from one of the other
+    for tensor, sign in ((one, 1), (two, -1)):
+        for stride, end in _steps(tensor):
+            first, last = steps.get(stride, (0, 0))
+            steps[stride] = (first + min(0, sign * end), last + max(0, sign * end))
+    return _reaches(two.data_ptr() - one.data_ptr(), sorted(steps.items(), reverse=True))
+
+
+def _steps(tensor: torch.Tensor) -> list[tuple[int, int]]:
+    """Where its bytes lie: strides in bytes, and how often each is gone at most."""
+    nbytes = tensor.element_size()
+    dims = [(1, nbytes), *((stride * nbytes, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True))]
+    return [(stride, size - 1) for stride, size in dims if stride and size > 1]
+
+
+def _reaches(distance: int, steps: Sequence[tuple[int, tuple[int, int]]]) -> bool:
+    """Whether multiples of the strides add up to the distance: the large ones first, which leave little choice."""
+    if not steps:
+        return distance == 0
+    (stride, (first, last)), rest = steps[0], steps[1:]
+    least, most = (sum(step * ends[side] for step, ends in rest) for side in (0, 1))
+    choice = range(max(first, -((most - distance) // stride)), min(last, (distance - least) // stride) + 1)
+    return len(choice) > _MANY or any(_reaches(distance - stride * times, rest) for times in choice)
+
+
+_MANY = 8  # multiples of one stride: more than rows and columns of one matrix leave, and soon looked through

@@ -539,7 +539,7 @@ MUTANTS = [
     ),
     mutant(
         "synchronised layers: a bias has a gradient where a weight has",
-        "mgpu_core/sync_batchnorm.py",
+        "mgpu_core/sync_batchnorm/joint.py",
         "for each in (*weights, *biases)]",
         "for each in (*weights, *weights)]",
         "test_sync_batchnorm.py",
@@ -827,7 +827,7 @@ MUTANTS = [
     ),
     mutant(
         "batch norm: each rank normalises its own rows",
-        "mgpu_core/sync_batchnorm.py",
+        "mgpu_core/sync_batchnorm/joint.py",
         "for part in parts[1:]:",
         "for part in ():",
         "test_sync_batchnorm.py",

@@ -210,7 +210,7 @@ def test_a_failure_where_ranks_meet_leaves_no_memory(monkeypatch):
                 model(torch.randn(9, 2))
         return sum(issubclass(type(each), torch.Tensor) for each in gc.get_objects())
 
-    monkeypatch.setattr("mgpu_core.sync_batchnorm._sums", fails)
+    monkeypatch.setattr("mgpu_core.sync_batchnorm.joint._sums", fails)
     model = DataParallel(nn.Sequential(nn.Linear(2, 2), SyncBatchNorm(2)), cpu(3))
     gc.collect()
     gc.disable()

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import threading
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch.optim import SGD
 from torch.utils.checkpoint import checkpoint
 
 import mgpu_core
-from mgpu_core import DataParallel, SyncBatchNorm, TrainStep, convert_sync_batchnorm
+from mgpu_core import DataParallel, SyncBatchNorm, TrainStep, convert_sync_batchnorm, parallel_apply
 
 RANKS = (1, 2, 3, 8)
 
@@ -188,6 +189,36 @@ def test_another_number_of_channels(ranks, settings):
     with pytest.raises(ValueError, match=r"expected 3 channels in dimension 1.* got 1 in an input of shape"):
         DataParallel(net, cpu(ranks))(torch.randn(8, 1))
     assert not net.running_mean.any()
+
+
+@pytest.mark.parametrize("last", [0, 1])
+@pytest.mark.parametrize("without", [0, 1])
+def test_a_rank_without_grad_mode_has_no_graph_whoever_comes_last(without, last):
+    came = threading.Event()
+
+    class Rank(nn.Module):
+        def __init__(self, norm, rank):
+            super().__init__()
+            self.norm, self.rank = norm, rank
+
+        def forward(self, x):
+            if self.rank != last:
+                came.set()
+            else:
+                assert came.wait(60)
+            with torch.set_grad_enabled(self.rank != without):
+                return self.norm(x)
+
+    alone, layer = nn.BatchNorm1d(3).double(), SyncBatchNorm(3).double()
+    parts = [torch.randn(4, 3, dtype=torch.float64, device="cpu", requires_grad=True) for _ in range(2)]
+    outputs = parallel_apply([Rank(layer, 0), Rank(layer, 1)], parts, devices=cpu(2))
+    assert [each.requires_grad for each in outputs] == [rank != without for rank in range(2)]
+    expected = [each.detach().requires_grad_() for each in parts]
+    whole = alone(torch.cat(expected)).split(4)
+    for made, sides in ((outputs, parts), (whole, expected)):
+        (made[1 - without] ** 3).sum().backward(inputs=sides[1 - without : 2 - without])
+    assert all(torch.allclose(a, b) for a, b in zip(outputs, whole, strict=True))
+    assert torch.allclose(parts[1 - without].grad, expected[1 - without].grad)
 
 
 def test_a_layer_that_runs_in_a_hook_of_a_backward():

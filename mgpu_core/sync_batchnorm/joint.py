@@ -28,17 +28,23 @@ Tensors = Sequence[torch.Tensor]
 def of_all_ranks(
     meeting: Meeting, eps: float, values: Sequence[Sequence[Any]]
 ) -> list[tuple[torch.Tensor, torch.Tensor, Any, int]]:
-    """Each rank's output, and on its device the mean, the variance and the number of values per channel."""
-    inputs, weights, biases = ([value[i] for value in values] for i in range(3))
+    """Each rank's output, and on its device the mean, the variance and the number of values per channel.
+
+    Args:
+        values: per rank its input, weight, bias, and whether it is in grad mode.  One that is not has an output without
+            a graph, whoever comes last.
+    """
+    inputs, weights, biases, grad_modes = ([value[i] for value in values] for i in range(4))
     rows = sum(each.numel() // each.shape[1] for each in inputs)
     if rows <= 1:
         raise ValueError(f"Expected more than 1 value per channel when training, got {rows} over all ranks")
-    with span("sync_batchnorm"), on_all(meeting.devices, meeting.streams):
+    with span("sync_batchnorm"), on_all(meeting.devices, meeting.streams), torch.set_grad_enabled(any(grad_modes)):
         places = meeting.devices, meeting.streams
         outputs = _Joint.apply(places, eps, len(inputs), *inputs, *weights, *biases)
     ranks = len(inputs)
-    means, variances = outputs[ranks : 2 * ranks], outputs[2 * ranks : 3 * ranks]
-    return [(outputs[rank], means[rank], variances[rank], rows) for rank in range(ranks)]
+    own = [output if graph else output.detach() for output, graph in zip(outputs[:ranks], grad_modes, strict=True)]
+    means, variances = outputs[ranks : 2 * ranks], outputs[2 * ranks :]
+    return [(own[rank], means[rank], variances[rank], rows) for rank in range(ranks)]
 
 
 class _Joint(torch.autograd.Function):

@@ -63,7 +63,7 @@ class SyncBatchNorm(_BatchNorm):
         if seat is None or not uses_batch:
             return super().forward(input)
         self._check_input_dim(input)
-        value = input, self.weight, self.bias
+        value = input, self.weight, self.bias, torch.is_grad_enabled()
         output, mean, variance, rows = seat.together(
             ("batch norm", self.number), value, lambda values: of_all_ranks(seat.meeting, self.eps, values)
         )

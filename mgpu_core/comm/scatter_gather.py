@@ -68,6 +68,12 @@ def scatter(
         raise ValueError(
             f"chunk_sizes must be {len(ranks)} sizes that add up to {tensor.size(dim)}, not {list(chunk_sizes)}"
         )
+    return _scatter_new(tensor, ranks, chunk_sizes, dim)
+
+
+def _scatter_new(
+    tensor: torch.Tensor, ranks: Sequence[torch.device], chunk_sizes: Sequence[int], dim: int
+) -> tuple[torch.Tensor, ...]:
     with span("scatter"):
         # From the host nobody's work is waited for, so the copies need not stand in line with the ranks' computing.
         from_host = tensor.device.type == "cpu"

@@ -11,6 +11,9 @@ once; the functions are one such step.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 
 from mgpu_core import _core
@@ -41,7 +44,7 @@ class _Flat:
         gradients: torch.Tensor,
         segments: torch.Tensor,
         groups: torch.Tensor,
-        states: dict[str, torch.Tensor | None],
+        states: Mapping[str, torch.Tensor | None],
         *,
         clip: torch.Tensor | None = None,
         loss_scale: torch.Tensor | None = None,
@@ -49,8 +52,7 @@ class _Flat:
     ) -> None:
         parameters, gradients = as_out(parameters, "parameters"), as_tensor(gradients, "gradients")
         segments, groups = as_out(segments, "segments"), as_tensor(groups, "groups")
-        given = {"clip": clip, "loss_scale": loss_scale, "found_inf": found_inf}
-        scalars = {name: None if each is None else as_tensor(each, name) for name, each in given.items()}
+        scalars = _as_scalars(clip=clip, loss_scale=loss_scale, found_inf=found_inf)
         self.parameters, self.gradients, self.segments, self.groups = parameters, gradients, segments, groups
         self.clip, self.loss_scale, self.found_inf = scalars.values()
         check_floating("an optimizer", parameters.dtype)
@@ -58,18 +60,16 @@ class _Flat:
         check_like(gradients, "gradients", parameters.shape, parameters.dtype)
         check_like(segments, "segments", (segments.shape[0] if segments.dim() else 0, 5), torch.int64)
         check_like(groups, "groups", (groups.shape[0] if groups.dim() else 0, 6), torch.float64)
-        for name, scalar in scalars.items():
-            if scalar is not None and (scalar.numel() != 1 or scalar.dtype != torch.float32):
-                raise ValueError(f"{name} must be one float32 number, not {tuple(scalar.shape)} {scalar.dtype}")
         on_one_device(parameters=parameters, gradients=gradients, segments=segments, groups=groups, **scalars)
         self.on_cpu = parameters.device.type == "cpu"
         self.states = self._checked(states)
         self.written = [parameters, segments, *self.states.values()]
         self._pointers = self._collect()
 
-    def _checked(self, states: dict[str, torch.Tensor | None]) -> dict[str, torch.Tensor]:
+    def _checked(self, states: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor]:
         """The states that there are.  Raises unless all may be written and the tables fit; a GPU's are taken as is."""
-        given = {name: as_out(state, name) for name, state in states.items() if state is not None}
+        there = {name: state for name, state in states.items() if state is not None or name not in _OPTIONAL}
+        given = {name: as_out(state, name) for name, state in there.items()}
         for name, state in given.items():
             check_like(state, name, self.parameters.shape, self.parameters.dtype)
             on_one_device(parameters=self.parameters, **{name: state})
@@ -92,6 +92,18 @@ class _Flat:
         segments, groups = self.segments.data_ptr(), self.groups.data_ptr()
         tables = segments, len(self.segments), constants, groups, len(self.groups)
         return parameters, gradients, count, dtype, *tables, clip, scale, found
+
+
+_OPTIONAL = {"momentum", "max_exp_avg_sq"}
+
+
+def _as_scalars(**given: Any) -> dict[str, torch.Tensor | None]:
+    """What is not ``None`` as a tensor; raises ValueError unless it is one float32 number."""
+    scalars = {name: None if each is None else as_tensor(each, name) for name, each in given.items()}
+    for name, scalar in scalars.items():
+        if scalar is not None and (scalar.numel() != 1 or scalar.dtype != torch.float32):
+            raise ValueError(f"{name} must be one float32 number, not {tuple(scalar.shape)} {scalar.dtype}")
+    return scalars
 
 
 def _pointer(tensor: torch.Tensor | None) -> int:
@@ -148,9 +160,7 @@ class FlatAdam(_Flat):
         max_exp_avg_sq: torch.Tensor | None = None,
         **scalars: torch.Tensor | None,
     ) -> None:
-        needed = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
-        states: dict[str, torch.Tensor | None] = {name: as_out(state, name) for name, state in needed.items()}
-        states["max_exp_avg_sq"] = max_exp_avg_sq
+        states = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "max_exp_avg_sq": max_exp_avg_sq}
         super().__init__(parameters, gradients, segments, groups, states, **scalars)
         self._average, self._square = self.states["exp_avg"], self.states["exp_avg_sq"]
         self._largest, self._decoupled = self.states.get("max_exp_avg_sq"), decoupled

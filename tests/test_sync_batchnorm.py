@@ -148,6 +148,24 @@ def test_statistics_that_were_taken_away(ranks):
     assert torch.allclose(DataParallel(net, cpu(ranks))(x), alone(x), atol=1e-6)
 
 
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("ranks", RANKS)
+def test_a_gradient_that_is_differentiated_again(ranks, affine):
+    """As a gradient penalty does."""
+    alone = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3, affine=affine), nn.Tanh(), nn.Linear(3, 1)).double()
+    net = convert_sync_batchnorm(copy.deepcopy(alone))
+    x = torch.randn(11, 2, dtype=torch.float64)
+
+    def penalties(model, given):
+        (slope,) = torch.autograd.grad(model(given).square().sum(), given, create_graph=True)
+        (slope.norm(2, dim=1) - 1).square().mean().backward()
+        return [given.grad, *(each.grad for each in model.parameters())]
+
+    expected = penalties(alone, x.clone().requires_grad_())
+    found = penalties(DataParallel(net, cpu(ranks)), x.clone().requires_grad_())
+    assert all(torch.allclose(a, b) for a, b in zip(found, expected, strict=True))
+
+
 def test_converting_keeps_what_the_layer_has():
     layer, seen = nn.BatchNorm1d(3), []
     layer.register_full_backward_hook(lambda *_: seen.append("backward"))

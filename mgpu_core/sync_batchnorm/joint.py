@@ -54,26 +54,26 @@ class _Joint(torch.autograd.Function):
     def forward(ctx: Any, places: Any, eps: float, ranks: int, *tensors: Any) -> tuple[torch.Tensor, ...]:
         inputs, weights, biases = tensors[:ranks], tensors[ranks : 2 * ranks], tensors[2 * ranks :]
         rows = sum(each.numel() // each.shape[1] for each in inputs)
-        means = _sums(inputs, [_wide(each).sum(_all_but_1(each)) for each in inputs], rows)
-        centred = [_wide(each) - _along(mean, each) for each, mean in zip(inputs, means, strict=True)]
-        variances = _sums(inputs, [each.square().sum(_all_but_1(each)) for each in centred], rows)
+        means, centred, variances = _statistics(inputs, rows)
         scales = [(variance + eps).rsqrt() for variance in variances]
         outputs = [
             _affine(each * _along(scale, each), weight, bias).to(given.dtype)
             for each, scale, weight, bias, given in zip(centred, scales, weights, biases, inputs, strict=True)
         ]
-        ctx.places, ctx.ranks, ctx.rows, ctx.whole_step = places, ranks, rows, current_step()
+        ctx.places, ctx.eps, ctx.ranks, ctx.rows, ctx.whole_step = places, eps, ranks, rows, current_step()
         ctx.save_for_backward(*inputs, *weights, *means, *scales)
         ctx.affine_dtypes = [None if each is None else each.dtype for each in (*weights, *biases)]
         ctx.mark_non_differentiable(*means, *variances)
         return *outputs, *means, *variances
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         ranks = ctx.ranks
         inputs, weights, means, scales = (ctx.saved_tensors[i * ranks : (i + 1) * ranks] for i in range(4))
         with in_step(ctx.whole_step), span("sync_batchnorm"), on_all(*ctx.places):
+            if torch.is_grad_enabled():  # it will be differentiated again: by the inputs, in their statistics too
+                means, _, variances = _statistics(inputs, ctx.rows)
+                scales = [(variance + ctx.eps).rsqrt() for variance in variances]
             normal = [
                 (_wide(each) - _along(mean, each)) * _along(scale, each)
                 for each, mean, scale in zip(inputs, means, scales, strict=True)
@@ -94,6 +94,13 @@ class _Joint(torch.autograd.Function):
                 for each, dtype in zip((*to_weights, *to_biases), ctx.affine_dtypes, strict=True)
             ]
         return None, None, None, *to_inputs, *to_affine
+
+
+def _statistics(inputs: Tensors, rows: int) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
+    """Means, centred inputs and variances, each where its rank is."""
+    means = _sums(inputs, [_wide(each).sum(_all_but_1(each)) for each in inputs], rows)
+    centred = [_wide(each) - _along(mean, each) for each, mean in zip(inputs, means, strict=True)]
+    return means, centred, _sums(inputs, [each.square().sum(_all_but_1(each)) for each in centred], rows)
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:

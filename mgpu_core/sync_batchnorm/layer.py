@@ -22,7 +22,7 @@ class SyncBatchNorm(_BatchNorm):
 
     In :class:`mgpu_core.DataParallel`, :func:`mgpu_core.parallel_apply` and :class:`mgpu_core.TrainStep`.  With one
     rank, in ``eval()`` and outside of these it is the plain layer.  Every rank's running statistics are the team's.
-    Made by :func:`convert_sync_batchnorm`.  Its gradient cannot be differentiated again.
+    Made by :func:`convert_sync_batchnorm`.
 
     Raises:
         ValueError: another number of channels than the layer has.

@@ -21,6 +21,7 @@ from mgpu_core.comm.watch import watched
 from mgpu_core.device.memory import note_written
 from mgpu_core.device.shared_memory import check_disjoint
 from mgpu_core.device.tensor_checks import check_alike, check_writable, readable
+from mgpu_core.errors import BackendUnavailable
 
 __all__ = [
     "all_gather_into",
@@ -55,6 +56,9 @@ def all_reduce_into(
             dtype, count = CORE_DTYPES[first.dtype], core_count(first)
             ran = AllReduce(pointers, streams, count, dtype, first.nbytes, op, merge_shared_devices).run(algorithm)
         else:
+            others = [tensor.device for tensor in tensors if tensor.device.type != "cuda"]
+            if algorithm == "nccl" and others:
+                raise BackendUnavailable(f"nccl works between GPUs, and not with {others[0]}")
             generic.all_reduce(tensors, op)
             ran = generic.ALGORITHM
         watch.ran(ran)

@@ -26,7 +26,8 @@ from mgpu_core.engine.gradients import GradientSync
 from mgpu_core.engine.graphs import GRAPH_DEVICE, StepGraphs
 from mgpu_core.engine.losses import Window
 from mgpu_core.engine.passes import Passes
-from mgpu_core.engine.ranks import rank_losses, seed
+from mgpu_core.engine.rank_losses import RankLosses, check_loss
+from mgpu_core.engine.ranks import seed
 from mgpu_core.engine.replicas import Replicas
 from mgpu_core.engine.scaling import LossScale
 from mgpu_core.engine.settings import check_dtypes, check_module, check_place, check_settings, team_of
@@ -56,6 +57,7 @@ class TrainStep:
         net: the module to train, on ``device_ids[0]`` (moved there if there is one device).  It is rank 0's, and its
             parameters are current after every step.
         loss_fn: ``loss_fn(output, target)``, a tensor of one element; ``None``: the module returns the loss itself.
+            Buffers of a module (class weights) and its modes are followed, as those of ``net`` are.
         optimizer: any ``torch.optim.Optimizer`` over parameters of ``net``.  SGD, Adam and AdamW are run fused, others
             by their own ``step()``, once per device.  Schedulers, groups and ``state_dict()`` work as ever.
         device_ids: one device per rank, as for :class:`mgpu_core.DataParallel`; ``None``: all accelerators (of several
@@ -119,6 +121,7 @@ class TrainStep:
         check_module(net)
         check_optimizer(optimizer, dict(net.named_parameters()))
         check_rng(rng)
+        check_loss(loss_fn)
         check_settings(reduction, accumulate, clip_norm, algorithm, bucket_nbytes)
         check_dtypes(amp_dtype, comm_dtype, process_group)
         self.module, self.optimizer = net, optimizer
@@ -131,7 +134,7 @@ class TrainStep:
         on_cpu = all(device.type == "cpu" for device in self.team.devices)
         self.error_if_nonfinite = on_cpu if error_if_nonfinite is None else error_if_nonfinite
         self.amp_dtype, self.loss_scale = amp_dtype, LossScale(amp_dtype)
-        self._loss_fns = rank_losses(loss_fn, self.team)
+        self._loss_fn = loss_fn
         self._sync_settings = bucket_nbytes, algorithm, comm_dtype
         self._holder = Holder()
         self._keeps_accumulating = False
@@ -148,15 +151,18 @@ class TrainStep:
         if self._processes is not None:
             self._together = Together(self._processes, self.module, self.optimizer)
             self._together.start(self._facts(steps))
+        self._losses = RankLosses(self._loss_fn, self.team)
         self._replicas = Replicas(self.module, self.team)
         in_shards = self.shard_optimizer and len(self._replicas.devices) > 1
         self._sync = GradientSync(self._replicas, *self._sync_settings, in_shards, self._processes)
         self._sync.between.hook = self._comm_hook
         self._updates = Updates(self.optimizer, self._replicas, self._sync, in_shards)
         self._passes = Passes(
-            self._replicas, self._loss_fns, self.reduction, self.amp_dtype, self.rng, self.capture, self.dim
+            self._replicas, self._losses.functions, self.reduction, self.amp_dtype, self.rng, self.capture, self.dim
         )
-        self._cycle = Cycle(self._replicas, self._sync, self._updates, self.loss_scale, self._together, steps)
+        self._cycle = Cycle(
+            self._replicas, self._sync, self._updates, self.loss_scale, self._together, steps, self._losses.modules
+        )
         self._captured: CapturedSteps | None = None
         if self.capture:
             self._captured = CapturedSteps(
@@ -217,8 +223,7 @@ class TrainStep:
         return (loss, outputs) if return_outputs else loss
 
     def _train(self, inputs: tuple[Any, ...], kwargs: dict[str, Any], keep_outputs: bool) -> tuple[Any, Any]:
-        self._refresh()
-        self._replicas.mirror_buffers()
+        self._bring_up_to_date()
         if self._captured is not None and self._cycle.used:
             loss = self._replay(self._captured, inputs, kwargs, keep_outputs)
             if loss is not None:
@@ -292,6 +297,12 @@ class TrainStep:
         self._new_window()
         return there_was
 
+    def _bring_up_to_date(self) -> None:
+        """Before a forward: all that ranks have of the user's."""
+        self._refresh()
+        self._replicas.mirror_buffers()
+        self._losses.follow()
+
     def _refresh(self) -> None:
         """Brings the ranks up to what the user has done to the module since the last call."""
         if self._replicas.follow():
@@ -308,10 +319,7 @@ class TrainStep:
     def _give_up(self, error: BaseException) -> None:
         """Waits for ranks that are still at work, and drops what the calls since the last update have left."""
         self._sync.cancel()
-        seconds = time_limit()
-        self._broken = "a rank may still be at work in a step that was given up"  # until we know: Ctrl-C may come again
-        if not self._passes.stop(seconds):
-            self._broken = f"a rank was still at work {seconds:g} s after its step had failed"
+        if not self._ranks_have_ended():
             return
         broken = None
         if self._together is not None:
@@ -321,17 +329,30 @@ class TrainStep:
         self._new_window()
         self._broken = broken or self._cycle.broken
 
+    def _ranks_have_ended(self) -> bool:
+        """After a failure: waits for those that are still at work; where one does not end, the step is broken."""
+        seconds = time_limit()
+        self._broken = "a rank may still be at work in a step that was given up"  # until we know: Ctrl-C may come again
+        if not self._passes.stop(seconds):
+            self._broken = f"a rank was still at work {seconds:g} s after its step had failed"
+            return False
+        return True
+
     def evaluate(self, *inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
         """The loss of a batch, without gradients and without an update; arguments and results as for a step.
 
         The module is used as it is: call ``net.eval()`` before.
         """
         with self._used(), span("evaluate"):
-            self._refresh()
-            self._replicas.mirror_buffers()
+            self._bring_up_to_date()
             parts, rows = self._passes.split(inputs, kwargs, self._split_plan.shares)
             with torch.no_grad():
-                losses, outputs = self._passes.run(parts, (), backward=False, keep_outputs=return_outputs)
+                try:
+                    losses, outputs = self._passes.run(parts, (), backward=False, keep_outputs=return_outputs)
+                except BaseException:
+                    if self._ranks_have_ended():
+                        self._broken = None
+                    raise
                 loss = Window(self.reduction, 1).add(rows, losses, self.team.devices[0])
         return (loss, outputs) if return_outputs else loss
 
@@ -528,6 +549,12 @@ class TrainStep:
     def _refuse_closed(self) -> None:
         if self._closed:
             raise RuntimeError("this step was closed")
+
+    def __getstate__(self) -> Any:
+        raise TypeError(
+            "a TrainStep has threads and devices of its own, which cannot be copied or saved: save step.state_dict(), "
+            "or make a new step of a copy of the module"
+        )
 
 
 def _take_hooks_away(*handles: dict[Any, Any]) -> None:

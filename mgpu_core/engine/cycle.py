@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.nn import Module
 
 from mgpu_core.engine.clipping import GradientNorm, are_finite, check_finite, clip, multiply, overflow_of
 from mgpu_core.engine.commit import uninterrupted
@@ -34,6 +35,7 @@ class Cycle:
         loss_scale: of its losses.
         together: its process among others; ``None``: it is alone.
         steps: updates so far.
+        loss_modules: of the loss function, whose buffers are put back, too.
 
     Attributes:
         steps: the same.
@@ -48,10 +50,11 @@ class Cycle:
         loss_scale: LossScale,
         together: Together | None,
         steps: int,
+        loss_modules: Sequence[Module],
     ) -> None:
         self._replicas, self._sync, self._updates = replicas, sync, updates
         self._loss_scale, self._together = loss_scale, together
-        self._buffers = replicas.buffer_snapshot()
+        self._buffers = replicas.buffer_snapshot(loss_modules)
         self.steps = steps
         self.used: list[bool] = []  # parameters, in the last update
         self.broken: str | None = None  # why this process cannot go on with the others
@@ -131,10 +134,15 @@ class Cycle:
         except BaseException as error:
             if self._together is not None:  # the others have made it
                 self.broken = f"its update failed after all processes had agreed on it ({type(error).__name__})"
+            elif self._updates.has_written():  # a hook behind the optimizer's step failed, say: the step counts
+                self._count(used)
             raise
 
     def _conclude(self, used: list[bool]) -> None:
         self._updates.conclude(used)
+        self._count(used)
+
+    def _count(self, used: list[bool]) -> None:
         self.used = used
         self.steps += 1
         self._loss_scale.went_well()

@@ -88,6 +88,9 @@ class Passes:
             clocks: per rank of the team what its time is taken by; none: it is not.
             backward: whether there is one.
             keep_outputs: whether outputs are returned.
+
+        Raises:
+            RuntimeError: a forward has written parameters that several ranks share.
         """
         team = self._replicas.team
         self._gate = Gate()
@@ -99,7 +102,9 @@ class Passes:
             self._replicas.modules, self._loss_fns, self._reduction, backward, joint, keep_outputs, rng,
             self._amp_dtype, gate, clocks,
         )  # fmt: skip
+        writes = self._replicas.writes()
         results = run_pass(job, team, parts)
+        self._replicas.check_unwritten(writes)
         outputs = gather([output for _, output in results], team.devices[0], self._dim) if keep_outputs else None
         return [loss for loss, _ in results], outputs
 

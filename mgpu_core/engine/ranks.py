@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
@@ -15,13 +14,12 @@ from mgpu_core.device.clock import RankClock
 from mgpu_core.device.streams import caller_streams, on
 from mgpu_core.device.team import Team
 from mgpu_core.engine.losses import RankLoss, rank_loss
-from mgpu_core.module_tree import modules_of
 from mgpu_core.nested import flatten
 from mgpu_core.nothing import NOTHING
 from mgpu_core.parallel.apply import apply_some
 from mgpu_core.record import span
 
-__all__ = ["Pass", "RankPart", "has_graph", "rank_losses", "run_pass", "seed"]
+__all__ = ["Pass", "RankPart", "has_graph", "run_pass", "seed"]
 
 LossFn = Callable[..., Any]
 
@@ -176,24 +174,3 @@ def _detached(output: Any) -> Any:
     leaves: list[Any] = []
     tree = flatten(output, leaves, "outputs", whole=True)
     return tree.unflatten(iter([each.detach() if isinstance(each, torch.Tensor) else each for each in leaves]))
-
-
-def rank_losses(loss_fn: Any, team: Team) -> list[Any]:
-    """The loss function of each rank: a module (class weights are buffers) is copied to the ranks' devices.
-
-    Raises:
-        TypeError: something that cannot be called.
-        ValueError: a module with parameters that require grad, which nobody would update.
-    """
-    if loss_fn is not None and not callable(loss_fn):
-        raise TypeError(f"loss_fn must be callable, or None where the module returns the loss, not {loss_fn!r}")
-    if not isinstance(loss_fn, Module):
-        return [loss_fn] * len(team)
-    if any(parameter.requires_grad for parameter in loss_fn.parameters()):
-        raise ValueError(
-            f"{type(loss_fn).__name__} has parameters of its own: make it part of the module, which then returns the "
-            "loss, and pass loss_fn=None"
-        )
-    if not any(list(module._buffers) or list(module._parameters) for module in modules_of(loss_fn)):
-        return [loss_fn] * len(team)
-    return [copy.deepcopy(loss_fn).to(device) for device in team.devices]

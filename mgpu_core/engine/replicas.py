@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from operator import is_
+from operator import attrgetter, is_
 from types import MethodType
 
 import torch
@@ -27,6 +27,7 @@ from mgpu_core.module_tree import ModuleTree, check_initialised, modules_of
 
 __all__ = ["Replicas"]
 
+_version_of = attrgetter("_version")
 ADVICE = "call step.rebuild() after such a change"
 
 
@@ -58,6 +59,7 @@ class Replicas:
         self.devices = list(dict.fromkeys(team.devices))
         self.is_mixed = len({device.type for device in self.devices}) > 1
         self.ranks_of = [[rank for rank in team.ranks if team.devices[rank] == device] for device in self.devices]
+        self._sharing = [rank for ranks in self.ranks_of if len(ranks) > 1 for rank in ranks]
         refuse_hooks(named)
         tree = ModuleTree(net)
         compiled = any(place.compiled is not None for place in tree.places)
@@ -71,6 +73,7 @@ class Replicas:
             else:
                 self._add_twin(rank, tree)
         self.remember()
+        self.remember_hooks()
         self._modes: list[bool] = []
         self._frozen: list[bool] = []
         self._mirror_flags()
@@ -104,9 +107,9 @@ class Replicas:
         self._found = list(_parameters_of(self.net))
         self._memory = memory_of(self._own)
 
-    def buffer_snapshot(self) -> BufferSnapshot:
-        """Of the user's module; nothing is taken yet."""
-        return BufferSnapshot(self._own_places)
+    def buffer_snapshot(self, others: Sequence[Module]) -> BufferSnapshot:
+        """Of the user's module, and of other modules; nothing is taken yet."""
+        return BufferSnapshot([*self._own_places, *others])
 
     def follow(self) -> bool:
         """Makes all ranks' modules train, evaluate and freeze as the user's does; says whether anything changed.
@@ -170,6 +173,25 @@ class Replicas:
     def flags(self) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
         """Which modules train, and which parameters are frozen."""
         return tuple(self._modes), tuple(self._frozen)
+
+    def writes(self) -> list[list[int]]:
+        """How often ranks that share a device have written each parameter in place, as torch counts."""
+        return [list(map(_version_of, self.parameters[rank])) for rank in self._sharing]
+
+    def check_unwritten(self, before: list[list[int]]) -> None:
+        """Raises RuntimeError if a rank has written a parameter since :meth:`writes` gave ``before``.
+
+        Its memory is the other ranks' too: each would write it, at the same time, and read what another has written.
+        """
+        now = self.writes()
+        if now != before:
+            row = _first_difference(now, before)
+            name = self.names[_first_difference(now[row], before[row])]
+            raise RuntimeError(
+                f"the forward of rank {self._sharing[row]} writes parameter {name} in place (a moving average, "
+                "Embedding(max_norm=...)?): ranks of one device share its memory, so it was written once per rank. "
+                "Write it between steps, or give each rank a device of its own, or use mgpu_core.DataParallel"
+            )
 
     def send_values(self) -> None:
         """Gives the other devices the values that the user's module has."""

@@ -58,9 +58,12 @@ class LossScale:
 
     def state_dict(self) -> dict[str, Any]:
         """What a step resumes from."""
-        return {"scale": self.scale, "good": self._good, "skipped": self.skipped}
+        return {"is_on": self.is_on, "scale": self.scale, "good": self._good, "skipped": self.skipped}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Puts it back; a scale of 1 loads as it is, where there was none."""
-        if self.is_on:
+        """Puts it back, where there was one; else this one begins anew."""
+        if not self.is_on:
+            return
+        self.scale, self._good, self.skipped = INITIAL, 0, 0
+        if state["is_on"]:
             self.scale, self._good, self.skipped = state["scale"], state["good"], state["skipped"]

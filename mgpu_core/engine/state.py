@@ -9,6 +9,7 @@ import torch
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from mgpu_core.device.tensor_checks import memory_of
 from mgpu_core.engine.flat import compact
 
 __all__ = ["compact_copy", "load_state", "state_of"]
@@ -41,9 +42,11 @@ def load_state(state: Any, net: Module, optimizer: Optimizer) -> None:
     own = [len(group["params"]) for group in optimizer.param_groups]
     if groups != own:
         raise ValueError(f"the state's optimizer has groups of {groups} parameters, this one of {own}")
-    for saved, own_group in zip(state["optimizer"]["param_groups"], optimizer.param_groups, strict=True):
-        if saved.keys() != own_group.keys():
-            raise ValueError(f"the state is of another optimizer than {type(optimizer).__name__}: its groups differ")
+    for saved in state["optimizer"]["param_groups"]:  # which schedulers may have added to
+        if missing := optimizer.defaults.keys() - saved.keys():
+            raise ValueError(
+                f"the state is of another optimizer than {type(optimizer).__name__}: its groups have no {min(missing)}"
+            )
     random = state["random"]["cpu"].cpu()
     torch.Generator().set_state(random)  # it is one
     net.load_state_dict(state["module"])
@@ -64,15 +67,24 @@ def _check_fits(state: dict[str, Any], own: dict[str, Any]) -> None:
             )
 
 
-def compact_copy(value: Any) -> Any:
-    """A copy of a nest whose tensors have memory of their own: of a view, ``torch.save`` writes all it is a view of."""
+def compact_copy(value: Any, made: dict[Any, torch.Tensor] | None = None) -> Any:
+    """A copy of a nest whose tensors have memory of their own: of a view, ``torch.save`` writes all it is a view of.
+
+    Args:
+        made: what it has been made of so far: weights that are tied stay one.
+    """
+    made = {} if made is None else made
     if isinstance(value, torch.Tensor):
-        return compact(value)
+        [key] = zip(*memory_of([value]), strict=True)
+        place = value.device, value.shape, *key
+        if place not in made or not value.numel():
+            made[place] = compact(value)
+        return made[place]
     if isinstance(value, dict):
-        made = copy.copy(value)  # with the version numbers that a module's state carries
-        made.update({name: compact_copy(each) for name, each in value.items()})
-        return made
-    return [compact_copy(each) for each in value] if isinstance(value, list) else copy.deepcopy(value)
+        copied = copy.copy(value)  # with the version numbers that a module's state carries
+        copied.update({name: compact_copy(each, made) for name, each in value.items()})
+        return copied
+    return [compact_copy(each, made) for each in value] if isinstance(value, list) else copy.deepcopy(value)
 
 
 def _accelerator_states() -> list[torch.Tensor]:

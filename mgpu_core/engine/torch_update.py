@@ -1,4 +1,9 @@
-"""The update by an optimizer's own step, once per device."""
+"""The update by an optimizer's own step.
+
+Once per device, where it is one of ``torch.optim``, which computes the same on all of them.  What a class or a hook of
+the user's own does besides (random numbers, counts, weights that it clamps) must happen once: then the first device is
+updated, and the others get its values.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +16,7 @@ import torch
 from torch.optim import Optimizer
 
 from mgpu_core.engine.gradients import GradientSync
+from mgpu_core.engine.optimizer_facts import step_hooks
 from mgpu_core.engine.replicas import Replicas
 from mgpu_core.nothing import NOTHING
 
@@ -18,10 +24,17 @@ __all__ = ["TorchUpdate"]
 
 
 class TorchUpdate:
-    """The optimizer's own step, once per device: the user's on the first, a twin on each other."""
+    """The user's optimizer on the first device, and a twin of it on each other one.
+
+    Attributes:
+        is_alone: there are no twins: what the first device has, must be sent to the others.
+    """
 
     def __init__(self, optimizer: Optimizer, replicas: Replicas, sync: GradientSync) -> None:
         self._optimizer, self._replicas, self._sync = optimizer, replicas, sync
+        is_torchs = type(optimizer).__module__.partition(".")[0] == "torch"
+        self.is_alone = replicas.is_mixed or not is_torchs or any(step_hooks(optimizer))
+        self._versions: list[int] = []
         self._twins: list[Optimizer] = []
         self._left: list[tuple[Any, int]] = []  # the state as the last update has left it, and how often it was written
         twins = self._twins
@@ -35,18 +48,26 @@ class TorchUpdate:
         if not self._is_as_left():
             self._twins.clear()  # they know nothing of a step, or an edit, of the user's own
         self._left = []  # or what a step replaces would stay beside what takes its place
-        if not self._twins and not self._replicas.is_mixed:
+        if not self._twins and not self.is_alone:
             self._twins += [self._twin(device) for device in range(1, len(self._replicas.devices))]
         for device, twin in enumerate(self._twins, start=1):
             for mine, theirs in zip(twin.param_groups, self._optimizer.param_groups, strict=True):
                 mine.update({name: value for name, value in theirs.items() if name != "params"})
             self._give_gradients(device, used)
+        self._versions = self._versions_now()
 
     def launch(self) -> None:
+        self._optimizer.step()
         for device, twin in enumerate(self._twins, start=1):
             with _own_default(self._replicas.devices[device]):
                 twin.step()
-        self._optimizer.step()
+
+    def has_written(self) -> bool:
+        """Whether a launch that failed has changed parameters before."""
+        return self._versions != self._versions_now()
+
+    def _versions_now(self) -> list[int]:
+        return [each._version for each in self._replicas.own]
 
     def conclude(self) -> None:
         """The optimizers have counted themselves."""
@@ -71,7 +92,8 @@ class TorchUpdate:
         for name, value in vars(self._optimizer).items():  # what a class of the user's own keeps besides
             if name not in ("step", *vars(twin)):
                 setattr(twin, name, value)
-        twin.load_state_dict(self._optimizer.state_dict())  # which brings the state to the parameters' device
+        # Which brings the state to the parameters' device; but counts of steps it would take as they are, for both.
+        twin.load_state_dict(copy.deepcopy(self._optimizer.state_dict()))
         for parameter, state in twin.state.items():
             for kind, value in state.items():  # but not a count of steps, which torch keeps on the default device
                 if torch.is_tensor(value) and value.device.type != "cpu":

@@ -92,8 +92,9 @@ class Updates:
     def launch(self) -> None:
         """What the devices do for it."""
         assert self._update is not None  # it was prepared
+        written = self.values_changed()  # by a forward: what rank 0 has, is everybody's, as in the drop-in
         self._update.launch()
-        if self._replicas.is_mixed:
+        if self._replicas.is_mixed or written or (isinstance(self._update, TorchUpdate) and self._update.is_alone):
             self._replicas.send_values()
 
     def launch_on(self, place: int) -> None:
@@ -113,6 +114,10 @@ class Updates:
         """Whether it has changed nothing; waits for the device."""
         assert isinstance(self._update, FusedUpdate)
         return self._update.was_held_back()
+
+    def has_written(self) -> bool:
+        """Whether an update that failed has changed parameters all the same: torch's own step, before a hook of it."""
+        return isinstance(self._update, TorchUpdate) and self._update.has_written()
 
     def conclude(self, used: Sequence[bool]) -> None:
         """What the host does after it."""

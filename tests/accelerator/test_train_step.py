@@ -145,6 +145,117 @@ def test_a_loaded_state_travels():
     assert all(torch.allclose(a.cpu(), b.cpu(), atol=1e-5) for a, b in pairs)
 
 
+def pairs(count):
+    generator = torch.Generator("cpu").manual_seed(1)
+    settings = {"generator": generator, "dtype": torch.float64, "device": "cpu"}
+    return [[torch.randn(11, n, **settings) for n in (3, 2)] for _ in range(count)]
+
+
+TORCHS_OWN = [torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adagrad, torch.optim.Adamax, torch.optim.RMSprop]
+
+
+@pytest.mark.parametrize("kind", TORCHS_OWN)
+def test_each_devices_twin_counts_its_own_steps(kind):
+    """Also where there is a state already: it was loaded, the step was rebuilt, or the optimizer made it at once."""
+    settings = {"lr_decay": 0.1} if kind is torch.optim.Adagrad else {}
+    net = Linear().double()
+    alone = copy.deepcopy(net).cpu()
+    step = step_of(net, FAKES, lambda p: kind(p, lr=0.05, **settings))
+    reference = kind(alone.parameters(), lr=0.05, **settings)
+    for i, (x, y) in enumerate(pairs(6)):
+        if i == 2:
+            step.load_state_dict(step.state_dict())
+        if i == 4:
+            step.rebuild()
+        step(x, y)
+        reference.zero_grad()
+        mse(alone(x), y).backward()
+        reference.step()
+        step.check_replicas()
+    for own, other in zip(net.parameters(), alone.parameters(), strict=True):
+        assert torch.allclose(own.cpu(), other, atol=1e-9)
+        assert float(step.optimizer.state[own]["step"]) == float(reference.state[other]["step"]) == 6
+
+
+class Noisy(SGD):
+    """A class of the user's own: it draws numbers, and counts."""
+
+    calls = 0
+
+    def step(self, closure=None):
+        self.calls += 1
+        if self.calls == 3:
+            raise ArithmeticError("the third")
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data.add_(torch.rand(parameter.shape, device="cpu").to(parameter.device), alpha=0.01)
+        return super().step(closure)
+
+
+def halves(optimizer, *_):
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad.mul_(0.5)
+
+
+@torch.no_grad()
+def clamps(optimizer, *_):
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.clamp_(-0.2, 0.2)
+
+
+def with_hooks(parameters):
+    made = SGD(parameters, lr=0.05, momentum=0.9)
+    made.register_step_pre_hook(halves)
+    made.register_step_post_hook(clamps)
+    return made
+
+
+@pytest.mark.filterwarnings("ignore:the fused kernels do not serve")
+@pytest.mark.parametrize("make", [lambda p: Noisy(p, lr=0.05), with_hooks])
+@pytest.mark.parametrize("devices", TEAMS)
+def test_what_an_optimizer_does_besides_happens_once(make, devices):
+    torch.manual_seed(0)
+    net = Linear().double()
+    alone = copy.deepcopy(net).cpu()
+    step, reference = step_of(net, devices, make), make(alone.parameters())
+    for i, (x, y) in enumerate(pairs(5)):
+        reference.zero_grad()
+        mse(alone(x), y).backward()
+        draws = torch.get_rng_state()
+        if i == 2 and isinstance(reference, Noisy):
+            for call in (lambda each=(x, y): step(*each), reference.step):
+                with pytest.raises(ArithmeticError, match="the third"):
+                    call()
+            step.check_replicas()
+            continue
+        step(x, y)
+        torch.set_rng_state(draws)
+        reference.step()
+        step.check_replicas()
+    assert all(torch.allclose(a.cpu(), b, atol=1e-9) for a, b in zip(net.parameters(), alone.parameters(), strict=True))
+
+
+def test_a_forward_that_writes_into_a_parameter_is_rank_0s():
+    class Centred(Linear):
+        def __init__(self):
+            super().__init__()
+            self.centre = nn.Parameter(torch.zeros(3), requires_grad=False)
+
+        def forward(self, x):
+            with torch.no_grad():
+                self.centre.copy_(x.mean(0))
+            return super().forward(x - self.centre)
+
+    net = Centred()
+    step = step_of(net, FAKES)
+    x = numbers(6, 3)
+    step(x, numbers(6, 2))
+    assert torch.equal(net.centre.cpu(), x[:2].mean(0))
+    step.check_replicas()
+
+
 def test_a_hook_takes_the_place_of_the_all_reduce():
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))

@@ -67,6 +67,24 @@ def test_the_scale_grows_and_is_resumed():
     assert LossScale(torch.bfloat16).scale == 1
 
 
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_a_state_without_a_scale_begins_with_a_new_one(dtype):
+    net = Linear()
+    whole, half = (
+        TrainStep(net, mse, SGD(net.parameters(), lr=0.5), cpu(2), amp_dtype=each) for each in (dtype, torch.float16)
+    )
+    state = whole.state_dict()
+    half.load_state_dict(state)
+    assert half.loss_scale.scale == INITIAL
+    half.loss_scale.overflowed()
+    kept = half.state_dict()
+    whole.load_state_dict(kept)
+    assert whole.loss_scale.scale == 1
+    half.load_state_dict(state)
+    half.load_state_dict(kept)
+    assert (half.loss_scale.scale, half.loss_scale.skipped) == (INITIAL / 2, 1)
+
+
 def test_a_loss_that_is_nan_ends_in_an_error():
     net = Linear()
     step = TrainStep(net, lambda o, y: (o * y).sum(), SGD(net.parameters(), lr=0.1), cpu(2), reduction="sum",

@@ -2,13 +2,14 @@
 
 import copy
 import os
+import pickle
 import signal
 import subprocess
 import sys
 import textwrap
 import threading
 import time
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 
 import pytest
 import torch
@@ -303,6 +304,104 @@ def test_inputs_that_do_not_fit():
     with pytest.raises(TypeError, match="target as its last positional argument"):
         step()
     step(torch.zeros(4, 3), torch.zeros(4, 2))
+
+
+@pytest.mark.filterwarnings("ignore:the fused kernels do not serve")
+def test_a_hook_that_fails_behind_the_update():
+    """The weights have been updated, as they would be without us: so the step counts, and all that belongs to it."""
+    net = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
+    alone = copy.deepcopy(net)
+    optimizers = [SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (net, alone)]
+    plan = [None, Boom("behind the update"), None]
+
+    def fails(*_):
+        if error := plan[step.steps]:
+            plan[step.steps] = None
+            raise error
+
+    step = TrainStep(net, mse, optimizers[0], cpu(1))
+    optimizers[0].register_step_post_hook(fails)
+    for i in range(3):
+        x, y = torch.randn(8, 3), torch.randn(8, 2)
+        with pytest.raises(Boom) if i == 1 else nullcontext():
+            step(x, y)
+        assert step.steps == i + 1
+        optimizers[1].zero_grad()
+        mse(alone(x), y).backward()
+        optimizers[1].step()
+    for (name, a), b in zip(net.state_dict().items(), alone.state_dict().values(), strict=True):
+        assert torch.allclose(a.to(b), b, atol=1e-6), name
+
+
+def test_a_step_is_not_copied_or_saved():
+    net = Linear()
+    step = TrainStep(net, mse, SGD(net.parameters(), lr=0.1), cpu(1))
+    for call in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match=r"save step\.state_dict\(\)"):
+            call(step)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ctrl_c_in_an_evaluation_waits_for_its_ranks(ranks):
+    """Or they would write into the net later, and a step could begin beside them."""
+    started, inside = threading.Event(), []
+
+    class Slow(Linear):
+        def forward(self, x):
+            if threading.current_thread() is not threading.main_thread() and not self.training:
+                inside.append(1)
+                started.set()
+                time.sleep(0.3)
+                inside.pop()
+            return super().forward(x)
+
+    net = Slow().eval()
+    step = TrainStep(net, mse, SGD(net.parameters(), lr=0.1), cpu(ranks))
+    batch = torch.ones(8, 3), torch.ones(8, 2)
+    interrupt = threading.Thread(target=lambda: (started.wait(60), os.kill(os.getpid(), signal.SIGINT)))
+    interrupt.start()
+    with pytest.raises(KeyboardInterrupt):
+        step.evaluate(*batch)
+    assert not inside
+    interrupt.join()
+    net.train()
+    step(*batch)
+
+
+class Following(Linear):
+    """Moves a copy of its weights in each forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.average = nn.Parameter(torch.zeros(2, 3), requires_grad=False)
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.average.lerp_(self.last.weight, 0.5)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_a_forward_that_writes_a_parameter(ranks):
+    """One rank alone may; several that share its memory would each do it, at the same time."""
+    net = Following()
+    step = TrainStep(net, mse, SGD(net.parameters(), lr=0.5), cpu(ranks))
+    batch = torch.ones(8, 3), torch.ones(8, 2)
+    for call in (step, step.evaluate, step):
+        if ranks == 1:
+            call(*batch)
+        else:
+            with pytest.raises(RuntimeError, match=r"the forward of rank 0 writes parameter average in place"):
+                call(*batch)
+    assert step.steps == (2 if ranks == 1 else 0)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_an_embedding_that_renormalises_its_rows(ranks):
+    net = nn.Embedding(4, 3, max_norm=0.1)
+    step = TrainStep(net, lambda output, _: output.sum(), SGD(net.parameters(), lr=0.5), cpu(ranks), reduction="sum")
+    with pytest.raises(RuntimeError, match="writes parameter weight in place"):
+        step(torch.arange(4), torch.zeros(4))
 
 
 def test_a_loss_without_a_gradient():

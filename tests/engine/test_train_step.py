@@ -546,6 +546,48 @@ def test_the_modules_versions_are_in_the_state():
     assert step.state_dict()["module"]._metadata[""]["version"] == 1
 
 
+@pytest.mark.parametrize("first", ["scheduler", "state"])
+def test_a_state_with_what_a_scheduler_has_added(first):
+    """In the usual order: a scheduler that goes on needs what the state has, and one that is new adds it itself."""
+
+    def scheduler(optimizer, steps=-1):
+        return torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5, last_epoch=steps)
+
+    def resumed(state, load):
+        net = Linear()
+        optimizer = SGD(net.parameters(), lr=0.5, momentum=0.9)
+        if first == "scheduler":
+            schedule = scheduler(optimizer)
+        load(net, optimizer, state)
+        if first == "state":
+            schedule = scheduler(optimizer, 1)
+        schedule.step()
+        return {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
+
+    net = Linear()
+    optimizer = SGD(net.parameters(), lr=0.5, momentum=0.9)
+    step, schedule = TrainStep(net, mse, optimizer, cpu(2)), scheduler(optimizer)
+    step(torch.ones(4, 3), torch.zeros(4, 2))
+    schedule.step()
+    state = step.state_dict()
+    found = resumed(state, lambda net, made, state: TrainStep(net, mse, made, cpu(2)).load_state_dict(state))
+    assert found == resumed(state, lambda _, made, state: made.load_state_dict(state["optimizer"]))
+    del state["optimizer"]["param_groups"][0]["momentum"]
+    with pytest.raises(ValueError, match="another optimizer than SGD: its groups have no momentum"):
+        step.load_state_dict(state)
+
+
+def test_tied_weights_are_saved_once(tmp_path):
+    net = nn.Sequential(nn.Linear(100, 100, bias=False), nn.Linear(100, 100, bias=False))
+    net[1].weight = net[0].weight
+    step = TrainStep(net, mse, SGD(net.parameters(), lr=0.5), cpu(2))
+    torch.save(step.state_dict(), tmp_path / "step.pt")
+    assert (tmp_path / "step.pt").stat().st_size < 60_000  # of 40,000 bytes each
+    state = torch.load(tmp_path / "step.pt", weights_only=True)
+    step.load_state_dict(state)
+    assert state["module"]["0.weight"].data_ptr() == state["module"]["1.weight"].data_ptr()
+
+
 def test_state_of_steps_before_is_taken_over():
     """An optimizer that has already trained goes on where it was."""
     torch.manual_seed(0)

@@ -1,8 +1,11 @@
 """How many rows each rank gets, where devices are not equally fast: measured over the first steps, then kept.
 
 Every rank's time for its own rows is taken.  When the split that these speeds ask for would be clearly better than the
-one there is, it is taken over; a difference within the noise changes nothing, because every change costs a new shape
-(kernels are chosen, graphs captured, anew).  A rank never gets more rows than its device's memory has room for.
+one there is, it is taken over, on trial: where the slowest rank is not faster by at least half of what the speeds
+promised, the split before comes back, and the next trial is twice as far away.  For times are not in proportion to rows
+where steps are short: what has more rows then only looks faster.  A difference within the noise changes nothing,
+because every change costs a new shape (kernels are chosen, graphs captured, anew).  A rank never gets more rows than
+its device's memory has room for, nor fewer than two, which batch normalisation needs.
 """
 
 from __future__ import annotations
@@ -23,6 +26,8 @@ __all__ = ["AutoShares", "RankPlan", "SplitPlan"]
 WARM_UP = 3  # steps whose time says little: kernels are chosen, memory is allocated
 SAMPLES = 5  # steps that a decision is made from
 GAIN = 1.05  # how much faster the other split must be
+LEAST_ROWS = 2
+LONGEST_WAIT = 1000  # steps that a decision is made from, after trials that failed
 CLOCKS_KEPT = 8  # calls whose times a GPU may still owe
 
 
@@ -41,6 +46,14 @@ class RankPlan(NamedTuple):
     rows: int
 
 
+class _Trial(NamedTuple):
+    """What was before a change, and what it promised: how many times faster the slowest rank would be."""
+
+    shares: list[float]
+    slowest: float
+    gain: float
+
+
 class AutoShares:
     """Shares that follow the ranks' speeds.
 
@@ -53,8 +66,15 @@ class AutoShares:
 
     def __init__(self, ranks: int) -> None:
         self.shares = [1.0 / ranks] * ranks
+        self._wait = SAMPLES
+        self._trial: _Trial | None = None
+        self._begin()
+
+    def _begin(self) -> None:
+        """After a change: what was measured says nothing about what comes."""
         self._seen = 0
-        self._speeds: list[list[float]] = [[] for _ in range(ranks)]
+        self._times: list[list[float]] = []  # per step, per rank: seconds over the rows of all
+        self._speeds: list[list[float]] = []  # rows per second
 
     def observe(self, rows: Sequence[int], seconds: Sequence[float | None], room: Sequence[int | None]) -> bool:
         """Takes one step's times in; says whether the shares have changed.
@@ -69,23 +89,46 @@ class AutoShares:
         self._seen += 1
         if self._seen <= WARM_UP:
             return False
-        for speeds, count, taken in zip(self._speeds, rows, seconds, strict=True):
-            speeds.append(count / (taken or 1.0))
-        if len(self._speeds[0]) < SAMPLES:
+        taken = [each or 1.0 for each in seconds]
+        self._times.append([each / sum(rows) for each in taken])
+        self._speeds.append([count / each for count, each in zip(rows, taken, strict=True)])
+        if len(self._times) < self._wait:
             return False
-        speeds = [median(each) for each in self._speeds]
-        self._speeds = [[] for _ in rows]
-        return self._consider(rows, speeds, room)
+        changed = self._has_failed() or self._consider(rows, room)
+        self._times, self._speeds = [], []
+        if changed:
+            self._begin()
+        return changed
 
-    def _consider(self, rows: Sequence[int], speeds: Sequence[float], room: Sequence[int | None]) -> bool:
+    def _has_failed(self) -> bool:
+        """Whether the split that is on trial has not kept half of its promise; the one before is back then."""
+        trial, self._trial = self._trial, None
+        if trial is None or self._slowest() * (1 + trial.gain) / 2 <= trial.slowest:
+            return False
+        self.shares, self._wait = trial.shares, min(2 * self._wait, LONGEST_WAIT)
+        return True
+
+    def _slowest(self) -> float:
+        return median(map(max, self._times))
+
+    def _consider(self, rows: Sequence[int], room: Sequence[int | None]) -> bool:
+        speeds = [median(each) for each in zip(*self._speeds, strict=True)]
         total = sum(rows)
         wanted = _capped([total * speed / sum(speeds) for speed in speeds], room)
         now, then = (max(n / speed for n, speed in zip(of, speeds, strict=True)) for of in (rows, wanted))
         too_many = any(limit is not None and count > limit for count, limit in zip(rows, room, strict=True))
-        if now < GAIN * then and not too_many:
+        if not too_many and (now < GAIN * then or not self._differ()):
             return False
+        self._trial = None if too_many else _Trial(self.shares, self._slowest(), now / then)
+        wanted = [max(count, min(LEAST_ROWS, total / len(rows))) for count in wanted]
         self.shares = [count / sum(wanted) for count in wanted]
         return True
+
+    def _differ(self) -> bool:
+        """Whether the slowest rank and the fastest one are further apart than either's times are among themselves."""
+        times: list[list[float]] = sorted(map(sorted, zip(*self._times, strict=True)), key=median)
+        outer = len(self._times) // 4  # a quarter on each side may be chance
+        return times[-1][outer] > times[0][-1 - outer]
 
 
 def _capped(rows: list[float], room: Sequence[int | None]) -> list[float]:

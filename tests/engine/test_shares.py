@@ -33,6 +33,51 @@ def test_a_faster_rank_gets_more_and_then_all_stays():
     assert auto.shares == [0.75, 0.25]
 
 
+def test_a_split_that_is_no_faster_is_taken_back_and_tried_again_later():
+    """Where each step takes as long, whatever its rows."""
+    auto = AutoShares(2)
+    assert watch(auto, [8, 8], [1.0, 1.5], WARM_UP + SAMPLES)
+    assert auto.shares == pytest.approx([0.6, 0.4])
+    assert not watch(auto, [10, 6], [1.0, 1.5], WARM_UP + SAMPLES - 1)
+    assert watch(auto, [10, 6], [1.0, 1.5], 1)
+    assert auto.shares == [0.5, 0.5]
+    assert not watch(auto, [8, 8], [1.0, 1.5], WARM_UP + 2 * SAMPLES - 1)
+    assert watch(auto, [8, 8], [1.0, 1.5], 1)
+    assert watch(auto, [10, 6], [1.0, 1.5], WARM_UP + 2 * SAMPLES)
+    assert not watch(auto, [8, 8], [1.0, 1.5], WARM_UP + 4 * SAMPLES - 1)
+
+
+def test_times_that_overlap_change_nothing():
+    auto = AutoShares(2)
+    for i in range(50):
+        assert not auto.observe([8, 8], [1.0 + i % 5, 1.6 + i % 5], [None, None])
+    assert watch(auto, [8, 8], [1.0, 1.6], 2 * SAMPLES)
+
+
+def test_no_rank_is_left_with_one_row():
+    auto = AutoShares(2)
+    assert watch(auto, [8, 8], [1.0, 99.0], WARM_UP + SAMPLES)
+    assert auto.shares[1] * 16 > 1.5
+    auto = AutoShares(3)
+    assert watch(auto, [1, 1, 1], [1.0, 99.0, 99.0], WARM_UP + SAMPLES)
+    assert auto.shares == pytest.approx([0.586, 0.207, 0.207], abs=0.01)
+
+
+@given(st.lists(st.floats(0.1, 10), min_size=2, max_size=8), st.floats(0, 5))
+def test_ranks_of_any_speed_and_a_constant_part_come_to_rest(costs, constant):
+    """Each step takes a constant time, and one in proportion to the rank's rows."""
+    auto = AutoShares(len(costs))
+    rows, changes, slowest = [64] * len(costs), [], []
+    for step in range(400):
+        times = [constant + cost * count / 64 for cost, count in zip(costs, rows, strict=True)]
+        slowest.append(max(times))
+        if auto.observe(rows, times, [None] * len(rows)):
+            rows = [max(1, round(64 * len(costs) * share)) for share in auto.shares]
+            changes.append(step)
+    assert len(changes) < 20
+    assert slowest[-1] <= slowest[0]
+
+
 def test_one_slow_step_changes_nothing():
     auto = AutoShares(2)
     for i in range(40):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -105,11 +105,12 @@ class Cycle:
             return None
         self._sync.finish()
         with uninterrupted() as interrupted:
-            settings = {"clip": clip_norm, "planned": self.window.planned, "hook": self._sync.between.hook is not None}
-            decided = self._decide(standing, settings, interrupted)
+            own = {"clip": clip_norm, "planned": self.window.planned, "hook": self._sync.between.hook is not None}
+            decided = self._decide(standing, own, interrupted)
             if decided is None:
                 return None
-            used, weight = decided
+            used, weight, settings = decided
+            clip_norm = settings["clip"]
             if self._loss_scale.is_on and not are_finite(self._sync.sums, self._norm.compute()):
                 self._skip_update()
                 return False
@@ -238,11 +239,13 @@ class Cycle:
 
     def _decide(
         self, standing: Standing, settings: dict[str, Any], interrupted: Callable[[], bool]
-    ) -> tuple[list[bool], float | torch.Tensor] | None:
-        """Which parameters are updated, and what all calls weigh; ``None``: nobody has any data."""
+    ) -> tuple[list[bool], float | torch.Tensor, Mapping[str, Any]] | None:
+        """Which parameters are updated, what all calls weigh, and the settings; ``None``: nobody has any data."""
         if self._together is None:
-            return self._sync.used(), self.window.weight
-        tally = self._together.decide(self._sync, self.window, self.steps, standing, settings, interrupted)
+            return self._sync.used(), self.window.weight, settings
+        tally, followed = self._together.decide(self._sync, self.window, self.steps, standing, settings, interrupted)
         if all(each == Standing.JOINED for each in tally.standings):
             return None
-        return tally.used, tally.weight
+        if standing == Standing.JOINED:
+            self.window.follow(followed["planned"])
+        return tally.used, tally.weight, followed

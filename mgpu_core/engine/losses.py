@@ -81,6 +81,11 @@ class Window:
         self._seeded = 0.0 if rows is None else rows * planned  # what the rows were divided by, for ``mean``
         self._weight: torch.Tensor | None = None
 
+    def follow(self, planned: int) -> None:
+        """Takes another number of calls for the one that is planned, where this process had none."""
+        self._seeded *= planned / self.planned
+        self.planned = planned
+
     def seeds(self, rows: Sequence[int]) -> list[float]:
         """What each rank's loss is multiplied by before backward, for ranks with so many rows."""
         if self._reduction != "mean":

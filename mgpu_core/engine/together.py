@@ -127,8 +127,15 @@ class Together:
         standing: Standing,
         settings: Mapping[str, Any],
         interrupted: Callable[[], bool],
-    ) -> Tally:
+    ) -> tuple[Tally, Mapping[str, Any]]:
         """Sends this process's ballot; when it returns, all processes update by the same sums.
+
+        Args:
+            settings: of this update, in this process.
+
+        Returns:
+            What all have said, and the settings to update by: this process's, or where it has no data, those of one
+            that trains.
 
         Raises:
             Error: a process has given the step up, is gone, or is at another update.
@@ -143,8 +150,8 @@ class Together:
         self._check_updates(tally)
         sync.of_buckets.spread()
         if Standing.JOINED in tally.standings and Standing.TRAINS in tally.standings:
-            self._follow_settings(tally, interrupted)
-        return tally
+            settings = self._follow_settings(tally, settings, interrupted)
+        return tally, settings
 
     def _checksum(self, settings: Mapping[str, Any]) -> int:
         groups = [numbers_of(group) for group in self._optimizer.param_groups]
@@ -195,14 +202,26 @@ class Together:
                 "alike"
             )
 
-    def _follow_settings(self, tally: Tally, interrupted: Callable[[], bool]) -> None:
+    def _follow_settings(
+        self, tally: Tally, settings: Mapping[str, Any], interrupted: Callable[[], bool]
+    ) -> Mapping[str, Any]:
         """A process without data has schedulers that stand still: it takes the settings of one that trains."""
-        numbers = [numbers_of(group) for group in self._optimizer.param_groups]
-        found = self.processes.exchange("settings to follow", numbers, interrupted)
-        if tally.standings[self.processes.index] == Standing.JOINED:
-            theirs = found[tally.standings.index(Standing.TRAINS)]
-            for group, given in zip(self._optimizer.param_groups, theirs, strict=False):
-                _take(group, given)
+        groups = self._optimizer.param_groups
+        counts = [len(group["params"]) for group in groups]
+        mine = {"numbers": [numbers_of(group) for group in groups], "counts": counts, "settings": settings}
+        found = self.processes.exchange("settings to follow", mine, interrupted)
+        theirs = found[tally.standings.index(Standing.TRAINS)]
+        if any(each["counts"] != theirs["counts"] for each in found):
+            raise Error(
+                "the optimizer has other parameter groups than in a process that has joined: groups must change in all "
+                "processes, before any of them calls step.join()"
+            )
+        if tally.standings[self.processes.index] == Standing.TRAINS:
+            return settings
+        for group, given in zip(groups, theirs["numbers"], strict=True):
+            _take(group, given)
+        followed: Mapping[str, Any] = theirs["settings"]
+        return followed
 
 
 def _reason_of(error: BaseException) -> str:

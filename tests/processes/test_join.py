@@ -9,7 +9,7 @@ from torch.distributed import group
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import ExponentialLR
 
-from mgpu_core import TrainStep
+from mgpu_core import Error, TrainStep
 
 
 def net_of():
@@ -80,6 +80,45 @@ def test_what_was_being_accumulated_makes_an_update_first():
     assert [followed for _, followed, *_ in found] == [0, 2]
     assert [steps for _, _, steps, _ in found] == [3, 3]
     assert all(map(torch.equal, found[0][0], found[1][0]))
+
+
+def change_while_the_other_has_joined(process, change):
+    net = net_of()
+    optimizer = AdamW(net[0].parameters(), lr=0.05)
+    step = TrainStep(net, mse, optimizer, ["cpu"] * 2, process_group=group.WORLD, clip_norm=10.0)
+    for i, (x, y) in enumerate(data(1 + 4 * (process == 0), process)):
+        if i == 1:
+            if change == "clip":
+                step.clip_norm = 0.01
+            elif change == "accumulate":
+                step.accumulate = 2
+            else:
+                optimizer.add_param_group({"params": net[2].parameters()})
+                before = [each.detach().clone() for each in net.parameters()]
+                with pytest.raises(Error, match=r"in all processes, before any of them calls step\.join") as refused:
+                    step(x, y)
+                return str(refused.value), step.steps, all(map(torch.equal, before, net.parameters()))
+        step(x, y)
+    if process and change == "group":
+        with pytest.raises(Error, match=r"in all processes, before any of them calls step\.join") as refused:
+            step.join()
+        return str(refused.value), step.steps, True
+    step.join()
+    step.check_replicas()
+    return [each.detach().clone() for each in net.parameters()], step.steps
+
+
+@pytest.mark.parametrize("change", ["clip", "accumulate"])
+def test_settings_of_those_that_train_are_followed(change):
+    (mine, steps), (theirs, same) = run(change_while_the_other_has_joined, change)
+    assert steps == same == (5 if change == "clip" else 3)
+    assert all(map(torch.equal, mine, theirs))
+
+
+def test_a_group_that_comes_is_refused_by_all():
+    (mine, *rest), (theirs, *others) = run(change_while_the_other_has_joined, "group")
+    assert mine == theirs
+    assert rest == others == [1, True]
 
 
 def fail_while_others_have_joined(process):

@@ -58,8 +58,9 @@ class TrainStep:
             parameters are current after every step.
         loss_fn: ``loss_fn(output, target)``, a tensor of one element; ``None``: the module returns the loss itself.
             Buffers of a module (class weights) and its modes are followed, as those of ``net`` are.
-        optimizer: any ``torch.optim.Optimizer`` over parameters of ``net``.  SGD, Adam and AdamW are run fused, others
-            by their own ``step()``, once per device.  Schedulers, groups and ``state_dict()`` work as ever.
+        optimizer: any ``torch.optim.Optimizer`` over parameters of ``net``.  SGD, Adam and AdamW are run fused, torch's
+            others by their own ``step()``, once per device; with step hooks, or of a class of your own, once, and the
+            other devices get the values.  Schedulers, groups and ``state_dict()`` work as ever.
         device_ids: one device per rank, as for :class:`mgpu_core.DataParallel`; ``None``: all accelerators (of several
             processes that ``torchrun`` has started here, each takes its part), else as many CPU ranks as
             ``MGPU_CORE_CPU_RANKS`` says, else the module's own device.

@@ -227,16 +227,19 @@ def test_a_rank_without_grad_mode_has_no_graph_whoever_comes_last(without, last)
             with torch.set_grad_enabled(self.rank != without):
                 return self.norm(x)
 
-    alone, layer = nn.BatchNorm1d(3).double(), SyncBatchNorm(3).double()
-    parts = [torch.randn(4, 3, dtype=torch.float64, device="cpu", requires_grad=True) for _ in range(2)]
-    outputs = parallel_apply([Rank(layer, 0), Rank(layer, 1)], parts, devices=cpu(2))
+    team = [torch.device(each) for each in cpu(2)]
+    alone = nn.BatchNorm1d(3, device="cpu").double()
+    layers = [SyncBatchNorm(3, device=each).double() for each in team]
+    layers[1].number = layers[0].number  # as copies of one layer have it
+    parts = [torch.randn(4, 3, dtype=torch.float64, device=each, requires_grad=True) for each in team]
+    outputs = parallel_apply([Rank(layers[0], 0), Rank(layers[1], 1)], parts, devices=team)
     assert [each.requires_grad for each in outputs] == [rank != without for rank in range(2)]
-    expected = [each.detach().requires_grad_() for each in parts]
+    expected = [each.detach().cpu().requires_grad_() for each in parts]
     whole = alone(torch.cat(expected)).split(4)
     for made, sides in ((outputs, parts), (whole, expected)):
         (made[1 - without] ** 3).sum().backward(inputs=sides[1 - without : 2 - without])
-    assert all(torch.allclose(a, b) for a, b in zip(outputs, whole, strict=True))
-    assert torch.allclose(parts[1 - without].grad, expected[1 - without].grad)
+    assert all(torch.allclose(a.cpu(), b) for a, b in zip(outputs, whole, strict=True))
+    assert torch.allclose(parts[1 - without].grad.cpu(), expected[1 - without].grad)
 
 
 def test_a_layer_that_runs_in_a_hook_of_a_backward():

@@ -56,9 +56,8 @@ def all_reduce_into(
             dtype, count = CORE_DTYPES[first.dtype], core_count(first)
             ran = AllReduce(pointers, streams, count, dtype, first.nbytes, op, merge_shared_devices).run(algorithm)
         else:
-            others = [tensor.device for tensor in tensors if tensor.device.type != "cuda"]
-            if algorithm == "nccl" and others:
-                raise BackendUnavailable(f"nccl works between GPUs, and not with {others[0]}")
+            if algorithm == "nccl" and all(tensor.device.type == "cpu" for tensor in tensors):
+                raise BackendUnavailable("nccl works between GPUs, and not in host memory")
             generic.all_reduce(tensors, op)
             ran = generic.ALGORITHM
         watch.ran(ran)

@@ -11,12 +11,19 @@ from torch.nn import Module, Parameter
 
 from mgpu_core.device.tensor_checks import memory_of
 
-__all__ = ["ModuleLook"]
+__all__ = ["HOOKS", "ModuleLook", "module_hooks"]
 
 _members_of: Callable[[Module], tuple[Any, ...]] = attrgetter("_parameters", "_modules")
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_module_hooks_of: Callable[[Module], tuple[Any, ...]] = attrgetter(*HOOKS)
 _mode_of: Callable[[Module], bool] = attrgetter("training")
 _hooks_of: Callable[[Parameter], tuple[Any, ...]] = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
 _requires_grad: Callable[[Parameter], bool] = attrgetter("requires_grad")
+
+
+def module_hooks(modules: Sequence[Module]) -> list[int]:
+    """The hooks around the forwards and backwards of modules, each by its number, which no other one gets."""
+    return list(chain.from_iterable(chain.from_iterable(map(_module_hooks_of, modules))))
 
 
 class ModuleLook:
@@ -54,4 +61,5 @@ class ModuleLook:
     def _numbers_now(self) -> tuple[object, ...]:
         """What must be equal; a hook that comes or goes, does so in the dictionary that is there."""
         hooks = chain.from_iterable(map(_hooks_of, self._parameters))
-        return memory_of(self._parameters), [len(each) if each else 0 for each in hooks]
+        counts = [len(each) if each else 0 for each in hooks]
+        return memory_of(self._parameters), counts, module_hooks(self._modules)

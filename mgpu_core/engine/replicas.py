@@ -21,7 +21,7 @@ from mgpu_core.device.team import Team
 from mgpu_core.device.tensor_checks import memory_of
 from mgpu_core.engine.commit import BufferSnapshot
 from mgpu_core.engine.flat import FlatTensors, compact
-from mgpu_core.engine.module_look import ModuleLook
+from mgpu_core.engine.module_look import ModuleLook, module_hooks
 from mgpu_core.engine.twins import Twin, other_hooks, refuse_hooks
 from mgpu_core.module_tree import ModuleTree, check_initialised, modules_of
 
@@ -74,6 +74,7 @@ class Replicas:
                 self._add_twin(rank, tree)
         self.remember()
         self.remember_hooks()
+        self._module_hooks = self._module_hooks_now()
         self._modes: list[bool] = []
         self._frozen: list[bool] = []
         self._mirror_flags()
@@ -145,6 +146,13 @@ class Replicas:
             raise RuntimeError(
                 f"parameter {self.names[at]} has got or lost a hook, which the other ranks lack: {ADVICE}"
             )
+        module_hooks = self._module_hooks_now()
+        if module_hooks != self._module_hooks:
+            module = self._own_places[_first_difference(module_hooks, self._module_hooks)]
+            name = next((name for name, each in self.net.named_modules() if each is module), "")
+            raise RuntimeError(
+                f"module {name or type(module).__name__} has got or lost a hook, which the other ranks lack: {ADVICE}"
+            )
 
     def remember_hooks(self) -> None:
         """Takes the hooks that parameters have for those that the next steps must find."""
@@ -154,11 +162,17 @@ class Replicas:
     def _hooks_now(self) -> list[tuple[int, int]]:
         return [(len(each._backward_hooks or ()), other_hooks(each)) for each in self._own]
 
+    def _module_hooks_now(self) -> list[list[int]]:
+        """Of those that other ranks have copies of."""
+        return [module_hooks([each]) for each in self._own_places] if len(self.team) > 1 else []
+
     def _mirror_flags(self) -> bool:
         modes = [module.training for module in self._own_places]
         frozen = [not parameter.requires_grad for parameter in self._own]
         if modes == self._modes and frozen == self._frozen:
             return False
+        if modes != self._modes and self._modes:
+            self._follow_own_trains()
         self._modes, self._frozen = modes, frozen
         for places in self._places:
             for module, mode in zip(places, modes, strict=True):
@@ -168,6 +182,16 @@ class Replicas:
                 if parameter.requires_grad == is_frozen:
                     parameter.requires_grad_(not is_frozen)
         return True
+
+    def _follow_own_trains(self) -> None:
+        """A ``train()`` of a module's own may change more than the mode: weights that it merges, and a note of it."""
+        found = [i for i, module in enumerate(self._own_places) if type(module).train is not Module.train]
+        for places in self._places if found else ():
+            for i in found:
+                if places[i] is not self._own_places[i]:
+                    _copy_plain(self._own_places[i], places[i])
+        if found:
+            self.send_values()
 
     @property
     def flags(self) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
@@ -251,6 +275,16 @@ class Replicas:
         """Gives the user's module storage of its own again."""
         for parameter in self._own:
             parameter.data = compact(parameter)
+
+
+def _copy_plain(source: Module, target: Module) -> None:
+    """The attributes that are numbers, words or yes and no."""
+    for name, value in vars(source).items():
+        if type(value) in _PLAIN:
+            setattr(target, name, value)
+
+
+_PLAIN = (bool, int, float, str, type(None))
 
 
 def _first_difference(now: Sequence[object], then: Sequence[object]) -> int:

@@ -10,6 +10,7 @@ import torch
 from torch.nn import Module, Parameter
 
 from mgpu_core.device.dtypes import has_gradients
+from mgpu_core.engine.module_look import HOOKS
 from mgpu_core.module_tree import is_compile_wrapper, modules_of
 
 __all__ = ["GradientHook", "Twin", "other_hooks", "refuse_hooks"]
@@ -62,6 +63,9 @@ class Twin:
         for buffer in module._buffers.values():
             if buffer is not None and id(buffer) not in self._memo:
                 self._memo[id(buffer)] = buffer if self._share_buffers else self._fresh(buffer)
+        for hook in (hook for name in HOOKS for hook in getattr(module, name).values()):
+            if not isinstance(getattr(hook, "__self__", hook), Module):  # what collects, collects of all ranks
+                self._memo[id(hook)] = hook
         for value in vars(module).values():
             if isinstance(value, torch.Tensor) and value.grad_fn is not None:  # deepcopy would refuse it
                 self._memo[id(value)] = self._fresh(value)

@@ -229,11 +229,10 @@ def test_the_graph_of_a_failed_step_is_freed():
     import gc
     import weakref
 
-    net = Fragile()
+    net, seen = Fragile(), []
+    net.first.register_forward_hook(lambda module, args, out: seen.append(weakref.ref(out)))
     step = TrainStep(net, loss_of(net.plan), SGD(net.parameters(), lr=0.1), cpu(2))
     x, y = data()
-    seen = []
-    net.first.register_forward_hook(lambda module, args, out: seen.append(weakref.ref(out)))
     failing(net.plan, "loss", 0, 2)
     gc.disable()
     try:

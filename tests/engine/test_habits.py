@@ -7,13 +7,15 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 import weakref
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
-from engine.nets import Branches, Linear, Pair, batches, mse
+from engine.nets import RANKS, Branches, Linear, Pair, batches, mse
 from fakes.nets import cpu
 from torch import nn
 from torch.optim import SGD, Adam, AdamW
@@ -166,6 +168,115 @@ def test_hooks_put_on_parameters_later_are_noticed(register):
     getattr(net.last.weight, register)(lambda _: None)
     with pytest.raises(RuntimeError, match=r"last\.weight has got or lost a hook.*step\.rebuild\(\)"):
         step(x, y)
+
+
+@pytest.mark.parametrize("register", ["forward_hook", "forward_pre_hook", "full_backward_hook"])
+def test_hooks_put_on_modules_later_are_noticed(register):
+    net = Linear()
+    step = TrainStep(net, mse, SGD(net.parameters(), lr=0.5), cpu(2))
+    batch = torch.ones(4, 3), torch.ones(4, 2)
+    step(*batch)
+    handle = getattr(net.last, f"register_{register}")(lambda *_: None)
+    for call in (step, step.evaluate):
+        with pytest.raises(RuntimeError, match=r"module last has got or lost a hook.*step\.rebuild\(\)"):
+            call(*batch)
+    handle.remove()
+    step(*batch)
+    net.register_forward_hook(lambda *_: None)
+    with pytest.raises(RuntimeError, match="module Linear has got or lost a hook"):
+        step(*batch)
+    step.rebuild()
+    step(*batch)
+    assert step.steps == 3
+
+
+def test_one_rank_has_the_users_hooks_whenever_they_come():
+    net, calls = Linear(), []
+    step = TrainStep(net, mse, SGD(net.parameters(), lr=0.5), cpu(1))
+    net.last.register_forward_hook(lambda *_: calls.append(1))
+    step(torch.ones(4, 3), torch.ones(4, 2))
+    assert calls == [1]
+
+
+class Collector:
+    def __init__(self):
+        self.rows, self.lock = 0, threading.Lock()
+
+    def hook(self, module, args, output):
+        with self.lock:
+            self.rows += len(output)
+
+    __call__ = hook
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("way", ["method", "object", "partial"])
+def test_a_hook_of_somebody_elses_sees_all_ranks(ranks, way):
+    collector, net = Collector(), Linear()
+    hooks = {"method": collector.hook, "object": collector, "partial": partial(Collector.hook, collector)}
+    net.last.register_forward_hook(hooks[way])
+    step = TrainStep(net, mse, SGD(net.parameters(), lr=0.5), cpu(ranks))
+    step(torch.ones(8, 3), torch.ones(8, 2))
+    assert collector.rows == 8
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_a_hook_that_is_a_method_of_the_module_is_each_ranks_own(ranks):
+    class Counting(Linear):
+        def __init__(self):
+            super().__init__()
+            self.rows = 0
+            self.register_forward_pre_hook(Counting.count)
+            self.last.register_forward_hook(self.seen)
+
+        def count(self, args):
+            self.rows += len(args[0])
+
+        def seen(self, module, args, output):
+            assert module is self.last
+
+    net = Counting()
+    step = TrainStep(net, mse, SGD(net.parameters(), lr=0.5), cpu(ranks))
+    step(torch.ones(8, 3), torch.ones(8, 2))
+    assert [each.rows for each in step._replicas.modules] == [8 // ranks + (rank < 8 % ranks) for rank in range(ranks)]
+
+
+class Merging(nn.Linear):
+    """Adds its low-rank part to its weights for as long as it evaluates."""
+
+    def __init__(self):
+        super().__init__(3, 2)
+        self.weight.requires_grad_(False)
+        self.down, self.up = nn.Parameter(torch.randn(1, 3)), nn.Parameter(torch.randn(2, 1))
+        self.merged = False
+
+    def train(self, mode=True):
+        super().train(mode)
+        if self.merged == mode:
+            self.weight.data += (-1 if mode else 1) * (self.up.data @ self.down.data)
+            self.merged = not mode
+        return self
+
+    def forward(self, x):
+        out = super().forward(x)
+        return out if self.merged else out + x @ self.down.T @ self.up.T
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_a_module_whose_train_changes_more_than_its_mode(ranks):
+    torch.manual_seed(0)
+    net = nn.Sequential(Merging(), nn.Tanh())
+    step = TrainStep(net, mse, SGD([net[0].down, net[0].up], lr=0.1), cpu(ranks))
+    x, y = torch.randn(8, 3), torch.randn(8, 2)
+    for _ in range(2):
+        with torch.no_grad():
+            expected = mse(net(x), y)
+        assert torch.allclose(step(x, y), expected, atol=1e-6)
+        net.eval()
+        with torch.no_grad():
+            expected = mse(net(x), y)
+        assert torch.allclose(step.evaluate(x, y), expected, atol=1e-6)
+        net.train()
 
 
 def test_a_frozen_parameter_with_a_hook():

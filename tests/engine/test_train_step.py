@@ -546,6 +546,7 @@ def test_the_modules_versions_are_in_the_state():
     assert step.state_dict()["module"]._metadata[""]["version"] == 1
 
 
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler")
 @pytest.mark.parametrize("first", ["scheduler", "state"])
 def test_a_state_with_what_a_scheduler_has_added(first):
     """In the usual order: a scheduler that goes on needs what the state has, and one that is new adds it itself."""
@@ -578,11 +579,11 @@ def test_a_state_with_what_a_scheduler_has_added(first):
 
 
 def test_tied_weights_are_saved_once(tmp_path):
-    net = nn.Sequential(nn.Linear(100, 100, bias=False), nn.Linear(100, 100, bias=False))
+    net = nn.Sequential(nn.Linear(200, 200, bias=False), nn.Linear(200, 200, bias=False))
     net[1].weight = net[0].weight
     step = TrainStep(net, mse, SGD(net.parameters(), lr=0.5), cpu(2))
     torch.save(step.state_dict(), tmp_path / "step.pt")
-    assert (tmp_path / "step.pt").stat().st_size < 60_000  # of 40,000 bytes each
+    assert (tmp_path / "step.pt").stat().st_size < 250_000  # of 160,000 bytes each
     state = torch.load(tmp_path / "step.pt", weights_only=True)
     step.load_state_dict(state)
     assert state["module"]["0.weight"].data_ptr() == state["module"]["1.weight"].data_ptr()

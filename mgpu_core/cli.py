@@ -7,6 +7,7 @@ failure of the machine end in a line on stderr and status 2; only a defect of ou
 import argparse
 import importlib
 import importlib.metadata
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -17,10 +18,11 @@ from mgpu_core.extras import MissingExtra
 
 
 class Command(NamedTuple):
-    """The module behind a word, and its line in `mgpu --help`."""
+    """The module behind a word, its line in `mgpu --help`, and the status where nobody reads the output to its end."""
 
     module: str
     help: str
+    unread: int = 0
 
 
 COMMANDS = {
@@ -29,7 +31,7 @@ COMMANDS = {
     ),
     "doctor": Command("mgpu_core.doctor", "say what this machine offers, what will happen on it, and what is wrong"),
     "explain": Command("mgpu_core.explain.command", "run a script, and show what its steps did: who moved what, when"),
-    "lesson": Command("mgpu_core.lessons.command", "learn how it works: pages whose code runs, with exercises"),
+    "lesson": Command("mgpu_core.lessons.command", "learn how it works: pages whose code runs, with exercises", 1),
     "mnist": Command("mgpu_core.mnist.train", "train the MNIST reference on whatever there is"),
     "simulate": Command(
         "mgpu_core.explain.simulate", "predict a recorded step at numbers of GPUs that you do not have"
@@ -40,17 +42,20 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the answer is the exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")  # a name that the terminal cannot show ends no training
     args = _parser(words[0] if words else "").parse_args(words)
     try:
         status = int(importlib.import_module(COMMANDS[args.command].module).run(args))
-        sys.stdout.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
         return status
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
         # The reader has left, as in `mgpu doctor | head -1`; without this, Python complains once more at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        return COMMANDS[args.command].unread
     except (ValueError, OSError, Error, MissingExtra) as error:
         print(f"mgpu {args.command}: error: {_in_two_lines(error)}", file=sys.stderr)
         return 2

@@ -41,7 +41,26 @@ def check_outputs(paths: Sequence[Path], inputs: Sequence[Path] = ()) -> None:
 
 
 def write_whole(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Calls `write` with an open binary file, then makes that file `path`; if it raises, `path` stays as it was."""
+    """Calls `write` with an open binary file, then makes that file `path`; if it raises, `path` stays as it was.
+
+    A disk that is full is an `OSError` that names `path`, also behind what `torch.save` makes of it.
+    """
+    try:
+        _write_whole(path, write)
+    except (OSError, RuntimeError) as error:
+        cause = error if isinstance(error, OSError) else error.__context__
+        if not isinstance(cause, OSError) or cause.filename is not None:
+            raise
+        raise OSError(cause.errno, cause.strerror, str(path)) from error
+
+
+def check_picture(path: Path) -> None:
+    """Raises `ValueError` unless the name is that of a PNG file, which is what is drawn."""
+    if path.suffix.lower() != ".png":
+        raise ValueError(f"{path}: wanted a name that ends in .png")
+
+
+def _write_whole(path: Path, write: Callable[[BinaryIO], object]) -> None:
     # Through a symbolic link, the file it points to is replaced, not the link.
     target = path.resolve()
     with _temporary_beside(target) as (stream, temporary):

@@ -13,6 +13,7 @@ import pytest
 
 from mgpu_core.cli import main
 from mgpu_core.errors import Error
+from mgpu_core.explain.cost import StepProfile
 
 
 @pytest.fixture
@@ -124,3 +125,27 @@ def test_a_reader_that_has_left_is_no_error():
         process.stdout.close()
         assert "BrokenPipe" not in process.stderr.read()
         assert process.wait(timeout=110) == 0
+
+
+@pytest.mark.parametrize(("command", "status"), [("doctor", 0), ("lesson list", 1)])
+def test_where_nobody_reads_to_the_end(command, status):
+    """What prints alone has done its work; a lesson has not."""
+    code = f"import os, sys; from mgpu_core.cli import main; os.close(r); sys.exit(main({command.split()!r}))"
+    code = f"import os; r, w = os.pipe(); os.dup2(w, 1); os.close(w); {code}"
+    done = run_python("-c", code)
+    assert (done.returncode, done.stderr) == (status, "")
+
+
+def test_without_a_stdout():
+    code = "import sys; sys.stdout = None; from mgpu_core.cli import main; sys.exit(main(['simulate']))"
+    done = run_python("-c", code)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_name_that_the_terminal_cannot_show(tmp_path):
+    step = StepProfile("图", 2, 64, 10.0, 20.0, 3.0, 80, 8, (), 2.0)
+    (tmp_path / "step.json").write_text(step.to_json())
+    code = "import sys; sys.stdout.reconfigure(encoding='ascii'); from mgpu_core.cli import main; "
+    done = run_python("-c", code + f"sys.exit(main(['simulate', {str(tmp_path / 'step.json')!r}]))")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("\\u56fe, 64 rows on 2 ranks")

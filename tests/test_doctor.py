@@ -52,6 +52,19 @@ def test_cpu_ranks_on_this_machine(monkeypatch):
     assert_same_facts(report)
 
 
+@pytest.mark.parametrize("value", ["abc", "-1", "0", "1e300"])
+def test_numbers_that_are_none(monkeypatch, value):
+    """Each is found out where it is needed, in every forward or not at all; doctor says it before."""
+    names = ["MGPU_CORE_TIMEOUT", "MGPU_CORE_NCCL_TIMEOUT", "MGPU_CORE_NUM_THREADS"]
+    for name in names:
+        monkeypatch.setenv(name, value)
+    [notice] = [each for each in doctor.examine().notices if names[0] in each.message]
+    assert notice.message == ", ".join(f"{name}={value}" for name in names) + ": this is no number that it could be."
+    for name in names:
+        monkeypatch.setenv(name, "60")
+    assert not [each for each in doctor.examine().notices if names[0] in each.message]
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_a_number_of_ranks_that_is_none(monkeypatch):
     monkeypatch.setenv("MGPU_CORE_CPU_RANKS", "many")

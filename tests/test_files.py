@@ -1,5 +1,6 @@
 """A file is written whole or stays as it was, and what cannot be written is known beforehand."""
 
+import errno
 import os
 from pathlib import Path
 from typing import BinaryIO
@@ -30,6 +31,28 @@ def test_a_failure_in_the_middle_keeps_the_old_file(tmp_path: Path, failure: typ
         write_whole(path, half)
     assert path.read_bytes() == b"old"
     assert os.listdir(tmp_path) == ["file"]
+
+
+def test_a_full_disk_names_the_file(tmp_path: Path) -> None:
+    """Also where a library makes something else of it, as torch.save does."""
+    path = tmp_path / "file"
+
+    def fails(stream: BinaryIO) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def disguised(stream: BinaryIO) -> None:
+        try:
+            fails(stream)
+        finally:
+            raise RuntimeError("unexpected position")
+
+    for write in (fails, disguised):
+        with pytest.raises(OSError, match=r"No space left on device: '.*file'") as refused:
+            write_whole(path, write)
+        assert refused.value.errno == errno.ENOSPC
+    with pytest.raises(RuntimeError, match="of its own"):
+        write_whole(path, lambda stream: (_ for _ in ()).throw(RuntimeError("of its own")))
+    assert os.listdir(tmp_path) == []
 
 
 def test_a_link_stays_a_link(tmp_path: Path) -> None:

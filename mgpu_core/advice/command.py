@@ -18,7 +18,7 @@ from mgpu_core.advice.plan import Plan, plan_of
 from mgpu_core.advice.script import Chosen, Found, ScriptFailed, as_script, found_in, run_script
 from mgpu_core.device.devices import DeviceLike
 from mgpu_core.extras import require
-from mgpu_core.files import check_outputs, write_whole
+from mgpu_core.files import check_outputs, check_picture, write_whole
 
 __all__ = ["add_arguments", "run"]
 
@@ -56,7 +56,9 @@ def run(args: argparse.Namespace) -> int:
     if not script.is_file():
         raise FileNotFoundError(f"{script}: there is no such script")
     check_outputs([path for path in (args.json, args.plot) if path], [script])
+    here = Path.cwd()  # the script may go to another folder
     if args.plot is not None:
+        check_picture(args.plot)
         require("matplotlib", "a picture")
     devices, batches = _devices(args.devices), _batches(args.batches)
     with as_script(script, arguments):
@@ -67,11 +69,11 @@ def run(args: argparse.Namespace) -> int:
         chosen = Chosen(args.net, args.loss, args.sample, args.loader)
         plan = _plan(found_in(names, chosen, script), devices, batches, args)
         advice = advised(plan, stopwatch(plan.places))
-    print(f"{script}: {advice}")
     if args.json is not None:
-        write_whole(args.json, lambda file: file.write(advice.to_json().encode()))
+        write_whole(here / args.json, lambda file: file.write(advice.to_json().encode()))
     if args.plot is not None:
-        advice.plot(args.plot)
+        advice.plot(here / args.plot)
+    print(f"{script}: {advice}")
     for path in filter(None, (args.json, args.plot)):
         print(f"written: {path}")
     return 0 if advice.recommendation.way else 1

@@ -62,8 +62,10 @@ def first_batch(loader: Iterable[Any]) -> Any:
     """The first batch of a loader.
 
     Raises:
-        ValueError: it has none.
+        ValueError: it has none, or is no loader.
     """
+    if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
+        raise ValueError(f"loader must be an iterable of batches, not {type(loader).__name__}")
     for batch in loader:
         return batch
     raise ValueError("the loader has no batch")

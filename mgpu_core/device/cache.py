@@ -23,14 +23,15 @@ _remembered: dict[tuple[str, str], Any] = {}  # subject, key -> value
 
 
 def cache_folder() -> Path | None:
-    """Where the files are; ``None`` where the cache is switched off."""
+    """Where the files are; ``None`` where the cache is switched off, or would be in a home folder that there is not."""
     wanted = os.environ.get(VARIABLE, "").strip()
     if wanted.lower() == "off":
         return None
-    if wanted:
-        return Path(wanted).expanduser()
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser() / "mgpu_core"
+    try:
+        return Path(wanted).expanduser() if wanted else Path(base).expanduser() / "mgpu_core"
+    except RuntimeError:
+        return None
 
 
 def load(subject: str, key: dict[str, Any]) -> Any | None:
@@ -44,7 +45,7 @@ def load(subject: str, key: dict[str, Any]) -> Any | None:
         if found.get("format") != _FORMAT or _text(found["key"]) != text:
             return None
         value = found["value"]
-    except (OSError, ValueError, AttributeError, KeyError):
+    except (OSError, ValueError, AttributeError, KeyError, RecursionError):
         return None
     _remembered[subject, text] = value
     return value

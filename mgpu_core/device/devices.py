@@ -122,6 +122,8 @@ def _number(name: str, default: int) -> int:
     text = os.environ.get(name, "").strip() or str(default)
     if not text.isdecimal():
         raise ValueError(f"{name} must be a whole number of 0 or more, not {text!r}")
+    if len(text) > 4:
+        raise ValueError(f"{name} must be a whole number up to 9999, not {text}")
     return int(text)
 
 

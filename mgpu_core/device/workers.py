@@ -24,8 +24,9 @@ import torch
 
 from mgpu_core.errors import Error
 
-__all__ = ["Outcome", "WorkerPool", "time_limit"]
+__all__ = ["TIMEOUT_VARIABLE", "Outcome", "WorkerPool", "time_limit"]
 
+TIMEOUT_VARIABLE = "MGPU_CORE_TIMEOUT"
 IDLE_SECONDS = 5.0  # a crew that nobody wanted for so long is sent home when another one comes back
 EXIT_SECONDS = 4.0  # how long the end of the process waits for workers that are still in somebody's forward
 
@@ -36,11 +37,13 @@ def time_limit() -> float:
     Raises:
         ValueError: the variable is not a positive number.
     """
-    text = os.environ.get("MGPU_CORE_TIMEOUT", "1800")
+    text = os.environ.get(TIMEOUT_VARIABLE, "").strip() or "1800"
     with suppress(ValueError):
         if 0 < float(text) <= threading.TIMEOUT_MAX:
             return float(text)
-    raise ValueError(f"MGPU_CORE_TIMEOUT must be a positive number of seconds, not {text!r}")
+    raise ValueError(
+        f"{TIMEOUT_VARIABLE} must be a positive number of seconds, up to {threading.TIMEOUT_MAX:.0f}, not {text!r}"
+    )
 
 
 class Outcome:

@@ -3,16 +3,18 @@
 Pure functions: facts in, notices out. A check stays silent unless it can name both the trouble and the way out.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from mgpu_core.device.device_map import TorchReading, shows
 from mgpu_core.device.discovery import Visibility, parse_visible_devices
 from mgpu_core.device.nccl_library import VARIABLE as NCCL_VARIABLE
 from mgpu_core.device.nccl_library import NcclLibrary
+from mgpu_core.device.nccl_teams import TIMEOUT_VARIABLE as NCCL_TIMEOUT_VARIABLE
 from mgpu_core.device.nvml import NvmlReading
 from mgpu_core.device.peers import PeerVerdict
 from mgpu_core.device.visibility_notices import ORDER, VARIABLE, Notice, change_notice, visibility_notices
+from mgpu_core.device.workers import TIMEOUT_VARIABLE
 from mgpu_core.doctor.report import Core, Cpu, Defaults, Torch
 
 RANKS = "MGPU_CORE_CPU_RANKS"
@@ -140,6 +142,33 @@ def _bad_defaults(facts: Facts) -> Notice | None:
     return Notice("warning", f"{problem}.", f"export {RANKS}=2") if problem else None
 
 
+def _bad_variables(facts: Facts) -> Notice | None:
+    """Those that are read where they are needed: each is an error there, or taken for nothing."""
+    wrong = [name for name, is_right in _NUMBERS.items() if not is_right(facts.environ.get(name, "").strip() or "1")]
+    if not wrong:
+        return None
+    named = ", ".join(f"{name}={facts.environ[name]}" for name in wrong)
+    return Notice("warning", f"{named}: this is no number that it could be.", f"unset {' '.join(wrong)}")
+
+
+def _is_seconds(text: str) -> bool:
+    try:
+        return 0 < float(text) <= 1e9
+    except ValueError:
+        return False
+
+
+def _is_count(text: str) -> bool:
+    return text.isdecimal() and len(text) <= 4 and int(text) > 0
+
+
+_NUMBERS: dict[str, Callable[[str], bool]] = {
+    TIMEOUT_VARIABLE: _is_seconds,
+    NCCL_TIMEOUT_VARIABLE: _is_seconds,
+    "MGPU_CORE_NUM_THREADS": _is_count,
+}
+
+
 def _threads(facts: Facts) -> Notice | None:
     threads, cores = facts.torch.num_threads or 0, facts.cpu.cores_available
     if threads <= cores:
@@ -179,6 +208,7 @@ _CHECKS = (
     _no_cuda_room,
     _nccl,
     _bad_defaults,
+    _bad_variables,
     _threads,
     _no_nvml,
     _peers,

@@ -44,6 +44,7 @@ def run(args: argparse.Namespace) -> int:
     if not args.script.is_file():
         raise FileNotFoundError(f"{args.script}: there is no such script")
     check_outputs([path for path in (args.html, args.trace, args.profile) if path], [args.script])
+    here = Path.cwd()  # the script may go to another folder
     _mind_the_order(args.arguments)
     process = os.getpid()
     with record_story(skip=args.skip, steps=args.steps) as story:
@@ -55,8 +56,7 @@ def run(args: argparse.Namespace) -> int:
         return status or 1
     if args.predict:
         _predict(story)
-    print(f"\n{story.table()}")
-    _save(story, args.html, args.trace, args.profile, args.script.stem)
+    _save(story, here, args)
     return status
 
 
@@ -83,22 +83,28 @@ def _nothing(args: argparse.Namespace) -> str:
     )
 
 
-def _save(story: Story, html: Path | None, trace: Path | None, profile: Path | None, name: str) -> None:
-    """Writes the files that are wanted, and says so.
+def _save(story: Story, here: Path, args: argparse.Namespace) -> None:
+    """Writes the files that are wanted, whose names are as seen from ``here``; then shows the last step, and says so.
 
     Raises:
         OSError: a file cannot be written.
         ValueError: the last step has no forward and backward to predict from.
     """
-    if html is not None:
-        story.save_html(html)
-    if trace is not None:
-        story.save_trace(trace)
-    if profile is not None:
-        text = story.profile(name=name).to_json()
-        write_whole(profile, lambda file: file.write(text.encode()))
-    for path in (html, trace, profile):
-        if path is not None:
+    written = []
+    try:
+        if args.html is not None:
+            story.save_html(here / args.html)
+            written.append(args.html)
+        if args.trace is not None:
+            story.save_trace(here / args.trace)
+            written.append(args.trace)
+        if args.profile is not None:
+            text = story.profile(name=args.script.stem).to_json()
+            write_whole(here / args.profile, lambda file: file.write(text.encode()))
+            written.append(args.profile)
+    finally:
+        print(f"\n{story.table()}")
+        for path in written:
             print(f"written: {path}")
 
 

@@ -206,7 +206,7 @@ def this_host() -> HostMemory:
     kept = cache.load("host_memory", key)
     try:
         return _host_of(kept)
-    except (TypeError, KeyError, ValueError):
+    except (TypeError, KeyError, ValueError, OverflowError):
         host = fit_host(measure(POINTS))
         cache.store("host_memory", key, asdict(host))
         return host

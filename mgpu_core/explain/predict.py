@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import ceil
 
 from mgpu_core.explain.cost import Cost, StepProfile, all_reduce_cost, gather_seconds, scatter_seconds
 from mgpu_core.explain.topology import HostMemory, Machine
@@ -45,7 +46,7 @@ class Prediction:
 
     Attributes:
         gpus: how many.
-        rows: of the whole batch.
+        rows: of the whole batch; with weak scaling of ranks that had unequally many, no whole number.
         compute_s: forward and backward of one GPU.
         latency_s, transfer_s: the exposed part of the all-reduces, by what it consists of.
         update_s: of the optimizer.
@@ -55,7 +56,7 @@ class Prediction:
     """
 
     gpus: int
-    rows: int
+    rows: float
     compute_s: float
     latency_s: float
     transfer_s: float
@@ -119,9 +120,9 @@ def predict_step(profile: StepProfile, gpus: int, plan: Plan) -> Prediction:
 
 def _predict(profile: StepProfile, gpus: int, plan: Plan) -> Prediction:
     scale = gpus / profile.ranks if plan.scaling == "weak" else 1.0  # of the whole batch
-    rows = round(profile.rows * scale)
+    rows = profile.rows * scale  # weak: as many a GPU as were recorded on the average
     if rows < gpus:
-        raise ValueError(f"{gpus} GPUs share {rows} rows: some have none (--scaling weak keeps the rows of each)")
+        raise ValueError(f"{gpus} GPUs share {rows:g} rows: some have none (--scaling weak keeps the rows of each)")
     slower = _slowdown(profile, gpus, plan)
     cost = _all_reduce(profile, gpus, plan)
     exposed = _exposed(profile, cost, slower, plan)
@@ -146,8 +147,8 @@ def _input(profile: StepProfile, gpus: int, scale: float, plan: Plan) -> float:
 
 
 def _slowdown(profile: StepProfile, gpus: int, plan: Plan) -> float:
-    """Of one rank's forward and backward: in proportion to its rows; CPU ranks share the cores as well."""
-    rows = 1.0 if plan.scaling == "weak" else profile.ranks / gpus
+    """Of the largest rank's forward and backward: in proportion to its rows; CPU ranks share the cores as well."""
+    rows = 1.0 if plan.scaling == "weak" else ceil(profile.rows / gpus) / ceil(profile.rows / profile.ranks)
     return rows * gpus / profile.ranks if isinstance(plan.machine, HostMemory) else rows
 
 

@@ -20,7 +20,7 @@ from mgpu_core.explain.predict import SCALINGS, Plan, Prediction, predict_step
 from mgpu_core.explain.simulate_plot import draw
 from mgpu_core.explain.topology import FORM, GPUS_PER_NODE, HostMemory, Machine, known_names, parse_topology
 from mgpu_core.extras import require
-from mgpu_core.files import check_outputs, write_whole
+from mgpu_core.files import check_outputs, check_picture, write_whole
 
 __all__ = ["add_arguments", "render", "run", "simulate"]
 
@@ -48,18 +48,19 @@ def run(args: argparse.Namespace) -> int:
     """Prints the table; writes what was asked for."""
     check_outputs([path for path in (args.plot, args.json) if path], [args.step] if args.step else [])
     if args.plot is not None:
+        check_picture(args.plot)
         require("matplotlib", "a picture")
     gpus = _counts(args.gpus)
     profile = _profile(args)
     plan = Plan(_machine(args), args.scaling, not args.no_overlap, args.algorithm)
     found = simulate(profile, gpus, plan)
-    print(render(profile, plan, found), end="")
-    if not args.step:
-        print(f"\n{NOTE}")
     if args.json is not None:
         _write(args.json, profile, plan, found)
     if args.plot is not None:
         draw(_title(profile, plan), found, args.plot)
+    print(render(profile, plan, found), end="")
+    if not args.step:
+        print(f"\n{NOTE}")
     return 0
 
 
@@ -96,7 +97,8 @@ def _title(profile: StepProfile, plan: Plan) -> str:
     machine = plan.machine
     where = machine.name if isinstance(machine, HostMemory) else f"{machine.name}, {machine.gpus_per_node} GPUs a node"
     recorded = f"{profile.rows} rows on {profile.ranks} {'rank' if profile.ranks == 1 else 'ranks'}"
-    return f"{profile.name}, {recorded}; {where}; {plan.scaling} scaling, all-reduce {plan.algorithm}"
+    behind = "" if plan.overlap else " behind backward"
+    return f"{profile.name}, {recorded}; {where}; {plan.scaling} scaling, all-reduce {plan.algorithm}{behind}"
 
 
 def _counts(text: str) -> list[int]:

@@ -93,7 +93,7 @@ class StepProfile:
         """
         try:
             content = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"not JSON: {error}") from error
         if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
             raise ValueError(f'not a recorded step: wanted a JSON object with "format": "{FORMAT}"')

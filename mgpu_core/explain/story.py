@@ -198,12 +198,20 @@ class Story:
     def profile(self, number: int | None = None, name: str = "recorded step") -> StepProfile:
         """One training step in the numbers from which :mod:`mgpu_core.explain.cost` predicts other sizes.
 
+        Args:
+            number: negative ones count from the last; ``None``: the last that has made an update, where any has (with
+                ``accumulate`` not all do); else the last.
+            name: of the profile.
+
         Raises:
             IndexError: there is no such step.
             ValueError: the step has no forward and backward of its own.
         """
         from mgpu_core.explain.profiles import profile_of
 
+        if number is None:
+            updates = [step.number for step in self.steps if any(each.step == "update" for each in step.spans)]
+            number = updates[-1] if updates else None
         return profile_of(self.step(number), name)
 
     def step(self, number: int | None = None) -> Step:

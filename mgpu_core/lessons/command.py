@@ -1,9 +1,11 @@
 """`mgpu lesson`: list the lessons, show one, run it, start its exercises, check the answers."""
 
 import argparse
-import shutil
+import os
+import threading
 from pathlib import Path
 
+from mgpu_core.files import write_whole
 from mgpu_core.lessons.catalogue import Lesson, find_lesson, find_lessons
 from mgpu_core.lessons.check import CannotBeRead, check_file
 from mgpu_core.lessons.judge import RIGHT, Verdict
@@ -18,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     words.add_parser("list", help="the lessons")
     _add(words, "show", "print the text of a lesson")
     running = _add(words, "run", "run the code of a lesson and draw its picture")
-    running.add_argument("--picture", type=Path, metavar="FILE", help="where to (default: lesson_NN.png, here)")
+    running.add_argument("--picture", type=Path, metavar="FILE.png", help="where to (default: lesson_NN.png, here)")
     _add(words, "start", "write the exercises of a lesson to lesson_NN.py, here")
     checking = _add(words, "check", "check the answers to a lesson's exercises")
     checking.add_argument("file", nargs="?", type=Path, metavar="FILE", help="default: lesson_NN.py, here")
@@ -42,8 +44,8 @@ def _seconds(text: str) -> float:
         seconds = float(text)
     except ValueError:
         seconds = 0.0
-    if not 0 < seconds < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be a positive number of seconds, not {text}")
+    if not 0 < seconds <= threading.TIMEOUT_MAX:
+        raise argparse.ArgumentTypeError(f"must be a positive number of seconds that a clock can count, not {text}")
     return seconds
 
 
@@ -71,9 +73,9 @@ def _list() -> int:
 
 def _start(lesson: Lesson) -> int:
     path = Path(f"{lesson.file_stem}.py")
-    if path.exists():
+    if os.path.lexists(path):  # a link that leads nowhere, too
         raise FileExistsError(f"{path} is there already, and is not overwritten")
-    shutil.copyfile(lesson.stub, path)
+    write_whole(path, lambda file: file.write(lesson.stub.read_bytes()))
     print(f"{path} has the exercises. Write the functions, then: mgpu lesson check {lesson.number}")
     return 0
 

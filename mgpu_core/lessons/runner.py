@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import TextIO
 
 from mgpu_core.extras import require
-from mgpu_core.files import check_writable
+from mgpu_core.files import check_picture, check_writable
 from mgpu_core.lessons.blocks import Block, blocks_of
 from mgpu_core.lessons.catalogue import Lesson
 
@@ -31,9 +31,11 @@ def run_lesson(lesson: Lesson, picture: Path) -> bool:
     Raises:
         ModuleNotFoundError: matplotlib is missing.
         OSError: the picture cannot be written.
+        ValueError: it is no name of a picture.
     """
     os.environ.setdefault("MPLBACKEND", "Agg")  # the picture goes to a file, on machines without a screen too
     require("matplotlib", "a picture")
+    check_picture(picture)
     check_writable(picture)
     blocks = blocks_of(lesson.text)
     print(f"Lesson {lesson.title}")

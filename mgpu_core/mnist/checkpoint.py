@@ -71,11 +71,14 @@ class Checkpoint:
         content.setdefault("loss_scale", {})  # files from before there was mixed precision
         wrong = [name for name, kind in PARTS.items() if not isinstance(content.get(name), kind)]
         if wrong or len(content) != len(PARTS):
-            raise ValueError(f"{path}: wanted a checkpoint with {', '.join(PARTS)}, came one with {', '.join(content)}")
+            came = ", ".join(map(str, content))
+            raise ValueError(f"{path}: wanted a checkpoint with {', '.join(PARTS)}, came one with {came}")
         for name, only in {"accumulate": 1, "amp": None}.items():  # files from before there was a choice
             content["settings"].setdefault(name, only)
         try:
             content["epochs"] = [Epoch(**epoch) for epoch in content["epochs"]]
+            for epoch in content["epochs"]:
+                epoch.check()
         except TypeError as error:
             raise ValueError(f"{path}: wanted records of epochs, came something else ({error})") from error
         return cls(**content)
@@ -92,11 +95,26 @@ class Checkpoint:
         """Puts the state into `net` and `optimizer`, on their devices. `ValueError` if it does not fit them."""
         try:
             net.load_state_dict(self.net)
+            _check_fits(self.optimizer, optimizer)
             optimizer.load_state_dict(self.optimizer)
             torch.Generator().set_state(self.generator)
-        except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
             reason = str(error).splitlines()[0]
             raise ValueError(f"{path}: the checkpoint does not fit its own settings ({reason})") from error
+
+
+def _check_fits(state: dict[str, Any], optimizer: torch.optim.Optimizer) -> None:
+    """What torch itself finds out no sooner than in a step."""
+    for group in state["param_groups"]:
+        if missing := optimizer.defaults.keys() - group.keys():
+            raise ValueError(f"the optimizer's groups have no {min(missing)}")
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for place, values in state["state"].items():
+        for name, value in values.items():
+            if torch.is_tensor(value) and value.dim() and value.shape != parameters[place].shape:
+                raise ValueError(
+                    f"{name} of parameter {place} is {tuple(value.shape)}, not {tuple(parameters[place].shape)}"
+                )
 
 
 def binding_settings(config: Config, digest: str) -> dict[str, Any]:

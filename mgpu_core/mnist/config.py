@@ -22,6 +22,7 @@ one device."""
 AMP_DTYPES = ("bfloat16", "float16")
 
 SEED_LIMIT = 2**63
+COUNT_LIMIT = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,8 @@ class Config:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name}: wanted at least 1, got {value}")
+            if value is not None and value > COUNT_LIMIT:
+                raise ValueError(f"{name}: wanted at most {COUNT_LIMIT}, got {value}")
         if not (math.isfinite(self.lr) and self.lr > 0):
             raise ValueError(f"lr: wanted a finite number above 0, got {self.lr}")
         if not 0 <= self.seed < SEED_LIMIT:
@@ -121,6 +124,8 @@ class Config:
         for share in self.shares:
             if not (math.isfinite(share) and share > 0):
                 raise ValueError(f"shares: wanted finite numbers above 0, got {share:g}")
+        if not math.isfinite(sum(self.shares)):
+            raise ValueError("shares: wanted numbers whose sum is finite")
 
     def _check_files(self) -> None:
         taken = {} if self.resume is None else {self.resume.resolve(): "resume"}

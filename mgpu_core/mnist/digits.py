@@ -97,8 +97,15 @@ def epoch_order(count: int, seed: int, epoch: int) -> torch.Tensor:
 
 
 def cache_folder() -> Path:
-    """Where downloads are kept: `$XDG_CACHE_HOME/mgpu_core`, else `~/.cache/mgpu_core`."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mgpu_core"
+    """Where downloads are kept: `$XDG_CACHE_HOME/mgpu_core`, else `~/.cache/mgpu_core`.
+
+    Raises:
+        FileNotFoundError: there is no home folder.
+    """
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mgpu_core"
+    except RuntimeError as error:
+        raise FileNotFoundError(f"no folder for downloads: {error} Set XDG_CACHE_HOME") from error
 
 
 _FILES = {

@@ -36,6 +36,12 @@ class Epoch:
     images_per_second: float
     step_losses: list[float]
 
+    def check(self) -> None:
+        """Raises `TypeError` unless all of it is numbers, as in a file it might not be."""
+        numbers = [self.number, self.loss, self.accuracy, self.seconds, self.images_per_second, *self.step_losses]
+        if not isinstance(self.step_losses, list) or not all(type(each) in (int, float) for each in numbers):
+            raise TypeError("not all of it is numbers")
+
 
 @dataclass
 class History:

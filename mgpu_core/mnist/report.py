@@ -53,7 +53,7 @@ class ConsoleReport(Report):
     @contextlib.contextmanager
     def steps(self, number: int, count: int) -> Iterator[Callable[[], object]]:
         """Shows the progress bar of one epoch, and takes it away."""
-        if not sys.stderr.isatty():
+        if sys.stderr is None or not sys.stderr.isatty():
             yield lambda: None
             return
         try:

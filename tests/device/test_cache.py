@@ -75,3 +75,18 @@ def test_the_default_is_the_users_cache(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     assert cache.cache_folder() == tmp_path / ".cache" / "mgpu_core"
     assert os.environ["HOME"] == str(tmp_path)
+
+
+def test_what_is_nested_beyond_reason_is_as_good_as_none(folder):
+    cache.store("peers", KEY, [1, 2])
+    cache.forget()
+    [file] = folder.iterdir()
+    file.write_text("[" * 100_000)
+    assert cache.load("peers", KEY) is None
+
+
+def test_without_a_home_folder_it_lives_as_long_as_the_process(monkeypatch):
+    monkeypatch.setenv(cache.VARIABLE, "~nobody-of-that-name/cache")
+    assert cache.cache_folder() is None
+    cache.store("peers", KEY, [1, 2])
+    assert cache.load("peers", KEY) == [1, 2]

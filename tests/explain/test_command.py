@@ -135,3 +135,47 @@ def test_a_child_of_the_script_tells_no_story(tmp_path):
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.count("step 4: data_parallel") == 1
     assert done.stdout.count("written: a.html") == 1
+
+
+def test_files_go_where_the_command_was_given(tmp_path):
+    (tmp_path / "sub").mkdir()
+    done = explain(tmp_path, "--html", "a.html", "--profile", "c.json", last="import os; os.chdir('sub')")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (tmp_path / "a.html").exists()
+    assert (tmp_path / "c.json").exists()
+    assert list((tmp_path / "sub").iterdir()) == []
+
+
+ACCUMULATES = """
+import torch, mgpu_core
+net = torch.nn.Linear(3, 2)
+step = mgpu_core.TrainStep(
+    net, torch.nn.functional.mse_loss, torch.optim.SGD(net.parameters(), lr=0.1), ["cpu"] * 2, accumulate=3
+)
+for _ in range(8):
+    step(torch.ones(6, 3), torch.ones(6, 2))
+"""
+
+
+def test_the_profile_is_of_a_step_that_updates(tmp_path):
+    (tmp_path / "script.py").write_text(ACCUMULATES)
+    command = [sys.executable, "-P", "-m", "mgpu_core", "explain", "--profile", "c.json", "script.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stderr) == (0, "")
+    profile = json.loads((tmp_path / "c.json").read_text())
+    assert profile["update_seconds"] > 0
+
+
+def test_what_was_written_is_said_where_the_profile_fails(tmp_path):
+    (tmp_path / "script.py").write_text(
+        "import torch, mgpu_core\n"
+        "model = mgpu_core.DataParallel(torch.nn.Linear(3, 2), ['cpu'] * 2)\n"
+        "for _ in range(8):\n"
+        "    model(torch.ones(4, 3))\n"
+    )
+    command = [sys.executable, "-P", "-m", "mgpu_core", "explain", "--html", "a.html", "--profile", "c.json"]
+    done = subprocess.run([*command, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 2
+    assert done.stdout.splitlines()[-1] == "written: a.html"
+    assert "no forward and backward" in done.stderr
+    assert not (tmp_path / "c.json").exists()

@@ -202,3 +202,38 @@ def test_matplotlib_is_not_imported_without_a_plot():
     code = "import sys; from mgpu_core.cli import main; main(['simulate']); print('matplotlib' in sys.modules)"
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=110)
     assert done.stdout.endswith("\nFalse\n"), done.stderr
+
+
+@pytest.mark.parametrize(("rows", "ranks"), [(10, 7), (64, 3), (64, 5)])
+@pytest.mark.parametrize("gpus", [1, 2, 3, 8, 16])
+def test_rows_that_do_not_divide_are_neither_gained_nor_lost(rows, ranks, gpus):
+    """Compute alone: with weak scaling each GPU does what it did, so N do N times as much."""
+    step = StepProfile("net", ranks, rows, 1.0, 2.0, 0.0, 0, 0, (), 0.0)
+    found = predict_step(step, gpus, Plan(NODE))
+    assert found.efficiency == pytest.approx(1)
+    assert found.rows == pytest.approx(rows * gpus / ranks)
+
+
+def test_strong_scaling_waits_for_the_gpu_with_most_rows():
+    step = StepProfile("net", 1, 64, 32.0, 32.0, 0.0, 0, 0, (), 0.0)
+    compute = [predict_step(step, gpus, Plan(NODE, scaling="strong")).compute_s for gpus in (1, 32, 33, 48, 63, 64)]
+    assert compute == [64, 2, 2, 2, 2, 1]
+    uneven = StepProfile("net", 3, 64, 22.0, 22.0, 0.0, 0, 0, (), 0.0)
+    assert predict_step(uneven, 3, Plan(NODE, scaling="strong")).compute_s == 44
+
+
+def test_no_overlap_is_in_the_title(step_file, capsys):
+    assert main(["simulate", str(step_file), "--no-overlap"]) == 0
+    assert "all-reduce auto behind backward\n" in capsys.readouterr().out
+
+
+def test_a_picture_is_a_png(step_file, capsys, tmp_path):
+    assert main(["simulate", str(step_file), "--plot", str(tmp_path / "a.jpg")]) == 2
+    assert "a.jpg: wanted a name that ends in .png" in capsys.readouterr().err
+    assert not (tmp_path / "a.jpg").exists()
+
+
+def test_a_step_nested_beyond_reason_is_one_line(tmp_path, capsys):
+    (tmp_path / "step.json").write_text("[" * 100_000)
+    assert main(["simulate", str(tmp_path / "step.json")]) == 2
+    assert "not JSON" in capsys.readouterr().err

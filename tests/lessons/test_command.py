@@ -231,3 +231,25 @@ def test_text_block_needs_its_python_block():
 def test_block_knows_its_heading_even_after_comments_in_code():
     blocks = blocks_of("# 1. A\n```python\n# no heading\n```\n## B\ntext\n```python\npass\n```\n")
     assert [(block.heading, block.line) for block in blocks] == [("1. A", 3), ("B", 8)]
+
+
+def test_a_picture_is_a_png(mgpu):
+    for name in ("noext", "a.xyz"):
+        status, out, err = mgpu("run", 1, "--picture", name)
+        assert (status, out) == (2, "")
+        assert "wanted a name that ends in .png" in err
+    assert list(Path().iterdir()) == []
+
+
+def test_exercises_are_not_written_through_a_link_that_leads_nowhere(mgpu):
+    Path("lesson_01.py").symlink_to("nowhere")
+    status, _, err = mgpu("start", 1)
+    assert status == 2
+    assert "is there already" in err
+    assert not Path("nowhere").exists()
+
+
+def test_a_limit_beyond_all_clocks(mgpu):
+    status, _, err = mgpu("check", 1, "--limit", "1e300")
+    assert status == 2
+    assert "number of seconds that a clock can count, not 1e300" in err

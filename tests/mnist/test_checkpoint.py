@@ -184,6 +184,8 @@ def test_other_torch_files_are_refused(tmp_path: Path, content: object, told: st
         pytest.param({"settings": []}, id="no settings"),
         pytest.param({"epochs": [{"number": 1}]}, id="half an epoch"),
         pytest.param({"more": 1}, id="one more part"),
+        pytest.param({1: 2}, id="a part without a name"),
+        pytest.param({"optimizer": {"state": {0: 5}, "param_groups": []}}, id="another optimizer"),
     ],
 )
 def test_a_checkpoint_with_a_wrong_part_is_refused(
@@ -191,6 +193,20 @@ def test_a_checkpoint_with_a_wrong_part_is_refused(
 ) -> None:
     path = tmp_path / "changed.pt"
     torch.save(torch.load(saved, weights_only=True) | change, path)
+    with pytest.raises(ValueError, match=r"changed\.pt: "):
+        resume(path, few)
+
+
+@pytest.mark.parametrize("change", ["lr", "momentum", "losses"])
+def test_a_checkpoint_that_is_wrong_inside_is_refused(saved: Path, tmp_path: Path, few: Digits, change: str) -> None:
+    path, content = tmp_path / "changed.pt", torch.load(saved, weights_only=True)
+    if change == "lr":
+        del content["optimizer"]["param_groups"][0]["lr"]
+    elif change == "momentum":
+        content["optimizer"]["state"] = {0: {"momentum_buffer": torch.zeros(2)}}
+    else:
+        content["epochs"][0]["step_losses"] = "abc"
+    torch.save(content, path)
     with pytest.raises(ValueError, match=r"changed\.pt: "):
         resume(path, few)
 

@@ -159,7 +159,7 @@ class TrainStep:
         self._sync.between.hook = self._comm_hook
         self._updates = Updates(self.optimizer, self._replicas, self._sync, in_shards)
         self._passes = Passes(
-            self._replicas, self._losses.functions, self.reduction, self.amp_dtype, self.rng, self.capture, self.dim
+            self._replicas, self._losses, self.reduction, self.amp_dtype, self.rng, self.capture, self.dim
         )
         self._cycle = Cycle(
             self._replicas, self._sync, self._updates, self.loss_scale, self._together, steps, self._losses.modules

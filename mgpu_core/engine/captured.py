@@ -89,7 +89,7 @@ class CapturedSteps:
 
     def _buffers_wander(self) -> bool:
         """Whether some buffer has been in another place before each of the last steps."""
-        before, self._places = self._places, _places_of(self.replicas.buffers)
+        before, self._places = self._places, _places_of(self.passes.buffers)
         self._moves = self._moves + 1 if self._places != before else 0
         return self._moves > WARM_UP
 
@@ -97,12 +97,12 @@ class CapturedSteps:
         """What a recording fixes, besides the batch."""
         autocast = torch.is_autocast_enabled(GRAPH_DEVICE) and torch.get_autocast_dtype(GRAPH_DEVICE)
         used, memory = tuple(self.cycle.used), (self._updates.memory, self._places)
-        return self.replicas.flags, used, memory, clip_norm, autocast, self._loss_scale.scale
+        return self.passes.flags, used, memory, clip_norm, autocast, self._loss_scale.scale
 
     def _record(self, batch: Any, clip_norm: float | None) -> Recording:
         kind = _OneGraph if len(self.replicas.devices) == 1 else _GraphsPerDevice
         try:
-            with self.replicas.buffers_kept():
+            with self.passes.buffers_kept():
                 return kind(self, batch, clip_norm)
         except BaseException:
             self.recorder.forget()
@@ -138,7 +138,7 @@ class _OneGraph:
         self._steps: CapturedSteps = weakref.proxy(steps)  # which has this
         self._clip_norm = clip_norm
         self._device = steps.replicas.devices[0]
-        self._buffers = steps.replicas.buffers  # nobody else gets their memory
+        self._buffers = steps.passes.buffers  # nobody else gets their memory
         self._batch = StaticNest(batch, self._device)
         self._norm = steps.cycle.norm_on(0)
         self._graph, (self._loss,) = steps.recorder.record(self._device, self._work)
@@ -169,7 +169,7 @@ class _GraphsPerDevice:
         self._steps: CapturedSteps = weakref.proxy(steps)  # which has this
         self._clip_norm = clip_norm
         self._devices = steps.replicas.devices
-        self._buffers = steps.replicas.buffers  # nobody else gets their memory
+        self._buffers = steps.passes.buffers  # nobody else gets their memory
         steps.begin()
         parts, rows = steps.split(batch)
         self._batches = [StaticNest(_nest_of(part)) for part in parts]

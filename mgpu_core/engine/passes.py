@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ import torch
 from mgpu_core.device.clock import RankClock
 from mgpu_core.engine.commit import Gate
 from mgpu_core.engine.losses import RankLoss
+from mgpu_core.engine.rank_losses import RankLosses
 from mgpu_core.engine.ranks import Pass, RankPart, has_graph, run_pass
 from mgpu_core.engine.replicas import Replicas
 from mgpu_core.module_tree import draws_random_numbers
@@ -26,7 +28,7 @@ class Passes:
 
     Args:
         replicas: the ranks' modules.
-        loss_fns: per rank; ``None``: the module returns the loss.
+        losses: of the ranks.
         reduction: what a loss function returns.
         amp_dtype: what autocast computes in; ``None``: the caller's own setting.
         rng: as in :func:`mgpu_core.parallel_apply`.
@@ -40,14 +42,15 @@ class Passes:
     def __init__(
         self,
         replicas: Replicas,
-        loss_fns: Sequence[Any],
+        losses: RankLosses,
         reduction: str,
         amp_dtype: torch.dtype | None,
         rng: str,
         capture: bool,
         dim: int,
     ) -> None:
-        self._replicas, self._loss_fns, self._reduction = replicas, loss_fns, reduction
+        self._replicas, self._loss_fns, self._reduction = replicas, losses.functions, reduction
+        self._modules = [replicas, *losses.replicas]
         self._amp_dtype, self._dim = amp_dtype, dim
         modules = replicas.net.modules()
         self.joint = len(replicas.team) > 1 and any(isinstance(each, SyncBatchNorm) for each in modules)
@@ -59,6 +62,24 @@ class Passes:
     def look_for_draws(self) -> None:
         """Finds out whether the module, as it is now, draws random numbers."""
         self._draws = draws_random_numbers(self._replicas.net)
+
+    @property
+    def buffers(self) -> list[torch.Tensor | None]:
+        """Of the module and the loss function, of all ranks."""
+        return [buffer for replicas in self._modules for buffer in replicas.buffers]
+
+    @property
+    def flags(self) -> tuple[object, ...]:
+        """Which modules train, and which parameters are frozen."""
+        return tuple(replicas.flags for replicas in self._modules)
+
+    @contextmanager
+    def buffers_kept(self) -> Iterator[None]:
+        """Around a recording, see :meth:`Replicas.buffers_kept`."""
+        with ExitStack() as stack:
+            for replicas in self._modules:
+                stack.enter_context(replicas.buffers_kept())
+            yield
 
     def split(
         self, inputs: tuple[Any, ...], kwargs: dict[str, Any], shares: Sequence[float] | None

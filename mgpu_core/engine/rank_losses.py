@@ -28,6 +28,7 @@ class RankLosses:
 
     Attributes:
         functions: per rank.
+        replicas: of a module with memory, one; else none.
         modules: of the user's own, whose buffers a forward may move.
 
     Raises:
@@ -37,13 +38,13 @@ class RankLosses:
     def __init__(self, loss_fn: Any, team: Team) -> None:
         self.functions: list[Any] = [loss_fn] * len(team)
         self.modules: list[Module] = []
-        self._replicas: Replicas | None = None
+        self.replicas: list[Replicas] = []
         if isinstance(loss_fn, Module) and (memory := _memory_of(loss_fn)):
             if any(each.device != team.devices[0] for each in memory):
                 loss_fn = copy.deepcopy(loss_fn).to(team.devices[0])
-            self._replicas = Replicas(loss_fn, team)
-            self.functions, self.modules = list(self._replicas.modules), list(modules_of(loss_fn))
-            self._versions = self._versions_now()
+            self.replicas = [Replicas(loss_fn, team)]
+            self.functions, self.modules = list(self.replicas[0].modules), list(modules_of(loss_fn))
+        self._versions = self._versions_now()
 
     def follow(self) -> None:
         """Before a call: gives all ranks the buffers, modes and values of the user's.
@@ -51,18 +52,16 @@ class RankLosses:
         Raises:
             RuntimeError: it has other parameters than it had, or elsewhere.
         """
-        if self._replicas is None:
-            return
-        self._replicas.follow()
-        self._replicas.mirror_buffers()
-        versions = self._versions_now()
-        if versions != self._versions:
-            self._versions = versions
-            self._replicas.send_values()
+        for replicas in self.replicas:
+            replicas.follow()
+            replicas.mirror_buffers()
+            versions = self._versions_now()
+            if versions != self._versions:
+                self._versions = versions
+                replicas.send_values()
 
     def _versions_now(self) -> list[int]:
-        assert self._replicas is not None
-        return [each._version for each in self._replicas.own]
+        return [each._version for replicas in self.replicas for each in replicas.own]
 
 
 def check_loss(loss_fn: Any) -> None:

@@ -65,5 +65,5 @@ class LossScale:
         if not self.is_on:
             return
         self.scale, self._good, self.skipped = INITIAL, 0, 0
-        if state["is_on"]:
+        if state.get("is_on", True):
             self.scale, self._good, self.skipped = state["scale"], state["good"], state["skipped"]

@@ -75,9 +75,10 @@ def compact_copy(value: Any, made: dict[Any, torch.Tensor] | None = None) -> Any
     """
     made = {} if made is None else made
     if isinstance(value, torch.Tensor):
-        [key] = zip(*memory_of([value]), strict=True)
-        place = value.device, value.shape, *key
-        if place not in made or not value.numel():
+        place = _place(value)
+        if place is None:
+            return compact(value)
+        if place not in made:
             made[place] = compact(value)
         return made[place]
     if isinstance(value, dict):
@@ -85,6 +86,13 @@ def compact_copy(value: Any, made: dict[Any, torch.Tensor] | None = None) -> Any
         copied.update({name: compact_copy(each, made) for name, each in value.items()})
         return copied
     return [compact_copy(each, made) for each in value] if isinstance(value, list) else copy.deepcopy(value)
+
+
+def _place(tensor: torch.Tensor) -> Any:
+    """Equal for tensors that are the same memory seen in the same way; ``None``: it is none that can be asked for."""
+    if tensor.layout is not torch.strided or not tensor.numel() or tensor.device.type == "meta":
+        return None
+    return tensor.device, tensor.shape, tensor.is_conj(), tensor.is_neg(), *zip(*memory_of([tensor]), strict=True)
 
 
 def _accelerator_states() -> list[torch.Tensor]:

@@ -140,6 +140,22 @@ def test_weights_are_those_of_each_batch(devices):
     assert captured.graphs.replays == 8
 
 
+@pytest.mark.parametrize("devices", TEAMS)
+def test_class_weights_that_change_between_replays(devices):
+    criterion = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0]), reduction="sum").to(devices[0])
+    make = next(iter(OPTIMIZERS.values()))
+    captured, plain = pair(devices, make, net=Linear(), loss_fn=criterion, reduction="sum")
+    x, y = numbers(8, 3), (torch.arange(8) % 2).to(devices[0])
+    for i in range(14):
+        if i == 8:
+            criterion.weight.copy_(torch.tensor([3.0, 0.5]))
+        if i == 11:
+            criterion.weight = torch.tensor([0.25, 4.0], device=devices[0])
+        assert torch.equal(captured(x, y), plain(x, y)), i
+    assert captured.graphs.replays > 5
+    assert_same(captured, plain)
+
+
 def test_a_hook_and_its_dtype_are_part_of_the_host():
     class Told(list):
         def __call__(self, bucket):

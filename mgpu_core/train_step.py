@@ -129,7 +129,7 @@ class TrainStep:
         self.team = team_of(net, device_ids)
         self._split_plan = SplitPlan(shares, self.team)
         check_place(net, self.team)
-        self.dim, self.shares, self.reduction = dim, shares, reduction
+        self.dim, self.reduction = dim, reduction
         self.accumulate, self.clip_norm, self.rng = accumulate, clip_norm, rng
         self.shard_optimizer, self.capture = shard_optimizer, capture
         on_cpu = all(device.type == "cpu" for device in self.team.devices)
@@ -190,6 +190,15 @@ class TrainStep:
     def steps(self) -> int:
         """Updates so far."""
         return self._cycle.steps
+
+    @property
+    def shares(self) -> Sequence[float] | str | None:
+        """As they were given; another value counts from the next call on.  ValueError for what no step can have."""
+        return self._split_plan.asked
+
+    @shares.setter
+    def shares(self, shares: Sequence[float] | str | None) -> None:
+        self._split_plan.use(shares)
 
     @property
     def graphs(self) -> StepGraphs | None:

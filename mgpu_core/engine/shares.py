@@ -164,20 +164,28 @@ class SplitPlan:
         shares: one positive number per rank, ``"auto"``, or ``None``.
         team: the ranks.
 
+    Attributes:
+        asked: the shares, as they were given.
+
     Raises:
         ValueError: other shares.
     """
 
     def __init__(self, shares: Sequence[float] | str | None, team: Team) -> None:
+        self._team = team
+        self._rows: list[int] = []
+        self.use(shares)
+
+    def use(self, shares: Sequence[float] | str | None) -> None:
+        """Takes other shares from the next call on; raises as above, and then keeps those that there are."""
         if isinstance(shares, str):
             if shares != "auto":
                 raise ValueError(f'shares must be one number per rank or "auto", not {shares!r}')
         else:
-            check_shares(shares, len(team))
-        self._auto = AutoShares(len(team)) if isinstance(shares, str) else None
+            check_shares(shares, len(self._team))
+        self.asked = shares
+        self._auto = AutoShares(len(self._team)) if isinstance(shares, str) else None
         self._fixed = None if isinstance(shares, str) else shares
-        self._team = team
-        self._rows: list[int] = []
         self._timed: deque[tuple[Sequence[RankClock], list[int]]] = deque(maxlen=CLOCKS_KEPT)
 
     @property

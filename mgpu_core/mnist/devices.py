@@ -2,13 +2,15 @@
 
 A rank is a place in a list of devices, and several ranks may share one; so the answer is always a list of
 `torch.device`, of which the first holds the model and the batches. Without any wish, the step and the wrapper take all
-GPUs, or two CPU ranks where there is no GPU, so that the road of several ranks is seen on every machine; the bare
-module takes one device.
+GPUs, or where there is none as many CPU ranks as `MGPU_CORE_CPU_RANKS` says, or two, so that the road of several ranks
+is seen on every machine; the bare module takes one device.
 """
 
 from collections.abc import Sequence
 
 import torch
+
+from mgpu_core.device.devices import default_devices
 
 DeviceId = int | str | torch.device
 """A device as a user names it: an accelerator's index, `"cpu"`, `"cuda:1"`, or a `torch.device`."""
@@ -74,7 +76,7 @@ def _accelerators() -> list[torch.device]:
 
 def _default_devices(ranks: int | None, *, single: bool) -> list[torch.device]:
     accelerators = _accelerators()
-    wanted = ranks or (1 if single else len(accelerators) or CPU_RANKS)
+    wanted = ranks or (1 if single else len(accelerators or default_devices()) or CPU_RANKS)
     if not accelerators:
         return [torch.device("cpu")] * wanted
     if wanted > len(accelerators):

@@ -143,6 +143,21 @@ def test_a_step_follows_its_clocks(monkeypatch):
     assert [each.share for each in resumed.plan()] == [0.75, 0.25]
 
 
+def test_shares_may_change_between_calls():
+    net = Linear()
+    step = TrainStep(net, mse, SGD(net.parameters(), lr=0.01), cpu(2))
+    batch = torch.randn(12, 3), torch.randn(12, 2)
+    for shares, rows in ((None, [6, 6]), ([2, 1], [8, 4]), ("auto", [6, 6]), (None, [6, 6])):
+        step.shares = shares
+        step(*batch)
+        assert [each.rows for each in step.plan()] == rows
+        assert step.shares == shares
+    for wrong in ("fast", [1], [1, -1]):
+        with pytest.raises(ValueError, match="shares"):
+            step.shares = wrong
+    assert step.shares is None
+
+
 def test_real_clocks_are_read():
     net = Linear()
     step = TrainStep(net, mse, SGD(net.parameters(), lr=0.01), cpu(2), shares="auto")

@@ -46,6 +46,7 @@ def folder(tmp_path: Path, builtin: Digits, idx: Callable[..., bytes]) -> Path:
 @pytest.fixture
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mgpu_core.mnist.devices._accelerators", list)
+    monkeypatch.setattr("mgpu_core.device.devices._count", lambda kind: 0)
 
 
 @pytest.fixture

@@ -26,6 +26,17 @@ def test_without_a_gpu() -> None:
     assert resolve_devices(("cpu:0",), None, single=True) == [CPU]
 
 
+@pytest.mark.usefixtures("no_gpu")
+def test_as_many_cpu_ranks_as_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MGPU_CORE_CPU_RANKS", "4")
+    assert resolve_devices(None, None, single=False) == [CPU] * 4
+    assert resolve_devices(None, None, single=True) == [CPU]
+    assert resolve_devices(None, 3, single=False) == [CPU] * 3
+    monkeypatch.setenv("MGPU_CORE_CPU_RANKS", "many")
+    with pytest.raises(ValueError, match="MGPU_CORE_CPU_RANKS must be a whole number"):
+        resolve_devices(None, None, single=False)
+
+
 @pytest.mark.usefixtures("two_gpus")
 def test_with_two_gpus() -> None:
     assert resolve_devices(None, None, single=False) == [GPU0, GPU1]

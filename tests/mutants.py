@@ -856,7 +856,7 @@ MUTANTS = [
     mutant(
         "step: class weights that change do not reach the other ranks",
         "mgpu_core/engine/rank_losses.py",
-        "        self._replicas.mirror_buffers()\n",
+        "            replicas.mirror_buffers()\n",
         "",
         "engine/test_loss_modules.py",
     ),

@@ -154,24 +154,26 @@ def pairs(count):
 TORCHS_OWN = [torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adagrad, torch.optim.Adamax, torch.optim.RMSprop]
 
 
+@pytest.mark.parametrize("default", ["cpu", "fake:0"])
 @pytest.mark.parametrize("kind", TORCHS_OWN)
-def test_each_devices_twin_counts_its_own_steps(kind):
+def test_each_devices_twin_counts_its_own_steps(kind, default):
     """Also where there is a state already: it was loaded, the step was rebuilt, or the optimizer made it at once."""
-    settings = {"lr_decay": 0.1} if kind is torch.optim.Adagrad else {}
-    net = Linear().double()
-    alone = copy.deepcopy(net).cpu()
-    step = step_of(net, FAKES, lambda p: kind(p, lr=0.05, **settings))
-    reference = kind(alone.parameters(), lr=0.05, **settings)
-    for i, (x, y) in enumerate(pairs(6)):
-        if i == 2:
-            step.load_state_dict(step.state_dict())
-        if i == 4:
-            step.rebuild()
-        step(x, y)
-        reference.zero_grad()
-        mse(alone(x), y).backward()
-        reference.step()
-        step.check_replicas()
+    with torch.device(default):  # where torch keeps the counts
+        settings = {"lr_decay": 0.1} if kind is torch.optim.Adagrad else {}
+        net = Linear().double()
+        alone = copy.deepcopy(net).cpu()
+        step = step_of(net, FAKES, lambda p: kind(p, lr=0.05, **settings))
+        reference = kind(alone.parameters(), lr=0.05, **settings)
+        for i, (x, y) in enumerate(pairs(6)):
+            if i == 2:
+                step.load_state_dict(step.state_dict())
+            if i == 4:
+                step.rebuild()
+            step(x, y)
+            reference.zero_grad()
+            mse(alone(x), y).backward()
+            reference.step()
+            step.check_replicas()
     for own, other in zip(net.parameters(), alone.parameters(), strict=True):
         assert torch.allclose(own.cpu(), other, atol=1e-9)
         assert float(step.optimizer.state[own]["step"]) == float(reference.state[other]["step"]) == 6

@@ -97,7 +97,8 @@ class CapturedSteps:
         """What a recording fixes, besides the batch."""
         autocast = torch.is_autocast_enabled(GRAPH_DEVICE) and torch.get_autocast_dtype(GRAPH_DEVICE)
         used, memory = tuple(self.cycle.used), (self._updates.memory, self._places)
-        return self.passes.flags, used, memory, clip_norm, autocast, self._loss_scale.scale
+        shares = tuple(self._split_plan.shares or ())
+        return self.passes.flags, used, memory, shares, clip_norm, autocast, self._loss_scale.scale
 
     def _record(self, batch: Any, clip_norm: float | None) -> Recording:
         kind = _OneGraph if len(self.replicas.devices) == 1 else _GraphsPerDevice

@@ -140,6 +140,18 @@ def test_weights_are_those_of_each_batch(devices):
     assert captured.graphs.replays == 8
 
 
+def test_shares_that_change_between_replays():
+    captured, plain = pair(["fake:0", "fake:1"], next(iter(OPTIMIZERS.values())), net=Linear())
+    for i in range(14):
+        if i == 8:
+            captured.shares = plain.shares = [3, 1]
+        x, y = numbers(8, 3), numbers(8, 2)
+        assert torch.equal(captured(x, y), plain(x, y))
+        assert [each.rows for each in captured.plan()] == ([6, 2] if i >= 8 else [4, 4])
+    assert captured.graphs.replays > 5
+    assert_same(captured, plain)
+
+
 @pytest.mark.parametrize("devices", TEAMS)
 def test_class_weights_that_change_between_replays(devices):
     criterion = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0]), reduction="sum").to(devices[0])

@@ -821,7 +821,7 @@ MUTANTS = [
     mutant(
         "step: shares change with every step",
         "mgpu_core/engine/shares.py",
-        "if len(self._times) < self._wait:",
+        "if len(self._samples) < self._wait:",
         "if False:",
         "engine/test_shares.py",
     ),

@@ -71,16 +71,14 @@ def _check_disjoint_on(
     device: torch.device, written: Sequence[torch.Tensor], read: Sequence[torch.Tensor], names: Callable[[int], str]
 ) -> None:
     """Goes along the addresses, and looks at each tensor with those that have begun before it and reach beyond."""
-    found = [(*_extent(each), place, True) for place, each in enumerate(written) if _lies_on(each, device)]
-    found += [(*_extent(each), place, False) for place, each in enumerate(read) if _lies_on(each, device)]
-    open_: list[tuple[int, int, bool]] = []  # where it ends, which one it is, whether it is written
-    for begin, end, place, is_written in sorted(found):
+    tensors = [*written, *read]
+    open_: list[tuple[int, int]] = []  # where it ends, and which one it is
+    for begin, end, place in sorted((*_extent(t), i) for i, t in enumerate(tensors) if _lies_on(t, device)):
         open_ = [each for each in open_ if each[0] > begin]
-        tensor = written[place] if is_written else read[place]
-        for _, other, other_is_written in open_:
-            if (is_written or other_is_written) and _share((written if other_is_written else read)[other], tensor):
-                _refuse(names(other) if other_is_written else _INPUT, names(place) if is_written else _INPUT)
-        open_.append((end, place, is_written))
+        for _, other in open_:
+            if min(place, other) < len(written) and _share(tensors[other], tensors[place]):
+                _refuse(*(names(each) if each < len(written) else _INPUT for each in (other, place)))
+        open_.append((end, place))
 
 
 _INPUT = "an input"

@@ -44,7 +44,7 @@ class RankLosses:
                 loss_fn = copy.deepcopy(loss_fn).to(team.devices[0])
             self.replicas = [Replicas(loss_fn, team)]
             self.functions, self.modules = list(self.replicas[0].modules), list(modules_of(loss_fn))
-        self._versions = self._versions_now()
+        self._versions = [each.versions for each in self.replicas]
 
     def follow(self) -> None:
         """Before a call: gives all ranks the buffers, modes and values of the user's.
@@ -55,13 +55,9 @@ class RankLosses:
         for replicas in self.replicas:
             replicas.follow()
             replicas.mirror_buffers()
-            versions = self._versions_now()
-            if versions != self._versions:
-                self._versions = versions
+            if self._versions != [replicas.versions]:
+                self._versions = [replicas.versions]
                 replicas.send_values()
-
-    def _versions_now(self) -> list[int]:
-        return [each._version for replicas in self.replicas for each in replicas.own]
 
 
 def check_loss(loss_fn: Any) -> None:

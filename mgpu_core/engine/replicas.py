@@ -198,6 +198,11 @@ class Replicas:
         """Which modules train, and which parameters are frozen."""
         return tuple(self._modes), tuple(self._frozen)
 
+    @property
+    def versions(self) -> list[int]:
+        """How often each parameter of the user's module was written in place, as torch counts."""
+        return list(map(_version_of, self._own))
+
     def writes(self) -> list[list[int]]:
         """How often ranks that share a device have written each parameter in place, as torch counts."""
         return [list(map(_version_of, self.parameters[rank])) for rank in self._sharing]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from operator import truediv
 from statistics import median
 from typing import NamedTuple
 
@@ -68,13 +69,8 @@ class AutoShares:
         self.shares = [1.0 / ranks] * ranks
         self._wait = SAMPLES
         self._trial: _Trial | None = None
-        self._begin()
-
-    def _begin(self) -> None:
-        """After a change: what was measured says nothing about what comes."""
-        self._seen = 0
-        self._times: list[list[float]] = []  # per step, per rank: seconds over the rows of all
-        self._speeds: list[list[float]] = []  # rows per second
+        self._seen = 0  # steps since the last change
+        self._samples: list[tuple[Sequence[int], list[float]]] = []  # per step: rows and seconds of each rank
 
     def observe(self, rows: Sequence[int], seconds: Sequence[float | None], room: Sequence[int | None]) -> bool:
         """Takes one step's times in; says whether the shares have changed.
@@ -89,15 +85,13 @@ class AutoShares:
         self._seen += 1
         if self._seen <= WARM_UP:
             return False
-        taken = [each or 1.0 for each in seconds]
-        self._times.append([each / sum(rows) for each in taken])
-        self._speeds.append([count / each for count, each in zip(rows, taken, strict=True)])
-        if len(self._times) < self._wait:
+        self._samples.append((rows, [each or 1.0 for each in seconds]))
+        if len(self._samples) < self._wait:
             return False
         changed = self._has_failed() or self._consider(rows, room)
-        self._times, self._speeds = [], []
+        self._samples = []
         if changed:
-            self._begin()
+            self._seen = 0
         return changed
 
     def _has_failed(self) -> bool:
@@ -108,11 +102,15 @@ class AutoShares:
         self.shares, self._wait = trial.shares, min(2 * self._wait, LONGEST_WAIT)
         return True
 
+    def _times(self) -> list[list[float]]:
+        """Of each step, per rank: its seconds over the rows of all."""
+        return [[each / sum(rows) for each in taken] for rows, taken in self._samples]
+
     def _slowest(self) -> float:
-        return median(map(max, self._times))
+        return median(map(max, self._times()))
 
     def _consider(self, rows: Sequence[int], room: Sequence[int | None]) -> bool:
-        speeds = [median(each) for each in zip(*self._speeds, strict=True)]
+        speeds = [median(each) for each in zip(*(map(truediv, *sample) for sample in self._samples), strict=True)]
         total = sum(rows)
         wanted = _capped([total * speed / sum(speeds) for speed in speeds], room)
         now, then = (max(n / speed for n, speed in zip(of, speeds, strict=True)) for of in (rows, wanted))
@@ -126,8 +124,8 @@ class AutoShares:
 
     def _differ(self) -> bool:
         """Whether the slowest rank and the fastest one are further apart than either's times are among themselves."""
-        times: list[list[float]] = sorted(map(sorted, zip(*self._times, strict=True)), key=median)
-        outer = len(self._times) // 4  # a quarter on each side may be chance
+        times: list[list[float]] = sorted(map(sorted, zip(*self._times(), strict=True)), key=median)
+        outer = len(self._samples) // 4  # a quarter on each side may be chance
         return times[-1][outer] > times[0][-1 - outer]
 
 

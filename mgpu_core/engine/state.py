@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from mgpu_core.device.tensor_checks import memory_of
 from mgpu_core.engine.flat import compact
 
-__all__ = ["compact_copy", "load_state", "state_of"]
+__all__ = ["check_groups", "compact_copy", "load_state", "state_of"]
 
 FORMAT = "mgpu_core.TrainStep 1"
 
@@ -42,17 +42,22 @@ def load_state(state: Any, net: Module, optimizer: Optimizer) -> None:
     own = [len(group["params"]) for group in optimizer.param_groups]
     if groups != own:
         raise ValueError(f"the state's optimizer has groups of {groups} parameters, this one of {own}")
-    for saved in state["optimizer"]["param_groups"]:  # which schedulers may have added to
-        if missing := optimizer.defaults.keys() - saved.keys():
-            raise ValueError(
-                f"the state is of another optimizer than {type(optimizer).__name__}: its groups have no {min(missing)}"
-            )
+    check_groups(state["optimizer"], optimizer)
     random = state["random"]["cpu"].cpu()
     torch.Generator().set_state(random)  # it is one
     net.load_state_dict(state["module"])
     optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
     torch.set_rng_state(random)
     _set_accelerator_states(state["random"]["accelerators"])
+
+
+def check_groups(state: dict[str, Any], optimizer: Optimizer) -> None:
+    """Raises ValueError if an optimizer's state lacks numbers that this one needs in each step; it may have more."""
+    for group in state["param_groups"]:
+        if missing := optimizer.defaults.keys() - group.keys():
+            raise ValueError(
+                f"the state is of another optimizer than {type(optimizer).__name__}: its groups have no {min(missing)}"
+            )
 
 
 def _check_fits(state: dict[str, Any], own: dict[str, Any]) -> None:

@@ -54,7 +54,7 @@ class TorchUpdate:
             for mine, theirs in zip(twin.param_groups, self._optimizer.param_groups, strict=True):
                 mine.update({name: value for name, value in theirs.items() if name != "params"})
             self._give_gradients(device, used)
-        self._versions = self._versions_now()
+        self._versions = self._replicas.versions
 
     def launch(self) -> None:
         self._optimizer.step()
@@ -64,10 +64,7 @@ class TorchUpdate:
 
     def has_written(self) -> bool:
         """Whether a launch that failed has changed parameters before."""
-        return self._versions != self._versions_now()
-
-    def _versions_now(self) -> list[int]:
-        return [each._version for each in self._replicas.own]
+        return self._versions != self._replicas.versions
 
     def conclude(self) -> None:
         """The optimizers have counted themselves."""

@@ -133,7 +133,7 @@ class Updates:
 
     def _versions_now(self) -> list[int]:
         """Nothing where there is one device, whose ranks share the values."""
-        return [each._version for each in self._replicas.own] if len(self._replicas.devices) > 1 else []
+        return self._replicas.versions if len(self._replicas.devices) > 1 else []
 
     def values_changed(self) -> bool:
         """Whether the user has written parameters in place since; torch counts that, but not through ``.data``."""

@@ -90,18 +90,18 @@ def _save(story: Story, here: Path, args: argparse.Namespace) -> None:
         OSError: a file cannot be written.
         ValueError: the last step has no forward and backward to predict from.
     """
+
+    def save_profile(path: Path) -> None:
+        text = story.profile(name=args.script.stem).to_json()
+        write_whole(path, lambda file: file.write(text.encode()))
+
+    wanted = ((args.html, story.save_html), (args.trace, story.save_trace), (args.profile, save_profile))
     written = []
     try:
-        if args.html is not None:
-            story.save_html(here / args.html)
-            written.append(args.html)
-        if args.trace is not None:
-            story.save_trace(here / args.trace)
-            written.append(args.trace)
-        if args.profile is not None:
-            text = story.profile(name=args.script.stem).to_json()
-            write_whole(here / args.profile, lambda file: file.write(text.encode()))
-            written.append(args.profile)
+        for path, save in wanted:
+            if path is not None:
+                save(here / path)
+                written.append(path)
     finally:
         print(f"\n{story.table()}")
         for path in written:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mgpu_core.engine.state import compact_copy
+from mgpu_core.engine.state import check_groups, compact_copy
 from mgpu_core.files import write_whole
 from mgpu_core.mnist.config import Config
 from mgpu_core.mnist.history import Epoch
@@ -105,9 +105,7 @@ class Checkpoint:
 
 def _check_fits(state: dict[str, Any], optimizer: torch.optim.Optimizer) -> None:
     """What torch itself finds out no sooner than in a step."""
-    for group in state["param_groups"]:
-        if missing := optimizer.defaults.keys() - group.keys():
-            raise ValueError(f"the optimizer's groups have no {min(missing)}")
+    check_groups(state, optimizer)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for place, values in state["state"].items():
         for name, value in values.items():

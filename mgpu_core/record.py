@@ -14,7 +14,6 @@ from __future__ import annotations
 import os
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar, Token
@@ -24,6 +23,7 @@ from typing import ParamSpec, TypeAlias
 
 import torch
 
+from mgpu_core.caller import warn_caller
 from mgpu_core.entries import ALL_RANKS, NO_BUCKET, NO_STEP, Entry, Mark, Span
 from mgpu_core.nothing import NOTHING
 from mgpu_core.recording import Clock, Draft, HostClock, Recording
@@ -307,7 +307,7 @@ def recording(
         _end(story)
         story.finish()
         if story.failure is not None:
-            warnings.warn(_why_it_ended(story.failure), RuntimeWarning, stacklevel=3)
+            warn_caller(_why_it_ended(story.failure), RuntimeWarning)
 
 
 def _why_it_ended(failure: Exception) -> str:

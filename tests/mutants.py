@@ -471,7 +471,7 @@ MUTANTS = [
     ),
     mutant(
         "step: a recording puts another tensor in a buffer's place",
-        "mgpu_core/engine/replicas.py",
+        "mgpu_core/engine/rank_buffers.py",
         "        if replaced:\n            raise",
         "        if False:\n            raise",
         "engine/test_graphs.py",
@@ -658,8 +658,8 @@ MUTANTS = [
     ),
     mutant(
         "step: ranks keep running statistics of their own",
-        "mgpu_core/engine/replicas.py",
-        "if self.modules[rank] is not self.net:",
+        "mgpu_core/engine/rank_buffers.py",
+        "if places is not self._own:",
         "if False:",
         "engine/test_train_step.py",
     ),
@@ -714,9 +714,9 @@ MUTANTS = [
     ),
     mutant(
         "step: a failed step counts as accumulated",
-        "mgpu_core/train_step.py",
-        "        self._cycle.restore()\n        self._new_window()",
-        "        self._cycle.restore()",
+        "mgpu_core/engine/engine.py",
+        "        parts.cycle.restore()\n        parts.new_window()",
+        "        parts.cycle.restore()",
         "engine/test_failures.py",
     ),
     mutant(
@@ -856,7 +856,7 @@ MUTANTS = [
     mutant(
         "step: class weights that change do not reach the other ranks",
         "mgpu_core/engine/rank_losses.py",
-        "            replicas.mirror_buffers()\n",
+        "            replicas.buffers.mirror()\n",
         "",
         "engine/test_loss_modules.py",
     ),

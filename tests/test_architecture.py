@@ -1,8 +1,8 @@
 """DESIGN's arrows point down: read from the sources, so that nobody has to remember them.
 
 Python: cli -> doctor, lessons, mnist -> advice -> explain -> data_parallel, train_step -> engine -> parallel -> comm ->
-kernels -> device -> module_tree -> nested, twin_hooks, record, errors, files -> recording, nothing -> _core, entries,
-extras.
+kernels -> device -> module_tree -> nested, twin_hooks, record, errors, files -> recording, nothing, caller -> _core,
+entries, extras.
 C++: bindings -> rooms -> backends -> core; rooms of backends do not know each other; only bindings knows pybind11.
 """
 
@@ -18,7 +18,7 @@ PACKAGE = Path(mgpu_core.__file__).parent
 SOURCES = Path(__file__).parent.parent / "csrc"
 LAYERS = [
     {"_core", "entries", "extras"},
-    {"recording", "nothing"},
+    {"recording", "nothing", "caller"},
     {"record", "errors", "nested", "twin_hooks", "files", "optim"},
     {"module_tree"},
     {"device"},
@@ -93,7 +93,7 @@ def test_steps_of_the_road_do_not_import_each_other():
 
 def test_record_knows_nobody():
     """Everyone imports it."""
-    assert imports_of(PACKAGE / "record.py") == {"entries", "nothing", "recording"}
+    assert imports_of(PACKAGE / "record.py") == {"caller", "entries", "nothing", "recording"}
     assert imports_of(PACKAGE / "entries.py") == set()
 
 

@@ -6,12 +6,12 @@ written in terms of the other, so double backward works.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from mgpu_core.caller import warn_caller
 from mgpu_core.comm import broadcast_reduce, collectives, scatter_gather
 from mgpu_core.comm.buckets import bucket_positions
 from mgpu_core.comm.facts import tell_cut, tell_ready
@@ -66,11 +66,10 @@ def scatter(tensor: torch.Tensor, team: Team, counts: Sequence[int], dim: int) -
 def gather(tensors: Sequence[torch.Tensor], device: torch.device, dim: int) -> torch.Tensor:
     """The tensors joined along ``dim`` on ``device``; differentiable.  Scalars become a vector, as in torch."""
     if all(tensor.dim() == 0 for tensor in tensors) and dim == 0:
-        warnings.warn(
+        warn_caller(
             "Was asked to gather along dimension 0, but all "
             "input tensors were scalars; will instead unsqueeze "
-            "and return a vector.",
-            stacklevel=4,
+            "and return a vector."
         )
         tensors = [tensor.reshape(1) for tensor in tensors]
     whole: torch.Tensor = _Gather.apply(device, dim, *tensors)

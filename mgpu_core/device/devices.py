@@ -7,11 +7,12 @@ the CPU (with torch's warning).  A CPU device has no index here: which rank it i
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Sequence
 from typing import TypeAlias
 
 import torch
+
+from mgpu_core.caller import warn_caller
 
 __all__ = ["DeviceLike", "as_device", "as_devices", "default_devices", "local_devices"]
 
@@ -33,11 +34,10 @@ def _count(kind: str) -> int:
 
 def _from_index(index: int) -> torch.device:
     if index == -1:
-        warnings.warn(
+        warn_caller(
             "Using -1 to represent CPU tensor is deprecated. Please use a "
             'device object or string instead, e.g., "cpu".',
             FutureWarning,
-            stacklevel=4,
         )
         return CPU
     if index < 0:

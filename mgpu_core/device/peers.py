@@ -12,7 +12,6 @@ import json
 import subprocess
 import sys
 import threading
-import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from queue import Empty, Queue
 import torch
 
 from mgpu_core import _core
+from mgpu_core.caller import warn_caller
 from mgpu_core.device import cache
 from mgpu_core.device.machine import machine_key
 
@@ -94,11 +94,10 @@ def _allow(verdicts: Sequence[PeerVerdict]) -> None:
     for device, peer in allowed:
         map_for_peer(device, peer)
     if failed:
-        warnings.warn(
+        warn_caller(
             "some GPUs do not reach each other's memory, so their tensors go by way of the host, which is slower: "
             + "; ".join(failed),
             RuntimeWarning,
-            stacklevel=2,
         )
 
 

@@ -6,7 +6,6 @@ current on the rank's device, so that what the caller does before and after the 
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cache
@@ -14,6 +13,7 @@ from functools import cache
 import torch
 
 from mgpu_core import _core
+from mgpu_core.caller import warn_caller
 from mgpu_core.device.peers import settle_peers
 from mgpu_core.nothing import NOTHING
 
@@ -180,11 +180,10 @@ def _has_code_for(gpu: int) -> bool:
     """Whether this build runs on the GPU; asked of those alone that are used, because asking makes a context."""
     if _core.cuda_has_code_for(gpu):
         return True
-    warnings.warn(
+    warn_caller(
         f"this build of mgpu_core has no code for cuda:{gpu}: it is served by torch's copies and adds. Build with its "
         "architecture in MGPU_CUDA_ARCHS; see `mgpu doctor`.",
         RuntimeWarning,
-        stacklevel=2,
     )
     return False
 
@@ -197,10 +196,9 @@ def _cuda_room_works() -> bool:
     ours, theirs = _core.cuda_device_count(), torch.cuda.device_count()
     built = any(name == "cuda" and there for name, there, _ in _core.rooms())
     if built and ours != theirs:
-        warnings.warn(
+        warn_caller(
             f"torch sees {theirs} GPUs and mgpu_core's CUDA runtime {ours}: they are served by torch's copies and adds."
             " Build mgpu_core with the CUDA toolkit that fits the driver (MGPU_CUDA=system); see `mgpu doctor`.",
             RuntimeWarning,
-            stacklevel=2,
         )
     return built and ours == theirs

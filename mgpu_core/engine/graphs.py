@@ -6,13 +6,13 @@ is one, which batches it serves, and what to tell the user where there is none.
 
 from __future__ import annotations
 
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Protocol, TypeAlias
 
 import torch
 
+from mgpu_core.caller import warn_caller
 from mgpu_core.nested import Tree, flatten
 
 __all__ = ["GRAPH_DEVICE", "CudaRecorder", "Launch", "Recorder", "Recording", "StaticNest", "StepGraphs"]
@@ -146,7 +146,7 @@ class StepGraphs:
         """Says why a step goes the ordinary way, once for each reason, in the line of the user's that called it."""
         if self.reason is not None and self.reason not in self._told:
             self._told.add(self.reason)
-            warnings.warn(f"this step is not captured: {self.reason}", stacklevel=7)
+            warn_caller(f"this step is not captured: {self.reason}")
 
     def run(self, batch: Any, settings: Hashable, record: Callable[[], Recording]) -> torch.Tensor | None:
         """The loss of a replay; ``None``: this step must go the ordinary way.

@@ -66,7 +66,7 @@ class Passes:
     @property
     def buffers(self) -> list[torch.Tensor | None]:
         """Of the module and the loss function, of all ranks."""
-        return [buffer for replicas in self._modules for buffer in replicas.buffers]
+        return [buffer for replicas in self._modules for buffer in replicas.buffers.tensors]
 
     @property
     def flags(self) -> tuple[object, ...]:
@@ -75,10 +75,10 @@ class Passes:
 
     @contextmanager
     def buffers_kept(self) -> Iterator[None]:
-        """Around a recording, see :meth:`Replicas.buffers_kept`."""
+        """Around a recording, see :meth:`RankBuffers.kept`."""
         with ExitStack() as stack:
             for replicas in self._modules:
-                stack.enter_context(replicas.buffers_kept())
+                stack.enter_context(replicas.buffers.kept())
             yield
 
     def split(

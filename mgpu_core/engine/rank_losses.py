@@ -54,7 +54,7 @@ class RankLosses:
         """
         for replicas in self.replicas:
             replicas.follow()
-            replicas.mirror_buffers()
+            replicas.buffers.mirror()
             if self._versions != [replicas.versions]:
                 self._versions = [replicas.versions]
                 replicas.send_values()

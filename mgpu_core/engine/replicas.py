@@ -8,11 +8,9 @@ Ranks of one device share the memory of the values, never the leaf: each has its
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from operator import attrgetter, is_
 from types import MethodType
 
-import torch
 from torch.nn import Module, Parameter
 
 from mgpu_core.comm import collectives
@@ -22,6 +20,7 @@ from mgpu_core.device.tensor_checks import memory_of
 from mgpu_core.engine.commit import BufferSnapshot
 from mgpu_core.engine.flat import FlatTensors, compact
 from mgpu_core.engine.module_look import ModuleLook, module_hooks
+from mgpu_core.engine.rank_buffers import RankBuffers
 from mgpu_core.engine.twins import Twin, other_hooks, refuse_hooks
 from mgpu_core.module_tree import ModuleTree, check_initialised, modules_of
 
@@ -45,6 +44,7 @@ class Replicas:
         devices: each device of the team once, in the order of ranks.
         ranks_of: per device its ranks.
         is_mixed: whether there are devices of several kinds.
+        buffers: of all ranks.
 
     Raises:
         ValueError: a parameter that has not been initialised.
@@ -72,6 +72,7 @@ class Replicas:
                 self._add(net, list(named.values()), self._own_places)
             else:
                 self._add_twin(rank, tree)
+        self.buffers = RankBuffers(self._own_places, self._places, team.devices)
         self.remember()
         self.remember_hooks()
         self._module_hooks = self._module_hooks_now()
@@ -230,43 +231,6 @@ class Replicas:
             copies = [[self.parameters[rank][i].detach() for rank in leaders] for i in range(len(sources))]
             collectives.broadcast_into(sources, copies)
 
-    def mirror_buffers(self) -> None:
-        """Gives all ranks the buffers of the user's module, as a forward over replicas would."""
-        own = list(_buffers_of(self._own_places))
-        if not own:
-            return
-        names = [name for _, name, _ in own]
-        for rank, places in enumerate(self._places):
-            if self.modules[rank] is not self.net:
-                theirs = list(_buffers_of(places))
-                if [name for _, name, _ in theirs] != names:
-                    raise RuntimeError(f"buffers of {type(self.net).__name__} were added or removed: {ADVICE}")
-                _copy_buffers(own, theirs, self.team.devices[rank])
-
-    @property
-    def buffers(self) -> list[torch.Tensor | None]:
-        """Of all ranks."""
-        return [buffer for places in self._places for _, _, buffer in _buffers_of(places)]
-
-    @contextmanager
-    def buffers_kept(self) -> Iterator[None]:
-        """Around a recording, which computes nothing: forwards may write into buffers, and not replace them.
-
-        Raises:
-            RuntimeError: one was replaced; the old ones are back.
-        """
-        before = [each for places in self._places for each in _buffers_of(places)]
-        replaced = []
-        try:
-            yield
-        finally:
-            for module, name, buffer in before:
-                if module._buffers.get(name) is not buffer:
-                    module._buffers[name] = buffer
-                    replaced.append(name)
-        if replaced:
-            raise RuntimeError(f"the forward puts another tensor in the place of buffer {replaced[0]}")
-
     def show_memory(self, device: int, values: FlatTensors) -> None:
         """Makes the flat values of a device the memory of its ranks' parameters."""
         ranks = self.ranks_of[device]
@@ -299,26 +263,3 @@ def _first_difference(now: Sequence[object], then: Sequence[object]) -> int:
 def _parameters_of(net: Module) -> Iterator[Parameter | None]:
     for module in modules_of(net):
         yield from module._parameters.values()
-
-
-def _buffers_of(modules: Sequence[Module]) -> Iterator[tuple[Module, str, torch.Tensor | None]]:
-    for module in modules:
-        for name, buffer in module._buffers.items():
-            yield module, name, buffer
-
-
-_Buffers = Sequence[tuple[Module, str, torch.Tensor | None]]
-
-
-def _copy_buffers(sources: _Buffers, targets: _Buffers, device: torch.device) -> None:
-    fitting: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for (_, _, source), (module, name, target) in zip(sources, targets, strict=True):
-        if source is target:
-            continue
-        if source is None or target is None or source.shape != target.shape or source.dtype != target.dtype:
-            module._buffers[name] = None if source is None else source.detach().to(device, copy=True)
-        else:
-            fitting.append((target, source))
-    if fitting:
-        with torch.no_grad():
-            torch._foreach_copy_([target for target, _ in fitting], [source for _, source in fitting])

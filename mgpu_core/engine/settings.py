@@ -2,18 +2,70 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch.nn import Module
+from torch.optim import Optimizer
 
 from mgpu_core.comm.reductions import ALGORITHMS
 from mgpu_core.device.devices import DeviceLike, as_devices, local_devices
+from mgpu_core.device.random import check_rng
 from mgpu_core.device.team import Team
 from mgpu_core.engine.losses import REDUCTIONS
 from mgpu_core.engine.scaling import AMP_DTYPES
 
-__all__ = ["check_dtypes", "check_module", "check_place", "check_settings", "team_of"]
+__all__ = ["Setup", "check_dtypes", "check_module", "check_place", "team_of"]
+
+
+@dataclass
+class Setup:
+    """What a step is made from; each as for :class:`mgpu_core.TrainStep`.
+
+    Raises:
+        ValueError: a setting that no step can have.
+    """
+
+    module: Module
+    loss_fn: Callable[..., Any] | None
+    optimizer: Optimizer
+    team: Team
+    dim: int
+    reduction: str
+    accumulate: int
+    clip_norm: float | None
+    error_if_nonfinite: bool
+    amp_dtype: torch.dtype | None
+    comm_dtype: torch.dtype | None
+    bucket_nbytes: int
+    algorithm: str
+    shard_optimizer: bool
+    rng: str
+    capture: bool
+
+    def __post_init__(self) -> None:
+        check_rng(self.rng)
+        if self.reduction not in REDUCTIONS:
+            raise ValueError(f"reduction must be one of {', '.join(REDUCTIONS)}, not {self.reduction!r}")
+        if self.algorithm not in ALGORITHMS:
+            raise ValueError(f"algorithm must be one of {', '.join(ALGORITHMS)}, not {self.algorithm!r}")
+        if self.bucket_nbytes < 1:
+            raise ValueError(f"bucket_nbytes must be a positive number of bytes, not {self.bucket_nbytes}")
+        self._check_calls_and_norm()
+
+    def change(self, name: str, value: Any) -> None:
+        """Takes another value of a setting that is read in each step; ValueError for one that no step can have."""
+        replace(self, **{name: value})
+        setattr(self, name, value)
+
+    def _check_calls_and_norm(self) -> None:
+        calls, norm = self.accumulate, self.clip_norm
+        if isinstance(calls, bool) or not isinstance(calls, int) or calls < 1:
+            raise ValueError(f"accumulate must be a whole number of calls per update, 1 or more, not {calls!r}")
+        if norm is not None and not 0 < norm < float("inf"):
+            raise ValueError(f"clip_norm must be a positive number, not {norm!r}")
 
 
 def check_module(net: Module) -> None:
@@ -32,22 +84,6 @@ def check_dtypes(amp_dtype: torch.dtype | None, comm_dtype: torch.dtype | None, 
         raise TypeError(f"comm_dtype must be a floating dtype, not {comm_dtype}")
     if process_group is not None and comm_dtype is not None and comm_dtype.itemsize < 2:
         raise TypeError(f"comm_dtype between processes must have 16 bits or more, which {comm_dtype} has not")
-
-
-def check_settings(
-    reduction: str, accumulate: int, clip_norm: float | None, algorithm: str, bucket_nbytes: int
-) -> None:
-    """Raises ValueError for a setting that no step can have."""
-    if reduction not in REDUCTIONS:
-        raise ValueError(f"reduction must be one of {', '.join(REDUCTIONS)}, not {reduction!r}")
-    if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
-        raise ValueError(f"accumulate must be a whole number of calls per update, 1 or more, not {accumulate!r}")
-    if clip_norm is not None and not 0 < clip_norm < float("inf"):
-        raise ValueError(f"clip_norm must be a positive number, not {clip_norm!r}")
-    if algorithm not in ALGORITHMS:
-        raise ValueError(f"algorithm must be one of {', '.join(ALGORITHMS)}, not {algorithm!r}")
-    if bucket_nbytes < 1:
-        raise ValueError(f"bucket_nbytes must be a positive number of bytes, not {bucket_nbytes}")
 
 
 def team_of(net: Module, device_ids: Sequence[DeviceLike] | None) -> Team:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -11,6 +10,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from mgpu_core import optim
+from mgpu_core.caller import warn_caller
 from mgpu_core.device.memory import note_written
 from mgpu_core.engine.flat import compact
 from mgpu_core.engine.fused import FusedUpdate
@@ -175,9 +175,8 @@ class Updates:
             )
         if reason and not self._warned:
             self._warned = True
-            warnings.warn(
-                f"the fused kernels do not serve this {type(self.optimizer).__name__} ({reason}): torch's step does",
-                stacklevel=6,
+            warn_caller(
+                f"the fused kernels do not serve this {type(self.optimizer).__name__} ({reason}): torch's step does"
             )
         return TorchUpdate(self.optimizer, self._replicas, self._sync)
 

@@ -6,11 +6,11 @@ values in silence.
 
 from __future__ import annotations
 
-import warnings
 from types import MethodType
 
 from torch.nn import Module
 
+from mgpu_core.caller import warn_caller
 from mgpu_core.module_tree import ModuleTree
 from mgpu_core.twin_hooks import DICTIONARIES, SHARES_HOOKS
 
@@ -73,10 +73,9 @@ def warn_lost(replica: Module, module: Module) -> bool:
     """Warns of what the replica's forward assigned, if anything; returns whether it did."""
     lost = lost_attributes(replica, module)
     if lost:
-        warnings.warn(
+        warn_caller(
             f"the forward of {type(module).__name__} assigns {', '.join(lost)}: with several ranks each assigns to a "
             "replica that is gone after the forward, so the value is lost. Return it, or keep it in a buffer that is "
-            "changed in place (rank 0's are the module's own).",
-            stacklevel=4,
+            "changed in place (rank 0's are the module's own)."
         )
     return bool(lost)

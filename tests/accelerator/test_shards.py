@@ -98,7 +98,7 @@ def test_each_device_keeps_an_nth_of_the_state(devices):
     step(numbers(8, 64), numbers(8, 64))
     kept = {
         device.groups.device: sum(each.numel() for flats in device.states.values() for each in flats)
-        for device in step._updates._update._devices
+        for device in step._engine.parts.updates._update._devices
     }
     shards = len(set(devices))
     assert len(kept) == shards
@@ -227,6 +227,7 @@ def test_what_shards_cannot_have(make, devices, text):
     net = Linear().to("fake:0")
     with pytest.raises(ValueError, match=text):
         TrainStep(net, mse, make(net.parameters()), devices, shard_optimizer=True)
+    assert not any(each._post_accumulate_grad_hooks for each in net.parameters())
 
 
 def test_a_hook_on_the_optimizer_comes_later():

@@ -47,7 +47,7 @@ def test_a_device_that_differs_is_named():
     net = Linear()
     step = step_of(net, FAKES)
     step(numbers(6, 3), numbers(6, 2))
-    step._replicas.parameters[2][0].data.add_(1)
+    step._engine.parts.replicas.parameters[2][0].data.add_(1)
     with pytest.raises(Error, match=r"parameter last\.weight of rank 2 on fake:2 differs from fake:0's"):
         step.check_replicas()
     step.sync_parameters()
@@ -63,10 +63,10 @@ def test_values_changed_in_place_travel(steps_before):
     with torch.no_grad():
         net.last.weight.fill_(3)
     step.evaluate(numbers(6, 3), numbers(6, 2))
-    assert all(row[0].eq(3).all() for row in step._replicas.parameters)
+    assert all(row[0].eq(3).all() for row in step._engine.parts.replicas.parameters)
     net.last.weight.data.fill_(4)  # nobody counts this
     step.sync_parameters()
-    assert all(row[0].eq(4).all() for row in step._replicas.parameters)
+    assert all(row[0].eq(4).all() for row in step._engine.parts.replicas.parameters)
     step.check_replicas()
 
 
@@ -78,9 +78,9 @@ def test_ranks_that_share_another_device_start_with_what_was_loaded():
         trained.last.weight.fill_(3)
     step.module.load_state_dict(trained.state_dict())
     seen = []
-    for row in step._replicas.parameters:
+    for row in step._engine.parts.replicas.parameters:
         row[0].register_hook(lambda _, row=row: seen.append(row[0].eq(3).all().item()))
-    step._replicas.remember_hooks()
+    step._engine.parts.replicas.remember_hooks()
     step(numbers(6, 3), numbers(6, 2))
     assert seen == [True] * 3
 
@@ -92,7 +92,7 @@ def test_values_that_have_yet_to_travel_are_no_difference():
     with torch.no_grad():
         net.last.weight.fill_(3)
     step.check_replicas()
-    assert all(row[0].eq(3).all() for row in step._replicas.parameters)
+    assert all(row[0].eq(3).all() for row in step._engine.parts.replicas.parameters)
 
 
 @pytest.mark.parametrize(

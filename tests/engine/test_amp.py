@@ -25,7 +25,7 @@ def test_forwards_compute_in_half_and_parameters_stay_whole(dtype, ranks):
     step = TrainStep(net, mse, SGD(net.parameters(), lr=0.5), cpu(ranks), amp_dtype=dtype)
     while step.steps == 0:  # the first scales are too large for float16, and are skipped
         loss = step(torch.ones(6, 3), torch.zeros(6, 2))
-    assert [each.dtype for each in step._replicas.modules] == [dtype] * ranks
+    assert [each.dtype for each in step._engine.parts.replicas.modules] == [dtype] * ranks
     assert loss.dtype == torch.float32
     assert net.last.weight.dtype == net.last.weight.grad.dtype == torch.float32
     # Small whole numbers are exact in half precision, the scale is a power of two and leaves no trace.
@@ -111,7 +111,7 @@ def test_our_optimizers_are_fused_or_refused(make):
     net = Linear()
     step = TrainStep(net, mse, make(net.parameters(), lr=0.1), cpu(2))
     step(torch.ones(4, 3), torch.zeros(4, 2))
-    assert step._updates.memory is not None
+    assert step._engine.parts.updates.memory is not None
     optimizer = make(net.parameters(), lr=0.1)
     optimizer.register_step_post_hook(lambda *_: None)
     step = TrainStep(net, mse, optimizer, cpu(2))

@@ -29,7 +29,7 @@ def test_200_steps_with_changing_unused_parameters(name, ranks, rows):
         assert pair.same_gradients(), f"step {i}"
     assert pair.far() < 1e-9
     assert pair.net.rare.weight.grad is None
-    assert pair.step._updates.memory is not None
+    assert pair.step._engine.parts.updates.memory is not None
     pair.step.check_replicas()
 
 
@@ -40,7 +40,7 @@ def test_other_optimizers_run_their_own_step(ranks):
     for i, (x, y) in enumerate(batches(30, RAGGED)):
         pair.both(x, i % 3, y)
     assert pair.far() < 1e-9
-    assert not pair.step._updates.memory is not None
+    assert not pair.step._engine.parts.updates.memory is not None
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -71,7 +71,7 @@ def test_parameters_of_two_dtypes():
     for x, y in batches(20, EVEN):
         pair.both(x, y.float())
     assert pair.far() < 1e-5
-    assert pair.step._updates.memory is not None
+    assert pair.step._engine.parts.updates.memory is not None
 
 
 def test_tied_parameters_and_channels_last():

@@ -149,7 +149,7 @@ def test_every_phase_on_every_rank(ranks, rank, phase, when):
     if phase == "nan":
         assert f"rank {rank} " in str(caught.value)
     assert_same(before, state_of(step))
-    assert all(each.grad is None for row in step._replicas.parameters for each in row)
+    assert all(each.grad is None for row in step._engine.parts.replicas.parameters for each in row)
     net.plan.clear()
     for each in (step, other):
         for _ in range(2):
@@ -193,7 +193,7 @@ def test_a_sum_that_fails_fails_the_step(ranks, monkeypatch):
         raise Boom("in a bucket")
 
     with monkeypatch.context() as patch:
-        patch.setattr(step._sync, "_sum", fail)
+        patch.setattr(step._engine.parts.sync, "_sum", fail)
         with pytest.raises(Boom, match="in a bucket"):
             step(x, 2, y)
     assert_same(before, state_of(step))
@@ -338,6 +338,22 @@ def test_a_step_is_not_copied_or_saved():
     for call in (copy.copy, copy.deepcopy, pickle.dumps):
         with pytest.raises(TypeError, match=r"save step\.state_dict\(\)"):
             call(step)
+
+
+def test_settings_that_may_change_and_those_that_stay():
+    step = net_and(clip_norm=2.0)
+    before = step.accumulate, step.clip_norm, step.shares, step.optimizer
+    for name, value in {"accumulate": 0, "clip_norm": -1.0, "shares": [1.0]}.items():
+        with pytest.raises(ValueError, match=name):
+            setattr(step, name, value)
+    for name in ("module", "optimizer", "team", "dim", "reduction", "amp_dtype", "shard_optimizer", "rng", "capture"):
+        with pytest.raises(AttributeError, match=f"{name} of a step stays as it was given: make a new step"):
+            setattr(step, name, getattr(step, name))
+    assert (step.accumulate, step.clip_norm, step.shares, step.optimizer) == before
+    step.accumulate, step.clip_norm, step.error_if_nonfinite = 2, None, False
+    assert (step.accumulate, step.clip_norm, step.error_if_nonfinite) == (2, None, False)
+    with pytest.raises(AttributeError):
+        step.loss_scale = 1.0
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -502,14 +518,14 @@ def test_ctrl_c_in_the_middle_of_a_step(ranks):
 def test_ctrl_c_waits_for_the_end_of_the_update(monkeypatch):
     net = Linear()
     step = TrainStep(net, mse, SGD(net.parameters(), lr=0.5), cpu(2))
-    original = step._updates.launch
+    original = step._engine.parts.updates.launch
 
     def launch():
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(0.01)
         original()
 
-    monkeypatch.setattr(step._updates, "launch", launch)
+    monkeypatch.setattr(step._engine.parts.updates, "launch", launch)
     before = net.last.weight.clone()
     with pytest.raises(KeyboardInterrupt):
         step(torch.ones(4, 3), torch.zeros(4, 2))

@@ -122,7 +122,7 @@ def test_step_hooks_registered_later_are_called(which):
         handle.remove()
     step(x, y)
     assert calls == [1]
-    assert step._updates.memory is not None
+    assert step._engine.parts.updates.memory is not None
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
@@ -147,7 +147,7 @@ def test_a_backward_of_the_users_own_is_no_business_of_ours():
     step = TrainStep(net, mse, SGD(net.parameters(), lr=0.0), cpu(2), bucket_nbytes=1)
     for each in (net, alone):
         mse(each(torch.ones(2, 4).double(), 2), torch.zeros(2, 2).double()).backward()
-    assert step._sync._ready == []
+    assert step._engine.parts.sync._ready == []
     ((x, y),) = batches(1, 8)
     step(x, 2, y)
     step(x, 1, y)
@@ -238,7 +238,9 @@ def test_a_hook_that_is_a_method_of_the_module_is_each_ranks_own(ranks):
     net = Counting()
     step = TrainStep(net, mse, SGD(net.parameters(), lr=0.5), cpu(ranks))
     step(torch.ones(8, 3), torch.ones(8, 2))
-    assert [each.rows for each in step._replicas.modules] == [8 // ranks + (rank < 8 % ranks) for rank in range(ranks)]
+    assert [each.rows for each in step._engine.parts.replicas.modules] == [
+        8 // ranks + (rank < 8 % ranks) for rank in range(ranks)
+    ]
 
 
 class Merging(nn.Linear):
@@ -576,7 +578,7 @@ def test_an_interrupt_behind_an_update_leaves_its_running_statistics(monkeypatch
     net = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
     step = TrainStep(net, mse, SGD(net.parameters(), lr=0.1), cpu(2))
     step(torch.randn(8, 3), torch.zeros(8, 2))
-    launch = step._updates.launch
+    launch = step._engine.parts.updates.launch
 
     def interrupted():
         os.kill(os.getpid(), signal.SIGINT)
@@ -584,7 +586,7 @@ def test_an_interrupt_behind_an_update_leaves_its_running_statistics(monkeypatch
         launch()
 
     before = net[1].running_mean.clone()
-    monkeypatch.setattr(step._updates, "launch", interrupted)
+    monkeypatch.setattr(step._engine.parts.updates, "launch", interrupted)
     with pytest.raises(KeyboardInterrupt):
         step(torch.randn(8, 3), torch.zeros(8, 2))
     assert step.steps == 2

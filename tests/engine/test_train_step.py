@@ -69,7 +69,7 @@ def test_the_loss_is_fresh_and_has_no_graph(ranks):
 def test_each_rank_has_its_rows_its_thread_and_the_same_values(ranks):
     net = Spy()
     step = TrainStep(net, mse, sgd(net.parameters()), cpu(ranks))
-    spies = step._replicas.modules
+    spies = step._engine.parts.replicas.modules
     for spy in spies:
         spy.seen = []
     x = torch.arange(16.0).unsqueeze(1).expand(16, 2).contiguous()
@@ -167,7 +167,7 @@ def test_buckets_of_any_size_give_the_same(ranks, limit):
     for x, y in batches(5, 12):
         pair.both(x, y)
     assert pair.far() < 1e-12
-    assert len(pair.step._sync.buckets) == {1: 14, 100: 13, 10_000_000: 1}[limit]
+    assert len(pair.step._engine.parts.sync.buckets) == {1: 14, 100: 13, 10_000_000: 1}[limit]
 
 
 def test_buckets_follow_the_order_of_gradients_and_are_summed_during_backward():
@@ -176,11 +176,11 @@ def test_buckets_follow_the_order_of_gradients_and_are_summed_during_backward():
     step = TrainStep(net, mse, sgd(net.parameters()), cpu(2), bucket_nbytes=1)
     x, y = rows(4, 4), rows(4, 4)
     step(x, y)
-    order = [step._sync.buckets[b].segments[0].parameter for b in range(8)]
+    order = [step._engine.parts.sync.buckets[b].segments[0].parameter for b in range(8)]
     assert [i // 2 for i in order] == [3, 3, 2, 2, 1, 1, 0, 0], "the last layers are ready first"
     summed = []
-    original = step._sync._sum
-    step._sync._sum = lambda bucket: (summed.append((bucket, threading.get_ident())), original(bucket))
+    original = step._engine.parts.sync._sum
+    step._engine.parts.sync._sum = lambda bucket: (summed.append((bucket, threading.get_ident())), original(bucket))
     step(x, y)
     assert sorted(bucket for bucket, _ in summed) == list(range(8)), "each once"
     assert threading.get_ident() not in {thread for _, thread in summed}, "by the ranks, not after them"
@@ -295,7 +295,7 @@ def test_shares_and_empty_ranks():
     net = Spy()
     step = TrainStep(net, mse, sgd(net.parameters()), cpu(3), shares=[2, 1, 1])
     step(torch.ones(8, 2), torch.zeros(8, 2))
-    assert [len(spy.seen[-1]["rows"]) for spy in step._replicas.modules] == [4, 2, 2]
+    assert [len(spy.seen[-1]["rows"]) for spy in step._engine.parts.replicas.modules] == [4, 2, 2]
     alone = Linear()
     net, step = plain_step(8)
     total(alone(rows(3)), rows(3, 2)).backward()
@@ -345,7 +345,7 @@ def test_training_and_evaluating_reach_all_ranks(ranks):
     for mode in (True, False, True):
         net.train(mode)
         step(rows(6), rows(6, 2))
-        assert [each.seen for each in step._replicas.modules] == [mode] * ranks
+        assert [each.seen for each in step._engine.parts.replicas.modules] == [mode] * ranks
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
@@ -357,7 +357,7 @@ def test_running_statistics_are_those_of_rank_0s_rows(ranks):
         before = copy.deepcopy(alone)
         step(rows(9), rows(9))
         alone(parts[0])
-        for twin, part in zip(step._replicas.modules, parts, strict=True):
+        for twin, part in zip(step._engine.parts.replicas.modules, parts, strict=True):
             other = copy.deepcopy(before)  # each step begins with the module's own statistics
             other(part)
             assert torch.equal(twin.running_mean.to(part.device), other.running_mean)
@@ -465,7 +465,7 @@ def test_copies_and_saved_states_are_compact():
 def test_a_dropped_step_is_gone_and_the_net_trains_on():
     net, step = plain_step(2)
     step(rows(4), rows(4, 2))
-    gone = weakref.ref(step._sync)
+    gone = weakref.ref(step._engine.parts.sync)
     del step
     gc.collect()
     assert gone() is None
@@ -636,7 +636,7 @@ def test_schedulers_groups_and_edits(ranks):
         for schedule in schedules:
             schedule.step()
     assert all(torch.allclose(a, b, atol=1e-12) for a, b in zip(net.parameters(), alone.parameters(), strict=True))
-    assert step._updates.memory is not None
+    assert step._engine.parts.updates.memory is not None
 
 
 def test_step_hooks_of_the_optimizer_take_torchs_road():

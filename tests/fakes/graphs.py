@@ -44,7 +44,7 @@ def total(output, target):
 
 def give_graphs(monkeypatch, kind):
     """Makes devices of this kind those that have graphs."""
-    for place in ("engine.graphs", "engine.captured", "train_step"):
+    for place in ("engine.graphs", "engine.captured", "engine.engine"):
         monkeypatch.setattr(f"mgpu_core.{place}.GRAPH_DEVICE", kind)
 
 
@@ -78,10 +78,11 @@ class Recorder:
 
     def _memory(self):
         """What a step writes: parameters and buffers, tables and states, on all devices; torch counts no write here."""
-        for row, module in zip(self.step._replicas.parameters, self.step._replicas.modules, strict=True):
+        replicas = self.step._engine.parts.replicas
+        for row, module in zip(replicas.parameters, replicas.modules, strict=True):
             yield from (each.data for each in row)
             yield from module.buffers()
-        for device in self.step._updates._update._devices:
+        for device in self.step._engine.parts.updates._update._devices:
             yield from device.segments
             yield device.held_back
             yield from (each.data for flats in device.states.values() for each in flats)
@@ -162,5 +163,5 @@ class Replay:
 
 def without_gpu(step):
     """The step, with a recorder that needs no GPU."""
-    step._captured.recorder = Recorder(step)
+    step._engine.parts.captured.recorder = Recorder(step)
     return step

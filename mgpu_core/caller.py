@@ -1,0 +1,23 @@
+"""Warnings that point at the user's line, however deep in the package they arise."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import warnings
+
+import torch
+
+__all__ = ["warn_caller"]
+
+_PACKAGES = [os.path.dirname(os.path.abspath(file)) + os.sep for file in (__file__, str(torch.__file__))]
+_NOT_THE_USERS = (*_PACKAGES, contextlib.__file__)
+
+
+def warn_caller(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warns in the nearest line that is neither this package's nor torch's; in a thread of ours, at its start."""
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, category, stacklevel=level)

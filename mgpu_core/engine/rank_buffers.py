@@ -1,0 +1,90 @@
+"""The buffers of all ranks' modules, which a forward may write into, and put other tensors in the place of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch.nn import Module
+
+__all__ = ["RankBuffers"]
+
+_Found = tuple[Module, str, torch.Tensor | None]
+
+
+class RankBuffers:
+    """Rank 0's buffers are the user's own; those of the others are copies, current before each forward.
+
+    Args:
+        own: all modules of the user's.
+        places: per rank of its modules those in the same places; of a rank that runs the user's own ``own`` itself.
+        devices: per rank where it computes.
+    """
+
+    def __init__(self, own: Sequence[Module], places: Sequence[Sequence[Module]], devices: Sequence[torch.device]):
+        self._own, self._places, self._devices = own, places, devices
+
+    def mirror(self) -> None:
+        """Gives all ranks the user's buffers, as a forward over replicas would.
+
+        Raises:
+            RuntimeError: one was added or removed.
+        """
+        own = list(_found_in(self._own))
+        if not own:
+            return
+        names = [name for _, name, _ in own]
+        for places, device in zip(self._places, self._devices, strict=True):
+            if places is not self._own:
+                theirs = list(_found_in(places))
+                if [name for _, name, _ in theirs] != names:
+                    raise RuntimeError(
+                        f"buffers of {type(self._own[0]).__name__} were added or removed: call step.rebuild() after "
+                        "such a change"
+                    )
+                _copy(own, theirs, device)
+
+    @property
+    def tensors(self) -> list[torch.Tensor | None]:
+        """Of all ranks."""
+        return [buffer for places in self._places for _, _, buffer in _found_in(places)]
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Around a recording, which computes nothing: forwards may write into buffers, and not replace them.
+
+        Raises:
+            RuntimeError: one was replaced; the old ones are back.
+        """
+        before = [each for places in self._places for each in _found_in(places)]
+        replaced = []
+        try:
+            yield
+        finally:
+            for module, name, buffer in before:
+                if module._buffers.get(name) is not buffer:
+                    module._buffers[name] = buffer
+                    replaced.append(name)
+        if replaced:
+            raise RuntimeError(f"the forward puts another tensor in the place of buffer {replaced[0]}")
+
+
+def _found_in(modules: Sequence[Module]) -> Iterator[_Found]:
+    for module in modules:
+        for name, buffer in module._buffers.items():
+            yield module, name, buffer
+
+
+def _copy(sources: Sequence[_Found], targets: Sequence[_Found], device: torch.device) -> None:
+    fitting: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for (_, _, source), (module, name, target) in zip(sources, targets, strict=True):
+        if source is target:
+            continue
+        if source is None or target is None or source.shape != target.shape or source.dtype != target.dtype:
+            module._buffers[name] = None if source is None else source.detach().to(device, copy=True)
+        else:
+            fitting.append((target, source))
+    if fitting:
+        with torch.no_grad():
+            torch._foreach_copy_([target for target, _ in fitting], [source for _, source in fitting])

@@ -1,0 +1,53 @@
+"""Warnings point at the line of the user's that led to them."""
+
+import warnings
+
+import pytest
+import torch
+from engine.nets import Linear, mse
+from fakes.nets import cpu
+from torch.optim import SGD
+
+import mgpu_core
+
+
+class Counting(Linear):
+    steps = 0
+
+    def forward(self, x):
+        self.steps += 1
+        return super().forward(x)
+
+
+def a_drop_in():
+    mgpu_core.DataParallel(Counting(), cpu(2))(torch.ones(4, 3))
+
+
+def scalars():
+    mgpu_core.gather([torch.ones(()), torch.ones(())], "cpu")
+
+
+def an_old_device():
+    mgpu_core.gather([torch.ones(2), torch.ones(2)], -1)
+
+
+def a_step(**settings):
+    net = Linear()
+    optimizer = SGD(net.parameters(), lr=0.1)
+    if not settings:
+        optimizer.register_step_post_hook(lambda *_: None)
+    step = mgpu_core.TrainStep(net, mse, optimizer, cpu(2), **settings)
+    for _ in range(2):
+        step(torch.ones(4, 3), torch.zeros(4, 2))
+
+
+def a_captured_step():
+    a_step(capture=True)
+
+
+@pytest.mark.parametrize("call", [a_drop_in, scalars, an_old_device, a_step, a_captured_step])
+def test_it_is_the_users_line(call):
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        call()
+    assert [each.filename for each in told] == [__file__]

@@ -194,6 +194,12 @@ class Cycle:
         self._finish_gradients(sums, norm, weight, clip_norm, check=None)
         self._updates.launch_on(place)
 
+    def forget_layout(self) -> None:
+        """The next update is made as the first one was."""
+        self._updates.close()
+        self._sync.forget_layout()
+        self.used = []
+
     def check_used(self) -> None:
         """Raises RuntimeError unless the same parameters have gradients as in the last update."""
         if self._sync.used() != self.used:
@@ -224,13 +230,14 @@ class Cycle:
         check_finite(self._sync.sums, norm, self._replicas, processes)
 
     def _lay_out(self, standing: Standing) -> bool:
-        learnt = self._sync.learnt()
+        updated = self._updates.places()
+        learnt = self._sync.learnt(updated)
         if self._together is not None:
-            agreed = self._together.learn(self._sync, self.window, standing)
+            agreed = self._together.learn(self._sync, learnt, self.window, standing)
             if agreed is None:
                 return False
             learnt = agreed
-        self._sync.lay_out(learnt)
+        self._sync.lay_out(learnt, updated)
         self._norm = GradientNorm(self._sync.sums)
         if self._together is not None:
             self._together.confirm_layout()

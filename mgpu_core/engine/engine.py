@@ -73,6 +73,7 @@ class Engine:
         """A call inside :meth:`whole`: the loss of the batch, and the outputs where they are kept."""
         parts = self.parts
         parts.bring_up_to_date()
+        parts.follow_the_optimizer()
         if parts.captured is not None and parts.cycle.used:
             loss = self._replay(parts.captured, inputs, kwargs, keep_outputs)
             if loss is not None:
@@ -151,6 +152,7 @@ class Engine:
     def conclude(self, standing: Standing = Standing.TRAINS) -> bool:
         """An update without another call, inside :meth:`whole`; says whether any process had data for one."""
         self.parts.refresh()
+        self.parts.follow_the_optimizer()
         self._enter()
         self.parts.sync.begin(0, overlap=False, streams=caller_streams(self._setup.team.devices))
         return self._update(standing)

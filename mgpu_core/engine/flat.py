@@ -6,7 +6,7 @@ ranks of the device share the values; each has its own gradients, whose sum over
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
@@ -50,17 +50,17 @@ class FlatTensors:
             for segment in bucket.segments
         }
 
-    def adopt(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Takes the values over from these parameters, whose ``data`` become the views."""
+    def adopt(self, parameters: Sequence[torch.Tensor], places: Collection[int]) -> None:
+        """Takes the values over from some of these parameters, whose ``data`` become the views."""
         with torch.no_grad():
-            for i, view in self.value_views.items():
-                view.copy_(parameters[i])
-        self.show_to(parameters)
+            for i in places:
+                self.value_views[i].copy_(parameters[i])
+        self.show_to(parameters, places)
 
-    def show_to(self, parameters: Sequence[torch.Tensor]) -> None:
+    def show_to(self, parameters: Sequence[torch.Tensor], places: Collection[int]) -> None:
         """Makes the views the ``data`` of another rank's parameters."""
-        for i, view in self.value_views.items():
-            parameters[i].data = view
+        for i in places:
+            parameters[i].data = self.value_views[i]
 
 
 def _flat(

@@ -40,11 +40,13 @@ class FusedUpdate:
         flats: Sequence[FlatTensors],
     ) -> None:
         self._optimizer, self._parameters = optimizer, parameters
-        self._groups_of = groups_of(optimizer, parameters)
+        self._placed = {each.parameter for bucket in buckets for each in bucket.segments}
+        self._groups_of = self._groups_now()
         self._is_sgd = is_sgd(optimizer)
         self._used: list[bool] = []
         self._settings: list[Any] = []
         self._shown: set[int] = set()  # parameters whose state the optimizer has
+        self._others = 0  # states of parameters outside the buckets, which are frozen
         self._versions: list[int] = []
         self._flats = flats
         self.generation = 0  # grows when tables or state get other memory
@@ -58,6 +60,10 @@ class FusedUpdate:
         return [
             FusedOnDevice(self._is_sgd, buckets, flat.values, flat.gradients, self._groups_of) for flat in self._flats
         ]
+
+    def _groups_now(self) -> list[int]:
+        groups = groups_of(self._optimizer, self._parameters)
+        return [group if i in self._placed else NO_GROUP for i, group in enumerate(groups)]
 
     def close(self) -> None:
         """Leaves the optimizer alone."""
@@ -176,7 +182,7 @@ class FusedUpdate:
     def _is_stale(self) -> bool:
         """Whether the optimizer's state is no longer what this update has left: a step or an edit of the user's own."""
         state, shown = self._optimizer.state, self._shown
-        if len(state) != len(shown) or self._versions_now() != self._versions:
+        if len(state) != len(shown) + self._others or self._versions_now() != self._versions:
             return True
         return not all(self._is_as_left(i, state[self._parameters[i]]) for i in shown)
 
@@ -204,13 +210,13 @@ class FusedUpdate:
     def adopt_state(self) -> None:
         """Takes over the state that the optimizer has: a loaded one, or that of its steps before."""
         self._shown.clear()
-        self._groups_of = groups_of(self._optimizer, self._parameters)
+        self._groups_of = self._groups_now()
         self._views.clear()
         self.generation += 1
         for device in self._devices:
             device.forget()
         steps = [0] * len(self._parameters)
-        found = {i: self._optimizer.state.get(each, {}) for i, each in enumerate(self._parameters)}
+        found = {i: self._optimizer.state.get(self._parameters[i], {}) for i in sorted(self._placed)}
         present = {i: state for i, state in found.items() if any(torch.is_tensor(each) for each in state.values())}
         for i, state in found.items():
             if state is not None and i not in present:
@@ -224,6 +230,7 @@ class FusedUpdate:
             self._point(i)
         for device in self._devices:
             device.set_steps(steps)
+        self._others = len(self._optimizer.state) - len(self._shown)
         self._used = []  # a table of steps was written; that of who takes part is, too
         self._versions = self._versions_now()
 

@@ -9,7 +9,7 @@ other ranks, and its own device, go on with their backward.  Nobody waits for an
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -37,10 +37,17 @@ __all__ = ["GradientSync", "Learnt"]
 
 @dataclass(frozen=True, slots=True)
 class Learnt:
-    """What the first backward has shown: in which order gradients are made, and which are sparse."""
+    """What a layout follows from.
+
+    Attributes:
+        order: in which the first backward made gradients.
+        loose: parameters whose gradients are sparse.
+        wanted: parameters that may have gradients: what is frozen, and so is not, has no place in the buckets.
+    """
 
     order: Sequence[int]
     loose: Sequence[int]
+    wanted: Sequence[int]
 
 
 class GradientSync:
@@ -81,6 +88,7 @@ class GradientSync:
         self.flats: list[FlatTensors] = []
         self.sums = Sums()
         self.loose: list[int] = []  # parameters outside the buckets: their gradients are sparse
+        self._left_out: list[int] = []  # those whose memory stays the user's
         self._bucket_of: dict[int, int] = {}
         self.is_laid_out = self._is_learning = False
         self._whole_step = current_step()
@@ -224,18 +232,30 @@ class GradientSync:
         for i, parameter in enumerate(self._replicas.own):
             parameter.grad = None if not used[i] else self.sums.sparse.get(i, views.get(i))
 
-    def learnt(self) -> Learnt:
-        """After the first backward."""
+    def learnt(self, updated: Collection[int]) -> Learnt:
+        """After the first backward; the optimizer has the parameters in the places ``updated``.
+
+        Several processes cannot lay out again when one of these is thawed, so they have it in the buckets from the
+        start.
+        """
         rows = self._replicas.parameters
         loose = [i for i in range(len(rows[0])) if any(_is_sparse(row[i].grad) for row in rows)]
-        return Learnt(list(dict.fromkeys(self._ready)), loose)
+        known = updated if self._processes is not None else ()
+        wanted = [i for i, each in enumerate(self._replicas.own) if each.requires_grad or i in known]
+        return Learnt(list(dict.fromkeys(self._ready)), loose, wanted)
 
-    def lay_out(self, learnt: Learnt) -> None:
-        """Buckets in the order in which the first backward made the gradients; then the rest, last ones first."""
+    def lay_out(self, learnt: Learnt, updated: Collection[int]) -> None:
+        """Buckets in the order in which the first backward made the gradients; then the rest, last ones first.
+
+        What the optimizer does not have, which is not in ``updated``, keeps its memory: it may be another step's.
+        """
         parameters = self._replicas.parameters[0]
         self.loose = list(learnt.loose)
-        order = list(dict.fromkeys([*learnt.order, *reversed(range(len(parameters)))]))
+        order = list(dict.fromkeys([*learnt.order, *sorted(learnt.wanted, reverse=True)]))
         order = [i for i in order if i not in self.loose and has_gradients(parameters[i].dtype)]
+        adopted = [i for i in order if i in updated or self._processes is not None]
+        kept = {*adopted, *self.loose}
+        self._left_out = [i for i, each in enumerate(parameters) if i not in kept and has_gradients(each.dtype)]
         kinds = {dtype: kind for kind, dtype in enumerate(dict.fromkeys(each.dtype for each in parameters))}
         self.buckets = bucket_layout(
             [each.numel() for each in parameters],
@@ -249,7 +269,7 @@ class GradientSync:
         tail = 0 if self._processes is None else tail_count(self._processes.count, len(parameters))
         for place, device in enumerate(self._replicas.devices):
             flat = FlatTensors(self.buckets, parameters, device, 0 if place else tail)
-            self._replicas.show_memory(place, flat)
+            self._replicas.show_memory(place, flat, adopted)
             self.flats.append(flat)
             self.sums.parts.append([part_of(gradients, place, self._shards) for gradients in flat.gradients])
         if self._processes is not None:
@@ -258,6 +278,21 @@ class GradientSync:
         self.of_buckets = BucketSums(self._replicas, self.buckets, self.flats, self.between)
         self._replicas.remember()
         self.is_laid_out = True
+        self.watch_parameters()
+        self._rest()
+
+    def has_outgrown(self, updated: Callable[[], Collection[int]]) -> str | None:
+        """The name of a parameter that was thawed, or has come to the optimizer, since the layout; ``None``: none."""
+        for i in self._left_out:
+            if self._replicas.own[i].requires_grad and (i not in self._bucket_of or i in updated()):
+                return self._replicas.names[i]
+        return None
+
+    def forget_layout(self) -> None:
+        """The next backward is looked at as the first one was; values and gradients stay where they are."""
+        self.is_laid_out = False
+        self.buckets, self.flats, self.sums = (), [], Sums()
+        self.loose, self._left_out, self._bucket_of, self._ready = [], [], {}, []
         self.watch_parameters()
         self._rest()
 

@@ -102,16 +102,32 @@ class Parts:
         if self.replicas.follow():
             self.sync.watch_parameters()
             self.passes.look_for_draws()
-        if self.updates.values_changed():
-            self._send_values()
+        if changed := self.updates.values_changed():
+            self.replicas.send_values(changed)
+            self.updates.remember_values()
+
+    def follow_the_optimizer(self) -> None:
+        """Before an update: what is trained by now may be more than was laid out.
+
+        Raises:
+            RuntimeError: it is, and several processes cannot lay out again.
+        """
+        name = self.sync.has_outgrown(self.updates.places)
+        if name is None:
+            return
+        if self.together is not None:
+            raise RuntimeError(
+                f"parameter {name} was frozen, and none of the optimizer's, when the processes made this step, and is "
+                "trained now: call step.rebuild() in all processes"
+            )
+        if self.captured is not None:
+            self.captured.graphs.clear()
+        self.cycle.forget_layout()
 
     def make_equal(self) -> None:
         """Gives all devices the values of the module, and all processes those of process 0."""
         if self.together is not None:
             self.together.take_values()
-        self._send_values()
-
-    def _send_values(self) -> None:
         self.replicas.send_values()
         self.updates.remember_values()
 

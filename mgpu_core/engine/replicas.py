@@ -7,10 +7,12 @@ Ranks of one device share the memory of the values, never the leaf: each has its
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from operator import attrgetter, is_
 from types import MethodType
+from typing import TypeAlias
 
+import torch
 from torch.nn import Module, Parameter
 
 from mgpu_core.comm import collectives
@@ -27,6 +29,7 @@ from mgpu_core.module_tree import ModuleTree, check_initialised, modules_of
 __all__ = ["Replicas"]
 
 _version_of = attrgetter("_version")
+_Memory: TypeAlias = tuple[list[int], list[tuple[int, ...]], list[torch.dtype]]
 ADVICE = "call step.rebuild() after such a change"
 
 
@@ -57,6 +60,8 @@ class Replicas:
         self.names = list(named)
         check_initialised([*named.values(), *net.buffers()])
         self.devices = list(dict.fromkeys(team.devices))
+        self.moves = 0  # how often parameters were found in other memory, where that does no harm
+        self._adopted: frozenset[int] = frozenset()  # parameters whose memory is the step's
         self.is_mixed = len({device.type for device in self.devices}) > 1
         self.ranks_of = [[rank for rank in team.ranks if team.devices[rank] == device] for device in self.devices]
         self._sharing = [rank for ranks in self.ranks_of if len(ranks) > 1 for rank in ranks]
@@ -128,6 +133,7 @@ class Replicas:
         return changed
 
     def _check(self) -> None:
+        """Raises where the module is not what it was; parameters that are not the step's may have moved."""
         found = list(_parameters_of(self.net))
         if len(found) != len(self._found) or not all(map(is_, found, self._found)):
             raise RuntimeError(
@@ -135,12 +141,7 @@ class Replicas:
             )
         memory = memory_of(self._own)
         if memory != self._memory:
-            at = _first_difference(list(zip(*memory, strict=True)), list(zip(*self._memory, strict=True)))
-            p = self._own[at]
-            raise RuntimeError(
-                f"parameter {self.names[at]} was moved: it is {p.dtype} on {p.device} in other memory than this step "
-                f"gave it (.to, .half, assign=True and .data = do that): {ADVICE}"
-            )
+            self._follow_moves(memory)
         hooks = self._hooks_now()
         if hooks != self._hooks:
             at = _first_difference(hooks, self._hooks)
@@ -154,6 +155,25 @@ class Replicas:
             raise RuntimeError(
                 f"module {name or type(module).__name__} has got or lost a hook, which the other ranks lack: {ADVICE}"
             )
+
+    def _follow_moves(self, memory: _Memory) -> None:
+        """Another step, say, has made parameters its own: they are where it has put them, and what they are."""
+        now, then = (list(zip(*each, strict=True)) for each in (memory, self._memory))
+        moved = [i for i, (one, other) in enumerate(zip(now, then, strict=True)) if one != other]
+        for i in moved:
+            p, twin = self._own[i], self.parameters[-1][i]
+            is_alike = p.shape == twin.shape and p.dtype == twin.dtype and p.device == self.devices[0]
+            if i in self._adopted or not is_alike:
+                raise RuntimeError(
+                    f"parameter {self.names[i]} was moved: it is {p.dtype} on {p.device} in other memory than this "
+                    f"step gave it (.to, .half, assign=True, .data = and another step's update do that): {ADVICE}"
+                )
+        for rank in self.ranks_of[0]:
+            for i in moved:
+                if self.parameters[rank][i] is not self._own[i]:
+                    self.parameters[rank][i].data = self._own[i].data
+        self._memory, self.moves = memory, self.moves + 1
+        self.send_values(moved)
 
     def remember_hooks(self) -> None:
         """Takes the hooks that parameters have for those that the next steps must find."""
@@ -195,9 +215,9 @@ class Replicas:
             self.send_values()
 
     @property
-    def flags(self) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
-        """Which modules train, and which parameters are frozen."""
-        return tuple(self._modes), tuple(self._frozen)
+    def flags(self) -> tuple[object, ...]:
+        """Which modules train, which parameters are frozen, and how often some were moved."""
+        return tuple(self._modes), tuple(self._frozen), self.moves
 
     @property
     def versions(self) -> list[int]:
@@ -223,27 +243,30 @@ class Replicas:
                 "Write it between steps, or give each rank a device of its own, or use mgpu_core.DataParallel"
             )
 
-    def send_values(self) -> None:
-        """Gives the other devices the values that the user's module has."""
+    def send_values(self, places: Sequence[int] | None = None) -> None:
+        """Gives the other devices the values that the user's module has, of all parameters or of some."""
         leaders = [ranks[0] for ranks in self.ranks_of[1:]]
         if leaders:
-            sources = [each.detach() for each in self._own]
-            copies = [[self.parameters[rank][i].detach() for rank in leaders] for i in range(len(sources))]
+            wanted = range(len(self._own)) if places is None else places
+            sources = [self._own[i].detach() for i in wanted]
+            copies = [[self.parameters[rank][i].detach() for rank in leaders] for i in wanted]
             collectives.broadcast_into(sources, copies)
 
-    def show_memory(self, device: int, values: FlatTensors) -> None:
-        """Makes the flat values of a device the memory of its ranks' parameters."""
+    def show_memory(self, device: int, values: FlatTensors, places: Collection[int]) -> None:
+        """Makes the flat values of a device the memory of some of its ranks' parameters."""
         ranks = self.ranks_of[device]
-        values.adopt(self.parameters[ranks[0]])
+        values.adopt(self.parameters[ranks[0]], places)
         for rank in ranks[1:]:
-            values.show_to(self.parameters[rank])
+            values.show_to(self.parameters[rank], places)
         if 0 in ranks:
-            values.show_to(self._own)
+            values.show_to(self._own, places)
+        self._adopted |= frozenset(places)
 
     def release(self) -> None:
-        """Gives the user's module storage of its own again."""
-        for parameter in self._own:
-            parameter.data = compact(parameter)
+        """Gives the user's module storage of its own again, of what is the step's."""
+        for i in self._adopted:
+            self._own[i].data = compact(self._own[i])
+        self._adopted = frozenset()
 
 
 def _copy_plain(source: Module, target: Module) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -77,15 +78,17 @@ class Together:
             self._is_open = True
             sync.open_outbox()
 
-    def learn(self, sync: GradientSync, window: Window, standing: Standing) -> Learnt | None:
+    def learn(self, sync: GradientSync, mine: Learnt, window: Window, standing: Standing) -> Learnt | None:
         """One layout for all, after their first backward; ``None``: nobody had one, all have joined.
+
+        Args:
+            mine: what this process's backward has shown.
 
         Raises:
             Error: a process has given the step up.
             TypeError: sparse gradients.
         """
-        mine = sync.learnt()
-        words = {"order": mine.order, "loose": mine.loose, "rows": window.rows_seeded, "standing": standing}
+        words = asdict(mine) | {"rows": window.rows_seeded, "standing": standing}
         found = self.processes.exchange(_FIRST, words)
         self._refuse_failed(found)
         if all(each["standing"] == Standing.JOINED for each in found):
@@ -98,7 +101,8 @@ class Together:
             self.rows = rows
             sync.multiply_parts(window.reseed(rows))
         self._is_laying_out = True
-        return Learnt(next((each["order"] for each in found if each["order"]), []), [])
+        order: list[int] = next((each["order"] for each in found if each["order"]), [])
+        return Learnt(order, [], sorted({i for each in found for i in each["wanted"]}))
 
     def confirm_layout(self) -> None:
         """Behind the layout: all processes have the memory for it.

@@ -14,8 +14,9 @@ from mgpu_core.caller import warn_caller
 from mgpu_core.device.memory import note_written
 from mgpu_core.engine.flat import compact
 from mgpu_core.engine.fused import FusedUpdate
+from mgpu_core.engine.fused_device import NO_GROUP
 from mgpu_core.engine.gradients import GradientSync
-from mgpu_core.engine.optimizer_facts import step_hooks, why_not_fused
+from mgpu_core.engine.optimizer_facts import groups_of, step_hooks, why_not_fused
 from mgpu_core.engine.replicas import Replicas
 from mgpu_core.engine.sharded import ShardedUpdate
 from mgpu_core.engine.torch_update import TorchUpdate
@@ -131,13 +132,21 @@ class Updates:
         """What the values are now is what all devices have."""
         self._versions = self._versions_now()
 
+    def places(self) -> set[int]:
+        """Which parameters the optimizer has."""
+        groups = groups_of(self.optimizer, self._replicas.own)
+        return {i for i, group in enumerate(groups) if group != NO_GROUP}
+
     def _versions_now(self) -> list[int]:
         """Nothing where there is one device, whose ranks share the values."""
         return self._replicas.versions if len(self._replicas.devices) > 1 else []
 
-    def values_changed(self) -> bool:
-        """Whether the user has written parameters in place since; torch counts that, but not through ``.data``."""
-        return self._versions != self._versions_now()
+    def values_changed(self) -> list[int]:
+        """Which parameters the user has written in place since; torch counts that, but not through ``.data``."""
+        now = self._versions_now()
+        if now == self._versions:
+            return []
+        return [i for i, (one, other) in enumerate(zip(now, self._versions, strict=True)) if one != other]
 
     def close(self) -> None:
         """Leaves the optimizer as a torch optimizer with state of its own."""

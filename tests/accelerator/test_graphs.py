@@ -10,6 +10,7 @@ from itertools import cycle
 
 import pytest
 import torch
+from engine.adversaries import Adversaries
 from engine.nets import Branches, Linear, batches, mse
 from fakes.graphs import OPTIMIZERS, OneWeight, give_graphs, total, without_gpu
 from fakes.tensors import numbers
@@ -39,6 +40,22 @@ def pair(devices, make, net=None, loss_fn=mse, **settings):
     settings = {"error_if_nonfinite": False} | settings
     captured = without_gpu(TrainStep(net, loss_fn, make(net.parameters()), devices, capture=True, **settings))
     return captured, TrainStep(twin, loss_fn, make(twin.parameters()), devices, **settings)
+
+
+@pytest.mark.parametrize("freezes", [True, False])
+@pytest.mark.parametrize("devices", [["fake:0", "fake:0"], TEAMS[0], TEAMS[2]])
+def test_two_steps_share_a_net(devices, freezes):
+    """The first update of one moves what the graphs of the other have read, and they are recorded anew."""
+    both = Adversaries(devices, freezes, error_if_nonfinite=False, capture=True)
+    without_gpu(both.making)
+    without_gpu(both.judging)
+    assert all(both.round(seed) for seed in range(WARM_UP + 4))
+    replays = both.making.graphs.replays
+    assert replays > 0
+    both.judging.rebuild()
+    without_gpu(both.judging)
+    assert all(both.round(seed) for seed in range(20, 20 + WARM_UP + 4))
+    assert both.making.graphs.replays > replays
 
 
 def assert_same(captured, plain):

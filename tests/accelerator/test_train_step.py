@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from engine.adversaries import Adversaries
 from engine.nets import Branches, Linear, batches, mse
 from fakes.tensors import numbers
 from torch import nn
@@ -15,6 +16,10 @@ FAKES = ["fake:0", "fake:1", "fake:2"]
 TEAMS = [FAKES, ["fake:0", "fake:1", "fake:0"], ["fake:0", "cpu"], ["fake:1", "fake:1", "fake:3", "cpu", "fake:3"]]
 
 
+def adamw(parameters):
+    return AdamW(parameters, lr=0.01)
+
+
 def step_of(net, devices, make=lambda p: SGD(p, lr=0.5), **settings):
     return TrainStep(net.to(devices[0]), mse, make(net.parameters()), devices, **settings)
 
@@ -23,7 +28,7 @@ def step_of(net, devices, make=lambda p: SGD(p, lr=0.5), **settings):
 @pytest.mark.parametrize(
     "make",
     [
-        lambda p: AdamW(p, lr=0.01),
+        adamw,
         lambda p: SGD(p, lr=0.05, momentum=0.9, nesterov=True),
         lambda p: torch.optim.RMSprop(p, lr=0.001),
     ],
@@ -41,6 +46,55 @@ def test_all_devices_hold_the_same_bits(devices, make):
             reference.step()
             step.check_replicas()
     assert all(torch.allclose(a, b, atol=1e-9) for a, b in zip(net.parameters(), alone.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("devices", TEAMS)
+@pytest.mark.parametrize("freezes", [True, False])
+def test_two_steps_share_a_net(devices, freezes):
+    """What one of them updates travels to the other's devices."""
+    both = Adversaries(devices, freezes)
+    assert all(both.round(seed) for seed in range(5))
+    assert both.making._engine.parts.sync.is_laid_out
+
+
+@pytest.mark.parametrize("devices", TEAMS)
+def test_what_is_frozen_does_not_travel(devices):
+    """Nor is it the step's; and what is thawed is trained on all devices."""
+    torch.manual_seed(0)
+    net = Branches().double()
+    net.second.requires_grad_(False)
+    alone = copy.deepcopy(net)
+    step, reference = step_of(net, devices, adamw), adamw(alone.parameters())
+    memory = net.second.weight.data_ptr()
+    for i, batch in enumerate(batches(8, 11)):
+        x, y = (each.to(devices[0]) for each in batch)
+        if i == 4:
+            assert net.second.weight.data_ptr() == memory
+            assert step._engine.parts.sync.flats[0].gradients[0].numel() < 3 * 64 + 10 * 64
+            for each in (net, alone):
+                each.second.requires_grad_(True)
+        step(x, 2, y)
+        reference.zero_grad()
+        mse(alone(x, 2), y).backward()
+        reference.step()
+        step.check_replicas()
+    assert all(torch.allclose(a, b, atol=1e-9) for a, b in zip(net.parameters(), alone.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("devices", TEAMS)
+def test_values_of_others_may_be_other_tensors(devices):
+    """Torch counts no write there: that they lie elsewhere is what says so."""
+    net = Branches().double()
+    net.second.requires_grad_(False)
+    step = step_of(net, devices, adamw)
+    for x, y in batches(3, 11):
+        step(x, 2, y)
+        net.second.weight.data = net.second.weight.data * 2
+    step(x, 2, y)
+    step.check_replicas()
+    net.second.weight.data = net.second.weight.data.float()
+    with pytest.raises(RuntimeError, match=r"parameter second\.weight was moved: it is torch\.float32"):
+        step(x, 2, y)
 
 
 def test_a_device_that_differs_is_named():

@@ -253,10 +253,19 @@ class StepMachine(RuleBasedStateMachine):
     @rule()
     def move_a_parameter(self):
         self.net.last.weight.data = self.net.last.weight.data.clone()
+        if not self.step._engine.parts.replicas._adopted:
+            return  # before the first update all memory is the user's
         with pytest.raises(RuntimeError, match=r"step\.rebuild\(\)"):
             self.step(*self.batch(3, 2))
         self.model.give_up()
         self.rebuild()
+
+    @precondition(lambda self: not self.has_late)
+    @rule()
+    def move_what_the_optimizer_does_not_have(self):
+        for net, _ in self.both():
+            for each in net.late.parameters():
+                each.data = each.data * 0.5
 
     @rule()
     def copy_the_net(self):

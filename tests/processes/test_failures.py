@@ -524,11 +524,43 @@ def test_settings_that_change_in_one_process_alone(what):
     assert steps == 1
 
 
+def thaw(process, is_known):
+    net = whole(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    net[0].requires_grad_(False)
+    optimizer = SGD([each for each in net.parameters() if is_known or each.requires_grad], lr=1.0)
+    step = step_of(net, optimizer=optimizer)
+    step(ONES, ONES)
+    before = values_of(net)
+    net[0].requires_grad_(True)
+    if not is_known:
+        optimizer.add_param_group({"params": net[0].parameters()})
+    told = seen_of(lambda: step(ONES, ONES))
+    kept = all(map(torch.equal, values_of(net), before))
+    if not is_known:
+        step.rebuild()
+        step(ONES, ONES)
+    return told, kept, values_of(net), torch.equal(net[0].weight, before[0])
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_what_was_frozen_at_the_start(is_known):
+    """Processes lay out once: what their optimizers have, has its place, and what they get later has none."""
+    one, other = run(thaw, is_known)
+    assert [one[0], one[1], one[3]] == [other[0], other[1], other[3]]
+    assert all(map(torch.equal, one[2], other[2]))
+    told, kept, _, is_still = one
+    assert kept == (not is_known)
+    assert not is_still
+    if not is_known:
+        assert "parameter 0.weight was frozen, and none of the optimizer's" in told
+        assert "step.rebuild() in all processes" in told
+
+
 def no_memory(process):
     net = whole(nn.Linear(2, 2))
     step = step_of(net)
     if process == 1:
-        step._engine.parts.sync.lay_out = lambda learnt: boom()
+        step._engine.parts.sync.lay_out = lambda *_: boom()
     begin = time.monotonic()
     first, second = (seen_of(lambda: step(ONES, ONES)) for _ in range(2))
     soon = time.monotonic() - begin < 20

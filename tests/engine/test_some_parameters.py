@@ -1,0 +1,109 @@
+"""Parameters that are frozen, or another step's: they take no room in the buckets, and stay where they are."""
+
+import copy
+
+import pytest
+import torch
+from engine.adversaries import Adversaries
+from engine.nets import RANKS, Branches, Linear, Pair, batches, here, mse
+from fakes.nets import cpu
+from torch import nn
+from torch.optim import SGD, AdamW
+
+from mgpu_core import TrainStep
+
+
+def adamw(parameters):
+    return AdamW(parameters, lr=0.01)
+
+
+def places(step):
+    """The names of the parameters in its buckets."""
+    parts = step._engine.parts
+    return {parts.replicas.names[each.parameter] for bucket in parts.sync.buckets for each in bucket.segments}
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("is_known", [True, False])
+def test_what_is_frozen_takes_no_room(ranks, is_known):
+    """A body of a million weights that is frozen is neither moved nor summed, whether the optimizer has it or not."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 2)).double()
+    net[0].requires_grad_(False)
+    pair = Pair(net, lambda p: adamw([each for each in p if is_known or each.requires_grad]), ranks)
+    memory = net[0].weight.data_ptr()
+    for x, y in batches(4, 9):
+        pair.both(x, y)
+    assert pair.far() < 1e-12
+    assert pair.same_gradients()
+    assert places(pair.step) == {"1.weight", "1.bias"}
+    assert net[0].weight.data_ptr() == memory
+    twins = pair.step._engine.parts.replicas.parameters
+    assert all(row[0].data_ptr() == memory for row in twins)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("is_known", [True, False])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_what_is_thawed_is_laid_out_then(ranks, is_known, accumulate):
+    """Also between two calls that accumulate."""
+    torch.manual_seed(0)
+    net = Branches().double()
+    net.second.requires_grad_(False)
+    alone = copy.deepcopy(net)
+    optimizer, reference = (adamw([p for p in n.parameters() if is_known or p.requires_grad]) for n in (net, alone))
+    step = TrainStep(net, mse, optimizer, cpu(ranks), accumulate=accumulate)
+    for i, (x, y) in enumerate(batches(12, 8)):
+        if i == 5:
+            for each, of in ((net, optimizer), (alone, reference)):
+                each.second.requires_grad_(True)
+                if not is_known:
+                    of.add_param_group({"params": list(each.second.parameters()), "lr": 0.1})
+        step(x, 2, y)
+        (mse(alone(x, 2), y) / accumulate).backward()
+        if i % accumulate == accumulate - 1:
+            reference.step()
+            reference.zero_grad()
+            assert ("second.weight" in places(step)) == (i >= 5)
+    assert all(torch.allclose(a, b, atol=1e-12) for a, b in zip(net.parameters(), alone.parameters(), strict=True))
+
+
+def test_the_state_of_what_is_frozen_stays():
+    """It was trained before, its state came with a checkpoint, and it may be trained again."""
+    torch.manual_seed(0)
+    pair = Pair(Branches().double(), adamw, 2)
+    for phase in range(3):
+        for net in (pair.net, pair.alone):
+            net.first.requires_grad_(phase != 1)
+        pair.step.rebuild()
+        for x, y in batches(3, 8, seed=phase):
+            pair.both(x, 2, y)
+        assert ("first.weight" in places(pair.step)) == (phase != 1)
+        one, other = (each.state_dict()["state"] for each in (pair.optimizer, pair.reference))
+        assert one.keys() == other.keys()
+        assert all(torch.allclose(one[i][kind], each) for i in one for kind, each in other[i].items())
+    assert pair.far() < 1e-12
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("freezes", [True, False])
+def test_two_steps_share_a_net(ranks, freezes):
+    both = Adversaries(cpu(ranks), freezes)
+    assert all(both.round(seed) for seed in range(5))
+    memory = [each.data_ptr() for each in both.judge.parameters()]
+    both.making.close()
+    assert [each.data_ptr() for each in both.judge.parameters()] == memory  # they are the other step's
+    both.judging.rebuild()
+    both.making = TrainStep(both.making.module, both.making._setup.loss_fn, both.making.optimizer, cpu(ranks))
+    assert all(both.round(seed) for seed in range(5, 8))
+
+
+def test_one_parameter_is_not_for_two_optimizers():
+    """Each would have it in memory of its own."""
+    net = Linear()
+    steps = [TrainStep(net, mse, SGD(net.parameters(), lr=0.1), cpu(2)) for _ in range(2)]
+    x, y = here(torch.ones(4, 3)), here(torch.zeros(4, 2))
+    steps[0](x, y)
+    steps[1](x, y)
+    with pytest.raises(RuntimeError, match="another step's update do that"):
+        steps[0](x, y)

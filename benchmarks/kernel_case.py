@@ -9,6 +9,7 @@ import argparse
 import importlib
 import importlib.util
 import itertools
+import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +20,7 @@ import torch
 from benchmarks.case import Bound, Case, Label, Row, UsageError, at_least, chosen, measure_row
 from benchmarks.device_clock import DeviceClock
 from benchmarks.options import parse_count, parse_sizes
-from benchmarks.timing import Contestant, Schedule
+from benchmarks.timing import Contestant, Schedule, without_those_that_fail
 
 COPY = "copy"
 TWINS = ("cupy", "numba")
@@ -95,7 +96,13 @@ def differing(made: torch.Tensor, wanted: torch.Tensor, tolerance: float = 0.0) 
 def twins(device: torch.device) -> dict[str, object]:
     """The modules of our twins that can run there."""
     there = [name for name in TWINS if device.type == "cuda" and importlib.util.find_spec(name)]
-    return {name: importlib.import_module(f"mgpu_core.kernels.{name}_kernels") for name in there}
+    found: dict[str, object] = {}
+    for name in there:
+        try:
+            found[name] = importlib.import_module(f"mgpu_core.kernels.{name}_kernels")
+        except Exception as error:  # it does not fit the other libraries here, and each has an error of its own
+            print(f"without {name}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+    return found
 
 
 def full_speed(**where: Label) -> Bound:
@@ -194,7 +201,8 @@ def _row(problem: Problem, task: Task, peers: Sequence[str], clock: DeviceClock,
     contestants = {who: contestant(side) for who, side in problem.sides.items()}
     copy = _Copy(problem.nbytes // 2, task.device)
     contestants[COPY] = Contestant(clock.run_of(copy.work, task.clock), copy.wrong)
-    return measure_row(task.labels, chosen(contestants, peers), schedule, problem.nbytes)
+    wanted = chosen(contestants, peers)
+    return measure_row(task.labels, without_those_that_fail(wanted, TWINS), schedule, problem.nbytes)
 
 
 class _Copy:

@@ -7,8 +7,9 @@ two medians of one run is ever quoted. Times are in seconds.
 
 import math
 import statistics
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -95,6 +96,19 @@ def verify(contestants: Mapping[str, Contestant]) -> None:
     for name, contestant in contestants.items():
         if count := contestant.wrong():
             raise WrongResult(f"{name}: {count} wrong {'value' if count == 1 else 'values'}")
+
+
+def without_those_that_fail(contestants: Mapping[str, Contestant], optional: Collection[str]) -> dict[str, Contestant]:
+    """All that work here.  A library that does not fit the GPU, or its other libraries, has errors of its own kind."""
+    working = dict(contestants)
+    for name in optional:
+        try:
+            if name in working:
+                working[name].wrong()
+        except Exception as error:
+            del working[name]
+            print(f"without {name}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+    return working
 
 
 def alternate(contestants: Mapping[str, Contestant], schedule: Schedule) -> dict[str, list[float]]:

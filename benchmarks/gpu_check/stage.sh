@@ -27,13 +27,13 @@ assert rooms["cuda"][0] and _core.cuda_device_count() > 0, "the cuda room is not
 '
 }
 
-# A run in which everything was skipped proves nothing.
+# A run in which everything was skipped proves nothing. Behind the summary a library may say something at its end.
 run_pytest() {
   local junit=$1
   shift
   python3 -P -m pytest -q -p no:cacheprovider --junitxml="$out/$junit.xml" "$@" 2>&1 | tee "$out/$junit.txt"
   local code=${PIPESTATUS[0]}
-  [[ $code == 0 ]] && ! tail -n 1 "$out/$junit.txt" | grep -q "[1-9][0-9]* passed" && code=1 && echo "no test passed"
+  [[ $code == 0 ]] && ! tail -n 20 "$out/$junit.txt" | grep -q "[1-9][0-9]* passed" && code=1 && echo "no test passed"
   rm -f "$out/$junit.txt"
   return "$code"
 }
@@ -42,8 +42,8 @@ stage_test() {
   local code=0
   [[ -d tests/cuda ]] || missing tests/cuda
   run_pytest test-cuda tests/cuda --ignore=tests/cuda/test_nccl.py || code=1
-  run_pytest test-kernels tests/kernels tests/conformance || code=1
-  run_pytest test-ladder tests/ladder || code=1
+  # What needs no GPU was proved without one.
+  run_pytest test-kernels tests/kernels tests/ladder -k gpu || code=1
   exit "$code"
 }
 
@@ -71,15 +71,15 @@ stage_nccl() {
 stage_bench() {
   local code=0 name
   mkdir -p "$out/results"
+  echo "== train_step"
+  python3 -P benchmarks/run.py train_step --device cuda --peers bare,torch,compile --model simplenet --check \
+    --json "$out/results/train_step.json" || code=1
   for name in pack unpack sum_ranks scale_cast l2_norm sgd adamw; do
     echo "== $name"
     python3 -P benchmarks/run.py "$name" --device cuda --check --json "$out/results/$name.json" || code=1
   done
   echo "== ladder"
   python3 -P benchmarks/ladder/run.py --json "$out/results/ladder.json" || code=1
-  echo "== train_step"
-  python3 -P benchmarks/run.py train_step --device cuda --peers bare,torch,compile --model simplenet --check \
-    --json "$out/results/train_step.json" || code=1
   exit "$code"
 }
 

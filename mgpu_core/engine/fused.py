@@ -125,7 +125,7 @@ class FusedUpdate:
         self._settings = settings
         table = group_table(self._optimizer)
         for device in self._devices:
-            device.groups.copy_(table)
+            device.groups.copy_(table, non_blocking=True)  # the table is read before the call returns
 
     def _restart_momentum(self) -> None:
         """What has no momentum buffer yet begins with a copy of its gradient, whenever its group gets momentum."""

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Protocol, TypeAlias
+from contextlib import suppress
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import torch
 
@@ -28,6 +29,7 @@ _FIRST = "it is one of the first of its kind"
 _CROWDED = f"{KEPT} other kinds of steps (shapes, modes, settings) are being replayed, and there is no room for more"
 _NEW_LINE = "\n"
 
+_T = TypeVar("_T")
 Work: TypeAlias = Callable[[], list[torch.Tensor]]
 
 
@@ -67,18 +69,42 @@ class CudaRecorder:
                 self._streams[device] = torch.cuda.Stream(device)
             graph = torch.cuda.CUDAGraph()
             pool, stream = self._pools[device], self._streams[device]
-            # The outer one: some versions of torch leave the capture's stream current when a capture fails.
-            with (
-                torch.cuda.stream(torch.cuda.current_stream(device)),
-                torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
-            ):
-                results = work()
+            try:
+                results = _captured(graph, device, pool, stream, work)
+            except BaseException:
+                _end_capture(device, pool)
+                raise
             return graph, results
 
     def forget(self) -> None:
         """After a step could not be recorded: its pools may be in any state."""
         self._pools.clear()
         self._streams.clear()
+
+
+def _captured(
+    graph: torch.cuda.CUDAGraph, device: torch.device, pool: Any, stream: torch.cuda.Stream, work: Callable[[], _T]
+) -> _T:
+    # The outer one: some versions of torch leave the capture's stream current when a capture fails.
+    with (
+        torch.cuda.stream(torch.cuda.current_stream(device)),
+        torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
+    ):
+        return work()
+
+
+def _end_capture(device: torch.device, pool: Any) -> None:
+    """After a capture that failed, does what torch leaves out then.
+
+    Torch (2.11) asks CUDA for the end of a capture first, and where that is an error, its allocator goes on to serve
+    the graph's pool, and its generator takes all random numbers for a graph's: dropout would fail from then on.  The
+    end of a capture that succeeds resets the generator.
+    """
+    with suppress(RuntimeError):  # torch had done so itself
+        torch._C._cuda_endAllocateToPool(device.index, pool)
+    with suppress(RuntimeError):  # the error to tell is the one before
+        own_pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
+        _captured(torch.cuda.CUDAGraph(), device, own_pool, stream, lambda: torch.zeros((), device=device))
 
 
 class StaticNest:

@@ -55,8 +55,11 @@ def sum_ranks(tensors: Sequence[torch.Tensor], op: str) -> torch.Tensor:
 
 def average_of(total: torch.Tensor, count: int) -> torch.Tensor:
     """``total / count``, of integers cut toward zero."""
-    if total.is_floating_point() or total.is_complex():
-        return total / count
+    if total.is_complex():
+        return torch.view_as_complex(average_of(torch.view_as_real(total), count))
+    if total.is_floating_point():
+        # By a tensor: where the divisor is a number, torch on a GPU multiplies by its inverse, which may lose a bit.
+        return total / torch.full((), count, dtype=total.dtype, device=total.device)
     # In int64: of a narrow dtype torch takes the divisor, too, as one of its numbers, which wrap.
     return torch.div(total.to(torch.int64), count, rounding_mode="trunc")
 

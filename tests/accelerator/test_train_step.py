@@ -61,7 +61,7 @@ def test_two_steps_share_a_net(devices, freezes):
 def test_what_is_frozen_does_not_travel(devices):
     """Nor is it the step's; and what is thawed is trained on all devices."""
     torch.manual_seed(0)
-    net = Branches().double()
+    net = Branches().double().to(devices[0])
     net.second.requires_grad_(False)
     alone = copy.deepcopy(net)
     step, reference = step_of(net, devices, adamw), adamw(alone.parameters())

@@ -113,12 +113,14 @@ def test_all_stages_pass(machine: Machine) -> None:
     order = (
         "pip install",
         "tests/cuda --ignore",
-        "tests/kernels tests/conformance",
+        "tests/kernels tests/ladder -k gpu",
         "--build",
         "memcheck",
         "racecheck",
     )
-    places = [calls.index(word) for word in (*order, "test-nccl.xml", "run.py pack", "run.py adamw")]
+    places = [
+        calls.index(word) for word in (*order, "test-nccl.xml", "run.py train_step", "run.py pack", "run.py adamw")
+    ]
     assert places == sorted(places)
     assert f"run.py pack --device cuda --check --json {machine.out}/results/pack.json" in calls
 

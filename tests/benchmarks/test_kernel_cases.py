@@ -188,6 +188,44 @@ def test_a_late_host_sleeps_longer_and_runs_again(late: int, runs: int, monkeypa
     assert gpu.slept[-1] == gpu.slept[-2]
 
 
+def test_who_waits_for_the_gpu_is_not_put_to_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its wait would be as long as any sleep, in every run."""
+    gpu = FakeGpu(10**6)
+    monkeypatch.setattr("torch.cuda.Event", gpu.event)
+    monkeypatch.setattr("torch.cuda._sleep", gpu.slept.append)
+    now = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+
+    def work() -> None:
+        slept = sum(gpu.slept)
+        gpu.slept.clear()
+        now[0] += 0.003 + slept / 2e9
+
+    queued = _Queued(work)
+    queued()
+    assert now[0] < 0.1
+    spent = now[0]
+    queued()
+    assert now[0] - spent == pytest.approx(0.003)
+
+
+def test_a_twin_that_does_not_run_here_is_left_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Broken:
+        @staticmethod
+        def sum_ranks(*_: object, **__: object) -> None:
+            raise AttributeError("numpy has no row_stack")
+
+    monkeypatch.setattr("benchmarks.cases.sum_ranks.twins", lambda _device: {"numba": Broken, "cupy": kernels})
+    monkeypatch.setattr("benchmarks.kernel_case.twins", lambda _device: {"numba": Broken, "cupy": kernels})
+    assert main(arguments("sum_ranks", "cpu")) == 0
+    out, err = capsys.readouterr()
+    assert "without numba: AttributeError: numpy has no row_stack" in err
+    assert "x cupy" in err
+    assert "x numba" not in err + out
+
+
 def test_the_clock_of_a_cpu_is_the_wall() -> None:
     done: list[str] = []
     clock = DeviceClock(CPU)

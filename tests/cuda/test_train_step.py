@@ -156,3 +156,30 @@ def test_what_cannot_be_captured_says_why(gpu):
     assert len(losses) == step.steps == 8
     assert [text for text in map(str, (each.message for each in told)) if "recording it failed" in text]
     assert step.graphs.replays == 0
+
+
+def test_a_capture_that_fails_leaves_torch_whole(gpu):
+    """Random numbers, memory and captures of other steps are as before it."""
+
+    class Draws(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net, self.looks = mlp(dropout=0.5), True
+
+        def forward(self, x):
+            found = self.net(x)
+            return found if not self.looks or float(x.sum()) < 1e9 else x
+
+    def stepping(looks):
+        net = Draws().to(gpu)
+        net.looks = looks
+        step = TrainStep(net, nn.functional.cross_entropy, SGD(net.parameters(), lr=0.1), [0], capture=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            assert all(bool(step(x, y).isfinite()) for x, y in data(8, [16], torch.float32))
+        return step.graphs.replays
+
+    assert stepping(looks=True) == 0
+    assert nn.functional.dropout(torch.ones(1000, device=gpu), 0.5).eq(0).any()
+    assert stepping(looks=False) > 0
+    torch.cuda.synchronize()

@@ -103,6 +103,23 @@ def test_the_results_of_the_other_benchmarks_know_it(stand_in, tmp_path):
     assert (tmp_path / "ladder.png").stat().st_size > 0
 
 
+def test_a_rung_that_does_not_compile_is_left_out(stand_in, monkeypatch, tmp_path, capsys):
+    """The others have their times, and the file is written."""
+
+    def refuses(problem, rung):
+        if rung == "fused":
+            raise TypeError("Signature mismatch")
+        return problem.shipped()
+
+    monkeypatch.setitem(stand_in, "numba", refuses)
+    path = tmp_path / "ladder.json"
+    assert run.main(["pack", "--size", "16K", "--repeats", "1", "--json", str(path)]) == 0
+    (row,) = json.loads(path.read_text())["rows"]
+    assert {"fused cuda", "naive numba"} <= set(row["seconds"])
+    assert "fused numba" not in row["seconds"]
+    assert "without fused numba: TypeError: Signature mismatch" in capsys.readouterr().err
+
+
 def test_a_language_is_used_only_if_it_launches(monkeypatch):
     def no_driver(problem, rung):
         raise RuntimeError("no driver")

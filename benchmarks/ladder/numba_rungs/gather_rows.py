@@ -84,7 +84,10 @@ def fused_kernel(paired: bool) -> Any:
     @cuda.jit
     def kernel(rows: Any, index: Any, out: Any, scale: Any, shift: Any) -> None:
         first, last = cuda.blockIdx.x * IN_FLIGHT, index.size - 1
-        b, c, d = min(first + 1, last), min(first + 2, last), min(first + 3, last)
+        # `min` is not in all of numba's compilers.
+        b = first + 1 if first + 1 < last else last
+        c = first + 2 if first + 2 < last else last
+        d = first + 3 if first + 3 < last else last
         row_a, row_b, row_c, row_d = index[first], index[b], index[c], index[d]
         for i in range(cuda.threadIdx.x, rows.shape[1], cuda.blockDim.x):
             in_a, in_b, in_c, in_d = rows[row_a, i], rows[row_b, i], rows[row_c, i], rows[row_d, i]

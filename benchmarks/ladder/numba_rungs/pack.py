@@ -37,7 +37,8 @@ MOST_ARRAYS = 16
 def naive_kernel(source: Any, target: Any, scale: Any) -> None:
     """One array."""
     begin = cuda.grid(1) * STRETCH
-    for i in range(begin, min(begin + STRETCH, source.size)):
+    end = begin + STRETCH if begin + STRETCH < source.size else source.size  # `min` is not in all of numba's compilers
+    for i in range(begin, end):
         target[i] = np.float32(source[i]) * scale
 
 

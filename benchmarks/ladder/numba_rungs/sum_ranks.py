@@ -25,7 +25,8 @@ STRETCH = 32
 def naive_kernel(total: Any, source: Any, target: Any) -> None:
     """target = total + source; total and target may be one array."""
     begin = cuda.grid(1) * STRETCH
-    for i in range(begin, min(begin + STRETCH, source.size)):
+    end = begin + STRETCH if begin + STRETCH < source.size else source.size  # `min` is not in all of numba's compilers
+    for i in range(begin, end):
         target[i] = np.float32(total[i]) + np.float32(source[i])
 
 

@@ -51,7 +51,7 @@ def calls(monkeypatch):
 def test_recordings_of_a_device_share_a_pool(calls):
     recorder = CudaRecorder()
     for place in range(2):
-        graph, results = recorder.record(GPU, lambda place=place: [place])
+        _, results = recorder.record(GPU, lambda place=place: [place])
         assert results == [place]
     assert calls == ["begin a", "end a"] * 2
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections import Counter, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -184,9 +184,10 @@ def _mapping_builder(obj: Mapping[Any, Any]) -> Callable[[list[Any]], Any]:
     keys, kind = list(obj), type(obj)
     if isinstance(obj, defaultdict):
         return lambda values: kind(obj.default_factory, zip(keys, values, strict=True))  # type: ignore[call-arg]
-    if isinstance(obj, dict) and not isinstance(obj, Counter):  # a Counter would count the pairs
+    if kind in (dict, OrderedDict):
         return lambda values: kind(zip(keys, values, strict=True))  # type: ignore[call-arg]
-    return lambda values: kind(dict(zip(keys, values, strict=True)))  # type: ignore[call-arg]
+
+    return lambda values: _made_again(obj, dict(zip(keys, values, strict=True)))
 
 
 def _open_dataclass(obj: Any) -> _Opened:
@@ -208,13 +209,43 @@ def _sequence_builder(obj: list[Any] | tuple[Any, ...]) -> Callable[[list[Any]],
     if kind is tuple:
         return tuple
 
-    def build(values: list[Any]) -> Any:
-        try:
-            return kind(values)
-        except TypeError:  # a constructor of its own: a plain one, as torch makes of all of them
-            return tuple(values) if isinstance(obj, tuple) else values
+    return lambda values: _made_again(obj, tuple(values) if isinstance(obj, tuple) else values)
 
-    return build
+
+def _made_again(obj: Any, plain: Any) -> Any:
+    """A container of the class of ``obj`` with the entries of ``plain``, and what else ``obj`` knows.
+
+    By its constructor, if it makes of ``plain`` what constructors of its kind do; else by a copy, whose entries are
+    replaced; else ``plain``, as torch makes of all of them.
+    """
+    for make in (_constructed, _copied):
+        try:
+            made = make(obj, plain)
+            if list(made) == list(plain) if isinstance(plain, dict) else len(made) == len(plain):
+                return made
+        except Exception:  # whatever a constructor of somebody else's says to this
+            continue
+    return plain
+
+
+def _constructed(obj: Any, plain: Any) -> Any:
+    pairs = isinstance(obj, dict) and not isinstance(obj, Counter)  # which would count them
+    made = type(obj)(plain.items() if pairs else plain)
+    known = getattr(obj, "__dict__", {})
+    if known and known is not obj:  # a dict may be its own attributes
+        keys = plain if isinstance(plain, dict) else ()
+        vars(made).update({name: value for name, value in known.items() if name not in keys})
+    return made
+
+
+def _copied(obj: Any, plain: Any) -> Any:
+    made = copy.copy(obj)
+    if isinstance(plain, dict):
+        for key, value in plain.items():
+            made[key] = value
+    else:
+        made[:] = plain
+    return made
 
 
 def unwrapped(obj: Any) -> Any:

@@ -109,19 +109,21 @@ class _Span:
         sink = self._sink
         if sink.story is not None:
             end = _moment(sink.story, self._device)
-            sink.story.add(_whole_step.get(), self._draft(time.perf_counter_ns(), end))
+            sink.story.add(_whole_step.get(), self._draft(end))
             self._whole.__exit__(None, None, None)
         if sink.label is not None:
             self._label.__exit__(*error)  # type: ignore[arg-type]
 
-    def _draft(self, end_ns: int, end: object) -> Draft:
-        thread, begin_ns = threading.get_ident(), self._host_ns
+    def _draft(self, end: object) -> Draft:
+        """Without the span itself: its label is memory of the profiler's, which would stay, from every step."""
+        thread, begin_ns, end_ns = threading.get_ident(), self._host_ns, time.perf_counter_ns()
+        step, rank, bucket, begin = self._step, self._rank, self._bucket, self._begin
         device = "" if self._device is None else str(self._device)
 
         def draft(clock: Clock) -> Span:
-            on_device = self._begin is not None and end is not None
-            times = (clock.ns(self._begin), clock.ns(end)) if on_device else (begin_ns, end_ns)
-            return Span(self._step, self._rank, self._bucket, device, *times, begin_ns, end_ns, thread)
+            on_device = begin is not None and end is not None
+            times = (clock.ns(begin), clock.ns(end)) if on_device else (begin_ns, end_ns)
+            return Span(step, rank, bucket, device, *times, begin_ns, end_ns, thread)
 
         return draft
 

@@ -1,8 +1,8 @@
 """DESIGN's arrows point down: read from the sources, so that nobody has to remember them.
 
 Python: cli -> doctor, lessons, mnist -> advice -> explain -> data_parallel, train_step -> engine -> parallel -> comm ->
-kernels -> device -> module_tree -> nested, twin_hooks, record, errors, files -> recording, nothing, caller -> _core,
-entries, extras.
+kernels -> device -> module_tree -> nested, twin_hooks, record, errors, files, user_script -> recording,
+nothing, caller -> _core, entries, extras.
 C++: bindings -> rooms -> backends -> core; rooms of backends do not know each other; only bindings knows pybind11.
 """
 
@@ -19,7 +19,7 @@ SOURCES = Path(__file__).parent.parent / "csrc"
 LAYERS = [
     {"_core", "entries", "extras"},
     {"recording", "nothing", "caller"},
-    {"record", "errors", "nested", "twin_hooks", "files", "optim"},
+    {"record", "errors", "nested", "twin_hooks", "files", "optim", "user_script"},
     {"module_tree"},
     {"device"},
     {"kernels"},

@@ -299,6 +299,59 @@ def test_double_backward(ranks):
         assert one is None or torch.equal(one, other)
 
 
+class OnePerRow(nn.Module):
+    """Each row has one of two layers: a rank may use one alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
+        whole(self)
+
+    def forward(self, x):
+        found = x.new_zeros(x.shape)
+        for layer, rows in zip(self.layers, (x[:, 0] > 0, x[:, 0] <= 0), strict=True):
+            if rows.any():
+                found = found.index_put((rows.nonzero()[:, 0],), layer(x[rows]) ** 2)
+        return found
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_double_backward_where_ranks_use_other_parameters(ranks):
+    net, x = OnePerRow(), numbers(8, 3).abs() + 1
+    x[4:, 0] *= -1
+
+    def penalty(forward):
+        grads = torch.autograd.grad(forward(x).sum(), list(net.parameters()), create_graph=True)
+        return torch.autograd.grad(sum((g * g).sum() for g in grads), list(net.parameters()))
+
+    for one, other in zip(penalty(DataParallel(net, cpu(ranks))), penalty(net), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_gradients_that_are_zero_everywhere(ranks):
+    """Torch has tensors without memory for them: from the sign of a parameter, and the curvature of an L1 loss."""
+    net, x = Polynomial(), numbers(8, 3).requires_grad_()
+
+    class Signed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = net
+
+        def forward(self, x):
+            return self.net(x) + self.net.first.bias.sgn().sum()
+
+    def penalty(forward):
+        found = forward(x)
+        loss = nn.functional.l1_loss(found, torch.zeros_like(found), reduction="sum")
+        (grad,) = torch.autograd.grad(loss, x, create_graph=True)
+        return torch.autograd.grad((grad * grad).sum() + found.sum(), list(net.parameters()))
+
+    signed = Signed()
+    for one, other in zip(penalty(DataParallel(signed, cpu(ranks))), penalty(signed), strict=True):
+        assert torch.equal(one, other)
+
+
 @pytest.mark.parametrize("ranks", RANKS)
 def test_hooks_on_parameters_run_once_with_the_sum(ranks):
     plain, net = Polynomial(), Polynomial()

@@ -183,6 +183,61 @@ def test_mapping_that_is_no_dict_and_has_no_constructor_of_pairs():
     assert again(MappingProxyType({"a": 1})) == {"a": 1}
 
 
+class Named(dict):
+    """Its constructor takes something else than entries."""
+
+    def __init__(self, name="train", **fields):
+        super().__init__(**fields)
+        self.name = name
+
+
+class Sized(list):
+    def __init__(self, size=None):
+        super().__init__()
+        self.size = size
+
+
+class Attributes(dict):
+    """Its entries are its attributes."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.__dict__ = self
+
+
+class Refusing(dict):
+    def __init__(self):
+        super().__init__()
+
+    def __setitem__(self, key, value):
+        raise TypeError("read only")
+
+
+def test_containers_with_constructors_of_their_own_keep_entries_and_attributes():
+    made = again(Named("train", a=1, b=2))
+    assert (type(made), dict(made), made.name) == (Named, {"a": 1, "b": 2}, "train")
+    boxes = Sized(7)
+    boxes.append(3)
+    made = again(boxes)
+    assert (type(made), list(made), made.size) == (Sized, [3], 7)
+    tree, leaves, _ = apart(Attributes({"a": 1}))
+    assert leaves == [1]
+    assert tree.unflatten(iter([5])).a == 5
+    one = Refusing()
+    dict.__setitem__(one, "a", 1)
+    assert again(one) == {"a": 1}
+
+
+def test_attributes_of_containers_come_along():
+    rows = Rows([1, 2])
+    rows.source = "here"
+    made = again(rows)
+    assert (type(made), made, made.source) == (Rows, [1, 2], "here")
+    tree, _, _ = apart(Output(loss=1, logits=2))
+    made = tree.unflatten(iter([3, 4]))
+    assert (made["loss"], made.loss, made.logits) == (3, 3, 4)
+
+
 def test_paths_name_every_leaf():
     obj = [1, {"x": (2, Pair(3, Batch(4))), 7: None}]
     _, leaves, paths = apart(obj, "inputs")

@@ -343,6 +343,17 @@ def test_an_operator_that_takes_no_generator_gives_the_default_one_back():
         assert torch.equal(torch.native_dropout(torch.ones(50), 0.5, True)[0], one)
 
 
+def test_the_default_generator_is_one_when_no_rank_draws():
+    DataParallel(nn.Dropout(0.5), cpu(2))(torch.ones(4, 2))
+    assert torch.random.default_generator is torch.default_generator
+    torch.rand(2, generator=torch.random.default_generator)
+    with RankStream(3).entered():
+        with RankStream(4).entered():
+            assert torch.equal(torch.random.default_generator.get_state(), torch.Generator().manual_seed(4).get_state())
+        assert torch.equal(torch.random.default_generator.get_state(), torch.Generator().manual_seed(3).get_state())
+    assert torch.random.default_generator is torch.default_generator
+
+
 def test_another_thread_keeps_the_default_generator():
     torch.manual_seed(0)
     wanted = torch.rand(3)

@@ -247,6 +247,28 @@ def test_a_failed_collective_leaves_nothing():
     assert len(of(story, Collective)[0].hops) == 1
 
 
+def test_what_profilers_get_does_not_stay_with_the_entries():
+    """A label is memory of theirs between a step's: kept from every step, it keeps the holes around it, too."""
+    gone = []
+
+    class Label:
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error):
+            pass
+
+        def __del__(self):
+            gone.append(1)
+
+    with record.labelled(lambda name: Label()), record.recording() as story:
+        for _ in range(3):
+            with record.span("forward", 0, torch.device("cpu")):
+                pass
+        assert gone == [1, 1, 1]
+    assert len(story.entries) == 3
+
+
 def test_a_recording_has_an_end():
     with record.recording() as story:
         story.limit = 3

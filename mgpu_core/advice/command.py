@@ -15,10 +15,11 @@ from typing import Any
 from mgpu_core.advice.contest import stopwatch
 from mgpu_core.advice.measure import advised
 from mgpu_core.advice.plan import Plan, plan_of
-from mgpu_core.advice.script import Chosen, Found, ScriptFailed, as_script, found_in, run_script
+from mgpu_core.advice.script import Chosen, Found, ScriptFailed, found_in, run_script
 from mgpu_core.device.devices import DeviceLike
 from mgpu_core.extras import require
 from mgpu_core.files import check_outputs, check_picture, write_whole
+from mgpu_core.user_script import as_script
 
 __all__ = ["add_arguments", "run"]
 

@@ -5,20 +5,18 @@ It runs under a name of its own, so that what is below ``if __name__ == "__main_
 
 from __future__ import annotations
 
-import runpy
 import sys
-import traceback
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from mgpu_core import user_script
 from mgpu_core.advice.loading import first_batch
 
-__all__ = ["RUN_NAME", "Chosen", "Found", "ScriptFailed", "as_script", "found_in", "run_script"]
+__all__ = ["RUN_NAME", "Chosen", "Found", "ScriptFailed", "found_in", "run_script"]
 
 RUN_NAME = "__mgpu_advise__"
 
@@ -52,18 +50,6 @@ class Found:
     loader: Any
 
 
-@contextmanager
-def as_script(script: Path, arguments: Sequence[str]) -> Iterator[None]:
-    """``sys.argv`` and ``sys.path`` as ``python script.py`` has them."""
-    before = sys.argv, list(sys.path)
-    sys.argv = [str(script), *arguments]
-    sys.path.insert(0, str(script.resolve().parent))
-    try:
-        yield
-    finally:
-        sys.argv, sys.path[:] = before
-
-
 def run_script(script: Path) -> dict[str, Any]:
     """Its globals.
 
@@ -72,7 +58,7 @@ def run_script(script: Path) -> dict[str, Any]:
         ValueError: it ended before its end, without an error.
     """
     try:
-        return runpy.run_path(str(script), run_name=RUN_NAME)
+        return user_script.run_script(script, RUN_NAME)
     except SystemExit as end:
         if end.code in (None, 0):
             raise ValueError(
@@ -83,16 +69,8 @@ def run_script(script: Path) -> dict[str, Any]:
             print(end.code, file=sys.stderr)
         raise ScriptFailed(end.code if isinstance(end.code, int) else 1) from None
     except Exception as error:
-        _show(error, script)
+        user_script.show_error(error, script)
         raise ScriptFailed(1) from None
-
-
-def _show(error: Exception, script: Path) -> None:
-    """Without the frames of this file and of runpy: the script's author knows neither."""
-    here = error.__traceback__
-    while here is not None and here.tb_frame.f_code.co_filename != str(script):
-        here = here.tb_next
-    traceback.print_exception(type(error), error, here or error.__traceback__)
 
 
 def found_in(names: Mapping[str, Any], chosen: Chosen, script: Path) -> Found:

@@ -127,7 +127,8 @@ class _Reduce(torch.autograd.Function):
             for place, copy in enumerate(copies):
                 rank, i = divmod(place, len(present))
                 flat[rank * len(grads) + present[i]] = copy
-        return None, None, *flat
+        # A rank that had nothing to add, gets nothing.
+        return None, None, *(each if need else None for each, need in zip(flat, ctx.needs_input_grad[2:], strict=True))
 
 
 def _device_of(grads: Sequence[_Grad], default: torch.device) -> torch.device:

@@ -59,15 +59,15 @@ class RankStream(TorchDispatchMode):
     @contextmanager
     def entered(self) -> Iterator[None]:
         """In this thread everything is drawn from this stream."""
-        _install()
         outer = current_stream()
-        _thread.stream = self
-        _push_mode(self)  # see Modes.entered: `with self` is not for several threads
-        try:
-            yield
-        finally:
-            _pop_mode()
-            _thread.stream = outer
+        with _torch_asks_the_rank():
+            _thread.stream = self
+            _push_mode(self)  # see Modes.entered: `with self` is not for several threads
+            try:
+                yield
+            finally:
+                _pop_mode()
+                _thread.stream = outer
 
 
 _thread = threading.local()
@@ -167,15 +167,31 @@ class _DefaultGenerator:
         return getattr(torch.default_generator if stream is None else stream.generator, name)
 
 
-def _install() -> None:
+_asking, _askers = threading.Lock(), [0]
+
+
+@contextmanager
+def _torch_asks_the_rank() -> Iterator[None]:
+    """For as long as some rank draws: a user who looks at the default generator else, finds a generator."""
+    _count_askers(1)
+    try:
+        yield
+    finally:
+        _count_askers(-1)
+
+
+def _count_askers(more: int) -> None:
     seen_by_torch: Any = torch.random
-    if not isinstance(seen_by_torch.default_generator, _DefaultGenerator):
-        seen_by_torch.default_generator = _DefaultGenerator()
+    with _asking:
+        _askers[0] += more
+        seen_by_torch.default_generator = _DefaultGenerator() if _askers[0] else torch.default_generator
 
 
 def _after_fork_in_child() -> None:
-    global _lending
-    _lending = threading.Lock()
+    global _lending, _asking
+    _lending, _asking = threading.Lock(), threading.Lock()
+    _askers[0] = 0
+    _count_askers(0)
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -44,6 +44,8 @@ def refuse_special(tensor: torch.Tensor, name: str, *, sparse: bool = False) -> 
         raise TypeError(f"{name} is a {type(tensor).__name__}, whose memory is not its own (a fake or wrapper tensor)")
     if tensor.device.type == "meta":
         raise TypeError(f"{name} is on the meta device and has no memory")
+    if torch._is_functional_tensor(tensor):
+        raise TypeError(f"{name} is inside a trace of torch.compile or torch.export, and has no memory")
 
 
 def _dispatches(tensor: torch.Tensor) -> bool:
@@ -51,12 +53,14 @@ def _dispatches(tensor: torch.Tensor) -> bool:
 
 
 def readable(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    """The tensor as plain memory that may be read: conjugation and negation are carried out.
+    """The tensor as plain memory that may be read: conjugation and negation are carried out, and zeros written down.
 
     Raises:
         TypeError: sparse, nested, fake, meta, functorch or wrapper-subclass tensors.
     """
     refuse_special(tensor, name)
+    if tensor._is_zerotensor():  # gradients that torch knows to be zero have no memory
+        return tensor.clone()
     if tensor.is_conj():
         tensor = tensor.resolve_conj()
     return tensor.resolve_neg() if tensor.is_neg() else tensor
@@ -80,6 +84,8 @@ def all_plain(tensors: Sequence[torch.Tensor]) -> bool:
         and not any(map(is_functorch_wrapped_tensor, tensors))
         and not any(map(is_legacy_batchedtensor, tensors))
         and not any(map(torch.Tensor.is_neg, tensors))
+        and not any(map(torch.Tensor._is_zerotensor, tensors))
+        and not any(map(torch._is_functional_tensor, tensors))
         and all(map(torch.Tensor.is_contiguous, tensors))
     )
 
@@ -111,7 +117,8 @@ def _plainly_writable(tensor: torch.Tensor) -> bool:
         type(tensor) is torch.Tensor
         and tensor.layout is torch.strided
         and not (tensor.is_nested or tensor.requires_grad or is_functorch_wrapped_tensor(tensor))
-        and not (tensor.is_conj() or tensor.is_neg())
+        and not (tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor())
+        and not torch._is_functional_tensor(tensor)
         and tensor.is_contiguous()
         and tensor.device.type != "meta"
     )
@@ -119,6 +126,8 @@ def _plainly_writable(tensor: torch.Tensor) -> bool:
 
 def _check_writable(tensor: torch.Tensor, name: str) -> None:
     refuse_special(tensor, name)
+    if tensor._is_zerotensor():
+        raise ValueError(f"{name} is a tensor of zeros without memory, and cannot be written: use .clone()")
     if tensor.is_conj() or tensor.is_neg():
         raise ValueError(f"{name} is a lazily conjugated or negated view and cannot be written: use .resolve_conj()")
     if overlaps_itself(tensor):

@@ -5,13 +5,12 @@ The script's own output and exit status come through; the story follows, also af
 
 import argparse
 import os
-import runpy
 import sys
-import traceback
 from pathlib import Path
 
 from mgpu_core.explain import Story, record_story
 from mgpu_core.files import check_outputs, write_whole
+from mgpu_core.user_script import as_script, run_script, show_error
 
 __all__ = ["add_arguments", "run"]
 
@@ -77,10 +76,13 @@ def _predict(story: Story) -> None:
 
 
 def _nothing(args: argparse.Namespace) -> str:
-    return (
-        f"mgpu explain: error: nothing was recorded: {args.script} ended within its first {args.skip} steps, or makes "
-        "no whole step with DataParallel or TrainStep; --skip 0 keeps the first ones, and functional calls"
-    )
+    reason = "makes no whole step with DataParallel or TrainStep, and no functional call"
+    if args.skip:
+        reason = (
+            f"ended within its first {args.skip} steps, or makes no whole step with DataParallel or TrainStep; "
+            "--skip 0 keeps the first ones, and functional calls"
+        )
+    return f"mgpu explain: error: nothing was recorded: {args.script} {reason}"
 
 
 def _save(story: Story, here: Path, args: argparse.Namespace) -> None:
@@ -109,26 +111,18 @@ def _save(story: Story, here: Path, args: argparse.Namespace) -> None:
 
 
 def _run_script(script: Path, arguments: list[str]) -> int:
-    """As `python script.py` would, in this process."""
-    before = sys.argv, list(sys.path)
-    sys.argv = [str(script), *arguments]
-    sys.path.insert(0, str(script.resolve().parent))
+    """Its exit status; what it raises is shown."""
     try:
-        runpy.run_path(str(script), run_name="__main__")
+        with as_script(script, arguments):
+            run_script(script, "__main__")
     except SystemExit as end:
         return _status(end.code)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
     except Exception as error:
-        # Without the frames of this file and of runpy: the script's author knows neither.
-        here = error.__traceback__
-        while here is not None and here.tb_frame.f_code.co_filename != str(script):
-            here = here.tb_next
-        traceback.print_exception(type(error), error, here)
+        show_error(error, script)
         return 1
-    finally:
-        sys.argv, sys.path[:] = before
     return 0
 
 

@@ -47,7 +47,7 @@ def _join(leaves: list[Any], device: torch.device, dim: int, tree: Tree, place: 
     tensors = sum(isinstance(leaf, torch.Tensor) for leaf in leaves)
     if tensors == len(leaves):
         return _join_tensors(leaves, device, dim, tree, place)
-    other = next((rank for rank, leaf in enumerate(leaves) if not _equal(leaves[0], leaf)), None)
+    other = next((rank for rank, leaf in enumerate(leaves) if rank and not _equal(leaves[0], leaf)), None)
     if other is None:
         return leaves[0]
     raise TypeError(

@@ -7,7 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.two_tensor import TwoTensor
 
-from mgpu_core import comm
+from mgpu_core import comm, kernels
 
 
 def two(tensor):
@@ -26,6 +26,7 @@ SPECIAL = {
     "fake": fake,
     "wrapper": lambda: TwoTensor(torch.zeros(4), torch.zeros(4)),
     "meta": lambda: torch.zeros(4, device="meta"),
+    "traced": lambda: torch._to_functional_tensor(torch.zeros(4)),
 }
 
 
@@ -42,13 +43,29 @@ def test_special_tensors_are_refused_by_name(kind):
         lambda: comm.all_gather([torch.zeros(4), tensor]),
         lambda: comm.reduce_scatter([torch.zeros(4), tensor]),
     ):
-        with pytest.raises(TypeError, match=r"sparse|nested|fake|wrapper|meta"):
+        with pytest.raises(TypeError, match=r"sparse|nested|fake|wrapper|meta|inside a trace"):
             call()
 
 
 def test_functorch_tensors_are_refused():
     with pytest.raises(TypeError, match="vmap"):
         torch.vmap(lambda x: comm.broadcast(x, ["cpu"] * 2)[0])(torch.zeros(2, 3))
+
+
+def test_zeros_without_memory_are_zeros():
+    """What torch hands on as the gradient of a gradient that is zero everywhere."""
+    zero = torch._efficientzerotensor(4)
+    many = [zero, *[torch.ones(4)] * 20]
+    assert all(torch.equal(each, torch.zeros(4)) for each in comm.broadcast(zero, ["cpu"] * 2))
+    assert torch.cat(comm.scatter(zero, ["cpu"] * 2)).tolist() == [0.0] * 4
+    assert comm.gather([zero, torch.ones(4)]).tolist() == [0.0] * 4 + [1.0] * 4
+    assert comm.reduce_add([zero, zero]).tolist() == [0.0] * 4
+    assert comm.reduce_add_coalesced([[zero] * 20, [torch.ones(4)] * 20])[0].tolist() == [1.0] * 4
+    assert kernels.pack([zero, zero]).tolist() == [0.0] * 8
+    assert kernels.pack(many).tolist() == [0.0] * 4 + [1.0] * 80
+    assert kernels.sum_ranks([zero, torch.ones(4)]).tolist() == [1.0] * 4
+    with pytest.raises(ValueError, match="zeros without memory, and cannot be written"):
+        comm.all_reduce([zero, torch.ones(4)])
 
 
 def test_conjugated_and_negated_inputs_are_resolved():

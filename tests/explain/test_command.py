@@ -49,7 +49,7 @@ def test_the_scripts_own_end(tmp_path, last, status, text):
     done = explain(tmp_path, "--skip", "1", "--steps", "2", last=last)
     assert done.returncode == status
     assert text in done.stderr
-    assert "runpy" not in done.stderr
+    assert "user_script" not in done.stderr
     assert "mgpu explain: error" not in done.stderr
     assert "step 1: data_parallel" in done.stdout
 
@@ -114,10 +114,29 @@ def test_errors_are_told_without_our_frames(tmp_path, text, last):
     command = [sys.executable, "-P", "-m", "mgpu_core", "explain", "script.py"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
     assert done.returncode == 1
-    assert "runpy" not in done.stderr
+    assert "user_script" not in done.stderr
     assert "mgpu_core/" not in done.stderr
     assert last in done.stderr
-    assert 'File "script.py", line 1' in done.stderr.replace(f"{tmp_path}/", "")
+    assert f'File "{tmp_path}/script.py", line 1' in done.stderr
+
+
+def test_the_script_lives_on_to_the_end_of_the_process(tmp_path):
+    """Its file has its whole name, and what it leaves for the end finds its own module."""
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "script.py").write_text(
+        "import atexit, os, pickle\n"
+        "class Own:\n"
+        "    pass\n"
+        "os.chdir('elsewhere')\n"
+        "print(open(__file__).readline())\n"
+        "atexit.register(lambda: print('pickled', type(pickle.loads(pickle.dumps(Own()))) is Own))\n"
+    )
+    command = [sys.executable, "-P", "-m", "mgpu_core", "explain", "--skip", "0", "script.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert "import atexit" in done.stdout
+    assert "pickled True" in done.stdout
+    assert "nothing was recorded: script.py makes no whole step" in done.stderr
+    assert "--skip 0" not in done.stderr
 
 
 def test_a_script_that_records_itself(tmp_path):

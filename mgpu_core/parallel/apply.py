@@ -16,6 +16,7 @@ from mgpu_core.device.devices import DeviceLike
 from mgpu_core.device.meeting import AbsentRank, Meeting, Seat
 from mgpu_core.device.random import RankStream, check_rng, current_stream, rank_streams
 from mgpu_core.device.streams import caller_streams, on
+from mgpu_core.device.switches import switches_kept
 from mgpu_core.device.team import Team
 from mgpu_core.device.workers import Outcome, time_limit
 from mgpu_core.errors import Error
@@ -190,7 +191,7 @@ def _run_in_workers(
         tasks = {rank: _drawing(task, numbers[rank]) for rank, task in tasks.items()}
     for ranks in turns:
         _take_turns(tasks, [rank for rank in ranks if rank in tasks], seconds)
-    with team.workers.lease() as crew:
+    with switches_kept(), team.workers.lease() as crew:
         return crew.run([tasks.get(rank) for rank in range(len(calls))], seconds)
 
 

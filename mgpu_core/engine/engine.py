@@ -26,6 +26,8 @@ from mgpu_core.processes.group import Processes
 
 __all__ = ["Engine"]
 
+_COLLECTS = "gradients are accumulated over several calls"
+
 
 class Engine:
     """Steps, one call at a time; whether one can be made is asked by :meth:`check_whole` before.
@@ -120,20 +122,24 @@ class Engine:
 
     def _why_no_graph(self, keep_outputs: bool) -> str | None:
         parts, setup = self.parts, self._setup
-        device = next((each for each in parts.replicas.devices if each.type != GRAPH_DEVICE), None)
-        collects = setup.accumulate > 1 or self.keeps_accumulating or parts.cycle.window.calls
-        reasons = {
-            f"there are no CUDA graphs on {device}": device is not None,
-            "the optimizer's state is in shards": parts.in_shards,
-            "several processes agree on each update": parts.together is not None,
-            "ranks meet in synchronised layers": parts.passes.joint,
-            "gradients are accumulated over several calls": collects,
-            "error_if_nonfinite=True waits for the gradients": setup.error_if_nonfinite,
-            'shares="auto" takes the time of each rank': self._split_plan.asked == "auto",
-            "its outputs are returned": keep_outputs,
-            "the optimizer is not fused": parts.updates.memory is None,
-        }
-        return next((reason for reason, holds in reasons.items() if holds), None)
+        reasons = (
+            (parts.in_shards, "the optimizer's state is in shards"),
+            (parts.together, "several processes agree on each update"),
+            (parts.passes.joint, "ranks meet in synchronised layers"),
+            (setup.accumulate > 1, _COLLECTS),
+            (self.keeps_accumulating or parts.cycle.window.calls, _COLLECTS),
+            (setup.error_if_nonfinite, "error_if_nonfinite=True waits for the gradients"),
+            (self._split_plan.asked == "auto", 'shares="auto" takes the time of each rank'),
+            (keep_outputs, "its outputs are returned"),
+            (parts.updates.memory is None, "the optimizer is not fused"),
+        )
+        for device in parts.replicas.devices:
+            if device.type != GRAPH_DEVICE:
+                return f"there are no CUDA graphs on {device}"
+        for holds, reason in reasons:
+            if holds:
+                return reason
+        return None
 
     def evaluate(self, inputs: tuple[Any, ...], kwargs: dict[str, Any], keep_outputs: bool) -> tuple[torch.Tensor, Any]:
         """What :meth:`train` returns, without gradients and without an update."""

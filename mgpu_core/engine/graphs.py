@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 import torch
 
 from mgpu_core.caller import warn_caller
-from mgpu_core.nested import Tree, flatten
+from mgpu_core.nested import flatten
 
 __all__ = ["GRAPH_DEVICE", "CudaRecorder", "Launch", "Recorder", "Recording", "StaticNest", "StepGraphs"]
 
@@ -25,6 +25,7 @@ KEPT = 4  # recordings; each holds the memory of a step
 IDLE = 100  # steps that a recording is kept for without being replayed, where others wait for its place
 SEEN = 64  # kinds of batches that are being counted
 
+_PLAIN = {torch.Tensor}
 _FIRST = "it is one of the first of its kind"
 _CROWDED = f"{KEPT} other kinds of steps (shapes, modes, settings) are being replayed, and there is no room for more"
 _NEW_LINE = "\n"
@@ -118,20 +119,18 @@ class StaticNest:
         nest: to be recorded with.
     """
 
-    def __init__(self, nest: Any, device: torch.device | None = None) -> None:
+    def __init__(self, nest: tuple[Any, ...], device: torch.device | None = None) -> None:
         leaves: list[Any] = []
         tree = flatten(nest, leaves, "batch", whole=True)
         self._tensors = [each.detach().to(device or each.device, copy=True) for each in _tensors(leaves)]
         rest = iter(self._tensors)
         self.nest = tree.unflatten(iter([next(rest) if isinstance(each, torch.Tensor) else each for each in leaves]))
 
-    def fill(self, nest: Any) -> None:
-        """Copies the tensors of another nest into these, on the current streams of their devices."""
-        leaves: list[Any] = []
-        flatten(nest, leaves, "batch", whole=True)
-        with torch.no_grad():
-            for static, given in zip(self._tensors, _tensors(leaves), strict=True):
-                static.copy_(given, non_blocking=True)
+    def fill(self, nest: tuple[Any, ...]) -> None:
+        """Copies the tensors of another nest, without gradients, into these, on their devices' current streams."""
+        _, leaves = _taken_apart(nest)
+        for static, given in zip(self._tensors, _tensors(leaves), strict=True):
+            static.copy_(given, non_blocking=True)
 
 
 class Recording(Protocol):
@@ -174,11 +173,11 @@ class StepGraphs:
             self._told.add(self.reason)
             warn_caller(f"this step is not captured: {self.reason}")
 
-    def run(self, batch: Any, settings: Hashable, record: Callable[[], Recording]) -> torch.Tensor | None:
+    def run(self, batch: tuple[Any, ...], settings: Hashable, record: Callable[[], Recording]) -> torch.Tensor | None:
         """The loss of a replay; ``None``: this step must go the ordinary way.
 
         Args:
-            batch: a nest.
+            batch: a nest, of tuples and dicts at the top.
             settings: all else that a recording fixes.
             record: makes a recording that serves this batch, and all of its kind.
         """
@@ -238,11 +237,22 @@ def _tensors(leaves: Sequence[Any]) -> list[torch.Tensor]:
     return [each for each in leaves if isinstance(each, torch.Tensor)]
 
 
-def _key(batch: Any, settings: Hashable) -> Hashable | None:
-    """What two batches must have in common to be served by one recording; ``None``: none could."""
+def _taken_apart(nest: tuple[Any, ...]) -> tuple[Hashable, list[Any]]:
+    """What says how a nest of tuples and dicts is built, and its leaves; of the usual ones without a walk."""
     leaves: list[Any] = []
-    tree: Tree = flatten(batch, leaves, "batch", whole=True)
-    parts: list[Hashable] = [settings, *tree.paths("")]
+    for part in nest:
+        if type(part) is tuple and set(map(type, part)) <= _PLAIN:
+            leaves += part
+        elif part:
+            leaves = []
+            return tuple(flatten(nest, leaves, "batch", whole=True).paths("")), leaves
+    return tuple(map(len, nest)), leaves
+
+
+def _key(batch: tuple[Any, ...], settings: Hashable) -> Hashable | None:
+    """What two batches must have in common to be served by one recording; ``None``: none could."""
+    kind, leaves = _taken_apart(batch)
+    parts: list[Hashable] = [settings, kind]
     for each in leaves:
         if type(each) is torch.Tensor and each.layout is torch.strided and not each.requires_grad:
             parts.append((tuple(each.shape), each.dtype))

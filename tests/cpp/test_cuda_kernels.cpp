@@ -151,6 +151,41 @@ static void sums() {
           }
 }
 
+// Sums in one call: of several lengths, none among them, misaligned ones, in place, and the dtype that changes on the
+// way.
+static void many_sums(int count, int ranks, const std::vector<DType>& dtypes) {
+  std::vector<std::vector<Both>> in(static_cast<size_t>(count));
+  std::vector<Both> out;
+  std::vector<SumRanks> there, truth;
+  for (int i = 0; i < count; ++i) {
+    const DType dtype = dtypes[static_cast<size_t>(i) * dtypes.size() / static_cast<size_t>(count)];
+    const int64_t length = i % 5 == 4 ? 0 : 1 + i * 37 % 300 + (i == 1 ? 20'000 : 0);
+    for (int rank = 0; rank < ranks; ++rank) in[i].emplace_back(length, dtype, 5 * rank + i, (i + rank / 2) % 3);
+    out.emplace_back(length, dtype, 9, i % 3);
+    const bool in_place = i % 7 == 3;
+    there.push_back({{}, {in_place ? in[i][0].device.data() : out[i].device.data()}, length, dtype, ReduceOp::sum, 1});
+    truth.push_back({{}, {in_place ? in[i][0].twin.data() : out[i].twin.data()}, length, dtype, ReduceOp::sum, 1});
+    for (Both& each : in[i]) {
+      there[i].in.push_back(each.device.data());
+      truth[i].in.push_back(each.twin.data());
+    }
+  }
+  gpu().sum_ranks(there, on());
+  host().sum_ranks(truth, {});
+  for (int i = 0; i < count; ++i) {
+    out[i].check_equal();
+    in[i][0].check_equal();
+  }
+}
+
+static void all_many_sums() {
+  for (DType dtype : kAll)
+    for (int ranks : {1, 2, 3, 8, 9}) many_sums(11, ranks, {dtype});
+  for (int count : {40, 41, 340, 341, 700}) many_sums(count, 2, {DType::f32});
+  many_sums(30, 2, {DType::f32, DType::bf16, DType::f64});
+  many_sums(1200, 1, {DType::bf16});
+}
+
 static void rows() {
   for (DType dtype : {DType::f16, DType::bf16, DType::f32})
     for (int64_t row_count : {1, 784, 1024, 2500}) {
@@ -317,6 +352,7 @@ int main() {
                                                                   {"packs", all_packs},
                                                                   {"copies", copies_of_bytes},
                                                                   {"sums", sums},
+                                                                  {"many sums", all_many_sums},
                                                                   {"rows", rows},
                                                                   {"norms", norms},
                                                                   {"optimizers", optimizers},

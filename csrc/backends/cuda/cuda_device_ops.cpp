@@ -33,6 +33,29 @@ void look_at(const std::vector<Piece>& pieces, Stream on, const char* what) {
   for (size_t i = 0; i < std::min(pieces.size(), kLooks); ++i) require_reachable(pieces[i].pointer, on, what);
 }
 
+void look_at(const SumRanks& call, Stream on) {
+  for (const void* in : call.in) require_reachable(in, on, "sum_ranks");
+  for (const void* out : call.out) require_reachable(out, on, "sum_ranks");
+}
+
+bool are_alike(const SumRanks& one, const SumRanks& other) {
+  return one.dtype == other.dtype && one.in.size() == other.in.size() && fits_a_table(other);
+}
+
+// The sum of one array is a copy of it.
+void sum_together(std::vector<const SumRanks*>& calls, Stream on) {
+  if (calls[0]->in.size() > 1) {
+    launch_sums(calls, handle_of(on));
+  } else {
+    std::vector<Transferred> all;
+    for (const SumRanks* call : calls)
+      if (call->in[0] != call->out[0])
+        all.push_back({call->out[0], call->in[0], call->count * static_cast<int64_t>(itemsize(call->dtype))});
+    if (!all.empty()) launch_copy(all, handle_of(on));
+  }
+  calls.clear();
+}
+
 void look_at(const FlatParameters& flat, std::initializer_list<const void*> states, Stream on, const char* what) {
   for (const void* pointer :
        {static_cast<const void*>(flat.parameters), flat.gradients, static_cast<const void*>(flat.segments),
@@ -101,12 +124,18 @@ class CudaDeviceOps final : public DeviceOps {
 
   void sum_ranks(const std::vector<SumRanks>& calls, Stream on) override {
     const DeviceGuard guard(on.device);
+    std::vector<const SumRanks*> together;
+    size_t looks = 0;
     for (const SumRanks& call : calls) {
       if (call.count == 0) continue;  // memory of nothing has no address
-      for (const void* in : call.in) require_reachable(in, on, "sum_ranks");
-      for (const void* out : call.out) require_reachable(out, on, "sum_ranks");
-      launch_sum_ranks(call, handle_of(on));
+      if (looks++ < kLooks) look_at(call, on);
+      if (!together.empty() && !are_alike(*together[0], call)) sum_together(together, on);
+      if (calls.size() > 1 && fits_a_table(call))
+        together.push_back(&call);
+      else
+        launch_sum_ranks(call, handle_of(on));
     }
+    if (!together.empty()) sum_together(together, on);
   }
 
   void gather_rows(const GatherRows& call, Stream on) override {

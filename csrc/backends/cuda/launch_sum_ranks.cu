@@ -1,15 +1,17 @@
 #include <algorithm>
 
-#include "backends/cuda/kernels/start.cuh"
 #include "backends/cuda/kernels/sum_ranks.cuh"
+#include "backends/cuda/kernels/tables.cuh"
 #include "backends/cuda/launch.h"
 
 namespace mgpu::cuda {
 namespace {
 
+constexpr int kFewSums = 40, kManySums = 340;  // within 4 and 32 KiB
+
 // Vectors only where every array stands at the same distance from a multiple of 16 bytes.
 template <class T>
-Extent extent_of_all(const SumRanks& call) {
+int head_of_all(const SumRanks& call) {
   const auto address = [](const void* pointer) { return reinterpret_cast<uint64_t>(pointer); };
   const uint64_t first = address(call.in[0]);
   int head = common_head(first, sizeof(T), first, sizeof(T));
@@ -17,7 +19,12 @@ Extent extent_of_all(const SumRanks& call) {
     if ((address(in) - first) % kAlignment != 0) head = -1;
   for (const void* out : call.out)
     if ((address(out) - first) % kAlignment != 0) head = -1;
-  return extent_of(call.count, head, vector_width(sizeof(T), sizeof(T)));
+  return head;
+}
+
+template <class T>
+Extent extent_of_all(const SumRanks& call) {
+  return extent_of(call.count, head_of_all<T>(call), vector_width(sizeof(T), sizeof(T)));
 }
 
 template <class T>
@@ -53,28 +60,73 @@ void launch(const SumRanks& call, cudaStream_t stream) {
   start<T>(table, call.op, stream);
 }
 
+template <class T, int kSums>
+void start_many(const std::vector<const SumRanks*>& calls, const std::vector<int64_t>& tiles, const Batch& batch,
+                cudaStream_t stream) {
+  SumsTable<kSums> table;
+  table.count = static_cast<int>(batch.count);
+  table.in_count = static_cast<int>(calls[0]->in.size());
+  uint32_t first = 0;
+  for (int i = 0; i < table.count; ++i) {
+    const SumRanks& call = *calls[static_cast<size_t>(batch.begin + i)];
+    Sum& sum = table.sums[i] = {{}, call.out[0], call.count, head_of_all<T>(call)};
+    std::copy(call.in.begin(), call.in.end(), sum.in);
+    table.first_tile[i] = first;
+    first += static_cast<uint32_t>(tiles[static_cast<size_t>(batch.begin + i)]);
+  }
+  start_kernel("sum_many_kernel", sum_many_kernel<T, kSums>, batch.tiles, stream, table);
+}
+
+template <class T>
+void launch_many(const std::vector<const SumRanks*>& calls, cudaStream_t stream) {
+  std::vector<int64_t> tiles;
+  for (const SumRanks* call : calls) tiles.push_back(tiles_of(extent_of_all<T>(*call)));
+  const int most = most_moves() == kManyMoves ? kManySums : kFewSums;
+  for (const Batch& batch : batches_of(tiles, most, kMostTiles)) {
+    if (batch.count <= kFewSums)
+      start_many<T, kFewSums>(calls, tiles, batch, stream);
+    else
+      start_many<T, kManySums>(calls, tiles, batch, stream);
+  }
+}
+
+// Calls launch(T()) with the type.
+template <class Launch>
+void of_dtype(DType dtype, Launch&& launch) {
+  switch (dtype) {
+    case DType::f16:
+      return launch(__half());
+    case DType::bf16:
+      return launch(__nv_bfloat16());
+    case DType::f32:
+      return launch(float());
+    case DType::f64:
+      return launch(double());
+    case DType::i32:
+      return launch(int32_t());
+    case DType::i64:
+      return launch(int64_t());
+    case DType::u8:
+      return launch(uint8_t());
+  }
+}
+
 }  // namespace
+
+bool fits_a_table(const SumRanks& call) {
+  return call.out.size() == 1 && call.in.size() <= kFewRanks && call.divisor == 1 &&
+         (call.op == ReduceOp::sum || call.op == ReduceOp::avg);
+}
+
+void launch_sums(const std::vector<const SumRanks*>& calls, cudaStream_t stream) {
+  of_dtype(calls[0]->dtype, [&](auto one) { launch_many<decltype(one)>(calls, stream); });
+}
 
 void launch_sum_ranks(const SumRanks& call, cudaStream_t stream) {
   require(call.in.size() <= kMostRanks && call.out.size() <= kMostRanks,
           "one launch combines up to " + std::to_string(kMostRanks) + " arrays, not " +
               std::to_string(std::max(call.in.size(), call.out.size())));
-  switch (call.dtype) {
-    case DType::f16:
-      return launch<__half>(call, stream);
-    case DType::bf16:
-      return launch<__nv_bfloat16>(call, stream);
-    case DType::f32:
-      return launch<float>(call, stream);
-    case DType::f64:
-      return launch<double>(call, stream);
-    case DType::i32:
-      return launch<int32_t>(call, stream);
-    case DType::i64:
-      return launch<int64_t>(call, stream);
-    case DType::u8:
-      return launch<uint8_t>(call, stream);
-  }
+  of_dtype(call.dtype, [&](auto one) { launch<decltype(one)>(call, stream); });
 }
 
 }  // namespace mgpu::cuda

@@ -54,6 +54,7 @@ class BetweenDevices:
         ranks: per device its first rank: what a recording calls it.
 
     Attributes:
+        shards: the same.
         hook: that does it instead.
     """
 
@@ -65,7 +66,7 @@ class BetweenDevices:
         group: ProcessGroup | None,
         ranks: Sequence[int],
     ) -> None:
-        self._algorithm, self._comm_dtype, self._shards, self._group = algorithm, comm_dtype, shards, group
+        self._algorithm, self._comm_dtype, self.shards, self._group = algorithm, comm_dtype, shards, group
         self._ranks = ranks
         self.hook: CommHook | None = None
 
@@ -78,8 +79,8 @@ class BetweenDevices:
         sent = [tensor.to(wanted) for tensor in tensors] if narrow else list(tensors)
         if self.hook is not None:
             self.hook(GradientBucket(index, sent, names(), is_last, self._group))
-        elif self._shards > 1 and self._group is None:
-            parts = [part_of(each, place, self._shards) for place, each in enumerate(sent)]
+        elif self.shards > 1 and self._group is None:
+            parts = [part_of(each, place, self.shards) for place, each in enumerate(sent)]
             collectives.reduce_scatter_into(sent, parts, "sum", self._ranks)
         else:
             collectives.all_reduce_into(sent, "sum", self._algorithm, True, self._ranks)

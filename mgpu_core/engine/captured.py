@@ -197,7 +197,7 @@ class _GraphsPerDevice:
         steps.sync.clear(steps.replicas.ranks_of[place])
         parts = [part if rank in ranks else None for rank, part in enumerate(self._parts)]
         losses = steps.compute(parts, overlap=False) if ranks else []
-        steps.sync.of_buckets.add_up_all_ranks(place)
+        steps.sync.layout.of_buckets.add_up_all_ranks(place)
         return [each.value for each in losses] + [each.weight for each in losses if each.weight is not None]
 
     def _recorded_update(self, place: int) -> Launch:
@@ -231,7 +231,7 @@ class _GraphsPerDevice:
         for graph in self._computing:
             graph.replay()
         loss = self._add_losses(rows).clone()
-        steps.sync.of_buckets.add_up_all_devices()
+        steps.sync.layout.of_buckets.add_up_all_devices()
         total = steps.cycle.window.weight
         for weight in self._weights:
             weight.copy_(torch.as_tensor(total), non_blocking=True)

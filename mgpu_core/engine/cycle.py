@@ -111,11 +111,11 @@ class Cycle:
                 return None
             used, weight, settings = decided
             clip_norm = settings["clip"]
-            if self._loss_scale.is_on and not are_finite(self._sync.sums, self._norm.compute()):
+            if self._loss_scale.is_on and not are_finite(self._sync.layout.sums, self._norm.compute()):
                 self._skip_update()
                 return False
             check = self._check_finite if error_if_nonfinite else None
-            self._finish_gradients(self._sync.sums, self._norm, weight, clip_norm, check)
+            self._finish_gradients(self._sync.layout.sums, self._norm, weight, clip_norm, check)
             self._sync.show(used)
             self._make_update(used)
             return True
@@ -177,7 +177,7 @@ class Cycle:
 
     def norm_on(self, place: int) -> GradientNorm:
         """Of the sums, as one device has them."""
-        return GradientNorm(self._sync.of_buckets.on(place))
+        return GradientNorm(self._sync.layout.of_buckets.on(place))
 
     def work_on(self, place: int, norm: GradientNorm, weight: float | torch.Tensor, clip_norm: float | None) -> None:
         """What one device does for an update, behind the sums of the only call: nobody waits for it.
@@ -188,7 +188,7 @@ class Cycle:
             weight: of the call; a tensor lies on the device.
             clip_norm: the largest norm of all gradients.
         """
-        sums = self._sync.of_buckets.on(place)
+        sums = self._sync.layout.of_buckets.on(place)
         if self._loss_scale.is_on:
             self._updates.hold_back(place, overflow_of(sums))
         self._finish_gradients(sums, norm, weight, clip_norm, check=None)
@@ -227,18 +227,17 @@ class Cycle:
 
     def _check_finite(self, norm: torch.Tensor) -> None:
         processes = 1 if self._together is None else self._together.processes.count
-        check_finite(self._sync.sums, norm, self._replicas, processes)
+        check_finite(self._sync.layout.sums, norm, self._replicas, processes)
 
     def _lay_out(self, standing: Standing) -> bool:
-        updated = self._updates.places()
-        learnt = self._sync.learnt(updated)
+        learnt = self._sync.learnt(self._updates.places())
         if self._together is not None:
             agreed = self._together.learn(self._sync, learnt, self.window, standing)
             if agreed is None:
                 return False
             learnt = agreed
-        self._sync.lay_out(learnt, updated)
-        self._norm = GradientNorm(self._sync.sums)
+        self._sync.lay_out(learnt)
+        self._norm = GradientNorm(self._sync.layout.sums)
         if self._together is not None:
             self._together.confirm_layout()
             self._sync.open_outbox()

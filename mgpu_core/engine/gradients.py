@@ -9,45 +9,23 @@ other ranks, and its own device, go on with their backward.  Nobody waits for an
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
 from functools import partial
 
 import torch
 
 from mgpu_core.comm import collectives
-from mgpu_core.device.dtypes import has_gradients
 from mgpu_core.device.streams import SideRoad
 from mgpu_core.engine.between_devices import BetweenDevices
-from mgpu_core.engine.bucket_sums import BucketSums
-from mgpu_core.engine.flat import FlatTensors, part_of
-from mgpu_core.engine.layout import Bucket, bucket_layout
+from mgpu_core.engine.laid_out import LaidOut, Learnt
 from mgpu_core.engine.replicas import Replicas
 from mgpu_core.engine.rounds import Round
-from mgpu_core.engine.sums import Sums
 from mgpu_core.engine.twins import GradientHook
 from mgpu_core.entries import ALL_RANKS
-from mgpu_core.processes.ballot import tail_count
 from mgpu_core.processes.group import Processes
-from mgpu_core.processes.outbox import Outbox
 from mgpu_core.record import current_step, in_step, is_on, mark, span
 
-__all__ = ["GradientSync", "Learnt"]
-
-
-@dataclass(frozen=True, slots=True)
-class Learnt:
-    """What a layout follows from.
-
-    Attributes:
-        order: in which the first backward made gradients.
-        loose: parameters whose gradients are sparse.
-        wanted: parameters that may have gradients: what is frozen, and so is not, has no place in the buckets.
-    """
-
-    order: Sequence[int]
-    loose: Sequence[int]
-    wanted: Sequence[int]
+__all__ = ["GradientSync"]
 
 
 class GradientSync:
@@ -62,11 +40,8 @@ class GradientSync:
         processes: that train with this one; ``None``: it is alone.
 
     Attributes:
-        flats: per device the flat values, and the sums of the gradients.
-        sums: of the gradients.
-        of_buckets: what makes them; there is one when the layout is known.
         between: how buckets are summed over the devices.
-        outbox: where they go, to be summed over the processes.
+        layout: where they lie, and their sums; nothing, before the first backward.
     """
 
     def __init__(
@@ -79,20 +54,14 @@ class GradientSync:
         processes: Processes | None = None,
     ) -> None:
         self._replicas, self._processes = replicas, processes
-        self._shards = len(replicas.devices) if in_shards else 1
         self._bucket_nbytes, self._comm_dtype = bucket_nbytes, comm_dtype
         group = None if processes is None else processes.group
+        shards = len(replicas.devices) if in_shards else 1
         firsts = [ranks[0] for ranks in replicas.ranks_of]
-        self.between = BetweenDevices(algorithm, comm_dtype, self._shards, group, firsts)
-        self.buckets: tuple[Bucket, ...] = ()
-        self.flats: list[FlatTensors] = []
-        self.sums = Sums()
-        self.loose: list[int] = []  # parameters outside the buckets: their gradients are sparse
-        self._left_out: list[int] = []  # those whose memory stays the user's
-        self._bucket_of: dict[int, int] = {}
+        self.between = BetweenDevices(algorithm, comm_dtype, shards, group, firsts)
+        self.layout = self._laid_out(Learnt())
         self.is_laid_out = self._is_learning = False
         self._whole_step = current_step()
-        self.outbox: Outbox | None = None
         self._aside: list[torch.Tensor | None] = []
         self._ready: list[int] = []  # parameters, in the order of their first gradients on rank 0
         self.handles: dict[tuple[int, int], torch.utils.hooks.RemovableHandle] = {}
@@ -109,7 +78,7 @@ class GradientSync:
         self._replicas.remember_hooks()
         self._count_expected()
         alone = len(self._replicas.team) == 1 and self._processes is None
-        if alone or (self.is_laid_out and len(self.buckets) < 2):
+        if alone or (self.is_laid_out and len(self.layout.buckets) < 2):
             for handle in self.handles.values():
                 handle.remove()
             self.handles.clear()
@@ -125,7 +94,7 @@ class GradientSync:
         """How many gradients each bucket waits for, of each rank."""
         parameters = self._replicas.parameters[0]
         self._expected = [
-            sum(parameters[each.parameter].requires_grad for each in bucket.segments) for bucket in self.buckets
+            sum(parameters[each.parameter].requires_grad for each in bucket.segments) for bucket in self.layout.buckets
         ]
 
     def clear(self, ranks: Sequence[int] | None = None) -> None:
@@ -137,7 +106,7 @@ class GradientSync:
 
     def begin(self, ranks: int, *, overlap: bool, streams: Sequence[torch.Stream | None]) -> None:
         """Before a backward of so many ranks; ``overlap``: its buckets are summed as they become ready."""
-        self._round = Round(self._expected if overlap else (), ranks, len(self.buckets))
+        self._round = Round(self._expected if overlap else (), ranks, len(self.layout.buckets))
         self._side.starts(self._replicas.team.devices, streams)
         self._is_learning = True
         self._whole_step = current_step()  # autograd has threads of its own, which do not know it
@@ -150,7 +119,7 @@ class GradientSync:
     def _rest(self) -> None:
         """Between two backwards: one of the user's own is none of ours."""
         self._is_learning = False
-        self._round = Round((), 0, len(self.buckets))
+        self._round = Round((), 0, len(self.layout.buckets))
 
     def set_aside(self) -> None:
         """Between two calls of a window: takes the gradients so far out of the user's sight, and of ``zero_grad``'s."""
@@ -176,7 +145,7 @@ class GradientSync:
             if rank == 0 and self._is_learning:
                 self._ready.append(i)
             return
-        bucket = self._bucket_of.get(i)
+        bucket = self.layout.bucket_of.get(i)
         if bucket is None:
             return
         is_complete = self._round.is_complete(rank, bucket)
@@ -203,20 +172,20 @@ class GradientSync:
     def finish(self) -> None:
         """After the backward of all ranks: sums what is left.
 
-        The sums lie in ``flats`` and ``sums``; each rank still has its own gradients.
+        The sums lie in ``layout``; each rank still has its own gradients.
         """
         for bucket in self._round.left():
-            if self.outbox is not None and self.outbox.has_sent(bucket):
-                names = ", ".join(self.of_buckets.names(bucket))
+            if self.layout.outbox is not None and self.layout.outbox.has_sent(bucket):
+                names = ", ".join(self.layout.of_buckets.names(bucket))
                 raise RuntimeError(
                     f"gradients of {names} came after their sum had left for the other processes: a "
                     "reentrant torch.utils.checkpoint makes them twice; use_reentrant=False does not"
                 )
             self._sum(bucket)
-        used = self.used() if self.loose else ()
-        if self.loose:
+        used = self.used() if self.layout.loose else ()
+        if self.layout.loose:
             with span("reduce"):
-                self.sums.sparse = {i: self._sum_loose(i) for i in self.loose if used[i]}
+                self.layout.sums.sparse = {i: self._sum_loose(i) for i in self.layout.loose if used[i]}
         self._side.joins()
         self._rest()
 
@@ -225,92 +194,58 @@ class GradientSync:
 
         Sums in shards are on no device as a whole, and are not shown.
         """
-        if self._shards > 1:
+        if self.between.shards > 1:
             self.clear()
             return
-        views = self.flats[0].gradient_views
+        views = self.layout.flats[0].gradient_views
         for i, parameter in enumerate(self._replicas.own):
-            parameter.grad = None if not used[i] else self.sums.sparse.get(i, views.get(i))
+            parameter.grad = None if not used[i] else self.layout.sums.sparse.get(i, views.get(i))
 
     def learnt(self, updated: Collection[int]) -> Learnt:
         """After the first backward; the optimizer has the parameters in the places ``updated``.
 
-        Several processes cannot lay out again when one of these is thawed, so they have it in the buckets from the
-        start.
+        What has gradients is wanted even if it was frozen since.  Several processes cannot lay out again when a
+        parameter is thawed, so they have the optimizer's in the buckets from the start.
         """
         rows = self._replicas.parameters
         loose = [i for i in range(len(rows[0])) if any(_is_sparse(row[i].grad) for row in rows)]
         known = updated if self._processes is not None else ()
-        wanted = [i for i, each in enumerate(self._replicas.own) if each.requires_grad or i in known]
-        return Learnt(list(dict.fromkeys(self._ready)), loose, wanted)
+        used = self.used()
+        wanted = [i for i, each in enumerate(self._replicas.own) if each.requires_grad or used[i] or i in known]
+        return Learnt(list(dict.fromkeys(self._ready)), loose, wanted, updated)
 
-    def lay_out(self, learnt: Learnt, updated: Collection[int]) -> None:
-        """Buckets in the order in which the first backward made the gradients; then the rest, last ones first.
-
-        What the optimizer does not have, which is not in ``updated``, keeps its memory: it may be another step's.
-        """
-        parameters = self._replicas.parameters[0]
-        self.loose = list(learnt.loose)
-        order = list(dict.fromkeys([*learnt.order, *sorted(learnt.wanted, reverse=True)]))
-        order = [i for i in order if i not in self.loose and has_gradients(parameters[i].dtype)]
-        adopted = [i for i in order if i in updated or self._processes is not None]
-        kept = {*adopted, *self.loose}
-        self._left_out = [i for i, each in enumerate(parameters) if i not in kept and has_gradients(each.dtype)]
-        kinds = {dtype: kind for kind, dtype in enumerate(dict.fromkeys(each.dtype for each in parameters))}
-        self.buckets = bucket_layout(
-            [each.numel() for each in parameters],
-            [each.element_size() for each in parameters],
-            [kinds[each.dtype] for each in parameters],
-            order,
-            self._bucket_nbytes,
-            self._shards,
-        )
-        self._bucket_of = {each.parameter: b for b, bucket in enumerate(self.buckets) for each in bucket.segments}
-        tail = 0 if self._processes is None else tail_count(self._processes.count, len(parameters))
-        for place, device in enumerate(self._replicas.devices):
-            flat = FlatTensors(self.buckets, parameters, device, 0 if place else tail)
-            self._replicas.show_memory(place, flat, adopted)
-            self.flats.append(flat)
-            self.sums.parts.append([part_of(gradients, place, self._shards) for gradients in flat.gradients])
-        if self._processes is not None:
-            self.outbox = Outbox(self._processes, self.flats[0].messages, len(parameters), self._comm_dtype)
-        self.sums.every_sum = [each for of in self.sums.parts[: self._shards] for each in of]
-        self.of_buckets = BucketSums(self._replicas, self.buckets, self.flats, self.between)
-        self._replicas.remember()
-        self.is_laid_out = True
+    def lay_out(self, learnt: Learnt) -> None:
+        """Gives the parameters their memory."""
+        layout = self._laid_out(learnt)
+        layout.take_values()
+        self.layout, self.is_laid_out = layout, True
         self.watch_parameters()
         self._rest()
 
-    def has_outgrown(self, updated: Callable[[], Collection[int]]) -> str | None:
-        """The name of a parameter that was thawed, or has come to the optimizer, since the layout; ``None``: none."""
-        for i in self._left_out:
-            if self._replicas.own[i].requires_grad and (i not in self._bucket_of or i in updated()):
-                return self._replicas.names[i]
-        return None
+    def _laid_out(self, learnt: Learnt) -> LaidOut:
+        return LaidOut(self._replicas, learnt, self._bucket_nbytes, self.between, self._processes, self._comm_dtype)
 
     def forget_layout(self) -> None:
         """The next backward is looked at as the first one was; values and gradients stay where they are."""
-        self.is_laid_out = False
-        self.buckets, self.flats, self.sums = (), [], Sums()
-        self.loose, self._left_out, self._bucket_of, self._ready = [], [], {}, []
+        self.layout, self.is_laid_out, self._ready = self._laid_out(Learnt()), False, []
         self.watch_parameters()
         self._rest()
 
     def _sum(self, bucket: int) -> None:
         """Over the ranks of each device, then over the devices."""
         with span("all_reduce", ALL_RANKS, None, bucket), self._side.entered():
-            self.of_buckets.tell(bucket)
-            for place in range(len(self.flats)):
-                self.of_buckets.add_up_ranks(bucket, place)
-            if len(self.flats) > 1 and (self.between.hook is None or self.outbox is None):
-                self.of_buckets.add_up_devices(bucket)
-            if self.outbox is not None:
-                self.outbox.put(bucket)
+            self.layout.of_buckets.tell(bucket)
+            for place in range(len(self.layout.flats)):
+                self.layout.of_buckets.add_up_ranks(bucket, place)
+            if len(self.layout.flats) > 1 and (self.between.hook is None or self.layout.outbox is None):
+                self.layout.of_buckets.add_up_devices(bucket)
+            if self.layout.outbox is not None:
+                self.layout.outbox.put(bucket)
 
     def open_outbox(self) -> None:
         """Before an update; a hook takes buckets all the way, in the outbox's order."""
-        if self.outbox is not None:
-            self.outbox.open(self.of_buckets.add_up_devices if self.between.hook is not None else None)
+        if self.layout.outbox is not None:
+            self.layout.outbox.open(self.layout.of_buckets.add_up_devices if self.between.hook is not None else None)
 
     def _sum_loose(self, i: int) -> torch.Tensor:
         parts = [row[i].grad for row in self._replicas.parameters]

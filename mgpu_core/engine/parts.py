@@ -112,7 +112,7 @@ class Parts:
         Raises:
             RuntimeError: it is, and several processes cannot lay out again.
         """
-        name = self.sync.has_outgrown(self.updates.places)
+        name = self.sync.layout.outgrown_by(self.updates.places)
         if name is None:
             return
         if self.together is not None:

@@ -9,14 +9,14 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
 import torch
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from mgpu_core.engine.gradients import GradientSync, Learnt
+from mgpu_core.engine.gradients import GradientSync
+from mgpu_core.engine.laid_out import Learnt
 from mgpu_core.engine.losses import Window
 from mgpu_core.errors import Error
 from mgpu_core.processes.agreement import check_agreement, digest, facts_of, first_difference, numbers_of
@@ -88,8 +88,8 @@ class Together:
             Error: a process has given the step up.
             TypeError: sparse gradients.
         """
-        words = asdict(mine) | {"rows": window.rows_seeded, "standing": standing}
-        found = self.processes.exchange(_FIRST, words)
+        words = {"order": mine.order, "loose": mine.loose, "wanted": mine.wanted}
+        found = self.processes.exchange(_FIRST, words | {"rows": window.rows_seeded, "standing": standing})
         self._refuse_failed(found)
         if all(each["standing"] == Standing.JOINED for each in found):
             self._is_open = False
@@ -102,7 +102,7 @@ class Together:
             sync.multiply_parts(window.reseed(rows))
         self._is_laying_out = True
         order: list[int] = next((each["order"] for each in found if each["order"]), [])
-        return Learnt(order, [], sorted({i for each in found for i in each["wanted"]}))
+        return Learnt(order, [], sorted({i for each in found for i in each["wanted"]}), mine.updated)
 
     def confirm_layout(self) -> None:
         """Behind the layout: all processes have the memory for it.
@@ -145,14 +145,16 @@ class Together:
             Error: a process has given the step up, is gone, or is at another update.
             KeyboardInterrupt: ``interrupted`` said so, while the ballots were under way.
         """
-        assert sync.outbox is not None
+        assert sync.layout.outbox is not None
         checksum = self._checksum(settings)
-        tally = sync.outbox.cast(Ballot(standing, updates, checksum, float(window.weight), sync.used()), interrupted)
+        tally = sync.layout.outbox.cast(
+            Ballot(standing, updates, checksum, float(window.weight), sync.used()), interrupted
+        )
         if Standing.FAILED in tally.standings:
             self._refuse_failed(self.processes.exchange(_FAILURE, {}, interrupted))
         self._is_open = False
         self._check_updates(tally)
-        sync.of_buckets.spread()
+        sync.layout.of_buckets.spread()
         if Standing.JOINED in tally.standings and Standing.TRAINS in tally.standings:
             settings = self._follow_settings(tally, settings, interrupted)
         return tally, settings
@@ -174,9 +176,9 @@ class Together:
                 return _NO_LAYOUT
             if not sync.is_laid_out:
                 self.processes.exchange(_FIRST, reason)
-            elif sync.outbox is not None and not sync.outbox.is_cast:
+            elif sync.layout.outbox is not None and not sync.layout.outbox.is_cast:
                 nothing = [False] * len(sync.used())
-                sync.outbox.cast(Ballot(Standing.FAILED, updates, 0, 0.0, nothing), lambda: False)
+                sync.layout.outbox.cast(Ballot(Standing.FAILED, updates, 0, 0.0, nothing), lambda: False)
                 self.processes.exchange(_FAILURE, reason)
             else:
                 return "the processes were interrupted while they agreed on an update, and some may have made it"

@@ -98,7 +98,7 @@ class TorchUpdate:
         return twin
 
     def _give_gradients(self, device: int, used: Sequence[bool]) -> None:
-        views = self._sync.flats[device].gradient_views
+        views = self._sync.layout.flats[device].gradient_views
         row = self._replicas.parameters[self._replicas.ranks_of[device][0]]
         for i, parameter in enumerate(row):
             if not used[i]:
@@ -106,7 +106,7 @@ class TorchUpdate:
             elif i in views:
                 parameter.grad = views[i]
             else:
-                parameter.grad = self._sync.sums.sparse[i].to(parameter.device)
+                parameter.grad = self._sync.layout.sums.sparse[i].to(parameter.device)
 
 
 def _own_default(device: torch.device) -> AbstractContextManager[object]:

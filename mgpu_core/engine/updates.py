@@ -170,13 +170,13 @@ class Updates:
         return self._update
 
     def _made(self) -> _Update:
-        reason = why_not_fused(self.optimizer, self._replicas.own, self._sync.loose)
+        reason = why_not_fused(self.optimizer, self._replicas.own, self._sync.layout.loose)
         if self._in_shards:
             self._refuse_shards(reason)
-            return ShardedUpdate(self.optimizer, self._replicas.own, self._sync.buckets, self._sync.flats)
+            return ShardedUpdate(self.optimizer, self._replicas.own, self._sync.layout.buckets, self._sync.layout.flats)
         if reason is None:
-            flats = self._sync.flats[:1] if self._replicas.is_mixed else self._sync.flats
-            return FusedUpdate(self.optimizer, self._replicas.own, self._sync.buckets, flats)
+            flats = self._sync.layout.flats[:1] if self._replicas.is_mixed else self._sync.layout.flats
+            return FusedUpdate(self.optimizer, self._replicas.own, self._sync.layout.buckets, flats)
         if reason and type(self.optimizer).__module__ == optim.__name__:
             raise ValueError(
                 f"mgpu_core.optim.{type(self.optimizer).__name__} is for the fused kernels, and they do not serve this "

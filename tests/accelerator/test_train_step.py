@@ -70,7 +70,7 @@ def test_what_is_frozen_does_not_travel(devices):
         x, y = (each.to(devices[0]) for each in batch)
         if i == 4:
             assert net.second.weight.data_ptr() == memory
-            assert step._engine.parts.sync.flats[0].gradients[0].numel() < 3 * 64 + 10 * 64
+            assert step._engine.parts.sync.layout.flats[0].gradients[0].numel() < 3 * 64 + 10 * 64
             for each in (net, alone):
                 each.second.requires_grad_(True)
         step(x, 2, y)

@@ -20,7 +20,7 @@ def adamw(parameters):
 def places(step):
     """The names of the parameters in its buckets."""
     parts = step._engine.parts
-    return {parts.replicas.names[each.parameter] for bucket in parts.sync.buckets for each in bucket.segments}
+    return {parts.replicas.names[each.parameter] for bucket in parts.sync.layout.buckets for each in bucket.segments}
 
 
 @pytest.mark.parametrize("ranks", RANKS)
@@ -65,6 +65,31 @@ def test_what_is_thawed_is_laid_out_then(ranks, is_known, accumulate):
             reference.step()
             reference.zero_grad()
             assert ("second.weight" in places(step)) == (i >= 5)
+    assert all(torch.allclose(a, b, atol=1e-12) for a, b in zip(net.parameters(), alone.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("is_first", [True, False])
+def test_what_is_frozen_between_two_calls_has_its_gradient(ranks, is_first):
+    """Of the call before; also where the first update, or another parameter, makes another layout necessary."""
+    torch.manual_seed(0)
+    net = Branches().double()
+    alone = copy.deepcopy(net)
+    optimizer, reference = (adamw([*n.first.parameters(), *n.last.parameters()]) for n in (net, alone))
+    step = TrainStep(net, mse, optimizer, cpu(ranks), accumulate=2)
+    for i, (x, y) in enumerate(batches(6, 8)):
+        step(x, 2, y)
+        (mse(alone(x, 2), y) / 2).backward()
+        if i == (0 if is_first else 2):
+            for each, of in ((net, optimizer), (alone, reference)):
+                each.first.requires_grad_(False)
+                of.add_param_group({"params": list(each.second.parameters()), "lr": 0.1})
+        if i % 2:
+            reference.step()
+            for a, b in zip(net.parameters(), alone.parameters(), strict=True):
+                assert (a.grad is None) == (b.grad is None)
+                assert a.grad is None or torch.allclose(a.grad, b.grad, atol=1e-12)
+            alone.zero_grad()
     assert all(torch.allclose(a, b, atol=1e-12) for a, b in zip(net.parameters(), alone.parameters(), strict=True))
 
 

@@ -167,7 +167,7 @@ def test_buckets_of_any_size_give_the_same(ranks, limit):
     for x, y in batches(5, 12):
         pair.both(x, y)
     assert pair.far() < 1e-12
-    assert len(pair.step._engine.parts.sync.buckets) == {1: 14, 100: 13, 10_000_000: 1}[limit]
+    assert len(pair.step._engine.parts.sync.layout.buckets) == {1: 14, 100: 13, 10_000_000: 1}[limit]
 
 
 def test_buckets_follow_the_order_of_gradients_and_are_summed_during_backward():
@@ -176,7 +176,7 @@ def test_buckets_follow_the_order_of_gradients_and_are_summed_during_backward():
     step = TrainStep(net, mse, sgd(net.parameters()), cpu(2), bucket_nbytes=1)
     x, y = rows(4, 4), rows(4, 4)
     step(x, y)
-    order = [step._engine.parts.sync.buckets[b].segments[0].parameter for b in range(8)]
+    order = [step._engine.parts.sync.layout.buckets[b].segments[0].parameter for b in range(8)]
     assert [i // 2 for i in order] == [3, 3, 2, 2, 1, 1, 0, 0], "the last layers are ready first"
     summed = []
     original = step._engine.parts.sync._sum

@@ -215,10 +215,11 @@ def _sequence_builder(obj: list[Any] | tuple[Any, ...]) -> Callable[[list[Any]],
 def _made_again(obj: Any, plain: Any) -> Any:
     """A container of the class of ``obj`` with the entries of ``plain``, and what else ``obj`` knows.
 
-    By its constructor, if it makes of ``plain`` what constructors of its kind do; else by a copy, whose entries are
-    replaced; else ``plain``, as torch makes of all of them.
+    By its constructor, if it makes of ``plain`` what constructors of its kind do; else a dict or a list by a copy,
+    whose entries are replaced; else ``plain``, as torch makes of all of them.  Attributes come along, but no tensors:
+    those would be of all rows.
     """
-    for make in (_constructed, _copied):
+    for make in (_constructed, _copied) if isinstance(obj, dict | list) else (_constructed,):
         try:
             made = make(obj, plain)
             if list(made) == list(plain) if isinstance(plain, dict) else len(made) == len(plain):
@@ -231,10 +232,9 @@ def _made_again(obj: Any, plain: Any) -> Any:
 def _constructed(obj: Any, plain: Any) -> Any:
     pairs = isinstance(obj, dict) and not isinstance(obj, Counter)  # which would count them
     made = type(obj)(plain.items() if pairs else plain)
-    known = getattr(obj, "__dict__", {})
-    if known and known is not obj:  # a dict may be its own attributes
-        keys = plain if isinstance(plain, dict) else ()
-        vars(made).update({name: value for name, value in known.items() if name not in keys})
+    for name, value in getattr(obj, "__dict__", {}).items():
+        if type(value) in _PLAIN:
+            vars(made).setdefault(name, value)  # what the constructor has set, it knows better
     return made
 
 
@@ -245,7 +245,12 @@ def _copied(obj: Any, plain: Any) -> Any:
             made[key] = value
     else:
         made[:] = plain
+    for name in [name for name, value in vars(made).items() if isinstance(value, torch.Tensor)]:
+        del vars(made)[name]
     return made
+
+
+_PLAIN = (bool, int, float, str, type(None))
 
 
 def unwrapped(obj: Any) -> Any:

@@ -112,8 +112,8 @@ class TrainStep:
     ``None``, and the optimizer leaves that parameter alone.  Running statistics are those of rank 0's rows.  Hooks on
     parameters see each rank's own gradient.
 
-    The arguments are attributes (``net`` is ``module``).  ``accumulate``, ``clip_norm``, ``error_if_nonfinite`` and
-    ``shares`` may be set to other values, for the calls to come; the others stay.
+    The arguments are attributes (``net`` is ``module``, and ``team`` has the devices).  ``accumulate``, ``clip_norm``,
+    ``error_if_nonfinite`` and ``shares`` may be set to other values, for the calls to come; the others stay.
 
     Raises:
         TypeError, ValueError: arguments that do not fit together, before anything is changed.
@@ -146,8 +146,6 @@ class TrainStep:
         check_loss(loss_fn)
         check_dtypes(amp_dtype, comm_dtype, process_group)
         team = team_of(net, device_ids)
-        if error_if_nonfinite is None:
-            error_if_nonfinite = all(device.type == "cpu" for device in team.devices)
         self._setup = Setup(
             net, loss_fn, optimizer, team, dim, reduction, accumulate, clip_norm, error_if_nonfinite, amp_dtype,
             comm_dtype, bucket_nbytes, algorithm, shard_optimizer, rng, capture,
@@ -160,14 +158,18 @@ class TrainStep:
         self._engine = Engine(self._setup, self._split_plan, processes)
 
     module = _Setting[Module]()
+    loss_fn = _Setting[Callable[..., Any] | None]()
     optimizer = _Setting[Optimizer]()
     team = _Setting[Team]()
     dim = _Setting[int]()
     reduction = _Setting[str]()
     accumulate = _Setting[int](may_change=True)
     clip_norm = _Setting[float | None](may_change=True)
-    error_if_nonfinite = _Setting[bool](may_change=True)
+    error_if_nonfinite = _Setting[bool | None](may_change=True)
     amp_dtype = _Setting[torch.dtype | None]()
+    comm_dtype = _Setting[torch.dtype | None]()
+    bucket_nbytes = _Setting[int]()
+    algorithm = _Setting[str]()
     shard_optimizer = _Setting[bool]()
     rng = _Setting[str]()
     capture = _Setting[bool]()

@@ -11,15 +11,20 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-__all__ = ["as_script", "run_script", "show_error"]
+__all__ = ["as_script", "become_script", "run_script", "show_error"]
+
+
+def become_script(script: Path, arguments: Sequence[str]) -> None:
+    """``sys.argv`` and ``sys.path`` as ``python script.py`` has them."""
+    sys.argv = [str(script), *arguments]
+    sys.path.insert(0, str(script.resolve().parent))
 
 
 @contextmanager
 def as_script(script: Path, arguments: Sequence[str]) -> Iterator[None]:
-    """``sys.argv`` and ``sys.path`` as ``python script.py`` has them."""
+    """The same for as long as it lasts."""
     before = sys.argv, list(sys.path)
-    sys.argv = [str(script), *arguments]
-    sys.path.insert(0, str(script.resolve().parent))
+    become_script(script, arguments)
     try:
         yield
     finally:

@@ -861,6 +861,28 @@ MUTANTS = [
         "engine/test_loss_modules.py",
     ),
     mutant(
+        "nested: attributes with tensors of all rows come along",
+        "mgpu_core/nested.py",
+        "        if type(value) in _PLAIN:\n            vars(made).setdefault(name, value)",
+        "        if True:\n            vars(made)[name] = value",
+        "test_nested.py",
+    ),
+    mutant(
+        "step: flags count as mirrored before they are",
+        "mgpu_core/engine/replicas.py",
+        "        for places in self._places:\n            for module, mode in zip(places, modes, strict=True):",
+        "        self._modes, self._frozen = modes, frozen\n"
+        "        for places in self._places:\n            for module, mode in zip(places, modes, strict=True):",
+        "engine/test_some_parameters.py",
+    ),
+    mutant(
+        "step: a table has no row for a group that is frozen whole",
+        "mgpu_core/engine/fused_device.py",
+        "torch.zeros(groups, 6,",
+        "torch.zeros(max(groups_of) + 1, 6,",
+        "engine/test_some_parameters.py",
+    ),
+    mutant(
         "step: what is thawed stays outside the buckets",
         "mgpu_core/engine/laid_out.py",
         "if self._replicas.own[i].requires_grad and (i not in self.bucket_of or i in updated()):",

@@ -2,7 +2,8 @@
 
 import dataclasses
 import time
-from collections import Counter, OrderedDict, defaultdict, namedtuple
+from collections import Counter, OrderedDict, UserDict, defaultdict, namedtuple
+from collections.abc import MutableMapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -196,6 +197,12 @@ class Sized(list):
         super().__init__()
         self.size = size
 
+    @classmethod
+    def of(cls, values):
+        made = cls()
+        made.extend(values)
+        return made
+
 
 class Attributes(dict):
     """Its entries are its attributes."""
@@ -226,6 +233,57 @@ def test_containers_with_constructors_of_their_own_keep_entries_and_attributes()
     one = Refusing()
     dict.__setitem__(one, "a", 1)
     assert again(one) == {"a": 1}
+
+
+class Batched(UserDict):
+    """What transformers' tokenizers return: a mapping with a dict inside."""
+
+    def __init__(self, data=None, encodings=None):
+        super().__init__(data)
+        self.encodings = encodings
+
+
+class Stored(MutableMapping):
+    """A constructor of its own, and a store that a shallow copy would share."""
+
+    def __init__(self, *, name):
+        self.name, self.store = name, {}
+
+    def __getitem__(self, key):
+        return self.store[key]
+
+    def __setitem__(self, key, value):
+        self.store[key] = value
+
+    def __delitem__(self, key):
+        del self.store[key]
+
+    def __iter__(self):
+        return iter(self.store)
+
+    def __len__(self):
+        return len(self.store)
+
+
+def test_mappings_with_a_store_inside_get_their_own_entries():
+    given = Batched({"a": 1}, encodings="words")
+    tree, _, _ = apart(given)
+    made = tree.unflatten(iter([5]))
+    assert (type(made), made["a"], given["a"]) == (Batched, 5, 1)
+    stored = Stored(name="x")
+    stored["a"] = 1
+    tree, _, _ = apart(stored)
+    assert tree.unflatten(iter([5])) == {"a": 5}
+    assert stored["a"] == 1
+
+
+@pytest.mark.parametrize("make", [Rows, lambda values: Sized.of(values)])
+def test_tensors_in_attributes_are_of_all_rows_and_stay_away(make):
+    rows = make([1, 2])
+    rows.mask, rows.source = torch.ones(2), "here"
+    made = again(rows)
+    assert made.source == "here"
+    assert not hasattr(made, "mask")
 
 
 def test_attributes_of_containers_come_along():

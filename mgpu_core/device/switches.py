@@ -24,8 +24,14 @@ def _switches() -> list[_Switch]:
     return [
         *[(getattr(cuda, f"{name}_enabled"), getattr(cuda, f"enable_{name}")) for name in attention],
         *[(getattr(torch._C, f"_get_cudnn_{name}"), getattr(torch._C, f"_set_cudnn_{name}")) for name in cudnn],
+        (torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
+        (_anomalies, lambda modes: torch.set_anomaly_enabled(*modes)),
         (torch.get_default_dtype, torch.set_default_dtype),
     ]
+
+
+def _anomalies() -> tuple[bool, bool]:
+    return torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
 
 
 _SWITCHES = _switches()

@@ -236,7 +236,8 @@ class Cycle:
             if agreed is None:
                 return False
             learnt = agreed
-        self._sync.lay_out(learnt)
+        with uninterrupted():
+            self._sync.lay_out(learnt)
         self._norm = GradientNorm(self._sync.layout.sums)
         if self._together is not None:
             self._together.confirm_layout()

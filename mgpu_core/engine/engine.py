@@ -170,7 +170,7 @@ class Engine:
         self.parts.cycle.enter()
 
     def _update(self, standing: Standing) -> bool:
-        there_was = self.parts.cycle.update(self._setup.clip_norm, self._setup.error_if_nonfinite, standing)
+        there_was = self.parts.cycle.update(self._setup.clip_norm, bool(self._setup.error_if_nonfinite), standing)
         self.parts.new_window()
         return there_was is not None
 

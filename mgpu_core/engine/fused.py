@@ -57,8 +57,10 @@ class FusedUpdate:
         self.adopt_state()
 
     def _made_devices(self, buckets: Sequence[Bucket]) -> list[FusedOnDevice]:
+        groups = len(self._optimizer.param_groups)
         return [
-            FusedOnDevice(self._is_sgd, buckets, flat.values, flat.gradients, self._groups_of) for flat in self._flats
+            FusedOnDevice(self._is_sgd, buckets, flat.values, flat.gradients, self._groups_of, groups)
+            for flat in self._flats
         ]
 
     def _groups_now(self) -> list[int]:

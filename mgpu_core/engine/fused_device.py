@@ -25,6 +25,7 @@ class FusedOnDevice:
         buckets: what this device updates, all of each bucket or a shard.
         values, gradients: per bucket, flat.
         groups_of: per parameter the number of its group.
+        groups: how many the optimizer has.
 
     Attributes:
         held_back: where this number is not 0, the kernels change nothing.
@@ -37,6 +38,7 @@ class FusedOnDevice:
         values: Sequence[torch.Tensor],
         gradients: Sequence[torch.Tensor],
         groups_of: Sequence[int],
+        groups: int,
     ) -> None:
         self._is_sgd, self._buckets, self._groups_of = is_sgd, buckets, groups_of
         self._values, self._gradients = values, gradients
@@ -45,7 +47,7 @@ class FusedOnDevice:
             for each in bucket.segments:
                 self._places.setdefault(each.parameter, []).append((b, each))
         device = values[0].device if values else torch.device("cpu")
-        self.groups = torch.zeros(max(groups_of) + 1, 6, dtype=torch.float64, device=device)
+        self.groups = torch.zeros(groups, 6, dtype=torch.float64, device=device)
         self.segments = [
             kernels.segment_table(
                 [each.count for each in bucket.segments],

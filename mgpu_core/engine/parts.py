@@ -64,6 +64,7 @@ class Parts:
         self.cycle = Cycle(
             self.replicas, self.sync, self.updates, loss_scale, self.together, steps, self.losses.modules
         )
+        self._watched = self.replicas.changes
         self.captured: CapturedSteps | None = None
         if setup.capture:
             self.captured = CapturedSteps(
@@ -99,9 +100,11 @@ class Parts:
 
     def refresh(self) -> None:
         """Brings the ranks up to what the user has done to the module since the last call."""
-        if self.replicas.follow():
+        self.replicas.follow()
+        if self._watched != self.replicas.changes:
             self.sync.watch_parameters()
             self.passes.look_for_draws()
+            self._watched = self.replicas.changes
         if changed := self.updates.values_changed():
             self.replicas.send_values(changed)
             self.updates.remember_values()

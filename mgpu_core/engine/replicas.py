@@ -60,6 +60,7 @@ class Replicas:
         self.names = list(named)
         check_initialised([*named.values(), *net.buffers()])
         self.devices = list(dict.fromkeys(team.devices))
+        self.changes = 0  # how often modes or frozen parameters were others
         self.moves = 0  # how often parameters were found in other memory, where that does no harm
         self._adopted: frozenset[int] = frozenset()  # parameters whose memory is the step's
         self.is_mixed = len({device.type for device in self.devices}) > 1
@@ -118,19 +119,18 @@ class Replicas:
         """Of the user's module, and of other modules; nothing is taken yet."""
         return BufferSnapshot([*self._own_places, *others])
 
-    def follow(self) -> bool:
-        """Makes all ranks' modules train, evaluate and freeze as the user's does; says whether anything changed.
+    def follow(self) -> None:
+        """Makes all ranks' modules train, evaluate and freeze as the user's does.
 
         Raises:
             RuntimeError: the user's module has other parameters than it had, or elsewhere, or other hooks of theirs;
                 names the parameter and says what to do.
         """
         if self._look is not None and not self._look.is_over():
-            return False
+            return
         self._check()
-        changed = self._mirror_flags()
+        self._mirror_flags()
         self._look = ModuleLook(list(modules_of(self.net)), self._own)
-        return changed
 
     def _check(self) -> None:
         """Raises where the module is not what it was; parameters that are not the step's may have moved."""
@@ -172,8 +172,8 @@ class Replicas:
             for i in moved:
                 if self.parameters[rank][i] is not self._own[i]:
                     self.parameters[rank][i].data = self._own[i].data
-        self._memory, self.moves = memory, self.moves + 1
         self.send_values(moved)
+        self._memory, self.moves = memory, self.moves + 1  # last: where Ctrl-C comes before, the next call begins again
 
     def remember_hooks(self) -> None:
         """Takes the hooks that parameters have for those that the next steps must find."""
@@ -187,14 +187,13 @@ class Replicas:
         """Of those that other ranks have copies of."""
         return [module_hooks([each]) for each in self._own_places] if len(self.team) > 1 else []
 
-    def _mirror_flags(self) -> bool:
+    def _mirror_flags(self) -> None:
         modes = [module.training for module in self._own_places]
         frozen = [not parameter.requires_grad for parameter in self._own]
         if modes == self._modes and frozen == self._frozen:
-            return False
+            return
         if modes != self._modes and self._modes:
             self._follow_own_trains()
-        self._modes, self._frozen = modes, frozen
         for places in self._places:
             for module, mode in zip(places, modes, strict=True):
                 module.training = mode
@@ -202,7 +201,9 @@ class Replicas:
             for parameter, is_frozen in zip(row, frozen, strict=True):
                 if parameter.requires_grad == is_frozen:
                     parameter.requires_grad_(not is_frozen)
-        return True
+        # Last: where Ctrl-C comes before, the next call begins again.
+        self.changes += 1
+        self._modes, self._frozen = modes, frozen
 
     def _follow_own_trains(self) -> None:
         """A ``train()`` of a module's own may change more than the mode: weights that it merges, and a note of it."""

@@ -36,7 +36,7 @@ class Setup:
     reduction: str
     accumulate: int
     clip_norm: float | None
-    error_if_nonfinite: bool
+    error_if_nonfinite: bool | None  # ``None`` becomes what it stands for
     amp_dtype: torch.dtype | None
     comm_dtype: torch.dtype | None
     bucket_nbytes: int
@@ -46,6 +46,8 @@ class Setup:
     capture: bool
 
     def __post_init__(self) -> None:
+        if self.error_if_nonfinite is None:
+            self.error_if_nonfinite = all(device.type == "cpu" for device in self.team.devices)
         check_rng(self.rng)
         if self.reduction not in REDUCTIONS:
             raise ValueError(f"reduction must be one of {', '.join(REDUCTIONS)}, not {self.reduction!r}")
@@ -57,14 +59,15 @@ class Setup:
 
     def change(self, name: str, value: Any) -> None:
         """Takes another value of a setting that is read in each step; ValueError for one that no step can have."""
-        replace(self, **{name: value})
-        setattr(self, name, value)
+        made = replace(self, **{name: value})
+        setattr(self, name, getattr(made, name))
 
     def _check_calls_and_norm(self) -> None:
         calls, norm = self.accumulate, self.clip_norm
         if isinstance(calls, bool) or not isinstance(calls, int) or calls < 1:
             raise ValueError(f"accumulate must be a whole number of calls per update, 1 or more, not {calls!r}")
-        if norm is not None and not 0 < norm < float("inf"):
+        is_number = isinstance(norm, int | float) and not isinstance(norm, bool)
+        if norm is not None and not (is_number and 0 < norm < float("inf")):
             raise ValueError(f"clip_norm must be a positive number, not {norm!r}")
 
 

@@ -61,6 +61,7 @@ class ShardedUpdate(FusedUpdate):
                 [part_of(values, place, shards) for values in flat.values],
                 [part_of(gradients, place, shards) for gradients in flat.gradients],
                 self._groups_of,
+                len(self._optimizer.param_groups),
             )
             for place, flat in enumerate(self._flats)
         ]

@@ -54,7 +54,8 @@ def load_state(state: Any, net: Module, optimizer: Optimizer) -> None:
 def check_groups(state: dict[str, Any], optimizer: Optimizer) -> None:
     """Raises ValueError if an optimizer's state lacks numbers that this one needs in each step; it may have more."""
     for group in state["param_groups"]:
-        if missing := optimizer.defaults.keys() - group.keys():
+        # Torch adds `differentiable` to the defaults of an optimizer, not to its groups, when a state is loaded.
+        if missing := optimizer.defaults.keys() - group.keys() - {"differentiable"}:
             raise ValueError(
                 f"the state is of another optimizer than {type(optimizer).__name__}: its groups have no {min(missing)}"
             )

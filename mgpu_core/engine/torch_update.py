@@ -89,12 +89,13 @@ class TorchUpdate:
         for name, value in vars(self._optimizer).items():  # what a class of the user's own keeps besides
             if name not in ("step", *vars(twin)):
                 setattr(twin, name, value)
-        # Which brings the state to the parameters' device; but counts of steps it would take as they are, for both.
+        # Which would make all of a state the parameter's dtype and device, also what torch keeps in others, on the CPU.
         twin.load_state_dict(copy.deepcopy(self._optimizer.state_dict()))
-        for parameter, state in twin.state.items():
-            for kind, value in state.items():  # but not a count of steps, which torch keeps on the default device
-                if torch.is_tensor(value) and value.device.type != "cpu":
-                    state[kind] = value.to(parameter.device)
+        for own, parameter in zip(self._replicas.own, theirs, strict=True):
+            for kind, value in self._optimizer.state.get(own, {}).items():
+                if torch.is_tensor(value):
+                    place = value.device if value.device.type == "cpu" else parameter.device
+                    twin.state[parameter][kind] = value.detach().to(place, copy=True)
         return twin
 
     def _give_gradients(self, device: int, used: Sequence[bool]) -> None:

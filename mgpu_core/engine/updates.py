@@ -74,6 +74,7 @@ class Updates:
         self._update: _Update | None = None
         self._shape: Any = None
         self._warned = False
+        self._has_shown_state = False  # in memory of the step's
         self.handles: dict[str, RemovableHandle] = {}  # what it has hooked to the optimizer
         self.remember_values()
         if in_shards:
@@ -153,7 +154,7 @@ class Updates:
         if self._update is not None:
             self._update.close()
             self._update = None
-        for state in self.optimizer.state.values():
+        for state in self.optimizer.state.values() if self._has_shown_state else ():
             for name, value in state.items() if isinstance(state, dict) else ():
                 if torch.is_tensor(value):
                     state[name] = compact(value)
@@ -171,6 +172,7 @@ class Updates:
 
     def _made(self) -> _Update:
         reason = why_not_fused(self.optimizer, self._replicas.own, self._sync.layout.loose)
+        self._has_shown_state |= reason is None
         if self._in_shards:
             self._refuse_shards(reason)
             return ShardedUpdate(self.optimizer, self._replicas.own, self._sync.layout.buckets, self._sync.layout.flats)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from mgpu_core.explain import Story, record_story
 from mgpu_core.files import check_outputs, write_whole
-from mgpu_core.user_script import as_script, run_script, show_error
+from mgpu_core.user_script import become_script, run_script, show_error
 
 __all__ = ["add_arguments", "run"]
 
@@ -113,8 +113,8 @@ def _save(story: Story, here: Path, args: argparse.Namespace) -> None:
 def _run_script(script: Path, arguments: list[str]) -> int:
     """Its exit status; what it raises is shown."""
     try:
-        with as_script(script, arguments):
-            run_script(script, "__main__")
+        become_script(script, arguments)  # to the end of the process: its threads live as long
+        run_script(script, "__main__")
     except SystemExit as end:
         return _status(end.code)
     except KeyboardInterrupt:

@@ -81,6 +81,45 @@ def test_what_is_frozen_does_not_travel(devices):
     assert all(torch.allclose(a, b, atol=1e-9) for a, b in zip(net.parameters(), alone.parameters(), strict=True))
 
 
+@pytest.mark.parametrize("make", [torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adagrad, torch.optim.Adamax])
+def test_twins_of_an_optimizer_are_made_anew_at_a_thaw(make):
+    """With all that torch keeps in other dtypes, and on the CPU."""
+    torch.manual_seed(0)
+    net = Branches().double().to("fake:0")
+    net.second.requires_grad_(False)
+    alone = copy.deepcopy(net)
+    step, reference = step_of(net, FAKES, make), make(alone.parameters())
+    for i, (x, y) in enumerate(batches(8, 11)):
+        if i == 4:
+            for each in (net, alone):
+                each.second.requires_grad_(True)
+        step(x, 2, y)
+        reference.zero_grad()
+        mse(alone(x, 2), y).backward()
+        reference.step()
+        step.check_replicas()
+    assert all(torch.allclose(a, b, atol=1e-9) for a, b in zip(net.parameters(), alone.parameters(), strict=True))
+
+
+def test_ctrl_c_while_moved_values_travel(monkeypatch):
+    net = Branches().double()
+    net.second.requires_grad_(False)
+    step = step_of(net, FAKES, adamw)
+    (x, y), *_ = batches(1, 11)
+    step(x, 2, y)
+    net.second.weight.data = net.second.weight.data * 2
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("mgpu_core.engine.replicas.collectives.broadcast_into", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        step(x, 2, y)
+    monkeypatch.undo()
+    step(x, 2, y)
+    step.check_replicas()
+
+
 @pytest.mark.parametrize("devices", TEAMS)
 def test_values_of_others_may_be_other_tensors(devices):
     """Torch counts no write there: that they lie elsewhere is what says so."""

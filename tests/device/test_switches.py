@@ -13,7 +13,8 @@ from mgpu_core import parallel_apply
 def switches():
     cuda = torch.backends.cuda
     found = [cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled()]
-    return [*found, torch.backends.cudnn.enabled, torch.get_default_dtype()]
+    own = [torch.backends.cudnn.enabled, torch.backends.mkldnn.enabled, torch.is_anomaly_enabled()]
+    return [*found, *own, torch.get_default_dtype()]
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -33,6 +34,8 @@ def test_they_are_put_back(fails):
             inside.set()
             assert left.wait(10)
         torch.set_default_dtype(torch.float64)
+        torch.autograd.set_detect_anomaly(True)
+        torch._C._set_mkldnn_enabled(False)
         if fails:
             raise KeyError("a rank")
 

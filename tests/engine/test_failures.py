@@ -346,10 +346,16 @@ def test_settings_that_may_change_and_those_that_stay():
     for name, value in {"accumulate": 0, "clip_norm": -1.0, "shares": [1.0]}.items():
         with pytest.raises(ValueError, match=name):
             setattr(step, name, value)
-    for name in ("module", "optimizer", "team", "dim", "reduction", "amp_dtype", "shard_optimizer", "rng", "capture"):
+    names = "module loss_fn optimizer team dim reduction amp_dtype comm_dtype bucket_nbytes algorithm"
+    for name in [*names.split(), "shard_optimizer", "rng", "capture"]:
         with pytest.raises(AttributeError, match=f"{name} of a step stays as it was given: make a new step"):
             setattr(step, name, getattr(step, name))
     assert (step.accumulate, step.clip_norm, step.shares, step.optimizer) == before
+    for wrong in ("a", True, float("nan")):
+        with pytest.raises(ValueError, match="clip_norm must be a positive number"):
+            step.clip_norm = wrong
+    step.error_if_nonfinite = None
+    assert step.error_if_nonfinite is True  # on the CPU
     step.accumulate, step.clip_norm, step.error_if_nonfinite = 2, None, False
     assert (step.accumulate, step.clip_norm, step.error_if_nonfinite) == (2, None, False)
     with pytest.raises(AttributeError):

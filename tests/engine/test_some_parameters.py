@@ -68,6 +68,98 @@ def test_what_is_thawed_is_laid_out_then(ranks, is_known, accumulate):
     assert all(torch.allclose(a, b, atol=1e-12) for a, b in zip(net.parameters(), alone.parameters(), strict=True))
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("make", [adamw, lambda p: SGD(p, lr=0.1, momentum=0.9)])
+def test_the_last_group_may_be_frozen(ranks, make):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 2)).double()
+    net[0].requires_grad_(False)
+
+    def groups(parameters):
+        body, body_bias, head, head_bias = parameters
+        return make([{"params": [head, head_bias]}, {"params": [body, body_bias]}])
+
+    pair = Pair(net, groups, ranks)
+    for i, (x, y) in enumerate(batches(6, 9)):
+        for each in (pair.net, pair.alone):
+            each[0].requires_grad_(i >= 3)
+        pair.both(x, y)
+    assert pair.far() < 1e-12
+
+
+class Buffered(torch.optim.Optimizer):
+    """Its state is views of one buffer, which it keeps besides."""
+
+    def __init__(self, parameters, lr=0.1):
+        super().__init__(parameters, {"lr": lr})
+        self.flat = torch.zeros(100, dtype=torch.float64)
+
+    @torch.no_grad()
+    def step(self):
+        begin = 0
+        self.flat.mul_(0.9)
+        for group in self.param_groups:
+            for p in group["params"]:
+                view = self.flat[begin : begin + p.numel()].view(p.shape)
+                begin += p.numel()
+                if p.grad is not None:
+                    self.state[p].setdefault("m", view).add_(p.grad)
+                    p.sub_(self.state[p]["m"], alpha=group["lr"])
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_optimizers_own_state_stays_its_own(ranks):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 2)).double()
+    net[0].requires_grad_(False)
+    pair = Pair(net, Buffered, ranks)
+    for i, (x, y) in enumerate(batches(8, 9)):
+        for each in (pair.net, pair.alone):
+            each[0].requires_grad_(i >= 4)
+        pair.both(x, y)
+        assert pair.far() < 1e-12
+
+
+def test_a_state_of_an_own_optimizer_is_loaded_twice():
+    """Torch adds a number to the defaults of the optimizer when it loads, which no group of the state has."""
+    net = Linear()
+    step = TrainStep(net, mse, Buffered(net.parameters()), cpu(2))
+    step(here(torch.ones(4, 3)), here(torch.zeros(4, 2)))
+    state = step.state_dict()
+    for _ in range(2):
+        step.load_state_dict(state)
+    assert step.steps == 1
+
+
+@pytest.mark.parametrize("at", [1, 3])
+def test_ctrl_c_while_ranks_follow_a_thaw(at, monkeypatch):
+    """The next call begins again: all ranks have the flags of the user's module then."""
+    torch.manual_seed(0)
+    pair = Pair(Branches().double(), adamw, 3)
+    for net in (pair.net, pair.alone):
+        net.first.requires_grad_(False)
+    data = list(batches(4, 9))
+    pair.both(data[0][0], 2, data[0][1])
+    for net in (pair.net, pair.alone):
+        net.first.requires_grad_(True)
+    calls, before = [], torch.Tensor.requires_grad_
+
+    def interrupted(*args):
+        calls.append(1)
+        if len(calls) == at:
+            raise KeyboardInterrupt
+        return before(*args)
+
+    monkeypatch.setattr(nn.Parameter, "requires_grad_", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        pair.step(data[1][0], 2, data[1][1])
+    monkeypatch.undo()
+    for x, y in data[1:]:
+        pair.both(x, 2, y)
+        assert pair.same_gradients()
+    assert pair.far() < 1e-12
+
+
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("is_first", [True, False])
 def test_what_is_frozen_between_two_calls_has_its_gradient(ranks, is_first):

@@ -130,11 +130,14 @@ def test_the_script_lives_on_to_the_end_of_the_process(tmp_path):
         "os.chdir('elsewhere')\n"
         "print(open(__file__).readline())\n"
         "atexit.register(lambda: print('pickled', type(pickle.loads(pickle.dumps(Own()))) is Own))\n"
+        "atexit.register(lambda: print('found', __import__('later').NAME, __import__('sys').argv))\n"
     )
+    (tmp_path / "later.py").write_text("NAME = 'later'\n")
     command = [sys.executable, "-P", "-m", "mgpu_core", "explain", "--skip", "0", "script.py"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
     assert "import atexit" in done.stdout
     assert "pickled True" in done.stdout
+    assert "found later ['script.py']" in done.stdout
     assert "nothing was recorded: script.py makes no whole step" in done.stderr
     assert "--skip 0" not in done.stderr
 

@@ -12,7 +12,7 @@ import itertools
 import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Protocol
 
 import torch
@@ -93,6 +93,7 @@ def differing(made: torch.Tensor, wanted: torch.Tensor, tolerance: float = 0.0) 
     return int((~torch.isclose(made, wanted, rtol=tolerance, atol=tolerance)).sum())
 
 
+@cache
 def twins(device: torch.device) -> dict[str, object]:
     """The modules of our twins that can run there."""
     there = [name for name in TWINS if device.type == "cuda" and importlib.util.find_spec(name)]

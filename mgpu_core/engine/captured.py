@@ -22,19 +22,11 @@ from mgpu_core.device.tensor_checks import memory_of
 from mgpu_core.device.workers import time_limit
 from mgpu_core.engine.cycle import Cycle
 from mgpu_core.engine.gradients import GradientSync
-from mgpu_core.engine.graphs import (
-    GRAPH_DEVICE,
-    WARM_UP,
-    CudaRecorder,
-    Launch,
-    Recorder,
-    Recording,
-    StaticNest,
-    StepGraphs,
-)
+from mgpu_core.engine.graphs import GRAPH_DEVICE, WARM_UP, Recording, StaticNest, StepGraphs
 from mgpu_core.engine.losses import RankLoss
 from mgpu_core.engine.passes import Passes
 from mgpu_core.engine.ranks import RankPart, seed
+from mgpu_core.engine.recorder import CudaRecorder, Launch, Recorder
 from mgpu_core.engine.replicas import Replicas
 from mgpu_core.engine.scaling import LossScale
 from mgpu_core.engine.shares import SplitPlan

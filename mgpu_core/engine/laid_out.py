@@ -11,7 +11,7 @@ from mgpu_core.device.dtypes import has_gradients
 from mgpu_core.engine.between_devices import BetweenDevices
 from mgpu_core.engine.bucket_sums import BucketSums
 from mgpu_core.engine.flat import FlatTensors, part_of
-from mgpu_core.engine.layout import bucket_layout
+from mgpu_core.engine.layout import Bucket, bucket_layout
 from mgpu_core.engine.replicas import Replicas
 from mgpu_core.engine.sums import Sums
 from mgpu_core.processes.ballot import tail_count
@@ -77,15 +77,7 @@ class LaidOut:
         self._adopted = [i for i in order if i in learnt.updated or processes is not None]
         kept = {*self._adopted, *self.loose}
         self._left_out = [i for i, each in enumerate(parameters) if i not in kept and has_gradients(each.dtype)]
-        kinds = {dtype: kind for kind, dtype in enumerate(dict.fromkeys(each.dtype for each in parameters))}
-        self.buckets = bucket_layout(
-            [each.numel() for each in parameters],
-            [each.element_size() for each in parameters],
-            [kinds[each.dtype] for each in parameters],
-            order,
-            limit_nbytes,
-            shards,
-        )
+        self.buckets = _buckets_of(parameters, order, limit_nbytes, shards)
         self.bucket_of = {each.parameter: b for b, bucket in enumerate(self.buckets) for each in bucket.segments}
         tail = 0 if processes is None else tail_count(processes.count, len(parameters))
         self.flats = [
@@ -115,3 +107,17 @@ class LaidOut:
             if self._replicas.own[i].requires_grad and (i not in self.bucket_of or i in updated()):
                 return self._replicas.names[i]
         return None
+
+
+def _buckets_of(
+    parameters: Sequence[torch.Tensor], order: Sequence[int], limit_nbytes: int, shards: int
+) -> tuple[Bucket, ...]:
+    kinds = {dtype: kind for kind, dtype in enumerate(dict.fromkeys(each.dtype for each in parameters))}
+    return bucket_layout(
+        [each.numel() for each in parameters],
+        [each.element_size() for each in parameters],
+        [kinds[each.dtype] for each in parameters],
+        order,
+        limit_nbytes,
+        shards,
+    )

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from engine.adversaries import Adversaries
-from engine.nets import Branches, Linear, batches, mse
+from engine.nets import Branches, Linear, Pair, batches, mse
 from fakes.tensors import numbers
 from torch import nn
 from torch.optim import SGD, AdamW
@@ -63,22 +63,18 @@ def test_what_is_frozen_does_not_travel(devices):
     torch.manual_seed(0)
     net = Branches().double().to(devices[0])
     net.second.requires_grad_(False)
-    alone = copy.deepcopy(net)
-    step, reference = step_of(net, devices, adamw), adamw(alone.parameters())
+    pair = Pair(net, adamw, devices)
     memory = net.second.weight.data_ptr()
     for i, batch in enumerate(batches(8, 11)):
         x, y = (each.to(devices[0]) for each in batch)
         if i == 4:
             assert net.second.weight.data_ptr() == memory
-            assert step._engine.parts.sync.layout.flats[0].gradients[0].numel() < 3 * 64 + 10 * 64
-            for each in (net, alone):
+            assert pair.step._engine.parts.sync.layout.flats[0].gradients[0].numel() < 3 * 64 + 10 * 64
+            for each in (net, pair.alone):
                 each.second.requires_grad_(True)
-        step(x, 2, y)
-        reference.zero_grad()
-        mse(alone(x, 2), y).backward()
-        reference.step()
-        step.check_replicas()
-    assert all(torch.allclose(a, b, atol=1e-9) for a, b in zip(net.parameters(), alone.parameters(), strict=True))
+        pair.both(x, 2, y)
+        pair.step.check_replicas()
+    assert pair.far() < 1e-9
 
 
 @pytest.mark.parametrize("make", [torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adagrad, torch.optim.Adamax])
@@ -87,18 +83,14 @@ def test_twins_of_an_optimizer_are_made_anew_at_a_thaw(make):
     torch.manual_seed(0)
     net = Branches().double().to("fake:0")
     net.second.requires_grad_(False)
-    alone = copy.deepcopy(net)
-    step, reference = step_of(net, FAKES, make), make(alone.parameters())
+    pair = Pair(net, make, FAKES)
     for i, (x, y) in enumerate(batches(8, 11)):
         if i == 4:
-            for each in (net, alone):
+            for each in (net, pair.alone):
                 each.second.requires_grad_(True)
-        step(x, 2, y)
-        reference.zero_grad()
-        mse(alone(x, 2), y).backward()
-        reference.step()
-        step.check_replicas()
-    assert all(torch.allclose(a, b, atol=1e-9) for a, b in zip(net.parameters(), alone.parameters(), strict=True))
+        pair.both(x, 2, y)
+        pair.step.check_replicas()
+    assert pair.far() < 1e-9
 
 
 def test_ctrl_c_while_moved_values_travel(monkeypatch):

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mgpu_core.engine.graphs import CudaRecorder
+from mgpu_core.engine.recorder import CudaRecorder
 
 GPU = torch.device("cuda", 0)
 

@@ -1,20 +1,19 @@
 """Nested objects, taken apart into leaves and put together again.
 
 The rules, in this order: a tensor is a leaf; packed sequences, nested, sparse and quantized tensors are refused, with
-their path; then named tuples, mappings, dataclasses, lists and tuples are opened; everything else is a leaf.  A
+their path; then containers are opened (:mod:`mgpu_core.containers` knows which); everything else is a leaf.  A
 :class:`Tree` is what is left when the leaves are taken out: it can be compared, and filled with other leaves.
 """
 
 from __future__ import annotations
 
-import copy
-import dataclasses
-from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.nn.utils.rnn import PackedSequence
+
+from mgpu_core.containers import opened
 
 __all__ = ["Replicate", "Tree", "any_tensor", "flatten", "flatten_alike", "unwrapped"]
 
@@ -106,11 +105,11 @@ def flatten(
             _refuse_undivided(obj, path)
         leaves.append(obj)
         return LEAF
-    opened = _open(obj)
-    if opened is None:
+    found = opened(obj)
+    if found is None:
         leaves.append(obj)
         return LEAF
-    names, values, build = opened
+    names, values, build = found
     if like is not None and isinstance(obj, Mapping):
         names, values = _in_order_of(like, list(names), list(values))
     names = tuple(names)
@@ -163,94 +162,6 @@ def _refuse_undivided(tensor: torch.Tensor | PackedSequence, path: str) -> None:
         raise TypeError(f"{path} is a sparse tensor ({tensor.layout}), which cannot be split; use .to_dense()")
     if tensor.is_quantized:  # fresh memory of such a dtype has no scale
         raise TypeError(f"{path} is a quantized tensor ({tensor.dtype}), which cannot be split; use .dequantize()")
-
-
-_Opened = tuple[Iterable[str], Iterable[Any], Callable[[list[Any]], Any]]
-
-
-def _open(obj: Any) -> _Opened | None:
-    if isinstance(obj, tuple) and hasattr(obj, "_fields") and hasattr(obj, "_asdict"):
-        return [f".{name}" for name in obj._fields], obj, obj._make  # type: ignore[attr-defined]
-    if isinstance(obj, Mapping):
-        return [f"[{key!r}]" for key in obj], obj.values(), _mapping_builder(obj)
-    if dataclasses.is_dataclass(obj) and not isinstance(obj, type):
-        return _open_dataclass(obj)
-    if isinstance(obj, list | tuple):
-        return [f"[{i}]" for i in range(len(obj))], obj, _sequence_builder(obj)
-    return None
-
-
-def _mapping_builder(obj: Mapping[Any, Any]) -> Callable[[list[Any]], Any]:
-    keys, kind = list(obj), type(obj)
-    if isinstance(obj, defaultdict):
-        return lambda values: kind(obj.default_factory, zip(keys, values, strict=True))  # type: ignore[call-arg]
-    if kind in (dict, OrderedDict):
-        return lambda values: kind(zip(keys, values, strict=True))  # type: ignore[call-arg]
-
-    return lambda values: _made_again(obj, dict(zip(keys, values, strict=True)))
-
-
-def _open_dataclass(obj: Any) -> _Opened:
-    names = [each.name for each in dataclasses.fields(obj) if hasattr(obj, each.name)]
-
-    def build(values: list[Any]) -> Any:
-        made = copy.copy(obj)  # not the constructor: it may compute, and fields may be init=False
-        for name, value in zip(names, values, strict=True):
-            object.__setattr__(made, name, value)  # frozen ones too
-        return made
-
-    return [f".{name}" for name in names], [getattr(obj, name) for name in names], build
-
-
-def _sequence_builder(obj: list[Any] | tuple[Any, ...]) -> Callable[[list[Any]], Any]:
-    kind = type(obj)
-    if kind is list:
-        return lambda values: values
-    if kind is tuple:
-        return tuple
-
-    return lambda values: _made_again(obj, tuple(values) if isinstance(obj, tuple) else values)
-
-
-def _made_again(obj: Any, plain: Any) -> Any:
-    """A container of the class of ``obj`` with the entries of ``plain``, and what else ``obj`` knows.
-
-    By its constructor, if it makes of ``plain`` what constructors of its kind do; else a dict or a list by a copy,
-    whose entries are replaced; else ``plain``, as torch makes of all of them.  Attributes come along, but no tensors:
-    those would be of all rows.
-    """
-    for make in (_constructed, _copied) if isinstance(obj, dict | list) else (_constructed,):
-        try:
-            made = make(obj, plain)
-            if list(made) == list(plain) if isinstance(plain, dict) else len(made) == len(plain):
-                return made
-        except Exception:  # whatever a constructor of somebody else's says to this
-            continue
-    return plain
-
-
-def _constructed(obj: Any, plain: Any) -> Any:
-    pairs = isinstance(obj, dict) and not isinstance(obj, Counter)  # which would count them
-    made = type(obj)(plain.items() if pairs else plain)
-    for name, value in getattr(obj, "__dict__", {}).items():
-        if type(value) in _PLAIN:
-            vars(made).setdefault(name, value)  # what the constructor has set, it knows better
-    return made
-
-
-def _copied(obj: Any, plain: Any) -> Any:
-    made = copy.copy(obj)
-    if isinstance(plain, dict):
-        for key, value in plain.items():
-            made[key] = value
-    else:
-        made[:] = plain
-    for name in [name for name, value in vars(made).items() if isinstance(value, torch.Tensor)]:
-        del vars(made)[name]
-    return made
-
-
-_PLAIN = (bool, int, float, str, type(None))
 
 
 def unwrapped(obj: Any) -> Any:

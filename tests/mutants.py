@@ -444,8 +444,8 @@ MUTANTS = [
     mutant(
         "step: a replay that overflows counts as an update",
         "mgpu_core/engine/cycle.py",
-        "if self._loss_scale.is_on and self._updates.was_held_back():",
-        "if self._loss_scale.is_on and self._updates.was_held_back() is None:",
+        "if self._loss_scale.is_on and self._updates.fused.was_held_back():",
+        "if self._loss_scale.is_on and self._updates.fused.was_held_back() is None:",
         "engine/test_graphs.py",
     ),
     mutant(
@@ -637,14 +637,14 @@ MUTANTS = [
     ),
     mutant(
         "step: moved parameters are trained where they were",
-        "mgpu_core/engine/replicas.py",
-        "if memory != self._memory:",
-        "if False:",
+        "mgpu_core/engine/net_watch.py",
+        "        if memory == self._memory:",
+        "        if True:",
         "engine/test_train_step.py",
     ),
     mutant(
         "step: replaced parameters are not noticed",
-        "mgpu_core/engine/replicas.py",
+        "mgpu_core/engine/net_watch.py",
         "if len(found) != len(self._found) or not all(map(is_, found, self._found)):",
         "if False:",
         "engine/test_train_step.py",
@@ -861,10 +861,10 @@ MUTANTS = [
         "engine/test_loss_modules.py",
     ),
     mutant(
-        "nested: attributes with tensors of all rows come along",
-        "mgpu_core/nested.py",
-        "        if type(value) in _PLAIN:\n            vars(made).setdefault(name, value)",
-        "        if True:\n            vars(made)[name] = value",
+        "containers: attributes with tensors of all rows come along",
+        "mgpu_core/containers.py",
+        "        if type(value) in (bool, int, float, str, type(None)):",
+        "        if True:",
         "test_nested.py",
     ),
     mutant(
@@ -906,8 +906,8 @@ MUTANTS = [
     mutant(
         "step: its end moves what is another step's",
         "mgpu_core/engine/replicas.py",
-        "        for i in self._adopted:\n            self._own",
-        "        for i in range(len(self._own)):\n            self._own",
+        "        for i in self._adopted:\n            self.own",
+        "        for i in range(len(self.own)):\n            self.own",
         "engine/test_some_parameters.py",
     ),
     mutant(
@@ -926,8 +926,8 @@ MUTANTS = [
     ),
     mutant(
         "step: hooks that come to a module later are overlooked",
-        "mgpu_core/engine/replicas.py",
-        "if module_hooks != self._module_hooks:",
+        "mgpu_core/engine/net_watch.py",
+        "if module_hooks_now != self._module_hooks:",
         "if False:",
         "engine/test_habits.py",
     ),

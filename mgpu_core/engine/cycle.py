@@ -101,7 +101,7 @@ class Cycle:
             FloatingPointError: a gradient is not finite.
             Error: another process could not update.
         """
-        if not self._sync.is_laid_out and not self._lay_out(standing):
+        if self._sync.layout.is_empty and not self._lay_out(standing):
             return None
         self._sync.finish()
         with uninterrupted() as interrupted:
@@ -168,7 +168,7 @@ class Cycle:
             loss = replay()
             if loss is None:
                 return None
-            if self._loss_scale.is_on and self._updates.was_held_back():
+            if self._loss_scale.is_on and self._updates.fused.was_held_back():
                 self._skip_update()
             else:
                 self._sync.show(self.used)
@@ -190,9 +190,9 @@ class Cycle:
         """
         sums = self._sync.layout.of_buckets.on(place)
         if self._loss_scale.is_on:
-            self._updates.hold_back(place, overflow_of(sums))
+            self._updates.fused.hold_back(place, overflow_of(sums))
         self._finish_gradients(sums, norm, weight, clip_norm, check=None)
-        self._updates.launch_on(place)
+        self._updates.fused.launch_on(place)
 
     def forget_layout(self) -> None:
         """The next update is made as the first one was."""

@@ -30,6 +30,10 @@ class FusedUpdate:
         parameters: of the user's module.
         buckets: where they lie.
         flats: per device the flat values and gradients.
+
+    Attributes:
+        device_count: how many devices it updates.
+        generation: grows when tables or state get other memory.
     """
 
     def __init__(
@@ -49,7 +53,8 @@ class FusedUpdate:
         self._others = 0  # states of parameters outside the buckets, which are frozen
         self._versions: list[int] = []
         self._flats = flats
-        self.generation = 0  # grows when tables or state get other memory
+        self.device_count = len(flats)
+        self.generation = 0
         self._views: dict[str, dict[int, torch.Tensor]] = {}  # by kind of state and parameter, on the first device
         self._devices = self._made_devices(buckets)
         me = weakref.ref(self)
@@ -96,6 +101,10 @@ class FusedUpdate:
     def _run(self, place: int) -> None:
         decoupled = bool(self._optimizer.param_groups[0].get("decoupled_weight_decay"))
         self._devices[place].run(decoupled=decoupled)
+
+    def has_written(self) -> bool:
+        """Nothing that counts, where it has failed: behind the kernels come counts alone."""
+        return False
 
     def hold_back(self, place: int, if_not_zero: torch.Tensor) -> None:
         """Lets the next launch on a device change nothing where this number on it is not 0; nobody waits for it."""

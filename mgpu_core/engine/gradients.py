@@ -41,7 +41,7 @@ class GradientSync:
 
     Attributes:
         between: how buckets are summed over the devices.
-        layout: where they lie, and their sums; nothing, before the first backward.
+        layout: where they lie, and their sums; empty before the first backward.
     """
 
     def __init__(
@@ -59,8 +59,8 @@ class GradientSync:
         shards = len(replicas.devices) if in_shards else 1
         firsts = [ranks[0] for ranks in replicas.ranks_of]
         self.between = BetweenDevices(algorithm, comm_dtype, shards, group, firsts)
-        self.layout = self._laid_out(Learnt())
-        self.is_laid_out = self._is_learning = False
+        self.layout = self._laid_out(None)
+        self._is_learning = False
         self._whole_step = current_step()
         self._aside: list[torch.Tensor | None] = []
         self._ready: list[int] = []  # parameters, in the order of their first gradients on rank 0
@@ -75,10 +75,10 @@ class GradientSync:
         One rank alone has nobody to add up with, and one bucket alone is complete when backward is over: such
         gradients are taken then, and no backward stops for Python.
         """
-        self._replicas.remember_hooks()
+        self._replicas.watch.remember_hooks()
         self._count_expected()
         alone = len(self._replicas.team) == 1 and self._processes is None
-        if alone or (self.is_laid_out and len(self.layout.buckets) < 2):
+        if alone or (not self.layout.is_empty and len(self.layout.buckets) < 2):
             for handle in self.handles.values():
                 handle.remove()
             self.handles.clear()
@@ -141,7 +141,7 @@ class GradientSync:
         self.clear()
 
     def _accumulated(self, rank: int, i: int) -> None:
-        if not self.is_laid_out:
+        if self.layout.is_empty:
             if rank == 0 and self._is_learning:
                 self._ready.append(i)
             return
@@ -218,16 +218,16 @@ class GradientSync:
         """Gives the parameters their memory."""
         layout = self._laid_out(learnt)
         layout.take_values()
-        self.layout, self.is_laid_out = layout, True
+        self.layout = layout
         self.watch_parameters()
         self._rest()
 
-    def _laid_out(self, learnt: Learnt) -> LaidOut:
+    def _laid_out(self, learnt: Learnt | None) -> LaidOut:
         return LaidOut(self._replicas, learnt, self._bucket_nbytes, self.between, self._processes, self._comm_dtype)
 
     def forget_layout(self) -> None:
         """The next backward is looked at as the first one was; values and gradients stay where they are."""
-        self.layout, self.is_laid_out, self._ready = self._laid_out(Learnt()), False, []
+        self.layout, self._ready = self._laid_out(None), []
         self.watch_parameters()
         self._rest()
 

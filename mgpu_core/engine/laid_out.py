@@ -45,13 +45,14 @@ class LaidOut:
 
     Args:
         replicas: the ranks' modules.
-        learnt: of their first backward.
+        learnt: of their first backward; ``None``: there was none yet, and nothing is laid out.
         limit_nbytes: how many bytes travel together.
         between: how buckets are summed over the devices.
         processes: that train with this one; ``None``: it is alone.
         comm_dtype: what gradients are cast to for the way between processes; ``None``: their own.
 
     Attributes:
+        is_empty: nothing is laid out.
         buckets: which parameters lie where.
         loose: parameters outside the buckets, whose gradients are sparse.
         flats: per device the flat values, and the sums of the gradients.
@@ -63,13 +64,14 @@ class LaidOut:
     def __init__(
         self,
         replicas: Replicas,
-        learnt: Learnt,
+        learnt: Learnt | None,
         limit_nbytes: int,
         between: BetweenDevices,
         processes: Processes | None,
         comm_dtype: torch.dtype | None,
     ) -> None:
-        self._replicas = replicas
+        self._replicas, self.is_empty = replicas, learnt is None
+        learnt = learnt or Learnt()
         parameters, shards = replicas.parameters[0], between.shards
         self.loose = list(learnt.loose)
         order = list(dict.fromkeys([*learnt.order, *sorted(learnt.wanted, reverse=True)]))
@@ -95,15 +97,15 @@ class LaidOut:
         """Makes the flat values the memory of the parameters that the step updates."""
         for place, flat in enumerate(self.flats):
             self._replicas.show_memory(place, flat, self._adopted)
-        self._replicas.remember()
+        self._replicas.watch.remember()
 
     def outgrown_by(self, updated: Callable[[], Collection[int]]) -> str | None:
-        """The name of a parameter that was thawed, or has come to the optimizer, since; ``None``: none.
+        """The name of a parameter that was thawed, or has come to the optimizer, since; ``None``: none, or all may.
 
         Args:
             updated: the parameters that the optimizer has now.
         """
-        for i in self._left_out:
+        for i in () if self.is_empty else self._left_out:
             if self._replicas.own[i].requires_grad and (i not in self.bucket_of or i in updated()):
                 return self._replicas.names[i]
         return None

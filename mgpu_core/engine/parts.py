@@ -115,7 +115,7 @@ class Parts:
         Raises:
             RuntimeError: it is, and several processes cannot lay out again.
         """
-        name = self.sync.layout.outgrown_by(self.updates.places) if self.sync.is_laid_out else None
+        name = self.sync.layout.outgrown_by(self.updates.places)
         if name is None:
             return
         if self.together is not None:

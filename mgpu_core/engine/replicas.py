@@ -7,30 +7,26 @@ Ranks of one device share the memory of the values, never the leaf: each has its
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from operator import attrgetter, is_
+from collections.abc import Collection, Sequence
+from operator import attrgetter
 from types import MethodType
-from typing import TypeAlias
 
-import torch
 from torch.nn import Module, Parameter
 
 from mgpu_core.comm import collectives
+from mgpu_core.containers import plain_attributes
 from mgpu_core.device.compiled import compiled_calls
 from mgpu_core.device.team import Team
-from mgpu_core.device.tensor_checks import memory_of
 from mgpu_core.engine.commit import BufferSnapshot
 from mgpu_core.engine.flat import FlatTensors, compact
-from mgpu_core.engine.module_look import ModuleLook, module_hooks
+from mgpu_core.engine.net_watch import ADVICE, NetWatch, first_difference
 from mgpu_core.engine.rank_buffers import RankBuffers
-from mgpu_core.engine.twins import Twin, other_hooks, refuse_hooks
-from mgpu_core.module_tree import ModuleTree, check_initialised, modules_of
+from mgpu_core.engine.twins import Twin, refuse_hooks
+from mgpu_core.module_tree import ModuleTree, check_initialised
 
 __all__ = ["Replicas"]
 
 _version_of = attrgetter("_version")
-_Memory: TypeAlias = tuple[list[int], list[tuple[int, ...]], list[torch.dtype]]
-ADVICE = "call step.rebuild() after such a change"
 
 
 class Replicas:
@@ -48,6 +44,7 @@ class Replicas:
         ranks_of: per device its ranks.
         is_mixed: whether there are devices of several kinds.
         buffers: of all ranks.
+        watch: over the user's module.
 
     Raises:
         ValueError: a parameter that has not been initialised.
@@ -79,9 +76,7 @@ class Replicas:
             else:
                 self._add_twin(rank, tree)
         self.buffers = RankBuffers(self._own_places, self._places, team.devices)
-        self.remember()
-        self.remember_hooks()
-        self._module_hooks = self._module_hooks_now()
+        self.watch = NetWatch(net, self._own_places, self.names, has_copies=len(team) > 1)
         self._modes: list[bool] = []
         self._frozen: list[bool] = []
         self._mirror_flags()
@@ -106,14 +101,7 @@ class Replicas:
     @property
     def own(self) -> list[Parameter]:
         """The parameters of the user's module."""
-        return self._own
-
-    def remember(self) -> None:
-        """Takes the parameters as they are now for what the next steps must find."""
-        self._look: ModuleLook | None = None
-        self._own = list(self.net.parameters())
-        self._found = list(_parameters_of(self.net))
-        self._memory = memory_of(self._own)
+        return self.watch.parameters
 
     def buffer_snapshot(self, others: Sequence[Module]) -> BufferSnapshot:
         """Of the user's module, and of other modules; nothing is taken yet."""
@@ -126,42 +114,20 @@ class Replicas:
             RuntimeError: the user's module has other parameters than it had, or elsewhere, or other hooks of theirs;
                 names the parameter and says what to do.
         """
-        if self._look is not None and not self._look.is_over():
+        if self.watch.is_as_left():
             return
-        self._check()
+        self.watch.check_parameters()
+        self._follow_moves(self.watch.moved())
+        self.watch.check_hooks()
         self._mirror_flags()
-        self._look = ModuleLook(list(modules_of(self.net)), self._own)
+        self.watch.leave()
 
-    def _check(self) -> None:
-        """Raises where the module is not what it was; parameters that are not the step's may have moved."""
-        found = list(_parameters_of(self.net))
-        if len(found) != len(self._found) or not all(map(is_, found, self._found)):
-            raise RuntimeError(
-                f"the parameters of {type(self.net).__name__} are no longer those of this step: {ADVICE}"
-            )
-        memory = memory_of(self._own)
-        if memory != self._memory:
-            self._follow_moves(memory)
-        hooks = self._hooks_now()
-        if hooks != self._hooks:
-            at = _first_difference(hooks, self._hooks)
-            raise RuntimeError(
-                f"parameter {self.names[at]} has got or lost a hook, which the other ranks lack: {ADVICE}"
-            )
-        module_hooks = self._module_hooks_now()
-        if module_hooks != self._module_hooks:
-            module = self._own_places[_first_difference(module_hooks, self._module_hooks)]
-            name = next((name for name, each in self.net.named_modules() if each is module), "")
-            raise RuntimeError(
-                f"module {name or type(module).__name__} has got or lost a hook, which the other ranks lack: {ADVICE}"
-            )
-
-    def _follow_moves(self, memory: _Memory) -> None:
+    def _follow_moves(self, moved: Sequence[int]) -> None:
         """Another step, say, has made parameters its own: they are where it has put them, and what they are."""
-        now, then = (list(zip(*each, strict=True)) for each in (memory, self._memory))
-        moved = [i for i, (one, other) in enumerate(zip(now, then, strict=True)) if one != other]
+        if not moved:
+            return
         for i in moved:
-            p, twin = self._own[i], self.parameters[-1][i]
+            p, twin = self.own[i], self.parameters[-1][i]
             is_alike = p.shape == twin.shape and p.dtype == twin.dtype and p.device == self.devices[0]
             if i in self._adopted or not is_alike:
                 raise RuntimeError(
@@ -170,26 +136,15 @@ class Replicas:
                 )
         for rank in self.ranks_of[0]:
             for i in moved:
-                if self.parameters[rank][i] is not self._own[i]:
-                    self.parameters[rank][i].data = self._own[i].data
+                if self.parameters[rank][i] is not self.own[i]:
+                    self.parameters[rank][i].data = self.own[i].data
         self.send_values(moved)
-        self._memory, self.moves = memory, self.moves + 1  # last: where Ctrl-C comes before, the next call begins again
-
-    def remember_hooks(self) -> None:
-        """Takes the hooks that parameters have for those that the next steps must find."""
-        self._look = None
-        self._hooks = self._hooks_now()
-
-    def _hooks_now(self) -> list[tuple[int, int]]:
-        return [(len(each._backward_hooks or ()), other_hooks(each)) for each in self._own]
-
-    def _module_hooks_now(self) -> list[list[int]]:
-        """Of those that other ranks have copies of."""
-        return [module_hooks([each]) for each in self._own_places] if len(self.team) > 1 else []
+        self.moves += 1
+        self.watch.remember()  # last: where Ctrl-C comes before, the next call begins again
 
     def _mirror_flags(self) -> None:
         modes = [module.training for module in self._own_places]
-        frozen = [not parameter.requires_grad for parameter in self._own]
+        frozen = [not parameter.requires_grad for parameter in self.own]
         if modes == self._modes and frozen == self._frozen:
             return
         if modes != self._modes and self._modes:
@@ -223,7 +178,7 @@ class Replicas:
     @property
     def versions(self) -> list[int]:
         """How often each parameter of the user's module was written in place, as torch counts."""
-        return list(map(_version_of, self._own))
+        return list(map(_version_of, self.own))
 
     def writes(self) -> list[list[int]]:
         """How often ranks that share a device have written each parameter in place, as torch counts."""
@@ -236,8 +191,8 @@ class Replicas:
         """
         now = self.writes()
         if now != before:
-            row = _first_difference(now, before)
-            name = self.names[_first_difference(now[row], before[row])]
+            row = first_difference(now, before)
+            name = self.names[first_difference(now[row], before[row])]
             raise RuntimeError(
                 f"the forward of rank {self._sharing[row]} writes parameter {name} in place (a moving average, "
                 "Embedding(max_norm=...)?): ranks of one device share its memory, so it was written once per rank. "
@@ -248,8 +203,8 @@ class Replicas:
         """Gives the other devices the values that the user's module has, of all parameters or of some."""
         leaders = [ranks[0] for ranks in self.ranks_of[1:]]
         if leaders:
-            wanted = range(len(self._own)) if places is None else places
-            sources = [self._own[i].detach() for i in wanted]
+            wanted = range(len(self.own)) if places is None else places
+            sources = [self.own[i].detach() for i in wanted]
             copies = [[self.parameters[rank][i].detach() for rank in leaders] for i in wanted]
             collectives.broadcast_into(sources, copies)
 
@@ -260,30 +215,17 @@ class Replicas:
         for rank in ranks[1:]:
             values.show_to(self.parameters[rank], places)
         if 0 in ranks:
-            values.show_to(self._own, places)
+            values.show_to(self.own, places)
         self._adopted |= frozenset(places)
 
     def release(self) -> None:
         """Gives the user's module storage of its own again, of what is the step's."""
         for i in self._adopted:
-            self._own[i].data = compact(self._own[i])
+            self.own[i].data = compact(self.own[i])
         self._adopted = frozenset()
 
 
 def _copy_plain(source: Module, target: Module) -> None:
     """The attributes that are numbers, words or yes and no."""
-    for name, value in vars(source).items():
-        if type(value) in _PLAIN:
-            setattr(target, name, value)
-
-
-_PLAIN = (bool, int, float, str, type(None))
-
-
-def _first_difference(now: Sequence[object], then: Sequence[object]) -> int:
-    return next(i for i, (one, other) in enumerate(zip(now, then, strict=True)) if one != other)
-
-
-def _parameters_of(net: Module) -> Iterator[Parameter | None]:
-    for module in modules_of(net):
-        yield from module._parameters.values()
+    for name, value in plain_attributes(source):
+        setattr(target, name, value)

@@ -174,7 +174,7 @@ class Together:
             if self._is_laying_out:
                 self.processes.exchange(_LAYOUT, reason)
                 return _NO_LAYOUT
-            if not sync.is_laid_out:
+            if sync.layout.is_empty:
                 self.processes.exchange(_FIRST, reason)
             elif sync.layout.outbox is not None and not sync.layout.outbox.is_cast:
                 nothing = [False] * len(sync.used())

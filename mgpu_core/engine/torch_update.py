@@ -27,13 +27,14 @@ class TorchUpdate:
     """The user's optimizer on the first device, and a twin of it on each other one.
 
     Attributes:
-        is_alone: there are no twins: what the first device has, must be sent to the others.
+        device_count: how many devices it updates: all, or the first one alone.
     """
 
     def __init__(self, optimizer: Optimizer, replicas: Replicas, sync: GradientSync) -> None:
         self._optimizer, self._replicas, self._sync = optimizer, replicas, sync
         is_torchs = type(optimizer).__module__.partition(".")[0] == "torch"
-        self.is_alone = replicas.is_mixed or not is_torchs or any(step_hooks(optimizer))
+        is_alone = replicas.is_mixed or not is_torchs or any(step_hooks(optimizer))
+        self.device_count = 1 if is_alone else len(replicas.devices)
         self._versions: list[int] = []
         self._twins: list[Optimizer] = []
         self._left: list[tuple[Any, int]] = []  # the state as the last update has left it, and how often it was written
@@ -48,8 +49,8 @@ class TorchUpdate:
         if not self._is_as_left():
             self._twins.clear()  # they know nothing of a step, or an edit, of the user's own
         self._left = []  # or what a step replaces would stay beside what takes its place
-        if not self._twins and not self.is_alone:
-            self._twins += [self._twin(device) for device in range(1, len(self._replicas.devices))]
+        if not self._twins:
+            self._twins += [self._twin(device) for device in range(1, self.device_count)]
         for device, twin in enumerate(self._twins, start=1):
             for mine, theirs in zip(twin.param_groups, self._optimizer.param_groups, strict=True):
                 mine.update({name: value for name, value in theirs.items() if name != "params"})

@@ -26,10 +26,13 @@ __all__ = ["Updates", "check_optimizer"]
 
 class _Update(Protocol):
     handles: dict[str, RemovableHandle]
+    device_count: int  # of the devices that it updates: the first ones
 
     def prepare(self, used: Sequence[bool]) -> None: ...
 
     def launch(self) -> None: ...
+
+    def has_written(self) -> bool: ...
 
     def conclude(self) -> None: ...
 
@@ -96,30 +99,18 @@ class Updates:
         assert self._update is not None  # it was prepared
         written = self.values_changed()  # by a forward: what rank 0 has, is everybody's, as in the drop-in
         self._update.launch()
-        if self._replicas.is_mixed or written or (isinstance(self._update, TorchUpdate) and self._update.is_alone):
+        if written or self._update.device_count < len(self._replicas.devices):
             self._replicas.send_values()
 
-    def launch_on(self, place: int) -> None:
-        """What one device does for a fused update, where devices share nothing."""
+    @property
+    def fused(self) -> FusedUpdate:
+        """Who updates, where :attr:`memory` says that the fused kernels do."""
         assert isinstance(self._update, FusedUpdate)
-        self._update.launch_on(place)
-
-    def hold_back(self, place: int, if_not_zero: torch.Tensor) -> None:
-        """Lets a fused update of device ``place``, launched next, change nothing where this number is not 0.
-
-        Nobody waits for it; it lies on that device.
-        """
-        assert isinstance(self._update, FusedUpdate)
-        self._update.hold_back(place, if_not_zero)
-
-    def was_held_back(self) -> bool:
-        """Whether it has changed nothing; waits for the device."""
-        assert isinstance(self._update, FusedUpdate)
-        return self._update.was_held_back()
+        return self._update
 
     def has_written(self) -> bool:
         """Whether an update that failed has changed parameters all the same: torch's own step, before a hook of it."""
-        return isinstance(self._update, TorchUpdate) and self._update.has_written()
+        return self._update is not None and self._update.has_written()
 
     def conclude(self, used: Sequence[bool]) -> None:
         """What the host does after it."""

@@ -54,7 +54,7 @@ def test_two_steps_share_a_net(devices, freezes):
     """What one of them updates travels to the other's devices."""
     both = Adversaries(devices, freezes)
     assert all(both.round(seed) for seed in range(5))
-    assert both.making._engine.parts.sync.is_laid_out
+    assert not both.making._engine.parts.sync.layout.is_empty
 
 
 @pytest.mark.parametrize("devices", TEAMS)
@@ -165,7 +165,7 @@ def test_ranks_that_share_another_device_start_with_what_was_loaded():
     seen = []
     for row in step._engine.parts.replicas.parameters:
         row[0].register_hook(lambda _, row=row: seen.append(row[0].eq(3).all().item()))
-    step._engine.parts.replicas.remember_hooks()
+    step._engine.parts.replicas.watch.remember_hooks()
     step(numbers(6, 3), numbers(6, 2))
     assert seen == [True] * 3
 

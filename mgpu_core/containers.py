@@ -1,0 +1,110 @@
+"""Containers: which objects are opened, and how one like them is made again with other entries.
+
+Named tuples, mappings, dataclasses, lists and tuples, in this order.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, TypeAlias
+
+import torch
+
+__all__ = ["Opened", "opened", "plain_attributes"]
+
+Opened: TypeAlias = tuple[Iterable[str], Iterable[Any], Callable[[list[Any]], Any]]
+
+
+def opened(obj: Any) -> Opened | None:
+    """What a container holds: the name of each entry, its value, and what makes such a container of other values.
+
+    ``None``: it is no container.
+    """
+    if isinstance(obj, tuple) and hasattr(obj, "_fields") and hasattr(obj, "_asdict"):
+        return [f".{name}" for name in obj._fields], obj, obj._make  # type: ignore[attr-defined]
+    if isinstance(obj, Mapping):
+        return [f"[{key!r}]" for key in obj], obj.values(), _mapping_builder(obj)
+    if dataclasses.is_dataclass(obj) and not isinstance(obj, type):
+        return _open_dataclass(obj)
+    if isinstance(obj, list | tuple):
+        return [f"[{i}]" for i in range(len(obj))], obj, _sequence_builder(obj)
+    return None
+
+
+def _mapping_builder(obj: Mapping[Any, Any]) -> Callable[[list[Any]], Any]:
+    keys, kind = list(obj), type(obj)
+    if isinstance(obj, defaultdict):
+        return lambda values: kind(obj.default_factory, zip(keys, values, strict=True))  # type: ignore[call-arg]
+    if kind in (dict, OrderedDict):
+        return lambda values: kind(zip(keys, values, strict=True))  # type: ignore[call-arg]
+
+    return lambda values: _made_again(obj, dict(zip(keys, values, strict=True)))
+
+
+def _open_dataclass(obj: Any) -> Opened:
+    names = [each.name for each in dataclasses.fields(obj) if hasattr(obj, each.name)]
+
+    def build(values: list[Any]) -> Any:
+        made = copy.copy(obj)  # not the constructor: it may compute, and fields may be init=False
+        for name, value in zip(names, values, strict=True):
+            object.__setattr__(made, name, value)  # frozen ones too
+        return made
+
+    return [f".{name}" for name in names], [getattr(obj, name) for name in names], build
+
+
+def _sequence_builder(obj: list[Any] | tuple[Any, ...]) -> Callable[[list[Any]], Any]:
+    kind = type(obj)
+    if kind is list:
+        return lambda values: values
+    if kind is tuple:
+        return tuple
+
+    return lambda values: _made_again(obj, tuple(values) if isinstance(obj, tuple) else values)
+
+
+def _made_again(obj: Any, plain: Any) -> Any:
+    """A container of the class of ``obj`` with the entries of ``plain``, and what else ``obj`` knows.
+
+    By its constructor, if it makes of ``plain`` what constructors of its kind do; else a dict or a list by a copy,
+    whose entries are replaced; else ``plain``, as torch makes of all of them.  Attributes come along, but no tensors:
+    those would be of all rows.
+    """
+    for make in (_constructed, _copied) if isinstance(obj, dict | list) else (_constructed,):
+        try:
+            made = make(obj, plain)
+            if list(made) == list(plain) if isinstance(plain, dict) else len(made) == len(plain):
+                return made
+        except Exception:  # whatever a constructor of somebody else's says to this
+            continue
+    return plain
+
+
+def plain_attributes(obj: Any) -> Iterator[tuple[str, Any]]:
+    """The attributes that are numbers, words, yes or no, or nothing: what a copy may have without sharing anything."""
+    for name, value in getattr(obj, "__dict__", {}).items():
+        if type(value) in (bool, int, float, str, type(None)):
+            yield name, value
+
+
+def _constructed(obj: Any, plain: Any) -> Any:
+    pairs = isinstance(obj, dict) and not isinstance(obj, Counter)  # which would count them
+    made = type(obj)(plain.items() if pairs else plain)
+    for name, value in plain_attributes(obj):
+        vars(made).setdefault(name, value)  # what the constructor has set, it knows better
+    return made
+
+
+def _copied(obj: Any, plain: Any) -> Any:
+    made = copy.copy(obj)
+    if isinstance(plain, dict):
+        for key, value in plain.items():
+            made[key] = value
+    else:
+        made[:] = plain
+    for name in [name for name, value in vars(made).items() if isinstance(value, torch.Tensor)]:
+        del vars(made)[name]
+    return made

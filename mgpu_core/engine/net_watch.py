@@ -1,0 +1,103 @@
+"""What becomes of the user's module between two steps: parameters that are others, elsewhere, or hooked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from operator import is_
+
+from torch.nn import Module, Parameter
+
+from mgpu_core.device.tensor_checks import memory_of
+from mgpu_core.engine.module_look import ModuleLook, module_hooks
+from mgpu_core.engine.twins import other_hooks
+from mgpu_core.module_tree import modules_of
+
+__all__ = ["ADVICE", "NetWatch", "first_difference"]
+
+ADVICE = "call step.rebuild() after such a change"
+
+
+class NetWatch:
+    """The module as the other ranks' copies know it.
+
+    Args:
+        net: the user's module.
+        places: all modules in it, in one order.
+        names: of its parameters.
+        has_copies: whether other ranks have copies, which lack hooks that come later.
+
+    Attributes:
+        parameters: of the module, as they were found.
+    """
+
+    def __init__(self, net: Module, places: Sequence[Module], names: Sequence[str], *, has_copies: bool) -> None:
+        self._net, self._places, self._names, self._has_copies = net, places, names, has_copies
+        self.remember()
+        self.remember_hooks()
+        self._module_hooks = self._module_hooks_now()
+
+    def remember(self) -> None:
+        """Takes the parameters as they are now for what the next steps must find."""
+        self._look: ModuleLook | None = None
+        self.parameters = list(self._net.parameters())
+        self._found = list(_parameters_of(self._net))
+        self._memory = memory_of(self.parameters)
+
+    def remember_hooks(self) -> None:
+        """Takes the hooks that parameters have for those that the next steps must find."""
+        self._look = None
+        self._hooks = self._hooks_now()
+
+    def is_as_left(self) -> bool:
+        """Whether nothing has changed since :meth:`leave`; asked in every step."""
+        return self._look is not None and not self._look.is_over()
+
+    def leave(self) -> None:
+        """What is found now, all ranks have."""
+        self._look = ModuleLook(list(modules_of(self._net)), self.parameters)
+
+    def check_parameters(self) -> None:
+        """Raises RuntimeError unless the module has the parameters that it had."""
+        found = list(_parameters_of(self._net))
+        if len(found) != len(self._found) or not all(map(is_, found, self._found)):
+            raise RuntimeError(
+                f"the parameters of {type(self._net).__name__} are no longer those of this step: {ADVICE}"
+            )
+
+    def moved(self) -> list[int]:
+        """Which parameters lie elsewhere than they did."""
+        memory = memory_of(self.parameters)
+        if memory == self._memory:
+            return []
+        now, then = (list(zip(*each, strict=True)) for each in (memory, self._memory))
+        return [i for i, (one, other) in enumerate(zip(now, then, strict=True)) if one != other]
+
+    def check_hooks(self) -> None:
+        """Raises RuntimeError unless parameters and modules have the hooks that they had; names which has not."""
+        hooks = self._hooks_now()
+        if hooks != self._hooks:
+            name = f"parameter {self._names[first_difference(hooks, self._hooks)]}"
+            raise RuntimeError(f"{name} has got or lost a hook, which the other ranks lack: {ADVICE}")
+        module_hooks_now = self._module_hooks_now()
+        if module_hooks_now != self._module_hooks:
+            module = self._places[first_difference(module_hooks_now, self._module_hooks)]
+            name = next((name for name, each in self._net.named_modules() if each is module), "")
+            name = f"module {name or type(module).__name__}"
+            raise RuntimeError(f"{name} has got or lost a hook, which the other ranks lack: {ADVICE}")
+
+    def _hooks_now(self) -> list[tuple[int, int]]:
+        return [(len(each._backward_hooks or ()), other_hooks(each)) for each in self.parameters]
+
+    def _module_hooks_now(self) -> list[list[int]]:
+        """Of those that other ranks have copies of."""
+        return [module_hooks([each]) for each in self._places] if self._has_copies else []
+
+
+def first_difference(now: Sequence[object], then: Sequence[object]) -> int:
+    """The place of the first pair that is not equal."""
+    return next(i for i, (one, other) in enumerate(zip(now, then, strict=True)) if one != other)
+
+
+def _parameters_of(net: Module) -> Iterator[Parameter | None]:
+    for module in modules_of(net):
+        yield from module._parameters.values()

@@ -1,6 +1,7 @@
 // What the files of this folder share.  Only here is pybind11 included, and only here is the GIL let go.
 #pragma once
 
+#include <pybind11/critical_section.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -33,6 +34,7 @@ void bind_kernels(py::module_& m);
 void bind_nccl(py::module_& m);
 void bind_transcript(py::module_& m);
 void bind_nothing(py::module_& m);
+void bind_look(py::module_& m);
 
 // Runs `work` without the GIL.  It must touch no Python object.
 template <class Work>

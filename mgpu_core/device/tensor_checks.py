@@ -8,8 +8,9 @@ resolved into plain memory (inputs) or refused with a ``TypeError`` or ``ValueEr
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
+from typing import Any
 
 import torch
 from torch._C._functorch import is_functorch_wrapped_tensor, is_legacy_batchedtensor
@@ -21,6 +22,7 @@ __all__ = [
     "check_alike",
     "check_writable",
     "memory_of",
+    "memory_questions",
     "memory_view",
     "readable",
     "refuse_special",
@@ -155,6 +157,11 @@ def memory_of(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[tuple[in
         list(map(torch.Tensor.stride, tensors)),
         list(map(attrgetter("dtype"), tensors)),
     )
+
+
+def memory_questions(tensors: Iterable[torch.Tensor]) -> list[Callable[[], Any]]:
+    """What tells as much as :func:`memory_of` for a :class:`mgpu_core.look.Look`, besides the dtypes."""
+    return [question for tensor in tensors for question in (tensor.data_ptr, tensor.stride)]
 
 
 def memory_view(tensor: torch.Tensor) -> memoryview:

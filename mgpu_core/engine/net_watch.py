@@ -8,8 +8,9 @@ from operator import is_
 from torch.nn import Module, Parameter
 
 from mgpu_core.device.tensor_checks import memory_of
-from mgpu_core.engine.module_look import ModuleLook, module_hooks
+from mgpu_core.engine.module_look import module_hooks, module_look
 from mgpu_core.engine.twins import other_hooks
+from mgpu_core.look import Look
 from mgpu_core.module_tree import modules_of
 
 __all__ = ["ADVICE", "NetWatch", "first_difference"]
@@ -38,7 +39,7 @@ class NetWatch:
 
     def remember(self) -> None:
         """Takes the parameters as they are now for what the next steps must find."""
-        self._look: ModuleLook | None = None
+        self._look: Look | None = None
         self.parameters = list(self._net.parameters())
         self._found = list(_parameters_of(self._net))
         self._memory = memory_of(self.parameters)
@@ -54,7 +55,7 @@ class NetWatch:
 
     def leave(self) -> None:
         """What is found now, all ranks have."""
-        self._look = ModuleLook(list(modules_of(self._net)), self.parameters)
+        self._look = module_look(list(modules_of(self._net)), self.parameters)
 
     def check_parameters(self) -> None:
         """Raises RuntimeError unless the module has the parameters that it had."""

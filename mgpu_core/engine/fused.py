@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from operator import is_
 from typing import Any
 
 import torch
@@ -17,7 +18,15 @@ from torch.optim import Optimizer
 from mgpu_core.engine.flat import FlatTensors
 from mgpu_core.engine.fused_device import NO_GROUP, FusedOnDevice
 from mgpu_core.engine.layout import Bucket
-from mgpu_core.engine.optimizer_facts import group_table, groups_of, is_sgd, settings_of
+from mgpu_core.engine.optimizer_facts import (
+    group_table,
+    groups_of,
+    has_plain_settings,
+    is_sgd,
+    optimizer_look,
+    settings_of,
+)
+from mgpu_core.look import Look
 
 __all__ = ["FusedUpdate"]
 
@@ -51,7 +60,10 @@ class FusedUpdate:
         self._settings: list[Any] = []
         self._shown: set[int] = set()  # parameters whose state the optimizer has
         self._others = 0  # states of parameters outside the buckets, which are frozen
-        self._versions: list[int] = []
+        self._look: Look | None = None  # at the optimizer, as the last update has left it
+        self._versions = Look()  # of what the optimizer shows
+        self._steps: list[torch.Tensor | None] = []  # what torch counts in, of each parameter whose state is shown
+        self._counts: list[torch.Tensor] = []  # of these, what an update counts up
         self._flats = flats
         self.device_count = len(flats)
         self.generation = 0
@@ -77,16 +89,25 @@ class FusedUpdate:
         for handle in self.handles.values():
             handle.remove()
 
-    def prepare(self, used: Sequence[bool]) -> None:
-        """Tables and state for one update of the parameters that were used; the others are left alone whole."""
+    def is_settled(self) -> bool:
+        """Whether there is nothing to :meth:`follow`: the optimizer is what the last update has left."""
+        return self._look is not None and not self._look.is_over() and not self._versions.is_over()
+
+    def follow(self) -> None:
+        """Takes over what has become of the optimizer, and makes room for the state that it is going to have."""
+        self._look = None
         if self._is_stale():
             self.adopt_state()
         self._read_groups()
+        self._allocate()
+
+    def prepare(self, used: Sequence[bool]) -> None:
+        """Marks the parameters that take part in one update; the others are left alone whole."""
         if used != self._used:
+            self._look = None
             self._used = list(used)
             for device in self._devices:
                 device.activate(self._used)
-        self._allocate()
 
     def launch(self) -> None:
         """The kernels: all that a device does for an update."""
@@ -96,7 +117,7 @@ class FusedUpdate:
     def launch_on(self, place: int) -> None:
         """Those of one device, for a recording."""
         self._run(place)
-        self._versions = self._versions_now()  # also where nothing is concluded: the recording may fail later
+        self._watch_versions()  # also where nothing is concluded: the recording may fail later
 
     def _run(self, place: int) -> None:
         decoupled = bool(self._optimizer.param_groups[0].get("decoupled_weight_decay"))
@@ -120,10 +141,16 @@ class FusedUpdate:
 
     def conclude(self) -> None:
         """What the optimizer shows, and what torch counts, after an update."""
-        self._show_state()
-        if steps := self._steps_of_used():
-            torch._foreach_add_(steps, 1)
-        self._versions = self._versions_now()
+        if self._look is None:
+            self._show_state()
+            self._counts = self._steps_of_used()
+        if self._counts:
+            torch._foreach_add_(self._counts, 1)
+        if self._look is not None:
+            self._versions.take_again()
+        else:
+            self._watch_versions()
+            self._look = optimizer_look(self._optimizer) if has_plain_settings(self._optimizer) else None
         self._optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask whether there was a step
 
     def _read_groups(self) -> None:
@@ -193,7 +220,10 @@ class FusedUpdate:
     def _is_stale(self) -> bool:
         """Whether the optimizer's state is no longer what this update has left: a step or an edit of the user's own."""
         state, shown = self._optimizer.state, self._shown
-        if len(state) != len(shown) + self._others or self._versions_now() != self._versions:
+        if len(state) != len(shown) + self._others or self._versions.is_over():
+            return True
+        steps = self._steps_now()
+        if len(steps) != len(self._steps) or not all(map(is_, steps, self._steps)):
             return True
         for i in shown:  # noqa: SIM110  # in each step: a loop costs half of what `any` does
             if not self._is_as_left(i, state[self._parameters[i]]):
@@ -206,13 +236,16 @@ class FusedUpdate:
                 return False
         return True
 
-    def _versions_now(self) -> list[int]:
-        """How often somebody has written to what the optimizer shows: the other devices would not know of it."""
-        versions = [flat._version for flats in self._devices[0].states.values() for flat in flats]
-        if not self._is_sgd:  # torch counts steps in tensors
-            found = (self._optimizer.state.get(self._parameters[i], {}).get("step") for i in self._shown)
-            versions += [-1 if step is None else step._version for step in found]
-        return versions
+    def _watch_versions(self) -> None:
+        """Where somebody writes to what the optimizer shows from now on, the other devices would not know of it."""
+        self._steps = self._steps_now()
+        shown = [flat for flats in self._devices[0].states.values() for flat in flats]
+        self._versions = Look((), [(each, "_version") for each in [*shown, *self._steps] if each is not None])
+
+    def _steps_now(self) -> list[torch.Tensor | None]:
+        """Torch counts steps in tensors, but for SGD."""
+        state = self._optimizer.state
+        return [] if self._is_sgd else [state.get(self._parameters[i], {}).get("step") for i in self._shown]
 
     def _steps_of_used(self) -> list[torch.Tensor]:
         """What torch counts an optimizer's steps in, of those that took part; the kernels count in their table."""
@@ -249,7 +282,7 @@ class FusedUpdate:
             device.set_steps(steps)
         self._others = len(self._optimizer.state) - len(self._shown)
         self._used = []  # a table of steps was written; that of who takes part is, too
-        self._versions = self._versions_now()
+        self._watch_versions()
 
 
 def _adopt(update: weakref.ref[FusedUpdate]) -> None:

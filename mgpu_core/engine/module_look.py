@@ -36,7 +36,7 @@ def module_look(modules: Sequence[Module], parameters: Sequence[Parameter]) -> L
     """
     containers = [getattr(module, name) for module in modules for name in _CONTAINERS]
     containers += [hooks for each in parameters for hooks in _parameter_hooks_of(each) if hooks is not None]
-    attributes = [(module, name) for module in modules for name in ("training", *_CONTAINERS)]
+    attributes: list[tuple[Any, str]] = [(module, name) for module in modules for name in ("training", *_CONTAINERS)]
     attributes += [(each, name) for each in parameters for name in ("requires_grad", "dtype", *_PARAMETER_HOOKS)]
     scripts = [each for each in containers if not isinstance(each, dict)]  # whose containers are views of C++'s
     values = [partial(_values_of, each) for each in scripts]

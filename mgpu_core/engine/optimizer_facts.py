@@ -12,13 +12,25 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from mgpu_core import kernels, optim
 from mgpu_core.device.dtypes import FLOATING, has_gradients
 from mgpu_core.engine.fused_device import NO_GROUP
+from mgpu_core.look import Look
 
-__all__ = ["OwnHook", "group_table", "groups_of", "is_sgd", "settings_of", "step_hooks", "why_not_fused"]
+__all__ = [
+    "OwnHook",
+    "group_table",
+    "groups_of",
+    "has_plain_settings",
+    "is_sgd",
+    "optimizer_look",
+    "settings_of",
+    "step_hooks",
+    "why_not_fused",
+]
 
 _SGD_NUMBERS = ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize")
 _ADAM_NUMBERS = ("lr", "eps", "weight_decay", "maximize")
 _ADAM_SETTINGS = (*_ADAM_NUMBERS, "betas")
 _NUMBERS = (float, int, bool)
+_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _SGD = (SGD, optim.SGD)
 
 
@@ -70,6 +82,28 @@ def settings_of(optimizer: Optimizer) -> list[tuple[Any, ...]]:
     """Per group its hyper-parameters as plain numbers; of SGD the second is the momentum."""
     names = _SGD_NUMBERS if is_sgd(optimizer) else _ADAM_SETTINGS
     return [_plain_all([group[name] for name in names]) for group in optimizer.param_groups]
+
+
+def has_plain_settings(optimizer: Optimizer) -> bool:
+    """Whether no hyper-parameter can change in place, as a tensor or a list does."""
+    return all(
+        type(each) in (*_NUMBERS, str, type(None))
+        for group in optimizer.param_groups
+        for name, value in group.items()
+        if name != "params"
+        for each in (value if type(value) is tuple else (value,))
+    )
+
+
+def optimizer_look(optimizer: Optimizer) -> Look:
+    """Over as soon as groups, hyper-parameters, entries of the state or hooks of the optimizer's steps are others."""
+    groups = optimizer.param_groups
+    hooks = [getattr(optimizer, name) for name in _HOOKS]
+    return Look(
+        [groups, *groups, *(group["params"] for group in groups), optimizer.state, *optimizer.state.values(), *hooks]
+        + [_global_optimizer_pre_hooks, _global_optimizer_post_hooks],
+        [(optimizer, name) for name in ("param_groups", "state", *_HOOKS)],
+    )
 
 
 def group_table(optimizer: Optimizer) -> torch.Tensor:

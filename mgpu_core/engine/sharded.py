@@ -73,10 +73,10 @@ class ShardedUpdate(FusedUpdate):
         for wholes in zip(*(flat.values for flat in self._flats), strict=True):
             collectives.all_gather_into([part_of(each, place, shards) for place, each in enumerate(wholes)], wholes)
 
-    def prepare(self, used: Sequence[bool]) -> None:
-        """Takes back what a look has left, and prepares an update."""
+    def follow(self) -> None:
+        """Takes back what was lent, and follows."""
         self.strip()
-        super().prepare(used)
+        super().follow()
 
     def close(self) -> None:
         """Leaves the optimizer with its whole state."""

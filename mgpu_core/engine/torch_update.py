@@ -45,6 +45,13 @@ class TorchUpdate:
         for handle in self.handles.values():
             handle.remove()
 
+    def is_settled(self) -> bool:
+        """A class may do what it likes, wherever it likes."""
+        return False
+
+    def follow(self) -> None:
+        """The optimizer itself is at work: all that it has become counts."""
+
     def prepare(self, used: Sequence[bool]) -> None:
         if not self._is_as_left():
             self._twins.clear()  # they know nothing of a step, or an edit, of the user's own

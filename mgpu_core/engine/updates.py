@@ -28,6 +28,10 @@ class _Update(Protocol):
     handles: dict[str, RemovableHandle]
     device_count: int  # of the devices that it updates: the first ones
 
+    def is_settled(self) -> bool: ...
+
+    def follow(self) -> None: ...
+
     def prepare(self, used: Sequence[bool]) -> None: ...
 
     def launch(self) -> None: ...
@@ -92,7 +96,11 @@ class Updates:
 
     def prepare(self, used: Sequence[bool]) -> None:
         """What the host does before an update of these parameters."""
-        self._update_now().prepare(used)
+        update = self._update
+        if update is None or not update.is_settled():
+            update = self._update_now()
+            update.follow()
+        update.prepare(used)
 
     def launch(self) -> None:
         """What the devices do for it."""

@@ -10,12 +10,12 @@ import torch
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from mgpu_core._core import Turn
 from mgpu_core.comm.buckets import DEFAULT_NBYTES
 from mgpu_core.device.compiled import outside_the_compiler
 from mgpu_core.device.devices import DeviceLike
 from mgpu_core.device.team import Team
 from mgpu_core.engine.between_devices import CommHook
-from mgpu_core.engine.commit import Holder
 from mgpu_core.engine.compare import first_difference
 from mgpu_core.engine.engine import Engine
 from mgpu_core.engine.graphs import StepGraphs
@@ -152,7 +152,7 @@ class TrainStep:
         )  # fmt: skip
         self._split_plan = SplitPlan(shares, team)
         check_place(net, team)
-        self._holder = Holder()
+        self._turn = Turn("this step is already running: one call at a time, not one inside another")
         self._closed = False
         processes = None if process_group is None else Processes(process_group, team.devices[0])
         self._engine = Engine(self._setup, self._split_plan, processes)
@@ -222,8 +222,10 @@ class TrainStep:
         """
         if torch.is_inference_mode_enabled():
             raise RuntimeError("a step inside torch.inference_mode() has no gradients to train with")
-        with self._used() as engine, span("train_step"), engine.whole():
-            loss, outputs = engine.train(inputs, kwargs, return_outputs)
+        with self._turn:
+            engine = self._ready()
+            with span("train_step"):
+                loss, outputs = engine.train(inputs, kwargs, return_outputs)
         return (loss, outputs) if return_outputs else loss
 
     def plan(self) -> list[RankPlan]:
@@ -235,8 +237,10 @@ class TrainStep:
 
         The module is used as it is: call ``net.eval()`` before.
         """
-        with self._used() as engine, span("evaluate"):
-            loss, outputs = engine.evaluate(inputs, kwargs, return_outputs)
+        with self._turn:
+            engine = self._ready()
+            with span("evaluate"):
+                loss, outputs = engine.evaluate(inputs, kwargs, return_outputs)
         return (loss, outputs) if return_outputs else loss
 
     def flush(self) -> bool:
@@ -245,10 +249,11 @@ class TrainStep:
         Their gradient is divided by their own number of rows, as if so many had been planned.  Says whether there
         were any.
         """
-        with self._used() as engine:
+        with self._turn:
+            engine = self._ready()
             if engine.parts.cycle.window.calls == 0:
                 return False
-            with span("train_step"), engine.whole():
+            with span("train_step"):
                 engine.conclude()
         return True
 
@@ -267,13 +272,14 @@ class TrainStep:
         """
         followed = 0
         self.flush()
-        with self._used() as engine, span("train_step"):
-            while engine.parts.together is not None:
-                before = self.steps
-                with engine.whole():
+        with self._turn:
+            engine = self._ready()
+            with span("train_step"):
+                while engine.parts.together is not None:
+                    before = self.steps
                     if not engine.conclude(Standing.JOINED):
                         break
-                followed += self.steps - before  # an overflow of the loss scale is no update
+                    followed += self.steps - before  # an overflow of the loss scale is no update
         return followed
 
     @contextmanager
@@ -305,8 +311,8 @@ class TrainStep:
 
         With a ``process_group`` all processes call it, and get the parameters and buffers of process 0.
         """
-        with self._used() as engine:
-            engine.parts.make_equal()
+        with self._turn:
+            self._ready().parts.make_equal()
 
     def check_replicas(self) -> None:
         """Compares the parameters of all ranks bit by bit; waits for the devices.
@@ -317,10 +323,11 @@ class TrainStep:
         Raises:
             Error: names the parameter and the rank, or the process, that differs.
         """
-        with self._used() as engine:
-            engine.parts.refresh()
-            found = first_difference(engine.parts.replicas)
-            together = engine.parts.together
+        with self._turn:
+            parts = self._ready().parts
+            parts.refresh()
+            found = first_difference(parts.replicas)
+            together = parts.together
             among_processes = None if together is None else together.first_difference()
         advice = "step.sync_parameters() makes them equal"
         if found is not None:
@@ -338,7 +345,8 @@ class TrainStep:
 
     def state_dict(self) -> dict[str, Any]:
         """Module, optimizer and random numbers, as compact copies; loads into a step of another number of ranks."""
-        with self._used():
+        with self._turn:
+            self._ready()
             counts: dict[str, Any] = {"steps": self.steps, "loss_scale": self.loss_scale.state_dict()}
             counts["shares"] = self._split_plan.measured()
             return state_of(self.module, self.optimizer) | counts
@@ -351,29 +359,28 @@ class TrainStep:
         Raises:
             ValueError: a state that does not fit, before anything is changed; other processes loaded another one.
         """
-        with self._used() as engine:
-            engine.load(state)
+        with self._turn:
+            self._ready().load(state)
 
     def rebuild(self) -> None:
         """Makes the replicas anew from ``net`` as it is: after its parameters, modules or attributes were changed."""
-        with self._holder.held():
+        with self._turn:
             self._refuse_closed()
             self._engine.rebuild()
 
     def close(self) -> None:
         """Gives ``net`` and the optimizer memory of their own again, and ends the threads; the step is over."""
-        with self._holder.held():
+        with self._turn:
             if not self._closed:
                 self._closed = True
                 self._engine.parts.leave()
                 self.team.close()
 
-    @contextmanager
-    def _used(self) -> Iterator[Engine]:
-        with self._holder.held():
-            self._refuse_closed()
-            self._engine.check_whole()
-            yield self._engine
+    def _ready(self) -> Engine:
+        """What works, in a turn of this step's."""
+        self._refuse_closed()
+        self._engine.check_whole()
+        return self._engine
 
     def _refuse_closed(self) -> None:
         if self._closed:

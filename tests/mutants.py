@@ -631,7 +631,7 @@ MUTANTS = [
     mutant(
         "step: Adam's count of steps stays behind",
         "mgpu_core/engine/fused.py",
-        "torch._foreach_add_(steps, 1)",
+        "torch._foreach_add_(self._counts, 1)",
         "pass",
         "engine/test_train_step.py",
     ),
@@ -673,8 +673,8 @@ MUTANTS = [
     mutant(
         "step: momentum of a step by hand stays on one device",
         "mgpu_core/engine/fused.py",
-        "versions = [flat._version for flats in self._devices[0].states.values() for flat in flats]",
-        "versions = []",
+        "shown = [flat for flats in self._devices[0].states.values() for flat in flats]",
+        "shown = []",
         "accelerator/test_train_step.py",
     ),
     mutant(
@@ -722,7 +722,7 @@ MUTANTS = [
     mutant(
         "step: Ctrl-C may cut an update in two",
         "mgpu_core/engine/commit.py",
-        "_signal.signal(_signal.SIGINT, lambda number, frame: came.append((number, frame)))",
+        "_signal.signal(_signal.SIGINT, self._keep)",
         "pass",
         "engine/test_failures.py",
     ),

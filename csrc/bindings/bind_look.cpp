@@ -12,6 +12,8 @@ enum class Walk { on, end, error };
 template <class See>
 Walk walk_container(PyObject* container, See&& see) {
   const py::scoped_critical_section held{py::handle(container)};
+  // Itself first: or what goes from the end of one to the beginning of the next would not be seen.
+  if (const Walk walk = see(container); walk != Walk::on) return walk;
   if (PyList_Check(container)) {
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(container); ++i)
       if (const Walk walk = see(PyList_GET_ITEM(container, i)); walk != Walk::on) return walk;
@@ -55,7 +57,7 @@ Walk walk_all(PyObject* containers, PyObject* attributes, PyObject* calls, See&&
 bool is_same(PyObject* now, PyObject* then) {
   if (now == then) return true;
   if (Py_TYPE(now) != Py_TYPE(then)) return false;
-  if (!PyLong_CheckExact(now) && !PyFloat_CheckExact(now) && !PyTuple_CheckExact(now)) return false;
+  if (!PyLong_CheckExact(now) && !PyFloat_CheckExact(now) && !PyTuple_Check(now)) return false;
   const int equal = PyObject_RichCompareBool(now, then, Py_EQ);
   if (equal < 0) PyErr_Clear();  // a tuple of what cannot be compared
   return equal == 1;

@@ -35,6 +35,7 @@ void bind_nccl(py::module_& m);
 void bind_transcript(py::module_& m);
 void bind_nothing(py::module_& m);
 void bind_look(py::module_& m);
+void bind_turn(py::module_& m);
 
 // Runs `work` without the GIL.  It must touch no Python object.
 template <class Work>

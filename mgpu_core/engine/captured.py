@@ -31,6 +31,7 @@ from mgpu_core.engine.replicas import Replicas
 from mgpu_core.engine.scaling import LossScale
 from mgpu_core.engine.shares import SplitPlan
 from mgpu_core.engine.updates import Updates
+from mgpu_core.look import Look
 
 __all__ = ["CapturedSteps"]
 
@@ -64,6 +65,7 @@ class CapturedSteps:
         self.graphs = StepGraphs()
         self.recorder: Recorder = CudaRecorder()
         self._places: Hashable = None  # of buffers
+        self._looks: list[Look] = []  # at these
         self._moves = 0  # steps in a row that found one elsewhere
 
     def run(self, inputs: tuple[Any, ...], kwargs: dict[str, Any], clip_norm: float | None) -> torch.Tensor | None:
@@ -81,7 +83,11 @@ class CapturedSteps:
 
     def _buffers_wander(self) -> bool:
         """Whether some buffer has been in another place before each of the last steps."""
+        if self._looks and not any(look.is_over() for look in self._looks):
+            self._moves = 0
+            return False
         before, self._places = self._places, _places_of(self.passes.buffers)
+        self._looks = self.passes.buffer_looks()
         self._moves = self._moves + 1 if self._places != before else 0
         return self._moves > WARM_UP
 

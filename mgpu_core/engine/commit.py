@@ -5,14 +5,13 @@ from __future__ import annotations
 # What `signal` wraps: its enumerations take nine tenths of the time, in every step.
 import _signal  # type: ignore[import-not-found]  # mypy has no stub of it
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.nn import Module
 
-__all__ = ["BufferSnapshot", "Gate", "Holder", "uninterrupted"]
+__all__ = ["BufferSnapshot", "Gate", "uninterrupted"]
 
 
 class Gate:
@@ -46,32 +45,6 @@ class Gate:
         with self._lock:
             self._left = self._left or threading.Condition(self._lock)
             return self._left.wait_for(lambda: not self._inside, seconds)
-
-
-class Holder:
-    """Who is inside a call of a step: one at a time, nobody waits.
-
-    Not a lock: Ctrl-C between taking it and the ``try`` behind it would leave it taken for good.
-    """
-
-    def __init__(self) -> None:
-        self._by: dict[str, object] = {}
-
-    @contextmanager
-    def held(self) -> Iterator[None]:
-        """Around a call.
-
-        Raises:
-            RuntimeError: another is inside.
-        """
-        me = object()
-        try:
-            if self._by.setdefault("by", me) is not me:
-                raise RuntimeError("this step is already running: one call at a time, not one inside another")
-            yield
-        finally:
-            if self._by.get("by") is me:
-                del self._by["by"]
 
 
 class BufferSnapshot:
@@ -120,21 +93,31 @@ def _is_like(buffer: torch.Tensor, before: torch.Tensor, values: torch.Tensor) -
     return buffer is before and buffer.shape == values.shape and buffer.dtype == values.dtype
 
 
-@contextmanager
-def uninterrupted() -> Iterator[Callable[[], bool]]:
+class uninterrupted:  # noqa: N801  # as contextlib's own
     """Ctrl-C waits until the end: the handler of SIGINT runs then.  Outside the main thread signals do not come.
 
-    Yields what says whether it came, for those who wait inside.
+    Gives what says whether it came, to those who wait inside.
     """
-    came: list[tuple[int, Any]] = []
-    before = _signal.getsignal(_signal.SIGINT) if threading.current_thread() is threading.main_thread() else None
-    if not callable(before):
-        yield lambda: False
-        return
-    _signal.signal(_signal.SIGINT, lambda number, frame: came.append((number, frame)))
-    try:
-        yield lambda: bool(came)
-    finally:
-        _signal.signal(_signal.SIGINT, before)
-        if came:
-            before(*came[0])
+
+    __slots__ = ("_before", "_came")
+
+    def __enter__(self) -> Callable[[], bool]:
+        self._came: list[tuple[int, Any]] = []
+        self._before = _signal.getsignal(_signal.SIGINT)
+        if not callable(self._before) or threading.current_thread() is not threading.main_thread():
+            self._before = None
+        else:
+            _signal.signal(_signal.SIGINT, self._keep)
+        return self._has_come
+
+    def __exit__(self, *_: object) -> None:
+        if self._before is not None:
+            _signal.signal(_signal.SIGINT, self._before)
+            if self._came:
+                self._before(*self._came[0])
+
+    def _keep(self, number: int, frame: Any) -> None:
+        self._came.append((number, frame))
+
+    def _has_come(self) -> bool:
+        return bool(self._came)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 
@@ -26,6 +26,7 @@ from mgpu_core.processes.group import Processes
 
 __all__ = ["Engine"]
 
+_T = TypeVar("_T")
 _COLLECTS = "gradients are accumulated over several calls"
 
 
@@ -60,19 +61,24 @@ class Engine:
         if self._broken is not None:
             raise Error(f"{self._broken}: call step.rebuild(), or make a new one")
 
-    @contextmanager
-    def whole(self) -> Iterator[None]:
-        """Around an update or a call on the way to it: all of it happens, or nothing, in all processes."""
+    def train(self, inputs: tuple[Any, ...], kwargs: dict[str, Any], keep_outputs: bool) -> tuple[torch.Tensor, Any]:
+        """The loss of a batch, and the outputs where they are kept; all of it happens, or nothing, in all processes."""
+        return self._whole(partial(self._train, inputs, kwargs, keep_outputs))
+
+    def conclude(self, standing: Standing = Standing.TRAINS) -> bool:
+        """An update without another call; says whether any process had data for one."""
+        return self._whole(partial(self._conclude, standing))
+
+    def _whole(self, work: Callable[[], _T]) -> _T:
         try:
             if self.parts.together is not None:
                 self.parts.together.open(self.parts.sync)
-            yield
+            return work()
         except BaseException as error:
             self._give_up(error)
             raise
 
-    def train(self, inputs: tuple[Any, ...], kwargs: dict[str, Any], keep_outputs: bool) -> tuple[torch.Tensor, Any]:
-        """A call inside :meth:`whole`: the loss of the batch, and the outputs where they are kept."""
+    def _train(self, inputs: tuple[Any, ...], kwargs: dict[str, Any], keep_outputs: bool) -> tuple[torch.Tensor, Any]:
         parts = self.parts
         parts.bring_up_to_date()
         parts.follow_the_optimizer()
@@ -155,8 +161,7 @@ class Engine:
                 raise
             return Window(self._setup.reduction, 1).add(rows, losses, self._setup.team.devices[0]), outputs
 
-    def conclude(self, standing: Standing = Standing.TRAINS) -> bool:
-        """An update without another call, inside :meth:`whole`; says whether any process had data for one."""
+    def _conclude(self, standing: Standing) -> bool:
         self.parts.refresh()
         self.parts.follow_the_optimizer()
         self._enter()

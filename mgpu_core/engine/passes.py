@@ -14,6 +14,7 @@ from mgpu_core.engine.losses import RankLoss
 from mgpu_core.engine.rank_losses import RankLosses
 from mgpu_core.engine.ranks import Pass, RankPart, has_graph, run_pass
 from mgpu_core.engine.replicas import Replicas
+from mgpu_core.look import Look
 from mgpu_core.module_tree import draws_random_numbers
 from mgpu_core.nothing import NOTHING
 from mgpu_core.parallel import gather
@@ -67,6 +68,10 @@ class Passes:
     def buffers(self) -> list[torch.Tensor | None]:
         """Of the module and the loss function, of all ranks."""
         return [buffer for replicas in self._modules for buffer in replicas.buffers.tensors]
+
+    def buffer_looks(self) -> list[Look]:
+        """At all of these."""
+        return [replicas.buffers.look() for replicas in self._modules]
 
     @property
     def flags(self) -> tuple[object, ...]:

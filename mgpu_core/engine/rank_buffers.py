@@ -8,6 +8,9 @@ from contextlib import contextmanager
 import torch
 from torch.nn import Module
 
+from mgpu_core.device.tensor_checks import memory_questions
+from mgpu_core.look import Look
+
 __all__ = ["RankBuffers"]
 
 _Found = tuple[Module, str, torch.Tensor | None]
@@ -49,6 +52,13 @@ class RankBuffers:
     def tensors(self) -> list[torch.Tensor | None]:
         """Of all ranks."""
         return [buffer for places in self._places for _, _, buffer in _found_in(places)]
+
+    def look(self) -> Look:
+        """Over as soon as one of a rank's is another tensor, or lies elsewhere."""
+        of_modules = [module._buffers for places in self._places for module in places]
+        tensors = [each for each in self.tensors if each is not None and each.layout is torch.strided]
+        facts = [(each, name) for each in tensors for name in ("dtype", "shape")]
+        return Look(of_modules, facts, memory_questions(tensors))
 
     @contextmanager
     def kept(self) -> Iterator[None]:

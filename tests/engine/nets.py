@@ -78,6 +78,18 @@ class Pair:
                 return False
         return True
 
+    def same_state(self):
+        """Whether the optimizers show the same state, of the same parameters."""
+        shown, wanted = ([{} for _ in self.net.parameters()] for _ in range(2))
+        for found, optimizer, net in ((shown, self.optimizer, self.net), (wanted, self.reference, self.alone)):
+            for values, parameter in zip(found, net.parameters(), strict=True):
+                state = optimizer.state.get(parameter, {})
+                values.update({kind: each for kind, each in state.items() if each is not None})
+        return all(
+            mine.keys() == theirs.keys() and all(torch.allclose(mine[kind], theirs[kind]) for kind in mine)
+            for mine, theirs in zip(shown, wanted, strict=True)
+        )
+
 
 def batches(steps, rows, columns=4, classes=2, seed=0, dtype=torch.float64):
     """(inputs, targets) of so many rows; a list of row counts is cycled through."""

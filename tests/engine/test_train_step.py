@@ -11,7 +11,7 @@ import torch
 from engine.nets import RANKS, Branches, Linear, Pair, batches, here, mse
 from fakes.nets import Spy, chunks, cpu
 from torch import nn
-from torch.optim import SGD, AdamW
+from torch.optim import SGD, Adam, AdamW
 from torch.utils.checkpoint import checkpoint
 
 from mgpu_core import Replicate, TrainStep, _core
@@ -608,6 +608,20 @@ def test_state_of_steps_before_is_taken_over():
         mse(alone(x, 2), y).backward()
         reference.step()
     assert all(torch.allclose(a, b, atol=1e-12) for a, b in zip(net.parameters(), alone.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("change", [lambda opt: opt.state.clear(), lambda opt: opt.state.popitem()])
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("make", [lambda p: SGD(p, lr=0.1, momentum=0.9), lambda p: Adam(p, lr=0.1)])
+def test_state_that_the_user_takes_away_begins_anew(make, ranks, change):
+    pair = Pair(Branches().double(), make, ranks)
+    for i, (x, y) in enumerate(batches(9, 8)):
+        if i in (4, 5):
+            change(pair.optimizer)
+            change(pair.reference)
+        pair.both(x, 2, y)
+    assert pair.same_state()
+    assert pair.far() < 1e-9
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -126,8 +126,12 @@ class CapturedSteps:
     def compute(self, parts: Sequence[RankPart | None], *, overlap: bool) -> list[RankLoss]:
         """Forward, loss and backward of the ranks that have parts, each in the worker that it always has."""
         self.sync.begin(len(parts), overlap=overlap, streams=caller_streams(self.replicas.team.devices))
+        before = self.replicas.retaken
         with torch.enable_grad():
-            return self.passes.run(parts, (), backward=True, keep_outputs=False)[0]
+            losses, _ = self.passes.run(parts, (), backward=True, keep_outputs=False)
+        if self.replicas.retaken != before:
+            raise RuntimeError("the forward gives a parameter other memory")
+        return losses
 
 
 class _OneGraph:

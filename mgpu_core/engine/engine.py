@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
@@ -158,6 +159,8 @@ class Engine:
             except BaseException:
                 if self._ranks_have_ended():
                     self._broken = None
+                    with suppress(RuntimeError):
+                        self.parts.replicas.retake()
                 raise
             return Window(self._setup.reduction, 1).add(rows, losses, self._setup.team.devices[0]), outputs
 
@@ -185,6 +188,8 @@ class Engine:
         parts.sync.cancel()
         if not self._ranks_have_ended():
             return
+        with suppress(RuntimeError):  # which the next call says, too
+            parts.replicas.retake()
         broken = None
         if parts.together is not None:
             self._broken = "the other processes may not know that a step was given up"

@@ -1,7 +1,8 @@
 """The flat buckets of one device: the values of the parameters and the sums of their gradients.
 
-A parameter's ``data`` becomes a view of its bucket, with strides of its own (channels_last stays channels_last).  All
-ranks of the device share the values; each has its own gradients, whose sum over the ranks lies here.
+A parameter's ``data`` becomes a part of its bucket, with strides of its own (channels_last stays channels_last), and a
+storage of its own: savers that know tensors by their storage would take all parameters of a bucket for one.  All ranks
+of the device share the values; each has its own gradients, whose sum over the ranks lies here.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class FlatTensors:
         self.values = _flat(buckets, parameters, device, 0)
         self.messages = _flat(buckets, parameters, device, tail)
         self.gradients = [message[: each.count] for message, each in zip(self.messages, buckets, strict=True)]
-        self.value_views = self.views_of(self.values)
+        self.value_views = {i: _with_own_storage(view) for i, view in self.views_of(self.values).items()}
         self.gradient_views = self.views_of(self.gradients)
 
     def views_of(self, flats: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
@@ -78,6 +79,13 @@ def shaped(flat: torch.Tensor, begin: int, like: torch.Tensor) -> torch.Tensor:
     if is_dense(like):
         return flat.as_strided(like.shape, like.stride(), begin)
     return flat[begin : begin + like.numel()].view(like.shape)
+
+
+def _with_own_storage(view: torch.Tensor) -> torch.Tensor:
+    """The same memory, by a storage that is no larger, and keeps the whole alive."""
+    begin = view.storage_offset() * view.itemsize
+    storage = view.untyped_storage()[begin : begin + view.nbytes]
+    return torch.empty(0, dtype=view.dtype, device=view.device).set_(storage, 0, view.shape, view.stride())
 
 
 def part_of(flat: torch.Tensor, place: int, shards: int) -> torch.Tensor:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
 from operator import attrgetter
+from types import MethodType
 from typing import Any
 
 from torch.nn import Module, Parameter
@@ -13,7 +14,7 @@ from torch.nn import Module, Parameter
 from mgpu_core.device.tensor_checks import memory_questions
 from mgpu_core.look import Look
 
-__all__ = ["HOOKS", "module_hooks", "module_look"]
+__all__ = ["HOOKS", "hook_kinds", "module_hooks", "module_look"]
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _CONTAINERS = ("_parameters", "_modules", *HOOKS)
@@ -25,6 +26,18 @@ _module_hooks_of: Callable[[Module], tuple[Any, ...]] = attrgetter(*HOOKS)
 def module_hooks(modules: Sequence[Module]) -> list[int]:
     """The hooks around the forwards and backwards of modules, each by its number, which no other one gets."""
     return list(chain.from_iterable(chain.from_iterable(map(_module_hooks_of, modules))))
+
+
+def hook_kinds(module: Module) -> list[list[Any]]:
+    """What the hooks around a module's forward and backward do: the same of two modules that one code has hooked."""
+    return [[_kind(hook) for hook in hooks.values()] for hooks in _module_hooks_of(module)]
+
+
+def _kind(hook: Any) -> Any:
+    """The code of a function, however often it was made; of something else that can be called, its class."""
+    while isinstance(hook, partial | MethodType):
+        hook = hook.func if isinstance(hook, partial) else hook.__func__
+    return getattr(hook, "__code__", type(hook))
 
 
 def module_look(modules: Sequence[Module], parameters: Sequence[Parameter]) -> Look:

@@ -8,7 +8,7 @@ from operator import is_
 from torch.nn import Module, Parameter
 
 from mgpu_core.device.tensor_checks import memory_of
-from mgpu_core.engine.module_look import module_hooks, module_look
+from mgpu_core.engine.module_look import hook_kinds, module_hooks, module_look
 from mgpu_core.engine.twins import other_hooks
 from mgpu_core.look import Look
 from mgpu_core.module_tree import modules_of
@@ -25,14 +25,16 @@ class NetWatch:
         net: the user's module.
         places: all modules in it, in one order.
         names: of its parameters.
-        has_copies: whether other ranks have copies, which lack hooks that come later.
+        copies: the same of each other rank, whose modules lack hooks that the user puts on these later.
 
     Attributes:
         parameters: of the module, as they were found.
     """
 
-    def __init__(self, net: Module, places: Sequence[Module], names: Sequence[str], *, has_copies: bool) -> None:
-        self._net, self._places, self._names, self._has_copies = net, places, names, has_copies
+    def __init__(
+        self, net: Module, places: Sequence[Module], names: Sequence[str], copies: Sequence[Sequence[Module]]
+    ) -> None:
+        self._net, self._places, self._names, self._copies = net, places, names, copies
         self.remember()
         self.remember_hooks()
         self._module_hooks = self._module_hooks_now()
@@ -79,19 +81,22 @@ class NetWatch:
         if hooks != self._hooks:
             name = f"parameter {self._names[first_difference(hooks, self._hooks)]}"
             raise RuntimeError(f"{name} has got or lost a hook, which the other ranks lack: {ADVICE}")
-        module_hooks_now = self._module_hooks_now()
-        if module_hooks_now != self._module_hooks:
-            module = self._places[first_difference(module_hooks_now, self._module_hooks)]
-            name = next((name for name, each in self._net.named_modules() if each is module), "")
-            name = f"module {name or type(module).__name__}"
-            raise RuntimeError(f"{name} has got or lost a hook, which the other ranks lack: {ADVICE}")
+        found = self._module_hooks_now()
+        for at, (now, then) in enumerate(zip(found, self._module_hooks, strict=True)):
+            if now != then and any(hook_kinds(row[at]) != hook_kinds(self._places[at]) for row in self._copies):
+                name = self._name_of(self._places[at])
+                raise RuntimeError(f"module {name} has got or lost a hook, which the other ranks lack: {ADVICE}")
+        self._module_hooks = found  # what forwards put on their own modules, all ranks have
+
+    def _name_of(self, module: Module) -> str:
+        return next((name for name, each in self._net.named_modules() if each is module), "") or type(module).__name__
 
     def _hooks_now(self) -> list[tuple[int, int]]:
         return [(len(each._backward_hooks or ()), other_hooks(each)) for each in self.parameters]
 
     def _module_hooks_now(self) -> list[list[int]]:
         """Of those that other ranks have copies of."""
-        return [module_hooks([each]) for each in self._places] if self._has_copies else []
+        return [module_hooks([each]) for each in self._places] if self._copies else []
 
 
 def first_difference(now: Sequence[object], then: Sequence[object]) -> int:

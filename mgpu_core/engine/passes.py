@@ -131,6 +131,7 @@ class Passes:
         writes = self._replicas.writes()
         results = run_pass(job, team, parts)
         self._replicas.check_unwritten(writes)
+        self._replicas.retake()
         outputs = gather([output for _, output in results], team.devices[0], self._dim) if keep_outputs else None
         return [loss for loss, _ in results], outputs
 

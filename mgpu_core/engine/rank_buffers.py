@@ -29,23 +29,16 @@ class RankBuffers:
         self._own, self._places, self._devices = own, places, devices
 
     def mirror(self) -> None:
-        """Gives all ranks the user's buffers, as a forward over replicas would.
-
-        Raises:
-            RuntimeError: one was added or removed.
-        """
+        """Gives all ranks the user's buffers, as a forward over replicas would; those that come and go, too."""
         own = list(_found_in(self._own))
-        if not own:
-            return
         names = [name for _, name, _ in own]
         for places, device in zip(self._places, self._devices, strict=True):
             if places is not self._own:
                 theirs = list(_found_in(places))
                 if [name for _, name, _ in theirs] != names:
-                    raise RuntimeError(
-                        f"buffers of {type(self._own[0]).__name__} were added or removed: call step.rebuild() after "
-                        "such a change"
-                    )
+                    for module, twin in zip(self._own, places, strict=True):
+                        _name_alike(module, twin)
+                    theirs = list(_found_in(places))
                 _copy(own, theirs, device)
 
     @property
@@ -84,6 +77,17 @@ def _found_in(modules: Sequence[Module]) -> Iterator[_Found]:
     for module in modules:
         for name, buffer in module._buffers.items():
             yield module, name, buffer
+
+
+def _name_alike(module: Module, twin: Module) -> None:
+    """Makes the twin's buffers have the module's names; those that are new have no tensor yet."""
+    if list(module._buffers) != list(twin._buffers):
+        found = {name: twin._buffers.get(name) for name in module._buffers}
+        twin._buffers.clear()
+        twin._buffers.update(found)
+        twin._non_persistent_buffers_set = set(module._non_persistent_buffers_set)
+        for name in found:
+            vars(twin).pop(name, None)  # an attribute that it was before
 
 
 def _copy(sources: Sequence[_Found], targets: Sequence[_Found], device: torch.device) -> None:

@@ -17,11 +17,13 @@ from mgpu_core.comm import collectives
 from mgpu_core.containers import plain_attributes
 from mgpu_core.device.compiled import compiled_calls
 from mgpu_core.device.team import Team
+from mgpu_core.device.tensor_checks import memory_of, memory_questions
 from mgpu_core.engine.commit import BufferSnapshot
 from mgpu_core.engine.flat import FlatTensors, compact
 from mgpu_core.engine.net_watch import ADVICE, NetWatch, first_difference
 from mgpu_core.engine.rank_buffers import RankBuffers
 from mgpu_core.engine.twins import Twin, refuse_hooks
+from mgpu_core.look import Look
 from mgpu_core.module_tree import ModuleTree, check_initialised
 
 __all__ = ["Replicas"]
@@ -60,6 +62,9 @@ class Replicas:
         self.changes = 0  # how often modes or frozen parameters were others
         self.moves = 0  # how often parameters were found in other memory, where that does no harm
         self._adopted: frozenset[int] = frozenset()  # parameters whose memory is the step's
+        self._flats: dict[int, FlatTensors] = {}  # of each device, that memory
+        self._memory: Look | None = None  # at the memory of all ranks' parameters
+        self.retaken = 0  # how often forwards had put parameters elsewhere
         self.is_mixed = len({device.type for device in self.devices}) > 1
         self.ranks_of = [[rank for rank in team.ranks if team.devices[rank] == device] for device in self.devices]
         self._sharing = [rank for ranks in self.ranks_of if len(ranks) > 1 for rank in ranks]
@@ -76,7 +81,8 @@ class Replicas:
             else:
                 self._add_twin(rank, tree)
         self.buffers = RankBuffers(self._own_places, self._places, team.devices)
-        self.watch = NetWatch(net, self._own_places, self.names, has_copies=len(team) > 1)
+        copies = [places for places in self._places if places is not self._own_places]
+        self.watch = NetWatch(net, self._own_places, self.names, copies)
         self._modes: list[bool] = []
         self._frozen: list[bool] = []
         self._mirror_flags()
@@ -132,7 +138,8 @@ class Replicas:
             if i in self._adopted or not is_alike:
                 raise RuntimeError(
                     f"parameter {self.names[i]} was moved: it is {p.dtype} on {p.device} in other memory than this "
-                    f"step gave it (.to, .half, assign=True, .data = and another step's update do that): {ADVICE}"
+                    f"step gave it (.to, .half, assign=True, .data =, share_memory_() and another step's update do "
+                    f"that): {ADVICE}"
                 )
         for rank in self.ranks_of[0]:
             for i in moved:
@@ -217,12 +224,43 @@ class Replicas:
         if 0 in ranks:
             values.show_to(self.own, places)
         self._adopted |= frozenset(places)
+        self._flats[device] = values
+        self._memory = None
+
+    def retake(self) -> None:
+        """After forwards: gives parameters that one has put elsewhere (``.data =``) the step's memory again.
+
+        What rank 0 has put there, is everybody's, as in the drop-in.
+
+        Raises:
+            RuntimeError: a forward has changed what kind of tensor a parameter is.
+        """
+        if self._memory is not None and not self._memory.is_over():
+            return
+        moved = [i for i in sorted(self._adopted) if self._is_elsewhere(i)]
+        for i in moved:
+            if self.parameters[0][i].shape != self._flats[0].value_views[i].shape:
+                raise RuntimeError(f"the forward gives parameter {self.names[i]} another shape: {ADVICE}")
+        for place, values in self._flats.items():
+            self.show_memory(place, values, moved)
+        if moved:
+            self.send_values(moved)
+            self.retaken += 1
+        self._memory = Look((), (), memory_questions(each for row in self.parameters for each in row))
+
+    def _is_elsewhere(self, i: int) -> bool:
+        return any(
+            memory_of([self.parameters[rank][i]]) != memory_of([values.value_views[i]])
+            for place, values in self._flats.items()
+            for rank in self.ranks_of[place]
+        )
 
     def release(self) -> None:
         """Gives the user's module storage of its own again, of what is the step's."""
         for i in self._adopted:
             self.own[i].data = compact(self.own[i])
         self._adopted = frozenset()
+        self._flats.clear()
 
 
 def _copy_plain(source: Module, target: Module) -> None:

@@ -305,6 +305,27 @@ def test_different_numbers_of_rows_name_both():
         scatter([torch.ones(2, 3), torch.ones(2, 4)], cpu(2), dim=1)
 
 
+@pytest.mark.parametrize("shape", [(3,), (3, 1)])
+@pytest.mark.parametrize("rows", [7, 2])
+def test_a_keyword_with_one_number_per_rank_is_dealt_out(rows, shape):
+    """As transformers' Trainer passes what each replica divides by: torch's chunks, where nothing is dropped."""
+    numbers = torch.arange(3.0).reshape(shape)
+    x = torch.arange(float(rows))
+    kwargs = {"numbers": numbers, "x": x, "nested": {"mask": x}}
+    inputs, parts = scatter_kwargs((), kwargs, cpu(3))
+    assert len(inputs) == len(parts) == min(rows, 3)
+    assert torch.equal(torch.cat([part["x"] for part in parts]), x)
+    assert torch.equal(torch.cat([part["nested"]["mask"] for part in parts]), x)
+    for rank, part in enumerate(parts):
+        assert torch.equal(part["numbers"], numbers[rank : rank + 1])
+    with pytest.raises(ValueError, match="differ"):  # by position, or to a step, they are rows of a batch
+        scatter_kwargs((numbers, x), {}, cpu(3))
+    with pytest.raises(ValueError, match="differ"):
+        scatter_kwargs((x,), {"numbers": torch.ones(4)}, cpu(3))
+    with pytest.raises(ValueError, match="differ"):
+        scatter_kwargs((x,), {"rows": torch.ones(3, 2)}, cpu(3))
+
+
 def test_zero_rows_beside_some_are_different_numbers():
     with pytest.raises(ValueError, match="differ"):
         scatter([torch.ones(0), torch.ones(3)], cpu(2))

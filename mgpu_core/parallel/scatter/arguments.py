@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -19,20 +19,38 @@ __all__ = ["Arguments", "cut"]
 
 
 def cut(
-    objects: dict[str, Any], team: Team, dim: int, shares: Sequence[float] | None, *, as_views: bool = False
+    objects: dict[str, Any],
+    team: Team,
+    dim: int,
+    shares: Sequence[float] | None,
+    *,
+    as_views: bool = False,
+    dealt: str | None = None,
 ) -> tuple[list[list[Any]], list[int] | None]:
-    """Per rank its part of each object, and its rows where something was cut."""
+    """Per rank its part of each object, and its rows where something was cut.
+
+    Args:
+        as_views: chunks on the only device of all ranks need not be memory of their own.
+        dealt: the object whose tensors with one number per rank are dealt out, also where the rows are others: so
+            transformers' Trainer tells each replica by what to divide, and torch never saw a row there.
+    """
     check_shares(shares, len(team))
     if len(team) == 1:
         tell_whole(objects, team.devices[0], dim)
         return [[whole_of(obj, team.devices[0]) for obj in objects.values()]], None
     arguments = Arguments(objects)
-    rows = arguments.rows(dim)
+    alone = arguments.numbers_per_rank(dealt, len(team), dim)
+    rows = arguments.rows(dim, alone)
     counts = None if rows is None else row_counts(rows, len(team), shares)
     if counts is not None:
         team = team.first(len(counts))
     one_device = team.devices[0] if as_views and len(set(team.devices)) == 1 else None
-    columns = [arguments.spread(place, team, counts, dim, one_device) for place in range(len(arguments.leaves))]
+    columns = []
+    for place in range(len(arguments.leaves)):
+        if place in alone:
+            arguments.leaves[place] = arguments.leaves[place].narrow(dim, 0, len(team))
+        each = [1] * len(team) if place in alone else counts
+        columns.append(arguments.spread(place, team, each, dim, one_device))
     return [arguments.rebuild([column[rank] for column in columns]) for rank in team.ranks], counts
 
 
@@ -54,11 +72,25 @@ class Arguments:
         paths = [path for name, tree in zip(self.names, self.trees, strict=True) for path in tree.paths(name)]
         return paths[place]
 
-    def rows(self, dim: int) -> int | None:
-        """Rows along ``dim``: of the first tensor that has them, checked against all others; None without one."""
+    def numbers_per_rank(self, name: str | None, ranks: int, dim: int) -> set[int]:
+        """The leaves of one object that have a number for each rank, where other tensors have more or fewer rows."""
+        sized = {place: leaf for place, leaf in enumerate(self.leaves) if _has_rows(leaf, dim)}
+        if name is None or all(leaf.size(dim) == ranks for leaf in sized.values()):
+            return set()
+        at = self.names.index(name)
+        begin, count = (sum(len(tree.paths("")) for tree in trees) for trees in (self.trees[:at], [self.trees[at]]))
+        mine = range(begin, begin + count)
+        return {place for place, leaf in sized.items() if place in mine and leaf.numel() == leaf.size(dim) == ranks}
+
+    def rows(self, dim: int, but: Collection[int] = ()) -> int | None:
+        """Rows along ``dim``: of the first tensor that has them, checked against all others; None without one.
+
+        Args:
+            but: leaves that are not looked at.
+        """
         first: int | None = None
         for place, leaf in enumerate(self.leaves):
-            if not isinstance(leaf, torch.Tensor) or leaf.dim() == 0:
+            if place in but or not isinstance(leaf, torch.Tensor) or leaf.dim() == 0:
                 continue
             if not -leaf.dim() <= dim < leaf.dim():
                 raise IndexError(
@@ -94,6 +126,10 @@ class Arguments:
             f"the inputs differ in their number of rows along dimension {dim}: {', '.join(described)}. "
             "What every rank should get whole goes into mgpu_core.Replicate(...)"
         )
+
+
+def _has_rows(leaf: Any, dim: int) -> bool:
+    return isinstance(leaf, torch.Tensor) and -leaf.dim() <= dim < leaf.dim()
 
 
 def _spread(leaf: Any, team: Team, counts: list[int] | None, dim: int) -> Sequence[Any]:

@@ -65,5 +65,6 @@ def scatter_kwargs(
                 tell_whole({"inputs": inputs, "kwargs": kwargs or {}}, device, dim)
             whole = {name: whole_of(value, device) for name, value in kwargs.items()} if kwargs else {}
             return (tuple([whole_of(value, device) for value in inputs]),), (whole,)
-        pairs, _ = cut({"inputs": tuple(inputs), "kwargs": dict(kwargs or {})}, team, dim, shares)
+        objects = {"inputs": tuple(inputs), "kwargs": dict(kwargs or {})}
+        pairs, _ = cut(objects, team, dim, shares, dealt="kwargs")
     return tuple(pair[0] for pair in pairs), tuple(pair[1] for pair in pairs)

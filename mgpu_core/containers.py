@@ -9,6 +9,7 @@ import copy
 import dataclasses
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from operator import is_
 from typing import Any, TypeAlias
 
 import torch
@@ -26,7 +27,8 @@ def opened(obj: Any) -> Opened | None:
     if isinstance(obj, tuple) and hasattr(obj, "_fields") and hasattr(obj, "_asdict"):
         return [f".{name}" for name in obj._fields], obj, obj._make  # type: ignore[attr-defined]
     if isinstance(obj, Mapping):
-        return [f"[{key!r}]" for key in obj], obj.values(), _mapping_builder(obj)
+        keys = list(obj.keys())  # a TensorDict's own iterator goes over its rows
+        return [f"[{key!r}]" for key in keys], obj.values(), _mapping_builder(obj, keys)
     if dataclasses.is_dataclass(obj) and not isinstance(obj, type):
         return _open_dataclass(obj)
     if isinstance(obj, list | tuple):
@@ -34,8 +36,8 @@ def opened(obj: Any) -> Opened | None:
     return None
 
 
-def _mapping_builder(obj: Mapping[Any, Any]) -> Callable[[list[Any]], Any]:
-    keys, kind = list(obj), type(obj)
+def _mapping_builder(obj: Mapping[Any, Any], keys: list[Any]) -> Callable[[list[Any]], Any]:
+    kind = type(obj)
     if isinstance(obj, defaultdict):
         return lambda values: kind(obj.default_factory, zip(keys, values, strict=True))  # type: ignore[call-arg]
     if kind in (dict, OrderedDict):
@@ -73,14 +75,21 @@ def _made_again(obj: Any, plain: Any) -> Any:
     whose entries are replaced; else ``plain``, as torch makes of all of them.  Attributes come along, but no tensors:
     those would be of all rows.
     """
-    for make in (_constructed, _copied) if isinstance(obj, dict | list) else (_constructed,):
+    for make in (_constructed, _copied) if isinstance(obj, dict | list) else (_constructed, _constructed_of_dict):
         try:
             made = make(obj, plain)
-            if list(made) == list(plain) if isinstance(plain, dict) else len(made) == len(plain):
+            if _has_entries(made, plain):
                 return made
         except Exception:  # whatever a constructor of somebody else's says to this
             continue
     return plain
+
+
+def _has_entries(made: Any, plain: Any) -> bool:
+    """Whether it has them, and in the same order; a constructor may take all of them for its first field."""
+    if isinstance(plain, dict):
+        return list(made.keys()) == list(plain) and all(map(is_, made.values(), plain.values()))
+    return len(made) == len(plain) and all(map(is_, made, plain))
 
 
 def plain_attributes(obj: Any) -> Iterator[tuple[str, Any]]:
@@ -98,6 +107,11 @@ def _constructed(obj: Any, plain: Any) -> Any:
     return made
 
 
+def _constructed_of_dict(obj: Any, plain: Any) -> Any:
+    """As a mapping may want it that is no dict."""
+    return type(obj)(plain)
+
+
 def _copied(obj: Any, plain: Any) -> Any:
     made = copy.copy(obj)
     if isinstance(plain, dict):
@@ -105,6 +119,11 @@ def _copied(obj: Any, plain: Any) -> Any:
             made[key] = value
     else:
         made[:] = plain
-    for name in [name for name, value in vars(made).items() if isinstance(value, torch.Tensor)]:
-        del vars(made)[name]
+    new = plain if isinstance(plain, dict) else {}
+    attributes = getattr(made, "__dict__", {})
+    for name, value in list(attributes.items()):
+        if name in new and value is obj[name]:  # an entry, too
+            attributes[name] = new[name]
+        elif isinstance(value, torch.Tensor) and value is not new.get(name):
+            del attributes[name]
     return made

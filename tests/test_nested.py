@@ -235,6 +235,72 @@ def test_containers_with_constructors_of_their_own_keep_entries_and_attributes()
     assert again(one) == {"a": 1}
 
 
+@dataclasses.dataclass
+class FieldOutput(OrderedDict):
+    """As diffusers' outputs: a dict of its fields, whose constructor takes all pairs for the first one."""
+
+    sample: object = None
+    other: object = None
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            if getattr(self, field.name) is not None:
+                OrderedDict.__setitem__(self, field.name, getattr(self, field.name))
+
+
+class Telling(FieldOutput):
+    def __setitem__(self, key, value):
+        super().__setitem__(key, value)
+        setattr(self, key, value)
+
+
+@pytest.mark.parametrize("kind", [FieldOutput, dataclasses.dataclass(Telling)])
+@pytest.mark.parametrize("entries", [{"sample": 1}, {"other": 2}, {"sample": 1, "other": 2}])
+def test_dicts_that_are_dataclasses(kind, entries):
+    tree, leaves, _ = apart(kind(**{name: torch.full((2,), value + 10) for name, value in entries.items()}))
+    made = tree.unflatten(iter([leaf - 10 for leaf in leaves]))
+    assert type(made) is kind
+    assert list(made) == list(entries)
+    for name, value in entries.items():
+        assert made[name] is getattr(made, name)
+        assert made[name].tolist() == [value, value]
+
+
+class ByRows(MutableMapping):
+    """As a TensorDict: made of a dict alone, and its iterator goes over rows."""
+
+    def __init__(self, entries):
+        self.entries = dict(entries.items())
+
+    def keys(self):
+        return self.entries.keys()
+
+    def values(self):
+        return self.entries.values()
+
+    def __iter__(self):
+        raise TypeError("iteration over rows")
+
+    def __len__(self):
+        return 7
+
+    def __getitem__(self, key):
+        return self.entries[key]
+
+    def __setitem__(self, key, value):
+        self.entries[key] = value
+
+    def __delitem__(self, key):
+        del self.entries[key]
+
+
+def test_mappings_that_iterate_over_rows():
+    given = ByRows({"a": 1, "b": 2})
+    tree, leaves, _ = apart(given)
+    made = tree.unflatten(iter([5, 6]))
+    assert (type(made), made.entries, given.entries, leaves) == (ByRows, {"a": 5, "b": 6}, {"a": 1, "b": 2}, [1, 2])
+
+
 class Batched(UserDict):
     """What transformers' tokenizers return: a mapping with a dict inside."""
 

@@ -19,6 +19,7 @@ from mgpu_core.device.shared_memory import overlaps_itself
 
 __all__ = [
     "all_plain",
+    "bytes_of",
     "check_alike",
     "check_writable",
     "memory_of",
@@ -162,6 +163,12 @@ def memory_of(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[tuple[in
 def memory_questions(tensors: Iterable[torch.Tensor]) -> list[Callable[[], Any]]:
     """What tells as much as :func:`memory_of` for a :class:`mgpu_core.look.Look`, besides the dtypes."""
     return [question for tensor in tensors for question in (tensor.data_ptr, tensor.stride)]
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor's elements, in their order: a view of it where it is contiguous."""
+    whole = tensor.contiguous()
+    return whole.as_strided((whole.numel(),), (1,)).view(torch.uint8)  # one element may have any stride
 
 
 def memory_view(tensor: torch.Tensor) -> memoryview:

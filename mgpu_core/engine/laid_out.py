@@ -97,6 +97,7 @@ class LaidOut:
         """Makes the flat values the memory of the parameters that the step updates."""
         for place, flat in enumerate(self.flats):
             self._replicas.show_memory(place, flat, self._adopted)
+        self._replicas.send_values(self._adopted)  # each rank's first forward may have put its own there
         self._replicas.watch.remember()
 
     def outgrown_by(self, updated: Callable[[], Collection[int]]) -> str | None:

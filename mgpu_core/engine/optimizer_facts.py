@@ -60,9 +60,10 @@ def why_not_fused(optimizer: Optimizer, parameters: Sequence[torch.Tensor], loos
 
 def step_hooks(optimizer: Optimizer) -> tuple[int, ...]:
     """How many hooks a step of the optimizer would call: its own, before and after, and those of all optimizers."""
+    before, after = (getattr(optimizer, name, {}) for name in _HOOKS)  # a wrapper may lack what torch's class makes
     return (
-        sum(type(hook) is not OwnHook for hook in optimizer._optimizer_step_pre_hooks.values()),
-        len(optimizer._optimizer_step_post_hooks),
+        sum(type(hook) is not OwnHook for hook in before.values()),
+        len(after),
         len(_global_optimizer_pre_hooks),
         len(_global_optimizer_post_hooks),
     )

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from mgpu_core.engine.gradients import GradientSync
 from mgpu_core.engine.optimizer_facts import step_hooks
@@ -39,7 +40,9 @@ class TorchUpdate:
         self._twins: list[Optimizer] = []
         self._left: list[tuple[Any, int]] = []  # the state as the last update has left it, and how often it was written
         twins = self._twins
-        self.handles = {"load": optimizer.register_load_state_dict_post_hook(lambda _: twins.clear())}
+        self.handles: dict[str, RemovableHandle] = {}
+        if hasattr(optimizer, "_optimizer_load_state_dict_post_hooks"):  # a wrapper may lack what torch's class makes
+            self.handles["load"] = optimizer.register_load_state_dict_post_hook(lambda _: twins.clear())
 
     def close(self) -> None:
         for handle in self.handles.values():

@@ -1,11 +1,12 @@
 """Gather: one nested object per rank becomes one, its tensors joined along ``dim``.
 
 The inverse of scatter, rule by rule: tensors are joined, equal leaves stay, unequal ones are an error that names them.
+Only what a container of nobody's knowledge holds, is joined as torch does: such as the caches of decoders.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ import torch
 from mgpu_core.comm import autograd
 from mgpu_core.comm.facts import tell_backward, tell_cut
 from mgpu_core.device.devices import DeviceLike, as_device
-from mgpu_core.nested import Tree, flatten_alike
+from mgpu_core.nested import Tree, any_tensor, flatten, flatten_alike
 from mgpu_core.record import is_on, span
 
 __all__ = ["gather"]
@@ -38,35 +39,73 @@ def gather(outputs: Sequence[Any], target_device: DeviceLike, dim: int = 0) -> A
     if not len(outputs):
         raise ValueError("gather needs the output of at least one rank")
     with span("gather"):
-        tree, rows = flatten_alike(outputs, "outputs")
-        joined = [_join([row[place] for row in rows], device, dim, tree, place) for place in range(len(rows[0]))]
-    return tree.unflatten(iter(joined))
+        return _Gather(device, dim).joined(outputs, "outputs")
 
 
-def _join(leaves: list[Any], device: torch.device, dim: int, tree: Tree, place: int) -> Any:
-    tensors = sum(isinstance(leaf, torch.Tensor) for leaf in leaves)
-    if tensors == len(leaves):
-        return _join_tensors(leaves, device, dim, tree, place)
-    other = next((rank for rank, leaf in enumerate(leaves) if rank and not _equal(leaves[0], leaf)), None)
-    if other is None:
-        return leaves[0]
-    raise TypeError(
-        f"{tree.paths('outputs')[place]} cannot be gathered: it is {_text(leaves[0])} on rank 0 and "
-        f"{_text(leaves[other])} on rank {other}; only tensors are joined, everything else must be equal"
-    )
+class _Gather:
+    """Where to, and along which dimension."""
+
+    def __init__(self, device: torch.device, dim: int) -> None:
+        self._device, self._dim = device, dim
+
+    def joined(self, outputs: Sequence[Any], name: str) -> Any:
+        """One object per rank, joined; ``name`` is what errors call them."""
+        tree, rows = flatten_alike(outputs, name)
+        columns = zip(*rows, strict=True)
+        return tree.unflatten(iter([self._join(list(leaves), tree, i, name) for i, leaves in enumerate(columns)]))
+
+    def _join(self, leaves: list[Any], tree: Tree, place: int, name: str) -> Any:
+        tensors = sum(isinstance(leaf, torch.Tensor) for leaf in leaves)
+        if tensors == len(leaves):
+            return self._join_tensors(leaves, tree, place, name)
+        other = next((rank for rank, leaf in enumerate(leaves) if rank and not _equal(leaves[0], leaf)), None)
+        if other is None:
+            return leaves[0]
+        path = tree.paths(name)[place]
+        items = [_items_of(leaf) for leaf in leaves]
+        if not tensors and items[0] is not None and all(each is not None for each in items):
+            return self._join_items(leaves, items, path)
+        raise TypeError(
+            f"{path} cannot be gathered: it is {_text(leaves[0])} on rank 0 and {_text(leaves[other])} on rank "
+            f"{other}; only tensors are joined, everything else must be equal"
+        )
+
+    def _join_items(self, leaves: list[Any], items: list[Any], path: str) -> Any:
+        """Of a class that is made of what its iterator gives, as torch joins everything that it does not know."""
+        joined = self.joined(items, path)
+        kind = type(leaves[0])
+        try:
+            return kind(iter(joined))
+        except Exception as error:
+            raise TypeError(
+                f"{path} cannot be gathered: it holds tensors, and {kind.__name__} cannot be made of what its own "
+                "iterator gives; return the tensors, or nothing (use_cache=False)"
+            ) from error
+
+    def _join_tensors(self, leaves: list[torch.Tensor], tree: Tree, place: int, name: str) -> torch.Tensor:
+        try:
+            joined = autograd.gather(leaves, self._device, self._dim)
+        except (ValueError, TypeError, IndexError) as error:
+            error.add_note(f"while gathering {tree.paths(name)[place]} along dimension {self._dim}")
+            raise
+        if is_on():
+            for rank, leaf in enumerate(leaves):
+                tell_backward(rank, [leaf])
+            tell_cut("gather", tree.paths(name)[place], self._device, leaves, self._dim)
+        return joined
 
 
-def _join_tensors(leaves: list[torch.Tensor], device: torch.device, dim: int, tree: Tree, place: int) -> torch.Tensor:
+def _items_of(obj: Any) -> list[Any] | None:
+    """What iterating over it gives, where that holds tensors; ``None``: it does not, or cannot be iterated over."""
     try:
-        joined = autograd.gather(leaves, device, dim)
-    except (ValueError, TypeError, IndexError) as error:
-        error.add_note(f"while gathering {tree.paths('outputs')[place]} along dimension {dim}")
-        raise
-    if is_on():
-        for rank, leaf in enumerate(leaves):
-            tell_backward(rank, [leaf])
-        tell_cut("gather", tree.paths("outputs")[place], device, leaves, dim)
-    return joined
+        if isinstance(obj, Set) or iter(obj) is obj:
+            return None  # of sets nothing says which entries belong together; an iterator would be used up
+        items = list(obj)
+        leaves: list[Any] = []
+        flatten(items, leaves, "", whole=True)
+    except Exception:  # whatever an iterator of somebody else's says
+        return None
+    return items if any_tensor(leaves) else None
 
 
 def _equal(one: Any, other: Any) -> bool:

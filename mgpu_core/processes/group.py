@@ -23,6 +23,7 @@ import torch
 from torch import distributed
 
 from mgpu_core.device.memory import note_written
+from mgpu_core.device.tensor_checks import bytes_of
 from mgpu_core.errors import Error
 
 if TYPE_CHECKING:  # a torch built without it has none
@@ -138,7 +139,7 @@ class Processes:
         single = [_without_repeats(each.detach()) for each in tensors if each.numel()]
         sent = [each.contiguous() for each in single]
         for each in sent:
-            message = each.reshape(-1).view(torch.uint8)  # any dtype
+            message = bytes_of(each)  # any dtype
             self.wait(self._begun(partial(self._broadcast, root, message), message.device))
         if self.index == root:
             return

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from engine.adversaries import Adversaries
-from engine.nets import Branches, Linear, Pair, batches, mse
+from engine.nets import Branches, Constrained, Linear, Pair, batches, mse
 from fakes.tensors import numbers
 from torch import nn
 from torch.optim import SGD, AdamW
@@ -91,6 +91,37 @@ def test_twins_of_an_optimizer_are_made_anew_at_a_thaw(make):
         pair.both(x, 2, y)
         pair.step.check_replicas()
     assert pair.far() < 1e-9
+
+
+@pytest.mark.parametrize("devices", TEAMS)
+def test_a_forward_that_puts_a_parameter_elsewhere(devices):
+    """What rank 0 has put there, all devices have."""
+    torch.manual_seed(0)
+    pair = Pair(Constrained().double().to(devices[0]), adamw, devices)
+    for x, y in batches(5, [11, 1]):
+        pair.both(x.to(devices[0]), y.to(devices[0]))
+        pair.step.check_replicas()
+        assert pair.far() < 1e-9
+        assert all(each.untyped_storage().nbytes() == each.nbytes for each in pair.net.parameters())
+
+
+@pytest.mark.parametrize("devices", TEAMS)
+def test_where_ranks_put_other_values_the_first_ones_count(devices):
+    class Own(Linear):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(1))
+
+        def forward(self, x):
+            self.scale.data = x[:1, 0].clone()
+            return super().forward(x) * self.scale
+
+    net = Own().to(devices[0])
+    step = step_of(net, devices, lambda p: SGD(p, lr=0.0))
+    for first in (3, 5, 7):
+        step(torch.arange(30.0).reshape(10, 3) + first, torch.ones(10, 2))
+        assert net.scale.item() == first
+        step.check_replicas()
 
 
 def test_ctrl_c_while_moved_values_travel(monkeypatch):

@@ -46,6 +46,21 @@ class Branches(nn.Module):
         return self.last(torch.tanh(hidden))
 
 
+class Constrained(nn.Module):
+    """A weight whose rows are shortened in each forward, and put elsewhere, as EEGNet's layers do."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 5), nn.Linear(5, 2)
+        self.fails = False
+
+    def forward(self, x):
+        self.first.weight.data = torch.renorm(self.first.weight.data, p=2, dim=0, maxnorm=0.3)
+        if self.fails:
+            raise ValueError("as asked")
+        return self.last(self.first(x))
+
+
 class Pair:
     """The same net twice: once in a step over ranks, once alone on one device."""
 

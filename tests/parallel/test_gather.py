@@ -107,6 +107,56 @@ def test_the_first_rank_that_differs_is_named():
         gather([1, 1, 5, 6], "cpu")
 
 
+class Cache:
+    """As transformers' caches: no container, made of what its iterator gives."""
+
+    def __init__(self, layers=()):
+        self.layers = list(layers)
+
+    def __iter__(self):
+        return iter(self.layers)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_what_iterates_over_tensors_is_made_of_the_joined_ones(ranks):
+    keys, values = (torch.arange(2.0 * ranks).mul(k).reshape(ranks, 2).requires_grad_() for k in (1, 10))
+    outputs = [{"cache": Cache([(keys[r : r + 1], values[r : r + 1], None)] * 2)} for r in range(ranks)]
+    whole = gather(outputs, "cpu")["cache"]
+    assert type(whole) is Cache
+    assert len(whole.layers) == 2
+    for one, other, nothing in whole:
+        assert torch.equal(one, keys)
+        assert torch.equal(other, values)
+        assert nothing is None
+    sum(one.sum() for one, _, _ in whole).backward()
+    assert torch.equal(keys.grad, torch.full((ranks, 2), 2.0))
+
+
+def test_what_iterates_and_cannot_be_joined():
+    class Fixed(Cache):
+        def __init__(self, layers, size):
+            super().__init__(layers)
+
+    with pytest.raises(TypeError, match=r"outputs\[0\] cannot be gathered.*Fixed cannot be made.*use_cache=False"):
+        gather([[Fixed([torch.ones(1)], 1)] for _ in range(2)], "cpu")
+    with pytest.raises(ValueError, match=r"outputs.* differ in structure"):
+        gather([Cache([torch.ones(1)] * count) for count in (1, 2)], "cpu")
+    with pytest.raises(TypeError, match=r"outputs\[1\] cannot be gathered: it is 0 on rank 0 and 1 on rank 1"):
+        gather([Cache([torch.ones(1), rank]) for rank in range(2)], "cpu")
+
+
+def test_sets_of_tensors_are_refused():
+    with pytest.raises(TypeError, match="cannot be gathered"):
+        gather([{torch.ones(1), torch.zeros(1)} for _ in range(2)], "cpu")
+
+
+def test_iterators_are_not_used_up():
+    given = [iter([torch.ones(1)]) for _ in range(2)]
+    with pytest.raises(TypeError, match="cannot be gathered"):
+        gather(given, "cpu")
+    assert [len(list(each)) for each in given] == [1, 1]
+
+
 @pytest.mark.parametrize("order", [1, -1])
 def test_tensor_beside_something_else(order):
     first, second = [r"a \(2,\) tensor", "None"][::order]

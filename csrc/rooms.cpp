@@ -10,10 +10,12 @@
 namespace mgpu {
 namespace {
 
+// Nothing here is ever destroyed: a thread may still use it while the process ends.
+
 // Transfers between rooms copy on the host too.
 DeviceOps& host_ops() {
-  static WatchedOps host(cpu::device_ops());
-  return host;
+  static auto* host = new WatchedOps(cpu::device_ops());
+  return *host;
 }
 
 // What one room's memory needs: the three are made together, at first use.
@@ -25,10 +27,10 @@ struct Doors {
 };
 
 Doors& doors_of(bool on_host) {
-  static Doors host(cpu::device_ops(), [](int, int) { return true; });
-  if (on_host) return host;
-  static Doors gpus(cuda::device_ops(), cuda::reach);
-  return gpus;
+  static auto* host = new Doors(cpu::device_ops(), [](int, int) { return true; });
+  if (on_host) return *host;
+  static auto* gpus = new Doors(cuda::device_ops(), cuda::reach);
+  return *gpus;
 }
 
 Doors& doors_of(const Streams& streams) {

@@ -127,8 +127,8 @@ class _Kind:
 
 def is_compile_wrapper(kind: type[Module]) -> bool:
     """Whether it is what ``torch.compile(module)`` returns; without importing torch's compiler to find out."""
-    compiler = sys.modules.get("torch._dynamo.eval_frame")
-    return compiler is not None and issubclass(kind, compiler.OptimizedModule)
+    wrapper = getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", None)  # lacks while it is loaded
+    return wrapper is not None and issubclass(kind, wrapper)
 
 
 class Place:

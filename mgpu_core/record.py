@@ -295,14 +295,15 @@ def recording(
     """
     global _story
     story = Recording(clock or HostClock(), skip, steps)
-    with _lock:
-        if _story is not None:
-            raise RuntimeError(
-                "a recording is already on: there is one per process, and `mgpu explain` makes it of the whole script"
-            )
-        _story = story
-        _show()
     try:
+        with _lock:
+            if _story is not None:
+                raise RuntimeError(
+                    "a recording is already on: there is one per process, and `mgpu explain` makes it of the whole "
+                    "script"
+                )
+            _story = story
+            _show()
         with NOTHING if label is None else labelled(label):
             yield story
     finally:

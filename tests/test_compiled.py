@@ -2,8 +2,10 @@
 
 import copy
 import gc
+import sys
 import threading
 import weakref
+from types import ModuleType
 
 import pytest
 import torch
@@ -256,3 +258,13 @@ def test_a_compiler_that_does_not_come_back_in_time(monkeypatch):
     other.join()
     with compiler.used(alone=True):
         pass
+
+
+def test_a_forward_while_another_thread_loads_the_compiler(monkeypatch):
+    """Its module is there already, and has nothing in it yet."""
+    monkeypatch.setitem(sys.modules, "torch._dynamo.eval_frame", ModuleType("torch._dynamo.eval_frame"))
+
+    class New(nn.Linear):
+        pass
+
+    assert DataParallel(New(2, 3), ["cpu"] * 2)(torch.ones(4, 2)).shape == (4, 3)

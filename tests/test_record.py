@@ -488,3 +488,18 @@ def test_labels_have_names():
     assert seen == ["mgpu forward rank 2", "mgpu sum bucket 1", "end", "end", "mgpu both", "end"]
     assert [each.step for each in story.entries] == ["both"]
     assert record.span("after") is record.span("all")
+
+
+def test_ctrl_c_while_a_recording_begins(monkeypatch):
+    """Or it would be on for the rest of the process."""
+
+    def interrupted():
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(record, "_show", interrupted)
+        with pytest.raises(KeyboardInterrupt), record.recording():
+            raise AssertionError
+    with record.recording():
+        assert record.is_on()
+    assert not record.is_on()

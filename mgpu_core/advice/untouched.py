@@ -16,7 +16,8 @@ __all__ = ["random_state_kept"]
 def random_state_kept(devices: Sequence[torch.device]) -> Iterator[None]:
     """Puts the states of torch's generators, Python's and numpy's (if it is loaded) back at the end."""
     numpy = sys.modules.get("numpy.random")
-    pythons, numpys = random.getstate(), None if numpy is None else numpy.get_state()
+    get_state = getattr(numpy, "get_state", None)  # which it has not got yet while it is loaded
+    pythons, numpys = random.getstate(), None if get_state is None else get_state()
     places = [device for device in dict.fromkeys(devices) if device.type != "cpu"]
     kind = places[0].type if places else "cuda"
     try:
@@ -24,5 +25,5 @@ def random_state_kept(devices: Sequence[torch.device]) -> Iterator[None]:
             yield
     finally:
         random.setstate(pythons)
-        if numpy is not None:
+        if numpy is not None and numpys is not None:
             numpy.set_state(numpys)

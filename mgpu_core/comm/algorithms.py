@@ -7,7 +7,7 @@ by a team of communicators over the GPUs, everything else is the core's own over
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -60,8 +60,11 @@ class AllReduce:
             return "direct" if asked == "auto" else asked
         if asked != "auto":
             return asked
-        chosen = tuning.choose(self._devices(), self.nbytes, self._like_this)
-        return "direct" if chosen == "nccl" and self.op in ("min", "max") else chosen  # NCCL's drop a NaN
+        devices = self._devices()
+        chosen = tuning.choose(devices, self.nbytes, self._like_this)
+        drops_nan = self.op in ("min", "max")  # as NCCL's do
+        meets_itself = not self.merge_shared_devices and len(set(devices)) < len(devices)  # which NCCL refuses
+        return "direct" if chosen == "nccl" and (drops_nan or meets_itself) else chosen
 
     def _by_nccl(self, team: _core.NcclTeam) -> None:
         pointers = list(self.pointers)
@@ -74,8 +77,7 @@ class AllReduce:
         streams = core_streams(devices)
         assert streams is not None  # they are those of GPUs that the core serves
         pointers = [tensor.data_ptr() for tensor in tensors]
-        replace(
-            self, pointers=pointers, streams=streams, count=nbytes // 4, dtype="float32", nbytes=nbytes, op="sum"
-        ).run(algorithm)
+        usual = AllReduce(pointers, streams, nbytes // 4, "float32", nbytes, "sum", merge_shared_devices=True)
+        usual.run(algorithm)
         for device in set(devices):
             torch.cuda.synchronize(device)

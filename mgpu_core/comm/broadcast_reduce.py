@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from mgpu_core.comm import collectives
-from mgpu_core.comm.arguments import as_list, check_outs, destination_of, ordinary_list
+from mgpu_core.comm.arguments import as_list, check_outs, destination_of, ordinary_list, refuse_quantized
 from mgpu_core.comm.buckets import DEFAULT_NBYTES, bucket_positions
 from mgpu_core.device.devices import DeviceLike
 from mgpu_core.device.memory import note_written
@@ -54,6 +54,7 @@ def broadcast(
             collectives.broadcast_into([tensor], [made])
             return tuple(made)
         assert out is not None
+        refuse_quantized(tensor, "tensor")  # what is written would have codes alone, and another scale
         made = as_list(out, "out")
         check_alike(made, tensor.shape, tensor.dtype)
         check_outs([each for each in made if each is not tensor], [tensor])

@@ -46,11 +46,13 @@ def with_nccl(devices: Sequence[int], call: Callable[[_core.NcclTeam], T]) -> T:
         ValueError: ``MGPU_CORE_NCCL_TIMEOUT`` is not a positive number of seconds.
     """
     places = tuple(dict.fromkeys(devices))
+    team = _team_over(places)
     try:
-        return call(_team_over(places))
+        return call(team)
     except NcclError:
         with _lock:
-            _teams.pop(places, None)
+            if _teams.get(places) is team:  # another thread may have made the next one
+                del _teams[places]
         raise
 
 

@@ -12,6 +12,7 @@ import json
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -29,6 +30,7 @@ __all__ = ["PeerVerdict", "kept_verdicts", "map_for_peer", "prove_peers", "settl
 PROBE = [sys.executable, "-P", "-m", "mgpu_core.device.peer_probe"]
 START_SECONDS = 120.0  # until the child has imported torch and made its contexts
 PAIR_SECONDS = 30.0  # for each pair
+END_SECONDS = 5.0  # from its last answer to its end
 
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 
@@ -127,7 +129,10 @@ def _probe(pairs: Sequence[Pair]) -> list[PeerVerdict]:
 def kept_verdicts(devices: Sequence[int]) -> list[PeerVerdict] | None:
     """What an earlier test found, if it was about these devices on this machine."""
     kept = cache.load("peers", _key(devices))
-    return None if kept is None else [PeerVerdict(**each) for each in kept]
+    try:
+        return None if kept is None else [PeerVerdict(**each) for each in kept]
+    except TypeError:  # of another shape: as good as none
+        return None
 
 
 def _key(devices: Sequence[int]) -> dict[str, object]:
@@ -148,7 +153,12 @@ def _ask_child(pairs: Sequence[Pair]) -> tuple[list[PeerVerdict], str]:
     uuids = dict(zip(devices, machine_key(devices)["gpus"], strict=True))  # the child may count in another way
     command = [*PROBE, *(f"{device}:{peer}:{uuids[device]}:{uuids[peer]}" for device, peer in pairs)]
     with subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
     ) as child:
         lines: Queue[str] = Queue()
         errors: Queue[str] = Queue()
@@ -179,15 +189,30 @@ def _read_answers(
     seconds = START_SECONDS
     for device, peer in pairs:
         try:
-            line = lines.get(timeout=seconds)
+            answer = _next_answer(lines, seconds)
         except Empty:
             return answers, f"no answer within {seconds:g} s"
-        answer = _parsed(line)
         if answer is None:
-            return answers, f"the test ended with status {child.wait(5)}{_last_line(errors)}"
+            return answers, f"the test ended {_status(child)}{_last_line(errors)}"
         answers.append(PeerVerdict(device, peer, *answer))
         seconds = PAIR_SECONDS
     return answers, ""
+
+
+def _next_answer(lines: Queue[str], seconds: float) -> tuple[str, float, bool] | None:
+    """Of what the child says, the first line that is one; ``None`` at the end.  Empty where none comes in time."""
+    end = time.monotonic() + seconds
+    while line := lines.get(timeout=max(0.0, end - time.monotonic())):
+        if (answer := _parsed(line)) is not None:
+            return answer
+    return None
+
+
+def _status(child: subprocess.Popen[str]) -> str:
+    try:
+        return f"with status {child.wait(END_SECONDS)}"
+    except subprocess.TimeoutExpired:
+        return "its answers, and went on"
 
 
 def _parsed(line: str) -> tuple[str, float, bool] | None:

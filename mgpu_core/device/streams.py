@@ -165,14 +165,21 @@ class SideRoad:
                 torch.cuda.current_stream(device).wait_stream(_reducing_stream(device.index))
 
 
-@cache
+_reducing_streams: dict[int, torch.cuda.Stream] = {}
+_side_streams: dict[int, torch.cuda.Stream] = {}
+
+
 def _reducing_stream(gpu: int) -> torch.cuda.Stream:
-    return torch.cuda.Stream(gpu)
+    return _the_only(_reducing_streams, gpu)
 
 
-@cache
 def _side_stream(gpu: int) -> torch.cuda.Stream:
-    return torch.cuda.Stream(gpu)
+    return _the_only(_side_streams, gpu)
+
+
+def _the_only(streams: dict[int, torch.cuda.Stream], gpu: int) -> torch.cuda.Stream:
+    """Whoever asks first, all get one stream: a ``cache`` gives two threads that ask together two of them."""
+    return streams.get(gpu) or streams.setdefault(gpu, torch.cuda.Stream(gpu))
 
 
 @cache

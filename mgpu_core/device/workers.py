@@ -111,6 +111,8 @@ class _Worker:
     def __init__(self, name: str) -> None:
         self.inbox: SimpleQueue[_Job | None] = SimpleQueue()
         self.thread = _WorkerThread(target=_serve, args=(self.inbox,), name=name, daemon=True)
+        # Also where nobody comes to stop it: Ctrl-C before its crew is lent, or a sister that could not be started.
+        weakref.finalize(self, self.inbox.put, None).atexit = False
         self.thread.start()
 
     def stop(self) -> None:
@@ -155,10 +157,16 @@ class Crew:
             outcomes = self.run([_torch_threads] * len(self.workers), EXIT_SECONDS * 5)
             everyone = max(int(outcome.value or 1) for outcome in outcomes)
             share = max(1, everyone // cpu_ranks)
-            self.run([lambda: _latch(share)] * len(self.workers), EXIT_SECONDS * 5)
-            keeper = threading.Thread(target=_latch, args=(everyone,), daemon=True)
-            keeper.start()
-            keeper.join()
+            try:
+                self.run([lambda: _latch(share)] * len(self.workers), EXIT_SECONDS * 5)
+            except BaseException:  # Ctrl-C, say: who has not set its share yet, does it later
+                for place, worker in enumerate(self.workers):
+                    worker.inbox.put(_Job(lambda: _latch(everyone), place, _Ranks(())))
+                raise
+            finally:
+                keeper = threading.Thread(target=_latch, args=(everyone,), daemon=True)
+                keeper.start()
+                keeper.join()
 
 
 _share_lock = threading.Lock()
@@ -245,7 +253,7 @@ def _stop_all() -> None:
         pool.close()
     until = time.monotonic() + EXIT_SECONDS
     for thread in threading.enumerate():  # also those whose pool or crew is gone, and which are still at work
-        if isinstance(thread, _WorkerThread):
+        if isinstance(thread, _WorkerThread) and thread.is_alive():  # not one whose start was cut off
             thread.join(max(0.0, until - time.monotonic()))
 
 

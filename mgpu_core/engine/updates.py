@@ -202,5 +202,8 @@ class Updates:
 
 def _shape_of(optimizer: Optimizer) -> Any:
     """What decides who updates, and which parameter belongs to which group."""
-    groups = [(bool(group.get("differentiable")), *map(id, group["params"])) for group in optimizer.param_groups]
+    switches = ("differentiable", "amsgrad", "decoupled_weight_decay")
+    groups = [
+        (*(bool(group.get(each)) for each in switches), *map(id, group["params"])) for group in optimizer.param_groups
+    ]
     return step_hooks(optimizer), groups

@@ -26,12 +26,23 @@ def as_tensor(array: Any, name: str) -> torch.Tensor:
     elif hasattr(array, "__dlpack__"):
         tensor = torch.utils.dlpack.from_dlpack(array)
     elif hasattr(array, "__cuda_array_interface__"):
-        tensor = torch.as_tensor(array, device="cuda")
+        tensor = _over_the_same_memory(array)
     else:
         raise TypeError(f"{name} must be a tensor or an array (DLPack), not {type(array).__name__}")
     if not tensor.is_contiguous():
         raise ValueError(f"{name} must be contiguous, not of strides {tensor.stride()} for {tuple(tensor.shape)}")
     return tensor
+
+
+def _over_the_same_memory(array: Any) -> torch.Tensor:
+    """Torch takes such an array to the GPU that it is told, by a copy where the array is on another one."""
+    pointer, gpus = array.__cuda_array_interface__["data"][0], range(torch.cuda.device_count())
+    current = torch.cuda.current_device()
+    for gpu in sorted(gpus, key=current.__ne__):  # the current one first
+        tensor = torch.as_tensor(array, device=torch.device("cuda", gpu))
+        if tensor.data_ptr() == pointer or not tensor.numel():
+            return tensor
+    raise TypeError(f"torch sees no memory of its GPUs behind this {type(array).__name__}")
 
 
 def as_out(array: Any, name: str) -> torch.Tensor:

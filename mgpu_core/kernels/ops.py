@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
+from math import prod
 from typing import Any
 
 import torch
@@ -82,9 +83,8 @@ def _gather_rows(rows: torch.Tensor, index: torch.Tensor, scale: float, shift: f
     if stream is None:
         out.copy_(reference.gather_rows(rows, index, scale=scale, shift=shift, dtype=out.dtype))
         return
-    count = rows.shape[0]
     _core.gather_rows(
-        (rows.data_ptr(), count, rows[0].numel() if count else 0),
+        (rows.data_ptr(), rows.shape[0], prod(rows.shape[1:])),
         (index.data_ptr(), index.numel()),
         scale,
         shift,

@@ -81,4 +81,6 @@ def test_quantized_tensors_are_neither_cut_nor_joined():
     ):
         with pytest.raises(TypeError, match="quantized"):
             call()
+    with pytest.raises(TypeError, match="quantized"):  # codes of another scale
+        comm.broadcast(quantized, out=[torch.quantize_per_tensor(torch.ones(4, 3), 0.1, 0, torch.qint8)] * 2)
     assert comm.broadcast(quantized, cpu(2))[1].dequantize().eq(1).all()

@@ -186,3 +186,36 @@ def test_on_gpus_auto_is_what_was_chosen_and_nccl_goes_to_its_team(monkeypatch):
     monkeypatch.undo()
     with pytest.raises(Error):
         algorithms.AllReduce([64], [(-1, 0)], 7, "float32", 28, "sum", True).run("nccl")
+
+
+def test_no_memory_for_a_practice_is_no_error_of_the_users(machine):
+    def seconds(algorithm, nbytes):
+        return torch.OutOfMemoryError("CUDA out of memory") if algorithm == "ring" else 0.001
+
+    machine.seconds = seconds
+    assert tuning.choose([0, 1], 2**24, machine.run) in ("direct", "naive", "nccl")
+    assert "ring" not in tuning._tables[0, 1].values()
+
+
+def test_auto_never_asks_nccl_for_what_it_refuses(monkeypatch):
+    """Ranks that share a GPU, and must not be merged there; and what is measured, is measured as most calls are."""
+    practised = []
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(algorithms, "core_streams", lambda devices: [(device.index, 9) for device in devices])
+    monkeypatch.setattr(algorithms.torch, "zeros", lambda count, device: torch.empty(count))
+    monkeypatch.setattr(algorithms, "with_nccl", lambda devices, call: practised.append("nccl"))
+    monkeypatch.setattr(algorithms._core, "all_reduce", lambda *arguments: practised.append(arguments[-1]) or "direct")
+
+    def choose(devices, nbytes, run):
+        run("ring", 64)
+        return "nccl"
+
+    monkeypatch.setattr(tuning, "choose", choose)
+    streams = [(0, 5), (1, 6), (0, 7)]
+    for merges, wanted in ((False, "direct"), (True, "nccl")):
+        call = algorithms.AllReduce([64, 128, 192], streams, 7, "float32", 28, "sum", merges)
+        assert call.run("auto") == wanted
+    assert practised == [True, False, True, "nccl"]
+    apart = algorithms.AllReduce([64, 128], streams[:2], 7, "float32", 28, "sum", False)
+    assert apart.run("auto") == "nccl"

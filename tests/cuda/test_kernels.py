@@ -62,6 +62,9 @@ def test_gather_rows(gpu, dtype, shape):
     wrong = kernels.gather_rows(rows, torch.tensor([0, 11, -1], device=gpu))
     assert wrong[0].isfinite().all()
     assert wrong[1:].isnan().all()
+    empty = torch.full((2, *shape), 7.0, dtype=dtype, device=gpu)
+    kernels.gather_rows(rows[:0], torch.tensor([0, 1], device=gpu), dtype=dtype, out=empty)
+    assert empty.isnan().all()
 
 
 @pytest.mark.parametrize("name", ["sgd", "adam", "adamw"])

@@ -95,3 +95,21 @@ def test_a_forked_child_leaves_the_parents_teams_alone(made, monkeypatch):
     assert nccl_teams._of_parent == [team]
     assert not team.closed
     assert nccl_teams.with_nccl([0], lambda team: team) is made[1]
+
+
+def test_who_hears_late_of_a_dead_team_leaves_the_next_one(made):
+    """Another thread has heard before, and has made it."""
+
+    def late(team):
+        with pytest.raises(NcclError):
+            nccl_teams.with_nccl([0, 1], dies)
+        assert nccl_teams.with_nccl([0, 1], lambda other: other) is made[1]
+        raise NcclError("dead, again")
+
+    def dies(team):
+        raise NcclError("dead")
+
+    with pytest.raises(NcclError, match="again"):
+        nccl_teams.with_nccl([0, 1], late)
+    assert nccl_teams.with_nccl([0, 1], lambda team: team) is made[1]
+    assert len(made) == 2

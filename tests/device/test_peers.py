@@ -26,6 +26,9 @@ for argument in sys.argv[1:]:
     if act == "die":
         print("CUDA is broken", file=sys.stderr)
         os._exit(3)
+    if act == "mute":
+        os.close(1)
+        time.sleep(600)
     if act == "noise":
         print("hello")
     problem = {"wrong": "7 of 9 numbers arrived wrong", "full": "CUDA out of memory"}.get(act, "")
@@ -110,8 +113,19 @@ def test_a_hang_costs_its_pair_alone(machine):
 def test_a_child_that_dies_costs_its_pair_alone(machine):
     machine(p0_2="die", p2_1="noise")
     found = problems(peers.prove_peers([0, 1, 2]))
-    assert found[0, 2] == "the test ended with status 3: CUDA is broken"
-    assert set(found) == {(0, 2), (2, 1)}
+    assert found == {(0, 2): "the test ended with status 3: CUDA is broken"}
+
+
+def test_what_a_child_says_besides_is_passed_over(machine):
+    """A banner of the interpreter's site, a notice of the driver's."""
+    machine(**{f"p{one}_{two}": "noise" for one in range(3) for two in range(3)})
+    assert all(each.passed for each in peers.prove_peers([0, 1, 2]))
+
+
+def test_a_child_that_ends_its_answers_and_lives_on(machine, monkeypatch):
+    machine(p0_1="mute")
+    monkeypatch.setattr(peers, "END_SECONDS", 0.2)
+    assert problems(peers.prove_peers([0, 1]))[0, 1] == "the test ended its answers, and went on"
 
 
 def test_children_that_never_answer_are_not_asked_for_ever(machine):

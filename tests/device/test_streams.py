@@ -1,5 +1,6 @@
 """Which streams the core is told, and when it has no room for a device."""
 
+import threading
 import warnings
 
 import pytest
@@ -83,3 +84,24 @@ def test_a_gpu_that_this_build_has_no_code_for(monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert streams.core_stream(torch.device("cuda", 1)) is None
+
+
+@pytest.mark.parametrize("of", ["_side_stream", "_reducing_stream"])
+def test_threads_that_ask_together_get_one_stream(monkeypatch, of):
+    """Copies on one, and a wait for the other, would be no wait."""
+    together = threading.Barrier(4)
+
+    def make(gpu):
+        together.wait(20)
+        return object()
+
+    monkeypatch.setattr(torch.cuda, "Stream", make)
+    monkeypatch.setattr(streams, f"{of}s", {})
+    found = []
+    threads = [threading.Thread(target=lambda: found.append(getattr(streams, of)(0))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert len(found) == 4
+    assert len(set(map(id, found))) == 1

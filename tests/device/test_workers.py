@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import mgpu_core
+from mgpu_core.device import workers
 from mgpu_core.device.team import Team
 from mgpu_core.device.workers import WorkerPool, time_limit
 
@@ -265,3 +266,76 @@ def test_team_is_one_per_list_of_devices():
     assert len(team) == 3
     assert list(team.ranks) == [0, 1, 2]
     assert pickle.loads(pickle.dumps(team)) is team
+
+
+def workers_of(name):
+    return [thread for thread in threading.enumerate() if thread.name.startswith(name)]
+
+
+def gone(name, seconds=20):
+    end = time.monotonic() + seconds
+    while workers_of(name) and time.monotonic() < end:
+        time.sleep(0.01)
+    return not workers_of(name)
+
+
+def test_a_crew_that_nobody_gets_goes_home():
+    """As where Ctrl-C comes before it is lent."""
+    crew = workers.Crew("lost", 3, 0)
+    assert len(workers_of("lost")) == 3
+    del crew
+    assert gone("lost")
+
+
+def test_a_crew_that_is_not_complete_goes_home(monkeypatch):
+    started, start = [], workers._WorkerThread.start
+
+    def fails_at_the_third(thread):
+        if len(started) == 2:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(workers._WorkerThread, "start", fails_at_the_third)
+    with pytest.raises(RuntimeError, match="new thread"):
+        workers.Crew("half", 4, 0)
+    assert len(started) == 2
+    assert gone("half")
+
+
+def test_ctrl_c_while_cores_are_shared_leaves_the_process_its_threads(monkeypatch):
+    before, run = torch.get_num_threads(), workers.Crew.run
+
+    def interrupted(crew, tasks, seconds):
+        if tasks[0] is not workers._torch_threads:
+            for worker, task in zip(crew.workers, tasks, strict=True):
+                worker.inbox.put(workers._Job(task, 0, workers._Ranks(())))  # each sets its share, sooner or later
+            raise KeyboardInterrupt
+        return run(crew, tasks, seconds)
+
+    monkeypatch.setattr(workers, "_torch_threads", lambda: 8)
+    monkeypatch.setattr(workers.Crew, "run", interrupted)
+    try:
+        torch.set_num_threads(8)
+        with pytest.raises(KeyboardInterrupt):
+            workers.Crew("cores", 2, 2)
+        assert gone("cores")
+        found = []
+        thread = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
+        thread.start()
+        thread.join()
+        assert found == [8]
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_the_end_of_the_process_passes_over_a_thread_that_never_began():
+    code, _, err, _ = run_child(
+        """
+        import mgpu_core.device.workers as workers
+        thread = workers._WorkerThread(target=print)
+        threading._limbo[thread] = thread  # its start was cut off
+        done()
+        """
+    )
+    assert (code, err) == (0, "")

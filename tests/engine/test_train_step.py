@@ -610,6 +610,22 @@ def test_state_of_steps_before_is_taken_over():
     assert all(torch.allclose(a, b, atol=1e-12) for a, b in zip(net.parameters(), alone.parameters(), strict=True))
 
 
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize(("name", "value"), [("amsgrad", False), ("amsgrad", True), ("decoupled_weight_decay", True)])
+def test_switches_of_the_groups_between_two_steps(name, value, ranks):
+    started = {"amsgrad": not value} if name == "amsgrad" else {}
+    pair = Pair(Branches().double(), lambda p: Adam(p, lr=0.1, weight_decay=0.5, **started), ranks)
+    for i, (x, y) in enumerate(batches(9, 8)):
+        if i == 4:
+            for opt in (pair.optimizer, pair.reference):
+                opt.param_groups[0][name] = value
+                if name == "amsgrad" and value:  # torch looks for it, and makes none
+                    for state in opt.state.values():
+                        state["max_exp_avg_sq"] = torch.zeros_like(state["exp_avg_sq"])
+        pair.both(x * (10 if i < 3 else 0.1), 2, y)
+        assert pair.far() < 1e-9, i
+
+
 @pytest.mark.parametrize("change", [lambda opt: opt.state.clear(), lambda opt: opt.state.popitem()])
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("make", [lambda p: SGD(p, lr=0.1, momentum=0.9), lambda p: Adam(p, lr=0.1)])

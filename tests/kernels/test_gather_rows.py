@@ -40,6 +40,17 @@ def test_an_index_out_of_range_writes_nothing(bad):
     assert torch.equal(out, torch.full((3, 2), 77.0))
 
 
+def test_rows_of_nothing():
+    """The host looks at the index; a device has no time to, and says NaN."""
+    rows, index, out = torch.zeros(0, 2, dtype=torch.uint8), torch.tensor([0, 5]), torch.full((2, 2), 77.0)
+    if rows.device.type == "cpu":
+        with pytest.raises(ValueError, match="there are 0 rows"):
+            gather_rows(rows, index, out=out)
+    else:
+        gather_rows(rows, index, out=out)
+        assert out.cpu().isnan().all()
+
+
 def test_refusals():
     rows, index = torch.zeros(3, 2, dtype=torch.uint8), torch.tensor([0])
     with pytest.raises(TypeError, match="rows must be uint8"):

@@ -34,8 +34,8 @@ static std::vector<Kernels> find_kernels() {
 }
 
 const std::vector<Kernels>& usable_kernels() {
-  static const std::vector<Kernels> found = find_kernels();
-  return found;
+  static const auto* found = new std::vector<Kernels>(find_kernels());  // never destroyed: the pool's threads use it
+  return *found;
 }
 
 }  // namespace mgpu::cpu

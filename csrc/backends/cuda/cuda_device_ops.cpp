@@ -141,9 +141,9 @@ class CudaDeviceOps final : public DeviceOps {
   void gather_rows(const GatherRows& call, Stream on) override {
     if (call.index_count * call.row_count == 0) return;
     const DeviceGuard guard(on.device);
-    for (const void* pointer : {static_cast<const void*>(call.rows), static_cast<const void*>(call.index),
-                                static_cast<const void*>(call.out)})
-      require_reachable(pointer, on, "gather_rows");
+    if (call.rows_count > 0) require_reachable(call.rows, on, "gather_rows");  // memory of nothing has no address
+    require_reachable(call.index, on, "gather_rows");
+    require_reachable(call.out, on, "gather_rows");
     launch_gather_rows(call, handle_of(on));
   }
 

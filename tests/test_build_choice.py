@@ -74,6 +74,21 @@ def test_a_compiler_that_does_not_work_is_none(backend, tmp_path):
     assert not backend._works(str(broken))
 
 
+@pytest.mark.parametrize(("release", "asked"), [("11.5", [NVCC]), ("11.8", []), ("13.1", []), ("?", [NVCC])])
+def test_a_compiler_that_cmake_would_pass_over_is_none(backend, monkeypatch, tmp_path, release, asked):
+    old = tmp_path / "nvcc"
+    old.write_text(f"#!/bin/sh\necho 'Cuda compilation tools, release {release}, V1'\n")
+    old.chmod(0o755)
+    for variable in ("CUDAToolkit_ROOT", "CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("CUDACXX", str(old))
+    which = shutil.which
+    monkeypatch.setattr(backend.shutil, "which", lambda name: which(name) if name == str(old) else None)
+    assert backend.get_requires_for_build_wheel() == ["cmake", *asked]
+    cmake = (ROOT / "cmake" / "MgpuCuda.cmake").read_text()
+    assert "VERSION_LESS {}.{})".format(*backend.OLDEST_CUDA) in cmake
+
+
 @pytest.mark.skipif(not (shutil.which("cmake") and shutil.which("ninja")), reason="needs cmake and ninja")
 @pytest.mark.parametrize("mode", ["auto", "on", "off"])
 def test_cmake_falls_back_or_says_that_it_cannot(tmp_path, mode):

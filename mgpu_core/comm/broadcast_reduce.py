@@ -116,8 +116,10 @@ def reduce_add_coalesced(
     if len(set(counts)) > 1:
         raise ValueError(f"every rank must bring as many tensors, but inputs have {counts}")
     parts = [list(each) for each in zip(*inputs, strict=True)]
-    if not parts:
+    if not counts:
         raise ValueError("inputs is empty: one list of tensors per rank is wanted")
+    if not parts:
+        return ()
     for each in parts:
         _check_sizes(as_list(each, "inputs"))
     device = destination_of(destination, parts[0][0].device)

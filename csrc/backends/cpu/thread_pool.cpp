@@ -4,8 +4,10 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <charconv>
 #include <chrono>
 #include <cstdlib>
+#include <cstring>
 #include <memory>
 #include <string>
 #include <thread>
@@ -26,8 +28,11 @@ int processors() {
 
 int initial_threads() {
   const char* wanted = std::getenv("MGPU_CORE_NUM_THREADS");
-  const int threads = wanted ? std::atoi(wanted) : 0;
-  return threads > 0 ? threads : processors();
+  if (wanted == nullptr) return processors();
+  int threads = 0;
+  const char* end = wanted + std::strlen(wanted);
+  const auto read = std::from_chars(wanted, end, threads);
+  return read.ec == std::errc() && read.ptr == end && threads > 0 ? threads : processors();  // 1e3 is not 1
 }
 
 struct Instance {

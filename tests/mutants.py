@@ -920,15 +920,15 @@ MUTANTS = [
     mutant(
         "step: parameters that were moved stay on other devices what they were",
         "mgpu_core/engine/replicas.py",
-        "        self.send_values(moved)\n",
-        "",
+        "        self.send_values(moved)\n        self.moves",
+        "        self.moves",
         "accelerator/test_train_step.py",
     ),
     mutant(
         "step: hooks that come to a module later are overlooked",
         "mgpu_core/engine/net_watch.py",
-        "if module_hooks_now != self._module_hooks:",
-        "if False:",
+        "if now != then and any(hook_kinds(row[at])",
+        "if False and any(hook_kinds(row[at])",
         "engine/test_habits.py",
     ),
     mutant(

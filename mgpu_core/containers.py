@@ -9,7 +9,6 @@ import copy
 import dataclasses
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from operator import is_
 from typing import Any, TypeAlias
 
 import torch
@@ -88,8 +87,13 @@ def _made_again(obj: Any, plain: Any) -> Any:
 def _has_entries(made: Any, plain: Any) -> bool:
     """Whether it has them, and in the same order; a constructor may take all of them for its first field."""
     if isinstance(plain, dict):
-        return list(made.keys()) == list(plain) and all(map(is_, made.values(), plain.values()))
-    return len(made) == len(plain) and all(map(is_, made, plain))
+        return list(made.keys()) == list(plain) and all(map(_is_entry, made.values(), plain.values()))
+    return len(made) == len(plain) and all(map(_is_entry, made, plain))
+
+
+def _is_entry(made: Any, given: Any) -> bool:
+    """Itself, or what a constructor makes of it that turns dicts into dicts of its own kind."""
+    return made is given or (not isinstance(given, torch.Tensor) and isinstance(made, type(given)))
 
 
 def plain_attributes(obj: Any) -> Iterator[tuple[str, Any]]:

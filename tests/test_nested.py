@@ -266,6 +266,27 @@ def test_dicts_that_are_dataclasses(kind, entries):
         assert made[name].tolist() == [value, value]
 
 
+class Dotted(dict):
+    """As configuration dicts: whatever dict is put in, is one of its own kind then, a new one each time."""
+
+    def __init__(self, entries=()):
+        super().__init__()
+        for key, value in dict(entries).items():
+            self[key] = value
+
+    def __setitem__(self, key, value):
+        super().__setitem__(key, Dotted(value) if isinstance(value, dict) else value)
+
+    def __copy__(self):
+        raise TypeError("made by its constructor alone")
+
+
+def test_dicts_that_make_dicts_their_own():
+    tree, leaves, _ = apart(Dotted({"a": {"b": 1, "c": [2]}, "d": 3}))
+    made = tree.unflatten(iter([10 * leaf for leaf in leaves]))
+    assert (type(made), type(made["a"]), made) == (Dotted, Dotted, {"a": {"b": 10, "c": [20]}, "d": 30})
+
+
 class ByRows(MutableMapping):
     """As a TensorDict: made of a dict alone, and its iterator goes over rows."""
 

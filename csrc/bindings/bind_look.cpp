@@ -8,7 +8,7 @@ namespace {
 // What a visitor says of an object, and a walk of all of them.
 enum class Walk { on, end, error };
 
-// The entries of a list, or the keys and values of a dict; no code of Python's runs meanwhile.
+// The entries of a list, or the keys and values of a dict.
 template <class See>
 Walk walk_container(PyObject* container, See&& see) {
   const py::scoped_critical_section held{py::handle(container)};
@@ -58,6 +58,7 @@ bool is_same(PyObject* now, PyObject* then) {
   if (now == then) return true;
   if (Py_TYPE(now) != Py_TYPE(then)) return false;
   if (!PyLong_CheckExact(now) && !PyFloat_CheckExact(now) && !PyTuple_Check(now)) return false;
+  const auto kept = py::reinterpret_borrow<py::object>(now);  // a tuple's entries may have a comparison of their own
   const int equal = PyObject_RichCompareBool(now, then, Py_EQ);
   if (equal < 0) PyErr_Clear();  // a tuple of what cannot be compared
   return equal == 1;

@@ -97,9 +97,9 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
     return begin, begin + (last + 1) * tensor.element_size()
 
 
-def _place(tensor: torch.Tensor) -> tuple[tuple[int, int], tuple[int, ...]]:
-    """Equal for tensors that have the very same elements in the same order."""
-    return _extent(tensor), () if tensor.is_contiguous() else tensor.stride()
+def _place(tensor: torch.Tensor) -> tuple[tuple[int, int], int, tuple[int, ...]]:
+    """Equal for tensors that have the very same elements in the same order, be they numbers of another kind."""
+    return _extent(tensor), tensor.itemsize, () if tensor.is_contiguous() else tensor.stride()
 
 
 def _lies_on(tensor: torch.Tensor, device: torch.device) -> bool:

@@ -37,7 +37,7 @@ class NetWatch:
         self._net, self._places, self._names, self._copies = net, places, names, copies
         self.remember()
         self.remember_hooks()
-        self._module_hooks = self._module_hooks_now()
+        self._remember_module_hooks()
 
     def remember(self) -> None:
         """Takes the parameters as they are now for what the next steps must find."""
@@ -81,12 +81,25 @@ class NetWatch:
         if hooks != self._hooks:
             name = f"parameter {self._names[first_difference(hooks, self._hooks)]}"
             raise RuntimeError(f"{name} has got or lost a hook, which the other ranks lack: {ADVICE}")
-        found = self._module_hooks_now()
+        found = _module_hooks_of(self._places)
+        if not self._copies or found == self._module_hooks:
+            return
         for at, (now, then) in enumerate(zip(found, self._module_hooks, strict=True)):
-            if now != then and any(hook_kinds(row[at]) != hook_kinds(self._places[at]) for row in self._copies):
+            if now != then and not self._is_everywhere(at):
                 name = self._name_of(self._places[at])
                 raise RuntimeError(f"module {name} has got or lost a hook, which the other ranks lack: {ADVICE}")
-        self._module_hooks = found  # what forwards put on their own modules, all ranks have
+        self._remember_module_hooks()
+
+    def _is_everywhere(self, at: int) -> bool:
+        """Whether forwards have put hooks on their own modules, in all ranks: the others' have changed alike."""
+        return all(
+            module_hooks([row[at]]) != then[at] and hook_kinds(row[at]) == hook_kinds(self._places[at])
+            for row, then in zip(self._copies, self._copies_hooks, strict=True)
+        )
+
+    def _remember_module_hooks(self) -> None:
+        self._module_hooks = _module_hooks_of(self._places)
+        self._copies_hooks = [_module_hooks_of(row) for row in self._copies]
 
     def _name_of(self, module: Module) -> str:
         return next((name for name, each in self._net.named_modules() if each is module), "") or type(module).__name__
@@ -94,14 +107,14 @@ class NetWatch:
     def _hooks_now(self) -> list[tuple[int, int]]:
         return [(len(each._backward_hooks or ()), other_hooks(each)) for each in self.parameters]
 
-    def _module_hooks_now(self) -> list[list[int]]:
-        """Of those that other ranks have copies of."""
-        return [module_hooks([each]) for each in self._places] if self._copies else []
-
 
 def first_difference(now: Sequence[object], then: Sequence[object]) -> int:
     """The place of the first pair that is not equal."""
     return next(i for i, (one, other) in enumerate(zip(now, then, strict=True)) if one != other)
+
+
+def _module_hooks_of(modules: Sequence[Module]) -> list[list[int]]:
+    return [module_hooks([each]) for each in modules]
 
 
 def _parameters_of(net: Module) -> Iterator[Parameter | None]:

@@ -237,7 +237,7 @@ class Replicas:
         """
         if self._memory is not None and not self._memory.is_over():
             return
-        moved = [i for i in sorted(self._adopted) if self._is_elsewhere(i)]
+        moved = self._elsewhere()
         for i in moved:
             if self.parameters[0][i].shape != self._flats[0].value_views[i].shape:
                 raise RuntimeError(f"the forward gives parameter {self.names[i]} another shape: {ADVICE}")
@@ -248,12 +248,16 @@ class Replicas:
             self.retaken += 1
         self._memory = Look((), (), memory_questions(each for row in self.parameters for each in row))
 
-    def _is_elsewhere(self, i: int) -> bool:
-        return any(
-            memory_of([self.parameters[rank][i]]) != memory_of([values.value_views[i]])
-            for place, values in self._flats.items()
-            for rank in self.ranks_of[place]
-        )
+    def _elsewhere(self) -> list[int]:
+        """Parameters that are laid out, and lie elsewhere in some rank."""
+        found: set[int] = set()
+        for place, values in self._flats.items():
+            places = [i for i in self._adopted if i in values.value_views]  # one was frozen before it was laid out anew
+            wanted = list(zip(*memory_of([values.value_views[i] for i in places]), strict=True))
+            for rank in self.ranks_of[place]:
+                now = zip(*memory_of([self.parameters[rank][i] for i in places]), strict=True)
+                found |= {i for i, one, other in zip(places, now, wanted, strict=True) if one != other}
+        return sorted(found)
 
     def release(self) -> None:
         """Gives the user's module storage of its own again, of what is the step's."""

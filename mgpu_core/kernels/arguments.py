@@ -9,7 +9,7 @@ import torch
 
 from mgpu_core.device.dtypes import FLOATING
 from mgpu_core.device.shared_memory import check_disjoint
-from mgpu_core.device.tensor_checks import all_plain, check_writable, readable
+from mgpu_core.device.tensor_checks import all_plain, check_writable, memory_of, readable
 
 __all__ = ["as_out", "as_tensor", "as_tensors", "check_floating", "check_like", "check_outs", "on_one_device"]
 
@@ -40,7 +40,7 @@ def _over_the_same_memory(array: Any) -> torch.Tensor:
     current = torch.cuda.current_device()
     for gpu in sorted(gpus, key=current.__ne__):  # the current one first
         tensor = torch.as_tensor(array, device=torch.device("cuda", gpu))
-        if tensor.data_ptr() == pointer or not tensor.numel():
+        if memory_of([tensor])[0] == [pointer] or not tensor.numel():
             return tensor
     raise TypeError(f"torch sees no memory of its GPUs behind this {type(array).__name__}")
 

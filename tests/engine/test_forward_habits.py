@@ -125,6 +125,23 @@ def test_hooks_of_the_users_own_are_told_from_those(hook):
     assert step.steps == 2
 
 
+def test_another_hook_of_the_same_code():
+    """The other ranks would go on with the old one."""
+
+    def adds(number):
+        return lambda module, args, output: output + number
+
+    net = Linear()
+    handle = net.last.register_forward_hook(adds(1))
+    step = TrainStep(net, mse, SGD(net.parameters(), lr=0.1), cpu(2))
+    x, y = torch.ones(4, 3), torch.ones(4, 2)
+    step(x, y)
+    handle.remove()
+    net.last.register_forward_hook(adds(2))
+    with pytest.raises(RuntimeError, match="module last has got or lost a hook"):
+        step(x, y)
+
+
 class Lazy(Linear):
     """Makes a buffer when it is first needed, as rotary embeddings and masks do."""
 

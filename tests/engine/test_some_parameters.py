@@ -40,6 +40,23 @@ def test_what_is_frozen_takes_no_room(ranks, is_known):
     assert all(row[0].data_ptr() == memory for row in twins)
 
 
+@pytest.mark.parametrize("ranks", RANKS)
+def test_what_is_frozen_when_others_are_thawed(ranks):
+    """The new layout has no place for it, and it stays in the old one's memory."""
+    torch.manual_seed(0)
+    net = Branches().double()
+    net.second.requires_grad_(False)
+    pair = Pair(net, adamw, ranks)
+    for i, (x, y) in enumerate(batches(9, 8)):
+        if i in (3, 6):
+            for each in (pair.net, pair.alone):
+                each.first.requires_grad_(i == 6)
+                each.second.requires_grad_(True)
+        pair.both(x, 2, y)
+        assert pair.far() < 1e-12
+    assert places(pair.step) >= {"first.weight", "second.weight"}
+
+
 def call(pair, x, y):
     """One call of a window, in the step and alone."""
     pair.step(x, 2, y)

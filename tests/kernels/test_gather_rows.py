@@ -67,3 +67,11 @@ def test_refusals():
         gather_rows(rows, index.to("meta"))
     with pytest.raises(ValueError, match="out must be contiguous"):
         gather_rows(rows, index, out=torch.zeros(2, 2))
+
+
+def test_rows_are_not_written_over_themselves():
+    rows = torch.arange(64, dtype=torch.uint8).reshape(8, 8)
+    before = rows.clone()
+    with pytest.raises(ValueError, match="out and an input share memory"):
+        gather_rows(rows, torch.tensor([0, 0]), out=rows.view(torch.float32).view(2, 8))
+    assert torch.equal(rows, before)

@@ -29,6 +29,7 @@ class Case:
     Attributes:
         plan: of the nest; for ``scatter_kwargs`` a tuple of the positional and the keyword arguments.
         roots: what errors of scatter call the parts of the plan.
+        dealt: keywords with one number per rank, where other tensors have other rows: each rank gets its own.
     """
 
     def __init__(self, picker):
@@ -41,11 +42,27 @@ class Case:
         if self.arguments:
             given = [(i, nest(picker, self.dim, self.rows, faulty, 2)) for i in range(1 + picker.below(2))]
             named = [(name, nest(picker, self.dim, self.rows, faulty, 2)) for name in ("x", "mask")[picker.below(3) :]]
+            if picker.once_in(5):
+                shape = [1] * (abs(self.dim) + 1)
+                shape[self.dim] = self.ranks
+                named.append(("numbers", Node("tensor", torch.arange(float(self.ranks)).reshape(shape))))
             self.plan = Node("tuple", children=[(0, Node("tuple", children=given)), (1, Node("dict", children=named))])
             self.roots = [("inputs", self.plan.children[0][1]), ("kwargs", self.plan.children[1][1])]
         else:
             self.plan = nest(picker, self.dim, self.rows, faulty)
             self.roots = [("inputs", self.plan)]
+        self.dealt = self._dealt() if self.arguments and self.ranks > 1 else []
+
+    def _dealt(self):
+        sized = [leaf for _, leaf in self.leaves() if leaf.kind == "tensor" and has_dimension(leaf.value, self.dim)]
+        if all(leaf.value.size(self.dim) == self.ranks for leaf in sized):
+            return []
+        named = [leaf for _, leaf in self.roots[1][1].leaves("kwargs")]
+        fitting = [leaf for leaf in sized if leaf.value.numel() == leaf.value.size(self.dim) == self.ranks]
+        return [leaf for leaf in fitting if any(leaf is each for each in named)]
+
+    def is_dealt(self, node):
+        return any(node is each for each in self.dealt)
 
     def __repr__(self):
         return (
@@ -87,6 +104,8 @@ def refused_by_scatter(case):
             text = f"{path} has shape {shape}"
             if not has_dimension(leaf.value, case.dim):
                 return IndexError, [text, f"dimension {case.dim}"]
+            if case.is_dealt(leaf):
+                continue
             first = first or (text, shape[case.dim])
             if shape[case.dim] != first[1]:
                 return ValueError, [text, first[0], f"dimension {case.dim}", "mgpu_core.Replicate"]
@@ -124,8 +143,12 @@ def rows_of(case):
     """Rows that are cut, or None: those of the tensors outside Replicate.  One rank cuts nothing."""
     if case.ranks == 1:
         return None
-    with_rows = [leaf.value for _, leaf in case.leaves() if leaf.kind == "tensor" and leaf.value.dim()]
+    with_rows = [leaf.value for _, leaf in case.leaves() if has_rows(leaf, case)]
     return with_rows[0].size(case.dim) if with_rows else None
+
+
+def has_rows(leaf, case):
+    return leaf.kind == "tensor" and leaf.value.dim() and not case.is_dealt(leaf)
 
 
 def check_counts(counts, case, rows):
@@ -143,17 +166,19 @@ def check_counts(counts, case, rows):
                 assert share < other_share or count >= other - (share == other_share)
 
 
-def check_part(node, part, case, begin, count, whole=False):
+def check_part(node, part, case, rank, begin, count, whole=False):
     """One rank's part: containers as planned, tensors cut (inside Replicate whole), other leaves the very object."""
     if node.kind == "replicate":
-        check_part(node.children[0][1], part, case, begin, count, whole=True)
+        check_part(node.children[0][1], part, case, rank, begin, count, whole=True)
     elif node.kind not in ("tensor", "thing", "refused"):
         for value, child in node.entries(part):
-            check_part(child, value, case, begin, count, whole)
+            check_part(child, value, case, rank, begin, count, whole)
     elif node.kind == "thing" or case.ranks == 1:
         assert part is node.value
     elif node.kind == "tensor":
         cut = node.value.dim() and not whole
+        if case.is_dealt(node):
+            begin, count = rank, 1
         same_bits(part, node.value.narrow(case.dim, begin, count) if cut else node.value)
         assert part.requires_grad == node.value.requires_grad
         if cut:
@@ -172,13 +197,16 @@ def check_whole(node, found, first, case, parts, joined, whole=False):
         wanted = node.value.detach()
         if not wanted.dim():
             wanted = wanted.reshape(1).repeat(parts)
+        elif case.is_dealt(node):
+            wanted = wanted.narrow(case.dim, 0, parts).resolve_conj().resolve_neg()
         elif whole:
             wanted = torch.cat([wanted.resolve_conj().resolve_neg()] * parts, case.dim)
         same_bits(found, wanted)
         assert found.requires_grad == node.value.requires_grad
         assert found.is_contiguous(memory_format=order_of(first))
         assert found is not first
-        joined.append((found, node.value, parts if whole or not node.value.dim() else 1))
+        if not case.is_dealt(node):
+            joined.append((found, node.value, parts if whole or not node.value.dim() else 1))
     else:
         for (value, child), (one, _) in zip(node.entries(found), node.entries(first), strict=True):
             check_whole(child, value, one, case, parts, joined, whole)
@@ -198,8 +226,8 @@ def there_and_back(case):
     rows = rows_of(case)
     counts = counts_of(case, parts, rows)
     check_counts(counts, case, rows)
-    for part, begin, count in zip(parts, accumulate([0, *counts]), counts, strict=False):
-        check_part(case.plan, part, case, begin, count)
+    for rank, (part, begin, count) in enumerate(zip(parts, accumulate([0, *counts]), counts, strict=False)):
+        check_part(case.plan, part, case, rank, begin, count)
     if wanted := refused_by_gather(case):
         raised(lambda: gather(parts, "cpu", case.dim), wanted)
         return f"gather {wanted[0].__name__}"
@@ -223,7 +251,7 @@ def counts_of(case, parts, rows):
     """Rows of each part, read from its first tensor with rows (the others are compared with it, bit by bit)."""
     if rows is None:
         return [0] * len(parts)
-    place = next(i for i, (_, leaf) in enumerate(case.leaves()) if leaf.kind == "tensor" and leaf.value.dim())
+    place = next(i for i, (_, leaf) in enumerate(case.leaves()) if has_rows(leaf, case))
     return [leaves_like(case.plan, part)[place].size(case.dim) for part in parts]
 
 
@@ -234,17 +262,19 @@ def leaves_like(node, part):
 
 
 def test_10000_random_nests_come_back_or_raise_what_is_documented():
-    happened = Counter()
+    happened, dealt = Counter(), Counter()
 
     @settings(max_examples=10_000, **FUZZ)
     @given(cases())
     def fuzz(case):
         happened[there_and_back(case)] += 1
+        dealt[bool(case.dealt)] += 1
 
     fuzz()
     assert happened.total() >= 10_000
     assert happened["there and back"] >= 5_000
     for refusal in ("scatter TypeError", "scatter ValueError", "scatter IndexError", "gather TypeError"):
         assert happened[refusal] >= 100, refusal
+    assert dealt[True] >= 50
     for rare in ("no memory", "gather IndexError"):
         assert happened[rare] >= 50, rare

@@ -997,8 +997,8 @@ MUTANTS = [
     mutant(
         "gather: entries of sets are paired as they come",
         "mgpu_core/parallel/gather.py",
-        "isinstance(obj, Set) or iter(obj) is obj",
-        "iter(obj) is obj",
+        "isinstance(obj, Set) or not isinstance(obj, Iterable)",
+        "not isinstance(obj, Iterable)",
         "parallel/test_gather.py",
     ),
     mutant(

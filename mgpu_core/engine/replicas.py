@@ -239,8 +239,9 @@ class Replicas:
             return
         moved = self._elsewhere()
         for i in moved:
-            if self.parameters[0][i].shape != self._flats[0].value_views[i].shape:
-                raise RuntimeError(f"the forward gives parameter {self.names[i]} another shape: {ADVICE}")
+            p, laid_out = self.parameters[0][i], self._flats[0].value_views[i]
+            if p.shape != laid_out.shape or p.dtype != laid_out.dtype:
+                raise RuntimeError(f"the forward gives parameter {self.names[i]} another shape or dtype: {ADVICE}")
         for place, values in self._flats.items():
             self.show_memory(place, values, moved)
         if moved:

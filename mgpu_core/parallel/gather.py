@@ -6,7 +6,7 @@ Only what a container of nobody's knowledge holds, is joined as torch does: such
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from typing import Any
 
 import torch
@@ -97,9 +97,11 @@ class _Gather:
 
 def _items_of(obj: Any) -> list[Any] | None:
     """What iterating over it gives, where that holds tensors; ``None``: it does not, or cannot be iterated over."""
+    if isinstance(obj, Set) or not isinstance(obj, Iterable):  # of sets nothing says which entries belong together
+        return None
     try:
-        if isinstance(obj, Set) or iter(obj) is obj:
-            return None  # of sets nothing says which entries belong together; an iterator would be used up
+        if iter(obj) is obj:  # it would be used up
+            return None
         items = list(obj)
         leaves: list[Any] = []
         flatten(items, leaves, "", whole=True)

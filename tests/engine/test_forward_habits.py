@@ -44,7 +44,8 @@ def test_it_is_put_back_where_the_step_fails(ranks):
         pair.step.evaluate(x, y)
 
 
-def test_one_of_another_shape():
+@pytest.mark.parametrize("other", [torch.ones(1, 1), torch.ones(1, dtype=torch.float64)])
+def test_one_of_another_shape(other):
     class Growing(Linear):
         def __init__(self):
             super().__init__()
@@ -52,7 +53,7 @@ def test_one_of_another_shape():
 
         def forward(self, x):
             if self.grows:
-                self.scale.data = torch.ones(1, 1)
+                self.scale.data = other
             return super().forward(x) * self.scale
 
     net = Growing()
@@ -60,7 +61,9 @@ def test_one_of_another_shape():
     batch = torch.ones(4, 3), torch.ones(4, 2)
     step(*batch)
     net.grows = True
-    with pytest.raises(RuntimeError, match=r"the forward gives parameter scale another shape.*step\.rebuild\(\)"):
+    with pytest.raises(
+        RuntimeError, match=r"the forward gives parameter scale another shape or dtype.*step\.rebuild\(\)"
+    ):
         step(*batch)
     with pytest.raises(RuntimeError, match=r"parameter scale was moved"):
         step(*batch)

@@ -150,6 +150,17 @@ def test_sets_of_tensors_are_refused():
         gather([{torch.ones(1), torch.zeros(1)} for _ in range(2)], "cpu")
 
 
+def test_what_has_an_entry_for_every_number_is_not_gone_through():
+    """It would never end."""
+
+    class Endless:
+        def __getitem__(self, place):
+            return torch.ones(1)
+
+    with pytest.raises(TypeError, match="cannot be gathered"):
+        gather([Endless(), Endless()], "cpu")
+
+
 def test_iterators_are_not_used_up():
     given = [iter([torch.ones(1)]) for _ in range(2)]
     with pytest.raises(TypeError, match="cannot be gathered"):

@@ -638,8 +638,8 @@ MUTANTS = [
     mutant(
         "step: moved parameters are trained where they were",
         "mgpu_core/engine/net_watch.py",
-        "        if memory == self._memory:",
-        "        if True:",
+        "return moved_between(memory_of(self.parameters), self._memory)",
+        "return []",
         "engine/test_train_step.py",
     ),
     mutant(

@@ -15,9 +15,9 @@ __all__ = ["random_state_kept"]
 @contextmanager
 def random_state_kept(devices: Sequence[torch.device]) -> Iterator[None]:
     """Puts the states of torch's generators, Python's and numpy's (if it is loaded) back at the end."""
-    numpy = sys.modules.get("numpy.random")
-    get_state = getattr(numpy, "get_state", None)  # which it has not got yet while it is loaded
-    pythons, numpys = random.getstate(), None if get_state is None else get_state()
+    loaded = sys.modules.get("numpy.random")
+    numpy = loaded if hasattr(loaded, "set_state") else None  # which it has not got yet while it is being loaded
+    pythons, numpys = random.getstate(), None if numpy is None else numpy.get_state()
     places = [device for device in dict.fromkeys(devices) if device.type != "cpu"]
     kind = places[0].type if places else "cuda"
     try:
@@ -25,5 +25,5 @@ def random_state_kept(devices: Sequence[torch.device]) -> Iterator[None]:
             yield
     finally:
         random.setstate(pythons)
-        if numpy is not None and numpys is not None:
+        if numpy is not None:
             numpy.set_state(numpys)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch._C._functorch import is_functorch_wrapped_tensor, is_legacy_batchedtensor
@@ -25,6 +25,7 @@ __all__ = [
     "memory_of",
     "memory_questions",
     "memory_view",
+    "moved_between",
     "readable",
     "refuse_special",
 ]
@@ -151,13 +152,24 @@ def check_alike(tensors: Sequence[torch.Tensor], shape: torch.Size, dtype: torch
             )
 
 
-def memory_of(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[tuple[int, ...]], list[torch.dtype]]:
+Memory: TypeAlias = tuple[list[int], list[tuple[int, ...]], list[torch.dtype]]
+
+
+def memory_of(tensors: Sequence[torch.Tensor]) -> Memory:
     """Where tensors lie and how: equal to an earlier answer for as long as nobody has given them other memory."""
     return (
         list(map(torch.Tensor.data_ptr, tensors)),
         list(map(torch.Tensor.stride, tensors)),
         list(map(attrgetter("dtype"), tensors)),
     )
+
+
+def moved_between(now: Memory, then: Memory) -> list[int]:
+    """Which tensors lie elsewhere, or in another way, in one answer of :func:`memory_of` than in the other."""
+    if now == then:
+        return []
+    pairs = zip(zip(*now, strict=True), zip(*then, strict=True), strict=True)
+    return [i for i, (one, other) in enumerate(pairs) if one != other]
 
 
 def memory_questions(tensors: Iterable[torch.Tensor]) -> list[Callable[[], Any]]:

@@ -159,8 +159,6 @@ class Engine:
             except BaseException:
                 if self._ranks_have_ended():
                     self._broken = None
-                    with suppress(RuntimeError):
-                        self.parts.replicas.retake()
                 raise
             return Window(self._setup.reduction, 1).add(rows, losses, self._setup.team.devices[0]), outputs
 
@@ -188,8 +186,6 @@ class Engine:
         parts.sync.cancel()
         if not self._ranks_have_ended():
             return
-        with suppress(RuntimeError):  # which the next call says, too
-            parts.replicas.retake()
         broken = None
         if parts.together is not None:
             self._broken = "the other processes may not know that a step was given up"
@@ -199,12 +195,17 @@ class Engine:
         self._broken = broken or parts.cycle.broken
 
     def _ranks_have_ended(self) -> bool:
-        """After a failure: waits for those that are still at work; where one does not end, the step is broken."""
+        """After a failure: waits for those that are still at work, and takes back what they have put elsewhere.
+
+        Where one does not end, the step is broken.
+        """
         seconds = time_limit()
         self._broken = "a rank may still be at work in a step that was given up"  # until we know: Ctrl-C may come again
         if not self.parts.passes.stop(seconds):
             self._broken = f"a rank was still at work {seconds:g} s after its step had failed"
             return False
+        with suppress(RuntimeError):  # which the next call says, too
+            self.parts.replicas.retake()
         return True
 
     def load(self, state: dict[str, Any]) -> None:

@@ -7,7 +7,7 @@ from operator import is_
 
 from torch.nn import Module, Parameter
 
-from mgpu_core.device.tensor_checks import memory_of
+from mgpu_core.device.tensor_checks import memory_of, moved_between
 from mgpu_core.engine.module_look import hook_kinds, module_hooks, module_look
 from mgpu_core.engine.twins import other_hooks
 from mgpu_core.look import Look
@@ -69,11 +69,7 @@ class NetWatch:
 
     def moved(self) -> list[int]:
         """Which parameters lie elsewhere than they did."""
-        memory = memory_of(self.parameters)
-        if memory == self._memory:
-            return []
-        now, then = (list(zip(*each, strict=True)) for each in (memory, self._memory))
-        return [i for i, (one, other) in enumerate(zip(now, then, strict=True)) if one != other]
+        return moved_between(memory_of(self.parameters), self._memory)
 
     def check_hooks(self) -> None:
         """Raises RuntimeError unless parameters and modules have the hooks that they had; names which has not."""

@@ -17,7 +17,7 @@ from mgpu_core.comm import collectives
 from mgpu_core.containers import plain_attributes
 from mgpu_core.device.compiled import compiled_calls
 from mgpu_core.device.team import Team
-from mgpu_core.device.tensor_checks import memory_of, memory_questions
+from mgpu_core.device.tensor_checks import memory_of, memory_questions, moved_between
 from mgpu_core.engine.commit import BufferSnapshot
 from mgpu_core.engine.flat import FlatTensors, compact
 from mgpu_core.engine.net_watch import ADVICE, NetWatch, first_difference
@@ -254,10 +254,10 @@ class Replicas:
         found: set[int] = set()
         for place, values in self._flats.items():
             places = [i for i in self._adopted if i in values.value_views]  # one was frozen before it was laid out anew
-            wanted = list(zip(*memory_of([values.value_views[i] for i in places]), strict=True))
+            wanted = memory_of([values.value_views[i] for i in places])
             for rank in self.ranks_of[place]:
-                now = zip(*memory_of([self.parameters[rank][i] for i in places]), strict=True)
-                found |= {i for i, one, other in zip(places, now, wanted, strict=True) if one != other}
+                now = memory_of([self.parameters[rank][i] for i in places])
+                found |= {places[each] for each in moved_between(now, wanted)}
         return sorted(found)
 
     def release(self) -> None:

@@ -21,13 +21,27 @@ def places(step):
     return {parts.replicas.names[each.parameter] for bucket in parts.sync.layout.buckets for each in bucket.segments}
 
 
+def frozen_body():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 2)).double()
+    net[0].requires_grad_(False)
+    return net
+
+
+def assert_equal_through_a_thaw(pair, at):
+    """Of the body, before step number ``at`` of twice as many."""
+    for i, (x, y) in enumerate(batches(2 * at, 9)):
+        for each in (pair.net, pair.alone):
+            each[0].requires_grad_(i >= at)
+        pair.both(x, y)
+        assert pair.far() < 1e-12
+
+
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("is_known", [True, False])
 def test_what_is_frozen_takes_no_room(ranks, is_known):
     """A body of a million weights that is frozen is neither moved nor summed, whether the optimizer has it or not."""
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 2)).double()
-    net[0].requires_grad_(False)
+    net = frozen_body()
     pair = Pair(net, lambda p: adamw([each for each in p if is_known or each.requires_grad]), ranks)
     memory = net[0].weight.data_ptr()
     for x, y in batches(4, 9):
@@ -89,20 +103,11 @@ def test_what_is_thawed_is_laid_out_then(ranks, is_known, accumulate):
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("make", [adamw, lambda p: SGD(p, lr=0.1, momentum=0.9)])
 def test_the_last_group_may_be_frozen(ranks, make):
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 2)).double()
-    net[0].requires_grad_(False)
-
     def groups(parameters):
         body, body_bias, head, head_bias = parameters
         return make([{"params": [head, head_bias]}, {"params": [body, body_bias]}])
 
-    pair = Pair(net, groups, ranks)
-    for i, (x, y) in enumerate(batches(6, 9)):
-        for each in (pair.net, pair.alone):
-            each[0].requires_grad_(i >= 3)
-        pair.both(x, y)
-    assert pair.far() < 1e-12
+    assert_equal_through_a_thaw(Pair(frozen_body(), groups, ranks), at=3)
 
 
 class Buffered(torch.optim.Optimizer):
@@ -127,15 +132,7 @@ class Buffered(torch.optim.Optimizer):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_an_optimizers_own_state_stays_its_own(ranks):
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 2)).double()
-    net[0].requires_grad_(False)
-    pair = Pair(net, Buffered, ranks)
-    for i, (x, y) in enumerate(batches(8, 9)):
-        for each in (pair.net, pair.alone):
-            each[0].requires_grad_(i >= 4)
-        pair.both(x, y)
-        assert pair.far() < 1e-12
+    assert_equal_through_a_thaw(Pair(frozen_body(), Buffered, ranks), at=4)
 
 
 def test_a_state_of_an_own_optimizer_is_loaded_twice():

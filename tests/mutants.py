@@ -672,7 +672,7 @@ MUTANTS = [
     ),
     mutant(
         "step: momentum of a step by hand stays on one device",
-        "mgpu_core/engine/fused.py",
+        "mgpu_core/engine/shown_state.py",
         "shown = [flat for flats in self._devices[0].states.values() for flat in flats]",
         "shown = []",
         "accelerator/test_train_step.py",
@@ -687,7 +687,7 @@ MUTANTS = [
     mutant(
         "step: its own writes count as a step by hand",
         "mgpu_core/engine/fused.py",
-        "        self._watch_versions()  # also",
+        "        self._shown.watch()  # also",
         "        # also",
         "engine/test_graphs.py",
     ),
@@ -934,7 +934,7 @@ MUTANTS = [
     mutant(
         "step: an optimizer is settled although its state was written",
         "mgpu_core/engine/fused.py",
-        "not self._look.is_over() and not self._versions.is_over()",
+        "not self._look.is_over() and not self._shown.is_written()",
         "not self._look.is_over()",
         "accelerator/test_train_step.py",
     ),

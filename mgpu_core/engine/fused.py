@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from operator import is_
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from mgpu_core.engine.optimizer_facts import (
     optimizer_look,
     settings_of,
 )
+from mgpu_core.engine.shown_state import ShownState
 from mgpu_core.look import Look
 
 __all__ = ["FusedUpdate"]
@@ -58,17 +58,13 @@ class FusedUpdate:
         self._is_sgd = is_sgd(optimizer)
         self._used: list[bool] = []
         self._settings: list[Any] = []
-        self._shown: set[int] = set()  # parameters whose state the optimizer has
-        self._others = 0  # states of parameters outside the buckets, which are frozen
         self._look: Look | None = None  # at the optimizer, as the last update has left it
-        self._versions = Look()  # of what the optimizer shows
-        self._steps: list[torch.Tensor | None] = []  # what torch counts in, of each parameter whose state is shown
-        self._counts: list[torch.Tensor] = []  # of these, what an update counts up
+        self._counts: list[torch.Tensor] = []  # what torch counts in, of those that take part
         self._flats = flats
         self.device_count = len(flats)
         self.generation = 0
-        self._views: dict[str, dict[int, torch.Tensor]] = {}  # by kind of state and parameter, on the first device
         self._devices = self._made_devices(buckets)
+        self._shown = self._made_shown()
         me = weakref.ref(self)
         self.handles = {"load": optimizer.register_load_state_dict_post_hook(lambda _: _adopt(me))}
         self.adopt_state()
@@ -79,6 +75,9 @@ class FusedUpdate:
             FusedOnDevice(self._is_sgd, buckets, flat.values, flat.gradients, self._groups_of, groups)
             for flat in self._flats
         ]
+
+    def _made_shown(self) -> ShownState:
+        return ShownState(self._optimizer, self._parameters, self._flats[0], self._devices)
 
     def _groups_now(self) -> list[int]:
         groups = groups_of(self._optimizer, self._parameters)
@@ -91,12 +90,12 @@ class FusedUpdate:
 
     def is_settled(self) -> bool:
         """Whether there is nothing to :meth:`follow`: the optimizer is what the last update has left."""
-        return self._look is not None and not self._look.is_over() and not self._versions.is_over()
+        return self._look is not None and not self._look.is_over() and not self._shown.is_written()
 
     def follow(self) -> None:
         """Takes over what has become of the optimizer, and makes room for the state that it is going to have."""
         self._look = None
-        if self._is_stale():
+        if not self._shown.is_as_left():
             self.adopt_state()
         self._read_groups()
         self._allocate()
@@ -117,7 +116,7 @@ class FusedUpdate:
     def launch_on(self, place: int) -> None:
         """Those of one device, for a recording."""
         self._run(place)
-        self._watch_versions()  # also where nothing is concluded: the recording may fail later
+        self._shown.watch()  # also where nothing is concluded: the recording may fail later
 
     def _run(self, place: int) -> None:
         decoupled = bool(self._optimizer.param_groups[0].get("decoupled_weight_decay"))
@@ -143,13 +142,13 @@ class FusedUpdate:
         """What the optimizer shows, and what torch counts, after an update."""
         if self._look is None:
             self._show_state()
-            self._counts = self._steps_of_used()
+            self._counts = self._shown.steps_of(self._used)
         if self._counts:
             torch._foreach_add_(self._counts, 1)
         if self._look is not None:
-            self._versions.take_again()
+            self._shown.watch_again()
         else:
-            self._watch_versions()
+            self._shown.watch()
             self._look = optimizer_look(self._optimizer) if has_plain_settings(self._optimizer) else None
         self._optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask whether there was a step
 
@@ -167,7 +166,7 @@ class FusedUpdate:
 
     def _restart_momentum(self) -> None:
         """What has no momentum buffer yet begins with a copy of its gradient, whenever its group gets momentum."""
-        steps = [int(i in self._shown) for i in range(len(self._parameters))]
+        steps = [int(i in self._shown.places) for i in range(len(self._parameters))]
         for device in self._devices:
             device.set_steps(steps)
 
@@ -182,12 +181,7 @@ class FusedUpdate:
         self.generation += any(kind not in self._devices[0].states for kind in kinds)
         for device in self._devices:
             device.allocate(kinds)
-        self._find_views()
-
-    def _find_views(self) -> None:
-        for kind, flats in self._devices[0].states.items():
-            if kind not in self._views:
-                self._views[kind] = self._flats[0].views_of(flats)
+        self._shown.find_views()
 
     def _kinds(self) -> list[str]:
         """The state that the optimizer may have."""
@@ -200,58 +194,11 @@ class FusedUpdate:
         """Gives the optimizer the state of parameters that were updated for the first time."""
         groups = self._optimizer.param_groups
         for i, is_used in enumerate(self._used):
-            if not is_used or i in self._shown or self._groups_of[i] == NO_GROUP:
+            if not is_used or i in self._shown.places or self._groups_of[i] == NO_GROUP:
                 continue
             if self._is_sgd and not groups[self._groups_of[i]]["momentum"]:
                 continue
-            self._shown.add(i)
-            self._point(i)
-
-    def _point(self, i: int) -> None:
-        state = self._optimizer.state[self._parameters[i]]
-        for kind, views in self._views.items():
-            state[kind] = views[i]
-        if not self._is_sgd:
-            group = self._optimizer.param_groups[self._groups_of[i]]
-            on_device = group.get("fused") or group.get("capturable")  # where torch's own step would want it
-            device = self._parameters[i].device if on_device else torch.device("cpu")
-            state.setdefault("step", torch.zeros((), dtype=torch.float32, device=device))
-
-    def _is_stale(self) -> bool:
-        """Whether the optimizer's state is no longer what this update has left: a step or an edit of the user's own."""
-        state, shown = self._optimizer.state, self._shown
-        if len(state) != len(shown) + self._others or self._versions.is_over():
-            return True
-        steps = self._steps_now()
-        if len(steps) != len(self._steps) or not all(map(is_, steps, self._steps)):
-            return True
-        for i in shown:  # noqa: SIM110  # in each step: a loop costs half of what `any` does
-            if not self._is_as_left(i, state[self._parameters[i]]):
-                return True
-        return False
-
-    def _is_as_left(self, i: int, state: dict[str, Any]) -> bool:
-        for kind, views in self._views.items():  # noqa: SIM110
-            if state.get(kind) is not views[i]:
-                return False
-        return True
-
-    def _watch_versions(self) -> None:
-        """Where somebody writes to what the optimizer shows from now on, the other devices would not know of it."""
-        self._steps = self._steps_now()
-        shown = [flat for flats in self._devices[0].states.values() for flat in flats]
-        self._versions = Look((), [(each, "_version") for each in [*shown, *self._steps] if each is not None])
-
-    def _steps_now(self) -> list[torch.Tensor | None]:
-        """Torch counts steps in tensors, but for SGD."""
-        state = self._optimizer.state
-        return [] if self._is_sgd else [state.get(self._parameters[i], {}).get("step") for i in self._shown]
-
-    def _steps_of_used(self) -> list[torch.Tensor]:
-        """What torch counts an optimizer's steps in, of those that took part; the kernels count in their table."""
-        if self._is_sgd:
-            return []
-        return [self._optimizer.state[self._parameters[i]]["step"] for i in self._shown if self._used[i]]
+            self._shown.show(i, groups[self._groups_of[i]])
 
     def loaded(self) -> None:
         """A state was loaded into the optimizer."""
@@ -259,30 +206,24 @@ class FusedUpdate:
 
     def adopt_state(self) -> None:
         """Takes over the state that the optimizer has: a loaded one, or that of its steps before."""
-        self._shown.clear()
+        self._shown.forget()
         self._groups_of = self._groups_now()
-        self._views.clear()
         self.generation += 1
         for device in self._devices:
             device.forget()
         steps = [0] * len(self._parameters)
-        found = {i: self._optimizer.state.get(self._parameters[i], {}) for i in sorted(self._placed)}
-        present = {i: state for i, state in found.items() if any(torch.is_tensor(each) for each in state.values())}
-        for i, state in found.items():
-            if state is not None and i not in present:
-                self._optimizer.state.pop(self._parameters[i], None)  # torch's SGD notes that there is no momentum
+        present = self._shown.found(self._placed)
         self._allocate_on_devices([kind for kind in self._kinds() if any(kind in state for state in present.values())])
         for i, state in present.items():
             for device in self._devices:
                 device.fill(i, state, self._parameters[i])
             steps[i] = 1 if self._is_sgd else int(state["step"])
-            self._shown.add(i)
-            self._point(i)
+            self._shown.show(i, self._optimizer.param_groups[self._groups_of[i]])
         for device in self._devices:
             device.set_steps(steps)
-        self._others = len(self._optimizer.state) - len(self._shown)
         self._used = []  # a table of steps was written; that of who takes part is, too
-        self._watch_versions()
+        self._shown.remember_others()
+        self._shown.watch()
 
 
 def _adopt(update: weakref.ref[FusedUpdate]) -> None:

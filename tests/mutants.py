@@ -287,14 +287,14 @@ MUTANTS = [
     # The ranks.
     mutant(
         "a worker's exception is swallowed",
-        "mgpu_core/parallel/apply.py",
+        "mgpu_core/device/failures.py",
         "    if not errors:\n        return",
         "    if True:\n        return",
         "parallel/test_apply.py",
     ),
     mutant(
         "other ranks' failures are not told",
-        "mgpu_core/parallel/apply.py",
+        "mgpu_core/device/failures.py",
         "error.add_note(",
         "str(",
         "parallel/test_apply.py",

@@ -9,11 +9,11 @@ from threading import Event
 from typing import Any
 
 import torch
-from torch._utils import ExceptionWrapper
 
 from mgpu_core.device.context import CallerContext
 from mgpu_core.device.devices import DeviceLike
-from mgpu_core.device.meeting import AbsentRank, Meeting, Seat
+from mgpu_core.device.failures import raise_failures
+from mgpu_core.device.meeting import Meeting, Seat
 from mgpu_core.device.random import RankStream, check_rng, current_stream, rank_streams
 from mgpu_core.device.streams import caller_streams, on
 from mgpu_core.device.switches import switches_kept
@@ -97,7 +97,7 @@ def _applied(
             outcomes = [_run_here(call) for call in calls if call is not None]
         else:
             outcomes = _run_in_workers(team, calls, streams, _share_numbers(team, modules, rng))
-    _raise_failures(outcomes, team)
+    raise_failures(outcomes, team)
     return [outcome.value for outcome in outcomes]
 
 
@@ -240,58 +240,3 @@ def _after(before: Event | None, task: Callable[[], Any], seconds: float) -> tup
             ended.set()
 
     return work, ended
-
-
-def _raise_failures(outcomes: list[Outcome], team: Team) -> None:
-    errors = {rank: outcome.error for rank, outcome in enumerate(outcomes) if outcome.error is not None}
-    if not errors:
-        return
-    if not all(isinstance(error, AbsentRank) for error in errors.values()):  # they are a consequence
-        errors = {rank: error for rank, error in errors.items() if not isinstance(error, AbsentRank)}
-    # A traceback holds the frames, and a frame that holds the exception holds everything that the forward made, until
-    # the garbage collector comes: who tries again with a smaller batch needs the memory at once.
-    for outcome in outcomes:
-        outcome.error = None
-    try:
-        _raise_first(errors, team)
-    finally:
-        del errors
-
-
-def _raise_first(errors: dict[int, BaseException], team: Team) -> None:
-    for original in errors.values():
-        if not isinstance(original, Exception):
-            errors.clear()
-            try:
-                raise original  # KeyboardInterrupt and SystemExit mean the program, not the rank
-            finally:
-                del original
-    rank, original = next(iter(errors.items()))
-    error = _with_origin(rank, original, team)
-    for other in list(errors)[1:]:
-        error.add_note(f"also in replica {other} on device {team.devices[other]}: {_described(errors[other])}")
-    errors.clear()
-    try:
-        raise error from original
-    finally:
-        del error, original
-
-
-def _described(error: BaseException) -> str:
-    try:
-        return repr(error)
-    except Exception:  # a user's class may fail in it, and that must not be all that anybody hears
-        return f"{type(error).__name__}, which has no repr()"
-
-
-def _with_origin(rank: int, original: BaseException, team: Team) -> BaseException:
-    """The exception as torch words it: same type, ``Caught ... in replica``, the original traceback in its text."""
-    where = f"in replica {rank} on device {team.devices[rank]}"
-    wrapper = ExceptionWrapper((type(original), original, original.__traceback__), where=where)
-    try:
-        wrapper.reraise()
-    except Exception as error:
-        if isinstance(error, RuntimeError) or type(error) is type(original):
-            return error.with_traceback(None)
-    # The constructor did not take what torch gave it, and said so: that would be all that anybody hears.
-    return RuntimeError(f"Caught {type(original).__name__} {where}.\nOriginal {wrapper.exc_msg}")

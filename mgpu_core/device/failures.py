@@ -1,0 +1,77 @@
+"""What ranks raised, as the caller hears it: one exception, that of the first rank, with the others' as notes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch._utils import ExceptionWrapper
+
+from mgpu_core.device.meeting import AbsentRank
+from mgpu_core.device.team import Team
+from mgpu_core.device.workers import Outcome
+
+__all__ = ["raise_failures"]
+
+
+def raise_failures(outcomes: Sequence[Outcome], team: Team) -> None:
+    """Raises unless all ranks ended well; the outcomes hold no exception afterwards.
+
+    Args:
+        outcomes: in rank order.
+        team: whose ranks they are.
+
+    Raises:
+        Exception: as :func:`mgpu_core.parallel_apply` words it.
+    """
+    errors = {rank: outcome.error for rank, outcome in enumerate(outcomes) if outcome.error is not None}
+    if not errors:
+        return
+    if not all(isinstance(error, AbsentRank) for error in errors.values()):  # they are a consequence
+        errors = {rank: error for rank, error in errors.items() if not isinstance(error, AbsentRank)}
+    # A traceback holds the frames, and a frame that holds the exception holds everything that the forward made, until
+    # the garbage collector comes: who tries again with a smaller batch needs the memory at once.
+    for outcome in outcomes:
+        outcome.error = None
+    try:
+        _raise_first(errors, team)
+    finally:
+        del errors
+
+
+def _raise_first(errors: dict[int, BaseException], team: Team) -> None:
+    for original in errors.values():
+        if not isinstance(original, Exception):
+            errors.clear()
+            try:
+                raise original  # KeyboardInterrupt and SystemExit mean the program, not the rank
+            finally:
+                del original
+    rank, original = next(iter(errors.items()))
+    error = _with_origin(rank, original, team)
+    for other in list(errors)[1:]:
+        error.add_note(f"also in replica {other} on device {team.devices[other]}: {_described(errors[other])}")
+    errors.clear()
+    try:
+        raise error from original
+    finally:
+        del error, original
+
+
+def _described(error: BaseException) -> str:
+    try:
+        return repr(error)
+    except Exception:  # a user's class may fail in it, and that must not be all that anybody hears
+        return f"{type(error).__name__}, which has no repr()"
+
+
+def _with_origin(rank: int, original: BaseException, team: Team) -> BaseException:
+    """The exception as torch words it: same type, ``Caught ... in replica``, the original traceback in its text."""
+    where = f"in replica {rank} on device {team.devices[rank]}"
+    wrapper = ExceptionWrapper((type(original), original, original.__traceback__), where=where)
+    try:
+        wrapper.reraise()
+    except Exception as error:
+        if isinstance(error, RuntimeError) or type(error) is type(original):
+            return error.with_traceback(None)
+    # The constructor did not take what torch gave it, and said so: that would be all that anybody hears.
+    return RuntimeError(f"Caught {type(original).__name__} {where}.\nOriginal {wrapper.exc_msg}")

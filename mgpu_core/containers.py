@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-__all__ = ["Opened", "opened", "plain_attributes"]
+__all__ = ["Opened", "opened"]
 
 Opened: TypeAlias = tuple[Iterable[str], Iterable[Any], Callable[[list[Any]], Any]]
 
@@ -96,7 +96,7 @@ def _is_entry(made: Any, given: Any) -> bool:
     return made is given or (not isinstance(given, torch.Tensor) and isinstance(made, type(given)))
 
 
-def plain_attributes(obj: Any) -> Iterator[tuple[str, Any]]:
+def _plain_attributes(obj: Any) -> Iterator[tuple[str, Any]]:
     """The attributes that are numbers, words, yes or no, or nothing: what a copy may have without sharing anything."""
     for name, value in getattr(obj, "__dict__", {}).items():
         if type(value) in (bool, int, float, str, type(None)):
@@ -106,7 +106,7 @@ def plain_attributes(obj: Any) -> Iterator[tuple[str, Any]]:
 def _constructed(obj: Any, plain: Any) -> Any:
     pairs = isinstance(obj, dict) and not isinstance(obj, Counter)  # which would count them
     made = type(obj)(plain.items() if pairs else plain)
-    for name, value in plain_attributes(obj):
+    for name, value in _plain_attributes(obj):
         vars(made).setdefault(name, value)  # what the constructor has set, it knows better
     return made
 

@@ -19,9 +19,12 @@ class Look:
         containers: lists and dicts, whose entries (and keys) are looked at.
         attributes: pairs of an object and the name of an attribute.
         calls: without arguments, and without effect.
+
+    Attributes:
+        containers, attributes: the same.
     """
 
-    __slots__ = ("_found", "_watched")
+    __slots__ = ("_calls", "_found", "attributes", "containers")
 
     def __init__(
         self,
@@ -29,13 +32,13 @@ class Look:
         attributes: Iterable[tuple[Any, str]] = (),
         calls: Iterable[Callable[[], Any]] = (),
     ) -> None:
-        self._watched = list(containers), list(attributes), list(calls)
+        self.containers, self.attributes, self._calls = list(containers), list(attributes), list(calls)
         self.take_again()
 
     def take_again(self) -> None:
         """What is there now is what later looks compare with."""
-        self._found = _core.look_at(*self._watched)
+        self._found = _core.look_at(self.containers, self.attributes, self._calls)
 
     def is_over(self) -> bool:
         """Whether anything is another object now, or another number."""
-        return not _core.looks_like(*self._watched, self._found)
+        return not _core.looks_like(self.containers, self.attributes, self._calls, self._found)

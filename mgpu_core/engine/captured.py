@@ -67,6 +67,8 @@ class CapturedSteps:
         self._places: Hashable = None  # of buffers
         self._looks: list[Look] = []  # at these
         self._moves = 0  # steps in a row that found one elsewhere
+        self._changes = replicas.attributes.changes
+        self._changed = 0  # steps in a row that found more
 
     def run(self, inputs: tuple[Any, ...], kwargs: dict[str, Any], clip_norm: float | None) -> torch.Tensor | None:
         """The loss of a step that was a replay; ``None``: this one must go the ordinary way.
@@ -74,12 +76,27 @@ class CapturedSteps:
         The ranks' buffers have been mirrored.
         """
         batch = inputs, kwargs
-        if self._buffers_wander():
-            self.graphs.skip("its forward puts another tensor in the place of a buffer")
+        reason = self._why_not()
+        if reason is not None:
+            self.graphs.skip(reason)
             return None
         return self.cycle.replayed(
             lambda: self.graphs.run(batch, self._fixed(clip_norm), lambda: self._record(batch, clip_norm))
         )
+
+    def _why_not(self) -> str | None:
+        if self._buffers_wander():
+            return "its forward puts another tensor in the place of a buffer"
+        if self._attributes_change():
+            return "attributes of the module are changed before every step, and a graph has them as they were"
+        counted = self.replicas.attributes.counted()
+        return counted and f"its forward changes {counted}, and a replay would not"
+
+    def _attributes_change(self) -> bool:
+        """Whether the user has changed some before each of the last steps."""
+        before, self._changes = self._changes, self.replicas.attributes.changes
+        self._changed = self._changed + 1 if self._changes != before else 0
+        return self._changed > WARM_UP
 
     def _buffers_wander(self) -> bool:
         """Whether some buffer has been in another place before each of the last steps."""

@@ -78,6 +78,8 @@ class Engine:
         except BaseException as error:
             self._give_up(error)
             raise
+        finally:
+            self.parts.passes.leave_attributes()
 
     def _train(self, inputs: tuple[Any, ...], kwargs: dict[str, Any], keep_outputs: bool) -> tuple[torch.Tensor, Any]:
         parts = self.parts
@@ -160,6 +162,8 @@ class Engine:
                 if self._ranks_have_ended():
                     self._broken = None
                 raise
+            finally:
+                passes.leave_attributes()
             return Window(self._setup.reduction, 1).add(rows, losses, self._setup.team.devices[0]), outputs
 
     def _conclude(self, standing: Standing) -> bool:

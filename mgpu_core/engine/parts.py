@@ -65,6 +65,7 @@ class Parts:
             self.replicas, self.sync, self.updates, loss_scale, self.together, steps, self.losses.modules
         )
         self._watched = self.replicas.changes
+        self._drawn = self.replicas.attributes.changes
         self.captured: CapturedSteps | None = None
         if setup.capture:
             self.captured = CapturedSteps(
@@ -103,8 +104,11 @@ class Parts:
         self.replicas.follow()
         if self._watched != self.replicas.changes:
             self.sync.watch_parameters()
-            self.passes.look_for_draws()
             self._watched = self.replicas.changes
+            self._drawn = -1
+        if self._drawn != self.replicas.attributes.changes:  # a rate of dropout, say
+            self.passes.look_for_draws()
+            self._drawn = self.replicas.attributes.changes
         if changed := self.updates.values_changed():
             self.replicas.send_values(changed)
             self.updates.remember_values()

@@ -75,7 +75,7 @@ class Passes:
 
     @property
     def flags(self) -> tuple[object, ...]:
-        """Which modules train, and which parameters are frozen."""
+        """What a graph has fixed of the modules, see :attr:`Replicas.flags`."""
         return tuple(replicas.flags for replicas in self._modules)
 
     @contextmanager
@@ -134,6 +134,11 @@ class Passes:
         self._replicas.retake()
         outputs = gather([output for _, output in results], team.devices[0], self._dim) if keep_outputs else None
         return [loss for loss, _ in results], outputs
+
+    def leave_attributes(self) -> None:
+        """After all that a step does: what attributes are found changed from now on, the user has changed."""
+        for replicas in self._modules:
+            replicas.attributes.leave()
 
     def stop(self, seconds: float) -> bool:
         """Lets no rank begin any more; says whether all have ended in that time."""

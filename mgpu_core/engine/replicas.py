@@ -14,10 +14,10 @@ from types import MethodType
 from torch.nn import Module, Parameter
 
 from mgpu_core.comm import collectives
-from mgpu_core.containers import plain_attributes
 from mgpu_core.device.compiled import compiled_calls
 from mgpu_core.device.team import Team
 from mgpu_core.device.tensor_checks import memory_of, memory_questions, moved_between
+from mgpu_core.engine.attributes import AttributeWatch
 from mgpu_core.engine.commit import BufferSnapshot
 from mgpu_core.engine.flat import FlatTensors, compact
 from mgpu_core.engine.net_watch import ADVICE, NetWatch, first_difference
@@ -47,6 +47,7 @@ class Replicas:
         is_mixed: whether there are devices of several kinds.
         buffers: of all ranks.
         watch: over the user's module.
+        attributes: over its modules' attributes.
 
     Raises:
         ValueError: a parameter that has not been initialised.
@@ -81,8 +82,10 @@ class Replicas:
             else:
                 self._add_twin(rank, tree)
         self.buffers = RankBuffers(self._own_places, self._places, team.devices)
-        copies = [places for places in self._places if places is not self._own_places]
+        others = [rank for rank in team.ranks if self._places[rank] is not self._own_places]
+        copies, devices = [self._places[rank] for rank in others], [team.devices[rank] for rank in others]
         self.watch = NetWatch(net, self._own_places, self.names, copies)
+        self.attributes = AttributeWatch(self._own_places, copies, self.devices[0], devices)
         self._modes: list[bool] = []
         self._frozen: list[bool] = []
         self._mirror_flags()
@@ -96,7 +99,7 @@ class Replicas:
         device = self.team.devices[rank]
         first = self.team.devices.index(device)
         values = self.parameters[first] if first < rank else list(self.net.parameters())
-        module, parameters = Twin(self.net, device, values, share_buffers=rank == 0).made()
+        module, parameters = Twin(self.net, self.devices[0], device, values, share_buffers=rank == 0).made()
         places = [place.module for place in ModuleTree(module).places]
         for place, twin in zip(tree.places, places, strict=True):
             if place.compiled is not None:
@@ -114,19 +117,19 @@ class Replicas:
         return BufferSnapshot([*self._own_places, *others])
 
     def follow(self) -> None:
-        """Makes all ranks' modules train, evaluate and freeze as the user's does.
+        """Makes all ranks' modules train, evaluate and freeze as the user's does, with the attributes that it has.
 
         Raises:
             RuntimeError: the user's module has other parameters than it had, or elsewhere, or other hooks of theirs;
                 names the parameter and says what to do.
         """
-        if self.watch.is_as_left():
-            return
-        self.watch.check_parameters()
-        self._follow_moves(self.watch.moved())
-        self.watch.check_hooks()
-        self._mirror_flags()
-        self.watch.leave()
+        if not self.watch.is_as_left():
+            self.watch.check_parameters()
+            self._follow_moves(self.watch.moved())
+            self.watch.check_hooks()
+            self._mirror_flags()
+            self.watch.leave()
+        self.attributes.follow()
 
     def _follow_moves(self, moved: Sequence[int]) -> None:
         """Another step, say, has made parameters its own: they are where it has put them, and what they are."""
@@ -155,7 +158,7 @@ class Replicas:
         if modes == self._modes and frozen == self._frozen:
             return
         if modes != self._modes and self._modes:
-            self._follow_own_trains()
+            self._send_merged_values()
         for places in self._places:
             for module, mode in zip(places, modes, strict=True):
                 module.training = mode
@@ -167,20 +170,15 @@ class Replicas:
         self.changes += 1
         self._modes, self._frozen = modes, frozen
 
-    def _follow_own_trains(self) -> None:
-        """A ``train()`` of a module's own may change more than the mode: weights that it merges, and a note of it."""
-        found = [i for i, module in enumerate(self._own_places) if type(module).train is not Module.train]
-        for places in self._places if found else ():
-            for i in found:
-                if places[i] is not self._own_places[i]:
-                    _copy_plain(self._own_places[i], places[i])
-        if found:
+    def _send_merged_values(self) -> None:
+        """A ``train()`` of a module's own may change more than the mode: weights that it merges, by ``.data``."""
+        if any(type(module).train is not Module.train for module in self._own_places):
             self.send_values()
 
     @property
     def flags(self) -> tuple[object, ...]:
-        """Which modules train, which parameters are frozen, and how often some were moved."""
-        return tuple(self._modes), tuple(self._frozen), self.moves
+        """Which modules train, which parameters are frozen, and how often some were moved or attributes changed."""
+        return tuple(self._modes), tuple(self._frozen), self.moves, self.attributes.changes
 
     @property
     def versions(self) -> list[int]:
@@ -266,9 +264,3 @@ class Replicas:
             self.own[i].data = compact(self.own[i])
         self._adopted = frozenset()
         self._flats.clear()
-
-
-def _copy_plain(source: Module, target: Module) -> None:
-    """The attributes that are numbers, words or yes and no."""
-    for name, value in plain_attributes(source):
-        setattr(target, name, value)

@@ -10,6 +10,7 @@ import torch
 from torch.nn import Module, Parameter
 
 from mgpu_core.device.dtypes import has_gradients
+from mgpu_core.engine.inside import own_attributes, prepare_copy
 from mgpu_core.engine.module_look import HOOKS
 from mgpu_core.module_tree import is_compile_wrapper, modules_of
 
@@ -21,13 +22,16 @@ class Twin:
 
     Args:
         net: the original.
-        device: where the copy is.
+        home: its device.
+        device: where the copy is, with all that the original has at home.
         values: what may be shared: the parameters of a rank there, else the original's, in its order.
         share_buffers: whether buffers are the original's, too.
     """
 
-    def __init__(self, net: Module, device: torch.device, values: Sequence[Parameter], share_buffers: bool) -> None:
-        self._net, self._device, self._share_buffers = net, device, share_buffers
+    def __init__(
+        self, net: Module, home: torch.device, device: torch.device, values: Sequence[Parameter], share_buffers: bool
+    ) -> None:
+        self._net, self._home, self._device, self._share_buffers = net, home, device, share_buffers
         self._values = {id(own): value for own, value in zip(net.parameters(), values, strict=True)}
         self._memo: dict[int, Any] = {}
 
@@ -35,6 +39,9 @@ class Twin:
         """The module, and its parameters in the order of the original's."""
         for module in modules_of(self._net):
             self._prepare(module)
+        for module in modules_of(self._net):
+            for _, value in own_attributes(module):
+                prepare_copy(value, self._memo, self._home, self._device)
         try:
             # What torch.compile(module) wraps takes its wrapper's place: each rank compiles for itself.
             with torch.no_grad():  # or the copies of a script's parameters would have a graph
@@ -66,9 +73,6 @@ class Twin:
         for hook in (hook for name in HOOKS for hook in getattr(module, name).values()):
             if not isinstance(getattr(hook, "__self__", hook), Module):  # what collects, collects of all ranks
                 self._memo[id(hook)] = hook
-        for value in vars(module).values():
-            if isinstance(value, torch.Tensor) and value.grad_fn is not None:  # deepcopy would refuse it
-                self._memo[id(value)] = self._fresh(value)
 
     def _parameter(self, parameter: Parameter) -> Parameter:
         values = self._values[id(parameter)].detach().to(self._device)

@@ -1,0 +1,186 @@
+"""Attributes that the user changes between two steps: a temperature, a rate of dropout, an entry of a configuration.
+
+Each rank's copy of the module has attributes of its own.  What a forward changes in its own module (a count, a hidden
+state, what it keeps for others to read) stays there.  What is found changed before a step, the user has changed: on one
+device it would count from now on, so all ranks get it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.nn import Module
+
+from mgpu_core.caller import warn_caller
+from mgpu_core.engine.inside import PLAIN, Inside, own_attributes, prepare_copy
+from mgpu_core.look import Look
+
+__all__ = ["AttributeWatch"]
+
+_Name = tuple[int, str]  # of a module, by its place, and an attribute
+
+
+class AttributeWatch:
+    """The attributes of the user's module, and of all modules in it.
+
+    Args:
+        own: the user's, in one order.
+        copies: of each other rank those in the same places.
+        home: the device of the user's.
+        devices: of each of these ranks its own.
+
+    Attributes:
+        changes: how often the user has changed some.
+    """
+
+    def __init__(
+        self,
+        own: Sequence[Module],
+        copies: Sequence[Sequence[Module]],
+        home: torch.device,
+        devices: Sequence[torch.device],
+    ) -> None:
+        self._copies, self._home, self._devices = copies, home, devices
+        self.changes = 0
+        self._places = [_Place(module) for module in own]
+        self._last: set[_Name] = set()  # what the last step's forwards have changed themselves
+        self._forwards: set[_Name] = set()  # what they change again and again
+        self._told: set[_Name] = set()  # what cannot be copied
+        self._look: Look | None = None
+        self.leave()
+
+    def leave(self) -> None:
+        """After all that a step does: what is found now is none of the user's changes."""
+        if self._look is not None and not self._look.is_over():
+            return
+        before, self._last = self._last, set(self._taken())
+        self._forwards |= before & self._last
+        self._look = self._look_at_all()
+
+    def follow(self) -> None:
+        """Before a step: gives all ranks what has been changed since :meth:`leave`."""
+        if self._look is not None and not self._look.is_over():
+            self._let_go()
+            return
+        self._look = None  # until all ranks have them: Ctrl-C may come before
+        changed = [(i, name) for i, place in enumerate(self._places) for name in place.changed()]
+        for row, device in zip(self._copies, self._devices, strict=True):
+            self._mirror(changed, row, device)
+        self.changes += bool(changed)
+        self._taken()
+        self._look = self._look_at_all()
+        self._let_go()
+
+    def _taken(self) -> list[_Name]:
+        """Takes all that has changed for what must be found."""
+        return [(i, name) for i, place in enumerate(self._places) for name in place.taken()]
+
+    def _let_go(self) -> None:
+        """What the next forward replaces must not live longer because somebody has looked at it."""
+        for i in {i for i, _ in self._forwards}:
+            self._places[i].forget()
+            self._look = None
+
+    def _look_at_all(self) -> Look:
+        looks = [place.look for place in self._places if place.look is not None]
+        containers = {id(each): each for look in looks for each in look.containers}  # many modules may share one
+        return Look(containers.values(), [each for look in looks for each in look.attributes])
+
+    def counted(self) -> str | None:
+        """A number that forwards change again and again, in words; ``None`` where there is none."""
+        for i, name in sorted(self._forwards):
+            module = self._places[i].module
+            if isinstance(vars(module).get(name), int | float):
+                return f"attribute {name} of {type(module).__name__}"
+        return None
+
+    def _mirror(self, names: Sequence[_Name], row: Sequence[Module], device: torch.device) -> None:
+        memo: dict[int, Any] = {}
+        for i, name in names:
+            own, twin = vars(self._places[i].module), vars(row[i])
+            if name not in own:
+                twin.pop(name, None)
+            elif type(own[name]) in PLAIN:
+                twin[name] = own[name]
+            else:
+                memo = memo or self._memo(row, set(names))
+                try:
+                    prepare_copy(own[name], memo, self._home, device)
+                    twin[name] = copy.deepcopy(own[name], memo)
+                except Exception as error:
+                    self._tell(i, name, error)
+
+    def _tell(self, i: int, name: str, error: Exception) -> None:
+        if (i, name) not in self._told:
+            self._told.add((i, name))
+            warn_caller(
+                f"attribute {name} of {type(self._places[i].module).__name__} was changed, and cannot be copied for "
+                f"the other ranks ({type(error).__name__}: {error}): they keep what they have"
+            )
+
+    def _memo(self, row: Sequence[Module], changed: set[_Name]) -> dict[int, Any]:
+        """What this rank has in the places of the user's modules, tensors, and attributes that have not changed."""
+        memo: dict[int, Any] = {}
+        for i, (place, twin) in enumerate(zip(self._places, row, strict=True)):
+            own, theirs = place.module, vars(twin)
+            kept = [(name, each) for name, each in own_attributes(own) if name in theirs and (i, name) not in changed]
+            memo |= {id(each): theirs[name] for name, each in kept}
+            memo[id(own)] = twin
+            for mine, found in ((own._parameters, twin._parameters), (own._buffers, twin._buffers)):
+                memo |= {id(each): found[name] for name, each in mine.items() if found.get(name) is not None}
+        return memo
+
+
+class _Place:
+    """The attributes of one module, as they were left."""
+
+    __slots__ = ("_left", "look", "module")
+
+    def __init__(self, module: Module) -> None:
+        self.module = module
+        self.forget()
+
+    def forget(self) -> None:
+        """Holds nothing, and so finds nothing changed."""
+        self._left: dict[str, tuple[Any, Look | None]] = {}
+        self.look: Look | None = None
+
+    def taken(self) -> list[str]:
+        """Takes what is there now for what must be found; says what of it has changed."""
+        changed = self.changed()
+        if changed or self.look is None:
+            self._take()
+        elif self.look.is_over():  # by what the module is made of, its mode, say
+            self.look.take_again()
+        return changed
+
+    def _take(self) -> None:
+        self._left = {
+            name: (value, (None if type(value) in PLAIN else Inside(value).look()))
+            for name, value in own_attributes(self.module)
+        }
+        looks = [look for _, look in self._left.values() if look is not None]
+        containers = [vars(self.module), *(each for look in looks for each in look.containers)]
+        self.look = Look(containers, [each for look in looks for each in look.attributes])
+
+    def changed(self) -> list[str]:
+        """What is another, new or gone."""
+        if self.look is None or not self.look.is_over():
+            return []
+        found = dict(own_attributes(self.module))
+        gone = [name for name in self._left if name not in found]
+        return gone + [name for name, value in found.items() if not self._is_as_left(name, value)]
+
+    def _is_as_left(self, name: str, value: Any) -> bool:
+        left, look = self._left.get(name, (_NEW, None))
+        return _is_same(value, left) and (look is None or not look.is_over())
+
+
+_NEW = object()
+
+
+def _is_same(now: Any, then: Any) -> bool:
+    return now is then or (type(now) is type(then) and type(now) in PLAIN and bool(now == then))

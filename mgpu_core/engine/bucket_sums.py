@@ -12,7 +12,7 @@ from mgpu_core.comm import collectives
 from mgpu_core.comm.facts import tell_contents
 from mgpu_core.comm.rank_sums import RankSums
 from mgpu_core.engine.between_devices import BetweenDevices
-from mgpu_core.engine.flat import FlatTensors
+from mgpu_core.engine.flat import FlatTensors, segments_of
 from mgpu_core.engine.layout import Bucket
 from mgpu_core.engine.replicas import Replicas
 from mgpu_core.engine.sums import Sums
@@ -98,4 +98,5 @@ class BucketSums:
     def on(self, place: int) -> Sums:
         """What one device has of the sums, where it has all of them."""
         gradients = self._flats[place].gradients
-        return Sums([gradients], gradients)
+        segments = list(map(segments_of, gradients, self._buckets))
+        return Sums([gradients], [segments], gradients)

@@ -56,13 +56,22 @@ def clip(sums: Sums, norm: torch.Tensor, limit: float) -> None:
 
 
 def multiply(sums: Sums, factor: float | torch.Tensor) -> None:
-    """All gradients of all devices, by one number."""
+    """All gradients of all devices, by one number; padding stays zero whatever it is."""
     with torch.no_grad():
-        for gradients in sums.parts:
-            for each in gradients:
-                each.mul_(factor.to(each.device) if isinstance(factor, torch.Tensor) else factor)
+        for flats, segments in zip(sums.parts, sums.segments, strict=True):
+            for flat, pieces in zip(flats, segments, strict=True):
+                own = factor.to(flat.device) if isinstance(factor, torch.Tensor) else factor
+                if _is_known_finite(own):
+                    flat.mul_(own)
+                elif pieces:  # a shard may be padding alone
+                    torch._foreach_mul_(pieces, own)
         for each in sums.sparse.values():
             each.mul_(factor)
+
+
+def _is_known_finite(factor: float | torch.Tensor) -> bool:
+    """Nobody waits for a device to find out."""
+    return (not isinstance(factor, torch.Tensor) or factor.device.type == "cpu") and math.isfinite(float(factor))
 
 
 def are_finite(sums: Sums, norm: torch.Tensor) -> bool:

@@ -14,7 +14,7 @@ import torch
 from mgpu_core.comm.layout import is_dense
 from mgpu_core.engine.layout import Bucket
 
-__all__ = ["FlatTensors", "compact", "in_memory_order", "part_of", "shaped"]
+__all__ = ["FlatTensors", "compact", "in_memory_order", "part_of", "segments_of", "shaped"]
 
 
 class FlatTensors:
@@ -93,6 +93,11 @@ def part_of(flat: torch.Tensor, place: int, shards: int) -> torch.Tensor:
     count = flat.numel() // shards
     place %= shards  # all devices update the only one
     return flat[place * count : (place + 1) * count]
+
+
+def segments_of(flat: torch.Tensor, bucket: Bucket) -> list[torch.Tensor]:
+    """What is no padding of a flat bucket, or of a shard of one."""
+    return [flat[each.begin : each.begin + each.count] for each in bucket.segments]
 
 
 def in_memory_order(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

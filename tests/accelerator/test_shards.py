@@ -308,3 +308,24 @@ def test_a_state_dict_that_fails_midway_changes_nothing():
     train(steps, 2)
     assert_same_values(steps)
     assert_same_states(steps)
+
+
+@pytest.mark.parametrize("devices", TEAMS)
+@pytest.mark.parametrize("shards", [True, False])
+def test_a_batch_without_any_weight_spoils_no_later_one(shards, devices):
+    def weighed(output, target):
+        counts = (target >= 0).double()
+        return ((output - target) ** 2 * counts).sum(), counts.sum()
+
+    net = Branches().double().to(devices[0])
+    settings = {"reduction": "weighted", "clip_norm": 1.0, "error_if_nonfinite": False, "shard_optimizer": shards}
+    step = TrainStep(net, weighed, SGD(net.parameters(), lr=0.1), devices, **settings)
+    x, y = (numbers(12, columns, device=devices[0]).double() for columns in (4, 2))
+    step(x, 2, y.abs())
+    before = copy.deepcopy(net.state_dict())
+    step(x, 2, y * 0 - 1)
+    assert not bool(torch.isfinite(net.last.weight).all())
+    net.load_state_dict(before)
+    step(x, 2, y.abs())
+    assert all(bool(torch.isfinite(each).all()) for each in net.parameters())
+    step.check_replicas()

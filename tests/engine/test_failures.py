@@ -209,6 +209,29 @@ def test_nonfinite_gradients_may_be_allowed():
     assert not bool(torch.isfinite(net.last.weight).all())
 
 
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("error_if_nonfinite", [True, False])
+@pytest.mark.parametrize("settings", [{"clip_norm": 1.0}, {}], ids=["clip", "as it is"])
+def test_a_batch_without_any_weight_spoils_no_later_one(settings, error_if_nonfinite, ranks):
+    """What lies between parameters in a bucket is not made NaN by a factor of 1/0."""
+
+    def weighed(output, target):
+        counts = (target >= 0).double()
+        return ((output - target) ** 2 * counts).sum(), counts.sum()
+
+    net = Linear().double()
+    settings = settings | {"reduction": "weighted", "error_if_nonfinite": error_if_nonfinite}
+    step = TrainStep(net, weighed, SGD(net.parameters(), lr=0.1), cpu(ranks), **settings)
+    x, y = data()[0][:, :3].double(), data()[1].double()
+    step(x, y.abs())
+    before = copy.deepcopy(net.state_dict())
+    with pytest.raises(FloatingPointError) if error_if_nonfinite else nullcontext():
+        step(x, y * 0 - 1)
+    net.load_state_dict(before)
+    step(x, y.abs())
+    assert all(bool(torch.isfinite(each).all()) for each in net.parameters())
+
+
 def test_out_of_memory_names_the_rank():
     class Greedy(Linear):
         def forward(self, x):

@@ -1011,7 +1011,7 @@ MUTANTS = [
     mutant(
         "step: graphs write where a buffer has been",
         "mgpu_core/engine/rank_buffers.py",
-        "return Look(of_modules, facts, memory_questions(tensors))",
+        'return Look(of_modules, [(each, "dtype") for each in tensors], memory_questions(tensors))',
         "return Look()",
         "engine/test_graphs.py",
     ),

@@ -152,7 +152,7 @@ def check_alike(tensors: Sequence[torch.Tensor], shape: torch.Size, dtype: torch
             )
 
 
-Memory: TypeAlias = tuple[list[int], list[tuple[int, ...]], list[torch.dtype]]
+Memory: TypeAlias = tuple[list[int], list[tuple[int, ...]], list[torch.Size], list[torch.dtype]]
 
 
 def memory_of(tensors: Sequence[torch.Tensor]) -> Memory:
@@ -160,6 +160,7 @@ def memory_of(tensors: Sequence[torch.Tensor]) -> Memory:
     return (
         list(map(torch.Tensor.data_ptr, tensors)),
         list(map(torch.Tensor.stride, tensors)),
+        list(map(torch.Tensor.size, tensors)),  # fewer rows lie where all did
         list(map(attrgetter("dtype"), tensors)),
     )
 
@@ -174,7 +175,7 @@ def moved_between(now: Memory, then: Memory) -> list[int]:
 
 def memory_questions(tensors: Iterable[torch.Tensor]) -> list[Callable[[], Any]]:
     """What tells as much as :func:`memory_of` for a :class:`mgpu_core.look.Look`, besides the dtypes."""
-    return [question for tensor in tensors for question in (tensor.data_ptr, tensor.stride)]
+    return [question for tensor in tensors for question in (tensor.data_ptr, tensor.stride, tensor.size)]
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -267,8 +267,7 @@ def _halves(tensors: list[torch.Tensor], count: int) -> tuple[Sequence[torch.Ten
 def _places_of(buffers: Sequence[torch.Tensor | None]) -> Hashable:
     """Equal for as long as the buffers are the same, and lie where they are."""
     strided = [each for each in buffers if each is not None and each.layout is torch.strided]
-    pointers, strides, dtypes = memory_of(strided)
-    return *map(id, buffers), *pointers, *strides, *dtypes, *[tuple(each.shape) for each in strided]
+    return *map(id, buffers), *(tuple(each) for each in memory_of(strided))
 
 
 def _nest_of(part: RankPart) -> tuple[Any, ...]:

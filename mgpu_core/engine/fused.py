@@ -142,7 +142,7 @@ class FusedUpdate:
         """What the optimizer shows, and what torch counts, after an update."""
         if self._look is None:
             self._show_state()
-            self._counts = self._shown.steps_of(self._used)
+            self._counts = self._shown.steps_of(self._taking_part())
         if self._counts:
             torch._foreach_add_(self._counts, 1)
         if self._look is not None:
@@ -193,12 +193,16 @@ class FusedUpdate:
     def _show_state(self) -> None:
         """Gives the optimizer the state of parameters that were updated for the first time."""
         groups = self._optimizer.param_groups
-        for i, is_used in enumerate(self._used):
-            if not is_used or i in self._shown.places or self._groups_of[i] == NO_GROUP:
+        for i, takes_part in enumerate(self._taking_part()):
+            if not takes_part or i in self._shown.places:
                 continue
             if self._is_sgd and not groups[self._groups_of[i]]["momentum"]:
                 continue
             self._shown.show(i, groups[self._groups_of[i]])
+
+    def _taking_part(self) -> list[bool]:
+        """What has a gradient, and has not left the optimizer's groups."""
+        return [used and group != NO_GROUP for used, group in zip(self._used, self._groups_of, strict=True)]
 
     def loaded(self) -> None:
         """A state was loaded into the optimizer."""

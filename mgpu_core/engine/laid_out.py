@@ -96,7 +96,8 @@ class LaidOut:
             self.outbox = Outbox(processes, self.flats[0].messages, len(parameters), comm_dtype)
 
     def take_values(self) -> None:
-        """Makes the flat values the memory of the parameters that the step updates."""
+        """Makes the flat values the memory of the parameters that the step updates; others get theirs back."""
+        self._replicas.let_go_of_all_but(self._adopted)
         for place, flat in enumerate(self.flats):
             self._replicas.show_memory(place, flat, self._adopted)
         self._replicas.send_values(self._adopted)  # each rank's first forward may have put its own there

@@ -50,8 +50,7 @@ class RankBuffers:
         """Over as soon as one of a rank's is another tensor, or lies elsewhere."""
         of_modules = [module._buffers for places in self._places for module in places]
         tensors = [each for each in self.tensors if each is not None and each.layout is torch.strided]
-        facts = [(each, name) for each in tensors for name in ("dtype", "shape")]
-        return Look(of_modules, facts, memory_questions(tensors))
+        return Look(of_modules, [(each, "dtype") for each in tensors], memory_questions(tensors))
 
     @contextmanager
     def kept(self) -> Iterator[None]:

@@ -225,6 +225,17 @@ class Replicas:
         self._flats[device] = values
         self._memory = None
 
+    def let_go_of_all_but(self, places: Collection[int]) -> None:
+        """Gives other parameters that were laid out memory of their own: they have left the optimizer."""
+        for i in self._adopted.difference(places):
+            for ranks in self.ranks_of:
+                values = compact(self.parameters[ranks[0]][i])
+                for rank in ranks:
+                    self.parameters[rank][i].data = values
+                if 0 in ranks:
+                    self.own[i].data = values
+        self._adopted = self._adopted.intersection(places)
+
     def retake(self) -> None:
         """After forwards: gives parameters that one has put elsewhere (``.data =``) the step's memory again.
 
@@ -251,7 +262,7 @@ class Replicas:
         """Parameters that are laid out, and lie elsewhere in some rank."""
         found: set[int] = set()
         for place, values in self._flats.items():
-            places = [i for i in self._adopted if i in values.value_views]  # one was frozen before it was laid out anew
+            places = list(self._adopted)
             wanted = memory_of([values.value_views[i] for i in places])
             for rank in self.ranks_of[place]:
                 now = memory_of([self.parameters[rank][i] for i in places])

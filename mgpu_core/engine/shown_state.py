@@ -123,8 +123,8 @@ class ShownState:
         state = self._optimizer.state
         return [state.get(self._parameters[i], {}).get("step") for i in self.places]
 
-    def steps_of(self, used: Sequence[bool]) -> list[torch.Tensor]:
+    def steps_of(self, taking_part: Sequence[bool]) -> list[torch.Tensor]:
         """What torch counts an optimizer's steps in, of those that took part; the kernels count in their table."""
         if not self._counts_steps:
             return []
-        return [self._optimizer.state[self._parameters[i]]["step"] for i in self.places if used[i]]
+        return [self._optimizer.state[self._parameters[i]]["step"] for i in self.places if taking_part[i]]

@@ -98,7 +98,7 @@ def _place(tensor: torch.Tensor) -> Any:
     """Equal for tensors that are the same memory seen in the same way; ``None``: it is none that can be asked for."""
     if tensor.layout is not torch.strided or not tensor.numel() or tensor.device.type == "meta":
         return None
-    return tensor.device, tensor.shape, tensor.is_conj(), tensor.is_neg(), *zip(*memory_of([tensor]), strict=True)
+    return tensor.device, tensor.is_conj(), tensor.is_neg(), *zip(*memory_of([tensor]), strict=True)
 
 
 def _accelerator_states() -> list[torch.Tensor]:

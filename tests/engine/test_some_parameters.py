@@ -56,7 +56,7 @@ def test_what_is_frozen_takes_no_room(ranks, is_known):
 
 @pytest.mark.parametrize("ranks", RANKS)
 def test_what_is_frozen_when_others_are_thawed(ranks):
-    """The new layout has no place for it, and it stays in the old one's memory."""
+    """The new layout has no place for it, and it gets memory of its own."""
     torch.manual_seed(0)
     net = Branches().double()
     net.second.requires_grad_(False)
@@ -238,3 +238,24 @@ def test_one_parameter_is_not_for_two_optimizers():
     steps[1](x, y)
     with pytest.raises(RuntimeError, match="another step's update do that"):
         steps[0](x, y)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("make", [adamw, lambda p: SGD(p, lr=0.05, momentum=0.9)])
+def test_a_parameter_leaves_the_optimizer_and_comes_back(make, ranks):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 5), nn.Linear(5, 2)).double()
+    pair = Pair(net, lambda p: make(list(p)[:4]), ranks)
+    for i, (x, y) in enumerate(batches(10, 9)):
+        for each, optimizer in ((pair.net, pair.optimizer), (pair.alone, pair.reference)):
+            group = optimizer.param_groups[0]["params"]
+            if i == 2:
+                del group[2]
+            if i == 4:  # which is laid out anew
+                optimizer.add_param_group({"params": list(each[2].parameters())})
+            if i == 7:
+                group.append(each[1].weight)
+        pair.both(x, y)
+        assert pair.far() < 1e-12
+        assert pair.same_state()
+    pair.step.check_replicas()

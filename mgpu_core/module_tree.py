@@ -15,7 +15,7 @@ from types import MethodType
 from typing import Any
 
 import torch
-from torch.nn import Module
+from torch.nn import Module, Parameter
 from torch.nn.parameter import is_lazy
 
 from mgpu_core.twin_hooks import SHARES_HOOKS
@@ -41,6 +41,16 @@ def modules_of(module: Module) -> Iterator[Module]:
             if child is not None and id(child) not in seen:
                 seen.add(id(child))
                 found.append(child)
+
+
+def named_parameters_of(module: Module) -> Iterator[tuple[str, Parameter]]:
+    """All that there are, each once; a class of the user's own may show fewer."""
+    return Module.named_parameters(module)
+
+
+def parameters_of(module: Module) -> list[Parameter]:
+    """The same without their names."""
+    return [parameter for _, parameter in named_parameters_of(module)]
 
 
 def tensors_of(module: Module) -> Iterator[torch.Tensor]:

@@ -26,6 +26,7 @@ from mgpu_core.engine.shares import RankPlan, SplitPlan
 from mgpu_core.engine.state import state_of
 from mgpu_core.engine.updates import check_optimizer
 from mgpu_core.errors import Error
+from mgpu_core.module_tree import named_parameters_of
 from mgpu_core.processes.ballot import Standing
 from mgpu_core.processes.group import Processes
 from mgpu_core.record import span
@@ -142,7 +143,7 @@ class TrainStep:
         process_group: ProcessGroup | None = None,
     ) -> None:
         check_module(net)
-        check_optimizer(optimizer, dict(net.named_parameters()))
+        check_optimizer(optimizer, dict(named_parameters_of(net)))
         check_loss(loss_fn)
         check_dtypes(amp_dtype, comm_dtype, process_group)
         team = team_of(net, device_ids)

@@ -6,6 +6,7 @@ A gate like ``collectives.py``, for lists that are looked at once: where the sum
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import compress
 from operator import attrgetter
 from types import NoneType
 from typing import TypeAlias
@@ -39,6 +40,7 @@ class RankSums:
         check_disjoint(outs, "out {}".format)
         self._outs, self._ranks = outs, ranks
         self._pointers = [out.data_ptr() for out in outs]
+        self._shapes = [out.size() for out in outs]
         self._strides = [out.stride() for out in outs]
         self._counts = [core_count(out) for out in outs]
         self._dtype = CORE_DTYPES.get(outs[0].dtype)
@@ -61,17 +63,19 @@ class RankSums:
 
     def _fits(self, column: Parts) -> bool:
         """Whether the core may add these element by element: plain tensors beside the outs, with their strides."""
-        present, strides = column, self._strides
+        present, shapes, strides = column, self._shapes, self._strides
         kinds = set(map(type, column))
         if NoneType in kinds:
             kinds.remove(NoneType)
             present = [part for part in column if part is not None]
-            strides = [stride for part, stride in zip(column, strides, strict=True) if part is not None]
+            there = [part is not None for part in column]
+            shapes, strides = list(compress(shapes, there)), list(compress(strides, there))
         found: list[torch.Tensor] = present  # type: ignore[assignment]
         first = self._outs[0]
         return (
             kinds <= {torch.Tensor}
             and set(map(_kind, found)) <= {_kind(first)}
+            and list(map(torch.Tensor.size, found)) == shapes
             and list(map(torch.Tensor.stride, found)) == strides
             and not any(map(torch.Tensor.is_neg, found))
             and not (first.is_complex() and any(map(torch.Tensor.is_conj, found)))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from operator import is_
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.nn import Module
 
 from mgpu_core.caller import warn_caller
 from mgpu_core.engine.inside import PLAIN, Inside, own_attributes, prepare_copy
+from mgpu_core.engine.net_watch import ADVICE
 from mgpu_core.look import Look
 
 __all__ = ["AttributeWatch"]
@@ -61,11 +63,17 @@ class AttributeWatch:
         self._look = self._look_at_all()
 
     def follow(self) -> None:
-        """Before a step: gives all ranks what has been changed since :meth:`leave`."""
+        """Before a step: gives all ranks what has been changed since :meth:`leave`.
+
+        Raises:
+            RuntimeError: a module has other modules in it.
+        """
         if self._look is not None and not self._look.is_over():
             self._let_go()
             return
         self._look = None  # until all ranks have them: Ctrl-C may come before
+        for place in self._places:
+            place.check_children()
         changed = [(i, name) for i, place in enumerate(self._places) for name in place.changed()]
         for row, device in zip(self._copies, self._devices, strict=True):
             self._mirror(changed, row, device)
@@ -137,7 +145,7 @@ class AttributeWatch:
 class _Place:
     """The attributes of one module, as they were left."""
 
-    __slots__ = ("_left", "look", "module")
+    __slots__ = ("_children", "_left", "look", "module")
 
     def __init__(self, module: Module) -> None:
         self.module = module
@@ -146,12 +154,13 @@ class _Place:
     def forget(self) -> None:
         """Holds nothing, and so finds nothing changed."""
         self._left: dict[str, tuple[Any, Look | None]] = {}
+        self._children: list[Module | None] = []
         self.look: Look | None = None
 
     def taken(self) -> list[str]:
         """Takes what is there now for what must be found; says what of it has changed."""
         changed = self.changed()
-        if changed or self.look is None:
+        if changed or self.look is None or not self._has_its_children():
             self._take()
         elif self.look.is_over():  # by what the module is made of, its mode, say
             self.look.take_again()
@@ -162,9 +171,22 @@ class _Place:
             name: (value, (None if type(value) in PLAIN else Inside(value).look()))
             for name, value in own_attributes(self.module)
         }
+        self._children = list(self.module._modules.values())
+        children = [self.module._modules] if isinstance(self.module._modules, dict) else []  # those of scripts stay
         looks = [look for _, look in self._left.values() if look is not None]
-        containers = [vars(self.module), *(each for look in looks for each in look.containers)]
+        containers = [vars(self.module), *children, *(each for look in looks for each in look.containers)]
         self.look = Look(containers, [each for look in looks for each in look.attributes])
+
+    def check_children(self) -> None:
+        """Raises RuntimeError unless the module has the modules in it that it had."""
+        if self.look is not None and self.look.is_over() and not self._has_its_children():
+            raise RuntimeError(
+                f"the modules in {type(self.module).__name__} are no longer those of this step: {ADVICE}"
+            )
+
+    def _has_its_children(self) -> bool:
+        now = list(self.module._modules.values())
+        return len(now) == len(self._children) and all(map(is_, now, self._children))
 
     def changed(self) -> list[str]:
         """What is another, new or gone."""

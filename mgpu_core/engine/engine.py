@@ -22,6 +22,7 @@ from mgpu_core.engine.shares import SplitPlan
 from mgpu_core.engine.state import load_state
 from mgpu_core.engine.updates import check_optimizer
 from mgpu_core.errors import Error
+from mgpu_core.module_tree import named_parameters_of
 from mgpu_core.processes.ballot import Standing
 from mgpu_core.processes.group import Processes
 
@@ -239,10 +240,10 @@ class Engine:
     def rebuild(self) -> None:
         """Makes all parts anew, from the module as it is."""
         hook, steps = self.parts.sync.between.hook, self.parts.cycle.steps
-        self.parts.leave()
         check_place(self._setup.module, self._setup.team)
-        check_optimizer(self._setup.optimizer, dict(self._setup.module.named_parameters()))
+        check_optimizer(self._setup.optimizer, dict(named_parameters_of(self._setup.module)))
         self._broken = "it could not be built"
+        self.parts.leave()
         self.parts = Parts(self._setup, self._split_plan, self.loss_scale, self._processes, steps)
         self.parts.sync.between.hook = hook
         self._broken = None

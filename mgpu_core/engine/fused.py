@@ -216,8 +216,9 @@ class FusedUpdate:
         for device in self._devices:
             device.forget()
         steps = [0] * len(self._parameters)
-        present = self._shown.found(self._placed)
-        self._allocate_on_devices([kind for kind in self._kinds() if any(kind in state for state in present.values())])
+        kinds = self._kinds()
+        present = self._shown.found(self._placed, kinds)
+        self._allocate_on_devices([kind for kind in kinds if any(kind in state for state in present.values())])
         for i, state in present.items():
             for device in self._devices:
                 device.fill(i, state, self._parameters[i])

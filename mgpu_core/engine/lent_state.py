@@ -55,7 +55,8 @@ class LentState(ShownState):
         lent = self._lent.get(i, {})
         if state is not self._stripped.get(i):
             return False  # somebody has reset it
-        return all(kind == "step" or (kind in lent and value is lent[kind]) for kind, value in state.items())
+        kinds = self._devices[0].states  # what else is there, is the user's own, or torch's count of steps
+        return all(kind not in kinds or (kind in lent and value is lent[kind]) for kind, value in state.items())
 
     def lend(self) -> None:
         """Lends the optimizer the whole state, for as long as it is looked at; what the user has reset, stays so."""

@@ -21,10 +21,14 @@ REDUCTIONS = ("mean", "sum", "weighted")
 
 @dataclass(slots=True)
 class RankLoss:
-    """What one rank's ``loss_fn`` gave: the number to differentiate, and for ``weighted`` the weight beside it."""
+    """What one rank's ``loss_fn`` gave: the number to differentiate, and for ``weighted`` the weight beside it.
+
+    One that is constant has no gradient: none of this rank's rows gave a reason to learn.
+    """
 
     value: torch.Tensor
     weight: torch.Tensor | None = None
+    is_constant: bool = False
 
 
 def rank_loss(result: Any, reduction: str) -> RankLoss:

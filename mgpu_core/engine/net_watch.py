@@ -11,7 +11,7 @@ from mgpu_core.device.tensor_checks import memory_of, moved_between
 from mgpu_core.engine.module_look import hook_kinds, module_hooks, module_look
 from mgpu_core.engine.twins import other_hooks
 from mgpu_core.look import Look
-from mgpu_core.module_tree import modules_of
+from mgpu_core.module_tree import modules_of, parameters_of
 
 __all__ = ["ADVICE", "NetWatch", "first_difference"]
 
@@ -42,14 +42,15 @@ class NetWatch:
     def remember(self) -> None:
         """Takes the parameters as they are now for what the next steps must find."""
         self._look: Look | None = None
-        self.parameters = list(self._net.parameters())
+        self.parameters = parameters_of(self._net)
         self._found = list(_parameters_of(self._net))
         self._memory = memory_of(self.parameters)
 
     def remember_hooks(self) -> None:
         """Takes the hooks that parameters have for those that the next steps must find."""
         self._look = None
-        self._hooks = self._hooks_now()
+        self._hooks = _hooks_of(self.parameters)
+        self._hooks_of_copies = [_hooks_of(parameters_of(row[0])) for row in self._copies]
 
     def is_as_left(self) -> bool:
         """Whether nothing has changed since :meth:`leave`; asked in every step."""
@@ -73,10 +74,12 @@ class NetWatch:
 
     def check_hooks(self) -> None:
         """Raises RuntimeError unless parameters and modules have the hooks that they had; names which has not."""
-        hooks = self._hooks_now()
+        hooks = _hooks_of(self.parameters)
         if hooks != self._hooks:
-            name = f"parameter {self._names[first_difference(hooks, self._hooks)]}"
-            raise RuntimeError(f"{name} has got or lost a hook, which the other ranks lack: {ADVICE}")
+            for at, name in enumerate(self._names):
+                if hooks[at] != self._hooks[at] and not self._has_everywhere(at, len(hooks[at])):
+                    raise RuntimeError(f"parameter {name} has got or lost a hook, which the other ranks lack: {ADVICE}")
+            self.remember_hooks()
         found = _module_hooks_of(self._places)
         if not self._copies or found == self._module_hooks:
             return
@@ -85,6 +88,13 @@ class NetWatch:
                 name = self._name_of(self._places[at])
                 raise RuntimeError(f"module {name} has got or lost a hook, which the other ranks lack: {ADVICE}")
         self._remember_module_hooks()
+
+    def _has_everywhere(self, at: int, count: int) -> bool:
+        """Whether forwards have put so many hooks on their own parameter, in all ranks, in the place of as many."""
+        if count != len(self._hooks[at]):
+            return False
+        now = [_hooks_of(parameters_of(row[0])) for row in self._copies]
+        return all(one[at] != then[at] for one, then in zip(now, self._hooks_of_copies, strict=True))
 
     def _is_everywhere(self, at: int) -> bool:
         """Whether forwards have put hooks on their own modules, in all ranks: the others' have changed alike."""
@@ -100,13 +110,15 @@ class NetWatch:
     def _name_of(self, module: Module) -> str:
         return next((name for name, each in self._net.named_modules() if each is module), "") or type(module).__name__
 
-    def _hooks_now(self) -> list[tuple[int, int]]:
-        return [(len(each._backward_hooks or ()), other_hooks(each)) for each in self.parameters]
-
 
 def first_difference(now: Sequence[object], then: Sequence[object]) -> int:
     """The place of the first pair that is not equal."""
     return next(i for i, (one, other) in enumerate(zip(now, then, strict=True)) if one != other)
+
+
+def _hooks_of(parameters: Sequence[Parameter]) -> list[list[int]]:
+    """The user's, each by its number, which no other one gets."""
+    return [[*(each._backward_hooks or ()), *other_hooks(each)] for each in parameters]
 
 
 def _module_hooks_of(modules: Sequence[Module]) -> list[list[int]]:

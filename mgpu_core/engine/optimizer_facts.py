@@ -18,6 +18,7 @@ __all__ = [
     "OwnHook",
     "group_table",
     "groups_of",
+    "has_own_step",
     "has_plain_settings",
     "is_sgd",
     "optimizer_look",
@@ -45,6 +46,8 @@ def why_not_fused(optimizer: Optimizer, parameters: Sequence[torch.Tensor], loos
         return ""
     if loose:
         return "some gradients are sparse"
+    if has_own_step(optimizer):
+        return "its step() was replaced"
     if any(step_hooks(optimizer)):
         return "the optimizer has step hooks"
     if any(each.dtype not in FLOATING for each in parameters if has_gradients(each.dtype)):
@@ -67,6 +70,14 @@ def step_hooks(optimizer: Optimizer) -> tuple[int, ...]:
         len(_global_optimizer_pre_hooks),
         len(_global_optimizer_post_hooks),
     )
+
+
+def has_own_step(optimizer: Optimizer) -> bool:
+    """Whether ``optimizer.step`` is the user's; schedulers wrap it to know that it was called."""
+    step = vars(optimizer).get("step")
+    if getattr(step, "_wrapped_by_lr_sched", False):
+        step = getattr(step, "__wrapped__", None)
+    return step is not None and getattr(step, "__func__", step) is not type(optimizer).step
 
 
 class OwnHook:
@@ -100,9 +111,10 @@ def optimizer_look(optimizer: Optimizer) -> Look:
     """Over as soon as groups, hyper-parameters, entries of the state or hooks of the optimizer's steps are others."""
     groups = optimizer.param_groups
     hooks = [getattr(optimizer, name) for name in _HOOKS]
+    states = [each for each in optimizer.state.values() if isinstance(each, dict)]  # the user may keep something else
     return Look(
-        [groups, *groups, *(group["params"] for group in groups), optimizer.state, *optimizer.state.values(), *hooks]
-        + [_global_optimizer_pre_hooks, _global_optimizer_post_hooks],
+        [groups, *groups, *(group["params"] for group in groups), optimizer.state, *states, *hooks]
+        + [_global_optimizer_pre_hooks, _global_optimizer_post_hooks, vars(optimizer)],
         [(optimizer, name) for name in ("param_groups", "state", *_HOOKS)],
     )
 

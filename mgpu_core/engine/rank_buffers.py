@@ -90,14 +90,28 @@ def _name_alike(module: Module, twin: Module) -> None:
 
 
 def _copy(sources: Sequence[_Found], targets: Sequence[_Found], device: torch.device) -> None:
-    fitting: list[tuple[torch.Tensor, torch.Tensor]] = []
+    fitting: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     for (_, _, source), (module, name, target) in zip(sources, targets, strict=True):
         if source is target:
             continue
-        if source is None or target is None or source.shape != target.shape or source.dtype != target.dtype:
-            module._buffers[name] = None if source is None else source.detach().to(device, copy=True)
+        taken = fitting.get(id(target))
+        is_free = taken is None or taken[1] is source  # else two names had one buffer, and now each has its own
+        if source is not None and target is not None and is_free and _are_alike(source, target):
+            fitting[id(target)] = target, source
         else:
-            fitting.append((target, source))
+            module._buffers[name] = None if source is None else _fresh(source, device)
     if fitting:
         with torch.no_grad():
-            torch._foreach_copy_([target for target, _ in fitting], [source for _, source in fitting])
+            torch._foreach_copy_([target for target, _ in fitting.values()], [source for _, source in fitting.values()])
+
+
+def _are_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether one can be copied into the other."""
+    if (one.shape, one.dtype, one.layout) != (other.shape, other.dtype, other.layout):
+        return False
+    return one.layout is torch.strided or one._nnz() == other._nnz()
+
+
+def _fresh(source: torch.Tensor, device: torch.device) -> torch.Tensor:
+    with torch.inference_mode(False):  # steps to come will write it
+        return source.detach().to(device, copy=True)

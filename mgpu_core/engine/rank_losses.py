@@ -11,7 +11,7 @@ from torch.nn import Module
 
 from mgpu_core.device.team import Team
 from mgpu_core.engine.replicas import Replicas
-from mgpu_core.module_tree import modules_of
+from mgpu_core.module_tree import modules_of, parameters_of
 
 __all__ = ["RankLosses", "check_loss"]
 
@@ -69,7 +69,7 @@ def check_loss(loss_fn: Any) -> None:
     """
     if loss_fn is not None and not callable(loss_fn):
         raise TypeError(f"loss_fn must be callable, or None where the module returns the loss, not {loss_fn!r}")
-    if isinstance(loss_fn, Module) and any(parameter.requires_grad for parameter in loss_fn.parameters()):
+    if isinstance(loss_fn, Module) and any(parameter.requires_grad for parameter in parameters_of(loss_fn)):
         raise ValueError(
             f"{type(loss_fn).__name__} has parameters of its own: make it part of the module, which then returns the "
             "loss, and pass loss_fn=None"
@@ -77,4 +77,4 @@ def check_loss(loss_fn: Any) -> None:
 
 
 def _memory_of(module: Module) -> list[torch.Tensor]:
-    return list(chain(module.parameters(), module.buffers()))
+    return list(chain(parameters_of(module), module.buffers()))

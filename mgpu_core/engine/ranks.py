@@ -81,13 +81,17 @@ def run_pass(job: Pass, team: Team, parts: Sequence[RankPart | None]) -> list[tu
     if len(team) == 1:  # nobody to share with: in this thread, and failures are the module's own
         device = team.devices[0]
         with on(device, caller_streams([device])[0]):
-            return [works[0](part) for part in parts if part is not None]
+            alone = [works[0](part) for part in parts if part is not None]
+        _check_there_is_something(job, alone)
+        return alone
     inputs = [None if part is None else (part,) for part in parts]
     results = apply_some(works, inputs, team.first(len(parts)), job.rng)
     found = [(result, part) for result, part in zip(results, parts, strict=True) if part is not None]
     if job.backward and job.joint:
         _differentiate_together(*zip(*found, strict=True))
-    return [result for result, _ in found]
+    results = [result for result, _ in found]
+    _check_there_is_something(job, results)
+    return results
 
 
 class _Work:
@@ -107,8 +111,7 @@ class _Work:
                 loss = self._loss(output, part.target)
             if job.backward and not job.joint:
                 with span("backward", self._rank, self._device), _without_autocast():
-                    _differentiate([loss.value], [part.seed])
-                loss.value = loss.value.detach()
+                    _differentiate([loss], [part.seed])
             return loss, _detached(output) if job.keep_outputs else None
 
     def _autocast(self) -> AbstractContextManager[object]:
@@ -135,18 +138,25 @@ def _timed(clock: RankClock | None) -> AbstractContextManager[object]:
     return NOTHING if clock is None else _clocked(clock)
 
 
-def _differentiate(losses: list[torch.Tensor], seeds: list[float]) -> None:
-    if not all(loss.requires_grad for loss in losses):
+def _differentiate(losses: Sequence[RankLoss], seeds: Sequence[float]) -> None:
+    """All at once; detaches them."""
+    pairs = [(loss.value, seed) for loss, seed in zip(losses, seeds, strict=True) if loss.value.requires_grad]
+    if pairs:
+        grads = [None if seed == 1.0 else torch.full_like(value, seed) for value, seed in pairs]
+        torch.autograd.backward([value for value, _ in pairs], grads)
+    for loss in losses:
+        loss.is_constant = not loss.value.requires_grad
+        loss.value = loss.value.detach()
+
+
+def _check_there_is_something(job: Pass, results: Sequence[tuple[RankLoss, Any]]) -> None:
+    if job.backward and results and all(loss.is_constant for loss, _ in results):
         raise RuntimeError("the loss does not depend on any parameter that requires grad: there is nothing to train")
-    grads = [None if seed == 1.0 else torch.full_like(loss, seed) for loss, seed in zip(losses, seeds, strict=True)]
-    torch.autograd.backward(losses, grads)
 
 
 def _differentiate_together(results: Sequence[tuple[RankLoss, Any]], parts: Sequence[RankPart]) -> None:
     with span("backward"), _without_autocast():
-        _differentiate([loss.value for loss, _ in results], [part.seed for part in parts])
-    for loss, _ in results:
-        loss.value = loss.value.detach()
+        _differentiate([loss for loss, _ in results], [part.seed for part in parts])
 
 
 def _without_autocast() -> AbstractContextManager[object]:

@@ -24,7 +24,7 @@ from mgpu_core.engine.net_watch import ADVICE, NetWatch, first_difference
 from mgpu_core.engine.rank_buffers import RankBuffers
 from mgpu_core.engine.twins import Twin, refuse_hooks
 from mgpu_core.look import Look
-from mgpu_core.module_tree import ModuleTree, check_initialised
+from mgpu_core.module_tree import ModuleTree, check_initialised, named_parameters_of, parameters_of
 
 __all__ = ["Replicas"]
 
@@ -40,7 +40,7 @@ class Replicas:
 
     Attributes:
         modules: per rank what is called.
-        names: of the parameters, in the order of ``net.parameters()``.
+        names: of the parameters, in the order in which torch finds them.
         parameters: ``parameters[rank][i]``.
         devices: each device of the team once, in the order of ranks.
         ranks_of: per device its ranks.
@@ -56,7 +56,7 @@ class Replicas:
 
     def __init__(self, net: Module, team: Team) -> None:
         self.net, self.team = net, team
-        named = dict(net.named_parameters())
+        named = dict(named_parameters_of(net))
         self.names = list(named)
         check_initialised([*named.values(), *net.buffers()])
         self.devices = list(dict.fromkeys(team.devices))
@@ -98,7 +98,7 @@ class Replicas:
     def _add_twin(self, rank: int, tree: ModuleTree) -> None:
         device = self.team.devices[rank]
         first = self.team.devices.index(device)
-        values = self.parameters[first] if first < rank else list(self.net.parameters())
+        values = self.parameters[first] if first < rank else parameters_of(self.net)
         module, parameters = Twin(self.net, self.devices[0], device, values, share_buffers=rank == 0).made()
         places = [place.module for place in ModuleTree(module).places]
         for place, twin in zip(tree.places, places, strict=True):

@@ -16,6 +16,7 @@ from mgpu_core.device.random import check_rng
 from mgpu_core.device.team import Team
 from mgpu_core.engine.losses import REDUCTIONS
 from mgpu_core.engine.scaling import AMP_DTYPES
+from mgpu_core.module_tree import named_parameters_of, parameters_of
 
 __all__ = ["Setup", "check_dtypes", "check_module", "check_place", "team_of"]
 
@@ -94,7 +95,7 @@ def team_of(net: Module, device_ids: Sequence[DeviceLike] | None) -> Team:
     if device_ids is None:
         device_ids = local_devices()
     if not isinstance(device_ids, str | int | torch.device) and not len(device_ids):
-        device_ids = [next((each.device for each in net.parameters()), torch.device("cpu"))]
+        device_ids = [next((each.device for each in parameters_of(net)), torch.device("cpu"))]
     return Team.of(as_devices(device_ids))
 
 
@@ -102,7 +103,7 @@ def check_place(net: Module, team: Team) -> None:
     """Moves the module to the only device, as the drop-in does; several devices: it must be on the first."""
     if len(team) == 1:
         net.to(team.devices[0])
-    for name, tensor in [*net.named_parameters(), *net.named_buffers()]:
+    for name, tensor in [*named_parameters_of(net), *net.named_buffers()]:
         if tensor.device != team.devices[0]:
             raise RuntimeError(
                 f"net must have its parameters and buffers on {team.devices[0]} (device_ids[0]), but {name} is on "

@@ -51,14 +51,19 @@ class ShownState:
         self.places.clear()
         self._views.clear()
 
-    def found(self, places: Iterable[int]) -> dict[int, dict[str, Any]]:
-        """Of these parameters, the states that the optimizer has; entries that say nothing are taken out of it."""
+    def found(self, places: Iterable[int], kinds: Sequence[str]) -> dict[int, dict[str, Any]]:
+        """Of these parameters, the states that the optimizer has; entries that say nothing are taken out of it.
+
+        Args:
+            places: of the parameters.
+            kinds: of state that it may have; what else is found, is the user's own.
+        """
         present = {}
         for i in sorted(places):
             state = self._optimizer.state.get(self._parameters[i], {})
-            if any(torch.is_tensor(each) for each in state.values()):
+            if any(torch.is_tensor(state.get(kind)) for kind in kinds):
                 present[i] = state
-            else:
+            elif all(each is None for each in state.values()):
                 self._optimizer.state.pop(self._parameters[i], None)  # torch's SGD notes that there is no momentum
         return present
 
@@ -71,6 +76,7 @@ class ShownState:
     def show(self, i: int, group: dict[str, Any]) -> None:
         """Gives the optimizer the state of a parameter, which is in this group."""
         self.places.add(i)
+        self._others -= self._parameters[i] in self._optimizer.state
         state = self._optimizer.state[self._parameters[i]]
         for kind, views in self._views.items():
             state[kind] = views[i]

@@ -19,6 +19,7 @@ from mgpu_core.engine.gradients import GradientSync
 from mgpu_core.engine.laid_out import Learnt
 from mgpu_core.engine.losses import Window
 from mgpu_core.errors import Error
+from mgpu_core.module_tree import named_parameters_of, parameters_of
 from mgpu_core.processes.agreement import check_agreement, digest, facts_of, first_difference, numbers_of
 from mgpu_core.processes.ballot import Ballot, Standing, Tally
 from mgpu_core.processes.group import Processes
@@ -60,11 +61,11 @@ class Together:
 
     def take_values(self) -> None:
         """Parameters and buffers of process 0, in all of them."""
-        self.processes.send_from(0, [*self._net.parameters(), *self._net.buffers()])
+        self.processes.send_from(0, [*parameters_of(self._net), *self._net.buffers()])
 
     def first_difference(self) -> tuple[str, int] | None:
         """The first parameter that is not the same in all processes, and the first process where it is not."""
-        named = list(self._net.named_parameters())
+        named = list(named_parameters_of(self._net))
         found = self.processes.exchange("parameters", [digest(each) for _, each in named])
         for process, theirs in enumerate(found):
             at = first_difference(found[0], theirs)

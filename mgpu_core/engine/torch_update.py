@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from mgpu_core.engine.gradients import GradientSync
-from mgpu_core.engine.optimizer_facts import step_hooks
+from mgpu_core.engine.optimizer_facts import has_own_step, step_hooks
 from mgpu_core.engine.replicas import Replicas
 from mgpu_core.nothing import NOTHING
 
@@ -34,7 +34,7 @@ class TorchUpdate:
     def __init__(self, optimizer: Optimizer, replicas: Replicas, sync: GradientSync) -> None:
         self._optimizer, self._replicas, self._sync = optimizer, replicas, sync
         is_torchs = type(optimizer).__module__.partition(".")[0] == "torch"
-        is_alone = replicas.is_mixed or not is_torchs or any(step_hooks(optimizer))
+        is_alone = replicas.is_mixed or not is_torchs or any(step_hooks(optimizer)) or has_own_step(optimizer)
         self.device_count = 1 if is_alone else len(replicas.devices)
         self._versions: list[int] = []
         self._twins: list[Optimizer] = []
@@ -72,6 +72,7 @@ class TorchUpdate:
         for device, twin in enumerate(self._twins, start=1):
             with _own_default(self._replicas.devices[device]):
                 twin.step()
+        self._replicas.retake()  # from a class or a hook that assigns `p.data`
 
     def has_written(self) -> bool:
         """Whether a launch that failed has changed parameters before."""
@@ -89,7 +90,8 @@ class TorchUpdate:
     def _state_now(self) -> list[tuple[Any, int]]:
         if not self._twins:
             return []
-        values = [value for state in self._optimizer.state.values() for value in state.values()]
+        states = [each for each in self._optimizer.state.values() if isinstance(each, dict)]  # or the user's own
+        values = [value for state in states for value in state.values()]
         return [(each, each._version if torch.is_tensor(each) else 0) for each in values]
 
     def _twin(self, device: int) -> Optimizer:

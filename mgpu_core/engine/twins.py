@@ -12,7 +12,7 @@ from torch.nn import Module, Parameter
 from mgpu_core.device.dtypes import has_gradients
 from mgpu_core.engine.inside import own_attributes, prepare_copy
 from mgpu_core.engine.module_look import HOOKS
-from mgpu_core.module_tree import is_compile_wrapper, modules_of
+from mgpu_core.module_tree import is_compile_wrapper, modules_of, parameters_of
 
 __all__ = ["GradientHook", "Twin", "other_hooks", "refuse_hooks"]
 
@@ -32,7 +32,7 @@ class Twin:
         self, net: Module, home: torch.device, device: torch.device, values: Sequence[Parameter], share_buffers: bool
     ) -> None:
         self._net, self._home, self._device, self._share_buffers = net, home, device, share_buffers
-        self._values = {id(own): value for own, value in zip(net.parameters(), values, strict=True)}
+        self._values = {id(own): value for own, value in zip(parameters_of(net), values, strict=True)}
         self._memo: dict[int, Any] = {}
 
     def made(self) -> tuple[Module, list[Parameter]]:
@@ -54,8 +54,8 @@ class Twin:
                 f"{type(self._net).__name__} cannot be copied for a rank of its own ({type(error).__name__}: {error}). "
                 "TrainStep needs a module that copy.deepcopy copies; mgpu_core.DataParallel does not"
             ) from error
-        own = list(self._net.parameters())
-        found = list(twin.parameters())
+        own = parameters_of(self._net)
+        found = parameters_of(twin)
         for original, copied in zip(own, found, strict=True):
             wanted = self._memo[id(original)]
             if copied is not wanted:  # a script makes its own
@@ -97,10 +97,10 @@ def refuse_hooks(named: dict[str, Parameter]) -> None:
             )
 
 
-def other_hooks(parameter: Parameter) -> int:
-    """How many post-accumulate hooks are not a step's: those of another step do nothing in this one."""
+def other_hooks(parameter: Parameter) -> list[int]:
+    """The post-accumulate hooks that are not a step's, by number: those of another step do nothing in this one."""
     hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
-    return sum(type(hook) is not GradientHook for hook in hooks.values())
+    return [number for number, hook in hooks.items() if type(hook) is not GradientHook]
 
 
 class GradientHook:

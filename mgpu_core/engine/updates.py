@@ -16,7 +16,7 @@ from mgpu_core.engine.flat import compact
 from mgpu_core.engine.fused import FusedUpdate
 from mgpu_core.engine.fused_device import NO_GROUP
 from mgpu_core.engine.gradients import GradientSync
-from mgpu_core.engine.optimizer_facts import groups_of, step_hooks, why_not_fused
+from mgpu_core.engine.optimizer_facts import groups_of, has_own_step, step_hooks, why_not_fused
 from mgpu_core.engine.replicas import Replicas
 from mgpu_core.engine.sharded import ShardedUpdate
 from mgpu_core.engine.torch_update import TorchUpdate
@@ -161,8 +161,8 @@ class Updates:
     def _update_now(self) -> _Update:
         shape = _shape_of(self.optimizer)
         if self._update is None or shape != self._shape:
+            check_optimizer(self.optimizer, dict(zip(self._replicas.names, self._replicas.own, strict=True)))
             if self._update is not None:
-                check_optimizer(self.optimizer, dict(zip(self._replicas.names, self._replicas.own, strict=True)))
                 self._update.close()
             self._shape = shape
             self._update = self._made()
@@ -206,4 +206,4 @@ def _shape_of(optimizer: Optimizer) -> Any:
     groups = [
         (*(bool(group.get(each)) for each in switches), *map(id, group["params"])) for group in optimizer.param_groups
     ]
-    return step_hooks(optimizer), groups
+    return step_hooks(optimizer), has_own_step(optimizer), groups

@@ -11,6 +11,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from mgpu_core.device.tensor_checks import memory_view
+from mgpu_core.module_tree import named_parameters_of
 from mgpu_core.processes.group import Processes
 
 __all__ = ["check_agreement", "digest", "facts_of", "first_difference", "numbers_of"]
@@ -53,12 +54,12 @@ def _line(lines: Sequence[str], at: int) -> str:
 
 def facts_of(net: Module, optimizer: Optimizer, settings: Mapping[str, Any]) -> dict[str, list[str]]:
     """What a net, an optimizer with its state, and settings are, without the values of the net."""
-    names = {id(parameter): name for name, parameter in net.named_parameters()}
+    names = {id(parameter): name for name, parameter in named_parameters_of(net)}
     members = [names.get(id(each), "?") for group in optimizer.param_groups for each in group["params"]]
     states = optimizer.state_dict()["state"]  # whole, where it is kept in shards
     return {
         "settings": [f"{name}={value}" for name, value in settings.items()],
-        "parameters": [_described(name, each) for name, each in net.named_parameters()],
+        "parameters": [_described(name, each) for name, each in named_parameters_of(net)],
         "buffers": [_described(name, each) for name, each in net.named_buffers()],
         "optimizer": [type(optimizer).__name__, *(_group(group, names) for group in optimizer.param_groups)],
         "optimizer state": [

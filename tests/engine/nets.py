@@ -101,9 +101,13 @@ class Pair:
                 state = optimizer.state.get(parameter, {})
                 values.update({kind: each for kind, each in state.items() if each is not None})
         return all(
-            mine.keys() == theirs.keys() and all(torch.allclose(mine[kind], theirs[kind]) for kind in mine)
+            mine.keys() == theirs.keys() and all(_is_like(mine[kind], theirs[kind]) for kind in mine)
             for mine, theirs in zip(shown, wanted, strict=True)
         )
+
+
+def _is_like(one, other):
+    return torch.allclose(one, other) if torch.is_tensor(one) else one == other
 
 
 def batches(steps, rows, columns=4, classes=2, seed=0, dtype=torch.float64):

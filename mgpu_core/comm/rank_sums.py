@@ -50,6 +50,9 @@ class RankSums:
 
         ``None`` stands for a rank that adds nothing.  Parts that do not lie in memory as their out does, or that are
         sparse, are summed by torch.
+
+        Raises:
+            ValueError: a part has another shape than its out.
         """
         stream = core_stream(self._outs[0].device) if self._dtype is not None else None
         with watched("reduce", zip(*columns, strict=True), self._outs, ranks=self._ranks) as watch:
@@ -96,6 +99,8 @@ class RankSums:
             if all(part is None for part in parts):
                 out.zero_()
                 continue
+            if any(part is not None and part.shape != out.shape for part in parts):
+                raise ValueError(f"a tensor of another shape cannot be added up into one of {tuple(out.shape)}")
             total = generic.reduce(parts, "sum", out.device)
             out.copy_(total if total.layout is torch.strided else total.to_dense())
             hop(False, [total], [out])

@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from torch.nn.utils import parametrize
 
 from mgpu_core.device.clock import RankClock
 from mgpu_core.engine.commit import Gate
@@ -122,8 +123,10 @@ class Passes:
         self._gate = Gate()
         gate = self._gate if len(team) > 1 else NOTHING  # who is alone has ended when the call has
         rng = "per_rank" if self._draws else self._rng
-        # A graph that the caller has before the inputs is one for all ranks, and goes with one backward.
-        joint = self.joint or (len(parts) > 1 and any(has_graph(part) for part in parts if part is not None))
+        # A graph that the caller has before the inputs is one for all ranks, and goes with one backward; so is that of
+        # weights which torch keeps for the time of `parametrize.cached()`.
+        shared = parametrize._cache_enabled > 0 or any(has_graph(part) for part in parts if part is not None)
+        joint = self.joint or (len(parts) > 1 and shared)
         job = Pass(
             self._replicas.modules, self._loss_fns, self._reduction, backward, joint, keep_outputs, rng,
             self._amp_dtype, gate, clocks,

@@ -342,3 +342,21 @@ def test_a_class_may_show_some_of_its_parameters(ways, ranks):
     for x, y in batches(4, 9):
         pair.both(x, y)
     assert pair.far() < 1e-12
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_weights_that_torch_keeps_for_a_while_are_all_ranks(ranks):
+    net = two_layers()
+    nn.utils.parametrizations.weight_norm(net[0])
+    alone = two_layers()
+    nn.utils.parametrizations.weight_norm(alone[0])
+    alone.load_state_dict(net.state_dict())
+    optimizer, reference = sgd(net.parameters()), sgd(alone.parameters())
+    step = TrainStep(net, mse, optimizer, cpu(ranks))
+    for x, y in batches(4, 16):
+        with nn.utils.parametrize.cached():
+            step(x, y)
+        reference.zero_grad()
+        mse(alone(x), y).backward()
+        reference.step()
+    assert all(torch.allclose(a, b, atol=1e-12) for a, b in zip(net.parameters(), alone.parameters(), strict=True))

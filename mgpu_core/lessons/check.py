@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import queue
+import signal
 import subprocess
 import sys
 import threading
@@ -57,13 +59,24 @@ class _Ended(Exception):
         super().__init__(f"it ended the whole process, with status {status}")
 
 
+@contextlib.contextmanager
+def _without_interrupts() -> Iterator[None]:
+    """SIGINT waits; a process that is started meanwhile never sees one, from its first moment on."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 class _Judge:
     """The other process: one line at a time, with a limit."""
 
     def __init__(self, lesson: Lesson, path: Path, exercises: Sequence[int]) -> None:
         command = [sys.executable, "-P", "-m", "mgpu_core.lessons.judge", str(lesson.number), str(path)]
         command += map(str, exercises)
-        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        with _without_interrupts():  # Ctrl-C goes to both processes; this one ends the other, and tells
+            self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         threading.Thread(target=self._read, daemon=True).start()
 

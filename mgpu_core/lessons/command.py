@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import sys
 import threading
 from pathlib import Path
 
@@ -95,6 +96,9 @@ def _check(lesson: Lesson, path: Path, limit_seconds: float) -> int:
     except CannotBeRead as error:
         print(f"{path} cannot be checked: {error}")
         return 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
     return 0 if is_right else 1
 
 

@@ -12,10 +12,11 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mgpu_core.lessons.answers import Check, WrongAnswer, asked_for, shown
 from mgpu_core.lessons.catalogue import Lesson, find_lesson
@@ -62,7 +63,7 @@ def judge(number: int, check: Check, answers: ModuleType, path: Path) -> Verdict
         is_now = f"{shown(answer)}, of type {type(answer).__name__}"
         return Verdict(number, name, WRONG, f"{name} should be a function, and is {is_now}")
     try:
-        check(answer)
+        check(partial(_call, answer))
     except WrongAnswer as error:
         return Verdict(number, name, WRONG, str(error))
     except (Exception, SystemExit) as error:
@@ -71,15 +72,22 @@ def judge(number: int, check: Check, answers: ModuleType, path: Path) -> Verdict
     return Verdict(number, name, RIGHT)
 
 
+def _call(answer: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """The learner's function: what fails in its call has this frame, even where it has none of the learner's file."""
+    return answer(*args, **kwargs)
+
+
 def told(error: BaseException, path: Path) -> str:
     """An exception in a line: what it is, and the last line of the learner's file on the way to it."""
     text = traceback.format_exception_only(error)[-1].strip()
     if isinstance(error, SyntaxError) and error.filename == str(path):
         return f"{path.name}, line {error.lineno}: {text}"
     line = _line_of(error, path)
-    if line is None:
-        return f"what your function gave back cannot be used: {text}"
-    return f"{path.name}, line {line.lineno}, {line.line!r}: {text}"
+    if line is not None:
+        return f"{path.name}, line {line.lineno}, {line.line!r}: {text}"
+    if any(frame.f_code is _call.__code__ for frame, _ in traceback.walk_tb(error.__traceback__)):
+        return f"the call of your function failed: {text}"
+    return f"what your function gave back cannot be used: {text}"
 
 
 def _line_of(error: BaseException, path: Path) -> traceback.FrameSummary | None:
@@ -98,6 +106,7 @@ def main(number: int, path: Path, exercises: Iterable[int]) -> None:
     os.dup2(2, 1)
     checks = checks_of(find_lesson(number))
     print(json.dumps("ready"), file=lines)
+    sys.path.append(str(path.parent))  # the learner's other files; last, so that none of them hides what we need
     try:
         answers = load(path)
     except (Exception, SystemExit) as error:

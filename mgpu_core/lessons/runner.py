@@ -69,6 +69,8 @@ def _run_block(lesson: Lesson, block: Block, names: dict[str, object]) -> bool:
         code = compile("\n" * (block.line - 1) + block.source, str(lesson.page), "exec")
         with contextlib.redirect_stdout(printed):
             exec(code, names)
+    except BrokenPipeError:  # the reader has left, as in `mgpu lesson run 8 | head -1`: no failure of the page
+        raise
     except Exception as error:
         _print_failure(error)
         return False

@@ -12,6 +12,7 @@ from mgpu_core.lessons import catalogue, find_lesson, find_lessons
 from mgpu_core.lessons.answers import asked_for
 from mgpu_core.lessons.blocks import blocks_of
 from mgpu_core.lessons.judge import checks_of, judge, load
+from mgpu_core.lessons.runner import run_lesson
 
 RIGHT = find_lesson(1).solution.read_text()
 each_lesson = pytest.mark.parametrize("lesson", find_lessons(), ids=lambda lesson: lesson.page.stem)
@@ -214,6 +215,14 @@ def test_failing_block_shows_the_line_of_the_page(mgpu, page):
     assert '01_tiny.md", line 8' in err
     assert "assert x == 2" in err
     assert "runner.py" not in err
+
+
+def test_a_reader_that_has_left_is_no_failure_of_the_page(page, capsys):
+    """`mgpu lesson run 8 | head -1`: the command knows what to do, as for all that print."""
+    page("# 1. Tiny\n\n```python\nraise BrokenPipeError  # as print does\n```\n")
+    with pytest.raises(BrokenPipeError):
+        run_lesson(find_lesson(1), Path("mine.png"))
+    assert capsys.readouterr().err == ""
 
 
 def test_other_output_than_the_page_says_is_shown(mgpu, page):

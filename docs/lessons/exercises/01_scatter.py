@@ -19,7 +19,8 @@ def scatter_rows(tensor: torch.Tensor, ranks: int, dim: int = 0) -> list[torch.T
     """The tensor cut along `dim` into one part per rank, with as many rows as `chunk_counts` says.
 
     Ranks that would get nothing are left out; of a tensor without rows, rank 0 gets an empty part.  Each part is
-    contiguous, in memory of its own: a write into it must not change the tensor, also when there is one rank.
+    contiguous, in memory of its own, which it shares with no other part: a write into it must not change the tensor,
+    also when there is one rank.
     """
     raise NotImplementedError
 

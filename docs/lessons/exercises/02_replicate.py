@@ -26,7 +26,7 @@ def differentiable_copies(tensor: torch.Tensor, ranks: int) -> tuple[torch.Tenso
 
 
 def refresh(replicas: Sequence[torch.nn.Module], net: torch.nn.Module) -> None:
-    """Gives all replicas, which are deep copies of the net, the values that the net has now.
+    """Gives all replicas, which are deep copies of the net, the values that its parameters and buffers have now.
 
     In place: whoever holds a tensor of a replica sees the new values, and every replica keeps memory of its own.
     """

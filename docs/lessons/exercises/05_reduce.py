@@ -23,7 +23,8 @@ def ring_all_reduce(tensors: Sequence[torch.Tensor], send: Send) -> None:
 def tree_all_reduce(tensors: Sequence[torch.Tensor], send: Send) -> None:
     """The same by a tree: in round i, ranks at a distance of 2 to the i add up; then the same way back.
 
-    Every message is a whole tensor.  The number of ranks need not be a power of two.
+    The sum of two ranks goes to the lower one, so rank 0 is the first that has all of it.  Every message is a whole
+    tensor.  The number of ranks need not be a power of two.
     """
     raise NotImplementedError
 

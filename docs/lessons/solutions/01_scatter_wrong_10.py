@@ -1,5 +1,5 @@
 # Exercise 3 is wrong: the error says that something is wrong with the batch, but not where.
-# The checker says: the ValueError should name the keys x and y, and says 'different numbers of rows: 6, 5'
+# The checker says: name the keys of two that disagree, and says 'different numbers of rows: 6, 5, 5'
 
 import torch
 

@@ -1,5 +1,5 @@
 # Exercise 3 is wrong: zip stops at the shortest, so rows are dropped without a word.
-# The checker says: {'name': 'odd', 'x': 6 rows, 'y': 5 rows}, 2): expected a ValueError
+# The checker says: {'name': 'odd', 'pixels': 6 rows, 'labels': 5 rows, 'weights': 5 rows}, 2): expected a ValueError
 
 import torch
 

@@ -1,5 +1,5 @@
 # Exercise 2 is wrong: the largest distance comes first: a tree as good, but not the one that was asked for.
-# The checker says: rank 1 sends to rank 3 1 times, and in this tree 0 times
+# The checker says: rank 1 sends to rank 3 1 times, and in this tree, whose sums go to the lower rank, 0 times
 
 from collections.abc import Callable, Sequence
 

@@ -1,5 +1,5 @@
 # Exercise 3 is wrong: a stream for each buffer, with its loads and uses; so there is nothing to wait for.
-# The checker says: double_buffer of 5 batches: the streams of its work: expected [0, 0, 0, 0, 0, 1, 1, 1, 1, 1]
+# The checker says: double_buffer of 5 batches: the streams that its work ran on: ['load']: expected [0, 0, 0, 0, 0]
 from collections.abc import Callable
 from typing import Any
 

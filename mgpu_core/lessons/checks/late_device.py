@@ -25,15 +25,14 @@ class LateDevice:
     """Streams by number; nothing runs before :meth:`run`.
 
     Attributes:
-        streams: of each piece of work, in the order in which it was put there.
+        running: the stream whose work runs now; None outside :meth:`run`.
     """
 
     queues: dict[int, list[tuple[Event | None, Work]]] = field(default_factory=dict)
-    streams: list[int] = field(default_factory=list)
+    running: int | None = None
 
     def put(self, stream: int, work: Work) -> None:
         """The work runs later, behind what is on the stream."""
-        self.streams.append(stream)
         self._add(stream, None, work)
 
     def record(self, stream: int) -> Event:
@@ -54,6 +53,8 @@ class LateDevice:
     def run(self, seed: int) -> None:
         """Everything, in one of the orders that are allowed."""
         chance = random.Random(seed)
-        while waiting := [queue for queue in self.queues.values() if queue]:
-            ready = [queue for queue in waiting if queue[0][0] is None or queue[0][0].is_reached]
-            chance.choice(ready).pop(0)[1]()  # one is ready: what was put first of all waits for nothing that is left
+        while waiting := [(stream, queue[0][0]) for stream, queue in self.queues.items() if queue]:
+            ready = [stream for stream, event in waiting if event is None or event.is_reached]
+            self.running = chance.choice(ready)  # one is: what was put first of all waits for nothing that is left
+            self.queues[self.running].pop(0)[1]()
+        self.running = None

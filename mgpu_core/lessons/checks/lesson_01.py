@@ -49,6 +49,12 @@ def _check_cut(answer: Callable[[torch.Tensor, int, int], Any], rows: int, ranks
         part.fill_(-1)
         if not torch.equal(tensor, before):
             raise WrongAnswer(f"{call}: a write into the part of rank {rank} changes the tensor: it is a view of it")
+    places = [part.untyped_storage()._cdata for part in parts]
+    if len(set(places)) < len(places):
+        raise WrongAnswer(
+            f"{call}: each of the {len(places)} parts should have memory of its own, and they are views of "
+            f"{len(set(places))}: whoever keeps one part keeps the memory of others"
+        )
 
 
 @asks_for("scatter_batch")
@@ -56,11 +62,17 @@ def exercise_3(answer: Callable[[dict[str, object], int], Any]) -> None:
     """Whole dictionaries, one per rank that works; a disagreement is told."""
     for rows, ranks in ((9, 4), (9, 8), (3, 8), (2, 1), (7, 2), (5, 3)):
         _check_batch(answer, rows, ranks)
-    batch: dict[str, object] = {"name": "odd", "x": torch.zeros(6, 2), "y": torch.zeros(5)}
-    call = "scatter_batch({'name': 'odd', 'x': 6 rows, 'y': 5 rows}, 2)"
+    for pixels, labels, weights in ((6, 5, 5), (6, 5, 6), (5, 6, 6), (6, 6, 5)):
+        _check_disagreement(answer, {"pixels": pixels, "labels": labels, "weights": weights})
+
+
+def _check_disagreement(answer: Callable[[dict[str, object], int], Any], rows: dict[str, int]) -> None:
+    """The keys are words that no error says by chance."""
+    batch: dict[str, object] = {"name": "odd", **{key: torch.zeros(count, 2) for key, count in rows.items()}}
+    call = f"scatter_batch({{'name': 'odd', {', '.join(f'{key!r}: {rows[key]} rows' for key in rows)}}}, 2)"
     text = str(expect_raises(call, ValueError, lambda: answer(batch, 2)))
-    if "x" not in text or "y" not in text:
-        raise WrongAnswer(f"{call}: the ValueError should name the keys x and y, and says {text!r}")
+    if len({count for key, count in rows.items() if key in text}) < 2:
+        raise WrongAnswer(f"{call}: the ValueError should name the keys of two that disagree, and says {text!r}")
 
 
 def _check_batch(answer: Callable[[dict[str, object], int], Any], rows: int, ranks: int) -> None:

@@ -69,27 +69,32 @@ def _check_gradient(call: str, tensor: torch.Tensor, copies: Sequence[torch.Tens
 
 @asks_for("refresh")
 def exercise_3(answer: Callable[[list[torch.nn.Module], torch.nn.Module], Any]) -> None:
-    """Parameters and buffers, in place, in memory of their own; nothing is recorded by autograd."""
+    """Parameters and all buffers, in place, in memory of their own; nothing is recorded by autograd."""
     for ranks in (1, 2, 3, 8):
         net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+        net[1].register_buffer("mask", torch.zeros(2), persistent=False)  # in no state_dict
         replicas = [copy.deepcopy(net) for _ in range(ranks)]
-        held = [dict(replica.state_dict()) for replica in replicas]
+        held = [_tensors(replica) for replica in replicas]
         _fill(net, 5)
-        wanted = {name: value.clone() for name, value in net.state_dict().items()}
+        wanted = {name: value.clone() for name, value in _tensors(net).items()}
         answer(list(replicas), net)
         for rank, replica in enumerate(replicas):
             where = f"refresh({ranks} replicas, net), rank {rank}"
-            expect(where, dict(replica.state_dict()), wanted)
+            expect(where, _tensors(replica), wanted)
             if any(not each.is_leaf for each in replica.parameters()):
                 raise WrongAnswer(f"{where}: a parameter is no leaf any more: write under torch.no_grad()")
         _fill(net, 9)
         for rank, replica in enumerate(replicas):
             where = f"refresh({ranks} replicas, net), rank {rank}"
-            expect(f"{where}, after a later write into the net", dict(replica.state_dict()), wanted)
+            expect(f"{where}, after a later write into the net", _tensors(replica), wanted)
             expect(f"{where}, tensors that were held before", held[rank], wanted)
 
 
+def _tensors(net: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """By name, without history."""
+    return {name: tensor.detach() for name, tensor in (*net.named_parameters(), *net.named_buffers())}
+
+
 def _fill(net: torch.nn.Module, first: int) -> None:
-    with torch.no_grad():
-        for number, tensor in enumerate(net.state_dict().values()):
-            tensor.fill_(first + number)
+    for number, tensor in enumerate(_tensors(net).values()):
+        tensor.fill_(first + number)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -21,12 +22,13 @@ _MEETING_SECONDS = 2.0
 
 @asks_for("apply_all")
 def exercise_1(answer: _Apply) -> None:
-    """At once, in order, and careful with failures."""
+    """At once, in order, and careful with failures; also more at once than a pool has workers by default."""
     for ranks in (1, 2, 3, 8):
         _check_meeting(answer, ranks)
         _check_order(answer, ranks)
         _check_failures(answer, ranks, range(max(0, ranks - 2), ranks))
         _check_failures(answer, ranks, range(min(2, ranks)))
+    _check_meeting(answer, max(32, os.cpu_count() or 1) + 1)  # min(32, cores + 4) workers in one kind of pool, or cores
 
 
 def _check_meeting(answer: _Apply, ranks: int) -> None:
@@ -101,22 +103,27 @@ def exercise_2(answer: Callable[[Callable[..., Any]], Callable[..., Any]]) -> No
 def _check_carry(answer: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     for grad in (True, False):
         for dtype in (None, torch.bfloat16, torch.float16):
-            with (
-                torch.set_grad_enabled(grad),
-                torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None),
-            ):
-                token = _variable.set("set by the caller")
-                try:
-                    wanted = _settings(1, key=2)
-                    carried = answer(_settings)
-                finally:
-                    _variable.reset(token)
+            wanted, carried = _under(grad, dtype, "set by the caller", lambda: (_settings(1, key=2), answer(_settings)))
+            call = partial(carried, 1, key=2)
             for _ in range(2):
-                got = _in_a_thread(partial(carried, 1, key=2))
+                got = _in_a_thread(call)
                 expect("carry: (grad, autocast, its dtype, a context variable, arguments) in a thread", got, wanted)
-            expect("carry: the same in the calling thread, later", carried(1, key=2), wanted)
+            expect("carry: the same in the calling thread, later", call(), wanted)
+            opposite = not grad, None if dtype else torch.bfloat16, "set by the thread"
+            got = _in_a_thread(partial(_under, *opposite, call))
+            expect("carry: the same in a thread whose own settings are the opposite", got, wanted)
     if not torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
         raise WrongAnswer("carry: it changes the settings of the thread that it is called in, and leaves them so")
+
+
+def _under(grad: bool, dtype: torch.dtype | None, text: str, function: Callable[[], Any]) -> Any:
+    """What the function returns under these settings; autocast is off without a dtype."""
+    token = _variable.set(text)
+    try:
+        with torch.set_grad_enabled(grad), torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
+            return function()
+    finally:
+        _variable.reset(token)
 
 
 def _in_a_thread(function: Callable[[], Any]) -> Any:

@@ -14,21 +14,22 @@ __all__ = ["exercise_1", "exercise_2", "exercise_3"]
 
 _RANKS = (1, 2, 3, 4, 5, 8)
 _COUNTS = (24, 10, 5, 1)
+_EXTRA = 1  # what a wire adds that shows who uses what comes over it
 
 
 class _Wire:
-    """Carries copies between ranks, and counts messages and elements."""
+    """Carries copies between ranks, changed by `extra`, and counts messages and elements."""
 
-    def __init__(self, call: str, ranks: int) -> None:
-        self._call, self._ranks = call, ranks
+    def __init__(self, call: str, ranks: int, extra: int = 0) -> None:
+        self._call, self._ranks, self._extra = call, ranks, extra
         self.messages: list[tuple[int, int, int]] = []
 
     def send(self, source: int, target: int, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy."""
+        """A copy, with the extra added to all numbers."""
         if source not in range(self._ranks) or target not in range(self._ranks) or source == target:
             raise WrongAnswer(f"{self._call}: there is no wire from rank {source} to rank {target}")
         self.messages.append((source, target, tensor.numel()))
-        return tensor.clone()
+        return tensor + self._extra
 
     @property
     def elements(self) -> int:
@@ -38,7 +39,7 @@ class _Wire:
 
 def _run(name: str, answer: Callable[..., Any], ranks: int, count: int) -> tuple[str, _Wire]:
     """Checks the sums, and returns the call of the function of this name, and its wire."""
-    tensors = [torch.arange(count, dtype=torch.int64) + 100**rank for rank in range(ranks)]
+    tensors = _tensors(ranks, count)
     wanted = torch.stack(tensors).sum(dim=0)
     call = f"{name}({ranks} tensors of {count} numbers, send)"
     wire = _Wire(call, ranks)
@@ -46,6 +47,25 @@ def _run(name: str, answer: Callable[..., Any], ranks: int, count: int) -> tuple
     for rank, tensor in enumerate(tensors):
         expect(f"{call}, the tensor of rank {rank}", tensor, wanted)
     return call, wire
+
+
+def _tensors(ranks: int, count: int) -> list[torch.Tensor]:
+    return [torch.arange(count, dtype=torch.int64) + 100**rank for rank in range(ranks)]
+
+
+def _check_use(call: str, answer: Callable[..., Any], count: int, hops: Sequence[int]) -> None:
+    """What `send` returns is what is added and kept: with a `send` that adds to it, every message of a number shows.
+
+    `hops` says of each rank how many messages a sum has gone through when it comes there, from where it is complete.
+    """
+    tensors = _tensors(len(hops), count)
+    added = (len(hops) - 1 + torch.tensor(sorted(hops))) * _EXTRA
+    wanted = torch.stack(tensors).sum(dim=0) + added[:, None]
+    answer(list(tensors), _Wire(call, len(hops), _EXTRA).send)
+    got = torch.stack(tensors).sort(dim=0).values  # a chunk of a ring may be complete on any rank
+    where = f"{call}, with a send that adds {_EXTRA} to all that it carries"
+    for place in range(count):
+        expect(f"{where}: number {place} of all ranks, sorted (use what send returns)", got[:, place], wanted[:, place])
 
 
 def _check_total(call: str, wire: _Wire, ranks: int, count: int) -> None:
@@ -69,6 +89,7 @@ def exercise_1(answer: Callable[..., Any]) -> None:
                     )
             _check_total(call, wire, ranks, count)
             _check_chunks(call, wire, ranks, count)
+            _check_use(call, answer, count, range(ranks))
 
 
 def _check_chunks(call: str, wire: _Wire, ranks: int, count: int) -> None:
@@ -106,6 +127,7 @@ def exercise_2(answer: Callable[..., Any]) -> None:
                 too_many = f"rank {rank} receives {received} messages, and in a tree nobody receives more than {rounds}"
                 raise WrongAnswer(f"{call}: {too_many}")
         _check_pairs(call, wire, ranks)
+        _check_use(call, answer, 6, [rank.bit_count() for rank in range(ranks)])
 
 
 def _check_pairs(call: str, wire: _Wire, ranks: int) -> None:
@@ -115,8 +137,8 @@ def _check_pairs(call: str, wire: _Wire, ranks: int) -> None:
     if sent != wanted:
         source, target = next(pair for pair in [*sent, *wanted] if sent.count(pair) != wanted.count(pair))
         raise WrongAnswer(
-            f"{call}: rank {source} sends to rank {target} {sent.count((source, target))} times, and in this tree "
-            f"{wanted.count((source, target))} times"
+            f"{call}: rank {source} sends to rank {target} {sent.count((source, target))} times, and in this tree, "
+            f"whose sums go to the lower rank, {wanted.count((source, target))} times"
         )
 
 

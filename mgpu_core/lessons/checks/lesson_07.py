@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from mgpu_core.lessons.answers import WrongAnswer, asks_for, expect
 from mgpu_core.lessons.checks.late_device import LateDevice
@@ -17,18 +18,23 @@ Work = Callable[[], None]
 def exercise_1(answer: Callable[[LateDevice, Work, Work], object]) -> None:
     """In order in every order, and each on its stream."""
     for seed in range(_TRIES):
-        device, seen = LateDevice(), list[str]()
-        answer(device, lambda seen=seen: seen.append("copy"), lambda seen=seen: seen.append("compute"))  # type: ignore[misc]
-        if device.streams != [0, 1]:
-            raise WrongAnswer(
-                "copy_then_compute: the copy belongs on stream 0 and the computing on stream 1; work was put on "
-                f"streams {device.streams}"
-            )
+        device, seen = LateDevice(), list[tuple[str, int | None]]()
+        answer(device, *(partial(_note, device, seen, name) for name in ("copy", "compute")))
         device.run(seed)
-        if seen != ["copy", "compute"]:
+        if len(seen) != 2 or set(seen) != {("copy", 0), ("compute", 1)}:
+            raise WrongAnswer(
+                "copy_then_compute: the copy belongs on stream 0 and the computing on stream 1; what ran, and on which "
+                f"stream: {seen}"
+            )
+        if seen[0][0] != "copy":
             raise WrongAnswer(
                 "copy_then_compute: in one order that the device may choose, the computing ran before the copy"
             )
+
+
+def _note(device: LateDevice, seen: list[tuple[str, int | None]], name: str) -> None:
+    """The work of a test: it notes that it runs, and where."""
+    seen.append((name, device.running))
 
 
 @asks_for("barrier")
@@ -72,34 +78,48 @@ def exercise_3(
                 )
 
 
+class _Buffers:
+    """Two buffers, and what was done with them: (load or use, batch, stream)."""
+
+    def __init__(self) -> None:
+        self.device, self.done = LateDevice(), list[tuple[str, int, int | None]]()
+        self._batches = [-1, -1]
+
+    def load(self, batch: int, buffer: int) -> Work:
+        """The work of a load."""
+
+        def work() -> None:
+            self._batches[buffer] = batch
+            self.done.append(("load", batch, self.device.running))
+
+        return work
+
+    def use(self, buffer: int) -> Work:
+        """The work that reads a buffer."""
+        return lambda: self.done.append(("use", self._batches[buffer], self.device.running))
+
+    def streams(self, what: str) -> list[int | None]:
+        """Of all loads or uses, as they ran."""
+        return [stream for each, _, stream in self.done if each == what]
+
+    def places(self, what: str) -> list[int]:
+        """Of all loads or uses, among all that ran."""
+        return [place for place, (each, _, _) in enumerate(self.done) if each == what]
+
+
 def _check_buffers(
     answer: Callable[[LateDevice, Callable[[int, int], Work], Callable[[int], Work], int], object],
     count: int,
     seed: int,
 ) -> set[int]:
-    device, buffers, done = LateDevice(), [-1, -1], list[tuple[str, int]]()
-
-    def load(batch: int, buffer: int) -> Work:
-        def work() -> None:
-            buffers[buffer] = batch
-            done.append(("load", batch))
-
-        return work
-
-    def use(buffer: int) -> Work:
-        return lambda: done.append(("use", buffers[buffer]))
-
-    answer(device, load, use, count)
-    expect(
-        f"double_buffer of {count} batches: the streams of its work", sorted(device.streams), [0] * count + [1] * count
-    )
-    device.run(seed)
-    used = [batch for what, batch in done if what == "use"]
+    call, buffers = f"double_buffer of {count} batches", _Buffers()
+    answer(buffers.device, buffers.load, buffers.use, count)
+    buffers.device.run(seed)
+    streams = {what: buffers.streams(what) for what in ("load", "use")}
+    expect(f"{call}: the streams that its work ran on", streams, {"load": [0] * count, "use": [1] * count})
+    used = [batch for what, batch, _ in buffers.done if what == "use"]
     for wanted, got in enumerate(used):
         if got != wanted:
-            raise WrongAnswer(
-                f"double_buffer of {count} batches: a use read batch {got}, and it was the turn of batch {wanted}"
-            )
-    loads = [place for place, (what, _) in enumerate(done) if what == "load"]
-    uses = [place for place, (what, _) in enumerate(done) if what == "use"]
+            raise WrongAnswer(f"{call}: a use read batch {got}, and it was the turn of batch {wanted}")
+    loads, uses = buffers.places("load"), buffers.places("use")
     return {batch + 1 for batch in range(count - 1) if loads[batch + 1] < uses[batch]}

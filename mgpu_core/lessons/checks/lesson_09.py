@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,6 +11,19 @@ from mgpu_core.explain.predict import exposed_seconds
 from mgpu_core.lessons.answers import WrongAnswer, asks_for, expect
 
 __all__ = ["exercise_1", "exercise_2", "exercise_3"]
+
+
+_TEAMS: tuple[tuple[int, list[int]], ...] = (
+    (100, [2, 2, 1]),
+    (10, [1, 1, 1]),
+    (7, [3]),
+    (9, [1, 4]),
+    (0, [1, 2]),
+    (3, [1] * 8),
+    (8, [5, 1, 1]),
+    (2, [1, 3]),
+)
+_SPEEDS = (1, 2, 3, 5)
 
 
 @asks_for("exposed")
@@ -31,16 +45,14 @@ def exercise_1(answer: Callable[[list[float], list[float], float], Any]) -> None
 
 @asks_for("fair_counts")
 def exercise_2(answer: Callable[[int, list[int]], Any]) -> None:
-    """On 1, 2, 3 and 8 devices, against the best of all ways to share the rows."""
-    for rows, speeds in (
-        (100, [2, 2, 1]),
-        (10, [1, 1, 1]),
-        (7, [3]),
-        (9, [1, 4]),
-        (0, [1, 2]),
-        (3, [1] * 8),
-        (8, [5, 1, 1]),
-    ):
+    """On 1, 2, 3, 4 and 8 devices, against the best of all ways to share the rows; few enough to try all."""
+    chance = random.Random(9)
+    teams = [
+        *_TEAMS,
+        *((rows, [*speeds]) for rows in range(9) for n in (1, 2, 3) for speeds in itertools.product(_SPEEDS, repeat=n)),
+        *((chance.randrange(9), [chance.randrange(1, 13) for _ in range(4)]) for _ in range(50)),
+    ]
+    for rows, speeds in teams:
         _check_shares(rows, speeds, answer(rows, list(speeds)))
 
 

@@ -44,14 +44,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="backslashreplace")  # a name that the terminal cannot show ends no training
-    args = _parser(words[0] if words else "").parse_args(words)
+    try:
+        return _run(_parsed(words))
+    except KeyboardInterrupt:
+        return 130
+
+
+def _run(args: argparse.Namespace) -> int:
     try:
         status = int(importlib.import_module(COMMANDS[args.command].module).run(args))
         if sys.stdout is not None:
             sys.stdout.flush()
         return status
-    except KeyboardInterrupt:
-        return 130
     except BrokenPipeError:
         # The reader has left, as in `mgpu doctor | head -1`; without this, Python complains once more at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -61,16 +65,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
-def _parser(chosen: str) -> argparse.ArgumentParser:
-    """The whole parser, in which only the chosen command knows its options."""
+def _parsed(words: Sequence[str]) -> argparse.Namespace:
+    """What the words say; one too many is shown beside the chosen command's own usage."""
+    parser, own = _parsers(words[0] if words else "")
+    args, unknown = parser.parse_known_args(words)
+    if unknown:
+        own.error(f"unrecognized arguments: {' '.join(unknown)}")
+    return args
+
+
+def _parsers(chosen: str) -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
+    """The whole parser, in which only the chosen command knows its options; and that command's own, if there is one."""
     parser = argparse.ArgumentParser(prog="mgpu", description="Several GPUs in one Python process.")
     parser.add_argument("--version", action="version", version=f"mgpu_core {importlib.metadata.version('mgpu-core')}")
+    own = parser
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     for name, command in COMMANDS.items():
         added = commands.add_parser(name, help=command.help, description=command.help)
         if name == chosen:
+            own = added
             importlib.import_module(command.module).add_arguments(added)
-    return parser
+    return parser, own
 
 
 def _in_two_lines(error: BaseException) -> str:

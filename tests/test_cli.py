@@ -84,6 +84,23 @@ def test_wrong_words_end_with_usage_and_status_2(capsys, words):
     assert "usage: mgpu" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "usage"),
+    [
+        (["doctor", "x"], "usage: mgpu doctor "),
+        (["simulate", "a.json", "b.json"], "usage: mgpu simulate "),
+        (["--nonsense", "doctor"], "usage: mgpu [-h]"),
+    ],
+)
+def test_a_word_too_many_shows_the_usage_of_its_command(capsys, words, usage):
+    with pytest.raises(SystemExit) as stop:
+        main(words)
+    assert stop.value.code == 2
+    err = capsys.readouterr().err
+    assert err.startswith(usage)
+    assert "error: unrecognized arguments: " in err
+
+
 def test_a_command_gets_its_own_options_and_gives_the_status(mnist):
     mnist(3)
     assert main(["mnist", "--epochs", "4"]) == 7
@@ -114,6 +131,15 @@ def test_our_own_defects_show_their_traceback(mnist):
 def test_an_interrupt_ends_with_130(mnist, capsys):
     mnist(KeyboardInterrupt())
     assert main(["mnist"]) == 130
+    assert capsys.readouterr() == ("", "")
+
+
+def test_an_interrupt_of_a_commands_import_ends_with_130(capsys, monkeypatch):
+    def interrupted(parser):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("mgpu_core.doctor.add_arguments", interrupted)
+    assert main(["doctor"]) == 130
     assert capsys.readouterr() == ("", "")
 
 

@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     """Prints the advice; writes what was asked for.
 
     Returns:
-        0; the script's own status if it failed; 1 if no way could be measured.
+        0; the script's own status if it failed; 1 if no way can be recommended.
     """
     script, arguments, args = _split(args)
     if not script.is_file():

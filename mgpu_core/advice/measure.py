@@ -155,7 +155,13 @@ def _concluded(
         loader_s=loader_s,
         reason=reason,
         recommendation=recommend(
-            own, gpus=len(gpus), scaling=scaling, loader_s=loader_s, reason=reason.name, places=len(plan.places)
+            own,
+            gpus=len(gpus),
+            scaling=scaling,
+            loader_s=loader_s,
+            reason=reason.name,
+            places=len(plan.places),
+            ranks=len(plan.devices),
         ),
         notes=tuple(findings.notes),
         environment=environment(),

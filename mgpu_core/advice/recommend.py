@@ -14,6 +14,9 @@ __all__ = ["Recommendation", "Scaling", "recommend"]
 ENOUGH = 1.05
 """Within this factor of the fastest, simpler is better."""
 
+IMPOSSIBLE = 4.0
+"""So many times the ranks: neither caches nor a fused update make so much of each of them."""
+
 SCALES, KEEPS_SCALING = 0.8, 0.7
 """Efficiencies from which on several machines are worth a thought: measured on this one, predicted for two."""
 
@@ -45,7 +48,7 @@ class Recommendation:
     """What to take.
 
     Attributes:
-        way: empty if none could be measured.
+        way: empty if none could be measured, or not as it is.
         machines: several machines are worth a thought, too.
         text: sentences.
     """
@@ -63,6 +66,7 @@ def recommend(
     loader_s: float | None = None,
     reason: str = "",
     places: int = 1,
+    ranks: int = 2,
 ) -> Recommendation:
     """The simplest way within 5 % of the fastest, at the sample's own batch.
 
@@ -73,9 +77,12 @@ def recommend(
         loader_s: seconds in which the loader has such a batch.
         reason: the name of what holds many ranks back.
         places: on how many devices they are.
+        ranks: how many there are.
     """
     if not medians:
         return Recommendation("", False, "None: no way could be measured.")
+    if way := _impossible(medians, ranks):
+        return Recommendation("", False, _mismeasured(way, medians, ranks))
     fastest = min(medians.values())
     way = next(name for name in NAMES if name in medians and medians[name] <= ENOUGH * fastest)
     machines = _is_for_machines(medians, gpus, scaling)
@@ -87,6 +94,23 @@ def recommend(
     if machines and scaling is not None:
         told.append(_machines(scaling))
     return Recommendation(way, machines, "\n".join(told))
+
+
+def _impossible(medians: Mapping[str, float], ranks: int) -> str:
+    """The fastest way, if so many ranks cannot be that fast; captured ones spare launches, which one device pays."""
+    eager = [name for name in (DROP_IN, ENGINE) if name in medians]
+    if ONE not in medians or not eager:
+        return ""
+    way = min(eager, key=medians.__getitem__)
+    return way if medians[ONE] / medians[way] > IMPOSSIBLE * ranks else ""
+
+
+def _mismeasured(way: str, medians: Mapping[str, float], ranks: int) -> str:
+    return (
+        f"None: {way} seemed {medians[ONE] / medians[way]:.1f} times as fast as one device, and "
+        f"{ranks} {'rank' if ranks == 1 else 'ranks'} cannot be. "
+        "Something else held one device up: repeat it on a quiet machine."
+    )
 
 
 def _is_for_machines(medians: Mapping[str, float], gpus: int, scaling: Scaling | None) -> bool:

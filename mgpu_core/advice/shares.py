@@ -12,15 +12,11 @@ from statistics import mean
 
 from mgpu_core.entries import ALL_RANKS, Span
 from mgpu_core.explain import Step
+from mgpu_core.explain.phases import SUMS, UPDATE, Interval, covered
 
-__all__ = ["Interval", "StepShares", "Times", "covered", "shares_of", "times_of"]
-
-Interval = tuple[int, int]
-"""Begin and end, ns."""
+__all__ = ["StepShares", "Times", "shares_of", "times_of"]
 
 _COMPUTE = ("forward", "loss", "backward")
-_UPDATE = ("update", "l2_norm")
-_SUMS = ("all_reduce", "reduce", "reduce_scatter", "all_gather")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,16 +63,6 @@ class StepShares:
     launch_ratio: float | None = None
 
 
-def covered(intervals: Sequence[Interval]) -> int:
-    """What the intervals cover together, ns."""
-    total, reached = 0, None
-    for begin, end in sorted(intervals):
-        start = begin if reached is None else max(begin, reached)
-        total += max(0, end - start)
-        reached = end if reached is None else max(reached, end)
-    return total
-
-
 def shares_of(times: Times) -> StepShares:
     """The shares of a step with these times."""
     whole = max(1, times.whole[1] - times.whole[0])
@@ -109,8 +95,8 @@ def times_of(step: Step) -> Times:
     return Times(
         (step.begin_ns, step.end_ns),
         [[(span.begin_ns, span.end_ns) for span in spans] for spans in ranks],
-        [each for span in step.spans if span.step in _SUMS for each in _of_sums(step, span)],
-        [(span.begin_ns, span.end_ns) for span in step.spans if span.step in _UPDATE],
+        [each for span in step.spans if span.step in SUMS for each in _of_sums(step, span)],
+        [(span.begin_ns, span.end_ns) for span in step.spans if span.step in UPDATE],
         _launch_ratio([span for spans in ranks for span in spans]),
     )
 

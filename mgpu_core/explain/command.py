@@ -38,7 +38,8 @@ def run(args: argparse.Namespace) -> int:
     """Run the script and print the table of its last step.
 
     Returns:
-        The script's exit status; 1 after an error in it, or if there was nothing to record.
+        The script's exit status; 1 after an error in it, or if there was nothing to record; 2 if a file of ours is not
+        written.
     """
     if not args.script.is_file():
         raise FileNotFoundError(f"{args.script}: there is no such script")
@@ -55,8 +56,7 @@ def run(args: argparse.Namespace) -> int:
         return status or 1
     if args.predict:
         _predict(story)
-    _save(story, here, args)
-    return status
+    return status if _save(story, here, args) else 2
 
 
 def _mind_the_order(arguments: list[str]) -> None:
@@ -85,12 +85,13 @@ def _nothing(args: argparse.Namespace) -> str:
     return f"mgpu explain: error: nothing was recorded: {args.script} {reason}"
 
 
-def _save(story: Story, here: Path, args: argparse.Namespace) -> None:
-    """Writes the files that are wanted, whose names are as seen from ``here``; then shows the last step, and says so.
+def _save(story: Story, here: Path, args: argparse.Namespace) -> bool:
+    """Writes the files that are wanted, whose names are as seen from ``here``, shows the last step, and says so.
 
-    Raises:
-        OSError: a file cannot be written.
-        ValueError: the last step has no forward and backward to predict from.
+    The training is over: each file is tried, whatever became of the others.
+
+    Returns:
+        Whether all are written.
     """
 
     def save_profile(path: Path) -> None:
@@ -98,16 +99,20 @@ def _save(story: Story, here: Path, args: argparse.Namespace) -> None:
         write_whole(path, lambda file: file.write(text.encode()))
 
     wanted = ((args.html, story.save_html), (args.trace, story.save_trace), (args.profile, save_profile))
-    written = []
-    try:
-        for path, save in wanted:
-            if path is not None:
+    written, failed = [], []
+    for path, save in wanted:
+        if path is not None:
+            try:
                 save(here / path)
                 written.append(path)
-    finally:
-        print(f"\n{story.table()}")
-        for path in written:
-            print(f"written: {path}")
+            except (OSError, ValueError) as error:
+                failed.append(f"{path}: {error}")
+    print(f"\n{story.table()}")
+    for path in written:
+        print(f"written: {path}")
+    for line in failed:
+        print(f"mgpu explain: error: {line}", file=sys.stderr)
+    return not failed
 
 
 def _run_script(script: Path, arguments: list[str]) -> int:

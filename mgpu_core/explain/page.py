@@ -14,12 +14,14 @@ from mgpu_core.explain.phases import AROUND, Phase, phases_of
 from mgpu_core.explain.predicted import predicted_seconds
 from mgpu_core.explain.scenes import scenes_of
 from mgpu_core.explain.story import Step, Story
+from mgpu_core.explain.thin import thinned
 from mgpu_core.explain.topology import Machine
 from mgpu_core.files import write_whole
 
 __all__ = ["page_data", "page_of", "write_page"]
 
 MOST_NBYTES = 1_000_000  # of the whole file
+_DETAILS = (256, 64, 16, 4)  # how many of each thing a step has that is too large by itself
 
 
 def write_page(story: Story, path: Path) -> None:
@@ -29,21 +31,36 @@ def write_page(story: Story, path: Path) -> None:
 
 
 def page_of(story: Story) -> str:
-    """The page as text, of at most a million bytes: where a story is longer, its last steps.
+    """The page as text, of at most a million bytes: where a story is longer, its last steps, or less of the last.
 
     Raises:
-        ValueError: nothing was recorded; or one step alone is too large.
+        ValueError: nothing was recorded; or what is left of one step is too large still.
     """
     if not story.steps:
         raise ValueError("nothing was recorded: the page needs at least one step of the road inside the block")
     data = page_data(story)
-    sizes = [len(_json(step).encode()) + 1 for step in data["steps"]]
+    sizes = [_nbytes(step) for step in data["steps"]]
     room = MOST_NBYTES - len(_filled({**data, "left_out": len(sizes), "steps": []}).encode())
     fitting = sum(total <= room for total in accumulate(reversed(sizes)))
-    if not fitting:
-        raise ValueError(f"the last step alone makes a page of more than {MOST_NBYTES} bytes: save_trace has no limit")
-    first = len(sizes) - fitting
-    return _filled({**data, "left_out": first, "steps": data["steps"][first:]})
+    first = len(sizes) - max(1, fitting)
+    steps = data["steps"][first:] if fitting else [_less_of(data["steps"][-1], room)]
+    return _filled({**data, "left_out": first, "steps": steps})
+
+
+def _less_of(step: dict[str, Any], room: int) -> dict[str, Any]:
+    for most in _DETAILS:
+        less = thinned(step, most)
+        if _nbytes(less) <= room:
+            return less
+    raise ValueError(
+        f"the last step alone makes a page of more than {MOST_NBYTES} bytes: a trace (save_trace, --trace) has no "
+        "limit; a larger bucket_nbytes or fewer ranks make the page smaller"
+    )
+
+
+def _nbytes(step: dict[str, Any]) -> int:
+    """On the page, with its comma."""
+    return len(_json(step).encode()) + 1
 
 
 def page_data(story: Story) -> dict[str, Any]:
@@ -90,6 +107,7 @@ def _step_data(step: Step, machine: Machine | None) -> dict[str, Any]:
         ],
         "lanes": _lanes(step),
         "phases": [_phase_data(phase, machine) for phase in phases_of(step)],
+        "left_out": "",
     }
 
 

@@ -9,15 +9,34 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from mgpu_core.entries import ALL_RANKS, Collective, Hop, Span
 from mgpu_core.explain.story import Step
 from mgpu_core.record import WHOLE_STEPS
 
-__all__ = ["AROUND", "Phase", "bus_gbps", "moved_nbytes", "phases_of"]
+__all__ = [
+    "AROUND",
+    "SUMS",
+    "UPDATE",
+    "Interval",
+    "Phase",
+    "bus_gbps",
+    "covered",
+    "moved_by",
+    "moved_nbytes",
+    "phases_of",
+]
+
+Interval: TypeAlias = tuple[int, int]
+"""Begin and end, ns."""
 
 AROUND = (*WHOLE_STEPS, "apply")
 """Spans around others: what is in them has rows and bars of its own."""
+UPDATE = ("update", "l2_norm")
+"""The optimizer, and the norm that it needs."""
+SUMS = ("all_reduce", "reduce", "reduce_scatter", "all_gather")
+"""Of buckets."""
 _WITH_OTHERS_INSIDE = "backward"  # buckets are summed in the middle of it
 
 
@@ -29,6 +48,7 @@ class Phase:
         name: of its spans.
         spans: by their begin.
         collectives: that were made inside.
+        times: of its spans, and of what devices did for them later than the host.
         seconds: that its spans cover together.
         share: of the step's time.
         moved_nbytes: that went from one place to another.
@@ -39,6 +59,7 @@ class Phase:
     name: str
     spans: Sequence[Span]
     collectives: Sequence[Collective]
+    times: Sequence[Interval]
     seconds: float
     share: float
     moved_nbytes: int
@@ -96,19 +117,20 @@ def _calls_by_row(rows: Sequence[Span], calls: Sequence[Collective]) -> dict[Spa
 def _phase(name: str, spans: Sequence[Span], calls: dict[Span, list[Collective]], whole: int) -> Phase:
     inside = [call for span in spans for call in calls[span]]
     times = [time for span in spans for time in _times(span, calls[span])]
-    covered = _covered(times)
+    together = covered(times)
     moved = sum(map(moved_nbytes, inside))
-    share = covered / whole if whole else 0.0
-    return Phase(name, spans, inside, covered / 1e9, share, moved, bus_gbps(inside), _seconds_of(inside))
+    share = together / whole if whole else 0.0
+    return Phase(name, spans, inside, times, together / 1e9, share, moved, bus_gbps(inside), _seconds_of(inside))
 
 
-def _times(span: Span, calls: Sequence[Collective]) -> list[tuple[int, int]]:
+def _times(span: Span, calls: Sequence[Collective]) -> list[Interval]:
     """Of a span that a device has no times for, those of its collectives too: they may be later than the host."""
     found = [(span.begin_ns, span.end_ns)]
     return found if span.device else found + [times for call in calls for times in call.times.values()]
 
 
-def _covered(times: Iterable[tuple[int, int]]) -> int:
+def covered(times: Iterable[Interval]) -> int:
+    """What the intervals cover together, ns."""
     total, reached = 0, None
     for begin, end in sorted(times):
         if reached is None or begin > reached:
@@ -120,10 +142,11 @@ def _covered(times: Iterable[tuple[int, int]]) -> int:
 
 def moved_nbytes(call: Collective) -> int:
     """Bytes that went from one place to another: what a hop reads and writes elsewhere than at its first target."""
-    return sum(map(_moved_by, call.hops))
+    return sum(map(moved_by, call.hops))
 
 
-def _moved_by(hop: Hop) -> int:
+def moved_by(hop: Hop) -> int:
+    """The same of one hop."""
     home = hop.targets[0][0]
     away = [place for place, _, _ in (*hop.sources, *hop.targets) if place != home]
     return hop.nbytes * len(away)
@@ -140,7 +163,7 @@ def bus_gbps(collectives: Sequence[Collective]) -> float | None:
 
 
 def _seconds_of(collectives: Sequence[Collective]) -> float:
-    return _covered(times for call in collectives for times in call.times.values()) / 1e9
+    return covered(times for call in collectives for times in call.times.values()) / 1e9
 
 
 def _carried(call: Collective) -> float:

@@ -1,6 +1,7 @@
 """A recorded step at another number of GPUs: pure functions of a profile and a machine.
 
-A step is: scatter, forward, backward beside the all-reduces of the buckets, update, gather; and the host's own time.
+A step is: scatter, broadcast of the module (the drop-in's), forward, backward beside the all-reduces of the buckets,
+update, gather; and the host's own time.
 A bucket is all-reduced as soon as it is ready and the one before is done; what is left after backward is exposed.
 """
 
@@ -10,7 +11,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 
-from mgpu_core.explain.cost import Cost, StepProfile, all_reduce_cost, gather_seconds, scatter_seconds
+from mgpu_core.explain.cost import (
+    Cost,
+    StepProfile,
+    all_reduce_cost,
+    broadcast_seconds,
+    gather_seconds,
+    scatter_seconds,
+)
 from mgpu_core.explain.topology import HostMemory, Machine
 
 __all__ = ["SCALINGS", "Plan", "Prediction", "exposed_seconds", "predict_step"]
@@ -50,6 +58,7 @@ class Prediction:
         compute_s: forward and backward of one GPU.
         latency_s, transfer_s: the exposed part of the all-reduces, by what it consists of.
         update_s: of the optimizer.
+        broadcast_s: parameters and buffers from rank 0 to all others, where each step does that.
         input_s: scatter and gather.
         host_s: the host's own time.
         efficiency: rows a second, over so many times those of one GPU.
@@ -61,6 +70,7 @@ class Prediction:
     latency_s: float
     transfer_s: float
     update_s: float
+    broadcast_s: float
     input_s: float
     host_s: float
     efficiency: float = 1.0
@@ -73,7 +83,7 @@ class Prediction:
     @property
     def step_s(self) -> float:
         """The whole step."""
-        return self.compute_s + self.exposed_s + self.update_s + self.input_s + self.host_s
+        return self.compute_s + self.exposed_s + self.update_s + self.broadcast_s + self.input_s + self.host_s
 
     @property
     def rows_per_second(self) -> float:
@@ -87,6 +97,7 @@ class Prediction:
             "compute": self.compute_s + self.update_s,
             "communication latency": self.latency_s,
             "communication bandwidth": self.transfer_s,
+            "broadcast of the module": self.broadcast_s,
             "input": self.input_s,
             "host": self.host_s,
         }
@@ -131,10 +142,11 @@ def _predict(profile: StepProfile, gpus: int, plan: Plan) -> Prediction:
     return Prediction(
         gpus,
         rows,
-        compute_s=slower * (profile.forward_seconds + profile.backward_seconds),
+        compute_s=slower * (profile.forward_seconds + _turns(profile, plan) * profile.backward_seconds),
         latency_s=latency,
         transfer_s=exposed - latency,
         update_s=profile.update_seconds,
+        broadcast_s=_broadcast(profile, gpus, plan),
         input_s=_input(profile, gpus, scale, plan),
         host_s=profile.host_overhead_seconds,
     )
@@ -144,6 +156,19 @@ def _input(profile: StepProfile, gpus: int, scale: float, plan: Plan) -> float:
     """Scatter and gather; what the step does not do costs nothing, not even its messages."""
     scatter = scatter_seconds(gpus, profile.scatter_nbytes * scale, plan.machine) if profile.scatter_nbytes else 0.0
     return scatter + (gather_seconds(gpus, profile.gather_nbytes * scale, plan.machine) if profile.gather_nbytes else 0)
+
+
+def _broadcast(profile: StepProfile, gpus: int, plan: Plan) -> float:
+    """Several nodes have a process each, which gives its own ranks what its own rank 0 has: all at the same time."""
+    if not profile.broadcast_nbytes:
+        return 0.0
+    ranks = gpus if isinstance(plan.machine, HostMemory) else plan.machine.shape(gpus)[1]
+    return broadcast_seconds(ranks, profile.broadcast_nbytes, plan.machine)
+
+
+def _turns(profile: StepProfile, plan: Plan) -> int:
+    """How many backwards one rank's took the time of: on CPU ranks they go on to take turns, GPUs do not wait."""
+    return profile.backwards_in_turn if isinstance(plan.machine, HostMemory) else 1
 
 
 def _slowdown(profile: StepProfile, gpus: int, plan: Plan) -> float:

@@ -21,7 +21,7 @@ from mgpu_core.entries import (
 )
 from mgpu_core.explain.cut_scenes import of_cuts, without_cutting
 from mgpu_core.explain.enclosing import Enclosing
-from mgpu_core.explain.phases import moved_nbytes
+from mgpu_core.explain.phases import moved_by, moved_nbytes
 from mgpu_core.explain.scene import Scene, plural, scene, us
 from mgpu_core.explain.story import Step
 
@@ -127,7 +127,7 @@ def _round(step: Step, call: Collective, bucket: int, number: int, hops: list[Ho
         step,
         "round",
         title,
-        _text_of_round(call, hops, arrows),
+        _text_of_round(hops),
         _times_of(call, hops),
         number,
         **about,
@@ -150,11 +150,12 @@ def _title(call: Collective, bucket: int) -> str:
     return f"{call.operation} ({call.route}): {what} {_VERBS.get(call.operation, 'moved')}"
 
 
-def _text_of_round(call: Collective, hops: Sequence[Hop], arrows: Sequence[dict[str, Any]]) -> str:
-    nbytes = sum(arrow["nbytes"] * max(1, len(arrow["from"])) for arrow in arrows)
-    doing = "summed" if any(hop.sums for hop in hops) else "copied"
+def _text_of_round(hops: Sequence[Hop]) -> str:
+    """With the bytes that the table counts: what a rank has already goes nowhere."""
+    nbytes = sum(map(moved_by, hops))
+    doing = "moved and summed" if any(hop.sums for hop in hops) else "copied"
     tensors = len({number for hop in hops for _, number, _ in hop.targets})
-    return f"{nbytes} bytes of {plural(tensors, 'tensor')} are read and {doing}, in {plural(len(hops), 'operation')}."
+    return f"{nbytes} bytes of {plural(tensors, 'tensor')} are {doing}, in {plural(len(hops), 'operation')}."
 
 
 def _arrows(call: Collective, hops: Sequence[Hop]) -> list[dict[str, Any]]:

@@ -26,7 +26,10 @@ __all__ = ["add_arguments", "render", "run", "simulate"]
 
 FORMAT = "mgpu_core simulation 1"
 _EXAMPLE = "resnet50"
-_TITLES = ("GPUs", "step ms", "compute", "exposed", "update", "input", "host", "rows/s", "efficiency", "bottleneck")
+_TITLES = (
+    *("GPUs", "step ms", "compute", "exposed", "update", "broadcast", "input", "host"),
+    *("rows/s", "efficiency", "bottleneck"),
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -82,13 +85,15 @@ def render(profile: StepProfile, plan: Plan, found: Sequence[Prediction]) -> str
         for row in rows
     ]
     note = (
-        "  compute: forward and backward; exposed: all-reduce that nothing hides; efficiency: beside 1 GPU. All in ms."
+        "  compute: forward and backward; exposed: all-reduce that nothing hides; broadcast: of the module, where\n"
+        "  each step has one; efficiency: beside 1 GPU. All in ms."
     )
     return "\n".join([_title(profile, plan), "", *lines, "", note]) + "\n"
 
 
 def _cells(each: Prediction) -> tuple[str, ...]:
-    times = (each.step_s, each.compute_s, each.exposed_s, each.update_s, each.input_s, each.host_s)
+    parts = (each.compute_s, each.exposed_s, each.update_s, each.broadcast_s, each.input_s, each.host_s)
+    times = (each.step_s, *parts)
     rate = f"{each.rows_per_second:,.0f}"
     return str(each.gpus), *(f"{1e3 * s:.3f}" for s in times), rate, f"{each.efficiency:.1%}", each.bottleneck
 

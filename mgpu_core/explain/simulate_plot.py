@@ -7,16 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mgpu_core.explain.predict import Prediction
 from mgpu_core.files import write_whole
 
-__all__ = ["draw"]
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["draw", "figure_of"]
 
 _PARTS = {
     "compute_s": "compute",
     "update_s": "update",
     "exposed_s": "exposed communication",
+    "broadcast_s": "broadcast of the module",
     "input_s": "input",
     "host_s": "host",
 }
@@ -24,6 +29,12 @@ _PARTS = {
 
 def draw(title: str, found: Sequence[Prediction], path: Path) -> None:
     """Writes a PNG, whole or not at all."""
+    figure = figure_of(title, found)
+    write_whole(path, lambda stream: figure.savefig(stream, format="png", dpi=120))
+
+
+def figure_of(title: str, found: Sequence[Prediction]) -> Figure:
+    """The picture itself; its legend is below the bars, which would stand behind it."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(max(7.0, 1.2 * len(found)), 5.5), layout="constrained")
@@ -38,8 +49,8 @@ def draw(title: str, found: Sequence[Prediction], path: Path) -> None:
         bottom = [one + two for one, two in zip(bottom, heights, strict=True)]
     below.set(ylabel="step (ms)", xlabel="GPUs")
     below.set_xticks(places, [str(each.gpus) for each in found])
-    below.legend()
     for axis in (above, below):
         axis.grid(axis="y", alpha=0.3)
+    figure.legend(loc="outside lower center", ncols=len(_PARTS) // 2)
     figure.suptitle(title, fontsize=9)
-    write_whole(path, lambda stream: figure.savefig(stream, format="png", dpi=120))
+    return figure

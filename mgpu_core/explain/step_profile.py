@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from typing import TypeVar
 
 __all__ = ["Bucket", "StepProfile"]
@@ -47,11 +47,13 @@ class StepProfile:
         rows: of the whole batch, over all ranks.
         forward_seconds: of one rank; loss included.
         backward_seconds: of one rank, without waiting for other ranks.
-        update_seconds: of the optimizer.
+        update_seconds: of the optimizer, and of the norm that it needs.
         scatter_nbytes: of the whole batch, inputs and targets; 0 if nothing is scattered.
         gather_nbytes: of all that is gathered, over all ranks; 0 if nothing is.
         buckets: in the order in which they are all-reduced.
         host_overhead_seconds: what is left of the step: Python, launches, waiting.
+        broadcast_nbytes: of one rank, that rank 0 gives all others in each step: parameters and buffers of the drop-in.
+        backwards_in_turn: ranks whose backwards ran one after another, as CPU ranks of the drop-in do; 1: none waited.
     """
 
     name: str
@@ -64,14 +66,16 @@ class StepProfile:
     gather_nbytes: int
     buckets: tuple[Bucket, ...]
     host_overhead_seconds: float = 0.0
+    broadcast_nbytes: int = 0
+    backwards_in_turn: int = 1
 
     def __post_init__(self) -> None:
         """Raises ``ValueError`` for what no step can be, naming the field."""
         if not isinstance(self.name, str):
             raise ValueError(f"name must be a string, not {self.name!r}")
-        for name in ("ranks", "rows"):
+        for name in ("ranks", "rows", "backwards_in_turn"):
             _check_whole(name, getattr(self, name), least=1)
-        for name in ("scatter_nbytes", "gather_nbytes"):
+        for name in ("scatter_nbytes", "gather_nbytes", "broadcast_nbytes"):
             _check_whole(name, getattr(self, name), least=0)
         for name in ("forward_seconds", "backward_seconds", "update_seconds", "host_overhead_seconds"):
             _check_number(name, getattr(self, name))
@@ -114,7 +118,8 @@ def _built(kind: type[_Made], content: object, what: str) -> _Made:
     known = {each.name for each in fields(kind)}
     if unknown := sorted(set(content) - known):
         raise ValueError(f"{what} has unknown fields: {', '.join(unknown)}")
-    if missing := sorted(known - set(content) - {"host_overhead_seconds"}):
+    optional = {each.name for each in fields(kind) if each.default is not MISSING}
+    if missing := sorted(known - set(content) - optional):
         raise ValueError(f"{what} lacks: {', '.join(missing)}")
     return kind(**content)
 

@@ -229,7 +229,8 @@ class Story:
         try:
             return self.steps[number]
         except IndexError:
-            raise IndexError(f"the story has {len(self.steps)} steps, and no step {number}") from None
+            steps = "1 step" if len(self) == 1 else f"{len(self)} steps"
+            raise IndexError(f"the story has {steps}, and no step {number}") from None
 
 
 def steps_of(entries: Iterable[Entry], whole_steps: Mapping[int, WholeStep]) -> list[Step]:

@@ -9,11 +9,12 @@ from mgpu_core.advice.reasons import COMMUNICATION, COMPUTE, IMBALANCE, INPUT, L
 from mgpu_core.advice.recommend import Recommendation, Scaling, recommend
 from mgpu_core.advice.result import Measurement
 from mgpu_core.advice.scaling import assumed_topology, scaling_of
-from mgpu_core.advice.shares import StepShares, Times, covered, shares_of, times_of
+from mgpu_core.advice.shares import StepShares, Times, shares_of, times_of
 from mgpu_core.advice.text import spread
 from mgpu_core.advice.ways import CAPTURED, DROP_IN, ENGINE, ONE
 from mgpu_core.entries import ALL_RANKS, NO_BUCKET, Collective, Span
 from mgpu_core.explain import Step, StepProfile
+from mgpu_core.explain.phases import covered
 
 
 @pytest.mark.parametrize(

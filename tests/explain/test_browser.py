@@ -173,6 +173,8 @@ def test_a_ring_chunk_by_chunk(open_page):
     tips = [each.get_attribute("data-tip") for each in page.locator("#picture .tokens rect").all()]
     assert sorted(tip.split(":")[0] for tip in tips) == ["rank 0 to rank 1", "rank 1 to rank 2", "rank 2 to rank 0"]
     assert all("sum: 12 B" in tip for tip in tips)
+    told = page.locator("#picture [data-rank='1'] text").all_text_contents()
+    assert told[-2:] == ["gives 12 B", "gets 12 B"]  # its own chunk goes nowhere
     page.keyboard.press("End")
     held = [each.get_attribute("data-tip") for each in page.locator("#picture [data-rank='1'] [data-tip]").all()]
     assert {tip.split(": ")[1] for tip in held} == {"the sum of ranks 0, 1, 2"}

@@ -188,6 +188,22 @@ def test_the_profile_is_of_a_step_that_updates(tmp_path):
     assert profile["update_seconds"] > 0
 
 
+def test_each_file_is_tried_whatever_became_of_the_others(tmp_path):
+    """A page that is too large, and a trace whose folder is gone, cost nobody the profile."""
+    last = "import os; os.rmdir('sub')\nfrom mgpu_core.explain import page; page.MOST_NBYTES = 1000"
+    (tmp_path / "sub").mkdir()
+    done = explain(tmp_path, "--html", "a.html", "--trace", "sub/b.json", "--profile", "c.json", last=last)
+    assert done.returncode == 2
+    page, trace = done.stderr.splitlines()
+    assert page.startswith(
+        "mgpu explain: error: a.html: the last step alone makes a page of more than 1000 bytes: a trace"
+    )
+    assert trace.startswith("mgpu explain: error: sub/b.json: [Errno 2]")
+    assert "step 4: data_parallel" in done.stdout
+    assert done.stdout.splitlines()[-1] == "written: c.json"
+    assert json.loads((tmp_path / "c.json").read_text())["rows"] == 5
+
+
 def test_what_was_written_is_said_where_the_profile_fails(tmp_path):
     (tmp_path / "script.py").write_text(
         "import torch, mgpu_core\n"

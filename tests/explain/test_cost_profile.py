@@ -8,7 +8,7 @@ import pytest
 from mgpu_core.explain.cost import Bucket, StepProfile
 from mgpu_core.explain.example_steps import EXAMPLES
 
-STEP = StepProfile("net", 2, 64, 0.25, 0.5, 0.125, 1000, 0, (Bucket(400, 0.5), Bucket(600, 1.0)), 0.0625)
+STEP = StepProfile("net", 2, 64, 0.25, 0.5, 0.125, 1000, 0, (Bucket(400, 0.5), Bucket(600, 1.0)), 0.0625, 5000, 2)
 
 
 @pytest.mark.parametrize("step", [STEP, *EXAMPLES.values()], ids=lambda step: step.name)
@@ -16,10 +16,13 @@ def test_there_and_back(step):
     assert StepProfile.from_json(step.to_json()) == step
 
 
-def test_the_host_overhead_may_be_left_out():
+@pytest.mark.parametrize(
+    ("name", "value"), [("host_overhead_seconds", 0.0), ("broadcast_nbytes", 0), ("backwards_in_turn", 1)]
+)
+def test_what_older_files_lack_may_be_left_out(name, value):
     content = json.loads(STEP.to_json())
-    del content["host_overhead_seconds"]
-    assert StepProfile.from_json(json.dumps(content)) == dataclasses.replace(STEP, host_overhead_seconds=0.0)
+    del content[name]
+    assert StepProfile.from_json(json.dumps(content)) == dataclasses.replace(STEP, **{name: value})
 
 
 @pytest.mark.parametrize(
@@ -35,6 +38,8 @@ def test_the_host_overhead_may_be_left_out():
         ({"update_seconds": "1"}, "update_seconds must be a number, finite and not negative, not '1'"),
         ({"forward_seconds": 0, "backward_seconds": 0}, "both 0: nothing was computed"),
         ({"scatter_nbytes": -1}, "scatter_nbytes must be a whole number of at least 0"),
+        ({"broadcast_nbytes": -1}, "broadcast_nbytes must be a whole number of at least 0"),
+        ({"backwards_in_turn": 0}, "backwards_in_turn must be a whole number of at least 1"),
         ({"name": 3}, "name must be a string, not 3"),
         ({"buckets": 3}, "buckets must be a list of objects"),
         ({"buckets": [3]}, "a bucket must be a JSON object, not 3"),

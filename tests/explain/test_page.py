@@ -190,6 +190,23 @@ def test_a_step_of_which_nothing_is_known_has_a_scene(tmp_path):
     assert (scene["kind"], scene["title"]) == ("step", "calls, as a whole")
 
 
+def texts_of(story):
+    return [scene["text"] for step in page.page_data(story)["steps"] for scene in step["scenes"]]
+
+
+def test_what_a_rank_has_already_is_not_told_as_moved():
+    """Text, table and arrows count the same: of a round of a ring, one chunk a rank."""
+    with mgpu_core.explain() as story:
+        comm.all_reduce([torch.ones(1000) for _ in range(8)], algorithm="ring")
+        comm.all_gather([torch.ones(25) for _ in range(2)])
+    *ring, gathered = texts_of(story)
+    assert ring[0] == "4000 bytes of 1 tensor are moved and summed, in 8 operations."
+    assert ring[-1] == "4000 bytes of 1 tensor are copied, in 8 operations."
+    assert gathered == "200 bytes of 1 tensor are copied, in 4 operations."
+    moved = sum(phase["moved"] for step in page.page_data(story)["steps"] for phase in step["phases"])
+    assert moved == sum(int(text.split()[0]) for text in (*ring, gathered))
+
+
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 def test_an_all_gather_knows_its_parts(tmp_path, ranks):
     with mgpu_core.explain() as story:

@@ -220,7 +220,7 @@ def test_what_has_no_profile():
         comm.broadcast(torch.ones(4), ["cpu"] * 2)
     with pytest.raises(ValueError, match="no forward and backward"):
         story.profile()
-    with pytest.raises(IndexError, match="1 steps, and no step 3"):
+    with pytest.raises(IndexError, match="the story has 1 step, and no step 3"):
         story.table(3)
 
 

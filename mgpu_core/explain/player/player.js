@@ -154,9 +154,16 @@ function doing(rank, now, span) {
   if (span) return [`${now.kind} ${time(span.end - span.begin)}`];
   if (now.kind === "scatter" || now.kind === "gather") return [rank < now.counts.length ? many(now.counts[rank], "row") : "no rows"];
   if (now.kind !== "round") return [];
-  const got = now.arrows.filter((arrow) => arrow.to.includes(rank)).reduce((sum, arrow) => sum + arrow.nbytes, 0);
-  const gave = now.arrows.filter((arrow) => arrow.from.includes(rank)).reduce((sum, arrow) => sum + arrow.nbytes, 0);
+  const ways = now.arrows.flatMap((arrow) => waysOf(arrow).map(([from, to]) => ({from, to, nbytes: arrow.nbytes})));
+  const got = ways.filter((way) => way.to === rank).reduce((sum, way) => sum + way.nbytes, 0);
+  const gave = ways.filter((way) => way.from === rank).reduce((sum, way) => sum + way.nbytes, 0);
   return [gave ? `gives ${bytes(gave)}` : "", got ? `gets ${bytes(got)}` : ""].filter(Boolean);
+}
+// From where to where an arrow's bytes go: from its sources to its first target, from there to the others; what a place
+// has already goes nowhere, as in the table.
+function waysOf(arrow) {
+  const home = arrow.to[0], isAway = (rank) => rank !== home;
+  return [...arrow.from.filter(isAway).map((rank) => [rank, home]), ...arrow.to.filter(isAway).map((rank) => [home, rank])];
 }
 // The twin's layers, in the order of the forward: buckets go from the last layer to the first.
 function layersOf() {
@@ -392,7 +399,7 @@ function fillTable(table, heads, rows) {
 function choose(index) {
   play(false);
   step = story.steps[index];
-  find("summary").textContent = `${step.name}, ${many(step.devices.length, "rank")} (${step.devices.map((each) => each || "not seen").join(", ")}), ${time(step.us)}`;
+  find("summary").textContent = `${step.name}, ${many(step.devices.length, "rank")} (${step.devices.map((each) => each || "not seen").join(", ")}), ${time(step.us)}${step.left_out && `. ${step.left_out}`}`;
   find("scrub").max = step.scenes.length - 0.001;
   find("scenes").replaceChildren(...step.scenes.map((each, place) => {
     const item = document.createElement("li"), button = document.createElement("button"), at = document.createElement("span");

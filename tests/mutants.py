@@ -1065,6 +1065,13 @@ MUTANTS = [
         "comm/test_rank_sums.py",
     ),
     mutant(
+        "step: what a refused call has not given to all is forgotten",
+        "mgpu_core/engine/attributes.py",
+        "        if self._is_in_step and (self._look",
+        "        if (self._look",
+        "engine/test_attributes.py",
+    ),
+    mutant(
         "step: graphs write where a buffer has been",
         "mgpu_core/engine/rank_buffers.py",
         'return Look(of_modules, [(each, "dtype") for each in tensors], memory_questions(tensors))',

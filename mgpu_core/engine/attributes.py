@@ -51,16 +51,9 @@ class AttributeWatch:
         self._last: set[_Name] = set()  # what the last step's forwards have changed themselves
         self._forwards: set[_Name] = set()  # what they change again and again
         self._told: set[_Name] = set()  # what cannot be copied
-        self._look: Look | None = None
-        self.leave()
-
-    def leave(self) -> None:
-        """After all that a step does: what is found now is none of the user's changes."""
-        if self._look is not None and not self._look.is_over():
-            return
-        before, self._last = self._last, set(self._taken())
-        self._forwards |= before & self._last
-        self._look = self._look_at_all()
+        self._is_in_step = False
+        self._look: Look | None = None  # at all places, where none was let go
+        self._taken()
 
     def follow(self) -> None:
         """Before a step: gives all ranks what has been changed since :meth:`leave`.
@@ -68,10 +61,25 @@ class AttributeWatch:
         Raises:
             RuntimeError: a module has other modules in it.
         """
-        if self._look is not None and not self._look.is_over():
-            self._let_go()
-            return
-        self._look = None  # until all ranks have them: Ctrl-C may come before
+        if self._look is None or self._look.is_over():
+            self._give_to_all()
+        self._is_in_step = True
+
+    def let_go(self) -> None:
+        """Before forwards: what they replace must not live longer because somebody has looked at it."""
+        for i in {i for i, _ in self._forwards}:
+            self._places[i].forget()
+            self._look = None
+
+    def leave(self) -> None:
+        """After all that a step does, if it came so far: what has changed meanwhile, forwards have changed."""
+        if self._is_in_step and (self._look is None or self._look.is_over()):
+            before, self._last = self._last, set(self._taken())
+            self._forwards |= before & self._last
+        self._is_in_step = False
+
+    def _give_to_all(self) -> None:
+        self._look = None  # until all ranks have it: Ctrl-C may come before
         for place in self._places:
             place.check_children()
         changed = [(i, name) for i, place in enumerate(self._places) for name in place.changed()]
@@ -79,23 +87,14 @@ class AttributeWatch:
             self._mirror(changed, row, device)
         self.changes += bool(changed)
         self._taken()
-        self._look = self._look_at_all()
-        self._let_go()
 
     def _taken(self) -> list[_Name]:
-        """Takes all that has changed for what must be found."""
-        return [(i, name) for i, place in enumerate(self._places) for name in place.taken()]
-
-    def _let_go(self) -> None:
-        """What the next forward replaces must not live longer because somebody has looked at it."""
-        for i in {i for i, _ in self._forwards}:
-            self._places[i].forget()
-            self._look = None
-
-    def _look_at_all(self) -> Look:
+        """Takes what is there now for what must be found; says what of it has changed."""
+        changed = [(i, name) for i, place in enumerate(self._places) for name in place.taken()]
         looks = [place.look for place in self._places if place.look is not None]
         containers = {id(each): each for look in looks for each in look.containers}  # many modules may share one
-        return Look(containers.values(), [each for look in looks for each in look.attributes])
+        self._look = Look(containers.values(), [each for look in looks for each in look.attributes])
+        return changed
 
     def counted(self) -> str | None:
         """A number that forwards change again and again, in words; ``None`` where there is none."""

@@ -67,7 +67,7 @@ class CapturedSteps:
         self._places: Hashable = None  # of buffers
         self._looks: list[Look] = []  # at these
         self._moves = 0  # steps in a row that found one elsewhere
-        self._changes = replicas.attributes.changes
+        self._changes = passes.attribute_changes
         self._changed = 0  # steps in a row that found more
 
     def run(self, inputs: tuple[Any, ...], kwargs: dict[str, Any], clip_norm: float | None) -> torch.Tensor | None:
@@ -89,12 +89,12 @@ class CapturedSteps:
             return "its forward puts another tensor in the place of a buffer"
         if self._attributes_change():
             return "attributes of the module are changed before every step, and a graph has them as they were"
-        counted = self.replicas.attributes.counted()
+        counted = self.passes.counted()
         return counted and f"its forward changes {counted}, and a replay would not"
 
     def _attributes_change(self) -> bool:
         """Whether the user has changed some before each of the last steps."""
-        before, self._changes = self._changes, self.replicas.attributes.changes
+        before, self._changes = self._changes, self.passes.attribute_changes
         self._changed = self._changed + 1 if self._changes != before else 0
         return self._changed > WARM_UP
 

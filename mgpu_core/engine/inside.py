@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, NoneType, SimpleNamespace
 from typing import Any
 
@@ -50,20 +49,20 @@ class Inside:
         versions = [(each, "_version") for each in self.tensors if not each.is_inference()]
         return Look(self.containers, versions) if self.containers or versions else None
 
-    def _entries(self, value: Any) -> Collection[Any]:
+    def _entries(self, value: Any) -> list[Any]:
+        """As they are now: another thread may add some."""
         if isinstance(value, torch.Tensor):
             if not isinstance(value, Parameter):
                 self.tensors.append(value)
         elif isinstance(value, tuple | set | frozenset | deque):
-            return value
+            return list(value)
         elif isinstance(value, list | dict):
             self.containers.append(value)
-            return value.values() if isinstance(value, dict) else value
+            return list(value.values() if isinstance(value, dict) else value)
         elif _is_plain_object(value):
             self.containers.append(vars(value))
-            entries: Collection[Any] = vars(value).values()
-            return entries
-        return ()
+            return list(vars(value).values())
+        return []
 
 
 def own_attributes(module: Module) -> list[tuple[str, Any]]:

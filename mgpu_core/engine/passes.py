@@ -132,11 +132,22 @@ class Passes:
             self._amp_dtype, gate, clocks,
         )  # fmt: skip
         writes = self._replicas.writes()
+        for replicas in self._modules:
+            replicas.attributes.let_go()
         results = run_pass(job, team, parts)
         self._replicas.check_unwritten(writes)
         self._replicas.retake()
         outputs = gather([output for _, output in results], team.devices[0], self._dim) if keep_outputs else None
         return [loss for loss, _ in results], outputs
+
+    @property
+    def attribute_changes(self) -> int:
+        """How often the user has changed attributes."""
+        return sum(replicas.attributes.changes for replicas in self._modules)
+
+    def counted(self) -> str | None:
+        """See :meth:`AttributeWatch.counted`."""
+        return next(filter(None, (replicas.attributes.counted() for replicas in self._modules)), None)
 
     def leave_attributes(self) -> None:
         """After all that a step does: what attributes are found changed from now on, the user has changed."""

@@ -165,6 +165,31 @@ def test_what_the_user_resets_is_reset_in_all_ranks():
     assert [each.history for each in modules] == [[5, 5], [4, 4]]
 
 
+def test_what_is_changed_before_a_call_that_is_refused_counts_for_the_next_one():
+    net = Scaled()
+    step = TrainStep(net, mse, SGD(net.parameters(), lr=0.0), cpu(2))
+    (x, y), *_ = batches(1, 8)
+    step(x, y)
+    net.scale = 2.0
+    handle = net.child.last.weight.register_hook(lambda gradient: gradient)
+    with pytest.raises(RuntimeError, match="has got or lost a hook"):
+        step(x, y)
+    handle.remove()
+    assert torch.allclose(step(x, y), mse(net(x), y), rtol=0, atol=1e-12)
+
+
+def test_what_is_changed_behind_a_check_of_the_replicas_is_seen():
+    net = Counting()
+    step = TrainStep(net, mse, SGD(net.parameters(), lr=0.05), cpu(2))
+    (x, y), *_ = batches(1, 9)
+    for _ in range(3):
+        step(x, y)
+    step.check_replicas()
+    net.calls = 100
+    step(x, y)
+    assert [each.calls for each in step._engine.parts.replicas.modules] == [101, 101]
+
+
 def test_what_a_forward_of_the_users_own_leaves_is_everybodys():
     net = Counting()
     step = TrainStep(net, mse, SGD(net.parameters(), lr=0.05), cpu(2))

@@ -1011,8 +1011,8 @@ MUTANTS = [
     mutant(
         "step: padding is multiplied by what is not finite",
         "mgpu_core/engine/clipping.py",
-        "                if _is_known_finite(own):",
-        "                if True:",
+        "                if not _is_known_finite(own) and padding",
+        "                if False and padding",
         "engine/test_failures.py",
     ),
     mutant(

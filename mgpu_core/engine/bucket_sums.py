@@ -12,7 +12,7 @@ from mgpu_core.comm import collectives
 from mgpu_core.comm.facts import tell_contents
 from mgpu_core.comm.rank_sums import RankSums
 from mgpu_core.engine.between_devices import BetweenDevices
-from mgpu_core.engine.flat import FlatTensors, segments_of
+from mgpu_core.engine.flat import FlatTensors, padding_of
 from mgpu_core.engine.layout import Bucket
 from mgpu_core.engine.replicas import Replicas
 from mgpu_core.engine.sums import Sums
@@ -43,6 +43,7 @@ class BucketSums:
         between: BetweenDevices,
     ) -> None:
         self._replicas, self._buckets, self._flats, self._between = replicas, buckets, flats, between
+        self._padding = [[padding_of(each, flat.device) for each in buckets] for flat in flats]
         self._plans = [self._plan(bucket) for bucket in buckets]  # per bucket, per device
 
     def _plan(self, bucket: Bucket) -> list[_Plan]:
@@ -98,5 +99,4 @@ class BucketSums:
     def on(self, place: int) -> Sums:
         """What one device has of the sums, where it has all of them."""
         gradients = self._flats[place].gradients
-        segments = list(map(segments_of, gradients, self._buckets))
-        return Sums([gradients], [segments], gradients)
+        return Sums([gradients], [self._padding[place]], gradients)

@@ -58,13 +58,12 @@ def clip(sums: Sums, norm: torch.Tensor, limit: float) -> None:
 def multiply(sums: Sums, factor: float | torch.Tensor) -> None:
     """All gradients of all devices, by one number; padding stays zero whatever it is."""
     with torch.no_grad():
-        for flats, segments in zip(sums.parts, sums.segments, strict=True):
-            for flat, pieces in zip(flats, segments, strict=True):
+        for flats, paddings in zip(sums.parts, sums.padding, strict=True):
+            for flat, padding in zip(flats, paddings, strict=True):
                 own = factor.to(flat.device) if isinstance(factor, torch.Tensor) else factor
-                if _is_known_finite(own):
-                    flat.mul_(own)
-                elif pieces:  # a shard may be padding alone
-                    torch._foreach_mul_(pieces, own)
+                flat.mul_(own)
+                if not _is_known_finite(own) and padding.numel():  # it may have become NaN
+                    flat.index_fill_(0, padding, 0)
         for each in sums.sparse.values():
             each.mul_(factor)
 

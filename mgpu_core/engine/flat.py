@@ -8,13 +8,14 @@ of the device share the values; each has its own gradients, whose sum over the r
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from itertools import chain
 
 import torch
 
 from mgpu_core.comm.layout import is_dense
 from mgpu_core.engine.layout import Bucket
 
-__all__ = ["FlatTensors", "compact", "in_memory_order", "part_of", "segments_of", "shaped"]
+__all__ = ["FlatTensors", "compact", "in_memory_order", "padding_of", "part_of", "shaped"]
 
 
 class FlatTensors:
@@ -95,9 +96,12 @@ def part_of(flat: torch.Tensor, place: int, shards: int) -> torch.Tensor:
     return flat[place * count : (place + 1) * count]
 
 
-def segments_of(flat: torch.Tensor, bucket: Bucket) -> list[torch.Tensor]:
-    """What is no padding of a flat bucket, or of a shard of one."""
-    return [flat[each.begin : each.begin + each.count] for each in bucket.segments]
+def padding_of(bucket: Bucket, device: torch.device) -> torch.Tensor:
+    """The places of a flat bucket, or of a shard of one, that belong to no parameter."""
+    begins = [*(each.begin for each in bucket.segments), bucket.count]
+    ends = [0, *(each.begin + each.count for each in bucket.segments)]
+    gaps = [range(end, begin) for end, begin in zip(ends, begins, strict=True)]
+    return torch.tensor(list(chain.from_iterable(gaps)), dtype=torch.int64, device=device)
 
 
 def in_memory_order(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 from mgpu_core.device.dtypes import has_gradients
 from mgpu_core.engine.between_devices import BetweenDevices
 from mgpu_core.engine.bucket_sums import BucketSums
-from mgpu_core.engine.flat import FlatTensors, part_of, segments_of
+from mgpu_core.engine.flat import FlatTensors, padding_of, part_of
 from mgpu_core.engine.layout import Bucket, bucket_layout, shard_of
 from mgpu_core.engine.replicas import Replicas
 from mgpu_core.engine.sums import Sums
@@ -88,8 +88,8 @@ class LaidOut:
         ]
         parts = [[part_of(each, place, shards) for each in flat.gradients] for place, flat in enumerate(self.flats)]
         cut = [[shard_of(bucket, place % shards, shards) for bucket in self.buckets] for place in range(len(parts))]
-        segments = [list(map(segments_of, flats, buckets)) for flats, buckets in zip(parts, cut, strict=True)]
-        self.sums = Sums(parts, segments, [each for of in parts[:shards] for each in of])
+        padding = [[padding_of(each, flat.device) for each in of] for of, flat in zip(cut, self.flats, strict=True)]
+        self.sums = Sums(parts, padding, [each for of in parts[:shards] for each in of])
         self.of_buckets = BucketSums(replicas, self.buckets, self.flats, between)
         self.outbox: Outbox | None = None
         if processes is not None:

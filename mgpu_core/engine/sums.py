@@ -15,12 +15,12 @@ class Sums:
 
     Attributes:
         parts: per device the flat sums that it updates by: all of them, or its shards.
-        segments: per device, and per flat sum of it, what is no padding.
+        padding: per device, and per flat sum of it, the places between its gradients; there is always 0.
         every_sum: flat tensors that hold each sum once.
         sparse: the sums of sparse gradients, by parameter.
     """
 
     parts: list[list[torch.Tensor]] = field(default_factory=list)
-    segments: list[list[list[torch.Tensor]]] = field(default_factory=list)
+    padding: list[list[torch.Tensor]] = field(default_factory=list)
     every_sum: list[torch.Tensor] = field(default_factory=list)
     sparse: dict[int, torch.Tensor] = field(default_factory=dict)

@@ -1,10 +1,12 @@
 """The layout of flat buckets: integers in, integers out."""
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mgpu_core.engine.layout import ALIGN_NBYTES, bucket_layout, shard_of
+from mgpu_core.engine.flat import padding_of
+from mgpu_core.engine.layout import ALIGN_NBYTES, Bucket, Segment, bucket_layout, shard_of
 
 tensors = st.lists(st.tuples(st.integers(0, 5000), st.sampled_from([2, 4, 8])), min_size=1, max_size=30)
 
@@ -66,3 +68,16 @@ def test_shards_are_equal_aligned_and_hold_every_element_once(tensors, limit, sh
                 end = each.begin + each.count
             assert end <= shard.count
     assert held == {i: list(range(count)) for i, count in enumerate(counts)}
+
+
+def test_padding_is_what_lies_between_the_segments():
+    buckets = bucket_layout([3, 130, 1], [4] * 3, [0] * 3, [2, 0, 1], 1 << 20, shards=2)
+    (bucket,) = buckets
+    taken = {place for each in bucket.segments for place in range(each.begin, each.begin + each.count)}
+    assert padding_of(bucket, torch.device("cpu")).tolist() == sorted(set(range(bucket.count)) - taken)
+    for place in range(2):
+        shard = shard_of(bucket, place, 2)
+        taken = {at for each in shard.segments for at in range(each.begin, each.begin + each.count)}
+        assert padding_of(shard, torch.device("cpu")).tolist() == sorted(set(range(shard.count)) - taken)
+    assert padding_of(Bucket(4, ()), torch.device("cpu")).tolist() == [0, 1, 2, 3]
+    assert padding_of(Bucket(4, (Segment(0, 0, 4),)), torch.device("cpu")).tolist() == []

@@ -16,7 +16,7 @@ import torch
 from torch.nn import Module
 
 from mgpu_core.caller import warn_caller
-from mgpu_core.engine.inside import PLAIN, Inside, own_attributes, prepare_copy
+from mgpu_core.engine.inside import PLAIN, Inside, copies_its_own_way, own_attributes, prepare_copy
 from mgpu_core.engine.net_watch import ADVICE
 from mgpu_core.look import Look
 
@@ -115,17 +115,21 @@ class AttributeWatch:
             else:
                 memo = memo or self._memo(row, set(names))
                 try:
+                    if not Inside(own[name]).is_data:
+                        raise TypeError(f"{type(own[name]).__name__} holds more than data")
                     prepare_copy(own[name], memo, self._home, device)
                     twin[name] = copy.deepcopy(own[name], memo)
                 except Exception as error:
                     self._tell(i, name, error)
 
     def _tell(self, i: int, name: str, error: Exception) -> None:
-        if (i, name) not in self._told:
+        """Once; and not where the module's class knows itself what its copies have, as a LightningModule does."""
+        module = self._places[i].module
+        if (i, name) not in self._told and not copies_its_own_way(module, Module):
             self._told.add((i, name))
             warn_caller(
-                f"attribute {name} of {type(self._places[i].module).__name__} was changed, and cannot be copied for "
-                f"the other ranks ({type(error).__name__}: {error}): they keep what they have"
+                f"attribute {name} of {type(module).__name__} was changed, and cannot be copied for the other ranks "
+                f"({type(error).__name__}: {error}): they keep what they have"
             )
 
     def _memo(self, row: Sequence[Module], changed: set[_Name]) -> dict[int, Any]:

@@ -5,6 +5,7 @@ import warnings
 import weakref
 from argparse import Namespace
 from functools import partial
+from pathlib import Path
 from types import MethodType, SimpleNamespace
 
 import pytest
@@ -238,6 +239,42 @@ def test_what_cannot_be_copied_is_told_once():
     assert [each.lock for each in step._engine.parts.replicas.modules] == [5] * 3
 
 
+def test_what_holds_more_than_data_is_not_copied():
+    net = Scaled()
+    step = TrainStep(net, mse, SGD(net.parameters(), lr=0.05), cpu(2))
+    (x, y), *_ = batches(1, 9)
+    step(x, y)
+    net.trainer = Namespace(model=net, steps=1)
+    with pytest.warns(UserWarning, match=r"attribute trainer of Scaled was changed.*Namespace holds more than data"):
+        step(x, y)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        net.trainer.steps = 2
+        step(x, y)
+    assert not hasattr(step._engine.parts.replicas.modules[1], "trainer")
+
+
+class WithTrainer(Scaled):
+    """Its copies have none, as those of a LightningModule."""
+
+    trainer = None
+
+    def __getstate__(self):
+        return self.__dict__ | {"trainer": None}
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_class_may_know_itself_what_its_copies_have():
+    net = WithTrainer()
+    step = TrainStep(net, mse, SGD(net.parameters(), lr=0.0), cpu(2))
+    (x, y), *_ = batches(1, 8)
+    for i in range(3):
+        net.trainer = Namespace(model=net, steps=i)
+        net.scale = 1.0 + i
+        assert torch.allclose(step(x, y), mse(net(x), y), rtol=0, atol=1e-12)
+    assert step._engine.parts.replicas.modules[1].trainer is None
+
+
 def test_a_rate_of_dropout_gives_ranks_numbers_of_their_own():
     results = set()
     for _ in range(10):
@@ -325,9 +362,16 @@ def test_what_is_looked_into():
 
     own = Own()
     parameter, tensor = nn.Parameter(torch.ones(1)), torch.ones(1)
-    inside = Inside((own, Careful(), {3}, nn.Linear(1, 1), parameter, tensor, len, Own, test_what_is_looked_into))
+    inside = Inside((own, {3}, parameter, tensor, len, Own, torch.float16, Path(), test_what_is_looked_into))
     assert inside.containers == [vars(own), own.inner]
     assert inside.tensors == [tensor]
+    assert inside.is_data
+    assert Inside([nn.Linear(1, 1), Careful(), [tensor]]).containers[1] == [tensor]  # what is listed, is not one thing
+    for more in (nn.Linear(1, 1), Careful(), threading.Lock(), SGD([parameter], lr=1)):
+        own.more = [more]
+        assert not Inside([own]).is_data
+        assert Inside([own]).look() is None
+    del own.more
     look = inside.look()
     parameter.data.add_(1)
     assert not look.is_over()

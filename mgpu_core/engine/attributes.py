@@ -16,7 +16,7 @@ import torch
 from torch.nn import Module
 
 from mgpu_core.caller import warn_caller
-from mgpu_core.engine.inside import PLAIN, Inside, copies_its_own_way, own_attributes, prepare_copy
+from mgpu_core.engine.inside import PLAIN, Inside, copies_its_own_way, own_attributes
 from mgpu_core.engine.net_watch import ADVICE
 from mgpu_core.look import Look
 
@@ -115,9 +115,10 @@ class AttributeWatch:
             else:
                 memo = memo or self._memo(row, set(names))
                 try:
-                    if not Inside(own[name]).is_data:
+                    inside = Inside(own[name])
+                    if not inside.is_data:
                         raise TypeError(f"{type(own[name]).__name__} holds more than data")
-                    prepare_copy(own[name], memo, self._home, device)
+                    inside.prepare_copy(memo, self._home, device)
                     twin[name] = copy.deepcopy(own[name], memo)
                 except Exception as error:
                     self._tell(i, name, error)
@@ -162,11 +163,13 @@ class _Place:
 
     def taken(self) -> list[str]:
         """Takes what is there now for what must be found; says what of it has changed."""
+        if self.look is not None and not self.look.is_over():
+            return []
         changed = self.changed()
-        if changed or self.look is None or not self._has_its_children():
+        if self.look is not None and not changed and self._has_its_children():
+            self.look.take_again()  # over by what the module is made of, its mode, say
+        else:
             self._take()
-        elif self.look.is_over():  # by what the module is made of, its mode, say
-            self.look.take_again()
         return changed
 
     def _take(self) -> None:

@@ -12,10 +12,9 @@ from mgpu_core.comm import collectives
 from mgpu_core.comm.facts import tell_contents
 from mgpu_core.comm.rank_sums import RankSums
 from mgpu_core.engine.between_devices import BetweenDevices
-from mgpu_core.engine.flat import FlatTensors, padding_of
+from mgpu_core.engine.flat import FlatTensors
 from mgpu_core.engine.layout import Bucket
 from mgpu_core.engine.replicas import Replicas
-from mgpu_core.engine.sums import Sums
 from mgpu_core.entries import ALL_RANKS
 from mgpu_core.record import is_on, span
 
@@ -43,7 +42,6 @@ class BucketSums:
         between: BetweenDevices,
     ) -> None:
         self._replicas, self._buckets, self._flats, self._between = replicas, buckets, flats, between
-        self._padding = [[padding_of(each, flat.device) for each in buckets] for flat in flats]
         self._plans = [self._plan(bucket) for bucket in buckets]  # per bucket, per device
 
     def _plan(self, bucket: Bucket) -> list[_Plan]:
@@ -95,8 +93,3 @@ class BucketSums:
         first, *others = [flat.gradients for flat in self._flats]
         if others and self._between.hook is None:
             collectives.broadcast_into(first, [list(each) for each in zip(*others, strict=True)])
-
-    def on(self, place: int) -> Sums:
-        """What one device has of the sums, where it has all of them."""
-        gradients = self._flats[place].gradients
-        return Sums([gradients], [self._padding[place]], gradients)

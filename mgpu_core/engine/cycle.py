@@ -177,7 +177,7 @@ class Cycle:
 
     def norm_on(self, place: int) -> GradientNorm:
         """Of the sums, as one device has them."""
-        return GradientNorm(self._sync.layout.of_buckets.on(place))
+        return GradientNorm(self._sync.layout.sums.on(place))
 
     def work_on(self, place: int, norm: GradientNorm, weight: float | torch.Tensor, clip_norm: float | None) -> None:
         """What one device does for an update, behind the sums of the only call: nobody waits for it.
@@ -188,7 +188,7 @@ class Cycle:
             weight: of the call; a tensor lies on the device.
             clip_norm: the largest norm of all gradients.
         """
-        sums = self._sync.layout.of_buckets.on(place)
+        sums = self._sync.layout.sums.on(place)
         if self._loss_scale.is_on:
             self._updates.fused.hold_back(place, overflow_of(sums))
         self._finish_gradients(sums, norm, weight, clip_norm, check=None)

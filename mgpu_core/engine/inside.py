@@ -14,7 +14,7 @@ from torch.nn import Module, Parameter
 
 from mgpu_core.look import Look
 
-__all__ = ["PLAIN", "Inside", "copies_its_own_way", "own_attributes", "prepare_copy"]
+__all__ = ["PLAIN", "Inside", "copies_its_own_way", "own_attributes"]
 
 PLAIN = (bool, int, float, complex, str, bytes, NoneType)
 _MOST = 1000  # entries that are looked into; what has more of them is looked at as one thing
@@ -63,6 +63,18 @@ class Inside:
         versions = [(each, "_version") for each in self.tensors if not each.is_inference()]
         return Look(self.containers, versions) if self.containers or versions else None
 
+    def prepare_copy(self, memo: dict[int, Any], home: torch.device, device: torch.device) -> None:
+        """Puts copies of tensors into a memo of ``copy.deepcopy``: of what it refuses, and of what must go elsewhere.
+
+        Args:
+            memo: what it has already, stays.
+            home: tensors on this device
+            device: are copied to this one; those on others stay where they are.
+        """
+        for each in self.tensors:
+            if id(each) not in memo and (each.grad_fn is not None or (each.device == home != device)):
+                memo[id(each)] = each.detach().to(device if each.device == home else each.device, copy=True)
+
     def _entries(self, value: Any) -> list[Any]:
         """As they are now: another thread may add some."""
         if isinstance(value, torch.Tensor):
@@ -85,20 +97,6 @@ class Inside:
 def own_attributes(module: Module) -> list[tuple[str, Any]]:
     """A module's attributes, but for parameters, buffers, children, hooks and its mode."""
     return [(name, value) for name, value in list(vars(module).items()) if name not in _TORCHS]
-
-
-def prepare_copy(value: Any, memo: dict[int, Any], home: torch.device, device: torch.device) -> None:
-    """Puts copies of tensors into a memo of ``copy.deepcopy``: of what it refuses, and of what must go elsewhere.
-
-    Args:
-        value: what is going to be copied.
-        memo: what it has already, stays.
-        home: tensors on this device
-        device: are copied to this one; those on others stay where they are.
-    """
-    for each in Inside(value).tensors:
-        if id(each) not in memo and (each.grad_fn is not None or (each.device == home != device)):
-            memo[id(each)] = each.detach().to(device if each.device == home else each.device, copy=True)
 
 
 def _is_plain_object(value: Any) -> bool:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
 
-from mgpu_core.engine.flat import FlatTensors, shaped
-from mgpu_core.engine.fused_device import FusedOnDevice
+from mgpu_core.engine.flat import shaped
 from mgpu_core.engine.shown_state import ShownState
 
 __all__ = ["LentState"]
@@ -25,23 +22,13 @@ class LentState(ShownState):
         devices: each has its shard of the state.
     """
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        parameters: Sequence[torch.Tensor],
-        flat: FlatTensors,
-        devices: Sequence[FusedOnDevice],
-    ) -> None:
-        super().__init__(optimizer, parameters, flat, devices)
+    def forget(self) -> None:
+        """What lies in the shards is worth nothing: what the optimizer has, counts."""
+        super().forget()
         # What the optimizer holds of each parameter between two looks, and the tensors that are lent to it in one:
         # whatever else is found there, somebody else has put there.
         self._stripped: dict[int, dict[str, Any]] = {}
         self._lent: dict[int, dict[str, torch.Tensor]] = {}
-
-    def forget_shards(self) -> None:
-        """What lies in the shards is worth nothing: what the optimizer has, counts."""
-        self._stripped.clear()
-        self.places.clear()
 
     def find_views(self) -> None:
         """There is no tensor that could be shown."""

@@ -74,12 +74,7 @@ class NetWatch:
 
     def check_hooks(self) -> None:
         """Raises RuntimeError unless parameters and modules have the hooks that they had; names which has not."""
-        hooks = _hooks_of(self.parameters)
-        if hooks != self._hooks:
-            for at, name in enumerate(self._names):
-                if hooks[at] != self._hooks[at] and not self._has_everywhere(at, len(hooks[at])):
-                    raise RuntimeError(f"parameter {name} has got or lost a hook, which the other ranks lack: {ADVICE}")
-            self.remember_hooks()
+        self._check_parameters_hooks()
         found = _module_hooks_of(self._places)
         if not self._copies or found == self._module_hooks:
             return
@@ -89,12 +84,18 @@ class NetWatch:
                 raise RuntimeError(f"module {name} has got or lost a hook, which the other ranks lack: {ADVICE}")
         self._remember_module_hooks()
 
-    def _has_everywhere(self, at: int, count: int) -> bool:
-        """Whether forwards have put so many hooks on their own parameter, in all ranks, in the place of as many."""
-        if count != len(self._hooks[at]):
-            return False
-        now = [_hooks_of(parameters_of(row[0])) for row in self._copies]
-        return all(one[at] != then[at] for one, then in zip(now, self._hooks_of_copies, strict=True))
+    def _check_parameters_hooks(self) -> None:
+        """Forwards may put hooks on their own parameters, in the place of as many: then all ranks have others."""
+        before, theirs_before = self._hooks, self._hooks_of_copies
+        if _hooks_of(self.parameters) == before:
+            return
+        self.remember_hooks()
+        for at, name in enumerate(self._names):
+            now, then = self._hooks[at], before[at]
+            pairs = zip(self._hooks_of_copies, theirs_before, strict=True)
+            if now != then and (len(now) != len(then) or any(one[at] == other[at] for one, other in pairs)):
+                self._hooks, self._hooks_of_copies = before, theirs_before
+                raise RuntimeError(f"parameter {name} has got or lost a hook, which the other ranks lack: {ADVICE}")
 
     def _is_everywhere(self, at: int) -> bool:
         """Whether forwards have put hooks on their own modules, in all ranks: the others' have changed alike."""

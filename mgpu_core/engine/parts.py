@@ -64,8 +64,7 @@ class Parts:
         self.cycle = Cycle(
             self.replicas, self.sync, self.updates, loss_scale, self.together, steps, self.losses.modules
         )
-        self._watched = self.replicas.changes
-        self._drawn = self.replicas.attributes.changes
+        self._watched = self.replicas.changes, self.replicas.attributes.changes
         self.captured: CapturedSteps | None = None
         if setup.capture:
             self.captured = CapturedSteps(
@@ -102,13 +101,12 @@ class Parts:
     def refresh(self) -> None:
         """Brings the ranks up to what the user has done to the module since the last call."""
         self.replicas.follow()
-        if self._watched != self.replicas.changes:
-            self.sync.watch_parameters()
-            self._watched = self.replicas.changes
-            self._drawn = -1
-        if self._drawn != self.replicas.attributes.changes:  # a rate of dropout, say
-            self.passes.look_for_draws()
-            self._drawn = self.replicas.attributes.changes
+        now = self.replicas.changes, self.replicas.attributes.changes
+        if now != self._watched:
+            if now[0] != self._watched[0]:
+                self.sync.watch_parameters()
+            self.passes.look_for_draws()  # also where a rate of dropout was changed
+            self._watched = now
         if changed := self.updates.values_changed():
             self.replicas.send_values(changed)
             self.updates.remember_values()

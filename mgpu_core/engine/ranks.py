@@ -77,21 +77,24 @@ def run_pass(job: Pass, team: Team, parts: Sequence[RankPart | None]) -> list[tu
     Raises:
         Exception: the first failing rank's, as :func:`mgpu_core.parallel_apply` words it.
     """
+    results = _run(job, team, parts)
+    if job.backward and results and all(loss.is_constant for loss, _ in results):
+        raise RuntimeError("the loss does not depend on any parameter that requires grad: there is nothing to train")
+    return results
+
+
+def _run(job: Pass, team: Team, parts: Sequence[RankPart | None]) -> list[tuple[RankLoss, Any]]:
     works = [_Work(job, rank, team.devices[rank]) for rank in range(len(parts))]
     if len(team) == 1:  # nobody to share with: in this thread, and failures are the module's own
         device = team.devices[0]
         with on(device, caller_streams([device])[0]):
-            alone = [works[0](part) for part in parts if part is not None]
-        _check_there_is_something(job, alone)
-        return alone
+            return [works[0](part) for part in parts if part is not None]
     inputs = [None if part is None else (part,) for part in parts]
     results = apply_some(works, inputs, team.first(len(parts)), job.rng)
     found = [(result, part) for result, part in zip(results, parts, strict=True) if part is not None]
     if job.backward and job.joint:
         _differentiate_together(*zip(*found, strict=True))
-    results = [result for result, _ in found]
-    _check_there_is_something(job, results)
-    return results
+    return [result for result, _ in found]
 
 
 class _Work:
@@ -147,11 +150,6 @@ def _differentiate(losses: Sequence[RankLoss], seeds: Sequence[float]) -> None:
     for loss in losses:
         loss.is_constant = not loss.value.requires_grad
         loss.value = loss.value.detach()
-
-
-def _check_there_is_something(job: Pass, results: Sequence[tuple[RankLoss, Any]]) -> None:
-    if job.backward and results and all(loss.is_constant for loss, _ in results):
-        raise RuntimeError("the loss does not depend on any parameter that requires grad: there is nothing to train")
 
 
 def _differentiate_together(results: Sequence[tuple[RankLoss, Any]], parts: Sequence[RankPart]) -> None:

@@ -86,7 +86,7 @@ class ShardedUpdate(FusedUpdate):
 
     def loaded(self) -> None:
         """Another state was loaded."""
-        self._shown.forget_shards()
+        self._shown.forget()
         super().loaded()
 
     def adopt_state(self) -> None:

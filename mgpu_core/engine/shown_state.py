@@ -40,16 +40,15 @@ class ShownState:
         self._optimizer, self._parameters = optimizer, parameters
         self._flat, self._devices = flat, devices
         self._counts_steps = not is_sgd(optimizer)
-        self.places: set[int] = set()
         self._others = 0  # states of parameters outside the buckets, which are frozen
-        self._views: dict[str, dict[int, torch.Tensor]] = {}  # by kind of state and parameter
         self._steps: list[torch.Tensor | None] = []  # what torch counts in, of each parameter whose state is shown
         self._versions = Look()  # of what the optimizer shows
+        self.forget()
 
     def forget(self) -> None:
         """Nothing is shown; what lies in the optimizer is its own."""
-        self.places.clear()
-        self._views.clear()
+        self.places: set[int] = set()
+        self._views: dict[str, dict[int, torch.Tensor]] = {}  # by kind of state and parameter
 
     def found(self, places: Iterable[int], kinds: Sequence[str]) -> dict[int, dict[str, Any]]:
         """Of these parameters, the states that the optimizer has; entries that say nothing are taken out of it.

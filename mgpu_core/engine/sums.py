@@ -24,3 +24,7 @@ class Sums:
     padding: list[list[torch.Tensor]] = field(default_factory=list)
     every_sum: list[torch.Tensor] = field(default_factory=list)
     sparse: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def on(self, place: int) -> Sums:
+        """What one device has, where it has all of them."""
+        return Sums([self.parts[place]], [self.padding[place]], self.parts[place])

@@ -10,7 +10,7 @@ import torch
 from torch.nn import Module, Parameter
 
 from mgpu_core.device.dtypes import has_gradients
-from mgpu_core.engine.inside import own_attributes, prepare_copy
+from mgpu_core.engine.inside import Inside, own_attributes
 from mgpu_core.engine.module_look import HOOKS
 from mgpu_core.module_tree import is_compile_wrapper, modules_of, parameters_of
 
@@ -41,7 +41,7 @@ class Twin:
             self._prepare(module)
         for module in modules_of(self._net):
             for _, value in own_attributes(module):
-                prepare_copy(value, self._memo, self._home, self._device)
+                Inside(value).prepare_copy(self._memo, self._home, self._device)
         try:
             # What torch.compile(module) wraps takes its wrapper's place: each rank compiles for itself.
             with torch.no_grad():  # or the copies of a script's parameters would have a graph

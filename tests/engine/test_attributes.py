@@ -63,6 +63,19 @@ def tripled(self, x):
     return 3 * x.tanh() + self.scale
 
 
+def begun(net, ranks=2, lr=0.05, rows=9):
+    """The net, a step over it, and a batch for it."""
+    (x, y), *_ = batches(1, rows)
+    return net, TrainStep(net, mse, SGD(net.parameters(), lr=lr), cpu(ranks)), x, y
+
+
+def captured(net, monkeypatch):
+    """A step that records, and changes no parameter."""
+    give_graphs(monkeypatch, "cpu")
+    settings = {"error_if_nonfinite": False, "capture": True}
+    return without_gpu(TrainStep(net, mse, SGD(net.parameters(), lr=0.0), cpu(2), **settings))
+
+
 CHANGES = {
     "number": lambda net: setattr(net, "scale", 2.0),
     "word": lambda net: setattr(net, "mode", "another"),
@@ -167,9 +180,7 @@ def test_what_the_user_resets_is_reset_in_all_ranks():
 
 
 def test_what_is_changed_before_a_call_that_is_refused_counts_for_the_next_one():
-    net = Scaled()
-    step = TrainStep(net, mse, SGD(net.parameters(), lr=0.0), cpu(2))
-    (x, y), *_ = batches(1, 8)
+    net, step, x, y = begun(Scaled(), lr=0.0, rows=8)
     step(x, y)
     net.scale = 2.0
     handle = net.child.last.weight.register_hook(lambda gradient: gradient)
@@ -180,9 +191,7 @@ def test_what_is_changed_before_a_call_that_is_refused_counts_for_the_next_one()
 
 
 def test_what_is_changed_behind_a_check_of_the_replicas_is_seen():
-    net = Counting()
-    step = TrainStep(net, mse, SGD(net.parameters(), lr=0.05), cpu(2))
-    (x, y), *_ = batches(1, 9)
+    net, step, x, y = begun(Counting())
     for _ in range(3):
         step(x, y)
     step.check_replicas()
@@ -192,9 +201,7 @@ def test_what_is_changed_behind_a_check_of_the_replicas_is_seen():
 
 
 def test_what_a_forward_of_the_users_own_leaves_is_everybodys():
-    net = Counting()
-    step = TrainStep(net, mse, SGD(net.parameters(), lr=0.05), cpu(2))
-    (x, y), *_ = batches(1, 9)
+    net, step, x, y = begun(Counting())
     for _ in range(3):
         step(x, y)
     other = step._engine.parts.replicas.modules[1]
@@ -208,9 +215,7 @@ def test_what_a_forward_of_the_users_own_leaves_is_everybodys():
 
 
 def test_a_tensor_with_a_graph_is_copied_without_it():
-    net = Scaled()
-    step = TrainStep(net, mse, SGD(net.parameters(), lr=0.05), cpu(2))
-    (x, y), *_ = batches(1, 9)
+    net, step, x, y = begun(Scaled())
     step(x, y)
     net.tensor = net.child.last.weight.sum() * 2
     step(x, y)
@@ -220,9 +225,7 @@ def test_a_tensor_with_a_graph_is_copied_without_it():
 
 
 def test_what_cannot_be_copied_is_told_once():
-    net = Scaled()
-    step = TrainStep(net, mse, SGD(net.parameters(), lr=0.05), cpu(3))
-    (x, y), *_ = batches(1, 9)
+    net, step, x, y = begun(Scaled(), 3)
     step(x, y)
     net.lock = threading.Lock()
     with pytest.warns(UserWarning, match=r"attribute lock of Scaled was changed, and cannot be copied .*lock") as told:
@@ -240,9 +243,7 @@ def test_what_cannot_be_copied_is_told_once():
 
 
 def test_what_holds_more_than_data_is_not_copied():
-    net = Scaled()
-    step = TrainStep(net, mse, SGD(net.parameters(), lr=0.05), cpu(2))
-    (x, y), *_ = batches(1, 9)
+    net, step, x, y = begun(Scaled())
     step(x, y)
     net.trainer = Namespace(model=net, steps=1)
     with pytest.warns(UserWarning, match=r"attribute trainer of Scaled was changed.*Namespace holds more than data"):
@@ -265,9 +266,7 @@ class WithTrainer(Scaled):
 
 @pytest.mark.filterwarnings("error")
 def test_a_class_may_know_itself_what_its_copies_have():
-    net = WithTrainer()
-    step = TrainStep(net, mse, SGD(net.parameters(), lr=0.0), cpu(2))
-    (x, y), *_ = batches(1, 8)
+    net, step, x, y = begun(WithTrainer(), lr=0.0, rows=8)
     for i in range(3):
         net.trainer = Namespace(model=net, steps=i)
         net.scale = 1.0 + i
@@ -291,10 +290,8 @@ def test_a_rate_of_dropout_gives_ranks_numbers_of_their_own():
 
 
 def test_a_graph_has_the_attributes_that_it_was_recorded_with(monkeypatch):
-    give_graphs(monkeypatch, "cpu")
     net = Scaled()
-    settings = {"error_if_nonfinite": False, "capture": True}
-    step = without_gpu(TrainStep(net, mse, SGD(net.parameters(), lr=0.0), cpu(2), **settings))
+    step = captured(net, monkeypatch)
     recorder = step._engine.parts.captured.recorder
     (x, y), *_ = batches(1, 8)
     for _ in range(8):
@@ -309,10 +306,8 @@ def test_a_graph_has_the_attributes_that_it_was_recorded_with(monkeypatch):
 
 
 def test_what_is_changed_before_every_step_is_in_no_graph(monkeypatch):
-    give_graphs(monkeypatch, "cpu")
     net = Scaled()
-    settings = {"error_if_nonfinite": False, "capture": True}
-    step = without_gpu(TrainStep(net, mse, SGD(net.parameters(), lr=0.0), cpu(2), **settings))
+    step = captured(net, monkeypatch)
     (x, y), *_ = batches(1, 8)
     step(x, y)
     with warnings.catch_warnings(record=True) as told:
@@ -328,10 +323,8 @@ def test_what_is_changed_before_every_step_is_in_no_graph(monkeypatch):
 
 
 def test_what_forwards_count_is_in_no_graph(monkeypatch):
-    give_graphs(monkeypatch, "cpu")
     net = Counting()
-    settings = {"error_if_nonfinite": False, "capture": True}
-    step = without_gpu(TrainStep(net, mse, SGD(net.parameters(), lr=0.0), cpu(2), **settings))
+    step = captured(net, monkeypatch)
     (x, y), *_ = batches(1, 8)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")

@@ -60,6 +60,9 @@ int cuda_device_count() { return cuda::device_count(); }
 int cuda_runtime_version() { return cuda::runtime_version(); }
 int cuda_driver_version() { return cuda::driver_version(); }
 bool cuda_has_code_for(int device) { return cuda::has_code_for(device); }
+void cuda_check_memory(const void* pointer, int device, const std::string& name) {
+  cuda::require_reachable(pointer, {device, nullptr}, name.c_str());
+}
 void cuda_allow_peers(const std::vector<std::pair<int, int>>& device_and_peer) { cuda::allow_peers(device_and_peer); }
 
 }  // namespace mgpu

@@ -36,6 +36,9 @@ int cuda_device_count();
 int cuda_runtime_version();
 int cuda_driver_version();
 bool cuda_has_code_for(int device);
+// Throws InvalidArgument unless the GPU reaches the memory; the core's other functions trust the pointers they are
+// given.
+void cuda_check_memory(const void* pointer, int device, const std::string& name);
 // Lets kernels of the first touch the memory of the second, in each pair; a test must have shown that it works.
 void cuda_allow_peers(const std::vector<std::pair<int, int>>& device_and_peer);
 

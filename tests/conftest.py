@@ -29,6 +29,13 @@ if accelerator.is_wanted():
     torch.equal = lambda one, other: _equal(one.cpu(), other.cpu())
 
 
+@pytest.fixture(autouse=accelerator.by_the_cuda_room())
+def _kernels_have_no_faults():
+    """Where kernels run on the PTX machine, faults that stop nothing, such as races, fail the test that made them."""
+    yield
+    assert cuda.faults() == []
+
+
 @pytest.fixture
 def really_equal():
     """``torch.equal`` as it is in torch."""

@@ -37,13 +37,18 @@ class Mutant:
         path: the file, below the root of the repository.
         changes: (old, new) texts; each old one is there exactly once.
         tests: what must fail: files for pytest below tests/ (those in accelerator/ on the fake accelerator), or the
-            name of a C++ test program.
+            name of a C++ test program, after "ptx" where it runs the kernels' PTX.
     """
 
     name: str
     path: str
     changes: tuple[tuple[str, str], ...]
     tests: str
+
+    @property
+    def program(self) -> str:
+        """The C++ test program."""
+        return self.tests.removeprefix("ptx ")
 
     @property
     def is_cpp(self) -> bool:
@@ -585,6 +590,48 @@ MUTANTS = [
         "Round(self._expected if overlap else (), ranks, len(self.layout.buckets))",
         "Round((), ranks, len(self.layout.buckets))",
         "engine/test_train_step.py",
+    ),
+    mutant(
+        "step: sums do not wait for a stream of the module's own",
+        "mgpu_core/engine/gradients.py",
+        "self._side.made_on_current(self._replicas.team.devices[rank])",
+        "pass",
+        "accelerator/test_streams.py",
+    ),
+    mutant(
+        "step: what a recording launches was not launched before",
+        "mgpu_core/engine/cycle.py",
+        "        warm_up(sums)\n",
+        "",
+        "accelerator/test_warm_graphs.py",
+    ),
+    mutant(
+        "a side stream may be the user's",
+        "mgpu_core/device/streams.py",
+        "OWN_PRIORITY = -2",
+        "OWN_PRIORITY = 0",
+        "accelerator/test_streams.py",
+    ),
+    mutant(
+        "a GPU's capture is asked of the current GPU",
+        "mgpu_core/device/streams.py",
+        "with torch.accelerator.device_index(gpu):",
+        "if True:",
+        "accelerator/test_as_cuda.py",
+    ),
+    mutant(
+        "scatter's backward works on default streams",
+        "mgpu_core/comm/autograd.py",
+        "span(GATHER_BACK), resumed_on_all(*ctx.places):",
+        "span(GATHER_BACK):",
+        "accelerator/test_streams.py",
+    ),
+    mutant(
+        "backwards do not wait for the stream that autograd ordered",
+        "mgpu_core/device/streams.py",
+        "            if stream != current:\n                stream.wait_stream(current)",
+        "            pass",
+        "accelerator/test_streams.py",
     ),
     mutant(
         "step: a parameter that no rank used has a gradient of zeros",
@@ -1318,6 +1365,35 @@ MUTANTS = [
         "if (!same_kind || filled > limit_nbytes)",
         "test_plan",
     ),
+    # Faults of CUDA kernels that host code forgives: the PTX machine runs these programs.
+    mutant(
+        "a block's sum does not wait for its warps",
+        "csrc/backends/cuda/kernels/l2_norm.cuh",
+        "  __syncthreads();\n",
+        "",
+        "ptx test_cuda_kernels",
+    ),
+    mutant(
+        "every tile does the head and the tail",
+        "csrc/backends/cuda/kernels/elements.cuh",
+        "  if (tile != 0) return;\n",
+        "",
+        "ptx test_cuda_kernels",
+    ),
+    mutant(
+        "two blocks write a stretch of a row",
+        "csrc/backends/cuda/kernels/gather_rows.cuh",
+        "stretch * row_tile(kWidth)",
+        "stretch * (row_tile(kWidth) - 256)",
+        "ptx test_cuda_kernel_edges",
+    ),
+    mutant(
+        "places of vectors in 32 bits",
+        "csrc/backends/cuda/kernels/elements.cuh",
+        "const int64_t first = tile * kTileVectors + threadIdx.x;",
+        "const int64_t first = static_cast<int>(tile) * kTileVectors + static_cast<int>(threadIdx.x);",
+        "ptx test_ptx_large_counts",
+    ),
 ]
 
 
@@ -1423,11 +1499,16 @@ def copy_of_the_sources(home: Path) -> Path:
 def failing_program(each: Mutant, home: Path) -> str:
     """The first check that fails, as ``program: file:line``."""
     time.sleep(0.01)  # ninja looks at times
-    quietly(["cmake", "--build", home / "build", "--target", each.tests])
-    ran = subprocess.run([home / "build" / "tests" / "cpp" / each.tests], capture_output=True, text=True, timeout=120)
+    program, on_ptx = each.program, each.program != each.tests
+    quietly(["cmake", "--build", home / "build", "--target", program, *(["ptx_75"] if on_ptx else [])])
+    environment = os.environ | ({"MGPU_TEST_PTX": "75"} if on_ptx else {})
+    command = [home / "build" / "tests" / "cpp" / program]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
     if ran.returncode == 0:
         return ""
-    return f"cpp/{each.tests}.cpp:{ran.stderr.split(':')[1] if ran.stderr.count(':') else '?'}"
+    if on_ptx:
+        return f"cpp/{program}.cpp, from PTX"
+    return f"cpp/{program}.cpp:{ran.stderr.split(':')[1] if ran.stderr.count(':') else '?'}"
 
 
 def quietly(command: list[object]) -> None:

@@ -108,6 +108,7 @@ def test_only_the_gates_turn_tensors_into_pointers():
         "device/peer_probe.py",
         "device/shared_memory.py",
         "device/tensor_checks.py",
+        "kernels/arguments.py",
         "kernels/flat_norm.py",
         "kernels/ops.py",
         "kernels/flat_optimizers.py",

@@ -132,6 +132,17 @@ def test_a_build_without_cuda_beside_gpus(machine):
     assert_same_facts(report)
 
 
+@pytest.mark.parametrize("core", [Core(NO_CUDA), Core(BUILT, 13000, 0, 0), Core(BUILT, 13000, 13000, 2)])
+def test_gpus_of_amd_are_served_by_plain_torch(machine, core):
+    report = machine(
+        [], torch_sees=[0, 1], cuda=None, hip="6.4", core=core, variables={"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    )
+    (notice,) = report.notices
+    assert notice.level == "hint"
+    assert "AMD GPUs (ROCm 6.4): plain torch serves them" in notice.message
+    assert report.outlook == "DataParallel(net) runs on 2 ranks, cuda:0 to cuda:1, through the generic room."
+
+
 @pytest.mark.parametrize(("cuda", "advice"), [(None, "Install a CUDA build"), ("13.2", "wants a driver for CUDA 13.2")])
 def test_gpus_that_torch_does_not_see(machine, cuda, advice):
     report = machine(torch_sees=[], reason="the driver is too old", cuda=cuda)

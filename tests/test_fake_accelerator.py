@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from fakes import accelerator, cuda
+from fakes import accelerator, native_build, ptx
 from fakes.accelerator.cpu_only import CPU_ONLY
 
 TESTS = Path(__file__).parent
@@ -32,8 +32,11 @@ BY_THE_CUDA_ROOM = [
     "accelerator/test_explain.py",
     "accelerator/test_graphs.py",
     "accelerator/test_models.py",
+    "accelerator/test_pointer_looks.py",
     "accelerator/test_shards.py",
+    "accelerator/test_streams.py",
     "accelerator/test_train_step.py",
+    "accelerator/test_warm_graphs.py",
     "conformance",
     "engine/test_any_order.py",
     "engine/test_train_step.py",
@@ -59,8 +62,12 @@ def test_the_road_on_the_fake_accelerator():
 @pytest.mark.skipif(accelerator.is_wanted(), reason="this is the process with the fake already")
 @pytest.mark.timeout(900)  # the first run compiles
 def test_the_road_through_the_cuda_room():
-    """The devices are the same fakes; who serves them is the core's cuda room, on a fake CUDA runtime."""
-    if reason := accelerator.what_is_missing() or cuda.what_is_missing():
+    """The devices are the same fakes, served by the core's CUDA backend on a fake CUDA runtime.
+
+    With MGPU_TEST_PTX=75 its kernels run from nvcc's PTX for that architecture.
+    """
+    reason = accelerator.what_is_missing() or native_build.what_is_missing()
+    if reason := reason or (ptx.wanted_architecture() and ptx.what_is_missing()):
         pytest.skip(reason)
     run_tests(BY_THE_CUDA_ROOM, "cuda")
 

@@ -15,7 +15,7 @@ SPEC.loader.exec_module(mutants)
 @pytest.mark.parametrize("each", mutants.MUTANTS, ids=lambda each: each.name)
 def test_its_text_is_found_and_its_tests_are_there(each):
     assert each.text(mutants.ROOT) != (mutants.ROOT / each.path).read_text()
-    assert (TESTS / (f"cpp/{each.tests}.cpp" if each.is_cpp else each.tests)).is_file()
+    assert (TESTS / (f"cpp/{each.program}.cpp" if each.is_cpp else each.tests)).is_file()
 
 
 def test_names_are_told_apart():

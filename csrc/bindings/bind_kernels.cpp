@@ -1,4 +1,4 @@
-// The kernels, over pointers.  Checks of shapes and devices are Python's; here stand those of dtypes and tables.
+// The kernels, over pointers.  Python checks shapes and devices; here dtypes and alignment are checked.
 #include "bindings/bindings.h"
 #include "core/error.h"
 #include "rooms.h"
@@ -11,7 +11,10 @@ using PieceTuples = std::vector<std::tuple<Pointer, int64_t, int64_t>>;  // poin
 using FlatTuple = std::tuple<Pointer, Pointer, int64_t, std::string, Pointer, int64_t, Pointer, Pointer, int64_t,
                              Pointer, Pointer, Pointer>;
 
-void* pointer_of(Pointer pointer) { return reinterpret_cast<void*>(pointer); }
+template <class T>
+T* pointer_to(Pointer pointer) {
+  return static_cast<T*>(pointer_of(pointer, sizeof(T)));
+}
 
 DType floating(const std::string& name, const char* kernel) {
   const DType dtype = dtype_from(name);
@@ -20,10 +23,10 @@ DType floating(const std::string& name, const char* kernel) {
   return dtype;
 }
 
-std::vector<Piece> pieces_of(const PieceTuples& tuples) {
+std::vector<Piece> pieces_of(const PieceTuples& tuples, DType dtype) {
   std::vector<Piece> pieces;
   for (const auto& [pointer, begin, count] : tuples)
-    if (count) pieces.push_back({pointer_of(pointer), begin, count});
+    if (count) pieces.push_back({pointer_of(pointer, itemsize(dtype)), begin, count});
   return pieces;
 }
 
@@ -32,14 +35,14 @@ void bind_gather_rows(const std::tuple<Pointer, int64_t, int64_t>& rows, const s
   const DType dtype = floating(out_dtype, "gather_rows");
   require(dtype != DType::f64, "gather_rows writes float32, float16 or bfloat16, not float64");
   const auto& [rows_pointer, rows_count, row_count] = rows;
-  const GatherRows call{static_cast<const uint8_t*>(pointer_of(rows_pointer)),
+  const GatherRows call{pointer_to<const uint8_t>(rows_pointer),
                         rows_count,
                         row_count,
-                        static_cast<const int64_t*>(pointer_of(index.first)),
+                        pointer_to<const int64_t>(index.first),
                         index.second,
                         scale,
                         shift,
-                        pointer_of(out),
+                        pointer_of(out, itemsize(dtype)),
                         dtype};
   const Stream on = stream_of(stream);
   without_gil([&] { device_ops_of(on).gather_rows(call, on); });
@@ -47,7 +50,8 @@ void bind_gather_rows(const std::tuple<Pointer, int64_t, int64_t>& rows, const s
 
 Packing packing_of(const PieceTuples& pieces, const std::string& dtype, Pointer flat, const std::string& flat_dtype,
                    double scale) {
-  const Packing call{pieces_of(pieces), dtype_from(dtype), pointer_of(flat), dtype_from(flat_dtype), scale};
+  const DType own = dtype_from(dtype), wanted = dtype_from(flat_dtype);
+  const Packing call{pieces_of(pieces, own), own, pointer_of(flat, itemsize(wanted)), wanted, scale};
   if (call.dtype != call.flat_dtype || scale != 1) {
     floating(dtype, "a cast or a scale");
     floating(flat_dtype, "a cast or a scale");
@@ -74,25 +78,24 @@ void bind_sum_ranks(const Pointers& in, const Pointers& out, int64_t count, cons
   require(!in.empty() && !out.empty(), "sum_ranks needs at least one input and one output");
   const ReduceOp kind = reduce_op_from(op);
   SumRanks call{{}, {}, count, dtype_from(dtype), kind, kind == ReduceOp::avg ? static_cast<int>(in.size()) : 1};
-  for (Pointer pointer : in) call.in.push_back(pointer_of(pointer));
-  for (Pointer pointer : out) call.out.push_back(pointer_of(pointer));
+  for (Pointer pointer : in) call.in.push_back(pointer_of(pointer, itemsize(call.dtype)));
+  for (Pointer pointer : out) call.out.push_back(pointer_of(pointer, itemsize(call.dtype)));
   const Stream on = stream_of(stream);
   without_gil([&] { device_ops_of(on).sum_ranks({call}, on); });
 }
 
 void bind_scale_cast(Pointer in, const std::string& in_dtype, Pointer out, const std::string& out_dtype, int64_t count,
                      double scale, const StreamTuple& stream) {
-  const ScaleCast call{pointer_of(in),  floating(in_dtype, "scale_cast"),
-                       pointer_of(out), floating(out_dtype, "scale_cast"),
-                       count,           scale};
+  const DType from = floating(in_dtype, "scale_cast"), to = floating(out_dtype, "scale_cast");
+  const ScaleCast call{pointer_of(in, itemsize(from)), from, pointer_of(out, itemsize(to)), to, count, scale};
   const Stream on = stream_of(stream);
   without_gil([&] { device_ops_of(on).scale_cast(call, on); });
 }
 
 void bind_l2_norm(const PieceTuples& pieces, const std::string& dtype, Pointer partials, Pointer out,
                   const std::string& out_dtype, const StreamTuple& stream) {
-  const L2Norm call{pieces_of(pieces), floating(dtype, "l2_norm"), static_cast<double*>(pointer_of(partials)),
-                    pointer_of(out), floating(out_dtype, "l2_norm")};
+  const DType own = floating(dtype, "l2_norm"), wide = floating(out_dtype, "l2_norm");
+  const L2Norm call{pieces_of(pieces, own), own, pointer_to<double>(partials), pointer_of(out, itemsize(wide)), wide};
   const Stream on = stream_of(stream);
   without_gil([&] { device_ops_of(on).l2_norm(call, on); });
 }
@@ -100,29 +103,33 @@ void bind_l2_norm(const PieceTuples& pieces, const std::string& dtype, Pointer p
 FlatParameters flat_of(const FlatTuple& tuple) {
   const auto& [parameters, gradients, count, dtype, segments, segment_count, constants, groups, group_count, clip,
                loss_scale, found_inf] = tuple;
-  return {pointer_of(parameters),
-          pointer_of(gradients),
+  const DType own = floating(dtype, "an optimizer");
+  return {pointer_of(parameters, itemsize(own)),
+          pointer_of(gradients, itemsize(own)),
           count,
-          floating(dtype, "an optimizer"),
-          static_cast<int64_t*>(pointer_of(segments)),
+          own,
+          pointer_to<int64_t>(segments),
           segment_count,
-          static_cast<double*>(pointer_of(constants)),
-          static_cast<const double*>(pointer_of(groups)),
+          pointer_to<double>(constants),
+          pointer_to<const double>(groups),
           group_count,
-          static_cast<const float*>(pointer_of(clip)),
-          static_cast<const float*>(pointer_of(loss_scale)),
-          static_cast<const float*>(pointer_of(found_inf))};
+          pointer_to<const float>(clip),
+          pointer_to<const float>(loss_scale),
+          pointer_to<const float>(found_inf)};
 }
 
 void bind_sgd(const FlatTuple& flat, Pointer momentum, const StreamTuple& stream) {
-  const Sgd call{flat_of(flat), pointer_of(momentum)};
+  const FlatParameters parameters = flat_of(flat);
+  const Sgd call{parameters, pointer_of(momentum, itemsize(parameters.dtype))};
   const Stream on = stream_of(stream);
   without_gil([&] { device_ops_of(on).sgd(call, on); });
 }
 
 void bind_adam(const FlatTuple& flat, Pointer exp_avg, Pointer exp_avg_sq, Pointer max_exp_avg_sq, bool decoupled,
                const StreamTuple& stream) {
-  const Adam call{flat_of(flat), pointer_of(exp_avg), pointer_of(exp_avg_sq), pointer_of(max_exp_avg_sq), decoupled};
+  const FlatParameters parameters = flat_of(flat);
+  const auto state = [&](Pointer pointer) { return pointer_of(pointer, itemsize(parameters.dtype)); };
+  const Adam call{parameters, state(exp_avg), state(exp_avg_sq), state(max_exp_avg_sq), decoupled};
   const Stream on = stream_of(stream);
   without_gil([&] { device_ops_of(on).adam(call, on); });
 }
@@ -143,8 +150,8 @@ void bind_kernels(py::module_& m) {
   m.def("scale_cast", &bind_scale_cast, py::arg("in_"), py::arg("in_dtype"), py::arg("out"), py::arg("out_dtype"),
         py::arg("count"), py::arg("scale"), py::arg("stream"), "out[i] = in_[i] * scale.");
   m.def(
-      "norm_tiles", [](const PieceTuples& pieces) { return norm_tiles(pieces_of(pieces)); }, py::arg("pieces"),
-      "How many partial sums, float64, l2_norm needs room for.");
+      "norm_tiles", [](const PieceTuples& pieces) { return norm_tiles(pieces_of(pieces, DType::u8)); },
+      py::arg("pieces"), "How many partial sums, float64, l2_norm needs room for.");
   m.def("l2_norm", &bind_l2_norm, py::arg("pieces"), py::arg("dtype"), py::arg("partials"), py::arg("out"),
         py::arg("out_dtype"), py::arg("stream"), "The root of the sum of all squares.");
   m.def(

@@ -44,8 +44,16 @@ auto without_gil(Work&& work) {
   return std::forward<Work>(work)();
 }
 
+// Throws InvalidArgument unless the address is a multiple of the elements' size: a GPU stops at any other.
+inline void* pointer_of(Pointer pointer, size_t itemsize = 1) {
+  if (pointer % itemsize)  // not `require`, which would build the message for each pointer of each call
+    throw InvalidArgument("memory of elements of " + std::to_string(itemsize) + " bytes begins at address " +
+                          std::to_string(pointer) + ", which is not a multiple of their size");
+  return reinterpret_cast<void*>(pointer);
+}
+
 inline Buffer buffer_of(Pointer pointer, int64_t count, DType dtype) {
-  return {reinterpret_cast<void*>(pointer), count, dtype};
+  return {pointer_of(pointer, itemsize(dtype)), count, dtype};
 }
 
 inline Stream stream_of(const StreamTuple& tuple) { return {tuple.first, reinterpret_cast<void*>(tuple.second)}; }

@@ -29,6 +29,13 @@ void bind_machine(py::module_& m) {
   m.def("cuda_runtime_version", &cuda_runtime_version, "13000 is 13.0; 0 in a build without CUDA.");
   m.def("cuda_driver_version", &cuda_driver_version, "13000 is 13.0; 0 without a driver.");
   m.def("cuda_has_code_for", &cuda_has_code_for, py::arg("device"), "Whether this build has code that the GPU runs.");
+  m.def(
+      "cuda_check_memory",
+      [](Pointer pointer, int device, const std::string& name) {
+        cuda_check_memory(pointer_of(pointer), device, name);
+      },
+      py::arg("pointer"), py::arg("device"), py::arg("name"),
+      "Raises ValueError unless the GPU reaches the memory.  The other functions trust the pointers they are given.");
   m.def("cuda_allow_peers", &cuda_allow_peers, py::arg("device_and_peer"),
         "Lets kernels of the first of each pair touch the second's memory; a test must have shown that it works.");
 }

@@ -10,9 +10,9 @@ inline void* at(const Buffer& buffer, int64_t element) {
   return static_cast<char*>(buffer.pointer) + element * static_cast<int64_t>(itemsize(buffer.dtype));
 }
 
-// Elements [begin, begin + count) of a buffer, or of each.
+// Elements [begin, begin + count) of a buffer, or of each.  One without memory stays so.
 inline Buffer slice(const Buffer& buffer, const Chunk& chunk) {
-  return {at(buffer, chunk.begin), chunk.count, buffer.dtype};
+  return {buffer.pointer ? at(buffer, chunk.begin) : nullptr, chunk.count, buffer.dtype};
 }
 Buffers slices(const Buffers& buffers, const Chunk& chunk);
 

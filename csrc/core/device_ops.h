@@ -39,9 +39,10 @@ class DeviceOps {
   // there.  The answers end in the reverse order.
   virtual std::shared_ptr<void> make_current(int device) = 0;
 
-  // Host memory that the devices read and write by themselves; the same memory comes again when its last owner has let
-  // it go.  `keep` is such an owner until what is on the stream now has run.
-  virtual std::shared_ptr<void> staging(int64_t nbytes) = 0;
+  // Returns host memory that the devices read and write by themselves, for work on the streams of `users`; the same
+  // memory comes again when its last owner has let it go.  `keep` is such an owner until what is on the stream now has
+  // run.  Where much is in use the host waits for earlier work of `users`, but never while one of them is captured.
+  virtual std::shared_ptr<void> staging(int64_t nbytes, const Streams& users) = 0;
   virtual void keep(Stream on, std::shared_ptr<void> memory) = 0;
 
   // Work.  The blocks' destinations do not overlap each other nor any source; nor do the outputs of sums.

@@ -25,7 +25,7 @@ Mirrors::~Mirrors() {
 }
 
 Buffer Mirrors::room(int64_t count, DType dtype) {
-  memory_.push_back(ops_.staging(count * static_cast<int64_t>(itemsize(dtype))));
+  memory_.push_back(ops_.staging(count * static_cast<int64_t>(itemsize(dtype)), users_));
   return {memory_.back().get(), count, dtype};
 }
 

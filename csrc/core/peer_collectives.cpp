@@ -10,9 +10,6 @@
 namespace mgpu {
 namespace {
 
-// Of each rank, where ranks meet in host memory: more would pin much of it, less would leave the bus idle.
-constexpr int64_t kMirrorNbytes = 32 * 1024 * 1024;
-
 // What becomes of the sums: avg divides by the ranks where a sum is complete.
 struct Summing {
   ReduceOp op;
@@ -189,6 +186,28 @@ std::vector<Buffers> inputs_of(Mirrors& mirrors, const std::vector<ReduceCall>& 
   return inputs;
 }
 
+// Each call's sum of the inputs that have memory, into its output.
+std::vector<SumRanks> sums_of(const std::vector<ReduceCall>& calls, const std::vector<Buffers>& inputs, ReduceOp op) {
+  std::vector<SumRanks> sums;
+  for (size_t i = 0; i < calls.size(); ++i) {
+    Buffers present;
+    for (const Buffer& buffer : inputs[i])
+      if (buffer.pointer) present.push_back(buffer);
+    sums.push_back(sum_of(present, {calls[i].out}, op, summing_of(op, present.size()).divisor));
+  }
+  return sums;
+}
+
+// Adds the parts that `from` has of a gathered tensor, from element `begin` of each part on.
+void add_parts(Copies& copies, Stream on, const Buffer& whole, const Buffers& in, const Buffers& from, int64_t begin) {
+  int64_t first = 0;
+  for (size_t part = 0; part < in.size(); ++part) {
+    if (at(whole, first) != in[part].pointer)
+      add_copy(copies, on, slice(whole, {first + begin, from[part].count}), from[part]);
+    first += in[part].count;
+  }
+}
+
 void all_reduce_in_reach(DeviceOps& ops, const Buffers& in, const Buffers& out, Summing summing, Algorithm algorithm,
                          const Ranks& ranks) {
   const Streams& streams = ranks.streams;
@@ -204,10 +223,10 @@ void all_reduce_in_reach(DeviceOps& ops, const Buffers& in, const Buffers& out, 
 
 // The same between mirrors, a piece at a time.  Rank-order algorithms write one result, which all ranks copy.
 void all_reduce_through_host(DeviceOps& ops, const Buffers& in, const Buffers& out, Summing summing,
-                             Algorithm algorithm, const Ranks& ranks) {
+                             Algorithm algorithm, const Ranks& ranks, int64_t piece_nbytes) {
   const Streams& streams = ranks.streams;
   const bool scheduled = algorithm == Algorithm::ring || algorithm == Algorithm::tree;
-  const int64_t step = kMirrorNbytes / static_cast<int64_t>(itemsize(in[0].dtype));
+  const int64_t step = piece_count(piece_nbytes, in.size() + (scheduled ? in.size() : 1), in[0].dtype);
   for (int64_t begin = 0; begin < in[0].count; begin += step) {
     const Chunk piece{begin, std::min(step, in[0].count - begin)};
     Mirrors mirrors(ops, true, streams);
@@ -234,33 +253,32 @@ bool PeerCollectives::in_reach(const Streams& streams) const {
 void PeerCollectives::all_reduce(const Buffers& in, const Buffers& out, ReduceOp op, Algorithm algorithm,
                                  const Ranks& ranks) {
   if (algorithm == Algorithm::nccl) throw BackendUnavailable("nccl works between GPUs, by a team of its own");
-  const auto run = in_reach(ranks.streams) ? all_reduce_in_reach : all_reduce_through_host;
-  run(ops_, in, out, summing_of(op, in.size()), algorithm, ranks);
+  const Summing summing = summing_of(op, in.size());
+  if (in_reach(ranks.streams)) return all_reduce_in_reach(ops_, in, out, summing, algorithm, ranks);
+  all_reduce_through_host(ops_, in, out, summing, algorithm, ranks, piece_nbytes_);
 }
 
 void PeerCollectives::reduce(const std::vector<ReduceCall>& calls, ReduceOp op, const Ranks& ranks, Stream root) {
   const Streams all = with(ranks.streams, root);
-  Mirrors mirrors(ops_, !in_reach(all), all);
-  const auto inputs = inputs_of(mirrors, calls, ranks.streams);
-  std::vector<SumRanks> sums;
-  for (size_t i = 0; i < calls.size(); ++i) {
-    Buffers present;
-    for (const Buffer& buffer : inputs[i])
-      if (buffer.pointer) present.push_back(buffer);
-    const Summing summing = summing_of(op, present.size());
-    if (calls[i].out.count) sums.push_back(sum_of(present, {calls[i].out}, op, summing.divisor));
+  const bool staged = !in_reach(all);
+  for (const auto& piece : pieces_of(calls, staged ? piece_nbytes_ : kOnePiece, ranks.streams.size())) {
+    Mirrors mirrors(ops_, staged, all);
+    const auto inputs = inputs_of(mirrors, piece, ranks.streams);
+    all_before(ops_, ranks.streams, root);
+    ops_.sum_ranks(sums_of(piece, inputs, op), root);
   }
-  all_before(ops_, ranks.streams, root);
-  ops_.sum_ranks(sums, root);
   before_all(ops_, root, ranks.streams);  // until then the inputs are read
 }
 
 void PeerCollectives::broadcast(const std::vector<BroadcastCall>& calls, Stream root, const Ranks& ranks) {
   const Streams all = with(ranks.streams, root);
-  Mirrors mirrors(ops_, !in_reach(all), all);
-  const auto sources = mirrored(mirrors, calls, root);
-  const auto rounds = mirrors.wanted() ? all_from_root(root, ranks.streams) : broadcast_rounds(root, ranks.streams);
-  for (const auto& round : rounds) run_copy_hops(ops_, sources, round);
+  const bool staged = !in_reach(all);
+  const auto rounds = staged ? all_from_root(root, ranks.streams) : broadcast_rounds(root, ranks.streams);
+  for (const auto& piece : pieces_of(calls, staged ? piece_nbytes_ : kOnePiece, 1)) {
+    Mirrors mirrors(ops_, staged, all);
+    const auto sources = mirrored(mirrors, piece, root);
+    for (const auto& round : rounds) run_copy_hops(ops_, sources, round);
+  }
   // Only now, so that nobody's copy waits for another's: until then a place's memory is read.
   for (const auto& round : rounds)
     for (const CopyHop& hop : round) order(ops_, hop.to, hop.from);
@@ -268,34 +286,44 @@ void PeerCollectives::broadcast(const std::vector<BroadcastCall>& calls, Stream 
 
 void PeerCollectives::all_gather(const Buffers& in, const Buffers& out, const Ranks& ranks) {
   const Streams& streams = ranks.streams;
-  Mirrors mirrors(ops_, !in_reach(streams), streams);
-  const Buffers from = mirrors.of(in, streams);
-  barrier(ops_, distinct(streams));
-  Copies copies;
-  for (size_t rank = 0; rank < out.size(); ++rank) {
-    int64_t place = 0;
-    for (size_t part = 0; part < in.size(); ++part) {
-      const Buffer to = slice(out[rank], {place, in[part].count});
-      if (to.pointer != in[part].pointer) add_copy(copies, streams[rank], to, from[part]);
-      place += in[part].count;
+  const bool staged = !in_reach(streams);
+  const int64_t step = piece_count(staged ? piece_nbytes_ : kOnePiece, in.size(), in[0].dtype);
+  int64_t most = 0;
+  for (const Buffer& part : in) most = std::max(most, part.count);
+  for (int64_t begin = 0; begin < most; begin += step) {
+    Mirrors mirrors(ops_, staged, streams);
+    Buffers from;
+    for (size_t rank = 0; rank < in.size(); ++rank) {
+      const Chunk piece{begin, std::clamp<int64_t>(in[rank].count - begin, 0, step)};
+      from.push_back(mirrors.of(slice(in[rank], piece), streams[rank]));
     }
+    barrier(ops_, distinct(streams));
+    Copies copies;
+    for (size_t rank = 0; rank < out.size(); ++rank) add_parts(copies, streams[rank], out[rank], in, from, begin);
+    run(ops_, copies);
   }
-  run(ops_, copies);
   barrier(ops_, distinct(streams));
 }
 
 void PeerCollectives::reduce_scatter(const Buffers& in, const Buffers& out, ReduceOp op, const Ranks& ranks) {
   const Streams& streams = ranks.streams;
+  const size_t chunks = out.size();
   const int64_t count = out[0].count;
-  Mirrors mirrors(ops_, !in_reach(streams), streams);
-  const Buffers from = mirrors.of(in, streams);
-  barrier(ops_, distinct(streams));
-  PerStream<SumRanks> sums;
-  for (size_t rank = 0; rank < out.size(); ++rank) {
-    const Buffers chunk = slices(from, {static_cast<int64_t>(rank) * count, count});
-    if (count) sums.add(streams[rank], sum_of(chunk, {out[rank]}, op, summing_of(op, in.size()).divisor));
+  const bool staged = !in_reach(streams);
+  const int64_t step = piece_count(staged ? piece_nbytes_ : kOnePiece, in.size() * chunks, in[0].dtype);
+  for (int64_t begin = 0; begin < count; begin += step) {
+    const int64_t piece = std::min(step, count - begin);
+    std::vector<ReduceCall> calls;  // one for each rank's chunk
+    for (size_t rank = 0; rank < chunks; ++rank)
+      calls.push_back(
+          {slices(in, {static_cast<int64_t>(rank) * count + begin, piece}), slice(out[rank], {begin, piece})});
+    Mirrors mirrors(ops_, staged, streams);
+    const auto sums = sums_of(calls, inputs_of(mirrors, calls, streams), op);
+    barrier(ops_, distinct(streams));
+    PerStream<SumRanks> work;
+    for (size_t rank = 0; rank < chunks; ++rank) work.add(streams[rank], sums[rank]);
+    for (const auto& [stream, all] : work.all()) ops_.sum_ranks(all, stream);
   }
-  for (const auto& [stream, calls] : sums.all()) ops_.sum_ranks(calls, stream);
   barrier(ops_, distinct(streams));
 }
 

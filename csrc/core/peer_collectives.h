@@ -3,16 +3,18 @@
 // the fakes of the tests.
 //
 // Devices that do not reach each other meet in host memory: each rank copies its input there ("a mirror"), and the
-// others read that.
+// others read that.  Large tensors go in pieces.
 #pragma once
 
-#include "core/collectives.h"
+#include "core/pieces.h"
 
 namespace mgpu {
 
 class PeerCollectives final : public Collectives {
  public:
-  PeerCollectives(DeviceOps& ops, Reach reach) : ops_(ops), reach_(std::move(reach)) {}
+  // `piece_nbytes` limits the staging memory of one piece of a call.
+  PeerCollectives(DeviceOps& ops, Reach reach, int64_t piece_nbytes = kPieceNbytes)
+      : ops_(ops), reach_(std::move(reach)), piece_nbytes_(piece_nbytes) {}
 
   void all_reduce(const Buffers& in, const Buffers& out, ReduceOp op, Algorithm algorithm, const Ranks& ranks) override;
   void reduce(const std::vector<ReduceCall>& calls, ReduceOp op, const Ranks& ranks, Stream root) override;
@@ -25,6 +27,7 @@ class PeerCollectives final : public Collectives {
 
   DeviceOps& ops_;
   Reach reach_;
+  const int64_t piece_nbytes_;
 };
 
 }  // namespace mgpu

@@ -35,7 +35,7 @@ class WatchedOps final : public DeviceOps {
   bool reached(const Event& event) override { return ops_.reached(event); }
   void synchronize(Stream on) override { ops_.synchronize(on); }
   std::shared_ptr<void> make_current(int device) override { return ops_.make_current(device); }
-  std::shared_ptr<void> staging(int64_t nbytes) override { return ops_.staging(nbytes); }
+  std::shared_ptr<void> staging(int64_t nbytes, const Streams& users) override { return ops_.staging(nbytes, users); }
   void keep(Stream on, std::shared_ptr<void> memory) override { ops_.keep(on, std::move(memory)); }
 
   void copy(const std::vector<CopyBlock>& blocks, Stream on) override;

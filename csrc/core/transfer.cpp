@@ -1,5 +1,8 @@
 #include "core/transfer.h"
 
+#include <algorithm>
+#include <deque>
+#include <memory>
 #include <numeric>
 #include <string>
 
@@ -27,6 +30,10 @@ struct Rectangle {
   int64_t outer, run_nbytes, pitch;
 
   int64_t nbytes() const { return outer * run_nbytes; }
+  Rectangle cut(int64_t run, int64_t runs, int64_t begin, int64_t width) const {
+    char* from = static_cast<char*>(part) + run * run_nbytes + begin;
+    return {rank, from, static_cast<char*>(place) + run * pitch + begin, runs, width, pitch};
+  }
   CopyBlock into_dense(void* to) const { return {to, place, outer, run_nbytes, run_nbytes, pitch}; }
   CopyBlock from_dense(const void* from) const { return {place, from, outer, run_nbytes, pitch, run_nbytes}; }
 };
@@ -46,7 +53,46 @@ std::vector<Rectangle> rectangles(const Layout& whole, const std::vector<Part>& 
   return result;
 }
 
+// Cuts rectangles into some of at most so many bytes, dense in the parts: whole runs, or pieces of one run.  Those of
+// different ranks take turns, so that all of the ranks' copies are under way.
+std::vector<Rectangle> pieces_of(const std::vector<Rectangle>& all, int64_t piece_nbytes) {
+  std::vector<std::pair<int64_t, Rectangle>> pieces;  // with their turns
+  for (const Rectangle& each : all) {
+    const int64_t width = std::min(each.run_nbytes, piece_nbytes), height = piece_nbytes / width;
+    int64_t turn = 0;
+    for (int64_t run = 0; run < each.outer; run += height)
+      for (int64_t begin = 0; begin < each.run_nbytes; begin += width)
+        pieces.emplace_back(
+            turn++, each.cut(run, std::min(height, each.outer - run), begin, std::min(width, each.run_nbytes - begin)));
+  }
+  std::stable_sort(pieces.begin(), pieces.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
+  std::vector<Rectangle> result;
+  for (const auto& [turn, piece] : pieces) result.push_back(piece);
+  return result;
+}
+
+// Pieces that a gather has in staging memory at once: the host takes one while the devices copy the others.
+constexpr size_t kMostStaged = 4;
+
 }  // namespace
+
+// A piece of a gather on its way: until `copied` its rank writes it.
+struct Transfer::Staged {
+  Staged(DeviceOps& ops, const Rectangle& piece, Stream to)
+      : piece(piece), mirrors(ops, true, {piece.rank, to}), memory(mirrors.room(piece.nbytes(), DType::u8).pointer) {
+    ops.copy({plain_copy(memory, piece.part, piece.nbytes())}, piece.rank);
+    copied = ops.record(piece.rank);
+  }
+  Rectangle piece;
+  Mirrors mirrors;
+  void* memory;
+  Event copied;
+};
+
+void Transfer::take(Staged& staged, Stream to) {
+  ops_.wait(to, staged.copied);  // the host itself waits, and reads it now
+  ops_of(to).copy({staged.piece.from_dense(staged.memory)}, to);
+}
 
 bool Transfer::in_reach(Stream one, Stream other) const {
   if (one.device == other.device) return true;
@@ -54,38 +100,38 @@ bool Transfer::in_reach(Stream one, Stream other) const {
 }
 
 void Transfer::scatter(const Layout& whole, Stream from, const std::vector<Part>& parts, const Streams& on) {
-  PerStream<CopyBlock> copies;
+  PerStream<CopyBlock> direct;
+  std::vector<Rectangle> out_of_reach;
   for (const Rectangle& each : rectangles(whole, parts, on)) {
-    if (in_reach(from, each.rank)) {
-      copies.add(each.rank, each.into_dense(each.part));
-      continue;
-    }
-    Mirrors mirrors(ops_, true, {from, each.rank});
-    const Buffer staged = mirrors.room(each.nbytes(), DType::u8);
-    ops_of(from).copy({each.into_dense(staged.pointer)}, from);
-    if (from.device != kHost) order(ops_, from, each.rank);
-    ops_.copy({plain_copy(each.part, staged.pointer, each.nbytes())}, each.rank);
+    if (in_reach(from, each.rank))
+      direct.add(each.rank, each.into_dense(each.part));
+    else
+      out_of_reach.push_back(each);
   }
-  for (const auto& [rank, blocks] : copies.all()) {
+  for (const auto& [rank, blocks] : direct.all()) {
     order(ops_, from, rank);
     ops_.copy(blocks, rank);
   }
-  for (const auto& [rank, blocks] : copies.all()) order(ops_, rank, from);
+  for (const Rectangle& piece : pieces_of(out_of_reach, piece_nbytes_)) {
+    Mirrors mirrors(ops_, true, {from, piece.rank});
+    const Buffer staged = mirrors.room(piece.nbytes(), DType::u8);
+    ops_of(from).copy({piece.into_dense(staged.pointer)}, from);
+    if (from.device != kHost) order(ops_, from, piece.rank);
+    ops_.copy({plain_copy(piece.part, staged.pointer, piece.nbytes())}, piece.rank);
+  }
+  // Only now, so that no copy of one rank waits for another's.  A host tensor was read when it was staged.
+  for (const Stream& rank : distinct(on))
+    if (from.device != kHost) order(ops_, rank, from);
 }
 
 void Transfer::gather(const std::vector<Part>& parts, const Streams& on, const Layout& whole, Stream to) {
   PerStream<Rectangle> direct;
-  Streams users = on;
-  users.push_back(to);
-  Mirrors mirrors(ops_, true, users);
-  std::vector<std::pair<Rectangle, void*>> staged;
+  std::vector<Rectangle> out_of_reach;
   for (const Rectangle& each : rectangles(whole, parts, on)) {
-    if (in_reach(each.rank, to)) {
+    if (in_reach(each.rank, to))
       direct.add(each.rank, each);
-      continue;
-    }
-    staged.emplace_back(each, mirrors.room(each.nbytes(), DType::u8).pointer);
-    ops_.copy({plain_copy(staged.back().second, each.part, each.nbytes())}, each.rank);
+    else
+      out_of_reach.push_back(each);
   }
   std::vector<CopyBlock> blocks;
   for (const auto& [rank, all] : direct.all()) {
@@ -93,14 +139,16 @@ void Transfer::gather(const std::vector<Part>& parts, const Streams& on, const L
     for (const Rectangle& each : all) blocks.push_back(each.from_dense(each.part));
   }
   if (!blocks.empty()) ops_of(to).copy(blocks, to);
-  for (const auto& [rank, all] : direct.all()) order(ops_, to, rank);
-  for (const auto& [each, memory] : staged) {
-    if (to.device == kHost)
-      ops_.synchronize(each.rank);  // the host reads it now
-    else
-      order(ops_, each.rank, to);
-    ops_of(to).copy({each.from_dense(memory)}, to);
+  std::deque<std::unique_ptr<Staged>> staged;
+  for (const Rectangle& piece : pieces_of(out_of_reach, piece_nbytes_)) {
+    if (staged.size() == kMostStaged) {
+      take(*staged.front(), to);
+      staged.pop_front();
+    }
+    staged.push_back(std::make_unique<Staged>(ops_, piece, to));
   }
+  for (const auto& each : staged) take(*each, to);
+  for (const Stream& rank : distinct(on)) order(ops_, to, rank);
 }
 
 }  // namespace mgpu

@@ -5,7 +5,7 @@
 
 #include <vector>
 
-#include "core/device_ops.h"
+#include "core/pieces.h"
 
 namespace mgpu {
 
@@ -25,23 +25,28 @@ struct Part {
 
 // Between one place and the ranks.  Order is door 2's: a call comes after all that is on the streams, and what is put
 // on them afterwards finds the copies made and may write what was read.  Where one end is host memory and the other a
-// device's, or two devices do not reach each other, the bytes go by way of staging memory: a host tensor that is
-// scattered may be freed when the call returns, and one that is gathered is complete then.
+// device's, or two devices do not reach each other, the bytes go by way of staging memory, in pieces: a host tensor
+// that is scattered may be freed when the call returns, and one that is gathered is complete then.
 class Transfer {
  public:
   // `ops` works on the ranks' memory, `host` on the host's; they are the same for ranks that live there.
-  Transfer(DeviceOps& ops, DeviceOps& host, Reach reach) : ops_(ops), host_(host), reach_(std::move(reach)) {}
+  // `piece_nbytes` limits the staging memory of one piece of a call.
+  Transfer(DeviceOps& ops, DeviceOps& host, Reach reach, int64_t piece_nbytes = kPieceNbytes / 4)
+      : ops_(ops), host_(host), reach_(std::move(reach)), piece_nbytes_(piece_nbytes) {}
 
   void scatter(const Layout& whole, Stream from, const std::vector<Part>& parts, const Streams& on);
   void gather(const std::vector<Part>& parts, const Streams& on, const Layout& whole, Stream to);
 
  private:
+  struct Staged;
   bool in_reach(Stream one, Stream other) const;
+  void take(Staged& staged, Stream to);
   DeviceOps& ops_of(Stream on) { return on.device == kHost ? host_ : ops_; }
 
   DeviceOps& ops_;
   DeviceOps& host_;
   Reach reach_;
+  const int64_t piece_nbytes_;
 };
 
 }  // namespace mgpu

@@ -15,8 +15,8 @@ from mgpu_core import _core
 from mgpu_core.comm import tuning
 from mgpu_core.comm.rooms import Stream
 from mgpu_core.device.nccl_teams import with_nccl
-from mgpu_core.device.streams import HOST, core_streams
-from mgpu_core.errors import BackendUnavailable
+from mgpu_core.device.streams import HOST, core_streams, is_capturing
+from mgpu_core.errors import BackendUnavailable, Error
 
 __all__ = ["AllReduce"]
 
@@ -54,7 +54,7 @@ class AllReduce:
 
     def _on_gpus(self, asked: str) -> str:
         """What ``asked`` means.  A graph keeps what it captured, and NCCL's order of launches cannot be part of one."""
-        if torch.cuda.is_current_stream_capturing():
+        if any(map(is_capturing, set(self._devices()))):
             if asked == "nccl":
                 raise BackendUnavailable("nccl cannot be captured in a graph: call it between graphs")
             return "direct" if asked == "auto" else asked
@@ -71,9 +71,13 @@ class AllReduce:
         team.all_reduce(pointers, pointers, self.count, self.dtype, self.op, self.streams, self.merge_shared_devices)
 
     def _like_this(self, algorithm: str, nbytes: int) -> None:
-        """The same over other memory, of so many bytes, until it is done: a run that is timed."""
+        """All-reduce ones of so many bytes in the same way, and wait until that is done: a run that is timed.
+
+        Raises:
+            Error: the result is wrong, or the run was given up.
+        """
         devices = [torch.device("cuda", device) for device in self._devices()]
-        tensors = [torch.zeros(nbytes // 4, device=device) for device in devices]
+        tensors = [torch.ones(nbytes // 4, device=device) for device in devices]
         streams = core_streams(devices)
         assert streams is not None  # they are those of GPUs that the core serves
         pointers = [tensor.data_ptr() for tensor in tensors]
@@ -81,3 +85,7 @@ class AllReduce:
         usual.run(algorithm)
         for device in set(devices):
             torch.cuda.synchronize(device)
+        if algorithm == "nccl":  # a team that is given up lets its streams go on, so they say nothing
+            with_nccl(self._devices(), lambda team: team.wait(streams))
+        if not all(bool(tensor.eq(len(devices)).all()) for tensor in tensors):
+            raise Error(f"{algorithm} gave a wrong sum")

@@ -15,7 +15,7 @@ from mgpu_core.caller import warn_caller
 from mgpu_core.comm import broadcast_reduce, collectives, scatter_gather
 from mgpu_core.comm.buckets import bucket_positions
 from mgpu_core.comm.facts import tell_cut, tell_ready
-from mgpu_core.device.streams import caller_streams, on_all
+from mgpu_core.device.streams import caller_streams, resumed_on_all
 from mgpu_core.device.team import Team
 from mgpu_core.device.tensor_checks import check_alike
 from mgpu_core.entries import ALL_RANKS, GATHER_BACK, NO_BUCKET, SCATTER_BACK
@@ -32,11 +32,12 @@ class _Scatter(torch.autograd.Function):
         ctx: Any, team: Team, counts: Sequence[int], dim: int, tensor: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.dim, ctx.source, ctx.whole_step = dim, tensor.device, current_step()
+        ctx.places = team.devices, caller_streams(team.devices)
         return scatter_gather.scatter(tensor, team.devices, counts, dim)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, None, None, torch.Tensor]:
-        with in_step(ctx.whole_step), span(GATHER_BACK):
+        with in_step(ctx.whole_step), span(GATHER_BACK), resumed_on_all(*ctx.places):
             whole = _Gather.apply(ctx.source, ctx.dim, *grads)
             tell_cut(GATHER_BACK, "gradient of the input", ctx.source, grads, ctx.dim)
             return None, None, None, whole
@@ -47,11 +48,12 @@ class _Gather(torch.autograd.Function):
     def forward(ctx: Any, device: torch.device, dim: int, *tensors: torch.Tensor) -> torch.Tensor:
         ctx.dim, ctx.counts = dim, [tensor.size(dim) for tensor in tensors]
         ctx.team, ctx.whole_step = Team.of([tensor.device for tensor in tensors]), current_step()
+        ctx.places = ctx.team.devices, caller_streams(ctx.team.devices)
         return scatter_gather.gather(tensors, dim, device)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        with in_step(ctx.whole_step), span(SCATTER_BACK):
+        with in_step(ctx.whole_step), span(SCATTER_BACK), resumed_on_all(*ctx.places):
             parts = _Scatter.apply(ctx.team, ctx.counts, ctx.dim, grad)
             tell_cut(SCATTER_BACK, "gradient of the output", grad.device, parts, ctx.dim)
             return None, None, *parts
@@ -96,9 +98,7 @@ class _Broadcast(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: _Grad) -> tuple[_Grad, ...]:
-        # The engine makes the forward's stream current on this node's device alone.  The gradients of the other ranks
-        # were made on theirs.
-        with in_step(ctx.whole_step), span("reduce", ALL_RANKS, None, ctx.bucket), on_all(*ctx.places):
+        with in_step(ctx.whole_step), span("reduce", ALL_RANKS, None, ctx.bucket), resumed_on_all(*ctx.places):
             return None, None, *_Reduce.apply(ctx.source, ctx.ranks, *grads)
 
 

@@ -7,6 +7,8 @@ of these GPUs, this driver, this NCCL and this build (:mod:`mgpu_core.device.cac
 
 from __future__ import annotations
 
+import os
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -15,19 +17,21 @@ from mgpu_core import _core
 from mgpu_core.comm.watch import forget_practice
 from mgpu_core.device import cache
 from mgpu_core.device.machine import machine_key
-from mgpu_core.device.nccl_teams import nccl_is_there
+from mgpu_core.device.nccl_teams import P2P_VARIABLE, nccl_is_there, nccl_is_trusted, practice
 from mgpu_core.record import mark
 
 __all__ = ["choose", "fixed_choice", "kept_table", "measure"]
 
 SIZES = (4 * 1024, 64 * 1024, 1024 * 1024, 16 * 1024 * 1024)  # bytes of each rank
 BUDGET_SECONDS = 1.0
+PRACTICE_SECONDS = 30.0  # then NCCL is given up: to make communicators, and for a collective that never ends
 _REPEATS = 3
 
 Table = Mapping[int, str]
-Run = Callable[[str, int], None]  # all-reduces so many bytes by this algorithm, and waits for it
+Run = Callable[[str, int], None]  # all-reduces so many bytes by this algorithm, waits for it and checks the result
 
 _tables: dict[tuple[int, ...], Table] = {}
+_one_at_a_time = threading.Lock()  # two threads that measure together would see each other's load, and share a team
 
 
 def choose(devices: Sequence[int], nbytes: int, run: Run) -> str:
@@ -35,10 +39,11 @@ def choose(devices: Sequence[int], nbytes: int, run: Run) -> str:
     places = tuple(devices)
     if len(set(places)) == 1:
         return "direct"  # one device: nothing is sent
-    table = _tables.get(places)
-    if table is None:
-        table = _tables[places] = _table_of(places, run)
-    return lookup(table, nbytes)
+    if places not in _tables:
+        with _one_at_a_time:
+            if places not in _tables:
+                _tables[places] = _table_of(places, run)
+    return lookup(_tables[places], nbytes)
 
 
 def lookup(table: Table, nbytes: int) -> str:
@@ -64,16 +69,18 @@ def kept_table(devices: Sequence[int]) -> dict[int, str] | None:
 
 
 def _key(devices: Sequence[int]) -> dict[str, Any]:
-    return {**machine_key(devices), "nccl": _core.nccl_version()}
+    p2p = os.environ.get(P2P_VARIABLE, "")
+    return {**machine_key(devices), "nccl": _core.nccl_version(), "trusted": nccl_is_trusted(), P2P_VARIABLE: p2p}
 
 
 def _table_of(devices: Sequence[int], run: Run) -> Table:
-    nccl = nccl_is_there()
+    nccl = nccl_is_there() and nccl_is_trusted()
     kept = kept_table(devices)
     if kept:
         return kept
-    algorithms = _that_run(["direct", "ring", "naive", *(["nccl"] if nccl else [])], run)
-    measured = measure(run, algorithms, SIZES, BUDGET_SECONDS, time.perf_counter)
+    with practice(devices, PRACTICE_SECONDS):
+        algorithms = _that_run(["direct", "ring", "naive", *(["nccl"] if nccl else [])], run)
+        measured = measure(run, algorithms, SIZES, BUDGET_SECONDS, time.perf_counter)
     table = {size: measured.get(size, fixed_choice(size, nccl="nccl" in algorithms)) for size in SIZES}
     if len(measured) == len(SIZES):  # what was guessed is not kept
         cache.store("tuning", _key(devices), {str(size): algorithm for size, algorithm in table.items()})
@@ -95,24 +102,23 @@ def _that_run(algorithms: Sequence[str], run: Run) -> list[str]:
 
 
 def measure(
-    run: Run, algorithms: Sequence[str], sizes: Sequence[int], budget_seconds: float, clock: Callable[[], float]
+    run: Run, algorithms: list[str], sizes: Sequence[int], budget_seconds: float, clock: Callable[[], float]
 ) -> dict[int, str]:
     """The fastest algorithm for each size, as far as the budget reaches; the first run of each is not counted.
 
-    An algorithm that fails is left out from then on.
+    Removes an algorithm that fails from ``algorithms``.
     """
     end = clock() + budget_seconds
-    left = list(algorithms)
     fastest: dict[int, str] = {}
     for size in sizes:
         seconds: dict[str, float] = {}
-        for algorithm in list(left):
+        for algorithm in list(algorithms):
             if clock() > end:
                 return fastest
             try:
                 seconds[algorithm] = _time(run, algorithm, size, clock)
             except Exception:
-                left.remove(algorithm)
+                algorithms.remove(algorithm)
         if seconds:
             fastest[size] = min(seconds, key=seconds.__getitem__)
     return fastest

@@ -2,6 +2,9 @@
 
 NCCL sees each GPU once; ranks that share one are added there first.  A team that failed is dropped, so that the next
 call makes a new one.
+
+NCCL takes the driver's word that GPUs reach each other.  Where a test has shown otherwise, NCCL_P2P_DISABLE keeps it
+off peer-to-peer; but NCCL reads that once, so after its first communicator in the process `auto` does without NCCL.
 """
 
 from __future__ import annotations
@@ -9,16 +12,20 @@ from __future__ import annotations
 import atexit
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TypeVar
+
+import torch.distributed
 
 from mgpu_core import _core
 from mgpu_core.device.nccl_library import wheel_libraries
 from mgpu_core.errors import NcclError
 
-__all__ = ["TIMEOUT_VARIABLE", "nccl_is_there", "with_nccl"]
+__all__ = ["TIMEOUT_VARIABLE", "keep_nccl_off_peers", "nccl_is_there", "nccl_is_trusted", "practice", "with_nccl"]
 
 TIMEOUT_VARIABLE = "MGPU_CORE_NCCL_TIMEOUT"
+P2P_VARIABLE = "NCCL_P2P_DISABLE"
 _DEFAULT_SECONDS = 600.0
 
 Devices = tuple[int, ...]
@@ -27,6 +34,52 @@ T = TypeVar("T")
 _teams: dict[Devices, _core.NcclTeam] = {}
 _of_parent: list[_core.NcclTeam] = []  # in a forked child: not ours to end
 _lock = threading.Lock()
+_practice_seconds: dict[Devices, float] = {}
+_made_one = False  # a communicator, in this process
+_trusted = True
+
+
+def keep_nccl_off_peers() -> None:
+    """Make NCCL stage through the host from its first communicator on; where that is too late, keep `auto` off NCCL.
+
+    A value that the user has set stays. Any other than "1" keeps `auto` off NCCL too.
+    """
+    global _trusted
+    if os.environ.setdefault(P2P_VARIABLE, "1") != "1" or _made_one or _torch_has_nccl():
+        _trusted = False
+
+
+def _torch_has_nccl() -> bool:
+    """Return whether a process group of torch, the default one or another, has NCCL."""
+    if not torch.distributed.is_available():
+        return False
+    groups = torch.distributed.distributed_c10d._world.pg_backend_config
+    return any("nccl" in config for config in groups.values())
+
+
+def nccl_is_trusted() -> bool:
+    """Return whether `auto` may choose NCCL: it uses no peer-to-peer that a test has shown to be broken."""
+    return _trusted
+
+
+@contextmanager
+def practice(devices: Sequence[int], seconds: float) -> Iterator[None]:
+    """Use another team over these GPUs inside the block, and give its calls up after so many seconds.
+
+    One thread at a time may be inside.
+    """
+    places = tuple(dict.fromkeys(devices))
+    with _lock:
+        usual = _teams.pop(places, None)
+        _practice_seconds[places] = seconds
+    try:
+        yield
+    finally:
+        with _lock:
+            del _practice_seconds[places]
+            _teams.pop(places, None)  # it ends with its last owner
+            if usual is not None:
+                _teams[places] = usual
 
 
 def nccl_is_there() -> bool:
@@ -57,13 +110,16 @@ def with_nccl(devices: Sequence[int], call: Callable[[_core.NcclTeam], T]) -> T:
 
 
 def _team_over(places: Devices) -> _core.NcclTeam:
+    global _made_one
     with _lock:
         team = _teams.get(places)
         if team is None:
             _core.nccl_open(wheel_libraries())
+            _made_one = True
             ranks = list(range(len(places)))
             unique_id = _core.nccl_unique_id()
-            team = _teams[places] = _core.nccl_init(unique_id, len(places), ranks, list(places), _limit_seconds())
+            seconds = min(_limit_seconds(), _practice_seconds.get(places, float("inf")))
+            team = _teams[places] = _core.nccl_init(unique_id, len(places), ranks, list(places), seconds)
         return team
 
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 
 from mgpu_core import _core
-from mgpu_core.device.peers import map_for_peer
+from mgpu_core.device.peers import DRIVER_REFUSES, map_for_peer
 
 COUNT = 16 * 1024 * 1024  # int32: 64 MiB
 TIMES = 5
@@ -51,7 +51,7 @@ def measure_pair(device: int, peer: int, uuids: Sequence[str]) -> float:
         if str(torch.cuda.get_device_properties(index).uuid) != uuid:
             raise ValueError(f"cuda:{index} is another GPU here: CUDA_VISIBLE_DEVICES was changed after CUDA's start")
     if not torch.cuda.can_device_access_peer(device, peer):
-        raise NoPeer("the driver says that it cannot access it")
+        raise NoPeer(DRIVER_REFUSES)
     _core.cuda_allow_peers([(device, peer), (peer, device)])
     map_for_peer(device, peer)
     here, there = torch.device("cuda", device), torch.device("cuda", peer)

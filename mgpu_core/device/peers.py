@@ -9,6 +9,7 @@ others meet in host memory, and that is said once.  The verdict is kept (see :mo
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import threading
@@ -17,6 +18,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from queue import Empty, Queue
+from typing import IO
 
 import torch
 
@@ -24,6 +26,7 @@ from mgpu_core import _core
 from mgpu_core.caller import warn_caller
 from mgpu_core.device import cache
 from mgpu_core.device.machine import machine_key
+from mgpu_core.device.nccl_teams import keep_nccl_off_peers
 
 __all__ = ["PeerVerdict", "kept_verdicts", "map_for_peer", "prove_peers", "settle_peers"]
 
@@ -31,6 +34,8 @@ PROBE = [sys.executable, "-P", "-m", "mgpu_core.device.peer_probe"]
 START_SECONDS = 120.0  # until the child has imported torch and made its contexts
 PAIR_SECONDS = 30.0  # for each pair
 END_SECONDS = 5.0  # from its last answer to its end
+
+DRIVER_REFUSES = "the driver says that it cannot access it"  # the one problem that NCCL sees too
 
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 
@@ -91,16 +96,30 @@ def settle_peers(devices: Iterable[int]) -> None:
 def _allow(verdicts: Sequence[PeerVerdict]) -> None:
     failed = [f"cuda:{each.device} -> cuda:{each.peer}: {each.problem}" for each in verdicts if not each.passed]
     both_ways = {(each.device, each.peer) for each in verdicts if each.passed}
-    allowed = [pair for pair in both_ways if pair[::-1] in both_ways]
-    _core.cuda_allow_peers(allowed)
-    for device, peer in allowed:
-        map_for_peer(device, peer)
+    allowed = [pair for pair in both_ways if pair[0] < pair[1] and pair[::-1] in both_ways]
+    if any(each.problem not in ("", DRIVER_REFUSES) for each in verdicts):
+        keep_nccl_off_peers()
+    for pair in sorted(allowed):
+        try:
+            _enable(pair)
+        except (RuntimeError, ValueError) as error:  # torch's, and the core's of both families
+            failed.append(f"cuda:{pair[0]} <-> cuda:{pair[1]}: {str(error).splitlines()[0]}")
     if failed:
         warn_caller(
             "some GPUs do not reach each other's memory, so their tensors go by way of the host, which is slower: "
             + "; ".join(failed),
             RuntimeWarning,
         )
+
+
+def _enable(pair: Pair) -> None:
+    """Let the two GPUs touch each other's memory, both ways or not at all.
+
+    Raises:
+        RuntimeError, ValueError: they cannot: a verdict of another container, or more peers than the hardware takes.
+    """
+    map_for_peer(*pair)
+    _core.cuda_allow_peers([pair, pair[::-1]])
 
 
 def map_for_peer(device: int, peer: int) -> None:
@@ -152,33 +171,37 @@ def _ask_child(pairs: Sequence[Pair]) -> tuple[list[PeerVerdict], str]:
     devices = sorted({device for pair in pairs for device in pair})
     uuids = dict(zip(devices, machine_key(devices)["gpus"], strict=True))  # the child may count in another way
     command = [*PROBE, *(f"{device}:{peer}:{uuids[device]}:{uuids[peer]}" for device, peer in pairs)]
-    with subprocess.Popen(
+    child = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         errors="replace",
-    ) as child:
-        lines: Queue[str] = Queue()
-        errors: Queue[str] = Queue()
-        readers = [
-            threading.Thread(target=_drain, args=each, daemon=True)
-            for each in ((child.stdout, lines), (child.stderr, errors))
-        ]
-        for reader in readers:
-            reader.start()
-        try:
-            return _read_answers(pairs, lines, errors, child)
-        finally:
-            child.kill()
-            for reader in readers:
-                reader.join(5)
+    )
+    lines: Queue[str] = Queue()
+    errors: Queue[str] = Queue()
+    for each in ((child.stdout, lines), (child.stderr, errors)):
+        threading.Thread(target=_drain, args=each, daemon=True).start()
+    try:
+        return _read_answers(pairs, lines, errors, child)
+    finally:
+        child.kill()
+        _abandon(child)
 
 
-def _drain(stream: Iterable[str], into: Queue[str]) -> None:
-    for line in stream:
-        into.put(line)
+def _abandon(child: subprocess.Popen[str]) -> None:
+    """Wait a little for a killed child: one that hangs inside the driver never ends, and is left to the system."""
+    try:
+        child.wait(END_SECONDS)
+    except subprocess.TimeoutExpired:
+        child.returncode = -signal.SIGKILL  # so that the interpreter does not warn of it, nor look for it again
+
+
+def _drain(stream: IO[str], into: Queue[str]) -> None:
+    with stream:
+        for line in stream:
+            into.put(line)
     into.put("")  # the end
 
 

@@ -26,8 +26,10 @@ __all__ = [
     "core_stream",
     "core_streams",
     "hand_over",
+    "is_capturing",
     "on",
     "on_all",
+    "resumed_on_all",
 ]
 
 HOST = (-1, 0)  # the core's stream of host memory
@@ -57,6 +59,24 @@ def on_all(devices: Sequence[torch.device], streams: Sequence[torch.Stream | Non
         if stream is not None:
             stack.enter_context(on(device, stream))
     return stack
+
+
+@contextmanager
+def resumed_on_all(devices: Sequence[torch.device], streams: Sequence[torch.Stream | None]) -> Iterator[None]:
+    """Make each stream of a forward pass current on its device again; it waits for this thread's current stream first.
+
+    For backward passes: autograd makes the forward's stream current on one device alone, orders the gradients of all
+    devices with that stream, and leaves the other devices' default streams current.
+    """
+    there = [stream for stream in streams if stream is not None]
+    if there:
+        current = torch.accelerator.current_stream()
+        is_ours = any(stream.device_index == current.device_index for stream in there)
+        for stream in there if is_ours else ():
+            if stream != current:
+                stream.wait_stream(current)
+    with on_all(devices, streams):
+        yield
 
 
 def core_stream(device: torch.device) -> tuple[int, int] | None:
@@ -91,6 +111,12 @@ def _handle(device: torch.device) -> int:
     return torch.cuda.current_stream(device).cuda_stream
 
 
+def is_capturing(gpu: int) -> bool:
+    """Return whether the current stream of this GPU is being captured in a graph; torch asks the current GPU alone."""
+    with torch.accelerator.device_index(gpu):
+        return torch.cuda.is_current_stream_capturing()
+
+
 @contextmanager
 def copying_to(devices: Sequence[torch.device]) -> Iterator[None]:
     """Makes a side stream the current one of each GPU, so that copies do not queue behind its computing.
@@ -98,11 +124,10 @@ def copying_to(devices: Sequence[torch.device]) -> Iterator[None]:
     Memory that is allocated inside belongs to the side streams: whoever computes with it calls :func:`hand_over`.
     Other devices keep their streams.
     """
-    gpus = sorted({device.index for device in devices if device.type == "cuda"})
+    gpus = sorted({device.index for device in devices if device.type == GPU_TYPE})
     with ExitStack() as stack:
         for gpu in gpus:
-            stack.enter_context(torch.cuda.device(gpu))  # and leaves it so that no other GPU gets a context
-            stack.enter_context(torch.cuda.stream(_side_stream(gpu)))
+            stack.enter_context(_on_accelerator(torch.device(GPU_TYPE, gpu), _side_stream(gpu)))
         yield
 
 
@@ -113,8 +138,8 @@ def hand_over(tensors: Sequence[torch.Tensor]) -> None:
     to another copy.
     """
     for tensor in tensors:
-        if tensor.device.type == "cuda":
-            current = torch.cuda.current_stream(tensor.device)
+        if tensor.device.type == GPU_TYPE:
+            current = torch.accelerator.current_stream(tensor.device)
             current.wait_stream(_side_stream(tensor.device.index))
             tensor.record_stream(current)
 
@@ -137,10 +162,19 @@ class SideRoad:
             if stream is not None and stream not in self._computing.setdefault(device, []):
                 self._computing[device].append(stream)
 
+    def made_on_current(self, device: torch.device) -> None:
+        """Notes that gradients were made on the current stream of the device: sums wait for it too.
+
+        A module may compute on a stream of its own, and autograd runs its backward there.
+        """
+        streams = self._computing.get(device)
+        if streams is not None and (stream := torch.accelerator.current_stream(device)) not in streams:
+            streams.append(stream)
+
     def entered(self) -> AbstractContextManager[None]:
         """Makes the stream beside the current one of each GPU, behind all that its ranks have been given so far.
 
-        Other accelerators work on their first rank's stream.
+        Other accelerators work on their first rank's stream, which waits for the other streams of the device.
         """
         return self._entered() if self._computing else NOTHING
 
@@ -148,38 +182,40 @@ class SideRoad:
     def _entered(self) -> Iterator[None]:
         with ExitStack() as stack:
             for device, streams in self._computing.items():
-                if device.type != "cuda":
-                    stack.enter_context(on(device, streams[0]))
-                    continue
-                side = _reducing_stream(device.index)
+                current = _reducing_stream(device.index) if device.type == GPU_TYPE else streams[0]
                 for each in streams:
-                    side.wait_stream(each)
-                stack.enter_context(torch.cuda.device(device.index))
-                stack.enter_context(torch.cuda.stream(side))
+                    if each != current:
+                        current.wait_stream(each)
+                stack.enter_context(_on_accelerator(device, current))
             yield
 
     def joins(self) -> None:
         """Lets the current stream of each GPU go on behind all that was done beside it."""
         for device in self._computing:
-            if device.type == "cuda":
-                torch.cuda.current_stream(device).wait_stream(_reducing_stream(device.index))
+            if device.type == GPU_TYPE:
+                torch.accelerator.current_stream(device).wait_stream(_reducing_stream(device.index))
 
 
-_reducing_streams: dict[int, torch.cuda.Stream] = {}
-_side_streams: dict[int, torch.cuda.Stream] = {}
+# Torch has 32 streams of each priority on a GPU and gives them out in turn: with the usual priority, ours would be the
+# user's too, from the 33rd on.  Where a GPU lacks this priority, torch takes the highest that there is.
+OWN_PRIORITY = -2
+
+_reducing_streams: dict[int, torch.Stream] = {}
+_side_streams: dict[int, torch.Stream] = {}
 
 
-def _reducing_stream(gpu: int) -> torch.cuda.Stream:
+def _reducing_stream(gpu: int) -> torch.Stream:
     return _the_only(_reducing_streams, gpu)
 
 
-def _side_stream(gpu: int) -> torch.cuda.Stream:
+def _side_stream(gpu: int) -> torch.Stream:
     return _the_only(_side_streams, gpu)
 
 
-def _the_only(streams: dict[int, torch.cuda.Stream], gpu: int) -> torch.cuda.Stream:
+def _the_only(streams: dict[int, torch.Stream], gpu: int) -> torch.Stream:
     """Whoever asks first, all get one stream: a ``cache`` gives two threads that ask together two of them."""
-    return streams.get(gpu) or streams.setdefault(gpu, torch.cuda.Stream(gpu))
+    made = streams.get(gpu)
+    return made or streams.setdefault(gpu, torch.Stream(torch.device(GPU_TYPE, gpu), priority=OWN_PRIORITY))
 
 
 @cache
@@ -197,8 +233,11 @@ def _has_code_for(gpu: int) -> bool:
 
 @cache
 def _cuda_room_works() -> bool:
-    """Whether the core sees the GPUs that torch sees; if not, torch's own copies and adds serve them."""
-    if torch.version.cuda is None or not torch.cuda.is_available():
+    """Whether the core sees the GPUs that torch sees; if not, torch's own copies and adds serve them.
+
+    Torch calls AMD's GPUs ``cuda`` too; the core's CUDA and NCCL are not for these.
+    """
+    if torch.version.hip is not None or torch.version.cuda is None or not torch.cuda.is_available():
         return False
     ours, theirs = _core.cuda_device_count(), torch.cuda.device_count()
     built = any(name == "cuda" and there for name, there, _ in _core.rooms())

@@ -41,7 +41,8 @@ class Facts:
 def notices(facts: Facts) -> list[Notice]:
     """Warnings first, then hints."""
     found = visibility_notices(facts.read, facts.nvml.devices, facts.environ.get(ORDER))
-    found += [notice for check in _CHECKS if (notice := check(facts))]
+    checks = _NVIDIA_CHECKS if facts.torch.hip is None else (_amd,)
+    found += [notice for check in (*_CHECKS, *checks) if (notice := check(facts))]
     found += [Notice("warning", problem, "nvidia-smi and dmesg say more.") for problem in facts.nvml.problems]
     return sorted(found, key=lambda notice: notice.level == "hint")
 
@@ -60,7 +61,7 @@ def outlook(facts: Facts) -> str:
         ranks = f"{RANKS}={len(devices)} asks for that many CPU ranks, torch threads in each: {share}."
         return f"No GPU is visible: DataParallel(net) runs on the CPU. {ranks}"
     places = f"{len(devices)} ranks, {devices[0]} to {devices[-1]}" if devices[1:] else f"{devices[0]} alone"
-    return f"DataParallel(net) runs on {places}{'' if _usable(facts.core) else ', through the generic room'}."
+    return f"DataParallel(net) runs on {places}{'' if _usable(facts) else ', through the generic room'}."
 
 
 _TWO_RANKS = f'{RANKS}=2 makes it two CPU ranks, and so does device_ids=["cpu", "cpu"].'
@@ -71,8 +72,8 @@ def version_text(code: int) -> str:
     return f"{code // 1000}.{code % 1000 // 10}"
 
 
-def _usable(core: Core) -> bool:
-    return core.has_cuda and core.cuda_device_count > 0
+def _usable(facts: Facts) -> bool:
+    return facts.torch.hip is None and facts.core.has_cuda and facts.core.cuda_device_count > 0
 
 
 def _changed(facts: Facts) -> Notice | None:
@@ -116,6 +117,11 @@ def _old_driver(facts: Facts) -> Notice | None:
         return Notice("warning", message, "Build with the machine's own CUDA 12 toolkit (MGPU_CUDA=system).")
     message += f"which this driver ({version_text(core.cuda_driver)}) should run."
     return Notice("warning", message, "Please report this, with the output of `mgpu doctor --json`.")
+
+
+def _amd(facts: Facts) -> Notice | None:
+    message = f"torch is built for AMD GPUs (ROCm {facts.torch.hip}): plain torch serves them, which is slower."
+    return Notice("hint", message, "mgpu_core's CUDA kernels and NCCL are for NVIDIA GPUs alone.")
 
 
 def _no_cuda_room(facts: Facts) -> Notice | None:
@@ -202,14 +208,16 @@ def _untested_peers(facts: Facts) -> Notice | None:
 
 _CHECKS = (
     _changed,
+    _bad_defaults,
+    _bad_variables,
+    _threads,
+)
+_NVIDIA_CHECKS = (
     _blind_torch,
     _other_count,
     _old_driver,
     _no_cuda_room,
     _nccl,
-    _bad_defaults,
-    _bad_variables,
-    _threads,
     _no_nvml,
     _peers,
     _untested_peers,

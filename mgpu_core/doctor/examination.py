@@ -104,7 +104,7 @@ def _torch() -> Torch:
     import torch
 
     initialised = bool(torch.cuda.is_initialized())
-    return Torch(str(torch.__version__), torch.version.cuda, torch.get_num_threads(), initialised)
+    return Torch(str(torch.__version__), torch.version.cuda, torch.get_num_threads(), initialised, torch.version.hip)
 
 
 def _defaults() -> Defaults:

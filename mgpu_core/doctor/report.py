@@ -26,6 +26,7 @@ class Torch:
     cuda: str | None = None
     num_threads: int | None = None
     cuda_initialised: bool = False
+    hip: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from mgpu_core.device.dtypes import FLOATING
 from mgpu_core.engine.replicas import Replicas
 from mgpu_core.engine.sums import Sums
 
-__all__ = ["GradientNorm", "are_finite", "check_finite", "clip", "multiply", "overflow_of"]
+__all__ = ["GradientNorm", "are_finite", "check_finite", "clip", "multiply", "overflow_of", "warm_up"]
 
 
 class GradientNorm:
@@ -87,6 +87,19 @@ def overflow_of(sums: Sums) -> torch.Tensor:
     """1 where a summed gradient in the buckets is NaN or infinite, else 0: :func:`are_finite` for who must not wait."""
     largest = torch.nn.utils.get_total_norm(sums.every_sum, norm_type=math.inf)
     return torch.isfinite(largest).logical_not().float()
+
+
+def warm_up(sums: Sums) -> None:
+    """Launch once, on a sample, all that is done to sums like these between backward and update.
+
+    CUDA loads a kernel at its first launch, which must not be in a capture.  Ordinary steps compute the norm on the
+    first device alone and look for overflows in another way, so they do not launch all of it.
+    """
+    sample = sums.sample()
+    overflow_of(sample)
+    norm = GradientNorm(sample).compute()
+    multiply(sample, (norm * 1.0).reciprocal())
+    clip(sample, norm, 1.0)
 
 
 def check_finite(sums: Sums, norm: torch.Tensor, replicas: Replicas, processes: int) -> None:

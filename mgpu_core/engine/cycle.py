@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.nn import Module
 
-from mgpu_core.engine.clipping import GradientNorm, are_finite, check_finite, clip, multiply, overflow_of
+from mgpu_core.engine.clipping import GradientNorm, are_finite, check_finite, clip, multiply, overflow_of, warm_up
 from mgpu_core.engine.commit import uninterrupted
 from mgpu_core.engine.gradients import GradientSync
 from mgpu_core.engine.losses import Window
@@ -176,8 +176,10 @@ class Cycle:
         return loss
 
     def norm_on(self, place: int) -> GradientNorm:
-        """Of the sums, as one device has them."""
-        return GradientNorm(self._sync.layout.sums.on(place))
+        """Return the norm of the sums that one device has; :meth:`work_on` the device can be captured from now on."""
+        sums = self._sync.layout.sums.on(place)
+        warm_up(sums)
+        return GradientNorm(sums)
 
     def work_on(self, place: int, norm: GradientNorm, weight: float | torch.Tensor, clip_norm: float | None) -> None:
         """What one device does for an update, behind the sums of the only call: nobody waits for it.

@@ -148,6 +148,7 @@ class GradientSync:
         bucket = self.layout.bucket_of.get(i)
         if bucket is None:
             return
+        self._side.made_on_current(self._replicas.team.devices[rank])
         is_complete = self._round.is_complete(rank, bucket)
         is_told = is_on() and self._round.has_all_of(rank, bucket)
         if is_told or is_complete:

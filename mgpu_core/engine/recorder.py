@@ -8,6 +8,8 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 
 import torch
 
+from mgpu_core.device.streams import OWN_PRIORITY
+
 __all__ = ["CudaRecorder", "Launch", "Recorder"]
 
 _T = TypeVar("_T")
@@ -47,7 +49,7 @@ class CudaRecorder:
             if device not in self._pools:
                 self._pools[device] = torch.cuda.graph_pool_handle()
                 # torch's own stream for captures is one for the process, on the first device that had one.
-                self._streams[device] = torch.cuda.Stream(device)
+                self._streams[device] = torch.cuda.Stream(device, priority=OWN_PRIORITY)
             graph = torch.cuda.CUDAGraph()
             pool, stream = self._pools[device], self._streams[device]
             try:
@@ -84,5 +86,5 @@ def _end_capture(device: torch.device, pool: Any) -> None:
     with suppress(RuntimeError):  # torch had done so itself
         torch._C._cuda_endAllocateToPool(device.index, pool)
     with suppress(RuntimeError):  # the error to tell is the one before
-        own_pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
+        own_pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device, priority=OWN_PRIORITY)
         _captured(torch.cuda.CUDAGraph(), device, own_pool, stream, lambda: torch.zeros((), device=device))

@@ -28,3 +28,9 @@ class Sums:
     def on(self, place: int) -> Sums:
         """What one device has, where it has all of them."""
         return Sums([self.parts[place]], [self.padding[place]], self.parts[place])
+
+    def sample(self) -> Sums:
+        """Return sums of the same dtypes and devices that hold a few ones."""
+        parts = [[torch.ones(8, dtype=flat.dtype, device=flat.device) for flat in flats] for flats in self.parts]
+        padding = [[torch.zeros(1, dtype=torch.int64, device=flat.device) for flat in flats] for flats in self.parts]
+        return Sums(parts, padding, parts[0])

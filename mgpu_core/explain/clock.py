@@ -8,6 +8,7 @@ from typing import TypeAlias
 
 import torch
 
+from mgpu_core.device.streams import is_capturing
 from mgpu_core.device.workers import time_limit
 from mgpu_core.errors import Error
 
@@ -19,22 +20,21 @@ _Moment: TypeAlias = tuple[int, torch.cuda.Event]  # GPU, and what was recorded 
 class EventClock:
     """Of all GPUs; other devices have the host's time.
 
-    A GPU's axis begins with one event at a known host time, when the GPU is idle; later events are so many
-    milliseconds behind it.  GPUs that are in use already are waited for at once, others at their first mark.
+    A GPU's axis begins at its first mark: one event is recorded at a known host time, when the GPU is idle.  The others
+    are so many milliseconds after it.  A GPU without a mark gets no event, which would make a context there.
     """
 
     def __init__(self) -> None:
         self._begins: dict[int, tuple[torch.cuda.Event, int]] = {}
         self._lock = threading.Lock()
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
-            for gpu in range(torch.cuda.device_count()):
-                self._begin(gpu)
 
     def mark(self, device: torch.device) -> object:
         """A moment in the work of the device's current stream; ``None`` on the host, and inside a graph's capture."""
-        if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        if device.type != "cuda":
             return None
         gpu = torch.cuda.current_device() if device.index is None else device.index
+        if is_capturing(gpu):
+            return None
         self._begin(gpu)
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(gpu))

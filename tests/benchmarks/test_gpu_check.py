@@ -1,90 +1,22 @@
-"""gpu_check.sh without a GPU: on fakes of all that it starts, in a clone that holds nothing but the script."""
+"""gpu_check.sh without a GPU: in a clone that holds nothing else, on fakes of what it starts."""
 
+import contextlib
+import io
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
+from fakes.gpu_check import ROOT, SYSTEM, Machine
 
 from benchmarks import cases
+from benchmarks.gpu_check import bench
 
-ROOT = Path(__file__).resolve().parents[2]
-STAGES = ["build", "test", "sanitize", "nccl", "bench"]
-SYSTEM = "/usr/bin:/bin"
-
-FAKES = {
-    "nvidia-smi": 'echo "Fake GPU, 580.1"; exit ${FAKE_GPU:-0}',
-    "cmake": """
-[[ $1 != --build ]] || { mkdir -p "$2/tests/cpp"; cp "$(dirname "$0")/program" "$2/tests/cpp/test_cuda_kernels_gpu"; }
-exit ${FAKE_CMAKE:-0}""",
-    "program": 'echo "12 checks passed"; exit ${FAKE_PROGRAM:-0}',
-    "compute-sanitizer": 'echo "== ERROR SUMMARY: ${FAKE_SANITIZER:-0} errors"; exit ${FAKE_SANITIZER:-0}',
-    "python3": f"""
-case $* in
-  *"pip install"*) exit ${{FAKE_PIP:-0}} ;;
-  *"-m pytest"*)
-    [[ -z ${{FAKE_SLEEP:-}} ]] || {{ echo $$ > "$FAKE_FOLDER/sleeper"; exec sleep "$FAKE_SLEEP"; }}
-    echo "${{FAKE_TESTS:-3 passed, 1 skipped in 0.1s}}"
-    exit ${{FAKE_PYTEST:-0}} ;;
-  *doctor*)
-    echo '{{"torch": {{"version": "2.11.0", "cuda": "13.0"}}, "nccl": {{"version": "2.28.9"}}, '
-    echo '"python": {{"version": "3.12"}}, "mgpu_core": "0.1.0"}}' ;;
-  *run.py*)
-    echo "device cuda, size 4: 0.170 ms, 0.95 x copy"
-    echo "* held: device cuda: copy / ours >= 0.9 (0.95)"
-    [[ $* != *"${{FAKE_SLOW:-no such case}}"* ]] ;;
-  *"import json"*) exec {sys.executable} "$@" ;;
-  *) exit ${{FAKE_IMPORT:-0}} ;;
-esac""",
-}
-
-
-class Machine:
-    """A folder with a clone, fakes, and what came of a run."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.out, self.clone = folder, folder / "out", folder / "clone"
-        shutil.copytree(ROOT / "benchmarks" / "gpu_check", self.clone / "benchmarks" / "gpu_check")
-        shutil.copy(ROOT / "benchmarks" / "gpu_check.sh", self.clone / "benchmarks")
-        (self.clone / "tests" / "cuda").mkdir(parents=True)
-        (self.clone / "tests" / "cuda" / "test_nccl.py").touch()
-        (folder / "bin").mkdir()
-        for name, body in FAKES.items():
-            path = folder / "bin" / name
-            path.write_text(f'#!/bin/bash\necho "{name} $*" >> "$FAKE_FOLDER/calls"\n{body}\n')
-            path.chmod(0o755)
-
-    def start(self, *arguments: str, **fakes: str) -> subprocess.Popen[str]:
-        own = {"PATH": f"{self.folder / 'bin'}:{SYSTEM}", "FAKE_FOLDER": str(self.folder), "HOME": str(self.folder)}
-        own |= {"GPU_CHECK_WORK": str(self.folder / "work"), "GPU_CHECK_COMMIT": "abc123"}
-        command = ["bash", str(self.clone / "benchmarks" / "gpu_check.sh"), *arguments]
-        environment, pipe = {**own, **fakes}, subprocess.PIPE
-        return subprocess.Popen(command, cwd=self.folder, env=environment, stdout=pipe, stderr=pipe, text=True)
-
-    def run(self, *arguments: str, **fakes: str) -> tuple[int, str]:
-        """Exit status and stderr."""
-        child = self.start(*arguments, **fakes)
-        _, errors = child.communicate(timeout=60)
-        return child.returncode, errors
-
-    @property
-    def calls(self) -> str:
-        return (self.folder / "calls").read_text()
-
-    @property
-    def summary(self) -> str:
-        return (self.out / "summary.md").read_text()
-
-    @property
-    def status(self) -> dict[str, str]:
-        """What the summary's table says of each stage."""
-        rows = [line.strip("| ").split(" | ") for line in self.summary.splitlines() if line.startswith("| ")]
-        return {stage: status for stage, status, *_ in rows[1:]}
+STAGES = ["build", "sanitize", "test", "nccl", "bench"]
 
 
 @pytest.fixture
@@ -105,6 +37,8 @@ def test_all_stages_pass(machine: Machine) -> None:
         "* sanitize: == ERROR SUMMARY: 0 errors",
         "  * device cuda, size 4: 0.170 ms, 0.95 x copy",
         "  * held: device cuda: copy / ours >= 0.9 (0.95)",
+        "  * MISSED: device cuda: copy / ours >= 0.9 (0.80)",
+        "* bounds: 1 held, 1 missed (figures to look at; they fail nothing)",
     ):
         assert line in machine.summary.splitlines(), line
     assert "the end of its log" not in machine.summary
@@ -112,17 +46,22 @@ def test_all_stages_pass(machine: Machine) -> None:
     calls = machine.calls
     order = (
         "pip install",
-        "tests/cuda --ignore",
-        "tests/kernels tests/ladder -k gpu",
-        "--build",
-        "memcheck",
+        "--target test_cuda_kernels_gpu",
+        "--target test_cuda_kernel_edges_gpu",
+        "memcheck --error-exitcode 9 ",
         "racecheck",
+        "tests/cuda/test_kernels.py tests/cuda/test_collectives.py tests/cuda/test_train_step.py tests/cuda --ignore",
+        "tests/kernels tests/ladder -k gpu",
+        "test-nccl.xml",
+        "test-nccl-warn.xml",
+        f"bench.py {machine.out}/results --seconds 90",
     )
-    places = [
-        calls.index(word) for word in (*order, "test-nccl.xml", "run.py train_step", "run.py pack", "run.py adamw")
-    ]
+    places = [calls.index(word) for word in order]
     assert places == sorted(places)
-    assert f"run.py pack --device cuda --check --json {machine.out}/results/pack.json" in calls
+    assert "-k captured" not in calls
+    sanitized = [line for line in calls.splitlines() if line.startswith("compute-sanitizer")]
+    assert len(sanitized) == 2
+    assert all(line.endswith("/test_cuda_kernels_gpu") for line in sanitized)
 
 
 def test_chosen_stages_run_in_their_order(machine: Machine) -> None:
@@ -136,9 +75,10 @@ def test_chosen_stages_run_in_their_order(machine: Machine) -> None:
     [
         ({"FAKE_PYTEST": "1"}, ["test", "nccl"]),
         ({"FAKE_TESTS": "4 skipped in 0.1s"}, ["test", "nccl"]),
-        ({"FAKE_SLOW": "sgd"}, ["bench"]),
+        ({"FAKE_BENCH": "1"}, ["bench"]),
         ({"FAKE_CMAKE": "1"}, ["sanitize"]),
-        ({"FAKE_PROGRAM": "1"}, ["sanitize"]),
+        ({"FAKE_PROGRAM": "test_cuda_kernels_gpu"}, ["sanitize"]),
+        ({"FAKE_PROGRAM": "test_cuda_kernel_edges_gpu"}, ["sanitize"]),
         ({"FAKE_SANITIZER": "9"}, ["sanitize"]),
     ],
     ids=str,
@@ -148,6 +88,7 @@ def test_a_stage_that_fails_fails_the_run(machine: Machine, fakes: dict[str, str
     assert machine.status == {stage: "failed" if stage in failed else "passed" for stage in STAGES}
     assert machine.summary.startswith(f"# GPU check: NOT passed ({5 - len(failed)} of 5 stages)\n")
     assert machine.summary.count("the end of its log") == len(failed)
+    assert ("-k captured" in machine.calls) == ("test" in failed)
 
 
 @pytest.mark.parametrize("fakes", [{"FAKE_PIP": "1"}, {"FAKE_IMPORT": "1"}], ids=str)
@@ -173,12 +114,24 @@ def test_what_is_missing_is_named(machine: Machine) -> None:
     assert "missing: tests/cuda/test_nccl.py" in machine.summary
 
 
+def test_the_page_names_what_failed_though_other_tools_ran_later(machine: Machine) -> None:
+    machine.run("out", "sanitize", FAKE_PROGRAM="test_cuda_kernel_edges_gpu")
+    assert "\nfailed: test_cuda_kernel_edges_gpu\n" in machine.summary
+
+
+def test_without_pytest_the_stages_that_use_it_are_missing(machine: Machine) -> None:
+    assert machine.run("out", FAKE_NO_PYTEST="1") == (1, "")
+    assert machine.status == dict.fromkeys(STAGES, "passed") | {"test": "missing", "nccl": "missing"}
+    assert "missing: pytest" in machine.summary
+
+
 @pytest.mark.skipif(shutil.which("compute-sanitizer", path=SYSTEM) is not None, reason="this machine has the tool")
 def test_without_the_sanitizer_the_program_runs_at_least(machine: Machine) -> None:
     (machine.folder / "bin" / "compute-sanitizer").unlink()
-    assert machine.run("out", "sanitize") == (1, "")
-    assert machine.status == {"sanitize": "missing"}
-    assert "* sanitize: 12 checks passed" in machine.summary
+    for program, status in (("", "missing"), ("test_cuda_kernel_edges_gpu", "failed")):
+        assert machine.run("out", "sanitize", FAKE_PROGRAM=program) == (1, "")
+        assert machine.status == {"sanitize": status}
+        assert "* sanitize: 12 checks passed" in machine.summary
 
 
 def test_a_stage_has_a_limit_and_the_next_one_runs(machine: Machine) -> None:
@@ -222,15 +175,15 @@ def test_a_wrong_argument_is_2_with_the_usage(machine: Machine, line: str) -> No
     arguments, _, limits = line.partition("LIMITS=")
     status, errors = machine.run(*arguments.split(), GPU_CHECK_SECONDS=limits)
     assert status == 2
-    assert errors.startswith("usage: bash benchmarks/gpu_check.sh OUTDIR [build] [test]")
+    assert errors.startswith("usage: bash benchmarks/gpu_check.sh OUTDIR [build] [sanitize]")
     assert not machine.out.exists()
 
 
 def test_without_a_gpu_it_says_so(machine: Machine) -> None:
     status, errors = machine.run("out", FAKE_GPU="9")
     assert status == 3
-    assert errors.startswith("gpu_check.sh: no GPU here: ")
-    assert machine.summary.startswith("# GPU check: NOT passed (0 of 5 stages)\n\ngpu_check.sh: no GPU here: ")
+    assert errors.startswith("gpu_check.sh: 1 GPU(s) needed here: ")
+    assert machine.summary.startswith("# GPU check: NOT passed (0 of 5 stages)\n\ngpu_check.sh: 1 GPU(s) needed here: ")
     assert "python3" not in machine.calls
 
 
@@ -242,11 +195,34 @@ def line_of(script: str, start: str) -> str:
 
 def test_the_limits_are_nine_minutes_together() -> None:
     limits = re.findall(r"]=(\d+)", line_of("gpu_check.sh", "declare -A LIMIT="))
-    facts = line_of("gpu_check.sh", "readonly FACTS_SECONDS=").partition("=")[2]
+    facts = line_of("gpu_check/common.sh", "readonly FACTS_SECONDS=").partition("=")[2]
     assert len(limits) == len(STAGES)
     assert sum(map(int, [*limits, facts])) == 9 * 60
 
 
 def test_every_kernel_case_is_measured() -> None:
-    measured = line_of("gpu_check/stage.sh", "for name in ").partition(";")[0].split()[3:]
-    assert measured == [name for name in cases.NAMES if "copy" in cases.load(name).peers]
+    assert set(bench.KERNELS) == {name for name in cases.NAMES if "copy" in cases.load(name).peers}
+
+
+def test_every_command_of_the_bench_is_one_that_its_case_takes(tmp_path: Path) -> None:
+    """Here, where there is no GPU, the cases say that and nothing else."""
+    for name, (main, arguments) in bench.commands(tmp_path).items():
+        with contextlib.redirect_stderr(io.StringIO()) as errors:
+            assert main(arguments) == 2, name
+        assert "torch sees no GPU" in errors.getvalue()
+
+
+def test_a_case_that_fails_leaves_the_others_their_turn(capsys: pytest.CaptureFixture[str]) -> None:
+    ran, times = [], iter([0.0, 1.0, 2.0, 3.0, 5.1])
+
+    def failing() -> int:
+        raise RuntimeError("it has no such kernel")
+
+    def right(name: str) -> int:
+        ran.append(name)
+        return 0
+
+    runs = {"wrong": failing, "one": partial(right, "one"), "two": partial(right, "two"), "late": failing}
+    assert bench.run_all(runs, 5.0, lambda: next(times)) == 1
+    assert ran == ["one", "two"]
+    assert capsys.readouterr().out.splitlines()[-2:] == ["== late", "not run: no time was left"]

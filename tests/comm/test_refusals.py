@@ -280,3 +280,47 @@ def test_no_tensors_of_some_ranks_are_none(ranks):
     assert comm.reduce_add_coalesced([[] for _ in range(ranks)]) == ()
     with pytest.raises(ValueError, match="one list of tensors per rank"):
         comm.reduce_add_coalesced([])
+
+
+def unaligned(dtype=torch.float32, count=4):
+    """A tensor of ones whose memory begins one byte behind a multiple of its elements' size."""
+    memory = torch.ones(count, dtype=dtype).numpy().tobytes()
+    return torch.frombuffer(bytearray(1) + bytearray(memory), dtype=dtype, offset=1)
+
+
+UNALIGNED = {
+    "all_reduce": lambda: comm.all_reduce([torch.ones(4), unaligned()]),
+    "reduce_add": lambda: comm.reduce_add([torch.ones(4), unaligned()]),
+    "reduce_add of complex": lambda: comm.reduce_add([unaligned(torch.complex64)] * 2),
+    "reduce_scatter": lambda: comm.reduce_scatter([torch.ones(4), unaligned()]),
+    "sum_ranks": lambda: kernels.sum_ranks([torch.ones(4), unaligned()]),
+    "scale_cast": lambda: kernels.scale_cast(unaligned(torch.float64), 2.0),
+    "scale_cast out": lambda: kernels.scale_cast(torch.ones(4), 2.0, out=unaligned()),
+    "pack": lambda: kernels.pack([torch.ones(4), unaligned()]),
+    "unpack": lambda: kernels.unpack(torch.ones(8), [torch.ones(4), unaligned()]),
+    "l2_norm": lambda: kernels.l2_norm([torch.ones(4), unaligned()]),
+    "gather_rows": lambda: kernels.gather_rows(torch.ones(2, 3, dtype=torch.uint8), unaligned(torch.int64, 2)),
+    "sgd": lambda: kernels.sgd(
+        torch.ones(4), unaligned(), None, kernels.segment_table([4]), kernels.sgd_groups({"lr": 1.0})
+    ),
+    "adam": lambda: kernels.adam(
+        torch.ones(4),
+        torch.ones(4),
+        torch.ones(4),
+        unaligned(),
+        kernels.segment_table([4]),
+        kernels.adam_groups({"lr": 1.0}),
+    ),
+}
+
+
+@pytest.mark.parametrize("call", UNALIGNED.values(), ids=UNALIGNED)
+def test_memory_that_is_not_aligned_to_its_elements(call):
+    """On a GPU a kernel would stop at it, and end all CUDA work of the process."""
+    with pytest.raises(ValueError, match="which is not a multiple of their size"):
+        call()
+
+
+def test_copies_need_no_alignment():
+    assert [each.tolist() for each in comm.broadcast(unaligned(), ["cpu", "cpu"])] == [[1.0] * 4] * 2
+    assert comm.gather([unaligned(), unaligned()]).tolist() == [1.0] * 8

@@ -1,11 +1,14 @@
 """What `auto` is on GPUs: measured with a clock of the test's own, kept, looked up; and the fixed table."""
 
+import ctypes
+import threading
+
 import pytest
 import torch
 
 from mgpu_core.comm import algorithms, tuning
-from mgpu_core.device import cache
-from mgpu_core.errors import BackendUnavailable, Error
+from mgpu_core.device import cache, nccl_teams
+from mgpu_core.errors import BackendUnavailable, Error, NcclError
 
 ALGORITHMS = ["direct", "ring", "naive", "nccl"]
 
@@ -39,16 +42,17 @@ def slow_to_start(algorithm, nbytes):
 
 def test_the_fastest_of_each_size():
     machine = Machine(slow_to_start)
-    found = tuning.measure(machine.run, ALGORITHMS, [4096, 65536, 2**24], 1.0, machine.clock)
+    found = tuning.measure(machine.run, [*ALGORITHMS], [4096, 65536, 2**24], 1.0, machine.clock)
     assert found == {4096: "direct", 65536: "nccl", 2**24: "nccl"}
     assert machine.now < 1.1
 
 
 def test_the_budget_ends_it():
     machine = Machine(lambda algorithm, nbytes: 0.125)  # half a second for each algorithm
-    assert tuning.measure(machine.run, ALGORITHMS, tuning.SIZES, 1.25, machine.clock) == {}  # not one size is complete
+    # not one size is complete
+    assert tuning.measure(machine.run, [*ALGORITHMS], tuning.SIZES, 1.25, machine.clock) == {}
     assert machine.now == 1.5  # what had begun was ended
-    assert tuning.measure(machine.run, ALGORITHMS, tuning.SIZES, 2.25, machine.clock) == {4096: "direct"}
+    assert tuning.measure(machine.run, [*ALGORITHMS], tuning.SIZES, 2.25, machine.clock) == {4096: "direct"}
 
 
 def test_the_first_run_is_not_counted():
@@ -60,7 +64,7 @@ def test_the_first_run_is_not_counted():
         return 0.1 if first and algorithm == "nccl" else {"nccl": 0.001}.get(algorithm, 0.002)
 
     machine = Machine(seconds)
-    assert tuning.measure(machine.run, ALGORITHMS, [4096], 9.0, machine.clock) == {4096: "nccl"}
+    assert tuning.measure(machine.run, [*ALGORITHMS], [4096], 9.0, machine.clock) == {4096: "nccl"}
 
 
 def test_an_algorithm_that_fails_is_left_out():
@@ -68,9 +72,42 @@ def test_an_algorithm_that_fails_is_left_out():
         return BackendUnavailable("no NCCL") if algorithm == "nccl" else slow_to_start(algorithm, nbytes)
 
     machine = Machine(seconds)
-    found = tuning.measure(machine.run, ALGORITHMS, [4096, 2**24], 1.0, machine.clock)
+    found = tuning.measure(machine.run, [*ALGORITHMS], [4096, 2**24], 1.0, machine.clock)
     assert found == {4096: "direct", 2**24: "ring"}
     assert [algorithm for algorithm, _ in machine.runs].count("nccl") == 1
+
+
+def test_what_failed_is_not_chosen_for_sizes_that_were_not_reached(machine):
+    """NCCL hangs for small sizes alone, and is given up when the budget has long passed."""
+
+    def seconds(algorithm, nbytes):
+        if algorithm == "nccl" and nbytes == 4096:
+            machine.now += tuning.PRACTICE_SECONDS
+            return NcclError("made no progress for 30 s")
+        return 1e-3
+
+    machine.seconds = seconds
+    assert tuning.choose([0, 1], 2**24, machine.run) == "direct"
+
+
+def test_threads_measure_one_after_the_other(machine):
+    """The second one takes what the first one has found."""
+    chosen, second_runs = [], threading.Event()
+    second = threading.Thread(target=lambda: chosen.append(tuning.choose([0, 1], 100, run_of_second)))
+
+    def run_of_second(algorithm, nbytes):
+        second_runs.set()
+        machine.run(algorithm, nbytes)
+
+    def run(algorithm, nbytes):
+        if not machine.runs:
+            second.start()
+            assert not second_runs.wait(0.1)
+        machine.run(algorithm, nbytes)
+
+    chosen.append(tuning.choose([0, 1], 100, run))
+    second.join(10)
+    assert chosen == ["direct", "direct"]
 
 
 def test_lookup_takes_the_next_larger_size():
@@ -122,7 +159,7 @@ def test_one_device_is_not_measured(machine):
 
 def test_while_a_graph_is_captured_nothing_is_measured_and_nccl_is_refused(machine, monkeypatch):
     ran = []
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr("mgpu_core.comm.algorithms.is_capturing", lambda gpu: True)
     monkeypatch.setattr(algorithms._core, "all_reduce", lambda *arguments: ran.append(arguments[5]) or arguments[5])
     monkeypatch.setattr(tuning, "_tables", {(0, 1): {4096: "nccl"}})  # also where it is known
     call = algorithms.AllReduce([64, 128], [(0, 5), (1, 6)], 7, "float32", 28, "sum", True)
@@ -172,7 +209,7 @@ def test_on_gpus_auto_is_what_was_chosen_and_nccl_goes_to_its_team(monkeypatch):
         def all_reduce(self, *arguments):
             asked.append(arguments)
 
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr("mgpu_core.comm.algorithms.is_capturing", lambda gpu: False)
     monkeypatch.setattr(tuning, "choose", lambda devices, nbytes, run: "nccl")
     monkeypatch.setattr(algorithms, "with_nccl", lambda devices, call: (asked.append(devices), call(Team())))
     call = algorithms.AllReduce([64, 128], [(0, 5), (1, 6)], 7, "float32", 28, "sum", True)
@@ -197,15 +234,61 @@ def test_no_memory_for_a_practice_is_no_error_of_the_users(machine):
     assert "ring" not in tuning._tables[0, 1].values()
 
 
+def fill(pointers, count, value):
+    for pointer in pointers:
+        if count == 16:  # a practice's; the others are no memory
+            (ctypes.c_float * count).from_address(pointer)[:] = [value] * count
+
+
+def gpus_in_host_memory(monkeypatch):
+    ones = torch.ones
+    monkeypatch.setattr(algorithms, "is_capturing", lambda gpu: False)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(algorithms, "core_streams", lambda devices: [(device.index, 9) for device in devices])
+    monkeypatch.setattr(algorithms.torch, "ones", lambda count, device: ones(count))
+
+
+@pytest.mark.parametrize("fault", ["", "wrong", "aborted"])
+def test_nccl_that_adds_wrongly_or_is_given_up_is_not_chosen(machine, monkeypatch, fault):
+    gpus_in_host_memory(monkeypatch)
+    monkeypatch.setattr(tuning, "SIZES", (64,))
+
+    class Team:
+        def all_reduce(self, pointers, out, count, *rest):
+            fill(pointers, count, 2 + (fault == "wrong"))
+
+        def wait(self, streams):
+            if fault == "aborted":  # by the watchdog, which lets the streams go on
+                raise NcclError("did not end within 30 s")
+
+    def all_reduce(pointers, out, count, *rest):
+        machine.now += 1e-3
+        fill(pointers, count, 2)
+        return rest[2]
+
+    monkeypatch.setattr(algorithms, "with_nccl", lambda devices, call: call(Team()))
+    monkeypatch.setattr(algorithms._core, "all_reduce", all_reduce)
+    call = algorithms.AllReduce([64, 128], [(0, 5), (1, 6)], 7, "float32", 28, "sum", True)
+    assert tuning.choose([0, 1], 64, call._like_this) == ("direct" if fault else "nccl")
+
+
+def test_nccl_that_is_not_trusted_is_not_tried(machine, monkeypatch):
+    cache.store("tuning", tuning._key([0, 1]), {"4096": "nccl"})  # from a process that could trust it
+    monkeypatch.setattr(nccl_teams, "_trusted", False)
+    assert tuning.choose([0, 1], 2**24, machine.run) == "ring"
+    assert "nccl" not in {algorithm for algorithm, _ in machine.runs}
+
+
 def test_auto_never_asks_nccl_for_what_it_refuses(monkeypatch):
     """Ranks that share a GPU, and must not be merged there; and what is measured, is measured as most calls are."""
     practised = []
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    monkeypatch.setattr(algorithms, "core_streams", lambda devices: [(device.index, 9) for device in devices])
-    monkeypatch.setattr(algorithms.torch, "zeros", lambda count, device: torch.empty(count))
+    gpus_in_host_memory(monkeypatch)
     monkeypatch.setattr(algorithms, "with_nccl", lambda devices, call: practised.append("nccl"))
-    monkeypatch.setattr(algorithms._core, "all_reduce", lambda *arguments: practised.append(arguments[-1]) or "direct")
+    monkeypatch.setattr(
+        algorithms._core,
+        "all_reduce",
+        lambda pointers, *rest: practised.append(rest[-1]) or fill(pointers, rest[1], len(pointers)) or "direct",
+    )
 
     def choose(devices, nbytes, run):
         run("ring", 64)

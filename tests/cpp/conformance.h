@@ -191,6 +191,35 @@ inline void there_and_back(World& world, int64_t outer, const std::vector<int64_
   }
 }
 
+// What is put on any stream of a transfer afterwards finds its copies made: parts are read from the whole's stream, and
+// the whole is read from each rank's.
+inline void transfers_from_both_ends(World& world, int at) {
+  const int ranks = world.size();
+  const int64_t nbytes = sizeof(Int);
+  Memory<Int> whole(world, at, ranks), again(world, at, ranks);
+  whole.fill([](int64_t i) { return value(static_cast<int>(i), 7); });
+  Memories parts = memories(world, 1);
+  std::vector<mgpu::Part> places;
+  for (auto& part : parts) places.push_back({part->data(), 1});
+  const mgpu::Stream place = world.streams()[at];
+  world.transfer().scatter({whole.data(), 1, ranks, nbytes}, place, places, world.streams());
+  std::vector<Int> scattered;
+  world.then(place, [&] {
+    for (auto& part : parts) scattered.push_back(*part->data());
+  });
+  world.ops().synchronize(place);
+  world.transfer().gather(places, world.streams(), {again.data(), 1, ranks, nbytes}, place);
+  std::vector<std::vector<Int>> gathered(ranks);
+  for (int rank = 0; rank < ranks; ++rank)
+    world.then(world.streams()[rank], [&, rank] { gathered[rank].assign(again.data(), again.data() + ranks); });
+  const int other = (at + 1) % ranks;
+  world.ops().synchronize(world.streams()[other]);  // alone, so that nobody else's wait hides a missing one
+  world.finish();
+  for (int rank = 0; rank < ranks; ++rank) CHECK(scattered[rank] == value(rank, 7));
+  for (const auto& seen : gathered)
+    for (int rank = 0; rank < ranks; ++rank) CHECK(seen[rank] == value(rank, 7));
+}
+
 // What a bucket of gradients goes through: packed on each rank's stream, all-reduced, and unpacked where it came from.
 inline void bucket(World& world, Algorithm algorithm) {
   const std::vector<int64_t> counts{3, 40, 1, 0, 17};
@@ -253,6 +282,7 @@ inline void collectives(const std::function<std::unique_ptr<World>()>& make, con
 
 inline void transfers(const std::function<std::unique_ptr<World>()>& make) {
   const int ranks = make()->size();
+  for (int at : {0, ranks - 1}) transfers_from_both_ends(*make(), at);
   std::vector<int64_t> even(ranks, 2), odd(ranks, 3);
   for (int rank = 0; rank < ranks; ++rank) odd[rank] = rank % 3;
   for (const auto& rows : {even, odd})

@@ -5,6 +5,7 @@
 #include <cuda_runtime_api.h>
 
 #include <cstring>
+#include <utility>
 #include <vector>
 
 #include "check.h"
@@ -27,8 +28,20 @@ class DeviceMemory {
     CUDA_OK(cudaMemcpy(start_, all.data(), all.size() * sizeof(T), cudaMemcpyDefault));
     CUDA_OK(cudaStreamSynchronize(nullptr));  // a small copy may still be on its way, and other streams do not wait
   }
+  // Memory for a kernel to write; reading it first is a fault where the PTX machine runs the kernels.
+  static DeviceMemory unwritten(size_t count) {
+    DeviceMemory memory(count);
+    CUDA_OK(cudaMalloc(reinterpret_cast<void**>(&memory.start_), (count + kGuard) * sizeof(T)));
+    return memory;
+  }
   DeviceMemory(DeviceMemory&& other) noexcept : count_(other.count_), offset_(other.offset_), start_(other.start_) {
     other.start_ = nullptr;
+  }
+  DeviceMemory& operator=(DeviceMemory&& other) noexcept {
+    std::swap(count_, other.count_);
+    std::swap(offset_, other.offset_);
+    std::swap(start_, other.start_);
+    return *this;
   }
   DeviceMemory(const DeviceMemory&) = delete;
   ~DeviceMemory() {
@@ -49,6 +62,7 @@ class DeviceMemory {
 
  private:
   static constexpr size_t kGuard = 16;
+  explicit DeviceMemory(size_t count) : count_(count), offset_(0) {}
   size_t count_, offset_;
   T* start_ = nullptr;
 };

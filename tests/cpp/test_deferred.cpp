@@ -1,4 +1,4 @@
-// Every collective and transfer on the deferred device, with 20 seeds: ranks on devices of their own, sharing devices,
+// Every collective and transfer on the deferred device, with 40 seeds: ranks on devices of their own, sharing devices,
 // and on devices that do not reach each other.
 #include <stdexcept>
 
@@ -25,7 +25,7 @@ static void the_device_is_late() {
 
 static void staging_is_poisoned_when_it_is_let_go() {
   DeferredWorld world(0, {0}, true);
-  auto memory = world.ops().staging(4);
+  auto memory = world.ops().staging(4, world.streams());
   auto* bytes = static_cast<unsigned char*>(memory.get());
   bytes[0] = 1;
   world.ops().keep(world.streams()[0], std::move(memory));
@@ -45,7 +45,7 @@ int main() {
   the_device_is_late();
   staging_is_poisoned_when_it_is_let_go();
   memory_out_of_reach_is_an_error();
-  for (uint64_t seed = 0; seed < 20; ++seed) {
+  for (uint64_t seed = 0; seed < 40; ++seed) {
     for (const auto& devices : std::vector<std::vector<int>>{{0}, {0, 1}, {0, 1, 2}, {0, 1, 2, 3, 4, 5, 6, 7}})
       on(devices, true, seed);
     on({0, 0, 0}, true, seed);

@@ -15,6 +15,8 @@
 #include "core/transfer.h"
 #include "fakes/deferred/deferred_device.h"
 
+constexpr int64_t kSmallPiece = 64;  // bytes, so that a few elements already go by way of the host in pieces
+
 class World {
  public:
   virtual ~World() = default;
@@ -107,8 +109,8 @@ class DeferredWorld final : public World {
   DeferredWorld(uint64_t seed, const std::vector<int>& devices, bool peers_reach)
       : reach_([peers_reach](int one, int other) { return one == other || peers_reach; }),
         device_(seed, mgpu::cpu::device_ops(), reach_),
-        collectives_(device_, reach_),
-        transfer_(device_, mgpu::cpu::device_ops(), reach_),
+        collectives_(device_, reach_, kSmallPiece),
+        transfer_(device_, mgpu::cpu::device_ops(), reach_, kSmallPiece),
         random_(seed) {
     for (int device : devices) streams_.push_back(device_.new_stream(device));
   }

@@ -10,6 +10,7 @@ import sys
 
 import pytest
 import torch
+from fakes.children import finish
 
 from mgpu_core import _core, comm
 from mgpu_core.device import nccl_teams
@@ -104,14 +105,6 @@ def start(ranks, unique_id=b"", **environment):
     command = [sys.executable, "-P", "-c", TWO_RANKS, *map(str, ranks)]
     variables = {**os.environ, "UNIQUE_ID": unique_id.hex(), **environment}
     return subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-
-def finish(child):
-    try:
-        said, _ = child.communicate(timeout=100)
-    finally:
-        child.kill()
-    assert (child.returncode, said.splitlines()[-1:]) == (0, ["right"]), said[-3000:]
 
 
 def test_two_ranks_on_one_gpu_in_one_process():

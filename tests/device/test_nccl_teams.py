@@ -1,14 +1,22 @@
 """Teams of communicators: made once per list of GPUs, dropped when they fail, with a limit that can be set."""
 
+import ctypes
+import os
+
 import pytest
+import torch.distributed
 
 from mgpu_core.device import nccl_teams
 from mgpu_core.errors import BackendUnavailable, NcclError
+
+getenv = ctypes.CDLL(None).getenv
+getenv.restype = ctypes.c_char_p
 
 
 class Team:
     def __init__(self, *arguments):
         self.arguments = arguments
+        self.p2p_disabled = getenv(b"NCCL_P2P_DISABLE")  # as NCCL reads it
         self.closed = False
 
     def close(self):
@@ -25,6 +33,10 @@ def made(monkeypatch):
         return teams[-1]
 
     monkeypatch.setattr(nccl_teams, "_teams", {})
+    monkeypatch.setattr(nccl_teams, "_made_one", False)
+    monkeypatch.setattr(nccl_teams, "_trusted", True)
+    monkeypatch.setitem(os.environ, nccl_teams.P2P_VARIABLE, "")  # so that it is put back
+    monkeypatch.delenv(nccl_teams.P2P_VARIABLE)
     monkeypatch.setattr(nccl_teams._core, "nccl_open", lambda candidates: 23007)
     monkeypatch.setattr(nccl_teams._core, "nccl_unique_id", lambda: b"id")
     monkeypatch.setattr(nccl_teams._core, "nccl_init", init)
@@ -113,3 +125,53 @@ def test_who_hears_late_of_a_dead_team_leaves_the_next_one(made):
         nccl_teams.with_nccl([0, 1], late)
     assert nccl_teams.with_nccl([0, 1], lambda team: team) is made[1]
     assert len(made) == 2
+
+
+def test_a_practice_has_a_team_of_its_own_with_a_short_limit(made):
+    usual = nccl_teams.with_nccl([0, 1], lambda team: team)
+    with nccl_teams.practice([0, 1, 0], 30.0):
+        assert nccl_teams.with_nccl([1], lambda team: team).arguments[-1] == 600.0  # other GPUs' is as ever
+        assert nccl_teams.with_nccl([0, 1], lambda team: team).arguments[-1] == 30.0
+    assert nccl_teams.with_nccl([0, 1], lambda team: team) is usual
+    with nccl_teams.practice([2], 30.0):
+        nccl_teams.with_nccl([2], lambda team: team)
+    assert nccl_teams.with_nccl([2], lambda team: team).arguments[-1] == 600.0
+
+
+def test_before_the_first_communicator_nccl_is_kept_off_peers(made):
+    nccl_teams.keep_nccl_off_peers()
+    nccl_teams.with_nccl([0, 1], lambda team: team)
+    assert made[0].p2p_disabled == b"1"
+    assert nccl_teams.nccl_is_trusted()
+
+
+def test_afterwards_auto_does_without_nccl(made):
+    nccl_teams.with_nccl([0, 1], lambda team: team)
+    assert made[0].p2p_disabled is None
+    nccl_teams.keep_nccl_off_peers()
+    assert not nccl_teams.nccl_is_trusted()
+
+
+def test_where_the_user_wants_peers_auto_does_without_nccl(made, monkeypatch):
+    monkeypatch.setenv(nccl_teams.P2P_VARIABLE, "0")
+    nccl_teams.keep_nccl_off_peers()
+    assert not nccl_teams.nccl_is_trusted()
+    assert os.environ[nccl_teams.P2P_VARIABLE] == "0"
+
+
+@pytest.mark.parametrize(("config", "trusted"), [("cpu:gloo,cuda:nccl", False), ("cpu:gloo", True)])
+def test_where_torch_has_a_group_with_nccl_auto_does_without(made, monkeypatch, config, trusted):
+    """Torch keeps this of each group, also where no backend was named or the default group is another one's."""
+    groups = torch.distributed.distributed_c10d._world.pg_backend_config
+    monkeypatch.setitem(groups, object(), config)
+    nccl_teams.keep_nccl_off_peers()
+    assert nccl_teams.nccl_is_trusted() is trusted
+
+
+def test_torch_keeps_the_backends_of_a_group_that_names_none():
+    torch.distributed.init_process_group(store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        (config,) = torch.distributed.distributed_c10d._world.pg_backend_config.values()
+        assert "cpu:gloo" in config
+    finally:
+        torch.distributed.destroy_process_group()

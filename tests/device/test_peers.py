@@ -1,6 +1,7 @@
 """The test of peers, with children that answer as machines do: well, wrongly, never, or with their own end."""
 
 import json
+import subprocess
 import sys
 
 import pytest
@@ -31,7 +32,8 @@ for argument in sys.argv[1:]:
         time.sleep(600)
     if act == "noise":
         print("hello")
-    problem = {"wrong": "7 of 9 numbers arrived wrong", "full": "CUDA out of memory"}.get(act, "")
+    problems = {"wrong": "7 of 9 numbers arrived wrong", "full": "CUDA out of memory", "refused": REFUSED}
+    problem = problems.get(act, "")
     answer = {"problem": problem, "gigabytes_per_second": 0 if problem else 25.5, "proved": act != "full"}
     print(json.dumps(answer), flush=True)
 """
@@ -46,6 +48,7 @@ def machine(tmp_path, monkeypatch):
     monkeypatch.setattr(peers, "machine_key", lambda devices: {"gpus": [f"GPU-{device}" for device in devices]})
     monkeypatch.setattr(peers._core, "cuda_allow_peers", allowed.extend)
     monkeypatch.setattr(peers, "map_for_peer", lambda device, peer: None)
+    monkeypatch.setattr(peers, "keep_nccl_off_peers", lambda: None)
     monkeypatch.setattr(peers, "_settled", set())
     monkeypatch.setattr(peers, "PAIR_SECONDS", 1.0)
     monkeypatch.setattr(peers, "START_SECONDS", 20.0)
@@ -54,6 +57,7 @@ def machine(tmp_path, monkeypatch):
     def make(**acts):
         named = {name.lstrip("p").replace("_", ":"): act for name, act in acts.items()}
         program = CHILD.replace("ACTS", repr(named)).replace("LOG", repr(str(log)))
+        program = program.replace("REFUSED", repr(peers.DRIVER_REFUSES))
         monkeypatch.setattr(peers, "PROBE", [sys.executable, "-I", "-c", program])
         return allowed, lambda: log.read_text().split() if log.exists() else []
 
@@ -128,6 +132,26 @@ def test_a_child_that_ends_its_answers_and_lives_on(machine, monkeypatch):
     assert problems(peers.prove_peers([0, 1]))[0, 1] == "the test ended its answers, and went on"
 
 
+def test_a_child_that_cannot_be_killed_is_left_alone(machine, monkeypatch):
+    """As one that hangs inside the driver: it survives the signal, and whoever waits for it waits for ever."""
+    machine()
+    killed = []
+
+    class Unkillable(subprocess.Popen):
+        def kill(self):
+            killed.append(self.pid)
+            super().kill()
+            super().wait(20)
+
+        def wait(self, timeout=None):
+            assert timeout is not None, "this wait would never end"
+            raise subprocess.TimeoutExpired(self.args, timeout)
+
+    monkeypatch.setattr(peers.subprocess, "Popen", Unkillable)
+    assert not problems(peers.prove_peers([0, 1]))
+    assert len(killed) == 1
+
+
 def test_children_that_never_answer_are_not_asked_for_ever(machine):
     _, asked = machine(**{f"p{one}_{two}": "die" for one in range(8) for two in range(8)})
     verdicts = peers.prove_peers(range(8))
@@ -143,6 +167,35 @@ def test_only_pairs_that_pass_both_ways_are_allowed(machine):
     assert sorted(allowed) == [(0, 2), (1, 2), (2, 0), (2, 1)]
     peers.settle_peers([0, 2])  # settled: said once, asked once
     assert len(asked()) == 6
+
+
+@pytest.mark.parametrize(
+    ("act", "broken"), [("wrong", True), ("hang", True), ("die", True), ("refused", False), ("good", False)]
+)
+@pytest.mark.filterwarnings("ignore:some GPUs do not reach")
+def test_nccl_is_kept_off_peers_that_lose_data(machine, monkeypatch, act, broken):
+    """But not off those that the driver refuses, because NCCL asks it too."""
+    kept_off = []
+    monkeypatch.setattr(peers, "keep_nccl_off_peers", lambda: kept_off.append(True))
+    machine(p0_1=act)
+    peers.settle_peers([0, 1])
+    assert bool(kept_off) is broken
+
+
+def test_a_pair_that_cannot_be_enabled_is_a_failed_pair(machine, monkeypatch):
+    """A verdict may be of another container, and hardware takes so many peers: no collective fails for it."""
+    allowed, _ = machine()
+
+    def allow(pairs):
+        if {0, 2} == set(pairs[0]):
+            raise peers._core.CudaError("cudaDeviceEnablePeerAccess: too many peers (cudaErrorTooManyPeers)")
+        allowed.extend(pairs)
+
+    monkeypatch.setattr(peers._core, "cuda_allow_peers", allow)
+    with pytest.warns(RuntimeWarning, match=r"cuda:0 <-> cuda:2: cudaDeviceEnablePeerAccess: too many peers"):
+        peers.settle_peers([0, 1, 2])
+    assert sorted(allowed) == [(0, 1), (1, 0), (1, 2), (2, 1)]
+    peers.settle_peers([0, 1, 2])  # settled: said once
 
 
 def test_one_device_asks_nobody(machine):

@@ -20,8 +20,9 @@ def forget():
         known.cache_clear()
 
 
-def with_torch(monkeypatch, *, torch_sees, core_sees, built=True, cuda="13.0", without_code=()):
+def with_torch(monkeypatch, *, torch_sees, core_sees, built=True, cuda="13.0", hip=None, without_code=()):
     monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.version, "hip", hip)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: torch_sees > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: torch_sees)
     monkeypatch.setattr(streams._core, "cuda_device_count", lambda: core_sees)
@@ -75,6 +76,17 @@ def test_no_room_is_silent(monkeypatch, machine):
         assert streams.core_streams([GPU]) is None
 
 
+@pytest.mark.parametrize("cuda", [None, "13.0"])
+def test_the_core_is_never_asked_about_gpus_of_amd(monkeypatch, cuda):
+    """Torch calls them cuda too: they are served by plain torch, even where the core sees GPUs of its own."""
+    with_torch(monkeypatch, torch_sees=2, core_sees=2, cuda=cuda, hip="6.4")
+    for name in ("cuda_device_count", "cuda_has_code_for", "nccl_open"):
+        monkeypatch.setattr(streams._core, name, lambda *gpu: pytest.fail("the core was asked"))
+    assert streams.core_stream(GPU) is None
+    assert streams.core_streams([GPU, torch.device("cuda", 1)]) is None
+    assert not streams.core_serves([GPU])
+
+
 def test_a_gpu_that_this_build_has_no_code_for(monkeypatch):
     with_torch(monkeypatch, torch_sees=2, core_sees=2, without_code=[1])
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
@@ -91,11 +103,11 @@ def test_threads_that_ask_together_get_one_stream(monkeypatch, of):
     """Copies on one, and a wait for the other, would be no wait."""
     together = threading.Barrier(4)
 
-    def make(gpu):
+    def make(device, priority):
         together.wait(20)
         return object()
 
-    monkeypatch.setattr(torch.cuda, "Stream", make)
+    monkeypatch.setattr(torch, "Stream", make)
     monkeypatch.setattr(streams, f"{of}s", {})
     found = []
     threads = [threading.Thread(target=lambda: found.append(getattr(streams, of)(0))) for _ in range(4)]

@@ -32,7 +32,7 @@ def calls(monkeypatch):
         "stream": lambda stream: nullcontext(),
         "current_stream": lambda device: None,
         "graph_pool_handle": lambda: next(pools),
-        "Stream": lambda device: None,
+        "Stream": lambda device, priority: None,
         "CUDAGraph": SimpleNamespace,
         "graph": graph,
     }

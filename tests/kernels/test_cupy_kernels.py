@@ -1,7 +1,7 @@
 """The cupy twins against the plain-torch truths, on small whole numbers.
 
-On the host everywhere: their CUDA C++ is compiled by g++ there (`cupy_on_host.py`). To a GPU's machine code where cupy
-and libnvrtc are. And on a GPU where there is one.
+On the host everywhere: their CUDA C++ is compiled by g++ there (`cupy_on_host.py`). From nvcc's PTX of it on the PTX
+machine, where nvcc is. To a GPU's machine code where cupy and libnvrtc are. And on a GPU where there is one.
 """
 
 import importlib
@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from fakes import ptx
 
 from mgpu_core.kernels import reference, segment_table, sgd_groups
 from mgpu_core.kernels.cupy_sources import OPS, SOURCES, compiler_options
@@ -51,35 +52,56 @@ def on_host(tmp_path_factory):
     if shutil.which("g++") is None:
         pytest.skip("needs g++")
     folder = tmp_path_factory.mktemp("cupy-on-host")
+    twins = without_cupy(lambda *choice: cupy_on_host.build(folder, *choice), cupy_on_host.launch)
+    twins.TILE, twins.THREADS = cupy_on_host.TILE, cupy_on_host.THREADS
+    return twins
+
+
+@pytest.fixture(scope="module")
+def on_ptx(tmp_path_factory):
+    """The twins over nvcc's PTX and the PTX machine."""
+    if reason := ptx.what_is_missing():
+        pytest.skip(reason)
+    source = tmp_path_factory.mktemp("cupy-on-ptx") / "twin.cu"
+
+    def compiled(name, *choice):
+        source.write_text(SOURCES[name])
+        defines = [option for option in compiler_options(*choice) if option.startswith("-D")]
+        machine = ptx.Machine(ptx.compile_ptx(source, 75, *defines))
+        machine.allow_unknown_memory()
+        return machine
+
+    def launch(machine, name, blocks, *arguments):
+        assert machine.launch(name, blocks, 256, arguments) == []
+
+    return without_cupy(compiled, launch)
+
+
+def without_cupy(compiled, launch):
+    """A copy of the twins' module over host memory: ``compiled(name, *choice)`` is a program, ``launch`` runs it."""
     spec = importlib.util.find_spec("mgpu_core.kernels.cupy_kernels")
     twins = importlib.util.module_from_spec(spec)  # a copy of its own, so that the real one stays as it is
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "cupy", types.ModuleType("cupy"))
         spec.loader.exec_module(twins)
-    twins.TILE, twins.THREADS = cupy_on_host.TILE, cupy_on_host.THREADS
     twins._gpu = lambda *tensors: tensors[0].device
     twins._pointer = lambda tensor: np.uint64(0 if tensor is None else tensor.data_ptr())
-    twins._module = cache(lambda *choice: cupy_on_host.build(folder, *choice))
-    twins._launch = launch_with_pointers(twins)
+    twins._module = cache(compiled)
+
+    def launch_with_pointers(program, name, blocks, _device, *arguments):
+        given = [twins._pointer(each) if each is None or torch.is_tensor(each) else each for each in arguments]
+        if blocks:
+            launch(program, name, blocks, *given)
+
+    twins._launch = launch_with_pointers
     return twins
 
 
-def launch_with_pointers(twins):
-    def launch(library, name, blocks, _device, *arguments):
-        tensors = (each is None or isinstance(each, torch.Tensor) for each in arguments)
-        given = [
-            twins._pointer(each) if is_tensor else each for each, is_tensor in zip(arguments, tensors, strict=True)
-        ]
-        cupy_on_host.launch(library, name, blocks, *given)
-
-    return launch
-
-
-@pytest.fixture(params=["host", "gpu"])
+@pytest.fixture(params=["host", "ptx", "gpu"])
 def place(request):
     """The twins and the device that they are tried on."""
-    if request.param == "host":
-        return request.getfixturevalue("on_host"), "cpu"
+    if request.param != "gpu":
+        return request.getfixturevalue(f"on_{request.param}"), "cpu"
     if not torch.cuda.is_available() or not CUPY:
         pytest.skip("no GPU" if CUPY else "cupy is not installed (extra: cuda13)")
     return importlib.import_module("mgpu_core.kernels.cupy_kernels"), "cuda:0"

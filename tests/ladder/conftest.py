@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fakes import ptx
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -21,11 +22,25 @@ def on_host(tmp_path_factory):
     """`on_host.py`, with a `library(kernel)` that builds each once."""
     if shutil.which("g++") is None:
         pytest.skip("needs g++")
-    spec = importlib.util.spec_from_file_location("ladder_on_host", HERE / "on_host.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = beside("on_host")
     folder = tmp_path_factory.mktemp("ladder-on-host")
     module.library = cache(lambda kernel: module.build(kernel, folder))
+    return module
+
+
+@pytest.fixture(scope="session")
+def on_ptx():
+    """`on_ptx.py`, whose machine runs nvcc's PTX."""
+    if reason := ptx.what_is_missing():
+        pytest.skip(reason)
+    return beside("on_ptx")
+
+
+def beside(name):
+    """Import a module of this folder, which is no package."""
+    spec = importlib.util.spec_from_file_location(f"ladder_{name}", HERE / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
     return module
 
 

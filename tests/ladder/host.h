@@ -8,7 +8,4 @@
 
 extern dim3 gridDim;
 
-struct alignas(16) uint4 {
-  unsigned x, y, z, w;
-};
 inline void __stwb(uint4* to, uint4 value) { *to = value; }

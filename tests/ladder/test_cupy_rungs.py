@@ -16,26 +16,36 @@ CUPY = importlib.util.find_spec("cupy") is not None
 
 
 @pytest.fixture
-def hosted(on_host, monkeypatch):
-    """The kernels of the host's libraries in the place of NVRTC's."""
+def started_by(monkeypatch):
+    """Let ``run(kernel, name, blocks, arguments)`` stand for NVRTC and the GPU."""
 
-    class Module:
-        def __init__(self, kernel, names):
-            self.kernel, self.names = kernel, names
+    def start(run):
+        class Module:
+            def __init__(self, kernel, names):
+                self.kernel, self.names = kernel, names
 
-        def get_function(self, name):
-            assert name in self.names
-            return lambda blocks, given: on_host.run(on_host.library(self.kernel), self.kernel, name, blocks, given)
+            def get_function(self, name):
+                assert name in self.names
+                return lambda blocks, given: run(self.kernel, name, blocks, given)
 
-    monkeypatch.setattr(cupy_rungs, "compiled", Module)
-    monkeypatch.setattr(cupy_rungs, "_start", lambda function, blocks, given, _: function(blocks, given))
-    return cupy_rungs.prepare
+        monkeypatch.setattr(cupy_rungs, "compiled", Module)
+        monkeypatch.setattr(cupy_rungs, "_start", lambda function, blocks, given, _: function(blocks, given))
+        return cupy_rungs.prepare
+
+    return start
 
 
 @pytest.mark.parametrize("rung", RUNGS)
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_on_the_host(hosted, kernel, rung):
+def test_on_the_host(started_by, on_host, kernel, rung):
+    hosted = started_by(lambda kernel, *given: on_host.run(on_host.library(kernel), kernel, *given))
     assert wrong(hosted, kernel, rung, CPU, LONGEST) == []
+
+
+@pytest.mark.parametrize("rung", RUNGS)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_from_ptx(started_by, on_ptx, kernel, rung):
+    assert wrong(started_by(on_ptx.run), kernel, rung, CPU, LONGEST) == []
 
 
 @cache

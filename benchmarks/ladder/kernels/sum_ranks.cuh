@@ -59,9 +59,9 @@ __global__ void sum_vectorised(const float* sum, const In* in, Out* out, i64 cou
 // do, and they stay in the order of the ranks, so the bits are those of the rungs above.
 template <int kWidth, class T>
 __device__ inline void sum_at(const T* const* in, int ranks, T* out, i64 i) {
-  float sums[kWidth];
+  float sums[kWidth] = {};
   for (int first = 0; first < ranks; first += kInFlight) {
-    Vector<T, kWidth> loaded[kInFlight];
+    Vector<T, kWidth> loaded[kInFlight] = {};
 #pragma unroll
     for (int k = 0; k < kInFlight; ++k)
       if (first + k < ranks) loaded[k] = load<kWidth>(in[first + k] + i);

@@ -99,7 +99,7 @@ class CpuDeviceOps final : public DeviceOps {
   void synchronize(Stream) override {}
   std::shared_ptr<void> make_current(int) override { return nullptr; }
 
-  std::shared_ptr<void> staging(int64_t nbytes) override {
+  std::shared_ptr<void> staging(int64_t nbytes, const Streams&) override {
     return {::operator new(static_cast<size_t>(nbytes)), [](void* memory) { ::operator delete(memory); }};
   }
   void keep(Stream, std::shared_ptr<void>) override {}

@@ -1,5 +1,5 @@
 // The launchers: each plans its grid, starts its kernel on a stream of the current device, and checks that it was
-// started.  Arguments have been looked at before (cuda_device_ops.cpp).
+// started.  Pointers are trusted.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -4,19 +4,35 @@
 
 namespace mgpu::cuda {
 
-void launch_gather_rows(const GatherRows& call, cudaStream_t stream) {
-  const int64_t tiles_per_row = (call.row_count + kRowTile - 1) / kRowTile, tiles = tiles_per_row * call.index_count;
-  require(tiles <= 2147483647, "gather_rows: " + std::to_string(tiles) + " blocks, more than a grid has");
-  const auto start = [&](auto* kernel) {
-    start_kernel("gather_rows_kernel", kernel, tiles, stream, call, tiles_per_row);
+namespace {
+
+template <class Out, int kWidth>
+void start(const GatherRows& call, cudaStream_t stream) {
+  const int64_t tiles_per_row = (call.row_count + row_tile(kWidth) - 1) / row_tile(kWidth);
+  const int64_t tiles = tiles_per_row * call.index_count;
+  require(tiles <= kMostBlocks, "gather_rows: " + std::to_string(tiles) + " blocks, more than a grid has");
+  start_kernel("gather_rows_kernel", gather_rows_kernel<Out, kWidth>, tiles, stream, call, tiles_per_row);
+}
+
+template <class Out>
+void launch(const GatherRows& call, cudaStream_t stream) {
+  const auto is_on = [](const void* pointer, uint64_t multiple) {
+    return reinterpret_cast<uint64_t>(pointer) % multiple == 0;
   };
+  const bool by_four = call.row_count % 4 == 0 && is_on(call.rows, 4) && is_on(call.out, 4 * sizeof(Out));
+  by_four ? start<Out, 4>(call, stream) : start<Out, 1>(call, stream);
+}
+
+}  // namespace
+
+void launch_gather_rows(const GatherRows& call, cudaStream_t stream) {
   switch (call.out_dtype) {
     case DType::f16:
-      return start(gather_rows_kernel<__half>);
+      return launch<__half>(call, stream);
     case DType::bf16:
-      return start(gather_rows_kernel<__nv_bfloat16>);
+      return launch<__nv_bfloat16>(call, stream);
     default:
-      return start(gather_rows_kernel<float>);
+      return launch<float>(call, stream);
   }
 }
 

@@ -15,9 +15,11 @@
 namespace mgpu::cuda {
 
 constexpr int kThreads = 256;         // of a block
-constexpr int kVectorsPerThread = 4;  // of a whole tile: so many loads are on their way before the first store
+constexpr int kVectorsPerThread = 4;  // of a whole tile
+constexpr int kLoadsInFlight = 4;     // of 16 bytes each, which a thread begins before it waits for the first
 constexpr int kTileVectors = kThreads * kVectorsPerThread;
-constexpr int kAlignment = 16;  // bytes of the widest access
+constexpr int kAlignment = 16;               // bytes of the widest access
+constexpr int64_t kMostBlocks = 2147483647;  // of a grid
 
 // Elements that one access of 16 bytes moves of the narrower of two dtypes; of the wider one it takes several.
 MGPU_HOST_DEVICE constexpr int vector_width(int one_size, int other_size) {
@@ -30,6 +32,15 @@ MGPU_HOST_DEVICE constexpr int log2_of(int width) {
   while ((1 << power) < width) ++power;
   return power;
 }
+
+// Returns how many vectors of `vector_nbytes` a thread loads before it uses the first.
+MGPU_HOST_DEVICE constexpr int together(int vector_nbytes) {
+  const int vectors = kLoadsInFlight * kAlignment / vector_nbytes;
+  return vectors < 1 ? 1 : vectors < kVectorsPerThread ? vectors : kVectorsPerThread;
+}
+
+// Elements of a row of gather_rows that one block does, `width` in an access.
+MGPU_HOST_DEVICE constexpr int row_tile(int width) { return kThreads * kLoadsInFlight * width; }
 
 // How many elements stand before the first place where both arrays are on a multiple of 16 bytes; -1 if they never are
 // together, and then elements are moved one by one.
@@ -101,9 +112,9 @@ MGPU_HOST_DEVICE constexpr int64_t segment_at(const int64_t* segments, int64_t r
   return low;
 }
 
-// Elements of flat buffers that one block of an optimizer updates: enough blocks for every multiprocessor, and then as
-// long ones as may be, because each begins with a search and two barriers.
-MGPU_HOST_DEVICE constexpr int64_t flat_tile(int64_t count) { return count > 4 * 1024 * 1024 ? 16384 : 4096; }
+// Elements of flat buffers that one block of an optimizer updates.  Long tiles, because each begins with a search; but
+// short enough that the last blocks of a launch, which leave multiprocessors idle, are a small part of it.
+MGPU_HOST_DEVICE constexpr int64_t flat_tile(int64_t count) { return count > 4 * 1024 * 1024 ? 8192 : 4096; }
 
 // A launch has room for so many entries of a table in its arguments (4 KiB; 32 KiB from CUDA 12.1 on).
 struct Batch {

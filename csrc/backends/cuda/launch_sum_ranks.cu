@@ -82,7 +82,7 @@ void launch_many(const std::vector<const SumRanks*>& calls, cudaStream_t stream)
   std::vector<int64_t> tiles;
   for (const SumRanks* call : calls) tiles.push_back(tiles_of(extent_of_all<T>(*call)));
   const int most = most_moves() == kManyMoves ? kManySums : kFewSums;
-  for (const Batch& batch : batches_of(tiles, most, kMostTiles)) {
+  for (const Batch& batch : batches_of(tiles, most, kMostBlocks)) {
     if (batch.count <= kFewSums)
       start_many<T, kFewSums>(calls, tiles, batch, stream);
     else

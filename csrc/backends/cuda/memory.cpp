@@ -1,11 +1,13 @@
 #include "backends/cuda/memory.h"
 
+#include <algorithm>
 #include <deque>
 #include <map>
 #include <mutex>
 #include <vector>
 
 #include "backends/cuda/guard.h"
+#include "core/launch_window.h"
 
 namespace mgpu::cuda {
 namespace {
@@ -19,13 +21,22 @@ const DeviceEvent& device_event(const Event& event) { return *static_cast<const 
 
 using Kept = std::pair<Event, std::shared_ptr<void>>;
 
+struct Idle {
+  void* memory;
+  int64_t size;
+  int64_t since;  // the number of requests when it came back
+};
+
 // Nothing here is ever destroyed: at exit the driver may be gone before we are, and it takes all with it.
 struct Pools {
   std::mutex mutex;
   std::map<int, std::vector<cudaEvent_t>> events;          // per device
-  std::map<int64_t, std::vector<void*>> pinned;            // per size
   std::map<std::pair<int, void*>, std::deque<Kept>> kept;  // per stream, in its order
   std::vector<std::shared_ptr<void>> of_graphs;
+  std::deque<Idle> idle;  // pinned memory, the longest unused first
+  int64_t idle_nbytes = 0;
+  int64_t in_use_nbytes = 0;  // pinned memory, without that of graphs
+  int64_t requests = 0;
 };
 Pools& pools() {
   static auto* it = new Pools;
@@ -69,27 +80,73 @@ Event new_event(int device) {
           }};
 }
 
-// Sizes are powers of two from 64 KiB on, so that a pool of one size serves many requests.
+// Few sizes, so that memory of one serves many requests: multiples of 16 KiB up to 128 KiB, then four for each power of
+// two.  From 64 KiB on at most a quarter is wasted.
 int64_t rounded(int64_t nbytes) {
-  int64_t size = 64 * 1024;
-  while (size < nbytes) size *= 2;
-  return size;
+  int64_t step = 16 * 1024;
+  while (8 * step < nbytes) step *= 2;
+  return std::max<int64_t>(1, (nbytes + step - 1) / step) * step;
 }
 
-void* take_pinned(int64_t size) {
+// Frees blocks that were idle for long, then the longest unused ones until a new block fits the limit.
+void free_idle(int64_t more) {
+  std::vector<void*> freed;
   {
-    const std::lock_guard<std::mutex> lock(pools().mutex);
-    auto& idle = pools().pinned[size];
-    if (!idle.empty()) {
-      void* memory = idle.back();
-      idle.pop_back();
-      return memory;
+    Pools& all = pools();
+    const std::lock_guard<std::mutex> lock(all.mutex);
+    const auto too_much = [&] { return all.in_use_nbytes + all.idle_nbytes + more > kMostPinnedNbytes; };
+    while (!all.idle.empty() && (too_much() || all.requests - all.idle.front().since > kIdleRequests)) {
+      freed.push_back(all.idle.front().memory);
+      all.idle_nbytes -= all.idle.front().size;
+      all.idle.pop_front();
     }
   }
-  const OutsideCaptures outside;
+  if (freed.empty()) return;
+  const OutsideLaunchWindow window(launch_window(), kWindowLimit);
+  cudaError_t failed = cudaSuccess;  // the others are freed all the same
+  for (void* memory : freed)
+    if (const cudaError_t code = cudaFreeHost(memory)) failed = code;
+  check(failed, "cudaFreeHost");
+}
+
+void* allocate_pinned(int64_t size) {
+  const OutsideLaunchWindow window(launch_window(), kWindowLimit);
   void* memory = nullptr;
   check(cudaHostAlloc(&memory, static_cast<size_t>(size), cudaHostAllocPortable), "cudaHostAlloc");
   return memory;
+}
+
+bool leaves_no_room(int64_t size) {
+  const std::lock_guard<std::mutex> lock(pools().mutex);
+  return pools().in_use_nbytes + size > kMostPinnedNbytes;
+}
+
+// Returns an owner that makes the memory idle at its end.
+std::shared_ptr<void> owned(void* memory, int64_t size, bool counts) {
+  const int64_t counted = counts ? size : 0;
+  std::unique_lock<std::mutex> lock(pools().mutex);
+  ++pools().requests;
+  pools().in_use_nbytes += counted;
+  lock.unlock();
+  return {memory, [size, counted](void* returned) {
+            const std::lock_guard<std::mutex> lock(pools().mutex);
+            pools().in_use_nbytes -= counted;
+            pools().idle_nbytes += size;
+            pools().idle.push_back({returned, size, pools().requests});
+          }};
+}
+
+// Returns null where none of that size is idle.
+std::shared_ptr<void> take_idle(int64_t size, bool counts) {
+  std::unique_lock<std::mutex> lock(pools().mutex);
+  auto& idle = pools().idle;
+  const auto found = std::find_if(idle.rbegin(), idle.rend(), [&](const Idle& each) { return each.size == size; });
+  if (found == idle.rend()) return nullptr;
+  void* memory = found->memory;
+  pools().idle_nbytes -= size;
+  idle.erase(std::next(found).base());
+  lock.unlock();
+  return owned(memory, size, counts);
 }
 
 // Whether it is certain; an error of somebody else's work is none of ours.
@@ -115,9 +172,26 @@ std::vector<Kept> take_passed() {
 }
 
 bool is_capturing(Stream on) {
+  if (on.device == kHost) return false;
+  const DeviceGuard guard(on.device);
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   check(cudaStreamIsCapturing(handle_of(on), &status), "cudaStreamIsCapturing");
   return status != cudaStreamCaptureStatusNone;
+}
+
+// Waits on the host until each stream is done with the memory that it has held the longest.  Returns false if they hold
+// none.  Only the caller's streams: those of another thread may wait for work that this thread has yet to launch.
+bool wait_for_oldest(const Streams& users) {
+  std::vector<Event> events;
+  {
+    const std::lock_guard<std::mutex> lock(pools().mutex);
+    for (const Stream& user : users) {
+      const auto found = pools().kept.find({user.device, user.handle});
+      if (found != pools().kept.end() && !found->second.empty()) events.push_back(found->second.front().first);
+    }
+  }
+  for (const Event& event : events) wait_for_event({}, event);
+  return !events.empty();
 }
 
 }  // namespace
@@ -132,7 +206,10 @@ Event record_event(Stream on) {
 void wait_for_event(Stream on, const Event& event) {
   const DeviceEvent& awaited = device_event(event);
   const DeviceGuard guard(on.device == kHost ? awaited.device : on.device);
-  if (on.device == kHost) return check(cudaEventSynchronize(awaited.handle), "cudaEventSynchronize");
+  if (on.device == kHost) {
+    const OutsideCaptures outside;
+    return check(cudaEventSynchronize(awaited.handle), "cudaEventSynchronize");
+  }
   check(cudaStreamWaitEvent(handle_of(on), awaited.handle, 0), "cudaStreamWaitEvent");
 }
 
@@ -145,13 +222,20 @@ bool event_reached(const Event& event) {
   return code == cudaSuccess;
 }
 
-std::shared_ptr<void> pinned(int64_t nbytes) {
-  take_passed();  // they end here, outside the lock that their ends take
+std::shared_ptr<void> pinned(int64_t nbytes, const Streams& users) {
+  const auto gpu = std::find_if(users.begin(), users.end(), [](Stream each) { return each.device != kHost; });
+  const DeviceGuard guard(gpu->device);  // otherwise the runtime makes a context on device 0 for this
+  const bool of_graph = std::any_of(users.begin(), users.end(), is_capturing);
+  const OutsideCaptures outside;
   const int64_t size = rounded(nbytes);
-  return {take_pinned(size), [size](void* memory) {
-            const std::lock_guard<std::mutex> lock(pools().mutex);
-            pools().pinned[size].push_back(memory);
-          }};
+  take_passed();  // they end here, outside the lock that their ends take
+  std::shared_ptr<void> memory = take_idle(size, !of_graph);
+  while (!memory && !of_graph && leaves_no_room(size) && wait_for_oldest(users)) {
+    take_passed();
+    memory = take_idle(size, !of_graph);
+  }
+  if (!of_graph) free_idle(memory ? 0 : size);
+  return memory ? memory : owned(allocate_pinned(size), size, !of_graph);
 }
 
 void keep_pinned(Stream on, std::shared_ptr<void> memory) {

@@ -9,6 +9,7 @@ int device_count() { return 0; }
 int runtime_version() { return 0; }
 int driver_version() { return 0; }
 bool has_code_for(int) { return false; }
+void require_reachable(const void*, Stream, const char*) { throw BackendUnavailable(detail()); }
 
 DeviceOps& device_ops() { throw BackendUnavailable(detail()); }
 bool reach(int device, int peer) { return device == peer; }

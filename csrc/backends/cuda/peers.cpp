@@ -37,10 +37,8 @@ void allow_peers(const std::vector<std::pair<int, int>>& device_and_peer) {
   for (const auto& [device, peer] : device_and_peer)
     require(in_range(device) && in_range(peer) && device != peer,
             "peers are two devices of up to " + std::to_string(kMostDevices));
-  for (const auto& [device, peer] : device_and_peer) {
-    enable(device, peer);
-    peers_of[device].fetch_or(uint64_t{1} << peer);
-  }
+  for (const auto& [device, peer] : device_and_peer) enable(device, peer);
+  for (const auto& [device, peer] : device_and_peer) peers_of[device].fetch_or(uint64_t{1} << peer);
 }
 
 void require_reachable(const void* pointer, Stream on, const char* what) {

@@ -3,10 +3,17 @@
 #pragma once
 
 #include <cstddef>
+#include <string>
 
 #include "backends/nccl/nccl_api.h"
 
 namespace mgpu::nccl {
+
+// NCCL's own text about the last failure; empty where it has none.
+inline std::string last_error(const Api& api) {
+  const char* last = api.GetLastError(nullptr);
+  return last ? last : "";
+}
 
 class Group {
  public:

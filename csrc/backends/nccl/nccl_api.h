@@ -29,7 +29,7 @@ struct Config {
   size_t nbytes = sizeof(Config);
   unsigned int magic = 0xcafebeef;
   unsigned int version = 21800;
-  int blocking = 0;  // a safe abort needs calls that return at once
+  int blocking = 1;  // launcher.h has the reason
   int cga_cluster_size = kUndefined;
   int min_ctas = kUndefined;
   int max_ctas = kUndefined;

@@ -83,12 +83,13 @@ void NcclCollectives::all_reduce_each(const Buffers& in, const Buffers& out, Red
   const Places places = places_of(*team_, {streams, true});
   const Reduction reduction = reduction_of(op, in[0].dtype, parts);
   const int dtype = nccl::number_of(in[0].dtype);
-  team_->launch(call_text("ncclAllReduce", in[0].count, in[0].dtype, name_of(op)), places.leading,
-                [&](size_t place, Handle communicator, void* stream) {
-                  const size_t rank = places.leader(place);
-                  return team_->api().AllReduce(in[rank].pointer, out[rank].pointer, in[rank].count, dtype,
-                                                reduction.op, communicator, stream);
-                });
+  team_->launch(
+      call_text("ncclAllReduce", in[0].count, in[0].dtype, name_of(op)), places.leading,
+      [&api = team_->api(), places, in, out, dtype, reduction](size_t place, Handle communicator, void* stream) {
+        const size_t rank = places.leader(place);
+        return api.AllReduce(in[rank].pointer, out[rank].pointer, in[rank].count, dtype, reduction.op, communicator,
+                             stream);
+      });
   for (size_t rank = 0; rank < out.size(); ++rank) divide(out[rank], reduction, streams[rank]);
 }
 
@@ -133,13 +134,13 @@ void NcclCollectives::reduce_at(const std::vector<ReduceCall>& calls, ReduceOp o
                                       static_cast<int>(place) == root.place ? &call.out : nullptr, scratch));
   }
   team_->launch(batch_text("ncclReduce", calls, name_of(op), &ReduceCall::out), places.leading,
-                [&](size_t place, Handle communicator, void* stream) {
+                [&api = team_->api(), calls, parts, reductions, root](size_t place, Handle communicator, void* stream) {
                   Result result = kSuccess;
                   for (size_t i = 0; i < calls.size() && accepted(result); ++i) {
                     const Buffer& part = parts[i][place];
                     void* out = static_cast<int>(place) == root.place ? calls[i].out.pointer : nullptr;
-                    result = team_->api().Reduce(part.pointer, out, part.count, nccl::number_of(part.dtype),
-                                                 reductions[i].op, root.rank, communicator, stream);
+                    result = api.Reduce(part.pointer, out, part.count, nccl::number_of(part.dtype), reductions[i].op,
+                                        root.rank, communicator, stream);
                   }
                   return result;
                 });
@@ -163,13 +164,13 @@ void NcclCollectives::broadcast(const std::vector<BroadcastCall>& calls, Stream 
 void NcclCollectives::broadcast_at(const std::vector<BroadcastCall>& calls, const Places& places,
                                    const Streams& streams, Root root) {
   team_->launch(batch_text("ncclBroadcast", calls, "", &BroadcastCall::in), places.leading,
-                [&](size_t place, Handle communicator, void* stream) {
+                [&api = team_->api(), calls, places, root](size_t place, Handle communicator, void* stream) {
                   Result result = kSuccess;
                   for (size_t i = 0; i < calls.size() && accepted(result); ++i) {
                     const Buffer& out = calls[i].out[places.leader(place)];
                     const Buffer& in = static_cast<int>(place) == root.place ? calls[i].in : out;
-                    result = team_->api().Broadcast(in.pointer, out.pointer, out.count, nccl::number_of(out.dtype),
-                                                    root.rank, communicator, stream);
+                    result = api.Broadcast(in.pointer, out.pointer, out.count, nccl::number_of(out.dtype), root.rank,
+                                           communicator, stream);
                   }
                   return result;
                 });

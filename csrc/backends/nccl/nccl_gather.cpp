@@ -32,9 +32,9 @@ void NcclCollectives::all_gather(const Buffers& in, const Buffers& out, const Ra
   if (!regular) return gather_by_broadcasts(in, out, places, ranks.streams);
   const int dtype = nccl::number_of(in[0].dtype);
   team_->launch(call_text("ncclAllGather", in[0].count, in[0].dtype), places.leading,
-                [&](size_t rank, Handle communicator, void* stream) {
-                  return team_->api().AllGather(in[rank].pointer, out[rank].pointer, in[rank].count, dtype,
-                                                communicator, stream);
+                [&api = team_->api(), in, out, dtype](size_t rank, Handle communicator, void* stream) {
+                  return api.AllGather(in[rank].pointer, out[rank].pointer, in[rank].count, dtype, communicator,
+                                       stream);
                 });
 }
 
@@ -42,15 +42,16 @@ void NcclCollectives::all_gather(const Buffers& in, const Buffers& out, const Ra
 void NcclCollectives::gather_by_broadcasts(const Buffers& in, const Buffers& out, const Places& places,
                                            const Streams& streams) {
   before_leaders(ops_, places, streams);
-  const auto parts_of = [&](size_t place, Handle communicator, void* stream) {
+  const auto parts_of = [&api = team_->api(), members = team_->ranks(), places, in, out](
+                            size_t place, Handle communicator, void* stream) {
     Result result = kSuccess;
     int64_t begin = 0;
     for (size_t rank = 0; rank < in.size() && accepted(result); ++rank) {
       const Buffer to = slice(out[places.leader(place)], {begin, in[rank].count});
       const Buffer& from = places.of_rank[rank] == place ? in[rank] : to;
       if (to.count)
-        result = team_->api().Broadcast(from.pointer, to.pointer, to.count, nccl::number_of(to.dtype),
-                                        number_of(places.of_rank[rank]), communicator, stream);
+        result = api.Broadcast(from.pointer, to.pointer, to.count, nccl::number_of(to.dtype),
+                               members[places.of_rank[rank]].rank, communicator, stream);
       begin += in[rank].count;
     }
     return result;
@@ -76,9 +77,9 @@ void NcclCollectives::reduce_scatter(const Buffers& in, const Buffers& out, Redu
   const Reduction reduction = reduction_of(op, in[0].dtype, static_cast<size_t>(team_->world()));
   const int dtype = nccl::number_of(in[0].dtype);
   team_->launch(call_text("ncclReduceScatter", out[0].count, out[0].dtype, name_of(op)), places.leading,
-                [&](size_t rank, Handle communicator, void* stream) {
-                  return team_->api().ReduceScatter(in[rank].pointer, out[rank].pointer, out[rank].count, dtype,
-                                                    reduction.op, communicator, stream);
+                [&api = team_->api(), in, out, dtype, reduction](size_t rank, Handle communicator, void* stream) {
+                  return api.ReduceScatter(in[rank].pointer, out[rank].pointer, out[rank].count, dtype, reduction.op,
+                                           communicator, stream);
                 });
   for (size_t rank = 0; rank < out.size(); ++rank) divide(out[rank], reduction, ranks.streams[rank]);
 }
@@ -91,13 +92,14 @@ void NcclCollectives::scatter_by_reductions(const Buffers& in, const Buffers& ou
     parts.push_back(combined(in, places.ranks[place], op, places.leading[place], nullptr, scratch));
   const int64_t count = out[0].count;
   const Reduction reduction = reduction_of(op, in[0].dtype, in.size());
-  const auto parts_of = [&](size_t place, Handle communicator, void* stream) {
+  const auto parts_of = [&api = team_->api(), members = team_->ranks(), places, parts, out, count, reduction](
+                            size_t place, Handle communicator, void* stream) {
     Result result = kSuccess;
     for (size_t rank = 0; rank < out.size() && accepted(result); ++rank) {
       const Buffer chunk = slice(parts[place], {static_cast<int64_t>(rank) * count, count});
       void* to = places.of_rank[rank] == place ? out[rank].pointer : nullptr;
-      result = team_->api().Reduce(chunk.pointer, to, count, nccl::number_of(chunk.dtype), reduction.op,
-                                   number_of(places.of_rank[rank]), communicator, stream);
+      result = api.Reduce(chunk.pointer, to, count, nccl::number_of(chunk.dtype), reduction.op,
+                          members[places.of_rank[rank]].rank, communicator, stream);
     }
     return result;
   };

@@ -71,18 +71,20 @@ void NcclCollectives::exchange(const Messages& sends, const Messages& receives, 
   const Places places = places_of(*team_, {streams, true});
   check(sends, receives, streams.size(), *team_);
   if (sends.empty() && receives.empty()) return;
-  const Messages sent = sorted(sends, true), received = sorted(receives, false);
-  const auto number_of_peer = [&](int peer) { return team_->whole() ? number_of(places.of_rank[peer]) : peer; };
-  const auto parts_of = [&](size_t place, Handle communicator, void* stream) {
+  const auto number_of_peer = [members = team_->ranks(), whole = team_->whole(), places](int peer) {
+    return whole ? members[places.of_rank[peer]].rank : peer;
+  };
+  const auto parts_of = [&api = team_->api(), sent = sorted(sends, true), received = sorted(receives, false), places,
+                         number_of_peer](size_t place, Handle communicator, void* stream) {
     Result result = kSuccess;
     for (const Message& each : of_place(sent, places, place))
       if (accepted(result))
-        result = team_->api().Send(each.buffer.pointer, each.buffer.count, nccl::number_of(each.buffer.dtype),
-                                   number_of_peer(each.peer), communicator, stream);
+        result = api.Send(each.buffer.pointer, each.buffer.count, nccl::number_of(each.buffer.dtype),
+                          number_of_peer(each.peer), communicator, stream);
     for (const Message& each : of_place(received, places, place))
       if (accepted(result))
-        result = team_->api().Recv(each.buffer.pointer, each.buffer.count, nccl::number_of(each.buffer.dtype),
-                                   number_of_peer(each.peer), communicator, stream);
+        result = api.Recv(each.buffer.pointer, each.buffer.count, nccl::number_of(each.buffer.dtype),
+                          number_of_peer(each.peer), communicator, stream);
     return result;
   };
   before_leaders(ops_, places, streams);

@@ -75,7 +75,7 @@ void after_leaders(DeviceOps& ops, const Places& places, const Streams& streams)
 }
 
 Buffer Scratch::room(int64_t count, DType dtype) {
-  memory_.push_back(ops_.staging(count * static_cast<int64_t>(itemsize(dtype))));
+  memory_.push_back(ops_.staging(count * static_cast<int64_t>(itemsize(dtype)), streams_));
   return {memory_.back().get(), count, dtype};
 }
 

@@ -36,7 +36,10 @@ Team::Team(DeviceOps& ops, const Library& library, int world, const std::vector<
     : ops_(ops), library_(library), world_(world), ranks_(sorted(ranks)), limits_(limits), process_(getpid()) {}
 
 Team::~Team() {
-  if (getpid() != process_) return;  // the communicators are the parent's
+  if (getpid() != process_) {  // the communicators and the launcher's thread are the parent's
+    static_cast<void>(launcher_.release());
+    return;
+  }
   unwatch(*this);
   try {
     close();
@@ -51,13 +54,12 @@ std::vector<int> Team::devices() const {
   return devices;
 }
 
-std::string Team::text_of(const std::string& what, int place, Result code) const {
+std::string Team::text_of(const std::string& what, int place, Result code, const std::string& last) const {
   std::string text = what + " failed";
   if (place >= 0)
     text += " on rank " + std::to_string(ranks_[place].rank) + ", device " + std::to_string(ranks_[place].device);
   text += ": " + std::string(api().GetErrorString(code)) + " (NCCL error " + std::to_string(code) + ")";
-  const char* last = api().GetLastError(nullptr);
-  return last && *last ? text + ": " + last : text;
+  return last.empty() ? text : text + ": " + last;
 }
 
 std::string Team::late_text(const std::string& what, std::chrono::milliseconds limit) const {
@@ -91,9 +93,9 @@ Team::Status Team::status_of(const std::vector<Handle>& handles) const {
   return status;
 }
 
-// Whoever comes first takes the communicators; nobody else has them then, so NCCL is called without the lock: an abort
-// may take a while.
+// Whoever comes first takes the communicators, and no call is started after that.
 void Team::abort(const std::string& reason, Result code) {
+  if (getpid() != process_) return;  // the communicators are the parent's
   std::vector<Handle> handles;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -104,8 +106,7 @@ void Team::abort(const std::string& reason, Result code) {
     handles.swap(handles_);
     in_flight_.clear();
   }
-  for (Handle handle : handles)
-    if (handle) api().CommAbort(handle);
+  abort_each(handles);
 }
 
 void Team::fail(const std::string& message, Result code) {
@@ -114,44 +115,11 @@ void Team::fail(const std::string& message, Result code) {
   throw NcclError(message, code);  // not reached: the team is aborted, or was closed meanwhile
 }
 
-void Team::launch(const std::string& what, const Streams& streams, const Part& part) {
+void Team::launch(const std::string& what, const Streams& streams, Part part) {
   check();
   LaunchTurn turn(ops_, streams, Clock::now() + limits_.init);
-  start_group(what, streams, part);
-  until_ready(what);  // only then is the work on the streams
+  start_group(what, streams, std::move(part));
   fly(what, turn.launched());
-}
-
-void Team::start_group(const std::string& what, const Streams& streams, const Part& part) {
-  std::unique_lock<std::mutex> lock(mutex_);
-  require_usable();
-  Group group(api());
-  for (size_t place = 0; place < handles_.size(); ++place)
-    if (!group.add(place, part(place, handles_[place], streams[place].handle))) break;
-  const Result result = group.end();
-  if (accepted(result)) return;
-  // Usable only if the parts of the other ranks were dropped too, and NCCL itself sees it so.
-  const bool usable = result == kInvalidArgument && group.dropped() && status_of(handles_).code == kSuccess;
-  lock.unlock();
-  const std::string text = text_of(what, group.failed(), result);
-  if (usable) throw NcclError(text + ". Nothing was started; the team is still usable", result);
-  fail(text, result);
-}
-
-// The turn is held on: the next launch must find this one's work on the streams.
-void Team::until_ready(const std::string& what) {
-  const auto deadline = Clock::now() + limits_.init;
-  for (Pause pause;; pause.next()) {
-    Status status;
-    {
-      const std::lock_guard<std::mutex> lock(mutex_);
-      require_usable();
-      status = status_of(handles_);
-    }
-    if (status.code == kSuccess) return;
-    if (status.code != kInProgress) fail(text_of(what, status.place, status.code), status.code);
-    if (Clock::now() > deadline) fail(late_text(what, limits_.init) + ": its peers did not come", kTimeout);
-  }
 }
 
 void Team::fly(const std::string& what, std::vector<Event> events) {
@@ -186,7 +154,7 @@ bool Team::look() noexcept try {
   const bool late = Clock::now() - progress_ > limits_.collective;
   lock.unlock();
   if (!accepted(status.code))
-    abort(text_of(what + ", while it ran,", status.place, status.code), status.code);
+    abort(text_of(what + ", while it ran,", status.place, status.code, last_error(api())), status.code);
   else if (late)
     abort(late_text(what, limits_.collective), kTimeout);
   return true;
@@ -229,17 +197,6 @@ void Team::close() {
   for (Pause pause; !in_flight.empty() && Clock::now() < deadline; pause.next())
     if (all_reached(ops_, in_flight.back().events)) in_flight.clear();
   if (!handles.empty()) finalize(handles, deadline);
-}
-
-// Resources go with the last communicator of a team, so it is all or none.
-void Team::finalize(const std::vector<Handle>& handles, Clock::time_point deadline) const {
-  bool ended = Clock::now() < deadline;
-  for (Handle handle : handles) ended = ended && accepted(api().CommFinalize(handle));
-  Status status = status_of(handles);
-  for (Pause pause; ended && status.code == kInProgress && Clock::now() < deadline; pause.next())
-    status = status_of(handles);
-  ended = ended && status.code == kSuccess;
-  for (Handle handle : handles) ended ? api().CommDestroy(handle) : api().CommAbort(handle);
 }
 
 }  // namespace mgpu::nccl

@@ -4,8 +4,8 @@
 // and its peers would wait for one that is gone.  So after any other failure all are aborted, which also ends what is
 // in flight; the call says so, and every later call raises the same error at once.
 //
-// Calls of NCCL return at once (blocking = 0), so the lock of a team is never held while anybody waits.  One team may
-// be used by several threads; on each of its streams the work is in the order of the calls.
+// NCCL is called by the launcher's thread, so the lock of a team is never held while anybody waits.  One team may be
+// used by several threads; on each of its streams the work is in the order of the calls.
 #pragma once
 
 #include <sys/types.h>
@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "backends/nccl/launch_order.h"
+#include "backends/nccl/launcher.h"
 #include "backends/nccl/nccl_library.h"
 #include "backends/nccl/watchdog.h"
 #include "core/device_ops.h"
@@ -33,7 +34,7 @@ struct RankDevice {
 struct Limits {
   std::chrono::milliseconds init{std::chrono::minutes(10)};        // to meet the peers, and to get a launch on its way
   std::chrono::milliseconds collective{std::chrono::minutes(10)};  // without any progress; 0: nobody watches
-  std::chrono::milliseconds close{std::chrono::seconds(10)};       // then what is in flight is aborted
+  std::chrono::milliseconds close{std::chrono::seconds(10)};       // then an abort, which may take as long again
 };
 
 class Team final : public Watched {
@@ -51,11 +52,12 @@ class Team final : public Watched {
   DeviceOps& ops() const { return ops_; }
   const Api& api() const { return library_.api; }
 
-  // The part of communicator `place` (of ranks()) in a group.  Must not throw.
+  // The part of communicator `place` (of ranks()) in a group.  Must not throw.  Owns what it uses: NCCL may block in it
+  // until after `launch` has given up and thrown.
   using Part = std::function<Result(size_t place, Handle communicator, void* stream)>;
   // All parts in one group, that of ranks()[place] on streams[place]; returns when they are on the streams.  `what`
   // names it in messages.
-  void launch(const std::string& what, const Streams& streams, const Part& part);
+  void launch(const std::string& what, const Streams& streams, Part part);
 
   // Raises what has happened to the team: NcclError once it is aborted, InvalidArgument once it is closed.
   void check() const;
@@ -80,17 +82,27 @@ class Team final : public Watched {
 
   Team(DeviceOps& ops, const Library& library, int world, const std::vector<RankDevice>& ranks, const Limits& limits);
   void make_communicators(const UniqueId& id);
-  void start_group(const std::string& what, const Streams& streams, const Part& part);
-  void until_ready(const std::string& what);
+  struct Calls;
+  struct Done {  // what became of a group
+    Result result = kSuccess;
+    int failed = -1;  // the place whose call failed; -1: the group as a whole
+    bool dropped = false;
+    std::string error;
+  };
+  using Call = std::function<Result(size_t place, Handle& communicator)>;
+  Calls calls() const;
+  void start_group(const std::string& what, const Streams& streams, Part part);
+  Done run_group(const std::string& what, bool launches, Call call);
   void fly(const std::string& what, std::vector<Event> events);
-  void finalize(const std::vector<Handle>& handles, Clock::time_point deadline) const;
+  void finalize(std::vector<Handle> handles, Clock::time_point deadline);
+  void abort_each(std::vector<Handle> handles) const;
 
   // With the lock held.
   void require_usable() const;
   Status status_of(const std::vector<Handle>& handles) const;
   void drop_reached();
 
-  std::string text_of(const std::string& what, int place, Result code) const;
+  std::string text_of(const std::string& what, int place, Result code, const std::string& last) const;
   std::string late_text(const std::string& what, std::chrono::milliseconds limit) const;
   std::vector<int> devices() const;
   [[noreturn]] void fail(const std::string& message, Result code);
@@ -101,6 +113,7 @@ class Team final : public Watched {
   const std::vector<RankDevice> ranks_;
   const Limits limits_;
   const pid_t process_;
+  std::unique_ptr<Launcher> launcher_ = std::make_unique<Launcher>();
 
   mutable std::mutex mutex_;
   State state_ = State::usable;
@@ -109,6 +122,17 @@ class Team final : public Watched {
   Result failure_code_ = kSuccess;
   std::deque<InFlight> in_flight_;
   Clock::time_point progress_;  // of what is in flight
+};
+
+// State of a call, which may outlive its team.
+struct Team::Calls {
+  const Api& api;
+  DeviceOps& ops;
+  std::vector<RankDevice> ranks;
+
+  // Makes the calls of a group, in the calling thread.  NCCL sets the current device back to the one that it found; in
+  // a thread without a context that would make one on GPU 0, so a device of the team is current meanwhile.
+  Done group(std::vector<Handle>& handles, const Call& call, const std::function<void()>& before_end = {}) const;
 };
 
 }  // namespace mgpu::nccl

@@ -3,7 +3,6 @@
 #include <set>
 #include <string>
 
-#include "backends/nccl/group.h"
 #include "backends/nccl/team.h"
 #include "core/error.h"
 
@@ -51,25 +50,18 @@ std::shared_ptr<Team> Team::init(DeviceOps& ops, const UniqueId& id, int world, 
   return team;
 }
 
-// All in one group, else the first would wait for the second for ever.  The turn is not held while they meet: other
-// ranks may be other threads', and NCCL launches nothing meanwhile.
+// All in one group, otherwise the first would wait for the second for ever.  No device is claimed while they meet:
+// other ranks may be other threads', and NCCL launches nothing meanwhile.
 void Team::make_communicators(const UniqueId& id) {
   const std::string what = "ncclCommInitRankConfig of " + std::to_string(world_) + " ranks";
-  {
-    const DeviceClaim claim(devices(), Clock::now() + limits_.init);
-    std::unique_lock<std::mutex> lock(mutex_);
-    handles_.assign(ranks_.size(), nullptr);
-    Group group(api());
-    for (size_t place = 0; place < ranks_.size(); ++place) {
-      const auto current = ops_.make_current(ranks_[place].device);  // a communicator is made for the current device
-      Config config;
-      if (!group.add(place, api().CommInitRankConfig(&handles_[place], world_, id, ranks_[place].rank, &config))) break;
-    }
-    const Result result = group.end();
-    lock.unlock();
-    if (!accepted(result)) fail(text_of(what, group.failed(), result), result);
-  }
-  until_ready(what);
+  handles_.assign(ranks_.size(), nullptr);
+  const Done done = run_group(what, false, [calls = calls(), world = world_, id](size_t place, Handle& handle) {
+    const RankDevice& mine = calls.ranks[place];
+    const auto current = calls.ops.make_current(mine.device);  // a communicator is made for the current device
+    Config config;
+    return calls.api.CommInitRankConfig(&handle, world, id, mine.rank, &config);
+  });
+  if (!accepted(done.result)) fail(text_of(what, done.failed, done.result, done.error), done.result);
 }
 
 }  // namespace mgpu::nccl

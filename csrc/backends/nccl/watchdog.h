@@ -8,7 +8,8 @@ namespace mgpu::nccl {
 class Watched {
  public:
   virtual ~Watched() = default;
-  // Whether something is in flight, so that it should be looked at again soon.  Acts on what it finds; never waits.
+  // Whether something is in flight, so that it should be looked at again soon.  Acts on what it finds; only an
+  // abort waits, with a limit.
   virtual bool look() noexcept = 0;
 };
 

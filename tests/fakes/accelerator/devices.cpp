@@ -6,11 +6,14 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
+#include <chrono>
 #include <cstdlib>
 #include <cstring>
 #include <mutex>
+#include <utility>
 #include <vector>
 
 #include "fake.h"
@@ -43,6 +46,22 @@ REGISTER_ALLOCATOR(kType, &memory);
 struct Late {
   at::Tensor host, value;  // kept alive, as pinned memory is until the device is done with it
 };
+
+constexpr int kPriorities = 4;  // 0, -1, -2 and -3
+constexpr c10::StreamId kStreamsOfAPool = 32;
+
+// What an event points at.
+struct Recorded {
+  c10::Stream stream;
+  std::chrono::steady_clock::time_point time;
+};
+
+struct Wait {
+  c10::Stream waiter, awaited;
+};
+std::mutex waits_lock;
+std::vector<Wait> waits;
+std::vector<std::pair<int64_t, int64_t>> recorded;  // pointer, stream
 
 std::mutex late_lock;
 std::vector<Late> late;
@@ -95,9 +114,12 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return c10::Stream(c10::Stream::UNSAFE, device, streams.at(meant(device).index()));
   }
   c10::Stream getDefaultStream(c10::Device device) const override { return c10::Stream(c10::Stream::DEFAULT, device); }
-  c10::Stream getNewStream(c10::Device device, int) const override {
-    static std::atomic<c10::StreamId> last{0};
-    return c10::Stream(c10::Stream::UNSAFE, device, ++last);
+  // As on CUDA, a device has 32 streams of each priority, and the 33rd is the first again.
+  c10::Stream getNewStream(c10::Device device, int priority) const override {
+    static std::array<std::array<std::atomic<c10::StreamId>, kPriorities>, kDevices> made{};
+    const int pool = std::clamp(-priority, 0, kPriorities - 1);
+    const c10::StreamId place = made.at(meant(device).index()).at(pool)++ % kStreamsOfAPool;
+    return c10::Stream(c10::Stream::UNSAFE, meant(device), 1 + pool * kStreamsOfAPool + place);
   }
   c10::Stream exchangeStream(c10::Stream stream) const override {
     const c10::Stream before = getStream(stream.device());
@@ -105,10 +127,22 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return before;
   }
 
-  // All work but the late copies is done when its call returns, so there is little to wait for.
-  void record(void**, const c10::Stream&, c10::DeviceIndex, c10::EventFlag) const override {}
-  void block(void*, const c10::Stream&) const override {}
-  void destroyEvent(void*, c10::DeviceIndex) const noexcept override {}
+  // All work but the late copies is done when its call returns, so there is little to wait for; tests ask who waited.
+  void record(void** event, const c10::Stream& stream, c10::DeviceIndex, c10::EventFlag) const override {
+    delete static_cast<Recorded*>(*event);
+    *event = new Recorded{stream, std::chrono::steady_clock::now()};
+  }
+  void block(void* event, const c10::Stream& stream) const override {
+    const std::lock_guard<std::mutex> guard(waits_lock);
+    waits.push_back({stream, static_cast<Recorded*>(event)->stream});
+  }
+  void destroyEvent(void* event, c10::DeviceIndex) const noexcept override { delete static_cast<Recorded*>(event); }
+  double elapsedTime(void* first, void* last, c10::DeviceIndex) const override {
+    return std::chrono::duration<double, std::milli>(static_cast<Recorded*>(last)->time -
+                                                     static_cast<Recorded*>(first)->time)
+        .count();
+  }
+  void recordDataPtrOnStream(const c10::DataPtr&, const c10::Stream&) const override {}
   bool queryEvent(void*) const override { return true; }
   bool queryStream(const c10::Stream&) const override { return true; }
   void synchronizeEvent(void*) const override { arrive(); }
@@ -160,6 +194,11 @@ void copy_later(const at::Tensor& host, const at::Tensor& value) {
   std::memset(host.data_ptr(), 0xEE, host.nbytes());
 }
 
+void record_stream(at::Tensor& tensor, c10::Stream stream) {
+  const std::lock_guard<std::mutex> guard(waits_lock);
+  recorded.push_back({reinterpret_cast<int64_t>(tensor.data_ptr()), stream.id()});
+}
+
 void arrive() {
   const std::lock_guard<std::mutex> guard(late_lock);
   for (const auto& [host, value] : late) std::memcpy(host.data_ptr(), value.data_ptr(), host.nbytes());
@@ -173,5 +212,18 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.attr("devices") = int(fake::kDevices);
   module.def("current", [] { return int(fake::current); });
   module.def("make_current", [](int index) { fake::make_current(c10::DeviceIndex(index)); });
+  // Since the last call: (device, stream, device, stream), of which the first waited for the second.
+  module.def("take_waits", [] {
+    const std::lock_guard<std::mutex> guard(fake::waits_lock);
+    std::vector<std::array<int64_t, 4>> found;
+    for (const auto& [waiter, awaited] : fake::waits)
+      found.push_back({waiter.device_index(), waiter.id(), awaited.device_index(), awaited.id()});
+    fake::waits.clear();
+    return found;
+  });
+  module.def("take_recorded", [] {
+    const std::lock_guard<std::mutex> guard(fake::waits_lock);
+    return std::exchange(fake::recorded, {});
+  });
   module.def("default_generator", [](int index) { return fake::default_generator(c10::DeviceIndex(index)); });
 }

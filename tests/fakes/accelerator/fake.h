@@ -11,6 +11,7 @@
 #include <ATen/core/Generator.h>
 #include <c10/core/Allocator.h>
 #include <c10/core/Device.h>
+#include <c10/core/Stream.h>
 
 #include <optional>
 
@@ -35,6 +36,9 @@ at::Generator cpu_generator(const std::optional<at::Generator>& given, c10::Devi
 // Writes the value to a contiguous host tensor when somebody waits for a device; until then there is garbage.
 void copy_later(const at::Tensor& host, const at::Tensor& value);
 void arrive();
+
+// Whoever frees the memory waits for the stream: nobody has to here, and tests ask for whom it was said.
+void record_stream(at::Tensor& tensor, c10::Stream stream);
 
 // The same memory as a CPU tensor and as a tensor of ours, which keep it alive; others are passed on.
 at::Tensor on_cpu(const at::Tensor& ours);

@@ -220,6 +220,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_fused_sdp_choice", fake::fused_attention);
   m.impl("_thnn_fused_lstm_cell", fake::lstm_cell);
   m.impl("native_dropout", fake::dropout);
+  m.impl("record_stream", fake::record_stream);
 }
 
 TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, m) { m.impl("_thnn_fused_lstm_cell", fake::lstm_cell); }

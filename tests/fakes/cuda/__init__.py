@@ -2,36 +2,24 @@
 
 So the whole road in Python runs through the cuda room, its kernels included, on a machine without a GPU: pointers,
 counts, streams and devices go the way that a GPU's would.  Work is done at once: order is for the C++ tests to prove.
+With ``MGPU_TEST_PTX`` the kernels run from nvcc's PTX; without it, as the host's compiler made them.
 """
 
 from __future__ import annotations
 
-import fcntl
+import ctypes
 import importlib.util
 import os
-import shutil
-import subprocess
 import sys
 from itertools import permutations
 from pathlib import Path
 
 import torch
+from fakes import native_build, ptx
 
-__all__ = ["serve", "take_the_cores_place", "what_is_missing"]
+__all__ = ["faults", "serve", "take_the_cores_place"]
 
-_ROOT = Path(__file__).parents[3]
-_BUILD = _ROOT / "build" / f"fake_core-{sys.implementation.cache_tag}"
 DEVICES = 4
-
-
-def what_is_missing() -> str | None:
-    """Why the fake core cannot be built here, or ``None``."""
-    for tool in ("c++", "cmake", "ninja"):
-        if shutil.which(tool) is None:
-            return f"the core on the fake CUDA runtime needs {tool}"
-    if importlib.util.find_spec("pybind11") is None:
-        return "the core on the fake CUDA runtime needs pybind11"
-    return None
 
 
 def take_the_cores_place() -> None:
@@ -63,19 +51,12 @@ def serve(device_type: str) -> None:
 
 
 def _build() -> Path:
-    _BUILD.mkdir(parents=True, exist_ok=True)
-    with open(_BUILD / "in_use", "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        pybind11 = subprocess.check_output([sys.executable, "-m", "pybind11", "--cmakedir"], text=True).strip()
-        choices = ["-DMGPU_FAKE_CUDA=ON", "-DMGPU_CUDA=off", "-DCMAKE_BUILD_TYPE=Release"]
-        python = [f"-DPython_EXECUTABLE={sys.executable}", f"-Dpybind11_DIR={pybind11}"]
-        _run(["cmake", "-S", str(_ROOT), "-B", str(_BUILD), "-G", "Ninja", *choices, *python])
-        _run(["cmake", "--build", str(_BUILD), "--target", "_core"])
-    (made,) = _BUILD.glob("_core*.so")
+    architecture = ptx.wanted_architecture()
+    native_build.build("_core", *([f"ptx_{architecture}"] if architecture else []))
+    (made,) = native_build.FOLDER.glob("_core*.so")
     return made
 
 
-def _run(command: list[str]) -> None:
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stdout[-4000:]}")
+def faults() -> list[str]:
+    """Return what the PTX machine found in kernels since the last call; nothing where the host runs them."""
+    return ptx.take_faults(ctypes.CDLL(sys.modules["mgpu_core._core"].__file__))

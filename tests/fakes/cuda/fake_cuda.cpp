@@ -1,5 +1,6 @@
 #include "fakes/cuda/fake_cuda.h"
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <functional>
@@ -13,6 +14,7 @@
 #include "backends/cpu/cpu.h"
 #include "cuda_runtime.h"
 #include "fakes/deferred/deferred_device.h"
+#include "fakes/ptx/launches.h"
 
 struct FakeStream {
   int device;
@@ -21,6 +23,7 @@ struct FakeStream {
 struct FakeEvent {
   int device;
   mgpu::Event event;
+  bool captured = false;  // recorded inside a capture: a node of a graph, no point in time
 };
 
 namespace {
@@ -45,13 +48,17 @@ struct Machine {
   int devices;
   bool peers;
   bool at_once = false;
+  bool count_only = false;
+  bool maps_for_peers = true;
   mgpu::fakes::DeferredDevice room;
   std::vector<cudaStream_t> defaults;
   std::vector<std::unique_ptr<FakeStream>> streams;
   std::map<std::pair<int, int>, bool> enabled;
   std::map<std::string, std::pair<int, cudaError_t>> failures;  // calls that still succeed, code
   int launches = 0;
+  int pointer_looks = 0;
   bool capturing = false;
+  int waits_in_captures = 0;
   std::set<int> contexts;
 };
 
@@ -59,6 +66,8 @@ struct Machine {
 std::vector<std::unique_ptr<Machine>> machines;
 Machine* made = nullptr;
 std::map<const char*, Memory> memory_of_all;
+int64_t pinned = 0, peak_pinned = 0;
+void (*on_host_alloc)() = nullptr;
 std::recursive_mutex mutex;  // the room is used by many threads, and the deferred device is one thread's
 #define LOCKED() const std::lock_guard<std::recursive_mutex> locked(mutex)
 
@@ -69,6 +78,7 @@ Machine* machine() {
   if (!made && devices) {
     fakeCudaReset(std::atoi(devices), 0);
     made->at_once = true;
+    ptx::allow_unknown_memory(true);
   }
   return made;
 }
@@ -99,6 +109,9 @@ cudaError_t injected(const char* function) {
 #define RETURN_IF_INJECTED() \
   if (const cudaError_t code = injected(__func__)) return code
 
+// While a graph is captured, threads that have a part in it may not ask, wait, allocate nor free.
+bool forbidden() { return machine()->capturing && mode != cudaStreamCaptureModeRelaxed; }
+
 const Memory* memory_at(const void* pointer) {
   auto found = memory_of_all.upper_bound(static_cast<const char*>(pointer));
   if (found == memory_of_all.begin()) return nullptr;
@@ -113,7 +126,7 @@ cudaError_t submit(cudaStream_t stream, std::function<void()> work) {
   FakeStream* on = stream_of(stream);
   if (on->device != current()) return fail(cudaErrorInvalidResourceHandle);
   machine()->room.submit(on->stream, [work = std::move(work)] {
-    work();
+    if (!machine()->count_only) work();
     return true;
   });
   if (machine()->at_once) machine()->room.synchronize(on->stream);
@@ -121,11 +134,12 @@ cudaError_t submit(cudaStream_t stream, std::function<void()> work) {
 }
 
 cudaError_t allocate(void** memory, size_t nbytes, cudaMemoryType type) {
-  auto bytes = std::make_unique<char[]>(nbytes);
-  std::memset(bytes.get(), mgpu::fakes::kPoison, nbytes);
+  std::unique_ptr<char[]> bytes(new char[nbytes]);  // not set: a page that nobody touches is not there
+  if (!machine()->count_only) std::memset(bytes.get(), mgpu::fakes::kPoison, nbytes);
   char* start = bytes.get();
   *memory = start;
   memory_of_all[start] = {std::move(bytes), nbytes, type, current()};
+  ptx::add_memory(start, nbytes, type == cudaMemoryTypeDevice ? current() : -1, machine()->maps_for_peers);
   return cudaSuccess;
 }
 
@@ -140,6 +154,9 @@ constexpr Named kErrors[] = {
     {cudaErrorInsufficientDriver, "cudaErrorInsufficientDriver", "CUDA driver version is insufficient"},
     {cudaErrorInvalidDevice, "cudaErrorInvalidDevice", "invalid device ordinal"},
     {cudaErrorInvalidResourceHandle, "cudaErrorInvalidResourceHandle", "invalid resource handle"},
+    {cudaErrorStreamCaptureIsolation, "cudaErrorStreamCaptureIsolation", "dependency created on uncaptured work"},
+    {cudaErrorCapturedEvent, "cudaErrorCapturedEvent",
+     "operation not permitted on an event last recorded in a capture"},
     {cudaErrorIllegalAddress, "cudaErrorIllegalAddress", "an illegal memory access was encountered"},
 };
 const Named& named(cudaError_t code) {
@@ -154,6 +171,7 @@ const Named& named(cudaError_t code) {
 void fakeCudaReset(int devices, uint64_t seed, bool peers) {
   machines.push_back(std::make_unique<Machine>(devices, seed, peers));
   made = machines.back().get();
+  ptx::allow_unknown_memory(false);
   stack.clear();
   mode = cudaStreamCaptureModeGlobal;
   last = cudaSuccess;
@@ -163,6 +181,14 @@ bool fakeHasCode() { return injected("cudaFuncGetAttributes") == cudaSuccess; }
 void fakeCudaCapture(bool on) { machine()->capturing = on; }
 int fakeCudaContexts() { return static_cast<int>(machine()->contexts.size()); }
 int fakeCudaLaunches() { return machine()->launches; }
+int fakeCudaPointerLooks() { return machine()->pointer_looks; }
+void fakeCudaOnHostAlloc(void (*inside)()) { on_host_alloc = inside; }
+int fakeCudaWaitsInCaptures() { return machine()->waits_in_captures; }
+int64_t fakeCudaPinned() { return pinned; }
+int64_t fakeCudaPeakPinned() { return peak_pinned; }
+void fakeCudaForgetPeak() { peak_pinned = pinned; }
+void fakeCudaMapForPeers(bool on) { machine()->maps_for_peers = on; }
+void fakeCudaCountOnly(bool on) { machine()->count_only = on; }
 
 cudaError_t cudaGetLastError() {
   const cudaError_t code = last;
@@ -195,7 +221,8 @@ cudaError_t cudaRuntimeGetVersion(int* version) {
   return cudaSuccess;
 }
 cudaError_t cudaDriverGetVersion(int* version) {
-  *version = CUDART_VERSION;
+  const char* given = std::getenv("FAKE_CUDA_DRIVER");
+  *version = given ? std::atoi(given) : CUDART_VERSION;
   return cudaSuccess;
 }
 cudaError_t cudaDeviceCanAccessPeer(int* can, int device, int peer) {
@@ -259,15 +286,33 @@ cudaError_t cudaMalloc(void** memory, size_t nbytes) {
 cudaError_t cudaFree(void* memory) {
   LOCKED();
   memory_of_all.erase(static_cast<const char*>(memory));
+  ptx::remove_memory(memory);
   return cudaSuccess;
 }
 cudaError_t cudaHostAlloc(void** memory, size_t nbytes, unsigned) {
   LOCKED();
   RETURN_IF_INJECTED();
+  if (forbidden()) return fail(cudaErrorStreamCaptureUnsupported);
+  if (on_host_alloc) on_host_alloc();
+  pinned += static_cast<int64_t>(nbytes);
+  peak_pinned = std::max(peak_pinned, pinned);
   return allocate(memory, nbytes, cudaMemoryTypeHost);
+}
+cudaError_t cudaFreeHost(void* memory) {
+  LOCKED();
+  RETURN_IF_INJECTED();
+  const auto found = memory_of_all.find(static_cast<const char*>(memory));
+  if (found == memory_of_all.end() || found->second.type != cudaMemoryTypeHost) return fail(cudaErrorInvalidValue);
+  if (forbidden()) return fail(cudaErrorStreamCaptureUnsupported);
+  if (machine()->capturing) ++machine()->waits_in_captures;
+  pinned -= static_cast<int64_t>(found->second.nbytes);
+  memory_of_all.erase(found);
+  ptx::remove_memory(memory);
+  return cudaSuccess;
 }
 cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const void* pointer) {
   LOCKED();
+  ++machine()->pointer_looks;
   const Memory* memory = memory_at(pointer);
   const auto unknown = machine()->at_once ? cudaMemoryTypeManaged : cudaMemoryTypeUnregistered;
   *attributes = memory ? cudaPointerAttributes{memory->type, memory->device} : cudaPointerAttributes{unknown, -1};
@@ -282,19 +327,22 @@ cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) {
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
   LOCKED();
   RETURN_IF_INJECTED();
+  if (machine()->capturing) return fail(cudaErrorStreamCaptureUnsupported);
   machine()->room.synchronize(stream_of(stream)->stream);
   return cudaSuccess;
 }
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
   LOCKED();
   RETURN_IF_INJECTED();
+  if (machine()->capturing && !event->captured) return fail(cudaErrorStreamCaptureIsolation);
+  if (!machine()->capturing && event->captured) return fail(cudaErrorCapturedEvent);
   machine()->room.wait(stream_of(stream)->stream, event->event);
   return cudaSuccess;
 }
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
   LOCKED();
   RETURN_IF_INJECTED();
-  *event = new FakeEvent{current(), nullptr};  // the room keeps them for good
+  *event = new FakeEvent{current(), nullptr, false};  // the room keeps them for good
   return cudaSuccess;
 }
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
@@ -303,15 +351,20 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
   FakeStream* on = stream_of(stream);
   if (on->device != event->device) return fail(cudaErrorInvalidResourceHandle);
   event->event = machine()->room.record(on->stream);
+  event->captured = machine()->capturing;
   return cudaSuccess;
 }
 cudaError_t cudaEventQuery(cudaEvent_t event) {
   LOCKED();
-  if (machine()->capturing && mode != cudaStreamCaptureModeRelaxed) return fail(cudaErrorStreamCaptureUnsupported);
+  if (forbidden()) return fail(cudaErrorStreamCaptureUnsupported);
+  if (event->captured) return fail(cudaErrorCapturedEvent);
   return machine()->room.reached(event->event) ? cudaSuccess : fail(cudaErrorNotReady);
 }
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {
   LOCKED();
+  if (forbidden()) return fail(cudaErrorStreamCaptureUnsupported);
+  if (event->captured) return fail(cudaErrorCapturedEvent);
+  if (machine()->capturing) ++machine()->waits_in_captures;
   machine()->room.wait({}, event->event);
   return cudaSuccess;
 }
@@ -320,6 +373,7 @@ cudaError_t cudaMemcpy(void* to, const void* from, size_t nbytes, cudaMemcpyKind
   LOCKED();
   machine()->room.synchronize(machine()->defaults[current()]->stream);
   std::memcpy(to, from, nbytes);
+  ptx::mark_written(to, nbytes);
   return cudaSuccess;
 }
 cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t nbytes, cudaMemcpyKind kind, cudaStream_t stream) {
@@ -332,15 +386,28 @@ cudaError_t cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_
   LOCKED();
   // The real one stages ordinary memory and waits; the room never hands it any.
   if (!machine()->at_once && (!memory_at(to) || !memory_at(from))) std::abort();
+  for (size_t row = 0; row < height; ++row) ptx::mark_written(static_cast<char*>(to) + row * to_pitch, width);
   return submit(stream, [=] {
     for (size_t row = 0; row < height; ++row)
       std::memcpy(static_cast<char*>(to) + row * to_pitch, static_cast<const char*>(from) + row * from_pitch, width);
   });
 }
 
-cudaError_t fakeLaunch(cudaStream_t stream, std::function<void()> work) {
+size_t fakeMostArgumentBytes() {
+  int version = 0;
+  cudaDriverGetVersion(&version);
+  return version < 12010 ? 4096 : 32764;
+}
+void fakeRunKernel(const FakeKernel& kernel, int device) {
+  if (ptx::is_wanted())
+    ptx::run_grid(kernel.symbol, kernel.blocks, kernel.threads, device, kernel.arguments);
+  else
+    fakeRunGrid(kernel.blocks, kernel.threads, kernel.body);
+}
+cudaError_t fakeLaunch(cudaStream_t stream, std::function<void(int)> work) {
   LOCKED();
   if (const cudaError_t code = injected("cudaLaunchKernel")) return code;
   ++machine()->launches;
-  return submit(stream, std::move(work));
+  const int device = stream_of(stream)->device;
+  return submit(stream, [device, work = std::move(work)] { work(device); });
 }

@@ -17,3 +17,19 @@ void fakeCudaCapture(bool on);
 int fakeCudaContexts();
 // Kernels that were started since the reset.
 int fakeCudaLaunches();
+// Calls of cudaPointerGetAttributes since the reset.  Python tests find it by its name in the module.
+extern "C" __attribute__((visibility("default"))) int fakeCudaPointerLooks();
+// Called inside each cudaHostAlloc; null: nothing is.
+void fakeCudaOnHostAlloc(void (*inside)());
+// Waits of the host and frees of pinned memory while streams were being captured, in whatever mode.
+int fakeCudaWaitsInCaptures();
+// Bytes of pinned memory of the process, of all resets: now, and the most since `fakeCudaForgetPeak`.
+int64_t fakeCudaPinned();
+int64_t fakeCudaPeakPinned();
+void fakeCudaForgetPeak();
+// Whether memory of devices is mapped for their peers from now on.  The driver does so with cudaMalloc's, but virtual
+// memory (torch's expandable segments) is mapped only where it is said; the PTX machine sees who touches it all the
+// same.
+void fakeCudaMapForPeers(bool on);
+// While on, work ends without being done and memory has no contents: to count what sizes beyond the host's memory need.
+void fakeCudaCountOnly(bool on);

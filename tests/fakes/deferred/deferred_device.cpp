@@ -126,7 +126,7 @@ std::shared_ptr<void> DeferredDevice::make_current(int device) {
   return {nullptr, [this, before](void*) { current_ = before; }};
 }
 
-std::shared_ptr<void> DeferredDevice::staging(int64_t nbytes) {
+std::shared_ptr<void> DeferredDevice::staging(int64_t nbytes, const Streams&) {
   auto memory = std::make_unique<char[]>(nbytes);
   char* start = memory.get();
   std::memset(start, kPoison, nbytes);

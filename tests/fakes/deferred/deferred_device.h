@@ -41,7 +41,7 @@ class DeferredDevice final : public DeviceOps {
   bool reached(const Event& event) override;
   void synchronize(Stream on) override;
   std::shared_ptr<void> make_current(int device) override;
-  std::shared_ptr<void> staging(int64_t nbytes) override;
+  std::shared_ptr<void> staging(int64_t nbytes, const Streams& users) override;
   void keep(Stream on, std::shared_ptr<void> memory) override;
 
   void copy(const std::vector<CopyBlock>& blocks, Stream on) override;

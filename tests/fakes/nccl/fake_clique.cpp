@@ -69,7 +69,7 @@ bool all_done(const Work& work) {
 }
 
 bool advance(Work& work) {
-  if (work.comm->gone) return true;
+  if (work.comm->gone || work.comm->aborting) return true;
   const auto held = state().held.find(work.comm->rank);
   if (work.since == Clock::time_point{}) work.since = Clock::now();
   if (held == state().held.end() || !held->second)

@@ -1,5 +1,6 @@
 // Communicators: how they begin, get their work onto streams, and end.
 #include <algorithm>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 
@@ -51,9 +52,19 @@ int state_of_init(Comm& comm) {
         return fail(kUsage, "two ranks on one device");
   for (const Comm* each : clique.comms)
     if (!each) return kInProgress;
-  if (comm.polls_left-- > 0) return kInProgress;
+  if (comm.rounds_left-- > 0) return kInProgress;
   comm.ready = true;
   return kOk;
+}
+
+// Blocks until `step`, which is asked with the lock held, is no longer in progress, or somebody aborts.
+template <class Step>
+int until(Comm& comm, const Step& step) {
+  for (;; std::this_thread::sleep_for(std::chrono::microseconds(100))) {
+    const Lock lock(state().mutex);
+    if (comm.aborting) return fail(kInternalError, "aborted");
+    if (const int code = step(); code != kInProgress) return code;
+  }
 }
 
 bool works_left(const Comm& comm) {
@@ -61,16 +72,19 @@ bool works_left(const Comm& comm) {
                      [&](const auto& work) { return work->comm == &comm && !all_done(*work); });
 }
 
-int ended(Comm& comm) {
-  comm.gone = true;
-  state().alive.erase(&comm);
-  return kOk;
+// The real one prints at its first communicator, without flushing, and reads its variables once.
+void begin_once() {
+  if (state().p2p_disabled >= 0) return;
+  const char* disabled = std::getenv("NCCL_P2P_DISABLE");
+  state().p2p_disabled = disabled && std::strcmp(disabled, "1") == 0;
+  if (std::getenv("NCCL_DEBUG")) std::printf("NCCL version 2.30.7+fake\n");
 }
 
 int init(Comm** out, int ranks, const std::string& id, int rank, const ncclConfig& config) {
   if (const int code = counted("CommInitRankConfig")) return code;
+  begin_once();
   if (rank < 0 || rank >= ranks) return fail(kArgument, "rank");
-  if (config.magic != 0xcafebeef || config.blocking != 0) return fail(kArgument, "config");
+  if (config.magic != 0xcafebeef || config.blocking != 1) return fail(kArgument, "config");
   auto& clique = state().cliques[id];
   if (!clique) clique = std::make_shared<Clique>(Clique{ranks, std::vector<Comm*>(ranks), {}, {}, {}});
   clique->parts.resize(ranks);
@@ -80,44 +94,59 @@ int init(Comm** out, int ranks, const std::string& id, int rank, const ncclConfi
   comm->rank = rank;
   comm->device = state().current_device ? state().current_device() : rank;
   comm->init_code = state().init_failures.count(rank) ? state().init_failures[rank] : int{kOk};
-  comm->polls_left = state().polls;
+  comm->rounds_left = state().rounds;
   *out = clique->comms[rank] = comm.get();
   state().alive.insert(comm.get());
   state().comms.push_back(std::move(comm));
-  return kInProgress;
+  return at_group_end(AtEnd::init, *out);
 }
 
 }  // namespace
+
+namespace fake_nccl {
+
+int finish_init(Comm& comm) {
+  return until(comm, [&] { return state_of_init(comm); });
+}
+
+int finish_work(Comm& comm) {
+  return until(comm, [&] { return works_left(comm) ? int{kInProgress} : int{kOk}; });
+}
+
+int launch(std::unique_ptr<Work> work) {
+  Comm& comm = *work->comm;
+  const int code = until(comm, [&] { return comm.rounds_left-- > 0 ? int{kInProgress} : int{kOk}; });
+  if (code == kOk) put_on_stream(std::move(work));
+  const Lock lock(state().mutex);
+  close_device(comm);
+  return code;
+}
+
+// The real one frees it: whoever is inside would read freed memory.
+void end_comm(Comm& comm) {
+  if (comm.inside > 0) {
+    std::fprintf(stderr, "a communicator is freed while a thread is inside NCCL with it\n");
+    std::abort();
+  }
+  drop_work(comm);
+  comm.gone = true;
+  state().alive.erase(&comm);
+}
+
+}  // namespace fake_nccl
 
 API int ncclCommInitRankConfig(Comm** out, int ranks, ncclUniqueId id, int rank, ncclConfig* config) {
   const Lock lock(state().mutex);
   *out = nullptr;
   const int code = init(out, ranks, std::string(id.internal, sizeof id.internal), rank, *config);
-  if (code != kInProgress) fail_group(code);
+  if (code != kOk) fail_group(code);
   return code;
 }
 
 API int ncclCommGetAsyncError(Comm* comm, int* code) {
-  std::vector<std::unique_ptr<Work>> ready;
-  {
-    const Lock lock(state().mutex);
-    if (!known(comm)) return fail(kArgument, "the communicator is gone");
-    *code = comm->async;
-    if (comm->async) return kOk;
-    if (!comm->ready) {
-      *code = state_of_init(*comm);
-      return kOk;
-    }
-    if (comm->finalized && works_left(*comm)) *code = kInProgress;
-    if (comm->pending.empty()) return kOk;
-    *code = kInProgress;
-    if (comm->polls_left-- > 0) return kOk;
-    ready = std::move(comm->pending);
-    comm->pending.clear();
-  }
-  for (auto& work : ready) put_on_stream(std::move(work));
   const Lock lock(state().mutex);
-  for (size_t i = 0; i < ready.size(); ++i) close_device(*comm);
+  ++state().calls["CommGetAsyncError"];
+  if (!known(comm)) return fail(kArgument, "the communicator is gone");
   *code = comm->async;
   return kOk;
 }
@@ -128,7 +157,7 @@ API int ncclCommFinalize(Comm* comm) {
   if (code != kOk) return code;
   if (!known(comm) || comm->finalized) return fail(kArgument, "finalized twice, or gone");
   comm->finalized = true;
-  return kInProgress;
+  return at_group_end(AtEnd::finalize, comm);
 }
 
 API int ncclCommDestroy(Comm* comm) {
@@ -137,16 +166,15 @@ API int ncclCommDestroy(Comm* comm) {
   if (code != kOk) return code;
   if (!known(comm)) return fail(kArgument, "destroyed twice");
   if (works_left(*comm)) return fail(kUsage, "destroyed while work is on its stream");
-  return ended(*comm);
+  return at_group_end(AtEnd::destroy, comm);
 }
 
+// At once all that waits in it gives up; it is freed at the end of the group.
 API int ncclCommAbort(Comm* comm) {
   const Lock lock(state().mutex);
   ++state().calls["CommAbort"];
-  if (!known(comm)) return fail(kArgument, "aborted twice");
-  for (size_t i = 0; i < comm->pending.size(); ++i) close_device(*comm);
-  comm->pending.clear();
+  if (!known(comm) || comm->aborting) return fail(kArgument, "aborted twice");
+  comm->aborting = true;
   ++state().aborted;
-  drop_work(*comm);
-  return ended(*comm);
+  return at_group_end(AtEnd::abort, comm);
 }

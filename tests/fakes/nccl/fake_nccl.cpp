@@ -1,12 +1,12 @@
 // A libnccl look-alike over host memory, for tests without a GPU; here: groups and operations.  What it is strict
 // about, because the real one would hang or give wrong numbers:
 //   * groups that are not ended, and two threads' groups that are open over one device;
-//   * a call on a communicator whose last launch or init is still in progress;
+//   * a call on a communicator that another thread is inside NCCL with, and freeing such a one (this ends the process);
 //   * ranks that disagree; two ranks on one device; a communicator that is destroyed twice.
-// Communicators never block: a launch and an init are in progress until ncclCommGetAsyncError has been asked, and only
-// then is the work on its stream.
+// Communicators are blocking, and all calls of one are made in groups.
 #include <cstdlib>
 #include <cstring>
+#include <utility>
 
 #include "fakes/nccl/fake_nccl.h"
 #include "fakes/nccl/fake_state.h"
@@ -20,6 +20,7 @@ struct Group {
   int depth = 0;
   int code = kOk;
   std::vector<std::unique_ptr<Work>> works;
+  std::vector<std::pair<AtEnd, Comm*>> comms;
 };
 thread_local Group group;
 
@@ -44,7 +45,7 @@ int refused(Comm* comm, const Part& part, void* stream) {
   const bool writes = part.kind != Kind::send && !(part.kind == Kind::reduce && comm->rank != part.root);
   if (part.count && ((reads && !part.in) || (writes && !part.out) || (rooted && !part.in && !part.out)))
     return fail(kArgument, "a buffer is null");
-  if (!comm->ready || !comm->pending.empty()) return fail(kArgument, "the communicator is still in progress");
+  if (!comm->ready || comm->inside > 0) return fail(kArgument, "another thread is inside NCCL with it");
   if (comm->async) return fail(comm->async, "the communicator has an asynchronous error");
   const auto opened = state().opened.find(comm->device);
   if (opened != state().opened.end() && opened->second.thread != std::this_thread::get_id())
@@ -57,25 +58,56 @@ int refused(Comm* comm, const Part& part, void* stream) {
 void drop_group() {
   for (auto& work : group.works) close_device(*work->comm);
   group.works.clear();
+  group.comms.clear();
+}
+
+// What blocks, without the lock.  The first failure.
+int run_blocking(std::vector<std::unique_ptr<Work>>& works, const std::vector<std::pair<AtEnd, Comm*>>& comms) {
+  int code = kOk;
+  const auto keep_first = [&](int result) { code = code == kOk ? result : code; };
+  for (const auto& [what, comm] : comms) {
+    if (what == AtEnd::init) keep_first(finish_init(*comm));
+    if (what == AtEnd::finalize) keep_first(finish_work(*comm));
+  }
+  for (auto& work : works) keep_first(launch(std::move(work)));
+  return code;
+}
+
+int run_group() {
+  auto works = std::exchange(group.works, {});
+  const auto comms = std::exchange(group.comms, {});
+  std::vector<Comm*> inside;
+  for (const auto& work : works) inside.push_back(work->comm);
+  for (const auto& [what, comm] : comms)
+    if (what == AtEnd::init || what == AtEnd::finalize) inside.push_back(comm);
+  {
+    const Lock lock(state().mutex);
+    for (const auto& work : works) work->comm->rounds_left = state().rounds;
+    for (Comm* comm : inside) ++comm->inside;
+  }
+  const int code = run_blocking(works, comms);
+  const Lock lock(state().mutex);
+  for (Comm* comm : inside) --comm->inside;
+  for (const auto& [what, comm] : comms)
+    if (what == AtEnd::destroy || what == AtEnd::abort) end_comm(*comm);
+  return code;
 }
 
 int post(const char* operation, Comm* comm, Part part, void* stream) {
-  const bool alone = group.depth == 0;
-  {
-    const Lock lock(state().mutex);
-    int code = counted(operation);
-    if (code == kOk) code = refused(comm, part, stream);
-    if (code != kOk) {
-      if (!alone) group.code = code;
-      return code;
-    }
-    work_of(comm, stream).parts.push_back(std::make_unique<Part>(part));
-    if (!alone) return kOk;
-    comm->polls_left = state().polls;
-    comm->pending.push_back(std::move(group.works.back()));
-    group.works.clear();
+  Lock lock(state().mutex);
+  while (state().blocked.count(operation)) {
+    lock.unlock();
+    std::this_thread::sleep_for(std::chrono::microseconds(100));
+    lock.lock();
   }
-  return kInProgress;
+  int code = counted(operation);
+  if (code == kOk && group.depth == 0) code = fail(kUsage, "not in a group");
+  if (code == kOk) code = refused(comm, part, stream);
+  if (code == kOk)
+    work_of(comm, stream).parts.push_back(std::make_unique<Part>(part));
+  else
+    group.code = code;
+  return code;
 }
 
 }  // namespace
@@ -110,6 +142,11 @@ void fail_group(int code) {
   if (group.depth) group.code = code;
 }
 int group_depth() { return group.depth; }
+int at_group_end(AtEnd what, Comm* comm) {
+  if (group.depth == 0) return fail(kUsage, "not in a group");
+  group.comms.emplace_back(what, comm);
+  return kOk;
+}
 }  // namespace fake_nccl
 
 API int ncclGroupStart() {
@@ -121,23 +158,20 @@ API int ncclGroupStart() {
 
 // A group with a failed call is dropped whole.
 API int ncclGroupEnd() {
-  const Lock lock(state().mutex);
-  if (group.depth == 0) return fail(kUsage, "ncclGroupEnd without ncclGroupStart");
-  if (--group.depth > 0) return kOk;
-  int code = counted("GroupEnd");
-  if (group.code != kOk) code = group.code;
-  group.code = kOk;
-  if (code != kOk) {
-    drop_group();
-    return code;
+  {
+    const Lock lock(state().mutex);
+    if (group.depth == 0) return fail(kUsage, "ncclGroupEnd without ncclGroupStart");
+    if (--group.depth > 0) return kOk;
+    int code = counted("GroupEnd");
+    if (group.code != kOk) code = group.code;
+    group.code = kOk;
+    if (code != kOk) {
+      drop_group();
+      return code;
+    }
   }
-  const bool any = !group.works.empty();
-  for (auto& work : group.works) {
-    work->comm->polls_left = state().polls;
-    work->comm->pending.push_back(std::move(work));
-  }
-  group.works.clear();
-  return any ? kInProgress : kOk;
+  const DeviceSetBack device;
+  return run_group();
 }
 
 API int ncclAllReduce(const void* in, void* out, size_t count, int dtype, int op, Comm* comm, void* stream) {

@@ -12,8 +12,10 @@
 extern "C" {
 
 void fakeNcclSetEnqueue(void (*enqueue)(void* stream, bool (*step)(void*), void* argument));
-// The calling thread's current device, which a communicator is made for.  Without it rank r has device r.
-void fakeNcclSetCurrentDevice(int (*current_device)(void));
+// The calling thread's current device, which a communicator is made for; without it rank r has device r.  And how to
+// set it: as the real ones do, the ends of communicators and of groups set it back to what they found, which makes a
+// context.
+void fakeNcclSetCurrentDevice(int (*current_device)(void), void (*set_device)(int));
 
 // The nth next call of an operation ("AllReduce", "GroupEnd", "CommInitRankConfig", ...) returns `code`.  nth = 1: the
 // next.
@@ -24,8 +26,10 @@ void fakeNcclFailInit(int rank, int code);
 void fakeNcclAsync(int rank, int code);
 // While on, that rank's streams do not reach their parts: a peer that never comes.
 void fakeNcclHold(int rank, bool on);
-// How often ncclCommGetAsyncError says "in progress" before a launch or an init has ended; 1 at first.
-void fakeNcclSetPolls(int polls);
+// While on, calls of that operation do not return: a launch blocks before its group is complete.
+void fakeNcclBlock(const char* operation, bool on);
+// How many rounds of 0.1 ms a launch or an init blocks; 0 at first.
+void fakeNcclSetRounds(int rounds);
 // A part that has waited so long ends with an asynchronous error (real NCCL waits for ever); 20 seconds at first.
 void fakeNcclSetTimeout(int milliseconds);
 
@@ -34,6 +38,8 @@ long fakeNcclCalls(const char* operation);
 // Communicators that were made, and neither destroyed nor aborted.
 int fakeNcclAlive(void);
 int fakeNcclAborted(void);
+// Whether NCCL_P2P_DISABLE was 1 at the first communicator of the process; -1: there was none.
+int fakeNcclP2pDisabled(void);
 // Groups that are open in the calling thread.
 int fakeNcclDepth(void);
 // Forgets injected failures and counts, and lets all ranks go on.

@@ -37,9 +37,10 @@ API void fakeNcclSetEnqueue(void (*enqueue)(void*, bool (*)(void*), void*)) {
   const Lock lock(state().mutex);
   state().enqueue = enqueue;
 }
-API void fakeNcclSetCurrentDevice(int (*current_device)()) {
+API void fakeNcclSetCurrentDevice(int (*current_device)(), void (*set_device)(int)) {
   const Lock lock(state().mutex);
   state().current_device = current_device;
+  state().set_device = set_device;
 }
 API void fakeNcclFail(const char* operation, int nth, int code) {
   const Lock lock(state().mutex);
@@ -58,9 +59,16 @@ API void fakeNcclHold(int rank, bool on) {
   const Lock lock(state().mutex);
   state().held[rank] = on;
 }
-API void fakeNcclSetPolls(int polls) {
+API void fakeNcclBlock(const char* operation, bool on) {
   const Lock lock(state().mutex);
-  state().polls = polls;
+  if (on)
+    state().blocked.insert(operation);
+  else
+    state().blocked.erase(operation);
+}
+API void fakeNcclSetRounds(int rounds) {
+  const Lock lock(state().mutex);
+  state().rounds = rounds;
 }
 API void fakeNcclSetTimeout(int milliseconds) {
   const Lock lock(state().mutex);
@@ -74,6 +82,10 @@ API int fakeNcclAlive() {
   const Lock lock(state().mutex);
   return static_cast<int>(state().alive.size());
 }
+API int fakeNcclP2pDisabled() {
+  const Lock lock(state().mutex);
+  return state().p2p_disabled;
+}
 API int fakeNcclAborted() {
   const Lock lock(state().mutex);
   return state().aborted;
@@ -84,8 +96,9 @@ API void fakeNcclReset() {
   state().failures.clear();
   state().init_failures.clear();
   state().held.clear();
+  state().blocked.clear();
   state().calls.clear();
   state().aborted = 0;
-  state().polls = 1;
+  state().rounds = 0;
   state().timeout = std::chrono::seconds(20);
 }

@@ -56,13 +56,14 @@ struct Comm {
   std::shared_ptr<Clique> clique;
   int rank;
   int device;
-  int init_code;       // what its init ends with
-  bool ready = false;  // its init has ended
-  bool gone = false;   // destroyed or aborted; its memory stays, so that a second destroy is seen
+  int init_code;          // what its init ends with
+  bool ready = false;     // its init has ended
+  bool gone = false;      // destroyed or aborted; its memory stays, so that a second destroy is seen
+  bool aborting = false;  // what waits in it gives up
   bool finalized = false;
   int async = kOk;
-  int polls_left;
-  std::vector<std::unique_ptr<Work>> pending;  // launched, not yet on their streams
+  int rounds_left = 0;
+  int inside = 0;  // threads that are in ncclGroupEnd with it
 };
 
 struct Clique {
@@ -88,19 +89,34 @@ struct State {
   std::map<std::string, std::pair<int, int>> failures;  // operation -> calls left, code
   std::map<int, int> init_failures;
   std::map<int, bool> held;
+  std::set<std::string> blocked;
   std::map<std::string, long> calls;
   long ids = 0;
   int aborted = 0;
-  int polls = 1;
+  int rounds = 0;
+  int p2p_disabled = -1;  // -1: no communicator was made yet
   std::chrono::milliseconds timeout{20'000};
   void (*enqueue)(void*, bool (*)(void*), void*) = nullptr;
   int (*current_device)() = nullptr;
+  void (*set_device)(int) = nullptr;
 };
 State& state();
 
 // What ncclGetLastError says in this thread; `fail` sets it and returns the code.
 const char* last_error();
 int fail(int code, const std::string& text);
+
+// Sets the current device back, as cudaGetDevice and cudaSetDevice would.
+class DeviceSetBack {
+ public:
+  DeviceSetBack() : found_(state().current_device ? state().current_device() : 0) {}
+  ~DeviceSetBack() {
+    if (state().set_device) state().set_device(found_);
+  }
+
+ private:
+  const int found_;
+};
 
 // With the lock held.
 int counted(const char* operation);  // a call; returns what a test wants it to return
@@ -111,9 +127,19 @@ void drop_work(const Comm& comm);  // of a communicator that is gone
 void close_device(const Comm& comm);
 inline bool known(Comm* comm) { return state().alive.count(comm) > 0; }
 
-// The calling thread's group.
+// The calling thread's group: what its end does with a communicator.  Outside a group that is a failure.
+enum class AtEnd { init, finalize, destroy, abort };
+int at_group_end(AtEnd what, Comm* comm);
 void fail_group(int code);
 int group_depth();
+
+// What ncclGroupEnd does, without the lock: waits for an init, or until a communicator's work is done.
+int finish_init(Comm& comm);
+int finish_work(Comm& comm);
+// Takes some rounds, as a launch does that waits for its peers, and puts the work on its stream.
+int launch(std::unique_ptr<Work> work);
+// With the lock: the communicator is no more.
+void end_comm(Comm& comm);
 
 // Moves the data of one operation; the lists have one part per rank.  False: the ranks do not agree.
 bool run_collective(const std::vector<Part*>& parts);

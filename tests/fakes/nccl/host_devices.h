@@ -3,11 +3,13 @@
 // which the last one made of these owns.
 #pragma once
 
+#include <algorithm>
 #include <chrono>
 #include <deque>
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <stdexcept>
 #include <thread>
 #include <utility>
@@ -26,11 +28,13 @@ class HostDevices final : public DeviceOps {
   HostDevices() {
     of_hooks() = this;
     fakeNcclSetEnqueue(enqueue);
-    fakeNcclSetCurrentDevice([] { return current(); });
+    // As CUDA has it: a thread without a context finds device 0, and gets a context there when it sets it back.
+    fakeNcclSetCurrentDevice([] { return std::max(current(), 0); },
+                             [](int device) { of_hooks()->make_context(device); });
   }
   ~HostDevices() override {
     fakeNcclSetEnqueue(nullptr);
-    fakeNcclSetCurrentDevice(nullptr);
+    fakeNcclSetCurrentDevice(nullptr, nullptr);
   }
 
   Stream new_stream(int device) {
@@ -69,15 +73,21 @@ class HostDevices final : public DeviceOps {
     }
   }
   std::shared_ptr<void> make_current(int device) override {
+    make_context(device);
     const int before = std::exchange(current(), device);
     return {nullptr, [before](void*) { current() = before; }};
   }
+  // Devices that have a context.
+  std::set<int> contexts() {
+    const std::lock_guard<std::mutex> lock(contexts_mutex_);
+    return contexts_;
+  }
   static int& current() {
-    static thread_local int device = 0;
+    static thread_local int device = -1;
     return device;
   }
 
-  std::shared_ptr<void> staging(int64_t nbytes) override { return host().staging(nbytes); }
+  std::shared_ptr<void> staging(int64_t nbytes, const Streams& users) override { return host().staging(nbytes, users); }
   void keep(Stream on, std::shared_ptr<void> memory) override {
     put(on, [memory] { return memory != nullptr; });
   }
@@ -105,6 +115,10 @@ class HostDevices final : public DeviceOps {
     static HostDevices* devices = nullptr;
     return devices;
   }
+  void make_context(int device) {
+    const std::lock_guard<std::mutex> lock(contexts_mutex_);
+    contexts_.insert(device);
+  }
   static void enqueue(void* stream, bool (*step)(void*), void* argument) {
     of_hooks()->put({0, stream}, [step, argument] { return step(argument); });
   }
@@ -126,6 +140,8 @@ class HostDevices final : public DeviceOps {
     }
   }
 
+  std::mutex contexts_mutex_;
+  std::set<int> contexts_;
   std::mutex mutex_;
   std::vector<std::unique_ptr<Queue>> queues_;
 };

@@ -7,15 +7,17 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <cstring>
 #include <type_traits>
 
 #include "backends/cuda/launch_plan.h"
 
 namespace mgpu::cuda {
 
-// In which numbers of T are computed: half precision in float.
+// The type in which T is computed: float for half precision, and 32 bits for bytes, which wrap when they are stored.
 template <class T>
-using Widened = std::conditional_t<std::is_same_v<T, __half> || std::is_same_v<T, __nv_bfloat16>, float, T>;
+using Widened = std::conditional_t<std::is_same_v<T, __half> || std::is_same_v<T, __nv_bfloat16>, float,
+                                   std::conditional_t<std::is_same_v<T, uint8_t>, uint32_t, T>>;
 // In which T and U are computed together: float64 where one is.
 template <class T, class U>
 using Common = std::conditional_t<std::is_same_v<T, double> || std::is_same_v<U, double>, double, Widened<T>>;
@@ -70,16 +72,31 @@ __device__ __forceinline__ void store(T* to, const Vector<T, kWidth>& value) {
   *reinterpret_cast<Vector<T, kWidth>*>(to) = value;
 }
 
-// The elements of an extent that belong to tile `tile`, dealt out to the threads of the block: `vector(i)` for whole
-// vectors, i being the first element; `single(i)` for the head and the tail, which tile 0 does.
-template <int kWidth, class OnVector, class OnSingle>
-__device__ __forceinline__ void for_tile(const Extent& extent, int64_t tile, OnVector&& vector, OnSingle&& single) {
-  const int64_t first = tile * kTileVectors;
+// Runs over the elements of an extent that belong to tile `tile`, spread over the threads of the block.  `load(i)`
+// returns a vector from element i on and `store(i, vector)` uses it; of a whole tile, each thread loads kTogether
+// vectors before it stores the first, because a store, which may alias, holds later loads back until it has its data.
+// `single(i)` does one element of the head or the tail, which belong to tile 0.
+template <int kWidth, int kTogether, class Load, class Store, class Single>
+__device__ __forceinline__ void for_tile(const Extent& extent, int64_t tile, Load&& load, Store&& store,
+                                         Single&& single) {
+  static_assert(kVectorsPerThread % kTogether == 0, "a thread's vectors are a whole number of batches");
+  const int64_t first = tile * kTileVectors + threadIdx.x;
+  const auto element = [&](int k) { return extent.head + (first + k * kThreads) * kWidth; };
+  if ((tile + 1) * kTileVectors <= extent.vectors) {
+#pragma unroll 1  // the stores keep one batch's loads from beginning before the last batch is done
+    for (int k = 0; k < kVectorsPerThread; k += kTogether) {
+      decltype(load(int64_t{})) loaded[kTogether];
 #pragma unroll
-  for (int k = 0; k < kVectorsPerThread; ++k) {
-    const int64_t i = first + k * kThreads + threadIdx.x;
-    if (i < extent.vectors) vector(extent.head + i * kWidth);
+      for (int j = 0; j < kTogether; ++j) loaded[j] = load(element(k + j));
+#pragma unroll
+      for (int j = 0; j < kTogether; ++j) store(element(k + j), loaded[j]);
+    }
+  } else {
+#pragma unroll 1
+    for (int k = 0; k < kVectorsPerThread; ++k)
+      if (first + k * kThreads < extent.vectors) store(element(k), load(element(k)));
   }
+  if constexpr (kWidth == 1) return;  // neither head nor tail
   if (tile != 0) return;
   const int64_t behind = extent.head + extent.vectors * kWidth;
   if (threadIdx.x < extent.head) single(threadIdx.x);

@@ -7,24 +7,31 @@
 
 namespace mgpu::cuda {
 
-constexpr int kRowTile = kThreads * 4;  // elements of a row that one block does
-
-template <class Out>
+// kWidth elements are loaded and stored together: 4 where rows and outputs allow it, otherwise 1.  Neighbours in a warp
+// take neighbours in memory.
+template <class Out, int kWidth>
 __global__ void __launch_bounds__(kThreads)
     gather_rows_kernel(const __grid_constant__ GatherRows call, int64_t tiles_per_row) {
   const int64_t batch = blockIdx.x / tiles_per_row, stretch = blockIdx.x % tiles_per_row;
   const int64_t row = call.index[batch];
-  const bool there = row >= 0 && row < call.rows_count;
-  const uint8_t* from = call.rows + (there ? row : 0) * call.row_count;
+  const bool exists = row >= 0 && row < call.rows_count;
+  const uint8_t* from = call.rows + (exists ? row : 0) * call.row_count;
   Out* to = static_cast<Out*>(call.out) + batch * call.row_count;
-  const int64_t begin = stretch * kRowTile;
-  // Neighbours in a warp take neighbours in memory: rows of images have no alignment that four at a time could use.
+  const auto element = [&](int k) {
+    return stretch * row_tile(kWidth) + (k * kThreads + static_cast<int64_t>(threadIdx.x)) * kWidth;
+  };
+  Vector<uint8_t, kWidth> loaded[kLoadsInFlight] = {};
 #pragma unroll
-  for (int k = 0; k < 4; ++k) {
-    const int64_t i = begin + k * kThreads + threadIdx.x;
-    if (i >= call.row_count) return;
-    const float value = there ? static_cast<float>(from[i]) * call.scale + call.shift : nanf("");
-    to[i] = narrow<Out>(value);
+  for (int k = 0; k < kLoadsInFlight; ++k)
+    if (exists && element(k) < call.row_count) loaded[k] = load<kWidth>(from + element(k));
+#pragma unroll
+  for (int k = 0; k < kLoadsInFlight; ++k) {
+    if (element(k) >= call.row_count) return;
+    Vector<Out, kWidth> out;
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j)
+      out.at[j] = narrow<Out>(exists ? static_cast<float>(loaded[k].at[j]) * call.scale + call.shift : nanf(""));
+    store<kWidth>(to + element(k), out);
   }
 }
 

@@ -1,5 +1,9 @@
-// The sum of squares of many arrays, in float64 and in a fixed order: every tile of every array has its own partial
-// sum, and one block adds these up at the end.  No atomics, so the bits are the same in every run.
+// The sum of squares of many arrays, in a fixed order: every tile of every array has its own partial sum, and one block
+// adds these up at the end.  No atomics, so the bits are the same in every run.
+//
+// Most GPUs have one float64 unit for 32 or 64 of float32, so a thread adds up in pairs of float32 (high + low, about
+// 44 bits), and float64 begins with the sum of the block.  References: T. J. Dekker, "A floating-point technique for
+// extending the available precision" (1971), for the product; D. E. Knuth, TAOCP volume 2, section 4.2.2, for the sum.
 #pragma once
 
 #include "backends/cuda/kernels/move.cuh"
@@ -18,6 +22,53 @@ __device__ __forceinline__ double block_sum(double value) {
   return total;
 }
 
+// A sum of squares as high + low.
+struct PairSum {
+  float high = 0, low = 0;
+
+  // Adds value * value.  Of half precision the product is exact.
+  template <class T>
+  __device__ __forceinline__ void add(T value) {
+    const float wide = widen<float>(value), square = wide * wide, sum = high + square, added = sum - high;
+    low += (high - (sum - added)) + (square - added);
+    if constexpr (std::is_same_v<T, float>) low += fmaf(wide, wide, -square);
+    high = sum;
+  }
+  __device__ __forceinline__ double total() const { return static_cast<double>(high) + static_cast<double>(low); }
+  // Returns false where squares were too large or too small for float32, or are all zero: then they have to be added up
+  // in float64.
+  __device__ __forceinline__ bool holds() const { return high >= 0x1p-60f && high <= 0x1p+127f; }
+};
+struct DoubleSum {
+  double sum = 0;
+
+  template <class T>
+  __device__ __forceinline__ void add(T value) {
+    const double wide = widen<double>(value);
+    sum += wide * wide;
+  }
+  __device__ __forceinline__ double total() const { return sum; }
+};
+
+// Adds the squares of a thread's share of an extent at `in`: of four vectors at a time, element by element, so that all
+// four loads are on their way before the first is used.
+template <class T, class Sum>
+__device__ __forceinline__ void add_squares(const T* in, const Extent& extent, Sum& sum) {
+  constexpr int kWidth = vector_width(sizeof(T), sizeof(T));
+  for (int64_t v = threadIdx.x; v < extent.vectors; v += kLoadsInFlight * kThreads) {
+    Vector<T, kWidth> loaded[kLoadsInFlight] = {};  // zeros add nothing
+#pragma unroll
+    for (int k = 0; k < kLoadsInFlight; ++k)
+      if (v + k * kThreads < extent.vectors) loaded[k] = load<kWidth>(in + extent.head + (v + k * kThreads) * kWidth);
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j)
+#pragma unroll
+      for (int k = 0; k < kLoadsInFlight; ++k) sum.add(loaded[k].at[j]);
+  }
+  if (threadIdx.x < extent.head) sum.add(in[threadIdx.x]);
+  if (threadIdx.x < extent.tail) sum.add(in[extent.head + extent.vectors * kWidth + threadIdx.x]);
+}
+
 // Tile t of the launch, of `tile_count` elements, into partials[t].
 template <class T, int kMoves>
 __global__ void __launch_bounds__(kThreads)
@@ -25,33 +76,27 @@ __global__ void __launch_bounds__(kThreads)
   const int place = owner_of(table.first_tile, table.count, blockIdx.x);
   const Move& move = table.moves[place];
   const int64_t begin = (blockIdx.x - table.first_tile[place]) * tile_count;
-  const int64_t end = begin + tile_count < move.count ? begin + tile_count : move.count;
-  const T* in = static_cast<const T*>(move.from);
-  constexpr int kWidth = vector_width(sizeof(T), sizeof(T));
-  const uint64_t address = reinterpret_cast<uint64_t>(in + begin);
-  const Extent extent = extent_of(end - begin, common_head(address, sizeof(T), address, sizeof(T)), kWidth);
-  double sum = 0;
-  const auto add = [&](T value) {
-    if constexpr (std::is_same_v<T, __half>) {  // the square of 11 digits is exact in float, and a conversion cheaper
-      const float wide = __half2float(value);
-      sum += static_cast<double>(wide * wide);
-    } else {
-      const double wide = widen<double>(value);
-      sum += wide * wide;
-    }
-  };
-  if (extent.width == 1) {  // not even on its own size: nothing that torch makes
-    for (int64_t i = begin + threadIdx.x; i < end; i += kThreads) add(in[i]);
+  const int64_t count = begin + tile_count < move.count ? tile_count : move.count - begin;
+  const T* in = static_cast<const T*>(move.from) + begin;
+  const uint64_t address = reinterpret_cast<uint64_t>(in);
+  const int head = common_head(address, sizeof(T), address, sizeof(T));
+  const Extent extent = extent_of(count, head, vector_width(sizeof(T), sizeof(T)));
+  double mine;
+  if constexpr (std::is_same_v<T, double>) {
+    DoubleSum sum;
+    add_squares(in, extent, sum);
+    mine = sum.total();
   } else {
-    for (int64_t v = threadIdx.x; v < extent.vectors; v += kThreads) {
-      const auto values = load<kWidth>(in + begin + extent.head + v * kWidth);
-#pragma unroll
-      for (int k = 0; k < kWidth; ++k) add(values.at[k]);
+    PairSum sum;
+    add_squares(in, extent, sum);
+    mine = sum.total();
+    if (!sum.holds()) {
+      DoubleSum wide;
+      add_squares(in, extent, wide);
+      mine = wide.total();
     }
-    if (threadIdx.x < extent.head) add(in[begin + threadIdx.x]);
-    if (threadIdx.x < extent.tail) add(in[end - extent.tail + threadIdx.x]);
   }
-  const double total = block_sum(sum);
+  const double total = block_sum(mine);
   if (threadIdx.x == 0) partials[blockIdx.x] = total;
 }
 

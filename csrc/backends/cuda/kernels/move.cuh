@@ -27,10 +27,9 @@ __device__ __forceinline__ void move_tile(const Move& move, const Extent& extent
   const In* from = static_cast<const In*>(move.from);
   Out* to = static_cast<Out*>(move.to);
   const auto cast = [scale](In value) { return narrow<Out>(widen<Wide>(value) * scale); };
-  for_tile<kWidth>(
-      extent, tile,
-      [&](int64_t i) {
-        const auto in = load<kWidth>(from + i);
+  for_tile<kWidth, together(sizeof(In) * kWidth)>(
+      extent, tile, [&](int64_t i) { return load<kWidth>(from + i); },
+      [&](int64_t i, const Vector<In, kWidth>& in) {
         Vector<Out, kWidth> out;
 #pragma unroll
         for (int k = 0; k < kWidth; ++k) out.at[k] = cast(in.at[k]);
@@ -55,28 +54,23 @@ __global__ void __launch_bounds__(kThreads) move_kernel(const __grid_constant__ 
     move_tile<In, Out, kWidth>(move, extent, tile, static_cast<Wide>(scale));
 }
 
-// The same for bytes as they are: a whole tile's loads are all on their way before the first store waits for one.
+// The type that moves kNbytes in one access; the compiler would take a vector of bytes apart and move each by itself.
+template <int kNbytes>
+using RawBytes =
+    std::conditional_t<kNbytes == 16, uint4,
+                       std::conditional_t<kNbytes == 8, uint2,
+                                          std::conditional_t<kNbytes == 4, uint32_t,
+                                                             std::conditional_t<kNbytes == 2, uint16_t, uint8_t>>>>;
+
+// The same for bytes as they are.
 template <int kWidth>
 __device__ __forceinline__ void copy_tile(const Move& move, const Extent& extent, int64_t tile) {
+  using Raw = RawBytes<kWidth>;
   const uint8_t* from = static_cast<const uint8_t*>(move.from);
   uint8_t* to = static_cast<uint8_t*>(move.to);
-  const int64_t first = tile * kTileVectors + threadIdx.x;
-  if (first - threadIdx.x + kTileVectors <= extent.vectors) {
-    Vector<uint8_t, kWidth> loaded[kVectorsPerThread];
-#pragma unroll
-    for (int k = 0; k < kVectorsPerThread; ++k)
-      loaded[k] = load<kWidth>(from + extent.head + (first + k * kThreads) * kWidth);
-#pragma unroll
-    for (int k = 0; k < kVectorsPerThread; ++k)
-      store<kWidth>(to + extent.head + (first + k * kThreads) * kWidth, loaded[k]);
-    if (tile != 0) return;
-    const int64_t behind = extent.head + extent.vectors * kWidth;
-    if (threadIdx.x < extent.head) to[threadIdx.x] = from[threadIdx.x];
-    if (threadIdx.x < extent.tail) to[behind + threadIdx.x] = from[behind + threadIdx.x];
-    return;
-  }
-  for_tile<kWidth>(
-      extent, tile, [&](int64_t i) { store<kWidth>(to + i, load<kWidth>(from + i)); },
+  for_tile<kWidth, kVectorsPerThread>(
+      extent, tile, [&](int64_t i) { return *reinterpret_cast<const Raw*>(from + i); },
+      [&](int64_t i, const Raw& bytes) { *reinterpret_cast<Raw*>(to + i) = bytes; },
       [&](int64_t i) { to[i] = from[i]; });
 }
 

@@ -54,6 +54,7 @@ __device__ __forceinline__ Prepared prepare(const FlatParameters& flat, int colu
   int64_t* segment = flat.segments + place * kSegmentColumns;
   double* row = flat.constants + place * kOptimizerConstants;
   const int64_t step = next_step(flat, segment);
+  for (int k = 1; k < kOptimizerConstants; ++k) row[k] = 0;  // the second kernel reads whole rows
   row[0] = step != 0;
   return {step, row, flat.groups + segment[kGroup] * columns};
 }
@@ -144,39 +145,76 @@ __device__ __forceinline__ void adam_at(const Adam& call, const Widened<T>* cons
   store<kWidth>(parameters, parameter);
 }
 
-// Runs `vector` and `single` over the elements of the block's tile, segment by segment; `base` is the address of
-// element 0 of every buffer, modulo 16 bytes (-1: they differ, so there are no vectors).
+// One segment's constants after another, in shared memory.  While the block works on a segment, its first threads hold
+// the constants of the next one, so that their way from memory costs no time:
+//
+//   work on segment s with row s % 2      next row on its way to registers
+//   store it into row (s + 1) % 2         its readers, of segment s - 1, have passed the last barrier
+//   barrier                               all threads see the row
+template <class T>
+class SegmentConstants {
+ public:
+  using Rows = Widened<T>[2][kOptimizerConstants];
+  __device__ __forceinline__ SegmentConstants(const FlatParameters& flat, Rows& rows) : flat_(flat), rows_(rows) {}
+  __device__ __forceinline__ void load(int64_t place) {
+    if (threadIdx.x < kOptimizerConstants && place < flat_.segment_count)
+      next_ = static_cast<Widened<T>>(flat_.constants[place * kOptimizerConstants + threadIdx.x]);
+  }
+  __device__ __forceinline__ void store(int64_t place) {
+    if (threadIdx.x < kOptimizerConstants && place < flat_.segment_count) rows_[place & 1][threadIdx.x] = next_;
+    __syncthreads();
+  }
+  __device__ __forceinline__ const Widened<T>* of(int64_t place) const { return rows_[place & 1]; }
+
+ private:
+  const FlatParameters& flat_;
+  Rows& rows_;
+  Widened<T> next_;
+};
+
+// Runs `vector` and `single` over the elements [begin, end) of a segment.  `base` is the address of element 0 of every
+// buffer, modulo 16 bytes; -1: they differ, so there are no vectors.
+template <class T, class OnVector, class OnSingle>
+__device__ __forceinline__ void for_elements(int64_t begin, int64_t end, int base, OnVector&& vector,
+                                             OnSingle&& single) {
+  constexpr int kWidth = vector_width(sizeof(T), sizeof(T));
+  const uint64_t address = base + begin * static_cast<int64_t>(sizeof(T));
+  const int head = base < 0 ? -1 : common_head(address, sizeof(T), address, sizeof(T));
+  const Extent extent = extent_of(end - begin, head, kWidth);
+  if (extent.width == 1) {
+    for (int64_t i = begin + threadIdx.x; i < end; i += kThreads) single(i);
+    return;
+  }
+  const int vectors = static_cast<int>(extent.vectors);  // of a tile
+  const int64_t first = begin + extent.head;
+#pragma unroll 1
+  for (int v = threadIdx.x; v < vectors; v += kThreads) vector(first + v * kWidth);
+  if (threadIdx.x < extent.head) single(begin + threadIdx.x);
+  if (threadIdx.x < extent.tail) single(end - extent.tail + threadIdx.x);
+}
+
+// Runs `vector` and `single` over the elements of the block's tile, segment by segment.
 template <class T, class OnVector, class OnSingle>
 __device__ __forceinline__ void for_segments(const FlatParameters& flat, int base, OnVector&& vector,
                                              OnSingle&& single) {
-  using Wide = Widened<T>;
-  constexpr int kWidth = vector_width(sizeof(T), sizeof(T));
-  __shared__ Wide constants[kOptimizerConstants];
+  __shared__ typename SegmentConstants<T>::Rows rows;
   const int64_t tile = flat_tile(flat.count), tile_begin = int64_t{blockIdx.x} * tile;
   const int64_t tile_end = tile_begin + tile < flat.count ? tile_begin + tile : flat.count;
-  for (int64_t place = segment_at(flat.segments, flat.segment_count, kSegmentColumns, tile_begin);
-       place < flat.segment_count; ++place) {
+  int64_t place = segment_at(flat.segments, flat.segment_count, kSegmentColumns, tile_begin);
+  SegmentConstants<T> constants(flat, rows);
+  constants.load(place);
+  constants.store(place);
+  for (; place < flat.segment_count; ++place) {
     const int64_t* segment = flat.segments + place * kSegmentColumns;
-    if (segment[kBegin] >= tile_end) return;
-    __syncthreads();  // the constants of the segment before are no longer read
-    if (threadIdx.x < kOptimizerConstants)
-      constants[threadIdx.x] = static_cast<Wide>(flat.constants[place * kOptimizerConstants + threadIdx.x]);
-    __syncthreads();
-    if (constants[0] == 0) continue;
-    const int64_t segment_end = segment[kBegin] + segment[kCount];
-    const int64_t begin = segment[kBegin] > tile_begin ? segment[kBegin] : tile_begin;
+    const int64_t segment_begin = segment[kBegin], segment_end = segment_begin + segment[kCount];
+    if (segment_begin >= tile_end) return;
+    constants.load(place + 1);
+    const Widened<T>* mine = constants.of(place);
+    const int64_t begin = segment_begin > tile_begin ? segment_begin : tile_begin;
     const int64_t end = segment_end < tile_end ? segment_end : tile_end;
-    const uint64_t address = base + begin * static_cast<int64_t>(sizeof(T));
-    const int head = base < 0 ? -1 : common_head(address, sizeof(T), address, sizeof(T));
-    const Extent extent = extent_of(end - begin, head, kWidth);
-    if (extent.width == 1) {
-      for (int64_t i = begin + threadIdx.x; i < end; i += kThreads) single(constants, i);
-      continue;
-    }
-    for (int64_t v = threadIdx.x; v < extent.vectors; v += kThreads)
-      vector(constants, begin + extent.head + v * kWidth);
-    if (threadIdx.x < extent.head) single(constants, begin + threadIdx.x);
-    if (threadIdx.x < extent.tail) single(constants, end - extent.tail + threadIdx.x);
+    if (mine[0] != 0)
+      for_elements<T>(begin, end, base, [&](int64_t i) { vector(mine, i); }, [&](int64_t i) { single(mine, i); });
+    constants.store(place + 1);
   }
 }
 
@@ -188,8 +226,14 @@ __global__ void __launch_bounds__(kThreads) sgd_kernel(const __grid_constant__ S
       [&](const auto* constants, int64_t i) { sgd_at<T, 1>(call, constants, i); });
 }
 
+// Blocks that a multiprocessor holds at once: as many as there are registers for without spilling.
 template <class T>
-__global__ void __launch_bounds__(kThreads) adam_kernel(const __grid_constant__ Adam call, int base) {
+constexpr int kAdamBlocks = sizeof(T) == 8   ? 2
+                            : sizeof(T) == 4 ? 4
+                                             : 3;
+
+template <class T>
+__global__ void __launch_bounds__(kThreads, kAdamBlocks<T>) adam_kernel(const __grid_constant__ Adam call, int base) {
   constexpr int kWidth = vector_width(sizeof(T), sizeof(T));
   for_segments<T>(
       call.flat, base, [&](const auto* constants, int64_t i) { adam_at<T, kWidth>(call, constants, i); },

@@ -38,49 +38,81 @@ __device__ __forceinline__ T combine(T a, T b) {
   }
 }
 
-// Integers are cut toward zero.
-template <class T>
-__device__ __forceinline__ T divided(T sum, int divisor) {
+// An average of T; integers are cut toward zero, and bytes have wrapped before.
+template <class T, class Wide>
+__device__ __forceinline__ Wide divided(Wide sum, int divisor) {
   if constexpr (std::is_integral_v<T> && sizeof(T) < 4)
-    return static_cast<T>(static_cast<int>(sum) / divisor);  // of so few bits the divisor may have more
+    return static_cast<T>(sum) / static_cast<Wide>(divisor);
   else
-    return sum / static_cast<T>(divisor);
+    return sum / static_cast<Wide>(divisor);
 }
 
-// `arrays` has them in a member `in`.
-template <ReduceOp kOp, class T, int kWidth, class Arrays>
+template <class T, int kWidth>
+using Sums = Vector<Widened<T>, kWidth>;
+
+template <ReduceOp kOp, class T, int kWidth>
+__device__ __forceinline__ void add_to(Sums<T, kWidth>& sums, const Vector<T, kWidth>& next) {
+#pragma unroll
+  for (int k = 0; k < kWidth; ++k) sums.at[k] = combine<kOp>(sums.at[k], widen<Widened<T>>(next.at[k]));
+}
+
+// Combines the arrays in their order.  `arrays` has them in a member `in`.  kCount is their number where it is known
+// when compiled, and then all of them are loaded before the first is used; otherwise it is 0.
+template <ReduceOp kOp, class T, int kWidth, int kCount, class Arrays>
 __device__ __forceinline__ Vector<T, kWidth> sum_of(const Arrays& arrays, int in_count, int divisor, int64_t i) {
-  using Wide = Widened<T>;
-  Wide sums[kWidth];
-  const auto first = load<kWidth>(static_cast<const T*>(arrays.in[0]) + i);
+  constexpr int kFirst = kCount > 0 ? kCount : 1;
+  const auto next = [&](int rank) { return load<kWidth>(static_cast<const T*>(arrays.in[rank]) + i); };
+  Vector<T, kWidth> loaded[kFirst];
 #pragma unroll
-  for (int k = 0; k < kWidth; ++k) sums[k] = widen<Wide>(first.at[k]);
+  for (int rank = 0; rank < kFirst; ++rank) loaded[rank] = next(rank);
+  Sums<T, kWidth> sums;
+#pragma unroll
+  for (int k = 0; k < kWidth; ++k) sums.at[k] = widen<Widened<T>>(loaded[0].at[k]);
+#pragma unroll
+  for (int rank = 1; rank < kFirst; ++rank) add_to<kOp, T>(sums, loaded[rank]);
+  if constexpr (kCount == 0)
 #pragma unroll 4
-  for (int rank = 1; rank < in_count; ++rank) {
-    const auto next = load<kWidth>(static_cast<const T*>(arrays.in[rank]) + i);
-#pragma unroll
-    for (int k = 0; k < kWidth; ++k) sums[k] = combine<kOp>(sums[k], widen<Wide>(next.at[k]));
-  }
+    for (int rank = 1; rank < in_count; ++rank) add_to<kOp, T>(sums, next(rank));
   Vector<T, kWidth> result;
 #pragma unroll
-  for (int k = 0; k < kWidth; ++k) result.at[k] = narrow<T>(kOp == ReduceOp::avg ? divided(sums[k], divisor) : sums[k]);
+  for (int k = 0; k < kWidth; ++k)
+    result.at[k] = narrow<T>(kOp == ReduceOp::avg ? divided<T>(sums.at[k], divisor) : sums.at[k]);
   return result;
 }
 
-template <ReduceOp kOp, class T, int kWidth>
-__device__ __forceinline__ void sum_at(const SumTable& table, int64_t i) {
-  const auto result = sum_of<kOp, T, kWidth>(table, table.in_count, table.divisor, i);
-  for (int rank = 0; rank < table.out_count; ++rank) store<kWidth>(static_cast<T*>(table.out[rank]) + i, result);
+// Sums a tile of arrays, and hands each result to `store`.
+template <ReduceOp kOp, class T, int kWidth, int kCount, class Arrays, class Store>
+__device__ __forceinline__ void sum_tile_of(const Arrays& arrays, int in_count, int divisor, const Extent& extent,
+                                            int64_t tile, Store&& store) {
+  constexpr int kTogether = kCount == 0 || kWidth == 1 ? 1 : together(kAlignment * kCount);
+  for_tile<kWidth, kTogether>(
+      extent, tile, [&](int64_t i) { return sum_of<kOp, T, kWidth, kCount>(arrays, in_count, divisor, i); }, store,
+      [&](int64_t i) { store(i, sum_of<kOp, T, 1, 0>(arrays, in_count, divisor, i)); });
 }
 
-template <ReduceOp kOp, class T>
-__global__ void __launch_bounds__(kThreads) sum_ranks_kernel(const __grid_constant__ SumTable table) {
+// Sums of the usual numbers of ranks have code of their own, in which all loads of a vector are on their way at once.
+template <ReduceOp kOp, class T, class Arrays, class Store>
+__device__ __forceinline__ void sum_tile(const Arrays& arrays, int in_count, int divisor, const Extent& extent,
+                                         int64_t tile, Store&& store) {
   constexpr int kWidth = vector_width(sizeof(T), sizeof(T));
-  const auto single = [&](int64_t i) { sum_at<kOp, T, 1>(table, i); };
-  if (table.extent.width == 1)
-    for_tile<1>(table.extent, blockIdx.x, single, single);
-  else
-    for_tile<kWidth>(table.extent, blockIdx.x, [&](int64_t i) { sum_at<kOp, T, kWidth>(table, i); }, single);
+  if (extent.width == 1) return sum_tile_of<kOp, T, 1, 0>(arrays, in_count, divisor, extent, tile, store);
+  if constexpr (kOp == ReduceOp::sum || (kOp == ReduceOp::avg && !std::is_integral_v<T>)) {
+    if (in_count == 2) return sum_tile_of<kOp, T, kWidth, 2>(arrays, in_count, divisor, extent, tile, store);
+    if (in_count == 4) return sum_tile_of<kOp, T, kWidth, 4>(arrays, in_count, divisor, extent, tile, store);
+    if (in_count == 8 && sizeof(T) > 1)  // sixteen accumulators leave no registers for the loads of eight ranks
+      return sum_tile_of<kOp, T, kWidth, 8>(arrays, in_count, divisor, extent, tile, store);
+  }
+  return sum_tile_of<kOp, T, kWidth, 0>(arrays, in_count, divisor, extent, tile, store);
+}
+
+// One block for a multiprocessor is enough for the compiler: asked for more, it spills the loads of eight ranks.
+template <ReduceOp kOp, class T>
+__global__ void __launch_bounds__(kThreads, 1) sum_ranks_kernel(const __grid_constant__ SumTable table) {
+  sum_tile<kOp, T>(table, table.in_count, table.divisor, table.extent, blockIdx.x, [&](int64_t i, const auto& sum) {
+    constexpr int kWidth = sizeof(sum.at) / sizeof(T);
+#pragma unroll 4
+    for (int rank = 0; rank < table.out_count; ++rank) store<kWidth>(static_cast<T*>(table.out[rank]) + i, sum);
+  });
 }
 
 // Many plain sums of as many arrays each, one output each: what becomes of the gradients of a bucket.  The table
@@ -102,25 +134,15 @@ struct SumsTable {
   int in_count;
 };
 
-template <class T, int kWidth>
-__device__ __forceinline__ void sum_tile(const Sum& sum, int in_count, const Extent& extent, int64_t tile) {
-  T* out = static_cast<T*>(sum.out);
-  for_tile<kWidth>(
-      extent, tile, [&](int64_t i) { store<kWidth>(out + i, sum_of<ReduceOp::sum, T, kWidth>(sum, in_count, 1, i)); },
-      [&](int64_t i) { store<1>(out + i, sum_of<ReduceOp::sum, T, 1>(sum, in_count, 1, i)); });
-}
-
 template <class T, int kSums>
-__global__ void __launch_bounds__(kThreads) sum_many_kernel(const __grid_constant__ SumsTable<kSums> table) {
-  constexpr int kWidth = vector_width(sizeof(T), sizeof(T));
+__global__ void __launch_bounds__(kThreads, 1) sum_many_kernel(const __grid_constant__ SumsTable<kSums> table) {
   const int place = owner_of(table.first_tile, table.count, blockIdx.x);
   const Sum& sum = table.sums[place];
   const int64_t tile = blockIdx.x - table.first_tile[place];
-  const Extent extent = extent_of(sum.count, sum.head, kWidth);
-  if (extent.width == 1)
-    sum_tile<T, 1>(sum, table.in_count, extent, tile);
-  else
-    sum_tile<T, kWidth>(sum, table.in_count, extent, tile);
+  const Extent extent = extent_of(sum.count, sum.head, vector_width(sizeof(T), sizeof(T)));
+  sum_tile<ReduceOp::sum, T>(sum, table.in_count, 1, extent, tile, [&](int64_t i, const auto& result) {
+    store<sizeof(result.at) / sizeof(T)>(static_cast<T*>(sum.out) + i, result);
+  });
 }
 
 }  // namespace mgpu::cuda

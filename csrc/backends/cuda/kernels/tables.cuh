@@ -1,4 +1,4 @@
-// Fills the tables that travel in a launch's arguments: 4 KiB of them everywhere, 32 KiB from CUDA 12.1 on.
+// Fills the tables that travel in a launch's arguments: 4 KiB of them with every driver, 32 KiB from CUDA 12.1 on.
 #pragma once
 
 #include <algorithm>
@@ -12,19 +12,14 @@ namespace mgpu::cuda {
 constexpr int kFewMoves = 128;
 constexpr int kManyMoves = 1024;
 
-// How many a launch can take: more than 4 KiB of arguments need CUDA 12.1 in the compiler and in the driver.
+// How many a launch can take: more than 4 KiB of arguments need a driver of CUDA 12.1.
 inline int most_moves() {
-#if CUDART_VERSION >= 12010
   static const int most = [] {
     int version = 0;
     return cudaDriverGetVersion(&version) == cudaSuccess && version >= 12010 ? kManyMoves : kFewMoves;
   }();
   return most;
-#else
-  return kFewMoves;
-#endif
 }
-constexpr int64_t kMostTiles = 2147483647;  // blocks of a grid
 
 template <int kMoves>
 MoveTable<kMoves> table_of(const std::vector<Transferred>& all, const std::vector<int64_t>& tiles, const Batch& batch) {
@@ -43,7 +38,7 @@ MoveTable<kMoves> table_of(const std::vector<Transferred>& all, const std::vecto
 // Calls few(table, batch) or many(table, batch) for every launch that is needed: a large table costs time to hand over.
 template <class Few, class Many>
 void for_tables(const std::vector<Transferred>& all, const std::vector<int64_t>& tiles, Few&& few, Many&& many) {
-  for (const Batch& batch : batches_of(tiles, most_moves(), kMostTiles)) {
+  for (const Batch& batch : batches_of(tiles, most_moves(), kMostBlocks)) {
     if (batch.count <= kFewMoves)
       few(table_of<kFewMoves>(all, tiles, batch), batch);
     else

@@ -8,6 +8,7 @@
 #include <tuple>
 #include <type_traits>
 #include <utility>
+#include <vector>
 
 #include "cuda_runtime_api.h"
 
@@ -16,7 +17,7 @@
 #define __host__
 #define __forceinline__ inline
 #define __grid_constant__
-#define __launch_bounds__(threads)
+#define __launch_bounds__(...)
 #define __shared__ static  // one block runs at a time
 
 struct dim3 {
@@ -24,14 +25,30 @@ struct dim3 {
   unsigned x, y, z;
 };
 
+struct alignas(8) uint2 {
+  unsigned x, y;
+};
+struct alignas(16) uint4 {
+  unsigned x, y, z, w;
+};
+
 extern dim3 threadIdx, blockIdx;
 void __syncthreads();
 double __shfl_down_sync(unsigned mask, double value, int offset);
 
+// A kernel as the host's compiler made it, and what PTX of it needs: its symbol, and each argument's address and size.
+struct FakeKernel {
+  const void* symbol;
+  unsigned blocks, threads;
+  std::vector<std::pair<const void*, size_t>> arguments;
+  std::function<void()> body;
+};
+void fakeRunKernel(const FakeKernel& kernel, int device);
 // Runs `body` as every thread of every block.
 void fakeRunGrid(unsigned blocks, unsigned threads, const std::function<void()>& body);
 bool fakeHasCode();
-cudaError_t fakeLaunch(cudaStream_t stream, std::function<void()> work);
+cudaError_t fakeLaunch(cudaStream_t stream, std::function<void(int device)> work);
+size_t fakeMostArgumentBytes();  // of a launch: 4 KiB where FAKE_CUDA_DRIVER is older than 12.1
 
 struct cudaFuncAttributes {};
 template <class... Parameters>
@@ -49,6 +66,19 @@ template <class... Parameters>
 cudaError_t cudaLaunchKernel(void (*kernel)(Parameters...), dim3 blocks, dim3 threads, void** arguments, size_t,
                              cudaStream_t stream) {
   using Values = std::tuple<std::remove_const_t<Parameters>...>;
+  if (blocks.x == 0 || blocks.x > 2147483647 || threads.x == 0 || threads.x > 1024) return cudaErrorInvalidValue;
+  if ((sizeof(Parameters) + ...) > fakeMostArgumentBytes()) return cudaErrorInvalidValue;
   const auto values = fakeArguments<Values>(arguments, std::index_sequence_for<Parameters...>{});
-  return fakeLaunch(stream, [=] { fakeRunGrid(blocks.x, threads.x, [&] { std::apply(kernel, values); }); });
+  return fakeLaunch(stream, [=](int device) {
+    std::apply(
+        [&](const auto&... each) {
+          fakeRunKernel({reinterpret_cast<const void*>(kernel),
+                         blocks.x,
+                         threads.x,
+                         {{static_cast<const void*>(&each), sizeof each}...},
+                         [&] { kernel(each...); }},
+                        device);
+        },
+        values);
+  });
 }

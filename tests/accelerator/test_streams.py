@@ -1,0 +1,143 @@
+"""Who waits for whom on the side streams, in the code that GPUs run: here the fakes are the devices of that type."""
+
+import threading
+from typing import ClassVar
+
+import pytest
+import torch
+from engine.nets import mse
+from fakes.accelerator import device_module
+from torch import nn
+from torch.optim import SGD
+
+from mgpu_core import TrainStep, comm
+from mgpu_core.comm import autograd, collectives
+from mgpu_core.device import streams
+from mgpu_core.device.team import Team
+
+DEVICES = ["fake:0", "fake:1"]
+
+
+@pytest.fixture(autouse=True)
+def gpus(monkeypatch):
+    """The fakes are GPUs, but no backend of the core serves them, unless it does anyway."""
+    if streams.GPU_TYPE != "fake":
+        monkeypatch.setattr(streams, "GPU_TYPE", "fake")
+        monkeypatch.setattr(streams, "_cuda_room_works", lambda: False)
+        monkeypatch.setattr(streams, "_side_streams", {})
+        monkeypatch.setattr(streams, "_reducing_streams", {})
+    device_module.built.take_waits()
+
+
+def has_waited(waiter, awaited):
+    ends = [(stream.device_index, stream.stream_id) for stream in (waiter, awaited)]
+    return [*ends[0], *ends[1]] in device_module.built.take_waits()
+
+
+def test_copies_from_the_host_are_made_beside_the_computing(monkeypatch):
+    seen = []
+    scatter_into = comm.collectives.scatter_into
+
+    def scattered(*arguments):
+        seen.extend(torch.accelerator.current_stream(each) for each in DEVICES)
+        scatter_into(*arguments)
+
+    monkeypatch.setattr(comm.collectives, "scatter_into", scattered)
+    parts = comm.scatter(torch.arange(6.0, device="cpu"), DEVICES)
+    assert [part.tolist() for part in parts] == [[0, 1, 2], [3, 4, 5]]
+    assert seen == [streams._side_stream(0), streams._side_stream(1)]
+    assert torch.accelerator.current_stream("fake:1") != seen[1]
+
+
+def test_who_computes_with_copies_waits_for_them():
+    own = torch.Stream("fake:1")
+    with own:
+        comm.scatter(torch.arange(6.0, device="cpu"), DEVICES)
+    assert has_waited(own, streams._side_stream(1))
+
+
+def test_memory_of_copies_is_not_given_away_before_they_were_used():
+    own = torch.Stream("fake:1")
+    device_module.built.take_recorded()
+    with own:
+        _, part = comm.scatter(torch.arange(6.0, device="cpu"), DEVICES)
+    assert (part.data_ptr(), own.stream_id) in device_module.built.take_recorded()
+
+
+class OnAStreamOfItsOwn(nn.Module):
+    """Its parameters are used, and so have their gradients, on another stream than the rank's."""
+
+    made: ClassVar[dict[int, torch.Stream]] = {}  # by thread: each rank has one
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(2, 2), nn.Linear(2, 1)
+
+    def forward(self, x):
+        stream = torch.Stream(x.device)
+        self.made[threading.get_ident()] = stream
+        hidden = self.first(x)
+        stream.wait_stream(torch.accelerator.current_stream(x.device))
+        with stream:
+            out = self.second(hidden)
+        torch.accelerator.current_stream(x.device).wait_stream(stream)
+        return out
+
+
+def test_sums_wait_for_the_streams_that_gradients_were_made_on():
+    net = OnAStreamOfItsOwn().to("fake:0")
+    step = TrainStep(net, mse, SGD(net.parameters(), lr=0.5), ["fake:0", "fake:0"], bucket_nbytes=4)
+    x, y = torch.ones(4, 2), torch.ones(4, 1)
+    for _ in range(2):
+        device_module.built.take_waits()
+        step(x, y)
+    side = streams._reducing_stream(0)
+    waits = device_module.built.take_waits()
+    assert len(net.made) == 2
+    assert all([0, side.stream_id, 0, stream.stream_id] in waits for stream in net.made.values())
+    assert [0, side.stream_id, 0, torch.accelerator.current_stream("fake:0").stream_id] in waits
+
+
+def test_a_step_goes_on_behind_its_sums():
+    net = nn.Linear(2, 1).to("fake:0")
+    step = TrainStep(net, mse, SGD(net.parameters(), lr=0.5), DEVICES, bucket_nbytes=4)
+    for _ in range(2):
+        device_module.built.take_waits()
+        step(torch.ones(4, 2), torch.ones(4, 1))
+    waits = device_module.built.take_waits()
+    for device in (0, 1):
+        current = torch.accelerator.current_stream(torch.device("fake", device))
+        assert [device, current.stream_id, device, streams._reducing_stream(device).stream_id] in waits
+
+
+def test_no_stream_of_the_users_is_one_of_ours():
+    ours = [of(1) for of in (streams._side_stream, streams._reducing_stream)]
+    users = [torch.Stream("fake:1") for _ in range(100)]
+    assert len(set(users)) == 32
+    assert ours[0] != ours[1]
+    assert not set(ours) & set(users)
+
+
+@pytest.mark.parametrize("name", ["scatter_into", "gather_into", "reduce_batch"])
+def test_backwards_go_on_on_the_streams_of_the_forward(monkeypatch, name):
+    """The one of each device, which waits for the one that autograd has ordered the gradients with."""
+    devices, own = [torch.device(each) for each in DEVICES], [torch.Stream(each) for each in DEVICES]
+    x = torch.ones(4, 2, device="fake:0", requires_grad=True)
+    with streams.on_all(devices, own):
+        outs = {
+            "gather_into": lambda: autograd.scatter(x, Team.of(devices), [2, 2], 0),
+            "scatter_into": lambda: [autograd.gather([x, x.to("fake:1")], devices[0], 0)],
+            "reduce_batch": lambda: [each for row in autograd.broadcast_buckets(Team.of(devices), [x]) for each in row],
+        }[name]()
+    seen, collective = [], getattr(collectives, name)
+
+    def noted(*arguments):
+        seen.extend(map(torch.accelerator.current_stream, devices))
+        return collective(*arguments)
+
+    monkeypatch.setattr(collectives, name, noted)
+    device_module.built.take_waits()
+    torch.autograd.backward([out.sum() for out in outs])
+    assert seen == own
+    assert x.grad.tolist() == [[2.0 if name != "gather_into" else 1.0] * 2] * 4
+    assert has_waited(own[1], own[0])

@@ -12,7 +12,7 @@ from mgpu_core.errors import BackendUnavailable, CudaError, Error, NcclError
 from mgpu_core.nested import Replicate
 from mgpu_core.parallel import gather, parallel_apply, reduce, replicate, scatter, scatter_kwargs
 from mgpu_core.sync_batchnorm import SyncBatchNorm, convert_sync_batchnorm
-from mgpu_core.train_step import TrainStep
+from mgpu_core.train.step import TrainStep
 
 __version__ = "0.1.0"
 

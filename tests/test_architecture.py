@@ -1,6 +1,6 @@
 """DESIGN's arrows point down: read from the sources, so that nobody has to remember them.
 
-Python: cli -> doctor, lessons, mnist -> advice -> explain -> data_parallel, train_step -> engine -> parallel -> comm ->
+Python: cli -> doctor, lessons, mnist -> advice -> explain -> data_parallel -> train -> parallel, optim -> comm ->
 kernels -> device -> module_tree -> nested, twin_hooks, record, errors, files, user_script -> recording,
 nothing, caller, containers, look -> _core, entries, extras.
 C++: bindings -> rooms -> backends -> core; rooms of backends do not know each other; only bindings knows pybind11.
@@ -19,14 +19,14 @@ SOURCES = Path(__file__).parent.parent / "csrc"
 LAYERS = [
     {"_core", "entries", "extras"},
     {"recording", "nothing", "caller", "containers", "look"},
-    {"record", "errors", "nested", "twin_hooks", "files", "optim", "user_script"},
+    {"record", "errors", "nested", "twin_hooks", "files", "user_script"},
     {"module_tree"},
     {"device"},
     {"kernels"},
     {"comm"},
-    {"parallel", "processes", "sync_batchnorm"},
-    {"engine"},
-    {"data_parallel", "train_step"},
+    {"parallel", "processes", "sync_batchnorm", "optim"},
+    {"train"},
+    {"data_parallel"},
     {"explain"},
     {"advice"},
     {"doctor", "lessons", "mnist"},

@@ -4,9 +4,9 @@ import warnings
 
 import pytest
 import torch
-from engine.nets import Linear, mse
 from fakes.nets import cpu
 from torch.optim import SGD
+from train.nets import Linear, mse
 
 import mgpu_core
 

@@ -8,14 +8,14 @@ import copy
 
 import pytest
 import torch
-from engine.nets import here
-from engine.one_device import same
 from fakes.machines import run_machine
 from fakes.nets import cpu
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from torch import nn
 from torch.nn.utils import parametrizations
+from train.nets import here
+from train.one_device import same
 
 from mgpu_core import DataParallel
 

@@ -10,9 +10,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from mgpu_core import _core
 from mgpu_core._core import Turn
-from mgpu_core.engine.module_look import module_look
-from mgpu_core.engine.optimizer_facts import optimizer_look
 from mgpu_core.look import Look
+from mgpu_core.train.module_look import module_look
+from mgpu_core.train.optimizer_facts import optimizer_look
 
 
 class Thing:

@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 
 from mgpu_core.advice.batches import Batch, batch_sizes
 from mgpu_core.device.devices import DeviceLike, as_devices, default_devices
-from mgpu_core.engine.settings import check_module
 from mgpu_core.record import is_on
+from mgpu_core.train.options import check_module
 
 __all__ = ["CPU_RANKS", "MakeOptimizer", "Plan", "plan_of"]
 

@@ -14,9 +14,9 @@ from torch.nn import Module
 from mgpu_core.advice.batches import Batch
 from mgpu_core.advice.plan import Plan
 from mgpu_core.data_parallel import DataParallel
-from mgpu_core.engine.graphs import GRAPH_DEVICE, WARM_UP
 from mgpu_core.errors import Error
-from mgpu_core.train_step import TrainStep
+from mgpu_core.train.graph_cache import GRAPH_DEVICE, WARM_UP
+from mgpu_core.train.step import TrainStep
 
 __all__ = ["CAPTURED", "DROP_IN", "ENGINE", "NAMES", "ONE", "Engine", "Loop", "Way", "closing", "first_line", "makers"]
 

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from mgpu_core.engine.state import check_groups, compact_copy
 from mgpu_core.files import write_whole
 from mgpu_core.mnist.config import Config
 from mgpu_core.mnist.history import Epoch
+from mgpu_core.train.checkpoint import check_groups, compact_copy
 
 FORMAT = "mgpu_core.mnist checkpoint 1"
 PARTS = {

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from mgpu_core.data_parallel import DataParallel
 from mgpu_core.mnist.config import Config
-from mgpu_core.train_step import TrainStep
+from mgpu_core.train.step import TrainStep
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 """Images and their labels."""

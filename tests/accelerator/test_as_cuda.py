@@ -9,9 +9,9 @@ from fakes.accelerator import as_cuda
 from mgpu_core.comm.algorithms import AllReduce
 from mgpu_core.device import streams
 from mgpu_core.device.clock import RankClock
-from mgpu_core.engine.recorder import CudaRecorder
 from mgpu_core.errors import BackendUnavailable
 from mgpu_core.explain.clock import EventClock
+from mgpu_core.train.graph_recorder import CudaRecorder
 
 GPU = torch.device("cuda", 1)
 

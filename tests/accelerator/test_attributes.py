@@ -4,9 +4,9 @@ from functools import partial
 
 import pytest
 import torch
-from engine.nets import Pair, batches, mse
 from torch import nn
 from torch.optim import SGD
+from train.nets import Pair, batches, mse
 
 from mgpu_core import TrainStep
 

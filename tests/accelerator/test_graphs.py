@@ -10,15 +10,15 @@ from itertools import cycle
 
 import pytest
 import torch
-from engine.adversaries import Adversaries
-from engine.nets import Branches, Linear, batches, mse
 from fakes.graphs import OPTIMIZERS, OneWeight, give_graphs, total, without_gpu
 from fakes.tensors import numbers
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
+from train.adversaries import Adversaries
+from train.nets import Branches, Linear, batches, mse
 
 from mgpu_core import TrainStep, convert_sync_batchnorm
-from mgpu_core.engine.graphs import WARM_UP
+from mgpu_core.train.graph_cache import WARM_UP
 
 TEAMS = [
     ["fake:0", "fake:1"],

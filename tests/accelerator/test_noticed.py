@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from engine.nets import Pair, batches
-from engine.test_noticed import Assigning, halved, sgd
 from torch import nn
 from torch.optim import RMSprop
+from train.nets import Pair, batches
+from train.test_noticed import Assigning, halved, sgd
 
 from mgpu_core import TrainStep
 

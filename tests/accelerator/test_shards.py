@@ -5,10 +5,10 @@ from functools import partial
 
 import pytest
 import torch
-from engine.nets import Branches, Linear, batches, mse
 from fakes.tensors import numbers
 from torch import nn
 from torch.optim import SGD, Adam, AdamW, RMSprop
+from train.nets import Branches, Linear, batches, mse
 
 from mgpu_core import TrainStep, _core
 

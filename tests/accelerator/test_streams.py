@@ -5,10 +5,10 @@ from typing import ClassVar
 
 import pytest
 import torch
-from engine.nets import mse
 from fakes.accelerator import device_module
 from torch import nn
 from torch.optim import SGD
+from train.nets import mse
 
 from mgpu_core import TrainStep, comm
 from mgpu_core.comm import autograd, collectives

@@ -4,11 +4,11 @@ import copy
 
 import pytest
 import torch
-from engine.adversaries import Adversaries
-from engine.nets import Branches, Constrained, Linear, Pair, batches, mse
 from fakes.tensors import numbers
 from torch import nn
 from torch.optim import SGD, AdamW
+from train.adversaries import Adversaries
+from train.nets import Branches, Constrained, Linear, Pair, batches, mse
 
 from mgpu_core import Error, TrainStep, comm
 
@@ -135,7 +135,7 @@ def test_ctrl_c_while_moved_values_travel(monkeypatch):
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("mgpu_core.engine.replicas.collectives.broadcast_into", interrupted)
+    monkeypatch.setattr("mgpu_core.train.replicas.collectives.broadcast_into", interrupted)
     with pytest.raises(KeyboardInterrupt):
         step(x, 2, y)
     monkeypatch.undo()

@@ -5,13 +5,13 @@ Loading may allocate memory or wait for the GPU, which a capture forbids.
 
 import pytest
 import torch
-from engine.nets import mse
 from fakes.graphs import OPTIMIZERS, OneWeight, give_graphs, total, without_gpu
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from train.nets import mse
 
 from mgpu_core import TrainStep
-from mgpu_core.engine.graphs import WARM_UP
+from mgpu_core.train.graph_cache import WARM_UP
 
 
 class Launches(TorchDispatchMode):

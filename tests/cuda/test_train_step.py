@@ -10,7 +10,7 @@ from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import StepLR
 
 from mgpu_core import TrainStep
-from mgpu_core.engine.captured import _GraphsPerDevice
+from mgpu_core.train.cuda_graphs import _GraphsPerDevice
 
 TEAMS = [[0], [0, 0], [0, 0, 0, 0]]
 OPTIMIZERS = {
@@ -42,7 +42,7 @@ def same_parameters(one, other):
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_one_devices_numbers_over_100_steps(gpu, name, team, way, monkeypatch):
     if way == "as for several devices":
-        monkeypatch.setattr("mgpu_core.engine.captured._OneGraph", _GraphsPerDevice)
+        monkeypatch.setattr("mgpu_core.train.cuda_graphs._OneGraph", _GraphsPerDevice)
     capture = way != "eager"
     net = mlp().double().to(gpu)
     alone = copy.deepcopy(net)

@@ -6,7 +6,7 @@ from mnist.histories import assert_same_curve, is_plain
 
 from mgpu_core.mnist import Config, Digits, History, Training
 from mgpu_core.mnist.train import train
-from mgpu_core.train_step import TrainStep
+from mgpu_core.train.step import TrainStep
 
 TEAMS = [("step", 1), ("step", 2), ("step", 4), ("drop-in", 1), ("drop-in", 3), ("plain", 1)]
 GRADIENT_NBYTES = 4 * 101_770

@@ -10,8 +10,10 @@ import random
 
 import pytest
 import torch
-from engine.nets import mse
-from engine.one_device import (
+from processes.world import run
+from torch.distributed import group
+from train.nets import mse
+from train.one_device import (
     LOSSES,
     OPTIMIZERS,
     REFUSED,
@@ -24,8 +26,6 @@ from engine.one_device import (
     same,
     state_of,
 )
-from processes.world import run
-from torch.distributed import group
 
 from mgpu_core import Error, TrainStep
 

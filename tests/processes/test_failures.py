@@ -8,12 +8,12 @@ import time
 
 import pytest
 import torch
-from engine.nets import Linear
 from fakes.nets import whole
 from processes.world import Ended, run
 from torch import nn
 from torch.distributed import group
 from torch.optim import SGD, Adam
+from train.nets import Linear
 
 import mgpu_core
 from mgpu_core import TrainStep

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from engine.nets import batches, mse
 from processes.world import run
 from torch import nn
 from torch.distributed import group
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import ExponentialLR
+from train.nets import batches, mse
 
 from mgpu_core import Error, TrainStep
 

@@ -4,13 +4,13 @@ import copy
 
 import pytest
 import torch
-from engine.nets import Branches, Linear, batches, mse
 from fakes import accelerator
 from fakes.nets import whole
 from processes.world import run
 from torch import nn
 from torch.distributed import group
 from torch.optim import SGD, AdamW
+from train.nets import Branches, Linear, batches, mse
 
 from mgpu_core import TrainStep
 

@@ -1,0 +1,121 @@
+"""The flat buckets of one device: the values of the parameters and the sums of their gradients.
+
+A parameter's ``data`` becomes a part of its bucket, with strides of its own (channels_last stays channels_last), and a
+storage of its own: savers that know tensors by their storage would take all parameters of a bucket for one.  All ranks
+of the device share the values; each has its own gradients, whose sum over the ranks lies here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from itertools import chain
+
+import torch
+
+from mgpu_core.comm.layout import is_dense
+from mgpu_core.optim.bucket_layout import Bucket
+
+__all__ = ["FlatTensors", "compact", "in_memory_order", "padding_of", "part_of", "shaped"]
+
+
+class FlatTensors:
+    """Values and gradients of one device, bucket by bucket; padding is zero and stays it.
+
+    Args:
+        buckets: the layout.
+        parameters: all parameters, by place; those that no bucket names are left alone.
+        device: where.
+        tail: elements that the last bucket of gradients has behind it, for what travels with them.
+
+    Attributes:
+        values, gradients: one flat tensor per bucket.
+        messages: the gradients, the tail included.
+        value_views, gradient_views: by parameter, in its shape.
+    """
+
+    def __init__(
+        self, buckets: Sequence[Bucket], parameters: Sequence[torch.Tensor], device: torch.device, tail: int = 0
+    ) -> None:
+        self.device = device
+        self._buckets, self._parameters = buckets, parameters
+        self.values = _flat(buckets, parameters, device, 0)
+        self.messages = _flat(buckets, parameters, device, tail)
+        self.gradients = [message[: each.count] for message, each in zip(self.messages, buckets, strict=True)]
+        self.value_views = {i: _with_own_storage(view) for i, view in self.views_of(self.values).items()}
+        self.gradient_views = self.views_of(self.gradients)
+
+    def views_of(self, flats: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+        """By parameter, its part of flat tensors that are like the values."""
+        return {
+            segment.parameter: shaped(flat, segment.begin, self._parameters[segment.parameter])
+            for bucket, flat in zip(self._buckets, flats, strict=True)
+            for segment in bucket.segments
+        }
+
+    def adopt(self, parameters: Sequence[torch.Tensor], places: Collection[int]) -> None:
+        """Takes the values over from some of these parameters, whose ``data`` become the views."""
+        with torch.no_grad():
+            for i in places:
+                self.value_views[i].copy_(parameters[i])
+        self.show_to(parameters, places)
+
+    def show_to(self, parameters: Sequence[torch.Tensor], places: Collection[int]) -> None:
+        """Makes the views the ``data`` of another rank's parameters."""
+        for i in places:
+            parameters[i].data = self.value_views[i]
+
+
+def _flat(
+    buckets: Sequence[Bucket], parameters: Sequence[torch.Tensor], device: torch.device, tail: int
+) -> list[torch.Tensor]:
+    dtypes = [parameters[bucket.segments[0].parameter].dtype for bucket in buckets]
+    counts = [bucket.count for bucket in buckets]
+    if counts:
+        counts[-1] += tail
+    return [torch.zeros(count, dtype=dtype, device=device) for count, dtype in zip(counts, dtypes, strict=True)]
+
+
+def shaped(flat: torch.Tensor, begin: int, like: torch.Tensor) -> torch.Tensor:
+    """The elements from ``begin`` on as a view in the shape of a parameter, with its strides."""
+    if is_dense(like):
+        return flat.as_strided(like.shape, like.stride(), begin)
+    return flat[begin : begin + like.numel()].view(like.shape)
+
+
+def _with_own_storage(view: torch.Tensor) -> torch.Tensor:
+    """The same memory, by a storage that is no larger, and keeps the whole alive."""
+    begin = view.storage_offset() * view.itemsize
+    storage = view.untyped_storage()[begin : begin + view.nbytes]
+    return torch.empty(0, dtype=view.dtype, device=view.device).set_(storage, 0, view.shape, view.stride())
+
+
+def part_of(flat: torch.Tensor, place: int, shards: int) -> torch.Tensor:
+    """The part of a flat bucket that device ``place`` updates."""
+    count = flat.numel() // shards
+    place %= shards  # all devices update the only one
+    return flat[place * count : (place + 1) * count]
+
+
+def padding_of(bucket: Bucket, device: torch.device) -> torch.Tensor:
+    """The places of a flat bucket, or of a shard of one, that belong to no parameter."""
+    begins = [*(each.begin for each in bucket.segments), bucket.count]
+    ends = [0, *(each.begin + each.count for each in bucket.segments)]
+    gaps = [range(end, begin) for end, begin in zip(ends, begins, strict=True)]
+    return torch.tensor(list(chain.from_iterable(gaps)), dtype=torch.int64, device=device)
+
+
+def in_memory_order(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The elements of a tensor in one row, in the order in which a bucket holds the parameter ``like``.
+
+    A view, where the tensor lies in memory as the parameter does.
+    """
+    if not is_dense(like):
+        return tensor.reshape(-1)
+    if tensor.stride() != like.stride():
+        tensor = torch.empty_strided(like.shape, like.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def compact(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in memory of its own, with the same strides."""
+    return tensor.detach().clone(memory_format=torch.preserve_format)

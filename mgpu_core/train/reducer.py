@@ -1,0 +1,263 @@
+"""Gradient sync: each bucket is summed over the ranks as soon as all of them have its gradients.
+
+Autograd hands every rank fresh gradients, which stay where it made them: nothing is zeroed and nothing accumulates
+into a flat buffer.  A hook per parameter and rank counts; the last rank to complete a bucket adds the ranks' gradients
+of each device straight into the device's bucket (one pass), and all-reduces the bucket over the devices, while the
+other ranks, and its own device, go on with their backward.  Nobody waits for anybody in there.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Sequence
+from functools import partial
+
+import torch
+
+from mgpu_core.comm import collectives
+from mgpu_core.device.streams import SideRoad
+from mgpu_core.entries import ALL_RANKS
+from mgpu_core.processes.group import Processes
+from mgpu_core.record import current_step, in_step, is_on, mark, span
+from mgpu_core.train.between_devices import BetweenDevices
+from mgpu_core.train.laid_out import LaidOut, Learnt
+from mgpu_core.train.replicas import Replicas
+from mgpu_core.train.rounds import Round
+from mgpu_core.train.twins import GradientHook
+
+__all__ = ["GradientSync"]
+
+
+class GradientSync:
+    """The gradients of all ranks, and their sums.
+
+    Args:
+        replicas: the ranks' modules.
+        bucket_nbytes: how many bytes travel together.
+        algorithm: of the all-reduce between devices.
+        comm_dtype: what gradients are cast to for the way between devices and processes; ``None``: their own.
+        in_shards: each device gets the sums of its part of each bucket, and need not have the others.
+        processes: that train with this one; ``None``: it is alone.
+
+    Attributes:
+        between: how buckets are summed over the devices.
+        layout: where they lie, and their sums; empty before the first backward.
+    """
+
+    def __init__(
+        self,
+        replicas: Replicas,
+        bucket_nbytes: int,
+        algorithm: str,
+        comm_dtype: torch.dtype | None,
+        in_shards: bool = False,
+        processes: Processes | None = None,
+    ) -> None:
+        self._replicas, self._processes = replicas, processes
+        self._bucket_nbytes, self._comm_dtype = bucket_nbytes, comm_dtype
+        group = None if processes is None else processes.group
+        shards = len(replicas.devices) if in_shards else 1
+        firsts = [ranks[0] for ranks in replicas.ranks_of]
+        self.between = BetweenDevices(algorithm, comm_dtype, shards, group, firsts)
+        self.layout = self._laid_out(None)
+        self._is_learning = False
+        self._whole_step = current_step()
+        self._aside: list[torch.Tensor | None] = []
+        self._ready: list[int] = []  # parameters, in the order of their first gradients on rank 0
+        self.handles: dict[tuple[int, int], torch.utils.hooks.RemovableHandle] = {}
+        self._round = Round((), 0, 0)
+        self._side = SideRoad(replicas.devices)
+        self.watch_parameters()
+
+    def watch_parameters(self) -> None:
+        """Hooks all parameters that require grad; again after some were frozen or thawed.
+
+        One rank alone has nobody to add up with, and one bucket alone is complete when backward is over: such
+        gradients are taken then, and no backward stops for Python.
+        """
+        self._replicas.watch.remember_hooks()
+        self._count_expected()
+        alone = len(self._replicas.team) == 1 and self._processes is None
+        if alone or (not self.layout.is_empty and len(self.layout.buckets) < 2):
+            for handle in self.handles.values():
+                handle.remove()
+            self.handles.clear()
+            return
+        me = weakref.ref(self)
+        for rank, row in enumerate(self._replicas.parameters):
+            for i, parameter in enumerate(row):
+                if parameter.requires_grad and (rank, i) not in self.handles:
+                    hook = GradientHook(partial(_accumulated, me, rank, i))
+                    self.handles[rank, i] = parameter.register_post_accumulate_grad_hook(hook)
+
+    def _count_expected(self) -> None:
+        """How many gradients each bucket waits for, of each rank."""
+        parameters = self._replicas.parameters[0]
+        self._expected = [
+            sum(parameters[each.parameter].requires_grad for each in bucket.segments) for bucket in self.layout.buckets
+        ]
+
+    def clear(self, ranks: Sequence[int] | None = None) -> None:
+        """Forgets all gradients, or those of some ranks."""
+        rows = self._replicas.parameters
+        for row in rows if ranks is None else [rows[rank] for rank in ranks]:
+            for parameter in row:
+                parameter.grad = None
+
+    def begin(self, ranks: int, *, overlap: bool, streams: Sequence[torch.Stream | None]) -> None:
+        """Before a backward of so many ranks; ``overlap``: its buckets are summed as they become ready."""
+        self._round = Round(self._expected if overlap else (), ranks, len(self.layout.buckets))
+        self._side.starts(self._replicas.team.devices, streams)
+        self._is_learning = True
+        self._whole_step = current_step()  # autograd has threads of its own, which do not know it
+
+    def cancel(self) -> None:
+        """Makes the hooks of a backward that failed, and maybe still runs, do nothing."""
+        self._ready = []
+        self._rest()
+
+    def _rest(self) -> None:
+        """Between two backwards: one of the user's own is none of ours."""
+        self._is_learning = False
+        self._round = Round((), 0, len(self.layout.buckets))
+
+    def set_aside(self) -> None:
+        """Between two calls of a window: takes the gradients so far out of the user's sight, and of ``zero_grad``'s."""
+        self._rest()
+        self._aside = [parameter.grad for parameter in self._replicas.own]
+        for parameter in self._replicas.own:
+            parameter.grad = None
+
+    def take_up(self) -> None:
+        """Puts them back."""
+        for parameter, gradient in zip(self._replicas.own, self._aside, strict=False):
+            parameter.grad = gradient
+        self._aside = []
+
+    def abandon(self) -> None:
+        """After a failure: forgets all gradients, when nothing beside the computing reads them any more."""
+        self._side.joins()
+        self._aside = []
+        self.clear()
+
+    def _accumulated(self, rank: int, i: int) -> None:
+        if self.layout.is_empty:
+            if rank == 0 and self._is_learning:
+                self._ready.append(i)
+            return
+        bucket = self.layout.bucket_of.get(i)
+        if bucket is None:
+            return
+        self._side.made_on_current(self._replicas.team.devices[rank])
+        is_complete = self._round.is_complete(rank, bucket)
+        is_told = is_on() and self._round.has_all_of(rank, bucket)
+        if is_told or is_complete:
+            with in_step(self._whole_step):
+                if is_told:
+                    mark("ready", rank, self._replicas.team.devices[rank], bucket)
+                if is_complete:
+                    self._sum(bucket)
+
+    def used(self) -> list[bool]:
+        """Per parameter whether any rank has a gradient of it."""
+        rows = [[parameter.grad is not None for parameter in row] for row in self._replicas.parameters]
+        return list(map(any, zip(*rows, strict=True)))
+
+    def multiply_parts(self, factor: float) -> None:
+        """Each rank's own gradients by one number, before they are summed."""
+        found = [parameter.grad for row in self._replicas.parameters for parameter in row if parameter.grad is not None]
+        with torch.no_grad():
+            for gradient in found:
+                gradient.mul_(factor)
+
+    def finish(self) -> None:
+        """After the backward of all ranks: sums what is left.
+
+        The sums lie in ``layout``; each rank still has its own gradients.
+        """
+        for bucket in self._round.left():
+            if self.layout.outbox is not None and self.layout.outbox.has_sent(bucket):
+                names = ", ".join(self.layout.of_buckets.names(bucket))
+                raise RuntimeError(
+                    f"gradients of {names} came after their sum had left for the other processes: a "
+                    "reentrant torch.utils.checkpoint makes them twice; use_reentrant=False does not"
+                )
+            self._sum(bucket)
+        used = self.used() if self.layout.loose else ()
+        if self.layout.loose:
+            with span("reduce"):
+                self.layout.sums.sparse = {i: self._sum_loose(i) for i in self.layout.loose if used[i]}
+        self._side.joins()
+        self._rest()
+
+    def show(self, used: Sequence[bool]) -> None:
+        """Makes the sums the ``grad`` of the user's parameters; of those that no rank used it is ``None``.
+
+        Sums in shards are on no device as a whole, and are not shown.
+        """
+        if self.between.shards > 1:
+            self.clear()
+            return
+        views = self.layout.flats[0].gradient_views
+        for i, parameter in enumerate(self._replicas.own):
+            parameter.grad = None if not used[i] else self.layout.sums.sparse.get(i, views.get(i))
+
+    def learnt(self, updated: Collection[int]) -> Learnt:
+        """After the first backward; the optimizer has the parameters in the places ``updated``.
+
+        What has gradients is wanted even if it was frozen since.  Several processes cannot lay out again when a
+        parameter is thawed, so they have the optimizer's in the buckets from the start.
+        """
+        rows = self._replicas.parameters
+        loose = [i for i in range(len(rows[0])) if any(_is_sparse(row[i].grad) for row in rows)]
+        known = updated if self._processes is not None else ()
+        used = self.used()
+        wanted = [i for i, each in enumerate(self._replicas.own) if each.requires_grad or used[i] or i in known]
+        return Learnt(list(dict.fromkeys(self._ready)), loose, wanted, updated)
+
+    def lay_out(self, learnt: Learnt) -> None:
+        """Gives the parameters their memory."""
+        layout = self._laid_out(learnt)
+        layout.take_values()
+        self.layout = layout
+        self.watch_parameters()
+        self._rest()
+
+    def _laid_out(self, learnt: Learnt | None) -> LaidOut:
+        return LaidOut(self._replicas, learnt, self._bucket_nbytes, self.between, self._processes, self._comm_dtype)
+
+    def forget_layout(self) -> None:
+        """The next backward is looked at as the first one was; values and gradients stay where they are."""
+        self.layout, self._ready = self._laid_out(None), []
+        self.watch_parameters()
+        self._rest()
+
+    def _sum(self, bucket: int) -> None:
+        """Over the ranks of each device, then over the devices."""
+        with span("all_reduce", ALL_RANKS, None, bucket), self._side.entered():
+            self.layout.of_buckets.tell(bucket)
+            for place in range(len(self.layout.flats)):
+                self.layout.of_buckets.add_up_ranks(bucket, place)
+            if len(self.layout.flats) > 1 and (self.between.hook is None or self.layout.outbox is None):
+                self.layout.of_buckets.add_up_devices(bucket)
+            if self.layout.outbox is not None:
+                self.layout.outbox.put(bucket)
+
+    def open_outbox(self) -> None:
+        """Before an update; a hook takes buckets all the way, in the outbox's order."""
+        if self.layout.outbox is not None:
+            self.layout.outbox.open(self.layout.of_buckets.add_up_devices if self.between.hook is not None else None)
+
+    def _sum_loose(self, i: int) -> torch.Tensor:
+        parts = [row[i].grad for row in self._replicas.parameters]
+        return collectives.reduce_batch([parts], "sum", self._replicas.devices[0])[0]
+
+
+def _accumulated(sync: weakref.ref[GradientSync], rank: int, i: int) -> None:
+    found = sync()
+    if found is not None:
+        found._accumulated(rank, i)
+
+
+def _is_sparse(gradient: torch.Tensor | None) -> bool:
+    return gradient is not None and gradient.layout is not torch.strided

@@ -1,0 +1,394 @@
+"""``TrainStep``: split, forward, loss, backward, all-reduce and update in one call, on replicas that live on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
+
+import torch
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from mgpu_core._core import Turn
+from mgpu_core.comm.buckets import DEFAULT_NBYTES
+from mgpu_core.device.compiled import outside_the_compiler
+from mgpu_core.device.devices import DeviceLike
+from mgpu_core.device.team import Team
+from mgpu_core.errors import Error
+from mgpu_core.module_tree import named_parameters_of
+from mgpu_core.processes.ballot import Standing
+from mgpu_core.processes.group import Processes
+from mgpu_core.record import span
+from mgpu_core.train.balance import RankPlan, SplitPlan
+from mgpu_core.train.between_devices import CommHook
+from mgpu_core.train.checkpoint import state_of
+from mgpu_core.train.compare import first_difference
+from mgpu_core.train.engine import Engine
+from mgpu_core.train.grad_scaler import LossScale
+from mgpu_core.train.graph_cache import StepGraphs
+from mgpu_core.train.options import Setup, check_dtypes, check_module, check_place, team_of
+from mgpu_core.train.rank_losses import check_loss
+from mgpu_core.train.updates import check_optimizer
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = ["TrainStep"]
+
+_T = TypeVar("_T")
+
+
+class _Setting(Generic[_T]):
+    """An argument of a step as its attribute; one that parts were made with stays as it was given."""
+
+    def __init__(self, *, may_change: bool = False) -> None:
+        self._may_change = may_change
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    @overload
+    def __get__(self, step: None, owner: type) -> _Setting[_T]: ...
+
+    @overload
+    def __get__(self, step: TrainStep, owner: type) -> _T: ...
+
+    def __get__(self, step: TrainStep | None, owner: type) -> _Setting[_T] | _T:
+        if step is None:
+            return self
+        value: _T = getattr(step._setup, self._name)
+        return value
+
+    def __set__(self, step: TrainStep, value: _T) -> None:
+        if not self._may_change:
+            raise AttributeError(f"{self._name} of a step stays as it was given: make a new step")
+        step._setup.change(self._name, value)
+
+
+class TrainStep:
+    """One training step over several ranks: ``loss = step(x, y)``.
+
+    Each rank has a module of its own, made once, and works in a thread of its own: forward on its rows, loss, backward.
+    Gradients are summed bucket by bucket while backward goes on, and the optimizer updates each device once.  The
+    numbers are one device's: the loss, the gradients and the parameters, for every split of the rows.
+
+    Args:
+        net: the module to train, on ``device_ids[0]`` (moved there if there is one device).  It is rank 0's, and its
+            parameters are current after every step.
+        loss_fn: ``loss_fn(output, target)``, a tensor of one element; ``None``: the module returns the loss itself.
+            Buffers of a module (class weights) and its modes are followed, as those of ``net`` are.
+        optimizer: any ``torch.optim.Optimizer`` over parameters of ``net``.  SGD, Adam and AdamW are run fused, torch's
+            others by their own ``step()``, once per device; with step hooks, or of a class of your own, once, and the
+            other devices get the values.  Schedulers, groups and ``state_dict()`` work as ever.
+        device_ids: one device per rank, as for :class:`mgpu_core.DataParallel`; ``None``: all accelerators (of several
+            processes that ``torchrun`` has started here, each takes its part), else as many CPU ranks as
+            ``MGPU_CORE_CPU_RANKS`` says, else the module's own device.
+        dim: the dimension of the rows.
+        shares: rows in this proportion, one positive number per rank; ``"auto"``: in proportion to the ranks' speeds,
+            measured over the first steps, as far as their memory goes (see :meth:`plan`).
+        reduction: what ``loss_fn`` does with its rows: ``mean``; ``sum``; or ``weighted``: it returns
+            ``(sum, weight)``, and the team's sum is divided by the team's weight (``ignore_index``, class weights).
+        accumulate: calls per update; their gradients count as one batch's.
+        clip_norm: the largest norm that the gradient of all parameters may have; a larger one is scaled down.
+        error_if_nonfinite: raise ``FloatingPointError`` instead of updating by a NaN or infinite gradient; ``None``:
+            where that makes nobody wait, on the CPU.
+        amp_dtype: run forward and loss under autocast in this dtype, ``torch.bfloat16`` or ``torch.float16``; float16
+            with a loss scale that adapts: an update whose gradients overflow is skipped on all ranks.
+        comm_dtype: what gradients are cast to for the way between devices.  Ranks of one device send nothing.
+        bucket_nbytes: how many bytes of gradients are summed together.
+        algorithm: of the all-reduce between devices, as in :func:`mgpu_core.comm.all_reduce`.
+        shard_optimizer: each device keeps the optimizer's state of its part of each bucket alone, and updates that:
+            an N-th of the memory, the same numbers.  For SGD, Adam and AdamW; gradients are not shown then.
+        rng: as for :class:`mgpu_core.DataParallel`.
+        capture: record whole steps as CUDA graphs and replay them: one launch per step where all ranks share one GPU;
+            over several, two per GPU, and the sums between them in the ordinary way, behind all backwards.
+            Shapes that change are recorded anew after a few ordinary steps; what cannot be captured goes the ordinary
+            way, and a warning says why, once.  ``step.graphs`` knows how many steps were replays.
+        process_group: of ``torch.distributed``, whose processes train together, each with a team and rows of its own:
+            the numbers are those of one device with all rows of all processes.  All of them make a step at the same
+            time, and get the values of process 0.
+
+    After a step, ``grad`` of the parameters holds what the update used; of a parameter that no rank used it is
+    ``None``, and the optimizer leaves that parameter alone.  Running statistics are those of rank 0's rows.  Hooks on
+    parameters see each rank's own gradient.
+
+    The arguments are attributes (``net`` is ``module``, and ``team`` has the devices).  ``accumulate``, ``clip_norm``,
+    ``error_if_nonfinite`` and ``shares`` may be set to other values, for the calls to come; the others stay.
+
+    Raises:
+        TypeError, ValueError: arguments that do not fit together, before anything is changed.
+    """
+
+    def __init__(
+        self,
+        net: Module,
+        loss_fn: Callable[..., Any] | None,
+        optimizer: Optimizer,
+        device_ids: Sequence[DeviceLike] | None = None,
+        *,
+        dim: int = 0,
+        shares: Sequence[float] | str | None = None,
+        reduction: str = "mean",
+        accumulate: int = 1,
+        clip_norm: float | None = None,
+        error_if_nonfinite: bool | None = None,
+        amp_dtype: torch.dtype | None = None,
+        comm_dtype: torch.dtype | None = None,
+        bucket_nbytes: int = DEFAULT_NBYTES,
+        algorithm: str = "auto",
+        shard_optimizer: bool = False,
+        rng: str = "auto",
+        capture: bool = False,
+        process_group: ProcessGroup | None = None,
+    ) -> None:
+        check_module(net)
+        check_optimizer(optimizer, dict(named_parameters_of(net)))
+        check_loss(loss_fn)
+        check_dtypes(amp_dtype, comm_dtype, process_group)
+        team = team_of(net, device_ids)
+        self._setup = Setup(
+            net, loss_fn, optimizer, team, dim, reduction, accumulate, clip_norm, error_if_nonfinite, amp_dtype,
+            comm_dtype, bucket_nbytes, algorithm, shard_optimizer, rng, capture,
+        )  # fmt: skip
+        self._split_plan = SplitPlan(shares, team)
+        check_place(net, team)
+        self._turn = Turn("this step is already running: one call at a time, not one inside another")
+        self._closed = False
+        processes = None if process_group is None else Processes(process_group, team.devices[0])
+        self._engine = Engine(self._setup, self._split_plan, processes)
+
+    module = _Setting[Module]()
+    loss_fn = _Setting[Callable[..., Any] | None]()
+    optimizer = _Setting[Optimizer]()
+    team = _Setting[Team]()
+    dim = _Setting[int]()
+    reduction = _Setting[str]()
+    accumulate = _Setting[int](may_change=True)
+    clip_norm = _Setting[float | None](may_change=True)
+    error_if_nonfinite = _Setting[bool | None](may_change=True)
+    amp_dtype = _Setting[torch.dtype | None]()
+    comm_dtype = _Setting[torch.dtype | None]()
+    bucket_nbytes = _Setting[int]()
+    algorithm = _Setting[str]()
+    shard_optimizer = _Setting[bool]()
+    rng = _Setting[str]()
+    capture = _Setting[bool]()
+
+    @property
+    def loss_scale(self) -> LossScale:
+        """Of float16; 1 without."""
+        return self._engine.loss_scale
+
+    @property
+    def steps(self) -> int:
+        """Updates so far."""
+        return self._engine.parts.cycle.steps
+
+    @property
+    def shares(self) -> Sequence[float] | str | None:
+        """As they were given; another value counts from the next call on.  ValueError for what no step can have."""
+        return self._split_plan.asked
+
+    @shares.setter
+    def shares(self, shares: Sequence[float] | str | None) -> None:
+        self._split_plan.use(shares)
+
+    @property
+    def graphs(self) -> StepGraphs | None:
+        """What was captured; ``None`` without ``capture=True``."""
+        captured = self._engine.parts.captured
+        return None if captured is None else captured.graphs
+
+    @outside_the_compiler
+    def __call__(self, *inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        """One step on a batch.
+
+        Args:
+            inputs: what ``net`` takes, and last the target (any nest; there is none with ``loss_fn=None``); cut along
+                ``dim`` into one part per rank.
+            return_outputs: return ``(loss, outputs)``.
+            kwargs: for ``net``, cut like the inputs.
+
+        Returns:
+            The loss of the batch as one device would have it: a fresh scalar on the first device, without a graph.
+            With ``return_outputs`` also the outputs, joined on the first device, without a graph.
+
+        Raises:
+            ValueError, TypeError: inputs that do not fit together; a loss that is not one number.
+            RuntimeError: parameters of ``net`` were moved or replaced.
+            FloatingPointError: a gradient is not finite (see ``error_if_nonfinite``).
+            Exception: what a rank raised, as :func:`mgpu_core.parallel_apply` words it.  Then, and at Ctrl-C,
+                everything is as after the last update: gradients of the calls since are dropped, buffers are put back.
+        """
+        if torch.is_inference_mode_enabled():
+            raise RuntimeError("a step inside torch.inference_mode() has no gradients to train with")
+        with self._turn:
+            engine = self._ready()
+            with span("train_step"):
+                loss, outputs = engine.train(inputs, kwargs, return_outputs)
+        return (loss, outputs) if return_outputs else loss
+
+    def plan(self) -> list[RankPlan]:
+        """What each rank does: its device, its share of the rows, and how many it had in the last call."""
+        return self._split_plan.table()
+
+    def evaluate(self, *inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        """The loss of a batch, without gradients and without an update; arguments and results as for a step.
+
+        The module is used as it is: call ``net.eval()`` before.
+        """
+        with self._turn:
+            engine = self._ready()
+            with span("evaluate"):
+                loss, outputs = engine.evaluate(inputs, kwargs, return_outputs)
+        return (loss, outputs) if return_outputs else loss
+
+    def flush(self) -> bool:
+        """Updates by the calls since the last update, if there are any: at the end of an epoch, with ``accumulate``.
+
+        Their gradient is divided by their own number of rows, as if so many had been planned.  Says whether there
+        were any.
+        """
+        with self._turn:
+            engine = self._ready()
+            if engine.parts.cycle.window.calls == 0:
+                return False
+            with span("train_step"):
+                engine.conclude()
+        return True
+
+    def join(self) -> int:
+        """Follows the other processes' updates, with nothing of its own, until none of them has data left.
+
+        Each process calls it when its data is over, before anything that all of them do together.  Calls that were
+        being accumulated make an update first.  Settings of the optimizer's groups are taken from a process that still
+        trains; so a scheduler of this one may be moved on by as many steps.
+
+        Returns:
+            How many updates of others it has followed.
+
+        Raises:
+            Error: a process failed, or is gone.
+        """
+        followed = 0
+        self.flush()
+        with self._turn:
+            engine = self._ready()
+            with span("train_step"):
+                while engine.parts.together is not None:
+                    before = self.steps
+                    if not engine.conclude(Standing.JOINED):
+                        break
+                    followed += self.steps - before  # an overflow of the loss scale is no update
+        return followed
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside, calls add their gradients up; the first call after it that may, updates by all of them."""
+        before, self._engine.keeps_accumulating = self._engine.keeps_accumulating, True
+        try:
+            yield
+        finally:
+            self._engine.keeps_accumulating = before
+
+    def register_comm_hook(self, hook: CommHook | None) -> None:
+        """Lets ``hook(bucket)`` sum each bucket over the devices instead of the all-reduce; ``None`` takes it away.
+
+        It is called with a :class:`GradientBucket` as soon as the bucket is ready, in the thread of a rank, while
+        others are in their backward; between the graphs of a captured step in the caller's thread, where Ctrl-C waits
+        until it has returned.  It leaves the same bits on all devices.  A team on one device sends nothing, and does
+        not call it.
+
+        Raises:
+            RuntimeError: gradients are being accumulated.
+        """
+        if self._engine.parts.cycle.window.calls:
+            raise RuntimeError("a communication hook changes between updates, not between calls that accumulate")
+        self._engine.parts.sync.between.hook = hook
+
+    def sync_parameters(self) -> None:
+        """Gives all devices the values of ``net``: after writes through ``.data``, which torch does not count.
+
+        With a ``process_group`` all processes call it, and get the parameters and buffers of process 0.
+        """
+        with self._turn:
+            self._ready().parts.make_equal()
+
+    def check_replicas(self) -> None:
+        """Compares the parameters of all ranks bit by bit; waits for the devices.
+
+        Values that were changed in place since the last step are sent to all devices first, as a step does.  With a
+        ``process_group`` all processes call it, and are compared as well.
+
+        Raises:
+            Error: names the parameter and the rank, or the process, that differs.
+        """
+        with self._turn:
+            parts = self._ready().parts
+            parts.refresh()
+            found = first_difference(parts.replicas)
+            together = parts.together
+            among_processes = None if together is None else together.first_difference()
+        advice = "step.sync_parameters() makes them equal"
+        if found is not None:
+            name, rank = found
+            raise Error(
+                f"parameter {name} of rank {rank} on {self.team.devices[rank]} differs from {self.team.devices[0]}'s: "
+                f"{advice}; something wrote to one device alone"
+            )
+        if among_processes is not None:
+            name, process = among_processes
+            raise Error(
+                f"parameter {name} of process {process} differs from process 0's: {advice}; something wrote to one "
+                "process alone"
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Module, optimizer and random numbers, as compact copies; loads into a step of another number of ranks."""
+        with self._turn:
+            self._ready()
+            counts: dict[str, Any] = {"steps": self.steps, "loss_scale": self.loss_scale.state_dict()}
+            counts["shares"] = self._split_plan.measured()
+            return state_of(self.module, self.optimizer) | counts
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Puts a state back that :meth:`state_dict` made; calls that were being accumulated are dropped.
+
+        With a ``process_group`` all processes load it.
+
+        Raises:
+            ValueError: a state that does not fit, before anything is changed; other processes loaded another one.
+        """
+        with self._turn:
+            self._ready().load(state)
+
+    def rebuild(self) -> None:
+        """Makes the replicas anew from ``net`` as it is: after its parameters, modules or attributes were changed."""
+        with self._turn:
+            self._refuse_closed()
+            self._engine.rebuild()
+
+    def close(self) -> None:
+        """Gives ``net`` and the optimizer memory of their own again, and ends the threads; the step is over."""
+        with self._turn:
+            if not self._closed:
+                self._closed = True
+                self._engine.parts.leave()
+                self.team.close()
+
+    def _ready(self) -> Engine:
+        """What works, in a turn of this step's."""
+        self._refuse_closed()
+        self._engine.check_whole()
+        return self._engine
+
+    def _refuse_closed(self) -> None:
+        if self._closed:
+            raise RuntimeError("this step was closed")
+
+    def __getstate__(self) -> Any:
+        raise TypeError(
+            "a TrainStep has threads and devices of its own, which cannot be copied or saved: save step.state_dict(), "
+            "or make a new step of a copy of the module"
+        )

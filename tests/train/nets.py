@@ -1,0 +1,126 @@
+"""Nets for the tests of the step, and one device's loop to compare with."""
+
+import copy
+
+import torch
+from fakes.nets import cpu, whole
+from torch import nn
+
+from mgpu_core import TrainStep
+
+__all__ = ["RANKS", "Branches", "Linear", "Pair", "batches", "here", "mse"]
+
+RANKS = (1, 2, 3, 8)
+
+
+def mse(output, target):
+    return ((output - target) ** 2).mean()
+
+
+class Linear(nn.Module):
+    """One matrix of whole numbers: its gradients are whole numbers too."""
+
+    def __init__(self):
+        super().__init__()
+        self.last = nn.Linear(3, 2)
+        whole(self)
+
+    def forward(self, x):
+        return self.last(x)
+
+
+class Branches(nn.Module):
+    """Which layer is used says the batch: `way` 0 uses the first, 1 the second, 2 both, and `rare` is never used."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.rare = nn.Linear(4, 5), nn.Linear(4, 5), nn.Linear(4, 5)
+        self.last = nn.Linear(5, 2)
+
+    def forward(self, x, way):
+        hidden = 0
+        if way != 1:
+            hidden = hidden + self.first(x)
+        if way != 0:
+            hidden = hidden + self.second(x)
+        return self.last(torch.tanh(hidden))
+
+
+class Constrained(nn.Module):
+    """A weight whose rows are shortened in each forward, and put elsewhere, as EEGNet's layers do."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 5), nn.Linear(5, 2)
+        self.fails = False
+
+    def forward(self, x):
+        self.first.weight.data = torch.renorm(self.first.weight.data, p=2, dim=0, maxnorm=0.3)
+        if self.fails:
+            raise ValueError("as asked")
+        return self.last(self.first(x))
+
+
+class Pair:
+    """The same net twice: once in a step over ranks, once alone on one device."""
+
+    def __init__(self, net, make_optimizer, ranks, loss_fn=mse, **settings):
+        self.alone = copy.deepcopy(net)
+        self.net = net
+        self.loss_fn = loss_fn
+        self.optimizer, self.reference = make_optimizer(net.parameters()), make_optimizer(self.alone.parameters())
+        devices = cpu(ranks) if isinstance(ranks, int) else ranks
+        self.step = TrainStep(net, loss_fn, self.optimizer, devices, **settings)
+
+    def both(self, *inputs):
+        """One step of each; the two losses."""
+        *args, target = inputs
+        self.reference.zero_grad()
+        loss = self.loss_fn(self.alone(*args), target)
+        loss.backward()
+        self.reference.step()
+        return self.step(*inputs), loss.detach()
+
+    def far(self):
+        """The largest difference between parameters."""
+        pairs = zip(self.net.parameters(), self.alone.parameters(), strict=True)
+        return max(float((a - b).detach().abs().max()) for a, b in pairs)
+
+    def same_gradients(self):
+        """Whether the gradients are equal, and missing for the same parameters."""
+        for a, b in zip(self.net.parameters(), self.alone.parameters(), strict=True):
+            if (a.grad is None) != (b.grad is None) or (a.grad is not None and not torch.allclose(a.grad, b.grad)):
+                return False
+        return True
+
+    def same_state(self):
+        """Whether the optimizers show the same state, of the same parameters."""
+        shown, wanted = ([{} for _ in self.net.parameters()] for _ in range(2))
+        for found, optimizer, net in ((shown, self.optimizer, self.net), (wanted, self.reference, self.alone)):
+            for values, parameter in zip(found, net.parameters(), strict=True):
+                state = optimizer.state.get(parameter, {})
+                values.update({kind: each for kind, each in state.items() if each is not None})
+        return all(
+            mine.keys() == theirs.keys() and all(_is_like(mine[kind], theirs[kind]) for kind in mine)
+            for mine, theirs in zip(shown, wanted, strict=True)
+        )
+
+
+def _is_like(one, other):
+    return torch.allclose(one, other) if torch.is_tensor(one) else one == other
+
+
+def batches(steps, rows, columns=4, classes=2, seed=0, dtype=torch.float64):
+    """(inputs, targets) of so many rows; a list of row counts is cycled through."""
+    generator = torch.Generator().manual_seed(seed)
+    for i in range(steps):
+        count = rows[i % len(rows)] if isinstance(rows, list | tuple) else rows
+        yield (
+            here(torch.randn(count, columns, generator=generator, dtype=dtype, device="cpu")),
+            here(torch.randn(count, classes, generator=generator, dtype=dtype, device="cpu")),
+        )
+
+
+def here(tensor):
+    """On the device where the tests run."""
+    return tensor.to(torch.get_default_device())

@@ -1,0 +1,503 @@
+"""Steps as graphs, with a recorder that has no GPU: what the host does around a replay, and when there is none."""
+
+import copy
+import gc
+import warnings
+import weakref
+from itertools import cycle
+from types import SimpleNamespace
+
+import pytest
+import torch
+from fakes.graphs import OPTIMIZERS, OneWeight, Replay, give_graphs, total, without_gpu
+from fakes.nets import cpu
+from torch import nn
+from torch.optim import SGD, RMSprop
+from torch.optim.lr_scheduler import StepLR
+from train.nets import Branches, Linear, batches, mse
+
+from mgpu_core import Replicate, TrainStep
+from mgpu_core.train import graph_cache as graphs
+from mgpu_core.train.cuda_graphs import _GraphsPerDevice
+from mgpu_core.train.grad_clip import are_finite, overflow_of
+from mgpu_core.train.graph_cache import WARM_UP
+
+
+@pytest.fixture(autouse=True)
+def the_cpu_has_graphs(monkeypatch):
+    give_graphs(monkeypatch, "cpu")
+
+
+def step_of(net, optimizer, ranks=2, loss_fn=mse, **settings):
+    settings = {"error_if_nonfinite": False} | settings
+    return without_gpu(TrainStep(net, loss_fn, optimizer, cpu(ranks), capture=True, **settings))
+
+
+def same(one, other):
+    return all(map(torch.equal, one.parameters(), other.parameters()))
+
+
+def pair(make, ranks=2, net=None, **settings):
+    """Two steps over equal nets: one records, one does not."""
+    net = Branches().double() if net is None else net
+    twin = copy.deepcopy(net)
+    captured = step_of(net, make(net.parameters()), ranks, **settings)
+    plain = TrainStep(twin, mse, make(twin.parameters()), cpu(ranks), error_if_nonfinite=False, **settings)
+    return captured, plain
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["one graph", "as for several devices"])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_replays_are_steps(name, ranks, apart, monkeypatch):
+    """Rows that change, a scheduler, another way through the net: 60 steps, the same bits."""
+    if apart:
+        monkeypatch.setattr("mgpu_core.train.cuda_graphs._OneGraph", _GraphsPerDevice)
+    captured, plain = pair(OPTIMIZERS[name], ranks, clip_norm=0.5)
+    schedules = [StepLR(step.optimizer, 7, 0.5) for step in (captured, plain)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for i, (x, y) in enumerate(batches(60, [12] * 9 + [7])):
+            way = 2 if i < 40 else 0
+            assert torch.equal(captured(x, way, y), plain(x, way, y))
+            for schedule in schedules:
+                schedule.step()
+            assert same(captured.module, plain.module)
+            assert [p.grad is None for p in captured.module.parameters()] == [
+                p.grad is None for p in plain.module.parameters()
+            ]
+    assert captured.steps == plain.steps == 60
+    assert captured.graphs.replays >= 40
+    assert captured._engine.parts.captured.recorder.records <= 4 * (1 + apart)
+    one, other = captured.optimizer.state_dict()["state"], plain.optimizer.state_dict()["state"]
+    for place, state in other.items():
+        assert all(torch.equal(one[place][key], value) for key, value in state.items())
+
+
+def test_the_first_of_a_kind_are_ordinary():
+    net = Linear()
+    step = step_of(net, SGD(net.parameters(), lr=0.1))
+    for rows in (4, 6):
+        for i in range(WARM_UP + 3):
+            before = step.graphs.replays
+            step(torch.ones(rows, 3), torch.ones(rows, 2))
+            first = i < WARM_UP + (rows == 4)  # the very first step learns the layout
+            assert (step.graphs.replays == before) == first
+            assert (step.graphs.reason is None) == (not first)
+    assert step._engine.parts.captured.recorder.records == 2
+
+
+def test_a_loss_is_fresh_and_a_batch_is_copied():
+    net = Linear()
+    step = step_of(net, SGD(net.parameters(), lr=0.001))
+    x, y = torch.ones(4, 3), torch.ones(4, 2)
+    losses = [step(x, y) for _ in range(8)]
+    assert len({float(loss) for loss in losses}) == 8
+    x.mul_(2)
+    y.zero_()
+    alone = copy.deepcopy(net)
+    assert torch.equal(step(x, y), mse(alone(x), y).detach())
+
+
+@pytest.mark.parametrize(
+    ("change", "records"),
+    [
+        (lambda step: step.optimizer.param_groups[0].update(lr=0.5), 1),
+        (lambda step: step.module.first.weight.requires_grad_(False), 2),
+        (lambda step: step.module.eval(), 2),
+        (lambda step: setattr(step, "clip_norm", 0.1), 2),
+        (lambda step: step.load_state_dict(step.state_dict()), 2),
+        (lambda step: step.optimizer.state.clear(), 2),
+        (lambda step: step.module.last.weight.data.fill_(1), 1),
+    ],
+    ids=["lr", "frozen", "eval", "clip", "load", "cleared", "written"],
+)
+def test_what_is_changed_between_replays_is_seen(change, records):
+    captured, plain = pair(OPTIMIZERS["momentum"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for i, (x, y) in enumerate(batches(16, 8)):
+            if i == 7:
+                change(captured)
+                change(plain)
+            assert torch.equal(captured(x, 2, y), plain(x, 2, y))
+            assert same(captured.module, plain.module)
+    assert captured._engine.parts.captured.recorder.records == records
+    assert captured.graphs.replays >= 8
+
+
+def test_running_statistics_are_replayed():
+    net = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2)).double()
+    captured, plain = pair(OPTIMIZERS["momentum"], net=net)
+    for x, y in batches(10, 8):
+        captured(x, y)
+        plain(x, y)
+    assert captured.graphs.replays == 6
+    for one, other in zip(captured.module.buffers(), plain.module.buffers(), strict=True):
+        assert torch.equal(one, other)
+
+
+def scaled_pair(make, ranks):
+    """Of one weight and an offset with running statistics: gradients are what the targets say, whole powers of two."""
+    net = OneWeight()
+    twin = copy.deepcopy(net)
+    settings = {"reduction": "sum", "amp_dtype": torch.float16}
+    captured = step_of(net, make(net.parameters()), ranks, total, **settings)
+    plain = TrainStep(twin, total, make(twin.parameters()), cpu(ranks), error_if_nonfinite=False, **settings)
+    return captured, plain
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_overflow_in_a_replay_skips_its_update(name, ranks):
+    """100 steps with a scheduler, two of which overflow on the last rank: the same bits as ordinary ones."""
+    captured, plain = scaled_pair(OPTIMIZERS[name], ranks)
+    schedules = [StepLR(step.optimizer, 30, 0.5) for step in (captured, plain)]
+    x, y = torch.ones(2 * ranks, 1), torch.full((2 * ranks, 1), 0.125)
+    over = y.clone()
+    over[-1] = 5.0  # times 65536, and times 32768: more than float16 holds
+    for i in range(100):
+        target = over if i in (40, 70) else y
+        before = captured.graphs.replays
+        assert torch.equal(captured(x * (i % 3), target), plain(x * (i % 3), target))
+        assert same(captured.module, plain.module)
+        assert all(map(torch.equal, captured.module.buffers(), plain.module.buffers()))
+        grads = captured.module.weight.grad, plain.module.weight.grad
+        assert (i in (40, 70)) == (grads[0] is None) == (grads[1] is None)
+        assert captured.loss_scale.state_dict() == plain.loss_scale.state_dict()
+        assert captured.steps == plain.steps
+        assert i not in (40, 70) or captured.graphs.replays == before + 1
+        for schedule in schedules:
+            schedule.step()
+    assert captured.loss_scale.skipped == 2
+    assert captured.steps == 98
+    assert captured.graphs.replays >= 80
+    assert captured._engine.parts.captured.recorder.records == 3  # of three scales
+    one, other = captured.optimizer.state_dict()["state"][0], plain.optimizer.state_dict()["state"][0]
+    assert all(torch.equal(one[key], value) for key, value in other.items())
+
+
+def test_a_loss_that_is_nan_in_a_replay_ends_in_an_error():
+    captured, plain = scaled_pair(OPTIMIZERS["momentum"], 2)
+    x, y = torch.ones(4, 1), torch.full((4, 1), 0.25)
+    for step in (captured, plain):
+        step.loss_scale.scale = 0.5
+        for i in range(6):
+            step(x * i, y)
+    assert captured.graphs.replays == 2
+    for step in (captured, plain):
+        with pytest.raises(FloatingPointError, match=r"not finite at a loss scale of 0\.5"):
+            step(x * 7, y * float("nan"))
+        assert step.module.weight.grad is None
+    assert captured.graphs.replays == 3
+    captured(x, y)
+    plain(x, y)
+    assert same(captured.module, plain.module)
+    assert all(map(torch.equal, captured.module.buffers(), plain.module.buffers()))
+    assert captured.graphs.replays == 4
+    assert captured.steps == plain.steps == 7
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["one graph", "as for several devices"])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_weights_are_those_of_each_batch(ranks, apart, monkeypatch):
+    def weighed(output, target):
+        return ((output - target) ** 2).sum(), (target != 0).sum()
+
+    if apart:
+        monkeypatch.setattr("mgpu_core.train.cuda_graphs._OneGraph", _GraphsPerDevice)
+    net = Linear()
+    twin = copy.deepcopy(net)
+    settings = {"reduction": "weighted", "error_if_nonfinite": False, "clip_norm": 8.0}
+    make = OPTIMIZERS["momentum"]
+    captured = step_of(net, make(net.parameters()), ranks, weighed, **settings)
+    plain = TrainStep(twin, weighed, make(twin.parameters()), cpu(ranks), **settings)
+    for i in range(12):
+        x, y = torch.ones(12, 3), torch.arange(24.0).sub(i).clamp(min=0).view(12, 2)
+        assert torch.equal(captured(x, y), plain(x, y))
+        assert same(captured.module, plain.module)
+    assert captured.graphs.replays == 8
+
+
+def test_a_buffer_in_another_place_is_recorded_anew():
+    """Some have another shape, which the other ranks' must follow; the old recordings do not come back."""
+    net = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2)).double()
+    net.register_buffer("scale", torch.ones(1).double())
+    captured, plain = pair(OPTIMIZERS["momentum"], net=net)
+    old = captured.module[1].running_mean
+    for i, (x, y) in enumerate(batches(25, 8)):
+        for step in (captured, plain) if i in (6, 12) else ():
+            step.module[1].running_mean = torch.full((6,), float(i)).double()
+        for step in (captured, plain) if i == 18 else ():
+            step.module.scale = torch.ones(3).double()
+        assert torch.equal(captured(x, y), plain(x, y))
+        assert all(map(torch.equal, captured.module.buffers(), plain.module.buffers()))
+    assert captured._engine.parts.captured.recorder.records == 4
+    assert captured.module[1].running_mean is not old
+    assert same(captured.module, plain.module)
+
+
+class Counts(Linear):
+    """Puts a new tensor in a buffer's place, in every so many-th forward."""
+
+    def __init__(self, every):
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+        self.calls = cycle([True] * (every - 1) + [False])
+
+    def forward(self, x):
+        if next(self.calls):
+            self.count.add_(1)
+        else:
+            self.count = self.count + 1
+        return self.last(x)
+
+
+@pytest.mark.parametrize(("every", "place"), [(1, "of a buffer"), (WARM_UP + 2, "of buffer count")])
+def test_a_forward_that_replaces_a_buffer_is_not_captured(every, place):
+    """It is seen before a recording, or in it."""
+    captured, plain = pair(OPTIMIZERS["momentum"], 1, Counts(every).double())
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for i, (x, y) in enumerate(batches(9, 8, columns=3), start=1):
+            assert torch.equal(captured(x, y), plain(x, y))
+            assert captured.module.count == plain.module.count == i
+    assert same(captured.module, plain.module)
+    assert captured.graphs.replays == 0
+    assert [each for each in told if f"another tensor in the place {place}" in str(each.message)]
+
+
+def test_another_ranks_buffer_in_another_place_is_recorded_anew():
+    """A mask that is kept by its number of rows: a batch that is cut otherwise gives one rank a new one."""
+
+    class Masked(Linear):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("mask", torch.ones(4, 1))
+
+        def forward(self, x):
+            if len(self.mask) != len(x):
+                self.mask = torch.ones(len(x), 1)
+            return self.last(x * self.mask)
+
+    captured, plain = pair(OPTIMIZERS["momentum"], 2, Masked().double())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for x, y in batches(20, [8] * 6 + [7], columns=3):
+            assert torch.equal(captured(x, y), plain(x, y))
+            assert same(captured.module, plain.module)
+    recordings = captured.graphs._recordings.values()
+    masks = [each._buffers for each in recordings]
+    assert len(masks) >= 2
+    assert len({tuple(map(id, each)) for each in masks}) == len(masks)
+
+
+def test_batches_of_too_many_kinds_are_forgotten():
+    class Scaled(Linear):
+        def forward(self, x, scale):
+            return self.last(x * scale)
+
+    net = Scaled()
+    step = step_of(net, SGD(net.parameters(), lr=0.001))
+    for i in range(graphs.SEEN + 10):
+        step(torch.ones(4, 3), float(i), torch.ones(4, 2))
+    assert len(step.graphs._seen) == graphs.SEEN
+    for _ in range(WARM_UP + 1):
+        step(torch.ones(4, 3), 1.0, torch.ones(4, 2))
+    assert step.graphs.replays == 1
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 3e38])
+@pytest.mark.parametrize("at", [0, 6, 12])
+def test_an_overflow_is_told_as_the_host_would_tell_it(value, at):
+    """Also where the norm of finite numbers would be infinite."""
+    sums = [torch.ones(5), torch.full((8,), 3e38)]
+    sums[at > 4][at - 5 * (at > 4)] = value
+    sync = SimpleNamespace(every_sum=sums, sparse={})
+    norm = torch.stack([each.norm() for each in sums]).norm()
+    assert bool(overflow_of(sync)) == (not are_finite(sync, norm)) == (value != 3e38)
+
+
+@pytest.mark.parametrize(
+    ("settings", "call", "reason"),
+    [
+        ({"error_if_nonfinite": True}, {}, "error_if_nonfinite=True waits"),
+        ({"accumulate": 2}, {}, "accumulated over several calls"),
+        ({"shares": "auto"}, {}, "takes the time of each rank"),
+        ({}, {"return_outputs": True}, "its outputs are returned"),
+        ({"make": lambda p: RMSprop(p)}, {}, "the optimizer is not fused"),
+        ({"net": nn.Sequential(nn.Linear(3, 2), nn.SyncBatchNorm(2))}, {}, "ranks meet in synchronised layers"),
+    ],
+    ids=lambda each: None if isinstance(each, dict) else each,
+)
+def test_why_not_is_told_once(settings, call, reason):
+    from mgpu_core import convert_sync_batchnorm
+
+    settings = dict(settings)
+    net = settings.pop("net", None) or Linear()
+    net = convert_sync_batchnorm(net)
+    make = settings.pop("make", lambda p: SGD(p, lr=0.001))
+    step = step_of(net, make(net.parameters()), **settings)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(6):
+            step(torch.ones(4, 3), torch.ones(4, 2), **call)
+    texts = [str(each.message) for each in told if "not captured" in str(each.message)]
+    assert len(texts) == 1
+    assert reason in texts[0]
+    assert reason in step.graphs.reason
+    assert step.graphs.replays == 0
+    assert told[0].filename == __file__
+
+
+def test_a_device_without_graphs(monkeypatch):
+    monkeypatch.setattr("mgpu_core.train.engine.GRAPH_DEVICE", "cuda")
+    net = Linear()
+    step = step_of(net, SGD(net.parameters(), lr=0.001))
+    step(torch.ones(4, 3), torch.ones(4, 2))
+    with pytest.warns(UserWarning, match="this step is not captured: there are no CUDA graphs on cpu"):
+        step(torch.ones(4, 3), torch.ones(4, 2))
+
+
+def test_parts_of_a_batch_that_no_graph_can_have():
+    class Scaled(Linear):
+        def forward(self, x, scale):
+            return self.last(x * scale)
+
+    net = Scaled()
+    step = step_of(net, SGD(net.parameters(), lr=0.001))
+    x, y, scale = torch.ones(4, 3), torch.ones(4, 2), Replicate(torch.ones(3))
+    step(x, scale, y)
+    with pytest.warns(UserWarning, match="neither a plain tensor nor a number") as told:
+        step(x, scale, y)
+    assert told[0].filename == __file__
+    for _ in range(WARM_UP + 2):
+        step(x, 2.0, y)
+    assert step.graphs.replays == 2
+
+
+class Waits(Linear):
+    """Cannot be recorded: it looks at a number."""
+
+    recording = False
+
+    def forward(self, x):
+        if Waits.recording:
+            raise RuntimeError("operation not permitted when stream is capturing\nand more")
+        return self.last(x)
+
+
+def test_a_recording_that_fails_leaves_an_ordinary_step(monkeypatch):
+    captured, plain = pair(lambda p: SGD(p, lr=0.01, momentum=0.5), net=Waits().double())
+    record = captured._engine.parts.captured.recorder.record
+
+    def failing(device, work):
+        Waits.recording = True
+        try:
+            return record(device, work)
+        finally:
+            Waits.recording = False
+
+    monkeypatch.setattr(captured._engine.parts.captured.recorder, "record", failing)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for x, y in batches(9, 8, columns=3):
+            assert torch.equal(captured(x, y), plain(x, y))
+    assert same(captured.module, plain.module)
+    assert captured._engine.parts.captured.recorder.records == 1
+    texts = [str(each.message) for each in told if "not captured" in str(each.message)]
+    assert len(texts) == 1
+    assert "recording it failed (RuntimeError: " in texts[0]
+    assert "operation not permitted when stream is capturing" in texts[0]
+    assert captured.steps == 9
+
+
+def test_a_recording_that_fails_behind_its_update_is_not_tried_again(monkeypatch):
+    """Its kernels have written nothing, whatever torch has counted."""
+    captured, plain = pair(lambda p: SGD(p, lr=0.01, momentum=0.5))
+
+    def failing():
+        raise RuntimeError("this batch uses other parameters")
+
+    monkeypatch.setattr(captured._engine.parts.cycle, "check_used", failing)
+    with pytest.warns(UserWarning, match=r"recording it failed \(RuntimeError: this batch"):
+        losses = [captured(x, 2, y) for x, y in batches(20, 8)]
+    assert all(map(torch.equal, losses, [plain(x, 2, y) for x, y in batches(20, 8)]))
+    assert same(captured.module, plain.module)
+    assert captured._engine.parts.captured.recorder.records == 1
+
+
+def test_a_replay_that_fails_leaves_the_last_update(monkeypatch):
+    captured, plain = pair(OPTIMIZERS["momentum"], net=Linear().double())
+    data = list(batches(8, 8, columns=3))
+    for x, y in data[:6]:
+        captured(x, y)
+        plain(x, y)
+    assert captured.graphs.replays == 2
+
+    def lost(self):
+        raise RuntimeError("the device is lost")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Replay, "replay", lost)
+        with pytest.raises(RuntimeError, match="the device is lost"):
+            captured(*data[6])
+    assert captured.steps == 6
+    assert same(captured.module, plain.module)
+    assert torch.equal(captured(*data[7]), plain(*data[7]))
+
+
+def test_only_so_many_graphs_are_kept():
+    """Kinds beyond them go the ordinary way, until one of them is not used any more: nothing is recorded in turns."""
+    net = Linear()
+    step = step_of(net, SGD(net.parameters(), lr=0.001))
+
+    def train(rows):
+        step(torch.ones(rows, 3), torch.ones(rows, 2))
+
+    kinds = range(2, 2 + graphs.KEPT + 2)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(WARM_UP + 6):
+            for rows in kinds:
+                train(rows)
+    assert [str(each.message).split(" (")[0] for each in told] == [
+        f"this step is not captured: {graphs.KEPT} other kinds of steps"
+    ]
+    assert step._engine.parts.captured.recorder.records == len(step.graphs._recordings) == graphs.KEPT
+    for _ in range(graphs.IDLE + 1):
+        train(kinds[1])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(kinds[-1])
+    assert step.graphs.reason is None
+    assert step._engine.parts.captured.recorder.records == graphs.KEPT + 1
+    assert len(step.graphs._recordings) == graphs.KEPT
+
+
+def test_a_step_that_is_dropped_takes_its_graphs_along():
+    class Graph:
+        def replay(self):
+            pass
+
+    class Holds:
+        """Nothing of the step, as a real recording."""
+
+        def record(self, device, work):
+            made.append(Graph())
+            return made[-1], [each.clone() for each in work()]
+
+    made = []
+    net = Linear()
+    step = step_of(net, SGD(net.parameters(), lr=0.001))
+    step._engine.parts.captured.recorder = Holds()
+    for _ in range(WARM_UP + 2):
+        step(torch.ones(4, 3), torch.ones(4, 2))
+    graph = weakref.ref(made.pop())
+    gc.collect()
+    gc.disable()
+    try:
+        del step
+        assert graph() is None
+    finally:
+        gc.enable()

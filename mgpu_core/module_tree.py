@@ -1,15 +1,14 @@
-"""A module tree, read once: its modules, their tensors, and how a twin of each is made.
+"""Read a module tree once: its modules, their tensors, and what a replica of each needs.
 
-``Module.parameters()`` and ``modules()`` build a dotted name for everything they yield; in every forward of a large
-model that costs more than the copies.  Here the tree is walked by its dictionaries, and everything is numbered, so that
-any number of twins can be wired from one walk.
+``Module.parameters()`` and ``modules()`` build a dotted name for everything they yield; in every forward pass of a
+large model that costs more than the copies.  Here the tree is walked by its dictionaries, and everything is numbered,
+so that any number of replicas can be wired from one walk.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Iterable, Iterator, Sequence
 from numbers import Real
 from types import MethodType
 from typing import Any
@@ -18,21 +17,11 @@ import torch
 from torch.nn import Module, Parameter
 from torch.nn.parameter import is_lazy
 
-from mgpu_core.twin_hooks import SHARES_HOOKS
-
-__all__ = [
-    "ModuleTree",
-    "Place",
-    "check_initialised",
-    "draws_random_numbers",
-    "is_compile_wrapper",
-    "modules_of",
-    "tensors_of",
-]
+__all__ = ["ModuleNode", "ModuleTree", "check_initialised", "draws_random_numbers", "modules_of", "tensors_of"]
 
 
 def modules_of(module: Module) -> Iterator[Module]:
-    """The module and all below it, each once."""
+    """Yield the module and all below it, each once."""
     seen = {id(module)}
     found = [module]
     for each in found:
@@ -44,17 +33,17 @@ def modules_of(module: Module) -> Iterator[Module]:
 
 
 def named_parameters_of(module: Module) -> Iterator[tuple[str, Parameter]]:
-    """All that there are, each once; a class of the user's own may show fewer."""
+    """Yield all parameters, each once, even where the module's class overrides ``named_parameters``."""
     return Module.named_parameters(module)
 
 
 def parameters_of(module: Module) -> list[Parameter]:
-    """The same without their names."""
+    """Return the same without their names."""
     return [parameter for _, parameter in named_parameters_of(module)]
 
 
 def tensors_of(module: Module) -> Iterator[torch.Tensor]:
-    """Parameters and buffers of all modules; shared ones as often as they are met."""
+    """Yield parameters and buffers of all modules; shared ones as often as they are found."""
     for each in modules_of(module):
         for tensors in (each._parameters, each._buffers):
             for tensor in tensors.values():
@@ -62,181 +51,217 @@ def tensors_of(module: Module) -> Iterator[torch.Tensor]:
                     yield tensor
 
 
-_DRAW_ALWAYS = (torch.nn.FractionalMaxPool2d, torch.nn.FractionalMaxPool3d)
-_DRAW_IN_TRAINING = (torch.nn.RReLU, torch.jit.ScriptModule)  # what a script does is written in C++
-
-
-def draws_random_numbers(module: Module) -> bool:
-    """Whether a forward of this module, as it is now, looks as if it drew random numbers.
-
-    Torch's modules are known.  Others give themselves away by an attribute: dropout has a rate above zero, in ``p`` or
-    something with ``drop`` in its name.  What draws without such a sign is not seen.
-    """
-    return any(
-        isinstance(each, _DRAW_ALWAYS)
-        or (getattr(each, "training", False) and (isinstance(each, _DRAW_IN_TRAINING) or _has_rate(each)))
-        for each in modules_of(module)
-    )
-
-
-def _has_rate(module: Module) -> bool:
-    attributes = vars(module)
-    return any(
-        isinstance(rate := attributes[name], Real) and float(rate) > 0 for name in _names_of_rates(tuple(attributes))
-    )
-
-
-@lru_cache(maxsize=4096)
-def _names_of_rates(attributes: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(name for name in attributes if name == "p" or "drop" in name.lower())
-
-
 def check_initialised(tensors: Iterable[torch.Tensor]) -> None:
-    """Raises ValueError, as torch's, at a parameter of a lazy module that has no shape yet."""
+    """Raise ValueError, as torch does, at a parameter of a lazy module that has no shape yet."""
     for tensor in tensors:
-        if is_lazy(tensor):
+        if type(tensor) is not Parameter and is_lazy(tensor):
             raise ValueError(
                 "Attempted to use an uninitialized parameter: modules with uninitialized parameters can't be used "
                 "with `DataParallel`. Run a dummy forward pass to correctly initialize the modules"
             )
 
 
-class _Numbered:
-    """Tensors in the order in which they are first met; one that comes twice (tied weights) has one number."""
-
-    def __init__(self) -> None:
-        self.tensors: list[torch.Tensor] = []
-        self._numbers: dict[int, int] = {}
-
-    def named(self, tensors: Mapping[str, torch.Tensor | None]) -> Sequence[tuple[str, int]]:
-        """(name, number) of each that is there."""
-        found = []
-        for name, tensor in tensors.items():
-            if tensor is not None:
-                number = self._numbers.setdefault(id(tensor), len(self.tensors))
-                if number == len(self.tensors):
-                    self.tensors.append(tensor)
-                found.append((name, number))
-        return found
+_DRAW_ALWAYS = (torch.nn.FractionalMaxPool2d, torch.nn.FractionalMaxPool3d)
+_DRAW_IN_TRAINING = (torch.nn.RReLU, torch.jit.ScriptModule)  # the code of a script cannot be looked into
 
 
 class _Kind:
-    """What a class of modules has to say about its twins; asked once per class, not once per module."""
+    """What holds for all modules of a class; found out once per class.
 
-    __slots__ = ("ordinary", "script", "wrapper")
+    Attributes:
+        is_script: it is a ScriptModule, whose children must be, too.
+        is_wrapper: it is what ``torch.compile(module)`` returns.
+        is_ordinary: a replica is a copy of the module's ``__dict__``.
+        draws: its forward draws random numbers in every mode.
+        draws_in_training: its forward draws random numbers in training mode.
+    """
+
+    __slots__ = ("draws", "draws_in_training", "is_ordinary", "is_script", "is_wrapper")
 
     def __init__(self, kind: type[Module]) -> None:
-        self.script = issubclass(kind, torch.jit.ScriptModule)
-        self.wrapper = is_compile_wrapper(kind)
-        self.ordinary = (
+        self.is_script = issubclass(kind, torch.jit.ScriptModule)
+        self.is_wrapper = is_compile_wrapper(kind)
+        self.is_ordinary = (
             kind.__setattr__ is Module.__setattr__
             and kind._replicate_for_data_parallel is Module._replicate_for_data_parallel
-            and not self.script
+            and not self.is_script
         )
+        self.draws = issubclass(kind, _DRAW_ALWAYS)
+        self.draws_in_training = issubclass(kind, _DRAW_IN_TRAINING)
+
+
+_kinds: dict[type[Module], _Kind] = {}
+_rates: dict[tuple[str, ...], tuple[str, ...]] = {}  # by the names of attributes, those that may be a rate of dropout
+_KEPT = 4096  # entries of each, which classes made in a loop could otherwise fill without end
+
+
+def _kind_of(kind: type[Module]) -> _Kind:
+    found = _kinds.get(kind)
+    if found is None:
+        if len(_kinds) >= _KEPT:
+            _kinds.clear()
+        found = _kinds[kind] = _Kind(kind)
+    return found
 
 
 def is_compile_wrapper(kind: type[Module]) -> bool:
-    """Whether it is what ``torch.compile(module)`` returns; without importing torch's compiler to find out."""
+    """Return whether it is what ``torch.compile(module)`` returns, without importing torch's compiler."""
     wrapper = getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", None)  # lacks while it is loaded
     return wrapper is not None and issubclass(kind, wrapper)
 
 
-class Place:
-    """One module of the tree: what its twins are wired to, by number.
+class ModuleNode:
+    """One module of the tree, and what its replicas are wired to.
 
     Attributes:
-        kind: the module's class.
-        template: the attributes of a twin, to be copied, with places for what is its own; ``None`` for a module with
-            its own way to make twins or to set attributes.
-        parameters, buffers, children: (name, number).
-        absent: parameters that are registered as None.
-        methods: (name, function, number): attributes that hold a bound method of a module of this tree.
-        compiled: what compiled the module: itself after ``module.compile()``, or its wrapper, which has no place of its
+        module: the module.
+        kind: what holds for its class.
+        parameters, buffers: (name, index into the tree's list).
+        children: (name, index into the tree's nodes).
+        absent: names of parameters that are registered as None.
+        methods: (name, function, index of a node): attributes that hold a bound method of a module of this tree.
+        compiled: what compiled the module: itself after ``module.compile()``, or its wrapper, which has no node of its
             own; ``None`` for a module that is not compiled.
     """
 
-    __slots__ = ("absent", "buffers", "children", "compiled", "kind", "methods", "module", "parameters", "template")
+    __slots__ = ("absent", "buffers", "children", "compiled", "kind", "methods", "module", "parameters")
 
-    def __init__(self, module: Module) -> None:
-        self.module, self.kind = module, type(module)
-        self.template: dict[str, Any] | None = None
+    def __init__(self, module: Module, kind: _Kind, compiled: Module | None) -> None:
+        self.module, self.kind, self.compiled = module, kind, compiled
         self.parameters: Sequence[tuple[str, int]] = ()
         self.buffers: Sequence[tuple[str, int]] = ()
-        self.children: Sequence[tuple[str, int]] = ()
+        self.children: list[tuple[str, int]] = []
         self.absent: Sequence[str] = ()
         self.methods: Sequence[tuple[str, Any, int]] = ()
-        self.compiled: Module | None = None
-
-    def make_template(self) -> dict[str, Any]:
-        """What ``Module._replicate_for_data_parallel`` copies; a copied dictionary that grows is allocated twice."""
-        template = self.module.__dict__.copy()
-        template["_is_replica"] = True
-        template[SHARES_HOOKS] = True
-        template["_former_parameters"] = {}  # read only: twins without parameters share it
-        for name, _ in self.parameters:
-            template[name] = None
-        return template
 
 
 class ModuleTree:
-    """The module tree in the order of ``network.modules()``, each module once.
+    """The modules in the order of ``network.modules()``, each once, and their tensors in the order of their first use.
+
+    Attributes:
+        nodes: one per module; the network's own is the first.
+        parameters, buffers: each tensor once, also where it has several names (tied weights).
 
     Raises:
         RuntimeError: Python modules inside a ScriptModule.
     """
 
     def __init__(self, network: Module) -> None:
-        self.parameters = _Numbered()
-        self.buffers = _Numbered()
-        self.places: list[Place] = []
-        self._numbers: dict[int, int] = {}
-        self._kinds: dict[type[Module], _Kind] = {}
-        self._visit(network)
-        for place in self.places:
+        self.nodes: list[ModuleNode] = []
+        self.parameters: list[Parameter] = []
+        self.buffers: list[torch.Tensor] = []
+        indices: dict[int, int] = {}  # by id: of modules in nodes, of tensors in their lists
+        self._indices = indices
+        waiting: list[tuple[Module, list[tuple[str, int]], str]] = [(network, [], "")]
+        while waiting:
+            module, siblings, name = waiting.pop()
+            key = id(module)
+            if key not in indices:
+                self._add(module, key, waiting)
+            siblings += ((name, indices[key]),)
+        for node in self.nodes:
             # A search that runs in C: almost no module has such an attribute.
-            if MethodType in map(type, place.module.__dict__.values()):
-                place.methods = self._methods_of(place.module)
+            if MethodType in map(type, node.module.__dict__.values()):
+                node.methods = _methods_of(node.module, indices)
 
-    def _visit(self, module: Module) -> int:
-        known = self._numbers.get(id(module))
-        if known is not None:
-            return known
-        kind = self._kinds.get(type(module)) or self._kinds.setdefault(type(module), _Kind(type(module)))
-        if kind.wrapper:
-            number = self._numbers[id(module)] = self._visit(module.get_submodule("_orig_mod"))
-            self.places[number].compiled = module
-            return number
-        number = self._numbers[id(module)] = len(self.places)
-        place = Place(module)
-        if module.__dict__.get("_compiled_call_impl") is not None:
-            place.compiled = module
-        self.places.append(place)
-        if parameters := module._parameters:
-            place.parameters = self.parameters.named(parameters)
-            if len(place.parameters) != len(parameters):
-                place.absent = [name for name, parameter in parameters.items() if parameter is None]
-        if buffers := module._buffers:  # absent buffers and children are in the dictionaries that a twin copies
-            place.buffers = self.buffers.named(buffers)
-        if children := module._modules:
-            place.children = [
-                (name, self._visit(_allowed(child, kind))) for name, child in children.items() if child is not None
-            ]
-        if kind.ordinary:
-            place.template = place.make_template()
-        return number
+    def _add(self, module: Module, key: int, waiting: list[Any]) -> None:
+        """Append a node for the module; its children wait for their turn, the first one on top.
 
-    def _methods_of(self, module: Module) -> list[tuple[str, Any, int]]:
-        """A twin's attribute must hold its own module's method, not the original's."""
-        found = []
-        for name, value in module.__dict__.items():
-            if type(value) is MethodType:
-                owner = self._numbers.get(id(value.__self__))
-                if owner is not None:
-                    found.append((name, value.__func__, owner))
+        This runs for each module in every forward pass: it is written for few Python calls.
+        """
+        indices, nodes = self._indices, self.nodes
+        kind = _kinds[type(module)] if type(module) in _kinds else _kind_of(type(module))
+        compiled: Module | None = None
+        if kind.is_wrapper or "_compiled_call_impl" in module.__dict__:
+            compiled, module = _unwrapped(module)
+            if id(module) in indices:  # a wrapper of a module that is in the tree, too
+                indices[key] = indices[id(module)]
+                nodes[indices[key]].compiled = compiled
+                return
+            indices[id(module)] = len(nodes)
+            kind = _kind_of(type(module))
+        indices[key] = len(nodes)
+        node = ModuleNode(module, kind, compiled)
+        nodes += (node,)
+        if module._parameters:
+            node.parameters = self._numbered(module._parameters, self.parameters)
+            if len(node.parameters) < len(module._parameters):
+                node.absent = [name for name, parameter in module._parameters.items() if parameter is None]
+        if module._buffers:  # absent ones are in the dictionary that a replica copies
+            node.buffers = self._numbered(module._buffers, self.buffers)
+        if module._modules:
+            children = [(child, node.children, name) for name, child in module._modules.items() if child is not None]
+            if kind.is_script:
+                _check_script(children)
+            waiting += children[::-1]
+
+    def _numbered(self, named: Any, tensors: list[Any]) -> list[tuple[str, int]]:
+        """Return (name, index) of those that are there; appends new ones to ``tensors``."""
+        found, indices, count = [], self._indices, len(tensors)
+        for name, tensor in named.items():
+            if tensor is not None:
+                index = indices.setdefault(id(tensor), count)
+                if index == count:
+                    tensors += (tensor,)
+                    count += 1
+                found += ((name, index),)
         return found
 
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All parameters, then all buffers."""
+        return [*self.parameters, *self.buffers]
 
-def _allowed(child: Module, parent: _Kind) -> Module:
-    if parent.script and not isinstance(child, torch.jit.ScriptModule):
-        raise RuntimeError("Cannot replicate network where python modules are children of ScriptModule")
-    return child
+    def draws_random_numbers(self) -> bool:
+        """Return whether a forward of the network looks as if it drew random numbers; see the function."""
+        for node in self.nodes:
+            kind, attributes = node.kind, node.module.__dict__
+            if kind.draws:
+                return True
+            if getattr(node.module, "training", False) and (kind.draws_in_training or _has_rate(attributes)):
+                return True
+        return False
+
+
+def _unwrapped(module: Module) -> tuple[Module | None, Module]:
+    """Return what compiled the module, if anything, and the module itself."""
+    compiled: Module | None = None
+    while _kind_of(type(module)).is_wrapper:
+        compiled, module = module, module.get_submodule("_orig_mod")
+    if compiled is None and module.__dict__.get("_compiled_call_impl") is not None:
+        compiled = module
+    return compiled, module
+
+
+def _check_script(children: list[Any]) -> None:
+    for child, _, _ in children:
+        if not isinstance(child, torch.jit.ScriptModule):
+            raise RuntimeError("Cannot replicate network where python modules are children of ScriptModule")
+
+
+def _methods_of(module: Module, indices: dict[int, int]) -> list[tuple[str, Any, int]]:
+    """Return the attributes that must hold a method of the replica, not of the original."""
+    return [
+        (name, value.__func__, indices[id(value.__self__)])
+        for name, value in module.__dict__.items()
+        if type(value) is MethodType and isinstance(value.__self__, Module) and id(value.__self__) in indices
+    ]
+
+
+def _has_rate(attributes: dict[str, Any]) -> bool:
+    """Return whether an attribute that is named like a rate of dropout is above zero."""
+    names = tuple(attributes)
+    if names not in _rates:
+        if len(_rates) >= _KEPT:
+            _rates.clear()
+        _rates[names] = tuple(name for name in names if name == "p" or "drop" in name.lower())
+    return any(isinstance(rate := attributes[name], Real) and float(rate) > 0 for name in _rates[names])
+
+
+def draws_random_numbers(module: Module) -> bool:
+    """Return whether a forward of this module, as it is now, looks as if it drew random numbers.
+
+    Torch's modules are known.  Others give themselves away by an attribute: dropout has a rate above zero, in ``p`` or
+    something with ``drop`` in its name.  A module that draws without such a sign is not found.
+    """
+    return ModuleTree(module).draws_random_numbers()

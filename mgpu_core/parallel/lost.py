@@ -48,7 +48,7 @@ def lost_attributes(replica: Module, module: Module) -> list[str]:
 
 def _modules_of(module: Module) -> list[Module]:
     """Those that a replica has twins of, in its order: wrappers of ``torch.compile`` are not among them."""
-    return [place.module for place in ModuleTree(module).places]
+    return [node.module for node in ModuleTree(module).nodes]
 
 
 def _replaced_buffers(twin: Module, original: Module) -> list[str]:

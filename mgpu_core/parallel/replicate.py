@@ -21,11 +21,11 @@ from mgpu_core.comm.facts import tell_contents
 from mgpu_core.device.compiled import compiled_calls
 from mgpu_core.device.devices import DeviceLike
 from mgpu_core.device.team import Team
-from mgpu_core.module_tree import ModuleTree, Place, check_initialised
+from mgpu_core.module_tree import ModuleNode, ModuleTree, check_initialised
 from mgpu_core.record import span, telling
 from mgpu_core.twin_hooks import SHARES_HOOKS, keep_hooks_apart
 
-__all__ = ["loosen", "replicate"]
+__all__ = ["build_replica", "compiled_by_rank", "loosen", "plain_copies", "replicate"]
 
 M = TypeVar("M", bound=Module)
 
@@ -55,14 +55,14 @@ def replicate(network: M, devices: Sequence[DeviceLike], detach: bool = False) -
     keep_hooks_apart()
     with span("replicate"):
         tree = ModuleTree(network)
-        tensors = [*tree.parameters.tensors, *tree.buffers.tensors]
-        check_initialised(tensors)
-        calls = _compiled_calls(tree, len(team))
+        check_initialised(tree.parameters)
+        check_initialised(tree.buffers)
+        calls = compiled_by_rank(tree, len(team))
         if not detach:
-            _tell_buckets(network, tree.parameters.tensors)
-        copies = _copy_tensors(tensors, team, detach)
-        split = len(tree.parameters.tensors)
-        return [_build(tree, copies[rank][:split], copies[rank][split:], calls[rank]) for rank in team.ranks]
+            _tell_buckets(network, tree.parameters)
+        copies = _copy_tensors(tree.tensors, team, detach)
+        split = len(tree.parameters)
+        return [build_replica(tree, copies[rank][:split], copies[rank][split:], calls[rank]) for rank in team.ranks]
 
 
 @telling
@@ -75,87 +75,111 @@ def _tell_buckets(network: Module, parameters: Sequence[torch.Tensor]) -> None:
 
 
 def _copy_tensors(tensors: Sequence[torch.Tensor], team: Team, detach: bool) -> list[list[torch.Tensor]]:
-    """``result[rank][i]``: differentiable copies of those that require grad, plain copies of the others."""
-    result: list[list[Any]] = [[None] * len(tensors) for _ in team.ranks]
+    """Return ``result[rank][i]``: differentiable copies of those that require grad, plain copies of the others."""
     tracked = [] if detach else [i for i, tensor in enumerate(tensors) if tensor.requires_grad]
-    plain = [i for i, tensor in enumerate(tensors) if detach or not tensor.requires_grad]
-    if tracked:
-        for rank, copies in enumerate(autograd.broadcast_buckets(team, [tensors[i] for i in tracked])):
-            for i, copy in zip(tracked, copies, strict=True):
+    if not tracked:
+        return plain_copies(tensors, team)
+    result: list[list[Any]] = [[None] * len(tensors) for _ in team.ranks]
+    plain = [i for i, tensor in enumerate(tensors) if not tensor.requires_grad]
+    for indices, rows in (
+        (tracked, autograd.broadcast_buckets(team, [tensors[i] for i in tracked])),
+        (plain, plain_copies([tensors[i] for i in plain], team)),
+    ):
+        for rank, copies in enumerate(rows):
+            for i, copy in zip(indices, copies, strict=True):
                 result[rank][i] = copy
-    if plain:
-        # Buffers are kept by modules, and must be ordinary tensors even when this forward is for inference only.
-        with torch.no_grad(), torch.inference_mode(False):
-            table = [copies_of(tensors[i], team.devices) for i in plain]
-            collectives.broadcast_into([tensors[i] for i in plain], table)
-            for i, row in zip(plain, table, strict=True):
-                for rank, copy in enumerate(row):
-                    result[rank][i] = copy.detach() if copy.requires_grad else copy
     return result
 
 
-def _compiled_calls(tree: ModuleTree, ranks: int) -> list[list[tuple[int, Any]]]:
-    """Per rank, the compiled modules by number and what their twins of that rank call."""
+def plain_copies(tensors: Sequence[torch.Tensor], team: Team) -> list[list[torch.Tensor]]:
+    """Return ``result[rank][i]``, without gradients: rank 0's are the tensors' own storage, the others' are fresh.
+
+    They are ordinary tensors even when this forward pass is for inference only, because modules keep buffers.
+    """
+    if not tensors:
+        return [[] for _ in team.ranks]
+    with torch.no_grad(), torch.inference_mode(False):
+        table = [copies_of(tensor, team.devices) for tensor in tensors]
+        collectives.broadcast_into(tensors, table)
+        return [[copy.detach() if copy.requires_grad else copy for copy in row] for row in zip(*table, strict=True)]
+
+
+def compiled_by_rank(tree: ModuleTree, ranks: int) -> list[list[tuple[int, Any]]]:
+    """Return, per rank, the compiled modules by the index of their nodes and what their replicas of that rank call.
+
+    Raises:
+        TypeError: a module that was compiled in a way that cannot be repeated for its replicas.
+    """
     found = [
-        (number, compiled_calls(place.module, place.compiled, ranks))
-        for number, place in enumerate(tree.places)
-        if place.compiled is not None
+        (index, compiled_calls(node.module, node.compiled, ranks))
+        for index, node in enumerate(tree.nodes)
+        if node.compiled is not None
     ]
-    return [[(number, calls[rank]) for number, calls in found] for rank in range(ranks)]
+    return [[(index, calls[rank]) for index, calls in found] for rank in range(ranks)]
 
 
-def _build(
+def build_replica(
     tree: ModuleTree,
     parameters: Sequence[torch.Tensor],
     buffers: Sequence[torch.Tensor],
     compiled: Sequence[tuple[int, Any]],
+    *,
+    leaves: bool = False,
 ) -> Any:
-    """The twins of all modules, wired to each other and to this rank's tensors; returns the first, the network's."""
+    """Return a rank's replica of the tree's network: copies of all modules, wired to each other and to its tensors.
+
+    Args:
+        tree: the network as it is now.
+        parameters, buffers: of the rank, in the tree's order.
+        compiled: of each compiled module the index of its node, and what its replica calls.
+        leaves: the parameters are ``nn.Parameter`` and are registered as such; otherwise they are plain attributes.
+    """
     new, assign = object.__new__, object.__setattr__
-    twins = [
-        new(place.kind) if place.template is not None else place.module._replicate_for_data_parallel()
-        for place in tree.places
+    replicas = [
+        new(type(node.module)) if node.kind.is_ordinary else node.module._replicate_for_data_parallel()
+        for node in tree.nodes
     ]
     bound: list[tuple[Module, str]] = []
-    for place, twin in zip(tree.places, twins, strict=True):
-        if place.template is not None:
+    for node, replica in zip(tree.nodes, replicas, strict=True):
+        if node.kind.is_ordinary:
             # Past Module.__setattr__, which would find out for each value what it is.
-            assign(twin, "__dict__", _attributes(place, place.template, twins, parameters, buffers))
+            assign(replica, "__dict__", _attributes(node, replicas, parameters, buffers, leaves))
         else:
-            _wire_by_setattr(place, twin, twins, parameters, buffers)
-        for name, function, owner in place.methods:
-            twin.__dict__[name] = MethodType(function, twins[owner])
-            bound.append((twin, name))
-    for number, function in compiled:
-        twins[number].__dict__[_COMPILED] = MethodType(function, twins[number])
-        bound.append((twins[number], _COMPILED))
+            _wire_by_setattr(node, replica, replicas, parameters, buffers, leaves)
+        for name, function, owner in node.methods:
+            replica.__dict__[name] = MethodType(function, replicas[owner])
+            bound.append((replica, name))
+    for index, function in compiled:
+        replicas[index].__dict__[_COMPILED] = MethodType(function, replicas[index])
+        bound.append((replicas[index], _COMPILED))
     if bound:
-        twins[0].__dict__[_BOUND] = bound
-    return twins[0]
+        replicas[0].__dict__[_BOUND] = bound
+    return replicas[0]
 
 
 def _attributes(
-    place: Place,
-    template: dict[str, Any],
-    twins: list[Any],
+    node: ModuleNode,
+    replicas: list[Any],
     parameters: Sequence[torch.Tensor],
     buffers: Sequence[torch.Tensor],
+    leaves: bool,
 ) -> dict[str, Any]:
-    """A twin's ``__dict__``: its parameters are plain attributes, its other dictionaries its own."""
-    attributes = template.copy()
-    if place.parameters:
-        former = {name: parameters[number] for name, number in place.parameters}
-        attributes["_former_parameters"] = former
-        attributes.update(former)
-    attributes["_parameters"] = dict.fromkeys(place.absent) if place.absent else {}
-    own = attributes["_buffers"] = template["_buffers"].copy()
-    if place.buffers:
-        for name, number in place.buffers:
-            own[name] = buffers[number]
-    below = attributes["_modules"] = template["_modules"].copy()
-    if place.children:
-        for name, number in place.children:
-            below[name] = twins[number]
+    """Return a replica's ``__dict__``: its tensors and modules are its own, other attributes are the module's."""
+    original = node.module.__dict__
+    own: dict[str, Any] = dict.fromkeys(node.absent) if node.absent else {}
+    attributes = {**original, "_is_replica": True, SHARES_HOOKS: True, "_former_parameters": {}, "_parameters": own}
+    if node.parameters:
+        target = own if leaves else attributes["_former_parameters"]
+        for name, index in node.parameters:
+            target[name] = parameters[index]
+        if not leaves:
+            attributes.update(target)
+    below = attributes["_buffers"] = {**original["_buffers"]}
+    for name, index in node.buffers:
+        below[name] = buffers[index]
+    below = attributes["_modules"] = {**original["_modules"]}
+    for name, index in node.children:
+        below[name] = replicas[index]
     return attributes
 
 
@@ -187,18 +211,24 @@ class _WeakMethod:
 
 
 def _wire_by_setattr(
-    place: Place, twin: Any, twins: list[Any], parameters: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor]
+    node: ModuleNode,
+    replica: Any,
+    replicas: list[Any],
+    parameters: Sequence[torch.Tensor],
+    buffers: Sequence[torch.Tensor],
+    leaves: bool,
 ) -> None:
-    """For modules with a say in it: RNNs keep a second list of their weights, ScriptModules live in C++."""
-    twin._former_parameters = {}
-    if "_forward_hooks" in twin.__dict__:  # a ScriptModule keeps its own in C++
-        twin.__dict__[SHARES_HOOKS] = True
-    for name, number in place.children:
-        setattr(twin, name, twins[number])
-    for name, number in place.parameters:
-        setattr(twin, name, parameters[number])
-        twin._former_parameters[name] = parameters[number]
-    for name, number in place.buffers:
-        setattr(twin, name, buffers[number])
-    for name in place.absent:
-        twin._parameters[name] = None
+    """Wire a module that has a say in it: RNNs keep a second list of their weights, ScriptModules live in C++."""
+    replica._former_parameters = {}
+    if "_forward_hooks" in replica.__dict__:  # a ScriptModule keeps its own in C++
+        replica.__dict__[SHARES_HOOKS] = True
+    for name, index in node.children:
+        setattr(replica, name, replicas[index])
+    for name, index in node.parameters:
+        setattr(replica, name, parameters[index])
+        if not leaves:
+            replica._former_parameters[name] = parameters[index]
+    for name, index in node.buffers:
+        setattr(replica, name, buffers[index])
+    for name in node.absent:
+        replica._parameters[name] = None

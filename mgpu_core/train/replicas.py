@@ -71,11 +71,11 @@ class Replicas:
         self._sharing = [rank for ranks in self.ranks_of if len(ranks) > 1 for rank in ranks]
         refuse_hooks(named)
         tree = ModuleTree(net)
-        compiled = any(place.compiled is not None for place in tree.places)
+        compiled = any(place.compiled is not None for place in tree.nodes)
         self.modules: list[Module] = []
         self.parameters: list[list[Parameter]] = []
         self._places: list[list[Module]] = []  # per rank all modules, in one order
-        self._own_places = [place.module for place in tree.places]
+        self._own_places = [place.module for place in tree.nodes]
         for rank in team.ranks:
             if rank == 0 and not (compiled and len(team) > 1):  # compiled ones must take turns, see device/compiled.py
                 self._add(net, list(named.values()), self._own_places)
@@ -100,8 +100,8 @@ class Replicas:
         first = self.team.devices.index(device)
         values = self.parameters[first] if first < rank else parameters_of(self.net)
         module, parameters = Twin(self.net, self.devices[0], device, values, share_buffers=rank == 0).made()
-        places = [place.module for place in ModuleTree(module).places]
-        for place, twin in zip(tree.places, places, strict=True):
+        places = [place.module for place in ModuleTree(module).nodes]
+        for place, twin in zip(tree.nodes, places, strict=True):
             if place.compiled is not None:
                 call = compiled_calls(place.module, place.compiled, len(self.team))[rank]
                 twin.__dict__["_compiled_call_impl"] = MethodType(call, twin)

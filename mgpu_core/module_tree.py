@@ -74,9 +74,10 @@ class _Kind:
         is_ordinary: a replica is a copy of the module's ``__dict__``.
         draws: its forward draws random numbers in every mode.
         draws_in_training: its forward draws random numbers in training mode.
+        meets: its ranks wait for each other in the forward, as in a synchronised layer.
     """
 
-    __slots__ = ("draws", "draws_in_training", "is_ordinary", "is_script", "is_wrapper")
+    __slots__ = ("draws", "draws_in_training", "is_ordinary", "is_script", "is_wrapper", "meets")
 
     def __init__(self, kind: type[Module]) -> None:
         self.is_script = issubclass(kind, torch.jit.ScriptModule)
@@ -88,6 +89,7 @@ class _Kind:
         )
         self.draws = issubclass(kind, _DRAW_ALWAYS)
         self.draws_in_training = issubclass(kind, _DRAW_IN_TRAINING)
+        self.meets: bool = getattr(kind, "ranks_meet", False)
 
 
 _kinds: dict[type[Module], _Kind] = {}
@@ -141,6 +143,8 @@ class ModuleTree:
     Attributes:
         nodes: one per module; the network's own is the first.
         parameters, buffers: each tensor once, also where it has several names (tied weights).
+        is_compiled: whether some module was compiled.
+        ranks_meet: whether some module waits for other ranks in its forward.
 
     Raises:
         RuntimeError: Python modules inside a ScriptModule.
@@ -150,6 +154,7 @@ class ModuleTree:
         self.nodes: list[ModuleNode] = []
         self.parameters: list[Parameter] = []
         self.buffers: list[torch.Tensor] = []
+        self.is_compiled = self.ranks_meet = False
         indices: dict[int, int] = {}  # by id: of modules in nodes, of tensors in their lists
         self._indices = indices
         waiting: list[tuple[Module, list[tuple[str, int]], str]] = [(network, [], "")]
@@ -176,10 +181,12 @@ class ModuleTree:
             compiled, module = _unwrapped(module)
             if id(module) in indices:  # a wrapper of a module that is in the tree, too
                 indices[key] = indices[id(module)]
-                nodes[indices[key]].compiled = compiled
+                nodes[indices[key]].compiled, self.is_compiled = compiled, True
                 return
             indices[id(module)] = len(nodes)
             kind = _kind_of(type(module))
+        self.is_compiled |= compiled is not None
+        self.ranks_meet |= kind.meets
         indices[key] = len(nodes)
         node = ModuleNode(module, kind, compiled)
         nodes += (node,)
@@ -197,7 +204,8 @@ class ModuleTree:
 
     def _numbered(self, named: Any, tensors: list[Any]) -> list[tuple[str, int]]:
         """Return (name, index) of those that are there; appends new ones to ``tensors``."""
-        found, indices, count = [], self._indices, len(tensors)
+        found: list[tuple[str, int]] = []
+        indices, count = self._indices, len(tensors)
         for name, tensor in named.items():
             if tensor is not None:
                 index = indices.setdefault(id(tensor), count)

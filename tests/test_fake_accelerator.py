@@ -28,7 +28,6 @@ ON_THE_FAKE = [
 
 
 BY_THE_CUDA_ROOM = [
-    "accelerator/test_attributes.py",
     "accelerator/test_explain.py",
     "accelerator/test_graphs.py",
     "accelerator/test_models.py",

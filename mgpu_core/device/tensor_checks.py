@@ -18,6 +18,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor, is_legacy_batchedte
 from mgpu_core.device.shared_memory import overlaps_itself
 
 __all__ = [
+    "Memory",
     "all_plain",
     "bytes_of",
     "check_alike",

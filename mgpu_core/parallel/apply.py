@@ -1,9 +1,9 @@
-"""Apply: each rank's module on its own inputs, all at once, one worker thread per rank."""
+"""Apply: each rank's module on its own inputs, in a worker thread per rank or one after the other."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextvars import copy_context
 from functools import partial
 from threading import Event
 from typing import Any
@@ -24,7 +24,9 @@ from mgpu_core.module_tree import draws_random_numbers
 from mgpu_core.nothing import NOTHING
 from mgpu_core.record import span
 
-__all__ = ["apply_some", "parallel_apply"]
+__all__ = ["check_workers", "parallel_apply", "run_ranks"]
+
+WORKERS = ("threads", "caller", "auto")
 
 
 def parallel_apply(
@@ -34,6 +36,7 @@ def parallel_apply(
     devices: Sequence[DeviceLike | None] | None = None,
     *,
     rng: str = "auto",
+    workers: str = "threads",
 ) -> list[Any]:
     """Calls ``modules[rank](*inputs[rank], **kwargs_tup[rank])`` on every rank at once.
 
@@ -44,6 +47,8 @@ def parallel_apply(
         devices: per rank its device (default: that of its first tensor).
         rng: ``auto``: ranks that share a random generator draw from streams of their own where a module looks as if it
             drew (dropout in training); ``per_rank``: always.  Then one seed gives the same bits in every run.
+        workers: ``threads``: several ranks run at once, each in its own thread; ``caller``: one after the other in the
+            calling thread, which is faster where each launches little work.
 
     Returns:
         The outputs, in rank order.  A single rank runs in the calling thread, several in the team's workers, each
@@ -52,7 +57,7 @@ def parallel_apply(
 
     Raises:
         AssertionError: lists of different lengths, as in torch.
-        ValueError: another ``rng``.
+        ValueError: another ``rng`` or ``workers``.
         TypeError: the caller is inside a TorchFunctionMode or TorchDispatchMode that does not say
             ``mgpu_core_thread_safe = True``, or inside a transform of ``torch.func``.
         Exception: the first failing rank's, of the same type: ``Caught KeyError in replica 1 on device cuda:1.`` and
@@ -63,42 +68,70 @@ def parallel_apply(
     kwargs_tup = kwargs_tup if kwargs_tup is not None else [{}] * len(modules)
     _check_lengths(modules, inputs=inputs, kwargs_tup=kwargs_tup, devices=devices)
     check_rng(rng)
+    if workers not in WORKERS[:2]:
+        raise ValueError(f"workers must be 'threads' or 'caller', not {workers!r}")
     team = Team.of(_devices_of(inputs, devices))
-    return _applied(team, modules, inputs, kwargs_tup, rng, team.ranks)
-
-
-def apply_some(modules: Sequence[Any], inputs: Sequence[tuple[Any, ...] | None], team: Team, rng: str) -> list[Any]:
-    """:func:`parallel_apply` where some ranks rest: those whose inputs are ``None``, and so is their result.
-
-    The others work where they work when all do: in the worker of their rank, which has done so before.
-    """
-    active = [rank for rank, args in enumerate(inputs) if args is not None]
-    return _applied(team, modules, inputs, [{}] * len(modules), rng, active)
-
-
-def _applied(
-    team: Team,
-    modules: Sequence[Any],
-    inputs: Sequence[Any],
-    kwargs_tup: Sequence[dict[str, Any]],
-    rng: str,
-    active: Sequence[int],
-) -> list[Any]:
-    """The outputs of the active ranks; the others rest."""
     streams = caller_streams(team.devices)
     calls = [
         partial(_call, rank, modules[rank], inputs[rank], kwargs_tup[rank], team.devices[rank], streams[rank])
-        if rank in active
-        else None
         for rank in team.ranks
     ]
     with span("apply"):
-        if len(calls) == 1:
-            outcomes = [_run_here(call) for call in calls if call is not None]
-        else:
-            outcomes = _run_in_workers(team, calls, streams, _share_numbers(team, modules, rng))
-    raise_failures(outcomes, team)
+        return run_ranks(team, calls, draws=_draws(team, modules, rng), workers=workers)
+
+
+def check_workers(workers: str) -> None:
+    """Raise ValueError for anything but ``threads``, ``caller`` and ``auto``."""
+    if workers not in WORKERS:
+        raise ValueError(f"workers must be one of {', '.join(WORKERS)}, not {workers!r}")
+
+
+def run_ranks(team: Team, calls: Sequence[Callable[[], Any] | None], *, draws: bool, workers: str) -> list[Any]:
+    """Run the call of each rank and return the results in rank order; a rank whose call is ``None`` rests.
+
+    Args:
+        team: the ranks.
+        calls: what each runs, on its own device and the caller's stream.
+        draws: whether ranks that share a random generator must draw from streams of their own.
+        workers: ``threads``, each rank in its own worker, the same one in every call; ``caller``, one after the other.
+
+    Raises:
+        Exception: as :func:`parallel_apply`.
+    """
+    if len(calls) == 1:
+        outcomes = [_run_here(call) for call in calls if call is not None]
+    elif workers == "caller":
+        outcomes = _run_in_caller(team, calls, draws and shares_generator(team))
+    else:
+        outcomes = _run_in_workers(team, calls, caller_streams(team.devices), draws and shares_generator(team))
+    for outcome in outcomes:
+        if outcome.error is not None:
+            raise_failures(outcomes, team)
     return [outcome.value for outcome in outcomes]
+
+
+def shares_generator(team: Team) -> bool:
+    """Return whether ranks of the team share a device, and so its random generator."""
+    return len(set(team.devices)) < len(team.devices)
+
+
+def _run_in_caller(team: Team, calls: Sequence[Callable[[], Any] | None], draws: bool) -> list[Outcome]:
+    """Run the ranks one after the other in this thread, each in its own context; the first failure ends it."""
+    numbers = rank_streams(team.devices) if draws and team.devices.count(_CPU) > 1 else None
+    outcomes = []
+    for rank, call in enumerate(calls):
+        outcome = Outcome()
+        outcomes.append(outcome)
+        if call is None:
+            continue
+        try:
+            if numbers is not None:
+                call = _drawing(call, numbers[rank])
+            outcome.value = copy_context().run(call)
+        except Exception as error:
+            outcome.error = error
+            break
+    return outcomes
 
 
 def _check_lengths(modules: Sequence[Any], **others: Sequence[Any] | None) -> None:
@@ -145,13 +178,8 @@ def _call(
 ) -> Any:
     if not isinstance(args, list | tuple):
         args = (args,)
-    with on(device, stream), _forward(module, rank, device):
+    with on(device, stream), span("forward", rank, device):
         return module(*args, **kwargs)
-
-
-def _forward(module: Any, rank: int, device: torch.device) -> AbstractContextManager[object]:
-    """What does more than a forward says itself what it does.  Its class is asked, not what a module may answer."""
-    return NOTHING if getattr(type(module), "records_itself", False) else span("forward", rank, device)
 
 
 def _run_here(call: Callable[[], Any]) -> Outcome:
@@ -163,19 +191,19 @@ def _run_here(call: Callable[[], Any]) -> Outcome:
     return outcome
 
 
-def _share_numbers(team: Team, modules: Sequence[torch.nn.Module], rng: str) -> bool:
-    """Whether there are ranks that share a generator and must be kept apart; inside one that is, its own ranks are."""
-    if len(set(team.devices)) == len(team):
+def _draws(team: Team, modules: Sequence[torch.nn.Module], rng: str) -> bool:
+    """Return whether ranks that share a generator must be kept apart; inside a rank that is, its own ranks are."""
+    if not shares_generator(team):
         return False
     if rng == "per_rank" or current_stream() is not None:
         return True
-    twins = getattr(modules[0], "_is_replica", False)  # all alike
+    replicas = getattr(modules[0], "_is_replica", False)  # all alike
     looked_at = [each for each in modules if isinstance(each, torch.nn.Module)]
-    return any(draws_random_numbers(each) for each in (looked_at[:1] if twins else looked_at))
+    return any(draws_random_numbers(each) for each in (looked_at[:1] if replicas else looked_at))
 
 
 def _run_in_workers(
-    team: Team, calls: Sequence[partial[Any] | None], streams: Sequence[torch.Stream | None], draws: bool
+    team: Team, calls: Sequence[Callable[[], Any] | None], streams: Sequence[torch.Stream | None], draws: bool
 ) -> list[Outcome]:
     context = CallerContext(team.devices)
     seconds = time_limit()

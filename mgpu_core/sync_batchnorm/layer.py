@@ -30,6 +30,8 @@ class SyncBatchNorm(_BatchNorm):
         Error: a rank ended, or did not come in time.
     """
 
+    ranks_meet = True  # read by ModuleTree: a step gives such a module threads, and one backward for all ranks
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._begin()

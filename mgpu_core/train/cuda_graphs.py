@@ -11,24 +11,23 @@ one after the other.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 
 from mgpu_core.device.streams import caller_streams
-from mgpu_core.device.tensor_checks import memory_of
 from mgpu_core.device.workers import time_limit
-from mgpu_core.look import Look
 from mgpu_core.train.balance import SplitPlan
 from mgpu_core.train.cycle import Cycle
+from mgpu_core.train.forward_backward import ForwardBackward, RankPart, seed
 from mgpu_core.train.grad_scaler import LossScale
-from mgpu_core.train.graph_cache import GRAPH_DEVICE, WARM_UP, Recording, StaticNest, StepGraphs
+from mgpu_core.train.graph_cache import GRAPH_DEVICE, Recording, StaticNest, StepGraphs
 from mgpu_core.train.graph_recorder import CudaRecorder, Launch, Recorder
 from mgpu_core.train.loss import RankLoss
-from mgpu_core.train.passes import Passes
-from mgpu_core.train.ranks import RankPart, seed
+from mgpu_core.train.rank_modules import RankModules
 from mgpu_core.train.reducer import GradientSync
 from mgpu_core.train.replicas import Replicas
 from mgpu_core.train.updates import Updates
@@ -40,7 +39,7 @@ class CapturedSteps:
     """The steps of a :class:`mgpu_core.TrainStep` that are replays.
 
     Args:
-        replicas, sync, updates, passes, cycle, split_plan, loss_scale: of the step.
+        replicas, modules, sync, updates, passes, cycle, split_plan, loss_scale: of the step.
         reduction: what its loss function returns.
 
     Attributes:
@@ -51,74 +50,55 @@ class CapturedSteps:
     def __init__(
         self,
         replicas: Replicas,
+        modules: Sequence[RankModules],
         sync: GradientSync,
         updates: Updates,
-        passes: Passes,
+        passes: ForwardBackward,
         cycle: Cycle,
         split_plan: SplitPlan,
         loss_scale: LossScale,
         reduction: str,
     ) -> None:
         self.replicas, self.sync, self.passes, self.cycle = replicas, sync, passes, cycle
+        self._modules = modules
         self._updates, self._split_plan, self._loss_scale = updates, split_plan, loss_scale
         self._reduction = reduction
         self.graphs = StepGraphs()
         self.recorder: Recorder = CudaRecorder()
-        self._places: Hashable = None  # of buffers
-        self._looks: list[Look] = []  # at these
-        self._moves = 0  # steps in a row that found one elsewhere
-        self._changes = passes.attribute_changes
-        self._changed = 0  # steps in a row that found more
 
     def run(self, inputs: tuple[Any, ...], kwargs: dict[str, Any], clip_norm: float | None) -> torch.Tensor | None:
         """The loss of a step that was a replay; ``None``: this one must go the ordinary way.
 
-        The ranks' buffers have been mirrored.
+        The ranks' parameters are up to date.
         """
         batch = inputs, kwargs
-        reason = self._why_not()
-        if reason is not None:
-            self.graphs.skip(reason)
-            return None
         return self.cycle.replayed(
             lambda: self.graphs.run(batch, self._fixed(clip_norm), lambda: self._record(batch, clip_norm))
         )
 
-    def _why_not(self) -> str | None:
-        if self._buffers_wander():
-            return "its forward puts another tensor in the place of a buffer"
-        if self._attributes_change():
-            return "attributes of the module are changed before every step, and a graph has them as they were"
-        counted = self.passes.counted()
-        return counted and f"its forward changes {counted}, and a replay would not"
-
-    def _attributes_change(self) -> bool:
-        """Whether the user has changed some before each of the last steps."""
-        before, self._changes = self._changes, self.passes.attribute_changes
-        self._changed = self._changed + 1 if self._changes != before else 0
-        return self._changed > WARM_UP
-
-    def _buffers_wander(self) -> bool:
-        """Whether some buffer has been in another place before each of the last steps."""
-        if self._looks and not any(look.is_over() for look in self._looks):
-            self._moves = 0
-            return False
-        before, self._places = self._places, _places_of(self.passes.buffers)
-        self._looks = self.passes.buffer_looks()
-        self._moves = self._moves + 1 if self._places != before else 0
-        return self._moves > WARM_UP
-
     def _fixed(self, clip_norm: float | None) -> tuple[Hashable, ...]:
         """What a recording fixes, besides the batch."""
         autocast = torch.is_autocast_enabled(GRAPH_DEVICE) and torch.get_autocast_dtype(GRAPH_DEVICE)
-        used, memory = tuple(self.cycle.used), (self._updates.memory, self._places)
+        used, memory = tuple(self.cycle.used), (self._updates.memory, self.replicas.moves)
+        buffers = tuple(map(id, self.buffers))
+        modes = [node.module.training for modules in self._modules for node in modules.tree.nodes]
         shares = tuple(self._split_plan.shares or ())
-        return self.passes.flags, used, memory, shares, clip_norm, autocast, self._loss_scale.scale
+        return (
+            tuple(modes),
+            tuple(self.replicas.frozen),
+            buffers,
+            used,
+            memory,
+            shares,
+            clip_norm,
+            autocast,
+            self._loss_scale.scale,
+        )
 
     def _record(self, batch: Any, clip_norm: float | None) -> Recording:
         kind = _OneGraph if len(self.replicas.devices) == 1 else _GraphsPerDevice
         try:
-            with self.passes.buffers_kept():
+            with self._buffers_kept():
                 return kind(self, batch, clip_norm)
         except BaseException:
             self.recorder.forget()
@@ -128,6 +108,31 @@ class CapturedSteps:
             raise
         finally:
             self.begin()
+
+    @contextmanager
+    def _buffers_kept(self) -> Iterator[None]:
+        """Raise RuntimeError if a recording, which computes nothing, puts another tensor in the place of a buffer."""
+        before = [
+            (node.module._buffers, name, node.module._buffers[name])
+            for modules in self._modules
+            for node in modules.tree.nodes
+            for name, _ in node.buffers
+        ]
+        replaced = []
+        try:
+            yield
+        finally:
+            for buffers, name, buffer in before:
+                if buffers.get(name) is not buffer:
+                    buffers[name] = buffer
+                    replaced.append(name)
+        if replaced:
+            raise RuntimeError(f"the forward puts another tensor in the place of buffer {replaced[0]}")
+
+    @property
+    def buffers(self) -> list[torch.Tensor]:
+        """Of all ranks: a recording reads their memory, so it keeps them."""
+        return [buffer for modules in self._modules for each in modules.kept for buffer in each.buffers()]
 
     def begin(self) -> None:
         """A new window, for one call."""
@@ -143,10 +148,9 @@ class CapturedSteps:
     def compute(self, parts: Sequence[RankPart | None], *, overlap: bool) -> list[RankLoss]:
         """Forward, loss and backward of the ranks that have parts, each in the worker that it always has."""
         self.sync.begin(len(parts), overlap=overlap, streams=caller_streams(self.replicas.team.devices))
-        before = self.replicas.retaken
         with torch.enable_grad():
             losses, _ = self.passes.run(parts, (), backward=True, keep_outputs=False)
-        if self.replicas.retaken != before:
+        if self.replicas.settle():
             raise RuntimeError("the forward gives a parameter other memory")
         return losses
 
@@ -158,8 +162,8 @@ class _OneGraph:
         self._steps: CapturedSteps = weakref.proxy(steps)  # which has this
         self._clip_norm = clip_norm
         self._device = steps.replicas.devices[0]
-        self._buffers = steps.passes.buffers  # nobody else gets their memory
         self._batch = StaticNest(batch, self._device)
+        self._buffers = steps.buffers
         self._norm = steps.cycle.norm_on(0)
         self._graph, (self._loss,) = steps.recorder.record(self._device, self._work)
         steps.cycle.check_used()
@@ -189,7 +193,7 @@ class _GraphsPerDevice:
         self._steps: CapturedSteps = weakref.proxy(steps)  # which has this
         self._clip_norm = clip_norm
         self._devices = steps.replicas.devices
-        self._buffers = steps.passes.buffers  # nobody else gets their memory
+        self._buffers = steps.buffers
         steps.begin()
         parts, rows = steps.split(batch)
         self._batches = [StaticNest(_nest_of(part)) for part in parts]
@@ -262,12 +266,6 @@ class _GraphsPerDevice:
 def _halves(tensors: list[torch.Tensor], count: int) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor | None]]:
     """Of so many ranks the losses, and the weights beside them, if any."""
     return tensors[:count], tensors[count:] or [None] * count
-
-
-def _places_of(buffers: Sequence[torch.Tensor | None]) -> Hashable:
-    """Equal for as long as the buffers are the same, and lie where they are."""
-    strided = [each for each in buffers if each is not None and each.layout is torch.strided]
-    return *map(id, buffers), *(tuple(each) for each in memory_of(strided))
 
 
 def _nest_of(part: RankPart) -> tuple[Any, ...]:

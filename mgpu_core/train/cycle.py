@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch.nn import Module
 
 from mgpu_core.entries import ALL_RANKS
 from mgpu_core.processes.ballot import Standing
@@ -17,7 +16,7 @@ from mgpu_core.train.loss import Window
 from mgpu_core.train.process_sync import Together
 from mgpu_core.train.reducer import GradientSync
 from mgpu_core.train.replicas import Replicas
-from mgpu_core.train.rollback import uninterrupted
+from mgpu_core.train.rollback import BufferSnapshot, uninterrupted
 from mgpu_core.train.sums import Sums
 from mgpu_core.train.updates import Updates
 
@@ -35,7 +34,7 @@ class Cycle:
         loss_scale: of its losses.
         together: its process among others; ``None``: it is alone.
         steps: updates so far.
-        loss_modules: of the loss function, whose buffers are put back, too.
+        buffers: what is put back when the cycle is abandoned.
 
     Attributes:
         steps: the same.
@@ -50,11 +49,11 @@ class Cycle:
         loss_scale: LossScale,
         together: Together | None,
         steps: int,
-        loss_modules: Sequence[Module],
+        buffers: BufferSnapshot,
     ) -> None:
         self._replicas, self._sync, self._updates = replicas, sync, updates
         self._loss_scale, self._together = loss_scale, together
-        self._buffers = replicas.buffer_snapshot(loss_modules)
+        self._buffers = buffers
         self.steps = steps
         self.used: list[bool] = []  # parameters, in the last update
         self.broken: str | None = None  # why this process cannot go on with the others

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
@@ -18,12 +17,12 @@ from mgpu_core.processes.group import Processes
 from mgpu_core.train.balance import SplitPlan
 from mgpu_core.train.checkpoint import load_state
 from mgpu_core.train.cuda_graphs import CapturedSteps
+from mgpu_core.train.forward_backward import seed
 from mgpu_core.train.grad_scaler import LossScale
 from mgpu_core.train.graph_cache import GRAPH_DEVICE
 from mgpu_core.train.loss import Window
 from mgpu_core.train.options import Setup, check_place
 from mgpu_core.train.parts import Parts
-from mgpu_core.train.ranks import seed
 from mgpu_core.train.updates import check_optimizer
 
 __all__ = ["Engine"]
@@ -79,12 +78,9 @@ class Engine:
         except BaseException as error:
             self._give_up(error)
             raise
-        finally:
-            self.parts.passes.leave_attributes()
 
     def _train(self, inputs: tuple[Any, ...], kwargs: dict[str, Any], keep_outputs: bool) -> tuple[torch.Tensor, Any]:
-        parts = self.parts
-        parts.bring_up_to_date()
+        parts = self._current_parts()
         parts.follow_the_optimizer()
         if parts.captured is not None and parts.cycle.used:
             loss = self._replay(parts.captured, inputs, kwargs, keep_outputs)
@@ -135,7 +131,7 @@ class Engine:
         reasons = (
             (parts.in_shards, "the optimizer's state is in shards"),
             (parts.together, "several processes agree on each update"),
-            (parts.passes.joint, "ranks meet in synchronised layers"),
+            (parts.modules[0].tree.ranks_meet, "ranks meet in synchronised layers"),
             (setup.accumulate > 1, _COLLECTS),
             (self.keeps_accumulating or parts.cycle.window.calls, _COLLECTS),
             (setup.error_if_nonfinite, "error_if_nonfinite=True waits for the gradients"),
@@ -153,8 +149,7 @@ class Engine:
 
     def evaluate(self, inputs: tuple[Any, ...], kwargs: dict[str, Any], keep_outputs: bool) -> tuple[torch.Tensor, Any]:
         """What :meth:`train` returns, without gradients and without an update."""
-        self.parts.bring_up_to_date()
-        passes = self.parts.passes
+        passes = self._current_parts().passes
         cut, rows = passes.split(inputs, kwargs, self._split_plan.shares)
         with torch.no_grad():
             try:
@@ -163,9 +158,24 @@ class Engine:
                 if self._ranks_have_ended():
                     self._broken = None
                 raise
-            finally:
-                passes.leave_attributes()
             return Window(self._setup.reduction, 1).add(rows, losses, self._setup.team.devices[0]), outputs
+
+    def _current_parts(self) -> Parts:
+        """Return the parts for a call, made anew where the module has other parameters by now."""
+        if self.parts.are_outdated():
+            if self.parts.together is not None:
+                raise RuntimeError(
+                    "the parameters of the module are no longer those of this step: call step.rebuild() in all "
+                    "processes"
+                )
+            if self.parts.cycle.window.calls:
+                raise RuntimeError(
+                    "the parameters of the module have become others while gradients were accumulated: call "
+                    "step.flush() before, or step.rebuild(), which drops the gradients"
+                )
+            self.rebuild(check=False)
+        self.parts.refresh()
+        return self.parts
 
     def _conclude(self, standing: Standing) -> bool:
         self.parts.refresh()
@@ -181,6 +191,7 @@ class Engine:
         self.parts.cycle.enter()
 
     def _update(self, standing: Standing) -> bool:
+        self.parts.replicas.settle()  # a forward may have assigned `parameter.data`
         there_was = self.parts.cycle.update(self._setup.clip_norm, bool(self._setup.error_if_nonfinite), standing)
         self.parts.new_window()
         return there_was is not None
@@ -209,8 +220,6 @@ class Engine:
         if not self.parts.passes.stop(seconds):
             self._broken = f"a rank was still at work {seconds:g} s after its step had failed"
             return False
-        with suppress(RuntimeError):  # which the next call says, too
-            self.parts.replicas.retake()
         return True
 
     def load(self, state: dict[str, Any]) -> None:
@@ -237,11 +246,12 @@ class Engine:
         if together is not None:
             together.check_all_well(None)
 
-    def rebuild(self) -> None:
-        """Makes all parts anew, from the module as it is."""
+    def rebuild(self, *, check: bool = True) -> None:
+        """Make all parts anew, from the module as it is; ``check``: that the optimizer has parameters of it alone."""
         hook, steps = self.parts.sync.between.hook, self.parts.cycle.steps
         check_place(self._setup.module, self._setup.team)
-        check_optimizer(self._setup.optimizer, dict(named_parameters_of(self._setup.module)))
+        if check:
+            check_optimizer(self._setup.optimizer, dict(named_parameters_of(self._setup.module)))
         self._broken = "it could not be built"
         self.parts.leave()
         self.parts = Parts(self._setup, self._split_plan, self.loss_scale, self._processes, steps)

@@ -97,11 +97,8 @@ class LaidOut:
 
     def take_values(self) -> None:
         """Makes the flat values the memory of the parameters that the step updates; others get theirs back."""
-        self._replicas.let_go_of_all_but(self._adopted)
-        for place, flat in enumerate(self.flats):
-            self._replicas.show_memory(place, flat, self._adopted)
+        self._replicas.adopt(self.flats, self._adopted)
         self._replicas.send_values(self._adopted)  # each rank's first forward may have put its own there
-        self._replicas.watch.remember()
 
     def outgrown_by(self, updated: Callable[[], Collection[int]]) -> str | None:
         """The name of a parameter that was thawed, or has come to the optimizer, since; ``None``: none, or all may.

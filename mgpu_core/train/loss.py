@@ -7,16 +7,51 @@ weights is divided when all weights are known, after the sums over the ranks.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn import Module
 
-__all__ = ["REDUCTIONS", "RankLoss", "Window", "rank_loss"]
+from mgpu_core.device.team import Team
+from mgpu_core.module_tree import parameters_of, tensors_of
+from mgpu_core.train.rank_modules import RankModules
+
+__all__ = ["REDUCTIONS", "RankLoss", "Window", "check_loss", "loss_of_ranks", "rank_loss"]
 
 REDUCTIONS = ("mean", "sum", "weighted")
+
+
+def check_loss(loss_fn: Any) -> None:
+    """Check the loss function of a step.
+
+    Raises:
+        TypeError: it cannot be called.
+        ValueError: a module with parameters that require grad, which nobody would update.
+    """
+    if loss_fn is not None and not callable(loss_fn):
+        raise TypeError(f"loss_fn must be callable, or None where the module returns the loss, not {loss_fn!r}")
+    if isinstance(loss_fn, Module) and any(parameter.requires_grad for parameter in parameters_of(loss_fn)):
+        raise ValueError(
+            f"{type(loss_fn).__name__} has parameters of its own: make it part of the module, which then returns the "
+            "loss, and pass loss_fn=None"
+        )
+
+
+def loss_of_ranks(loss_fn: Any, team: Team, *, static: bool) -> Any:
+    """Return the replicas of a loss module with tensors (class weights, a running centre); anything else as it is.
+
+    A module on another device than the first is copied there, once.
+    """
+    tensors = list(tensors_of(loss_fn)) if isinstance(loss_fn, Module) else []
+    if not tensors:
+        return loss_fn
+    if any(each.device != team.devices[0] for each in tensors):
+        loss_fn = copy.deepcopy(loss_fn).to(team.devices[0])
+    return RankModules(loss_fn, team, None, static=static)
 
 
 @dataclass(slots=True)

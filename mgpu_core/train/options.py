@@ -15,6 +15,7 @@ from mgpu_core.device.devices import DeviceLike, as_devices, local_devices
 from mgpu_core.device.random import check_rng
 from mgpu_core.device.team import Team
 from mgpu_core.module_tree import named_parameters_of, parameters_of
+from mgpu_core.parallel.apply import check_workers
 from mgpu_core.train.grad_scaler import AMP_DTYPES
 from mgpu_core.train.loss import REDUCTIONS
 
@@ -44,12 +45,15 @@ class Setup:
     algorithm: str
     shard_optimizer: bool
     rng: str
+    workers: str
+    static_graph: bool
     capture: bool
 
     def __post_init__(self) -> None:
         if self.error_if_nonfinite is None:
             self.error_if_nonfinite = all(device.type == "cpu" for device in self.team.devices)
         check_rng(self.rng)
+        check_workers(self.workers)
         if self.reduction not in REDUCTIONS:
             raise ValueError(f"reduction must be one of {', '.join(REDUCTIONS)}, not {self.reduction!r}")
         if self.algorithm not in ALGORITHMS:

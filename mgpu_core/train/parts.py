@@ -9,13 +9,15 @@ from mgpu_core.processes.group import Processes
 from mgpu_core.train.balance import SplitPlan
 from mgpu_core.train.cuda_graphs import CapturedSteps
 from mgpu_core.train.cycle import Cycle
+from mgpu_core.train.forward_backward import ForwardBackward
 from mgpu_core.train.grad_scaler import LossScale
+from mgpu_core.train.loss import loss_of_ranks
 from mgpu_core.train.options import Setup
-from mgpu_core.train.passes import Passes
 from mgpu_core.train.process_sync import Together
-from mgpu_core.train.rank_losses import RankLosses
+from mgpu_core.train.rank_modules import RankModules
 from mgpu_core.train.reducer import GradientSync
 from mgpu_core.train.replicas import Replicas
+from mgpu_core.train.rollback import BufferSnapshot
 from mgpu_core.train.updates import Updates
 
 __all__ = ["Parts"]
@@ -31,7 +33,7 @@ class Parts:
         steps: updates so far.
 
     Attributes:
-        replicas, losses, sync, updates, passes, cycle: each is what its class says.
+        replicas, modules, sync, updates, passes, cycle: each is what its class says.
         captured: ``None`` without ``capture=True``.
         together: ``None`` where no other processes train along.
 
@@ -48,8 +50,12 @@ class Parts:
         if processes is not None:
             self.together = Together(processes, setup.module, setup.optimizer)
             self.agree(steps)
-        self.losses = RankLosses(setup.loss_fn, setup.team)
         self.replicas = Replicas(setup.module, setup.team)
+        static = setup.static_graph or setup.capture
+        net = RankModules(setup.module, setup.team, self.replicas.parameters, static=static)
+        loss = loss_of_ranks(setup.loss_fn, setup.team, static=static)
+        self.modules = [net, *([loss] if isinstance(loss, RankModules) else [])]
+        self._net = net
         self.in_shards = setup.shard_optimizer and len(self.replicas.devices) > 1
         self.sync = GradientSync(
             self.replicas, setup.bucket_nbytes, setup.algorithm, setup.comm_dtype, self.in_shards, processes
@@ -58,17 +64,25 @@ class Parts:
         self._finalizers = [weakref.finalize(self, _take_hooks_away, self.sync.handles)]
         self.updates = Updates(setup.optimizer, self.replicas, self.sync, self.in_shards)
         self._finalizers.append(weakref.finalize(self, _take_hooks_away, self.updates.handles))
-        self.passes = Passes(
-            self.replicas, self.losses, setup.reduction, setup.amp_dtype, setup.rng, setup.capture, setup.dim
+        # Ranks that share a GPU take turns where a graph is recorded on their stream; those that meet have no graphs.
+        rng = "per_rank" if setup.capture and not net.tree.ranks_meet else setup.rng
+        self.passes = ForwardBackward(
+            self.replicas, net, loss, setup.reduction, setup.amp_dtype, rng, setup.workers, setup.dim
         )
-        self.cycle = Cycle(
-            self.replicas, self.sync, self.updates, loss_scale, self.together, steps, self.losses.modules
-        )
-        self._watched = self.replicas.changes, self.replicas.attributes.changes
+        buffers = BufferSnapshot(self.modules)
+        self.cycle = Cycle(self.replicas, self.sync, self.updates, loss_scale, self.together, steps, buffers)
         self.captured: CapturedSteps | None = None
         if setup.capture:
             self.captured = CapturedSteps(
-                self.replicas, self.sync, self.updates, self.passes, self.cycle, split_plan, loss_scale, setup.reduction
+                self.replicas,
+                self.modules,
+                self.sync,
+                self.updates,
+                self.passes,
+                self.cycle,
+                split_plan,
+                loss_scale,
+                setup.reduction,
             )
         self.new_window()
 
@@ -92,21 +106,16 @@ class Parts:
         """For the calls of the next update."""
         self.cycle.renew(self._setup.reduction, self._setup.accumulate)
 
-    def bring_up_to_date(self) -> None:
-        """Before a forward: all that ranks have of the user's."""
-        self.refresh()
-        self.replicas.buffers.mirror()
-        self.losses.follow()
+    def are_outdated(self) -> bool:
+        """Read the modules as they are now; return whether the net has other parameters than these parts."""
+        for each in self.modules:
+            each.read()
+        return not self.replicas.are_those_of(self._net.tree)
 
     def refresh(self) -> None:
-        """Brings the ranks up to what the user has done to the module since the last call."""
-        self.replicas.follow()
-        now = self.replicas.changes, self.replicas.attributes.changes
-        if now != self._watched:
-            if now[0] != self._watched[0]:
-                self.sync.watch_parameters()
-            self.passes.look_for_draws()  # also where a rate of dropout was changed
-            self._watched = now
+        """Bring the ranks' parameters up to what the user has done to them since the last call."""
+        if self.replicas.follow():
+            self.sync.watch_parameters()
         if changed := self.updates.values_changed():
             self.replicas.send_values(changed)
             self.updates.remember_values()

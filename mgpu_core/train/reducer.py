@@ -21,9 +21,8 @@ from mgpu_core.processes.group import Processes
 from mgpu_core.record import current_step, in_step, is_on, mark, span
 from mgpu_core.train.between_devices import BetweenDevices
 from mgpu_core.train.laid_out import LaidOut, Learnt
-from mgpu_core.train.replicas import Replicas
+from mgpu_core.train.replicas import GradientHook, Replicas
 from mgpu_core.train.rounds import Round
-from mgpu_core.train.twins import GradientHook
 
 __all__ = ["GradientSync"]
 
@@ -75,7 +74,6 @@ class GradientSync:
         One rank alone has nobody to add up with, and one bucket alone is complete when backward is over: such
         gradients are taken then, and no backward stops for Python.
         """
-        self._replicas.watch.remember_hooks()
         self._count_expected()
         alone = len(self._replicas.team) == 1 and self._processes is None
         if alone or (not self.layout.is_empty and len(self.layout.buckets) < 2):

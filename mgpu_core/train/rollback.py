@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.nn import Module
+
+from mgpu_core.train.rank_modules import RankModules
 
 __all__ = ["BufferSnapshot", "Gate", "uninterrupted"]
 
@@ -53,32 +54,33 @@ class BufferSnapshot:
     Memory for the copies is kept from one time to the next.
     """
 
-    def __init__(self, modules: Sequence[Module]) -> None:
+    def __init__(self, modules: Sequence[RankModules]) -> None:
         self._modules = modules
-        self._places: list[tuple[dict[str, Any], str]] = []
+        self._names: list[tuple[dict[str, Any], str]] = []
         self._buffers: list[torch.Tensor] = []
         self._values: list[torch.Tensor] = []
 
     def take(self) -> None:
-        """Copies what there is now."""
-        places = [
-            (module._buffers, name)
-            for module in self._modules
-            for name, buffer in module._buffers.items()
-            if buffer is not None
+        """Copy the buffers that there are now."""
+        names = [
+            (node.module._buffers, name)
+            for modules in self._modules
+            if modules.tree.buffers
+            for node in modules.tree.nodes
+            for name, _ in node.buffers
         ]
-        buffers: list[Any] = [of[name] for of, name in places]
+        buffers: list[Any] = [of[name] for of, name in names]
         if len(buffers) != len(self._buffers) or not all(map(_is_like, buffers, self._buffers, self._values)):
             self._values = [buffer.detach().clone() for buffer in buffers]
         elif buffers:
             with torch.no_grad():
                 torch._foreach_copy_(self._values, buffers)
-        self._places, self._buffers = places, buffers
+        self._names, self._buffers = names, buffers
 
     @torch.no_grad()
     def restore(self) -> None:
         """Puts the same tensors back, with the values that they had; does nothing after a drop."""
-        for (of, name), buffer, values in zip(self._places, self._buffers, self._values, strict=False):
+        for (of, name), buffer, values in zip(self._names, self._buffers, self._values, strict=False):
             if torch._debug_has_internal_overlap(buffer) != 1:  # an expanded one cannot have been written
                 buffer.copy_(values)
             of[name] = buffer
@@ -86,7 +88,7 @@ class BufferSnapshot:
 
     def drop(self) -> None:
         """What there is now stays."""
-        self._places = []
+        self._names = []
 
 
 def _is_like(buffer: torch.Tensor, before: torch.Tensor, values: torch.Tensor) -> bool:

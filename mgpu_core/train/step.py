@@ -27,8 +27,8 @@ from mgpu_core.train.compare import first_difference
 from mgpu_core.train.engine import Engine
 from mgpu_core.train.grad_scaler import LossScale
 from mgpu_core.train.graph_cache import StepGraphs
+from mgpu_core.train.loss import check_loss
 from mgpu_core.train.options import Setup, check_dtypes, check_module, check_place, team_of
-from mgpu_core.train.rank_losses import check_loss
 from mgpu_core.train.updates import check_optimizer
 
 if TYPE_CHECKING:
@@ -139,6 +139,8 @@ class TrainStep:
         algorithm: str = "auto",
         shard_optimizer: bool = False,
         rng: str = "auto",
+        workers: str = "threads",
+        static_graph: bool = False,
         capture: bool = False,
         process_group: ProcessGroup | None = None,
     ) -> None:
@@ -149,7 +151,7 @@ class TrainStep:
         team = team_of(net, device_ids)
         self._setup = Setup(
             net, loss_fn, optimizer, team, dim, reduction, accumulate, clip_norm, error_if_nonfinite, amp_dtype,
-            comm_dtype, bucket_nbytes, algorithm, shard_optimizer, rng, capture,
+            comm_dtype, bucket_nbytes, algorithm, shard_optimizer, rng, workers, static_graph, capture,
         )  # fmt: skip
         self._split_plan = SplitPlan(shares, team)
         check_place(net, team)
@@ -173,6 +175,8 @@ class TrainStep:
     algorithm = _Setting[str]()
     shard_optimizer = _Setting[bool]()
     rng = _Setting[str]()
+    workers = _Setting[str]()
+    static_graph = _Setting[bool]()
     capture = _Setting[bool]()
 
     @property

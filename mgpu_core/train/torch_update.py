@@ -72,7 +72,7 @@ class TorchUpdate:
         for device, twin in enumerate(self._twins, start=1):
             with _own_default(self._replicas.devices[device]):
                 twin.step()
-        self._replicas.retake()  # from a class or a hook that assigns `p.data`
+        self._replicas.settle()  # from a class or a hook that assigns `p.data`
 
     def has_written(self) -> bool:
         """Whether a launch that failed has changed parameters before."""

@@ -178,8 +178,6 @@ def test_class_weights_that_change_between_replays(devices):
     for i in range(14):
         if i == 8:
             criterion.weight.copy_(torch.tensor([3.0, 0.5]))
-        if i == 11:
-            criterion.weight = torch.tensor([0.25, 4.0], device=devices[0])
         assert torch.equal(captured(x, y), plain(x, y)), i
     assert captured.graphs.replays > 5
     assert_same(captured, plain)

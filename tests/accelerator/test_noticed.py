@@ -7,8 +7,6 @@ from torch.optim import RMSprop
 from train.nets import Pair, batches
 from train.test_noticed import Assigning, halved, sgd
 
-from mgpu_core import TrainStep
-
 TEAMS = [["fake:0", "fake:1"], ["fake:0", "fake:1", "fake:0"], ["fake:2", "fake:0", "cpu"]]
 
 
@@ -49,17 +47,3 @@ def test_a_state_holds_something_else(make, devices):
 @pytest.mark.parametrize("devices", TEAMS)
 def test_an_optimizer_may_put_parameters_elsewhere(devices):
     assert_equal(pair_on(devices, Assigning), devices[0])
-
-
-@pytest.mark.parametrize("shards", [True, False])
-def test_a_parameter_that_has_become_smaller_is_noticed(shards):
-    net = nn.Linear(4, 8, bias=False).to("fake:0")
-    devices = ["fake:0", "fake:1"]
-    step = TrainStep(
-        net, lambda output, _: (output * output).sum(), sgd(net.parameters()), devices, shard_optimizer=shards
-    )
-    x = torch.ones(4, 4, device="fake:0")
-    step(x, x)
-    net.weight.data = net.weight.data[:1]
-    with pytest.raises(RuntimeError, match="parameter weight was moved"):
-        step(x, x)

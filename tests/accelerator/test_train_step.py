@@ -154,9 +154,9 @@ def test_values_of_others_may_be_other_tensors(devices):
         net.second.weight.data = net.second.weight.data * 2
     step(x, 2, y)
     step.check_replicas()
-    net.second.weight.data = net.second.weight.data.float()
-    with pytest.raises(RuntimeError, match=r"parameter second\.weight was moved: it is torch\.float32"):
-        step(x, 2, y)
+    net.second.weight.data = torch.ones_like(net.second.weight).requires_grad_(False)
+    step(x, 2, y)
+    step.check_replicas()
 
 
 def test_a_device_that_differs_is_named():
@@ -188,15 +188,18 @@ def test_values_changed_in_place_travel(steps_before):
 
 def test_ranks_that_share_another_device_start_with_what_was_loaded():
     """A checkpoint is loaded into a step that has not made one yet."""
-    net, trained = Linear(), Linear()
+    seen = []
+
+    class Sees(Linear):
+        def forward(self, x):
+            seen.append(self.last.weight.eq(3).all().item())
+            return super().forward(x)
+
+    net, trained = Sees(), Linear()
     step = step_of(net, ["fake:0", "fake:1", "fake:1"])
     with torch.no_grad():
         trained.last.weight.fill_(3)
     step.module.load_state_dict(trained.state_dict())
-    seen = []
-    for row in step._engine.parts.replicas.parameters:
-        row[0].register_hook(lambda _, row=row: seen.append(row[0].eq(3).all().item()))
-    step._engine.parts.replicas.watch.remember_hooks()
     step(numbers(6, 3), numbers(6, 2))
     assert seen == [True] * 3
 

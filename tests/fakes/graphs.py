@@ -78,10 +78,12 @@ class Recorder:
 
     def _memory(self):
         """What a step writes: parameters and buffers, tables and states, on all devices; torch counts no write here."""
-        replicas = self.step._engine.parts.replicas
-        for row, module in zip(replicas.parameters, replicas.modules, strict=True):
+        parts = self.step._engine.parts
+        for row in parts.replicas.parameters:
             yield from (each.data for each in row)
-            yield from module.buffers()
+        for modules in parts.modules:
+            for module in modules.kept:
+                yield from module.buffers()
         for device in self.step._engine.parts.updates._update._devices:
             yield from device.segments
             yield device.held_back

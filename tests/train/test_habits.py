@@ -159,37 +159,6 @@ def test_a_backward_of_the_users_own_is_no_business_of_ours():
         assert b.grad is None or torch.allclose(a.grad, b.grad)
 
 
-@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
-def test_hooks_put_on_parameters_later_are_noticed(register):
-    net = Linear()
-    step = TrainStep(net, mse, SGD(net.parameters(), lr=0.1), cpu(2))
-    x, y = torch.ones(4, 3), torch.zeros(4, 2)
-    step(x, y)
-    getattr(net.last.weight, register)(lambda _: None)
-    with pytest.raises(RuntimeError, match=r"last\.weight has got or lost a hook.*step\.rebuild\(\)"):
-        step(x, y)
-
-
-@pytest.mark.parametrize("register", ["forward_hook", "forward_pre_hook", "full_backward_hook"])
-def test_hooks_put_on_modules_later_are_noticed(register):
-    net = Linear()
-    step = TrainStep(net, mse, SGD(net.parameters(), lr=0.5), cpu(2))
-    batch = torch.ones(4, 3), torch.ones(4, 2)
-    step(*batch)
-    handle = getattr(net.last, f"register_{register}")(lambda *_: None)
-    for call in (step, step.evaluate):
-        with pytest.raises(RuntimeError, match=r"module last has got or lost a hook.*step\.rebuild\(\)"):
-            call(*batch)
-    handle.remove()
-    step(*batch)
-    net.register_forward_hook(lambda *_: None)
-    with pytest.raises(RuntimeError, match="module Linear has got or lost a hook"):
-        step(*batch)
-    step.rebuild()
-    step(*batch)
-    assert step.steps == 3
-
-
 def test_one_rank_has_the_users_hooks_whenever_they_come():
     net, calls = Linear(), []
     step = TrainStep(net, mse, SGD(net.parameters(), lr=0.5), cpu(1))
@@ -218,29 +187,6 @@ def test_a_hook_of_somebody_elses_sees_all_ranks(ranks, way):
     step = TrainStep(net, mse, SGD(net.parameters(), lr=0.5), cpu(ranks))
     step(torch.ones(8, 3), torch.ones(8, 2))
     assert collector.rows == 8
-
-
-@pytest.mark.parametrize("ranks", RANKS)
-def test_a_hook_that_is_a_method_of_the_module_is_each_ranks_own(ranks):
-    class Counting(Linear):
-        def __init__(self):
-            super().__init__()
-            self.rows = 0
-            self.register_forward_pre_hook(Counting.count)
-            self.last.register_forward_hook(self.seen)
-
-        def count(self, args):
-            self.rows += len(args[0])
-
-        def seen(self, module, args, output):
-            assert module is self.last
-
-    net = Counting()
-    step = TrainStep(net, mse, SGD(net.parameters(), lr=0.5), cpu(ranks))
-    step(torch.ones(8, 3), torch.ones(8, 2))
-    assert [each.rows for each in step._engine.parts.replicas.modules] == [
-        8 // ranks + (rank < 8 % ranks) for rank in range(ranks)
-    ]
 
 
 class Merging(nn.Linear):

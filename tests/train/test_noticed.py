@@ -20,97 +20,6 @@ def two_layers():
     return nn.Sequential(nn.Linear(4, 2), nn.ReLU()).double()
 
 
-class Wrapped(nn.Module):
-    """The same parameters, and other numbers."""
-
-    def __init__(self, inner):
-        super().__init__()
-        self.weight, self.bias = inner.weight, inner.bias
-
-    def forward(self, x):
-        return nn.functional.linear(x, self.weight, self.bias) * 3
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda net: net.__setitem__(1, nn.Tanh()),
-        lambda net: net.append(nn.Tanh()),
-        lambda net: net.__delitem__(1),
-        lambda net: net.__setitem__(0, Wrapped(net[0])),
-    ],
-    ids=["another", "one more", "one less", "wrapped"],
-)
-def test_another_module_is_noticed_though_the_parameters_are_the_same(change, ranks):
-    pair = Pair(two_layers(), sgd, ranks)
-    for i, (x, y) in enumerate(batches(4, 9)):
-        if i == 2:
-            change(pair.net)
-            change(pair.alone)
-            for _ in range(2):  # it is not forgotten
-                with pytest.raises(RuntimeError, match=r"the modules in Sequential are no longer .*step\.rebuild\(\)"):
-                    pair.step(x, y)
-            pair.step.rebuild()
-        pair.both(x, y)
-    assert pair.far() < 1e-12
-
-
-class MakesItsOwn(nn.Module):
-    """Makes a module in its first forwards."""
-
-    def __init__(self):
-        super().__init__()
-        self.last = nn.Linear(4, 2).double()
-        self.calls = 0
-
-    def forward(self, x):
-        self.calls += 1
-        if self.calls < 3:
-            self.act = nn.Tanh()
-        return self.act(self.last(x))
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_a_forward_may_make_modules_without_parameters(ranks):
-    pair = Pair(MakesItsOwn(), sgd, ranks)
-    for x, y in batches(4, 9):
-        pair.both(x, y)
-    assert pair.far() < 1e-12
-
-
-def test_another_module_in_a_loss_is_noticed():
-    class Loss(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.register_buffer("weights", torch.ones(2).double())
-            self.inner = nn.MSELoss()
-
-        def forward(self, output, target):
-            return self.inner(output * self.weights, target)
-
-    net, loss = two_layers(), Loss()
-    step = TrainStep(net, loss, sgd(net.parameters()), cpu(2))
-    (x, y), *_ = batches(1, 9)
-    step(x, y)
-    loss.inner = nn.L1Loss()
-    with pytest.raises(RuntimeError, match="the modules in Loss are no longer"):
-        step(x, y)
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_a_parameters_hook_in_the_place_of_another_is_noticed(ranks):
-    net = two_layers()
-    handle = net[0].weight.register_hook(lambda gradient: gradient * 1)
-    step = TrainStep(net, mse, sgd(net.parameters()), cpu(ranks))
-    (x, y), *_ = batches(1, 9)
-    step(x, y)
-    handle.remove()
-    net[0].weight.register_hook(lambda gradient: gradient * 0)
-    with pytest.raises(RuntimeError, match=r"parameter 0\.weight has got or lost a hook"):
-        step(x, y)
-
-
 class HooksItself(nn.Module):
     """Puts a hook on its weight in each forward, in the place of the last one."""
 
@@ -313,7 +222,7 @@ def test_an_evaluation_in_inference_mode_leaves_buffers_that_can_be_written():
         pair.step.evaluate(x, y)
     pair.both(x, y)
     assert pair.far() < 1e-12
-    assert not any(each.c.is_inference() for each in pair.step._engine.parts.replicas.modules)
+    assert not pair.net.c.is_inference()
 
 
 class Hidden(nn.Module):

@@ -1,0 +1,97 @@
+"""The module of each rank, made for each call from the user's module as it is then."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.nn import Module, Parameter
+
+from mgpu_core.comm import collectives
+from mgpu_core.device.team import Team
+from mgpu_core.module_tree import ModuleTree
+from mgpu_core.parallel.replicate import build_replica, compiled_by_rank, loosen, plain_copies
+
+__all__ = ["RankModules"]
+
+
+class RankModules:
+    """The replicas of a module for a team.
+
+    Rank 0 runs the user's own module, so its assignments persist; those of other ranks are lost, as in the drop-in.
+    Its buffers are copied to the other ranks before each call.
+
+    Args:
+        module: the user's: the net, or a loss function with tensors.
+        team: the ranks.
+        leaves: ``leaves[rank][i]``, the Parameters of each rank in the module tree's order; ``None``: the parameters
+            are copied like buffers.
+        static: make the replicas once: of later changes of the module only modes and values are followed.
+
+    Attributes:
+        tree: the module, as the last :meth:`read` found it.
+    """
+
+    def __init__(
+        self, module: Module, team: Team, leaves: Sequence[Sequence[Parameter]] | None, *, static: bool
+    ) -> None:
+        self.module, self._team, self._leaves, self._is_static = module, team, leaves, static
+        self.tree = ModuleTree(module)
+        self._static: tuple[list[Module], list[list[torch.Tensor]]] | None = None
+        self._modes: list[bool] = []  # of a static module's replicas
+        if len(team) > 1 and self.tree.is_compiled:
+            compiled_by_rank(self.tree, len(team))  # refuses what it cannot repeat
+
+    @property
+    def kept(self) -> list[Module]:
+        """The modules that live longer than a call: the user's own, and static replicas."""
+        return [self.module] if self._static is None else self._static[0]
+
+    def read(self) -> ModuleTree:
+        """Return the module tree as it is now; a static one as it was, with the modes and values of now."""
+        if not self._is_static:
+            self.tree = ModuleTree(self.module)
+        elif self._static is not None:
+            self._refresh(*self._static)
+        elif len(self._team) > 1:
+            self._static = self._made(self._team)
+        return self.tree
+
+    def of_ranks(self, count: int) -> list[Module]:
+        """Return the modules of the first ``count`` ranks, for one call, after a :meth:`read`."""
+        if count == 1:
+            return [self.module]
+        return self._made(self._team.first(count))[0] if self._static is None else self._static[0][:count]
+
+    def _made(self, team: Team) -> tuple[list[Module], list[list[torch.Tensor]]]:
+        tree, leaves = self.tree, self._leaves
+        copies = plain_copies(tree.tensors if leaves is None else tree.buffers, team)
+        if leaves is None:
+            rows: list[tuple[list[Any], list[torch.Tensor]]] = [
+                (row[: len(tree.parameters)], row[len(tree.parameters) :]) for row in copies
+            ]
+        else:
+            rows = [(list(of), own) for of, own in zip(leaves, copies, strict=False)]
+        # The ranks of a compiled module must take turns at the compiler, so rank 0 runs a replica, too.
+        calls = compiled_by_rank(tree, len(team)) if tree.is_compiled else [[]] * len(team)
+        first = [] if tree.is_compiled else [self.module]
+        made = [build_replica(tree, *rows[rank], calls[rank], leaves=True) for rank in range(len(first), len(team))]
+        return [*first, *made], copies
+
+    def _refresh(self, replicas: Sequence[Module], copies: Sequence[Sequence[torch.Tensor]]) -> None:
+        own = self.tree.tensors if self._leaves is None else self.tree.buffers
+        if own:
+            with torch.no_grad():
+                collectives.broadcast_into(own, list(zip(*copies, strict=True)))
+        modes = [node.module.training for node in self.tree.nodes]
+        if modes != self._modes:
+            self._modes = modes
+            for replica in replicas:
+                for node, mode in zip(ModuleTree(replica).nodes, modes, strict=True):
+                    node.module.training = mode
+
+    def let_go(self, replicas: Sequence[Module]) -> None:
+        """End the reference cycles of a call's replicas."""
+        if not self._is_static:
+            loosen(each for each in replicas if each is not self.module)

@@ -155,52 +155,54 @@ class ModuleTree:
         self.parameters: list[Parameter] = []
         self.buffers: list[torch.Tensor] = []
         self.is_compiled = self.ranks_meet = False
-        indices: dict[int, int] = {}  # by id: of modules in nodes, of tensors in their lists
-        self._indices = indices
+        self._indices: dict[int, int] = {}  # by id: of modules in nodes, of tensors in their lists
+        self._read(network)
+        for node in self.nodes:
+            # A search that runs in C: almost no module has such an attribute.
+            if MethodType in map(type, node.module.__dict__.values()):
+                node.methods = _methods_of(node.module, self._indices)
+
+    def _read(self, network: Module) -> None:
+        """Fill the lists.  It runs in every forward pass, and is written for few Python calls per module."""
+        indices, nodes = self._indices, self.nodes
         waiting: list[tuple[Module, list[tuple[str, int]], str]] = [(network, [], "")]
+        count = 0
         while waiting:
             module, siblings, name = waiting.pop()
             key = id(module)
             if key not in indices:
-                self._add(module, key, waiting)
+                kind = _kinds[type(module)] if type(module) in _kinds else _kind_of(type(module))
+                compiled: Module | None = None
+                if kind.is_wrapper or "_compiled_call_impl" in module.__dict__:
+                    compiled, module = _unwrapped(module)
+                    kind = _kind_of(type(module))
+                    self.is_compiled |= compiled is not None
+                if compiled is not None and id(module) in indices:  # its module is in the tree without the wrapper, too
+                    indices[key] = indices[id(module)]
+                    nodes[indices[key]].compiled = compiled
+                else:
+                    indices[key] = indices[id(module)] = count
+                    count += 1
+                    node = ModuleNode(module, kind, compiled)
+                    nodes += (node,)
+                    self.ranks_meet |= kind.meets
+                    waiting += self._contents(module, kind, node)
             siblings += ((name, indices[key]),)
-        for node in self.nodes:
-            # A search that runs in C: almost no module has such an attribute.
-            if MethodType in map(type, node.module.__dict__.values()):
-                node.methods = _methods_of(node.module, indices)
 
-    def _add(self, module: Module, key: int, waiting: list[Any]) -> None:
-        """Append a node for the module; its children wait for their turn, the first one on top.
-
-        This runs for each module in every forward pass: it is written for few Python calls.
-        """
-        indices, nodes = self._indices, self.nodes
-        kind = _kinds[type(module)] if type(module) in _kinds else _kind_of(type(module))
-        compiled: Module | None = None
-        if kind.is_wrapper or "_compiled_call_impl" in module.__dict__:
-            compiled, module = _unwrapped(module)
-            if id(module) in indices:  # a wrapper of a module that is in the tree, too
-                indices[key] = indices[id(module)]
-                nodes[indices[key]].compiled, self.is_compiled = compiled, True
-                return
-            indices[id(module)] = len(nodes)
-            kind = _kind_of(type(module))
-        self.is_compiled |= compiled is not None
-        self.ranks_meet |= kind.meets
-        indices[key] = len(nodes)
-        node = ModuleNode(module, kind, compiled)
-        nodes += (node,)
+    def _contents(self, module: Module, kind: _Kind, node: ModuleNode) -> list[Any]:
+        """Number the module's tensors; return its children, the last one first."""
         if module._parameters:
             node.parameters = self._numbered(module._parameters, self.parameters)
             if len(node.parameters) < len(module._parameters):
                 node.absent = [name for name, parameter in module._parameters.items() if parameter is None]
         if module._buffers:  # absent ones are in the dictionary that a replica copies
             node.buffers = self._numbered(module._buffers, self.buffers)
-        if module._modules:
-            children = [(child, node.children, name) for name, child in module._modules.items() if child is not None]
-            if kind.is_script:
-                _check_script(children)
-            waiting += children[::-1]
+        if not module._modules:
+            return []
+        children = [(child, node.children, name) for name, child in module._modules.items() if child is not None]
+        if kind.is_script:
+            _check_script(children)
+        return children[::-1]
 
     def _numbered(self, named: Any, tensors: list[Any]) -> list[tuple[str, int]]:
         """Return (name, index) of those that are there; appends new ones to ``tensors``."""
@@ -223,10 +225,13 @@ class ModuleTree:
     def draws_random_numbers(self) -> bool:
         """Return whether a forward of the network looks as if it drew random numbers; see the function."""
         for node in self.nodes:
-            kind, attributes = node.kind, node.module.__dict__
+            kind, module = node.kind, node.module
             if kind.draws:
                 return True
-            if getattr(node.module, "training", False) and (kind.draws_in_training or _has_rate(attributes)):
+            names = tuple(module.__dict__)
+            rates = _rates[names] if names in _rates else _rates_of(names)
+            may_draw = kind.draws_in_training or (rates and any(_is_rate(module.__dict__[name]) for name in rates))
+            if may_draw and getattr(module, "training", False):
                 return True
         return False
 
@@ -256,14 +261,16 @@ def _methods_of(module: Module, indices: dict[int, int]) -> list[tuple[str, Any,
     ]
 
 
-def _has_rate(attributes: dict[str, Any]) -> bool:
-    """Return whether an attribute that is named like a rate of dropout is above zero."""
-    names = tuple(attributes)
-    if names not in _rates:
-        if len(_rates) >= _KEPT:
-            _rates.clear()
-        _rates[names] = tuple(name for name in names if name == "p" or "drop" in name.lower())
-    return any(isinstance(rate := attributes[name], Real) and float(rate) > 0 for name in _rates[names])
+def _rates_of(names: tuple[str, ...]) -> tuple[str, ...]:
+    """Return, and remember, which of these attributes are named like a rate of dropout."""
+    if len(_rates) >= _KEPT:
+        _rates.clear()
+    found = _rates[names] = tuple(name for name in names if name == "p" or "drop" in name.lower())
+    return found
+
+
+def _is_rate(value: object) -> bool:
+    return isinstance(value, Real) and float(value) > 0
 
 
 def draws_random_numbers(module: Module) -> bool:

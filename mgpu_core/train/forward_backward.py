@@ -29,6 +29,7 @@ from mgpu_core.train.rollback import Gate
 __all__ = ["ForwardBackward", "RankPart", "seed"]
 
 LossFn = Callable[..., Any]
+_Call = Callable[[], Any]
 
 
 @dataclass(slots=True)
@@ -75,7 +76,8 @@ class ForwardBackward:
         self._replicas, self._team, self._net, self._reduction = replicas, replicas.team, net, reduction
         self._loss: Any = loss
         self._amp_dtype, self._rng, self.workers, self._dim = amp_dtype, rng, workers, dim
-        self._gate = Gate()
+        self._count = len(replicas.team)
+        self._gate: Gate | None = None  # of the call that runs, if its ranks have one
         self._shares_generator = shares_generator(replicas.team)
         self._is_on_cpu = all(device.type == "cpu" for device in replicas.devices)
 
@@ -111,44 +113,52 @@ class ForwardBackward:
             RuntimeError: no loss depends on a parameter that requires grad; the forward writes parameters that several
                 ranks share.
         """
-        team, count = self._team.first(len(parts)), len(parts)
+        count = len(parts)
+        team = self._team if count == self._count else self._team.first(count)
         modules, loss_fns = self._net.of_ranks(count), self._loss_functions(count)
-        versions = self._replicas.versions
         joint = backward and count > 1 and self._is_joint(parts)
         workers = "threads" if self._net.tree.ranks_meet else self.workers
-        self._gate = Gate()
-        gate = self._gate if count > 1 and workers == "threads" else NOTHING
-        streams = caller_streams(team.devices)
-        calls = [
-            None
-            if part is None
-            else partial(
-                self._work, modules[rank], loss_fns[rank], rank, streams[rank], part,
-                clocks[rank] if clocks else None, backward and not joint, keep_outputs, gate,
-            )
+        work = partial(self._work, backward=backward and not joint, keep_outputs=keep_outputs)
+        calls: list[_Call | None] = [
+            None if part is None else partial(work, modules[rank], loss_fns[rank], rank, part)
             for rank, part in enumerate(parts)
-        ]  # fmt: skip
+        ]
+        self._gate = None
+        if clocks or not self._is_on_cpu or (count > 1 and workers == "threads"):
+            calls = self._attended(calls, clocks)
         if count == 1:  # failures are the module's own
             results = [call() for call in calls if call is not None]
         else:
+            versions = self._replicas.versions
             draws = self._shares_generator and self._draws()
             results = run_ranks(team, calls, draws=draws, workers=workers)
-        self._net.let_go(modules)
-        if count > 1:
             self._replicas.check_unwritten(versions)
-        found = [(*result, part) for result, part in zip(results, parts, strict=True) if part is not None]
+            self._net.let_go(modules)
+        found = [result for result in results if result is not None]
+        losses = [loss for loss, _ in found]
         if joint:
-            with span("backward"), _without_autocast():
-                _differentiate([loss for loss, _, _ in found], [part.seed for _, _, part in found])
-        losses = [loss for loss, _, _ in found]
+            with span("backward"):
+                _differentiate(losses, [part.seed for part in parts if part is not None])
         if backward and losses:
             _check_losses(losses)
-        outputs = gather([each for _, each, _ in found], team.devices[0], self._dim) if keep_outputs else None
+        outputs = gather([each for _, each in found], team.devices[0], self._dim) if keep_outputs else None
         return losses, outputs
 
     def stop(self, seconds: float) -> bool:
         """Let no rank begin any more; return whether all have ended in that time."""
-        return self._gate.shut(seconds)
+        return self._gate is None or self._gate.shut(seconds)
+
+    def _attended(self, calls: Sequence[_Call | None], clocks: Sequence[RankClock]) -> list[_Call | None]:
+        """Return the calls as each rank's worker runs them: on its device and stream, and timed if there are clocks."""
+        gate, devices = Gate(), self._team.devices
+        self._gate = gate
+        streams = caller_streams(devices)
+
+        def attended(rank: int, call: _Call) -> Any:
+            with gate, on(devices[rank], streams[rank]), clocked(clocks[rank]) if clocks else NOTHING:
+                return call()
+
+        return [None if call is None else partial(attended, rank, call) for rank, call in enumerate(calls)]
 
     def _loss_functions(self, count: int) -> Sequence[LossFn | None]:
         return self._loss.of_ranks(count) if isinstance(self._loss, RankModules) else [self._loss] * count
@@ -173,28 +183,25 @@ class ForwardBackward:
         module: Module,
         loss_fn: LossFn | None,
         rank: int,
-        stream: torch.Stream | None,
         part: RankPart,
-        clock: RankClock | None,
+        *,
         backward: bool,
         keep_outputs: bool,
-        gate: AbstractContextManager[None],
     ) -> tuple[RankLoss, Any]:
-        """Run one rank, in its worker or in the caller's thread."""
+        """Run one rank, in its worker or in the caller's thread; return its loss, and its outputs if they are kept."""
         device = self._team.devices[rank]
-        with gate, on(device, stream), _timed(clock):
-            with NOTHING if self._amp_dtype is None else torch.autocast(device.type, dtype=self._amp_dtype):
-                with span("forward", rank, device):
-                    output = module(*part.inputs, **part.kwargs)
-                if loss_fn is None:
-                    loss = rank_loss(output, self._reduction)
-                else:
-                    with span("loss", rank, device):
-                        loss = rank_loss(loss_fn(output, *part.target), self._reduction)
-            if backward:
-                with span("backward", rank, device), _without_autocast():
-                    _differentiate([loss], [part.seed])
-            return loss, _detached(output) if keep_outputs else None
+        with NOTHING if self._amp_dtype is None else torch.autocast(device.type, dtype=self._amp_dtype):
+            with span("forward", rank, device):
+                output = module(*part.inputs, **part.kwargs)
+            if loss_fn is None:
+                loss = rank_loss(output, self._reduction)
+            else:
+                with span("loss", rank, device):
+                    loss = rank_loss(loss_fn(output, *part.target), self._reduction)
+        if backward:
+            with span("backward", rank, device):
+                _differentiate([loss], [part.seed])
+        return loss, _detached(output) if keep_outputs else None
 
 
 def _check_losses(losses: Sequence[RankLoss]) -> None:
@@ -205,40 +212,46 @@ def _check_losses(losses: Sequence[RankLoss]) -> None:
 
 
 @contextmanager
-def _clocked(clock: RankClock) -> Iterator[None]:
+def clocked(clock: RankClock) -> Iterator[None]:
+    """Time the work of a rank."""
     clock.start()
     yield
     clock.stop()
 
 
-def _timed(clock: RankClock | None) -> AbstractContextManager[object]:
-    return NOTHING if clock is None else _clocked(clock)
+_run_backward = torch.autograd.Variable._execution_engine.run_backward  # what torch.autograd.backward ends in
 
 
 def _differentiate(losses: Sequence[RankLoss], seeds: Sequence[float]) -> None:
-    """Make one backward from all losses, and detach them."""
+    """Make one backward from all losses, and detach them.
+
+    It runs in the dtypes of its forward: autocast, which would choose a second time, is off.
+    """
     values: list[torch.Tensor] = []
-    grads: list[torch.Tensor | None] = []
+    grads: list[torch.Tensor] = []
     for loss, seed in zip(losses, seeds, strict=True):
         value = loss.value
         loss.is_constant = not value.requires_grad
         if value.requires_grad:
             values += (value,)
-            grads += (None if seed == 1.0 else torch.full_like(value, seed),)
+            grads += (torch.full_like(value, seed),)
     if values:
-        torch.autograd.backward(values, grads)
+        with _without_autocast() if torch._C._is_any_autocast_enabled() else NOTHING:
+            if values[0].is_cpu:
+                # It runs in this thread.  torch.autograd.backward would make twenty calls more before it does the same.
+                _run_backward(
+                    tuple(values), tuple(grads), False, False, (), allow_unreachable=True, accumulate_grad=True
+                )
+            else:
+                torch.autograd.backward(values, grads)
     for loss in losses:
         loss.value = loss.value.detach()
 
 
 def _without_autocast() -> AbstractContextManager[object]:
-    """Return a context for a backward, which runs in the dtypes of its forward: autocast would choose a second time."""
     found = torch.accelerator.current_accelerator()
-    kinds = [kind for kind in {"cpu", "cpu" if found is None else found.type} if torch.is_autocast_enabled(kind)]
-    if not kinds:
-        return NOTHING
     stack = ExitStack()
-    for kind in kinds:
+    for kind in {"cpu", "cpu" if found is None else found.type}:
         stack.enter_context(torch.autocast(kind, enabled=False))
     return stack
 

@@ -23,6 +23,7 @@ from mgpu_core.train.rank_modules import RankModules
 __all__ = ["REDUCTIONS", "RankLoss", "Window", "check_loss", "loss_of_ranks", "rank_loss"]
 
 REDUCTIONS = ("mean", "sum", "weighted")
+_WIDE = {torch.float32, torch.float64}  # that a loss is kept in as it is
 
 
 def check_loss(loss_fn: Any) -> None:
@@ -73,7 +74,8 @@ def rank_loss(result: Any, reduction: str) -> RankLoss:
         TypeError, ValueError: it is not one number, or for ``weighted`` not a pair of numbers.
     """
     if reduction != "weighted":
-        return RankLoss(_number(result, "the loss"))
+        is_number = type(result) is torch.Tensor and result.ndim == 0 and result.dtype in _WIDE
+        return RankLoss(result if is_number else _number(result, "the loss"))
     if not isinstance(result, tuple | list) or len(result) != 2:
         raise TypeError(f'reduction="weighted" needs a loss_fn that returns (sum, weight), not {_described(result)}')
     value = _number(result[0], "the sum of the losses")
@@ -141,12 +143,13 @@ class Window:
     def add(self, rows: Sequence[int], losses: Sequence[RankLoss], device: torch.device) -> torch.Tensor:
         """Counts a call that went through; returns its loss, as one device would have it, on ``device``."""
         self.calls += 1
-        self._rows += sum(rows)
-        values = [each.value.detach().to(device) for each in losses]
+        total = sum(rows)
+        self._rows += total
+        values = [each.value if each.value.device == device else each.value.to(device) for each in losses]
         if self._reduction == "sum":
             return _total(values, [1.0] * len(values))
         if self._reduction == "mean":
-            return _total(values, _shares(rows))
+            return _total(values, [count / total for count in rows] if total else [1.0 / len(rows)] * len(rows))
         weights = [each.weight.to(device) for each in losses if each.weight is not None]
         weight = _total(weights, [1.0] * len(weights))
         self._weight = weight if self._weight is None else self._weight + weight
@@ -180,11 +183,6 @@ class Window:
         elif self._reduction == "mean" and weight:
             factor *= self._seeded / weight
         return None if factor == 1.0 else factor
-
-
-def _shares(rows: Sequence[int]) -> list[float]:
-    total = sum(rows)
-    return [count / total for count in rows] if total else [1.0 / len(rows)] * len(rows)
 
 
 def _total(values: Sequence[torch.Tensor], factors: Sequence[float]) -> torch.Tensor:

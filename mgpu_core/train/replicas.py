@@ -15,7 +15,7 @@ from torch.nn import Module, Parameter
 
 from mgpu_core.comm import collectives
 from mgpu_core.device.team import Team
-from mgpu_core.device.tensor_checks import Memory, memory_of, moved_between
+from mgpu_core.device.tensor_checks import memory_of, moved_between
 from mgpu_core.module_tree import ModuleTree, check_initialised, named_parameters_of
 from mgpu_core.optim.flat_buffers import FlatTensors, compact
 
@@ -68,7 +68,8 @@ class Replicas:
         self.moves = 0
         self._adopted: frozenset[int] = frozenset()  # parameters whose memory is the step's
         self._flats: dict[int, FlatTensors] = {}  # of each device, that memory
-        self._memory = self._memory_now()
+        self._all = [parameter for row in self.parameters for parameter in row]
+        self._memory = memory_of(self._all)
         self._kinds = list(map(_kind_of, own))
 
     @property
@@ -80,7 +81,7 @@ class Replicas:
         """Return whether the module still has these parameters, each of the shape, dtype and device that it had."""
         if list(map(id, tree.parameters)) != self._ids:
             return False
-        return memory_of(self.own) == self._memory[0] or self._kinds == list(map(_kind_of, self.own))
+        return self._kinds == list(map(_kind_of, self.parameters[0]))
 
     def follow(self) -> bool:
         """Bring all ranks' parameters up to the user's; return whether others are frozen now.
@@ -89,8 +90,8 @@ class Replicas:
             RuntimeError: see :meth:`settle`.
         """
         self.settle()
-        own = self.own
-        for row in self.parameters[1:]:
+        own, *rows = self.parameters
+        for row in rows:
             for parameter, leaf in zip(own, row, strict=True):
                 if leaf.requires_grad != parameter.requires_grad:
                     leaf.requires_grad = parameter.requires_grad
@@ -110,17 +111,17 @@ class Replicas:
         Raises:
             RuntimeError: a parameter has another shape, dtype or device.
         """
-        now = self._memory_now()
+        now = memory_of(self._all)
         if now == self._memory:
             return False
-        moved = sorted({i for pair in zip(now, self._memory, strict=True) for i in moved_between(*pair)})
+        moved = sorted({i % len(self._kinds) for i in moved_between(now, self._memory)})
         for i in moved:
             if _kind_of(self.own[i]) != self._kinds[i]:
                 raise RuntimeError(f"parameter {self.names[i]} was given another shape, dtype or device: {ADVICE}")
             self._take_back(i)
         self.send_values(moved)
         self.moves += not self._adopted.issuperset(moved)
-        self._memory = self._memory_now()
+        self._memory = memory_of(self._all)
         return True
 
     @torch.no_grad()
@@ -133,9 +134,6 @@ class Replicas:
             values = self._flats[device].value_views[i] if i in self._adopted else first
             for rank in ranks:
                 self.parameters[rank][i].data = values
-
-    def _memory_now(self) -> list[Memory]:
-        return [memory_of(row) for row in self.parameters]
 
     @property
     def versions(self) -> list[int]:
@@ -176,7 +174,7 @@ class Replicas:
             for rank in ranks[1:]:
                 values.show_to(self.parameters[rank], indices)
         self._adopted, self._flats = frozenset(indices), dict(enumerate(flats))
-        self._memory = self._memory_now()
+        self._memory = memory_of(self._all)
 
     def _let_go_of_all_but(self, indices: Collection[int]) -> None:
         for i in self._adopted.difference(indices):  # they have left the optimizer

@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from mgpu_core.containers import opened
 
-__all__ = ["Replicate", "Tree", "any_tensor", "flatten", "flatten_alike", "unwrapped"]
+__all__ = ["LEAF", "Replicate", "Tree", "any_tensor", "flatten", "flatten_alike", "is_undivided", "unwrapped"]
 
 
 class Replicate:
@@ -151,6 +151,11 @@ def _in_order_of(like: Tree, names: list[str], values: list[Any]) -> tuple[list[
     if len(entries) != len(names) or entries.keys() != set(like.names) or len(entries) != len(like.names):
         return names, values
     return list(like.names), [entries[name] for name in like.names]
+
+
+def is_undivided(tensor: torch.Tensor) -> bool:
+    """Return whether the tensor cannot be split along a dimension: nested, sparse or quantized."""
+    return tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized
 
 
 def _refuse_undivided(tensor: torch.Tensor | PackedSequence, path: str) -> None:

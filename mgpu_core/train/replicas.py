@@ -13,7 +13,7 @@ from types import MethodType
 
 from torch.nn import Module, Parameter
 
-from mgpu_core.comm import collectives
+from mgpu_core.comm import dispatch as collectives
 from mgpu_core.device.compiled import compiled_calls
 from mgpu_core.device.team import Team
 from mgpu_core.device.tensor_checks import memory_of, memory_questions, moved_between

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import torch
 
 from mgpu_core import _core
+from mgpu_core.nested import is_undivided
 
-__all__ = ["check_shares", "is_plain", "is_undivided", "row_counts", "views_of"]
+__all__ = ["check_shares", "is_plain", "row_counts", "views_of"]
 
 
 def check_shares(shares: Sequence[float] | None, ranks: int) -> None:
@@ -40,8 +41,3 @@ def views_of(leaf: torch.Tensor, counts: list[int], dim: int) -> list[torch.Tens
 def is_plain(leaf: torch.Tensor) -> bool:
     """Whether views of it are all that a rank needs; what a scatter refuses is none."""
     return leaf.dim() > 0 and not (leaf.requires_grad or is_undivided(leaf))
-
-
-def is_undivided(leaf: torch.Tensor) -> bool:
-    """What a scatter over several ranks refuses."""
-    return leaf.layout is not torch.strided or leaf.is_nested or leaf.is_quantized

@@ -8,13 +8,11 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-from mgpu_core.comm import autograd
-from mgpu_core.comm.broadcast_reduce import copies_of
-from mgpu_core.comm.collectives import broadcast_into
+from mgpu_core.comm import autograd, dispatch
 from mgpu_core.comm.facts import tell_cut
 from mgpu_core.device.team import Team
-from mgpu_core.nested import Replicate, any_tensor, flatten
-from mgpu_core.parallel.scatter.rows import is_undivided
+from mgpu_core.device.tensor_checks import refuse_special
+from mgpu_core.nested import Replicate, any_tensor, flatten, is_undivided
 from mgpu_core.record import telling
 
 __all__ = ["copies_for_all", "copies_of_tensor", "tell_whole", "whole_of"]
@@ -85,8 +83,8 @@ def copies_of_tensor(tensor: torch.Tensor, team: Team) -> Sequence[torch.Tensor]
     if tensor.requires_grad and torch.is_grad_enabled():
         copies = [row[0] for row in autograd.broadcast_buckets(team, [tensor], numbered=False)]
     else:
-        copies = copies_of(tensor, team.devices)
-        broadcast_into([tensor], [copies])
+        refuse_special(tensor, "Replicate(...)", sparse=True)
+        copies = dispatch.broadcast([tensor], team)[0]
     if team.devices[0] == tensor.device:
         copies[0] = copies[0].clone()
     return copies

@@ -17,7 +17,7 @@ from mgpu_core.device.team import Team
 from mgpu_core.module_tree import check_initialised, tensors_of
 from mgpu_core.nested import unwrapped
 from mgpu_core.parallel import gather, parallel_apply, replicate, scatter_kwargs
-from mgpu_core.parallel.lost import warn_lost
+from mgpu_core.parallel.lost_attributes import Given, given_attributes, lost_attributes, warn_lost
 from mgpu_core.parallel.replicate import loosen
 from mgpu_core.parallel.scatter import check_shares
 from mgpu_core.record import span, telling
@@ -67,6 +67,8 @@ class DataParallel(torch.nn.DataParallel[M]):
         self._forwards_to_watch = 3
         self.device_ids: list[Any] = [_as_id(device) for device in devices]
         self.output_device: Any = _output_device(output_device, self.device_ids)
+        self._team: Team | None = Team.of(devices) if devices else None
+        self._ids: list[Any] | None = list(self.device_ids)  # whose team it is: device_ids may be changed
         if not self.device_ids:
             return
         check_shares(shares, len(self.device_ids))
@@ -90,43 +92,47 @@ class DataParallel(torch.nn.DataParallel[M]):
             return self._over_ranks(inputs, kwargs)
 
     def _over_ranks(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if len(self.device_ids) > 1:
+        ranks = len(self.device_ids)
+        if ranks > 1:
             check_modes()
-        _check_module(self.module, self.src_device_obj, len(self.device_ids))
+        _check_module(self.module, self.src_device_obj, ranks)
         parts, kwargs_parts = self.scatter(inputs, kwargs, self.device_ids)
         if not parts and not kwargs_parts:  # no arguments at all: the module runs once, on the first rank
             parts, kwargs_parts = ((),), ({},)
-        if len(self.device_ids) == 1:
+        if ranks == 1:
             with span("forward", 0, self.src_device_obj):
                 output = self.module(*parts[0], **kwargs_parts[0])
             _tell_backward(output)
             return self._move_output(output)
         replicas = self.replicate(self.module, self.device_ids[: len(parts)])
+        given = given_attributes(replicas[0]) if self._forwards_to_watch > 0 else None
         try:
             outputs = self.parallel_apply(replicas, parts, kwargs_parts)
-            if self._forwards_to_watch > 0:
-                self._watch(replicas[0])
+            if given is not None:
+                self._watch(given)
         finally:
             loosen(replicas)
         return self.gather(outputs, self.output_device)
 
-    def _watch(self, replica: Module) -> None:
-        """Looks for lost attributes in the first forwards; later ones pay nothing for it."""
+    def _watch(self, given: Given) -> None:
+        """Look for lost attributes in the first forward passes; later ones pay nothing for it."""
         self._forwards_to_watch -= 1
-        if warn_lost(replica, self.module):
+        if lost := lost_attributes(given):
             self._forwards_to_watch = 0
+            warn_lost(type(self.module).__name__, lost)
 
     def scatter(self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Sequence[DeviceLike]) -> Any:
-        """One tuple of arguments and one dict of keyword arguments per rank."""
-        return scatter_kwargs(inputs, kwargs, device_ids, self.dim, shares=self.shares)
+        """Return one tuple of arguments and one dict of keyword arguments per rank."""
+        return scatter_kwargs(inputs, kwargs, self._team_of(device_ids), self.dim, shares=self.shares)
 
     def replicate(self, module: M, device_ids: Sequence[DeviceLike]) -> list[M]:
-        """One twin of the module per rank."""
-        return replicate(module, device_ids, not torch.is_grad_enabled())
+        """Return one replica of the module per rank."""
+        return replicate(module, self._team_of(device_ids), not torch.is_grad_enabled())
 
     def parallel_apply(self, replicas: Sequence[M], inputs: Sequence[Any], kwargs: Any) -> list[Any]:
-        """Each twin on its own arguments, at once."""
-        return parallel_apply(replicas, inputs, kwargs, self.device_ids[: len(replicas)], rng=self.rng)
+        """Call each replica on its own arguments, all at once; return their outputs."""
+        devices = self._team_of(self.device_ids[: len(replicas)]).devices
+        return parallel_apply(replicas, inputs, kwargs, devices, rng=self.rng)
 
     def gather(self, outputs: Any, output_device: DeviceLike) -> Any:
         """The outputs joined along ``dim`` on ``output_device``."""
@@ -135,7 +141,21 @@ class DataParallel(torch.nn.DataParallel[M]):
     def close(self) -> None:
         """Ends the idle worker threads of this wrapper's team now; the next forward starts new ones."""
         if self.device_ids:
-            Team.of(self.device_ids).close()
+            self._team_of(self.device_ids).close()
+
+    def _team_of(self, device_ids: Sequence[DeviceLike]) -> Team:
+        """Return the team of these devices; that of ``device_ids``, whatever they are now, is kept."""
+        team = self._team
+        if team is not None and device_ids == self._ids:
+            return team
+        team = Team.of(device_ids)
+        if device_ids == self.device_ids:
+            self._team, self._ids = team, list(device_ids)
+        return team
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the attributes but the team, which another machine may not have."""
+        return {**self.__dict__, "_team": None, "_ids": None}
 
     def _move_output(self, output: Any) -> Any:
         """With one rank there is nothing to join; ``output_device`` is honoured where it is another device."""

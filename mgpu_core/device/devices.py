@@ -53,6 +53,8 @@ def as_device(device: DeviceLike) -> torch.device:
         TypeError: not an int, a string or a ``torch.device``.
         ValueError: a device that does not exist on this machine; the message says how many there are.
     """
+    if type(device) is torch.device and device.type == "cpu":
+        return CPU
     if isinstance(device, bool) or not isinstance(device, int | str | torch.device):
         raise TypeError(f"a device is an int, a string or a torch.device, not {device!r}")
     if isinstance(device, int):

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 
 from mgpu_core import _core
 from mgpu_core.nested import is_undivided
 
-__all__ = ["check_shares", "is_plain", "row_counts", "views_of"]
+__all__ = ["check_shares", "is_plain", "row_counts", "rows_of_bare", "views_of"]
 
 
 def check_shares(shares: Sequence[float] | None, ranks: int) -> None:
@@ -31,6 +32,19 @@ def row_counts(rows: int, ranks: int, shares: Sequence[float] | None) -> list[in
     """Rows of each rank that works.  Without any rows rank 0 runs once, with none."""
     plan = _core.chunk_plan(rows, ranks) if shares is None else _core.share_plan(rows, list(shares))
     return [count for _, count in plan if count] or [0]
+
+
+def rows_of_bare(values: Iterable[Any], dim: int) -> int | None:
+    """Return the rows along ``dim`` of bare tensors; ``None`` where one is something else, or they disagree."""
+    rows: int | None = None
+    for each in values:
+        if type(each) is not torch.Tensor or is_undivided(each) or not -each.ndim <= dim < each.ndim:
+            return None
+        if rows is None:
+            rows = each.shape[dim]
+        elif each.shape[dim] != rows:
+            return None
+    return rows
 
 
 def views_of(leaf: torch.Tensor, counts: list[int], dim: int) -> list[torch.Tensor]:

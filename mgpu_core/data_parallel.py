@@ -8,9 +8,19 @@ from typing import Any, TypeVar
 import torch
 from torch.nn import Module
 
+from mgpu_core.caller import warn_caller
 from mgpu_core.comm.facts import tell_backward
 from mgpu_core.device.compiled import outside_the_compiler
-from mgpu_core.device.devices import DeviceLike, as_device, as_devices, default_devices
+from mgpu_core.device.devices import (
+    CPU,
+    DeviceLike,
+    as_device,
+    as_devices,
+    cpu_ranks,
+    default_devices,
+    has_accelerator,
+    names_accelerator,
+)
 from mgpu_core.device.modes import check_modes
 from mgpu_core.device.random import check_rng
 from mgpu_core.device.team import Team
@@ -36,7 +46,9 @@ class DataParallel(torch.nn.DataParallel[M]):
         module: the wrapped module, on ``device_ids[0]`` (moved there if there is one device).
         device_ids: one device per rank: ints (accelerator index), strings or ``torch.device``; the CPU too, and a
             device more than once (``["cpu"] * 4`` are four ranks).  ``None``: all accelerators, else as many CPU ranks
-            as ``MGPU_CORE_CPU_RANKS`` says, else the plain module; ``[]``: the plain module.
+            as ``MGPU_CORE_CPU_RANKS`` says, else the plain module; ``[]``: the plain module.  Where there is no
+            accelerator at all, ids of accelerators give the plain module, as in torch, and a warning; with
+            ``MGPU_CORE_CPU_RANKS`` set, as many CPU ranks as there are ids.
         output_device: where outputs are gathered (default: ``device_ids[0]``).
         dim: the dimension of the rows.
         shares: rows in this proportion, one positive number per rank.
@@ -59,7 +71,7 @@ class DataParallel(torch.nn.DataParallel[M]):
     ) -> None:
         Module.__init__(self)
         check_rng(rng)
-        devices = _devices(device_ids)
+        devices = _devices(device_ids, output_device)
         self.module = module
         self.dim = dim
         self.shares = shares
@@ -127,7 +139,7 @@ class DataParallel(torch.nn.DataParallel[M]):
 
     def replicate(self, module: M, device_ids: Sequence[DeviceLike]) -> list[M]:
         """Return one replica of the module per rank."""
-        return replicate(module, self._team_of(device_ids), not torch.is_grad_enabled())
+        return replicate(module, self._team_of(device_ids).devices, not torch.is_grad_enabled())
 
     def parallel_apply(self, replicas: Sequence[M], inputs: Sequence[Any], kwargs: Any) -> list[Any]:
         """Call each replica on its own arguments, all at once; return their outputs."""
@@ -189,15 +201,29 @@ _NESTS: dict[type, Callable[[Any], Iterable[Any]]] = {
 }
 
 
-def _devices(device_ids: Sequence[DeviceLike] | None) -> tuple[torch.device, ...]:
-    """One device per rank; none of them for the plain module."""
+def _devices(device_ids: Sequence[DeviceLike] | None, output_device: DeviceLike | None) -> tuple[torch.device, ...]:
+    """Return one device per rank; none for the plain module."""
     if device_ids is None:
-        return tuple(default_devices())
-    if not isinstance(device_ids, str | int | torch.device):
-        device_ids = list(device_ids)
-        if not device_ids:
-            return ()
-    return as_devices(device_ids)
+        devices = tuple(default_devices())
+        if not devices and output_device is not None and names_accelerator(output_device):
+            _warn_plain("output_device", output_device, 2)
+        return devices
+    if isinstance(device_ids, str | int | torch.device):
+        return as_devices(device_ids)  # which refuses it
+    device_ids = list(device_ids)
+    if not device_ids or has_accelerator() or not all(map(names_accelerator, device_ids)):
+        return as_devices(device_ids) if device_ids else ()
+    if cpu_ranks():
+        return (CPU,) * len(device_ids)
+    _warn_plain("device_ids", device_ids, max(2, len(device_ids)))
+    return ()
+
+
+def _warn_plain(name: str, value: object, ranks: int) -> None:
+    warn_caller(
+        f"there is no accelerator here, so {name}={value} gives the plain module, as in torch.nn.DataParallel; "
+        f'device_ids=["cpu"] * {ranks} gives {ranks} ranks on the CPU'
+    )
 
 
 def _as_id(device: torch.device) -> int | torch.device:
@@ -208,6 +234,8 @@ def _as_id(device: torch.device) -> int | torch.device:
 def _output_device(wanted: DeviceLike | None, device_ids: list[Any]) -> Any:
     if wanted is None:
         return device_ids[0] if device_ids else None
+    if not has_accelerator() and names_accelerator(wanted) and (not device_ids or cpu_ranks()):
+        return device_ids[0] if device_ids else None  # what such ids mean here
     return _as_id(as_device(wanted))
 
 
@@ -242,7 +270,7 @@ def data_parallel(
     """
     if not isinstance(inputs, tuple):
         inputs = (inputs,) if inputs is not None else ()
-    devices = _devices(device_ids)
+    devices = _devices(device_ids, output_device)
     if devices:
         _check_module(module, devices[0], len(devices))  # before the wrapper, which would move the module to one device
     return DataParallel(module, devices, output_device, dim, shares=shares, rng=rng)(*inputs, **(module_kwargs or {}))

@@ -43,8 +43,7 @@ def given_attributes(replica: Module) -> Given:
     return [
         (path, each, dict(vars(each)), dict(each._buffers.items()))
         for path, each in replica.named_modules()
-        if type(each)._replicate_for_data_parallel
-        is Module._replicate_for_data_parallel  # RNNs keep lists of their own
+        if type(each)._replicate_for_data_parallel is Module._replicate_for_data_parallel  # RNNs keep lists
     ]
 
 

@@ -50,7 +50,7 @@ def scatter(
 def scatter_kwargs(
     inputs: tuple[Any, ...],
     kwargs: dict[str, Any] | None,
-    target_gpus: Sequence[DeviceLike],
+    target_gpus: Sequence[DeviceLike] | Team,
     dim: int = 0,
     *,
     shares: Sequence[float] | None = None,

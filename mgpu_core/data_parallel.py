@@ -8,19 +8,10 @@ from typing import Any, TypeVar
 import torch
 from torch.nn import Module
 
-from mgpu_core.caller import warn_caller
 from mgpu_core.comm.facts import tell_backward
 from mgpu_core.device.compiled import outside_the_compiler
-from mgpu_core.device.devices import (
-    CPU,
-    DeviceLike,
-    as_device,
-    as_devices,
-    cpu_ranks,
-    default_devices,
-    has_accelerator,
-    names_accelerator,
-)
+from mgpu_core.device.devices import DeviceLike, as_device
+from mgpu_core.device.drop_in import as_id, drop_in_devices, drop_in_output
 from mgpu_core.device.modes import check_modes
 from mgpu_core.device.random import check_rng
 from mgpu_core.device.team import Team
@@ -71,14 +62,14 @@ class DataParallel(torch.nn.DataParallel[M]):
     ) -> None:
         Module.__init__(self)
         check_rng(rng)
-        devices = _devices(device_ids, output_device)
+        devices = drop_in_devices(device_ids, output_device)
         self.module = module
         self.dim = dim
         self.shares = shares
         self.rng = rng
         self._forwards_to_watch = 3
-        self.device_ids: list[Any] = [_as_id(device) for device in devices]
-        self.output_device: Any = _output_device(output_device, self.device_ids)
+        self.device_ids: list[Any] = [as_id(device) for device in devices]
+        self.output_device: Any = drop_in_output(output_device, self.device_ids)
         self._team: Team | None = Team.of(devices) if devices else None
         self._ids: list[Any] | None = list(self.device_ids)  # whose team it is: device_ids may be changed
         if not self.device_ids:
@@ -201,44 +192,6 @@ _NESTS: dict[type, Callable[[Any], Iterable[Any]]] = {
 }
 
 
-def _devices(device_ids: Sequence[DeviceLike] | None, output_device: DeviceLike | None) -> tuple[torch.device, ...]:
-    """Return one device per rank; none for the plain module."""
-    if device_ids is None:
-        devices = tuple(default_devices())
-        if not devices and output_device is not None and names_accelerator(output_device):
-            _warn_plain("output_device", output_device, 2)
-        return devices
-    if isinstance(device_ids, str | int | torch.device):
-        return as_devices(device_ids)  # which refuses it
-    device_ids = list(device_ids)
-    if not device_ids or has_accelerator() or not all(map(names_accelerator, device_ids)):
-        return as_devices(device_ids) if device_ids else ()
-    if cpu_ranks():
-        return (CPU,) * len(device_ids)
-    _warn_plain("device_ids", device_ids, max(2, len(device_ids)))
-    return ()
-
-
-def _warn_plain(name: str, value: object, ranks: int) -> None:
-    warn_caller(
-        f"there is no accelerator here, so {name}={value} gives the plain module, as in torch.nn.DataParallel; "
-        f'device_ids=["cpu"] * {ranks} gives {ranks} ranks on the CPU'
-    )
-
-
-def _as_id(device: torch.device) -> int | torch.device:
-    """An accelerator's index, as torch keeps it in ``device_ids``; the CPU has none."""
-    return device if device.index is None else device.index
-
-
-def _output_device(wanted: DeviceLike | None, device_ids: list[Any]) -> Any:
-    if wanted is None:
-        return device_ids[0] if device_ids else None
-    if not has_accelerator() and names_accelerator(wanted) and (not device_ids or cpu_ranks()):
-        return device_ids[0] if device_ids else None  # what such ids mean here
-    return _as_id(as_device(wanted))
-
-
 def _check_module(module: Module, source: torch.device, ranks: int) -> None:
     """Raises unless all parameters and buffers are on ``source`` and can be copied; before anything is."""
     tensors = list(tensors_of(module))
@@ -270,7 +223,7 @@ def data_parallel(
     """
     if not isinstance(inputs, tuple):
         inputs = (inputs,) if inputs is not None else ()
-    devices = _devices(device_ids, output_device)
+    devices = drop_in_devices(device_ids, output_device)
     if devices:
         _check_module(module, devices[0], len(devices))  # before the wrapper, which would move the module to one device
     return DataParallel(module, devices, output_device, dim, shares=shares, rng=rng)(*inputs, **(module_kwargs or {}))

@@ -16,7 +16,7 @@ from mgpu_core.comm import autograd
 from mgpu_core.comm.arguments import check_joined, in_range
 from mgpu_core.comm.facts import tell_backward, tell_cut
 from mgpu_core.device.devices import DeviceLike, as_device
-from mgpu_core.nested import LEAF, Tree, any_tensor, flatten, flatten_alike, is_undivided
+from mgpu_core.nested import LEAF, Rows, Tree, any_tensor, flatten, flatten_alike, is_undivided, moved
 from mgpu_core.record import is_on, span
 
 __all__ = ["gather"]
@@ -65,6 +65,8 @@ class _Gather:
         tensors = sum(isinstance(leaf, torch.Tensor) for leaf in leaves)
         if tensors == len(leaves):
             return self._join_tensors(leaves, tree, place, name)
+        if all(isinstance(leaf, Rows) for leaf in leaves):
+            return Rows(moved(each, self._device) for leaf in leaves for each in leaf)
         other = next((rank for rank, leaf in enumerate(leaves) if rank and not _equal(leaves[0], leaf)), None)
         if other is None:
             return leaves[0]

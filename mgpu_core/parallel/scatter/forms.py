@@ -10,9 +10,10 @@ import torch
 from mgpu_core.comm import autograd
 from mgpu_core.device.devices import DeviceLike
 from mgpu_core.device.team import Team
+from mgpu_core.nested import moved
 from mgpu_core.parallel.scatter.arguments import cut
 from mgpu_core.parallel.scatter.rows import check_shares, row_counts, rows_of_bare
-from mgpu_core.parallel.scatter.whole import tell_whole, whole_of
+from mgpu_core.parallel.scatter.whole import tell_whole
 from mgpu_core.record import is_on, span
 
 __all__ = ["scatter", "scatter_kwargs"]
@@ -67,8 +68,8 @@ def scatter_kwargs(
             device = team.devices[0]
             if is_on():  # the dictionary costs too
                 tell_whole({"inputs": inputs, "kwargs": kwargs or {}}, device, dim)
-            whole = {name: whole_of(value, device) for name, value in kwargs.items()} if kwargs else {}
-            return (tuple([whole_of(value, device) for value in inputs]),), (whole,)
+            whole = {name: moved(value, device) for name, value in kwargs.items()} if kwargs else {}
+            return (tuple([moved(value, device) for value in inputs]),), (whole,)
         if not kwargs and (columns := _bare(inputs, team, dim, shares)) is not None:
             return tuple(zip(*columns, strict=True)), tuple([{} for _ in columns[0]])
         objects = {"inputs": tuple(inputs), "kwargs": dict(kwargs or {})}

@@ -105,7 +105,7 @@ MUTANTS = [
     mutant(
         "rows that do not fit are dropped in silence",
         "mgpu_core/parallel/scatter/arguments.py",
-        "elif leaf.size(dim) != self.leaves[first].size(dim):",
+        "elif _rows_of(leaf, dim) != _rows_of(self.leaves[first], dim):",
         "elif False:",
         "parallel/test_scatter.py",
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Sequence
 from functools import partial
 from itertools import islice
@@ -125,12 +126,15 @@ class Arguments:
             raise
 
     def _disagreement(self, one: int, other: int, dim: int) -> str:
-        described = [f"{self.path(place)} has {_size_of(self.leaves[place])}" for place in (one, other)]
-        return (
-            f"the inputs differ in their number of rows along dimension {dim}: {', '.join(described)}. "
-            "What every rank should get whole goes into mgpu_core.Replicate(...), a list with one entry per row into "
-            "mgpu_core.Rows(...)"
-        )
+        paths = [self.path(place) for place in (one, other)]
+        described = [
+            f"{path} has {_size_of(self.leaves[place])}" for path, place in zip(paths, (one, other), strict=True)
+        ]
+        advice = "What every rank should get whole goes into mgpu_core.Replicate(...)"
+        alike = {re.sub(r"\[\d+\]", "[]", path) for path in paths}
+        if len(alike) == 1 and alike != {"inputs[]"}:  # of one list, not two arguments
+            advice += "; a list with one entry per row into mgpu_core.Rows(...)"
+        return f"the inputs differ in their number of rows along dimension {dim}: {', '.join(described)}. {advice}"
 
 
 def _has_no_dimension(leaf: Any) -> bool:

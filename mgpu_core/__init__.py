@@ -6,10 +6,11 @@ and on mixtures of them.
 
 from mgpu_core import comm, explain, kernels, optim
 from mgpu_core.advice import advise
+from mgpu_core.containers import register_container
 from mgpu_core.data_parallel import DataParallel, data_parallel
 from mgpu_core.device.team import Team
 from mgpu_core.errors import BackendUnavailable, CudaError, Error, NcclError
-from mgpu_core.nested import Replicate
+from mgpu_core.nested import Replicate, Rows
 from mgpu_core.parallel import gather, parallel_apply, reduce, replicate, scatter, scatter_kwargs
 from mgpu_core.sync_batchnorm import SyncBatchNorm, convert_sync_batchnorm
 from mgpu_core.train.step import TrainStep
@@ -23,6 +24,7 @@ __all__ = [
     "Error",
     "NcclError",
     "Replicate",
+    "Rows",
     "SyncBatchNorm",
     "Team",
     "TrainStep",
@@ -36,6 +38,7 @@ __all__ = [
     "optim",
     "parallel_apply",
     "reduce",
+    "register_container",
     "replicate",
     "scatter",
     "scatter_kwargs",

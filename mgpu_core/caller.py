@@ -9,10 +9,15 @@ import warnings
 
 import torch
 
-__all__ = ["warn_caller"]
+__all__ = ["is_users", "warn_caller"]
 
 _PACKAGES = [os.path.dirname(os.path.abspath(file)) + os.sep for file in (__file__, str(torch.__file__))]
 _NOT_THE_USERS = (*_PACKAGES, contextlib.__file__)
+
+
+def is_users(filename: str) -> bool:
+    """Return whether a file is neither this package's nor torch's."""
+    return not filename.startswith(_NOT_THE_USERS)
 
 
 def warn_caller(message: str, category: type[Warning] = UserWarning) -> None:

@@ -1,6 +1,6 @@
 """Containers: which objects are opened, and how one like them is made again with other entries.
 
-Named tuples, mappings, dataclasses, lists and tuples, in this order.
+Classes that were registered, named tuples, mappings, dataclasses, lists and tuples, in this order.
 """
 
 from __future__ import annotations
@@ -8,14 +8,45 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
 
-__all__ = ["Opened", "opened"]
+__all__ = ["Opened", "opened", "register_container"]
 
 Opened: TypeAlias = tuple[Iterable[str], Iterable[Any], Callable[[list[Any]], Any]]
+
+
+Flatten: TypeAlias = Callable[[Any], tuple[Sequence[Any], Any]]
+Unflatten: TypeAlias = Callable[[list[Any], Any], Any]
+
+_registered: dict[type, tuple[Flatten, Unflatten]] = {}
+
+
+def register_container(cls: type, flatten: Flatten, unflatten: Unflatten) -> None:
+    """Let objects of this very class be opened, so that their tensors are cut for the ranks and joined again.
+
+    Args:
+        cls: the class; its subclasses are registered by themselves.
+        flatten: takes an object and returns its values, and whatever else ``unflatten`` needs.
+        unflatten: takes as many values and the rest, and returns such an object.
+
+    Raises:
+        TypeError: ``cls`` is no class, or a function cannot be called.
+    """
+    if not isinstance(cls, type):
+        raise TypeError(f"cls must be a class, not {cls!r}")
+    for name, function in (("flatten", flatten), ("unflatten", unflatten)):
+        if not callable(function):
+            raise TypeError(f"{name} must be a function, not {function!r}")
+    _registered[cls] = flatten, unflatten
+
+
+def _open_registered(obj: Any, functions: tuple[Flatten, Unflatten]) -> Opened:
+    flatten, unflatten = functions
+    values, rest = flatten(obj)
+    return [f"[{i}]" for i in range(len(values))], values, lambda made: unflatten(made, rest)
 
 
 def opened(obj: Any) -> Opened | None:
@@ -23,6 +54,9 @@ def opened(obj: Any) -> Opened | None:
 
     ``None``: it is no container.
     """
+    functions = _registered.get(type(obj))
+    if functions is not None:
+        return _open_registered(obj, functions)
     if isinstance(obj, tuple) and hasattr(obj, "_fields") and hasattr(obj, "_asdict"):
         return [f".{name}" for name in obj._fields], obj, obj._make  # type: ignore[attr-defined]
     if isinstance(obj, Mapping):

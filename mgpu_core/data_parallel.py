@@ -10,14 +10,15 @@ from torch.nn import Module
 
 from mgpu_core.comm.facts import tell_backward
 from mgpu_core.device.compiled import outside_the_compiler
-from mgpu_core.device.devices import DeviceLike, as_device, as_devices, default_devices
+from mgpu_core.device.devices import DeviceLike, as_device
+from mgpu_core.device.drop_in import as_id, drop_in_devices, drop_in_output
 from mgpu_core.device.modes import check_modes
 from mgpu_core.device.random import check_rng
 from mgpu_core.device.team import Team
 from mgpu_core.module_tree import check_initialised, tensors_of
 from mgpu_core.nested import unwrapped
 from mgpu_core.parallel import gather, parallel_apply, replicate, scatter_kwargs
-from mgpu_core.parallel.lost import warn_lost
+from mgpu_core.parallel.lost_attributes import Given, given_attributes, lost_attributes, warn_lost
 from mgpu_core.parallel.replicate import loosen
 from mgpu_core.parallel.scatter import check_shares
 from mgpu_core.record import span, telling
@@ -36,7 +37,9 @@ class DataParallel(torch.nn.DataParallel[M]):
         module: the wrapped module, on ``device_ids[0]`` (moved there if there is one device).
         device_ids: one device per rank: ints (accelerator index), strings or ``torch.device``; the CPU too, and a
             device more than once (``["cpu"] * 4`` are four ranks).  ``None``: all accelerators, else as many CPU ranks
-            as ``MGPU_CORE_CPU_RANKS`` says, else the plain module; ``[]``: the plain module.
+            as ``MGPU_CORE_CPU_RANKS`` says, else the plain module; ``[]``: the plain module.  Where there is no
+            accelerator at all, ids of accelerators give the plain module, as in torch, and a warning; with
+            ``MGPU_CORE_CPU_RANKS`` set, as many CPU ranks as there are ids.
         output_device: where outputs are gathered (default: ``device_ids[0]``).
         dim: the dimension of the rows.
         shares: rows in this proportion, one positive number per rank.
@@ -59,14 +62,16 @@ class DataParallel(torch.nn.DataParallel[M]):
     ) -> None:
         Module.__init__(self)
         check_rng(rng)
-        devices = _devices(device_ids)
+        devices = drop_in_devices(device_ids, output_device)
         self.module = module
         self.dim = dim
         self.shares = shares
         self.rng = rng
         self._forwards_to_watch = 3
-        self.device_ids: list[Any] = [_as_id(device) for device in devices]
-        self.output_device: Any = _output_device(output_device, self.device_ids)
+        self.device_ids: list[Any] = [as_id(device) for device in devices]
+        self.output_device: Any = drop_in_output(output_device, self.device_ids)
+        self._team: Team | None = Team.of(devices) if devices else None
+        self._ids: list[Any] | None = list(self.device_ids)  # whose team it is: device_ids may be changed
         if not self.device_ids:
             return
         check_shares(shares, len(self.device_ids))
@@ -90,43 +95,47 @@ class DataParallel(torch.nn.DataParallel[M]):
             return self._over_ranks(inputs, kwargs)
 
     def _over_ranks(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if len(self.device_ids) > 1:
+        ranks = len(self.device_ids)
+        if ranks > 1:
             check_modes()
-        _check_module(self.module, self.src_device_obj, len(self.device_ids))
+        _check_module(self.module, self.src_device_obj, ranks)
         parts, kwargs_parts = self.scatter(inputs, kwargs, self.device_ids)
         if not parts and not kwargs_parts:  # no arguments at all: the module runs once, on the first rank
             parts, kwargs_parts = ((),), ({},)
-        if len(self.device_ids) == 1:
+        if ranks == 1:
             with span("forward", 0, self.src_device_obj):
                 output = self.module(*parts[0], **kwargs_parts[0])
             _tell_backward(output)
             return self._move_output(output)
         replicas = self.replicate(self.module, self.device_ids[: len(parts)])
+        given = given_attributes(replicas[0]) if self._forwards_to_watch > 0 else None
         try:
             outputs = self.parallel_apply(replicas, parts, kwargs_parts)
-            if self._forwards_to_watch > 0:
-                self._watch(replicas[0])
+            if given is not None:
+                self._watch(given)
         finally:
             loosen(replicas)
         return self.gather(outputs, self.output_device)
 
-    def _watch(self, replica: Module) -> None:
-        """Looks for lost attributes in the first forwards; later ones pay nothing for it."""
+    def _watch(self, given: Given) -> None:
+        """Look for lost attributes in the first forward passes; later ones pay nothing for it."""
         self._forwards_to_watch -= 1
-        if warn_lost(replica, self.module):
+        if lost := lost_attributes(given):
             self._forwards_to_watch = 0
+            warn_lost(type(self.module).__name__, lost)
 
     def scatter(self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Sequence[DeviceLike]) -> Any:
-        """One tuple of arguments and one dict of keyword arguments per rank."""
-        return scatter_kwargs(inputs, kwargs, device_ids, self.dim, shares=self.shares)
+        """Return one tuple of arguments and one dict of keyword arguments per rank."""
+        return scatter_kwargs(inputs, kwargs, self._team_of(device_ids), self.dim, shares=self.shares)
 
     def replicate(self, module: M, device_ids: Sequence[DeviceLike]) -> list[M]:
-        """One twin of the module per rank."""
-        return replicate(module, device_ids, not torch.is_grad_enabled())
+        """Return one replica of the module per rank."""
+        return replicate(module, self._team_of(device_ids).devices, not torch.is_grad_enabled())
 
     def parallel_apply(self, replicas: Sequence[M], inputs: Sequence[Any], kwargs: Any) -> list[Any]:
-        """Each twin on its own arguments, at once."""
-        return parallel_apply(replicas, inputs, kwargs, self.device_ids[: len(replicas)], rng=self.rng)
+        """Call each replica on its own arguments, all at once; return their outputs."""
+        devices = self._team_of(self.device_ids[: len(replicas)]).devices
+        return parallel_apply(replicas, inputs, kwargs, devices, rng=self.rng)
 
     def gather(self, outputs: Any, output_device: DeviceLike) -> Any:
         """The outputs joined along ``dim`` on ``output_device``."""
@@ -135,7 +144,21 @@ class DataParallel(torch.nn.DataParallel[M]):
     def close(self) -> None:
         """Ends the idle worker threads of this wrapper's team now; the next forward starts new ones."""
         if self.device_ids:
-            Team.of(self.device_ids).close()
+            self._team_of(self.device_ids).close()
+
+    def _team_of(self, device_ids: Sequence[DeviceLike]) -> Team:
+        """Return the team of these devices; that of ``device_ids``, whatever they are now, is kept."""
+        team = self._team
+        if team is not None and device_ids == self._ids:
+            return team
+        team = Team.of(device_ids)
+        if device_ids == self.device_ids:
+            self._team, self._ids = team, list(device_ids)
+        return team
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the attributes but the team, which another machine may not have."""
+        return {**self.__dict__, "_team": None, "_ids": None}
 
     def _move_output(self, output: Any) -> Any:
         """With one rank there is nothing to join; ``output_device`` is honoured where it is another device."""
@@ -169,28 +192,6 @@ _NESTS: dict[type, Callable[[Any], Iterable[Any]]] = {
 }
 
 
-def _devices(device_ids: Sequence[DeviceLike] | None) -> tuple[torch.device, ...]:
-    """One device per rank; none of them for the plain module."""
-    if device_ids is None:
-        return tuple(default_devices())
-    if not isinstance(device_ids, str | int | torch.device):
-        device_ids = list(device_ids)
-        if not device_ids:
-            return ()
-    return as_devices(device_ids)
-
-
-def _as_id(device: torch.device) -> int | torch.device:
-    """An accelerator's index, as torch keeps it in ``device_ids``; the CPU has none."""
-    return device if device.index is None else device.index
-
-
-def _output_device(wanted: DeviceLike | None, device_ids: list[Any]) -> Any:
-    if wanted is None:
-        return device_ids[0] if device_ids else None
-    return _as_id(as_device(wanted))
-
-
 def _check_module(module: Module, source: torch.device, ranks: int) -> None:
     """Raises unless all parameters and buffers are on ``source`` and can be copied; before anything is."""
     tensors = list(tensors_of(module))
@@ -222,7 +223,7 @@ def data_parallel(
     """
     if not isinstance(inputs, tuple):
         inputs = (inputs,) if inputs is not None else ()
-    devices = _devices(device_ids)
+    devices = drop_in_devices(device_ids, output_device)
     if devices:
         _check_module(module, devices[0], len(devices))  # before the wrapper, which would move the module to one device
     return DataParallel(module, devices, output_device, dim, shares=shares, rng=rng)(*inputs, **(module_kwargs or {}))

@@ -8,14 +8,27 @@ their path; then containers are opened (:mod:`mgpu_core.containers` knows which)
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from mgpu_core.containers import opened
 
-__all__ = ["Replicate", "Tree", "any_tensor", "flatten", "flatten_alike", "unwrapped"]
+__all__ = [
+    "LEAF",
+    "Replicate",
+    "Rows",
+    "Tree",
+    "any_tensor",
+    "flatten",
+    "flatten_alike",
+    "is_undivided",
+    "moved",
+    "unwrapped",
+]
+
+T = TypeVar("T")
 
 
 class Replicate:
@@ -31,6 +44,19 @@ class Replicate:
 
     def __repr__(self) -> str:
         return f"Replicate({self.value!r})"
+
+
+class Rows(list[T]):
+    """Marks a list with one entry per row: ``step(images, target=mgpu_core.Rows(boxes))``.
+
+    Its entries, whatever they are, are dealt out like the rows of the tensors beside it.  Their own tensors are not
+    cut, but go to the rank's device.  The module or the loss receives a plain list of its rank's entries.
+    """
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return f"Rows({super().__repr__()})"
 
 
 class Tree:
@@ -100,8 +126,8 @@ def flatten(
     Raises:
         TypeError: a packed sequence, a nested, sparse or quantized tensor, which cannot be split along a dimension.
     """
-    if isinstance(obj, torch.Tensor | PackedSequence):
-        if not whole:
+    if isinstance(obj, torch.Tensor | PackedSequence | Rows):
+        if not whole and not isinstance(obj, Rows):
             _refuse_undivided(obj, path)
         leaves.append(obj)
         return LEAF
@@ -127,7 +153,7 @@ def flatten(
 
 def any_tensor(leaves: Sequence[Any]) -> bool:
     """Whether one of them is a tensor, or holds some."""
-    return any(isinstance(leaf, torch.Tensor | PackedSequence | Replicate) for leaf in leaves)
+    return any(isinstance(leaf, torch.Tensor | PackedSequence | Replicate | Rows) for leaf in leaves)
 
 
 def flatten_alike(objects: Sequence[Any], name: str) -> tuple[Tree, list[list[Any]]]:
@@ -153,6 +179,11 @@ def _in_order_of(like: Tree, names: list[str], values: list[Any]) -> tuple[list[
     return list(like.names), [entries[name] for name in like.names]
 
 
+def is_undivided(tensor: torch.Tensor) -> bool:
+    """Return whether the tensor cannot be split along a dimension: nested, sparse or quantized."""
+    return tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized
+
+
 def _refuse_undivided(tensor: torch.Tensor | PackedSequence, path: str) -> None:
     if isinstance(tensor, PackedSequence):
         raise TypeError(f"{path} is a PackedSequence: pass the padded tensor and its lengths, and pack in forward")
@@ -165,9 +196,36 @@ def _refuse_undivided(tensor: torch.Tensor | PackedSequence, path: str) -> None:
 
 
 def unwrapped(obj: Any) -> Any:
-    """The nest with the value of each :class:`Replicate` in its place: for a module that runs whole."""
+    """Return the nest with the value of each :class:`Replicate` and :class:`Rows`: for a module that runs whole."""
     leaves: list[Any] = []
     tree = flatten(obj, leaves, "inputs", whole=True)
-    if not any(isinstance(leaf, Replicate) for leaf in leaves):
+    if not any(isinstance(leaf, Replicate | Rows) for leaf in leaves):
         return obj
-    return tree.unflatten(iter([unwrapped(leaf.value) if isinstance(leaf, Replicate) else leaf for leaf in leaves]))
+    return tree.unflatten(iter(map(_unmarked, leaves)))
+
+
+def _unmarked(leaf: Any) -> Any:
+    if isinstance(leaf, Replicate):
+        return unwrapped(leaf.value)
+    return [unwrapped(each) for each in leaf] if isinstance(leaf, Rows) else leaf
+
+
+def moved(obj: Any, device: torch.device) -> Any:
+    """Return the nest with its tensors on ``device``, without a copy of what is there already; marks are taken off."""
+    if isinstance(obj, torch.Tensor):
+        return obj if obj.device == device else obj.to(device)
+    if type(obj) is tuple and all(type(each) is torch.Tensor for each in obj):
+        return tuple([moved(each, device) for each in obj])
+    leaves: list[Any] = []
+    tree = flatten(obj, leaves, "inputs", whole=True, share=True)
+    return tree.unflatten(iter([_moved(leaf, device) for leaf in leaves])) if any_tensor(leaves) else obj
+
+
+def _moved(leaf: Any, device: torch.device) -> Any:
+    if isinstance(leaf, Replicate):
+        return moved(leaf.value, device)
+    if isinstance(leaf, Rows):
+        return [moved(each, device) for each in leaf]
+    if isinstance(leaf, torch.Tensor | PackedSequence) and leaf.data.device != device:
+        return leaf.to(device)  # type: ignore[arg-type]  # torch's stub forgets devices
+    return leaf

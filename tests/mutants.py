@@ -84,9 +84,7 @@ def _remembered(tensors, team, detach):
     return _stale.setdefault(key, None) or _stale.update({key: _copy_tensors(tensors, team, detach)}) or _stale[key]
 """
 
-GATHERED = """parts = [readable(part, _rank_name(rank)) for rank, part in enumerate(parts)]
-    ends = rooms.cut(whole, parts, dim)
-    with watched("gather\""""
+GATHERED = "rows = [(part.data_ptr(), part.shape[dim]) for part in parts]"
 
 MUTANTS = [
     # The rows.
@@ -107,7 +105,7 @@ MUTANTS = [
     mutant(
         "rows that do not fit are dropped in silence",
         "mgpu_core/parallel/scatter/arguments.py",
-        "elif leaf.size(dim) != self.leaves[first].size(dim):",
+        "elif _rows_of(leaf, dim) != _rows_of(self.leaves[first], dim):",
         "elif False:",
         "parallel/test_scatter.py",
     ),
@@ -127,9 +125,9 @@ MUTANTS = [
     ),
     mutant(
         "parts are gathered in reverse",
-        "mgpu_core/comm/collectives.py",
+        "mgpu_core/comm/dispatch.py",
         GATHERED,
-        GATHERED.replace("(parts)]", "(parts)][::-1]"),
+        GATHERED.replace("parts]", "parts][::-1]"),
         "parallel/test_gather.py",
     ),
     mutant(
@@ -150,15 +148,15 @@ MUTANTS = [
     mutant(
         "gradients are averaged, not added: a mean of means",
         "mgpu_core/comm/autograd.py",
-        'collectives.reduce_batch([table[i] for i in present], "sum", device)',
-        'collectives.reduce_batch([table[i] for i in present], "avg", device)',
+        'dispatch.reduce_batch([rows[i] for i in present], "sum", device)',
+        'dispatch.reduce_batch([rows[i] for i in present], "avg", device)',
         "comm/test_autograd.py",
     ),
     mutant(
         "rank 2's gradient is dropped",
         "mgpu_core/comm/autograd.py",
-        "table = [grads[i::tensors] for i in range(tensors)]",
-        "table = [tuple(g for r, g in enumerate(grads[i::tensors]) if r != 2) for i in range(tensors)]",
+        "rows = [grads[i::tensors] for i in range(tensors)]",
+        "rows = [tuple(g for r, g in enumerate(grads[i::tensors]) if r != 2) for i in range(tensors)]",
         "test_data_parallel_contract.py",
     ),
     mutant(
@@ -198,7 +196,7 @@ MUTANTS = [
     ),
     mutant(
         "half precision is rounded after every rank",
-        "mgpu_core/comm/generic.py",
+        "mgpu_core/comm/torch_backend.py",
         "wide = torch.float32 if parts[0].dtype in _HALF else parts[0].dtype",
         "wide = parts[0].dtype",
         "conformance/test_collectives.py",
@@ -227,7 +225,7 @@ MUTANTS = [
     # The replicas.
     mutant(
         "the last rank has the module's own tensors",
-        "mgpu_core/comm/broadcast_reduce.py",
+        "mgpu_core/comm/batches.py",
         "tensor if rank == 0 and device",
         "tensor if rank == len(devices) - 1 and device",
         "parallel/test_replicate.py",
@@ -475,10 +473,10 @@ MUTANTS = [
     ),
     mutant(
         "what the generic room gathers is part of a graph",
-        "mgpu_core/comm/generic.py",
+        "mgpu_core/comm/torch_backend.py",
         "@torch.no_grad()\ndef gather(",
         "def gather(",
-        "comm/test_generic.py",
+        "comm/test_torch_backend.py",
     ),
     mutant(
         "kernels take a scalar's memory as it is",
@@ -539,7 +537,7 @@ MUTANTS = [
     mutant(
         "scatter's backward works on default streams",
         "mgpu_core/comm/autograd.py",
-        "span(GATHER_BACK), resumed_on_all(*ctx.places):",
+        "span(GATHER_BACK), _resumed(ctx.team, ctx.streams):",
         "span(GATHER_BACK):",
         "accelerator/test_streams.py",
     ),

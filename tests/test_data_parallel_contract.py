@@ -1653,3 +1653,25 @@ def test_batched_gradients_are_refused_by_name():
     out = model(x)
     with pytest.raises(TypeError, match="inside a torch"):
         torch.autograd.grad(out, x, torch.ones(3, 4, 2), is_grads_batched=True)
+
+
+def test_the_ranks_follow_device_ids():
+    """People change the attribute: in its place or for another list."""
+    model = DataParallel(nn.Linear(2, 1), cpu(2))
+    seen = []
+    model.module.register_forward_hook(lambda module, args, out: seen.append(len(args[0])))
+    model(torch.ones(6, 2))
+    model.device_ids.append(model.device_ids[0])
+    model(torch.ones(6, 2))
+    model.device_ids = cpu(1)
+    model(torch.ones(6, 2))
+    assert seen == [3, 3, 2, 2, 2, 6]
+
+
+def test_a_copy_of_the_wrapper_finds_its_own_team():
+    model = DataParallel(nn.Linear(2, 1), cpu(3))
+    model(torch.ones(6, 2))
+    state = pickle.dumps(model)
+    assert b"Team" not in state
+    for other in (pickle.loads(state), copy.deepcopy(model)):
+        assert torch.equal(other(torch.ones(6, 2)), model(torch.ones(6, 2)))

@@ -5,8 +5,7 @@ once: one entry of a list is one rank.  Tensors on an accelerator are read and w
 """
 
 from mgpu_core.comm.all_ranks import all_gather, all_reduce, reduce_scatter
-from mgpu_core.comm.broadcast_reduce import broadcast, broadcast_coalesced, reduce_add, reduce_add_coalesced
-from mgpu_core.comm.scatter_gather import gather, scatter
+from mgpu_core.comm.api import broadcast, broadcast_coalesced, gather, reduce_add, reduce_add_coalesced, scatter
 
 __all__ = [
     "all_gather",

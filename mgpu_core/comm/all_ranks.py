@@ -1,4 +1,4 @@
-"""The collectives that leave a result on every rank."""
+"""The public collectives that leave a result on every rank: each checks its arguments once, like ``api.py``."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from collections.abc import Sequence
 
 import torch
 
-from mgpu_core.comm import collectives
-from mgpu_core.comm.arguments import as_list, check_joined, ordinary_list
-from mgpu_core.device.tensor_checks import check_alike
+from mgpu_core.comm import dispatch
+from mgpu_core.comm.arguments import as_list, check_joined, rank_name, readable_list
+from mgpu_core.comm.reductions import check_op
+from mgpu_core.device.shared_memory import check_disjoint
+from mgpu_core.device.tensor_checks import check_alike, check_writable
 from mgpu_core.record import span
 
 __all__ = ["all_gather", "all_reduce", "reduce_scatter"]
@@ -29,7 +31,7 @@ def all_reduce(
             c - 1; ``tree`` as ((0 + 1) + (2 + 3)) + ...; both round at each hop.  ``nccl`` is NCCL's, between GPUs, in
             an order of its own; its ``min`` and ``max`` may drop a NaN.  ``auto`` is ``direct`` on the CPU, and on GPUs
             what was the fastest here for such a size (measured at first use for at most a second, and kept; see
-            ``mgpu doctor``), but never ``nccl`` for ``min`` and ``max``.  The generic room (other devices, mixed teams)
+            ``mgpu doctor``), but never ``nccl`` for ``min`` and ``max``.  Plain torch (other devices, mixed teams)
             has one algorithm, in rank order.
         merge_shared_devices: for ``ring``, ``tree`` and ``nccl``, ranks that share a GPU are added there first, in
             rank order; without it each is a place of its own, as if it had a GPU for itself (not for ``nccl``).
@@ -39,8 +41,13 @@ def all_reduce(
         BackendUnavailable: ``nccl`` on the CPU, or where there is none.
         NcclError: what NCCL said; a later call makes a new team of communicators.
     """
+    made = as_list(tensors, "tensors")
     with span("all_reduce"):
-        collectives.all_reduce_into(as_list(tensors, "tensors"), op, algorithm, merge_shared_devices)
+        check_writable(made, rank_name)
+        check_alike(made, made[0].shape, made[0].dtype)
+        check_op(op, made[0].dtype, algorithm)
+        check_disjoint(made, rank_name)
+        dispatch.all_reduce_into(made, op, algorithm, merge_shared_devices)
 
 
 def all_gather(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -49,15 +56,14 @@ def all_gather(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     Args:
         tensors: one per rank, of one dtype, and one shape but for dimension 0.
     """
-    parts = ordinary_list(tensors, "tensors")
+    parts = readable_list(tensors, "tensors")
     for rank, part in enumerate(parts):
         if part.dim() == 0:
             raise ValueError(f"tensors[{rank}] has no dimension to join along")
-    rows = sum(part.size(0) for part in parts)
-    wholes = [parts[0].new_empty((rows, *parts[0].shape[1:]), device=part.device) for part in parts]
-    check_joined(parts, wholes[0], 0, "tensors")
+    shape = check_joined(parts, 0, "tensors")
+    wholes = [parts[0].new_empty(shape, device=part.device) for part in parts]
     with span("all_gather"):
-        collectives.all_gather_into(parts, wholes)
+        dispatch.all_gather_into(parts, wholes)
     return wholes
 
 
@@ -68,13 +74,14 @@ def reduce_scatter(tensors: Sequence[torch.Tensor], op: str = "sum") -> list[tor
         tensors: of one shape and dtype; the size of dimension 0 is a multiple of the number of ranks.
         op: as in :func:`all_reduce`; added in rank order.
     """
-    parts = ordinary_list(tensors, "tensors")
+    parts = readable_list(tensors, "tensors")
     first = parts[0]
     check_alike(parts, first.shape, first.dtype)
+    check_op(op, first.dtype)
     if first.dim() == 0 or first.size(0) % len(parts):
         raise ValueError(f"dimension 0 of {tuple(first.shape)} cannot be cut into {len(parts)} equal chunks")
     shape = (first.size(0) // len(parts), *first.shape[1:])
     outs = [first.new_empty(shape, device=part.device) for part in parts]
     with span("reduce_scatter"):
-        collectives.reduce_scatter_into(parts, outs, op)
+        dispatch.reduce_scatter_into(parts, outs, op)
     return outs

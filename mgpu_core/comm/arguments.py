@@ -6,11 +6,25 @@ from collections.abc import Sequence
 
 import torch
 
+from mgpu_core.comm.reductions import check_op
 from mgpu_core.device.devices import DeviceLike, as_device
 from mgpu_core.device.shared_memory import check_disjoint
-from mgpu_core.device.tensor_checks import check_writable, refuse_special
+from mgpu_core.device.tensor_checks import check_alike, check_writable, readable, refuse_special
 
-__all__ = ["as_list", "check_joined", "check_outs", "destination_of", "in_range", "ordinary_list", "refuse_quantized"]
+__all__ = [
+    "as_list",
+    "check_equal_sizes",
+    "check_joined",
+    "check_outs",
+    "destination_of",
+    "in_range",
+    "ordinary_list",
+    "rank_name",
+    "readable_list",
+    "refuse_quantized",
+]
+
+rank_name = "the tensor of rank {}".format
 
 
 def as_list(tensors: Sequence[torch.Tensor], what: str) -> list[torch.Tensor]:
@@ -32,6 +46,21 @@ def ordinary_list(tensors: Sequence[torch.Tensor], what: str, *, sparse: bool = 
     for rank, tensor in enumerate(made):
         refuse_special(tensor, f"{what}[{rank}]", sparse=sparse)
     return made
+
+
+def readable_list(tensors: Sequence[torch.Tensor], what: str) -> list[torch.Tensor]:
+    """Return one tensor per rank, each plain memory: conjugation and negation are carried out."""
+    return [readable(tensor, rank_name(rank)) for rank, tensor in enumerate(ordinary_list(tensors, what))]
+
+
+def check_equal_sizes(inputs: Sequence[torch.Tensor]) -> None:
+    """Raise ValueError, in torch's words, unless all have the first one's shape and dtype."""
+    for i, tensor in enumerate(inputs):
+        if tensor.shape != inputs[0].shape:
+            got, expected = ("x".join(map(str, each.shape)) for each in (tensor, inputs[0]))
+            raise ValueError(f"input {i} has invalid size: got {got}, but expected {expected}")
+    check_alike(inputs, inputs[0].shape, inputs[0].dtype)
+    check_op("sum", inputs[0].dtype)
 
 
 def check_outs(outs: Sequence[torch.Tensor], read: Sequence[torch.Tensor]) -> None:
@@ -58,16 +87,34 @@ def refuse_quantized(tensor: torch.Tensor, name: str) -> None:
         raise TypeError(f"{name} is quantized, and other numbers may have another scale: use .dequantize()")
 
 
-def check_joined(parts: Sequence[torch.Tensor], whole: torch.Tensor, dim: int, what: str) -> None:
-    """Raises ValueError unless the parts, joined along ``dim``, have the shape and dtype of the whole."""
+def check_joined(
+    parts: Sequence[torch.Tensor], dim: int, what: str, whole: torch.Tensor | None = None
+) -> tuple[int, ...]:
+    """Return the shape of the parts joined along ``dim`` (not negative).
+
+    Raises:
+        ValueError: parts that do not fit the first one, or the whole where there is one.
+        TypeError: a quantized part.
+    """
+    like = parts[0] if whole is None else whole
+    head, tail, rows = like.shape[:dim], like.shape[dim + 1 :], 0
     for rank, part in enumerate(parts):
-        refuse_quantized(part, f"{what}[{rank}]")
-        wanted = (*whole.shape[:dim], part.size(dim) if part.dim() > dim else 0, *whole.shape[dim + 1 :])
-        if tuple(part.shape) != wanted or part.dtype != whole.dtype:
-            raise ValueError(
-                f"{what}[{rank}] is {tuple(part.shape)} {part.dtype}, which does not fit {tuple(whole.shape)} "
-                f"{whole.dtype} along dimension {dim}"
-            )
-    rows = sum(part.size(dim) for part in parts)
-    if rows != whole.size(dim):
+        shape = part.shape
+        if part.is_quantized:
+            refuse_quantized(part, f"{what}[{rank}]")
+        if shape[:dim] != head or shape[dim + 1 :] != tail or part.ndim != like.ndim or part.dtype != like.dtype:
+            raise ValueError(_misfit(parts, rank, dim, what, whole))
+        rows += shape[dim]
+    if whole is not None and rows != whole.shape[dim]:
         raise ValueError(f"{what} has {rows} rows along dimension {dim} together, wanted {whole.size(dim)}")
+    return (*head, rows, *tail)
+
+
+def _misfit(parts: Sequence[torch.Tensor], rank: int, dim: int, what: str, whole: torch.Tensor | None) -> str:
+    like = parts[0] if whole is None else whole
+    rows = sum(part.size(dim) if part.dim() > dim else 0 for part in parts) if whole is None else like.size(dim)
+    wanted = (*like.shape[:dim], rows, *like.shape[dim + 1 :])
+    return (
+        f"{what}[{rank}] is {tuple(parts[rank].shape)} {parts[rank].dtype}, which does not fit {wanted} "
+        f"{like.dtype} along dimension {dim}"
+    )

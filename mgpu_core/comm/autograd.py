@@ -7,23 +7,45 @@ written in terms of the other, so double backward works.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
-from mgpu_core.caller import warn_caller
-from mgpu_core.comm import broadcast_reduce, collectives, scatter_gather
+from mgpu_core.comm import dispatch
 from mgpu_core.comm.buckets import bucket_positions
 from mgpu_core.comm.facts import tell_cut, tell_ready
 from mgpu_core.device.streams import caller_streams, resumed_on_all
 from mgpu_core.device.team import Team
-from mgpu_core.device.tensor_checks import check_alike
 from mgpu_core.entries import ALL_RANKS, GATHER_BACK, NO_BUCKET, SCATTER_BACK
+from mgpu_core.nothing import NOTHING
 from mgpu_core.record import current_step, in_step, is_on, span
 
 __all__ = ["broadcast_buckets", "gather", "gradient_buckets", "reduce_tensors", "scatter"]
 
 _Grad = torch.Tensor | None
+
+
+def _streams_of(team: Team) -> list[torch.Stream | None] | None:
+    """Return the current stream of each rank's device, for :func:`_resumed`; ``None`` on the host."""
+    return None if team.on_host else caller_streams(team.devices)
+
+
+def _resumed(team: Team, streams: list[torch.Stream | None] | None) -> AbstractContextManager[None]:
+    """Make the streams of a forward pass current again, in its backward pass."""
+    return NOTHING if streams is None else resumed_on_all(team.devices, streams)
+
+
+def _has_graph(tensors: Sequence[torch.Tensor]) -> bool:
+    """Return whether an operation on these is part of a graph, or of a forward-mode derivative, which is refused."""
+    if forward_ad._current_level >= 0:
+        return True
+    if torch.is_grad_enabled():
+        for tensor in tensors:
+            if tensor.requires_grad:
+                return True
+    return False
 
 
 class _Scatter(torch.autograd.Function):
@@ -32,49 +54,50 @@ class _Scatter(torch.autograd.Function):
         ctx: Any, team: Team, counts: Sequence[int], dim: int, tensor: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.dim, ctx.source, ctx.whole_step = dim, tensor.device, current_step()
-        ctx.places = team.devices, caller_streams(team.devices)
-        return scatter_gather.scatter(tensor, team.devices, counts, dim)
+        ctx.team, ctx.streams = team, _streams_of(team)
+        return dispatch.scatter(tensor, team, counts, dim)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, None, None, torch.Tensor]:
-        with in_step(ctx.whole_step), span(GATHER_BACK), resumed_on_all(*ctx.places):
-            whole = _Gather.apply(ctx.source, ctx.dim, *grads)
+        with in_step(ctx.whole_step), span(GATHER_BACK), _resumed(ctx.team, ctx.streams):
+            whole = _gathered(grads, ctx.team, ctx.source, ctx.dim)
             tell_cut(GATHER_BACK, "gradient of the input", ctx.source, grads, ctx.dim)
             return None, None, None, whole
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, device: torch.device, dim: int, *tensors: torch.Tensor) -> torch.Tensor:
-        ctx.dim, ctx.counts = dim, [tensor.size(dim) for tensor in tensors]
-        ctx.team, ctx.whole_step = Team.of([tensor.device for tensor in tensors]), current_step()
-        ctx.places = ctx.team.devices, caller_streams(ctx.team.devices)
-        return scatter_gather.gather(tensors, dim, device)
+    def forward(ctx: Any, team: Team, device: torch.device, dim: int, *tensors: torch.Tensor) -> torch.Tensor:
+        ctx.dim, ctx.counts = dim, [tensor.shape[dim] for tensor in tensors]
+        ctx.team, ctx.streams, ctx.whole_step = team, _streams_of(team), current_step()
+        return dispatch.gather(tensors, dim, device)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        with in_step(ctx.whole_step), span(SCATTER_BACK), resumed_on_all(*ctx.places):
-            parts = _Scatter.apply(ctx.team, ctx.counts, ctx.dim, grad)
+        with in_step(ctx.whole_step), span(SCATTER_BACK), _resumed(ctx.team, ctx.streams):
+            parts = scatter(grad, ctx.team, ctx.counts, ctx.dim)
             tell_cut(SCATTER_BACK, "gradient of the output", grad.device, parts, ctx.dim)
-            return None, None, *parts
+            return None, None, None, *parts
 
 
 def scatter(tensor: torch.Tensor, team: Team, counts: Sequence[int], dim: int) -> tuple[torch.Tensor, ...]:
-    """``counts[rank]`` rows along ``dim`` to each rank of the team, in fresh memory; differentiable."""
+    """Return ``counts[rank]`` rows along ``dim`` for each rank of the team, in fresh memory; differentiable."""
+    dim = dim + tensor.ndim if dim < 0 else dim
+    if not _has_graph((tensor,)):
+        return dispatch.scatter(tensor, team, counts, dim)
     parts: tuple[torch.Tensor, ...] = _Scatter.apply(team, counts, dim, tensor)
     return parts
 
 
 def gather(tensors: Sequence[torch.Tensor], device: torch.device, dim: int) -> torch.Tensor:
-    """The tensors joined along ``dim`` on ``device``; differentiable.  Scalars become a vector, as in torch."""
-    if all(tensor.dim() == 0 for tensor in tensors) and dim == 0:
-        warn_caller(
-            "Was asked to gather along dimension 0, but all "
-            "input tensors were scalars; will instead unsqueeze "
-            "and return a vector."
-        )
-        tensors = [tensor.reshape(1) for tensor in tensors]
-    whole: torch.Tensor = _Gather.apply(device, dim, *tensors)
+    """Return the tensors joined along ``dim`` (not negative) on ``device``; differentiable."""
+    return _gathered(tensors, Team.of([tensor.device for tensor in tensors]), device, dim)
+
+
+def _gathered(tensors: Sequence[torch.Tensor], team: Team, device: torch.device, dim: int) -> torch.Tensor:
+    if not _has_graph(tensors):
+        return dispatch.gather(tensors, dim, device)
+    whole: torch.Tensor = _Gather.apply(team, device, dim, *tensors)
     return whole
 
 
@@ -85,37 +108,42 @@ class _Broadcast(torch.autograd.Function):
     def forward(ctx: Any, team: Team, bucket: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)  # a parameter that no rank used gets no gradient, not a zero one
         ctx.bucket, ctx.whole_step = bucket, current_step()
-        ctx.ranks, ctx.source = len(team), tensors[0].device
-        ctx.places = team.devices, caller_streams(team.devices)
-        copies = [broadcast_reduce.copies_of(tensor, team.devices) for tensor in tensors]
-        collectives.broadcast_into(tensors, copies)
+        ctx.team, ctx.source, ctx.streams = team, tensors[0].device, _streams_of(team)
+        copies = dispatch.broadcast(tensors, team)
         # An alias of rank 0's, not the input: it shares the version counter, so an optimizer's step between forward
         # and backward is noticed as on one device, but it is no view that refuses to be written.
         for tensor, row in zip(tensors, copies, strict=True):
             if row[0] is tensor:
                 row[0] = tensor.detach()
-        return tuple(row[rank] for rank in team.ranks for row in copies)
+        return tuple([row[rank] for rank in team.ranks for row in copies])
 
     @staticmethod
     def backward(ctx: Any, *grads: _Grad) -> tuple[_Grad, ...]:
-        with in_step(ctx.whole_step), span("reduce", ALL_RANKS, None, ctx.bucket), resumed_on_all(*ctx.places):
-            return None, None, *_Reduce.apply(ctx.source, ctx.ranks, *grads)
+        with in_step(ctx.whole_step), span("reduce", ALL_RANKS, None, ctx.bucket), _resumed(ctx.team, ctx.streams):
+            if torch.is_grad_enabled():  # a graph of the gradients is wanted
+                return None, None, *_Reduce.apply(ctx.team, ctx.source, *grads)
+            return None, None, *_sums(ctx.team, ctx.source, grads)
+
+
+def _sums(team: Team, device: torch.device, grads: Sequence[_Grad]) -> list[_Grad]:
+    """Return the sums over the ranks of gradients in the order of :class:`_Broadcast`'s outputs."""
+    tensors = len(grads) // len(team.devices)
+    rows = [grads[i::tensors] for i in range(tensors)]
+    present = [i for i, row in enumerate(rows) if [each for each in row if each is not None]]
+    totals: list[_Grad] = [None] * tensors
+    for i, total in zip(present, dispatch.reduce_batch([rows[i] for i in present], "sum", device), strict=True):
+        totals[i] = total
+    return totals
 
 
 class _Reduce(torch.autograd.Function):
     """The sums over the ranks of gradients in the order of :class:`_Broadcast`'s outputs; ``None`` adds nothing."""
 
     @staticmethod
-    def forward(ctx: Any, device: torch.device, ranks: int, *grads: _Grad) -> tuple[_Grad, ...]:
+    def forward(ctx: Any, team: Team, device: torch.device, *grads: _Grad) -> tuple[_Grad, ...]:
         ctx.set_materialize_grads(False)
-        tensors = len(grads) // ranks
-        table = [grads[i::tensors] for i in range(tensors)]
-        ctx.whole_step = current_step()
-        ctx.team = Team.of([_device_of(grads[rank * tensors :][:tensors], device) for rank in range(ranks)])
-        present = [i for i, parts in enumerate(table) if any(part is not None for part in parts)]
-        totals = collectives.reduce_batch([table[i] for i in present], "sum", device)
-        found = dict(zip(present, totals, strict=True))
-        return tuple(found.get(i) for i in range(tensors))
+        ctx.team, ctx.whole_step = team, current_step()
+        return tuple(_sums(team, device, grads))
 
     @staticmethod
     def backward(ctx: Any, *grads: _Grad) -> tuple[_Grad, ...]:
@@ -131,19 +159,10 @@ class _Reduce(torch.autograd.Function):
         return None, None, *(each if need else None for each, need in zip(flat, ctx.needs_input_grad[2:], strict=True))
 
 
-def _device_of(grads: Sequence[_Grad], default: torch.device) -> torch.device:
-    return next((grad.device for grad in grads if grad is not None), default)
-
-
 def reduce_tensors(rows: Sequence[Sequence[torch.Tensor]], device: torch.device) -> tuple[torch.Tensor, ...]:
-    """The sums over the ranks of ``rows[rank][i]``, on ``device``; differentiable.
-
-    Raises:
-        ValueError: tensors of different shapes or dtypes.
-    """
-    for each in zip(*rows, strict=True):
-        check_alike(each, each[0].shape, each[0].dtype)
-    totals: tuple[torch.Tensor, ...] = _Reduce.apply(device, len(rows), *(tensor for row in rows for tensor in row))
+    """Return the sums over the ranks of ``rows[rank][i]``, on ``device``; differentiable."""
+    team = Team.of([row[0].device if row else device for row in rows])
+    totals: tuple[torch.Tensor, ...] = _Reduce.apply(team, device, *(tensor for row in rows for tensor in row))
     return totals
 
 

@@ -24,14 +24,11 @@ def _plan(nbytes: tuple[int, ...], dtypes: tuple[torch.dtype, ...], limit_nbytes
     return _core.bucket_plan(list(nbytes), [numbers[dtype] for dtype in dtypes], limit_nbytes)
 
 
-def _nbytes(tensor: torch.Tensor) -> int:
-    return tensor.nbytes if tensor.layout is torch.strided else 0
-
-
 def bucket_positions(tensors: Sequence[torch.Tensor], limit_nbytes: int = DEFAULT_NBYTES) -> list[list[int]]:
     """Positions of the tensors of each bucket, in order.  The plan is remembered by sizes and dtypes.
 
     Raises:
         ValueError: a limit that is not positive.
     """
-    return _plan(tuple(map(_nbytes, tensors)), tuple(tensor.dtype for tensor in tensors), limit_nbytes)
+    nbytes = tuple([tensor.nbytes if tensor.layout is torch.strided else 0 for tensor in tensors])
+    return _plan(nbytes, tuple([tensor.dtype for tensor in tensors]), limit_nbytes)

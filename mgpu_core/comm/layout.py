@@ -8,10 +8,14 @@ elements (see csrc/core/transfer.h); a part in the same order of dimensions is d
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
+from torch._C import _dispatch_keys
 
-__all__ = ["empty_in_order", "is_dense", "memory_order", "nbytes_of", "one_layout", "runs_along"]
+from mgpu_core.device.tensor_checks import plain_keys
+
+__all__ = ["are_blocks", "is_dense", "memory_order", "nbytes_of", "one_layout", "runs_along"]
 
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
@@ -37,6 +41,18 @@ def is_dense(tensor: torch.Tensor) -> bool:
     return True
 
 
+def are_blocks(tensors: Sequence[torch.Tensor]) -> bool:
+    """Return whether all of these are contiguous memory, none of it a lazy view, sparse or inside a transform."""
+    kind, plain = "", frozenset[int]()
+    for each in tensors:
+        if each.device.type != kind:
+            kind = each.device.type
+            plain = plain_keys(kind)
+        if _dispatch_keys(each).raw_repr() not in plain or not each.is_contiguous():
+            return False
+    return True
+
+
 def one_layout(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether tensors of one shape are dense and hold their elements in one order, so that bytes match elements."""
     first = tensors[0]
@@ -59,15 +75,9 @@ def nbytes_of(tensor: torch.Tensor | None) -> int:
     return tensor.values().nbytes
 
 
-def empty_in_order(
-    tensor: torch.Tensor, shape: Sequence[int], device: torch.device, order: torch.memory_format | None
-) -> torch.Tensor:
-    """Fresh memory of the tensor's dtype, in the given order of dimensions (contiguous where there is none)."""
-    return torch.empty(shape, dtype=tensor.dtype, device=device, memory_format=order or torch.contiguous_format)
-
-
-def runs_along(shape: Sequence[int], dim: int, order: torch.memory_format) -> tuple[int, int]:
-    """(outer, inner) of a dense tensor of this shape, cut along ``dim``; inner in elements."""
+@lru_cache(maxsize=256)
+def runs_along(shape: tuple[int, ...], dim: int, order: torch.memory_format) -> tuple[int, int]:
+    """Return (outer, inner) of a dense tensor of this shape, cut along ``dim``; inner in elements."""
     dims = list(range(len(shape)))
     if order is not torch.contiguous_format:
         dims = [0, *dims[2:], 1]  # slowest to fastest: the channels are last

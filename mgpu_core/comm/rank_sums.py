@@ -1,6 +1,6 @@
 """The sums of the same many tensors, again and again: what gradients go through in every step.
 
-A gate like ``collectives.py``, for lists that are looked at once: where the sums go, and how they lie, never changes.
+Like ``dispatch.py``, for lists that are looked at once: where the sums go, and how they lie, never changes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TypeAlias
 import torch
 
 from mgpu_core import _core
-from mgpu_core.comm import generic, rooms
+from mgpu_core.comm import backends, torch_backend
 from mgpu_core.comm.reductions import CORE_DTYPES, core_count
 from mgpu_core.comm.watch import hop, watched
 from mgpu_core.device.memory import note_written
@@ -58,7 +58,7 @@ class RankSums:
         with watched("reduce", zip(*columns, strict=True), self._outs, ranks=self._ranks) as watch:
             if stream is None or not all(map(self._fits, columns)):
                 self._add_up_elsewhere(columns)
-                watch.ran(generic.ALGORITHM)
+                watch.ran(torch_backend.ALGORITHM)
             else:
                 self._add_up_in_core(list(map(_pointers, columns)), stream)
                 watch.ran("direct")
@@ -84,7 +84,7 @@ class RankSums:
             and not (first.is_complex() and any(map(torch.Tensor.is_conj, found)))
         )
 
-    def _add_up_in_core(self, pointers: Sequence[Sequence[int]], stream: rooms.Stream) -> None:
+    def _add_up_in_core(self, pointers: Sequence[Sequence[int]], stream: backends.Stream) -> None:
         assert self._dtype is not None
         rows, outs, counts = list(map(list, zip(*pointers, strict=True))), self._pointers, self._counts
         if not all(map(any, rows)):  # of some no rank has anything
@@ -101,7 +101,7 @@ class RankSums:
                 continue
             if any(part is not None and part.shape != out.shape for part in parts):
                 raise ValueError(f"a tensor of another shape cannot be added up into one of {tuple(out.shape)}")
-            total = generic.reduce(parts, "sum", out.device)
+            total = torch_backend.reduce(parts, "sum", out.device)
             out.copy_(total if total.layout is torch.strided else total.to_dense())
             hop(False, [total], [out])
 

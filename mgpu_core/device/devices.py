@@ -14,7 +14,17 @@ import torch
 
 from mgpu_core.caller import warn_caller
 
-__all__ = ["DeviceLike", "as_device", "as_devices", "default_devices", "local_devices"]
+__all__ = [
+    "CPU",
+    "DeviceLike",
+    "as_device",
+    "as_devices",
+    "cpu_ranks",
+    "default_devices",
+    "has_accelerator",
+    "local_devices",
+    "names_accelerator",
+]
 
 DeviceLike: TypeAlias = int | str | torch.device
 
@@ -53,6 +63,8 @@ def as_device(device: DeviceLike) -> torch.device:
         TypeError: not an int, a string or a ``torch.device``.
         ValueError: a device that does not exist on this machine; the message says how many there are.
     """
+    if type(device) is torch.device and device.type == "cpu":
+        return CPU
     if isinstance(device, bool) or not isinstance(device, int | str | torch.device):
         raise TypeError(f"a device is an int, a string or a torch.device, not {device!r}")
     if isinstance(device, int):
@@ -69,8 +81,36 @@ def as_device(device: DeviceLike) -> torch.device:
 def _existing(kind: str, index: int | None, asked: str) -> torch.device:
     count = _count(kind)
     if index is None or not 0 <= index < count:  # torch.device keeps 8 bits of an index: it may be negative here
-        raise ValueError(f"device {asked} does not exist: torch sees {count} {kind} devices here")
+        advice = "" if has_accelerator() else '; two ranks on the CPU are ["cpu"] * 2'
+        raise ValueError(f"device {asked} does not exist: torch sees {count} {kind} devices here{advice}")
     return torch.device(kind, index)
+
+
+def has_accelerator() -> bool:
+    """Return whether torch sees any accelerator here."""
+    return _count(accelerator_type()) > 0
+
+
+def names_accelerator(device: object) -> bool:
+    """Return whether this is an accelerator's index, or names one of its devices, existing or not.
+
+    Raises:
+        ValueError: a string that is no device.
+    """
+    if isinstance(device, str):
+        device = _from_text(device)
+    if isinstance(device, torch.device):
+        return device.type not in ("cpu", "meta")
+    return isinstance(device, int) and not isinstance(device, bool) and device >= 0
+
+
+def cpu_ranks() -> int:
+    """Return the number of CPU ranks that ``MGPU_CORE_CPU_RANKS`` asks for; 0 without it.
+
+    Raises:
+        ValueError: it is not a whole number of 0 or more.
+    """
+    return _number("MGPU_CORE_CPU_RANKS", 0)
 
 
 def _from_text(text: str) -> torch.device:
@@ -136,4 +176,4 @@ def default_devices() -> list[torch.device]:
     kind = accelerator_type()
     if count := _count(kind):
         return [torch.device(kind, index) for index in range(count)]
-    return [CPU] * _number("MGPU_CORE_CPU_RANKS", 0)
+    return [CPU] * cpu_ranks()

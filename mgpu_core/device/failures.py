@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import TracebackType
 
 from torch._utils import ExceptionWrapper
 
+from mgpu_core.caller import is_users
 from mgpu_core.device.meeting import AbsentRank
 from mgpu_core.device.team import Team
 from mgpu_core.device.workers import Outcome
@@ -51,6 +53,7 @@ def _raise_first(errors: dict[int, BaseException], team: Team) -> None:
     for other in list(errors)[1:]:
         error.add_note(f"also in replica {other} on device {team.devices[other]}: {_described(errors[other])}")
     errors.clear()
+    original.__traceback__ = None  # the message has it: printed twice, nobody finds his own line
     try:
         raise error from original
     finally:
@@ -64,10 +67,18 @@ def _described(error: BaseException) -> str:
         return f"{type(error).__name__}, which has no repr()"
 
 
+def _from_users_frame(whole: TracebackType | None) -> TracebackType | None:
+    """Return the traceback from the first frame of the user's own code on; all of it where there is none."""
+    here = whole
+    while here is not None and not is_users(here.tb_frame.f_code.co_filename):
+        here = here.tb_next
+    return here or whole
+
+
 def _with_origin(rank: int, original: BaseException, team: Team) -> BaseException:
     """The exception as torch words it: same type, ``Caught ... in replica``, the original traceback in its text."""
     where = f"in replica {rank} on device {team.devices[rank]}"
-    wrapper = ExceptionWrapper((type(original), original, original.__traceback__), where=where)
+    wrapper = ExceptionWrapper((type(original), original, _from_users_frame(original.__traceback__)), where=where)
     try:
         wrapper.reraise()
     except Exception as error:

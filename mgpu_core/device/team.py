@@ -29,10 +29,12 @@ class Team:
 
     Attributes:
         devices: one ``torch.device`` per rank, each with its index (the CPU has none).
+        on_host: all ranks are on the CPU, where there are no streams.
     """
 
     def __init__(self, devices: tuple[torch.device, ...]) -> None:
         self.devices = devices
+        self.on_host = {device.type for device in devices} == {"cpu"}
         self._workers: WorkerPool | None = None
         self._lock = threading.Lock()
         self._parts: dict[int, Team] = {}  # the teams of the first ranks that were asked for
@@ -44,7 +46,9 @@ class Team:
         Raises:
             TypeError, ValueError: an entry that is no device of this machine, or an empty list.
         """
-        return devices if isinstance(devices, Team) else _find(as_devices(devices))
+        if isinstance(devices, Team):
+            return devices
+        return _known(devices) or _find(as_devices(devices))
 
     def __len__(self) -> int:
         return len(self.devices)
@@ -88,6 +92,21 @@ class Team:
 _teams: weakref.WeakValueDictionary[tuple[torch.device, ...], Team] = weakref.WeakValueDictionary()
 _recent: OrderedDict[tuple[torch.device, ...], Team] = OrderedDict()
 _lock = threading.Lock()
+
+
+def _known(devices: Sequence[DeviceLike]) -> Team | None:
+    """Return the remembered team of exactly these devices: they were looked up when it was made."""
+    if type(devices) is tuple or type(devices) is list:
+        key: Any = tuple(devices)
+        with _lock:
+            try:
+                team = _recent.get(key)
+            except TypeError:  # an entry without a hash is no device
+                return None
+            if team is not None:
+                _recent.move_to_end(key)
+            return team
+    return None
 
 
 def _find(devices: tuple[torch.device, ...]) -> Team:

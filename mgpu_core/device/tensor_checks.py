@@ -13,7 +13,9 @@ from operator import attrgetter
 from typing import Any, TypeAlias
 
 import torch
-from torch._C._functorch import is_functorch_wrapped_tensor, is_legacy_batchedtensor
+from torch._C import _dispatch_keys
+from torch._C._functorch import is_functorch_wrapped_tensor, is_legacy_batchedtensor, peek_interpreter_stack
+from torch.utils._python_dispatch import _disable_current_modes
 
 from mgpu_core.device.shared_memory import overlaps_itself
 
@@ -23,16 +25,19 @@ __all__ = [
     "bytes_of",
     "check_alike",
     "check_writable",
+    "keys_of",
     "memory_of",
     "memory_questions",
     "memory_view",
     "moved_between",
+    "plain_keys",
     "readable",
     "refuse_special",
 ]
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 _PLAIN_TYPES = {torch.Tensor, torch.nn.Parameter}  # a Buffer is made a Tensor
+_number_of = torch._C.DispatchKeySet.raw_repr
 
 
 def refuse_special(tensor: torch.Tensor, name: str, *, sparse: bool = False) -> None:
@@ -57,12 +62,40 @@ def _dispatches(tensor: torch.Tensor) -> bool:
     return type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
 
 
+_plain_keys: dict[str, frozenset[int]] = {"meta": frozenset()}
+
+
+def plain_keys(kind: str) -> frozenset[int]:
+    """Return the sets of dispatch keys, as numbers, of ordinary tensors on devices of this type.
+
+    A tensor with another set (``keys_of``) is a lazy view, has no memory of its own, is sparse, nested or quantized, or
+    is inside a transform; or its class has a dispatch of its own.
+    """
+    found = _plain_keys.get(kind)
+    if found is not None:
+        return found
+    if peek_interpreter_stack() is not None:
+        return frozenset()  # a transform would wrap the examples
+    with _disable_current_modes(), torch.inference_mode(False):
+        usual = torch.empty(0, device=kind)
+        with torch.inference_mode():
+            examples = usual, torch.empty(0, device=kind)
+    return _plain_keys.setdefault(kind, frozenset(map(keys_of, examples)))
+
+
+def keys_of(tensor: torch.Tensor) -> int:
+    """Return the tensor's set of dispatch keys as a number."""
+    return _dispatch_keys(tensor).raw_repr()
+
+
 def readable(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    """The tensor as plain memory that may be read: conjugation and negation are carried out, and zeros written down.
+    """Return the tensor as plain memory: conjugation and negation carried out, and zeros written down.
 
     Raises:
         TypeError: sparse, nested, fake, meta, functorch or wrapper-subclass tensors.
     """
+    if type(tensor) in _PLAIN and _dispatch_keys(tensor).raw_repr() in plain_keys(tensor.device.type):
+        return tensor
     refuse_special(tensor, name)
     if tensor._is_zerotensor():  # gradients that torch knows to be zero have no memory
         return tensor.clone()
@@ -80,17 +113,10 @@ def all_plain(tensors: Sequence[torch.Tensor]) -> bool:
     first = tensors[0]
     return (
         set(map(type, tensors)) <= _PLAIN_TYPES
-        and first.device.type != "meta"
         and not first.is_complex()
         and set(map(attrgetter("dtype"), tensors)) == {first.dtype}
         and set(map(attrgetter("device"), tensors)) == {first.device}
-        and set(map(attrgetter("layout"), tensors)) == {torch.strided}
-        and not any(map(attrgetter("is_nested"), tensors))
-        and not any(map(is_functorch_wrapped_tensor, tensors))
-        and not any(map(is_legacy_batchedtensor, tensors))
-        and not any(map(torch.Tensor.is_neg, tensors))
-        and not any(map(torch.Tensor._is_zerotensor, tensors))
-        and not any(map(torch._is_functional_tensor, tensors))
+        and set(map(_number_of, map(_dispatch_keys, tensors))) <= plain_keys(first.device.type)
         and all(map(torch.Tensor.is_contiguous, tensors))
     )
 
@@ -120,12 +146,9 @@ def _plainly_writable(tensor: torch.Tensor) -> bool:
     """The common case, decided without a name: most calls are about memory that nobody could object to."""
     return (
         type(tensor) is torch.Tensor
-        and tensor.layout is torch.strided
-        and not (tensor.is_nested or tensor.requires_grad or is_functorch_wrapped_tensor(tensor))
-        and not (tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor())
-        and not torch._is_functional_tensor(tensor)
+        and not tensor.requires_grad
+        and _dispatch_keys(tensor).raw_repr() in plain_keys(tensor.device.type)
         and tensor.is_contiguous()
-        and tensor.device.type != "meta"
     )
 
 

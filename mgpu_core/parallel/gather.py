@@ -11,10 +11,12 @@ from typing import Any
 
 import torch
 
+from mgpu_core.caller import warn_caller
 from mgpu_core.comm import autograd
+from mgpu_core.comm.arguments import check_joined, in_range
 from mgpu_core.comm.facts import tell_backward, tell_cut
 from mgpu_core.device.devices import DeviceLike, as_device
-from mgpu_core.nested import Tree, any_tensor, flatten, flatten_alike
+from mgpu_core.nested import LEAF, Rows, Tree, any_tensor, flatten, flatten_alike, is_undivided, moved
 from mgpu_core.record import is_on, span
 
 __all__ = ["gather"]
@@ -49,7 +51,12 @@ class _Gather:
         self._device, self._dim = device, dim
 
     def joined(self, outputs: Sequence[Any], name: str) -> Any:
-        """One object per rank, joined; ``name`` is what errors call them."""
+        """Return one object per rank, joined; ``name`` is what errors call them."""
+        for each in outputs:
+            if type(each) is not torch.Tensor or is_undivided(each):
+                break
+        else:
+            return self._join_tensors(outputs, LEAF, 0, name)
         tree, rows = flatten_alike(outputs, name)
         columns = zip(*rows, strict=True)
         return tree.unflatten(iter([self._join(list(leaves), tree, i, name) for i, leaves in enumerate(columns)]))
@@ -58,6 +65,8 @@ class _Gather:
         tensors = sum(isinstance(leaf, torch.Tensor) for leaf in leaves)
         if tensors == len(leaves):
             return self._join_tensors(leaves, tree, place, name)
+        if all(isinstance(leaf, Rows) for leaf in leaves):
+            return Rows(moved(each, self._device) for leaf in leaves for each in leaf)
         other = next((rank for rank, leaf in enumerate(leaves) if rank and not _equal(leaves[0], leaf)), None)
         if other is None:
             return leaves[0]
@@ -82,9 +91,18 @@ class _Gather:
                 "iterator gives; return the tensors, or nothing (use_cache=False)"
             ) from error
 
-    def _join_tensors(self, leaves: list[torch.Tensor], tree: Tree, place: int, name: str) -> torch.Tensor:
+    def _join_tensors(self, leaves: Sequence[torch.Tensor], tree: Tree, place: int, name: str) -> torch.Tensor:
+        if leaves[0].ndim == 0 and self._dim == 0 and all(leaf.dim() == 0 for leaf in leaves):
+            warn_caller(
+                "Was asked to gather along dimension 0, but all "
+                "input tensors were scalars; will instead unsqueeze "
+                "and return a vector."
+            )
+            leaves = [leaf.reshape(1) for leaf in leaves]
         try:
-            joined = autograd.gather(leaves, self._device, self._dim)
+            dim = in_range(self._dim, leaves[0].ndim)
+            check_joined(leaves, dim, "tensors")
+            joined = autograd.gather(leaves, self._device, dim)
         except (ValueError, TypeError, IndexError) as error:
             error.add_note(f"while gathering {tree.paths(name)[place]} along dimension {self._dim}")
             raise

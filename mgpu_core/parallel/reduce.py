@@ -11,7 +11,9 @@ from typing import Any
 import torch
 
 from mgpu_core.comm import autograd
+from mgpu_core.comm.reductions import check_op
 from mgpu_core.device.devices import DeviceLike, as_device
+from mgpu_core.device.tensor_checks import check_alike
 from mgpu_core.nested import flatten_alike
 from mgpu_core.record import span
 
@@ -40,5 +42,8 @@ def reduce(outputs: Sequence[Any], target_device: DeviceLike) -> Any:
         for place, leaf in enumerate(row):
             if not isinstance(leaf, torch.Tensor):
                 raise TypeError(f"{tree.paths('outputs')[place]} is {leaf!r}, and only tensors can be added up")
+    for column in zip(*rows, strict=True):
+        check_alike(column, column[0].shape, column[0].dtype)
+        check_op("sum", column[0].dtype)
     with span("reduce"):
         return tree.unflatten(iter(autograd.reduce_tensors(rows, device)))

@@ -15,8 +15,9 @@ from typing import Any, TypeVar
 import torch
 from torch.nn import Module
 
-from mgpu_core.comm import autograd, collectives
-from mgpu_core.comm.broadcast_reduce import copies_of
+from mgpu_core.comm import autograd
+from mgpu_core.comm import dispatch as collectives
+from mgpu_core.comm.dispatch import copies_of
 from mgpu_core.comm.facts import tell_contents
 from mgpu_core.device.compiled import compiled_calls
 from mgpu_core.device.devices import DeviceLike

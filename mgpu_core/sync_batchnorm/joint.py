@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from mgpu_core.comm.generic import ALGORITHM
+from mgpu_core.comm.torch_backend import ALGORITHM
 from mgpu_core.comm.watch import hop, watched
 from mgpu_core.device.meeting import Meeting
 from mgpu_core.device.streams import on_all

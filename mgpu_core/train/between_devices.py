@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from mgpu_core.comm import collectives
+from mgpu_core.comm import dispatch as collectives
 from mgpu_core.optim.flat_buffers import part_of
 
 if TYPE_CHECKING:

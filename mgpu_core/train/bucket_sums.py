@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 import torch
 
-from mgpu_core.comm import collectives
+from mgpu_core.comm import dispatch as collectives
 from mgpu_core.comm.facts import tell_contents
 from mgpu_core.comm.rank_sums import RankSums
 from mgpu_core.entries import ALL_RANKS

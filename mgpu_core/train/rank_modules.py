@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.nn import Module, Parameter
 
-from mgpu_core.comm import collectives
+from mgpu_core.comm import dispatch
 from mgpu_core.device.team import Team
 from mgpu_core.module_tree import ModuleTree
 from mgpu_core.parallel.replicate import build_replica, compiled_by_rank, loosen, plain_copies
@@ -83,7 +83,7 @@ class RankModules:
         own = self.tree.tensors if self._leaves is None else self.tree.buffers
         if own:
             with torch.no_grad():
-                collectives.broadcast_into(own, list(zip(*copies, strict=True)))
+                dispatch.broadcast_into(own, list(zip(*copies, strict=True)))
         modes = [node.module.training for node in self.tree.nodes]
         if modes != self._modes:
             self._modes = modes

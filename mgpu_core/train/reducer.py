@@ -14,7 +14,7 @@ from functools import partial
 
 import torch
 
-from mgpu_core.comm import collectives
+from mgpu_core.comm import dispatch as collectives
 from mgpu_core.device.streams import SideRoad
 from mgpu_core.entries import ALL_RANKS
 from mgpu_core.processes.group import Processes

@@ -13,7 +13,7 @@ from operator import attrgetter
 import torch
 from torch.nn import Module, Parameter
 
-from mgpu_core.comm import collectives
+from mgpu_core.comm import dispatch
 from mgpu_core.device.team import Team
 from mgpu_core.device.tensor_checks import memory_of, moved_between
 from mgpu_core.module_tree import ModuleTree, check_initialised, named_parameters_of
@@ -164,7 +164,7 @@ class Replicas:
         if leaders and wanted:
             sources = [self.own[i].detach() for i in wanted]
             copies = [[self.parameters[rank][i].detach() for rank in leaders] for i in wanted]
-            collectives.broadcast_into(sources, copies)
+            dispatch.broadcast_into(sources, copies)
 
     def adopt(self, flats: Sequence[FlatTensors], indices: Collection[int]) -> None:
         """Make the flat values of each device the memory of these parameters; others get memory of their own back."""

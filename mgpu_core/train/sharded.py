@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch.optim import Optimizer
 
-from mgpu_core.comm import collectives
+from mgpu_core.comm import dispatch as collectives
 from mgpu_core.optim.bucket_layout import Bucket, shard_of
 from mgpu_core.optim.flat_buffers import FlatTensors, part_of
 from mgpu_core.train.fused import FusedUpdate

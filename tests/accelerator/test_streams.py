@@ -11,7 +11,7 @@ from torch.optim import SGD
 from train.nets import mse
 
 from mgpu_core import TrainStep, comm
-from mgpu_core.comm import autograd, collectives
+from mgpu_core.comm import autograd, dispatch
 from mgpu_core.device import streams
 from mgpu_core.device.team import Team
 
@@ -36,13 +36,13 @@ def has_waited(waiter, awaited):
 
 def test_copies_from_the_host_are_made_beside_the_computing(monkeypatch):
     seen = []
-    scatter_into = comm.collectives.scatter_into
+    scatter_into = comm.dispatch.scatter_into
 
     def scattered(*arguments):
         seen.extend(torch.accelerator.current_stream(each) for each in DEVICES)
         scatter_into(*arguments)
 
-    monkeypatch.setattr(comm.collectives, "scatter_into", scattered)
+    monkeypatch.setattr(comm.dispatch, "scatter_into", scattered)
     parts = comm.scatter(torch.arange(6.0, device="cpu"), DEVICES)
     assert [part.tolist() for part in parts] == [[0, 1, 2], [3, 4, 5]]
     assert seen == [streams._side_stream(0), streams._side_stream(1)]
@@ -129,13 +129,13 @@ def test_backwards_go_on_on_the_streams_of_the_forward(monkeypatch, name):
             "scatter_into": lambda: [autograd.gather([x, x.to("fake:1")], devices[0], 0)],
             "reduce_batch": lambda: [each for row in autograd.broadcast_buckets(Team.of(devices), [x]) for each in row],
         }[name]()
-    seen, collective = [], getattr(collectives, name)
+    seen, collective = [], getattr(dispatch, name)
 
     def noted(*arguments):
         seen.extend(map(torch.accelerator.current_stream, devices))
         return collective(*arguments)
 
-    monkeypatch.setattr(collectives, name, noted)
+    monkeypatch.setattr(dispatch, name, noted)
     device_module.built.take_waits()
     torch.autograd.backward([out.sum() for out in outs])
     assert seen == own

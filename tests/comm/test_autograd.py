@@ -85,13 +85,13 @@ def test_the_first_reduction_comes_before_the_last_modules_backward(monkeypatch)
     def mark(name):
         return lambda *_: order.append(name)
 
-    real = autograd.collectives.reduce_batch
+    real = autograd.dispatch.reduce_batch
 
     def reduce_batch(*arguments):
         order.append("reduce")
         return real(*arguments)
 
-    monkeypatch.setattr(autograd.collectives, "reduce_batch", reduce_batch)
+    monkeypatch.setattr(autograd.dispatch, "reduce_batch", reduce_batch)
     for place, layer in enumerate(net):
         layer.register_full_backward_hook(mark(f"backward {place}"))
     x = torch.randn(4, 1024, requires_grad=True)

@@ -6,7 +6,9 @@ import gc
 import re
 import threading
 import time
+import traceback
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -393,3 +395,31 @@ def test_a_failure_that_cannot_be_shown_hides_no_other():
     with pytest.raises(KeyError, match="the first") as caught:
         parallel_apply([Call(fails)] * 2, [(0,), (1,)], devices=cpu(2))
     assert caught.value.__notes__ == ["also in replica 1 on device cpu: Mute, which has no repr()"]
+
+
+class Wrong(torch.nn.Module):
+    def forward(self, x):
+        return {}["the users own line"]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+@pytest.mark.parametrize("nested", [False, True])
+def test_the_users_line_is_printed_once(ranks, nested):
+    """And nothing of what is between the wrapper and it."""
+    net = torch.nn.Sequential(Wrong()) if nested else Wrong()
+    with pytest.raises(KeyError) as caught:
+        parallel_apply([net] * ranks, [(torch.ones(1),)] * ranks, devices=["cpu"] * ranks)
+    printed = "".join(traceback.format_exception(caught.value))
+    assert printed.count('return {}["the users own line"]') == 1
+    assert "direct cause" in printed
+    original = str(caught.value).split("Original Traceback (most recent call last):\n")[1]
+    files = re.findall(r'File "(.*?)"', original)
+    assert files[-1] == __file__
+    assert [each for each in files if "mgpu_core" in Path(each).parts[-3:]] == []
+    assert caught.value.__cause__.args == ("the users own line",)
+
+
+def test_a_mistake_in_torchs_own_code_keeps_its_frames():
+    with pytest.raises(RuntimeError, match="Caught RuntimeError in replica 0") as caught:
+        parallel_apply([torch.nn.Linear(2, 1)] * 2, [(torch.ones(3),)] * 2, devices=["cpu"] * 2)
+    assert "linear.py" in str(caught.value)

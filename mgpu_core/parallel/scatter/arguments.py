@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Sequence
+from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -10,9 +13,10 @@ import torch
 from mgpu_core.comm import autograd
 from mgpu_core.comm.facts import tell_cut
 from mgpu_core.device.team import Team
-from mgpu_core.nested import Replicate, flatten
+from mgpu_core.nested import Replicate, Rows, flatten, moved
 from mgpu_core.parallel.scatter.rows import check_shares, is_plain, row_counts, views_of
-from mgpu_core.parallel.scatter.whole import copies_for_all, copies_of_tensor, tell_whole, whole_of
+from mgpu_core.parallel.scatter.unknown import warn_unknown
+from mgpu_core.parallel.scatter.whole import copies_for_all, copies_of_tensor, tell_whole
 from mgpu_core.record import is_on
 
 __all__ = ["Arguments", "cut"]
@@ -37,7 +41,7 @@ def cut(
     check_shares(shares, len(team))
     if len(team) == 1:
         tell_whole(objects, team.devices[0], dim)
-        return [[whole_of(obj, team.devices[0]) for obj in objects.values()]], None
+        return [[moved(obj, team.devices[0]) for obj in objects.values()]], None
     arguments = Arguments(objects)
     alone = arguments.numbers_per_rank(dealt, len(team), dim)
     rows = arguments.rows(dim, alone)
@@ -90,23 +94,24 @@ class Arguments:
         """
         first: int | None = None
         for place, leaf in enumerate(self.leaves):
-            if place in but or not isinstance(leaf, torch.Tensor) or leaf.dim() == 0:
+            if place in but or not isinstance(leaf, torch.Tensor | Rows) or _has_no_dimension(leaf):
                 continue
-            if not -leaf.dim() <= dim < leaf.dim():
+            if isinstance(leaf, torch.Tensor) and not -leaf.dim() <= dim < leaf.dim():
                 raise IndexError(
                     f"{self.path(place)} has shape {tuple(leaf.shape)} and cannot be cut along dimension {dim}"
                 )
             if first is None:
                 first = place
-            elif leaf.size(dim) != self.leaves[first].size(dim):
+            elif _rows_of(leaf, dim) != _rows_of(self.leaves[first], dim):
                 raise ValueError(self._disagreement(first, place, dim))
-        return None if first is None else int(self.leaves[first].size(dim))
+        return None if first is None else _rows_of(self.leaves[first], dim)
 
     def spread(
         self, place: int, team: Team, counts: list[int] | None, dim: int, one_device: torch.device | None
     ) -> Sequence[Any]:
         """What each rank gets of the leaf: views, where it is plain and lies on the one device of all ranks."""
         leaf = self.leaves[place]
+        warn_unknown(leaf, partial(self.path, place))
         parts: Sequence[Any]
         try:
             if counts is not None and type(leaf) is torch.Tensor and leaf.device == one_device and is_plain(leaf):
@@ -121,11 +126,34 @@ class Arguments:
             raise
 
     def _disagreement(self, one: int, other: int, dim: int) -> str:
-        described = [f"{self.path(place)} has shape {tuple(self.leaves[place].shape)}" for place in (one, other)]
-        return (
-            f"the inputs differ in their number of rows along dimension {dim}: {', '.join(described)}. "
-            "What every rank should get whole goes into mgpu_core.Replicate(...)"
-        )
+        paths = [self.path(place) for place in (one, other)]
+        described = [
+            f"{path} has {_size_of(self.leaves[place])}" for path, place in zip(paths, (one, other), strict=True)
+        ]
+        advice = "What every rank should get whole goes into mgpu_core.Replicate(...)"
+        alike = {re.sub(r"\[\d+\]", "[]", path) for path in paths}
+        if len(alike) == 1 and alike != {"inputs[]"}:  # of one list, not two arguments
+            advice += "; a list with one entry per row into mgpu_core.Rows(...)"
+        return f"the inputs differ in their number of rows along dimension {dim}: {', '.join(described)}. {advice}"
+
+
+def _has_no_dimension(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.dim() == 0
+
+
+def _rows_of(leaf: torch.Tensor | Rows[Any], dim: int) -> int:
+    return len(leaf) if isinstance(leaf, Rows) else leaf.size(dim)
+
+
+def _size_of(leaf: torch.Tensor | Rows[Any]) -> str:
+    return f"{len(leaf)} rows" if isinstance(leaf, Rows) else f"shape {tuple(leaf.shape)}"
+
+
+def _deal(rows: Rows[Any], team: Team, counts: list[int]) -> list[list[Any]]:
+    """Return each rank's entries, with their tensors on its device."""
+    entries = iter(rows)
+    pairs = zip(team.devices, counts, strict=True)
+    return [[moved(each, device) for each in islice(entries, count)] for device, count in pairs]
 
 
 def _has_rows(leaf: Any, dim: int) -> bool:
@@ -135,6 +163,8 @@ def _has_rows(leaf: Any, dim: int) -> bool:
 def _spread(leaf: Any, team: Team, counts: list[int] | None, dim: int) -> Sequence[Any]:
     if isinstance(leaf, Replicate):
         return copies_for_all(leaf.value, team)
+    if isinstance(leaf, Rows) and counts is not None:
+        return _deal(leaf, team, counts)
     if not isinstance(leaf, torch.Tensor):
         return [leaf] * len(team)
     if leaf.dim() == 0:

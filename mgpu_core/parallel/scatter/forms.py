@@ -7,10 +7,13 @@ from typing import Any
 
 import torch
 
+from mgpu_core.comm import autograd
 from mgpu_core.device.devices import DeviceLike
 from mgpu_core.device.team import Team
+from mgpu_core.nested import moved
 from mgpu_core.parallel.scatter.arguments import cut
-from mgpu_core.parallel.scatter.whole import tell_whole, whole_of
+from mgpu_core.parallel.scatter.rows import check_shares, row_counts, rows_of_bare
+from mgpu_core.parallel.scatter.whole import tell_whole
 from mgpu_core.record import is_on, span
 
 __all__ = ["scatter", "scatter_kwargs"]
@@ -39,6 +42,8 @@ def scatter(
     """
     team = Team.of(target_gpus)
     with span("scatter"):
+        if type(inputs) is torch.Tensor and (columns := _bare((inputs,), team, dim, shares)) is not None:
+            return columns[0]
         parts = [part for (part,) in cut({"inputs": inputs}, team, dim, shares)[0]]
     return tuple(parts) if isinstance(inputs, torch.Tensor) else parts
 
@@ -46,7 +51,7 @@ def scatter(
 def scatter_kwargs(
     inputs: tuple[Any, ...],
     kwargs: dict[str, Any] | None,
-    target_gpus: Sequence[DeviceLike],
+    target_gpus: Sequence[DeviceLike] | Team,
     dim: int = 0,
     *,
     shares: Sequence[float] | None = None,
@@ -63,8 +68,29 @@ def scatter_kwargs(
             device = team.devices[0]
             if is_on():  # the dictionary costs too
                 tell_whole({"inputs": inputs, "kwargs": kwargs or {}}, device, dim)
-            whole = {name: whole_of(value, device) for name, value in kwargs.items()} if kwargs else {}
-            return (tuple([whole_of(value, device) for value in inputs]),), (whole,)
+            whole = {name: moved(value, device) for name, value in kwargs.items()} if kwargs else {}
+            return (tuple([moved(value, device) for value in inputs]),), (whole,)
+        if not kwargs and (columns := _bare(inputs, team, dim, shares)) is not None:
+            return tuple(zip(*columns, strict=True)), tuple([{} for _ in columns[0]])
         objects = {"inputs": tuple(inputs), "kwargs": dict(kwargs or {})}
         pairs, _ = cut(objects, team, dim, shares, dealt="kwargs")
     return tuple(pair[0] for pair in pairs), tuple(pair[1] for pair in pairs)
+
+
+def _bare(
+    tensors: Sequence[Any], team: Team, dim: int, shares: Sequence[float] | None
+) -> list[tuple[torch.Tensor, ...]] | None:
+    """Return the chunks of each where all are bare tensors of as many rows, for several ranks: the shortest way.
+
+    ``None``: it is something else, or wrong, or a recording wants names.
+    """
+    rows = rows_of_bare(tensors, dim)
+    if rows is None or len(team.devices) == 1 or is_on():
+        return None
+    check_shares(shares, len(team))
+    counts = row_counts(rows, len(team), shares)
+    team = team.first(len(counts))
+    try:
+        return [autograd.scatter(each, team, counts, dim) for each in tensors]
+    except (ValueError, TypeError):
+        return None  # the long way says which one it is

@@ -10,7 +10,7 @@ import torch
 from mgpu_core.comm.facts import tell_cut
 from mgpu_core.device.team import Team
 from mgpu_core.parallel.scatter.arguments import Arguments, cut
-from mgpu_core.parallel.scatter.rows import check_shares, is_plain, row_counts, views_of
+from mgpu_core.parallel.scatter.rows import check_shares, row_counts, rows_of_bare, views_of
 from mgpu_core.parallel.scatter.whole import tell_whole
 from mgpu_core.record import is_on, span
 
@@ -49,18 +49,17 @@ def _plain_views(
         if type(obj) is not dict or obj:
             tensors += obj if type(obj) is tuple else [obj]
     device = team.devices[0]
-    if not tensors or team.devices.count(device) < len(team):
+    rows = rows_of_bare(tensors, dim)
+    if rows is None or team.devices.count(device) < len(team):
         return None
     for each in tensors:
-        if type(each) is not torch.Tensor or each.device != device or not is_plain(each):
-            return None
-        if not -each.dim() <= dim < each.dim() or each.size(dim) != tensors[0].size(dim):
+        if each.device != device or each.requires_grad:
             return None
     check_shares(shares, len(team))
     if len(team) == 1:
         tell_whole(objects, device, dim)
-        return [list(objects.values())], [tensors[0].size(dim)]
-    counts = row_counts(tensors[0].size(dim), len(team), shares)
+        return [list(objects.values())], [rows]
+    counts = row_counts(rows, len(team), shares)
     columns = [views_of(each, counts, dim) for each in tensors]
     if is_on():
         for name, each, views in zip(_names(objects), tensors, columns, strict=True):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 
 from mgpu_core import _core
+from mgpu_core.nested import is_undivided
 
-__all__ = ["check_shares", "is_plain", "is_undivided", "row_counts", "views_of"]
+__all__ = ["check_shares", "is_plain", "row_counts", "rows_of_bare", "views_of"]
 
 
 def check_shares(shares: Sequence[float] | None, ranks: int) -> None:
@@ -32,6 +34,19 @@ def row_counts(rows: int, ranks: int, shares: Sequence[float] | None) -> list[in
     return [count for _, count in plan if count] or [0]
 
 
+def rows_of_bare(values: Iterable[Any], dim: int) -> int | None:
+    """Return the rows along ``dim`` of bare tensors; ``None`` where one is something else, or they disagree."""
+    rows: int | None = None
+    for each in values:
+        if type(each) is not torch.Tensor or is_undivided(each) or not -each.ndim <= dim < each.ndim:
+            return None
+        if rows is None:
+            rows = each.shape[dim]
+        elif each.shape[dim] != rows:
+            return None
+    return rows
+
+
 def views_of(leaf: torch.Tensor, counts: list[int], dim: int) -> list[torch.Tensor]:
     """Chunks without a copy, each with a version of its own: what a rank writes in place is no other rank's write."""
     return [chunk.data for chunk in torch.split_with_sizes(leaf, counts, dim)]
@@ -40,8 +55,3 @@ def views_of(leaf: torch.Tensor, counts: list[int], dim: int) -> list[torch.Tens
 def is_plain(leaf: torch.Tensor) -> bool:
     """Whether views of it are all that a rank needs; what a scatter refuses is none."""
     return leaf.dim() > 0 and not (leaf.requires_grad or is_undivided(leaf))
-
-
-def is_undivided(leaf: torch.Tensor) -> bool:
-    """What a scatter over several ranks refuses."""
-    return leaf.layout is not torch.strided or leaf.is_nested or leaf.is_quantized

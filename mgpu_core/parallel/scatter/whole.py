@@ -8,36 +8,14 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-from mgpu_core.comm import autograd
-from mgpu_core.comm.broadcast_reduce import copies_of
-from mgpu_core.comm.collectives import broadcast_into
+from mgpu_core.comm import autograd, dispatch
 from mgpu_core.comm.facts import tell_cut
 from mgpu_core.device.team import Team
-from mgpu_core.nested import Replicate, any_tensor, flatten
-from mgpu_core.parallel.scatter.rows import is_undivided
+from mgpu_core.device.tensor_checks import refuse_special
+from mgpu_core.nested import Replicate, Rows, any_tensor, flatten, is_undivided
 from mgpu_core.record import telling
 
-__all__ = ["copies_for_all", "copies_of_tensor", "tell_whole", "whole_of"]
-
-
-def whole_of(obj: Any, device: torch.device) -> Any:
-    """One rank cuts nothing: everything goes to its device as it is, and what is there already is not even copied."""
-    if isinstance(obj, torch.Tensor):
-        return obj if obj.device == device else obj.to(device)
-    if type(obj) is tuple and all(type(each) is torch.Tensor for each in obj):
-        return tuple([whole_of(each, device) for each in obj])
-    leaves: list[Any] = []
-    tree = flatten(obj, leaves, "inputs", whole=True, share=True)
-    if not any_tensor(leaves):
-        return obj
-    moved = [whole_of(leaf.value, device) if isinstance(leaf, Replicate) else _moved(leaf, device) for leaf in leaves]
-    return tree.unflatten(iter(moved))
-
-
-def _moved(leaf: Any, device: torch.device) -> Any:
-    if isinstance(leaf, torch.Tensor | PackedSequence) and leaf.data.device != device:
-        return leaf.to(device)  # type: ignore[arg-type]  # torch's stub forgets devices
-    return leaf
+__all__ = ["copies_for_all", "copies_of_tensor", "tell_whole"]
 
 
 @telling
@@ -64,6 +42,8 @@ def copies_for_all(obj: Any, team: Team) -> list[Any]:
 def _copies_of_leaf(leaf: Any, team: Team) -> Sequence[Any]:
     if isinstance(leaf, Replicate):  # one in another says nothing new, but the module gets bare values
         return copies_for_all(leaf.value, team)
+    if isinstance(leaf, Rows):
+        return copies_for_all(list(leaf), team)
     if isinstance(leaf, PackedSequence):
         return _copies_of_packed(leaf, team)
     if not isinstance(leaf, torch.Tensor):
@@ -85,8 +65,8 @@ def copies_of_tensor(tensor: torch.Tensor, team: Team) -> Sequence[torch.Tensor]
     if tensor.requires_grad and torch.is_grad_enabled():
         copies = [row[0] for row in autograd.broadcast_buckets(team, [tensor], numbered=False)]
     else:
-        copies = copies_of(tensor, team.devices)
-        broadcast_into([tensor], [copies])
+        refuse_special(tensor, "Replicate(...)", sparse=True)
+        copies = dispatch.broadcast([tensor], team)[0]
     if team.devices[0] == tensor.device:
         copies[0] = copies[0].clone()
     return copies

@@ -36,7 +36,7 @@ def serve(device_type: str) -> None:
     """From now on the cuda room serves the devices of this type; all of them reach each other."""
     import mgpu_core
     from mgpu_core import _core
-    from mgpu_core.comm import rooms, tuning
+    from mgpu_core.comm import backends, tuning
     from mgpu_core.device import streams
 
     mgpu_core._core = _core  # as importing it by its name would have done
@@ -47,7 +47,7 @@ def serve(device_type: str) -> None:
     streams.settle_peers = lambda devices: None
     tuning.choose = lambda devices, nbytes, run: "direct"
     torch.cuda.is_current_stream_capturing = lambda: False
-    rooms._NARROW_NBYTES = 0  # so that the small tensors of the tests take this road too
+    backends._NARROW_NBYTES = 0  # so that the small tensors of the tests take this road too
 
 
 def _build() -> Path:

@@ -1,4 +1,4 @@
-"""The generic room: what is not one dense block takes it, and nobody can tell by the result."""
+"""The torch backend: what is not one dense block takes it, and nobody can tell by the result."""
 
 import pytest
 import torch

@@ -115,6 +115,10 @@ class FlatOptimizer(Optimizer):
             self.state = self._flat.whole()
             self._flat, self._is_attached = None, False
 
+    def is_over(self, flat: FlatState) -> bool:
+        """Return whether it steps over this memory."""
+        return self._flat is flat
+
     def expect(self, used: list[bool] | None) -> None:
         """Say which parameters the next step updates, whose gradients lie in the flat ones; ``None``: it must look."""
         self._awaited = used

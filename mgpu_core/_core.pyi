@@ -110,6 +110,9 @@ def adam(
     decoupled: bool,
     stream: tuple[int, int],
 ) -> None: ...
+def lion(
+    flat: tuple[int, int, int, str, int, int, int, int, int, int, int, int], exp_avg: int, stream: tuple[int, int]
+) -> None: ...
 
 # Collectives: one pointer and one stream per rank.
 def all_reduce(

@@ -113,7 +113,7 @@ FlatParameters flat_of(const FlatTuple& tuple) {
           pointer_to<double>(constants),
           pointer_to<const double>(groups),
           group_count,
-          pointer_to<const float>(clip),
+          pointer_to<const double>(clip),
           pointer_to<const float>(loss_scale),
           pointer_to<const float>(found_inf)};
 }
@@ -132,6 +132,13 @@ void bind_adam(const FlatTuple& flat, Pointer exp_avg, Pointer exp_avg_sq, Point
   const Adam call{parameters, state(exp_avg), state(exp_avg_sq), state(max_exp_avg_sq), decoupled};
   const Stream on = stream_of(stream);
   without_gil([&] { device_ops_of(on).adam(call, on); });
+}
+
+void bind_lion(const FlatTuple& flat, Pointer exp_avg, const StreamTuple& stream) {
+  const FlatParameters parameters = flat_of(flat);
+  const Lion call{parameters, pointer_of(exp_avg, itemsize(parameters.dtype))};
+  const Stream on = stream_of(stream);
+  without_gil([&] { device_ops_of(on).lion(call, on); });
 }
 
 }  // namespace
@@ -161,6 +168,7 @@ void bind_kernels(py::module_& m) {
         "One step; see csrc/core/kernel_calls.h for the tables.  A pointer of 0: not there.");
   m.def("adam", &bind_adam, py::arg("flat"), py::arg("exp_avg"), py::arg("exp_avg_sq"), py::arg("max_exp_avg_sq"),
         py::arg("decoupled"), py::arg("stream"), "One step of Adam, or of AdamW where the decay is decoupled.");
+  m.def("lion", &bind_lion, py::arg("flat"), py::arg("exp_avg"), py::arg("stream"), "One step of Lion.");
 }
 
 }  // namespace mgpu::bindings

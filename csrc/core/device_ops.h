@@ -57,6 +57,7 @@ class DeviceOps {
   virtual void l2_norm(const L2Norm& call, Stream on) = 0;
   virtual void sgd(const Sgd& call, Stream on) = 0;
   virtual void adam(const Adam& call, Stream on) = 0;
+  virtual void lion(const Lion& call, Stream on) = 0;
 };
 
 // Whether work on `device` may read and write the memory of `peer`, and the other way round.

@@ -94,7 +94,7 @@ struct FlatParameters {
   double* constants;        // (segment_count, kOptimizerConstants): room for a device to work in; the host needs none
   const double* groups;     // (group_count, 6): what the columns are, says each optimizer
   int64_t group_count;      // a segment of another group is left alone
-  const float* clip;        // gradients are multiplied by it; null: 1
+  const double* clip;       // gradients are multiplied by it; null: 1
   const float* loss_scale;  // gradients are divided by it; null: 1
   const float* found_inf;   // not 0: nothing is changed, not even the steps; null: 0
 };
@@ -119,5 +119,12 @@ struct Adam {
   bool decoupled;        // weight decay shrinks the parameters instead of joining the gradient
 };
 enum AdamColumn { kAdamLr, kBeta1, kBeta2, kEps, kAdamWeightDecay, kAdamMaximize, kAdamColumns };
+
+// Lion (Chen et al. 2023, arXiv 2302.06675).  Groups: lr, beta1, beta2, weight_decay, maximize, and one unused column.
+struct Lion {
+  FlatParameters flat;
+  void* exp_avg;
+};
+enum LionColumn { kLionLr, kLionBeta1, kLionBeta2, kLionWeightDecay, kLionMaximize, kLionUnused, kLionColumns };
 
 }  // namespace mgpu

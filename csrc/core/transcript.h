@@ -47,6 +47,7 @@ class WatchedOps final : public DeviceOps {
   void l2_norm(const L2Norm& call, Stream on) override { ops_.l2_norm(call, on); }
   void sgd(const Sgd& call, Stream on) override { ops_.sgd(call, on); }
   void adam(const Adam& call, Stream on) override { ops_.adam(call, on); }
+  void lion(const Lion& call, Stream on) override { ops_.lion(call, on); }
 
  private:
   DeviceOps& ops_;

@@ -5,179 +5,160 @@ state.  A table of segments says where each tensor lies; hyper-parameters, the c
 sign of an overflow are read from the device's memory, so that a step can be captured in a graph and its numbers
 changed between replays.
 
-Who steps over the same buffers again and again makes a :class:`FlatSgd` or :class:`FlatAdam` once, which looks at them
-once; the functions are one such step.
+A :class:`FlatKernel` steps over the same buffers again and again, and checks them once; the functions are one such step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 from mgpu_core import _core
 from mgpu_core.device.dtypes import FLOATING
-from mgpu_core.device.memory import note_written
 from mgpu_core.device.streams import core_stream
 from mgpu_core.kernels import reference
 from mgpu_core.kernels.arguments import as_out, as_tensor, check_floating, check_like, check_outs, on_one_device
 from mgpu_core.kernels.flat_tables import check_rows
 from mgpu_core.record import span
 
-__all__ = ["FlatAdam", "FlatSgd", "adam", "adamw", "sgd"]
+__all__ = ["FlatKernel", "adam", "adamw", "lion", "sgd"]
 
 Pointers = tuple[int, int, int, str, int, int, int, int, int, int, int, int]
 
 
-class _Flat:
-    """What both optimizers are given, checked once.
+class _Kernel(NamedTuple):
+    """One row of the table of optimizers.
+
+    Attributes:
+        states: their names, in the order of the kernel's arguments.
+        optional: those that may be ``None``.
+        core: called with pointers, the states' addresses, ``extra`` and the stream.
+        reference: called with parameters, gradients, states, tables, ``extra`` and the scalars.
+        extra: constants of the kernel.
+    """
+
+    states: tuple[str, ...]
+    optional: frozenset[str]
+    core: Callable[..., None]
+    reference: Callable[..., None]
+    extra: tuple[Any, ...] = ()
+
+
+_MOMENTS, _MOST = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"), frozenset({"max_exp_avg_sq"})
+_KERNELS = {
+    "sgd": _Kernel(("momentum",), frozenset({"momentum"}), _core.sgd, reference.sgd),
+    "adam": _Kernel(_MOMENTS, _MOST, _core.adam, reference.adam, (False,)),
+    "adamw": _Kernel(_MOMENTS, _MOST, _core.adam, reference.adam, (True,)),
+    "lion": _Kernel(("exp_avg",), frozenset(), _core.lion, reference.lion),
+}
+_SCALARS = {"clip": torch.float64, "loss_scale": torch.float32, "found_inf": torch.float32}
+
+
+class FlatKernel:
+    """Steps of one optimizer over the same buffers, in place.
 
     Args:
-        states: by name, a tensor like ``parameters``; ``None`` where there is none of that kind.
-        clip, loss_scale, found_inf: as for :func:`sgd`.
+        name: ``sgd``, ``adam``, ``adamw`` or ``lion``.
+        states: in the order of the function of that name; ``None`` where there is none of that kind.
+        parameters, gradients, segments, groups, clip, loss_scale, found_inf: as for :func:`sgd`.
     """
 
     def __init__(
         self,
+        name: str,
         parameters: torch.Tensor,
         gradients: torch.Tensor,
+        states: Sequence[torch.Tensor | None],
         segments: torch.Tensor,
         groups: torch.Tensor,
-        states: Mapping[str, torch.Tensor | None],
-        *,
-        clip: torch.Tensor | None = None,
-        loss_scale: torch.Tensor | None = None,
-        found_inf: torch.Tensor | None = None,
+        **scalars: torch.Tensor | None,
     ) -> None:
         parameters, gradients = as_out(parameters, "parameters"), as_tensor(gradients, "gradients")
         segments, groups = as_out(segments, "segments"), as_tensor(groups, "groups")
-        scalars = _as_scalars(clip=clip, loss_scale=loss_scale, found_inf=found_inf)
-        self.parameters, self.gradients, self.segments, self.groups = parameters, gradients, segments, groups
-        self.clip, self.loss_scale, self.found_inf = scalars.values()
+        found = _as_scalars(scalars)
         check_floating("an optimizer", parameters.dtype)
         check_like(parameters, "parameters", (parameters.numel(),), parameters.dtype)
         check_like(gradients, "gradients", parameters.shape, parameters.dtype)
         check_like(segments, "segments", (segments.shape[0] if segments.dim() else 0, 5), torch.int64)
         check_like(groups, "groups", (groups.shape[0] if groups.dim() else 0, 6), torch.float64)
-        on_one_device(parameters=parameters, gradients=gradients, segments=segments, groups=groups, **scalars)
-        self.on_cpu = parameters.device.type == "cpu"
-        self.states = self._checked(states)
-        self.written = [parameters, segments, *self.states.values()]
-        self._pointers = self._collect()
+        self._device = on_one_device(
+            parameters=parameters, gradients=gradients, segments=segments, groups=groups, **found
+        )
+        self._name, self._kernel = name, _KERNELS[name]
+        self._flat = parameters, gradients
+        self._tables, self._scalars = (segments, groups), tuple(found.values())
+        self._states = self._checked(states)
+        written = [parameters, segments, *(each for each in self._states if each is not None)]
+        self._written = [each for each in written if not each.is_inference()]
+        self._pointers, self._state_pointers = self._collect(), [_pointer(each) for each in self._states]
 
-    def _checked(self, states: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor]:
-        """The states that there are.  Raises unless all may be written and the tables fit; a GPU's are taken as is."""
-        there = {name: state for name, state in states.items() if state is not None or name not in _OPTIONAL}
-        given = {name: as_out(state, name) for name, state in there.items()}
+    def _checked(self, states: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Return the states; raise unless all may be written and the tables fit (a GPU's tables are taken as is)."""
+        parameters, gradients = self._flat
+        segments, groups = self._tables
+        names, optional = self._kernel.states, self._kernel.optional
+        given = {
+            name: as_out(state, name)
+            for name, state in zip(names, states, strict=True)
+            if state is not None or name not in optional
+        }
         for name, state in given.items():
-            check_like(state, name, self.parameters.shape, self.parameters.dtype)
-            on_one_device(parameters=self.parameters, **{name: state})
-        outs = {"parameters": self.parameters, "segments": self.segments, **given}
-        check_outs(list(outs.values()), list(outs), [self.gradients])
-        if self.on_cpu:
-            check_rows(self.segments.tolist(), end=self.parameters.numel(), groups=self.groups.shape[0])
-        return given
+            check_like(state, name, parameters.shape, parameters.dtype)
+            on_one_device(parameters=parameters, **{name: state})
+        outs = {"parameters": parameters, "segments": segments, **given}
+        check_outs(list(outs.values()), list(outs), [gradients])
+        if self._device.type == "cpu":
+            check_rows(segments.tolist(), end=parameters.numel(), groups=groups.shape[0])
+        return [given.get(name) for name in names]
 
     def _collect(self) -> Pointers:
-        """What the core is given, with room for a GPU's first kernel to leave numbers for its second."""
+        """Return the core's arguments, with memory where a GPU's first kernel leaves numbers for its second."""
+        parameters, gradients = self._flat
+        segments, groups = self._tables
         constants = 0
-        if not self.on_cpu:
-            shape = len(self.segments), _core.optimizer_constants()
-            self._constants = torch.empty(shape, dtype=torch.float64, device=self.parameters.device)
+        if self._device.type != "cpu":
+            shape = len(segments), _core.optimizer_constants()
+            self._constants = torch.empty(shape, dtype=torch.float64, device=self._device)
             constants = self._constants.data_ptr()
-        clip, scale, found = (_pointer(each) for each in (self.clip, self.loss_scale, self.found_inf))
-        parameters, gradients = self.parameters.data_ptr(), self.gradients.data_ptr()
-        count, dtype = self.parameters.numel(), FLOATING[self.parameters.dtype]
-        segments, groups = self.segments.data_ptr(), self.groups.data_ptr()
-        tables = segments, len(self.segments), constants, groups, len(self.groups)
-        return parameters, gradients, count, dtype, *tables, clip, scale, found
-
-
-_OPTIONAL = {"momentum", "max_exp_avg_sq"}
-
-
-def _as_scalars(**given: Any) -> dict[str, torch.Tensor | None]:
-    """What is not ``None`` as a tensor; raises ValueError unless it is one float32 number."""
-    scalars = {name: None if each is None else as_tensor(each, name) for name, each in given.items()}
-    for name, scalar in scalars.items():
-        if scalar is not None and (scalar.numel() != 1 or scalar.dtype != torch.float32):
-            raise ValueError(f"{name} must be one float32 number, not {tuple(scalar.shape)} {scalar.dtype}")
-    return scalars
-
-
-def _pointer(tensor: torch.Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
-
-
-class FlatSgd(_Flat):
-    """Steps of ``torch.optim.SGD`` over the same buffers, in place; arguments as of :func:`sgd`."""
-
-    def __init__(
-        self,
-        parameters: torch.Tensor,
-        gradients: torch.Tensor,
-        momentum: torch.Tensor | None,
-        segments: torch.Tensor,
-        groups: torch.Tensor,
-        **scalars: torch.Tensor | None,
-    ) -> None:
-        super().__init__(parameters, gradients, segments, groups, {"momentum": momentum}, **scalars)
-        self._momentum = self.states.get("momentum")
+        clip, scale, found = (_pointer(each) for each in self._scalars)
+        flat = parameters.data_ptr(), gradients.data_ptr(), parameters.numel(), FLOATING[parameters.dtype]
+        tables = segments.data_ptr(), len(segments), constants, groups.data_ptr(), len(groups)
+        return *flat, *tables, clip, scale, found
 
     def step(self) -> None:
-        """One step, on the current stream.
+        """Make one step on the current stream.
 
         Raises:
             ValueError: on the CPU, a group has momentum, but there is no buffer; a segment that was written to the
                 table since is outside the buffers.
         """
-        stream = core_stream(self.parameters.device)
-        with span("sgd"):
+        stream = core_stream(self._device)
+        extra = self._kernel.extra
+        with span(self._name):
             if stream is None:
-                reference.sgd(
-                    self.parameters, self.gradients, self._momentum, self.segments, self.groups,
-                    self.clip, self.loss_scale, self.found_inf,
-                )  # fmt: skip
+                self._kernel.reference(*self._flat, *self._states, *self._tables, *extra, *self._scalars)
                 return
-            _core.sgd(self._pointers, _pointer(self._momentum), stream)
-        note_written(self.written)
+            self._kernel.core(self._pointers, *self._state_pointers, *extra, stream)
+        if self._written:
+            torch.autograd.graph.increment_version(self._written)
 
 
-class FlatAdam(_Flat):
-    """Steps of ``torch.optim.Adam`` or, decoupled, ``AdamW`` over the same buffers, in place; see :func:`adam`."""
+def _as_scalars(given: dict[str, torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
+    """Return the scalars as tensors; raise ValueError unless each is one number of its dtype."""
+    scalars: dict[str, torch.Tensor | None] = dict.fromkeys(_SCALARS)
+    for name, each in given.items():
+        scalar, dtype = None if each is None else as_tensor(each, name), _SCALARS[name]
+        if scalar is not None and (scalar.numel() != 1 or scalar.dtype != dtype):
+            wanted = str(dtype).removeprefix("torch.")
+            raise ValueError(f"{name} must be one {wanted} number, not {tuple(scalar.shape)} {scalar.dtype}")
+        scalars[name] = scalar
+    return scalars
 
-    def __init__(
-        self,
-        parameters: torch.Tensor,
-        gradients: torch.Tensor,
-        exp_avg: torch.Tensor,
-        exp_avg_sq: torch.Tensor,
-        segments: torch.Tensor,
-        groups: torch.Tensor,
-        *,
-        decoupled: bool,
-        max_exp_avg_sq: torch.Tensor | None = None,
-        **scalars: torch.Tensor | None,
-    ) -> None:
-        states = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "max_exp_avg_sq": max_exp_avg_sq}
-        super().__init__(parameters, gradients, segments, groups, states, **scalars)
-        self._average, self._square = self.states["exp_avg"], self.states["exp_avg_sq"]
-        self._largest, self._decoupled = self.states.get("max_exp_avg_sq"), decoupled
 
-    def step(self) -> None:
-        """One step, on the current stream."""
-        stream = core_stream(self.parameters.device)
-        with span("adam"):
-            if stream is None:
-                reference.adam(
-                    self.parameters, self.gradients, self._average, self._square, self._largest, self.segments,
-                    self.groups, self._decoupled, self.clip, self.loss_scale, self.found_inf,
-                )  # fmt: skip
-                return
-            states = _pointer(self._average), _pointer(self._square), _pointer(self._largest)
-            _core.adam(self._pointers, *states, self._decoupled, stream)
-        note_written(self.written)
+def _pointer(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
 
 
 def sgd(
@@ -198,7 +179,7 @@ def sgd(
         momentum: the momentum buffers, like ``parameters``; ``None`` where no group has momentum.
         segments: of :func:`segment_table`; its steps are raised.
         groups: of :func:`sgd_groups`.
-        clip: float32 scalar that the gradients are multiplied by.
+        clip: float64 scalar that the gradients are multiplied by.
         loss_scale: float32 scalar that the gradients are divided by.
         found_inf: float32 scalar; where it is not 0 nothing is changed, not even a step.
 
@@ -210,9 +191,8 @@ def sgd(
         TypeError, ValueError: a dtype, shape or device that is not named above; on the CPU also segments outside the
             buffers, groups that are not there, and momentum without a buffer.
     """
-    FlatSgd(
-        parameters, gradients, momentum, segments, groups, clip=clip, loss_scale=loss_scale, found_inf=found_inf
-    ).step()
+    scalars = {"clip": clip, "loss_scale": loss_scale, "found_inf": found_inf}
+    FlatKernel("sgd", parameters, gradients, [momentum], segments, groups, **scalars).step()
 
 
 def adam(
@@ -234,10 +214,9 @@ def adam(
         exp_avg, exp_avg_sq, max_exp_avg_sq: the state, like ``parameters``.
         groups: of :func:`adam_groups`.
     """
-    FlatAdam(
-        parameters, gradients, exp_avg, exp_avg_sq, segments, groups, decoupled=False,
-        max_exp_avg_sq=max_exp_avg_sq, clip=clip, loss_scale=loss_scale, found_inf=found_inf,
-    ).step()  # fmt: skip
+    states = [exp_avg, exp_avg_sq, max_exp_avg_sq]
+    scalars = {"clip": clip, "loss_scale": loss_scale, "found_inf": found_inf}
+    FlatKernel("adam", parameters, gradients, states, segments, groups, **scalars).step()
 
 
 def adamw(
@@ -254,7 +233,27 @@ def adamw(
     found_inf: torch.Tensor | None = None,
 ) -> None:
     """One step of ``torch.optim.AdamW``: :func:`adam` with the weight decay apart from the gradient."""
-    FlatAdam(
-        parameters, gradients, exp_avg, exp_avg_sq, segments, groups, decoupled=True,
-        max_exp_avg_sq=max_exp_avg_sq, clip=clip, loss_scale=loss_scale, found_inf=found_inf,
-    ).step()  # fmt: skip
+    states = [exp_avg, exp_avg_sq, max_exp_avg_sq]
+    scalars = {"clip": clip, "loss_scale": loss_scale, "found_inf": found_inf}
+    FlatKernel("adamw", parameters, gradients, states, segments, groups, **scalars).step()
+
+
+def lion(
+    parameters: torch.Tensor,
+    gradients: torch.Tensor,
+    exp_avg: torch.Tensor,
+    segments: torch.Tensor,
+    groups: torch.Tensor,
+    *,
+    clip: torch.Tensor | None = None,
+    loss_scale: torch.Tensor | None = None,
+    found_inf: torch.Tensor | None = None,
+) -> None:
+    """Make one step of Lion (Chen et al. 2023, arXiv 2302.06675), in place; see :func:`sgd`.
+
+    Args:
+        exp_avg: the state, like ``parameters``.
+        groups: of :func:`lion_groups`.
+    """
+    scalars = {"clip": clip, "loss_scale": loss_scale, "found_inf": found_inf}
+    FlatKernel("lion", parameters, gradients, [exp_avg], segments, groups, **scalars).step()

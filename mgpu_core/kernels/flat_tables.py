@@ -7,7 +7,18 @@ from itertools import accumulate
 
 import torch
 
-__all__ = ["ACTIVE", "BEGIN", "COUNT", "GROUP", "STEP", "adam_groups", "check_rows", "segment_table", "sgd_groups"]
+__all__ = [
+    "ACTIVE",
+    "BEGIN",
+    "COUNT",
+    "GROUP",
+    "STEP",
+    "adam_groups",
+    "check_rows",
+    "lion_groups",
+    "segment_table",
+    "sgd_groups",
+]
 
 BEGIN, COUNT, GROUP, STEP, ACTIVE = range(5)  # the columns of a segment table
 
@@ -63,6 +74,17 @@ def adam_groups(*groups: dict[str, float], device: torch.device | str | None = N
             ``weight_decay`` (0) and ``maximize`` (0), as in ``torch.optim.Adam``.
     """
     columns = {"lr": None, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0, "maximize": 0.0}
+    return _group_table(groups, columns, device)
+
+
+def lion_groups(*groups: dict[str, float], device: torch.device | str | None = None) -> torch.Tensor:
+    """Return the group table of :func:`lion`: float64, ``(len(groups), 6)``, the last column unused.
+
+    Args:
+        groups: each with ``lr``, and what it wants of ``beta1`` (0.9), ``beta2`` (0.99), ``weight_decay`` (0) and
+            ``maximize`` (0).
+    """
+    columns = {"lr": None, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.0, "maximize": 0.0, "unused": 0.0}
     return _group_table(groups, columns, device)
 
 

@@ -7,7 +7,7 @@ from functools import reduce as fold
 
 import torch
 
-__all__ = ["adam", "average_of", "gather_rows", "l2_norm", "pack", "scale_cast", "sgd", "sum_ranks", "unpack"]
+__all__ = ["adam", "average_of", "gather_rows", "l2_norm", "lion", "pack", "scale_cast", "sgd", "sum_ranks", "unpack"]
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -140,3 +140,25 @@ def adam(
             max_exp_avg_sq[place] = square.to(dtype)
         root = square.sqrt() / (1 - beta2**step) ** 0.5 + eps
         parameters[place] = (parameter - lr / (1 - beta1**step) * (average / root)).to(dtype)
+
+
+def lion(
+    parameters: torch.Tensor,
+    gradients: torch.Tensor,
+    exp_avg: torch.Tensor,
+    segments: torch.Tensor,
+    groups: torch.Tensor,
+    clip: torch.Tensor | None,
+    loss_scale: torch.Tensor | None,
+    found_inf: torch.Tensor | None,
+) -> None:
+    """Make one step of Lion on flat parameters, in place."""
+    wide, dtype = _wide(parameters.dtype), parameters.dtype
+    for begin, count, group, _, _ in _active(segments, found_inf):
+        lr, beta1, beta2, decay, maximize, _ = groups[group].tolist()
+        place = slice(begin, begin + count)
+        gradient = gradients[place].to(wide) * _factor(bool(maximize), clip, loss_scale)
+        average = exp_avg[place].to(wide)
+        move = lr * (average + (1 - beta1) * (gradient - average)).sign()
+        parameters[place] = (parameters[place].to(wide) * (1 - lr * decay) - move).to(dtype)
+        exp_avg[place] = (average * beta2 + (1 - beta2) * gradient).to(dtype)

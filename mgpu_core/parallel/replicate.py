@@ -15,8 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch.nn import Module
 
-from mgpu_core.comm import autograd
-from mgpu_core.comm import dispatch as collectives
+from mgpu_core.comm import autograd, dispatch
 from mgpu_core.comm.dispatch import copies_of
 from mgpu_core.comm.facts import tell_contents
 from mgpu_core.device.compiled import compiled_calls
@@ -101,7 +100,7 @@ def plain_copies(tensors: Sequence[torch.Tensor], team: Team) -> list[list[torch
         return [[] for _ in team.ranks]
     with torch.no_grad(), torch.inference_mode(False):
         table = [copies_of(tensor, team.devices) for tensor in tensors]
-        collectives.broadcast_into(tensors, table)
+        dispatch.broadcast_into(tensors, table)
         return [[copy.detach() if copy.requires_grad else copy for copy in row] for row in zip(*table, strict=True)]
 
 

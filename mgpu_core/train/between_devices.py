@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from mgpu_core.comm import dispatch as collectives
+from mgpu_core.comm import dispatch
 from mgpu_core.optim.flat_buffers import part_of
 
 if TYPE_CHECKING:
@@ -81,9 +81,9 @@ class BetweenDevices:
             self.hook(GradientBucket(index, sent, names(), is_last, self._group))
         elif self.shards > 1 and self._group is None:
             parts = [part_of(each, place, self.shards) for place, each in enumerate(sent)]
-            collectives.reduce_scatter_into(sent, parts, "sum", self._ranks)
+            dispatch.reduce_scatter_into(sent, parts, "sum", self._ranks)
         else:
-            collectives.all_reduce_into(sent, "sum", self._algorithm, True, self._ranks)
+            dispatch.all_reduce_into(sent, "sum", self._algorithm, True, self._ranks)
         if narrow:
             for tensor, each in zip(tensors, sent, strict=True):
                 tensor.copy_(each)

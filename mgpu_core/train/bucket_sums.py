@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 import torch
 
-from mgpu_core.comm import dispatch as collectives
+from mgpu_core.comm import dispatch
 from mgpu_core.comm.facts import tell_contents
 from mgpu_core.comm.rank_sums import RankSums
 from mgpu_core.entries import ALL_RANKS
@@ -92,4 +92,4 @@ class BucketSums:
         """Gives the sums over the processes, which the first device has, to the others."""
         first, *others = [flat.gradients for flat in self._flats]
         if others and self._between.hook is None:
-            collectives.broadcast_into(first, [list(each) for each in zip(*others, strict=True)])
+            dispatch.broadcast_into(first, [list(each) for each in zip(*others, strict=True)])

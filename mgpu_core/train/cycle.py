@@ -10,14 +10,22 @@ import torch
 from mgpu_core.entries import ALL_RANKS
 from mgpu_core.processes.ballot import Standing
 from mgpu_core.record import span
-from mgpu_core.train.grad_clip import GradientNorm, are_finite, check_finite, clip, multiply, overflow_of, warm_up
+from mgpu_core.train.grad_clip import (
+    GradientNorm,
+    are_finite,
+    check_finite,
+    clip,
+    factor_of,
+    multiply,
+    overflow_of,
+    warm_up,
+)
 from mgpu_core.train.grad_scaler import LossScale
 from mgpu_core.train.loss import Window
 from mgpu_core.train.process_sync import Together
 from mgpu_core.train.reducer import GradientSync
 from mgpu_core.train.replicas import Replicas
 from mgpu_core.train.rollback import BufferSnapshot, uninterrupted
-from mgpu_core.train.sums import Sums
 from mgpu_core.train.updates import Updates
 
 __all__ = ["Cycle"]
@@ -114,9 +122,9 @@ class Cycle:
                 self._skip_update()
                 return False
             check = self._check_finite if error_if_nonfinite else None
-            self._finish_gradients(self._sync.layout.sums, self._norm, weight, clip_norm, check)
+            factor = self._finish_gradients(weight, clip_norm, check)
             self._sync.show(used)
-            self._make_update(used)
+            self._make_update(used, factor)
             return True
 
     def _skip_update(self) -> None:
@@ -125,10 +133,12 @@ class Cycle:
         self._sync.clear()
         self._buffers.drop()
 
-    def _make_update(self, used: list[bool]) -> None:
+    def _make_update(self, used: list[bool], factor: float | torch.Tensor) -> None:
         try:
             with span("update", ALL_RANKS, self._replicas.devices[0]):
                 self._updates.prepare(used)
+                if self._updates.is_flat:
+                    self._updates.flat.scale_by(factor)
                 self._updates.launch()
                 self._conclude(used)
         except BaseException as error:
@@ -162,12 +172,14 @@ class Cycle:
         """
         with uninterrupted():
             self._updates.prepare(self.used)
+            self._updates.flat.scale_by(1.0)
             if self._loss_scale.is_on or len(self._replicas.devices) > 1:  # it may end between forward and update
                 self._buffers.take()
             loss = replay()
             if loss is None:
                 return None
-            if self._loss_scale.is_on and self._updates.fused.was_held_back():
+            self._updates.flat.replayed()
+            if self._loss_scale.is_on and self._updates.flat.was_held_back():
                 self._skip_update()
             else:
                 self._sync.show(self.used)
@@ -189,11 +201,12 @@ class Cycle:
             weight: of the call; a tensor lies on the device.
             clip_norm: the largest norm of all gradients.
         """
-        sums = self._sync.layout.sums.on(place)
         if self._loss_scale.is_on:
-            self._updates.fused.hold_back(place, overflow_of(sums))
-        self._finish_gradients(sums, norm, weight, clip_norm, check=None)
-        self._updates.fused.launch_on(place)
+            self._updates.flat.hold_back(place, overflow_of(self._sync.layout.sums.on(place)))
+        factor = self.window.factor(weight)
+        if clip_norm is not None:
+            factor = factor_of(factor, norm.compute(), clip_norm)
+        self._updates.flat.launch_on(place, factor)
 
     def forget_layout(self) -> None:
         """The next update is made as the first one was."""
@@ -207,24 +220,25 @@ class Cycle:
             raise RuntimeError("this batch uses other parameters than the one before")
 
     def _finish_gradients(
-        self,
-        sums: Sums,
-        norm: GradientNorm,
-        weight: float | torch.Tensor,
-        clip_norm: float | None,
-        check: Callable[[torch.Tensor], None] | None,
-    ) -> None:
-        """What one device's gradients would be, from sums of all calls, which weigh so much."""
-        factor = self.window.factor(weight)
-        if factor is not None:
+        self, weight: float | torch.Tensor, clip_norm: float | None, check: Callable[[torch.Tensor], None] | None
+    ) -> float | torch.Tensor:
+        """Return what the update multiplies the sums of all calls by, which weigh so much.
+
+        Torch's optimizers take gradients as they are: for them the sums themselves are multiplied.
+        """
+        sums, factor = self._sync.layout.sums, self.window.factor(weight)
+        if factor is not None and not self._updates.is_flat:
             multiply(sums, factor)
-        if check is None and clip_norm is None:
-            return
-        length = norm.compute()
-        if check is not None:
-            check(length)
-        if clip_norm is not None:
-            clip(sums, length, clip_norm)
+            factor = None
+        if check is not None or clip_norm is not None:
+            norm = self._norm.compute()
+            if check is not None:
+                check(norm)
+            if clip_norm is not None and self._updates.is_flat:
+                factor = factor_of(factor, norm, clip_norm)
+            elif clip_norm is not None:
+                clip(sums, norm, clip_norm)
+        return 1.0 if factor is None else factor
 
     def _check_finite(self, norm: torch.Tensor) -> None:
         processes = 1 if self._together is None else self._together.processes.count

@@ -137,7 +137,7 @@ class Engine:
             (setup.error_if_nonfinite, "error_if_nonfinite=True waits for the gradients"),
             (self._split_plan.asked == "auto", 'shares="auto" takes the time of each rank'),
             (keep_outputs, "its outputs are returned"),
-            (parts.updates.memory is None, "the optimizer is not fused"),
+            (parts.updates.memory is None, "its optimizer is none of mgpu_core.optim, or has step hooks"),
         )
         for device in parts.replicas.devices:
             if device.type != GRAPH_DEVICE:

@@ -13,7 +13,7 @@ from mgpu_core.device.dtypes import FLOATING
 from mgpu_core.train.replicas import Replicas
 from mgpu_core.train.sums import Sums
 
-__all__ = ["GradientNorm", "are_finite", "check_finite", "clip", "multiply", "overflow_of", "warm_up"]
+__all__ = ["GradientNorm", "are_finite", "check_finite", "clip", "factor_of", "multiply", "overflow_of", "warm_up"]
 
 
 class GradientNorm:
@@ -53,6 +53,20 @@ def clip(sums: Sums, norm: torch.Tensor, limit: float) -> None:
     if norm.device.type == "cpu" and coefficient >= 1:
         return  # where nobody waits for the number, nothing need be multiplied by one
     multiply(sums, coefficient.clamp(max=1.0))
+
+
+def factor_of(factor: float | torch.Tensor | None, norm: torch.Tensor, limit: float) -> float | torch.Tensor:
+    """Return what the sums, of norm ``norm``, are multiplied by so that ``factor`` times them is at most ``limit``.
+
+    A number where the norm lies on the CPU, else a float64 scalar beside it: nobody waits.
+    """
+    if norm.device.type == "cpu" and not isinstance(factor, torch.Tensor):
+        known = 1.0 if factor is None else factor
+        length = float(norm) * abs(known) + 1e-6
+        return known * min(1.0, limit / length) if length > 0 else math.nan
+    scale = 1.0 if factor is None else factor if not isinstance(factor, torch.Tensor) else factor.to(norm.device)
+    wide = norm.double() * scale
+    return (limit / (wide + 1e-6)).clamp(max=1.0) * scale
 
 
 def multiply(sums: Sums, factor: float | torch.Tensor) -> None:
@@ -98,8 +112,11 @@ def warm_up(sums: Sums) -> None:
     sample = sums.sample()
     overflow_of(sample)
     norm = GradientNorm(sample).compute()
-    multiply(sample, (norm * 1.0).reciprocal())
-    clip(sample, norm, 1.0)
+    clip = torch.ones((), dtype=torch.float64, device=norm.device)
+    for factor in (None, 0.5, norm.reciprocal(), norm.double().reciprocal()):
+        clip.copy_(factor_of(factor, norm, 1.0))
+    clip.copy_(norm.reciprocal())
+    clip.fill_(1.0)
 
 
 def check_finite(sums: Sums, norm: torch.Tensor, replicas: Replicas, processes: int) -> None:

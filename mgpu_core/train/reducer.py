@@ -14,7 +14,7 @@ from functools import partial
 
 import torch
 
-from mgpu_core.comm import dispatch as collectives
+from mgpu_core.comm import dispatch
 from mgpu_core.device.streams import SideRoad
 from mgpu_core.entries import ALL_RANKS
 from mgpu_core.processes.group import Processes
@@ -248,7 +248,7 @@ class GradientSync:
 
     def _sum_loose(self, i: int) -> torch.Tensor:
         parts = [row[i].grad for row in self._replicas.parameters]
-        return collectives.reduce_batch([parts], "sum", self._replicas.devices[0])[0]
+        return dispatch.reduce_batch([parts], "sum", self._replicas.devices[0])[0]
 
 
 def _accumulated(sync: weakref.ref[GradientSync], rank: int, i: int) -> None:

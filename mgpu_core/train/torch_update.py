@@ -17,11 +17,22 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from mgpu_core.nothing import NOTHING
-from mgpu_core.train.optimizer_facts import has_own_step, step_hooks
 from mgpu_core.train.reducer import GradientSync
 from mgpu_core.train.replicas import Replicas
 
-__all__ = ["TorchUpdate"]
+__all__ = ["ForgetTwins", "TorchUpdate"]
+
+
+class ForgetTwins:
+    """A hook that drops the clones: a loaded state, or a step of the user's own, is unknown to them."""
+
+    def __init__(self, twins: list[Optimizer]) -> None:
+        self._twins = twins
+        self.is_off = False
+
+    def __call__(self, *_: Any) -> None:
+        if not self.is_off:
+            self._twins.clear()
 
 
 class TorchUpdate:
@@ -31,34 +42,26 @@ class TorchUpdate:
         device_count: how many devices it updates: all, or the first one alone.
     """
 
-    def __init__(self, optimizer: Optimizer, replicas: Replicas, sync: GradientSync) -> None:
+    def __init__(self, optimizer: Optimizer, replicas: Replicas, sync: GradientSync, is_plain: bool) -> None:
         self._optimizer, self._replicas, self._sync = optimizer, replicas, sync
         is_torchs = type(optimizer).__module__.partition(".")[0] == "torch"
-        is_alone = replicas.is_mixed or not is_torchs or any(step_hooks(optimizer)) or has_own_step(optimizer)
+        is_alone = replicas.is_mixed or not is_torchs or not is_plain
         self.device_count = 1 if is_alone else len(replicas.devices)
         self._versions: list[int] = []
         self._twins: list[Optimizer] = []
-        self._left: list[tuple[Any, int]] = []  # the state as the last update has left it, and how often it was written
-        twins = self._twins
+        self._forget = ForgetTwins(self._twins)
         self.handles: dict[str, RemovableHandle] = {}
-        if hasattr(optimizer, "_optimizer_load_state_dict_post_hooks"):  # a wrapper may lack what torch's class makes
-            self.handles["load"] = optimizer.register_load_state_dict_post_hook(lambda _: twins.clear())
+        if self.device_count > 1:
+            self.handles["load"] = optimizer.register_load_state_dict_post_hook(self._forget)
+            self.handles["own step"] = optimizer.register_step_pre_hook(self._forget)
 
     def close(self) -> None:
+        """Take the hooks away."""
         for handle in self.handles.values():
             handle.remove()
 
-    def is_settled(self) -> bool:
-        """A class may do what it likes, wherever it likes."""
-        return False
-
-    def follow(self) -> None:
-        """The optimizer itself is at work: all that it has become counts."""
-
     def prepare(self, used: Sequence[bool]) -> None:
-        if not self._is_as_left():
-            self._twins.clear()  # they know nothing of a step, or an edit, of the user's own
-        self._left = []  # or what a step replaces would stay beside what takes its place
+        """Give the clones the settings and gradients of this update."""
         if not self._twins:
             self._twins += [self._twin(device) for device in range(1, self.device_count)]
         for device, twin in enumerate(self._twins, start=1):
@@ -68,31 +71,20 @@ class TorchUpdate:
         self._versions = self._replicas.versions
 
     def launch(self) -> None:
-        self._optimizer.step()
+        """Call the step of the optimizer and of its clones."""
+        self._forget.is_off = True
+        try:
+            self._optimizer.step()
+        finally:
+            self._forget.is_off = False
         for device, twin in enumerate(self._twins, start=1):
             with _own_default(self._replicas.devices[device]):
                 twin.step()
         self._replicas.settle()  # from a class or a hook that assigns `p.data`
 
     def has_written(self) -> bool:
-        """Whether a launch that failed has changed parameters before."""
+        """Return whether a launch that failed has changed parameters before."""
         return self._versions != self._replicas.versions
-
-    def conclude(self) -> None:
-        """The optimizers have counted themselves."""
-        self._left = self._state_now()
-
-    def _is_as_left(self) -> bool:
-        now = self._state_now()
-        same = len(now) == len(self._left)
-        return same and all(a is b and n == m for (a, n), (b, m) in zip(now, self._left, strict=True))
-
-    def _state_now(self) -> list[tuple[Any, int]]:
-        if not self._twins:
-            return []
-        states = [each for each in self._optimizer.state.values() if isinstance(each, dict)]  # or the user's own
-        values = [value for state in states for value in state.values()]
-        return [(each, each._version if torch.is_tensor(each) else 0) for each in values]
 
     def _twin(self, device: int) -> Optimizer:
         """The optimizer over the parameters of another device's first rank, with the same state."""

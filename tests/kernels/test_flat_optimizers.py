@@ -103,28 +103,32 @@ def test_adam_is_torchs(options, dtype, name):
 
 
 @pytest.mark.parametrize("dtype", FLOATING)
-@pytest.mark.parametrize("name", ["sgd", "adam", "adamw"])
+@pytest.mark.parametrize("name", ["sgd", "adam", "adamw", "lion"])
 def test_equals_the_reference(dtype, name):
     results = []
     for truth in (False, True):
         parameters, gradients = random_flat(dtype, 0), random_flat(dtype, 1)
         states = [torch.zeros_like(parameters) for _ in range(3)]
         segments = kernels.segment_table(COUNTS, groups=[0, 1, 1, 0, 1])
-        scalars = [torch.tensor(0.5), torch.tensor(4.0), torch.tensor(0.0)]
+        scalars = [torch.tensor(0.5).double(), torch.tensor(4.0), torch.tensor(0.0)]
         if name == "sgd":
             groups = kernels.sgd_groups({"lr": 0.1}, {"lr": 0.2, "momentum": 0.9, "weight_decay": 0.1})
+        elif name == "lion":
+            groups = kernels.lion_groups({"lr": 0.1, "weight_decay": 0.1}, {"lr": 0.2, "maximize": True})
         else:
             groups = kernels.adam_groups({"lr": 0.1, "weight_decay": 0.1}, {"lr": 0.2})
         for _ in range(3):
             if truth and name == "sgd":
                 reference.sgd(parameters, gradients, states[0], segments, groups, *scalars)
+            elif truth and name == "lion":
+                reference.lion(parameters, gradients, states[0], segments, groups, *scalars)
             elif truth:
                 reference.adam(parameters, gradients, *states, segments, groups, name == "adamw", *scalars)
             else:
                 clip, loss_scale, found_inf = scalars
                 rest = {"clip": clip, "loss_scale": loss_scale, "found_inf": found_inf}
-                if name == "sgd":
-                    kernels.sgd(parameters, gradients, states[0], segments, groups, **rest)
+                if name in ("sgd", "lion"):
+                    getattr(kernels, name)(parameters, gradients, states[0], segments, groups, **rest)
                 else:
                     step = getattr(kernels, name)
                     step(parameters, gradients, *states[:2], segments, groups, max_exp_avg_sq=states[2], **rest)
@@ -136,7 +140,9 @@ def test_equals_the_reference(dtype, name):
 def test_clip_and_loss_scale_and_overflow():
     segments, groups = kernels.segment_table([4]), kernels.sgd_groups({"lr": 1.0})
     parameters, gradients = torch.zeros(4), torch.full((4,), 8.0)
-    kernels.sgd(parameters, gradients, None, segments, groups, clip=torch.tensor(0.5), loss_scale=torch.tensor(2.0))
+    kernels.sgd(
+        parameters, gradients, None, segments, groups, clip=torch.tensor(0.5).double(), loss_scale=torch.tensor(2.0)
+    )
     assert parameters.tolist() == [-2.0] * 4
     kernels.sgd(parameters, gradients, None, segments, groups, found_inf=torch.tensor(1.0))
     assert parameters.tolist() == [-2.0] * 4
@@ -198,8 +204,8 @@ def test_refusals():
         sgd(segments=kernels.segment_table([4], groups=[3]))
     with pytest.raises(ValueError, match="a group has momentum"):
         sgd(groups=kernels.sgd_groups({"lr": 1.0, "momentum": 0.5}))
-    with pytest.raises(ValueError, match="clip must be one float32 number"):
-        sgd(clip=torch.tensor(1.0, dtype=torch.float64))
+    with pytest.raises(ValueError, match="clip must be one float64 number"):
+        sgd(clip=torch.tensor(1.0))
     with pytest.raises(ValueError, match="parameters and momentum share memory"):
         sgd(momentum=parameters)
     with pytest.raises(TypeError, match="loss_scale is on the meta device"):
@@ -216,16 +222,16 @@ def test_refusals():
     assert torch.equal(parameters, torch.zeros(4))
 
 
-def negated():
+def negated(dtype):
     """A number of value 1 whose memory says -1."""
-    return torch.complex(torch.zeros(()), -torch.ones(())).conj().imag
+    return torch.complex(torch.zeros((), dtype=dtype), -torch.ones((), dtype=dtype)).conj().imag
 
 
-@pytest.mark.parametrize("name", ["clip", "loss_scale"])
-def test_a_scalar_that_is_a_view(name):
+@pytest.mark.parametrize(("name", "dtype"), [("clip", torch.float64), ("loss_scale", torch.float32)])
+def test_a_scalar_that_is_a_view(name, dtype):
     parameters = torch.ones(4)
     tables = kernels.segment_table([4]), kernels.sgd_groups({"lr": 0.5})
-    kernels.sgd(parameters, torch.ones(4), None, *tables, **{name: negated()})
+    kernels.sgd(parameters, torch.ones(4), None, *tables, **{name: negated(dtype)})
     assert parameters.tolist() == [0.5] * 4
 
 
@@ -246,9 +252,9 @@ def test_states_that_are_missing():
 
 
 def test_a_table_that_is_written_to_between_steps():
-    parameters, segments = torch.ones(4), kernels.segment_table([3, 1], device="cpu")
+    parameters, segments = torch.ones(4, device="cpu"), kernels.segment_table([3, 1], device="cpu")
     groups = kernels.sgd_groups({"lr": 0.5}, device="cpu")
-    flat = kernels.FlatSgd(parameters.cpu(), torch.ones(4, device="cpu"), None, segments, groups)
+    flat = kernels.FlatKernel("sgd", parameters, torch.ones(4, device="cpu"), [None], segments, groups)
     for place, wrong in (((1, 1), 10**7), ((1, 0), -1), ((0, 1), 2**62)):
         before = segments[place].item()
         segments[place] = wrong
@@ -258,7 +264,7 @@ def test_a_table_that_is_written_to_between_steps():
     groups.numpy()[0, 1] = 0.9
     with pytest.raises(ValueError, match="no momentum buffer"):
         flat.step()
-    assert flat.parameters.tolist() == [1] * 4
+    assert parameters.tolist() == [1] * 4
     assert segments[:, 3].tolist() == [0, 0]
 
 
@@ -276,7 +282,7 @@ def test_numpys_arrays():
         kernels.segment_table([4], device="cpu").numpy(),
         kernels.sgd_groups({"lr": 0.5, "momentum": 0.5}, device="cpu").numpy(),
     )
-    kernels.sgd(ones[0], ones[1], ones[2], *tables, clip=numpy.array(1, numpy.float32))
+    kernels.sgd(ones[0], ones[1], ones[2], *tables, clip=numpy.array(1, numpy.float64))
     assert ones[0].tolist() == [0.5] * 4
     flat = numpy.zeros(4, numpy.float32)
     kernels.pack([ones[0]], out=flat)

@@ -169,6 +169,9 @@ class CpuDeviceOps final : public DeviceOps {
   void adam(const Adam& call, Stream) override {
     for_each_segment(call.flat, [&](const SegmentRange& range) { kernels().adam(call, range); });
   }
+  void lion(const Lion& call, Stream) override {
+    for_each_segment(call.flat, [&](const SegmentRange& range) { kernels().lion(call, range); });
+  }
 };
 
 }  // namespace

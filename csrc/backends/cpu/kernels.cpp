@@ -2,15 +2,16 @@
 
 namespace mgpu::cpu {
 
-#define MGPU_DECLARE_LEVEL(level)                                                                \
-  namespace level {                                                                              \
-  void reduce(const Reduction&);                                                                 \
-  void gather_rows(const GatherRows&, int64_t begin, int64_t end);                               \
-  void scale_cast(const ScaleCast&, int64_t begin, int64_t end);                                 \
-  double sum_of_squares(const void*, DType, int64_t begin, int64_t end);                         \
-  void sgd(const Sgd&, const SegmentRange&);                                                     \
-  void adam(const Adam&, const SegmentRange&);                                                   \
-  constexpr Kernels kernels{#level, reduce, gather_rows, scale_cast, sum_of_squares, sgd, adam}; \
+#define MGPU_DECLARE_LEVEL(level)                                                                      \
+  namespace level {                                                                                    \
+  void reduce(const Reduction&);                                                                       \
+  void gather_rows(const GatherRows&, int64_t begin, int64_t end);                                     \
+  void scale_cast(const ScaleCast&, int64_t begin, int64_t end);                                       \
+  double sum_of_squares(const void*, DType, int64_t begin, int64_t end);                               \
+  void sgd(const Sgd&, const SegmentRange&);                                                           \
+  void adam(const Adam&, const SegmentRange&);                                                         \
+  void lion(const Lion&, const SegmentRange&);                                                         \
+  constexpr Kernels kernels{#level, reduce, gather_rows, scale_cast, sum_of_squares, sgd, adam, lion}; \
   }
 
 MGPU_DECLARE_LEVEL(baseline)

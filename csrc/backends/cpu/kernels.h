@@ -40,6 +40,7 @@ struct Kernels {
   double (*sum_of_squares)(const void* in, DType dtype, int64_t begin, int64_t end);
   void (*sgd)(const Sgd&, const SegmentRange&);
   void (*adam)(const Adam&, const SegmentRange&);
+  void (*lion)(const Lion&, const SegmentRange&);
 };
 
 // Those that this processor can run, the widest last.  All give the same bits.

@@ -122,6 +122,24 @@ MGPU_INLINE void adam_range(const Adam& call, const SegmentRange& range) {
                   });
 }
 
+template <class T>
+MGPU_INLINE void lion_range(const Lion& call, const SegmentRange& range) {
+  using W = typename Lanes<T>::Scalar;
+  using V = typename Lanes<T>::Vector;
+  const double* group = group_of(call.flat, range.segment, kLionColumns);
+  const W fresh1 = static_cast<W>(1 - group[kLionBeta1]), beta2 = static_cast<W>(group[kLionBeta2]);
+  const W fresh2 = static_cast<W>(1 - group[kLionBeta2]);
+  const W shrink = static_cast<W>(1 - group[kLionLr] * group[kLionWeightDecay]);
+  const W factor = static_cast<W>(factor_of(call.flat, group[kLionMaximize] != 0));
+  const V none = {}, up = none + static_cast<W>(group[kLionLr]), down = -up;
+  update_range<T>(call.flat, {call.flat.parameters, call.exp_avg}, range, [=](V* values, V gradient) {
+    V &p = values[0], &m = values[1];
+    const V g = gradient * factor, way = m + fresh1 * (g - m);
+    p = p * shrink - (way > none ? up : (way < none ? down : none));
+    m = m * beta2 + fresh2 * g;
+  });
+}
+
 }  // namespace
 
 void sgd(const Sgd& call, const SegmentRange& range) {
@@ -147,6 +165,19 @@ void adam(const Adam& call, const SegmentRange& range) {
       return adam_range<double>(call, range);
     default:
       return adam_range<float>(call, range);
+  }
+}
+
+void lion(const Lion& call, const SegmentRange& range) {
+  switch (call.flat.dtype) {
+    case DType::f16:
+      return lion_range<F16>(call, range);
+    case DType::bf16:
+      return lion_range<BF16>(call, range);
+    case DType::f64:
+      return lion_range<double>(call, range);
+    default:
+      return lion_range<float>(call, range);
   }
 }
 

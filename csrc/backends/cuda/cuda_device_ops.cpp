@@ -142,6 +142,11 @@ class CudaDeviceOps final : public DeviceOps {
     const DeviceGuard guard(on.device);
     launch_adam(call, handle_of(on));
   }
+  void lion(const Lion& call, Stream on) override {
+    if (call.flat.count * call.flat.segment_count == 0) return;
+    const DeviceGuard guard(on.device);
+    launch_lion(call, handle_of(on));
+  }
 };
 
 }  // namespace

@@ -26,5 +26,6 @@ void launch_gather_rows(const GatherRows& call, cudaStream_t stream);
 void launch_l2_norm(const L2Norm& call, cudaStream_t stream);
 void launch_sgd(const Sgd& call, cudaStream_t stream);
 void launch_adam(const Adam& call, cudaStream_t stream);
+void launch_lion(const Lion& call, cudaStream_t stream);
 
 }  // namespace mgpu::cuda

@@ -30,6 +30,12 @@ void update(const Adam& call, int base, cudaStream_t stream) {
                base);
 }
 
+template <class T>
+void update(const Lion& call, int base, cudaStream_t stream) {
+  start_kernel("lion_kernel", lion_kernel<T>, blocks_of(call.flat.count, flat_tile(call.flat.count)), stream, call,
+               base);
+}
+
 template <class Call>
 void update_all(const Call& call, int base, cudaStream_t stream) {
   switch (call.flat.dtype) {
@@ -54,6 +60,11 @@ void launch_sgd(const Sgd& call, cudaStream_t stream) {
 void launch_adam(const Adam& call, cudaStream_t stream) {
   start_kernel("prepare_adam_kernel", prepare_adam_kernel, blocks_of(call.flat.segment_count, kThreads), stream, call);
   update_all(call, common_base(call.flat, {call.exp_avg, call.exp_avg_sq, call.max_exp_avg_sq}), stream);
+}
+
+void launch_lion(const Lion& call, cudaStream_t stream) {
+  start_kernel("prepare_lion_kernel", prepare_lion_kernel, blocks_of(call.flat.segment_count, kThreads), stream, call);
+  update_all(call, common_base(call.flat, {call.exp_avg}), stream);
 }
 
 }  // namespace mgpu::cuda

@@ -208,5 +208,8 @@ void DeferredDevice::sgd(const Sgd& call, Stream on) {
 void DeferredDevice::adam(const Adam& call, Stream on) {
   run(on, [this, call] { host_.adam(call, {}); });
 }
+void DeferredDevice::lion(const Lion& call, Stream on) {
+  run(on, [this, call] { host_.lion(call, {}); });
+}
 
 }  // namespace mgpu::fakes

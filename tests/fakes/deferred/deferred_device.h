@@ -53,6 +53,7 @@ class DeferredDevice final : public DeviceOps {
   void l2_norm(const L2Norm& call, Stream on) override;
   void sgd(const Sgd& call, Stream on) override;
   void adam(const Adam& call, Stream on) override;
+  void lion(const Lion& call, Stream on) override;
 
  private:
   struct Step;

@@ -105,6 +105,7 @@ class HostDevices final : public DeviceOps {
   void l2_norm(const L2Norm&, Stream) override { not_here(); }
   void sgd(const Sgd&, Stream) override { not_here(); }
   void adam(const Adam&, Stream) override { not_here(); }
+  void lion(const Lion&, Stream) override { not_here(); }
 
  private:
   using Queue = std::deque<Step>;

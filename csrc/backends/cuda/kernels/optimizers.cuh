@@ -24,6 +24,7 @@ enum AdamConstant {
   kShrink,
   kAdamConstants
 };
+enum LionConstant { kLionActive, kLionRate, kLionFresh1, kLionKeep2, kLionFresh2, kLionShrink, kLionFactor };
 static_assert(kAdamConstants <= kOptimizerConstants, "a row has room for them");
 
 // Raises the step of a segment that takes part, and says which number it is now; 0: it does not take part, also because
@@ -47,7 +48,8 @@ struct Prepared {
   double* row;
   const double* group;
 };
-static_assert(kSgdActive == 0 && kAdamActive == 0, "the first constant says whether the segment takes part");
+static_assert(kSgdActive == 0 && kAdamActive == 0 && kLionActive == 0,
+              "the first constant says whether the segment takes part");
 __device__ __forceinline__ Prepared prepare(const FlatParameters& flat, int columns) {
   const int64_t place = int64_t{blockIdx.x} * kThreads + threadIdx.x;
   if (place >= flat.segment_count) return {0, nullptr, nullptr};
@@ -84,6 +86,17 @@ __global__ void __launch_bounds__(kThreads) prepare_adam_kernel(const __grid_con
   row[kAdamDecay] = call.decoupled ? 0 : group[kAdamWeightDecay];
   row[kAdamFactor] = factor_of(call.flat, group[kAdamMaximize] != 0);
   row[kShrink] = call.decoupled ? 1 - decay : 1;
+}
+
+__global__ void __launch_bounds__(kThreads) prepare_lion_kernel(const __grid_constant__ Lion call) {
+  const auto [step, row, group] = prepare(call.flat, kLionColumns);
+  if (step == 0) return;
+  row[kLionRate] = group[kLionLr];
+  row[kLionFresh1] = 1 - group[kLionBeta1];
+  row[kLionKeep2] = group[kLionBeta2];
+  row[kLionFresh2] = 1 - group[kLionBeta2];
+  row[kLionShrink] = 1 - group[kLionLr] * group[kLionWeightDecay];
+  row[kLionFactor] = factor_of(call.flat, group[kLionMaximize] != 0);
 }
 
 template <class T, int kWidth>
@@ -142,6 +155,24 @@ __device__ __forceinline__ void adam_at(const Adam& call, const Widened<T>* cons
   store<kWidth>(averages, average);
   store<kWidth>(squares, square);
   if (largest) store<kWidth>(largest, most);
+  store<kWidth>(parameters, parameter);
+}
+
+template <class T, int kWidth>
+__device__ __forceinline__ void lion_at(const Lion& call, const Widened<T>* constants, int64_t i) {
+  using Wide = Widened<T>;
+  T *parameters = static_cast<T*>(call.flat.parameters) + i, *averages = static_cast<T*>(call.exp_avg) + i;
+  auto parameter = load<kWidth>(parameters), average = load<kWidth>(averages);
+  const auto gradient = load<kWidth>(static_cast<const T*>(call.flat.gradients) + i);
+#pragma unroll
+  for (int k = 0; k < kWidth; ++k) {
+    const Wide g = widen<Wide>(gradient.at[k]) * constants[kLionFactor], m = widen<Wide>(average.at[k]);
+    const Wide way = m + constants[kLionFresh1] * (g - m), rate = constants[kLionRate];
+    const Wide move = way > 0 ? rate : way < 0 ? -rate : Wide{0};
+    parameter.at[k] = narrow<T>(widen<Wide>(parameter.at[k]) * constants[kLionShrink] - move);
+    average.at[k] = narrow<T>(m * constants[kLionKeep2] + constants[kLionFresh2] * g);
+  }
+  store<kWidth>(averages, average);
   store<kWidth>(parameters, parameter);
 }
 
@@ -224,6 +255,14 @@ __global__ void __launch_bounds__(kThreads) sgd_kernel(const __grid_constant__ S
   for_segments<T>(
       call.flat, base, [&](const auto* constants, int64_t i) { sgd_at<T, kWidth>(call, constants, i); },
       [&](const auto* constants, int64_t i) { sgd_at<T, 1>(call, constants, i); });
+}
+
+template <class T>
+__global__ void __launch_bounds__(kThreads) lion_kernel(const __grid_constant__ Lion call, int base) {
+  constexpr int kWidth = vector_width(sizeof(T), sizeof(T));
+  for_segments<T>(
+      call.flat, base, [&](const auto* constants, int64_t i) { lion_at<T, kWidth>(call, constants, i); },
+      [&](const auto* constants, int64_t i) { lion_at<T, 1>(call, constants, i); });
 }
 
 // Blocks that a multiprocessor holds at once: as many as there are registers for without spilling.

@@ -1,0 +1,169 @@
+"""What one device keeps of an optimizer: tables, flat state, device scalars, and a kernel per bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from mgpu_core import kernels
+from mgpu_core.kernels.flat_tables import ACTIVE, STEP
+from mgpu_core.optim.bucket_layout import Bucket, Segment
+from mgpu_core.optim.flat_buffers import in_memory_order, shaped
+
+__all__ = ["NO_GROUP", "DeviceState"]
+
+NO_GROUP = -1  # of a parameter that the optimizer does not have
+
+
+class DeviceState:
+    """Tables, state and kernels of one device.
+
+    Args:
+        kinds: all kinds of state that the kernel takes, in its order.
+        buckets: what this device updates, all of each bucket or a shard.
+        values, gradients: per bucket, flat.
+        group_of: per parameter the number of its group, or :data:`NO_GROUP`.
+        groups: how many the optimizer has.
+
+    Attributes:
+        groups: the table of settings, float64 ``(groups, 6)``.
+        segments: per bucket its table of segments.
+        states: by kind, per bucket.
+        held_back: float32 scalar; where it is not 0 a launch changes nothing.
+        records_clip: a recorded graph writes the clip scalar.
+    """
+
+    def __init__(
+        self,
+        kinds: Sequence[str],
+        buckets: Sequence[Bucket],
+        values: Sequence[torch.Tensor],
+        gradients: Sequence[torch.Tensor],
+        group_of: Mapping[int, int],
+        groups: int,
+    ) -> None:
+        self._kinds, self._buckets, self._group_of = kinds, buckets, group_of
+        self._values, self._gradients = values, gradients
+        self._found: dict[int, list[tuple[int, int, Segment]]] = {}
+        for b, bucket in enumerate(buckets):
+            for row, each in enumerate(bucket.segments):
+                self._found.setdefault(each.parameter, []).append((b, row, each))
+        device = values[0].device if values else torch.device("cpu")
+        self.groups = torch.zeros(groups, 6, dtype=torch.float64, device=device)
+        self.segments = [self._table(bucket, device) for bucket in buckets]
+        self.held_back = torch.zeros((), dtype=torch.float32, device=device)
+        self._clip = torch.ones((), dtype=torch.float64, device=device)
+        self._clip_is: float | None = 1.0  # None: the device alone knows
+        self.records_clip = False
+        self.states: dict[str, list[torch.Tensor]] = {}
+        self._kernels: list[kernels.FlatKernel] = []
+
+    def _table(self, bucket: Bucket, device: torch.device) -> torch.Tensor:
+        return kernels.segment_table(
+            [each.count for each in bucket.segments],
+            groups=[max(0, self._group_of[each.parameter]) for each in bucket.segments],
+            begins=[each.begin for each in bucket.segments],
+            device=device,
+        )
+
+    @property
+    def parameters(self) -> set[int]:
+        """The parameters of which this device updates something."""
+        return set(self._found)
+
+    def forget(self) -> None:
+        """Drop the state."""
+        self.states.clear()
+        self._kernels.clear()
+
+    def drop_kernels(self) -> None:
+        """Make the next run use another kernel."""
+        self._kernels.clear()
+
+    def allocate(self, kinds: Sequence[str]) -> None:
+        """Make zeros of each kind of state that is not there yet."""
+        for kind in kinds:
+            if kind not in self.states:
+                self.states[kind] = [torch.zeros_like(each) for each in self._values]
+                self._kernels.clear()
+
+    def fill(self, i: int, state: Mapping[str, Any], like: torch.Tensor) -> None:
+        """Copy a parameter's state, as torch keeps it, into the flat one; ``like`` is the parameter."""
+        for kind, flats in self.states.items():
+            if torch.is_tensor(state.get(kind)):
+                values = in_memory_order(state[kind], like)
+                for piece, each in self._pieces(i, flats):
+                    piece.copy_(values[each.offset : each.offset + each.count])
+
+    def bring(self, i: int, kind: str, whole: torch.Tensor) -> None:
+        """Copy this device's part of a parameter's state into ``whole``, flat, in the order of memory."""
+        for piece, each in self._pieces(i, self.states[kind]):
+            whole[each.offset : each.offset + each.count].copy_(piece)
+
+    def _pieces(self, i: int, flats: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, Segment]]:
+        for b, _, each in self._found.get(i, ()):
+            yield flats[b][each.begin : each.begin + each.count], each
+
+    def view(self, i: int, kind: str, like: torch.Tensor) -> torch.Tensor:
+        """Return a parameter's whole state of a kind as a view in the shape of ``like``."""
+        ((b, _, each),) = self._found[i]
+        return shaped(self.states[kind][b], each.begin, like)
+
+    def step_view(self, i: int) -> torch.Tensor:
+        """Return the parameter's count of updates: int64, 0-d, a view of the table."""
+        b, row, _ = self._found[i][0]
+        return self.segments[b][row, STEP]
+
+    def activate(self, used: Sequence[bool]) -> None:
+        """Mark the segments that take part in the next update."""
+        self._set(ACTIVE, [int(is_used and self._group_of[i] != NO_GROUP) for i, is_used in enumerate(used)])
+
+    def set_steps(self, steps: Sequence[int]) -> None:
+        """Write how many updates each parameter has had."""
+        self._set(STEP, steps)
+
+    def _set(self, column: int, numbers: Sequence[int]) -> None:
+        for table, bucket in zip(self.segments, self._buckets, strict=True):
+            found = [numbers[each.parameter] for each in bucket.segments]
+            table[:, column].copy_(torch.tensor(found, dtype=table.dtype, device="cpu"))
+
+    def scale_by(self, factor: float | torch.Tensor) -> None:
+        """Set what the next launches multiply gradients by; a number that is there already launches nothing."""
+        if isinstance(factor, torch.Tensor):
+            self._clip.copy_(factor)
+            self._clip_is = None
+        elif factor != self._clip_is:
+            self._clip.fill_(factor)
+            self._clip_is = factor
+
+    def record_scale(self, factor: float | torch.Tensor) -> None:
+        """Do the same in a recording: each replay writes the factor again."""
+        self._clip_is, self.records_clip = None, True
+        self.scale_by(factor)
+        self._clip_is = None
+
+    def replayed(self) -> None:
+        """Forget what a replay may have overwritten."""
+        if self.records_clip:
+            self._clip_is = None
+
+    def run(self, name: str) -> None:
+        """Launch one kernel per bucket."""
+        if not self._kernels:
+            some = [b for b, bucket in enumerate(self._buckets) if self._is_ours(bucket)]
+            self._kernels = [self._kernel(name, b) for b in some]
+        for each in self._kernels:
+            each.step()
+
+    def _is_ours(self, bucket: Bucket) -> bool:
+        """Whether the optimizer has parameters of a bucket; a shard may be padding alone."""
+        return any(self._group_of[each.parameter] != NO_GROUP for each in bucket.segments)
+
+    def _kernel(self, name: str, b: int) -> kernels.FlatKernel:
+        states = [self.states[kind][b] if kind in self.states else None for kind in self._kinds]
+        return kernels.FlatKernel(
+            name, self._values[b], self._gradients[b], states, self.segments[b], self.groups,
+            clip=self._clip, found_inf=self.held_back,
+        )  # fmt: skip

@@ -1,0 +1,207 @@
+"""An optimizer's state over flat buffers on one or several devices, and one update of them all."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from mgpu_core.comm import dispatch
+from mgpu_core.device.dtypes import FLOATING
+from mgpu_core.optim.bucket_layout import Bucket, shard_of
+from mgpu_core.optim.device_state import NO_GROUP, DeviceState
+from mgpu_core.optim.flat_buffers import FlatTensors, part_of, shaped
+from mgpu_core.optim.rules import Rule, table_of
+
+__all__ = ["FlatState", "State"]
+
+State = defaultdict[torch.Tensor, Any]
+
+
+class FlatState:
+    """State, tables and kernels of all devices.
+
+    Args:
+        optimizer: its groups give the settings; its ``state`` is filled with views.
+        rule: its row of the table.
+        parameters: of which the buckets name some.
+        buckets: per device; they name parameters by their index.
+        flats: per device the flat values and gradients.
+        copies: all devices have the same buckets: each updates all of them, or with ``shards`` its part of each.
+        shards: how many parts there are; 1: none.
+
+    Attributes:
+        devices: one per flat.
+        generation: grows when tables or state get other memory.
+        runs: how many updates were launched.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        rule: Rule,
+        parameters: Sequence[torch.Tensor],
+        buckets: Sequence[Sequence[Bucket]],
+        flats: Sequence[FlatTensors],
+        *,
+        copies: bool,
+        shards: int = 1,
+    ) -> None:
+        self._optimizer, self._rule, self._parameters = optimizer, rule, parameters
+        self.flats, self.shards = flats, shards
+        self._likes = {i: view for flat in reversed(flats) for i, view in flat.value_views.items()}
+        self.group_of = self._groups_now()
+        _check_dtypes([parameters[i] for i in self._likes if self.group_of[i] != NO_GROUP])
+        groups = len(optimizer.param_groups)
+        self.devices = [
+            DeviceState(
+                list(rule.states),
+                [shard_of(bucket, index, shards) if shards > 1 else bucket for bucket in own],
+                [part_of(each, index, shards) for each in flat.values],
+                [part_of(each, index, shards) for each in flat.gradients],
+                self.group_of,
+                groups,
+            )
+            for index, (own, flat) in enumerate(zip(buckets, flats, strict=True))
+        ]
+        self._owners = self.devices[:1] if copies and shards == 1 else self.devices  # which hold each number once
+        self._used: list[bool] = []
+        self._settings: list[list[Any]] = []
+        self._kernel = ""
+        self.generation = self.runs = 0
+        self.fill()
+
+    def _groups_now(self) -> dict[int, int]:
+        numbers = {id(each): number for number, group in enumerate(self._groups) for each in group["params"]}
+        return {i: numbers.get(id(each), NO_GROUP) for i, each in enumerate(self._parameters)}
+
+    @property
+    def _groups(self) -> list[dict[str, Any]]:
+        return self._optimizer.param_groups
+
+    def fill(self) -> None:
+        """Take over the state that the optimizer has, which is as torch keeps it; show views instead."""
+        self.generation += 1
+        self._kinds_of: dict[int, list[str]] = {}  # kinds of state, by parameter that has some
+        self._used, self._settings = [], []
+        state, steps = self._optimizer.state, [0] * len(self._parameters)
+        for device in self.devices:
+            device.forget()
+        for i in self._likes:
+            entry = state.get(self._parameters[i])
+            found = [kind for kind in self._rule.states if torch.is_tensor(entry.get(kind))] if entry else []
+            if found and self.group_of[i] != NO_GROUP:
+                steps[i] = int(entry["step"]) if self._rule.counts_steps else 1
+                self._kinds_of[i] = found
+        kinds = self._rule.kinds(self._groups) + [kind for found in self._kinds_of.values() for kind in found]
+        for device in self.devices:
+            device.allocate(kinds)
+            for i in self._kinds_of:
+                device.fill(i, state[self._parameters[i]], self._parameters[i])
+            device.set_steps(steps)
+        for i in self._kinds_of:
+            self._show(i)
+
+    def prepare(self, used: Sequence[bool]) -> None:
+        """Bring settings and tables up to date for an update of the parameters that are ``used``."""
+        settings = self._rule.settings_of(self._groups)
+        if settings != self._settings:
+            self._take_settings(settings)
+        if used != self._used:
+            self._used = list(used)
+            for device in self.devices:
+                device.activate(self._used)
+            self._show_new()
+
+    def _take_settings(self, settings: list[list[Any]]) -> None:
+        self._rule.check_alike(self._groups)
+        kinds = self._rule.kinds(self._groups)
+        self.generation += any(kind not in self.devices[0].states for kind in kinds)
+        table, kernel = table_of(settings), self._rule.kernel(self._groups[0])
+        for device in self.devices:
+            if kernel != self._kernel:
+                device.drop_kernels()
+            device.allocate(kinds)
+            device.groups.copy_(table, non_blocking=True)  # the table is read before the call returns
+            if not self._rule.counts_steps:  # a first momentum is the gradient, whenever a group gets momentum
+                device.set_steps([int(i in self._kinds_of) for i in range(len(self._parameters))])
+        self._settings, self._kernel = settings, kernel
+        self._show_new()
+
+    def _show_new(self) -> None:
+        """Show the state of parameters that are updated for the first time, or get another kind."""
+        kinds = [self._rule.kinds([group]) for group in self._groups]
+        for i, is_used in enumerate(self._used):
+            if is_used and i in self._likes and self.group_of[i] != NO_GROUP:
+                wanted, has = kinds[self.group_of[i]], self._kinds_of.get(i, [])
+                if any(kind not in has for kind in wanted):
+                    self._kinds_of[i] = [kind for kind in self._rule.states if kind in {*has, *wanted}]
+                    self._show(i)
+
+    def _show(self, i: int) -> None:
+        entry = self._optimizer.state[self._parameters[i]]
+        if self.shards > 1:
+            for name in ("step", *self._rule.states):
+                entry.pop(name, None)
+            return
+        device = next(each for each in self._owners if i in each.parameters)
+        if self._rule.counts_steps:
+            entry["step"] = device.step_view(i)
+        for kind in self._kinds_of[i]:
+            entry[kind] = device.view(i, kind, self._parameters[i])
+
+    def run(self) -> None:
+        """Launch the update on all devices; in shards, share the new values."""
+        for device in self.devices:
+            device.run(self._kernel)
+        self.runs += 1
+        if self.shards > 1:
+            for wholes in zip(*(flat.values for flat in self.flats), strict=True):
+                parts = [part_of(each, index, self.shards) for index, each in enumerate(wholes)]
+                dispatch.all_gather_into(parts, wholes)
+
+    def run_on(self, index: int, factor: float | torch.Tensor | None) -> None:
+        """Launch the update on one device, for a recording, with gradients times ``factor``."""
+        if factor is not None:
+            self.devices[index].record_scale(factor)
+        self.devices[index].run(self._kernel)
+
+    def scale_by(self, factor: float | torch.Tensor) -> None:
+        """Set what the next updates multiply gradients by, on all devices."""
+        for device in self.devices:
+            device.scale_by(factor)
+
+    def spread_gradients(self) -> None:
+        """Give all devices the gradients of the first one, whose layout they share."""
+        for flat in self.flats[1:]:
+            for mine, first in zip(flat.gradients, self.flats[0].gradients, strict=True):
+                mine.copy_(first)
+
+    @torch.no_grad()
+    def whole(self) -> State:
+        """Return a state as torch keeps it: compact copies, gathered from all devices, and what is not ours."""
+        found: State = defaultdict(dict)
+        for parameter, entry in self._optimizer.state.items():
+            found[parameter] = dict(entry) if isinstance(entry, dict) else entry
+        for i, kinds in self._kinds_of.items():
+            like, entry = self._likes[i], found[self._parameters[i]]
+            if self._rule.counts_steps:
+                device = next(each for each in self._owners if i in each.parameters)
+                entry["step"] = torch.tensor(float(device.step_view(i)), dtype=torch.float32, device="cpu")
+            for kind in kinds:
+                flat = torch.empty(like.numel(), dtype=like.dtype, device=like.device)
+                for device in self._owners:
+                    device.bring(i, kind, flat)
+                entry[kind] = shaped(flat, 0, like)
+        return found
+
+
+def _check_dtypes(parameters: Sequence[torch.Tensor]) -> None:
+    for each in parameters:
+        if each.dtype not in FLOATING:
+            raise TypeError(
+                f"the kernels update float16, bfloat16, float32 and float64, not {each.dtype}: use torch.optim's"
+            )

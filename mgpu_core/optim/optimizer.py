@@ -1,0 +1,171 @@
+"""An optimizer whose state is flat: torch's interface over our kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_pre_hooks
+
+from mgpu_core.optim.bucket_layout import Bucket, bucket_layout
+from mgpu_core.optim.flat_buffers import FlatTensors
+from mgpu_core.optim.flat_state import FlatState
+from mgpu_core.optim.rules import Rule
+
+__all__ = ["FlatOptimizer"]
+
+_UNLIMITED = 2**62  # bytes of a bucket: outside a TrainStep all parameters of a dtype share one
+_data_ptr = torch.Tensor.data_ptr
+
+
+class FlatOptimizer(Optimizer):
+    """Step all parameters of a device and dtype by one kernel, over values, gradients and state in flat buffers.
+
+    At the first step the parameters' ``data`` become views of a flat buffer; where they were moved since, that is made
+    anew, and the state kept.  ``state`` shows views of the flat state, so writing in place counts; replacing its
+    entries does not: use :meth:`load_state_dict`.
+
+    Raises:
+        ValueError: ``differentiable=True``; groups that differ in ``amsgrad``.
+    """
+
+    rule: ClassVar[Rule]
+    _flat: FlatState | None = None
+    _is_attached = False
+    _awaited: list[bool] | None = None  # what a TrainStep updates in the step that it is about to call
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Make one step; return what ``closure`` returned.
+
+        Raises:
+            TypeError: sparse gradients, or parameters that are not floating.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        flat, used = self._flat, self._awaited
+        is_changed = self._optimizer_step_pre_hooks or _global_optimizer_pre_hooks  # a hook may write gradients
+        if flat is None or used is None or (is_changed and flat.shards == 1):
+            flat, used = self._take_gradients()
+        flat.prepare(used)
+        flat.run()
+        return loss
+
+    def _take_gradients(self) -> tuple[FlatState, list[bool]]:
+        """Copy the parameters' gradients into the flat ones; return who has one."""
+        flat = self._laid_out()
+        gradients = [each.grad for each in self._parameters]
+        used = [each is not None for each in gradients]
+        pairs = [
+            (view, each)
+            for view, each in zip(self._views, gradients, strict=True)
+            if view is not None and each is not None and each is not view
+        ]
+        if pairs:
+            _copy_all(pairs)
+        if self._is_attached:
+            flat.spread_gradients()
+        return flat, used
+
+    def _laid_out(self) -> FlatState:
+        flat = self._flat
+        if flat is not None and self._is_attached:
+            if self._awaited is None:
+                flat.scale_by(1.0)
+            return flat
+        members = [each for group in self.param_groups for each in group["params"]]
+        memory = [len(group["params"]) for group in self.param_groups], list(map(_data_ptr, members))
+        if flat is None or memory != self._memory or list(map(id, members)) != self._ids:
+            flat = self._lay_out(members)
+        return flat
+
+    def _lay_out(self, members: list[torch.Tensor]) -> FlatState:
+        self.detach()
+        self.rule.check_alike(self.param_groups)
+        found = [_flat_on(device, members) for device in dict.fromkeys(each.device for each in members)]
+        buckets, flats = [each for each, _ in found], [each for _, each in found]
+        flat = FlatState(self, self.rule, members, buckets, flats, copies=False)
+        for each in flats:
+            each.adopt(members, list(each.value_views))
+        self._flat, self._parameters = flat, members
+        views = {i: view for each in flats for i, view in each.gradient_views.items()}
+        self._views = [views.get(i) for i in range(len(members))]
+        self._ids = list(map(id, members))
+        self._memory = [len(group["params"]) for group in self.param_groups], list(map(_data_ptr, members))
+        return flat
+
+    def attach(
+        self, parameters: Sequence[torch.Tensor], buckets: Sequence[Bucket], flats: Sequence[FlatTensors], shards: int
+    ) -> FlatState:
+        """Step over a TrainStep's memory from now on: the same buckets on all devices, whole or in shards."""
+        self.detach()
+        self.rule.check_alike(self.param_groups)
+        every = [buckets] * len(flats)
+        self._flat = FlatState(self, self.rule, parameters, every, flats, copies=True, shards=shards)
+        self._parameters, self._is_attached = list(parameters), True
+        self._views = [flats[0].gradient_views.get(i) for i in range(len(parameters))]
+        return self._flat
+
+    def detach(self) -> None:
+        """Keep the state as torch does: compact copies, which the next layout takes over."""
+        if self._flat is not None:
+            self.state = self._flat.whole()
+            self._flat, self._is_attached = None, False
+
+    def is_over(self, flat: FlatState) -> bool:
+        """Return whether it steps over this memory."""
+        return self._flat is flat
+
+    def expect(self, used: list[bool] | None) -> None:
+        """Say which parameters the next step updates, whose gradients lie in the flat ones; ``None``: it must look."""
+        self._awaited = used
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, as torch does; the next step lays out again and keeps the state."""
+        super().add_param_group(param_group)
+        self.rule.check_alike(self.param_groups)
+        self.detach()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what torch's class of the same name loads: compact copies, gathered where the state is in shards."""
+        shown = self.state
+        if self._flat is not None:
+            self.state = self._flat.whole()
+        try:
+            return super().state_dict()
+        finally:
+            self.state = shown
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over a state, of this class or of torch's of the same name."""
+        super().load_state_dict(state_dict)
+        if self._flat is not None:
+            self._flat.fill()
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        return state if self._flat is None else state | {"state": self._flat.whole()}
+
+
+def _flat_on(device: torch.device, members: Sequence[torch.Tensor]) -> tuple[Sequence[Bucket], FlatTensors]:
+    """Return the layout of a device's parameters, a bucket per dtype, and flat tensors for it."""
+    kinds = {dtype: kind for kind, dtype in enumerate(dict.fromkeys(each.dtype for each in members))}
+    numbers = [kinds[each.dtype] for each in members]
+    order = sorted((i for i, each in enumerate(members) if each.device == device), key=numbers.__getitem__)
+    counts, sizes = [each.numel() for each in members], [each.element_size() for each in members]
+    buckets = bucket_layout(counts, sizes, numbers, order, _UNLIMITED)
+    return buckets, FlatTensors(buckets, members, device)
+
+
+def _copy_all(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    views, gradients = zip(*pairs, strict=True)
+    for each in gradients:
+        if each.layout is not torch.strided:
+            raise TypeError(
+                "sparse gradients are for torch.optim.SparseAdam or torch.optim.SGD: the kernels update whole buffers"
+            )
+    with torch.no_grad():
+        torch._foreach_copy_(views, gradients)

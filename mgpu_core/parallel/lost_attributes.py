@@ -75,13 +75,19 @@ def _rewritten_by_hooks(module: Module) -> set[str]:
     return {name for name in names if isinstance(name, str)}
 
 
-def warn_lost(kind_name: str, names: Sequence[str]) -> None:
-    """Warn that a forward pass of such a module assigned these attributes."""
+def warn_lost(kind_name: str, names: Sequence[str], *, rank_0_keeps: bool = False) -> None:
+    """Warn that a forward pass of such a module assigned these attributes.
+
+    Args:
+        rank_0_keeps: rank 0 runs the user's own module, so its assignments persist.
+    """
     told = ", ".join(names[:_NAMED])
     if len(names) > _NAMED:
         told += f" and {len(names) - _NAMED} more"
+    what_happens = "with several ranks each assigns to a replica that is gone after the forward, so the value is lost"
+    if rank_0_keeps:
+        what_happens = "the module keeps the value of rank 0, and those of the other ranks are lost"
     warn_caller(
-        f"the forward of {kind_name} assigns {told}: with several ranks each assigns to a "
-        "replica that is gone after the forward, so the value is lost. Return it, or keep it in a buffer that is "
+        f"the forward of {kind_name} assigns {told}: {what_happens}. Return it, or keep it in a buffer that is "
         "changed in place (rank 0's are the module's own)."
     )

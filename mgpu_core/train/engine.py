@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 
+from mgpu_core.caller import warn_caller
 from mgpu_core.device.streams import caller_streams
 from mgpu_core.device.workers import time_limit
 from mgpu_core.errors import Error
 from mgpu_core.module_tree import named_parameters_of
+from mgpu_core.nested import moved
+from mgpu_core.nothing import NOTHING
 from mgpu_core.processes.ballot import Standing
 from mgpu_core.processes.group import Processes
 from mgpu_core.train.balance import SplitPlan
@@ -20,14 +23,23 @@ from mgpu_core.train.cuda_graphs import CapturedSteps
 from mgpu_core.train.forward_backward import seed
 from mgpu_core.train.grad_scaler import LossScale
 from mgpu_core.train.graph_cache import GRAPH_DEVICE
-from mgpu_core.train.loss import Window
+from mgpu_core.train.loss import RankLoss, Window, joined_aux
+from mgpu_core.train.loss_check import LossCheck, LossState, compare_losses, warning_of
 from mgpu_core.train.options import Setup, check_place
 from mgpu_core.train.parts import Parts
+from mgpu_core.train.rollback import BufferSnapshot
 from mgpu_core.train.updates import check_optimizer
 
 __all__ = ["Engine"]
 
 _T = TypeVar("_T")
+CallResult: TypeAlias = tuple[torch.Tensor, Any, dict[str, torch.Tensor]]  # loss, outputs, further numbers
+
+
+def _no_loss(*_: Any) -> None:
+    raise AssertionError("a step without a loss function is not checked")
+
+
 _COLLECTS = "gradients are accumulated over several calls"
 
 
@@ -52,6 +64,7 @@ class Engine:
         self._setup, self._split_plan, self._processes = setup, split_plan, processes
         self.loss_scale = LossScale(setup.amp_dtype)
         self.keeps_accumulating = False
+        self._is_checked = False  # the loss, in the first call
         self._broken: str | None = None
         self.parts = Parts(setup, split_plan, self.loss_scale, processes, steps=0)
 
@@ -62,9 +75,9 @@ class Engine:
         if self._broken is not None:
             raise Error(f"{self._broken}: call step.rebuild(), or make a new one")
 
-    def train(self, inputs: tuple[Any, ...], kwargs: dict[str, Any], keep_outputs: bool) -> tuple[torch.Tensor, Any]:
-        """The loss of a batch, and the outputs where they are kept; all of it happens, or nothing, in all processes."""
-        return self._whole(partial(self._train, inputs, kwargs, keep_outputs))
+    def train(self, inputs: tuple[Any, ...], kwargs: dict[str, Any], keep_outputs: bool, aux: bool) -> CallResult:
+        """Make a step; all of it happens, or nothing, in all processes."""
+        return self._whole(partial(self._train, inputs, kwargs, keep_outputs, aux))
 
     def conclude(self, standing: Standing = Standing.TRAINS) -> bool:
         """An update without another call; says whether any process had data for one."""
@@ -79,36 +92,94 @@ class Engine:
             self._give_up(error)
             raise
 
-    def _train(self, inputs: tuple[Any, ...], kwargs: dict[str, Any], keep_outputs: bool) -> tuple[torch.Tensor, Any]:
+    def _train(self, inputs: tuple[Any, ...], kwargs: dict[str, Any], keep_outputs: bool, aux: bool) -> CallResult:
         parts = self._current_parts()
         parts.follow_the_optimizer()
         if parts.captured is not None and parts.cycle.used:
-            loss = self._replay(parts.captured, inputs, kwargs, keep_outputs)
+            loss = self._replay(parts.captured, inputs, kwargs, keep_outputs or aux)
             if loss is not None:
-                return loss, None
+                return loss, None, {}
         self._enter()
         is_last = not self.keeps_accumulating and parts.cycle.window.calls + 1 >= self._setup.accumulate
         self._split_plan.follow_the_clocks()
-        loss, outputs = self._compute(inputs, kwargs, overlap=is_last, keep_outputs=keep_outputs)
+        result = self._compute(inputs, kwargs, overlap=is_last, keep_outputs=keep_outputs, aux=aux)
         if is_last:
             self._update(Standing.TRAINS)
         else:
             parts.sync.set_aside()
-        return loss, outputs
+        return result
 
     def _compute(
-        self, inputs: tuple[Any, ...], kwargs: dict[str, Any], *, overlap: bool, keep_outputs: bool
-    ) -> tuple[torch.Tensor, Any]:
+        self, inputs: tuple[Any, ...], kwargs: dict[str, Any], *, overlap: bool, keep_outputs: bool, aux: bool
+    ) -> CallResult:
         """Forward, loss and backward of all ranks."""
-        window, devices = self.parts.cycle.window, self._setup.team.devices
-        cut, rows = self.parts.passes.split(inputs, kwargs, self._split_plan.shares)
-        seed(cut, window.seeds(rows))
-        self.parts.sync.begin(len(cut), overlap=overlap, streams=caller_streams(devices))
+        window, passes = self.parts.cycle.window, self.parts.passes
+        cut, rows = passes.split(inputs, kwargs, self._split_plan.shares)
+        self.parts.sync.begin(len(cut), overlap=overlap, streams=caller_streams(self._setup.team.devices))
         clocks = self._split_plan.clocks()
+        before = self._before_a_check(len(cut))
         with torch.enable_grad():
-            losses, outputs = self.parts.passes.run(cut, clocks, backward=True, keep_outputs=keep_outputs)
+            if passes.gathers:
+                weighed = [sum(rows)]
+                seeded = window.seeds(weighed)[0]
+                loss, outputs = passes.run_gathered(cut, clocks, inputs[-1], seeded, backward=True)
+                losses = [loss]
+            else:
+                weighed = rows
+                seed(cut, window.seeds(rows))
+                keep = keep_outputs or before is not None
+                losses, outputs = passes.run(cut, clocks, backward=True, keep_outputs=keep)
         self._split_plan.done(rows, clocks)
-        return window.add(rows, losses, devices[0]), outputs
+        if before is not None:
+            self._check_loss(outputs, inputs[-1], losses, rows, before)
+        return self._result(window, weighed, losses, outputs, aux)
+
+    def _result(self, window: Window, rows: list[int], losses: list[RankLoss], outputs: Any, aux: bool) -> CallResult:
+        """Count a call that went through; return its loss as one device would have it, outputs, and further numbers."""
+        loss = window.add(rows, losses, self._setup.team.devices[0])
+        return loss, outputs, joined_aux(losses, rows, self._setup.reduction) if aux else {}
+
+    def _before_a_check(self, ranks: int) -> LossState | None:
+        """Return the loss function's state where this call, the first one of several ranks, is to be checked."""
+        if self._is_checked or ranks < 2 or self._setup.loss_fn is None or self._setup.loss_on != "ranks":
+            return None
+        self._is_checked = True
+        return LossState(self._setup.loss_fn)
+
+    def _check_loss(
+        self, outputs: Any, target: Any, losses: list[RankLoss], rows: list[int], before: LossState
+    ) -> LossCheck:
+        """Compare the losses of a call with the loss of all its rows, and warn where they differ."""
+        setup = self._setup
+        device = setup.team.devices[0]
+        with NOTHING if setup.amp_dtype is None else torch.autocast(device.type, dtype=setup.amp_dtype):
+            check = compare_losses(
+                setup.loss_fn or _no_loss, outputs, moved(target, device), losses, rows, setup.reduction, before,
+                is_half=setup.amp_dtype is not None,
+            )  # fmt: skip
+        if check.agrees is False:
+            warn_caller(warning_of(check))
+        return check
+
+    def check_loss(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> LossCheck:
+        """Compare the loss of the gathered outputs with the sum of the ranks' on a batch; nothing is changed."""
+        setup = self._setup
+        if setup.loss_fn is None or setup.loss_on == "gathered":
+            return LossCheck(None, reason="there is no loss function that is called per rank")
+        parts = self._current_parts()
+        cut, rows = parts.passes.split(inputs, kwargs, self._split_plan.shares)
+        if len(cut) < 2:
+            return LossCheck(None, reason="one rank has all rows")
+        buffers, before = BufferSnapshot(parts.modules), LossState(setup.loss_fn)
+        buffers.take()
+        devices = [each.index for each in parts.replicas.devices if each.type != "cpu"]
+        kind = next((each.type for each in parts.replicas.devices if each.type != "cpu"), "cuda")
+        try:
+            with torch.no_grad(), torch.random.fork_rng(devices, device_type=kind):
+                losses, outputs = parts.passes.run(cut, (), backward=False, keep_outputs=True)
+                return self._check_loss(outputs, inputs[-1], losses, rows, before)
+        finally:
+            buffers.restore()
 
     def _replay(
         self, captured: CapturedSteps, inputs: tuple[Any, ...], kwargs: dict[str, Any], keep_outputs: bool
@@ -147,18 +218,22 @@ class Engine:
                 return reason
         return None
 
-    def evaluate(self, inputs: tuple[Any, ...], kwargs: dict[str, Any], keep_outputs: bool) -> tuple[torch.Tensor, Any]:
-        """What :meth:`train` returns, without gradients and without an update."""
+    def evaluate(self, inputs: tuple[Any, ...], kwargs: dict[str, Any], keep_outputs: bool, aux: bool) -> CallResult:
+        """Return what :meth:`train` returns, without gradients and without an update."""
         passes = self._current_parts().passes
         cut, rows = passes.split(inputs, kwargs, self._split_plan.shares)
         with torch.no_grad():
             try:
-                losses, outputs = passes.run(cut, (), backward=False, keep_outputs=keep_outputs)
+                if passes.gathers:
+                    loss, outputs = passes.run_gathered(cut, (), inputs[-1], 1.0, backward=False)
+                    losses, rows = [loss], [sum(rows)]
+                else:
+                    losses, outputs = passes.run(cut, (), backward=False, keep_outputs=keep_outputs)
             except BaseException:
                 if self._ranks_have_ended():
                     self._broken = None
                 raise
-            return Window(self._setup.reduction, 1).add(rows, losses, self._setup.team.devices[0]), outputs
+            return self._result(Window(self._setup.reduction, 1), rows, losses, outputs, aux)
 
     def _current_parts(self) -> Parts:
         """Return the parts for a call, made anew where the module has other parameters by now."""

@@ -15,13 +15,14 @@ from torch.nn.utils import parametrize
 from mgpu_core.device.clock import RankClock
 from mgpu_core.device.random import current_stream
 from mgpu_core.device.streams import caller_streams, on
-from mgpu_core.nested import flatten
+from mgpu_core.nested import flatten, moved
 from mgpu_core.nothing import NOTHING
 from mgpu_core.parallel.apply import run_ranks, shares_generator
 from mgpu_core.parallel.gather import gather
+from mgpu_core.parallel.lost_attributes import Given, given_attributes, lost_attributes, warn_lost
 from mgpu_core.parallel.scatter import scatter_objects
 from mgpu_core.record import span
-from mgpu_core.train.loss import RankLoss, rank_loss
+from mgpu_core.train.loss import RankLoss, output_loss, rank_loss
 from mgpu_core.train.rank_modules import RankModules
 from mgpu_core.train.replicas import Replicas
 from mgpu_core.train.rollback import Gate
@@ -60,6 +61,7 @@ class ForwardBackward:
         rng: as in :func:`mgpu_core.parallel_apply`.
         workers: ``threads`` or ``caller``, as in :func:`mgpu_core.parallel_apply`.
         dim: the dimension of the rows.
+        gathers: the loss is computed once, on the outputs of all ranks.
     """
 
     def __init__(
@@ -72,10 +74,13 @@ class ForwardBackward:
         rng: str,
         workers: str,
         dim: int,
+        gathers: bool,
     ) -> None:
         self._replicas, self._team, self._net, self._reduction = replicas, replicas.team, net, reduction
         self._loss: Any = loss
+        self.gathers = gathers
         self._amp_dtype, self._rng, self.workers, self._dim = amp_dtype, rng, workers, dim
+        self._calls_to_watch = 2
         self._count = len(replicas.team)
         self._gate: Gate | None = None  # of the call that runs, if its ranks have one
         self._shares_generator = shares_generator(replicas.team)
@@ -85,12 +90,16 @@ class ForwardBackward:
         self, inputs: tuple[Any, ...], kwargs: dict[str, Any], shares: Sequence[float] | None
     ) -> tuple[list[RankPart], list[int]]:
         """Return what each rank works on, and its rows."""
-        if self._loss is None:
-            objects: dict[str, Any] = {"inputs": inputs, "kwargs": kwargs}
-        elif inputs:
-            objects = {"inputs": inputs[:-1], "kwargs": kwargs, "target": inputs[-1]}
-        else:
-            raise TypeError("a step needs a target as its last positional argument: loss_fn(output, target)")
+        objects: dict[str, Any] = {"inputs": inputs, "kwargs": kwargs}
+        if self._loss is not None:
+            if len(inputs) + len(kwargs) < 2 or not inputs:
+                raise TypeError(
+                    "a step needs a target as its last positional argument, after the inputs: step(x, target) calls "
+                    "loss_fn(net(x), target)"
+                )
+            objects["inputs"] = inputs[:-1]
+            if not self.gathers:
+                objects["target"] = inputs[-1]
         cut, rows = scatter_objects(objects, self._team, self._dim, shares=shares)
         return [RankPart(tuple(args), names, tuple(target)) for args, names, *target in cut], rows
 
@@ -113,12 +122,58 @@ class ForwardBackward:
             RuntimeError: no loss depends on a parameter that requires grad; the forward writes parameters that several
                 ranks share.
         """
+        joint = backward and len(parts) > 1 and self._is_joint(parts)
+        loss_fns = self._loss.of_ranks(len(parts)) if isinstance(self._loss, RankModules) else [self._loss] * len(parts)
+        work = partial(self._work, backward=backward and not joint, keep_outputs=keep_outputs)
+        found = self._run_ranks(work, parts, clocks, loss_fns)
+        losses = [loss for loss, _ in found]
+        if joint:
+            with span("backward"):
+                _differentiate(losses, [part.seed for part in parts if part is not None])
+        if backward and losses:
+            _check_losses(losses)
+        outputs = self._joined([each for _, each in found]) if keep_outputs else None
+        return losses, outputs
+
+    def run_gathered(
+        self, parts: Sequence[RankPart], clocks: Sequence[RankClock], target: Any, seed: float, *, backward: bool
+    ) -> tuple[RankLoss, Any]:
+        """Run forward of each part, the loss once on the outputs of all ranks, and one backward.
+
+        Args:
+            parts: one per rank, without targets.
+            clocks: per rank of the team what takes its time; empty: none is taken.
+            target: of all rows.
+            seed: what the loss is multiplied by before backward.
+            backward: whether there is one.
+
+        Returns:
+            The loss, detached; the outputs of all ranks on the first device, detached.
+        """
+        found = self._run_ranks(self._forward, parts, clocks, [None] * len(parts))
+        device = self._team.devices[0]
+        outputs = found[0] if len(found) == 1 else self._joined(found)
+        loss_fn = self._loss.module if isinstance(self._loss, RankModules) else self._loss
+        with self._autocast(device), span("loss", 0, device):
+            loss = rank_loss(loss_fn(outputs, moved(target, device)), self._reduction)
+        if backward:
+            with span("backward"):
+                _differentiate([loss], [seed])
+            _check_losses([loss])
+        return loss, _detached(outputs)
+
+    def _run_ranks(
+        self,
+        work: Callable[..., Any],
+        parts: Sequence[RankPart | None],
+        clocks: Sequence[RankClock],
+        loss_fns: Sequence[LossFn | None],
+    ) -> list[Any]:
+        """Return what ``work(module, loss_fn, rank, part)`` returns for each rank that has a part."""
         count = len(parts)
         team = self._team if count == self._count else self._team.first(count)
-        modules, loss_fns = self._net.of_ranks(count), self._loss_functions(count)
-        joint = backward and count > 1 and self._is_joint(parts)
+        modules = self._net.of_ranks(count)
         workers = "threads" if self._net.tree.ranks_meet else self.workers
-        work = partial(self._work, backward=backward and not joint, keep_outputs=keep_outputs)
         calls: list[_Call | None] = [
             None if part is None else partial(work, modules[rank], loss_fns[rank], rank, part)
             for rank, part in enumerate(parts)
@@ -127,22 +182,32 @@ class ForwardBackward:
         if clocks or not self._is_on_cpu or (count > 1 and workers == "threads"):
             calls = self._attended(calls, clocks)
         if count == 1:  # failures are the module's own
-            results = [call() for call in calls if call is not None]
-        else:
-            versions = self._replicas.versions
-            draws = self._shares_generator and self._draws()
-            results = run_ranks(team, calls, draws=draws, workers=workers)
-            self._replicas.check_unwritten(versions)
-            self._net.let_go(modules)
-        found = [result for result in results if result is not None]
-        losses = [loss for loss, _ in found]
-        if joint:
-            with span("backward"):
-                _differentiate(losses, [part.seed for part in parts if part is not None])
-        if backward and losses:
-            _check_losses(losses)
-        outputs = gather([each for _, each in found], team.devices[0], self._dim) if keep_outputs else None
-        return losses, outputs
+            return [call() for call in calls if call is not None]
+        given = self._given_to(modules[1])
+        versions = self._replicas.versions
+        draws = self._shares_generator and self._draws()
+        results = run_ranks(team, calls, draws=draws, workers=workers)
+        self._replicas.check_unwritten(versions)
+        if given is not None:
+            self._tell_lost(given)
+        self._net.let_go(modules)
+        return [result for result in results if result is not None]
+
+    def _given_to(self, replica: Module) -> Given | None:
+        """Return the attributes of a replica before its forward, in the first calls alone."""
+        if self._calls_to_watch == 0 or self._net.is_static:
+            return None
+        self._calls_to_watch -= 1
+        return given_attributes(replica)
+
+    def _tell_lost(self, given: Given) -> None:
+        """Warn once of attributes that forwards assign: those of all ranks but the first are lost."""
+        if names := lost_attributes(given):
+            self._calls_to_watch = 0
+            warn_lost(type(self._net.module).__name__, names, rank_0_keeps=True)
+
+    def _joined(self, outputs: list[Any]) -> Any:
+        return gather(outputs, self._team.devices[0], self._dim)
 
     def stop(self, seconds: float) -> bool:
         """Let no rank begin any more; return whether all have ended in that time."""
@@ -159,9 +224,6 @@ class ForwardBackward:
                 return call()
 
         return [None if call is None else partial(attended, rank, call) for rank, call in enumerate(calls)]
-
-    def _loss_functions(self, count: int) -> Sequence[LossFn | None]:
-        return self._loss.of_ranks(count) if isinstance(self._loss, RankModules) else [self._loss] * count
 
     def _draws(self) -> bool:
         return self._rng == "per_rank" or current_stream() is not None or self._net.tree.draws_random_numbers()
@@ -190,11 +252,11 @@ class ForwardBackward:
     ) -> tuple[RankLoss, Any]:
         """Run one rank, in its worker or in the caller's thread; return its loss, and its outputs if they are kept."""
         device = self._team.devices[rank]
-        with NOTHING if self._amp_dtype is None else torch.autocast(device.type, dtype=self._amp_dtype):
+        with self._autocast(device):
             with span("forward", rank, device):
                 output = module(*part.inputs, **part.kwargs)
             if loss_fn is None:
-                loss = rank_loss(output, self._reduction)
+                loss = rank_loss(output_loss(output), self._reduction)
             else:
                 with span("loss", rank, device):
                     loss = rank_loss(loss_fn(output, *part.target), self._reduction)
@@ -202,6 +264,14 @@ class ForwardBackward:
             with span("backward", rank, device):
                 _differentiate([loss], [part.seed])
         return loss, _detached(output) if keep_outputs else None
+
+    def _forward(self, module: Module, _: None, rank: int, part: RankPart) -> Any:
+        device = self._team.devices[rank]
+        with self._autocast(device), span("forward", rank, device):
+            return module(*part.inputs, **part.kwargs)
+
+    def _autocast(self, device: torch.device) -> AbstractContextManager[object]:
+        return NOTHING if self._amp_dtype is None else torch.autocast(device.type, dtype=self._amp_dtype)
 
 
 def _check_losses(losses: Sequence[RankLoss]) -> None:

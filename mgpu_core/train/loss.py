@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from mgpu_core.device.team import Team
 from mgpu_core.module_tree import parameters_of, tensors_of
 from mgpu_core.train.rank_modules import RankModules
 
-__all__ = ["REDUCTIONS", "RankLoss", "Window", "check_loss", "loss_of_ranks", "rank_loss"]
+__all__ = ["REDUCTIONS", "RankLoss", "Window", "check_loss", "joined_aux", "loss_of_ranks", "output_loss", "rank_loss"]
 
 REDUCTIONS = ("mean", "sum", "weighted")
 _WIDE = {torch.float32, torch.float64}  # that a loss is kept in as it is
@@ -57,33 +57,88 @@ def loss_of_ranks(loss_fn: Any, team: Team, *, static: bool) -> Any:
 
 @dataclass(slots=True)
 class RankLoss:
-    """What one rank's ``loss_fn`` gave: the number to differentiate, and for ``weighted`` the weight beside it.
+    """The loss of one rank.
 
-    One that is constant has no gradient: none of this rank's rows gave a reason to learn.
+    Attributes:
+        value: the number to differentiate.
+        weight: for ``weighted``, the weight next to the sum.
+        aux: further numbers by name, which are weighed like the loss.
+        is_constant: it has no gradient: none of this rank's rows gave a reason to learn.
     """
 
     value: torch.Tensor
     weight: torch.Tensor | None = None
+    aux: Mapping[str, Any] | None = None
     is_constant: bool = False
 
 
 def rank_loss(result: Any, reduction: str) -> RankLoss:
-    """What a loss function returned, checked.
+    """Check what a loss function returned: ``loss`` or ``(loss, {name: number})``; ``weighted``: see the step.
 
     Raises:
         TypeError, ValueError: it is not one number, or for ``weighted`` not a pair of numbers.
     """
+    if type(result) is torch.Tensor and result.ndim == 0 and result.dtype in _WIDE and reduction != "weighted":
+        return RankLoss(result)  # as a rule
+    aux: Mapping[str, Any] | None = None
+    if isinstance(result, tuple | list) and len(result) > 1 and isinstance(result[-1], Mapping):
+        *result, aux = result
+        result = result[0] if reduction != "weighted" and len(result) == 1 else result
     if reduction != "weighted":
-        is_number = type(result) is torch.Tensor and result.ndim == 0 and result.dtype in _WIDE
-        return RankLoss(result if is_number else _number(result, "the loss"))
+        return RankLoss(_number(result, "the loss"), aux=aux)
     if not isinstance(result, tuple | list) or len(result) != 2:
-        raise TypeError(f'reduction="weighted" needs a loss_fn that returns (sum, weight), not {_described(result)}')
+        raise TypeError(
+            'reduction="weighted" needs a loss_fn that returns (sum, weight) or (sum, weight, {name: number}), not '
+            f"{_described(result)}"
+        )
     value = _number(result[0], "the sum of the losses")
     weight = result[1] if isinstance(result[1], torch.Tensor) else torch.tensor(float(result[1]), device=value.device)
-    return RankLoss(value, _number(weight, "the weight").detach().to(value.dtype))
+    return RankLoss(value, _number(weight, "the weight").detach().to(value.dtype), aux)
+
+
+def output_loss(output: Any) -> Any:
+    """Return the loss of a module that has no loss function: its output, or the output's ``loss``."""
+    return output if isinstance(output, torch.Tensor | tuple | list) else getattr(output, "loss", output)
+
+
+def joined_aux(losses: Sequence[RankLoss], rows: Sequence[int], reduction: str) -> dict[str, torch.Tensor]:
+    """Return the further numbers of all ranks, each weighed like the loss, on the first rank's device.
+
+    Raises:
+        ValueError: ranks gave other names than the first one.
+        TypeError: something that is no number.
+    """
+    names = list(losses[0].aux or ())
+    for rank, loss in enumerate(losses):
+        if list(loss.aux or ()) != names:
+            raise ValueError(f"rank {rank} gave aux numbers named {list(loss.aux or ())}, and rank 0 {names}")
+    factors, divisor = [1.0] * len(losses), None
+    if reduction == "mean":
+        total = sum(rows)
+        factors = [count / total for count in rows] if total else [1.0 / len(rows)] * len(rows)
+    device = losses[0].value.device
+    if reduction == "weighted":
+        divisor = _total([loss.weight.to(device) for loss in losses if loss.weight is not None], factors)
+    found = {}
+    for name in names:
+        values = [_aux_number((loss.aux or {})[name], name, device) for loss in losses]
+        value = _total([values[0].clone(), *values[1:]], factors)
+        found[name] = value if divisor is None else value / divisor
+    return found
+
+
+def _aux_number(value: Any, name: str, device: torch.device) -> torch.Tensor:
+    if isinstance(value, bool | int | float):
+        return torch.tensor(float(value), device=device)
+    return _number(value, f"the aux number {name}").detach().to(device, torch.float32)
 
 
 def _number(value: Any, name: str) -> torch.Tensor:
+    if isinstance(value, Mapping):
+        raise TypeError(
+            f'{name} must be a tensor of one element, not {_described(value)}: return (loss, {{"name": number}}), and '
+            "step(..., aux=True) returns the further numbers, too"
+        )
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name} must be a tensor of one element, not {_described(value)}")
     if value.numel() != 1:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import Module
@@ -18,6 +18,9 @@ from mgpu_core.module_tree import named_parameters_of, parameters_of
 from mgpu_core.parallel.apply import check_workers
 from mgpu_core.train.grad_scaler import AMP_DTYPES
 from mgpu_core.train.loss import REDUCTIONS
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 __all__ = ["Setup", "check_dtypes", "check_module", "check_place", "team_of"]
 
@@ -45,15 +48,18 @@ class Setup:
     algorithm: str
     shard_optimizer: bool
     rng: str
+    loss_on: str
     workers: str
     static_graph: bool
     capture: bool
+    process_group: ProcessGroup | None
 
     def __post_init__(self) -> None:
         if self.error_if_nonfinite is None:
             self.error_if_nonfinite = all(device.type == "cpu" for device in self.team.devices)
         check_rng(self.rng)
         check_workers(self.workers)
+        self._check_loss_on()
         if self.reduction not in REDUCTIONS:
             raise ValueError(f"reduction must be one of {', '.join(REDUCTIONS)}, not {self.reduction!r}")
         if self.algorithm not in ALGORITHMS:
@@ -61,6 +67,18 @@ class Setup:
         if self.bucket_nbytes < 1:
             raise ValueError(f"bucket_nbytes must be a positive number of bytes, not {self.bucket_nbytes}")
         self._check_calls_and_norm()
+
+    def _check_loss_on(self) -> None:
+        if self.loss_on not in ("ranks", "gathered"):
+            raise ValueError(f"loss_on must be 'ranks' or 'gathered', not {self.loss_on!r}")
+        reasons = (
+            (self.loss_fn is None, "loss_fn=None: each rank's module returns its loss"),
+            (self.process_group is not None, "process_group: outputs of other processes are not gathered"),
+            (self.capture, "capture=True: a graph holds the work of one device"),
+        )
+        for holds, reason in reasons:
+            if self.loss_on == "gathered" and holds:
+                raise ValueError(f'loss_on="gathered" does not go with {reason}')
 
     def change(self, name: str, value: Any) -> None:
         """Takes another value of a setting that is read in each step; ValueError for one that no step can have."""

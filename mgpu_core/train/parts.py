@@ -67,7 +67,15 @@ class Parts:
         # Ranks that share a GPU take turns where a graph is recorded on their stream; those that meet have no graphs.
         rng = "per_rank" if setup.capture and not net.tree.ranks_meet else setup.rng
         self.passes = ForwardBackward(
-            self.replicas, net, loss, setup.reduction, setup.amp_dtype, rng, setup.workers, setup.dim
+            self.replicas,
+            net,
+            loss,
+            setup.reduction,
+            setup.amp_dtype,
+            rng,
+            setup.workers,
+            setup.dim,
+            setup.loss_on == "gathered",
         )
         buffers = BufferSnapshot(self.modules)
         self.cycle = Cycle(self.replicas, self.sync, self.updates, loss_scale, self.together, steps, buffers)

@@ -31,12 +31,13 @@ class RankModules:
 
     Attributes:
         tree: the module, as the last :meth:`read` found it.
+        is_static: the replicas live on.
     """
 
     def __init__(
         self, module: Module, team: Team, leaves: Sequence[Sequence[Parameter]] | None, *, static: bool
     ) -> None:
-        self.module, self._team, self._leaves, self._is_static = module, team, leaves, static
+        self.module, self._team, self._leaves, self.is_static = module, team, leaves, static
         self.tree = ModuleTree(module)
         self._static: tuple[list[Module], list[list[torch.Tensor]]] | None = None
         self._modes: list[bool] = []  # of a static module's replicas
@@ -50,7 +51,7 @@ class RankModules:
 
     def read(self) -> ModuleTree:
         """Return the module tree as it is now; a static one as it was, with the modes and values of now."""
-        if not self._is_static:
+        if not self.is_static:
             self.tree = ModuleTree(self.module)
         elif self._static is not None:
             self._refresh(*self._static)
@@ -93,5 +94,5 @@ class RankModules:
 
     def let_go(self, replicas: Sequence[Module]) -> None:
         """End the reference cycles of a call's replicas."""
-        if not self._is_static:
+        if not self.is_static:
             loosen(each for each in replicas if each is not self.module)

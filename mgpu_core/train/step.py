@@ -28,6 +28,7 @@ from mgpu_core.train.engine import Engine
 from mgpu_core.train.grad_scaler import LossScale
 from mgpu_core.train.graph_cache import StepGraphs
 from mgpu_core.train.loss import check_loss
+from mgpu_core.train.loss_check import LossCheck
 from mgpu_core.train.options import Setup, check_dtypes, check_module, check_place, team_of
 from mgpu_core.train.updates import check_optimizer
 
@@ -139,6 +140,7 @@ class TrainStep:
         algorithm: str = "auto",
         shard_optimizer: bool = False,
         rng: str = "auto",
+        loss_on: str = "ranks",
         workers: str = "threads",
         static_graph: bool = False,
         capture: bool = False,
@@ -151,7 +153,8 @@ class TrainStep:
         team = team_of(net, device_ids)
         self._setup = Setup(
             net, loss_fn, optimizer, team, dim, reduction, accumulate, clip_norm, error_if_nonfinite, amp_dtype,
-            comm_dtype, bucket_nbytes, algorithm, shard_optimizer, rng, workers, static_graph, capture,
+            comm_dtype, bucket_nbytes, algorithm, shard_optimizer, rng, loss_on, workers, static_graph,
+            capture, process_group,
         )  # fmt: skip
         self._split_plan = SplitPlan(shares, team)
         check_place(net, team)
@@ -175,6 +178,7 @@ class TrainStep:
     algorithm = _Setting[str]()
     shard_optimizer = _Setting[bool]()
     rng = _Setting[str]()
+    loss_on = _Setting[str]()
     workers = _Setting[str]()
     static_graph = _Setting[bool]()
     capture = _Setting[bool]()
@@ -205,13 +209,14 @@ class TrainStep:
         return None if captured is None else captured.graphs
 
     @outside_the_compiler
-    def __call__(self, *inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+    def __call__(self, *inputs: Any, return_outputs: bool = False, aux: bool = False, **kwargs: Any) -> Any:
         """One step on a batch.
 
         Args:
             inputs: what ``net`` takes, and last the target (any nest; there is none with ``loss_fn=None``); cut along
                 ``dim`` into one part per rank.
             return_outputs: return ``(loss, outputs)``.
+            aux: return ``(loss, numbers)``, or ``(loss, outputs, numbers)``: the further numbers that ``loss_fn`` gave.
             kwargs: for ``net``, cut like the inputs.
 
         Returns:
@@ -230,14 +235,14 @@ class TrainStep:
         with self._turn:
             engine = self._ready()
             with span("train_step"):
-                loss, outputs = engine.train(inputs, kwargs, return_outputs)
-        return (loss, outputs) if return_outputs else loss
+                loss, outputs, numbers = engine.train(inputs, kwargs, return_outputs, aux)
+        return _returned(loss, outputs, numbers, return_outputs, aux)
 
     def plan(self) -> list[RankPlan]:
         """What each rank does: its device, its share of the rows, and how many it had in the last call."""
         return self._split_plan.table()
 
-    def evaluate(self, *inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+    def evaluate(self, *inputs: Any, return_outputs: bool = False, aux: bool = False, **kwargs: Any) -> Any:
         """The loss of a batch, without gradients and without an update; arguments and results as for a step.
 
         The module is used as it is: call ``net.eval()`` before.
@@ -245,8 +250,24 @@ class TrainStep:
         with self._turn:
             engine = self._ready()
             with span("evaluate"):
-                loss, outputs = engine.evaluate(inputs, kwargs, return_outputs)
-        return (loss, outputs) if return_outputs else loss
+                loss, outputs, numbers = engine.evaluate(inputs, kwargs, return_outputs, aux)
+        return _returned(loss, outputs, numbers, return_outputs, aux)
+
+    def check_loss(self, *inputs: Any, **kwargs: Any) -> LossCheck:
+        """Compare the loss of all rows of a batch together with the sum of the ranks' losses; warn where they differ.
+
+        A loss that compares rows with each other (InfoNCE, Dice, an advantage that is normalised inside) is another
+        loss where each rank computes it on its own rows.  The first step does the same by itself.  Nothing is changed:
+        buffers and random numbers are put back.
+
+        Args:
+            inputs, kwargs: as for a step.
+
+        Returns:
+            Both numbers, and whether they agree; or why that could not be judged.
+        """
+        with self._turn:
+            return self._ready().check_loss(inputs, kwargs)
 
     def flush(self) -> bool:
         """Updates by the calls since the last update, if there are any: at the end of an epoch, with ``accumulate``.
@@ -396,3 +417,9 @@ class TrainStep:
             "a TrainStep has threads and devices of its own, which cannot be copied or saved: save step.state_dict(), "
             "or make a new step of a copy of the module"
         )
+
+
+def _returned(loss: Any, outputs: Any, numbers: Any, return_outputs: bool, aux: bool) -> Any:
+    if not return_outputs and not aux:
+        return loss
+    return (loss, *([outputs] if return_outputs else []), *([numbers] if aux else []))

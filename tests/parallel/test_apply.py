@@ -8,6 +8,8 @@ import threading
 import time
 import traceback
 import weakref
+from contextvars import ContextVar
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,7 @@ from torch import nn
 
 from mgpu_core import parallel_apply
 from mgpu_core.device.team import Team
-from mgpu_core.parallel.apply import apply_some
+from mgpu_core.parallel.apply import run_ranks
 
 RANKS = [1, 2, 3, 5, 8]
 
@@ -356,31 +358,71 @@ def test_a_rank_that_does_not_end_is_an_error_and_not_a_hang(monkeypatch):
     assert run(lambda rank: rank, 2) == [0, 1]
 
 
+@pytest.mark.parametrize("workers", ["threads", "caller"])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
-def test_some_ranks_rest(ranks):
+def test_some_ranks_rest(ranks, workers):
     """Those that work do it where, and with the random numbers that, they have when all work."""
 
     def work(rank):
         return rank, threading.current_thread().name, torch.rand(3)
 
-    modules, team = [Call(work)] * ranks, Team.of(cpu(ranks))
+    team = Team.of(cpu(ranks))
     torch.manual_seed(3)
-    everyone = apply_some(modules, [(rank,) for rank in range(ranks)], team, "per_rank")
+    everyone = run_ranks(team, [partial(work, rank) for rank in range(ranks)], draws=True, workers=workers)
     for one in range(ranks):
         torch.manual_seed(3)
-        found = apply_some(modules, [(rank,) if rank == one else None for rank in range(ranks)], team, "per_rank")
+        calls = [partial(work, rank) if rank == one else None for rank in range(ranks)]
+        found = run_ranks(team, calls, draws=True, workers=workers)
         assert [each is None for each in found] == [rank != one for rank in range(ranks)]
         assert found[one][:2] == everyone[one][:2]
         assert torch.equal(found[one][2], everyone[one][2])
 
 
-def test_a_failure_beside_ranks_that_rest():
-    def work(rank):
-        raise KeyError(rank)
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_ranks_draw_the_same_numbers_in_threads_and_in_the_callers(ranks):
+    drawn = []
+    for workers in ("threads", "caller"):
+        torch.manual_seed(3)
+        drawn.append(run_ranks(Team.of(cpu(ranks)), [lambda: torch.rand(4)] * ranks, draws=True, workers=workers))
+    assert all(map(torch.equal, *drawn))
+    assert len({tuple(each.tolist()) for each in drawn[0]}) == ranks
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_in_the_callers_thread_ranks_have_contexts_of_their_own(ranks):
+    """And what the caller has set; what a rank sets, nobody else sees."""
+    setting = ContextVar("setting", default="none")
+    setting.set("the caller's")
+    seen = []
+
+    def work(rank, x):
+        seen.append((rank, setting.get(), threading.get_ident(), torch.is_grad_enabled()))
+        setting.set(f"rank {rank}'s")
+        return x + rank
+
+    with torch.no_grad():
+        outputs = parallel_apply(
+            [Call(partial(work, rank)) for rank in range(ranks)], [torch.ones(1)] * ranks, workers="caller"
+        )
+    assert [each.item() for each in outputs] == [1 + rank for rank in range(ranks)]
+    assert seen == [(rank, "the caller's", threading.get_ident(), False) for rank in range(ranks)]
+    assert setting.get() == "the caller's"
+
+
+@pytest.mark.parametrize("workers", ["threads", "caller"])
+def test_a_failure_next_to_ranks_that_rest(workers):
+    def work():
+        raise KeyError(2)
 
     with pytest.raises(KeyError, match="Caught KeyError in replica 2 on device cpu") as caught:
-        apply_some([Call(work)] * 3, [None, None, (2,)], Team.of(cpu(3)), "auto")
+        run_ranks(Team.of(cpu(3)), [None, None, work], draws=False, workers=workers)
     assert isinstance(caught.value.__cause__, KeyError)
+
+
+def test_other_workers_are_refused():
+    for workers in ("auto", "processes"):
+        with pytest.raises(ValueError, match="workers must be 'threads' or 'caller'"):
+            parallel_apply([torch.nn.Identity()], [torch.ones(1)], workers=workers)
 
 
 class Mute(Exception):

@@ -257,6 +257,8 @@ class Counting(nn.Module):
 
     def forward(self, x):
         self.calls += 1
+        for name in "abcdef":
+            setattr(self, name, self.calls)
         return self.last(x)
 
 
@@ -264,13 +266,17 @@ class Counting(nn.Module):
 def test_what_a_forward_assigns_stays_on_rank_0(ranks):
     net = Counting()
     step = TrainStep(net, mse, SGD(net.parameters(), lr=0.05), cpu(ranks))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
         for x, y in batches(5, 9):
             step(x, y)
         net.calls = 100
         step.evaluate(x, y)
     assert net.calls == 101
+    assert len(told) == (ranks > 1)
+    for each in told:
+        assert "the forward of Counting assigns calls, a, b, c, d and 2 more: the module keeps" in str(each.message)
+        assert each.filename == __file__
 
 
 @pytest.mark.parametrize("static", [False, True])

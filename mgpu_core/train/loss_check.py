@@ -1,0 +1,155 @@
+"""Find out whether a loss couples rows: whether the ranks' losses add up to the loss of all rows.
+
+InfoNCE, a Dice loss or an advantage that is normalised inside the loss compare rows with each other.  Computed per rank
+they are another loss than on one device, which no weights can mend: ``loss_on="gathered"`` computes them once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn import Module
+
+from mgpu_core.nested import flatten
+from mgpu_core.train.loss import RankLoss, rank_loss
+
+__all__ = ["LossCheck", "LossState", "compare_losses", "warning_of"]
+
+LARGEST_NBYTES = 64 * 2**20  # of outputs that are looked at
+TOLERANCE, HALF_TOLERANCE = 1e-4, 3e-2
+_HALF = (torch.float16, torch.bfloat16)
+
+
+class LossCheck(NamedTuple):
+    """What a check of the loss has found.
+
+    Attributes:
+        agrees: whether the two numbers are equal up to rounding; ``None``: that could not be judged.
+        ranks: the sum of the ranks' losses, each with its weight.
+        gathered: the loss of the outputs of all ranks together.
+        reason: why it could not be judged, or what to do where they differ; else empty.
+    """
+
+    agrees: bool | None
+    ranks: float | None = None
+    gathered: float | None = None
+    reason: str = ""
+
+
+class LossState:
+    """The buffers of a loss module as they are now, to compute from them again.
+
+    Args:
+        loss_fn: a function has none.
+    """
+
+    def __init__(self, loss_fn: Any) -> None:
+        buffers = list(loss_fn.buffers()) if isinstance(loss_fn, Module) else []
+        self._buffers = [(buffer, buffer.clone()) for buffer in buffers]
+
+    def restore(self) -> None:
+        """Write the values back."""
+        with torch.no_grad():
+            for buffer, value in self._buffers:
+                buffer.copy_(value)
+
+
+def compare_losses(
+    loss_fn: Callable[..., Any],
+    outputs: Any,
+    target: Any,
+    losses: Sequence[RankLoss],
+    rows: Sequence[int],
+    reduction: str,
+    before: LossState,
+    *,
+    is_half: bool,
+) -> LossCheck:
+    """Compare the loss of all outputs together with what the ranks' losses add up to.
+
+    Args:
+        loss_fn: the user's; it is called twice without gradients, from the state ``before``.  Its buffers and the
+            random numbers are put back afterwards.
+        outputs: of all ranks, without a graph.
+        target: of all rows, on the outputs' device.
+        losses, rows: of each rank.
+        reduction: of the step.
+        before: the state that the ranks began with.
+        is_half: whether forwards compute in half precision.
+    """
+    leaves: list[Any] = []
+    flatten(outputs, leaves, "outputs", whole=True)
+    tensors = [each for each in leaves if isinstance(each, torch.Tensor)]
+    if sum(each.nbytes for each in tensors) > LARGEST_NBYTES:
+        return LossCheck(None, reason=f"the outputs are larger than {LARGEST_NBYTES >> 20} MiB")
+    ranks, size = _sum_of(losses, rows, reduction)
+    after = LossState(loss_fn)
+    try:
+        with torch.no_grad(), _own_random_numbers(tensors):
+            found = [_gathered(loss_fn, outputs, target, reduction, before) for _ in range(2)]
+    except Exception as error:
+        return LossCheck(None, reason=f"the loss of all outputs together failed ({type(error).__name__}: {error})")
+    finally:
+        after.restore()
+    if found[0] != found[1] or not math.isfinite(found[0]) or not math.isfinite(ranks):
+        return LossCheck(None, reason="the loss draws random numbers, keeps a state of its own, or is not finite")
+    is_half = is_half or any(each.dtype in _HALF for each in tensors)
+    agrees = abs(found[0] - ranks) <= (HALF_TOLERANCE if is_half else TOLERANCE) * size
+    return LossCheck(agrees, ranks, found[0], "" if agrees else _advice(loss_fn, target, reduction))
+
+
+def _gathered(loss_fn: Callable[..., Any], outputs: Any, target: Any, reduction: str, before: LossState) -> float:
+    """Compute the loss from the state before; each time with other random numbers."""
+    before.restore()
+    torch.rand(1)
+    loss = rank_loss(loss_fn(outputs, target), reduction)
+    return float(loss.value if loss.weight is None else loss.value / loss.weight)
+
+
+def _sum_of(losses: Sequence[RankLoss], rows: Sequence[int], reduction: str) -> tuple[float, float]:
+    """Return the sum of the ranks' losses, and of their absolute values."""
+    values = [float(each.value) for each in losses]
+    if reduction == "mean":
+        values = [value * count / sum(rows) for value, count in zip(values, rows, strict=True)]
+    if reduction == "weighted":
+        weight = sum(float(each.weight) for each in losses if each.weight is not None)
+        values = [value / weight if weight else math.nan for value in values]
+    return sum(values), sum(map(abs, values))
+
+
+@contextmanager
+def _own_random_numbers(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Put the random state back at the end: of the CPU, and of the accelerator that the outputs are on."""
+    devices = {each.device for each in tensors if each.device.type not in ("cpu", "meta")}
+    kind = next((each.type for each in devices), "cuda")
+    with torch.random.fork_rng([each.index for each in devices], device_type=kind):
+        yield
+
+
+def _advice(loss_fn: Any, target: Any, reduction: str) -> str:
+    if reduction == "mean" and _is_weighted_mean(loss_fn, target):
+        return (
+            "a mean with class weights or ignore_index is divided by other numbers on each rank: let loss_fn return "
+            '(sum, weight), and pass reduction="weighted"'
+        )
+    return 'it compares rows of different ranks: loss_on="gathered" computes it once, as on one device'
+
+
+def _is_weighted_mean(loss_fn: Any, target: Any) -> bool:
+    if getattr(loss_fn, "weight", None) is not None:
+        return True
+    ignored = getattr(loss_fn, "ignore_index", -100)
+    is_classes = isinstance(target, torch.Tensor) and not target.is_floating_point() and not target.is_complex()
+    return is_classes and bool((target == ignored).any())
+
+
+def warning_of(check: LossCheck) -> str:
+    """Return what to tell where the numbers differ."""
+    return (
+        f"the loss of all rows together is {check.gathered:.6g}, but the ranks' losses add up to {check.ranks:.6g}: "
+        f"{check.reason}"
+    )

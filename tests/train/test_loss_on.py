@@ -1,0 +1,344 @@
+"""Losses that couple rows: found out in the first step, exact on the gathered outputs; further numbers of a loss."""
+
+import copy
+import re
+import warnings
+from types import SimpleNamespace
+
+import pytest
+import torch
+from fakes.nets import cpu
+from torch import nn
+from torch.nn import functional as F
+from torch.optim import SGD
+
+from mgpu_core import TrainStep
+
+SEVERAL = [2, 3, 8]
+
+
+def infonce(output, _):
+    z = F.normalize(output, dim=1)
+    return F.cross_entropy(z @ z.T / 0.1, torch.arange(len(z)))
+
+
+def supcon(output, classes):
+    z = F.normalize(output, dim=1)
+    same = (classes[:, None] == classes) & ~torch.eye(len(z), dtype=torch.bool)
+    logits = (z @ z.T / 0.1).masked_fill(torch.eye(len(z), dtype=torch.bool), -1e9).log_softmax(1)
+    return -((logits * same).sum(1) / same.sum(1).clamp(min=1)).mean()
+
+
+def dice(output, classes):
+    p, y = output.softmax(1), F.one_hot(classes, 4).to(output.dtype)
+    return 1 - ((2 * (p * y).sum(0) + 1) / (p.sum(0) + y.sum(0) + 1)).mean()
+
+
+def policy(output, classes):
+    rewards = classes.to(output.dtype)
+    advantage = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
+    return -(output.log_softmax(1)[:, 0] * advantage).mean()
+
+
+COUPLED = {"infonce": infonce, "supcon": supcon, "dice": dice, "policy": policy}
+
+
+def data(rows=24, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(rows, 8, generator=generator).to(dtype), torch.arange(rows) % 4 * (torch.arange(rows) % 5 > 0)
+
+
+def net_of(dtype=torch.float64, *more):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 6), *more, nn.Tanh(), nn.Linear(6, 4)).to(dtype)
+
+
+def are_close(net, alone):
+    pairs = zip(net.parameters(), alone.parameters(), strict=True)
+    return all(torch.allclose(a, b, rtol=0, atol=1e-9) for a, b in pairs)
+
+
+def step_of(net, loss_fn, ranks, **settings):
+    return TrainStep(net, loss_fn, SGD(net.parameters(), lr=0.1, momentum=0.9), cpu(ranks), **settings)
+
+
+@pytest.mark.parametrize("ranks", SEVERAL)
+@pytest.mark.parametrize("name", COUPLED)
+def test_a_loss_that_couples_rows_is_told_of_once(name, ranks):
+    step = step_of(net_of(), COUPLED[name], ranks)
+    x, y = data()
+    with pytest.warns(UserWarning, match=r'compares rows of different ranks: loss_on="gathered"') as told:
+        first = step(x, y)
+    assert len(told) == 1
+    assert f"add up to {first:.6g}:" in str(told[0].message)
+    assert told[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(x, y)
+
+
+@pytest.mark.parametrize("workers", ["threads", "caller"])
+@pytest.mark.parametrize("ranks", [1, *SEVERAL])
+@pytest.mark.parametrize("name", COUPLED)
+@pytest.mark.filterwarnings("error")
+def test_on_the_gathered_outputs_it_is_one_devices(name, ranks, workers):
+    net = net_of()
+    alone = copy.deepcopy(net)
+    step = step_of(net, COUPLED[name], ranks, loss_on="gathered", workers=workers)
+    optimizer = SGD(alone.parameters(), lr=0.1, momentum=0.9)
+    for rows in (24, 2, 7):
+        x, y = data(rows)
+        optimizer.zero_grad()
+        loss = COUPLED[name](alone(x), y)
+        loss.backward()
+        optimizer.step()
+        ours, outputs = step(x, y, return_outputs=True)
+        assert abs(ours - loss) < 1e-9
+        assert outputs.shape == (rows, 4)
+        assert not outputs.requires_grad
+    assert all(
+        torch.allclose(a, b, rtol=0, atol=1e-9) for a, b in zip(net.parameters(), alone.parameters(), strict=True)
+    )
+    assert abs(step.evaluate(x, y) - COUPLED[name](alone(x), y)) < 1e-9
+
+
+@pytest.mark.parametrize("ranks", SEVERAL)
+@pytest.mark.parametrize("reduction", ["mean", "sum", "weighted"])
+def test_gathered_and_accumulated(reduction, ranks):
+    """Calls of different sizes count as one batch's."""
+    losses = {
+        "mean": F.mse_loss,
+        "sum": lambda out, y: F.mse_loss(out, y, reduction="sum"),
+        "weighted": lambda out, y: (F.mse_loss(out, y, reduction="sum"), out.numel() / 2),
+    }
+    net = net_of()
+    alone = copy.deepcopy(net)
+    step = step_of(net, losses[reduction], ranks, loss_on="gathered", reduction=reduction, accumulate=2, clip_norm=0.5)
+    x = data(12)[0]
+    y = torch.ones(12, 4).double()
+    step(x[:4], y[:4])
+    step(x[4:], y[4:])
+    whole = losses[reduction](alone(x), y)
+    (whole[0] / whole[1] if reduction == "weighted" else whole).backward()
+    nn.utils.clip_grad_norm_(alone.parameters(), 0.5)
+    SGD(alone.parameters(), lr=0.1, momentum=0.9).step()
+    assert all(
+        torch.allclose(a, b, rtol=0, atol=1e-9) for a, b in zip(net.parameters(), alone.parameters(), strict=True)
+    )
+
+
+class Centre(nn.Module):
+    """Keeps a running centre of the outputs, and compares with it."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("centre", torch.zeros(4).double())
+
+    def forward(self, output, _):
+        self.centre.lerp_(output.detach().mean(0), 0.5)
+        return (output - self.centre).square().mean()
+
+
+@pytest.mark.parametrize("ranks", SEVERAL)
+def test_buffers_and_random_numbers_are_those_of_a_step_that_is_not_checked(ranks):
+    x, y = data()
+    results = []
+    for is_checked in (True, False):
+        net, loss = net_of(torch.float64, nn.Dropout(0.5)), Centre()
+        step = step_of(net, loss, ranks)
+        step._engine._is_checked = not is_checked
+        torch.manual_seed(3)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            losses = [step(x, y) for _ in range(3)]
+        results.append([*losses, *net.parameters(), loss.centre, torch.rand(2)])
+    assert all(map(torch.equal, *results))
+
+
+def quiet(dtype=torch.float32, more=(), target=None, **settings):
+    return dtype, more, target, settings
+
+
+NO_ALARM = {
+    "cross entropy": (nn.CrossEntropyLoss(), quiet()),
+    "a function": (F.cross_entropy, quiet()),
+    "sum": (nn.CrossEntropyLoss(reduction="sum"), quiet(reduction="sum")),
+    "weighted": (
+        lambda out, y: (F.cross_entropy(out, y, ignore_index=0, reduction="sum"), (y != 0).sum()),
+        quiet(reduction="weighted"),
+    ),
+    "dropout": (F.cross_entropy, quiet(more=(nn.Dropout(0.5),))),
+    "batch norm": (F.cross_entropy, quiet(more=(nn.BatchNorm1d(6),))),
+    "bfloat16": (F.cross_entropy, quiet(amp_dtype=torch.bfloat16)),
+    "half": (lambda out, y: F.cross_entropy(out.float(), y), quiet(torch.bfloat16)),
+    "cancelling": (lambda out, y: (out * (y[:, None] - 1)).mean(), quiet()),
+    "a loss with random numbers": (lambda out, y: (out * torch.rand(4)).mean(), quiet()),
+    "a loss that fails on all rows": (lambda out, y: F.cross_entropy(out, y) if len(y) < 13 else 1 / 0, quiet()),
+}
+
+
+@pytest.mark.parametrize("ranks", SEVERAL)
+@pytest.mark.parametrize("name", NO_ALARM)
+@pytest.mark.filterwarnings("error")
+def test_no_false_alarm(name, ranks):
+    loss_fn, (dtype, more, _, settings) = NO_ALARM[name]
+    step = step_of(net_of(dtype, *more), loss_fn, ranks, **settings)
+    x, y = data(dtype=dtype)
+    step(x, y)
+    step(x[:16], y[:16])
+
+
+@pytest.mark.parametrize("ranks", SEVERAL)
+@pytest.mark.parametrize(
+    "loss_fn", [nn.CrossEntropyLoss(weight=torch.tensor([5.0, 1, 1, 1])), nn.CrossEntropyLoss(ignore_index=0)]
+)
+def test_a_mean_with_weights_is_advised_to_be_weighted(loss_fn, ranks):
+    step = step_of(net_of(torch.float32), loss_fn, ranks)
+    x, y = data(dtype=torch.float32)
+    with pytest.warns(UserWarning, match=r'class weights or ignore_index .* pass reduction="weighted"'):
+        step(x, y)
+
+
+def test_check_loss_changes_nothing_and_says_what_it_found():
+    net = net_of(torch.float64, nn.BatchNorm1d(6), nn.Dropout(0.5))
+    step = step_of(net, infonce, 3)
+    before = copy.deepcopy(net.state_dict())
+    torch.manual_seed(5)
+    numbers = torch.rand(3)
+    torch.manual_seed(5)
+    x, y = data()
+    with pytest.warns(UserWarning, match="the loss of all rows together is"):
+        found = step.check_loss(x, y)
+    assert torch.equal(torch.rand(3), numbers)
+    assert found.agrees is False
+    assert abs(found.ranks - found.gathered) > 0.01
+    assert all(torch.equal(each, before[name]) for name, each in net.state_dict().items())
+    assert step.steps == 0
+    agreeing = step_of(net_of(), F.cross_entropy, 3).check_loss(x, y)
+    assert agreeing.agrees is True
+    assert abs(agreeing.ranks - agreeing.gathered) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "ranks", "settings", "reason"),
+    [
+        (infonce, 1, {}, "one rank has all rows"),
+        (infonce, 2, {"loss_on": "gathered"}, "no loss function that is called per rank"),
+        (NO_ALARM["a loss with random numbers"][0], 2, {}, "draws random numbers"),
+        (NO_ALARM["a loss that fails on all rows"][0], 2, {}, "failed .ZeroDivisionError"),
+        (lambda out, y: out.expand(3 << 18, 24, 4).mean() if len(out) > 12 else out.mean(), 2, {}, "^$"),
+    ],
+)
+def test_check_loss_says_why_it_cannot_judge(loss_fn, ranks, settings, reason):
+    found = step_of(net_of(), loss_fn, ranks, **settings).check_loss(*data())
+    assert (found.agrees is None) == (reason != "^$")
+    assert re.search(reason, found.reason)
+
+
+def test_outputs_that_are_too_large_are_not_looked_at():
+    class Large(nn.Linear):
+        def forward(self, x):
+            return super().forward(x).repeat(1, 2**18)
+
+    found = step_of(Large(8, 4), lambda out, y: out.mean(), 2).check_loss(torch.ones(18, 8), torch.ones(18))
+    assert found.agrees is None
+    assert "larger than 64 MiB" in found.reason
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"loss_fn": None}, "loss_fn=None"),
+        ({"capture": True}, "capture=True"),
+        ({"loss_on": "all"}, "loss_on must be 'ranks' or 'gathered', not 'all'"),
+    ],
+)
+def test_gathered_is_refused_by_name(settings, reason):
+    net = net_of()
+    settings = {"loss_fn": infonce, "loss_on": "gathered"} | settings
+    with pytest.raises(ValueError, match=reason):
+        TrainStep(net, settings.pop("loss_fn"), SGD(net.parameters(), lr=0.1), cpu(2), **settings)
+
+
+# Further numbers.
+
+
+@pytest.mark.parametrize("loss_on", ["ranks", "gathered"])
+@pytest.mark.parametrize("ranks", [1, *SEVERAL])
+def test_further_numbers_are_weighed_like_the_loss(ranks, loss_on):
+    def means(out, y):
+        return F.mse_loss(out, y), {"mae": (out - y).abs().mean(), "rows": len(y)}
+
+    def sums(out, y):
+        return F.mse_loss(out, y, reduction="sum"), {"mae": (out - y).abs().sum(), "rows": len(y)}
+
+    def weighted(out, y):
+        return (*sums(out, y)[:1], out.numel(), {"mae": (out - y).abs().sum()})
+
+    x, y = data(7)[0], torch.ones(7, 4).double()
+    for loss_fn, reduction in ((means, "mean"), (sums, "sum"), (weighted, "weighted")):
+        net = net_of()
+        error = net(x) - y
+        step = step_of(net, loss_fn, ranks, reduction=reduction, loss_on=loss_on)
+        _, numbers = step.evaluate(x, y, aux=True)
+        wanted = error.abs().sum() if reduction == "sum" else error.abs().mean()
+        assert abs(numbers["mae"] - wanted) < 1e-5
+        assert numbers["mae"].dim() == 0
+        _, outputs, numbers = step(x, y, aux=True, return_outputs=True)
+        assert abs(numbers["mae"] - wanted) < 1e-5
+        assert outputs.shape == (7, 4)
+        assert step(x, y).dim() == 0  # not asked for
+    _, numbers = step_of(net_of(), sums, ranks, reduction="sum", loss_on=loss_on)(x, y, aux=True)
+    assert numbers["rows"] == 7
+
+
+def test_no_further_numbers_are_none():
+    assert step_of(net_of(), F.mse_loss, 2)(data()[0], torch.ones(24, 4).double(), aux=True)[1] == {}
+
+
+@pytest.mark.parametrize(
+    ("result", "error", "text"),
+    [
+        (lambda loss: {"loss": loss}, TypeError, r'not a dict: return \(loss, \{"name": number\}\)'),
+        (lambda loss: (loss, {"words": "many"}), TypeError, "the aux number words must be a tensor of one element"),
+        (lambda loss: (loss, {"vector": torch.ones(3)}), ValueError, "the aux number vector must be one number"),
+    ],
+)
+def test_other_results_are_refused(result, error, text):
+    step = step_of(net_of(), lambda out, y: result(F.mse_loss(out, y)), 2)
+    with pytest.raises(error, match=text):
+        step(data()[0], torch.ones(24, 4).double(), aux=True)
+
+
+def test_ranks_with_other_names_are_told():
+    def named(out, y):
+        return out.mean(), {f"of {len(y)} rows": 1.0}
+
+    step = step_of(net_of(), named, 2)
+    with pytest.raises(ValueError, match=r"rank 1 gave aux numbers named \['of 3 rows'\], and rank 0"):
+        step(data(7)[0], torch.ones(7, 4).double(), aux=True)
+
+
+@pytest.mark.parametrize("ranks", [1, *SEVERAL])
+def test_a_module_may_return_an_output_with_a_loss(ranks):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = net_of()
+
+        def forward(self, x, labels):
+            logits = self.inner(x)
+            return SimpleNamespace(loss=F.cross_entropy(logits, labels), logits=logits)
+
+    net = Model()
+    x, y = data(9)
+    wanted = net(x, y).loss
+    assert abs(step_of(net, None, ranks)(x, labels=y) - wanted) < 1e-9
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_call_without_a_target_names_it(ranks):
+    step = step_of(net_of(), F.mse_loss, ranks)
+    for inputs in ((), (data()[0],)):
+        with pytest.raises(TypeError, match=r"a step needs a target .*step\(x, target\)"):
+            step(*inputs)

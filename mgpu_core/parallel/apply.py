@@ -24,9 +24,7 @@ from mgpu_core.module_tree import draws_random_numbers
 from mgpu_core.nothing import NOTHING
 from mgpu_core.record import span
 
-__all__ = ["check_workers", "parallel_apply", "run_ranks"]
-
-WORKERS = ("threads", "caller", "auto")
+__all__ = ["parallel_apply", "run_ranks"]
 
 
 def parallel_apply(
@@ -68,7 +66,7 @@ def parallel_apply(
     kwargs_tup = kwargs_tup if kwargs_tup is not None else [{}] * len(modules)
     _check_lengths(modules, inputs=inputs, kwargs_tup=kwargs_tup, devices=devices)
     check_rng(rng)
-    if workers not in WORKERS[:2]:
+    if workers not in ("threads", "caller"):
         raise ValueError(f"workers must be 'threads' or 'caller', not {workers!r}")
     team = Team.of(_devices_of(inputs, devices))
     streams = caller_streams(team.devices)
@@ -78,12 +76,6 @@ def parallel_apply(
     ]
     with span("apply"):
         return run_ranks(team, calls, draws=_draws(team, modules, rng), workers=workers)
-
-
-def check_workers(workers: str) -> None:
-    """Raise ValueError for anything but ``threads``, ``caller`` and ``auto``."""
-    if workers not in WORKERS:
-        raise ValueError(f"workers must be one of {', '.join(WORKERS)}, not {workers!r}")
 
 
 def run_ranks(team: Team, calls: Sequence[Callable[[], Any] | None], *, draws: bool, workers: str) -> list[Any]:

@@ -39,12 +39,14 @@ class RankPlan(NamedTuple):
         rank, device: which rank, and where it computes.
         share: its part of the rows, of 1.
         rows: that it had in the last call; 0 before the first.
+        workers: ``threads``: it runs in a thread of its own; ``caller``: in the caller's, one rank after the other.
     """
 
     rank: int
     device: torch.device
     share: float
     rows: int
+    workers: str
 
 
 class _Trial(NamedTuple):
@@ -213,12 +215,12 @@ class SplitPlan:
             if self._auto.observe(rows, seconds, room):
                 self._timed.clear()  # what was measured with other shares
 
-    def table(self) -> list[RankPlan]:
-        """What each rank does."""
+    def table(self, workers: str) -> list[RankPlan]:
+        """What each rank does; how they run is said by ``workers``."""
         shares = self.shares or [1.0] * len(self._team)
         rows = [*self._rows, *[0] * (len(self._team) - len(self._rows))]
         return [
-            RankPlan(rank, device, shares[rank] / sum(shares), rows[rank])
+            RankPlan(rank, device, shares[rank] / sum(shares), rows[rank], workers)
             for rank, device in enumerate(self._team.devices)
         ]
 

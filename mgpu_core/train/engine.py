@@ -10,6 +10,7 @@ import torch
 
 from mgpu_core.caller import warn_caller
 from mgpu_core.device.streams import caller_streams
+from mgpu_core.device.worker_choice import WorkerChoice, size_of
 from mgpu_core.device.workers import time_limit
 from mgpu_core.errors import Error
 from mgpu_core.module_tree import named_parameters_of
@@ -54,6 +55,7 @@ class Engine:
     Attributes:
         parts: what does the work.
         loss_scale: of float16.
+        choice: how ranks run, in threads or one after the other.
         keeps_accumulating: no call updates.
 
     Raises:
@@ -66,7 +68,8 @@ class Engine:
         self.keeps_accumulating = False
         self._is_checked = False  # the loss, in the first call
         self._broken: str | None = None
-        self.parts = Parts(setup, split_plan, self.loss_scale, processes, steps=0)
+        self.choice = WorkerChoice(setup.workers, setup.team.devices, setup.rng)
+        self.parts = Parts(setup, split_plan, self.choice, self.loss_scale, processes, steps=0)
 
     def check_whole(self) -> None:
         """Raises Error where a failure has left something that no further step can mend."""
@@ -102,11 +105,15 @@ class Engine:
         self._enter()
         is_last = not self.keeps_accumulating and parts.cycle.window.calls + 1 >= self._setup.accumulate
         self._split_plan.follow_the_clocks()
+        size = size_of(inputs[0]) if inputs else None
+        is_timed = self.choice.begin(size, meets=parts.modules[0].tree.ranks_meet)
         result = self._compute(inputs, kwargs, overlap=is_last, keep_outputs=keep_outputs, aux=aux)
         if is_last:
             self._update(Standing.TRAINS)
         else:
             parts.sync.set_aside()
+        if is_timed:
+            self.choice.end(size)
         return result
 
     def _compute(
@@ -304,6 +311,7 @@ class Engine:
         parts.cycle.steps = int(state["steps"])
         self.loss_scale.load_state_dict(state["loss_scale"])
         self._split_plan.resume(state["shares"])
+        self.choice.resume(state.get("workers", ()))
         parts.sync.abandon()
         parts.new_window()
         self._broken = "the processes have loaded other states"
@@ -329,6 +337,6 @@ class Engine:
             check_optimizer(self._setup.optimizer, dict(named_parameters_of(self._setup.module)))
         self._broken = "it could not be built"
         self.parts.leave()
-        self.parts = Parts(self._setup, self._split_plan, self.loss_scale, self._processes, steps)
+        self.parts = Parts(self._setup, self._split_plan, self.choice, self.loss_scale, self._processes, steps)
         self.parts.sync.between.hook = hook
         self._broken = None

@@ -15,6 +15,7 @@ from torch.nn.utils import parametrize
 from mgpu_core.device.clock import RankClock
 from mgpu_core.device.random import current_stream
 from mgpu_core.device.streams import caller_streams, on
+from mgpu_core.device.worker_choice import WorkerChoice
 from mgpu_core.nested import flatten, moved
 from mgpu_core.nothing import NOTHING
 from mgpu_core.parallel.apply import run_ranks, shares_generator
@@ -59,7 +60,7 @@ class ForwardBackward:
         reduction: what a loss function returns.
         amp_dtype: what autocast computes in; ``None``: the caller's own setting.
         rng: as in :func:`mgpu_core.parallel_apply`.
-        workers: ``threads`` or ``caller``, as in :func:`mgpu_core.parallel_apply`.
+        choice: how ranks run: in threads or one after the other.
         dim: the dimension of the rows.
         gathers: the loss is computed once, on the outputs of all ranks.
     """
@@ -72,14 +73,14 @@ class ForwardBackward:
         reduction: str,
         amp_dtype: torch.dtype | None,
         rng: str,
-        workers: str,
+        choice: WorkerChoice,
         dim: int,
         gathers: bool,
     ) -> None:
         self._replicas, self._team, self._net, self._reduction = replicas, replicas.team, net, reduction
         self._loss: Any = loss
         self.gathers = gathers
-        self._amp_dtype, self._rng, self.workers, self._dim = amp_dtype, rng, workers, dim
+        self._amp_dtype, self._rng, self._choice, self._dim = amp_dtype, rng, choice, dim
         self._calls_to_watch = 2
         self._count = len(replicas.team)
         self._gate: Gate | None = None  # of the call that runs, if its ranks have one
@@ -173,7 +174,7 @@ class ForwardBackward:
         count = len(parts)
         team = self._team if count == self._count else self._team.first(count)
         modules = self._net.of_ranks(count)
-        workers = "threads" if self._net.tree.ranks_meet else self.workers
+        workers = self._choice.now
         calls: list[_Call | None] = [
             None if part is None else partial(work, modules[rank], loss_fns[rank], rank, part)
             for rank, part in enumerate(parts)
@@ -236,7 +237,7 @@ class ForwardBackward:
         """
         if self._net.tree.ranks_meet or parametrize._cache_enabled > 0:
             return True
-        if self.workers == "caller" and not self._is_on_cpu:
+        if self._choice.now == "caller" and not self._is_on_cpu:
             return True
         return any_has_graph(parts)
 

@@ -86,6 +86,8 @@ def compare_losses(
     tensors = [each for each in leaves if isinstance(each, torch.Tensor)]
     if sum(each.nbytes for each in tensors) > LARGEST_NBYTES:
         return LossCheck(None, reason=f"the outputs are larger than {LARGEST_NBYTES >> 20} MiB")
+    if not sum(rows):
+        return LossCheck(None, reason="the batch has no rows")
     ranks, size = _sum_of(losses, rows, reduction)
     after = LossState(loss_fn)
     try:

@@ -14,8 +14,8 @@ from mgpu_core.comm.reductions import ALGORITHMS
 from mgpu_core.device.devices import DeviceLike, as_devices, local_devices
 from mgpu_core.device.random import check_rng
 from mgpu_core.device.team import Team
+from mgpu_core.device.worker_choice import check_workers
 from mgpu_core.module_tree import named_parameters_of, parameters_of
-from mgpu_core.parallel.apply import check_workers
 from mgpu_core.train.grad_scaler import AMP_DTYPES
 from mgpu_core.train.loss import REDUCTIONS
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
+from mgpu_core.device.worker_choice import WorkerChoice
 from mgpu_core.processes.group import Processes
 from mgpu_core.train.balance import SplitPlan
 from mgpu_core.train.cuda_graphs import CapturedSteps
@@ -28,7 +29,7 @@ class Parts:
 
     Args:
         setup: what the step is made from.
-        split_plan, loss_scale: of the step; they outlive its parts.
+        split_plan, choice, loss_scale: of the step; they outlive its parts.
         processes: those that train along; ``None``: none.
         steps: updates so far.
 
@@ -43,7 +44,13 @@ class Parts:
     """
 
     def __init__(
-        self, setup: Setup, split_plan: SplitPlan, loss_scale: LossScale, processes: Processes | None, steps: int
+        self,
+        setup: Setup,
+        split_plan: SplitPlan,
+        choice: WorkerChoice,
+        loss_scale: LossScale,
+        processes: Processes | None,
+        steps: int,
     ) -> None:
         self._setup, self._loss_scale = setup, loss_scale
         self.together: Together | None = None
@@ -56,6 +63,11 @@ class Parts:
         loss = loss_of_ranks(setup.loss_fn, setup.team, static=static)
         self.modules = [net, *([loss] if isinstance(loss, RankModules) else [])]
         self._net = net
+        if setup.workers == "caller" and net.tree.ranks_meet and len(setup.team) > 1:
+            raise ValueError(
+                'workers="caller" runs the ranks one after the other, and those of this module meet in synchronised '
+                'layers: use workers="threads" or "auto"'
+            )
         self.in_shards = setup.shard_optimizer and len(self.replicas.devices) > 1
         self.sync = GradientSync(
             self.replicas, setup.bucket_nbytes, setup.algorithm, setup.comm_dtype, self.in_shards, processes
@@ -73,7 +85,7 @@ class Parts:
             setup.reduction,
             setup.amp_dtype,
             rng,
-            setup.workers,
+            choice,
             setup.dim,
             setup.loss_on == "gathered",
         )

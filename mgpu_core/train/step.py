@@ -141,7 +141,7 @@ class TrainStep:
         shard_optimizer: bool = False,
         rng: str = "auto",
         loss_on: str = "ranks",
-        workers: str = "threads",
+        workers: str = "auto",
         static_graph: bool = False,
         capture: bool = False,
         process_group: ProcessGroup | None = None,
@@ -239,8 +239,8 @@ class TrainStep:
         return _returned(loss, outputs, numbers, return_outputs, aux)
 
     def plan(self) -> list[RankPlan]:
-        """What each rank does: its device, its share of the rows, and how many it had in the last call."""
-        return self._split_plan.table()
+        """Return what each rank does: its device, its share of the rows, how many it had in the last call, and where."""
+        return self._split_plan.table(self._engine.choice.now)
 
     def evaluate(self, *inputs: Any, return_outputs: bool = False, aux: bool = False, **kwargs: Any) -> Any:
         """The loss of a batch, without gradients and without an update; arguments and results as for a step.
@@ -375,6 +375,7 @@ class TrainStep:
             self._ready()
             counts: dict[str, Any] = {"steps": self.steps, "loss_scale": self.loss_scale.state_dict()}
             counts["shares"] = self._split_plan.measured()
+            counts["workers"] = self._engine.choice.chosen()
             return state_of(self.module, self.optimizer) | counts
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

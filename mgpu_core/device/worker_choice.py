@@ -1,0 +1,106 @@
+"""Choose how the ranks of a team run: each in a thread of its own, or one after the other in the caller's thread.
+
+With the GIL, threads that each launch operations of some microseconds hand a lock to and fro, and lose to one thread
+that launches all of them; threads win where operations are long.  Which it is depends on the module and the size of the
+batch, so it is measured: the first calls of each size run in turn in both ways, and the faster way is kept.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Hashable, Sequence
+from statistics import median
+
+import torch
+
+__all__ = ["WORKERS", "WorkerChoice", "check_workers", "size_of"]
+
+WORKERS = ("threads", "caller", "auto")
+WARM_UP = 1  # calls of each way that say little: threads are started, kernels chosen
+SAMPLES = 3  # calls of each way that are timed
+KEPT = 256  # sizes of batches that are remembered
+
+
+def check_workers(workers: str) -> None:
+    """Raise ValueError for anything but ``threads``, ``caller`` and ``auto``."""
+    if workers not in WORKERS:
+        raise ValueError(f"workers must be one of {', '.join(WORKERS)}, not {workers!r}")
+
+
+class WorkerChoice:
+    """How the ranks of one module run, by the size of the batch.
+
+    Args:
+        asked: ``threads``, ``caller`` or ``auto``.
+        devices: one per rank.
+        rng: ``per_rank`` asks for the same numbers in every run: then ``auto`` is ``threads``.
+
+    Attributes:
+        now: what the last call was told.
+    """
+
+    def __init__(self, asked: str, devices: Sequence[torch.device], rng: str) -> None:
+        self._asked = asked
+        self._accelerators = [device for device in dict.fromkeys(devices) if device.type != "cpu"]
+        self._is_open = asked == "auto" and len(devices) > 1 and rng != "per_rank" and _has_gil()
+        self._chosen: dict[Hashable, str] = {}
+        self._times: dict[Hashable, dict[str, list[float]]] = {}
+        self._begin = 0.0
+        self.now = asked if asked != "auto" else "threads"
+
+    def begin(self, size: Hashable, *, meets: bool = False) -> bool:
+        """Set ``now`` for a call; return whether the call is timed: it ends in :meth:`end`.
+
+        Args:
+            size: of the batch.
+            meets: the ranks wait for each other in the forward, which only threads can.
+        """
+        if not self._is_open or meets:
+            self.now = "threads" if meets or self._asked == "auto" else self._asked
+            return False
+        if size in self._chosen:
+            self.now = self._chosen[size]
+            return False
+        if torch.are_deterministic_algorithms_enabled():
+            self.now = "threads"
+            return False
+        times = self._times.setdefault(size, {"threads": [], "caller": []})
+        self.now = min(times, key=lambda way: len(times[way]))
+        self._synchronize()
+        self._begin = time.perf_counter()
+        return True
+
+    def end(self, size: Hashable) -> None:
+        """Take the time of a call that went through; after some of them the faster way is kept."""
+        self._synchronize()
+        times = self._times[size]
+        times[self.now].append(time.perf_counter() - self._begin)
+        if all(len(taken) >= WARM_UP + SAMPLES for taken in times.values()):
+            if len(self._chosen) >= KEPT:
+                self._chosen.clear()
+            self._chosen[size] = min(times, key=lambda way: median(times[way][WARM_UP:]))
+            del self._times[size]
+
+    def _synchronize(self) -> None:
+        for device in self._accelerators:
+            torch.accelerator.synchronize(device)
+
+    def chosen(self) -> list[list[object]]:
+        """Return what was chosen, for a state: pairs of a size and a way."""
+        return [[list(size) if isinstance(size, tuple) else size, way] for size, way in self._chosen.items()]
+
+    def resume(self, chosen: Sequence[Sequence[object]]) -> None:
+        """Take over what a state has chosen, where this one is open."""
+        if self._is_open:
+            self._times.clear()
+            self._chosen = {tuple(size) if isinstance(size, list) else size: str(way) for size, way in chosen}
+
+
+def size_of(batch: object) -> Hashable:
+    """Return the shape of a tensor; anything else has none."""
+    return tuple(batch.shape) if isinstance(batch, torch.Tensor) else None
+
+
+def _has_gil() -> bool:
+    return bool(getattr(sys, "_is_gil_enabled", lambda: True)())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import sys
 import traceback
@@ -11,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-__all__ = ["as_script", "become_script", "run_script", "show_error"]
+__all__ = ["as_script", "become_script", "run_script", "show_error", "top_level_names", "uses_torchs_wrapper"]
 
 
 def become_script(script: Path, arguments: Sequence[str]) -> None:
@@ -54,3 +55,72 @@ def show_error(error: BaseException, script: Path) -> None:
     while here is not None and here.tb_frame.f_code.co_filename != path:
         here = here.tb_next
     traceback.print_exception(type(error), error, here)
+
+
+_BY_OTHER_MEANS = {"exec", "globals", "locals", "setattr", "vars"}
+_TORCHS_WRAPPERS = {
+    "torch.nn.DataParallel",
+    "torch.nn.parallel.DataParallel",
+    "torch.nn.parallel.data_parallel",
+    "torch.nn.parallel.data_parallel.DataParallel",
+}
+_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+
+
+def top_level_names(script: Path) -> set[str] | None:
+    """Return the names that the script's source defines at its top level, outside of ``__name__ == "__main__"``.
+
+    ``None``: the source does not tell, because it cannot be parsed, imports ``*`` or sets names by other means.
+    """
+    tree = _parsed(script)
+    if tree is None:
+        return None
+    names: set[str] = set()
+    for node in ast.walk(tree):  # what functions do to the module
+        if isinstance(node, ast.Global):
+            names.update(node.names)
+        elif isinstance(node, ast.Name) and node.id in _BY_OTHER_MEANS:
+            return None
+    open_: list[ast.AST] = list(tree.body)
+    for node in open_:
+        if isinstance(node, _DEFINITIONS):
+            names.add(node.name)
+        elif isinstance(node, ast.If) and "__name__" in ast.unparse(node.test):
+            open_ += node.orelse
+        else:
+            names.update(_stored(node))
+            open_ += ast.iter_child_nodes(node)
+    return None if "*" in names else names
+
+
+def _stored(node: ast.AST) -> list[str]:
+    """Return the names that this node itself sets."""
+    if isinstance(node, ast.alias):
+        return [(node.asname or node.name).split(".")[0]]
+    return [node.id] if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) else []
+
+
+def uses_torchs_wrapper(script: Path) -> bool:
+    """Return whether the script's source names ``torch.nn.DataParallel`` or its function."""
+    tree = _parsed(script)
+    if tree is None:
+        return False
+    known: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            known.update({each.asname: each.name for each in node.names if each.asname})
+        elif isinstance(node, ast.ImportFrom):
+            known.update({each.asname or each.name: f"{node.module}.{each.name}" for each in node.names})
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute | ast.Name):
+            first, *rest = ast.unparse(node).split(".")
+            if ".".join([known.get(first, first), *rest]) in _TORCHS_WRAPPERS:
+                return True
+    return False
+
+
+def _parsed(script: Path) -> ast.Module | None:
+    try:
+        return ast.parse(script.read_bytes())
+    except (SyntaxError, ValueError):
+        return None

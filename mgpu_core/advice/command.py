@@ -1,7 +1,7 @@
 """`mgpu advise script.py`: measures one device against many on the model that a script defines.
 
-Options may stand before and after the script; what follows `--` is the script's. So argparse gets two turns: the words
-before the script, then those behind it.
+Options may stand before and after the script; after it, what is no option of ours is the script's, and all that follows
+`--`. So argparse gets two turns: the words before the script, then those after it.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from typing import Any
 from mgpu_core.advice.contest import stopwatch
 from mgpu_core.advice.measure import advised
 from mgpu_core.advice.plan import Plan, plan_of
-from mgpu_core.advice.script import Chosen, Found, ScriptFailed, found_in, run_script
+from mgpu_core.advice.script import Chosen, Found, ScriptFailed, check_names, found_in, run_script
 from mgpu_core.device.devices import DeviceLike
 from mgpu_core.extras import require
 from mgpu_core.files import check_outputs, check_picture, write_whole
-from mgpu_core.user_script import as_script
+from mgpu_core.user_script import as_script, top_level_names
 
 __all__ = ["add_arguments", "run"]
 
-_USAGE = "mgpu advise [options] script.py [options] [-- arguments of the script]"
+_USAGE = "mgpu advise [options] script.py [options] [--] [arguments of the script]"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,12 +62,15 @@ def run(args: argparse.Namespace) -> int:
         check_picture(args.plot)
         require("matplotlib", "a picture")
     devices, batches = _devices(args.devices), _batches(args.batches)
+    chosen = Chosen(args.net, args.loss, args.sample, args.loader)
+    defined = top_level_names(script)
+    if defined is not None:
+        check_names(defined, chosen, script)  # before minutes of a script have passed
     with as_script(script, arguments):
         try:
             names = run_script(script)
         except ScriptFailed as failure:
             return int(failure.args[0])
-        chosen = Chosen(args.net, args.loss, args.sample, args.loader)
         plan = _plan(found_in(names, chosen, script), devices, batches, args)
         advice = advised(plan, stopwatch(plan.places))
     if args.json is not None:
@@ -82,7 +85,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _split(args: argparse.Namespace) -> tuple[Path, list[str], argparse.Namespace]:
     """The script, its arguments, and all options."""
-    parser = argparse.ArgumentParser(prog="mgpu advise", usage=_USAGE, description="See `mgpu advise --help`.")
+    parser = argparse.ArgumentParser(
+        prog="mgpu advise", usage=_USAGE, description="See `mgpu advise --help`.", allow_abbrev=False
+    )
     _add_options(parser)
     words = list(args.words)
     if words[:1] == ["--"]:
@@ -91,7 +96,8 @@ def _split(args: argparse.Namespace) -> tuple[Path, list[str], argparse.Namespac
         parser.error("a script is wanted")
     script, rest = Path(words[0]), words[1:]
     end = rest.index("--") if "--" in rest else len(rest)
-    return script, rest[end + 1 :], parser.parse_args(rest[:end], args)
+    args, others = parser.parse_known_args(rest[:end], args)
+    return script, [*others, *rest[end + 1 :]], args
 
 
 def _devices(text: str | None) -> list[DeviceLike] | None:

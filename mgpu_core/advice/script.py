@@ -6,7 +6,7 @@ It runs under a name of its own, so that what is below ``if __name__ == "__main_
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import torch
 from mgpu_core import user_script
 from mgpu_core.advice.loading import first_batch
 
-__all__ = ["RUN_NAME", "Chosen", "Found", "ScriptFailed", "found_in", "run_script"]
+__all__ = ["RUN_NAME", "Chosen", "Found", "ScriptFailed", "check_names", "found_in", "run_script"]
 
 RUN_NAME = "__mgpu_advise__"
 
@@ -79,22 +79,32 @@ def found_in(names: Mapping[str, Any], chosen: Chosen, script: Path) -> Found:
     Raises:
         ValueError: one of them is missing; the message lists the names that were looked for.
     """
+    check_names(names, chosen, script)
     net, loss_fn = _one(names, chosen.net, NETS), _one(names, chosen.loss, LOSSES)
     sample, loader = _one(names, chosen.sample, SAMPLES), _one(names, chosen.loader, LOADERS)
-    missing = []
-    if net is _MISSING:
-        missing.append(_told("a net", chosen.net, NETS, "--net"))
-    if loss_fn is _MISSING:
-        missing.append(_told("a loss", chosen.loss, LOSSES, "--loss"))
-    if loader is _MISSING and chosen.loader:
-        missing.append(_told("a loader", chosen.loader, LOADERS, "--loader"))
-    elif sample is _MISSING and (chosen.sample or loader is _MISSING):
-        missing.append(_told("a sample or a loader", chosen.sample, (*SAMPLES, *LOADERS), "--sample, --loader"))
-    if missing:
-        raise ValueError(f"{script} lacks at its top level: {'; '.join(missing)}")
     if sample is _MISSING:
         sample = first_batch(loader)
     return Found(_unwrapped(net), loss_fn, sample, None if loader is _MISSING else loader)
+
+
+def check_names(names: Container[str], chosen: Chosen, script: Path) -> None:
+    """Raise ValueError unless the script defines a net, a loss, and a sample or a loader; it lists what is missing."""
+    missing = []
+    if not _is_there(names, chosen.net, NETS):
+        missing.append(_told("a net", chosen.net, NETS, "--net"))
+    if not _is_there(names, chosen.loss, LOSSES):
+        missing.append(_told("a loss", chosen.loss, LOSSES, "--loss"))
+    has_loader = _is_there(names, chosen.loader, LOADERS)
+    if not has_loader and chosen.loader:
+        missing.append(_told("a loader", chosen.loader, LOADERS, "--loader"))
+    elif not _is_there(names, chosen.sample, SAMPLES) and (chosen.sample or not has_loader):
+        missing.append(_told("a sample or a loader", chosen.sample, (*SAMPLES, *LOADERS), "--sample, --loader"))
+    if missing:
+        raise ValueError(f"{script} lacks at its top level: {'; '.join(missing)}")
+
+
+def _is_there(names: Container[str], chosen: str | None, usual: Sequence[str]) -> bool:
+    return any(name in names for name in ([chosen] if chosen else usual))
 
 
 def _unwrapped(net: Any) -> Any:

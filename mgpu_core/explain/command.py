@@ -10,7 +10,7 @@ from pathlib import Path
 
 from mgpu_core.explain import Story, record_story
 from mgpu_core.files import check_outputs, write_whole
-from mgpu_core.user_script import become_script, run_script, show_error
+from mgpu_core.user_script import become_script, run_script, show_error, uses_torchs_wrapper
 
 __all__ = ["add_arguments", "run"]
 
@@ -45,7 +45,11 @@ def run(args: argparse.Namespace) -> int:
         raise FileNotFoundError(f"{args.script}: there is no such script")
     check_outputs([path for path in (args.html, args.trace, args.profile) if path], [args.script])
     here = Path.cwd()  # the script may go to another folder
+    if args.arguments[:1] == ["--"]:
+        del args.arguments[0]
     _mind_the_order(args.arguments)
+    if uses_torchs_wrapper(args.script):
+        print(_not_recorded(args.script), file=sys.stderr)
     process = os.getpid()
     with record_story(skip=args.skip, steps=args.steps) as story:
         status = _run_script(args.script, args.arguments)
@@ -65,6 +69,13 @@ def _mind_the_order(arguments: list[str]) -> None:
     for word in arguments:
         if word.partition("=")[0] in ours:
             print(f"mgpu explain: note: {word} stands behind the script, and is the script's own", file=sys.stderr)
+
+
+def _not_recorded(script: Path) -> str:
+    return (
+        f"mgpu explain: note: {script} uses torch.nn.DataParallel, which is not recorded: mgpu_core.DataParallel is, "
+        "and takes its place"
+    )
 
 
 def _predict(story: Story) -> None:

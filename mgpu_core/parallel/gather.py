@@ -13,7 +13,7 @@ import torch
 
 from mgpu_core.caller import warn_caller
 from mgpu_core.comm import autograd
-from mgpu_core.comm.arguments import check_joined, in_range
+from mgpu_core.comm.arguments import check_joined
 from mgpu_core.comm.facts import tell_backward, tell_cut
 from mgpu_core.device.devices import DeviceLike, as_device
 from mgpu_core.nested import LEAF, Rows, Tree, any_tensor, flatten, flatten_alike, is_undivided, moved
@@ -100,7 +100,9 @@ class _Gather:
             )
             leaves = [leaf.reshape(1) for leaf in leaves]
         try:
-            dim = in_range(self._dim, leaves[0].ndim)
+            for leaf in leaves:
+                leaf.size(self._dim)  # raises IndexError in torch's words
+            dim = self._dim % leaves[0].ndim
             check_joined(leaves, dim, "tensors")
             joined = autograd.gather(leaves, self._device, dim)
         except (ValueError, TypeError, IndexError) as error:

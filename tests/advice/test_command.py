@@ -150,17 +150,51 @@ def test_files_are_tried_before_the_script_runs(script, capsys):
     assert "arguments:" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("words", [[], ["--"], ["script.py", "--nonsense"], ["script.py", "other.py"]])
+@pytest.mark.parametrize("words", [[], ["--"]])
 def test_wrong_words_end_with_usage_and_status_2(script, capsys, words):
     script()
     with pytest.raises(SystemExit) as stop:
         main(["advise", *words])
     assert stop.value.code == 2
-    assert "usage: mgpu advise [options] script.py [options] [-- arguments" in capsys.readouterr().err
+    assert "usage: mgpu advise [options] script.py [options] [--] [arguments" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "given"),
+    [
+        (["--epochs", "3"], ["--epochs", "3"]),
+        (["--batch", "3", "more"], ["--batch", "3", "more"]),  # no short form of --batches
+        (["--epochs", "3", "--", "--json", "x"], ["--epochs", "3", "--json", "x"]),
+        (["--", "--epochs"], ["--epochs"]),
+    ],
+)
+def test_what_is_no_option_of_ours_is_the_scripts(script, planned, capsys, words, given):
+    main(["advise", script(), *FAST, *words])
+    assert f"arguments: {given} __mgpu_advise__" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "ran"),
+    [
+        ("net = loss = 1\n", False),
+        ("net = loss = 1\nif __name__ == '__main__':\n    sample = 1\n", False),
+        ("net = loss = 1\ndef f(sample):\n    batch = sample\n", False),
+        ("net = loss = 1\ndef f():\n    global sample\n", True),
+        ("net = loss = 1\nfor batch in ():\n    pass\n", True),
+        ("net = loss = 1\nfrom torch.utils import data as loader\n", True),
+        ("net = loss = 1\nfrom torch import *\n", True),
+        ("net = loss = 1\nglobals()['sample'] = 1\n", True),
+    ],
+)
+def test_a_missing_sample_is_told_before_the_script_runs(script, planned, capsys, text, ran):
+    main(["advise", script('print("it ran")\n' + text)])
+    out, err = capsys.readouterr()
+    assert ("it ran" in out) == ran
+    assert ran or "lacks at its top level: a sample or a loader" in err
 
 
 def test_an_error_in_the_script_shows_its_own_traceback(script, tmp_path, capsys):
-    assert main(["advise", script("def f():\n    return 1 / 0\n\nf()\n")]) == 1
+    assert main(["advise", script("def f():\n    return 1 / 0\nnet = loss = sample = 1\nf()\n")]) == 1
     err = capsys.readouterr().err
     assert "ZeroDivisionError: division by zero" in err
     assert f'File "{tmp_path}/script.py", line 4' in err
@@ -168,10 +202,11 @@ def test_an_error_in_the_script_shows_its_own_traceback(script, tmp_path, capsys
 
 
 def test_a_script_that_ends_itself(script, capsys):
-    assert main(["advise", script("import sys\nsys.exit(3)\n")]) == 3
-    assert main(["advise", script("import sys\nsys.exit('no data')\n")]) == 1
+    begin = "import sys\nnet = loss = sample = 1\n"
+    assert main(["advise", script(begin + "sys.exit(3)\n")]) == 3
+    assert main(["advise", script(begin + "sys.exit('no data')\n")]) == 1
     assert capsys.readouterr().err == "no data\n"
-    assert main(["advise", script("import sys\nsys.exit()\n")]) == 2
+    assert main(["advise", script(begin + "sys.exit()\n")]) == 2
     assert "ended itself by sys.exit(): its names are wanted" in capsys.readouterr().err
 
 

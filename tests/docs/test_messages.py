@@ -4,6 +4,7 @@ import re
 import threading
 import warnings
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 import mgpu_core
 from mgpu_core import DataParallel, Replicate, gather
+from mgpu_core.device import drop_in
 
 GUIDE = Path(__file__).parent.parent.parent / "docs" / "migration.md"
 QUOTED = re.findall(r"^\| `(.+?)` \|", GUIDE.read_text().partition("## Troubleshooting")[2], flags=re.MULTILINE)
@@ -61,6 +63,16 @@ def in_a_mode():
 
 def in_a_transform():
     torch.func.vmap(DataParallel(nn.Linear(2, 2), ["cpu"] * 2))(torch.ones(3, 4, 2))
+
+
+class Holder:
+    def __init__(self):
+        self.x = torch.ones(4)
+
+
+def without_accelerators():
+    with mock.patch.object(drop_in, "has_accelerator", return_value=False):
+        DataParallel(nn.Linear(2, 2), [0, 1])
 
 
 def compiled_with_a_hook():
@@ -117,6 +129,8 @@ PROVOKED = {
     "rank ... did": too_slow,
     "... is an active": in_a_mode,
     "a forward over": in_a_transform,
+    "... which holds tensors": over_two_ranks(same, Holder()),
+    "there is no accelerator": without_accelerators,
     "... was compiled": compiled_with_a_hook,
 }
 

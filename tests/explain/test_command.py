@@ -88,6 +88,35 @@ def test_what_stands_behind_the_script_is_its_own(tmp_path):
     assert not (tmp_path / "page.html").exists()
 
 
+@pytest.mark.parametrize("words", [["--own"], ["--", "--own"]])
+def test_words_may_follow_two_dashes(tmp_path, words):
+    (tmp_path / "script.py").write_text("import sys; print(sys.argv)\n")
+    command = [sys.executable, "-P", "-m", "mgpu_core", "explain", "script.py", *words]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert "['script.py', '--own']" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("import torch; torch.nn.DataParallel(torch.nn.Linear(2, 1))", 1),
+        ("from torch import nn; nn.DataParallel(nn.Linear(2, 1))", 1),
+        ("from torch.nn import DataParallel as Wrapper; Wrapper", 1),
+        ("import torch.nn.parallel as p; p.data_parallel", 1),
+        ("import mgpu_core; mgpu_core.DataParallel", 0),
+        ("from mgpu_core import DataParallel; DataParallel", 0),
+    ],
+)
+def test_torchs_wrapper_is_said_not_to_be_recorded(tmp_path, monkeypatch, line, told):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "script.py").write_text(f"{line}\n")
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "mgpu_core", "explain", "script.py"], capture_output=True, text=True, timeout=100
+    )
+    assert done.stderr.count("script.py uses torch.nn.DataParallel, which is not recorded") == told
+    assert done.returncode == 1
+
+
 def test_the_story_of_an_interrupted_script(tmp_path):
     done = explain(tmp_path, "--html", "a.html", last="raise KeyboardInterrupt")
     assert done.returncode == 130

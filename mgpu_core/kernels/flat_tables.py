@@ -7,7 +7,18 @@ from itertools import accumulate
 
 import torch
 
-__all__ = ["ACTIVE", "BEGIN", "COUNT", "GROUP", "STEP", "adam_groups", "check_rows", "lion_groups", "segment_table", "sgd_groups"]
+__all__ = [
+    "ACTIVE",
+    "BEGIN",
+    "COUNT",
+    "GROUP",
+    "STEP",
+    "adam_groups",
+    "check_rows",
+    "lion_groups",
+    "segment_table",
+    "sgd_groups",
+]
 
 BEGIN, COUNT, GROUP, STEP, ACTIVE = range(5)  # the columns of a segment table
 

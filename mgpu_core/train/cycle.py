@@ -27,7 +27,6 @@ from mgpu_core.train.process_sync import Together
 from mgpu_core.train.reducer import GradientSync
 from mgpu_core.train.replicas import Replicas
 from mgpu_core.train.rollback import uninterrupted
-from mgpu_core.train.sums import Sums
 from mgpu_core.train.updates import Updates
 
 __all__ = ["Cycle"]

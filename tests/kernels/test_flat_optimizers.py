@@ -140,7 +140,9 @@ def test_equals_the_reference(dtype, name):
 def test_clip_and_loss_scale_and_overflow():
     segments, groups = kernels.segment_table([4]), kernels.sgd_groups({"lr": 1.0})
     parameters, gradients = torch.zeros(4), torch.full((4,), 8.0)
-    kernels.sgd(parameters, gradients, None, segments, groups, clip=torch.tensor(0.5).double(), loss_scale=torch.tensor(2.0))
+    kernels.sgd(
+        parameters, gradients, None, segments, groups, clip=torch.tensor(0.5).double(), loss_scale=torch.tensor(2.0)
+    )
     assert parameters.tolist() == [-2.0] * 4
     kernels.sgd(parameters, gradients, None, segments, groups, found_inf=torch.tensor(1.0))
     assert parameters.tolist() == [-2.0] * 4

@@ -130,5 +130,5 @@ def test_complex_parameters_take_torchs_optimizer():
         pair.both(x, y)
     assert pair.far() < 1e-9
     ours = Pair(Net(), lambda p: SGD(p, lr=0.1), 2)
-    with pytest.raises(TypeError, match="not torch.complex128: use torch.optim's"):
+    with pytest.raises(TypeError, match=r"not torch\.complex128: use torch\.optim's"):
         ours.step(*next(batches(1, EVEN)))

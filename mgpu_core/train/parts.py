@@ -57,7 +57,6 @@ class Parts:
         # Functions over handles alone: what they hold, lives as long as the process.
         self._finalizers = [weakref.finalize(self, _take_hooks_away, self.sync.handles)]
         self.updates = Updates(setup.optimizer, self.replicas, self.sync, self.in_shards)
-        self._finalizers.append(weakref.finalize(self, _take_hooks_away, self.updates.handles))
         self.passes = Passes(
             self.replicas, self.losses, setup.reduction, setup.amp_dtype, setup.rng, setup.capture, setup.dim
         )

@@ -7,7 +7,7 @@ from torch.optim import RMSprop
 from train.nets import Pair, batches
 from train.test_noticed import Assigning, halved, sgd
 
-from mgpu_core import TrainStep
+from mgpu_core import TrainStep, optim
 
 TEAMS = [["fake:0", "fake:1"], ["fake:0", "fake:1", "fake:0"], ["fake:2", "fake:0", "cpu"]]
 
@@ -56,7 +56,7 @@ def test_a_parameter_that_has_become_smaller_is_noticed(shards):
     net = nn.Linear(4, 8, bias=False).to("fake:0")
     devices = ["fake:0", "fake:1"]
     step = TrainStep(
-        net, lambda output, _: (output * output).sum(), sgd(net.parameters()), devices, shard_optimizer=shards
+        net, lambda output, _: (output * output).sum(), optim.SGD(net.parameters()), devices, shard_optimizer=shards
     )
     x = torch.ones(4, 4, device="fake:0")
     step(x, x)

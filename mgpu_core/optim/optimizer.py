@@ -64,7 +64,9 @@ class FlatOptimizer(Optimizer):
         is_changed = self._optimizer_step_pre_hooks or _global_optimizer_pre_hooks  # a hook may write gradients
         if flat is None or used is None or (is_changed and flat.shards == 1):
             flat, used = self._take_gradients()
-        flat.prepare(used)
+            flat.prepare(used)
+        elif is_changed:
+            flat.prepare(used)
         flat.run()
         return loss
 

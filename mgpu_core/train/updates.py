@@ -121,6 +121,9 @@ class Updates:
     def launch(self) -> None:
         """Make the update, by one call of ``optimizer.step()``."""
         assert self._update is not None  # it was prepared
+        if len(self._replicas.devices) == 1:
+            self._update.launch()
+            return
         written = self.values_changed()  # by a forward: what rank 0 has, is everybody's, as in the drop-in
         self._update.launch()
         if written or self._update.device_count < len(self._replicas.devices) or not self._is_plain():

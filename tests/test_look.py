@@ -5,14 +5,12 @@ from collections import OrderedDict, defaultdict
 
 import pytest
 import torch
+from mgpu_core.train.module_look import module_look
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from mgpu_core import _core
 from mgpu_core._core import Turn
 from mgpu_core.look import Look
-from mgpu_core.train.module_look import module_look
-from mgpu_core.train.optimizer_facts import optimizer_look
 
 
 class Thing:
@@ -163,43 +161,6 @@ def test_a_look_at_a_script():
     assert not look.is_over()
     script.eval()
     assert look.is_over()
-
-
-OPTIMIZER_CHANGES = {
-    "learning rate": lambda opt: opt.param_groups[0].update(lr=0.25),
-    "another list of groups": lambda opt: setattr(opt, "param_groups", list(opt.param_groups)),
-    "group": lambda opt: opt.add_param_group({"params": [nn.Parameter(torch.zeros(1))]}),
-    "from one group to the next": lambda opt: opt.param_groups[1]["params"].insert(
-        0, opt.param_groups[0]["params"].pop()
-    ),
-    "parameter of a group": lambda opt: opt.param_groups[0]["params"].pop(),
-    "state": lambda opt: opt.state.clear(),
-    "state of a parameter": lambda opt: next(iter(opt.state.values())).pop("exp_avg"),
-    "another state": lambda opt: opt.load_state_dict(opt.state_dict()),
-    "hook": lambda opt: opt.register_step_post_hook(lambda *_: None),
-    "hook before": lambda opt: opt.register_step_pre_hook(lambda *_: None),
-}
-
-
-@pytest.mark.parametrize("change", OPTIMIZER_CHANGES.values(), ids=OPTIMIZER_CHANGES)
-def test_what_ends_a_look_at_an_optimizer(change):
-    net = nn.Linear(2, 2)
-    opt = torch.optim.Adam([{"params": [net.weight]}, {"params": [net.bias]}], lr=0.5)
-    net(torch.ones(1, 2)).sum().backward()
-    opt.step()
-    look = optimizer_look(opt)
-    opt.zero_grad()
-    assert not look.is_over()
-    change(opt)
-    assert look.is_over()
-
-
-def test_hooks_of_all_optimizers_end_a_look():
-    look = optimizer_look(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0))
-    handle = register_optimizer_step_post_hook(lambda *_: None)
-    assert look.is_over()
-    handle.remove()
-    assert not look.is_over()
 
 
 def test_a_turn_is_one_s_at_a_time():

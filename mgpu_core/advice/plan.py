@@ -11,6 +11,7 @@ import torch
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from mgpu_core import optim
 from mgpu_core.advice.batches import Batch, batch_sizes
 from mgpu_core.device.devices import DeviceLike, as_devices, default_devices
 from mgpu_core.record import is_on
@@ -91,7 +92,7 @@ def plan_of(
 
 def _sgd(parameters: list[torch.nn.Parameter]) -> Optimizer:
     """Steps that change nothing: weights stay sane, however often the same batch comes."""
-    return torch.optim.SGD(parameters, lr=0.0)
+    return optim.SGD(parameters, lr=0.0)
 
 
 def _default_devices() -> list[torch.device]:

@@ -5,7 +5,8 @@ state.  A table of segments says where each tensor lies; hyper-parameters, the c
 sign of an overflow are read from the device's memory, so that a step can be captured in a graph and its numbers
 changed between replays.
 
-A :class:`FlatKernel` steps over the same buffers again and again, and checks them once; the functions are one such step.
+A :class:`FlatKernel` steps over the same buffers again and again, and checks them once; the functions are one such
+step.
 """
 
 from __future__ import annotations

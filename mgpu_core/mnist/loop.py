@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from mgpu_core import _core
+from mgpu_core import _core, optim
 from mgpu_core.explain import record_story
 from mgpu_core.extras import require
 from mgpu_core.files import check_writable
@@ -63,7 +63,7 @@ class Training:
             torch.default_generator.manual_seed(config.seed)
             net = build_model(config.model).to(self.devices[0])
             self._generator = torch.get_rng_state()
-        self.optimizer = torch.optim.SGD(net.parameters(), lr=config.lr)
+        self.optimizer = optim.SGD(net.parameters(), lr=config.lr)
         self.history = History(net, self.devices)
         self.saved_epochs = 0
         self._opening = [self._introduction()]

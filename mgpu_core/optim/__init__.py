@@ -1,7 +1,7 @@
 """Optimizers that own their memory: flat state, one kernel per device and dtype, torch's interface.
 
 ``SGD``, ``Adam`` and ``AdamW`` take the arguments of ``torch.optim``'s and are subclasses of them; a ``state_dict``
-of the one loads into the other.  A further optimizer is a row of :mod:`mgpu_core.optim.rules` and a kernel, as ``Lion``.
+of the one loads into the other.  A further optimizer is a row of :mod:`mgpu_core.optim.rules` and a kernel: ``Lion``.
 Inside a :class:`~mgpu_core.TrainStep` clipping and the loss scale go into the kernel: ``grad`` holds the sums as they
 were before.  With ``shard_optimizer=True`` each device keeps a part of the state, and ``state`` shows none of it.
 """

@@ -31,6 +31,7 @@ class DeviceState:
         groups: the table of settings, float64 ``(groups, 6)``.
         segments: per bucket its table of segments.
         states: by kind, per bucket.
+        clip: float64 scalar that the kernels multiply gradients by.
         held_back: float32 scalar; where it is not 0 a launch changes nothing.
         records_clip: a recorded graph writes the clip scalar.
     """
@@ -54,7 +55,7 @@ class DeviceState:
         self.groups = torch.zeros(groups, 6, dtype=torch.float64, device=device)
         self.segments = [self._table(bucket, device) for bucket in buckets]
         self.held_back = torch.zeros((), dtype=torch.float32, device=device)
-        self._clip = torch.ones((), dtype=torch.float64, device=device)
+        self.clip = torch.ones((), dtype=torch.float64, device=device)
         self._clip_is: float | None = 1.0  # None: the device alone knows
         self.records_clip = False
         self.states: dict[str, list[torch.Tensor]] = {}
@@ -132,10 +133,10 @@ class DeviceState:
     def scale_by(self, factor: float | torch.Tensor) -> None:
         """Set what the next launches multiply gradients by; a number that is there already launches nothing."""
         if isinstance(factor, torch.Tensor):
-            self._clip.copy_(factor)
+            self.clip.copy_(factor)
             self._clip_is = None
         elif factor != self._clip_is:
-            self._clip.fill_(factor)
+            self.clip.fill_(factor)
             self._clip_is = factor
 
     def record_scale(self, factor: float | torch.Tensor) -> None:
@@ -165,5 +166,5 @@ class DeviceState:
         states = [self.states[kind][b] if kind in self.states else None for kind in self._kinds]
         return kernels.FlatKernel(
             name, self._values[b], self._gradients[b], states, self.segments[b], self.groups,
-            clip=self._clip, found_inf=self.held_back,
+            clip=self.clip, found_inf=self.held_back,
         )  # fmt: skip

@@ -91,8 +91,8 @@ class FlatState:
         for device in self.devices:
             device.forget()
         for i in self._likes:
-            entry = state.get(self._parameters[i])
-            found = [kind for kind in self._rule.states if torch.is_tensor(entry.get(kind))] if entry else []
+            entry = state.get(self._parameters[i]) or {}
+            found = [kind for kind in self._rule.states if torch.is_tensor(entry.get(kind))]
             if found and self.group_of[i] != NO_GROUP:
                 steps[i] = int(entry["step"]) if self._rule.counts_steps else 1
                 self._kinds_of[i] = found

@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
+from torch.autograd import profiler
 from torch.optim import Optimizer
-from torch.optim.optimizer import _global_optimizer_pre_hooks
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from mgpu_core.optim.bucket_layout import Bucket, bucket_layout
 from mgpu_core.optim.flat_buffers import FlatTensors
@@ -42,6 +43,19 @@ class FlatOptimizer(Optimizer):
         Raises:
             TypeError: sparse gradients, or parameters that are not floating.
         """
+        if (
+            self._optimizer_step_pre_hooks
+            or self._optimizer_step_post_hooks
+            or _global_optimizer_pre_hooks
+            or _global_optimizer_post_hooks
+            or profiler._is_profiler_enabled
+        ):
+            return self._hooked_step(closure)
+        return self._step(closure)
+
+    step.hooked = True  # type: ignore[attr-defined]  # torch need not wrap it: that costs half of a step's calls
+
+    def _step(self, closure: Callable[[], Any] | None) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -50,9 +64,22 @@ class FlatOptimizer(Optimizer):
         is_changed = self._optimizer_step_pre_hooks or _global_optimizer_pre_hooks  # a hook may write gradients
         if flat is None or used is None or (is_changed and flat.shards == 1):
             flat, used = self._take_gradients()
-        flat.prepare(used)
+            flat.prepare(used)
+        elif is_changed:
+            flat.prepare(used)
         flat.run()
         return loss
+
+    _hooked_step = Optimizer.profile_hook_step(_step)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients, or fill them with zeros, as torch does."""
+        if not set_to_none or profiler._is_profiler_enabled:
+            super().zero_grad(set_to_none)
+            return
+        for group in self.param_groups:
+            for each in group["params"]:
+                each.grad = None
 
     def _take_gradients(self) -> tuple[FlatState, list[bool]]:
         """Copy the parameters' gradients into the flat ones; return who has one."""
@@ -161,11 +188,12 @@ def _flat_on(device: torch.device, members: Sequence[torch.Tensor]) -> tuple[Seq
 
 
 def _copy_all(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    views, gradients = zip(*pairs, strict=True)
+    views, gradients = [view for view, _ in pairs], [each for _, each in pairs]
     for each in gradients:
         if each.layout is not torch.strided:
             raise TypeError(
                 "sparse gradients are for torch.optim.SparseAdam or torch.optim.SGD: the kernels update whole buffers"
             )
-    with torch.no_grad():
-        torch._foreach_copy_(views, gradients)
+    if True in [each.requires_grad for each in gradients]:  # of create_graph=True
+        gradients = [each.detach() for each in gradients]
+    torch._foreach_copy_(views, gradients)

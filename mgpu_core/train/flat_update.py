@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
 from mgpu_core.optim import FlatOptimizer
 from mgpu_core.train.laid_out import LaidOut
@@ -40,7 +39,6 @@ class FlatUpdate:
         flats = layout.flats[:1] if replicas.is_mixed else layout.flats
         self._optimizer, self.device_count = optimizer, len(flats)
         self.flat = optimizer.attach(replicas.own, layout.buckets, flats, len(flats) if in_shards else 1)
-        self.handles: dict[str, RemovableHandle] = {}
         self._runs = 0
         self._used: list[bool] = []
 

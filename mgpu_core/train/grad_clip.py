@@ -114,9 +114,9 @@ def warm_up(sums: Sums) -> None:
     norm = GradientNorm(sample).compute()
     clip = torch.ones((), dtype=torch.float64, device=norm.device)
     for factor in (None, 0.5, norm.reciprocal(), norm.double().reciprocal()):
-        clip.copy_(factor_of(factor, norm, 1.0))
+        found = factor_of(factor, norm, 1.0)
+        clip.copy_(found) if isinstance(found, torch.Tensor) else clip.fill_(found)
     clip.copy_(norm.reciprocal())
-    clip.fill_(1.0)
 
 
 def check_finite(sums: Sums, norm: torch.Tensor, replicas: Replicas, processes: int) -> None:

@@ -75,7 +75,6 @@ class Parts:
         # Functions over handles alone: what they hold, lives as long as the process.
         self._finalizers = [weakref.finalize(self, _take_hooks_away, self.sync.handles)]
         self.updates = Updates(setup.optimizer, self.replicas, self.sync, self.in_shards)
-        self._finalizers.append(weakref.finalize(self, _take_hooks_away, self.updates.handles))
         # Ranks that share a GPU take turns where a graph is recorded on their stream; those that meet have no graphs.
         rng = "per_rank" if setup.capture and not net.tree.ranks_meet else setup.rng
         self.passes = ForwardBackward(

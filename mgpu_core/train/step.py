@@ -79,9 +79,9 @@ class TrainStep:
             parameters are current after every step.
         loss_fn: ``loss_fn(output, target)``, a tensor of one element; ``None``: the module returns the loss itself.
             Buffers of a module (class weights) and its modes are followed, as those of ``net`` are.
-        optimizer: any ``torch.optim.Optimizer`` over parameters of ``net``.  SGD, Adam and AdamW are run fused, torch's
-            others by their own ``step()``, once per device; with step hooks, or of a class of your own, once, and the
-            other devices get the values.  Schedulers, groups and ``state_dict()`` work as ever.
+        optimizer: any ``torch.optim.Optimizer`` over parameters of ``net``.  Those of :mod:`mgpu_core.optim` update all
+            devices by one kernel per bucket; torch's make their own ``step()`` once per device.  With step hooks, and
+            with a class of your own, the step is made once, and the other devices get the values.
         device_ids: one device per rank, as for :class:`mgpu_core.DataParallel`; ``None``: all accelerators (of several
             processes that ``torchrun`` has started here, each takes its part), else as many CPU ranks as
             ``MGPU_CORE_CPU_RANKS`` says, else the module's own device.
@@ -100,7 +100,7 @@ class TrainStep:
         bucket_nbytes: how many bytes of gradients are summed together.
         algorithm: of the all-reduce between devices, as in :func:`mgpu_core.comm.all_reduce`.
         shard_optimizer: each device keeps the optimizer's state of its part of each bucket alone, and updates that:
-            an N-th of the memory, the same numbers.  For SGD, Adam and AdamW; gradients are not shown then.
+            an N-th of the memory, the same numbers.  For :mod:`mgpu_core.optim`; gradients are not shown then.
         rng: as for :class:`mgpu_core.DataParallel`.
         capture: record whole steps as CUDA graphs and replay them: one launch per step where all ranks share one GPU;
             over several, two per GPU, and the sums between them in the ordinary way, behind all backwards.
@@ -110,7 +110,8 @@ class TrainStep:
             the numbers are those of one device with all rows of all processes.  All of them make a step at the same
             time, and get the values of process 0.
 
-    After a step, ``grad`` of the parameters holds what the update used; of a parameter that no rank used it is
+    After a step, ``grad`` of the parameters holds what the update used, with :mod:`mgpu_core.optim` the sums before
+    clipping and unscaling; of a parameter that no rank used it is
     ``None``, and the optimizer leaves that parameter alone.  Running statistics are those of rank 0's rows.  Hooks on
     parameters see each rank's own gradient.
 

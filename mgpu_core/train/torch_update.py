@@ -14,25 +14,12 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from mgpu_core.nothing import NOTHING
 from mgpu_core.train.reducer import GradientSync
 from mgpu_core.train.replicas import Replicas
 
-__all__ = ["ForgetTwins", "TorchUpdate"]
-
-
-class ForgetTwins:
-    """A hook that drops the clones: a loaded state, or a step of the user's own, is unknown to them."""
-
-    def __init__(self, twins: list[Optimizer]) -> None:
-        self._twins = twins
-        self.is_off = False
-
-    def __call__(self, *_: Any) -> None:
-        if not self.is_off:
-            self._twins.clear()
+__all__ = ["TorchUpdate"]
 
 
 class TorchUpdate:
@@ -49,19 +36,17 @@ class TorchUpdate:
         self.device_count = 1 if is_alone else len(replicas.devices)
         self._versions: list[int] = []
         self._twins: list[Optimizer] = []
-        self._forget = ForgetTwins(self._twins)
-        self.handles: dict[str, RemovableHandle] = {}
-        if self.device_count > 1:
-            self.handles["load"] = optimizer.register_load_state_dict_post_hook(self._forget)
-            self.handles["own step"] = optimizer.register_step_pre_hook(self._forget)
+        self._kept: list[Any] = []
+        self._left: list[tuple[int, int]] = []  # the state as the last update has left it, and how often it was written
 
     def close(self) -> None:
-        """Take the hooks away."""
-        for handle in self.handles.values():
-            handle.remove()
+        """Leave the optimizer as it is: the state is its own."""
 
     def prepare(self, used: Sequence[bool]) -> None:
         """Give the clones the settings and gradients of this update."""
+        if self._state_now() != self._left:
+            self._twins.clear()  # they know nothing of a step, an edit or a loaded state of the user's own
+        self._left, self._kept = [], []  # or what a step replaces would stay beside what takes its place
         if not self._twins:
             self._twins += [self._twin(device) for device in range(1, self.device_count)]
         for device, twin in enumerate(self._twins, start=1):
@@ -72,19 +57,24 @@ class TorchUpdate:
 
     def launch(self) -> None:
         """Call the step of the optimizer and of its clones."""
-        self._forget.is_off = True
-        try:
-            self._optimizer.step()
-        finally:
-            self._forget.is_off = False
+        self._optimizer.step()
         for device, twin in enumerate(self._twins, start=1):
             with _own_default(self._replicas.devices[device]):
                 twin.step()
         self._replicas.settle()  # from a class or a hook that assigns `p.data`
+        self._left = self._state_now()
 
     def has_written(self) -> bool:
         """Return whether a launch that failed has changed parameters before."""
         return self._versions != self._replicas.versions
+
+    def _state_now(self) -> list[tuple[int, int]]:
+        if not self._twins:
+            return []
+        states = [each for each in self._optimizer.state.values() if isinstance(each, dict)]  # or the user's own
+        values = [value for state in states for value in state.values()]
+        self._kept = values  # so that no other object gets the address of one
+        return [(id(each), each._version if torch.is_tensor(each) else 0) for each in values]
 
     def _twin(self, device: int) -> Optimizer:
         """The optimizer over the parameters of another device's first rank, with the same state."""

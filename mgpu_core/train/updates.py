@@ -8,14 +8,13 @@ from typing import Any, Protocol
 import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
-from torch.utils.hooks import RemovableHandle
 
 from mgpu_core.device.memory import note_written
 from mgpu_core.optim import FlatOptimizer
 from mgpu_core.train.flat_update import FlatUpdate
 from mgpu_core.train.reducer import GradientSync
 from mgpu_core.train.replicas import Replicas
-from mgpu_core.train.torch_update import ForgetTwins, TorchUpdate
+from mgpu_core.train.torch_update import TorchUpdate
 
 __all__ = ["Updates", "check_optimizer"]
 
@@ -23,7 +22,6 @@ _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
 class _Update(Protocol):
-    handles: dict[str, RemovableHandle]
     device_count: int  # of the devices that it updates: the first ones
 
     def prepare(self, used: Sequence[bool]) -> None: ...
@@ -74,7 +72,6 @@ class Updates:
         self._in_shards, self._replicas, self._sync = in_shards, replicas, sync
         self._update: _Update | None = None
         self._shape: Any = None  # what decides how it is updated
-        self.handles: dict[str, RemovableHandle] = {}  # what it has hooked to the optimizer
         self.remember_values()
         if in_shards:
             self._check_shards()
@@ -113,18 +110,19 @@ class Updates:
         update.prepare(used)
 
     def _made(self) -> _Update:
-        check_optimizer(self.optimizer, dict(zip(self._replicas.names, self._replicas.own, strict=True)))
         self.close()
         if isinstance(self.optimizer, FlatOptimizer):
             self._update = FlatUpdate(self.optimizer, self._replicas, self._sync.layout, self._in_shards)
         else:
             self._update = TorchUpdate(self.optimizer, self._replicas, self._sync, self._is_plain())
-        self.handles |= self._update.handles
         return self._update
 
     def launch(self) -> None:
         """Make the update, by one call of ``optimizer.step()``."""
         assert self._update is not None  # it was prepared
+        if len(self._replicas.devices) == 1:
+            self._update.launch()
+            return
         written = self.values_changed()  # by a forward: what rank 0 has, is everybody's, as in the drop-in
         self._update.launch()
         if written or self._update.device_count < len(self._replicas.devices) or not self._is_plain():
@@ -171,8 +169,7 @@ class Updates:
         optimizer = self.optimizer
         if _global_optimizer_pre_hooks or _global_optimizer_post_hooks:
             return False
-        hooks = [hook for name in _HOOKS for hook in getattr(optimizer, name, {}).values()]
-        if any(type(hook) is not ForgetTwins for hook in hooks):
+        if any(getattr(optimizer, name, None) for name in _HOOKS):
             return False
         step = vars(optimizer).get("step")
         if getattr(step, "_wrapped_by_lr_sched", False):

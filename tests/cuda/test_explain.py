@@ -59,7 +59,7 @@ def test_hops_and_streams(algorithm):
 @pytest.mark.parametrize("capture", [False, True])
 def test_a_training_step(capture, tmp_path):
     net = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 10)).cuda()
-    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    optimizer = mgpu_core.optim.SGD(net.parameters(), 0.1)
     step = mgpu_core.TrainStep(net, torch.nn.functional.cross_entropy, optimizer, [0, 0], capture=capture)
     x, y = torch.randn(32, 64, device="cuda:0"), torch.randint(0, 10, (32,), device="cuda:0")
     with mgpu_core.explain() as story:  # graphs are recorded and replayed inside

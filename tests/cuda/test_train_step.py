@@ -6,10 +6,10 @@ import warnings
 import pytest
 import torch
 from torch import nn
-from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import StepLR
 
 from mgpu_core import TrainStep
+from mgpu_core.optim import SGD, AdamW
 from mgpu_core.train.cuda_graphs import _GraphsPerDevice
 
 TEAMS = [[0], [0, 0], [0, 0, 0, 0]]

@@ -10,11 +10,11 @@ from itertools import islice
 
 import torch
 from torch import nn
-from torch.optim import SGD, AdamW
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from mgpu_core.kernels import reference
+from mgpu_core.optim import SGD, AdamW
 
 __all__ = ["OPTIMIZERS", "OneWeight", "Recorder", "give_graphs", "total", "without_gpu"]
 
@@ -84,9 +84,8 @@ class Recorder:
         for modules in parts.modules:
             for module in modules.kept:
                 yield from module.buffers()
-        for device in self.step._engine.parts.updates._update._devices:
-            yield from device.segments
-            yield device.held_back
+        for device in parts.updates.flat.flat.devices:
+            yield from (*device.segments, device.held_back, device.clip)
             yield from (each.data for flats in device.states.values() for each in flats)
 
 

@@ -267,7 +267,7 @@ def test_refusals():
         optim.Lion([parameter], lr=-1.0)
     numbers = torch.nn.Parameter(torch.zeros(2, dtype=torch.complex64))
     numbers.grad = torch.ones_like(numbers)
-    with pytest.raises(TypeError, match="use torch.optim's"):
+    with pytest.raises(TypeError, match=r"use torch\.optim's"):
         optim.SGD([numbers]).step()
     table = torch.nn.Embedding(3, 2, sparse=True)
     table(torch.tensor([1])).sum().backward()

@@ -17,6 +17,7 @@ from train.one_device import (
     LOSSES,
     OPTIMIZERS,
     REFUSED,
+    TORCHS,
     Model,
     Net,
     RefusedError,
@@ -49,7 +50,7 @@ class Process:
         self.net = Net(True).double()
         alone = copy.deepcopy(self.net)
         self.optimizer = optimizer_of(self.kind, self.net)
-        self.model = Model(alone, optimizer_of(self.kind, alone), self.settings["reduction"])
+        self.model = Model(alone, optimizer_of(self.kind, alone, torch.optim), self.settings["reduction"])
         self.calls = self.calls_before = 0.0  # of this process alone
         self.saved, self.has_late = None, False
         self.make()
@@ -107,7 +108,7 @@ class Process:
         self.model.update(self.step.clip_norm)
         for (name, mine), expected in zip(self.net.named_parameters(), self.model.gradients, strict=True):
             assert (mine.grad is None) == (expected is None), name
-            assert expected is None or same(mine.grad, expected), name
+            assert expected is None or self.kind not in TORCHS or same(mine.grad, expected), name
 
     def flush(self):
         assert self.step.flush() == bool(self.model.open)

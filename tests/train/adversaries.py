@@ -4,9 +4,9 @@ import copy
 
 import torch
 from torch import nn
-from torch.optim import SGD, Adam
 
 from mgpu_core import TrainStep
+from mgpu_core.optim import SGD, Adam
 
 __all__ = ["Adversaries"]
 

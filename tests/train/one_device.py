@@ -2,7 +2,6 @@
 
 import torch
 from torch import nn
-from torch.optim import SGD, Adam, AdamW, RMSprop
 from train.nets import here, mse
 
 import mgpu_core
@@ -11,6 +10,7 @@ __all__ = [
     "LOSSES",
     "OPTIMIZERS",
     "REFUSED",
+    "TORCHS",
     "Model",
     "Net",
     "RefusedError",
@@ -23,13 +23,15 @@ __all__ = [
 
 REFUSED = 1e6  # the net refuses a row that has it
 OPTIMIZERS = {
-    "SGD": lambda p: SGD(p, lr=0.002),
-    "momentum": lambda p: SGD(p, lr=0.002, momentum=0.9, nesterov=True, weight_decay=0.01),
-    "ours": lambda p: mgpu_core.optim.SGD(p, lr=0.002, momentum=0.5, dampening=0.25),
-    "Adam": lambda p: Adam(p, lr=0.01, weight_decay=0.1),
-    "AdamW": lambda p: AdamW(p, lr=0.01, amsgrad=True),
-    "RMSprop": lambda p: RMSprop(p, lr=0.001, momentum=0.5),
+    "SGD": lambda of, p: of.SGD(p, lr=0.002),
+    "momentum": lambda of, p: of.SGD(p, lr=0.002, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "dampening": lambda of, p: of.SGD(p, lr=0.002, momentum=0.5, dampening=0.25),
+    "torch's": lambda _, p: torch.optim.SGD(p, lr=0.002, momentum=0.9),
+    "Adam": lambda of, p: of.Adam(p, lr=0.01, weight_decay=0.1),
+    "AdamW": lambda of, p: of.AdamW(p, lr=0.01, amsgrad=True),
+    "RMSprop": lambda _, p: torch.optim.RMSprop(p, lr=0.001, momentum=0.5),
 }
+TORCHS = ("RMSprop", "torch's")  # classes of torch's in the step, too
 
 
 class RefusedError(Exception):
@@ -68,9 +70,13 @@ class Net(nn.Module):
         return self.again(self.between(torch.tanh(hidden)))
 
 
-def optimizer_of(kind, net):
-    """Over all parameters but those of the layer that comes later."""
-    return OPTIMIZERS[kind]([each for name, each in net.named_parameters() if not name.startswith("late")])
+def optimizer_of(kind, net, of=mgpu_core.optim):
+    """Return an optimizer of this kind over all parameters but those of the layer that comes later.
+
+    Args:
+        of: the module that has the classes.
+    """
+    return OPTIMIZERS[kind](of, [each for name, each in net.named_parameters() if not name.startswith("late")])
 
 
 def add_late(net, optimizer):

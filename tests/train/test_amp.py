@@ -110,14 +110,23 @@ def test_other_dtypes_are_refused():
         TrainStep(net, mse, SGD(net.parameters(), lr=0.1), cpu(2), amp_dtype=torch.float32)
 
 
-@pytest.mark.parametrize("make", [optim.SGD, optim.Adam, optim.AdamW])
-def test_our_optimizers_are_fused_or_refused(make):
-    net = Linear()
-    step = TrainStep(net, mse, make(net.parameters(), lr=0.1), cpu(2))
-    step(torch.ones(4, 3), torch.zeros(4, 2))
-    assert step._engine.parts.updates.memory is not None
-    optimizer = make(net.parameters(), lr=0.1)
-    optimizer.register_step_post_hook(lambda *_: None)
-    step = TrainStep(net, mse, optimizer, cpu(2))
-    with pytest.raises(ValueError, match=r"the optimizer has step hooks\): use torch\.optim's"):
-        step(torch.ones(4, 3), torch.zeros(4, 2))
+@pytest.mark.parametrize("clip_norm", [None, 0.25])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+@pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW"])
+def test_ours_scale_in_the_kernel_as_torch_before_it(name, ranks, clip_norm):
+    torch.manual_seed(0)
+    ends = []
+    for module in (torch.optim, optim):
+        net = Linear().double()
+        nn.init.constant_(net.last.weight, 0.5)
+        nn.init.zeros_(net.last.bias)
+        make = getattr(module, name)
+        step = TrainStep(net, mse, make(net.parameters(), lr=0.1), cpu(ranks), amp_dtype=torch.float16,
+                         clip_norm=clip_norm)  # fmt: skip
+        for rows in (8, 5, 8, 3) * 4:
+            step(torch.ones(rows, 3).double(), torch.zeros(rows, 2).double())
+        assert (step._engine.parts.updates.memory is not None) == (module is optim)
+        ends.append((step.steps, step.loss_scale.scale, [each.detach() for each in net.parameters()]))
+    assert ends[0][:2] == ends[1][:2]
+    for one, other in zip(*(each[2] for each in ends), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)

@@ -3,8 +3,9 @@
 import pytest
 import torch
 from torch import nn
-from torch.optim import SGD, Adam, AdamW
 from train.nets import RANKS, Branches, Pair, batches, here
+
+from mgpu_core.optim import SGD, Adam, AdamW
 
 OPTIMIZERS = {
     "sgd": lambda p: SGD(p, lr=0.05, weight_decay=0.01),
@@ -99,20 +100,21 @@ def test_tied_parameters_and_channels_last():
     assert net.one.weight.stride() == net.one.weight.grad.stride() == strides
 
 
-def test_sparse_gradients_take_torchs_road():
+def test_sparse_gradients_take_torchs_optimizer():
     torch.manual_seed(0)
     net = nn.Sequential(nn.EmbeddingBag(10, 4, sparse=True, mode="sum"), nn.Linear(4, 2))
-    pair = Pair(net, lambda p: SGD(p, lr=0.1), 3)
+    pair = Pair(net, lambda p: torch.optim.SGD(p, lr=0.1), 3)
     bags = [here(torch.randint(10, (6, 3), device="cpu")) for _ in range(5)]
-    with pytest.warns(UserWarning, match="sparse"):
-        pair.both(bags[0], torch.ones(6, 2))
-    for bag in bags[1:]:
+    for bag in bags:
         pair.both(bag, torch.ones(6, 2))
     assert pair.far() < 1e-6
     assert net[0].weight.grad.is_sparse
+    ours = Pair(net, lambda p: SGD(p, lr=0.1), 3)
+    with pytest.raises(TypeError, match=r"the gradient of 0.weight is sparse.*torch\.optim\.SparseAdam"):
+        ours.step(bags[0], torch.ones(6, 2))
 
 
-def test_complex_parameters_take_torchs_road():
+def test_complex_parameters_take_torchs_optimizer():
     torch.manual_seed(0)
 
     class Net(nn.Module):
@@ -123,9 +125,10 @@ def test_complex_parameters_take_torchs_road():
         def forward(self, x):
             return (x.to(torch.complex128) @ self.weight).abs()
 
-    pair = Pair(Net(), lambda p: SGD(p, lr=0.1, momentum=0.9), 2)
-    with pytest.warns(UserWarning, match="float16, bfloat16, float32 or float64"):
-        pair.both(*next(batches(1, EVEN)))
+    pair = Pair(Net(), lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), 2)
     for x, y in batches(10, EVEN):
         pair.both(x, y)
     assert pair.far() < 1e-9
+    ours = Pair(Net(), lambda p: SGD(p, lr=0.1), 2)
+    with pytest.raises(TypeError, match=r"not torch\.complex128: use torch\.optim's"):
+        ours.step(*next(batches(1, EVEN)))

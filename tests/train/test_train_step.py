@@ -14,7 +14,7 @@ from torch.optim import SGD, Adam, AdamW
 from torch.utils.checkpoint import checkpoint
 from train.nets import RANKS, Branches, Linear, Pair, batches, here, mse
 
-from mgpu_core import Replicate, TrainStep, _core
+from mgpu_core import Replicate, TrainStep, _core, optim
 
 
 def total(output, target):
@@ -646,7 +646,8 @@ def test_schedulers_groups_and_edits(ranks):
     def groups(net):
         first = [*net.first.parameters(), *net.rare.parameters()]
         others = [*net.second.parameters(), *net.last.parameters()]
-        return SGD([{"params": first, "weight_decay": 0.1}, {"params": others, "momentum": 0.0}], lr=0.05, momentum=0.9)
+        settings = [{"params": first, "weight_decay": 0.1}, {"params": others, "momentum": 0.0}]
+        return optim.SGD(settings, lr=0.05, momentum=0.9)
 
     net = Branches().double()
     alone = copy.deepcopy(net)
@@ -668,13 +669,13 @@ def test_schedulers_groups_and_edits(ranks):
     assert step._engine.parts.updates.memory is not None
 
 
-def test_step_hooks_of_the_optimizer_take_torchs_road():
+@pytest.mark.parametrize("make", [SGD, optim.SGD])
+def test_step_hooks_run_once_a_step(make):
     net = Linear()
-    optimizer = sgd(net.parameters())
+    optimizer = make(net.parameters(), lr=0.1)
     calls = []
     optimizer.register_step_post_hook(lambda *_: calls.append(1))
     step = TrainStep(net, mse, optimizer, cpu(2))
-    with pytest.warns(UserWarning, match="step hooks"):
-        step(rows(4), rows(4, 2))
+    step(rows(4), rows(4, 2))
     step(rows(4), rows(4, 2))
     assert calls == [1, 1]

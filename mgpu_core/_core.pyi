@@ -1,8 +1,5 @@
 """The compiled half: plans, transfers and collectives over raw pointers.  Compared with the module by a test."""
 
-from collections.abc import Callable
-from typing import Any
-
 class Error(RuntimeError): ...
 class BackendUnavailable(Error): ...
 
@@ -44,10 +41,6 @@ class Turn:
     def __exit__(self, kind: object, error: object, traceback: object) -> None: ...
 
 # What Python objects are: entries of lists and dicts, attributes, and what calls return; and whether they are the same.
-def look_at(containers: list[Any], attributes: list[tuple[Any, str]], calls: list[Callable[[], Any]]) -> list[Any]: ...
-def looks_like(
-    containers: list[Any], attributes: list[tuple[Any, str]], calls: list[Callable[[], Any]], found: list[Any]
-) -> bool: ...
 
 # Plans.
 def chunk_plan(count: int, ranks: int) -> list[tuple[int, int]]: ...

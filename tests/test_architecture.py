@@ -2,7 +2,7 @@
 
 Python: cli -> doctor, lessons, mnist -> advice -> explain -> data_parallel -> train -> parallel, optim -> comm ->
 kernels -> device -> module_tree -> nested, twin_hooks, record, errors, files, user_script -> recording,
-nothing, caller, containers, look -> _core, entries, extras.
+nothing, caller, containers -> _core, entries, extras.
 C++: bindings -> rooms -> backends -> core; rooms of backends do not know each other; only bindings knows pybind11.
 """
 
@@ -18,7 +18,7 @@ PACKAGE = Path(mgpu_core.__file__).parent
 SOURCES = Path(__file__).parent.parent / "csrc"
 LAYERS = [
     {"_core", "entries", "extras"},
-    {"recording", "nothing", "caller", "containers", "look"},
+    {"recording", "nothing", "caller", "containers"},
     {"record", "errors", "nested", "twin_hooks", "files", "user_script"},
     {"module_tree"},
     {"device"},

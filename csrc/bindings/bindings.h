@@ -34,7 +34,6 @@ void bind_kernels(py::module_& m);
 void bind_nccl(py::module_& m);
 void bind_transcript(py::module_& m);
 void bind_nothing(py::module_& m);
-void bind_look(py::module_& m);
 void bind_turn(py::module_& m);
 
 // Runs `work` without the GIL.  It must touch no Python object.

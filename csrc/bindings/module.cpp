@@ -63,6 +63,5 @@ PYBIND11_MODULE(_core, m, pybind11::mod_gil_not_used()) {
   bind_nccl(m);
   bind_transcript(m);
   bind_nothing(m);
-  bind_look(m);
   bind_turn(m);
 }

@@ -8,9 +8,9 @@ resolved into plain memory (inputs) or refused with a ``TypeError`` or ``ValueEr
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from operator import attrgetter
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch._C import _dispatch_keys
@@ -27,7 +27,6 @@ __all__ = [
     "check_writable",
     "keys_of",
     "memory_of",
-    "memory_questions",
     "memory_view",
     "moved_between",
     "plain_keys",
@@ -195,11 +194,6 @@ def moved_between(now: Memory, then: Memory) -> list[int]:
         return []
     pairs = zip(zip(*now, strict=True), zip(*then, strict=True), strict=True)
     return [i for i, (one, other) in enumerate(pairs) if one != other]
-
-
-def memory_questions(tensors: Iterable[torch.Tensor]) -> list[Callable[[], Any]]:
-    """What tells as much as :func:`memory_of` for a :class:`mgpu_core.look.Look`, besides the dtypes."""
-    return [question for tensor in tensors for question in (tensor.data_ptr, tensor.stride, tensor.size)]
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:

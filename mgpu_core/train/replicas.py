@@ -127,7 +127,7 @@ class Replicas:
     @torch.no_grad()
     def _take_back(self, i: int) -> None:
         own = self.own[i]
-        if i in self._adopted and own.data_ptr() != self._flats[0].value_views[i].data_ptr():
+        if i in self._adopted and memory_of([own]) != memory_of([self._flats[0].value_views[i]]):
             self._flats[0].value_views[i].copy_(own)
         for device, ranks in enumerate(self.ranks_of):
             first = self.parameters[ranks[0]][i].data

@@ -240,7 +240,7 @@ class TrainStep:
         return _returned(loss, outputs, numbers, return_outputs, aux)
 
     def plan(self) -> list[RankPlan]:
-        """Return what each rank does: its device, its share of the rows, how many it had in the last call, and where."""
+        """Return what each rank does: its device, its share of the rows, its rows in the last call, and how it runs."""
         return self._split_plan.table(self._engine.choice.now)
 
     def evaluate(self, *inputs: Any, return_outputs: bool = False, aux: bool = False, **kwargs: Any) -> Any:

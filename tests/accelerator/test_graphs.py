@@ -37,7 +37,7 @@ def pair(devices, make, net=None, loss_fn=mse, **settings):
     """Two steps over equal nets: one records, one does not."""
     net = (Branches().double() if net is None else net).to(devices[0])
     twin = copy.deepcopy(net)
-    settings = {"error_if_nonfinite": False} | settings
+    settings = {"error_if_nonfinite": False, "workers": "threads"} | settings
     captured = without_gpu(TrainStep(net, loss_fn, make(net.parameters()), devices, capture=True, **settings))
     return captured, TrainStep(twin, loss_fn, make(twin.parameters()), devices, **settings)
 

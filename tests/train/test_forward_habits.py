@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim import SGD, Adam, Optimizer
 from train.nets import RANKS, Constrained, Linear, Pair, batches, mse
 
-from mgpu_core import TrainStep
+from mgpu_core import TrainStep, optim
 
 
 @pytest.mark.parametrize("ranks", RANKS)
@@ -73,7 +73,7 @@ def test_one_of_another_shape(other):
 def test_such_a_step_is_no_graph(monkeypatch):
     give_graphs(monkeypatch, "cpu")
     torch.manual_seed(0)
-    pair = Pair(Constrained().double(), lambda p: SGD(p, lr=0.5), 2, capture=True, error_if_nonfinite=False)
+    pair = Pair(Constrained().double(), lambda p: optim.SGD(p, lr=0.5), 2, capture=True, error_if_nonfinite=False)
     without_gpu(pair.step)
     with pytest.warns(UserWarning, match="not captured: recording it failed .*gives a parameter other memory"):
         distances = [pair.both(x, y) and pair.far() for x, y in batches(8, 8)]

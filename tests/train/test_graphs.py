@@ -42,6 +42,7 @@ def pair(make, ranks=2, net=None, **settings):
     """Two steps over equal nets: one records, one does not."""
     net = Branches().double() if net is None else net
     twin = copy.deepcopy(net)
+    settings = {"workers": "threads"} | settings  # both in one way: the bits are compared
     captured = step_of(net, make(net.parameters()), ranks, **settings)
     plain = TrainStep(twin, mse, make(twin.parameters()), cpu(ranks), error_if_nonfinite=False, **settings)
     return captured, plain

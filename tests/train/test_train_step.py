@@ -68,7 +68,7 @@ def test_the_loss_is_fresh_and_has_no_graph(ranks):
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 def test_each_rank_has_its_rows_its_thread_and_the_same_values(ranks):
     net = Spy()
-    step = TrainStep(net, mse, sgd(net.parameters()), cpu(ranks))
+    step = TrainStep(net, mse, sgd(net.parameters()), cpu(ranks), workers="threads")
     x = torch.arange(16.0).unsqueeze(1).expand(16, 2).contiguous()
     step(x, torch.zeros(16, 2))
     seen = net.by_rank()
@@ -168,7 +168,7 @@ def test_buckets_of_any_size_give_the_same(ranks, limit):
 def test_buckets_follow_the_order_of_gradients_and_are_summed_during_backward():
     torch.manual_seed(0)
     net = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)])
-    step = TrainStep(net, mse, sgd(net.parameters()), cpu(2), bucket_nbytes=1)
+    step = TrainStep(net, mse, sgd(net.parameters()), cpu(2), bucket_nbytes=1, workers="threads")
     x, y = rows(4, 4), rows(4, 4)
     step(x, y)
     order = [step._engine.parts.sync.layout.buckets[b].segments[0].parameter for b in range(8)]
@@ -389,6 +389,8 @@ def test_values_changed_in_place_are_trained_on():
         lambda net: setattr(net.last.weight, "data", net.last.weight.data.clone()),
         lambda net: net.load_state_dict(Linear().state_dict(), assign=True),
         lambda net: setattr(net, "more", nn.Linear(3, 2)),
+        lambda net: setattr(net, "last", nn.Linear(3, 2)),
+        lambda net: net.last.register_parameter("bias", None),
     ],
 )
 @pytest.mark.parametrize("ranks", RANKS)

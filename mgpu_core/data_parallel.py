@@ -13,13 +13,15 @@ from mgpu_core.device.compiled import outside_the_compiler
 from mgpu_core.device.devices import DeviceLike, as_device
 from mgpu_core.device.drop_in import as_id, drop_in_devices, drop_in_output
 from mgpu_core.device.modes import check_modes
-from mgpu_core.device.random import check_rng
+from mgpu_core.device.random import check_rng, current_stream
 from mgpu_core.device.team import Team
-from mgpu_core.module_tree import check_initialised, tensors_of
+from mgpu_core.device.worker_choice import WorkerChoice, check_workers, size_of
+from mgpu_core.module_tree import ModuleTree, check_initialised, tensors_of
 from mgpu_core.nested import unwrapped
 from mgpu_core.parallel import gather, parallel_apply, replicate, scatter_kwargs
+from mgpu_core.parallel.apply import apply_to, shares_generator
 from mgpu_core.parallel.lost_attributes import Given, given_attributes, lost_attributes, warn_lost
-from mgpu_core.parallel.replicate import loosen
+from mgpu_core.parallel.replicate import loosen, replicate_tree
 from mgpu_core.parallel.scatter import check_shares
 from mgpu_core.record import span, telling
 
@@ -45,9 +47,13 @@ class DataParallel(torch.nn.DataParallel[M]):
         shares: rows in this proportion, one positive number per rank.
         rng: ``auto``: one seed gives the same bits in every run where a module looks as if it drew random numbers
             (dropout in training); ``per_rank``: also for modules that draw without a sign of it.
+        workers: ``threads``: ranks run at once, each in its own thread, as in torch; ``caller``: one after the other in
+            the calling thread, which is faster where each launches little work; ``auto``: the faster one, measured
+            over the first forward passes of each size of batch.  Ranks that wait for each other in a forward need
+            threads: :class:`mgpu_core.SyncBatchNorm` gets them, other modules that do so need ``threads``.
 
     Raises:
-        ValueError, TypeError: devices that do not exist, shares that do not fit, another ``rng``.
+        ValueError, TypeError: devices that do not exist, shares that do not fit, another ``rng`` or ``workers``.
     """
 
     def __init__(
@@ -59,14 +65,17 @@ class DataParallel(torch.nn.DataParallel[M]):
         *,
         shares: Sequence[float] | None = None,
         rng: str = "auto",
+        workers: str = "threads",
     ) -> None:
         Module.__init__(self)
         check_rng(rng)
+        check_workers(workers)
         devices = drop_in_devices(device_ids, output_device)
         self.module = module
         self.dim = dim
         self.shares = shares
         self.rng = rng
+        self._choice = WorkerChoice(workers, devices, rng)
         self._forwards_to_watch = 3
         self.device_ids: list[Any] = [as_id(device) for device in devices]
         self.output_device: Any = drop_in_output(output_device, self.device_ids)
@@ -98,7 +107,9 @@ class DataParallel(torch.nn.DataParallel[M]):
         ranks = len(self.device_ids)
         if ranks > 1:
             check_modes()
-        _check_module(self.module, self.src_device_obj, ranks)
+            tree = _read(self.module, self.src_device_obj)
+        else:  # one rank copies nothing: its first forward initialises a lazy module
+            _check_device(tensors_of(self.module), self.src_device_obj)
         parts, kwargs_parts = self.scatter(inputs, kwargs, self.device_ids)
         if not parts and not kwargs_parts:  # no arguments at all: the module runs once, on the first rank
             parts, kwargs_parts = ((),), ({},)
@@ -107,15 +118,40 @@ class DataParallel(torch.nn.DataParallel[M]):
                 output = self.module(*parts[0], **kwargs_parts[0])
             _tell_backward(output)
             return self._move_output(output)
-        replicas = self.replicate(self.module, self.device_ids[: len(parts)])
+        team = self._team_of(self.device_ids[: len(parts)])
+        if self._is_own("replicate"):
+            replicas = replicate_tree(tree, team, not torch.is_grad_enabled())
+        else:
+            replicas = self.replicate(self.module, self.device_ids[: len(parts)])
         given = given_attributes(replicas[0]) if self._forwards_to_watch > 0 else None
         try:
-            outputs = self.parallel_apply(replicas, parts, kwargs_parts)
+            outputs = self._run_replicas(tree, team, replicas, parts, kwargs_parts)
             if given is not None:
                 self._watch(given)
         finally:
             loosen(replicas)
         return self.gather(outputs, self.output_device)
+
+    def _run_replicas(
+        self, tree: ModuleTree, team: Team, replicas: Sequence[M], parts: Any, kwargs_parts: Any
+    ) -> list[Any]:
+        """Call the replicas of a module that was just read, in the way that is faster for this size of batch."""
+        size = size_of(parts[0][0]) if parts and parts[0] else None
+        is_timed = self._choice.begin(size, meets=tree.ranks_meet)
+        if self._is_own("parallel_apply") and len(team) > 1:
+            draws = shares_generator(team) and (
+                self.rng == "per_rank" or current_stream() is not None or tree.draws_random_numbers()
+            )
+            outputs = apply_to(team, replicas, parts, kwargs_parts, draws=draws, workers=self._choice.now)
+        else:
+            outputs = self.parallel_apply(replicas, parts, kwargs_parts)
+        if is_timed:
+            self._choice.end(size)
+        return outputs
+
+    def _is_own(self, name: str) -> bool:
+        """Return whether a method is this class's: neither a subclass's nor put on the wrapper."""
+        return name not in self.__dict__ and getattr(type(self), name) is getattr(DataParallel, name)
 
     def _watch(self, given: Given) -> None:
         """Look for lost attributes in the first forward passes; later ones pay nothing for it."""
@@ -135,7 +171,7 @@ class DataParallel(torch.nn.DataParallel[M]):
     def parallel_apply(self, replicas: Sequence[M], inputs: Sequence[Any], kwargs: Any) -> list[Any]:
         """Call each replica on its own arguments, all at once; return their outputs."""
         devices = self._team_of(self.device_ids[: len(replicas)]).devices
-        return parallel_apply(replicas, inputs, kwargs, devices, rng=self.rng)
+        return parallel_apply(replicas, inputs, kwargs, devices, rng=self.rng, workers=self._choice.now)
 
     def gather(self, outputs: Any, output_device: DeviceLike) -> Any:
         """The outputs joined along ``dim`` on ``output_device``."""
@@ -192,11 +228,21 @@ _NESTS: dict[type, Callable[[Any], Iterable[Any]]] = {
 }
 
 
-def _check_module(module: Module, source: torch.device, ranks: int) -> None:
-    """Raises unless all parameters and buffers are on ``source`` and can be copied; before anything is."""
-    tensors = list(tensors_of(module))
-    if ranks > 1:  # one rank copies nothing: its first forward initialises a lazy module
-        check_initialised(tensors)
+def _read(module: Module, source: torch.device) -> ModuleTree:
+    """Return the module as it is, for its replicas.
+
+    Raises:
+        RuntimeError: a parameter or buffer is not on ``source``.
+        ValueError: one has not been initialised.
+    """
+    tree = ModuleTree(module)
+    check_initialised(tree.parameters)
+    check_initialised(tree.buffers)
+    _check_device(tree.tensors, source)
+    return tree
+
+
+def _check_device(tensors: Iterable[torch.Tensor], source: torch.device) -> None:
     for tensor in tensors:
         if tensor.device != source:
             raise RuntimeError(
@@ -215,6 +261,7 @@ def data_parallel(
     *,
     shares: Sequence[float] | None = None,
     rng: str = "auto",
+    workers: str = "threads",
 ) -> Any:
     """``module(*inputs, **module_kwargs)`` over several ranks, once; see :class:`DataParallel`.
 
@@ -225,5 +272,7 @@ def data_parallel(
         inputs = (inputs,) if inputs is not None else ()
     devices = drop_in_devices(device_ids, output_device)
     if devices:
-        _check_module(module, devices[0], len(devices))  # before the wrapper, which would move the module to one device
-    return DataParallel(module, devices, output_device, dim, shares=shares, rng=rng)(*inputs, **(module_kwargs or {}))
+        _check_device(tensors_of(module), devices[0])  # before the wrapper, which would move the module to one device
+    return DataParallel(module, devices, output_device, dim, shares=shares, rng=rng, workers=workers)(
+        *inputs, **(module_kwargs or {})
+    )

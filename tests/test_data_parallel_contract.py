@@ -81,15 +81,15 @@ def agree(plain, ranks, *inputs, loss=lambda out: out.pow(2).sum(), dim=0):
 
 
 SIGNATURES = {
-    "DataParallel": "(module, device_ids=None, output_device=None, dim=0, *, shares=None, rng='auto')",
+    "DataParallel": "(module, device_ids=None, output_device=None, dim=0, *, shares=None, rng='auto', workers='threads')",
     "data_parallel": (
-        "(module, inputs, device_ids=None, output_device=None, dim=0, module_kwargs=None, *, shares=None, rng='auto')"
+        "(module, inputs, device_ids=None, output_device=None, dim=0, module_kwargs=None, *, shares=None, rng='auto', workers='threads')"
     ),
     "scatter": "(inputs, target_gpus, dim=0, *, shares=None)",
     "scatter_kwargs": "(inputs, kwargs, target_gpus, dim=0, *, shares=None)",
     "gather": "(outputs, target_device, dim=0)",
     "replicate": "(network, devices, detach=False)",
-    "parallel_apply": "(modules, inputs, kwargs_tup=None, devices=None, *, rng='auto')",
+    "parallel_apply": "(modules, inputs, kwargs_tup=None, devices=None, *, rng='auto', workers='threads')",
 }
 
 

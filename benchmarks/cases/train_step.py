@@ -14,7 +14,6 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.optim import SGD
 
 from benchmarks.case import Case, Label, Row, UsageError, at_most, chosen, measure_row
 from benchmarks.ddp_worker import DdpRank
@@ -23,6 +22,7 @@ from benchmarks.options import names_among, parse_count, parse_counts
 from benchmarks.timing import OURS, Contestant, Schedule, nothing, timed
 from benchmarks.training import MakeStep, Step, Trainee, Training, torch_step
 from mgpu_core import TrainStep
+from mgpu_core.optim import SGD
 
 BATCH = {"simplenet": 64, "cnn": 256}
 RANKS = {"simplenet": [1, 2], "cnn": [2, 4]}

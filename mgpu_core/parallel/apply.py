@@ -24,7 +24,7 @@ from mgpu_core.module_tree import draws_random_numbers
 from mgpu_core.nothing import NOTHING
 from mgpu_core.record import span
 
-__all__ = ["parallel_apply", "run_ranks"]
+__all__ = ["apply_to", "parallel_apply", "run_ranks", "shares_generator"]
 
 
 def parallel_apply(
@@ -69,13 +69,26 @@ def parallel_apply(
     if workers not in ("threads", "caller"):
         raise ValueError(f"workers must be 'threads' or 'caller', not {workers!r}")
     team = Team.of(_devices_of(inputs, devices))
+    return apply_to(team, modules, inputs, kwargs_tup, draws=_draws(team, modules, rng), workers=workers)
+
+
+def apply_to(
+    team: Team,
+    modules: Sequence[Any],
+    inputs: Sequence[Any],
+    kwargs_tup: Sequence[dict[str, Any]],
+    *,
+    draws: bool,
+    workers: str,
+) -> list[Any]:
+    """Do what :func:`parallel_apply` does, with arguments that are known to fit; see :func:`run_ranks`."""
     streams = caller_streams(team.devices)
     calls = [
         partial(_call, rank, modules[rank], inputs[rank], kwargs_tup[rank], team.devices[rank], streams[rank])
-        for rank in team.ranks
+        for rank in range(len(modules))
     ]
     with span("apply"):
-        return run_ranks(team, calls, draws=_draws(team, modules, rng), workers=workers)
+        return run_ranks(team, calls, draws=draws, workers=workers)
 
 
 def run_ranks(team: Team, calls: Sequence[Callable[[], Any] | None], *, draws: bool, workers: str) -> list[Any]:

@@ -25,7 +25,7 @@ from mgpu_core.module_tree import ModuleNode, ModuleTree, check_initialised
 from mgpu_core.record import span, telling
 from mgpu_core.twin_hooks import SHARES_HOOKS, keep_hooks_apart
 
-__all__ = ["build_replica", "compiled_by_rank", "loosen", "plain_copies", "replicate"]
+__all__ = ["build_replica", "compiled_by_rank", "loosen", "plain_copies", "replicate", "replicate_tree"]
 
 M = TypeVar("M", bound=Module)
 
@@ -51,15 +51,20 @@ def replicate(network: M, devices: Sequence[DeviceLike], detach: bool = False) -
         TypeError: a module that was compiled in a way that cannot be repeated for its replicas.
         RuntimeError: Python modules inside a ScriptModule.
     """
-    team = Team.of(devices)
+    team, tree = Team.of(devices), ModuleTree(network)
+    check_initialised(tree.parameters)
+    check_initialised(tree.buffers)
+    replicas: list[M] = replicate_tree(tree, team, detach)
+    return replicas
+
+
+def replicate_tree(tree: ModuleTree, team: Team, detach: bool) -> list[Any]:
+    """Return one replica per rank of a network that was just read, and whose tensors are initialised."""
     keep_hooks_apart()
     with span("replicate"):
-        tree = ModuleTree(network)
-        check_initialised(tree.parameters)
-        check_initialised(tree.buffers)
-        calls = compiled_by_rank(tree, len(team))
+        calls = compiled_by_rank(tree, len(team)) if tree.is_compiled else [()] * len(team)
         if not detach:
-            _tell_buckets(network, tree.parameters)
+            _tell_buckets(tree.nodes[0].module, tree.parameters)
         copies = _copy_tensors(tree.tensors, team, detach)
         split = len(tree.parameters)
         return [build_replica(tree, copies[rank][:split], copies[rank][split:], calls[rank]) for rank in team.ranks]

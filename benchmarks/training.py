@@ -66,13 +66,16 @@ class Trainee:
         training: the row.
         make_step: the way.
         rows: of each batch, that this process trains on.
+        sgd: the class of its optimizer.
     """
 
-    def __init__(self, training: Training, make_step: MakeStep, rows: slice = slice(None)) -> None:
+    def __init__(
+        self, training: Training, make_step: MakeStep, rows: slice = slice(None), sgd: type[SGD] = SGD
+    ) -> None:
         self._training, self._rows = training, rows
         network = training.network()
         self._parameters = list(network.parameters())
-        self._optimizer = SGD(self._parameters, lr=LR)
+        self._optimizer = sgd(self._parameters, lr=LR)
         self._step = make_step(network, self._optimizer)
         self._digits = self._own_rows(training.digits(salt=0))
 

@@ -81,9 +81,12 @@ def agree(plain, ranks, *inputs, loss=lambda out: out.pow(2).sum(), dim=0):
 
 
 SIGNATURES = {
-    "DataParallel": "(module, device_ids=None, output_device=None, dim=0, *, shares=None, rng='auto', workers='threads')",
+    "DataParallel": (
+        "(module, device_ids=None, output_device=None, dim=0, *, shares=None, rng='auto', workers='threads')"
+    ),
     "data_parallel": (
-        "(module, inputs, device_ids=None, output_device=None, dim=0, module_kwargs=None, *, shares=None, rng='auto', workers='threads')"
+        "(module, inputs, device_ids=None, output_device=None, dim=0, module_kwargs=None, *, shares=None, "
+        "rng='auto', workers='threads')"
     ),
     "scatter": "(inputs, target_gpus, dim=0, *, shares=None)",
     "scatter_kwargs": "(inputs, kwargs, target_gpus, dim=0, *, shares=None)",

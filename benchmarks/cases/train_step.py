@@ -14,6 +14,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.optim import SGD
 
 from benchmarks.case import Case, Label, Row, UsageError, at_most, chosen, measure_row
 from benchmarks.ddp_worker import DdpRank
@@ -21,8 +22,7 @@ from benchmarks.gloo import GlooTeam
 from benchmarks.options import names_among, parse_count, parse_counts
 from benchmarks.timing import OURS, Contestant, Schedule, nothing, timed
 from benchmarks.training import MakeStep, Step, Trainee, Training, torch_step
-from mgpu_core import TrainStep
-from mgpu_core.optim import SGD
+from mgpu_core import TrainStep, optim
 
 BATCH = {"simplenet": 64, "cnn": 256}
 RANKS = {"simplenet": [1, 2], "cnn": [2, 4]}
@@ -92,7 +92,10 @@ def _contestants(training: Training, peers: Sequence[str], stack: contextlib.Exi
         ways["compile"] = lambda network, optimizer: torch_step(
             torch.compile(network, mode="reduce-overhead"), optimizer
         )
-    sides = {who: _contestant(training, Trainee(training, way), salts) for who, way in ways.items()}
+    sides = {
+        who: _contestant(training, Trainee(training, way, sgd=optim.SGD if who == OURS else SGD), salts)
+        for who, way in ways.items()
+    }
     if "ddp" in peers:
         team = stack.enter_context(GlooTeam(training.ranks, DdpRank))
         team.prepare(training)

@@ -141,7 +141,9 @@ def _slow_update(places: int) -> str:
     fewer = "Also fewer updates: a larger batch, or TrainStep(accumulate=4), which makes one for four batches"
     if places == 1:
         return f"{fewer}."
-    return f"{fewer}; and shard_optimizer=True, with which each of {places} devices makes its part (with the optimizers of mgpu_core.optim)."
+    return (
+        f"{fewer}; and shard_optimizer=True, with which each of {places} devices makes its part (with mgpu_core.optim)."
+    )
 
 
 def _machines(scaling: Scaling) -> str:

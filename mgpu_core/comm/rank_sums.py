@@ -111,4 +111,6 @@ _kind = attrgetter("layout", "dtype", "device")
 
 def _pointers(column: Parts) -> list[int]:
     """Null, where a rank adds nothing."""
+    if NoneType not in set(map(type, column)):
+        return list(map(torch.Tensor.data_ptr, column))  # type: ignore[arg-type]
     return [0 if part is None else part.data_ptr() for part in column]

@@ -67,7 +67,7 @@ class Cycle:
         self.broken: str | None = None  # why this process cannot go on with the others
 
     def renew(self, reduction: str, accumulate: int) -> None:
-        """A new window; what the last one has left in running statistics, stays."""
+        """Open a new window; running statistics stay as the last one has left them."""
         self._buffers.drop()
         self.open_window(reduction, accumulate)
 

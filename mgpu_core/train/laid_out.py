@@ -56,6 +56,7 @@ class LaidOut:
         buckets: which parameters lie where.
         loose: parameters outside the buckets, whose gradients are sparse.
         flats: per device the flat values, and the sums of the gradients.
+        shown: per parameter the sum of its gradients on the first device; ``None`` for one outside the buckets.
         sums: of the gradients.
         of_buckets: what makes them.
         outbox: where they go, to be summed over the processes.
@@ -86,6 +87,8 @@ class LaidOut:
             FlatTensors(self.buckets, parameters, device, 0 if place else tail)
             for place, device in enumerate(replicas.devices)
         ]
+        views = self.flats[0].gradient_views if self.flats else {}
+        self.shown = [views.get(i) for i in range(len(parameters))]
         parts = [[part_of(each, place, shards) for each in flat.gradients] for place, flat in enumerate(self.flats)]
         cut = [[shard_of(bucket, place % shards, shards) for bucket in self.buckets] for place in range(len(parts))]
         padding = [[padding_of(each, flat.device) for each in of] for of, flat in zip(cut, self.flats, strict=True)]

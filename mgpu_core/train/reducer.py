@@ -196,9 +196,11 @@ class GradientSync:
         if self.between.shards > 1:
             self.clear()
             return
-        views = self.layout.flats[0].gradient_views
-        for i, parameter in enumerate(self._replicas.own):
-            parameter.grad = None if not used[i] else self.layout.sums.sparse.get(i, views.get(i))
+        shown = self.layout.shown
+        if self.layout.sums.sparse:
+            shown = [self.layout.sums.sparse.get(i, view) for i, view in enumerate(shown)]
+        for parameter, view, is_used in zip(self._replicas.own, shown, used, strict=True):
+            parameter.grad = view if is_used else None
 
     def learnt(self, updated: Collection[int]) -> Learnt:
         """After the first backward; the optimizer has the parameters in the places ``updated``.

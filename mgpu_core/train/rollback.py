@@ -62,6 +62,9 @@ class BufferSnapshot:
 
     def take(self) -> None:
         """Copy the buffers that there are now."""
+        if not any(modules.tree.buffers for modules in self._modules):
+            self.drop()
+            return
         names = [
             (node.module._buffers, name)
             for modules in self._modules

@@ -12,7 +12,7 @@ class Round:
     """Who is ready with what in one backward.  Each rank counts for itself; only whole buckets are counted together."""
 
     def __init__(self, expected: Sequence[int], ranks: int, buckets: int) -> None:
-        self._missing = [list(expected) for _ in range(ranks)]
+        self._missing = [list(expected) for _ in range(ranks)] if expected else []
         self._ranks_missing = [ranks] * len(expected)
         self._summed: set[int] = set()
         self._buckets = buckets

@@ -48,23 +48,26 @@ def _plain_views(
     for obj in objects.values():
         if type(obj) is not dict or obj:
             tensors += obj if type(obj) is tuple else [obj]
-    device = team.devices[0]
-    rows = rows_of_bare(tensors, dim)
-    if rows is None or team.devices.count(device) < len(team):
+    devices = team.devices
+    rows, device = rows_of_bare(tensors, dim), devices[0]
+    if rows is None:
         return None
+    for other in devices:
+        if other != device:
+            return None
     for each in tensors:
         if each.device != device or each.requires_grad:
             return None
-    check_shares(shares, len(team))
-    if len(team) == 1:
+    check_shares(shares, len(devices))
+    if len(devices) == 1:
         tell_whole(objects, device, dim)
         return [list(objects.values())], [rows]
-    counts = row_counts(rows, len(team), shares)
+    counts = row_counts(rows, len(devices), shares)
     columns = [views_of(each, counts, dim) for each in tensors]
     if is_on():
         for name, each, views in zip(_names(objects), tensors, columns, strict=True):
             tell_cut("scatter", name, each.device, views, dim, "view")
-    return [_in_place_of(objects, list(chunks)) for chunks in zip(*columns, strict=True)], counts
+    return _rebuilt(objects, columns), counts
 
 
 def _names(objects: dict[str, Any]) -> Iterator[str]:
@@ -76,13 +79,22 @@ def _names(objects: dict[str, Any]) -> Iterator[str]:
             yield name
 
 
-def _in_place_of(objects: dict[str, Any], chunks: list[torch.Tensor]) -> list[Any]:
-    """One rank's objects: tensors, tuples and empty dicts as they were, with its chunks."""
-    rest = iter(chunks)
-    return [
-        tuple([next(rest) for _ in obj]) if type(obj) is tuple else next(rest) if torch.is_tensor(obj) else {}
-        for obj in objects.values()
-    ]
+def _rebuilt(objects: dict[str, Any], columns: list[list[torch.Tensor]]) -> list[list[Any]]:
+    """Return per rank its objects: tensors, tuples and empty dicts as they were, with the rank's chunks."""
+    made: list[list[Any]] = [[] for _ in columns[0]]
+    begin = 0
+    for obj in objects.values():
+        if type(obj) is tuple:
+            end = begin + len(obj)
+            parts: Any = zip(*columns[begin:end], strict=True) if obj else [()] * len(made)
+        elif type(obj) is dict:
+            end, parts = begin, [{} for _ in made]
+        else:
+            end, parts = begin + 1, columns[begin]
+        for rank, part in zip(made, parts, strict=True):
+            rank += (part,)
+        begin = end
+    return made
 
 
 def _rows_of(objects: dict[str, Any], dim: int) -> int:

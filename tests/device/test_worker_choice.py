@@ -1,0 +1,239 @@
+"""Threads or the caller's thread: what is measured, what is kept, and where only threads will do."""
+
+import time
+from contextlib import contextmanager
+
+import pytest
+import torch
+from fakes.nets import cpu
+from torch import nn
+from torch.nn import functional as F
+
+from mgpu_core import DataParallel, TrainStep, convert_sync_batchnorm, optim
+from mgpu_core.device.worker_choice import SAMPLES, WARM_UP, WorkerChoice, check_workers, size_of
+
+CPUS = [torch.device("cpu")] * 2
+CALLS = 2 * (WARM_UP + SAMPLES)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that the test moves on."""
+    now = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    return now
+
+
+def call(choice, clock, seconds, size=(4,)):
+    """One call, which takes the time of its way; returns the way."""
+    is_timed = choice.begin(size)
+    clock[0] += seconds[choice.now]
+    if is_timed:
+        choice.end(size)
+    return choice.now
+
+
+@pytest.mark.parametrize("faster", ["threads", "caller"])
+def test_the_faster_way_is_kept(faster, clock):
+    choice = WorkerChoice("auto", CPUS, "auto")
+    seconds = {"threads": 2.0, "caller": 2.0} | {faster: 1.0}
+    tried = [call(choice, clock, seconds) for _ in range(CALLS)]
+    assert tried.count("threads") == tried.count("caller") == CALLS // 2
+    assert [call(choice, clock, seconds) for _ in range(5)] == [faster] * 5
+    assert choice.chosen() == [[[4], faster]]
+
+
+def test_each_size_is_measured(clock):
+    choice = WorkerChoice("auto", CPUS, "auto")
+    for _ in range(CALLS):
+        call(choice, clock, {"threads": 1.0, "caller": 2.0}, size=(4,))
+        call(choice, clock, {"threads": 2.0, "caller": 1.0}, size=(64,))
+    assert call(choice, clock, {"threads": 9.0, "caller": 9.0}, size=(4,)) == "threads"
+    assert call(choice, clock, {"threads": 9.0, "caller": 9.0}, size=(64,)) == "caller"
+
+
+def test_the_first_calls_count_for_nothing(clock):
+    choice = WorkerChoice("auto", CPUS, "auto")
+    for i in range(CALLS):
+        call(choice, clock, {"threads": 100.0 if i < 2 * WARM_UP else 1.0, "caller": 2.0})
+    assert choice.chosen() == [[[4], "threads"]]
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        lambda: WorkerChoice("threads", CPUS, "auto"),
+        lambda: WorkerChoice("auto", CPUS, "per_rank"),
+        lambda: WorkerChoice("auto", CPUS[:1], "auto"),
+    ],
+)
+def test_where_there_is_nothing_to_choose_it_is_threads(choice, clock):
+    choice = choice()
+    assert {call(choice, clock, {"threads": 2.0, "caller": 1.0}) for _ in range(CALLS + 2)} == {"threads"}
+    assert choice.chosen() == []
+
+
+def test_without_the_gil_it_is_threads(monkeypatch):
+    monkeypatch.setattr("sys._is_gil_enabled", lambda: False, raising=False)
+    assert not WorkerChoice("auto", CPUS, "auto").begin((4,))
+
+
+@contextmanager
+def deterministic():
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_deterministic_algorithms_ask_for_threads():
+    choice = WorkerChoice("auto", CPUS, "auto")
+    with deterministic():
+        assert not choice.begin((4,))
+        assert choice.now == "threads"
+
+
+def test_ranks_that_meet_get_threads():
+    for asked in ("auto", "threads"):
+        choice = WorkerChoice(asked, CPUS, "auto")
+        assert not choice.begin((4,), meets=True)
+        assert choice.now == "threads"
+
+
+def test_a_choice_goes_on_from_a_state(clock):
+    first, second = (WorkerChoice("auto", CPUS, "auto") for _ in range(2))
+    for _ in range(CALLS):
+        call(first, clock, {"threads": 2.0, "caller": 1.0})
+    second.resume(first.chosen())
+    assert call(second, clock, {"threads": 1.0, "caller": 9.0}) == "caller"
+    fixed = WorkerChoice("threads", CPUS, "auto")
+    fixed.resume(first.chosen())
+    assert call(fixed, clock, {"threads": 1.0, "caller": 9.0}) == "threads"
+
+
+def test_names_and_sizes():
+    check_workers("caller")
+    with pytest.raises(ValueError, match="workers must be one of threads, caller, auto, not 'processes'"):
+        check_workers("processes")
+    assert size_of(torch.ones(2, 3)) == (2, 3)
+    assert size_of([1]) is None
+
+
+# In a step, and in the drop-in.
+
+
+def data(rows=16):
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(rows, 8, generator=generator).double(), torch.arange(rows) % 4
+
+
+def net_of(*more):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 6), *more, nn.ReLU(), nn.Linear(6, 4)).double()
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_a_step_says_how_its_ranks_run_and_keeps_it_in_its_state(ranks):
+    net = net_of()
+    step = TrainStep(net, F.cross_entropy, optim.SGD(net.parameters(), lr=0.1), cpu(ranks))
+    for _ in range(CALLS + 1):
+        step(*data())
+    way = step.plan()[0].workers
+    assert [each.workers for each in step.plan()] == [way] * ranks
+    state = step.state_dict()
+    assert state["workers"] == [[[16, 8], way]]
+    other = net_of()
+    resumed = TrainStep(other, F.cross_entropy, optim.SGD(other.parameters(), lr=0.1), cpu(ranks))
+    resumed.load_state_dict(state)
+    resumed(*data())
+    assert resumed.plan()[0].workers == way
+    del state["workers"]  # a state of before
+    resumed.load_state_dict(state)
+
+
+@pytest.mark.parametrize("dropout", [(), (nn.Dropout(0.5),)])
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_both_ways_give_the_same_bits_with_one_intra_op_thread(ranks, dropout):
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        results = []
+        for workers in ("threads", "caller"):
+            net = net_of(*dropout)
+            step = TrainStep(net, F.cross_entropy, optim.SGD(net.parameters(), lr=0.1), cpu(ranks), workers=workers)
+            torch.manual_seed(3)
+            results.append([*[step(*data()) for _ in range(4)], *net.parameters()])
+    finally:
+        torch.set_num_threads(before)
+    assert all(map(torch.equal, *results))
+
+
+class Checkpointed(nn.Module):
+    """Recomputes its inside in the backward, with dropout."""
+
+    def __init__(self, reentrant):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(8, 6), nn.Dropout(0.5), nn.Linear(6, 4)).double()
+        self.reentrant = reentrant
+
+    def forward(self, x):
+        if self.reentrant is None:
+            return self.inner(x)
+        return torch.utils.checkpoint.checkpoint(self.inner, x.requires_grad_(), use_reentrant=self.reentrant)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("workers", ["threads", "caller"])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_checkpoint_draws_the_numbers_of_its_own_rank_again(ranks, workers, reentrant):
+    gradients = []
+    for way in (None, reentrant):
+        torch.manual_seed(0)
+        net = Checkpointed(way)
+        step = TrainStep(net, F.cross_entropy, optim.SGD(net.parameters(), lr=0.1), cpu(ranks), workers=workers)
+        torch.manual_seed(3)
+        step(*data())
+        gradients.append([each.grad for each in net.parameters()])
+    assert all(torch.allclose(a, b, rtol=0, atol=1e-12) for a, b in zip(*gradients, strict=True))
+
+
+def test_the_caller_is_refused_where_ranks_meet():
+    net = convert_sync_batchnorm(net_of(nn.BatchNorm1d(6)))
+    with pytest.raises(ValueError, match=r'workers="caller" .* meet in synchronised layers'):
+        TrainStep(net, F.cross_entropy, optim.SGD(net.parameters(), lr=0.1), cpu(2), workers="caller")
+    step = TrainStep(net, F.cross_entropy, optim.SGD(net.parameters(), lr=0.1), cpu(2))
+    step(*data())
+    assert step.plan()[0].workers == "threads"
+
+
+@pytest.mark.parametrize("workers", ["threads", "caller", "auto"])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+def test_the_drop_in_computes_the_same_in_every_way(ranks, workers):
+    net = net_of()
+    x, y = data()
+    F.cross_entropy(net(x), y).backward()
+    wanted = [each.grad.clone() for each in net.parameters()]
+    wrapped = DataParallel(net, cpu(ranks), workers=workers)
+    for _ in range(CALLS + 2):
+        net.zero_grad()
+        F.cross_entropy(wrapped(x), y).backward()
+        assert all(torch.allclose(a.grad, b, rtol=0, atol=1e-12) for a, b in zip(net.parameters(), wanted, strict=True))
+
+
+def test_a_failure_in_the_callers_thread_names_its_rank():
+    class Fails(nn.Linear):
+        def forward(self, x):
+            if x[0, 0] > 7:
+                raise KeyError("as asked")
+            return super().forward(x)
+
+    net = Fails(8, 4).double()
+    x = torch.arange(16.0).double()[:, None].expand(16, 8).contiguous()
+    with pytest.raises(KeyError, match="Caught KeyError in replica 1 on device cpu"):
+        DataParallel(net, cpu(2), workers="caller")(x)
+    step = TrainStep(net, F.mse_loss, optim.SGD(net.parameters(), lr=0.1), cpu(2), workers="caller")
+    with pytest.raises(KeyError, match="Caught KeyError in replica 1 on device cpu"):
+        step(x, torch.zeros(16, 4).double())
+    step(x[:8] * 0, torch.zeros(8, 4).double())
+    assert step.steps == 1

@@ -115,6 +115,8 @@ def make_engine(
             shares=config.shares,
             amp_dtype=None if config.amp is None else getattr(torch, config.amp),
             capture=config.capture,
+            # Measuring which way is faster would give another rounding in another run.
+            workers="caller",
             # The loop looks at the losses, for every engine at the same place and in the same words.
             error_if_nonfinite=False,
         )

@@ -130,15 +130,16 @@ class Engine:
                 weighed = [sum(rows)]
                 seeded = window.seeds(weighed)[0]
                 loss, outputs = passes.run_gathered(cut, clocks, inputs[-1], seeded, backward=True)
-                losses = [loss]
+                losses, each = [loss], None
             else:
                 weighed = rows
                 seed(cut, window.seeds(rows))
                 keep = keep_outputs or before is not None
-                losses, outputs = passes.run(cut, clocks, backward=True, keep_outputs=keep)
+                losses, each = passes.run(cut, clocks, backward=True, keep_outputs=keep)
+                outputs = passes.joined(each) if each and keep_outputs else None
         self._split_plan.done(rows, clocks)
         if before is not None:
-            self._check_loss(outputs, inputs[-1], losses, rows, before)
+            self._check_loss(each or [], inputs[-1], losses, rows, before)
         return self._result(window, weighed, losses, outputs, aux)
 
     def _result(self, window: Window, rows: list[int], losses: list[RankLoss], outputs: Any, aux: bool) -> CallResult:
@@ -154,7 +155,7 @@ class Engine:
         return LossState(self._setup.loss_fn)
 
     def _check_loss(
-        self, outputs: Any, target: Any, losses: list[RankLoss], rows: list[int], before: LossState
+        self, outputs: list[Any], target: Any, losses: list[RankLoss], rows: list[int], before: LossState
     ) -> LossCheck:
         """Compare the losses of a call with the loss of all its rows, and warn where they differ."""
         setup = self._setup
@@ -162,7 +163,7 @@ class Engine:
         with NOTHING if setup.amp_dtype is None else torch.autocast(device.type, dtype=setup.amp_dtype):
             check = compare_losses(
                 setup.loss_fn or _no_loss, outputs, moved(target, device), losses, rows, setup.reduction, before,
-                is_half=setup.amp_dtype is not None,
+                dim=setup.dim, is_half=setup.amp_dtype is not None,
             )  # fmt: skip
         if check.agrees is False:
             warn_caller(warning_of(check))
@@ -183,8 +184,8 @@ class Engine:
         kind = next((each.type for each in parts.replicas.devices if each.type != "cpu"), "cuda")
         try:
             with torch.no_grad(), torch.random.fork_rng(devices, device_type=kind):
-                losses, outputs = parts.passes.run(cut, (), backward=False, keep_outputs=True)
-                return self._check_loss(outputs, inputs[-1], losses, rows, before)
+                losses, each = parts.passes.run(cut, (), backward=False, keep_outputs=True)
+                return self._check_loss(each or [], inputs[-1], losses, rows, before)
         finally:
             buffers.restore()
 
@@ -235,7 +236,8 @@ class Engine:
                     loss, outputs = passes.run_gathered(cut, (), inputs[-1], 1.0, backward=False)
                     losses, rows = [loss], [sum(rows)]
                 else:
-                    losses, outputs = passes.run(cut, (), backward=False, keep_outputs=keep_outputs)
+                    losses, each = passes.run(cut, (), backward=False, keep_outputs=keep_outputs)
+                    outputs = passes.joined(each) if each else None
             except BaseException:
                 if self._ranks_have_ended():
                     self._broken = None

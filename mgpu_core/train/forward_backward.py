@@ -106,7 +106,7 @@ class ForwardBackward:
 
     def run(
         self, parts: Sequence[RankPart | None], clocks: Sequence[RankClock], *, backward: bool, keep_outputs: bool
-    ) -> tuple[list[RankLoss], Any]:
+    ) -> tuple[list[RankLoss], list[Any] | None]:
         """Run forward and loss of each part, and backward.
 
         Args:
@@ -116,7 +116,7 @@ class ForwardBackward:
             keep_outputs: whether outputs are returned.
 
         Returns:
-            Each rank's loss, detached; the outputs of all ranks, joined on the first device and detached, or ``None``.
+            Each rank's loss, and its outputs if they are kept, detached.
 
         Raises:
             Exception: the first failing rank's, as :func:`mgpu_core.parallel_apply` words it.
@@ -133,8 +133,7 @@ class ForwardBackward:
                 _differentiate(losses, [part.seed for part in parts if part is not None])
         if backward and losses:
             _check_losses(losses)
-        outputs = self._joined([each for _, each in found]) if keep_outputs else None
-        return losses, outputs
+        return losses, [each for _, each in found] if keep_outputs else None
 
     def run_gathered(
         self, parts: Sequence[RankPart], clocks: Sequence[RankClock], target: Any, seed: float, *, backward: bool
@@ -153,7 +152,7 @@ class ForwardBackward:
         """
         found = self._run_ranks(self._forward, parts, clocks, [None] * len(parts))
         device = self._team.devices[0]
-        outputs = found[0] if len(found) == 1 else self._joined(found)
+        outputs = found[0] if len(found) == 1 else self.joined(found)
         loss_fn = self._loss.module if isinstance(self._loss, RankModules) else self._loss
         with self._autocast(device), span("loss", 0, device):
             loss = rank_loss(loss_fn(outputs, moved(target, device)), self._reduction)
@@ -207,7 +206,8 @@ class ForwardBackward:
             self._calls_to_watch = 0
             warn_lost(type(self._net.module).__name__, names, rank_0_keeps=True)
 
-    def _joined(self, outputs: list[Any]) -> Any:
+    def joined(self, outputs: list[Any]) -> Any:
+        """Return the outputs of all ranks as one, on the first device."""
         return gather(outputs, self._team.devices[0], self._dim)
 
     def stop(self, seconds: float) -> bool:

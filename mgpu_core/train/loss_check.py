@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import Module
 
-from mgpu_core.nested import flatten
+from mgpu_core.nested import flatten, flatten_alike
 from mgpu_core.train.loss import RankLoss, rank_loss
 
 __all__ = ["LossCheck", "LossState", "compare_losses", "warning_of"]
@@ -60,13 +60,14 @@ class LossState:
 
 def compare_losses(
     loss_fn: Callable[..., Any],
-    outputs: Any,
+    outputs: Sequence[Any],
     target: Any,
     losses: Sequence[RankLoss],
     rows: Sequence[int],
     reduction: str,
     before: LossState,
     *,
+    dim: int,
     is_half: bool,
 ) -> LossCheck:
     """Compare the loss of all outputs together with what the ranks' losses add up to.
@@ -74,15 +75,16 @@ def compare_losses(
     Args:
         loss_fn: the user's; it is called twice without gradients, from the state ``before``.  Its buffers and the
             random numbers are put back afterwards.
-        outputs: of all ranks, without a graph.
-        target: of all rows, on the outputs' device.
+        outputs: of each rank, without a graph.
+        target: of all rows, on the first rank's device.
         losses, rows: of each rank.
         reduction: of the step.
         before: the state that the ranks began with.
+        dim: the dimension of the rows.
         is_half: whether forwards compute in half precision.
     """
     leaves: list[Any] = []
-    flatten(outputs, leaves, "outputs", whole=True)
+    flatten(list(outputs), leaves, "outputs", whole=True)
     tensors = [each for each in leaves if isinstance(each, torch.Tensor)]
     if sum(each.nbytes for each in tensors) > LARGEST_NBYTES:
         return LossCheck(None, reason=f"the outputs are larger than {LARGEST_NBYTES >> 20} MiB")
@@ -92,7 +94,8 @@ def compare_losses(
     after = LossState(loss_fn)
     try:
         with torch.no_grad(), _own_random_numbers(tensors):
-            found = [_gathered(loss_fn, outputs, target, reduction, before) for _ in range(2)]
+            whole = _joined(outputs, dim)
+            found = [_gathered(loss_fn, whole, target, reduction, before) for _ in range(2)]
     except Exception as error:
         return LossCheck(None, reason=f"the loss of all outputs together failed ({type(error).__name__}: {error})")
     finally:
@@ -102,6 +105,21 @@ def compare_losses(
     is_half = is_half or any(each.dtype in _HALF for each in tensors)
     agrees = abs(found[0] - ranks) <= (HALF_TOLERANCE if is_half else TOLERANCE) * size
     return LossCheck(agrees, ranks, found[0], "" if agrees else _advice(loss_fn, target, reduction))
+
+
+def _joined(outputs: Sequence[Any], dim: int) -> Any:
+    """Join the outputs on the first rank's device by torch alone: a recording and the counters do not see it."""
+    tree, rows = flatten_alike(outputs, "outputs")
+    joined = []
+    for parts in zip(*rows, strict=True):
+        first = parts[0]
+        if isinstance(first, torch.Tensor) and first.dim() > 0:
+            joined.append(torch.cat([each.to(first.device) for each in parts], dim))
+        elif isinstance(first, torch.Tensor):
+            joined.append(torch.stack([each.to(first.device) for each in parts]))
+        else:
+            joined.append(first)
+    return tree.unflatten(iter(joined))
 
 
 def _gathered(loss_fn: Callable[..., Any], outputs: Any, target: Any, reduction: str, before: LossState) -> float:

@@ -12,6 +12,7 @@ from mgpu_core.comm import dispatch
 from mgpu_core.device.team import Team
 from mgpu_core.module_tree import ModuleTree
 from mgpu_core.parallel.replicate import build_replica, compiled_by_rank, loosen, plain_copies
+from mgpu_core.record import span
 
 __all__ = ["RankModules"]
 
@@ -67,7 +68,8 @@ class RankModules:
 
     def _made(self, team: Team) -> tuple[list[Module], list[list[torch.Tensor]]]:
         tree, leaves = self.tree, self._leaves
-        copies = plain_copies(tree.tensors if leaves is None else tree.buffers, team)
+        with span("replicate"):
+            copies = plain_copies(tree.tensors if leaves is None else tree.buffers, team)
         if leaves is None:
             rows: list[tuple[list[Any], list[torch.Tensor]]] = [
                 (row[: len(tree.parameters)], row[len(tree.parameters) :]) for row in copies
@@ -83,7 +85,7 @@ class RankModules:
     def _refresh(self, replicas: Sequence[Module], copies: Sequence[Sequence[torch.Tensor]]) -> None:
         own = self.tree.tensors if self._leaves is None else self.tree.buffers
         if own:
-            with torch.no_grad():
+            with span("replicate"), torch.no_grad():
                 dispatch.broadcast_into(own, list(zip(*copies, strict=True)))
         modes = [node.module.training for node in self.tree.nodes]
         if modes != self._modes:

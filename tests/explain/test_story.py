@@ -261,7 +261,9 @@ def test_bad_windows_and_a_second_recording():
 def test_the_profiler_sees_every_rank():
     """Their threads are older than the profiler, which by itself does not look into them."""
     module = net()
-    step = mgpu_core.TrainStep(module, functional.mse_loss, torch.optim.SGD(module.parameters(), 0.1), ["cpu"] * 3)
+    step = mgpu_core.TrainStep(
+        module, functional.mse_loss, torch.optim.SGD(module.parameters(), 0.1), ["cpu"] * 3, workers="threads"
+    )
     x, y = torch.randn(6, 6), torch.randn(6, 2)
     step(x, y)
     with mgpu_core.explain.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:

@@ -82,4 +82,7 @@ def shard_of(bucket: Bucket, place: int, shards: int) -> Bucket:
     low, high = place * count, (place + 1) * count
     ends = [(each, max(each.begin, low), min(each.begin + each.count, high)) for each in bucket.segments]
     found = [Segment(each.parameter, a - low, b - a, a - each.begin) for each, a, b in ends if a < b]
+    if place == 0:  # a parameter without elements is counted by the first shard
+        empty = [Segment(each.parameter, min(each.begin, count), 0) for each in bucket.segments if not each.count]
+        found = sorted([*found, *empty], key=lambda each: (each.begin, each.count))
     return Bucket(count, tuple(found))

@@ -10,6 +10,7 @@ from torch.autograd import profiler
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from mgpu_core.device.memory import note_written
 from mgpu_core.optim.bucket_layout import Bucket, bucket_layout
 from mgpu_core.optim.flat_buffers import FlatTensors
 from mgpu_core.optim.flat_state import FlatState
@@ -68,6 +69,8 @@ class FlatOptimizer(Optimizer):
         elif is_changed:
             flat.prepare(used)
         flat.run()
+        if self._awaited is None:  # a TrainStep does this itself
+            note_written([each for each, is_used in zip(self._parameters, used, strict=True) if is_used])
         return loss
 
     _hooked_step = Optimizer.profile_hook_step(_step)

@@ -86,7 +86,7 @@ class OnAStreamOfItsOwn(nn.Module):
 
 def test_sums_wait_for_the_streams_that_gradients_were_made_on():
     net = OnAStreamOfItsOwn().to("fake:0")
-    step = TrainStep(net, mse, SGD(net.parameters(), lr=0.5), ["fake:0", "fake:0"], bucket_nbytes=4)
+    step = TrainStep(net, mse, SGD(net.parameters(), lr=0.5), ["fake:0", "fake:0"], bucket_nbytes=4, workers="threads")
     x, y = torch.ones(4, 2), torch.ones(4, 1)
     for _ in range(2):
         device_module.built.take_waits()

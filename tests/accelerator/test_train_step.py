@@ -135,7 +135,7 @@ def test_ctrl_c_while_moved_values_travel(monkeypatch):
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("mgpu_core.train.replicas.collectives.broadcast_into", interrupted)
+    monkeypatch.setattr("mgpu_core.train.replicas.dispatch.broadcast_into", interrupted)
     with pytest.raises(KeyboardInterrupt):
         step(x, 2, y)
     monkeypatch.undo()

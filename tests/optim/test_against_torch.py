@@ -273,3 +273,16 @@ def test_refusals():
     table(torch.tensor([1])).sum().backward()
     with pytest.raises(TypeError, match=r"torch\.optim\.SparseAdam"):
         optim.Adam(table.parameters()).step()
+
+
+def test_a_step_by_hand_counts_as_a_write():
+    """A graph that has saved a parameter raises torch's version error, and other holders of the memory can tell."""
+    parameter = torch.nn.Parameter(torch.ones(4))
+    optimizer = optim.SGD([parameter], lr=0.5)
+    for _ in range(2):
+        parameter.grad = torch.ones(4)
+        before, loss = parameter._version, (parameter * parameter).sum()
+        optimizer.step()
+        assert parameter._version > before
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()

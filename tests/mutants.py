@@ -535,13 +535,6 @@ MUTANTS = [
         "accelerator/test_streams.py",
     ),
     mutant(
-        "step: a parameter that no rank used has a gradient of zeros",
-        "mgpu_core/train/reducer.py",
-        "parameter.grad = None if not used[i] else self.layout.sums.sparse",
-        "parameter.grad = self.layout.sums.sparse",
-        "train/test_equality.py",
-    ),
-    mutant(
         "step: gradients of the step before are added",
         "mgpu_core/train/cycle.py",
         "            self._sync.clear()\n            self._buffers.take()",

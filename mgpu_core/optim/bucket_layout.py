@@ -69,7 +69,7 @@ def _bucket(parameters: Sequence[int], counts: Sequence[int], itemsizes: Sequenc
     for i in parameters:
         segments.append(Segment(i, end, counts[i]))
         end = _up(end + counts[i], align)
-    return Bucket(_up(end, align * shards), tuple(segments))
+    return Bucket(_up(max(end, 1), align * shards), tuple(segments))  # never empty: a GPU launches nothing for that
 
 
 def _up(count: int, align: int) -> int:

@@ -10,6 +10,7 @@ from torch.autograd import profiler
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from mgpu_core.caller import warn_caller
 from mgpu_core.device.memory import note_written
 from mgpu_core.optim.bucket_layout import Bucket, bucket_layout
 from mgpu_core.optim.flat_buffers import FlatTensors
@@ -20,6 +21,12 @@ __all__ = ["FlatOptimizer"]
 
 _UNLIMITED = 2**62  # bytes of a bucket: outside a TrainStep all parameters of a dtype share one
 _data_ptr = torch.Tensor.data_ptr
+
+
+LEFT_OVER = (
+    "optimizer.step() after a TrainStep's call updates a second time by the same gradients: the call has made the "
+    "backward and the update already, so remove it"
+)
 
 
 class FlatOptimizer(Optimizer):
@@ -96,6 +103,8 @@ class FlatOptimizer(Optimizer):
         ]
         if pairs:
             _copy_all(pairs)
+        elif self._is_attached and any(used):  # they are what a TrainStep has shown
+            warn_caller(LEFT_OVER)
         if self._is_attached:
             flat.spread_gradients()
         return flat, used

@@ -171,7 +171,7 @@ class Parts:
         if self.captured is not None:
             self.captured.graphs.clear()
         self.sync.abandon()
-        self.updates.close()
+        self.updates.leave()
         self.replicas.release()
 
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.utils.hooks import RemovableHandle
 
+from mgpu_core.caller import warn_caller
 from mgpu_core.device.memory import note_written
 from mgpu_core.optim import FlatOptimizer
+from mgpu_core.optim.optimizer import LEFT_OVER
 from mgpu_core.train.flat_update import FlatUpdate
 from mgpu_core.train.reducer import GradientSync
 from mgpu_core.train.replicas import Replicas
@@ -49,6 +53,18 @@ def check_optimizer(optimizer: Any, named: dict[str, torch.nn.Parameter]) -> Non
                 )
 
 
+class _LeftOverStep:
+    """The hook that looks for a step by hand after a TrainStep's own; known by its class."""
+
+    def __init__(self, updates: Updates) -> None:
+        self._updates = weakref.ref(updates)
+
+    def __call__(self, *_: Any) -> None:
+        updates = self._updates()
+        if updates is not None:
+            updates.check_left_over()
+
+
 class Updates:
     """Run the user's optimizer on all devices.
 
@@ -72,6 +88,10 @@ class Updates:
         self._in_shards, self._replicas, self._sync = in_shards, replicas, sync
         self._update: _Update | None = None
         self._shape: Any = None  # what decides how it is updated
+        self._is_at_work = False
+        self._left_over: RemovableHandle | None = None  # of ours finds out itself
+        if not self.is_flat and hasattr(optimizer, _HOOKS[0]):  # a wrapper may lack what torch's class makes
+            self._left_over = optimizer.register_step_pre_hook(_LeftOverStep(self))
         self.remember_values()
         if in_shards:
             self._check_shards()
@@ -120,12 +140,19 @@ class Updates:
     def launch(self) -> None:
         """Make the update, by one call of ``optimizer.step()``."""
         assert self._update is not None  # it was prepared
+        self._is_at_work = True
+        try:
+            self._launch(self._update)
+        finally:
+            self._is_at_work = False
+
+    def _launch(self, update: _Update) -> None:
         if len(self._replicas.devices) == 1:
-            self._update.launch()
+            update.launch()
             return
         written = self.values_changed()  # by a forward: what rank 0 has, is everybody's, as in the drop-in
-        self._update.launch()
-        if written or self._update.device_count < len(self._replicas.devices) or not self._is_plain():
+        update.launch()
+        if written or update.device_count < len(self._replicas.devices) or not self._is_plain():
             self._replicas.send_values()
 
     def has_written(self) -> bool:
@@ -164,12 +191,28 @@ class Updates:
             self._update.close()
             self._update = None
 
+    def leave(self) -> None:
+        """Leave the optimizer alone."""
+        self.close()
+        if self._left_over is not None:
+            self._left_over.remove()
+
+    def check_left_over(self) -> None:
+        """Warn where the optimizer is about to step by the gradients that this step has made and used."""
+        if self._is_at_work or self._sync.layout.is_empty:
+            return
+        for parameter, shown in zip(self._replicas.own, self._sync.layout.shown, strict=True):
+            if shown is not None and parameter.grad is shown:
+                warn_caller(LEFT_OVER)
+                return
+
     def _is_plain(self) -> bool:
         """Return whether a step calls no code of the user's; a wrapper may lack what torch's class makes."""
         optimizer = self.optimizer
         if _global_optimizer_pre_hooks or _global_optimizer_post_hooks:
             return False
-        if any(getattr(optimizer, name, None) for name in _HOOKS):
+        hooks = [hook for name in _HOOKS for hook in getattr(optimizer, name, {}).values()]
+        if any(type(hook) is not _LeftOverStep for hook in hooks):
             return False
         step = vars(optimizer).get("step")
         if getattr(step, "_wrapped_by_lr_sched", False):

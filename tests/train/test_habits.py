@@ -9,6 +9,7 @@ import sys
 import textwrap
 import threading
 import time
+import warnings
 import weakref
 from functools import partial
 
@@ -427,7 +428,7 @@ def test_shares_survive_a_failure_and_few_rows():
 
 SCRIPT = r"""
     import os, threading, time, torch
-    from mgpu_core import TrainStep
+    from mgpu_core import TrainStep, optim
     net = torch.nn.Linear(4, 2)
     slow = False
     def loss_fn(out, y):
@@ -539,3 +540,34 @@ def test_a_hook_changes_between_updates():
     step(torch.ones(4, 3), torch.zeros(4, 2))
     with pytest.raises(RuntimeError, match="between updates"):
         step.register_comm_hook(print)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("make", [SGD, optim.SGD])
+def test_a_left_over_step_of_the_optimizer_is_told_of(make, ranks):
+    net = Linear()
+    optimizer = make(net.parameters(), lr=0.1)
+    step = TrainStep(net, mse, optimizer, cpu(ranks))
+    x, y = torch.ones(4, 3), torch.ones(4, 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(3):
+            step(x, y)
+            optimizer.zero_grad()
+            mse(net(x), y).backward()  # a step of the user's own
+            optimizer.step()
+            step(x, y)
+    with pytest.warns(UserWarning, match=r"optimizer\.step\(\) after a TrainStep's call updates a second time") as told:
+        optimizer.step()
+    assert [each.filename for each in told] == [__file__]
+    step.close()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step()
+
+
+def test_a_left_over_backward_is_torchs_error():
+    net = Linear()
+    step = TrainStep(net, mse, optim.SGD(net.parameters(), lr=0.1), cpu(2))
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        step(torch.ones(4, 3), torch.ones(4, 2)).backward()

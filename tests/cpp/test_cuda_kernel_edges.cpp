@@ -410,6 +410,7 @@ class FlatRun {
         groups_(group_rows),
         segments_there_(segments_),
         groups_there_(group_rows),
+        clip_there_(clip_),
         scalars_there_(scalars_),
         constants_(DeviceMemory<double>::unwritten(segments_.size() / 5 * kOptimizerConstants)) {
     const int64_t phase = between(0, phases_of(shape.dtype) - 1);
@@ -420,10 +421,11 @@ class FlatRun {
 
   FlatParameters there() {
     return flat(buffers_[0].device.data(), buffers_[1].device.data(), segments_there_.data(), groups_there_.data(),
-                scalars_there_.data());
+                clip_there_.data(), scalars_there_.data());
   }
   FlatParameters truth() {
-    return flat(buffers_[0].twin.data(), buffers_[1].twin.data(), segments_.data(), groups_.data(), scalars_.data());
+    return flat(buffers_[0].twin.data(), buffers_[1].twin.data(), segments_.data(), groups_.data(), clip_.data(),
+                scalars_.data());
   }
   void* device(int i) { return buffers_[i].device.data(); }
   void* twin(int i) { return buffers_[i].twin.data(); }
@@ -438,7 +440,8 @@ class FlatRun {
   }
 
  private:
-  FlatParameters flat(void* parameters, const void* gradients, int64_t* segments, double* groups, float* scalars) {
+  FlatParameters flat(void* parameters, const void* gradients, int64_t* segments, double* groups, double* clip,
+                      float* scalars) {
     return {parameters,
             gradients,
             shape_.count,
@@ -448,17 +451,19 @@ class FlatRun {
             constants_.data(),
             groups,
             2,
+            shape_.scaled ? clip : nullptr,
             shape_.scaled ? scalars : nullptr,
-            shape_.scaled ? scalars + 1 : nullptr,
-            shape_.scaled ? scalars + 2 : nullptr};
+            shape_.scaled ? scalars + 1 : nullptr};
   }
 
   FlatCase shape_;
   std::vector<int64_t> segments_;
   std::vector<double> groups_;
-  std::vector<float> scalars_{0.5f, 4.0f, 0.0f};
+  std::vector<double> clip_{0.5};
+  std::vector<float> scalars_{4.0f, 0.0f};
   DeviceMemory<int64_t> segments_there_;
   DeviceMemory<double> groups_there_;
+  DeviceMemory<double> clip_there_;
   DeviceMemory<float> scalars_there_;
   DeviceMemory<double> constants_;
   std::vector<Both> buffers_;  // parameters, gradients, and the state: momentum or averages, squares, their maxima
@@ -479,6 +484,13 @@ static void adam_once(const FlatCase& shape, bool amsgrad, bool decoupled) {
   run.check_close();
 }
 
+static void lion_once(const FlatCase& shape) {
+  FlatRun run(shape, {0.5, 0.5, 0.75, 0.25, 0, 0, 0.25, 0.5, 0.5, 0, 1, 0});
+  gpu().lion({run.there(), run.device(2)}, on());
+  host().lion({run.truth(), run.twin(2)}, {});
+  run.check_equal();
+}
+
 static void optimizers_of_all_shapes() {
   for (DType dtype : kFloating) {
     for (int64_t count : {1, 7, 33, 4095, 4096, 4097, 12'289})
@@ -487,9 +499,11 @@ static void optimizers_of_all_shapes() {
           const FlatCase shape{dtype, count, segments, aligned, segments != 9, segments != 300};
           sgd_once(shape);
           adam_once(shape, aligned, segments == 9);
+          lion_once(shape);
         }
     sgd_once({dtype, 20'000, 5000});
     adam_once({dtype, 20'000, 5000}, true, true);
+    lion_once({dtype, 20'000, 5000});
   }
   sgd_once({DType::f32, 4 * 1024 * 1024 + 16'400, 40});  // the longer tiles
   adam_once({DType::bf16, 4 * 1024 * 1024 + 5, 40}, false, true);

@@ -193,9 +193,11 @@ struct Flat {
         three(kCount, dtype, 0, offset),
         segments(rows),
         groups(group_rows),
-        scalars({0.5f, 4.0f, 0.0f}),
+        clip({0.5}),
+        scalars({4.0f, 0.0f}),
         segments_there(rows),
         groups_there(group_rows),
+        clip_there(clip),
         scalars_there(scalars),
         constants(std::vector<double>(5 * kOptimizerConstants)),
         dtype(dtype) {}
@@ -211,9 +213,9 @@ struct Flat {
             constants.data(),
             groups_there.data(),
             2,
+            clip_there.data(),
             scalar,
-            scalar + 1,
-            scalar + 2};
+            scalar + 1};
   }
   FlatParameters truth() {
     return {parameters.twin.data(),
@@ -225,9 +227,9 @@ struct Flat {
             nullptr,
             groups.data(),
             2,
+            &clip[0],
             &scalars[0],
-            &scalars[1],
-            &scalars[2]};
+            &scalars[1]};
   }
   void check_equal() {
     for (const Both* each : {&parameters, &gradients, &one, &two, &three}) each->check_equal();
@@ -242,10 +244,10 @@ struct Flat {
                                   0, 1, 4009, 91, 1, 2, 0,    4100, 4900, 0, 0,    1};
   Both parameters, gradients, one, two, three;
   std::vector<int64_t> segments;
-  std::vector<double> groups;
+  std::vector<double> groups, clip;
   std::vector<float> scalars;
   DeviceMemory<int64_t> segments_there;
-  DeviceMemory<double> groups_there;
+  DeviceMemory<double> groups_there, clip_there;
   DeviceMemory<float> scalars_there;
   DeviceMemory<double> constants;
   DType dtype;
@@ -273,13 +275,19 @@ static void optimizers() {
           }
           adam.check_close();
         }
+      Flat lion(dtype, offset, {0.5, 0.5, 0.75, 0, 0, 0, 0.25, 0.5, 0.5, 0.5, 1, 0});
+      for (int step = 0; step < 3; ++step) {
+        gpu().lion({lion.there(), lion.one.device.data()}, on());
+        host().lion({lion.truth(), lion.one.twin.data()}, {});
+        lion.check_equal();
+      }
     }
 }
 
 static void an_overflow_changes_nothing() {
   Flat flat(DType::f32, 0, {0.5, 0, 0, 0, 0, 0, 0.25, 0.5, 0.5, 0.125, 1, 1});
   const float yes = 1;
-  CUDA_OK(cudaMemcpy(flat.scalars_there.data() + 2, &yes, sizeof yes, cudaMemcpyDefault));
+  CUDA_OK(cudaMemcpy(flat.scalars_there.data() + 1, &yes, sizeof yes, cudaMemcpyDefault));
   CUDA_OK(cudaStreamSynchronize(nullptr));
   gpu().sgd({flat.there(), flat.one.device.data()}, on());
   flat.check_equal();

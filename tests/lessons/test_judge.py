@@ -75,6 +75,7 @@ def judge_of(checking):
     end = time.monotonic() + 200
     while time.monotonic() < end and checking.poll() is None:
         if Path("begun").exists() and Path("begun").read_text().endswith("\n"):
+            time.sleep(0.5)  # what it has judged before is on its way through a pipe
             return int(Path("begun").read_text())
         time.sleep(0.05)
     raise AssertionError(f"it has not begun: {checking.poll()}")

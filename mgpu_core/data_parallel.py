@@ -13,13 +13,13 @@ from mgpu_core.device.compiled import outside_the_compiler
 from mgpu_core.device.devices import DeviceLike, as_device
 from mgpu_core.device.drop_in import as_id, drop_in_devices, drop_in_output
 from mgpu_core.device.modes import check_modes
-from mgpu_core.device.random import check_rng, current_stream
+from mgpu_core.device.random import check_rng
 from mgpu_core.device.team import Team
 from mgpu_core.device.worker_choice import WorkerChoice, check_workers, size_of
 from mgpu_core.module_tree import ModuleTree, check_initialised, tensors_of
 from mgpu_core.nested import unwrapped
 from mgpu_core.parallel import gather, parallel_apply, replicate, scatter_kwargs
-from mgpu_core.parallel.apply import apply_to, shares_generator
+from mgpu_core.parallel.apply import apply_to, draws_apart, shares_generator
 from mgpu_core.parallel.lost_attributes import Given, given_attributes, lost_attributes, warn_lost
 from mgpu_core.parallel.replicate import loosen, replicate_tree
 from mgpu_core.parallel.scatter import check_shares
@@ -139,9 +139,7 @@ class DataParallel(torch.nn.DataParallel[M]):
         size = size_of(parts[0][0]) if parts and parts[0] else None
         is_timed = self._choice.begin(size, meets=tree.ranks_meet)
         if self._is_own("parallel_apply") and len(team) > 1:
-            draws = shares_generator(team) and (
-                self.rng == "per_rank" or current_stream() is not None or tree.draws_random_numbers()
-            )
+            draws = shares_generator(team) and draws_apart(tree, self.rng)
             outputs = apply_to(team, replicas, parts, kwargs_parts, draws=draws, workers=self._choice.now)
         else:
             outputs = self.parallel_apply(replicas, parts, kwargs_parts)

@@ -74,13 +74,15 @@ class WorkerChoice:
     def end(self, size: Hashable) -> None:
         """Take the time of a call that went through; after some of them the faster way is kept."""
         self._synchronize()
-        times = self._times[size]
+        times = self._times.get(size)
+        if times is None:  # another thread of the caller's has ended the measurement meanwhile
+            return
         times[self.now].append(time.perf_counter() - self._begin)
         if all(len(taken) >= WARM_UP + SAMPLES for taken in times.values()):
             if len(self._chosen) >= KEPT:
                 self._chosen.clear()
             self._chosen[size] = min(times, key=lambda way: median(times[way][WARM_UP:]))
-            del self._times[size]
+            self._times.pop(size, None)
 
     def _synchronize(self) -> None:
         for device in self._accelerators:

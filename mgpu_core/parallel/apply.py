@@ -20,11 +20,11 @@ from mgpu_core.device.switches import switches_kept
 from mgpu_core.device.team import Team
 from mgpu_core.device.workers import Outcome, time_limit
 from mgpu_core.errors import Error
-from mgpu_core.module_tree import draws_random_numbers
+from mgpu_core.module_tree import ModuleTree, draws_random_numbers
 from mgpu_core.nothing import NOTHING
 from mgpu_core.record import span
 
-__all__ = ["apply_to", "parallel_apply", "run_ranks", "shares_generator"]
+__all__ = ["apply_to", "draws_apart", "parallel_apply", "run_ranks", "shares_generator"]
 
 
 def parallel_apply(
@@ -196,8 +196,13 @@ def _run_here(call: Callable[[], Any]) -> Outcome:
     return outcome
 
 
-def _draws(team: Team, modules: Sequence[torch.nn.Module], rng: str) -> bool:
+def draws_apart(tree: ModuleTree, rng: str) -> bool:
     """Return whether ranks that share a generator must be kept apart; inside a rank that is, its own ranks are."""
+    return rng == "per_rank" or current_stream() is not None or tree.draws_random_numbers()
+
+
+def _draws(team: Team, modules: Sequence[torch.nn.Module], rng: str) -> bool:
+    """Return the same of modules that were not read yet."""
     if not shares_generator(team):
         return False
     if rng == "per_rank" or current_stream() is not None:

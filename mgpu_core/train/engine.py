@@ -15,7 +15,6 @@ from mgpu_core.device.workers import time_limit
 from mgpu_core.errors import Error
 from mgpu_core.module_tree import named_parameters_of
 from mgpu_core.nested import moved
-from mgpu_core.nothing import NOTHING
 from mgpu_core.processes.ballot import Standing
 from mgpu_core.processes.group import Processes
 from mgpu_core.train.balance import SplitPlan
@@ -25,7 +24,7 @@ from mgpu_core.train.forward_backward import seed
 from mgpu_core.train.grad_scaler import LossScale
 from mgpu_core.train.graph_cache import GRAPH_DEVICE
 from mgpu_core.train.loss import RankLoss, Window, joined_aux
-from mgpu_core.train.loss_check import LossCheck, LossState, compare_losses, warning_of
+from mgpu_core.train.loss_check import LossCheck, LossState, compare_losses, random_numbers_kept, warning_of
 from mgpu_core.train.options import Setup, check_place
 from mgpu_core.train.parts import Parts
 from mgpu_core.train.rollback import BufferSnapshot
@@ -35,10 +34,6 @@ __all__ = ["Engine"]
 
 _T = TypeVar("_T")
 CallResult: TypeAlias = tuple[torch.Tensor, Any, dict[str, torch.Tensor]]  # loss, outputs, further numbers
-
-
-def _no_loss(*_: Any) -> None:
-    raise AssertionError("a step without a loss function is not checked")
 
 
 _COLLECTS = "gradients are accumulated over several calls"
@@ -160,9 +155,10 @@ class Engine:
         """Compare the losses of a call with the loss of all its rows, and warn where they differ."""
         setup = self._setup
         device = setup.team.devices[0]
-        with NOTHING if setup.amp_dtype is None else torch.autocast(device.type, dtype=setup.amp_dtype):
+        assert setup.loss_fn is not None  # without one nothing is checked
+        with self.parts.passes.autocast(device):
             check = compare_losses(
-                setup.loss_fn or _no_loss, outputs, moved(target, device), losses, rows, setup.reduction, before,
+                setup.loss_fn, outputs, moved(target, device), losses, rows, setup.reduction, before,
                 dim=setup.dim, is_half=setup.amp_dtype is not None,
             )  # fmt: skip
         if check.agrees is False:
@@ -180,10 +176,8 @@ class Engine:
             return LossCheck(None, reason="one rank has all rows")
         buffers, before = BufferSnapshot(parts.modules), LossState(setup.loss_fn)
         buffers.take()
-        devices = [each.index for each in parts.replicas.devices if each.type != "cpu"]
-        kind = next((each.type for each in parts.replicas.devices if each.type != "cpu"), "cuda")
         try:
-            with torch.no_grad(), torch.random.fork_rng(devices, device_type=kind):
+            with torch.no_grad(), random_numbers_kept(parts.replicas.devices):
                 losses, each = parts.passes.run(cut, (), backward=False, keep_outputs=True)
                 return self._check_loss(each or [], inputs[-1], losses, rows, before)
         finally:
@@ -295,10 +289,7 @@ class Engine:
         self._broken = broken or parts.cycle.broken
 
     def _ranks_have_ended(self) -> bool:
-        """After a failure: waits for those that are still at work, and takes back what they have put elsewhere.
-
-        Where one does not end, the step is broken.
-        """
+        """Wait, after a failure, for ranks that are still at work; where one does not end, the step is broken."""
         seconds = time_limit()
         self._broken = "a rank may still be at work in a step that was given up"  # until we know: Ctrl-C may come again
         if not self.parts.passes.stop(seconds):

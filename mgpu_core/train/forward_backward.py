@@ -13,12 +13,11 @@ from torch.nn import Module
 from torch.nn.utils import parametrize
 
 from mgpu_core.device.clock import RankClock
-from mgpu_core.device.random import current_stream
 from mgpu_core.device.streams import caller_streams, on
 from mgpu_core.device.worker_choice import WorkerChoice
 from mgpu_core.nested import flatten, moved
 from mgpu_core.nothing import NOTHING
-from mgpu_core.parallel.apply import run_ranks, shares_generator
+from mgpu_core.parallel.apply import draws_apart, run_ranks, shares_generator
 from mgpu_core.parallel.gather import gather
 from mgpu_core.parallel.lost_attributes import Given, given_attributes, lost_attributes, warn_lost
 from mgpu_core.parallel.scatter import scatter_objects
@@ -154,7 +153,7 @@ class ForwardBackward:
         device = self._team.devices[0]
         outputs = found[0] if len(found) == 1 else self.joined(found)
         loss_fn = self._loss.module if isinstance(self._loss, RankModules) else self._loss
-        with self._autocast(device), span("loss", 0, device):
+        with self.autocast(device), span("loss", 0, device):
             loss = rank_loss(loss_fn(outputs, moved(target, device)), self._reduction)
         if backward:
             with span("backward"):
@@ -173,7 +172,7 @@ class ForwardBackward:
         count = len(parts)
         team = self._team if count == self._count else self._team.first(count)
         modules = self._net.of_ranks(count)
-        workers = self._choice.now
+        workers = "threads" if self._net.tree.ranks_meet else self._choice.now
         calls: list[_Call | None] = [
             None if part is None else partial(work, modules[rank], loss_fns[rank], rank, part)
             for rank, part in enumerate(parts)
@@ -185,7 +184,7 @@ class ForwardBackward:
             return [call() for call in calls if call is not None]
         given = self._given_to(modules[1])
         versions = self._replicas.versions
-        draws = self._shares_generator and self._draws()
+        draws = self._shares_generator and draws_apart(self._net.tree, self._rng)
         results = run_ranks(team, calls, draws=draws, workers=workers)
         self._replicas.check_unwritten(versions)
         if given is not None:
@@ -226,9 +225,6 @@ class ForwardBackward:
 
         return [None if call is None else partial(attended, rank, call) for rank, call in enumerate(calls)]
 
-    def _draws(self) -> bool:
-        return self._rng == "per_rank" or current_stream() is not None or self._net.tree.draws_random_numbers()
-
     def _is_joint(self, parts: Sequence[RankPart | None]) -> bool:
         """Return whether one backward is made for all ranks, after all forwards.
 
@@ -253,7 +249,7 @@ class ForwardBackward:
     ) -> tuple[RankLoss, Any]:
         """Run one rank, in its worker or in the caller's thread; return its loss, and its outputs if they are kept."""
         device = self._team.devices[rank]
-        with self._autocast(device):
+        with self.autocast(device):
             with span("forward", rank, device):
                 output = module(*part.inputs, **part.kwargs)
             if loss_fn is None:
@@ -268,10 +264,11 @@ class ForwardBackward:
 
     def _forward(self, module: Module, _: None, rank: int, part: RankPart) -> Any:
         device = self._team.devices[rank]
-        with self._autocast(device), span("forward", rank, device):
+        with self.autocast(device), span("forward", rank, device):
             return module(*part.inputs, **part.kwargs)
 
-    def _autocast(self, device: torch.device) -> AbstractContextManager[object]:
+    def autocast(self, device: torch.device) -> AbstractContextManager[object]:
+        """Return the context that forwards and losses run in."""
         return NOTHING if self._amp_dtype is None else torch.autocast(device.type, dtype=self._amp_dtype)
 
 

@@ -7,8 +7,8 @@ they are another loss than on one device, which no weights can mend: ``loss_on="
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +17,7 @@ from torch.nn import Module
 from mgpu_core.nested import flatten, flatten_alike
 from mgpu_core.train.loss import RankLoss, rank_loss
 
-__all__ = ["LossCheck", "LossState", "compare_losses", "warning_of"]
+__all__ = ["LossCheck", "LossState", "compare_losses", "random_numbers_kept", "warning_of"]
 
 LARGEST_NBYTES = 64 * 2**20  # of outputs that are looked at
 TOLERANCE, HALF_TOLERANCE = 1e-4, 3e-2
@@ -93,7 +93,7 @@ def compare_losses(
     ranks, size = _sum_of(losses, rows, reduction)
     after = LossState(loss_fn)
     try:
-        with torch.no_grad(), _own_random_numbers(tensors):
+        with torch.no_grad(), random_numbers_kept(each.device for each in tensors):
             whole = _joined(outputs, dim)
             found = [_gathered(loss_fn, whole, target, reduction, before) for _ in range(2)]
     except Exception as error:
@@ -141,13 +141,11 @@ def _sum_of(losses: Sequence[RankLoss], rows: Sequence[int], reduction: str) -> 
     return sum(values), sum(map(abs, values))
 
 
-@contextmanager
-def _own_random_numbers(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Put the random state back at the end: of the CPU, and of the accelerator that the outputs are on."""
-    devices = {each.device for each in tensors if each.device.type not in ("cpu", "meta")}
-    kind = next((each.type for each in devices), "cuda")
-    with torch.random.fork_rng([each.index for each in devices], device_type=kind):
-        yield
+def random_numbers_kept(devices: Iterable[torch.device]) -> AbstractContextManager[None]:
+    """Return a context that puts the random state back at its end: of the CPU, and of these accelerators."""
+    found = {each for each in devices if each.type not in ("cpu", "meta")}
+    kind = next((each.type for each in found), "cuda")
+    return torch.random.fork_rng([each.index for each in found], device_type=kind)
 
 
 def _advice(loss_fn: Any, target: Any, reduction: str) -> str:

@@ -101,6 +101,17 @@ def test_ranks_that_meet_get_threads():
         assert choice.now == "threads"
 
 
+def test_calls_of_several_threads_may_end_after_the_choice(clock):
+    """A wrapper is called from several threads: the last timed calls end when the choice has been made."""
+    choice = WorkerChoice("auto", CPUS, "auto")
+    for _ in range(CALLS):
+        assert choice.begin((4,))
+    for _ in range(CALLS):
+        call(choice, clock, {"threads": 1.0, "caller": 2.0})
+    choice.end((4,))
+    assert choice.chosen() == [[[4], "threads"]]
+
+
 def test_a_choice_goes_on_from_a_state(clock):
     first, second = (WorkerChoice("auto", CPUS, "auto") for _ in range(2))
     for _ in range(CALLS):

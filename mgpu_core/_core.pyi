@@ -93,10 +93,12 @@ def l2_norm(
     pieces: list[tuple[int, int, int]], dtype: str, partials: int, out: int, out_dtype: str, stream: tuple[int, int]
 ) -> None: ...
 def sgd(
-    flat: tuple[int, int, int, str, int, int, int, int, int, int, int, int], momentum: int, stream: tuple[int, int]
+    flat: tuple[int, int | list[int], int, str, int, int, int, int, int, int, int, int],
+    momentum: int,
+    stream: tuple[int, int],
 ) -> None: ...
 def adam(
-    flat: tuple[int, int, int, str, int, int, int, int, int, int, int, int],
+    flat: tuple[int, int | list[int], int, str, int, int, int, int, int, int, int, int],
     exp_avg: int,
     exp_avg_sq: int,
     max_exp_avg_sq: int,
@@ -104,7 +106,9 @@ def adam(
     stream: tuple[int, int],
 ) -> None: ...
 def lion(
-    flat: tuple[int, int, int, str, int, int, int, int, int, int, int, int], exp_avg: int, stream: tuple[int, int]
+    flat: tuple[int, int | list[int], int, str, int, int, int, int, int, int, int, int],
+    exp_avg: int,
+    stream: tuple[int, int],
 ) -> None: ...
 
 # Collectives: one pointer and one stream per rank.

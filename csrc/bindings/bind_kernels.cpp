@@ -1,4 +1,6 @@
 // The kernels, over pointers.  Python checks shapes and devices; here dtypes and alignment are checked.
+#include <variant>
+
 #include "bindings/bindings.h"
 #include "core/error.h"
 #include "rooms.h"
@@ -7,8 +9,10 @@ namespace mgpu::bindings {
 namespace {
 
 using PieceTuples = std::vector<std::tuple<Pointer, int64_t, int64_t>>;  // pointer, begin, count
+// A flat buffer, or on the CPU the tensor of each segment.
+using Gradients = std::variant<Pointer, Pointers>;
 // parameters, gradients, count, dtype, segments, how many, constants, groups, how many, clip, loss_scale, found_inf
-using FlatTuple = std::tuple<Pointer, Pointer, int64_t, std::string, Pointer, int64_t, Pointer, Pointer, int64_t,
+using FlatTuple = std::tuple<Pointer, Gradients, int64_t, std::string, Pointer, int64_t, Pointer, Pointer, int64_t,
                              Pointer, Pointer, Pointer>;
 
 template <class T>
@@ -100,12 +104,19 @@ void bind_l2_norm(const PieceTuples& pieces, const std::string& dtype, Pointer p
   without_gil([&] { device_ops_of(on).l2_norm(call, on); });
 }
 
-FlatParameters flat_of(const FlatTuple& tuple) {
+// `each` gets the gradients that lie in memory of their own, and must live as long as what is returned.
+FlatParameters flat_of(const FlatTuple& tuple, const Stream& on, std::vector<const void*>& each) {
   const auto& [parameters, gradients, count, dtype, segments, segment_count, constants, groups, group_count, clip,
                loss_scale, found_inf] = tuple;
   const DType own = floating(dtype, "an optimizer");
+  const auto* flat = std::get_if<Pointer>(&gradients);
+  if (!flat) {
+    for (Pointer pointer : std::get<Pointers>(gradients)) each.push_back(pointer_of(pointer, itemsize(own)));
+    require(on.device == kHost, "gradients in memory of their own are for the CPU");
+    require(static_cast<int64_t>(each.size()) == segment_count, "each segment needs the address of its gradient");
+  }
   return {pointer_of(parameters, itemsize(own)),
-          pointer_of(gradients, itemsize(own)),
+          flat ? pointer_of(*flat, itemsize(own)) : nullptr,
           count,
           own,
           pointer_to<int64_t>(segments),
@@ -115,29 +126,33 @@ FlatParameters flat_of(const FlatTuple& tuple) {
           group_count,
           pointer_to<const double>(clip),
           pointer_to<const float>(loss_scale),
-          pointer_to<const float>(found_inf)};
+          pointer_to<const float>(found_inf),
+          flat ? nullptr : each.data()};
 }
 
 void bind_sgd(const FlatTuple& flat, Pointer momentum, const StreamTuple& stream) {
-  const FlatParameters parameters = flat_of(flat);
-  const Sgd call{parameters, pointer_of(momentum, itemsize(parameters.dtype))};
   const Stream on = stream_of(stream);
+  std::vector<const void*> gradients;
+  const FlatParameters parameters = flat_of(flat, on, gradients);
+  const Sgd call{parameters, pointer_of(momentum, itemsize(parameters.dtype))};
   without_gil([&] { device_ops_of(on).sgd(call, on); });
 }
 
 void bind_adam(const FlatTuple& flat, Pointer exp_avg, Pointer exp_avg_sq, Pointer max_exp_avg_sq, bool decoupled,
                const StreamTuple& stream) {
-  const FlatParameters parameters = flat_of(flat);
+  const Stream on = stream_of(stream);
+  std::vector<const void*> gradients;
+  const FlatParameters parameters = flat_of(flat, on, gradients);
   const auto state = [&](Pointer pointer) { return pointer_of(pointer, itemsize(parameters.dtype)); };
   const Adam call{parameters, state(exp_avg), state(exp_avg_sq), state(max_exp_avg_sq), decoupled};
-  const Stream on = stream_of(stream);
   without_gil([&] { device_ops_of(on).adam(call, on); });
 }
 
 void bind_lion(const FlatTuple& flat, Pointer exp_avg, const StreamTuple& stream) {
-  const FlatParameters parameters = flat_of(flat);
-  const Lion call{parameters, pointer_of(exp_avg, itemsize(parameters.dtype))};
   const Stream on = stream_of(stream);
+  std::vector<const void*> gradients;
+  const FlatParameters parameters = flat_of(flat, on, gradients);
+  const Lion call{parameters, pointer_of(exp_avg, itemsize(parameters.dtype))};
   without_gil([&] { device_ops_of(on).lion(call, on); });
 }
 
@@ -164,8 +179,10 @@ void bind_kernels(py::module_& m) {
   m.def(
       "optimizer_constants", [] { return kOptimizerConstants; },
       "Numbers, float64, that a device keeps per segment during a step.");
-  m.def("sgd", &bind_sgd, py::arg("flat"), py::arg("momentum"), py::arg("stream"),
-        "One step; see csrc/core/kernel_calls.h for the tables.  A pointer of 0: not there.");
+  m.def(
+      "sgd", &bind_sgd, py::arg("flat"), py::arg("momentum"), py::arg("stream"),
+      "One step; see csrc/core/kernel_calls.h for the tables.  A pointer of 0: not there.  Gradients: flat, or on the "
+      "CPU a list with the address of each segment's.");
   m.def("adam", &bind_adam, py::arg("flat"), py::arg("exp_avg"), py::arg("exp_avg_sq"), py::arg("max_exp_avg_sq"),
         py::arg("decoupled"), py::arg("stream"), "One step of Adam, or of AdamW where the decay is decoupled.");
   m.def("lion", &bind_lion, py::arg("flat"), py::arg("exp_avg"), py::arg("stream"), "One step of Lion.");

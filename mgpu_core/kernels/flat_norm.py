@@ -9,7 +9,7 @@ import torch
 
 from mgpu_core import _core
 from mgpu_core.device.dtypes import FLOATING
-from mgpu_core.device.streams import core_stream
+from mgpu_core.device.streams import HOST, core_stream
 from mgpu_core.kernels import reference
 from mgpu_core.kernels.arguments import as_tensors, check_floating
 from mgpu_core.kernels.ops import pieces_of
@@ -30,7 +30,7 @@ class FlatNorm:
         self._tensors = as_tensors(tensors, "tensors")
         first = self._tensors[0]
         check_floating("l2_norm", first.dtype)
-        self._device = first.device
+        self._device, self._is_on_host = first.device, first.device.type == "cpu"
         self._pieces = pieces_of(self._tensors)
         tiles = max(1, _core.norm_tiles(self._pieces))
         self._partials = torch.empty(tiles, dtype=torch.float64, device=first.device)
@@ -38,14 +38,21 @@ class FlatNorm:
         self._out = torch.empty((), dtype=wide, device=first.device)
         self._names = FLOATING[first.dtype], FLOATING[self._out.dtype]
 
-    def compute(self) -> torch.Tensor:
-        """The norm, on the current stream: a scalar of :func:`l2_norm`'s dtype, the same memory at every call."""
-        stream = core_stream(self._device)
+    def compute(self, instead: Sequence[torch.Tensor] | None = None) -> torch.Tensor:
+        """Return the norm, computed on the current stream: a scalar of :func:`l2_norm`'s dtype.
+
+        It lies in the same memory at every call.
+
+        Args:
+            instead: the norm of these, which lie as the tensors do, each in memory of its own.
+        """
+        stream = HOST if self._is_on_host else core_stream(self._device)
         with span("l2_norm"):
             if stream is None:
-                return reference.l2_norm(self._tensors)
+                return reference.l2_norm(self._tensors if instead is None else instead)
             name, wide = self._names
-            _core.l2_norm(self._pieces, name, self._partials.data_ptr(), self._out.data_ptr(), wide, stream)
+            pieces = self._pieces if instead is None else pieces_of(instead)
+            _core.l2_norm(pieces, name, self._partials.data_ptr(), self._out.data_ptr(), wide, stream)
         return self._out
 
 

@@ -18,7 +18,8 @@ import torch
 
 from mgpu_core import _core
 from mgpu_core.device.dtypes import FLOATING
-from mgpu_core.device.streams import core_stream
+from mgpu_core.device.memory import note_written
+from mgpu_core.device.streams import HOST, core_stream
 from mgpu_core.kernels import reference
 from mgpu_core.kernels.arguments import as_out, as_tensor, check_floating, check_like, check_outs, on_one_device
 from mgpu_core.kernels.flat_tables import check_rows
@@ -26,7 +27,7 @@ from mgpu_core.record import span
 
 __all__ = ["FlatKernel", "adam", "adamw", "lion", "sgd"]
 
-Pointers = tuple[int, int, int, str, int, int, int, int, int, int, int, int]
+Pointers = tuple[int, int | list[int], int, str, int, int, int, int, int, int, int, int]
 
 
 class _Kernel(NamedTuple):
@@ -87,12 +88,12 @@ class FlatKernel:
         self._device = on_one_device(
             parameters=parameters, gradients=gradients, segments=segments, groups=groups, **found
         )
+        self._is_on_host = self._device.type == "cpu"
         self._name, self._kernel = name, _KERNELS[name]
         self._flat = parameters, gradients
         self._tables, self._scalars = (segments, groups), tuple(found.values())
         self._states = self._checked(states)
-        written = [parameters, segments, *(each for each in self._states if each is not None)]
-        self._written = [each for each in written if not each.is_inference()]
+        self._written = [parameters, segments, *(each for each in self._states if each is not None)]
         self._pointers, self._state_pointers = self._collect(), [_pointer(each) for each in self._states]
 
     def _checked(self, states: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
@@ -128,22 +129,28 @@ class FlatKernel:
         tables = segments.data_ptr(), len(segments), constants, groups.data_ptr(), len(groups)
         return *flat, *tables, clip, scale, found
 
-    def step(self) -> None:
+    def step(self, gradients: Sequence[torch.Tensor] | None = None) -> None:
         """Make one step on the current stream.
+
+        Args:
+            gradients: on the CPU, one per segment, in memory of their own, of the buffers' dtype, each dense with its
+                elements in the segment's order; ``None``: they are in the flat buffer.
 
         Raises:
             ValueError: on the CPU, a group has momentum, but there is no buffer; a segment that was written to the
                 table since is outside the buffers.
         """
-        stream = core_stream(self._device)
+        stream = HOST if self._is_on_host else core_stream(self._device)
         extra = self._kernel.extra
         with span(self._name):
             if stream is None:
                 self._kernel.reference(*self._flat, *self._states, *self._tables, *extra, *self._scalars)
                 return
-            self._kernel.core(self._pointers, *self._state_pointers, *extra, stream)
-        if self._written:
-            torch.autograd.graph.increment_version(self._written)
+            pointers = self._pointers
+            if gradients is not None:
+                pointers = pointers[0], list(map(torch.Tensor.data_ptr, gradients)), *pointers[2:]
+            self._kernel.core(pointers, *self._state_pointers, *extra, stream)
+        note_written(self._written)
 
 
 def _as_scalars(given: dict[str, torch.Tensor | None]) -> dict[str, torch.Tensor | None]:

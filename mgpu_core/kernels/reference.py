@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from functools import reduce as fold
 
 import torch
 
+from mgpu_core.kernels.flat_tables import ACTIVE, STEP
+
 __all__ = ["adam", "average_of", "gather_rows", "l2_norm", "lion", "pack", "scale_cast", "sgd", "sum_ranks", "unpack"]
+
+Tensors = list[torch.Tensor]
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -70,18 +75,71 @@ def l2_norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return squares.sum().sqrt().to(_wide(tensors[0].dtype))
 
 
-def _factor(maximize: bool, clip: torch.Tensor | None, loss_scale: torch.Tensor | None) -> float:
-    factor = -1.0 if maximize else 1.0
-    factor *= 1.0 if clip is None else clip.item()
-    return factor / (1.0 if loss_scale is None else loss_scale.item())
+def _read(*tensors: torch.Tensor | None) -> list[list[float]]:
+    """Return the numbers of each tensor as a list, an empty one for ``None``; the host waits for the device once."""
+    sizes = [0 if tensor is None else tensor.numel() for tensor in tensors]
+    given = [tensor.reshape(-1).to(torch.float64) for tensor in tensors if tensor is not None]
+    return [numbers.tolist() for numbers in torch.cat(given).cpu().split(sizes)]
 
 
-def _active(segments: torch.Tensor, found_inf: torch.Tensor | None) -> list[list[int]]:
-    """The segments that take part, their steps raised; none after an overflow."""
-    if found_inf is not None and found_inf.item() != 0:
-        return []
-    segments[:, 3] += (segments[:, 4] != 0).long()
-    return [row for row in segments.tolist() if row[4]]
+def _rows(numbers: list[float], length: int) -> list[list[float]]:
+    return [numbers[start : start + length] for start in range(0, len(numbers), length)]
+
+
+def _places(segments: list[list[float]]) -> dict[tuple[int, int], list[slice]]:
+    """Return where the active elements of each group and step lie, in pieces that do not touch; steps are raised."""
+    places: dict[tuple[int, int], list[slice]] = {}
+    for begin, count, group, step, active in (map(int, row) for row in segments):
+        if active and count:
+            found = places.setdefault((group, step + 1), [])
+            start = found.pop().start if found and found[-1].stop == begin else begin
+            found.append(slice(start, begin + count))
+    return places
+
+
+def _step(
+    update: Callable[..., None],
+    parameters: torch.Tensor,
+    gradients: torch.Tensor,
+    states: list[torch.Tensor],
+    tables: tuple[torch.Tensor, torch.Tensor],
+    scalars: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None],
+) -> None:
+    """Make one step of an optimizer, in place; raise the steps of the segments that take part.
+
+    Args:
+        update: called once per group and number of the step, as ``update(settings, parameters, gradients, *states)``:
+            lists of flat tensors, and a row of the group table followed by the number of the step, from 1.  It changes
+            parameters and states in place, and may change the gradients, which come clipped and unscaled.  The lists
+            are float32 where the dtype is half precision; what they hold is rounded once, afterwards.
+        tables: segments and groups.
+        scalars: clip, loss_scale and found_inf.
+    """
+    segments, groups = tables
+    rows, settings, clip, loss_scale, found_inf = _read(*tables, *scalars)
+    if found_inf and found_inf[0] != 0:
+        return
+    factor = (clip or [1.0])[0] / (loss_scale or [1.0])[0]
+    settings_of = _rows(settings, groups.shape[1])
+    wide = _wide(parameters.dtype)
+    flats = [(flat, flat.to(wide)) for flat in (parameters, *states)]
+    wide_gradients = gradients.to(wide)
+    for (group, step), places in _places(_rows(rows, segments.shape[1])).items():
+        lists = [[flat[place] for place in places] for _, flat in flats]
+        scaled = torch._foreach_mul([wide_gradients[place] for place in places], factor)
+        update([*settings_of[group], step], lists[0], scaled, *lists[1:])
+        for (flat, _), made in zip(flats, lists, strict=True):
+            if flat.dtype != wide:
+                torch._foreach_copy_([flat[place] for place in places], made)
+    segments[:, STEP] += (segments[:, ACTIVE] != 0).long()
+
+
+def _add_scaled(tensors: Tensors, factor: float, others: Tensors | tuple[torch.Tensor, ...]) -> None:
+    """Do ``tensors += factor * others``, with the product rounded: some devices round once where it is ``alpha=``.
+
+    The devices of a team must come to the same bits.
+    """
+    torch._foreach_add_(tensors, torch._foreach_mul(others, factor))
 
 
 def sgd(
@@ -94,19 +152,33 @@ def sgd(
     loss_scale: torch.Tensor | None,
     found_inf: torch.Tensor | None,
 ) -> None:
-    """One step of ``torch.optim.SGD`` on flat parameters, in place."""
-    wide = _wide(parameters.dtype)
-    for begin, count, group, step, _ in _active(segments, found_inf):
-        lr, keep, dampening, decay, nesterov, maximize = groups[group].tolist()
-        place = slice(begin, begin + count)
-        parameter = parameters[place].to(wide)
-        gradient = gradients[place].to(wide) * _factor(bool(maximize), clip, loss_scale) + decay * parameter
-        if keep:
-            assert momentum is not None
-            buffer = gradient if step == 1 else keep * momentum[place].to(wide) + (1 - dampening) * gradient
-            momentum[place] = buffer.to(parameters.dtype)
-            gradient = gradient + keep * buffer if nesterov else buffer
-        parameters[place] = (parameter - lr * gradient).to(parameters.dtype)
+    """One step of ``torch.optim.SGD`` on flat parameters, in place.
+
+    Raises:
+        ValueError: a group has momentum, but there is no momentum buffer.
+    """
+    states = [] if momentum is None else [momentum]
+    _step(_sgd, parameters, gradients, states, (segments, groups), (clip, loss_scale, found_inf))
+
+
+def _sgd(settings: list[float], parameters: Tensors, gradients: Tensors, momentum: Tensors | None = None) -> None:
+    lr, keep, dampening, decay, nesterov, maximize, step = settings
+    if maximize:
+        torch._foreach_neg_(gradients)
+    _add_scaled(gradients, decay, parameters)
+    if keep and momentum is None:
+        raise ValueError("a group has momentum, but there is no momentum buffer")
+    if keep and momentum is not None:
+        if step == 1:
+            torch._foreach_copy_(momentum, gradients)
+        else:
+            torch._foreach_mul_(momentum, keep)
+            _add_scaled(momentum, 1 - dampening, gradients)
+        if nesterov:
+            _add_scaled(gradients, keep, momentum)
+        else:
+            gradients = momentum
+    _add_scaled(parameters, -lr, gradients)
 
 
 def adam(
@@ -123,23 +195,38 @@ def adam(
     found_inf: torch.Tensor | None,
 ) -> None:
     """One step of ``torch.optim.Adam`` (``AdamW`` where the decay is decoupled) on flat parameters, in place."""
-    wide, dtype = _wide(parameters.dtype), parameters.dtype
-    for begin, count, group, step, _ in _active(segments, found_inf):
-        lr, beta1, beta2, eps, decay, maximize = groups[group].tolist()
-        place = slice(begin, begin + count)
-        parameter = parameters[place].to(wide)
-        if decoupled:
-            parameter, decay = parameter * (1 - lr * decay), 0
-        gradient = gradients[place].to(wide) * _factor(bool(maximize), clip, loss_scale) + decay * parameter
-        average = exp_avg[place].to(wide)
-        average = average + (1 - beta1) * (gradient - average)
-        square = exp_avg_sq[place].to(wide) * beta2 + (1 - beta2) * gradient * gradient
-        exp_avg[place], exp_avg_sq[place] = average.to(dtype), square.to(dtype)
-        if max_exp_avg_sq is not None:
-            square = torch.maximum(max_exp_avg_sq[place].to(wide), square)
-            max_exp_avg_sq[place] = square.to(dtype)
-        root = square.sqrt() / (1 - beta2**step) ** 0.5 + eps
-        parameters[place] = (parameter - lr / (1 - beta1**step) * (average / root)).to(dtype)
+    states = [exp_avg, exp_avg_sq] if max_exp_avg_sq is None else [exp_avg, exp_avg_sq, max_exp_avg_sq]
+    update = partial(_adam, decoupled)
+    _step(update, parameters, gradients, states, (segments, groups), (clip, loss_scale, found_inf))
+
+
+def _adam(
+    decoupled: bool,
+    settings: list[float],
+    parameters: Tensors,
+    gradients: Tensors,
+    averages: Tensors,
+    squares: Tensors,
+    most: Tensors | None = None,
+) -> None:
+    lr, beta1, beta2, eps, decay, maximize, step = settings
+    if maximize:
+        torch._foreach_neg_(gradients)
+    if decoupled:
+        torch._foreach_mul_(parameters, 1 - lr * decay)
+    else:
+        _add_scaled(gradients, decay, parameters)
+    _add_scaled(averages, 1 - beta1, torch._foreach_sub(gradients, averages))
+    fresh = torch._foreach_mul(gradients, 1 - beta2)
+    torch._foreach_mul_(fresh, gradients)
+    torch._foreach_mul_(squares, beta2)
+    torch._foreach_add_(squares, fresh)
+    if most is not None:
+        torch._foreach_maximum_(most, squares)
+    roots = torch._foreach_sqrt(squares if most is None else most)
+    torch._foreach_div_(roots, (1 - beta2**step) ** 0.5)
+    torch._foreach_add_(roots, eps)
+    _add_scaled(parameters, -lr / (1 - beta1**step), torch._foreach_div(averages, roots))
 
 
 def lion(
@@ -153,12 +240,18 @@ def lion(
     found_inf: torch.Tensor | None,
 ) -> None:
     """Make one step of Lion on flat parameters, in place."""
-    wide, dtype = _wide(parameters.dtype), parameters.dtype
-    for begin, count, group, _, _ in _active(segments, found_inf):
-        lr, beta1, beta2, decay, maximize, _ = groups[group].tolist()
-        place = slice(begin, begin + count)
-        gradient = gradients[place].to(wide) * _factor(bool(maximize), clip, loss_scale)
-        average = exp_avg[place].to(wide)
-        move = lr * (average + (1 - beta1) * (gradient - average)).sign()
-        parameters[place] = (parameters[place].to(wide) * (1 - lr * decay) - move).to(dtype)
-        exp_avg[place] = (average * beta2 + (1 - beta2) * gradient).to(dtype)
+    _step(_lion, parameters, gradients, [exp_avg], (segments, groups), (clip, loss_scale, found_inf))
+
+
+def _lion(settings: list[float], parameters: Tensors, gradients: Tensors, averages: Tensors) -> None:
+    lr, beta1, beta2, decay, maximize, _, _ = settings
+    if maximize:
+        torch._foreach_neg_(gradients)
+    moves = torch._foreach_sub(gradients, averages)
+    torch._foreach_mul_(moves, 1 - beta1)
+    torch._foreach_add_(moves, averages)
+    torch._foreach_sign_(moves)
+    torch._foreach_mul_(parameters, 1 - lr * decay)
+    _add_scaled(parameters, -lr, moves)
+    torch._foreach_mul_(averages, beta2)
+    _add_scaled(averages, 1 - beta2, gradients)

@@ -268,6 +268,55 @@ def test_a_table_that_is_written_to_between_steps():
     assert segments[:, 3].tolist() == [0, 0]
 
 
+def states_of(name, dtype):
+    return [torch.zeros(sum(COUNTS), dtype=dtype, device="cpu") for _ in range(1 if name in ("sgd", "lion") else 3)]
+
+
+@pytest.mark.parametrize("dtype", FLOATING)
+@pytest.mark.parametrize("name", ["sgd", "adam", "adamw", "lion"])
+def test_gradients_in_memory_of_their_own_give_the_same_bits(dtype, name):
+    """They begin in the middle of a vector; one is transposed, and one, of an inactive segment, must not be read."""
+    groups = getattr(kernels, f"{name.replace('adamw', 'adam')}_groups")(
+        {"lr": 0.1, "weight_decay": 0.1} | ({"momentum": 0.9} if name == "sgd" else {}), device="cpu"
+    )
+    results = []
+    for is_own in (False, True):
+        parameters, states = random_flat(dtype, 0).cpu(), states_of(name, dtype)
+        unused = torch.full_like(parameters, float("nan"))
+        flat = unused if is_own else unused.clone()
+        segments = kernels.segment_table(COUNTS, device="cpu")
+        segments[3, 4] = 0
+        kernel = kernels.FlatKernel(name, parameters, flat, states, segments, groups)
+        for step in range(3):
+            gradients = random_flat(dtype, step + 1).cpu()
+            if is_own:
+                each = [torch.cat([piece[:1], piece])[1:] for piece in gradients.split(COUNTS)]
+                each[2] = each[2].reshape(8, 8).T  # dense, with its elements in the same order
+                each[3] = each[3].new_full((1,), float("nan"))
+                kernel.step(each)
+            else:
+                flat.copy_(gradients)
+                kernel.step()
+        results.append([parameters, *states, segments])
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+    assert results[0][-1][:, 3].tolist() == [3, 3, 3, 0, 3]
+
+
+def test_gradients_in_memory_of_their_own_that_do_not_fit():
+    parameters, ones = torch.zeros(5, device="cpu"), [torch.ones(2, device="cpu"), torch.ones(3, device="cpu")]
+    segments, groups = kernels.segment_table([2, 3], device="cpu"), kernels.sgd_groups({"lr": 1.0}, device="cpu")
+    kernel = kernels.FlatKernel("sgd", parameters, torch.zeros(5, device="cpu"), [None], segments, groups)
+    for wrong in (ones[:1], [*ones, ones[0]], []):
+        with pytest.raises(ValueError, match="each segment needs the address of its gradient"):
+            kernel.step(wrong)
+    with pytest.raises(ValueError, match="an active segment has no gradient"):
+        kernel.step([ones[0], torch.ones(0, device="cpu")])
+    assert parameters.tolist() == [0] * 5
+    assert segments[:, 3].tolist() == [0, 0]
+    kernel.step(ones)
+    assert parameters.tolist() == [-1] * 5
+
+
 def test_in_inference_mode():
     with torch.inference_mode():
         parameters = torch.ones(4)

@@ -83,6 +83,7 @@ void for_each_segment(const FlatParameters& flat, const std::function<void(const
     int64_t* segment = flat.segments + i * kSegmentColumns;
     if (!segment[kActive] || segment[kGroup] < 0 || segment[kGroup] >= flat.group_count) continue;
     require_inside(flat, segment);
+    require(!flat.gradient_of || flat.gradient_of[i] || !segment[kCount], "an active segment has no gradient");
     active.push_back(segment);
     counts.push_back(segment[kCount]);
   }

@@ -46,6 +46,8 @@ template <class T>
 MGPU_INLINE double squares(const T* in, int64_t begin, int64_t end) {
   double sums[kBlock] = {};
   for (int64_t i = begin; i < end; i += kBlock) {
+    for (size_t line = 0; line < kBlock * sizeof(T); line += 64)
+      prefetch_ahead(reinterpret_cast<const char*>(in + i) + line);
     double block[kBlock];
     load_block<kBlock>(in + i, end - i, block);
     for (int k = 0; k < kBlock; ++k) sums[k] += block[k] * block[k];

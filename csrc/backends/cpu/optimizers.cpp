@@ -32,7 +32,9 @@ MGPU_INLINE void update_range(const FlatParameters& flat, void* const (&changed)
                               Update update) {
   using L = Lanes<T>;
   const int64_t start = range.segment[kBegin];
-  const T* gradients = static_cast<const T*>(flat.gradients) + start;
+  const T* gradients = flat.gradient_of
+                           ? static_cast<const T*>(flat.gradient_of[(range.segment - flat.segments) / kSegmentColumns])
+                           : static_cast<const T*>(flat.gradients) + start;
   T* streams[kStreams];
   for (int s = 0; s < kStreams; ++s) streams[s] = static_cast<T*>(changed[s]) + start;
   typename L::Vector values[kStreams];
@@ -42,10 +44,12 @@ MGPU_INLINE void update_range(const FlatParameters& flat, void* const (&changed)
     for (int s = 0; s < kStreams; ++s) L::store(streams[s] + i, values[s]);
   };
   constexpr int64_t kLine = 64 / sizeof(T);  // one or more registers
+  constexpr int64_t kCacheNbytes = 2 * 1024 * 1024;
+  const bool is_cached = flat.count * static_cast<int64_t>(sizeof(T)) * (kStreams + 1) <= kCacheNbytes;
   int64_t i = range.begin;
   for (; i + kLine <= range.end; i += kLine) {
     prefetch_ahead(gradients + i);
-    for (int s = 0; s < kStreams; ++s) prefetch_ahead(streams[s] + i);
+    for (int s = 0; s < kStreams; ++s) is_cached ? prefetch_to_write(streams[s] + i) : prefetch_ahead(streams[s] + i);
     for (int64_t part = 0; part < kLine; part += L::count) step(i + part);
   }
   for (; i + L::count <= range.end; i += L::count) step(i);

@@ -25,8 +25,7 @@ class Lesson:
     @property
     def title(self) -> str:
         """The page's first line."""
-        with self.page.open(encoding="utf-8") as lines:
-            return lines.readline().strip("# \n")
+        return self.text.partition("\n")[0].strip("# ")
 
     @property
     def text(self) -> str:

@@ -11,7 +11,6 @@ import difflib
 import io
 import os
 import sys
-import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -21,6 +20,7 @@ from mgpu_core.extras import require
 from mgpu_core.files import check_picture, check_writable
 from mgpu_core.lessons.blocks import Block, blocks_of
 from mgpu_core.lessons.catalogue import Lesson
+from mgpu_core.user_script import show_error
 
 __all__ = ["run_lesson"]
 
@@ -72,7 +72,7 @@ def _run_block(lesson: Lesson, block: Block, names: dict[str, object]) -> bool:
     except BrokenPipeError:  # the reader has left, as in `mgpu lesson run 8 | head -1`: no failure of the page
         raise
     except Exception as error:
-        _print_failure(error)
+        show_error(error, lesson.page)
         return False
     if block.expected is None or printed.getvalue() == block.expected:
         return True
@@ -83,13 +83,6 @@ def _run_block(lesson: Lesson, block: Block, names: dict[str, object]) -> bool:
 
 def _difference(expected: Sequence[str], printed: Sequence[str]) -> Iterator[str]:
     return difflib.unified_diff(expected, printed, "on the page", "printed", lineterm="")
-
-
-def _print_failure(error: BaseException) -> None:
-    """The traceback from the page on: how the runner came to it is of no interest."""
-    while error.__traceback__ is not None and error.__traceback__.tb_frame.f_code.co_filename == __file__:
-        error = error.with_traceback(error.__traceback__.tb_next)
-    print("".join(traceback.format_exception(error)), end="", file=sys.stderr)
 
 
 class _Both(io.StringIO):

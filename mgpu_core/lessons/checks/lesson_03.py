@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 
 from mgpu_core.lessons.answers import WrongAnswer, asks_for, expect
 
-__all__ = ["exercise_1", "exercise_2"]
+__all__ = ["exercise_1", "exercise_2", "exercise_3"]
 
 _Apply = Callable[[list[Callable[[Any], Any]], list[Any]], Any]
 _MEETING_SECONDS = 2.0
@@ -127,18 +128,31 @@ def _under(grad: bool, dtype: torch.dtype | None, text: str, function: Callable[
 
 
 def _in_a_thread(function: Callable[[], Any]) -> Any:
-    results: list[Any] = []
-    errors: list[BaseException] = []
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(function).result()
 
-    def run() -> None:
-        try:
-            results.append(function())
-        except BaseException as error:
-            errors.append(error)
 
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
-    return results[0]
+_TIMES: tuple[tuple[list[float], list[float], str], ...] = (  # of threads, of the caller, and which of them is faster
+    ([9, 2, 2, 2], [9, 3, 3, 3], "threads"),
+    ([9, 3, 3, 3], [9, 2, 2, 2], "caller"),
+    ([9, 1], [3, 3], "threads"),
+    ([5, 2, 200, 2], [5, 3, 3, 3], "threads"),
+    ([5, 1, 4, 4], [5, 3, 3, 3], "caller"),
+    ([9, 3], [9, 3], "threads"),
+)
+
+
+@asks_for("faster_way")
+def exercise_3(answer: Callable[[Callable[[str], float], int], Any]) -> None:
+    """Given times: a slow first call, one slow call, one lucky call, a tie; and in turns."""
+    for threads, caller, wanted in _TIMES:
+        times, asked = {"threads": threads, "caller": caller}, list[str]()
+
+        def seconds_of(way: str, times: dict[str, list[float]] = times, asked: list[str] = asked) -> float:
+            asked.append(way)
+            return times[way][min(asked.count(way), len(times[way])) - 1]
+
+        samples = len(threads) - 1
+        call = f"faster_way, with the times {times}, {samples} samples"
+        expect(call, answer(seconds_of, samples), wanted)
+        expect(f"{call}: the ways that it asks for", asked, ["threads", "caller"] * (samples + 1))

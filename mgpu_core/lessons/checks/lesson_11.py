@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -38,15 +39,10 @@ def exercise_1(answer: Callable[[list[int], int], Any]) -> None:
 @asks_for("split")
 def exercise_2(answer: Callable[[int, int, int], Any]) -> None:
     """Every item size, at every address that it may have, from nothing to many."""
-    for address, count, itemsize in ((8, 100, 4), (4, 2, 4), (0, 3, 4)):
-        expect(
-            f"split({address}, {count}, {itemsize})", answer(address, count, itemsize), _split(address, count, itemsize)
-        )
-    for itemsize in (4, 1, 2, 8, 16):
-        for address in range(0, 48, itemsize):
-            for count in (0, 1, 2, 3, 5, 16, 17, 100):
-                call = f"split({address}, {count}, {itemsize})"
-                expect(call, answer(address, count, itemsize), _split(address, count, itemsize))
+    counts = (0, 1, 2, 3, 5, 16, 17, 100)
+    every = ((address, count, size) for size in (4, 1, 2, 8, 16) for address in range(0, 48, size) for count in counts)
+    for asked in ((8, 100, 4), (4, 2, 4), (0, 3, 4), *every):
+        expect(f"split{asked}", answer(*asked), _split(*asked))
 
 
 def _split(address: int, count: int, itemsize: int) -> tuple[int, int, int]:
@@ -61,14 +57,8 @@ def _split(address: int, count: int, itemsize: int) -> tuple[int, int, int]:
 @asks_for("moved_nbytes")
 def exercise_3(answer: Callable[[int, int, bool], Any]) -> None:
     """Counted tensor by tensor."""
-    for ranks in (1, 2, 3, 8):
-        for nbytes in (8, 1000):
-            for fused in (False, True):
-                expect(
-                    f"moved_nbytes({ranks}, {nbytes}, {fused})",
-                    answer(ranks, nbytes, fused),
-                    _moved(ranks, nbytes, fused),
-                )
+    for asked in itertools.product((1, 2, 3, 8), (8, 1000), (False, True)):
+        expect(f"moved_nbytes{asked}", answer(*asked), _moved(*asked))
 
 
 def _moved(ranks: int, nbytes: int, fused: bool) -> int:

@@ -3,12 +3,12 @@
 Names and versions only, no paths and no host name, so that a result can be published as it is.
 """
 
-import platform
 import subprocess
 from pathlib import Path
 
 from mgpu_core import _core
 from mgpu_core.doctor import Report, examine
+from mgpu_core.explain.environment import cpu_model
 
 GIT_SECONDS = 20.0
 
@@ -17,7 +17,7 @@ def environment() -> dict[str, str]:
     """What to print above a table, in this order."""
     report = examine()
     return {
-        "CPU": f"{_cpu_model()}, {report.cpu.cores_available} of {report.cpu.cores} cores",
+        "CPU": f"{cpu_model()}, {report.cpu.cores_available} of {report.cpu.cores} cores",
         "threads": f"torch {report.torch.num_threads}, mgpu_core {_core.num_threads()}",
         "GPU": _gpus(report),
         "driver": report.driver or "none",
@@ -33,13 +33,6 @@ def environment() -> dict[str, str]:
 def header(facts: dict[str, str]) -> str:
     """The facts as lines of a Markdown list, which also reads well on a terminal."""
     return "\n".join(f"* {name}: {value}" for name, value in facts.items())
-
-
-def _cpu_model() -> str:
-    path = Path("/proc/cpuinfo")
-    lines = path.read_text(errors="replace").splitlines() if path.exists() else []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor() or platform.machine())
 
 
 def _gpus(report: Report) -> str:

@@ -13,17 +13,16 @@ from torch.nn import Module
 
 from mgpu_core.advice.batches import resized
 from mgpu_core.advice.break_even import break_even
-from mgpu_core.advice.busy import busy_notes
 from mgpu_core.advice.contest import Budget, Stopwatch, contest, stopwatch
 from mgpu_core.advice.loading import loader_seconds
 from mgpu_core.advice.memory import Memory, count_memory
 from mgpu_core.advice.plan import MakeOptimizer, Plan, plan_of
 from mgpu_core.advice.reasons import reason_of
-from mgpu_core.advice.recommend import Scaling, recommend
+from mgpu_core.advice.recommend import recommend
 from mgpu_core.advice.recorded import Seen, record_steps
 from mgpu_core.advice.result import Advice, Measurement, best_speedups
 from mgpu_core.advice.scaling import scaling_of
-from mgpu_core.advice.untouched import random_state_kept
+from mgpu_core.advice.surroundings import busy_notes, random_state_kept
 from mgpu_core.advice.ways import first_line, makers
 from mgpu_core.device.devices import DeviceLike
 from mgpu_core.explain.environment import environment
@@ -137,7 +136,9 @@ def _concluded(
     medians = {(each.way, each.batch): each.median_s for each in measurements if each.median_s is not None}
     own = {way: seconds for (way, batch), seconds in medians.items() if batch == plan.rows}
     gpus = [place for place in plan.places if place.type == "cuda"]
-    scaling = _scaling(gpus, seen)
+    scaling = None
+    if len(gpus) > 1 and seen is not None:
+        scaling = scaling_of(seen.profile, [torch.cuda.get_device_name(gpu) for gpu in gpus])
     reason = reason_of(
         None if seen is None else seen.shares,
         ranks=len(plan.devices),
@@ -166,9 +167,3 @@ def _concluded(
         notes=tuple(findings.notes),
         environment=environment(),
     )
-
-
-def _scaling(gpus: Sequence[torch.device], seen: Seen | None) -> Scaling | None:
-    if len(gpus) < 2 or seen is None:
-        return None
-    return scaling_of(seen.profile, [torch.cuda.get_device_name(gpu) for gpu in gpus])

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from contextlib import closing
 from dataclasses import dataclass
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from mgpu_core.advice.batches import Batch
 from mgpu_core.advice.plan import Plan
-from mgpu_core.advice.ways import Loop, closing
+from mgpu_core.advice.ways import Loop
 
 __all__ = ["Memory", "count_memory"]
 
@@ -42,35 +44,22 @@ class Memory:
 def count_memory(plan: Plan, part: Batch) -> Memory:
     """Counted over one step of a copy of the net on a rank's share of the batch; ``peaks`` is empty."""
     with closing(Loop(plan, lambda net: net)) as way:
-        assert isinstance(way, Loop)
         own = [*way.net.parameters(), *way.net.buffers()]
-        kept = _Kept(own)
-        with torch.autograd.graph.saved_tensors_hooks(kept.pack, lambda tensor: tensor):
+        known = set(map(_identity, own))
+        saved: dict[int, torch.UntypedStorage] = {}  # each storage once; held, so that no address comes twice
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.layout is torch.strided and _identity(tensor) not in known:
+                saved.setdefault(_identity(tensor), tensor.untyped_storage())
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             loss = way.loss(part)
         loss.backward()
         way.optimizer.step()
         gradients = [each.grad for each in way.net.parameters() if each.grad is not None]
-        state = [each for each in _values(way.optimizer.state) if isinstance(each, torch.Tensor)]
-        return Memory(_nbytes(own), _nbytes(gradients), _nbytes(state), kept.nbytes)
-
-
-class _Kept:
-    """Counts what autograd saves: each storage once, and none that is a parameter's."""
-
-    def __init__(self, own: Iterable[torch.Tensor]) -> None:
-        self._own = {_identity(each) for each in own}
-        self._seen: dict[int, torch.UntypedStorage] = {}  # held, so that no address comes twice
-
-    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sees a tensor that is saved."""
-        if tensor.layout is torch.strided and _identity(tensor) not in self._own:
-            self._seen.setdefault(_identity(tensor), tensor.untyped_storage())
-        return tensor
-
-    @property
-    def nbytes(self) -> int:
-        """Of all that was seen."""
-        return sum(each.nbytes() for each in self._seen.values())
+        state = [each for each in tree_leaves(list(way.optimizer.state.values())) if isinstance(each, torch.Tensor)]
+        return Memory(_nbytes(own), _nbytes(gradients), _nbytes(state), sum(each.nbytes() for each in saved.values()))
 
 
 def _identity(tensor: torch.Tensor) -> int:
@@ -80,14 +69,3 @@ def _identity(tensor: torch.Tensor) -> int:
 
 def _nbytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum(each.nbytes for each in tensors)
-
-
-def _values(nest: object) -> Iterator[object]:
-    """What is in a nest of mappings, lists and tuples."""
-    if isinstance(nest, dict):
-        nest = list(nest.values())
-    if not isinstance(nest, list | tuple):
-        yield nest
-        return
-    for each in nest:
-        yield from _values(each)

@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import quantiles
 from typing import Any
 
-from mgpu_core.advice.result import Advice
+from mgpu_core.advice.result import Advice, best_speedups
 from mgpu_core.advice.ways import NAMES, ONE
 from mgpu_core.extras import require
 from mgpu_core.files import write_whole
@@ -34,7 +34,7 @@ def draw(advice: Advice, path: Path) -> None:
     for place, way in enumerate(each for each in advice.ways if each != ONE):
         _draw_way(axis, advice, way, 1.0 + 0.015 * place)
     axis.set(xlabel="batch (rows)", ylabel="speed-up over one device")
-    axis.set_ylim(0, 1.3 * max([1.0, *_medians(advice)]))  # a bar may be cut off, a median not
+    axis.set_ylim(0, 1.3 * max([1.0, *best_speedups(advice.medians).values()]))  # a bar may be cut off, a median not
     axis.set_xticks(advice.batches, [f"{each} *" if each == advice.rows else str(each) for each in advice.batches])
     axis.minorticks_off()
     axis.grid(alpha=0.3)
@@ -48,11 +48,6 @@ def _title(advice: Advice) -> str:
     where = ", ".join(places) if len(places) <= 4 else f"{len(places)} devices"
     measured = f"{len(advice.devices)} ranks on {where}; break-even: {advice.break_even}"
     return f"{measured}\n* the sample's own batch; bars: the middle half of the rounds"
-
-
-def _medians(advice: Advice) -> list[float]:
-    found = [advice.speedup(way, batch) for way in advice.ways for batch in advice.batches]
-    return [each for each in found if each is not None]
 
 
 def _draw_way(axis: Any, advice: Advice, way: str, shift: float) -> None:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from mgpu_core import optim
 from mgpu_core.advice.batches import Batch, batch_sizes
-from mgpu_core.device.devices import DeviceLike, as_devices, default_devices
+from mgpu_core.device.devices import CPU, DeviceLike, as_devices, default_devices
 from mgpu_core.record import is_on
 from mgpu_core.train.options import check_module
 
@@ -79,7 +79,7 @@ def plan_of(
         )
     _check_sample(sample, with_target=loss_fn is not None)
     _check_repeats(repeats, seconds)
-    devices = as_devices(_default_devices() if device_ids is None else device_ids)
+    devices = as_devices(default_devices() or [CPU] * CPU_RANKS if device_ids is None else device_ids)
     rows = sample[0].size(0)
     if rows < len(devices):
         raise ValueError(f"the sample has {rows} rows for {len(devices)} ranks: some rank would have none")
@@ -93,10 +93,6 @@ def plan_of(
 def _sgd(parameters: list[torch.nn.Parameter]) -> Optimizer:
     """Steps that change nothing: weights stay sane, however often the same batch comes."""
     return optim.SGD(parameters, lr=0.0)
-
-
-def _default_devices() -> list[torch.device]:
-    return default_devices() or [torch.device("cpu")] * CPU_RANKS
 
 
 def _check_sample(sample: object, *, with_target: bool) -> None:

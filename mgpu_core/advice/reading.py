@@ -34,7 +34,10 @@ def _advice(content: dict[str, Any]) -> Advice:
     return Advice(
         devices=tuple(content["devices"]),
         rows=content["rows"],
-        measurements=tuple(map(_measurement, content["measurements"])),
+        measurements=tuple(
+            Measurement(told["way"], told["batch"], tuple(told["seconds"]), told["error"])
+            for told in content["measurements"]
+        ),
         break_even=BreakEven(**content["break_even"]),
         memory=None if memory is None else Memory(**memory | {"peaks": tuple(map(tuple, memory["peaks"]))}),
         shares=None if shares is None else StepShares(**shares),
@@ -44,7 +47,3 @@ def _advice(content: dict[str, Any]) -> Advice:
         notes=tuple(content["notes"]),
         environment=content["environment"],
     )
-
-
-def _measurement(told: dict[str, Any]) -> Measurement:
-    return Measurement(told["way"], told["batch"], tuple(told["seconds"]), told["error"])

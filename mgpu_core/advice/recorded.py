@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 
 import torch
@@ -10,8 +11,8 @@ import torch
 from mgpu_core.advice.batches import Batch
 from mgpu_core.advice.plan import Plan
 from mgpu_core.advice.shares import StepShares, shares_of, times_of
-from mgpu_core.advice.ways import Engine, closing
-from mgpu_core.explain import Step, StepProfile, Story, record_story
+from mgpu_core.advice.ways import Engine
+from mgpu_core.explain import StepProfile, record_story
 
 __all__ = ["Peaks", "Seen", "record_steps"]
 
@@ -44,7 +45,8 @@ def record_steps(plan: Plan, batch: Batch) -> Seen:
         with record_story() as story:
             for _ in range(_RECORDED):
                 way.step(batch)
-    step = _middle(story)
+    ordered = sorted(story.steps, key=lambda step: step.end_ns - step.begin_ns)
+    step = ordered[len(ordered) // 2]
     return Seen(shares_of(times_of(step)), story.profile(step.number, type(plan.net).__name__), found)
 
 
@@ -71,9 +73,3 @@ class Peaks:
             torch.cuda.synchronize(gpu)
         most = [torch.cuda.max_memory_allocated(gpu) for gpu in self._gpus]
         return tuple((str(gpu), high - low) for gpu, high, low in zip(self._gpus, most, self._held, strict=True))
-
-
-def _middle(story: Story) -> Step:
-    """The step that took the middle time."""
-    ordered = sorted(story.steps, key=lambda step: step.end_ns - step.begin_ns)
-    return ordered[len(ordered) // 2]

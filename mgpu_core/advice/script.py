@@ -84,7 +84,9 @@ def found_in(names: Mapping[str, Any], chosen: Chosen, script: Path) -> Found:
     sample, loader = _one(names, chosen.sample, SAMPLES), _one(names, chosen.loader, LOADERS)
     if sample is _MISSING:
         sample = first_batch(loader)
-    return Found(_unwrapped(net), loss_fn, sample, None if loader is _MISSING else loader)
+    if isinstance(net, torch.nn.DataParallel | torch.nn.parallel.DistributedDataParallel):
+        net = net.module
+    return Found(net, loss_fn, sample, None if loader is _MISSING else loader)
 
 
 def check_names(names: Container[str], chosen: Chosen, script: Path) -> None:
@@ -105,11 +107,6 @@ def check_names(names: Container[str], chosen: Chosen, script: Path) -> None:
 
 def _is_there(names: Container[str], chosen: str | None, usual: Sequence[str]) -> bool:
     return any(name in names for name in ([chosen] if chosen else usual))
-
-
-def _unwrapped(net: Any) -> Any:
-    wrapped = isinstance(net, torch.nn.DataParallel | torch.nn.parallel.DistributedDataParallel)
-    return net.module if wrapped else net
 
 
 def _one(names: Mapping[str, Any], chosen: str | None, usual: Sequence[str]) -> Any:

@@ -7,7 +7,6 @@ from statistics import median, quantiles
 
 from mgpu_core.advice.memory import Memory
 from mgpu_core.advice.result import Advice, Measurement
-from mgpu_core.advice.shares import StepShares
 from mgpu_core.advice.ways import ONE
 from mgpu_core.explain.table import columns, human_nbytes, human_seconds
 
@@ -19,9 +18,10 @@ _WIDE = 0.1
 
 def render(advice: Advice) -> str:
     """Without a newline at the end."""
-    return "\n".join(
-        [_title(advice), *_environment(advice), "", *_table(advice), *_failures(advice), "", *_told(advice)]
-    )
+    environment = ", ".join(f"{name} {value}" for name, value in advice.environment.items())
+    failed = [f"failed: {each.way} with {each.batch} rows: {each.error}" for each in advice.measurements if each.error]
+    lines = [_title(advice), *filter(None, [environment]), "", *_table(advice), *failed, "", *_told(advice)]
+    return "\n".join(lines)
 
 
 def _title(advice: Advice) -> str:
@@ -31,23 +31,16 @@ def _title(advice: Advice) -> str:
     return f"one device against {ranks} ({team}): seconds of a training step, median of {repeats}, and speed-up"
 
 
-def _environment(advice: Advice) -> list[str]:
-    return [", ".join(f"{name} {value}" for name, value in advice.environment.items())] if advice.environment else []
-
-
 def _table(advice: Advice) -> list[str]:
     head = ["batch"]
     for way in advice.ways:
         head += [way] if way == ONE else [way, ""]
-    rows = [head, *([_batch(advice, batch), *_cells(advice, batch)] for batch in advice.batches)]
+    rows = [head, *(list(_cells(advice, batch)) for batch in advice.batches)]
     return [*columns(rows, left=1), "* the sample's own batch, which the recommendation is for"]
 
 
-def _batch(advice: Advice, batch: int) -> str:
-    return f"{batch} *" if batch == advice.rows else str(batch)
-
-
 def _cells(advice: Advice, batch: int) -> Iterator[str]:
+    yield f"{batch} *" if batch == advice.rows else str(batch)
     for way in advice.ways:
         seconds = advice.medians.get((way, batch))
         yield "failed" if seconds is None else human_seconds(seconds)
@@ -56,18 +49,17 @@ def _cells(advice: Advice, batch: int) -> Iterator[str]:
             yield "" if faster is None else f"x {faster:.2f}"
 
 
-def _failures(advice: Advice) -> list[str]:
-    failed = [each for each in advice.measurements if each.error]
-    return [f"failed: {each.way} with {each.batch} rows: {each.error}" for each in failed]
-
-
 def _told(advice: Advice) -> list[str]:
     lines = [f"break-even: {advice.break_even}"]
     if advice.memory is not None:
         lines += _memory(advice.memory)
     if advice.shares is not None:
-        lines.append(f"a recorded step of TrainStep: {_shares(advice.shares)}")
-        lines.append(f"imbalance: the slowest rank computes {advice.shares.imbalance:.0%} longer than the mean")
+        shares = advice.shares
+        lines += [
+            f"a recorded step of TrainStep: compute {shares.compute_share:.0%}, exposed communication "
+            f"{shares.exposed_share:.0%}, update {shares.update_share:.0%}, host {shares.overhead_share:.0%}",
+            f"imbalance: the slowest rank computes {shares.imbalance:.0%} longer than the mean",
+        ]
     if advice.loader_s is not None:
         lines.append(f"input pipeline: {human_seconds(advice.loader_s)} for {advice.rows} rows")
     lines.append(f"reason: {advice.reason.name}: {advice.reason.text}")
@@ -88,13 +80,6 @@ def _memory(memory: Memory) -> list[str]:
         peaks = ", ".join(f"{device} {human_nbytes(nbytes)}" for device, nbytes in memory.peaks)
         lines.append(f"memory per device: {peaks} measured: the peak of a step of TrainStep")
     return lines
-
-
-def _shares(shares: StepShares) -> str:
-    return (
-        f"compute {shares.compute_share:.0%}, exposed communication {shares.exposed_share:.0%}, "
-        f"update {shares.update_share:.0%}, host {shares.overhead_share:.0%}"
-    )
 
 
 def spread(measurements: Sequence[Measurement]) -> float:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.nn import Module
@@ -18,29 +17,13 @@ from mgpu_core.errors import Error
 from mgpu_core.train.graph_cache import GRAPH_DEVICE, WARM_UP
 from mgpu_core.train.step import TrainStep
 
-__all__ = ["CAPTURED", "DROP_IN", "ENGINE", "NAMES", "ONE", "Engine", "Loop", "Way", "closing", "first_line", "makers"]
+__all__ = ["CAPTURED", "DROP_IN", "ENGINE", "NAMES", "ONE", "Engine", "Loop", "Way", "first_line", "makers"]
 
 ONE, DROP_IN, ENGINE, CAPTURED = NAMES = ("one device", "DataParallel", "TrainStep", "TrainStep captured")
 """The simplest first."""
 
 
 _IN_REPLICA = re.compile(r"Caught \w+ (in replica \d+ on device [\w:]+)")
-
-
-class Way(Protocol):
-    """One way to train."""
-
-    warm_up: int
-    """Steps before the clock counts."""
-
-    def step(self, batch: Batch) -> None:
-        """One whole step."""
-
-    def check(self) -> None:
-        """After the warm-up: raises if this is not the way it says it is."""
-
-    def close(self) -> None:
-        """Lets go of threads and memory."""
 
 
 def makers(plan: Plan) -> dict[str, Callable[[], Way]]:
@@ -75,21 +58,45 @@ def copied(module: Any, device: torch.device) -> Any:
     return found.to(device)
 
 
-class Loop:
-    """The loop that everybody writes: zero_grad, forward, loss, backward, step.
+class Way:
+    """One way to train.
 
     Args:
         plan: whose net is copied to the first device.
-        wrap: what the loop calls, made from the copy.
+
+    Attributes:
+        warm_up: steps before the clock counts.
     """
 
     warm_up = 3
 
-    def __init__(self, plan: Plan, wrap: Callable[[Module], Module]) -> None:
+    def __init__(self, plan: Plan) -> None:
         self.device = plan.devices[0]
         self.net: Module = copied(plan.net, self.device)
         self.loss_fn = copied(plan.loss_fn, self.device)
         self.optimizer = plan.optimizer(list(self.net.parameters()))
+
+    def step(self, batch: Batch) -> None:
+        """One whole step."""
+        raise NotImplementedError
+
+    def check(self) -> None:
+        """After the warm-up: raise ``Error`` if this is not the way it says it is."""
+
+    def close(self) -> None:
+        """Let go of threads and memory."""
+        del self.net, self.optimizer
+
+
+class Loop(Way):
+    """The loop that everybody writes: zero_grad, forward, loss, backward, step.
+
+    Args:
+        wrap: what the loop calls, made from the copy.
+    """
+
+    def __init__(self, plan: Plan, wrap: Callable[[Module], Module]) -> None:
+        super().__init__(plan)
         self._model = wrap(self.net)
         self._moves_inputs = self._model is self.net  # a wrapper splits the batch from where it is
 
@@ -104,53 +111,30 @@ class Loop:
         return tensor.to(self.device, non_blocking=True)
 
     def step(self, batch: Batch) -> None:
-        """One whole step."""
         self.optimizer.zero_grad()
         self.loss(batch).backward()
         self.optimizer.step()
 
-    def check(self) -> None:
-        """It always is."""
-
     def close(self) -> None:
-        """Lets go of the copy."""
-        del self.net, self._model, self.optimizer
+        super().close()
+        del self._model
 
 
-class Engine:
-    """A :class:`mgpu_core.TrainStep`.
-
-    Args:
-        plan: whose net is copied to the first device.
-        capture: as CUDA graphs.
-    """
+class Engine(Way):
+    """A :class:`mgpu_core.TrainStep`; ``capture``: as CUDA graphs."""
 
     def __init__(self, plan: Plan, *, capture: bool = False) -> None:
+        super().__init__(plan)
         self.warm_up = WARM_UP + 2 if capture else 3
-        self.net: Module = copied(plan.net, plan.devices[0])
-        loss_fn = copied(plan.loss_fn, plan.devices[0])
-        optimizer = plan.optimizer(list(self.net.parameters()))
-        self._step = TrainStep(self.net, loss_fn, optimizer, plan.devices, capture=capture)
+        self._step = TrainStep(self.net, self.loss_fn, self.optimizer, plan.devices, capture=capture)
 
     def step(self, batch: Batch) -> None:
-        """One whole step."""
         self._step(*batch)
 
     def check(self) -> None:
-        """Raises ``Error`` if steps should be replays and are not."""
         graphs = self._step.graphs
         if graphs is not None and not graphs.replays:
             raise Error(f"not captured: {graphs.reason}")
 
     def close(self) -> None:
-        """Ends its threads."""
         self._step.close()
-
-
-@contextmanager
-def closing(way: Way) -> Iterator[Way]:
-    """Closes the way at the end."""
-    try:
-        yield way
-    finally:
-        way.close()

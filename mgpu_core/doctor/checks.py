@@ -61,7 +61,8 @@ def outlook(facts: Facts) -> str:
         ranks = f"{RANKS}={len(devices)} asks for that many CPU ranks, torch threads in each: {share}."
         return f"No GPU is visible: DataParallel(net) runs on the CPU. {ranks}"
     places = f"{len(devices)} ranks, {devices[0]} to {devices[-1]}" if devices[1:] else f"{devices[0]} alone"
-    return f"DataParallel(net) runs on {places}{'' if _usable(facts) else ', through the generic room'}."
+    is_served = facts.torch.hip is None and facts.core.has_cuda and facts.core.cuda_device_count > 0
+    return f"DataParallel(net) runs on {places}{'' if is_served else ', through the generic room'}."
 
 
 _TWO_RANKS = f'{RANKS}=2 makes it two CPU ranks, and so does device_ids=["cpu", "cpu"].'
@@ -70,10 +71,6 @@ _TWO_RANKS = f'{RANKS}=2 makes it two CPU ranks, and so does device_ids=["cpu", 
 def version_text(code: int) -> str:
     """CUDA's number as people write it: 13000 is 13.0."""
     return f"{code // 1000}.{code % 1000 // 10}"
-
-
-def _usable(facts: Facts) -> bool:
-    return facts.torch.hip is None and facts.core.has_cuda and facts.core.cuda_device_count > 0
 
 
 def _changed(facts: Facts) -> Notice | None:

@@ -168,7 +168,5 @@ def _initial_environment() -> dict[str, str] | None:
 
 
 def _environment() -> dict[str, str]:
-    return {name: os.environ[name] for name in sorted(os.environ) if name.startswith("MGPU_CORE_") or name in _OTHERS}
-
-
-_OTHERS = (VARIABLE, ORDER)
+    told = (name for name in sorted(os.environ) if name.startswith("MGPU_CORE_") or name in (VARIABLE, ORDER))
+    return {name: os.environ[name] for name in told}

@@ -1,13 +1,14 @@
 """The report for the terminal: titles, aligned columns, nothing wider than a terminal except paths."""
 
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from mgpu_core.device.device_map import DeviceRow
 from mgpu_core.device.nccl_library import NcclLibrary
 from mgpu_core.device.peers import PeerVerdict
 from mgpu_core.doctor.checks import version_text
 from mgpu_core.doctor.report import Cpu, Report, Torch
+from mgpu_core.explain.table import columns
 
 WIDTH = 96
 _LABEL = 15
@@ -22,21 +23,17 @@ _SOURCES = {
 def render(report: Report) -> str:
     """The whole report, ending with a newline."""
     sections = [
-        _section("Versions", _versions(report)),
-        _section("Rooms of the core", _rooms(report)),
-        _section("Devices", _devices(report)),
-        *([_section("GPU to GPU, GB/s as a kernel writes", _peers(report.peers))] if report.peers is not None else []),
-        *([_section("all_reduce, auto", _all_reduce(report.all_reduce))] if report.all_reduce else []),
-        _section("CPU", _cpu(report.cpu, report.torch.num_threads)),
-        _section("Environment", _environment(report)),
-        _section("What will happen", _wrapped(report.outlook, "  ")),
-        _section(_summary(report), _notices(report)),
+        ("Versions", _versions(report)),
+        ("Rooms of the core", _rooms(report)),
+        ("Devices", _devices(report)),
+        *([("GPU to GPU, GB/s as a kernel writes", _peers(report.peers))] if report.peers is not None else []),
+        *([("all_reduce, auto", _all_reduce(report.all_reduce))] if report.all_reduce else []),
+        ("CPU", _cpu(report.cpu, report.torch.num_threads)),
+        ("Environment", _environment(report)),
+        ("What will happen", _wrapped(report.outlook, "  ")),
+        (_summary(report), _notices(report)),
     ]
-    return "\n\n".join(sections) + "\n"
-
-
-def _section(title: str, lines: Iterable[str]) -> str:
-    return "\n".join([title, *lines])
+    return "\n\n".join("\n".join([title, *lines]) for title, lines in sections) + "\n"
 
 
 def _versions(report: Report) -> list[str]:
@@ -79,9 +76,9 @@ def _nccl(nccl: NcclLibrary | None) -> list[str]:
 
 
 def _rooms(report: Report) -> list[str]:
-    rooms = report.core.rooms
-    lines = [_field(room.name, f"{'built' if room.built else 'missing'}: {room.detail}") for room in rooms]
-    return [line for field in lines for line in field] or ["  not known: the compiled core could not be asked"]
+    told = {room.name: f"{'built' if room.built else 'missing'}: {room.detail}" for room in report.core.rooms}
+    lines = [line for name, text in told.items() for line in _field(name, text)]
+    return lines or ["  not known: the compiled core could not be asked"]
 
 
 def _devices(report: Report) -> list[str]:
@@ -94,10 +91,7 @@ def _devices(report: Report) -> list[str]:
 def _table(devices: Sequence[DeviceRow]) -> list[str]:
     uuids = [row.uuid for row in devices]
     header = ("torch", "listed as", "nvidia-smi", "PCI address", "UUID", "memory free", "name")
-    rows = [header, *(_cells(row, uuids) for row in devices)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
-    lines = ["  " + "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows]
-    return [line.rstrip() for line in lines]
+    return [f"  {line}" for line in columns([header, *(_cells(row, uuids) for row in devices)], left=len(header))]
 
 
 def _cells(row: DeviceRow, uuids: Sequence[str]) -> tuple[str, ...]:
@@ -113,12 +107,9 @@ def _peers(peers: Sequence[PeerVerdict]) -> list[str]:
         return ["  there is one GPU, or none: nothing to test"]
     devices = sorted({each.device for each in peers})
     found = {(each.device, each.peer): each for each in peers}
-    rows = [["from", *(f"to {peer}" for peer in devices)]]
-    for device in devices:
-        cells = [_speed(found.get((device, peer))) for peer in devices]
-        rows.append([str(device), *cells])
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return ["  " + "  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows]
+    header = ["from", *(f"to {peer}" for peer in devices)]
+    rows = [[str(device), *(_speed(found.get((device, peer))) for peer in devices)] for device in devices]
+    return [f"  {line}" for line in columns([header, *rows], left=0)]
 
 
 def _all_reduce(table: dict[int, str]) -> list[str]:

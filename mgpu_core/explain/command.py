@@ -14,11 +14,16 @@ from mgpu_core.user_script import become_script, run_script, show_error, uses_to
 
 __all__ = ["add_arguments", "run"]
 
+_SKIP = 3
+_STEPS = 6  # the last one, which is shown, comes after those in which `workers="auto"` measures
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `mgpu explain`."""
-    parser.add_argument("--skip", type=int, default=3, metavar="N", help="steps that pass first (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=5, metavar="N", help="steps to record (default: %(default)s)")
+    parser.add_argument(
+        "--skip", type=int, default=_SKIP, metavar="N", help="steps that pass first (default: %(default)s)"
+    )
+    parser.add_argument("--steps", type=int, default=_STEPS, metavar="N", help="steps to record (default: %(default)s)")
     parser.add_argument(
         "--predict", action="store_true", help="beside each collective what the cost model says of it (CPU ranks)"
     )

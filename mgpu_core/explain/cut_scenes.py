@@ -18,17 +18,13 @@ def without_cutting(
     calls: Sequence[Collective], enclosing: Enclosing, cutting: Sequence[Span | None]
 ) -> list[Collective]:
     """What cuts do has scenes of its own."""
-    shown = set(map(id, cutting))
-    names = {kind: [name for name, (each, _) in _CUTS.items() if each == kind] for kind, _ in _CUTS.values()}
-    return [
-        call
-        for call in calls
-        if not any(
-            id(span) in shown
-            for name in names.get(call.operation, ())
-            if (span := enclosing.span(call.thread, name, call.host_begin_ns)) is not None
-        )
-    ]
+    shown = {id(span) for span in cutting if span is not None}
+
+    def is_shown(call: Collective) -> bool:
+        names = [name for name, (kind, _) in _CUTS.items() if kind == call.operation]
+        return any(id(enclosing.span(call.thread, name, call.host_begin_ns)) in shown for name in names)
+
+    return [call for call in calls if not is_shown(call)]
 
 
 def of_cuts(step: Step, spans: Sequence[Span | None]) -> Iterator[Scene]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
+from pathlib import Path
 
 import torch
 
 from mgpu_core import _core
 
-__all__ = ["environment"]
+__all__ = ["cpu_model", "environment"]
 
 
 def environment() -> dict[str, str]:
@@ -23,3 +24,11 @@ def environment() -> dict[str, str]:
         "GPU": counted or "none",
         "CPU threads": f"torch {torch.get_num_threads()}, mgpu_core {_core.num_threads()}",
     }
+
+
+def cpu_model() -> str:
+    """The processor's name, as far as the system tells it."""
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())

@@ -23,6 +23,7 @@ import torch
 from mgpu_core import _core, comm
 from mgpu_core.device import cache
 from mgpu_core.device.machine import machine_key
+from mgpu_core.explain.environment import cpu_model
 from mgpu_core.explain.host_passes import ALGORITHMS_ON_HOST, host_passes
 from mgpu_core.explain.topology import HostMemory, Link, Tier, Topology
 from mgpu_core.files import write_whole
@@ -244,7 +245,4 @@ def _host_of(content: Any) -> HostMemory:
 
 def _fingerprint() -> dict[str, Any]:
     """What the constants hold for: this processor, so many threads, this build."""
-    path = Path("/proc/cpuinfo")
-    lines = path.read_text(errors="replace").splitlines() if path.exists() else []
-    model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
-    return {"cpu": model, "threads": _core.num_threads(), "caches": list(_caches()), **machine_key([])}
+    return {"cpu": cpu_model(), "threads": _core.num_threads(), "caches": list(_caches()), **machine_key([])}

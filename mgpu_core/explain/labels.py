@@ -15,21 +15,14 @@ from mgpu_core import record
 __all__ = ["labels", "name_in_profilers", "profile"]
 
 
-class _Both:
-    """A ``record_function`` and an NVTX range of one name; the range where there are GPUs."""
-
-    __slots__ = ("_function", "_name")
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._function = record_function(name)
-
-    def __enter__(self) -> None:
-        torch.cuda.nvtx.range_push(self._name)
-        self._function.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self._function.__exit__(*error)
+@contextmanager
+def _both(name: str) -> Iterator[None]:
+    """A ``record_function`` and an NVTX range of one name."""
+    torch.cuda.nvtx.range_push(name)
+    try:
+        with record_function(name):
+            yield
+    finally:
         torch.cuda.nvtx.range_pop()
 
 
@@ -38,7 +31,7 @@ _has_gpus = cache(torch.cuda.is_available)
 
 def name_in_profilers(name: str) -> AbstractContextManager[object]:
     """A range of that name in whatever profiler looks."""
-    return _Both(name) if _has_gpus() else record_function(name)
+    return _both(name) if _has_gpus() else record_function(name)
 
 
 def labels() -> AbstractContextManager[None]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from importlib.resources import files
 from itertools import accumulate
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 from mgpu_core.entries import ALL_RANKS
 from mgpu_core.explain.phases import AROUND, Phase, phases_of
 from mgpu_core.explain.predicted import predicted_seconds
+from mgpu_core.explain.scene import us
 from mgpu_core.explain.scenes import scenes_of
 from mgpu_core.explain.story import Step, Story
 from mgpu_core.explain.thin import thinned
@@ -83,12 +83,11 @@ def _json(data: Any) -> str:
 def _filled(data: dict[str, Any]) -> str:
     """The template, with style, player and story."""
     folder = files("mgpu_core.explain") / "player"
-    story = _json(data)
     text = (folder / "page.html").read_text(encoding="utf-8")
     for name, content in (
         ("style", (folder / "style.css").read_text(encoding="utf-8")),
         ("player", (folder / "player.js").read_text(encoding="utf-8")),
-        ("story", story),  # last: what it contains is not looked at again
+        ("story", _json(data)),  # last: what it contains is not looked at again
     ):
         text = text.replace(f"/*{name}*/", content, 1)
     return text
@@ -98,7 +97,7 @@ def _step_data(step: Step, machine: Machine | None) -> dict[str, Any]:
     return {
         "number": step.number,
         "name": step.name,
-        "us": round((step.end_ns - step.begin_ns) / 1e3, 3),
+        "us": us(step, step.end_ns),
         "devices": list(step.devices),
         "scenes": scenes_of(step),
         "buckets": [
@@ -129,23 +128,19 @@ def _phase_data(phase: Phase, machine: Machine | None) -> dict[str, Any]:
 def _lanes(step: Step) -> list[dict[str, Any]]:
     """The timeline: what the team does on the host, each rank, and the collectives."""
     team = [span for span in step.spans if span.rank == ALL_RANKS and span.step not in AROUND]
-    lanes = [_lane("host", [_bar(step, each.step, each.bucket, each.host_begin_ns, each.host_end_ns) for each in team])]
+    bars = [_bar(step, each.step, each.bucket, each.host_begin_ns, each.host_end_ns) for each in team]
+    lanes = [{"name": "host", "bars": bars}]
     for rank, device in enumerate(step.devices):
         own = [span for span in step.spans if span.rank == rank]
         bars = [_bar(step, each.step, each.bucket, each.begin_ns, each.end_ns) for each in own]
-        lanes.append(_lane(f"rank {rank} ({device or 'not seen'})", bars))
+        lanes.append({"name": f"rank {rank} ({device or 'not seen'})", "bars": bars})
     calls = [
         _bar(step, call.operation, step.bucket_of(call), *times)
         for call in step.collectives
         for times in call.times.values()
     ]
-    return [*lanes, _lane("collectives", calls)]
-
-
-def _lane(name: str, bars: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    return {"name": name, "bars": list(bars)}
+    return [*lanes, {"name": "collectives", "bars": calls}]
 
 
 def _bar(step: Step, name: str, bucket: int, begin_ns: int, end_ns: int) -> dict[str, Any]:
-    times = ((at - step.begin_ns) / 1e3 for at in (begin_ns, end_ns))
-    return {"name": name, "bucket": bucket, **dict(zip(("begin", "end"), (round(at, 3) for at in times), strict=True))}
+    return {"name": name, "bucket": bucket, "begin": us(step, begin_ns), "end": us(step, end_ns)}

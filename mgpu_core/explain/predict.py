@@ -135,7 +135,7 @@ def _predict(profile: StepProfile, gpus: int, plan: Plan) -> Prediction:
     if rows < gpus:
         raise ValueError(f"{gpus} GPUs share {rows:g} rows: some have none (--scaling weak keeps the rows of each)")
     slower = _slowdown(profile, gpus, plan)
-    cost = _all_reduce(profile, gpus, plan)
+    cost = [all_reduce_cost(plan.algorithm, gpus, bucket.nbytes, plan.machine) for bucket in profile.buckets]
     exposed = _exposed(profile, cost, slower, plan)
     total = sum(each.seconds for each in cost)
     latency = exposed * sum(each.latency_s for each in cost) / total if total else 0.0
@@ -175,10 +175,6 @@ def _slowdown(profile: StepProfile, gpus: int, plan: Plan) -> float:
     """Of the largest rank's forward and backward: in proportion to its rows; CPU ranks share the cores as well."""
     rows = 1.0 if plan.scaling == "weak" else ceil(profile.rows / gpus) / ceil(profile.rows / profile.ranks)
     return rows * gpus / profile.ranks if isinstance(plan.machine, HostMemory) else rows
-
-
-def _all_reduce(profile: StepProfile, gpus: int, plan: Plan) -> list[Cost]:
-    return [all_reduce_cost(plan.algorithm, gpus, bucket.nbytes, plan.machine) for bucket in profile.buckets]
 
 
 def _exposed(profile: StepProfile, cost: Sequence[Cost], slower: float, plan: Plan) -> float:

@@ -17,11 +17,13 @@ from mgpu_core.explain.topology import Machine
 
 __all__ = ["predicted_seconds"]
 
-_OF_LARGEST: dict[str, Callable[[int, float, Machine], float]] = {
-    "broadcast": broadcast_seconds,
-    "reduce": reduce_seconds,
+_FORMULAS: dict[str, tuple[Callable[[int, float, Machine], float], Callable[[Sequence[int]], int]]] = {
+    "broadcast": (broadcast_seconds, max),
+    "reduce": (reduce_seconds, max),
+    "scatter": (scatter_seconds, sum),
+    "gather": (gather_seconds, sum),
 }
-_OF_ALL: dict[str, Callable[[int, float, Machine], float]] = {"scatter": scatter_seconds, "gather": gather_seconds}
+"""Of an operation: its seconds, and which bytes count: of the largest rank, or of all together."""
 
 
 def predicted_seconds(calls: Sequence[Collective], machine: Machine | None) -> float | None:
@@ -39,8 +41,7 @@ def _of(call: Collective, machine: Machine) -> float | None:
     if call.operation == "all_reduce":
         algorithm = call.route if call.route in ALGORITHMS else "ring"  # NCCL's own choice, seen from outside
         return all_reduce_seconds(algorithm, ranks, max(call.nbytes), machine)
-    if call.operation in _OF_LARGEST:
-        return _OF_LARGEST[call.operation](ranks, max(call.nbytes), machine)
-    if call.operation in _OF_ALL:
-        return _OF_ALL[call.operation](ranks, sum(call.nbytes), machine)
-    return None
+    if call.operation not in _FORMULAS:
+        return None
+    seconds, counted = _FORMULAS[call.operation]
+    return seconds(ranks, counted(call.nbytes), machine)

@@ -17,7 +17,9 @@ from mgpu_core.explain.cost import ALGORITHMS, StepProfile
 from mgpu_core.explain.example_steps import EXAMPLES, NOTE
 from mgpu_core.explain.fit import this_host
 from mgpu_core.explain.predict import SCALINGS, Plan, Prediction, predict_step
+from mgpu_core.explain.scene import plural
 from mgpu_core.explain.simulate_plot import draw
+from mgpu_core.explain.table import columns
 from mgpu_core.explain.topology import FORM, GPUS_PER_NODE, HostMemory, Machine, known_names, parse_topology
 from mgpu_core.extras import require
 from mgpu_core.files import check_outputs, check_picture, write_whole
@@ -79,11 +81,8 @@ def simulate(profile: StepProfile, gpus: Sequence[int], plan: Plan) -> list[Pred
 def render(profile: StepProfile, plan: Plan, found: Sequence[Prediction]) -> str:
     """Title, table and what its columns mean, ending with a newline."""
     rows = [_TITLES, *map(_cells, found)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_TITLES))]
-    lines = [
-        "  " + "  ".join([cell.rjust(width) for cell, width in zip(row[:-1], widths[:-1], strict=True)] + [row[-1]])
-        for row in rows
-    ]
+    numbers = columns([row[:-1] for row in rows], left=0)
+    lines = [f"  {line}  {row[-1]}" for line, row in zip(numbers, rows, strict=True)]
     note = (
         "  compute: forward and backward; exposed: all-reduce that nothing hides; broadcast: of the module, where\n"
         "  each step has one; efficiency: beside 1 GPU. All in ms."
@@ -101,7 +100,7 @@ def _cells(each: Prediction) -> tuple[str, ...]:
 def _title(profile: StepProfile, plan: Plan) -> str:
     machine = plan.machine
     where = machine.name if isinstance(machine, HostMemory) else f"{machine.name}, {machine.gpus_per_node} GPUs a node"
-    recorded = f"{profile.rows} rows on {profile.ranks} {'rank' if profile.ranks == 1 else 'ranks'}"
+    recorded = f"{profile.rows} rows on {plural(profile.ranks, 'rank')}"
     behind = "" if plan.overlap else " behind backward"
     return f"{profile.name}, {recorded}; {where}; {plan.scaling} scaling, all-reduce {plan.algorithm}{behind}"
 

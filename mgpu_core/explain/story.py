@@ -100,6 +100,18 @@ class Step:
         return tuple(found.get(rank, "") for rank in range(max(found, default=-1) + 1))
 
     @cached_property
+    def workers(self) -> str:
+        """How the ranks of a whole step ran: ``threads``, each in its own thread; ``caller``, in the caller's.
+
+        Empty where fewer than two ranks were seen in their forward.
+        """
+        around = [span.thread for span in self.spans if span.step == self.name]
+        forwards = [span for span in self.spans if span.step == "forward"]
+        if not around or len({span.rank for span in forwards}) < 2:
+            return ""
+        return "caller" if forwards[0].thread == around[0] else "threads"
+
+    @cached_property
     def _of_buckets(self) -> list[Span]:
         return [span for span in self.spans if span.bucket != NO_BUCKET]
 

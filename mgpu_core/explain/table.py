@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from mgpu_core.explain.phases import Phase, phases_of
 from mgpu_core.explain.predicted import predicted_seconds
+from mgpu_core.explain.scene import plural
 from mgpu_core.explain.story import Step
 from mgpu_core.explain.topology import Machine
 
@@ -19,9 +20,9 @@ def table(step: Step, environment: Mapping[str, str], machine: Machine | None = 
     """
     seconds = (step.end_ns - step.begin_ns) / 1e9
     team = ", ".join(device or "not seen" for device in step.devices) or "none known"
-    ranks = "1 rank" if len(step.devices) == 1 else f"{len(step.devices)} ranks"
     head = [
-        f"step {step.number}: {step.name}, {ranks} ({team}), {human_seconds(seconds)}",
+        f"step {step.number}: {step.name}, {plural(len(step.devices), 'rank')} ({team}), {human_seconds(seconds)}",
+        *([_WORKERS[step.workers]] if step.workers else []),
         *(f"{name}: {value}" for name, value in environment.items()),
         "",
     ]
@@ -38,6 +39,10 @@ def table(step: Step, environment: Mapping[str, str], machine: Machine | None = 
     return "\n".join([*head, *columns(rows, left=1), *foot])
 
 
+_WORKERS = {
+    "threads": "workers: threads (each rank ran in its own thread)",
+    "caller": "workers: caller (all ranks ran one after the other in the caller's thread)",
+}
 _HEAD = ("phase", "ranks", "calls", "moved", "time", "share", "bus GB/s")
 _MORE = ("collectives", "predicted")
 

@@ -59,17 +59,18 @@ class _Tracks:
 
 def _events(entry: Entry, tracks: _Tracks, begin: int) -> Iterator[dict[str, Any]]:
     if isinstance(entry, Span):
-        yield from _of_span(entry, tracks, begin)
+        yield _of_span(entry, tracks, begin)
     elif isinstance(entry, Collective):
         yield from _of_collective(entry, tracks, begin)
     elif isinstance(entry, Mark):
-        track = tracks.of(_HOST, f"thread {entry.thread}") if entry.rank == ALL_RANKS else _rank(tracks, entry.rank)
         args = {"text": entry.text} | _bucket(entry.bucket)
-        yield {"ph": "i", "s": "t", "name": entry.step, "ts": (entry.at_ns - begin) / 1e3, "args": args, **track}
+        event = {"ph": "i", "s": "t", "name": entry.step, "ts": (entry.at_ns - begin) / 1e3, "args": args}
+        yield event | _track(tracks, entry)
 
 
-def _rank(tracks: _Tracks, rank: int) -> dict[str, int]:
-    return tracks.of(_RANKS, f"rank {rank}")
+def _track(tracks: _Tracks, entry: Span | Mark) -> dict[str, int]:
+    is_host = entry.rank == ALL_RANKS
+    return tracks.of(_HOST, f"thread {entry.thread}") if is_host else tracks.of(_RANKS, f"rank {entry.rank}")
 
 
 def _bucket(bucket: int) -> dict[str, int]:
@@ -80,13 +81,11 @@ def _complete(name: str, begin_ns: int, end_ns: int, begin: int, args: dict[str,
     return {"ph": "X", "name": name, "ts": (begin_ns - begin) / 1e3, "dur": (end_ns - begin_ns) / 1e3, "args": args}
 
 
-def _of_span(span: Span, tracks: _Tracks, begin: int) -> Iterator[dict[str, Any]]:
+def _of_span(span: Span, tracks: _Tracks, begin: int) -> dict[str, Any]:
     args = _bucket(span.bucket) | ({"device": span.device} if span.device else {})
-    if span.rank == ALL_RANKS:
-        host = tracks.of(_HOST, f"thread {span.thread}")
-        yield _complete(span.step, span.host_begin_ns, span.host_end_ns, begin, args) | host
-    else:
-        yield _complete(span.step, span.begin_ns, span.end_ns, begin, args) | _rank(tracks, span.rank)
+    on_host = span.rank == ALL_RANKS
+    times = (span.host_begin_ns, span.host_end_ns) if on_host else (span.begin_ns, span.end_ns)
+    return _complete(span.step, *times, begin, args) | _track(tracks, span)
 
 
 def _of_collective(call: Collective, tracks: _Tracks, begin: int) -> Iterator[dict[str, Any]]:

@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from mgpu_core.advice.break_even import BreakEven, break_even
-from mgpu_core.advice.busy import busy_note, busy_notes
 from mgpu_core.advice.reasons import COMMUNICATION, COMPUTE, IMBALANCE, INPUT, LAUNCH, UNKNOWN, UPDATE, reason_of
 from mgpu_core.advice.recommend import Recommendation, Scaling, recommend
 from mgpu_core.advice.result import Measurement
 from mgpu_core.advice.scaling import assumed_topology, scaling_of
 from mgpu_core.advice.shares import StepShares, Times, shares_of, times_of
+from mgpu_core.advice.surroundings import busy_note, busy_notes
 from mgpu_core.advice.text import spread
 from mgpu_core.advice.ways import CAPTURED, DROP_IN, ENGINE, ONE
 from mgpu_core.entries import ALL_RANKS, NO_BUCKET, Collective, Span

@@ -1,6 +1,7 @@
 """What is measured, without a clock that could matter: batches, memory, turns, budgets, loaders, failures."""
 
 import types
+from contextlib import closing
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from mgpu_core.advice.loading import loader_seconds, rows_of
 from mgpu_core.advice.memory import count_memory
 from mgpu_core.advice.plan import plan_of
 from mgpu_core.advice.recorded import Peaks
-from mgpu_core.advice.ways import CAPTURED, DROP_IN, ENGINE, ONE, Engine, closing, first_line, makers
+from mgpu_core.advice.ways import CAPTURED, DROP_IN, ENGINE, ONE, Engine, first_line, makers
 from mgpu_core.errors import Error
 
 F4 = 4  # bytes of a float

@@ -36,6 +36,28 @@ def test_a_script_and_its_files(tmp_path):
     assert (tmp_path / "a.html").read_text().startswith("<!doctype html>")
 
 
+def test_the_shown_step_runs_as_auto_has_chosen(tmp_path):
+    """Without options: not one of the first eight calls, which measure."""
+    (tmp_path / "script.py").write_text(TRAINING)
+    command = [sys.executable, "-P", "-m", "mgpu_core", "explain", "script.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = done.stdout.splitlines()
+    assert f"workers: {lines[0]} (" in done.stdout
+    assert lines[2].startswith("step 5: train_step, 2 ranks (cpu, cpu)")
+
+
+TRAINING = """
+import torch, mgpu_core
+net = torch.nn.Linear(3, 2)
+optimizer = torch.optim.SGD(net.parameters(), 0.1)
+step = mgpu_core.TrainStep(net, torch.nn.functional.mse_loss, optimizer, ["cpu"] * 2)
+for _ in range(12):
+    step(torch.ones(6, 3), torch.ones(6, 2))
+print(step.plan()[0].workers)
+"""
+
+
 @pytest.mark.parametrize(
     ("last", "status", "text"),
     [

@@ -2,6 +2,7 @@
 
 import json
 import threading
+from importlib import import_module
 
 import pytest
 import torch
@@ -156,6 +157,67 @@ def test_the_table_counts_what_moved(ranks):
         assert f"\n{name}" in text
 
 
+WAYS = {
+    "threads": "workers: threads (each rank ran in its own thread)",
+    "caller": "workers: caller (all ranks ran one after the other in the caller's thread)",
+}
+
+
+def train_step(module=None, ranks=2, **options):
+    module = module or net()
+    optimizer = torch.optim.SGD(module.parameters(), 0.1)
+    return mgpu_core.TrainStep(module, functional.mse_loss, optimizer, ["cpu"] * ranks, **options)
+
+
+class CallsAWrapper(torch.nn.Module):
+    """Each rank runs ranks of its own, always in threads."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = net()
+
+    def forward(self, x):
+        return mgpu_core.data_parallel(self.inner, x, ["cpu"] * 2)
+
+
+@pytest.mark.parametrize("make", [net, CallsAWrapper])
+@pytest.mark.parametrize("way", ["threads", "caller"])
+def test_a_step_says_how_its_ranks_ran(way, make):
+    model = mgpu_core.DataParallel(make(), ["cpu"] * 2, workers=way)
+    step = train_step(make(), workers=way)
+    with mgpu_core.explain() as story:
+        forward_and_backward(model)
+        step(torch.randn(6, 6), torch.randn(6, 2))
+        step.evaluate(torch.randn(6, 6), torch.randn(6, 2))
+    assert [each.name for each in story.steps] == ["data_parallel", "train_step", "evaluate"]
+    for each in story.steps:
+        assert each.workers == way
+        assert story.table(each.number).splitlines()[1] == WAYS[way]
+
+
+def test_what_auto_has_chosen_is_said():
+    """The first eight calls measure, in turns; the ninth is as the plan says."""
+    step = train_step()
+    with mgpu_core.explain() as story:
+        for _ in range(9):
+            step(torch.randn(6, 6), torch.randn(6, 2))
+    ran = [each.workers for each in story.steps]
+    assert ran[:8] == ["threads", "caller"] * 4
+    assert ran[8] == step.plan()[0].workers
+    assert WAYS[ran[8]] in story.table()
+
+
+def test_nothing_is_said_of_how_one_rank_ran_or_of_calls():
+    step = train_step(ranks=1)
+    with mgpu_core.explain() as story:
+        step(torch.randn(6, 6), torch.randn(6, 2))
+        mgpu_core.parallel_apply([net()] * 2, [torch.randn(2, 6)] * 2)
+    assert [each.name for each in story.steps] == ["train_step", "calls"]
+    for each in story.steps:
+        assert each.workers == ""
+        assert "workers" not in story.table(each.number)
+
+
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 @pytest.mark.parametrize("algorithm", ["naive", "direct", "ring"])
 def test_all_algorithms_but_the_tree_move_as_much(ranks, algorithm):
@@ -274,6 +336,20 @@ def test_the_profiler_sees_every_rank():
     assert {"mgpu train_step", "mgpu update", "mgpu all_reduce bucket 0"} <= names
     threads = {event.thread for event in profiler.events() if event.name.startswith("mgpu forward")}
     assert len(threads) == 3
+
+
+def test_on_gpus_a_span_is_an_nvtx_range_too(monkeypatch):
+    """Of the same name, and closed where the work inside fails."""
+    ranges = []
+    monkeypatch.setattr(import_module("mgpu_core.explain.labels"), "_has_gpus", lambda: True)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", ranges.append)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: ranges.append("end"))
+    with mgpu_core.explain.labels():
+        with record.span("forward", 1):
+            pass
+        with pytest.raises(KeyError), record.span("update"):
+            raise KeyError
+    assert ranges == ["mgpu forward rank 1", "end", "mgpu update", "end"]
 
 
 def test_the_profiler_keeps_its_own_config():

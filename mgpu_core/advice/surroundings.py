@@ -1,7 +1,8 @@
-"""What measuring must leave as it was: the random numbers that come next."""
+"""What is around the measurements: processors that others use, and random numbers that must come next as before."""
 
 from __future__ import annotations
 
+import os
 import random
 import sys
 from collections.abc import Iterator, Sequence
@@ -9,7 +10,24 @@ from contextlib import contextmanager
 
 import torch
 
-__all__ = ["random_state_kept"]
+__all__ = ["busy_note", "busy_notes", "random_state_kept"]
+
+_BUSY = 0.5
+
+
+def busy_notes(places: Sequence[torch.device]) -> list[str]:
+    """A note if CPU ranks would share it: torch's threads wait for each other, so one device suffers most."""
+    if all(place.type != "cpu" for place in places) or not hasattr(os, "getloadavg"):
+        return []
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return busy_note(os.getloadavg()[0], cpus)
+
+
+def busy_note(load: float, cpus: int) -> list[str]:
+    """For the average number of threads that ran or wanted to run in the last minute."""
+    if load <= _BUSY * cpus:
+        return []
+    return [f"the machine was busy before this began (load {load:.1f} on {cpus} CPUs): repeat it on a quiet one"]
 
 
 @contextmanager

@@ -185,6 +185,19 @@ def test_a_replica_that_computes_something_else_is_wrong(monkeypatch: pytest.Mon
     assert main(["replicate", "--models", "cnn", "--ranks", "2", "--repeats", "1"]) == 1
 
 
+def test_the_drop_in_has_a_row_per_model(tmp_path: Path) -> None:
+    from benchmarks.cases import forward_backward
+
+    assert main(["forward_backward", "--batch", "6", "--repeats", "1", "--json", str(tmp_path / "x.json")]) == 0
+    rows = [row["labels"] for row in json.loads((tmp_path / "x.json").read_text())["rows"]]
+    assert [(row["model"], row["workers"], row["ranks"]) for row in rows] == [
+        ("simplenet", "auto", 2),
+        ("cnn", "threads", 2),
+    ]
+    for bound, row in zip(forward_backward.CASE.bounds, rows, strict=True):
+        assert bound.where.items() <= (row | {"batch": forward_backward.BATCH[row["model"]]}).items()
+
+
 def test_gradients_that_differ_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mgpu_core.DataParallel.forward", lambda self, images: self.module(images.flip(0)))
     assert main(["forward_backward", "--batch", "6", "--repeats", "1"]) == 1

@@ -30,6 +30,10 @@ autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_class_signature = "mixed"
 napoleon_numpy_docstring = False
+napoleon_custom_sections = [
+    (f"Args for {subject}", "params_style")
+    for subject in ("the rows", "the loss", "the update", "the sums of gradients", "how ranks run")
+]
 add_module_names = False
 python_use_unqualified_type_names = True
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from numbers import Real
+from operator import attrgetter
 from types import MethodType
 from typing import Any
 
@@ -161,6 +163,27 @@ class ModuleTree:
             # A search that runs in C: almost no module has such an attribute.
             if MethodType in map(type, node.module.__dict__.values()):
                 node.methods = _methods_of(node.module, self._indices)
+        self._modules = [node.module for node in self.nodes]
+        self._found = None if self.is_compiled or any(node.kind.is_script for node in self.nodes) else self._find()
+
+    def _find(self) -> list[Any]:
+        """Return what the tree was read from, by loops that run in C."""
+        tables: list[dict[str, Any]] = list(chain(*map(_tables_of, self._modules)))
+        return [
+            list(map(len, tables)),
+            list(chain(*tables)),
+            list(map(id, chain(*map(dict.values, tables)))),
+            list(map(type, self._modules)),
+            list(map(_compiled_of, self._modules)),
+            MethodType in map(type, chain(*map(dict.values, map(vars, self._modules)))),
+        ]
+
+    def is_current(self) -> bool:
+        """Return whether reading the network again would find the same modules and tensors under the same names.
+
+        Trees with compiled modules, scripts, or attributes that hold bound methods never are.
+        """
+        return self._found is not None and not self._found[-1] and self._find() == self._found
 
     def _read(self, network: Module) -> None:
         """Fill the lists.  It runs in every forward pass, and is written for few Python calls per module."""
@@ -218,6 +241,11 @@ class ModuleTree:
         return found
 
     @property
+    def has_methods(self) -> bool:
+        """Whether some module may have an attribute that holds a bound method, its own or another module's."""
+        return self._found is None or bool(self._found[-1])
+
+    @property
     def tensors(self) -> list[torch.Tensor]:
         """All parameters, then all buffers."""
         return [*self.parameters, *self.buffers]
@@ -234,6 +262,10 @@ class ModuleTree:
             if may_draw and getattr(module, "training", False):
                 return True
         return False
+
+
+_tables_of = attrgetter("_parameters", "_buffers", "_modules")
+_compiled_of = attrgetter("_compiled_call_impl")
 
 
 def _unwrapped(module: Module) -> tuple[Module | None, Module]:

@@ -204,7 +204,7 @@ MUTANTS = [
     mutant(
         "autograd does not hear of writes",
         "mgpu_core/device/memory.py",
-        "torch.autograd.graph.increment_version(versioned)",
+        "_increment_version(tensors)",
         "pass",
         "comm/test_refusals.py",
     ),
@@ -488,8 +488,8 @@ MUTANTS = [
     mutant(
         "step: buckets wait for the end of backward",
         "mgpu_core/train/reducer.py",
-        "Round(self._expected if overlap else (), ranks, len(self.layout.buckets))",
-        "Round((), ranks, len(self.layout.buckets))",
+        "is_counted = overlap and self.handles",
+        "is_counted = False",
         "train/test_train_step.py",
     ),
     mutant(
@@ -501,7 +501,7 @@ MUTANTS = [
     ),
     mutant(
         "step: what a recording launches was not launched before",
-        "mgpu_core/train/cycle.py",
+        "mgpu_core/train/cuda_graphs.py",
         "        warm_up(sums)\n",
         "",
         "accelerator/test_warm_graphs.py",
@@ -537,8 +537,8 @@ MUTANTS = [
     mutant(
         "step: gradients of the step before are added",
         "mgpu_core/train/cycle.py",
-        "            self._sync.clear()\n            self._buffers.take()",
-        "            self._buffers.take()",
+        "        self._gradients.clear()\n        self._buffers.take()",
+        "        self._buffers.take()",
         "train/test_train_step.py",
     ),
     mutant(
@@ -551,22 +551,22 @@ MUTANTS = [
     mutant(
         "step: a failed step keeps its gradients",
         "mgpu_core/train/cycle.py",
-        "        self._sync.abandon()\n        self._buffers.restore()",
+        "        self._gradients.abandon()\n        self._buffers.restore()",
         "        self._buffers.restore()",
         "train/test_failures.py",
     ),
     mutant(
         "step: a failed step keeps its running statistics",
         "mgpu_core/train/cycle.py",
-        "        self._sync.abandon()\n        self._buffers.restore()",
-        "        self._sync.abandon()",
+        "        self._gradients.abandon()\n        self._buffers.restore()",
+        "        self._gradients.abandon()",
         "train/test_failures.py",
     ),
     mutant(
         "step: a failed step counts as accumulated",
-        "mgpu_core/train/engine.py",
-        "        parts.cycle.restore()\n        parts.new_window()",
-        "        parts.cycle.restore()",
+        "mgpu_core/train/cycle.py",
+        "        self._buffers.restore()\n        self.close()",
+        "        self._buffers.restore()",
         "train/test_failures.py",
     ),
     mutant(
@@ -579,7 +579,7 @@ MUTANTS = [
     mutant(
         "step: a NaN is trained on",
         "mgpu_core/train/grad_clip.py",
-        "    if are_finite(sums, norm):\n        return",
+        "    if are_finite(gradients, norm):\n        return",
         "    return",
         "train/test_failures.py",
     ),
@@ -593,7 +593,7 @@ MUTANTS = [
     mutant(
         "step: an overflow on one rank updates all the same",
         "mgpu_core/train/cycle.py",
-        "if self._loss_scale.is_on and not are_finite(self._sync.layout.sums, self._norm.compute()):",
+        "if self._loss_scale.is_on and not are_finite(gradients, gradients.norm()):",
         "if False:",
         "train/test_amp.py",
     ),
@@ -733,10 +733,52 @@ MUTANTS = [
     ),
     mutant(
         "sums: fewer rows are read as all",
-        "mgpu_core/comm/rank_sums.py",
+        "mgpu_core/device/tensor_checks.py",
         "            and list(map(torch.Tensor.size, found)) == shapes\n",
         "",
         "comm/test_rank_sums.py",
+    ),
+    mutant(
+        "optim: a gradient of another layout is read where it lies",
+        "mgpu_core/device/tensor_checks.py",
+        "            and list(map(torch.Tensor.stride, found)) == strides\n",
+        "",
+        "optim/test_against_torch.py",
+    ),
+    mutant(
+        "optim: a missing gradient is taken for the parameter's last one",
+        "mgpu_core/optim/optimizer.py",
+        "        used = list(map(is_not, gradients, repeat(None)))\n",
+        "        used = [True] * len(gradients)\n",
+        "optim/test_against_torch.py",
+    ),
+    mutant(
+        "step: the gradients of one rank of the call before stay",
+        "mgpu_core/train/reducer.py",
+        "            for parameter in row:\n                parameter.grad = None",
+        "            for parameter in row[1:]:\n                parameter.grad = None",
+        "train/test_one_rank.py",
+    ),
+    mutant(
+        "module tree: renamed children are not seen",
+        "mgpu_core/module_tree.py",
+        "            list(chain(*tables)),\n",
+        "            [],\n",
+        "test_module_tree.py",
+    ),
+    mutant(
+        "module tree: replaced tensors are not seen",
+        "mgpu_core/module_tree.py",
+        "            list(map(id, chain(*map(dict.values, tables)))),\n",
+        "            [],\n",
+        "test_module_tree.py",
+    ),
+    mutant(
+        "module tree: methods in attributes are not seen",
+        "mgpu_core/module_tree.py",
+        "return self._found is not None and not self._found[-1] and self._find() == self._found",
+        "return self._found is not None and self._find()[:-1] == self._found[:-1]",
+        "test_module_tree.py",
     ),
     mutant(
         "step: parameters of a bucket share a storage",

@@ -14,6 +14,8 @@ TESTS = Path(__file__).parent
 ON_THE_FAKE = [
     "accelerator",
     "conformance",
+    "kernels/test_flat_optimizers.py",
+    "kernels/test_reference_optimizers.py",
     "train/test_amp.py",
     "train/test_any_order.py",
     "train/test_train_step.py",
@@ -42,6 +44,7 @@ BY_THE_CUDA_ROOM = [
     "kernels/test_flat.py",
     "kernels/test_flat_optimizers.py",
     "kernels/test_gather_rows.py",
+    "kernels/test_reference_optimizers.py",
     "parallel/test_replicate.py",
     "parallel/test_scatter.py",
     "test_data_parallel_any_order.py",

@@ -6,8 +6,6 @@ Like ``dispatch.py``, for lists that are looked at once: where the sums go, and 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import compress
-from operator import attrgetter
 from types import NoneType
 from typing import TypeAlias
 
@@ -19,8 +17,8 @@ from mgpu_core.comm.reductions import CORE_DTYPES, core_count
 from mgpu_core.comm.watch import hop, watched
 from mgpu_core.device.memory import note_written
 from mgpu_core.device.shared_memory import check_disjoint
-from mgpu_core.device.streams import core_stream
-from mgpu_core.device.tensor_checks import check_writable
+from mgpu_core.device.streams import HOST, core_stream
+from mgpu_core.device.tensor_checks import LiesLike, check_writable
 
 __all__ = ["RankSums"]
 
@@ -40,10 +38,10 @@ class RankSums:
         check_disjoint(outs, "out {}".format)
         self._outs, self._ranks = outs, ranks
         self._pointers = [out.data_ptr() for out in outs]
-        self._shapes = [out.size() for out in outs]
-        self._strides = [out.stride() for out in outs]
+        self._like = LiesLike(outs)
         self._counts = [core_count(out) for out in outs]
-        self._dtype = CORE_DTYPES.get(outs[0].dtype)
+        self._dtype, self._device = CORE_DTYPES.get(outs[0].dtype), outs[0].device
+        self._is_on_host = self._dtype is not None and self._device.type == "cpu"
 
     def add_up(self, columns: Sequence[Parts]) -> None:
         """Writes the sums of ``columns[rank][i]`` into ``outs[i]``; zeros where no rank has anything.
@@ -54,35 +52,15 @@ class RankSums:
         Raises:
             ValueError: a part has another shape than its out.
         """
-        stream = core_stream(self._outs[0].device) if self._dtype is not None else None
+        stream = HOST if self._is_on_host else core_stream(self._device) if self._dtype is not None else None
         with watched("reduce", zip(*columns, strict=True), self._outs, ranks=self._ranks) as watch:
-            if stream is None or not all(map(self._fits, columns)):
+            if stream is None or not all(map(self._like.holds_for, columns)):
                 self._add_up_elsewhere(columns)
                 watch.ran(torch_backend.ALGORITHM)
             else:
                 self._add_up_in_core(list(map(_pointers, columns)), stream)
                 watch.ran("direct")
         note_written(self._outs)
-
-    def _fits(self, column: Parts) -> bool:
-        """Whether the core may add these element by element: plain tensors beside the outs, with their strides."""
-        present, shapes, strides = column, self._shapes, self._strides
-        kinds = set(map(type, column))
-        if NoneType in kinds:
-            kinds.remove(NoneType)
-            present = [part for part in column if part is not None]
-            there = [part is not None for part in column]
-            shapes, strides = list(compress(shapes, there)), list(compress(strides, there))
-        found: list[torch.Tensor] = present  # type: ignore[assignment]
-        first = self._outs[0]
-        return (
-            kinds <= {torch.Tensor}
-            and set(map(_kind, found)) <= {_kind(first)}
-            and list(map(torch.Tensor.size, found)) == shapes
-            and list(map(torch.Tensor.stride, found)) == strides
-            and not any(map(torch.Tensor.is_neg, found))
-            and not (first.is_complex() and any(map(torch.Tensor.is_conj, found)))
-        )
 
     def _add_up_in_core(self, pointers: Sequence[Sequence[int]], stream: backends.Stream) -> None:
         assert self._dtype is not None
@@ -104,9 +82,6 @@ class RankSums:
             total = torch_backend.reduce(parts, "sum", out.device)
             out.copy_(total if total.layout is torch.strided else total.to_dense())
             hop(False, [total], [out])
-
-
-_kind = attrgetter("layout", "dtype", "device")
 
 
 def _pointers(column: Parts) -> list[int]:

@@ -17,29 +17,24 @@ class RankClock:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._on_gpu = device.type == "cuda"
-        self._begin = self._end = 0.0
-        self._is_stopped = False
-        if self._on_gpu:
-            self._events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if device.type == "cuda" else []
+        self._begin = 0.0
+        self._seconds: float | None = None
 
     def start(self) -> None:
         """Before the work."""
-        if self._on_gpu:
+        if self._events:
             self._events[0].record()
         self._begin = time.perf_counter()
 
     def stop(self) -> None:
         """Behind the work."""
-        if self._on_gpu:
+        if self._events:
             self._events[1].record()
-        self._end = time.perf_counter()
-        self._is_stopped = True
+        self._seconds = time.perf_counter() - self._begin
 
     def seconds(self) -> float | None:
         """Nobody waits: ``None`` while a GPU is still at it, and where the work did not come to its end."""
-        if not self._is_stopped:
-            return None
-        if not self._on_gpu:
-            return self._end - self._begin
+        if self._seconds is None or not self._events:
+            return self._seconds
         return self._events[0].elapsed_time(self._events[1]) / 1e3 if self._events[1].query() else None

@@ -13,7 +13,6 @@ other ranks, in a synchronised layer, it compiles nothing and lends it to them.
 from __future__ import annotations
 
 import os
-import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -39,18 +38,26 @@ _F = TypeVar("_F", bound=_Call)
 def outside_the_compiler(function: _F) -> _F:
     """A function of threads and pointers, which a compiled caller must run as it is instead of looking into it.
 
-    As ``torch.compiler.disable``, but nobody who does not compile pays for the import of the compiler.
+    As ``torch.compiler.disable``, but nobody who does not compile pays for the import of the compiler, nor for its
+    six calls: they are made where a compiled caller is running.
     """
     disabled: list[_Call] = []
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        compiler: Any = sys.modules.get("torch._dynamo")
-        if not disabled and hasattr(compiler, "disable"):
-            disabled.append(compiler.disable(function))
-        return (disabled[0] if disabled else function)(*args, **kwargs)
+        if _compiler_callback() is None:
+            return function(*args, **kwargs)
+        if not disabled:
+            disabled.append(torch.compiler.disable(function))
+        return disabled[0](*args, **kwargs)
 
+    call._torchdynamo_disable = True  # type: ignore[attr-defined]  # the compiler's own mark: do not look inside
     return cast(_F, call)
+
+
+_compiler_callback = (
+    torch._C._dynamo.eval_frame.get_eval_frame_callback
+)  # what looks into frames that run; None: nobody
 
 
 def compiled_calls(module: Module, compiled: Module, ranks: int) -> list[_Call]:
@@ -65,10 +72,11 @@ def compiled_calls(module: Module, compiled: Module, ranks: int) -> list[_Call]:
         TypeError: a way of compiling that cannot be repeated for a replica.
     """
     settings = _settings_of(module, compiled)
-    known = _known.get(module)
-    if known is None or known.settings is not settings:
-        known = _known[module] = _Calls(settings)
-    return known.first(ranks)
+    known, calls = _known.get(module, (None, []))
+    if known is not settings:
+        _known[module] = settings, calls = settings, []
+    calls += [_for_rank(settings, rank) for rank in range(len(calls), ranks)]
+    return calls[:ranks]
 
 
 def _settings_of(module: Module, compiled: Module) -> Any:
@@ -88,20 +96,8 @@ def _settings_of(module: Module, compiled: Module) -> Any:
     return settings
 
 
-class _Calls:
-    """The compiled functions of one module, by rank."""
-
-    def __init__(self, settings: Any) -> None:
-        self.settings = settings
-        self._found: list[_Call] = []
-
-    def first(self, ranks: int) -> list[_Call]:
-        while len(self._found) < ranks:
-            self._found.append(_for_rank(self.settings, len(self._found)))
-        return self._found[:ranks]
-
-
-_known: weakref.WeakKeyDictionary[Module, _Calls] = weakref.WeakKeyDictionary()
+# Of each module how it was compiled, and the functions of its ranks.
+_known: weakref.WeakKeyDictionary[Module, tuple[Any, list[_Call]]] = weakref.WeakKeyDictionary()
 
 
 def _for_rank(settings: Any, rank: int) -> _Call:

@@ -7,6 +7,7 @@ in use and the GPUs that are hidden. The two are joined by UUID, by PCI address 
 
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,7 +63,8 @@ def read_torch_devices(want_free_memory: bool) -> TorchReading:
             torch.cuda.init()
             count = torch.cuda.device_count()
     except (RuntimeError, AssertionError) as error:
-        return TorchReading(reason=_first_sentence(str(error)))
+        first_line = str(error).split("\n")[0]
+        return TorchReading(reason=first_line.split(". ")[0])  # torch goes on with general advice; doctor has its own
     return TorchReading(tuple(_read_torch_device(torch, index, want_free_memory) for index in range(count)))
 
 
@@ -86,25 +88,15 @@ def shows(seen: Sequence[TorchDevice], physical: Sequence[PhysicalDevice], read:
 def _read_torch_device(torch: Any, index: int, want_free_memory: bool) -> TorchDevice:
     facts = torch.cuda.get_device_properties(index)
     address = f"{facts.pci_domain_id:04x}:{facts.pci_bus_id:02x}:{facts.pci_device_id:02x}.0"
-    free = _free_memory(torch, index) if want_free_memory else None
+    free = None
+    if want_free_memory:
+        with suppress(RuntimeError):  # in exclusive mode, held by another process, it gives no context
+            free = int(torch.cuda.mem_get_info(index)[0])
     return TorchDevice(index, str(facts.uuid), address, facts.name, facts.total_memory, free)
 
 
-def _first_sentence(text: str) -> str:
-    # torch goes on with general advice and addresses; doctor has its own.
-    return text.split("\n")[0].split(". ")[0]
-
-
-def _free_memory(torch: Any, index: int) -> int | None:
-    try:
-        return int(torch.cuda.mem_get_info(index)[0])
-    except RuntimeError:
-        # A GPU in exclusive mode that another process holds gives no context, and is still worth a row.
-        return None
-
-
 def _find(device: TorchDevice, parts: Sequence[VisibleDevice]) -> VisibleDevice | None:
-    same = [part for part in parts if _bare(part.part.uuid) == device.uuid]
+    same = [part for part in parts if part.part.uuid in (f"GPU-{device.uuid}", f"MIG-{device.uuid}", device.uuid)]
     same += [part for part in parts if part.physical.pci_bus_id == device.pci_bus_id]
     return same[0] if same else None
 
@@ -126,7 +118,3 @@ def _visible_row(device: TorchDevice, part: VisibleDevice | None, read: Visibili
 def _hidden_row(part: VisibleDevice) -> DeviceRow:
     gpu, own = part.physical, part.part
     return DeviceRow(None, None, gpu.index, own.uuid, gpu.pci_bus_id, own.name, own.memory_total, own.memory_free)
-
-
-def _bare(uuid: str) -> str:
-    return uuid.removeprefix("GPU-").removeprefix("MIG-")

@@ -7,7 +7,6 @@ it arrives lets the others go with an error, so nobody waits for somebody who wi
 from __future__ import annotations
 
 import threading
-import time
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from contextvars import ContextVar, Token
@@ -110,17 +109,17 @@ class Meeting:
             self._changed.notify_all()
 
     def _wait(self, found: _Round) -> None:
-        until = time.monotonic() + self._seconds
         with self._changed:
-            while not found.is_over:
-                absent = self._gone - found.values.keys()
-                if absent:
-                    raise AbsentRank(
-                        f"rank {min(absent)} ended without coming to a layer where all ranks meet: every rank must "
-                        "call the same synchronised layers, equally often"
-                    )
-                if not self._changed.wait(max(0.0, until - time.monotonic())) and time.monotonic() >= until:
-                    raise Error(f"a rank did not come to a synchronised layer within {self._seconds:g} s")
+            self._changed.wait_for(lambda: found.is_over or self._gone - found.values.keys(), self._seconds)
+            if found.is_over:
+                return
+            absent = self._gone - found.values.keys()
+            if absent:
+                raise AbsentRank(
+                    f"rank {min(absent)} ended without coming to a layer where all ranks meet: every rank must "
+                    "call the same synchronised layers, equally often"
+                )
+            raise Error(f"a rank did not come to a synchronised layer within {self._seconds:g} s")
 
 
 class _Round:

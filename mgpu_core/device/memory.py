@@ -8,6 +8,8 @@ import torch
 
 __all__ = ["note_written"]
 
+_increment_version = torch._C._increment_version  # what torch.autograd.graph.increment_version ends in
+
 
 def note_written(tensors: Sequence[torch.Tensor]) -> None:
     """Raises the version of each tensor, as torch's own in-place operations do.
@@ -15,6 +17,7 @@ def note_written(tensors: Sequence[torch.Tensor]) -> None:
     A graph that saved one of them before then raises torch's version error instead of giving wrong gradients.
     Inference tensors have no version.
     """
-    versioned = [tensor for tensor in tensors if not tensor.is_inference()]
-    if versioned:
-        torch.autograd.graph.increment_version(versioned)
+    if True in map(torch.Tensor.is_inference, tensors):
+        tensors = [tensor for tensor in tensors if not tensor.is_inference()]
+    if tensors:
+        _increment_version(tensors)

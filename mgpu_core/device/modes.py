@@ -7,7 +7,8 @@ refused by name.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -43,46 +44,30 @@ class Modes:
         _check(functions, dispatches)
         contexts = [mode for mode in functions if isinstance(mode, DeviceContext)]
         self._context = contexts[-1] if contexts else None
-        self._ours = self._context is not None and _belongs(self._context.device, team)
+        default = None if self._context is None else self._context.device
+        self._ours = default is not None and default.type in {each.type for each in team} and as_device(default) in team
         self._functions = [mode for mode in functions if not isinstance(mode, DeviceContext)]
         self._dispatches = [mode for mode in dispatches if not isinstance(mode, RankStream)]
 
-    def entered(self, device: torch.device) -> _Entered:
+    @contextmanager
+    def entered(self, device: torch.device) -> Iterator[None]:
         """The same modes in the worker of a rank; a default device that belongs to the team becomes the rank's own."""
-        functions: list[Any] = list(self._functions)
-        if self._context is not None:
-            functions.insert(0, DeviceContext(device) if self._ours else self._context)
-        return _Entered(functions, self._dispatches)
-
-
-class _Entered:
-    """Around the work of a rank, in a worker."""
-
-    __slots__ = ("_before", "_dispatches", "_functions")
-
-    def __init__(self, functions: Sequence[Any], dispatches: Sequence[Any]) -> None:
-        self._functions, self._dispatches = functions, dispatches
-
-    def __enter__(self) -> None:
-        self._before = _len_torch_dispatch_stack(), _len_torch_function_stack()
+        dispatches, functions = _len_torch_dispatch_stack(), _len_torch_function_stack()
         # Pushed, not entered: `__enter__` of a mode notes in globals what was there before, and several threads that
         # come and go would leave them wrong for good.
+        if self._context is not None:
+            _push_function_mode(DeviceContext(device) if self._ours else self._context)
         for mode in self._functions:
             _push_function_mode(mode)
         for mode in self._dispatches:
             _push_dispatch_mode(mode)
-
-    def __exit__(self, *_: object) -> None:
-        """With what the rank left behind: the thread is used again."""
-        dispatches, functions = self._before
-        while _len_torch_dispatch_stack() > dispatches:
-            _pop_dispatch_mode()
-        while _len_torch_function_stack() > functions:
-            _pop_function_mode()
-
-
-def _belongs(device: torch.device, team: Sequence[torch.device]) -> bool:
-    return any(device.type == each.type for each in team) and as_device(device) in team
+        try:
+            yield
+        finally:  # with what the rank left behind: the thread is used again
+            while _len_torch_dispatch_stack() > dispatches:
+                _pop_dispatch_mode()
+            while _len_torch_function_stack() > functions:
+                _pop_function_mode()
 
 
 def check_modes() -> None:

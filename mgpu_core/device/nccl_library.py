@@ -95,8 +95,8 @@ def _candidates() -> Iterator[tuple[Source, str]]:
     loaded = loaded_nccl(_own_maps())
     if loaded:
         yield "loaded", loaded
-    for wheel in _wheels():
-        yield "wheel", str(wheel)
+    for wheel in wheel_libraries():
+        yield "wheel", wheel
     yield "system", SONAME
 
 
@@ -109,13 +109,9 @@ def _own_maps() -> list[str]:
 
 def wheel_libraries() -> list[str]:
     """Where pip's NVIDIA wheels have it."""
-    return [str(path) for path in _wheels()]
-
-
-def _wheels() -> list[Path]:
     spec = importlib.util.find_spec("nvidia")
     folders = spec.submodule_search_locations if spec else None
-    return [path for folder in folders or () if (path := Path(folder, "nccl", "lib", SONAME)).exists()]
+    return [str(path) for folder in folders or () if (path := Path(folder, "nccl", "lib", SONAME)).exists()]
 
 
 def _read_answer(source: Source, path: str, output: str) -> NcclLibrary:

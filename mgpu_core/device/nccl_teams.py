@@ -20,13 +20,13 @@ import torch.distributed
 
 from mgpu_core import _core
 from mgpu_core.device.nccl_library import wheel_libraries
+from mgpu_core.device.workers import seconds_of
 from mgpu_core.errors import NcclError
 
 __all__ = ["TIMEOUT_VARIABLE", "keep_nccl_off_peers", "nccl_is_there", "nccl_is_trusted", "practice", "with_nccl"]
 
 TIMEOUT_VARIABLE = "MGPU_CORE_NCCL_TIMEOUT"
 P2P_VARIABLE = "NCCL_P2P_DISABLE"
-_DEFAULT_SECONDS = 600.0
 
 Devices = tuple[int, ...]
 T = TypeVar("T")
@@ -118,21 +118,10 @@ def _team_over(places: Devices) -> _core.NcclTeam:
             _made_one = True
             ranks = list(range(len(places)))
             unique_id = _core.nccl_unique_id()
-            seconds = min(_limit_seconds(), _practice_seconds.get(places, float("inf")))
+            limit = seconds_of(TIMEOUT_VARIABLE, "600", 1e9)  # of a collective, before its team is given up
+            seconds = min(limit, _practice_seconds.get(places, limit))
             team = _teams[places] = _core.nccl_init(unique_id, len(places), ranks, list(places), seconds)
         return team
-
-
-def _limit_seconds() -> float:
-    """How long a collective may take before its team is given up."""
-    text = os.environ.get(TIMEOUT_VARIABLE, "").strip()
-    try:
-        seconds = float(text) if text else _DEFAULT_SECONDS
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < 1e9:
-        raise ValueError(f"{TIMEOUT_VARIABLE} must be a positive number of seconds, not {text!r}")
-    return seconds
 
 
 def _close_all() -> None:

@@ -54,16 +54,8 @@ def _read_all(nvml: Any) -> NvmlReading:
 
 def _read_device(nvml: Any, index: int) -> PhysicalDevice:
     handle = nvml.nvmlDeviceGetHandleByIndex(index)
-    memory = _or_none(nvml, nvml.nvmlDeviceGetMemoryInfo, handle)
-    return PhysicalDevice(
-        index=index,
-        uuid=_text(nvml.nvmlDeviceGetUUID(handle)),
-        pci_bus_id=pci_address(_text(nvml.nvmlDeviceGetPciInfo(handle).busId)),
-        name=_text(nvml.nvmlDeviceGetName(handle)),
-        memory_total=memory and int(memory.total),
-        memory_free=memory and int(memory.free),
-        mig=_read_instances(nvml, handle),
-    )
+    address = pci_address(_text(nvml.nvmlDeviceGetPciInfo(handle).busId))
+    return PhysicalDevice(index, pci_bus_id=address, mig=_read_instances(nvml, handle), **_read_part(nvml, handle))
 
 
 def _read_instances(nvml: Any, handle: Any) -> tuple[MigInstance, ...] | None:
@@ -76,15 +68,18 @@ def _read_instances(nvml: Any, handle: Any) -> tuple[MigInstance, ...] | None:
 
 
 def _read_instance(nvml: Any, handle: Any) -> MigInstance:
-    memory = _or_none(nvml, nvml.nvmlDeviceGetMemoryInfo, handle)
     return MigInstance(
-        uuid=_text(nvml.nvmlDeviceGetUUID(handle)),
         gpu_instance=int(nvml.nvmlDeviceGetGpuInstanceId(handle)),
         compute_instance=int(nvml.nvmlDeviceGetComputeInstanceId(handle)),
-        name=_text(nvml.nvmlDeviceGetName(handle)),
-        memory_total=memory and int(memory.total),
-        memory_free=memory and int(memory.free),
+        **_read_part(nvml, handle),
     )
+
+
+def _read_part(nvml: Any, handle: Any) -> dict[str, Any]:
+    """What GPUs and instances have alike."""
+    memory = _or_none(nvml, nvml.nvmlDeviceGetMemoryInfo, handle)
+    told = {"uuid": _text(nvml.nvmlDeviceGetUUID(handle)), "name": _text(nvml.nvmlDeviceGetName(handle))}
+    return told | {"memory_total": memory and int(memory.total), "memory_free": memory and int(memory.free)}
 
 
 def pci_address(text: str) -> str:

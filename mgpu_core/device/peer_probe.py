@@ -59,15 +59,12 @@ def measure_pair(device: int, peer: int, uuids: Sequence[str]) -> float:
     target, back = torch.full((COUNT,), -1, dtype=torch.int32, device=there), torch.full_like(pattern, -1)
     _settle(here, there)
     _by_kernel(pattern, target, device)
-    _settle(here, there)
     _compare(target, pattern, "arrived wrong")
     _by_kernel(target, back, device)
-    _settle(here, there)
     _compare(back, pattern, "were read back wrong")
     target.fill_(-1)
     _settle(here, there)
     _by_copy_engine(pattern, target)
-    _settle(here, there)
     _compare(target, pattern, "were copied wrong")
     return _speed(pattern, target, device)
 
@@ -78,6 +75,7 @@ def _settle(*devices: torch.device) -> None:
 
 
 def _compare(made: torch.Tensor, wanted: torch.Tensor, how: str) -> None:
+    _settle(made.device, wanted.device)
     if wrong := int((made.cpu() != wanted.cpu()).sum()):
         raise NoPeer(f"{wrong} of {COUNT} numbers {how}")
 

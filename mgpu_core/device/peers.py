@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from queue import Empty, Queue
@@ -226,8 +227,9 @@ def _next_answer(lines: Queue[str], seconds: float) -> tuple[str, float, bool] |
     """Of what the child says, the first line that is one; ``None`` at the end.  Empty where none comes in time."""
     end = time.monotonic() + seconds
     while line := lines.get(timeout=max(0.0, end - time.monotonic())):
-        if (answer := _parsed(line)) is not None:
-            return answer
+        with suppress(ValueError, KeyError, TypeError):
+            answer = json.loads(line)
+            return str(answer["problem"]), float(answer["gigabytes_per_second"]), bool(answer["proved"])
     return None
 
 
@@ -238,19 +240,9 @@ def _status(child: subprocess.Popen[str]) -> str:
         return "its answers, and went on"
 
 
-def _parsed(line: str) -> tuple[str, float, bool] | None:
-    try:
-        answer = json.loads(line)
-        return str(answer["problem"]), float(answer["gigabytes_per_second"]), bool(answer["proved"])
-    except (ValueError, KeyError, TypeError):
-        return None
-
-
 def _last_line(errors: Queue[str]) -> str:
     said = ""
-    try:
+    with suppress(Empty):
         while line := errors.get(timeout=5):
             said = line.strip() or said
-    except Empty:
-        pass
     return f": {said}" if said else ""

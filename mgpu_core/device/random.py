@@ -15,6 +15,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -51,8 +52,8 @@ class RankStream(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        way = _ways.get(func) or _ways.setdefault(func, _way_of(func))
-        if way is _plain or not _on_cpu(args, kwargs):
+        way = _way_of(func)
+        if way is None or not _on_cpu(args, kwargs):
             return func(*args, **kwargs)
         return way(self.generator, args, kwargs)
 
@@ -60,14 +61,15 @@ class RankStream(TorchDispatchMode):
     def entered(self) -> Iterator[None]:
         """In this thread everything is drawn from this stream."""
         outer = current_stream()
-        with _torch_asks_the_rank():
-            _thread.stream = self
-            _push_mode(self)  # see Modes.entered: `with self` is not for several threads
-            try:
-                yield
-            finally:
-                _pop_mode()
-                _thread.stream = outer
+        _count_askers(1)
+        _thread.stream = self
+        _push_mode(self)  # see Modes.entered: `with self` is not for several threads
+        try:
+            yield
+        finally:
+            _pop_mode()
+            _thread.stream = outer
+            _count_askers(-1)
 
 
 _thread = threading.local()
@@ -78,23 +80,16 @@ def current_stream() -> RankStream | None:
     return getattr(_thread, "stream", None)
 
 
-# How an operator is called so that it draws from a generator; found once for each.
-_Way = Callable[[torch.Generator, tuple[Any, ...], dict[str, Any]], Any]
-_ways: dict[Any, _Way] = {}
-
-
-def _way_of(func: Any) -> _Way:
+@cache
+def _way_of(func: Any) -> Callable[[torch.Generator, tuple[Any, ...], dict[str, Any]], Any] | None:
+    """How an operator is called so that it draws from a generator; ``None``: it draws nothing."""
     names = [argument.name for argument in func._schema.arguments]
     if "generator" in names:
-        return _Filled(func, names.index("generator"))
+        return partial(_filled, func, names.index("generator"))
     if torch.Tag.nondeterministic_seeded not in func.tags:
-        return _plain
+        return None
     sibling = _with_generator(func)
-    return _Lent(func) if sibling is None else _Filled(sibling, len(names))
-
-
-def _plain(generator: torch.Generator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    raise AssertionError("an operator that draws nothing is called as it is")
+    return partial(_lent, func) if sibling is None else partial(_filled, sibling, len(names))
 
 
 def _with_generator(func: Any) -> Any:
@@ -109,37 +104,24 @@ def _arguments(func: Any) -> list[tuple[str, str]]:
     return [(each.name, str(each.type)) for each in func._schema.arguments if each.name != "generator"]
 
 
-class _Filled:
-    """With the generator in its place, unless the caller has brought his own."""
-
-    def __init__(self, func: Any, place: int) -> None:
-        self._func, self._place = func, place
-
-    def __call__(self, generator: torch.Generator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if len(args) > self._place:
-            filled = [*args]
-            filled[self._place] = args[self._place] or generator
-            return self._func(*filled, **kwargs)
-        own = kwargs.get("generator")
-        return self._func(*args, **{**kwargs, "generator": generator if own is None else own})
+def _filled(func: Any, place: int, generator: torch.Generator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call with the generator in its place, unless the caller has brought his own."""
+    if len(args) > place:
+        return func(*args[:place], args[place] or generator, *args[place + 1 :], **kwargs)
+    return func(*args, **{**kwargs, "generator": kwargs.get("generator") or generator})
 
 
-class _Lent:
-    """For an operator that takes no generator: the default one draws from the rank's state and gets its own back."""
-
-    def __init__(self, func: Any) -> None:
-        self._func = func
-
-    def __call__(self, generator: torch.Generator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        default = torch.default_generator
-        with _lending:
-            before = default.get_state()
-            default.set_state(generator.get_state())
-            try:
-                return self._func(*args, **kwargs)
-            finally:
-                generator.set_state(default.get_state())
-                default.set_state(before)
+def _lent(func: Any, generator: torch.Generator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call what takes no generator: the default one draws from the rank's state and gets its own back."""
+    default = torch.default_generator
+    with _lending:
+        before = default.get_state()
+        default.set_state(generator.get_state())
+        try:
+            return func(*args, **kwargs)
+        finally:
+            generator.set_state(default.get_state())
+            default.set_state(before)
 
 
 _lending = threading.Lock()
@@ -170,17 +152,8 @@ class _DefaultGenerator:
 _asking, _askers = threading.Lock(), [0]
 
 
-@contextmanager
-def _torch_asks_the_rank() -> Iterator[None]:
-    """For as long as some rank draws: a user who looks at the default generator else, finds a generator."""
-    _count_askers(1)
-    try:
-        yield
-    finally:
-        _count_askers(-1)
-
-
 def _count_askers(more: int) -> None:
+    """Have torch ask the rank while some rank draws; at all other times a user finds the default generator there."""
     seen_by_torch: Any = torch.random
     with _asking:
         _askers[0] += more

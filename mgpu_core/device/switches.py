@@ -14,27 +14,19 @@ import torch
 
 __all__ = ["switches_kept"]
 
-_Switch = tuple[Callable[[], Any], Callable[[Any], Any]]
-
-
-def _switches() -> list[_Switch]:
-    cuda: Any = torch.backends.cuda
-    attention = ("flash_sdp", "mem_efficient_sdp", "math_sdp", "cudnn_sdp")
-    cudnn = ("enabled", "benchmark", "deterministic")
-    return [
-        *[(getattr(cuda, f"{name}_enabled"), getattr(cuda, f"enable_{name}")) for name in attention],
-        *[(getattr(torch._C, f"_get_cudnn_{name}"), getattr(torch._C, f"_set_cudnn_{name}")) for name in cudnn],
-        (torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
-        (_anomalies, lambda modes: torch.set_anomaly_enabled(*modes)),
-        (torch.get_default_dtype, torch.set_default_dtype),
-    ]
-
-
-def _anomalies() -> tuple[bool, bool]:
-    return torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
-
-
-_SWITCHES = _switches()
+_cuda: Any = torch.backends.cuda
+_ATTENTION = ("flash_sdp", "mem_efficient_sdp", "math_sdp", "cudnn_sdp")
+_CUDNN = ("enabled", "benchmark", "deterministic")
+_SWITCHES: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
+    *[(getattr(_cuda, f"{name}_enabled"), getattr(_cuda, f"enable_{name}")) for name in _ATTENTION],
+    *[(getattr(torch._C, f"_get_cudnn_{name}"), getattr(torch._C, f"_set_cudnn_{name}")) for name in _CUDNN],
+    (torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
+    (
+        lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
+        lambda modes: torch.set_anomaly_enabled(*modes),
+    ),
+    (torch.get_default_dtype, torch.set_default_dtype),
+]
 
 
 @contextmanager

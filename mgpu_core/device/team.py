@@ -66,7 +66,7 @@ class Team:
 
     def first(self, count: int) -> Team:
         """The team of the first ``count`` ranks."""
-        if count == len(self):
+        if count == len(self.devices):
             return self
         found = self._parts[count] = _find(self.devices[:count])
         return found

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
+from itertools import compress
 from operator import attrgetter
+from types import NoneType
 from typing import TypeAlias
 
 import torch
@@ -20,6 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from mgpu_core.device.shared_memory import overlaps_itself
 
 __all__ = [
+    "LiesLike",
     "Memory",
     "all_plain",
     "bytes_of",
@@ -49,16 +52,13 @@ def refuse_special(tensor: torch.Tensor, name: str, *, sparse: bool = False) -> 
         raise TypeError(f"{name} is a sparse tensor ({tensor.layout}): use .to_dense()")
     if is_functorch_wrapped_tensor(tensor) or is_legacy_batchedtensor(tensor):
         raise TypeError(f"{name} is inside a torch.func transform (vmap, grad, ...), which sees no collective")
-    if type(tensor) not in _PLAIN and hasattr(type(tensor), "__torch_dispatch__") and _dispatches(tensor):
+    usual = torch.Tensor.__torch_dispatch__
+    if type(tensor) not in _PLAIN and getattr(type(tensor), "__torch_dispatch__", usual) is not usual:
         raise TypeError(f"{name} is a {type(tensor).__name__}, whose memory is not its own (a fake or wrapper tensor)")
     if tensor.device.type == "meta":
         raise TypeError(f"{name} is on the meta device and has no memory")
     if torch._is_functional_tensor(tensor):
         raise TypeError(f"{name} is inside a trace of torch.compile or torch.export, and has no memory")
-
-
-def _dispatches(tensor: torch.Tensor) -> bool:
-    return type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
 
 
 _plain_keys: dict[str, frozenset[int]] = {"meta": frozenset()}
@@ -194,6 +194,40 @@ def moved_between(now: Memory, then: Memory) -> list[int]:
         return []
     pairs = zip(zip(*now, strict=True), zip(*then, strict=True), strict=True)
     return [i for i, (one, other) in enumerate(pairs) if one != other]
+
+
+class LiesLike:
+    """Compare tensors with others that are looked at once: whether a kernel may read them element by element.
+
+    Args:
+        tensors: of one dtype, layout and device.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._kind = _kind(tensors[0])
+        self._is_complex = tensors[0].is_complex()
+        self._shapes, self._strides = [each.size() for each in tensors], [each.stride() for each in tensors]
+
+    def holds_for(self, others: Sequence[torch.Tensor | None]) -> bool:
+        """Return whether these are plain tensors beside the first ones, with their strides; ``None`` always is."""
+        shapes, strides, kinds = self._shapes, self._strides, set(map(type, others))
+        if NoneType in kinds:
+            kinds.remove(NoneType)
+            there = [each is not None for each in others]
+            shapes, strides = list(compress(shapes, there)), list(compress(strides, there))
+            others = list(compress(others, there))
+        found: Sequence[torch.Tensor] = others  # type: ignore[assignment]
+        return (
+            kinds <= {torch.Tensor}
+            and set(map(_kind, found)) <= {self._kind}
+            and list(map(torch.Tensor.size, found)) == shapes
+            and list(map(torch.Tensor.stride, found)) == strides
+            and True not in map(torch.Tensor.is_neg, found)
+            and not (self._is_complex and True in map(torch.Tensor.is_conj, found))
+        )
+
+
+_kind = attrgetter("layout", "dtype", "device")
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:

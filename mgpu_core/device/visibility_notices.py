@@ -13,6 +13,7 @@ from mgpu_core.device.discovery import PhysicalDevice, Visibility
 
 VARIABLE = "CUDA_VISIBLE_DEVICES"
 ORDER = "CUDA_DEVICE_ORDER"
+_HIDE_ALL, _CONTAINERS_WORDS = ("-1", "NoDevFiles"), ("all", "none", "void")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,17 +63,16 @@ def _nothing_visible(read: Visibility) -> Notice | None:
     if read.repeated is not None:
         message = f"{VARIABLE}={read.value} names {read.repeated!r} twice: the driver then shows no GPU at all."
         return Notice("warning", message, "Name each GPU once; ranks may share one by device_ids=[0, 0].")
-    if read.value.strip() in ("-1", "NoDevFiles"):
+    if read.value.strip() in _HIDE_ALL:
         return Notice("hint", f"{VARIABLE}={read.value} hides every GPU.", f"unset {VARIABLE} to use them")
-    if read.value.strip() in ("all", "none", "void"):
+    if read.value.strip() in _CONTAINERS_WORDS:
         message = f"{VARIABLE}={read.value} shows no GPU: these words belong to the containers' NVIDIA_VISIBLE_DEVICES."
         return Notice("warning", message, f"unset {VARIABLE} for all GPUs")
     return None
 
 
 def _stopped(read: Visibility) -> Notice | None:
-    deliberate = ("", "-1", "NoDevFiles", "all", "none", "void")
-    if read.stop is None or read.value is None or read.value.strip() in deliberate:
+    if read.stop is None or read.value is None or read.value.strip() in ("", *_HIDE_ALL, *_CONTAINERS_WORDS):
         return None
     kept = ",".join(read.requested)
     left = f"only {kept} is visible" if kept else "no GPU is visible"

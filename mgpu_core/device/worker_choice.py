@@ -38,12 +38,14 @@ class WorkerChoice:
 
     Attributes:
         now: what the last call was told.
+        is_open: it depends on the call; else ``now`` stays as it is.
     """
 
     def __init__(self, asked: str, devices: Sequence[torch.device], rng: str) -> None:
         self._asked = asked
         self._accelerators = [device for device in dict.fromkeys(devices) if device.type != "cpu"]
-        self._is_open = asked == "auto" and len(devices) > 1 and rng != "per_rank" and _has_gil()
+        has_gil = getattr(sys, "_is_gil_enabled", lambda: True)()
+        self.is_open = asked == "auto" and len(devices) > 1 and rng != "per_rank" and has_gil
         self._chosen: dict[Hashable, str] = {}
         self._times: dict[Hashable, dict[str, list[float]]] = {}
         self._begin = 0.0
@@ -56,7 +58,7 @@ class WorkerChoice:
             size: of the batch.
             meets: the ranks wait for each other in the forward, which only threads can.
         """
-        if not self._is_open or meets:
+        if not self.is_open or meets:
             self.now = "threads" if meets or self._asked == "auto" else self._asked
             return False
         if size in self._chosen:
@@ -94,7 +96,7 @@ class WorkerChoice:
 
     def resume(self, chosen: Sequence[Sequence[object]]) -> None:
         """Take over what a state has chosen, where this one is open."""
-        if self._is_open:
+        if self.is_open:
             self._times.clear()
             self._chosen = {tuple(size) if isinstance(size, list) else size: str(way) for size, way in chosen}
 
@@ -102,7 +104,3 @@ class WorkerChoice:
 def size_of(batch: object) -> Hashable:
     """Return the shape of a tensor; anything else has none."""
     return tuple(batch.shape) if isinstance(batch, torch.Tensor) else None
-
-
-def _has_gil() -> bool:
-    return bool(getattr(sys, "_is_gil_enabled", lambda: True)())

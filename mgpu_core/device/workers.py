@@ -24,7 +24,7 @@ import torch
 
 from mgpu_core.errors import Error
 
-__all__ = ["TIMEOUT_VARIABLE", "Outcome", "WorkerPool", "time_limit"]
+__all__ = ["TIMEOUT_VARIABLE", "Outcome", "WorkerPool", "seconds_of", "time_limit"]
 
 TIMEOUT_VARIABLE = "MGPU_CORE_TIMEOUT"
 IDLE_SECONDS = 5.0  # a crew that nobody wanted for so long is sent home when another one comes back
@@ -37,13 +37,20 @@ def time_limit() -> float:
     Raises:
         ValueError: the variable is not a positive number.
     """
-    text = os.environ.get(TIMEOUT_VARIABLE, "").strip() or "1800"
+    return seconds_of(TIMEOUT_VARIABLE, "1800", threading.TIMEOUT_MAX)
+
+
+def seconds_of(variable: str, default: str, most: float) -> float:
+    """Return the seconds that a variable of the environment asks for.
+
+    Raises:
+        ValueError: it is not a positive number, or above ``most``.
+    """
+    text = os.environ.get(variable, "").strip() or default
     with suppress(ValueError):
-        if 0 < float(text) <= threading.TIMEOUT_MAX:
+        if 0 < float(text) <= most:
             return float(text)
-    raise ValueError(
-        f"{TIMEOUT_VARIABLE} must be a positive number of seconds, up to {threading.TIMEOUT_MAX:.0f}, not {text!r}"
-    )
+    raise ValueError(f"{variable} must be a positive number of seconds, up to {most:.0f}, not {text!r}")
 
 
 class Outcome:
@@ -115,9 +122,6 @@ class _Worker:
         weakref.finalize(self, self.inbox.put, None).atexit = False
         self.thread.start()
 
-    def stop(self) -> None:
-        self.inbox.put(None)
-
 
 class Crew:
     """One worker per rank.  Lent to one call at a time."""
@@ -147,7 +151,7 @@ class Crew:
 
     def stop(self) -> None:
         for worker in self.workers:
-            worker.stop()
+            worker.inbox.put(None)
 
     def _share_cores(self, cpu_ranks: int) -> None:
         # torch's number of threads is one setting of the process, which every thread takes over at its first parallel

@@ -59,7 +59,7 @@ class DeviceState:
         self._clip_is: float | None = 1.0  # None: the device alone knows
         self.records_clip = False
         self.states: dict[str, list[torch.Tensor]] = {}
-        self._kernels: list[kernels.FlatKernel] = []
+        self._kernels: list[tuple[kernels.FlatKernel, list[int]]] = []  # with the parameters of their segments
 
     def _table(self, bucket: Bucket, device: torch.device) -> torch.Tensor:
         return kernels.segment_table(
@@ -150,13 +150,20 @@ class DeviceState:
         if self.records_clip:
             self._clip_is = None
 
-    def run(self, name: str) -> None:
-        """Launch one kernel per bucket."""
+    def run(self, name: str, gradients: Sequence[torch.Tensor] | None) -> None:
+        """Launch one kernel per bucket.
+
+        Args:
+            name: of the kernel.
+            gradients: on the CPU, of all parameters, each in memory of its own; ``None``: they are in the flat ones.
+        """
         if not self._kernels:
-            some = [b for b, bucket in enumerate(self._buckets) if self._is_ours(bucket)]
-            self._kernels = [self._kernel(name, b) for b in some]
-        for each in self._kernels:
-            each.step()
+            some = [bucket for bucket in enumerate(self._buckets) if self._is_ours(bucket[1])]
+            self._kernels = [
+                (self._kernel(name, b), [each.parameter for each in bucket.segments]) for b, bucket in some
+            ]
+        for kernel, parameters in self._kernels:
+            kernel.step(None if gradients is None else [gradients[i] for i in parameters])
 
     def _is_ours(self, bucket: Bucket) -> bool:
         """Whether the optimizer has parameters of a bucket; a shard may be padding alone."""

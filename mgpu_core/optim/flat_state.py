@@ -36,7 +36,6 @@ class FlatState:
     Attributes:
         devices: one per flat.
         generation: grows when tables or state get other memory.
-        runs: how many updates were launched.
     """
 
     def __init__(
@@ -71,7 +70,7 @@ class FlatState:
         self._used: list[bool] = []
         self._settings: list[list[Any]] = []
         self._kernel = ""
-        self.generation = self.runs = 0
+        self.generation = 0
         self.fill()
 
     def _groups_now(self) -> dict[int, int]:
@@ -153,11 +152,14 @@ class FlatState:
         for kind in self._kinds_of[i]:
             entry[kind] = device.view(i, kind, self._parameters[i])
 
-    def run(self) -> None:
-        """Launch the update on all devices; in shards, share the new values."""
+    def run(self, gradients: Sequence[torch.Tensor] | None = None) -> None:
+        """Launch the update on all devices; in shards, share the new values.
+
+        Args:
+            gradients: on the CPU, of all parameters, each in memory of its own; ``None``: they are in the flat ones.
+        """
         for device in self.devices:
-            device.run(self._kernel)
-        self.runs += 1
+            device.run(self._kernel, gradients)
         if self.shards > 1:
             for wholes in zip(*(flat.values for flat in self.flats), strict=True):
                 parts = [part_of(each, index, self.shards) for index, each in enumerate(wholes)]
@@ -167,7 +169,7 @@ class FlatState:
         """Launch the update on one device, for a recording, with gradients times ``factor``."""
         if factor is not None:
             self.devices[index].record_scale(factor)
-        self.devices[index].run(self._kernel)
+        self.devices[index].run(self._kernel, None)
 
     def scale_by(self, factor: float | torch.Tensor) -> None:
         """Set what the next updates multiply gradients by, on all devices."""

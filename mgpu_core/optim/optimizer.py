@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from itertools import compress, repeat
+from operator import attrgetter, is_not, itemgetter
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch.autograd import profiler
@@ -12,16 +14,21 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from mgpu_core.caller import warn_caller
 from mgpu_core.device.memory import note_written
+from mgpu_core.device.tensor_checks import LiesLike
 from mgpu_core.optim.bucket_layout import Bucket, bucket_layout
-from mgpu_core.optim.flat_buffers import FlatTensors
+from mgpu_core.optim.flat_buffers import FlatTensors, compact
 from mgpu_core.optim.flat_state import FlatState
 from mgpu_core.optim.rules import Rule
 
-__all__ = ["FlatOptimizer"]
+__all__ = ["LEFT_OVER", "FlatOptimizer"]
 
 _UNLIMITED = 2**62  # bytes of a bucket: outside a TrainStep all parameters of a dtype share one
 _data_ptr = torch.Tensor.data_ptr
+_dtype_of, _grad_of, _members_of = attrgetter("dtype"), attrgetter("grad"), itemgetter("params")
 
+# What a TrainStep wants of the step that it is about to call: the parameters to update, whose gradients lie in the flat
+# memory that it has attached (``None``: those that have a ``grad``), and what gradients are multiplied by.
+_Order: TypeAlias = tuple[list[bool] | None, float | torch.Tensor]
 
 LEFT_OVER = (
     "optimizer.step() after a TrainStep's call updates a second time by the same gradients: the call has made the "
@@ -43,7 +50,9 @@ class FlatOptimizer(Optimizer):
     rule: ClassVar[Rule]
     _flat: FlatState | None = None
     _is_attached = False
-    _awaited: list[bool] | None = None  # what a TrainStep updates in the step that it is about to call
+    _parameters: list[torch.Tensor]
+    _order: _Order | None = None
+    _spent: Sequence[torch.Tensor | None] = ()  # gradients that a TrainStep has used
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Make one step; return what ``closure`` returned.
@@ -68,17 +77,25 @@ class FlatOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        flat, used = self._flat, self._awaited
+        used, factor = self._order or self._by_hand()
+        flat, own = self._flat, None
         is_changed = self._optimizer_step_pre_hooks or _global_optimizer_pre_hooks  # a hook may write gradients
         if flat is None or used is None or (is_changed and flat.shards == 1):
-            flat, used = self._take_gradients()
+            flat, used, own = self._take_gradients()
             flat.prepare(used)
         elif is_changed:
             flat.prepare(used)
-        flat.run()
-        if self._awaited is None:  # a TrainStep does this itself
-            note_written([each for each, is_used in zip(self._parameters, used, strict=True) if is_used])
+        flat.scale_by(factor)
+        flat.run(own)
+        note_written(list(compress(self._parameters, used)))
         return loss
+
+    def _by_hand(self) -> _Order:
+        """Return the order of a step that no TrainStep makes; warn where one has made it already."""
+        now = [each.grad for group in self.param_groups for each in group["params"]] if self._spent else []
+        if any(each is not None for each in now) and all(each is None or _is_in(each, self._spent) for each in now):
+            warn_caller(LEFT_OVER)
+        return None, 1.0
 
     _hooked_step = Optimizer.profile_hook_step(_step)
 
@@ -91,11 +108,18 @@ class FlatOptimizer(Optimizer):
             for each in group["params"]:
                 each.grad = None
 
-    def _take_gradients(self) -> tuple[FlatState, list[bool]]:
-        """Copy the parameters' gradients into the flat ones; return who has one."""
+    def _take_gradients(self) -> tuple[FlatState, list[bool], list[torch.Tensor] | None]:
+        """Return who has a gradient, and where kernels read them: ``None`` where they were copied into the flat ones.
+
+        The CPU's kernels read each gradient where it lies, if it lies as its parameter does.
+        """
         flat = self._laid_out()
-        gradients = [each.grad for each in self._parameters]
-        used = [each is not None for each in gradients]
+        gradients = list(map(_grad_of, self._parameters))
+        used = list(map(is_not, gradients, repeat(None)))
+        if self._like is not None and self._like.holds_for(gradients):
+            if False in used:
+                gradients = [view if each is None else each for each, view in zip(gradients, self._views, strict=True)]
+            return flat, used, gradients
         pairs = [
             (view, each)
             for view, each in zip(self._views, gradients, strict=True)
@@ -103,37 +127,45 @@ class FlatOptimizer(Optimizer):
         ]
         if pairs:
             _copy_all(pairs)
-        elif self._is_attached and any(used):  # they are what a TrainStep has shown
-            warn_caller(LEFT_OVER)
         if self._is_attached:
             flat.spread_gradients()
-        return flat, used
+        return flat, used, None
 
     def _laid_out(self) -> FlatState:
         flat = self._flat
         if flat is not None and self._is_attached:
-            if self._awaited is None:
-                flat.scale_by(1.0)
             return flat
-        members = [each for group in self.param_groups for each in group["params"]]
-        memory = [len(group["params"]) for group in self.param_groups], list(map(_data_ptr, members))
+        members = [
+            each
+            for group in self.param_groups
+            for each in group["params"]
+            if each.requires_grad or each.grad is not None
+        ]
+        memory = list(map(len, map(_members_of, self.param_groups))), list(map(_data_ptr, members))
         if flat is None or memory != self._memory or list(map(id, members)) != self._ids:
             flat = self._lay_out(members)
         return flat
 
     def _lay_out(self, members: list[torch.Tensor]) -> FlatState:
+        """Give the members flat memory: what is frozen takes no room, and gets memory of its own back."""
+        if self._flat is not None:
+            for each in self._parameters:
+                if not each.requires_grad and not _is_in(each, members):
+                    each.data = compact(each)
         self.detach()
         self.rule.check_alike(self.param_groups)
         found = [_flat_on(device, members) for device in dict.fromkeys(each.device for each in members)]
         buckets, flats = [each for each, _ in found], [each for _, each in found]
         flat = FlatState(self, self.rule, members, buckets, flats, copies=False)
-        for each in flats:
-            each.adopt(members, list(each.value_views))
+        for own in flats:
+            own.adopt(members, list(own.value_views))
         self._flat, self._parameters = flat, members
-        views = {i: view for each in flats for i, view in each.gradient_views.items()}
+        views = {i: view for own in flats for i, view in own.gradient_views.items()}
         self._views = [views.get(i) for i in range(len(members))]
         self._ids = list(map(id, members))
-        self._memory = [len(group["params"]) for group in self.param_groups], list(map(_data_ptr, members))
+        self._memory = list(map(len, map(_members_of, self.param_groups))), list(map(_data_ptr, members))
+        on_cpu = all(own.device.type == "cpu" for own in flats)
+        self._like = LiesLike(members) if on_cpu and len(set(map(_dtype_of, members))) == 1 else None
         return flat
 
     def attach(
@@ -144,7 +176,7 @@ class FlatOptimizer(Optimizer):
         self.rule.check_alike(self.param_groups)
         every = [buckets] * len(flats)
         self._flat = FlatState(self, self.rule, parameters, every, flats, copies=True, shards=shards)
-        self._parameters, self._is_attached = list(parameters), True
+        self._parameters, self._is_attached, self._like = list(parameters), True, None
         self._views = [flats[0].gradient_views.get(i) for i in range(len(parameters))]
         return self._flat
 
@@ -158,9 +190,23 @@ class FlatOptimizer(Optimizer):
         """Return whether it steps over this memory."""
         return self._flat is flat
 
-    def expect(self, used: list[bool] | None) -> None:
-        """Say which parameters the next step updates, whose gradients lie in the flat ones; ``None``: it must look."""
-        self._awaited = used
+    def step_by(self, used: list[bool] | None, factor: float | torch.Tensor) -> None:
+        """Call :meth:`step`, with all hooks of the user's, for a TrainStep.
+
+        Args:
+            used: the parameters to update, whose gradients lie in the memory of :meth:`attach`; ``None``: those that
+                have a ``grad``.
+            factor: what gradients are multiplied by.
+        """
+        self._order = used, factor
+        try:
+            self.step()
+        finally:
+            self._order = None
+
+    def watch_spent(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Name the list in which a TrainStep keeps the gradients that it has used: a further step by them warns."""
+        self._spent = gradients
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as torch does; the next step lays out again and keeps the state."""
@@ -197,6 +243,10 @@ def _flat_on(device: torch.device, members: Sequence[torch.Tensor]) -> tuple[Seq
     counts, sizes = [each.numel() for each in members], [each.element_size() for each in members]
     buckets = bucket_layout(counts, sizes, numbers, order, _UNLIMITED)
     return buckets, FlatTensors(buckets, members, device)
+
+
+def _is_in(tensor: torch.Tensor, tensors: Sequence[torch.Tensor | None]) -> bool:
+    return any(tensor is each for each in tensors)
 
 
 def _copy_all(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:

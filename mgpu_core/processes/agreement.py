@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -42,10 +43,7 @@ def check_agreement(processes: Processes, facts: Facts) -> None:
 
 def first_difference(wanted: Sequence[str], found: Sequence[str]) -> int | None:
     """Where two lists differ first; ``None``: nowhere."""
-    for at, (one, other) in enumerate(zip(wanted, found, strict=False)):
-        if one != other:
-            return at
-    return None if len(wanted) == len(found) else min(len(wanted), len(found))
+    return next((at for at, (one, other) in enumerate(zip_longest(wanted, found)) if one != other), None)
 
 
 def _line(lines: Sequence[str], at: int) -> str:

@@ -35,10 +35,6 @@ _SLICE = timedelta(seconds=0.2)  # how long Ctrl-C may have to wait
 _DYING_SECONDS = 1.0  # a process closes its connections a little before it has ended
 
 
-def _never() -> bool:
-    return False
-
-
 class Processes:
     """The processes of a group, seen from one of them.
 
@@ -71,12 +67,9 @@ class Processes:
 
         On a GPU the current stream does so, and the host goes on: ``None``.
         """
-        return self._begun(partial(self._all_reduce, tensor), tensor.device)
+        return self._begun(partial(distributed.all_reduce, tensor), tensor.device)
 
-    def _all_reduce(self, tensor: torch.Tensor) -> Work:
-        return _given(distributed.all_reduce(tensor, group=self.group, async_op=True))
-
-    def wait(self, work: Work | None, interrupted: Callable[[], bool] = _never) -> None:
+    def wait(self, work: Work | None, interrupted: Callable[[], bool] = lambda: False) -> None:
         """Until it is done.
 
         Args:
@@ -99,7 +92,7 @@ class Processes:
         except RuntimeError as error:
             self._lose(error)
 
-    def exchange(self, topic: str, value: Any, interrupted: Callable[[], bool] = _never) -> list[Any]:
+    def exchange(self, topic: str, value: Any, interrupted: Callable[[], bool] = lambda: False) -> list[Any]:
         """Each process's value, in their order; values are what JSON can hold.
 
         Args:
@@ -138,9 +131,10 @@ class Processes:
         """Gives all processes the values that process ``root`` has in these tensors."""
         single = [_without_repeats(each.detach()) for each in tensors if each.numel()]
         sent = [each.contiguous() for each in single]
+        global_root = distributed.get_global_rank(self.group, root)
         for each in sent:
             message = bytes_of(each)  # any dtype
-            self.wait(self._begun(partial(self._broadcast, root, message), message.device))
+            self.wait(self._begun(partial(distributed.broadcast, message, global_root), message.device))
         if self.index == root:
             return
         for tensor, message in zip(single, sent, strict=True):
@@ -148,21 +142,17 @@ class Processes:
                 tensor.copy_(message)
         note_written(tensors)
 
-    def _broadcast(self, root: int, message: torch.Tensor) -> Work:
-        global_root = distributed.get_global_rank(self.group, root)
-        return _given(distributed.broadcast(message, global_root, group=self.group, async_op=True))
-
     def _all_gather(self, tensor: torch.Tensor, interrupted: Callable[[], bool]) -> list[torch.Tensor]:
         found = [torch.empty_like(tensor) for _ in range(self.count)]
-        gather = partial(distributed.all_gather, found, tensor, group=self.group, async_op=True)
-        self.wait(self._begun(lambda: _given(gather()), tensor.device), interrupted)
+        self.wait(self._begun(partial(distributed.all_gather, found, tensor), tensor.device), interrupted)
         return found
 
-    def _begun(self, begin: Callable[[], Work], device: torch.device) -> Work | None:
+    def _begun(self, collective: Callable[..., Work | None], device: torch.device) -> Work | None:
         if self.lost is not None:
             raise Error(self.lost)
         try:
-            work = begin()
+            work = collective(group=self.group, async_op=True)
+            assert work is not None  # only those outside the group get nothing
             if device.type != "cuda":
                 return work
             # An order between streams; whoever uses the stream next, is behind it.  Not by slices: NCCL gives a
@@ -200,11 +190,6 @@ class Processes:
 def _without_repeats(tensor: torch.Tensor) -> torch.Tensor:
     """A view in which each element of an expanded tensor stands once."""
     return tensor[tuple([slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride()])]
-
-
-def _given(work: Work | None) -> Work:
-    assert work is not None  # only to those outside the group nothing is given
-    return work
 
 
 def _check(group: Any) -> None:

@@ -166,6 +166,8 @@ class SplitPlan:
 
     Attributes:
         asked: the shares, as they were given.
+        shares: for the next call.
+        is_timed: they follow the ranks' speeds, so each call is timed.
 
     Raises:
         ValueError: other shares.
@@ -185,13 +187,9 @@ class SplitPlan:
             check_shares(shares, len(self._team))
         self.asked = shares
         self._auto = AutoShares(len(self._team)) if isinstance(shares, str) else None
-        self._fixed = None if isinstance(shares, str) else shares
+        self.shares: Sequence[float] | None = self._auto.shares if self._auto else shares  # type: ignore[assignment]
+        self.is_timed = self._auto is not None
         self._timed: deque[tuple[Sequence[RankClock], list[int]]] = deque(maxlen=CLOCKS_KEPT)
-
-    @property
-    def shares(self) -> Sequence[float] | None:
-        """For the next call."""
-        return self._fixed if self._auto is None else self._auto.shares
 
     def clocks(self) -> list[RankClock]:
         """For the ranks of one call; none where nothing is measured."""
@@ -213,6 +211,7 @@ class SplitPlan:
             self._timed.popleft()
             room = [_room_for_rows(device, count) for device, count in zip(self._team.devices, rows, strict=False)]
             if self._auto.observe(rows, seconds, room):
+                self.shares = self._auto.shares
                 self._timed.clear()  # what was measured with other shares
 
     def table(self, workers: str) -> list[RankPlan]:
@@ -231,4 +230,4 @@ class SplitPlan:
     def resume(self, shares: Sequence[float] | None) -> None:
         """Takes those of a state, where they are measured and fit this team."""
         if self._auto is not None and len(shares or ()) == len(self._team):
-            self._auto.shares = list(shares or ())
+            self._auto.shares = self.shares = list(shares or ())

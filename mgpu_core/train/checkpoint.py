@@ -1,4 +1,4 @@
-"""What a step can be resumed from, on any number of ranks: one device's module and optimizer, and random numbers."""
+"""The state of a step: what it resumes from, on any number of ranks, and whether all ranks hold the same bits."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ import torch
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from mgpu_core.device.tensor_checks import memory_of
+from mgpu_core.device.tensor_checks import bytes_of, memory_of
 from mgpu_core.optim.flat_buffers import compact
+from mgpu_core.train.replicas import Replicas
 
-__all__ = ["check_groups", "compact_copy", "load_state", "state_of"]
+__all__ = ["check_groups", "compact_copy", "first_difference", "load_state", "state_of"]
 
 FORMAT = "mgpu_core.TrainStep 1"
 
 
 def state_of(net: Module, optimizer: Optimizer) -> dict[str, Any]:
-    """Compact copies of everything: later steps do not change them, and files hold nothing else."""
+    """Return compact copies of everything: later steps do not change them, and files hold nothing else."""
     return {
         "format": FORMAT,
         "module": compact_copy(net.state_dict()),
@@ -28,7 +29,7 @@ def state_of(net: Module, optimizer: Optimizer) -> dict[str, Any]:
 
 
 def load_state(state: Any, net: Module, optimizer: Optimizer) -> None:
-    """Puts a state back.  What does not fit is found before anything is changed.
+    """Put a state back.  What does not fit is found before anything is changed.
 
     Raises:
         ValueError: not a state of this kind, or one of another module or optimizer.
@@ -52,7 +53,7 @@ def load_state(state: Any, net: Module, optimizer: Optimizer) -> None:
 
 
 def check_groups(state: dict[str, Any], optimizer: Optimizer) -> None:
-    """Raises ValueError if an optimizer's state lacks numbers that this one needs in each step; it may have more."""
+    """Raise ValueError if an optimizer's state lacks numbers that this one needs in each step; it may have more."""
     for group in state["param_groups"]:
         # Torch adds `differentiable` to the defaults of an optimizer, not to its groups, when a state is loaded.
         if missing := optimizer.defaults.keys() - group.keys() - {"differentiable"}:
@@ -74,16 +75,14 @@ def _check_fits(state: dict[str, Any], own: dict[str, Any]) -> None:
 
 
 def compact_copy(value: Any, made: dict[Any, torch.Tensor] | None = None) -> Any:
-    """A copy of a nest whose tensors have memory of their own: of a view, ``torch.save`` writes all it is a view of.
+    """Return a copy of a nest whose tensors have memory of their own: ``torch.save`` writes all that a view is of.
 
     Args:
-        made: what it has been made of so far: weights that are tied stay one.
+        made: the copies so far, by memory: weights that are tied stay one.
     """
     made = {} if made is None else made
     if isinstance(value, torch.Tensor):
         place = _place(value)
-        if place is None:
-            return compact(value)
         if place not in made:
             made[place] = compact(value)
         return made[place]
@@ -95,25 +94,35 @@ def compact_copy(value: Any, made: dict[Any, torch.Tensor] | None = None) -> Any
 
 
 def _place(tensor: torch.Tensor) -> Any:
-    """Equal for tensors that are the same memory seen in the same way; ``None``: it is none that can be asked for."""
+    """Return a key that is equal for tensors that are the same memory seen in the same way."""
     if tensor.layout is not torch.strided or not tensor.numel() or tensor.device.type == "meta":
-        return None
+        return object()  # no memory that can be asked for
     return tensor.device, tensor.is_conj(), tensor.is_neg(), *zip(*memory_of([tensor]), strict=True)
 
 
 def _accelerator_states() -> list[torch.Tensor]:
-    module = _accelerator()
-    return [] if module is None else [module.get_rng_state(i) for i in range(module.device_count())]
+    module, count = _accelerators()
+    return [module.get_rng_state(i) for i in range(count)]
 
 
 def _set_accelerator_states(states: list[torch.Tensor]) -> None:
-    module = _accelerator()
-    if module is not None:
-        for index, state in enumerate(states[: module.device_count()]):
-            module.set_rng_state(state.cpu(), index)
+    module, count = _accelerators()
+    for index, state in enumerate(states[:count]):
+        module.set_rng_state(state.cpu(), index)
 
 
-def _accelerator() -> Any:
+def _accelerators() -> tuple[Any, int]:
+    """Return the module of the accelerators that are here, and how many of them have random states."""
     found = torch.accelerator.current_accelerator(check_available=True)
-    module = None if found is None else getattr(torch, found.type)
-    return module if hasattr(module, "get_rng_state") else None
+    module: Any = None if found is None else getattr(torch, found.type)
+    return module, module.device_count() if hasattr(module, "get_rng_state") else 0
+
+
+def first_difference(replicas: Replicas) -> tuple[str, int] | None:
+    """Return the first parameter that is not the same on all ranks, and the first rank where it is not."""
+    for i, name in enumerate(replicas.names):
+        own = bytes_of(replicas.own[i].detach())  # NaN equals NaN, and -0 does not equal 0
+        for rank in replicas.team.ranks:
+            if not torch.equal(bytes_of(replicas.parameters[rank][i].detach()).to(own.device), own):
+                return name, rank
+    return None

@@ -14,25 +14,29 @@ import weakref
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from itertools import starmap, zip_longest
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mgpu_core.device.streams import caller_streams
 from mgpu_core.device.workers import time_limit
 from mgpu_core.train.balance import SplitPlan
 from mgpu_core.train.cycle import Cycle
 from mgpu_core.train.forward_backward import ForwardBackward, RankPart, seed
+from mgpu_core.train.grad_clip import GradientNorm, factor_of, overflow_of, warm_up
 from mgpu_core.train.grad_scaler import LossScale
-from mgpu_core.train.graph_cache import GRAPH_DEVICE, Recording, StaticNest, StepGraphs
-from mgpu_core.train.graph_recorder import CudaRecorder, Launch, Recorder
+from mgpu_core.train.graph_cache import GRAPH_DEVICE, CudaRecorder, Recording, StaticNest, StepGraphs
 from mgpu_core.train.loss import RankLoss
+from mgpu_core.train.options import Setup
 from mgpu_core.train.rank_modules import RankModules
 from mgpu_core.train.reducer import GradientSync
 from mgpu_core.train.replicas import Replicas
 from mgpu_core.train.updates import Updates
 
-__all__ = ["CapturedSteps"]
+if TYPE_CHECKING:
+    from mgpu_core.train.parts import Parts
+
+__all__ = ["CapturedSteps", "why_no_graph"]
 
 
 class CapturedSteps:
@@ -60,40 +64,29 @@ class CapturedSteps:
         reduction: str,
     ) -> None:
         self.replicas, self.sync, self.passes, self.cycle = replicas, sync, passes, cycle
-        self._modules = modules
-        self._updates, self._split_plan, self._loss_scale = updates, split_plan, loss_scale
-        self._reduction = reduction
-        self.graphs = StepGraphs()
-        self.recorder: Recorder = CudaRecorder()
+        self._modules, self._updates, self._split_plan = modules, updates, split_plan
+        self._loss_scale, self._reduction = loss_scale, reduction
+        self.graphs, self.recorder = StepGraphs(), CudaRecorder()
 
     def run(self, inputs: tuple[Any, ...], kwargs: dict[str, Any], clip_norm: float | None) -> torch.Tensor | None:
-        """The loss of a step that was a replay; ``None``: this one must go the ordinary way.
+        """Make a step by a replay; return its loss, or ``None``: it must go the ordinary way.
 
-        The ranks' parameters are up to date.
+        The ranks' parameters must be up to date.
         """
         batch = inputs, kwargs
         return self.cycle.replayed(
-            lambda: self.graphs.run(batch, self._fixed(clip_norm), lambda: self._record(batch, clip_norm))
+            self.sync,
+            lambda: self.graphs.run(batch, self._fixed(clip_norm), lambda: self._record(batch, clip_norm)),
         )
 
     def _fixed(self, clip_norm: float | None) -> tuple[Hashable, ...]:
-        """What a recording fixes, besides the batch."""
+        """Return what a recording fixes, besides the batch."""
         autocast = torch.is_autocast_enabled(GRAPH_DEVICE) and torch.get_autocast_dtype(GRAPH_DEVICE)
-        used, memory = tuple(self.cycle.used), (self._updates.memory, self.replicas.moves)
-        buffers = tuple(map(id, self.buffers))
-        modes = [node.module.training for modules in self._modules for node in modules.tree.nodes]
+        modes = tuple(node.module.training for modules in self._modules for node in modules.tree.nodes)
+        frozen, used, buffers = tuple(self.replicas.frozen), tuple(self.cycle.used), tuple(map(id, self.buffers))
+        memory = self._updates.memory, self.replicas.moves
         shares = tuple(self._split_plan.shares or ())
-        return (
-            tuple(modes),
-            tuple(self.replicas.frozen),
-            buffers,
-            used,
-            memory,
-            shares,
-            clip_norm,
-            autocast,
-            self._loss_scale.scale,
-        )
+        return modes, frozen, used, buffers, memory, shares, clip_norm, autocast, self._loss_scale.scale
 
     def _record(self, batch: Any, clip_norm: float | None) -> Recording:
         kind = _OneGraph if len(self.replicas.devices) == 1 else _GraphsPerDevice
@@ -131,28 +124,56 @@ class CapturedSteps:
 
     @property
     def buffers(self) -> list[torch.Tensor]:
-        """Of all ranks: a recording reads their memory, so it keeps them."""
+        """The buffers of all ranks: a recording reads their memory, so it keeps them."""
         return [buffer for modules in self._modules for each in modules.kept for buffer in each.buffers()]
 
     def begin(self) -> None:
-        """A new window, for one call."""
+        """Open a new window, for one call."""
         self.cycle.open_window(self._reduction, 1)
 
     def split(self, batch: Any) -> tuple[list[RankPart], list[int]]:
-        """What each rank works on, and its rows."""
+        """Return what each rank works on, and the rows of each."""
         inputs, kwargs = batch
         parts, rows = self.passes.split(inputs, kwargs, self._split_plan.shares)
         self._split_plan.done(rows, ())
         return parts, rows
 
     def compute(self, parts: Sequence[RankPart | None], *, overlap: bool) -> list[RankLoss]:
-        """Forward, loss and backward of the ranks that have parts, each in the worker that it always has."""
-        self.sync.begin(len(parts), overlap=overlap, streams=caller_streams(self.replicas.team.devices))
+        """Run forward, loss and backward of the ranks that have parts, each in the worker that it always has."""
+        self.sync.begin(len(parts), overlap=overlap)
         with torch.enable_grad():
             losses, _ = self.passes.run(parts, (), backward=True, keep_outputs=False)
         if self.replicas.settle():
             raise RuntimeError("the forward gives a parameter other memory")
         return losses
+
+    def norm_on(self, place: int) -> GradientNorm:
+        """Return the norm of the sums that one device has; :meth:`work_on` the device can be captured from now on."""
+        sums = self.sync.sums.on(place)
+        warm_up(sums)
+        return GradientNorm(sums)
+
+    def work_on(self, place: int, norm: GradientNorm, weight: float | torch.Tensor, clip_norm: float | None) -> None:
+        """Launch what one device does for an update, behind the sums of the only call: nobody waits for it.
+
+        Args:
+            place: of the device.
+            norm: :meth:`norm_on` it.
+            weight: of the call; a tensor lies on the device.
+            clip_norm: the largest norm of all gradients.
+        """
+        update = self._updates.flat
+        if self._loss_scale.is_on:
+            update.hold_back(place, overflow_of(self.sync.sums.on(place)))
+        factor = self.cycle.window.factor(weight)
+        if clip_norm is not None:
+            factor = factor_of(factor, norm.compute(), clip_norm)
+        update.launch_on(place, factor)
+
+    def check_used(self) -> None:
+        """Raise RuntimeError unless the same parameters have gradients as in the last update."""
+        if self.sync.used() != self.cycle.used:
+            raise RuntimeError("this batch uses other parameters than the one before")
 
 
 class _OneGraph:
@@ -164,9 +185,9 @@ class _OneGraph:
         self._device = steps.replicas.devices[0]
         self._batch = StaticNest(batch, self._device)
         self._buffers = steps.buffers
-        self._norm = steps.cycle.norm_on(0)
+        self._norm = steps.norm_on(0)
         self._graph, (self._loss,) = steps.recorder.record(self._device, self._work)
-        steps.cycle.check_used()
+        steps.check_used()
 
     def _work(self) -> list[torch.Tensor]:
         steps = self._steps
@@ -177,7 +198,7 @@ class _OneGraph:
         losses = steps.compute(parts, overlap=True)
         steps.sync.finish()
         loss = steps.cycle.window.add(rows, losses, self._device)
-        steps.cycle.work_on(0, self._norm, steps.cycle.window.weight, self._clip_norm)
+        steps.work_on(0, self._norm, steps.cycle.window.weight, self._clip_norm)
         return [loss]
 
     def replay(self, batch: Any) -> torch.Tensor:
@@ -197,25 +218,30 @@ class _GraphsPerDevice:
         steps.begin()
         parts, rows = steps.split(batch)
         self._batches = [StaticNest(_nest_of(part)) for part in parts]
-        self._parts = [_part_of(each.nest) for each in self._batches]
+        self._parts = [RankPart(*each.nest) for each in self._batches]
         self._losses: dict[int, RankLoss] = {}
-        places = range(len(self._devices))
         seed(self._parts, steps.cycle.window.seeds(rows))
-        self._computing = [self._recorded_computing(place) for place in places]
-        steps.cycle.check_used()
-        self._weights = self._weights_of(self._add_losses(rows))
-        self._norms = [steps.cycle.norm_on(place) for place in places]
-        self._updating = [self._recorded_update(place) for place in places]
+        self._computing = [self._record_computing(place) for place in range(len(self._devices))]
+        steps.check_used()
+        loss = self._add_losses(rows)
+        self._weights: list[torch.Tensor] = []  # per device what the call weighs, where that is no number of rows
+        if isinstance(steps.cycle.window.weight, torch.Tensor):
+            self._weights = [torch.ones((), dtype=loss.dtype, device=device) for device in self._devices]
+        self._norms = [steps.norm_on(place) for place in range(len(self._devices))]
+        self._updating = [
+            steps.recorder.record(device, partial(self._update, place))[0] for place, device in enumerate(self._devices)
+        ]
 
-    def _recorded_computing(self, place: int) -> Launch:
+    def _record_computing(self, place: int) -> torch.cuda.CUDAGraph:
         ranks = [rank for rank in self._steps.replicas.ranks_of[place] if rank < len(self._parts)]
         work = partial(self._compute, place, ranks)
         graph, tensors = self._steps.recorder.record(self._devices[place], work)
-        self._losses |= zip(ranks, map(RankLoss, *_halves(tensors, len(ranks))), strict=True)
+        losses = starmap(RankLoss, zip_longest(tensors[: len(ranks)], tensors[len(ranks) :]))
+        self._losses |= zip(ranks, losses, strict=True)
         return graph
 
     def _compute(self, place: int, ranks: Sequence[int]) -> list[torch.Tensor]:
-        """Launches the ranks of one device, and their sums: their losses, then the weights beside them, if any."""
+        """Launch the ranks of one device, and their sums; return their losses, then the weights of these, if any."""
         steps = self._steps
         steps.sync.clear(steps.replicas.ranks_of[place])
         parts = [part if rank in ranks else None for rank, part in enumerate(self._parts)]
@@ -223,26 +249,16 @@ class _GraphsPerDevice:
         steps.sync.layout.of_buckets.add_up_all_ranks(place)
         return [each.value for each in losses] + [each.weight for each in losses if each.weight is not None]
 
-    def _recorded_update(self, place: int) -> Launch:
-        graph, _ = self._steps.recorder.record(self._devices[place], partial(self._update, place))
-        return graph
-
     def _update(self, place: int) -> list[torch.Tensor]:
-        cycle = self._steps.cycle
-        weight = self._weights[place] if self._weights else cycle.window.weight
-        cycle.work_on(place, self._norms[place], weight, self._clip_norm)
+        steps = self._steps
+        weight = self._weights[place] if self._weights else steps.cycle.window.weight
+        steps.work_on(place, self._norms[place], weight, self._clip_norm)
         return []
 
     def _add_losses(self, rows: Sequence[int]) -> torch.Tensor:
-        """The loss of all ranks; counts the call."""
+        """Count the call; return the loss of all ranks."""
         losses = [self._losses[rank] for rank in range(len(self._parts))]
         return self._steps.cycle.window.add(rows, losses, self._devices[0])
-
-    def _weights_of(self, loss: torch.Tensor) -> list[torch.Tensor]:
-        """Per device where the update reads what the call weighs; none, where that is a number of rows."""
-        if not isinstance(self._steps.cycle.window.weight, torch.Tensor):
-            return []
-        return [torch.ones((), dtype=loss.dtype, device=device) for device in self._devices]
 
     def replay(self, batch: Any) -> torch.Tensor:
         steps = self._steps
@@ -263,15 +279,22 @@ class _GraphsPerDevice:
         return loss
 
 
-def _halves(tensors: list[torch.Tensor], count: int) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor | None]]:
-    """Of so many ranks the losses, and the weights beside them, if any."""
-    return tensors[:count], tensors[count:] or [None] * count
+def why_no_graph(parts: Parts, setup: Setup, *, collects: bool, is_measured: bool, keep_outputs: bool) -> str | None:
+    """Return why a step must go the ordinary way; ``None``: it may be a replay."""
+    other = next((device for device in parts.replicas.devices if device.type != GRAPH_DEVICE), None)
+    reasons = (
+        (other is not None, f"there are no CUDA graphs on {other}"),
+        (parts.in_shards, "the optimizer's state is in shards"),
+        (parts.together, "several processes agree on each update"),
+        (parts.net.tree.ranks_meet, "ranks meet in synchronised layers"),
+        (collects, "gradients are accumulated over several calls"),
+        (setup.error_if_nonfinite, "error_if_nonfinite=True waits for the gradients"),
+        (is_measured, 'shares="auto" takes the time of each rank'),
+        (keep_outputs, "its outputs are returned"),
+        (parts.updates.memory is None, "its optimizer is none of mgpu_core.optim, or has step hooks"),
+    )
+    return next((reason for holds, reason in reasons if holds), None)
 
 
 def _nest_of(part: RankPart) -> tuple[Any, ...]:
     return part.inputs, part.kwargs, part.target
-
-
-def _part_of(nest: tuple[Any, ...]) -> RankPart:
-    inputs, kwargs, target = nest
-    return RankPart(inputs, kwargs, target, seed=1.0)

@@ -39,7 +39,6 @@ class FlatUpdate:
         flats = layout.flats[:1] if replicas.is_mixed else layout.flats
         self._optimizer, self.device_count = optimizer, len(flats)
         self.flat = optimizer.attach(replicas.own, layout.buckets, flats, len(flats) if in_shards else 1)
-        self._runs = 0
         self._used: list[bool] = []
 
     def is_attached(self) -> bool:
@@ -48,20 +47,12 @@ class FlatUpdate:
 
     def prepare(self, used: Sequence[bool]) -> None:
         """Bring tables and settings up to date for an update of these parameters."""
-        self._runs, self._used = self.flat.runs, list(used)
+        self._used = list(used)
         self.flat.prepare(self._used)
 
-    def scale_by(self, factor: float | torch.Tensor) -> None:
-        """Set what the kernels multiply the sums by, on all devices."""
-        self.flat.scale_by(factor)
-
-    def launch(self) -> None:
-        """Call the optimizer's step."""
-        self._optimizer.expect(self._used)
-        try:
-            self._optimizer.step()
-        finally:
-            self._optimizer.expect(None)
+    def launch(self, factor: float | torch.Tensor) -> None:
+        """Call the optimizer's step, which multiplies the gradients by ``factor``."""
+        self._optimizer.step_by(self._used, factor)
 
     def launch_on(self, index: int, factor: float | torch.Tensor | None) -> None:
         """Launch the kernels of one device, for a recording."""
@@ -79,15 +70,15 @@ class FlatUpdate:
                 device.held_back.zero_()
         return held
 
+    def begin_replay(self) -> None:
+        """Let kernels multiply gradients by 1, where the recording does not write a factor itself."""
+        self.flat.scale_by(1.0)
+
     def replayed(self) -> None:
         """Take note of a replay: the device alone knows the factor, and schedulers learn that there was a step."""
         for device in self.flat.devices:
             device.replayed()
         self._optimizer._opt_called = True  # type: ignore[attr-defined]
-
-    def has_written(self) -> bool:
-        """Return whether the kernels were launched since :meth:`prepare`."""
-        return self.flat.runs != self._runs
 
     def close(self) -> None:
         """Leave the optimizer with state of its own."""

@@ -23,6 +23,7 @@ from mgpu_core.parallel.lost_attributes import Given, given_attributes, lost_att
 from mgpu_core.parallel.scatter import scatter_objects
 from mgpu_core.record import span
 from mgpu_core.train.loss import RankLoss, output_loss, rank_loss
+from mgpu_core.train.options import Setup
 from mgpu_core.train.rank_modules import RankModules
 from mgpu_core.train.replicas import Replicas
 from mgpu_core.train.rollback import Gate
@@ -53,38 +54,30 @@ class ForwardBackward:
     """The calls of one step.
 
     Args:
+        setup: of the step.
         replicas: the ranks' parameters.
         net: their modules.
         loss: their loss functions: modules with tensors, or one function for all; ``None``: the module returns it.
-        reduction: what a loss function returns.
-        amp_dtype: what autocast computes in; ``None``: the caller's own setting.
         rng: as in :func:`mgpu_core.parallel_apply`.
         choice: how ranks run: in threads or one after the other.
-        dim: the dimension of the rows.
+
+    Attributes:
         gathers: the loss is computed once, on the outputs of all ranks.
     """
 
     def __init__(
-        self,
-        replicas: Replicas,
-        net: RankModules,
-        loss: RankModules | LossFn | None,
-        reduction: str,
-        amp_dtype: torch.dtype | None,
-        rng: str,
-        choice: WorkerChoice,
-        dim: int,
-        gathers: bool,
+        self, setup: Setup, replicas: Replicas, net: RankModules, loss: Any, rng: str, choice: WorkerChoice
     ) -> None:
-        self._replicas, self._team, self._net, self._reduction = replicas, replicas.team, net, reduction
-        self._loss: Any = loss
-        self.gathers = gathers
-        self._amp_dtype, self._rng, self._choice, self._dim = amp_dtype, rng, choice, dim
+        self._replicas, self._team, self._net, self._loss = replicas, replicas.team, net, loss
+        self._alone = loss.module if isinstance(loss, RankModules) else loss  # the loss function of one rank
+        self._reduction, self._amp_dtype, self._dim = setup.reduction, setup.amp_dtype, setup.dim
+        self.gathers = setup.loss_on == "gathered"
+        self._rng, self._choice = rng, choice
         self._calls_to_watch = 2
-        self._count = len(replicas.team)
         self._gate: Gate | None = None  # of the call that runs, if its ranks have one
         self._shares_generator = shares_generator(replicas.team)
         self._is_on_cpu = all(device.type == "cpu" for device in replicas.devices)
+        self._is_bare = self._is_on_cpu and len(replicas.team) == 1  # nothing is to be set up for a rank
 
     def split(
         self, inputs: tuple[Any, ...], kwargs: dict[str, Any], shares: Sequence[float] | None
@@ -92,7 +85,7 @@ class ForwardBackward:
         """Return what each rank works on, and its rows."""
         objects: dict[str, Any] = {"inputs": inputs, "kwargs": kwargs}
         if self._loss is not None:
-            if len(inputs) + len(kwargs) < 2 or not inputs:
+            if not inputs or not (kwargs or inputs[1:]):
                 raise TypeError(
                     "a step needs a target as its last positional argument, after the inputs: step(x, target) calls "
                     "loss_fn(net(x), target)"
@@ -122,17 +115,25 @@ class ForwardBackward:
             RuntimeError: no loss depends on a parameter that requires grad; the forward writes parameters that several
                 ranks share.
         """
-        joint = backward and len(parts) > 1 and self._is_joint(parts)
-        loss_fns = self._loss.of_ranks(len(parts)) if isinstance(self._loss, RankModules) else [self._loss] * len(parts)
+        if self._is_bare and not clocks and parts[0] is not None:
+            loss, output = self._work(
+                self._net.module, self._alone, 0, parts[0], backward=backward, keep_outputs=keep_outputs
+            )
+            if loss.is_constant and backward:
+                _check_losses([loss])
+            return [loss], [output] if keep_outputs else None
+        count = len(parts)
+        joint = backward and count > 1 and self._is_joint(parts)
+        loss_fns = self._loss.of_ranks(count) if isinstance(self._loss, RankModules) else [self._loss] * count
         work = partial(self._work, backward=backward and not joint, keep_outputs=keep_outputs)
         found = self._run_ranks(work, parts, clocks, loss_fns)
-        losses = [loss for loss, _ in found]
+        losses, outputs = map(list, zip(*found, strict=True)) if found else ([], [])
         if joint:
             with span("backward"):
                 _differentiate(losses, [part.seed for part in parts if part is not None])
         if backward and losses:
             _check_losses(losses)
-        return losses, [each for _, each in found] if keep_outputs else None
+        return losses, outputs if keep_outputs else None
 
     def run_gathered(
         self, parts: Sequence[RankPart], clocks: Sequence[RankClock], target: Any, seed: float, *, backward: bool
@@ -152,9 +153,8 @@ class ForwardBackward:
         found = self._run_ranks(self._forward, parts, clocks, [None] * len(parts))
         device = self._team.devices[0]
         outputs = found[0] if len(found) == 1 else self.joined(found)
-        loss_fn = self._loss.module if isinstance(self._loss, RankModules) else self._loss
         with self.autocast(device), span("loss", 0, device):
-            loss = rank_loss(loss_fn(outputs, moved(target, device)), self._reduction)
+            loss = rank_loss(self._alone(outputs, moved(target, device)), self._reduction)
         if backward:
             with span("backward"):
                 _differentiate([loss], [seed])
@@ -169,23 +169,21 @@ class ForwardBackward:
         loss_fns: Sequence[LossFn | None],
     ) -> list[Any]:
         """Return what ``work(module, loss_fn, rank, part)`` returns for each rank that has a part."""
-        count = len(parts)
-        team = self._team if count == self._count else self._team.first(count)
+        count, self._gate = len(parts), None
         modules = self._net.of_ranks(count)
-        workers = "threads" if self._net.tree.ranks_meet else self._choice.now
+        workers = "threads" if self._net.ranks_meet else self._choice.now
         calls: list[_Call | None] = [
             None if part is None else partial(work, modules[rank], loss_fns[rank], rank, part)
             for rank, part in enumerate(parts)
         ]
-        self._gate = None
-        if clocks or not self._is_on_cpu or (count > 1 and workers == "threads"):
+        if clocks or not self._is_on_cpu or workers == "threads":
             calls = self._attended(calls, clocks)
         if count == 1:  # failures are the module's own
             return [call() for call in calls if call is not None]
-        given = self._given_to(modules[1])
+        given = self._given_to(modules[1]) if self._calls_to_watch else None
         versions = self._replicas.versions
         draws = self._shares_generator and draws_apart(self._net.tree, self._rng)
-        results = run_ranks(team, calls, draws=draws, workers=workers)
+        results = run_ranks(self._team.first(count), calls, draws=draws, workers=workers)
         self._replicas.check_unwritten(versions)
         if given is not None:
             self._tell_lost(given)
@@ -194,7 +192,7 @@ class ForwardBackward:
 
     def _given_to(self, replica: Module) -> Given | None:
         """Return the attributes of a replica before its forward, in the first calls alone."""
-        if self._calls_to_watch == 0 or self._net.is_static:
+        if self._net.is_static:
             return None
         self._calls_to_watch -= 1
         return given_attributes(replica)
@@ -231,7 +229,7 @@ class ForwardBackward:
         Some nodes belong to several ranks where these met in a synchronised layer, where inputs have a graph already,
         and inside ``parametrize.cached()``.  From the caller's thread one backward drives all accelerators at once.
         """
-        if self._net.tree.ranks_meet or parametrize._cache_enabled > 0:
+        if self._net.ranks_meet or parametrize._cache_enabled > 0:
             return True
         if self._choice.now == "caller" and not self._is_on_cpu:
             return True
@@ -249,7 +247,7 @@ class ForwardBackward:
     ) -> tuple[RankLoss, Any]:
         """Run one rank, in its worker or in the caller's thread; return its loss, and its outputs if they are kept."""
         device = self._team.devices[rank]
-        with self.autocast(device):
+        with NOTHING if self._amp_dtype is None else self.autocast(device):
             with span("forward", rank, device):
                 output = module(*part.inputs, **part.kwargs)
             if loss_fn is None:
@@ -330,22 +328,18 @@ def any_has_graph(parts: Sequence[RankPart | None]) -> bool:
         if part is None:
             continue
         leaves: Sequence[Any] = part.inputs
+        if part.kwargs or not set(map(type, leaves)) <= {torch.Tensor}:
+            leaves = _tensors_of([part.inputs, part.kwargs])
         for each in leaves:
-            if type(each) is not torch.Tensor:
-                leaves = _leaves_of([part.inputs, part.kwargs])
-                break
-        if part.kwargs and leaves is part.inputs:
-            leaves = _leaves_of([part.inputs, part.kwargs])
-        for each in leaves:
-            if isinstance(each, torch.Tensor) and each.requires_grad:
+            if each.requires_grad:
                 return True
     return False
 
 
-def _leaves_of(nest: Any) -> list[Any]:
+def _tensors_of(nest: Any) -> list[torch.Tensor]:
     leaves: list[Any] = []
     flatten(nest, leaves, "inputs", whole=True)
-    return leaves
+    return [each for each in leaves if isinstance(each, torch.Tensor)]
 
 
 def _detached(output: Any) -> Any:

@@ -1,26 +1,62 @@
-"""The norm of all gradients: for clipping, and to stop an update by numbers that are none."""
+"""Summed gradients, and their norm: for clipping, and to stop an update by numbers that are none."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
+from operator import call
+from typing import TYPE_CHECKING
 
 import torch
 
 from mgpu_core import kernels
 from mgpu_core.device.dtypes import FLOATING
 from mgpu_core.train.replicas import Replicas
-from mgpu_core.train.sums import Sums
 
-__all__ = ["GradientNorm", "are_finite", "check_finite", "clip", "factor_of", "multiply", "overflow_of", "warm_up"]
+if TYPE_CHECKING:
+    from mgpu_core.train.reducer import GradientSync, OwnGradients
+
+__all__ = [
+    "GradientNorm",
+    "Sums",
+    "are_finite",
+    "check_finite",
+    "clip",
+    "factor_of",
+    "multiply",
+    "overflow_of",
+    "warm_up",
+]
+
+
+@dataclass(slots=True)
+class Sums:
+    """Summed gradients: those of a step, or what one of its devices has.
+
+    Attributes:
+        parts: per device the flat sums that it updates by: all of them, or its shards.
+        padding: per device, and per flat sum of it, int64 places between its gradients; there is always 0.
+        every_sum: flat tensors that hold each sum once.
+        sparse: the sums of sparse gradients, by parameter.
+    """
+
+    parts: list[list[torch.Tensor]] = field(default_factory=list)
+    padding: list[list[torch.Tensor]] = field(default_factory=list)
+    every_sum: list[torch.Tensor] = field(default_factory=list)
+    sparse: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def on(self, place: int) -> Sums:
+        """Return what one device has, where it has all of them."""
+        return Sums([self.parts[place]], [self.padding[place]], self.parts[place])
 
 
 class GradientNorm:
-    """The Euclidean norm of the summed gradients, a scalar on their first device.
+    """The Euclidean norm of the summed gradients.
 
     Args:
-        sums: that lie where they will always lie.
+        sums: their memory never changes.
     """
 
     def __init__(self, sums: Sums) -> None:
@@ -32,12 +68,14 @@ class GradientNorm:
         self._norms = [_norm_of(tensors) for tensors in alike.values()]
 
     def compute(self) -> torch.Tensor:
-        """Of the sums that there are now."""
-        norms = [compute() for compute in self._norms]
-        norms += [_values(each).norm() for each in self._sums.sparse.values()]
-        if len(norms) == 1:
-            return norms[0]
-        together: torch.Tensor = torch.stack([norm.to(norms[0].device, torch.float64) for norm in norms]).norm()
+        """Return the norm of the values that there are now: a scalar on the first device."""
+        norms = list(map(call, self._norms))
+        if self._sums.sparse:
+            norms += [_values(each).norm() for each in self._sums.sparse.values()]
+        first, *others = norms
+        if not others:
+            return first
+        together: torch.Tensor = torch.stack([norm.to(first.device, torch.float64) for norm in norms]).norm()
         return together
 
 
@@ -48,7 +86,7 @@ def _norm_of(tensors: Sequence[torch.Tensor]) -> Callable[[], torch.Tensor]:
 
 
 def clip(sums: Sums, norm: torch.Tensor, limit: float) -> None:
-    """Scales all gradients, of norm ``norm``, so that it is at most ``limit``: ``torch.nn.utils.clip_grad_norm_``."""
+    """Scale all gradients, of norm ``norm``, so that it is at most ``limit``: ``torch.nn.utils.clip_grad_norm_``."""
     coefficient = limit / (norm + 1e-6)
     if norm.device.type == "cpu" and coefficient >= 1:
         return  # where nobody waits for the number, nothing need be multiplied by one
@@ -60,17 +98,18 @@ def factor_of(factor: float | torch.Tensor | None, norm: torch.Tensor, limit: fl
 
     A number where the norm lies on the CPU, else a float64 scalar beside it: nobody waits.
     """
-    if norm.device.type == "cpu" and not isinstance(factor, torch.Tensor):
-        known = 1.0 if factor is None else factor
-        length = float(norm) * abs(known) + 1e-6
-        return known * min(1.0, limit / length) if length > 0 else math.nan
-    scale = 1.0 if factor is None else factor if not isinstance(factor, torch.Tensor) else factor.to(norm.device)
+    scale = 1.0 if factor is None else factor
+    if isinstance(scale, torch.Tensor):
+        scale = scale.to(norm.device)
+    elif norm.device.type == "cpu":
+        length = float(norm) * abs(scale) + 1e-6
+        return scale if length <= limit else scale * (limit / length)
     wide = norm.double() * scale
     return (limit / (wide + 1e-6)).clamp(max=1.0) * scale
 
 
 def multiply(sums: Sums, factor: float | torch.Tensor) -> None:
-    """All gradients of all devices, by one number; padding stays zero whatever it is."""
+    """Multiply all gradients of all devices by one number; padding stays zero whatever it is."""
     with torch.no_grad():
         for flats, paddings in zip(sums.parts, sums.padding, strict=True):
             for flat, padding in zip(flats, paddings, strict=True):
@@ -83,16 +122,17 @@ def multiply(sums: Sums, factor: float | torch.Tensor) -> None:
 
 
 def _is_known_finite(factor: float | torch.Tensor) -> bool:
-    """Nobody waits for a device to find out."""
+    """Return whether a number is finite; False where one would have to wait for a device to find out."""
     return (not isinstance(factor, torch.Tensor) or factor.device.type == "cpu") and math.isfinite(float(factor))
 
 
-def are_finite(sums: Sums, norm: torch.Tensor) -> bool:
-    """Whether no summed gradient, all together of norm ``norm``, is NaN or infinite; waits for the device."""
+def are_finite(gradients: OwnGradients | GradientSync, norm: torch.Tensor) -> bool:
+    """Return whether no summed gradient, all together of norm ``norm``, is NaN or infinite; waits for the device."""
     # One number that is not finite makes the norm so; a norm that only overflows is looked into for nothing.  Not by a
     # sum of torch's: its threads would be woken, beside those of the ranks.
-    if math.isfinite(float(norm)):
+    if float(norm) < math.inf:
         return True
+    sums = gradients.sums
     totals = [*sums.every_sum, *map(_values, sums.sparse.values())]
     return all(bool(torch.isfinite(each).all()) for each in totals)
 
@@ -109,7 +149,8 @@ def warm_up(sums: Sums) -> None:
     CUDA loads a kernel at its first launch, which must not be in a capture.  Ordinary steps compute the norm on the
     first device alone and look for overflows in another way, so they do not launch all of it.
     """
-    sample = sums.sample()
+    parts = [[torch.ones(8, dtype=flat.dtype, device=flat.device) for flat in flats] for flats in sums.parts]
+    sample = Sums(every_sum=parts[0])
     overflow_of(sample)
     norm = GradientNorm(sample).compute()
     clip = torch.ones((), dtype=torch.float64, device=norm.device)
@@ -119,19 +160,21 @@ def warm_up(sums: Sums) -> None:
     clip.copy_(norm.reciprocal())
 
 
-def check_finite(sums: Sums, norm: torch.Tensor, replicas: Replicas, processes: int) -> None:
-    """Raises if the sum of so many processes' gradients is NaN or infinite somewhere; waits for the device.
+def check_finite(
+    gradients: OwnGradients | GradientSync, norm: torch.Tensor, replicas: Replicas, processes: int
+) -> None:
+    """Raise if a summed gradient is NaN or infinite; waits for the device.
 
     Args:
-        sums: all of them.
-        norm: theirs.
-        replicas: the ranks, whose own gradients are looked into then.
+        gradients: with the sums of all ranks and processes.
+        norm: of the sums.
+        replicas: the ranks, whose own gradients say which parameter it is.
         processes: how many have added theirs.
 
     Raises:
         FloatingPointError: names the rank and the parameter.
     """
-    if are_finite(sums, norm):
+    if are_finite(gradients, norm):
         return
     for i, name in enumerate(replicas.names):
         for rank in replicas.team.ranks:

@@ -1,21 +1,23 @@
 """Recordings of steps: made once per kind of batch, after a few ordinary steps, and replayed from then on.
 
-What a recording is, and how one is made, is nobody's business here (see ``captured.py``): this file knows when there
-is one, which batches it serves, and what to tell the user where there is none.
+This file knows how the work of one device is recorded, when there is a recording, which batches it serves, and what to
+tell the user where there is none; ``cuda_graphs.py`` knows what is recorded of a step.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Protocol
+from contextlib import suppress
+from typing import Any, Protocol, TypeAlias
 
 import torch
 
 from mgpu_core.caller import warn_caller
+from mgpu_core.device.streams import OWN_PRIORITY
 from mgpu_core.nested import flatten
 
-__all__ = ["GRAPH_DEVICE", "Recording", "StaticNest", "StepGraphs"]
+__all__ = ["GRAPH_DEVICE", "CudaRecorder", "Recording", "StaticNest", "StepGraphs"]
 
 GRAPH_DEVICE = "cuda"
 
@@ -24,6 +26,7 @@ KEPT = 4  # recordings; each holds the memory of a step
 IDLE = 100  # steps that a recording is kept for without being replayed, where others wait for its place
 SEEN = 64  # kinds of batches that are being counted
 
+_Work: TypeAlias = Callable[[], list[torch.Tensor]]
 _PLAIN = {torch.Tensor}
 _FIRST = "it is one of the first of its kind"
 _CROWDED = f"{KEPT} other kinds of steps (shapes, modes, settings) are being replayed, and there is no room for more"
@@ -49,7 +52,7 @@ class StaticNest:
         self.nest = tree.unflatten(iter([next(rest) if isinstance(each, torch.Tensor) else each for each in leaves]))
 
     def fill(self, nest: tuple[Any, ...]) -> None:
-        """Copies the tensors of another nest, without gradients, into these, on their devices' current streams."""
+        """Copy the tensors of another nest, without gradients, into these, on their devices' current streams."""
         _, leaves = _taken_apart(nest)
         for static, given in zip(self._tensors, _tensors(leaves), strict=True):
             static.copy_(given, non_blocking=True)
@@ -59,7 +62,7 @@ class Recording(Protocol):
     """A step that can be replayed."""
 
     def replay(self, batch: Any) -> torch.Tensor:
-        """The loss of a batch like the recorded one, in memory of its own."""
+        """Make the step with a batch like the recorded one; return its loss, in memory of its own."""
 
 
 class StepGraphs:
@@ -81,22 +84,22 @@ class StepGraphs:
         self.reason: str | None = _FIRST
 
     def clear(self) -> None:
-        """Lets go of all recordings and their memory."""
+        """Drop all recordings and their memory."""
         self._recordings.clear()
         self._last_used.clear()
 
     def skip(self, reason: str) -> None:
-        """This step goes the ordinary way."""
+        """Note why this step goes the ordinary way."""
         self.reason = reason
 
     def tell(self) -> None:
-        """Says why a step goes the ordinary way, once for each reason, in the line of the user's that called it."""
+        """Warn why a step goes the ordinary way, once for each reason, at the line of the user's that called it."""
         if self.reason is not None and self.reason not in self._told:
             self._told.add(self.reason)
             warn_caller(f"this step is not captured: {self.reason}")
 
     def run(self, batch: tuple[Any, ...], settings: Hashable, record: Callable[[], Recording]) -> torch.Tensor | None:
-        """The loss of a replay; ``None``: this step must go the ordinary way.
+        """Replay the step; return its loss, or ``None``: it must go the ordinary way.
 
         Args:
             batch: a nest, of tuples and dicts at the top.
@@ -105,40 +108,36 @@ class StepGraphs:
         """
         self._steps += 1
         key = _key(batch, settings)
-        if key is None:
-            self.skip("the batch has a part that is neither a plain tensor nor a number, a text or None")
-            return None
-        recording = self._recordings.get(key) or self._recorded(key, record)
-        if recording is None:
-            return None
+        if key not in self._recordings:
+            self.reason = self._why_not(key) or self._record(key, record)
+            if self.reason is not None:
+                return None
         self._last_used[key] = self._steps
-        loss = recording.replay(batch)
+        loss = self._recordings[key].replay(batch)
         self.replays += 1
         self.reason = None
         return loss
 
-    def _recorded(self, key: Hashable, record: Callable[[], Recording]) -> Recording | None:
+    def _why_not(self, key: Hashable) -> str | None:
+        """Return why a step of this kind may not be recorded now."""
+        if key is None:
+            return "the batch has a part that is neither a plain tensor nor a number, a text or None"
         if key in self._failed:
-            self.skip(self._failed[key])
-            return None
+            return self._failed[key]
         if not self._is_known(key):
-            self.reason = _FIRST
-            return None
-        if not self._has_room():
-            self.skip(_CROWDED)
-            return None
+            return _FIRST
+        return None if self._has_room() else _CROWDED
+
+    def _record(self, key: Hashable, record: Callable[[], Recording]) -> str | None:
         try:
-            found = record()
+            self._recordings[key] = record()
         except Exception as error:
             cause = error.__cause__ or error  # a rank's own, not how it was told
             self._failed[key] = f"recording it failed ({type(cause).__name__}: {str(cause).partition(_NEW_LINE)[0]})"
-            self.skip(self._failed[key])
-            return None
-        self._recordings[key], self._last_used[key] = found, self._steps
-        return found
+        return self._failed.get(key)
 
     def _has_room(self) -> bool:
-        """Whether one more may be recorded; one that is not used any more makes room."""
+        """Return whether one more may be recorded; one that is not used any more makes room."""
         if len(self._recordings) < KEPT:
             return True
         oldest = min(self._last_used, key=self._last_used.__getitem__)
@@ -148,7 +147,7 @@ class StepGraphs:
         return True
 
     def _is_known(self, key: Hashable) -> bool:
-        """Whether enough steps of this kind were ordinary ones; counts."""
+        """Count this step; return whether enough of its kind were ordinary ones."""
         self._seen[key] = self._seen.pop(key, 0) + 1
         if len(self._seen) > SEEN:
             self._seen.popitem(last=False)
@@ -160,7 +159,7 @@ def _tensors(leaves: Sequence[Any]) -> list[torch.Tensor]:
 
 
 def _taken_apart(nest: tuple[Any, ...]) -> tuple[Hashable, list[Any]]:
-    """What says how a nest of tuples and dicts is built, and its leaves; of the usual ones without a walk."""
+    """Return how a nest of tuples and dicts is built, and its leaves; of the usual ones without a walk."""
     leaves: list[Any] = []
     for part in nest:
         if type(part) is tuple and set(map(type, part)) <= _PLAIN:
@@ -172,7 +171,7 @@ def _taken_apart(nest: tuple[Any, ...]) -> tuple[Hashable, list[Any]]:
 
 
 def _key(batch: tuple[Any, ...], settings: Hashable) -> Hashable | None:
-    """What two batches must have in common to be served by one recording; ``None``: none could."""
+    """Return what two batches must have in common to be served by one recording; ``None``: none could."""
     kind, leaves = _taken_apart(batch)
     parts: list[Hashable] = [settings, kind]
     for each in leaves:
@@ -183,3 +182,60 @@ def _key(batch: tuple[Any, ...], settings: Hashable) -> Hashable | None:
         else:
             return None
     return tuple(parts)
+
+
+class CudaRecorder:
+    """Records CUDA graphs; those of one device share a memory pool, since one is replayed at a time."""
+
+    def __init__(self) -> None:
+        self._pools: dict[torch.device, Any] = {}
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+
+    def record(self, device: torch.device, work: _Work) -> tuple[torch.cuda.CUDAGraph, list[torch.Tensor]]:
+        """Return the graph of all that ``work`` launches on one device, and where its results will lie.
+
+        Other threads may use the GPUs meanwhile: what they do is not recorded, and does not break the recording.
+        """
+        with torch.cuda.device(device):
+            if device not in self._pools:
+                self._pools[device] = torch.cuda.graph_pool_handle()
+                # torch's own stream for captures is one for the process, on the first device that had one.
+                self._streams[device] = torch.cuda.Stream(device, priority=OWN_PRIORITY)
+            graph = torch.cuda.CUDAGraph()
+            pool, stream = self._pools[device], self._streams[device]
+            try:
+                results = _captured(graph, device, pool, stream, work)
+            except BaseException:
+                _end_capture(device, pool)
+                raise
+            return graph, results
+
+    def forget(self) -> None:
+        """Make new pools after a step could not be recorded: these may be in any state."""
+        self._pools.clear()
+        self._streams.clear()
+
+
+def _captured(
+    graph: torch.cuda.CUDAGraph, device: torch.device, pool: Any, stream: torch.cuda.Stream, work: _Work
+) -> list[torch.Tensor]:
+    # The outer one: some versions of torch leave the capture's stream current when a capture fails.
+    with (
+        torch.cuda.stream(torch.cuda.current_stream(device)),
+        torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
+    ):
+        return work()
+
+
+def _end_capture(device: torch.device, pool: Any) -> None:
+    """Do what torch leaves out after a capture that failed.
+
+    Torch (2.11) asks CUDA for the end of a capture first, and where that is an error, its allocator goes on to serve
+    the graph's pool, and its generator takes all random numbers for a graph's: dropout would fail from then on.  The
+    end of a capture that succeeds resets the generator.
+    """
+    with suppress(RuntimeError):  # torch had done so itself
+        torch._C._cuda_endAllocateToPool(device.index, pool)
+    with suppress(RuntimeError):  # the error to tell is the one before
+        own_pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device, priority=OWN_PRIORITY)
+        _captured(torch.cuda.CUDAGraph(), device, own_pool, stream, lambda: [torch.zeros((), device=device)])

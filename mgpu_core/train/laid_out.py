@@ -13,10 +13,9 @@ from mgpu_core.optim.flat_buffers import FlatTensors, padding_of, part_of
 from mgpu_core.processes.ballot import tail_count
 from mgpu_core.processes.group import Processes
 from mgpu_core.processes.outbox import Outbox
-from mgpu_core.train.between_devices import BetweenDevices
-from mgpu_core.train.bucket_sums import BucketSums
+from mgpu_core.train.bucket_sums import BetweenDevices, BucketSums
+from mgpu_core.train.grad_clip import GradientNorm, Sums
 from mgpu_core.train.replicas import Replicas
-from mgpu_core.train.sums import Sums
 
 __all__ = ["LaidOut", "Learnt"]
 
@@ -58,6 +57,7 @@ class LaidOut:
         flats: per device the flat values, and the sums of the gradients.
         shown: per parameter the sum of its gradients on the first device; ``None`` for one outside the buckets.
         sums: of the gradients.
+        norm: what computes theirs.
         of_buckets: what makes them.
         outbox: where they go, to be summed over the processes.
     """
@@ -93,6 +93,7 @@ class LaidOut:
         cut = [[shard_of(bucket, place % shards, shards) for bucket in self.buckets] for place in range(len(parts))]
         padding = [[padding_of(each, flat.device) for each in of] for of, flat in zip(cut, self.flats, strict=True)]
         self.sums = Sums(parts, padding, [each for of in parts[:shards] for each in of])
+        self.norm = GradientNorm(self.sums)
         self.of_buckets = BucketSums(replicas, self.buckets, self.flats, between)
         self.outbox: Outbox | None = None
         if processes is not None:

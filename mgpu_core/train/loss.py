@@ -196,10 +196,12 @@ class Window:
         return [self._scale * count / self._seeded for count in rows]
 
     def add(self, rows: Sequence[int], losses: Sequence[RankLoss], device: torch.device) -> torch.Tensor:
-        """Counts a call that went through; returns its loss, as one device would have it, on ``device``."""
+        """Count a call that went through; return its loss, as one device would have it, on ``device``."""
         self.calls += 1
         total = sum(rows)
         self._rows += total
+        if len(losses) == 1 and self._reduction != "weighted" and losses[0].value.device == device:
+            return losses[0].value  # one rank's is the whole
         values = [each.value if each.value.device == device else each.value.to(device) for each in losses]
         if self._reduction == "sum":
             return _total(values, [1.0] * len(values))
@@ -230,7 +232,7 @@ class Window:
 
         ``None``: nothing.
         """
-        if isinstance(weight, torch.Tensor):
+        if type(weight) is not float and isinstance(weight, torch.Tensor):
             return (weight * self._scale).reciprocal()
         factor = 1.0 / self._scale
         if self._reduction == "weighted":

@@ -37,22 +37,26 @@ class Setup:
     loss_fn: Callable[..., Any] | None
     optimizer: Optimizer
     team: Team
+    process_group: ProcessGroup | None
+    # rows and loss
     dim: int
     reduction: str
+    loss_on: str
+    amp_dtype: torch.dtype | None
+    # update
     accumulate: int
     clip_norm: float | None
     error_if_nonfinite: bool | None  # ``None`` becomes what it stands for
-    amp_dtype: torch.dtype | None
-    comm_dtype: torch.dtype | None
-    bucket_nbytes: int
-    algorithm: str
     shard_optimizer: bool
-    rng: str
-    loss_on: str
+    # sums of gradients
+    bucket_nbytes: int
+    comm_dtype: torch.dtype | None
+    algorithm: str
+    # how ranks run
     workers: str
+    rng: str
     static_graph: bool
     capture: bool
-    process_group: ProcessGroup | None
 
     def __post_init__(self) -> None:
         if self.error_if_nonfinite is None:

@@ -50,37 +50,48 @@ class RankModules:
         """The modules that live longer than a call: the user's own, and static replicas."""
         return [self.module] if self._static is None else self._static[0]
 
+    @property
+    def ranks_meet(self) -> bool:
+        """Whether ranks wait for each other in the forward."""
+        return self.tree.ranks_meet
+
     def read(self) -> ModuleTree:
         """Return the module tree as it is now; a static one as it was, with the modes and values of now."""
         if not self.is_static:
-            self.tree = ModuleTree(self.module)
+            if not self.tree.is_current():
+                self.tree = ModuleTree(self.module)
         elif self._static is not None:
             self._refresh(*self._static)
         elif len(self._team) > 1:
-            self._static = self._made(self._team)
+            self._static = self._made(len(self._team))
         return self.tree
 
     def of_ranks(self, count: int) -> list[Module]:
         """Return the modules of the first ``count`` ranks, for one call, after a :meth:`read`."""
         if count == 1:
             return [self.module]
-        return self._made(self._team.first(count))[0] if self._static is None else self._static[0][:count]
+        return self._made(count)[0] if self._static is None else self._static[0][:count]
 
-    def _made(self, team: Team) -> tuple[list[Module], list[list[torch.Tensor]]]:
+    def _made(self, count: int) -> tuple[list[Module], list[list[torch.Tensor]]]:
         tree, leaves = self.tree, self._leaves
-        with span("replicate"):
-            copies = plain_copies(tree.tensors if leaves is None else tree.buffers, team)
+        own = tree.tensors if leaves is None else tree.buffers
+        if own:
+            with span("replicate"):
+                copies = plain_copies(own, self._team.first(count))
+        else:
+            copies = [[]] * count
         if leaves is None:
-            rows: list[tuple[list[Any], list[torch.Tensor]]] = [
+            rows: list[tuple[Sequence[Any], list[torch.Tensor]]] = [
                 (row[: len(tree.parameters)], row[len(tree.parameters) :]) for row in copies
             ]
         else:
-            rows = [(list(of), own) for of, own in zip(leaves, copies, strict=False)]
+            rows = list(zip(leaves, copies, strict=False))
         # The ranks of a compiled module must take turns at the compiler, so rank 0 runs a replica, too.
-        calls = compiled_by_rank(tree, len(team)) if tree.is_compiled else [[]] * len(team)
-        first = [] if tree.is_compiled else [self.module]
-        made = [build_replica(tree, *rows[rank], calls[rank], leaves=True) for rank in range(len(first), len(team))]
-        return [*first, *made], copies
+        calls = compiled_by_rank(tree, count) if tree.is_compiled else [[]] * count
+        made = [] if tree.is_compiled else [self.module]
+        for rank in range(0 if tree.is_compiled else 1, count):
+            made += (build_replica(tree, *rows[rank], calls[rank], leaves=True),)
+        return made, copies
 
     def _refresh(self, replicas: Sequence[Module], copies: Sequence[Sequence[torch.Tensor]]) -> None:
         own = self.tree.tensors if self._leaves is None else self.tree.buffers
@@ -96,5 +107,5 @@ class RankModules:
 
     def let_go(self, replicas: Sequence[Module]) -> None:
         """End the reference cycles of a call's replicas."""
-        if not self.is_static:
+        if not self.is_static and self.tree.has_methods:
             loosen(each for each in replicas if each is not self.module)

@@ -11,24 +11,117 @@ from __future__ import annotations
 import weakref
 from collections.abc import Collection, Sequence
 from functools import partial
+from itertools import repeat
+from operator import attrgetter, is_not
+from types import NoneType
 
 import torch
 
 from mgpu_core.comm import dispatch
-from mgpu_core.device.streams import SideRoad
+from mgpu_core.device.dtypes import FLOATING
+from mgpu_core.device.streams import SideRoad, caller_streams
+from mgpu_core.device.tensor_checks import LiesLike
 from mgpu_core.entries import ALL_RANKS
+from mgpu_core.kernels import FlatNorm
+from mgpu_core.nothing import NOTHING
+from mgpu_core.optim.flat_buffers import in_memory_order
 from mgpu_core.processes.group import Processes
 from mgpu_core.record import current_step, in_step, is_on, mark, span
-from mgpu_core.train.between_devices import BetweenDevices
+from mgpu_core.train.bucket_sums import BetweenDevices
+from mgpu_core.train.grad_clip import GradientNorm, Sums
 from mgpu_core.train.laid_out import LaidOut, Learnt
 from mgpu_core.train.replicas import GradientHook, Replicas
 from mgpu_core.train.rounds import Round
 
-__all__ = ["GradientSync"]
+__all__ = ["GradientSync", "Gradients", "OwnGradients"]
 
 
-class GradientSync:
-    """The gradients of all ranks, and their sums.
+_grad_of = attrgetter("grad")
+_NO_ROUND = Round((), 0, 0)  # between two backwards
+
+
+class Gradients:
+    """The gradients of all ranks as autograd leaves them, which a window's calls add up to.
+
+    Args:
+        replicas: the ranks' parameters.
+    """
+
+    def __init__(self, replicas: Replicas) -> None:
+        self._replicas = replicas
+        self._aside: list[torch.Tensor | None] = []
+
+    def clear(self, ranks: Sequence[int] | None = None) -> None:
+        """Forget all gradients, or those of some ranks."""
+        rows = self._replicas.parameters
+        for row in rows if ranks is None else [rows[rank] for rank in ranks]:
+            for parameter in row:
+                parameter.grad = None
+
+    def set_aside(self) -> None:
+        """Between two calls of a window: take the gradients so far out of the user's sight, and of ``zero_grad``'s."""
+        self._aside = [parameter.grad for parameter in self._replicas.own]
+        for parameter in self._replicas.own:
+            parameter.grad = None
+
+    def take_up(self) -> None:
+        """Put them back."""
+        for parameter, gradient in zip(self._replicas.own, self._aside, strict=False):
+            parameter.grad = gradient
+        self._aside = []
+
+    def abandon(self) -> None:
+        """After a failure: forget all gradients."""
+        self._aside = []
+        self.clear()
+
+    def cancel(self) -> None:
+        """Make the hooks of a backward that failed, and maybe still runs, do nothing."""
+
+    def used(self) -> list[bool]:
+        """Return per parameter whether any rank has a gradient of it."""
+        rows = [list(map(is_not, map(_grad_of, row), repeat(None))) for row in self._replicas.parameters]
+        return list(map(any, zip(*rows, strict=True))) if len(rows) > 1 else rows[0]
+
+
+class OwnGradients(Gradients):
+    """The gradients of one rank alone: nobody sums them, so they stay where autograd has made them."""
+
+    def __init__(self, replicas: Replicas) -> None:
+        super().__init__(replicas)
+        kinds = {(each.dtype, each.device) for each in replicas.own}
+        is_one_kind = len(kinds) == 1 and replicas.own[0].dtype in FLOATING
+        self._like = LiesLike(replicas.own) if is_one_kind else None
+        self._norm: FlatNorm | None = None
+
+    @property
+    def sums(self) -> Sums:
+        """The gradients that there are, as :class:`Sums`."""
+        found = [each.grad for each in self._replicas.own]
+        dense = [each for each in found if each is not None and not _is_sparse(each)]
+        nothing = [torch.empty(0, dtype=torch.int64)] * len(dense)
+        return Sums(
+            [dense],
+            [nothing],
+            dense,
+            {i: each for i, each in enumerate(found) if each is not None and _is_sparse(each)},
+        )
+
+    def norm(self) -> torch.Tensor:
+        """Return the Euclidean norm of all gradients together, a scalar on their device."""
+        found = list(map(_grad_of, self._replicas.own))
+        if self._like is None or NoneType in set(map(type, found)) or not self._like.holds_for(found):
+            sums = self.sums
+            return GradientNorm(
+                Sums(every_sum=[each.contiguous() for each in sums.every_sum], sparse=sums.sparse)
+            ).compute()
+        if self._norm is None:
+            self._norm = FlatNorm([in_memory_order(each.detach(), each) for each in self._replicas.own])
+        return self._norm.compute(found)
+
+
+class GradientSync(Gradients):
+    """The gradients of several ranks, and their sums.
 
     Args:
         replicas: the ranks' modules.
@@ -52,7 +145,8 @@ class GradientSync:
         in_shards: bool = False,
         processes: Processes | None = None,
     ) -> None:
-        self._replicas, self._processes = replicas, processes
+        super().__init__(replicas)
+        self._processes = processes
         self._bucket_nbytes, self._comm_dtype = bucket_nbytes, comm_dtype
         group = None if processes is None else processes.group
         shards = len(replicas.devices) if in_shards else 1
@@ -61,22 +155,30 @@ class GradientSync:
         self.layout = self._laid_out(None)
         self._is_learning = False
         self._whole_step = current_step()
-        self._aside: list[torch.Tensor | None] = []
         self._ready: list[int] = []  # parameters, in the order of their first gradients on rank 0
         self.handles: dict[tuple[int, int], torch.utils.hooks.RemovableHandle] = {}
-        self._round = Round((), 0, 0)
+        self._round = _NO_ROUND
         self._side = SideRoad(replicas.devices)
+        self._has_streams = any(device.type != "cpu" for device in replicas.devices)
         self.watch_parameters()
+
+    @property
+    def sums(self) -> Sums:
+        """The sums over all ranks, after :meth:`finish`."""
+        return self.layout.sums
+
+    def norm(self) -> torch.Tensor:
+        """Return the Euclidean norm of all sums together, a scalar on the first device."""
+        return self.layout.norm.compute()
 
     def watch_parameters(self) -> None:
         """Hooks all parameters that require grad; again after some were frozen or thawed.
 
-        One rank alone has nobody to add up with, and one bucket alone is complete when backward is over: such
-        gradients are taken then, and no backward stops for Python.
+        One bucket alone is complete when backward is over: its gradients are taken then, and no backward stops for
+        Python.
         """
         self._count_expected()
-        alone = len(self._replicas.team) == 1 and self._processes is None
-        if alone or (not self.layout.is_empty and len(self.layout.buckets) < 2):
+        if not self.layout.is_empty and len(self.layout.buckets) < 2:
             for handle in self.handles.values():
                 handle.remove()
             self.handles.clear()
@@ -89,25 +191,23 @@ class GradientSync:
                     self.handles[rank, i] = parameter.register_post_accumulate_grad_hook(hook)
 
     def _count_expected(self) -> None:
-        """How many gradients each bucket waits for, of each rank."""
+        """Find out how many gradients each bucket waits for, of each rank."""
+        self._uncounted = Round((), 0, len(self.layout.buckets))  # of a backward whose buckets are summed behind it
         parameters = self._replicas.parameters[0]
         self._expected = [
             sum(parameters[each.parameter].requires_grad for each in bucket.segments) for bucket in self.layout.buckets
         ]
 
-    def clear(self, ranks: Sequence[int] | None = None) -> None:
-        """Forgets all gradients, or those of some ranks."""
-        rows = self._replicas.parameters
-        for row in rows if ranks is None else [rows[rank] for rank in ranks]:
-            for parameter in row:
-                parameter.grad = None
-
-    def begin(self, ranks: int, *, overlap: bool, streams: Sequence[torch.Stream | None]) -> None:
+    def begin(self, ranks: int, *, overlap: bool) -> None:
         """Before a backward of so many ranks; ``overlap``: its buckets are summed as they become ready."""
-        self._round = Round(self._expected if overlap else (), ranks, len(self.layout.buckets))
-        self._side.starts(self._replicas.team.devices, streams)
+        is_counted = overlap and self.handles
+        self._round = Round(self._expected, ranks, len(self._expected)) if is_counted else self._uncounted
+        if self._has_streams:
+            devices = self._replicas.team.devices
+            self._side.starts(devices, caller_streams(devices))
         self._is_learning = True
-        self._whole_step = current_step()  # autograd has threads of its own, which do not know it
+        if self.handles:
+            self._whole_step = current_step()  # autograd has threads of its own, which do not know it
 
     def cancel(self) -> None:
         """Makes the hooks of a backward that failed, and maybe still runs, do nothing."""
@@ -117,26 +217,17 @@ class GradientSync:
     def _rest(self) -> None:
         """Between two backwards: one of the user's own is none of ours."""
         self._is_learning = False
-        self._round = Round((), 0, len(self.layout.buckets))
+        self._round = _NO_ROUND
 
     def set_aside(self) -> None:
-        """Between two calls of a window: takes the gradients so far out of the user's sight, and of ``zero_grad``'s."""
+        """Between two calls of a window: take the gradients so far out of the user's sight, and of ``zero_grad``'s."""
         self._rest()
-        self._aside = [parameter.grad for parameter in self._replicas.own]
-        for parameter in self._replicas.own:
-            parameter.grad = None
-
-    def take_up(self) -> None:
-        """Puts them back."""
-        for parameter, gradient in zip(self._replicas.own, self._aside, strict=False):
-            parameter.grad = gradient
-        self._aside = []
+        super().set_aside()
 
     def abandon(self) -> None:
-        """After a failure: forgets all gradients, when nothing beside the computing reads them any more."""
+        """After a failure: forget all gradients, when nothing beside the computing reads them any more."""
         self._side.joins()
-        self._aside = []
-        self.clear()
+        super().abandon()
 
     def _accumulated(self, rank: int, i: int) -> None:
         if self.layout.is_empty:
@@ -155,11 +246,6 @@ class GradientSync:
                     mark("ready", rank, self._replicas.team.devices[rank], bucket)
                 if is_complete:
                     self._sum(bucket)
-
-    def used(self) -> list[bool]:
-        """Per parameter whether any rank has a gradient of it."""
-        rows = [[parameter.grad is not None for parameter in row] for row in self._replicas.parameters]
-        return list(map(any, zip(*rows, strict=True)))
 
     def multiply_parts(self, factor: float) -> None:
         """Each rank's own gradients by one number, before they are summed."""
@@ -185,7 +271,8 @@ class GradientSync:
         if self.layout.loose:
             with span("reduce"):
                 self.layout.sums.sparse = {i: self._sum_loose(i) for i in self.layout.loose if used[i]}
-        self._side.joins()
+        if self._has_streams:
+            self._side.joins()
         self._rest()
 
     def show(self, used: Sequence[bool]) -> None:
@@ -221,7 +308,8 @@ class GradientSync:
         layout.take_values()
         self.layout = layout
         self.watch_parameters()
-        self._rest()
+        self._is_learning = False
+        self._round = self._uncounted  # all of its buckets are to be summed
 
     def _laid_out(self, learnt: Learnt | None) -> LaidOut:
         return LaidOut(self._replicas, learnt, self._bucket_nbytes, self.between, self._processes, self._comm_dtype)
@@ -234,7 +322,7 @@ class GradientSync:
 
     def _sum(self, bucket: int) -> None:
         """Over the ranks of each device, then over the devices."""
-        with span("all_reduce", ALL_RANKS, None, bucket), self._side.entered():
+        with span("all_reduce", ALL_RANKS, None, bucket), self._side.entered() if self._has_streams else NOTHING:
             self.layout.of_buckets.tell(bucket)
             for place in range(len(self.layout.flats)):
                 self.layout.of_buckets.add_up_ranks(bucket, place)

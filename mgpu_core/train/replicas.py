@@ -37,6 +37,7 @@ class Replicas:
     Attributes:
         names: of the parameters, in the order in which torch finds them.
         parameters: ``parameters[rank][i]``; row 0 holds the user's own.
+        own: that row.
         devices: each device of the team once, in the order of ranks.
         ranks_of: per device its ranks.
         is_mixed: whether there are devices of several kinds.
@@ -53,7 +54,7 @@ class Replicas:
         check_initialised(tree.tensors)
         refuse_hooks(net)
         names = {id(parameter): name for name, parameter in named_parameters_of(net)}
-        own = tree.parameters
+        self.own = own = tree.parameters
         self._ids = list(map(id, own))
         self.names = [names[each] for each in self._ids]
         self.devices = list(dict.fromkeys(team.devices))
@@ -71,11 +72,6 @@ class Replicas:
         self._all = [parameter for row in self.parameters for parameter in row]
         self._memory = memory_of(self._all)
         self._kinds = list(map(_kind_of, own))
-
-    @property
-    def own(self) -> list[Parameter]:
-        """The parameters of the user's module."""
-        return self.parameters[0]
 
     def are_those_of(self, tree: ModuleTree) -> bool:
         """Return whether the module still has these parameters, each of the shape, dtype and device that it had."""
@@ -148,7 +144,7 @@ class Replicas:
         Args:
             before: ``versions`` before the forwards.
         """
-        now = self.versions
+        now = list(map(_version_of, self.own))
         if now != before and len(self.ranks_of[0]) > 1:
             name = next(name for name, one, other in zip(self.names, now, before, strict=True) if one != other)
             raise RuntimeError(

@@ -62,9 +62,13 @@ class BufferSnapshot:
 
     def take(self) -> None:
         """Copy the buffers that there are now."""
-        if not any(modules.tree.buffers for modules in self._modules):
-            self.drop()
-            return
+        for modules in self._modules:
+            if modules.tree.buffers:
+                return self._copy()
+        self._names = []
+        return None
+
+    def _copy(self) -> None:
         names = [
             (node.module._buffers, name)
             for modules in self._modules
@@ -108,11 +112,14 @@ class uninterrupted:  # noqa: N801  # as contextlib's own
 
     def __enter__(self) -> Callable[[], bool]:
         self._came: list[tuple[int, Any]] = []
-        self._before = _signal.getsignal(_signal.SIGINT)
-        if not callable(self._before) or threading.current_thread() is not threading.main_thread():
+        self._before: Any = _signal.getsignal(_signal.SIGINT)
+        if self._before is None or type(self._before) is int:  # nobody of Python's handles it
             self._before = None
         else:
-            _signal.signal(_signal.SIGINT, self._keep)
+            try:
+                _signal.signal(_signal.SIGINT, self._keep)
+            except ValueError:  # this is not the main thread
+                self._before = None
         return self._has_come
 
     def __exit__(self, *_: object) -> None:

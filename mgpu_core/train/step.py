@@ -1,4 +1,4 @@
-"""``TrainStep``: split, forward, loss, backward, all-reduce and update in one call, on replicas that live on."""
+"""``TrainStep``: split, forward, loss, backward, all-reduce and update in one call, over several ranks."""
 
 from __future__ import annotations
 
@@ -21,9 +21,8 @@ from mgpu_core.processes.ballot import Standing
 from mgpu_core.processes.group import Processes
 from mgpu_core.record import span
 from mgpu_core.train.balance import RankPlan, SplitPlan
-from mgpu_core.train.between_devices import CommHook
-from mgpu_core.train.checkpoint import state_of
-from mgpu_core.train.compare import first_difference
+from mgpu_core.train.bucket_sums import CommHook
+from mgpu_core.train.checkpoint import first_difference, state_of
 from mgpu_core.train.engine import Engine
 from mgpu_core.train.grad_scaler import LossScale
 from mgpu_core.train.graph_cache import StepGraphs
@@ -70,13 +69,15 @@ class _Setting(Generic[_T]):
 class TrainStep:
     """One training step over several ranks: ``loss = step(x, y)``.
 
-    Each rank has a module of its own, made once, and works in a thread of its own: forward on its rows, loss, backward.
-    Gradients are summed bucket by bucket while backward goes on, and the optimizer updates each device once.  The
-    numbers are one device's: the loss, the gradients and the parameters, for every split of the rows.
+    Each rank runs the module as it is at the call on its part of the rows: forward, loss, backward.  Rank 0 runs
+    ``net`` itself, the others replicas made for the call, whose parameters live on.  Gradients are summed bucket by
+    bucket while backward goes on, and the optimizer updates each device once.  The numbers are one device's: the loss,
+    the gradients and the parameters, for every split of the rows.  One rank costs about what a bare loop does: no
+    thread, no scatter, and gradients stay where autograd makes them.
 
     Args:
-        net: the module to train, on ``device_ids[0]`` (moved there if there is one device).  It is rank 0's, and its
-            parameters are current after every step.
+        net: the module to train, on ``device_ids[0]`` (moved there if there is one device).  Its parameters are current
+            after every step.
         loss_fn: ``loss_fn(output, target)``, a tensor of one element; ``None``: the module returns the loss itself.
             Buffers of a module (class weights) and its modes are followed, as those of ``net`` are.
         optimizer: any ``torch.optim.Optimizer`` over parameters of ``net``.  Those of :mod:`mgpu_core.optim` update all
@@ -85,35 +86,51 @@ class TrainStep:
         device_ids: one device per rank, as for :class:`mgpu_core.DataParallel`; ``None``: all accelerators (of several
             processes that ``torchrun`` has started here, each takes its part), else as many CPU ranks as
             ``MGPU_CORE_CPU_RANKS`` says, else the module's own device.
-        dim: the dimension of the rows.
-        shares: rows in this proportion, one positive number per rank; ``"auto"``: in proportion to the ranks' speeds,
-            measured over the first steps, as far as their memory goes (see :meth:`plan`).
-        reduction: what ``loss_fn`` does with its rows: ``mean``; ``sum``; or ``weighted``: it returns
-            ``(sum, weight)``, and the team's sum is divided by the team's weight (``ignore_index``, class weights).
-        accumulate: calls per update; their gradients count as one batch's.
-        clip_norm: the largest norm that the gradient of all parameters may have; a larger one is scaled down.
-        error_if_nonfinite: raise ``FloatingPointError`` instead of updating by a NaN or infinite gradient; ``None``:
-            where that makes nobody wait, on the CPU.
-        amp_dtype: run forward and loss under autocast in this dtype, ``torch.bfloat16`` or ``torch.float16``; float16
-            with a loss scale that adapts: an update whose gradients overflow is skipped on all ranks.
-        comm_dtype: what gradients are cast to for the way between devices.  Ranks of one device send nothing.
-        bucket_nbytes: how many bytes of gradients are summed together.
-        algorithm: of the all-reduce between devices, as in :func:`mgpu_core.comm.all_reduce`.
-        shard_optimizer: each device keeps the optimizer's state of its part of each bucket alone, and updates that:
-            an N-th of the memory, the same numbers.  For :mod:`mgpu_core.optim`; gradients are not shown then.
-        rng: as for :class:`mgpu_core.DataParallel`.
-        capture: record whole steps as CUDA graphs and replay them: one launch per step where all ranks share one GPU;
-            over several, two per GPU, and the sums between them in the ordinary way, behind all backwards.
-            Shapes that change are recorded anew after a few ordinary steps; what cannot be captured goes the ordinary
-            way, and a warning says why, once.  ``step.graphs`` knows how many steps were replays.
         process_group: of ``torch.distributed``, whose processes train together, each with a team and rows of its own:
             the numbers are those of one device with all rows of all processes.  All of them make a step at the same
             time, and get the values of process 0.
 
+    Args for the rows:
+        dim: the dimension of the rows.
+        shares: rows in this proportion, one positive number per rank; ``"auto"``: in proportion to the ranks' speeds,
+            measured over the first steps, as far as their memory goes (see :meth:`plan`).
+
+    Args for the loss:
+        reduction: what ``loss_fn`` does with its rows: ``mean``; ``sum``; or ``weighted``: it returns
+            ``(sum, weight)``, and the team's sum is divided by the team's weight (``ignore_index``, class weights).
+        loss_on: ``ranks``: each rank computes the loss of its own rows, which the first step checks (see
+            :meth:`check_loss`); ``gathered``: the loss is computed once, on the outputs of all ranks, as for a loss
+            that compares rows with each other.
+        amp_dtype: run forward and loss under autocast in this dtype, ``torch.bfloat16`` or ``torch.float16``; float16
+            with a loss scale that adapts: an update whose gradients overflow is skipped on all ranks.
+
+    Args for the update:
+        accumulate: calls per update; their gradients count as one batch's.
+        clip_norm: the largest norm that the gradient of all parameters may have; a larger one is scaled down.
+        error_if_nonfinite: raise ``FloatingPointError`` instead of updating by a NaN or infinite gradient; ``None``:
+            where that makes nobody wait, on the CPU.
+        shard_optimizer: each device keeps the optimizer's state of its part of each bucket alone, and updates that:
+            an N-th of the memory, the same numbers.  For :mod:`mgpu_core.optim`; gradients are not shown then.
+
+    Args for the sums of gradients:
+        bucket_nbytes: how many bytes of gradients are summed together.
+        comm_dtype: what gradients are cast to for the way between devices.  Ranks of one device send nothing.
+        algorithm: of the all-reduce between devices, as in :func:`mgpu_core.comm.all_reduce`.
+
+    Args for how ranks run:
+        workers: ``threads``: each rank in a thread of its own; ``caller``: one after the other in the caller's thread;
+            ``auto``: the faster way, measured over the first calls of each size of a batch (see :meth:`plan`).
+        rng: as for :class:`mgpu_core.DataParallel`.
+        static_graph: make the replicas once; of later changes of the module only modes, frozen parameters and values
+            are followed.
+        capture: record whole steps as CUDA graphs and replay them: one launch per step where all ranks share one GPU;
+            over several, two per GPU, and the sums between them in the ordinary way, behind all backwards.
+            Shapes that change are recorded anew after a few ordinary steps; what cannot be captured goes the ordinary
+            way, and a warning says why, once.  ``step.graphs`` knows how many steps were replays.
+
     After a step, ``grad`` of the parameters holds what the update used, with :mod:`mgpu_core.optim` the sums before
-    clipping and unscaling; of a parameter that no rank used it is
-    ``None``, and the optimizer leaves that parameter alone.  Running statistics are those of rank 0's rows.  Hooks on
-    parameters see each rank's own gradient.
+    clipping and unscaling; of a parameter that no rank used it is ``None``, and the optimizer leaves that parameter
+    alone.  Running statistics are those of rank 0's rows.  Hooks on parameters see each rank's own gradient.
 
     The arguments are attributes (``net`` is ``module``, and ``team`` has the devices).  ``accumulate``, ``clip_norm``,
     ``error_if_nonfinite`` and ``shares`` may be set to other values, for the calls to come; the others stay.
@@ -129,23 +146,23 @@ class TrainStep:
         optimizer: Optimizer,
         device_ids: Sequence[DeviceLike] | None = None,
         *,
+        process_group: ProcessGroup | None = None,
         dim: int = 0,
         shares: Sequence[float] | str | None = None,
         reduction: str = "mean",
+        loss_on: str = "ranks",
+        amp_dtype: torch.dtype | None = None,
         accumulate: int = 1,
         clip_norm: float | None = None,
         error_if_nonfinite: bool | None = None,
-        amp_dtype: torch.dtype | None = None,
-        comm_dtype: torch.dtype | None = None,
-        bucket_nbytes: int = DEFAULT_NBYTES,
-        algorithm: str = "auto",
         shard_optimizer: bool = False,
-        rng: str = "auto",
-        loss_on: str = "ranks",
+        bucket_nbytes: int = DEFAULT_NBYTES,
+        comm_dtype: torch.dtype | None = None,
+        algorithm: str = "auto",
         workers: str = "auto",
+        rng: str = "auto",
         static_graph: bool = False,
         capture: bool = False,
-        process_group: ProcessGroup | None = None,
     ) -> None:
         check_module(net)
         check_optimizer(optimizer, dict(named_parameters_of(net)))
@@ -153,14 +170,15 @@ class TrainStep:
         check_dtypes(amp_dtype, comm_dtype, process_group)
         team = team_of(net, device_ids)
         self._setup = Setup(
-            net, loss_fn, optimizer, team, dim, reduction, accumulate, clip_norm, error_if_nonfinite, amp_dtype,
-            comm_dtype, bucket_nbytes, algorithm, shard_optimizer, rng, loss_on, workers, static_graph,
-            capture, process_group,
+            net, loss_fn, optimizer, team, process_group,
+            dim, reduction, loss_on, amp_dtype,
+            accumulate, clip_norm, error_if_nonfinite, shard_optimizer,
+            bucket_nbytes, comm_dtype, algorithm,
+            workers, rng, static_graph, capture,
         )  # fmt: skip
         self._split_plan = SplitPlan(shares, team)
         check_place(net, team)
         self._turn = Turn("this step is already running: one call at a time, not one inside another")
-        self._closed = False
         processes = None if process_group is None else Processes(process_group, team.devices[0])
         self._engine = Engine(self._setup, self._split_plan, processes)
 
@@ -186,13 +204,13 @@ class TrainStep:
 
     @property
     def loss_scale(self) -> LossScale:
-        """Of float16; 1 without."""
+        """The scale of the loss, of float16; 1 without."""
         return self._engine.loss_scale
 
     @property
     def steps(self) -> int:
-        """Updates so far."""
-        return self._engine.parts.cycle.steps
+        """How many updates were made so far."""
+        return self._engine.steps
 
     @property
     def shares(self) -> Sequence[float] | str | None:
@@ -205,13 +223,12 @@ class TrainStep:
 
     @property
     def graphs(self) -> StepGraphs | None:
-        """What was captured; ``None`` without ``capture=True``."""
-        captured = self._engine.parts.captured
-        return None if captured is None else captured.graphs
+        """The steps that were captured; ``None`` without ``capture=True``."""
+        return self._engine.graphs
 
     @outside_the_compiler
     def __call__(self, *inputs: Any, return_outputs: bool = False, aux: bool = False, **kwargs: Any) -> Any:
-        """One step on a batch.
+        """Make one step on a batch.
 
         Args:
             inputs: what ``net`` takes, and last the target (any nest; there is none with ``loss_fn=None``); cut along
@@ -233,18 +250,18 @@ class TrainStep:
         """
         if torch.is_inference_mode_enabled():
             raise RuntimeError("a step inside torch.inference_mode() has no gradients to train with")
-        with self._turn:
-            engine = self._ready()
-            with span("train_step"):
-                loss, outputs, numbers = engine.train(inputs, kwargs, return_outputs, aux)
-        return _returned(loss, outputs, numbers, return_outputs, aux)
+        with self._turn, span("train_step"):
+            engine = self._engine
+            engine.check_usable()
+            loss, outputs, numbers = engine.train(inputs, kwargs, return_outputs, aux)
+        return _returned(loss, outputs, numbers, return_outputs, aux) if return_outputs or aux else loss
 
     def plan(self) -> list[RankPlan]:
         """Return what each rank does: its device, its share of the rows, its rows in the last call, and how it runs."""
         return self._split_plan.table(self._engine.choice.now)
 
     def evaluate(self, *inputs: Any, return_outputs: bool = False, aux: bool = False, **kwargs: Any) -> Any:
-        """The loss of a batch, without gradients and without an update; arguments and results as for a step.
+        """Return the loss of a batch, without gradients and without an update; arguments and results as for a step.
 
         The module is used as it is: call ``net.eval()`` before.
         """
@@ -271,21 +288,21 @@ class TrainStep:
             return self._ready().check_loss(inputs, kwargs)
 
     def flush(self) -> bool:
-        """Updates by the calls since the last update, if there are any: at the end of an epoch, with ``accumulate``.
+        """Update by the calls since the last update, if there are any: at the end of an epoch, with ``accumulate``.
 
-        Their gradient is divided by their own number of rows, as if so many had been planned.  Says whether there
-        were any.
+        Their gradient is divided by their own number of rows, as if so many had been planned.  Returns whether
+        there were any.
         """
         with self._turn:
             engine = self._ready()
-            if engine.parts.cycle.window.calls == 0:
+            if not engine.is_accumulating:
                 return False
             with span("train_step"):
                 engine.conclude()
         return True
 
     def join(self) -> int:
-        """Follows the other processes' updates, with nothing of its own, until none of them has data left.
+        """Follow the other processes' updates, with nothing of its own, until none of them has data left.
 
         Each process calls it when its data is over, before anything that all of them do together.  Calls that were
         being accumulated make an update first.  Settings of the optimizer's groups are taken from a process that still
@@ -311,7 +328,7 @@ class TrainStep:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Inside, calls add their gradients up; the first call after it that may, updates by all of them."""
+        """Let the calls inside add their gradients up; the first call after it that may, updates by all of them."""
         before, self._engine.keeps_accumulating = self._engine.keeps_accumulating, True
         try:
             yield
@@ -319,7 +336,7 @@ class TrainStep:
             self._engine.keeps_accumulating = before
 
     def register_comm_hook(self, hook: CommHook | None) -> None:
-        """Lets ``hook(bucket)`` sum each bucket over the devices instead of the all-reduce; ``None`` takes it away.
+        """Let ``hook(bucket)`` sum each bucket over the devices instead of the all-reduce; ``None`` takes it away.
 
         It is called with a :class:`GradientBucket` as soon as the bucket is ready, in the thread of a rank, while
         others are in their backward; between the graphs of a captured step in the caller's thread, where Ctrl-C waits
@@ -329,12 +346,12 @@ class TrainStep:
         Raises:
             RuntimeError: gradients are being accumulated.
         """
-        if self._engine.parts.cycle.window.calls:
+        if self._engine.is_accumulating:
             raise RuntimeError("a communication hook changes between updates, not between calls that accumulate")
-        self._engine.parts.sync.between.hook = hook
+        self._engine.use_hook(hook)
 
     def sync_parameters(self) -> None:
-        """Gives all devices the values of ``net``: after writes through ``.data``, which torch does not count.
+        """Give all devices the values of ``net``: after writes through ``.data``, which torch does not count.
 
         With a ``process_group`` all processes call it, and get the parameters and buffers of process 0.
         """
@@ -342,7 +359,7 @@ class TrainStep:
             self._ready().parts.make_equal()
 
     def check_replicas(self) -> None:
-        """Compares the parameters of all ranks bit by bit; waits for the devices.
+        """Compare the parameters of all ranks bit by bit; waits for the devices.
 
         Values that were changed in place since the last step are sent to all devices first, as a step does.  With a
         ``process_group`` all processes call it, and are compared as well.
@@ -371,7 +388,7 @@ class TrainStep:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Module, optimizer and random numbers, as compact copies; loads into a step of another number of ranks."""
+        """Return compact copies of module, optimizer and random numbers, for a step of any number of ranks."""
         with self._turn:
             self._ready()
             counts: dict[str, Any] = {"steps": self.steps, "loss_scale": self.loss_scale.state_dict()}
@@ -380,7 +397,7 @@ class TrainStep:
             return state_of(self.module, self.optimizer) | counts
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Puts a state back that :meth:`state_dict` made; calls that were being accumulated are dropped.
+        """Put a state back that :meth:`state_dict` made; calls that were being accumulated are dropped.
 
         With a ``process_group`` all processes load it.
 
@@ -391,28 +408,21 @@ class TrainStep:
             self._ready().load(state)
 
     def rebuild(self) -> None:
-        """Makes the replicas anew from ``net`` as it is: after its parameters, modules or attributes were changed."""
+        """Make all parts of the step anew from ``net`` as it is: after a failure, or with ``static_graph``."""
         with self._turn:
-            self._refuse_closed()
+            self._engine.check_open()
             self._engine.rebuild()
 
     def close(self) -> None:
-        """Gives ``net`` and the optimizer memory of their own again, and ends the threads; the step is over."""
+        """Give ``net`` and the optimizer memory of their own again, and ends the threads; the step is over."""
         with self._turn:
-            if not self._closed:
-                self._closed = True
-                self._engine.parts.leave()
-                self.team.close()
+            self._engine.close()
+            self.team.close()
 
     def _ready(self) -> Engine:
-        """What works, in a turn of this step's."""
-        self._refuse_closed()
-        self._engine.check_whole()
+        """Return what works, in a turn of this step's."""
+        self._engine.check_usable()
         return self._engine
-
-    def _refuse_closed(self) -> None:
-        if self._closed:
-            raise RuntimeError("this step was closed")
 
     def __getstate__(self) -> Any:
         raise TypeError(

@@ -16,7 +16,8 @@ import torch
 from torch.optim import Optimizer
 
 from mgpu_core.nothing import NOTHING
-from mgpu_core.train.reducer import GradientSync
+from mgpu_core.optim import FlatOptimizer
+from mgpu_core.train.reducer import Gradients, GradientSync
 from mgpu_core.train.replicas import Replicas
 
 __all__ = ["TorchUpdate"]
@@ -29,12 +30,12 @@ class TorchUpdate:
         device_count: how many devices it updates: all, or the first one alone.
     """
 
-    def __init__(self, optimizer: Optimizer, replicas: Replicas, sync: GradientSync, is_plain: bool) -> None:
-        self._optimizer, self._replicas, self._sync = optimizer, replicas, sync
+    def __init__(self, optimizer: Optimizer, replicas: Replicas, gradients: Gradients, is_plain: bool) -> None:
+        self._optimizer, self._replicas, self._gradients = optimizer, replicas, gradients
         is_torchs = type(optimizer).__module__.partition(".")[0] == "torch"
-        is_alone = replicas.is_mixed or not is_torchs or not is_plain
-        self.device_count = 1 if is_alone else len(replicas.devices)
-        self._versions: list[int] = []
+        self._flat = optimizer if isinstance(optimizer, FlatOptimizer) else None
+        self._may_assign = not (is_torchs or self._flat) or not is_plain  # to `p.data`
+        self.device_count = 1 if self._may_assign or replicas.is_mixed else len(replicas.devices)
         self._twins: list[Optimizer] = []
         self._kept: list[Any] = []
         self._left: list[tuple[int, int]] = []  # the state as the last update has left it, and how often it was written
@@ -44,6 +45,8 @@ class TorchUpdate:
 
     def prepare(self, used: Sequence[bool]) -> None:
         """Give the clones the settings and gradients of this update."""
+        if self.device_count == 1:
+            return
         if self._state_now() != self._left:
             self._twins.clear()  # they know nothing of a step, an edit or a loaded state of the user's own
         self._left, self._kept = [], []  # or what a step replaces would stay beside what takes its place
@@ -53,20 +56,20 @@ class TorchUpdate:
             for mine, theirs in zip(twin.param_groups, self._optimizer.param_groups, strict=True):
                 mine.update({name: value for name, value in theirs.items() if name != "params"})
             self._give_gradients(device, used)
-        self._versions = self._replicas.versions
 
-    def launch(self) -> None:
-        """Call the step of the optimizer and of its clones."""
-        self._optimizer.step()
+    def launch(self, factor: float | torch.Tensor) -> None:
+        """Call the step of the optimizer and of its clones; one of ours multiplies the gradients by ``factor``."""
+        if self._flat is not None:
+            self._flat.step_by(None, factor)
+        else:
+            self._optimizer.step()
         for device, twin in enumerate(self._twins, start=1):
             with _own_default(self._replicas.devices[device]):
                 twin.step()
-        self._replicas.settle()  # from a class or a hook that assigns `p.data`
-        self._left = self._state_now()
-
-    def has_written(self) -> bool:
-        """Return whether a launch that failed has changed parameters before."""
-        return self._versions != self._replicas.versions
+        if self._may_assign:
+            self._replicas.settle()
+        if self._twins:
+            self._left = self._state_now()
 
     def _state_now(self) -> list[tuple[int, int]]:
         if not self._twins:
@@ -94,7 +97,9 @@ class TorchUpdate:
         return twin
 
     def _give_gradients(self, device: int, used: Sequence[bool]) -> None:
-        views = self._sync.layout.flats[device].gradient_views
+        assert isinstance(self._gradients, GradientSync)  # of several devices
+        layout = self._gradients.layout
+        views = layout.flats[device].gradient_views
         row = self._replicas.parameters[self._replicas.ranks_of[device][0]]
         for i, parameter in enumerate(row):
             if not used[i]:
@@ -102,7 +107,7 @@ class TorchUpdate:
             elif i in views:
                 parameter.grad = views[i]
             else:
-                parameter.grad = self._sync.layout.sums.sparse[i].to(parameter.device)
+                parameter.grad = layout.sums.sparse[i].to(parameter.device)
 
 
 def _own_default(device: torch.device) -> AbstractContextManager[object]:

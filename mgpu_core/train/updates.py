@@ -1,9 +1,10 @@
-"""The update: what becomes of summed gradients.  Ours run over the step's flat memory; torch's make their own step."""
+"""The optimizer of a step on all devices: ours over the step's flat memory, torch's by its own step once per device."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
@@ -12,16 +13,16 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from torch.utils.hooks import RemovableHandle
 
 from mgpu_core.caller import warn_caller
-from mgpu_core.device.memory import note_written
 from mgpu_core.optim import FlatOptimizer
 from mgpu_core.optim.optimizer import LEFT_OVER
 from mgpu_core.train.flat_update import FlatUpdate
-from mgpu_core.train.reducer import GradientSync
+from mgpu_core.train.reducer import Gradients, GradientSync
 from mgpu_core.train.replicas import Replicas
 from mgpu_core.train.torch_update import TorchUpdate
 
 __all__ = ["Updates", "check_optimizer"]
 
+_grad_of = attrgetter("grad")
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
@@ -30,9 +31,7 @@ class _Update(Protocol):
 
     def prepare(self, used: Sequence[bool]) -> None: ...
 
-    def launch(self) -> None: ...
-
-    def has_written(self) -> bool: ...
+    def launch(self, factor: float | torch.Tensor) -> None: ...
 
     def close(self) -> None: ...
 
@@ -72,26 +71,31 @@ class Updates:
 
     Args:
         optimizer: over parameters of the user's module; its settings are read at each update.
-        replicas, sync: the ranks' modules, and the sums of their gradients.
+        replicas, gradients: the ranks' parameters, and their gradients.
         in_shards: each device updates a part of each bucket, and keeps that part's state alone.
 
     Attributes:
         is_flat: the optimizer is one of ours, which multiplies gradients by a factor itself.
+        spent: the gradients of the last update, until those of the next one are made.
 
     Raises:
         ValueError: shards that the optimizer, or the devices, cannot have.
     """
 
-    def __init__(self, optimizer: Optimizer, replicas: Replicas, sync: GradientSync, in_shards: bool) -> None:
+    def __init__(self, optimizer: Optimizer, replicas: Replicas, gradients: Gradients, in_shards: bool) -> None:
         self.optimizer = optimizer
         self.is_flat = isinstance(optimizer, FlatOptimizer)
-        self._in_shards, self._replicas, self._sync = in_shards, replicas, sync
+        self._in_shards, self._replicas, self._gradients = in_shards, replicas, gradients
         self._update: _Update | None = None
         self._shape: Any = None  # what decides how it is updated
-        self._is_at_work = False
-        self._left_over: RemovableHandle | None = None  # of ours finds out itself
-        if not self.is_flat and hasattr(optimizer, _HOOKS[0]):  # a wrapper may lack what torch's class makes
+        self._before: list[int] = []  # how often each parameter was written before the update
+        self.spent: list[torch.Tensor | None] = []
+        self._left_over: RemovableHandle | None = None
+        if isinstance(optimizer, FlatOptimizer):
+            optimizer.watch_spent(self.spent)
+        elif hasattr(optimizer, _HOOKS[0]):  # a wrapper may lack what torch's class makes
             self._left_over = optimizer.register_step_pre_hook(_LeftOverStep(self))
+        self._has_copies, self._is_laid_out = len(replicas.devices) > 1, isinstance(gradients, GradientSync)
         self.remember_values()
         if in_shards:
             self._check_shards()
@@ -115,72 +119,68 @@ class Updates:
 
     @property
     def flat(self) -> FlatUpdate:
-        """The update of ours, where :attr:`is_flat`, once it is prepared."""
+        """The update of ours over the step's memory, once it is prepared."""
         assert isinstance(self._update, FlatUpdate)
         return self._update
 
-    def prepare(self, used: Sequence[bool]) -> None:
+    def prepare(self, used: Sequence[bool]) -> _Update:
         """Do the host's part before an update of these parameters."""
-        members = [list(map(id, group["params"])) for group in self.optimizer.param_groups]
-        shape = members, self.is_flat or self._is_plain()
+        self._before = self._replicas.versions
         update = self._update
-        if update is None or shape != self._shape or (isinstance(update, FlatUpdate) and not update.is_attached()):
-            update = self._made()
-            self._shape = shape
-        update.prepare(used)
+        if update is None or self._has_copies or self._is_laid_out:
+            shape = [list(map(id, group["params"])) for group in self.optimizer.param_groups]
+            if not self.is_flat:
+                shape.append([self._is_plain()])
+            if update is None or shape != self._shape or (isinstance(update, FlatUpdate) and not update.is_attached()):
+                update = self._made()
+                self._shape = shape
+            update.prepare(used)
+        return update
 
     def _made(self) -> _Update:
         self.close()
-        if isinstance(self.optimizer, FlatOptimizer):
-            self._update = FlatUpdate(self.optimizer, self._replicas, self._sync.layout, self._in_shards)
+        if isinstance(self.optimizer, FlatOptimizer) and isinstance(self._gradients, GradientSync):
+            self._update = FlatUpdate(self.optimizer, self._replicas, self._gradients.layout, self._in_shards)
         else:
-            self._update = TorchUpdate(self.optimizer, self._replicas, self._sync, self._is_plain())
+            self._update = TorchUpdate(self.optimizer, self._replicas, self._gradients, self._is_plain())
         return self._update
 
-    def launch(self) -> None:
-        """Make the update, by one call of ``optimizer.step()``."""
-        assert self._update is not None  # it was prepared
-        self._is_at_work = True
-        try:
-            self._launch(self._update)
-        finally:
-            self._is_at_work = False
-
-    def _launch(self, update: _Update) -> None:
-        if len(self._replicas.devices) == 1:
-            update.launch()
+    def launch(self, used: Sequence[bool], factor: float | torch.Tensor) -> None:
+        """Update these parameters, by one call of ``optimizer.step()``; ours multiply the gradients by ``factor``."""
+        update = self.prepare(used)
+        if not self._has_copies:
+            update.launch(factor)
             return
         written = self.values_changed()  # by a forward: what rank 0 has, is everybody's, as in the drop-in
-        update.launch()
+        update.launch(factor)
         if written or update.device_count < len(self._replicas.devices) or not self._is_plain():
             self._replicas.send_values()
 
     def has_written(self) -> bool:
         """Return whether an update that failed has changed parameters all the same."""
-        return self._update is not None and self._update.has_written()
+        return self._update is not None and self._before != self._replicas.versions
 
-    def conclude(self, used: Sequence[bool]) -> None:
+    def conclude(self) -> None:
         """Do the host's part after an update."""
-        # Graphs of the user's own over these parameters are out of date; those of the ranks are gone.
-        note_written([own for own, is_used in zip(self._replicas.own, used, strict=True) if is_used])
-        self.remember_values()
+        self.spent[:] = map(_grad_of, self._replicas.own)
+        if self._has_copies:
+            self.remember_values()
 
     def remember_values(self) -> None:
         """Take the values as they are now for what all devices have."""
-        self._versions = self._versions_now()
+        self._versions = self._replicas.versions
 
     def places(self) -> set[int]:
         """Return which parameters the optimizer has."""
         members = {id(each) for group in self.optimizer.param_groups for each in group["params"]}
         return {i for i, each in enumerate(self._replicas.own) if id(each) in members}
 
-    def _versions_now(self) -> list[int]:
-        """Return nothing where there is one device, whose ranks share the values."""
-        return self._replicas.versions if len(self._replicas.devices) > 1 else []
-
     def values_changed(self) -> list[int]:
-        """Return the parameters that were written in place since; torch counts that, but not through ``.data``."""
-        now = self._versions_now()
+        """Return the parameters that were written in place since; torch counts that, but not through ``.data``.
+
+        Nobody has copies of them where there is one device, whose ranks share the values.
+        """
+        now = self._replicas.versions if self._has_copies else self._versions
         if now == self._versions:
             return []
         return [i for i, (one, other) in enumerate(zip(now, self._versions, strict=True)) if one != other]
@@ -194,15 +194,14 @@ class Updates:
     def leave(self) -> None:
         """Leave the optimizer alone."""
         self.close()
+        self.spent.clear()
         if self._left_over is not None:
             self._left_over.remove()
 
     def check_left_over(self) -> None:
         """Warn where the optimizer is about to step by the gradients that this step has made and used."""
-        if self._is_at_work or self._sync.layout.is_empty:
-            return
-        for parameter, shown in zip(self._replicas.own, self._sync.layout.shown, strict=True):
-            if shown is not None and parameter.grad is shown:
+        for parameter, spent in zip(self._replicas.own, self.spent, strict=False):
+            if spent is not None and parameter.grad is spent:
                 warn_caller(LEFT_OVER)
                 return
 

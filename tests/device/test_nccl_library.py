@@ -86,7 +86,7 @@ def places(monkeypatch):
         monkeypatch.setattr(
             nccl_library, "_own_maps", lambda: [f"7f00-7f01 r-xp 0 fe:00 1   {path}" for path in loaded]
         )
-        monkeypatch.setattr(nccl_library, "_wheels", lambda: [Path(path) for path in wheels])
+        monkeypatch.setattr(nccl_library, "wheel_libraries", lambda: wheels)
 
         def answer(source: str, path: str) -> NcclLibrary:
             return NcclLibrary(source, path, answers.get(path), None if path in answers else "broken")

@@ -71,6 +71,114 @@ def test_steps(case, dtype):
     check(made)
 
 
+def other_order(gradient):
+    """The last dimension the slowest in memory, or the other way round: not as the parameter lies."""
+    if gradient.dim() == 4:
+        return gradient.contiguous()
+    return gradient.T.contiguous().T if gradient.dim() == 2 else gradient
+
+
+LAYOUTS = {
+    "in another order": other_order,
+    "expanded": lambda gradient: gradient.flatten()[:1].sum().expand_as(gradient),
+    "with gaps": lambda gradient: torch.stack([gradient, gradient + 1], -1)[..., 0],
+    "behind an element": lambda gradient: (
+        torch.empty(gradient.numel() + 1, dtype=gradient.dtype)[1:]
+        .as_strided(gradient.shape, gradient.stride(), 1)
+        .copy_(gradient)
+    ),
+    "negated": lambda gradient: torch._neg_view(-gradient),
+    "with a graph": lambda gradient: gradient.clone().requires_grad_() * 1,
+}
+
+
+def give_gradients_laid_out(parameters, seed, layout):
+    give_gradients(parameters, seed, without=(seed,))
+    for each in parameters:
+        if each.grad is not None:
+            each.grad = LAYOUTS[layout](each.grad)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("case", ["plain", "nesterov", "adam", "adamw"])
+def test_gradients_in_any_layout(case, layout, dtype):
+    if dtype == torch.float16 and CASES[case][0] != "SGD":
+        pytest.skip("torch rounds squares to float16 in between")
+    made = pair(case, dtype)
+    for seed in range(3):
+        for parameters, optimizer in made:
+            give_gradients_laid_out(parameters, seed, layout)
+            optimizer.step()
+    check(made)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradients_of_lion_in_any_layout(layout, dtype):
+    """The bits of gradients that lie as their parameters do."""
+    made = [(each, optim.Lion(each, lr=0.1, weight_decay=0.5)) for each in (parameters_of(dtype), parameters_of(dtype))]
+    for seed in range(3):
+        for is_plain, (parameters, optimizer) in enumerate(made):
+            give_gradients_laid_out(parameters, seed, layout)
+            for each in parameters:
+                if is_plain and each.grad is not None:
+                    each.grad = torch.empty_like(each).copy_(each.grad).detach()
+            optimizer.step()
+    for one, other in zip(made[0][0], made[1][0], strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_parameters_of_two_dtypes(case):
+    name, options = CASES[case]
+    made = []
+    for module in (torch.optim, optim):
+        parameters = [*parameters_of(torch.float64)[:2], *parameters_of(torch.float32)[2:]]
+        made.append((parameters, getattr(module, name)(parameters, **options)))
+    for seed in range(1, 4):
+        for parameters, optimizer in made:
+            for i, each in enumerate(parameters):
+                each.grad = None if i == seed else parameters_of(each.dtype, seed)[i].detach()
+            optimizer.step()
+    for one, other in zip(made[1][0], made[0][0], strict=True):
+        assert one.dtype == other.dtype
+        tolerance = TOLERANCE[one.dtype]
+        torch.testing.assert_close(one.detach(), other.detach(), rtol=tolerance, atol=tolerance)
+
+
+def is_in_a_flat_buffer(parameter, optimizer):
+    flats = [values for flat in optimizer._flat.flats for values in flat.values]
+    return any(0 <= parameter.data_ptr() - each.data_ptr() < each.nbytes for each in flats)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_frozen_takes_no_room(case):
+    """It is laid out when it is thawed, and gets memory of its own when it is frozen again; states are kept."""
+    made = pair(case, torch.float64)
+    (ours, optimizer), changing = made[1], made[1][0][0]
+    memory = changing.data_ptr()
+    for seed, is_frozen in enumerate([True, True, False, False, True, True, False]):
+        for parameters, _ in made:
+            parameters[0].requires_grad_(not is_frozen)
+        step(made, seed, without=(0,) if is_frozen else ())
+        assert is_in_a_flat_buffer(changing, optimizer) is not is_frozen
+        assert all(is_in_a_flat_buffer(each, optimizer) for each in ours[1:] if each.numel())
+        assert (changing.data_ptr() == memory) is (seed < 2)
+        assert changing.untyped_storage().nbytes() == changing.nbytes
+        check(made)
+        theirs, found = (tensors_of_state(each) for _, each in made)
+        assert theirs.keys() == found.keys()
+        for key, value in theirs.items():
+            torch.testing.assert_close(found[key], value, rtol=1e-12, atol=1e-12)
+
+
+def tensors_of_state(optimizer):
+    """By parameter and kind, what is there; torch names momentum that it does not have."""
+    state = optimizer.state_dict()["state"]
+    return {(i, kind): each for i, entry in state.items() for kind, each in entry.items() if each is not None}
+
+
 @pytest.mark.parametrize("direction", [0, 1])
 @pytest.mark.parametrize("case", CASES)
 def test_state_dicts_go_both_ways(case, direction):

@@ -549,10 +549,10 @@ def test_ctrl_c_waits_for_the_end_of_the_update(monkeypatch):
     step = TrainStep(net, mse, SGD(net.parameters(), lr=0.5), cpu(2))
     original = step._engine.parts.updates.launch
 
-    def launch():
+    def launch(*update):
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(0.01)
-        original()
+        original(*update)
 
     monkeypatch.setattr(step._engine.parts.updates, "launch", launch)
     before = net.last.weight.clone()

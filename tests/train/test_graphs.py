@@ -4,6 +4,7 @@ import copy
 import gc
 import warnings
 import weakref
+from functools import partial
 from itertools import cycle
 from types import SimpleNamespace
 
@@ -34,8 +35,8 @@ def step_of(net, optimizer, ranks=2, loss_fn=mse, **settings):
     return without_gpu(TrainStep(net, loss_fn, optimizer, cpu(ranks), capture=True, **settings))
 
 
-def same(one, other):
-    return all(map(torch.equal, one.parameters(), other.parameters()))
+def same(one, other, equal=torch.equal):
+    return all(map(equal, one.parameters(), other.parameters()))
 
 
 def pair(make, ranks=2, net=None, **settings):
@@ -52,7 +53,11 @@ def pair(make, ranks=2, net=None, **settings):
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_replays_are_steps(name, ranks, apart, monkeypatch):
-    """Rows that change, a scheduler, another way through the net: 60 steps, the same bits."""
+    """Rows that change, a scheduler, another way through the net: 60 steps, the same bits.
+
+    Of one rank up to rounding: its ordinary steps add up the norm tensor by tensor, a graph over flat memory.
+    """
+    equal = torch.equal if ranks > 1 else partial(torch.allclose, rtol=0, atol=1e-12)
     if apart:
         monkeypatch.setattr("mgpu_core.train.cuda_graphs._OneGraph", _GraphsPerDevice)
     captured, plain = pair(OPTIMIZERS[name], ranks, clip_norm=0.5)
@@ -61,10 +66,10 @@ def test_replays_are_steps(name, ranks, apart, monkeypatch):
         warnings.simplefilter("ignore")
         for i, (x, y) in enumerate(batches(60, [12] * 9 + [7])):
             way = 2 if i < 40 else 0
-            assert torch.equal(captured(x, way, y), plain(x, way, y))
+            assert equal(captured(x, way, y), plain(x, way, y))
             for schedule in schedules:
                 schedule.step()
-            assert same(captured.module, plain.module)
+            assert same(captured.module, plain.module, equal)
             assert [p.grad is None for p in captured.module.parameters()] == [
                 p.grad is None for p in plain.module.parameters()
             ]
@@ -73,7 +78,7 @@ def test_replays_are_steps(name, ranks, apart, monkeypatch):
     assert captured._engine.parts.captured.recorder.records <= 4 * (1 + apart)
     one, other = captured.optimizer.state_dict()["state"], plain.optimizer.state_dict()["state"]
     for place, state in other.items():
-        assert all(torch.equal(one[place][key], value) for key, value in state.items())
+        assert all(equal(one[place][key], value) for key, value in state.items())
 
 
 def test_the_first_of_a_kind_are_ordinary():
@@ -316,9 +321,9 @@ def test_an_overflow_is_told_as_the_host_would_tell_it(value, at):
     """Also where the norm of finite numbers would be infinite."""
     sums = [torch.ones(5), torch.full((8,), 3e38)]
     sums[at > 4][at - 5 * (at > 4)] = value
-    sync = SimpleNamespace(every_sum=sums, sparse={})
+    found = SimpleNamespace(sums=SimpleNamespace(every_sum=sums, sparse={}))
     norm = torch.stack([each.norm() for each in sums]).norm()
-    assert bool(overflow_of(sync)) == (not are_finite(sync, norm)) == (value != 3e38)
+    assert bool(overflow_of(found.sums)) == (not are_finite(found, norm)) == (value != 3e38)
 
 
 @pytest.mark.parametrize(
@@ -354,7 +359,7 @@ def test_why_not_is_told_once(settings, call, reason):
 
 
 def test_a_device_without_graphs(monkeypatch):
-    monkeypatch.setattr("mgpu_core.train.engine.GRAPH_DEVICE", "cuda")
+    monkeypatch.setattr("mgpu_core.train.cuda_graphs.GRAPH_DEVICE", "cuda")
     net = Linear()
     step = step_of(net, SGD(net.parameters(), lr=0.001))
     step(torch.ones(4, 3), torch.ones(4, 2))
@@ -422,7 +427,7 @@ def test_a_recording_that_fails_behind_its_update_is_not_tried_again(monkeypatch
     def failing():
         raise RuntimeError("this batch uses other parameters")
 
-    monkeypatch.setattr(captured._engine.parts.cycle, "check_used", failing)
+    monkeypatch.setattr(captured._engine.parts.captured, "check_used", failing)
     with pytest.warns(UserWarning, match=r"recording it failed \(RuntimeError: this batch"):
         losses = [captured(x, 2, y) for x, y in batches(20, 8)]
     assert all(map(torch.equal, losses, [plain(x, 2, y) for x, y in batches(20, 8)]))

@@ -520,10 +520,10 @@ def test_an_interrupt_behind_an_update_leaves_its_running_statistics(monkeypatch
     step(torch.randn(8, 3), torch.zeros(8, 2))
     launch = step._engine.parts.updates.launch
 
-    def interrupted():
+    def interrupted(*update):
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(0.01)
-        launch()
+        launch(*update)
 
     before = net[1].running_mean.clone()
     monkeypatch.setattr(step._engine.parts.updates, "launch", interrupted)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mgpu_core.train.graph_recorder import CudaRecorder
+from mgpu_core.train.graph_cache import CudaRecorder
 
 GPU = torch.device("cuda", 0)
 

@@ -18,8 +18,10 @@ def adamw(parameters):
 
 
 def places(step):
-    """The names of the parameters in its buckets."""
+    """The names of the parameters in its buckets; one rank alone has none."""
     parts = step._engine.parts
+    if parts.sync is None:  # torch's optimizer takes the gradients where they are
+        return {name for name, each in step.module.named_parameters() if each.requires_grad}
     return {parts.replicas.names[each.parameter] for bucket in parts.sync.layout.buckets for each in bucket.segments}
 
 

@@ -58,11 +58,13 @@ def _plain_views(
     for each in tensors:
         if each.device != device or each.requires_grad:
             return None
-    check_shares(shares, len(devices))
-    if len(devices) == 1:
+    ranks = len(devices)
+    if shares is not None:
+        check_shares(shares, ranks)
+    if ranks == 1:
         tell_whole(objects, device, dim)
         return [list(objects.values())], [rows]
-    counts = row_counts(rows, len(devices), shares)
+    counts = row_counts(rows, ranks, shares)
     columns = [views_of(each, counts, dim) for each in tensors]
     if is_on():
         for name, each, views in zip(_names(objects), tensors, columns, strict=True):

@@ -147,6 +147,7 @@ class ModuleTree:
         parameters, buffers: each tensor once, also where it has several names (tied weights).
         is_compiled: whether some module was compiled.
         ranks_meet: whether some module waits for other ranks in its forward.
+        has_methods: whether some module may have an attribute that holds a bound method, its own or another module's.
 
     Raises:
         RuntimeError: Python modules inside a ScriptModule.
@@ -165,6 +166,7 @@ class ModuleTree:
                 node.methods = _methods_of(node.module, self._indices)
         self._modules = [node.module for node in self.nodes]
         self._found = None if self.is_compiled or any(node.kind.is_script for node in self.nodes) else self._find()
+        self.has_methods = self._found is None or bool(self._found[-1])
 
     def _find(self) -> list[Any]:
         """Return what the tree was read from, by loops that run in C."""
@@ -239,11 +241,6 @@ class ModuleTree:
                     count += 1
                 found += ((name, index),)
         return found
-
-    @property
-    def has_methods(self) -> bool:
-        """Whether some module may have an attribute that holds a bound method, its own or another module's."""
-        return self._found is None or bool(self._found[-1])
 
     @property
     def tensors(self) -> list[torch.Tensor]:

@@ -170,6 +170,17 @@ def span(
     return NOTHING if sink is None else _Span(sink, step, rank, device, bucket)
 
 
+def rank_spans(rank: int, device: torch.device) -> tuple[AbstractContextManager[None], ...]:
+    """Return the spans of a rank's forward, loss and backward; none of them does anything when nobody wants to know."""
+    sink = _sink
+    if sink is None:
+        return _NO_SPANS
+    return tuple(_Span(sink, step, rank, device, NO_BUCKET) for step in ("forward", "loss", "backward"))
+
+
+_NO_SPANS = (NOTHING, NOTHING, NOTHING)
+
+
 def is_on() -> bool:
     """Whether a recording is on: ask before computing what only an entry needs."""
     sink = _sink

@@ -418,7 +418,7 @@ MUTANTS = [
     mutant(
         "step: graphs of several devices add to the gradients before",
         "mgpu_core/train/cuda_graphs.py",
-        "        steps.sync.clear(steps.replicas.ranks_of[place])\n",
+        "        steps.reducer.clear(steps.loop.replicas.ranks_of[place])\n",
         "",
         "train/test_graphs.py",
     ),
@@ -432,13 +432,13 @@ MUTANTS = [
     mutant(
         "step: graphs of several devices do not sum over them",
         "mgpu_core/train/cuda_graphs.py",
-        "        steps.sync.layout.of_buckets.add_up_all_devices()\n",
+        "        steps.reducer.buckets.add_up_all_devices()\n",
         "",
         "accelerator/test_graphs.py",
     ),
     mutant(
         "step: a failure between the graphs of several devices keeps running statistics",
-        "mgpu_core/train/cycle.py",
+        "mgpu_core/train/update.py",
         "if self._loss_scale.is_on or len(self._replicas.devices) > 1:",
         "if self._loss_scale.is_on:",
         "accelerator/test_graphs.py",
@@ -473,29 +473,29 @@ MUTANTS = [
     ),
     mutant(
         "step: a bucket is summed when the first rank is ready",
-        "mgpu_core/train/rounds.py",
+        "mgpu_core/train/reducer.py",
         "if self._ranks_missing[bucket] != 0:",
         "if self._ranks_missing[bucket] < 0:",
         "train/test_train_step.py",
     ),
     mutant(
         "step: a gradient that comes late is not added",
-        "mgpu_core/train/rounds.py",
+        "mgpu_core/train/reducer.py",
         "self._summed.discard(bucket)",
         "pass",
-        "train/test_rounds.py",
+        "train/test_ready_counter.py",
     ),
     mutant(
         "step: buckets wait for the end of backward",
         "mgpu_core/train/reducer.py",
-        "is_counted = overlap and self.handles",
-        "is_counted = False",
+        "            if overlap:\n",
+        "            if False:\n",
         "train/test_train_step.py",
     ),
     mutant(
         "step: sums do not wait for a stream of the module's own",
         "mgpu_core/train/reducer.py",
-        "self._side.made_on_current(self._replicas.team.devices[rank])",
+        "self._side.made_on_current(device)",
         "pass",
         "accelerator/test_streams.py",
     ),
@@ -536,7 +536,7 @@ MUTANTS = [
     ),
     mutant(
         "step: gradients of the step before are added",
-        "mgpu_core/train/cycle.py",
+        "mgpu_core/train/update.py",
         "        self._gradients.clear()\n        self._buffers.take()",
         "        self._buffers.take()",
         "train/test_train_step.py",
@@ -550,21 +550,21 @@ MUTANTS = [
     ),
     mutant(
         "step: a failed step keeps its gradients",
-        "mgpu_core/train/cycle.py",
+        "mgpu_core/train/update.py",
         "        self._gradients.abandon()\n        self._buffers.restore()",
         "        self._buffers.restore()",
         "train/test_failures.py",
     ),
     mutant(
         "step: a failed step keeps its running statistics",
-        "mgpu_core/train/cycle.py",
+        "mgpu_core/train/update.py",
         "        self._gradients.abandon()\n        self._buffers.restore()",
         "        self._gradients.abandon()",
         "train/test_failures.py",
     ),
     mutant(
         "step: a failed step counts as accumulated",
-        "mgpu_core/train/cycle.py",
+        "mgpu_core/train/update.py",
         "        self._buffers.restore()\n        self.close()",
         "        self._buffers.restore()",
         "train/test_failures.py",
@@ -592,7 +592,7 @@ MUTANTS = [
     ),
     mutant(
         "step: an overflow on one rank updates all the same",
-        "mgpu_core/train/cycle.py",
+        "mgpu_core/train/update.py",
         "if self._loss_scale.is_on and not are_finite(gradients, gradients.norm()):",
         "if False:",
         "train/test_amp.py",
@@ -607,16 +607,16 @@ MUTANTS = [
     # Several processes, and shards.
     mutant(
         "processes: the mean is over the process's own rows",
-        "mgpu_core/train/cycle.py",
+        "mgpu_core/train/update.py",
         "return tally.used, tally.weight",
         "return tally.used, self.window.weight",
         "processes/test_training.py",
     ),
     mutant(
         "processes: what others alone used is not updated",
-        "mgpu_core/train/cycle.py",
+        "mgpu_core/train/update.py",
         "return tally.used, tally.weight",
-        "return self._sync.used(), tally.weight",
+        "return self._gradients.used(), tally.weight",
         "processes/test_training.py",
     ),
     mutant(
@@ -629,7 +629,7 @@ MUTANTS = [
     mutant(
         "processes: nobody is told of a failure",
         "mgpu_core/train/process_sync.py",
-        "if not self._is_open or self.processes.lost is not None:",
+        "if not self._is_open or self._processes.lost is not None:",
         "if True:",
         "processes/test_failures.py",
     ),
@@ -677,9 +677,9 @@ MUTANTS = [
     ),
     mutant(
         "step: twins of an optimizer share one count of steps",
-        "mgpu_core/train/torch_update.py",
-        "twin.load_state_dict(copy.deepcopy(self._optimizer.state_dict()))",
-        "twin.load_state_dict(self._optimizer.state_dict())",
+        "mgpu_core/train/optimizer_step.py",
+        "clone.load_state_dict(copy.deepcopy(self._optimizer.state_dict()))",
+        "clone.load_state_dict(self._optimizer.state_dict())",
         "accelerator/test_train_step.py",
     ),
     mutant(
@@ -691,7 +691,7 @@ MUTANTS = [
     ),
     mutant(
         "step: what is thawed stays outside the buckets",
-        "mgpu_core/train/laid_out.py",
+        "mgpu_core/train/grad_buckets.py",
         "if self._replicas.own[i].requires_grad and (i not in self.bucket_of or i in updated()):",
         "if False:",
         "train/test_some_parameters.py",
@@ -705,8 +705,8 @@ MUTANTS = [
     ),
     mutant(
         "step: what another optimizer updates is moved",
-        "mgpu_core/train/laid_out.py",
-        "[i for i in order if i in learnt.updated or processes is not None]",
+        "mgpu_core/train/grad_buckets.py",
+        "[i for i in order if i in found.updated or processes is not None]",
         "order",
         "train/test_some_parameters.py",
     ),
@@ -924,8 +924,8 @@ MUTANTS = [
     mutant(
         "explain: sums of sparse gradients are in no row",
         "mgpu_core/train/reducer.py",
-        '            with span("reduce"):\n                self.layout.sums.sparse',
-        "            if True:\n                self.layout.sums.sparse",
+        '            with span("reduce"):\n                buckets.sums.sparse',
+        "            if True:\n                buckets.sums.sparse",
         "explain/test_adds_up.py",
     ),
     mutant(
@@ -944,7 +944,7 @@ MUTANTS = [
     ),
     mutant(
         "explain: a bucket is ready one gradient too early",
-        "mgpu_core/train/rounds.py",
+        "mgpu_core/train/reducer.py",
         "self._missing[rank][bucket] == 0",
         "self._missing[rank][bucket] >= 0",
         "test_record.py",

@@ -74,12 +74,10 @@ class FlatState:
         self.fill()
 
     def _groups_now(self) -> dict[int, int]:
-        numbers = {id(each): number for number, group in enumerate(self._groups) for each in group["params"]}
+        numbers = {
+            id(each): number for number, group in enumerate(self._optimizer.param_groups) for each in group["params"]
+        }
         return {i: numbers.get(id(each), NO_GROUP) for i, each in enumerate(self._parameters)}
-
-    @property
-    def _groups(self) -> list[dict[str, Any]]:
-        return self._optimizer.param_groups
 
     def fill(self) -> None:
         """Take over the state that the optimizer has, which is as torch keeps it; show views instead."""
@@ -95,7 +93,9 @@ class FlatState:
             if found and self.group_of[i] != NO_GROUP:
                 steps[i] = int(entry["step"]) if self._rule.counts_steps else 1
                 self._kinds_of[i] = found
-        kinds = self._rule.kinds(self._groups) + [kind for found in self._kinds_of.values() for kind in found]
+        kinds = self._rule.kinds(self._optimizer.param_groups) + [
+            kind for found in self._kinds_of.values() for kind in found
+        ]
         for device in self.devices:
             device.allocate(kinds)
             for i in self._kinds_of:
@@ -106,7 +106,7 @@ class FlatState:
 
     def prepare(self, used: Sequence[bool]) -> None:
         """Bring settings and tables up to date for an update of the parameters that are ``used``."""
-        settings = self._rule.settings_of(self._groups)
+        settings = self._rule.settings_of(self._optimizer.param_groups)
         if settings != self._settings:
             self._take_settings(settings)
         if used != self._used:
@@ -116,10 +116,10 @@ class FlatState:
             self._show_new()
 
     def _take_settings(self, settings: list[list[Any]]) -> None:
-        self._rule.check_alike(self._groups)
-        kinds = self._rule.kinds(self._groups)
+        self._rule.check_alike(self._optimizer.param_groups)
+        kinds = self._rule.kinds(self._optimizer.param_groups)
         self.generation += any(kind not in self.devices[0].states for kind in kinds)
-        table, kernel = table_of(settings), self._rule.kernel(self._groups[0])
+        table, kernel = table_of(settings), self._rule.kernel(self._optimizer.param_groups[0])
         for device in self.devices:
             if kernel != self._kernel:
                 device.drop_kernels()
@@ -132,7 +132,7 @@ class FlatState:
 
     def _show_new(self) -> None:
         """Show the state of parameters that are updated for the first time, or get another kind."""
-        kinds = [self._rule.kinds([group]) for group in self._groups]
+        kinds = [self._rule.kinds([group]) for group in self._optimizer.param_groups]
         for i, is_used in enumerate(self._used):
             if is_used and i in self._likes and self.group_of[i] != NO_GROUP:
                 wanted, has = kinds[self.group_of[i]], self._kinds_of.get(i, [])
@@ -170,6 +170,24 @@ class FlatState:
         if factor is not None:
             self.devices[index].record_scale(factor)
         self.devices[index].run(self._kernel, None)
+
+    def hold_back(self, index: int, if_not_zero: torch.Tensor) -> None:
+        """Let the next launch on a device change nothing if this number on it is not 0; the host does not wait."""
+        self.devices[index].held_back.copy_(if_not_zero)
+
+    def was_held_back(self) -> bool:
+        """Return whether the last launch has changed nothing; waits for the device, and lets later ones go on."""
+        held = bool(self.devices[0].held_back)
+        if held:
+            for device in self.devices:
+                device.held_back.zero_()
+        return held
+
+    def replayed(self) -> None:
+        """Note that a recorded launch was replayed: the factor is the device's, and schedulers see a step."""
+        for device in self.devices:
+            device.replayed()
+        self._optimizer._opt_called = True  # type: ignore[attr-defined]
 
     def scale_by(self, factor: float | torch.Tensor) -> None:
         """Set what the next updates multiply gradients by, on all devices."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import copy_context
 from functools import partial
+from operator import attrgetter
 from threading import Event
 from typing import Any
 
@@ -112,7 +113,10 @@ def run_ranks(team: Team, calls: Sequence[Callable[[], Any] | None], *, draws: b
     for outcome in outcomes:
         if outcome.error is not None:
             raise_failures(outcomes, team)
-    return [outcome.value for outcome in outcomes]
+    return list(map(_value_of, outcomes))
+
+
+_value_of = attrgetter("value")
 
 
 def shares_generator(team: Team) -> bool:
@@ -123,10 +127,10 @@ def shares_generator(team: Team) -> bool:
 def _run_in_caller(team: Team, calls: Sequence[Callable[[], Any] | None], draws: bool) -> list[Outcome]:
     """Run the ranks one after the other in this thread, each in its own context; the first failure ends it."""
     numbers = rank_streams(team.devices) if draws and team.devices.count(_CPU) > 1 else None
-    outcomes = []
+    outcomes: list[Outcome] = []
     for rank, call in enumerate(calls):
         outcome = Outcome()
-        outcomes.append(outcome)
+        outcomes += (outcome,)
         if call is None:
             continue
         try:

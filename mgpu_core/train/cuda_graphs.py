@@ -20,21 +20,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mgpu_core.device.workers import time_limit
-from mgpu_core.train.balance import SplitPlan
-from mgpu_core.train.cycle import Cycle
-from mgpu_core.train.forward_backward import ForwardBackward, RankPart, seed
+from mgpu_core.train.forward_backward import RankPart, seed
 from mgpu_core.train.grad_clip import GradientNorm, factor_of, overflow_of, warm_up
-from mgpu_core.train.grad_scaler import LossScale
 from mgpu_core.train.graph_cache import GRAPH_DEVICE, CudaRecorder, Recording, StaticNest, StepGraphs
-from mgpu_core.train.loss import RankLoss
-from mgpu_core.train.options import Setup
-from mgpu_core.train.rank_modules import RankModules
-from mgpu_core.train.reducer import GradientSync
-from mgpu_core.train.replicas import Replicas
-from mgpu_core.train.updates import Updates
+from mgpu_core.train.loss import RankLoss, Window
+from mgpu_core.train.reducer import Reducer
 
 if TYPE_CHECKING:
-    from mgpu_core.train.parts import Parts
+    from mgpu_core.train.train_loop import TrainLoop
 
 __all__ = ["CapturedSteps", "why_no_graph"]
 
@@ -43,29 +36,18 @@ class CapturedSteps:
     """The steps of a :class:`mgpu_core.TrainStep` that are replays.
 
     Args:
-        replicas, modules, sync, updates, passes, cycle, split_plan, loss_scale: of the step.
-        reduction: what its loss function returns.
+        loop: whose steps they are; it holds this.
+        reducer: of the loop.
 
     Attributes:
+        loop, reducer: the same.
         graphs: what was recorded.
         recorder: what records.
     """
 
-    def __init__(
-        self,
-        replicas: Replicas,
-        modules: Sequence[RankModules],
-        sync: GradientSync,
-        updates: Updates,
-        passes: ForwardBackward,
-        cycle: Cycle,
-        split_plan: SplitPlan,
-        loss_scale: LossScale,
-        reduction: str,
-    ) -> None:
-        self.replicas, self.sync, self.passes, self.cycle = replicas, sync, passes, cycle
-        self._modules, self._updates, self._split_plan = modules, updates, split_plan
-        self._loss_scale, self._reduction = loss_scale, reduction
+    def __init__(self, loop: TrainLoop, reducer: Reducer) -> None:
+        self.loop: TrainLoop = weakref.proxy(loop)
+        self.reducer = reducer
         self.graphs, self.recorder = StepGraphs(), CudaRecorder()
 
     def run(self, inputs: tuple[Any, ...], kwargs: dict[str, Any], clip_norm: float | None) -> torch.Tensor | None:
@@ -74,30 +56,31 @@ class CapturedSteps:
         The ranks' parameters must be up to date.
         """
         batch = inputs, kwargs
-        return self.cycle.replayed(
-            self.sync,
+        return self.loop.transaction.replay(
+            self.reducer,
             lambda: self.graphs.run(batch, self._fixed(clip_norm), lambda: self._record(batch, clip_norm)),
         )
 
     def _fixed(self, clip_norm: float | None) -> tuple[Hashable, ...]:
         """Return what a recording fixes, besides the batch."""
+        loop, replicas = self.loop, self.loop.replicas
         autocast = torch.is_autocast_enabled(GRAPH_DEVICE) and torch.get_autocast_dtype(GRAPH_DEVICE)
-        modes = tuple(node.module.training for modules in self._modules for node in modules.tree.nodes)
-        frozen, used, buffers = tuple(self.replicas.frozen), tuple(self.cycle.used), tuple(map(id, self.buffers))
-        memory = self._updates.memory, self.replicas.moves
-        shares = tuple(self._split_plan.shares or ())
-        return modes, frozen, used, buffers, memory, shares, clip_norm, autocast, self._loss_scale.scale
+        modes = tuple(node.module.training for modules in loop.modules for node in modules.tree.nodes)
+        frozen, used, buffers = tuple(replicas.frozen), tuple(loop.transaction.used), tuple(map(id, self.buffers))
+        memory = loop.optimizer_step.memory, replicas.moves
+        shares = tuple(loop.split_plan.shares or ())
+        return modes, frozen, used, buffers, memory, shares, clip_norm, autocast, loop.loss_scale.scale
 
     def _record(self, batch: Any, clip_norm: float | None) -> Recording:
-        kind = _OneGraph if len(self.replicas.devices) == 1 else _GraphsPerDevice
+        kind = _OneGraph if len(self.loop.replicas.devices) == 1 else _GraphsPerDevice
         try:
             with self._buffers_kept():
                 return kind(self, batch, clip_norm)
         except BaseException:
             self.recorder.forget()
-            self.sync.cancel()
-            self.passes.stop(time_limit())
-            self.sync.abandon()
+            self.reducer.cancel()
+            self.loop.passes.stop(time_limit())
+            self.reducer.abandon()
             raise
         finally:
             self.begin()
@@ -107,7 +90,7 @@ class CapturedSteps:
         """Raise RuntimeError if a recording, which computes nothing, puts another tensor in the place of a buffer."""
         before = [
             (node.module._buffers, name, node.module._buffers[name])
-            for modules in self._modules
+            for modules in self.loop.modules
             for node in modules.tree.nodes
             for name, _ in node.buffers
         ]
@@ -125,31 +108,32 @@ class CapturedSteps:
     @property
     def buffers(self) -> list[torch.Tensor]:
         """The buffers of all ranks: a recording reads their memory, so it keeps them."""
-        return [buffer for modules in self._modules for each in modules.kept for buffer in each.buffers()]
+        return [buffer for modules in self.loop.modules for each in modules.kept for buffer in each.buffers()]
 
     def begin(self) -> None:
         """Open a new window, for one call."""
-        self.cycle.open_window(self._reduction, 1)
+        self.loop.transaction.open_window(self.loop.options.loss.reduction, 1)
 
     def split(self, batch: Any) -> tuple[list[RankPart], list[int]]:
         """Return what each rank works on, and the rows of each."""
         inputs, kwargs = batch
-        parts, rows = self.passes.split(inputs, kwargs, self._split_plan.shares)
-        self._split_plan.done(rows, ())
+        plan = self.loop.split_plan
+        parts, rows = self.loop.passes.split(inputs, kwargs, plan.shares)
+        plan.done(rows, ())
         return parts, rows
 
     def compute(self, parts: Sequence[RankPart | None], *, overlap: bool) -> list[RankLoss]:
         """Run forward, loss and backward of the ranks that have parts, each in the worker that it always has."""
-        self.sync.begin(len(parts), overlap=overlap)
+        self.reducer.begin(len(parts), overlap=overlap)
         with torch.enable_grad():
-            losses, _ = self.passes.run(parts, (), backward=True, keep_outputs=False)
-        if self.replicas.settle():
+            losses, _ = self.loop.passes.run_ranks(parts, (), backward=True, keep_outputs=False)
+        if self.loop.replicas.settle():
             raise RuntimeError("the forward gives a parameter other memory")
         return losses
 
     def norm_on(self, place: int) -> GradientNorm:
         """Return the norm of the sums that one device has; :meth:`work_on` the device can be captured from now on."""
-        sums = self.sync.sums.on(place)
+        sums = self.reducer.sums.on(place)
         warm_up(sums)
         return GradientNorm(sums)
 
@@ -162,17 +146,22 @@ class CapturedSteps:
             weight: of the call; a tensor lies on the device.
             clip_norm: the largest norm of all gradients.
         """
-        update = self._updates.flat
-        if self._loss_scale.is_on:
-            update.hold_back(place, overflow_of(self.sync.sums.on(place)))
-        factor = self.cycle.window.factor(weight)
+        loop, flat = self.loop, self.loop.optimizer_step.flat
+        if loop.loss_scale.is_on:
+            flat.hold_back(place, overflow_of(self.reducer.sums.on(place)))
+        factor = loop.transaction.window.factor(weight)
         if clip_norm is not None:
             factor = factor_of(factor, norm.compute(), clip_norm)
-        update.launch_on(place, factor)
+        flat.run_on(place, factor)
+
+    @property
+    def window(self) -> Window:
+        """The call that is recorded or replayed."""
+        return self.loop.transaction.window
 
     def check_used(self) -> None:
         """Raise RuntimeError unless the same parameters have gradients as in the last update."""
-        if self.sync.used() != self.cycle.used:
+        if self.reducer.used() != self.loop.transaction.used:
             raise RuntimeError("this batch uses other parameters than the one before")
 
 
@@ -182,7 +171,7 @@ class _OneGraph:
     def __init__(self, steps: CapturedSteps, batch: Any, clip_norm: float | None) -> None:
         self._steps: CapturedSteps = weakref.proxy(steps)  # which has this
         self._clip_norm = clip_norm
-        self._device = steps.replicas.devices[0]
+        self._device = steps.loop.replicas.devices[0]
         self._batch = StaticNest(batch, self._device)
         self._buffers = steps.buffers
         self._norm = steps.norm_on(0)
@@ -192,13 +181,13 @@ class _OneGraph:
     def _work(self) -> list[torch.Tensor]:
         steps = self._steps
         steps.begin()
-        steps.sync.clear()
+        steps.reducer.clear()
         parts, rows = steps.split(self._batch.nest)
-        seed(parts, steps.cycle.window.seeds(rows))
+        seed(parts, steps.window.seeds(rows))
         losses = steps.compute(parts, overlap=True)
-        steps.sync.finish()
-        loss = steps.cycle.window.add(rows, losses, self._device)
-        steps.work_on(0, self._norm, steps.cycle.window.weight, self._clip_norm)
+        steps.reducer.finish()
+        loss = steps.window.add(rows, losses, self._device)
+        steps.work_on(0, self._norm, steps.window.weight, self._clip_norm)
         return [loss]
 
     def replay(self, batch: Any) -> torch.Tensor:
@@ -213,19 +202,19 @@ class _GraphsPerDevice:
     def __init__(self, steps: CapturedSteps, batch: Any, clip_norm: float | None) -> None:
         self._steps: CapturedSteps = weakref.proxy(steps)  # which has this
         self._clip_norm = clip_norm
-        self._devices = steps.replicas.devices
+        self._devices = steps.loop.replicas.devices
         self._buffers = steps.buffers
         steps.begin()
         parts, rows = steps.split(batch)
         self._batches = [StaticNest(_nest_of(part)) for part in parts]
         self._parts = [RankPart(*each.nest) for each in self._batches]
         self._losses: dict[int, RankLoss] = {}
-        seed(self._parts, steps.cycle.window.seeds(rows))
+        seed(self._parts, steps.window.seeds(rows))
         self._computing = [self._record_computing(place) for place in range(len(self._devices))]
         steps.check_used()
         loss = self._add_losses(rows)
         self._weights: list[torch.Tensor] = []  # per device what the call weighs, where that is no number of rows
-        if isinstance(steps.cycle.window.weight, torch.Tensor):
+        if isinstance(steps.window.weight, torch.Tensor):
             self._weights = [torch.ones((), dtype=loss.dtype, device=device) for device in self._devices]
         self._norms = [steps.norm_on(place) for place in range(len(self._devices))]
         self._updating = [
@@ -233,7 +222,7 @@ class _GraphsPerDevice:
         ]
 
     def _record_computing(self, place: int) -> torch.cuda.CUDAGraph:
-        ranks = [rank for rank in self._steps.replicas.ranks_of[place] if rank < len(self._parts)]
+        ranks = [rank for rank in self._steps.loop.replicas.ranks_of[place] if rank < len(self._parts)]
         work = partial(self._compute, place, ranks)
         graph, tensors = self._steps.recorder.record(self._devices[place], work)
         losses = starmap(RankLoss, zip_longest(tensors[: len(ranks)], tensors[len(ranks) :]))
@@ -243,22 +232,22 @@ class _GraphsPerDevice:
     def _compute(self, place: int, ranks: Sequence[int]) -> list[torch.Tensor]:
         """Launch the ranks of one device, and their sums; return their losses, then the weights of these, if any."""
         steps = self._steps
-        steps.sync.clear(steps.replicas.ranks_of[place])
+        steps.reducer.clear(steps.loop.replicas.ranks_of[place])
         parts = [part if rank in ranks else None for rank, part in enumerate(self._parts)]
         losses = steps.compute(parts, overlap=False) if ranks else []
-        steps.sync.layout.of_buckets.add_up_all_ranks(place)
+        steps.reducer.buckets.add_up_all_ranks(place)
         return [each.value for each in losses] + [each.weight for each in losses if each.weight is not None]
 
     def _update(self, place: int) -> list[torch.Tensor]:
         steps = self._steps
-        weight = self._weights[place] if self._weights else steps.cycle.window.weight
+        weight = self._weights[place] if self._weights else steps.window.weight
         steps.work_on(place, self._norms[place], weight, self._clip_norm)
         return []
 
     def _add_losses(self, rows: Sequence[int]) -> torch.Tensor:
         """Count the call; return the loss of all ranks."""
         losses = [self._losses[rank] for rank in range(len(self._parts))]
-        return self._steps.cycle.window.add(rows, losses, self._devices[0])
+        return self._steps.window.add(rows, losses, self._devices[0])
 
     def replay(self, batch: Any) -> torch.Tensor:
         steps = self._steps
@@ -266,12 +255,12 @@ class _GraphsPerDevice:
         parts, rows = steps.split(batch)
         for static, part in zip(self._batches, parts, strict=True):
             static.fill(_nest_of(part))
-        seed(self._parts, steps.cycle.window.seeds(rows))
+        seed(self._parts, steps.window.seeds(rows))
         for graph in self._computing:
             graph.replay()
         loss = self._add_losses(rows).clone()
-        steps.sync.layout.of_buckets.add_up_all_devices()
-        total = steps.cycle.window.weight
+        steps.reducer.buckets.add_up_all_devices()
+        total = steps.window.weight
         for weight in self._weights:
             weight.copy_(torch.as_tensor(total), non_blocking=True)
         for graph in self._updating:
@@ -279,19 +268,20 @@ class _GraphsPerDevice:
         return loss
 
 
-def why_no_graph(parts: Parts, setup: Setup, *, collects: bool, is_measured: bool, keep_outputs: bool) -> str | None:
+def why_no_graph(loop: TrainLoop, *, collects: bool, keep_outputs: bool) -> str | None:
     """Return why a step must go the ordinary way; ``None``: it may be a replay."""
-    other = next((device for device in parts.replicas.devices if device.type != GRAPH_DEVICE), None)
+    options, optimizer_step = loop.options, loop.optimizer_step
+    other = next((device for device in loop.replicas.devices if device.type != GRAPH_DEVICE), None)
     reasons = (
         (other is not None, f"there are no CUDA graphs on {other}"),
-        (parts.in_shards, "the optimizer's state is in shards"),
-        (parts.together, "several processes agree on each update"),
-        (parts.net.tree.ranks_meet, "ranks meet in synchronised layers"),
+        (loop.in_shards, "the optimizer's state is in shards"),
+        (options.has_processes, "several processes agree on each update"),
+        (loop.net.tree.ranks_meet, "ranks meet in synchronised layers"),
         (collects, "gradients are accumulated over several calls"),
-        (setup.error_if_nonfinite, "error_if_nonfinite=True waits for the gradients"),
-        (is_measured, 'shares="auto" takes the time of each rank'),
+        (options.update.error_if_nonfinite, "error_if_nonfinite=True waits for the gradients"),
+        (loop.split_plan.is_timed, 'shares="auto" takes the time of each rank'),
         (keep_outputs, "its outputs are returned"),
-        (parts.updates.memory is None, "its optimizer is none of mgpu_core.optim, or has step hooks"),
+        (optimizer_step.memory is None, "its optimizer is none of mgpu_core.optim, or has step hooks"),
     )
     return next((reason for holds, reason in reasons if holds), None)
 

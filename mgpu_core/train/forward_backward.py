@@ -21,9 +21,9 @@ from mgpu_core.parallel.apply import draws_apart, run_ranks, shares_generator
 from mgpu_core.parallel.gather import gather
 from mgpu_core.parallel.lost_attributes import Given, given_attributes, lost_attributes, warn_lost
 from mgpu_core.parallel.scatter import scatter_objects
-from mgpu_core.record import span
-from mgpu_core.train.loss import RankLoss, output_loss, rank_loss
-from mgpu_core.train.options import Setup
+from mgpu_core.record import rank_spans, span
+from mgpu_core.train.loss import RankLoss, Window, output_loss, rank_loss
+from mgpu_core.train.options import LossOptions
 from mgpu_core.train.rank_modules import RankModules
 from mgpu_core.train.replicas import Replicas
 from mgpu_core.train.rollback import Gate
@@ -54,7 +54,7 @@ class ForwardBackward:
     """The calls of one step.
 
     Args:
-        setup: of the step.
+        options: of the loss.
         replicas: the ranks' parameters.
         net: their modules.
         loss: their loss functions: modules with tensors, or one function for all; ``None``: the module returns it.
@@ -66,18 +66,19 @@ class ForwardBackward:
     """
 
     def __init__(
-        self, setup: Setup, replicas: Replicas, net: RankModules, loss: Any, rng: str, choice: WorkerChoice
+        self, options: LossOptions, replicas: Replicas, net: RankModules, loss: Any, rng: str, choice: WorkerChoice
     ) -> None:
         self._replicas, self._team, self._net, self._loss = replicas, replicas.team, net, loss
         self._alone = loss.module if isinstance(loss, RankModules) else loss  # the loss function of one rank
-        self._reduction, self._amp_dtype, self._dim = setup.reduction, setup.amp_dtype, setup.dim
-        self.gathers = setup.loss_on == "gathered"
+        self._reduction, self._amp_dtype, self._dim = options.reduction, options.amp_dtype, options.dim
+        self.gathers = options.loss_on == "gathered"
         self._rng, self._choice = rng, choice
+        self._ranks = len(replicas.team)
         self._calls_to_watch = 2
         self._gate: Gate | None = None  # of the call that runs, if its ranks have one
         self._shares_generator = shares_generator(replicas.team)
         self._is_on_cpu = all(device.type == "cpu" for device in replicas.devices)
-        self._is_bare = self._is_on_cpu and len(replicas.team) == 1  # nothing is to be set up for a rank
+        self._is_bare = self._is_on_cpu and self._ranks == 1  # nothing is to be set up for a rank
 
     def split(
         self, inputs: tuple[Any, ...], kwargs: dict[str, Any], shares: Sequence[float] | None
@@ -94,70 +95,92 @@ class ForwardBackward:
             if not self.gathers:
                 objects["target"] = inputs[-1]
         cut, rows = scatter_objects(objects, self._team, self._dim, shares=shares)
-        return [RankPart(tuple(args), names, tuple(target)) for args, names, *target in cut], rows
+        parts: list[RankPart] = []
+        for args, names, *target in cut:
+            parts += (RankPart(tuple(args), names, tuple(target)),)
+        return parts, rows
 
     def run(
-        self, parts: Sequence[RankPart | None], clocks: Sequence[RankClock], *, backward: bool, keep_outputs: bool
-    ) -> tuple[list[RankLoss], list[Any] | None]:
-        """Run forward and loss of each part, and backward.
+        self,
+        parts: Sequence[RankPart],
+        rows: list[int],
+        target: Any,
+        clocks: Sequence[RankClock],
+        *,
+        window: Window | None,
+        keep_outputs: bool,
+    ) -> tuple[list[RankLoss], list[int], list[Any]]:
+        """Run forward, loss and backward of all ranks.
 
         Args:
-            parts: one per rank; ``None``: that rank rests, and has no loss.
+            parts, rows: one per rank, of :meth:`split`.
+            target: of all rows, for a loss on the gathered outputs.
             clocks: per rank of the team what takes its time; empty: none is taken.
-            backward: whether there is one.
+            window: of the step, which says what losses are multiplied by before backward; ``None``: no backward.
             keep_outputs: whether outputs are returned.
 
         Returns:
-            Each rank's loss, and its outputs if they are kept, detached.
+            The losses, and the rows of each: one per rank, or one for all.  The outputs that belong to them, detached;
+            empty if they are not kept.
 
         Raises:
             Exception: the first failing rank's, as :func:`mgpu_core.parallel_apply` words it.
             RuntimeError: no loss depends on a parameter that requires grad; the forward writes parameters that several
                 ranks share.
         """
+        if self.gathers:
+            weighed = [sum(rows)]
+            scale = None if window is None else window.seeds(weighed)[0]
+            loss, outputs = self._run_gathered(parts, clocks, target, scale)
+            return [loss], weighed, [outputs]
+        if window is not None:
+            for part, factor in zip(parts, window.seeds(rows), strict=True):
+                part.seed = factor
+        losses, each = self.run_ranks(parts, clocks, backward=window is not None, keep_outputs=keep_outputs)
+        return losses, rows, each
+
+    def run_ranks(
+        self, parts: Sequence[RankPart | None], clocks: Sequence[RankClock], *, backward: bool, keep_outputs: bool
+    ) -> tuple[list[RankLoss], list[Any]]:
+        """Do the same for a loss per rank; a rank whose part is ``None`` rests, and has no loss."""
         if self._is_bare and not clocks and parts[0] is not None:
-            loss, output = self._work(
-                self._net.module, self._alone, 0, parts[0], backward=backward, keep_outputs=keep_outputs
-            )
-            if loss.is_constant and backward:
-                _check_losses([loss])
-            return [loss], [output] if keep_outputs else None
-        count = len(parts)
-        joint = backward and count > 1 and self._is_joint(parts)
-        loss_fns = self._loss.of_ranks(count) if isinstance(self._loss, RankModules) else [self._loss] * count
-        work = partial(self._work, backward=backward and not joint, keep_outputs=keep_outputs)
-        found = self._run_ranks(work, parts, clocks, loss_fns)
+            module, joint = self._net.module, False
+            found = [self._work(module, self._alone, 0, parts[0], backward=backward, keep_outputs=keep_outputs)]
+        else:
+            count = len(parts)
+            joint = backward and count > 1 and self._is_joint(parts)
+            loss_fns = self._loss.of_ranks(count) if isinstance(self._loss, RankModules) else [self._loss] * count
+            work = partial(self._work, backward=backward and not joint, keep_outputs=keep_outputs)
+            found = self._run_ranks(work, parts, clocks, loss_fns)
         losses, outputs = map(list, zip(*found, strict=True)) if found else ([], [])
         if joint:
             with span("backward"):
                 _differentiate(losses, [part.seed for part in parts if part is not None])
-        if backward and losses:
+        if backward and losses and losses[0].is_constant:
             _check_losses(losses)
-        return losses, outputs if keep_outputs else None
+        return losses, outputs if keep_outputs else []
 
-    def run_gathered(
-        self, parts: Sequence[RankPart], clocks: Sequence[RankClock], target: Any, seed: float, *, backward: bool
+    def _run_gathered(
+        self, parts: Sequence[RankPart], clocks: Sequence[RankClock], target: Any, scale: float | None
     ) -> tuple[RankLoss, Any]:
         """Run forward of each part, the loss once on the outputs of all ranks, and one backward.
 
         Args:
             parts: one per rank, without targets.
-            clocks: per rank of the team what takes its time; empty: none is taken.
-            target: of all rows.
-            seed: what the loss is multiplied by before backward.
-            backward: whether there is one.
+            clocks, target: as for :meth:`run`.
+            scale: what the loss is multiplied by before backward; ``None``: there is none.
 
         Returns:
             The loss, detached; the outputs of all ranks on the first device, detached.
         """
         found = self._run_ranks(self._forward, parts, clocks, [None] * len(parts))
         device = self._team.devices[0]
-        outputs = found[0] if len(found) == 1 else self.joined(found)
+        outputs = found[0] if len(found) == 1 else self._gathered(found)
         with self.autocast(device), span("loss", 0, device):
             loss = rank_loss(self._alone(outputs, moved(target, device)), self._reduction)
-        if backward:
+        if scale is not None:
             with span("backward"):
-                _differentiate([loss], [seed])
+                _differentiate([loss], [scale])
             _check_losses([loss])
         return loss, _detached(outputs)
 
@@ -168,27 +191,28 @@ class ForwardBackward:
         clocks: Sequence[RankClock],
         loss_fns: Sequence[LossFn | None],
     ) -> list[Any]:
-        """Return what ``work(module, loss_fn, rank, part)`` returns for each rank that has a part."""
+        """Return ``work(module, loss_fn, rank, part)`` of each rank that has a part."""
         count, self._gate = len(parts), None
-        modules = self._net.of_ranks(count)
-        workers = "threads" if self._net.ranks_meet else self._choice.now
-        calls: list[_Call | None] = [
-            None if part is None else partial(work, modules[rank], loss_fns[rank], rank, part)
-            for rank, part in enumerate(parts)
-        ]
+        modules, tree = self._net.of_ranks(count), self._net.tree
+        workers = "threads" if tree.ranks_meet else self._choice.now
+        calls: list[_Call | None] = []
+        for rank, part in enumerate(parts):
+            calls += (None if part is None else partial(work, modules[rank], loss_fns[rank], rank, part),)
         if clocks or not self._is_on_cpu or workers == "threads":
             calls = self._attended(calls, clocks)
         if count == 1:  # failures are the module's own
             return [call() for call in calls if call is not None]
         given = self._given_to(modules[1]) if self._calls_to_watch else None
         versions = self._replicas.versions
-        draws = self._shares_generator and draws_apart(self._net.tree, self._rng)
-        results = run_ranks(self._team.first(count), calls, draws=draws, workers=workers)
+        draws = self._shares_generator and draws_apart(tree, self._rng)
+        team = self._team if count == self._ranks else self._team.first(count)
+        results = run_ranks(team, calls, draws=draws, workers=workers)
         self._replicas.check_unwritten(versions)
         if given is not None:
             self._tell_lost(given)
-        self._net.let_go(modules)
-        return [result for result in results if result is not None]
+        if tree.has_methods:
+            self._net.let_go(modules)
+        return results if None not in calls else [result for result in results if result is not None]
 
     def _given_to(self, replica: Module) -> Given | None:
         """Return the attributes of a replica before its forward, in the first calls alone."""
@@ -204,7 +228,10 @@ class ForwardBackward:
             warn_lost(type(self._net.module).__name__, names, rank_0_keeps=True)
 
     def joined(self, outputs: list[Any]) -> Any:
-        """Return the outputs of all ranks as one, on the first device."""
+        """Return the outputs of :meth:`run` as one nest on the first device."""
+        return outputs[0] if self.gathers else self._gathered(outputs)
+
+    def _gathered(self, outputs: list[Any]) -> Any:
         return gather(outputs, self._team.devices[0], self._dim)
 
     def stop(self, seconds: float) -> bool:
@@ -229,34 +256,28 @@ class ForwardBackward:
         Some nodes belong to several ranks where these met in a synchronised layer, where inputs have a graph already,
         and inside ``parametrize.cached()``.  From the caller's thread one backward drives all accelerators at once.
         """
-        if self._net.ranks_meet or parametrize._cache_enabled > 0:
+        if self._net.tree.ranks_meet or parametrize._cache_enabled > 0:
             return True
         if self._choice.now == "caller" and not self._is_on_cpu:
             return True
         return any_has_graph(parts)
 
     def _work(
-        self,
-        module: Module,
-        loss_fn: LossFn | None,
-        rank: int,
-        part: RankPart,
-        *,
-        backward: bool,
-        keep_outputs: bool,
+        self, module: Module, loss_fn: LossFn | None, rank: int, part: RankPart, *, backward: bool, keep_outputs: bool
     ) -> tuple[RankLoss, Any]:
         """Run one rank, in its worker or in the caller's thread; return its loss, and its outputs if they are kept."""
         device = self._team.devices[rank]
+        of_forward, of_loss, of_backward = rank_spans(rank, device)
         with NOTHING if self._amp_dtype is None else self.autocast(device):
-            with span("forward", rank, device):
+            with of_forward:
                 output = module(*part.inputs, **part.kwargs)
             if loss_fn is None:
                 loss = rank_loss(output_loss(output), self._reduction)
             else:
-                with span("loss", rank, device):
+                with of_loss:
                     loss = rank_loss(loss_fn(output, *part.target), self._reduction)
         if backward:
-            with span("backward", rank, device):
+            with of_backward:
                 _differentiate([loss], [part.seed])
         return loss, _detached(output) if keep_outputs else None
 

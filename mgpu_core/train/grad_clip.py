@@ -16,7 +16,7 @@ from mgpu_core.device.dtypes import FLOATING
 from mgpu_core.train.replicas import Replicas
 
 if TYPE_CHECKING:
-    from mgpu_core.train.reducer import GradientSync, OwnGradients
+    from mgpu_core.train.reducer import OwnGradients, Reducer
 
 __all__ = [
     "GradientNorm",
@@ -126,7 +126,7 @@ def _is_known_finite(factor: float | torch.Tensor) -> bool:
     return (not isinstance(factor, torch.Tensor) or factor.device.type == "cpu") and math.isfinite(float(factor))
 
 
-def are_finite(gradients: OwnGradients | GradientSync, norm: torch.Tensor) -> bool:
+def are_finite(gradients: OwnGradients | Reducer, norm: torch.Tensor) -> bool:
     """Return whether no summed gradient, all together of norm ``norm``, is NaN or infinite; waits for the device."""
     # One number that is not finite makes the norm so; a norm that only overflows is looked into for nothing.  Not by a
     # sum of torch's: its threads would be woken, beside those of the ranks.
@@ -160,9 +160,7 @@ def warm_up(sums: Sums) -> None:
     clip.copy_(norm.reciprocal())
 
 
-def check_finite(
-    gradients: OwnGradients | GradientSync, norm: torch.Tensor, replicas: Replicas, processes: int
-) -> None:
+def check_finite(gradients: OwnGradients | Reducer, norm: torch.Tensor, replicas: Replicas, processes: int) -> None:
     """Raise if a summed gradient is NaN or infinite; waits for the device.
 
     Args:

@@ -1,10 +1,10 @@
-"""What a step is made from, checked before anything is changed."""
+"""The options of a step by subject, and its module and devices: checked before anything is changed."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch.nn import Module
@@ -19,77 +19,47 @@ from mgpu_core.module_tree import named_parameters_of, parameters_of
 from mgpu_core.train.grad_scaler import AMP_DTYPES
 from mgpu_core.train.loss import REDUCTIONS
 
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+__all__ = [
+    "CHANGEABLE",
+    "NAMES",
+    "CommOptions",
+    "LossOptions",
+    "Options",
+    "RunOptions",
+    "UpdateOptions",
+    "check_device",
+    "check_module",
+    "nonfinite_is_error",
+    "team_of",
+]
 
-__all__ = ["Setup", "check_dtypes", "check_module", "check_place", "team_of"]
 
+@dataclass(frozen=True, slots=True)
+class LossOptions:
+    """How rows are cut and what their losses mean; see :class:`mgpu_core.TrainStep`."""
 
-@dataclass
-class Setup:
-    """What a step is made from; each as for :class:`mgpu_core.TrainStep`.
-
-    Raises:
-        ValueError: a setting that no step can have.
-    """
-
-    module: Module
-    loss_fn: Callable[..., Any] | None
-    optimizer: Optimizer
-    team: Team
-    process_group: ProcessGroup | None
-    # rows and loss
     dim: int
     reduction: str
     loss_on: str
     amp_dtype: torch.dtype | None
-    # update
-    accumulate: int
-    clip_norm: float | None
-    error_if_nonfinite: bool | None  # ``None`` becomes what it stands for
-    shard_optimizer: bool
-    # sums of gradients
-    bucket_nbytes: int
-    comm_dtype: torch.dtype | None
-    algorithm: str
-    # how ranks run
-    workers: str
-    rng: str
-    static_graph: bool
-    capture: bool
 
     def __post_init__(self) -> None:
-        if self.error_if_nonfinite is None:
-            self.error_if_nonfinite = all(device.type == "cpu" for device in self.team.devices)
-        check_rng(self.rng)
-        check_workers(self.workers)
-        self._check_loss_on()
-        if self.reduction not in REDUCTIONS:
-            raise ValueError(f"reduction must be one of {', '.join(REDUCTIONS)}, not {self.reduction!r}")
-        if self.algorithm not in ALGORITHMS:
-            raise ValueError(f"algorithm must be one of {', '.join(ALGORITHMS)}, not {self.algorithm!r}")
-        if self.bucket_nbytes < 1:
-            raise ValueError(f"bucket_nbytes must be a positive number of bytes, not {self.bucket_nbytes}")
-        self._check_calls_and_norm()
+        _check_choice("reduction", self.reduction, REDUCTIONS)
+        _check_choice("loss_on", self.loss_on, ("ranks", "gathered"))
+        if self.amp_dtype is not None and self.amp_dtype not in AMP_DTYPES:
+            raise TypeError(f"amp_dtype must be torch.bfloat16 or torch.float16, not {self.amp_dtype}")
 
-    def _check_loss_on(self) -> None:
-        if self.loss_on not in ("ranks", "gathered"):
-            raise ValueError(f"loss_on must be 'ranks' or 'gathered', not {self.loss_on!r}")
-        reasons = (
-            (self.loss_fn is None, "loss_fn=None: each rank's module returns its loss"),
-            (self.process_group is not None, "process_group: outputs of other processes are not gathered"),
-            (self.capture, "capture=True: a graph holds the work of one device"),
-        )
-        for holds, reason in reasons:
-            if self.loss_on == "gathered" and holds:
-                raise ValueError(f'loss_on="gathered" does not go with {reason}')
 
-    def change(self, name: str, value: Any) -> None:
-        """Takes another value of a setting that is read in each step; ValueError for one that no step can have."""
-        made = replace(self, **{name: value})
-        setattr(self, name, getattr(made, name))
+@dataclass(frozen=True, slots=True)
+class UpdateOptions:
+    """When and by what gradients the optimizer updates; see :class:`mgpu_core.TrainStep`."""
 
-    def _check_calls_and_norm(self) -> None:
+    accumulate: int
+    clip_norm: float | None
+    error_if_nonfinite: bool
+    shard_optimizer: bool
+
+    def __post_init__(self) -> None:
         calls, norm = self.accumulate, self.clip_norm
         if isinstance(calls, bool) or not isinstance(calls, int) or calls < 1:
             raise ValueError(f"accumulate must be a whole number of calls per update, 1 or more, not {calls!r}")
@@ -98,26 +68,117 @@ class Setup:
             raise ValueError(f"clip_norm must be a positive number, not {norm!r}")
 
 
+@dataclass(frozen=True, slots=True)
+class CommOptions:
+    """How gradients are summed; see :class:`mgpu_core.TrainStep`."""
+
+    bucket_nbytes: int
+    comm_dtype: torch.dtype | None
+    algorithm: str
+
+    def __post_init__(self) -> None:
+        _check_choice("algorithm", self.algorithm, ALGORITHMS)
+        if self.bucket_nbytes < 1:
+            raise ValueError(f"bucket_nbytes must be a positive number of bytes, not {self.bucket_nbytes}")
+        if self.comm_dtype is not None and not self.comm_dtype.is_floating_point:
+            raise TypeError(f"comm_dtype must be a floating dtype, not {self.comm_dtype}")
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """How ranks run; see :class:`mgpu_core.TrainStep`."""
+
+    workers: str
+    rng: str
+    static_graph: bool
+    capture: bool
+
+    def __post_init__(self) -> None:
+        check_workers(self.workers)
+        check_rng(self.rng)
+
+
+@dataclass(slots=True)
+class Options:
+    """What a step is made from.
+
+    Raises:
+        TypeError, ValueError: arguments that do not fit together.
+    """
+
+    module: Module
+    loss_fn: Callable[..., Any] | None
+    optimizer: Optimizer
+    team: Team
+    loss: LossOptions
+    update: UpdateOptions
+    comm: CommOptions
+    run: RunOptions
+    has_processes: bool
+
+    def __post_init__(self) -> None:
+        if self.has_processes and self.comm.comm_dtype is not None and self.comm.comm_dtype.itemsize < 2:
+            raise TypeError(
+                f"comm_dtype between processes must have 16 bits or more, which {self.comm.comm_dtype} has not"
+            )
+        reasons = (
+            (self.loss_fn is None, "loss_fn=None: each rank's module returns its loss"),
+            (self.has_processes, "process_group: outputs of other processes are not gathered"),
+            (self.run.capture, "capture=True: a graph holds the work of one device"),
+        )
+        for holds, reason in reasons:
+            if self.loss.loss_on == "gathered" and holds:
+                raise ValueError(f'loss_on="gathered" does not go with {reason}')
+
+    def get(self, name: str) -> Any:
+        """Return an argument of the step by its name; AttributeError for anything else."""
+        return getattr(getattr(self, _GROUP_OF[name]) if name in _GROUP_OF else self, name)
+
+    def change(self, name: str, value: Any) -> None:
+        """Set an option of the update for the calls to come; ValueError for a value that no step can have."""
+        if name == "error_if_nonfinite":
+            value = nonfinite_is_error(value, self.team)
+        self.update = replace(self.update, **{name: value})
+
+    def agreed(self) -> dict[str, Any]:
+        """Return what all processes must have in common, besides net and optimizer."""
+        names = (
+            "reduction", "accumulate", "clip_norm", "error_if_nonfinite", "amp_dtype", "bucket_nbytes", "algorithm",
+            "comm_dtype",
+        )  # fmt: skip
+        shards = len(set(self.team.devices)) if self.update.shard_optimizer else 1  # the layout depends on it
+        return {name: self.get(name) for name in names} | {"shards": shards}
+
+
+_GROUP_OF = {
+    each.name: group
+    for group, kind in (("loss", LossOptions), ("update", UpdateOptions), ("comm", CommOptions), ("run", RunOptions))
+    for each in fields(kind)
+}
+CHANGEABLE = ("accumulate", "clip_norm", "error_if_nonfinite")
+NAMES = frozenset(["module", "loss_fn", "optimizer", "team", *_GROUP_OF])
+
+
+def _check_choice(name: str, value: str, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(choices)}, not {value!r}")
+
+
+def nonfinite_is_error(asked: bool | None, team: Team) -> bool:
+    """Return what ``error_if_nonfinite`` means: ``None`` is True on the CPU, where the check waits for no device."""
+    return all(device.type == "cpu" for device in team.devices) if asked is None else bool(asked)
+
+
 def check_module(net: Module) -> None:
-    """Raises TypeError for something else than a bare module."""
+    """Raise TypeError unless it is a bare module."""
     if not isinstance(net, Module):
         raise TypeError(f"net must be a torch.nn.Module, not {type(net).__name__}")
     if isinstance(net, torch.nn.DataParallel | torch.nn.parallel.DistributedDataParallel):
         raise TypeError(f"net is a {type(net).__name__}: pass what it wraps, `net.module`")
 
 
-def check_dtypes(amp_dtype: torch.dtype | None, comm_dtype: torch.dtype | None, process_group: object) -> None:
-    """Raises TypeError for dtypes that forwards or messages cannot have."""
-    if amp_dtype is not None and amp_dtype not in AMP_DTYPES:
-        raise TypeError(f"amp_dtype must be torch.bfloat16 or torch.float16, not {amp_dtype}")
-    if comm_dtype is not None and not comm_dtype.is_floating_point:
-        raise TypeError(f"comm_dtype must be a floating dtype, not {comm_dtype}")
-    if process_group is not None and comm_dtype is not None and comm_dtype.itemsize < 2:
-        raise TypeError(f"comm_dtype between processes must have 16 bits or more, which {comm_dtype} has not")
-
-
 def team_of(net: Module, device_ids: Sequence[DeviceLike] | None) -> Team:
-    """The team that ``device_ids`` means; an empty list is the device of the module."""
+    """Return the team that ``device_ids`` means; an empty list is the device of the module."""
     if device_ids is None:
         device_ids = local_devices()
     if not isinstance(device_ids, str | int | torch.device) and not len(device_ids):
@@ -125,8 +186,8 @@ def team_of(net: Module, device_ids: Sequence[DeviceLike] | None) -> Team:
     return Team.of(as_devices(device_ids))
 
 
-def check_place(net: Module, team: Team) -> None:
-    """Moves the module to the only device, as the drop-in does; several devices: it must be on the first."""
+def check_device(net: Module, team: Team) -> None:
+    """Move the module to the only device; of several devices it must be on the first one, otherwise RuntimeError."""
     if len(team) == 1:
         net.to(team.devices[0])
     for name, tensor in [*named_parameters_of(net), *net.named_buffers()]:

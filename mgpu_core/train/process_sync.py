@@ -20,67 +20,78 @@ from mgpu_core.module_tree import named_parameters_of, parameters_of
 from mgpu_core.processes.agreement import check_agreement, digest, facts_of, first_difference, numbers_of
 from mgpu_core.processes.ballot import Ballot, Standing, Tally
 from mgpu_core.processes.group import Processes
-from mgpu_core.train.laid_out import Learnt
+from mgpu_core.train.grad_buckets import BackwardOrder
 from mgpu_core.train.loss import Window
-from mgpu_core.train.reducer import GradientSync
+from mgpu_core.train.reducer import Reducer
 
-__all__ = ["Together"]
+__all__ = ["ProcessSync", "agree"]
 
 _REASON_COUNT = 200  # characters of a line of another process's error
 _NO_LAYOUT = "the gradients could not be laid out in all processes"
 _FIRST, _LAYOUT, _FAILURE = "the first backward", "the layout", "a failure"
 
 
-class Together:
-    """This process among those that train with it.
+def agree(processes: Processes, net: Module, optimizer: Optimizer, settings: Mapping[str, Any]) -> None:
+    """Compare nets, optimizers and settings of all processes, and take the values of process 0.
+
+    Raises:
+        ValueError: processes differ; all of them raise it.
+    """
+    check_agreement(processes, facts_of(net, optimizer, settings))
+    _take_values(processes, net)
+
+
+def _take_values(processes: Processes, net: Module) -> None:
+    processes.send_from(0, [*parameters_of(net), *net.buffers()])
+
+
+class ProcessSync:
+    """This process among those that train with it, after all of them have called :func:`agree`.
 
     Args:
         processes: all of them.
         net: the module of this one.
         optimizer: over its parameters.
+        reducer: sums their gradients.
 
     Attributes:
+        count: how many processes there are.
         rows: of a call in all processes, as they have agreed in their first update; means are taken over so many.
     """
 
-    def __init__(self, processes: Processes, net: Module, optimizer: Optimizer) -> None:
-        self.processes = processes
+    def __init__(self, processes: Processes, net: Module, optimizer: Optimizer, reducer: Reducer) -> None:
+        self._processes, self.count = processes, processes.count
         self.rows: float | None = None
-        self._net, self._optimizer = net, optimizer
+        self._net, self._optimizer, self._reducer = net, optimizer, reducer
         self._is_open = self._is_laying_out = False
 
-    def start(self, settings: Mapping[str, Any]) -> None:
-        """Compares nets, optimizers and settings, and takes the values of process 0.
-
-        Raises:
-            ValueError: processes differ; all of them raise it.
-        """
+    def restart(self, settings: Mapping[str, Any]) -> None:
+        """Agree again, after all processes have loaded a state; raise as :func:`agree`."""
         self._is_open = False
-        check_agreement(self.processes, facts_of(self._net, self._optimizer, settings))
-        self.take_values()
+        agree(self._processes, self._net, self._optimizer, settings)
 
     def take_values(self) -> None:
-        """Parameters and buffers of process 0, in all of them."""
-        self.processes.send_from(0, [*parameters_of(self._net), *self._net.buffers()])
+        """Copy parameters and buffers of process 0 to all of them."""
+        _take_values(self._processes, self._net)
 
     def first_difference(self) -> tuple[str, int] | None:
         """The first parameter that is not the same in all processes, and the first process where it is not."""
         named = list(named_parameters_of(self._net))
-        found = self.processes.exchange("parameters", [digest(each) for _, each in named])
+        found = self._processes.exchange("parameters", [digest(each) for _, each in named])
         for process, theirs in enumerate(found):
             at = first_difference(found[0], theirs)
             if at is not None:
                 return named[at][0], process
         return None
 
-    def open(self, sync: GradientSync) -> None:
-        """Before a call: from now on this process takes part in the next update, or makes it fail."""
+    def open(self) -> None:
+        """Take part in the next update from now on, or make it fail."""
         if not self._is_open:
             self._is_open = True
-            sync.open_outbox()
+            self._reducer.buckets.open_outbox()
 
-    def learn(self, sync: GradientSync, mine: Learnt, window: Window, standing: Standing) -> Learnt | None:
-        """One layout for all, after their first backward; ``None``: nobody had one, all have joined.
+    def learn(self, mine: BackwardOrder, window: Window, standing: Standing) -> BackwardOrder | None:
+        """Return one layout for all processes, after their first backward; ``None``: all have joined.
 
         Args:
             mine: what this process's backward has shown.
@@ -89,21 +100,21 @@ class Together:
             Error: a process has given the step up.
             TypeError: sparse gradients.
         """
-        words = {"order": mine.order, "loose": mine.loose, "wanted": mine.wanted}
-        found = self.processes.exchange(_FIRST, words | {"rows": window.rows_seeded, "standing": standing})
+        words = {"order": mine.order, "sparse": mine.sparse, "wanted": mine.wanted}
+        found = self._processes.exchange(_FIRST, words | {"rows": window.rows_seeded, "standing": standing})
         self._refuse_failed(found)
         if all(each["standing"] == Standing.JOINED for each in found):
             self._is_open = False
             return None
-        if any(each["loose"] for each in found):
+        if any(each["sparse"] for each in found):
             self._is_open = False
             raise TypeError("some gradients are sparse: they can be summed inside one process only, so make them dense")
         if rows := sum(each["rows"] for each in found):
             self.rows = rows
-            sync.multiply_parts(window.reseed(rows))
+            self._reducer.multiply_parts(window.reseed(rows))
         self._is_laying_out = True
         order: list[int] = next((each["order"] for each in found if each["order"]), [])
-        return Learnt(order, [], sorted({i for each in found for i in each["wanted"]}), mine.updated)
+        return BackwardOrder(order, [], sorted({i for each in found for i in each["wanted"]}), mine.updated)
 
     def confirm_layout(self) -> None:
         """Behind the layout: all processes have the memory for it.
@@ -111,7 +122,7 @@ class Together:
         Raises:
             Error: one has not.
         """
-        self._refuse_failed(self.processes.exchange(_LAYOUT, {}))
+        self._refuse_failed(self._processes.exchange(_LAYOUT, {}))
         self._is_laying_out = False
 
     def check_all_well(self, error: BaseException | None) -> None:
@@ -120,13 +131,12 @@ class Together:
         Raises:
             Error: in another one it did not; ``error`` is what went wrong in this one.
         """
-        found = self.processes.exchange("loading", {} if error is None else {"reason": _reason_of(error)})
+        found = self._processes.exchange("loading", {} if error is None else {"reason": _reason_of(error)})
         if error is None:
             self._refuse_failed(found)
 
     def decide(
         self,
-        sync: GradientSync,
         window: Window,
         updates: int,
         standing: Standing,
@@ -146,16 +156,16 @@ class Together:
             Error: a process has given the step up, is gone, or is at another update.
             KeyboardInterrupt: ``interrupted`` said so, while the ballots were under way.
         """
-        assert sync.layout.outbox is not None
-        checksum = self._checksum(settings)
-        tally = sync.layout.outbox.cast(
-            Ballot(standing, updates, checksum, float(window.weight), sync.used()), interrupted
-        )
+        buckets, used = self._reducer.buckets, self._reducer.used()
+        assert buckets.outbox is not None
+        settings = dict(settings) | {"hook": self._reducer.communication.hook is not None}
+        ballot = Ballot(standing, updates, self._checksum(settings), float(window.weight), used)
+        tally = buckets.outbox.cast(ballot, interrupted)
         if Standing.FAILED in tally.standings:
-            self._refuse_failed(self.processes.exchange(_FAILURE, {}, interrupted))
+            self._refuse_failed(self._processes.exchange(_FAILURE, {}, interrupted))
         self._is_open = False
         self._check_updates(tally)
-        sync.layout.of_buckets.spread()
+        buckets.spread()
         if Standing.JOINED in tally.standings and Standing.TRAINS in tally.standings:
             settings = self._follow_settings(tally, settings, interrupted)
         return tally, settings
@@ -164,27 +174,28 @@ class Together:
         groups = [numbers_of(group) for group in self._optimizer.param_groups]
         return zlib.crc32(json.dumps([settings, groups]).encode())
 
-    def give_up(self, sync: GradientSync, updates: int, error: BaseException) -> str | None:
+    def give_up(self, updates: int, error: BaseException) -> str | None:
         """Tells the others that this process cannot update; returns what is wrong with the step from now on."""
         if self._is_laying_out and not self._is_open:
             return _NO_LAYOUT
-        if not self._is_open or self.processes.lost is not None:
-            return self.processes.lost
+        if not self._is_open or self._processes.lost is not None:
+            return self._processes.lost
         reason = {"reason": _reason_of(error)}
+        buckets = self._reducer.buckets
         try:
             if self._is_laying_out:
-                self.processes.exchange(_LAYOUT, reason)
+                self._processes.exchange(_LAYOUT, reason)
                 return _NO_LAYOUT
-            if sync.layout.is_empty:
-                self.processes.exchange(_FIRST, reason)
-            elif sync.layout.outbox is not None and not sync.layout.outbox.is_cast:
-                nothing = [False] * len(sync.used())
-                sync.layout.outbox.cast(Ballot(Standing.FAILED, updates, 0, 0.0, nothing), lambda: False)
-                self.processes.exchange(_FAILURE, reason)
+            if buckets.is_empty:
+                self._processes.exchange(_FIRST, reason)
+            elif buckets.outbox is not None and not buckets.outbox.is_cast:
+                nothing = [False] * len(self._reducer.used())
+                buckets.outbox.cast(Ballot(Standing.FAILED, updates, 0, 0.0, nothing), lambda: False)
+                self._processes.exchange(_FAILURE, reason)
             else:
                 return "the processes were interrupted while they agreed on an update, and some may have made it"
         except RuntimeError as failed:
-            return self.processes.lost or f"the other processes could not be told of a failure ({failed})"
+            return self._processes.lost or f"the other processes could not be told of a failure ({failed})"
         self._is_open = False
         return None
 
@@ -216,14 +227,14 @@ class Together:
         groups = self._optimizer.param_groups
         counts = [len(group["params"]) for group in groups]
         mine = {"numbers": [numbers_of(group) for group in groups], "counts": counts, "settings": settings}
-        found = self.processes.exchange("settings to follow", mine, interrupted)
+        found = self._processes.exchange("settings to follow", mine, interrupted)
         theirs = found[tally.standings.index(Standing.TRAINS)]
         if any(each["counts"] != theirs["counts"] for each in found):
             raise Error(
                 "the optimizer has other parameter groups than in a process that has joined: groups must change in all "
                 "processes, before any of them calls step.join()"
             )
-        if tally.standings[self.processes.index] == Standing.TRAINS:
+        if tally.standings[self._processes.index] == Standing.TRAINS:
             return settings
         for group, given in zip(groups, theirs["numbers"], strict=True):
             _take(group, given)

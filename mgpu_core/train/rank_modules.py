@@ -50,11 +50,6 @@ class RankModules:
         """The modules that live longer than a call: the user's own, and static replicas."""
         return [self.module] if self._static is None else self._static[0]
 
-    @property
-    def ranks_meet(self) -> bool:
-        """Whether ranks wait for each other in the forward."""
-        return self.tree.ranks_meet
-
     def read(self) -> ModuleTree:
         """Return the module tree as it is now; a static one as it was, with the modes and values of now."""
         if not self.is_static:
@@ -106,6 +101,6 @@ class RankModules:
                     node.module.training = mode
 
     def let_go(self, replicas: Sequence[Module]) -> None:
-        """End the reference cycles of a call's replicas."""
-        if not self.is_static and self.tree.has_methods:
+        """End the reference cycles of a call's replicas, where the tree has methods in attributes."""
+        if not self.is_static:
             loosen(each for each in replicas if each is not self.module)

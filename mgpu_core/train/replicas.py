@@ -8,7 +8,7 @@ to be noticed; only the memory of its parameters is compared, once per call and 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from operator import attrgetter
+from operator import attrgetter, not_
 
 import torch
 from torch.nn import Module, Parameter
@@ -23,7 +23,7 @@ __all__ = ["GradientHook", "Replicas", "refuse_hooks"]
 
 ADVICE = "call step.rebuild(), or make a new step"
 
-_version_of = attrgetter("_version")
+_version_of, _requires_grad_of = attrgetter("_version"), attrgetter("requires_grad")
 _kind_of = attrgetter("shape", "dtype", "device")
 
 
@@ -93,7 +93,7 @@ class Replicas:
                     leaf.requires_grad = parameter.requires_grad
                 if leaf._backward_hooks is not parameter._backward_hooks:
                     leaf._backward_hooks = parameter._backward_hooks
-        before, self.frozen = self.frozen, [not parameter.requires_grad for parameter in own]
+        before, self.frozen = self.frozen, list(map(not_, map(_requires_grad_of, own)))
         return before != self.frozen
 
     def settle(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import Module
@@ -14,56 +14,38 @@ from mgpu_core._core import Turn
 from mgpu_core.comm.buckets import DEFAULT_NBYTES
 from mgpu_core.device.compiled import outside_the_compiler
 from mgpu_core.device.devices import DeviceLike
-from mgpu_core.device.team import Team
 from mgpu_core.errors import Error
 from mgpu_core.module_tree import named_parameters_of
 from mgpu_core.processes.ballot import Standing
 from mgpu_core.processes.group import Processes
 from mgpu_core.record import span
 from mgpu_core.train.balance import RankPlan, SplitPlan
-from mgpu_core.train.bucket_sums import CommHook
 from mgpu_core.train.checkpoint import first_difference, state_of
-from mgpu_core.train.engine import Engine
+from mgpu_core.train.grad_buckets import CommHook
 from mgpu_core.train.grad_scaler import LossScale
 from mgpu_core.train.graph_cache import StepGraphs
 from mgpu_core.train.loss import check_loss
 from mgpu_core.train.loss_check import LossCheck
-from mgpu_core.train.options import Setup, check_dtypes, check_module, check_place, team_of
-from mgpu_core.train.updates import check_optimizer
+from mgpu_core.train.optimizer_step import check_optimizer
+from mgpu_core.train.options import (
+    CHANGEABLE,
+    NAMES,
+    CommOptions,
+    LossOptions,
+    Options,
+    RunOptions,
+    UpdateOptions,
+    check_device,
+    check_module,
+    nonfinite_is_error,
+    team_of,
+)
+from mgpu_core.train.train_loop import TrainLoop
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 __all__ = ["TrainStep"]
-
-_T = TypeVar("_T")
-
-
-class _Setting(Generic[_T]):
-    """An argument of a step as its attribute; one that parts were made with stays as it was given."""
-
-    def __init__(self, *, may_change: bool = False) -> None:
-        self._may_change = may_change
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    @overload
-    def __get__(self, step: None, owner: type) -> _Setting[_T]: ...
-
-    @overload
-    def __get__(self, step: TrainStep, owner: type) -> _T: ...
-
-    def __get__(self, step: TrainStep | None, owner: type) -> _Setting[_T] | _T:
-        if step is None:
-            return self
-        value: _T = getattr(step._setup, self._name)
-        return value
-
-    def __set__(self, step: TrainStep, value: _T) -> None:
-        if not self._may_change:
-            raise AttributeError(f"{self._name} of a step stays as it was given: make a new step")
-        step._setup.change(self._name, value)
 
 
 class TrainStep:
@@ -167,50 +149,41 @@ class TrainStep:
         check_module(net)
         check_optimizer(optimizer, dict(named_parameters_of(net)))
         check_loss(loss_fn)
-        check_dtypes(amp_dtype, comm_dtype, process_group)
+        loss = LossOptions(dim, reduction, loss_on, amp_dtype)
+        comm = CommOptions(bucket_nbytes, comm_dtype, algorithm)
+        run = RunOptions(workers, rng, static_graph, capture)
         team = team_of(net, device_ids)
-        self._setup = Setup(
-            net, loss_fn, optimizer, team, process_group,
-            dim, reduction, loss_on, amp_dtype,
-            accumulate, clip_norm, error_if_nonfinite, shard_optimizer,
-            bucket_nbytes, comm_dtype, algorithm,
-            workers, rng, static_graph, capture,
-        )  # fmt: skip
+        update = UpdateOptions(accumulate, clip_norm, nonfinite_is_error(error_if_nonfinite, team), shard_optimizer)
+        has_processes = process_group is not None
+        self._options = Options(net, loss_fn, optimizer, team, loss, update, comm, run, has_processes)
         self._split_plan = SplitPlan(shares, team)
-        check_place(net, team)
+        check_device(net, team)
         self._turn = Turn("this step is already running: one call at a time, not one inside another")
         processes = None if process_group is None else Processes(process_group, team.devices[0])
-        self._engine = Engine(self._setup, self._split_plan, processes)
+        self._loop = TrainLoop(self._options, self._split_plan, processes)
 
-    module = _Setting[Module]()
-    loss_fn = _Setting[Callable[..., Any] | None]()
-    optimizer = _Setting[Optimizer]()
-    team = _Setting[Team]()
-    dim = _Setting[int]()
-    reduction = _Setting[str]()
-    accumulate = _Setting[int](may_change=True)
-    clip_norm = _Setting[float | None](may_change=True)
-    error_if_nonfinite = _Setting[bool | None](may_change=True)
-    amp_dtype = _Setting[torch.dtype | None]()
-    comm_dtype = _Setting[torch.dtype | None]()
-    bucket_nbytes = _Setting[int]()
-    algorithm = _Setting[str]()
-    shard_optimizer = _Setting[bool]()
-    rng = _Setting[str]()
-    loss_on = _Setting[str]()
-    workers = _Setting[str]()
-    static_graph = _Setting[bool]()
-    capture = _Setting[bool]()
+    def __getattr__(self, name: str) -> Any:
+        if name not in NAMES:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return self._options.get(name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in CHANGEABLE:
+            self._options.change(name, value)
+        elif name in NAMES:
+            raise AttributeError(f"{name} of a step stays as it was given: make a new step")
+        else:
+            super().__setattr__(name, value)
 
     @property
     def loss_scale(self) -> LossScale:
         """The scale of the loss, of float16; 1 without."""
-        return self._engine.loss_scale
+        return self._loop.loss_scale
 
     @property
     def steps(self) -> int:
         """How many updates were made so far."""
-        return self._engine.steps
+        return self._loop.transaction.steps
 
     @property
     def shares(self) -> Sequence[float] | str | None:
@@ -224,7 +197,8 @@ class TrainStep:
     @property
     def graphs(self) -> StepGraphs | None:
         """The steps that were captured; ``None`` without ``capture=True``."""
-        return self._engine.graphs
+        captured = self._loop.captured
+        return None if captured is None else captured.graphs
 
     @outside_the_compiler
     def __call__(self, *inputs: Any, return_outputs: bool = False, aux: bool = False, **kwargs: Any) -> Any:
@@ -251,14 +225,14 @@ class TrainStep:
         if torch.is_inference_mode_enabled():
             raise RuntimeError("a step inside torch.inference_mode() has no gradients to train with")
         with self._turn, span("train_step"):
-            engine = self._engine
-            engine.check_usable()
-            loss, outputs, numbers = engine.train(inputs, kwargs, return_outputs, aux)
+            loop = self._loop
+            loop.check_usable()
+            loss, outputs, numbers = loop.step(inputs, kwargs, return_outputs, aux)
         return _returned(loss, outputs, numbers, return_outputs, aux) if return_outputs or aux else loss
 
     def plan(self) -> list[RankPlan]:
         """Return what each rank does: its device, its share of the rows, its rows in the last call, and how it runs."""
-        return self._split_plan.table(self._engine.choice.now)
+        return self._split_plan.table(self._loop.choice.now)
 
     def evaluate(self, *inputs: Any, return_outputs: bool = False, aux: bool = False, **kwargs: Any) -> Any:
         """Return the loss of a batch, without gradients and without an update; arguments and results as for a step.
@@ -266,9 +240,9 @@ class TrainStep:
         The module is used as it is: call ``net.eval()`` before.
         """
         with self._turn:
-            engine = self._ready()
+            loop = self._ready()
             with span("evaluate"):
-                loss, outputs, numbers = engine.evaluate(inputs, kwargs, return_outputs, aux)
+                loss, outputs, numbers = loop.evaluate(inputs, kwargs, return_outputs, aux)
         return _returned(loss, outputs, numbers, return_outputs, aux)
 
     def check_loss(self, *inputs: Any, **kwargs: Any) -> LossCheck:
@@ -294,11 +268,11 @@ class TrainStep:
         there were any.
         """
         with self._turn:
-            engine = self._ready()
-            if not engine.is_accumulating:
+            loop = self._ready()
+            if not loop.is_accumulating:
                 return False
             with span("train_step"):
-                engine.conclude()
+                loop.conclude()
         return True
 
     def join(self) -> int:
@@ -317,11 +291,11 @@ class TrainStep:
         followed = 0
         self.flush()
         with self._turn:
-            engine = self._ready()
+            loop = self._ready()
             with span("train_step"):
-                while engine.parts.together is not None:
+                while loop.process_sync is not None:
                     before = self.steps
-                    if not engine.conclude(Standing.JOINED):
+                    if not loop.conclude(Standing.JOINED):
                         break
                     followed += self.steps - before  # an overflow of the loss scale is no update
         return followed
@@ -329,11 +303,11 @@ class TrainStep:
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Let the calls inside add their gradients up; the first call after it that may, updates by all of them."""
-        before, self._engine.keeps_accumulating = self._engine.keeps_accumulating, True
+        before, self._loop.keeps_accumulating = self._loop.keeps_accumulating, True
         try:
             yield
         finally:
-            self._engine.keeps_accumulating = before
+            self._loop.keeps_accumulating = before
 
     def register_comm_hook(self, hook: CommHook | None) -> None:
         """Let ``hook(bucket)`` sum each bucket over the devices instead of the all-reduce; ``None`` takes it away.
@@ -346,9 +320,9 @@ class TrainStep:
         Raises:
             RuntimeError: gradients are being accumulated.
         """
-        if self._engine.is_accumulating:
+        if self._loop.is_accumulating:
             raise RuntimeError("a communication hook changes between updates, not between calls that accumulate")
-        self._engine.use_hook(hook)
+        self._loop.communication.hook = hook
 
     def sync_parameters(self) -> None:
         """Give all devices the values of ``net``: after writes through ``.data``, which torch does not count.
@@ -356,7 +330,7 @@ class TrainStep:
         With a ``process_group`` all processes call it, and get the parameters and buffers of process 0.
         """
         with self._turn:
-            self._ready().parts.make_equal()
+            self._ready().make_equal()
 
     def check_replicas(self) -> None:
         """Compare the parameters of all ranks bit by bit; waits for the devices.
@@ -368,11 +342,10 @@ class TrainStep:
             Error: names the parameter and the rank, or the process, that differs.
         """
         with self._turn:
-            parts = self._ready().parts
-            parts.refresh()
-            found = first_difference(parts.replicas)
-            together = parts.together
-            among_processes = None if together is None else together.first_difference()
+            loop = self._ready()
+            loop.follow_parameters()
+            found, process_sync = first_difference(loop.replicas), loop.process_sync
+            among_processes = None if process_sync is None else process_sync.first_difference()
         advice = "step.sync_parameters() makes them equal"
         if found is not None:
             name, rank = found
@@ -393,7 +366,7 @@ class TrainStep:
             self._ready()
             counts: dict[str, Any] = {"steps": self.steps, "loss_scale": self.loss_scale.state_dict()}
             counts["shares"] = self._split_plan.measured()
-            counts["workers"] = self._engine.choice.chosen()
+            counts["workers"] = self._loop.choice.chosen()
             return state_of(self.module, self.optimizer) | counts
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -410,19 +383,19 @@ class TrainStep:
     def rebuild(self) -> None:
         """Make all parts of the step anew from ``net`` as it is: after a failure, or with ``static_graph``."""
         with self._turn:
-            self._engine.check_open()
-            self._engine.rebuild()
+            self._loop.check_open()
+            self._loop.rebuild()
 
     def close(self) -> None:
         """Give ``net`` and the optimizer memory of their own again, and ends the threads; the step is over."""
         with self._turn:
-            self._engine.close()
+            self._loop.close()
             self.team.close()
 
-    def _ready(self) -> Engine:
-        """Return what works, in a turn of this step's."""
-        self._engine.check_usable()
-        return self._engine
+    def _ready(self) -> TrainLoop:
+        """Return the loop if a step can be made; raise otherwise."""
+        self._loop.check_usable()
+        return self._loop
 
     def __getstate__(self) -> Any:
         raise TypeError(

@@ -98,7 +98,7 @@ def test_one_device_is_recorded_after_the_other():
     for x, y in batches(WARM_UP + 3, 12):
         captured(x, 2, y)
     places = [torch.device(each) for each in ("fake:0", "fake:1")]
-    assert captured._engine.parts.captured.recorder.devices == places * 2  # the ranks of each, then the update of each
+    assert captured._loop.captured.recorder.devices == places * 2  # the ranks of each, then the update of each
     assert captured.graphs.replays == 2
 
 

@@ -54,7 +54,7 @@ def test_what_is_recorded_has_been_launched_before(monkeypatch, settings, device
         error_if_nonfinite=False,
         **settings,
     )
-    recorder, new = without_gpu(step)._engine.parts.captured.recorder, set()
+    recorder, new = without_gpu(step)._loop.captured.recorder, set()
     record = recorder.record
 
     def noted(device, work):

@@ -78,13 +78,13 @@ class Recorder:
 
     def _memory(self):
         """What a step writes: parameters and buffers, tables and states, on all devices; torch counts no write here."""
-        parts = self.step._engine.parts
-        for row in parts.replicas.parameters:
+        loop = self.step._loop
+        for row in loop.replicas.parameters:
             yield from (each.data for each in row)
-        for modules in parts.modules:
+        for modules in loop.modules:
             for module in modules.kept:
                 yield from module.buffers()
-        for device in parts.updates.flat.flat.devices:
+        for device in loop.optimizer_step.flat.devices:
             yield from (*device.segments, device.held_back, device.clip)
             yield from (each.data for flats in device.states.values() for each in flats)
 
@@ -164,5 +164,5 @@ class Replay:
 
 def without_gpu(step):
     """The step, with a recorder that needs no GPU."""
-    step._engine.parts.captured.recorder = Recorder(step)
+    step._loop.captured.recorder = Recorder(step)
     return step

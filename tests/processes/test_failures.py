@@ -376,7 +376,7 @@ def one_more_update(process):
     """Process 1 flushes a window that process 0 has not begun."""
     net = whole(nn.Linear(2, 2))
     step = step_of(net, accumulate=2)
-    step._engine.parts.cycle.steps = process
+    step._loop.transaction.steps = process
     try:
         step(ONES, ONES)
         step(ONES, ONES)
@@ -560,7 +560,7 @@ def no_memory(process):
     net = whole(nn.Linear(2, 2))
     step = step_of(net)
     if process == 1:
-        step._engine.parts.sync.lay_out = lambda *_: boom()
+        step._loop.reducer.lay_out = lambda *_: boom()
     begin = time.monotonic()
     first, second = (seen_of(lambda: step(ONES, ONES)) for _ in range(2))
     soon = time.monotonic() - begin < 20
@@ -663,7 +663,7 @@ def update_fails(process):
     step = step_of(net)
     step(ONES, ONES)
     if process == 1:
-        step._engine.parts.updates.launch = lambda *_: boom()
+        step._loop.optimizer_step.launch = lambda *_: boom()
     return [seen_of(lambda: step(ONES, ONES)) for _ in range(2)]
 
 

@@ -325,7 +325,7 @@ def train_on_two_devices(process, is_hooked):
     for _ in range(2):
         step(torch.full((3, 3), float(process + 1)), torch.ones(3, 2))
     step.check_replicas()
-    return values_of(net), [flat.gradients[0].cpu().tolist() for flat in step._engine.parts.sync.layout.flats]
+    return values_of(net), [flat.gradients[0].cpu().tolist() for flat in step._loop.reducer.buckets.flats]
 
 
 @pytest.mark.parametrize("is_hooked", [False, True])

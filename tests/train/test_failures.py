@@ -149,7 +149,7 @@ def test_every_phase_on_every_rank(ranks, rank, phase, when):
     if phase == "nan":
         assert f"rank {rank} " in str(caught.value)
     assert_same(before, state_of(step))
-    assert all(each.grad is None for row in step._engine.parts.replicas.parameters for each in row)
+    assert all(each.grad is None for row in step._loop.replicas.parameters for each in row)
     net.plan.clear()
     for each in (step, other):
         for _ in range(2):
@@ -193,7 +193,7 @@ def test_a_sum_that_fails_fails_the_step(ranks, monkeypatch):
         raise Boom("in a bucket")
 
     with monkeypatch.context() as patch:
-        patch.setattr(step._engine.parts.sync, "_sum", fail)
+        patch.setattr(step._loop.reducer, "_sum", fail)
         with pytest.raises(Boom, match="in a bucket"):
             step(x, 2, y)
     assert_same(before, state_of(step))
@@ -547,14 +547,14 @@ def test_ctrl_c_in_the_middle_of_a_step(ranks):
 def test_ctrl_c_waits_for_the_end_of_the_update(monkeypatch):
     net = Linear()
     step = TrainStep(net, mse, SGD(net.parameters(), lr=0.5), cpu(2))
-    original = step._engine.parts.updates.launch
+    original = step._loop.optimizer_step.launch
 
     def launch(*update):
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(0.01)
         original(*update)
 
-    monkeypatch.setattr(step._engine.parts.updates, "launch", launch)
+    monkeypatch.setattr(step._loop.optimizer_step, "launch", launch)
     before = net.last.weight.clone()
     with pytest.raises(KeyboardInterrupt):
         step(torch.ones(4, 3), torch.zeros(4, 2))

@@ -75,7 +75,7 @@ def test_replays_are_steps(name, ranks, apart, monkeypatch):
             ]
     assert captured.steps == plain.steps == 60
     assert captured.graphs.replays >= 40
-    assert captured._engine.parts.captured.recorder.records <= 4 * (1 + apart)
+    assert captured._loop.captured.recorder.records <= 4 * (1 + apart)
     one, other = captured.optimizer.state_dict()["state"], plain.optimizer.state_dict()["state"]
     for place, state in other.items():
         assert all(equal(one[place][key], value) for key, value in state.items())
@@ -91,7 +91,7 @@ def test_the_first_of_a_kind_are_ordinary():
             first = i < WARM_UP + (rows == 4)  # the very first step learns the layout
             assert (step.graphs.replays == before) == first
             assert (step.graphs.reason is None) == (not first)
-    assert step._engine.parts.captured.recorder.records == 2
+    assert step._loop.captured.recorder.records == 2
 
 
 def test_a_loss_is_fresh_and_a_batch_is_copied():
@@ -128,7 +128,7 @@ def test_what_is_changed_between_replays_is_seen(change, records):
                 change(plain)
             assert torch.equal(captured(x, 2, y), plain(x, 2, y))
             assert same(captured.module, plain.module)
-    assert captured._engine.parts.captured.recorder.records == records
+    assert captured._loop.captured.recorder.records == records
     assert captured.graphs.replays >= 8
 
 
@@ -178,7 +178,7 @@ def test_an_overflow_in_a_replay_skips_its_update(name, ranks):
     assert captured.loss_scale.skipped == 2
     assert captured.steps == 98
     assert captured.graphs.replays >= 80
-    assert captured._engine.parts.captured.recorder.records == 3  # of three scales
+    assert captured._loop.captured.recorder.records == 3  # of three scales
     one, other = captured.optimizer.state_dict()["state"][0], plain.optimizer.state_dict()["state"][0]
     assert all(torch.equal(one[key], value) for key, value in other.items())
 
@@ -237,7 +237,7 @@ def test_a_buffer_in_another_place_is_recorded_anew():
             without_gpu(captured)
         assert torch.equal(captured(x, y), plain(x, y))
         assert all(map(torch.equal, captured.module.buffers(), plain.module.buffers()))
-    assert captured._engine.parts.captured.recorder.records == 1
+    assert captured._loop.captured.recorder.records == 1
     assert captured.module[1].running_mean is not old
     assert same(captured.module, plain.module)
 
@@ -397,7 +397,7 @@ class Waits(Linear):
 
 def test_a_recording_that_fails_leaves_an_ordinary_step(monkeypatch):
     captured, plain = pair(lambda p: SGD(p, lr=0.01, momentum=0.5), net=Waits().double())
-    record = captured._engine.parts.captured.recorder.record
+    record = captured._loop.captured.recorder.record
 
     def failing(device, work):
         Waits.recording = True
@@ -406,13 +406,13 @@ def test_a_recording_that_fails_leaves_an_ordinary_step(monkeypatch):
         finally:
             Waits.recording = False
 
-    monkeypatch.setattr(captured._engine.parts.captured.recorder, "record", failing)
+    monkeypatch.setattr(captured._loop.captured.recorder, "record", failing)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         for x, y in batches(9, 8, columns=3):
             assert torch.equal(captured(x, y), plain(x, y))
     assert same(captured.module, plain.module)
-    assert captured._engine.parts.captured.recorder.records == 1
+    assert captured._loop.captured.recorder.records == 1
     texts = [str(each.message) for each in told if "not captured" in str(each.message)]
     assert len(texts) == 1
     assert "recording it failed (RuntimeError: " in texts[0]
@@ -427,12 +427,12 @@ def test_a_recording_that_fails_behind_its_update_is_not_tried_again(monkeypatch
     def failing():
         raise RuntimeError("this batch uses other parameters")
 
-    monkeypatch.setattr(captured._engine.parts.captured, "check_used", failing)
+    monkeypatch.setattr(captured._loop.captured, "check_used", failing)
     with pytest.warns(UserWarning, match=r"recording it failed \(RuntimeError: this batch"):
         losses = [captured(x, 2, y) for x, y in batches(20, 8)]
     assert all(map(torch.equal, losses, [plain(x, 2, y) for x, y in batches(20, 8)]))
     assert same(captured.module, plain.module)
-    assert captured._engine.parts.captured.recorder.records == 1
+    assert captured._loop.captured.recorder.records == 1
 
 
 def test_a_replay_that_fails_leaves_the_last_update(monkeypatch):
@@ -472,14 +472,14 @@ def test_only_so_many_graphs_are_kept():
     assert [str(each.message).split(" (")[0] for each in told] == [
         f"this step is not captured: {graphs.KEPT} other kinds of steps"
     ]
-    assert step._engine.parts.captured.recorder.records == len(step.graphs._recordings) == graphs.KEPT
+    assert step._loop.captured.recorder.records == len(step.graphs._recordings) == graphs.KEPT
     for _ in range(graphs.IDLE + 1):
         train(kinds[1])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         train(kinds[-1])
     assert step.graphs.reason is None
-    assert step._engine.parts.captured.recorder.records == graphs.KEPT + 1
+    assert step._loop.captured.recorder.records == graphs.KEPT + 1
     assert len(step.graphs._recordings) == graphs.KEPT
 
 
@@ -498,7 +498,7 @@ def test_a_step_that_is_dropped_takes_its_graphs_along():
     made = []
     net = Linear()
     step = step_of(net, SGD(net.parameters(), lr=0.001))
-    step._engine.parts.captured.recorder = Holds()
+    step._loop.captured.recorder = Holds()
     for _ in range(WARM_UP + 2):
         step(torch.ones(4, 3), torch.ones(4, 2))
     graph = weakref.ref(made.pop())

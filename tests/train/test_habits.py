@@ -122,7 +122,7 @@ def test_step_hooks_registered_later_are_called(which):
         handle.remove()
     step(x, y)
     assert calls == [1]
-    assert step._engine.parts.updates.memory is not None
+    assert step._loop.optimizer_step.memory is not None
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
@@ -147,7 +147,7 @@ def test_a_backward_of_the_users_own_is_no_business_of_ours():
     step = TrainStep(net, mse, SGD(net.parameters(), lr=0.0), cpu(2), bucket_nbytes=1)
     for each in (net, alone):
         mse(each(torch.ones(2, 4).double(), 2), torch.zeros(2, 2).double()).backward()
-    assert step._engine.parts.sync._ready == []
+    assert step._loop.reducer._ready == []
     ((x, y),) = batches(1, 8)
     step(x, 2, y)
     step(x, 1, y)
@@ -518,7 +518,7 @@ def test_an_interrupt_behind_an_update_leaves_its_running_statistics(monkeypatch
     net = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
     step = TrainStep(net, mse, SGD(net.parameters(), lr=0.1), cpu(2))
     step(torch.randn(8, 3), torch.zeros(8, 2))
-    launch = step._engine.parts.updates.launch
+    launch = step._loop.optimizer_step.launch
 
     def interrupted(*update):
         os.kill(os.getpid(), signal.SIGINT)
@@ -526,7 +526,7 @@ def test_an_interrupt_behind_an_update_leaves_its_running_statistics(monkeypatch
         launch(*update)
 
     before = net[1].running_mean.clone()
-    monkeypatch.setattr(step._engine.parts.updates, "launch", interrupted)
+    monkeypatch.setattr(step._loop.optimizer_step, "launch", interrupted)
     with pytest.raises(KeyboardInterrupt):
         step(torch.randn(8, 3), torch.zeros(8, 2))
     assert step.steps == 2

@@ -146,7 +146,7 @@ def test_buffers_and_random_numbers_are_those_of_a_step_that_is_not_checked(rank
     for is_checked in (True, False):
         net, loss = net_of(torch.float64, nn.Dropout(0.5)), Centre()
         step = step_of(net, loss, ranks)
-        step._engine._is_checked = not is_checked
+        step._loop._is_loss_checked = not is_checked
         torch.manual_seed(3)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -250,7 +250,7 @@ def test_outputs_that_are_too_large_are_not_looked_at():
     [
         ({"loss_fn": None}, "loss_fn=None"),
         ({"capture": True}, "capture=True"),
-        ({"loss_on": "all"}, "loss_on must be 'ranks' or 'gathered', not 'all'"),
+        ({"loss_on": "all"}, "loss_on must be one of ranks, gathered, not 'all'"),
     ],
 )
 def test_gathered_is_refused_by_name(settings, reason):

@@ -19,10 +19,10 @@ def adamw(parameters):
 
 def places(step):
     """The names of the parameters in its buckets; one rank alone has none."""
-    parts = step._engine.parts
-    if parts.sync is None:  # torch's optimizer takes the gradients where they are
+    loop = step._loop
+    if loop.reducer is None:  # torch's optimizer takes the gradients where they are
         return {name for name, each in step.module.named_parameters() if each.requires_grad}
-    return {parts.replicas.names[each.parameter] for bucket in parts.sync.layout.buckets for each in bucket.segments}
+    return {loop.replicas.names[each.parameter] for bucket in loop.reducer.buckets.buckets for each in bucket.segments}
 
 
 def frozen_body():
@@ -54,7 +54,7 @@ def test_what_is_frozen_takes_no_room(ranks, is_known):
     assert pair.same_gradients()
     assert places(pair.step) == {"1.weight", "1.bias"}
     assert net[0].weight.data_ptr() == memory
-    twins = pair.step._engine.parts.replicas.parameters
+    twins = pair.step._loop.replicas.parameters
     assert all(row[0].data_ptr() == memory for row in twins)
 
 
@@ -200,7 +200,7 @@ def test_two_steps_share_a_net(ranks, freezes):
     both.making.close()
     assert [each.data_ptr() for each in both.judge.parameters()] == memory  # they are the other step's
     both.judging.rebuild()
-    both.making = TrainStep(both.making.module, both.making._setup.loss_fn, both.making.optimizer, cpu(ranks))
+    both.making = TrainStep(both.making.module, both.making.loss_fn, both.making.optimizer, cpu(ranks))
     assert all(both.round(seed) for seed in range(5, 8))
 
 

@@ -162,7 +162,7 @@ def test_buckets_of_any_size_give_the_same(ranks, limit):
     for x, y in batches(5, 12):
         pair.both(x, y)
     assert pair.far() < 1e-12
-    assert len(pair.step._engine.parts.sync.layout.buckets) == {1: 14, 100: 13, 10_000_000: 1}[limit]
+    assert len(pair.step._loop.reducer.buckets.buckets) == {1: 14, 100: 13, 10_000_000: 1}[limit]
 
 
 def test_buckets_follow_the_order_of_gradients_and_are_summed_during_backward():
@@ -171,11 +171,11 @@ def test_buckets_follow_the_order_of_gradients_and_are_summed_during_backward():
     step = TrainStep(net, mse, sgd(net.parameters()), cpu(2), bucket_nbytes=1, workers="threads")
     x, y = rows(4, 4), rows(4, 4)
     step(x, y)
-    order = [step._engine.parts.sync.layout.buckets[b].segments[0].parameter for b in range(8)]
+    order = [step._loop.reducer.buckets.buckets[b].segments[0].parameter for b in range(8)]
     assert [i // 2 for i in order] == [3, 3, 2, 2, 1, 1, 0, 0], "the last layers are ready first"
     summed = []
-    original = step._engine.parts.sync._sum
-    step._engine.parts.sync._sum = lambda bucket: (summed.append((bucket, threading.get_ident())), original(bucket))
+    original = step._loop.reducer._sum
+    step._loop.reducer._sum = lambda bucket: (summed.append((bucket, threading.get_ident())), original(bucket))
     step(x, y)
     assert sorted(bucket for bucket, _ in summed) == list(range(8)), "each once"
     assert threading.get_ident() not in {thread for _, thread in summed}, "by the ranks, not after them"
@@ -466,7 +466,7 @@ def test_copies_and_saved_states_are_compact():
 def test_a_dropped_step_is_gone_and_the_net_trains_on():
     net, step = plain_step(2)
     step(rows(4), rows(4, 2))
-    gone = weakref.ref(step._engine.parts.sync)
+    gone = weakref.ref(step._loop.reducer)
     del step
     gc.collect()
     assert gone() is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -65,7 +66,7 @@ def _plain_views(
         tell_whole(objects, device, dim)
         return [list(objects.values())], [rows]
     counts = row_counts(rows, ranks, shares)
-    columns = [views_of(each, counts, dim) for each in tensors]
+    columns = list(map(views_of, tensors, repeat(counts), repeat(dim)))
     if is_on():
         for name, each, views in zip(_names(objects), tensors, columns, strict=True):
             tell_cut("scatter", name, each.device, views, dim, "view")
@@ -90,7 +91,7 @@ def _rebuilt(objects: dict[str, Any], columns: list[list[torch.Tensor]]) -> list
             end = begin + len(obj)
             parts: Any = zip(*columns[begin:end], strict=True) if obj else [()] * len(made)
         elif type(obj) is dict:
-            end, parts = begin, [{} for _ in made]
+            end, parts = begin, map(dict, repeat((), len(made)))
         else:
             end, parts = begin + 1, columns[begin]
         for rank, part in zip(made, parts, strict=True):

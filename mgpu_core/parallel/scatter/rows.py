@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -29,9 +31,14 @@ def check_shares(shares: Sequence[float] | None, ranks: int) -> None:
 
 
 def row_counts(rows: int, ranks: int, shares: Sequence[float] | None) -> list[int]:
-    """Rows of each rank that works.  Without any rows rank 0 runs once, with none."""
+    """Return the rows of each rank that works.  Without any rows rank 0 runs once, with none."""
+    return list(_planned(rows, ranks, None if shares is None else tuple(shares)))
+
+
+@lru_cache(maxsize=256)
+def _planned(rows: int, ranks: int, shares: tuple[float, ...] | None) -> tuple[int, ...]:
     plan = _core.chunk_plan(rows, ranks) if shares is None else _core.share_plan(rows, list(shares))
-    return [count for _, count in plan if count] or [0]
+    return tuple(count for _, count in plan if count) or (0,)
 
 
 def rows_of_bare(values: Iterable[Any], dim: int) -> int | None:
@@ -48,8 +55,11 @@ def rows_of_bare(values: Iterable[Any], dim: int) -> int | None:
 
 
 def views_of(leaf: torch.Tensor, counts: list[int], dim: int) -> list[torch.Tensor]:
-    """Chunks without a copy, each with a version of its own: what a rank writes in place is no other rank's write."""
-    return [chunk.data for chunk in torch.split_with_sizes(leaf, counts, dim)]
+    """Return chunks without a copy, each with a version of its own: ranks may write theirs in place."""
+    return list(map(_data_of, torch.split_with_sizes(leaf, counts, dim)))
+
+
+_data_of = attrgetter("data")
 
 
 def is_plain(leaf: torch.Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""From one update to the next: the calls whose gradients it is made of, and the commit point at its end."""
+"""From one update to the next: the calls whose gradients it is made of, and the commit at its end."""
 
 from __future__ import annotations
 
@@ -15,65 +15,67 @@ from mgpu_core.record import span
 from mgpu_core.train.grad_clip import are_finite, check_finite, clip, factor_of, multiply
 from mgpu_core.train.grad_scaler import LossScale
 from mgpu_core.train.loss import Window
-from mgpu_core.train.process_sync import Together
-from mgpu_core.train.reducer import GradientSync, OwnGradients
+from mgpu_core.train.optimizer_step import OptimizerStep
+from mgpu_core.train.options import UpdateOptions
+from mgpu_core.train.process_sync import ProcessSync
+from mgpu_core.train.reducer import OwnGradients, Reducer
 from mgpu_core.train.replicas import Replicas
 from mgpu_core.train.rollback import BufferSnapshot, uninterrupted
-from mgpu_core.train.updates import Updates
 
-__all__ = ["Cycle"]
+__all__ = ["UpdateTransaction"]
 
 
-class Cycle:
-    """The way from one update to the next, again and again.
+class UpdateTransaction:
+    """The calls of a window, and the update that they lead to: all of it happens, or nothing.
 
-    Up to its commit point nothing changes that lasts: parameters, optimizer, counts.  Running statistics do, and are
-    put back when the cycle is abandoned.
+    Up to the commit nothing changes that lasts: parameters, optimizer, counts.  Running statistics do, and are put
+    back when the window is abandoned.
 
     Args:
-        replicas, gradients, updates: of the step.
+        replicas, gradients, optimizer_step: of the step.
         loss_scale: of its losses.
-        together: its process among others; ``None``: it is alone.
+        process_sync: its process among others; ``None``: there are no others.
+        buffers: put back when the window is abandoned.
         steps: updates so far.
-        buffers: what is put back when the cycle is abandoned.
 
     Attributes:
         steps: the same.
         window: the calls since the last update.
+        used: per parameter whether the last update used it.
+        broken: why this process cannot go on with the others; ``None``: it can.
     """
 
     def __init__(
         self,
         replicas: Replicas,
-        gradients: OwnGradients | GradientSync,
-        updates: Updates,
+        gradients: OwnGradients | Reducer,
+        optimizer_step: OptimizerStep,
         loss_scale: LossScale,
-        together: Together | None,
-        steps: int,
+        process_sync: ProcessSync | None,
         buffers: BufferSnapshot,
+        steps: int,
     ) -> None:
-        self._replicas, self._gradients, self._updates = replicas, gradients, updates
-        self._sync = gradients if isinstance(gradients, GradientSync) else None
-        self._loss_scale, self._together = loss_scale, together
-        self._buffers = buffers
+        self._replicas, self._gradients, self._optimizer_step = replicas, gradients, optimizer_step
+        self._reducer = gradients if isinstance(gradients, Reducer) else None
+        self._loss_scale, self._process_sync, self._buffers = loss_scale, process_sync, buffers
         self.steps = steps
         self.window = Window("mean", 1)
-        self.used: list[bool] = []  # parameters, in the last update
-        self.broken: str | None = None  # why this process cannot go on with the others
+        self.used: list[bool] = []
+        self.broken: str | None = None
 
     def open_window(self, reduction: str, accumulate: int) -> None:
         """Begin to count the calls of the next update."""
-        rows = None if self._together is None else self._together.rows
-        shared = self._together is not None
+        rows = None if self._process_sync is None else self._process_sync.rows
+        shared = self._process_sync is not None
         self.window = Window(reduction, accumulate, self._loss_scale.scale, rows, shared=shared)
 
-    def enter(self, reduction: str, accumulate: int) -> None:
-        """Before a call adds its gradients: the first one of a window opens it, with the settings as they are now."""
+    def begin(self, reduction: str, accumulate: int) -> None:
+        """Prepare for the gradients of a call; the first one opens a window, with the options as they are now."""
         if self.window.calls:
             self._gradients.take_up()
             return
         self.open_window(reduction, accumulate)
-        self._updates.spent.clear()
+        del self._optimizer_step.spent[:]
         self._gradients.clear()
         self._buffers.take()
 
@@ -87,14 +89,11 @@ class Cycle:
         self._buffers.restore()
         self.close()
 
-    def update(
-        self, clip_norm: float | None, error_if_nonfinite: bool, standing: Standing = Standing.TRAINS
-    ) -> bool | None:
-        """Update by the gradients of the window's calls: the commit point.
+    def commit(self, options: UpdateOptions, standing: Standing = Standing.TRAINS) -> bool | None:
+        """Update by the gradients of the window's calls.
 
         Args:
-            clip_norm: the largest norm of all gradients.
-            error_if_nonfinite: whether one that is not finite is an error.
+            options: of the step.
             standing: what this process tells the others.
 
         Returns:
@@ -105,35 +104,35 @@ class Cycle:
             FloatingPointError: a gradient is not finite.
             Error: another process could not update.
         """
-        sync = self._sync
-        if sync is not None:
-            if sync.layout.is_empty and not self._lay_out(sync, standing):
+        reducer, clip_norm = self._reducer, options.clip_norm
+        if reducer is not None:
+            if reducer.buckets.is_empty and not self._lay_out(reducer, standing):
                 return None
-            sync.finish()
+            reducer.finish()
         with uninterrupted() as interrupted:
             used, weight = self._gradients.used(), self.window.weight
-            if sync is not None and self._together is not None:
-                decided = self._decide(sync, self._together, standing, clip_norm, interrupted)
+            if self._process_sync is not None:
+                decided = self._decide(self._process_sync, standing, clip_norm, interrupted)
                 if decided is None:
                     return None
                 used, weight, clip_norm = decided
-            factor = self._factor(weight, clip_norm, error_if_nonfinite)
+            factor = self._factor(weight, clip_norm, options.error_if_nonfinite)
             if factor is None:
                 self._skip_update()
                 return False
-            if sync is not None:
-                sync.show(used)
-            self._make_update(used, factor)
+            if reducer is not None:
+                reducer.show(used)
+            self._launch(used, factor)
             return True
 
     def _factor(
         self, weight: float | torch.Tensor, clip_norm: float | None, error_if_nonfinite: bool
     ) -> float | torch.Tensor | None:
-        """Return what the update multiplies the sums of all calls by, which weigh so much; ``None``: they overflow.
+        """Return what the update multiplies the sums of all calls, of this weight, by; ``None``: they overflow.
 
         Torch's optimizers take gradients as they are: for them the sums themselves are multiplied.
         """
-        gradients, factor, is_flat = self._gradients, self.window.factor(weight), self._updates.is_flat
+        gradients, factor, is_flat = self._gradients, self.window.factor(weight), self._optimizer_step.is_flat
         if self._loss_scale.is_on and not are_finite(gradients, gradients.norm()):
             return None
         if factor is not None and not is_flat:
@@ -142,8 +141,8 @@ class Cycle:
         if error_if_nonfinite or clip_norm is not None:
             norm = gradients.norm()
             if error_if_nonfinite and not math.isfinite(float(norm)):
-                processes = 1 if self._together is None else self._together.processes.count
-                check_finite(gradients, norm, self._replicas, processes)
+                count = 1 if self._process_sync is None else self._process_sync.count
+                check_finite(gradients, norm, self._replicas, count)
             if clip_norm is not None and is_flat:
                 factor = factor_of(factor, norm, clip_norm)
             elif clip_norm is not None:
@@ -151,26 +150,26 @@ class Cycle:
         return 1.0 if factor is None else factor
 
     def _skip_update(self) -> None:
-        """The loss scale was too large."""
+        """Drop the window: the loss scale was too large."""
         self._loss_scale.overflowed()
         self._gradients.clear()
         self._buffers.drop()
-        self.window.calls = 0
+        self.close()
 
-    def _make_update(self, used: list[bool], factor: float | torch.Tensor) -> None:
+    def _launch(self, used: list[bool], factor: float | torch.Tensor) -> None:
         try:
             with span("update", ALL_RANKS, self._replicas.devices[0]):
-                self._updates.launch(used, factor)
+                self._optimizer_step.launch(used, factor)
                 self._count(used)
         except BaseException as error:
-            if self._together is not None:  # the others have made it
+            if self._process_sync is not None:  # the others have made it
                 self.broken = f"its update failed after all processes had agreed on it ({type(error).__name__})"
-            elif self._updates.has_written():  # a hook behind the optimizer's step failed, say: the step counts
+            elif self._optimizer_step.has_written():  # a hook after the optimizer's step failed, say: the step counts
                 self._count(used)
             raise
 
     def _count(self, used: list[bool]) -> None:
-        self._updates.conclude()
+        self._optimizer_step.conclude()
         self.used = used
         self.steps += 1
         self.window.calls = 0
@@ -178,70 +177,71 @@ class Cycle:
             self._loss_scale.went_well()
         self._buffers.drop()  # an interrupt that waited for this comes next, and must not undo a half
 
-    def replayed(self, sync: GradientSync, replay: Callable[[], torch.Tensor | None]) -> torch.Tensor | None:
-        """An update of the same parameters as the last one, whose work on the devices is replayed.
+    def replay(self, reducer: Reducer, run: Callable[[], torch.Tensor | None]) -> torch.Tensor | None:
+        """Replay an update of the same parameters as the last one.
 
         With a loss scale it waits for the first device, which knows whether the gradients were finite.
 
+        Args:
+            reducer: of the step.
+            run: replays the work on the devices, and returns the loss; ``None``: there is no recording.
+
         Returns:
-            What ``replay`` does; ``None``: there was no replay.
+            What ``run`` does.
 
         Raises:
             FloatingPointError: gradients are not finite, and the loss scale is not the reason.
         """
         with uninterrupted():
-            self._updates.prepare(self.used)
-            self._updates.flat.begin_replay()
+            self._optimizer_step.prepare(self.used)
+            flat = self._optimizer_step.flat
+            flat.scale_by(1.0)  # where the recording does not write a factor itself
             if self._loss_scale.is_on or len(self._replicas.devices) > 1:  # it may end between forward and update
                 self._buffers.take()
-            loss = replay()
+            loss = run()
             if loss is None:
                 return None
-            self._updates.flat.replayed()
-            if self._loss_scale.is_on and self._updates.flat.was_held_back():
+            flat.replayed()
+            if self._loss_scale.is_on and flat.was_held_back():
                 self._skip_update()
             else:
-                sync.show(self.used)
+                reducer.show(self.used)
                 note_written(list(compress(self._replicas.own, self.used)))
                 self._count(self.used)
         return loss
 
     def forget_layout(self) -> None:
         """Make the next update as the first one was made."""
-        self._updates.close()
-        if self._sync is not None:
-            self._sync.forget_layout()
+        self._optimizer_step.close()
+        if self._reducer is not None:
+            self._reducer.forget_layout()
         self.used = []
 
-    def _lay_out(self, sync: GradientSync, standing: Standing) -> bool:
-        learnt = sync.learnt(self._updates.places())
-        if self._together is not None:
-            agreed = self._together.learn(sync, learnt, self.window, standing)
+    def _lay_out(self, reducer: Reducer, standing: Standing) -> bool:
+        """Lay out the buckets after the first backward; return False if no process had one."""
+        learnt = reducer.learnt(self._optimizer_step.parameters())
+        if self._process_sync is not None:
+            agreed = self._process_sync.learn(learnt, self.window, standing)
             if agreed is None:
                 return False
             learnt = agreed
         with uninterrupted():
-            sync.lay_out(learnt)
-        if self._together is not None:
-            self._together.confirm_layout()
-            sync.open_outbox()
+            reducer.lay_out(learnt)
+        if self._process_sync is not None:
+            self._process_sync.confirm_layout()
+            reducer.buckets.open_outbox()
         return True
 
     def _decide(
-        self,
-        sync: GradientSync,
-        together: Together,
-        standing: Standing,
-        clip_norm: float | None,
-        interrupted: Callable[[], bool],
+        self, process_sync: ProcessSync, standing: Standing, clip_norm: float | None, interrupted: Callable[[], bool]
     ) -> tuple[list[bool], float | torch.Tensor, float | None] | None:
-        """Agree with the other processes on the parameters to update, what all calls weigh, and the largest norm.
+        """Agree with the other processes on the parameters to update, the weight of all calls, and the largest norm.
 
         Returns:
-            ``None``: nobody has any data.
+            ``None``: no process has any data.
         """
-        settings = {"clip": clip_norm, "planned": self.window.planned, "hook": sync.between.hook is not None}
-        tally, followed = together.decide(sync, self.window, self.steps, standing, settings, interrupted)
+        settings = {"clip": clip_norm, "planned": self.window.planned}
+        tally, followed = process_sync.decide(self.window, self.steps, standing, settings, interrupted)
         if all(each == Standing.JOINED for each in tally.standings):
             return None
         if standing == Standing.JOINED:

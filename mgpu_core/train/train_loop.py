@@ -1,0 +1,410 @@
+"""The order of a step, from a batch to an update; :class:`mgpu_core.TrainStep` is its public handle::
+
+batch ── split ──> a part per rank ── forward, loss, backward ──> gradients ── sum ──> commit ──> parameters
+         passes    split_plan         passes, modules            reducer              transaction, optimizer_step
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import torch
+
+from mgpu_core.caller import warn_caller
+from mgpu_core.device.worker_choice import WorkerChoice, size_of
+from mgpu_core.device.workers import time_limit
+from mgpu_core.errors import Error
+from mgpu_core.module_tree import named_parameters_of
+from mgpu_core.nested import moved
+from mgpu_core.nothing import NOTHING
+from mgpu_core.processes.ballot import Standing
+from mgpu_core.processes.group import Processes
+from mgpu_core.train.balance import SplitPlan
+from mgpu_core.train.checkpoint import load_state
+from mgpu_core.train.cuda_graphs import CapturedSteps, why_no_graph
+from mgpu_core.train.forward_backward import ForwardBackward, RankPart
+from mgpu_core.train.grad_buckets import Communication
+from mgpu_core.train.grad_scaler import LossScale
+from mgpu_core.train.loss import RankLoss, Window, joined_aux, loss_of_ranks
+from mgpu_core.train.loss_check import LossCheck, LossState, compare_losses, random_numbers_kept, warning_of
+from mgpu_core.train.optimizer_step import OptimizerStep, check_optimizer
+from mgpu_core.train.options import Options, check_device
+from mgpu_core.train.process_sync import ProcessSync, agree
+from mgpu_core.train.rank_modules import RankModules
+from mgpu_core.train.reducer import OwnGradients, Reducer
+from mgpu_core.train.replicas import Replicas
+from mgpu_core.train.rollback import BufferSnapshot
+from mgpu_core.train.update import UpdateTransaction
+
+__all__ = ["TrainLoop"]
+
+Result: TypeAlias = tuple[torch.Tensor, Any, dict[str, torch.Tensor]]  # loss, outputs, further numbers
+
+
+class TrainLoop:
+    """Steps, one call at a time.
+
+    What works is made from the module as it is, and made anew by :meth:`rebuild`.
+
+    Args:
+        options: what steps are made from.
+        split_plan: which rank gets which rows.
+        processes: that train with this one; ``None``: there are no others.
+
+    Attributes:
+        options, split_plan: the same.
+        loss_scale: of float16.
+        choice: how ranks run, in threads or one after the other.
+        communication: how gradients are summed; a hook of the user's outlives a rebuild.
+        keeps_accumulating: no call updates.
+        replicas, modules, net, gradients, optimizer_step, passes, transaction: each is what its class says.
+        reducer: the gradients of several ranks; ``None``: one rank is alone, and there is no sum.
+        captured: ``None`` without ``capture=True``.
+        process_sync: ``None`` without other processes.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: a module or an optimizer that no step can have.
+        Error: other processes have another step.
+    """
+
+    def __init__(self, options: Options, split_plan: SplitPlan, processes: Processes | None) -> None:
+        self.options, self.split_plan, self._processes = options, split_plan, processes
+        team, devices = options.team, set(options.team.devices)
+        self.loss_scale = LossScale(options.loss.amp_dtype)
+        self.choice = WorkerChoice(options.run.workers, team.devices, options.run.rng)
+        self.in_shards = options.update.shard_optimizer and len(devices) > 1
+        self.communication = Communication(options.comm, len(devices) if self.in_shards else 1, processes)
+        self.keeps_accumulating = False
+        self._is_loss_checked = len(team) < 2 or options.loss_fn is None or options.loss.loss_on != "ranks"
+        self._broken: str | None = None
+        self._is_closed = False
+        self._build(steps=0)
+
+    def _build(self, steps: int) -> None:
+        """Make what works from the module as it is, after so many updates."""
+        options, processes, team, run = self.options, self._processes, self.options.team, self.options.run
+        if processes is not None:
+            agree(processes, options.module, options.optimizer, self._agreed(steps))
+        self.replicas = Replicas(options.module, team)
+        static = run.static_graph or run.capture
+        self.net = RankModules(options.module, team, self.replicas.parameters, static=static)
+        loss = loss_of_ranks(options.loss_fn, team, static=static)
+        self.modules = [self.net, *([loss] if isinstance(loss, RankModules) else [])]
+        ranks_meet = self.net.tree.ranks_meet
+        if run.workers == "caller" and ranks_meet and len(team) > 1:
+            raise ValueError(
+                'workers="caller" runs the ranks one after the other, and those of this module meet in synchronised '
+                'layers: use workers="threads" or "auto"'
+            )
+        is_alone = len(team) == 1 and processes is None and not run.capture
+        self.reducer = None if is_alone else Reducer(self.replicas, self.communication)
+        self.gradients = self.reducer or OwnGradients(self.replicas)
+        self.optimizer_step = OptimizerStep(options.optimizer, self.replicas, self.gradients, self.in_shards)
+        # Ranks that share a GPU take turns where a graph is recorded on their stream; those that meet have no graphs.
+        rng = "per_rank" if run.capture and not ranks_meet else run.rng
+        self.passes = ForwardBackward(options.loss, self.replicas, self.net, loss, rng, self.choice)
+        self.process_sync: ProcessSync | None = None
+        if processes is not None and self.reducer is not None:
+            self.process_sync = ProcessSync(processes, options.module, options.optimizer, self.reducer)
+        self.transaction = UpdateTransaction(
+            self.replicas, self.gradients, self.optimizer_step, self.loss_scale, self.process_sync,
+            BufferSnapshot(self.modules), steps,
+        )  # fmt: skip
+        self.captured = CapturedSteps(self, self.reducer) if run.capture and self.reducer is not None else None
+
+    def _agreed(self, steps: int) -> dict[str, Any]:
+        """Return what all processes must have in common, besides net and optimizer."""
+        return self.options.agreed() | {"updates": steps, "loss scale": self.loss_scale.scale}
+
+    @property
+    def is_accumulating(self) -> bool:
+        """Whether there were calls since the last update."""
+        return self.transaction.window.calls > 0
+
+    def step(self, inputs: tuple[Any, ...], kwargs: dict[str, Any], keep_outputs: bool, aux: bool) -> Result:
+        """Make a step; all of it happens, or nothing, in all processes."""
+        loss_options, update_options = self.options.loss, self.options.update
+        try:
+            if self.process_sync is not None:
+                self.process_sync.open()
+            self._follow_module(updates=True)
+            if self.captured is not None and self.transaction.used:
+                replayed = self._replay(self.captured, inputs, kwargs, keep_outputs or aux)
+                if replayed is not None:
+                    return replayed, None, {}
+            self.transaction.begin(loss_options.reduction, update_options.accumulate)
+            window = self.transaction.window
+            updates = not self.keeps_accumulating and window.calls + 1 >= update_options.accumulate
+            if self.split_plan.is_timed:
+                self.split_plan.follow_the_clocks()
+            parts, rows = self.passes.split(inputs, kwargs, self.split_plan.shares)
+            size, is_timed = None, False
+            if self.choice.is_open:
+                size = size_of(inputs[0]) if inputs else None
+                is_timed = self.choice.begin(size, meets=self.net.tree.ranks_meet)
+            if self.reducer is not None:
+                self.reducer.begin(len(parts), overlap=updates)
+            losses, rows, outputs = self._forward_backward(window, parts, rows, inputs, keep_outputs)
+            loss = window.add(rows, losses, self.options.team.devices[0])
+            numbers = joined_aux(losses, rows, loss_options.reduction) if aux else {}
+            if updates:
+                self._commit(Standing.TRAINS)
+            else:
+                self.gradients.set_aside()
+            if is_timed:
+                self.choice.end(size)
+            return loss, outputs, numbers
+        except BaseException as error:
+            self._give_up(error)
+            raise
+
+    def conclude(self, standing: Standing = Standing.TRAINS) -> bool:
+        """Update without another call; return whether any process had data for one."""
+        try:
+            if self.process_sync is not None:
+                self.process_sync.open()
+            self.follow_parameters(updates=True)
+            self.transaction.begin(self.options.loss.reduction, self.options.update.accumulate)
+            if self.reducer is not None:
+                self.reducer.begin(0, overlap=False)
+            return self._commit(standing)
+        except BaseException as error:
+            self._give_up(error)
+            raise
+
+    def evaluate(self, inputs: tuple[Any, ...], kwargs: dict[str, Any], keep_outputs: bool, aux: bool) -> Result:
+        """Return the same as :meth:`step`, without gradients and without an update."""
+        self._follow_module(updates=False)
+        parts, rows = self.passes.split(inputs, kwargs, self.split_plan.shares)
+        reduction, target = self.options.loss.reduction, inputs[-1] if inputs else None
+        with torch.no_grad():
+            try:
+                losses, rows, each = self.passes.run(parts, rows, target, (), window=None, keep_outputs=keep_outputs)
+                outputs = self.passes.joined(each) if each else None
+            except BaseException:
+                if self._ranks_have_ended():
+                    self._broken = None
+                raise
+            loss = Window(reduction, 1).add(rows, losses, self.options.team.devices[0])
+            return loss, outputs, joined_aux(losses, rows, reduction) if aux else {}
+
+    def check_loss(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> LossCheck:
+        """Compare the loss of the gathered outputs with the sum of the ranks' on a batch; nothing is changed."""
+        loss_fn = self.options.loss_fn
+        if loss_fn is None or self.passes.gathers:
+            return LossCheck(None, reason="there is no loss function that is called per rank")
+        self._follow_module(updates=False)
+        parts, rows = self.passes.split(inputs, kwargs, self.split_plan.shares)
+        if len(parts) < 2:
+            return LossCheck(None, reason="one rank has all rows")
+        buffers, before = BufferSnapshot(self.modules), LossState(loss_fn)
+        buffers.take()
+        try:
+            with torch.no_grad(), random_numbers_kept(self.replicas.devices):
+                losses, _, each = self.passes.run(parts, rows, inputs[-1], (), window=None, keep_outputs=True)
+                return self._compare_losses(each, inputs[-1], losses, rows, before)
+        finally:
+            buffers.restore()
+
+    def _forward_backward(
+        self, window: Window, parts: list[RankPart], rows: list[int], inputs: tuple[Any, ...], keep_outputs: bool
+    ) -> tuple[list[RankLoss], list[int], Any]:
+        """Run forward, loss and backward of all ranks; return the losses, the rows of each, and joined outputs.
+
+        The first losses of several ranks are compared with the loss of their joined outputs.
+        """
+        before = None
+        if not self._is_loss_checked and len(parts) > 1:
+            self._is_loss_checked, before = True, LossState(self.options.loss_fn)
+        clocks = self.split_plan.clocks() if self.split_plan.is_timed else ()
+        keep, target = keep_outputs or before is not None, inputs[-1] if inputs else None
+        with NOTHING if torch.is_grad_enabled() else torch.enable_grad():
+            losses, weighed, each = self.passes.run(parts, rows, target, clocks, window=window, keep_outputs=keep)
+            outputs = self.passes.joined(each) if each and keep_outputs else None
+        self.split_plan.done(rows, clocks)
+        if before is not None:
+            self._compare_losses(each, target, losses, rows, before)
+        return losses, weighed, outputs
+
+    def _compare_losses(
+        self, outputs: list[Any], target: Any, losses: list[RankLoss], rows: list[int], before: LossState
+    ) -> LossCheck:
+        """Compare the losses of a call with the loss of all its rows, and warn where they differ."""
+        loss_options, device = self.options.loss, self.options.team.devices[0]
+        assert self.options.loss_fn is not None  # without one nothing is checked
+        with self.passes.autocast(device):
+            check = compare_losses(
+                self.options.loss_fn, outputs, moved(target, device), losses, rows, loss_options.reduction, before,
+                dim=loss_options.dim, is_half=loss_options.amp_dtype is not None,
+            )  # fmt: skip
+        if check.agrees is False:
+            warn_caller(warning_of(check))
+        return check
+
+    def _replay(
+        self, captured: CapturedSteps, inputs: tuple[Any, ...], kwargs: dict[str, Any], keep_outputs: bool
+    ) -> torch.Tensor | None:
+        """Return the loss of a step that was the replay of a graph; ``None``: it must go the ordinary way."""
+        update_options = self.options.update
+        collects = update_options.accumulate > 1 or self.keeps_accumulating or self.is_accumulating
+        reason, loss = why_no_graph(self, collects=collects, keep_outputs=keep_outputs), None
+        if reason is None:
+            loss = captured.run(inputs, kwargs, update_options.clip_norm)
+        else:
+            captured.graphs.skip(reason)
+        if loss is None:
+            captured.graphs.tell()
+        else:
+            self.transaction.close()
+        return loss
+
+    def _follow_module(self, *, updates: bool) -> None:
+        """Bring all ranks up to the module as it is now; a module with other parameters has everything made anew.
+
+        Args:
+            updates: the call is a step, and not an evaluation.
+        """
+        for each in self.modules:
+            each.read()
+        if not self.replicas.are_those_of(self.net.tree):
+            if self.process_sync is not None:
+                raise RuntimeError(
+                    "the parameters of the module are no longer those of this step: call step.rebuild() in all "
+                    "processes"
+                )
+            if self.is_accumulating:
+                raise RuntimeError(
+                    "the parameters of the module have become others while gradients were accumulated: call "
+                    "step.flush() before, or step.rebuild(), which drops the gradients"
+                )
+            self.rebuild(check=False)
+        if self.reducer is not None:
+            self.follow_parameters(updates=updates)
+
+    def follow_parameters(self, *, updates: bool = False) -> None:
+        """Bring the ranks' parameters up to what the user has done to them since the last call.
+
+        Raises:
+            RuntimeError: a parameter needs a place in the buckets by now, and several processes cannot lay out again.
+
+        Args:
+            updates: an update follows, by which parameters may need a place in the buckets.
+        """
+        reducer = self.reducer
+        if reducer is None:
+            return
+        if self.replicas.follow():
+            reducer.register_hooks()
+        if changed := self.optimizer_step.values_changed():
+            self.replicas.send_values(changed)
+            self.optimizer_step.remember_values()
+        name = reducer.buckets.parameter_to_add(self.optimizer_step.parameters) if updates else None
+        if name is None:
+            return
+        if self.process_sync is not None:
+            raise RuntimeError(
+                f"parameter {name} was frozen, and none of the optimizer's, when the processes made this step, and is "
+                "trained now: call step.rebuild() in all processes"
+            )
+        if self.captured is not None:
+            self.captured.graphs.clear()
+        self.transaction.forget_layout()
+
+    def _commit(self, standing: Standing) -> bool:
+        """Update; return whether any process had data for it."""
+        if self.reducer is not None:
+            self.replicas.settle()  # a forward may have assigned `parameter.data`
+        return self.transaction.commit(self.options.update, standing) is not None
+
+    def make_equal(self) -> None:
+        """Give all devices the values of the module, and all processes those of process 0."""
+        if self.process_sync is not None:
+            self.process_sync.take_values()
+        self.replicas.send_values()
+        self.optimizer_step.remember_values()
+
+    def check_usable(self) -> None:
+        """Raise unless a step can be made.
+
+        Raises:
+            RuntimeError: it was closed.
+            Error: a failure has left something that no further step can repair.
+        """
+        if self._is_closed:
+            self.check_open()
+        if self._processes is not None and self._processes.lost is not None:
+            raise Error(self._processes.lost)
+        if self._broken is not None:
+            raise Error(f"{self._broken}: call step.rebuild(), or make a new one")
+
+    def check_open(self) -> None:
+        """Raise RuntimeError after :meth:`close`."""
+        if self._is_closed:
+            raise RuntimeError("this step was closed")
+
+    def _give_up(self, error: BaseException) -> None:
+        """Wait for ranks that are still at work, and drop what the calls since the last update have left."""
+        self.gradients.cancel()
+        if not self._ranks_have_ended():
+            return
+        broken = None
+        if self.process_sync is not None:
+            self._broken = "the other processes may not know that a step was given up"
+            broken = self.process_sync.give_up(self.transaction.steps, error)
+        self.transaction.restore()
+        self._broken = broken or self.transaction.broken
+
+    def _ranks_have_ended(self) -> bool:
+        """Wait, after a failure, for ranks that are still at work; where one does not end, the step is broken."""
+        seconds = time_limit()
+        self._broken = "a rank may still be at work in a step that was given up"  # until we know: Ctrl-C may come again
+        if not self.passes.stop(seconds):
+            self._broken = f"a rank was still at work {seconds:g} s after its step had failed"
+            return False
+        return True
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Go on from a state, and its counts; raise as :meth:`mgpu_core.TrainStep.load_state_dict`."""
+        transaction, process_sync = self.transaction, self.process_sync
+        try:
+            load_state(state, self.options.module, self.options.optimizer)
+        except BaseException as error:
+            if process_sync is not None:
+                process_sync.check_all_well(error)
+            raise
+        if process_sync is not None:
+            process_sync.check_all_well(None)
+        transaction.steps = int(state["steps"])
+        self.loss_scale.load_state_dict(state["loss_scale"])
+        self.split_plan.resume(state["shares"])
+        self.choice.resume(state.get("workers", ()))
+        self.gradients.abandon()
+        transaction.close()
+        if process_sync is not None:
+            self._broken = "the processes have loaded other states"
+            process_sync.restart(self._agreed(transaction.steps))
+            self._broken = None
+
+    def rebuild(self, *, check: bool = True) -> None:
+        """Make everything anew, from the module as it is; ``check``: that the optimizer has parameters of it alone."""
+        options, steps = self.options, self.transaction.steps
+        check_device(options.module, options.team)
+        if check:
+            check_optimizer(options.optimizer, dict(named_parameters_of(options.module)))
+        self._broken = "it could not be built"
+        self._leave()
+        self._build(steps)
+        self._broken = None
+
+    def close(self) -> None:
+        """Give module and optimizer memory of their own again; no further step can be made."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._leave()
+
+    def _leave(self) -> None:
+        if self.captured is not None:
+            self.captured.graphs.clear()
+        self.gradients.close()
+        self.optimizer_step.leave()
+        self.replicas.release()

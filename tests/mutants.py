@@ -91,8 +91,8 @@ MUTANTS = [
     mutant(
         "chunks are cut by ceiling",
         "mgpu_core/parallel/scatter/rows.py",
-        "[count for _, count in plan if count] or [0]",
-        "[max(0, min(-(-rows // ranks), rows - r * -(-rows // ranks))) for r in range(ranks)] or [0]",
+        "tuple(count for _, count in plan if count) or (0,)",
+        "tuple(max(0, min(-(-rows // ranks), rows - r * -(-rows // ranks))) for r in range(ranks))",
         "parallel/test_scatter.py",
     ),
     mutant(
@@ -112,8 +112,8 @@ MUTANTS = [
     mutant(
         "ranks without rows run too",
         "mgpu_core/parallel/scatter/rows.py",
-        "[count for _, count in plan if count] or [0]",
-        "[count for _, count in plan]",
+        "tuple(count for _, count in plan if count) or (0,)",
+        "tuple(count for _, count in plan)",
         "parallel/test_scatter.py",
     ),
     mutant(

@@ -1,32 +1,77 @@
-"""What the drop-in costs in Python: calls as cProfile counts them, and files between the wrapper and the core."""
+"""What a step costs in Python: calls as cProfile counts them, and files between the public call and the core."""
 
 import cProfile
 import pstats
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
 import mgpu_core
 from mgpu_core.comm import dispatch
+from mgpu_core.kernels import flat_optimizers
 from mgpu_core.mnist.model import SimpleNet
 
 PACKAGE = Path(mgpu_core.__file__).parent
 
 
-def test_a_forward_loss_and_backward_make_few_calls():
-    model = mgpu_core.DataParallel(SimpleNet(), ["cpu"] * 4)
-    x, y = torch.randn(64, 1, 28, 28), torch.randint(0, 10, (64,))
+X, Y = torch.randn(64, 1, 28, 28), torch.randint(0, 10, (64,))
 
-    def step():
-        cross_entropy(model(x), y).backward()
 
+def calls_of(step):
+    """Python and builtin calls of a step, after some that plan."""
     for _ in range(5):
         step()
     profile = cProfile.Profile()
     profile.runcall(step)
-    assert pstats.Stats(profile).total_calls <= 1_100
+    return pstats.Stats(profile).total_calls
+
+
+def test_a_forward_loss_and_backward_make_few_calls():
+    model = mgpu_core.DataParallel(SimpleNet(), ["cpu"] * 4)
+    assert calls_of(lambda: cross_entropy(model(X), Y).backward()) <= 1_100
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "ranks", "most"),
+    [
+        (mgpu_core.optim.SGD, 1, 150),
+        (mgpu_core.optim.SGD, 2, 260),
+        (torch.optim.SGD, 1, 260),
+        (torch.optim.SGD, 2, 400),
+    ],
+)
+def test_a_step_makes_few_calls(optimizer, ranks, most):
+    net = SimpleNet()
+    optimizer = optimizer(net.parameters(), lr=0.01, momentum=0.9)
+    step = mgpu_core.TrainStep(net, cross_entropy, optimizer, ["cpu"] * ranks, workers="caller")
+    assert calls_of(lambda: step(X, Y)) <= most
+
+
+def files_on_the_stack():
+    """Of the package, those that are on the way to the caller; without what keeps the compiler away."""
+    found, frame = [], sys._getframe(1)
+    while frame is not None:
+        found.append(Path(frame.f_code.co_filename))
+        frame = frame.f_back
+    return {str(each.relative_to(PACKAGE)) for each in found if each.is_relative_to(PACKAGE)} - {"device/compiled.py"}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_update_reaches_the_core_in_four_files(monkeypatch, ranks):
+    files, kernel = [], flat_optimizers._KERNELS["sgd"]
+
+    def core(*arguments):
+        files.append(files_on_the_stack())
+        kernel.core(*arguments)
+
+    monkeypatch.setitem(flat_optimizers._KERNELS, "sgd", kernel._replace(core=core))
+    net = torch.nn.Linear(2, 1)
+    optimizer = mgpu_core.optim.SGD(net.parameters(), lr=0.1)
+    mgpu_core.TrainStep(net, cross_entropy, optimizer, ["cpu"] * ranks)(torch.ones(4, 2), torch.ones(4, 1))
+    assert files == [{"kernels/flat_optimizers.py", "optim/optimizer.py", "train/train_loop.py", "train/step.py"}]
 
 
 def test_scatter_reaches_the_core_in_four_files(monkeypatch):
@@ -37,18 +82,9 @@ def test_scatter_reaches_the_core_in_four_files(monkeypatch):
             return getattr(mgpu_core._core, name)
 
         def scatter(self, *arguments):
-            frame = sys._getframe(1)
-            while frame is not None:
-                files.append(Path(frame.f_code.co_filename))
-                frame = frame.f_back
+            files.append(files_on_the_stack())
             mgpu_core._core.scatter(*arguments)
 
     monkeypatch.setattr(dispatch, "_core", Core())
     mgpu_core.DataParallel(torch.nn.Linear(2, 1), ["cpu"] * 2)(torch.ones(4, 2))
-    ours = dict.fromkeys(str(each.relative_to(PACKAGE)) for each in files if each.is_relative_to(PACKAGE))
-    assert set(ours) - {"device/compiled.py"} == {
-        "comm/dispatch.py",
-        "comm/autograd.py",
-        "parallel/scatter/forms.py",
-        "data_parallel.py",
-    }
+    assert files == [{"comm/dispatch.py", "comm/autograd.py", "parallel/scatter/forms.py", "data_parallel.py"}]

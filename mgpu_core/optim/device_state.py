@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -12,8 +12,9 @@ from mgpu_core.kernels.flat_tables import ACTIVE, STEP
 from mgpu_core.optim.bucket_layout import Bucket, Segment
 from mgpu_core.optim.flat_buffers import in_memory_order, shaped
 
-__all__ = ["NO_GROUP", "DeviceState"]
+__all__ = ["NO_GROUP", "DeviceState", "Launch"]
 
+Launch: TypeAlias = tuple[kernels.FlatKernel, list[int]]
 NO_GROUP = -1  # of a parameter that the optimizer does not have
 
 
@@ -59,7 +60,6 @@ class DeviceState:
         self._clip_is: float | None = 1.0  # None: the device alone knows
         self.records_clip = False
         self.states: dict[str, list[torch.Tensor]] = {}
-        self._kernels: list[tuple[kernels.FlatKernel, list[int]]] = []  # with the parameters of their segments
 
     def _table(self, bucket: Bucket, device: torch.device) -> torch.Tensor:
         return kernels.segment_table(
@@ -77,18 +77,12 @@ class DeviceState:
     def forget(self) -> None:
         """Drop the state."""
         self.states.clear()
-        self._kernels.clear()
-
-    def drop_kernels(self) -> None:
-        """Make the next run use another kernel."""
-        self._kernels.clear()
 
     def allocate(self, kinds: Sequence[str]) -> None:
         """Make zeros of each kind of state that is not there yet."""
         for kind in kinds:
             if kind not in self.states:
                 self.states[kind] = [torch.zeros_like(each) for each in self._values]
-                self._kernels.clear()
 
     def fill(self, i: int, state: Mapping[str, Any], like: torch.Tensor) -> None:
         """Copy a parameter's state, as torch keeps it, into the flat one; ``like`` is the parameter."""
@@ -150,20 +144,10 @@ class DeviceState:
         if self.records_clip:
             self._clip_is = None
 
-    def run(self, name: str, gradients: Sequence[torch.Tensor] | None) -> None:
-        """Launch one kernel per bucket.
-
-        Args:
-            name: of the kernel.
-            gradients: on the CPU, of all parameters, each in memory of its own; ``None``: they are in the flat ones.
-        """
-        if not self._kernels:
-            some = [bucket for bucket in enumerate(self._buckets) if self._is_ours(bucket[1])]
-            self._kernels = [
-                (self._kernel(name, b), [each.parameter for each in bucket.segments]) for b, bucket in some
-            ]
-        for kernel, parameters in self._kernels:
-            kernel.step(None if gradients is None else [gradients[i] for i in parameters])
+    def launches(self, name: str) -> list[Launch]:
+        """Return a kernel of this name per bucket, with the parameters of its segments."""
+        some = [bucket for bucket in enumerate(self._buckets) if self._is_ours(bucket[1])]
+        return [(self._kernel(name, b), [each.parameter for each in bucket.segments]) for b, bucket in some]
 
     def _is_ours(self, bucket: Bucket) -> bool:
         """Whether the optimizer has parameters of a bucket; a shard may be padding alone."""

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from mgpu_core.comm import dispatch
 from mgpu_core.device.dtypes import FLOATING
 from mgpu_core.optim.bucket_layout import Bucket, shard_of
-from mgpu_core.optim.device_state import NO_GROUP, DeviceState
+from mgpu_core.optim.device_state import NO_GROUP, DeviceState, Launch
 from mgpu_core.optim.flat_buffers import FlatTensors, part_of, shaped
 from mgpu_core.optim.rules import Rule, table_of
 
@@ -36,6 +36,7 @@ class FlatState:
     Attributes:
         devices: one per flat.
         generation: grows when tables or state get other memory.
+        launches: kernels of all devices, after :meth:`prepare`.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class FlatState:
         self._used: list[bool] = []
         self._settings: list[list[Any]] = []
         self._kernel = ""
+        self.launches: list[Launch] = []
         self.generation = 0
         self.fill()
 
@@ -83,7 +85,7 @@ class FlatState:
         """Take over the state that the optimizer has, which is as torch keeps it; show views instead."""
         self.generation += 1
         self._kinds_of: dict[int, list[str]] = {}  # kinds of state, by parameter that has some
-        self._used, self._settings = [], []
+        self._used, self._settings, self.launches = [], [], []
         state, steps = self._optimizer.state, [0] * len(self._parameters)
         for device in self.devices:
             device.forget()
@@ -118,15 +120,16 @@ class FlatState:
     def _take_settings(self, settings: list[list[Any]]) -> None:
         self._rule.check_alike(self._optimizer.param_groups)
         kinds = self._rule.kinds(self._optimizer.param_groups)
-        self.generation += any(kind not in self.devices[0].states for kind in kinds)
+        is_new = any(kind not in self.devices[0].states for kind in kinds)
+        self.generation += is_new
         table, kernel = table_of(settings), self._rule.kernel(self._optimizer.param_groups[0])
         for device in self.devices:
-            if kernel != self._kernel:
-                device.drop_kernels()
             device.allocate(kinds)
             device.groups.copy_(table, non_blocking=True)  # the table is read before the call returns
             if not self._rule.counts_steps:  # a first momentum is the gradient, whenever a group gets momentum
                 device.set_steps([int(i in self._kinds_of) for i in range(len(self._parameters))])
+        if is_new or kernel != self._kernel or not self.launches:
+            self.launches = [each for device in self.devices for each in device.launches(kernel)]
         self._settings, self._kernel = settings, kernel
         self._show_new()
 
@@ -152,24 +155,18 @@ class FlatState:
         for kind in self._kinds_of[i]:
             entry[kind] = device.view(i, kind, self._parameters[i])
 
-    def run(self, gradients: Sequence[torch.Tensor] | None = None) -> None:
-        """Launch the update on all devices; in shards, share the new values.
-
-        Args:
-            gradients: on the CPU, of all parameters, each in memory of its own; ``None``: they are in the flat ones.
-        """
-        for device in self.devices:
-            device.run(self._kernel, gradients)
-        if self.shards > 1:
-            for wholes in zip(*(flat.values for flat in self.flats), strict=True):
-                parts = [part_of(each, index, self.shards) for index, each in enumerate(wholes)]
-                dispatch.all_gather_into(parts, wholes)
+    def share_values(self) -> None:
+        """Give all devices the new values after an update in shards."""
+        for wholes in zip(*(flat.values for flat in self.flats), strict=True):
+            parts = [part_of(each, index, self.shards) for index, each in enumerate(wholes)]
+            dispatch.all_gather_into(parts, wholes)
 
     def run_on(self, index: int, factor: float | torch.Tensor | None) -> None:
         """Launch the update on one device, for a recording, with gradients times ``factor``."""
         if factor is not None:
             self.devices[index].record_scale(factor)
-        self.devices[index].run(self._kernel, None)
+        for kernel, _ in self.devices[index].launches(self._kernel):
+            kernel.step()
 
     def hold_back(self, index: int, if_not_zero: torch.Tensor) -> None:
         """Let the next launch on a device change nothing if this number on it is not 0; the host does not wait."""

@@ -86,7 +86,10 @@ class FlatOptimizer(Optimizer):
         elif is_changed:
             flat.prepare(used)
         flat.scale_by(factor)
-        flat.run(own)
+        for kernel, parameters in flat.launches:
+            kernel.step(None if own is None else [own[i] for i in parameters])
+        if flat.shards > 1:
+            flat.share_values()
         note_written(list(compress(self._parameters, used)))
         return loss
 

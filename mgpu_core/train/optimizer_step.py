@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -79,6 +80,7 @@ class OptimizerStep:
         self._flat: FlatState | None = None  # what ours keeps over the step's memory
         self._clones: _Clones | None = None  # of torch's, for the other devices
         self._made_for: Any = None  # the groups, and whether the step calls no code of the user's
+        self._used: list[bool] = []  # in the update that is prepared
         self._before: list[int] = []  # how often each parameter was written before the update
         self.spent: list[torch.Tensor | None] = []
         self._left_over: RemovableHandle | None = None
@@ -112,27 +114,36 @@ class OptimizerStep:
         assert self._flat is not None
         return self._flat
 
-    def prepare(self, used: Sequence[bool]) -> None:
-        """Do the host's part before an update of these parameters.
+    def prepare(self, used: list[bool]) -> Callable[[float | torch.Tensor], None]:
+        """Do the host's part before an update.
+
+        Args:
+            used: per parameter whether it has a gradient, and is updated.
+
+        Returns:
+            What updates all devices, by one call of ``optimizer.step()``.  Ours multiply the gradients by its argument;
+            for torch's they are multiplied already.
 
         Raises:
             TypeError: ours cannot update sparse gradients, or these dtypes.
         """
         self._before = self._replicas.versions
         if self._reducer is None:
-            return
+            return self._step if self._ours is None else partial(self._ours.step_by, None)
         groups: list[Any] = [list(map(id, group["params"])) for group in self.optimizer.param_groups]
         if self._ours is not None:
             if self._flat is None or groups != self._made_for or not self._ours.is_over(self._flat):
                 self._flat = self._attached(self._ours, self._reducer.buckets)
                 self._made_for = groups
             self._flat.prepare(used)
+            self._used = used
         elif self._has_copies:
             groups.append([self._is_plain()])
             if self._clones is None or groups != self._made_for:
                 count = 1 if self._replicas.is_mixed or self._runs_users_code() else len(self._replicas.devices)
                 self._clones, self._made_for = _Clones(self.optimizer, self._replicas, count), groups
             self._clones.prepare(used, self._reducer.buckets)
+        return self._step if self._ours is None or self._has_copies else partial(self._ours.step_by, used)
 
     def _attached(self, optimizer: FlatOptimizer, buckets: GradBuckets) -> FlatState:
         """Let the optimizer step over the step's memory, on all devices of one kind."""
@@ -146,17 +157,11 @@ class OptimizerStep:
         shards = len(flats) if self._in_shards else 1
         return optimizer.attach(self._replicas.own, buckets.buckets, flats, shards)
 
-    def launch(self, used: list[bool], factor: float | torch.Tensor) -> None:
-        """Update these parameters by one call of ``optimizer.step()``.
-
-        Args:
-            used: per parameter whether it has a gradient.
-            factor: what ours multiply gradients by; for torch's they are multiplied already.
-        """
-        self.prepare(used)
+    def _step(self, factor: float | torch.Tensor) -> None:
+        """Call ``optimizer.step()``, that of its clones, and send what these have not computed."""
         written = self._has_copies and self.values_changed()  # by a forward: rank 0's values count, as in the drop-in
         if self._ours is not None:
-            self._ours.step_by(None if self._flat is None else used, factor)
+            self._ours.step_by(self._used, factor)
         else:
             self.optimizer.step()
             if self._clones is not None:

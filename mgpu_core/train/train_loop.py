@@ -13,12 +13,14 @@ import torch
 from mgpu_core.caller import warn_caller
 from mgpu_core.device.worker_choice import WorkerChoice, size_of
 from mgpu_core.device.workers import time_limit
+from mgpu_core.entries import ALL_RANKS
 from mgpu_core.errors import Error
 from mgpu_core.module_tree import named_parameters_of
 from mgpu_core.nested import moved
 from mgpu_core.nothing import NOTHING
 from mgpu_core.processes.ballot import Standing
 from mgpu_core.processes.group import Processes
+from mgpu_core.record import span
 from mgpu_core.train.balance import SplitPlan
 from mgpu_core.train.checkpoint import load_state
 from mgpu_core.train.cuda_graphs import CapturedSteps, why_no_graph
@@ -33,7 +35,7 @@ from mgpu_core.train.process_sync import ProcessSync, agree
 from mgpu_core.train.rank_modules import RankModules
 from mgpu_core.train.reducer import OwnGradients, Reducer
 from mgpu_core.train.replicas import Replicas
-from mgpu_core.train.rollback import BufferSnapshot
+from mgpu_core.train.rollback import BufferSnapshot, uninterrupted
 from mgpu_core.train.update import UpdateTransaction
 
 __all__ = ["TrainLoop"]
@@ -311,10 +313,25 @@ class TrainLoop:
         self.transaction.forget_layout()
 
     def _commit(self, standing: Standing) -> bool:
-        """Update; return whether any process had data for it."""
+        """Update by the gradients of the window's calls; return whether any process had data for it."""
+        transaction, optimizer_step = self.transaction, self.optimizer_step
         if self.reducer is not None:
             self.replicas.settle()  # a forward may have assigned `parameter.data`
-        return self.transaction.commit(self.options.update, standing) is not None
+        if not transaction.finish(standing):
+            return False
+        with uninterrupted() as interrupted:
+            has_data, used, factor = transaction.decide(self.options.update, standing, interrupted)
+            if factor is None:
+                return has_data
+            try:
+                with span("update", ALL_RANKS, self.replicas.devices[0]):
+                    update = optimizer_step.prepare(used)
+                    update(factor)
+                    transaction.count(used)
+            except BaseException as error:
+                transaction.fail(used, error)
+                raise
+            return True
 
     def make_equal(self) -> None:
         """Give all devices the values of the module, and all processes those of process 0."""

@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from itertools import compress
+from typing import TypeAlias
 
 import torch
 
 from mgpu_core.device.memory import note_written
-from mgpu_core.entries import ALL_RANKS
 from mgpu_core.processes.ballot import Standing
-from mgpu_core.record import span
 from mgpu_core.train.grad_clip import are_finite, check_finite, clip, factor_of, multiply
 from mgpu_core.train.grad_scaler import LossScale
 from mgpu_core.train.loss import Window
@@ -23,6 +22,10 @@ from mgpu_core.train.replicas import Replicas
 from mgpu_core.train.rollback import BufferSnapshot, uninterrupted
 
 __all__ = ["UpdateTransaction"]
+
+# Whether any process has data; per parameter whether it is updated; what gradients are multiplied by.  Without a factor
+# there is no update: the loss scale was too large, or there are no data.
+Decision: TypeAlias = tuple[bool, list[bool], float | torch.Tensor | None]
 
 
 class UpdateTransaction:
@@ -89,41 +92,43 @@ class UpdateTransaction:
         self._buffers.restore()
         self.close()
 
-    def commit(self, options: UpdateOptions, standing: Standing = Standing.TRAINS) -> bool | None:
-        """Update by the gradients of the window's calls.
+    def finish(self, standing: Standing) -> bool:
+        """Finish the sums of the window's gradients; return False if no process has any.
+
+        Args:
+            standing: what this process tells the others.
+        """
+        reducer = self._reducer
+        if reducer is not None:
+            if reducer.buckets.is_empty and not self._lay_out(reducer, standing):
+                return False
+            reducer.finish()
+        return True
+
+    def decide(self, options: UpdateOptions, standing: Standing, interrupted: Callable[[], bool]) -> Decision:
+        """Decide by which gradients the optimizer updates; the last moment in which a step can be given up.
 
         Args:
             options: of the step.
             standing: what this process tells the others.
-
-        Returns:
-            Whether there was an update; False: the loss scale was too large, and the gradients are dropped.  ``None``:
-            no process has any data left.
+            interrupted: returns whether Ctrl-C came, for those who wait.
 
         Raises:
             FloatingPointError: a gradient is not finite.
             Error: another process could not update.
         """
-        reducer, clip_norm = self._reducer, options.clip_norm
-        if reducer is not None:
-            if reducer.buckets.is_empty and not self._lay_out(reducer, standing):
-                return None
-            reducer.finish()
-        with uninterrupted() as interrupted:
-            used, weight = self._gradients.used(), self.window.weight
-            if self._process_sync is not None:
-                decided = self._decide(self._process_sync, standing, clip_norm, interrupted)
-                if decided is None:
-                    return None
-                used, weight, clip_norm = decided
-            factor = self._factor(weight, clip_norm, options.error_if_nonfinite)
-            if factor is None:
-                self._skip_update()
-                return False
-            if reducer is not None:
-                reducer.show(used)
-            self._launch(used, factor)
-            return True
+        clip_norm, used, weight = options.clip_norm, self._gradients.used(), self.window.weight
+        if self._process_sync is not None:
+            agreed = self._agree(self._process_sync, standing, clip_norm, interrupted)
+            if agreed is None:
+                return False, [], None
+            used, weight, clip_norm = agreed
+        factor = self._factor(weight, clip_norm, options.error_if_nonfinite)
+        if factor is None:
+            self._skip_update()
+        elif self._reducer is not None:
+            self._reducer.show(used)
+        return True, used, factor
 
     def _factor(
         self, weight: float | torch.Tensor, clip_norm: float | None, error_if_nonfinite: bool
@@ -156,19 +161,15 @@ class UpdateTransaction:
         self._buffers.drop()
         self.close()
 
-    def _launch(self, used: list[bool], factor: float | torch.Tensor) -> None:
-        try:
-            with span("update", ALL_RANKS, self._replicas.devices[0]):
-                self._optimizer_step.launch(used, factor)
-                self._count(used)
-        except BaseException as error:
-            if self._process_sync is not None:  # the others have made it
-                self.broken = f"its update failed after all processes had agreed on it ({type(error).__name__})"
-            elif self._optimizer_step.has_written():  # a hook after the optimizer's step failed, say: the step counts
-                self._count(used)
-            raise
+    def fail(self, used: list[bool], error: BaseException) -> None:
+        """Note that the optimizer failed: the step counts if it has changed parameters all the same."""
+        if self._process_sync is not None:  # the others have made it
+            self.broken = f"its update failed after all processes had agreed on it ({type(error).__name__})"
+        elif self._optimizer_step.has_written():  # a hook after the optimizer's step failed, say
+            self.count(used)
 
-    def _count(self, used: list[bool]) -> None:
+    def count(self, used: list[bool]) -> None:
+        """Count an update of these parameters, and close the window."""
         self._optimizer_step.conclude()
         self.used = used
         self.steps += 1
@@ -207,7 +208,7 @@ class UpdateTransaction:
             else:
                 reducer.show(self.used)
                 note_written(list(compress(self._replicas.own, self.used)))
-                self._count(self.used)
+                self.count(self.used)
         return loss
 
     def forget_layout(self) -> None:
@@ -232,7 +233,7 @@ class UpdateTransaction:
             reducer.buckets.open_outbox()
         return True
 
-    def _decide(
+    def _agree(
         self, process_sync: ProcessSync, standing: Standing, clip_norm: float | None, interrupted: Callable[[], bool]
     ) -> tuple[list[bool], float | torch.Tensor, float | None] | None:
         """Agree with the other processes on the parameters to update, the weight of all calls, and the largest norm.

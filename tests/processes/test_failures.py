@@ -663,7 +663,7 @@ def update_fails(process):
     step = step_of(net)
     step(ONES, ONES)
     if process == 1:
-        step._loop.optimizer_step.launch = lambda *_: boom()
+        step._loop.optimizer_step.prepare = lambda *_: boom()
     return [seen_of(lambda: step(ONES, ONES)) for _ in range(2)]
 
 

@@ -547,14 +547,14 @@ def test_ctrl_c_in_the_middle_of_a_step(ranks):
 def test_ctrl_c_waits_for_the_end_of_the_update(monkeypatch):
     net = Linear()
     step = TrainStep(net, mse, SGD(net.parameters(), lr=0.5), cpu(2))
-    original = step._loop.optimizer_step.launch
+    original = step._loop.optimizer_step.prepare
 
-    def launch(*update):
+    def prepare(*update):
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(0.01)
-        original(*update)
+        return original(*update)
 
-    monkeypatch.setattr(step._loop.optimizer_step, "launch", launch)
+    monkeypatch.setattr(step._loop.optimizer_step, "prepare", prepare)
     before = net.last.weight.clone()
     with pytest.raises(KeyboardInterrupt):
         step(torch.ones(4, 3), torch.zeros(4, 2))

@@ -518,15 +518,15 @@ def test_an_interrupt_behind_an_update_leaves_its_running_statistics(monkeypatch
     net = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
     step = TrainStep(net, mse, SGD(net.parameters(), lr=0.1), cpu(2))
     step(torch.randn(8, 3), torch.zeros(8, 2))
-    launch = step._loop.optimizer_step.launch
+    prepare = step._loop.optimizer_step.prepare
 
     def interrupted(*update):
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(0.01)
-        launch(*update)
+        return prepare(*update)
 
     before = net[1].running_mean.clone()
-    monkeypatch.setattr(step._loop.optimizer_step, "launch", interrupted)
+    monkeypatch.setattr(step._loop.optimizer_step, "prepare", interrupted)
     with pytest.raises(KeyboardInterrupt):
         step(torch.randn(8, 3), torch.zeros(8, 2))
     assert step.steps == 2

@@ -136,7 +136,7 @@ class DataParallel(torch.nn.DataParallel[M]):
         self, tree: ModuleTree, team: Team, replicas: Sequence[M], parts: Any, kwargs_parts: Any
     ) -> list[Any]:
         """Call the replicas of a module that was just read, in the way that is faster for this size of batch."""
-        size = size_of(parts[0][0]) if parts and parts[0] else None
+        size = size_of(parts[0]) if parts else None
         is_timed = self._choice.begin(size, meets=tree.ranks_meet)
         if self._is_own("parallel_apply") and len(team) > 1:
             draws = shares_generator(team) and draws_apart(tree, self.rng)

@@ -124,7 +124,7 @@ CASE = Case(
     add_arguments=add_arguments,
     unit="ms",
     bounds=(
-        at_most(1.0, "bare", model="simplenet", device="cpu", ranks=1, batch=64),
+        at_most(1.2, "bare", model="simplenet", device="cpu", ranks=1, batch=64),
         at_most(2.0, "bare", model="simplenet", device="cpu", ranks=2, batch=64),
         at_most(0.40, "ddp", model="simplenet", device="cpu", ranks=2, batch=64),
         at_most(0.80, "bare", model="cnn", device="cpu", ranks=2, batch=256),

@@ -101,6 +101,7 @@ class WorkerChoice:
             self._chosen = {tuple(size) if isinstance(size, list) else size: str(way) for size, way in chosen}
 
 
-def size_of(batch: object) -> Hashable:
-    """Return the shape of a tensor; anything else has none."""
-    return tuple(batch.shape) if isinstance(batch, torch.Tensor) else None
+def size_of(inputs: Sequence[object]) -> Hashable:
+    """Return the shape of the first input; one that is no tensor has none."""
+    first = inputs[0] if inputs else None
+    return tuple(first.shape) if isinstance(first, torch.Tensor) else None

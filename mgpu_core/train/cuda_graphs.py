@@ -36,18 +36,20 @@ class CapturedSteps:
     """The steps of a :class:`mgpu_core.TrainStep` that are replays.
 
     Args:
-        loop: whose steps they are; it holds this.
+        loop: whose steps they are, as far as it is built.
         reducer: of the loop.
 
     Attributes:
-        loop, reducer: the same.
+        reducer: the same.
+        replicas, passes, transaction: of the loop.
         graphs: what was recorded.
         recorder: what records.
     """
 
     def __init__(self, loop: TrainLoop, reducer: Reducer) -> None:
-        self.loop: TrainLoop = weakref.proxy(loop)
-        self.reducer = reducer
+        self.reducer, self.replicas, self.passes = reducer, loop.replicas, loop.passes
+        self.transaction, self._optimizer_step, self._modules = loop.transaction, loop.optimizer_step, loop.modules
+        self._split_plan, self._loss_scale, self._options = loop.split_plan, loop.loss_scale, loop.options
         self.graphs, self.recorder = StepGraphs(), CudaRecorder()
 
     def run(self, inputs: tuple[Any, ...], kwargs: dict[str, Any], clip_norm: float | None) -> torch.Tensor | None:
@@ -56,30 +58,30 @@ class CapturedSteps:
         The ranks' parameters must be up to date.
         """
         batch = inputs, kwargs
-        return self.loop.transaction.replay(
+        return self.transaction.replay(
             self.reducer,
             lambda: self.graphs.run(batch, self._fixed(clip_norm), lambda: self._record(batch, clip_norm)),
         )
 
     def _fixed(self, clip_norm: float | None) -> tuple[Hashable, ...]:
         """Return what a recording fixes, besides the batch."""
-        loop, replicas = self.loop, self.loop.replicas
+        replicas, optimizer_step = self.replicas, self._optimizer_step
         autocast = torch.is_autocast_enabled(GRAPH_DEVICE) and torch.get_autocast_dtype(GRAPH_DEVICE)
-        modes = tuple(node.module.training for modules in loop.modules for node in modules.tree.nodes)
-        frozen, used, buffers = tuple(replicas.frozen), tuple(loop.transaction.used), tuple(map(id, self.buffers))
-        memory = loop.optimizer_step.memory, replicas.moves
-        shares = tuple(loop.split_plan.shares or ())
-        return modes, frozen, used, buffers, memory, shares, clip_norm, autocast, loop.loss_scale.scale
+        modes = tuple(node.module.training for modules in self._modules for node in modules.tree.nodes)
+        frozen, used, buffers = tuple(replicas.frozen), tuple(self.transaction.used), tuple(map(id, self.buffers))
+        memory = optimizer_step.memory, replicas.moves
+        shares = tuple(self._split_plan.shares or ())
+        return modes, frozen, used, buffers, memory, shares, clip_norm, autocast, self._loss_scale.scale
 
     def _record(self, batch: Any, clip_norm: float | None) -> Recording:
-        kind = _OneGraph if len(self.loop.replicas.devices) == 1 else _GraphsPerDevice
+        kind = _OneGraph if len(self.replicas.devices) == 1 else _GraphsPerDevice
         try:
             with self._buffers_kept():
                 return kind(self, batch, clip_norm)
         except BaseException:
             self.recorder.forget()
             self.reducer.cancel()
-            self.loop.passes.stop(time_limit())
+            self.passes.stop(time_limit())
             self.reducer.abandon()
             raise
         finally:
@@ -90,7 +92,7 @@ class CapturedSteps:
         """Raise RuntimeError if a recording, which computes nothing, puts another tensor in the place of a buffer."""
         before = [
             (node.module._buffers, name, node.module._buffers[name])
-            for modules in self.loop.modules
+            for modules in self._modules
             for node in modules.tree.nodes
             for name, _ in node.buffers
         ]
@@ -108,17 +110,18 @@ class CapturedSteps:
     @property
     def buffers(self) -> list[torch.Tensor]:
         """The buffers of all ranks: a recording reads their memory, so it keeps them."""
-        return [buffer for modules in self.loop.modules for each in modules.kept for buffer in each.buffers()]
+        return [buffer for modules in self._modules for each in modules.kept for buffer in each.buffers()]
 
     def begin(self) -> None:
         """Open a new window, for one call."""
-        self.loop.transaction.open_window(self.loop.options.loss.reduction, 1)
+        loss_options = self._options.loss
+        self.transaction.open_window(loss_options.reduction, 1)
 
     def split(self, batch: Any) -> tuple[list[RankPart], list[int]]:
         """Return what each rank works on, and the rows of each."""
         inputs, kwargs = batch
-        plan = self.loop.split_plan
-        parts, rows = self.loop.passes.split(inputs, kwargs, plan.shares)
+        plan = self._split_plan
+        parts, rows = self.passes.split(inputs, kwargs, plan.shares)
         plan.done(rows, ())
         return parts, rows
 
@@ -126,8 +129,8 @@ class CapturedSteps:
         """Run forward, loss and backward of the ranks that have parts, each in the worker that it always has."""
         self.reducer.begin(len(parts), overlap=overlap)
         with torch.enable_grad():
-            losses, _ = self.loop.passes.run_ranks(parts, (), backward=True, keep_outputs=False)
-        if self.loop.replicas.settle():
+            losses, _ = self.passes.run_ranks(parts, (), backward=True, keep_outputs=False)
+        if self.replicas.settle():
             raise RuntimeError("the forward gives a parameter other memory")
         return losses
 
@@ -146,10 +149,10 @@ class CapturedSteps:
             weight: of the call; a tensor lies on the device.
             clip_norm: the largest norm of all gradients.
         """
-        loop, flat = self.loop, self.loop.optimizer_step.flat
-        if loop.loss_scale.is_on:
+        flat = self._optimizer_step.flat
+        if self._loss_scale.is_on:
             flat.hold_back(place, overflow_of(self.reducer.sums.on(place)))
-        factor = loop.transaction.window.factor(weight)
+        factor = self.window.factor(weight)
         if clip_norm is not None:
             factor = factor_of(factor, norm.compute(), clip_norm)
         flat.run_on(place, factor)
@@ -157,11 +160,11 @@ class CapturedSteps:
     @property
     def window(self) -> Window:
         """The call that is recorded or replayed."""
-        return self.loop.transaction.window
+        return self.transaction.window
 
     def check_used(self) -> None:
         """Raise RuntimeError unless the same parameters have gradients as in the last update."""
-        if self.reducer.used() != self.loop.transaction.used:
+        if self.reducer.used() != self.transaction.used:
             raise RuntimeError("this batch uses other parameters than the one before")
 
 
@@ -171,7 +174,7 @@ class _OneGraph:
     def __init__(self, steps: CapturedSteps, batch: Any, clip_norm: float | None) -> None:
         self._steps: CapturedSteps = weakref.proxy(steps)  # which has this
         self._clip_norm = clip_norm
-        self._device = steps.loop.replicas.devices[0]
+        self._device = steps.replicas.devices[0]
         self._batch = StaticNest(batch, self._device)
         self._buffers = steps.buffers
         self._norm = steps.norm_on(0)
@@ -202,7 +205,7 @@ class _GraphsPerDevice:
     def __init__(self, steps: CapturedSteps, batch: Any, clip_norm: float | None) -> None:
         self._steps: CapturedSteps = weakref.proxy(steps)  # which has this
         self._clip_norm = clip_norm
-        self._devices = steps.loop.replicas.devices
+        self._devices = steps.replicas.devices
         self._buffers = steps.buffers
         steps.begin()
         parts, rows = steps.split(batch)
@@ -222,7 +225,7 @@ class _GraphsPerDevice:
         ]
 
     def _record_computing(self, place: int) -> torch.cuda.CUDAGraph:
-        ranks = [rank for rank in self._steps.loop.replicas.ranks_of[place] if rank < len(self._parts)]
+        ranks = [rank for rank in self._steps.replicas.ranks_of[place] if rank < len(self._parts)]
         work = partial(self._compute, place, ranks)
         graph, tensors = self._steps.recorder.record(self._devices[place], work)
         losses = starmap(RankLoss, zip_longest(tensors[: len(ranks)], tensors[len(ranks) :]))
@@ -232,7 +235,7 @@ class _GraphsPerDevice:
     def _compute(self, place: int, ranks: Sequence[int]) -> list[torch.Tensor]:
         """Launch the ranks of one device, and their sums; return their losses, then the weights of these, if any."""
         steps = self._steps
-        steps.reducer.clear(steps.loop.replicas.ranks_of[place])
+        steps.reducer.clear(steps.replicas.ranks_of[place])
         parts = [part if rank in ranks else None for rank, part in enumerate(self._parts)]
         losses = steps.compute(parts, overlap=False) if ranks else []
         steps.reducer.buckets.add_up_all_ranks(place)
@@ -276,7 +279,7 @@ def why_no_graph(loop: TrainLoop, *, collects: bool, keep_outputs: bool) -> str 
         (other is not None, f"there are no CUDA graphs on {other}"),
         (loop.in_shards, "the optimizer's state is in shards"),
         (options.has_processes, "several processes agree on each update"),
-        (loop.net.tree.ranks_meet, "ranks meet in synchronised layers"),
+        (loop.passes.ranks_meet, "ranks meet in synchronised layers"),
         (collects, "gradients are accumulated over several calls"),
         (options.update.error_if_nonfinite, "error_if_nonfinite=True waits for the gradients"),
         (loop.split_plan.is_timed, 'shares="auto" takes the time of each rank'),

@@ -80,6 +80,12 @@ class ForwardBackward:
         self._is_on_cpu = all(device.type == "cpu" for device in replicas.devices)
         self._is_bare = self._is_on_cpu and self._ranks == 1  # nothing is to be set up for a rank
 
+    @property
+    def ranks_meet(self) -> bool:
+        """Whether ranks wait for each other in the forward."""
+        tree = self._net.tree
+        return tree.ranks_meet
+
     def split(
         self, inputs: tuple[Any, ...], kwargs: dict[str, Any], shares: Sequence[float] | None
     ) -> tuple[list[RankPart], list[int]]:
@@ -256,7 +262,7 @@ class ForwardBackward:
         Some nodes belong to several ranks where these met in a synchronised layer, where inputs have a graph already,
         and inside ``parametrize.cached()``.  From the caller's thread one backward drives all accelerators at once.
         """
-        if self._net.tree.ranks_meet or parametrize._cache_enabled > 0:
+        if self.ranks_meet or parametrize._cache_enabled > 0:
             return True
         if self._choice.now == "caller" and not self._is_on_cpu:
             return True

@@ -71,13 +71,14 @@ class TrainLoop:
 
     def __init__(self, options: Options, split_plan: SplitPlan, processes: Processes | None) -> None:
         self.options, self.split_plan, self._processes = options, split_plan, processes
-        team, devices = options.team, set(options.team.devices)
-        self.loss_scale = LossScale(options.loss.amp_dtype)
+        team, devices, loss = options.team, set(options.team.devices), options.loss
+        self._device, self._reduction = team.devices[0], loss.reduction
+        self.loss_scale = LossScale(loss.amp_dtype)
         self.choice = WorkerChoice(options.run.workers, team.devices, options.run.rng)
         self.in_shards = options.update.shard_optimizer and len(devices) > 1
         self.communication = Communication(options.comm, len(devices) if self.in_shards else 1, processes)
         self.keeps_accumulating = False
-        self._is_loss_checked = len(team) < 2 or options.loss_fn is None or options.loss.loss_on != "ranks"
+        self._is_loss_checked = len(team) < 2 or options.loss_fn is None or loss.loss_on != "ranks"
         self._broken: str | None = None
         self._is_closed = False
         self._build(steps=0)
@@ -92,8 +93,8 @@ class TrainLoop:
         self.net = RankModules(options.module, team, self.replicas.parameters, static=static)
         loss = loss_of_ranks(options.loss_fn, team, static=static)
         self.modules = [self.net, *([loss] if isinstance(loss, RankModules) else [])]
-        ranks_meet = self.net.tree.ranks_meet
-        if run.workers == "caller" and ranks_meet and len(team) > 1:
+        tree = self.net.tree
+        if run.workers == "caller" and tree.ranks_meet and len(team) > 1:
             raise ValueError(
                 'workers="caller" runs the ranks one after the other, and those of this module meet in synchronised '
                 'layers: use workers="threads" or "auto"'
@@ -103,7 +104,7 @@ class TrainLoop:
         self.gradients = self.reducer or OwnGradients(self.replicas)
         self.optimizer_step = OptimizerStep(options.optimizer, self.replicas, self.gradients, self.in_shards)
         # Ranks that share a GPU take turns where a graph is recorded on their stream; those that meet have no graphs.
-        rng = "per_rank" if run.capture and not ranks_meet else run.rng
+        rng = "per_rank" if run.capture and not tree.ranks_meet else run.rng
         self.passes = ForwardBackward(options.loss, self.replicas, self.net, loss, rng, self.choice)
         self.process_sync: ProcessSync | None = None
         if processes is not None and self.reducer is not None:
@@ -121,11 +122,11 @@ class TrainLoop:
     @property
     def is_accumulating(self) -> bool:
         """Whether there were calls since the last update."""
-        return self.transaction.window.calls > 0
+        return self.transaction.is_accumulating
 
     def step(self, inputs: tuple[Any, ...], kwargs: dict[str, Any], keep_outputs: bool, aux: bool) -> Result:
         """Make a step; all of it happens, or nothing, in all processes."""
-        loss_options, update_options = self.options.loss, self.options.update
+        update_options = self.options.update
         try:
             if self.process_sync is not None:
                 self.process_sync.open()
@@ -134,27 +135,21 @@ class TrainLoop:
                 replayed = self._replay(self.captured, inputs, kwargs, keep_outputs or aux)
                 if replayed is not None:
                     return replayed, None, {}
-            self.transaction.begin(loss_options.reduction, update_options.accumulate)
-            window = self.transaction.window
+            window = self.transaction.begin(self._reduction, update_options)
             updates = not self.keeps_accumulating and window.calls + 1 >= update_options.accumulate
-            if self.split_plan.is_timed:
-                self.split_plan.follow_the_clocks()
-            parts, rows = self.passes.split(inputs, kwargs, self.split_plan.shares)
-            size, is_timed = None, False
-            if self.choice.is_open:
-                size = size_of(inputs[0]) if inputs else None
-                is_timed = self.choice.begin(size, meets=self.net.tree.ranks_meet)
+            parts, rows = self._split(inputs, kwargs)
+            is_timed = self.choice.is_open and self.choice.begin(size_of(inputs), meets=self.passes.ranks_meet)
             if self.reducer is not None:
                 self.reducer.begin(len(parts), overlap=updates)
             losses, rows, outputs = self._forward_backward(window, parts, rows, inputs, keep_outputs)
-            loss = window.add(rows, losses, self.options.team.devices[0])
-            numbers = joined_aux(losses, rows, loss_options.reduction) if aux else {}
+            loss = window.add(rows, losses, self._device)
+            numbers = joined_aux(losses, rows, self._reduction) if aux else {}
             if updates:
                 self._commit(Standing.TRAINS)
             else:
                 self.gradients.set_aside()
             if is_timed:
-                self.choice.end(size)
+                self.choice.end(size_of(inputs))
             return loss, outputs, numbers
         except BaseException as error:
             self._give_up(error)
@@ -166,7 +161,7 @@ class TrainLoop:
             if self.process_sync is not None:
                 self.process_sync.open()
             self.follow_parameters(updates=True)
-            self.transaction.begin(self.options.loss.reduction, self.options.update.accumulate)
+            self.transaction.begin(self._reduction, self.options.update)
             if self.reducer is not None:
                 self.reducer.begin(0, overlap=False)
             return self._commit(standing)
@@ -178,7 +173,7 @@ class TrainLoop:
         """Return the same as :meth:`step`, without gradients and without an update."""
         self._follow_module(updates=False)
         parts, rows = self.passes.split(inputs, kwargs, self.split_plan.shares)
-        reduction, target = self.options.loss.reduction, inputs[-1] if inputs else None
+        target = inputs[-1] if inputs else None
         with torch.no_grad():
             try:
                 losses, rows, each = self.passes.run(parts, rows, target, (), window=None, keep_outputs=keep_outputs)
@@ -187,8 +182,8 @@ class TrainLoop:
                 if self._ranks_have_ended():
                     self._broken = None
                 raise
-            loss = Window(reduction, 1).add(rows, losses, self.options.team.devices[0])
-            return loss, outputs, joined_aux(losses, rows, reduction) if aux else {}
+            loss = Window(self._reduction, 1).add(rows, losses, self._device)
+            return loss, outputs, joined_aux(losses, rows, self._reduction) if aux else {}
 
     def check_loss(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> LossCheck:
         """Compare the loss of the gathered outputs with the sum of the ranks' on a batch; nothing is changed."""
@@ -207,6 +202,12 @@ class TrainLoop:
                 return self._compare_losses(each, inputs[-1], losses, rows, before)
         finally:
             buffers.restore()
+
+    def _split(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[RankPart], list[int]]:
+        """Return the part of each rank, and its rows; the times of the steps before decide on ``shares="auto"``."""
+        if self.split_plan.is_timed:
+            self.split_plan.follow_the_clocks()
+        return self.passes.split(inputs, kwargs, self.split_plan.shares)
 
     def _forward_backward(
         self, window: Window, parts: list[RankPart], rows: list[int], inputs: tuple[Any, ...], keep_outputs: bool
@@ -232,7 +233,7 @@ class TrainLoop:
         self, outputs: list[Any], target: Any, losses: list[RankLoss], rows: list[int], before: LossState
     ) -> LossCheck:
         """Compare the losses of a call with the loss of all its rows, and warn where they differ."""
-        loss_options, device = self.options.loss, self.options.team.devices[0]
+        loss_options, device = self.options.loss, self._device
         assert self.options.loss_fn is not None  # without one nothing is checked
         with self.passes.autocast(device):
             check = compare_losses(

@@ -72,15 +72,21 @@ class UpdateTransaction:
         shared = self._process_sync is not None
         self.window = Window(reduction, accumulate, self._loss_scale.scale, rows, shared=shared)
 
-    def begin(self, reduction: str, accumulate: int) -> None:
+    @property
+    def is_accumulating(self) -> bool:
+        """Whether there were calls since the last update."""
+        return self.window.calls > 0
+
+    def begin(self, reduction: str, options: UpdateOptions) -> Window:
         """Prepare for the gradients of a call; the first one opens a window, with the options as they are now."""
         if self.window.calls:
             self._gradients.take_up()
-            return
-        self.open_window(reduction, accumulate)
+            return self.window
+        self.open_window(reduction, options.accumulate)
         del self._optimizer_step.spent[:]
         self._gradients.clear()
         self._buffers.take()
+        return self.window
 
     def close(self) -> None:
         """End the window: the next call opens another one."""

@@ -418,7 +418,7 @@ MUTANTS = [
     mutant(
         "step: graphs of several devices add to the gradients before",
         "mgpu_core/train/cuda_graphs.py",
-        "        steps.reducer.clear(steps.loop.replicas.ranks_of[place])\n",
+        "        steps.reducer.clear(steps.replicas.ranks_of[index])\n",
         "",
         "train/test_graphs.py",
     ),

@@ -1,6 +1,6 @@
 """Where each parameter lies in the flat buckets: integers in, integers out.
 
-Parameters of one dtype lie one behind the other, each at a multiple of 512 bytes, so that every kernel finds its
+Parameters of one dtype lie one after the other, each at a multiple of 512 bytes, so that every kernel finds its
 alignment.  A bucket is what is reduced in one message and updated by one kernel; buckets follow the order in which
 gradients become ready, so that the first ones travel while backward goes on.
 """
@@ -46,12 +46,12 @@ def bucket_layout(
     limit_nbytes: int,
     shards: int = 1,
 ) -> tuple[Bucket, ...]:
-    """The buckets of the parameters named in ``order``, in that order.
+    """Return the buckets of the parameters named in ``order``, in that order.
 
     Args:
         counts, itemsizes, kinds: per parameter its elements, their bytes, and a number for its dtype; one bucket holds
             one kind.
-        order: places of parameters, each at most once.
+        order: indices of parameters, each at most once.
         limit_nbytes: a bucket is closed when it would grow beyond; a larger parameter has one for itself.
         shards: how many equal parts each bucket must have.
 
@@ -60,7 +60,7 @@ def bucket_layout(
     """
     nbytes = [counts[i] * itemsizes[i] for i in order]
     groups = _core.bucket_plan(nbytes, [kinds[i] for i in order], limit_nbytes)
-    return tuple(_bucket([order[place] for place in group], counts, itemsizes, shards) for group in groups)
+    return tuple(_bucket([order[position] for position in group], counts, itemsizes, shards) for group in groups)
 
 
 def _bucket(parameters: Sequence[int], counts: Sequence[int], itemsizes: Sequence[int], shards: int) -> Bucket:
@@ -76,13 +76,13 @@ def _up(count: int, align: int) -> int:
     return -(-count // align) * align
 
 
-def shard_of(bucket: Bucket, place: int, shards: int) -> Bucket:
-    """The part ``place`` of a bucket that was laid out for so many shards; begins are counted from its own begin."""
+def shard_of(bucket: Bucket, index: int, shards: int) -> Bucket:
+    """Return shard ``index`` of a bucket that was laid out for so many shards; its begins count from its own first."""
     count = bucket.count // shards
-    low, high = place * count, (place + 1) * count
+    low, high = index * count, (index + 1) * count
     ends = [(each, max(each.begin, low), min(each.begin + each.count, high)) for each in bucket.segments]
     found = [Segment(each.parameter, a - low, b - a, a - each.begin) for each, a, b in ends if a < b]
-    if place == 0:  # a parameter without elements is counted by the first shard
+    if index == 0:  # a parameter without elements is counted by the first shard
         empty = [Segment(each.parameter, min(each.begin, count), 0) for each in bucket.segments if not each.count]
         found = sorted([*found, *empty], key=lambda each: (each.begin, each.count))
     return Bucket(count, tuple(found))

@@ -150,7 +150,7 @@ class DeviceState:
         return [(self._kernel(name, b), [each.parameter for each in bucket.segments]) for b, bucket in some]
 
     def _is_ours(self, bucket: Bucket) -> bool:
-        """Whether the optimizer has parameters of a bucket; a shard may be padding alone."""
+        """Return whether the optimizer has parameters of a bucket; a shard may be padding alone."""
         return any(self._group_of[each.parameter] != NO_GROUP for each in bucket.segments)
 
     def _kernel(self, name: str, b: int) -> kernels.FlatKernel:

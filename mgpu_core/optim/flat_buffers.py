@@ -23,9 +23,9 @@ class FlatTensors:
 
     Args:
         buckets: the layout.
-        parameters: all parameters, by place; those that no bucket names are left alone.
+        parameters: all parameters; those that no bucket names are left alone.
         device: where.
-        tail: elements that the last bucket of gradients has behind it, for what travels with them.
+        tail: further elements at the end of the last bucket of gradients, for what travels with them.
 
     Attributes:
         values, gradients: one flat tensor per bucket.
@@ -45,23 +45,23 @@ class FlatTensors:
         self.gradient_views = self.views_of(self.gradients)
 
     def views_of(self, flats: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
-        """By parameter, its part of flat tensors that are like the values."""
+        """Return, by parameter, its part of flat tensors that are like the values."""
         return {
             segment.parameter: shaped(flat, segment.begin, self._parameters[segment.parameter])
             for bucket, flat in zip(self._buckets, flats, strict=True)
             for segment in bucket.segments
         }
 
-    def adopt(self, parameters: Sequence[torch.Tensor], places: Collection[int]) -> None:
-        """Takes the values over from some of these parameters, whose ``data`` become the views."""
+    def adopt(self, parameters: Sequence[torch.Tensor], indices: Collection[int]) -> None:
+        """Copy the values of some of these parameters, and make the views their ``data``."""
         with torch.no_grad():
-            for i in places:
+            for i in indices:
                 self.value_views[i].copy_(parameters[i])
-        self.show_to(parameters, places)
+        self.show_to(parameters, indices)
 
-    def show_to(self, parameters: Sequence[torch.Tensor], places: Collection[int]) -> None:
-        """Makes the views the ``data`` of another rank's parameters."""
-        for i in places:
+    def show_to(self, parameters: Sequence[torch.Tensor], indices: Collection[int]) -> None:
+        """Make the views the ``data`` of another rank's parameters."""
+        for i in indices:
             parameters[i].data = self.value_views[i]
 
 
@@ -76,28 +76,28 @@ def _flat(
 
 
 def shaped(flat: torch.Tensor, begin: int, like: torch.Tensor) -> torch.Tensor:
-    """The elements from ``begin`` on as a view in the shape of a parameter, with its strides."""
+    """Return the elements from ``begin`` on as a view with the shape and strides of a parameter."""
     if is_dense(like):
         return flat.as_strided(like.shape, like.stride(), begin)
     return flat[begin : begin + like.numel()].view(like.shape)
 
 
 def _with_own_storage(view: torch.Tensor) -> torch.Tensor:
-    """The same memory, by a storage that is no larger, and keeps the whole alive."""
+    """Return the same memory with a storage that is no larger, and keeps the whole alive."""
     begin = view.storage_offset() * view.itemsize
     storage = view.untyped_storage()[begin : begin + view.nbytes]
     return torch.empty(0, dtype=view.dtype, device=view.device).set_(storage, 0, view.shape, view.stride())
 
 
-def part_of(flat: torch.Tensor, place: int, shards: int) -> torch.Tensor:
-    """The part of a flat bucket that device ``place`` updates."""
+def part_of(flat: torch.Tensor, index: int, shards: int) -> torch.Tensor:
+    """Return the part of a flat bucket that device ``index`` updates."""
     count = flat.numel() // shards
-    place %= shards  # all devices update the only one
-    return flat[place * count : (place + 1) * count]
+    index %= shards  # all devices update the only one
+    return flat[index * count : (index + 1) * count]
 
 
 def padding_of(bucket: Bucket, device: torch.device) -> torch.Tensor:
-    """The places of a flat bucket, or of a shard of one, that belong to no parameter."""
+    """Return the indices of a flat bucket, or of a shard of one, that belong to no parameter."""
     begins = [*(each.begin for each in bucket.segments), bucket.count]
     ends = [0, *(each.begin + each.count for each in bucket.segments)]
     gaps = [range(end, begin) for end, begin in zip(ends, begins, strict=True)]
@@ -105,9 +105,9 @@ def padding_of(bucket: Bucket, device: torch.device) -> torch.Tensor:
 
 
 def in_memory_order(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The elements of a tensor in one row, in the order in which a bucket holds the parameter ``like``.
+    """Return the elements of a tensor in one row, in the order in which a bucket holds the parameter ``like``.
 
-    A view, where the tensor lies in memory as the parameter does.
+    A view, if the tensor has the parameter's strides.
     """
     if not is_dense(like):
         return tensor.reshape(-1)
@@ -117,5 +117,5 @@ def in_memory_order(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def compact(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy in memory of its own, with the same strides."""
+    """Return a copy in memory of its own, with the same strides."""
     return tensor.detach().clone(memory_format=torch.preserve_format)

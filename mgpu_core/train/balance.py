@@ -75,7 +75,7 @@ class AutoShares:
         self._samples: list[tuple[Sequence[int], list[float]]] = []  # per step: rows and seconds of each rank
 
     def observe(self, rows: Sequence[int], seconds: Sequence[float | None], room: Sequence[int | None]) -> bool:
-        """Takes one step's times in; says whether the shares have changed.
+        """Take in the times of one step; return whether the shares have changed.
 
         Args:
             rows: of each rank in that step.
@@ -97,7 +97,7 @@ class AutoShares:
         return changed
 
     def _has_failed(self) -> bool:
-        """Whether the split that is on trial has not kept half of its promise; the one before is back then."""
+        """Return whether the split on trial gained less than half of what it promised; then put the one before back."""
         trial, self._trial = self._trial, None
         if trial is None or self._slowest() * (1 + trial.gain) / 2 <= trial.slowest:
             return False
@@ -105,7 +105,7 @@ class AutoShares:
         return True
 
     def _times(self) -> list[list[float]]:
-        """Of each step, per rank: its seconds over the rows of all."""
+        """Return, per step and rank, its seconds divided by the rows of all ranks."""
         return [[each / sum(rows) for each in taken] for rows, taken in self._samples]
 
     def _slowest(self) -> float:
@@ -125,14 +125,14 @@ class AutoShares:
         return True
 
     def _differ(self) -> bool:
-        """Whether the slowest rank and the fastest one are further apart than either's times are among themselves."""
+        """Return whether the slowest and the fastest rank differ by more than the times of either vary."""
         times: list[list[float]] = sorted(map(sorted, zip(*self._times(), strict=True)), key=median)
         outer = len(self._samples) // 4  # a quarter on each side may be chance
         return times[-1][outer] > times[0][-1 - outer]
 
 
 def _capped(rows: list[float], room: Sequence[int | None]) -> list[float]:
-    """Rows within each rank's room; what one cannot take, the others share in proportion.  All full: as it was."""
+    """Return rows within each rank's room; others take what one cannot, in proportion.  If all are full: unchanged."""
     full: set[int] = set()
     while True:
         over = {i for i, limit in enumerate(room) if limit is not None and i not in full and rows[i] > limit}
@@ -149,7 +149,7 @@ def _capped(rows: list[float], room: Sequence[int | None]) -> list[float]:
 
 
 def _room_for_rows(device: torch.device, rows: int) -> int | None:
-    """How many rows a device would have memory for, judged by the most that it has held so far; ``None``: unknown."""
+    """Return for how many rows a device has memory, judged by the most that it has held; ``None``: unknown."""
     if device.type != "cuda" or not rows:
         return None
     _, total = torch.cuda.mem_get_info(device)
@@ -179,7 +179,7 @@ class SplitPlan:
         self.use(shares)
 
     def use(self, shares: Sequence[float] | str | None) -> None:
-        """Takes other shares from the next call on; raises as above, and then keeps those that there are."""
+        """Use other shares from the next call on; ValueError as above, which changes nothing."""
         if isinstance(shares, str):
             if shares != "auto":
                 raise ValueError(f'shares must be one number per rank or "auto", not {shares!r}')
@@ -192,17 +192,17 @@ class SplitPlan:
         self._timed: deque[tuple[Sequence[RankClock], list[int]]] = deque(maxlen=CLOCKS_KEPT)
 
     def clocks(self) -> list[RankClock]:
-        """For the ranks of one call; none where nothing is measured."""
+        """Return a clock per rank for one call; none if nothing is measured."""
         return [] if self._auto is None else [RankClock(device) for device in self._team.devices]
 
     def done(self, rows: list[int], clocks: Sequence[RankClock]) -> None:
-        """After a call: the rows that its ranks had, and what their time is taken by."""
+        """Note the rows that the ranks of a call had, and the clocks that timed them."""
         self._rows = rows
         if clocks:
             self._timed.append((clocks, rows))
 
     def follow_the_clocks(self) -> None:
-        """Before a call: lets the times of those before decide on its shares.  Nobody waits for a GPU."""
+        """Let the times of earlier calls decide on the shares of the next one, without waiting for a GPU."""
         while self._auto is not None and self._timed:
             clocks, rows = self._timed[0]
             seconds = [clock.seconds() for clock in clocks[: len(rows)]]
@@ -215,7 +215,7 @@ class SplitPlan:
                 self._timed.clear()  # what was measured with other shares
 
     def table(self, workers: str) -> list[RankPlan]:
-        """What each rank does; how they run is said by ``workers``."""
+        """Return what each rank does; ``workers`` is how they run."""
         shares = self.shares or [1.0] * len(self._team)
         rows = [*self._rows, *[0] * (len(self._team) - len(self._rows))]
         return [
@@ -224,10 +224,10 @@ class SplitPlan:
         ]
 
     def measured(self) -> list[float] | None:
-        """The shares that were found by measuring, for a state."""
+        """Return the shares that were found by measuring, for a state."""
         return None if self._auto is None else list(self._auto.shares)
 
     def resume(self, shares: Sequence[float] | None) -> None:
-        """Takes those of a state, where they are measured and fit this team."""
+        """Use the shares of a state, if they are measured here and fit this team."""
         if self._auto is not None and len(shares or ()) == len(self._team):
             self._auto.shares = self.shares = list(shares or ())

@@ -82,10 +82,10 @@ def compact_copy(value: Any, made: dict[Any, torch.Tensor] | None = None) -> Any
     """
     made = {} if made is None else made
     if isinstance(value, torch.Tensor):
-        place = _place(value)
-        if place not in made:
-            made[place] = compact(value)
-        return made[place]
+        key = _memory_key(value)
+        if key not in made:
+            made[key] = compact(value)
+        return made[key]
     if isinstance(value, dict):
         copied = copy.copy(value)  # with the version numbers that a module's state carries
         copied.update({name: compact_copy(each, made) for name, each in value.items()})
@@ -93,7 +93,7 @@ def compact_copy(value: Any, made: dict[Any, torch.Tensor] | None = None) -> Any
     return [compact_copy(each, made) for each in value] if isinstance(value, list) else copy.deepcopy(value)
 
 
-def _place(tensor: torch.Tensor) -> Any:
+def _memory_key(tensor: torch.Tensor) -> Any:
     """Return a key that is equal for tensors that are the same memory seen in the same way."""
     if tensor.layout is not torch.strided or not tensor.numel() or tensor.device.type == "meta":
         return object()  # no memory that can be asked for

@@ -89,7 +89,7 @@ class CapturedSteps:
 
     @contextmanager
     def _buffers_kept(self) -> Iterator[None]:
-        """Raise RuntimeError if a recording, which computes nothing, puts another tensor in the place of a buffer."""
+        """Raise RuntimeError if a recording, which computes nothing, puts another tensor in place of a buffer."""
         before = [
             (node.module._buffers, name, node.module._buffers[name])
             for modules in self._modules
@@ -105,7 +105,7 @@ class CapturedSteps:
                     buffers[name] = buffer
                     replaced.append(name)
         if replaced:
-            raise RuntimeError(f"the forward puts another tensor in the place of buffer {replaced[0]}")
+            raise RuntimeError(f"the forward puts another tensor in place of buffer {replaced[0]}")
 
     @property
     def buffers(self) -> list[torch.Tensor]:
@@ -134,28 +134,28 @@ class CapturedSteps:
             raise RuntimeError("the forward gives a parameter other memory")
         return losses
 
-    def norm_on(self, place: int) -> GradientNorm:
+    def norm_on(self, index: int) -> GradientNorm:
         """Return the norm of the sums that one device has; :meth:`work_on` the device can be captured from now on."""
-        sums = self.reducer.sums.on(place)
+        sums = self.reducer.sums.on(index)
         warm_up(sums)
         return GradientNorm(sums)
 
-    def work_on(self, place: int, norm: GradientNorm, weight: float | torch.Tensor, clip_norm: float | None) -> None:
+    def work_on(self, index: int, norm: GradientNorm, weight: float | torch.Tensor, clip_norm: float | None) -> None:
         """Launch what one device does for an update, behind the sums of the only call: nobody waits for it.
 
         Args:
-            place: of the device.
+            index: of the device.
             norm: :meth:`norm_on` it.
             weight: of the call; a tensor lies on the device.
             clip_norm: the largest norm of all gradients.
         """
         flat = self._optimizer_step.flat
         if self._loss_scale.is_on:
-            flat.hold_back(place, overflow_of(self.reducer.sums.on(place)))
+            flat.hold_back(index, overflow_of(self.reducer.sums.on(index)))
         factor = self.window.factor(weight)
         if clip_norm is not None:
             factor = factor_of(factor, norm.compute(), clip_norm)
-        flat.run_on(place, factor)
+        flat.run_on(index, factor)
 
     @property
     def window(self) -> Window:
@@ -213,38 +213,38 @@ class _GraphsPerDevice:
         self._parts = [RankPart(*each.nest) for each in self._batches]
         self._losses: dict[int, RankLoss] = {}
         seed(self._parts, steps.window.seeds(rows))
-        self._computing = [self._record_computing(place) for place in range(len(self._devices))]
+        self._computing = [self._record_computing(index) for index in range(len(self._devices))]
         steps.check_used()
         loss = self._add_losses(rows)
         self._weights: list[torch.Tensor] = []  # per device what the call weighs, where that is no number of rows
         if isinstance(steps.window.weight, torch.Tensor):
             self._weights = [torch.ones((), dtype=loss.dtype, device=device) for device in self._devices]
-        self._norms = [steps.norm_on(place) for place in range(len(self._devices))]
+        self._norms = [steps.norm_on(index) for index in range(len(self._devices))]
         self._updating = [
-            steps.recorder.record(device, partial(self._update, place))[0] for place, device in enumerate(self._devices)
+            steps.recorder.record(device, partial(self._update, index))[0] for index, device in enumerate(self._devices)
         ]
 
-    def _record_computing(self, place: int) -> torch.cuda.CUDAGraph:
-        ranks = [rank for rank in self._steps.replicas.ranks_of[place] if rank < len(self._parts)]
-        work = partial(self._compute, place, ranks)
-        graph, tensors = self._steps.recorder.record(self._devices[place], work)
+    def _record_computing(self, index: int) -> torch.cuda.CUDAGraph:
+        ranks = [rank for rank in self._steps.replicas.ranks_of[index] if rank < len(self._parts)]
+        work = partial(self._compute, index, ranks)
+        graph, tensors = self._steps.recorder.record(self._devices[index], work)
         losses = starmap(RankLoss, zip_longest(tensors[: len(ranks)], tensors[len(ranks) :]))
         self._losses |= zip(ranks, losses, strict=True)
         return graph
 
-    def _compute(self, place: int, ranks: Sequence[int]) -> list[torch.Tensor]:
+    def _compute(self, index: int, ranks: Sequence[int]) -> list[torch.Tensor]:
         """Launch the ranks of one device, and their sums; return their losses, then the weights of these, if any."""
         steps = self._steps
-        steps.reducer.clear(steps.replicas.ranks_of[place])
+        steps.reducer.clear(steps.replicas.ranks_of[index])
         parts = [part if rank in ranks else None for rank, part in enumerate(self._parts)]
         losses = steps.compute(parts, overlap=False) if ranks else []
-        steps.reducer.buckets.add_up_all_ranks(place)
+        steps.reducer.buckets.add_up_all_ranks(index)
         return [each.value for each in losses] + [each.weight for each in losses if each.weight is not None]
 
-    def _update(self, place: int) -> list[torch.Tensor]:
+    def _update(self, index: int) -> list[torch.Tensor]:
         steps = self._steps
-        weight = self._weights[place] if self._weights else steps.window.weight
-        steps.work_on(place, self._norms[place], weight, self._clip_norm)
+        weight = self._weights[index] if self._weights else steps.window.weight
+        steps.work_on(index, self._norms[index], weight, self._clip_norm)
         return []
 
     def _add_losses(self, rows: Sequence[int]) -> torch.Tensor:

@@ -166,7 +166,7 @@ class GradBuckets:
         self._replicas.send_values(self._adopted)  # each rank's first forward may have put its own there
 
     def parameter_to_add(self, updated: Callable[[], Collection[int]]) -> str | None:
-        """Return the name of a parameter that needs a place in the buckets by now; ``None``: none does.
+        """Return the name of a parameter that must be in a bucket by now; ``None``: none does.
 
         It was thawed, or has come to the optimizer, since the layout was made.
 

@@ -37,7 +37,7 @@ class Sums:
 
     Attributes:
         parts: per device the flat sums that it updates by: all of them, or its shards.
-        padding: per device, and per flat sum of it, int64 places between its gradients; there is always 0.
+        padding: per device, and per flat sum of it, int64 indices between its gradients, where it is always 0.
         every_sum: flat tensors that hold each sum once.
         sparse: the sums of sparse gradients, by parameter.
     """
@@ -47,9 +47,9 @@ class Sums:
     every_sum: list[torch.Tensor] = field(default_factory=list)
     sparse: dict[int, torch.Tensor] = field(default_factory=dict)
 
-    def on(self, place: int) -> Sums:
+    def on(self, index: int) -> Sums:
         """Return what one device has, where it has all of them."""
-        return Sums([self.parts[place]], [self.padding[place]], self.parts[place])
+        return Sums([self.parts[index]], [self.padding[index]], self.parts[index])
 
 
 class GradientNorm:

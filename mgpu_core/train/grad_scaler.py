@@ -35,7 +35,7 @@ class LossScale:
         self._good = 0  # updates in a row
 
     def overflowed(self) -> None:
-        """After a skipped update.
+        """Halve the scale after a skipped update.
 
         Raises:
             FloatingPointError: so small a scale cannot be the reason.
@@ -50,18 +50,18 @@ class LossScale:
         self.scale *= BACKOFF
 
     def went_well(self) -> None:
-        """After an update."""
+        """Count an update; double the scale after enough of them."""
         self._good += 1
         if self.is_on and self._good == INTERVAL:
             self.scale *= GROWTH
             self._good = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """What a step resumes from."""
+        """Return what a step resumes from."""
         return {"is_on": self.is_on, "scale": self.scale, "good": self._good, "skipped": self.skipped}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Puts it back, where there was one; else this one begins anew."""
+        """Put a state back; one without a scale makes this one begin anew."""
         if not self.is_on:
             return
         self.scale, self._good, self.skipped = INITIAL, 0, 0

@@ -178,12 +178,12 @@ class Window:
         self._weight: torch.Tensor | None = None
 
     def follow(self, planned: int) -> None:
-        """Takes another number of calls for the one that is planned, where this process had none."""
+        """Plan another number of calls, if this process had none."""
         self._seeded *= planned / self.planned
         self.planned = planned
 
     def seeds(self, rows: Sequence[int]) -> list[float]:
-        """What each rank's loss is multiplied by before backward, for ranks with so many rows."""
+        """Return what the loss of each rank is multiplied by before backward; ``rows`` are those of the ranks."""
         if self._reduction != "mean":
             return [self._scale] * len(rows)
         total = sum(rows)
@@ -223,14 +223,15 @@ class Window:
         return self._seeded / self.planned
 
     def reseed(self, rows: float) -> float:
-        """Takes the mean over so many rows instead; returns what the gradients so far must be multiplied by."""
+        """Take the mean over so many rows instead; return what the gradients so far must be multiplied by."""
         before, self._seeded = self._seeded, rows * self.planned
         return before / self._seeded if before else 1.0
 
     def factor(self, weight: float | torch.Tensor) -> float | torch.Tensor | None:
-        """What the sums of the gradients must still be multiplied by, where all calls together weigh so much.
+        """Return what the sums of the gradients must still be multiplied by; ``None``: by nothing.
 
-        ``None``: nothing.
+        Args:
+            weight: of all calls together.
         """
         if type(weight) is not float and isinstance(weight, torch.Tensor):
             return (weight * self._scale).reciprocal()

@@ -75,7 +75,7 @@ class ProcessSync:
         _take_values(self._processes, self._net)
 
     def first_difference(self) -> tuple[str, int] | None:
-        """The first parameter that is not the same in all processes, and the first process where it is not."""
+        """Return the first parameter that is not the same in all processes, and the first process where it differs."""
         named = list(named_parameters_of(self._net))
         found = self._processes.exchange("parameters", [digest(each) for _, each in named])
         for process, theirs in enumerate(found):
@@ -117,7 +117,7 @@ class ProcessSync:
         return BackwardOrder(order, [], sorted({i for each in found for i in each["wanted"]}), mine.updated)
 
     def confirm_layout(self) -> None:
-        """Behind the layout: all processes have the memory for it.
+        """Wait until all processes have the memory for the layout.
 
         Raises:
             Error: one has not.
@@ -126,7 +126,7 @@ class ProcessSync:
         self._is_laying_out = False
 
     def check_all_well(self, error: BaseException | None) -> None:
-        """What all do at once, each for itself, went well in all processes.
+        """Wait until all processes have loaded their state.
 
         Raises:
             Error: in another one it did not; ``error`` is what went wrong in this one.
@@ -143,7 +143,7 @@ class ProcessSync:
         settings: Mapping[str, Any],
         interrupted: Callable[[], bool],
     ) -> tuple[Tally, Mapping[str, Any]]:
-        """Sends this process's ballot; when it returns, all processes update by the same sums.
+        """Send this process's ballot; when this returns, all processes update by the same sums.
 
         Args:
             settings: of this update, in this process.
@@ -175,7 +175,7 @@ class ProcessSync:
         return zlib.crc32(json.dumps([settings, groups]).encode())
 
     def give_up(self, updates: int, error: BaseException) -> str | None:
-        """Tells the others that this process cannot update; returns what is wrong with the step from now on."""
+        """Tell the others that this process cannot update; return what is wrong with the step from now on."""
         if self._is_laying_out and not self._is_open:
             return _NO_LAYOUT
         if not self._is_open or self._processes.lost is not None:
@@ -223,7 +223,7 @@ class ProcessSync:
     def _follow_settings(
         self, tally: Tally, settings: Mapping[str, Any], interrupted: Callable[[], bool]
     ) -> Mapping[str, Any]:
-        """A process without data has schedulers that stand still: it takes the settings of one that trains."""
+        """Take the settings of a process that trains: without data, this one's schedulers have stood still."""
         groups = self._optimizer.param_groups
         counts = [len(group["params"]) for group in groups]
         mine = {"numbers": [numbers_of(group) for group in groups], "counts": counts, "settings": settings}
@@ -243,7 +243,7 @@ class ProcessSync:
 
 
 def _reason_of(error: BaseException) -> str:
-    """The kind, and the first and last line of what it says: between them a rank's failure has its traceback."""
+    """Return the class, and the first and last line of the message; between them a rank's failure has its traceback."""
     try:
         lines = str(error).strip().splitlines()
     except Exception:

@@ -42,7 +42,7 @@ class Gate:
                 self._left.notify_all()
 
     def shut(self, seconds: float) -> bool:
-        """Lets nobody in any more; says whether all have left in that time."""
+        """Let no rank enter any more; return whether all have left within ``seconds``."""
         with self._lock:
             self._left = self._left or threading.Condition(self._lock)
             return self._left.wait_for(lambda: not self._inside, seconds)
@@ -86,7 +86,7 @@ class BufferSnapshot:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Puts the same tensors back, with the values that they had; does nothing after a drop."""
+        """Put the same tensors back, with the values that they had; do nothing after a drop."""
         for (of, name), buffer, values in zip(self._names, self._buffers, self._values, strict=False):
             if torch._debug_has_internal_overlap(buffer) != 1:  # an expanded one cannot have been written
                 buffer.copy_(values)
@@ -94,7 +94,7 @@ class BufferSnapshot:
         self.drop()
 
     def drop(self) -> None:
-        """What there is now stays."""
+        """Keep the buffers as they are now."""
         self._names = []
 
 

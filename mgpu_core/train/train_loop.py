@@ -288,10 +288,10 @@ class TrainLoop:
         """Bring the ranks' parameters up to what the user has done to them since the last call.
 
         Raises:
-            RuntimeError: a parameter needs a place in the buckets by now, and several processes cannot lay out again.
+            RuntimeError: a parameter must be in a bucket by now, and several processes cannot lay out again.
 
         Args:
-            updates: an update follows, by which parameters may need a place in the buckets.
+            updates: an update follows, by which parameters may have to be in a bucket.
         """
         reducer = self.reducer
         if reducer is None:

@@ -270,7 +270,7 @@ def test_a_forward_that_replaces_a_buffer_is_not_captured(every):
     assert same(captured.module, plain.module)
     assert captured.graphs.replays == 0
     assert (
-        len([each for each in told if "another tensor in the place of buffer count" in str(each.message)]) == 1
+        len([each for each in told if "another tensor in place of buffer count" in str(each.message)]) == 1
         or every == 1
     )
 

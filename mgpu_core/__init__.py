@@ -4,6 +4,17 @@
 and on mixtures of them.
 """
 
+from importlib import import_module
+
+try:
+    import_module("mgpu_core._core")
+except ImportError as error:
+    raise ImportError(
+        f"mgpu_core in {__path__[0]} has no compiled core that this Python can load ({error}). In the source folder of "
+        "an installed package, start Python from another folder, or install it in place: "
+        "pip install --no-build-isolation -e ."
+    ) from error
+
 from mgpu_core import comm, explain, kernels, optim
 from mgpu_core.advice import advise
 from mgpu_core.containers import register_container

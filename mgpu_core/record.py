@@ -37,6 +37,7 @@ __all__ = [
     "keep",
     "labelled",
     "mark",
+    "rank_spans",
     "recording",
     "span",
     "telling",

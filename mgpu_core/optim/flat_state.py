@@ -36,7 +36,7 @@ class FlatState:
     Attributes:
         devices: one per flat.
         generation: grows when tables or state get other memory.
-        launches: kernels of all devices, after :meth:`prepare`.
+        launches: kernels of all devices; :meth:`prepare` makes them, and a new state empties them.
     """
 
     def __init__(
@@ -120,15 +120,17 @@ class FlatState:
     def _take_settings(self, settings: list[list[Any]]) -> None:
         self._rule.check_alike(self._optimizer.param_groups)
         kinds = self._rule.kinds(self._optimizer.param_groups)
+        table, kernel = table_of(settings), self._rule.kernel(self._optimizer.param_groups[0])
         is_new = any(kind not in self.devices[0].states for kind in kinds)
         self.generation += is_new
-        table, kernel = table_of(settings), self._rule.kernel(self._optimizer.param_groups[0])
+        if is_new or kernel != self._kernel:
+            self.launches = []  # also if one of the devices fails below
         for device in self.devices:
             device.allocate(kinds)
             device.groups.copy_(table, non_blocking=True)  # the table is read before the call returns
             if not self._rule.counts_steps:  # a first momentum is the gradient, whenever a group gets momentum
                 device.set_steps([int(i in self._kinds_of) for i in range(len(self._parameters))])
-        if is_new or kernel != self._kernel or not self.launches:
+        if not self.launches:
             self.launches = [each for device in self.devices for each in device.launches(kernel)]
         self._settings, self._kernel = settings, kernel
         self._show_new()

@@ -83,7 +83,7 @@ class FlatOptimizer(Optimizer):
         if flat is None or used is None or (is_changed and flat.shards == 1):
             flat, used, own = self._take_gradients()
             flat.prepare(used)
-        elif is_changed:
+        elif is_changed or not flat.launches:  # a step of the user's own may have loaded a state
             flat.prepare(used)
         flat.scale_by(factor)
         for kernel, parameters in flat.launches:

@@ -127,7 +127,7 @@ class ForwardBackward:
 
         Returns:
             The losses, and the rows of each: one per rank, or one for all.  The outputs that belong to them, detached;
-            empty if they are not kept.
+            of losses per rank only if they are kept, otherwise empty.
 
         Raises:
             Exception: the first failing rank's, as :func:`mgpu_core.parallel_apply` words it.
@@ -140,8 +140,7 @@ class ForwardBackward:
             loss, outputs = self._run_gathered(parts, clocks, target, scale)
             return [loss], weighed, [outputs]
         if window is not None:
-            for part, factor in zip(parts, window.seeds(rows), strict=True):
-                part.seed = factor
+            seed(parts, window.seeds(rows))
         losses, each = self.run_ranks(parts, clocks, backward=window is not None, keep_outputs=keep_outputs)
         return losses, rows, each
 

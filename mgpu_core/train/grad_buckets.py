@@ -12,8 +12,10 @@ A bucket's gradients are added up over the ranks of each device, then over the d
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import repeat
 from operator import attrgetter
 from typing import TYPE_CHECKING
@@ -182,7 +184,7 @@ class GradBuckets:
         """Return the names of a bucket's parameters."""
         return [self._replicas.names[i] for i in self._members[bucket]]
 
-    def tell(self, bucket: int) -> None:
+    def _tell(self, bucket: int) -> None:
         """Tell a recording what the bucket holds."""
         views = [self.flats[0].gradient_views[i] for i in self._members[bucket]]
         tell_contents("all_reduce", bucket, list(zip(self.names(bucket), views, strict=True)))
@@ -190,7 +192,7 @@ class GradBuckets:
     def add_up(self, bucket: int) -> None:
         """Sum a bucket over all ranks, on the current streams; the outbox sums it over the processes."""
         if is_on():
-            self.tell(bucket)
+            self._tell(bucket)
         for index in range(len(self.flats)):
             self.add_up_ranks(bucket, index)
         if len(self.flats) > 1 and (self.outbox is None or self._communication.hook is None):
@@ -233,19 +235,27 @@ class GradBuckets:
         for bucket in range(len(self.buckets)):
             with span("all_reduce", ALL_RANKS, None, bucket):
                 if is_on():
-                    self.tell(bucket)
+                    self._tell(bucket)
                 self.add_up_devices(bucket)
 
     def open_outbox(self) -> None:
         """Begin the messages of an update; a hook takes buckets all the way, in the outbox's order."""
         if self.outbox is not None:
-            self.outbox.open(None if self._communication.hook is None else self.add_up_devices)
+            # Not a method of this object, which has the outbox: they would be a cycle, and keep the flat memory.
+            send = None if self._communication.hook is None else partial(_add_up_devices, weakref.ref(self))
+            self.outbox.open(send)
 
     def spread(self) -> None:
         """Copy the sums over the processes, which the first device has, to the others."""
         first, *others = [flat.gradients for flat in self.flats]
         if others and self._communication.hook is None:
             dispatch.broadcast_into(first, [list(each) for each in zip(*others, strict=True)])
+
+
+def _add_up_devices(buckets: weakref.ref[GradBuckets], bucket: int) -> None:
+    found = buckets()
+    if found is not None:
+        found.add_up_devices(bucket)
 
 
 def _buckets_of(

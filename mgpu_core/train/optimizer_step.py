@@ -61,7 +61,6 @@ class OptimizerStep:
         in_shards: each device updates a part of each bucket, and keeps that part's state alone.
 
     Attributes:
-        optimizer: the same.
         is_flat: the optimizer is one of ours, which multiplies gradients by a factor itself.
         spent: the gradients of the last update, until those of the next one are made.
 
@@ -70,7 +69,7 @@ class OptimizerStep:
     """
 
     def __init__(self, optimizer: Optimizer, replicas: Replicas, gradients: Gradients, in_shards: bool) -> None:
-        self.optimizer = optimizer
+        self._optimizer = optimizer
         self._ours = optimizer if isinstance(optimizer, FlatOptimizer) else None
         self.is_flat = self._ours is not None
         self._replicas, self._in_shards = replicas, in_shards
@@ -96,7 +95,7 @@ class OptimizerStep:
         if not self.is_flat:
             raise ValueError(
                 f"shard_optimizer is for the optimizers of mgpu_core.optim (SGD, Adam, AdamW, Lion), not for "
-                f"{type(self.optimizer).__module__.removesuffix('._functional')}.{type(self.optimizer).__name__}"
+                f"{type(self._optimizer).__module__.removesuffix('._functional')}.{type(self._optimizer).__name__}"
             )
         if self._replicas.is_mixed:
             raise ValueError("shard_optimizer wants devices of one kind: those of several round differently")
@@ -121,8 +120,8 @@ class OptimizerStep:
             used: per parameter whether it has a gradient, and is updated.
 
         Returns:
-            What updates all devices, by one call of ``optimizer.step()``.  Ours multiply the gradients by its argument;
-            for torch's they are multiplied already.
+            A function that updates all devices: it calls ``optimizer.step()`` once, and that of the clones on other
+            devices.  Ours multiply the gradients by its argument; for torch's they are multiplied already.
 
         Raises:
             TypeError: ours cannot update sparse gradients, or these dtypes.
@@ -130,7 +129,7 @@ class OptimizerStep:
         self._before = self._replicas.versions
         if self._reducer is None:
             return self._step if self._ours is None else partial(self._ours.step_by, None)
-        groups: list[Any] = [list(map(id, group["params"])) for group in self.optimizer.param_groups]
+        groups: list[Any] = [list(map(id, group["params"])) for group in self._optimizer.param_groups]
         if self._ours is not None:
             if self._flat is None or groups != self._made_for or not self._ours.is_over(self._flat):
                 self._flat = self._attached(self._ours, self._reducer.buckets)
@@ -141,7 +140,7 @@ class OptimizerStep:
             groups.append([self._is_plain()])
             if self._clones is None or groups != self._made_for:
                 count = 1 if self._replicas.is_mixed or self._runs_users_code() else len(self._replicas.devices)
-                self._clones, self._made_for = _Clones(self.optimizer, self._replicas, count), groups
+                self._clones, self._made_for = _Clones(self._optimizer, self._replicas, count), groups
             self._clones.prepare(used, self._reducer.buckets)
         return self._step if self._ours is None or self._has_copies else partial(self._ours.step_by, used)
 
@@ -163,22 +162,23 @@ class OptimizerStep:
         if self._ours is not None:
             self._ours.step_by(self._used, factor)
         else:
-            self.optimizer.step()
+            self._optimizer.step()
             if self._clones is not None:
                 self._clones.step()
-            if self._reducer is not None and self._runs_users_code():
+            if self._runs_users_code():  # which may have assigned `p.data`
                 self._replicas.settle()
         if self._has_copies and (written or self._updates_one() or not self._is_plain()):
             self._replicas.send_values()
 
     def _updates_one(self) -> bool:
         """Return whether the first device alone was updated, though there are others."""
-        count = len(self._flat.devices) if self._flat is not None else 0 if self._clones is None else self._clones.count
+        assert self._flat is not None or self._clones is not None  # prepared, for several devices
+        count = self._clones.count if self._clones is not None else len(self.flat.devices)
         return count < len(self._replicas.devices)
 
     def has_written(self) -> bool:
         """Return whether an update that failed has changed parameters all the same."""
-        return self._before != self._replicas.versions
+        return bool(self._before) and self._before != self._replicas.versions
 
     def conclude(self) -> None:
         """Do the host's part after an update."""
@@ -192,7 +192,7 @@ class OptimizerStep:
 
     def parameters(self) -> set[int]:
         """Return which parameters the optimizer has."""
-        members = {id(each) for group in self.optimizer.param_groups for each in group["params"]}
+        members = {id(each) for group in self._optimizer.param_groups for each in group["params"]}
         return {i for i, each in enumerate(self._replicas.own) if id(each) in members}
 
     def values_changed(self) -> list[int]:
@@ -231,7 +231,7 @@ class OptimizerStep:
 
     def _is_plain(self) -> bool:
         """Return whether there are no step hooks, and no step of the object's own."""
-        optimizer = self.optimizer
+        optimizer = self._optimizer
         if _global_optimizer_pre_hooks or _global_optimizer_post_hooks:
             return False
         hooks = [hook for name in _HOOKS for hook in getattr(optimizer, name, {}).values()]

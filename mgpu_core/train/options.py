@@ -21,7 +21,6 @@ from mgpu_core.train.loss import REDUCTIONS
 
 __all__ = [
     "CHANGEABLE",
-    "NAMES",
     "CommOptions",
     "LossOptions",
     "Options",
@@ -156,7 +155,6 @@ _GROUP_OF = {
     for each in fields(kind)
 }
 CHANGEABLE = ("accumulate", "clip_norm", "error_if_nonfinite")
-NAMES = frozenset(["module", "loss_fn", "optimizer", "team", *_GROUP_OF])
 
 
 def _check_choice(name: str, value: str, choices: Sequence[str]) -> None:

@@ -86,7 +86,7 @@ class Gradients:
         return list(map(any, zip(*found, strict=True))) if len(found) > 1 else list(found[0])
 
     def close(self) -> None:
-        """Drop all gradients, and let go of the parameters."""
+        """Drop all gradients, and whatever was put on the parameters."""
         self.abandon()
 
 

@@ -14,6 +14,7 @@ from mgpu_core._core import Turn
 from mgpu_core.comm.buckets import DEFAULT_NBYTES
 from mgpu_core.device.compiled import outside_the_compiler
 from mgpu_core.device.devices import DeviceLike
+from mgpu_core.device.team import Team
 from mgpu_core.errors import Error
 from mgpu_core.module_tree import named_parameters_of
 from mgpu_core.processes.ballot import Standing
@@ -29,7 +30,6 @@ from mgpu_core.train.loss_check import LossCheck
 from mgpu_core.train.optimizer_step import check_optimizer
 from mgpu_core.train.options import (
     CHANGEABLE,
-    NAMES,
     CommOptions,
     LossOptions,
     Options,
@@ -46,6 +46,20 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 __all__ = ["TrainStep"]
+
+
+def _option(name: str) -> Any:
+    """Return the property of an argument of the step; most of them stay as they were given."""
+
+    def get(step: TrainStep) -> Any:
+        return step._options.get(name)
+
+    def change(step: TrainStep, value: Any) -> None:
+        if name not in CHANGEABLE:
+            raise AttributeError(f"{name} of a step stays as it was given: make a new step")
+        step._options.change(name, value)
+
+    return property(get, change)
 
 
 class TrainStep:
@@ -162,18 +176,25 @@ class TrainStep:
         processes = None if process_group is None else Processes(process_group, team.devices[0])
         self._loop = TrainLoop(self._options, self._split_plan, processes)
 
-    def __getattr__(self, name: str) -> Any:
-        if name not in NAMES:
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return self._options.get(name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in CHANGEABLE:
-            self._options.change(name, value)
-        elif name in NAMES:
-            raise AttributeError(f"{name} of a step stays as it was given: make a new step")
-        else:
-            super().__setattr__(name, value)
+    module: Module = _option("module")
+    loss_fn: Callable[..., Any] | None = _option("loss_fn")
+    optimizer: Optimizer = _option("optimizer")
+    team: Team = _option("team")
+    dim: int = _option("dim")
+    reduction: str = _option("reduction")
+    loss_on: str = _option("loss_on")
+    amp_dtype: torch.dtype | None = _option("amp_dtype")
+    accumulate: int = _option("accumulate")
+    clip_norm: float | None = _option("clip_norm")
+    error_if_nonfinite: bool | None = _option("error_if_nonfinite")
+    shard_optimizer: bool = _option("shard_optimizer")
+    bucket_nbytes: int = _option("bucket_nbytes")
+    comm_dtype: torch.dtype | None = _option("comm_dtype")
+    algorithm: str = _option("algorithm")
+    workers: str = _option("workers")
+    rng: str = _option("rng")
+    static_graph: bool = _option("static_graph")
+    capture: bool = _option("capture")
 
     @property
     def loss_scale(self) -> LossScale:

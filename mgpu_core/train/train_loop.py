@@ -80,7 +80,7 @@ class TrainLoop:
         self.keeps_accumulating = False
         self._is_loss_checked = len(team) < 2 or options.loss_fn is None or loss.loss_on != "ranks"
         self._broken: str | None = None
-        self._is_closed = False
+        self._is_closed = self._is_built = False
         self._build(steps=0)
 
     def _build(self, steps: int) -> None:
@@ -114,6 +114,7 @@ class TrainLoop:
             BufferSnapshot(self.modules), steps,
         )  # fmt: skip
         self.captured = CapturedSteps(self, self.reducer) if run.capture and self.reducer is not None else None
+        self._is_built = True
 
     def _agreed(self, steps: int) -> dict[str, Any]:
         """Return what all processes must have in common, besides net and optimizer."""
@@ -138,7 +139,8 @@ class TrainLoop:
             window = self.transaction.begin(self._reduction, update_options)
             updates = not self.keeps_accumulating and window.calls + 1 >= update_options.accumulate
             parts, rows = self._split(inputs, kwargs)
-            is_timed = self.choice.is_open and self.choice.begin(size_of(inputs), meets=self.passes.ranks_meet)
+            size = size_of(inputs) if self.choice.is_open else None
+            is_timed = self.choice.is_open and self.choice.begin(size, meets=self.passes.ranks_meet)
             if self.reducer is not None:
                 self.reducer.begin(len(parts), overlap=updates)
             losses, rows, outputs = self._forward_backward(window, parts, rows, inputs, keep_outputs)
@@ -149,7 +151,7 @@ class TrainLoop:
             else:
                 self.gradients.set_aside()
             if is_timed:
-                self.choice.end(size_of(inputs))
+                self.choice.end(size)
             return loss, outputs, numbers
         except BaseException as error:
             self._give_up(error)
@@ -269,7 +271,7 @@ class TrainLoop:
         """
         for each in self.modules:
             each.read()
-        if not self.replicas.are_those_of(self.net.tree):
+        if not self._is_built or not self.replicas.are_those_of(self.net.tree):
             if self.process_sync is not None:
                 raise RuntimeError(
                     "the parameters of the module are no longer those of this step: call step.rebuild() in all "
@@ -287,11 +289,11 @@ class TrainLoop:
     def follow_parameters(self, *, updates: bool = False) -> None:
         """Bring the ranks' parameters up to what the user has done to them since the last call.
 
-        Raises:
-            RuntimeError: a parameter must be in a bucket by now, and several processes cannot lay out again.
-
         Args:
             updates: an update follows, by which parameters may have to be in a bucket.
+
+        Raises:
+            RuntimeError: a parameter must be in a bucket by now, and several processes cannot lay out again.
         """
         reducer = self.reducer
         if reducer is None:
@@ -410,6 +412,7 @@ class TrainLoop:
         if check:
             check_optimizer(options.optimizer, dict(named_parameters_of(options.module)))
         self._broken = "it could not be built"
+        self._is_built = False  # until all of it is: a failure in between makes the next call build again
         self._leave()
         self._build(steps)
         self._broken = None

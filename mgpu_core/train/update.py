@@ -29,9 +29,9 @@ Decision: TypeAlias = tuple[bool, list[bool], float | torch.Tensor | None]
 
 
 class UpdateTransaction:
-    """The calls of a window, and the update that they lead to: all of it happens, or nothing.
+    """The calls of a window, and what their update needs: sums, agreement and factor before it, counts after it.
 
-    Up to the commit nothing changes that lasts: parameters, optimizer, counts.  Running statistics do, and are put
+    Up to :meth:`decide` nothing changes that lasts: parameters, optimizer, counts.  Running statistics do, and are put
     back when the window is abandoned.
 
     Args:

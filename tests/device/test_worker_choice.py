@@ -127,8 +127,8 @@ def test_names_and_sizes():
     check_workers("caller")
     with pytest.raises(ValueError, match="workers must be one of threads, caller, auto, not 'processes'"):
         check_workers("processes")
-    assert size_of(torch.ones(2, 3)) == (2, 3)
-    assert size_of([1]) is None
+    assert size_of([torch.ones(2, 3), torch.ones(1)]) == (2, 3)
+    assert size_of([1]) is size_of([]) is None
 
 
 # In a step, and in the drop-in.

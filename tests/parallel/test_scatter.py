@@ -3,6 +3,7 @@
 from collections import namedtuple
 from types import MappingProxyType
 
+import numpy as np
 import pytest
 import torch
 from fakes.nets import chunks, cpu
@@ -387,6 +388,13 @@ def test_shares():
     assert rows_of(scatter(torch.arange(4), cpu(3), shares=[0.25, 0.25, 0.5])) == [[0], [1], [2, 3]]
     parts, _ = scatter_kwargs((torch.arange(6),), None, cpu(2), shares=[1, 2])
     assert rows_of([part[0] for part in parts]) == [[0, 1], [2, 3, 4, 5]]
+
+
+def test_shares_of_other_numbers_are_read_at_each_call():
+    shares = [np.array(2.0), torch.tensor(1.0)]
+    assert rows_of(scatter(torch.arange(6), cpu(2), shares=shares)) == [[0, 1, 2, 3], [4, 5]]
+    shares[1].fill_(4.0)
+    assert rows_of(scatter(torch.arange(6), cpu(2), shares=shares)) == [[0, 1], [2, 3, 4, 5]]
 
 
 @pytest.mark.parametrize("shares", ["ab", 3, iter([1, 1]), ["a", 1], [None, 1]])

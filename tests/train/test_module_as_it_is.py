@@ -1,5 +1,6 @@
 """The step runs the module as it is at each call; what a forward assigns stays on rank 0."""
 
+import copy
 import warnings
 from argparse import Namespace
 from functools import partial
@@ -13,6 +14,7 @@ from torch.optim import SGD
 from train.nets import RANKS, Pair, batches, here, mse
 
 from mgpu_core import TrainStep
+from mgpu_core.train import train_loop
 
 
 class Child(nn.Module):
@@ -323,3 +325,26 @@ def test_a_rate_of_dropout_gives_ranks_numbers_of_their_own():
         results.add(float(step(x, y)))
         step.close()
     assert len(results) == 1
+
+
+@pytest.mark.parametrize("part", ["RankModules", "Reducer", "OptimizerStep", "ForwardBackward", "UpdateTransaction"])
+def test_a_step_that_could_not_be_built_anew_is_built_by_the_next_call(monkeypatch, part):
+    pair = Pair(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)).double(), partial(SGD, lr=0.1), 2)
+    x, y = next(iter(batches(1, 8)))
+    pair.both(x, y)
+    layer = nn.Linear(3, 2).double()
+    for net, optimizer in ((pair.net, pair.optimizer), (pair.alone, pair.reference)):
+        net[1] = copy.deepcopy(layer)
+        optimizer.param_groups[0]["params"] = list(net.parameters())
+
+    def fails(*_, **__):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train_loop, part, fails)
+        with pytest.raises(KeyboardInterrupt):
+            pair.step(x, y)
+    for _ in range(2):
+        mine, alone = pair.both(x, y)
+        assert torch.allclose(mine, alone)
+    assert pair.far() < 1e-12

@@ -32,7 +32,7 @@ def check_shares(shares: Sequence[float] | None, ranks: int) -> None:
 
 def row_counts(rows: int, ranks: int, shares: Sequence[float] | None) -> list[int]:
     """Return the rows of each rank that works.  Without any rows rank 0 runs once, with none."""
-    return list(_planned(rows, ranks, None if shares is None else tuple(shares)))
+    return list(_planned(rows, ranks, None if shares is None else tuple(map(float, shares))))
 
 
 @lru_cache(maxsize=256)

@@ -1,0 +1,21 @@
+"""Importing the package where its compiled core is not."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import mgpu_core
+
+
+def test_the_source_folder_says_what_to_do(tmp_path):
+    """The clone's folder hides the installed package from a Python that is started in the clone."""
+    shutil.copytree(
+        Path(mgpu_core.__file__).parent, tmp_path / "mgpu_core", ignore=shutil.ignore_patterns("*.so", "*.pyd")
+    )
+    # Without site-packages there is neither the installed package nor its editable finder.
+    ran = subprocess.run([sys.executable, "-S", "-c", "import mgpu_core"], cwd=tmp_path, capture_output=True, text=True)
+    last = ran.stderr.splitlines()[-1]
+    assert ran.returncode == 1
+    assert last.startswith(f"ImportError: mgpu_core in {tmp_path / 'mgpu_core'} has no compiled core")
+    assert "start Python from another folder, or install it in place: pip install --no-build-isolation -e ." in last

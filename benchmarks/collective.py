@@ -81,7 +81,7 @@ Wanted = Callable[[Values, int], torch.Tensor | None]
 class Collective:
     """One collective and the three ways to do it.
 
-    All but the in-place ones return fresh memory, for every contestant alike, because that is what the road uses.
+    All but the in-place ones return fresh memory, for every contestant alike, as a forward pass does.
 
     Attributes:
         name: of the case.

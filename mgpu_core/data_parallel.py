@@ -1,4 +1,4 @@
-"""``DataParallel``: ``torch.nn.DataParallel`` with the same contract, on any devices, one line per step of the road."""
+"""``DataParallel``: ``torch.nn.DataParallel`` with the same contract, on any devices."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """What happened, for those who want to see it: one flag, and who is told while it is up.
 
-Every step of the road opens a span; cuts, collectives and gradients that are ready leave entries of their own.  With
-recording off, which is the normal state, a span is one shared object that does nothing.  Everyone imports this file; of
-ours it imports ``recording``, ``entries`` and ``nothing`` alone.  ``mgpu_core.explain`` reads what was kept.
+Every step of a forward or backward pass opens a span; cuts, collectives and gradients that are ready leave entries of
+their own.  With recording off, the normal state, a span is one shared object that does nothing.  Every file may import
+this one; it imports ``recording``, ``entries`` and ``nothing`` alone.  ``mgpu_core.explain`` reads what was kept.
 
 Work for a whole step is told as part of it.  Threads that the step starts know it by themselves, by their
 ``contextvars``; what comes later, as a backward does, takes :func:`current_step` along and comes back
@@ -162,7 +162,7 @@ _sink: _Sink | None = None  # the flag
 def span(
     step: str, rank: int = ALL_RANKS, device: torch.device | None = None, bucket: int = NO_BUCKET
 ) -> AbstractContextManager[None]:
-    """A context manager around one step of the road; nothing when nobody wants to know.
+    """Return a context manager around one step of a pass; it does nothing when nobody listens.
 
     Args:
         device: where the work runs that is launched inside, on the current stream of this thread.

@@ -1,6 +1,6 @@
 """Where the tests run: as a rule on the CPU, in the processes that ``test_fake_accelerator.py`` starts on the fake.
 
-There the tests of the road that say nothing of a device run as they are: what they make is on ``fake:0``, the ranks
+There the tests that say nothing of a device run as they are: what they make is on ``fake:0``, the ranks
 that they ask for are fake devices, and what they compare may be on two of them.
 """
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from fakes import accelerator, cuda
 
-if accelerator.by_the_cuda_room():
+if accelerator.by_the_cuda_backend():
     cuda.take_the_cores_place()  # before anything imports mgpu_core
 
 from fakes import nets
@@ -22,14 +22,14 @@ _equal = torch.equal
 
 if accelerator.is_wanted():
     accelerator.register()
-    if accelerator.by_the_cuda_room():
+    if accelerator.by_the_cuda_backend():
         cuda.serve("fake")
     torch.set_default_device("fake:0")
     nets.cpu = accelerator.fakes
     torch.equal = lambda one, other: _equal(one.cpu(), other.cpu())
 
 
-@pytest.fixture(autouse=accelerator.by_the_cuda_room())
+@pytest.fixture(autouse=accelerator.by_the_cuda_backend())
 def _kernels_have_no_faults():
     """Where kernels run on the PTX machine, faults that stop nothing, such as races, fail the test that made them."""
     yield

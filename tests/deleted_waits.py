@@ -1,4 +1,4 @@
-"""Deletes each wait of the core and of the nccl room in turn, and proves that the deferred device notices.
+"""Deletes each wait of the core and of the nccl backend in turn, and proves that the deferred device notices.
 
     python tests/deleted_waits.py [--only WORD]
 
@@ -81,14 +81,14 @@ class Program:
 
     name: str
     folder: Path
-    rooms: list[Path]  # folders whose waits it tests, the last of them its own
+    backends: list[Path]  # folders whose waits it tests, the last of them its own
     fake_nccl: bool = False
     objects: dict[Path, Path] = field(default_factory=dict)
     libraries: list[str] = field(default_factory=list)
 
     def build(self) -> None:
         levels = ["reduce", "gather_rows", "elementwise", "optimizers"]
-        jobs = [(path, []) for room in self.rooms for path in sorted(room.glob("*.cpp"))]
+        jobs = [(path, []) for backend in self.backends for path in sorted(backend.glob("*.cpp"))]
         jobs += [(CPU / f"{name}.cpp", ["-DMGPU_LEVEL=baseline"]) for name in levels]
         jobs += [(CPU / f"{name}.cpp", []) for name in ("device_ops", "kernels", "thread_pool")]
         jobs += [(FAKES / "deferred" / "deferred_device.cpp", []), (PROGRAMS / f"{self.name}.cpp", self._fake_nccl())]
@@ -129,7 +129,7 @@ def unnoticed(program: Program, only: str) -> tuple[int, int]:
     program.build()
     if not program.passes(f"{program.name}-whole", {}):
         raise SystemExit(f"{program.name} fails with all waits in place")
-    wanted = [wait for wait in waits(program.rooms[-1]) if only in wait.name]
+    wanted = [wait for wait in waits(program.backends[-1]) if only in wait.name]
     with ThreadPoolExecutor(2) as pool:
         passed = list(pool.map(program.passes_without, wanted))
     for wait, missed in zip(wanted, passed, strict=True):

@@ -8,7 +8,7 @@ fail.
     python tests/mutants.py --only NAME     some
     python tests/mutants.py --table         and write docs/mutants.md
 
-The exit status is 1 if a mutant survives.  A mutant whose text is no longer found is an error: mend its entry.
+The exit status is 1 if a mutant survives.  A mutant whose text is no longer found is an error: fix its entry.
 """
 
 from __future__ import annotations
@@ -458,7 +458,7 @@ MUTANTS = [
         "test_sync_batchnorm.py",
     ),
     mutant(
-        "what the generic room gathers is part of a graph",
+        "what the torch backend gathers is part of a graph",
         "mgpu_core/comm/torch_backend.py",
         "@torch.no_grad()\ndef gather(",
         "def gather(",

@@ -41,7 +41,7 @@ def run_python(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_doctor_prints_the_report(capsys):
     assert main(["doctor"]) == 0
     out = capsys.readouterr().out
-    titles = ["Versions", "Rooms of the core", "Devices", "CPU", "Environment", "What will happen"]
+    titles = ["Versions", "Backends of the core", "Devices", "CPU", "Environment", "What will happen"]
     assert [line for line in out.splitlines() if line in titles] == titles
     assert out.endswith("\n")
     assert not out.endswith("\n\n")

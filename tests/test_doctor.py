@@ -27,7 +27,7 @@ def test_this_machine():
     assert report.mgpu_core == importlib.metadata.version("mgpu-core")
     assert report.python.version == platform.python_version()
     assert report.torch.version == torch.__version__
-    assert [room.name for room in report.core.rooms] == ["cpu", "cuda", "nccl"]
+    assert [backend.name for backend in report.core.backends] == ["cpu", "cuda", "nccl"]
     assert report.cpu.memory_total is None or report.cpu.memory_total > (report.cpu.memory_available or 0)
     assert len([row for row in report.devices if row.torch_index is not None]) == torch.cuda.device_count()
     assert_same_facts(report)

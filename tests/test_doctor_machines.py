@@ -13,11 +13,19 @@ from mgpu_core.device.device_map import TorchDevice, TorchReading
 from mgpu_core.device.discovery import parse_visible_devices
 from mgpu_core.device.nccl_library import NcclLibrary
 from mgpu_core.doctor import examination, render
-from mgpu_core.doctor.report import Core, Defaults, Room, Torch
+from mgpu_core.doctor.report import Backend, Core, Defaults, Torch
 from mgpu_core.doctor.text import WIDTH
 
-BUILT = (Room("cpu", True, "2 threads"), Room("cuda", True, "CUDA runtime 13.0"), Room("nccl", True, "by dlopen"))
-NO_CUDA = (Room("cpu", True, "2 threads"), Room("cuda", False, "no nvcc was found"), Room("nccl", False, "no CUDA"))
+BUILT = (
+    Backend("cpu", True, "2 threads"),
+    Backend("cuda", True, "CUDA runtime 13.0"),
+    Backend("nccl", True, "by dlopen"),
+)
+NO_CUDA = (
+    Backend("cpu", True, "2 threads"),
+    Backend("cuda", False, "no nvcc was found"),
+    Backend("nccl", False, "no CUDA"),
+)
 FOUR = [gpu(index) for index in range(4)]
 
 
@@ -116,7 +124,7 @@ def test_the_driver_for_cuda_12_is_one_warning_with_the_way_out(machine):
     assert "torch sees 4 GPU(s), the core none" in notice.message
     assert "built with CUDA 13.0, the driver knows no more than 12.2" in notice.message
     assert "MGPU_CUDA=system" in notice.advice
-    assert report.outlook.endswith("cuda:0 to cuda:3, through the generic room.")
+    assert report.outlook.endswith("cuda:0 to cuda:3, through the torch backend.")
 
 
 def test_a_blind_core_with_a_new_driver_is_not_blamed_on_the_driver(machine):
@@ -128,7 +136,7 @@ def test_a_build_without_cuda_beside_gpus(machine):
     report = machine(core=Core(NO_CUDA))
     assert about(report, "built without CUDA").level == "warning"
     assert "built without CUDA" in render(report)
-    assert report.outlook.endswith("through the generic room.")
+    assert report.outlook.endswith("through the torch backend.")
     assert_same_facts(report)
 
 
@@ -140,7 +148,7 @@ def test_gpus_of_amd_are_served_by_plain_torch(machine, core):
     (notice,) = report.notices
     assert notice.level == "hint"
     assert "AMD GPUs (ROCm 6.4): plain torch serves them" in notice.message
-    assert report.outlook == "DataParallel(net) runs on 2 ranks, cuda:0 to cuda:1, through the generic room."
+    assert report.outlook == "DataParallel(net) runs on 2 ranks, cuda:0 to cuda:1, through the torch backend."
 
 
 @pytest.mark.parametrize(("cuda", "advice"), [(None, "Install a CUDA build"), ("13.2", "wants a driver for CUDA 13.2")])

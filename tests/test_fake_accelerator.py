@@ -1,4 +1,4 @@
-"""The road on a fake accelerator, in processes of its own: registering one makes it the accelerator of a process."""
+"""The package on a fake accelerator, in processes of their own: registering one makes it that of the process."""
 
 import os
 import subprocess
@@ -29,7 +29,7 @@ ON_THE_FAKE = [
 ]
 
 
-BY_THE_CUDA_ROOM = [
+BY_THE_CUDA_BACKEND = [
     "accelerator/test_explain.py",
     "accelerator/test_graphs.py",
     "accelerator/test_models.py",
@@ -63,7 +63,7 @@ def test_the_road_on_the_fake_accelerator():
 
 @pytest.mark.skipif(accelerator.is_wanted(), reason="this is the process with the fake already")
 @pytest.mark.timeout(900)  # the first run compiles
-def test_the_road_through_the_cuda_room():
+def test_the_road_through_the_cuda_backend():
     """The devices are the same fakes, served by the core's CUDA backend on a fake CUDA runtime.
 
     With MGPU_TEST_PTX=75 its kernels run from nvcc's PTX for that architecture.
@@ -71,7 +71,7 @@ def test_the_road_through_the_cuda_room():
     reason = accelerator.what_is_missing() or native_build.what_is_missing()
     if reason := reason or (ptx.wanted_architecture() and ptx.what_is_missing()):
         pytest.skip(reason)
-    run_tests(BY_THE_CUDA_ROOM, "cuda")
+    run_tests(BY_THE_CUDA_BACKEND, "cuda")
 
 
 def run_tests(paths, wanted):
@@ -88,7 +88,7 @@ def run_tests(paths, wanted):
 
 
 def test_every_test_that_is_left_out_exists():
-    names = {*ON_THE_FAKE, *BY_THE_CUDA_ROOM}
+    names = {*ON_THE_FAKE, *BY_THE_CUDA_BACKEND}
     files = [path for name in names for path in ([TESTS / name] if "." in name else (TESTS / name).glob("*.py"))]
     text = "".join(path.read_text() for path in files)
     assert [name for name in CPU_ONLY if f"def {name}(" not in text] == []

@@ -1,4 +1,4 @@
-"""What a recording holds: every step of the road, with its ranks, rows, bytes and hops; nothing when it is off."""
+"""What a recording holds: every step of a pass, with its ranks, rows, bytes and hops; nothing when it is off."""
 
 import contextvars
 import gc
@@ -145,7 +145,7 @@ def test_the_other_algorithms(algorithm, hops):
     assert [(len(hop.sources), len(hop.targets)) for hop in call.hops] == hops
 
 
-def test_the_generic_room_tells_too():
+def test_the_torch_backend_tells_too():
     strided = [torch.ones(4, 6)[:, ::2] for _ in range(2)]
     with record.recording() as story:
         comm.all_reduce([torch.ones(3, dtype=torch.int16) for _ in range(2)])
@@ -172,7 +172,7 @@ def test_sparse_parts_have_ranks_and_bytes_of_their_own(ranks):
     ]
 
 
-def test_what_two_rooms_do_in_one_call_are_two_rounds():
+def test_what_two_backends_do_in_one_call_are_two_rounds():
     rows = [[torch.ones(4), torch.ones(2, dtype=torch.int16)] for _ in range(2)]
     with record.recording() as story:
         mgpu_core.reduce(rows, "cpu")

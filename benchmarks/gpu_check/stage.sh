@@ -21,9 +21,9 @@ stage_build() {
   # A build without CUDA, or one for another driver, would let the tests pass by torch's own copies.
   python3 -P -c '
 from mgpu_core import _core
-rooms = {name: (built, detail) for name, built, detail in _core.rooms()}
-print(rooms, _core.cuda_device_count())
-assert rooms["cuda"][0] and _core.cuda_device_count() > 0, "the cuda room is not built, or sees no GPU"
+backends = {name: (built, detail) for name, built, detail in _core.backends()}
+print(backends, _core.cuda_device_count())
+assert backends["cuda"][0] and _core.cuda_device_count() > 0, "the cuda backend is not built, or sees no GPU"
 '
 }
 

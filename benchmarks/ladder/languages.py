@@ -1,4 +1,4 @@
-"""The door to the three languages: each is a module with one function, and is imported when it is first asked for."""
+"""The three languages: each is a module with one function, and is imported when it is first asked for."""
 
 from collections.abc import Callable, Sequence
 from importlib import import_module

@@ -1,8 +1,8 @@
+#include "backends.h"
 #include "bindings/bindings.h"
 #include "core/checks.h"
 #include "core/counters.h"
 #include "core/error.h"
-#include "rooms.h"
 
 namespace mgpu::bindings {
 namespace {

@@ -26,7 +26,7 @@ void raise_coded(py::handle type, const CodedError& error) {
 void bind_errors(py::module_& m) {
   static py::handle base, unavailable;
   base = new_class(m, "Error", PyExc_RuntimeError, "The machine's failure: a device, a driver, a library.");
-  unavailable = new_class(m, "BackendUnavailable", base, "A room that this build or this machine does not have.");
+  unavailable = new_class(m, "BackendUnavailable", base, "A backend that this build or this machine does not have.");
   cuda_error = new_class(m, "CudaError", base, "A CUDA call failed; `code` is CUDA's number.");
   nccl_error = new_class(m, "NcclError", base, "An NCCL call failed; `code` is NCCL's number.");
   py::register_exception_translator([](std::exception_ptr pointer) {

@@ -1,9 +1,9 @@
 // The kernels, over pointers.  Python checks shapes and devices; here dtypes and alignment are checked.
 #include <variant>
 
+#include "backends.h"
 #include "bindings/bindings.h"
 #include "core/error.h"
-#include "rooms.h"
 
 namespace mgpu::bindings {
 namespace {

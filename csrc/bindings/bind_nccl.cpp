@@ -5,11 +5,11 @@
 #include <memory>
 #include <numeric>
 
+#include "backends.h"
 #include "bindings/bindings.h"
 #include "core/checks.h"
 #include "core/counters.h"
 #include "core/error.h"
-#include "rooms.h"
 
 namespace mgpu::bindings {
 namespace {

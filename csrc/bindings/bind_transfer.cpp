@@ -1,7 +1,7 @@
+#include "backends.h"
 #include "bindings/bindings.h"
 #include "core/counters.h"
 #include "core/transfer.h"
-#include "rooms.h"
 
 namespace mgpu::bindings {
 namespace {

@@ -1,14 +1,14 @@
 // mgpu_core._core: pointers, counts, dtypes by name.  Python allocates and keeps alive; nothing here owns memory.
+#include "backends.h"
 #include "bindings/bindings.h"
 #include "core/counters.h"
-#include "rooms.h"
 
 namespace mgpu::bindings {
 namespace {
 
-std::vector<std::tuple<std::string, bool, std::string>> rooms_as_tuples() {
+std::vector<std::tuple<std::string, bool, std::string>> backends_as_tuples() {
   std::vector<std::tuple<std::string, bool, std::string>> result;
-  for (const Room& room : rooms()) result.emplace_back(room.name, room.built, room.detail);
+  for (const Backend& backend : backends()) result.emplace_back(backend.name, backend.built, backend.detail);
   return result;
 }
 
@@ -22,7 +22,7 @@ py::dict counters_as_dict() {
 }
 
 void bind_machine(py::module_& m) {
-  m.def("rooms", &rooms_as_tuples, "(name, built, what it is or why it is missing) of every room.");
+  m.def("backends", &backends_as_tuples, "(name, built, what it is or why it is missing) of every backend.");
   m.def("num_threads", &host_threads, "Threads that share one call on host memory.");
   m.def("set_num_threads", &set_host_threads, py::arg("threads"));
   m.def("cuda_device_count", &cuda_device_count, "GPUs that this build's CUDA runtime can use.");

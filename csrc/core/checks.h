@@ -1,4 +1,5 @@
-// What door 2 may take for granted.  Each check names what was wanted and what came, and which rank.
+// The checks before a collective, which it may then take for granted.  Each check names what was wanted and what came,
+// and which rank.
 #pragma once
 
 #include "core/collectives.h"

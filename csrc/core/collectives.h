@@ -1,11 +1,11 @@
-// Door 2: the collectives of a team.  One call drives all ranks: lists in, one entry per rank.
+// The collectives of a team.  One call drives all ranks: lists in, one entry per rank.
 //
 // Every buffer of a call has the same dtype and fits the counts in the comment of its function (checked by the
 // caller, core/checks.h).  in[r] and out[r] may be the same memory (in place); otherwise no two buffers overlap.
 //
 // Order: a call comes after all that is on its ranks' streams, and what is put on rank r's stream afterwards finds
-// out[r] written and may write in[r] and out[r].  A room that cannot do an algorithm throws BackendUnavailable before
-// it writes.
+// out[r] written and may write in[r] and out[r].  A backend that cannot do an algorithm throws BackendUnavailable
+// before it writes.
 #pragma once
 
 #include <vector>

@@ -1,5 +1,5 @@
-// Door 1: what a room can do to the memory of its devices, and who waits for whom.  The road is written against this
-// door, so the same road runs on every room, and on the fakes of the tests.
+// What a backend can do to the memory of its devices, and who waits for whom.  Collectives and transfers are written
+// against this interface, so the same code runs on every backend, and on the fakes of the tests.
 #pragma once
 
 #include <functional>
@@ -16,7 +16,7 @@ namespace mgpu {
 constexpr int kHost = -1;
 struct Stream {
   int device = kHost;
-  void* handle = nullptr;  // the room's: a cudaStream_t (null is CUDA's legacy default stream)
+  void* handle = nullptr;  // the backend's: a cudaStream_t (null is CUDA's legacy default stream)
   bool operator==(const Stream& other) const { return device == other.device && handle == other.handle; }
   bool operator!=(const Stream& other) const { return !(*this == other); }
 };

@@ -17,7 +17,7 @@ class Error : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// A room that this build does not have, or that this machine cannot run.
+// A backend that this build does not have, or that this machine cannot run.
 class BackendUnavailable : public Error {
  public:
   using Error::Error;

@@ -1,6 +1,6 @@
-// Door 2 over door 1: one host drives all ranks, whose memory is in reach of each other's devices.  No kernel waits for
-// another device; every order between streams is an event.  The cpu room and the cuda room share this file, and so do
-// the fakes of the tests.
+// Collectives over DeviceOps: one host drives all ranks, whose memory is in reach of each other's devices.  No kernel
+// waits for another device; every order between streams is an event.  The cpu backend and the cuda backend share this
+// file, and so do the fakes of the tests.
 //
 // Devices that do not reach each other meet in host memory: each rank copies its input there ("a mirror"), and the
 // others read that.  Large tensors go in pieces.

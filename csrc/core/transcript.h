@@ -16,7 +16,7 @@ struct Deed {
   std::vector<const void*> sources;
   std::vector<const void*> targets;
   int64_t nbytes;  // of each source and each target
-  int call;        // deeds of one call of the door were put on the stream together
+  int call;        // deeds of one call of DeviceOps were put on the stream together
   Stream on;
   int64_t begin_ns;  // of the call, by CLOCK_MONOTONIC: on the host it is the work, on a GPU its launch
   int64_t end_ns;
@@ -25,7 +25,7 @@ struct Deed {
 void open_transcript();  // of the calling thread; what an open one held is dropped
 std::vector<Deed> close_transcript();
 
-// A room's door, with a clerk beside it: the same work, and copies and sums are written down.
+// A decorator of a backend's DeviceOps: the same work, and copies and sums are written down.
 class WatchedOps final : public DeviceOps {
  public:
   explicit WatchedOps(DeviceOps& ops) : ops_(ops) {}

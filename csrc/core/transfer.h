@@ -1,4 +1,4 @@
-// Scatter and gather, over door 1.  A dense tensor that is cut along one dimension is, in memory, `outer` runs of
+// Scatter and gather, over DeviceOps.  A dense tensor that is cut along one dimension is, in memory, `outer` runs of
 // (rows of that dimension x `inner_nbytes`); a chunk is a rectangle of it.  So cutting along dim > 0 is a strided copy
 // straight from the source, with no contiguous copy first, and gather writes straight into the result.
 #pragma once
@@ -23,10 +23,10 @@ struct Part {
   int64_t rows;
 };
 
-// Between one place and the ranks.  Order is door 2's: a call comes after all that is on the streams, and what is put
-// on them afterwards finds the copies made and may write what was read.  Where one end is host memory and the other a
-// device's, or two devices do not reach each other, the bytes go by way of staging memory, in pieces: a host tensor
-// that is scattered may be freed when the call returns, and one that is gathered is complete then.
+// Between one place and the ranks.  Order is that of Collectives: a call comes after all that is on the streams, and
+// what is put on them afterwards finds the copies made and may write what was read.  Where one end is host memory and
+// the other a device's, or two devices do not reach each other, the bytes go by way of staging memory, in pieces: a
+// host tensor that is scattered may be freed when the call returns, and one that is gathered is complete then.
 class Transfer {
  public:
   // `ops` works on the ranks' memory, `host` on the host's; they are the same for ranks that live there.

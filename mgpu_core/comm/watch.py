@@ -1,4 +1,4 @@
-"""What a collective really moved, for a recording: the copies and sums that the core wrote down, or the generic room.
+"""What a collective really moved, for a recording: the copies and sums that the core wrote down, or the torch backend.
 
 Pointers mean nothing to a reader; a watch knows the tensors of its collective, and says of each end of a hop whose it
 is and where in which tensor.
@@ -93,7 +93,7 @@ class Watch:
         self._roots = [*self._roots, *roots]
 
     def add(self, sums: bool, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
-        """A hop of the generic room."""
+        """A hop of the torch backend."""
         now = time.perf_counter_ns()
         call = self._hops[-1][4] + 1 if self._hops else 0
         # What is sparse has as many bytes as its rank has indices, so each part is a hop of its own.
@@ -170,7 +170,7 @@ def forget_practice() -> None:
 
 
 def hop(sums: bool, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
-    """The generic room moved something in a collective of this thread."""
+    """The torch backend moved something in a collective of this thread."""
     stack = getattr(_watches, "stack", ())
     if stack and targets:
         stack[-1].add(sums, sources, targets)

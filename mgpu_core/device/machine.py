@@ -16,7 +16,7 @@ __all__ = ["machine_key"]
 
 @cache
 def _software() -> dict[str, Any]:
-    details = {name: detail for name, _, detail in _core.rooms()}
+    details = {name: detail for name, _, detail in _core.backends()}
     return {
         "driver": _core.cuda_driver_version(),
         "build": f"{importlib.metadata.version('mgpu-core')}, {details.get('cuda', '')}",

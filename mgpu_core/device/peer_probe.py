@@ -90,7 +90,7 @@ def _by_kernel(source: torch.Tensor, target: torch.Tensor, device: int) -> None:
 
 
 def _by_copy_engine(source: torch.Tensor, target: torch.Tensor) -> None:
-    """As the road copies large tensors: the target's device fetches."""
+    """Copy as large tensors are copied: the target's device fetches."""
     streams = _stream(source.device.index), [_stream(target.device.index)]
     _core.broadcast([source.data_ptr()], [[target.data_ptr()]], [source.nbytes], *streams)
 

@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 HOST = (-1, 0)  # the core's stream of host memory
-GPU_TYPE = "cuda"  # the devices that the core's cuda room serves
+GPU_TYPE = "cuda"  # the devices that the core's cuda backend serves
 
 
 def caller_streams(devices: Sequence[torch.device]) -> list[torch.Stream | None]:
@@ -80,25 +80,25 @@ def resumed_on_all(devices: Sequence[torch.device], streams: Sequence[torch.Stre
 
 
 def core_stream(device: torch.device) -> tuple[int, int] | None:
-    """The current stream of a device as the core knows it; ``None`` for a device that the core has no room for."""
+    """The current stream of a device as the core knows it; ``None`` for a device that the core has no backend for."""
     if device.type == "cpu":
         return HOST
-    if device.type == GPU_TYPE and _cuda_room_works() and _has_code_for(device.index):
+    if device.type == GPU_TYPE and _cuda_backend_works() and _has_code_for(device.index):
         return device.index, _handle(device)
     return None
 
 
 def core_serves(devices: Sequence[torch.device]) -> bool:
-    """Whether one room of the core serves all of these devices."""
+    """Whether one backend of the core serves all of these devices."""
     if all(device.type == "cpu" for device in devices):
         return True
-    if any(device.type != GPU_TYPE for device in devices) or not _cuda_room_works():
+    if any(device.type != GPU_TYPE for device in devices) or not _cuda_backend_works():
         return False
     return all(_has_code_for(device.index) for device in devices)
 
 
 def core_streams(devices: Sequence[torch.device]) -> list[tuple[int, int]] | None:
-    """One stream per rank; ``None`` unless one room of the core serves all of these devices."""
+    """One stream per rank; ``None`` unless one backend of the core serves all of these devices."""
     if not core_serves(devices):
         return None
     if not any(device.type == GPU_TYPE for device in devices):
@@ -232,7 +232,7 @@ def _has_code_for(gpu: int) -> bool:
 
 
 @cache
-def _cuda_room_works() -> bool:
+def _cuda_backend_works() -> bool:
     """Whether the core sees the GPUs that torch sees; if not, torch's own copies and adds serve them.
 
     Torch calls AMD's GPUs ``cuda`` too; the core's CUDA and NCCL are not for these.
@@ -240,7 +240,7 @@ def _cuda_room_works() -> bool:
     if torch.version.hip is not None or torch.version.cuda is None or not torch.cuda.is_available():
         return False
     ours, theirs = _core.cuda_device_count(), torch.cuda.device_count()
-    built = any(name == "cuda" and there for name, there, _ in _core.rooms())
+    built = any(name == "cuda" and there for name, there, _ in _core.backends())
     if built and ours != theirs:
         warn_caller(
             f"torch sees {theirs} GPUs and mgpu_core's CUDA runtime {ours}: they are served by torch's copies and adds."

@@ -62,7 +62,7 @@ def outlook(facts: Facts) -> str:
         return f"No GPU is visible: DataParallel(net) runs on the CPU. {ranks}"
     places = f"{len(devices)} ranks, {devices[0]} to {devices[-1]}" if devices[1:] else f"{devices[0]} alone"
     is_served = facts.torch.hip is None and facts.core.has_cuda and facts.core.cuda_device_count > 0
-    return f"DataParallel(net) runs on {places}{'' if is_served else ', through the generic room'}."
+    return f"DataParallel(net) runs on {places}{'' if is_served else ', through the torch backend'}."
 
 
 _TWO_RANKS = f'{RANKS}=2 makes it two CPU ranks, and so does device_ids=["cpu", "cpu"].'
@@ -107,7 +107,7 @@ def _old_driver(facts: Facts) -> Notice | None:
     core = facts.core
     if not facts.seen.devices or not core.has_cuda or core.cuda_device_count:
         return None
-    message = f"torch sees {len(facts.seen.devices)} GPU(s), the core none, so the generic room is used: "
+    message = f"torch sees {len(facts.seen.devices)} GPU(s), the core none, so the torch backend is used: "
     message += f"the core is built with CUDA {version_text(core.cuda_runtime)}, "
     if core.cuda_driver // 1000 < core.cuda_runtime // 1000:
         message += f"the driver knows no more than {version_text(core.cuda_driver)}."
@@ -121,10 +121,10 @@ def _amd(facts: Facts) -> Notice | None:
     return Notice("hint", message, "mgpu_core's CUDA kernels and NCCL are for NVIDIA GPUs alone.")
 
 
-def _no_cuda_room(facts: Facts) -> Notice | None:
-    if not facts.seen.devices or not facts.core.rooms or facts.core.has_cuda:
+def _no_cuda_backend(facts: Facts) -> Notice | None:
+    if not facts.seen.devices or not facts.core.backends or facts.core.has_cuda:
         return None
-    message = "mgpu_core is built without CUDA: the GPUs are used through the generic room, which is slower."
+    message = "mgpu_core is built without CUDA: the GPUs are used through the torch backend, which is slower."
     return Notice("warning", message, "Build again with MGPU_CUDA=on, which says what is missing.")
 
 
@@ -213,7 +213,7 @@ _NVIDIA_CHECKS = (
     _blind_torch,
     _other_count,
     _old_driver,
-    _no_cuda_room,
+    _no_cuda_backend,
     _nccl,
     _no_nvml,
     _peers,

@@ -20,7 +20,7 @@ from mgpu_core.device.nvml import NvmlReading, read_physical_devices
 from mgpu_core.device.peers import PeerVerdict, kept_verdicts, prove_peers
 from mgpu_core.device.visibility_notices import ORDER, VARIABLE, Notice
 from mgpu_core.doctor.checks import Facts, notices, outlook
-from mgpu_core.doctor.report import Core, Cpu, Defaults, Python, Report, Room, Torch
+from mgpu_core.doctor.report import Backend, Core, Cpu, Defaults, Python, Report, Torch
 
 T = TypeVar("T")
 
@@ -120,7 +120,7 @@ def _core() -> Core:
     from mgpu_core import _core as core
 
     return Core(
-        rooms=tuple(Room(*room) for room in core.rooms()),
+        backends=tuple(Backend(*backend) for backend in core.backends()),
         cuda_runtime=core.cuda_runtime_version(),
         cuda_driver=core.cuda_driver_version(),
         cuda_device_count=core.cuda_device_count(),

@@ -38,7 +38,7 @@ class Defaults:
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class Backend:
     """A backend of the core; `detail` says what it is, or why it is missing."""
 
     name: str
@@ -50,15 +50,15 @@ class Room:
 class Core:
     """The compiled core; CUDA versions as CUDA writes them (13000 is 13.0), 0 where there is none."""
 
-    rooms: tuple[Room, ...] = ()
+    backends: tuple[Backend, ...] = ()
     cuda_runtime: int = 0
     cuda_driver: int = 0
     cuda_device_count: int = 0
 
     @property
     def has_cuda(self) -> bool:
-        """Was this build made with the CUDA room?"""
-        return any(room.name == "cuda" and room.built for room in self.rooms)
+        """Was this build made with the CUDA backend?"""
+        return any(backend.name == "cuda" and backend.built for backend in self.backends)
 
 
 @dataclass(frozen=True, slots=True)

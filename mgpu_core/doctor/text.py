@@ -24,7 +24,7 @@ def render(report: Report) -> str:
     """The whole report, ending with a newline."""
     sections = [
         ("Versions", _versions(report)),
-        ("Rooms of the core", _rooms(report)),
+        ("Backends of the core", _backends(report)),
         ("Devices", _devices(report)),
         *([("GPU to GPU, GB/s as a kernel writes", _peers(report.peers))] if report.peers is not None else []),
         *([("all_reduce, auto", _all_reduce(report.all_reduce))] if report.all_reduce else []),
@@ -75,8 +75,10 @@ def _nccl(nccl: NcclLibrary | None) -> list[str]:
     )
 
 
-def _rooms(report: Report) -> list[str]:
-    told = {room.name: f"{'built' if room.built else 'missing'}: {room.detail}" for room in report.core.rooms}
+def _backends(report: Report) -> list[str]:
+    told = {
+        backend.name: f"{'built' if backend.built else 'missing'}: {backend.detail}" for backend in report.core.backends
+    }
     lines = [line for name, text in told.items() for line in _field(name, text)]
     return lines or ["  not known: the compiled core could not be asked"]
 

@@ -1,4 +1,4 @@
-"""The road's steps under their names in other people's profilers: ``torch.profiler``, and NVTX for Nsight."""
+"""Name the steps of a forward and backward pass in profilers: ``torch.profiler``, and NVTX for Nsight."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def name_in_profilers(name: str) -> AbstractContextManager[object]:
 
 
 def labels() -> AbstractContextManager[None]:
-    """Meanwhile every step of the road has a name in profilers: ``mgpu forward rank 1``.
+    """Name every step of the passes inside in profilers: ``mgpu forward rank 1``.
 
     For a profiler that is already there, such as Nsight Systems; :func:`profile` starts torch's.  A recording by
     :func:`mgpu_core.explain` does the same.
@@ -48,7 +48,7 @@ def profile(*, experimental: Mapping[str, Any] | None = None, **options: Any) ->
     """``torch.profiler.profile`` that sees the ranks.
 
     The ranks' threads live on from step to step, and torch's profiler does not look into threads that are older than
-    itself; here it is told to (``profile_all_threads``).  The steps of the road have names, as under :func:`labels`.
+    itself; here it is told to (``profile_all_threads``).  The steps have names, as under :func:`labels`.
 
     Args:
         experimental: more settings of torch's ``_ExperimentalConfig``.

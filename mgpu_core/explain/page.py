@@ -37,7 +37,7 @@ def page_of(story: Story) -> str:
         ValueError: nothing was recorded; or what is left of one step is too large still.
     """
     if not story.steps:
-        raise ValueError("nothing was recorded: the page needs at least one step of the road inside the block")
+        raise ValueError("nothing was recorded: the page needs at least one forward pass or step inside the block")
     data = page_data(story)
     sizes = [_nbytes(step) for step in data["steps"]]
     room = MOST_NBYTES - len(_filled({**data, "left_out": len(sizes), "steps": []}).encode())

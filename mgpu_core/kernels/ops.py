@@ -1,7 +1,7 @@
-"""The public kernel functions: they check, allocate, and call the kernel of the room where the tensors are.
+"""The public kernel functions: they check, allocate, and call the kernel of the backend where the tensors are.
 
 Arguments are torch tensors, or arrays of cupy, numba and numpy over whose memory a tensor can be made.  Work on a GPU
-is put on the device's current stream; a device that the core has no room for is served by plain torch.
+is put on the device's current stream; a device that the core has no backend for is served by plain torch.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ class Config:
         if not 0 <= self.seed < SEED_LIMIT:
             raise ValueError(f"seed: wanted a number from 0 to {SEED_LIMIT - 1}, got {self.seed}")
         if self.explain is not None and self.engine == "plain":
-            raise ValueError("explain: the plain engine has one device and no road to show")
+            raise ValueError("explain: the plain engine has one device, and nothing moves that could be shown")
         if self.plot is not None and self.plot.suffix.lower() != ".png":
             raise ValueError(f"plot: wanted a name that ends in .png, got {self.plot}")
         self._check_shares()

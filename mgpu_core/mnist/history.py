@@ -1,4 +1,4 @@
-"""What a training leaves in memory: one record per epoch, the trained network, and what the road of several ranks
+"""What a training leaves in memory: one record per epoch, the trained network, and what the code for several ranks
 moved.
 
 Losses are kept for every step, because that is what two engines are compared by; they are read from the device once

@@ -1,4 +1,4 @@
-"""The road, one step a file: scatter, replicate, apply, gather, and reduce."""
+"""The forward pass, one step a file: scatter, replicate, apply, gather, and reduce."""
 
 from mgpu_core.parallel.apply import parallel_apply
 from mgpu_core.parallel.gather import gather

@@ -1,7 +1,7 @@
 """Find out whether a loss couples rows: whether the ranks' losses add up to the loss of all rows.
 
 InfoNCE, a Dice loss or an advantage that is normalised inside the loss compare rows with each other.  Computed per rank
-they are another loss than on one device, which no weights can mend: ``loss_on="gathered"`` computes them once.
+they are another loss than on one device, which no weights can correct: ``loss_on="gathered"`` computes them once.
 """
 
 from __future__ import annotations

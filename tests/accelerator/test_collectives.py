@@ -1,4 +1,4 @@
-"""``mgpu_core.comm`` on the generic room: fake devices, several ranks on one, and teams with the CPU among them."""
+"""``mgpu_core.comm`` on the torch backend: fake devices, several ranks on one, and teams with the CPU among them."""
 
 import pytest
 import torch

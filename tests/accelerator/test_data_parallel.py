@@ -52,7 +52,7 @@ def test_training_equals_one_device(team, rows):
 
 
 @several
-def test_every_step_goes_through_the_generic_room(team):
+def test_every_step_goes_through_the_torch_backend(team):
     net = whole(nn.Linear(2, 3)).to(team[0])
     wrapper = DataParallel(net, team)
     x = numbers(16, 2, device=team[0])

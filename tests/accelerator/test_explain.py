@@ -1,4 +1,4 @@
-"""A story of fake devices: whose bytes went where, by the generic room and by the core's cuda room."""
+"""A story of fake devices: whose bytes went where, by the torch backend and by the core's cuda backend."""
 
 import os
 

@@ -10,7 +10,7 @@ from torch.optim import SGD
 
 from mgpu_core import TrainStep, _core, comm, kernels
 
-pytestmark = pytest.mark.skipif(not accelerator.by_the_cuda_room(), reason="needs the core on the fake CUDA runtime")
+pytestmark = pytest.mark.skipif(not accelerator.by_the_cuda_backend(), reason="needs the core on the fake CUDA runtime")
 
 
 def looks():

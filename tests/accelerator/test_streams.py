@@ -23,7 +23,7 @@ def gpus(monkeypatch):
     """The fakes are GPUs, but no backend of the core serves them, unless it does anyway."""
     if streams.GPU_TYPE != "fake":
         monkeypatch.setattr(streams, "GPU_TYPE", "fake")
-        monkeypatch.setattr(streams, "_cuda_room_works", lambda: False)
+        monkeypatch.setattr(streams, "_cuda_backend_works", lambda: False)
         monkeypatch.setattr(streams, "_side_streams", {})
         monkeypatch.setattr(streams, "_reducing_streams", {})
     device_module.built.take_waits()

@@ -22,12 +22,12 @@ def test_scatter_and_gather(ranks):
     x = torch.randn(8, 2, dtype=torch.float64, requires_grad=True)
     counts = [count for _, count in _core.chunk_plan(8, ranks)]
 
-    def road(x):
+    def there_and_back(x):
         parts = autograd.scatter(x, team_of(ranks), counts, 0)
         return autograd.gather([part**3 for part in parts], torch.device("cpu"), 0)
 
-    assert torch.autograd.gradcheck(road, x)
-    assert torch.autograd.gradgradcheck(road, x)
+    assert torch.autograd.gradcheck(there_and_back, x)
+    assert torch.autograd.gradgradcheck(there_and_back, x)
 
 
 @pytest.mark.parametrize("ranks", RANKS)
@@ -35,13 +35,13 @@ def test_broadcast_and_reduce(ranks):
     a = torch.randn(3, dtype=torch.float64, requires_grad=True)
     b = torch.randn(2, 2, dtype=torch.complex128, requires_grad=True)
 
-    def road(a, b):
+    def there_and_back(a, b):
         copies = autograd.broadcast_buckets(team_of(ranks), [a, b])
         terms = [(rank + 1) * (x**3).sum() * (y.abs() ** 2).sum() for rank, (x, y) in enumerate(copies)]
         return autograd.reduce_tensors([[term] for term in terms], torch.device("cpu"))[0]
 
-    assert torch.autograd.gradcheck(road, (a, b))
-    assert torch.autograd.gradgradcheck(road, (a, b))
+    assert torch.autograd.gradcheck(there_and_back, (a, b))
+    assert torch.autograd.gradgradcheck(there_and_back, (a, b))
 
 
 def test_what_no_rank_used_gets_no_gradient():

@@ -1,6 +1,6 @@
-"""One suite for every room: small whole numbers, whose sums are exact in every dtype, on 1, 2, 3 and 8 ranks.
+"""One suite for every backend: small whole numbers, whose sums are exact in every dtype, on 1, 2, 3 and 8 ranks.
 
-The core's cpu room and the generic room stand behind the same functions; the generic one is reached by closing the
+The core's cpu backend and the torch backend stand behind the same functions; the generic one is reached by closing the
 gate to the core, or with tensors of the fake accelerator.
 """
 
@@ -21,11 +21,11 @@ COUNTS = [0, 1, 5, 127, 4097]
 POISON = 99
 
 
-ROOMS = ["generic"] if accelerator.is_wanted() and not accelerator.by_the_cuda_room() else ["core", "generic"]
+BACKENDS = ["generic"] if accelerator.is_wanted() and not accelerator.by_the_cuda_backend() else ["core", "generic"]
 
 
-@pytest.fixture(params=ROOMS)
-def room(request, monkeypatch):
+@pytest.fixture(params=BACKENDS)
+def backend(request, monkeypatch):
     if request.param == "generic":
         monkeypatch.setattr(backends, "root_and_ranks", lambda root, ranks: None)
         monkeypatch.setattr(backends, "core_streams", lambda devices: None)
@@ -60,7 +60,7 @@ def expected(parts, op):
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("op", OPS)
-def test_all_reduce(room, ranks, dtype, op):
+def test_all_reduce(backend, ranks, dtype, op):
     for algorithm in ALGORITHMS:
         for count in COUNTS:
             parts = inputs(ranks, count, dtype)
@@ -73,7 +73,7 @@ def test_all_reduce(room, ranks, dtype, op):
                 assert torch.equal(part, parts[0])
 
 
-@pytest.mark.skipif(accelerator.is_wanted(), reason="the generic room has one algorithm, whatever is asked")
+@pytest.mark.skipif(accelerator.is_wanted(), reason="the torch backend has one algorithm, whatever is asked")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int16])
 def test_nccl_does_not_work_in_host_memory(dtype):
     parts = inputs(2, 5, dtype)
@@ -84,7 +84,7 @@ def test_nccl_does_not_work_in_host_memory(dtype):
 
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
-def test_all_reduce_of_complex_numbers(room, ranks, dtype):
+def test_all_reduce_of_complex_numbers(backend, ranks, dtype):
     parts = [torch.complex(torch.arange(5.0), torch.full((5,), float(rank))).to(dtype) for rank in range(ranks)]
     wanted = sum(part.clone() for part in parts)
     comm.all_reduce(parts)
@@ -101,7 +101,7 @@ def test_dtypes_that_torch_adds(dtype):
     assert all(torch.equal(part, wanted) for part in parts)
 
 
-def test_half_precision_is_rounded_once(room):
+def test_half_precision_is_rounded_once(backend):
     # 2048 + 1 + 1 in float16: each single addition is lost, the sum in float32 is not.
     parts = [torch.tensor([2048.0], dtype=torch.float16), *(torch.ones(1, dtype=torch.float16) for _ in range(2))]
     assert comm.reduce_add(parts).item() == 2050
@@ -138,7 +138,7 @@ def test_ring_order():
 
 
 @pytest.mark.parametrize("ranks", RANKS)
-def test_broadcast(room, ranks):
+def test_broadcast(backend, ranks):
     for dtype in [*DTYPES, torch.bool, torch.complex64, torch.float8_e4m3fn]:
         source = (torch.arange(24) % 2).reshape(2, 3, 4).to(dtype)
         copies = comm.broadcast(source, cpu(ranks))
@@ -148,7 +148,7 @@ def test_broadcast(room, ranks):
             assert torch.equal(copies[rank].view(torch.uint8), source.view(torch.uint8))
 
 
-def test_broadcast_into(room):
+def test_broadcast_into(backend):
     source = torch.arange(5)
     outs = [torch.full((5,), POISON) for _ in range(3)]
     assert comm.broadcast(source, out=outs) == tuple(outs)
@@ -156,7 +156,7 @@ def test_broadcast_into(room):
 
 
 @pytest.mark.parametrize("ranks", RANKS)
-def test_broadcast_coalesced(room, ranks):
+def test_broadcast_coalesced(backend, ranks):
     tensors = [torch.arange(3.0), torch.arange(4), torch.zeros(0), torch.arange(6.0).reshape(2, 3).t()]
     for limit in (1, 16, 10**6):
         copies = comm.broadcast_coalesced(tensors, cpu(ranks), limit)
@@ -167,7 +167,7 @@ def test_broadcast_coalesced(room, ranks):
 
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_reduce_add(room, ranks, dtype):
+def test_reduce_add(backend, ranks, dtype):
     parts = inputs(ranks, 33, dtype)
     kept = [part.clone() for part in parts]
     total = comm.reduce_add(parts)
@@ -176,7 +176,7 @@ def test_reduce_add(room, ranks, dtype):
     assert total.data_ptr() not in [part.data_ptr() for part in parts]
 
 
-def test_reduce_add_coalesced(room):
+def test_reduce_add_coalesced(backend):
     rows = [[torch.full((2, 3), 1.0 + rank), torch.full((5,), rank), torch.zeros(0)] for rank in range(3)]
     totals = comm.reduce_add_coalesced(rows)
     assert torch.equal(totals[0], torch.full((2, 3), 6.0))
@@ -194,7 +194,7 @@ def test_reduce_add_of_sparse_tensors():
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("dim", [0, 1, 2, -1])
 @pytest.mark.parametrize("rows", [0, 1, 7, 9, 64])
-def test_scatter_and_gather(room, ranks, dim, rows):
+def test_scatter_and_gather(backend, ranks, dim, rows):
     shape = [2, 3, 4]
     shape[dim] = rows
     whole = torch.arange(2 * 3 * 4 * rows // [2, 3, 4][dim]).reshape(shape).contiguous()
@@ -219,7 +219,7 @@ def test_tensors_that_are_not_dense(dim):
 
 
 @pytest.mark.parametrize("dim", [0, 1, 2, 3])
-def test_channels_last_stays_channels_last(room, dim):
+def test_channels_last_stays_channels_last(backend, dim):
     whole = torch.arange(5 * 6 * 7 * 4.0).reshape(5, 6, 7, 4).to(memory_format=torch.channels_last)
     parts = comm.scatter(whole, cpu(3), dim=dim)
     assert all(part.is_contiguous(memory_format=torch.channels_last) for part in parts)
@@ -228,7 +228,7 @@ def test_channels_last_stays_channels_last(room, dim):
     assert again.stride() == whole.stride()
 
 
-def test_scatter_sizes_and_out(room):
+def test_scatter_sizes_and_out(backend):
     whole = torch.arange(10)
     assert [part.tolist() for part in comm.scatter(whole, cpu(3), [5, 0, 5])] == [
         [0, 1, 2, 3, 4],
@@ -244,7 +244,7 @@ def test_scatter_sizes_and_out(room):
 
 
 @pytest.mark.parametrize("ranks", RANKS)
-def test_all_gather(room, ranks):
+def test_all_gather(backend, ranks):
     parts = [torch.arange(2 * (rank + 1)).reshape(rank + 1, 2) for rank in range(ranks)]
     wanted = torch.cat(parts)
     wholes = comm.all_gather(parts)
@@ -254,7 +254,7 @@ def test_all_gather(room, ranks):
 
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("op", OPS)
-def test_reduce_scatter(room, ranks, op):
+def test_reduce_scatter(backend, ranks, op):
     parts = [part.reshape(-1, 3) for part in inputs(ranks, ranks * 2 * 3, torch.float32)]
     wanted = expected(parts, op).split(2)
     outs = comm.reduce_scatter(parts, op)

@@ -1,5 +1,5 @@
-// One suite per door, for every room: what door 2 and the transfers promise, in whole numbers, with order checked by
-// poison (worlds.h).
+// One suite per interface, for every backend: what collectives and transfers promise, in whole numbers, with order
+// checked by poison (worlds.h).
 #pragma once
 
 #include <numeric>

@@ -1,4 +1,4 @@
-// The cuda room on the fake runtime as a world of the conformance suites: one rank per entry of a list of devices.
+// The cuda backend on the fake runtime as a world of the conformance suites: one rank per entry of a list of devices.
 #pragma once
 
 #include "backends/cuda/cuda.h"

@@ -1,9 +1,9 @@
 // Every collective and transfer of ranks in host memory, on 1, 2, 3 and 8 of them; small, and large enough to be shared
 // by threads; and what the checks refuse.
+#include "backends.h"
 #include "conformance.h"
 #include "core/checks.h"
 #include "core/error.h"
-#include "rooms.h"
 
 using namespace mgpu;
 
@@ -34,7 +34,7 @@ static void refusals() {
   CHECK_THROWS(InvalidArgument, "at least one rank", (check_reduce({{{}, good[0]}}), 0));
 }
 
-static void streams_are_of_one_room() {
+static void streams_are_of_one_backend() {
   CHECK_THROWS(InvalidArgument, "at least one rank", (collectives_of({}), 0));
   CHECK_THROWS(InvalidArgument, "streams are of both", (collectives_of({Stream{}, Stream{0, nullptr}}), 0));
   Numbers memory(1, std::vector<int32_t>(5));
@@ -54,6 +54,6 @@ int main() {
   }
   conformance::there_and_back(*std::make_unique<HostWorld>(3), 2, {1000, 1001, 999}, 128, 0);
   refusals();
-  streams_are_of_one_room();
+  streams_are_of_one_backend();
   return passed();
 }

@@ -1,4 +1,4 @@
-// Pinned memory of the cuda room on the fake runtime: how much of it there is, whose it is, and what happens in
+// Pinned memory of the cuda backend on the fake runtime: how much of it there is, whose it is, and what happens in
 // captures and when there is none left.
 #include "backends/cuda/memory.h"
 

@@ -1,5 +1,5 @@
-// Every collective of the nccl room over the fake libnccl: all dtypes and ops with small whole numbers that are exact,
-// ranks on devices of their own and sharing some, in place and out of place; teams in one process and in parts.
+// Every collective of the nccl backend over the fake libnccl: all dtypes and ops with small whole numbers that are
+// exact, ranks on devices of their own and sharing some, in place and out of place; teams in one process and in parts.
 #include <algorithm>
 #include <thread>
 

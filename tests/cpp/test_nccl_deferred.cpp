@@ -1,5 +1,5 @@
-// The nccl room on the deferred device, whose streams are as late as they may be: each collective waits for its ranks'
-// streams, and theirs for it, or somebody reads poison.
+// The nccl backend on the deferred device, whose streams are as late as they may be: each collective waits for its
+// ranks' streams, and theirs for it, or somebody reads poison.
 #include "backends/nccl/nccl.h"
 #include "conformance.h"
 #include "fakes/nccl/fake_nccl.h"
@@ -18,7 +18,7 @@ static mgpu::nccl::Limits unwatched() {
   return limits;
 }
 
-// A room like any other, for the suite.
+// A backend like any other, for the suite.
 class NcclDeferredWorld final : public World {
  public:
   NcclDeferredWorld(uint64_t seed, const std::vector<int>& devices) : inner_(seed, devices, false) {

@@ -1,7 +1,7 @@
 // What the transfers refuse; what they do is in conformance.h.
+#include "backends.h"
 #include "check.h"
 #include "core/error.h"
-#include "rooms.h"
 
 using namespace mgpu;
 

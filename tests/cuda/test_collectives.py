@@ -1,4 +1,4 @@
-"""The collectives and transfers of ranks on one GPU: each algorithm, by the cuda room and not by torch's copies."""
+"""The collectives and transfers of ranks on one GPU: each algorithm, by the cuda backend and not by torch's copies."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ COUNTS = [1, 5, 4097]
 
 
 @pytest.fixture(autouse=True)
-def by_the_cuda_room(gpu):
+def by_the_cuda_backend(gpu):
     _core.reset_counters()
     yield
     assert "generic" not in {algorithm for _, algorithm, _ in _core.counters()}

@@ -11,7 +11,7 @@ from mgpu_core.comm import tuning
 from mgpu_core.device import cache, peers
 from mgpu_core.device.peers import PeerVerdict
 from mgpu_core.doctor import examination, render
-from mgpu_core.doctor.report import Core, Room
+from mgpu_core.doctor.report import Backend, Core
 
 CHILD = """
 import json, os, sys, time
@@ -207,8 +207,8 @@ def test_one_device_asks_nobody(machine):
 
 def with_gpus(monkeypatch, count):
     monkeypatch.setattr(tuning, "machine_key", lambda devices: {"gpus": len(devices)})
-    rooms = (Room("cpu", True, "2 threads"), Room("cuda", True, "CUDA runtime 13.0"))
-    monkeypatch.setattr(examination, "_core", lambda: Core(rooms, 13000, 13000, count))
+    backends = (Backend("cpu", True, "2 threads"), Backend("cuda", True, "CUDA runtime 13.0"))
+    monkeypatch.setattr(examination, "_core", lambda: Core(backends, 13000, 13000, count))
 
 
 def test_doctor_shows_the_matrix(machine, monkeypatch, capsys):

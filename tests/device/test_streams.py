@@ -1,4 +1,4 @@
-"""Which streams the core is told, and when it has no room for a device."""
+"""Which streams the core is told, and when it has no backend for a device."""
 
 import threading
 import warnings
@@ -13,10 +13,10 @@ GPU = torch.device("cuda", 0)
 
 @pytest.fixture(autouse=True)
 def forget():
-    for known in (streams._cuda_room_works, streams._has_code_for):
+    for known in (streams._cuda_backend_works, streams._has_code_for):
         known.cache_clear()
     yield
-    for known in (streams._cuda_room_works, streams._has_code_for):
+    for known in (streams._cuda_backend_works, streams._has_code_for):
         known.cache_clear()
 
 
@@ -26,7 +26,7 @@ def with_torch(monkeypatch, *, torch_sees, core_sees, built=True, cuda="13.0", h
     monkeypatch.setattr(torch.cuda, "is_available", lambda: torch_sees > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: torch_sees)
     monkeypatch.setattr(streams._core, "cuda_device_count", lambda: core_sees)
-    monkeypatch.setattr(streams._core, "rooms", lambda: [("cuda", built, "")])
+    monkeypatch.setattr(streams._core, "backends", lambda: [("cuda", built, "")])
     monkeypatch.setattr(streams._core, "cuda_has_code_for", lambda gpu: gpu not in without_code)
     monkeypatch.setattr(streams, "settle_peers", lambda devices: None)
 
@@ -51,7 +51,7 @@ def test_gpus(monkeypatch):
     assert asked == [[0, 1]]
 
 
-def test_mixed_teams_and_other_devices_have_no_room(monkeypatch):
+def test_mixed_teams_and_other_devices_have_no_backend(monkeypatch):
     with_torch(monkeypatch, torch_sees=2, core_sees=2)
     assert streams.core_streams([GPU, torch.device("cpu")]) is None
     assert streams.core_streams([torch.device("meta")]) is None
@@ -68,7 +68,7 @@ def test_a_driver_too_old_for_this_build_is_said_once(monkeypatch):
 
 
 @pytest.mark.parametrize("machine", [{"built": False}, {"cuda": None}, {"torch_sees": 0}])
-def test_no_room_is_silent(monkeypatch, machine):
+def test_no_missing_backend_is_silent(monkeypatch, machine):
     with_torch(monkeypatch, **{"torch_sees": 2, "core_sees": 2, **machine})
     with warnings.catch_warnings():
         warnings.simplefilter("error")

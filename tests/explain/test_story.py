@@ -253,7 +253,7 @@ def test_the_trace_has_a_track_per_rank(tmp_path):
     forwards = [each for each in events if each["name"] == "forward"]
     assert sorted(names[each["pid"], each["tid"]] for each in forwards) == ["rank 0", "rank 1", "rank 2"]
     copies = [each for each in events if each["name"] == "copy" and names[each["pid"], each["tid"]] == "host"]
-    # 3 of the rows, 2 x 4 parameters, 3 outputs; the rows of a gradient that is one number have a road of their own
+    # 3 of the rows, 2 x 4 parameters, 3 outputs; the rows of a gradient that is one number travel by themselves
     assert len(copies) >= 3 + 8 + 3
     assert all(each["ts"] >= 0 and each.get("dur", 0) >= 0 for each in events if each["ph"] != "M")
 

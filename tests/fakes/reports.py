@@ -30,7 +30,9 @@ def assert_same_facts(report: Report) -> None:
     said = [facts["mgpu_core"], facts["python"]["version"], facts["torch"]["version"], facts["outlook"]]
     said += [facts["driver"] or "none found", *(value for notice in facts["notices"] for value in notice.values())]
     said += [
-        f"{room['name']} {'built' if room['built'] else 'missing'}: {room['detail']}" for room in facts["core"]["rooms"]
+        f"{each['name']} {'built' if each['built'] else 'missing'}: {each['detail']}"
+        for each in facts["core"]["backends"]
+        for backend in facts["core"]["backends"]
     ]
     said += [f"{name}={value}" for name, value in facts["environment"].items()]
     said += [facts["nccl"]["path"], facts["nccl"]["version"] or facts["nccl"]["problem"]] if facts["nccl"] else []

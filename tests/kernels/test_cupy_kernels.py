@@ -34,16 +34,16 @@ CUPY = importlib.util.find_spec("cupy") is not None
 
 @cache
 def nvrtc():
-    """cupy's door to NVRTC, or why there is none."""
+    """cupy's NVRTC, or why there is none."""
     if not CUPY:
         return "cupy is not installed (extra: cuda13)"
-    from cupy.cuda import nvrtc as door
+    from cupy.cuda import nvrtc as found
 
     try:
-        door.getVersion()
+        found.getVersion()
     except Exception as error:  # cupy has no class of its own for a library that is not there
         return f"no libnvrtc: {error}"
-    return door
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -214,16 +214,16 @@ CHOICES += [("sgd", dtype) for dtype in DTYPES]
 
 @pytest.mark.parametrize("choice", CHOICES, ids=str)
 def test_it_compiles_to_machine_code(choice):
-    door = nvrtc()
-    if isinstance(door, str):
-        pytest.skip(door)
+    found = nvrtc()
+    if isinstance(found, str):
+        pytest.skip(found)
     name, *options = choice
-    program = door.createProgram(SOURCES[name], f"{name}.cu", (), ())
+    program = found.createProgram(SOURCES[name], f"{name}.cu", (), ())
     try:
-        door.compileProgram(program, ("-arch=sm_90", *compiler_options(*options)))
-    except door.NVRTCError:
-        pytest.fail(door.getProgramLog(program))
-    code = door.getCUBIN(program)
+        found.compileProgram(program, ("-arch=sm_90", *compiler_options(*options)))
+    except found.NVRTCError:
+        pytest.fail(found.getProgramLog(program))
+    code = found.getCUBIN(program)
     assert code.startswith(b"\x7fELF")
     assert name.encode() in code
 

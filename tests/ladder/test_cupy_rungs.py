@@ -50,33 +50,33 @@ def test_from_ptx(started_by, on_ptx, kernel, rung):
 
 @cache
 def nvrtc():
-    """cupy's door to NVRTC, or why there is none."""
+    """cupy's NVRTC, or why there is none."""
     if not CUPY:
         return "cupy is not installed (extra: cuda13)"
-    from cupy.cuda import nvrtc as door
+    from cupy.cuda import nvrtc as found
 
     try:
-        door.getVersion()
+        found.getVersion()
     except Exception as error:  # cupy has no class of its own for a library that is not there
         return f"no libnvrtc: {error}"
-    return door
+    return found
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_nvrtc_compiles_every_kernel_by_its_name(on_host, kernel):
-    door = nvrtc()
-    if isinstance(door, str):
-        pytest.skip(door)
-    program = door.createProgram(cupy_rungs.source(kernel), f"{kernel}.cu", (), ())
+    found = nvrtc()
+    if isinstance(found, str):
+        pytest.skip(found)
+    program = found.createProgram(cupy_rungs.source(kernel), f"{kernel}.cu", (), ())
     for name in on_host.names(kernel):
-        door.addNameExpression(program, name)
+        found.addNameExpression(program, name)
     try:
-        door.compileProgram(program, ("-arch=sm_90", *cupy_rungs.options()))
-    except door.NVRTCError:
-        pytest.fail(door.getProgramLog(program))
-    code = door.getCUBIN(program)
+        found.compileProgram(program, ("-arch=sm_90", *cupy_rungs.options()))
+    except found.NVRTCError:
+        pytest.fail(found.getProgramLog(program))
+    code = found.getCUBIN(program)
     assert code.startswith(b"\x7fELF")
-    assert all(door.getLoweredName(program, name).encode() in code for name in on_host.names(kernel))
+    assert all(found.getLoweredName(program, name).encode() in code for name in on_host.names(kernel))
 
 
 def test_without_cupy_it_says_so(monkeypatch):

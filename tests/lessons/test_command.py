@@ -1,4 +1,4 @@
-"""`mgpu lesson` beside its good road: wrong words, missing files, and what learners' files may do."""
+"""`mgpu lesson` apart from the usual way: wrong words, missing files, and what learners' files may do."""
 
 import functools
 import sys

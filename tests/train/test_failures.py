@@ -563,14 +563,14 @@ def test_ctrl_c_waits_for_the_end_of_the_update(monkeypatch):
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_ctrl_c_at_the_door_leaves_nobody_inside():
-    """At each line behind the door, as the interpreter may run the handler between any two."""
+def test_ctrl_c_at_the_guard_leaves_nobody_inside():
+    """At each line after the guard, as the interpreter may run the handler between any two."""
     net = Linear()
     step = TrainStep(net, mse, SGD(net.parameters(), lr=0.5), cpu(2))
     code = TrainStep.__call__.__wrapped__.__code__
     source, first = inspect.getsourcelines(code)
-    door = first + next(i for i, line in enumerate(source) if "with self._turn" in line)
-    lines = sorted({line for _, _, line in code.co_lines() if line and line > door})
+    guard = first + next(i for i, line in enumerate(source) if "with self._turn" in line)
+    lines = sorted({line for _, _, line in code.co_lines() if line and line > guard})
     assert len(lines) >= 4
     for at in lines:
 

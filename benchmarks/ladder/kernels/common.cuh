@@ -1,5 +1,5 @@
 // What all rungs use: which thread am I, elements widened and rounded, and arrays cut into vectors of 16 bytes.
-// nvcc reads this file for the CUDA C++ road and NVRTC for cupy's, so it includes nothing of the host.
+// nvcc reads this file for the CUDA C++ rungs and NVRTC for cupy's, so it includes nothing of the host.
 #pragma once
 
 #include <cuda_fp16.h>

@@ -1,4 +1,5 @@
-// The door of the cpu room: host memory, plain loops, our own threads.  It is the reference for every other room.
+// The interface of the cpu backend: host memory, plain loops, our own threads.  It is the reference for every other
+// backend.
 #pragma once
 
 #include "core/device_ops.h"

@@ -1,5 +1,5 @@
-// The arithmetic of the room.  The same source is compiled once per instruction set, each in a namespace and with flags
-// of its own, and the widest that the processor knows is taken when the program starts.  (The compiler's own
+// The arithmetic of the backend.  The same source is compiled once per instruction set, each in a namespace and with
+// flags of its own, and the widest that the processor knows is taken when the program starts.  (The compiler's own
 // target_clones would be shorter, but it splits vectors for the plain processor before it makes the clones: a minimum
 // took five times as long, a sum of f16 three times; measured.)
 #pragma once

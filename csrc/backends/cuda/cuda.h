@@ -1,4 +1,4 @@
-// The door of the cuda room.  In a build without CUDA (no_cuda.cpp) it is empty and says so.
+// The interface of the cuda backend.  In a build without CUDA (no_cuda.cpp) it is empty and says so.
 #pragma once
 
 #include <string>
@@ -25,7 +25,7 @@ bool has_code_for(int device);
 // managed.  A kernel that finds out itself ends all CUDA work of the process.
 void require_reachable(const void* pointer, Stream on, const char* what);
 
-// Throws BackendUnavailable where the room is not built.
+// Throws BackendUnavailable where the backend is not built.
 DeviceOps& device_ops();
 
 // Whether `device` may touch the memory of `peer`: itself, and those that were allowed.  Nobody is allowed before a

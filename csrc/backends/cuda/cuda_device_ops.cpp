@@ -1,5 +1,5 @@
-// Door 1 on GPUs.  Each call makes the stream's device current, launches, and returns at once.  Pointers are trusted:
-// to ask the driver about each would cost more than many a launch.
+// DeviceOps on GPUs.  Each call makes the stream's device current, launches, and returns at once.  Pointers are
+// trusted: to ask the driver about each would cost more than many a launch.
 #include "backends/cuda/cuda.h"
 #include "backends/cuda/guard.h"
 #include "backends/cuda/launch.h"

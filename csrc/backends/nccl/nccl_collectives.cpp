@@ -64,7 +64,7 @@ void NcclCollectives::divide(const Buffer& buffer, const Reduction& reduction, S
 void NcclCollectives::all_reduce(const Buffers& in, const Buffers& out, ReduceOp op, Algorithm algorithm,
                                  const Ranks& ranks) {
   if (algorithm != Algorithm::nccl && algorithm != Algorithm::automatic)
-    throw BackendUnavailable(std::string("the nccl room has no algorithm '") + name_of(algorithm) + "', only nccl");
+    throw BackendUnavailable(std::string("the nccl backend has no algorithm '") + name_of(algorithm) + "', only nccl");
   team_->check();
   const Places places = places_of(*team_, ranks);
   if (in[0].count == 0) return;

@@ -1,5 +1,5 @@
-// Door 2 by NCCL.  Each GPU has one communicator: what its ranks have is combined there first, in rank order, and what
-// comes back is copied to them.  Between the GPUs the order of the sum is NCCL's.
+// Collectives by NCCL.  Each GPU has one communicator: what its ranks have is combined there first, in rank order, and
+// what comes back is copied to them.  Between the GPUs the order of the sum is NCCL's.
 //
 // A team may have ranks in other processes: then the lists of a call have one entry per rank of this process, and the
 // others make the same call.

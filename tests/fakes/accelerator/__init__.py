@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from fakes.accelerator import device_module
 
-__all__ = ["TEAMS", "WANTED", "by_the_cuda_room", "fakes", "is_wanted", "register", "what_is_missing"]
+__all__ = ["TEAMS", "WANTED", "by_the_cuda_backend", "fakes", "is_wanted", "register", "what_is_missing"]
 
 WANTED = "MGPU_TEST_FAKE"
 
 _HERE = Path(__file__).parent
-_ROOM = _HERE.parents[2] / "build" / f"fake_accelerator-torch-{torch.__version__}"
+_FOLDER = _HERE.parents[2] / "build" / f"fake_accelerator-torch-{torch.__version__}"
 
 
 def is_wanted() -> bool:
@@ -29,8 +29,8 @@ def is_wanted() -> bool:
     return os.environ.get(WANTED) in ("1", "cuda")
 
 
-def by_the_cuda_room() -> bool:
-    """Whether the core's cuda room serves it, on the fake CUDA runtime; else the generic room does."""
+def by_the_cuda_backend() -> bool:
+    """Whether the core's cuda backend serves it, on the fake CUDA runtime; else the torch backend does."""
     return os.environ.get(WANTED) == "cuda"
 
 
@@ -65,14 +65,14 @@ def register() -> None:
 def _build() -> Any:
     from torch.utils import cpp_extension  # slow, says things about CUDA, and is for this process only
 
-    _ROOM.mkdir(parents=True, exist_ok=True)
-    with open(_ROOM / "in_use", "w") as file:
+    _FOLDER.mkdir(parents=True, exist_ok=True)
+    with open(_FOLDER / "in_use", "w") as file:
         # Unlike torch's own lock, a file that stays behind when its process is killed, this one ends with its holder.
         fcntl.flock(file, fcntl.LOCK_EX)
-        (_ROOM / "lock").unlink(missing_ok=True)
+        (_FOLDER / "lock").unlink(missing_ok=True)
         return cpp_extension.load(
             "mgpu_fake_accelerator",
             [str(_HERE / name) for name in ("devices.cpp", "kernels.cpp", "fallback.cpp")],
             extra_cflags=["-O1"],
-            build_directory=str(_ROOM),
+            build_directory=str(_FOLDER),
         )

@@ -1,4 +1,4 @@
-"""Tests of the road that hold on the CPU only, and why: they are skipped where the others run on the fake."""
+"""Tests that hold on the CPU only, and why: they are skipped where the others run on the fake."""
 
 _REASONS = {
     "says cpu, or the core's algorithms, in what it expects; tests/accelerator has its like": """

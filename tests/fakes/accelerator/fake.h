@@ -1,8 +1,8 @@
 // A fake accelerator: four devices of host memory behind torch's PrivateUse1.
 //
-// It is as strict as a real one where the road could go wrong without it.  Tensors know their device, and an operation
-// on two devices is an error; each device has a current stream and a random generator of its own; a copy to the host
-// that does not block leaves garbage there until somebody waits for the device.
+// It is as strict as a real one where the package could go wrong without it.  Tensors know their device, and an
+// operation on two devices is an error; each device has a current stream and a random generator of its own; a copy to
+// the host that does not block leaves garbage there until somebody waits for the device.
 //
 // devices.cpp is what torch asks of a device; kernels.cpp and fallback.cpp are what it asks of a tensor.  Here is what
 // they share.

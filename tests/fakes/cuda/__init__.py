@@ -1,6 +1,6 @@
-"""The core with its cuda room on the fake CUDA runtime, serving the fake accelerator's devices.
+"""The core with its cuda backend on the fake CUDA runtime, serving the fake accelerator's devices.
 
-So the whole road in Python runs through the cuda room, its kernels included, on a machine without a GPU: pointers,
+So all Python code runs through the cuda backend, its kernels included, on a machine without a GPU: pointers,
 counts, streams and devices go the way that a GPU's would.  Work is done at once: order is for the C++ tests to prove.
 With ``MGPU_TEST_PTX`` the kernels run from nvcc's PTX; without it, as the host's compiler made them.
 """
@@ -33,7 +33,7 @@ def take_the_cores_place() -> None:
 
 
 def serve(device_type: str) -> None:
-    """From now on the cuda room serves the devices of this type; all of them reach each other."""
+    """From now on the cuda backend serves the devices of this type; all of them reach each other."""
     import mgpu_core
     from mgpu_core import _core
     from mgpu_core.comm import backends, tuning
@@ -43,11 +43,11 @@ def serve(device_type: str) -> None:
     _core.cuda_allow_peers(list(permutations(range(DEVICES), 2)))
     streams.GPU_TYPE = device_type
     streams._handle = lambda device: 0
-    streams._cuda_room_works = streams._has_code_for = lambda *gpu: True
+    streams._cuda_backend_works = streams._has_code_for = lambda *gpu: True
     streams.settle_peers = lambda devices: None
     tuning.choose = lambda devices, nbytes, run: "direct"
     torch.cuda.is_current_stream_capturing = lambda: False
-    backends._NARROW_NBYTES = 0  # so that the small tensors of the tests take this road too
+    backends._NARROW_NBYTES = 0  # so that the small tensors of the tests take this way too
 
 
 def _build() -> Path:

@@ -37,11 +37,11 @@ struct Memory {
 
 struct Machine {
   Machine(int devices, uint64_t seed, bool peers)
-      : devices(devices), peers(peers), room(seed, mgpu::cpu::device_ops(), [](int, int) { return true; }) {
+      : devices(devices), peers(peers), deferred(seed, mgpu::cpu::device_ops(), [](int, int) { return true; }) {
     for (int device = 0; device < devices; ++device) defaults.push_back(new_stream(device));
   }
   cudaStream_t new_stream(int device) {
-    streams.push_back(std::make_unique<FakeStream>(FakeStream{device, room.new_stream(device)}));
+    streams.push_back(std::make_unique<FakeStream>(FakeStream{device, deferred.new_stream(device)}));
     return streams.back().get();
   }
 
@@ -50,7 +50,7 @@ struct Machine {
   bool at_once = false;
   bool count_only = false;
   bool maps_for_peers = true;
-  mgpu::fakes::DeferredDevice room;
+  mgpu::fakes::DeferredDevice deferred;
   std::vector<cudaStream_t> defaults;
   std::vector<std::unique_ptr<FakeStream>> streams;
   std::map<std::pair<int, int>, bool> enabled;
@@ -62,13 +62,13 @@ struct Machine {
   std::set<int> contexts;
 };
 
-// Those of before stay: the room keeps events and pinned memory for good.
+// Those of before stay: the backend keeps events and pinned memory for good.
 std::vector<std::unique_ptr<Machine>> machines;
 Machine* made = nullptr;
 std::map<const char*, Memory> memory_of_all;
 int64_t pinned = 0, peak_pinned = 0;
 void (*on_host_alloc)() = nullptr;
-std::recursive_mutex mutex;  // the room is used by many threads, and the deferred device is one thread's
+std::recursive_mutex mutex;  // the backend is used by many threads, and the deferred device is one thread's
 #define LOCKED() const std::lock_guard<std::recursive_mutex> locked(mutex)
 
 // A process that sets FAKE_CUDA_DEVICES has a machine from the start: its work is done at once, and memory that it does
@@ -125,11 +125,11 @@ FakeStream* stream_of(cudaStream_t stream) { return stream ? stream : machine()-
 cudaError_t submit(cudaStream_t stream, std::function<void()> work) {
   FakeStream* on = stream_of(stream);
   if (on->device != current()) return fail(cudaErrorInvalidResourceHandle);
-  machine()->room.submit(on->stream, [work = std::move(work)] {
+  machine()->deferred.submit(on->stream, [work = std::move(work)] {
     if (!machine()->count_only) work();
     return true;
   });
-  if (machine()->at_once) machine()->room.synchronize(on->stream);
+  if (machine()->at_once) machine()->deferred.synchronize(on->stream);
   return cudaSuccess;
 }
 
@@ -328,7 +328,7 @@ cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
   LOCKED();
   RETURN_IF_INJECTED();
   if (machine()->capturing) return fail(cudaErrorStreamCaptureUnsupported);
-  machine()->room.synchronize(stream_of(stream)->stream);
+  machine()->deferred.synchronize(stream_of(stream)->stream);
   return cudaSuccess;
 }
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
@@ -336,13 +336,13 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned
   RETURN_IF_INJECTED();
   if (machine()->capturing && !event->captured) return fail(cudaErrorStreamCaptureIsolation);
   if (!machine()->capturing && event->captured) return fail(cudaErrorCapturedEvent);
-  machine()->room.wait(stream_of(stream)->stream, event->event);
+  machine()->deferred.wait(stream_of(stream)->stream, event->event);
   return cudaSuccess;
 }
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
   LOCKED();
   RETURN_IF_INJECTED();
-  *event = new FakeEvent{current(), nullptr, false};  // the room keeps them for good
+  *event = new FakeEvent{current(), nullptr, false};  // the backend keeps them for good
   return cudaSuccess;
 }
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
@@ -350,7 +350,7 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
   RETURN_IF_INJECTED();
   FakeStream* on = stream_of(stream);
   if (on->device != event->device) return fail(cudaErrorInvalidResourceHandle);
-  event->event = machine()->room.record(on->stream);
+  event->event = machine()->deferred.record(on->stream);
   event->captured = machine()->capturing;
   return cudaSuccess;
 }
@@ -358,20 +358,20 @@ cudaError_t cudaEventQuery(cudaEvent_t event) {
   LOCKED();
   if (forbidden()) return fail(cudaErrorStreamCaptureUnsupported);
   if (event->captured) return fail(cudaErrorCapturedEvent);
-  return machine()->room.reached(event->event) ? cudaSuccess : fail(cudaErrorNotReady);
+  return machine()->deferred.reached(event->event) ? cudaSuccess : fail(cudaErrorNotReady);
 }
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {
   LOCKED();
   if (forbidden()) return fail(cudaErrorStreamCaptureUnsupported);
   if (event->captured) return fail(cudaErrorCapturedEvent);
   if (machine()->capturing) ++machine()->waits_in_captures;
-  machine()->room.wait({}, event->event);
+  machine()->deferred.wait({}, event->event);
   return cudaSuccess;
 }
 
 cudaError_t cudaMemcpy(void* to, const void* from, size_t nbytes, cudaMemcpyKind) {
   LOCKED();
-  machine()->room.synchronize(machine()->defaults[current()]->stream);
+  machine()->deferred.synchronize(machine()->defaults[current()]->stream);
   std::memcpy(to, from, nbytes);
   ptx::mark_written(to, nbytes);
   return cudaSuccess;
@@ -384,7 +384,7 @@ cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t nbytes, cudaMemcp
 cudaError_t cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t width,
                               size_t height, cudaMemcpyKind, cudaStream_t stream) {
   LOCKED();
-  // The real one stages ordinary memory and waits; the room never hands it any.
+  // The real one stages ordinary memory and waits; the backend never hands it any.
   if (!machine()->at_once && (!memory_at(to) || !memory_at(from))) std::abort();
   for (size_t row = 0; row < height; ++row) ptx::mark_written(static_cast<char*>(to) + row * to_pitch, width);
   return submit(stream, [=] {

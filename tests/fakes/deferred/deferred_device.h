@@ -1,4 +1,4 @@
-// A room of several devices in host memory whose streams are as late as they may be.
+// A backend of several devices in host memory whose streams are as late as they may be.
 //
 // What is put on a stream waits in a queue.  It runs only when somebody forces it: a synchronize, or a wait of another
 // stream that is forced itself; and then only up to the point that was asked for.  Between two steps the seed decides
@@ -29,7 +29,7 @@ class DeferredDevice final : public DeviceOps {
   ~DeferredDevice() override;
 
   Stream new_stream(int device);
-  // Poisoned memory of a device, which lives as long as the room.
+  // Poisoned memory of a device, which lives as long as the backend.
   void* allocate(int device, int64_t nbytes);
   // Any work of a test; `step` returns whether it is finished: if not, it is asked again later.
   void submit(Stream on, std::function<bool()> step);
@@ -60,7 +60,7 @@ class DeferredDevice final : public DeviceOps {
   struct Queue;
   struct Mark;
   struct Staged {
-    std::unique_ptr<char[]> memory;  // for as long as the room lives, so that a late reader finds poison
+    std::unique_ptr<char[]> memory;  // for as long as the backend lives, so that a late reader finds poison
     int64_t nbytes;
     bool alive;
   };

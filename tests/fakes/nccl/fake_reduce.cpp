@@ -85,7 +85,7 @@ T combine(T a, T b, int op) {
   if (op == 3) return a < b || a != a ? a : b;
   return add(a, b);
 }
-// An integer's average goes down here, so that a room that relied on NCCL for it would be found out.
+// An integer's average goes down here, so that a backend that relied on NCCL for it would be found out.
 template <class T>
 T averaged(T sum, size_t ranks) {
   if constexpr (std::is_integral_v<T>)

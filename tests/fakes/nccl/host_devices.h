@@ -97,7 +97,7 @@ class HostDevices final : public DeviceOps {
   void sum_ranks(const std::vector<SumRanks>& calls, Stream on) override {
     then(on, [calls] { host().sum_ranks(calls, {}); });
   }
-  // NCCL's room asks for nothing else.
+  // NCCL's backend asks for nothing else.
   void gather_rows(const GatherRows&, Stream) override { not_here(); }
   void pack(const Packing&, Stream) override { not_here(); }
   void unpack(const Packing&, Stream) override { not_here(); }

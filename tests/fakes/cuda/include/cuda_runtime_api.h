@@ -1,4 +1,4 @@
-// A CUDA runtime over host memory, for tests without a GPU: the part of the API that the cuda room uses, of the same
+// A CUDA runtime over host memory, for tests without a GPU: the part of the API that the cuda backend uses, of the same
 // names and meanings.  Devices are made by the tests; their streams are the deferred device's, so work runs as late and
 // in as odd an order as it may.  See fake_cuda.h for what only tests call, and fake_cuda.cpp for processes that are
 // to find GPUs without asking (FAKE_CUDA_DEVICES).

@@ -1,4 +1,4 @@
-#include "rooms.h"
+#include "backends.h"
 
 #include "backends/cpu/cpu.h"
 #include "backends/cuda/cuda.h"
@@ -12,46 +12,47 @@ namespace {
 
 // Nothing here is ever destroyed: a thread may still use it while the process ends.
 
-// Transfers between rooms copy on the host too.
+// Transfers between backends copy on the host too.
 DeviceOps& host_ops() {
   static auto* host = new WatchedOps(cpu::device_ops());
   return *host;
 }
 
-// What one room's memory needs: the three are made together, at first use.
-struct Doors {
-  Doors(DeviceOps& room, const Reach& reach) : ops(room), collectives(ops, reach), transfer(ops, host_ops(), reach) {}
+// What one backend's memory needs: the three are made together, at first use.
+struct Interfaces {
+  Interfaces(DeviceOps& backend, const Reach& reach)
+      : ops(backend), collectives(ops, reach), transfer(ops, host_ops(), reach) {}
   WatchedOps ops;
   PeerCollectives collectives;
   Transfer transfer;
 };
 
-Doors& doors_of(bool on_host) {
-  static auto* host = new Doors(cpu::device_ops(), [](int, int) { return true; });
+Interfaces& interfaces_of(bool on_host) {
+  static auto* host = new Interfaces(cpu::device_ops(), [](int, int) { return true; });
   if (on_host) return *host;
-  static auto* gpus = new Doors(cuda::device_ops(), cuda::reach);
+  static auto* gpus = new Interfaces(cuda::device_ops(), cuda::reach);
   return *gpus;
 }
 
-Doors& doors_of(const Streams& streams) {
+Interfaces& interfaces_of(const Streams& streams) {
   require(!streams.empty(), "a team has at least one rank");
   for (const Stream& stream : streams)
     require((stream.device == kHost) == (streams[0].device == kHost),
             "a team of this module is either host memory or GPUs: its streams are of both");
-  return doors_of(streams[0].device == kHost);
+  return interfaces_of(streams[0].device == kHost);
 }
 
 }  // namespace
 
-std::vector<Room> rooms() {
+std::vector<Backend> backends() {
   return {{"cpu", true, std::to_string(cpu::num_threads()) + " threads"},
           {"cuda", cuda::built(), cuda::detail()},
           {"nccl", nccl::built(), nccl::detail()}};
 }
 
-DeviceOps& device_ops_of(Stream on) { return doors_of(on.device == kHost).ops; }
-Collectives& collectives_of(const Streams& streams) { return doors_of(streams).collectives; }
-Transfer& transfer_of(const Streams& streams) { return doors_of(streams).transfer; }
+DeviceOps& device_ops_of(Stream on) { return interfaces_of(on.device == kHost).ops; }
+Collectives& collectives_of(const Streams& streams) { return interfaces_of(streams).collectives; }
+Transfer& transfer_of(const Streams& streams) { return interfaces_of(streams).transfer; }
 
 int host_threads() { return cpu::num_threads(); }
 void set_host_threads(int threads) { cpu::set_num_threads(threads); }

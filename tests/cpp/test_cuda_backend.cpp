@@ -1,4 +1,4 @@
-// The whole cuda room on the fake runtime: every collective and transfer through its own device operations, with 20
+// The whole cuda backend on the fake runtime: every collective and transfer through its own device operations, with 20
 // seeds, on devices that reach each other and on some that do not; and what happens when CUDA fails.
 #include "core/error.h"
 #include "cuda_world.h"

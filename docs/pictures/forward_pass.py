@@ -1,4 +1,4 @@
-"""Draws the picture of the road that the README shows: ``python docs/pictures/road.py`` writes road.svg beside it."""
+"""Draw the picture of a step in the README: ``python docs/pictures/forward_pass.py`` writes forward_pass.svg."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def picture() -> str:
     labels = ["rows of the batch", "parameters, copied", "forward, at once", "rows of the outputs"]
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" fill="#223">',
-        "<title>The road of one step: scatter, replicate, apply, gather, and back</title>",
+        "<title>One step: scatter, replicate, apply, gather, and back</title>",
         '<defs><marker id="head" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
         '<path d="M0 0L8 4L0 8z" fill="#334"/></marker></defs>',
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',

@@ -1,5 +1,5 @@
-// The one place that knows which rooms there are.  Whoever wants memory moved asks here for a door; which room it is of
-// says the stream: its device is the host or a GPU.
+// The registry: the only file that knows which backends there are.  It returns the interfaces of the backend that
+// serves a stream, whose device is the host or a GPU.
 #pragma once
 
 #include <string>
@@ -13,15 +13,15 @@
 
 namespace mgpu {
 
-struct Room {
+struct Backend {
   std::string name;
   bool built;
   std::string detail;  // what it is, or why it is missing
 };
 
-std::vector<Room> rooms();
+std::vector<Backend> backends();
 
-// They throw BackendUnavailable for a GPU's stream where the cuda room is not built, and InvalidArgument for a team
+// They throw BackendUnavailable for a GPU's stream where the cuda backend is not built, and InvalidArgument for a team
 // that mixes the host with GPUs.
 DeviceOps& device_ops_of(Stream on);
 Collectives& collectives_of(const Streams& streams);
@@ -31,7 +31,7 @@ Transfer& transfer_of(const Streams& streams);
 int host_threads();
 void set_host_threads(int threads);
 
-// What the cuda room sees; 0 where it is not built or finds nothing.  Versions as CUDA writes them: 13000 is 13.0.
+// What the cuda backend sees; 0 where it is not built or finds nothing.  Versions as CUDA writes them: 13000 is 13.0.
 int cuda_device_count();
 int cuda_runtime_version();
 int cuda_driver_version();

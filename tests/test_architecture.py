@@ -1,7 +1,7 @@
 """DESIGN's arrows point down: read from the sources, so that nobody has to remember them.
 
 Python: cli -> doctor, lessons, mnist -> advice -> explain -> data_parallel -> train -> parallel, optim -> comm ->
-kernels -> device -> module_tree -> nested, twin_hooks, record, errors, files, user_script -> recording,
+kernels -> device -> module_tree -> nested, replica_hooks, record, errors, files, user_script -> recording,
 nothing, caller, containers -> _core, entries, extras.
 C++: bindings -> backends.cpp -> backends/* -> core; backends do not know each other; only bindings knows pybind11.
 """
@@ -19,7 +19,7 @@ SOURCES = Path(__file__).parent.parent / "csrc"
 LAYERS = [
     {"_core", "entries", "extras"},
     {"recording", "nothing", "caller", "containers"},
-    {"record", "errors", "nested", "twin_hooks", "files", "user_script"},
+    {"record", "errors", "nested", "replica_hooks", "files", "user_script"},
     {"module_tree"},
     {"device"},
     {"kernels"},

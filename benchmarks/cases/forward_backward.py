@@ -82,7 +82,7 @@ def _rows(options: argparse.Namespace) -> Generator[Row]:
 
 
 def _modules(model: str, device: str, ranks: int, peers: list[str]) -> Mapping[str, nn.Module]:
-    """Each contestant's own twin of the network. More ranks than GPUs share them."""
+    """Each contestant's own copy of the network. More ranks than GPUs share them."""
     network = build_model(model).to(device)
     gpus = [rank % torch.cuda.device_count() for rank in range(ranks)] if device == "cuda" else []
     modules: dict[str, nn.Module] = {

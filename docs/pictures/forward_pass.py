@@ -39,7 +39,7 @@ def rank_row(rank: int) -> list[str]:
         box(140, y, 70, 40, COLOURS[rank]),
         arrow(214, middle, 298, middle),
         box(300, y, 110, 40, "#eef2f7"),
-        text(355, middle + 5, "twin 0, shared" if rank == 0 else f"twin {rank}"),
+        text(355, middle + 5, "replica 0, shared" if rank == 0 else f"replica {rank}"),
         arrow(412, middle, 478, middle),
         box(480, y, 110, 40, "#fff7e0"),
         text(535, middle + 5, f"worker {rank}"),
@@ -67,7 +67,10 @@ def picture() -> str:
     parts += [
         arrow(792, 330, 62, 330, dashed=True),
         text(
-            430, 352, "backward: gradients are scattered, run through each twin, and are added up bucket by bucket", 13
+            430,
+            352,
+            "backward: gradients are scattered, run through each replica, and are added up bucket by bucket",
+            13,
         ),
         text(430, 372, "(reduce) into the one module, whose optimizer you keep", 13),
         "</svg>",

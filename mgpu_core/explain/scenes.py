@@ -29,7 +29,7 @@ __all__ = ["MOST_ARROWS", "scenes_of"]
 
 MOST_ARROWS = 128  # in one scene; further ones are counted
 _BY_RANKS = {
-    "forward": "Each rank runs its twin of the module on its own rows, all at the same time.",
+    "forward": "Each rank runs its replica of the module on its own rows, all at the same time.",
     "loss": "Each rank takes the loss of its own rows.",
     "backward": "Each rank computes gradients for its own rows. Buckets are summed as soon as all ranks have them.",
 }

@@ -1,7 +1,7 @@
 """Three of the kernels again, as CUDA C++ in a string: compiled when they are first called, by CUDA's own NVRTC.
 
 For readers who want to change a kernel and run it a second later: change :mod:`mgpu_core.kernels.cupy_sources`.  The
-twins compute what :func:`mgpu_core.kernels.pack`, :func:`~mgpu_core.kernels.sum_ranks` and
+kernels compute what :func:`mgpu_core.kernels.pack`, :func:`~mgpu_core.kernels.sum_ranks` and
 :func:`~mgpu_core.kernels.sgd` compute, for float32 and float64 on a GPU.  Nothing else here uses them.
 
 Tables lie in the device's memory, where ours travel inside the launch's arguments: one more thing to send and to wait
@@ -133,5 +133,5 @@ def _gpu(*tensors: torch.Tensor) -> torch.device:
     """The GPU of all of them."""
     device = on_one_device(**{f"tensor {place}": tensor for place, tensor in enumerate(tensors)})
     if device.type != "cuda":
-        raise ValueError(f"the cupy twins need tensors of a GPU, not of {device}")
+        raise ValueError(f"the cupy kernels need tensors of a GPU, not of {device}")
     return device

@@ -166,7 +166,7 @@ def compiler_options(dtype: torch.dtype, target: torch.dtype | None = None, op: 
     target = target or dtype
     for each in (dtype, target):
         if each not in _NAMES:
-            raise TypeError(f"the cupy twins work on float32 and float64, not on {each}")
+            raise TypeError(f"the cupy kernels work on float32 and float64, not on {each}")
     wide = _NAMES[torch.float64 if torch.float64 in (dtype, target) else torch.float32]
     macros = {"IN": _NAMES[dtype], "OUT": _NAMES[target], "WIDE": wide, "COMBINE": OPS[op], "TILE": TILE}
     return "-std=c++17", "--fmad=false", *(f"-D{name}={value}" for name, value in macros.items())

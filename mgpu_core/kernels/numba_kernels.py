@@ -1,7 +1,7 @@
 """Three of the kernels again, in Python: what a kernel is, for readers who have never seen CUDA C++.
 
 A kernel is written for one thread: it works out which element is its own, and does that one.  Neighbouring threads take
-neighbouring elements, so that the 32 of a warp read one stretch of memory together.  These twins compute what
+neighbouring elements, so that the 32 of a warp read one stretch of memory together.  These kernels compute what
 :func:`mgpu_core.kernels.pack`, :func:`~mgpu_core.kernels.sum_ranks` and :func:`~mgpu_core.kernels.sgd` compute, for
 float32 and float64, and leave out what makes those fast: 16 bytes an access, tables inside the launch's arguments, one
 look at the table of segments per block.  Nothing else here uses them.
@@ -221,7 +221,7 @@ def _check(*dtypes: torch.dtype) -> Any:
     """What makes a number of the dtype that is computed in: numba would take a Python float for float64."""
     for dtype in dtypes:
         if dtype not in _WIDE:
-            raise TypeError(f"the numba twins work on float32 and float64, not on {dtype}")
+            raise TypeError(f"the numba kernels work on float32 and float64, not on {dtype}")
     return _WIDE[torch.float64 if torch.float64 in dtypes else torch.float32]
 
 
@@ -243,5 +243,5 @@ def _array(tensor: torch.Tensor) -> Any:
     if tensor.is_cuda:
         return cuda.as_cuda_array(tensor.detach())
     if not numba.config.ENABLE_CUDASIM:
-        raise ValueError("the numba twins need tensors of a GPU, or the simulator: NUMBA_ENABLE_CUDASIM=1")
+        raise ValueError("the numba kernels need tensors of a GPU, or the simulator: NUMBA_ENABLE_CUDASIM=1")
     return tensor.detach().numpy()

@@ -13,7 +13,7 @@ import torch
 from torch.nn import Module
 
 from mgpu_core.caller import warn_caller
-from mgpu_core.twin_hooks import DICTIONARIES, SHARES_HOOKS
+from mgpu_core.replica_hooks import DICTIONARIES, SHARES_HOOKS
 
 __all__ = ["Given", "given_attributes", "lost_attributes", "warn_lost"]
 
@@ -33,7 +33,7 @@ _OURS = {
     "_forwards_to_watch",
     "_ids",
     "_team",
-    "_twin_methods",
+    "_replica_methods",
 }
 _NAMED = 5
 

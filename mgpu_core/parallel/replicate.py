@@ -1,7 +1,7 @@
-"""Replicate: one twin of the module per rank, whose parameters are differentiable copies of the original's.
+"""Replicate: one copy of the module per rank, whose parameters are differentiable copies of the original's.
 
-Nothing is remembered between two forwards but plans: a twin is made from the module as it is now, so whatever the user
-changed is seen.  Making twins is pure Python and happens in every forward, so it is written for speed: the module tree
+Nothing is remembered between two forwards but plans: a replica is made from the module as it is now, so whatever the user
+changed is seen.  Making replicas is pure Python and happens in every forward, so it is written for speed: the module tree
 is walked once, not once per rank, and ordinary modules are copied by their dictionaries.
 """
 
@@ -23,14 +23,14 @@ from mgpu_core.device.devices import DeviceLike
 from mgpu_core.device.team import Team
 from mgpu_core.module_tree import ModuleNode, ModuleTree, check_initialised
 from mgpu_core.record import span, telling
-from mgpu_core.twin_hooks import SHARES_HOOKS, keep_hooks_apart
+from mgpu_core.replica_hooks import SHARES_HOOKS, keep_hooks_apart
 
 __all__ = ["build_replica", "compiled_by_rank", "loosen", "plain_copies", "replicate", "replicate_tree"]
 
 M = TypeVar("M", bound=Module)
 
 _COMPILED = "_compiled_call_impl"  # what a module's call runs instead of its forward, if it is there
-_BOUND = "_twin_methods"  # of a replica: which of its modules' attributes hold bound methods
+_BOUND = "_replica_methods"  # of a replica: which of its modules' attributes hold bound methods
 
 
 def replicate(network: M, devices: Sequence[DeviceLike], detach: bool = False) -> list[M]:
@@ -196,10 +196,10 @@ def loosen(replicas: Iterable[Module]) -> None:
     method itself (a checkpoint that runs it again in backward) still has the real one.
     """
     for replica in replicas:
-        for twin, name in replica.__dict__.pop(_BOUND, ()):
-            method = twin.__dict__.get(name)
+        for module, name in replica.__dict__.pop(_BOUND, ()):
+            method = module.__dict__.get(name)
             if type(method) is MethodType:
-                twin.__dict__[name] = _WeakMethod(method)
+                module.__dict__[name] = _WeakMethod(method)
 
 
 class _WeakMethod:

@@ -51,7 +51,7 @@ def test_they_compile_for_a_gpu():
 
 @there
 def test_a_tensor_of_the_cpu_needs_the_simulator():
-    assert "ValueError: the numba twins need tensors of a GPU, or the simulator" in output("cpu", simulated=False)
+    assert "ValueError: the numba kernels need tensors of a GPU, or the simulator" in output("cpu", simulated=False)
 
 
 def test_without_numba_it_says_what_to_install():

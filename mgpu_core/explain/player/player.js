@@ -71,17 +71,17 @@ function ticksOf(rank) {
 
 // What has happened before a scene: the picture is drawn from it.
 function stateBefore(index) {
-  const state = {rows: null, atRanks: false, twins: false, ready: new Set(), summed: new Set(), updated: false};
+  const state = {rows: null, atRanks: false, replicas: false, ready: new Set(), summed: new Set(), updated: false};
   step.scenes.forEach((each, place) => {
     if (each.kind === "scatter" && !state.rows) state.rows = each;
     if (place >= index) return;
     if (each.kind === "scatter") state.atRanks = true;
-    if (each.kind === "round" && each.operation === "broadcast") state.twins = true;
+    if (each.kind === "round" && each.operation === "broadcast") state.replicas = true;
     if (each.kind === "backward") each.ready.forEach((mark) => state.ready.add(`${mark.rank} ${mark.bucket}`));
     if (each.kind === "round" && each.operation === "reduce" && each.bucket !== NO_BUCKET) state.summed.add(each.bucket);
     if (each.kind === "update") state.updated = true;
   });
-  if (step.name === "train_step" || step.name === "evaluate") state.twins = true;
+  if (step.name === "train_step" || step.name === "evaluate") state.replicas = true;
   return state;
 }
 
@@ -165,7 +165,7 @@ function waysOf(arrow) {
   const home = arrow.to[0], isAway = (rank) => rank !== home;
   return [...arrow.from.filter(isAway).map((rank) => [rank, home]), ...arrow.to.filter(isAway).map((rank) => [home, rank])];
 }
-// The twin's layers, in the order of the forward: buckets go from the last layer to the first.
+// The layers of a replica, in the order of the forward: buckets go from the last layer to the first.
 function layersOf() {
   return step.buckets.flatMap((each) => each.names.map((name, i) => ({name, nbytes: each.nbytes[i], bucket: each.bucket}))).reverse();
 }
@@ -176,7 +176,7 @@ function drawLayers(parent, rank, place, now, state) {
   layers.forEach((layer) => {
     const wide = width * Math.sqrt(layer.nbytes) / total, end = (x + wide - place.x - 8) / width;
     const isLit = now.kind === "forward" ? end <= progress : now.kind === "backward" ? end >= 1 - progress : false;
-    const fill = !state.twins && rank > 0 ? "var(--idle)" : isLit ? colour(rank) : "color-mix(in srgb, var(--accent) 35%, var(--box))";
+    const fill = !state.replicas && rank > 0 ? "var(--idle)" : isLit ? colour(rank) : "color-mix(in srgb, var(--accent) 35%, var(--box))";
     box(parent, x, place.y + 78, Math.max(0.8, wide - 1), 26, fill, `${layer.name}, ${bytes(layer.nbytes)}, bucket ${layer.bucket}`);
     x += wide;
   });

@@ -1,7 +1,7 @@
 """What making replicas costs in Python, per forward, with the copies left out on both sides.
 
 torch's `replicate` asks `_broadcast_coalesced_reshape` for the tensors, ours asks `_copy_tensors`; both are replaced
-by a function that returns lists made before the clock starts. What is left is the walk over the modules, the replicas and
+by a function that returns lists made before the clock starts. What is left is the walk over the modules, replicas and
 their wiring, and their end, which a forward pays as well.
 """
 

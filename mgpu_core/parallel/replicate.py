@@ -1,7 +1,7 @@
 """Replicate: one copy of the module per rank, whose parameters are differentiable copies of the original's.
 
-Nothing is remembered between two forwards but plans: a replica is made from the module as it is now, so whatever the user
-changed is seen.  Making replicas is pure Python and happens in every forward, so it is written for speed: the module tree
+Nothing is remembered between two forwards but plans: a replica is made from the module as it is now, with all that the
+user has changed.  Making replicas is pure Python, in every forward, so it is written for speed: the module tree
 is walked once, not once per rank, and ordinary modules are copied by their dictionaries.
 """
 

@@ -4,6 +4,8 @@ There the tests that say nothing of a device run as they are: what they make is 
 that they ask for are fake devices, and what they compare may be on two of them.
 """
 
+from pathlib import Path
+
 import pytest
 import torch
 from fakes import accelerator, cuda
@@ -14,6 +16,7 @@ if accelerator.by_the_cuda_backend():
 from fakes import nets
 from fakes.accelerator.cpu_only import CPU_ONLY
 
+_TESTS = Path(__file__).parent
 _OWN = "accelerator"  # the folder of the tests that are only for the fake
 
 collect_ignore_glob = [] if accelerator.is_wanted() else [f"{_OWN}/*"]
@@ -42,7 +45,41 @@ def really_equal():
     return _equal
 
 
+# Which tests the default run leaves out, by folder and file below tests/; single tests carry the marker themselves.
+_MARKERS = {
+    "fakes": ("ptx", "test_fake_accelerator.py"),
+    "processes": ("processes",),
+    "soak": ("soak",),
+    "browser": ("explain/test_browser.py",),
+    "slow": (
+        "advice/test_command.py",
+        "benchmarks",
+        "device/test_peers.py",
+        "docs/test_examples.py",
+        "explain/test_command.py",
+        "ladder",
+        "lessons",
+        "mnist/test_checkpoint.py",
+        "mnist/test_cli.py",
+        "mnist/test_interrupted.py",
+        "test_cli.py",
+        "test_data_parallel_any_order.py",
+        "train/test_any_order.py",
+    ),
+}
+
+
+def _markers_of(path):
+    below = path.relative_to(_TESTS)
+    names = {str(each) for each in (below, *below.parents)}
+    return [marker for marker, paths in _MARKERS.items() if names.intersection(paths)]
+
+
+@pytest.hookimpl(tryfirst=True)  # before the run chooses by markers
 def pytest_collection_modifyitems(items):
+    for item in items:
+        for marker in _markers_of(item.path):
+            item.add_marker(marker)
     if not accelerator.is_wanted():
         return
     for item in items:

@@ -1105,6 +1105,8 @@ def failing_test(each: Mutant, home: Path) -> str:
         sys.executable,
         "-m",
         "pytest",
+        "-m",
+        "",
         "-x",
         "-q",
         "-p",

@@ -76,7 +76,7 @@ def test_the_road_through_the_cuda_backend():
 
 def run_tests(paths, wanted):
     ran = subprocess.run(
-        [sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", *paths],
+        [sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "", *paths],
         cwd=TESTS,
         env=os.environ | {accelerator.WANTED: wanted},
         stdout=subprocess.PIPE,

@@ -41,6 +41,7 @@ def same(one, other):
     return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
 def test_same_seed_same_bits_in_twenty_runs(ranks):
     model = DataParallel(DropoutCnn(), cpu(ranks))

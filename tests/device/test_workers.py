@@ -72,6 +72,7 @@ ENDINGS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_the_process_ends_as_it_should(ending):
     program, wanted = ENDINGS[ending]
@@ -81,6 +82,7 @@ def test_the_process_ends_as_it_should(ending):
     assert seconds < 5
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_a_forward():
     program = """
     class Stuck(torch.nn.Module):

@@ -198,6 +198,7 @@ def test_host_is_this_machine(step_file, capsys, monkeypatch):
     assert "; host; weak scaling" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_matplotlib_is_not_imported_without_a_plot():
     code = "import sys; from mgpu_core.cli import main; main(['simulate']); print('matplotlib' in sys.modules)"
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=110)

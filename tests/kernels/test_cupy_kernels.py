@@ -228,6 +228,7 @@ def test_it_compiles_to_machine_code(choice):
     assert name.encode() in code
 
 
+@pytest.mark.slow
 def test_without_cupy_it_says_what_to_install():
     program = "import sys; sys.modules['cupy'] = None; import mgpu_core.kernels.cupy_kernels"
     done = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, timeout=100)

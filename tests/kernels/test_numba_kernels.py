@@ -54,6 +54,7 @@ def test_a_tensor_of_the_cpu_needs_the_simulator():
     assert "ValueError: the numba kernels need tensors of a GPU, or the simulator" in output("cpu", simulated=False)
 
 
+@pytest.mark.slow
 def test_without_numba_it_says_what_to_install():
     program = "import sys; sys.modules['numba'] = None; import mgpu_core.kernels.numba_kernels"
     done = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, timeout=100)
@@ -63,6 +64,7 @@ def test_without_numba_it_says_what_to_install():
     )
 
 
+@pytest.mark.slow
 def test_the_package_does_not_import_it():
     program = "import sys, mgpu_core.kernels; sys.exit('numba' in sys.modules or 'cupy' in sys.modules)"
     assert subprocess.run([sys.executable, "-P", "-c", program], timeout=100).returncode == 0

@@ -29,6 +29,7 @@ def test_same_curve_and_same_accuracy(builtin: Digits, bare: History, engine: st
     assert history.epochs[-1].accuracy == bare.epochs[-1].accuracy
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["cnn", "simplenet"])
 def test_every_size_of_batch_gives_the_same_curve(few: Digits, model: str) -> None:
     for batch in (1, 7, 75, 1000):

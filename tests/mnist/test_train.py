@@ -20,6 +20,7 @@ def drop_in(digits: Digits, ranks: int, **settings: object) -> History:
     return train(Config(engine="drop-in", device_ids=("cpu",) * ranks, **settings), digits=digits)
 
 
+@pytest.mark.slow
 def test_five_epochs_of_simplenet(builtin: Digits) -> None:
     bare, wrapped = plain(builtin), drop_in(builtin, 4)
     assert_same_curve(bare, wrapped)

@@ -18,6 +18,7 @@ OPTIMIZERS = {
 EVEN, RAGGED = [24], [24, 7, 1, 13]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [EVEN, RAGGED], ids=["even", "ragged"])
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("name", OPTIMIZERS)

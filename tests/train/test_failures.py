@@ -533,6 +533,7 @@ SCRIPT = r"""
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_ctrl_c_in_the_middle_of_a_step(ranks):
     script = textwrap.dedent(SCRIPT).format(ranks=ranks, seconds=1.0)

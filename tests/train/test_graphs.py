@@ -153,6 +153,7 @@ def scaled_pair(make, ranks):
     return captured, plain
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_overflow_in_a_replay_skips_its_update(name, ranks):

@@ -455,6 +455,7 @@ SCRIPT = r"""
 """
 
 
+@pytest.mark.slow
 def test_ctrl_c_twice_breaks_the_step_but_says_so():
     child = subprocess.Popen([sys.executable, "-P", "-c", textwrap.dedent(SCRIPT)], stdout=subprocess.PIPE, text=True)
     assert child.stdout.readline() == "slow\n"

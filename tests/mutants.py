@@ -240,7 +240,7 @@ MUTANTS = [
     mutant(
         "methods in attributes keep their replica alive",
         "mgpu_core/parallel/replicate.py",
-        "twin.__dict__[name] = _WeakMethod(method)",
+        "module.__dict__[name] = _WeakMethod(method)",
         "pass",
         "test_data_parallel_contract.py",
     ),

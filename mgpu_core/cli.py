@@ -67,7 +67,9 @@ def _run(args: argparse.Namespace) -> int:
 
 def _parsed(words: Sequence[str]) -> argparse.Namespace:
     """What the words say; one too many is shown beside the chosen command's own usage."""
-    parser, own = _parsers(words[0] if words else "")
+    if words in ([], ["lesson"]):  # no word yet: the help, and not an error
+        words = [*words, "--help"]
+    parser, own = _parsers(words[0])
     args, unknown = parser.parse_known_args(words)
     if unknown:
         own.error(f"unrecognized arguments: {' '.join(unknown)}")

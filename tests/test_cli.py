@@ -47,6 +47,16 @@ def test_doctor_prints_the_report(capsys):
     assert not out.endswith("\n\n")
 
 
+@pytest.mark.parametrize(
+    ("words", "found"), [([], "train the MNIST reference"), (["lesson"], "run the code of a lesson")]
+)
+def test_no_command_prints_the_help(capsys, words, found):
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 0
+    assert found in capsys.readouterr().out
+
+
 def test_doctor_prints_json_and_nothing_else(capsys):
     assert main(["doctor", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["mgpu_core"] == importlib.metadata.version("mgpu-core")

@@ -86,7 +86,7 @@ def test_help_lists_the_commands(capsys):
     assert "mnist" in out
 
 
-@pytest.mark.parametrize("words", [[], ["nonsense"], ["doctor", "--nonsense"]])
+@pytest.mark.parametrize("words", [["nonsense"], ["doctor", "--nonsense"]])
 def test_wrong_words_end_with_usage_and_status_2(capsys, words):
     with pytest.raises(SystemExit) as stop:
         main(words)

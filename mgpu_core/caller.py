@@ -21,7 +21,7 @@ def is_users(filename: str) -> bool:
 
 
 def warn_caller(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warns in the nearest line that is neither this package's nor torch's; in a thread of ours, at its start."""
+    """Warn in the nearest line that is neither this package's nor torch's; in a thread of ours, at its start."""
     level, frame = 1, sys._getframe()
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
         level, frame = level + 1, frame.f_back

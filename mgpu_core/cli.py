@@ -66,7 +66,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _parsed(words: Sequence[str]) -> argparse.Namespace:
-    """What the words say; one too many is shown beside the chosen command's own usage."""
+    """Return what the words say; one too many is shown beside the chosen command's own usage."""
     if words in ([], ["lesson"]):  # no word yet: the help, and not an error
         words = [*words, "--help"]
     parser, own = _parsers(words[0])
@@ -77,7 +77,7 @@ def _parsed(words: Sequence[str]) -> argparse.Namespace:
 
 
 def _parsers(chosen: str) -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
-    """The whole parser, in which only the chosen command knows its options; and that command's own, if there is one."""
+    """Return the whole parser, in which the chosen command alone knows its options; and that command's own."""
     parser = argparse.ArgumentParser(prog="mgpu", description="Several GPUs in one Python process.")
     parser.add_argument("--version", action="version", version=f"mgpu_core {importlib.metadata.version('mgpu-core')}")
     own = parser

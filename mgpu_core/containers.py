@@ -50,7 +50,7 @@ def _open_registered(obj: Any, functions: tuple[Flatten, Unflatten]) -> Opened:
 
 
 def opened(obj: Any) -> Opened | None:
-    """What a container holds: the name of each entry, its value, and what makes such a container of other values.
+    """Return the names of a container's entries, their values, and a function that makes one like it of other values.
 
     ``None``: it is no container.
     """
@@ -102,7 +102,7 @@ def _sequence_builder(obj: list[Any] | tuple[Any, ...]) -> Callable[[list[Any]],
 
 
 def _made_again(obj: Any, plain: Any) -> Any:
-    """A container of the class of ``obj`` with the entries of ``plain``, and what else ``obj`` knows.
+    """Return a container of the class of ``obj`` with the entries of ``plain``, and what else ``obj`` knows.
 
     By its constructor, if it makes of ``plain`` what constructors of its kind do; else a dict or a list by a copy,
     whose entries are replaced; else ``plain``, as torch makes of all of them.  Attributes come along, but no tensors:
@@ -119,7 +119,7 @@ def _made_again(obj: Any, plain: Any) -> Any:
 
 
 def _has_entries(made: Any, plain: Any) -> bool:
-    """Whether it has them, and in the same order; a constructor may take all of them for its first field."""
+    """Return whether it has them, and in the same order; a constructor may take all of them for its first field."""
     if isinstance(plain, dict):
         return list(made.keys()) == list(plain) and all(map(_is_entry, made.values(), plain.values()))
     return len(made) == len(plain) and all(map(_is_entry, made, plain))
@@ -131,7 +131,7 @@ def _is_entry(made: Any, given: Any) -> bool:
 
 
 def _plain_attributes(obj: Any) -> Iterator[tuple[str, Any]]:
-    """The attributes that are numbers, words, yes or no, or nothing: what a copy may have without sharing anything."""
+    """Return the attributes that are numbers, texts, booleans or None, which a copy may have without sharing."""
     for name, value in getattr(obj, "__dict__", {}).items():
         if type(value) in (bool, int, float, str, type(None)):
             yield name, value
@@ -146,7 +146,7 @@ def _constructed(obj: Any, plain: Any) -> Any:
 
 
 def _constructed_of_dict(obj: Any, plain: Any) -> Any:
-    """As a mapping may want it that is no dict."""
+    """Construct a mapping of its class from a dict."""
     return type(obj)(plain)
 
 

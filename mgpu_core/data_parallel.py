@@ -172,11 +172,11 @@ class DataParallel(torch.nn.DataParallel[M]):
         return parallel_apply(replicas, inputs, kwargs, devices, rng=self.rng, workers=self._choice.now)
 
     def gather(self, outputs: Any, output_device: DeviceLike) -> Any:
-        """The outputs joined along ``dim`` on ``output_device``."""
+        """Return the outputs joined along ``dim`` on ``output_device``."""
         return gather(outputs, output_device, dim=self.dim)
 
     def close(self) -> None:
-        """Ends the idle worker threads of this wrapper's team now; the next forward starts new ones."""
+        """End the idle worker threads of this wrapper's team now; the next forward starts new ones."""
         if self.device_ids:
             self._team_of(self.device_ids).close()
 
@@ -195,7 +195,7 @@ class DataParallel(torch.nn.DataParallel[M]):
         return {**self.__dict__, "_team": None, "_ids": None}
 
     def _move_output(self, output: Any) -> Any:
-        """With one rank there is nothing to join; ``output_device`` is honoured where it is another device."""
+        """Move a single rank's output to ``output_device``, if that is another device."""
         if self.output_device is None or not self.device_ids or self.output_device == self.device_ids[0]:
             return output
         return self.gather([output], self.output_device)
@@ -203,12 +203,12 @@ class DataParallel(torch.nn.DataParallel[M]):
 
 @telling
 def _tell_backward(output: Any) -> None:
-    """One rank alone gathers nothing, so its backward is told by what the module returned."""
+    """Tell a recording of a single rank's backward by what the module returned: there is no gather."""
     tell_backward(0, list(_tensors_in(output, set())))
 
 
 def _tensors_in(output: Any, met: set[int]) -> Iterator[torch.Tensor]:
-    """Of ordinary nests: nobody but a recording looks into an output, and no code of its own must run for that."""
+    """Return the tensors of ordinary nests; code of other containers must not run for a recording."""
     if isinstance(output, torch.Tensor):
         yield output
         return

@@ -19,12 +19,12 @@ class MissingExtra(ModuleNotFoundError):
 
 
 def cure(package: str) -> str:
-    """The command that installs a package."""
+    """Return the command that installs a package."""
     return f"pip install 'mgpu-core[{_EXTRAS[package]}]'"
 
 
 def require(module: str, needed_by: str) -> ModuleType:
-    """The module, imported.
+    """Return the module, imported.
 
     Args:
         module: of one of the packages above: ``matplotlib``, ``torchvision.datasets``.

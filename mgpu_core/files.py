@@ -14,7 +14,7 @@ from typing import BinaryIO
 
 
 def check_writable(path: Path) -> None:
-    """Raises `OSError`, with `path` in its text, if `write_whole(path, ...)` could not work. Leaves nothing behind."""
+    """Raise `OSError`, with `path` in its text, if `write_whole(path, ...)` could not work. Leaves nothing behind."""
     if path.exists() and not path.is_file():
         raise FileExistsError(f"{path}: wanted the name of a file, this is something else")
     if path.exists() and not os.access(path, os.W_OK):
@@ -27,7 +27,7 @@ def check_writable(path: Path) -> None:
 
 
 def check_outputs(paths: Sequence[Path], inputs: Sequence[Path] = ()) -> None:
-    """Raises unless each can be written, and none is the file of another output, or of an input.
+    """Raise unless each can be written, and none is the file of another output, or of an input.
 
     Raises:
         OSError: see `check_writable`.
@@ -41,7 +41,7 @@ def check_outputs(paths: Sequence[Path], inputs: Sequence[Path] = ()) -> None:
 
 
 def write_whole(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Calls `write` with an open binary file, then makes that file `path`; if it raises, `path` stays as it was.
+    """Call `write` with an open binary file, then makes that file `path`; if it raises, `path` stays as it was.
 
     A disk that is full is an `OSError` that names `path`, also behind what `torch.save` makes of it.
     """
@@ -55,7 +55,7 @@ def write_whole(path: Path, write: Callable[[BinaryIO], object]) -> None:
 
 
 def check_picture(path: Path) -> None:
-    """Raises `ValueError` unless the name is that of a PNG file, which is what is drawn."""
+    """Raise `ValueError` unless the name is that of a PNG file, which is what is drawn."""
     if path.suffix.lower() != ".png":
         raise ValueError(f"{path}: wanted a name that ends in .png")
 

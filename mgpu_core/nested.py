@@ -72,13 +72,13 @@ class Tree:
         self.kind, self.names, self.children, self.build = kind, names, children, build
 
     def unflatten(self, leaves: Iterator[Any]) -> Any:
-        """The object, with leaves taken from the iterator in the order in which :func:`flatten` gave them."""
+        """Return the object, with leaves taken from the iterator in the order in which :func:`flatten` gave them."""
         if self is LEAF:
             return next(leaves)
         return self.build([child.unflatten(leaves) for child in self.children])
 
     def paths(self, root: str) -> list[str]:
-        """The path of each leaf, such as ``inputs[1]["x"].mask``."""
+        """Return the path of each leaf, such as ``inputs[1]["x"].mask``."""
         if self is LEAF:
             return [root]
         return [
@@ -86,7 +86,7 @@ class Tree:
         ]
 
     def difference(self, other: Tree, root: str) -> str | None:
-        """Where the other tree is unlike this one, as a sentence; ``None`` when it is alike."""
+        """Return how the other tree differs from this one, as a sentence; ``None`` if it does not."""
         if self is LEAF and other is LEAF:
             return None
         if self.kind is not other.kind:
@@ -116,7 +116,7 @@ def _names(tree: Tree) -> str:
 def flatten(
     obj: Any, leaves: list[Any], path: str, *, whole: bool = False, share: bool = False, like: Tree | None = None
 ) -> Tree:
-    """Appends the leaves of ``obj`` to ``leaves`` and returns its tree; ``path`` is what errors call ``obj``.
+    """Append the leaves of ``obj`` to ``leaves`` and return its tree; ``path`` is what errors call ``obj``.
 
     Args:
         whole: nothing will be split or joined, so packed sequences and tensors of all kinds are leaves.
@@ -152,12 +152,12 @@ def flatten(
 
 
 def any_tensor(leaves: Sequence[Any]) -> bool:
-    """Whether one of them is a tensor, or holds some."""
+    """Return whether one of them is a tensor, or holds some."""
     return any(isinstance(leaf, torch.Tensor | PackedSequence | Replicate | Rows) for leaf in leaves)
 
 
 def flatten_alike(objects: Sequence[Any], name: str) -> tuple[Tree, list[list[Any]]]:
-    """The tree of one object per rank, all of one structure, and each rank's leaves in the first one's order.
+    """Return the tree of one object per rank, all of one structure, and each rank's leaves in the first one's order.
 
     Raises:
         ValueError: objects of different structure; it says where.
@@ -172,7 +172,7 @@ def flatten_alike(objects: Sequence[Any], name: str) -> tuple[Tree, list[list[An
 
 
 def _in_order_of(like: Tree, names: list[str], values: list[Any]) -> tuple[list[str], list[Any]]:
-    """Entries in the other mapping's order, where both have the same names, each once; else as they are."""
+    """Return entries in the other mapping's order, if both have the same names, each once; else unchanged."""
     entries = dict(zip(names, values, strict=True))
     if len(entries) != len(names) or entries.keys() != set(like.names) or len(entries) != len(like.names):
         return names, values

@@ -183,18 +183,18 @@ _NO_SPANS = (NOTHING, NOTHING, NOTHING)
 
 
 def is_on() -> bool:
-    """Whether a recording is on: ask before computing what only an entry needs."""
+    """Return whether a recording is on: ask before computing what only an entry needs."""
     sink = _sink
     return sink is not None and sink.story is not None
 
 
 def current_step() -> int:
-    """The number of the whole step that this thread works for; ``NO_STEP``."""
+    """Return the number of the whole step that this thread works for; ``NO_STEP``."""
     return _whole_step.get()
 
 
 def in_step(number: int) -> AbstractContextManager[None]:
-    """A context manager around what is part of a whole step though it comes later; nothing when nobody is told.
+    """Return a context manager around what is part of a whole step though it comes later; nothing when nobody is told.
 
     Args:
         number: of the step; ``NO_STEP``: part of none, wherever it happens.
@@ -203,7 +203,7 @@ def in_step(number: int) -> AbstractContextManager[None]:
 
 
 def telling(tell: Callable[P, None]) -> Callable[P, None]:
-    """A decorator for what is done for a recording alone: nothing when none is on.
+    """Return a decorator for what is done for a recording alone: nothing when none is on.
 
     An error in it ends the recording, which says so at its end; the step goes on as if nobody had looked.
     """
@@ -222,7 +222,7 @@ def telling(tell: Callable[P, None]) -> Callable[P, None]:
 
 
 def keep(make: Callable[[int, int], Entry]) -> None:
-    """Adds ``make(host_ns, thread)`` to the recording, if one is on."""
+    """Add ``make(host_ns, thread)`` to the recording, if one is on."""
     sink = _sink
     if sink is not None and sink.story is not None:
         entry = make(time.perf_counter_ns(), threading.get_ident())
@@ -232,7 +232,7 @@ def keep(make: Callable[[int, int], Entry]) -> None:
 def mark(
     step: str, rank: int = ALL_RANKS, device: torch.device | None = None, bucket: int = NO_BUCKET, text: str = ""
 ) -> None:
-    """A moment, on the device's current stream or in this thread; nothing when no recording is on."""
+    """Record a moment, on the device's current stream or in this thread, if a recording is on."""
     sink = _sink
     if sink is None or sink.story is None:
         return
@@ -245,7 +245,7 @@ def mark(
 
 
 def begin_marks(devices: Sequence[torch.device]) -> tuple[Recording, dict[str, object]] | None:
-    """The recording, and a mark on each device's current stream; ``None`` when no recording is on."""
+    """Return the recording, and a mark on each device's current stream; ``None`` when no recording is on."""
     sink = _sink
     if sink is None or sink.story is None:
         return None
@@ -258,14 +258,14 @@ _labels: list[Label] = []  # the last one names
 
 
 def _show() -> None:
-    """Brings the flag up to what is on."""
+    """Bring the flag up to what is on."""
     global _sink
     label = _labels[-1] if _labels else None
     _sink = None if _story is None and label is None else _Sink(_story, label)
 
 
 def _end(story: Recording) -> None:
-    """Takes the recording away, if it is still this one; names for profilers stay as long as who wants them."""
+    """Take the recording away, if it is still this one; names for profilers stay as long as who wants them."""
     global _story
     with _lock:
         if _story is story:
@@ -274,7 +274,7 @@ def _end(story: Recording) -> None:
 
 
 def _fail(story: Recording, error: Exception) -> None:
-    """Ends a recording because of an error of its own, the first one."""
+    """End a recording because of an error of its own, the first one."""
     story.failure = story.failure or error
     _end(story)
 
@@ -295,7 +295,7 @@ os.register_at_fork(after_in_child=_forget_in_child)
 def recording(
     clock: Clock | None = None, label: Label | None = None, *, skip: int = 0, steps: int | None = None
 ) -> Iterator[Recording]:
-    """Records everything that the process does meanwhile, in all its threads.
+    """Record everything that the process does meanwhile, in all its threads.
 
     Args:
         clock: of the devices (default: the host's time for all).
@@ -332,7 +332,7 @@ def _why_it_ended(failure: Exception) -> str:
 
 @contextmanager
 def labelled(label: Label) -> Iterator[None]:
-    """Gives all spans meanwhile a name in profilers; a recording that is on goes on."""
+    """Give all spans meanwhile a name in profilers; a recording that is on goes on."""
     with _lock:
         _labels.append(label)
         _show()

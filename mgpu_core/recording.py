@@ -26,7 +26,7 @@ class Clock(Protocol):
     """Tells the time on devices whose work is later than its launch."""
 
     def mark(self, device: torch.device) -> object:
-        """A moment in the work of the device's current stream; ``None``: the host's time will do."""
+        """Return a moment in the work of the device's current stream; ``None``: the host's time is used."""
 
     def ns(self, mark: Any) -> int:
         """When it was, by the host's clock; waits for it."""
@@ -36,7 +36,7 @@ class HostClock:
     """For devices without a time of their own."""
 
     def mark(self, _device: torch.device) -> object:
-        """The host's time will do."""
+        """Return None: the host's time is used."""
         return None
 
     def ns(self, mark: Any) -> int:
@@ -88,11 +88,11 @@ class Recording:
     _process: int = field(default_factory=os.getpid)
 
     def is_inside(self, number: int) -> bool:
-        """Whether the step has begun in this recording, and not ended."""
+        """Return whether the step has begun in this recording, and not ended."""
         return number in self._open
 
     def begin_step(self, name: str) -> int:
-        """The number of a whole step that begins."""
+        """Return the number of a whole step that begins."""
         with self._lock:
             number = next(_numbers)
             self._open.add(number)
@@ -103,12 +103,12 @@ class Recording:
             return number
 
     def end_step(self, number: int) -> None:
-        """The whole step has ended; what is told of it from now on is its backward."""
+        """Note the end of a whole step; later entries of it are its backward."""
         with self._lock:
             self._open.discard(number)
 
     def is_over(self) -> bool:
-        """Whether all steps that are wanted have begun and ended."""
+        """Return whether all steps that are wanted have begun and ended."""
         with self._lock:
             return self._is_full() and self._open.isdisjoint(self.whole_steps)
 
@@ -116,7 +116,7 @@ class Recording:
         return self.steps is not None and len(self.whole_steps) >= self.steps
 
     def add(self, number: int, draft: Draft) -> None:
-        """Keeps an entry whose times are known at the end; ``number``: of the whole step it is part of.
+        """Keep an entry whose times are known at the end; ``number``: of the whole step it is part of.
 
         What is part of none is kept once the steps to skip are over.
         """
@@ -131,11 +131,11 @@ class Recording:
         return self.skip > 0 and not self.whole_steps
 
     def forget_threads(self) -> None:
-        """In a forked child, where nobody lives who may hold the lock."""
+        """Replace the lock in a forked child, in which its holder does not exist."""
         self._lock = threading.Lock()
 
     def finish(self) -> None:
-        """Waits for the devices, and fills ``entries``.  In a forked child there are none: they are its parent's."""
+        """Wait for the devices, and fill ``entries``.  In a forked child there are none: they are its parent's."""
         if os.getpid() == self._process:
             self.entries = [replace(draft(self.clock), whole_step=number) for number, draft in self._drafts]
         self._drafts.clear()

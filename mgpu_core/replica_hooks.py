@@ -56,7 +56,7 @@ def _wrapped(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def keep_hooks_apart() -> None:
-    """Wraps torch's methods, unless that has been done."""
+    """Wrap torch's methods, unless that has been done."""
     if hasattr(Module.register_forward_hook, "mgpu_core_wraps"):
         return
     for name in _METHODS:

@@ -16,14 +16,14 @@ __all__ = ["as_script", "become_script", "run_script", "show_error", "top_level_
 
 
 def become_script(script: Path, arguments: Sequence[str]) -> None:
-    """``sys.argv`` and ``sys.path`` as ``python script.py`` has them."""
+    """Set ``sys.argv`` and ``sys.path`` as ``python script.py`` does."""
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.resolve().parent))
 
 
 @contextmanager
 def as_script(script: Path, arguments: Sequence[str]) -> Iterator[None]:
-    """The same for as long as it lasts."""
+    """Set the process up as :func:`become_script` does, for the length of the context."""
     before = sys.argv, list(sys.path)
     become_script(script, arguments)
     try:
@@ -33,7 +33,7 @@ def as_script(script: Path, arguments: Sequence[str]) -> Iterator[None]:
 
 
 def run_script(script: Path, name: str) -> dict[str, Any]:
-    """Its globals.
+    """Run a script and return its globals.
 
     They are those of a module ``name`` that stays: what the script leaves for the end of the process, threads and
     ``atexit``, may need them, and what it pickles is looked for there.
@@ -49,7 +49,7 @@ def run_script(script: Path, name: str) -> dict[str, Any]:
 
 
 def show_error(error: BaseException, script: Path) -> None:
-    """As python would: without the frames of who ran the script, whom its author does not know."""
+    """Print the error as python does, without the frames of the runner, which the script's author does not know."""
     path = os.path.abspath(script)
     here = error.__traceback__
     while here is not None and here.tb_frame.f_code.co_filename != path:

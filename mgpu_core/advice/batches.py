@@ -13,7 +13,7 @@ Batch = tuple[torch.Tensor, ...]
 
 
 def batch_sizes(rows: int, ranks: int) -> tuple[int, ...]:
-    """A quarter of the sample's rows, the rows, four times as many; in order, and each with a row for every rank."""
+    """Return a quarter of the sample's rows, its rows, and four times as many; each has a row for every rank."""
     return tuple(sorted({max(rows // 4, ranks), rows, 4 * rows}))
 
 

@@ -48,7 +48,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the advice; writes what was asked for.
+    """Print the advice; writes what was asked for.
 
     Returns:
         0; the script's own status if it failed; 1 if no way can be recommended.
@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _split(args: argparse.Namespace) -> tuple[Path, list[str], argparse.Namespace]:
-    """The script, its arguments, and all options."""
+    """Return the script, its arguments, and all options."""
     parser = argparse.ArgumentParser(
         prog="mgpu advise", usage=_USAGE, description="See `mgpu advise --help`.", allow_abbrev=False
     )
@@ -121,7 +121,7 @@ def _parts(text: str) -> list[str]:
 def _plan(
     found: Found, devices: Sequence[DeviceLike] | None, batches: Sequence[int] | None, args: argparse.Namespace
 ) -> Plan:
-    """A mistake of the caller is one line, whatever its class."""
+    """Return the plan; a mistake of the caller becomes one line, whatever its class."""
     sample: Any = tuple(found.sample) if isinstance(found.sample, list) else found.sample
     try:
         return plan_of(

@@ -51,7 +51,7 @@ class Budget:
 
 
 def stopwatch(places: tuple[torch.device, ...]) -> Stopwatch:
-    """A stopwatch that waits for these devices before it reads the clock."""
+    """Return a stopwatch that waits for these devices before it reads the clock."""
     late = [place for place in places if place.type != "cpu"]
 
     def run(_way: str, _rows: int, step: Callable[[], object], count: int) -> float:
@@ -71,7 +71,7 @@ def _wait(places: list[torch.device]) -> None:
 
 
 def steps_a_turn(seconds: float) -> int:
-    """How many steps of so many seconds a turn has."""
+    """Return how many steps of so many seconds a turn has."""
     return min(_MOST_STEPS, max(1, math.ceil(_TURN_SECONDS / max(seconds, 1e-9))))
 
 
@@ -123,7 +123,7 @@ class _Entrant:
 def contest(
     ways: Mapping[str, Callable[[], Way]], batch: Batch, repeats: int, budget: Budget, clock: Stopwatch
 ) -> list[Measurement]:
-    """The seconds of a step of each way, in the order of the rounds; as many rounds as the budget allows."""
+    """Return the seconds of a step of each way, in the order of the rounds; as many rounds as the budget allows."""
     rows = batch[0].size(0)
     entrants = [_Entrant(name, rows, clock) for name in ways]
     found: dict[str, list[float]] = {name: [] for name in ways}

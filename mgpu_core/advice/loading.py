@@ -59,7 +59,7 @@ def rows_of(batch: object) -> int | None:
 
 
 def first_batch(loader: Iterable[Any]) -> Any:
-    """The first batch of a loader.
+    """Return the first batch of a loader.
 
     Raises:
         ValueError: it has none, or is no loader.

@@ -44,7 +44,7 @@ def advise(
     repeats: int = 7,
     seconds: float = 60.0,
 ) -> Advice:
-    """Measures one device against many ranks on this model, and says what to take and why.
+    """Measure one device against many ranks on this model, and say what to take and why.
 
     The plain loop on the first device, ``DataParallel``, ``TrainStep`` and, where all ranks are on CUDA GPUs, a
     captured ``TrainStep`` take turns.  All of it happens on deep copies: ``net``, its gradients and the random numbers
@@ -83,7 +83,7 @@ class _Findings:
     measurements: list[Measurement] = field(default_factory=list)
 
     def tried(self, what: str, measure: Callable[[], T]) -> T | None:
-        """The result, or a note on why there is none."""
+        """Return the result, or a note on why there is none."""
         try:
             return measure()
         except Exception as error:

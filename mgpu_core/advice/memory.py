@@ -63,7 +63,7 @@ def count_memory(plan: Plan, part: Batch) -> Memory:
 
 
 def _identity(tensor: torch.Tensor) -> int:
-    """The same for all views of one memory."""
+    """Return the same for all views of one memory."""
     return int(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else -1
 
 

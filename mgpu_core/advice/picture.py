@@ -21,7 +21,7 @@ _COLOURS = dict(zip(NAMES, ("black", "tab:orange", "tab:blue", "tab:green"), str
 
 
 def draw(advice: Advice, path: Path) -> None:
-    """Writes a PNG, whole or not at all; see :meth:`Advice.plot`."""
+    """Write a PNG, whole or not at all; see :meth:`Advice.plot`."""
     require("matplotlib", "a picture")
     from matplotlib.figure import Figure
 

@@ -68,7 +68,7 @@ def plan_of(
     repeats: int,
     seconds: float,
 ) -> Plan:
-    """The plan; see :func:`mgpu_core.advise` for the arguments and what is raised."""
+    """Return the plan; see :func:`mgpu_core.advise` for the arguments and what is raised."""
     check_module(net)
     if loss_fn is not None and not callable(loss_fn):
         raise TypeError(f"loss_fn must be a function or None, not {loss_fn!r}")
@@ -91,7 +91,7 @@ def plan_of(
 
 
 def _sgd(parameters: list[torch.nn.Parameter]) -> Optimizer:
-    """Steps that change nothing: weights stay sane, however often the same batch comes."""
+    """Step that change nothing: weights stay sane, however often the same batch comes."""
     return optim.SGD(parameters, lr=0.0)
 
 

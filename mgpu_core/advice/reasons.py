@@ -43,14 +43,14 @@ class Reason:
 
 
 def is_launch_bound(shares: StepShares) -> bool:
-    """Whether GPUs run no longer than the host takes to launch their work: then they wait for it."""
+    """Return whether GPUs run no longer than the host takes to launch their work: then they wait for it."""
     return shares.launch_ratio is not None and shares.launch_ratio >= _LAUNCH_BOUND
 
 
 def reason_of(
     shares: StepShares | None, *, ranks: int, places: int, best_s: float | None, loader_s: float | None = None
 ) -> Reason:
-    """The input pipeline if it is slower than the best step; else the largest share beside compute that is notable;
+    """Return the input pipeline if it is slower than the best step, otherwise the largest notable share but compute;
     else compute.
 
     Args:

@@ -68,7 +68,7 @@ def recommend(
     places: int = 1,
     ranks: int = 2,
 ) -> Recommendation:
-    """The simplest way within 5 % of the fastest, at the sample's own batch.
+    """Return the simplest way within 5 % of the fastest, at the sample's own batch.
 
     Args:
         medians: seconds of a step, of each way that ran.
@@ -97,7 +97,7 @@ def recommend(
 
 
 def _impossible(medians: Mapping[str, float], ranks: int) -> str:
-    """The fastest way, if so many ranks cannot be that fast; captured ones spare launches, which one device pays."""
+    """Return the fastest way that so many ranks can be; captured ones save launches, which one device pays too."""
     eager = [name for name in (DROP_IN, ENGINE) if name in medians]
     if ONE not in medians or not eager:
         return ""

@@ -121,7 +121,7 @@ class Advice:
         return render(self)
 
     def plot(self, path: str | Path) -> None:
-        """Draws speed-up against batch, with the break-even, as a PNG.
+        """Draw speed-up against batch, with the break-even, as a PNG.
 
         Raises:
             ModuleNotFoundError: matplotlib is not installed.
@@ -132,7 +132,7 @@ class Advice:
         draw(self, Path(path))
 
     def to_json(self) -> str:
-        """All numbers, indented for people; medians and speed-ups beside the samples."""
+        """Return all numbers, indented for people; medians and speed-ups beside the samples."""
         content: dict[str, Any] = {"format": FORMAT} | asdict(self)
         content["environment"] = dict(self.environment)
         for each, told in zip(self.measurements, content["measurements"], strict=True):
@@ -141,7 +141,7 @@ class Advice:
 
     @classmethod
     def from_json(cls, text: str) -> Advice:
-        """What :meth:`to_json` wrote.
+        """Return what :meth:`to_json` wrote.
 
         Raises:
             ValueError: it is not JSON, or not of this format.

@@ -74,7 +74,7 @@ def run_script(script: Path) -> dict[str, Any]:
 
 
 def found_in(names: Mapping[str, Any], chosen: Chosen, script: Path) -> Found:
-    """The net, without the wrapper it may be in; the loss; the loader, if there is one; the sample, else its first.
+    """Return the net without its wrapper; the loss; the loader, if there is one; the sample, else the loader's first.
 
     Raises:
         ValueError: one of them is missing; the message lists the names that were looked for.
@@ -110,7 +110,7 @@ def _is_there(names: Container[str], chosen: str | None, usual: Sequence[str]) -
 
 
 def _one(names: Mapping[str, Any], chosen: str | None, usual: Sequence[str]) -> Any:
-    """The first that is there."""
+    """Return the first that is there."""
     return next((names[name] for name in ((chosen,) if chosen else usual) if name in names), _MISSING)
 
 

@@ -64,7 +64,7 @@ class StepShares:
 
 
 def shares_of(times: Times) -> StepShares:
-    """The shares of a step with these times."""
+    """Return the shares of a step with these times."""
     whole = max(1, times.whole[1] - times.whole[0])
     compute = [each for rank in times.compute for each in rank]
     computed = covered(compute)
@@ -85,7 +85,7 @@ def shares_of(times: Times) -> StepShares:
 
 
 def times_of(step: Step) -> Times:
-    """The times of a recorded step of ``TrainStep``."""
+    """Return the times of a recorded step of ``TrainStep``."""
     by_rank: dict[int, list[Span]] = {}
     for span in step.spans:
         if span.step in _COMPUTE:

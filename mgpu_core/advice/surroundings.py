@@ -16,7 +16,7 @@ _BUSY = 0.5
 
 
 def busy_notes(places: Sequence[torch.device]) -> list[str]:
-    """A note if CPU ranks would share it: torch's threads wait for each other, so one device suffers most."""
+    """Return a note if CPU ranks would share it: torch's threads wait for each other, so one device suffers most."""
     if all(place.type != "cpu" for place in places) or not hasattr(os, "getloadavg"):
         return []
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -32,7 +32,7 @@ def busy_note(load: float, cpus: int) -> list[str]:
 
 @contextmanager
 def random_state_kept(devices: Sequence[torch.device]) -> Iterator[None]:
-    """Puts the states of torch's generators, Python's and numpy's (if it is loaded) back at the end."""
+    """Put the states of torch's generators, Python's and numpy's (if it is loaded) back at the end."""
     loaded = sys.modules.get("numpy.random")
     numpy = loaded if hasattr(loaded, "set_state") else None  # which it has not got yet while it is being loaded
     pythons, numpys = random.getstate(), None if numpy is None else numpy.get_state()

@@ -27,7 +27,7 @@ _IN_REPLICA = re.compile(r"Caught \w+ (in replica \d+ on device [\w:]+)")
 
 
 def makers(plan: Plan) -> dict[str, Callable[[], Way]]:
-    """How each way that makes sense on these devices is made, simplest first.
+    """Return how each way that makes sense on these devices is made, simplest first.
 
     One rank alone has nothing to split: there the drop-in is the plain loop.  Graphs are for GPUs.
     """
@@ -41,7 +41,7 @@ def makers(plan: Plan) -> dict[str, Callable[[], Way]]:
 
 
 def first_line(error: BaseException) -> str:
-    """The error in one line: its type, and the first line of its text that says something; a rank's by its cause."""
+    """Return the error in one line: its type and the first line of its text that says something."""
     place = _IN_REPLICA.match(str(error))
     where = f" ({place[1]})" if place and error.__cause__ else ""
     cause = error.__cause__ if where and error.__cause__ else error
@@ -50,7 +50,7 @@ def first_line(error: BaseException) -> str:
 
 
 def copied(module: Any, device: torch.device) -> Any:
-    """A deep copy on ``device``, without gradients; what is no module is shared."""
+    """Return a deep copy on ``device``, without gradients; what is no module is shared."""
     if not isinstance(module, Module):
         return module
     found = copy.deepcopy(module)

@@ -34,7 +34,7 @@ class AllReduce:
     merge_shared_devices: bool
 
     def run(self, algorithm: str) -> str:
-        """Returns the algorithm that ran.
+        """Return the algorithm that ran.
 
         Raises:
             BackendUnavailable: ``nccl`` where there is none, on the host, or while a graph is captured.
@@ -53,7 +53,7 @@ class AllReduce:
         return [device for device, _ in self.streams]
 
     def _on_gpus(self, asked: str) -> str:
-        """What ``asked`` means.  A graph keeps what it captured, and NCCL's order of launches cannot be part of one."""
+        """Return the algorithm for ``asked``.  A graph keeps what it captured; NCCL's launch order cannot be in one."""
         if any(map(is_capturing, set(self._devices()))):
             if asked == "nccl":
                 raise BackendUnavailable("nccl cannot be captured in a graph: call it between graphs")

@@ -19,7 +19,7 @@ __all__ = ["all_gather", "all_reduce", "reduce_scatter"]
 def all_reduce(
     tensors: Sequence[torch.Tensor], op: str = "sum", *, algorithm: str = "auto", merge_shared_devices: bool = True
 ) -> None:
-    """Reduces one tensor per rank, in place: afterwards all hold the same bits.
+    """Reduce one tensor per rank, in place: afterwards all hold the same bits.
 
     Args:
         tensors: of one shape and dtype (float16, bfloat16, float32, float64, int32, int64, uint8; int8 and int16 by
@@ -51,7 +51,7 @@ def all_reduce(
 
 
 def all_gather(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Gives every rank all tensors, joined along dimension 0: one fresh tensor per rank, on its device.
+    """Give every rank all tensors, joined along dimension 0: one fresh tensor per rank, on its device.
 
     Args:
         tensors: one per rank, of one dtype, and one shape but for dimension 0.
@@ -68,7 +68,7 @@ def all_gather(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def reduce_scatter(tensors: Sequence[torch.Tensor], op: str = "sum") -> list[torch.Tensor]:
-    """Reduces one tensor per rank and gives rank r chunk r of the result, along dimension 0, in fresh memory.
+    """Reduce one tensor per rank and give rank r chunk r of the result, along dimension 0, in fresh memory.
 
     Args:
         tensors: of one shape and dtype; the size of dimension 0 is a multiple of the number of ranks.

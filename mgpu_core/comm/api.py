@@ -45,7 +45,7 @@ def broadcast(
     *,
     out: Sequence[torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """Copies a tensor to every rank.
+    """Copy a tensor to every rank.
 
     Args:
         tensor: any shape and dtype; sparse too, but with ``out``.
@@ -77,7 +77,7 @@ def broadcast(
 def broadcast_coalesced(
     tensors: Sequence[torch.Tensor], devices: Sequence[DeviceLike], buffer_size: int = DEFAULT_NBYTES
 ) -> list[list[torch.Tensor]]:
-    """Copies many tensors to every rank: ``result[rank][i]``; see :func:`broadcast`.
+    """Copy many tensors to every rank: ``result[rank][i]``; see :func:`broadcast`.
 
     Args:
         buffer_size: bytes that travel together.
@@ -93,7 +93,7 @@ def broadcast_coalesced(
 
 
 def reduce_add(inputs: Sequence[torch.Tensor], destination: DeviceLike | None = None) -> torch.Tensor:
-    """Adds one tensor per rank, in rank order; half precision is added in float32 and rounded once.
+    """Add one tensor per rank, in rank order; half precision is added in float32 and rounded once.
 
     Args:
         inputs: of one shape and dtype, strided or sparse.
@@ -111,7 +111,7 @@ def reduce_add(inputs: Sequence[torch.Tensor], destination: DeviceLike | None = 
 def reduce_add_coalesced(
     inputs: Sequence[Sequence[torch.Tensor]], destination: DeviceLike | None = None, buffer_size: int = DEFAULT_NBYTES
 ) -> tuple[torch.Tensor, ...]:
-    """Adds many tensors, ``inputs[rank][i]`` over the ranks; see :func:`reduce_add`.
+    """Add many tensors, ``inputs[rank][i]`` over the ranks; see :func:`reduce_add`.
 
     Args:
         buffer_size: bytes that travel together.
@@ -143,7 +143,7 @@ def scatter(
     *,
     out: Sequence[torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """Cuts a tensor along ``dim`` into one chunk per rank, each in fresh memory on its device.
+    """Cut a tensor along ``dim`` into one chunk per rank, each in fresh memory on its device.
 
     Args:
         tensor: any dtype but quantized ones, at least one dimension.
@@ -198,7 +198,7 @@ def gather(
     *,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Joins one tensor per rank along ``dim``, copied straight into the result.
+    """Join one tensor per rank along ``dim``, copied straight into the result.
 
     Args:
         tensors: of one dtype, and one shape but for ``dim``.

@@ -28,7 +28,7 @@ rank_name = "the tensor of rank {}".format
 
 
 def as_list(tensors: Sequence[torch.Tensor], what: str) -> list[torch.Tensor]:
-    """One tensor per rank, at least one."""
+    """Return a list with one tensor per rank, at least one."""
     if isinstance(tensors, torch.Tensor):
         raise TypeError(f"{what} is a sequence with one tensor per rank, not a tensor")
     made = list(tensors)
@@ -41,7 +41,7 @@ def as_list(tensors: Sequence[torch.Tensor], what: str) -> list[torch.Tensor]:
 
 
 def ordinary_list(tensors: Sequence[torch.Tensor], what: str, *, sparse: bool = False) -> list[torch.Tensor]:
-    """One tensor per rank, each of which has one block of memory, or is sparse where that is allowed."""
+    """Return one tensor per rank, each of which has one block of memory, or is sparse where that is allowed."""
     made = as_list(tensors, what)
     for rank, tensor in enumerate(made):
         refuse_special(tensor, f"{what}[{rank}]", sparse=sparse)
@@ -64,7 +64,7 @@ def check_equal_sizes(inputs: Sequence[torch.Tensor]) -> None:
 
 
 def check_outs(outs: Sequence[torch.Tensor], read: Sequence[torch.Tensor]) -> None:
-    """Raises unless each may be written, and none shares memory with another or partly with what is read."""
+    """Raise unless each may be written, and none shares memory with another or partly with what is read."""
     check_writable(outs, "out[{}]".format)
     check_disjoint(outs, "out[{}]".format, read)
 
@@ -77,12 +77,12 @@ def in_range(dim: int, dims: int) -> int:
 
 
 def destination_of(destination: DeviceLike | None, default: torch.device) -> torch.device:
-    """The device that is wanted, or the default."""
+    """Return the device that is wanted, or the default."""
     return default if destination is None else as_device(destination)
 
 
 def refuse_quantized(tensor: torch.Tensor, name: str) -> None:
-    """Raises TypeError at a tensor that is more than its numbers, of which none can be cut off or put to others."""
+    """Raise TypeError at a tensor that is more than its numbers, of which none can be cut off or put to others."""
     if tensor.is_quantized:
         raise TypeError(f"{name} is quantized, and other numbers may have another scale: use .dequantize()")
 

@@ -170,7 +170,7 @@ _FIRST = 2**62  # above every number that the engine gives out, below the one of
 
 
 def gradient_buckets(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
-    """Which tensors travel together, by their positions: from the last to the first, as backward makes gradients."""
+    """Return which tensors travel together, by position, from the last to the first, as backward makes gradients."""
     last = len(tensors) - 1
     return [[last - i for i in bucket] for bucket in bucket_positions(tensors[::-1])]
 

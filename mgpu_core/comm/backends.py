@@ -25,12 +25,12 @@ def _streams_of(tensors: Tensors) -> list[Stream] | None:
 
 
 def alike(tensors: Tensors) -> list[Stream] | None:
-    """For arithmetic element by element: dense, in one layout."""
+    """Return a stream per tensor for arithmetic element by element: dense tensors in one layout; else ``None``."""
     return _streams_of(tensors) if one_layout(tensors) else None
 
 
 def joined(tensors: Tensors) -> list[Stream] | None:
-    """For rows one behind the other: contiguous."""
+    """Return a stream per tensor for rows one after the other: contiguous tensors; else ``None``."""
     return _streams_of(tensors) if all(tensor.is_contiguous() for tensor in tensors) else None
 
 
@@ -46,7 +46,7 @@ def root_and_ranks(root: torch.device, ranks: Sequence[torch.device]) -> tuple[S
 
 
 def for_sum(parts: Sequence[torch.Tensor | None], device: torch.device) -> bool:
-    """Whether a sum of those that are there, on that device, is arithmetic of one backend."""
+    """Return whether a sum of those that are there, on that device, is arithmetic of one backend."""
     present = [part for part in parts if part is not None]
     return one_layout(present) and core_serves([device, *(part.device for part in present)])
 

@@ -100,7 +100,7 @@ def _broadcast_in_core(pairs: Sequence[_Pair], streams: tuple[backends.Stream, l
 
 
 def _broadcast_elsewhere(pairs: Sequence[_Pair]) -> None:
-    """By plain torch; many small tensors of the same kind in one message."""
+    """Broadcast by plain torch; many small tensors of the same kind go in one message."""
     packs, alone = groups(range(len(pairs)), lambda i: kind_of([pairs[i][0], *pairs[i][1]], pairs[i][0]))
     for pack in packs:
         torch_backend.broadcast_packed([pairs[i][0] for i in pack], [pairs[i][1] for i in pack])
@@ -181,7 +181,7 @@ def _reduced(resolved: Sequence[Parts], op: str, device: torch.device) -> tuple[
 def _reduced_elsewhere(
     parts: Sequence[Parts], places: Sequence[int], op: str, device: torch.device
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """By plain torch, one after the other; many small tensors of the same kind in one message."""
+    """Reduce by plain torch, one after the other; many small tensors of the same kind go in one message."""
     packs, alone = groups(places, lambda i: kind_of(parts[i]))
     for pack in packs:
         whole = [[part for part in parts[i] if part is not None] for i in pack]

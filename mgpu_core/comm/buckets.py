@@ -25,7 +25,7 @@ def _plan(nbytes: tuple[int, ...], dtypes: tuple[torch.dtype, ...], limit_nbytes
 
 
 def bucket_positions(tensors: Sequence[torch.Tensor], limit_nbytes: int = DEFAULT_NBYTES) -> list[list[int]]:
-    """Positions of the tensors of each bucket, in order.  The plan is remembered by sizes and dtypes.
+    """Return the positions of the tensors of each bucket, in order.  The plan is kept by sizes and dtypes.
 
     Raises:
         ValueError: a limit that is not positive.

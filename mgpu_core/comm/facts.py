@@ -20,7 +20,7 @@ __all__ = ["tell_backward", "tell_contents", "tell_cut", "tell_ready"]
 def tell_cut(
     step: str, name: str, whole: torch.device, parts: Sequence[torch.Tensor], dim: int, route: str = "copy"
 ) -> None:
-    """Of a tensor on ``whole`` and its ranks' parts along ``dim``."""
+    """Tell a recording of a tensor on ``whole`` and its ranks' parts along ``dim``."""
     counts = tuple(part.size(dim) if part.dim() else 1 for part in parts)
     shapes = tuple(tuple(part.shape) for part in parts)
     dtype = str(parts[0].dtype).removeprefix("torch.")
@@ -35,14 +35,14 @@ def tell_cut(
 
 @telling
 def tell_contents(step: str, bucket: int, named: Sequence[tuple[str, torch.Tensor]]) -> None:
-    """Of a bucket, the tensors by name."""
+    """Tell a recording which tensors a bucket holds."""
     names, nbytes = tuple(name for name, _ in named), tuple(nbytes_of(tensor) for _, tensor in named)
     keep(lambda host_ns, thread: Contents(step, bucket, names, nbytes, host_ns, thread))
 
 
 @telling
 def tell_backward(rank: int, outputs: Sequence[torch.Tensor]) -> None:
-    """Marks when the first gradient of a rank's outputs is there, and when that backward is over."""
+    """Mark when the first gradient of a rank's outputs is there, and when that backward is over."""
     about = _Backward(rank, current_step(), outputs[0].device if outputs else torch.device("cpu"))
     for output in outputs:
         node = output.grad_fn  # not the tensor: it may be the user's own, and would be saved and copied with its hooks
@@ -86,7 +86,7 @@ class _Backward:
 
 @telling
 def tell_ready(rank: int, bucket: int, copies: Sequence[torch.Tensor]) -> None:
-    """Marks when a rank has all its gradients of a bucket, those of its copies of the parameters."""
+    """Mark when a rank has all its gradients of a bucket, those of its copies of the parameters."""
     own = [copy for copy in copies if copy.requires_grad]
     if not own:
         return

@@ -31,7 +31,7 @@ def memory_order(tensor: torch.Tensor) -> torch.memory_format | None:
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements fill a range without gaps or overlaps, in any order of dimensions."""
+    """Return whether the elements fill a range without gaps or overlaps, in any order of dimensions."""
     wanted = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1:
@@ -54,7 +54,7 @@ def are_blocks(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def one_layout(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether tensors of one shape are dense and hold their elements in one order, so that bytes match elements."""
+    """Return whether tensors of one shape are dense and hold their elements in one order: bytes match elements."""
     first = tensors[0]
     order = memory_order(first)
     if order is not None:
@@ -65,7 +65,7 @@ def one_layout(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def nbytes_of(tensor: torch.Tensor | None) -> int:
-    """Bytes that travel when the tensor does; of a sparse one its indices and values, of ``None`` none."""
+    """Return the bytes that travel with a tensor: of a sparse one its indices and values, of ``None`` 0."""
     if tensor is None:
         return 0
     if tensor.layout is torch.strided:

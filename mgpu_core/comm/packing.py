@@ -21,7 +21,7 @@ K = TypeVar("K", bound=Hashable)
 
 
 def kind_of(tensors: Sequence[torch.Tensor | None], source: torch.Tensor | None = None) -> tuple[Hashable, ...] | None:
-    """What tensors that travel in one message have in common; ``None`` for those that travel alone."""
+    """Return what tensors that travel in one message have in common; ``None`` for those that travel alone."""
     present = [tensor for tensor in tensors if tensor is not None]
     first = present[0]
     if len(present) < len(tensors) or not one_layout(present) or not 0 < first.nbytes <= SMALL_NBYTES:
@@ -30,7 +30,7 @@ def kind_of(tensors: Sequence[torch.Tensor | None], source: torch.Tensor | None 
 
 
 def groups(positions: Iterable[int], key: Callable[[int], K | None]) -> tuple[list[list[int]], list[int]]:
-    """Positions with the same key, two or more of them; and those without a key or alone."""
+    """Return groups of two or more positions with the same key; and the positions without a key or alone."""
     found: dict[K, list[int]] = {}
     alone = []
     for position in positions:
@@ -45,16 +45,16 @@ def groups(positions: Iterable[int], key: Callable[[int], K | None]) -> tuple[li
 
 
 def _line(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements of a dense tensor in the order in which they lie."""
+    """Return the elements of a dense tensor in the order in which they lie."""
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The elements of dense tensors of one dtype and device, one tensor behind the other, in fresh memory."""
+    """Return the elements of dense tensors of one dtype and device, one tensor behind the other, in fresh memory."""
     return torch.cat([_line(tensor) for tensor in tensors])
 
 
 def unpack_into(buffer: torch.Tensor, targets: Sequence[torch.Tensor]) -> None:
-    """Fills dense tensors, on the buffer's device, with what :func:`flat` made of others of their layouts."""
+    """Fill dense tensors, on the buffer's device, with what :func:`flat` made of others of their layouts."""
     pieces = buffer.split([target.numel() for target in targets])
     torch._foreach_copy_([_line(target) for target in targets], list(pieces))

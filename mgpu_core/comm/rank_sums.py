@@ -44,7 +44,7 @@ class RankSums:
         self._is_on_host = self._dtype is not None and self._device.type == "cpu"
 
     def add_up(self, columns: Sequence[Parts]) -> None:
-        """Writes the sums of ``columns[rank][i]`` into ``outs[i]``; zeros where no rank has anything.
+        """Write the sums of ``columns[rank][i]`` into ``outs[i]``; zeros where no rank has anything.
 
         ``None`` stands for a rank that adds nothing.  Parts that do not lie in memory as their out does, or that are
         sparse, are summed by torch.

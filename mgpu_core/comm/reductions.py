@@ -15,7 +15,7 @@ _GENERIC_DTYPES = (torch.int8, torch.int16)
 
 
 def check_op(op: str, dtype: torch.dtype, algorithm: str = "auto") -> None:
-    """Raises unless the reduction exists: ValueError for a name, TypeError for a dtype."""
+    """Raise unless the reduction exists: ValueError for a name, TypeError for a dtype."""
     if op not in OPS:
         raise ValueError(f"op must be one of {', '.join(OPS)}, not {op!r}")
     if algorithm not in ALGORITHMS:
@@ -27,5 +27,5 @@ def check_op(op: str, dtype: torch.dtype, algorithm: str = "auto") -> None:
 
 
 def core_count(tensor: torch.Tensor) -> int:
-    """Elements as the core sees them: a complex number is a pair."""
+    """Return the number of elements for the core, to which a complex number is a pair."""
     return tensor.numel() * (2 if tensor.is_complex() else 1)

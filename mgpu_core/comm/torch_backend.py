@@ -35,20 +35,20 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 def count(operation: str, tensors: Sequence[torch.Tensor | None]) -> None:
-    """Adds one call per rank that has a tensor, of its bytes, to ``_core.counters()``."""
+    """Add one call per rank that has a tensor, of its bytes, to ``_core.counters()``."""
     for rank, tensor in enumerate(tensors):
         if tensor is not None:
             _core.count(operation, ALGORITHM, rank, nbytes_of(tensor))
 
 
 def _fill(target: torch.Tensor, source: torch.Tensor) -> None:
-    """A copy that devices order on their streams.  The host has none, so what goes there is waited for."""
+    """Copy in the order of the devices' streams; a copy to the host, which has none, is waited for."""
     target.copy_(source, non_blocking=target.device.type != "cpu")
     hop(False, [source], [target])
 
 
 def _moved(source: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    """The tensor itself, or a copy that is ordered as :func:`_fill` says."""
+    """Return the tensor itself, or a copy that is ordered as :func:`_fill` says."""
     return source.to(device=device, dtype=dtype, non_blocking=device.type != "cpu")
 
 
@@ -67,7 +67,7 @@ def _add_up(parts: Sequence[torch.Tensor], op: str, device: torch.device) -> tor
 
 @torch.no_grad()
 def reduce(parts: Sequence[torch.Tensor | None], op: str, device: torch.device) -> torch.Tensor:
-    """The reduction of one tensor per rank as a fresh tensor on ``device``; ``None`` adds nothing."""
+    """Return the reduction of one tensor per rank as a fresh tensor on ``device``; ``None`` adds nothing."""
     count("reduce", parts)
     present = [part for part in parts if part is not None]
     if any(part.layout is torch.strided for part in present):  # sparse on some ranks only
@@ -80,7 +80,7 @@ def reduce(parts: Sequence[torch.Tensor | None], op: str, device: torch.device) 
 
 @torch.no_grad()
 def reduce_packed(parts: Sequence[Sequence[torch.Tensor]], op: str, device: torch.device) -> list[torch.Tensor]:
-    """Reductions of many small tensors, ``parts[i][rank]``, dense and of one dtype, in one message per rank."""
+    """Reduce many small tensors, ``parts[i][rank]``, dense and of one dtype, in one message per rank."""
     rows = [flat(row) for row in zip(*parts, strict=True)]
     count("reduce", rows)
     totals = [torch.empty_like(each[0], device=device) for each in parts]
@@ -92,7 +92,7 @@ def reduce_packed(parts: Sequence[Sequence[torch.Tensor]], op: str, device: torc
 
 @torch.no_grad()
 def broadcast_packed(sources: Sequence[torch.Tensor], copies: Sequence[Sequence[torch.Tensor]]) -> None:
-    """Fills ``copies[i][rank]`` from many small ``sources[i]``, dense and of one dtype, in one message per rank."""
+    """Fill ``copies[i][rank]`` from many small ``sources[i]``, dense and of one dtype, in one message per rank."""
     buffer = flat(sources)
     for rank, targets in enumerate(zip(*copies, strict=True)):
         if targets[0] is not sources[0]:
@@ -104,7 +104,7 @@ def broadcast_packed(sources: Sequence[torch.Tensor], copies: Sequence[Sequence[
 
 @torch.no_grad()
 def all_reduce(tensors: Sequence[torch.Tensor], op: str) -> None:
-    """In place: all into the first tensor's device, then to all."""
+    """Reduce in place: all to the first tensor's device, then from there to all."""
     count("all_reduce", tensors)
     total = _add_up(tensors, op, tensors[0].device)
     hop(True, tensors, [total])
@@ -114,7 +114,7 @@ def all_reduce(tensors: Sequence[torch.Tensor], op: str) -> None:
 
 @torch.no_grad()
 def broadcast(source: torch.Tensor, copies: Sequence[torch.Tensor]) -> None:
-    """Fills the copies, one per rank; one that is the source itself is left alone."""
+    """Fill the copies, one per rank; one that is the source itself is left alone."""
     for rank, each in enumerate(copies):
         if each is not source:
             _fill(each, source)
@@ -123,7 +123,7 @@ def broadcast(source: torch.Tensor, copies: Sequence[torch.Tensor]) -> None:
 
 @torch.no_grad()
 def scatter(whole: torch.Tensor, parts: Sequence[torch.Tensor], dim: int) -> None:
-    """Fills the parts, one behind the other along ``dim``."""
+    """Fill the parts, one behind the other along ``dim``."""
     count("scatter", parts)
     for part, source in zip(parts, whole.split([part.size(dim) for part in parts], dim), strict=True):
         _fill(part, source)
@@ -131,7 +131,7 @@ def scatter(whole: torch.Tensor, parts: Sequence[torch.Tensor], dim: int) -> Non
 
 @torch.no_grad()
 def gather(parts: Sequence[torch.Tensor], whole: torch.Tensor, dim: int) -> None:
-    """Fills ``whole`` with the parts, one behind the other along ``dim``."""
+    """Fill ``whole`` with the parts, one behind the other along ``dim``."""
     count("gather", parts)
     for part, place in zip(parts, whole.split([part.size(dim) for part in parts], dim), strict=True):
         _fill(place, part)
@@ -139,7 +139,7 @@ def gather(parts: Sequence[torch.Tensor], whole: torch.Tensor, dim: int) -> None
 
 @torch.no_grad()
 def all_gather(parts: Sequence[torch.Tensor], wholes: Sequence[torch.Tensor]) -> None:
-    """Fills each rank's whole with all the parts along dimension 0."""
+    """Fill each rank's whole with all the parts along dimension 0."""
     count("all_gather", parts)
     for whole in wholes:
         for part, place in zip(parts, whole.split([part.size(0) for part in parts]), strict=True):
@@ -148,7 +148,7 @@ def all_gather(parts: Sequence[torch.Tensor], wholes: Sequence[torch.Tensor]) ->
 
 @torch.no_grad()
 def reduce_scatter(tensors: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], op: str) -> None:
-    """Fills rank r's out with chunk r of the reduction along dimension 0."""
+    """Fill rank r's out with chunk r of the reduction along dimension 0."""
     count("reduce_scatter", outs)
     columns = [tensor.split([out.size(0) for out in outs]) for tensor in tensors]
     for rank, out in enumerate(outs):

@@ -35,7 +35,7 @@ _one_at_a_time = threading.Lock()  # two threads that measure together would see
 
 
 def choose(devices: Sequence[int], nbytes: int, run: Run) -> str:
-    """The algorithm for an all-reduce of ``nbytes`` a rank over these GPUs, one entry per rank."""
+    """Return the algorithm for an all-reduce of ``nbytes`` a rank over these GPUs, one entry per rank."""
     places = tuple(devices)
     if len(set(places)) == 1:
         return "direct"  # one device: nothing is sent
@@ -47,20 +47,20 @@ def choose(devices: Sequence[int], nbytes: int, run: Run) -> str:
 
 
 def lookup(table: Table, nbytes: int) -> str:
-    """The entry of the next larger size; beyond the largest, the largest's."""
+    """Return the entry of the next larger size; beyond the largest, the largest's."""
     fitting = [size for size in table if size >= nbytes]
     return table[min(fitting) if fitting else max(table)]
 
 
 def fixed_choice(nbytes: int, *, nccl: bool) -> str:
-    """What is right on most machines: few hops for what is small, NCCL's bandwidth for what is large."""
+    """Return the choice that is right on most machines: few hops for small sizes, NCCL's bandwidth for large ones."""
     if nbytes <= 1024 * 1024:
         return "direct"
     return "nccl" if nccl else "direct"
 
 
 def kept_table(devices: Sequence[int]) -> dict[int, str] | None:
-    """What was measured for these GPUs by this process or an earlier one."""
+    """Return what was measured for these GPUs by this process or an earlier one."""
     kept = cache.load("tuning", _key(devices))
     try:
         return None if kept is None else {int(size): str(algorithm) for size, algorithm in kept.items()}
@@ -90,7 +90,7 @@ def _table_of(devices: Sequence[int], run: Run) -> Table:
 
 
 def _that_run(algorithms: Sequence[str], run: Run) -> list[str]:
-    """Those that work here.  Before the clock runs, because making communicators and memory takes seconds."""
+    """Return the algorithms that work here, by running each once: making communicators and memory takes seconds."""
     working = []
     for algorithm in algorithms:
         try:
@@ -104,7 +104,7 @@ def _that_run(algorithms: Sequence[str], run: Run) -> list[str]:
 def measure(
     run: Run, algorithms: list[str], sizes: Sequence[int], budget_seconds: float, clock: Callable[[], float]
 ) -> dict[int, str]:
-    """The fastest algorithm for each size, as far as the budget reaches; the first run of each is not counted.
+    """Return the fastest algorithm for each size, as far as the budget reaches; the first run of each is not counted.
 
     Removes an algorithm that fails from ``algorithms``.
     """

@@ -37,7 +37,7 @@ class _Unwatched:
         return None
 
     def ran(self, route: str, roots: Sequence[torch.Tensor] = ()) -> None:
-        """Nobody wants to know."""
+        """Do nothing."""
 
 
 class Watch:
@@ -88,12 +88,12 @@ class Watch:
         self._keep(story, before, {} if after is None else after[1], tuple(hops), end_ns)
 
     def ran(self, route: str, roots: Sequence[torch.Tensor] = ()) -> None:
-        """Says by which algorithm, and what was made meanwhile."""
+        """Say by which algorithm, and what was made meanwhile."""
         self._route = route
         self._roots = [*self._roots, *roots]
 
     def add(self, sums: bool, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
-        """A hop of the torch backend."""
+        """Add a copy or sum of the torch backend."""
         now = time.perf_counter_ns()
         call = self._hops[-1][4] + 1 if self._hops else 0
         # What is sparse has as many bytes as its rank has indices, so each part is a hop of its own.
@@ -107,7 +107,7 @@ class Watch:
         return [each for each in found if each is not None]
 
     def _nbytes(self, place: int) -> int:
-        """A rank that stands on the root's own tensor moves nothing."""
+        """Return the bytes that a rank moves: none if its tensor is the root's own."""
         at_home = set(map(id, self._roots))
         return sum(nbytes_of(each) for each in self._column(place) if id(each) not in at_home)
 
@@ -159,18 +159,18 @@ def watched(
     others: Sequence[Row] = (),
     ranks: Sequence[int] | None = None,
 ) -> Watch | _Unwatched:
-    """A context manager over one collective; nothing when no recording is on."""
+    """Return a context manager over one collective; nothing when no recording is on."""
     return Watch(operation, rows, roots, others, ranks) if is_on() else _UNWATCHED
 
 
 def forget_practice() -> None:
-    """What the collective of this thread has moved so far, was to find out how it should be done."""
+    """Drop what the collective of this thread has recorded so far: it was a trial run of the tuner."""
     if getattr(_watches, "stack", ()):
         _core.open_transcript()
 
 
 def hop(sums: bool, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
-    """The torch backend moved something in a collective of this thread."""
+    """Record a copy or sum of the torch backend in a collective of this thread."""
     stack = getattr(_watches, "stack", ())
     if stack and targets:
         stack[-1].add(sums, sources, targets)
@@ -189,7 +189,7 @@ def _is_strided(tensor: torch.Tensor) -> bool:
 
 
 def _pointer(tensor: torch.Tensor) -> int:
-    """Where the tensor begins; a sparse one is several pieces of memory, and is known by itself, below all pointers."""
+    """Return the tensor's address; a sparse one, several pieces of memory, has a number below all addresses."""
     return tensor.data_ptr() if _is_strided(tensor) else -id(tensor)
 
 
@@ -223,7 +223,7 @@ class _Finder:
             self._blocks.setdefault(begin, []).append((begin + nbytes, rank, number))
 
     def places(self, pointers: Sequence[int]) -> tuple[Place, ...]:
-        """Of each pointer the tensor that holds it; one that comes twice is of two tensors, if there are two."""
+        """Return the tensor that holds each pointer; one that comes twice is of two tensors, if there are two."""
         met: dict[int, int] = {}
         found = []
         for pointer in pointers:

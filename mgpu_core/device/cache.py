@@ -23,7 +23,7 @@ _remembered: dict[tuple[str, str], Any] = {}  # subject, key -> value
 
 
 def cache_folder() -> Path | None:
-    """Where the files are; ``None`` where the cache is switched off, or would be in a home folder that there is not."""
+    """Return the folder of the files; ``None`` if the cache is off, or its home folder does not exist."""
     wanted = os.environ.get(VARIABLE, "").strip()
     if wanted.lower() == "off":
         return None
@@ -35,7 +35,7 @@ def cache_folder() -> Path | None:
 
 
 def load(subject: str, key: dict[str, Any]) -> Any | None:
-    """What was stored under this subject and key, by this process or another; ``None`` if there is nothing."""
+    """Return what was stored under this subject and key, by this process or another; ``None`` if there is nothing."""
     text = _text(key)
     if (subject, text) in _remembered:
         return _remembered[subject, text]
@@ -52,7 +52,7 @@ def load(subject: str, key: dict[str, Any]) -> Any | None:
 
 
 def store(subject: str, key: dict[str, Any], value: Any) -> None:
-    """Keeps a value that JSON can hold; without a place to write, for this process alone."""
+    """Keep a value that JSON can hold; without a place to write, for this process alone."""
     text = _text(key)
     _remembered[subject, text] = value
     path = _path(subject, text)
@@ -67,7 +67,7 @@ def store(subject: str, key: dict[str, Any], value: Any) -> None:
 
 
 def forget() -> None:
-    """Forgets what this process remembers; files stay."""
+    """Forget what this process remembers; files stay."""
     _remembered.clear()
 
 

@@ -22,19 +22,19 @@ class RankClock:
         self._seconds: float | None = None
 
     def start(self) -> None:
-        """Before the work."""
+        """Start the clock, before the work."""
         if self._events:
             self._events[0].record()
         self._begin = time.perf_counter()
 
     def stop(self) -> None:
-        """Behind the work."""
+        """Stop the clock, after the work."""
         if self._events:
             self._events[1].record()
         self._seconds = time.perf_counter() - self._begin
 
     def seconds(self) -> float | None:
-        """Nobody waits: ``None`` while a GPU is still at it, and where the work did not come to its end."""
+        """Return the seconds without waiting; ``None`` while a GPU is still at work, or if the work did not end."""
         if self._seconds is None or not self._events:
             return self._seconds
         return self._events[0].elapsed_time(self._events[1]) / 1e3 if self._events[1].query() else None

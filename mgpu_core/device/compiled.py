@@ -36,7 +36,7 @@ _F = TypeVar("_F", bound=_Call)
 
 
 def outside_the_compiler(function: _F) -> _F:
-    """A function of threads and pointers, which a compiled caller must run as it is instead of looking into it.
+    """Return a function of threads and pointers, which a compiled caller must run as it is instead of looking into it.
 
     As ``torch.compiler.disable``, but nobody who does not compile pays for the import of the compiler, nor for its
     six calls: they are made where a compiled caller is running.
@@ -61,7 +61,7 @@ _compiler_callback = (
 
 
 def compiled_calls(module: Module, compiled: Module, ranks: int) -> list[_Call]:
-    """One function per rank, to be called with a replica of ``module`` and its arguments.
+    """Return one function per rank, to be called with a replica of ``module`` and its arguments.
 
     Args:
         module: the module itself.
@@ -80,7 +80,7 @@ def compiled_calls(module: Module, compiled: Module, ranks: int) -> list[_Call]:
 
 
 def _settings_of(module: Module, compiled: Module) -> Any:
-    """Torch's object that compiles what it is called with, as it did with this module."""
+    """Return torch's object that compiles what it is called with, as it did with this module."""
     if compiled is not module:
         hooked = compiled._forward_hooks or compiled._forward_pre_hooks
         settings = None if hooked else getattr(compiled, "dynamo_ctx", None)
@@ -120,7 +120,7 @@ def _for_rank(settings: Any, rank: int) -> _Call:
 
 
 def _kind_of(replica: Module, args: Any, kwargs: Any) -> Any:
-    """Arguments of one kind need no compilation if one of them went through before."""
+    """Return the kind of arguments; a second call with the same kind compiles nothing."""
     leaves = [
         (leaf.shape, leaf.dtype, leaf.device, leaf.requires_grad) if isinstance(leaf, torch.Tensor) else type(leaf)
         for leaf in tree_leaves((args, kwargs))
@@ -147,7 +147,7 @@ class _Compiler:
 
     @contextmanager
     def used(self, alone: bool) -> Iterator[None]:
-        """Waits until this use is allowed; one inside another, also in the ranks of a forward inside it, is."""
+        """Wait until this use is allowed; one inside another, also in the ranks of a forward inside it, is."""
         if _inside.get() is not None:
             yield
             return
@@ -186,7 +186,7 @@ class _Compiler:
             use.is_on = True
 
     def _leave(self, use: _Use) -> None:
-        """Does nothing for one that did not come back from lending."""
+        """Do nothing for one that did not come back from lending."""
         with self._changed:
             if use.is_on:
                 use.is_on = False

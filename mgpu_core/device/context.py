@@ -46,7 +46,7 @@ class CallerContext:
         self._hooks, self.in_turns = _saved_tensors_hooks(len(set(devices)) == 1)
 
     def _entered(self) -> AbstractContextManager[object]:
-        """What is seldom on: autocast and hooks."""
+        """Return the modes that are seldom on: autocast and hooks."""
         if not self._autocast and self._hooks is None:
             return NOTHING
         stack = ExitStack()
@@ -70,7 +70,7 @@ class CallerContext:
 
 
 def _saved_tensors_hooks(one_device: bool) -> tuple[Callable[[], AbstractContextManager[None]] | None, bool]:
-    """What gives another thread the hooks that this one has, if any; and whether they count on an order.
+    """Return what gives another thread the hooks that this one has, if any; and whether they count on an order.
 
     A checkpoint finds a tensor again by its place among all that were saved, so the ranks must save theirs in one order
     in the forward and when it runs again: they take turns.  Over several devices its hooks stay behind: backward then

@@ -80,7 +80,7 @@ def map_devices(
 
 
 def shows(seen: Sequence[TorchDevice], physical: Sequence[PhysicalDevice], read: Visibility) -> bool:
-    """Does CUDA show just what CUDA_VISIBLE_DEVICES, so read, asks for?"""
+    """Do CUDA show just what CUDA_VISIBLE_DEVICES, so read, asks for?"""
     parts = candidates(physical)
     return tuple(_find(device, parts) for device in seen) == read.devices
 

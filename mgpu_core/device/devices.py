@@ -32,7 +32,7 @@ CPU = torch.device("cpu")
 
 
 def accelerator_type() -> str:
-    """The device type that a bare index means: the current accelerator's, or ``cuda``."""
+    """Return the device type that a bare index means: the current accelerator's, or ``cuda``."""
     found = torch.accelerator.current_accelerator()
     return "cuda" if found is None else found.type
 
@@ -57,7 +57,7 @@ def _from_index(index: int) -> torch.device:
 
 
 def as_device(device: DeviceLike) -> torch.device:
-    """The device that is meant, with its index.
+    """Return the device that is meant, with its index.
 
     Raises:
         TypeError: not an int, a string or a ``torch.device``.
@@ -121,7 +121,7 @@ def _from_text(text: str) -> torch.device:
 
 
 def as_devices(devices: Sequence[DeviceLike]) -> tuple[torch.device, ...]:
-    """One device per rank; the same one may come more than once.
+    """Return one device per rank; the same one may come more than once.
 
     Raises:
         TypeError, ValueError: as :func:`as_device`; also an empty list.
@@ -134,7 +134,7 @@ def as_devices(devices: Sequence[DeviceLike]) -> tuple[torch.device, ...]:
 
 
 def local_devices() -> list[torch.device]:
-    """This process's part of the default devices, where a launcher has started several processes on the machine.
+    """Return this process's part of the default devices, if a launcher started several processes on the machine.
 
     ``torchrun`` tells each process which one it is, in ``LOCAL_RANK`` and ``LOCAL_WORLD_SIZE``; accelerators are dealt
     out among them, neighbours to one process.  CPU ranks are each process's own.
@@ -168,7 +168,7 @@ def _number(name: str, default: int) -> int:
 
 
 def default_devices() -> list[torch.device]:
-    """All devices of the current accelerator; without one, as many CPU ranks as ``MGPU_CORE_CPU_RANKS`` says, or none.
+    """Return all devices of the current accelerator; without one, the CPU ranks of ``MGPU_CORE_CPU_RANKS``, or none.
 
     Raises:
         ValueError: ``MGPU_CORE_CPU_RANKS`` is not a whole number of 0 or more.

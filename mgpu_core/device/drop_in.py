@@ -54,7 +54,7 @@ def _warn_plain(name: str, value: object, ranks: int) -> None:
 
 
 def as_id(device: torch.device) -> int | torch.device:
-    """An accelerator's index, as torch keeps it in ``device_ids``; the CPU has none."""
+    """Return an accelerator's index, as torch keeps it in ``device_ids``; the CPU has none."""
     return device if device.index is None else device.index
 
 

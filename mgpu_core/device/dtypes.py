@@ -16,5 +16,5 @@ REAL = {**FLOATING, torch.int32: "int32", torch.int64: "int64", torch.uint8: "ui
 
 
 def has_gradients(dtype: torch.dtype) -> bool:
-    """Whether tensors of this dtype can be trained: not whole numbers, nor what 8 bits hold."""
+    """Return whether tensors of this dtype can be trained: not whole numbers, nor what 8 bits hold."""
     return dtype.is_complex or (dtype.is_floating_point and dtype.itemsize > 1)

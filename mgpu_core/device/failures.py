@@ -16,7 +16,7 @@ __all__ = ["raise_failures"]
 
 
 def raise_failures(outcomes: Sequence[Outcome], team: Team) -> None:
-    """Raises unless all ranks ended well; the outcomes hold no exception afterwards.
+    """Raise unless all ranks ended well; the outcomes hold no exception afterwards.
 
     Args:
         outcomes: in rank order.
@@ -76,7 +76,7 @@ def _from_users_frame(whole: TracebackType | None) -> TracebackType | None:
 
 
 def _with_origin(rank: int, original: BaseException, team: Team) -> BaseException:
-    """The exception as torch words it: same type, ``Caught ... in replica``, the original traceback in its text."""
+    """Return the exception as torch words it: same type, ``Caught ... in replica``, the original traceback."""
     where = f"in replica {rank} on device {team.devices[rank]}"
     wrapper = ExceptionWrapper((type(original), original, _from_users_frame(original.__traceback__)), where=where)
     try:

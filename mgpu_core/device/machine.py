@@ -25,6 +25,6 @@ def _software() -> dict[str, Any]:
 
 
 def machine_key(devices: Sequence[int]) -> dict[str, Any]:
-    """The UUIDs of these GPUs, in this order, with driver and build."""
+    """Return the UUIDs of these GPUs, in this order, with driver and build."""
     uuids = [str(torch.cuda.get_device_properties(device).uuid) for device in devices]
     return {"gpus": uuids, **_software()}

@@ -49,14 +49,14 @@ class Meeting:
         self._rounds: dict[Hashable, _Round] = {}
 
     def leave(self, rank: int) -> None:
-        """The rank has ended; who waits for it hears of it."""
+        """Note that the rank has ended, and wake the ranks that wait for it."""
         with self._lock:
             self._gone.add(rank)
             if self._rounds:
                 self._changed.notify_all()
 
     def together(self, key: Hashable, rank: int, value: Any, work: Callable[[list[Any]], Sequence[Any]]) -> Any:
-        """Brings ``value``; returns this rank's of the results that ``work(values)`` has made of all ranks' values.
+        """Bring ``value``; return this rank's of the results that ``work(values)`` has made of all ranks' values.
 
         Raises:
             AbsentRank: a rank has ended without coming here.
@@ -87,7 +87,7 @@ class Meeting:
             del error  # whose traceback holds this frame
 
     def _taken(self, key: Hashable, found: _Round, rank: int) -> tuple[Any, Exception | None]:
-        """A rank's result, which nobody holds any more: it may have a graph, and graphs may hold what holds us.
+        """Return a rank's result and drop it here: it may have a graph, and graphs may hold what holds this.
 
         Of an error all ranks have the same one; when the last has it, nobody holds that either.
         """
@@ -158,5 +158,5 @@ _seat: ContextVar[Seat | None] = ContextVar("mgpu_core_seat", default=None)
 
 
 def current_seat() -> Seat | None:
-    """The seat of the rank that this thread works for; ``None`` where one rank works alone, or none does."""
+    """Return the seat of the rank that this thread works for; ``None`` where one rank works alone, or none does."""
     return _seat.get()

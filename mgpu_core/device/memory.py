@@ -12,7 +12,7 @@ _increment_version = torch._C._increment_version  # what torch.autograd.graph.in
 
 
 def note_written(tensors: Sequence[torch.Tensor]) -> None:
-    """Raises the version of each tensor, as torch's own in-place operations do.
+    """Raise the version of each tensor, as torch's own in-place operations do.
 
     A graph that saved one of them before then raises torch's version error instead of giving wrong gradients.
     Inference tensors have no version.

@@ -51,7 +51,7 @@ class Modes:
 
     @contextmanager
     def entered(self, device: torch.device) -> Iterator[None]:
-        """The same modes in the worker of a rank; a default device that belongs to the team becomes the rank's own."""
+        """Return the same modes for the worker of a rank; a default device of the team becomes the rank's own."""
         dispatches, functions = _len_torch_dispatch_stack(), _len_torch_function_stack()
         # Pushed, not entered: `__enter__` of a mode notes in globals what was there before, and several threads that
         # come and go would leave them wrong for good.
@@ -71,12 +71,12 @@ class Modes:
 
 
 def check_modes() -> None:
-    """Raises TypeError for a mode or a transform, active in this thread, that must not leave it."""
+    """Raise TypeError for a mode or a transform, active in this thread, that must not leave it."""
     _check(*_stacks())
 
 
 def _stacks() -> tuple[list[Any], list[Any]]:
-    """The calling thread's modes; as a rule there are none."""
+    """Return the calling thread's modes; as a rule there are none."""
     functions = _get_current_function_mode_stack() if _len_torch_function_stack() else []
     return functions, _get_current_dispatch_mode_stack() if _len_torch_dispatch_stack() else []
 

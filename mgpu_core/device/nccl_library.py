@@ -47,7 +47,7 @@ class NcclLibrary:
 
 
 def find_nccl(environ: Mapping[str, str]) -> NcclLibrary | None:
-    """The library that wins, or the best one's problem when none is usable; None when there is none at all."""
+    """Return the library that wins, or the best one's problem when none is usable; None when there is none at all."""
     override = environ.get(VARIABLE)
     if override:
         return ask_version("MGPU_CORE_NCCL", override)
@@ -61,7 +61,7 @@ def find_nccl(environ: Mapping[str, str]) -> NcclLibrary | None:
 
 
 def loaded_nccl(maps: Iterable[str]) -> str | None:
-    """The path of the NCCL in this process, from the lines of /proc/self/maps."""
+    """Return the path of the NCCL in this process, from the lines of /proc/self/maps."""
     for line in maps:
         path = line.rstrip("\n").split(maxsplit=5)[5:]
         if path and Path(path[0]).name.startswith("libnccl.so"):
@@ -86,7 +86,7 @@ def ask_version(source: Source, path: str, timeout_seconds: float = TIMEOUT_SECO
 
 
 def version_text(code: int) -> str:
-    """NCCL's number as people write it: 2304 is 2.3.4, and from 2.9 on 23007 is 2.30.7."""
+    """Return NCCL's version number as text: 2304 is 2.3.4, and from 2.9 on 23007 is 2.30.7."""
     step = 1000 if code < 10000 else 10000
     return f"{code // step}.{code % step // 100}.{code % 100}"
 
@@ -108,7 +108,7 @@ def _own_maps() -> list[str]:
 
 
 def wheel_libraries() -> list[str]:
-    """Where pip's NVIDIA wheels have it."""
+    """Return the paths where pip's NVIDIA wheels have the library."""
     spec = importlib.util.find_spec("nvidia")
     folders = spec.submodule_search_locations if spec else None
     return [str(path) for folder in folders or () if (path := Path(folder, "nccl", "lib", SONAME)).exists()]

@@ -83,7 +83,7 @@ def practice(devices: Sequence[int], seconds: float) -> Iterator[None]:
 
 
 def nccl_is_there() -> bool:
-    """Whether NCCL can be opened here; opens it."""
+    """Return whether NCCL can be opened here; opens it."""
     try:
         return bool(_core.nccl_open(wheel_libraries()))
     except _core.BackendUnavailable:
@@ -91,7 +91,7 @@ def nccl_is_there() -> bool:
 
 
 def with_nccl(devices: Sequence[int], call: Callable[[_core.NcclTeam], T]) -> T:
-    """Calls ``call(team)`` with the team over these GPUs, one entry per rank.
+    """Call ``call(team)`` with the team over these GPUs, one entry per rank.
 
     Raises:
         BackendUnavailable: there is no NCCL that can be used; the message says why.
@@ -125,7 +125,7 @@ def _team_over(places: Devices) -> _core.NcclTeam:
 
 
 def _close_all() -> None:
-    """Before the interpreter goes: a communicator that ends later may find its driver gone."""
+    """Close all communicators before the interpreter ends: later their driver may be gone."""
     while _teams:
         _teams.popitem()[1].close()
 

@@ -76,7 +76,7 @@ def _read_instance(nvml: Any, handle: Any) -> MigInstance:
 
 
 def _read_part(nvml: Any, handle: Any) -> dict[str, Any]:
-    """What GPUs and instances have alike."""
+    """Return what GPUs and instances have alike."""
     memory = _or_none(nvml, nvml.nvmlDeviceGetMemoryInfo, handle)
     told = {"uuid": _text(nvml.nvmlDeviceGetUUID(handle)), "name": _text(nvml.nvmlDeviceGetName(handle))}
     return told | {"memory_total": memory and int(memory.total), "memory_free": memory and int(memory.free)}

@@ -25,7 +25,7 @@ class NoPeer(Exception):
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Tests each pair and tells at once, so that a hang names its pair."""
+    """Test each pair and tell at once, so that a hang names its pair."""
     for argument in arguments:
         device, peer, *uuids = argument.split(":")
         problem, speed, proved = "", 0.0, True
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def measure_pair(device: int, peer: int, uuids: Sequence[str]) -> float:
-    """How fast the device writes the peer's memory, in GB/s.
+    """Return how fast the device writes the peer's memory, in GB/s.
 
     Raises:
         NoPeer: it does not, or not rightly.
@@ -85,7 +85,7 @@ def _stream(device: int) -> tuple[int, int]:
 
 
 def _by_kernel(source: torch.Tensor, target: torch.Tensor, device: int) -> None:
-    """By a kernel of `device`, on its current stream."""
+    """Copy by a kernel of `device`, on its current stream."""
     _core.sum_ranks([source.data_ptr()], [target.data_ptr()], source.numel(), "int32", "sum", _stream(device))
 
 

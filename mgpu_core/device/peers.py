@@ -64,7 +64,7 @@ class PeerVerdict:
 
 
 def prove_peers(devices: Sequence[int], *, again: bool = False) -> list[PeerVerdict]:
-    """The verdict on every ordered pair of these CUDA indices; from the cache unless ``again``.
+    """Return the verdict on every ordered pair of these CUDA indices; from the cache unless ``again``.
 
     Raises:
         OSError: no child process can be started.
@@ -83,7 +83,7 @@ _lock = threading.Lock()
 
 
 def settle_peers(devices: Iterable[int]) -> None:
-    """Makes sure that the pairs of these devices are judged, and those that passed are allowed to the core."""
+    """Make sure that the pairs of these devices are judged, and those that passed are allowed to the core."""
     given = set(devices)
     if _settled >= given:
         return
@@ -124,14 +124,14 @@ def _enable(pair: Pair) -> None:
 
 
 def map_for_peer(device: int, peer: int) -> None:
-    """Has torch's allocator map its memory of both for both: expandable segments and pools need it said for each."""
+    """Let torch's allocator map the memory of each device for the other: expandable segments and pools need that."""
     here, there = torch.device("cuda", device), torch.device("cuda", peer)
     for one, other in ((here, there), (there, here)):
         torch.empty(1, device=one).copy_(torch.empty(1, device=other))
 
 
 def _probe(pairs: Sequence[Pair]) -> list[PeerVerdict]:
-    """Asks children until every pair has an answer: one that hangs or dies takes the pair that it was at with it.
+    """Ask children until every pair has an answer: one that hangs or dies takes the pair that it was at with it.
 
     After two children in a row that gave no answer at all, the others are not asked.
     """
@@ -147,7 +147,7 @@ def _probe(pairs: Sequence[Pair]) -> list[PeerVerdict]:
 
 
 def kept_verdicts(devices: Sequence[int]) -> list[PeerVerdict] | None:
-    """What an earlier test found, if it was about these devices on this machine."""
+    """Return what an earlier test found, if it was about these devices on this machine."""
     kept = cache.load("peers", _key(devices))
     try:
         return None if kept is None else [PeerVerdict(**each) for each in kept]
@@ -168,7 +168,7 @@ def _boot() -> str:
 
 
 def _ask_child(pairs: Sequence[Pair]) -> tuple[list[PeerVerdict], str]:
-    """The child's answers, in order, and why there is none for the next pair."""
+    """Return the child's answers, in order, and why there is none for the next pair."""
     devices = sorted({device for pair in pairs for device in pair})
     uuids = dict(zip(devices, machine_key(devices)["gpus"], strict=True))  # the child may count in another way
     command = [*PROBE, *(f"{device}:{peer}:{uuids[device]}:{uuids[peer]}" for device, peer in pairs)]
@@ -224,7 +224,7 @@ def _read_answers(
 
 
 def _next_answer(lines: Queue[str], seconds: float) -> tuple[str, float, bool] | None:
-    """Of what the child says, the first line that is one; ``None`` at the end.  Empty where none comes in time."""
+    """Return the child's next answer; ``None`` at its end, empty if none comes in time."""
     end = time.monotonic() + seconds
     while line := lines.get(timeout=max(0.0, end - time.monotonic())):
         with suppress(ValueError, KeyError, TypeError):

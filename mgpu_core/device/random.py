@@ -25,13 +25,13 @@ __all__ = ["RankStream", "check_rng", "current_stream", "rank_streams"]
 
 
 def check_rng(rng: str) -> None:
-    """Raises ValueError for anything but ``auto`` and ``per_rank``."""
+    """Raise ValueError for anything but ``auto`` and ``per_rank``."""
     if rng not in ("auto", "per_rank"):
         raise ValueError(f"rng must be 'auto' or 'per_rank', not {rng!r}")
 
 
 def rank_streams(devices: Sequence[torch.device]) -> list[RankStream | None]:
-    """A stream for each CPU rank, seeded by one draw from the caller's generator; ``None`` for the other ranks."""
+    """Return a stream per CPU rank, seeded by one draw from the caller's generator; ``None`` for other ranks."""
     base = int(torch.empty((), dtype=torch.int64, device="cpu").random_(2**32))
     # The CPU generator uses 32 bits of its seed.  An odd step keeps the ranks' seeds apart, whatever the base.
     seeds = [(base + rank * 0x9E3779B9) % 2**32 for rank in range(len(devices))]
@@ -47,7 +47,7 @@ class RankStream(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """A compiled module stays compiled."""
+        """Return True: a compiled module stays compiled."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -59,7 +59,7 @@ class RankStream(TorchDispatchMode):
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """In this thread everything is drawn from this stream."""
+        """Draw everything in this thread from this stream."""
         outer = current_stream()
         _count_askers(1)
         _thread.stream = self
@@ -76,13 +76,13 @@ _thread = threading.local()
 
 
 def current_stream() -> RankStream | None:
-    """The stream that this thread draws from, if it runs a rank that has one."""
+    """Return the stream that this thread draws from, if it runs a rank that has one."""
     return getattr(_thread, "stream", None)
 
 
 @cache
 def _way_of(func: Any) -> Callable[[torch.Generator, tuple[Any, ...], dict[str, Any]], Any] | None:
-    """How an operator is called so that it draws from a generator; ``None``: it draws nothing."""
+    """Return how an operator is called so that it draws from a generator; ``None``: it draws nothing."""
     names = [argument.name for argument in func._schema.arguments]
     if "generator" in names:
         return partial(_filled, func, names.index("generator"))
@@ -128,7 +128,7 @@ _lending = threading.Lock()
 
 
 def _on_cpu(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether an operator with these arguments works in host memory."""
+    """Return whether an operator with these arguments works in host memory."""
     device = kwargs.get("device")
     if device is None:
         tensors = (each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor))

@@ -11,7 +11,7 @@ __all__ = ["check_disjoint", "overlaps_itself"]
 
 
 def overlaps_itself(tensor: torch.Tensor) -> bool:
-    """Where torch leaves it open: unless each dimension steps over all that the finer ones reach."""
+    """Return whether elements may share memory: some dimension does not step over all that the finer ones reach."""
     found = torch._debug_has_internal_overlap(tensor)
     if found != _OPEN:
         return found == _OVERLAPS
@@ -29,7 +29,7 @@ _OVERLAPS, _OPEN = 1, 2
 def check_disjoint(
     written: Sequence[torch.Tensor], names: Callable[[int], str], read: Sequence[torch.Tensor] = ()
 ) -> None:
-    """Raises if a tensor that is written shares memory with another that is written, or partly with one that is read.
+    """Raise if a tensor that is written shares memory with another that is written, or partly with one that is read.
 
     A tensor that is read and written in place (the very same memory) is fine.  So are those that lie between each
     other's elements, as columns of a matrix do.
@@ -47,7 +47,7 @@ def check_disjoint(
 
 
 def _are_apart(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether no two of these have an address in common.  Of two devices it need not mean anything if they do."""
+    """Return whether no two of these have an address in common; between devices that need not mean anything."""
     if not all(map(torch.Tensor.is_contiguous, tensors)):
         return False
     begins = list(map(torch.Tensor.data_ptr, tensors))
@@ -56,7 +56,7 @@ def _are_apart(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def _check_apart(written: torch.Tensor, name: str, read: Sequence[torch.Tensor]) -> None:
-    """The same for one that is written, which need not be sorted among the others."""
+    """Check one tensor that is written against all others."""
     if not written.numel():
         return
     begin, end = _extent(written)
@@ -70,7 +70,7 @@ def _check_apart(written: torch.Tensor, name: str, read: Sequence[torch.Tensor])
 def _check_disjoint_on(
     device: torch.device, written: Sequence[torch.Tensor], read: Sequence[torch.Tensor], names: Callable[[int], str]
 ) -> None:
-    """Goes along the addresses, and looks at each tensor with those that have begun before it and reach beyond."""
+    """Go along the addresses, and looks at each tensor with those that have begun before it and reach beyond."""
     tensors = [*written, *read]
     open_: list[tuple[int, int]] = []  # where it ends, and which one it is
     for begin, end, place in sorted((*_extent(t), i) for i, t in enumerate(tensors) if _lies_on(t, device)):
@@ -98,7 +98,7 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _place(tensor: torch.Tensor) -> tuple[tuple[int, int], int, tuple[int, ...]]:
-    """Equal for tensors that have the very same elements in the same order, be they numbers of another kind."""
+    """Return a key that is equal for tensors with the same elements of memory in the same order, whatever the dtype."""
     return _extent(tensor), tensor.itemsize, () if tensor.is_contiguous() else tensor.stride()
 
 
@@ -107,7 +107,7 @@ def _lies_on(tensor: torch.Tensor, device: torch.device) -> bool:
 
 
 def _share(one: torch.Tensor, two: torch.Tensor) -> bool:
-    """Whether two tensors whose extents overlap have a byte in common, or may have, where that is long to find out."""
+    """Return whether two tensors with overlapping extents have a byte in common, or may have, if that is costly."""
     if one.is_contiguous() and two.is_contiguous():
         return True
     steps: dict[int, tuple[int, int]] = {}  # in bytes: by how many of them a byte of one may be from one of the other
@@ -119,14 +119,14 @@ def _share(one: torch.Tensor, two: torch.Tensor) -> bool:
 
 
 def _steps(tensor: torch.Tensor) -> list[tuple[int, int]]:
-    """Where its bytes lie: strides in bytes, and how often each is gone at most."""
+    """Return the strides in bytes, and the largest number of steps of each."""
     nbytes = tensor.element_size()
     dims = [(1, nbytes), *((stride * nbytes, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True))]
     return [(stride, size - 1) for stride, size in dims if stride and size > 1]
 
 
 def _reaches(distance: int, steps: Sequence[tuple[int, tuple[int, int]]]) -> bool:
-    """Whether multiples of the strides add up to the distance: the large ones first, which leave little choice."""
+    """Return whether multiples of the strides add up to the distance; large strides first, they leave little choice."""
     if not steps:
         return distance == 0
     (stride, (first, last)), rest = steps[0], steps[1:]

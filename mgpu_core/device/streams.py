@@ -37,12 +37,12 @@ GPU_TYPE = "cuda"  # the devices that the core's cuda backend serves
 
 
 def caller_streams(devices: Sequence[torch.device]) -> list[torch.Stream | None]:
-    """The current stream of each device in the calling thread; ``None`` for the CPU."""
+    """Return the current stream of each device in the calling thread; ``None`` for the CPU."""
     return [None if device.type == "cpu" else torch.accelerator.current_stream(device) for device in devices]
 
 
 def on(device: torch.device, stream: torch.Stream | None) -> AbstractContextManager[None]:
-    """Makes ``device`` and ``stream`` the current ones of this thread."""
+    """Make ``device`` and ``stream`` the current ones of this thread."""
     return NOTHING if device.type == "cpu" or stream is None else _on_accelerator(device, stream)
 
 
@@ -53,7 +53,7 @@ def _on_accelerator(device: torch.device, stream: torch.Stream) -> Iterator[None
 
 
 def on_all(devices: Sequence[torch.device], streams: Sequence[torch.Stream | None]) -> AbstractContextManager[object]:
-    """Makes each stream the current one of its device."""
+    """Make each stream the current one of its device."""
     stack = ExitStack()
     for device, stream in zip(devices, streams, strict=True):
         if stream is not None:
@@ -80,7 +80,7 @@ def resumed_on_all(devices: Sequence[torch.device], streams: Sequence[torch.Stre
 
 
 def core_stream(device: torch.device) -> tuple[int, int] | None:
-    """The current stream of a device as the core knows it; ``None`` for a device that the core has no backend for."""
+    """Return the current stream of a device as the core knows it; ``None`` if the core has no backend for it."""
     if device.type == "cpu":
         return HOST
     if device.type == GPU_TYPE and _cuda_backend_works() and _has_code_for(device.index):
@@ -89,7 +89,7 @@ def core_stream(device: torch.device) -> tuple[int, int] | None:
 
 
 def core_serves(devices: Sequence[torch.device]) -> bool:
-    """Whether one backend of the core serves all of these devices."""
+    """Return whether one backend of the core serves all of these devices."""
     if all(device.type == "cpu" for device in devices):
         return True
     if any(device.type != GPU_TYPE for device in devices) or not _cuda_backend_works():
@@ -98,7 +98,7 @@ def core_serves(devices: Sequence[torch.device]) -> bool:
 
 
 def core_streams(devices: Sequence[torch.device]) -> list[tuple[int, int]] | None:
-    """One stream per rank; ``None`` unless one backend of the core serves all of these devices."""
+    """Return one stream per rank; ``None`` unless one backend of the core serves all of these devices."""
     if not core_serves(devices):
         return None
     if not any(device.type == GPU_TYPE for device in devices):
@@ -119,7 +119,7 @@ def is_capturing(gpu: int) -> bool:
 
 @contextmanager
 def copying_to(devices: Sequence[torch.device]) -> Iterator[None]:
-    """Makes a side stream the current one of each GPU, so that copies do not queue behind its computing.
+    """Make a side stream the current one of each GPU, so that copies do not queue behind its computing.
 
     Memory that is allocated inside belongs to the side streams: whoever computes with it calls :func:`hand_over`.
     Other devices keep their streams.
@@ -132,7 +132,7 @@ def copying_to(devices: Sequence[torch.device]) -> Iterator[None]:
 
 
 def hand_over(tensors: Sequence[torch.Tensor]) -> None:
-    """Lets the current streams compute with tensors that were made inside :func:`copying_to`.
+    """Let the current streams compute with tensors that were made inside :func:`copying_to`.
 
     The current stream waits for the copies; and the allocator waits for the current stream before it gives the memory
     to another copy.
@@ -156,14 +156,14 @@ class SideRoad:
         self._computing: dict[torch.device, list[torch.Stream]] = {}
 
     def starts(self, devices: Sequence[torch.device], streams: Sequence[torch.Stream | None]) -> None:
-        """Which streams the ranks compute on from now on: one per rank, of its device."""
+        """Note which streams the ranks compute on from now on: one per rank, of its device."""
         self._computing = {}
         for device, stream in zip(devices, streams, strict=True):
             if stream is not None and stream not in self._computing.setdefault(device, []):
                 self._computing[device].append(stream)
 
     def made_on_current(self, device: torch.device) -> None:
-        """Notes that gradients were made on the current stream of the device: sums wait for it too.
+        """Note that gradients were made on the current stream of the device: sums wait for it too.
 
         A module may compute on a stream of its own, and autograd runs its backward there.
         """
@@ -172,7 +172,7 @@ class SideRoad:
             streams.append(stream)
 
     def entered(self) -> AbstractContextManager[None]:
-        """Makes the stream beside the current one of each GPU, behind all that its ranks have been given so far.
+        """Make the stream beside the current one of each GPU, behind all that its ranks have been given so far.
 
         Other accelerators work on their first rank's stream, which waits for the other streams of the device.
         """
@@ -190,7 +190,7 @@ class SideRoad:
             yield
 
     def joins(self) -> None:
-        """Lets the current stream of each GPU go on behind all that was done beside it."""
+        """Let the current stream of each GPU go on behind all that was done beside it."""
         for device in self._computing:
             if device.type == GPU_TYPE:
                 torch.accelerator.current_stream(device).wait_stream(_reducing_stream(device.index))
@@ -220,7 +220,7 @@ def _the_only(streams: dict[int, torch.Stream], gpu: int) -> torch.Stream:
 
 @cache
 def _has_code_for(gpu: int) -> bool:
-    """Whether this build runs on the GPU; asked of those alone that are used, because asking makes a context."""
+    """Return whether this build runs on the GPU; asked of those alone that are used, because asking makes a context."""
     if _core.cuda_has_code_for(gpu):
         return True
     warn_caller(
@@ -233,7 +233,7 @@ def _has_code_for(gpu: int) -> bool:
 
 @cache
 def _cuda_backend_works() -> bool:
-    """Whether the core sees the GPUs that torch sees; if not, torch's own copies and adds serve them.
+    """Return whether the core sees the GPUs that torch sees; if not, torch's own copies and adds serve them.
 
     Torch calls AMD's GPUs ``cuda`` too; the core's CUDA and NCCL are not for these.
     """

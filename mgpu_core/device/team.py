@@ -41,7 +41,7 @@ class Team:
 
     @staticmethod
     def of(devices: Sequence[DeviceLike] | Team) -> Team:
-        """The team over these devices.
+        """Return the team over these devices.
 
         Raises:
             TypeError, ValueError: an entry that is no device of this machine, or an empty list.
@@ -65,7 +65,7 @@ class Team:
         return range(len(self.devices))
 
     def first(self, count: int) -> Team:
-        """The team of the first ``count`` ranks."""
+        """Return the team of the first ``count`` ranks."""
         if count == len(self.devices):
             return self
         found = self._parts[count] = _find(self.devices[:count])
@@ -82,7 +82,7 @@ class Team:
             return self._workers
 
     def close(self) -> None:
-        """Ends the idle worker threads now, those of its first ranks too.  A later call starts new ones."""
+        """End the idle worker threads now, those of its first ranks too.  A later call starts new ones."""
         if self._workers is not None:
             self._workers.close()
         for part in list(self._parts.values()):

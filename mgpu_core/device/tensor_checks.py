@@ -43,7 +43,7 @@ _number_of = torch._C.DispatchKeySet.raw_repr
 
 
 def refuse_special(tensor: torch.Tensor, name: str, *, sparse: bool = False) -> None:
-    """Raises TypeError unless the tensor is ordinary strided memory on a device, or sparse where that is allowed."""
+    """Raise TypeError unless the tensor is ordinary strided memory on a device, or sparse where that is allowed."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} must be a tensor, not {type(tensor).__name__}")
     if tensor.is_nested:
@@ -104,7 +104,7 @@ def readable(tensor: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def all_plain(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether nobody could object to any of these: contiguous memory, all of one real dtype and one device.
+    """Return whether all of these are plain: contiguous memory, of one real dtype and one device.
 
     The common case of long lists, decided without a name and by one loop per question, which the interpreter runs by
     itself: ten thousand tensors take 3 ms instead of 20.
@@ -121,7 +121,7 @@ def all_plain(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def check_writable(tensors: Sequence[torch.Tensor], names: Callable[[int], str]) -> None:
-    """Raises unless plain memory may be written through each of these tensors.
+    """Raise unless plain memory may be written through each of these tensors.
 
     Args:
         names: what errors call the tensor at a place.
@@ -142,7 +142,7 @@ _FEW = 10  # up to so many, a question at a time costs more than a tensor at a t
 
 
 def _plainly_writable(tensor: torch.Tensor) -> bool:
-    """The common case, decided without a name: most calls are about memory that nobody could object to."""
+    """Return whether it is plain writable memory, as in most calls, without making a name for a message."""
     return (
         type(tensor) is torch.Tensor
         and not tensor.requires_grad
@@ -167,7 +167,7 @@ def _check_writable(tensor: torch.Tensor, name: str) -> None:
 
 
 def check_alike(tensors: Sequence[torch.Tensor], shape: torch.Size, dtype: torch.dtype) -> None:
-    """Raises ValueError naming the first rank whose tensor has another shape or dtype."""
+    """Raise ValueError naming the first rank whose tensor has another shape or dtype."""
     for rank, tensor in enumerate(tensors):
         if tensor.shape != shape or tensor.dtype != dtype:
             raise ValueError(
@@ -179,7 +179,7 @@ Memory: TypeAlias = tuple[list[int], list[tuple[int, ...]], list[torch.Size], li
 
 
 def memory_of(tensors: Sequence[torch.Tensor]) -> Memory:
-    """Where tensors lie and how: equal to an earlier answer for as long as nobody has given them other memory."""
+    """Return where tensors lie and how: equal to an earlier answer as long as they have the same memory."""
     return (
         list(map(torch.Tensor.data_ptr, tensors)),
         list(map(torch.Tensor.stride, tensors)),
@@ -189,7 +189,7 @@ def memory_of(tensors: Sequence[torch.Tensor]) -> Memory:
 
 
 def moved_between(now: Memory, then: Memory) -> list[int]:
-    """Which tensors lie elsewhere, or in another way, in one answer of :func:`memory_of` than in the other."""
+    """Return which tensors lie elsewhere, or in another way, in one answer of :func:`memory_of` than in the other."""
     if now == then:
         return []
     pairs = zip(zip(*now, strict=True), zip(*then, strict=True), strict=True)
@@ -231,13 +231,13 @@ _kind = attrgetter("layout", "dtype", "device")
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor's elements, in their order: a view of it where it is contiguous."""
+    """Return the bytes of a tensor's elements, in their order: a view of it where it is contiguous."""
     whole = tensor.contiguous()
     return whole.as_strided((whole.numel(),), (1,)).view(torch.uint8)  # one element may have any stride
 
 
 def memory_view(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous tensor of host memory, which must live as long as they are looked at."""
+    """Return the bytes of a contiguous tensor of host memory, which must live as long as they are looked at."""
     if not tensor.nbytes:
         return memoryview(b"")
     return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr()))

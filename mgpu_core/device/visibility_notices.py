@@ -28,7 +28,7 @@ class Notice:
 def visibility_notices(
     read: Visibility, physical: Sequence[PhysicalDevice] | None, device_order: str | None
 ) -> list[Notice]:
-    """All that `read` and CUDA_DEVICE_ORDER hide from somebody who only looks at nvidia-smi."""
+    """Return all that `read` and CUDA_DEVICE_ORDER hide from somebody who only looks at nvidia-smi."""
     found = [_nothing_visible(read), _stopped(read), *_misread(read), _renumbered(read), _one_instance(read)]
     return [notice for notice in [*found, _order(read, physical or (), device_order)] if notice]
 
@@ -36,7 +36,7 @@ def visibility_notices(
 def change_notice(
     initial: Mapping[str, str] | None, current: Mapping[str, str], initialised: bool, kept_initial: bool | None
 ) -> Notice | None:
-    """Was the variable changed inside this process, and in time?
+    """Return a notice if the variable was changed inside this process, too late or in time.
 
     `initial` is the environment the process was started with, None where the system does not keep it. `kept_initial`
     says whether CUDA shows the devices of that first value and not those of the current one, None when nobody can tell.

@@ -32,7 +32,7 @@ EXIT_SECONDS = 4.0  # how long the end of the process waits for workers that are
 
 
 def time_limit() -> float:
-    """Seconds that a call waits for its ranks: ``MGPU_CORE_TIMEOUT``, else half an hour.
+    """Return the seconds that a call waits for its ranks: ``MGPU_CORE_TIMEOUT``, else half an hour.
 
     Raises:
         ValueError: the variable is not a positive number.
@@ -78,7 +78,7 @@ class _Ranks:
             self._nobody.put(None)
 
     def wait(self, seconds: float) -> list[int]:
-        """Waits for all of them; returns those that have not ended in that time."""
+        """Wait for all of them; return those that have not ended in that time."""
         if self._at_work:
             with suppress(Empty):
                 self._nobody.get(timeout=seconds)
@@ -133,7 +133,7 @@ class Crew:
             self._share_cores(cpu_ranks)
 
     def run(self, tasks: Sequence[Callable[[], Any] | None], seconds: float) -> list[Outcome]:
-        """Runs task i on worker i, all at once, and waits for all of them; where there is ``None``, the worker rests.
+        """Run task i on worker i, all at once, and wait for all of them; where there is ``None``, the worker rests.
 
         Raises:
             Error: a rank did not end in time.  The crew is then unusable.
@@ -207,7 +207,7 @@ class WorkerPool:
 
     @contextmanager
     def lease(self) -> Iterator[Crew]:
-        """A crew for one call.  One that was left at work (Ctrl-C, time limit) ends after its tasks."""
+        """Return a crew for one call.  One that was left at work (Ctrl-C, time limit) ends after its tasks."""
         with self._lock:
             crew = self._idle.pop() if self._idle else None
             closed = self._closed
@@ -236,7 +236,7 @@ class WorkerPool:
             each.stop()
 
     def close(self) -> None:
-        """Sends the idle threads home now and the others after their call; the next call makes new ones."""
+        """Send the idle threads home now and the others after their call; the next call makes new ones."""
         with self._lock:
             self._closed += 1
             idle, self._idle = self._idle, []
@@ -244,7 +244,7 @@ class WorkerPool:
             crew.stop()
 
     def threads(self) -> list[threading.Thread]:
-        """The threads that are alive."""
+        """Return the threads that are alive."""
         with self._lock:
             return [thread for thread in self._threads if thread.is_alive()]
 

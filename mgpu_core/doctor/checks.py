@@ -48,7 +48,7 @@ def notices(facts: Facts) -> list[Notice]:
 
 
 def outlook(facts: Facts) -> str:
-    """What `DataParallel(net)` will do here, without any further argument."""
+    """Return what `DataParallel(net)` will do here, without any further argument."""
     devices = facts.defaults.devices
     if facts.torch.version is None:
         return "Nothing, before torch imports: mgpu_core stands on it."
@@ -146,7 +146,7 @@ def _bad_defaults(facts: Facts) -> Notice | None:
 
 
 def _bad_variables(facts: Facts) -> Notice | None:
-    """Those that are read where they are needed: each is an error there, or taken for nothing."""
+    """Return notices of bad variables, which are errors, or ignored, where they are read."""
     wrong = [name for name, is_right in _NUMBERS.items() if not is_right(facts.environ.get(name, "").strip() or "1")]
     if not wrong:
         return None

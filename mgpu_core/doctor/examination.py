@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 def examine(*, test_peers: bool = False) -> Report:
-    """The report on this process, as it is now.
+    """Return the report on this process, as it is now.
 
     Args:
         test_peers: test now whether the GPUs reach each other's memory; without it, tell what an earlier test found.

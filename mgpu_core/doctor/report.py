@@ -96,5 +96,5 @@ class Report:
     notices: tuple[Notice, ...]
 
     def to_json(self) -> str:
-        """The report as JSON, indented for people."""
+        """Return the report as JSON, indented for people."""
         return json.dumps(asdict(self), indent=2)

@@ -21,7 +21,7 @@ _SOURCES = {
 
 
 def render(report: Report) -> str:
-    """The whole report, ending with a newline."""
+    """Return the whole report, ending with a newline."""
     sections = [
         ("Versions", _versions(report)),
         ("Backends of the core", _backends(report)),
@@ -104,7 +104,7 @@ def _cells(row: DeviceRow, uuids: Sequence[str]) -> tuple[str, ...]:
 
 
 def _peers(peers: Sequence[PeerVerdict]) -> list[str]:
-    """A row per writer, a column per owner of the memory."""
+    """Return a row per writer, a column per owner of the memory."""
     if not peers:
         return ["  there is one GPU, or none: nothing to test"]
     devices = sorted({each.device for each in peers})

@@ -24,7 +24,7 @@ __all__ = ["Step", "StepProfile", "Story", "labels", "profile", "record_story"]
 
 @contextmanager
 def record_story(*, skip: int = 0, steps: int | None = None) -> Iterator[Story]:
-    """What ``mgpu_core.explain()`` is: records what happens inside; the story is there when the block ends.
+    """Record what happens inside the block; the story is complete when it ends.  It is ``mgpu_core.explain()``.
 
     An error inside passes through, and the story has what happened before it.
 
@@ -54,7 +54,7 @@ class ExplainModule(ModuleType):
     """The package itself can be called."""
 
     def __call__(self, *, skip: int = 0, steps: int | None = None) -> AbstractContextManager[Story]:
-        """Records what happens inside a ``with`` block; see :func:`record_story`."""
+        """Record what happens inside a ``with`` block; see :func:`record_story`."""
         return record_story(skip=skip, steps=steps)
 
 

@@ -29,7 +29,7 @@ class EventClock:
         self._lock = threading.Lock()
 
     def mark(self, device: torch.device) -> object:
-        """A moment in the work of the device's current stream; ``None`` on the host, and inside a graph's capture."""
+        """Return a moment in the current stream of the device; ``None`` on the host, and inside a graph's capture."""
         if device.type != "cuda":
             return None
         gpu = torch.cuda.current_device() if device.index is None else device.index

@@ -102,7 +102,7 @@ def _nothing(args: argparse.Namespace) -> str:
 
 
 def _save(story: Story, here: Path, args: argparse.Namespace) -> bool:
-    """Writes the files that are wanted, whose names are as seen from ``here``, shows the last step, and says so.
+    """Write the files that are wanted, named as seen from ``here``; show the last step, and say so.
 
     The training is over: each file is tried, whatever became of the others.
 

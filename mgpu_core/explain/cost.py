@@ -37,7 +37,7 @@ ALGORITHMS = ("auto", *link_costs.ALL_REDUCES)
 
 
 def all_reduce_cost(algorithm: str, ranks: int, nbytes: float, machine: Machine) -> Cost:
-    """What an all-reduce of ``nbytes`` bytes a rank costs; one rank alone pays nothing.
+    """Return what an all-reduce of ``nbytes`` bytes a rank costs; one rank alone pays nothing.
 
     Args:
         algorithm: of :data:`ALGORITHMS`.  ``auto`` is, as in :func:`mgpu_core.comm.all_reduce`, ``direct`` on the host,
@@ -62,7 +62,7 @@ def all_reduce_cost(algorithm: str, ranks: int, nbytes: float, machine: Machine)
 
 
 def all_reduce_seconds(algorithm: str, ranks: int, nbytes: float, machine: Machine) -> float:
-    """The seconds of :func:`all_reduce_cost`, which has the arguments and the errors."""
+    """Return the seconds of :func:`all_reduce_cost`, which has the arguments and the errors."""
     return all_reduce_cost(algorithm, ranks, nbytes, machine).seconds
 
 
@@ -126,7 +126,7 @@ def _on_host(host: HostMemory, ranks: int, rank_nbytes: float, passes: Sequence[
 
 
 def _called(machine: Machine, ranks: int, moving: Cost) -> Cost:
-    """What moving the bytes costs and, once, the call; one rank alone has nobody to call."""
+    """Return what moving the bytes costs and, once, the call; one rank alone has nobody to call."""
     return Cost(machine.call_s + moving.latency_s, moving.transfer_s) if ranks > 1 else Cost()
 
 

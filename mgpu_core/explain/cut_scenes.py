@@ -17,7 +17,7 @@ __all__ = ["of_cuts", "without_cutting"]
 def without_cutting(
     calls: Sequence[Collective], enclosing: Enclosing, cutting: Sequence[Span | None]
 ) -> list[Collective]:
-    """What cuts do has scenes of its own."""
+    """Return the calls without those of cuts, which have scenes of their own."""
     shown = {id(span) for span in cutting if span is not None}
 
     def is_shown(call: Collective) -> bool:

@@ -24,7 +24,7 @@ class Enclosing:
                 row.append(span)
 
     def span(self, thread: int, step: str, host_ns: int) -> Span | None:
-        """The outermost span of this name around a moment of the thread."""
+        """Return the outermost span of this name around a moment of the thread."""
         row = self._rows.get((thread, step), [])
         place = bisect_right(row, host_ns, key=_begin) - 1
         return row[place] if place >= 0 and host_ns <= row[place].host_end_ns else None

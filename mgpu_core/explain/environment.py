@@ -27,7 +27,7 @@ def environment() -> dict[str, str]:
 
 
 def cpu_model() -> str:
-    """The processor's name, as far as the system tells it."""
+    """Return the processor's name, as far as the system tells it."""
     path = Path("/proc/cpuinfo")
     lines = path.read_text(errors="replace").splitlines() if path.exists() else []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))

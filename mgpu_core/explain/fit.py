@@ -73,7 +73,7 @@ def measure(
     budget_seconds: float = BUDGET_SECONDS,
     devices: Sequence[torch.device | str] | None = None,
 ) -> list[Sample]:
-    """Runs every point once a round, and the whole again until there are so many rounds or the time is over.
+    """Run every point once a round, and the whole again until there are so many rounds or the time is over.
 
     Args:
         points: on the same memory, the largest point's, one after another.
@@ -115,7 +115,7 @@ def _time(point: Point, memory: Sequence[torch.Tensor]) -> float:
 
 
 def fit_host(samples: Sequence[Sample], caches: tuple[int, int] | None = None) -> HostMemory:
-    """The constants that explain measurements of CPU ranks best.
+    """Return the constants that explain measurements of CPU ranks best.
 
     Args:
         samples: at least seven; the better spread over sizes and ranks, the better the answer.
@@ -140,7 +140,7 @@ def fit_host(samples: Sequence[Sample], caches: tuple[int, int] | None = None) -
 
 
 def _host_row(point: Point, core_nbytes: int, all_nbytes: int) -> list[float]:
-    """What each unknown is multiplied by: call, rank; beta in the cache and what memory adds, for one core, for all."""
+    """Return the factor of each unknown: call, rank; beta in the cache and what memory adds, for one core, for all."""
     row = [1.0, float(point.ranks), 0.0, 0.0, 0.0, 0.0]
     working_set = point.ranks * point.nbytes
     for each in host_passes(point.algorithm, point.ranks, point.nbytes):
@@ -175,8 +175,10 @@ def _check(samples: Sequence[Sample], least: int) -> None:
 
 
 def _least_squares(rows: Sequence[Sequence[float]], seconds: Sequence[float], least: Sequence[float]) -> list[float]:
-    """The x >= least with the smallest sum of ((row . x - seconds) / seconds)^2: exactly, by trying every choice of the
-    unknowns that are above their least."""
+    """Return the x >= least with the least sum of ((row . x - seconds) / seconds)^2, exactly.
+
+    It tries every choice of unknowns that are above their least.
+    """
     scale = torch.tensor(seconds, dtype=torch.float64)[:, None]
     matrix = torch.tensor(rows, dtype=torch.float64) / scale
     floor = torch.tensor(least, dtype=torch.float64)
@@ -214,13 +216,13 @@ def this_host() -> HostMemory:
 
 
 def save(path: Path, host: HostMemory) -> None:
-    """Writes the constants and this machine's fingerprint as JSON, whole or not at all."""
+    """Write the constants and this machine's fingerprint as JSON, whole or not at all."""
     content = {"format": FORMAT, "machine": _fingerprint(), "host": asdict(host)}
     write_whole(path, lambda stream: stream.write((json.dumps(content, indent=2) + "\n").encode()))
 
 
 def load(path: Path) -> HostMemory:
-    """What :func:`save` wrote on this machine.
+    """Return what :func:`save` wrote on this machine.
 
     Raises:
         OSError: the file cannot be read.
@@ -244,5 +246,5 @@ def _host_of(content: Any) -> HostMemory:
 
 
 def _fingerprint() -> dict[str, Any]:
-    """What the constants hold for: this processor, so many threads, this build."""
+    """Return what the constants hold for: this processor, so many threads, this build."""
     return {"cpu": cpu_model(), "threads": _core.num_threads(), "caches": list(_caches()), **machine_key([])}

@@ -24,12 +24,12 @@ class Pass:
     sums: bool
 
     def is_serial(self, itemsize: int = 4) -> bool:
-        """Whether one core does all of it; ``itemsize`` is that of an element."""
+        """Return whether one core does all of it; ``itemsize`` is that of an element."""
         return self.nbytes <= (_SERIAL_SUM_COUNT * itemsize if self.sums else _SERIAL_COPY_NBYTES)
 
 
 def host_passes(algorithm: str, ranks: int, nbytes: float) -> list[Pass]:
-    """The loops of an all-reduce in place of ``nbytes`` bytes a rank, and the bytes that each moves.
+    """Return the loops of an all-reduce in place of ``nbytes`` bytes a rank, and the bytes that each moves.
 
     A sum in place reads its inputs and writes results that it has just read; a copy moves three bytes for one, because
     a cache line is read before it is overwritten.  With n ranks of S bytes: ``direct`` reads n S and writes n S;
@@ -50,6 +50,6 @@ def host_passes(algorithm: str, ranks: int, nbytes: float) -> list[Pass]:
 
 
 def _tree_hops(ranks: int) -> list[int]:
-    """How many hops each round of the binomial tree has, on its way up."""
+    """Return how many hops each round of the binomial tree has, on its way up."""
     distances = [1 << i for i in range((ranks - 1).bit_length())]
     return [len(range(0, ranks - distance, 2 * distance)) for distance in distances]

@@ -17,7 +17,7 @@ __all__ = ["labels", "name_in_profilers", "profile"]
 
 @contextmanager
 def _both(name: str) -> Iterator[None]:
-    """A ``record_function`` and an NVTX range of one name."""
+    """Return a ``record_function`` and an NVTX range of one name."""
     torch.cuda.nvtx.range_push(name)
     try:
         with record_function(name):
@@ -30,7 +30,7 @@ _has_gpus = cache(torch.cuda.is_available)
 
 
 def name_in_profilers(name: str) -> AbstractContextManager[object]:
-    """A range of that name in whatever profiler looks."""
+    """Return a range of that name in whatever profiler looks."""
     return _both(name) if _has_gpus() else record_function(name)
 
 

@@ -61,7 +61,7 @@ def shape_of(topology: Topology, ranks: int, nbytes: float) -> Shape:
 
 
 def _naive(at: Shape, nbytes: float) -> Cost:
-    """All into rank 0, then rank 0 to all: 2 (n - 1) messages of S bytes over rank 0's one link, one after another."""
+    """Model all into rank 0, then rank 0 to all: 2 (n - 1) messages of S bytes over rank 0's link, in turn."""
     local, far = 2 * (at.local - 1), 2 * (at.ranks - at.local)
     return Cost(local * at.alpha + far * at.node_alpha, nbytes * (local * at.beta + far * at.nic_beta))
 
@@ -134,7 +134,7 @@ ALL_REDUCES: Mapping[str, Callable[[Shape, float], Cost]] = {
 
 
 def choices(at: Shape) -> tuple[str, ...]:
-    """The all-reduces of which ``auto`` takes the fastest."""
+    """Return the all-reduces of which ``auto`` takes the fastest."""
     return ("direct", "ring") if at.nodes == 1 else ("ring", "halving", "hierarchical")
 
 

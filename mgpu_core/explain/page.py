@@ -25,13 +25,13 @@ _DETAILS = (256, 64, 16, 4)  # how many of each thing a step has that is too lar
 
 
 def write_page(story: Story, path: Path) -> None:
-    """Writes :func:`page_of`, whole or not at all."""
+    """Write :func:`page_of`, whole or not at all."""
     text = page_of(story)
     write_whole(path, lambda file: file.write(text.encode()))
 
 
 def page_of(story: Story) -> str:
-    """The page as text, of at most a million bytes: where a story is longer, its last steps, or less of the last.
+    """Return the page as text of at most a million bytes: of a longer story the last steps, or less of the last one.
 
     Raises:
         ValueError: nothing was recorded; or what is left of one step is too large still.
@@ -64,7 +64,7 @@ def _nbytes(step: dict[str, Any]) -> int:
 
 
 def page_data(story: Story) -> dict[str, Any]:
-    """What the page knows of all steps."""
+    """Return what the page knows of all steps."""
     steps = [_step_data(step, story.machine) for step in story.steps]
     return {
         "format": 1,
@@ -81,7 +81,7 @@ def _json(data: Any) -> str:
 
 
 def _filled(data: dict[str, Any]) -> str:
-    """The template, with style, player and story."""
+    """Return the template, with style, player and story."""
     folder = files("mgpu_core.explain") / "player"
     text = (folder / "page.html").read_text(encoding="utf-8")
     for name, content in (
@@ -126,7 +126,7 @@ def _phase_data(phase: Phase, machine: Machine | None) -> dict[str, Any]:
 
 
 def _lanes(step: Step) -> list[dict[str, Any]]:
-    """The timeline: what the team does on the host, each rank, and the collectives."""
+    """Return the timeline: what the team does on the host, each rank, and the collectives."""
     team = [span for span in step.spans if span.rank == ALL_RANKS and span.step not in AROUND]
     bars = [_bar(step, each.step, each.bucket, each.host_begin_ns, each.host_end_ns) for each in team]
     lanes = [{"name": "host", "bars": bars}]

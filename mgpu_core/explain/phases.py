@@ -84,7 +84,7 @@ def phases_of(step: Step) -> list[Phase]:
 
 
 def _rows(spans: Sequence[Span]) -> list[Span]:
-    """Those that are not around others, and not inside another row of their thread."""
+    """Return those that are not around others, and not inside another row of their thread."""
     found: list[Span] = []
     last: dict[int, Span] = {}
     for span in sorted(spans, key=lambda each: (each.host_begin_ns, -each.host_end_ns)):
@@ -100,7 +100,7 @@ def _rows(spans: Sequence[Span]) -> list[Span]:
 
 
 def _calls_by_row(rows: Sequence[Span], calls: Sequence[Collective]) -> dict[Span, list[Collective]]:
-    """The collectives of each row, which hold them by thread and time.  Backward has none: what is in it has a row."""
+    """Return the collectives of each row, found by thread and time.  Backward has none: those in it have rows."""
     by_thread: dict[int, list[Span]] = {}
     for row in rows:
         if row.step != _WITH_OTHERS_INSIDE:
@@ -130,7 +130,7 @@ def _times(span: Span, calls: Sequence[Collective]) -> list[Interval]:
 
 
 def covered(times: Iterable[Interval]) -> int:
-    """What the intervals cover together, ns."""
+    """Return what the intervals cover together, ns."""
     total, reached = 0, None
     for begin, end in sorted(times):
         if reached is None or begin > reached:
@@ -146,7 +146,7 @@ def moved_nbytes(call: Collective) -> int:
 
 
 def moved_by(hop: Hop) -> int:
-    """The same of one hop."""
+    """Return the same of one hop."""
     home = hop.targets[0][0]
     away = [place for place, _, _ in (*hop.sources, *hop.targets) if place != home]
     return hop.nbytes * len(away)

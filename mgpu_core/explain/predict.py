@@ -43,7 +43,7 @@ class Plan:
     algorithm: str = "auto"
 
     def __post_init__(self) -> None:
-        """Raises ``ValueError`` for an unknown scaling."""
+        """Raise ``ValueError`` for an unknown scaling."""
         if self.scaling not in SCALINGS:
             raise ValueError(f"unknown scaling {self.scaling!r}: wanted one of {', '.join(SCALINGS)}")
 
@@ -105,7 +105,7 @@ class Prediction:
 
 
 def exposed_seconds(ready: Sequence[float], taken: Sequence[float], backward: float) -> float:
-    """How long after the end of backward the last bucket is there.
+    """Return how long after the end of backward the last bucket is there.
 
     Args:
         ready: seconds from the begin of backward to each bucket, in the order in which they travel.
@@ -119,7 +119,7 @@ def exposed_seconds(ready: Sequence[float], taken: Sequence[float], backward: fl
 
 
 def predict_step(profile: StepProfile, gpus: int, plan: Plan) -> Prediction:
-    """The step with so many GPUs, beside one GPU.
+    """Return the step with so many GPUs, beside one GPU.
 
     Raises:
         ValueError: numbers that the machine cannot have (:meth:`Topology.shape`), or fewer rows than GPUs.
@@ -167,7 +167,7 @@ def _broadcast(profile: StepProfile, gpus: int, plan: Plan) -> float:
 
 
 def _turns(profile: StepProfile, plan: Plan) -> int:
-    """How many backwards one rank's took the time of: on CPU ranks they go on to take turns, GPUs do not wait."""
+    """Return how many backwards take the time of one rank's: CPU ranks take turns, GPUs do not wait."""
     return profile.backwards_in_turn if isinstance(plan.machine, HostMemory) else 1
 
 

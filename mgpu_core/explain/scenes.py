@@ -51,7 +51,7 @@ def _whole(step: Step) -> Scene:
 
 
 def _of_ranks(step: Step) -> Iterator[Scene]:
-    """What all ranks do at once.  A backward that is run again is a scene of its own."""
+    """Return what all ranks do at once.  A backward that is run again is a scene of its own."""
     for name, text in _BY_RANKS.items():
         spans = [span for span in step.spans if span.step == name]
         runs = _runs(spans) if name == "backward" else [spans] if spans else []
@@ -63,7 +63,7 @@ def _of_ranks(step: Step) -> Iterator[Scene]:
 
 
 def _runs(spans: Sequence[Span]) -> list[list[Span]]:
-    """The first span of each rank, the second of each, and so on."""
+    """Return the first span of each rank, the second of each, and so on."""
     met: Counter[int] = Counter()
     runs: list[list[Span]] = []
     for span in sorted(spans, key=lambda each: each.begin_ns):
@@ -96,7 +96,7 @@ _VERBS = {"reduce": "summed", "all_reduce": "all-reduced", "broadcast": "broadca
 
 
 def _of_collectives(step: Step, calls: Sequence[Collective]) -> Iterator[Scene]:
-    """A scene per round: the hops that were given to the device together."""
+    """Return a scene per round: the hops that were given to the device together."""
     for call in calls:
         bucket = step.bucket_of(call)
         rounds = [list(group) for _, group in groupby(call.hops, key=lambda hop: hop.call)]
@@ -138,7 +138,7 @@ def _round(step: Step, call: Collective, bucket: int, number: int, hops: list[Ho
 
 
 def _times_of(call: Collective, hops: Sequence[Hop]) -> tuple[int, int]:
-    """The host's clock knows when it copied itself; of a device only the whole call is known."""
+    """Return the times of a round: of the host's own copies exact, of a device those of the whole call."""
     if all(hop.stream == "host" for hop in hops):
         return min(hop.begin_ns for hop in hops), max(hop.end_ns for hop in hops)
     times = list(call.times.values()) or [(call.host_begin_ns, call.host_end_ns)]

@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the table; writes what was asked for."""
+    """Print the table; writes what was asked for."""
     check_outputs([path for path in (args.plot, args.json) if path], [args.step] if args.step else [])
     if args.plot is not None:
         check_picture(args.plot)

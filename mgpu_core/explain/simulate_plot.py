@@ -28,13 +28,13 @@ _PARTS = {
 
 
 def draw(title: str, found: Sequence[Prediction], path: Path) -> None:
-    """Writes a PNG, whole or not at all."""
+    """Write a PNG, whole or not at all."""
     figure = figure_of(title, found)
     write_whole(path, lambda stream: figure.savefig(stream, format="png", dpi=120))
 
 
 def figure_of(title: str, found: Sequence[Prediction]) -> Figure:
-    """The picture itself; its legend is below the bars, which would stand behind it."""
+    """Return the picture itself; its legend is below the bars, which would stand behind it."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(max(7.0, 1.2 * len(found)), 5.5), layout="constrained")

@@ -30,7 +30,7 @@ class Bucket:
     ready_fraction: float
 
     def __post_init__(self) -> None:
-        """Raises ``ValueError`` for numbers out of range."""
+        """Raise ``ValueError`` for numbers out of range."""
         _check_whole("a bucket's nbytes", self.nbytes, least=1)
         _check_number("a bucket's ready_fraction", self.ready_fraction)
         if self.ready_fraction > 1:
@@ -70,7 +70,7 @@ class StepProfile:
     backwards_in_turn: int = 1
 
     def __post_init__(self) -> None:
-        """Raises ``ValueError`` for what no step can be, naming the field."""
+        """Raise ``ValueError`` for what no step can be, naming the field."""
         if not isinstance(self.name, str):
             raise ValueError(f"name must be a string, not {self.name!r}")
         for name in ("ranks", "rows", "backwards_in_turn"):
@@ -85,12 +85,12 @@ class StepProfile:
             raise ValueError(f"{self.rows} rows over {self.ranks} ranks: some rank has none")
 
     def to_json(self) -> str:
-        """The profile as JSON, indented for people."""
+        """Return the profile as JSON, indented for people."""
         return json.dumps({"format": FORMAT} | asdict(self), indent=2, allow_nan=False) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> StepProfile:
-        """What :meth:`to_json` wrote.
+        """Return what :meth:`to_json` wrote.
 
         Raises:
             ValueError: it is not JSON, not of this format, or a field is missing, unknown or out of range.

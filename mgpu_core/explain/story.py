@@ -116,12 +116,12 @@ class Step:
         return [span for span in self.spans if span.bucket != NO_BUCKET]
 
     def bucket_of(self, call: Collective) -> int:
-        """The bucket in whose span the call was made; ``NO_BUCKET``."""
+        """Return the bucket in whose span the call was made; ``NO_BUCKET``."""
         around = self.bucket_span(call)
         return NO_BUCKET if around is None else around.bucket
 
     def bucket_span(self, call: Collective) -> Span | None:
-        """The span of a bucket in which the call was made."""
+        """Return the span of a bucket in which the call was made."""
         around = [
             span
             for span in self._of_buckets
@@ -149,7 +149,7 @@ class Story:
     machine: Machine | None = None
 
     def fill(self, recording: Recording) -> None:
-        """Takes over what was recorded."""
+        """Take over what was recorded."""
         self.steps = steps_of(recording.entries, recording.whole_steps)
         self.dropped = recording.dropped
         self.environment = environment()
@@ -187,7 +187,7 @@ class Story:
         return table(self.step(number), self.environment, self.machine, self.dropped)
 
     def save_trace(self, path: str | Path) -> None:
-        """Writes all steps as a trace for https://ui.perfetto.dev or ``chrome://tracing``: a track per rank and stream.
+        """Write all steps as a trace for https://ui.perfetto.dev or ``chrome://tracing``: a track per rank and stream.
 
         Raises:
             OSError: the file cannot be written; one before it is kept.
@@ -197,7 +197,7 @@ class Story:
         write_trace(self, Path(path))
 
     def save_html(self, path: str | Path) -> None:
-        """Writes the animated page: one file that needs no network.
+        """Write the animated page: one file that needs no network.
 
         Raises:
             ValueError: nothing was recorded.
@@ -246,7 +246,7 @@ class Story:
 
 
 def steps_of(entries: Iterable[Entry], whole_steps: Mapping[int, WholeStep]) -> list[Step]:
-    """The entries, sorted into the steps that they are part of; what is part of none stands between two of them."""
+    """Return the entries by the steps that they belong to; entries of no step stand between two of them."""
     begins = [each.begin_ns for each in whole_steps.values()]
     place_of = {number: place for place, number in enumerate(whole_steps)}
     names = [each.name for each in whole_steps.values()]

@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 def thinned(step: dict[str, Any], most: int) -> dict[str, Any]:
-    """What the page knows of a step, with at most so many buckets, collectives, rounds of each, and bars of a lane.
+    """Return what the page knows of a step, with a limited number of buckets, collectives, rounds, and bars per lane.
 
     Rounds go together: from some of them nobody could tell what a rank has.
     """
@@ -59,7 +59,7 @@ def _with_ready_of(scene: Scene, kept: set[int] | None) -> Scene:
 
 
 def _in_short(call: Sequence[Scene], most: int) -> Sequence[Scene]:
-    """A call of many rounds as one scene, in which nothing travels."""
+    """Return a call of many rounds as one scene, in which nothing travels."""
     if len(call) <= most:
         return call
     title, text = call[0]["title"].split(", round")[0], f"Its {len(call)} rounds are too much for this page."

@@ -34,7 +34,7 @@ class Tier:
     beta_s_per_byte: float
 
     def __post_init__(self) -> None:
-        """Raises ``ValueError`` for what no memory can be."""
+        """Raise ``ValueError`` for what no memory can be."""
         if self.holds_nbytes is not None and self.holds_nbytes < 1:
             raise ValueError(f"a tier holds at least one byte, not {self.holds_nbytes}")
         _require_seconds("beta_s_per_byte", self.beta_s_per_byte)
@@ -56,7 +56,7 @@ def blended_beta(tiers: Sequence[Tier], working_set_nbytes: float) -> float:
 
 
 def _check_tiers(tiers: Sequence[Tier]) -> None:
-    """Raises ``ValueError`` unless the tiers grow and the last one holds everything."""
+    """Raise ``ValueError`` unless the tiers grow and the last one holds everything."""
     held = [math.inf if tier.holds_nbytes is None else tier.holds_nbytes for tier in tiers]
     if not held or held[-1] != math.inf or any(one >= two for one, two in pairwise(held)):
         raise ValueError("tiers go from the smallest to one that holds everything (holds_nbytes None)")
@@ -75,13 +75,13 @@ class Link:
     tiers: tuple[Tier, ...]
 
     def __post_init__(self) -> None:
-        """Raises ``ValueError`` for a negative latency or tiers that do not grow."""
+        """Raise ``ValueError`` for a negative latency or tiers that do not grow."""
         _require_seconds("alpha_s", self.alpha_s)
         _check_tiers(self.tiers)
 
     @classmethod
     def of(cls, alpha_s: float, bytes_per_second: float) -> Link:
-        """A link with one bandwidth."""
+        """Return a link with one bandwidth."""
         return cls(alpha_s, (Tier(None, 1 / bytes_per_second),))
 
     def beta_s_per_byte(self, working_set_nbytes: float) -> float:
@@ -110,7 +110,7 @@ class Topology:
     call_s: float = 0.0
 
     def __post_init__(self) -> None:
-        """Raises ``ValueError`` for counts below 1 and negative times."""
+        """Raise ``ValueError`` for counts below 1 and negative times."""
         _require_seconds("call_s", self.call_s)
         for name in ("gpus_per_node", "nics_per_node"):
             if getattr(self, name) < 1:
@@ -159,7 +159,7 @@ class HostMemory:
     name: str = "host"
 
     def __post_init__(self) -> None:
-        """Raises ``ValueError`` for negative times or tiers that do not grow."""
+        """Raise ``ValueError`` for negative times or tiers that do not grow."""
         for field in ("call_s", "rank_s"):
             _require_seconds(field, getattr(self, field))
         _check_tiers(self.one_core)
@@ -206,7 +206,7 @@ _NETWORKS = {
 
 
 def known_names() -> str:
-    """What a topology may be made of, for messages and help."""
+    """Return what a topology may be made of, for messages and help."""
     return f"links {', '.join((*_LINKS, *_ALIASES))}; networks {', '.join(_NETWORKS)}"
 
 

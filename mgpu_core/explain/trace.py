@@ -22,13 +22,13 @@ _GROUPS = {_RANKS: "ranks", _STREAMS: "streams", _HOST: "host"}
 
 
 def write_trace(story: Story, path: Path) -> None:
-    """Writes :func:`trace_of` as JSON, whole or not at all."""
+    """Write :func:`trace_of` as JSON, whole or not at all."""
     text = json.dumps(trace_of(story), separators=(",", ":"))
     write_whole(path, lambda file: file.write(text.encode()))
 
 
 def trace_of(story: Story) -> dict[str, Any]:
-    """The story as one JSON object."""
+    """Return the story as one JSON object."""
     tracks = _Tracks()
     entries: list[Entry] = []
     for step in story.steps:
@@ -45,7 +45,7 @@ class _Tracks:
         self._numbers: dict[tuple[int, str], int] = {}
 
     def of(self, group: int, name: str) -> dict[str, int]:
-        """What puts an event on the track."""
+        """Return what puts an event on the track."""
         return {"pid": group, "tid": self._numbers.setdefault((group, name), len(self._numbers))}
 
     def names(self) -> Iterator[dict[str, Any]]:

@@ -17,7 +17,7 @@ __all__ = ["as_out", "as_tensor", "as_tensors", "check_floating", "check_like", 
 
 
 def as_tensor(array: Any, name: str) -> torch.Tensor:
-    """A tensor over the same memory: of cupy, numba, numpy and other arrays, by DLPack or ``__cuda_array_interface__``.
+    """Return a tensor over the memory of a cupy, numba, numpy or other array, by DLPack or its CUDA interface.
 
     Raises:
         TypeError: something that is no array, or a tensor without plain memory of its own.
@@ -63,7 +63,7 @@ def as_out(array: Any, name: str) -> torch.Tensor:
 
 
 def _is_read_only(array: Any) -> bool:
-    """As numpy's arrays and ``__cuda_array_interface__`` say it."""
+    """Return whether an array is read-only, as numpy and ``__cuda_array_interface__`` say it."""
     interface = getattr(array, "__cuda_array_interface__", None)
     return not getattr(getattr(array, "flags", None), "writeable", True) or bool(interface and interface["data"][1])
 
@@ -88,7 +88,7 @@ def as_tensors(arrays: Sequence[Any], name: str, *, written: bool = False) -> li
 
 
 def on_one_device(**tensors: torch.Tensor | None) -> torch.device:
-    """The device of all of them.
+    """Return the device of all of them.
 
     Raises:
         ValueError: names the first two that differ.
@@ -102,19 +102,19 @@ def on_one_device(**tensors: torch.Tensor | None) -> torch.device:
 
 
 def check_floating(what: str, *dtypes: torch.dtype) -> None:
-    """Raises TypeError for a dtype that is not floating, or is one that no kernel knows."""
+    """Raise TypeError for a dtype that is not floating, or is one that no kernel knows."""
     for dtype in dtypes:
         if dtype not in FLOATING:
             raise TypeError(f"{what} works on {', '.join(FLOATING.values())}, not on {dtype}")
 
 
 def check_like(tensor: torch.Tensor, name: str, shape: Sequence[int], dtype: torch.dtype) -> None:
-    """Raises ValueError unless the tensor has this shape and dtype."""
+    """Raise ValueError unless the tensor has this shape and dtype."""
     if tuple(tensor.shape) != tuple(shape) or tensor.dtype != dtype:
         raise ValueError(f"{name} must be {tuple(shape)} {dtype}, not {tuple(tensor.shape)} {tensor.dtype}")
 
 
 def check_outs(outs: Sequence[torch.Tensor], names: Sequence[str], read: Sequence[torch.Tensor] = ()) -> None:
-    """Raises unless each may be written, and none shares memory with another or partly with what is read."""
+    """Raise unless each may be written, and none shares memory with another or partly with what is read."""
     check_writable(outs, names.__getitem__)
     check_disjoint(outs, names.__getitem__, read)

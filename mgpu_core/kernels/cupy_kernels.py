@@ -33,7 +33,7 @@ THREADS = 256  # of a block
 def pack(
     tensors: Sequence[Any], *, dtype: torch.dtype | None = None, scale: float = 1.0, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """As :func:`mgpu_core.kernels.pack`."""
+    """Pack as :func:`mgpu_core.kernels.pack` does."""
     sources = as_tensors(tensors, "tensors")
     dtype = dtype or sources[0].dtype
     module = _module("pack", sources[0].dtype, dtype)
@@ -54,7 +54,7 @@ def pack(
 
 
 def sum_ranks(tensors: Sequence[Any], op: str = "sum", *, out: torch.Tensor | None = None) -> torch.Tensor:
-    """As :func:`mgpu_core.kernels.sum_ranks`."""
+    """Sum as :func:`mgpu_core.kernels.sum_ranks` does."""
     sources = as_tensors(tensors, "tensors")
     first = sources[0]
     if op not in OPS:
@@ -85,7 +85,7 @@ def sgd(
     loss_scale: torch.Tensor | None = None,
     found_inf: torch.Tensor | None = None,
 ) -> None:
-    """As :func:`mgpu_core.kernels.sgd`."""
+    """Step as :func:`mgpu_core.kernels.sgd` does."""
     flats = [parameters, gradients, *([] if momentum is None else [momentum])]
     scalars = [clip, loss_scale, found_inf]
     module = _module("sgd", parameters.dtype)
@@ -102,12 +102,12 @@ def sgd(
 
 @cache
 def _module(name: str, *choice: Any) -> Any:
-    """The program of a source: compiled when its first kernel is asked for, once per device."""
+    """Return the program of a source: compiled when its first kernel is asked for, once per device."""
     return cupy.RawModule(code=SOURCES[name], options=compiler_options(*choice), backend="nvrtc")
 
 
 def _launch(module: Any, name: str, blocks: int, device: torch.device, *arguments: Any) -> None:
-    """Puts a kernel on torch's current stream of the device.  A tensor stands for its pointer, None for a null one."""
+    """Put a kernel on torch's current stream of the device.  A tensor stands for its pointer, None for a null one."""
     if not blocks:
         return
     given = [_pointer(each) if isinstance(each, torch.Tensor) or each is None else each for each in arguments]
@@ -120,17 +120,17 @@ def _pointer(tensor: torch.Tensor | None) -> Any:
 
 
 def _number(dtype: torch.dtype) -> Any:
-    """What makes a scalar argument of that dtype."""
+    """Return what makes a scalar argument of that dtype."""
     return np.float64 if dtype == torch.float64 else np.float32
 
 
 def _together(*tensors: torch.Tensor) -> bool:
-    """Whether they are all as far from a multiple of 16 bytes."""
+    """Return whether they are all as far from a multiple of 16 bytes."""
     return len({int(_pointer(tensor)) % 16 for tensor in tensors}) == 1
 
 
 def _gpu(*tensors: torch.Tensor) -> torch.device:
-    """The GPU of all of them."""
+    """Return the GPU of all of them."""
     device = on_one_device(**{f"tensor {place}": tensor for place, tensor in enumerate(tensors)})
     if device.type != "cuda":
         raise ValueError(f"the cupy kernels need tensors of a GPU, not of {device}")

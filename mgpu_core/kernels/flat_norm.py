@@ -57,7 +57,7 @@ class FlatNorm:
 
 
 def l2_norm(tensors: Sequence[Any]) -> torch.Tensor:
-    """The Euclidean norm of all elements of many tensors together, as one number that stays on the device.
+    """Return the Euclidean norm of all elements of many tensors together, as one number that stays on the device.
 
     Args:
         tensors: float16, bfloat16, float32 or float64, of one dtype and device.

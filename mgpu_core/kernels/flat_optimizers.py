@@ -180,7 +180,7 @@ def sgd(
     loss_scale: torch.Tensor | None = None,
     found_inf: torch.Tensor | None = None,
 ) -> None:
-    """One step of ``torch.optim.SGD``, in place.
+    """Make one step of ``torch.optim.SGD``, in place.
 
     Args:
         parameters, gradients: flat, ``(count,)``, of one floating dtype and one device.
@@ -216,7 +216,7 @@ def adam(
     loss_scale: torch.Tensor | None = None,
     found_inf: torch.Tensor | None = None,
 ) -> None:
-    """One step of ``torch.optim.Adam`` (amsgrad with ``max_exp_avg_sq``), in place; see :func:`sgd`.
+    """Make one step of ``torch.optim.Adam`` (amsgrad with ``max_exp_avg_sq``), in place; see :func:`sgd`.
 
     Args:
         exp_avg, exp_avg_sq, max_exp_avg_sq: the state, like ``parameters``.
@@ -240,7 +240,7 @@ def adamw(
     loss_scale: torch.Tensor | None = None,
     found_inf: torch.Tensor | None = None,
 ) -> None:
-    """One step of ``torch.optim.AdamW``: :func:`adam` with the weight decay apart from the gradient."""
+    """Make one step of ``torch.optim.AdamW``: :func:`adam` with the weight decay apart from the gradient."""
     states = [exp_avg, exp_avg_sq, max_exp_avg_sq]
     scalars = {"clip": clip, "loss_scale": loss_scale, "found_inf": found_inf}
     FlatKernel("adamw", parameters, gradients, states, segments, groups, **scalars).step()

@@ -30,7 +30,7 @@ def segment_table(
     begins: Sequence[int] | None = None,
     device: torch.device | str | None = None,
 ) -> torch.Tensor:
-    """The table of the tensors in a flat buffer: int64, ``(len(counts), 5)``: begin, count, group, step, active.
+    """Return the table of the tensors in a flat buffer: int64, ``(len(counts), 5)``: begin, count, group, step, active.
 
     Args:
         counts: elements of each tensor.
@@ -56,7 +56,7 @@ def segment_table(
 
 
 def sgd_groups(*groups: dict[str, float], device: torch.device | str | None = None) -> torch.Tensor:
-    """The group table of :func:`sgd`: float64, ``(len(groups), 6)``.
+    """Return the group table of :func:`sgd`: float64, ``(len(groups), 6)``.
 
     Args:
         groups: each with ``lr``, and what it wants of ``momentum``, ``dampening``, ``weight_decay``, ``nesterov`` and
@@ -67,7 +67,7 @@ def sgd_groups(*groups: dict[str, float], device: torch.device | str | None = No
 
 
 def adam_groups(*groups: dict[str, float], device: torch.device | str | None = None) -> torch.Tensor:
-    """The group table of :func:`adam` and :func:`adamw`: float64, ``(len(groups), 6)``.
+    """Return the group table of :func:`adam` and :func:`adamw`: float64, ``(len(groups), 6)``.
 
     Args:
         groups: each with ``lr``, and what it wants of ``beta1`` (0.9), ``beta2`` (0.999), ``eps`` (1e-8),
@@ -101,7 +101,7 @@ def _group_table(
 
 
 def check_rows(rows: list[list[int]], *, end: int | None, groups: int | None = None) -> None:
-    """Raises ValueError unless segments lie one behind the other, before ``end``, and name groups that there are."""
+    """Raise ValueError unless segments lie one behind the other, before ``end``, and name groups that there are."""
     reach = 0
     for place, row in enumerate(rows):
         if row[BEGIN] < reach or row[COUNT] < 0:

@@ -41,7 +41,7 @@ _WIDE = {torch.float32: np.float32, torch.float64: np.float64}
 
 @cuda.jit(device=True)
 def owner_of(first_tile: Any, tile: Any) -> Any:
-    """The last place whose first tile is not behind ``tile``: whose tile it is."""
+    """Return the last place whose first tile is not behind ``tile``: whose tile it is."""
     low, high = 0, len(first_tile) - 1
     while low < high:
         middle = (low + high + 1) // 2
@@ -66,7 +66,7 @@ def pack_kernel(sources: Any, first_tile: Any, begins: Any, flat: Any, scale: An
 
 @cache
 def sum_kernel(op: str) -> Any:
-    """The kernel of one operation: another function inside, so another program."""
+    """Return the kernel of one operation: another function inside, so another program."""
     combine = cuda.jit(device=True)(_COMBINE[op])
 
     @cuda.jit
@@ -115,7 +115,7 @@ def prepare_kernel(segments: Any, groups: Any, scalars: Any, constants: Any) -> 
 
 @cuda.jit(device=True)
 def segment_at(segments: Any, element: Any) -> Any:
-    """The segment in which ``element`` lies, or the next one behind it; their number where none is left."""
+    """Return the segment in which ``element`` lies, or the next one behind it; their number where none is left."""
     low, high = 0, segments.shape[0]
     while low < high:
         middle = (low + high) // 2
@@ -147,7 +147,7 @@ def sgd_kernel(parameters: Any, gradients: Any, momenta: Any, segments: Any, con
 def pack(
     tensors: Sequence[Any], *, dtype: torch.dtype | None = None, scale: float = 1.0, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """As :func:`mgpu_core.kernels.pack`, one launch per :data:`MOST_ARRAYS` tensors."""
+    """Pack as :func:`mgpu_core.kernels.pack` does, one launch per :data:`MOST_ARRAYS` tensors."""
     sources = as_tensors(tensors, "tensors")
     dtype = dtype or sources[0].dtype
     wide = _check(sources[0].dtype, dtype)
@@ -173,7 +173,7 @@ def _pack(pieces: Sequence[tuple[torch.Tensor, int]], flat: torch.Tensor, scale:
 
 
 def sum_ranks(tensors: Sequence[Any], op: str = "sum", *, out: torch.Tensor | None = None) -> torch.Tensor:
-    """As :func:`mgpu_core.kernels.sum_ranks`, for up to :data:`MOST_ARRAYS` tensors."""
+    """Sum as :func:`mgpu_core.kernels.sum_ranks` does, for up to :data:`MOST_ARRAYS` tensors."""
     sources = as_tensors(tensors, "tensors")
     if op not in _COMBINE:
         raise ValueError(f"op must be one of {', '.join(_COMBINE)}, not {op!r}")
@@ -202,7 +202,7 @@ def sgd(
     loss_scale: torch.Tensor | None = None,
     found_inf: torch.Tensor | None = None,
 ) -> None:
-    """As :func:`mgpu_core.kernels.sgd`."""
+    """Step as :func:`mgpu_core.kernels.sgd` does."""
     _check(parameters.dtype)
     constants = torch.empty(len(segments), 8, dtype=parameters.dtype, device=parameters.device)
     given = (clip, 1.0), (loss_scale, 1.0), (found_inf, 0.0)
@@ -218,7 +218,7 @@ def sgd(
 
 
 def _check(*dtypes: torch.dtype) -> Any:
-    """What makes a number of the dtype that is computed in: numba would take a Python float for float64."""
+    """Return what makes a number of the dtype that is computed in: numba would take a Python float for float64."""
     for dtype in dtypes:
         if dtype not in _WIDE:
             raise TypeError(f"the numba kernels work on float32 and float64, not on {dtype}")
@@ -226,7 +226,7 @@ def _check(*dtypes: torch.dtype) -> Any:
 
 
 def _launch(kernel: Any, blocks: int, where: torch.Tensor, *arguments: Any) -> None:
-    """Puts a kernel on the current stream of the tensor's device."""
+    """Put a kernel on the current stream of the tensor's device."""
     if not blocks:
         return
     given = [_array(each) if isinstance(each, torch.Tensor) else each for each in arguments]
@@ -239,7 +239,7 @@ def _launch(kernel: Any, blocks: int, where: torch.Tensor, *arguments: Any) -> N
 
 
 def _array(tensor: torch.Tensor) -> Any:
-    """The tensor's memory as numba sees it."""
+    """Return the tensor's memory as numba sees it."""
     if tensor.is_cuda:
         return cuda.as_cuda_array(tensor.detach())
     if not numba.config.ENABLE_CUDASIM:

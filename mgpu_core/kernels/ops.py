@@ -43,7 +43,7 @@ def gather_rows(
     dtype: torch.dtype = torch.float32,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Cuts a batch from a tensor of bytes and normalises it: ``rows[index] * scale + shift``.
+    """Cut a batch from a tensor of bytes and normalises it: ``rows[index] * scale + shift``.
 
     One pass over memory instead of the three of indexing, conversion and arithmetic.
 
@@ -128,7 +128,7 @@ def scale_cast(
 def pack(
     tensors: Sequence[Any], *, dtype: torch.dtype | None = None, scale: float = 1.0, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Lays many tensors end to end in a flat one, scaled and cast on the way.
+    """Lay many tensors end to end in a flat one, scaled and cast on the way.
 
     Args:
         tensors: of one dtype and device, any shapes.  Of float16, bfloat16, float32 and float64 where there is a scale
@@ -157,7 +157,7 @@ def pack(
 
 
 def unpack(flat: Any, outs: Sequence[torch.Tensor], *, scale: float = 1.0) -> None:
-    """The way back of :func:`pack`: fills the tensors, one behind the other, from a flat one.
+    """Fill tensors, one after the other, from a flat one: the inverse of :func:`pack`.
 
     Args:
         flat: ``(total count,)``.
@@ -183,7 +183,7 @@ def unpack(flat: Any, outs: Sequence[torch.Tensor], *, scale: float = 1.0) -> No
 
 
 def sum_ranks(tensors: Sequence[Any], op: str = "sum", *, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Combines many tensors of one device: each element is read once from each and written once.
+    """Combine many tensors of one device: each element is read once from each and written once.
 
     Args:
         tensors: of one shape, dtype (float16, bfloat16, float32, float64, int32, int64, uint8) and device.
@@ -235,7 +235,7 @@ def _out(
     device: torch.device,
     read: Sequence[torch.Tensor],
 ) -> torch.Tensor:
-    """Where to write: fresh memory, or an ``out`` that fits, and is apart from what is read or exactly one of it."""
+    """Return where to write: fresh memory, or an ``out`` that fits and shares no memory with an input, or is one."""
     if out is None:
         return torch.empty(tuple(shape), dtype=dtype, device=device)
     target: torch.Tensor = out if isinstance(out, torch.Tensor) else as_out(out, "out")

@@ -18,7 +18,7 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 def _wide(*dtypes: torch.dtype) -> torch.dtype:
-    """In which floating numbers are computed: float64 where one takes part, else float32."""
+    """Return the dtype to compute in: float64 if one of the tensors has it, otherwise float32."""
     return torch.float64 if torch.float64 in dtypes else torch.float32
 
 
@@ -37,12 +37,12 @@ def scale_cast(tensor: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.
 
 
 def pack(tensors: Sequence[torch.Tensor], scale: float, dtype: torch.dtype) -> torch.Tensor:
-    """The elements of all tensors, one behind the other, scaled and cast."""
+    """Return the elements of all tensors, one behind the other, scaled and cast."""
     return torch.cat([scale_cast(tensor, scale, dtype).reshape(-1) for tensor in tensors])
 
 
 def unpack(flat: torch.Tensor, like: Sequence[torch.Tensor], scale: float) -> list[torch.Tensor]:
-    """Tensors of the shapes and dtype of ``like`` from a flat one."""
+    """Return tensors of the shapes and dtype of ``like`` from a flat one."""
     pieces = flat.split([tensor.numel() for tensor in like])
     return [
         scale_cast(piece, scale, tensor.dtype).reshape(tensor.shape) for piece, tensor in zip(pieces, like, strict=True)
@@ -50,7 +50,7 @@ def unpack(flat: torch.Tensor, like: Sequence[torch.Tensor], scale: float) -> li
 
 
 def sum_ranks(tensors: Sequence[torch.Tensor], op: str) -> torch.Tensor:
-    """The tensors combined one after the other; half precision in float32, rounded once.  avg cuts toward zero."""
+    """Return the tensors combined one after the other; half precision in float32, rounded once.  avg truncates."""
     dtype = tensors[0].dtype
     wide = torch.float32 if dtype in _HALF else dtype
     combine = {"prod": torch.mul, "min": torch.minimum, "max": torch.maximum}.get(op, torch.add)
@@ -70,7 +70,7 @@ def average_of(total: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def l2_norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The root of the sum of all squares, added up in float64; float32, or float64 of float64 tensors."""
+    """Return the root of the sum of all squares, added up in float64; float32, or float64 of float64 tensors."""
     squares = torch.stack([tensor.to(torch.float64).square().sum() for tensor in tensors])
     return squares.sum().sqrt().to(_wide(tensors[0].dtype))
 
@@ -152,7 +152,7 @@ def sgd(
     loss_scale: torch.Tensor | None,
     found_inf: torch.Tensor | None,
 ) -> None:
-    """One step of ``torch.optim.SGD`` on flat parameters, in place.
+    """Make one step of ``torch.optim.SGD`` on flat parameters, in place.
 
     Raises:
         ValueError: a group has momentum, but there is no momentum buffer.
@@ -194,7 +194,7 @@ def adam(
     loss_scale: torch.Tensor | None,
     found_inf: torch.Tensor | None,
 ) -> None:
-    """One step of ``torch.optim.Adam`` (``AdamW`` where the decay is decoupled) on flat parameters, in place."""
+    """Make one step of ``torch.optim.Adam`` (``AdamW`` where the decay is decoupled) on flat parameters, in place."""
     states = [exp_avg, exp_avg_sq] if max_exp_avg_sq is None else [exp_avg, exp_avg_sq, max_exp_avg_sq]
     update = partial(_adam, decoupled)
     _step(update, parameters, gradients, states, (segments, groups), (clip, loss_scale, found_inf))

@@ -18,7 +18,7 @@ class WrongAnswer(AssertionError):
 
 
 def asks_for(name: str) -> Callable[[Check], Check]:
-    """Marks a check: it is given the learner's function of this name."""
+    """Mark a check: it is given the learner's function of this name."""
 
     def marked(check: Check) -> Check:
         check.__dict__["asks_for"] = name
@@ -28,19 +28,19 @@ def asks_for(name: str) -> Callable[[Check], Check]:
 
 
 def asked_for(check: Check) -> str:
-    """The name of the function that a check is given."""
+    """Return the name of the function that a check is given."""
     return str(check.__dict__["asks_for"])
 
 
 def expect(call: str, got: object, wanted: object) -> None:
-    """Raises WrongAnswer unless both are the same: tensors in dtype, shape and every element, numbers exactly."""
+    """Raise WrongAnswer unless both are the same: tensors in dtype, shape and every element, numbers exactly."""
     difference = _difference(got, wanted, "")
     if difference:
         raise WrongAnswer(f"{call}: {difference}")
 
 
 def expect_raises(call: str, kind: type[Exception], function: Callable[[], object]) -> Exception:
-    """Calls the function; raises WrongAnswer unless that raises an exception of this kind, which is returned."""
+    """Call the function; raise WrongAnswer unless that raises an exception of this kind, which is returned."""
     try:
         got = function()
     except kind as error:
@@ -49,7 +49,7 @@ def expect_raises(call: str, kind: type[Exception], function: Callable[[], objec
 
 
 def shown(value: object) -> str:
-    """A value in one line, of a bearable length."""
+    """Return a value in one line, of a bearable length."""
     text = " ".join(_text(value).split())
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
 
@@ -80,7 +80,7 @@ def _difference(got: object, wanted: object, where: str) -> str:
 
 
 def _kind(value: object) -> type:
-    """A number is a number, whole or not; True is none."""
+    """Return whether it is a number, whole or not; True is none."""
     return float if type(value) is int else type(value)
 
 

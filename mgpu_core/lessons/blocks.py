@@ -28,7 +28,7 @@ class Block:
 
 
 def blocks_of(text: str) -> list[Block]:
-    """The python blocks of a page.  A text block says what the python block before it prints.
+    """Return the python blocks of a page.  A text block says what the python block before it prints.
 
     Raises:
         ValueError: a text block without a python block, or a second one for the same.

@@ -77,13 +77,13 @@ def folder() -> Path:
 
 
 def find_lessons() -> list[Lesson]:
-    """All of them, by number."""
+    """Return all of them, by number."""
     pages = sorted(folder().glob("*.md"))
     return [Lesson(int(page.stem[:2]), page) for page in pages if _STEM.fullmatch(page.stem)]
 
 
 def find_lesson(number: int) -> Lesson:
-    """The lesson of this number.
+    """Return the lesson of this number.
 
     Raises:
         ValueError: there is none.

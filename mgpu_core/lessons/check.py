@@ -27,7 +27,7 @@ class CannotBeRead(Exception):
 
 
 def check_file(lesson: Lesson, path: Path, limit_seconds: float) -> Iterator[Verdict]:
-    """The verdicts on all exercises, each as soon as it is known.
+    """Return the verdicts on all exercises, each as soon as it is known.
 
     Args:
         limit_seconds: that one exercise may take.
@@ -94,7 +94,7 @@ class _Judge:
         self._lines.put(None)
 
     def start(self, limit_seconds: float) -> None:
-        """Waits until the file is imported."""
+        """Wait until the file is imported."""
         self.next_line(_START_SECONDS)
         try:
             failure = self.next_line(limit_seconds)
@@ -104,7 +104,7 @@ class _Judge:
             raise CannotBeRead(failure)
 
     def next_line(self, limit_seconds: float) -> Any:
-        """What it says next."""
+        """Return what it says next."""
         try:
             line = self._lines.get(timeout=limit_seconds)
         except queue.Empty:

@@ -36,14 +36,14 @@ class Verdict(NamedTuple):
 
 
 def checks_of(lesson: Lesson) -> dict[int, Check]:
-    """The checks of a lesson's exercises, by their numbers."""
+    """Return the checks of a lesson's exercises, by their numbers."""
     module = importlib.import_module(lesson.checks)
     found = {int(name.removeprefix("exercise_")): name for name in vars(module) if name.startswith("exercise_")}
     return {number: getattr(module, found[number]) for number in sorted(found)}
 
 
 def load(path: Path) -> ModuleType:
-    """The learner's file as a module."""
+    """Return the learner's file as a module."""
     spec = importlib.util.spec_from_file_location("answers_of_a_learner", path)
     assert spec is not None
     assert spec.loader is not None  # it is a .py file, or made one below
@@ -54,7 +54,7 @@ def load(path: Path) -> ModuleType:
 
 
 def judge(number: int, check: Check, answers: ModuleType, path: Path) -> Verdict:
-    """Gives the learner's function to its check."""
+    """Give the learner's function to its check."""
     name = asked_for(check)
     answer = getattr(answers, name, None)
     if answer is None:
@@ -73,12 +73,12 @@ def judge(number: int, check: Check, answers: ModuleType, path: Path) -> Verdict
 
 
 def _call(answer: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """The learner's function: what fails in its call has this frame, even where it has none of the learner's file."""
+    """Return the learner's function; a failure in its call has this frame, even without one of the learner's file."""
     return answer(*args, **kwargs)
 
 
 def told(error: BaseException, path: Path) -> str:
-    """An exception in a line: what it is, and the last line of the learner's file on the way to it."""
+    """Return an exception in a line: what it is, and the last line of the learner's file on the way to it."""
     text = traceback.format_exception_only(error)[-1].strip()
     if isinstance(error, SyntaxError) and error.filename == str(path):
         return f"{path.name}, line {error.lineno}: {text}"
@@ -101,7 +101,7 @@ def _last_line(error: BaseException) -> traceback.FrameSummary | None:
 
 
 def main(number: int, path: Path, exercises: Iterable[int]) -> None:
-    """Writes a line when it is ready, one when the file is loaded or cannot be, and one per exercise."""
+    """Write a line when it is ready, one when the file is loaded or cannot be, and one per exercise."""
     lines = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     checks = checks_of(find_lesson(number))

@@ -26,7 +26,7 @@ __all__ = ["run_lesson"]
 
 
 def run_lesson(lesson: Lesson, picture: Path) -> bool:
-    """Runs all blocks and prints what they print; says whether all of it went as the page says.
+    """Run all blocks and prints what they print; return whether all of it went as the page says.
 
     Raises:
         ModuleNotFoundError: matplotlib is missing.
@@ -50,7 +50,7 @@ def run_lesson(lesson: Lesson, picture: Path) -> bool:
 
 @contextlib.contextmanager
 def _namespace(lesson: Lesson, picture: Path) -> Iterator[dict[str, object]]:
-    """A module of its own, which classes and functions of the page can be found in."""
+    """Return a module of its own, which classes and functions of the page can be found in."""
     module = ModuleType(lesson.file_stem)
     module.__dict__.update(__file__=str(lesson.page), picture=picture)
     before = sys.modules.get(lesson.file_stem)

@@ -56,7 +56,7 @@ class Checkpoint:
     epochs: list[Epoch]
 
     def write(self, path: Path) -> None:
-        """Writes the file, whole or not at all."""
+        """Write the file, whole or not at all."""
         content: dict[str, Any] = {"format": FORMAT}
         content |= {name: getattr(self, name) for name in PARTS}
         content["epochs"] = [asdict(epoch) for epoch in self.epochs]
@@ -64,7 +64,7 @@ class Checkpoint:
 
     @classmethod
     def read(cls, path: Path) -> "Checkpoint":
-        """Reads the file. `OSError` if it cannot be opened, `ValueError` if it is damaged or not one of ours."""
+        """Read the file. `OSError` if it cannot be opened, `ValueError` if it is damaged or not one of ours."""
         content = _load(path)
         if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
             raise ValueError(f"{path}: wanted a file with the mark {FORMAT!r}, came a torch file without it")
@@ -84,7 +84,7 @@ class Checkpoint:
         return cls(**content)
 
     def check_settings(self, path: Path, wanted: dict[str, Any]) -> None:
-        """Raises `ValueError` that names each setting in which a run with `wanted` differs from this checkpoint."""
+        """Raise `ValueError` that names each setting in which a run with `wanted` differs from this checkpoint."""
         names = [name for name, value in wanted.items() if self.settings.get(name) != value]
         if names:
             made = ", ".join(f"{name} {_short(self.settings.get(name))}" for name in names)
@@ -92,7 +92,7 @@ class Checkpoint:
             raise ValueError(f"{path}: the checkpoint was made with {made}; this run has {asked}")
 
     def restore(self, path: Path, net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Puts the state into `net` and `optimizer`, on their devices. `ValueError` if it does not fit them."""
+        """Put the state into `net` and `optimizer`, on their devices. `ValueError` if it does not fit them."""
         try:
             net.load_state_dict(self.net)
             _check_fits(self.optimizer, optimizer)
@@ -116,7 +116,7 @@ def _check_fits(state: dict[str, Any], optimizer: torch.optim.Optimizer) -> None
 
 
 def binding_settings(config: Config, digest: str) -> dict[str, Any]:
-    """The settings that a checkpoint and the run that goes on from it must share; `digest` says which digits."""
+    """Return the settings that a checkpoint and the run that goes on from it must share; `digest` says which digits."""
     return {
         "model": config.model,
         "batch": config.batch,

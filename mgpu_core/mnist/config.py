@@ -106,13 +106,13 @@ class Config:
         return words if self.shares is None else f"{words}, shares {':'.join(f'{share:g}' for share in self.shares)}"
 
     def pace(self) -> str:
-        """What an update is made of, in words: `batch 64, accumulate 4, bfloat16, lr 0.01`."""
+        """Return what an update is made of, in words: `batch 64, accumulate 4, bfloat16, lr 0.01`."""
         accumulate = f", accumulate {self.accumulate}" if self.accumulate > 1 else ""
         amp = "" if self.amp is None else f", {self.amp}"
         return f"batch {self.batch}{accumulate}{amp}, lr {self.lr:g}"
 
     def outputs(self) -> dict[str, Path]:
-        """The files that the training is to write, by the name of the setting."""
+        """Return the files that the training is to write, by the name of the setting."""
         wished = {"save": self.save, "plot": self.plot, "json": self.json, "explain": self.explain}
         return {name: path for name, path in wished.items() if path is not None}
 

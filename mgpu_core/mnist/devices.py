@@ -33,7 +33,7 @@ def parse_shares(text: str) -> tuple[float, ...]:
 
 
 def resolve_devices(device_ids: Sequence[DeviceId] | None, ranks: int | None, *, single: bool) -> list[torch.device]:
-    """The devices to train on, one entry per rank.
+    """Return the devices to train on, one entry per rank.
 
     Args:
         device_ids: the devices by name, or None for the machine's.
@@ -60,7 +60,7 @@ def resolve_devices(device_ids: Sequence[DeviceId] | None, ranks: int | None, *,
 
 
 def describe(devices: Sequence[torch.device]) -> str:
-    """The devices in one line, repeated ones counted: `2 x cpu, cuda:0`."""
+    """Return the devices in one line, repeated ones counted: `2 x cpu, cuda:0`."""
     counts: dict[str, int] = {}
     for device in devices:
         counts[str(device)] = counts.get(str(device), 0) + 1

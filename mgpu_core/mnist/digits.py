@@ -41,7 +41,7 @@ class Split:
         return self.images.shape[0]
 
     def batches(self, order: torch.Tensor, batch: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """The rows in this order, `batch` at a time: normalised float32 (batch, 1, 28, 28), labels int64 (batch,).
+        """Return the rows in this order, `batch` at a time: float32 images (batch, 1, 28, 28), int64 labels (batch,).
 
         Several batches are cut by one kernel call, as many as stay in the processor's cache until they are used.
 
@@ -55,7 +55,7 @@ class Split:
             yield from zip(torch.split(images, batch), torch.split(their, batch), strict=True)
 
     def to(self, device: torch.device) -> "Split":
-        """The same rows on `device`."""
+        """Return the same rows on `device`."""
         return replace(self, images=self.images.to(device), labels=self.labels.to(device))
 
 
@@ -68,12 +68,12 @@ class Digits:
     digest: str
 
     def to(self, device: torch.device) -> "Digits":
-        """The same digits on `device`."""
+        """Return the same digits on `device`."""
         return replace(self, train=self.train.to(device), test=self.test.to(device))
 
 
 def load(source: str = "builtin") -> Digits:
-    """Reads the digits, onto the CPU.
+    """Read the digits, onto the CPU.
 
     Args:
         source: `builtin`, `download` (torchvision, into the user's cache folder), or a folder that holds MNIST's
@@ -90,7 +90,7 @@ def load(source: str = "builtin") -> Digits:
 
 
 def epoch_order(count: int, seed: int, epoch: int) -> torch.Tensor:
-    """The order of the images in one epoch: int64 (count,) on the CPU, the same for one (seed, epoch) everywhere."""
+    """Return the order of the images in one epoch: int64 (count,) on the CPU, the same for one (seed, epoch)."""
     digest = hashlib.blake2b(struct.pack("<QQ", seed, epoch), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
     return torch.randperm(count, generator=generator)

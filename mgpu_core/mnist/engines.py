@@ -26,16 +26,16 @@ class Engine(Protocol):
         """One update. Returns each batch's mean loss, on the device, so that nobody waits for it."""
 
     def correct(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """How many images the network names right, on the device."""
+        """Return how many images the network names right, on the device."""
 
     def loss_scale(self) -> dict[str, Any]:
-        """The loss scale's state, for a checkpoint; empty where there is none."""
+        """Return the loss scale's state, for a checkpoint; empty where there is none."""
 
     def scale_losses(self, state: dict[str, Any]) -> None:
-        """Goes on from that state."""
+        """Go on from that state."""
 
     def close(self) -> None:
-        """Leaves the network as a plain one, with memory of its own; the engine is not used any more."""
+        """Leave the network as a plain one, with memory of its own; the engine is not used any more."""
 
 
 class _TrainStep:
@@ -101,7 +101,7 @@ class _Loop:
 def make_engine(
     config: Config, net: nn.Module, optimizer: torch.optim.Optimizer, devices: Sequence[torch.device]
 ) -> Engine:
-    """The engine that `config` names, around `net` on the first of `devices`."""
+    """Return the engine that `config` names, around `net` on the first of `devices`."""
     if config.engine == "plain":
         return _Loop(net, optimizer)
     if config.engine == "drop-in":

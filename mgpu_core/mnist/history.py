@@ -37,7 +37,7 @@ class Epoch:
     step_losses: list[float]
 
     def check(self) -> None:
-        """Raises `TypeError` unless all of it is numbers, as in a file it might not be."""
+        """Raise `TypeError` unless all of it is numbers, as in a file it might not be."""
         numbers = [self.number, self.loss, self.accuracy, self.seconds, self.images_per_second, *self.step_losses]
         if not isinstance(self.step_losses, list) or not all(type(each) in (int, float) for each in numbers):
             raise TypeError("not all of it is numbers")
@@ -68,7 +68,7 @@ class History:
 
 
 def counters_since(before: Counters) -> Counters:
-    """What `mgpu_core._core.counters()` has grown by since it returned `before`: the counters belong to the process."""
+    """Return by how much `mgpu_core._core.counters()`, which count for the process, have grown since `before`."""
     grown = {}
     for key, (calls, nbytes) in _core.counters().items():
         calls_before, nbytes_before = before.get(key, (0, 0))

@@ -36,12 +36,12 @@ class Idx:
     values: bytearray
 
     def tensor(self) -> torch.Tensor:
-        """A uint8 tensor of `shape` on the CPU, over the same memory as `values`."""
+        """Return a uint8 tensor of `shape` on the CPU, over the same memory as `values`."""
         return torch.frombuffer(self.values, dtype=torch.uint8).view(self.shape)
 
 
 def read_idx(stream: Readable, name: str, dims: int) -> Idx:
-    """Reads one IDX file of unsigned bytes to its end.
+    """Read one IDX file of unsigned bytes to its end.
 
     Args:
         stream: an open binary file, at its beginning.

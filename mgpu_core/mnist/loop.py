@@ -74,7 +74,7 @@ class Training:
             self.engine.scale_losses(resumed[1].loss_scale)
 
     def run(self) -> History:
-        """Trains the epochs that are left, then writes the plot and the JSON file.
+        """Train the epochs that are left, then writes the plot and the JSON file.
 
         The caller's global generator is as before when it returns, and the network is a plain one, also after an error.
 
@@ -177,7 +177,7 @@ class Training:
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
-        """Records some steps, where a page of them is wanted."""
+        """Record some steps, where a page of them is wanted."""
         if self.config.explain is None:
             yield
             return
@@ -215,7 +215,7 @@ def train(config: Config, *, digits: Digits | None = None, report: Report | None
 
 
 def _windows(batches: Iterator[Batch], count: int) -> Iterator[list[Batch]]:
-    """The batches of each update; the last window may be shorter."""
+    """Return the batches of each update; the last window may be shorter."""
     while window := list(itertools.islice(batches, count)):
         yield window
 

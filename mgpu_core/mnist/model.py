@@ -51,7 +51,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {"simplenet": SimpleNet, "cnn": Cnn
 
 
 def build_model(name: str) -> nn.Module:
-    """A fresh network on the CPU, its weights drawn from torch's CPU generator. `ValueError` for an unknown name."""
+    """Return a fresh network on the CPU, with weights from torch's CPU generator. `ValueError` for an unknown name."""
     if name not in MODELS:
         raise ValueError(f"model: wanted one of {', '.join(MODELS)}, got {name!r}")
     return MODELS[name]()

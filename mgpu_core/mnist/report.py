@@ -40,11 +40,11 @@ class ConsoleReport(Report):
     """Lines on stdout; a progress bar on stderr if that is a terminal and tqdm is installed."""
 
     def line(self, text: str) -> None:
-        """Prints `text` at once, also into a pipe."""
+        """Print `text` at once, also into a pipe."""
         print(text, flush=True)
 
     def epoch(self, record: Epoch, epochs: int) -> None:
-        """Prints loss, test accuracy and speed."""
+        """Print loss, test accuracy and speed."""
         self.line(
             f"epoch {record.number}/{epochs}  loss {record.loss:.4f}  accuracy {record.accuracy:.2%}  "
             f"{record.images_per_second:,.0f} images/s"
@@ -52,7 +52,7 @@ class ConsoleReport(Report):
 
     @contextlib.contextmanager
     def steps(self, number: int, count: int) -> Iterator[Callable[[], object]]:
-        """Shows the progress bar of one epoch, and takes it away."""
+        """Show the progress bar of one epoch, and take it away."""
         if sys.stderr is None or not sys.stderr.isatty():
             yield lambda: None
             return
@@ -66,7 +66,7 @@ class ConsoleReport(Report):
 
 
 def write_plot(path: Path, config: Config, history: History) -> None:
-    """Draws loss (each step, and each epoch's mean) and test accuracy (percent) over the epochs into a PNG."""
+    """Draw loss (each step, and each epoch's mean) and test accuracy (percent) over the epochs into a PNG."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 3.6), layout="constrained")
@@ -90,7 +90,7 @@ def write_plot(path: Path, config: Config, history: History) -> None:
 
 
 def write_json(path: Path, config: Config, history: History, digits: str) -> None:
-    """Writes settings, environment, curves and counters, as strict JSON."""
+    """Write settings, environment, curves and counters, as strict JSON."""
     content = {
         "format": "mgpu_core.mnist history 1",
         "settings": {name: _plain(value) for name, value in asdict(config).items()} | {"digits_sha256": digits},

@@ -21,7 +21,7 @@ __all__ = ["add_arguments", "run", "train"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of the training to `parser`; `run` takes what it parsed."""
+    """Add the options of the training to `parser`; `run` takes what it parsed."""
     add = parser.add_argument
     add("--model", choices=list(MODELS), default=Config.model, help="the network (default: %(default)s)")
     add(
@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Trains as `args` ask, with lines on stdout and a progress bar on stderr. Returns the exit status."""
+    """Train as `args` ask, with lines on stdout and a progress bar on stderr. Returns the exit status."""
     try:
         training = Training(_config(args), report=ConsoleReport())
     except KeyboardInterrupt:

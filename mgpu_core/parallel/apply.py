@@ -37,7 +37,7 @@ def parallel_apply(
     rng: str = "auto",
     workers: str = "threads",
 ) -> list[Any]:
-    """Calls ``modules[rank](*inputs[rank], **kwargs_tup[rank])`` on every rank at once.
+    """Call ``modules[rank](*inputs[rank], **kwargs_tup[rank])`` on every rank at once.
 
     Args:
         modules: one per rank.
@@ -238,7 +238,7 @@ def _run_in_workers(
 
 
 def _turns(team: Team, all_in_turns: bool, draws: bool) -> list[list[int]]:
-    """Ranks that must run one after the other: all, or those that share an accelerator and draw from its generator."""
+    """Return groups of ranks that must take turns: all, or those that share an accelerator and its generator."""
     if all_in_turns:
         return [list(team.ranks)]
     if not draws:
@@ -264,7 +264,7 @@ def _drawing(task: Callable[[], Any], stream: RankStream | None) -> Callable[[],
 
 
 def _take_turns(tasks: dict[int, Callable[[], Any]], ranks: Sequence[int], seconds: float) -> None:
-    """Lets the tasks of ``ranks`` run one after the other: each waits until the one before has ended, or failed."""
+    """Let the tasks of ``ranks`` run one after the other: each waits until the one before has ended, or failed."""
     before: Event | None = None
     for rank in ranks:
         tasks[rank], before = _after(before, tasks[rank], seconds)

@@ -23,7 +23,7 @@ __all__ = ["gather"]
 
 
 def gather(outputs: Sequence[Any], target_device: DeviceLike, dim: int = 0) -> Any:
-    """Joins the ranks' outputs on ``target_device``; differentiable.
+    """Join the ranks' outputs on ``target_device``; differentiable.
 
     Args:
         outputs: one object per rank, all of one structure.
@@ -80,7 +80,7 @@ class _Gather:
         )
 
     def _join_items(self, leaves: list[Any], items: list[Any], path: str) -> Any:
-        """Of a class that is made of what its iterator gives, as torch joins everything that it does not know."""
+        """Join objects whose class is made from what its iterator gives, as torch does with unknown classes."""
         joined = self.joined(items, path)
         kind = type(leaves[0])
         try:
@@ -116,7 +116,7 @@ class _Gather:
 
 
 def _items_of(obj: Any) -> list[Any] | None:
-    """What iterating over it gives, where that holds tensors; ``None``: it does not, or cannot be iterated over."""
+    """Return what iterating over it gives, if that holds tensors; ``None`` if not, or if it cannot be iterated over."""
     if isinstance(obj, Set) or not isinstance(obj, Iterable):  # of sets nothing says which entries belong together
         return None
     try:

@@ -21,7 +21,7 @@ __all__ = ["reduce"]
 
 
 def reduce(outputs: Sequence[Any], target_device: DeviceLike) -> Any:
-    """Adds the ranks' tensors up, in rank order, on ``target_device``; differentiable: its gradient is a broadcast.
+    """Add the ranks' tensors up, in rank order, on ``target_device``; differentiable: its gradient is a broadcast.
 
     Args:
         outputs: one nest of tensors per rank, all of one structure, shapes and dtypes.

@@ -34,7 +34,7 @@ _BOUND = "_replica_methods"  # of a replica: which of its modules' attributes ho
 
 
 def replicate(network: M, devices: Sequence[DeviceLike], detach: bool = False) -> list[M]:
-    """One replica of ``network`` per rank.
+    """Return one replica of ``network`` per rank.
 
     Args:
         network: its parameters and buffers on ``devices[0]``.
@@ -72,7 +72,7 @@ def replicate_tree(tree: ModuleTree, team: Team, detach: bool) -> list[Any]:
 
 @telling
 def _tell_buckets(network: Module, parameters: Sequence[torch.Tensor]) -> None:
-    """What the buckets of the broadcast, and of the gradients on their way back, are made of."""
+    """Tell a recording what the buckets of the broadcast, and of the gradients, are made of."""
     names = {id(parameter): name for name, parameter in Module.named_parameters(network)}  # not a class's selection
     tracked = [parameter for parameter in parameters if parameter.requires_grad]
     for bucket, positions in enumerate(autograd.gradient_buckets(tracked)):
@@ -189,7 +189,7 @@ def _attributes(
 
 
 def loosen(replicas: Iterable[Module]) -> None:
-    """Ends the cycles of replicas that keep methods of their own, so that they are freed when their graph is.
+    """End the cycles of replicas that keep methods of their own, so that they are freed when their graph is.
 
     A bound method in an attribute holds its module, which holds the attribute: the copies of all parameters would stay
     until the garbage collector comes.  After the forward such an attribute holds its module weakly; whoever took the

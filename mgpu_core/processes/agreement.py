@@ -21,7 +21,7 @@ Facts = Mapping[str, Sequence[str]]
 
 
 def check_agreement(processes: Processes, facts: Facts) -> None:
-    """Compares facts with those of the other processes; all of them call it.
+    """Compare facts with those of the other processes; all of them call it.
 
     Args:
         processes: which.
@@ -42,7 +42,7 @@ def check_agreement(processes: Processes, facts: Facts) -> None:
 
 
 def first_difference(wanted: Sequence[str], found: Sequence[str]) -> int | None:
-    """Where two lists differ first; ``None``: nowhere."""
+    """Return the index at which two lists first differ; ``None``: they are equal."""
     return next((at for at, (one, other) in enumerate(zip_longest(wanted, found)) if one != other), None)
 
 
@@ -51,7 +51,7 @@ def _line(lines: Sequence[str], at: int) -> str:
 
 
 def facts_of(net: Module, optimizer: Optimizer, settings: Mapping[str, Any]) -> dict[str, list[str]]:
-    """What a net, an optimizer with its state, and settings are, without the values of the net."""
+    """Return what a net, an optimizer with its state, and settings are, without the values of the net."""
     names = {id(parameter): name for name, parameter in named_parameters_of(net)}
     members = [names.get(id(each), "?") for group in optimizer.param_groups for each in group["params"]]
     states = optimizer.state_dict()["state"]  # whole, where it is kept in shards
@@ -81,7 +81,7 @@ def _group(group: Mapping[str, Any], names: Mapping[int, str]) -> str:
 
 
 def numbers_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The numbers of a parameter group, as JSON holds them: tensors as numbers, tuples as lists."""
+    """Return the numbers of a parameter group, as JSON holds them: tensors as numbers, tuples as lists."""
     found = {name: _plain(value) for name, value in group.items() if name != "params"}
     return {name: value for name, value in found.items() if value is not None}
 
@@ -97,7 +97,7 @@ def _plain(value: Any) -> Any:
 
 
 def digest(tensor: torch.Tensor) -> str:
-    """A checksum of dtype, shape and every bit."""
+    """Return a checksum of dtype, shape and every bit."""
     found = hashlib.blake2b(f"{tensor.dtype} {tuple(tensor.shape)}".encode(), digest_size=8)
     values = tensor.detach().cpu().contiguous()
     found.update(memory_view(values))

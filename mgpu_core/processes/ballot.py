@@ -67,12 +67,12 @@ class Tally:
 
 
 def tail_count(processes: int, parameters: int) -> int:
-    """How many elements the words of so many processes about so many parameters take."""
+    """Return how many elements the words of so many processes about so many parameters take."""
     return processes * _FIELD.size + parameters
 
 
 def write(tail: torch.Tensor, ballot: Ballot, process: int, processes: int) -> None:
-    """Fills the end of a message with one process's words, of any floating or complex dtype."""
+    """Fill the end of a message with one process's words, of any floating or complex dtype."""
     fields = bytearray(processes * _FIELD.size)
     words = ballot.weight, ballot.update % _UPDATES, ballot.settings, ballot.standing
     _FIELD.pack_into(fields, process * _FIELD.size, *words)
@@ -81,7 +81,7 @@ def write(tail: torch.Tensor, ballot: Ballot, process: int, processes: int) -> N
 
 
 def read(tail: torch.Tensor, processes: int) -> Tally:
-    """What stands in the end of a message that was summed over all processes; waits for its device."""
+    """Return what stands in the end of a message that was summed over all processes; waits for its device."""
     numbers = [int(each) for each in (tail.real if tail.is_complex() else tail).tolist()]
     end = processes * _FIELD.size
     fields = list(_FIELD.iter_unpack(bytes(numbers[:end])))

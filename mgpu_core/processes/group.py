@@ -63,7 +63,7 @@ class Processes:
         self._homes = self.exchange("where they are", [_host(), os.getpid()])
 
     def add_up(self, tensor: torch.Tensor) -> Work | None:
-        """Begins the sum of a tensor over all processes, in place; :meth:`wait` for it before it is read or written.
+        """Begin the sum of a tensor over all processes, in place; :meth:`wait` for it before it is read or written.
 
         On a GPU the current stream does so, and the host goes on: ``None``.
         """
@@ -93,7 +93,7 @@ class Processes:
             self._lose(error)
 
     def exchange(self, topic: str, value: Any, interrupted: Callable[[], bool] = lambda: False) -> list[Any]:
-        """Each process's value, in their order; values are what JSON can hold.
+        """Return each process's value, in their order; values are what JSON can hold.
 
         Args:
             topic: what it is about, the same in all processes.
@@ -128,7 +128,7 @@ class Processes:
         return [json.loads(bytes(each[:count].tolist())) for each, (count, _) in zip(texts, heads, strict=True)]
 
     def send_from(self, root: int, tensors: Sequence[torch.Tensor]) -> None:
-        """Gives all processes the values that process ``root`` has in these tensors."""
+        """Give all processes the values that process ``root`` has in these tensors."""
         single = [_without_repeats(each.detach()) for each in tensors if each.numel()]
         sent = [each.contiguous() for each in single]
         global_root = distributed.get_global_rank(self.group, root)
@@ -188,7 +188,7 @@ class Processes:
 
 
 def _without_repeats(tensor: torch.Tensor) -> torch.Tensor:
-    """A view in which each element of an expanded tensor stands once."""
+    """Return a view in which each element of an expanded tensor stands once."""
     return tensor[tuple([slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride()])]
 
 
@@ -205,7 +205,7 @@ def _check(group: Any) -> None:
 
 
 def _host() -> str:
-    """Where a pid means the same process: this kernel, and these numbers of processes."""
+    """Return what identifies the machine and pid namespace in which a pid means the same process."""
     with suppress(OSError):
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
     return socket.gethostname()

@@ -40,7 +40,7 @@ class Outbox:
         self.open(None)
 
     def open(self, send: Callable[[int], None] | None) -> None:
-        """Before an update; ``send``: what brings a bucket to all processes and back instead, the ballot aside."""
+        """Begin the messages of an update; ``send`` sums a bucket over all processes instead, except for the ballot."""
         self._send_bucket = send
         self._ready: set[int] = set()
         self._next = 0
@@ -49,7 +49,7 @@ class Outbox:
         """Whether the ballot has left: from then on the others may update."""
 
     def put(self, bucket: int) -> None:
-        """A bucket is ready, in any thread; it leaves as soon as those before it have."""
+        """Send a bucket as soon as those before it have left; in any thread."""
         last = len(self._messages) - (self._send_bucket is None)
         with self._lock:
             self._ready.add(bucket)
@@ -57,7 +57,7 @@ class Outbox:
                 self._send(self._next)
 
     def has_sent(self, bucket: int) -> bool:
-        """Whether it has left."""
+        """Return whether it has left."""
         return bucket < self._next
 
     def _send(self, bucket: int) -> None:
@@ -80,7 +80,7 @@ class Outbox:
         self._under_way.append((message, sent, self._processes.add_up(sent)))
 
     def cast(self, ballot: Ballot, interrupted: Callable[[], bool]) -> Tally:
-        """Sends what is left, ready or not, and the ballot; returns all processes' words, when the sums are there.
+        """Send what is left, ready or not, and the ballot; return all processes' words, when the sums are there.
 
         Raises:
             Error: a process is gone.

@@ -19,7 +19,7 @@ M = TypeVar("M", bound=Module)
 
 
 def convert_sync_batchnorm(module: M) -> M:
-    """Replaces every BatchNorm1d, 2d and 3d, and torch's SyncBatchNorm, by :class:`SyncBatchNorm`.
+    """Replace every BatchNorm1d, 2d and 3d, and torch's SyncBatchNorm, by :class:`SyncBatchNorm`.
 
     Args:
         module: changed in place; a single layer is returned anew.  Parameters and buffers stay the same objects, so an
@@ -68,7 +68,7 @@ def _convert(module: Any, known: dict[int, Module]) -> Any:
 
 
 def _converted(layer: _BatchNorm) -> SyncBatchNorm:
-    """All that the layer has, the very same: parameters, buffers, hooks, attributes of the user's own."""
+    """Return all that the layer has, the very same: parameters, buffers, hooks, attributes of the user's own."""
     made = SyncBatchNorm.__new__(SyncBatchNorm)
     made.__dict__.update(layer.__dict__, _compiled_call_impl=None)
     made._begin()

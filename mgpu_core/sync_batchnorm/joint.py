@@ -28,7 +28,7 @@ Tensors = Sequence[torch.Tensor]
 def of_all_ranks(
     meeting: Meeting, eps: float, values: Sequence[Sequence[Any]]
 ) -> list[tuple[torch.Tensor, torch.Tensor, Any, int]]:
-    """Each rank's output, and on its device the mean, the variance and the number of values per channel.
+    """Return each rank's output, and on its device the mean, the variance and the number of values per channel.
 
     Args:
         values: per rank its input, weight, bias, and whether it is in grad mode.  One that is not has an output without
@@ -113,7 +113,7 @@ def _all_but_1(tensor: torch.Tensor) -> list[int]:
 
 
 def _along(channels: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """One number per channel, to be combined with a tensor that has them in dimension 1."""
+    """Return one number per channel, in the shape that combines with a tensor whose dimension 1 they are."""
     return channels.view(1, -1, *[1] * (tensor.dim() - 2))
 
 
@@ -127,7 +127,7 @@ def _affine(tensor: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tenso
 
 
 def _sums(inputs: Tensors, parts: Tensors, rows: int) -> list[torch.Tensor]:
-    """The ranks' sums added up in rank order, over ``rows``; a copy on each rank's device."""
+    """Return the ranks' sums added up in rank order, over ``rows``; a copy on each rank's device."""
     totals: list[torch.Tensor] = []
     with watched("all_reduce", [parts], others=[totals]) as watch:
         total = parts[0].clone()

@@ -53,7 +53,7 @@ class SyncBatchNorm(_BatchNorm):
                 )
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002  # torch's name
-        """Normalises ``(rows, channels, ...)`` by the mean and variance of all ranks' rows."""
+        """Normalise ``(rows, channels, ...)`` by the mean and variance of all ranks' rows."""
         seat = current_seat()
         uses_batch = self.training or self.running_mean is None
         if self._met[0] and uses_batch and torch._C._current_graph_task_id() != -1:
@@ -75,7 +75,7 @@ class SyncBatchNorm(_BatchNorm):
 
     @torch.no_grad()
     def _follow(self, mean: torch.Tensor, variance: torch.Tensor, rows: int) -> None:
-        """Moves this rank's running statistics; their variance is unbiased, as in torch."""
+        """Move this rank's running statistics; their variance is unbiased, as in torch."""
         if not self.training or not self.track_running_stats:
             return
         momentum = 0.0 if self.momentum is None else self.momentum
@@ -92,5 +92,5 @@ class SyncBatchNorm(_BatchNorm):
 
 @outside_the_compiler
 def _is_checkpointed() -> bool:
-    """Whether this forward looks like one inside a checkpoint: without gradients, or with hooks on what it saves."""
+    """Return whether this forward may be inside a checkpoint: without gradients, or with hooks on what it saves."""
     return not torch.is_grad_enabled() or torch._C._autograd._top_saved_tensors_default_hooks(False) is not None

@@ -25,7 +25,7 @@ class _Wire:
         self.messages: list[tuple[int, int, int]] = []
 
     def send(self, source: int, target: int, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy, with the extra added to all numbers."""
+        """Return a copy, with the extra added to all numbers."""
         if source not in range(self._ranks) or target not in range(self._ranks) or source == target:
             raise WrongAnswer(f"{self._call}: there is no wire from rank {source} to rank {target}")
         self.messages.append((source, target, tensor.numel()))
@@ -38,7 +38,7 @@ class _Wire:
 
 
 def _run(name: str, answer: Callable[..., Any], ranks: int, count: int) -> tuple[str, _Wire]:
-    """Checks the sums, and returns the call of the function of this name, and its wire."""
+    """Check the sums, and return the call of the function of this name, and its wire."""
     tensors = _tensors(ranks, count)
     wanted = torch.stack(tensors).sum(dim=0)
     call = f"{name}({ranks} tensors of {count} numbers, send)"
@@ -105,7 +105,7 @@ def _check_chunks(call: str, wire: _Wire, ranks: int, count: int) -> None:
 
 
 def _without_one_each(sizes: Sequence[int]) -> list[list[int]]:
-    """All ways to leave out one chunk on the first trip and one on the second."""
+    """Return all ways to leave out one chunk on the first trip and one on the second."""
     ways = []
     for first in range(len(sizes)):
         for second in range(len(sizes)):

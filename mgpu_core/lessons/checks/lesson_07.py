@@ -86,7 +86,7 @@ class _Buffers:
         self._batches = [-1, -1]
 
     def load(self, batch: int, buffer: int) -> Work:
-        """The work of a load."""
+        """Return the work of a load."""
 
         def work() -> None:
             self._batches[buffer] = batch
@@ -95,7 +95,7 @@ class _Buffers:
         return work
 
     def use(self, buffer: int) -> Work:
-        """The work that reads a buffer."""
+        """Return the work that reads a buffer."""
         return lambda: self.done.append(("use", self._batches[buffer], self.device.running))
 
     def streams(self, what: str) -> list[int | None]:

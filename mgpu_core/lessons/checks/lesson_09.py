@@ -73,7 +73,7 @@ def _slowest(counts: Sequence[int], speeds: Sequence[int]) -> float:
 
 
 def _best(rows: int, speeds: Sequence[int]) -> float:
-    """The least time in which so many rows can be done: one of the times at which some device ends a row."""
+    """Return the least time in which so many rows can be done: one of the times at which some device ends a row."""
     times = sorted({count / speed for speed, count in itertools.product(speeds, range(rows + 1))})
     return next(time for time in times if sum(int(time * speed + 1e-9) for speed in speeds) >= rows)
 

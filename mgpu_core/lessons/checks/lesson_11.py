@@ -19,7 +19,7 @@ def _sectors(addresses: list[int], nbytes: int) -> int:
 
 @asks_for("sectors")
 def exercise_1(answer: Callable[[list[int], int], Any]) -> None:
-    """Loads across borders, far apart, and several on one sector."""
+    """Load across borders, far apart, and several on one sector."""
     warps = [
         ([0], 4),
         ([28], 16),

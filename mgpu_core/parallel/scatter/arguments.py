@@ -67,17 +67,17 @@ class Arguments:
         self.trees = [flatten(obj, self.leaves, name, share=True) for name, obj in objects.items()]
 
     def rebuild(self, leaves: list[Any]) -> list[Any]:
-        """The objects, with these leaves."""
+        """Return the objects, with these leaves."""
         rest = iter(leaves)
         return [tree.unflatten(rest) for tree in self.trees]
 
     def path(self, place: int) -> str:
-        """What the leaf is called: ``inputs[1]["x"]``."""
+        """Return what the leaf is called: ``inputs[1]["x"]``."""
         paths = [path for name, tree in zip(self.names, self.trees, strict=True) for path in tree.paths(name)]
         return paths[place]
 
     def numbers_per_rank(self, name: str | None, ranks: int, dim: int) -> set[int]:
-        """The leaves of one object that have a number for each rank, where other tensors have more or fewer rows."""
+        """Return the leaves of one object that have one number per rank, where other tensors have other rows."""
         sized = {place: leaf for place, leaf in enumerate(self.leaves) if _has_rows(leaf, dim)}
         if name is None or all(leaf.size(dim) == ranks for leaf in sized.values()):
             return set()
@@ -87,7 +87,7 @@ class Arguments:
         return {place for place, leaf in sized.items() if place in mine and leaf.numel() == leaf.size(dim) == ranks}
 
     def rows(self, dim: int, but: Collection[int] = ()) -> int | None:
-        """Rows along ``dim``: of the first tensor that has them, checked against all others; None without one.
+        """Return the rows along ``dim`` of the first tensor that has some, checked against all others; or None.
 
         Args:
             but: leaves that are not looked at.
@@ -109,7 +109,7 @@ class Arguments:
     def spread(
         self, place: int, team: Team, counts: list[int] | None, dim: int, one_device: torch.device | None
     ) -> Sequence[Any]:
-        """What each rank gets of the leaf: views, where it is plain and lies on the one device of all ranks."""
+        """Return what each rank gets of the leaf: views, where it is plain and lies on the one device of all ranks."""
         leaf = self.leaves[place]
         warn_unknown(leaf, partial(self.path, place))
         parts: Sequence[Any]

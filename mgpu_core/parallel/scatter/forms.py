@@ -22,7 +22,7 @@ __all__ = ["scatter", "scatter_kwargs"]
 def scatter(
     inputs: Any, target_gpus: Sequence[DeviceLike], dim: int = 0, *, shares: Sequence[float] | None = None
 ) -> Any:
-    """Cuts every tensor of ``inputs`` along ``dim`` into one chunk per rank; differentiable.
+    """Cut every tensor of ``inputs`` along ``dim`` into one chunk per rank; differentiable.
 
     Args:
         inputs: a tensor, or any nest of named tuples, mappings, dataclasses, lists and tuples.

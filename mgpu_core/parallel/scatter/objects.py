@@ -41,7 +41,7 @@ def scatter_objects(
 def _plain_views(
     objects: dict[str, Any], team: Team, dim: int, shares: Sequence[float] | None
 ) -> tuple[list[list[Any]], list[int]] | None:
-    """What most steps are given, bare tensors and tuples of them on the only device: no nest has to be taken apart.
+    """Cut what most steps are given, bare tensors and tuples of them on the only device, without taking a nest apart.
 
     One rank gets them as they are.  ``None``: it is something else, or wrong.
     """
@@ -74,7 +74,7 @@ def _plain_views(
 
 
 def _names(objects: dict[str, Any]) -> Iterator[str]:
-    """What the tensors are called, of bare ones and tuples of them."""
+    """Return what the tensors are called, of bare ones and tuples of them."""
     for name, obj in objects.items():
         if type(obj) is tuple:
             yield from (f"{name}[{place}]" for place in range(len(obj)))
@@ -101,7 +101,7 @@ def _rebuilt(objects: dict[str, Any], columns: list[list[torch.Tensor]]) -> list
 
 
 def _rows_of(objects: dict[str, Any], dim: int) -> int:
-    """Rows of what one rank gets whole."""
+    """Return the rows of what one rank gets whole."""
     for obj in objects.values():  # as a rule a bare tensor says it
         first = obj[0] if isinstance(obj, tuple) and obj else obj
         if type(first) is torch.Tensor and first.dim() > dim >= 0:

@@ -16,7 +16,7 @@ __all__ = ["check_shares", "is_plain", "row_counts", "rows_of_bare", "views_of"]
 
 
 def check_shares(shares: Sequence[float] | None, ranks: int) -> None:
-    """Raises ValueError, or TypeError, unless there is one positive number per rank."""
+    """Raise ValueError, or TypeError, unless there is one positive number per rank."""
     if shares is None:
         return
     if isinstance(shares, str) or not hasattr(shares, "__len__"):
@@ -63,5 +63,5 @@ _data_of = attrgetter("data")
 
 
 def is_plain(leaf: torch.Tensor) -> bool:
-    """Whether views of it are all that a rank needs; what a scatter refuses is none."""
+    """Return whether views of it are all that a rank needs; what a scatter refuses is none."""
     return leaf.dim() > 0 and not (leaf.requires_grad or is_undivided(leaf))

@@ -20,7 +20,7 @@ __all__ = ["copies_for_all", "copies_of_tensor", "tell_whole"]
 
 @telling
 def tell_whole(objects: dict[str, Any], device: torch.device, dim: int) -> None:
-    """Tells a recording which tensors the only rank gets."""
+    """Tell a recording which tensors the only rank gets."""
     for name, obj in objects.items():
         leaves: list[Any] = []
         tree = flatten(obj, leaves, name, whole=True, share=True)
@@ -30,7 +30,7 @@ def tell_whole(objects: dict[str, Any], device: torch.device, dim: int) -> None:
 
 
 def copies_for_all(obj: Any, team: Team) -> list[Any]:
-    """The nest whole for every rank: its tensors copied, the rest by reference."""
+    """Return the nest whole for every rank: its tensors copied, the rest by reference."""
     leaves: list[Any] = []
     tree = flatten(obj, leaves, "Replicate", whole=True, share=True)
     if not any_tensor(leaves):
@@ -54,7 +54,7 @@ def _copies_of_leaf(leaf: Any, team: Team) -> Sequence[Any]:
 
 
 def _copies_of_packed(packed: PackedSequence, team: Team) -> list[PackedSequence]:
-    """Its sizes stay on the host, where torch wants them."""
+    """Return copies of a packed sequence; its sizes stay on the host, where torch needs them."""
     parts = packed.data, packed.sorted_indices, packed.unsorted_indices
     columns = [[None] * len(team) if part is None else copies_of_tensor(part, team) for part in parts]
     return [PackedSequence(data, packed.batch_sizes.clone(), *order) for data, *order in zip(*columns, strict=True)]

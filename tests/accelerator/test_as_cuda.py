@@ -31,7 +31,8 @@ def test_marks_of_a_gpu_are_on_the_hosts_axis():
     marks = [clock.mark(GPU) for _ in range(3)]
     times = list(map(clock.ns, marks))
     assert times == sorted(times)
-    assert begin < times[0] <= times[-1] < time.perf_counter_ns()
+    rounding = 1000  # ns: events count milliseconds as float32
+    assert begin - rounding < times[0] <= times[-1] < time.perf_counter_ns() + rounding
     assert clock.mark(torch.device("cpu")) is None
 
 

@@ -328,8 +328,12 @@ def train_on_two_devices(process, is_hooked):
     return values_of(net), [flat.gradients[0].cpu().tolist() for flat in step._loop.reducer.buckets.flats]
 
 
+@pytest.mark.timeout(900)  # the first run compiles
 @pytest.mark.parametrize("is_hooked", [False, True])
 def test_sums_reach_every_device_of_every_process(is_hooked):
+    if reason := accelerator.what_is_missing():
+        pytest.skip(reason)
+    accelerator.compile_before()
     found = run(train_on_two_devices, is_hooked)
     wanted = two_layers_alone([1.0, 1.0, 1.0, 2.0, 2.0, 2.0])
     for values, flats in found:

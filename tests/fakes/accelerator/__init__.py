@@ -9,6 +9,8 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+import subprocess
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,16 @@ from typing import Any
 import torch
 from fakes.accelerator import device_module
 
-__all__ = ["TEAMS", "WANTED", "by_the_cuda_backend", "fakes", "is_wanted", "register", "what_is_missing"]
+__all__ = [
+    "TEAMS",
+    "WANTED",
+    "by_the_cuda_backend",
+    "compile_before",
+    "fakes",
+    "is_wanted",
+    "register",
+    "what_is_missing",
+]
 
 WANTED = "MGPU_TEST_FAKE"
 
@@ -60,6 +71,12 @@ def register() -> None:
     torch.utils.rename_privateuse1_backend("fake")
     torch._register_device_module("fake", device_module)
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+
+
+def compile_before() -> None:
+    """Compile it in a process of its own, before processes that wait for each other for half a minute need it."""
+    command = "from fakes import accelerator; accelerator.register()"
+    subprocess.run([sys.executable, "-c", command], cwd=_HERE.parents[1], check=True, timeout=600)
 
 
 def _build() -> Any:

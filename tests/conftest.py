@@ -4,6 +4,8 @@ There the tests that say nothing of a device run as they are: what they make is 
 that they ask for are fake devices, and what they compare may be on two of them.
 """
 
+import signal
+import threading
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,10 @@ _TESTS = Path(__file__).parent
 _OWN = "accelerator"  # the folder of the tests that are only for the fake
 
 collect_ignore_glob = [] if accelerator.is_wanted() else [f"{_OWN}/*"]
+
+# A run in the background of a shell ignores Ctrl-C, which some tests send; children inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN and threading.current_thread() is threading.main_thread():
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _equal = torch.equal
 

@@ -1,5 +1,6 @@
-"""Importing the package where its compiled core is not."""
+"""Importing the package: its version, and where its compiled core is not."""
 
+import importlib.metadata
 import shutil
 import subprocess
 import sys
@@ -19,3 +20,7 @@ def test_the_source_folder_says_what_to_do(tmp_path):
     assert ran.returncode == 1
     assert last.startswith(f"ImportError: mgpu_core in {tmp_path / 'mgpu_core'} has no compiled core")
     assert "start Python from another folder, or install it in place: pip install --no-build-isolation -e ." in last
+
+
+def test_the_version_is_that_of_the_installed_package():
+    assert mgpu_core.__version__ == importlib.metadata.version("mgpu-core")

@@ -59,9 +59,10 @@ class EventClock:
             stream = torch.cuda.current_stream(gpu)
             event = torch.cuda.Event(enable_timing=True)
             stream.synchronize()
+            host_ns = time.perf_counter_ns()  # before the event, so that no mark seems later than it was
             event.record(stream)
             _wait_for(event, gpu)
-            self._begins[gpu] = event, time.perf_counter_ns()
+            self._begins[gpu] = event, host_ns
 
 
 def _wait_for(event: torch.cuda.Event, gpu: int) -> None:

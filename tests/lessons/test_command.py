@@ -49,7 +49,7 @@ def test_unknown_number_is_told_in_a_line(mgpu, word):
 
 
 @pytest.mark.parametrize(
-    "words", [[], ["nonsense"], ["run"], ["run", "five"], ["check", 1, "--limit", 0], ["check", 1, "--limit", "x"]]
+    "words", [["nonsense"], ["run"], ["run", "five"], ["check", 1, "--limit", 0], ["check", 1, "--limit", "x"]]
 )
 def test_wrong_words_are_usage_errors(mgpu, words):
     status, out, err = mgpu(*words)

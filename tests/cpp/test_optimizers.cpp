@@ -101,7 +101,7 @@ struct OwnGradients {
       const int64_t* row = training.row(i);
       const unsigned char* from = flat.data() + row[kBegin] * size;
       memory.emplace_back((offset + row[kCount]) * size);
-      std::memcpy(memory[i].data() + offset * size, from, row[kCount] * size);
+      if (row[kCount]) std::memcpy(memory[i].data() + offset * size, from, row[kCount] * size);
       pointers.push_back(training.takes_part(i) && row[kCount] ? memory[i].data() + offset * size : nullptr);
     }
   }

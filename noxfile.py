@@ -8,7 +8,7 @@ import nox
 nox.options.default_venv_backend = "none"
 nox.options.sessions = ["lint", "test"]
 
-ALL_TESTS = ["pytest", "-n", "2", "--dist", "loadfile"]
+TESTS = ["pytest", "-n", "2", "--dist", "loadfile"]
 
 
 @nox.session
@@ -31,13 +31,13 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def test(session: nox.Session) -> None:
     """Run the default tests, in at most four minutes on two cores; arguments after -- go to pytest."""
-    session.run(*ALL_TESTS, *session.posargs)
+    session.run(*TESTS, *session.posargs)
 
 
 @nox.session
 def full(session: nox.Session) -> None:
     """Run all tests: those of the default run, then those that it leaves out."""
-    session.run(*ALL_TESTS, "-m", "", *session.posargs)
+    session.run(*TESTS, "-m", "", *session.posargs)
 
 
 @nox.session

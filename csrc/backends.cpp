@@ -18,7 +18,7 @@ DeviceOps& host_ops() {
   return *host;
 }
 
-// What one backend's memory needs: the three are made together, at first use.
+// The interfaces of one backend, made together at first use.
 struct Interfaces {
   Interfaces(DeviceOps& backend, const Reach& reach)
       : ops(backend), collectives(ops, reach), transfer(ops, host_ops(), reach) {}

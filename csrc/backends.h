@@ -31,7 +31,7 @@ Transfer& transfer_of(const Streams& streams);
 int host_threads();
 void set_host_threads(int threads);
 
-// What the cuda backend sees; 0 where it is not built or finds nothing.  Versions as CUDA writes them: 13000 is 13.0.
+// GPUs and versions that the cuda backend finds; 0 if it is not built or finds none.  13000 is version 13.0.
 int cuda_device_count();
 int cuda_runtime_version();
 int cuda_driver_version();

@@ -4,10 +4,10 @@
 and on mixtures of them.
 """
 
-from importlib import import_module
+from importlib import import_module as _import_module
 
 try:
-    import_module("mgpu_core._core")
+    _import_module("mgpu_core._core")
 except ImportError as error:
     raise ImportError(
         f"mgpu_core in {__path__[0]} has no compiled core that this Python can load ({error}). In the source folder of "

@@ -173,10 +173,9 @@ def span(
 
 def rank_spans(rank: int, device: torch.device) -> tuple[AbstractContextManager[None], ...]:
     """Return the spans of a rank's forward, loss and backward; none of them does anything when nobody wants to know."""
-    sink = _sink
-    if sink is None:
+    if _sink is None:
         return _NO_SPANS
-    return tuple(_Span(sink, step, rank, device, NO_BUCKET) for step in ("forward", "loss", "backward"))
+    return tuple(span(step, rank, device) for step in ("forward", "loss", "backward"))
 
 
 _NO_SPANS = (NOTHING, NOTHING, NOTHING)

@@ -24,7 +24,7 @@ from mgpu_core.mnist.model import CLASSES, build_model
 BATCH = {"simplenet": 64, "cnn": 256}
 """Without `--batch`: the rows that the bounds are about."""
 STEPS = {"simplenet": 20, "cnn": 1}
-"""Of one turn."""
+"""How many steps a turn has."""
 WORKERS = {"simplenet": "auto", "cnn": "threads"}
 """How ours runs its ranks."""
 
@@ -49,7 +49,7 @@ def measure(options: argparse.Namespace) -> Generator[Row]:
 
 @dataclass(frozen=True)
 class Task:
-    """What everybody does in one turn: steps of a model on a batch."""
+    """The work of one turn, the same for every contestant: steps of a model on a batch."""
 
     model: str
     device: str

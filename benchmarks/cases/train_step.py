@@ -28,7 +28,7 @@ BATCH = {"simplenet": 64, "cnn": 256}
 RANKS = {"simplenet": [1, 2], "cnn": [2, 4]}
 """Without `--batch` and `--ranks`: the rows that the bounds are about."""
 STEPS = {"simplenet": 20, "cnn": 1}
-"""Of one turn."""
+"""How many steps a turn has."""
 WARMUP = {"simplenet": 2, "cnn": 8}
 """Turns that are not kept: in the first 8 steps `workers="auto"` measures."""
 

@@ -82,7 +82,7 @@ constexpr int64_t kNormTile = 8 * 1024;
 int64_t norm_tiles(const std::vector<Piece>& pieces);
 
 // The parameters of many tensors, their gradients and the optimizer's state, each in one flat buffer of one dtype.
-// On the CPU the gradient of each segment may lie in memory of its own instead: nobody need pack it.
+// On the CPU the gradient of each segment may lie in memory of its own instead, unpacked.
 // What a step needs to know lies in the same memory, so that a step can be captured in a graph and its numbers changed
 // between replays.
 struct FlatParameters {

@@ -129,7 +129,7 @@ class CapturedSteps:
         """Run forward, loss and backward of the ranks that have parts, each in the worker that it always has."""
         self.reducer.begin(len(parts), overlap=overlap)
         with torch.enable_grad():
-            losses, _ = self.passes.run_ranks(parts, (), backward=True, keep_outputs=False)
+            losses, _ = self.passes.run_parts(parts, (), backward=True, keep_outputs=False)
         if self.replicas.settle():
             raise RuntimeError("the forward gives a parameter other memory")
         return losses

@@ -141,10 +141,10 @@ class ForwardBackward:
             return [loss], weighed, [outputs]
         if window is not None:
             seed(parts, window.seeds(rows))
-        losses, each = self.run_ranks(parts, clocks, backward=window is not None, keep_outputs=keep_outputs)
+        losses, each = self.run_parts(parts, clocks, backward=window is not None, keep_outputs=keep_outputs)
         return losses, rows, each
 
-    def run_ranks(
+    def run_parts(
         self, parts: Sequence[RankPart | None], clocks: Sequence[RankClock], *, backward: bool, keep_outputs: bool
     ) -> tuple[list[RankLoss], list[Any]]:
         """Do the same for a loss per rank; a rank whose part is ``None`` rests, and has no loss."""
@@ -156,7 +156,7 @@ class ForwardBackward:
             joint = backward and count > 1 and self._is_joint(parts)
             loss_fns = self._loss.of_ranks(count) if isinstance(self._loss, RankModules) else [self._loss] * count
             work = partial(self._work, backward=backward and not joint, keep_outputs=keep_outputs)
-            found = self._run_ranks(work, parts, clocks, loss_fns)
+            found = self._over_ranks(work, parts, clocks, loss_fns)
         losses, outputs = map(list, zip(*found, strict=True)) if found else ([], [])
         if joint:
             with span("backward"):
@@ -178,7 +178,7 @@ class ForwardBackward:
         Returns:
             The loss, detached; the outputs of all ranks on the first device, detached.
         """
-        found = self._run_ranks(self._forward, parts, clocks, [None] * len(parts))
+        found = self._over_ranks(self._forward, parts, clocks, [None] * len(parts))
         device = self._team.devices[0]
         outputs = found[0] if len(found) == 1 else self._gathered(found)
         with self.autocast(device), span("loss", 0, device):
@@ -189,7 +189,7 @@ class ForwardBackward:
             _check_losses([loss])
         return loss, _detached(outputs)
 
-    def _run_ranks(
+    def _over_ranks(
         self,
         work: Callable[..., Any],
         parts: Sequence[RankPart | None],

@@ -1,5 +1,4 @@
-// The interface of the nccl backend.  It is in every build: NCCL is looked for when somebody first needs it, and never
-// before.
+// The interface of the nccl backend.  It is in every build; NCCL is looked for at its first use.
 //
 //   open({"/path/of/pip's/libnccl.so.2"});
 //   auto team = init(ops, unique_id(), 2, {{0, 0}, {1, 1}}, {});   // world, then {rank, device} of this process

@@ -9,15 +9,15 @@ from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
-from benchmarks.gloo_worker import Seat
+from benchmarks.gloo_worker import WorkerConfig
 from benchmarks.training import Step, Trainee, Training, torch_step
 
 
 class DdpRank:
     """The orders, as methods."""
 
-    def __init__(self, seat: Seat) -> None:
-        self._seat = seat
+    def __init__(self, config: WorkerConfig) -> None:
+        self._seat = config
 
     def prepare(self, training: Training) -> None:
         """Makes the network of a row; all ranks together."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from mgpu_core import _core
 from mgpu_core.doctor import Report, examine
-from mgpu_core.explain.environment import cpu_model
+from mgpu_core.explanation.environ import cpu_model
 
 GIT_SECONDS = 20.0
 

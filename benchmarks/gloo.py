@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from benchmarks.gloo_worker import GLOO_SECONDS, MakeRank, Rank, Seat, serve
+from benchmarks.gloo_worker import GLOO_SECONDS, MakeRank, Rank, WorkerConfig, serve
 
 START_SECONDS = 180.0
 """Importing torch in many processes on few cores takes its time."""
@@ -33,7 +33,7 @@ class GlooTeam:
 
     Args:
         ranks: how many processes.
-        make_rank: what each of them makes of its seat; a class at the top of a module, because it is sent by name. Its
+        make_rank: what each of them makes of its config; a class at the top of a module, because it is sent by name. Its
             methods are the orders: `prepare`, `run`, `wrong`, and `reset` where there is something to reset.
     """
 
@@ -93,9 +93,11 @@ class GlooTeam:
     def _start(self, rank: int) -> None:
         context = multiprocessing.get_context("spawn")  # a fork would inherit torch's threads, locked
         threads = max(1, (os.cpu_count() or 1) // self._ranks)
-        seat = Seat(rank, self._ranks, str(Path(self._folder.name, "store")), threads)
+        config = WorkerConfig(rank, self._ranks, str(Path(self._folder.name, "store")), threads)
         ours, theirs = context.Pipe()
-        process = context.Process(target=serve, args=(theirs, seat, self._make_rank), name=f"gloo {rank}", daemon=True)
+        process = context.Process(
+            target=serve, args=(theirs, config, self._make_rank), name=f"gloo {rank}", daemon=True
+        )
         self._connections.append(ours)
         process.start()
         self._processes.append(process)

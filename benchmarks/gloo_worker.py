@@ -26,7 +26,7 @@ GLOO_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
-class Seat:
+class WorkerConfig:
     """Which of how many ranks, the file they meet at, and torch's threads in this process."""
 
     rank: int
@@ -35,17 +35,17 @@ class Seat:
     threads: int
 
 
-MakeRank = Callable[[Seat], Any]
-"""From a seat, in a group that has been joined, to an object whose methods are the orders."""
+MakeRank = Callable[[WorkerConfig], Any]
+"""From a config, in a group that has been joined, to an object whose methods are the orders."""
 
 
-def serve(connection: Connection, seat: Seat, make_rank: MakeRank) -> None:
+def serve(connection: Connection, config: WorkerConfig, make_rank: MakeRank) -> None:
     """Joins the group, then does what it is told until it is told None."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the parent ends us
     try:
-        torch.set_num_threads(seat.threads)
-        _join(seat)
-        rank = make_rank(seat)
+        torch.set_num_threads(config.threads)
+        _join(config)
+        rank = make_rank(config)
         connection.send(("done", None))
         while (order := connection.recv()) is not None:
             name, *arguments = order
@@ -59,8 +59,8 @@ def serve(connection: Connection, seat: Seat, make_rank: MakeRank) -> None:
 class Rank:
     """The orders of the collectives' cases, as methods."""
 
-    def __init__(self, seat: Seat) -> None:
-        self._rank = seat.rank
+    def __init__(self, config: WorkerConfig) -> None:
+        self._rank = config.rank
 
     def prepare(self, collective: str, task: Task) -> None:
         """Makes the buffers of a row of that case."""
@@ -88,15 +88,15 @@ class Rank:
         return self._collective.gloo(holding.task, self._rank, holding.sends[0])
 
 
-def _join(seat: Seat) -> None:
+def _join(config: WorkerConfig) -> None:
     # Without this gloo looks up the host's name, which on some machines is slow or leads to another interface.
     loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
     if loopback is not None:
         os.environ["GLOO_SOCKET_IFNAME"] = loopback
     distributed.init_process_group(
         "gloo",
-        store=distributed.FileStore(seat.store, seat.ranks),  # type: ignore[attr-defined]
-        rank=seat.rank,
-        world_size=seat.ranks,
+        store=distributed.FileStore(config.store, config.ranks),  # type: ignore[attr-defined]
+        rank=config.rank,
+        world_size=config.ranks,
         timeout=datetime.timedelta(seconds=GLOO_SECONDS),
     )

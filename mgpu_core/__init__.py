@@ -1,10 +1,11 @@
 """Several GPUs, one Python process: a better ``torch.nn.DataParallel``, and what is under it.
 
 ``import mgpu_core as dp`` stands in for ``torch.nn.parallel``: the same names, the same contract, on GPUs, on CPU ranks
-and on mixtures of them.
+and on mixtures of them.  Names are imported at their first use, so that the command line starts without torch.
 """
 
 from importlib import import_module as _import_module
+from typing import TYPE_CHECKING, Any
 
 try:
     _import_module("mgpu_core._core")
@@ -15,18 +16,18 @@ except ImportError as error:
         "pip install --no-build-isolation -e ."
     ) from error
 
-from mgpu_core import comm, explain, kernels, optim
-from mgpu_core.advice import advise
-from mgpu_core.containers import register_container
-from mgpu_core.data_parallel import DataParallel, data_parallel
-from mgpu_core.device.team import Team
-from mgpu_core.errors import BackendUnavailable, CudaError, Error, NcclError
-from mgpu_core.nested import Replicate, Rows
-from mgpu_core.parallel import gather, parallel_apply, reduce, replicate, scatter, scatter_kwargs
-from mgpu_core.sync_batchnorm import SyncBatchNorm, convert_sync_batchnorm
-from mgpu_core.train.step import TrainStep
-
-__version__ = "0.1.0"
+if TYPE_CHECKING:
+    from mgpu_core import comm, kernels, optim, trace
+    from mgpu_core.advice import advise
+    from mgpu_core.containers import register_container
+    from mgpu_core.device.team import Team
+    from mgpu_core.errors import BackendUnavailable, CudaError, Error, NcclError
+    from mgpu_core.explain import explain
+    from mgpu_core.nested import Replicate, Rows
+    from mgpu_core.parallel import gather, parallel_apply, reduce, replicate, scatter, scatter_kwargs
+    from mgpu_core.sync_batchnorm import SyncBatchNorm, convert_sync_batchnorm
+    from mgpu_core.train.step import TrainStep
+    from mgpu_core.wrapper import DataParallel, data_parallel
 
 __all__ = [
     "BackendUnavailable",
@@ -53,4 +54,35 @@ __all__ = [
     "replicate",
     "scatter",
     "scatter_kwargs",
+    "trace",
 ]
+
+_HOMES = {
+    "advice": ["advise"],
+    "containers": ["register_container"],
+    "device.team": ["Team"],
+    "errors": ["BackendUnavailable", "CudaError", "Error", "NcclError"],
+    "nested": ["Replicate", "Rows"],
+    "parallel": ["gather", "parallel_apply", "reduce", "replicate", "scatter", "scatter_kwargs"],
+    "sync_batchnorm": ["SyncBatchNorm", "convert_sync_batchnorm"],
+    "train.step": ["TrainStep"],
+    "wrapper": ["DataParallel", "data_parallel"],
+}
+_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        value: Any = _import_module("importlib.metadata").version("mgpu-core")
+    elif name in _HOME_OF:
+        value = getattr(_import_module(f"mgpu_core.{_HOME_OF[name]}"), name)
+    elif name in __all__:
+        value = _import_module(f"mgpu_core.{name}")
+    else:
+        raise AttributeError(f"module 'mgpu_core' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, "__version__"})

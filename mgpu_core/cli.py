@@ -30,11 +30,13 @@ COMMANDS = {
         "mgpu_core.advice.command", "measure one device against many on a script's model, and say what to take"
     ),
     "doctor": Command("mgpu_core.doctor", "say what this machine offers, what will happen on it, and what is wrong"),
-    "explain": Command("mgpu_core.explain.command", "run a script, and show what its steps did: who moved what, when"),
+    "explain": Command(
+        "mgpu_core.explanation.command", "run a script, and show what its steps did: who moved what, when"
+    ),
     "lesson": Command("mgpu_core.lessons.command", "learn how it works: pages whose code runs, with exercises", 1),
     "mnist": Command("mgpu_core.mnist.train", "train the MNIST reference on whatever there is"),
     "simulate": Command(
-        "mgpu_core.explain.simulate", "predict a recorded step at numbers of GPUs that you do not have"
+        "mgpu_core.explanation.simulate", "predict a recorded step at numbers of GPUs that you do not have"
     ),
 }
 

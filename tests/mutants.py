@@ -304,7 +304,7 @@ MUTANTS = [
     mutant(
         "ranks under a checkpoint do not take turns",
         "mgpu_core/parallel/apply.py",
-        "turns = _turns(team, context.in_turns, draws)",
+        "turns = _turns(team, context.serialize, draws)",
         "turns = _turns(team, False, draws)",
         "test_contexts.py",
     ),
@@ -452,7 +452,7 @@ MUTANTS = [
     ),
     mutant(
         "synchronised layers: a failure keeps what the forward has made",
-        "mgpu_core/device/meeting.py",
+        "mgpu_core/device/rendezvous.py",
         "                found.error = None\n",
         "",
         "test_sync_batchnorm.py",
@@ -845,7 +845,7 @@ MUTANTS = [
     ),
     mutant(
         "batch norm: a rank that has ended is waited for",
-        "mgpu_core/device/meeting.py",
+        "mgpu_core/device/rendezvous.py",
         "if absent:",
         "if False:",
         "test_sync_batchnorm.py",

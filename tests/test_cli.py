@@ -13,7 +13,7 @@ import pytest
 
 from mgpu_core.cli import main
 from mgpu_core.errors import Error
-from mgpu_core.explain.cost import StepProfile
+from mgpu_core.explanation.cost import StepProfile
 
 
 @pytest.fixture

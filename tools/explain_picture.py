@@ -19,12 +19,12 @@ def main() -> None:
     """Records three steps of the drop-in on four CPU ranks, and takes a screenshot of the last one's scatter."""
     net = torch.nn.Sequential(torch.nn.Linear(784, 400), torch.nn.ReLU(), torch.nn.Linear(400, 10))
     model = mgpu_core.DataParallel(net, ["cpu"] * 4)
-    with mgpu_core.explain(skip=2, steps=1) as story:
+    with mgpu_core.explain(skip=2, steps=1) as trace:
         for _ in range(3):
             loss = torch.nn.functional.cross_entropy(model(torch.randn(62, 784)), torch.randint(0, 10, (62,)))
             loss.backward()
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
-        story.save_html(Path(folder) / "page.html")
+        trace.save_html(Path(folder) / "page.html")
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
         page = browser.new_page(viewport={"width": 1000, "height": 900}, color_scheme="light")
         page.goto((Path(folder) / "page.html").as_uri())

@@ -16,10 +16,10 @@ from benchmarks.cases.all_reduce import COLLECTIVE
 from benchmarks.collective import Holding, Task, around
 from benchmarks.options import add_ranks, names_among, parse_sizes
 from benchmarks.timing import OURS, WrongResult, median
-from mgpu_core.explain.cost import all_reduce_seconds
-from mgpu_core.explain.fit import Point, Sample, fit_host, measure
-from mgpu_core.explain.host_passes import ALGORITHMS_ON_HOST, host_passes
-from mgpu_core.explain.topology import HostMemory
+from mgpu_core.explanation.cost import all_reduce_seconds
+from mgpu_core.explanation.fit import Point, Sample, fit_host, measure
+from mgpu_core.explanation.host_passes import ALGORITHMS_ON_HOST, host_passes
+from mgpu_core.explanation.topology import HostMemory
 
 MODEL, ONE_BETA = "model", "one_beta"
 FITTED = (4 << 10, *((48 << 10) << doubled for doubled in range(11)))

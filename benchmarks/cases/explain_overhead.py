@@ -18,11 +18,11 @@ from benchmarks.options import parse_count
 from benchmarks.timing import OURS, Contestant, Schedule, timed
 from benchmarks.training import Step, Trainee, Training
 from mgpu_core import TrainStep
-from mgpu_core.comm.watch import watched
-from mgpu_core.entries import ALL_RANKS, Span
-from mgpu_core.explain import name_in_profilers
-from mgpu_core.explain.clock import EventClock
-from mgpu_core.record import current_step, in_step, is_on, recording, span
+from mgpu_core.comm.traffic_trace import trace_collective
+from mgpu_core.explanation.clock import EventClock
+from mgpu_core.trace.events import ALL_RANKS, Span
+from mgpu_core.trace.profilers import name_in_profilers
+from mgpu_core.trace.tracer import current_step, in_step, is_tracing, span, tracing
 
 LIMIT_SECONDS = 100e-9
 LOOPS = 10_000
@@ -47,9 +47,9 @@ def _rows(ranks: int, repeats: int) -> Generator[Row]:
     yield measure_row({"what": "span", "ranks": ranks}, {OURS: one_span, "limit": limit}, schedule)
     with contextlib.ExitStack() as stack:
         small = _trainee("simplenet", ranks, stack)
-        entries = _entries_of(small)
-        spans = sum(isinstance(entry, Span) for entry in entries)
-        own, others = _many(_spans, spans), _many(_questions, len(entries) - spans)
+        events = _entries_of(small)
+        spans = sum(isinstance(event, Span) for event in events)
+        own, others = _many(_spans, spans), _many(_questions, len(events) - spans)
         sides = {OURS: Contestant(lambda: own() + others(), _is_off), "step": _contestant(small, "simplenet")}
         yield measure_row({"what": "off", "ranks": ranks}, sides, schedule)
     with contextlib.ExitStack() as stack:
@@ -66,13 +66,13 @@ def _spans(count: int) -> None:
 
 
 def _questions(count: int) -> None:
-    """What is asked for other entries: whether a recording is on, for which step, and a watch over a collective."""
+    """What is asked for other events: whether a recording is on, for which step, and a watch over a collective."""
     for _ in range(count):
-        is_on()
+        is_tracing()
         with in_step(current_step()):
             pass
-        with watched("reduce", (), (), (), None) as watch:
-            watch.ran("direct")
+        with trace_collective("reduce", (), (), (), None) as call:
+            call.ran("direct")
 
 
 def _many(looks: Callable[[int], object], count: int = 1) -> Callable[[], float]:
@@ -87,7 +87,7 @@ def _loop(count: int) -> None:
 
 
 def _is_off() -> int:
-    return int(is_on())
+    return int(is_tracing())
 
 
 def _trainee(model: str, ranks: int, stack: contextlib.ExitStack) -> Trainee:
@@ -106,16 +106,16 @@ def _contestant(trainee: Trainee, model: str) -> Contestant:
 def _entries_of(trainee: Trainee) -> list[object]:
     """What one step would leave in a recording."""
     trainee.train()
-    with recording(steps=1) as story:
+    with tracing(steps=1) as trace:
         trainee.train()
-    heads = [entry for entry in story.entries if isinstance(entry, Span) and entry.rank == ALL_RANKS]
-    assert [entry.step for entry in heads].count("train_step") == 1
-    return list(story.entries)
+    heads = [event for event in trace.events if isinstance(event, Span) and event.rank == ALL_RANKS]
+    assert [event.step for event in heads].count("train_step") == 1
+    return list(trace.events)
 
 
 def _recorded(run: Callable[[], float]) -> Callable[[], float]:
     def recorded() -> float:
-        with recording(EventClock(), name_in_profilers):
+        with tracing(EventClock(), name_in_profilers):
             return run()
 
     return recorded

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mgpu_core.advice.contest import stopwatch
+from mgpu_core.advice.benchmark import stopwatch
 from mgpu_core.advice.measure import advised
 from mgpu_core.advice.plan import Plan, plan_of
 from mgpu_core.advice.script import Chosen, Found, ScriptFailed, check_names, found_in, run_script

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from mgpu_core.advice.contest import Budget
+from mgpu_core.advice.benchmark import Budget
 
 __all__ = ["first_batch", "loader_seconds", "rows_of"]
 

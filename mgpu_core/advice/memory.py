@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from mgpu_core.advice.batches import Batch
 from mgpu_core.advice.plan import Plan
-from mgpu_core.advice.ways import Loop
+from mgpu_core.advice.strategies import Loop
 
 __all__ = ["Memory", "count_memory"]
 

@@ -11,7 +11,7 @@ from statistics import quantiles
 from typing import Any
 
 from mgpu_core.advice.result import Advice, best_speedups
-from mgpu_core.advice.ways import NAMES, ONE
+from mgpu_core.advice.strategies import NAMES, ONE
 from mgpu_core.extras import require
 from mgpu_core.files import write_whole
 

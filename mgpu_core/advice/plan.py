@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from mgpu_core import optim
 from mgpu_core.advice.batches import Batch, batch_sizes
 from mgpu_core.device.devices import CPU, DeviceLike, as_devices, default_devices
-from mgpu_core.record import is_on
+from mgpu_core.trace.tracer import is_tracing
 from mgpu_core.train.options import check_module
 
 __all__ = ["CPU_RANKS", "MakeOptimizer", "Plan", "plan_of"]
@@ -84,7 +84,7 @@ def plan_of(
     if rows < len(devices):
         raise ValueError(f"the sample has {rows} rows for {len(devices)} ranks: some rank would have none")
     sizes = batch_sizes(rows, len(devices)) if batches is None else _sizes(batches, rows, len(devices))
-    if is_on():
+    if is_tracing():
         raise RuntimeError("a recording is on, and would be measured too: call advise() outside of it")
     make = _sgd if optimizer is None else optimizer
     return Plan(net, loss_fn, tuple(sample), devices, sizes, make, loader, repeats, float(seconds))

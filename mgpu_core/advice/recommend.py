@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mgpu_core.advice.reasons import UPDATE
-from mgpu_core.advice.ways import CAPTURED, DROP_IN, ENGINE, NAMES, ONE
-from mgpu_core.explain.table import human_seconds
+from mgpu_core.advice.strategies import CAPTURED, DROP_IN, ENGINE, NAMES, ONE
+from mgpu_core.explanation.tables import human_seconds
 
 __all__ = ["Recommendation", "Scaling", "recommend"]
 

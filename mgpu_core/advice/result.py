@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from mgpu_core.advice.ways import NAMES, ONE
+from mgpu_core.advice.strategies import NAMES, ONE
 
 if TYPE_CHECKING:
     from mgpu_core.advice.break_even import BreakEven
@@ -146,6 +146,6 @@ class Advice:
         Raises:
             ValueError: it is not JSON, or not of this format.
         """
-        from mgpu_core.advice.reading import read
+        from mgpu_core.advice.from_json import read
 
         return read(text)

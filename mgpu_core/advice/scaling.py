@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mgpu_core.advice.recommend import Scaling
-from mgpu_core.explain.predict import Plan, predict_step
-from mgpu_core.explain.step_profile import StepProfile
-from mgpu_core.explain.topology import parse_topology
+from mgpu_core.explanation.predict import Plan, predict_step
+from mgpu_core.explanation.step_profile import StepProfile
+from mgpu_core.explanation.topology import parse_topology
 
 __all__ = ["assumed_topology", "scaling_of"]
 

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import mean
 
-from mgpu_core.entries import ALL_RANKS, Span
-from mgpu_core.explain import Step
-from mgpu_core.explain.phases import SUMS, UPDATE, Interval, covered
+from mgpu_core.explanation.phases import SUMS, UPDATE, Interval, covered
+from mgpu_core.explanation.trace import Step
+from mgpu_core.trace.events import ALL_RANKS, Span
 
 __all__ = ["StepShares", "Times", "shares_of", "times_of"]
 

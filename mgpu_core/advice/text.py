@@ -7,8 +7,8 @@ from statistics import median, quantiles
 
 from mgpu_core.advice.memory import Memory
 from mgpu_core.advice.result import Advice, Measurement
-from mgpu_core.advice.ways import ONE
-from mgpu_core.explain.table import columns, human_nbytes, human_seconds
+from mgpu_core.advice.strategies import ONE
+from mgpu_core.explanation.tables import columns, human_nbytes, human_seconds
 
 __all__ = ["render", "spread"]
 

@@ -27,7 +27,7 @@ from mgpu_core.device.devices import DeviceLike
 from mgpu_core.device.memory import note_written
 from mgpu_core.device.team import Team
 from mgpu_core.device.tensor_checks import check_alike, refuse_special
-from mgpu_core.record import span
+from mgpu_core.trace.tracer import span
 
 __all__ = [
     "broadcast",

@@ -15,12 +15,12 @@ from torch.autograd import forward_ad
 
 from mgpu_core.comm import dispatch
 from mgpu_core.comm.buckets import bucket_positions
-from mgpu_core.comm.facts import tell_cut, tell_ready
+from mgpu_core.comm.trace_hooks import trace_cut, trace_ready
 from mgpu_core.device.streams import caller_streams, resumed_on_all
 from mgpu_core.device.team import Team
-from mgpu_core.entries import ALL_RANKS, GATHER_BACK, NO_BUCKET, SCATTER_BACK
-from mgpu_core.nothing import NOTHING
-from mgpu_core.record import current_step, in_step, is_on, span
+from mgpu_core.null_context import NULL_CONTEXT
+from mgpu_core.trace.events import ALL_RANKS, GATHER_BACK, NO_BUCKET, SCATTER_BACK
+from mgpu_core.trace.tracer import current_step, in_step, is_tracing, span
 
 __all__ = ["broadcast_buckets", "gather", "gradient_buckets", "reduce_tensors", "scatter"]
 
@@ -34,7 +34,7 @@ def _streams_of(team: Team) -> list[torch.Stream | None] | None:
 
 def _resumed(team: Team, streams: list[torch.Stream | None] | None) -> AbstractContextManager[None]:
     """Make the streams of a forward pass current again, in its backward pass."""
-    return NOTHING if streams is None else resumed_on_all(team.devices, streams)
+    return NULL_CONTEXT if streams is None else resumed_on_all(team.devices, streams)
 
 
 def _has_graph(tensors: Sequence[torch.Tensor]) -> bool:
@@ -61,7 +61,7 @@ class _Scatter(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, None, None, torch.Tensor]:
         with in_step(ctx.whole_step), span(GATHER_BACK), _resumed(ctx.team, ctx.streams):
             whole = _gathered(grads, ctx.team, ctx.source, ctx.dim)
-            tell_cut(GATHER_BACK, "gradient of the input", ctx.source, grads, ctx.dim)
+            trace_cut(GATHER_BACK, "gradient of the input", ctx.source, grads, ctx.dim)
             return None, None, None, whole
 
 
@@ -76,7 +76,7 @@ class _Gather(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         with in_step(ctx.whole_step), span(SCATTER_BACK), _resumed(ctx.team, ctx.streams):
             parts = scatter(grad, ctx.team, ctx.counts, ctx.dim)
-            tell_cut(SCATTER_BACK, "gradient of the output", grad.device, parts, ctx.dim)
+            trace_cut(SCATTER_BACK, "gradient of the output", grad.device, parts, ctx.dim)
             return None, None, None, *parts
 
 
@@ -192,9 +192,9 @@ def broadcast_buckets(
         with span("broadcast", ALL_RANKS, None, bucket):
             copies: tuple[torch.Tensor, ...] = _Broadcast.apply(team, bucket, *(tensors[i] for i in positions))
         _raise_priority(copies, _FIRST - place)
-        if is_on() and numbered:
+        if is_tracing() and numbered:
             for rank in team.ranks:
-                tell_ready(rank, place, copies[rank * len(positions) :][: len(positions)])
+                trace_ready(rank, place, copies[rank * len(positions) :][: len(positions)])
         for rank in team.ranks:
             for i, copy in zip(positions, copies[rank * len(positions) :], strict=False):
                 result[rank][i] = copy

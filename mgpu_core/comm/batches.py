@@ -13,7 +13,7 @@ from mgpu_core.comm import backends, torch_backend
 from mgpu_core.comm.layout import are_blocks, one_layout
 from mgpu_core.comm.packing import groups, kind_of
 from mgpu_core.comm.reductions import CORE_DTYPES, check_op
-from mgpu_core.comm.watch import watched
+from mgpu_core.comm.traffic_trace import trace_collective
 from mgpu_core.device.team import Team
 from mgpu_core.device.tensor_checks import plain_keys, readable
 
@@ -35,13 +35,13 @@ def copies_of(tensor: torch.Tensor, devices: Sequence[torch.device]) -> list[tor
 def broadcast(sources: Tensors, team: Team) -> list[list[torch.Tensor]]:
     """Return ``copies[i][rank]`` of each source; rank 0's is the source itself where it is on that device."""
     copies = [copies_of(source, team.devices) for source in sources]
-    with watched("broadcast", copies, sources) as watch:
+    with trace_collective("broadcast", copies, sources) as call:
         streams = _streams_of_plain(sources, team)
         if streams is not None:
             _broadcast_in_core([*zip(sources, copies, strict=True)], streams)
-            watch.ran("direct")
+            call.ran("direct")
         else:
-            watch.ran(_broadcast(sources, copies))
+            call.ran(_broadcast(sources, copies))
     return copies
 
 
@@ -58,8 +58,8 @@ def _streams_of_plain(sources: Tensors, team: Team) -> tuple[backends.Stream, li
 
 def broadcast_into(sources: Tensors, copies: Sequence[Tensors]) -> None:
     """Fill ``copies[i][rank]`` from ``sources[i]``; a copy that is its source itself is left alone."""
-    with watched("broadcast", copies, sources) as watch:
-        watch.ran(_broadcast(sources, copies))
+    with trace_collective("broadcast", copies, sources) as call:
+        call.ran(_broadcast(sources, copies))
 
 
 def _broadcast(sources: Tensors, copies: Sequence[Tensors]) -> str:
@@ -116,7 +116,7 @@ def reduce_batch(parts: Sequence[Parts], op: str, device: torch.device) -> list[
     """
     devices = _devices_of_plain(parts, device)
     resolved = parts if devices else [_resolve(each) for each in parts]
-    with watched("reduce", resolved) as watch:
+    with trace_collective("reduce", resolved) as call:
         streams = backends.root_and_ranks(device, devices) if devices else None
         if streams is None:
             totals, ran = _reduced(resolved, op, device)
@@ -124,7 +124,7 @@ def reduce_batch(parts: Sequence[Parts], op: str, device: torch.device) -> list[
             firsts = [row[0] if row[0] is not None else _first(row) for row in parts]
             totals, ran = [torch.empty_like(first, device=device) for first in firsts], "direct"
             _reduce_in_core(parts, totals, op, streams)
-        watch.ran(ran, totals)
+        call.ran(ran, totals)
     return totals
 
 

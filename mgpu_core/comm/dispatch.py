@@ -18,7 +18,7 @@ from mgpu_core.comm.algorithms import AllReduce
 from mgpu_core.comm.batches import broadcast, broadcast_into, copies_of, reduce_batch
 from mgpu_core.comm.layout import are_blocks, memory_order, runs_along
 from mgpu_core.comm.reductions import CORE_DTYPES, core_count
-from mgpu_core.comm.watch import watched
+from mgpu_core.comm.traffic_trace import trace_collective
 from mgpu_core.device.memory import note_written
 from mgpu_core.device.streams import copying_to, hand_over
 from mgpu_core.device.team import Team
@@ -52,7 +52,7 @@ def all_reduce_into(
     """
     first = tensors[0]
     streams = backends.alike(tensors) if first.dtype in CORE_DTYPES else None
-    with watched("all_reduce", [tensors], ranks=ranks) as watch:
+    with trace_collective("all_reduce", [tensors], ranks=ranks) as call:
         if streams is not None:
             pointers = [tensor.data_ptr() for tensor in tensors]
             dtype, count = CORE_DTYPES[first.dtype], core_count(first)
@@ -62,7 +62,7 @@ def all_reduce_into(
                 raise BackendUnavailable("nccl works between GPUs, and not in host memory")
             torch_backend.all_reduce(tensors, op)
             ran = torch_backend.ALGORITHM
-        watch.ran(ran)
+        call.ran(ran)
     note_written(tensors)
     return ran
 
@@ -102,13 +102,13 @@ def scatter_into(whole: torch.Tensor, parts: Tensors, dim: int, order: torch.mem
     whole = readable(whole, "the tensor to scatter")
     order = order or backends.common_order([whole, *parts])
     ends = None if order is None else backends.cut(whole, parts, dim, order)
-    with watched("scatter", [parts], [whole]) as watch:
+    with trace_collective("scatter", [parts], [whole]) as call:
         if ends is not None and order is not None:
             about, rows = _transfer(whole, parts, dim, order)
             _core.scatter(about, ends[0], rows, ends[1])
         else:
             torch_backend.scatter(whole, parts, dim)
-        watch.ran("direct" if ends is not None else torch_backend.ALGORITHM)
+        call.ran("direct" if ends is not None else torch_backend.ALGORITHM)
 
 
 def gather(parts: Tensors, dim: int, device: torch.device) -> torch.Tensor:
@@ -130,13 +130,13 @@ def gather_into(parts: Tensors, whole: torch.Tensor, dim: int) -> None:
         parts = [readable(part, f"the tensor of rank {rank}") for rank, part in enumerate(parts)]
         order = backends.common_order([whole, *parts])
     ends = None if order is None else backends.cut(whole, parts, dim, order)
-    with watched("gather", [parts], [whole]) as watch:
+    with trace_collective("gather", [parts], [whole]) as call:
         if ends is not None and order is not None:
             about, rows = _transfer(whole, parts, dim, order)
             _core.gather(rows, ends[1], about, ends[0])
         else:
             torch_backend.gather(parts, whole, dim)
-        watch.ran("direct" if ends is not None else torch_backend.ALGORITHM)
+        call.ran("direct" if ends is not None else torch_backend.ALGORITHM)
 
 
 def _transfer(
@@ -151,7 +151,7 @@ def _transfer(
 def all_gather_into(parts: Tensors, wholes: Tensors) -> None:
     """Fill each rank's whole with the parts of all ranks, one after the other along dimension 0."""
     streams = backends.joined([*parts, *wholes])
-    with watched("all_gather", [parts], others=[wholes]) as watch:
+    with trace_collective("all_gather", [parts], others=[wholes]) as call:
         if streams is not None:
             _core.all_gather(
                 [part.data_ptr() for part in parts],
@@ -161,13 +161,13 @@ def all_gather_into(parts: Tensors, wholes: Tensors) -> None:
             )
         else:
             torch_backend.all_gather(parts, wholes)
-        watch.ran("direct" if streams is not None else torch_backend.ALGORITHM)
+        call.ran("direct" if streams is not None else torch_backend.ALGORITHM)
 
 
 def reduce_scatter_into(tensors: Tensors, outs: Tensors, op: str, ranks: Sequence[int] | None = None) -> None:
     """Fill rank r's out with chunk r, along dimension 0, of the reduction; ``ranks`` as for an all-reduce."""
     streams = backends.joined([*tensors, *outs]) if outs[0].dtype in CORE_DTYPES else None
-    with watched("reduce_scatter", [outs], others=[tensors], ranks=ranks) as watch:
+    with trace_collective("reduce_scatter", [outs], others=[tensors], ranks=ranks) as call:
         if streams is not None:
             _core.reduce_scatter(
                 [tensor.data_ptr() for tensor in tensors],
@@ -179,4 +179,4 @@ def reduce_scatter_into(tensors: Tensors, outs: Tensors, op: str, ranks: Sequenc
             )
         else:
             torch_backend.reduce_scatter(tensors, outs, op)
-        watch.ran("direct" if streams is not None else torch_backend.ALGORITHM)
+        call.ran("direct" if streams is not None else torch_backend.ALGORITHM)

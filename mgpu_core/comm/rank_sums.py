@@ -14,7 +14,7 @@ import torch
 from mgpu_core import _core
 from mgpu_core.comm import backends, torch_backend
 from mgpu_core.comm.reductions import CORE_DTYPES, core_count
-from mgpu_core.comm.watch import hop, watched
+from mgpu_core.comm.traffic_trace import trace_collective, trace_hop
 from mgpu_core.device.memory import note_written
 from mgpu_core.device.shared_memory import check_disjoint
 from mgpu_core.device.streams import HOST, core_stream
@@ -53,13 +53,13 @@ class RankSums:
             ValueError: a part has another shape than its out.
         """
         stream = HOST if self._is_on_host else core_stream(self._device) if self._dtype is not None else None
-        with watched("reduce", zip(*columns, strict=True), self._outs, ranks=self._ranks) as watch:
+        with trace_collective("reduce", zip(*columns, strict=True), self._outs, ranks=self._ranks) as call:
             if stream is None or not all(map(self._like.holds_for, columns)):
                 self._add_up_elsewhere(columns)
-                watch.ran(torch_backend.ALGORITHM)
+                call.ran(torch_backend.ALGORITHM)
             else:
                 self._add_up_in_core(list(map(_pointers, columns)), stream)
-                watch.ran("direct")
+                call.ran("direct")
         note_written(self._outs)
 
     def _add_up_in_core(self, pointers: Sequence[Sequence[int]], stream: backends.Stream) -> None:
@@ -81,7 +81,7 @@ class RankSums:
                 raise ValueError(f"a tensor of another shape cannot be added up into one of {tuple(out.shape)}")
             total = torch_backend.reduce(parts, "sum", out.device)
             out.copy_(total if total.layout is torch.strided else total.to_dense())
-            hop(False, [total], [out])
+            trace_hop(False, [total], [out])
 
 
 def _pointers(column: Parts) -> list[int]:

@@ -14,7 +14,7 @@ import torch
 from mgpu_core import _core
 from mgpu_core.comm.layout import nbytes_of
 from mgpu_core.comm.packing import flat, unpack_into
-from mgpu_core.comm.watch import hop
+from mgpu_core.comm.traffic_trace import trace_hop
 from mgpu_core.kernels.reference import average_of
 
 __all__ = [
@@ -44,7 +44,7 @@ def count(operation: str, tensors: Sequence[torch.Tensor | None]) -> None:
 def _fill(target: torch.Tensor, source: torch.Tensor) -> None:
     """Copy in the order of the devices' streams; a copy to the host, which has none, is waited for."""
     target.copy_(source, non_blocking=target.device.type != "cpu")
-    hop(False, [source], [target])
+    trace_hop(False, [source], [target])
 
 
 def _moved(source: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
@@ -74,7 +74,7 @@ def reduce(parts: Sequence[torch.Tensor | None], op: str, device: torch.device) 
         present = [part if part.layout is torch.strided else part.to_dense() for part in present]
     total = _add_up(present, op, device)
     total = total.clone() if len(present) == 1 else total
-    hop(True, present, [total])
+    trace_hop(True, present, [total])
     return total
 
 
@@ -86,7 +86,7 @@ def reduce_packed(parts: Sequence[Sequence[torch.Tensor]], op: str, device: torc
     totals = [torch.empty_like(each[0], device=device) for each in parts]
     unpack_into(_add_up(rows, op, device), totals)
     for each, total in zip(parts, totals, strict=True):
-        hop(True, each, [total])
+        trace_hop(True, each, [total])
     return totals
 
 
@@ -98,7 +98,7 @@ def broadcast_packed(sources: Sequence[torch.Tensor], copies: Sequence[Sequence[
         if targets[0] is not sources[0]:
             unpack_into(_moved(buffer, targets[0].device, buffer.dtype), targets)
             for source, target in zip(sources, targets, strict=True):
-                hop(False, [source], [target])
+                trace_hop(False, [source], [target])
             _core.count("broadcast", ALGORITHM, rank, buffer.nbytes)
 
 
@@ -107,7 +107,7 @@ def all_reduce(tensors: Sequence[torch.Tensor], op: str) -> None:
     """Reduce in place: all to the first tensor's device, then from there to all."""
     count("all_reduce", tensors)
     total = _add_up(tensors, op, tensors[0].device)
-    hop(True, tensors, [total])
+    trace_hop(True, tensors, [total])
     for tensor in tensors:
         _fill(tensor, total)
 
@@ -154,5 +154,5 @@ def reduce_scatter(tensors: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]
     for rank, out in enumerate(outs):
         parts = [column[rank] for column in columns]
         total = _add_up(parts, op, out.device)
-        hop(True, parts, [total])
+        trace_hop(True, parts, [total])
         _fill(out, total)

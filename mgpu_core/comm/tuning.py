@@ -14,11 +14,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mgpu_core import _core
-from mgpu_core.comm.watch import forget_practice
+from mgpu_core.comm.traffic_trace import discard_warmup
 from mgpu_core.device import cache
-from mgpu_core.device.machine import machine_key
+from mgpu_core.device.machine_key import machine_key
 from mgpu_core.device.nccl_teams import P2P_VARIABLE, nccl_is_there, nccl_is_trusted, practice
-from mgpu_core.record import mark
+from mgpu_core.trace.tracer import mark
 
 __all__ = ["choose", "fixed_choice", "kept_table", "measure"]
 
@@ -85,7 +85,7 @@ def _table_of(devices: Sequence[int], run: Run) -> Table:
     if len(measured) == len(SIZES):  # what was guessed is not kept
         cache.store("tuning", _key(devices), {str(size): algorithm for size, algorithm in table.items()})
     mark("tuning", text=str(table))
-    forget_practice()
+    discard_warmup()
     return table
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from mgpu_core.device.modes import Modes
-from mgpu_core.nothing import NOTHING
+from mgpu_core.null_context import NULL_CONTEXT
 
 __all__ = ["CallerContext"]
 
@@ -28,7 +28,7 @@ class CallerContext:
         devices: one per rank.
 
     Attributes:
-        in_turns: the ranks must run one after the other.
+        serialize: the ranks must run one after the other.
 
     Raises:
         TypeError: a mode or a transform that must not leave its thread.
@@ -43,12 +43,12 @@ class CallerContext:
         kinds = ["cpu"] if found is None else ["cpu", found.type]
         self._autocast = [(kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind)]
         self._autocast_cache = torch.is_autocast_cache_enabled()
-        self._hooks, self.in_turns = _saved_tensors_hooks(len(set(devices)) == 1)
+        self._hooks, self.serialize = _saved_tensors_hooks(len(set(devices)) == 1)
 
     def _entered(self) -> AbstractContextManager[object]:
         """Return the modes that are seldom on: autocast and hooks."""
         if not self._autocast and self._hooks is None:
-            return NOTHING
+            return NULL_CONTEXT
         stack = ExitStack()
         for kind, dtype in self._autocast:
             stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=self._autocast_cache))

@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 import torch
 
-from mgpu_core.caller import warn_caller
+from mgpu_core._warnings import warn_user
 
 __all__ = [
     "CPU",
@@ -44,7 +44,7 @@ def _count(kind: str) -> int:
 
 def _from_index(index: int) -> torch.device:
     if index == -1:
-        warn_caller(
+        warn_user(
             "Using -1 to represent CPU tensor is deprecated. Please use a "
             'device object or string instead, e.g., "cpu".',
             FutureWarning,

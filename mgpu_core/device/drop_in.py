@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from mgpu_core.caller import warn_caller
+from mgpu_core._warnings import warn_user
 from mgpu_core.device.devices import (
     CPU,
     DeviceLike,
@@ -47,7 +47,7 @@ def drop_in_devices(
 
 
 def _warn_plain(name: str, value: object, ranks: int) -> None:
-    warn_caller(
+    warn_user(
         f"there is no accelerator here, so {name}={value} gives the plain module, as in torch.nn.DataParallel; "
         f'device_ids=["cpu"] * {ranks} gives {ranks} ranks on the CPU'
     )

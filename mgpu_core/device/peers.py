@@ -24,9 +24,9 @@ from typing import IO
 import torch
 
 from mgpu_core import _core
-from mgpu_core.caller import warn_caller
+from mgpu_core._warnings import warn_user
 from mgpu_core.device import cache
-from mgpu_core.device.machine import machine_key
+from mgpu_core.device.machine_key import machine_key
 from mgpu_core.device.nccl_teams import keep_nccl_off_peers
 
 __all__ = ["PeerVerdict", "kept_verdicts", "map_for_peer", "prove_peers", "settle_peers"]
@@ -106,7 +106,7 @@ def _allow(verdicts: Sequence[PeerVerdict]) -> None:
         except (RuntimeError, ValueError) as error:  # torch's, and the core's of both families
             failed.append(f"cuda:{pair[0]} <-> cuda:{pair[1]}: {str(error).splitlines()[0]}")
     if failed:
-        warn_caller(
+        warn_user(
             "some GPUs do not reach each other's memory, so their tensors go by way of the host, which is slower: "
             + "; ".join(failed),
             RuntimeWarning,

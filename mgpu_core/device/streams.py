@@ -13,9 +13,9 @@ from functools import cache
 import torch
 
 from mgpu_core import _core
-from mgpu_core.caller import warn_caller
+from mgpu_core._warnings import warn_user
 from mgpu_core.device.peers import settle_peers
-from mgpu_core.nothing import NOTHING
+from mgpu_core.null_context import NULL_CONTEXT
 
 __all__ = [
     "HOST",
@@ -43,7 +43,7 @@ def caller_streams(devices: Sequence[torch.device]) -> list[torch.Stream | None]
 
 def on(device: torch.device, stream: torch.Stream | None) -> AbstractContextManager[None]:
     """Make ``device`` and ``stream`` the current ones of this thread."""
-    return NOTHING if device.type == "cpu" or stream is None else _on_accelerator(device, stream)
+    return NULL_CONTEXT if device.type == "cpu" or stream is None else _on_accelerator(device, stream)
 
 
 @contextmanager
@@ -176,7 +176,7 @@ class SideRoad:
 
         Other accelerators work on their first rank's stream, which waits for the other streams of the device.
         """
-        return self._entered() if self._computing else NOTHING
+        return self._entered() if self._computing else NULL_CONTEXT
 
     @contextmanager
     def _entered(self) -> Iterator[None]:
@@ -223,7 +223,7 @@ def _has_code_for(gpu: int) -> bool:
     """Return whether this build runs on the GPU; asked of those alone that are used, because asking makes a context."""
     if _core.cuda_has_code_for(gpu):
         return True
-    warn_caller(
+    warn_user(
         f"this build of mgpu_core has no code for cuda:{gpu}: it is served by torch's copies and adds. Build with its "
         "architecture in MGPU_CUDA_ARCHS; see `mgpu doctor`.",
         RuntimeWarning,
@@ -242,7 +242,7 @@ def _cuda_backend_works() -> bool:
     ours, theirs = _core.cuda_device_count(), torch.cuda.device_count()
     built = any(name == "cuda" and there for name, there, _ in _core.backends())
     if built and ours != theirs:
-        warn_caller(
+        warn_user(
             f"torch sees {theirs} GPUs and mgpu_core's CUDA runtime {ours}: they are served by torch's copies and adds."
             " Build mgpu_core with the CUDA toolkit that fits the driver (MGPU_CUDA=system); see `mgpu doctor`.",
             RuntimeWarning,

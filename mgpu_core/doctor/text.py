@@ -8,7 +8,7 @@ from mgpu_core.device.nccl_library import NcclLibrary
 from mgpu_core.device.peers import PeerVerdict
 from mgpu_core.doctor.checks import version_text
 from mgpu_core.doctor.report import Cpu, Report, Torch
-from mgpu_core.explain.table import columns
+from mgpu_core.explanation.tables import columns
 
 WIDTH = 96
 _LABEL = 15

@@ -13,7 +13,7 @@ from mgpu_core.device.streams import HOST, core_stream
 from mgpu_core.kernels import reference
 from mgpu_core.kernels.arguments import as_tensors, check_floating
 from mgpu_core.kernels.ops import pieces_of
-from mgpu_core.record import span
+from mgpu_core.trace.tracer import span
 
 __all__ = ["FlatNorm", "l2_norm"]
 

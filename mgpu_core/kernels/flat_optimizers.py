@@ -23,7 +23,7 @@ from mgpu_core.device.streams import HOST, core_stream
 from mgpu_core.kernels import reference
 from mgpu_core.kernels.arguments import as_out, as_tensor, check_floating, check_like, check_outs, on_one_device
 from mgpu_core.kernels.flat_tables import check_rows
-from mgpu_core.record import span
+from mgpu_core.trace.tracer import span
 
 __all__ = ["FlatKernel", "adam", "adamw", "lion", "sgd"]
 

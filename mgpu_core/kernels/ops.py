@@ -27,7 +27,7 @@ from mgpu_core.kernels.arguments import (
     check_outs,
     on_one_device,
 )
-from mgpu_core.record import span
+from mgpu_core.trace.tracer import span
 
 __all__ = ["gather_rows", "pack", "scale_cast", "sum_ranks", "unpack"]
 

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from mgpu_core.data_parallel import DataParallel
 from mgpu_core.mnist.config import Config
 from mgpu_core.train.step import TrainStep
+from mgpu_core.wrapper import DataParallel
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 """Images and their labels."""

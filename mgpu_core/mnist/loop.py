@@ -13,8 +13,7 @@ from pathlib import Path
 
 import torch
 
-from mgpu_core import _core, optim
-from mgpu_core.explain import record_story
+from mgpu_core import _core, explain, optim
 from mgpu_core.extras import require
 from mgpu_core.files import check_writable
 from mgpu_core.mnist.checkpoint import Checkpoint, binding_settings
@@ -25,7 +24,7 @@ from mgpu_core.mnist.engines import Batch, make_engine
 from mgpu_core.mnist.history import Epoch, History, counters_since
 from mgpu_core.mnist.model import build_model
 from mgpu_core.mnist.report import Report, write_json, write_plot
-from mgpu_core.parallel.scatter import check_shares
+from mgpu_core.parallel.scatter_inputs import check_shares
 
 TEST_BATCH = 1000
 EXPLAIN_SKIP = 5  # the first steps are slow: buckets are laid out, threads and memory made
@@ -183,9 +182,9 @@ class Training:
             return
         left = (self.config.epochs - len(self.history.epochs)) * math.ceil(self.digits.train.count / self.config.batch)
         skip = max(0, min(EXPLAIN_SKIP, left - EXPLAIN_STEPS))
-        with record_story(skip=skip, steps=EXPLAIN_STEPS) as story:
+        with explain(skip=skip, steps=EXPLAIN_STEPS) as trace:
             yield
-        story.save_html(self.config.explain)
+        trace.save_html(self.config.explain)
 
     def _team(self) -> str:
         return self.config.team(self.devices)

@@ -12,7 +12,7 @@ from torch.autograd import profiler
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from mgpu_core.caller import warn_caller
+from mgpu_core._warnings import warn_user
 from mgpu_core.device.memory import note_written
 from mgpu_core.device.tensor_checks import LiesLike
 from mgpu_core.optim.bucket_layout import Bucket, bucket_layout
@@ -97,7 +97,7 @@ class FlatOptimizer(Optimizer):
         """Return the order of a step that no TrainStep makes; warn where one has made it already."""
         now = [each.grad for group in self.param_groups for each in group["params"]] if self._spent else []
         if any(each is not None for each in now) and all(each is None or _is_in(each, self._spent) for each in now):
-            warn_caller(LEFT_OVER)
+            warn_user(LEFT_OVER)
         return None, 1.0
 
     _hooked_step = Optimizer.profile_hook_step(_step)

@@ -13,17 +13,17 @@ import torch
 
 from mgpu_core.device.context import CallerContext
 from mgpu_core.device.devices import DeviceLike
-from mgpu_core.device.failures import raise_failures
-from mgpu_core.device.meeting import Meeting, Seat
+from mgpu_core.device.exceptions import raise_failures
+from mgpu_core.device.global_flags import switches_kept
 from mgpu_core.device.random import RankStream, check_rng, current_stream, rank_streams
+from mgpu_core.device.rank_barrier import RankHandle, RankRendezvous
 from mgpu_core.device.streams import caller_streams, on
-from mgpu_core.device.switches import switches_kept
 from mgpu_core.device.team import Team
 from mgpu_core.device.workers import Outcome, time_limit
 from mgpu_core.errors import Error
 from mgpu_core.module_tree import ModuleTree, draws_random_numbers
-from mgpu_core.nothing import NOTHING
-from mgpu_core.record import span
+from mgpu_core.null_context import NULL_CONTEXT
+from mgpu_core.trace.tracer import span
 
 __all__ = ["apply_to", "draws_apart", "parallel_apply", "run_ranks", "shares_generator"]
 
@@ -221,10 +221,10 @@ def _run_in_workers(
 ) -> list[Outcome]:
     context = CallerContext(team.devices)
     seconds = time_limit()
-    turns = _turns(team, context.in_turns, draws)
-    meeting = Meeting(team.devices, streams, seconds, in_turns=bool(turns))
+    turns = _turns(team, context.serialize, draws)
+    rendezvous = RankRendezvous(team.devices, streams, seconds, serialize=bool(turns))
     tasks: dict[int, Callable[[], Any]] = {
-        rank: context.bind(partial(_attended, meeting, rank, call), rank)
+        rank: context.bind(partial(_attended, rendezvous, rank, call), rank)
         for rank, call in enumerate(calls)
         if call is not None
     }
@@ -247,8 +247,8 @@ def _turns(team: Team, all_in_turns: bool, draws: bool) -> list[list[int]]:
     return [ranks for ranks in shared if len(ranks) > 1]
 
 
-def _attended(meeting: Meeting, rank: int, call: Callable[[], Any]) -> Any:
-    with Seat(meeting, rank):
+def _attended(rendezvous: RankRendezvous, rank: int, call: Callable[[], Any]) -> Any:
+    with RankHandle(rendezvous, rank):
         return call()
 
 
@@ -257,7 +257,7 @@ _CPU = torch.device("cpu")
 
 def _drawing(task: Callable[[], Any], stream: RankStream | None) -> Callable[[], Any]:
     def work() -> Any:
-        with stream.entered() if stream is not None else NOTHING:
+        with stream.entered() if stream is not None else NULL_CONTEXT:
             return task()
 
     return work

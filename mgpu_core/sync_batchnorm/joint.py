@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from mgpu_core.comm.torch_backend import ALGORITHM
-from mgpu_core.comm.watch import hop, watched
-from mgpu_core.device.meeting import Meeting
+from mgpu_core.comm.traffic_trace import trace_collective, trace_hop
+from mgpu_core.device.rank_barrier import RankRendezvous
 from mgpu_core.device.streams import on_all
-from mgpu_core.record import current_step, in_step, span
+from mgpu_core.trace.tracer import current_step, in_step, span
 
 __all__ = ["of_all_ranks"]
 
@@ -26,7 +26,7 @@ Tensors = Sequence[torch.Tensor]
 
 
 def of_all_ranks(
-    meeting: Meeting, eps: float, values: Sequence[Sequence[Any]]
+    rendezvous: RankRendezvous, eps: float, values: Sequence[Sequence[Any]]
 ) -> list[tuple[torch.Tensor, torch.Tensor, Any, int]]:
     """Return each rank's output, and on its device the mean, the variance and the number of values per channel.
 
@@ -38,8 +38,12 @@ def of_all_ranks(
     rows = sum(each.numel() // each.shape[1] for each in inputs)
     if rows <= 1:
         raise ValueError(f"Expected more than 1 value per channel when training, got {rows} over all ranks")
-    with span("sync_batchnorm"), on_all(meeting.devices, meeting.streams), torch.set_grad_enabled(any(grad_modes)):
-        places = meeting.devices, meeting.streams
+    with (
+        span("sync_batchnorm"),
+        on_all(rendezvous.devices, rendezvous.streams),
+        torch.set_grad_enabled(any(grad_modes)),
+    ):
+        places = rendezvous.devices, rendezvous.streams
         outputs = _Joint.apply(places, eps, len(inputs), *inputs, *weights, *biases)
     ranks = len(inputs)
     own = [output if graph else output.detach() for output, graph in zip(outputs[:ranks], grad_modes, strict=True)]
@@ -129,15 +133,15 @@ def _affine(tensor: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tenso
 def _sums(inputs: Tensors, parts: Tensors, rows: int) -> list[torch.Tensor]:
     """Return the ranks' sums added up in rank order, over ``rows``; a copy on each rank's device."""
     totals: list[torch.Tensor] = []
-    with watched("all_reduce", [parts], others=[totals]) as watch:
+    with trace_collective("all_reduce", [parts], others=[totals]) as call:
         total = parts[0].clone()
         for part in parts[1:]:
             total += part.to(total.device)
         total /= rows
-        hop(True, parts, [total])
+        trace_hop(True, parts, [total])
         for each in inputs:
             totals.append(total.to(each.device))
             if totals[-1] is not total:
-                hop(False, [total], totals[-1:])
-        watch.ran(ALGORITHM, [total])
+                trace_hop(False, [total], totals[-1:])
+        call.ran(ALGORITHM, [total])
     return totals

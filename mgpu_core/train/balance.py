@@ -20,7 +20,7 @@ import torch
 
 from mgpu_core.device.clock import RankClock
 from mgpu_core.device.team import Team
-from mgpu_core.parallel.scatter import check_shares
+from mgpu_core.parallel.scatter_inputs import check_shares
 
 __all__ = ["AutoShares", "RankPlan", "SplitPlan"]
 

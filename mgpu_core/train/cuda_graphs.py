@@ -22,7 +22,7 @@ import torch
 from mgpu_core.device.workers import time_limit
 from mgpu_core.train.forward_backward import RankPart, seed
 from mgpu_core.train.grad_clip import GradientNorm, factor_of, overflow_of, warm_up
-from mgpu_core.train.graph_cache import GRAPH_DEVICE, CudaRecorder, Recording, StaticNest, StepGraphs
+from mgpu_core.train.graph_cache import GRAPH_DEVICE, CapturedStep, CudaRecorder, StaticNest, StepGraphs
 from mgpu_core.train.loss import RankLoss, Window
 from mgpu_core.train.reducer import Reducer
 
@@ -73,7 +73,7 @@ class CapturedSteps:
         shares = tuple(self._split_plan.shares or ())
         return modes, frozen, used, buffers, memory, shares, clip_norm, autocast, self._loss_scale.scale
 
-    def _record(self, batch: Any, clip_norm: float | None) -> Recording:
+    def _record(self, batch: Any, clip_norm: float | None) -> CapturedStep:
         kind = _OneGraph if len(self.replicas.devices) == 1 else _GraphsPerDevice
         try:
             with self._buffers_kept():

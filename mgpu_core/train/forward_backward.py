@@ -16,12 +16,12 @@ from mgpu_core.device.clock import RankClock
 from mgpu_core.device.streams import caller_streams, on
 from mgpu_core.device.worker_choice import WorkerChoice
 from mgpu_core.nested import flatten, moved
-from mgpu_core.nothing import NOTHING
+from mgpu_core.null_context import NULL_CONTEXT
 from mgpu_core.parallel.apply import draws_apart, run_ranks, shares_generator
-from mgpu_core.parallel.gather import gather
-from mgpu_core.parallel.lost_attributes import Given, given_attributes, lost_attributes, warn_lost
-from mgpu_core.parallel.scatter import scatter_objects
-from mgpu_core.record import rank_spans, span
+from mgpu_core.parallel.gather_outputs import gather
+from mgpu_core.parallel.lost import Given, given_attributes, lost_attributes, warn_lost
+from mgpu_core.parallel.scatter_inputs import scatter_objects
+from mgpu_core.trace.tracer import rank_spans, span
 from mgpu_core.train.loss import RankLoss, Window, output_loss, rank_loss
 from mgpu_core.train.options import LossOptions
 from mgpu_core.train.rank_modules import RankModules
@@ -250,7 +250,7 @@ class ForwardBackward:
         streams = caller_streams(devices)
 
         def attended(rank: int, call: _Call) -> Any:
-            with gate, on(devices[rank], streams[rank]), clocked(clocks[rank]) if clocks else NOTHING:
+            with gate, on(devices[rank], streams[rank]), clocked(clocks[rank]) if clocks else NULL_CONTEXT:
                 return call()
 
         return [None if call is None else partial(attended, rank, call) for rank, call in enumerate(calls)]
@@ -273,7 +273,7 @@ class ForwardBackward:
         """Run one rank, in its worker or in the caller's thread; return its loss, and its outputs if they are kept."""
         device = self._team.devices[rank]
         of_forward, of_loss, of_backward = rank_spans(rank, device)
-        with NOTHING if self._amp_dtype is None else self.autocast(device):
+        with NULL_CONTEXT if self._amp_dtype is None else self.autocast(device):
             with of_forward:
                 output = module(*part.inputs, **part.kwargs)
             if loss_fn is None:
@@ -293,7 +293,7 @@ class ForwardBackward:
 
     def autocast(self, device: torch.device) -> AbstractContextManager[object]:
         """Return the context that forwards and losses run in."""
-        return NOTHING if self._amp_dtype is None else torch.autocast(device.type, dtype=self._amp_dtype)
+        return NULL_CONTEXT if self._amp_dtype is None else torch.autocast(device.type, dtype=self._amp_dtype)
 
 
 def _check_losses(losses: Sequence[RankLoss]) -> None:
@@ -328,7 +328,7 @@ def _differentiate(losses: Sequence[RankLoss], seeds: Sequence[float]) -> None:
             values += (value,)
             grads += (torch.full_like(value, seed),)
     if values:
-        with _without_autocast() if torch._C._is_any_autocast_enabled() else NOTHING:
+        with _without_autocast() if torch._C._is_any_autocast_enabled() else NULL_CONTEXT:
             if values[0].is_cpu:
                 # It runs in this thread.  torch.autograd.backward would make twenty calls more before it does the same.
                 _run_backward(

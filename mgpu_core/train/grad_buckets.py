@@ -23,16 +23,16 @@ from typing import TYPE_CHECKING
 import torch
 
 from mgpu_core.comm import dispatch
-from mgpu_core.comm.facts import tell_contents
 from mgpu_core.comm.rank_sums import RankSums
+from mgpu_core.comm.trace_hooks import trace_contents
 from mgpu_core.device.dtypes import has_gradients
-from mgpu_core.entries import ALL_RANKS
 from mgpu_core.optim.bucket_layout import Bucket, bucket_layout, shard_of
 from mgpu_core.optim.flat_buffers import FlatTensors, padding_of, part_of
 from mgpu_core.processes.ballot import tail_count
 from mgpu_core.processes.group import Processes
 from mgpu_core.processes.outbox import Outbox
-from mgpu_core.record import is_on, span
+from mgpu_core.trace.events import ALL_RANKS
+from mgpu_core.trace.tracer import is_tracing, span
 from mgpu_core.train.grad_clip import GradientNorm, Sums
 from mgpu_core.train.options import CommOptions
 from mgpu_core.train.replicas import Replicas
@@ -187,11 +187,11 @@ class GradBuckets:
     def _tell(self, bucket: int) -> None:
         """Tell a recording what the bucket holds."""
         views = [self.flats[0].gradient_views[i] for i in self._members[bucket]]
-        tell_contents("all_reduce", bucket, list(zip(self.names(bucket), views, strict=True)))
+        trace_contents("all_reduce", bucket, list(zip(self.names(bucket), views, strict=True)))
 
     def add_up(self, bucket: int) -> None:
         """Sum a bucket over all ranks, on the current streams; the outbox sums it over the processes."""
-        if is_on():
+        if is_tracing():
             self._tell(bucket)
         for index in range(len(self.flats)):
             self.add_up_ranks(bucket, index)
@@ -234,7 +234,7 @@ class GradBuckets:
         """Sum all buckets over the devices."""
         for bucket in range(len(self.buckets)):
             with span("all_reduce", ALL_RANKS, None, bucket):
-                if is_on():
+                if is_tracing():
                     self._tell(bucket)
                 self.add_up_devices(bucket)
 

@@ -13,11 +13,11 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 
-from mgpu_core.caller import warn_caller
+from mgpu_core._warnings import warn_user
 from mgpu_core.device.streams import OWN_PRIORITY
 from mgpu_core.nested import flatten
 
-__all__ = ["GRAPH_DEVICE", "CudaRecorder", "Recording", "StaticNest", "StepGraphs"]
+__all__ = ["GRAPH_DEVICE", "CudaRecorder", "CapturedStep", "StaticNest", "StepGraphs"]
 
 GRAPH_DEVICE = "cuda"
 
@@ -58,7 +58,7 @@ class StaticNest:
             static.copy_(given, non_blocking=True)
 
 
-class Recording(Protocol):
+class CapturedStep(Protocol):
     """A step that can be replayed."""
 
     def replay(self, batch: Any) -> torch.Tensor:
@@ -76,7 +76,7 @@ class StepGraphs:
     def __init__(self) -> None:
         self._seen: OrderedDict[Hashable, int] = OrderedDict()
         self._failed: dict[Hashable, str] = {}
-        self._recordings: dict[Hashable, Recording] = {}
+        self._captured: dict[Hashable, CapturedStep] = {}
         self._told = {_FIRST}
         self._steps = 0
         self._last_used: dict[Hashable, int] = {}  # of each recording the step
@@ -85,7 +85,7 @@ class StepGraphs:
 
     def clear(self) -> None:
         """Drop all recordings and their memory."""
-        self._recordings.clear()
+        self._captured.clear()
         self._last_used.clear()
 
     def skip(self, reason: str) -> None:
@@ -96,9 +96,11 @@ class StepGraphs:
         """Warn why a step goes the ordinary way, once for each reason, at the line of the user's that called it."""
         if self.reason is not None and self.reason not in self._told:
             self._told.add(self.reason)
-            warn_caller(f"this step is not captured: {self.reason}")
+            warn_user(f"this step is not captured: {self.reason}")
 
-    def run(self, batch: tuple[Any, ...], settings: Hashable, record: Callable[[], Recording]) -> torch.Tensor | None:
+    def run(
+        self, batch: tuple[Any, ...], settings: Hashable, record: Callable[[], CapturedStep]
+    ) -> torch.Tensor | None:
         """Replay the step; return its loss, or ``None``: it must go the ordinary way.
 
         Args:
@@ -108,12 +110,12 @@ class StepGraphs:
         """
         self._steps += 1
         key = _key(batch, settings)
-        if key not in self._recordings:
+        if key not in self._captured:
             self.reason = self._why_not(key) or self._record(key, record)
             if self.reason is not None:
                 return None
         self._last_used[key] = self._steps
-        loss = self._recordings[key].replay(batch)
+        loss = self._captured[key].replay(batch)
         self.replays += 1
         self.reason = None
         return loss
@@ -128,9 +130,9 @@ class StepGraphs:
             return _FIRST
         return None if self._has_room() else _CROWDED
 
-    def _record(self, key: Hashable, record: Callable[[], Recording]) -> str | None:
+    def _record(self, key: Hashable, record: Callable[[], CapturedStep]) -> str | None:
         try:
-            self._recordings[key] = record()
+            self._captured[key] = record()
         except Exception as error:
             cause = error.__cause__ or error  # a rank's own, not how it was told
             self._failed[key] = f"recording it failed ({type(cause).__name__}: {str(cause).partition(_NEW_LINE)[0]})"
@@ -138,12 +140,12 @@ class StepGraphs:
 
     def _has_room(self) -> bool:
         """Return whether one more may be recorded; one that is not used any more makes room."""
-        if len(self._recordings) < KEPT:
+        if len(self._captured) < KEPT:
             return True
         oldest = min(self._last_used, key=self._last_used.__getitem__)
         if self._steps - self._last_used[oldest] <= IDLE:
             return False
-        del self._recordings[oldest], self._last_used[oldest]
+        del self._captured[oldest], self._last_used[oldest]
         return True
 
     def _is_known(self, key: Hashable) -> bool:

@@ -19,8 +19,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils.hooks import RemovableHandle
 
-from mgpu_core.caller import warn_caller
-from mgpu_core.nothing import NOTHING
+from mgpu_core._warnings import warn_user
+from mgpu_core.null_context import NULL_CONTEXT
 from mgpu_core.optim import FlatOptimizer
 from mgpu_core.optim.flat_state import FlatState
 from mgpu_core.optim.optimizer import LEFT_OVER
@@ -222,7 +222,7 @@ class OptimizerStep:
         """Warn if the optimizer is about to step by the gradients that this step has made and used."""
         for parameter, spent in zip(self._replicas.own, self.spent, strict=False):
             if spent is not None and parameter.grad is spent:
-                warn_caller(LEFT_OVER)
+                warn_user(LEFT_OVER)
                 return
 
     def _runs_users_code(self) -> bool:
@@ -328,4 +328,4 @@ class _Clones:
 
 def _own_default(device: torch.device) -> AbstractContextManager[object]:
     """Return a context for the clone's state: a default device that was set for the first would get it otherwise."""
-    return NOTHING if torch.get_default_device().type == "cpu" else torch.device(device)
+    return NULL_CONTEXT if torch.get_default_device().type == "cpu" else torch.device(device)

@@ -11,8 +11,8 @@ from torch.nn import Module, Parameter
 from mgpu_core.comm import dispatch
 from mgpu_core.device.team import Team
 from mgpu_core.module_tree import ModuleTree
-from mgpu_core.parallel.replicate import build_replica, compiled_by_rank, loosen, plain_copies
-from mgpu_core.record import span
+from mgpu_core.parallel.replicate_modules import build_replica, compiled_by_rank, loosen, plain_copies
+from mgpu_core.trace.tracer import span
 
 __all__ = ["RankModules"]
 

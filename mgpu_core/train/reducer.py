@@ -28,11 +28,11 @@ from mgpu_core.comm import dispatch
 from mgpu_core.device.dtypes import FLOATING
 from mgpu_core.device.streams import SideRoad, caller_streams
 from mgpu_core.device.tensor_checks import LiesLike
-from mgpu_core.entries import ALL_RANKS
 from mgpu_core.kernels import FlatNorm
-from mgpu_core.nothing import NOTHING
+from mgpu_core.null_context import NULL_CONTEXT
 from mgpu_core.optim.flat_buffers import in_memory_order
-from mgpu_core.record import current_step, in_step, is_on, mark, span
+from mgpu_core.trace.events import ALL_RANKS
+from mgpu_core.trace.tracer import current_step, in_step, is_tracing, mark, span
 from mgpu_core.train.grad_buckets import BackwardOrder, Communication, GradBuckets
 from mgpu_core.train.grad_clip import GradientNorm, Sums
 from mgpu_core.train.replicas import GradientHook, Replicas
@@ -276,7 +276,7 @@ class Reducer(Gradients):
         device = self._replicas.team.devices[rank]
         self._side.made_on_current(device)
         is_complete = self._counter.is_complete(rank, bucket)
-        is_told = is_on() and self._counter.has_all_of(rank, bucket)
+        is_told = is_tracing() and self._counter.has_all_of(rank, bucket)
         if is_told or is_complete:
             with in_step(self._whole_step):
                 if is_told:
@@ -354,7 +354,7 @@ class Reducer(Gradients):
 
     def _sum(self, bucket: int) -> None:
         """Sum a bucket over the ranks of each device, then over the devices; on GPUs on their side streams."""
-        with span("all_reduce", ALL_RANKS, None, bucket), self._side.entered() if self._has_streams else NOTHING:
+        with span("all_reduce", ALL_RANKS, None, bucket), self._side.entered() if self._has_streams else NULL_CONTEXT:
             self.buckets.add_up(bucket)
 
     def _sum_sparse(self, i: int) -> torch.Tensor:

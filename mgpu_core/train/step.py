@@ -19,7 +19,7 @@ from mgpu_core.errors import Error
 from mgpu_core.module_tree import named_parameters_of
 from mgpu_core.processes.ballot import Standing
 from mgpu_core.processes.group import Processes
-from mgpu_core.record import span
+from mgpu_core.trace.tracer import span
 from mgpu_core.train.balance import RankPlan, SplitPlan
 from mgpu_core.train.checkpoint import first_difference, state_of
 from mgpu_core.train.grad_buckets import CommHook

@@ -10,17 +10,17 @@ from typing import Any, TypeAlias
 
 import torch
 
-from mgpu_core.caller import warn_caller
+from mgpu_core._warnings import warn_user
 from mgpu_core.device.worker_choice import WorkerChoice, size_of
 from mgpu_core.device.workers import time_limit
-from mgpu_core.entries import ALL_RANKS
 from mgpu_core.errors import Error
 from mgpu_core.module_tree import named_parameters_of
 from mgpu_core.nested import moved
-from mgpu_core.nothing import NOTHING
+from mgpu_core.null_context import NULL_CONTEXT
 from mgpu_core.processes.ballot import Standing
 from mgpu_core.processes.group import Processes
-from mgpu_core.record import span
+from mgpu_core.trace.events import ALL_RANKS
+from mgpu_core.trace.tracer import span
 from mgpu_core.train.balance import SplitPlan
 from mgpu_core.train.checkpoint import load_state
 from mgpu_core.train.cuda_graphs import CapturedSteps, why_no_graph
@@ -223,7 +223,7 @@ class TrainLoop:
             self._is_loss_checked, before = True, LossState(self.options.loss_fn)
         clocks = self.split_plan.clocks() if self.split_plan.is_timed else ()
         keep, target = keep_outputs or before is not None, inputs[-1] if inputs else None
-        with NOTHING if torch.is_grad_enabled() else torch.enable_grad():
+        with NULL_CONTEXT if torch.is_grad_enabled() else torch.enable_grad():
             losses, weighed, each = self.passes.run(parts, rows, target, clocks, window=window, keep_outputs=keep)
             outputs = self.passes.joined(each) if each and keep_outputs else None
         self.split_plan.done(rows, clocks)
@@ -243,7 +243,7 @@ class TrainLoop:
                 dim=loss_options.dim, is_half=loss_options.amp_dtype is not None,
             )  # fmt: skip
         if check.agrees is False:
-            warn_caller(warning_of(check))
+            warn_user(warning_of(check))
         return check
 
     def _replay(

@@ -10,7 +10,7 @@ from mgpu_core.comm.algorithms import AllReduce
 from mgpu_core.device import streams
 from mgpu_core.device.clock import RankClock
 from mgpu_core.errors import BackendUnavailable
-from mgpu_core.explain.clock import EventClock
+from mgpu_core.explanation.clock import EventClock
 from mgpu_core.train.graph_cache import CudaRecorder
 
 GPU = torch.device("cuda", 1)

@@ -1,4 +1,4 @@
-"""A story of fake devices: whose bytes went where, by the torch backend and by the core's cuda backend."""
+"""A trace of fake devices: whose bytes went where, by the torch backend and by the core's cuda backend."""
 
 import os
 
@@ -10,8 +10,8 @@ from fakes.tensors import numbers
 from torch import nn
 
 import mgpu_core
-from mgpu_core.entries import BETWEEN, ROOT
-from mgpu_core.explain.phases import moved_nbytes
+from mgpu_core.explanation.phases import moved_nbytes
+from mgpu_core.trace.events import BETWEEN, ROOT
 
 BY_CUDA = os.environ.get("MGPU_TEST_FAKE") == "cuda"
 
@@ -24,9 +24,9 @@ def calls_of(step, operation):
 def test_a_forward_and_its_backward(ranks):
     net = whole(nn.Linear(2, 2)).to("fake:0")
     model = mgpu_core.DataParallel(net, fakes(ranks))
-    with mgpu_core.explain() as story:
+    with mgpu_core.explain() as trace:
         model(numbers(8, 2, device="fake:0")).sum().backward()
-    step = story.step()
+    step = trace.step()
     assert step.devices == tuple(fakes(ranks))
     nbytes = 4 * (2 * 2 + 2)
     (broadcast,), (reduce,) = calls_of(step, "broadcast"), calls_of(step, "reduce")
@@ -39,16 +39,16 @@ def test_a_forward_and_its_backward(ranks):
     assert {rank for hop in reduce.hops for rank, _, _ in hop.sources} == set(range(ranks))
     assert {rank for hop in reduce.hops for rank, _, _ in hop.targets} == {ROOT}
     assert sorted(span.rank for span in step.spans if span.step == "forward") == list(range(ranks))
-    assert "fake:1" in story.table()
+    assert "fake:1" in trace.table()
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("algorithm", ["ring", "direct", "naive"])
 def test_hops_of_an_all_reduce(ranks, algorithm):
     tensors = [torch.ones(4 * ranks, device=device) for device in fakes(ranks)]
-    with mgpu_core.explain() as story:
+    with mgpu_core.explain() as trace:
         mgpu_core.comm.all_reduce(tensors, algorithm=algorithm)
-    (call,) = story.step().collectives
+    (call,) = trace.step().collectives
     if BY_CUDA:
         assert call.route == algorithm
         assert moved_nbytes(call) == 2 * (ranks - 1) * 16 * ranks
@@ -69,11 +69,11 @@ def test_a_step_between_devices(tmp_path):
     )
     x, y = numbers(6, 2, device="fake:0"), numbers(6, 2, device="fake:0")
     step(x, y)
-    with mgpu_core.explain() as story:
+    with mgpu_core.explain() as trace:
         step(x, y)
     step.close()
-    reduces, (between,) = calls_of(story.step(), "reduce"), calls_of(story.step(), "all_reduce")
+    reduces, (between,) = calls_of(trace.step(), "reduce"), calls_of(trace.step(), "all_reduce")
     assert [call.ranks for call in reduces] == [(0, 1), (2,)]  # the ranks of each device by their own numbers
     assert (between.devices, between.ranks) == (("fake:0", "fake:1"), (0, 2))  # each device by its first rank
-    assert {story.step().bucket_of(call) for call in (*reduces, between)} == {0}
-    story.save_html(tmp_path / "page.html")
+    assert {trace.step().bucket_of(call) for call in (*reduces, between)} == {0}
+    trace.save_html(tmp_path / "page.html")

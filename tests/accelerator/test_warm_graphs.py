@@ -58,14 +58,14 @@ def test_what_is_recorded_has_been_launched_before(monkeypatch, settings, device
     record = recorder.record
 
     def noted(device, work):
-        def watched():
+        def trace_collective():
             before = set(launches.seen)
             try:
                 return work()
             finally:
                 new.update(launches.seen - before)
 
-        return record(device, watched)
+        return record(device, trace_collective)
 
     monkeypatch.setattr(recorder, "record", noted)
     x, y = torch.ones(4, 1), torch.full((4, 1), 0.125)

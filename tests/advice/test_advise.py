@@ -11,16 +11,16 @@ import torch
 from torch import nn
 
 import mgpu_core
+from mgpu_core.advice.from_trace import Seen
 from mgpu_core.advice.measure import advised
 from mgpu_core.advice.plan import plan_of
-from mgpu_core.advice.recorded import Seen
 from mgpu_core.advice.result import Advice
 from mgpu_core.advice.shares import StepShares
-from mgpu_core.advice.ways import DROP_IN, ENGINE, ONE
-from mgpu_core.explain import StepProfile
+from mgpu_core.advice.strategies import DROP_IN, ENGINE, ONE
+from mgpu_core.explanation.step_profile import StepProfile
 
 mse = nn.functional.mse_loss
-NOTHING = {"batches": None, "optimizer": None, "loader": None}
+NULL_CONTEXT = {"batches": None, "optimizer": None, "loader": None}
 FAST = {"device_ids": ["cpu"] * 2, "repeats": 1, "batches": [4]}
 
 
@@ -34,7 +34,7 @@ def sample(rows=8):
 
 
 def plan(**options):
-    options = NOTHING | {"device_ids": ["cpu"] * 2, "repeats": 3, "seconds": 60} | options
+    options = NULL_CONTEXT | {"device_ids": ["cpu"] * 2, "repeats": 3, "seconds": 60} | options
     return plan_of(net(), mse, sample(), **options)
 
 

@@ -9,12 +9,13 @@ from mgpu_core.advice.recommend import Recommendation, Scaling, recommend
 from mgpu_core.advice.result import Measurement
 from mgpu_core.advice.scaling import assumed_topology, scaling_of
 from mgpu_core.advice.shares import StepShares, Times, shares_of, times_of
+from mgpu_core.advice.strategies import CAPTURED, DROP_IN, ENGINE, ONE
 from mgpu_core.advice.surroundings import busy_note, busy_notes
 from mgpu_core.advice.text import spread
-from mgpu_core.advice.ways import CAPTURED, DROP_IN, ENGINE, ONE
-from mgpu_core.entries import ALL_RANKS, NO_BUCKET, Collective, Span
-from mgpu_core.explain import Step, StepProfile
-from mgpu_core.explain.phases import covered
+from mgpu_core.explanation.phases import covered
+from mgpu_core.explanation.step_profile import StepProfile
+from mgpu_core.explanation.trace import Step
+from mgpu_core.trace.events import ALL_RANKS, NO_BUCKET, Collective, Span
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,12 @@ import torch
 from torch import nn
 
 from mgpu_core.advice.batches import batch_sizes, resized
-from mgpu_core.advice.contest import Budget, contest, steps_a_turn, stopwatch
+from mgpu_core.advice.benchmark import Budget, contest, steps_a_turn, stopwatch
+from mgpu_core.advice.from_trace import Peaks
 from mgpu_core.advice.loading import loader_seconds, rows_of
 from mgpu_core.advice.memory import count_memory
 from mgpu_core.advice.plan import plan_of
-from mgpu_core.advice.recorded import Peaks
-from mgpu_core.advice.ways import CAPTURED, DROP_IN, ENGINE, ONE, Engine, first_line, makers
+from mgpu_core.advice.strategies import CAPTURED, DROP_IN, ENGINE, ONE, Engine, first_line, makers
 from mgpu_core.errors import Error
 
 F4 = 4  # bytes of a float
@@ -174,12 +174,12 @@ def test_budgets_are_parts_of_what_is_left():
 def test_which_ways_there_are(monkeypatch):
     assert list(makers(planned())) == [ONE, DROP_IN, ENGINE]
     assert list(makers(planned(ranks=1))) == [ONE, ENGINE]
-    monkeypatch.setattr("mgpu_core.advice.ways.GRAPH_DEVICE", "cpu")
+    monkeypatch.setattr("mgpu_core.advice.strategies.GRAPH_DEVICE", "cpu")
     assert list(makers(planned())) == [ONE, DROP_IN, ENGINE, CAPTURED]
 
 
 def test_a_capture_that_does_not_happen_is_a_failure(monkeypatch):
-    monkeypatch.setattr("mgpu_core.advice.ways.GRAPH_DEVICE", "cpu")
+    monkeypatch.setattr("mgpu_core.advice.strategies.GRAPH_DEVICE", "cpu")
     plan = planned()
     with pytest.warns(UserWarning, match="this step is not captured"):
         found = contest(entered(plan, (CAPTURED,)), plan.sample, 3, Budget(1e6), Clock({CAPTURED: 1.0}))

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from mgpu_core.advice.break_even import break_even
 from mgpu_core.advice.recommend import Recommendation, Scaling, recommend
-from mgpu_core.advice.ways import CAPTURED, DROP_IN, ENGINE, ONE
+from mgpu_core.advice.strategies import CAPTURED, DROP_IN, ENGINE, ONE
 
 GOOD = Scaling("nvlink4+ib-hdr200", 4, 0.75)
 

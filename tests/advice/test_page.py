@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from mgpu_core.advice import reasons
-from mgpu_core.advice.ways import NAMES
+from mgpu_core.advice.strategies import NAMES
 
 DOCS = Path(__file__).parent.parent.parent / "docs"
 PAGE = (DOCS / "advise.md").read_text()

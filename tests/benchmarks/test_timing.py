@@ -16,7 +16,7 @@ from benchmarks.timing import (
 )
 
 
-class Story:
+class Trace:
     """Contestants that write down what happens to them; their times count up."""
 
     def __init__(self) -> None:
@@ -35,34 +35,34 @@ class Story:
 
 
 def test_contestants_take_turns() -> None:
-    story = Story()
-    sides = {name: story.contestant(name) for name in "ABC"}
-    seconds = alternate(sides, Schedule(repeats=2, warmup=0, flush=lambda: story.steps.append("flush")))
-    turns = [step for step in story.steps if step.startswith("run")]
+    trace = Trace()
+    sides = {name: trace.contestant(name) for name in "ABC"}
+    seconds = alternate(sides, Schedule(repeats=2, warmup=0, flush=lambda: trace.steps.append("flush")))
+    turns = [step for step in trace.steps if step.startswith("run")]
     assert turns == ["run A", "run B", "run C"] * 2
-    assert story.steps[:3] == ["prepare A", "flush", "run A"]
+    assert trace.steps[:3] == ["prepare A", "flush", "run A"]
     assert list(seconds) == ["A", "B", "C"]
     assert seconds["B"] == [6.0, 15.0]
 
 
 def test_warm_up_is_not_kept() -> None:
-    story = Story()
-    seconds = alternate({"A": story.contestant("A")}, Schedule(repeats=2, warmup=3))
-    assert story.steps.count("run A") == 5
+    trace = Trace()
+    seconds = alternate({"A": trace.contestant("A")}, Schedule(repeats=2, warmup=3))
+    assert trace.steps.count("run A") == 5
     assert seconds["A"] == [8.0, 10.0]
 
 
 def test_all_are_verified_before_and_after() -> None:
-    story = Story()
-    contest({name: story.contestant(name) for name in "AB"}, Schedule(repeats=1, warmup=0))
-    assert story.steps[:2] == ["verify A", "verify B"] == story.steps[-2:]
+    trace = Trace()
+    contest({name: trace.contestant(name) for name in "AB"}, Schedule(repeats=1, warmup=0))
+    assert trace.steps[:2] == ["verify A", "verify B"] == trace.steps[-2:]
 
 
 def test_who_is_wrong_is_not_timed() -> None:
-    story = Story()
+    trace = Trace()
     with pytest.raises(WrongResult, match="B: 3 wrong values"):
-        contest({"A": story.contestant("A"), "B": story.contestant("B", wrong=3)}, Schedule(repeats=1))
-    assert not any(step.startswith("run") for step in story.steps)
+        contest({"A": trace.contestant("A"), "B": trace.contestant("B", wrong=3)}, Schedule(repeats=1))
+    assert not any(step.startswith("run") for step in trace.steps)
 
 
 def test_who_becomes_wrong_is_found() -> None:

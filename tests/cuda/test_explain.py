@@ -1,4 +1,4 @@
-"""A story on a real GPU: times by events, on the host's axis, without a wait inside the step."""
+"""A trace on a real GPU: times by events, on the host's axis, without a wait inside the step."""
 
 import json
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import mgpu_core
-from mgpu_core.entries import Collective
+from mgpu_core.trace.events import Collective
 
 
 def busy(rounds):
@@ -30,9 +30,9 @@ def test_a_forward_is_as_long_as_the_gpu_works(ranks):
     model = mgpu_core.DataParallel(Busy().cuda(), [0] * ranks)
     x = torch.randn(8, 4, device="cuda:0")
     model(x).sum().backward()
-    with mgpu_core.explain() as story:
+    with mgpu_core.explain() as trace:
         model(x).sum().backward()
-    step = story.step()
+    step = trace.step()
     forwards = [span for span in step.spans if span.step == "forward"]
     assert [span.device for span in forwards] == ["cuda:0"] * ranks
     for span in forwards:
@@ -46,9 +46,9 @@ def test_a_forward_is_as_long_as_the_gpu_works(ranks):
 @pytest.mark.parametrize("algorithm", ["direct", "ring", "naive"])
 def test_hops_and_streams(algorithm):
     tensors = [torch.ones(1 << 20, device="cuda:0") for _ in range(3)]
-    with mgpu_core.explain() as story:
+    with mgpu_core.explain() as trace:
         mgpu_core.comm.all_reduce(tensors, algorithm=algorithm, merge_shared_devices=False)
-    (call,) = story.step().collectives
+    (call,) = trace.step().collectives
     assert isinstance(call, Collective)
     assert call.route == algorithm
     assert all(hop.stream.startswith("cuda:0 stream") for hop in call.hops)
@@ -62,15 +62,15 @@ def test_a_training_step(capture, tmp_path):
     optimizer = mgpu_core.optim.SGD(net.parameters(), 0.1)
     step = mgpu_core.TrainStep(net, torch.nn.functional.cross_entropy, optimizer, [0, 0], capture=capture)
     x, y = torch.randn(32, 64, device="cuda:0"), torch.randint(0, 10, (32,), device="cuda:0")
-    with mgpu_core.explain() as story:  # graphs are recorded and replayed inside
+    with mgpu_core.explain() as trace:  # graphs are recorded and replayed inside
         for _ in range(12):
             step(x, y)
     step.close()
-    assert [each.name for each in story.steps] == ["train_step"] * 12
-    first = story.steps[2]
+    assert [each.name for each in trace.steps] == ["train_step"] * 12
+    first = trace.steps[2]
     assert sorted(span.rank for span in first.spans if span.step == "backward") == [0, 1]
-    story.save_html(tmp_path / "page.html")
-    story.save_trace(tmp_path / "trace.json")
+    trace.save_html(tmp_path / "page.html")
+    trace.save_trace(tmp_path / "trace.json")
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
 
 
@@ -78,7 +78,7 @@ def test_the_profiler_sees_the_ranks_and_their_kernels():
     model = mgpu_core.DataParallel(torch.nn.Linear(64, 64).cuda(), [0, 0])
     x = torch.randn(8, 64, device="cuda:0")
     model(x)
-    with mgpu_core.explain.profile() as profiler:
+    with mgpu_core.trace.profile() as profiler:
         model(x)
         torch.cuda.synchronize()
     names = {event.name for event in profiler.events()}

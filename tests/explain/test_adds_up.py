@@ -6,8 +6,8 @@ from torch import nn
 from torch.nn import functional
 
 import mgpu_core
-from mgpu_core.explain.phases import moved_nbytes, phases_of
-from mgpu_core.explain.scenes import scenes_of
+from mgpu_core.explanation.phases import moved_nbytes, phases_of
+from mgpu_core.explanation.scenes import scenes_of
 
 RANKS = [1, 2, 3, 8]
 
@@ -120,10 +120,10 @@ WAYS = [
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("way", WAYS)
 def test_the_table_has_every_collective_once(way, ranks):
-    with mgpu_core.explain() as story:
+    with mgpu_core.explain() as trace:
         way(["cpu"] * ranks)
-    assert sum(len(step.collectives) for step in story.steps) > 0 or ranks == 1
-    for step in story.steps:
+    assert sum(len(step.collectives) for step in trace.steps) > 0 or ranks == 1
+    for step in trace.steps:
         rows = phases_of(step)
         assert sum(len(row.collectives) for row in rows) == len(step.collectives)
         assert sum(row.moved_nbytes for row in rows) == sum(map(moved_nbytes, step.collectives))
@@ -134,51 +134,51 @@ def test_the_table_has_every_collective_once(way, ranks):
 def test_gradients_are_told_as_gradients(ranks):
     """And outputs as outputs: in steps of the engine, and of no wrapper, too."""
     for way in (engine_with_a_graph_before, functional_forms):
-        with mgpu_core.explain() as story:
+        with mgpu_core.explain() as trace:
             way(["cpu"] * ranks)
-        titles = [scene["title"] for step in story.steps for scene in scenes_of(step)]
+        titles = [scene["title"] for step in trace.steps for scene in scenes_of(step)]
         assert f"Gather (backward): 16 rows, {ranks} ranks" in titles
         assert f"Gather: 16 rows, {ranks} ranks" in titles
-    with mgpu_core.explain() as story:
+    with mgpu_core.explain() as trace:
         engine_with_a_graph_before(["cpu"] * ranks)
-    assert story.profile().gather_nbytes == 16 * 2 * 4
+    assert trace.profile().gather_nbytes == 16 * 2 * 4
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 def test_only_parameters_are_buckets(ranks):
-    with mgpu_core.explain() as story:
+    with mgpu_core.explain() as trace:
         replicated(["cpu"] * ranks)
-    assert [bucket.nbytes for bucket in story.profile().buckets] == [4 * (6 * 4 + 4)]
-    assert story.step().contents[0].names == ("bias", "weight")
-    with mgpu_core.explain() as story:
+    assert [bucket.nbytes for bucket in trace.profile().buckets] == [4 * (6 * 4 + 4)]
+    assert trace.step().contents[0].names == ("bias", "weight")
+    with mgpu_core.explain() as trace:
         engine_around_the_wrapper(["cpu"] * ranks)
-    assert [bucket.nbytes for bucket in story.profile().buckets] == [4 * (6 * 4 + 4 + 4 * 2 + 2)]
+    assert [bucket.nbytes for bucket in trace.profile().buckets] == [4 * (6 * 4 + 4 + 4 * 2 + 2)]
 
 
 def test_a_second_backward_is_a_scene_and_time_of_its_own():
     model = mgpu_core.DataParallel(net(), ["cpu"] * 2)
-    with mgpu_core.explain() as story:
+    with mgpu_core.explain() as trace:
         loss = model(torch.randn(16, 6)).sum()
         loss.backward(retain_graph=True)
         loss.backward()
-    step = story.step()
+    step = trace.step()
     scenes = scenes_of(step)
     assert [each["title"] for each in scenes if each["kind"] == "backward"] == ["Backward, 1 of 2", "Backward, 2 of 2"]
     back = [each for each in scenes if each["title"].startswith("Scatter (backward)")]
     assert [[tensor["nbytes"] for tensor in each["tensors"]] for each in back] == [[[64, 64]]] * 2
     spans = [span for span in step.spans if span.step == "backward" and span.rank == 0]
     total = sum(span.end_ns - span.begin_ns for span in spans) / 1e9
-    assert story.profile().backward_seconds >= total / 2
+    assert trace.profile().backward_seconds >= total / 2
 
 
 def test_a_metric_behind_the_step_is_not_the_step():
     model = mgpu_core.DataParallel(net(), ["cpu"] * 2)
-    with mgpu_core.explain() as story:
+    with mgpu_core.explain() as trace:
         for _ in range(2):
             train(model, torch.randn(16, 6))
             mgpu_core.reduce([torch.ones(3)] * 2, "cpu")
-    assert [step.name for step in story.steps] == ["data_parallel", "calls"] * 2
-    assert story.step().number == 2
-    assert story.table().startswith("step 2: data_parallel")
-    assert story.step(-1).name == "calls"
-    assert story.profile().rows == 16
+    assert [step.name for step in trace.steps] == ["data_parallel", "calls"] * 2
+    assert trace.step().number == 2
+    assert trace.table().startswith("step 2: data_parallel")
+    assert trace.step(-1).name == "calls"
+    assert trace.profile().rows == 16

@@ -33,12 +33,12 @@ def path(tmp_path_factory):
     step = mgpu_core.TrainStep(net, functional.mse_loss, optimizer, ["cpu"] * 4, bucket_nbytes=48)
     x, y = torch.randn(7, 6), torch.randn(7, 2)
     step(x, y)
-    with mgpu_core.explain() as story:
+    with mgpu_core.explain() as trace:
         step(x, y)
         comm.all_reduce([torch.ones(9) for _ in range(3)], algorithm="ring")
     step.close()
     path = tmp_path_factory.mktemp("page") / "page.html"
-    story.save_html(path)
+    trace.save_html(path)
     return path
 
 

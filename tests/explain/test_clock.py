@@ -6,7 +6,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from mgpu_core.explain.clock import EventClock
+from mgpu_core.explanation.clock import EventClock
 
 
 class Event:

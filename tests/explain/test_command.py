@@ -1,4 +1,4 @@
-"""`mgpu explain script.py`: the script runs as it is, and its story follows."""
+"""`mgpu explain script.py`: the script runs as it is, and its trace follows."""
 
 import json
 import subprocess
@@ -241,7 +241,7 @@ def test_the_profile_is_of_a_step_that_updates(tmp_path):
 
 def test_each_file_is_tried_whatever_became_of_the_others(tmp_path):
     """A page that is too large, and a trace whose folder is gone, cost nobody the profile."""
-    last = "import os; os.rmdir('sub')\nfrom mgpu_core.explain import page; page.MOST_NBYTES = 1000"
+    last = "import os; os.rmdir('sub')\nfrom mgpu_core.explanation import page; page.MOST_NBYTES = 1000"
     (tmp_path / "sub").mkdir()
     done = explain(tmp_path, "--html", "a.html", "--trace", "sub/b.json", "--profile", "c.json", last=last)
     assert done.returncode == 2

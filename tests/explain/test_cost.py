@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mgpu_core import _core
-from mgpu_core.explain.cost import (
+from mgpu_core.explanation.cost import (
     ALGORITHMS,
     Cost,
     all_reduce_cost,
@@ -20,8 +20,8 @@ from mgpu_core.explain.cost import (
     reduce_seconds,
     scatter_seconds,
 )
-from mgpu_core.explain.host_passes import ALGORITHMS_ON_HOST, host_passes
-from mgpu_core.explain.topology import HostMemory, Link, Tier, Topology
+from mgpu_core.explanation.host_passes import ALGORITHMS_ON_HOST, host_passes
+from mgpu_core.explanation.topology import HostMemory, Link, Tier, Topology
 
 UNIT = Link(1.0, (Tier(None, 1.0),))
 NODE = Topology("unit", UNIT, gpus_per_node=8)

@@ -5,8 +5,8 @@ import json
 
 import pytest
 
-from mgpu_core.explain.cost import Bucket, StepProfile
-from mgpu_core.explain.example_steps import EXAMPLES
+from mgpu_core.explanation.cost import Bucket, StepProfile
+from mgpu_core.explanation.example_steps import EXAMPLES
 
 STEP = StepProfile("net", 2, 64, 0.25, 0.5, 0.125, 1000, 0, (Bucket(400, 0.5), Bucket(600, 1.0)), 0.0625, 5000, 2)
 

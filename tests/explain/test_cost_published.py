@@ -6,8 +6,8 @@ show that the formula around the number is right.
 
 import pytest
 
-from mgpu_core.explain.cost import all_reduce_seconds, bus_bandwidth
-from mgpu_core.explain.topology import parse_topology
+from mgpu_core.explanation.cost import all_reduce_seconds, bus_bandwidth
+from mgpu_core.explanation.topology import parse_topology
 
 # NVIDIA/nccl-tests, issue 123, "Understanding the latency of NCCL": a DGX A100, NCCL_ALGO=Ring, sizes up to 128 bytes;
 # GPUs to microseconds.

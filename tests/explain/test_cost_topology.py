@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mgpu_core.explain.topology import HostMemory, Link, Tier, Topology, blended_beta, parse_topology
+from mgpu_core.explanation.topology import HostMemory, Link, Tier, Topology, blended_beta, parse_topology
 
 TIERS = (Tier(100, 1.0), Tier(400, 2.0), Tier(None, 5.0))
 

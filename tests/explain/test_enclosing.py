@@ -5,9 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mgpu_core
-from mgpu_core.entries import Span
-from mgpu_core.explain.enclosing import Enclosing
-from mgpu_core.explain.scenes import scenes_of
+from mgpu_core.explanation.enclosing import Enclosing
+from mgpu_core.explanation.scenes import scenes_of
+from mgpu_core.trace.events import Span
 
 
 def span(step, begin, end, thread=1):
@@ -46,11 +46,11 @@ def test_as_if_all_were_looked_at(ends, at):
 
 def test_thousands_of_calls_are_one_look_each(monkeypatch):
     """Not one for each pair: counted, not timed."""
-    with mgpu_core.explain() as story:
+    with mgpu_core.explain() as trace:
         for _ in range(300):
             mgpu_core.gather(mgpu_core.scatter(torch.ones(8, 2), ["cpu"] * 2), "cpu")
     asked = []
     ask = Enclosing.span
     monkeypatch.setattr(Enclosing, "span", lambda self, *about: asked.append(about) or ask(self, *about))
-    assert len(scenes_of(story.step())) == 600
+    assert len(scenes_of(trace.step())) == 600
     assert len(asked) <= 600 + 2 * 600

@@ -5,10 +5,10 @@ import random
 import pytest
 
 from mgpu_core.device import cache
-from mgpu_core.explain import fit
-from mgpu_core.explain.cost import all_reduce_seconds
-from mgpu_core.explain.fit import POINTS, Point, Sample, fit_host, fit_node, load, measure, save, this_host
-from mgpu_core.explain.topology import HostMemory, Link, Tier, Topology
+from mgpu_core.explanation import fit
+from mgpu_core.explanation.cost import all_reduce_seconds
+from mgpu_core.explanation.fit import POINTS, Point, Sample, fit_host, fit_node, load, measure, save, this_host
+from mgpu_core.explanation.topology import HostMemory, Link, Tier, Topology
 
 CACHES = (1 << 20, 32 << 20)
 HOST = HostMemory(

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import mgpu_core
-from mgpu_core import record
+from mgpu_core.trace import tracer
 
 RANKS = [1, 2, 3]
 
@@ -106,11 +106,11 @@ def test_what_one_rank_is_given(name):
     module, inputs = ONE_RANK_INPUTS[name]
     model = mgpu_core.DataParallel(module, ["cpu"])
     expected = values(outcome(lambda: model(*inputs())))
-    with mgpu_core.explain() as story:
+    with mgpu_core.explain() as trace:
         found = values(outcome(lambda: model(*inputs())))
     assert found == expected
     assert isinstance(expected, list), expected
-    assert [step.name for step in story.steps] == ["data_parallel"]
+    assert [step.name for step in trace.steps] == ["data_parallel"]
 
 
 @pytest.mark.filterwarnings("error::RuntimeWarning")
@@ -118,9 +118,9 @@ def test_what_one_rank_is_given(name):
 def test_what_one_rank_returns(name):
     model = mgpu_core.DataParallel(Returns(ONE_RANK_OUTPUTS[name]), ["cpu"])
     expected = values(outcome(lambda: model(PLAIN)))
-    with mgpu_core.explain() as story:
+    with mgpu_core.explain() as trace:
         assert values(outcome(lambda: model(PLAIN))) == expected
-    assert [step.name for step in story.steps] == ["data_parallel"]
+    assert [step.name for step in trace.steps] == ["data_parallel"]
 
 
 @pytest.mark.filterwarnings("error::RuntimeWarning")
@@ -132,10 +132,10 @@ def test_a_step_on_a_packed_sequence():
 
     step = mgpu_core.TrainStep(net, loss, torch.optim.SGD(net.parameters(), 0.0), ["cpu"])
     expected = float(step(packed(), torch.zeros(5)))
-    with mgpu_core.explain() as story:
+    with mgpu_core.explain() as trace:
         assert float(step(packed(), torch.zeros(5))) == expected
     step.close()
-    assert [each.name for each in story.steps] == ["train_step"]
+    assert [each.name for each in trace.steps] == ["train_step"]
 
 
 @pytest.mark.filterwarnings("error::RuntimeWarning")
@@ -143,10 +143,10 @@ def test_a_step_on_a_packed_sequence():
 def test_a_module_that_shows_some_parameters(ranks):
     model = mgpu_core.DataParallel(Selected(), ["cpu"] * ranks)
     expected = model(PLAIN)
-    with mgpu_core.explain() as story:
+    with mgpu_core.explain() as trace:
         assert torch.equal(model(PLAIN), expected)
     if ranks > 1:
-        assert story.step().contents[0].names == ("linear.bias", "linear.weight")
+        assert trace.step().contents[0].names == ("linear.bias", "linear.weight")
 
 
 def test_errors_keep_their_notes():
@@ -163,12 +163,12 @@ def test_no_hook_is_left_on_what_comes_out(ranks):
     """Saved, and deeply copied, with it; and it is the user's own where a module returns its input."""
     own = (torch.ones(4, 3, requires_grad=True) * 2).requires_grad_()
     model = mgpu_core.DataParallel(nn.Identity(), ["cpu"] * ranks)
-    with record.recording() as story:
+    with tracer.tracing() as trace:
         for _ in range(3):
             output = model(own)
         assert not output._backward_hooks
         assert not own._backward_hooks
         output.sum().backward()
-    marks = [each for each in story.entries if getattr(each, "step", "") == "backward"]
+    marks = [each for each in trace.events if getattr(each, "step", "") == "backward"]
     assert [each.rank for each in marks] == list(range(ranks))
-    assert {each.whole_step for each in marks} == {max(story.whole_steps)}
+    assert {each.whole_step for each in marks} == {max(trace.whole_steps)}

@@ -10,7 +10,7 @@ from torch.nn import functional
 import mgpu_core
 from mgpu_core import _core, comm
 from mgpu_core.cli import main
-from mgpu_core.explain import page
+from mgpu_core.explanation import page
 
 SIMPLENET = {"hidden.weight": 784 * 128, "hidden.bias": 128, "output.weight": 128 * 10, "output.bias": 10}
 
@@ -18,8 +18,8 @@ SIMPLENET = {"hidden.weight": 784 * 128, "hidden.bias": 128, "output.weight": 12
 def data_of(path):
     text = path.read_text()
     assert len(text.encode()) < 1_000_000
-    (story,) = re.findall(r'<script type="application/json" id="story">(.*?)</script>', text, re.DOTALL)
-    return json.loads(story)
+    (trace,) = re.findall(r'<script type="application/json" id="trace">(.*?)</script>', text, re.DOTALL)
+    return json.loads(trace)
 
 
 def scenes(step, kind):
@@ -31,12 +31,12 @@ def test_mnist_as_computed_by_hand(tmp_path, ranks, batch):
     """Row counts, bytes and sums of ``mgpu mnist --explain``, from shapes and plan."""
     arguments = ["--device-ids", ",".join(["cpu"] * ranks), "--epochs", "1", "--batch", str(batch)]
     assert main(["mnist", *arguments, "--explain", str(tmp_path / "out.html")]) == 0
-    story = data_of(tmp_path / "out.html")
-    assert [step["name"] for step in story["steps"]] == ["train_step"] * 3
+    trace = data_of(tmp_path / "out.html")
+    assert [step["name"] for step in trace["steps"]] == ["train_step"] * 3
     counts = [batch // ranks + (rank < batch % ranks) for rank in range(ranks)]
     assert counts == [count for _, count in _core.chunk_plan(batch, ranks)]
     sizes = {name: 4 * count for name, count in SIMPLENET.items()}
-    for step in story["steps"]:
+    for step in trace["steps"]:
         (scatter,) = scenes(step, "scatter")
         assert scatter["counts"] == counts
         images, labels = scatter["tensors"]
@@ -67,9 +67,9 @@ def test_mnist_as_computed_by_hand(tmp_path, ranks, batch):
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 def test_a_ring_round_by_round(tmp_path, ranks):
     count = ranks * 5
-    with mgpu_core.explain() as story:
+    with mgpu_core.explain() as trace:
         comm.all_reduce([torch.ones(count) for _ in range(ranks)], algorithm="ring")
-    story.save_html(tmp_path / "ring.html")
+    trace.save_html(tmp_path / "ring.html")
     (step,) = data_of(tmp_path / "ring.html")["steps"]
     rounds = scenes(step, "round")
     assert [scene["round"] for scene in rounds] == list(range(2 * (ranks - 1)))
@@ -85,9 +85,9 @@ def test_a_forward_and_its_backward(tmp_path):
     module = torch.nn.Linear(5, 3)
     model = mgpu_core.DataParallel(module, ["cpu"] * 3)
     x = torch.randn(7, 5)
-    with mgpu_core.explain() as story:
+    with mgpu_core.explain() as trace:
         functional.cross_entropy(model(x), torch.zeros(7, dtype=torch.int64)).backward()
-    story.save_html(tmp_path / "step.html")
+    trace.save_html(tmp_path / "step.html")
     (step,) = data_of(tmp_path / "step.html")["steps"]
     (scatter, back), (gather,) = scenes(step, "scatter"), scenes(step, "gather")
     assert scatter["counts"] == gather["counts"] == [3, 2, 2]
@@ -117,9 +117,9 @@ def test_what_every_rank_gets_whole_has_a_scene(tmp_path):
             return super().forward(x) * scale
 
     model = mgpu_core.DataParallel(Scaled(5, 3), ["cpu"] * 3)
-    with mgpu_core.explain() as story, torch.no_grad():
+    with mgpu_core.explain() as trace, torch.no_grad():
         model(torch.randn(7, 5), mgpu_core.Replicate(torch.ones(3)))
-    story.save_html(tmp_path / "step.html")
+    trace.save_html(tmp_path / "step.html")
     (step,) = data_of(tmp_path / "step.html")["steps"]
     first, parameters = scenes(step, "round")
     assert (first["operation"], first["nbytes"]) == ("broadcast", [0, 12, 12])
@@ -128,90 +128,90 @@ def test_what_every_rank_gets_whole_has_a_scene(tmp_path):
 
 
 def test_one_file_without_the_network(tmp_path):
-    with mgpu_core.explain() as story:
+    with mgpu_core.explain() as trace:
         comm.broadcast(torch.ones(4), ["cpu"] * 2)
-    story.save_html(tmp_path / "page.html")
+    trace.save_html(tmp_path / "page.html")
     text = (tmp_path / "page.html").read_text()
     assert "default-src 'none'" in text
     assert not re.findall(r"(?:src|href)=\"(?!data:,)", text)
     assert "/*style*/" not in text
     assert "/*player*/" not in text
-    assert "/*story*/" not in text
+    assert "/*trace*/" not in text
 
 
 def test_text_of_the_story_cannot_end_its_element(tmp_path):
-    with mgpu_core.explain() as story:
+    with mgpu_core.explain() as trace:
         comm.broadcast(torch.ones(4), ["cpu"] * 2)
-    story.environment["GPU"] = "</script><script>alert(1)</script>/*player*/"
-    story.save_html(tmp_path / "page.html")
+    trace.environment["GPU"] = "</script><script>alert(1)</script>/*player*/"
+    trace.save_html(tmp_path / "page.html")
     assert "alert(1)</script>" not in (tmp_path / "page.html").read_text()
     assert data_of(tmp_path / "page.html")["environment"]["GPU"] == "</script><script>alert(1)</script>/*player*/"
 
 
 def test_a_long_story_keeps_its_last_steps(tmp_path, monkeypatch):
     model = mgpu_core.DataParallel(torch.nn.Linear(5, 3), ["cpu"] * 2)
-    with mgpu_core.explain() as story:
+    with mgpu_core.explain() as trace:
         for _ in range(8):
             model(torch.randn(4, 5))
-    whole = len(page.page_of(story).encode())
+    whole = len(page.page_of(trace).encode())
     monkeypatch.setattr(page, "MOST_NBYTES", whole - 1)
-    story.save_html(tmp_path / "page.html")
+    trace.save_html(tmp_path / "page.html")
     data = data_of(tmp_path / "page.html")
     assert data["left_out"] == 1
     assert [step["number"] for step in data["steps"]] == [1, 2, 3, 4, 5, 6, 7]
     monkeypatch.setattr(page, "MOST_NBYTES", 1000)
     with pytest.raises(ValueError, match="the last step alone"):
-        story.save_html(tmp_path / "other.html")
+        trace.save_html(tmp_path / "other.html")
     assert not (tmp_path / "other.html").exists()
 
 
 def test_many_arrows_are_counted(tmp_path):
-    with mgpu_core.explain() as story:
+    with mgpu_core.explain() as trace:
         comm.all_gather([torch.ones(2) for _ in range(12)])
-    (scene,) = page.page_data(story)["steps"][0]["scenes"]
+    (scene,) = page.page_data(trace)["steps"][0]["scenes"]
     assert len(scene["arrows"]) == 128
     assert scene["more"] == 12 * 12 - 128
 
 
 def test_an_unwritable_place_is_an_error(tmp_path):
-    with mgpu_core.explain() as story:
+    with mgpu_core.explain() as trace:
         comm.broadcast(torch.ones(4), ["cpu"] * 2)
     with pytest.raises(OSError):
-        story.save_html(tmp_path / "nowhere" / "page.html")
+        trace.save_html(tmp_path / "nowhere" / "page.html")
 
 
 def test_a_step_of_which_nothing_is_known_has_a_scene(tmp_path):
     """A graph that is replayed, or calls that move nothing."""
-    with mgpu_core.explain() as story:
+    with mgpu_core.explain() as trace:
         mgpu_core.scatter({"a": 3}, ["cpu"] * 2)
-    story.save_html(tmp_path / "page.html")
+    trace.save_html(tmp_path / "page.html")
     (step,) = data_of(tmp_path / "page.html")["steps"]
     (scene,) = step["scenes"]
     assert (scene["kind"], scene["title"]) == ("step", "calls, as a whole")
 
 
-def texts_of(story):
-    return [scene["text"] for step in page.page_data(story)["steps"] for scene in step["scenes"]]
+def texts_of(trace):
+    return [scene["text"] for step in page.page_data(trace)["steps"] for scene in step["scenes"]]
 
 
 def test_what_a_rank_has_already_is_not_told_as_moved():
     """Text, table and arrows count the same: of a round of a ring, one chunk a rank."""
-    with mgpu_core.explain() as story:
+    with mgpu_core.explain() as trace:
         comm.all_reduce([torch.ones(1000) for _ in range(8)], algorithm="ring")
         comm.all_gather([torch.ones(25) for _ in range(2)])
-    *ring, gathered = texts_of(story)
+    *ring, gathered = texts_of(trace)
     assert ring[0] == "4000 bytes of 1 tensor are moved and summed, in 8 operations."
     assert ring[-1] == "4000 bytes of 1 tensor are copied, in 8 operations."
     assert gathered == "200 bytes of 1 tensor are copied, in 4 operations."
-    moved = sum(phase["moved"] for step in page.page_data(story)["steps"] for phase in step["phases"])
+    moved = sum(phase["moved"] for step in page.page_data(trace)["steps"] for phase in step["phases"])
     assert moved == sum(int(text.split()[0]) for text in (*ring, gathered))
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 def test_an_all_gather_knows_its_parts(tmp_path, ranks):
-    with mgpu_core.explain() as story:
+    with mgpu_core.explain() as trace:
         comm.all_gather([torch.ones(2) for _ in range(ranks)])
-    story.save_html(tmp_path / "page.html")
+    trace.save_html(tmp_path / "page.html")
     (step,) = data_of(tmp_path / "page.html")["steps"]
     arrows = [arrow for scene in step["scenes"] for arrow in scene["arrows"]]
     assert {(arrow["from"][0], arrow["offset"], arrow["whole"]) for arrow in arrows} == {

@@ -9,8 +9,8 @@ from torch.nn import functional
 
 import mgpu_core
 from mgpu_core import comm
-from mgpu_core.explain import page
-from mgpu_core.explain.thin import thinned
+from mgpu_core.explanation import page
+from mgpu_core.explanation.downsample import thinned
 
 
 def ring(number, rounds, bucket=-1):
@@ -61,8 +61,8 @@ def test_rounds_go_together():
     assert thinned(step([], many, []), 4)["scenes"] == [*many[:4], *many[-4:]]
 
 
-def data_of(story):
-    (text,) = re.findall(r'<script type="application/json" id="story">(.*?)</script>', page.page_of(story), re.DOTALL)
+def data_of(trace):
+    (text,) = re.findall(r'<script type="application/json" id="trace">(.*?)</script>', page.page_of(trace), re.DOTALL)
     return json.loads(text)
 
 
@@ -71,18 +71,18 @@ def test_a_page_has_as_much_of_a_step_as_there_is_room_for(monkeypatch):
     training = mgpu_core.TrainStep(
         net, functional.mse_loss, torch.optim.SGD(net.parameters(), 0.1), ["cpu"] * 2, bucket_nbytes=4
     )
-    with mgpu_core.explain() as story:
+    with mgpu_core.explain() as trace:
         for _ in range(2):
             training(torch.ones(4, 4), torch.ones(4, 4))
     training.close()
-    whole = data_of(story)
+    whole = data_of(trace)
     assert [each["left_out"] for each in whole["steps"]] == ["", ""]
     assert len(whole["steps"][1]["buckets"]) == 40
     empty = len(page._filled({**whole, "left_out": 2, "steps": []}).encode())
     monkeypatch.setattr(page, "_DETAILS", (256, 16))
     monkeypatch.setattr(page, "MOST_NBYTES", empty + len(json.dumps(whole["steps"][1], separators=(",", ":"))))
-    assert len(page.page_of(story).encode()) <= page.MOST_NBYTES
-    found = data_of(story)
+    assert len(page.page_of(trace).encode()) <= page.MOST_NBYTES
+    found = data_of(trace)
     assert found["left_out"] == 1
     (less,) = found["steps"]
     assert [each["bucket"] for each in less["buckets"]] == [*range(8), *range(32, 40)]
@@ -91,10 +91,10 @@ def test_a_page_has_as_much_of_a_step_as_there_is_room_for(monkeypatch):
 
 
 def test_what_helps_is_said_where_no_page_is_small_enough(monkeypatch):
-    with mgpu_core.explain() as story:
+    with mgpu_core.explain() as trace:
         comm.broadcast(torch.ones(4), ["cpu"] * 2)
     monkeypatch.setattr(page, "MOST_NBYTES", 1000)
     with pytest.raises(
         ValueError, match=r"a trace \(save_trace, --trace\) has no limit; a larger bucket_nbytes or fewer"
     ):
-        page.page_of(story)
+        page.page_of(trace)

@@ -5,10 +5,10 @@ import torch
 
 import mgpu_core
 from mgpu_core import comm
-from mgpu_core.entries import Collective
-from mgpu_core.explain import cost, page
-from mgpu_core.explain.predicted import predicted_seconds
-from mgpu_core.explain.topology import HostMemory, Tier, parse_topology
+from mgpu_core.explanation import cost, page
+from mgpu_core.explanation.predicted import predicted_seconds
+from mgpu_core.explanation.topology import HostMemory, Tier, parse_topology
+from mgpu_core.trace.events import Collective
 
 PER_BYTE = (Tier(None, 1.0),)  # a second a byte, whatever the working set
 HOST = HostMemory(call_s=100.0, rank_s=1.0, one_core=PER_BYTE, all_cores=PER_BYTE)
@@ -55,25 +55,25 @@ def test_a_reduce_over_links():
 
 
 def test_the_table_and_the_page_show_it(monkeypatch):
-    with mgpu_core.explain() as story:
+    with mgpu_core.explain() as trace:
         comm.all_reduce([torch.ones(8) for _ in range(2)], algorithm="ring")
-    assert "predicted" not in story.table()
-    story.predict(HOST)
-    head = next(line for line in story.table().splitlines() if line.startswith("phase"))
-    row = next(line for line in story.table().splitlines() if line.startswith("all_reduce"))
+    assert "predicted" not in trace.table()
+    trace.predict(HOST)
+    head = next(line for line in trace.table().splitlines() if line.startswith("phase"))
+    row = next(line for line in trace.table().splitlines() if line.startswith("all_reduce"))
     assert head.split()[-2:] == ["collectives", "predicted"]
     assert row.split()[-2:] == ["294", "s"]  # 100 + 2 + 3 x 32 x 2
-    (phase,) = page.page_data(story)["steps"][0]["phases"]
+    (phase,) = page.page_data(trace)["steps"][0]["phases"]
     assert phase["predicted"] == 294e6
-    monkeypatch.setattr("mgpu_core.explain.fit.this_host", lambda: HOST)
-    story.machine = None
-    story.predict()
-    assert story.machine is HOST
+    monkeypatch.setattr("mgpu_core.explanation.fit.this_host", lambda: HOST)
+    trace.machine = None
+    trace.predict()
+    assert trace.machine is HOST
 
 
 def test_other_devices_need_a_name():
-    with mgpu_core.explain() as story:
+    with mgpu_core.explain() as trace:
         comm.broadcast(torch.ones(4), ["cpu"] * 2)
-    story.steps[0].__dict__["devices"] = ("cuda:0", "cuda:1")
+    trace.steps[0].__dict__["devices"] = ("cuda:0", "cuda:1")
     with pytest.raises(ValueError, match="name a topology"):
-        story.predict()
+        trace.predict()

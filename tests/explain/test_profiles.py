@@ -2,14 +2,14 @@
 
 import pytest
 
-from mgpu_core.entries import ALL_RANKS, NO_BUCKET, Collective, Cut, Mark, Span
-from mgpu_core.explain import Step
-from mgpu_core.explain.predict import Plan, predict_step
-from mgpu_core.explain.profiles import profile_of
-from mgpu_core.explain.topology import HostMemory, Link, Tier, Topology
+from mgpu_core.explanation.predict import Plan, predict_step
+from mgpu_core.explanation.profiles import profile_of
+from mgpu_core.explanation.topology import HostMemory, Link, Tier, Topology
+from mgpu_core.explanation.trace import Step
+from mgpu_core.trace.events import ALL_RANKS, NO_BUCKET, Collective, Cut, Mark, Span
 
-NOTHING = (Tier(None, 1e-30),)  # a byte costs so little that it is gone beside a second
-HOST = HostMemory(0.0, 0.0, NOTHING, NOTHING)
+NULL_CONTEXT = (Tier(None, 1e-30),)  # a byte costs so little that it is gone beside a second
+HOST = HostMemory(0.0, 0.0, NULL_CONTEXT, NULL_CONTEXT)
 S = 10**9
 
 
@@ -112,17 +112,17 @@ def test_runs_of_a_shared_thread_add_up():
     ("devices", "seconds"), [(["cpu"] * 4, 10), (["cuda:0", "cuda:1"] * 2, 20), (["cuda:0", "cuda:1"], 40)]
 )
 def test_one_backward_for_all_ranks_is_shared_by_those_of_a_device(devices, seconds):
-    entries = [
+    events = [
         *(span("forward", rank, 0, 10, 2 + rank, device) for rank, device in enumerate(devices)),
         cut("scatter", 4, len(devices)),
         span("backward", ALL_RANKS, 10, 50),
     ]
-    found = profile_of(Step(0, "train_step", entries), "net")
+    found = profile_of(Step(0, "train_step", events), "net")
     assert (found.backward_seconds, found.backwards_in_turn) == (seconds, 40 // seconds)
 
 
 def test_backwards_that_took_turns_do_so_on_the_host_again():
     found = profile_of(Step(0, "data_parallel", drop_in([1, 1])), "net")
-    links = Topology("free", Link(0.0, NOTHING))
+    links = Topology("free", Link(0.0, NULL_CONTEXT))
     assert [predict_step(found, gpus, Plan(HOST)).compute_s for gpus in (1, 2, 4)] == [30, 60, 120]
     assert [predict_step(found, gpus, Plan(links)).compute_s for gpus in (1, 2, 4)] == [40, 40, 40]

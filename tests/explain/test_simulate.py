@@ -7,9 +7,9 @@ import sys
 import pytest
 
 from mgpu_core.cli import main
-from mgpu_core.explain.cost import Bucket, StepProfile
-from mgpu_core.explain.predict import Plan, exposed_seconds, predict_step
-from mgpu_core.explain.topology import HostMemory, Link, Tier, Topology
+from mgpu_core.explanation.cost import Bucket, StepProfile
+from mgpu_core.explanation.predict import Plan, exposed_seconds, predict_step
+from mgpu_core.explanation.topology import HostMemory, Link, Tier, Topology
 
 UNIT = Link(1.0, (Tier(None, 1.0),))
 NODE = Topology("unit", UNIT)
@@ -145,7 +145,7 @@ def test_files(step_file, tmp_path):
     ],
 )
 def test_mistakes_are_one_line_and_status_2(step_file, capsys, monkeypatch, words, message):
-    monkeypatch.setattr("mgpu_core.explain.simulate.this_host", lambda: HOST)
+    monkeypatch.setattr("mgpu_core.explanation.simulate.this_host", lambda: HOST)
     assert main(["simulate", str(step_file), *words]) == 2
     out, err = capsys.readouterr()
     assert out == ""
@@ -193,7 +193,7 @@ def test_a_plot_without_matplotlib_is_refused_before_anything_is_printed(step_fi
 
 
 def test_host_is_this_machine(step_file, capsys, monkeypatch):
-    monkeypatch.setattr("mgpu_core.explain.simulate.this_host", lambda: HOST)
+    monkeypatch.setattr("mgpu_core.explanation.simulate.this_host", lambda: HOST)
     assert main(["simulate", str(step_file), "--topology", "host", "--gpus", "2"]) == 0
     assert "; host; weak scaling" in capsys.readouterr().out
 

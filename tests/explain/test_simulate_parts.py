@@ -4,11 +4,11 @@ import dataclasses
 
 import pytest
 
-from mgpu_core.explain.cost import Bucket, StepProfile
-from mgpu_core.explain.predict import Plan, predict_step
-from mgpu_core.explain.simulate import render
-from mgpu_core.explain.simulate_plot import figure_of
-from mgpu_core.explain.topology import HostMemory, Link, Tier, Topology
+from mgpu_core.explanation.cost import Bucket, StepProfile
+from mgpu_core.explanation.predict import Plan, predict_step
+from mgpu_core.explanation.simulate import render
+from mgpu_core.explanation.simulate_plot import figure_of
+from mgpu_core.explanation.topology import HostMemory, Link, Tier, Topology
 
 UNIT = Link(1.0, (Tier(None, 1.0),))
 NODE = Topology("unit", UNIT)

@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mgpu_core.explain.predict import exposed_seconds
+from mgpu_core.explanation.predict import exposed_seconds
 from mgpu_core.lessons.answers import WrongAnswer, asks_for, expect
 
 __all__ = ["exercise_1", "exercise_2", "exercise_3"]

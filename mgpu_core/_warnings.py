@@ -1,0 +1,28 @@
+"""Warnings that point at the user's line, however deep in the package they arise."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import warnings
+
+import torch
+
+__all__ = ["is_users", "warn_user"]
+
+_PACKAGES = [os.path.dirname(os.path.abspath(file)) + os.sep for file in (__file__, str(torch.__file__))]
+_NOT_THE_USERS = (*_PACKAGES, contextlib.__file__)
+
+
+def is_users(filename: str) -> bool:
+    """Return whether a file is neither this package's nor torch's."""
+    return not filename.startswith(_NOT_THE_USERS)
+
+
+def warn_user(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warn in the nearest line that is neither this package's nor torch's; in a thread of ours, at its start."""
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, category, stacklevel=level)

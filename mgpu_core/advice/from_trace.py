@@ -1,0 +1,76 @@
+"""A few steps of ``TrainStep``, alone and recorded: where its time goes, and what it holds at its peak."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass
+
+import torch
+
+from mgpu_core import explain
+from mgpu_core.advice.batches import Batch
+from mgpu_core.advice.plan import Plan
+from mgpu_core.advice.shares import StepShares, shares_of, times_of
+from mgpu_core.advice.strategies import Engine
+from mgpu_core.explanation.step_profile import StepProfile
+
+__all__ = ["Peaks", "Seen", "record_steps"]
+
+_RECORDED = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What the recorded step that took the middle time tells.
+
+    Attributes:
+        profile: from which other sizes are predicted.
+        peaks: see :class:`mgpu_core.advice.memory.Memory`.
+    """
+
+    shares: StepShares
+    profile: StepProfile
+    peaks: tuple[tuple[str, int], ...]
+
+
+def record_steps(plan: Plan, batch: Batch) -> Seen:
+    """Warms up, measures the peak of one step, then records some."""
+    peaks = Peaks([place for place in plan.places if place.type == "cuda"])
+    with closing(Engine(plan)) as way:
+        for _ in range(way.warm_up):
+            way.step(batch)
+        peaks.begin()
+        way.step(batch)
+        found = peaks.found()
+        with explain() as trace:
+            for _ in range(_RECORDED):
+                way.step(batch)
+    ordered = sorted(trace.steps, key=lambda step: step.end_ns - step.begin_ns)
+    step = ordered[len(ordered) // 2]
+    return Seen(shares_of(times_of(step)), trace.profile(step.number, type(plan.net).__name__), found)
+
+
+class Peaks:
+    """The most that torch holds on each GPU, beyond what it held when this was made.
+
+    Args:
+        gpus: CUDA devices, each once.
+    """
+
+    def __init__(self, gpus: Sequence[torch.device]) -> None:
+        self._gpus = gpus
+        self._held = [torch.cuda.memory_allocated(gpu) for gpu in gpus]
+
+    def begin(self) -> None:
+        """From now on; waits for what is still running."""
+        for gpu in self._gpus:
+            torch.cuda.synchronize(gpu)
+            torch.cuda.reset_peak_memory_stats(gpu)
+
+    def found(self) -> tuple[tuple[str, int], ...]:
+        """Up to now: ``(device, nbytes)``."""
+        for gpu in self._gpus:
+            torch.cuda.synchronize(gpu)
+        most = [torch.cuda.max_memory_allocated(gpu) for gpu in self._gpus]
+        return tuple((str(gpu), high - low) for gpu, high, low in zip(self._gpus, most, self._held, strict=True))

@@ -1,0 +1,244 @@
+"""What a collective really moved, for a recording: the copies and sums that the core wrote down, or the torch backend.
+
+Pointers mean nothing to a reader; a watch knows the tensors of its collective, and says of each end of a hop whose it
+is and where in which tensor.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from typing import TypeAlias
+
+import torch
+
+from mgpu_core import _core
+from mgpu_core.comm.layout import nbytes_of
+from mgpu_core.trace.buffer import TraceBuffer
+from mgpu_core.trace.events import BETWEEN, ROOT, Address, Collective, Hop
+from mgpu_core.trace.tracer import current_step, is_tracing, mark_devices, when_tracing
+
+__all__ = ["CollectiveTrace", "discard_warmup", "trace_hop", "trace_collective"]
+
+Row: TypeAlias = Sequence[torch.Tensor | None]
+
+
+class _NullTrace:
+    """With recording off."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> _NullTrace:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+    def ran(self, route: str, roots: Sequence[torch.Tensor] = ()) -> None:
+        """Do nothing."""
+
+
+class CollectiveTrace:
+    """Over one collective call of this thread.
+
+    Args:
+        operation: its name.
+        rows: ``rows[i][rank]``, the tensors of the ranks, whose bytes are counted.
+        roots: the whole tensors, or the root's.
+        others: more tensors of the ranks, like ``rows``.
+        ranks: the numbers of the ranks.
+    """
+
+    def __init__(
+        self,
+        operation: str,
+        rows: Iterable[Row],
+        roots: Sequence[torch.Tensor],
+        others: Sequence[Row],
+        ranks: Sequence[int] | None,
+    ) -> None:
+        self._operation, self._rows, self._roots, self._others = operation, list(rows), roots, others
+        self._ranks = range(max(map(len, self._rows), default=0)) if ranks is None else ranks
+        self._route = ""
+
+    def __enter__(self) -> CollectiveTrace:
+        self._devices = [_device_of(self._column(place)) for place in range(len(self._ranks))]
+        present = [each for each in self._devices if each is not None]
+        self._before = mark_devices(present)
+        self._begin_ns = time.perf_counter_ns()
+        self._hops: list[_RawHop] = []
+        _watches.stack = [*getattr(_watches, "stack", ()), self]
+        _core.open_transcript()
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        deeds = _core.close_transcript()
+        _watches.stack.pop()
+        if kind is None and self._before is not None:
+            self._tell(deeds, time.perf_counter_ns(), *self._before)
+
+    @when_tracing
+    def _tell(self, deeds: Sequence[_RawHop], end_ns: int, buffer: TraceBuffer, before: dict[str, object]) -> None:
+        after = mark_devices([each for each in self._devices if each is not None])
+        finder = _Finder([*self._rows, *self._others], self._roots, self._ranks)
+        hops = _hops(finder, deeds, 0)
+        hops += _hops(finder, self._hops, max((hop.call for hop in hops), default=-1) + 1)
+        self._keep(buffer, before, {} if after is None else after[1], tuple(hops), end_ns)
+
+    def ran(self, route: str, roots: Sequence[torch.Tensor] = ()) -> None:
+        """Say by which algorithm, and what was made meanwhile."""
+        self._route = route
+        self._roots = [*self._roots, *roots]
+
+    def add(self, sums: bool, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
+        """Add a copy or sum of the torch backend."""
+        now = time.perf_counter_ns()
+        call = self._hops[-1][4] + 1 if self._hops else 0
+        # What is sparse has as many bytes as its rank has indices, so each part is a hop of its own.
+        parts = [sources] if all(map(_is_strided, sources)) else [[source] for source in sources]
+        for part in parts:
+            ends = list(map(_pointer, part)), list(map(_pointer, targets))
+            self._hops.append((sums, *ends, nbytes_of(part[0]), call, _NO_STREAM, now, now))
+
+    def _column(self, place: int) -> list[torch.Tensor]:
+        found = [row[place] for row in self._rows if place < len(row)]
+        return [each for each in found if each is not None]
+
+    def _nbytes(self, place: int) -> int:
+        """Return the bytes that a rank moves: none if its tensor is the root's own."""
+        at_home = set(map(id, self._roots))
+        return sum(nbytes_of(each) for each in self._column(place) if id(each) not in at_home)
+
+    def _keep(
+        self,
+        buffer: TraceBuffer,
+        before: dict[str, object],
+        after: dict[str, object],
+        hops: tuple[Hop, ...],
+        end_ns: int,
+    ) -> None:
+        # Taken now: the tensors must not live as long as the recording.
+        begin_ns, thread = self._begin_ns, threading.get_ident()
+        operation, route, ranks = self._operation, self._route, tuple(self._ranks)
+        nbytes = tuple(map(self._nbytes, range(len(ranks))))
+        devices = tuple("" if each is None else str(each) for each in self._devices)
+        buffer.add(
+            current_step(),
+            lambda clock: Collective(
+                operation,
+                route,
+                ranks,
+                nbytes,
+                devices,
+                hops,
+                {
+                    device: (begin_ns, end_ns)
+                    if begin is None or after.get(device) is None
+                    else (clock.ns(begin), clock.ns(after[device]))
+                    for device, begin in before.items()
+                },
+                begin_ns,
+                end_ns,
+                thread,
+            ),
+        )
+
+
+_RawHop: TypeAlias = tuple[bool, list[int], list[int], int, int, tuple[int, int], int, int]
+_NO_STREAM = (-2, 0)
+_NULL_TRACE = _NullTrace()
+_watches = threading.local()
+
+
+def trace_collective(
+    operation: str,
+    rows: Iterable[Row],
+    roots: Sequence[torch.Tensor] = (),
+    others: Sequence[Row] = (),
+    ranks: Sequence[int] | None = None,
+) -> CollectiveTrace | _NullTrace:
+    """Return a context manager over one collective; nothing when no recording is on."""
+    return CollectiveTrace(operation, rows, roots, others, ranks) if is_tracing() else _NULL_TRACE
+
+
+def discard_warmup() -> None:
+    """Drop what the collective of this thread has recorded so far: it was a trial run of the tuner."""
+    if getattr(_watches, "stack", ()):
+        _core.open_transcript()
+
+
+def trace_hop(sums: bool, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
+    """Record a copy or sum of the torch backend in a collective of this thread."""
+    stack = getattr(_watches, "stack", ())
+    if stack and targets:
+        stack[-1].add(sums, sources, targets)
+
+
+def _hops(finder: _Finder, found: Sequence[_RawHop], first_call: int) -> list[Hop]:
+    places = finder.places
+    return [
+        Hop(sums, places(sources), places(targets), nbytes, first_call + call, _stream(stream), begin, end)
+        for sums, sources, targets, nbytes, call, stream, begin, end in found
+    ]
+
+
+def _is_strided(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided
+
+
+def _pointer(tensor: torch.Tensor) -> int:
+    """Return the tensor's address; a sparse one, several pieces of memory, has a number below all addresses."""
+    return tensor.data_ptr() if _is_strided(tensor) else -id(tensor)
+
+
+def _device_of(column: Sequence[torch.Tensor]) -> torch.device | None:
+    return column[0].device if column else None
+
+
+def _stream(stream: tuple[int, int]) -> str:
+    device, handle = stream
+    if stream == _NO_STREAM:
+        return ""
+    return "host" if device < 0 else f"cuda:{device} stream {handle:#x}"
+
+
+class _Finder:
+    """Whose a pointer is: the innermost tensor's that holds it; roots come first, then ranks in their order."""
+
+    def __init__(self, rows: Sequence[Row], roots: Sequence[torch.Tensor], ranks: Sequence[int]) -> None:
+        self._blocks: dict[int, list[tuple[int, int, int]]] = {}  # begin -> end, rank, number
+        for number, root in enumerate(roots):
+            self._add(root, ROOT, number)
+        for number, row in enumerate(rows):
+            for rank, tensor in zip(ranks, row, strict=False):
+                self._add(tensor, rank, number)
+        self._begins = sorted(self._blocks)
+
+    def _add(self, tensor: torch.Tensor | None, rank: int, number: int) -> None:
+        if tensor is not None and (tensor.numel() or not _is_strided(tensor)):
+            begin = _pointer(tensor)
+            nbytes = nbytes_of(tensor) if _is_strided(tensor) else 1
+            self._blocks.setdefault(begin, []).append((begin + nbytes, rank, number))
+
+    def places(self, pointers: Sequence[int]) -> tuple[Address, ...]:
+        """Return the tensor that holds each pointer; one that comes twice is of two tensors, if there are two."""
+        met: dict[int, int] = {}
+        found = []
+        for pointer in pointers:
+            found.append(self._place(pointer, met.get(pointer, 0)))
+            met[pointer] = met.get(pointer, 0) + 1
+        return tuple(found)
+
+    def _place(self, pointer: int, before: int) -> Address:
+        at = bisect_right(self._begins, pointer)
+        for begin in reversed(self._begins[max(0, at - _OVERLAPPING) : at]):
+            holding = [block for block in self._blocks[begin] if pointer < block[0]]
+            if holding:
+                _, rank, number = holding[min(before, len(holding) - 1)]
+                return rank, number, pointer - begin
+        return BETWEEN, 0, 0
+
+
+_OVERLAPPING = 64  # tensors that begin before a pointer and are looked at: parts that lie in a whole

@@ -1,0 +1,88 @@
+"""What ranks raised, as the caller hears it: one exception, that of the first rank, with the others' as notes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+
+from torch._utils import ExceptionWrapper
+
+from mgpu_core._warnings import is_users
+from mgpu_core.device.rank_barrier import RankExited
+from mgpu_core.device.team import Team
+from mgpu_core.device.workers import Outcome
+
+__all__ = ["raise_failures"]
+
+
+def raise_failures(outcomes: Sequence[Outcome], team: Team) -> None:
+    """Raise unless all ranks ended well; the outcomes hold no exception afterwards.
+
+    Args:
+        outcomes: in rank order.
+        team: whose ranks they are.
+
+    Raises:
+        Exception: as :func:`mgpu_core.parallel_apply` words it.
+    """
+    errors = {rank: outcome.error for rank, outcome in enumerate(outcomes) if outcome.error is not None}
+    if not errors:
+        return
+    if not all(isinstance(error, RankExited) for error in errors.values()):  # they are a consequence
+        errors = {rank: error for rank, error in errors.items() if not isinstance(error, RankExited)}
+    # A traceback holds the frames, and a frame that holds the exception holds everything that the forward made, until
+    # the garbage collector comes: who tries again with a smaller batch needs the memory at once.
+    for outcome in outcomes:
+        outcome.error = None
+    try:
+        _raise_first(errors, team)
+    finally:
+        del errors
+
+
+def _raise_first(errors: dict[int, BaseException], team: Team) -> None:
+    for original in errors.values():
+        if not isinstance(original, Exception):
+            errors.clear()
+            try:
+                raise original  # KeyboardInterrupt and SystemExit mean the program, not the rank
+            finally:
+                del original
+    rank, original = next(iter(errors.items()))
+    error = _with_origin(rank, original, team)
+    for other in list(errors)[1:]:
+        error.add_note(f"also in replica {other} on device {team.devices[other]}: {_described(errors[other])}")
+    errors.clear()
+    original.__traceback__ = None  # the message has it: printed twice, nobody finds his own line
+    try:
+        raise error from original
+    finally:
+        del error, original
+
+
+def _described(error: BaseException) -> str:
+    try:
+        return repr(error)
+    except Exception:  # a user's class may fail in it, and that must not be all that anybody hears
+        return f"{type(error).__name__}, which has no repr()"
+
+
+def _from_users_frame(whole: TracebackType | None) -> TracebackType | None:
+    """Return the traceback from the first frame of the user's own code on; all of it where there is none."""
+    here = whole
+    while here is not None and not is_users(here.tb_frame.f_code.co_filename):
+        here = here.tb_next
+    return here or whole
+
+
+def _with_origin(rank: int, original: BaseException, team: Team) -> BaseException:
+    """Return the exception as torch words it: same type, ``Caught ... in replica``, the original traceback."""
+    where = f"in replica {rank} on device {team.devices[rank]}"
+    wrapper = ExceptionWrapper((type(original), original, _from_users_frame(original.__traceback__)), where=where)
+    try:
+        wrapper.reraise()
+    except Exception as error:
+        if isinstance(error, RuntimeError) or type(error) is type(original):
+            return error.with_traceback(None)
+    # The constructor did not take what torch gave it, and said so: that would be all that anybody hears.
+    return RuntimeError(f"Caught {type(original).__name__} {where}.\nOriginal {wrapper.exc_msg}")

@@ -1,0 +1,155 @@
+"""`mgpu explain script.py`: runs a script as it is, and shows what its steps did.
+
+The script's own output and exit status come through; the trace follows, also after an error.
+"""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from mgpu_core import explain
+from mgpu_core.explanation.trace import Trace
+from mgpu_core.files import check_outputs, write_whole
+from mgpu_core.user_script import become_script, run_script, show_error, uses_torchs_wrapper
+
+__all__ = ["add_arguments", "run"]
+
+_SKIP = 3
+_STEPS = 6  # the last one, which is shown, comes after those in which `workers="auto"` measures
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `mgpu explain`."""
+    parser.add_argument(
+        "--skip", type=int, default=_SKIP, metavar="N", help="steps that pass first (default: %(default)s)"
+    )
+    parser.add_argument("--steps", type=int, default=_STEPS, metavar="N", help="steps to record (default: %(default)s)")
+    parser.add_argument(
+        "--predict", action="store_true", help="beside each collective what the cost model says of it (CPU ranks)"
+    )
+    _add_outputs(parser)
+    parser.add_argument("script", type=Path, help="a Python script that uses mgpu_core")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
+
+
+def _add_outputs(parser: argparse.ArgumentParser) -> None:
+    """The files that a trace can be written to."""
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write the animated page")
+    parser.add_argument("--trace", type=Path, metavar="FILE.json", help="write a trace for ui.perfetto.dev")
+    parser.add_argument("--profile", type=Path, metavar="FILE.json", help="write the last step for `mgpu simulate`")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the script and print the table of its last step.
+
+    Returns:
+        The script's exit status; 1 after an error in it, or if there was nothing to record; 2 if a file of ours is not
+        written.
+    """
+    if not args.script.is_file():
+        raise FileNotFoundError(f"{args.script}: there is no such script")
+    check_outputs([path for path in (args.html, args.trace, args.profile) if path], [args.script])
+    here = Path.cwd()  # the script may go to another folder
+    if args.arguments[:1] == ["--"]:
+        del args.arguments[0]
+    _mind_the_order(args.arguments)
+    if uses_torchs_wrapper(args.script):
+        print(_not_recorded(args.script), file=sys.stderr)
+    process = os.getpid()
+    with explain(skip=args.skip, steps=args.steps) as trace:
+        status = _run_script(args.script, args.arguments)
+    if os.getpid() != process:  # a child that the script has forked came out here; the trace is its parent's
+        return status
+    if not trace.steps:
+        print(_nothing(args), file=sys.stderr)
+        return status or 1
+    if args.predict:
+        _predict(trace)
+    return status if _save(trace, here, args) else 2
+
+
+def _mind_the_order(arguments: list[str]) -> None:
+    """What stands behind the script is the script's: who wrote an option of ours there may wonder."""
+    ours = {"--html", "--trace", "--profile", "--predict", "--skip", "--steps"}
+    for word in arguments:
+        if word.partition("=")[0] in ours:
+            print(f"mgpu explain: note: {word} stands behind the script, and is the script's own", file=sys.stderr)
+
+
+def _not_recorded(script: Path) -> str:
+    return (
+        f"mgpu explain: note: {script} uses torch.nn.DataParallel, which is not recorded: mgpu_core.DataParallel is, "
+        "and takes its place"
+    )
+
+
+def _predict(trace: Trace) -> None:
+    """A training is over when it turns out that nothing can be predicted: its trace is shown all the same."""
+    try:
+        trace.predict()
+    except ValueError as error:
+        print(f"mgpu explain: note: no predictions: {error}", file=sys.stderr)
+
+
+def _nothing(args: argparse.Namespace) -> str:
+    reason = "makes no whole step with DataParallel or TrainStep, and no functional call"
+    if args.skip:
+        reason = (
+            f"ended within its first {args.skip} steps, or makes no whole step with DataParallel or TrainStep; "
+            "--skip 0 keeps the first ones, and functional calls"
+        )
+    return f"mgpu explain: error: nothing was recorded: {args.script} {reason}"
+
+
+def _save(trace: Trace, here: Path, args: argparse.Namespace) -> bool:
+    """Write the files that are wanted, named as seen from ``here``; show the last step, and say so.
+
+    The training is over: each file is tried, whatever became of the others.
+
+    Returns:
+        Whether all are written.
+    """
+
+    def save_profile(path: Path) -> None:
+        text = trace.profile(name=args.script.stem).to_json()
+        write_whole(path, lambda file: file.write(text.encode()))
+
+    wanted = ((args.html, trace.save_html), (args.trace, trace.save_trace), (args.profile, save_profile))
+    written, failed = [], []
+    for path, save in wanted:
+        if path is not None:
+            try:
+                save(here / path)
+                written.append(path)
+            except (OSError, ValueError) as error:
+                failed.append(f"{path}: {error}")
+    print(f"\n{trace.table()}")
+    for path in written:
+        print(f"written: {path}")
+    for line in failed:
+        print(f"mgpu explain: error: {line}", file=sys.stderr)
+    return not failed
+
+
+def _run_script(script: Path, arguments: list[str]) -> int:
+    """Its exit status; what it raises is shown."""
+    try:
+        become_script(script, arguments)  # to the end of the process: its threads live as long
+        run_script(script, "__main__")
+    except SystemExit as end:
+        return _status(end.code)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except Exception as error:
+        show_error(error, script)
+        return 1
+    return 0
+
+
+def _status(code: object) -> int:
+    if code is None or isinstance(code, int):
+        return code or 0
+    print(code, file=sys.stderr)
+    return 1

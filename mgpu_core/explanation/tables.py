@@ -1,0 +1,96 @@
+"""A step as a table for the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from mgpu_core.explanation.phases import Phase, phases_of
+from mgpu_core.explanation.predicted import predicted_seconds
+from mgpu_core.explanation.scene import plural
+from mgpu_core.explanation.topology import Machine
+from mgpu_core.explanation.trace import Step
+
+__all__ = ["columns", "human_nbytes", "human_seconds", "table"]
+
+
+def table(step: Step, environment: Mapping[str, str], machine: Machine | None = None, dropped: int = 0) -> str:
+    """Header, one line per phase, and what the columns mean; no newline at the end.
+
+    With a machine, there are two more columns: what the collectives took, and what the cost model says they take.
+    """
+    seconds = (step.end_ns - step.begin_ns) / 1e9
+    team = ", ".join(device or "not seen" for device in step.devices) or "none known"
+    head = [
+        f"step {step.number}: {step.name}, {plural(len(step.devices), 'rank')} ({team}), {human_seconds(seconds)}",
+        *([_WORKERS[step.workers]] if step.workers else []),
+        *(f"{name}: {value}" for name, value in environment.items()),
+        "",
+    ]
+    rows = [_HEAD + (_MORE if machine else ()), *(_row(phase, machine) for phase in phases_of(step))]
+    foot = [
+        "",
+        "time: covered by the phase's spans; phases overlap, so shares may add up to more than 100 %.",
+        "bus GB/s: bytes of a rank x the operation's factor (2(n-1)/n for all_reduce) / time of the calls.",
+    ]
+    if dropped:
+        foot.append(f"{dropped} entries more were too many to keep: the last step may be a part of one.")
+    if machine:
+        foot.append(f"predicted: the collectives' own time by the cost model of {machine.name} (docs/cost_model.md).")
+    return "\n".join([*head, *columns(rows, left=1), *foot])
+
+
+_WORKERS = {
+    "threads": "workers: threads (each rank ran in its own thread)",
+    "caller": "workers: caller (all ranks ran one after the other in the caller's thread)",
+}
+_HEAD = ("phase", "ranks", "calls", "moved", "time", "share", "bus GB/s")
+_MORE = ("collectives", "predicted")
+
+
+def _row(phase: Phase, machine: Machine | None) -> tuple[str, ...]:
+    cells = _cells(phase)
+    if machine is None:
+        return cells
+    predicted = predicted_seconds(phase.collectives, machine)
+    own = human_seconds(phase.collective_seconds) if phase.collectives else "-"
+    return *cells, own, "-" if predicted is None else human_seconds(predicted)
+
+
+def _cells(phase: Phase) -> tuple[str, ...]:
+    return (
+        phase.name,
+        str(phase.ranks or "-"),
+        str(len(phase.collectives) or "-"),
+        human_nbytes(phase.moved_nbytes),
+        human_seconds(phase.seconds),
+        f"{phase.share:.1%}",
+        "-" if phase.bus_gbps is None else f"{phase.bus_gbps:.2f}",
+    )
+
+
+def columns(rows: Sequence[Sequence[str]], left: int) -> list[str]:
+    """Lines with aligned columns; the first ``left`` of them to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if place < left else cell.rjust(width)
+            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def human_nbytes(nbytes: int) -> str:
+    """With a binary unit: ``1.5 MiB``."""
+    value, units = float(nbytes), ["B", "KiB", "MiB", "GiB"]
+    while value >= 1024 and len(units) > 1:
+        value, units = value / 1024, units[1:]
+    return f"{value:.0f} B" if units[0] == "B" else f"{value:.4g} {units[0]}"
+
+
+def human_seconds(seconds: float) -> str:
+    """With three digits: ``12.3 us``."""
+    for unit, factor in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
+        if seconds * factor >= 1:
+            return f"{seconds * factor:.3g} {unit}"
+    return f"{seconds * 1e9:.0f} ns"

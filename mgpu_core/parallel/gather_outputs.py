@@ -1,0 +1,151 @@
+"""Gather: one nested object per rank becomes one, its tensors joined along ``dim``.
+
+The inverse of scatter, rule by rule: tensors are joined, equal leaves stay, unequal ones are an error that names them.
+Only what a container of nobody's knowledge holds, is joined as torch does: such as the caches of decoders.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence, Set
+from typing import Any
+
+import torch
+
+from mgpu_core._warnings import warn_user
+from mgpu_core.comm import autograd
+from mgpu_core.comm.arguments import check_joined
+from mgpu_core.comm.trace_hooks import trace_backward, trace_cut
+from mgpu_core.device.devices import DeviceLike, as_device
+from mgpu_core.nested import LEAF, Rows, Tree, any_tensor, flatten, flatten_alike, is_undivided, moved
+from mgpu_core.trace.tracer import is_tracing, span
+
+__all__ = ["gather"]
+
+
+def gather(outputs: Sequence[Any], target_device: DeviceLike, dim: int = 0) -> Any:
+    """Join the ranks' outputs on ``target_device``; differentiable.
+
+    Args:
+        outputs: one object per rank, all of one structure.
+        target_device: where the result is wanted: a device, ``"cpu"`` for the CPU (-1 works, with torch's warning).
+        dim: the dimension along which tensors are joined; scalars become a vector for ``dim=0``.
+
+    Returns:
+        An object of the structure of ``outputs[0]``: tensors joined, in fresh memory; other leaves as they are.
+
+    Raises:
+        TypeError: leaves that are no tensors and differ between ranks, or a tensor beside something else.
+        ValueError: outputs of different structure, or tensors that do not fit together.
+    """
+    device = as_device(target_device)
+    if not len(outputs):
+        raise ValueError("gather needs the output of at least one rank")
+    with span("gather"):
+        return _Gather(device, dim).joined(outputs, "outputs")
+
+
+class _Gather:
+    """Where to, and along which dimension."""
+
+    def __init__(self, device: torch.device, dim: int) -> None:
+        self._device, self._dim = device, dim
+
+    def joined(self, outputs: Sequence[Any], name: str) -> Any:
+        """Return one object per rank, joined; ``name`` is what errors call them."""
+        for each in outputs:
+            if type(each) is not torch.Tensor or is_undivided(each):
+                break
+        else:
+            return self._join_tensors(outputs, LEAF, 0, name)
+        tree, rows = flatten_alike(outputs, name)
+        columns = zip(*rows, strict=True)
+        return tree.unflatten(iter([self._join(list(leaves), tree, i, name) for i, leaves in enumerate(columns)]))
+
+    def _join(self, leaves: list[Any], tree: Tree, place: int, name: str) -> Any:
+        tensors = sum(isinstance(leaf, torch.Tensor) for leaf in leaves)
+        if tensors == len(leaves):
+            return self._join_tensors(leaves, tree, place, name)
+        if all(isinstance(leaf, Rows) for leaf in leaves):
+            return Rows(moved(each, self._device) for leaf in leaves for each in leaf)
+        other = next((rank for rank, leaf in enumerate(leaves) if rank and not _equal(leaves[0], leaf)), None)
+        if other is None:
+            return leaves[0]
+        path = tree.paths(name)[place]
+        items = [_items_of(leaf) for leaf in leaves]
+        if not tensors and items[0] is not None and all(each is not None for each in items):
+            return self._join_items(leaves, items, path)
+        raise TypeError(
+            f"{path} cannot be gathered: it is {_text(leaves[0])} on rank 0 and {_text(leaves[other])} on rank "
+            f"{other}; only tensors are joined, everything else must be equal"
+        )
+
+    def _join_items(self, leaves: list[Any], items: list[Any], path: str) -> Any:
+        """Join objects whose class is made from what its iterator gives, as torch does with unknown classes."""
+        joined = self.joined(items, path)
+        kind = type(leaves[0])
+        try:
+            return kind(iter(joined))
+        except Exception as error:
+            raise TypeError(
+                f"{path} cannot be gathered: it holds tensors, and {kind.__name__} cannot be made of what its own "
+                "iterator gives; return the tensors, or nothing (use_cache=False)"
+            ) from error
+
+    def _join_tensors(self, leaves: Sequence[torch.Tensor], tree: Tree, place: int, name: str) -> torch.Tensor:
+        if leaves[0].ndim == 0 and self._dim == 0 and all(leaf.dim() == 0 for leaf in leaves):
+            warn_user(
+                "Was asked to gather along dimension 0, but all "
+                "input tensors were scalars; will instead unsqueeze "
+                "and return a vector."
+            )
+            leaves = [leaf.reshape(1) for leaf in leaves]
+        try:
+            for leaf in leaves:
+                leaf.size(self._dim)  # raises IndexError in torch's words
+            dim = self._dim % leaves[0].ndim
+            check_joined(leaves, dim, "tensors")
+            joined = autograd.gather(leaves, self._device, dim)
+        except (ValueError, TypeError, IndexError) as error:
+            error.add_note(f"while gathering {tree.paths(name)[place]} along dimension {self._dim}")
+            raise
+        if is_tracing():
+            for rank, leaf in enumerate(leaves):
+                trace_backward(rank, [leaf])
+            trace_cut("gather", tree.paths(name)[place], self._device, leaves, self._dim)
+        return joined
+
+
+def _items_of(obj: Any) -> list[Any] | None:
+    """Return what iterating over it gives, if that holds tensors; ``None`` if not, or if it cannot be iterated over."""
+    if isinstance(obj, Set) or not isinstance(obj, Iterable):  # of sets nothing says which entries belong together
+        return None
+    try:
+        if iter(obj) is obj:  # it would be used up
+            return None
+        items = list(obj)
+        leaves: list[Any] = []
+        flatten(items, leaves, "", whole=True)
+    except Exception:  # whatever an iterator of somebody else's says
+        return None
+    return items if any_tensor(leaves) else None
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        return False
+    if one is other:
+        return True
+    try:
+        if getattr(one, "shape", None) != getattr(other, "shape", None):
+            return False
+        same = one == other
+        if hasattr(same, "all"):  # an array of answers
+            same = same.all()
+        return type(one) is type(other) and (bool(same) or bool(one != one and other != other))
+    except (TypeError, ValueError, RuntimeError):  # no one answer
+        return False
+
+
+def _text(leaf: Any) -> str:
+    text = f"a {tuple(leaf.shape)} tensor" if isinstance(leaf, torch.Tensor) else repr(leaf)
+    return text if len(text) <= 60 else text[:57] + "..."

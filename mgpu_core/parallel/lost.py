@@ -1,0 +1,93 @@
+"""Attributes that a forward pass assigns to its module: with replicas they are lost, and people should hear of it.
+
+``self.steps += 1`` in a forward pass changes the replica, which is gone after the step.  ``torch.nn.DataParallel``
+loses such values in silence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch.nn import Module
+
+from mgpu_core._warnings import warn_user
+from mgpu_core.replica_hooks import DICTIONARIES, SHARES_HOOKS
+
+__all__ = ["Given", "given_attributes", "lost_attributes", "warn_lost"]
+
+Given: TypeAlias = list[tuple[str, Module, dict[str, Any], dict[str, torch.Tensor | None]]]
+"""Of each module of a replica its path, itself, its attributes and its buffers."""
+
+_OURS = {
+    *DICTIONARIES,
+    SHARES_HOOKS,
+    "_parameters",
+    "_buffers",
+    "_modules",
+    "_compiled_call_impl",
+    "_former_parameters",
+    "_is_full_backward_hook",
+    "_is_replica",
+    "_forwards_to_watch",
+    "_ids",
+    "_team",
+    "_replica_methods",
+}
+_NAMED = 5
+
+
+def given_attributes(replica: Module) -> Given:
+    """Return what the replica has now, before its forward pass; for :func:`lost_attributes`."""
+    return [
+        (path, each, dict(vars(each)), dict(each._buffers.items()))
+        for path, each in replica.named_modules()
+        if type(each)._replicate_for_data_parallel is Module._replicate_for_data_parallel  # RNNs keep lists
+    ]
+
+
+def lost_attributes(given: Given) -> list[str]:
+    """Return the names, such as ``encoder.steps``, of what a forward pass assigned to the replica since then."""
+    lost: list[str] = []
+    for path, module, attributes, buffers in given:
+        ours = _OURS | attributes.get("_former_parameters", {}).keys() | _rewritten_by_hooks(module)
+        names = [
+            name
+            for name, value in vars(module).items()
+            if name not in ours and value is not attributes.get(name, _ABSENT)
+        ]
+        names += [
+            name
+            for name, buffer in buffers.items()
+            if buffer is not None and not buffer.requires_grad and dict(module._buffers.items()).get(name) is not buffer
+        ]
+        lost += [f"{path}.{name}" if path else name for name in names]
+    return lost
+
+
+_ABSENT = object()
+
+
+def _rewritten_by_hooks(module: Module) -> set[str]:
+    """Return the weights that a hook computes anew in every forward pass (weight_norm, spectral_norm, pruning)."""
+    names = (getattr(hook, "name", getattr(hook, "_tensor_name", None)) for hook in module._forward_pre_hooks.values())
+    return {name for name in names if isinstance(name, str)}
+
+
+def warn_lost(kind_name: str, names: Sequence[str], *, rank_0_keeps: bool = False) -> None:
+    """Warn that a forward pass of such a module assigned these attributes.
+
+    Args:
+        rank_0_keeps: rank 0 runs the user's own module, so its assignments persist.
+    """
+    told = ", ".join(names[:_NAMED])
+    if len(names) > _NAMED:
+        told += f" and {len(names) - _NAMED} more"
+    what_happens = "with several ranks each assigns to a replica that is gone after the forward, so the value is lost"
+    if rank_0_keeps:
+        what_happens = "the module keeps the value of rank 0, and those of the other ranks are lost"
+    warn_user(
+        f"the forward of {kind_name} assigns {told}: {what_happens}. Return it, or keep it in a buffer that is "
+        "changed in place (rank 0's are the module's own)."
+    )

@@ -1,0 +1,173 @@
+"""All arguments together: taken apart into leaves, cut at the same rows, put together again for each rank."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Sequence
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import torch
+
+from mgpu_core.comm import autograd
+from mgpu_core.comm.trace_hooks import trace_cut
+from mgpu_core.device.team import Team
+from mgpu_core.nested import Replicate, Rows, flatten, moved
+from mgpu_core.parallel.scatter_inputs.chunks import check_shares, is_plain, row_counts, views_of
+from mgpu_core.parallel.scatter_inputs.replicated import copies_for_all, copies_of_tensor, trace_replicated
+from mgpu_core.parallel.scatter_inputs.unknown import warn_unknown
+from mgpu_core.trace.tracer import is_tracing
+
+__all__ = ["Arguments", "cut"]
+
+
+def cut(
+    objects: dict[str, Any],
+    team: Team,
+    dim: int,
+    shares: Sequence[float] | None,
+    *,
+    as_views: bool = False,
+    dealt: str | None = None,
+) -> tuple[list[list[Any]], list[int] | None]:
+    """Per rank its part of each object, and its rows where something was cut.
+
+    Args:
+        as_views: chunks on the only device of all ranks need not be memory of their own.
+        dealt: the object whose tensors with one number per rank are dealt out, also where the rows are others: so
+            transformers' Trainer tells each replica by what to divide, and torch never saw a row there.
+    """
+    check_shares(shares, len(team))
+    if len(team) == 1:
+        trace_replicated(objects, team.devices[0], dim)
+        return [[moved(obj, team.devices[0]) for obj in objects.values()]], None
+    arguments = Arguments(objects)
+    alone = arguments.numbers_per_rank(dealt, len(team), dim)
+    rows = arguments.rows(dim, alone)
+    counts = None if rows is None else row_counts(rows, len(team), shares)
+    if counts is not None:
+        team = team.first(len(counts))
+    one_device = team.devices[0] if as_views and len(set(team.devices)) == 1 else None
+    columns = []
+    for place in range(len(arguments.leaves)):
+        if place in alone:
+            arguments.leaves[place] = arguments.leaves[place].narrow(dim, 0, len(team))
+        each = [1] * len(team) if place in alone else counts
+        columns.append(arguments.spread(place, team, each, dim, one_device))
+    return [arguments.rebuild([column[rank] for column in columns]) for rank in team.ranks], counts
+
+
+class Arguments:
+    """Several objects, taken apart together: they are cut at the same rows."""
+
+    def __init__(self, objects: dict[str, Any]) -> None:
+        self.names = list(objects)
+        self.leaves: list[Any] = []
+        self.trees = [flatten(obj, self.leaves, name, share=True) for name, obj in objects.items()]
+
+    def rebuild(self, leaves: list[Any]) -> list[Any]:
+        """Return the objects, with these leaves."""
+        rest = iter(leaves)
+        return [tree.unflatten(rest) for tree in self.trees]
+
+    def path(self, place: int) -> str:
+        """Return what the leaf is called: ``inputs[1]["x"]``."""
+        paths = [path for name, tree in zip(self.names, self.trees, strict=True) for path in tree.paths(name)]
+        return paths[place]
+
+    def numbers_per_rank(self, name: str | None, ranks: int, dim: int) -> set[int]:
+        """Return the leaves of one object that have one number per rank, where other tensors have other rows."""
+        sized = {place: leaf for place, leaf in enumerate(self.leaves) if _has_rows(leaf, dim)}
+        if name is None or all(leaf.size(dim) == ranks for leaf in sized.values()):
+            return set()
+        at = self.names.index(name)
+        begin, count = (sum(len(tree.paths("")) for tree in trees) for trees in (self.trees[:at], [self.trees[at]]))
+        mine = range(begin, begin + count)
+        return {place for place, leaf in sized.items() if place in mine and leaf.numel() == leaf.size(dim) == ranks}
+
+    def rows(self, dim: int, but: Collection[int] = ()) -> int | None:
+        """Return the rows along ``dim`` of the first tensor that has some, checked against all others; or None.
+
+        Args:
+            but: leaves that are not looked at.
+        """
+        first: int | None = None
+        for place, leaf in enumerate(self.leaves):
+            if place in but or not isinstance(leaf, torch.Tensor | Rows) or _has_no_dimension(leaf):
+                continue
+            if isinstance(leaf, torch.Tensor) and not -leaf.dim() <= dim < leaf.dim():
+                raise IndexError(
+                    f"{self.path(place)} has shape {tuple(leaf.shape)} and cannot be cut along dimension {dim}"
+                )
+            if first is None:
+                first = place
+            elif _rows_of(leaf, dim) != _rows_of(self.leaves[first], dim):
+                raise ValueError(self._disagreement(first, place, dim))
+        return None if first is None else _rows_of(self.leaves[first], dim)
+
+    def spread(
+        self, place: int, team: Team, counts: list[int] | None, dim: int, one_device: torch.device | None
+    ) -> Sequence[Any]:
+        """Return what each rank gets of the leaf: views, where it is plain and lies on the one device of all ranks."""
+        leaf = self.leaves[place]
+        warn_unknown(leaf, partial(self.path, place))
+        parts: Sequence[Any]
+        try:
+            if counts is not None and type(leaf) is torch.Tensor and leaf.device == one_device and is_plain(leaf):
+                parts, route = views_of(leaf, counts, dim), "view"
+            else:
+                parts, route = _spread(leaf, team, counts, dim), "copy"
+            if isinstance(leaf, torch.Tensor) and is_tracing():
+                trace_cut("scatter", self.path(place), leaf.device, parts, dim, route if leaf.dim() else "copies")
+            return parts
+        except (ValueError, TypeError) as error:
+            error.add_note(f"while scattering {self.path(place)} along dimension {dim}")
+            raise
+
+    def _disagreement(self, one: int, other: int, dim: int) -> str:
+        paths = [self.path(place) for place in (one, other)]
+        described = [
+            f"{path} has {_size_of(self.leaves[place])}" for path, place in zip(paths, (one, other), strict=True)
+        ]
+        advice = "What every rank should get whole goes into mgpu_core.Replicate(...)"
+        alike = {re.sub(r"\[\d+\]", "[]", path) for path in paths}
+        if len(alike) == 1 and alike != {"inputs[]"}:  # of one list, not two arguments
+            advice += "; a list with one entry per row into mgpu_core.Rows(...)"
+        return f"the inputs differ in their number of rows along dimension {dim}: {', '.join(described)}. {advice}"
+
+
+def _has_no_dimension(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.dim() == 0
+
+
+def _rows_of(leaf: torch.Tensor | Rows[Any], dim: int) -> int:
+    return len(leaf) if isinstance(leaf, Rows) else leaf.size(dim)
+
+
+def _size_of(leaf: torch.Tensor | Rows[Any]) -> str:
+    return f"{len(leaf)} rows" if isinstance(leaf, Rows) else f"shape {tuple(leaf.shape)}"
+
+
+def _deal(rows: Rows[Any], team: Team, counts: list[int]) -> list[list[Any]]:
+    """Return each rank's entries, with their tensors on its device."""
+    entries = iter(rows)
+    pairs = zip(team.devices, counts, strict=True)
+    return [[moved(each, device) for each in islice(entries, count)] for device, count in pairs]
+
+
+def _has_rows(leaf: Any, dim: int) -> bool:
+    return isinstance(leaf, torch.Tensor) and -leaf.dim() <= dim < leaf.dim()
+
+
+def _spread(leaf: Any, team: Team, counts: list[int] | None, dim: int) -> Sequence[Any]:
+    if isinstance(leaf, Replicate):
+        return copies_for_all(leaf.value, team)
+    if isinstance(leaf, Rows) and counts is not None:
+        return _deal(leaf, team, counts)
+    if not isinstance(leaf, torch.Tensor):
+        return [leaf] * len(team)
+    if leaf.dim() == 0:
+        return copies_of_tensor(leaf, team)
+    assert counts is not None  # a tensor with dimensions was seen by rows()
+    return autograd.scatter(leaf, team, counts, dim)

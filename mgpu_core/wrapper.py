@@ -1,0 +1,276 @@
+"""``DataParallel``: ``torch.nn.DataParallel`` with the same contract, on any devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch.nn import Module
+
+from mgpu_core.comm.trace_hooks import trace_backward
+from mgpu_core.device.compiled import outside_the_compiler
+from mgpu_core.device.devices import DeviceLike, as_device
+from mgpu_core.device.drop_in import as_id, drop_in_devices, drop_in_output
+from mgpu_core.device.modes import check_modes
+from mgpu_core.device.random import check_rng
+from mgpu_core.device.team import Team
+from mgpu_core.device.worker_choice import WorkerChoice, check_workers, size_of
+from mgpu_core.module_tree import ModuleTree, check_initialised, tensors_of
+from mgpu_core.nested import unwrapped
+from mgpu_core.parallel import gather, parallel_apply, replicate, scatter_kwargs
+from mgpu_core.parallel.apply import apply_to, draws_apart, shares_generator
+from mgpu_core.parallel.lost import Given, given_attributes, lost_attributes, warn_lost
+from mgpu_core.parallel.replicate_modules import loosen, replicate_tree
+from mgpu_core.parallel.scatter_inputs import check_shares
+from mgpu_core.trace.tracer import span, when_tracing
+
+__all__ = ["DataParallel", "data_parallel"]
+
+M = TypeVar("M", bound=Module)
+
+
+class DataParallel(torch.nn.DataParallel[M]):
+    """Runs a module on several ranks: each gets its share of the rows, outputs come back together.
+
+    A subclass of ``torch.nn.DataParallel``, because libraries unwrap by ``isinstance``; nothing of it is used.
+
+    Args:
+        module: the wrapped module, on ``device_ids[0]`` (moved there if there is one device).
+        device_ids: one device per rank: ints (accelerator index), strings or ``torch.device``; the CPU too, and a
+            device more than once (``["cpu"] * 4`` are four ranks).  ``None``: all accelerators, else as many CPU ranks
+            as ``MGPU_CORE_CPU_RANKS`` says, else the plain module; ``[]``: the plain module.  Where there is no
+            accelerator at all, ids of accelerators give the plain module, as in torch, and a warning; with
+            ``MGPU_CORE_CPU_RANKS`` set, as many CPU ranks as there are ids.
+        output_device: where outputs are gathered (default: ``device_ids[0]``).
+        dim: the dimension of the rows.
+        shares: rows in this proportion, one positive number per rank.
+        rng: ``auto``: one seed gives the same bits in every run where a module looks as if it drew random numbers
+            (dropout in training); ``per_rank``: also for modules that draw without a sign of it.
+        workers: ``threads``: ranks run at once, each in its own thread, as in torch; ``caller``: one after the other in
+            the calling thread, which is faster where each launches little work; ``auto``: the faster one, measured
+            over the first forward passes of each size of batch.  Ranks that wait for each other in a forward need
+            threads: :class:`mgpu_core.SyncBatchNorm` gets them, other modules that do so need ``threads``.
+
+    Raises:
+        ValueError, TypeError: devices that do not exist, shares that do not fit, another ``rng`` or ``workers``.
+    """
+
+    def __init__(
+        self,
+        module: M,
+        device_ids: Sequence[DeviceLike] | None = None,
+        output_device: DeviceLike | None = None,
+        dim: int = 0,
+        *,
+        shares: Sequence[float] | None = None,
+        rng: str = "auto",
+        workers: str = "threads",
+    ) -> None:
+        Module.__init__(self)
+        check_rng(rng)
+        check_workers(workers)
+        devices = drop_in_devices(device_ids, output_device)
+        self.module = module
+        self.dim = dim
+        self.shares = shares
+        self.rng = rng
+        self._choice = WorkerChoice(workers, devices, rng)
+        self._forwards_to_watch = 3
+        self.device_ids: list[Any] = [as_id(device) for device in devices]
+        self.output_device: Any = drop_in_output(output_device, self.device_ids)
+        self._team: Team | None = Team.of(devices) if devices else None
+        self._ids: list[Any] | None = list(self.device_ids)  # whose team it is: device_ids may be changed
+        if not self.device_ids:
+            return
+        check_shares(shares, len(self.device_ids))
+        self.src_device_obj = as_device(self.device_ids[0])
+        if len(self.device_ids) == 1:
+            self.module.to(self.src_device_obj)
+
+    @outside_the_compiler
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Scatter, replicate, apply, gather.
+
+        Raises:
+            RuntimeError: the module is not on ``device_ids[0]``.
+            ValueError: inputs that disagree on their number of rows.
+            TypeError: a mode or a transform of ``torch.func`` that would not reach the ranks.
+            Exception: what a replica raised, see :func:`mgpu_core.parallel_apply`.
+        """
+        if not self.device_ids:
+            return self._move_output(self.module(*unwrapped(inputs), **unwrapped(kwargs)))
+        with span("data_parallel"):
+            return self._over_ranks(inputs, kwargs)
+
+    def _over_ranks(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        ranks = len(self.device_ids)
+        if ranks > 1:
+            check_modes()
+            tree = _read(self.module, self.src_device_obj)
+        else:  # one rank copies nothing: its first forward initialises a lazy module
+            _check_device(tensors_of(self.module), self.src_device_obj)
+        parts, kwargs_parts = self.scatter(inputs, kwargs, self.device_ids)
+        if not parts and not kwargs_parts:  # no arguments at all: the module runs once, on the first rank
+            parts, kwargs_parts = ((),), ({},)
+        if ranks == 1:
+            with span("forward", 0, self.src_device_obj):
+                output = self.module(*parts[0], **kwargs_parts[0])
+            _trace_backward(output)
+            return self._move_output(output)
+        team = self._team_of(self.device_ids[: len(parts)])
+        if self._is_own("replicate"):
+            replicas = replicate_tree(tree, team, not torch.is_grad_enabled())
+        else:
+            replicas = self.replicate(self.module, self.device_ids[: len(parts)])
+        given = given_attributes(replicas[0]) if self._forwards_to_watch > 0 else None
+        try:
+            outputs = self._run_replicas(tree, team, replicas, parts, kwargs_parts)
+            if given is not None:
+                self._watch(given)
+        finally:
+            loosen(replicas)
+        return self.gather(outputs, self.output_device)
+
+    def _run_replicas(
+        self, tree: ModuleTree, team: Team, replicas: Sequence[M], parts: Any, kwargs_parts: Any
+    ) -> list[Any]:
+        """Call the replicas of a module that was just read, in the way that is faster for this size of batch."""
+        size = size_of(parts[0]) if parts else None
+        is_timed = self._choice.begin(size, meets=tree.ranks_meet)
+        if self._is_own("parallel_apply") and len(team) > 1:
+            draws = shares_generator(team) and draws_apart(tree, self.rng)
+            outputs = apply_to(team, replicas, parts, kwargs_parts, draws=draws, workers=self._choice.now)
+        else:
+            outputs = self.parallel_apply(replicas, parts, kwargs_parts)
+        if is_timed:
+            self._choice.end(size)
+        return outputs
+
+    def _is_own(self, name: str) -> bool:
+        """Return whether a method is this class's: neither a subclass's nor put on the wrapper."""
+        return name not in self.__dict__ and getattr(type(self), name) is getattr(DataParallel, name)
+
+    def _watch(self, given: Given) -> None:
+        """Look for lost attributes in the first forward passes; later ones pay nothing for it."""
+        self._forwards_to_watch -= 1
+        if lost := lost_attributes(given):
+            self._forwards_to_watch = 0
+            warn_lost(type(self.module).__name__, lost)
+
+    def scatter(self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Sequence[DeviceLike]) -> Any:
+        """Return one tuple of arguments and one dict of keyword arguments per rank."""
+        return scatter_kwargs(inputs, kwargs, self._team_of(device_ids), self.dim, shares=self.shares)
+
+    def replicate(self, module: M, device_ids: Sequence[DeviceLike]) -> list[M]:
+        """Return one replica of the module per rank."""
+        return replicate(module, self._team_of(device_ids).devices, not torch.is_grad_enabled())
+
+    def parallel_apply(self, replicas: Sequence[M], inputs: Sequence[Any], kwargs: Any) -> list[Any]:
+        """Call each replica on its own arguments, all at once; return their outputs."""
+        devices = self._team_of(self.device_ids[: len(replicas)]).devices
+        return parallel_apply(replicas, inputs, kwargs, devices, rng=self.rng, workers=self._choice.now)
+
+    def gather(self, outputs: Any, output_device: DeviceLike) -> Any:
+        """Return the outputs joined along ``dim`` on ``output_device``."""
+        return gather(outputs, output_device, dim=self.dim)
+
+    def close(self) -> None:
+        """End the idle worker threads of this wrapper's team now; the next forward starts new ones."""
+        if self.device_ids:
+            self._team_of(self.device_ids).close()
+
+    def _team_of(self, device_ids: Sequence[DeviceLike]) -> Team:
+        """Return the team of these devices; that of ``device_ids``, whatever they are now, is kept."""
+        team = self._team
+        if team is not None and device_ids == self._ids:
+            return team
+        team = Team.of(device_ids)
+        if device_ids == self.device_ids:
+            self._team, self._ids = team, list(device_ids)
+        return team
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the attributes but the team, which another machine may not have."""
+        return {**self.__dict__, "_team": None, "_ids": None}
+
+    def _move_output(self, output: Any) -> Any:
+        """Move a single rank's output to ``output_device``, if that is another device."""
+        if self.output_device is None or not self.device_ids or self.output_device == self.device_ids[0]:
+            return output
+        return self.gather([output], self.output_device)
+
+
+@when_tracing
+def _trace_backward(output: Any) -> None:
+    """Tell a recording of a single rank's backward by what the module returned: there is no gather."""
+    trace_backward(0, list(_tensors_in(output, set())))
+
+
+def _tensors_in(output: Any, met: set[int]) -> Iterator[torch.Tensor]:
+    """Return the tensors of ordinary nests; code of other containers must not run for a recording."""
+    if isinstance(output, torch.Tensor):
+        yield output
+        return
+    for kind, opened in _NESTS.items():
+        if isinstance(output, kind) and id(output) not in met:
+            met.add(id(output))
+            for each in opened(output):
+                yield from _tensors_in(each, met)
+
+
+_NESTS: dict[type, Callable[[Any], Iterable[Any]]] = {
+    dict: dict.values,
+    list: list.__iter__,
+    tuple: tuple.__iter__,
+}
+
+
+def _read(module: Module, source: torch.device) -> ModuleTree:
+    """Return the module as it is, for its replicas.
+
+    Raises:
+        RuntimeError: a parameter or buffer is not on ``source``.
+        ValueError: one has not been initialised.
+    """
+    tree = ModuleTree(module)
+    check_initialised(tree.parameters)
+    check_initialised(tree.buffers)
+    _check_device(tree.tensors, source)
+    return tree
+
+
+def _check_device(tensors: Iterable[torch.Tensor], source: torch.device) -> None:
+    for tensor in tensors:
+        if tensor.device != source:
+            raise RuntimeError(
+                f"module must have its parameters and buffers on device {source} (device_ids[0]) but found one of "
+                f"them on device: {tensor.device}"
+            )
+
+
+def data_parallel(
+    module: Module,
+    inputs: Any,
+    device_ids: Sequence[DeviceLike] | None = None,
+    output_device: DeviceLike | None = None,
+    dim: int = 0,
+    module_kwargs: dict[str, Any] | None = None,
+    *,
+    shares: Sequence[float] | None = None,
+    rng: str = "auto",
+    workers: str = "threads",
+) -> Any:
+    """``module(*inputs, **module_kwargs)`` over several ranks, once; see :class:`DataParallel`.
+
+    Args:
+        inputs: a tuple of positional arguments, or the only one, or ``None``.
+    """
+    if not isinstance(inputs, tuple):
+        inputs = (inputs,) if inputs is not None else ()
+    devices = drop_in_devices(device_ids, output_device)
+    if devices:
+        _check_device(tensors_of(module), devices[0])  # before the wrapper, which would move the module to one device
+    return DataParallel(module, devices, output_device, dim, shares=shares, rng=rng, workers=workers)(
+        *inputs, **(module_kwargs or {})
+    )

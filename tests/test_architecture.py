@@ -1,13 +1,14 @@
-"""DESIGN's arrows point down: read from the sources, so that nobody has to remember them.
+"""The arrows point down: read from the sources, file by file.
 
-Python: cli -> doctor, lessons, mnist -> advice -> explain -> data_parallel -> train -> parallel, optim -> comm ->
-kernels -> device -> module_tree -> nested, replica_hooks, record, errors, files, user_script -> recording,
-nothing, caller, containers -> _core, entries, extras.
-C++: bindings -> backends.cpp -> backends/* -> core; backends do not know each other; only bindings knows pybind11.
+Python, from the top: cli -> doctor, lessons, mnist -> advice -> explain -> explanation -> wrapper -> train -> parallel,
+optim, processes, sync_batchnorm -> comm -> kernels -> device -> module_tree -> nested, replica_hooks, errors, files,
+user_script -> trace -> null_context, _warnings, containers, extras -> _core.
+C++: bindings -> backends.cpp -> backends/* -> core; backends do not include each other; only bindings uses pybind11.
 """
 
 import ast
 import re
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -17,16 +18,18 @@ import mgpu_core
 PACKAGE = Path(mgpu_core.__file__).parent
 SOURCES = Path(__file__).parent.parent / "csrc"
 LAYERS = [
-    {"_core", "entries", "extras"},
-    {"recording", "nothing", "caller", "containers"},
-    {"record", "errors", "nested", "replica_hooks", "files", "user_script"},
+    {"_core", "extras"},
+    {"null_context", "_warnings", "containers"},
+    {"trace"},
+    {"errors", "nested", "replica_hooks", "files", "user_script"},
     {"module_tree"},
     {"device"},
     {"kernels"},
     {"comm"},
     {"parallel", "processes", "sync_batchnorm", "optim"},
     {"train"},
-    {"data_parallel"},
+    {"wrapper"},
+    {"explanation"},
     {"explain"},
     {"advice"},
     {"doctor", "lessons", "mnist"},
@@ -34,85 +37,80 @@ LAYERS = [
     {"__main__"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
+TOOLS = {name for names in LAYERS[11:] for name in names}
 
 
-def unit(module: str) -> str:
-    """The layer's word of a dotted name below mgpu_core: ``parallel.scatter`` -> ``parallel``."""
-    return module.split(".")[0]
+def module_of(path: Path) -> str:
+    """Return the dotted name below mgpu_core; a folder's is its ``__init__``'s."""
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
 def imports_of(path: Path) -> set[str]:
-    """Names below mgpu_core that the file imports: ``comm.autograd``, ``nested``; "" for the package itself."""
+    """Return the modules below mgpu_core that the file imports, in functions too, but not for types alone."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "mgpu_core":
-            below = node.module.split(".")[1:]
-            for alias in node.names:
-                longer = not below or is_module(below, alias.name)
-                found.add(".".join([*below, alias.name] if longer else below))
+    for node in ast.walk(_Running().visit(ast.parse(path.read_text()))):
+        if isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{path}: relative import"
+            package, *below = (node.module or "").split(".")
+            found |= {_module(below, alias.name) for alias in node.names} if package == "mgpu_core" else set()
         elif isinstance(node, ast.Import):
-            found |= {".".join(a.name.split(".")[1:]) for a in node.names if a.name.split(".")[0] == "mgpu_core"}
-        assert not (isinstance(node, ast.ImportFrom) and node.level), f"{path}: relative import"
-    return found
+            found |= {name[10:] for name in (alias.name for alias in node.names) if name.startswith("mgpu_core.")}
+    return found - {""}
 
 
-def is_module(below: list[str], name: str) -> bool:
-    place = PACKAGE.joinpath(*below, name)
-    return place.is_dir() or place.with_suffix(".py").exists()
+class _Running(ast.NodeTransformer):
+    """Leave out ``if TYPE_CHECKING:``."""
+
+    def visit_If(self, node):
+        return None if isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING" else node
+
+
+def _module(below: list[str], name: str) -> str:
+    longer = PACKAGE.joinpath(*below, name)
+    if longer.is_dir() or longer.with_suffix(".py").exists():
+        return ".".join([*below, name])
+    return ".".join(below) if below else mgpu_core._HOME_OF.get(name, "")
 
 
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
+IMPORTS = {module_of(path): imports_of(path) for path in FILES}
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_python_arrows_point_down(path):
-    mine = path.relative_to(PACKAGE).with_suffix("").parts
-    for name in imports_of(path):
-        if name.startswith("__version__"):
-            continue
-        theirs = unit(name)
+@pytest.mark.parametrize("module", IMPORTS)
+def test_python_arrows_point_down(module):
+    mine = module.split(".")[0]
+    for name in IMPORTS[module]:
+        theirs = name.split(".")[0]
         assert theirs in LEVEL, f"imports mgpu_core.{name}, which is in no layer"
-        if theirs != mine[0]:
-            assert LEVEL[theirs] < LEVEL[mine[0]], f"imports mgpu_core.{name}, which is not below it"
+        assert theirs == mine or LEVEL[theirs] < LEVEL[mine], f"imports mgpu_core.{name}, which is not below it"
+
+
+def test_no_files_import_each_other_in_a_circle():
+    """A folder's ``__init__`` may import its files, which may import their folder for another of its files."""
+    TopologicalSorter(IMPORTS).prepare()  # raises CycleError with the circle
 
 
 def test_every_folder_and_file_has_a_layer():
-    folders = {path.name for path in PACKAGE.iterdir() if path.is_dir() and any(path.glob("*.py"))}
-    files = {path.stem for path in PACKAGE.glob("*.py")}
-    assert (folders | files) - {"__init__"} <= set(LEVEL)
+    assert {module.split(".")[0] for module in IMPORTS} <= set(LEVEL)
 
 
-def test_steps_of_the_road_do_not_import_each_other():
-    """A step is a file of parallel, or a folder, whose files may."""
-    for path in (PACKAGE / "parallel").rglob("*.py"):
-        step, *_ = path.relative_to(PACKAGE / "parallel").with_suffix("").parts
-        if step != "__init__":
-            others = [name for name in imports_of(path) if unit(name) == "parallel" and name.split(".")[1] != step]
-            assert not others, path
+def test_phases_of_the_forward_pass_do_not_import_each_other():
+    """A phase is a file of parallel, or a folder, whose files may."""
+    for module, names in IMPORTS.items():
+        package, *phase = module.split(".")
+        if package == "parallel" and phase:
+            assert not [name for name in names if name.startswith("parallel.") and name.split(".")[1] != phase[0]]
 
 
-def test_record_knows_nobody():
-    """Everyone imports it."""
-    assert imports_of(PACKAGE / "record.py") == {"caller", "entries", "nothing", "recording"}
-    assert imports_of(PACKAGE / "entries.py") == set()
-
-
-def test_only_the_gates_turn_tensors_into_pointers():
-    """data_ptr is called by comm and kernels alone."""
+def test_tensors_become_pointers_in_few_files():
+    """data_ptr is called by comm and kernels alone, and by the device's own tests and checks."""
     users = {str(p.relative_to(PACKAGE)) for p in FILES if re.search(r"\.data_ptr\(", p.read_text())}
-    assert users <= {
-        "comm/algorithms.py",
-        "comm/batches.py",
-        "comm/dispatch.py",
-        "comm/rank_sums.py",
-        "comm/watch.py",
+    assert {user.split("/")[0] for user in users} <= {"comm", "kernels", "device"}
+    assert {user for user in users if user.startswith("device/")} <= {
         "device/peer_probe.py",
         "device/shared_memory.py",
         "device/tensor_checks.py",
-        "kernels/arguments.py",
-        "kernels/flat_norm.py",
-        "kernels/ops.py",
-        "kernels/flat_optimizers.py",
     }
 
 
@@ -125,20 +123,20 @@ CPP = sorted(path for end in ("h", "cpp", "cuh", "cu") for path in SOURCES.rglob
 
 @pytest.mark.parametrize("path", CPP, ids=lambda path: str(path.relative_to(SOURCES)))
 def test_cpp_arrows_point_down(path):
-    place = path.relative_to(SOURCES).parts
+    folder, *rest = path.relative_to(SOURCES).parts
     for include in includes_of(path):
         parts = include.split("/")
-        if place[0] == "core":
+        if folder == "core":
             assert parts[0] not in ("backends", "bindings", "backends.h")
-        if place[0] == "backends":
+        if folder == "backends":
             assert parts[0] not in ("bindings", "backends.h")
-            assert parts[0] != "backends" or parts[1] == place[1], "backends do not know each other"
-        if place[0] == "bindings":
+            assert parts[0] != "backends" or parts[1] == rest[0], "backends do not include each other"
+        if folder == "bindings":
             assert parts[0] != "backends", "bindings ask backends.h"
-        assert "pybind11" not in include or place[0] == "bindings"
+        assert "pybind11" not in include or folder == "bindings"
         assert not include.startswith(("torch", "ATen", "c10", "Python.h"))
 
 
-def test_the_gil_is_released_in_one_place():
+def test_the_gil_is_released_in_one_file():
     users = [path.name for path in CPP if "gil_scoped_release" in path.read_text()]
     assert users == ["bindings.h"]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from mgpu_core.advice.batches import Batch
-from mgpu_core.advice.result import Measurement
+from mgpu_core.advice.data import Measurement
 from mgpu_core.advice.strategies import Way, first_line
 
 __all__ = ["LEAST", "Budget", "Stopwatch", "contest", "steps_a_turn", "stopwatch"]

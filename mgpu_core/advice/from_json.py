@@ -1,4 +1,4 @@
-"""Advice, read from its JSON."""
+"""Read an advice from its JSON."""
 
 from __future__ import annotations
 
@@ -6,17 +6,19 @@ import json
 from typing import Any
 
 from mgpu_core.advice.break_even import BreakEven
+from mgpu_core.advice.data import Measurement
 from mgpu_core.advice.memory import Memory
 from mgpu_core.advice.reasons import Reason
 from mgpu_core.advice.recommend import Recommendation
-from mgpu_core.advice.result import FORMAT, Advice, Measurement
 from mgpu_core.advice.shares import StepShares
 
-__all__ = ["read"]
+__all__ = ["FORMAT", "read"]
+
+FORMAT = "mgpu_core advice 1"
 
 
-def read(text: str) -> Advice:
-    """See :meth:`Advice.from_json`."""
+def read(text: str) -> dict[str, Any]:
+    """Return the fields of the advice that was written as ``text``; raise ValueError if it is no such text."""
     try:
         content = json.loads(text)
     except ValueError as error:
@@ -24,14 +26,14 @@ def read(text: str) -> Advice:
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ValueError(f'not advice: wanted a JSON object with "format": "{FORMAT}"')
     try:
-        return _advice(content)
+        return _fields(content)
     except (KeyError, TypeError) as error:
         raise ValueError(f"not advice: a field is missing or wrong ({error})") from error
 
 
-def _advice(content: dict[str, Any]) -> Advice:
+def _fields(content: dict[str, Any]) -> dict[str, Any]:
     memory, shares = content["memory"], content["shares"]
-    return Advice(
+    return dict(
         devices=tuple(content["devices"]),
         rows=content["rows"],
         measurements=tuple(

@@ -14,13 +14,14 @@ from torch.nn import Module
 from mgpu_core.advice.batches import resized
 from mgpu_core.advice.benchmark import Budget, Stopwatch, contest, stopwatch
 from mgpu_core.advice.break_even import break_even
+from mgpu_core.advice.data import Measurement, best_speedups
 from mgpu_core.advice.from_trace import Seen, record_steps
 from mgpu_core.advice.loading import loader_seconds
 from mgpu_core.advice.memory import Memory, count_memory
 from mgpu_core.advice.plan import MakeOptimizer, Plan, plan_of
 from mgpu_core.advice.reasons import reason_of
 from mgpu_core.advice.recommend import recommend
-from mgpu_core.advice.result import Advice, Measurement, best_speedups
+from mgpu_core.advice.result import Advice
 from mgpu_core.advice.scaling import scaling_of
 from mgpu_core.advice.strategies import first_line, makers
 from mgpu_core.advice.surroundings import busy_notes, random_state_kept

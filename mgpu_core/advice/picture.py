@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import quantiles
 from typing import Any
 
-from mgpu_core.advice.result import Advice, best_speedups
+from mgpu_core.advice.data import AdviceData, best_speedups
 from mgpu_core.advice.strategies import NAMES, ONE
 from mgpu_core.extras import require
 from mgpu_core.files import write_whole
@@ -20,7 +20,7 @@ __all__ = ["draw"]
 _COLOURS = dict(zip(NAMES, ("black", "tab:orange", "tab:blue", "tab:green"), strict=True))
 
 
-def draw(advice: Advice, path: Path) -> None:
+def draw(advice: AdviceData, path: Path) -> None:
     """Write a PNG, whole or not at all; see :meth:`Advice.plot`."""
     require("matplotlib", "a picture")
     from matplotlib.figure import Figure
@@ -43,14 +43,14 @@ def draw(advice: Advice, path: Path) -> None:
     write_whole(path, lambda stream: figure.savefig(stream, format="png", dpi=120))
 
 
-def _title(advice: Advice) -> str:
+def _title(advice: AdviceData) -> str:
     places = list(dict.fromkeys(advice.devices))
     where = ", ".join(places) if len(places) <= 4 else f"{len(places)} devices"
     measured = f"{len(advice.devices)} ranks on {where}; break-even: {advice.break_even}"
     return f"{measured}\n* the sample's own batch; bars: the middle half of the rounds"
 
 
-def _draw_way(axis: Any, advice: Advice, way: str, shift: float) -> None:
+def _draw_way(axis: Any, advice: AdviceData, way: str, shift: float) -> None:
     """Its medians, with bars from the speed-ups of single rounds; shifted a little, so that bars can be told apart."""
     batches = [batch for batch in advice.batches if advice.speedup(way, batch) is not None]
     middles = [advice.speedup(way, batch) or 0.0 for batch in batches]
@@ -61,7 +61,7 @@ def _draw_way(axis: Any, advice: Advice, way: str, shift: float) -> None:
     axis.errorbar(places, middles, errors, fmt="o-", capsize=3, color=_COLOURS[way], label=way)
 
 
-def _of_rounds(advice: Advice, way: str, batch: int) -> list[float]:
+def _of_rounds(advice: AdviceData, way: str, batch: int) -> list[float]:
     """In a round both ways met the same machine."""
     seconds = {each.way: each.seconds for each in advice.measurements if each.batch == batch}
     return [one / other for one, other in zip(seconds[ONE], seconds[way], strict=False)]

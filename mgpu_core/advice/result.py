@@ -1,123 +1,24 @@
-"""What :func:`mgpu_core.advise` found out: numbers, and the forms in which to have them."""
+"""The result of :func:`mgpu_core.advise`, and the forms in which to have it."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from mgpu_core.advice.strategies import NAMES, ONE
+from mgpu_core.advice.data import AdviceData
+from mgpu_core.advice.from_json import FORMAT, read
+from mgpu_core.advice.picture import draw
+from mgpu_core.advice.text import render
 
-if TYPE_CHECKING:
-    from mgpu_core.advice.break_even import BreakEven
-    from mgpu_core.advice.memory import Memory
-    from mgpu_core.advice.reasons import Reason
-    from mgpu_core.advice.recommend import Recommendation
-    from mgpu_core.advice.shares import StepShares
-
-__all__ = ["Advice", "Measurement", "best_speedups", "speedup"]
-
-FORMAT = "mgpu_core advice 1"
+__all__ = ["Advice"]
 
 
-@dataclass(frozen=True, slots=True)
-class Measurement:
-    """One way with one batch.
-
-    Attributes:
-        way: its name.
-        batch: rows.
-        seconds: of a step, one entry per repeat; empty where it failed.
-        error: why it failed, in a line; empty where it did not.
-    """
-
-    way: str
-    batch: int
-    seconds: tuple[float, ...]
-    error: str = ""
-
-    @property
-    def median_s(self) -> float | None:
-        """Seconds of a step; ``None`` where it failed."""
-        return median(self.seconds) if self.seconds else None
-
-
-Medians = Mapping[tuple[str, int], float]
-
-
-def speedup(medians: Medians, way: str, batch: int) -> float | None:
-    """Over one device; ``None`` where one of the two is not there."""
-    one, other = medians.get((ONE, batch)), medians.get((way, batch))
-    return None if one is None or other is None else one / other
-
-
-def best_speedups(medians: Medians) -> dict[int, float]:
-    """Of the best of the other ways, at each batch that can be compared."""
-    found: dict[int, float] = {}
-    for way, batch in medians:
-        value = None if way == ONE else speedup(medians, way, batch)
-        if value is not None:
-            found[batch] = max(value, found.get(batch, 0.0))
-    return found
-
-
-@dataclass(frozen=True)
-class Advice:
-    """One device against many ranks, on one model; ``print`` it, or see :meth:`plot` and :meth:`to_json`.
-
-    Attributes:
-        devices: one per rank, as text.
-        rows: of the sample: the batch that the recommendation is for.
-        measurements: of each way at each batch.
-        break_even: the batch from which on many ranks are faster.
-        memory: of one rank; ``None`` if it could not be counted.
-        shares: of a recorded step of ``TrainStep``; ``None`` if there is none.
-        loader_s: seconds in which the loader has as many rows as the sample; ``None`` without a loader.
-        reason: what holds many ranks back most.
-        recommendation: what to take.
-        notes: what was left out, and what failed beside the ways.
-        environment: on what it was measured.
-    """
-
-    devices: tuple[str, ...]
-    rows: int
-    measurements: tuple[Measurement, ...]
-    break_even: BreakEven
-    memory: Memory | None
-    shares: StepShares | None
-    loader_s: float | None
-    reason: Reason
-    recommendation: Recommendation
-    notes: tuple[str, ...]
-    environment: Mapping[str, str]
-
-    @property
-    def ways(self) -> list[str]:
-        """That were tried, simplest first."""
-        tried = {each.way for each in self.measurements}
-        return [name for name in NAMES if name in tried]
-
-    @property
-    def batches(self) -> list[int]:
-        """Rows of those that were measured, in order."""
-        return sorted({each.batch for each in self.measurements})
-
-    @property
-    def medians(self) -> dict[tuple[str, int], float]:
-        """Seconds of a step by way and batch, where it did not fail."""
-        every = {(each.way, each.batch): each.median_s for each in self.measurements}
-        return {key: seconds for key, seconds in every.items() if seconds is not None}
-
-    def speedup(self, way: str, batch: int) -> float | None:
-        """Over one device with the same batch; ``None`` where one of the two failed or was not measured."""
-        return speedup(self.medians, way, batch)
+class Advice(AdviceData):
+    """One device against many ranks, on one model; ``print`` it, or see :meth:`plot` and :meth:`to_json`."""
 
     def __str__(self) -> str:
-        from mgpu_core.advice.text import render
-
         return render(self)
 
     def plot(self, path: str | Path) -> None:
@@ -127,8 +28,6 @@ class Advice:
             ModuleNotFoundError: matplotlib is not installed.
             OSError: the file cannot be written; one before it is kept.
         """
-        from mgpu_core.advice.picture import draw
-
         draw(self, Path(path))
 
     def to_json(self) -> str:
@@ -146,6 +45,4 @@ class Advice:
         Raises:
             ValueError: it is not JSON, or not of this format.
         """
-        from mgpu_core.advice.from_json import read
-
-        return read(text)
+        return cls(**read(text))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from statistics import mean
 
 from mgpu_core.explanation.phases import SUMS, UPDATE, Interval, covered
-from mgpu_core.explanation.trace import Step
+from mgpu_core.explanation.steps import Step
 from mgpu_core.trace.events import ALL_RANKS, Span
 
 __all__ = ["StepShares", "Times", "shares_of", "times_of"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from statistics import median, quantiles
 
+from mgpu_core.advice.data import AdviceData, Measurement
 from mgpu_core.advice.memory import Memory
-from mgpu_core.advice.result import Advice, Measurement
 from mgpu_core.advice.strategies import ONE
 from mgpu_core.explanation.tables import columns, human_nbytes, human_seconds
 
@@ -16,7 +16,7 @@ _WIDE = 0.1
 """Of the spread that is worth a word."""
 
 
-def render(advice: Advice) -> str:
+def render(advice: AdviceData) -> str:
     """Without a newline at the end."""
     environment = ", ".join(f"{name} {value}" for name, value in advice.environment.items())
     failed = [f"failed: {each.way} with {each.batch} rows: {each.error}" for each in advice.measurements if each.error]
@@ -24,14 +24,14 @@ def render(advice: Advice) -> str:
     return "\n".join(lines)
 
 
-def _title(advice: Advice) -> str:
+def _title(advice: AdviceData) -> str:
     ranks = f"{len(advice.devices)} {'rank' if len(advice.devices) == 1 else 'ranks'}"
     repeats = max((len(each.seconds) for each in advice.measurements), default=0)
     team = ", ".join(advice.devices)
     return f"one device against {ranks} ({team}): seconds of a training step, median of {repeats}, and speed-up"
 
 
-def _table(advice: Advice) -> list[str]:
+def _table(advice: AdviceData) -> list[str]:
     head = ["batch"]
     for way in advice.ways:
         head += [way] if way == ONE else [way, ""]
@@ -39,7 +39,7 @@ def _table(advice: Advice) -> list[str]:
     return [*columns(rows, left=1), "* the sample's own batch, which the recommendation is for"]
 
 
-def _cells(advice: Advice, batch: int) -> Iterator[str]:
+def _cells(advice: AdviceData, batch: int) -> Iterator[str]:
     yield f"{batch} *" if batch == advice.rows else str(batch)
     for way in advice.ways:
         seconds = advice.medians.get((way, batch))
@@ -49,7 +49,7 @@ def _cells(advice: Advice, batch: int) -> Iterator[str]:
             yield "" if faster is None else f"x {faster:.2f}"
 
 
-def _told(advice: Advice) -> list[str]:
+def _told(advice: AdviceData) -> list[str]:
     lines = [f"break-even: {advice.break_even}"]
     if advice.memory is not None:
         lines += _memory(advice.memory)

@@ -8,7 +8,7 @@ import os
 import sys
 from pathlib import Path
 
-from mgpu_core import explain
+from mgpu_core.explanation.recorder import explain
 from mgpu_core.explanation.trace import Trace
 from mgpu_core.files import check_outputs, write_whole
 from mgpu_core.user_script import become_script, run_script, show_error, uses_torchs_wrapper

@@ -8,7 +8,7 @@ from typing import Any
 
 from mgpu_core.explanation.enclosing import Enclosing
 from mgpu_core.explanation.scene import Scene, plural, scene
-from mgpu_core.explanation.trace import Step
+from mgpu_core.explanation.steps import Step
 from mgpu_core.trace.events import GATHER_BACK, SCATTER_BACK, Collective, Cut, Span
 
 __all__ = ["of_cuts", "without_cutting"]

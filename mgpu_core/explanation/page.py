@@ -13,8 +13,8 @@ from mgpu_core.explanation.phases import AROUND, Phase, phases_of
 from mgpu_core.explanation.predicted import predicted_seconds
 from mgpu_core.explanation.scene import us
 from mgpu_core.explanation.scenes import scenes_of
+from mgpu_core.explanation.steps import Recorded, Step
 from mgpu_core.explanation.topology import Machine
-from mgpu_core.explanation.trace import Step, Trace
 from mgpu_core.files import write_whole
 from mgpu_core.trace.events import ALL_RANKS
 
@@ -24,13 +24,13 @@ MOST_NBYTES = 1_000_000  # of the whole file
 _DETAILS = (256, 64, 16, 4)  # how many of each thing a step has that is too large by itself
 
 
-def write_page(trace: Trace, path: Path) -> None:
+def write_page(trace: Recorded, path: Path) -> None:
     """Write :func:`page_of`, whole or not at all."""
     text = page_of(trace)
     write_whole(path, lambda file: file.write(text.encode()))
 
 
-def page_of(trace: Trace) -> str:
+def page_of(trace: Recorded) -> str:
     """Return the page as text of at most a million bytes: of a longer trace the last steps, or less of the last one.
 
     Raises:
@@ -63,7 +63,7 @@ def _nbytes(step: dict[str, Any]) -> int:
     return len(_json(step).encode()) + 1
 
 
-def page_data(trace: Trace) -> dict[str, Any]:
+def page_data(trace: Recorded) -> dict[str, Any]:
     """Return what the page knows of all steps."""
     steps = [_step_data(step, trace.machine) for step in trace.steps]
     return {
@@ -82,7 +82,7 @@ def _json(data: Any) -> str:
 
 def _filled(data: dict[str, Any]) -> str:
     """Return the template, with style, player and trace."""
-    folder = files("mgpu_core.explain") / "player"
+    folder = files("mgpu_core.explanation") / "player"
     text = (folder / "page.html").read_text(encoding="utf-8")
     for name, content in (
         ("style", (folder / "style.css").read_text(encoding="utf-8")),

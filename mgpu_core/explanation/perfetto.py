@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mgpu_core.explanation.phases import moved_nbytes
-from mgpu_core.explanation.trace import Trace
+from mgpu_core.explanation.steps import Recorded
 from mgpu_core.files import write_whole
 from mgpu_core.trace.events import ALL_RANKS, NO_BUCKET, Collective, Event, Mark, Span
 
@@ -21,13 +21,13 @@ _RANKS, _STREAMS, _HOST = 1, 2, 3  # processes of the trace
 _GROUPS = {_RANKS: "ranks", _STREAMS: "streams", _HOST: "host"}
 
 
-def write_trace(trace: Trace, path: Path) -> None:
+def write_trace(trace: Recorded, path: Path) -> None:
     """Write :func:`trace_of` as JSON, whole or not at all."""
     text = json.dumps(trace_of(trace), separators=(",", ":"))
     write_whole(path, lambda file: file.write(text.encode()))
 
 
-def trace_of(trace: Trace) -> dict[str, Any]:
+def trace_of(trace: Recorded) -> dict[str, Any]:
     """Return the trace as one JSON object."""
     tracks = _Tracks()
     found: list[Event] = []

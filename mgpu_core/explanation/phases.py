@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from mgpu_core.explanation.trace import Step
+from mgpu_core.explanation.steps import Step
 from mgpu_core.trace.events import ALL_RANKS, Collective, Hop, Span
 from mgpu_core.trace.tracer import WHOLE_STEPS
 

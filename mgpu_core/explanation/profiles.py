@@ -8,7 +8,7 @@ from statistics import median
 
 from mgpu_core.explanation.phases import SUMS, UPDATE, Phase, covered, phases_of
 from mgpu_core.explanation.step_profile import Bucket, StepProfile
-from mgpu_core.explanation.trace import Step
+from mgpu_core.explanation.steps import Step
 from mgpu_core.trace.events import ALL_RANKS, Collective, Span
 
 __all__ = ["profile_of"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, TypeAlias
 
-from mgpu_core.explanation.trace import Step
+from mgpu_core.explanation.steps import Step
 
 __all__ = ["Scene", "plural", "scene", "us"]
 

@@ -15,7 +15,7 @@ from mgpu_core.explanation.cut_scenes import of_cuts, without_cutting
 from mgpu_core.explanation.enclosing import Enclosing
 from mgpu_core.explanation.phases import moved_by, moved_nbytes
 from mgpu_core.explanation.scene import Scene, plural, scene, us
-from mgpu_core.explanation.trace import Step
+from mgpu_core.explanation.steps import Step
 from mgpu_core.trace.events import (
     ALL_RANKS,
     BETWEEN,

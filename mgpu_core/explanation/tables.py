@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from mgpu_core.explanation.phases import Phase, phases_of
 from mgpu_core.explanation.predicted import predicted_seconds
 from mgpu_core.explanation.scene import plural
+from mgpu_core.explanation.steps import Step
 from mgpu_core.explanation.topology import Machine
-from mgpu_core.explanation.trace import Step
 
 __all__ = ["columns", "human_nbytes", "human_seconds", "table"]
 
@@ -33,7 +33,7 @@ def table(step: Step, environment: Mapping[str, str], machine: Machine | None = 
         "bus GB/s: bytes of a rank x the operation's factor (2(n-1)/n for all_reduce) / time of the calls.",
     ]
     if dropped:
-        foot.append(f"{dropped} entries more were too many to keep: the last step may be a part of one.")
+        foot.append(f"{dropped} events more were too many to keep: the last step may be a part of one.")
     if machine:
         foot.append(f"predicted: the collectives' own time by the cost model of {machine.name} (docs/cost_model.md).")
     return "\n".join([*head, *columns(rows, left=1), *foot])

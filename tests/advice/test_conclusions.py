@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from mgpu_core.advice.break_even import BreakEven, break_even
+from mgpu_core.advice.data import Measurement
 from mgpu_core.advice.reasons import COMMUNICATION, COMPUTE, IMBALANCE, INPUT, LAUNCH, UNKNOWN, UPDATE, reason_of
 from mgpu_core.advice.recommend import Recommendation, Scaling, recommend
-from mgpu_core.advice.result import Measurement
 from mgpu_core.advice.scaling import assumed_topology, scaling_of
 from mgpu_core.advice.shares import StepShares, Times, shares_of, times_of
 from mgpu_core.advice.strategies import CAPTURED, DROP_IN, ENGINE, ONE
@@ -14,7 +14,7 @@ from mgpu_core.advice.surroundings import busy_note, busy_notes
 from mgpu_core.advice.text import spread
 from mgpu_core.explanation.phases import covered
 from mgpu_core.explanation.step_profile import StepProfile
-from mgpu_core.explanation.trace import Step
+from mgpu_core.explanation.steps import Step
 from mgpu_core.trace.events import ALL_RANKS, NO_BUCKET, Collective, Span
 
 

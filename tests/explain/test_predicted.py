@@ -65,7 +65,7 @@ def test_the_table_and_the_page_show_it(monkeypatch):
     assert row.split()[-2:] == ["294", "s"]  # 100 + 2 + 3 x 32 x 2
     (phase,) = page.page_data(trace)["steps"][0]["phases"]
     assert phase["predicted"] == 294e6
-    monkeypatch.setattr("mgpu_core.explanation.fit.this_host", lambda: HOST)
+    monkeypatch.setattr("mgpu_core.explanation.trace.this_host", lambda: HOST)
     trace.machine = None
     trace.predict()
     assert trace.machine is HOST

@@ -4,8 +4,8 @@ import pytest
 
 from mgpu_core.explanation.predict import Plan, predict_step
 from mgpu_core.explanation.profiles import profile_of
+from mgpu_core.explanation.steps import Step
 from mgpu_core.explanation.topology import HostMemory, Link, Tier, Topology
-from mgpu_core.explanation.trace import Step
 from mgpu_core.trace.events import ALL_RANKS, NO_BUCKET, Collective, Cut, Mark, Span
 
 NULL_CONTEXT = (Tier(None, 1e-30),)  # a byte costs so little that it is gone beside a second

@@ -246,9 +246,9 @@ def test_the_trace_has_a_track_per_rank(tmp_path):
     with mgpu_core.explain() as trace:
         forward_and_backward(model)
     trace.save_trace(tmp_path / "trace.json")
-    trace = json.loads((tmp_path / "trace.json").read_text())
-    assert trace == json.loads(json.dumps(trace_of(trace)))
-    events = trace["traceEvents"]
+    saved = json.loads((tmp_path / "trace.json").read_text())
+    assert saved == json.loads(json.dumps(trace_of(trace)))
+    events = saved["traceEvents"]
     names = {(each["pid"], each["tid"]): each["args"]["name"] for each in events if each["name"] == "thread_name"}
     assert {"rank 0", "rank 1", "rank 2", "host"} <= set(names.values())
     forwards = [each for each in events if each["name"] == "forward"]
@@ -345,7 +345,7 @@ def test_on_gpus_a_span_is_an_nvtx_range_too(monkeypatch):
     monkeypatch.setattr(import_module("mgpu_core.trace.profilers"), "_has_gpus", lambda: True)
     monkeypatch.setattr(torch.cuda.nvtx, "range_push", ranges.append)
     monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: ranges.append("end"))
-    with mgpu_core.trace.profilers():
+    with mgpu_core.trace.labels():
         with tracer.span("forward", 1):
             pass
         with pytest.raises(KeyError), tracer.span("update"):

@@ -295,7 +295,7 @@ def test_another_ranks_buffer_in_another_place_is_recorded_anew():
         for x, y in batches(20, [8] * 6 + [7], columns=3):
             assert torch.equal(captured(x, y), plain(x, y))
             assert same(captured.module, plain.module)
-    recordings = captured.graphs._recordings.values()
+    recordings = captured.graphs._captured.values()
     masks = [each._buffers for each in recordings]
     assert len(masks) >= 2
     assert len({tuple(map(id, each)) for each in masks}) == len(masks)
@@ -473,7 +473,7 @@ def test_only_so_many_graphs_are_kept():
     assert [str(each.message).split(" (")[0] for each in told] == [
         f"this step is not captured: {graphs.KEPT} other kinds of steps"
     ]
-    assert step._loop.captured.recorder.records == len(step.graphs._recordings) == graphs.KEPT
+    assert step._loop.captured.recorder.records == len(step.graphs._captured) == graphs.KEPT
     for _ in range(graphs.IDLE + 1):
         train(kinds[1])
     with warnings.catch_warnings():
@@ -481,7 +481,7 @@ def test_only_so_many_graphs_are_kept():
         train(kinds[-1])
     assert step.graphs.reason is None
     assert step._loop.captured.recorder.records == graphs.KEPT + 1
-    assert len(step.graphs._recordings) == graphs.KEPT
+    assert len(step.graphs._captured) == graphs.KEPT
 
 
 def test_a_step_that_is_dropped_takes_its_graphs_along():

@@ -472,7 +472,7 @@ theme(matchMedia("(prefers-color-scheme: dark)").matches);
 find("step").replaceChildren(...trace.steps.map((each, place) => new Option(`${each.number}: ${each.name}, ${time(each.us)}`, place)));
 find("left-out").textContent = [
   trace.left_out ? `${many(trace.left_out, "earlier step")} did not fit into the page.` : "",
-  trace.dropped ? `${trace.dropped} entries were too many to keep.` : "",
+  trace.dropped ? `${trace.dropped} events were too many to keep.` : "",
 ].join(" ");
 find("environment").textContent = Object.entries(trace.environment).map(([name, value]) => `${name} ${value}`).join(" · ");
 find("step").value = trace.steps.length - 1;

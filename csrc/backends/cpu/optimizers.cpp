@@ -4,6 +4,7 @@
 
 #include "backends/cpu/kernels.h"
 #include "backends/cpu/lanes.h"
+#include "core/dispatch.h"
 
 namespace mgpu::cpu::MGPU_LEVEL {
 namespace {
@@ -147,42 +148,15 @@ MGPU_INLINE void lion_range(const Lion& call, const SegmentRange& range) {
 }  // namespace
 
 void sgd(const Sgd& call, const SegmentRange& range) {
-  switch (call.flat.dtype) {
-    case DType::f16:
-      return sgd_range<F16>(call, range);
-    case DType::bf16:
-      return sgd_range<BF16>(call, range);
-    case DType::f64:
-      return sgd_range<double>(call, range);
-    default:
-      return sgd_range<float>(call, range);
-  }
+  dispatch_floating<Elements>(call.flat.dtype, "sgd", [&](auto one) { sgd_range<decltype(one)>(call, range); });
 }
 
 void adam(const Adam& call, const SegmentRange& range) {
-  switch (call.flat.dtype) {
-    case DType::f16:
-      return adam_range<F16>(call, range);
-    case DType::bf16:
-      return adam_range<BF16>(call, range);
-    case DType::f64:
-      return adam_range<double>(call, range);
-    default:
-      return adam_range<float>(call, range);
-  }
+  dispatch_floating<Elements>(call.flat.dtype, "adam", [&](auto one) { adam_range<decltype(one)>(call, range); });
 }
 
 void lion(const Lion& call, const SegmentRange& range) {
-  switch (call.flat.dtype) {
-    case DType::f16:
-      return lion_range<F16>(call, range);
-    case DType::bf16:
-      return lion_range<BF16>(call, range);
-    case DType::f64:
-      return lion_range<double>(call, range);
-    default:
-      return lion_range<float>(call, range);
-  }
+  dispatch_floating<Elements>(call.flat.dtype, "lion", [&](auto one) { lion_range<decltype(one)>(call, range); });
 }
 
 }  // namespace mgpu::cpu::MGPU_LEVEL

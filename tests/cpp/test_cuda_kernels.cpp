@@ -202,7 +202,7 @@ struct Flat {
         constants(std::vector<double>(5 * kOptimizerConstants)),
         dtype(dtype) {}
 
-  FlatParameters there() {
+  FlatBuffer there() {
     float* scalar = scalars_there.data();
     return {parameters.device.data(),
             gradients.device.data(),
@@ -217,7 +217,7 @@ struct Flat {
             scalar,
             scalar + 1};
   }
-  FlatParameters truth() {
+  FlatBuffer truth() {
     return {parameters.twin.data(),
             gradients.twin.data(),
             kCount,
@@ -297,7 +297,7 @@ static void refusals() {
   Both memory(16, DType::f32);
   std::vector<float> ordinary(16);
   CHECK_THROWS(InvalidArgument, "a tensor: the memory must be of device 0, and is ordinary host memory",
-               (cuda::require_reachable(ordinary.data(), on(), "a tensor"), 0));
+               (cuda::check_memory(ordinary.data(), 0, "a tensor"), 0));
   std::vector<const void*> many(65, memory.device.data());
   CHECK_THROWS(InvalidArgument, "combines up to 64 arrays, not 65",
                (gpu().sum_ranks({{many, {memory.device.data()}, 4, DType::f32, ReduceOp::sum, 1}}, on()), 0));
@@ -311,7 +311,7 @@ void dtypes_that_a_kernel_lacks(DeviceOps& ops, Stream on) {
   const int64_t index = 0;
   int64_t segment[kSegmentColumns] = {0, 1, 0, 0, 1};
   const double groups[6] = {};
-  const FlatParameters flat{&byte, &byte, 1, DType::u8, segment, 1, nullptr, groups, 1, nullptr, nullptr, nullptr};
+  const FlatBuffer flat{&byte, &byte, 1, DType::u8, segment, 1, nullptr, groups, 1, nullptr, nullptr, nullptr};
   CHECK_THROWS(InvalidArgument, "does not work on int32",
                ops.pack({{{&byte, 0, 1}}, DType::i32, &byte, DType::f32, 1.0}, on));
   CHECK_THROWS(InvalidArgument, "does not work on int64",

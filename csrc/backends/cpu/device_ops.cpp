@@ -75,7 +75,7 @@ void cast_pieces(const Packing& call, bool into_flat) {
 }
 
 // The table may have been written to since it was looked at last.
-void require_inside(const FlatParameters& flat, const int64_t* segment) {
+void require_inside(const FlatBuffer& flat, const int64_t* segment) {
   const int64_t begin = segment[kBegin], count = segment[kCount];
   require(begin >= 0 && count >= 0 && begin <= flat.count && count <= flat.count - begin,
           "a segment of " + std::to_string(count) + " elements begins at " + std::to_string(begin) +
@@ -83,7 +83,7 @@ void require_inside(const FlatParameters& flat, const int64_t* segment) {
 }
 
 // Raises the steps of the segments that take part, then runs them.
-void for_each_segment(const FlatParameters& flat, const std::function<void(const SegmentRange&)>& run) {
+void for_each_segment(const FlatBuffer& flat, const std::function<void(const SegmentRange&)>& run) {
   require_floating("an optimizer", {flat.dtype});
   if (flat.found_inf && *flat.found_inf != 0) return;
   std::vector<int64_t*> active;
@@ -194,6 +194,21 @@ class CpuDeviceOps final : public DeviceOps {
 DeviceOps& device_ops() {
   static CpuDeviceOps ops;
   return ops;
+}
+
+const Backend& backend() {
+  static const Backend cpu{"cpu",
+                           true,
+                           [] { return std::to_string(num_threads()) + " threads"; },
+                           device_ops,
+                           [](int, int) { return true; },
+                           [] { return 1; },
+                           [] { return 0; },
+                           [] { return 0; },
+                           [](int) { return true; },
+                           [](const void*, int, const std::string&) {},
+                           [](const std::vector<std::pair<int, int>>&) {}};
+  return cpu;
 }
 
 int num_threads() { return ThreadPool::of_this_process().num_threads(); }

@@ -10,12 +10,12 @@ namespace mgpu::cpu::MGPU_LEVEL {
 namespace {
 
 // What a gradient is multiplied by before anything else: clipped, unscaled, and turned round for a maximum.
-inline double factor_of(const FlatParameters& flat, bool maximize) {
+inline double factor_of(const FlatBuffer& flat, bool maximize) {
   const double clip = flat.clip ? *flat.clip : 1.0, scale = flat.loss_scale ? *flat.loss_scale : 1.0;
   return (maximize ? -1.0 : 1.0) * clip / scale;
 }
 
-inline const double* group_of(const FlatParameters& flat, const int64_t* segment, int columns) {
+inline const double* group_of(const FlatBuffer& flat, const int64_t* segment, int columns) {
   return flat.groups + segment[kGroup] * columns;
 }
 
@@ -29,7 +29,7 @@ MGPU_INLINE V square_root(V value) {
 // and one of each state, as the flat buffers in `changed` do, and what it holds then is written back.  In registers,
 // not in arrays: of an array the compiler loads some pieces of a vector apart, and the processor waits to join them.
 template <class T, int kStreams, class Update>
-MGPU_INLINE void update_range(const FlatParameters& flat, void* const (&changed)[kStreams], const SegmentRange& range,
+MGPU_INLINE void update_range(const FlatBuffer& flat, void* const (&changed)[kStreams], const SegmentRange& range,
                               Update update) {
   using L = Lanes<T>;
   const int64_t start = range.segment[kBegin];

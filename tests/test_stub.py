@@ -30,14 +30,17 @@ def test_same_methods():
             named = {each.name for each in methods if not each.name.startswith("_")}
             assert named == {name for name in vars(module) if not name.startswith("_")}
             for each in methods:
-                assert_same_arguments(getattr(module, each.name), each)
+                if each.decorator_list:  # a property
+                    assert isinstance(vars(module)[each.name], property)
+                else:
+                    assert_same_arguments(getattr(module, each.name), each)
 
 
 def assert_same_arguments(function, node):
     signature = function.__doc__.splitlines()[0]
     names = re.findall(r"(\w+): ", signature.split(" -> ")[0])
     assert [name for name in names if name != "self"] == [
-        argument.arg for argument in node.args.args if argument.arg != "self"
+        argument.arg for argument in node.args.args + node.args.kwonlyargs if argument.arg != "self"
     ], signature
 
 

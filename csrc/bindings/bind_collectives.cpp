@@ -8,7 +8,7 @@ namespace mgpu::bindings {
 namespace {
 
 std::string all_reduce(const Pointers& in, const Pointers& out, int64_t count, const std::string& dtype_name,
-                       const std::string& op_name, const std::string& algorithm_name, const StreamTuples& streams,
+                       const std::string& op_name, const std::string& algorithm_name, const Streams& streams,
                        bool merge_shared_devices) {
   const DType dtype = dtype_from(dtype_name);
   const ReduceOp op = reduce_op_from(op_name);
@@ -25,8 +25,7 @@ std::string all_reduce(const Pointers& in, const Pointers& out, int64_t count, c
 
 // A rank whose pointer is 0 has nothing to add to that sum; it is left out, and not counted.
 void reduce(const std::vector<Pointers>& in, const Pointers& out, const std::vector<int64_t>& counts,
-            const std::string& dtype_name, const std::string& op_name, const StreamTuples& streams,
-            const StreamTuple& root) {
+            const std::string& dtype_name, const std::string& op_name, const Streams& streams, const Stream& root) {
   const DType dtype = dtype_from(dtype_name);
   const ReduceOp op = reduce_op_from(op_name);
   require(in.size() == out.size() && in.size() == counts.size(), "in, out and counts must have one entry per tensor");
@@ -42,13 +41,13 @@ void reduce(const std::vector<Pointers>& in, const Pointers& out, const std::vec
   const Ranks ranks = ranks_of(streams, streams.size());
   for (const Pointers& each : in) ranks_of(streams, each.size());
   check_reduce(calls);
-  without_gil([&] { collectives_of(ranks.streams).reduce(calls, op, ranks, stream_of(root)); });
+  without_gil([&] { collectives_of(ranks.streams, root).reduce(calls, op, ranks, root); });
   count_ranks("reduce", "direct", nbytes);
 }
 
 // out[i][rank] is rank's copy of tensor i.  A rank that stands on the source itself needs no copy and is not counted.
 void broadcast(const Pointers& in, const std::vector<Pointers>& out, const std::vector<int64_t>& nbytes,
-               const StreamTuple& root, const StreamTuples& streams) {
+               const Stream& root, const Streams& streams) {
   require(in.size() == out.size() && in.size() == nbytes.size(), "in, out and nbytes must have one entry per tensor");
   std::vector<BroadcastCall> calls;
   std::vector<int64_t> moved;
@@ -61,12 +60,12 @@ void broadcast(const Pointers& in, const std::vector<Pointers>& out, const std::
   const Ranks ranks = ranks_of(streams, streams.size());
   for (const Pointers& each : out) ranks_of(streams, each.size());
   check_broadcast(calls);
-  without_gil([&] { collectives_of(ranks.streams).broadcast(calls, stream_of(root), ranks); });
+  without_gil([&] { collectives_of(ranks.streams, root).broadcast(calls, root, ranks); });
   count_ranks("broadcast", "direct", moved);
 }
 
 void all_gather(const Pointers& in, const std::vector<int64_t>& in_nbytes, const Pointers& out,
-                const StreamTuples& streams) {
+                const Streams& streams) {
   require(in.size() == in_nbytes.size(), "in and in_nbytes must have one entry per rank");
   Buffers from;
   int64_t total = 0;
@@ -82,7 +81,7 @@ void all_gather(const Pointers& in, const std::vector<int64_t>& in_nbytes, const
 }
 
 void reduce_scatter(const Pointers& in, const Pointers& out, int64_t count, const std::string& dtype_name,
-                    const std::string& op_name, const StreamTuples& streams) {
+                    const std::string& op_name, const Streams& streams) {
   const DType dtype = dtype_from(dtype_name);
   const ReduceOp op = reduce_op_from(op_name);
   const Buffers from = buffers_of(in, count * static_cast<int64_t>(in.size()), dtype);

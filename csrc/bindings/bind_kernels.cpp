@@ -1,5 +1,5 @@
-// The kernels, over pointers.  Python checks shapes and devices; here dtypes and alignment are checked.
-#include <variant>
+// The kernels, over pointers.  Python checks shapes and devices, this file alignment, and each backend the dtypes.
+#include <optional>
 
 #include "backends.h"
 #include "bindings/bindings.h"
@@ -9,22 +9,10 @@ namespace mgpu::bindings {
 namespace {
 
 using PieceTuples = std::vector<std::tuple<Pointer, int64_t, int64_t>>;  // pointer, begin, count
-// A flat buffer, or on the CPU the tensor of each segment.
-using Gradients = std::variant<Pointer, Pointers>;
-// parameters, gradients, count, dtype, segments, how many, constants, groups, how many, clip, loss_scale, found_inf
-using FlatTuple = std::tuple<Pointer, Gradients, int64_t, std::string, Pointer, int64_t, Pointer, Pointer, int64_t,
-                             Pointer, Pointer, Pointer>;
 
 template <class T>
 T* pointer_to(Pointer pointer) {
   return static_cast<T*>(pointer_of(pointer, sizeof(T)));
-}
-
-DType floating(const std::string& name, const char* kernel) {
-  const DType dtype = dtype_from(name);
-  require(dtype == DType::f16 || dtype == DType::bf16 || dtype == DType::f32 || dtype == DType::f64,
-          std::string(kernel) + " works on floating dtypes, not on " + name);
-  return dtype;
 }
 
 std::vector<Piece> pieces_of(const PieceTuples& tuples, DType dtype) {
@@ -35,9 +23,8 @@ std::vector<Piece> pieces_of(const PieceTuples& tuples, DType dtype) {
 }
 
 void bind_gather_rows(const std::tuple<Pointer, int64_t, int64_t>& rows, const std::pair<Pointer, int64_t>& index,
-                      float scale, float shift, Pointer out, const std::string& out_dtype, const StreamTuple& stream) {
-  const DType dtype = floating(out_dtype, "gather_rows");
-  require(dtype != DType::f64, "gather_rows writes float32, float16 or bfloat16, not float64");
+                      float scale, float shift, Pointer out, const std::string& out_dtype, const Stream& stream) {
+  const DType dtype = dtype_from(out_dtype);
   const auto& [rows_pointer, rows_count, row_count] = rows;
   const GatherRows call{pointer_to<const uint8_t>(rows_pointer),
                         rows_count,
@@ -48,75 +35,101 @@ void bind_gather_rows(const std::tuple<Pointer, int64_t, int64_t>& rows, const s
                         shift,
                         pointer_of(out, itemsize(dtype)),
                         dtype};
-  const Stream on = stream_of(stream);
-  without_gil([&] { device_ops_of(on).gather_rows(call, on); });
+  without_gil([&] { device_ops_of(stream).gather_rows(call, stream); });
 }
 
 Packing packing_of(const PieceTuples& pieces, const std::string& dtype, Pointer flat, const std::string& flat_dtype,
                    double scale) {
   const DType own = dtype_from(dtype), wanted = dtype_from(flat_dtype);
-  const Packing call{pieces_of(pieces, own), own, pointer_of(flat, itemsize(wanted)), wanted, scale};
-  if (call.dtype != call.flat_dtype || scale != 1) {
-    floating(dtype, "a cast or a scale");
-    floating(flat_dtype, "a cast or a scale");
-  }
-  return call;
+  return {pieces_of(pieces, own), own, pointer_of(flat, itemsize(wanted)), wanted, scale};
 }
 
 void bind_pack(const PieceTuples& pieces, const std::string& dtype, Pointer flat, const std::string& flat_dtype,
-               double scale, const StreamTuple& stream) {
+               double scale, const Stream& stream) {
   const Packing call = packing_of(pieces, dtype, flat, flat_dtype, scale);
-  const Stream on = stream_of(stream);
-  without_gil([&] { device_ops_of(on).pack(call, on); });
+  without_gil([&] { device_ops_of(stream).pack(call, stream); });
 }
 
 void bind_unpack(const PieceTuples& pieces, const std::string& dtype, Pointer flat, const std::string& flat_dtype,
-                 double scale, const StreamTuple& stream) {
+                 double scale, const Stream& stream) {
   const Packing call = packing_of(pieces, dtype, flat, flat_dtype, scale);
-  const Stream on = stream_of(stream);
-  without_gil([&] { device_ops_of(on).unpack(call, on); });
+  without_gil([&] { device_ops_of(stream).unpack(call, stream); });
 }
 
 void bind_sum_ranks(const Pointers& in, const Pointers& out, int64_t count, const std::string& dtype,
-                    const std::string& op, const StreamTuple& stream) {
+                    const std::string& op, const Stream& stream) {
   require(!in.empty() && !out.empty(), "sum_ranks needs at least one input and one output");
   const ReduceOp kind = reduce_op_from(op);
   SumRanks call{{}, {}, count, dtype_from(dtype), kind, kind == ReduceOp::avg ? static_cast<int>(in.size()) : 1};
   for (Pointer pointer : in) call.in.push_back(pointer_of(pointer, itemsize(call.dtype)));
   for (Pointer pointer : out) call.out.push_back(pointer_of(pointer, itemsize(call.dtype)));
-  const Stream on = stream_of(stream);
-  without_gil([&] { device_ops_of(on).sum_ranks({call}, on); });
+  without_gil([&] { device_ops_of(stream).sum_ranks({call}, stream); });
 }
 
 void bind_scale_cast(Pointer in, const std::string& in_dtype, Pointer out, const std::string& out_dtype, int64_t count,
-                     double scale, const StreamTuple& stream) {
-  const DType from = floating(in_dtype, "scale_cast"), to = floating(out_dtype, "scale_cast");
+                     double scale, const Stream& stream) {
+  const DType from = dtype_from(in_dtype), to = dtype_from(out_dtype);
   const ScaleCast call{pointer_of(in, itemsize(from)), from, pointer_of(out, itemsize(to)), to, count, scale};
-  const Stream on = stream_of(stream);
-  without_gil([&] { device_ops_of(on).scale_cast(call, on); });
+  without_gil([&] { device_ops_of(stream).scale_cast(call, stream); });
 }
 
 void bind_l2_norm(const PieceTuples& pieces, const std::string& dtype, Pointer partials, Pointer out,
-                  const std::string& out_dtype, const StreamTuple& stream) {
-  const DType own = floating(dtype, "l2_norm"), wide = floating(out_dtype, "l2_norm");
+                  const std::string& out_dtype, const Stream& stream) {
+  const DType own = dtype_from(dtype), wide = dtype_from(out_dtype);
   const L2Norm call{pieces_of(pieces, own), own, pointer_to<double>(partials), pointer_of(out, itemsize(wide)), wide};
-  const Stream on = stream_of(stream);
-  without_gil([&] { device_ops_of(on).l2_norm(call, on); });
+  without_gil([&] { device_ops_of(stream).l2_norm(call, stream); });
 }
 
-// `each` gets the gradients that lie in memory of their own, and must live as long as what is returned.
-FlatParameters flat_of(const FlatTuple& tuple, const Stream& on, std::vector<const void*>& each) {
-  const auto& [parameters, gradients, count, dtype, segments, segment_count, constants, groups, group_count, clip,
-               loss_scale, found_inf] = tuple;
-  const DType own = floating(dtype, "an optimizer");
-  const auto* flat = std::get_if<Pointer>(&gradients);
-  if (!flat) {
-    for (Pointer pointer : std::get<Pointers>(gradients)) each.push_back(pointer_of(pointer, itemsize(own)));
-    require(on.device == kHost, "gradients in memory of their own are for the CPU");
-    require(static_cast<int64_t>(each.size()) == segment_count, "each segment needs the address of its gradient");
-  }
+// The gradients of the segments, each in memory of its own; empty: they lie in the flat buffer.
+std::vector<const void*> addresses_of(const std::optional<Pointers>& gradients, const FlatBuffer& flat,
+                                      const Stream& stream) {
+  std::vector<const void*> addresses;
+  if (!gradients) return addresses;
+  require(stream.on_host(), "gradients in memory of their own are for the CPU");
+  require(static_cast<int64_t>(gradients->size()) == flat.segment_count,
+          "each segment needs the address of its gradient");
+  for (Pointer pointer : *gradients) addresses.push_back(pointer_of(pointer, itemsize(flat.dtype)));
+  return addresses;
+}
+
+// Calls step(flat), where `flat` knows the gradients that lie in memory of their own.
+template <class Step>
+void with_gradients(FlatBuffer flat, const std::optional<Pointers>& gradients, const Stream& stream, Step&& step) {
+  const auto addresses = addresses_of(gradients, flat, stream);
+  if (gradients) flat.gradient_of = addresses.data();
+  without_gil([&] { step(flat); });
+}
+
+void bind_sgd(const FlatBuffer& flat, const std::optional<Pointers>& gradients, Pointer momentum,
+              const Stream& stream) {
+  with_gradients(flat, gradients, stream, [&](const FlatBuffer& buffer) {
+    device_ops_of(stream).sgd({buffer, pointer_of(momentum, itemsize(flat.dtype))}, stream);
+  });
+}
+
+void bind_adam(const FlatBuffer& flat, const std::optional<Pointers>& gradients, Pointer exp_avg, Pointer exp_avg_sq,
+               Pointer max_exp_avg_sq, bool decoupled, const Stream& stream) {
+  const size_t size = itemsize(flat.dtype);
+  with_gradients(flat, gradients, stream, [&](const FlatBuffer& buffer) {
+    const Adam call{buffer, pointer_of(exp_avg, size), pointer_of(exp_avg_sq, size), pointer_of(max_exp_avg_sq, size),
+                    decoupled};
+    device_ops_of(stream).adam(call, stream);
+  });
+}
+
+void bind_lion(const FlatBuffer& flat, const std::optional<Pointers>& gradients, Pointer exp_avg,
+               const Stream& stream) {
+  with_gradients(flat, gradients, stream, [&](const FlatBuffer& buffer) {
+    device_ops_of(stream).lion({buffer, pointer_of(exp_avg, itemsize(flat.dtype))}, stream);
+  });
+}
+
+FlatBuffer flat_buffer(Pointer parameters, Pointer gradients, int64_t count, const std::string& dtype, Pointer segments,
+                       int64_t segment_count, Pointer constants, Pointer groups, int64_t group_count, Pointer clip,
+                       Pointer loss_scale, Pointer found_inf) {
+  const DType own = dtype_from(dtype);
   return {pointer_of(parameters, itemsize(own)),
-          flat ? pointer_of(*flat, itemsize(own)) : nullptr,
+          pointer_of(gradients, itemsize(own)),
           count,
           own,
           pointer_to<int64_t>(segments),
@@ -126,34 +139,25 @@ FlatParameters flat_of(const FlatTuple& tuple, const Stream& on, std::vector<con
           group_count,
           pointer_to<const double>(clip),
           pointer_to<const float>(loss_scale),
-          pointer_to<const float>(found_inf),
-          flat ? nullptr : each.data()};
+          pointer_to<const float>(found_inf)};
 }
 
-void bind_sgd(const FlatTuple& flat, Pointer momentum, const StreamTuple& stream) {
-  const Stream on = stream_of(stream);
-  std::vector<const void*> gradients;
-  const FlatParameters parameters = flat_of(flat, on, gradients);
-  const Sgd call{parameters, pointer_of(momentum, itemsize(parameters.dtype))};
-  without_gil([&] { device_ops_of(on).sgd(call, on); });
-}
-
-void bind_adam(const FlatTuple& flat, Pointer exp_avg, Pointer exp_avg_sq, Pointer max_exp_avg_sq, bool decoupled,
-               const StreamTuple& stream) {
-  const Stream on = stream_of(stream);
-  std::vector<const void*> gradients;
-  const FlatParameters parameters = flat_of(flat, on, gradients);
-  const auto state = [&](Pointer pointer) { return pointer_of(pointer, itemsize(parameters.dtype)); };
-  const Adam call{parameters, state(exp_avg), state(exp_avg_sq), state(max_exp_avg_sq), decoupled};
-  without_gil([&] { device_ops_of(on).adam(call, on); });
-}
-
-void bind_lion(const FlatTuple& flat, Pointer exp_avg, const StreamTuple& stream) {
-  const Stream on = stream_of(stream);
-  std::vector<const void*> gradients;
-  const FlatParameters parameters = flat_of(flat, on, gradients);
-  const Lion call{parameters, pointer_of(exp_avg, itemsize(parameters.dtype))};
-  without_gil([&] { device_ops_of(on).lion(call, on); });
+void bind_optimizers(py::module_& m) {
+  m.def(
+      "optimizer_constants", [] { return kOptimizerConstants; },
+      "Numbers, float64, that a device keeps per segment during a step.");
+  py::class_<FlatBuffer>(m, "FlatBuffer", "Addresses and tables of an optimizer's step: csrc/core/kernel_calls.h.")
+      .def(py::init(&flat_buffer), py::kw_only(), py::arg("parameters"), py::arg("gradients"), py::arg("count"),
+           py::arg("dtype"), py::arg("segments"), py::arg("segment_count"), py::arg("constants"), py::arg("groups"),
+           py::arg("group_count"), py::arg("clip"), py::arg("loss_scale"), py::arg("found_inf"));
+  m.def("sgd", &bind_sgd, py::arg("flat"), py::arg("gradients"), py::arg("momentum"), py::arg("stream"),
+        "One step.  An address of 0: not there.  Gradients: None where they lie in the flat buffer, or on the CPU the "
+        "address of each segment's.");
+  m.def("adam", &bind_adam, py::arg("flat"), py::arg("gradients"), py::arg("exp_avg"), py::arg("exp_avg_sq"),
+        py::arg("max_exp_avg_sq"), py::arg("decoupled"), py::arg("stream"),
+        "One step of Adam, or of AdamW where the decay is decoupled.");
+  m.def("lion", &bind_lion, py::arg("flat"), py::arg("gradients"), py::arg("exp_avg"), py::arg("stream"),
+        "One step of Lion.");
 }
 
 }  // namespace
@@ -176,16 +180,7 @@ void bind_kernels(py::module_& m) {
       py::arg("pieces"), "How many partial sums, float64, l2_norm needs room for.");
   m.def("l2_norm", &bind_l2_norm, py::arg("pieces"), py::arg("dtype"), py::arg("partials"), py::arg("out"),
         py::arg("out_dtype"), py::arg("stream"), "The root of the sum of all squares.");
-  m.def(
-      "optimizer_constants", [] { return kOptimizerConstants; },
-      "Numbers, float64, that a device keeps per segment during a step.");
-  m.def(
-      "sgd", &bind_sgd, py::arg("flat"), py::arg("momentum"), py::arg("stream"),
-      "One step; see csrc/core/kernel_calls.h for the tables.  A pointer of 0: not there.  Gradients: flat, or on the "
-      "CPU a list with the address of each segment's.");
-  m.def("adam", &bind_adam, py::arg("flat"), py::arg("exp_avg"), py::arg("exp_avg_sq"), py::arg("max_exp_avg_sq"),
-        py::arg("decoupled"), py::arg("stream"), "One step of Adam, or of AdamW where the decay is decoupled.");
-  m.def("lion", &bind_lion, py::arg("flat"), py::arg("exp_avg"), py::arg("stream"), "One step of Lion.");
+  bind_optimizers(m);
 }
 
 }  // namespace mgpu::bindings

@@ -6,6 +6,7 @@
 #include <numeric>
 
 #include "backends.h"
+#include "backends/nccl/nccl.h"
 #include "bindings/bindings.h"
 #include "core/checks.h"
 #include "core/counters.h"
@@ -14,12 +15,10 @@
 namespace mgpu::bindings {
 namespace {
 
+using nccl::Message;
 using nccl::Messages;
 using nccl::NcclCollectives;
 using nccl::Team;
-
-// (rank, peer, pointer, count, dtype)
-using MessageTuple = std::tuple<int, int, Pointer, int64_t, std::string>;
 
 struct NcclTeam {
   std::shared_ptr<Team> team;
@@ -60,7 +59,8 @@ std::shared_ptr<NcclTeam> init(const py::bytes& unique_id, int world, const std:
   const nccl::Limits limits = limits_from(limit_seconds);
   std::vector<nccl::RankDevice> mine;
   for (size_t i = 0; i < ranks.size(); ++i) mine.push_back({ranks[i], devices[i]});
-  return owned(without_gil([&] { return nccl::init(device_ops_of({devices[0], nullptr}), id, world, mine, limits); }));
+  return owned(without_gil(
+      [&] { return nccl::init(device_ops_of({BackendId::cuda, devices[0], nullptr}), id, world, mine, limits); }));
 }
 
 // Ranks that a result is made of: those of the call, or of all processes.
@@ -69,7 +69,7 @@ int64_t parts_of(const NcclTeam& self, size_t ranks) {
 }
 
 void all_reduce(NcclTeam& self, const Pointers& in, const Pointers& out, int64_t count, const std::string& dtype_name,
-                const std::string& op_name, const StreamTuples& streams, bool merge_shared_devices) {
+                const std::string& op_name, const Streams& streams, bool merge_shared_devices) {
   const DType dtype = dtype_from(dtype_name);
   const ReduceOp op = reduce_op_from(op_name);
   const Buffers from = buffers_of(in, count, dtype), to = buffers_of(out, count, dtype);
@@ -80,8 +80,7 @@ void all_reduce(NcclTeam& self, const Pointers& in, const Pointers& out, int64_t
 }
 
 void reduce(NcclTeam& self, const std::vector<Pointers>& in, const Pointers& out, const std::vector<int64_t>& counts,
-            const std::string& dtype_name, const std::string& op_name, const StreamTuples& streams,
-            const StreamTuple& root) {
+            const std::string& dtype_name, const std::string& op_name, const Streams& streams, const Stream& root) {
   const DType dtype = dtype_from(dtype_name);
   const ReduceOp op = reduce_op_from(op_name);
   require(in.size() == out.size() && in.size() == counts.size(), "in, out and counts must have one entry per tensor");
@@ -95,12 +94,12 @@ void reduce(NcclTeam& self, const std::vector<Pointers>& in, const Pointers& out
       if (in[i][rank] != 0) nbytes[rank] = std::max<int64_t>(nbytes[rank], 0) + nbytes_of(calls.back().out);
   }
   check_reduce(calls);
-  without_gil([&] { self.collectives.reduce(calls, op, ranks, stream_of(root)); });
+  without_gil([&] { self.collectives.reduce(calls, op, ranks, root); });
   count_ranks("reduce", "nccl", nbytes);
 }
 
 void broadcast(NcclTeam& self, const Pointers& in, const std::vector<Pointers>& out, const std::vector<int64_t>& nbytes,
-               const StreamTuple& root, const StreamTuples& streams) {
+               const Stream& root, const Streams& streams) {
   require(in.size() == out.size() && in.size() == nbytes.size(), "in, out and nbytes must have one entry per tensor");
   const Ranks ranks = ranks_of(streams, streams.size());
   std::vector<BroadcastCall> calls;
@@ -112,12 +111,12 @@ void broadcast(NcclTeam& self, const Pointers& in, const std::vector<Pointers>& 
       if (out[i][rank] != in[i]) moved[rank] = std::max<int64_t>(moved[rank], 0) + nbytes[i];
   }
   check_broadcast(calls);
-  without_gil([&] { self.collectives.broadcast(calls, stream_of(root), ranks); });
+  without_gil([&] { self.collectives.broadcast(calls, root, ranks); });
   count_ranks("broadcast", "nccl", moved);
 }
 
 void all_gather(NcclTeam& self, const Pointers& in, const std::vector<int64_t>& in_nbytes, const Pointers& out,
-                const StreamTuples& streams) {
+                const Streams& streams) {
   require(in.size() == in_nbytes.size() && in.size() == out.size() && !in.empty(),
           "in_, in_nbytes and out must have one entry per rank");
   Buffers from;
@@ -131,7 +130,7 @@ void all_gather(NcclTeam& self, const Pointers& in, const std::vector<int64_t>& 
 }
 
 void reduce_scatter(NcclTeam& self, const Pointers& in, const Pointers& out, int64_t count,
-                    const std::string& dtype_name, const std::string& op_name, const StreamTuples& streams) {
+                    const std::string& dtype_name, const std::string& op_name, const Streams& streams) {
   const DType dtype = dtype_from(dtype_name);
   const ReduceOp op = reduce_op_from(op_name);
   require(in.size() == out.size() && !in.empty(), "in_ and out must have one entry per rank");
@@ -142,22 +141,17 @@ void reduce_scatter(NcclTeam& self, const Pointers& in, const Pointers& out, int
   count_ranks("reduce_scatter", "nccl", std::vector<int64_t>(in.size(), nbytes_of(to[0])));
 }
 
-Messages messages_from(const std::vector<MessageTuple>& tuples) {
-  Messages messages;
-  for (const auto& [rank, peer, pointer, count, dtype] : tuples)
-    messages.push_back({rank, peer, buffer_of(pointer, count, dtype_from(dtype))});
-  return messages;
-}
-
-void exchange(NcclTeam& self, const std::vector<MessageTuple>& sends, const std::vector<MessageTuple>& receives,
-              const StreamTuples& streams) {
-  const Messages sent = messages_from(sends), received = messages_from(receives);
-  const Streams on = streams_of(streams);
-  without_gil([&] { self.collectives.exchange(sent, received, on); });
-  for (const nccl::Message& each : sent) count("exchange", "nccl", each.rank, nbytes_of(each.buffer));
+void exchange(NcclTeam& self, const Messages& sends, const Messages& receives, const Streams& streams) {
+  without_gil([&] { self.collectives.exchange(sends, receives, streams); });
+  for (const Message& each : sends) count("exchange", "nccl", each.rank, nbytes_of(each.buffer));
 }
 
 void bind_team(py::module_& m) {
+  py::class_<Message>(m, "Message", "One message of an exchange, seen from one end.")
+      .def(py::init([](int rank, int peer, Pointer pointer, int64_t count, const std::string& dtype) {
+             return Message{rank, peer, buffer_of(pointer, count, dtype_from(dtype))};
+           }),
+           py::arg("rank"), py::arg("peer"), py::arg("pointer"), py::arg("count"), py::arg("dtype"));
   py::class_<NcclTeam, std::shared_ptr<NcclTeam>>(m, "NcclTeam", "Communicators of this process's ranks of a team.")
       .def("all_reduce", &all_reduce, py::arg("in_"), py::arg("out"), py::arg("count"), py::arg("dtype"), py::arg("op"),
            py::arg("streams"), py::arg("merge_shared_devices"))
@@ -169,15 +163,11 @@ void bind_team(py::module_& m) {
       .def("reduce_scatter", &reduce_scatter, py::arg("in_"), py::arg("out"), py::arg("count"), py::arg("dtype"),
            py::arg("op"), py::arg("streams"))
       .def("exchange", &exchange, py::arg("sends"), py::arg("receives"), py::arg("streams"),
-           "Messages as (rank, peer, pointer, count, dtype), all at once.")
+           "Sends and receives messages, all at once.")
       .def(
           "check", [](NcclTeam& self) { self.team->check(); }, "Raises what has happened to the team.")
       .def(
-          "wait",
-          [](NcclTeam& self, const StreamTuples& streams) {
-            const Streams on = streams_of(streams);
-            without_gil([&] { self.team->wait(on); });
-          },
+          "wait", [](NcclTeam& self, const Streams& streams) { without_gil([&] { self.team->wait(streams); }); },
           py::arg("streams"), "Until what is on the streams has run, or the team has failed.")
       .def(
           "abort", [](NcclTeam& self, const std::string& reason) { without_gil([&] { self.team->abort(reason); }); },

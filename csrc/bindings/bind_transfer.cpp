@@ -6,13 +6,7 @@
 namespace mgpu::bindings {
 namespace {
 
-using LayoutTuple = std::tuple<Pointer, int64_t, int64_t, int64_t>;  // pointer, outer, rows, inner_nbytes
-using PartTuples = std::vector<std::pair<Pointer, int64_t>>;         // pointer, rows
-
-Layout layout_of(const LayoutTuple& whole) {
-  const auto& [pointer, outer, rows, inner_nbytes] = whole;
-  return {reinterpret_cast<void*>(pointer), outer, rows, inner_nbytes};
-}
+using PartTuples = std::vector<std::pair<Pointer, int64_t>>;  // pointer, rows
 
 std::vector<Part> parts_of(const PartTuples& tuples) {
   std::vector<Part> parts;
@@ -25,30 +19,30 @@ void count_parts(const char* operation, const Layout& whole, const std::vector<P
     count(operation, "direct", static_cast<int>(rank), whole.outer * parts[rank].rows * whole.inner_nbytes);
 }
 
-void bind_scatter(const LayoutTuple& tuple, const StreamTuple& from, const PartTuples& tuples,
-                  const StreamTuples& streams) {
-  const Layout whole = layout_of(tuple);
+void bind_scatter(const Layout& whole, const Stream& from, const PartTuples& tuples, const Streams& streams) {
   const auto parts = parts_of(tuples);
-  const Streams on = streams_of(streams);
-  without_gil([&] { transfer_of(on).scatter(whole, stream_of(from), parts, on); });
+  without_gil([&] { transfer_of(streams, from).scatter(whole, from, parts, streams); });
   count_parts("scatter", whole, parts);
 }
 
-void bind_gather(const PartTuples& tuples, const StreamTuples& streams, const LayoutTuple& tuple,
-                 const StreamTuple& to) {
-  const Layout whole = layout_of(tuple);
+void bind_gather(const PartTuples& tuples, const Streams& streams, const Layout& whole, const Stream& to) {
   const auto parts = parts_of(tuples);
-  const Streams on = streams_of(streams);
-  without_gil([&] { transfer_of(on).gather(parts, on, whole, stream_of(to)); });
+  without_gil([&] { transfer_of(streams, to).gather(parts, streams, whole, to); });
   count_parts("gather", whole, parts);
 }
 
 }  // namespace
 
 void bind_transfer(py::module_& m) {
+  py::class_<Layout>(m, "Layout", "How a dense tensor lies in memory, seen from the dimension along which it is cut.")
+      .def(py::init([](Pointer pointer, int64_t outer, int64_t rows, int64_t inner_nbytes) {
+             return Layout{reinterpret_cast<void*>(pointer), outer, rows, inner_nbytes};
+           }),
+           py::arg("pointer"), py::arg("outer"), py::arg("rows"), py::arg("inner_nbytes"));
   m.def("scatter", &bind_scatter, py::arg("whole"), py::arg("from_"), py::arg("parts"), py::arg("streams"),
-        "Copies the parts (pointer, rows) out of whole (pointer, outer, rows, inner_nbytes), one behind the other.");
-  m.def("gather", &bind_gather, py::arg("parts"), py::arg("streams"), py::arg("whole"), py::arg("to"), "The way back.");
+        "Copies the parts (pointer, rows) out of the whole, one after the other.");
+  m.def("gather", &bind_gather, py::arg("parts"), py::arg("streams"), py::arg("whole"), py::arg("to"),
+        "Copies the parts (pointer, rows) into the whole, one after the other.");
 }
 
 }  // namespace mgpu::bindings

@@ -23,16 +23,15 @@ namespace py = pybind11;
 
 using Pointer = std::uintptr_t;
 using Pointers = std::vector<Pointer>;
-using StreamTuple = std::pair<int, Pointer>;  // device (-1: the host), handle
-using StreamTuples = std::vector<StreamTuple>;
 
 void bind_errors(py::module_& m);
 void bind_plan(py::module_& m);
+void bind_stream(py::module_& m);
 void bind_collectives(py::module_& m);
 void bind_transfer(py::module_& m);
 void bind_kernels(py::module_& m);
 void bind_nccl(py::module_& m);
-void bind_transcript(py::module_& m);
+void bind_op_log(py::module_& m);
 void bind_nothing(py::module_& m);
 void bind_turn(py::module_& m);
 
@@ -55,14 +54,6 @@ inline Buffer buffer_of(Pointer pointer, int64_t count, DType dtype) {
   return {pointer_of(pointer, itemsize(dtype)), count, dtype};
 }
 
-inline Stream stream_of(const StreamTuple& tuple) { return {tuple.first, reinterpret_cast<void*>(tuple.second)}; }
-
-inline Streams streams_of(const StreamTuples& tuples) {
-  Streams streams;
-  for (const StreamTuple& tuple : tuples) streams.push_back(stream_of(tuple));
-  return streams;
-}
-
 inline Buffers buffers_of(const Pointers& pointers, int64_t count, DType dtype) {
   Buffers buffers;
   for (Pointer pointer : pointers) buffers.push_back(buffer_of(pointer, count, dtype));
@@ -70,10 +61,10 @@ inline Buffers buffers_of(const Pointers& pointers, int64_t count, DType dtype) 
 }
 
 // Throws InvalidArgument unless there is one stream per rank.
-inline Ranks ranks_of(const StreamTuples& streams, size_t ranks, bool merge_shared_devices = true) {
+inline Ranks ranks_of(const Streams& streams, size_t ranks, bool merge_shared_devices = true) {
   require(streams.size() == ranks,
           "one stream per rank: " + std::to_string(ranks) + " ranks, " + std::to_string(streams.size()) + " streams");
-  return {streams_of(streams), merge_shared_devices};
+  return {streams, merge_shared_devices};
 }
 
 // Of each rank what it moved; -1: it took no part.

@@ -8,7 +8,8 @@ namespace {
 
 std::vector<std::tuple<std::string, bool, std::string>> backends_as_tuples() {
   std::vector<std::tuple<std::string, bool, std::string>> result;
-  for (const Backend& backend : backends()) result.emplace_back(backend.name, backend.built, backend.detail);
+  for (const BackendDetail& backend : backend_details())
+    result.emplace_back(backend.name, backend.built, backend.detail);
   return result;
 }
 
@@ -21,23 +22,39 @@ py::dict counters_as_dict() {
   return result;
 }
 
+const Backend& named(const std::string& backend) { return backend_of(backend_from(backend)); }
+
 void bind_machine(py::module_& m) {
   m.def("backends", &backends_as_tuples, "(name, built, what it is or why it is missing) of every backend.");
   m.def("num_threads", &host_threads, "Threads that share one call on host memory.");
   m.def("set_num_threads", &set_host_threads, py::arg("threads"));
-  m.def("cuda_device_count", &cuda_device_count, "GPUs that this build's CUDA runtime can use.");
-  m.def("cuda_runtime_version", &cuda_runtime_version, "13000 is 13.0; 0 in a build without CUDA.");
-  m.def("cuda_driver_version", &cuda_driver_version, "13000 is 13.0; 0 without a driver.");
-  m.def("cuda_has_code_for", &cuda_has_code_for, py::arg("device"), "Whether this build has code that the GPU runs.");
   m.def(
-      "cuda_check_memory",
-      [](Pointer pointer, int device, const std::string& name) {
-        cuda_check_memory(pointer_of(pointer), device, name);
+      "device_count", [](const std::string& backend) { return named(backend).device_count(); }, py::arg("backend"),
+      "Devices that this build can use.");
+  m.def(
+      "runtime_version", [](const std::string& backend) { return named(backend).runtime_version(); },
+      py::arg("backend"), "13000 is 13.0; 0: there is none.");
+  m.def(
+      "driver_version", [](const std::string& backend) { return named(backend).driver_version(); }, py::arg("backend"),
+      "13000 is 13.0; 0: there is none.");
+  m.def(
+      "has_code_for", [](const std::string& backend, int device) { return named(backend).has_code_for(device); },
+      py::arg("backend"), py::arg("device"), "Whether this build has code that the device runs.");
+  m.def(
+      "check_memory",
+      [](const std::string& backend, Pointer pointer, int device, const std::string& name) {
+        named(backend).check_memory(pointer_of(pointer), device, name);
       },
-      py::arg("pointer"), py::arg("device"), py::arg("name"),
-      "Raises ValueError unless the GPU reaches the memory.  The other functions trust the pointers they are given.");
-  m.def("cuda_allow_peers", &cuda_allow_peers, py::arg("device_and_peer"),
-        "Lets kernels of the first of each pair touch the second's memory; a test must have shown that it works.");
+      py::arg("backend"), py::arg("pointer"), py::arg("device"), py::arg("name"),
+      "Raises ValueError unless the device reaches the memory.  The other functions trust the pointers they are "
+      "given.");
+  m.def(
+      "allow_peers",
+      [](const std::string& backend, const std::vector<std::pair<int, int>>& device_and_peer) {
+        named(backend).allow_peers(device_and_peer);
+      },
+      py::arg("backend"), py::arg("device_and_peer"),
+      "Lets work on the first of each pair touch the second's memory; a test must have shown that it works.");
 }
 
 void bind_counters(py::module_& m) {
@@ -57,11 +74,12 @@ PYBIND11_MODULE(_core, m, pybind11::mod_gil_not_used()) {
   bind_machine(m);
   bind_counters(m);
   bind_plan(m);
+  bind_stream(m);
   bind_transfer(m);
   bind_kernels(m);
   bind_collectives(m);
   bind_nccl(m);
-  bind_transcript(m);
+  bind_op_log(m);
   bind_nothing(m);
   bind_turn(m);
 }

@@ -11,13 +11,30 @@
 
 namespace mgpu {
 
-// A queue of work on a device: what is put on it runs in order, and later than the call returns.  The host is a device
-// too, kHost: its work is done when the call returns, and it has no handle.
-constexpr int kHost = -1;
+// The backends of devices; the number is the index of the row in backends.cpp.
+enum class BackendId : int { cpu, cuda };
+
+// Whether the backend works in host memory: the host reads it by itself, and work is done when the call returns.
+constexpr bool works_on_host(BackendId backend) {
+  switch (backend) {
+    case BackendId::cpu:
+      return true;
+    case BackendId::cuda:
+      return false;
+  }
+  return false;
+}
+
+// A queue of work on a device: what is put on it runs in order, and later than the call returns (but see
+// works_on_host).  The default is the host's stream.
 struct Stream {
-  int device = kHost;
+  BackendId backend = BackendId::cpu;
+  int device = 0;          // index among the backend's devices
   void* handle = nullptr;  // the backend's: a cudaStream_t (null is CUDA's legacy default stream)
-  bool operator==(const Stream& other) const { return device == other.device && handle == other.handle; }
+
+  bool on_host() const { return works_on_host(backend); }
+  bool same_device(const Stream& other) const { return backend == other.backend && device == other.device; }
+  bool operator==(const Stream& other) const { return same_device(other) && handle == other.handle; }
   bool operator!=(const Stream& other) const { return !(*this == other); }
 };
 using Streams = std::vector<Stream>;  // one entry per rank
@@ -60,7 +77,7 @@ class DeviceOps {
   virtual void lion(const Lion& call, Stream on) = 0;
 };
 
-// Whether work on `device` may read and write the memory of `peer`, and the other way round.
+// Whether work on `device` may read and write the memory of `peer`, of the same backend, and the other way round.
 using Reach = std::function<bool(int device, int peer)>;
 
 // What is put on any of the streams afterwards runs after all that is on any of them now.

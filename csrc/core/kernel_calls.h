@@ -85,7 +85,7 @@ int64_t norm_tiles(const std::vector<Piece>& pieces);
 // On the CPU the gradient of each segment may lie in memory of its own instead, unpacked.
 // What a step needs to know lies in the same memory, so that a step can be captured in a graph and its numbers changed
 // between replays.
-struct FlatParameters {
+struct FlatBuffer {
   void* parameters;
   const void* gradients;
   int64_t count;      // of each flat buffer
@@ -107,14 +107,14 @@ enum SegmentColumn { kBegin, kCount, kGroup, kStep, kActive, kSegmentColumns };
 
 // torch.optim.SGD.  Groups: lr, momentum, dampening, weight_decay, nesterov, maximize.
 struct Sgd {
-  FlatParameters flat;
+  FlatBuffer flat;
   void* momentum;  // the buffers; null: no group has momentum
 };
 enum SgdColumn { kSgdLr, kMomentum, kDampening, kSgdWeightDecay, kNesterov, kSgdMaximize, kSgdColumns };
 
 // torch.optim.Adam, and AdamW where `decoupled`.  Groups: lr, beta1, beta2, eps, weight_decay, maximize.
 struct Adam {
-  FlatParameters flat;
+  FlatBuffer flat;
   void* exp_avg;
   void* exp_avg_sq;
   void* max_exp_avg_sq;  // null: not amsgrad
@@ -124,7 +124,7 @@ enum AdamColumn { kAdamLr, kBeta1, kBeta2, kEps, kAdamWeightDecay, kAdamMaximize
 
 // Lion (Chen et al. 2023, arXiv 2302.06675).  Groups: lr, beta1, beta2, weight_decay, maximize, and one unused column.
 struct Lion {
-  FlatParameters flat;
+  FlatBuffer flat;
   void* exp_avg;
 };
 enum LionColumn { kLionLr, kLionBeta1, kLionBeta2, kLionWeightDecay, kLionMaximize, kLionUnused, kLionColumns };

@@ -137,7 +137,7 @@ std::vector<std::vector<CopyHop>> broadcast_rounds(Stream root, const Streams& s
   std::vector<CopyHop> local;
   for (int rank = 0; rank < static_cast<int>(streams.size()); ++rank) {
     const auto here = std::find_if(places.begin(), places.end(),
-                                   [&](const CopyHop& place) { return place.to.device == streams[rank].device; });
+                                   [&](const CopyHop& place) { return place.to.same_device(streams[rank]); });
     if (here == places.end())
       places.push_back({-1, root, rank, streams[rank]});
     else
@@ -246,7 +246,7 @@ void all_reduce_through_host(DeviceOps& ops, const Buffers& in, const Buffers& o
 bool PeerCollectives::in_reach(const Streams& streams) const {
   for (const Stream& one : streams)
     for (const Stream& other : streams)
-      if (one.device != other.device && !reach_(one.device, other.device)) return false;
+      if (!one.same_device(other) && !reach_(one.device, other.device)) return false;
   return true;
 }
 

@@ -95,8 +95,7 @@ void Transfer::take(Staged& staged, Stream to) {
 }
 
 bool Transfer::in_reach(Stream one, Stream other) const {
-  if (one.device == other.device) return true;
-  return one.device != kHost && other.device != kHost && reach_(one.device, other.device);
+  return one.same_device(other) || (one.backend == other.backend && reach_(one.device, other.device));
 }
 
 void Transfer::scatter(const Layout& whole, Stream from, const std::vector<Part>& parts, const Streams& on) {
@@ -116,12 +115,12 @@ void Transfer::scatter(const Layout& whole, Stream from, const std::vector<Part>
     Mirrors mirrors(ops_, true, {from, piece.rank});
     const Buffer staged = mirrors.room(piece.nbytes(), DType::u8);
     ops_of(from).copy({piece.into_dense(staged.pointer)}, from);
-    if (from.device != kHost) order(ops_, from, piece.rank);
+    if (!from.on_host()) order(ops_, from, piece.rank);
     ops_.copy({plain_copy(piece.part, staged.pointer, piece.nbytes())}, piece.rank);
   }
   // Only now, so that no copy of one rank waits for another's.  A host tensor was read when it was staged.
   for (const Stream& rank : distinct(on))
-    if (from.device != kHost) order(ops_, rank, from);
+    if (!from.on_host()) order(ops_, rank, from);
 }
 
 void Transfer::gather(const std::vector<Part>& parts, const Streams& on, const Layout& whole, Stream to) {

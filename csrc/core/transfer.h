@@ -41,7 +41,7 @@ class Transfer {
   struct Staged;
   bool in_reach(Stream one, Stream other) const;
   void take(Staged& staged, Stream to);
-  DeviceOps& ops_of(Stream on) { return on.device == kHost ? host_ : ops_; }
+  DeviceOps& ops_of(Stream on) { return on.on_host() ? host_ : ops_; }
 
   DeviceOps& ops_;
   DeviceOps& host_;

@@ -8,37 +8,87 @@ namespace {
 struct DTypeRow {
   const char* name;
   size_t itemsize;
+  bool is_floating;
 };
-constexpr DTypeRow kDTypes[] = {{"float16", 2}, {"bfloat16", 2}, {"float32", 4}, {"float64", 8},
-                                {"int32", 4},   {"int64", 8},    {"uint8", 1}};
-constexpr const char* kReduceOps[] = {"sum", "avg", "prod", "min", "max"};
-constexpr const char* kAlgorithms[] = {"auto", "naive", "direct", "ring", "tree", "nccl"};
+// The name is null for a number that no dtype has.
+constexpr DTypeRow row_of(DType dtype) {
+  switch (dtype) {
+    case DType::f16:
+      return {"float16", 2, true};
+    case DType::bf16:
+      return {"bfloat16", 2, true};
+    case DType::f32:
+      return {"float32", 4, true};
+    case DType::f64:
+      return {"float64", 8, true};
+    case DType::i32:
+      return {"int32", 4, false};
+    case DType::i64:
+      return {"int64", 8, false};
+    case DType::u8:
+      return {"uint8", 1, false};
+  }
+  return {nullptr, 0, false};
+}
 
-template <class Names, class Get>
-int find(const char* what, const std::string& name, const Names& names, Get get) {
+template <class Enum>
+Enum find(const char* what, const std::string& name) {
   std::string all;
-  int place = 0;
-  for (const auto& row : names) {
-    if (name == get(row)) return place;
-    all += std::string(place++ ? ", " : "") + get(row);
+  for (int number = 0; const char* each = name_of(static_cast<Enum>(number)); ++number) {
+    if (name == each) return static_cast<Enum>(number);
+    all += std::string(number ? ", " : "") + each;
   }
   throw InvalidArgument(std::string(what) + " must be one of " + all + ", not '" + name + "'");
 }
-const char* as_is(const char* name) { return name; }
 
 }  // namespace
 
-size_t itemsize(DType dtype) { return kDTypes[static_cast<int>(dtype)].itemsize; }
-const char* name_of(DType dtype) { return kDTypes[static_cast<int>(dtype)].name; }
-const char* name_of(ReduceOp op) { return kReduceOps[static_cast<int>(op)]; }
-const char* name_of(Algorithm algorithm) { return kAlgorithms[static_cast<int>(algorithm)]; }
+size_t itemsize(DType dtype) { return row_of(dtype).itemsize; }
+bool is_floating(DType dtype) { return row_of(dtype).is_floating; }
+const char* name_of(DType dtype) { return row_of(dtype).name; }
 
-DType dtype_from(const std::string& name) {
-  return static_cast<DType>(find("dtype", name, kDTypes, [](const DTypeRow& row) { return row.name; }));
+const char* name_of(ReduceOp op) {
+  switch (op) {
+    case ReduceOp::sum:
+      return "sum";
+    case ReduceOp::avg:
+      return "avg";
+    case ReduceOp::prod:
+      return "prod";
+    case ReduceOp::min:
+      return "min";
+    case ReduceOp::max:
+      return "max";
+  }
+  return nullptr;
 }
-ReduceOp reduce_op_from(const std::string& name) { return static_cast<ReduceOp>(find("op", name, kReduceOps, as_is)); }
-Algorithm algorithm_from(const std::string& name) {
-  return static_cast<Algorithm>(find("algorithm", name, kAlgorithms, as_is));
+
+const char* name_of(Algorithm algorithm) {
+  switch (algorithm) {
+    case Algorithm::automatic:
+      return "auto";
+    case Algorithm::naive:
+      return "naive";
+    case Algorithm::direct:
+      return "direct";
+    case Algorithm::ring:
+      return "ring";
+    case Algorithm::tree:
+      return "tree";
+    case Algorithm::nccl:
+      return "nccl";
+  }
+  return nullptr;
+}
+
+DType dtype_from(const std::string& name) { return find<DType>("dtype", name); }
+ReduceOp reduce_op_from(const std::string& name) { return find<ReduceOp>("op", name); }
+Algorithm algorithm_from(const std::string& name) { return find<Algorithm>("algorithm", name); }
+
+void refuse_dtype(const char* kernel, DType dtype) {
+  const char* name = name_of(dtype);
+  throw InvalidArgument(std::string(kernel) + " does not work on " +
+                        (name ? name : "dtype number " + std::to_string(static_cast<int>(dtype))));
 }
 
 }  // namespace mgpu

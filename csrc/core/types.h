@@ -20,6 +20,8 @@ struct Buffer {
 };
 
 size_t itemsize(DType dtype);
+bool is_floating(DType dtype);
+// Null for a number that is none of the enum's.
 const char* name_of(DType dtype);
 const char* name_of(ReduceOp op);
 const char* name_of(Algorithm algorithm);
@@ -28,6 +30,9 @@ const char* name_of(Algorithm algorithm);
 DType dtype_from(const std::string& name);
 ReduceOp reduce_op_from(const std::string& name);
 Algorithm algorithm_from(const std::string& name);
+
+// Throws InvalidArgument: the kernel has no code for the dtype.
+[[noreturn]] void refuse_dtype(const char* kernel, DType dtype);
 
 inline int64_t nbytes_of(const Buffer& buffer) { return buffer.count * static_cast<int64_t>(itemsize(buffer.dtype)); }
 

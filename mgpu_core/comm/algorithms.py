@@ -50,7 +50,7 @@ class AllReduce:
         )
 
     def _devices(self) -> list[int]:
-        return [device for device, _ in self.streams]
+        return [stream.device for stream in self.streams]
 
     def _on_gpus(self, asked: str) -> str:
         """Return the algorithm for ``asked``.  A graph keeps what it captured; NCCL's launch order cannot be in one."""

@@ -141,11 +141,11 @@ def gather_into(parts: Tensors, whole: torch.Tensor, dim: int) -> None:
 
 def _transfer(
     whole: torch.Tensor, parts: Tensors, dim: int, order: torch.memory_format
-) -> tuple[tuple[int, int, int, int], list[tuple[int, int]]]:
+) -> tuple[_core.Layout, list[tuple[int, int]]]:
     """Return what the core takes for the whole and for each part."""
     outer, inner = runs_along(whole.shape, dim, order)
     rows = [(part.data_ptr(), part.shape[dim]) for part in parts]
-    return (whole.data_ptr(), outer, whole.shape[dim], inner * whole.itemsize), rows
+    return _core.Layout(whole.data_ptr(), outer, whole.shape[dim], inner * whole.itemsize), rows
 
 
 def all_gather_into(parts: Tensors, wholes: Tensors) -> None:

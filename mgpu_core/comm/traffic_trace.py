@@ -10,12 +10,13 @@ import threading
 import time
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 
 from mgpu_core import _core
 from mgpu_core.comm.layout import nbytes_of
+from mgpu_core.device.streams import HOST
 from mgpu_core.trace.buffer import TraceBuffer
 from mgpu_core.trace.events import BETWEEN, ROOT, Address, Collective, Hop
 from mgpu_core.trace.tracer import current_step, is_tracing, mark_devices, when_tracing
@@ -68,22 +69,24 @@ class CollectiveTrace:
         present = [each for each in self._devices if each is not None]
         self._before = mark_devices(present)
         self._begin_ns = time.perf_counter_ns()
-        self._hops: list[_RawHop] = []
-        _watches.stack = [*getattr(_watches, "stack", ()), self]
-        _core.open_transcript()
+        self._hops: list[_Record] = []
+        _traces.stack = [*getattr(_traces, "stack", ()), self]
+        _core.open_op_log()
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        deeds = _core.close_transcript()
-        _watches.stack.pop()
+        records = _core.close_op_log()
+        _traces.stack.pop()
         if kind is None and self._before is not None:
-            self._tell(deeds, time.perf_counter_ns(), *self._before)
+            self._tell(records, time.perf_counter_ns(), *self._before)
 
     @when_tracing
-    def _tell(self, deeds: Sequence[_RawHop], end_ns: int, buffer: TraceBuffer, before: dict[str, object]) -> None:
+    def _tell(
+        self, records: Sequence[_core.OpRecord], end_ns: int, buffer: TraceBuffer, before: dict[str, object]
+    ) -> None:
         after = mark_devices([each for each in self._devices if each is not None])
         finder = _Finder([*self._rows, *self._others], self._roots, self._ranks)
-        hops = _hops(finder, deeds, 0)
+        hops = _hops(finder, records, 0)
         hops += _hops(finder, self._hops, max((hop.call for hop in hops), default=-1) + 1)
         self._keep(buffer, before, {} if after is None else after[1], tuple(hops), end_ns)
 
@@ -95,12 +98,12 @@ class CollectiveTrace:
     def add(self, sums: bool, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
         """Add a copy or sum of the torch backend."""
         now = time.perf_counter_ns()
-        call = self._hops[-1][4] + 1 if self._hops else 0
+        call = self._hops[-1].call + 1 if self._hops else 0
         # What is sparse has as many bytes as its rank has indices, so each part is a hop of its own.
         parts = [sources] if all(map(_is_strided, sources)) else [[source] for source in sources]
         for part in parts:
             ends = list(map(_pointer, part)), list(map(_pointer, targets))
-            self._hops.append((sums, *ends, nbytes_of(part[0]), call, _NO_STREAM, now, now))
+            self._hops.append(_Record(sums, *ends, nbytes_of(part[0]), call, None, now, now))
 
     def _column(self, place: int) -> list[torch.Tensor]:
         found = [row[place] for row in self._rows if place < len(row)]
@@ -146,10 +149,21 @@ class CollectiveTrace:
         )
 
 
-_RawHop: TypeAlias = tuple[bool, list[int], list[int], int, int, tuple[int, int], int, int]
-_NO_STREAM = (-2, 0)
+class _Record(NamedTuple):
+    """A copy or sum of the torch backend; the fields of ``_core.OpRecord``."""
+
+    is_sum: bool
+    sources: list[int]
+    targets: list[int]
+    nbytes: int
+    call: int
+    stream: None
+    begin_ns: int
+    end_ns: int
+
+
 _NULL_TRACE = _NullTrace()
-_watches = threading.local()
+_traces = threading.local()
 
 
 def trace_collective(
@@ -165,22 +179,31 @@ def trace_collective(
 
 def discard_warmup() -> None:
     """Drop what the collective of this thread has recorded so far: it was a trial run of the tuner."""
-    if getattr(_watches, "stack", ()):
-        _core.open_transcript()
+    if getattr(_traces, "stack", ()):
+        _core.open_op_log()
 
 
 def trace_hop(sums: bool, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
     """Record a copy or sum of the torch backend in a collective of this thread."""
-    stack = getattr(_watches, "stack", ())
+    stack = getattr(_traces, "stack", ())
     if stack and targets:
         stack[-1].add(sums, sources, targets)
 
 
-def _hops(finder: _Finder, found: Sequence[_RawHop], first_call: int) -> list[Hop]:
+def _hops(finder: _Finder, found: Sequence[_core.OpRecord | _Record], first_call: int) -> list[Hop]:
     places = finder.places
     return [
-        Hop(sums, places(sources), places(targets), nbytes, first_call + call, _stream(stream), begin, end)
-        for sums, sources, targets, nbytes, call, stream, begin, end in found
+        Hop(
+            each.is_sum,
+            places(each.sources),
+            places(each.targets),
+            each.nbytes,
+            first_call + each.call,
+            _stream(each.stream),
+            each.begin_ns,
+            each.end_ns,
+        )
+        for each in found
     ]
 
 
@@ -197,11 +220,10 @@ def _device_of(column: Sequence[torch.Tensor]) -> torch.device | None:
     return column[0].device if column else None
 
 
-def _stream(stream: tuple[int, int]) -> str:
-    device, handle = stream
-    if stream == _NO_STREAM:
+def _stream(stream: _core.Stream | None) -> str:
+    if stream is None:
         return ""
-    return "host" if device < 0 else f"cuda:{device} stream {handle:#x}"
+    return "host" if stream == HOST else f"{stream.backend}:{stream.device} stream {stream.handle:#x}"
 
 
 class _Finder:

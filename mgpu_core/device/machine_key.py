@@ -18,7 +18,7 @@ __all__ = ["machine_key"]
 def _software() -> dict[str, Any]:
     details = {name: detail for name, _, detail in _core.backends()}
     return {
-        "driver": _core.cuda_driver_version(),
+        "driver": _core.driver_version("cuda"),
         "build": f"{importlib.metadata.version('mgpu-core')}, {details.get('cuda', '')}",
         "torch": str(torch.__version__),
     }

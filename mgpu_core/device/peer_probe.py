@@ -52,7 +52,7 @@ def measure_pair(device: int, peer: int, uuids: Sequence[str]) -> float:
             raise ValueError(f"cuda:{index} is another GPU here: CUDA_VISIBLE_DEVICES was changed after CUDA's start")
     if not torch.cuda.can_device_access_peer(device, peer):
         raise NoPeer(DRIVER_REFUSES)
-    _core.cuda_allow_peers([(device, peer), (peer, device)])
+    _core.allow_peers("cuda", [(device, peer), (peer, device)])
     map_for_peer(device, peer)
     here, there = torch.device("cuda", device), torch.device("cuda", peer)
     pattern = torch.arange(COUNT, dtype=torch.int32, device=here) * 2654435 + device
@@ -80,8 +80,8 @@ def _compare(made: torch.Tensor, wanted: torch.Tensor, how: str) -> None:
         raise NoPeer(f"{wrong} of {COUNT} numbers {how}")
 
 
-def _stream(device: int) -> tuple[int, int]:
-    return device, torch.cuda.current_stream(device).cuda_stream
+def _stream(device: int) -> _core.Stream:
+    return _core.Stream("cuda", device, torch.cuda.current_stream(device).cuda_stream)
 
 
 def _by_kernel(source: torch.Tensor, target: torch.Tensor, device: int) -> None:

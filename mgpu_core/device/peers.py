@@ -120,7 +120,7 @@ def _enable(pair: Pair) -> None:
         RuntimeError, ValueError: they cannot: a verdict of another container, or more peers than the hardware takes.
     """
     map_for_peer(*pair)
-    _core.cuda_allow_peers([pair, pair[::-1]])
+    _core.allow_peers("cuda", [pair, pair[::-1]])
 
 
 def map_for_peer(device: int, peer: int) -> None:

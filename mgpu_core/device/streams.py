@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import cache
+from functools import cache, lru_cache
 
 import torch
 
@@ -32,8 +32,9 @@ __all__ = [
     "resumed_on_all",
 ]
 
-HOST = (-1, 0)  # the core's stream of host memory
-GPU_TYPE = "cuda"  # the devices that the core's cuda backend serves
+HOST = _core.Stream("cpu", 0, 0)
+GPU_BACKEND = "cuda"  # the core's name of it
+GPU_TYPE = "cuda"  # the devices that it serves
 
 
 def caller_streams(devices: Sequence[torch.device]) -> list[torch.Stream | None]:
@@ -79,12 +80,12 @@ def resumed_on_all(devices: Sequence[torch.device], streams: Sequence[torch.Stre
         yield
 
 
-def core_stream(device: torch.device) -> tuple[int, int] | None:
+def core_stream(device: torch.device) -> _core.Stream | None:
     """Return the current stream of a device as the core knows it; ``None`` if the core has no backend for it."""
     if device.type == "cpu":
         return HOST
     if device.type == GPU_TYPE and _cuda_backend_works() and _has_code_for(device.index):
-        return device.index, _handle(device)
+        return _gpu_stream(device.index, _handle(device))
     return None
 
 
@@ -97,14 +98,19 @@ def core_serves(devices: Sequence[torch.device]) -> bool:
     return all(_has_code_for(device.index) for device in devices)
 
 
-def core_streams(devices: Sequence[torch.device]) -> list[tuple[int, int]] | None:
+def core_streams(devices: Sequence[torch.device]) -> list[_core.Stream] | None:
     """Return one stream per rank; ``None`` unless one backend of the core serves all of these devices."""
     if not core_serves(devices):
         return None
     if not any(device.type == GPU_TYPE for device in devices):
         return [HOST] * len(devices)
     settle_peers(device.index for device in set(devices))
-    return [(device.index, _handle(device)) for device in devices]
+    return [_gpu_stream(device.index, _handle(device)) for device in devices]
+
+
+@lru_cache(maxsize=256)
+def _gpu_stream(gpu: int, handle: int) -> _core.Stream:
+    return _core.Stream(GPU_BACKEND, gpu, handle)
 
 
 def _handle(device: torch.device) -> int:
@@ -221,7 +227,7 @@ def _the_only(streams: dict[int, torch.Stream], gpu: int) -> torch.Stream:
 @cache
 def _has_code_for(gpu: int) -> bool:
     """Return whether this build runs on the GPU; asked of those alone that are used, because asking makes a context."""
-    if _core.cuda_has_code_for(gpu):
+    if _core.has_code_for(GPU_BACKEND, gpu):
         return True
     warn_user(
         f"this build of mgpu_core has no code for cuda:{gpu}: it is served by torch's copies and adds. Build with its "
@@ -239,8 +245,8 @@ def _cuda_backend_works() -> bool:
     """
     if torch.version.hip is not None or torch.version.cuda is None or not torch.cuda.is_available():
         return False
-    ours, theirs = _core.cuda_device_count(), torch.cuda.device_count()
-    built = any(name == "cuda" and there for name, there, _ in _core.backends())
+    ours, theirs = _core.device_count(GPU_BACKEND), torch.cuda.device_count()
+    built = any(name == GPU_BACKEND and there for name, there, _ in _core.backends())
     if built and ours != theirs:
         warn_user(
             f"torch sees {theirs} GPUs and mgpu_core's CUDA runtime {ours}: they are served by torch's copies and adds."

@@ -121,9 +121,9 @@ def _core() -> Core:
 
     return Core(
         backends=tuple(Backend(*backend) for backend in core.backends()),
-        cuda_runtime=core.cuda_runtime_version(),
-        cuda_driver=core.cuda_driver_version(),
-        cuda_device_count=core.cuda_device_count(),
+        cuda_runtime=core.runtime_version("cuda"),
+        cuda_driver=core.driver_version("cuda"),
+        cuda_device_count=core.device_count("cuda"),
     )
 
 

@@ -10,7 +10,7 @@ import torch
 from mgpu_core import _core
 from mgpu_core.device.dtypes import FLOATING
 from mgpu_core.device.shared_memory import check_disjoint
-from mgpu_core.device.streams import HOST, core_stream
+from mgpu_core.device.streams import GPU_BACKEND, HOST, core_stream
 from mgpu_core.device.tensor_checks import all_plain, check_writable, memory_of, readable
 
 __all__ = ["as_out", "as_tensor", "as_tensors", "check_floating", "check_like", "check_outs", "on_one_device"]
@@ -32,7 +32,7 @@ def as_tensor(array: Any, name: str) -> torch.Tensor:
     else:
         raise TypeError(f"{name} must be a tensor or an array (DLPack), not {type(array).__name__}")
     if not isinstance(array, torch.Tensor) and tensor.numel() and core_stream(tensor.device) not in (None, HOST):
-        _core.cuda_check_memory(tensor.data_ptr(), tensor.device.index, name)
+        _core.check_memory(GPU_BACKEND, tensor.data_ptr(), tensor.device.index, name)
     if not tensor.is_contiguous():
         raise ValueError(f"{name} must be contiguous, not of strides {tensor.stride()} for {tuple(tensor.shape)}")
     return tensor

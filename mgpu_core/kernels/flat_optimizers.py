@@ -27,8 +27,6 @@ from mgpu_core.trace.tracer import span
 
 __all__ = ["FlatKernel", "adam", "adamw", "lion", "sgd"]
 
-Pointers = tuple[int, int | list[int], int, str, int, int, int, int, int, int, int, int]
-
 
 class _Kernel(NamedTuple):
     """One row of the table of optimizers.
@@ -36,7 +34,7 @@ class _Kernel(NamedTuple):
     Attributes:
         states: their names, in the order of the kernel's arguments.
         optional: those that may be ``None``.
-        core: called with pointers, the states' addresses, ``extra`` and the stream.
+        core: called with the flat buffers, the addresses of gradients, the states' addresses, ``extra`` and the stream.
         reference: called with parameters, gradients, states, tables, ``extra`` and the scalars.
         extra: constants of the kernel.
     """
@@ -94,7 +92,7 @@ class FlatKernel:
         self._tables, self._scalars = (segments, groups), tuple(found.values())
         self._states = self._checked(states)
         self._written = [parameters, segments, *(each for each in self._states if each is not None)]
-        self._pointers, self._state_pointers = self._collect(), [_pointer(each) for each in self._states]
+        self._core_flat, self._state_pointers = self._collect(), [_pointer(each) for each in self._states]
 
     def _checked(self, states: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Return the states; raise unless all may be written and the tables fit (a GPU's tables are taken as is)."""
@@ -115,7 +113,7 @@ class FlatKernel:
             check_rows(segments.tolist(), end=parameters.numel(), groups=groups.shape[0])
         return [given.get(name) for name in names]
 
-    def _collect(self) -> Pointers:
+    def _collect(self) -> _core.FlatBuffer:
         """Return the core's arguments, with memory where a GPU's first kernel leaves numbers for its second."""
         parameters, gradients = self._flat
         segments, groups = self._tables
@@ -125,9 +123,20 @@ class FlatKernel:
             self._constants = torch.empty(shape, dtype=torch.float64, device=self._device)
             constants = self._constants.data_ptr()
         clip, scale, found = (_pointer(each) for each in self._scalars)
-        flat = parameters.data_ptr(), gradients.data_ptr(), parameters.numel(), FLOATING[parameters.dtype]
-        tables = segments.data_ptr(), len(segments), constants, groups.data_ptr(), len(groups)
-        return *flat, *tables, clip, scale, found
+        return _core.FlatBuffer(
+            parameters=parameters.data_ptr(),
+            gradients=gradients.data_ptr(),
+            count=parameters.numel(),
+            dtype=FLOATING[parameters.dtype],
+            segments=segments.data_ptr(),
+            segment_count=len(segments),
+            constants=constants,
+            groups=groups.data_ptr(),
+            group_count=len(groups),
+            clip=clip,
+            loss_scale=scale,
+            found_inf=found,
+        )
 
     def step(self, gradients: Sequence[torch.Tensor] | None = None) -> None:
         """Make one step on the current stream.
@@ -146,10 +155,8 @@ class FlatKernel:
             if stream is None:
                 self._kernel.reference(*self._flat, *self._states, *self._tables, *extra, *self._scalars)
                 return
-            pointers = self._pointers
-            if gradients is not None:
-                pointers = pointers[0], list(map(torch.Tensor.data_ptr, gradients)), *pointers[2:]
-            self._kernel.core(pointers, *self._state_pointers, *extra, stream)
+            addresses = None if gradients is None else list(map(torch.Tensor.data_ptr, gradients))
+            self._kernel.core(self._core_flat, addresses, *self._state_pointers, *extra, stream)
         note_written(self._written)
 
 

@@ -64,12 +64,12 @@ def test_an_array_that_its_gpu_does_not_reach_is_refused(monkeypatch, is_written
     foreign, ours = torch.zeros(4, device="fake:1"), torch.ones(4, device="fake:1")
     array = SimpleNamespace(__dlpack__=None)
 
-    def check(pointer, device, name):
-        assert (pointer, device) == (foreign.data_ptr(), 1)
+    def check(backend, pointer, device, name):
+        assert (backend, pointer, device) == ("cuda", foreign.data_ptr(), 1)
         raise ValueError(f"{name}: the memory must be of device 1, and is ordinary host memory")
 
     monkeypatch.setattr(torch.utils.dlpack, "from_dlpack", lambda array: foreign)
-    monkeypatch.setattr(_core, "cuda_check_memory", check)
+    monkeypatch.setattr(_core, "check_memory", check)
     with pytest.raises(ValueError, match=f"{'out' if is_written else 'tensor'}: the memory must be of device 1"):
         kernels.scale_cast(ours, 2.0, out=array) if is_written else kernels.scale_cast(array, 2.0)
     assert foreign.tolist() == [0.0] * 4

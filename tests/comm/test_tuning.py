@@ -6,6 +6,7 @@ import threading
 import pytest
 import torch
 
+from mgpu_core._core import Stream
 from mgpu_core.comm import algorithms, tuning
 from mgpu_core.device import cache, nccl_teams
 from mgpu_core.errors import BackendUnavailable, Error, NcclError
@@ -244,7 +245,9 @@ def gpus_in_host_memory(monkeypatch):
     ones = torch.ones
     monkeypatch.setattr(algorithms, "is_capturing", lambda gpu: False)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    monkeypatch.setattr(algorithms, "core_streams", lambda devices: [(device.index, 9) for device in devices])
+    monkeypatch.setattr(
+        algorithms, "core_streams", lambda devices: [Stream("cuda", device.index, 9) for device in devices]
+    )
     monkeypatch.setattr(algorithms.torch, "ones", lambda count, device: ones(count))
 
 

@@ -22,7 +22,7 @@ class CudaWorld final : public World {
         transfer_(mgpu::cuda::device_ops(), mgpu::cpu::device_ops(), mgpu::cuda::reach, kSmallPiece),
         random_(seed) {
     fakeCudaReset(8, seed);
-    for (int device : devices) streams_.push_back({device, new_stream(device)});
+    for (int device : devices) streams_.push_back({mgpu::BackendId::cuda, device, new_stream(device)});
   }
   mgpu::DeviceOps& ops() override { return mgpu::cuda::device_ops(); }
   mgpu::Collectives& collectives() override { return collectives_; }
@@ -36,7 +36,7 @@ class CudaWorld final : public World {
     return memory;
   }
   void then(mgpu::Stream on, std::function<void()> work) override {
-    if (on.device == mgpu::kHost) return work();
+    if (on.on_host()) return work();
     const mgpu::cuda::DeviceGuard guard(on.device);
     fakeLaunch(mgpu::cuda::handle_of(on), [work = std::move(work)](int) { work(); });
   }

@@ -20,7 +20,7 @@
 using namespace mgpu;
 
 inline cudaStream_t stream;
-inline Stream on() { return {0, stream}; }
+inline Stream on() { return {BackendId::cuda, 0, stream}; }
 inline DeviceOps& gpu() { return cuda::device_ops(); }
 inline DeviceOps& host() { return cpu::device_ops(); }
 

@@ -36,7 +36,8 @@ static void refusals() {
 
 static void streams_are_of_one_backend() {
   CHECK_THROWS(InvalidArgument, "at least one rank", (collectives_of({}), 0));
-  CHECK_THROWS(InvalidArgument, "streams are of both", (collectives_of({Stream{}, Stream{0, nullptr}}), 0));
+  CHECK_THROWS(InvalidArgument, "of one backend, not of cpu and cuda",
+               (collectives_of({Stream{}, Stream{BackendId::cuda, 0, nullptr}}), 0));
   Numbers memory(1, std::vector<int32_t>(5));
   CHECK_THROWS(
       BackendUnavailable, "nccl",

@@ -38,10 +38,11 @@ static void failures() {
   CHECK_THROWS(CudaError, "cudaEventRecord: an illegal memory access", (sum(), 0));
   fakeCudaFail("cudaHostAlloc", cudaErrorMemoryAllocation);
   CHECK_THROWS(CudaError, "cudaHostAlloc: out of memory", (world.ops().staging(int64_t{1} << 40, world.streams()), 0));
-  const Stream elsewhere{0, new_stream(1)};
+  const Stream elsewhere{BackendId::cuda, 0, new_stream(1)};
   CHECK_THROWS(CudaError, "invalid resource handle",
                (world.ops().sum_ranks({{{one.data()}, {one.data()}, 4, DType::i32, ReduceOp::sum, 1}}, elsewhere), 0));
-  CHECK_THROWS(CudaError, "cuDevicePrimaryCtxRetain: invalid device ordinal", (world.ops().record({9, nullptr}), 0));
+  CHECK_THROWS(CudaError, "cuDevicePrimaryCtxRetain: invalid device ordinal",
+               (world.ops().record({BackendId::cuda, 9, nullptr}), 0));
   int current = -1;
   cudaGetDevice(&current);
   CHECK(current == 1 && cudaGetLastError() == cudaSuccess);
@@ -87,8 +88,8 @@ static void memory_of_another_device_is_refused() {
   CudaWorld world(0, {0, 1});
   void *here = world.allocate(0, 16), *there = world.allocate(1, 16);
   CHECK_THROWS(InvalidArgument, "must be of device 0, and is of device 1, which it does not reach",
-               (cuda::require_reachable(there, world.streams()[0], "a tensor"), 0));
-  cuda::require_reachable(here, world.streams()[0], "a tensor");
+               (cuda::check_memory(there, 0, "a tensor"), 0));
+  cuda::check_memory(here, 0, "a tensor");
 }
 
 static void peers() {

@@ -419,11 +419,11 @@ class FlatRun {
     for (int i : {3, 4}) buffers_[i] = Both(numbers(shape.count, shape.dtype, i), shape.dtype, 0);  // not negative
   }
 
-  FlatParameters there() {
+  FlatBuffer there() {
     return flat(buffers_[0].device.data(), buffers_[1].device.data(), segments_there_.data(), groups_there_.data(),
                 clip_there_.data(), scalars_there_.data());
   }
-  FlatParameters truth() {
+  FlatBuffer truth() {
     return flat(buffers_[0].twin.data(), buffers_[1].twin.data(), segments_.data(), groups_.data(), clip_.data(),
                 scalars_.data());
   }
@@ -440,8 +440,8 @@ class FlatRun {
   }
 
  private:
-  FlatParameters flat(void* parameters, const void* gradients, int64_t* segments, double* groups, double* clip,
-                      float* scalars) {
+  FlatBuffer flat(void* parameters, const void* gradients, int64_t* segments, double* groups, double* clip,
+                  float* scalars) {
     return {parameters,
             gradients,
             shape_.count,

@@ -202,7 +202,7 @@ struct Flat {
         constants(std::vector<double>(5 * kOptimizerConstants)),
         dtype(dtype) {}
 
-  FlatParameters there() {
+  FlatBuffer there() {
     float* scalar = scalars_there.data();
     return {parameters.device.data(),
             gradients.device.data(),
@@ -217,7 +217,7 @@ struct Flat {
             scalar,
             scalar + 1};
   }
-  FlatParameters truth() {
+  FlatBuffer truth() {
     return {parameters.twin.data(),
             gradients.twin.data(),
             kCount,
@@ -297,12 +297,43 @@ static void refusals() {
   Both memory(16, DType::f32);
   std::vector<float> ordinary(16);
   CHECK_THROWS(InvalidArgument, "a tensor: the memory must be of device 0, and is ordinary host memory",
-               (cuda::require_reachable(ordinary.data(), on(), "a tensor"), 0));
+               (cuda::check_memory(ordinary.data(), 0, "a tensor"), 0));
   std::vector<const void*> many(65, memory.device.data());
   CHECK_THROWS(InvalidArgument, "combines up to 64 arrays, not 65",
                (gpu().sum_ranks({{many, {memory.device.data()}, 4, DType::f32, ReduceOp::sum, 1}}, on()), 0));
   CUDA_OK(cudaGetLastError());  // nothing is left behind
   memory.check_equal();
+}
+
+// Throws before anything is written: the memory of one byte would not do.
+void dtypes_that_a_kernel_lacks(DeviceOps& ops, Stream on) {
+  unsigned char byte = 7;
+  const int64_t index = 0;
+  int64_t segment[kSegmentColumns] = {0, 1, 0, 0, 1};
+  const double groups[6] = {};
+  const FlatBuffer flat{&byte, &byte, 1, DType::u8, segment, 1, nullptr, groups, 1, nullptr, nullptr, nullptr};
+  CHECK_THROWS(InvalidArgument, "does not work on int32",
+               ops.pack({{{&byte, 0, 1}}, DType::i32, &byte, DType::f32, 1.0}, on));
+  CHECK_THROWS(InvalidArgument, "does not work on int64",
+               ops.unpack({{{&byte, 0, 1}}, DType::f32, &byte, DType::i64, 2.0}, on));
+  CHECK_THROWS(InvalidArgument, "does not work on uint8",
+               ops.scale_cast({&byte, DType::f32, &byte, DType::u8, 1, 1.0}, on));
+  CHECK_THROWS(InvalidArgument, "gather_rows does not work on float64",
+               ops.gather_rows({&byte, 1, 1, &index, 1, 1.0F, 0.0F, &byte, DType::f64}, on));
+  CHECK_THROWS(InvalidArgument, "gather_rows does not work on int32",
+               ops.gather_rows({&byte, 1, 1, &index, 1, 1.0F, 0.0F, &byte, DType::i32}, on));
+  CHECK_THROWS(InvalidArgument, "l2_norm does not work on int32",
+               ops.l2_norm({{}, DType::i32, nullptr, &byte, DType::f32}, on));
+  CHECK_THROWS(InvalidArgument, "the result of l2_norm does not work on float16",
+               ops.l2_norm({{}, DType::f32, nullptr, &byte, DType::f16}, on));
+  CHECK_THROWS(InvalidArgument, "an optimizer does not work on uint8", ops.lion({flat, &byte}, on));
+  CHECK_THROWS(InvalidArgument, "sum_ranks does not work on dtype number 77",
+               ops.sum_ranks({{{&byte, &byte}, {&byte}, 1, static_cast<DType>(77), ReduceOp::sum, 1}}, on));
+  CHECK(byte == 7);
+}
+void refused_dtypes() {
+  dtypes_that_a_kernel_lacks(host(), {});
+  dtypes_that_a_kernel_lacks(gpu(), on());
 }
 
 int main() {
@@ -315,5 +346,6 @@ int main() {
                   {"norms", norms},
                   {"optimizers", optimizers},
                   {"overflow", an_overflow_changes_nothing},
-                  {"refusals", refusals}});
+                  {"refusals", refusals},
+                  {"refused dtypes", refused_dtypes}});
 }

@@ -19,7 +19,7 @@ struct Staged {
     fakeCudaForgetPeak();
     for (int device = 0; device < ranks; ++device) {
       const cuda::DeviceGuard guard(device);
-      streams.push_back({device, new_stream(device)});
+      streams.push_back({BackendId::cuda, device, new_stream(device)});
       void* memory = nullptr;
       cudaMalloc(&memory, kCount * 4);
       all.push_back({memory, kCount, DType::f32});

@@ -8,7 +8,7 @@
 static mgpu::fakes::DeferredDevice* device_of_hook = nullptr;
 
 static void submit(void* stream, bool (*step)(void*), void* argument) {
-  device_of_hook->submit({0, stream}, [step, argument] { return step(argument); });
+  device_of_hook->submit({mgpu::BackendId::cuda, 0, stream}, [step, argument] { return step(argument); });
 }
 
 // Nobody watches: this device is one thread's.

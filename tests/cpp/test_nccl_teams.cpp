@@ -22,7 +22,7 @@ static void mistakes_are_refused() {
   CHECK_THROWS(InvalidArgument, "ranks 0 and 2 are both on device 5", (init(3, {{0, 5}, {1, 1}, {2, 5}}), 0));
   CHECK_THROWS(InvalidArgument, "rank 2 is not in a team of 2 ranks", (init(2, {{0, 0}, {2, 1}}), 0));
   CHECK_THROWS(InvalidArgument, "rank 1 is there twice", (init(2, {{1, 0}, {1, 1}}), 0));
-  CHECK_THROWS(InvalidArgument, "host memory", (init(1, {{0, kHost}}), 0));
+  CHECK_THROWS(InvalidArgument, "rank 0 is on device -1, which is no GPU", (init(1, {{0, -1}}), 0));
   CHECK_THROWS(InvalidArgument, "at least one rank", (init(0, {}), 0));
   CHECK_THROWS(InvalidArgument, "at least one rank", (init(1, {}), 0));
   CHECK(fakeNcclCalls("CommInitRankConfig") == 0 && fakeNcclCalls("GroupStart") == 0);

@@ -41,7 +41,7 @@ struct Training {
   int64_t* row(int64_t i) { return segments.data() + i * kSegmentColumns; }
   bool takes_part(int64_t i) { return row(i)[kActive] && row(i)[kGroup] >= 0; }
 
-  FlatParameters over(const void* flat, const std::vector<const void*>& each) {
+  FlatBuffer over(const void* flat, const std::vector<const void*>& each) {
     return {parameters.data(),
             flat,
             count,
@@ -73,24 +73,24 @@ struct Training {
 
 struct Case {
   std::vector<double> groups;
-  std::function<void(Training&, const FlatParameters&)> step;
+  std::function<void(Training&, const FlatBuffer&)> step;
 };
 
 static const std::vector<Case> kCases = {
     {{0.5, 0, 0, 0.125, 0, 0, 0.25, 0, 0, 0, 0, 1},
-     [](Training&, const FlatParameters& flat) { host().sgd({flat, nullptr}, {}); }},
+     [](Training&, const FlatBuffer& flat) { host().sgd({flat, nullptr}, {}); }},
     {{0.5, 0.9, 0.5, 0, 0, 0, 0.25, 0.5, 0, 0.125, 1, 1},
-     [](Training& t, const FlatParameters& flat) { host().sgd({flat, t.states[0].data()}, {}); }},
+     [](Training& t, const FlatBuffer& flat) { host().sgd({flat, t.states[0].data()}, {}); }},
     {{0.5, 0.9, 0.999, 1e-8, 0.125, 0, 0.25, 0.5, 0.75, 1e-6, 0, 1},
-     [](Training& t, const FlatParameters& flat) {
+     [](Training& t, const FlatBuffer& flat) {
        host().adam({flat, t.states[0].data(), t.states[1].data(), nullptr, false}, {});
      }},
     {{0.5, 0.9, 0.999, 1e-8, 0.125, 0, 0.25, 0.5, 0.75, 1e-6, 0, 1},
-     [](Training& t, const FlatParameters& flat) {
+     [](Training& t, const FlatBuffer& flat) {
        host().adam({flat, t.states[0].data(), t.states[1].data(), t.states[2].data(), true}, {});
      }},
     {{0.5, 0.5, 0.75, 0, 0, 0, 0.25, 0.5, 0.5, 0.5, 1, 0},
-     [](Training& t, const FlatParameters& flat) { host().lion({flat, t.states[0].data()}, {}); }},
+     [](Training& t, const FlatBuffer& flat) { host().lion({flat, t.states[0].data()}, {}); }},
 };
 
 // Gradients of the segments that take part, each in an allocation of its own behind `offset` elements; else null.

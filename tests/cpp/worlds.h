@@ -121,7 +121,7 @@ class DeferredWorld final : public World {
   const mgpu::Streams& streams() const override { return streams_; }
   void* allocate(int rank, int64_t nbytes) override { return device_.allocate(streams_[rank].device, nbytes); }
   void then(mgpu::Stream on, std::function<void()> work) override {
-    if (on.device == mgpu::kHost) return work();
+    if (on.on_host()) return work();
     device_.submit(on, [work = std::move(work)] {
       work();
       return true;

@@ -144,7 +144,7 @@ def test_refusals_leave_nothing_behind(gpu):
         )
     host = torch.ones(3)
     with pytest.raises(ValueError, match="must be of device 0, and is ordinary host memory"):
-        kernels.ops._core.cuda_check_memory(host.data_ptr(), 0, "host")
+        kernels.ops._core.check_memory("cuda", host.data_ptr(), 0, "host")
     with pytest.raises(ValueError, match="4 bytes begins at address"):
-        kernels.ops._core.scale_cast(2, "float32", 4, "float32", 3, 2.0, (0, 0))
+        kernels.ops._core.scale_cast(2, "float32", 4, "float32", 3, 2.0, kernels.ops._core.Stream("cuda", 0, 0))
     assert torch.ones(3, device=gpu).sum().item() == 3

@@ -53,7 +53,7 @@ def test_work_before_and_after_is_in_order(gpu):
 
 def test_every_collective_of_one_rank(gpu):
     team = _core.nccl_init(_core.nccl_unique_id(), 1, [0], [0], 60.0)
-    stream = (0, torch.cuda.current_stream().cuda_stream)
+    stream = _core.Stream("cuda", 0, torch.cuda.current_stream().cuda_stream)
     source = torch.arange(7.0, device=gpu)
     outs = [torch.full((7,), -1.0, device=gpu) for _ in range(5)]
     pointers = [out.data_ptr() for out in outs]
@@ -91,7 +91,7 @@ streams = [torch.cuda.Stream() for _ in ranks]
 tensors = [torch.full((70_001,), rank + 1.0, device="cuda") for rank in ranks]
 torch.cuda.synchronize()
 pointers = [tensor.data_ptr() for tensor in tensors]
-handles = [(0, stream.cuda_stream) for stream in streams]
+handles = [_core.Stream("cuda", 0, stream.cuda_stream) for stream in streams]
 for _ in range(3):
     team.all_reduce(pointers, pointers, 70_001, "float32", "sum", handles, False)
 team.wait(handles)

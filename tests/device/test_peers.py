@@ -46,7 +46,7 @@ def machine(tmp_path, monkeypatch):
     cache.forget()
     allowed = []
     monkeypatch.setattr(peers, "machine_key", lambda devices: {"gpus": [f"GPU-{device}" for device in devices]})
-    monkeypatch.setattr(peers._core, "cuda_allow_peers", allowed.extend)
+    monkeypatch.setattr(peers._core, "allow_peers", lambda _, pairs: allowed.extend(pairs))
     monkeypatch.setattr(peers, "map_for_peer", lambda device, peer: None)
     monkeypatch.setattr(peers, "keep_nccl_off_peers", lambda: None)
     monkeypatch.setattr(peers, "_settled", set())
@@ -186,12 +186,12 @@ def test_a_pair_that_cannot_be_enabled_is_a_failed_pair(machine, monkeypatch):
     """A verdict may be of another container, and hardware takes so many peers: no collective fails for it."""
     allowed, _ = machine()
 
-    def allow(pairs):
+    def allow(_, pairs):
         if {0, 2} == set(pairs[0]):
             raise peers._core.CudaError("cudaDeviceEnablePeerAccess: too many peers (cudaErrorTooManyPeers)")
         allowed.extend(pairs)
 
-    monkeypatch.setattr(peers._core, "cuda_allow_peers", allow)
+    monkeypatch.setattr(peers._core, "allow_peers", allow)
     with pytest.warns(RuntimeWarning, match=r"cuda:0 <-> cuda:2: cudaDeviceEnablePeerAccess: too many peers"):
         peers.settle_peers([0, 1, 2])
     assert sorted(allowed) == [(0, 1), (1, 0), (1, 2), (2, 1)]

@@ -25,14 +25,18 @@ def with_torch(monkeypatch, *, torch_sees, core_sees, built=True, cuda="13.0", h
     monkeypatch.setattr(torch.version, "hip", hip)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: torch_sees > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: torch_sees)
-    monkeypatch.setattr(streams._core, "cuda_device_count", lambda: core_sees)
+    monkeypatch.setattr(streams._core, "device_count", lambda backend: core_sees)
     monkeypatch.setattr(streams._core, "backends", lambda: [("cuda", built, "")])
-    monkeypatch.setattr(streams._core, "cuda_has_code_for", lambda gpu: gpu not in without_code)
+    monkeypatch.setattr(streams._core, "has_code_for", lambda backend, gpu: gpu not in without_code)
     monkeypatch.setattr(streams, "settle_peers", lambda devices: None)
 
 
 class Stream:
     cuda_stream = 77
+
+
+def stream_of(gpu):
+    return streams._core.Stream("cuda", gpu, 77)
 
 
 def test_the_host():
@@ -46,8 +50,8 @@ def test_gpus(monkeypatch):
     with_torch(monkeypatch, torch_sees=2, core_sees=2)
     monkeypatch.setattr(streams, "settle_peers", lambda devices: asked.append(sorted(devices)))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
-    assert streams.core_stream(GPU) == (0, 77)
-    assert streams.core_streams([GPU, torch.device("cuda", 1), GPU]) == [(0, 77), (1, 77), (0, 77)]
+    assert streams.core_stream(GPU) == stream_of(0)
+    assert streams.core_streams([GPU, torch.device("cuda", 1), GPU]) == [stream_of(0), stream_of(1), stream_of(0)]
     assert asked == [[0, 1]]
 
 
@@ -80,7 +84,7 @@ def test_no_missing_backend_is_silent(monkeypatch, machine):
 def test_the_core_is_never_asked_about_gpus_of_amd(monkeypatch, cuda):
     """Torch calls them cuda too: they are served by plain torch, even where the core sees GPUs of its own."""
     with_torch(monkeypatch, torch_sees=2, core_sees=2, cuda=cuda, hip="6.4")
-    for name in ("cuda_device_count", "cuda_has_code_for", "nccl_open"):
+    for name in ("device_count", "has_code_for", "nccl_open"):
         monkeypatch.setattr(streams._core, name, lambda *gpu: pytest.fail("the core was asked"))
     assert streams.core_stream(GPU) is None
     assert streams.core_streams([GPU, torch.device("cuda", 1)]) is None
@@ -90,7 +94,7 @@ def test_the_core_is_never_asked_about_gpus_of_amd(monkeypatch, cuda):
 def test_a_gpu_that_this_build_has_no_code_for(monkeypatch):
     with_torch(monkeypatch, torch_sees=2, core_sees=2, without_code=[1])
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
-    assert streams.core_stream(GPU) == (0, 77)
+    assert streams.core_stream(GPU) == stream_of(0)
     with pytest.warns(RuntimeWarning, match="no code for cuda:1.*MGPU_CUDA_ARCHS"):
         assert streams.core_streams([GPU, torch.device("cuda", 1)]) is None
     with warnings.catch_warnings():

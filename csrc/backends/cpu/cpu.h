@@ -2,10 +2,12 @@
 // backend.
 #pragma once
 
-#include "core/device_ops.h"
+#include "core/backend.h"
 
 namespace mgpu::cpu {
 
+// One device, whose memory all work reaches.
+const Backend& backend();
 DeviceOps& device_ops();
 
 // Threads that share one call, the caller included.  At first the processors of this process, or MGPU_CORE_NUM_THREADS.

@@ -2,6 +2,7 @@
 #include <cmath>
 #include <cstring>
 #include <functional>
+#include <initializer_list>
 #include <string>
 
 #include "backends/cpu/cpu.h"
@@ -38,6 +39,12 @@ void copy_bytes(const CopyBlock& block, int64_t begin, int64_t end) {
   }
 }
 
+// Before the threads of the pool begin, which must not throw.
+void require_floating(const char* kernel, std::initializer_list<DType> dtypes) {
+  for (DType dtype : dtypes)
+    if (!is_floating(dtype)) refuse_dtype(kernel, dtype);
+}
+
 void require_index(const GatherRows& call) {
   for (int64_t i = 0; i < call.index_count; ++i)
     require(call.index[i] >= 0 && call.index[i] < call.rows_count,
@@ -48,6 +55,7 @@ void require_index(const GatherRows& call) {
 // Between the pieces and the flat buffer; each piece is a job.
 void cast_pieces(const Packing& call, bool into_flat) {
   const bool as_bytes = call.dtype == call.flat_dtype && call.scale == 1;
+  if (!as_bytes) require_floating("a cast", {call.dtype, call.flat_dtype});
   std::vector<ScaleCast> casts;
   std::vector<CopyBlock> copies;
   std::vector<int64_t> counts;
@@ -67,7 +75,7 @@ void cast_pieces(const Packing& call, bool into_flat) {
 }
 
 // The table may have been written to since it was looked at last.
-void require_inside(const FlatParameters& flat, const int64_t* segment) {
+void require_inside(const FlatBuffer& flat, const int64_t* segment) {
   const int64_t begin = segment[kBegin], count = segment[kCount];
   require(begin >= 0 && count >= 0 && begin <= flat.count && count <= flat.count - begin,
           "a segment of " + std::to_string(count) + " elements begins at " + std::to_string(begin) +
@@ -75,7 +83,8 @@ void require_inside(const FlatParameters& flat, const int64_t* segment) {
 }
 
 // Raises the steps of the segments that take part, then runs them.
-void for_each_segment(const FlatParameters& flat, const std::function<void(const SegmentRange&)>& run) {
+void for_each_segment(const FlatBuffer& flat, const std::function<void(const SegmentRange&)>& run) {
+  require_floating("an optimizer", {flat.dtype});
   if (flat.found_inf && *flat.found_inf != 0) return;
   std::vector<int64_t*> active;
   std::vector<int64_t> counts;
@@ -127,6 +136,7 @@ class CpuDeviceOps final : public DeviceOps {
   }
 
   void gather_rows(const GatherRows& call, Stream) override {
+    if (!is_floating(call.out_dtype) || call.out_dtype == DType::f64) refuse_dtype("gather_rows", call.out_dtype);
     require_index(call);
     const auto rows = [&](int64_t count) { return std::max<int64_t>(1, count / std::max<int64_t>(1, call.row_count)); };
     parallel_for(call.index_count, {rows(kElements.serial), rows(kElements.piece)},
@@ -137,10 +147,14 @@ class CpuDeviceOps final : public DeviceOps {
   void unpack(const Packing& call, Stream) override { cast_pieces(call, false); }
 
   void scale_cast(const ScaleCast& call, Stream) override {
+    require_floating("scale_cast", {call.in_dtype, call.out_dtype});
     parallel_for(call.count, kElements, [&](int64_t begin, int64_t end) { kernels().scale_cast(call, begin, end); });
   }
 
   void l2_norm(const L2Norm& call, Stream) override {
+    require_floating("l2_norm", {call.dtype});
+    if (call.out_dtype != DType::f32 && call.out_dtype != DType::f64)
+      refuse_dtype("the result of l2_norm", call.out_dtype);
     std::vector<Piece> tiles;
     for (const Piece& piece : call.pieces)
       for (int64_t begin = 0; begin < piece.count; begin += kNormTile)
@@ -180,6 +194,21 @@ class CpuDeviceOps final : public DeviceOps {
 DeviceOps& device_ops() {
   static CpuDeviceOps ops;
   return ops;
+}
+
+const Backend& backend() {
+  static const Backend cpu{"cpu",
+                           true,
+                           [] { return std::to_string(num_threads()) + " threads"; },
+                           device_ops,
+                           [](int, int) { return true; },
+                           [] { return 1; },
+                           [] { return 0; },
+                           [] { return 0; },
+                           [](int) { return true; },
+                           [](const void*, int, const std::string&) {},
+                           [](const std::vector<std::pair<int, int>>&) {}};
+  return cpu;
 }
 
 int num_threads() { return ThreadPool::of_this_process().num_threads(); }

@@ -1,6 +1,7 @@
 // Compiled once per instruction set (kernels.h): what is done element by element, and the sum of squares.
 #include "backends/cpu/kernels.h"
 #include "backends/cpu/lanes.h"
+#include "core/dispatch.h"
 
 namespace mgpu::cpu::MGPU_LEVEL {
 namespace {
@@ -29,16 +30,8 @@ MGPU_INLINE void cast(const ScaleCast& call, int64_t begin, int64_t end) {
 
 template <class In>
 void cast_from(const ScaleCast& call, int64_t begin, int64_t end) {
-  switch (call.out_dtype) {
-    case DType::f16:
-      return cast<In, F16>(call, begin, end);
-    case DType::bf16:
-      return cast<In, BF16>(call, begin, end);
-    case DType::f64:
-      return cast<In, double>(call, begin, end);
-    default:
-      return cast<In, float>(call, begin, end);
-  }
+  dispatch_floating<Elements>(call.out_dtype, "scale_cast",
+                              [&](auto out) { cast<In, decltype(out)>(call, begin, end); });
 }
 
 // In interleaved sums: enough to keep the adders busy, and the same order whatever the instruction set.
@@ -60,29 +53,12 @@ MGPU_INLINE double squares(const T* in, int64_t begin, int64_t end) {
 }  // namespace
 
 void scale_cast(const ScaleCast& call, int64_t begin, int64_t end) {
-  switch (call.in_dtype) {
-    case DType::f16:
-      return cast_from<F16>(call, begin, end);
-    case DType::bf16:
-      return cast_from<BF16>(call, begin, end);
-    case DType::f64:
-      return cast_from<double>(call, begin, end);
-    default:
-      return cast_from<float>(call, begin, end);
-  }
+  dispatch_floating<Elements>(call.in_dtype, "scale_cast", [&](auto in) { cast_from<decltype(in)>(call, begin, end); });
 }
 
 double sum_of_squares(const void* in, DType dtype, int64_t begin, int64_t end) {
-  switch (dtype) {
-    case DType::f16:
-      return squares(static_cast<const F16*>(in), begin, end);
-    case DType::bf16:
-      return squares(static_cast<const BF16*>(in), begin, end);
-    case DType::f64:
-      return squares(static_cast<const double*>(in), begin, end);
-    default:
-      return squares(static_cast<const float*>(in), begin, end);
-  }
+  return dispatch_floating<Elements>(
+      dtype, "l2_norm", [&](auto one) { return squares(static_cast<const decltype(one)*>(in), begin, end); });
 }
 
 }  // namespace mgpu::cpu::MGPU_LEVEL

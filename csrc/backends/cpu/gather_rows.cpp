@@ -3,6 +3,7 @@
 
 #include "backends/cpu/kernels.h"
 #include "backends/cpu/lanes.h"
+#include "core/dispatch.h"
 
 namespace mgpu::cpu::MGPU_LEVEL {
 namespace {
@@ -53,14 +54,12 @@ MGPU_INLINE void gather_range(const GatherRows& c, int64_t begin, int64_t end) {
 }  // namespace
 
 void gather_rows(const GatherRows& call, int64_t begin, int64_t end) {
-  switch (call.out_dtype) {
-    case DType::f16:
-      return gather_range<F16>(call, begin, end);
-    case DType::bf16:
-      return gather_range<BF16>(call, begin, end);
-    default:
-      return gather_range<float>(call, begin, end);
-  }
+  dispatch_floating<Elements>(call.out_dtype, "gather_rows", [&](auto out) {
+    if constexpr (std::is_same_v<decltype(out), double>)
+      refuse_dtype("gather_rows", call.out_dtype);
+    else
+      gather_range<decltype(out)>(call, begin, end);
+  });
 }
 
 }  // namespace mgpu::cpu::MGPU_LEVEL

@@ -31,6 +31,10 @@ struct F16 {
 struct BF16 {
   uint16_t bits;
 };
+struct Elements {  // see core/dispatch.h
+  using f16 = F16;
+  using bf16 = BF16;
+};
 
 using F32s = float __attribute__((vector_size(kVectorNbytes)));
 using U32s = uint32_t __attribute__((vector_size(kVectorNbytes)));

@@ -4,17 +4,18 @@
 
 #include "backends/cpu/kernels.h"
 #include "backends/cpu/lanes.h"
+#include "core/dispatch.h"
 
 namespace mgpu::cpu::MGPU_LEVEL {
 namespace {
 
 // What a gradient is multiplied by before anything else: clipped, unscaled, and turned round for a maximum.
-inline double factor_of(const FlatParameters& flat, bool maximize) {
+inline double factor_of(const FlatBuffer& flat, bool maximize) {
   const double clip = flat.clip ? *flat.clip : 1.0, scale = flat.loss_scale ? *flat.loss_scale : 1.0;
   return (maximize ? -1.0 : 1.0) * clip / scale;
 }
 
-inline const double* group_of(const FlatParameters& flat, const int64_t* segment, int columns) {
+inline const double* group_of(const FlatBuffer& flat, const int64_t* segment, int columns) {
   return flat.groups + segment[kGroup] * columns;
 }
 
@@ -28,7 +29,7 @@ MGPU_INLINE V square_root(V value) {
 // and one of each state, as the flat buffers in `changed` do, and what it holds then is written back.  In registers,
 // not in arrays: of an array the compiler loads some pieces of a vector apart, and the processor waits to join them.
 template <class T, int kStreams, class Update>
-MGPU_INLINE void update_range(const FlatParameters& flat, void* const (&changed)[kStreams], const SegmentRange& range,
+MGPU_INLINE void update_range(const FlatBuffer& flat, void* const (&changed)[kStreams], const SegmentRange& range,
                               Update update) {
   using L = Lanes<T>;
   const int64_t start = range.segment[kBegin];
@@ -147,42 +148,15 @@ MGPU_INLINE void lion_range(const Lion& call, const SegmentRange& range) {
 }  // namespace
 
 void sgd(const Sgd& call, const SegmentRange& range) {
-  switch (call.flat.dtype) {
-    case DType::f16:
-      return sgd_range<F16>(call, range);
-    case DType::bf16:
-      return sgd_range<BF16>(call, range);
-    case DType::f64:
-      return sgd_range<double>(call, range);
-    default:
-      return sgd_range<float>(call, range);
-  }
+  dispatch_floating<Elements>(call.flat.dtype, "sgd", [&](auto one) { sgd_range<decltype(one)>(call, range); });
 }
 
 void adam(const Adam& call, const SegmentRange& range) {
-  switch (call.flat.dtype) {
-    case DType::f16:
-      return adam_range<F16>(call, range);
-    case DType::bf16:
-      return adam_range<BF16>(call, range);
-    case DType::f64:
-      return adam_range<double>(call, range);
-    default:
-      return adam_range<float>(call, range);
-  }
+  dispatch_floating<Elements>(call.flat.dtype, "adam", [&](auto one) { adam_range<decltype(one)>(call, range); });
 }
 
 void lion(const Lion& call, const SegmentRange& range) {
-  switch (call.flat.dtype) {
-    case DType::f16:
-      return lion_range<F16>(call, range);
-    case DType::bf16:
-      return lion_range<BF16>(call, range);
-    case DType::f64:
-      return lion_range<double>(call, range);
-    default:
-      return lion_range<float>(call, range);
-  }
+  dispatch_floating<Elements>(call.flat.dtype, "lion", [&](auto one) { lion_range<decltype(one)>(call, range); });
 }
 
 }  // namespace mgpu::cpu::MGPU_LEVEL

@@ -1,6 +1,7 @@
 // Compiled once per instruction set (kernels.h).
 #include "backends/cpu/kernels.h"
 #include "backends/cpu/lanes.h"
+#include "core/dispatch.h"
 
 namespace mgpu::cpu::MGPU_LEVEL {
 namespace {
@@ -121,33 +122,19 @@ MGPU_INLINE void run_op(const Reduction& r) {
   }
 }
 
-void reduce_f16(const Reduction& r) { run_op<F16, F16, float>(r); }
-void reduce_bf16(const Reduction& r) { run_op<BF16, BF16, float>(r); }
-void reduce_f32(const Reduction& r) { run_op<float, float, float>(r); }
-void reduce_f64(const Reduction& r) { run_op<double, double, double>(r); }
-void reduce_i32(const Reduction& r) { run_op<uint32_t, int32_t, int32_t>(r); }
-void reduce_i64(const Reduction& r) { run_op<uint64_t, int64_t, int64_t>(r); }
-void reduce_u8(const Reduction& r) { run_op<uint8_t, uint8_t, uint8_t>(r); }
+// In a function of its own for each dtype: together they would be too much for the compiler's optimizer.
+template <class T>
+__attribute__((noinline)) void reduce_as(const Reduction& r) {
+  if constexpr (std::is_integral_v<T>)
+    run_op<std::make_unsigned_t<T>, T, T>(r);
+  else
+    run_op<T, T, typename Lanes<T>::Scalar>(r);
+}
 
 }  // namespace
 
 void reduce(const Reduction& r) {
-  switch (r.dtype) {
-    case DType::f16:
-      return reduce_f16(r);
-    case DType::bf16:
-      return reduce_bf16(r);
-    case DType::f32:
-      return reduce_f32(r);
-    case DType::f64:
-      return reduce_f64(r);
-    case DType::i32:
-      return reduce_i32(r);
-    case DType::i64:
-      return reduce_i64(r);
-    case DType::u8:
-      return reduce_u8(r);
-  }
+  dispatch_dtype<Elements>(r.dtype, "sum_ranks", [&](auto one) { reduce_as<decltype(one)>(r); });
 }
 
 }  // namespace mgpu::cpu::MGPU_LEVEL

@@ -62,13 +62,13 @@ void move_pieces(const Packing& call, bool into_flat, Stream on) {
 
 class CudaDeviceOps final : public DeviceOps {
  public:
-  Event record(Stream on) override { return on.device == kHost ? nullptr : record_event(on); }
+  Event record(Stream on) override { return on.on_host() ? nullptr : record_event(on); }
   void wait(Stream on, const Event& event) override {
     if (event) wait_for_event(on, event);
   }
   bool reached(const Event& event) override { return !event || event_reached(event); }
   void synchronize(Stream on) override {
-    if (on.device == kHost) return;
+    if (on.on_host()) return;
     const DeviceGuard guard(on.device);
     check(cudaStreamSynchronize(handle_of(on)), "cudaStreamSynchronize");
   }
@@ -76,7 +76,7 @@ class CudaDeviceOps final : public DeviceOps {
 
   std::shared_ptr<void> staging(int64_t nbytes, const Streams& users) override { return pinned(nbytes, users); }
   void keep(Stream on, std::shared_ptr<void> memory) override {
-    if (on.device != kHost) keep_pinned(on, std::move(memory));
+    if (!on.on_host()) keep_pinned(on, std::move(memory));
   }
 
   void copy(const std::vector<CopyBlock>& blocks, Stream on) override {

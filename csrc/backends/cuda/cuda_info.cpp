@@ -5,12 +5,20 @@
 
 namespace mgpu::cuda {
 
-bool built() { return true; }
+namespace {
 
 std::string detail() {
   const int version = runtime_version();
   return "CUDA runtime " + std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10) +
          ", architectures " MGPU_CUDA_ARCHS;
+}
+
+}  // namespace
+
+const Backend& backend() {
+  static const Backend cuda{"cuda",          true,           detail,       device_ops,   reach,      device_count,
+                            runtime_version, driver_version, has_code_for, check_memory, allow_peers};
+  return cuda;
 }
 
 int device_count() {

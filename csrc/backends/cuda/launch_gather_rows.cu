@@ -1,6 +1,7 @@
 #include "backends/cuda/kernels/gather_rows.cuh"
 #include "backends/cuda/kernels/start.cuh"
 #include "backends/cuda/launch.h"
+#include "core/dispatch.h"
 
 namespace mgpu::cuda {
 
@@ -26,14 +27,12 @@ void launch(const GatherRows& call, cudaStream_t stream) {
 }  // namespace
 
 void launch_gather_rows(const GatherRows& call, cudaStream_t stream) {
-  switch (call.out_dtype) {
-    case DType::f16:
-      return launch<__half>(call, stream);
-    case DType::bf16:
-      return launch<__nv_bfloat16>(call, stream);
-    default:
-      return launch<float>(call, stream);
-  }
+  dispatch_floating<Elements>(call.out_dtype, "gather_rows", [&](auto out) {
+    if constexpr (std::is_same_v<decltype(out), double>)
+      refuse_dtype("gather_rows", call.out_dtype);
+    else
+      launch<decltype(out)>(call, stream);
+  });
 }
 
 }  // namespace mgpu::cuda

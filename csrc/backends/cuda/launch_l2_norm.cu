@@ -1,5 +1,6 @@
 #include "backends/cuda/kernels/l2_norm.cuh"
 #include "backends/cuda/kernels/tables.cuh"
+#include "core/dispatch.h"
 
 namespace mgpu::cuda {
 namespace {
@@ -24,25 +25,17 @@ void squares(const L2Norm& call, cudaStream_t stream) {
 }  // namespace
 
 void launch_l2_norm(const L2Norm& call, cudaStream_t stream) {
-  switch (call.dtype) {
-    case DType::f16:
-      squares<__half>(call, stream);
-      break;
-    case DType::bf16:
-      squares<__nv_bfloat16>(call, stream);
-      break;
-    case DType::f64:
-      squares<double>(call, stream);
-      break;
-    default:
-      squares<float>(call, stream);
-  }
   const int64_t tiles = norm_tiles(call.pieces);
   const double* partials = call.partials;
-  if (call.out_dtype == DType::f64)
-    start_kernel("root_kernel", root_kernel<double>, 1, stream, partials, tiles, static_cast<double*>(call.out));
-  else
-    start_kernel("root_kernel", root_kernel<float>, 1, stream, partials, tiles, static_cast<float*>(call.out));
+  dispatch_floating<Elements>(call.out_dtype, "l2_norm", [&](auto out) {
+    using Out = decltype(out);
+    if constexpr (std::is_floating_point_v<Out>) {
+      dispatch_floating<Elements>(call.dtype, "l2_norm", [&](auto one) { squares<decltype(one)>(call, stream); });
+      start_kernel("root_kernel", root_kernel<Out>, 1, stream, partials, tiles, static_cast<Out*>(call.out));
+    } else {
+      refuse_dtype("the result of l2_norm", call.out_dtype);
+    }
+  });
 }
 
 }  // namespace mgpu::cuda

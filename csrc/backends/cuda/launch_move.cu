@@ -1,6 +1,7 @@
 #include "backends/cuda/cuda.h"
 #include "backends/cuda/guard.h"
 #include "backends/cuda/kernels/tables.cuh"
+#include "core/dispatch.h"
 
 namespace mgpu::cuda {
 namespace {
@@ -24,31 +25,13 @@ void cast(const std::vector<Transferred>& all, double scale, cudaStream_t stream
 
 template <class In>
 void cast_from(const std::vector<Transferred>& all, DType to, double scale, cudaStream_t stream) {
-  switch (to) {
-    case DType::f16:
-      return cast<In, __half>(all, scale, stream);
-    case DType::bf16:
-      return cast<In, __nv_bfloat16>(all, scale, stream);
-    case DType::f64:
-      return cast<In, double>(all, scale, stream);
-    default:
-      return cast<In, float>(all, scale, stream);
-  }
+  dispatch_floating<Elements>(to, "a cast", [&](auto out) { cast<In, decltype(out)>(all, scale, stream); });
 }
 
 }  // namespace
 
 void launch_cast(const std::vector<Transferred>& all, DType from, DType to, double scale, cudaStream_t stream) {
-  switch (from) {
-    case DType::f16:
-      return cast_from<__half>(all, to, scale, stream);
-    case DType::bf16:
-      return cast_from<__nv_bfloat16>(all, to, scale, stream);
-    case DType::f64:
-      return cast_from<double>(all, to, scale, stream);
-    default:
-      return cast_from<float>(all, to, scale, stream);
-  }
+  dispatch_floating<Elements>(from, "a cast", [&](auto in) { cast_from<decltype(in)>(all, to, scale, stream); });
 }
 
 bool has_code_for(int device) {

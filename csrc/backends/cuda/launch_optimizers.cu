@@ -1,13 +1,14 @@
 #include "backends/cuda/kernels/optimizers.cuh"
 #include "backends/cuda/kernels/start.cuh"
 #include "backends/cuda/launch.h"
+#include "core/dispatch.h"
 
 namespace mgpu::cuda {
 namespace {
 
 // The address of element 0, modulo 16 bytes, where all buffers agree on it and stand on a multiple of an element; -1
 // where they do not, and then there are no vectors.
-int common_base(const FlatParameters& flat, const std::vector<const void*>& states) {
+int common_base(const FlatBuffer& flat, const std::vector<const void*>& states) {
   const auto phase = [](const void* pointer) {
     return static_cast<int>(reinterpret_cast<uint64_t>(pointer) % kAlignment);
   };
@@ -36,35 +37,28 @@ void update(const Lion& call, int base, cudaStream_t stream) {
                base);
 }
 
+// `prepare` raises the steps and computes each segment's constants, which the update reads.
 template <class Call>
-void update_all(const Call& call, int base, cudaStream_t stream) {
-  switch (call.flat.dtype) {
-    case DType::f16:
-      return update<__half>(call, base, stream);
-    case DType::bf16:
-      return update<__nv_bfloat16>(call, base, stream);
-    case DType::f64:
-      return update<double>(call, base, stream);
-    default:
-      return update<float>(call, base, stream);
-  }
+void launch(const char* name, void (*prepare)(Call), const Call& call, int base, cudaStream_t stream) {
+  dispatch_floating<Elements>(call.flat.dtype, "an optimizer", [&](auto one) {
+    start_kernel(name, prepare, blocks_of(call.flat.segment_count, kThreads), stream, call);
+    update<decltype(one)>(call, base, stream);
+  });
 }
 
 }  // namespace
 
 void launch_sgd(const Sgd& call, cudaStream_t stream) {
-  start_kernel("prepare_sgd_kernel", prepare_sgd_kernel, blocks_of(call.flat.segment_count, kThreads), stream, call);
-  update_all(call, common_base(call.flat, {call.momentum}), stream);
+  launch("prepare_sgd_kernel", prepare_sgd_kernel, call, common_base(call.flat, {call.momentum}), stream);
 }
 
 void launch_adam(const Adam& call, cudaStream_t stream) {
-  start_kernel("prepare_adam_kernel", prepare_adam_kernel, blocks_of(call.flat.segment_count, kThreads), stream, call);
-  update_all(call, common_base(call.flat, {call.exp_avg, call.exp_avg_sq, call.max_exp_avg_sq}), stream);
+  const int base = common_base(call.flat, {call.exp_avg, call.exp_avg_sq, call.max_exp_avg_sq});
+  launch("prepare_adam_kernel", prepare_adam_kernel, call, base, stream);
 }
 
 void launch_lion(const Lion& call, cudaStream_t stream) {
-  start_kernel("prepare_lion_kernel", prepare_lion_kernel, blocks_of(call.flat.segment_count, kThreads), stream, call);
-  update_all(call, common_base(call.flat, {call.exp_avg}), stream);
+  launch("prepare_lion_kernel", prepare_lion_kernel, call, common_base(call.flat, {call.exp_avg}), stream);
 }
 
 }  // namespace mgpu::cuda

@@ -3,6 +3,7 @@
 #include "backends/cuda/kernels/sum_ranks.cuh"
 #include "backends/cuda/kernels/tables.cuh"
 #include "backends/cuda/launch.h"
+#include "core/dispatch.h"
 
 namespace mgpu::cuda {
 namespace {
@@ -42,7 +43,7 @@ void start(const SumTable& table, ReduceOp op, cudaStream_t stream) {
     case ReduceOp::avg:
       if (table.divisor != 1) return with(sum_ranks_kernel<ReduceOp::avg, T>);
       [[fallthrough]];  // a partial sum
-    default:
+    case ReduceOp::sum:
       return with(sum_ranks_kernel<ReduceOp::sum, T>);
   }
 }
@@ -90,27 +91,6 @@ void launch_many(const std::vector<const SumRanks*>& calls, cudaStream_t stream)
   }
 }
 
-// Calls launch(T()) with the type.
-template <class Launch>
-void of_dtype(DType dtype, Launch&& launch) {
-  switch (dtype) {
-    case DType::f16:
-      return launch(__half());
-    case DType::bf16:
-      return launch(__nv_bfloat16());
-    case DType::f32:
-      return launch(float());
-    case DType::f64:
-      return launch(double());
-    case DType::i32:
-      return launch(int32_t());
-    case DType::i64:
-      return launch(int64_t());
-    case DType::u8:
-      return launch(uint8_t());
-  }
-}
-
 }  // namespace
 
 bool fits_a_table(const SumRanks& call) {
@@ -119,14 +99,14 @@ bool fits_a_table(const SumRanks& call) {
 }
 
 void launch_sums(const std::vector<const SumRanks*>& calls, cudaStream_t stream) {
-  of_dtype(calls[0]->dtype, [&](auto one) { launch_many<decltype(one)>(calls, stream); });
+  dispatch_dtype<Elements>(calls[0]->dtype, "sum_ranks", [&](auto one) { launch_many<decltype(one)>(calls, stream); });
 }
 
 void launch_sum_ranks(const SumRanks& call, cudaStream_t stream) {
   require(call.in.size() <= kMostRanks && call.out.size() <= kMostRanks,
           "one launch combines up to " + std::to_string(kMostRanks) + " arrays, not " +
               std::to_string(std::max(call.in.size(), call.out.size())));
-  of_dtype(call.dtype, [&](auto one) { launch<decltype(one)>(call, stream); });
+  dispatch_dtype<Elements>(call.dtype, "sum_ranks", [&](auto one) { launch<decltype(one)>(call, stream); });
 }
 
 }  // namespace mgpu::cuda

@@ -172,7 +172,7 @@ std::vector<Kept> take_passed() {
 }
 
 bool is_capturing(Stream on) {
-  if (on.device == kHost) return false;
+  if (on.on_host()) return false;
   const DeviceGuard guard(on.device);
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   check(cudaStreamIsCapturing(handle_of(on), &status), "cudaStreamIsCapturing");
@@ -186,6 +186,7 @@ bool wait_for_oldest(const Streams& users) {
   {
     const std::lock_guard<std::mutex> lock(pools().mutex);
     for (const Stream& user : users) {
+      if (user.on_host()) continue;
       const auto found = pools().kept.find({user.device, user.handle});
       if (found != pools().kept.end() && !found->second.empty()) events.push_back(found->second.front().first);
     }
@@ -205,8 +206,8 @@ Event record_event(Stream on) {
 
 void wait_for_event(Stream on, const Event& event) {
   const DeviceEvent& awaited = device_event(event);
-  const DeviceGuard guard(on.device == kHost ? awaited.device : on.device);
-  if (on.device == kHost) {
+  const DeviceGuard guard(on.on_host() ? awaited.device : on.device);
+  if (on.on_host()) {
     const OutsideCaptures outside;
     return check(cudaEventSynchronize(awaited.handle), "cudaEventSynchronize");
   }
@@ -223,7 +224,7 @@ bool event_reached(const Event& event) {
 }
 
 std::shared_ptr<void> pinned(int64_t nbytes, const Streams& users) {
-  const auto gpu = std::find_if(users.begin(), users.end(), [](Stream each) { return each.device != kHost; });
+  const auto gpu = std::find_if(users.begin(), users.end(), [](Stream each) { return !each.on_host(); });
   const DeviceGuard guard(gpu->device);  // otherwise the runtime makes a context on device 0 for this
   const bool of_graph = std::any_of(users.begin(), users.end(), is_capturing);
   const OutsideCaptures outside;

@@ -2,17 +2,26 @@
 #include "core/error.h"
 
 namespace mgpu::cuda {
+namespace {
 
-bool built() { return false; }
 std::string detail() { return "this build has no CUDA: install again with MGPU_CUDA=on"; }
-int device_count() { return 0; }
-int runtime_version() { return 0; }
-int driver_version() { return 0; }
-bool has_code_for(int) { return false; }
-void require_reachable(const void*, Stream, const char*) { throw BackendUnavailable(detail()); }
+int none() { return 0; }
 
-DeviceOps& device_ops() { throw BackendUnavailable(detail()); }
-bool reach(int device, int peer) { return device == peer; }
-void allow_peers(const std::vector<std::pair<int, int>>&) { throw BackendUnavailable(detail()); }
+}  // namespace
+
+const Backend& backend() {
+  static const Backend missing{"cuda",
+                               false,
+                               detail,
+                               []() -> DeviceOps& { throw BackendUnavailable(detail()); },
+                               [](int device, int peer) { return device == peer; },
+                               none,
+                               none,
+                               none,
+                               [](int) { return false; },
+                               [](const void*, int, const std::string&) { throw BackendUnavailable(detail()); },
+                               [](const std::vector<std::pair<int, int>>&) { throw BackendUnavailable(detail()); }};
+  return missing;
+}
 
 }  // namespace mgpu::cuda

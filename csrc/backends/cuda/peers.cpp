@@ -41,15 +41,15 @@ void allow_peers(const std::vector<std::pair<int, int>>& device_and_peer) {
   for (const auto& [device, peer] : device_and_peer) peers_of[device].fetch_or(uint64_t{1} << peer);
 }
 
-void require_reachable(const void* pointer, Stream on, const char* what) {
+void check_memory(const void* pointer, int device, const std::string& name) {
   cudaPointerAttributes attributes{};
   check(cudaPointerGetAttributes(&attributes, pointer), "cudaPointerGetAttributes");
-  const std::string where = std::string(what) + ": the memory must be of device " + std::to_string(on.device);
+  const std::string where = name + ": the memory must be of device " + std::to_string(device);
   switch (attributes.type) {
     case cudaMemoryTypeUnregistered:
       throw InvalidArgument(where + ", and is ordinary host memory");
     case cudaMemoryTypeDevice:
-      require(reach(on.device, attributes.device),
+      require(reach(device, attributes.device),
               where + ", and is of device " + std::to_string(attributes.device) + ", which it does not reach");
       return;
     default:  // pinned or managed: every device reaches it

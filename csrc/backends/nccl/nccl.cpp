@@ -5,7 +5,6 @@
 
 namespace mgpu::nccl {
 
-bool built() { return true; }
 std::string detail() { return library_detail(); }
 
 int open(const std::vector<std::string>& candidates) { return open_library(candidates).version; }

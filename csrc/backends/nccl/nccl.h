@@ -14,7 +14,6 @@
 
 namespace mgpu::nccl {
 
-bool built();
 // Which library is in use and its version, or why there is none; opens nothing.
 std::string detail();
 

@@ -70,13 +70,41 @@ struct Api {
 constexpr int kUint8 = 1, kInt32 = 2, kInt64 = 4, kFloat16 = 6, kFloat32 = 7, kFloat64 = 8, kBfloat16 = 9;
 constexpr int kSum = 0, kProd = 1, kMax = 2, kMin = 3, kAvg = 4;
 
+constexpr int kUnknown = -1;  // NCCL answers it with an invalid argument
+
 inline int number_of(DType dtype) {
-  constexpr int kNumbers[] = {kFloat16, kBfloat16, kFloat32, kFloat64, kInt32, kInt64, kUint8};
-  return kNumbers[static_cast<int>(dtype)];
+  switch (dtype) {
+    case DType::f16:
+      return kFloat16;
+    case DType::bf16:
+      return kBfloat16;
+    case DType::f32:
+      return kFloat32;
+    case DType::f64:
+      return kFloat64;
+    case DType::i32:
+      return kInt32;
+    case DType::i64:
+      return kInt64;
+    case DType::u8:
+      return kUint8;
+  }
+  return kUnknown;
 }
 inline int number_of(ReduceOp op) {
-  constexpr int kNumbers[] = {kSum, kAvg, kProd, kMin, kMax};
-  return kNumbers[static_cast<int>(op)];
+  switch (op) {
+    case ReduceOp::sum:
+      return kSum;
+    case ReduceOp::avg:
+      return kAvg;
+    case ReduceOp::prod:
+      return kProd;
+    case ReduceOp::min:
+      return kMin;
+    case ReduceOp::max:
+      return kMax;
+  }
+  return kUnknown;
 }
 
 // Whether a call was taken.  In progress: it goes on in the background, and CommGetAsyncError says when it has ended.

@@ -10,8 +10,6 @@
 namespace mgpu::nccl {
 namespace {
 
-bool floating(DType dtype) { return dtype != DType::i32 && dtype != DType::i64 && dtype != DType::u8; }
-
 // The members that have something to add.
 std::vector<size_t> present(const Buffers& in, const std::vector<size_t>& members) {
   std::vector<size_t> result;
@@ -53,7 +51,7 @@ std::string call_text(const char* name, int64_t count, DType dtype, const std::s
 // an integer's average toward zero.  So these are sums, divided here.
 NcclCollectives::Reduction NcclCollectives::reduction_of(ReduceOp op, DType dtype, size_t parts) const {
   if (op != ReduceOp::avg) return {nccl::number_of(op), 1};
-  if (floating(dtype) && static_cast<int>(parts) == team_->world()) return {kAvg, 1};
+  if (is_floating(dtype) && static_cast<int>(parts) == team_->world()) return {kAvg, 1};
   return {kSum, static_cast<int>(parts)};
 }
 

@@ -11,15 +11,20 @@ namespace {
 
 bool one_each(const Team& team, const Streams& streams) {
   bool same = streams.size() == team.ranks().size();
-  for (size_t rank = 0; same && rank < streams.size(); ++rank) same = streams[rank].device == team.ranks()[rank].device;
+  for (size_t rank = 0; same && rank < streams.size(); ++rank)
+    same = !streams[rank].on_host() && streams[rank].device == team.ranks()[rank].device;
   return same;
 }
 
-// The first place of the device.
-size_t place_on(const Team& team, int device) {
-  size_t place = 0;
-  while (place < team.ranks().size() && team.ranks()[place].device != device) ++place;
+// The first place of the stream's device; as many as there are places if the team has none there.
+size_t place_on(const Team& team, Stream stream) {
+  size_t place = stream.on_host() ? team.ranks().size() : 0;
+  while (place < team.ranks().size() && team.ranks()[place].device != stream.device) ++place;
   return place;
+}
+
+std::string device_text(Stream stream) {
+  return stream.on_host() ? "in host memory" : "on device " + std::to_string(stream.device);
 }
 
 void require_mergeable(const Team& team, const Ranks& ranks) {
@@ -42,10 +47,9 @@ Places places_of(const Team& team, const Ranks& ranks) {
   if (!straight) require_mergeable(team, ranks);
   Places places{{}, std::vector<std::vector<size_t>>(team.ranks().size()), Streams(team.ranks().size())};
   for (size_t rank = 0; rank < ranks.streams.size(); ++rank) {
-    const int device = ranks.streams[rank].device;
-    const size_t place = straight ? rank : place_on(team, device);
+    const size_t place = straight ? rank : place_on(team, ranks.streams[rank]);
     require(place < team.ranks().size(),
-            "rank " + std::to_string(rank) + " is on device " + std::to_string(device) + ", where the team has none");
+            "rank " + std::to_string(rank) + " is " + device_text(ranks.streams[rank]) + ", where the team has none");
     if (places.ranks[place].empty()) places.leading[place] = ranks.streams[rank];
     places.of_rank.push_back(place);
     places.ranks[place].push_back(rank);
@@ -59,10 +63,9 @@ Places places_of(const Team& team, const Ranks& ranks) {
 size_t place_of_root(const Team& team, const Places& places, Stream root) {
   for (size_t place = 0; place < places.leading.size(); ++place)
     if (places.leading[place] == root) return place;
-  const size_t place = place_on(team, root.device);
+  const size_t place = place_on(team, root);
   if (place == team.ranks().size())
-    throw BackendUnavailable("the root is on device " + std::to_string(root.device) +
-                             ", which no rank of NCCL's team has");
+    throw BackendUnavailable("the root is " + device_text(root) + ", where no rank of NCCL's team is");
   return place;
 }
 

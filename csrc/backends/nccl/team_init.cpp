@@ -23,7 +23,8 @@ void check_ranks(int world, const std::vector<RankDevice>& ranks) {
     require(each.rank >= 0 && each.rank < world,
             "rank " + std::to_string(each.rank) + " is not in a team of " + std::to_string(world) + " ranks");
     require(seen.insert(each.rank).second, "rank " + std::to_string(each.rank) + " is there twice");
-    require(each.device != kHost, "rank " + std::to_string(each.rank) + " is in host memory; NCCL needs GPUs");
+    require(each.device >= 0,
+            "rank " + std::to_string(each.rank) + " is on device " + std::to_string(each.device) + ", which is no GPU");
   }
 }
 

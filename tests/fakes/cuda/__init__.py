@@ -40,7 +40,7 @@ def serve(device_type: str) -> None:
     from mgpu_core.device import streams
 
     mgpu_core._core = _core  # as importing it by its name would have done
-    _core.cuda_allow_peers(list(permutations(range(DEVICES), 2)))
+    _core.allow_peers("cuda", list(permutations(range(DEVICES), 2)))
     streams.GPU_TYPE = device_type
     streams._handle = lambda device: 0
     streams._cuda_backend_works = streams._has_code_for = lambda *gpu: True

@@ -30,7 +30,7 @@ DeferredDevice::~DeferredDevice() = default;
 
 Stream DeferredDevice::new_stream(int device) {
   queues_.push_back(std::make_unique<Queue>(Queue{device, {}, 0}));
-  return {device, queues_.back().get()};
+  return {BackendId::cuda, device, queues_.back().get()};
 }
 
 void* DeferredDevice::allocate(int device, int64_t nbytes) {
@@ -99,7 +99,7 @@ void DeferredDevice::force(Queue& queue, size_t until) {
 }
 
 Event DeferredDevice::record(Stream on) {
-  if (on.device == kHost) return nullptr;
+  if (on.on_host()) return nullptr;
   Queue& queue = queue_of(on);
   return std::make_shared<Mark>(Mark{&queue, queue.steps.size()});
 }
@@ -107,7 +107,7 @@ Event DeferredDevice::record(Stream on) {
 void DeferredDevice::wait(Stream on, const Event& event) {
   if (!event) return;
   const auto mark = std::static_pointer_cast<Mark>(event);
-  if (on.device == kHost) return force(*mark->queue, mark->place);
+  if (on.on_host()) return force(*mark->queue, mark->place);
   queue_of(on).steps.push_back({nullptr, mark});
 }
 
@@ -118,7 +118,7 @@ bool DeferredDevice::reached(const Event& event) {
 }
 
 void DeferredDevice::synchronize(Stream on) {
-  if (on.device != kHost) force(queue_of(on), queue_of(on).steps.size());
+  if (!on.on_host()) force(queue_of(on), queue_of(on).steps.size());
 }
 
 std::shared_ptr<void> DeferredDevice::make_current(int device) {
@@ -140,7 +140,7 @@ std::shared_ptr<void> DeferredDevice::staging(int64_t nbytes, const Streams&) {
 }
 
 void DeferredDevice::keep(Stream on, std::shared_ptr<void> memory) {
-  if (on.device != kHost) run(on, [memory = std::move(memory)] {});
+  if (!on.on_host()) run(on, [memory = std::move(memory)] {});
 }
 
 void DeferredDevice::require_reach(Stream on, const void* pointer) const {

@@ -40,7 +40,7 @@ class HostDevices final : public DeviceOps {
   Stream new_stream(int device) {
     const std::lock_guard<std::mutex> lock(mutex_);
     queues_.push_back(std::make_unique<Queue>());
-    return {device, queues_.back().get()};
+    return {BackendId::cuda, device, queues_.back().get()};
   }
   void put(Stream on, Step step) {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -121,7 +121,7 @@ class HostDevices final : public DeviceOps {
     contexts_.insert(device);
   }
   static void enqueue(void* stream, bool (*step)(void*), void* argument) {
-    of_hooks()->put({0, stream}, [step, argument] { return step(argument); });
+    of_hooks()->put({BackendId::cuda, 0, stream}, [step, argument] { return step(argument); });
   }
   void then(Stream on, std::function<void()> work) {
     put(on, [work = std::move(work)] {

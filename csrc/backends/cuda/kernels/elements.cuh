@@ -14,6 +14,11 @@
 
 namespace mgpu::cuda {
 
+struct Elements {  // see core/dispatch.h
+  using f16 = __half;
+  using bf16 = __nv_bfloat16;
+};
+
 // The type in which T is computed: float for half precision, and 32 bits for bytes, which wrap when they are stored.
 template <class T>
 using Widened = std::conditional_t<std::is_same_v<T, __half> || std::is_same_v<T, __nv_bfloat16>, float,

@@ -29,14 +29,14 @@ static_assert(kAdamConstants <= kOptimizerConstants, "a row has room for them");
 
 // Raises the step of a segment that takes part, and says which number it is now; 0: it does not take part, also because
 // its group is not there, of which a kernel has no other way to speak.
-__device__ __forceinline__ int64_t next_step(const FlatParameters& flat, int64_t* segment) {
+__device__ __forceinline__ int64_t next_step(const FlatBuffer& flat, int64_t* segment) {
   const bool overflow = flat.found_inf != nullptr && *flat.found_inf != 0;
   const bool known = segment[kGroup] >= 0 && segment[kGroup] < flat.group_count;
   return overflow || !known || segment[kActive] == 0 ? 0 : ++segment[kStep];
 }
 
 // What a gradient is multiplied by before anything else: clipped, unscaled, and turned round for a maximum.
-__device__ __forceinline__ double factor_of(const FlatParameters& flat, bool maximize) {
+__device__ __forceinline__ double factor_of(const FlatBuffer& flat, bool maximize) {
   const double clip = flat.clip ? *flat.clip : 1.0, scale = flat.loss_scale ? *flat.loss_scale : 1.0;
   return (maximize ? -1.0 : 1.0) * clip / scale;
 }
@@ -50,7 +50,7 @@ struct Prepared {
 };
 static_assert(kSgdActive == 0 && kAdamActive == 0 && kLionActive == 0,
               "the first constant says whether the segment takes part");
-__device__ __forceinline__ Prepared prepare(const FlatParameters& flat, int columns) {
+__device__ __forceinline__ Prepared prepare(const FlatBuffer& flat, int columns) {
   const int64_t place = int64_t{blockIdx.x} * kThreads + threadIdx.x;
   if (place >= flat.segment_count) return {0, nullptr, nullptr};
   int64_t* segment = flat.segments + place * kSegmentColumns;
@@ -186,7 +186,7 @@ template <class T>
 class SegmentConstants {
  public:
   using Rows = Widened<T>[2][kOptimizerConstants];
-  __device__ __forceinline__ SegmentConstants(const FlatParameters& flat, Rows& rows) : flat_(flat), rows_(rows) {}
+  __device__ __forceinline__ SegmentConstants(const FlatBuffer& flat, Rows& rows) : flat_(flat), rows_(rows) {}
   __device__ __forceinline__ void load(int64_t place) {
     if (threadIdx.x < kOptimizerConstants && place < flat_.segment_count)
       next_ = static_cast<Widened<T>>(flat_.constants[place * kOptimizerConstants + threadIdx.x]);
@@ -198,7 +198,7 @@ class SegmentConstants {
   __device__ __forceinline__ const Widened<T>* of(int64_t place) const { return rows_[place & 1]; }
 
  private:
-  const FlatParameters& flat_;
+  const FlatBuffer& flat_;
   Rows& rows_;
   Widened<T> next_;
 };
@@ -226,8 +226,7 @@ __device__ __forceinline__ void for_elements(int64_t begin, int64_t end, int bas
 
 // Runs `vector` and `single` over the elements of the block's tile, segment by segment.
 template <class T, class OnVector, class OnSingle>
-__device__ __forceinline__ void for_segments(const FlatParameters& flat, int base, OnVector&& vector,
-                                             OnSingle&& single) {
+__device__ __forceinline__ void for_segments(const FlatBuffer& flat, int base, OnVector&& vector, OnSingle&& single) {
   __shared__ typename SegmentConstants<T>::Rows rows;
   const int64_t tile = flat_tile(flat.count), tile_begin = int64_t{blockIdx.x} * tile;
   const int64_t tile_end = tile_begin + tile < flat.count ? tile_begin + tile : flat.count;

@@ -1,5 +1,5 @@
-// What calls did to memory, copy by copy and sum by sum, in order: for those who want to see how an algorithm works.
-// A thread writes its own transcript, and only while it is open; otherwise a call pays for one look at a flag.
+// The op log: which copies and sums calls made, in order, for those who want to see how an algorithm works.  A thread
+// logs its own calls, and only while its log is open; otherwise a call pays for one look at a flag.
 #pragma once
 
 #include <cstdint>
@@ -9,26 +9,25 @@
 
 namespace mgpu {
 
-// One copy (one source, one target) or one sum (each source read once, the result written to each target).  Pointers
-// are where each begins; of a strided copy the first run.
-struct Deed {
-  bool sums;
-  std::vector<const void*> sources;
+// One copy (one source, one target) or one sum (each source is read once, the result is written to each target).
+struct OpRecord {
+  bool is_sum;
+  std::vector<const void*> sources;  // addresses of the first bytes; of a strided copy those of its first run
   std::vector<const void*> targets;
   int64_t nbytes;  // of each source and each target
-  int call;        // deeds of one call of DeviceOps were put on the stream together
-  Stream on;
+  int call;        // number of the call of DeviceOps; its records were put on the stream together
+  Stream stream;
   int64_t begin_ns;  // of the call, by CLOCK_MONOTONIC: on the host it is the work, on a GPU its launch
   int64_t end_ns;
 };
 
-void open_transcript();  // of the calling thread; what an open one held is dropped
-std::vector<Deed> close_transcript();
+void open_op_log();  // of the calling thread; drops what an open log held
+std::vector<OpRecord> close_op_log();
 
-// A decorator of a backend's DeviceOps: the same work, and copies and sums are written down.
-class WatchedOps final : public DeviceOps {
+// A decorator of a backend's DeviceOps: the same work, and copies and sums are logged.
+class LoggingDeviceOps final : public DeviceOps {
  public:
-  explicit WatchedOps(DeviceOps& ops) : ops_(ops) {}
+  explicit LoggingDeviceOps(DeviceOps& ops) : ops_(ops) {}
 
   Event record(Stream on) override { return ops_.record(on); }
   void wait(Stream on, const Event& event) override { ops_.wait(on, event); }

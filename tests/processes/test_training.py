@@ -1,6 +1,8 @@
 """Several processes train as one device with all their rows does: SGD and AdamW, every reduction, ragged rows."""
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -246,6 +248,23 @@ def test_a_hook_takes_buckets_to_the_other_processes():
         assert [index for index, *_ in seen] == [0, 1, 2, 3] * 2
         assert [last for *_, last, _ in seen] == [False, False, False, True] * 2
         assert all(same for *_, same in seen)
+
+
+def leave_an_open_outbox(process):
+    net = whole(Linear())
+    step = step_of(net, mse, SGD(net.parameters(), lr=1.0), 1)
+    step.register_comm_hook(lambda bucket: None)
+    step(torch.ones(2, 3), torch.ones(2, 2))
+    buckets = step._loop.reducer.buckets
+    buckets.open_outbox()
+    gone = weakref.ref(buckets)
+    gc.disable()
+    del buckets, step
+    return gone() is None
+
+
+def test_flat_memory_of_an_open_outbox_is_freed_at_once():
+    assert run(leave_an_open_outbox, processes=1) == [True]
 
 
 def overflow(process):

@@ -20,6 +20,7 @@ from torch.optim import SGD, Adam, AdamW
 from train.nets import RANKS, Branches, Linear, batches, mse
 
 from mgpu_core import DataParallel, TrainStep
+from mgpu_core.train.optimizer_step import OptimizerStep
 
 
 class Boom(Exception):
@@ -353,6 +354,23 @@ def test_a_hook_that_fails_behind_the_update():
         optimizers[1].step()
     for (name, a), b in zip(net.state_dict().items(), alone.state_dict().values(), strict=True):
         assert torch.allclose(a.to(b), b, atol=1e-6), name
+
+
+def test_an_update_that_fails_before_it_begins_does_not_count(monkeypatch):
+    net = Linear()
+    step = TrainStep(net, mse, SGD(net.parameters(), lr=0.1), cpu(2))
+    x, y = torch.ones(4, 3), torch.zeros(4, 2)
+
+    def fails(*_):
+        raise Boom("before the update")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(OptimizerStep, "prepare", fails)
+        with pytest.raises(Boom):
+            step(x, y)
+    assert step.steps == 0
+    step(x, y)
+    assert step.steps == 1
 
 
 def test_a_step_is_not_copied_or_saved():

@@ -1,0 +1,63 @@
+"""Runs tests with a fault, in a process of its own, forked from one that has imported torch and pytest."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Sequence
+from multiprocessing import get_context
+from pathlib import Path
+
+from faults import hook
+
+TESTS = Path(__file__).resolve().parents[1]
+FAKE = "accelerator/"  # the folder of the tests that run on the fake accelerator
+SECONDS = 300  # of one run: at least twice what the slowest one takes without a fault
+OPTIONS = ["-x", "-q", "-m", "", "-p", "no:cacheprovider", "--timeout=60", "--tb=no", "--rootdir", str(TESTS.parent)]
+
+
+def failing_test(fault: str, tests: Sequence[str]) -> str:
+    """Return the test that notices a fault; empty: none does.
+
+    Args:
+        fault: as in the variable of the hook; empty for none.
+        tests: files and folders below tests/, in the order in which they run.
+    """
+    on_fake = [each for each in tests if each.startswith(FAKE)]
+    others = [each for each in tests if not each.startswith(FAKE)]
+    return next((found for part in (others, on_fake) if part and (found := _run(fault, part, part is on_fake))), "")
+
+
+def _run(fault: str, tests: Sequence[str], is_fake: bool) -> str:
+    context = get_context("forkserver")
+    context.set_forkserver_preload(["torch", "pytest", "hypothesis", "faults.run"])
+    with tempfile.NamedTemporaryFile("r", prefix="fault-") as log:
+        process = context.Process(target=_child, args=(fault, tests, is_fake, log.name))
+        process.start()
+        process.join(SECONDS)
+        if process.exitcode is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            return "the time limit"
+        lines = log.read().splitlines()
+    if process.exitcode == 0:
+        return ""
+    failed = [line.split()[1].removeprefix("tests/") for line in lines if line.startswith(("FAILED ", "ERROR "))]
+    return failed[0] if failed else f"exit status {process.exitcode} of {tests[0]}"
+
+
+def _child(fault: str, tests: Sequence[str], is_fake: bool, log: str) -> None:
+    os.setsid()  # so that the time limit ends what a test has started, too
+    target = os.open(log, os.O_WRONLY)
+    os.dup2(target, 1)
+    os.dup2(target, 2)
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(TESTS / "faults" / "site"), str(TESTS)])
+    os.environ |= {hook.VARIABLE: fault, "PYTHONDONTWRITEBYTECODE": "1"} | ({"MGPU_TEST_FAKE": "1"} if is_fake else {})
+    hook.install()
+    os.chdir(TESTS)
+    import pytest  # preloaded
+
+    status = pytest.main([*OPTIONS, *tests])
+    sys.stdout.flush()
+    os._exit(status)  # threads that hang because of the fault do not keep the process

@@ -86,7 +86,7 @@ class Collective:
     Attributes:
         name: of the case.
         summary: one line.
-        place: `in` or `out`: of place, as nccl-tests say.
+        position: `in` or `out` of place, as in nccl-tests.
         split: the size of nccl-tests counts the chunks of all ranks together.
         bus_factor: ranks to busbw / algbw.
         sends: what a rank starts with; an empty tensor for nothing.
@@ -100,7 +100,7 @@ class Collective:
 
     name: str
     summary: str
-    place: str
+    position: str
     split: bool
     bus_factor: Callable[[int], float]
     sends: Callable[[Values, int], torch.Tensor]

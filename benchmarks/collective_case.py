@@ -32,7 +32,7 @@ def case_of(collective: Collective, bounds: tuple[Bound, ...] = (), repeats: int
         name=collective.name,
         summary=collective.summary,
         peers=("gloo", "torch"),
-        more_peers=(TOUCH,) if collective.place == "in" else (),
+        more_peers=(TOUCH,) if collective.position == "in" else (),
         measure=partial(measure, collective),
         add_arguments=partial(_add_arguments, collective),
         unit="us",
@@ -95,7 +95,7 @@ def _labels(collective: Collective, task: Task, nbytes: int) -> dict[str, Label]
     # Reductions are told apart by `op`; `reduce` has one, which is not an option.
     redop = task.op if collective.ops or collective.name == "reduce" else "none"
     labels: dict[str, Label] = {"ranks": task.ranks, "size": nbytes, "count": task.count, "type": task.dtype}
-    labels |= {"redop": redop, "place": collective.place}
+    labels |= {"redop": redop, "position": collective.position}
     return labels | ({"algorithm": task.algorithm} if collective.algorithms else {})
 
 
@@ -111,7 +111,7 @@ def _contestants(collective: Collective, task: Task, team: GlooTeam | None) -> M
         )
 
     sides = {OURS: here(collective.ours), "torch": here(collective.loop)}
-    if collective.place == "in":
+    if collective.position == "in":
         sides[TOUCH] = here(_touch, lambda values, rank: -collective.sends(values, rank))
     if team is not None:
         team.prepare(collective.name, task)

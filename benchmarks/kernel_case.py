@@ -251,4 +251,4 @@ def even_counts(nbytes: int, tensors: int) -> list[int]:
 
 def small_counts(tensors: int) -> list[int]:
     """float32 tensors of 1 to 64 KiB, all sizes mixed."""
-    return [256 * (1 + place * 37 % 64) for place in range(tensors)]
+    return [256 * (1 + index * 37 % 64) for index in range(tensors)]

@@ -95,8 +95,8 @@ class Optimizing:
             torchs.state.clear()
 
     def _fill(self, flat: Flat) -> None:
-        for place, tensor in enumerate((flat.parameters, flat.gradients)):
-            tensor.copy_(whole_numbers(len(tensor), self._salt + place, tensor.device))
+        for index, tensor in enumerate((flat.parameters, flat.gradients)):
+            tensor.copy_(whole_numbers(len(tensor), self._salt + index, tensor.device))
         for state in flat.states:
             state.fill_(self._optimizer.untouched)
         flat.segments[:, 3] = 0

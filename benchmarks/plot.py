@@ -77,16 +77,16 @@ def _draw_bars(axis: "Axes", rows: Sequence[Row], unit: str) -> None:
     units = [median(row.seconds[OURS]) for row in rows]
     width = 0.8 / len(contestants)
     for number, who in enumerate(contestants):
-        present = [(place, row.seconds[who], units[place]) for place, row in enumerate(rows) if who in row.seconds]
-        places = [place + number * width for place, _, _ in present]
+        present = [(index, row.seconds[who], units[index]) for index, row in enumerate(rows) if who in row.seconds]
+        indices = [index + number * width for index, _, _ in present]
         ratios = [median(seconds) / one for _, seconds, one in present]
         slow = [p90(seconds) / one - ratio for (_, seconds, one), ratio in zip(present, ratios, strict=True)]
-        bars = axis.bar(places, ratios, width, label=who, yerr=[[0] * len(ratios), slow], capsize=3)
+        bars = axis.bar(indices, ratios, width, label=who, yerr=[[0] * len(ratios), slow], capsize=3)
         if who != OURS:
             axis.bar_label(bars, [f"{ratio:.2f}x" for ratio in ratios], padding=2)
         if max(ratios) > _FAR:
             axis.set_yscale("log")
-    middles = [place + width * (len(contestants) - 1) / 2 for place in range(len(rows))]
+    middles = [index + width * (len(contestants) - 1) / 2 for index in range(len(rows))]
     ours = [f"ours {significant(one * PER_SECOND[unit])} {unit}" for one in units]
     names = [f"{name}, {text}" if name else text for name, text in zip(short_names(rows), ours, strict=True)]
     axis.set_xticks(middles, [name.replace(", ", "\n") for name in names])

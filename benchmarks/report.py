@@ -1,7 +1,7 @@
 """Results for people: a table on the terminal, and one page with tables and pictures per machine.
 
 `run.py report` makes `results/<machine>/README.md` and the PNG files beside it from nothing but the JSON files there.
-The tables are Markdown padded to columns, so one text serves both places.
+The tables are Markdown padded to columns, so one text serves the terminal and the file.
 """
 
 from collections.abc import Sequence

@@ -141,9 +141,9 @@ median = statistics.median
 def p90(seconds: Sequence[float]) -> float:
     """The time that nine runs of ten keep; between two samples, on the line between them."""
     ordered = sorted(seconds)
-    place = 0.9 * (len(ordered) - 1)
-    below = ordered[math.floor(place)]
-    return below + (ordered[math.ceil(place)] - below) * (place % 1)
+    index = 0.9 * (len(ordered) - 1)
+    below = ordered[math.floor(index)]
+    return below + (ordered[math.ceil(index)] - below) * (index % 1)
 
 
 def ratio(seconds: Mapping[str, Sequence[float]], peer: str) -> float:

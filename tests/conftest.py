@@ -18,7 +18,7 @@ import torch
 from fakes import accelerator, cuda
 
 if accelerator.by_the_cuda_backend():
-    cuda.take_the_cores_place()  # before anything imports mgpu_core
+    cuda.replace_core()  # before anything imports mgpu_core
 
 from fakes import nets
 from fakes.accelerator.cpu_only import CPU_ONLY

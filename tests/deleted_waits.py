@@ -68,10 +68,10 @@ def waits(folder: Path) -> Iterator[Wait]:
 
 def _closing(source: str, opening: int) -> int:
     depth = 0
-    for place in range(opening, len(source)):
-        depth += {"(": 1, ")": -1}.get(source[place], 0)
+    for position in range(opening, len(source)):
+        depth += {"(": 1, ")": -1}.get(source[position], 0)
         if depth == 0:
-            return place
+            return position
     raise ValueError("parentheses do not match")
 
 

@@ -18,7 +18,7 @@ from mgpu_core.explanation.cost import StepProfile
 
 @pytest.fixture
 def mnist(monkeypatch):
-    """Puts a training in mnist's place that ends as the test wants it."""
+    """Replace mnist's training by one that ends as the test wants."""
 
     def set_ending(ending: BaseException | int) -> None:
         def run(args: argparse.Namespace) -> int:

@@ -86,7 +86,7 @@ def test_a_ban_on_hooks_reaches_every_rank(ranks):
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("ranks", RANKS)
 def test_checkpoint_around_the_wrapper_keeps_nothing_and_finds_every_tensor_again(ranks, reentrant):
-    """A checkpoint knows a saved tensor by its place among all: ranks that save in any order would mix them up."""
+    """A checkpoint knows a saved tensor by its index among all: ranks that save in any order would mix them up."""
     net = nn.Sequential(nn.Linear(4, 4), nn.Sigmoid(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)).double()
     model, x = DataParallel(net, cpu(ranks)), torch.randn(ranks * 5, 4, dtype=torch.float64, requires_grad=True)
     model(x).square().sum().backward()

@@ -1659,7 +1659,7 @@ def test_batched_gradients_are_refused_by_name():
 
 
 def test_the_ranks_follow_device_ids():
-    """People change the attribute: in its place or for another list."""
+    """People change the attribute: in place or by another list."""
     model = DataParallel(nn.Linear(2, 1), cpu(2))
     seen = []
     model.module.register_forward_hook(lambda module, args, out: seen.append(len(args[0])))

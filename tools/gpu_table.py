@@ -27,7 +27,7 @@ HEAD = "| kernel | time (us) | GB/s | of a copy's | times as long as ours |\n|--
 
 
 class NoPlace(Exception):
-    """The README has no place for the table, or more than one."""
+    """The README has no marker for the table, or more than one."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

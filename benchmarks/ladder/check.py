@@ -30,7 +30,7 @@ def _packs(device: torch.device, longest: int, shifts: tuple[int, ...]) -> Itera
     for dtypes in product(DTYPES, DTYPES):
         yield f"{dtypes[0]} to {dtypes[1]}", PackProblem((*COUNTS, longest), device, dtypes, shifts)
     if len(set(shifts)) > 1:  # more tensors than one launch of numba has room for
-        yield "37 tensors", PackProblem([1 + place % 4 for place in range(37)], device, shifts=shifts)
+        yield "37 tensors", PackProblem([1 + index % 4 for index in range(37)], device, shifts=shifts)
 
 
 def _sums(device: torch.device, longest: int, shifts: tuple[int, ...]) -> Iterator[tuple[str, Problem]]:

@@ -98,11 +98,11 @@ def _line(row: Row, who: str, rung: str, language: str, moved: str, what: str) -
 def _aligned(lines: Sequence[tuple[str, ...]]) -> str:
     """A Markdown table padded to columns, which also reads well on a terminal."""
     widths = [max(map(len, column)) for column in zip(TITLES, *lines, strict=True)]
-    rule = tuple("-" * width if place in WORDS else "-" * (width - 1) + ":" for place, width in enumerate(widths))
+    rule = tuple("-" * width if position in WORDS else "-" * (width - 1) + ":" for position, width in enumerate(widths))
     padded = (
         " | ".join(
-            cell.ljust(width) if place in WORDS else cell.rjust(width)
-            for place, (cell, width) in enumerate(zip(line, widths, strict=True))
+            cell.ljust(width) if position in WORDS else cell.rjust(width)
+            for position, (cell, width) in enumerate(zip(line, widths, strict=True))
         )
         for line in (TITLES, rule, *lines)
     )

@@ -24,7 +24,7 @@ Step = Callable[[], object]
 
 
 class Memory:
-    """Fresh memory on a device, each array by the next of the shifts behind an aligned place."""
+    """Fresh memory on a device, each array by the next of the shifts after an aligned address."""
 
     def __init__(self, device: torch.device, shifts: Sequence[int]) -> None:
         self._device, self._shifts = device, cycle(shifts)
@@ -93,8 +93,8 @@ class PackProblem:
 
     def reset(self, salt: int) -> None:
         """Fresh inputs, poisoned memory."""
-        for place, tensor in enumerate(self.tensors):
-            whole_numbers(tensor, salt + place)
+        for position, tensor in enumerate(self.tensors):
+            whole_numbers(tensor, salt + position)
         self.scratch.fill_(POISON[self.dtypes[0]])
         self.output.poison()
 

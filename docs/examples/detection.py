@@ -32,8 +32,8 @@ def scene(generator):
     corner = torch.randint(0, SIZE // 2, (BATCH, 2), generator=generator)
     extent = torch.randint(3, SIZE // 2, (BATCH, 2), generator=generator)
     present = torch.rand(BATCH, generator=generator) < 0.7
-    place = torch.arange(SIZE)
-    inside = (place >= corner[..., None]) & (place < (corner + extent)[..., None])  # (pictures, 2, SIZE)
+    index = torch.arange(SIZE)
+    inside = (index >= corner[..., None]) & (index < (corner + extent)[..., None])  # (pictures, 2, SIZE)
     bright = inside[:, 1, :, None] & inside[:, 0, None, :] & present[:, None, None]
     images = bright[:, None].float() + 0.1 * torch.randn(BATCH, 1, SIZE, SIZE, generator=generator)
     return images, {"boxes": torch.cat([corner, corner + extent], 1) / SIZE, "present": present.float()}

@@ -50,9 +50,9 @@ class Budget:
         return Budget(self.left / parts, self.now)
 
 
-def stopwatch(places: tuple[torch.device, ...]) -> Stopwatch:
+def stopwatch(devices: tuple[torch.device, ...]) -> Stopwatch:
     """Return a stopwatch that waits for these devices before it reads the clock."""
-    late = [place for place in places if place.type != "cpu"]
+    late = [each for each in devices if each.type != "cpu"]
 
     def run(_way: str, _rows: int, step: Callable[[], object], count: int) -> float:
         _wait(late)
@@ -65,9 +65,9 @@ def stopwatch(places: tuple[torch.device, ...]) -> Stopwatch:
     return run
 
 
-def _wait(places: list[torch.device]) -> None:
-    for place in places:
-        torch.accelerator.synchronize(place)
+def _wait(devices: list[torch.device]) -> None:
+    for each in devices:
+        torch.accelerator.synchronize(each)
 
 
 def steps_a_turn(seconds: float) -> int:

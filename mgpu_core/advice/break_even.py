@@ -39,7 +39,7 @@ def break_even(speedups: Mapping[int, float]) -> BreakEven:
     if not speedups:
         return BreakEven("unknown")
     rows = sorted(speedups)
-    slower = [place for place, each in enumerate(rows) if speedups[each] <= 1]
+    slower = [index for index, each in enumerate(rows) if speedups[each] <= 1]
     if not slower:
         return BreakEven("below", float(rows[0]))
     last = slower[-1]

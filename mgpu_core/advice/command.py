@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
         except ScriptFailed as failure:
             return int(failure.args[0])
         plan = _plan(found_in(names, chosen, script), devices, batches, args)
-        advice = advised(plan, stopwatch(plan.places))
+        advice = advised(plan, stopwatch(plan.distinct_devices))
     if args.json is not None:
         write_whole(here / args.json, lambda file: file.write(advice.to_json().encode()))
     if args.plot is not None:

@@ -36,7 +36,7 @@ class Seen:
 
 def record_steps(plan: Plan, batch: Batch) -> Seen:
     """Warms up, measures the peak of one step, then records some."""
-    peaks = Peaks([place for place in plan.places if place.type == "cuda"])
+    peaks = Peaks([each for each in plan.distinct_devices if each.type == "cuda"])
     with closing(Engine(plan)) as way:
         for _ in range(way.warm_up):
             way.step(batch)

@@ -73,7 +73,7 @@ def advise(
         net, loss_fn, sample, device_ids=device_ids, batches=batches, optimizer=optimizer, loader=loader,
         repeats=repeats, seconds=seconds,
     )  # fmt: skip
-    return advised(plan, stopwatch(plan.places))
+    return advised(plan, stopwatch(plan.distinct_devices))
 
 
 @dataclass(slots=True)
@@ -100,7 +100,7 @@ def advised(plan: Plan, clock: Stopwatch) -> Advice:
 
 
 def _advised(plan: Plan, clock: Stopwatch) -> Advice:
-    budget, findings = Budget(plan.seconds), _Findings(busy_notes(plan.places))
+    budget, findings = Budget(plan.seconds), _Findings(busy_notes(plan.distinct_devices))
     loader_s = None
     if plan.loader is not None:
         loader = plan.loader
@@ -117,13 +117,13 @@ def _advised(plan: Plan, clock: Stopwatch) -> Advice:
 def _contests(plan: Plan, budget: Budget, clock: Stopwatch, findings: _Findings) -> None:
     """The sample's own batch first: it is the one that must be measured."""
     ordered = [plan.rows, *(each for each in plan.batches if each != plan.rows)]
-    for place, rows in enumerate(ordered):
-        if place and budget.left <= 0:
-            left = ", ".join(map(str, ordered[place:]))
+    for index, rows in enumerate(ordered):
+        if index and budget.left <= 0:
+            left = ", ".join(map(str, ordered[index:]))
             findings.notes.append(f"the {plan.seconds:g} s were over: batches of {left} rows were not measured")
             return
         batch = resized(plan.sample, rows)
-        found = contest(makers(plan), batch, plan.repeats, budget.part(len(ordered) - place), clock)
+        found = contest(makers(plan), batch, plan.repeats, budget.part(len(ordered) - index), clock)
         findings.measurements += found
         rounds = max(len(each.seconds) for each in found)
         if 0 < rounds < plan.repeats:
@@ -136,14 +136,14 @@ def _concluded(
     measurements = tuple(sorted(findings.measurements, key=lambda each: each.batch))
     medians = {(each.way, each.batch): each.median_s for each in measurements if each.median_s is not None}
     own = {way: seconds for (way, batch), seconds in medians.items() if batch == plan.rows}
-    gpus = [place for place in plan.places if place.type == "cuda"]
+    gpus = [index for index in plan.distinct_devices if index.type == "cuda"]
     scaling = None
     if len(gpus) > 1 and seen is not None:
         scaling = scaling_of(seen.profile, [torch.cuda.get_device_name(gpu) for gpu in gpus])
     reason = reason_of(
         None if seen is None else seen.shares,
         ranks=len(plan.devices),
-        places=len(plan.places),
+        device_count=len(plan.distinct_devices),
         best_s=min(own.values(), default=None),
         loader_s=loader_s,
     )
@@ -162,7 +162,7 @@ def _concluded(
             scaling=scaling,
             loader_s=loader_s,
             reason=reason.name,
-            places=len(plan.places),
+            device_count=len(plan.distinct_devices),
             ranks=len(plan.devices),
         ),
         notes=tuple(findings.notes),

@@ -31,8 +31,8 @@ def draw(advice: AdviceData, path: Path) -> None:
     axis.axhline(1.0, color=_COLOURS[ONE], linewidth=1.5, label=ONE)
     if advice.break_even.kind == "at" and advice.break_even.rows is not None:
         axis.axvline(advice.break_even.rows, color="tab:red", linestyle="--", linewidth=1, label="break-even")
-    for place, way in enumerate(each for each in advice.ways if each != ONE):
-        _draw_way(axis, advice, way, 1.0 + 0.015 * place)
+    for index, way in enumerate(each for each in advice.ways if each != ONE):
+        _draw_way(axis, advice, way, 1.0 + 0.015 * index)
     axis.set(xlabel="batch (rows)", ylabel="speed-up over one device")
     axis.set_ylim(0, 1.3 * max([1.0, *best_speedups(advice.medians).values()]))  # a bar may be cut off, a median not
     axis.set_xticks(advice.batches, [f"{each} *" if each == advice.rows else str(each) for each in advice.batches])
@@ -44,8 +44,8 @@ def draw(advice: AdviceData, path: Path) -> None:
 
 
 def _title(advice: AdviceData) -> str:
-    places = list(dict.fromkeys(advice.devices))
-    where = ", ".join(places) if len(places) <= 4 else f"{len(places)} devices"
+    xs = list(dict.fromkeys(advice.devices))
+    where = ", ".join(xs) if len(xs) <= 4 else f"{len(xs)} devices"
     measured = f"{len(advice.devices)} ranks on {where}; break-even: {advice.break_even}"
     return f"{measured}\n* the sample's own batch; bars: the middle half of the rounds"
 
@@ -57,8 +57,8 @@ def _draw_way(axis: Any, advice: AdviceData, way: str, shift: float) -> None:
     bars = [_quartiles(_of_rounds(advice, way, batch), middle) for batch, middle in zip(batches, middles, strict=True)]
     errors = [[max(0.0, m - low) for m, (low, _) in zip(middles, bars, strict=True)],
               [max(0.0, high - m) for m, (_, high) in zip(middles, bars, strict=True)]]  # fmt: skip
-    places = [batch * shift for batch in batches]
-    axis.errorbar(places, middles, errors, fmt="o-", capsize=3, color=_COLOURS[way], label=way)
+    xs = [batch * shift for batch in batches]
+    axis.errorbar(xs, middles, errors, fmt="o-", capsize=3, color=_COLOURS[way], label=way)
 
 
 def _of_rounds(advice: AdviceData, way: str, batch: int) -> list[float]:

@@ -51,7 +51,7 @@ class Plan:
         return self.sample[0].size(0)
 
     @property
-    def places(self) -> tuple[torch.device, ...]:
+    def distinct_devices(self) -> tuple[torch.device, ...]:
         """The devices, each once."""
         return tuple(dict.fromkeys(self.devices))
 
@@ -99,14 +99,14 @@ def _check_sample(sample: object, *, with_target: bool) -> None:
     wanted = "(inputs..., target)" if with_target else "(inputs...)"
     if not isinstance(sample, tuple | list) or not sample:
         raise TypeError(f"sample must be a tuple of tensors, {wanted} of one batch, not {_described(sample)}")
-    for place, each in enumerate(sample):
+    for index, each in enumerate(sample):
         if not isinstance(each, torch.Tensor) or each.dim() == 0:
-            raise TypeError(f"sample[{place}] must be a tensor with rows along dimension 0, not {_described(each)}")
+            raise TypeError(f"sample[{index}] must be a tensor with rows along dimension 0, not {_described(each)}")
     if with_target and len(sample) < 2:
         raise ValueError("sample has no target: wanted (inputs..., target); loss_fn=None if the module gives the loss")
-    for place, each in enumerate(sample):
+    for index, each in enumerate(sample):
         if each.size(0) != sample[0].size(0):
-            shapes = f"sample[0] has shape {tuple(sample[0].shape)}, sample[{place}] {tuple(each.shape)}"
+            shapes = f"sample[0] has shape {tuple(sample[0].shape)}, sample[{index}] {tuple(each.shape)}"
             raise ValueError(f"the sample's tensors differ in their number of rows: {shapes}")
 
 

@@ -48,7 +48,7 @@ def is_launch_bound(shares: StepShares) -> bool:
 
 
 def reason_of(
-    shares: StepShares | None, *, ranks: int, places: int, best_s: float | None, loader_s: float | None = None
+    shares: StepShares | None, *, ranks: int, device_count: int, best_s: float | None, loader_s: float | None = None
 ) -> Reason:
     """Return the input pipeline if it is slower than the best step, otherwise the largest notable share but compute;
     else compute.
@@ -56,7 +56,7 @@ def reason_of(
     Args:
         shares: of a recorded step of all ranks.
         ranks: how many there are.
-        places: on how many devices.
+        device_count: number of distinct devices.
         best_s: seconds of the best way's step.
         loader_s: seconds in which the loader has as many rows.
     """
@@ -71,7 +71,11 @@ def reason_of(
         UPDATE: shares.update_share,
     }
     name = max(found, key=found.__getitem__)
-    shared = f"; {ranks} ranks share {places} {'device' if places == 1 else 'devices'}" if places < ranks else ""
+    shared = (
+        f"; {ranks} ranks share {device_count} {'device' if device_count == 1 else 'devices'}"
+        if device_count < ranks
+        else ""
+    )
     if found[name] < NOTABLE:
         return Reason(COMPUTE, f"some rank computes in {shares.compute_share:.0%} of the step{shared}")
     return Reason(name, _text(name, shares) + shared)

@@ -65,7 +65,7 @@ def recommend(
     scaling: Scaling | None = None,
     loader_s: float | None = None,
     reason: str = "",
-    places: int = 1,
+    device_count: int = 1,
     ranks: int = 2,
 ) -> Recommendation:
     """Return the simplest way within 5 % of the fastest, at the sample's own batch.
@@ -76,7 +76,7 @@ def recommend(
         scaling: to two machines.
         loader_s: seconds in which the loader has such a batch.
         reason: the name of what holds many ranks back.
-        places: on how many devices they are.
+        device_count: number of distinct devices.
         ranks: how many there are.
     """
     if not medians:
@@ -90,7 +90,7 @@ def recommend(
     if loader_s is not None and loader_s > fastest:
         told.insert(0, _slow_loader(loader_s, fastest))
     if reason == UPDATE:
-        told.append(_slow_update(places))
+        told.append(_slow_update(device_count))
     if machines and scaling is not None:
         told.append(_machines(scaling))
     return Recommendation(way, machines, "\n".join(told))
@@ -137,13 +137,11 @@ def _slow_loader(loader_s: float, fastest: float) -> str:
     )
 
 
-def _slow_update(places: int) -> str:
+def _slow_update(device_count: int) -> str:
     fewer = "Also fewer updates: a larger batch, or TrainStep(accumulate=4), which makes one for four batches"
-    if places == 1:
+    if device_count == 1:
         return f"{fewer}."
-    return (
-        f"{fewer}; and shard_optimizer=True, with which each of {places} devices makes its part (with mgpu_core.optim)."
-    )
+    return f"{fewer}; and shard_optimizer=True, with which each of {device_count} devices makes its part (with mgpu_core.optim)."
 
 
 def _machines(scaling: Scaling) -> str:

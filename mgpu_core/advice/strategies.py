@@ -35,15 +35,15 @@ def makers(plan: Plan) -> dict[str, Callable[[], Way]]:
     if len(plan.devices) > 1:
         found[DROP_IN] = lambda: Loop(plan, lambda net: DataParallel(net, plan.devices))
     found[ENGINE] = lambda: Engine(plan)
-    if all(place.type == GRAPH_DEVICE for place in plan.places):
+    if all(each.type == GRAPH_DEVICE for each in plan.distinct_devices):
         found[CAPTURED] = lambda: Engine(plan, capture=True)
     return found
 
 
 def first_line(error: BaseException) -> str:
     """Return the error in one line: its type and the first line of its text that says something."""
-    place = _IN_REPLICA.match(str(error))
-    where = f" ({place[1]})" if place and error.__cause__ else ""
+    rank = _IN_REPLICA.match(str(error))
+    where = f" ({rank[1]})" if rank and error.__cause__ else ""
     cause = error.__cause__ if where and error.__cause__ else error
     lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
     return (f"{type(cause).__name__}: {lines[0]}" if lines else type(cause).__name__) + where

@@ -15,9 +15,9 @@ __all__ = ["busy_note", "busy_notes", "random_state_kept"]
 _BUSY = 0.5
 
 
-def busy_notes(places: Sequence[torch.device]) -> list[str]:
+def busy_notes(devices_: Sequence[torch.device]) -> list[str]:
     """Return a note if CPU ranks would share it: torch's threads wait for each other, so one device suffers most."""
-    if all(place.type != "cpu" for place in places) or not hasattr(os, "getloadavg"):
+    if all(each.type != "cpu" for each in devices_) or not hasattr(os, "getloadavg"):
         return []
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return busy_note(os.getloadavg()[0], cpus)
@@ -36,10 +36,10 @@ def random_state_kept(devices: Sequence[torch.device]) -> Iterator[None]:
     loaded = sys.modules.get("numpy.random")
     numpy = loaded if hasattr(loaded, "set_state") else None  # which it has not got yet while it is being loaded
     pythons, numpys = random.getstate(), None if numpy is None else numpy.get_state()
-    places = [device for device in dict.fromkeys(devices) if device.type != "cpu"]
-    kind = places[0].type if places else "cuda"
+    devices_ = [device for device in dict.fromkeys(devices) if device.type != "cpu"]
+    kind = devices_[0].type if devices_ else "cuda"
     try:
-        with torch.random.fork_rng([place.index for place in places], device_type=kind):
+        with torch.random.fork_rng([each.index for each in devices_], device_type=kind):
             yield
     finally:
         random.setstate(pythons)

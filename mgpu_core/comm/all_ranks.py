@@ -34,7 +34,7 @@ def all_reduce(
             ``mgpu doctor``), but never ``nccl`` for ``min`` and ``max``.  Plain torch (other devices, mixed teams)
             has one algorithm, in rank order.
         merge_shared_devices: for ``ring``, ``tree`` and ``nccl``, ranks that share a GPU are added there first, in
-            rank order; without it each is a place of its own, as if it had a GPU for itself (not for ``nccl``).
+            rank order; without it each counts as a device of its own (not for ``nccl``).
 
     Raises:
         TypeError, ValueError: before anything is written.

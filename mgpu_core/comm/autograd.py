@@ -152,8 +152,8 @@ class _Reduce(torch.autograd.Function):
         if present:
             with in_step(ctx.whole_step), span("broadcast"):
                 copies = _Broadcast.apply(ctx.team, NO_BUCKET, *(grads[i] for i in present))
-            for place, copy in enumerate(copies):
-                rank, i = divmod(place, len(present))
+            for position, copy in enumerate(copies):
+                rank, i = divmod(position, len(present))
                 flat[rank * len(grads) + present[i]] = copy
         # A rank that had nothing to add, gets nothing.
         return None, None, *(each if need else None for each, need in zip(flat, ctx.needs_input_grad[2:], strict=True))
@@ -187,14 +187,14 @@ def broadcast_buckets(
     raised, and a bucket is reduced as soon as its gradients are there.
     """
     result: list[list[torch.Tensor]] = [[torch.Tensor()] * len(tensors) for _ in team.ranks]
-    for place, positions in enumerate(gradient_buckets(tensors)):
-        bucket = place if numbered else NO_BUCKET
+    for position, positions in enumerate(gradient_buckets(tensors)):
+        bucket = position if numbered else NO_BUCKET
         with span("broadcast", ALL_RANKS, None, bucket):
             copies: tuple[torch.Tensor, ...] = _Broadcast.apply(team, bucket, *(tensors[i] for i in positions))
-        _raise_priority(copies, _FIRST - place)
+        _raise_priority(copies, _FIRST - position)
         if is_tracing() and numbered:
             for rank in team.ranks:
-                trace_ready(rank, place, copies[rank * len(positions) :][: len(positions)])
+                trace_ready(rank, position, copies[rank * len(positions) :][: len(positions)])
         for rank in team.ranks:
             for i, copy in zip(positions, copies[rank * len(positions) :], strict=False):
                 result[rank][i] = copy

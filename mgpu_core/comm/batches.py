@@ -179,10 +179,10 @@ def _reduced(resolved: Sequence[Parts], op: str, device: torch.device) -> tuple[
 
 
 def _reduced_elsewhere(
-    parts: Sequence[Parts], places: Sequence[int], op: str, device: torch.device
+    parts: Sequence[Parts], indices: Sequence[int], op: str, device: torch.device
 ) -> Iterator[tuple[int, torch.Tensor]]:
     """Reduce by plain torch, one after the other; many small tensors of the same kind go in one message."""
-    packs, alone = groups(places, lambda i: kind_of(parts[i]))
+    packs, alone = groups(indices, lambda i: kind_of(parts[i]))
     for pack in packs:
         whole = [[part for part in parts[i] if part is not None] for i in pack]
         yield from zip(pack, torch_backend.reduce_packed(whole, op, device), strict=True)

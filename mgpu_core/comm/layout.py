@@ -81,10 +81,10 @@ def runs_along(shape: tuple[int, ...], dim: int, order: torch.memory_format) -> 
     dims = list(range(len(shape)))
     if order is not torch.contiguous_format:
         dims = [0, *dims[2:], 1]  # slowest to fastest: the channels are last
-    place = dims.index(dim)
+    position = dims.index(dim)
     outer = inner = 1
-    for each in dims[:place]:
+    for each in dims[:position]:
         outer *= shape[each]
-    for each in dims[place + 1 :]:
+    for each in dims[position + 1 :]:
         inner *= shape[each]
     return outer, inner

@@ -133,8 +133,8 @@ def scatter(whole: torch.Tensor, parts: Sequence[torch.Tensor], dim: int) -> Non
 def gather(parts: Sequence[torch.Tensor], whole: torch.Tensor, dim: int) -> None:
     """Fill ``whole`` with the parts, one behind the other along ``dim``."""
     count("gather", parts)
-    for part, place in zip(parts, whole.split([part.size(dim) for part in parts], dim), strict=True):
-        _fill(place, part)
+    for part, rows in zip(parts, whole.split([part.size(dim) for part in parts], dim), strict=True):
+        _fill(rows, part)
 
 
 @torch.no_grad()
@@ -142,8 +142,8 @@ def all_gather(parts: Sequence[torch.Tensor], wholes: Sequence[torch.Tensor]) ->
     """Fill each rank's whole with all the parts along dimension 0."""
     count("all_gather", parts)
     for whole in wholes:
-        for part, place in zip(parts, whole.split([part.size(0) for part in parts]), strict=True):
-            _fill(place, part)
+        for part, rows in zip(parts, whole.split([part.size(0) for part in parts]), strict=True):
+            _fill(rows, part)
 
 
 @torch.no_grad()

@@ -65,7 +65,7 @@ class CollectiveTrace:
         self._route = ""
 
     def __enter__(self) -> CollectiveTrace:
-        self._devices = [_device_of(self._column(place)) for place in range(len(self._ranks))]
+        self._devices = [_device_of(self._column(index)) for index in range(len(self._ranks))]
         present = [each for each in self._devices if each is not None]
         self._before = mark_devices(present)
         self._begin_ns = time.perf_counter_ns()
@@ -105,14 +105,14 @@ class CollectiveTrace:
             ends = list(map(_pointer, part)), list(map(_pointer, targets))
             self._hops.append(_Record(sums, *ends, nbytes_of(part[0]), call, None, now, now))
 
-    def _column(self, place: int) -> list[torch.Tensor]:
-        found = [row[place] for row in self._rows if place < len(row)]
+    def _column(self, index: int) -> list[torch.Tensor]:
+        found = [row[index] for row in self._rows if index < len(row)]
         return [each for each in found if each is not None]
 
-    def _nbytes(self, place: int) -> int:
+    def _nbytes(self, index: int) -> int:
         """Return the bytes that a rank moves: none if its tensor is the root's own."""
         at_home = set(map(id, self._roots))
-        return sum(nbytes_of(each) for each in self._column(place) if id(each) not in at_home)
+        return sum(nbytes_of(each) for each in self._column(index) if id(each) not in at_home)
 
     def _keep(
         self,
@@ -191,12 +191,12 @@ def trace_hop(sums: bool, sources: Sequence[torch.Tensor], targets: Sequence[tor
 
 
 def _hops(finder: _Finder, found: Sequence[_core.OpRecord | _Record], first_call: int) -> list[Hop]:
-    places = finder.places
+    addresses = finder.addresses
     return [
         Hop(
             each.is_sum,
-            places(each.sources),
-            places(each.targets),
+            addresses(each.sources),
+            addresses(each.targets),
             each.nbytes,
             first_call + each.call,
             _stream(each.stream),
@@ -244,16 +244,16 @@ class _Finder:
             nbytes = nbytes_of(tensor) if _is_strided(tensor) else 1
             self._blocks.setdefault(begin, []).append((begin + nbytes, rank, number))
 
-    def places(self, pointers: Sequence[int]) -> tuple[Address, ...]:
+    def addresses(self, pointers: Sequence[int]) -> tuple[Address, ...]:
         """Return the tensor that holds each pointer; one that comes twice is of two tensors, if there are two."""
         met: dict[int, int] = {}
         found = []
         for pointer in pointers:
-            found.append(self._place(pointer, met.get(pointer, 0)))
+            found.append(self._index(pointer, met.get(pointer, 0)))
             met[pointer] = met.get(pointer, 0) + 1
         return tuple(found)
 
-    def _place(self, pointer: int, before: int) -> Address:
+    def _index(self, pointer: int, before: int) -> Address:
         at = bisect_right(self._begins, pointer)
         for begin in reversed(self._begins[max(0, at - _OVERLAPPING) : at]):
             holding = [block for block in self._blocks[begin] if pointer < block[0]]

@@ -36,14 +36,14 @@ _one_at_a_time = threading.Lock()  # two threads that measure together would see
 
 def choose(devices: Sequence[int], nbytes: int, run: Run) -> str:
     """Return the algorithm for an all-reduce of ``nbytes`` a rank over these GPUs, one entry per rank."""
-    places = tuple(devices)
-    if len(set(places)) == 1:
+    unique_devices = tuple(devices)
+    if len(set(unique_devices)) == 1:
         return "direct"  # one device: nothing is sent
-    if places not in _tables:
+    if unique_devices not in _tables:
         with _one_at_a_time:
-            if places not in _tables:
-                _tables[places] = _table_of(places, run)
-    return lookup(_tables[places], nbytes)
+            if unique_devices not in _tables:
+                _tables[unique_devices] = _table_of(unique_devices, run)
+    return lookup(_tables[unique_devices], nbytes)
 
 
 def lookup(table: Table, nbytes: int) -> str:

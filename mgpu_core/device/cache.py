@@ -52,7 +52,7 @@ def load(subject: str, key: dict[str, Any]) -> Any | None:
 
 
 def store(subject: str, key: dict[str, Any], value: Any) -> None:
-    """Keep a value that JSON can hold; without a place to write, for this process alone."""
+    """Keep a value that JSON can hold; in this process alone if no file can be written."""
     text = _text(key)
     _remembered[subject, text] = value
     path = _path(subject, text)

@@ -72,7 +72,7 @@ class CallerContext:
 def _saved_tensors_hooks(one_device: bool) -> tuple[Callable[[], AbstractContextManager[None]] | None, bool]:
     """Return what gives another thread the hooks that this one has, if any; and whether they count on an order.
 
-    A checkpoint finds a tensor again by its place among all that were saved, so the ranks must save theirs in one order
+    A checkpoint finds a tensor again by its index among all that were saved, so the ranks must save theirs in one order
     in the forward and when it runs again: they take turns.  Over several devices its hooks stay behind: backward then
     has a thread per device, which would all start the second forward at once, and torch's checkpoint is not made for
     that.  Nothing is saved then, but nothing is wrong.

@@ -1,7 +1,7 @@
 """What people write for a device, turned into a ``torch.device`` that exists.
 
 An int is an index of the current accelerator (CUDA where there is none), a string or ``torch.device`` is itself, -1 is
-the CPU (with torch's warning).  A CPU device has no index here: which rank it is says the place in a list.
+the CPU (with torch's warning).  A CPU device has no index here: the index in the list says which rank it is.
 """
 
 from __future__ import annotations

@@ -162,9 +162,12 @@ def _matches(entry: str, kind: Kind, physical: Sequence[PhysicalDevice]) -> list
 
 def _is_instance(entry: str, gpu: PhysicalDevice, instance: MigInstance) -> bool:
     # Drivers before R470 gave instances no UUID of their own: MIG-GPU-<uuid>/<GPU instance>/<compute instance>.
-    head, _, place = entry.partition("/")
-    if place:
-        return f"MIG-{gpu.uuid}".startswith(head) and place == f"{instance.gpu_instance}/{instance.compute_instance}"
+    head, _, instance_path = entry.partition("/")
+    if instance_path:
+        return (
+            f"MIG-{gpu.uuid}".startswith(head)
+            and instance_path == f"{instance.gpu_instance}/{instance.compute_instance}"
+        )
     return instance.uuid.startswith(entry)
 
 

@@ -68,18 +68,18 @@ def practice(devices: Sequence[int], seconds: float) -> Iterator[None]:
 
     One thread at a time may be inside.
     """
-    places = tuple(dict.fromkeys(devices))
+    unique_devices = tuple(dict.fromkeys(devices))
     with _lock:
-        usual = _teams.pop(places, None)
-        _practice_seconds[places] = seconds
+        usual = _teams.pop(unique_devices, None)
+        _practice_seconds[unique_devices] = seconds
     try:
         yield
     finally:
         with _lock:
-            del _practice_seconds[places]
-            _teams.pop(places, None)  # it ends with its last owner
+            del _practice_seconds[unique_devices]
+            _teams.pop(unique_devices, None)  # it ends with its last owner
             if usual is not None:
-                _teams[places] = usual
+                _teams[unique_devices] = usual
 
 
 def nccl_is_there() -> bool:
@@ -98,29 +98,31 @@ def with_nccl(devices: Sequence[int], call: Callable[[_core.NcclTeam], T]) -> T:
         NcclError: what NCCL said; a later call makes a new team.
         ValueError: ``MGPU_CORE_NCCL_TIMEOUT`` is not a positive number of seconds.
     """
-    places = tuple(dict.fromkeys(devices))
-    team = _team_over(places)
+    unique_devices = tuple(dict.fromkeys(devices))
+    team = _team_over(unique_devices)
     try:
         return call(team)
     except NcclError:
         with _lock:
-            if _teams.get(places) is team:  # another thread may have made the next one
-                del _teams[places]
+            if _teams.get(unique_devices) is team:  # another thread may have made the next one
+                del _teams[unique_devices]
         raise
 
 
-def _team_over(places: Devices) -> _core.NcclTeam:
+def _team_over(unique_devices: Devices) -> _core.NcclTeam:
     global _made_one
     with _lock:
-        team = _teams.get(places)
+        team = _teams.get(unique_devices)
         if team is None:
             _core.nccl_open(wheel_libraries())
             _made_one = True
-            ranks = list(range(len(places)))
+            ranks = list(range(len(unique_devices)))
             unique_id = _core.nccl_unique_id()
             limit = seconds_of(TIMEOUT_VARIABLE, "600", 1e9)  # of a collective, before its team is given up
-            seconds = min(limit, _practice_seconds.get(places, limit))
-            team = _teams[places] = _core.nccl_init(unique_id, len(places), ranks, list(places), seconds)
+            seconds = min(limit, _practice_seconds.get(unique_devices, limit))
+            team = _teams[unique_devices] = _core.nccl_init(
+                unique_id, len(unique_devices), ranks, list(unique_devices), seconds
+            )
         return team
 
 

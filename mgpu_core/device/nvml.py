@@ -62,8 +62,8 @@ def _read_instances(nvml: Any, handle: Any) -> tuple[MigInstance, ...] | None:
     mode = _or_none(nvml, nvml.nvmlDeviceGetMigMode, handle)
     if mode is None or mode[0] != nvml.NVML_DEVICE_MIG_ENABLE:
         return None
-    places = range(nvml.nvmlDeviceGetMaxMigDeviceCount(handle))
-    instances = (_or_none(nvml, nvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, place) for place in places)
+    indices = range(nvml.nvmlDeviceGetMaxMigDeviceCount(handle))
+    instances = (_or_none(nvml, nvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, position) for position in indices)
     return tuple(_read_instance(nvml, instance) for instance in instances if instance is not None)
 
 

@@ -104,10 +104,10 @@ def _arguments(func: Any) -> list[tuple[str, str]]:
     return [(each.name, str(each.type)) for each in func._schema.arguments if each.name != "generator"]
 
 
-def _filled(func: Any, place: int, generator: torch.Generator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call with the generator in its place, unless the caller has brought his own."""
-    if len(args) > place:
-        return func(*args[:place], args[place] or generator, *args[place + 1 :], **kwargs)
+def _filled(func: Any, position: int, generator: torch.Generator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call ``func`` with the generator as its argument ``index``, unless the caller passes one."""
+    if len(args) > position:
+        return func(*args[:position], args[position] or generator, *args[position + 1 :], **kwargs)
     return func(*args, **{**kwargs, "generator": kwargs.get("generator") or generator})
 
 

@@ -40,8 +40,8 @@ def check_disjoint(
     if len(written) == 1:
         _check_apart(written[0], names(0), read)
     elif not _are_apart([*written, *read]):
-        in_place = set(map(_place, written))
-        elsewhere = list({place: each for each in read if (place := _place(each)) not in in_place}.values())
+        in_place = set(map(_index, written))
+        elsewhere = list({index: each for each in read if (index := _index(each)) not in in_place}.values())
         for device in {tensor.device for tensor in written}:  # one address on two devices need not be the same memory
             _check_disjoint_on(device, written, elsewhere, names)
 
@@ -63,7 +63,7 @@ def _check_apart(written: torch.Tensor, name: str, read: Sequence[torch.Tensor])
     for tensor in read:
         start, stop = _extent(tensor)
         touches = start < end and begin < stop and _lies_on(tensor, written.device)
-        if touches and _place(tensor) != _place(written) and _share(written, tensor):
+        if touches and _index(tensor) != _index(written) and _share(written, tensor):
             _refuse(name, _INPUT)
 
 
@@ -73,12 +73,12 @@ def _check_disjoint_on(
     """Go along the addresses, and looks at each tensor with those that have begun before it and reach beyond."""
     tensors = [*written, *read]
     open_: list[tuple[int, int]] = []  # where it ends, and which one it is
-    for begin, end, place in sorted((*_extent(t), i) for i, t in enumerate(tensors) if _lies_on(t, device)):
+    for begin, end, index in sorted((*_extent(t), i) for i, t in enumerate(tensors) if _lies_on(t, device)):
         open_ = [each for each in open_ if each[0] > begin]
         for _, other in open_:
-            if min(place, other) < len(written) and _share(tensors[other], tensors[place]):
-                _refuse(*(names(each) if each < len(written) else _INPUT for each in (other, place)))
-        open_.append((end, place))
+            if min(index, other) < len(written) and _share(tensors[other], tensors[index]):
+                _refuse(*(names(each) if each < len(written) else _INPUT for each in (other, index)))
+        open_.append((end, index))
 
 
 _INPUT = "an input"
@@ -97,7 +97,7 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
     return begin, begin + (last + 1) * tensor.element_size()
 
 
-def _place(tensor: torch.Tensor) -> tuple[tuple[int, int], int, tuple[int, ...]]:
+def _index(tensor: torch.Tensor) -> tuple[tuple[int, int], int, tuple[int, ...]]:
     """Return a key that is equal for tensors with the same elements of memory in the same order, whatever the dtype."""
     return _extent(tensor), tensor.itemsize, () if tensor.is_contiguous() else tensor.stride()
 

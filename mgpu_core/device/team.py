@@ -1,6 +1,6 @@
 """A team: the ordered ranks and their devices.
 
-A rank is a place in the list, never a device: several ranks may share one, and a CPU tensor does not know on which of
+A rank is an index into the list, never a device: several ranks may share one, and a CPU tensor does not know on which of
 several CPU ranks it is.  There is one team per distinct list in a process, so that wrappers over the same devices share
 their worker threads.
 """

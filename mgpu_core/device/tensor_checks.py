@@ -124,7 +124,7 @@ def check_writable(tensors: Sequence[torch.Tensor], names: Callable[[int], str])
     """Raise unless plain memory may be written through each of these tensors.
 
     Args:
-        names: what errors call the tensor at a place.
+        names: returns the name of the tensor at an index, for errors.
 
     Raises:
         TypeError: as :func:`readable`.
@@ -133,9 +133,9 @@ def check_writable(tensors: Sequence[torch.Tensor], names: Callable[[int], str])
     """
     if len(tensors) > _FEW and all_plain(tensors) and not any(map(attrgetter("requires_grad"), tensors)):
         return
-    for place, tensor in enumerate(tensors):
+    for index, tensor in enumerate(tensors):
         if not _plainly_writable(tensor):
-            _check_writable(tensor, names(place))
+            _check_writable(tensor, names(index))
 
 
 _FEW = 10  # up to so many, a question at a time costs more than a tensor at a time

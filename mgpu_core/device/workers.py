@@ -68,12 +68,12 @@ class _Ranks:
 
     __slots__ = ("_at_work", "_nobody")
 
-    def __init__(self, places: Iterable[int]) -> None:
-        self._at_work = set(places)
+    def __init__(self, indices: Iterable[int]) -> None:
+        self._at_work = set(indices)
         self._nobody: SimpleQueue[None] = SimpleQueue()
 
-    def ended(self, place: int) -> None:
-        self._at_work.discard(place)
+    def ended(self, index: int) -> None:
+        self._at_work.discard(index)
         if not self._at_work:
             self._nobody.put(None)
 
@@ -86,11 +86,11 @@ class _Ranks:
 
 
 class _Job:
-    __slots__ = ("outcome", "place", "ranks", "task")
+    __slots__ = ("index", "outcome", "ranks", "task")
 
-    def __init__(self, task: Callable[[], Any], place: int, ranks: _Ranks) -> None:
+    def __init__(self, task: Callable[[], Any], index: int, ranks: _Ranks) -> None:
         self.task: Callable[[], Any] | None = task
-        self.place, self.ranks = place, ranks
+        self.index, self.ranks = index, ranks
         self.outcome = Outcome()
 
     def run(self) -> None:
@@ -105,9 +105,9 @@ class _Job:
 def _serve(inbox: SimpleQueue[_Job | None]) -> None:
     while (job := inbox.get()) is not None:
         job.run()
-        ranks, place = job.ranks, job.place
+        ranks, index = job.ranks, job.index
         del job  # before the caller hears of it: a result must not live longer than the caller keeps it
-        ranks.ended(place)
+        ranks.ended(index)
 
 
 class _WorkerThread(threading.Thread):
@@ -138,16 +138,16 @@ class Crew:
         Raises:
             Error: a rank did not end in time.  The crew is then unusable.
         """
-        ranks = _Ranks(place for place, task in enumerate(tasks) if task is not None)
-        jobs = {place: _Job(task, place, ranks) for place, task in enumerate(tasks) if task is not None}
-        for place, job in jobs.items():
-            self.workers[place].inbox.put(job)
+        ranks = _Ranks(index for index, task in enumerate(tasks) if task is not None)
+        jobs = {index: _Job(task, index, ranks) for index, task in enumerate(tasks) if task is not None}
+        for index, job in jobs.items():
+            self.workers[index].inbox.put(job)
         if missing := ranks.wait(seconds):
             raise Error(
                 f"rank {missing[0]} did not end within {seconds:g} s ({len(missing)} of {len(jobs)} ranks are "
                 "still at work); MGPU_CORE_TIMEOUT sets the limit. The next call starts new workers."
             )
-        return [jobs[place].outcome if place in jobs else Outcome() for place in range(len(tasks))]
+        return [jobs[index].outcome if index in jobs else Outcome() for index in range(len(tasks))]
 
     def stop(self) -> None:
         for worker in self.workers:
@@ -164,8 +164,8 @@ class Crew:
             try:
                 self.run([lambda: _latch(share)] * len(self.workers), EXIT_SECONDS * 5)
             except BaseException:  # Ctrl-C, say: who has not set its share yet, does it later
-                for place, worker in enumerate(self.workers):
-                    worker.inbox.put(_Job(lambda: _latch(everyone), place, _Ranks(())))
+                for index, worker in enumerate(self.workers):
+                    worker.inbox.put(_Job(lambda: _latch(everyone), index, _Ranks(())))
                 raise
             finally:
                 keeper = threading.Thread(target=_latch, args=(everyone,), daemon=True)

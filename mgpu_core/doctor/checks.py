@@ -60,9 +60,9 @@ def outlook(facts: Facts) -> str:
         share = max(1, (facts.torch.num_threads or 1) // len(devices))
         ranks = f"{RANKS}={len(devices)} asks for that many CPU ranks, torch threads in each: {share}."
         return f"No GPU is visible: DataParallel(net) runs on the CPU. {ranks}"
-    places = f"{len(devices)} ranks, {devices[0]} to {devices[-1]}" if devices[1:] else f"{devices[0]} alone"
+    where = f"{len(devices)} ranks, {devices[0]} to {devices[-1]}" if devices[1:] else f"{devices[0]} alone"
     is_served = facts.torch.hip is None and facts.core.has_cuda and facts.core.cuda_device_count > 0
-    return f"DataParallel(net) runs on {places}{'' if is_served else ', through the torch backend'}."
+    return f"DataParallel(net) runs on {where}{'' if is_served else ', through the torch backend'}."
 
 
 _TWO_RANKS = f'{RANKS}=2 makes it two CPU ranks, and so does device_ids=["cpu", "cpu"].'

@@ -80,7 +80,7 @@ def _mind_the_order(arguments: list[str]) -> None:
 def _not_recorded(script: Path) -> str:
     return (
         f"mgpu explain: note: {script} uses torch.nn.DataParallel, which is not recorded: mgpu_core.DataParallel is, "
-        "and takes its place"
+        "and replaces it"
     )
 
 

@@ -26,5 +26,5 @@ class Enclosing:
     def span(self, thread: int, step: str, host_ns: int) -> Span | None:
         """Return the outermost span of this name around a moment of the thread."""
         row = self._rows.get((thread, step), [])
-        place = bisect_right(row, host_ns, key=_begin) - 1
-        return row[place] if place >= 0 and host_ns <= row[place].host_end_ns else None
+        index = bisect_right(row, host_ns, key=_begin) - 1
+        return row[index] if index >= 0 and host_ns <= row[index].host_end_ns else None

@@ -82,8 +82,8 @@ def measure(
         devices: of the ranks, one each; ``None``: the CPU.
     """
     ranks = max(point.ranks for point in points)
-    places = [torch.device(each) for each in devices or ["cpu"] * ranks]
-    memory = [torch.zeros(max(point.nbytes for point in points) // 4, device=each) for each in places[:ranks]]
+    targets = [torch.device(each) for each in devices or ["cpu"] * ranks]
+    memory = [torch.zeros(max(point.nbytes for point in points) // 4, device=each) for each in targets[:ranks]]
     seconds: dict[Point, list[float]] = {point: [] for point in points}
     order = random.Random(0)
     begin = time.perf_counter()
@@ -144,9 +144,9 @@ def _host_row(point: Point, core_nbytes: int, all_nbytes: int) -> list[float]:
     row = [1.0, float(point.ranks), 0.0, 0.0, 0.0, 0.0]
     working_set = point.ranks * point.nbytes
     for each in host_passes(point.algorithm, point.ranks, point.nbytes):
-        place, held = (2, core_nbytes) if each.is_serial() else (4, all_nbytes)
-        row[place] += each.traffic_nbytes
-        row[place + 1] += each.traffic_nbytes * (1 - min(1.0, held / working_set))
+        column, held = (2, core_nbytes) if each.is_serial() else (4, all_nbytes)
+        row[column] += each.traffic_nbytes
+        row[column + 1] += each.traffic_nbytes * (1 - min(1.0, held / working_set))
     return row
 
 

@@ -169,5 +169,5 @@ def around(ranks: int) -> float:
     return 2 * (ranks - 1) / ranks
 
 
-def _rounds(places: int) -> int:
-    return math.ceil(math.log2(places))
+def _rounds(ranks: int) -> int:
+    return math.ceil(math.log2(ranks))

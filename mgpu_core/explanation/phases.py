@@ -51,7 +51,7 @@ class Phase:
         times: of its spans, and of what devices did for them later than the host.
         seconds: that its spans cover together.
         share: of the step's time.
-        moved_nbytes: that went from one place to another.
+        moved_nbytes: bytes that moved between ranks.
         bus_gbps: bus bandwidth of the collectives, as nccl-tests defines it; ``None`` without any.
         collective_seconds: that the collectives cover, without the Python around them.
     """
@@ -108,9 +108,9 @@ def _calls_by_row(rows: Sequence[Span], calls: Sequence[Collective]) -> dict[Spa
     found: dict[Span, list[Collective]] = {row: [] for row in rows}
     for call in calls:
         mine = by_thread.get(call.thread, [])
-        place = bisect_right(mine, call.host_begin_ns, key=lambda row: row.host_begin_ns) - 1
-        if place >= 0 and call.host_end_ns <= mine[place].host_end_ns:
-            found[mine[place]].append(call)
+        address = bisect_right(mine, call.host_begin_ns, key=lambda row: row.host_begin_ns) - 1
+        if address >= 0 and call.host_end_ns <= mine[address].host_end_ns:
+            found[mine[address]].append(call)
     return found
 
 
@@ -141,14 +141,14 @@ def covered(times: Iterable[Interval]) -> int:
 
 
 def moved_nbytes(call: Collective) -> int:
-    """Bytes that went from one place to another: what a hop reads and writes elsewhere than at its first target."""
+    """Return the bytes that moved between ranks: those that a hop reads or writes elsewhere than at its first target."""
     return sum(map(moved_by, call.hops))
 
 
 def moved_by(hop: Hop) -> int:
     """Return the same of one hop."""
     home = hop.targets[0][0]
-    away = [place for place, _, _ in (*hop.sources, *hop.targets) if place != home]
+    away = [address for address, _, _ in (*hop.sources, *hop.targets) if address != home]
     return hop.nbytes * len(away)
 
 

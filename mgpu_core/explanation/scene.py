@@ -17,7 +17,7 @@ def us(step: Step, at_ns: int) -> float:
 
 
 def scene(step: Step, kind: str, title: str, text: str, times: tuple[int, int], order: int = 0, **more: Any) -> Scene:
-    """One scene; ``order`` is its place among others that begin at the same time."""
+    """One scene; ``order`` ranks scenes that begin at the same time."""
     begin, end = (us(step, at) for at in times)
     return {"kind": kind, "title": title, "text": text, "begin": begin, "end": end, "order": order, **more}
 

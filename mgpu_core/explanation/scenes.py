@@ -159,11 +159,11 @@ def _text_of_round(hops: Sequence[Hop]) -> str:
 
 
 def _arrows(call: Collective, hops: Sequence[Hop]) -> list[dict[str, Any]]:
-    """Hops between the same places as one arrow; of a single tensor it says which chunk of it travels."""
+    """Return the hops between the same ranks as one arrow; for a single tensor it names the chunk."""
     joined: dict[tuple[Any, ...], dict[str, Any]] = {}
     single = len({number for hop in hops for _, number, _ in hop.targets}) == 1
     for hop in hops:
-        sources, targets = (tuple(rank for rank, _, _ in places) for places in (hop.sources, hop.targets))
+        sources, targets = (tuple(rank for rank, _, _ in indices) for indices in (hop.sources, hop.targets))
         key = (hop.sums, sources, targets, hop.targets[0][2] if single else 0)
         arrow = joined.setdefault(
             key,

@@ -39,16 +39,16 @@ def figure_of(title: str, found: Sequence[Prediction]) -> Figure:
 
     figure = Figure(figsize=(max(7.0, 1.2 * len(found)), 5.5), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(1, 2))
-    places = range(len(found))
-    above.plot(places, [100 * each.efficiency for each in found], "o-")
+    xs = range(len(found))
+    above.plot(xs, [100 * each.efficiency for each in found], "o-")
     above.set(ylabel="efficiency (%)", ylim=(0, 105))
     bottom = [0.0] * len(found)
     for field, name in _PARTS.items():
         heights = [1e3 * getattr(each, field) for each in found]
-        below.bar(places, heights, 0.6, bottom=bottom, label=name)
+        below.bar(xs, heights, 0.6, bottom=bottom, label=name)
         bottom = [one + two for one, two in zip(bottom, heights, strict=True)]
     below.set(ylabel="step (ms)", xlabel="GPUs")
-    below.set_xticks(places, [str(each.gpus) for each in found])
+    below.set_xticks(xs, [str(each.gpus) for each in found])
     for axis in (above, below):
         axis.grid(axis="y", alpha=0.3)
     figure.legend(loc="outside lower center", ncols=len(_PARTS) // 2)

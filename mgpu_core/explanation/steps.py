@@ -149,13 +149,13 @@ class Recorded:
 def steps_of(events: Iterable[Event], whole_steps: Mapping[int, WholeStep]) -> list[Step]:
     """Return the events by the steps that they belong to; events of no step stand between two of them."""
     begins = [each.begin_ns for each in whole_steps.values()]
-    place_of = {number: place for place, number in enumerate(whole_steps)}
+    index_of = {number: index for index, number in enumerate(whole_steps)}
     names = [each.name for each in whole_steps.values()]
     groups: dict[tuple[int, str], list[Event]] = {}
     for event in sorted(events, key=begin_of):
-        place = place_of.get(event.whole_step)
+        index = index_of.get(event.whole_step)
         before = bisect_right(begins, begin_of(event)) - 1
-        key = (before, _BEHIND) if place is None else (place, names[place])
+        key = (before, _BEHIND) if index is None else (index, names[index])
         groups.setdefault(key, []).append(event)
     ordered = sorted(groups, key=lambda key: (key[0], key[1] == _BEHIND))
     return [Step(number, key[1] or CALLS, groups[key]) for number, key in enumerate(ordered)]

@@ -77,11 +77,11 @@ def as_tensors(arrays: Sequence[Any], name: str, *, written: bool = False) -> li
     if type(arrays[0]) is torch.Tensor and set(map(type, arrays)) == {torch.Tensor} and all_plain(arrays):
         return list(arrays)
     look = as_out if written else as_tensor
-    tensors = [look(array, f"{name}[{place}]") for place, array in enumerate(arrays)]
-    for place, tensor in enumerate(tensors):
+    tensors = [look(array, f"{name}[{position}]") for position, array in enumerate(arrays)]
+    for position, tensor in enumerate(tensors):
         if tensor.dtype != tensors[0].dtype or tensor.device != tensors[0].device:
             raise ValueError(
-                f"{name}[{place}] is {tensor.dtype} on {tensor.device}, and {name}[0] is {tensors[0].dtype} on "
+                f"{name}[{position}] is {tensor.dtype} on {tensor.device}, and {name}[0] is {tensors[0].dtype} on "
                 f"{tensors[0].device}: one dtype and one device are wanted"
             )
     return tensors

@@ -61,8 +61,8 @@ def sum_ranks(tensors: Sequence[Any], op: str = "sum", *, out: torch.Tensor | No
         raise ValueError(f"op must be one of {', '.join(OPS)}, not {op!r}")
     module = _module("sum_ranks", first.dtype, None, op)
     out = torch.empty_like(first) if out is None else out
-    for place, source in enumerate([*sources, out]):
-        check_like(source, "out" if source is out else f"tensors[{place}]", first.shape, first.dtype)
+    for position, source in enumerate([*sources, out]):
+        check_like(source, "out" if source is out else f"tensors[{position}]", first.shape, first.dtype)
     check_outs([out], ["out"], sources)
     device = _gpu(out, *sources)
     table = torch.tensor([_pointer(source) for source in sources], dtype=torch.int64, device=device)
@@ -131,7 +131,7 @@ def _together(*tensors: torch.Tensor) -> bool:
 
 def _gpu(*tensors: torch.Tensor) -> torch.device:
     """Return the GPU of all of them."""
-    device = on_one_device(**{f"tensor {place}": tensor for place, tensor in enumerate(tensors)})
+    device = on_one_device(**{f"tensor {position}": tensor for position, tensor in enumerate(tensors)})
     if device.type != "cuda":
         raise ValueError(f"the cupy kernels need tensors of a GPU, not of {device}")
     return device

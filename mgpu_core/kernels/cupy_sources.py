@@ -1,6 +1,6 @@
 """The CUDA C++ of :mod:`mgpu_core.kernels.cupy_kernels`: three programs, and the macros that make one of each dtype.
 
-They move 16 bytes an access: a head of single elements up to the first aligned place, whole vectors, and a tail.  The
+They move 16 bytes an access: a head of single elements up to the first aligned address, whole vectors, and a tail.  The
 compiler unrolls the short loops over a vector, so that it stays in registers.
 """
 
@@ -35,7 +35,7 @@ template <int kCount, class T> __device__ void store(T* to, const Vector<T, kCou
   *(Vector<T, kCount>*)to = value;
 }
 
-// Elements before the first place where both addresses are on 16 bytes; -1: they never are together.
+// Elements before the first index where both addresses are aligned to 16 bytes; -1: there is none.
 __device__ int common_head(const IN* one, const OUT* other) {
   for (int head = 0; head < kWidth; ++head)
     if ((i64)(one + head) % 16 == 0 && (i64)(other + head) % 16 == 0) return head;
@@ -106,10 +106,10 @@ enum { kRate, kKeep, kFresh, kDecay, kFactor, kNesterov, kFirst, kTakesPart, kCo
 // A thread per segment: raises its step, and works out once what all of its elements need.
 extern "C" __global__ void prepare_sgd(i64* segments, i64 segment_count, const double* groups, const float* clip,
                                        const float* loss_scale, const float* found_inf, double* constants) {
-  const i64 place = (i64)blockIdx.x * blockDim.x + threadIdx.x;
-  if (place >= segment_count) return;
-  i64* segment = segments + place * kSegmentColumns;
-  double* row = constants + place * kConstants;
+  const i64 index = (i64)blockIdx.x * blockDim.x + threadIdx.x;
+  if (index >= segment_count) return;
+  i64* segment = segments + index * kSegmentColumns;
+  double* row = constants + index * kConstants;
   row[kTakesPart] = segment[kActive] != 0 && !(found_inf && *found_inf != 0);
   if (row[kTakesPart] == 0) return;
   const double* group = groups + segment[kGroup] * 6;  // lr, momentum, dampening, weight_decay, nesterov, maximize
@@ -143,12 +143,12 @@ extern "C" __global__ void sgd(IN* parameters, const IN* gradients, IN* momenta,
     const i64 middle = (low + high) / 2, *segment = segments + middle * kSegmentColumns;
     if (segment[kBegin] + segment[kCount] <= tile) low = middle + 1; else high = middle;
   }
-  for (i64 place = low; place < segment_count && segments[place * kSegmentColumns] < tile_end; ++place) {
-    const i64* segment = segments + place * kSegmentColumns;
+  for (i64 index = low; index < segment_count && segments[index * kSegmentColumns] < tile_end; ++index) {
+    const i64* segment = segments + index * kSegmentColumns;
     const i64 stop = segment[kBegin] + segment[kCount];
     const i64 begin = segment[kBegin] > tile ? segment[kBegin] : tile, end = stop < tile_end ? stop : tile_end;
     __syncthreads();  // the numbers of the segment before are no longer read
-    if (threadIdx.x < kConstants) of[threadIdx.x] = (IN)constants[place * kConstants + threadIdx.x];
+    if (threadIdx.x < kConstants) of[threadIdx.x] = (IN)constants[index * kConstants + threadIdx.x];
     __syncthreads();
     if (of[kTakesPart] == 0) continue;
     for_range(begin, end, together ? common_head(parameters + begin, gradients + begin) : -1,

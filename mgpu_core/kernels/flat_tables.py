@@ -49,8 +49,8 @@ def segment_table(
             raise ValueError(f"{name} must have one number per tensor: {len(counts)} tensors, {len(numbers)} {name}")
     starts = list(begins) if begins is not None else list(accumulate(counts, initial=0))[: len(counts)]
     rows = [[start, count, 0, 0, 1] for start, count in zip(starts, counts, strict=True)]
-    for place, group in enumerate(groups or []):
-        rows[place][GROUP] = group
+    for index, group in enumerate(groups or []):
+        rows[index][GROUP] = group
     check_rows(rows, end=None)
     return torch.tensor(rows, dtype=torch.int64, device=device).reshape(len(rows), 5)
 
@@ -91,11 +91,11 @@ def lion_groups(*groups: dict[str, float], device: torch.device | str | None = N
 def _group_table(
     groups: Sequence[dict[str, float]], columns: dict[str, float | None], device: torch.device | str | None
 ) -> torch.Tensor:
-    for place, group in enumerate(groups):
+    for index, group in enumerate(groups):
         if unknown := set(group) - set(columns):
-            raise ValueError(f"group {place} has {', '.join(sorted(unknown))}; known are {', '.join(columns)}")
+            raise ValueError(f"group {index} has {', '.join(sorted(unknown))}; known are {', '.join(columns)}")
         if "lr" not in group:
-            raise ValueError(f"group {place} has no lr")
+            raise ValueError(f"group {index} has no lr")
     rows = [[float(group.get(name, default or 0.0)) for name, default in columns.items()] for group in groups]
     return torch.tensor(rows, dtype=torch.float64, device=device).reshape(len(rows), len(columns))
 
@@ -103,11 +103,11 @@ def _group_table(
 def check_rows(rows: list[list[int]], *, end: int | None, groups: int | None = None) -> None:
     """Raise ValueError unless segments lie one behind the other, before ``end``, and name groups that there are."""
     reach = 0
-    for place, row in enumerate(rows):
+    for index, row in enumerate(rows):
         if row[BEGIN] < reach or row[COUNT] < 0:
-            raise ValueError(f"segment {place} begins at {row[BEGIN]}, but the one before ends at {reach}")
+            raise ValueError(f"segment {index} begins at {row[BEGIN]}, but the one before ends at {reach}")
         reach = row[BEGIN] + row[COUNT]
         if end is not None and reach > end:
-            raise ValueError(f"segment {place} ends at {reach}, but the flat buffers have {end} elements")
+            raise ValueError(f"segment {index} ends at {reach}, but the flat buffers have {end} elements")
         if groups is not None and not 0 <= row[GROUP] < groups:
-            raise ValueError(f"segment {place} is of group {row[GROUP]}, but there are {groups} groups")
+            raise ValueError(f"segment {index} is of group {row[GROUP]}, but there are {groups} groups")

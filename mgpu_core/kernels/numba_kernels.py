@@ -41,7 +41,7 @@ _WIDE = {torch.float32: np.float32, torch.float64: np.float64}
 
 @cuda.jit(device=True)
 def owner_of(first_tile: Any, tile: Any) -> Any:
-    """Return the last place whose first tile is not behind ``tile``: whose tile it is."""
+    """Return the index of the segment that holds ``tile``: the last whose first tile is not after it."""
     low, high = 0, len(first_tile) - 1
     while low < high:
         middle = (low + high + 1) // 2
@@ -55,13 +55,13 @@ def owner_of(first_tile: Any, tile: Any) -> Any:
 @cuda.jit
 def pack_kernel(sources: Any, first_tile: Any, begins: Any, flat: Any, scale: Any) -> None:
     """A block does one tile of one source; ``scale`` is of the dtype that is computed in."""
-    place = owner_of(first_tile, cuda.blockIdx.x)
-    source = sources[place]
-    first = (cuda.blockIdx.x - first_tile[place]) * cuda.blockDim.x * PER_THREAD + cuda.threadIdx.x
+    position = owner_of(first_tile, cuda.blockIdx.x)
+    source = sources[position]
+    first = (cuda.blockIdx.x - first_tile[position]) * cuda.blockDim.x * PER_THREAD + cuda.threadIdx.x
     for step in range(PER_THREAD):
         i = first + step * cuda.blockDim.x
         if i < source.shape[0]:
-            flat[begins[place] + i] = source[i] * scale
+            flat[begins[position] + i] = source[i] * scale
 
 
 @cache
@@ -95,22 +95,22 @@ _COMBINE: dict[str, Callable[[Any, Any], Any]] = {
 @cuda.jit
 def prepare_kernel(segments: Any, groups: Any, scalars: Any, constants: Any) -> None:
     """A thread per segment: raises its step, and works out once what all of its elements need."""
-    place = cuda.grid(1)
-    if place >= segments.shape[0]:
+    position = cuda.grid(1)
+    if position >= segments.shape[0]:
         return
-    takes_part = scalars[FOUND_INF] == 0 and segments[place, ACTIVE] != 0
-    constants[place, TAKES_PART] = takes_part
+    takes_part = scalars[FOUND_INF] == 0 and segments[position, ACTIVE] != 0
+    constants[position, TAKES_PART] = takes_part
     if not takes_part:
         return
-    segments[place, STEP] += 1
-    group = groups[segments[place, GROUP]]  # lr, momentum, dampening, weight_decay, nesterov, maximize
-    constants[place, RATE] = group[0]
-    constants[place, KEEP] = group[1]
-    constants[place, FRESH] = 1 - group[2]
-    constants[place, DECAY] = group[3]
-    constants[place, FACTOR] = (-1 if group[5] != 0 else 1) * scalars[CLIP] / scalars[LOSS_SCALE]
-    constants[place, NESTEROV] = group[4]
-    constants[place, FIRST] = segments[place, STEP] == 1
+    segments[position, STEP] += 1
+    group = groups[segments[position, GROUP]]  # lr, momentum, dampening, weight_decay, nesterov, maximize
+    constants[position, RATE] = group[0]
+    constants[position, KEEP] = group[1]
+    constants[position, FRESH] = 1 - group[2]
+    constants[position, DECAY] = group[3]
+    constants[position, FACTOR] = (-1 if group[5] != 0 else 1) * scalars[CLIP] / scalars[LOSS_SCALE]
+    constants[position, NESTEROV] = group[4]
+    constants[position, FIRST] = segments[position, STEP] == 1
 
 
 @cuda.jit(device=True)
@@ -130,10 +130,10 @@ def segment_at(segments: Any, element: Any) -> Any:
 def sgd_kernel(parameters: Any, gradients: Any, momenta: Any, segments: Any, constants: Any) -> None:
     """A thread per element; each looks up its segment, which ours does once per block."""
     i = cuda.grid(1)
-    place = segment_at(segments, i)
-    if place == segments.shape[0] or i < segments[place, BEGIN] or constants[place, TAKES_PART] == 0:
+    position = segment_at(segments, i)
+    if position == segments.shape[0] or i < segments[position, BEGIN] or constants[position, TAKES_PART] == 0:
         return
-    of = constants[place]
+    of = constants[position]
     gradient = gradients[i] * of[FACTOR] + of[DECAY] * parameters[i]
     if of[KEEP] != 0:
         momentum = gradient
@@ -181,8 +181,8 @@ def sum_ranks(tensors: Sequence[Any], op: str = "sum", *, out: torch.Tensor | No
         raise ValueError(f"one launch has room for {MOST_ARRAYS} tensors, not for {len(sources)}")
     wide = _check(sources[0].dtype)
     out = torch.empty_like(sources[0]) if out is None else out
-    for place, source in enumerate([*sources, out]):
-        check_like(source, "out" if source is out else f"tensors[{place}]", sources[0].shape, sources[0].dtype)
+    for position, source in enumerate([*sources, out]):
+        check_like(source, "out" if source is out else f"tensors[{position}]", sources[0].shape, sources[0].dtype)
     check_outs([out], ["out"], sources)
     divisor = wide(len(sources) if op == "avg" else 1)
     arrays = tuple(_array(source.reshape(-1)) for source in sources)
@@ -207,9 +207,9 @@ def sgd(
     constants = torch.empty(len(segments), 8, dtype=parameters.dtype, device=parameters.device)
     given = (clip, 1.0), (loss_scale, 1.0), (found_inf, 0.0)
     scalars = constants.new_tensor([default for _, default in given], dtype=torch.float32)
-    for place, (scalar, _) in enumerate(given):
+    for position, (scalar, _) in enumerate(given):
         if scalar is not None:
-            scalars[place] = scalar.view(())
+            scalars[position] = scalar.view(())
     momenta = gradients if momentum is None else momentum  # not touched where no group has momentum
     _launch(prepare_kernel, -(-len(segments) // THREADS), parameters, segments, groups, scalars, constants)
     blocks = -(-parameters.numel() // THREADS)

@@ -172,7 +172,7 @@ def unpack(flat: Any, outs: Sequence[torch.Tensor], *, scale: float = 1.0) -> No
     _check_cast("unpack", flat.dtype, targets[0].dtype, scale)
     on_one_device(flat=flat, outs=targets[0])
     check_like(flat, "flat", (sum(tensor.numel() for tensor in targets),), flat.dtype)
-    check_outs(targets, [f"outs[{place}]" for place in range(len(targets))], [flat])
+    check_outs(targets, [f"outs[{position}]" for position in range(len(targets))], [flat])
     stream = core_stream(flat.device)
     with span("unpack"):
         if stream is None:
@@ -201,8 +201,8 @@ def sum_ranks(tensors: Sequence[Any], op: str = "sum", *, out: torch.Tensor | No
         raise ValueError(f"op must be one of {', '.join(OPS)}, not {op!r}")
     if first.dtype not in REAL:
         raise TypeError(f"sum_ranks works on {', '.join(REAL.values())}, not on {first.dtype}")
-    for place, tensor in enumerate(sources):
-        check_like(tensor, f"tensors[{place}]", first.shape, first.dtype)
+    for position, tensor in enumerate(sources):
+        check_like(tensor, f"tensors[{position}]", first.shape, first.dtype)
     out = _out(out, first.shape, first.dtype, first.device, sources)
     stream = core_stream(first.device)
     with span("sum_ranks"):
@@ -223,7 +223,7 @@ def _check_cast(what: str, source: torch.dtype, target: torch.dtype, scale: floa
 
 
 def pieces_of(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int, int]]:
-    """Pointer, place of the first element among all, and count, of each tensor."""
+    """Return the pointer of each tensor, the index of its first element in the flat buffer, and its count."""
     counts = list(map(torch.Tensor.numel, tensors))
     return list(zip(map(torch.Tensor.data_ptr, tensors), accumulate(counts, initial=0), counts, strict=False))
 

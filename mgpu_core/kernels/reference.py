@@ -86,15 +86,15 @@ def _rows(numbers: list[float], length: int) -> list[list[float]]:
     return [numbers[start : start + length] for start in range(0, len(numbers), length)]
 
 
-def _places(segments: list[list[float]]) -> dict[tuple[int, int], list[slice]]:
+def _slices(segments: list[list[float]]) -> dict[tuple[int, int], list[slice]]:
     """Return where the active elements of each group and step lie, in pieces that do not touch; steps are raised."""
-    places: dict[tuple[int, int], list[slice]] = {}
+    slices: dict[tuple[int, int], list[slice]] = {}
     for begin, count, group, step, active in (map(int, row) for row in segments):
         if active and count:
-            found = places.setdefault((group, step + 1), [])
+            found = slices.setdefault((group, step + 1), [])
             start = found.pop().start if found and found[-1].stop == begin else begin
             found.append(slice(start, begin + count))
-    return places
+    return slices
 
 
 def _step(
@@ -124,13 +124,13 @@ def _step(
     wide = _wide(parameters.dtype)
     flats = [(flat, flat.to(wide)) for flat in (parameters, *states)]
     wide_gradients = gradients.to(wide)
-    for (group, step), places in _places(_rows(rows, segments.shape[1])).items():
-        lists = [[flat[place] for place in places] for _, flat in flats]
-        scaled = torch._foreach_mul([wide_gradients[place] for place in places], factor)
+    for (group, step), slices in _slices(_rows(rows, segments.shape[1])).items():
+        lists = [[flat[position] for position in slices] for _, flat in flats]
+        scaled = torch._foreach_mul([wide_gradients[position] for position in slices], factor)
         update([*settings_of[group], step], lists[0], scaled, *lists[1:])
         for (flat, _), made in zip(flats, lists, strict=True):
             if flat.dtype != wide:
-                torch._foreach_copy_([flat[place] for place in places], made)
+                torch._foreach_copy_([flat[position] for position in slices], made)
     segments[:, STEP] += (segments[:, ACTIVE] != 0).long()
 
 

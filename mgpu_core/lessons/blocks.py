@@ -46,7 +46,7 @@ def blocks_of(text: str) -> list[Block]:
     return found
 
 
-def _heading_at(text: str, place: int) -> str:
-    outside_code = _FENCE.sub(lambda match: re.sub(r"[^\n]", " ", match[0]), text[:place])
+def _heading_at(text: str, index: int) -> str:
+    outside_code = _FENCE.sub(lambda match: re.sub(r"[^\n]", " ", match[0]), text[:index])
     headings = _HEADING.findall(outside_code)
     return str(headings[-1]) if headings else ""

@@ -70,9 +70,9 @@ def folder() -> Path:
         FileNotFoundError: in neither.
     """
     here = Path(__file__).resolve().parent
-    for place in (here / "pages", here.parent.parent / "docs" / "lessons"):
-        if place.is_dir():
-            return place
+    for pages in (here / "pages", here.parent.parent / "docs" / "lessons"):
+        if pages.is_dir():
+            return pages
     raise FileNotFoundError(f"the pages of the lessons are not in {here / 'pages'}: install mgpu_core again")
 
 

@@ -107,11 +107,11 @@ def _check_fits(state: dict[str, Any], optimizer: torch.optim.Optimizer) -> None
     """What torch itself finds out no sooner than in a step."""
     check_groups(state, optimizer)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for place, values in state["state"].items():
+    for index, values in state["state"].items():
         for name, value in values.items():
-            if torch.is_tensor(value) and value.dim() and value.shape != parameters[place].shape:
+            if torch.is_tensor(value) and value.dim() and value.shape != parameters[index].shape:
                 raise ValueError(
-                    f"{name} of parameter {place} is {tuple(value.shape)}, not {tuple(parameters[place].shape)}"
+                    f"{name} of parameter {index} is {tuple(value.shape)}, not {tuple(parameters[index].shape)}"
                 )
 
 

@@ -1,6 +1,6 @@
 """Which devices a training runs on.
 
-A rank is a place in a list of devices, and several ranks may share one; so the answer is always a list of
+A rank is an index into a list of devices, and several ranks may share one; so the answer is always a list of
 `torch.device`, of which the first holds the model and the batches. Without any wish, the step and the wrapper take all
 GPUs, or where there is none as many CPU ranks as `MGPU_CORE_CPU_RANKS` says, or two, so that the code for several ranks
 is seen on every machine; the bare module takes one device.

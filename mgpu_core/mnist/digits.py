@@ -135,8 +135,8 @@ def _read_folder(folder: Path) -> dict[str, Idx]:
 
 
 def _find(folder: Path, name: str) -> Path:
-    for place in (folder / "MNIST" / "raw", folder):
-        for path in (place / name, place / f"{name}.gz"):
+    for candidate in (folder / "MNIST" / "raw", folder):
+        for path in (candidate / name, candidate / f"{name}.gz"):
             if path.is_file():
                 return path
     raise FileNotFoundError(f"{folder}: wanted {name} or {name}.gz, here or in MNIST/raw, found neither")

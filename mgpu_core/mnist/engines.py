@@ -117,7 +117,7 @@ def make_engine(
             capture=config.capture,
             # Measuring which way is faster would give another rounding in another run.
             workers="caller",
-            # The loop looks at the losses, for every engine at the same place and in the same words.
+            # The loop looks at the losses, at the same point and with the same message for every engine.
             error_if_nonfinite=False,
         )
     )

@@ -72,8 +72,8 @@ def write_plot(path: Path, config: Config, history: History) -> None:
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     losses, accuracies = figure.subplots(1, 2)
     for epoch in history.epochs:
-        places = [epoch.number - 1 + (step + 1) / len(epoch.step_losses) for step in range(len(epoch.step_losses))]
-        losses.plot(places, epoch.step_losses, color="tab:blue", alpha=0.35, linewidth=0.8)
+        xs = [epoch.number - 1 + (step + 1) / len(epoch.step_losses) for step in range(len(epoch.step_losses))]
+        losses.plot(xs, epoch.step_losses, color="tab:blue", alpha=0.35, linewidth=0.8)
     numbers = [epoch.number for epoch in history.epochs]
     # The mean of an epoch belongs to its middle; its test comes at its end.
     middles = [number - 0.5 for number in numbers]

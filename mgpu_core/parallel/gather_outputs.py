@@ -61,16 +61,16 @@ class _Gather:
         columns = zip(*rows, strict=True)
         return tree.unflatten(iter([self._join(list(leaves), tree, i, name) for i, leaves in enumerate(columns)]))
 
-    def _join(self, leaves: list[Any], tree: Tree, place: int, name: str) -> Any:
+    def _join(self, leaves: list[Any], tree: Tree, index: int, name: str) -> Any:
         tensors = sum(isinstance(leaf, torch.Tensor) for leaf in leaves)
         if tensors == len(leaves):
-            return self._join_tensors(leaves, tree, place, name)
+            return self._join_tensors(leaves, tree, index, name)
         if all(isinstance(leaf, Rows) for leaf in leaves):
             return Rows(moved(each, self._device) for leaf in leaves for each in leaf)
         other = next((rank for rank, leaf in enumerate(leaves) if rank and not _equal(leaves[0], leaf)), None)
         if other is None:
             return leaves[0]
-        path = tree.paths(name)[place]
+        path = tree.paths(name)[index]
         items = [_items_of(leaf) for leaf in leaves]
         if not tensors and items[0] is not None and all(each is not None for each in items):
             return self._join_items(leaves, items, path)
@@ -91,7 +91,7 @@ class _Gather:
                 "iterator gives; return the tensors, or nothing (use_cache=False)"
             ) from error
 
-    def _join_tensors(self, leaves: Sequence[torch.Tensor], tree: Tree, place: int, name: str) -> torch.Tensor:
+    def _join_tensors(self, leaves: Sequence[torch.Tensor], tree: Tree, index: int, name: str) -> torch.Tensor:
         if leaves[0].ndim == 0 and self._dim == 0 and all(leaf.dim() == 0 for leaf in leaves):
             warn_user(
                 "Was asked to gather along dimension 0, but all "
@@ -106,12 +106,12 @@ class _Gather:
             check_joined(leaves, dim, "tensors")
             joined = autograd.gather(leaves, self._device, dim)
         except (ValueError, TypeError, IndexError) as error:
-            error.add_note(f"while gathering {tree.paths(name)[place]} along dimension {self._dim}")
+            error.add_note(f"while gathering {tree.paths(name)[index]} along dimension {self._dim}")
             raise
         if is_tracing():
             for rank, leaf in enumerate(leaves):
                 trace_backward(rank, [leaf])
-            trace_cut("gather", tree.paths(name)[place], self._device, leaves, self._dim)
+            trace_cut("gather", tree.paths(name)[index], self._device, leaves, self._dim)
         return joined
 
 

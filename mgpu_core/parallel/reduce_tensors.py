@@ -39,9 +39,9 @@ def reduce(outputs: Sequence[Any], target_device: DeviceLike) -> Any:
         raise ValueError("reduce needs the output of at least one rank")
     tree, rows = flatten_alike(outputs, "outputs")
     for row in rows:
-        for place, leaf in enumerate(row):
+        for index, leaf in enumerate(row):
             if not isinstance(leaf, torch.Tensor):
-                raise TypeError(f"{tree.paths('outputs')[place]} is {leaf!r}, and only tensors can be added up")
+                raise TypeError(f"{tree.paths('outputs')[index]} is {leaf!r}, and only tensors can be added up")
     for column in zip(*rows, strict=True):
         check_alike(column, column[0].shape, column[0].dtype)
         check_op("sum", column[0].dtype)

@@ -61,9 +61,9 @@ def facts_of(net: Module, optimizer: Optimizer, settings: Mapping[str, Any]) -> 
         "buffers": [_described(name, each) for name, each in net.named_buffers()],
         "optimizer": [type(optimizer).__name__, *(_group(group, names) for group in optimizer.param_groups)],
         "optimizer state": [
-            f"{members[place]} {name} {digest(value) if torch.is_tensor(value) else type(value).__name__}"
-            for place, state in states.items()
-            if isinstance(place, int)  # an optimizer may keep things under names of its own
+            f"{members[index]} {name} {digest(value) if torch.is_tensor(value) else type(value).__name__}"
+            for index, state in states.items()
+            if isinstance(index, int)  # an optimizer may keep things under names of its own
             for name, value in sorted(state.items())
         ],
     }

@@ -26,7 +26,7 @@ def convert_sync_batchnorm(module: M) -> M:
             optimizer that was made before still fits.
 
     Returns:
-        The module, or the layer in its place.
+        The module, or the layer that replaces it.
 
     Raises:
         TypeError: a layer whose class has a forward of its own, or parametrizations; before anything is changed.
@@ -46,7 +46,7 @@ def _is_convertible(module: Module) -> bool:
 def _refuse_special(layer: Module) -> None:
     name = type(layer).__name__
     if is_parametrized(layer):
-        raise TypeError(f"{name} has parametrizations, which its place in the team could not follow: remove them first")
+        raise TypeError(f"{name} has parametrizations, which cannot be converted: remove them first")
     if isinstance(layer, LazyModuleMixin):
         raise ValueError(f"{name} does not know its channels yet: run a forward before it is converted")
     if type(layer).forward not in (_BatchNorm.forward, torch.nn.SyncBatchNorm.forward) or "forward" in vars(layer):

@@ -43,8 +43,8 @@ def of_all_ranks(
         on_all(rendezvous.devices, rendezvous.streams),
         torch.set_grad_enabled(any(grad_modes)),
     ):
-        places = rendezvous.devices, rendezvous.streams
-        outputs = _Joint.apply(places, eps, len(inputs), *inputs, *weights, *biases)
+        devices_and_streams = rendezvous.devices, rendezvous.streams
+        outputs = _Joint.apply(devices_and_streams, eps, len(inputs), *inputs, *weights, *biases)
     ranks = len(inputs)
     own = [output if graph else output.detach() for output, graph in zip(outputs[:ranks], grad_modes, strict=True)]
     means, variances = outputs[ranks : 2 * ranks], outputs[2 * ranks :]
@@ -55,7 +55,7 @@ class _Joint(torch.autograd.Function):
     """All ranks' inputs, weights and biases in; all ranks' outputs, and the statistics on each rank's device, out."""
 
     @staticmethod
-    def forward(ctx: Any, places: Any, eps: float, ranks: int, *tensors: Any) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, devices_and_streams: Any, eps: float, ranks: int, *tensors: Any) -> tuple[torch.Tensor, ...]:
         inputs, weights, biases = tensors[:ranks], tensors[ranks : 2 * ranks], tensors[2 * ranks :]
         rows = sum(each.numel() // each.shape[1] for each in inputs)
         means, centred, variances = _statistics(inputs, rows)
@@ -64,7 +64,13 @@ class _Joint(torch.autograd.Function):
             _affine(each * _along(scale, each), weight, bias).to(given.dtype)
             for each, scale, weight, bias, given in zip(centred, scales, weights, biases, inputs, strict=True)
         ]
-        ctx.places, ctx.eps, ctx.ranks, ctx.rows, ctx.whole_step = places, eps, ranks, rows, current_step()
+        ctx.devices_and_streams, ctx.eps, ctx.ranks, ctx.rows, ctx.whole_step = (
+            devices_and_streams,
+            eps,
+            ranks,
+            rows,
+            current_step(),
+        )
         ctx.save_for_backward(*inputs, *weights, *means, *scales)
         ctx.affine_dtypes = [None if each is None else each.dtype for each in (*weights, *biases)]
         ctx.mark_non_differentiable(*means, *variances)
@@ -74,7 +80,7 @@ class _Joint(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         ranks = ctx.ranks
         inputs, weights, means, scales = (ctx.saved_tensors[i * ranks : (i + 1) * ranks] for i in range(4))
-        with in_step(ctx.whole_step), span("sync_batchnorm"), on_all(*ctx.places):
+        with in_step(ctx.whole_step), span("sync_batchnorm"), on_all(*ctx.devices_and_streams):
             if torch.is_grad_enabled():  # it will be differentiated again: by the inputs, in their statistics too
                 means, _, variances = _statistics(inputs, ctx.rows)
                 scales = [(variance + ctx.eps).rsqrt() for variance in variances]

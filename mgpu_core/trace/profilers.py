@@ -55,8 +55,8 @@ def profile(*, experimental: Mapping[str, Any] | None = None, **options: Any) ->
         options: of ``torch.profiler.profile``.
 
     Raises:
-        TypeError: settings that torch does not know; ``experimental_config`` itself, which would take the place of
-            this function's.
+        TypeError: settings that torch does not know; ``experimental_config`` itself, which this
+            function makes.
     """
     if "experimental_config" in options:
         raise TypeError("profile() makes the experimental_config itself: give its settings as experimental={...}")

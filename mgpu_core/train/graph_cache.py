@@ -23,7 +23,7 @@ GRAPH_DEVICE = "cuda"
 
 WARM_UP = 3  # ordinary steps before a recording: kernels are chosen, memory and states allocated
 KEPT = 4  # recordings; each holds the memory of a step
-IDLE = 100  # steps that a recording is kept for without being replayed, where others wait for its place
+IDLE = 100  # steps for which an unused graph is kept while others wait for its slot
 SEEN = 64  # kinds of batches that are being counted
 
 _Work: TypeAlias = Callable[[], list[torch.Tensor]]

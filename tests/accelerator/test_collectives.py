@@ -3,7 +3,7 @@
 import pytest
 import torch
 from fakes.accelerator import TEAMS
-from fakes.tensors import places
+from fakes.tensors import devices_of
 
 from mgpu_core import _core, comm
 from mgpu_core.comm import reductions
@@ -53,7 +53,7 @@ def test_all_reduce(team, op, dtype):
         _core.reset_counters()
         comm.all_reduce(parts, op, algorithm=algorithm)
         assert lists(parts) == [wanted] * len(team)
-        assert places(parts) == team
+        assert devices_of(parts) == team
         assert _core.counters() == moved("all_reduce", [parts[0].nbytes] * len(team))
 
 
@@ -62,7 +62,7 @@ def test_reduce_scatter(team, op):
     parts = inputs(team, 2 * len(team))
     wanted = expected(parts, op)
     outs = comm.reduce_scatter(parts, op)
-    assert places(outs) == team
+    assert devices_of(outs) == team
     assert lists(outs) == [wanted[2 * rank : 2 * rank + 2] for rank in range(len(team))]
     assert _core.counters() == moved("reduce_scatter", [8] * len(team))
 
@@ -82,7 +82,7 @@ def test_nothing_at_all(team, shape):
 def test_all_gather_of_uneven_parts(team):
     parts = [torch.full((rank + 1, 2), float(rank), device=device) for rank, device in enumerate(team)]
     wholes = comm.all_gather(parts)
-    assert places(wholes) == team
+    assert devices_of(wholes) == team
     assert lists(wholes) == [[[rank] * 2 for rank in range(len(team)) for _ in range(rank + 1)]] * len(team)
     assert _core.counters() == moved("all_gather", [part.nbytes for part in parts])
 
@@ -92,7 +92,7 @@ def test_broadcast(team, dtype):
     source = (torch.arange(6, device="cpu") % 2).reshape(2, 3).to(dtype).to(team[0])
     copies = comm.broadcast(source, team)
     assert copies[0] is source
-    assert places(copies) == team
+    assert devices_of(copies) == team
     assert all(copy.view(torch.uint8).tolist() == source.view(torch.uint8).tolist() for copy in copies)
     assert len({copy.data_ptr() for copy in copies}) == len(team)
     assert _core.counters() == moved("broadcast", [None] + [source.nbytes] * (len(team) - 1))
@@ -104,7 +104,7 @@ def test_broadcast_from_elsewhere_and_into(team):
     outs = [torch.full((4,), 99.0, device=device) for device in team]
     assert comm.broadcast(source, out=outs) == tuple(outs)
     assert lists(copies) == lists(outs) == [[0, 1, 2, 3]] * len(team)
-    assert places(copies) == places(outs) == team
+    assert devices_of(copies) == devices_of(outs) == team
 
 
 def test_broadcast_coalesced(team):
@@ -112,7 +112,7 @@ def test_broadcast_coalesced(team):
     tensors = [tensor.to(team[0]) for tensor in tensors]
     for limit in (1, 16, 10**6):
         copies = comm.broadcast_coalesced(tensors, team, limit)
-        assert [places(row) for row in copies] == [[device] * 4 for device in team]
+        assert [devices_of(row) for row in copies] == [[device] * 4 for device in team]
         assert [lists(row) for row in copies] == [lists(tensors)] * len(team)
 
 
@@ -145,7 +145,7 @@ def test_reduce_add_coalesced(team):
     rows = [[part, part.int(), part.double().reshape(5, 1)] for part in inputs(team)]
     for limit in (1, 10**6):
         totals = comm.reduce_add_coalesced(rows, buffer_size=limit)
-        assert places(totals) == [team[0]] * 3
+        assert devices_of(totals) == [team[0]] * 3
         assert lists(totals) == [expected([row[i] for row in rows], "sum") for i in range(3)]
 
 
@@ -154,7 +154,7 @@ def test_reduce_add_coalesced(team):
 def test_scatter_and_gather(team, dim, source):
     whole = torch.arange(99.0, device=source).reshape(9, 11)
     parts = comm.scatter(whole, team, dim=dim)
-    assert places(parts) == team
+    assert devices_of(parts) == team
     assert lists(parts) == lists(whole.tensor_split(len(team), dim))
     assert not {part.data_ptr() for part in parts} & {whole.data_ptr()}
     assert _core.counters() == moved("scatter", [part.nbytes for part in parts])

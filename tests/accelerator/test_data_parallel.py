@@ -7,7 +7,7 @@ import pytest
 import torch
 from fakes.accelerator import TEAMS, fakes
 from fakes.nets import Cnn, Polynomial, chunks, whole
-from fakes.tensors import gradients, numbers, places
+from fakes.tensors import gradients, numbers, devices_of
 from torch import nn
 
 from mgpu_core import DataParallel, _core, data_parallel
@@ -28,7 +28,7 @@ class Spy(nn.Module):
     def forward(self, x):
         self.calls += 1
         tensors = (x, self.linear.weight, self.calls)
-        self.seen.append((x[:, 0].tolist(), places(tensors), torch.accelerator.current_device_index()))
+        self.seen.append((x[:, 0].tolist(), devices_of(tensors), torch.accelerator.current_device_index()))
         return self.linear(x)
 
 
@@ -45,7 +45,7 @@ def test_training_equals_one_device(team, rows):
             optimizer.zero_grad()
             each(x.to(team[0])).sum().backward()
         assert gradients(net) == gradients(plain)
-        assert set(places(p.grad for p in net.parameters())) == {team[0]}
+        assert set(devices_of(p.grad for p in net.parameters())) == {team[0]}
         for optimizer in optimizers:
             optimizer.step()
     assert [p.tolist() for p in net.parameters()] == [p.tolist() for p in plain.parameters()]
@@ -181,7 +181,7 @@ def test_one_device_takes_the_module_along(device):
     net = Cnn()
     wrapper = DataParallel(net, [device])
     wanted = "fake:3" if device == 3 else device
-    assert set(places([*net.parameters(), *net.buffers()])) == {wanted}
+    assert set(devices_of([*net.parameters(), *net.buffers()])) == {wanted}
     _core.reset_counters()
     assert str(wrapper(numbers(4, 1, 4, 4)).device) == wanted
     assert _core.counters() == {}
@@ -199,7 +199,7 @@ def test_checkpoints(team):
         stream.seek(0)
         back.load_state_dict(torch.load(stream, map_location=where, weights_only=True), strict=True)
         assert [t.tolist() for t in back.state_dict().values()] == [t.tolist() for t in net.state_dict().values()]
-        assert set(places(back.state_dict().values())) == {team[0]}
+        assert set(devices_of(back.state_dict().values())) == {team[0]}
 
 
 class Picky(nn.Module):

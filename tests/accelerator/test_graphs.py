@@ -67,8 +67,8 @@ def assert_same_states(captured, plain):
     """Also on all devices."""
     captured.check_replicas()
     one, other = captured.optimizer.state_dict()["state"], plain.optimizer.state_dict()["state"]
-    for place, state in other.items():
-        assert all(torch.equal(one[place][key], value) for key, value in state.items())
+    for position, state in other.items():
+        assert all(torch.equal(one[position][key], value) for key, value in state.items())
 
 
 @pytest.mark.parametrize(("devices", "name"), list(zip(TEAMS, cycle(OPTIMIZERS))))
@@ -97,8 +97,8 @@ def test_one_device_is_recorded_after_the_other():
     captured, _ = pair(devices, OPTIMIZERS["momentum"])
     for x, y in batches(WARM_UP + 3, 12):
         captured(x, 2, y)
-    places = [torch.device(each) for each in ("fake:0", "fake:1")]
-    assert captured._loop.captured.recorder.devices == places * 2  # the ranks of each, then the update of each
+    indices = [torch.device(each) for each in ("fake:0", "fake:1")]
+    assert captured._loop.captured.recorder.devices == indices * 2  # the ranks of each, then the update of each
     assert captured.graphs.replays == 2
 
 

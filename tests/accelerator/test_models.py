@@ -6,7 +6,7 @@ import pytest
 import torch
 from fakes.accelerator import TEAMS, fakes
 from fakes.nets import Cnn, Embedded, Lstm, Polynomial, chunks, whole
-from fakes.tensors import gradients, numbers, places
+from fakes.tensors import gradients, numbers, devices_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -85,7 +85,7 @@ def test_nested_outputs_scalars_and_whole_tables(team, rows):
     assert out["y"].tolist() == wanted["y"].tolist()
     assert out["rest"][0][0].tolist() == x[:, 0].tolist()
     assert out["rest"][0][1:] == ("text", None)
-    assert out["max"].indices.tolist() == wanted["max"].indices.tolist()
+    assert out["max"].devices_of.tolist() == wanted["max"].devices_of.tolist()
 
 
 @several
@@ -112,7 +112,7 @@ def test_batch_norm_has_the_statistics_of_rank_0(team):
     alone(x[: chunks(16, len(team))[0]])
     assert net.norm.running_mean.tolist() == alone.norm.running_mean.tolist()
     assert net.norm.num_batches_tracked.item() == 1
-    assert set(places(p.grad for p in net.parameters())) == {team[0]}
+    assert set(devices_of(p.grad for p in net.parameters())) == {team[0]}
     got, wanted = DataParallel(net.eval(), team)(x), net(x)
     torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
 

@@ -63,10 +63,10 @@ def assert_same_values(steps, same=torch.equal):
 def assert_same_states(steps):
     states = [step.optimizer.state_dict()["state"] for step in steps]
     assert states[0].keys() == states[1].keys()
-    for place, state in states[0].items():
-        assert state.keys() == states[1][place].keys()
+    for index, state in states[0].items():
+        assert state.keys() == states[1][index].keys()
         for name, value in state.items():
-            other = states[1][place][name]
+            other = states[1][index][name]
             assert value.shape == other.shape
             assert torch.equal(value, other), name
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from fakes.accelerator import TEAMS, fakes
 from fakes.nets import Embedded, Polynomial, chunks, whole
-from fakes.tensors import numbers, places
+from fakes.tensors import numbers, devices_of
 from torch import nn
 
 from mgpu_core import Replicate, _core, gather, parallel_apply, reduce, replicate, scatter
@@ -21,7 +21,7 @@ def test_scatter_there_and_back(team, source, rows):
     x = numbers(rows, 2, device=source).requires_grad_()
     parts = scatter(x, team)
     assert [len(part) for part in parts] == chunks(rows, len(team))
-    assert places(parts) == team[:rows]
+    assert devices_of(parts) == team[:rows]
     whole = gather([part * (rank + 1) for rank, part in enumerate(parts)], source)
     assert str(whole.device) == source
     factors = [rank + 1 for rank, part in enumerate(parts) for _ in part]
@@ -37,7 +37,7 @@ def test_scatter_of_a_nest(team):
     parts = scatter({"x": [x], "scale": scale, "table": Replicate(table), "name": "n"}, team)
     for rank, (part, device) in enumerate(zip(parts, team, strict=True)):
         assert part["name"] == "n"
-        assert places([part["x"][0], part["scale"], part["table"]]) == [device] * 3
+        assert devices_of([part["x"][0], part["scale"], part["table"]]) == [device] * 3
         assert part["x"][0].tolist() == x.tensor_split(len(team))[rank].tolist()
         assert part["table"].tolist() == table.tolist()
     sum((part["scale"] * part["table"].sum()).cpu() for part in parts).backward()
@@ -52,7 +52,7 @@ def test_scatter_of_nothing_and_by_shares(team):
     shares = list(range(1, len(team) + 1))
     parts = scatter(numbers(sum(shares), 1), team, shares=shares)
     assert [len(part) for part in parts] == shares
-    assert places(parts) == team
+    assert devices_of(parts) == team
 
 
 @every_team
@@ -62,7 +62,7 @@ def test_replicas_are_on_their_devices(team):
     for rank, (replica, device) in enumerate(zip(replicas, team, strict=True)):
         linear, norm = replica
         tensors = [linear.weight, linear.bias, norm.weight, norm.running_mean, norm.num_batches_tracked]
-        assert places(tensors) == [device] * 5
+        assert devices_of(tensors) == [device] * 5
         own = [net[0].weight, net[0].bias, net[1].weight, net[1].running_mean, net[1].num_batches_tracked]
         assert [t.tolist() for t in tensors] == [t.tolist() for t in own]
         assert {one.data_ptr() == other.data_ptr() for one, other in zip(tensors, own, strict=True)} == {rank == 0}

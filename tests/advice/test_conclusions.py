@@ -120,7 +120,7 @@ def shares(compute=0.9, exposed=0.0, overhead=0.0, waiting=0.0, launch_ratio=Non
     ],
 )
 def test_the_reason_is_what_takes_most(seen, name, words):
-    found = reason_of(seen, ranks=2, places=2, best_s=1.0)
+    found = reason_of(seen, ranks=2, device_count=2, best_s=1.0)
     assert found.name == name
     assert words in found.text
 
@@ -134,21 +134,21 @@ def test_a_recorded_step_that_is_mostly_the_update():
         span("update", ALL_RANKS, 45, 95),
         span("adamw", ALL_RANKS, 46, 94),
     ]
-    found = reason_of(shares_of(times_of(Step(0, "train_step", entries))), ranks=2, places=1, best_s=1.0)
+    found = reason_of(shares_of(times_of(Step(0, "train_step", entries))), ranks=2, device_count=1, best_s=1.0)
     assert found.name == UPDATE
     assert found.text.startswith("in 50% of the step the optimizer updates")
     assert found.text.endswith("; 2 ranks share 1 device")
 
 
 def test_a_slow_loader_is_the_reason_whatever_else_there_is():
-    found = reason_of(shares(exposed=0.5), ranks=2, places=2, best_s=1.0, loader_s=3.0)
+    found = reason_of(shares(exposed=0.5), ranks=2, device_count=2, best_s=1.0, loader_s=3.0)
     assert (found.name, "3 times as long" in found.text) == (INPUT, True)
-    assert reason_of(shares(exposed=0.5), ranks=2, places=2, best_s=1.0, loader_s=0.5).name == COMMUNICATION
+    assert reason_of(shares(exposed=0.5), ranks=2, device_count=2, best_s=1.0, loader_s=0.5).name == COMMUNICATION
 
 
 def test_ranks_that_share_a_device_are_told_so():
-    assert reason_of(shares(), ranks=4, places=1, best_s=1.0).text.endswith("; 4 ranks share 1 device")
-    assert "share" not in reason_of(shares(), ranks=2, places=2, best_s=1.0).text
+    assert reason_of(shares(), ranks=4, device_count=1, best_s=1.0).text.endswith("; 4 ranks share 1 device")
+    assert "share" not in reason_of(shares(), ranks=2, device_count=2, best_s=1.0).text
 
 
 @pytest.mark.parametrize(
@@ -183,7 +183,9 @@ def test_texts_of_recommendations():
 def test_a_slow_update_has_its_own_advice():
     medians = {ONE: 1.0, ENGINE: 0.5}
     assert "update" not in recommend(medians, reason=COMPUTE).text
-    one, many = (recommend(medians, reason=UPDATE, places=places).text.splitlines() for places in (1, 4))
+    one, many = (
+        recommend(medians, reason=UPDATE, device_count=device_count).text.splitlines() for device_count in (1, 4)
+    )
     assert one[0] == many[0] == recommend(medians).text
     fewer = "Also fewer updates: a larger batch, or TrainStep(accumulate=4), which makes one for four batches"
     assert one[1:] == [f"{fewer}."]

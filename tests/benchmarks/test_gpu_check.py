@@ -56,8 +56,8 @@ def test_all_stages_pass(machine: Machine) -> None:
         "test-nccl-warn.xml",
         f"bench.py {machine.out}/results --seconds 90",
     )
-    places = [calls.index(word) for word in order]
-    assert places == sorted(places)
+    indices = [calls.index(word) for word in order]
+    assert indices == sorted(indices)
     assert "-k captured" not in calls
     sanitized = [line for line in calls.splitlines() if line.startswith("compute-sanitizer")]
     assert len(sanitized) == 2

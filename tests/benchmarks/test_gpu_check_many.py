@@ -35,8 +35,8 @@ def test_all_checks_of_many_gpus_pass(machine: Machine) -> None:
             "--signal KILL",
         ),
     )
-    places = [calls.index(word) for word in order]
-    assert places == sorted(places)
+    indices = [calls.index(word) for word in order]
+    assert indices == sorted(indices)
 
 
 @pytest.mark.parametrize(

@@ -92,8 +92,8 @@ def test_the_first_reduction_comes_before_the_last_modules_backward(monkeypatch)
         return real(*arguments)
 
     monkeypatch.setattr(autograd.dispatch, "reduce_batch", reduce_batch)
-    for place, layer in enumerate(net):
-        layer.register_full_backward_hook(mark(f"backward {place}"))
+    for position, layer in enumerate(net):
+        layer.register_full_backward_hook(mark(f"backward {position}"))
     x = torch.randn(4, 1024, requires_grad=True)
     model = mgpu_core.DataParallel(net, ["cpu"] * 2)
     for run in (lambda work: work(), in_a_new_thread):

@@ -33,7 +33,7 @@ def test_scale_cast_pack_and_unpack(gpu, dtype, target):
 
 
 def test_many_tensors(gpu):
-    tensors = [numbers(1 + place % 300, torch.float32, gpu, place) for place in range(5000)]
+    tensors = [numbers(1 + position % 300, torch.float32, gpu, position) for position in range(5000)]
     assert torch.equal(kernels.pack(tensors), torch.cat(tensors))
 
 
@@ -91,7 +91,7 @@ def test_optimizers_are_the_hosts(gpu, name, dtype):
                 getattr(kernels, name)(parameters, gradients, *states, segments, groups, **scalars)
         results.append([tensor.cpu() for tensor in (parameters, *states, segments)])
     for one, other in zip(*results, strict=True):
-        # The device's pow may differ from the host's in its last place, and a first step's correction makes more of it.
+        # The device's pow may differ from the host's in its last digit, and a first step's correction makes more of it.
         tolerance = 1e-12 if dtype == torch.float64 else 1e-6
         torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
 

@@ -172,7 +172,7 @@ def torch_indices(value: str) -> list[int]:
         entries = torch.cuda._parse_visible_devices()
     if entries and isinstance(entries[0], str):
         return torch.cuda._transform_uuid_to_ordinals(entries, list(UUIDS))
-    beyond = [place for place, ordinal in enumerate(entries) if ordinal >= len(UUIDS)]
+    beyond = [position for position, ordinal in enumerate(entries) if ordinal >= len(UUIDS)]
     return entries[: beyond[0]] if beyond else entries
 
 
@@ -194,6 +194,6 @@ def test_ordinals_by_the_definition(ordinals):
         assert read.devices == ()
         assert read.repeated is not None
     else:
-        first_invalid = next((place for place, ordinal in enumerate(ordinals) if ordinal > 3), len(ordinals))
+        first_invalid = next((position for position, ordinal in enumerate(ordinals) if ordinal > 3), len(ordinals))
         assert indices(read) == ordinals[:first_invalid]
         assert (read.stop is None) == (first_invalid == len(ordinals))

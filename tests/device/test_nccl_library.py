@@ -79,10 +79,10 @@ def test_a_missing_or_garbage_file_is_a_clear_problem(tmp_path, text, problem):
 
 
 @pytest.fixture
-def places(monkeypatch):
+def indices(monkeypatch):
     """Sets which libraries there are, and which of them answer."""
 
-    def set_places(loaded: list[str], wheels: list[str], answers: dict[str, str]) -> None:
+    def set_indices(loaded: list[str], wheels: list[str], answers: dict[str, str]) -> None:
         monkeypatch.setattr(
             nccl_library, "_own_maps", lambda: [f"7f00-7f01 r-xp 0 fe:00 1   {path}" for path in loaded]
         )
@@ -93,7 +93,7 @@ def places(monkeypatch):
 
         monkeypatch.setattr(nccl_library, "ask_version", answer)
 
-    return set_places
+    return set_indices
 
 
 ALL = {"/a/libnccl.so.2": "2.1.0", "/b/libnccl.so.2": "2.2.0", "libnccl.so.2": "2.3.0"}
@@ -110,15 +110,15 @@ ALL = {"/a/libnccl.so.2": "2.1.0", "/b/libnccl.so.2": "2.2.0", "libnccl.so.2": "
         ([], ["/b/libnccl.so.2"], {}, ("wheel", None)),
     ],
 )
-def test_the_order_of_the_places(places, loaded, wheels, answers, expected):
-    places(loaded, wheels, answers)
+def test_the_order_of_the_indices(indices, loaded, wheels, answers, expected):
+    indices(loaded, wheels, answers)
     found = find_nccl({"MGPU_CORE_NCCL": ""})
     assert found is not None
     assert (found.source, found.version) == expected
 
 
-def test_nothing_anywhere(places):
-    places([], [], {})
+def test_nothing_anywhere(indices):
+    indices([], [], {})
     assert find_nccl({}) is None
 
 

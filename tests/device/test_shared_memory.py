@@ -30,9 +30,9 @@ def refuses(written, read):
 def test_memory_that_is_shared_is_found(views, written):
     memory = torch.zeros(60)
     tensors = [memory.as_strided((rows, columns), (down, along), start) for start, rows, down, columns, along in views]
-    places = [addresses(view) for view in views]
-    elsewhere = [places[i] for i in range(written, len(views)) if look(tensors[i]) not in map(look, tensors[:written])]
-    pairs = [*combinations(places[:written], 2), *product(places[:written], elsewhere)]
+    indices = [addresses(view) for view in views]
+    elsewhere = [indices[i] for i in range(written, len(views)) if look(tensors[i]) not in map(look, tensors[:written])]
+    pairs = [*combinations(indices[:written], 2), *product(indices[:written], elsewhere)]
     assert refuses(tensors[:written], tensors[written:]) == any(one & two for one, two in pairs)
 
 

@@ -56,11 +56,11 @@ def test_the_guides_have_code():
     assert names.count("train_step.md") >= 2
 
 
-@pytest.mark.parametrize("place", range(len(BLOCKS)))
-def test_block_of_a_guide_runs(place):
-    name, source = BLOCKS[place]
+@pytest.mark.parametrize("index", range(len(BLOCKS)))
+def test_block_of_a_guide_runs(position):
+    name, source = BLOCKS[position]
     line = GUIDES[name][: GUIDES[name].index(source)].count("\n")
-    exec(compile("\n" * line + source, str(DOCS / name), "exec"), {"__name__": f"block_{place}"})
+    exec(compile("\n" * line + source, str(DOCS / name), "exec"), {"__name__": f"block_{position}"})
 
 
 LINKS = [link for text in GUIDES.values() for link in re.findall(r"\]\(([^)#]+)\)", text)]

@@ -144,19 +144,19 @@ def test_it_plays_to_the_end_and_pauses(open_page):
 def test_things_move_and_the_scrubber_sets_where(open_page):
     page = open_page()
 
-    def places():
+    def indices():
         return [each.get_attribute("transform") for each in page.locator("#picture .tokens rect").all()]
 
     def scrub(value):
         page.evaluate(f"document.getElementById('scrub').value = {value}")
         page.locator("#scrub").dispatch_event("input")
 
-    begin = places()
+    begin = indices()
     assert len(begin) == 7  # one token a row
     scrub(0.5)
-    middle = places()
+    middle = indices()
     scrub(0.999)
-    assert all(one != other for one, other in zip(begin, places(), strict=True))
+    assert all(one != other for one, other in zip(begin, indices(), strict=True))
     assert begin != middle
     scrub(1.5)
     assert title(page) == "Forward"
@@ -234,9 +234,9 @@ def test_bars_of_the_timeline_lead_to_their_scenes(open_page):
     page = open_page()
     bars = page.locator("#timeline .hit")
     tips = [each.get_attribute("data-tip") for each in bars.all()]
-    bars.nth(next(place for place, tip in enumerate(tips) if tip.startswith("backward"))).click(force=True)
+    bars.nth(next(position for position, tip in enumerate(tips) if tip.startswith("backward"))).click(force=True)
     assert title(page) == "Backward"
-    bars.nth(next(place for place, tip in enumerate(tips) if tip.startswith("update"))).click(force=True)
+    bars.nth(next(position for position, tip in enumerate(tips) if tip.startswith("update"))).click(force=True)
     assert title(page) == "Update"
     bars.first.hover(force=True)
     assert page.inner_text("#tip") == tips[0]

@@ -33,8 +33,8 @@ def test_the_modules_broadcast_by_hand():
 def test_the_table_has_the_broadcast():
     step = dataclasses.replace(STEP, broadcast_nbytes=6)
     _, _, header, row, *_ = render(step, Plan(NODE), [predict_step(step, 2, Plan(NODE))]).splitlines()
-    place = header.split().index("broadcast") - 1  # "step ms" is one column
-    assert row.split()[place] == "7000.000"
+    position = header.split().index("broadcast") - 1  # "step ms" is one column
+    assert row.split()[position] == "7000.000"
 
 
 def test_the_legend_is_beside_the_bars():

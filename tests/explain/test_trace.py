@@ -76,8 +76,8 @@ def test_a_backward_finds_its_forward_in_any_order(order):
             model(torch.randn(10, 6))
         comm.reduce_add([torch.ones(4)] * 2)
         comm.scatter(torch.ones(4), ["cpu"] * 2)
-        for place in order:
-            losses[place].backward()
+        for index in order:
+            losses[index].backward()
     assert [step.name for step in trace.steps] == ["data_parallel"] * 4 + ["calls"]
     assert [operations(step) for step in trace.steps] == [*[OPERATIONS] * 3, OPERATIONS[:3], ["reduce", "scatter"]]
     assert [ranks_of_backward(step) for step in trace.steps] == [[0, 1]] * 3 + [[], []]

@@ -44,8 +44,8 @@ def total(output, target):
 
 def give_graphs(monkeypatch, kind):
     """Makes devices of this kind those that have graphs."""
-    for place in ("train.graph_cache", "train.cuda_graphs"):
-        monkeypatch.setattr(f"mgpu_core.{place}.GRAPH_DEVICE", kind)
+    for index in ("train.graph_cache", "train.cuda_graphs"):
+        monkeypatch.setattr(f"mgpu_core.{index}.GRAPH_DEVICE", kind)
 
 
 class Recorder:
@@ -109,7 +109,7 @@ class Seen(TorchDispatchMode):
         is_fixed = self._is_fixed(func, tensors_of([*given, *tree_leaves(found)]))
         with self._lock:
             if is_fixed:
-                self.fixed[func, *map(self._place, given)] += 1
+                self.fixed[func, *map(self._index, given)] += 1
             there = set(map(pointer, tensors_of(given)))
             for each in tensors_of(tree_leaves(found)):
                 if pointer(each) not in there:
@@ -123,7 +123,7 @@ class Seen(TorchDispatchMode):
             return False
         return bool(tensors) and not by_a_kernel()  # a profiler's marks are none
 
-    def _place(self, each):
+    def _index(self, each):
         """A number, or the memory of a tensor, unless it was made in here."""
         if not isinstance(each, torch.Tensor):
             return str(each)

@@ -89,11 +89,11 @@ class FakeNvml:
     def nvmlDeviceGetMaxMigDeviceCount(self, handle: PhysicalDevice) -> int:
         return 7
 
-    def nvmlDeviceGetMigDeviceHandleByIndex(self, handle: PhysicalDevice, place: int) -> MigInstance:
-        # The first place stays empty: an instance that was destroyed leaves a hole.
-        if place == 0 or handle.mig is None or place > len(handle.mig):
+    def nvmlDeviceGetMigDeviceHandleByIndex(self, handle: PhysicalDevice, position: int) -> MigInstance:
+        # The first slot stays empty: an instance that was destroyed leaves a hole.
+        if position == 0 or handle.mig is None or position > len(handle.mig):
             raise NVMLError("Not Found")
-        return handle.mig[place - 1]
+        return handle.mig[position - 1]
 
     def nvmlDeviceGetGpuInstanceId(self, handle: MigInstance) -> int:
         return handle.gpu_instance

@@ -37,11 +37,11 @@ def assert_same_facts(report: Report) -> None:
     said += [f"{name}={value}" for name, value in facts["environment"].items()]
     said += [facts["nccl"]["path"], facts["nccl"]["version"] or facts["nccl"]["problem"]] if facts["nccl"] else []
     for row in facts["devices"]:
-        place = "hidden" if row["torch_index"] is None else f"cuda:{row['torch_index']}"
+        index = "hidden" if row["torch_index"] is None else f"cuda:{row['torch_index']}"
         entry = (row["entry"] or "-")[:12]
         free, total = ("?" if n is None else f"{n / GIB:.1f}" for n in (row["memory_free"], row["memory_total"]))
         numbers = f"{free} of {total} GiB"
         smi = "?" if row["nvidia_smi_index"] is None else f"GPU {row['nvidia_smi_index']}"
         names = f"{smi} {row['pci_bus_id']} {row['uuid'][:12]}"
-        said.append(f"{place} {entry} {names} {numbers} {row['name']}")
+        said.append(f"{index} {entry} {names} {numbers} {row['name']}")
     assert [fact for fact in said if flat(fact) not in text] == []

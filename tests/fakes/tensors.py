@@ -2,7 +2,7 @@
 
 import torch
 
-__all__ = ["gradients", "numbers", "places"]
+__all__ = ["gradients", "numbers", "devices_of"]
 
 
 def numbers(*shape, device="fake:0"):
@@ -10,7 +10,7 @@ def numbers(*shape, device="fake:0"):
     return (torch.arange(torch.Size(shape).numel(), device=device).reshape(shape) % 11 - 4).float()
 
 
-def places(tensors):
+def devices_of(tensors):
     """The names of the tensors' devices, in order."""
     return [str(tensor.device) for tensor in tensors]
 

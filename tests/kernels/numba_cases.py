@@ -43,7 +43,7 @@ def packs():
 
 
 def many_pieces():
-    tensors = [numbers(1 + place % 3, torch.float32, place) for place in range(2 * numba_kernels.MOST_ARRAYS + 1)]
+    tensors = [numbers(1 + index % 3, torch.float32, index) for index in range(2 * numba_kernels.MOST_ARRAYS + 1)]
     assert torch.equal(numba_kernels.pack(tensors), torch.cat(tensors))
 
 

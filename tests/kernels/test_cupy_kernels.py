@@ -98,7 +98,7 @@ def without_cupy(compiled, launch):
 
 
 @pytest.fixture(params=["host", "ptx", "gpu"])
-def place(request):
+def index(request):
     """The twins and the device that they are tried on."""
     if request.param != "gpu":
         return request.getfixturevalue(f"on_{request.param}"), "cpu"
@@ -119,8 +119,8 @@ def guarded(count, dtype, device, shift=1):
 
 
 @pytest.mark.parametrize(("dtype", "target"), list(itertools.product(DTYPES, DTYPES)))
-def test_pack(place, dtype, target):
-    twins, device = place
+def test_pack(index, dtype, target):
+    twins, device = index
     for shift, scale in itertools.product((0, 1, 4), (1.0, -0.5)):
         tensors = [numbers(count, dtype, device, start, start % 3) for start, count in enumerate(COUNTS)]
         whole, out = guarded(sum(COUNTS), target, device, shift)
@@ -132,8 +132,8 @@ def test_pack(place, dtype, target):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("op", OPS)
-def test_sum_ranks(place, op, dtype):
-    twins, device = place
+def test_sum_ranks(index, op, dtype):
+    twins, device = index
     for ranks, shift, other, count in itertools.product((1, 2, 5), (0, 1), (0, 1), (0, 5, 129)):
         tensors = [numbers(count, dtype, device, 5 * rank, other if rank == 1 else shift) for rank in range(ranks)]
         whole, out = guarded(count, dtype, device, shift)
@@ -143,8 +143,8 @@ def test_sum_ranks(place, op, dtype):
 
 
 @pytest.mark.parametrize(("op", "last"), [("min", 2.0), ("max", 3.0)])
-def test_a_nan_wins(place, op, last):
-    twins, device = place
+def test_a_nan_wins(index, op, last):
+    twins, device = index
     nan = float("nan")
     made = twins.sum_ranks([torch.tensor(row, device=device) for row in ([nan, 1.0, 2.0], [1.0, nan, 3.0])], op)
     assert made.isnan().tolist() == [True, True, False]
@@ -164,8 +164,8 @@ def flat(dtype, device, shifts):
 @pytest.mark.parametrize("shifts", [(0, 0, 0), (1, 1, 1), (0, 1, 0), (0, 0, 1)], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("scaled", [False, True])
-def test_sgd(place, dtype, shifts, scaled):
-    twins, device = place
+def test_sgd(index, dtype, shifts, scaled):
+    twins, device = index
     tensors, segments, groups = flat(dtype, device, shifts)
     truths, rows = [tensor.clone() for tensor in tensors], segments.clone()
     clip, scale = torch.tensor(0.5, device=device), torch.tensor([4.0], device=device)
@@ -179,8 +179,8 @@ def test_sgd(place, dtype, shifts, scaled):
     assert segments[:, 3].tolist() == [2, 2, 2, 0, 2]
 
 
-def test_sgd_without_momentum(place):
-    twins, device = place
+def test_sgd_without_momentum(index):
+    twins, device = index
     (parameters, gradients, _), segments, _ = flat(torch.float32, device, (0, 0, 0))
     groups = sgd_groups({"lr": 0.5}, {"lr": 0.25}, device=device)
     truth = parameters.clone()
@@ -189,8 +189,8 @@ def test_sgd_without_momentum(place):
     assert torch.equal(parameters, truth)
 
 
-def test_refusals(place):
-    twins, device = place
+def test_refusals(index):
+    twins, device = index
     with pytest.raises(TypeError, match=r"float32 and float64, not on torch\.float16"):
         twins.pack([torch.ones(3, dtype=torch.float16, device=device)])
     with pytest.raises(ValueError, match="op must be one of sum, avg, prod, min, max, not 'mean'"):

@@ -25,10 +25,10 @@ def train_torch(make, dtype, steps, skipped=()):
     parameters = [torch.nn.Parameter(piece) for piece in split(random_flat(dtype, 0))]
     optimizer = make(parameters)
     for step in range(steps):
-        for place, (parameter, gradient) in enumerate(
+        for index, (parameter, gradient) in enumerate(
             zip(parameters, split(random_flat(dtype, step + 1)), strict=True)
         ):
-            parameter.grad = None if (step, place) in skipped else gradient
+            parameter.grad = None if (step, index) in skipped else gradient
         optimizer.step()
     return torch.cat([parameter.detach() for parameter in parameters])
 
@@ -36,8 +36,8 @@ def train_torch(make, dtype, steps, skipped=()):
 def train_ours(step_function, dtype, steps, skipped=(), **options):
     parameters, segments = random_flat(dtype, 0), kernels.segment_table(COUNTS)
     for step in range(steps):
-        for place in range(len(COUNTS)):
-            segments[place, 4] = (step, place) not in skipped
+        for index in range(len(COUNTS)):
+            segments[index, 4] = (step, index) not in skipped
         step_function(parameters, random_flat(dtype, step + 1), segments=segments, **options)
     return parameters, segments
 
@@ -255,12 +255,12 @@ def test_a_table_that_is_written_to_between_steps():
     parameters, segments = torch.ones(4, device="cpu"), kernels.segment_table([3, 1], device="cpu")
     groups = kernels.sgd_groups({"lr": 0.5}, device="cpu")
     flat = kernels.FlatKernel("sgd", parameters, torch.ones(4, device="cpu"), [None], segments, groups)
-    for place, wrong in (((1, 1), 10**7), ((1, 0), -1), ((0, 1), 2**62)):
-        before = segments[place].item()
-        segments[place] = wrong
+    for index, wrong in (((1, 1), 10**7), ((1, 0), -1), ((0, 1), 2**62)):
+        before = segments[index].item()
+        segments[index] = wrong
         with pytest.raises(ValueError, match="but the flat buffers have 4"):
             flat.step()
-        segments[place] = before
+        segments[index] = before
     groups.numpy()[0, 1] = 0.9
     with pytest.raises(ValueError, match="no momentum buffer"):
         flat.step()

@@ -89,14 +89,14 @@ def run_segment_by_segment(case, step, parameters, gradients, states, steps, fac
     """Make one step in the dtype of the arithmetic, each number rounded once; ``steps`` of the segments are raised."""
     settings, _, _, of_one = CASES[case]
     wide = torch.float64 if parameters.dtype == torch.float64 else torch.float32
-    for place, (begin, count, group) in enumerate(zip(BEGINS, COUNTS, GROUPS, strict=True)):
-        if (step, place) in INACTIVE:
+    for index, (begin, count, group) in enumerate(zip(BEGINS, COUNTS, GROUPS, strict=True)):
+        if (step, index) in INACTIVE:
             continue
-        steps[place] += 1
+        steps[index] += 1
         chosen = dict(settings[group])
         sign = -1.0 if chosen.pop("maximize", 0) else 1.0
         p, g, *kept = (flat[begin : begin + count].to(wide) for flat in (parameters, gradients, *states))
-        parameters[begin : begin + count] = of_one(p, g * (sign * factor), kept, steps[place], **chosen)
+        parameters[begin : begin + count] = of_one(p, g * (sign * factor), kept, steps[index], **chosen)
         for state, made in zip(states, kept, strict=True):
             state[begin : begin + count] = made
 
@@ -111,8 +111,8 @@ def test_it_is_the_arithmetic_of_each_segment(case, dtype):
     steps = [0] * len(COUNTS)
     scalars = torch.tensor(0.7, dtype=torch.float64), torch.tensor(4.0), torch.tensor(0.0)
     for step in range(4):
-        for place in range(len(COUNTS)):
-            segments[place, ACTIVE] = (step, place) not in INACTIVE
+        for index in range(len(COUNTS)):
+            segments[index, ACTIVE] = (step, index) not in INACTIVE
         gradients = random_flat(dtype, step + 1)
         given = gradients.clone()
         run_reference(case, ours[0], given, ours[1:], segments, groups, scalars)
@@ -145,8 +145,8 @@ def test_what_is_inactive_or_between_segments_keeps_its_bits(case, dtype):
     segments[2, ACTIVE] = 0
     flats = [torch.full((LENGTH,), float("nan"), dtype=dtype) for _ in range(state_count + 1)]
     taking_part = torch.zeros(LENGTH, dtype=torch.bool)
-    for place, (begin, count) in enumerate(zip(BEGINS, COUNTS, strict=True)):
-        taking_part[begin : begin + count] = place != 2
+    for index, (begin, count) in enumerate(zip(BEGINS, COUNTS, strict=True)):
+        taking_part[begin : begin + count] = index != 2
     for flat in flats:
         flat[taking_part] = 0.0
     run_reference(case, flats[0], torch.ones(LENGTH, dtype=dtype), flats[1:], segments, make_groups(*settings))
@@ -193,7 +193,7 @@ def test_neither_operations_nor_reads_grow_with_the_number_of_segments(case, dty
     groups, found = make_groups(*settings), []
     scalars = torch.tensor(0.5, dtype=torch.float64), torch.tensor(2.0), torch.tensor(0.0)
     for count in (2, 50):
-        begins, of_groups = [4 * place for place in range(count)], [place % 2 for place in range(count)]
+        begins, of_groups = [4 * index for index in range(count)], [index % 2 for index in range(count)]
         segments = kernels.segment_table([3] * count, groups=of_groups, begins=begins)
         flats = [torch.zeros(LENGTH, dtype=dtype) for _ in range(state_count + 2)]
         with Operations() as operations:
@@ -216,7 +216,7 @@ def test_momentum_needs_a_buffer():
 @every_dtype
 @pytest.mark.parametrize("case", ["sgd", "sgd without momentum", "lion"])
 def test_kernels_have_its_bits(case, dtype):
-    """Adam's may differ in the last place of its bias correction, and torch's root on a CPU in the last bit."""
+    """Adam's may differ in the last digit of its bias correction, and torch's root on a CPU in the last bit."""
     settings, make_groups, state_count, _ = CASES[case]
     groups, results = make_groups(*settings), []
     for is_kernel in (False, True):

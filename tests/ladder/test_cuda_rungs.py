@@ -20,7 +20,7 @@ LONGEST = 9001
 
 @pytest.fixture
 def hosted(on_host, monkeypatch):
-    """The launchers of the host's libraries in the place of nvcc's."""
+    """Use the launchers of the host's libraries instead of nvcc's."""
     monkeypatch.setattr(cuda_rungs, "library", lambda kernel, _: on_host.library(kernel))
     return cuda_rungs.prepare
 

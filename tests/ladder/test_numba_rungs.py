@@ -72,9 +72,9 @@ def test_parts_are_all_of_an_array_in_order(count, shift):
 
     arrays = [torch.arange(count + 2, dtype=dtype)[shift:][:count] for dtype in (torch.float32, torch.uint8)]
     cut = parts(*arrays)
-    for place, array in enumerate(arrays):
-        assert all(arrays[place].data_ptr() % arrays[place].itemsize == 0 for _, arrays in cut)
-        seen = [arrays[place].view(array.dtype) for _, arrays in cut]
+    for position, array in enumerate(arrays):
+        assert all(arrays[position].data_ptr() % arrays[position].itemsize == 0 for _, arrays in cut)
+        seen = [arrays[position].view(array.dtype) for _, arrays in cut]
         assert torch.equal(torch.cat([array[:0], *seen]), array)
     pairs = sum(arrays[0].numel() for paired, arrays in cut if paired)
     assert pairs == (count - min(shift, count)) // 2

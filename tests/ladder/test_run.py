@@ -22,7 +22,7 @@ def no_gpu(monkeypatch):
 
 @pytest.fixture
 def stand_in(monkeypatch):
-    """The CPU in the place of a GPU; every rung is the shipped kernel."""
+    """Use the CPU instead of a GPU; every rung is the shipped kernel."""
     monkeypatch.setattr("benchmarks.timing.QUIET_SECONDS", 0.0)
     monkeypatch.setattr("benchmarks.timing._cache_nbytes", lambda: 1024)
     monkeypatch.setattr(measure, "IMAGES", 3)
@@ -240,7 +240,7 @@ def test_the_readme_holds_todays_figures():
     assert page.filled(text, page.readme(run.RESULTS)) == text, "run `python benchmarks/ladder/run.py readme`"
 
 
-def test_every_rung_has_its_words_and_its_place_in_the_readme():
+def test_every_rung_has_its_words_and_its_index_in_the_readme():
     assert {kernel: tuple(rungs) for kernel, rungs in CHANGED.items()} == dict.fromkeys(KERNELS, RUNGS)
     text = page.README.read_text()
     for kernel in KERNELS:

@@ -198,7 +198,7 @@ def test_run_without_matplotlib_says_the_cure(mgpu, monkeypatch):
 
 @pytest.fixture
 def page(monkeypatch):
-    """Puts a lesson of this text in the place of all others."""
+    """Replace all lessons by one of this text."""
 
     def write(text):
         Path("01_tiny.md").write_text(text)

@@ -52,7 +52,7 @@ def test_with_two_gpus() -> None:
         pytest.param((2,), None, False, "device-ids: wanted some of cpu, cuda:0, cuda:1, got '2'", id="number"),
         pytest.param(("cuda:2",), None, False, "got 'cuda:2'", id="index"),
         pytest.param(("cpu:1",), None, False, "got 'cpu:1'", id="second cpu"),
-        pytest.param(("meta",), None, False, "got 'meta'", id="no place to compute"),
+        pytest.param(("meta",), None, False, "got 'meta'", id="no device to compute on"),
         pytest.param(("gpu",), None, False, "got 'gpu'", id="no device"),
         pytest.param(("",), None, False, "got ''", id="nothing"),
         pytest.param((), None, False, "wanted at least one device", id="empty"),

@@ -19,7 +19,7 @@ Build = Callable[..., bytes]
 
 @given(dims=st.lists(st.integers(1, 5), min_size=1, max_size=4), first=st.integers(0, 255))
 def test_reads_what_was_written(idx: Build, dims: list[int], first: int) -> None:
-    values = bytes((first + place) % 256 for place in range(math.prod(dims)))
+    values = bytes((first + index) % 256 for index in range(math.prod(dims)))
     came = read_idx(io.BytesIO(idx(values, *dims)), "file", len(dims))
     assert came.shape == tuple(dims)
     assert came.tensor().dtype == torch.uint8
@@ -68,10 +68,10 @@ def test_a_header_that_claims_everything_costs_nothing(idx: Build) -> None:
         read_idx(io.BytesIO(idx(b"123", huge, huge, huge)), "name", 3)
 
 
-@given(place=st.integers(0, 15), value=st.integers(0, 255))
-def test_a_damaged_header_is_refused_or_harmless(idx: Build, place: int, value: int) -> None:
+@given(index=st.integers(0, 15), value=st.integers(0, 255))
+def test_a_damaged_header_is_refused_or_harmless(idx: Build, index: int, value: int) -> None:
     damaged = bytearray(idx(bytes(range(12)), 3, 2, 2))
-    damaged[place] = value
+    damaged[index] = value
     with contextlib.suppress(ValueError):
         came = read_idx(io.BytesIO(bytes(damaged)), "name", 3)
         assert math.prod(came.shape) == len(came.values) == 12

@@ -154,7 +154,7 @@ def test_what_has_an_entry_for_every_number_is_not_gone_through():
     """It would never end."""
 
     class Endless:
-        def __getitem__(self, place):
+        def __getitem__(self, index):
             return torch.ones(1)
 
     with pytest.raises(TypeError, match="cannot be gathered"):

@@ -217,7 +217,7 @@ class Process:
         for (name, mine), theirs in zip(self.net.named_parameters(), self.model.net.parameters(), strict=True):
             assert same(mine, theirs), name
         mine, theirs = state_of(self.net, self.optimizer), state_of(self.model.net, self.model.optimizer)
-        assert all(same(mine[place], value) for place, value in theirs.items())
+        assert all(same(mine[index], value) for index, value in theirs.items())
         assert float(self.net.calls) == self.calls
 
 

@@ -544,7 +544,7 @@ def thaw(process, is_known):
 
 @pytest.mark.parametrize("is_known", [True, False])
 def test_what_was_frozen_at_the_start(is_known):
-    """Processes lay out once: what their optimizers have, has its place, and what they get later has none."""
+    """Processes lay buffers out once, for the parameters that their optimizers have then, and for no later one."""
     one, other = run(thaw, is_known)
     assert [one[0], one[1], one[3]] == [other[0], other[1], other[3]]
     assert all(map(torch.equal, one[2], other[2]))

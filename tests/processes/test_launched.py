@@ -120,8 +120,8 @@ def remove(names):
 
 def on_machine(names, node, *arguments):
     command = ["ip", "netns", "exec", names[node], sys.executable, "-P", EXAMPLE, *arguments]
-    place = {"WORLD_SIZE": "2", "RANK": node, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": 29507}
-    variables = {name: str(value) for name, value in place.items()}
+    index = {"WORLD_SIZE": "2", "RANK": node, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": 29507}
+    variables = {name: str(value) for name, value in index.items()}
     variables |= {"MASTER_ADDR": ADDRESSES[0], "GLOO_SOCKET_IFNAME": names[node]}
     return subprocess.Popen(
         [*map(str, command)], env=environment(**variables), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

@@ -39,13 +39,13 @@ class Ended:
 def run(script, *args, processes=2, may_end=False):
     """What `script(process, *args)` returns in each process; raises what one of them raises.
 
-    With `may_end` a process may die; its place in the list then holds `Ended`.
+    With `may_end` a process may die; its entry in the list is then `Ended`.
     """
-    place = inspect.getfile(script), script.__name__  # whatever name pytest has imported it by
+    index = inspect.getfile(script), script.__name__  # whatever name pytest has imported it by
     with tempfile.TemporaryDirectory() as folder:
         ends = [_context.Pipe(duplex=False) for _ in range(processes)]
         started = [
-            _context.Process(target=_process, args=(sends, place, process, processes, folder, args), daemon=True)
+            _context.Process(target=_process, args=(sends, index, process, processes, folder, args), daemon=True)
             for process, (_, sends) in enumerate(ends)
         ]
         try:
@@ -80,7 +80,7 @@ def _script_at(path, name):
     return getattr(module, name)
 
 
-def _process(sends, place, process, processes, folder, args):
+def _process(sends, index, process, processes, folder, args):
     faulthandler.enable()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     faulthandler.dump_traceback_later(SECONDS - 5, file=sys.__stderr__)
@@ -91,7 +91,7 @@ def _process(sends, place, process, processes, folder, args):
         distributed.init_process_group(
             "gloo", store=store, rank=process, world_size=processes, timeout=timedelta(seconds=GROUP_SECONDS)
         )
-        answer = "returned", _script_at(*place)(process, *args)
+        answer = "returned", _script_at(*index)(process, *args)
     except BaseException:
         answer = "raised", traceback.format_exc()
     sends.send_bytes(pickle.dumps(answer))  # tensors whole: torch's own way is to share memory, which ends with us

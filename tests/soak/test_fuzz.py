@@ -251,8 +251,8 @@ def counts_of(case, parts, rows):
     """Rows of each part, read from its first tensor with rows (the others are compared with it, bit by bit)."""
     if rows is None:
         return [0] * len(parts)
-    place = next(i for i, (_, leaf) in enumerate(case.leaves()) if has_rows(leaf, case))
-    return [leaves_like(case.plan, part)[place].size(case.dim) for part in parts]
+    index = next(i for i, (_, leaf) in enumerate(case.leaves()) if has_rows(leaf, case))
+    return [leaves_like(case.plan, part)[index].size(case.dim) for part in parts]
 
 
 def leaves_like(node, part):

@@ -1,6 +1,6 @@
-"""Random outputs of several ranks, alike but for one place: gather joins them, or names the place.
+"""Random outputs of several ranks, equal but for one leaf: gather joins them, or names the leaf.
 
-As in test_fuzz.py, the oracle says beforehand what must happen: the outputs are built from a plan, and so is the place.
+As in test_fuzz.py, the oracle says beforehand what must happen: the outputs are built from a plan, and so is the leaf.
 """
 
 from collections import Counter
@@ -35,12 +35,12 @@ def plan_of_part(node, dim, begin, count):
     return Node(node.kind, children=children)
 
 
-def places(node, path):
+def indices(node, path):
     """(path, node) of everything in the plan, containers too."""
     yield path, node
     for name, child in node.children:
         step = f".{name}" if node.kind in ("namedtuple", "dataclass", "frozen") else f"[{name!r}]"
-        yield from places(child, path + step)
+        yield from indices(child, path + step)
 
 
 def become(node, other):
@@ -102,25 +102,25 @@ class Case:
             plan_of_part(whole, self.dim, begin, count) for begin, count in zip(begins, self.counts, strict=False)
         ]
         self.whole = plan_of_part(whole, self.dim, 0, sum(self.counts))
-        self.place, self.refusal = None, None
+        self.index, self.refusal = None, None
         if picker.below(2):
             self._change_one(picker)
 
     def _change_one(self, picker):
         rank = picker.below(len(self.parts))
-        self.place, node = picker.one_of(list(places(self.parts[rank], "outputs")))
+        self.index, node = picker.one_of(list(indices(self.parts[rank], "outputs")))
         change = {"thing": change_thing, "tensor": change_tensor}.get(node.kind, change_container)
         self.refusal = change(picker, node, self.dim)
 
     def __repr__(self):
-        return f"dim={self.dim} changed={self.place} outputs={[part.build() for part in self.parts]!r}"
+        return f"dim={self.dim} changed={self.index} outputs={[part.build() for part in self.parts]!r}"
 
     def wanted(self):
         """The refusal that must come: of the structure first, then of the leaves in their order."""
         if self.refusal and self.refusal[1] not in ("while gathering", "cannot be gathered"):
-            return self.refusal[0], [self.place, self.refusal[1]]
+            return self.refusal[0], [self.index, self.refusal[1]]
         for path, leaf in self.whole.leaves("outputs"):
-            if path == self.place:
+            if path == self.index:
                 return self.refusal[0], [path, self.refusal[1]]
             if leaf.kind == "tensor" and not has_dimension(leaf.value, self.dim) and self.dim != 0:
                 return IndexError, [f"while gathering {path} along dimension {self.dim}"]
@@ -153,7 +153,7 @@ def gathered(case):
     return "joined"
 
 
-def test_3000_random_outputs_are_joined_or_the_place_that_differs_is_named():
+def test_3000_random_outputs_are_joined_or_the_index_that_differs_is_named():
     happened = Counter()
 
     @settings(max_examples=3_000, **FUZZ)

@@ -38,9 +38,9 @@ class Adversaries:
 
     def __init__(self, devices, freezes, **settings):
         torch.manual_seed(0)
-        self.place, self.freezes = torch.device(devices[0]), freezes
-        self.maker = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double().to(self.place)
-        self.judge = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1)).double().to(self.place)
+        self.index, self.freezes = torch.device(devices[0]), freezes
+        self.maker = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double().to(self.index)
+        self.judge = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1)).double().to(self.index)
         self.alone = copy.deepcopy(Chain(self.maker, self.judge))
         self.by_alone = Adam(self.alone.maker.parameters(), lr=0.01), SGD(self.alone.judge.parameters(), lr=0.1)
         by_maker, by_judge = Adam(self.maker.parameters(), lr=0.01), SGD(self.judge.parameters(), lr=0.1)
@@ -50,7 +50,7 @@ class Adversaries:
     def round(self, seed):
         """One step of each, in both worlds: whether the losses and all values are equal."""
         x = torch.randn(8, 3, generator=torch.Generator().manual_seed(seed), dtype=torch.float64, device="cpu")
-        x, real, wanted = (each.to(self.place) for each in (x, REAL, WANTED))
+        x, real, wanted = (each.to(self.index) for each in (x, REAL, WANTED))
         with torch.no_grad():
             made, made_alone = torch.cat([real, self.maker(x)]), torch.cat([real, self.alone.maker(x)])
         by_maker, by_judge = self.by_alone

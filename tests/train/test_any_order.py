@@ -345,7 +345,7 @@ class StepMachine(RuleBasedStateMachine):
         if self.step is None:
             return
         mine, theirs = state_of(self.net, self.optimizer), state_of(self.model.net, self.model.optimizer)
-        assert all(same(mine[place], value) for place, value in theirs.items())
+        assert all(same(mine[index], value) for index, value in theirs.items())
 
     def teardown(self):
         if self.step is not None:

@@ -98,9 +98,9 @@ def assert_same(one, other):
     for name, value in one[0].items():
         assert torch.equal(value, other[0][name]), name
     assert one[1]["state"].keys() == other[1]["state"].keys()
-    for place, state in one[1]["state"].items():
+    for index, state in one[1]["state"].items():
         for name, value in state.items():
-            assert torch.equal(torch.as_tensor(value), torch.as_tensor(other[1]["state"][place][name])), name
+            assert torch.equal(torch.as_tensor(value), torch.as_tensor(other[1]["state"][index][name])), name
 
 
 def data():

@@ -77,8 +77,8 @@ def test_replays_are_steps(name, ranks, apart, monkeypatch):
     assert captured.graphs.replays >= 40
     assert captured._loop.captured.recorder.records <= 4 * (1 + apart)
     one, other = captured.optimizer.state_dict()["state"], plain.optimizer.state_dict()["state"]
-    for place, state in other.items():
-        assert all(equal(one[place][key], value) for key, value in state.items())
+    for index, state in other.items():
+        assert all(equal(one[index][key], value) for key, value in state.items())
 
 
 def test_the_first_of_a_kind_are_ordinary():
@@ -226,7 +226,7 @@ def test_weights_are_those_of_each_batch(ranks, apart, monkeypatch):
     assert captured.graphs.replays == 8
 
 
-def test_a_buffer_in_another_place_is_recorded_anew():
+def test_a_buffer_in_another_index_is_recorded_anew():
     """By a rebuild: a step that is captured has a static module."""
     net = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2)).double()
     captured, plain = pair(OPTIMIZERS["momentum"], net=net)
@@ -244,7 +244,7 @@ def test_a_buffer_in_another_place_is_recorded_anew():
 
 
 class Counts(Linear):
-    """Puts a new tensor in a buffer's place, in every so many-th forward."""
+    """Replace a buffer by a new tensor in every n-th forward."""
 
     def __init__(self, every):
         super().__init__()
@@ -276,7 +276,7 @@ def test_a_forward_that_replaces_a_buffer_is_not_captured(every):
     )
 
 
-def test_another_ranks_buffer_in_another_place_is_recorded_anew():
+def test_another_ranks_buffer_in_another_index_is_recorded_anew():
     """A mask that is kept by its number of rows: a batch that is cut otherwise gives one rank a new one."""
 
     class Masked(Linear):

@@ -36,8 +36,8 @@ class Scaled(nn.Module):
         self.register_buffer("scale", torch.tensor(2.0))
         self.double()
         with torch.no_grad():
-            for place, each in enumerate(self.parameters()):
-                each.copy_((torch.arange(each.numel()).reshape(each.shape) % 5 - 2) / (4 + place))
+            for index, each in enumerate(self.parameters()):
+                each.copy_((torch.arange(each.numel()).reshape(each.shape) % 5 - 2) / (4 + index))
 
     def forward(self, x):
         return self.scale * self.last(torch.tanh(self.first(x)))
@@ -140,7 +140,7 @@ def test_a_file_without_a_choice_measures_anew(name):
 
 
 def shape_of(value):
-    """The value with types, dtypes and shapes in the place of numbers."""
+    """Return the value with types, dtypes and shapes instead of numbers."""
     if isinstance(value, dict):
         return {key: shape_of(each) for key, each in value.items()}
     if isinstance(value, list | tuple):

@@ -57,13 +57,13 @@ def test_shards_are_equal_aligned_and_hold_every_element_once(tensors, limit, sh
         assert bucket.count % shards == 0
         assert bucket.count // shards * size % ALIGN_NBYTES == 0
         begins = {each.parameter: each.begin for each in bucket.segments}
-        for place in range(shards):
-            shard = shard_of(bucket, place, shards)
+        for index in range(shards):
+            shard = shard_of(bucket, index, shards)
             assert shard.count == bucket.count // shards
             end = 0
             for each in shard.segments:
                 assert each.begin >= end
-                assert not each.count or begins[each.parameter] + each.offset == place * shard.count + each.begin
+                assert not each.count or begins[each.parameter] + each.offset == index * shard.count + each.begin
                 held[each.parameter] += range(each.offset, each.offset + each.count)
                 end = each.begin + each.count
             assert end <= shard.count
@@ -73,10 +73,10 @@ def test_shards_are_equal_aligned_and_hold_every_element_once(tensors, limit, sh
 def test_padding_is_what_lies_between_the_segments():
     buckets = bucket_layout([3, 130, 1], [4] * 3, [0] * 3, [2, 0, 1], 1 << 20, shards=2)
     (bucket,) = buckets
-    taken = {place for each in bucket.segments for place in range(each.begin, each.begin + each.count)}
+    taken = {index for each in bucket.segments for index in range(each.begin, each.begin + each.count)}
     assert padding_of(bucket, torch.device("cpu")).tolist() == sorted(set(range(bucket.count)) - taken)
-    for place in range(2):
-        shard = shard_of(bucket, place, 2)
+    for index in range(2):
+        shard = shard_of(bucket, index, 2)
         taken = {at for each in shard.segments for at in range(each.begin, each.begin + each.count)}
         assert padding_of(shard, torch.device("cpu")).tolist() == sorted(set(range(shard.count)) - taken)
     assert padding_of(Bucket(4, ()), torch.device("cpu")).tolist() == [0, 1, 2, 3]

@@ -22,7 +22,7 @@ def two_layers():
 
 
 class HooksItself(nn.Module):
-    """Puts a hook on its weight in each forward, in the place of the last one."""
+    """Puts a hook on its weight in each forward, instead of the last one."""
 
     def __init__(self):
         super().__init__()

@@ -50,9 +50,9 @@ def calls(monkeypatch):
 
 def test_recordings_of_a_device_share_a_pool(calls):
     recorder = CudaRecorder()
-    for place in range(2):
-        _, results = recorder.record(GPU, lambda place=place: [place])
-        assert results == [place]
+    for index in range(2):
+        _, results = recorder.record(GPU, lambda index=index: [index])
+        assert results == [index]
     assert calls == ["begin a", "end a"] * 2
 
 

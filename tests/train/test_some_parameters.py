@@ -17,7 +17,7 @@ def adamw(parameters):
     return AdamW(parameters, lr=0.01)
 
 
-def places(step):
+def indices(step):
     """The names of the parameters in its buckets; one rank alone has none."""
     loop = step._loop
     if loop.reducer is None:  # torch's optimizer takes the gradients where they are
@@ -52,7 +52,7 @@ def test_what_is_frozen_takes_no_room(ranks, is_known):
         pair.both(x, y)
     assert pair.far() < 1e-12
     assert pair.same_gradients()
-    assert places(pair.step) == {"1.weight", "1.bias"}
+    assert indices(pair.step) == {"1.weight", "1.bias"}
     assert net[0].weight.data_ptr() == memory
     twins = pair.step._loop.replicas.parameters
     assert all(row[0].data_ptr() == memory for row in twins)
@@ -60,7 +60,7 @@ def test_what_is_frozen_takes_no_room(ranks, is_known):
 
 @pytest.mark.parametrize("ranks", RANKS)
 def test_what_is_frozen_when_others_are_thawed(ranks):
-    """The new layout has no place for it, and it gets memory of its own."""
+    """The new layout does not hold it, and it gets memory of its own."""
     torch.manual_seed(0)
     net = Branches().double()
     net.second.requires_grad_(False)
@@ -72,7 +72,7 @@ def test_what_is_frozen_when_others_are_thawed(ranks):
                 each.second.requires_grad_(True)
         pair.both(x, 2, y)
         assert pair.far() < 1e-12
-    assert places(pair.step) >= {"first.weight", "second.weight"}
+    assert indices(pair.step) >= {"first.weight", "second.weight"}
 
 
 def call(pair, x, y):
@@ -100,7 +100,7 @@ def test_what_is_thawed_is_laid_out_then(ranks, is_known, accumulate):
         if i % accumulate == accumulate - 1:
             pair.reference.step()
             pair.reference.zero_grad()
-            assert ("second.weight" in places(pair.step)) == (i >= 5)
+            assert ("second.weight" in indices(pair.step)) == (i >= 5)
     assert pair.far() < 1e-12
 
 
@@ -184,7 +184,7 @@ def test_the_state_of_what_is_frozen_stays():
         pair.step.rebuild()
         for x, y in batches(3, 8, seed=phase):
             pair.both(x, 2, y)
-        assert ("first.weight" in places(pair.step)) == (phase != 1)
+        assert ("first.weight" in indices(pair.step)) == (phase != 1)
         one, other = (each.state_dict()["state"] for each in (pair.optimizer, pair.reference))
         assert one.keys() == other.keys()
         assert all(torch.allclose(one[i][kind], each) for i in one for kind, each in other[i].items())

@@ -513,10 +513,10 @@ def test_the_optimizers_own_state_works_as_ever():
     mine, theirs = pair.optimizer.state_dict(), pair.reference.state_dict()
     assert mine["param_groups"] == theirs["param_groups"]
     assert mine["state"].keys() == theirs["state"].keys()
-    for place, state in theirs["state"].items():
+    for index, state in theirs["state"].items():
         for name, value in state.items():
-            assert torch.allclose(mine["state"][place][name], value)
-            assert mine["state"][place][name].dtype == value.dtype
+            assert torch.allclose(mine["state"][index][name], value)
+            assert mine["state"][index][name].dtype == value.dtype
     # Into a torch optimizer, and back into ours.
     pair.reference.load_state_dict(copy.deepcopy(mine))
     pair.optimizer.load_state_dict(copy.deepcopy(theirs))

@@ -71,15 +71,15 @@ def each_kernel(paired: bool) -> Any:
 
 @cuda.jit(device=True)
 def owner_of(first_tile: Any, tile: Any) -> Any:
-    """The last place whose first tile is not behind `tile`: whose tile it is."""
-    low_place, high_place = 0, len(first_tile) - 1
-    while low_place < high_place:
-        middle = (low_place + high_place + 1) // 2
+    """Return the index of the piece that holds `tile`: the last whose first tile is not after it."""
+    low_index, high_index = 0, len(first_tile) - 1
+    while low_index < high_index:
+        middle = (low_index + high_index + 1) // 2
         if first_tile[middle] <= tile:
-            low_place = middle
+            low_index = middle
         else:
-            high_place = middle - 1
-    return low_place
+            high_index = middle - 1
+    return low_index
 
 
 # 4. Fused: one pass, and a launch per MOST_ARRAYS tensors. The scratch buffer is gone, and with it half of the bytes. A
@@ -91,9 +91,9 @@ def fused_kernel(paired: bool) -> Any:
 
     @cuda.jit
     def kernel(sources: Any, targets: Any, first_tile: Any, scale: Any) -> None:
-        place = owner_of(first_tile, cuda.blockIdx.x)
-        source, target, step = sources[place], targets[place], cuda.blockDim.x
-        i = (cuda.blockIdx.x - first_tile[place]) * step * IN_FLIGHT + cuda.threadIdx.x
+        index = owner_of(first_tile, cuda.blockIdx.x)
+        source, target, step = sources[index], targets[index], cuda.blockDim.x
+        i = (cuda.blockIdx.x - first_tile[index]) * step * IN_FLIGHT + cuda.threadIdx.x
         if i + 3 * step < source.size:
             a, b, c, d = source[i], source[i + step], source[i + 2 * step], source[i + 3 * step]
             target[i] = scaled(a, scale)
@@ -114,8 +114,8 @@ def launches(problem: PackProblem, rung: str) -> list[Launch]:
         targets = flat.split(problem.counts)
         cut = [part for pair in zip(problem.tensors, targets, strict=True) for part in parts(*pair)]
         return [_fused(paired, group, scale) for paired, group in in_groups(cut, MOST_ARRAYS)]
-    places = problem.scratch.split(problem.counts)
-    made = [launch for pair in zip(problem.tensors, places, strict=True) for launch in copies(*pair, rung)]
+    indices = problem.scratch.split(problem.counts)
+    made = [launch for pair in zip(problem.tensors, indices, strict=True) for launch in copies(*pair, rung)]
     return made + _each(problem.scratch, flat, scale, rung)
 
 

@@ -25,7 +25,7 @@ def differentiable_copies(tensor: torch.Tensor, ranks: int) -> tuple[torch.Tenso
 
 @torch.no_grad()
 def refresh(replicas: Sequence[torch.nn.Module], net: torch.nn.Module) -> None:
-    """Parameters and buffers, by their places."""
+    """Parameters and buffers, by their names."""
     values = [*net.parameters(), *net.buffers()]
     for replica in replicas:
         for mine, value in zip([*replica.parameters(), *replica.buffers()], values, strict=True):

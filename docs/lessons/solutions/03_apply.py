@@ -10,7 +10,7 @@ import torch
 
 
 def apply_all(functions: Sequence[Callable[[Any], Any]], inputs: Sequence[Any]) -> list[Any]:
-    """A place per rank for its result, join all, then look for failures in rank order."""
+    """A slot per rank for its result, join all, then look for failures in rank order."""
     results: list[Any] = [None] * len(functions)
     failures: dict[int, BaseException] = {}
 

@@ -14,7 +14,7 @@ def visible(mask: str | None, count: int) -> list[int]:
         if int(entry) in written:
             return []
         written.append(int(entry))
-    wrong = next((place for place, card in enumerate(written) if card >= count), len(written))
+    wrong = next((index for index, card in enumerate(written) if card >= count), len(written))
     return written[:wrong]
 
 
@@ -24,7 +24,7 @@ def mask_for(cards: Sequence[int]) -> str:
 
 
 def ranks_on(device_ids: Sequence[str]) -> dict[str, list[int]]:
-    """A rank is a place in the list."""
+    """A rank is an index into the list."""
     found: dict[str, list[int]] = {}
     for rank, device in enumerate(device_ids):
         found.setdefault(device, []).append(rank)

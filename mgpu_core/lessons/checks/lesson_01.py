@@ -49,11 +49,11 @@ def _check_cut(answer: Callable[[torch.Tensor, int, int], Any], rows: int, ranks
         part.fill_(-1)
         if not torch.equal(tensor, before):
             raise WrongAnswer(f"{call}: a write into the part of rank {rank} changes the tensor: it is a view of it")
-    places = [part.untyped_storage()._cdata for part in parts]
-    if len(set(places)) < len(places):
+    addresses = [part.untyped_storage()._cdata for part in parts]
+    if len(set(addresses)) < len(addresses):
         raise WrongAnswer(
-            f"{call}: each of the {len(places)} parts should have memory of its own, and they are views of "
-            f"{len(set(places))}: whoever keeps one part keeps the memory of others"
+            f"{call}: each of the {len(addresses)} parts should have memory of its own, and they are views of "
+            f"{len(set(addresses))}: whoever keeps one part keeps the memory of others"
         )
 
 

@@ -51,8 +51,8 @@ def exercise_2(answer: Callable[[torch.Tensor, int], Any]) -> None:
 
 
 def _check_memory(call: str, tensor: torch.Tensor, copies: Sequence[torch.Tensor]) -> None:
-    places = [each.untyped_storage()._cdata for each in (tensor, *copies)]
-    if len(set(places)) <= len(copies):
+    addresses = [each.untyped_storage()._cdata for each in (tensor, *copies)]
+    if len(set(addresses)) <= len(copies):
         raise WrongAnswer(f"{call}: two of the copies and the tensor share their memory")
 
 

@@ -64,8 +64,8 @@ def _check_use(call: str, answer: Callable[..., Any], count: int, hops: Sequence
     answer(list(tensors), _Wire(call, len(hops), _EXTRA).send)
     got = torch.stack(tensors).sort(dim=0).values  # a chunk of a ring may be complete on any rank
     where = f"{call}, with a send that adds {_EXTRA} to all that it carries"
-    for place in range(count):
-        expect(f"{where}: number {place} of all ranks, sorted (use what send returns)", got[:, place], wanted[:, place])
+    for index in range(count):
+        expect(f"{where}: number {index} of all ranks, sorted (use what send returns)", got[:, index], wanted[:, index])
 
 
 def _check_total(call: str, wire: _Wire, ranks: int, count: int) -> None:

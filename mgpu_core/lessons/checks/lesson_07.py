@@ -53,8 +53,8 @@ def _check_barrier(answer: Callable[[LateDevice, Sequence[int]], object], stream
     for stream in streams:
         device.put(stream, lambda stream=stream: done.append((1, stream)))  # type: ignore[misc]
     device.run(seed)
-    for place, (phase, stream) in enumerate(done):
-        late = next((other for earlier, other in done[place:] if earlier == 0), None)
+    for index, (phase, stream) in enumerate(done):
+        late = next((other for earlier, other in done[index:] if earlier == 0), None)
         if phase == 1 and late is not None:
             raise WrongAnswer(
                 f"barrier(device, {streams}): later work of stream {stream} ran before earlier work of stream {late}"
@@ -102,9 +102,9 @@ class _Buffers:
         """Of all loads or uses, as they ran."""
         return [stream for each, _, stream in self.done if each == what]
 
-    def places(self, what: str) -> list[int]:
+    def indices(self, what: str) -> list[int]:
         """Of all loads or uses, among all that ran."""
-        return [place for place, (each, _, _) in enumerate(self.done) if each == what]
+        return [index for index, (each, _, _) in enumerate(self.done) if each == what]
 
 
 def _check_buffers(
@@ -121,5 +121,5 @@ def _check_buffers(
     for wanted, got in enumerate(used):
         if got != wanted:
             raise WrongAnswer(f"{call}: a use read batch {got}, and it was the turn of batch {wanted}")
-    loads, uses = buffers.places("load"), buffers.places("use")
+    loads, uses = buffers.indices("load"), buffers.indices("use")
     return {batch + 1 for batch in range(count - 1) if loads[batch + 1] < uses[batch]}

@@ -47,8 +47,8 @@ def exercise_2(answer: Callable[[int, int, int], Any]) -> None:
 
 def _split(address: int, count: int, itemsize: int) -> tuple[int, int, int]:
     """Item by item: the body begins at the first multiple of 16, and ends with the last whole vector."""
-    places = [address + i * itemsize for i in range(count)]
-    head = next((i for i, place in enumerate(places) if place % _VECTOR == 0), count)
+    elements = [address + i * itemsize for i in range(count)]
+    head = next((i for i, element in enumerate(elements) if element % _VECTOR == 0), count)
     vectors = (count - head) * itemsize // _VECTOR
     body = vectors * _VECTOR // itemsize
     return head, body, count - head - body

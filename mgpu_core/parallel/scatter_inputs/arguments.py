@@ -50,11 +50,11 @@ def cut(
         team = team.first(len(counts))
     one_device = team.devices[0] if as_views and len(set(team.devices)) == 1 else None
     columns = []
-    for place in range(len(arguments.leaves)):
-        if place in alone:
-            arguments.leaves[place] = arguments.leaves[place].narrow(dim, 0, len(team))
-        each = [1] * len(team) if place in alone else counts
-        columns.append(arguments.spread(place, team, each, dim, one_device))
+    for position in range(len(arguments.leaves)):
+        if position in alone:
+            arguments.leaves[position] = arguments.leaves[position].narrow(dim, 0, len(team))
+        each = [1] * len(team) if position in alone else counts
+        columns.append(arguments.spread(position, team, each, dim, one_device))
     return [arguments.rebuild([column[rank] for column in columns]) for rank in team.ranks], counts
 
 
@@ -71,20 +71,22 @@ class Arguments:
         rest = iter(leaves)
         return [tree.unflatten(rest) for tree in self.trees]
 
-    def path(self, place: int) -> str:
+    def path(self, position: int) -> str:
         """Return what the leaf is called: ``inputs[1]["x"]``."""
         paths = [path for name, tree in zip(self.names, self.trees, strict=True) for path in tree.paths(name)]
-        return paths[place]
+        return paths[position]
 
     def numbers_per_rank(self, name: str | None, ranks: int, dim: int) -> set[int]:
         """Return the leaves of one object that have one number per rank, where other tensors have other rows."""
-        sized = {place: leaf for place, leaf in enumerate(self.leaves) if _has_rows(leaf, dim)}
+        sized = {position: leaf for position, leaf in enumerate(self.leaves) if _has_rows(leaf, dim)}
         if name is None or all(leaf.size(dim) == ranks for leaf in sized.values()):
             return set()
         at = self.names.index(name)
         begin, count = (sum(len(tree.paths("")) for tree in trees) for trees in (self.trees[:at], [self.trees[at]]))
         mine = range(begin, begin + count)
-        return {place for place, leaf in sized.items() if place in mine and leaf.numel() == leaf.size(dim) == ranks}
+        return {
+            position for position, leaf in sized.items() if position in mine and leaf.numel() == leaf.size(dim) == ranks
+        }
 
     def rows(self, dim: int, but: Collection[int] = ()) -> int | None:
         """Return the rows along ``dim`` of the first tensor that has some, checked against all others; or None.
@@ -93,25 +95,25 @@ class Arguments:
             but: leaves that are not looked at.
         """
         first: int | None = None
-        for place, leaf in enumerate(self.leaves):
-            if place in but or not isinstance(leaf, torch.Tensor | Rows) or _has_no_dimension(leaf):
+        for position, leaf in enumerate(self.leaves):
+            if position in but or not isinstance(leaf, torch.Tensor | Rows) or _has_no_dimension(leaf):
                 continue
             if isinstance(leaf, torch.Tensor) and not -leaf.dim() <= dim < leaf.dim():
                 raise IndexError(
-                    f"{self.path(place)} has shape {tuple(leaf.shape)} and cannot be cut along dimension {dim}"
+                    f"{self.path(position)} has shape {tuple(leaf.shape)} and cannot be cut along dimension {dim}"
                 )
             if first is None:
-                first = place
+                first = position
             elif _rows_of(leaf, dim) != _rows_of(self.leaves[first], dim):
-                raise ValueError(self._disagreement(first, place, dim))
+                raise ValueError(self._disagreement(first, position, dim))
         return None if first is None else _rows_of(self.leaves[first], dim)
 
     def spread(
-        self, place: int, team: Team, counts: list[int] | None, dim: int, one_device: torch.device | None
+        self, position: int, team: Team, counts: list[int] | None, dim: int, one_device: torch.device | None
     ) -> Sequence[Any]:
         """Return what each rank gets of the leaf: views, where it is plain and lies on the one device of all ranks."""
-        leaf = self.leaves[place]
-        warn_unknown(leaf, partial(self.path, place))
+        leaf = self.leaves[position]
+        warn_unknown(leaf, partial(self.path, position))
         parts: Sequence[Any]
         try:
             if counts is not None and type(leaf) is torch.Tensor and leaf.device == one_device and is_plain(leaf):
@@ -119,16 +121,16 @@ class Arguments:
             else:
                 parts, route = _spread(leaf, team, counts, dim), "copy"
             if isinstance(leaf, torch.Tensor) and is_tracing():
-                trace_cut("scatter", self.path(place), leaf.device, parts, dim, route if leaf.dim() else "copies")
+                trace_cut("scatter", self.path(position), leaf.device, parts, dim, route if leaf.dim() else "copies")
             return parts
         except (ValueError, TypeError) as error:
-            error.add_note(f"while scattering {self.path(place)} along dimension {dim}")
+            error.add_note(f"while scattering {self.path(position)} along dimension {dim}")
             raise
 
     def _disagreement(self, one: int, other: int, dim: int) -> str:
-        paths = [self.path(place) for place in (one, other)]
+        paths = [self.path(position) for position in (one, other)]
         described = [
-            f"{path} has {_size_of(self.leaves[place])}" for path, place in zip(paths, (one, other), strict=True)
+            f"{path} has {_size_of(self.leaves[position])}" for path, position in zip(paths, (one, other), strict=True)
         ]
         advice = "What every rank should get whole goes into mgpu_core.Replicate(...)"
         alike = {re.sub(r"\[\d+\]", "[]", path) for path in paths}

@@ -77,7 +77,7 @@ def _names(objects: dict[str, Any]) -> Iterator[str]:
     """Return what the tensors are called, of bare ones and tuples of them."""
     for name, obj in objects.items():
         if type(obj) is tuple:
-            yield from (f"{name}[{place}]" for place in range(len(obj)))
+            yield from (f"{name}[{index}]" for index in range(len(obj)))
         elif torch.is_tensor(obj):
             yield name
 

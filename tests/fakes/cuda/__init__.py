@@ -17,12 +17,12 @@ from pathlib import Path
 import torch
 from fakes import native_build, ptx
 
-__all__ = ["faults", "serve", "take_the_cores_place"]
+__all__ = ["faults", "serve", "replace_core"]
 
 DEVICES = 4
 
 
-def take_the_cores_place() -> None:
+def replace_core() -> None:
     """Makes this build the ``mgpu_core._core`` of the process; before anybody imports mgpu_core."""
     assert "mgpu_core" not in sys.modules, "too late: mgpu_core has its core already"
     os.environ["FAKE_CUDA_DEVICES"] = str(DEVICES)

@@ -5,13 +5,8 @@ that they ask for are fake devices, and what they compare may be on two of them.
 """
 
 import signal
-import sys
 import threading
 from pathlib import Path
-
-# `python -m pytest` in a clone puts the clone first in line, where the package has no compiled core unless it is an
-# editable install, which needs no such entry.
-sys.path[:] = [each for each in sys.path if Path(each or ".").resolve() != Path(__file__).parents[1]]
 
 import pytest
 import torch

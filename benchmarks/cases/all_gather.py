@@ -30,7 +30,7 @@ def gloo(task: Task, _rank: int, send: torch.Tensor) -> torch.Tensor:
 COLLECTIVE = Collective(
     name="all_gather",
     summary="mgpu_core.comm.all_gather, one tensor per rank",
-    index="out",
+    position="out",
     split=True,
     bus_factor=others,
     sends=lambda values, rank: values.of(rank),

@@ -37,7 +37,7 @@ def gloo(task: Task, _rank: int, send: torch.Tensor) -> torch.Tensor:
 COLLECTIVE = Collective(
     name="all_reduce",
     summary="mgpu_core.comm.all_reduce in place, one tensor per rank",
-    index="in",
+    position="in",
     split=False,
     bus_factor=around,
     sends=lambda values, rank: values.of(rank),

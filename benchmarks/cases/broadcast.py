@@ -30,7 +30,7 @@ def gloo(task: Task, rank: int, send: torch.Tensor) -> torch.Tensor:
 COLLECTIVE = Collective(
     name="broadcast",
     summary="mgpu_core.comm.broadcast of rank 0's tensor",
-    index="out",
+    position="out",
     split=False,
     bus_factor=whole,
     sends=lambda values, rank: values.of(0, chunks=1 if rank == 0 else 0),

@@ -30,7 +30,7 @@ def gloo(task: Task, rank: int, send: torch.Tensor) -> torch.Tensor | None:
 COLLECTIVE = Collective(
     name="gather",
     summary="mgpu_core.comm.gather to rank 0",
-    index="out",
+    position="out",
     split=True,
     bus_factor=others,
     sends=lambda values, rank: values.of(rank),

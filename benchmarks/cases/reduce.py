@@ -32,7 +32,7 @@ def gloo(_task: Task, rank: int, send: torch.Tensor) -> torch.Tensor | None:
 COLLECTIVE = Collective(
     name="reduce",
     summary="mgpu_core.comm.reduce_add to rank 0",
-    index="out",
+    position="out",
     split=False,
     bus_factor=whole,
     sends=lambda values, rank: values.of(rank),

@@ -38,7 +38,7 @@ def gloo(task: Task, _rank: int, send: torch.Tensor) -> torch.Tensor:
 COLLECTIVE = Collective(
     name="reduce_scatter",
     summary="mgpu_core.comm.reduce_scatter, one chunk per rank",
-    index="out",
+    position="out",
     split=True,
     bus_factor=others,
     sends=lambda values, rank: values.of(rank, chunks=values.task.ranks),

@@ -30,7 +30,7 @@ def gloo(task: Task, rank: int, send: torch.Tensor) -> torch.Tensor:
 COLLECTIVE = Collective(
     name="scatter",
     summary="mgpu_core.comm.scatter of rank 0's tensor",
-    index="out",
+    position="out",
     split=True,
     bus_factor=others,
     sends=lambda values, rank: values.of(0, chunks=values.task.ranks if rank == 0 else 0),

@@ -7,7 +7,7 @@ import pytest
 import torch
 from fakes.accelerator import TEAMS, fakes
 from fakes.nets import Cnn, Polynomial, chunks, whole
-from fakes.tensors import gradients, numbers, devices_of
+from fakes.tensors import devices_of, gradients, numbers
 from torch import nn
 
 from mgpu_core import DataParallel, _core, data_parallel

@@ -6,7 +6,7 @@ import pytest
 import torch
 from fakes.accelerator import TEAMS, fakes
 from fakes.nets import Embedded, Polynomial, chunks, whole
-from fakes.tensors import numbers, devices_of
+from fakes.tensors import devices_of, numbers
 from torch import nn
 
 from mgpu_core import Replicate, _core, gather, parallel_apply, reduce, replicate, scatter

@@ -33,8 +33,8 @@ class GlooTeam:
 
     Args:
         ranks: how many processes.
-        make_rank: what each of them makes of its config; a class at the top of a module, because it is sent by name. Its
-            methods are the orders: `prepare`, `run`, `wrong`, and `reset` where there is something to reset.
+        make_rank: a class at the top of a module, because it is sent by name; each process calls it with its config.
+            Its methods are the orders: `prepare`, `run`, `wrong`, and `reset` where there is something to reset.
     """
 
     def __init__(self, ranks: int, make_rank: MakeRank = Rank) -> None:

@@ -1,4 +1,4 @@
-"""Several GPUs, one Python process: a better ``torch.nn.DataParallel``, and what is under it.
+"""Several GPUs, one Python process: a better ``torch.nn.DataParallel``, its kernels and collectives.
 
 ``import mgpu_core as dp`` stands in for ``torch.nn.parallel``: the same names, the same contract, on GPUs, on CPU ranks
 and on mixtures of them.  Names are imported at their first use, so that the command line starts without torch.

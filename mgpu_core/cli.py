@@ -68,7 +68,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _parsed(words: Sequence[str]) -> argparse.Namespace:
-    """Return what the words say; one too many is shown beside the chosen command's own usage."""
+    """Parse the words; an unknown one is an error with the usage of the chosen command."""
     if words in ([], ["lesson"]):  # no word yet: the help, and not an error
         words = [*words, "--help"]
     parser, own = _parsers(words[0])

@@ -102,10 +102,10 @@ def _sequence_builder(obj: list[Any] | tuple[Any, ...]) -> Callable[[list[Any]],
 
 
 def _made_again(obj: Any, plain: Any) -> Any:
-    """Return a container of the class of ``obj`` with the entries of ``plain``, and what else ``obj`` knows.
+    """Return a container of the class of ``obj`` with the entries of ``plain`` and the attributes of ``obj``.
 
-    By its constructor, if it makes of ``plain`` what constructors of its kind do; else a dict or a list by a copy,
-    whose entries are replaced; else ``plain``, as torch makes of all of them.  Attributes come along, but no tensors:
+    Uses its constructor, if that accepts ``plain``; otherwise a dict or a list is copied and
+    its entries are replaced; otherwise ``plain`` itself, as torch does for all.  Attributes come along, but no tensors:
     those would be of all rows.
     """
     for make in (_constructed, _copied) if isinstance(obj, dict | list) else (_constructed, _constructed_of_dict):
@@ -126,7 +126,7 @@ def _has_entries(made: Any, plain: Any) -> bool:
 
 
 def _is_entry(made: Any, given: Any) -> bool:
-    """Itself, or what a constructor makes of it that turns dicts into dicts of its own kind."""
+    """Return ``value``, or its conversion where the class converts dicts into its own kind."""
     return made is given or (not isinstance(given, torch.Tensor) and isinstance(made, type(given)))
 
 

@@ -28,7 +28,7 @@ def require(module: str, needed_by: str) -> ModuleType:
 
     Args:
         module: of one of the packages above: ``matplotlib``, ``torchvision.datasets``.
-        needed_by: what cannot be done without it; the message begins with it.
+        needed_by: the feature that needs it; the message begins with it.
 
     Raises:
         MissingExtra: it cannot be imported.

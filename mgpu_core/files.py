@@ -43,7 +43,7 @@ def check_outputs(paths: Sequence[Path], inputs: Sequence[Path] = ()) -> None:
 def write_whole(path: Path, write: Callable[[BinaryIO], object]) -> None:
     """Call `write` with an open binary file, then makes that file `path`; if it raises, `path` stays as it was.
 
-    A disk that is full is an `OSError` that names `path`, also behind what `torch.save` makes of it.
+    A full disk is an `OSError` that names `path`, also where `torch.save` raises another error for it.
     """
     try:
         _write_whole(path, write)
@@ -55,7 +55,7 @@ def write_whole(path: Path, write: Callable[[BinaryIO], object]) -> None:
 
 
 def check_picture(path: Path) -> None:
-    """Raise `ValueError` unless the name is that of a PNG file, which is what is drawn."""
+    """Raise `ValueError` unless the name ends in `.png`."""
     if path.suffix.lower() != ".png":
         raise ValueError(f"{path}: wanted a name that ends in .png")
 

@@ -1,4 +1,4 @@
-"""Read a module tree once: its modules, their tensors, and what a replica of each needs.
+"""Read a module tree once: its modules, their tensors, and the data to make replicas from.
 
 ``Module.parameters()`` and ``modules()`` build a dotted name for everything they yield; in every forward pass of a
 large model that costs more than the copies.  Here the tree is walked by its dictionaries, and everything is numbered,
@@ -68,11 +68,11 @@ _DRAW_IN_TRAINING = (torch.nn.RReLU, torch.jit.ScriptModule)  # the code of a sc
 
 
 class _Kind:
-    """What holds for all modules of a class; found out once per class.
+    """Facts that hold for all modules of a class; computed once per class.
 
     Attributes:
         is_script: it is a ScriptModule, whose children must be, too.
-        is_wrapper: it is what ``torch.compile(module)`` returns.
+        is_wrapper: True for the wrapper that ``torch.compile(module)`` returns.
         is_ordinary: a replica is a copy of the module's ``__dict__``.
         draws: its forward draws random numbers in every mode.
         draws_in_training: its forward draws random numbers in training mode.
@@ -109,23 +109,23 @@ def _kind_of(kind: type[Module]) -> _Kind:
 
 
 def is_compile_wrapper(kind: type[Module]) -> bool:
-    """Return whether it is what ``torch.compile(module)`` returns, without importing torch's compiler."""
+    """Return True for the wrapper that ``torch.compile(module)`` returns; does not import torch's compiler."""
     wrapper = getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", None)  # lacks while it is loaded
     return wrapper is not None and issubclass(kind, wrapper)
 
 
 class ModuleNode:
-    """One module of the tree, and what its replicas are wired to.
+    """One module of the tree, and the nodes that its replicas refer to.
 
     Attributes:
         module: the module.
-        kind: what holds for its class.
+        kind: the facts of its class.
         parameters, buffers: (name, index into the tree's list).
         children: (name, index into the tree's nodes).
         absent: names of parameters that are registered as None.
         methods: (name, function, index of a node): attributes that hold a bound method of a module of this tree.
-        compiled: what compiled the module: itself after ``module.compile()``, or its wrapper, which has no node of its
-            own; ``None`` for a module that is not compiled.
+        compiled: the compiled callable: the module itself after ``module.compile()``, or its wrapper, which has no node
+            of its own; ``None`` for a module that is not compiled.
     """
 
     __slots__ = ("absent", "buffers", "children", "compiled", "kind", "methods", "module", "parameters")
@@ -169,7 +169,7 @@ class ModuleTree:
         self.has_methods = self._found is None or bool(self._found[-1])
 
     def _find(self) -> list[Any]:
-        """Return what the tree was read from, by loops that run in C."""
+        """Return the objects that the tree was read from, by loops that run in C."""
         tables: list[dict[str, Any]] = list(chain(*map(_tables_of, self._modules)))
         return [
             list(map(len, tables)),
@@ -266,7 +266,7 @@ _compiled_of = attrgetter("_compiled_call_impl")
 
 
 def _unwrapped(module: Module) -> tuple[Module | None, Module]:
-    """Return what compiled the module, if anything, and the module itself."""
+    """Return the compiled wrapper of the module, or ``None``, and the module itself."""
     compiled: Module | None = None
     while _kind_of(type(module)).is_wrapper:
         compiled, module = module, module.get_submodule("_orig_mod")

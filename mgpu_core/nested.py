@@ -2,7 +2,7 @@
 
 The rules, in this order: a tensor is a leaf; packed sequences, nested, sparse and quantized tensors are refused, with
 their path; then containers are opened (:mod:`mgpu_core.containers` knows which); everything else is a leaf.  A
-:class:`Tree` is what is left when the leaves are taken out: it can be compared, and filled with other leaves.
+:class:`Tree` is the structure without the leaves: it can be compared, and filled with other leaves.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Rows(list[T]):
 
 
 class Tree:
-    """The shape of a nested object: how to build it from its children, and what they are called.
+    """The shape of a nested object: how to build it from its children, and their names.
 
     ``kind`` and ``names`` say whether two trees are alike; ``build`` makes the object from the children's values.
     ``children`` is empty for a leaf, of which there is one: :data:`LEAF`.
@@ -116,7 +116,7 @@ def _names(tree: Tree) -> str:
 def flatten(
     obj: Any, leaves: list[Any], path: str, *, whole: bool = False, share: bool = False, like: Tree | None = None
 ) -> Tree:
-    """Append the leaves of ``obj`` to ``leaves`` and return its tree; ``path`` is what errors call ``obj``.
+    """Append the leaves of ``obj`` to ``leaves`` and return its tree; ``path`` names ``obj`` in errors.
 
     Args:
         whole: nothing will be split or joined, so packed sequences and tensors of all kinds are leaves.
@@ -211,7 +211,7 @@ def _unmarked(leaf: Any) -> Any:
 
 
 def moved(obj: Any, device: torch.device) -> Any:
-    """Return the nest with its tensors on ``device``, without a copy of what is there already; marks are taken off."""
+    """Return the nest with its tensors on ``device``, without copying those already there; markers are removed."""
     if isinstance(obj, torch.Tensor):
         return obj if obj.device == device else obj.to(device)
     if type(obj) is tuple and all(type(each) is torch.Tensor for each in obj):

@@ -35,8 +35,8 @@ def as_script(script: Path, arguments: Sequence[str]) -> Iterator[None]:
 def run_script(script: Path, name: str) -> dict[str, Any]:
     """Run a script and return its globals.
 
-    They are those of a module ``name`` that stays: what the script leaves for the end of the process, threads and
-    ``atexit``, may need them, and what it pickles is looked for there.
+    They are those of a module ``name`` that stays: threads and ``atexit`` functions of the script may need them, and
+    pickle looks its classes up there.
 
     Raises:
         BaseException: whatever the script does.

@@ -96,7 +96,7 @@ class DataParallel(torch.nn.DataParallel[M]):
             RuntimeError: the module is not on ``device_ids[0]``.
             ValueError: inputs that disagree on their number of rows.
             TypeError: a mode or a transform of ``torch.func`` that would not reach the ranks.
-            Exception: what a replica raised, see :func:`mgpu_core.parallel_apply`.
+            Exception: a replica raised it, see :func:`mgpu_core.parallel_apply`.
         """
         if not self.device_ids:
             return self._move_output(self.module(*unwrapped(inputs), **unwrapped(kwargs)))
@@ -203,7 +203,7 @@ class DataParallel(torch.nn.DataParallel[M]):
 
 @when_tracing
 def _trace_backward(output: Any) -> None:
-    """Tell a recording of a single rank's backward by what the module returned: there is no gather."""
+    """Trace a single rank's backward by the module's output, since there is no gather."""
     trace_backward(0, list(_tensors_in(output, set())))
 
 

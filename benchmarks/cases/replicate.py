@@ -57,7 +57,6 @@ def _ours(network: nn.Module, image: torch.Tensor, ranks: int) -> Contestant:
     module = importlib.import_module("mgpu_core.parallel.replicate_modules")
     tensors = [*network.parameters(), *network.buffers()]
     copies = prepared([tensors], ranks)
-    # The same function under two names: `mgpu_core.parallel.replicate_modules` is the function, its module has to be imported.
     return _contestant(
         lambda: module.replicate(network, ["cpu"] * ranks),
         mock.patch.object(module, "_copy_tensors", copies),

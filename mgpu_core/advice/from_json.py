@@ -33,19 +33,19 @@ def read(text: str) -> dict[str, Any]:
 
 def _fields(content: dict[str, Any]) -> dict[str, Any]:
     memory, shares = content["memory"], content["shares"]
-    return dict(
-        devices=tuple(content["devices"]),
-        rows=content["rows"],
-        measurements=tuple(
+    return {
+        "devices": tuple(content["devices"]),
+        "rows": content["rows"],
+        "measurements": tuple(
             Measurement(told["way"], told["batch"], tuple(told["seconds"]), told["error"])
             for told in content["measurements"]
         ),
-        break_even=BreakEven(**content["break_even"]),
-        memory=None if memory is None else Memory(**memory | {"peaks": tuple(map(tuple, memory["peaks"]))}),
-        shares=None if shares is None else StepShares(**shares),
-        loader_s=content["loader_s"],
-        reason=Reason(**content["reason"]),
-        recommendation=Recommendation(**content["recommendation"]),
-        notes=tuple(content["notes"]),
-        environment=content["environment"],
-    )
+        "break_even": BreakEven(**content["break_even"]),
+        "memory": None if memory is None else Memory(**memory | {"peaks": tuple(map(tuple, memory["peaks"]))}),
+        "shares": None if shares is None else StepShares(**shares),
+        "loader_s": content["loader_s"],
+        "reason": Reason(**content["reason"]),
+        "recommendation": Recommendation(**content["recommendation"]),
+        "notes": tuple(content["notes"]),
+        "environment": content["environment"],
+    }

@@ -1,7 +1,7 @@
 """All-reduce over pointers: which algorithm, and whose.
 
-On the host the core's `auto` is `direct`.  On GPUs it is what :mod:`mgpu_core.comm.tuning` measured; `nccl` is NCCL's,
-by a team of communicators over the GPUs, everything else is the core's own over peers.
+On the host the core's `auto` is `direct`.  On GPUs it is the algorithm that :mod:`mgpu_core.comm.tuning` measured;
+`nccl` is NCCL's, by a team of communicators over the GPUs, everything else is the core's own over peers.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class AllReduce:
         return [stream.device for stream in self.streams]
 
     def _on_gpus(self, asked: str) -> str:
-        """Return the algorithm for ``asked``.  A graph keeps what it captured; NCCL's launch order cannot be in one."""
+        """Return the algorithm for ``asked``.  Inside a capture it is never NCCL: a graph has no launch order."""
         if any(map(is_capturing, set(self._devices()))):
             if asked == "nccl":
                 raise BackendUnavailable("nccl cannot be captured in a graph: call it between graphs")

@@ -30,7 +30,7 @@ def all_reduce(
             in rank order, half precision in float32 rounded once.  ``ring`` adds chunk c in the order c, c + 1, ...,
             c - 1; ``tree`` as ((0 + 1) + (2 + 3)) + ...; both round at each hop.  ``nccl`` is NCCL's, between GPUs, in
             an order of its own; its ``min`` and ``max`` may drop a NaN.  ``auto`` is ``direct`` on the CPU, and on GPUs
-            what was the fastest here for such a size (measured at first use for at most a second, and kept; see
+            the fastest here for such a size (measured at first use for at most a second, and kept; see
             ``mgpu doctor``), but never ``nccl`` for ``min`` and ``max``.  Plain torch (other devices, mixed teams)
             has one algorithm, in rank order.
         merge_shared_devices: for ``ring``, ``tree`` and ``nccl``, ranks that share a GPU are added there first, in
@@ -39,7 +39,7 @@ def all_reduce(
     Raises:
         TypeError, ValueError: before anything is written.
         BackendUnavailable: ``nccl`` on the CPU, or where there is none.
-        NcclError: what NCCL said; a later call makes a new team of communicators.
+        NcclError: NCCL failed; a later call makes a new team of communicators.
     """
     made = as_list(tensors, "tensors")
     with span("all_reduce"):

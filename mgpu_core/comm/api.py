@@ -1,6 +1,6 @@
 """The public collectives of ``torch.nn.parallel.comm``, with its signatures: each checks its arguments once.
 
-What is checked goes to :mod:`mgpu_core.comm.dispatch`, which checks nothing.
+They validate, and call :mod:`mgpu_core.comm.dispatch`, which validates nothing.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the collectives' functions check of their arguments before anything is allocated or written."""
+"""Checks of the collectives' arguments, before anything is allocated or written."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def check_equal_sizes(inputs: Sequence[torch.Tensor]) -> None:
 
 
 def check_outs(outs: Sequence[torch.Tensor], read: Sequence[torch.Tensor]) -> None:
-    """Raise unless each may be written, and none shares memory with another or partly with what is read."""
+    """Raise unless each may be written, and none overlaps another, or partly overlaps an input."""
     check_writable(outs, "out[{}]".format)
     check_disjoint(outs, "out[{}]".format, read)
 

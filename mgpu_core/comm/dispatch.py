@@ -1,8 +1,8 @@
 """Collectives over trusted tensors: nothing is checked here, and tensors become pointers.
 
-:mod:`mgpu_core.comm.api` has checked what people pass; autograd and the step pass tensors of their own.  What is read
-may be a lazy view or sparse, as gradients are: one look at its dispatch keys finds that out, and it is resolved.  What
-the core can move goes to the core, everything else to plain torch.  Autograd is told of what is written in place.
+:mod:`mgpu_core.comm.api` has validated users' tensors; autograd and the step pass tensors of their own.  An input may
+be a lazy view or sparse, as gradients are: its dispatch keys say so, and it is resolved.  Tensors that the core can
+move go to the core, all others to plain torch.  Autograd is told of tensors that are written in place.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def gather_into(parts: Tensors, whole: torch.Tensor, dim: int) -> None:
 def _transfer(
     whole: torch.Tensor, parts: Tensors, dim: int, order: torch.memory_format
 ) -> tuple[_core.Layout, list[tuple[int, int]]]:
-    """Return what the core takes for the whole and for each part."""
+    """Return the core's arguments for the whole tensor and for each part."""
     outer, inner = runs_along(whole.shape, dim, order)
     rows = [(part.data_ptr(), part.shape[dim]) for part in parts]
     return _core.Layout(whole.data_ptr(), outer, whole.shape[dim], inner * whole.itemsize), rows

@@ -21,7 +21,7 @@ K = TypeVar("K", bound=Hashable)
 
 
 def kind_of(tensors: Sequence[torch.Tensor | None], source: torch.Tensor | None = None) -> tuple[Hashable, ...] | None:
-    """Return what tensors that travel in one message have in common; ``None`` for those that travel alone."""
+    """Return the key that tensors of one message share; ``None`` for a tensor that travels alone."""
     present = [tensor for tensor in tensors if tensor is not None]
     first = present[0]
     if len(present) < len(tensors) or not one_layout(present) or not 0 < first.nbytes <= SMALL_NBYTES:
@@ -55,6 +55,6 @@ def flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def unpack_into(buffer: torch.Tensor, targets: Sequence[torch.Tensor]) -> None:
-    """Fill dense tensors, on the buffer's device, with what :func:`flat` made of others of their layouts."""
+    """Fill dense tensors, on the buffer's device, from a buffer that :func:`flat` packed."""
     pieces = buffer.split([target.numel() for target in targets])
     torch._foreach_copy_([_line(target) for target in targets], list(pieces))

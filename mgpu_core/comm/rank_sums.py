@@ -1,4 +1,4 @@
-"""The sums of the same many tensors, again and again: what gradients go through in every step.
+"""Sums of the same tensors over all ranks, repeated in every step: the reduction of gradients.
 
 Like ``dispatch.py``, for lists that are looked at once: where the sums go, and how they lie, never changes.
 """

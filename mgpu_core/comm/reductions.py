@@ -1,4 +1,4 @@
-"""Which reductions there are: of what, by what, and how the core counts their elements."""
+"""The reductions: operations, algorithms, dtypes, and how the core counts elements."""
 
 from __future__ import annotations
 

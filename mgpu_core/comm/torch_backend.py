@@ -1,8 +1,8 @@
 """The generic backend: any devices, by plain torch copies and adds.
 
-It serves what no other backend does: accelerators without a backend of their own, teams that mix devices, dtypes that
-the core does not add, tensors that are not one dense block, sparse gradients.  Slower, same results: sums in rank
-order, half precision added in float32 and rounded once; and as little of it is part of a graph.
+It serves all cases that no other backend does: accelerators without a backend of their own, teams that mix devices,
+dtypes that the core does not add, tensors that are not one dense block, sparse gradients.  Slower, same results: sums
+in rank order, half precision added in float32 and rounded once; and as little of it is part of a graph.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which rows are whose, what a bucket holds, and when gradients come, for a recording."""
+"""Events for a trace: the rows of each rank, the contents of a bucket, and when gradients are ready."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What a collective really moved, for a recording: the copies and sums that the core wrote down, or the torch backend.
+"""The traffic of a collective, for a trace: the copies and sums that the core or the torch backend logged.
 
-Pointers mean nothing to a reader; a watch knows the tensors of its collective, and says of each end of a hop whose it
-is and where in which tensor.
+The log has pointers; a :class:`CollectiveTrace` knows the tensors of its collective, and turns each pointer into a
+rank, a tensor and an offset.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class CollectiveTrace:
         self._keep(buffer, before, {} if after is None else after[1], tuple(hops), end_ns)
 
     def ran(self, route: str, roots: Sequence[torch.Tensor] = ()) -> None:
-        """Say by which algorithm, and what was made meanwhile."""
+        """Note the algorithm that ran, and tensors that it allocated."""
         self._route = route
         self._roots = [*self._roots, *roots]
 
@@ -178,7 +178,7 @@ def trace_collective(
 
 
 def discard_warmup() -> None:
-    """Drop what the collective of this thread has recorded so far: it was a trial run of the tuner."""
+    """Drop the events of this thread's collective so far: they were a trial run of the tuner."""
     if getattr(_traces, "stack", ()):
         _core.open_op_log()
 

@@ -60,7 +60,7 @@ def fixed_choice(nbytes: int, *, nccl: bool) -> str:
 
 
 def kept_table(devices: Sequence[int]) -> dict[int, str] | None:
-    """Return what was measured for these GPUs by this process or an earlier one."""
+    """Return the table measured for these GPUs, by this process or an earlier one."""
     kept = cache.load("tuning", _key(devices))
     try:
         return None if kept is None else {int(size): str(algorithm) for size, algorithm in kept.items()}

@@ -71,8 +71,8 @@ class RankRendezvous:
         """
         if self._serialize:
             raise Error(
-                "the ranks of this forward run one after another, so none can wait in a synchronised layer: they share a GPU's "
-                "random generator (dropout; give each rank a GPU of its own), or are inside a checkpoint"
+                "the ranks of this forward run one after another, so none can wait in a synchronised layer: they share "
+                "a GPU's random generator (dropout; give each rank a GPU of its own), or are inside a checkpoint"
             )
         with self._changed:
             found = self._exchanges.setdefault(key, _Exchange())

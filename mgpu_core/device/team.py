@@ -1,7 +1,7 @@
 """A team: the ordered ranks and their devices.
 
-A rank is an index into the list, never a device: several ranks may share one, and a CPU tensor does not know on which of
-several CPU ranks it is.  There is one team per distinct list in a process, so that wrappers over the same devices share
+A rank is an index into the list, never a device: several ranks may share one, and a CPU tensor does not know its CPU
+rank.  There is one team per distinct list in a process, so that wrappers over the same devices share
 their worker threads.
 """
 

@@ -1,11 +1,11 @@
 """How long all-reduce, broadcast, reduce, scatter and gather take: pure functions of a few numbers.
 
-Over links (:class:`~mgpu_core.explanation.topology.Topology`) a message of n bytes takes alpha + n x beta seconds, and what
-runs at the same time over different links costs once (the model of Thakur, Rabenseifner and Gropp, "Optimization of
-collective communication operations in MPICH", 2005): :mod:`~mgpu_core.explanation.link_costs`.  CPU ranks of one process
-share a memory instead of links (:class:`~mgpu_core.explanation.topology.HostMemory`): there the bytes that the core's loops
-read and write are counted, pass by pass, and each pass pays the beta of the tier in which its working set lies.  On
-both, every collective pays ``call_s`` once, for being called, and one rank alone pays nothing.
+Over links (``topology.Topology``) a message of n bytes takes alpha + n x beta seconds, and messages that travel at the
+same time over different links cost once (the model of Thakur, Rabenseifner and Gropp, "Optimization of collective
+communication operations in MPICH", 2005); see ``link_costs``.  CPU ranks of one process share a memory instead of links
+(``topology.HostMemory``): there the bytes that the core's loops read and write are counted, pass by pass, and each pass
+pays the beta of the tier in which its working set lies.  On both, every collective pays ``call_s`` once, and one rank
+alone pays nothing.
 """
 
 from __future__ import annotations

@@ -141,7 +141,7 @@ def covered(times: Iterable[Interval]) -> int:
 
 
 def moved_nbytes(call: Collective) -> int:
-    """Return the bytes that moved between ranks: those that a hop reads or writes elsewhere than at its first target."""
+    """Return the bytes that moved between ranks: those that a hop reads or writes away from its first target."""
     return sum(map(moved_by, call.hops))
 
 

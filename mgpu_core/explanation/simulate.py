@@ -1,7 +1,6 @@
 """`mgpu simulate`: a recorded step at sizes that you do not have.  Step time, efficiency, bottleneck; a plot.
 
-The prediction is :mod:`mgpu_core.explanation.predict`, its formulas :mod:`mgpu_core.explanation.cost`; this file is the command
-line and its table.
+``predict`` makes the prediction, with the formulas of ``cost``; this file is the command line and its table.
 """
 
 from __future__ import annotations

@@ -36,8 +36,8 @@ class Trace(Recorded):
         """From now on the table and the page show, beside each collective's time, what the cost model says.
 
         Args:
-            machine: by whose constants (:func:`mgpu_core.explanation.topology.parse_topology` knows names); ``None``: this
-                machine's memory, as CPU ranks share it, measured for some seconds if it was not before.
+            machine: whose constants to use, see :func:`mgpu_core.explanation.topology.parse_topology`; ``None``: this
+                machine's memory, shared by CPU ranks, measured for some seconds at the first use.
 
         Raises:
             ValueError: no machine is named, and there are ranks elsewhere than on the CPU.

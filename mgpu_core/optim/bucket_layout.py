@@ -1,7 +1,7 @@
 """Where each parameter lies in the flat buckets: integers in, integers out.
 
 Parameters of one dtype lie one after the other, each at a multiple of 512 bytes, so that every kernel finds its
-alignment.  A bucket is what is reduced in one message and updated by one kernel; buckets follow the order in which
+alignment.  A bucket is reduced in one message and updated by one kernel; buckets follow the order in which
 gradients become ready, so that the first ones travel while backward goes on.
 """
 

@@ -1,4 +1,4 @@
-"""What one device keeps of an optimizer: tables, flat state, device scalars, and a kernel per bucket."""
+"""The optimizer's memory on one device: tables, flat state, device scalars, and a kernel per bucket."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class DeviceState:
 
     Args:
         kinds: all kinds of state that the kernel takes, in its order.
-        buckets: what this device updates, all of each bucket or a shard.
+        buckets: the parts that this device updates, all of each bucket or a shard.
         values, gradients: per bucket, flat.
         group_of: per parameter the number of its group, or :data:`NO_GROUP`.
         groups: how many the optimizer has.
@@ -125,7 +125,7 @@ class DeviceState:
             table[:, column].copy_(torch.tensor(found, dtype=table.dtype, device="cpu"))
 
     def scale_by(self, factor: float | torch.Tensor) -> None:
-        """Set what the next launches multiply gradients by; a number that is there already launches nothing."""
+        """Set the factor of gradients for the next launches; an unchanged factor launches nothing."""
         if isinstance(factor, torch.Tensor):
             self.clip.copy_(factor)
             self._clip_is = None
@@ -140,7 +140,7 @@ class DeviceState:
         self._clip_is = None
 
     def replayed(self) -> None:
-        """Forget what a replay may have overwritten."""
+        """Forget cached values that a replay may have overwritten."""
         if self.records_clip:
             self._clip_is = None
 

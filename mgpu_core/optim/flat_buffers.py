@@ -25,7 +25,7 @@ class FlatTensors:
         buckets: the layout.
         parameters: all parameters; those that no bucket names are left alone.
         device: where.
-        tail: further elements at the end of the last bucket of gradients, for what travels with them.
+        tail: further elements at the end of the last bucket of gradients, for data sent with them.
 
     Attributes:
         values, gradients: one flat tensor per bucket.

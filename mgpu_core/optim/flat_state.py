@@ -189,7 +189,7 @@ class FlatState:
         self._optimizer._opt_called = True  # type: ignore[attr-defined]
 
     def scale_by(self, factor: float | torch.Tensor) -> None:
-        """Set what the next updates multiply gradients by, on all devices."""
+        """Set the factor of gradients for the next updates, on all devices."""
         for device in self.devices:
             device.scale_by(factor)
 
@@ -201,7 +201,7 @@ class FlatState:
 
     @torch.no_grad()
     def whole(self) -> State:
-        """Return a state as torch keeps it: compact copies, gathered from all devices, and what is not ours."""
+        """Return a state in torch's form: compact copies, gathered from all devices, and entries that are not ours."""
         found: State = defaultdict(dict)
         for parameter, entry in self._optimizer.state.items():
             found[parameter] = dict(entry) if isinstance(entry, dict) else entry

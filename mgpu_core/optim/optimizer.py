@@ -55,7 +55,7 @@ class FlatOptimizer(Optimizer):
     _spent: Sequence[torch.Tensor | None] = ()  # gradients that a TrainStep has used
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Make one step; return what ``closure`` returned.
+        """Make one step; return the result of ``closure``.
 
         Raises:
             TypeError: sparse gradients, or parameters that are not floating.
@@ -150,7 +150,7 @@ class FlatOptimizer(Optimizer):
         return flat
 
     def _lay_out(self, members: list[torch.Tensor]) -> FlatState:
-        """Give the members flat memory: what is frozen takes no room, and gets memory of its own back."""
+        """Give the members flat memory; a frozen parameter gets its own memory back and takes no room."""
         if self._flat is not None:
             for each in self._parameters:
                 if not each.requires_grad and not _is_in(each, members):
@@ -199,7 +199,7 @@ class FlatOptimizer(Optimizer):
         Args:
             used: the parameters to update, whose gradients lie in the memory of :meth:`attach`; ``None``: those that
                 have a ``grad``.
-            factor: what gradients are multiplied by.
+            factor: the number that gradients are multiplied by.
         """
         self._order = used, factor
         try:
@@ -218,7 +218,7 @@ class FlatOptimizer(Optimizer):
         self.detach()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what torch's class of the same name loads: compact copies, gathered where the state is in shards."""
+        """Return a state that torch's class of the same name loads: compact copies, gathered from shards."""
         shown = self.state
         if self._flat is not None:
             self.state = self._flat.whole()

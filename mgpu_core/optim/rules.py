@@ -47,7 +47,7 @@ class Rule:
         return rows
 
     def check_alike(self, groups: Sequence[Group]) -> None:
-        """Raise ValueError if groups differ in what chooses the kernel, or one is differentiable."""
+        """Raise ValueError if groups differ in an option that chooses the kernel, or one is differentiable."""
         for name in self.alike:
             if len({bool(group.get(name)) for group in groups}) > 1:
                 raise ValueError(f"all groups must have the same {name}: one kernel updates them; use torch.optim's")

@@ -82,7 +82,7 @@ def apply_to(
     draws: bool,
     workers: str,
 ) -> list[Any]:
-    """Do what :func:`parallel_apply` does, with arguments that are known to fit; see :func:`run_ranks`."""
+    """Run :func:`parallel_apply` on validated arguments; see :func:`run_ranks`."""
     streams = caller_streams(team.devices)
     calls = [
         partial(_call, rank, modules[rank], inputs[rank], kwargs_tup[rank], team.devices[rank], streams[rank])
@@ -97,7 +97,7 @@ def run_ranks(team: Team, calls: Sequence[Callable[[], Any] | None], *, draws: b
 
     Args:
         team: the ranks.
-        calls: what each runs, on its own device and the caller's stream.
+        calls: one callable per rank, run on the rank's device and the caller's stream.
         draws: whether ranks that share a random generator must draw from streams of their own.
         workers: ``threads``, each rank in its own worker, the same one in every call; ``caller``, one after the other.
 

@@ -1,7 +1,7 @@
 """Gather: one nested object per rank becomes one, its tensors joined along ``dim``.
 
 The inverse of scatter, rule by rule: tensors are joined, equal leaves stay, unequal ones are an error that names them.
-Only what a container of nobody's knowledge holds, is joined as torch does: such as the caches of decoders.
+Unknown containers, such as the caches of decoders, are joined as torch does.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class _Gather:
         self._device, self._dim = device, dim
 
     def joined(self, outputs: Sequence[Any], name: str) -> Any:
-        """Return one object per rank, joined; ``name`` is what errors call them."""
+        """Join one object per rank; ``name`` names them in errors."""
         for each in outputs:
             if type(each) is not torch.Tensor or is_undivided(each):
                 break
@@ -80,7 +80,7 @@ class _Gather:
         )
 
     def _join_items(self, leaves: list[Any], items: list[Any], path: str) -> Any:
-        """Join objects whose class is made from what its iterator gives, as torch does with unknown classes."""
+        """Join objects of an unknown class by its iterator and constructor, as torch does."""
         joined = self.joined(items, path)
         kind = type(leaves[0])
         try:
@@ -116,7 +116,7 @@ class _Gather:
 
 
 def _items_of(obj: Any) -> list[Any] | None:
-    """Return what iterating over it gives, if that holds tensors; ``None`` if not, or if it cannot be iterated over."""
+    """Return its items, if they hold tensors; ``None`` if not, or if it is not iterable."""
     if isinstance(obj, Set) or not isinstance(obj, Iterable):  # of sets nothing says which entries belong together
         return None
     try:

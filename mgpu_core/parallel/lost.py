@@ -39,7 +39,7 @@ _NAMED = 5
 
 
 def given_attributes(replica: Module) -> Given:
-    """Return what the replica has now, before its forward pass; for :func:`lost_attributes`."""
+    """Return the replica's attributes before its forward pass; for :func:`lost_attributes`."""
     return [
         (path, each, dict(vars(each)), dict(each._buffers.items()))
         for path, each in replica.named_modules()
@@ -48,7 +48,7 @@ def given_attributes(replica: Module) -> Given:
 
 
 def lost_attributes(given: Given) -> list[str]:
-    """Return the names, such as ``encoder.steps``, of what a forward pass assigned to the replica since then."""
+    """Return the names, such as ``encoder.steps``, of attributes assigned to the replica since then."""
     lost: list[str] = []
     for path, module, attributes, buffers in given:
         ours = _OURS | attributes.get("_former_parameters", {}).keys() | _rewritten_by_hooks(module)

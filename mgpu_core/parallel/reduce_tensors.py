@@ -1,6 +1,6 @@
 """Reduce: one nested object per rank becomes one, its tensors added up.
 
-What gather is to rows, reduce is to sums: of losses, of counts, of statistics that each rank took over its own rows.
+Reduce adds up losses, counts or statistics that each rank took over its own rows, as gather joins rows.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ def replicate_tree(tree: ModuleTree, team: Team, detach: bool) -> list[Any]:
 
 @when_tracing
 def _trace_buckets(network: Module, parameters: Sequence[torch.Tensor]) -> None:
-    """Tell a recording what the buckets of the broadcast, and of the gradients, are made of."""
+    """Emit the contents of the buckets of the broadcast and of the gradients."""
     names = {id(parameter): name for name, parameter in Module.named_parameters(network)}  # not a class's selection
     tracked = [parameter for parameter in parameters if parameter.requires_grad]
     for bucket, positions in enumerate(autograd.gradient_buckets(tracked)):
@@ -110,7 +110,7 @@ def plain_copies(tensors: Sequence[torch.Tensor], team: Team) -> list[list[torch
 
 
 def compiled_by_rank(tree: ModuleTree, ranks: int) -> list[list[tuple[int, Any]]]:
-    """Return, per rank, the compiled modules by the index of their nodes and what their replicas of that rank call.
+    """Return, per rank, the compiled modules by the index of their nodes, with the callable of that rank's replica.
 
     Raises:
         TypeError: a module that was compiled in a way that cannot be repeated for its replicas.
@@ -136,7 +136,7 @@ def build_replica(
     Args:
         tree: the network as it is now.
         parameters, buffers: of the rank, in the tree's order.
-        compiled: of each compiled module the index of its node, and what its replica calls.
+        compiled: for each compiled module the index of its node, and the callable of its replica.
         leaves: the parameters are ``nn.Parameter`` and are registered as such; otherwise they are plain attributes.
     """
     new, assign = object.__new__, object.__setattr__

@@ -1,1 +1,1 @@
-"""Several processes, each with a team of its own: what they send each other, and what they must agree on."""
+"""Several processes, each with a team of its own: their messages, and the settings they must agree on."""

@@ -1,4 +1,4 @@
-"""What processes must have in common before they train together, compared line by line."""
+"""Settings that processes must have in common before they train together, compared line by line."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _line(lines: Sequence[str], at: int) -> str:
 
 
 def facts_of(net: Module, optimizer: Optimizer, settings: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Return what a net, an optimizer with its state, and settings are, without the values of the net."""
+    """Describe a net, an optimizer with its state, and settings; without the net's values."""
     names = {id(parameter): name for name, parameter in named_parameters_of(net)}
     members = [names.get(id(each), "?") for group in optimizer.param_groups for each in group["params"]]
     states = optimizer.state_dict()["state"]  # whole, where it is kept in shards
@@ -87,7 +87,7 @@ def numbers_of(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """``None`` for what is no number."""
+    """Return the number, or ``None`` for another type."""
     if torch.is_tensor(value):
         return float(value) if value.numel() == 1 else None
     if isinstance(value, tuple | list):

@@ -1,4 +1,4 @@
-"""What each process says with the last message of an update: its weight, and whether it is ready to update.
+"""Each process's ballot, sent with the last message of an update: its weight, and whether it is ready.
 
 The words travel behind the gradients, in the same message: a field for each process, zero in all others, so that a
 sum over the processes brings them all through as they are.  A number is sent as its bytes, one to an element, which
@@ -21,7 +21,7 @@ _UPDATES = 2**32
 
 
 class Standing(IntEnum):
-    """What a process is about to do."""
+    """The next action of a process."""
 
     TRAINS = 0
     JOINED = 1
@@ -37,8 +37,8 @@ class Ballot:
     Attributes:
         standing: see :class:`Standing`.
         update: how many updates it has made.
-        settings: a checksum of what all must have alike, 32 bits.
-        weight: what its gradients weigh: rows, or what a weighted loss says.
+        settings: a 32-bit checksum of the settings that all must share.
+        weight: of its gradients: rows, or the weight of a weighted loss.
         used: per parameter whether a rank of the process used it.
     """
 
@@ -81,7 +81,7 @@ def write(tail: torch.Tensor, ballot: Ballot, process: int, processes: int) -> N
 
 
 def read(tail: torch.Tensor, processes: int) -> Tally:
-    """Return what stands in the end of a message that was summed over all processes; waits for its device."""
+    """Read the ballots at the end of a message that was summed over all processes; wait for its device."""
     numbers = [int(each) for each in (tail.real if tail.is_complex() else tail).tolist()]
     end = processes * _FIELD.size
     fields = list(_FIELD.iter_unpack(bytes(numbers[:end])))

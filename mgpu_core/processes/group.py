@@ -1,4 +1,4 @@
-"""The processes of one training, over a group of ``torch.distributed``: what is said between them, and who is gone.
+"""The processes of one training, over a group of ``torch.distributed``: messages between them, and which are gone.
 
 Everything is sent without blocking, and waited for in slices, so that Ctrl-C comes through; the group's own timeout
 bounds each wait.  Whatever goes wrong on the way means that a process is lost: an error names it where that can be
@@ -73,7 +73,7 @@ class Processes:
         """Until it is done.
 
         Args:
-            work: what was begun; ``None``: a stream waits already.
+            work: the pending operation; ``None``: a stream waits already.
             interrupted: whether to give up, where Ctrl-C is only noted.
 
         Raises:
@@ -93,10 +93,10 @@ class Processes:
             self._lose(error)
 
     def exchange(self, topic: str, value: Any, interrupted: Callable[[], bool] = lambda: False) -> list[Any]:
-        """Return each process's value, in their order; values are what JSON can hold.
+        """Return each process's value, in process order; values must be JSON.
 
         Args:
-            topic: what it is about, the same in all processes.
+            topic: the subject, the same in all processes.
             value: this process's.
             interrupted: as for :meth:`wait`.
 
@@ -205,7 +205,7 @@ def _check(group: Any) -> None:
 
 
 def _host() -> str:
-    """Return what identifies the machine and pid namespace in which a pid means the same process."""
+    """Return an identifier of the machine and pid namespace, inside which pids are unique."""
     with suppress(OSError):
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
     return socket.gethostname()

@@ -28,7 +28,7 @@ class Outbox:
         processes: who gets them.
         messages: one flat tensor per bucket, summed in place; the last one has room for a ballot at its end.
         parameters: how many a ballot tells of.
-        comm_dtype: what messages are cast to for the way; ``None``: their own dtype.
+        comm_dtype: the dtype of messages in transit; ``None``: their own.
     """
 
     def __init__(
@@ -80,11 +80,11 @@ class Outbox:
         self._under_way.append((message, sent, self._processes.add_up(sent)))
 
     def cast(self, ballot: Ballot, interrupted: Callable[[], bool]) -> Tally:
-        """Send what is left, ready or not, and the ballot; return all processes' words, when the sums are there.
+        """Send the remaining buckets and the ballot; return all processes' ballots when the sums are there.
 
         Raises:
             Error: a process is gone.
-            KeyboardInterrupt: ``interrupted`` said so; what the others do is not known.
+            KeyboardInterrupt: ``interrupted`` returned True; the state of the other processes is unknown.
         """
         alone = self._send_bucket is not None or not self._messages
         while self._next < len(self._messages) - (not alone):

@@ -54,7 +54,7 @@ def _refuse_special(layer: Module) -> None:
 
 
 def _convert(module: Any, known: dict[int, Module]) -> Any:
-    """``known``: what each module met so far has become; one that has two names, or parents, stays one."""
+    """Convert recursively; ``known`` maps modules to their conversions, so a shared module stays shared."""
     if id(module) in known:
         return known[id(module)]
     if _is_convertible(module):

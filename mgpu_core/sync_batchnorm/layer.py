@@ -92,5 +92,5 @@ class SyncBatchNorm(_BatchNorm):
 
 @outside_the_compiler
 def _is_checkpointed() -> bool:
-    """Return whether this forward may be inside a checkpoint: without gradients, or with hooks on what it saves."""
+    """Return whether this forward may be inside a checkpoint: without gradients, or with saved-tensor hooks."""
     return not torch.is_grad_enabled() or torch._C._autograd._top_saved_tensors_default_hooks(False) is not None

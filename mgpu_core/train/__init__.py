@@ -1,1 +1,1 @@
-"""What :class:`mgpu_core.TrainStep` is made of: replicas that live, flat buckets, gradient sync, updates."""
+"""The parts of :class:`mgpu_core.TrainStep`: persistent replicas, flat buckets, gradient sync, updates."""

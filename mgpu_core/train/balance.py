@@ -1,9 +1,9 @@
 """How many rows each rank gets, where devices are not equally fast: measured over the first steps, then kept.
 
 Every rank's time for its own rows is taken.  When the split that these speeds ask for would be clearly better than the
-one there is, it is taken over, on trial: where the slowest rank is not faster by at least half of what the speeds
-promised, the split before comes back, and the next trial is twice as far away.  For times are not in proportion to rows
-where steps are short: what has more rows then only looks faster.  A difference within the noise changes nothing,
+one there is, it is taken over, on trial: where the slowest rank is not faster by at least half of the predicted
+gain, the split before comes back, and the next trial is twice as far away.  For times are not in proportion to rows
+where steps are short: the rank with more rows then only looks faster.  A difference within the noise changes nothing,
 because every change costs a new shape (kernels are chosen, graphs captured, anew).  A rank never gets more rows than
 its device's memory has room for, nor fewer than two, which batch normalisation needs.
 """
@@ -33,7 +33,7 @@ CLOCKS_KEPT = 8  # calls whose times a GPU may still owe
 
 
 class RankPlan(NamedTuple):
-    """What one rank does in a step.
+    """The work of one rank in a step.
 
     Attributes:
         rank, device: which rank, and where it computes.
@@ -50,7 +50,7 @@ class RankPlan(NamedTuple):
 
 
 class _Trial(NamedTuple):
-    """What was before a change, and what it promised: how many times faster the slowest rank would be."""
+    """The split before a change, and the predicted gain: how many times faster the slowest rank would be."""
 
     shares: list[float]
     slowest: float
@@ -97,7 +97,7 @@ class AutoShares:
         return changed
 
     def _has_failed(self) -> bool:
-        """Return whether the split on trial gained less than half of what it promised; then put the one before back."""
+        """Return True, and restore the split before, if the trial gained less than half of the prediction."""
         trial, self._trial = self._trial, None
         if trial is None or self._slowest() * (1 + trial.gain) / 2 <= trial.slowest:
             return False
@@ -132,7 +132,7 @@ class AutoShares:
 
 
 def _capped(rows: list[float], room: Sequence[int | None]) -> list[float]:
-    """Return rows within each rank's room; others take what one cannot, in proportion.  If all are full: unchanged."""
+    """Return rows within each rank's room; others take the excess, in proportion.  If all are full: unchanged."""
     full: set[int] = set()
     while True:
         over = {i for i, limit in enumerate(room) if limit is not None and i not in full and rows[i] > limit}
@@ -215,7 +215,7 @@ class SplitPlan:
                 self._timed.clear()  # what was measured with other shares
 
     def table(self, workers: str) -> list[RankPlan]:
-        """Return what each rank does; ``workers`` is how they run."""
+        """Return the work of each rank; ``workers`` is how they run."""
         shares = self.shares or [1.0] * len(self._team)
         rows = [*self._rows, *[0] * (len(self._team) - len(self._rows))]
         return [

@@ -1,4 +1,4 @@
-"""The state of a step: what it resumes from, on any number of ranks, and whether all ranks hold the same bits."""
+"""The state of a step, to resume from on any number of ranks; and a check that all ranks hold the same bits."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def state_of(net: Module, optimizer: Optimizer) -> dict[str, Any]:
 
 
 def load_state(state: Any, net: Module, optimizer: Optimizer) -> None:
-    """Put a state back.  What does not fit is found before anything is changed.
+    """Load a state.  Everything is validated before anything is changed.
 
     Raises:
         ValueError: not a state of this kind, or one of another module or optimizer.

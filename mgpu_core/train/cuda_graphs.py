@@ -1,7 +1,7 @@
-"""Whole steps as CUDA graphs: what is recorded of a step, and what the host still does at each replay.
+"""Whole steps as CUDA graphs: the recorded part of a step, and the host's work at each replay.
 
-A graph holds what one device does between two updates; a recording computes nothing.  Numbers that change from step to
-step lie in the device's memory, and those that a recording has fixed are part of its key: shapes, modes, the loss
+A graph holds the work of one device between two updates; a recording computes nothing.  Numbers that change from step
+to step lie in the device's memory, and those that a recording has fixed are part of its key: shapes, modes, the loss
 scale.  Where all ranks share a device there is one graph, from the batch to the update.  Over several devices, each has
 two: forward, loss, backward and the sums over its own ranks; and the update.  Between them the host lets the devices
 sum, in the ordinary way, since collectives of several GPUs in one process cannot be part of graphs that are recorded
@@ -42,8 +42,8 @@ class CapturedSteps:
     Attributes:
         reducer: the same.
         replicas, passes, transaction: of the loop.
-        graphs: what was recorded.
-        recorder: what records.
+        graphs: the recorded graphs.
+        recorder: records the work of one device.
     """
 
     def __init__(self, loop: TrainLoop, reducer: Reducer) -> None:
@@ -64,7 +64,7 @@ class CapturedSteps:
         )
 
     def _fixed(self, clip_norm: float | None) -> tuple[Hashable, ...]:
-        """Return what a recording fixes, besides the batch."""
+        """Return the settings that a recording fixes, besides the batch."""
         replicas, optimizer_step = self.replicas, self._optimizer_step
         autocast = torch.is_autocast_enabled(GRAPH_DEVICE) and torch.get_autocast_dtype(GRAPH_DEVICE)
         modes = tuple(node.module.training for modules in self._modules for node in modules.tree.nodes)
@@ -118,7 +118,7 @@ class CapturedSteps:
         self.transaction.open_window(loss_options.reduction, 1)
 
     def split(self, batch: Any) -> tuple[list[RankPart], list[int]]:
-        """Return what each rank works on, and the rows of each."""
+        """Return the inputs of each rank, and their rows."""
         inputs, kwargs = batch
         plan = self._split_plan
         parts, rows = self.passes.split(inputs, kwargs, plan.shares)
@@ -141,7 +141,7 @@ class CapturedSteps:
         return GradientNorm(sums)
 
     def work_on(self, index: int, norm: GradientNorm, weight: float | torch.Tensor, clip_norm: float | None) -> None:
-        """Launch what one device does for an update, behind the sums of the only call: nobody waits for it.
+        """Launch the update of one device, after the sums of the only call; the host does not wait.
 
         Args:
             index: of the device.

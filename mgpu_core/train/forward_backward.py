@@ -45,7 +45,7 @@ class RankPart:
 
 
 def seed(parts: Sequence[RankPart], seeds: Sequence[float]) -> None:
-    """Tell each part what its loss is multiplied by before backward."""
+    """Set the factor of each part's loss before backward."""
     for part, each in zip(parts, seeds, strict=True):
         part.seed = each
 
@@ -89,7 +89,7 @@ class ForwardBackward:
     def split(
         self, inputs: tuple[Any, ...], kwargs: dict[str, Any], shares: Sequence[float] | None
     ) -> tuple[list[RankPart], list[int]]:
-        """Return what each rank works on, and its rows."""
+        """Return the inputs of each rank, and their rows."""
         objects: dict[str, Any] = {"inputs": inputs, "kwargs": kwargs}
         if self._loss is not None:
             if not inputs or not (kwargs or inputs[1:]):
@@ -121,8 +121,8 @@ class ForwardBackward:
         Args:
             parts, rows: one per rank, of :meth:`split`.
             target: of all rows, for a loss on the gathered outputs.
-            clocks: per rank of the team what takes its time; empty: none is taken.
-            window: of the step, which says what losses are multiplied by before backward; ``None``: no backward.
+            clocks: a clock per rank; empty: no times are taken.
+            window: gives the factor of losses before backward; ``None``: no backward.
             keep_outputs: whether outputs are returned.
 
         Returns:
@@ -173,7 +173,7 @@ class ForwardBackward:
         Args:
             parts: one per rank, without targets.
             clocks, target: as for :meth:`run`.
-            scale: what the loss is multiplied by before backward; ``None``: there is none.
+            scale: the factor of the loss before backward; ``None``: no backward.
 
         Returns:
             The loss, detached; the outputs of all ranks on the first device, detached.

@@ -87,7 +87,7 @@ class Communication:
 
 @dataclass(frozen=True, slots=True)
 class BackwardOrder:
-    """What the first backward has shown, from which the layout follows.
+    """The observations of the first backward, from which the layout follows.
 
     Attributes:
         order: the parameters, in the order in which their gradients were made.
@@ -157,7 +157,7 @@ class GradBuckets:
             self.outbox = Outbox(processes, messages, len(parameters), communication.options.comm_dtype)
 
     def _sums_on(self, index: int, members: Sequence[int]) -> tuple[RankSums, list[list[torch.nn.Parameter]]]:
-        """Return what adds up a bucket on one device, and the parameters of each of its ranks."""
+        """Return the sum of a bucket over one device's ranks, and the parameters of each rank."""
         ranks, views = self._replicas.ranks_of[index], self.flats[index].gradient_views
         rows = [[self._replicas.parameters[rank][i] for i in members] for rank in ranks]
         return RankSums([views[i] for i in members], ranks), rows
@@ -185,7 +185,7 @@ class GradBuckets:
         return [self._replicas.names[i] for i in self._members[bucket]]
 
     def _tell(self, bucket: int) -> None:
-        """Tell a recording what the bucket holds."""
+        """Emit the contents of the bucket."""
         views = [self.flats[0].gradient_views[i] for i in self._members[bucket]]
         trace_contents("all_reduce", bucket, list(zip(self.names(bucket), views, strict=True)))
 

@@ -33,7 +33,7 @@ __all__ = [
 
 @dataclass(slots=True)
 class Sums:
-    """Summed gradients: those of a step, or what one of its devices has.
+    """Summed gradients: all of a step's, or those of one device.
 
     Attributes:
         parts: per device the flat sums that it updates by: all of them, or its shards.
@@ -48,7 +48,7 @@ class Sums:
     sparse: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def on(self, index: int) -> Sums:
-        """Return what one device has, where it has all of them."""
+        """Return the gradients of one device that has all of them."""
         return Sums([self.parts[index]], [self.padding[index]], self.parts[index])
 
 
@@ -94,7 +94,7 @@ def clip(sums: Sums, norm: torch.Tensor, limit: float) -> None:
 
 
 def factor_of(factor: float | torch.Tensor | None, norm: torch.Tensor, limit: float) -> float | torch.Tensor:
-    """Return what the sums, of norm ``norm``, are multiplied by so that ``factor`` times them is at most ``limit``.
+    """Return the factor for sums of norm ``norm`` with which ``factor`` times their norm is at most ``limit``.
 
     A number where the norm lies on the CPU, else a float64 scalar beside it: nobody waits.
     """

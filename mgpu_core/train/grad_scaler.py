@@ -1,7 +1,7 @@
 """Mixed precision: which dtype a forward computes in, and the scale that keeps float16 gradients off zero.
 
-The scale is what backward starts from, so it costs no pass over memory, and it is taken out together with whatever
-else the sums are divided by.  Sums that are not finite mean that it was too large: all ranks skip that update, because
+Backward starts from the scale, so it costs no pass over memory, and it is divided out together with the other
+factors of the sums.  Sums that are not finite mean that it was too large: all ranks skip that update, because
 it is the team's sums that are looked at, and the scale is halved.  The numbers are those of ``torch.amp.GradScaler``.
 """
 
@@ -21,10 +21,10 @@ class LossScale:
     """The scale of the loss; 1 for ever unless gradients are float16.
 
     Args:
-        amp_dtype: what forwards compute in.
+        amp_dtype: autocast's dtype in forwards.
 
     Attributes:
-        scale: what losses are multiplied by.
+        scale: the factor of losses.
         skipped: updates that were skipped so far.
     """
 
@@ -57,7 +57,7 @@ class LossScale:
             self._good = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a step resumes from."""
+        """Return the state to resume from."""
         return {"is_on": self.is_on, "scale": self.scale, "good": self._good, "skipped": self.skipped}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -1,7 +1,7 @@
 """Recordings of steps: made once per kind of batch, after a few ordinary steps, and replayed from then on.
 
-This file knows how the work of one device is recorded, when there is a recording, which batches it serves, and what to
-tell the user where there is none; ``cuda_graphs.py`` knows what is recorded of a step.
+This file records the work of one device, decides when, and which batches a graph serves, and words the reason where
+there is none; ``cuda_graphs.py`` says which part of a step is recorded.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _NEW_LINE = "\n"
 
 
 class StaticNest:
-    """A nest whose tensors stay where they are: what a recording reads, filled anew before each replay.
+    """A nest of static tensors: a graph reads them, and they are filled before each replay.
 
     Args:
         nest: like those that it will be filled with.
@@ -173,7 +173,7 @@ def _taken_apart(nest: tuple[Any, ...]) -> tuple[Hashable, list[Any]]:
 
 
 def _key(batch: tuple[Any, ...], settings: Hashable) -> Hashable | None:
-    """Return what two batches must have in common to be served by one recording; ``None``: none could."""
+    """Return the key of batches that one graph serves; ``None`` if no graph can serve this one."""
     kind, leaves = _taken_apart(batch)
     parts: list[Hashable] = [settings, kind]
     for each in leaves:
@@ -196,7 +196,7 @@ class CudaRecorder:
     def record(self, device: torch.device, work: _Work) -> tuple[torch.cuda.CUDAGraph, list[torch.Tensor]]:
         """Return the graph of all that ``work`` launches on one device, and where its results will lie.
 
-        Other threads may use the GPUs meanwhile: what they do is not recorded, and does not break the recording.
+        Other threads may use the GPUs meanwhile: their work is not recorded, and does not break the recording.
         """
         with torch.cuda.device(device):
             if device not in self._pools:
@@ -230,7 +230,7 @@ def _captured(
 
 
 def _end_capture(device: torch.device, pool: Any) -> None:
-    """Do what torch leaves out after a capture that failed.
+    """Clean up after a failed capture, where torch does not.
 
     Torch (2.11) asks CUDA for the end of a capture first, and where that is an error, its allocator goes on to serve
     the graph's pool, and its generator takes all random numbers for a graph's: dropout would fail from then on.  The

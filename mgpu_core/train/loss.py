@@ -1,4 +1,4 @@
-"""What the ranks' losses add up to: weights that make their sum one device's loss, and its gradient one device's.
+"""Weights of the ranks' losses, with which their sum and its gradient equal those of a single device.
 
 A rank's loss is a mean over its own rows, a sum over them, or a sum with a weight beside it.  The gradient of a mean
 is weighted before backward, by the seed that backward starts from, so that it costs no pass over memory; a sum with
@@ -73,7 +73,7 @@ class RankLoss:
 
 
 def rank_loss(result: Any, reduction: str) -> RankLoss:
-    """Check what a loss function returned: ``loss`` or ``(loss, {name: number})``; ``weighted``: see the step.
+    """Check the result of a loss function: ``loss`` or ``(loss, {name: number})``; ``weighted``: see the step.
 
     Raises:
         TypeError, ValueError: it is not one number, or for ``weighted`` not a pair of numbers.
@@ -161,7 +161,7 @@ class Window:
     Args:
         reduction: one of :data:`REDUCTIONS`.
         planned: how many calls the window is expected to have.
-        scale: what all losses are multiplied by before backward, and their gradients divided by after it.
+        scale: the factor of all losses before backward; gradients are divided by it afterwards.
         rows: of a call in all processes, that a mean is taken over beforehand; ``None``: the rows of the first call.
         shared: there are other processes: a call without rows adds nothing to theirs.
     """
@@ -183,7 +183,7 @@ class Window:
         self.planned = planned
 
     def seeds(self, rows: Sequence[int]) -> list[float]:
-        """Return what the loss of each rank is multiplied by before backward; ``rows`` are those of the ranks."""
+        """Return the factor of each rank's loss before backward; ``rows`` has one entry per rank."""
         if self._reduction != "mean":
             return [self._scale] * len(rows)
         total = sum(rows)
@@ -214,7 +214,7 @@ class Window:
 
     @property
     def weight(self) -> float | torch.Tensor:
-        """What the calls so far weigh: their rows, or what a weighted loss has said."""
+        """The weight of the calls so far: their rows, or the weights of a weighted loss."""
         return float(self._rows) if self._weight is None else self._weight
 
     @property
@@ -223,12 +223,12 @@ class Window:
         return self._seeded / self.planned
 
     def reseed(self, rows: float) -> float:
-        """Take the mean over so many rows instead; return what the gradients so far must be multiplied by."""
+        """Take the mean over so many rows instead; return the factor for the gradients so far."""
         before, self._seeded = self._seeded, rows * self.planned
         return before / self._seeded if before else 1.0
 
     def factor(self, weight: float | torch.Tensor) -> float | torch.Tensor | None:
-        """Return what the sums of the gradients must still be multiplied by; ``None``: by nothing.
+        """Return the factor that the sums of the gradients still need; ``None``: no factor.
 
         Args:
             weight: of all calls together.

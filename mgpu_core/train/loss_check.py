@@ -25,13 +25,13 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 class LossCheck(NamedTuple):
-    """What a check of the loss has found.
+    """The result of a check of the loss.
 
     Attributes:
         agrees: whether the two numbers are equal up to rounding; ``None``: that could not be judged.
         ranks: the sum of the ranks' losses, each with its weight.
         gathered: the loss of the outputs of all ranks together.
-        reason: why it could not be judged, or what to do where they differ; else empty.
+        reason: why the loss could not be judged, or advice where the numbers differ; otherwise empty.
     """
 
     agrees: bool | None
@@ -70,7 +70,7 @@ def compare_losses(
     dim: int,
     is_half: bool,
 ) -> LossCheck:
-    """Compare the loss of all outputs together with what the ranks' losses add up to.
+    """Compare the loss of all outputs together with the sum of the ranks' losses.
 
     Args:
         loss_fn: the user's; it is called twice without gradients, from the state ``before``.  Its buffers and the
@@ -166,7 +166,7 @@ def _is_weighted_mean(loss_fn: Any, target: Any) -> bool:
 
 
 def warning_of(check: LossCheck) -> str:
-    """Return what to tell where the numbers differ."""
+    """Return the advice where the numbers differ."""
     return (
         f"the loss of all rows together is {check.gathered:.6g}, but the ranks' losses add up to {check.ranks:.6g}: "
         f"{check.reason}"

@@ -157,7 +157,7 @@ class OptimizerStep:
         return optimizer.attach(self._replicas.own, buckets.buckets, flats, shards)
 
     def _step(self, factor: float | torch.Tensor) -> None:
-        """Call ``optimizer.step()``, that of its clones, and send what these have not computed."""
+        """Call ``step()`` of the optimizer and of its clones, and send values that clones did not compute."""
         written = self._has_copies and self.values_changed()  # by a forward: rank 0's values count, as in the drop-in
         if self._ours is not None:
             self._ours.step_by(self._used, factor)

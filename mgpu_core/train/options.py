@@ -35,7 +35,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class LossOptions:
-    """How rows are cut and what their losses mean; see :class:`mgpu_core.TrainStep`."""
+    """How rows are cut and losses are weighted; see :class:`mgpu_core.TrainStep`."""
 
     dim: int
     reduction: str
@@ -51,7 +51,7 @@ class LossOptions:
 
 @dataclass(frozen=True, slots=True)
 class UpdateOptions:
-    """When and by what gradients the optimizer updates; see :class:`mgpu_core.TrainStep`."""
+    """When the optimizer updates, and with which gradients; see :class:`mgpu_core.TrainStep`."""
 
     accumulate: int
     clip_norm: float | None
@@ -99,7 +99,7 @@ class RunOptions:
 
 @dataclass(slots=True)
 class Options:
-    """What a step is made from.
+    """The arguments of a step.
 
     Raises:
         TypeError, ValueError: arguments that do not fit together.
@@ -140,7 +140,7 @@ class Options:
         self.update = replace(self.update, **{name: value})
 
     def agreed(self) -> dict[str, Any]:
-        """Return what all processes must have in common, besides net and optimizer."""
+        """Return the settings that all processes must share, besides net and optimizer."""
         names = (
             "reduction", "accumulate", "clip_norm", "error_if_nonfinite", "amp_dtype", "bucket_nbytes", "algorithm",
             "comm_dtype",
@@ -163,7 +163,7 @@ def _check_choice(name: str, value: str, choices: Sequence[str]) -> None:
 
 
 def nonfinite_is_error(asked: bool | None, team: Team) -> bool:
-    """Return what ``error_if_nonfinite`` means: ``None`` is True on the CPU, where the check waits for no device."""
+    """Resolve ``error_if_nonfinite``: ``None`` is True on the CPU, where the check waits for no device."""
     return all(device.type == "cpu" for device in team.devices) if asked is None else bool(asked)
 
 

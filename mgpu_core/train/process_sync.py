@@ -94,7 +94,7 @@ class ProcessSync:
         """Return one layout for all processes, after their first backward; ``None``: all have joined.
 
         Args:
-            mine: what this process's backward has shown.
+            mine: the order of this process's backward.
 
         Raises:
             Error: a process has given the step up.
@@ -129,7 +129,7 @@ class ProcessSync:
         """Wait until all processes have loaded their state.
 
         Raises:
-            Error: in another one it did not; ``error`` is what went wrong in this one.
+            Error: in another process it did not; ``error`` is the failure in this one.
         """
         found = self._processes.exchange("loading", {} if error is None else {"reason": _reason_of(error)})
         if error is None:
@@ -149,8 +149,8 @@ class ProcessSync:
             settings: of this update, in this process.
 
         Returns:
-            What all have said, and the settings to update by: this process's, or where it has no data, those of one
-            that trains.
+            The ballots of all, and the settings to update by: this process's, or without data those of one that
+            trains.
 
         Raises:
             Error: a process has given the step up, is gone, or is at another update.
@@ -175,7 +175,7 @@ class ProcessSync:
         return zlib.crc32(json.dumps([settings, groups]).encode())
 
     def give_up(self, updates: int, error: BaseException) -> str | None:
-        """Tell the others that this process cannot update; return what is wrong with the step from now on."""
+        """Tell the others that this process cannot update; return the error that the step raises from now on."""
         if self._is_laying_out and not self._is_open:
             return _NO_LAYOUT
         if not self._is_open or self._processes.lost is not None:

@@ -6,7 +6,7 @@ that runs its backward, while the others go on; no rank waits for another::
 
     rank 0's backward   g3 ─ g2 ───────── g1 ─ g0
     rank 1's backward   g3 ────── g2 ── [sum 1: g3 g2] ── g1 ── g0 ── [sum 0: g1 g0]
-    the caller          waits for both ...........................................  finish(): what is left, update
+    the caller          waits for both ...........................................  finish(): the rest, update
 
 On a GPU a sum runs on a side stream, which waits for the streams that the gradients were made on; the stream of the
 update waits for it in :meth:`Reducer.finish`.
@@ -292,7 +292,7 @@ class Reducer(Gradients):
                 gradient.mul_(factor)
 
     def finish(self) -> None:
-        """Sum what is left after the backward of all ranks; each rank still has its own gradients."""
+        """Sum the remaining buckets after the backward of all ranks; each rank still has its own gradients."""
         buckets = self.buckets
         for bucket in self._counter.left():
             if buckets.outbox is not None and buckets.outbox.has_sent(bucket):
@@ -325,7 +325,7 @@ class Reducer(Gradients):
             parameter.grad = view if is_used else None
 
     def learnt(self, updated: Collection[int]) -> BackwardOrder:
-        """Return what the first backward has shown; the optimizer has the parameters ``updated``.
+        """Return the order that the first backward has shown; the optimizer has the parameters ``updated``.
 
         Parameters that have gradients are wanted even if they were frozen since.  Several processes cannot lay out
         again when a parameter is thawed, so all of the optimizer's are in their buckets from the start.

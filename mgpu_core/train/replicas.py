@@ -99,7 +99,7 @@ class Replicas:
     def settle(self) -> bool:
         """Put parameters that somebody gave other memory (``.data =``, another step) back into the memory of this step.
 
-        Rank 0's values count, as in the drop-in; what other ranks assigned is lost.
+        Rank 0's values count, as in the drop-in; assignments of other ranks are lost.
 
         Returns:
             Whether there were any.
@@ -139,7 +139,7 @@ class Replicas:
     def check_unwritten(self, before: list[int]) -> None:
         """Raise RuntimeError if the forward of rank 0 has written a parameter that other ranks share.
 
-        Each of them would have written it, at the same time, and read what another has written.
+        Each of them would have written it at the same time, and read another's value.
 
         Args:
             before: ``versions`` before the forwards.

@@ -1,4 +1,4 @@
-"""What keeps a step whole: nothing persistent changes before all ranks are through, and then all of it does."""
+"""Keep a step atomic: nothing persistent changes before all ranks are through, and then all of it does."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def _is_like(buffer: torch.Tensor, before: torch.Tensor, values: torch.Tensor) -
 class uninterrupted:  # noqa: N801  # as contextlib's own
     """Ctrl-C waits until the end: the handler of SIGINT runs then.  Outside the main thread signals do not come.
 
-    Gives what says whether it came, to those who wait inside.
+    Yield a function that returns True once Ctrl-C came, for waits inside.
     """
 
     __slots__ = ("_before", "_came")

@@ -68,7 +68,7 @@ class TrainStep:
     Each rank runs the module as it is at the call on its part of the rows: forward, loss, backward.  Rank 0 runs
     ``net`` itself, the others replicas made for the call, whose parameters live on.  Gradients are summed bucket by
     bucket while backward goes on, and the optimizer updates each device once.  The numbers are one device's: the loss,
-    the gradients and the parameters, for every split of the rows.  One rank costs about what a bare loop does: no
+    the gradients and the parameters, for every split of the rows.  One rank costs about as much as a bare loop: no
     thread, no scatter, and gradients stay where autograd makes them.
 
     Args:
@@ -92,7 +92,7 @@ class TrainStep:
             measured over the first steps, as far as their memory goes (see :meth:`plan`).
 
     Args for the loss:
-        reduction: what ``loss_fn`` does with its rows: ``mean``; ``sum``; or ``weighted``: it returns
+        reduction: how ``loss_fn`` combines its rows: ``mean``; ``sum``; or ``weighted``: it returns
             ``(sum, weight)``, and the team's sum is divided by the team's weight (``ignore_index``, class weights).
         loss_on: ``ranks``: each rank computes the loss of its own rows, which the first step checks (see
             :meth:`check_loss`); ``gathered``: the loss is computed once, on the outputs of all ranks, as for a loss
@@ -110,7 +110,7 @@ class TrainStep:
 
     Args for the sums of gradients:
         bucket_nbytes: how many bytes of gradients are summed together.
-        comm_dtype: what gradients are cast to for the way between devices.  Ranks of one device send nothing.
+        comm_dtype: the dtype of gradients in transit between devices.  Ranks of one device send nothing.
         algorithm: of the all-reduce between devices, as in :func:`mgpu_core.comm.all_reduce`.
 
     Args for how ranks run:
@@ -121,12 +121,12 @@ class TrainStep:
             are followed.
         capture: record whole steps as CUDA graphs and replay them: one launch per step where all ranks share one GPU;
             over several, two per GPU, and the sums between them in the ordinary way, behind all backwards.
-            Shapes that change are recorded anew after a few ordinary steps; what cannot be captured goes the ordinary
-            way, and a warning says why, once.  ``step.graphs`` knows how many steps were replays.
+            Shapes that change are recorded anew after a few ordinary steps; a step that cannot be captured runs the
+            ordinary way, and a warning says why, once.  ``step.graphs`` knows how many steps were replays.
 
-    After a step, ``grad`` of the parameters holds what the update used, with :mod:`mgpu_core.optim` the sums before
-    clipping and unscaling; of a parameter that no rank used it is ``None``, and the optimizer leaves that parameter
-    alone.  Running statistics are those of rank 0's rows.  Hooks on parameters see each rank's own gradient.
+    After a step, ``grad`` of the parameters holds the gradients of the update, with :mod:`mgpu_core.optim` the sums
+    before clipping and unscaling; of a parameter that no rank used it is ``None``, and the optimizer leaves that
+    parameter alone.  Running statistics are those of rank 0's rows.  Hooks on parameters see each rank's own gradient.
 
     The arguments are attributes (``net`` is ``module``, and ``team`` has the devices).  ``accumulate``, ``clip_norm``,
     ``error_if_nonfinite`` and ``shares`` may be set to other values, for the calls to come; the others stay.
@@ -208,7 +208,7 @@ class TrainStep:
 
     @property
     def shares(self) -> Sequence[float] | str | None:
-        """As they were given; another value counts from the next call on.  ValueError for what no step can have."""
+        """The shares as given; a new value counts from the next call on.  Raise ValueError if no step can have it."""
         return self._split_plan.asked
 
     @shares.setter
@@ -226,8 +226,8 @@ class TrainStep:
         """Make one step on a batch.
 
         Args:
-            inputs: what ``net`` takes, and last the target (any nest; there is none with ``loss_fn=None``); cut along
-                ``dim`` into one part per rank.
+            inputs: the arguments of ``net``, and last the target (any nest; there is none with ``loss_fn=None``); cut
+                along ``dim`` into one part per rank.
             return_outputs: return ``(loss, outputs)``.
             aux: return ``(loss, numbers)``, or ``(loss, outputs, numbers)``: the further numbers that ``loss_fn`` gave.
             kwargs: for ``net``, cut like the inputs.
@@ -240,7 +240,7 @@ class TrainStep:
             ValueError, TypeError: inputs that do not fit together; a loss that is not one number.
             RuntimeError: parameters of ``net`` were moved or replaced.
             FloatingPointError: a gradient is not finite (see ``error_if_nonfinite``).
-            Exception: what a rank raised, as :func:`mgpu_core.parallel_apply` words it.  Then, and at Ctrl-C,
+            Exception: a rank raised it; worded by :func:`mgpu_core.parallel_apply`.  Then, and at Ctrl-C,
                 everything is as after the last update: gradients of the calls since are dropped, buffers are put back.
         """
         if torch.is_inference_mode_enabled():
@@ -252,7 +252,7 @@ class TrainStep:
         return _returned(loss, outputs, numbers, return_outputs, aux) if return_outputs or aux else loss
 
     def plan(self) -> list[RankPlan]:
-        """Return what each rank does: its device, its share of the rows, its rows in the last call, and how it runs."""
+        """Return each rank's plan: its device, its share of the rows, its rows in the last call, and how it runs."""
         return self._split_plan.table(self._loop.choice.now)
 
     def evaluate(self, *inputs: Any, return_outputs: bool = False, aux: bool = False, **kwargs: Any) -> Any:

@@ -46,10 +46,10 @@ Result: TypeAlias = tuple[torch.Tensor, Any, dict[str, torch.Tensor]]  # loss, o
 class TrainLoop:
     """Steps, one call at a time.
 
-    What works is made from the module as it is, and made anew by :meth:`rebuild`.
+    Its parts are made from the module as it is, and made anew by :meth:`rebuild`.
 
     Args:
-        options: what steps are made from.
+        options: the arguments of the step.
         split_plan: which rank gets which rows.
         processes: that train with this one; ``None``: there are no others.
 
@@ -59,7 +59,7 @@ class TrainLoop:
         choice: how ranks run, in threads or one after the other.
         communication: how gradients are summed; a hook of the user's outlives a rebuild.
         keeps_accumulating: no call updates.
-        replicas, modules, net, gradients, optimizer_step, passes, transaction: each is what its class says.
+        replicas, modules, net, gradients, optimizer_step, passes, transaction: see their classes.
         reducer: the gradients of several ranks; ``None``: one rank is alone, and there is no sum.
         captured: ``None`` without ``capture=True``.
         process_sync: ``None`` without other processes.
@@ -84,7 +84,7 @@ class TrainLoop:
         self._build(steps=0)
 
     def _build(self, steps: int) -> None:
-        """Make what works from the module as it is, after so many updates."""
+        """Make the parts from the module as it is, after so many updates."""
         options, processes, team, run = self.options, self._processes, self.options.team, self.options.run
         if processes is not None:
             agree(processes, options.module, options.optimizer, self._agreed(steps))
@@ -117,7 +117,7 @@ class TrainLoop:
         self._is_built = True
 
     def _agreed(self, steps: int) -> dict[str, Any]:
-        """Return what all processes must have in common, besides net and optimizer."""
+        """Return the settings that all processes must share, besides net and optimizer."""
         return self.options.agreed() | {"updates": steps, "loss scale": self.loss_scale.scale}
 
     @property
@@ -287,7 +287,7 @@ class TrainLoop:
             self.follow_parameters(updates=updates)
 
     def follow_parameters(self, *, updates: bool = False) -> None:
-        """Bring the ranks' parameters up to what the user has done to them since the last call.
+        """Copy changes that the user made to parameters since the last call to all ranks.
 
         Args:
             updates: an update follows, by which parameters may have to be in a bucket.
@@ -363,7 +363,7 @@ class TrainLoop:
             raise RuntimeError("this step was closed")
 
     def _give_up(self, error: BaseException) -> None:
-        """Wait for ranks that are still at work, and drop what the calls since the last update have left."""
+        """Wait for ranks that are still at work, and drop the gradients of the calls since the last update."""
         self.gradients.cancel()
         if not self._ranks_have_ended():
             return

@@ -29,7 +29,7 @@ Decision: TypeAlias = tuple[bool, list[bool], float | torch.Tensor | None]
 
 
 class UpdateTransaction:
-    """The calls of a window, and what their update needs: sums, agreement and factor before it, counts after it.
+    """The calls of a window, and the data of their update: sums, agreement and factor before it, counts after it.
 
     Up to :meth:`decide` nothing changes that lasts: parameters, optimizer, counts.  Running statistics do, and are put
     back when the window is abandoned.
@@ -93,7 +93,7 @@ class UpdateTransaction:
         self.window.calls = 0
 
     def restore(self) -> None:
-        """Drop what the calls since the last update have left."""
+        """Drop the gradients of the calls since the last update."""
         self._gradients.abandon()
         self._buffers.restore()
         self.close()
@@ -102,7 +102,7 @@ class UpdateTransaction:
         """Finish the sums of the window's gradients; return False if no process has any.
 
         Args:
-            standing: what this process tells the others.
+            standing: the state that this process reports to the others.
         """
         reducer = self._reducer
         if reducer is not None:
@@ -116,7 +116,7 @@ class UpdateTransaction:
 
         Args:
             options: of the step.
-            standing: what this process tells the others.
+            standing: the state that this process reports to the others.
             interrupted: returns whether Ctrl-C came, for those who wait.
 
         Raises:
@@ -139,7 +139,7 @@ class UpdateTransaction:
     def _factor(
         self, weight: float | torch.Tensor, clip_norm: float | None, error_if_nonfinite: bool
     ) -> float | torch.Tensor | None:
-        """Return what the update multiplies the sums of all calls, of this weight, by; ``None``: they overflow.
+        """Return the update's factor for the sums of all calls, of this weight; ``None``: they overflow.
 
         Torch's optimizers take gradients as they are: for them the sums themselves are multiplied.
         """
@@ -194,7 +194,7 @@ class UpdateTransaction:
             run: replays the work on the devices, and returns the loss; ``None``: there is no recording.
 
         Returns:
-            What ``run`` does.
+            The result of ``run``.
 
         Raises:
             FloatingPointError: gradients are not finite, and the loss scale is not the reason.

@@ -1,4 +1,4 @@
-"""The functional forms: what people call."""
+"""The public functions: ``scatter`` and ``scatter_kwargs``."""
 
 from __future__ import annotations
 

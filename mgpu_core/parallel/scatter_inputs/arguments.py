@@ -36,7 +36,7 @@ def cut(
     Args:
         as_views: chunks on the only device of all ranks need not be memory of their own.
         dealt: the object whose tensors with one number per rank are dealt out, also where the rows are others: so
-            transformers' Trainer tells each replica by what to divide, and torch never saw a row there.
+            transformers' Trainer passes each replica its divisor so, and torch sees no rows in it.
     """
     check_shares(shares, len(team))
     if len(team) == 1:
@@ -72,7 +72,7 @@ class Arguments:
         return [tree.unflatten(rest) for tree in self.trees]
 
     def path(self, position: int) -> str:
-        """Return what the leaf is called: ``inputs[1]["x"]``."""
+        """Return the path of the leaf: ``inputs[1]["x"]``."""
         paths = [path for name, tree in zip(self.names, self.trees, strict=True) for path in tree.paths(name)]
         return paths[position]
 
@@ -111,7 +111,7 @@ class Arguments:
     def spread(
         self, position: int, team: Team, counts: list[int] | None, dim: int, one_device: torch.device | None
     ) -> Sequence[Any]:
-        """Return what each rank gets of the leaf: views, where it is plain and lies on the one device of all ranks."""
+        """Return each rank's part of the leaf: views, if it is plain and on the one device of all ranks."""
         leaf = self.leaves[position]
         warn_unknown(leaf, partial(self.path, position))
         parts: Sequence[Any]

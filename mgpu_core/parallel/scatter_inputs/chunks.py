@@ -63,5 +63,5 @@ _data_of = attrgetter("data")
 
 
 def is_plain(leaf: torch.Tensor) -> bool:
-    """Return whether views of it are all that a rank needs; what a scatter refuses is none."""
+    """Return True if a view of the tensor is sufficient: dense, at least 1-D, no autograd."""
     return leaf.dim() > 0 and not (leaf.requires_grad or is_undivided(leaf))

@@ -1,4 +1,4 @@
-"""What a step is given, cut for its ranks: mostly bare tensors on their only device, which take a short way."""
+"""Scatter the inputs of a step; bare tensors on the only device take a fast path."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["scatter_objects"]
 def scatter_objects(
     objects: dict[str, Any], team: Team, dim: int = 0, *, shares: Sequence[float] | None = None
 ) -> tuple[list[list[Any]], list[int]]:
-    """:func:`scatter` for several objects that are cut at the same rows; the names are what errors call them.
+    """Scatter several objects, named as in errors, at the same rows.
 
     Where all ranks are on a tensor's device, and no graph goes through it, their chunks are views of it.
 
@@ -41,7 +41,7 @@ def scatter_objects(
 def _plain_views(
     objects: dict[str, Any], team: Team, dim: int, shares: Sequence[float] | None
 ) -> tuple[list[list[Any]], list[int]] | None:
-    """Cut what most steps are given, bare tensors and tuples of them on the only device, without taking a nest apart.
+    """Cut bare tensors, and tuples of them, on the only device, without flattening a nest.
 
     One rank gets them as they are.  ``None``: it is something else, or wrong.
     """
@@ -74,7 +74,7 @@ def _plain_views(
 
 
 def _names(objects: dict[str, Any]) -> Iterator[str]:
-    """Return what the tensors are called, of bare ones and tuples of them."""
+    """Return the names of bare tensors and of the members of tuples."""
     for name, obj in objects.items():
         if type(obj) is tuple:
             yield from (f"{name}[{index}]" for index in range(len(obj)))
@@ -101,7 +101,7 @@ def _rebuilt(objects: dict[str, Any], columns: list[list[torch.Tensor]]) -> list
 
 
 def _rows_of(objects: dict[str, Any], dim: int) -> int:
-    """Return the rows of what one rank gets whole."""
+    """Return the number of rows of inputs that a single rank gets whole."""
     for obj in objects.values():  # as a rule a bare tensor says it
         first = obj[0] if isinstance(obj, tuple) and obj else obj
         if type(first) is torch.Tensor and first.dim() > dim >= 0:

@@ -1,4 +1,4 @@
-"""What is not cut: a single rank gets everything as it is, and what each of several gets whole is copied."""
+"""Leaves that are not cut: a single rank gets them as they are, each of several ranks gets a copy."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _copies_of_packed(packed: PackedSequence, team: Team) -> list[PackedSequence
 
 
 def copies_of_tensor(tensor: torch.Tensor, team: Team) -> Sequence[torch.Tensor]:
-    """Fresh memory on every rank, rank 0 too: a forward may write to what it is given.  Differentiable."""
+    """Copy into fresh memory on every rank, rank 0 too, since a forward may write to its inputs.  Differentiable."""
     if tensor.requires_grad and torch.is_grad_enabled():
         copies = [row[0] for row in autograd.broadcast_buckets(team, [tensor], numbered=False)]
     else:

@@ -23,7 +23,7 @@ def warn_unknown(leaf: object, path: Callable[[], str]) -> None:
     """Warn, once for its class, of a leaf that holds tensors but is no container, so that nothing of it is cut.
 
     Args:
-        path: returns what errors call the leaf.
+        path: returns the path of the leaf, for the warning.
     """
     kind = type(leaf)
     if leaf is None or isinstance(leaf, _NO_CONTAINERS) or kind in _told or not _holds_tensors(leaf):

@@ -126,7 +126,7 @@ def _has_entries(made: Any, plain: Any) -> bool:
 
 
 def _is_entry(made: Any, given: Any) -> bool:
-    """Return ``value``, or its conversion where the class converts dicts into its own kind."""
+    """Return True if ``made`` is ``given``, or ``given`` converted into a kind of its own, as some dicts do."""
     return made is given or (not isinstance(given, torch.Tensor) and isinstance(made, type(given)))
 
 

@@ -1,8 +1,8 @@
 """One device or many?  Measured on the user's own model, with the reason and a recommendation.
 
 ``print(mgpu_core.advise(net, loss_fn, (x, y)))`` lets the ways to train take turns on copies of the net; ``mgpu advise
-script.py`` does it for a script.  What is measured is in ``contest``, ``recorded``, ``memory`` and ``loading``; what
-follows from it in ``break_even``, ``reasons`` and ``recommend``: pure functions of numbers.
+script.py`` does it for a script.  ``benchmark``, ``from_trace``, ``memory`` and ``loading`` measure;
+``break_even``, ``reasons`` and ``recommend`` draw conclusions: pure functions of numbers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The ways take turns, A B C A B C ...: what a busy machine does to one, it does to all.
+"""Time the strategies in turns, A B C A B C ..., so that a busy machine disturbs all alike.
 
 A turn is so many steps that a clock can tell them apart, after one that brings the way's memory back into the caches.
 A way that fails is out, with its reason, and the others go on.
@@ -46,7 +46,7 @@ class Budget:
         return self._end - self.now()
 
     def part(self, parts: int) -> Budget:
-        """One of so many equal parts of what is left."""
+        """Return one of ``parts`` equal parts of the time that is left."""
         return Budget(self.left / parts, self.now)
 
 

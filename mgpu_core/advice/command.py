@@ -1,6 +1,6 @@
 """`mgpu advise script.py`: measures one device against many on the model that a script defines.
 
-Options may stand before and after the script; after it, what is no option of ours is the script's, and all that follows
+Options may stand before and after the script; after it, unknown options are the script's, and so is everything after
 `--`. So argparse gets two turns: the words before the script, then those after it.
 """
 
@@ -48,7 +48,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the advice; writes what was asked for.
+    """Print the advice, and write the files asked for.
 
     Returns:
         0; the script's own status if it failed; 1 if no way can be recommended.

@@ -1,4 +1,4 @@
-"""The numbers of an advice: measurements, and what follows from them."""
+"""The numbers of an advice: measurements and conclusions."""
 
 from __future__ import annotations
 
@@ -69,10 +69,10 @@ class AdviceData:
         memory: of one rank; ``None`` if it could not be counted.
         shares: of a recorded step of ``TrainStep``; ``None`` if there is none.
         loader_s: seconds in which the loader has as many rows as the sample; ``None`` without a loader.
-        reason: what holds many ranks back most.
-        recommendation: what to take.
-        notes: what was left out, and what failed beside the ways.
-        environment: on what it was measured.
+        reason: the main cost of many ranks.
+        recommendation: the strategy to take.
+        notes: measurements left out, and failures besides those of strategies.
+        environment: the machine and versions.
     """
 
     devices: tuple[str, ...]

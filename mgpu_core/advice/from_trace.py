@@ -1,4 +1,4 @@
-"""A few steps of ``TrainStep``, alone and recorded: where its time goes, and what it holds at its peak."""
+"""A few steps of ``TrainStep``, alone and recorded: where its time goes, and its peak memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _RECORDED = 5
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What the recorded step that took the middle time tells.
+    """The numbers of the recorded step of median time.
 
     Attributes:
         profile: from which other sizes are predicted.
@@ -52,7 +52,7 @@ def record_steps(plan: Plan, batch: Batch) -> Seen:
 
 
 class Peaks:
-    """The most that torch holds on each GPU, beyond what it held when this was made.
+    """The peak of torch's memory on each GPU, above its level when this was made.
 
     Args:
         gpus: CUDA devices, each once.
@@ -63,7 +63,7 @@ class Peaks:
         self._held = [torch.cuda.memory_allocated(gpu) for gpu in gpus]
 
     def begin(self) -> None:
-        """From now on; waits for what is still running."""
+        """Start now; wait for work that is still running."""
         for gpu in self._gpus:
             torch.cuda.synchronize(gpu)
             torch.cuda.reset_peak_memory_stats(gpu)

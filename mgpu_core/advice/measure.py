@@ -45,7 +45,7 @@ def advise(
     repeats: int = 7,
     seconds: float = 60.0,
 ) -> Advice:
-    """Measure one device against many ranks on this model, and say what to take and why.
+    """Measure one device against many ranks on this model, and recommend one, with the reason.
 
     The plain loop on the first device, ``DataParallel``, ``TrainStep`` and, where all ranks are on CUDA GPUs, a
     captured ``TrainStep`` take turns.  All of it happens on deep copies: ``net``, its gradients and the random numbers
@@ -78,7 +78,7 @@ def advise(
 
 @dataclass(slots=True)
 class _Findings:
-    """What has been measured so far, and what was not."""
+    """The measurements so far, and notes on those left out."""
 
     notes: list[str] = field(default_factory=list)
     measurements: list[Measurement] = field(default_factory=list)
@@ -93,7 +93,7 @@ class _Findings:
 
 
 def advised(plan: Plan, clock: Stopwatch) -> Advice:
-    """Everything that is measured by ``clock`` and the recordings, and what follows from it."""
+    """Measure by ``clock`` and recordings, and draw the conclusions."""
     with random_state_kept(plan.devices), torch.enable_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # each way would say the same; a failure is told in the result
         return _advised(plan, clock)

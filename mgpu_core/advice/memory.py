@@ -1,4 +1,4 @@
-"""What one rank keeps while it trains, in bytes: counted on the tensors, and on CUDA measured as well."""
+"""The memory of one rank in training, in bytes: counted on the tensors, and on CUDA measured as well."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Memory:
         parameters_nbytes: with the buffers.
         gradients_nbytes: of the parameters that got one.
         optimizer_nbytes: the optimizer's state after a step.
-        activations_nbytes: what autograd keeps between forward and backward, the rank's rows included.
-        peaks: the most that torch held on each device during a step of all ranks, beyond what it held before, as
+        activations_nbytes: saved by autograd between forward and backward, the rank's rows included.
+        peaks: peak memory of torch on each device during a step of all ranks, above the level before, as
             ``(device, nbytes)``; empty where that is not measured.
     """
 

@@ -1,4 +1,4 @@
-"""What is to be measured: the arguments of ``advise``, checked before anything is."""
+"""The measurements to make: the arguments of ``advise``, validated before any of them."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def plan_of(
     repeats: int,
     seconds: float,
 ) -> Plan:
-    """Return the plan; see :func:`mgpu_core.advise` for the arguments and what is raised."""
+    """Return the plan; see :func:`mgpu_core.advise` for arguments and errors."""
     check_module(net)
     if loss_fn is not None and not callable(loss_fn):
         raise TypeError(f"loss_fn must be a function or None, not {loss_fn!r}")

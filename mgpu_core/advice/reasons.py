@@ -31,7 +31,7 @@ _LAUNCH_BOUND = 0.9
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """What holds many ranks back most.
+    """The main cost of many ranks.
 
     Attributes:
         name: one of the constants of this file.

@@ -1,4 +1,4 @@
-"""What to take: a pure function of what was measured."""
+"""The recommendation: a pure function of the measurements."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _HOW = {
 
 @dataclass(frozen=True, slots=True)
 class Scaling:
-    """What the cost model predicts for two machines like this one.
+    """The cost model's prediction for two machines like this one.
 
     Attributes:
         topology: that is assumed, as for ``mgpu simulate``.
@@ -45,7 +45,7 @@ class Scaling:
 
 @dataclass(frozen=True, slots=True)
 class Recommendation:
-    """What to take.
+    """A recommendation.
 
     Attributes:
         way: empty if none could be measured, or not as it is.
@@ -75,7 +75,7 @@ def recommend(
         gpus: how many different ones the ranks are on; 0 off GPUs.
         scaling: to two machines.
         loader_s: seconds in which the loader has such a batch.
-        reason: the name of what holds many ranks back.
+        reason: the name of the main cost of many ranks.
         device_count: number of distinct devices.
         ranks: how many there are.
     """

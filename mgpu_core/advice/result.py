@@ -40,7 +40,7 @@ class Advice(AdviceData):
 
     @classmethod
     def from_json(cls, text: str) -> Advice:
-        """Return what :meth:`to_json` wrote.
+        """Read the text that :meth:`to_json` wrote.
 
         Raises:
             ValueError: it is not JSON, or not of this format.

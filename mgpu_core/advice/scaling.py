@@ -1,4 +1,4 @@
-"""What the cost model says of two machines like this one, with an assumption on how they are connected."""
+"""Predict two machines like this one by the cost model, with an assumption on their connection."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A user's script, run for the names that it defines: net, loss, batch, loader.
 
-It runs under a name of its own, so that what is below ``if __name__ == "__main__":``, the training, does not.
+It runs under a name of its own, so that the training, below ``if __name__ == "__main__":``, does not run.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Chosen:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a script defines."""
+    """The net, loss and data that a script defines."""
 
     net: Any
     loss_fn: Any
@@ -90,7 +90,7 @@ def found_in(names: Mapping[str, Any], chosen: Chosen, script: Path) -> Found:
 
 
 def check_names(names: Container[str], chosen: Chosen, script: Path) -> None:
-    """Raise ValueError unless the script defines a net, a loss, and a sample or a loader; it lists what is missing."""
+    """Raise ValueError unless the script defines a net, a loss, and a sample or a loader; the message lists them."""
     missing = []
     if not _is_there(names, chosen.net, NETS):
         missing.append(_told("a net", chosen.net, NETS, "--net"))

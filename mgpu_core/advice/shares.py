@@ -1,4 +1,4 @@
-"""What a recorded step spent its time on: shares of it, from intervals alone.
+"""The shares of a recorded step's time, from intervals alone.
 
 A step is compute (some rank is in its forward, loss or backward), exposed communication (buckets are summed, and no
 rank computes), update, and the rest: the host splits the batch, wakes the ranks, launches.
@@ -21,14 +21,14 @@ _COMPUTE = ("forward", "loss", "backward")
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """When a step did what.
+    """The intervals of a step's activities.
 
     Attributes:
         whole: from its first moment to its last.
         compute: per rank its forward, loss and backward.
         sums: of the buckets.
         update: of the optimizer, and of the norm that it needs.
-        launch_ratio: what the host took to launch the compute, by what a GPU took to run it; ``None`` off GPUs.
+        launch_ratio: the host's time to launch the compute over the GPU's time to run it; ``None`` off GPUs.
     """
 
     whole: Interval

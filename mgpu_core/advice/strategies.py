@@ -50,7 +50,7 @@ def first_line(error: BaseException) -> str:
 
 
 def copied(module: Any, device: torch.device) -> Any:
-    """Return a deep copy on ``device``, without gradients; what is no module is shared."""
+    """Return a deep copy on ``device``, without gradients; objects other than modules are shared."""
     if not isinstance(module, Module):
         return module
     found = copy.deepcopy(module)
@@ -92,7 +92,7 @@ class Loop(Way):
     """The loop that everybody writes: zero_grad, forward, loss, backward, step.
 
     Args:
-        wrap: what the loop calls, made from the copy.
+        wrap: makes the callable of the loop from the copy.
     """
 
     def __init__(self, plan: Plan, wrap: Callable[[Module], Module]) -> None:

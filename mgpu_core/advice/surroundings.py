@@ -1,4 +1,4 @@
-"""What is around the measurements: processors that others use, and random numbers that must come next as before."""
+"""Guards around the measurements: notes on busy processors, and random generators restored afterwards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was measured once and holds until the machine changes: kept in files, one per subject and machine.
+"""A cache of measurements that hold until the machine changes: files, one per subject and machine.
 
 `MGPU_CORE_CACHE` names the folder, or says `off`; the default is `mgpu_core` in the user's cache folder.  Files are
 replaced whole.  One that cannot be read, or is about another machine, is as good as none; where nothing can be
@@ -35,7 +35,7 @@ def cache_folder() -> Path | None:
 
 
 def load(subject: str, key: dict[str, Any]) -> Any | None:
-    """Return what was stored under this subject and key, by this process or another; ``None`` if there is nothing."""
+    """Return the value stored under this subject and key, by this process or another, or ``None``."""
     text = _text(key)
     if (subject, text) in _remembered:
         return _remembered[subject, text]
@@ -67,7 +67,7 @@ def store(subject: str, key: dict[str, Any], value: Any) -> None:
 
 
 def forget() -> None:
-    """Forget what this process remembers; files stay."""
+    """Forget this process's values; files stay."""
     _remembered.clear()
 
 

@@ -1,9 +1,9 @@
 """Compiled modules: their replicas are compiled too, once per rank.
 
-What ``torch.compile(module)`` and ``module.compile()`` make is bound to that one module: a replica that carried it
-along would compute with the original's weights.  Here the settings are taken out of it, and each rank gets a function
-of its own, ``f(replica, *args)``, compiled with them.  The replicas of later forwards are other objects of the same
-shape, for which the compiled code holds.
+The results of ``torch.compile(module)`` and ``module.compile()`` are bound to that one module: a replica that carried
+it along would compute with the original's weights.  Here the settings are taken out of it, and each rank gets a
+function of its own, ``f(replica, *args)``, compiled with them.  The replicas of later forwards are other objects of the
+same shape, for which the compiled code holds.
 
 Torch's compiler is not made for several threads: while one compiles, another that enters compiled code fails.  So a
 call that may compile, because its rank has not seen such arguments yet, has the compiler for itself; where it waits for
@@ -65,7 +65,7 @@ def compiled_calls(module: Module, compiled: Module, ranks: int) -> list[_Call]:
 
     Args:
         module: the module itself.
-        compiled: what was compiled: the module, or the wrapper that ``torch.compile`` returned.
+        compiled: the compiled module, or the wrapper that ``torch.compile`` returned.
         ranks: how many.
 
     Raises:
@@ -80,7 +80,7 @@ def compiled_calls(module: Module, compiled: Module, ranks: int) -> list[_Call]:
 
 
 def _settings_of(module: Module, compiled: Module) -> Any:
-    """Return torch's object that compiles what it is called with, as it did with this module."""
+    """Return torch's compiler object, with the settings used for this module."""
     if compiled is not module:
         hooked = compiled._forward_hooks or compiled._forward_pre_hooks
         settings = None if hooked else getattr(compiled, "dynamo_ctx", None)

@@ -1,4 +1,4 @@
-"""What a thread carries besides its arguments, taken from the caller to the workers.
+"""The context of a thread (modes, autocast, contextvars, ...), carried from the caller to the workers.
 
 Grad mode, inference mode, autocast, saved-tensor hooks and modes are settings of a thread; a new thread has the
 defaults.  Each rank also runs in a copy of the caller's ``contextvars`` of its own, because one context cannot be
@@ -70,7 +70,7 @@ class CallerContext:
 
 
 def _saved_tensors_hooks(one_device: bool) -> tuple[Callable[[], AbstractContextManager[None]] | None, bool]:
-    """Return what gives another thread the hooks that this one has, if any; and whether they count on an order.
+    """Return a function that installs this thread's hooks in another, or ``None``; and whether they need one order.
 
     A checkpoint finds a tensor again by its index among all that were saved, so the ranks must save theirs in one order
     in the forward and when it runs again: they take turns.  Over several devices its hooks stay behind: backward then

@@ -1,7 +1,7 @@
 """One table that ties together every name a GPU has.
 
 The same GPU is `cuda:1` for torch, 3 for nvidia-smi, an entry of CUDA_VISIBLE_DEVICES, a UUID and a PCI address.
-torch's own answer is the truth about what is visible and under which index; NVML adds nvidia-smi's number, the memory
+torch's own answer is the truth about the visible GPUs and their indices; NVML adds nvidia-smi's number, the memory
 in use and the GPUs that are hidden. The two are joined by UUID, by PCI address where there is none.
 """
 
@@ -80,7 +80,7 @@ def map_devices(
 
 
 def shows(seen: Sequence[TorchDevice], physical: Sequence[PhysicalDevice], read: Visibility) -> bool:
-    """Do CUDA show just what CUDA_VISIBLE_DEVICES, so read, asks for?"""
+    """Return True if CUDA shows exactly the GPUs that CUDA_VISIBLE_DEVICES, so read, asks for."""
     parts = candidates(physical)
     return tuple(_find(device, parts) for device in seen) == read.devices
 

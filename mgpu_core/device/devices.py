@@ -1,4 +1,4 @@
-"""What people write for a device, turned into a ``torch.device`` that exists.
+"""Turn users' device arguments into ``torch.device`` objects that exist.
 
 An int is an index of the current accelerator (CUDA where there is none), a string or ``torch.device`` is itself, -1 is
 the CPU (with torch's warning).  A CPU device has no index here: the index in the list says which rank it is.

@@ -1,11 +1,11 @@
 """Which GPUs this process may see, and under which number.
 
-The CUDA driver reads CUDA_VISIBLE_DEVICES once, when a process first calls it, and numbers what is left from zero.
-This file repeats that reading as a pure function: the variable's value and the GPUs of the machine go in, the visible
-ones come out in CUDA's order, with the entry at which the driver stopped and why. No driver is needed, so a machine
-without a GPU can test every case. The rules are those of NVIDIA's CUDA Programming Guide (environment variables) and
-MIG User Guide, and, where these are silent (repeated entries, trailing letters, spaces), of torch, whose parser was
-checked against a real driver.
+The CUDA driver reads CUDA_VISIBLE_DEVICES once, when a process first calls it, and numbers the remaining GPUs from
+zero. This file repeats that reading as a pure function: the variable's value and the GPUs of the machine go in, the
+visible ones come out in CUDA's order, with the entry at which the driver stopped and why. No driver is needed, so a
+machine without a GPU can test every case. The rules are those of NVIDIA's CUDA Programming Guide (environment
+variables) and MIG User Guide, and, where these are silent (repeated entries, trailing letters, spaces), of torch, whose
+parser was checked against a real driver.
 """
 
 import re
@@ -44,7 +44,7 @@ class PhysicalDevice:
 
 @dataclass(frozen=True, slots=True)
 class VisibleDevice:
-    """What one CUDA index stands for: a whole GPU, or one MIG instance of it."""
+    """The device behind one CUDA index: a whole GPU, or one MIG instance of it."""
 
     physical: PhysicalDevice
     instance: MigInstance | None = None
@@ -67,7 +67,7 @@ class Stop:
 class Visibility:
     """How the driver reads one value of CUDA_VISIBLE_DEVICES.
 
-    `requested` holds the well-formed entries before the first invalid one, as written. `devices[i]` is what CUDA calls
+    `requested` holds the well-formed entries before the first invalid one, as written. `devices[i]` is CUDA's
     device i, None when that depends on GPUs which are not known. One `repeated` entry hides every GPU.
     """
 

@@ -1,4 +1,4 @@
-"""What the core calls the dtypes that it can do arithmetic with."""
+"""The core's names of the dtypes that it can do arithmetic with."""
 
 from __future__ import annotations
 
@@ -16,5 +16,5 @@ REAL = {**FLOATING, torch.int32: "int32", torch.int64: "int64", torch.uint8: "ui
 
 
 def has_gradients(dtype: torch.dtype) -> bool:
-    """Return whether tensors of this dtype can be trained: not whole numbers, nor what 8 bits hold."""
+    """Return True if tensors of this dtype can be trained: floating or complex, of more than 8 bits."""
     return dtype.is_complex or (dtype.is_floating_point and dtype.itemsize > 1)

@@ -1,4 +1,4 @@
-"""What ranks raised, as the caller hears it: one exception, that of the first rank, with the others' as notes."""
+"""Raise the ranks' exceptions as one: that of the first rank, with the others' as notes."""
 
 from __future__ import annotations
 

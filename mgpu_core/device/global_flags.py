@@ -1,7 +1,7 @@
 """Switches of torch that are one for the process, and that a forward may turn for its own length.
 
-Each rank that does so (``with sdpa_kernel(...)``, ``with torch.backends.cudnn.flags(...)``) notes what it finds, which
-may be what another rank has set, and puts that back last.  So the caller's are put back behind all ranks.
+Each rank that does so (``with sdpa_kernel(...)``, ``with torch.backends.cudnn.flags(...)``) saves the value that it
+finds, which another rank may have set, and restores that last.  So the caller's values are restored after all ranks.
 """
 
 from __future__ import annotations

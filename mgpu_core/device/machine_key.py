@@ -1,4 +1,4 @@
-"""What a measurement holds for: these GPUs, this driver, this build.  If one of them changes, it is measured again."""
+"""The key under which a measurement is valid: these GPUs, this driver, this build."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What torch must be told when memory is written through a pointer."""
+"""Tell torch when memory was written through a pointer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The stacks of modes of a thread: what torch's functions pass on their way to a kernel.
+"""The mode stacks of a thread, which torch's functions pass on their way to a kernel.
 
 ``with torch.device(...)``, ``TorchFunctionMode``, ``TorchDispatchMode`` and the transforms of ``torch.func`` belong to
 the thread that entered them.  A rank that runs elsewhere would silently miss them, so they are either taken along or

@@ -95,7 +95,7 @@ def with_nccl(devices: Sequence[int], call: Callable[[_core.NcclTeam], T]) -> T:
 
     Raises:
         BackendUnavailable: there is no NCCL that can be used; the message says why.
-        NcclError: what NCCL said; a later call makes a new team.
+        NcclError: NCCL failed; a later call makes a new team.
         ValueError: ``MGPU_CORE_NCCL_TIMEOUT`` is not a positive number of seconds.
     """
     unique_devices = tuple(dict.fromkeys(devices))

@@ -14,7 +14,7 @@ from mgpu_core.extras import cure
 
 @dataclass(frozen=True, slots=True)
 class NvmlReading:
-    """What NVML told; `devices` is None and `reason` says why when it told nothing."""
+    """The answer of NVML; without one `devices` is None and `reason` says why."""
 
     devices: tuple[PhysicalDevice, ...] | None = None
     driver_version: str | None = None
@@ -76,7 +76,7 @@ def _read_instance(nvml: Any, handle: Any) -> MigInstance:
 
 
 def _read_part(nvml: Any, handle: Any) -> dict[str, Any]:
-    """Return what GPUs and instances have alike."""
+    """Return the fields that GPUs and instances share."""
     memory = _or_none(nvml, nvml.nvmlDeviceGetMemoryInfo, handle)
     told = {"uuid": _text(nvml.nvmlDeviceGetUUID(handle)), "name": _text(nvml.nvmlDeviceGetName(handle))}
     return told | {"memory_total": memory and int(memory.total), "memory_free": memory and int(memory.free)}

@@ -1,6 +1,6 @@
 """The child that tests peers: `python -m mgpu_core.device.peer_probe 0:1:UUID:UUID ...` prints a line of JSON per pair.
 
-Of a pair `device:peer`, a kernel on the device writes a pattern into the peer's memory, the peer reads what arrived, a
+Of a pair `device:peer`, a kernel on the device writes a pattern into the peer's memory, the peer reads it, a
 kernel on the device reads it back, and the copy engines fetch it once more: all must be the pattern.  Then the writing
 is timed.  Only `mgpu_core.device.peers` starts this, with a time limit, because a broken machine may hang here.
 """

@@ -45,7 +45,7 @@ Pair = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class PeerVerdict:
-    """What the test of one ordered pair gave: ``problem`` is empty where data arrived, GB/s as the kernel wrote.
+    """The result of testing one ordered pair: ``problem`` is empty if data arrived; GB/s of the kernel's writes.
 
     ``proved`` says that this is about the machine: a test that did not come to its end (no memory left, a slow start)
     says nothing about the machine of tomorrow.
@@ -147,7 +147,7 @@ def _probe(pairs: Sequence[Pair]) -> list[PeerVerdict]:
 
 
 def kept_verdicts(devices: Sequence[int]) -> list[PeerVerdict] | None:
-    """Return what an earlier test found, if it was about these devices on this machine."""
+    """Return the results of an earlier test of these devices on this machine, or ``None``."""
     kept = cache.load("peers", _key(devices))
     try:
         return None if kept is None else [PeerVerdict(**each) for each in kept]

@@ -39,7 +39,7 @@ def rank_streams(devices: Sequence[torch.device]) -> list[RankStream | None]:
 
 
 class RankStream(TorchDispatchMode):
-    """Sends what one rank draws on the CPU to a generator of its own."""
+    """Let one rank draw on the CPU from a generator of its own."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -112,7 +112,7 @@ def _filled(func: Any, position: int, generator: torch.Generator, args: tuple[An
 
 
 def _lent(func: Any, generator: torch.Generator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call what takes no generator: the default one draws from the rank's state and gets its own back."""
+    """Call a function without a generator argument, with the rank's state in the default generator meanwhile."""
     default = torch.default_generator
     with _lending:
         before = default.get_state()
@@ -137,7 +137,7 @@ def _on_cpu(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 class _DefaultGenerator:
-    """What ``torch.random`` takes for the default generator: in the thread of a rank, that rank's own.
+    """A stand-in for torch's default generator: in the thread of a rank, that rank's own.
 
     A checkpoint asks for the state of the generator before it runs its function, and sets it before it runs the
     function again, in backward.  It must get the state that the function drew from, or the second masks differ from the

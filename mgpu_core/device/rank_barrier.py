@@ -25,7 +25,7 @@ __all__ = ["RankExited", "RankHandle", "RankRendezvous", "current_rank_handle"]
 
 
 class RankExited(Error):
-    """A rank ended before it reached the rendezvous.  Its own failure, if it had one, is what matters."""
+    """A rank ended before it reached the rendezvous.  Its own failure, if any, is the one to report."""
 
 
 class RankRendezvous:
@@ -67,7 +67,7 @@ class RankRendezvous:
         Raises:
             RankExited: a rank has ended without calling this.
             Error: a rank did not come in time, or ranks run one after the other.
-            Exception: what the work raised, on every rank.
+            Exception: raised by ``work``; on every rank.
         """
         if self._serialize:
             raise Error(
@@ -93,7 +93,7 @@ class RankRendezvous:
             del error  # whose traceback holds this frame
 
     def _taken(self, key: Hashable, found: _Exchange, rank: int) -> tuple[Any, Exception | None]:
-        """Return a rank's result and drop it here: it may have a graph, and graphs may hold what holds this.
+        """Return a rank's result and drop it here: it may have a graph that refers back to this object.
 
         Of an error all ranks have the same one; when the last has it, nobody holds that either.
         """

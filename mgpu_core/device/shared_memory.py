@@ -1,4 +1,4 @@
-"""Which tensors share memory: what is written must not be read, or written, by another one as well."""
+"""Which tensors share memory: a written tensor must not overlap another argument."""
 
 from __future__ import annotations
 

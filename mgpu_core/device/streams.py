@@ -1,7 +1,7 @@
-"""Who waits for whom: the one file that knows what a stream is.
+"""Streams and who waits for whom; no other file calls torch's stream API.
 
 On the CPU there is nothing to wait for.  On an accelerator the work of a rank is put on the stream that the caller had
-current on the rank's device, so that what the caller does before and after the call is ordered with it.
+current on the rank's device, so that the caller's work before and after the call is ordered with it.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def hand_over(tensors: Sequence[torch.Tensor]) -> None:
 
 
 class SideRoad:
-    """A stream beside the computing of each GPU, for what may go on while a backward does.
+    """A side stream per GPU, for work that overlaps a backward.
 
     Args:
         devices: each once.

@@ -2,7 +2,7 @@
 
 A pointer forgets everything that a tensor knows: that its numbers are lazily conjugated, that it is a view of a tape,
 a placeholder without memory, one sample of a vmapped batch.  So each tensor is looked at here before, and either
-resolved into plain memory (inputs) or refused with a ``TypeError`` or ``ValueError`` that says what it was.
+resolved into plain memory (inputs) or refused with a ``TypeError`` or ``ValueError`` that names the kind.
 """
 
 from __future__ import annotations

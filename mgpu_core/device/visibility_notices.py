@@ -1,7 +1,7 @@
 """The classic traps of CUDA_VISIBLE_DEVICES, found before they cost an afternoon.
 
-Every check is a pure function from what discovery.py read to notices in plain words. A warning says that the machine
-will not do what the variable asks for; a hint says that it will, under numbers that may surprise.
+Every check is a pure function from discovery.py's result to notices in plain words. A warning says that the machine
+will not follow the variable; a hint says that it will, under numbers that may surprise.
 """
 
 import re
@@ -18,7 +18,7 @@ _HIDE_ALL, _CONTAINERS_WORDS = ("-1", "NoDevFiles"), ("all", "none", "void")
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """Something the user should know, and what to do about it."""
+    """A warning or hint for the user, with advice."""
 
     level: Literal["hint", "warning"]
     message: str

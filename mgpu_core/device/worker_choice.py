@@ -37,7 +37,7 @@ class WorkerChoice:
         rng: ``per_rank`` asks for the same numbers in every run: then ``auto`` is ``threads``.
 
     Attributes:
-        now: what the last call was told.
+        now: the answer to the last call.
         is_open: it depends on the call; else ``now`` stays as it is.
     """
 
@@ -91,11 +91,11 @@ class WorkerChoice:
             torch.accelerator.synchronize(device)
 
     def chosen(self) -> list[list[object]]:
-        """Return what was chosen, for a state: pairs of a size and a way."""
+        """Return the choices, for a state: pairs of a size and a way."""
         return [[list(size) if isinstance(size, tuple) else size, way] for size, way in self._chosen.items()]
 
     def resume(self, chosen: Sequence[Sequence[object]]) -> None:
-        """Take over what a state has chosen, where this one is open."""
+        """Adopt the choices of a state, unless the way to run is fixed."""
         if self.is_open:
             self._times.clear()
             self._chosen = {tuple(size) if isinstance(size, list) else size: str(way) for size, way in chosen}

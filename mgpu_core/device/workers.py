@@ -54,7 +54,7 @@ def seconds_of(variable: str, default: str, most: float) -> float:
 
 
 class Outcome:
-    """What a task came to: its value, or the exception that ended it."""
+    """The outcome of a task: its value, or the exception that ended it."""
 
     __slots__ = ("error", "value")
 

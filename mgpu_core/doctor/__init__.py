@@ -1,4 +1,4 @@
-"""`mgpu doctor`: what this machine offers to mgpu_core, what will happen on it, and what is wrong with it.
+"""`mgpu doctor`: the devices and backends of this machine, how mgpu_core will use them, and problems.
 
 `examine` asks, `Report` holds, `render` and `Report.to_json` show. It is a report, never a test: it ends with status 0.
 """

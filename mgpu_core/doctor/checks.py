@@ -1,4 +1,4 @@
-"""What the facts mean: warnings and hints with advice, and the outlook in one sentence.
+"""Conclusions from the facts: warnings and hints with advice, and the outlook in one sentence.
 
 Pure functions: facts in, notices out. A check stays silent unless it can name both the trouble and the way out.
 """
@@ -48,7 +48,7 @@ def notices(facts: Facts) -> list[Notice]:
 
 
 def outlook(facts: Facts) -> str:
-    """Return what `DataParallel(net)` will do here, without any further argument."""
+    """Say how `DataParallel(net)` will run here, without further arguments."""
     devices = facts.defaults.devices
     if facts.torch.version is None:
         return "Nothing, before torch imports: mgpu_core stands on it."

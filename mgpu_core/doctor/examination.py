@@ -1,6 +1,6 @@
 """Ask everybody who knows something: Python, torch, the core, NVML, NCCL, the system.
 
-Each question is asked under a guard, because a doctor that falls ill with its patient is of no use: what fails becomes
+Each question is asked under a guard, so a failure becomes
 a warning in the report. torch's devices are asked for in this process, which initialises CUDA; NCCL is not loaded here.
 """
 
@@ -29,7 +29,7 @@ def examine(*, test_peers: bool = False) -> Report:
     """Return the report on this process, as it is now.
 
     Args:
-        test_peers: test now whether the GPUs reach each other's memory; without it, tell what an earlier test found.
+        test_peers: test now whether the GPUs reach each other's memory; without it, report an earlier test.
     """
     guard = _Guard()
     facts = _ask(guard, test_peers)
@@ -55,7 +55,7 @@ def examine(*, test_peers: bool = False) -> Report:
 
 
 class _Guard:
-    """Runs a question; what goes wrong is kept as a warning and answered by `otherwise`."""
+    """Ask a question; an error is kept as a warning, and the answer is `otherwise`."""
 
     def __init__(self) -> None:
         self.problems: list[Notice] = []

@@ -1,4 +1,4 @@
-"""What doctor found out, as plain data: the text and the JSON are two views of one Report."""
+"""The findings of doctor, as plain data: the text and the JSON are two views of one Report."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -39,7 +39,7 @@ class Defaults:
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """A backend of the core; `detail` says what it is, or why it is missing."""
+    """A backend of the core; `detail` describes it, or says why it is missing."""
 
     name: str
     built: bool
@@ -75,7 +75,7 @@ class Cpu:
 class Report:
     """Everything doctor knows about this process's machine.
 
-    `all_reduce` is what `auto` means over all GPUs, by bytes of a rank, where it has been measured.
+    `all_reduce` is the algorithm of `auto` over all GPUs, by bytes of a rank, where it has been measured.
     """
 
     mgpu_core: str

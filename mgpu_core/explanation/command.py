@@ -1,4 +1,4 @@
-"""`mgpu explain script.py`: runs a script as it is, and shows what its steps did.
+"""`mgpu explain script.py`: run an unmodified script, and show its steps.
 
 The script's own output and exit status come through; the trace follows, also after an error.
 """
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _mind_the_order(arguments: list[str]) -> None:
-    """What stands behind the script is the script's: who wrote an option of ours there may wonder."""
+    """Note options of ours after the script's name, where they are the script's arguments."""
     ours = {"--html", "--trace", "--profile", "--predict", "--skip", "--steps"}
     for word in arguments:
         if word.partition("=")[0] in ours:
@@ -133,7 +133,7 @@ def _save(trace: Trace, here: Path, args: argparse.Namespace) -> bool:
 
 
 def _run_script(script: Path, arguments: list[str]) -> int:
-    """Its exit status; what it raises is shown."""
+    """Run the script and return its exit status; its error is shown."""
     try:
         become_script(script, arguments)  # to the end of the process: its threads live as long
         run_script(script, "__main__")

@@ -37,7 +37,7 @@ ALGORITHMS = ("auto", *link_costs.ALL_REDUCES)
 
 
 def all_reduce_cost(algorithm: str, ranks: int, nbytes: float, machine: Machine) -> Cost:
-    """Return what an all-reduce of ``nbytes`` bytes a rank costs; one rank alone pays nothing.
+    """Return the cost of an all-reduce of ``nbytes`` bytes a rank; one rank alone pays nothing.
 
     Args:
         algorithm: of :data:`ALGORITHMS`.  ``auto`` is, as in :func:`mgpu_core.comm.all_reduce`, ``direct`` on the host,
@@ -117,7 +117,7 @@ def reduce_seconds(ranks: int, nbytes: float, machine: Machine) -> float:
 
 
 def _on_host(host: HostMemory, ranks: int, rank_nbytes: float, passes: Sequence[Pass]) -> Cost:
-    """``rank_nbytes``: what each rank holds; all ranks' bytes together are the working set."""
+    """Return the cost with ``rank_nbytes`` bytes per rank; all ranks' bytes are the working set."""
     seconds = 0.0
     for each in passes:
         tiers = host.one_core if each.is_serial() else host.all_cores
@@ -126,7 +126,7 @@ def _on_host(host: HostMemory, ranks: int, rank_nbytes: float, passes: Sequence[
 
 
 def _called(machine: Machine, ranks: int, moving: Cost) -> Cost:
-    """Return what moving the bytes costs and, once, the call; one rank alone has nobody to call."""
+    """Return the cost of moving the bytes and, once, of the call; a single rank pays nothing."""
     return Cost(machine.call_s + moving.latency_s, moving.transfer_s) if ranks > 1 else Cost()
 
 

@@ -1,4 +1,4 @@
-"""A step that is too large for the page, with less in it: the first and the last of what it has many of."""
+"""A step that is too large for the page, thinned: the first and the last of many equal items."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ T = TypeVar("T")
 
 
 def thinned(step: dict[str, Any], most: int) -> dict[str, Any]:
-    """Return what the page knows of a step, with a limited number of buckets, collectives, rounds, and bars per lane.
+    """Return the page's data of a step, with a limited number of buckets, collectives, rounds, and bars per lane.
 
-    Rounds go together: from some of them nobody could tell what a rank has.
+    Rounds of a collective are kept or dropped together: a part of them would show wrong contents.
     """
     buckets = _ends(step["buckets"], most)
     kept = {NO_BUCKET, *(each["bucket"] for each in buckets)} if step["buckets"] else None

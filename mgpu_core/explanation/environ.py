@@ -1,4 +1,4 @@
-"""What a trace ran on, for its headers: versions and names, no paths."""
+"""The environment of a trace, for its headers: versions and names, no paths."""
 
 from __future__ import annotations
 

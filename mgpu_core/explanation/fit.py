@@ -2,8 +2,8 @@
 
 An all-reduce of CPU ranks costs call + ranks x rank + the traffic of its loops x the betas of their tiers, which is
 linear in the unknowns.  Every size is measured once a round, each round in another order, and the median of the rounds
-is taken: what else the machine does disturbs all sizes alike.  A call is timed right after the same calls, so that what
-a cache can hold is in it.  No constant becomes zero or negative, and memory never faster than the cache before it.
+is taken: other load of the machine disturbs all sizes alike.  A call is timed right after the same calls, so that data
+that fit a cache are in it.  No constant becomes zero or negative, and memory never faster than the cache before it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _LEAST_SECONDS, _LEAST_BETA = 1e-8, 1e-14
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """What is measured: an all-reduce of ``nbytes`` bytes of float32 a rank, a multiple of 4."""
+    """A measurement: an all-reduce of ``nbytes`` bytes of float32 a rank, a multiple of 4."""
 
     algorithm: str
     ranks: int
@@ -119,7 +119,7 @@ def fit_host(samples: Sequence[Sample], caches: tuple[int, int] | None = None) -
 
     Args:
         samples: at least seven; the better spread over sizes and ranks, the better the answer.
-        caches: bytes in the cache of one core and in that of all; ``None``: what this machine says.
+        caches: bytes in the cache of one core and in that of all; ``None``: read from this machine.
 
     Raises:
         ValueError: too few samples, or a time that is not positive.
@@ -140,7 +140,7 @@ def fit_host(samples: Sequence[Sample], caches: tuple[int, int] | None = None) -
 
 
 def _host_row(point: Point, core_nbytes: int, all_nbytes: int) -> list[float]:
-    """Return the factor of each unknown: call, rank; beta in the cache and what memory adds, for one core, for all."""
+    """Return the factor of each unknown: call, rank; beta in the cache and memory's addition, for one core, for all."""
     row = [1.0, float(point.ranks), 0.0, 0.0, 0.0, 0.0]
     working_set = point.ranks * point.nbytes
     for each in host_passes(point.algorithm, point.ranks, point.nbytes):
@@ -197,14 +197,14 @@ def _least_squares(rows: Sequence[Sequence[float]], seconds: Sequence[float], le
 
 
 def _caches() -> tuple[int, int]:
-    """Bytes in a core's own cache and in the one that all share: what Linux says; 1 and 32 MiB where it does not."""
+    """Return the bytes of a core's own cache and of the shared one, from Linux; 1 and 32 MiB if unknown."""
     paths = sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"))
     known = [int(text[:-1]) << 10 for text in (path.read_text().strip() for path in paths) if text.endswith("K")]
     return (known[2], known[3]) if len(known) >= 4 else (1 << 20, 32 << 20)
 
 
 def this_host() -> HostMemory:
-    """This machine's constants: what was measured here before, or else a measurement of some seconds, which is kept."""
+    """Return this machine's constants, measured earlier or now; a measurement takes some seconds and is kept."""
     key = _fingerprint()
     kept = cache.load("host_memory", key)
     try:
@@ -222,7 +222,7 @@ def save(path: Path, host: HostMemory) -> None:
 
 
 def load(path: Path) -> HostMemory:
-    """Return what :func:`save` wrote on this machine.
+    """Return the constants that :func:`save` wrote on this machine.
 
     Raises:
         OSError: the file cannot be read.
@@ -246,5 +246,5 @@ def _host_of(content: Any) -> HostMemory:
 
 
 def _fingerprint() -> dict[str, Any]:
-    """Return what the constants hold for: this processor, so many threads, this build."""
+    """Return the key of the constants: this processor, number of threads, this build."""
     return {"cpu": cpu_model(), "threads": _core.num_threads(), "caches": list(_caches()), **machine_key([])}

@@ -1,4 +1,4 @@
-"""What an all-reduce of CPU ranks does to memory: its loops, one after another, and the bytes that each moves.
+"""The memory traffic of an all-reduce of CPU ranks: its loops in order, and the bytes that each moves.
 
 Counted from the core as it is: `csrc/core/peer_collectives.cpp` has the loops, `csrc/backends/cpu/device_ops.cpp` the
 sizes up to which one core works alone.

@@ -1,6 +1,7 @@
-"""What collectives cost over links, without the call itself: messages that pay alpha, and bytes that pay beta.
+"""Costs of collectives over links, without the call itself: messages that pay alpha, and bytes that pay beta.
 
-A message of n bytes takes alpha + n x beta seconds, and what runs at the same time over different links costs once.
+A message of n bytes takes alpha + n x beta seconds, and messages that run at the same time over different links cost
+once.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ __all__ = ["ALL_REDUCES", "Cost", "Shape", "around", "broadcast", "choices", "re
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Seconds in two parts: what is paid for each message, and what is paid for each byte."""
+    """Seconds in two parts: latency per message, and time per byte."""
 
     latency_s: float = 0.0
     transfer_s: float = 0.0

@@ -34,7 +34,7 @@ def page_of(trace: Recorded) -> str:
     """Return the page as text of at most a million bytes: of a longer trace the last steps, or less of the last one.
 
     Raises:
-        ValueError: nothing was recorded; or what is left of one step is too large still.
+        ValueError: nothing was recorded; or a single thinned step is still too large.
     """
     if not trace.steps:
         raise ValueError("nothing was recorded: the page needs at least one forward pass or step inside the block")
@@ -64,7 +64,7 @@ def _nbytes(step: dict[str, Any]) -> int:
 
 
 def page_data(trace: Recorded) -> dict[str, Any]:
-    """Return what the page knows of all steps."""
+    """Return the page's data of all steps."""
     steps = [_step_data(step, trace.machine) for step in trace.steps]
     return {
         "format": 1,
@@ -126,7 +126,7 @@ def _phase_data(phase: Phase, machine: Machine | None) -> dict[str, Any]:
 
 
 def _lanes(step: Step) -> list[dict[str, Any]]:
-    """Return the timeline: what the team does on the host, each rank, and the collectives."""
+    """Return the lanes of the timeline: the host, each rank, and the collectives."""
     team = [span for span in step.spans if span.rank == ALL_RANKS and span.step not in AROUND]
     bars = [_bar(step, each.step, each.bucket, each.host_begin_ns, each.host_end_ns) for each in team]
     lanes = [{"name": "host", "bars": bars}]

@@ -45,7 +45,7 @@ class _Tracks:
         self._numbers: dict[tuple[int, str], int] = {}
 
     def of(self, group: int, name: str) -> dict[str, int]:
-        """Return what puts an event on the track."""
+        """Return the fields that put an event on the track."""
         return {"pid": group, "tid": self._numbers.setdefault((group, name), len(self._numbers))}
 
     def names(self) -> Iterator[dict[str, Any]]:

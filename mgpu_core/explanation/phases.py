@@ -1,7 +1,7 @@
-"""The phases of a step: what the table has a row for, and the page a scene.
+"""The phases of a step: rows of the table, scenes of the page.
 
-A phase is all spans of one name: the forwards of all ranks, the sums of all buckets.  Its time is what their union
-covers, so ranks that work at once count once, and phases that overlap add up to more than the step.
+A phase is all spans of one name: the forwards of all ranks, the sums of all buckets.  Its time is the length of their
+union, so ranks that work at once count once, and phases that overlap add up to more than the step.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ _WITH_OTHERS_INSIDE = "backward"  # buckets are summed in the middle of it
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """What a step did under one name.
+    """The work of a step under one name.
 
     Attributes:
         name: of its spans.
         spans: by their begin.
         collectives: that were made inside.
-        times: of its spans, and of what devices did for them later than the host.
+        times: of its spans, and of the devices' work for them after the host.
         seconds: that its spans cover together.
         share: of the step's time.
         moved_nbytes: bytes that moved between ranks.
@@ -130,7 +130,7 @@ def _times(span: Span, calls: Sequence[Collective]) -> list[Interval]:
 
 
 def covered(times: Iterable[Interval]) -> int:
-    """Return what the intervals cover together, ns."""
+    """Return the length of the union of the intervals, in ns."""
     total, reached = 0, None
     for begin, end in sorted(times):
         if reached is None or begin > reached:

@@ -2,7 +2,7 @@
 
 A step is: scatter, broadcast of the module (the drop-in's), forward, backward beside the all-reduces of the buckets,
 update, gather; and the host's own time.
-A bucket is all-reduced as soon as it is ready and the one before is done; what is left after backward is exposed.
+A bucket is all-reduced as soon as it is ready and the one before is done; the rest after backward is exposed.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Prediction:
         gpus: how many.
         rows: of the whole batch; with weak scaling of ranks that had unequally many, no whole number.
         compute_s: forward and backward of one GPU.
-        latency_s, transfer_s: the exposed part of the all-reduces, by what it consists of.
+        latency_s, transfer_s: the exposed part of the all-reduces, split by cause.
         update_s: of the optimizer.
         broadcast_s: parameters and buffers from rank 0 to all others, where each step does that.
         input_s: scatter and gather.
@@ -92,7 +92,7 @@ class Prediction:
 
     @property
     def bottleneck(self) -> str:
-        """What takes the largest part of the step."""
+        """The largest part of the step."""
         parts = {
             "compute": self.compute_s + self.update_s,
             "communication latency": self.latency_s,
@@ -153,13 +153,13 @@ def _predict(profile: StepProfile, gpus: int, plan: Plan) -> Prediction:
 
 
 def _input(profile: StepProfile, gpus: int, scale: float, plan: Plan) -> float:
-    """Scatter and gather; what the step does not do costs nothing, not even its messages."""
+    """Return the cost of scatter and gather; without them it is zero."""
     scatter = scatter_seconds(gpus, profile.scatter_nbytes * scale, plan.machine) if profile.scatter_nbytes else 0.0
     return scatter + (gather_seconds(gpus, profile.gather_nbytes * scale, plan.machine) if profile.gather_nbytes else 0)
 
 
 def _broadcast(profile: StepProfile, gpus: int, plan: Plan) -> float:
-    """Several nodes have a process each, which gives its own ranks what its own rank 0 has: all at the same time."""
+    """Return the cost of broadcasts; each node has a process that broadcasts to its own ranks, at the same time."""
     if not profile.broadcast_nbytes:
         return 0.0
     ranks = gpus if isinstance(plan.machine, HostMemory) else plan.machine.shape(gpus)[1]

@@ -1,4 +1,4 @@
-"""What the cost model says of a collective that was recorded: to stand beside what was measured."""
+"""The cost model's prediction for a recorded collective, to show next to the measured time."""
 
 from __future__ import annotations
 

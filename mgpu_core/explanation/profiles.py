@@ -66,7 +66,7 @@ def _own_backwards(spans: Sequence[Span]) -> tuple[list[float], int]:
     """Seconds of each rank, and how many took turns.
 
     The backwards that one thread of autograd runs take turns, node by node, so their spans cover each other's: each
-    rank has its part of what they cover together.
+    rank has its share of their union.
     """
     of_thread: dict[int, list[Span]] = defaultdict(list)
     for span in spans:
@@ -90,7 +90,7 @@ def _covered_ns(phases: Sequence[Phase], names: Sequence[str]) -> int:
 
 
 def _broadcast_nbytes(phases: Sequence[Phase]) -> int:
-    """Parameters and buffers that rank 0 gives all others; what a rank broadcasts inside its forward is its own."""
+    """Return the bytes that rank 0 broadcasts to all others; broadcasts inside a rank's forward do not count."""
     calls = [call for phase in phases if phase.name == "replicate" for call in phase.collectives]
     return sum(max(call.nbytes) for call in calls if call.operation == "broadcast")
 

@@ -1,4 +1,4 @@
-"""``explain``: record what a block of code does, as a trace."""
+"""``explain``: record a block of code as a trace."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ _MOVED = {  # public names of version 0.1 below mgpu_core.explain
 
 class _Explain:
     def __call__(self, *, skip: int = 0, steps: int | None = None) -> AbstractContextManager[Trace]:
-        """Record what happens inside a ``with`` block, in all threads and on all devices.
+        """Record the events inside a ``with`` block, in all threads and on all devices.
 
-        The trace is complete when the block ends.  An error inside passes through, and the trace has what came before.
+        The trace is complete when the block ends.  An error inside passes through, and the trace has the events before
+        it.
 
         Args:
             skip: number of calls of ``TrainStep`` (or of its ``evaluate``) or forwards of ``DataParallel`` to ignore

@@ -1,4 +1,4 @@
-"""What all scenes have in common."""
+"""Helpers of all scenes."""
 
 from __future__ import annotations
 

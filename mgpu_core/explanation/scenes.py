@@ -1,7 +1,7 @@
-"""A step as scenes: what the page plays, one after the other, in numbers alone.
+"""A step as scenes that the page plays one after the other, in numbers alone.
 
 A scene is something that a person can watch: rows that travel to their ranks, a bucket that is broadcast, the forwards,
-one round of an all-reduce.  What overlaps in time comes in the order of its beginning; the timeline shows the overlap.
+one round of an all-reduce.  Overlapping scenes come in the order of their beginning; the timeline shows the overlap.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _whole(step: Step) -> Scene:
 
 
 def _of_ranks(step: Step) -> Iterator[Scene]:
-    """Return what all ranks do at once.  A backward that is run again is a scene of its own."""
+    """Return the scenes of work that all ranks do at once.  A backward that is run again is a scene of its own."""
     for name, text in _BY_RANKS.items():
         spans = [span for span in step.spans if span.step == name]
         runs = _runs(spans) if name == "backward" else [spans] if spans else []
@@ -151,7 +151,7 @@ def _title(call: Collective, bucket: int) -> str:
 
 
 def _text_of_round(hops: Sequence[Hop]) -> str:
-    """With the bytes that the table counts: what a rank has already goes nowhere."""
+    """Return the scene with the table's bytes: data that a rank has already do not move."""
     nbytes = sum(map(moved_by, hops))
     doing = "moved and summed" if any(hop.sums for hop in hops) else "copied"
     tensors = len({number for hop in hops for _, number, _ in hop.targets})

@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the table; writes what was asked for."""
+    """Print the table, and write the files asked for."""
     check_outputs([path for path in (args.plot, args.json) if path], [args.step] if args.step else [])
     if args.plot is not None:
         check_picture(args.plot)
@@ -78,7 +78,7 @@ def simulate(profile: StepProfile, gpus: Sequence[int], plan: Plan) -> list[Pred
 
 
 def render(profile: StepProfile, plan: Plan, found: Sequence[Prediction]) -> str:
-    """Title, table and what its columns mean, ending with a newline."""
+    """Return title, table and legend, ending with a newline."""
     rows = [_TITLES, *map(_cells, found)]
     numbers = columns([row[:-1] for row in rows], left=0)
     lines = [f"  {line}  {row[-1]}" for line, row in zip(numbers, rows, strict=True)]

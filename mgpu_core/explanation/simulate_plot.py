@@ -1,4 +1,4 @@
-"""The picture of a simulation: what a step consists of at each number of GPUs, and the efficiency above it.
+"""The picture of a simulation: the parts of a step at each number of GPUs, and the efficiency above it.
 
 matplotlib is an extra, imported only here and only when a picture is asked for.
 """

@@ -51,7 +51,7 @@ class StepProfile:
         scatter_nbytes: of the whole batch, inputs and targets; 0 if nothing is scattered.
         gather_nbytes: of all that is gathered, over all ranks; 0 if nothing is.
         buckets: in the order in which they are all-reduced.
-        host_overhead_seconds: what is left of the step: Python, launches, waiting.
+        host_overhead_seconds: the rest of the step: Python, launches, waiting.
         broadcast_nbytes: of one rank, that rank 0 gives all others in each step: parameters and buffers of the drop-in.
         backwards_in_turn: ranks whose backwards ran one after another, as CPU ranks of the drop-in do; 1: none waited.
     """
@@ -70,7 +70,7 @@ class StepProfile:
     backwards_in_turn: int = 1
 
     def __post_init__(self) -> None:
-        """Raise ``ValueError`` for what no step can be, naming the field."""
+        """Raise ``ValueError``, naming the field, for impossible values."""
         if not isinstance(self.name, str):
             raise ValueError(f"name must be a string, not {self.name!r}")
         for name in ("ranks", "rows", "backwards_in_turn"):
@@ -90,7 +90,7 @@ class StepProfile:
 
     @classmethod
     def from_json(cls, text: str) -> StepProfile:
-        """Return what :meth:`to_json` wrote.
+        """Read the text that :meth:`to_json` wrote.
 
         Raises:
             ValueError: it is not JSON, not of this format, or a field is missing, unknown or out of range.

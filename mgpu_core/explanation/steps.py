@@ -1,4 +1,4 @@
-"""The steps of a trace: what each did, on which ranks, with which bytes, for how long.
+"""The steps of a trace: phases, ranks, bytes and times.
 
 A step is one call of ``TrainStep``, one forward of ``DataParallel`` with all backwards through it, whenever they ran,
 or the functional calls between the begins of two of those.
@@ -42,7 +42,7 @@ class Step:
 
     @cached_property
     def spans(self) -> list[Span]:
-        """What took time; where autograd runs the ranks' backward by itself, from its marks."""
+        """The spans; where autograd runs the ranks' backward by itself, made from its marks."""
         found = [each for each in self.events if isinstance(each, Span)]
         return found if any(each.step == "backward" for each in found) else [*found, *_backwards(self.marks)]
 
@@ -63,7 +63,7 @@ class Step:
 
     @cached_property
     def contents(self) -> dict[int, Contents]:
-        """What each bucket of the step's own is made of; a wrapper inside its ranks has others."""
+        """The contents of each bucket of the step itself, not of a wrapper inside its ranks."""
         own = "all_reduce" if self.name == "train_step" else "replicate"
         found: dict[int, Contents] = {}
         for each in self.events:

@@ -14,9 +14,9 @@ __all__ = ["columns", "human_nbytes", "human_seconds", "table"]
 
 
 def table(step: Step, environment: Mapping[str, str], machine: Machine | None = None, dropped: int = 0) -> str:
-    """Header, one line per phase, and what the columns mean; no newline at the end.
+    """Return a header, one line per phase, and a legend; no newline at the end.
 
-    With a machine, there are two more columns: what the collectives took, and what the cost model says they take.
+    With a machine, there are two more columns: the measured and the predicted time of the collectives.
     """
     seconds = (step.end_ns - step.begin_ns) / 1e9
     team = ", ".join(device or "not seen" for device in step.devices) or "none known"

@@ -1,10 +1,10 @@
-"""What the ranks are connected by: links with a latency and a bandwidth, GPUs in nodes, or one host's memory.
+"""Connections of the ranks: links with a latency and a bandwidth, GPUs in nodes, or one host's memory.
 
 A bandwidth is not one number.  A working set that a cache holds moves faster than one that it does not, so a link
 (and a host's memory) has a beta per tier, and a working set W finds min(1, held / W) of its bytes in a tier that
 holds so many.  Times are in seconds, sizes in bytes, betas in seconds a byte: 1 / beta is a bandwidth.
 
-The presets' bandwidths are what NCCL's rings reach, not what a data sheet says, and each names its source.
+The presets' bandwidths are those that NCCL's rings reach, not a data sheet's, and each names its source.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FORM = "LINK or LINK+NETWORK, such as nvlink4+ib-ndr400, or nvlink3+4xib-hdr200 
 
 @dataclass(frozen=True, slots=True)
 class Tier:
-    """Where bytes lie, and what one of them costs there.
+    """A level of memory, and its time per byte.
 
     Attributes:
         holds_nbytes: how many bytes the tier holds, those of the tiers before it included; ``None``: all.
@@ -34,7 +34,7 @@ class Tier:
     beta_s_per_byte: float
 
     def __post_init__(self) -> None:
-        """Raise ``ValueError`` for what no memory can be."""
+        """Raise ``ValueError`` for impossible values."""
         if self.holds_nbytes is not None and self.holds_nbytes < 1:
             raise ValueError(f"a tier holds at least one byte, not {self.holds_nbytes}")
         _require_seconds("beta_s_per_byte", self.beta_s_per_byte)
@@ -43,7 +43,8 @@ class Tier:
 
 
 def blended_beta(tiers: Sequence[Tier], working_set_nbytes: float) -> float:
-    """Seconds a byte when so many bytes are touched over and over: each tier serves what the ones before do not hold.
+    """Seconds a byte when so many bytes are touched over and over: each tier serves the bytes that the ones before do
+    not hold.
 
     There is no step at the border of a tier: a working set twice as large as a cache still finds half of it there.
     """
@@ -64,11 +65,11 @@ def _check_tiers(tiers: Sequence[Tier]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What one GPU, or one network card, sends over in one direction.
+    """A link that one GPU, or one network card, sends over, in one direction.
 
     Attributes:
         alpha_s: seconds of a message before its first byte.
-        tiers: what a byte costs; most links have one tier.
+        tiers: time per byte; most links have one tier.
     """
 
     alpha_s: float
@@ -99,7 +100,7 @@ class Topology:
         gpus_per_node: how many a node has.
         between: one network card; ``None``: there is one node.
         nics_per_node: network cards, which the GPUs of a node share.
-        call_s: seconds of a collective before its first message: what launching it costs.
+        call_s: seconds to launch a collective, before its first message.
     """
 
     name: str
@@ -147,8 +148,8 @@ class HostMemory:
     Attributes:
         call_s: seconds of a collective, whatever the ranks and the size.
         rank_s: seconds more for each rank: its tensor is checked and handed over.
-        one_core: what a byte costs one core.
-        all_cores: what a byte costs all of them together.
+        one_core: time per byte for one core.
+        all_cores: time per byte for all of them together.
         name: as on the command line.
     """
 
@@ -206,7 +207,7 @@ _NETWORKS = {
 
 
 def known_names() -> str:
-    """Return what a topology may be made of, for messages and help."""
+    """Return the names that a topology may have, for messages and help."""
     return f"links {', '.join((*_LINKS, *_ALIASES))}; networks {', '.join(_NETWORKS)}"
 
 

@@ -24,7 +24,7 @@ class Trace(Recorded):
     """A recording of :func:`mgpu_core.explain`; empty until its ``with`` block ends."""
 
     def fill(self, buffer: TraceBuffer) -> None:
-        """Take over what was recorded."""
+        """Take the events of a finished recording."""
         self.steps = steps_of(buffer.events, buffer.whole_steps)
         self.dropped = buffer.dropped
         self.environment = environment()
@@ -33,7 +33,7 @@ class Trace(Recorded):
         return len(self.steps)
 
     def predict(self, machine: Machine | None = None) -> None:
-        """From now on the table and the page show, beside each collective's time, what the cost model says.
+        """Show the cost model's prediction next to each collective's time, in tables and pages from now on.
 
         Args:
             machine: whose constants to use, see :func:`mgpu_core.explanation.topology.parse_topology`; ``None``: this

@@ -1,4 +1,4 @@
-"""What the kernels' functions check of their arguments, before anything is allocated or written."""
+"""Checks of the kernel functions' arguments, before anything is allocated or written."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _over_the_same_memory(array: Any) -> torch.Tensor:
 
 
 def as_out(array: Any, name: str) -> torch.Tensor:
-    """:func:`as_tensor` of what will be written: never a copy.
+    """Return an output as a tensor, never a copy; see :func:`as_tensor`.
 
     Raises:
         ValueError: memory that must not be written, or not through this tensor.
@@ -115,6 +115,6 @@ def check_like(tensor: torch.Tensor, name: str, shape: Sequence[int], dtype: tor
 
 
 def check_outs(outs: Sequence[torch.Tensor], names: Sequence[str], read: Sequence[torch.Tensor] = ()) -> None:
-    """Raise unless each may be written, and none shares memory with another or partly with what is read."""
+    """Raise unless each may be written, and none overlaps another, or partly overlaps an input."""
     check_writable(outs, names.__getitem__)
     check_disjoint(outs, names.__getitem__, read)

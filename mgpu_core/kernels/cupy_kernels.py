@@ -1,8 +1,8 @@
 """Three of the kernels again, as CUDA C++ in a string: compiled when they are first called, by CUDA's own NVRTC.
 
 For readers who want to change a kernel and run it a second later: change :mod:`mgpu_core.kernels.cupy_sources`.  The
-kernels compute what :func:`mgpu_core.kernels.pack`, :func:`~mgpu_core.kernels.sum_ranks` and
-:func:`~mgpu_core.kernels.sgd` compute, for float32 and float64 on a GPU.  Nothing else here uses them.
+kernels compute the same as :func:`mgpu_core.kernels.pack`, :func:`~mgpu_core.kernels.sum_ranks` and
+:func:`~mgpu_core.kernels.sgd`, for float32 and float64 on a GPU.  Nothing else here uses them.
 
 Tables lie in the device's memory, where ours travel inside the launch's arguments: one more thing to send and to wait
 for, and not to lose before the kernel has read it.
@@ -120,7 +120,7 @@ def _pointer(tensor: torch.Tensor | None) -> Any:
 
 
 def _number(dtype: torch.dtype) -> Any:
-    """Return what makes a scalar argument of that dtype."""
+    """Return the constructor of a scalar argument of that dtype."""
     return np.float64 if dtype == torch.float64 else np.float32
 
 

@@ -162,7 +162,7 @@ SOURCES = {"pack": _COMMON + _PACK, "sum_ranks": _COMMON + _SUM_RANKS, "sgd": _C
 
 
 def compiler_options(dtype: torch.dtype, target: torch.dtype | None = None, op: str = "sum") -> tuple[str, ...]:
-    """Return what makes a program of a source: dtypes, and for ``sum_ranks`` the operation; no fused multiply-add."""
+    """Return the definitions for a source: dtypes, and for ``sum_ranks`` the operation; no fused multiply-add."""
     target = target or dtype
     for each in (dtype, target):
         if each not in _NAMES:

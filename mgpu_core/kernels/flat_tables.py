@@ -59,7 +59,7 @@ def sgd_groups(*groups: dict[str, float], device: torch.device | str | None = No
     """Return the group table of :func:`sgd`: float64, ``(len(groups), 6)``.
 
     Args:
-        groups: each with ``lr``, and what it wants of ``momentum``, ``dampening``, ``weight_decay``, ``nesterov`` and
+        groups: each with ``lr``, and optionally ``momentum``, ``dampening``, ``weight_decay``, ``nesterov`` and
             ``maximize`` (default 0), as in ``torch.optim.SGD``.
     """
     columns = {"lr": None, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": 0.0, "maximize": 0.0}
@@ -70,7 +70,7 @@ def adam_groups(*groups: dict[str, float], device: torch.device | str | None = N
     """Return the group table of :func:`adam` and :func:`adamw`: float64, ``(len(groups), 6)``.
 
     Args:
-        groups: each with ``lr``, and what it wants of ``beta1`` (0.9), ``beta2`` (0.999), ``eps`` (1e-8),
+        groups: each with ``lr``, and optionally ``beta1`` (0.9), ``beta2`` (0.999), ``eps`` (1e-8),
             ``weight_decay`` (0) and ``maximize`` (0), as in ``torch.optim.Adam``.
     """
     columns = {"lr": None, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0, "maximize": 0.0}
@@ -81,7 +81,7 @@ def lion_groups(*groups: dict[str, float], device: torch.device | str | None = N
     """Return the group table of :func:`lion`: float64, ``(len(groups), 6)``, the last column unused.
 
     Args:
-        groups: each with ``lr``, and what it wants of ``beta1`` (0.9), ``beta2`` (0.99), ``weight_decay`` (0) and
+        groups: each with ``lr``, and optionally ``beta1`` (0.9), ``beta2`` (0.99), ``weight_decay`` (0) and
             ``maximize`` (0).
     """
     columns = {"lr": None, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.0, "maximize": 0.0, "unused": 0.0}

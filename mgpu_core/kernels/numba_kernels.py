@@ -1,10 +1,10 @@
-"""Three of the kernels again, in Python: what a kernel is, for readers who have never seen CUDA C++.
+"""Three of the kernels again, in Python, for readers who have never seen CUDA C++.
 
 A kernel is written for one thread: it works out which element is its own, and does that one.  Neighbouring threads take
-neighbouring elements, so that the 32 of a warp read one stretch of memory together.  These kernels compute what
-:func:`mgpu_core.kernels.pack`, :func:`~mgpu_core.kernels.sum_ranks` and :func:`~mgpu_core.kernels.sgd` compute, for
-float32 and float64, and leave out what makes those fast: 16 bytes an access, tables inside the launch's arguments, one
-look at the table of segments per block.  Nothing else here uses them.
+neighbouring elements, so that the 32 of a warp read one stretch of memory together.  These kernels compute the same as
+:func:`mgpu_core.kernels.pack`, :func:`~mgpu_core.kernels.sum_ranks` and :func:`~mgpu_core.kernels.sgd`, for
+float32 and float64, and leave out the optimizations of those: 16 bytes an access, tables inside the launch's arguments,
+one look at the table of segments per block.  Nothing else here uses them.
 
 numba knows no pointers inside a kernel, so a table of arrays is a tuple of them; its length is part of the kernel's
 type.  Without a GPU they run in numba's simulator (``NUMBA_ENABLE_CUDASIM=1``), on tensors of the CPU.
@@ -94,7 +94,7 @@ _COMBINE: dict[str, Callable[[Any, Any], Any]] = {
 
 @cuda.jit
 def prepare_kernel(segments: Any, groups: Any, scalars: Any, constants: Any) -> None:
-    """A thread per segment: raises its step, and works out once what all of its elements need."""
+    """Raise each segment's step and compute the constants of its elements, one thread per segment."""
     position = cuda.grid(1)
     if position >= segments.shape[0]:
         return
@@ -218,7 +218,7 @@ def sgd(
 
 
 def _check(*dtypes: torch.dtype) -> Any:
-    """Return what makes a number of the dtype that is computed in: numba would take a Python float for float64."""
+    """Return the constructor of the compute dtype: numba would take a Python float for float64."""
     for dtype in dtypes:
         if dtype not in _WIDE:
             raise TypeError(f"the numba kernels work on float32 and float64, not on {dtype}")

@@ -1,4 +1,4 @@
-"""What each kernel computes, in plain torch.  Tests compare with it; devices without a kernel of ours use it."""
+"""Reference kernels in plain torch.  Tests compare with them; devices without a kernel of ours use them."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def _step(
         update: called once per group and number of the step, as ``update(settings, parameters, gradients, *states)``:
             lists of flat tensors, and a row of the group table followed by the number of the step, from 1.  It changes
             parameters and states in place, and may change the gradients, which come clipped and unscaled.  The lists
-            are float32 where the dtype is half precision; what they hold is rounded once, afterwards.
+            are float32 where the dtype is half precision, and are rounded once, afterwards.
         tables: segments and groups.
         scalars: clip, loss_scale and found_inf.
     """

@@ -1,4 +1,4 @@
-"""What the checkers of exercises have in common: they say what was called, what was expected and what came."""
+"""Helpers of the exercises' checkers, which name the call, the expected and the actual result."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _LONGEST = 160
 
 
 class WrongAnswer(AssertionError):
-    """An answer that is not right; the text says on which input, what was expected, and what came."""
+    """An answer that is not right; the text has the input, the expected and the actual result."""
 
 
 def asks_for(name: str) -> Callable[[Check], Check]:

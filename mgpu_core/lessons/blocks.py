@@ -1,4 +1,4 @@
-"""The code of a page: its python blocks in order, and what each of them must print."""
+"""The code of a page: its python blocks in order, and the output that each must print."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Block:
     Attributes:
         line: of the page, on which its first line stands; from 1.
         heading: under which it stands.
-        expected: what it must print, from the text block that follows; `None`: it may print anything.
+        expected: its output, from the text block that follows; `None`: it may print anything.
     """
 
     source: str
@@ -28,7 +28,7 @@ class Block:
 
 
 def blocks_of(text: str) -> list[Block]:
-    """Return the python blocks of a page.  A text block says what the python block before it prints.
+    """Return the python blocks of a page.  A text block is the output of the python block before it.
 
     Raises:
         ValueError: a text block without a python block, or a second one for the same.

@@ -59,7 +59,7 @@ class Lesson:
 
     @property
     def file_stem(self) -> str:
-        """What the learner's own files are called: `lesson_05`."""
+        """The name of the learner's own files: `lesson_05`."""
         return f"lesson_{self.number:02}"
 
 

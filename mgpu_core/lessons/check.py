@@ -104,7 +104,7 @@ class _Judge:
             raise CannotBeRead(failure)
 
     def next_line(self, limit_seconds: float) -> Any:
-        """Return what it says next."""
+        """Return its next line."""
         try:
             line = self._lines.get(timeout=limit_seconds)
         except queue.Empty:

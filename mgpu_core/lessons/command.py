@@ -51,7 +51,7 @@ def _seconds(text: str) -> float:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Do what the word says; the answer is the exit status."""
+    """Run the action; return the exit status."""
     if args.word == "list":
         return _list()
     lesson = find_lesson(args.number)

@@ -1,7 +1,7 @@
 """Judges the answers of one file, in a process of its own: `python -m mgpu_core.lessons.judge NUMBER FILE EXERCISES`.
 
 A learner's code may run for ever, or end the process; so this is the process that may be ended (see `check.py`).  Its
-stdout has a line of JSON when it is ready, and one per exercise; what the learner's code prints goes to stderr.
+stdout has a line of JSON when it is ready, and one per exercise; the learner's own output goes to stderr.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ RIGHT, WRONG, NOT_BEGUN = "right", "wrong", "not begun"
 
 
 class Verdict(NamedTuple):
-    """What is said of an exercise: `right`, `wrong` and why, or `not begun`."""
+    """The verdict on an exercise: `right`, `wrong` and why, or `not begun`."""
 
     exercise: int
     name: str
@@ -78,7 +78,7 @@ def _call(answer: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
 
 
 def told(error: BaseException, path: Path) -> str:
-    """Return an exception in a line: what it is, and the last line of the learner's file on the way to it."""
+    """Return an exception in one line, with the last line of the learner's file in its traceback."""
     text = traceback.format_exception_only(error)[-1].strip()
     if isinstance(error, SyntaxError) and error.filename == str(path):
         return f"{path.name}, line {error.lineno}: {text}"

@@ -26,7 +26,7 @@ __all__ = ["run_lesson"]
 
 
 def run_lesson(lesson: Lesson, picture: Path) -> bool:
-    """Run all blocks and prints what they print; return whether all of it went as the page says.
+    """Run all blocks and print their output; return True if all of it is as on the page.
 
     Raises:
         ModuleNotFoundError: matplotlib is missing.
@@ -86,7 +86,7 @@ def _difference(expected: Sequence[str], printed: Sequence[str]) -> Iterator[str
 
 
 class _Both(io.StringIO):
-    """Keeps what is written and passes it on."""
+    """Keep written text, and pass it on."""
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__()

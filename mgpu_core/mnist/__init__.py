@@ -1,6 +1,6 @@
 """The reference training: MNIST with a small perceptron or a small CNN, on no GPU, one, or many.
 
-It is what `mgpu mnist` runs, and what tests and benchmarks call: `from mgpu_core.mnist.train import train`, then
+`mgpu mnist`, tests and benchmarks run it: `from mgpu_core.mnist.train import train`, then
 `history = train(Config(model="cnn", epochs=2))`.
 """
 

@@ -38,7 +38,7 @@ class Checkpoint:
     """A training after a whole epoch.
 
     Attributes:
-        settings: what a run that goes on must have in common with this one (see `binding_settings`).
+        settings: that a resumed run must share with this one (see `binding_settings`).
         team: engine and devices in words. Another team may go on: same curve, other rounding.
         net: the network's state, on the CPU after `read`; keys without `module.`.
         optimizer: the optimizer's state.
@@ -104,7 +104,7 @@ class Checkpoint:
 
 
 def _check_fits(state: dict[str, Any], optimizer: torch.optim.Optimizer) -> None:
-    """What torch itself finds out no sooner than in a step."""
+    """Check shapes that torch checks only in a step."""
     check_groups(state, optimizer)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for index, values in state["state"].items():

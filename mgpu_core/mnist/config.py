@@ -1,8 +1,7 @@
 """The settings of one training, checked as soon as they are put together.
 
-One frozen dataclass is shared by the command line, the tests and the benchmarks. What can be judged from the values
-alone is judged here; what depends on the machine (devices, files, data) is judged when the training is prepared,
-before its first step.
+One frozen dataclass is shared by the command line, the tests and the benchmarks. Values are
+validated here; the machine (devices, files, data) is checked when the training is prepared, before its first step.
 """
 
 import math
@@ -27,7 +26,7 @@ COUNT_LIMIT = 2**31 - 1
 
 @dataclass(frozen=True)
 class Config:
-    """What to train, on what, and which files to write.
+    """The training: model, data, devices, and files to write.
 
     Attributes:
         model: a name of `MODELS`.
@@ -36,8 +35,8 @@ class Config:
         ranks: how many ranks, where `device_ids` does not say.
         shares: rows in this proportion, one number per rank; None for equal parts.
         batch: rows per step, over all ranks.
-        accumulate: steps per update. An epoch's last update is made from what is left, be it fewer.
-        amp: a name of `AMP_DTYPES`, what the step engine's forward computes in; None for full precision.
+        accumulate: steps per update. An epoch's last update may have fewer.
+        amp: a name of `AMP_DTYPES`, the dtype of the step engine's forward; None for full precision.
         capture: whole steps of the step engine as CUDA graphs.
         lr: the step length of SGD.
         epochs: passes over the training images, those before a resume included.
@@ -106,7 +105,7 @@ class Config:
         return words if self.shares is None else f"{words}, shares {':'.join(f'{share:g}' for share in self.shares)}"
 
     def pace(self) -> str:
-        """Return what an update is made of, in words: `batch 64, accumulate 4, bfloat16, lr 0.01`."""
+        """Describe an update in words: `batch 64, accumulate 4, bfloat16, lr 0.01`."""
         accumulate = f", accumulate {self.accumulate}" if self.accumulate > 1 else ""
         amp = "" if self.amp is None else f", {self.amp}"
         return f"batch {self.batch}{accumulate}{amp}, lr {self.lr:g}"

@@ -25,7 +25,7 @@ def parse_device_ids(text: str) -> tuple[DeviceId, ...]:
 
 
 def parse_shares(text: str) -> tuple[float, ...]:
-    """`"2,1"` to `(2.0, 1.0)`. `ValueError` for what is no number."""
+    """Parse `"2,1"` as `(2.0, 1.0)`; raise `ValueError` if a part is not a number."""
     try:
         return tuple(float(entry) for entry in text.split(","))
     except ValueError:

@@ -61,7 +61,7 @@ class Split:
 
 @dataclass(frozen=True)
 class Digits:
-    """What a training needs: images to train on, images to test with, and a SHA-256 (hex) that says which they are."""
+    """The data of a training: images to train on, images to test with, and their SHA-256 (hex)."""
 
     train: Split
     test: Split

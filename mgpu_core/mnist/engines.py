@@ -20,7 +20,7 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 
 
 class Engine(Protocol):
-    """What the loop asks for; the network's mode, training or not, is set by the loop."""
+    """The interface that the loop calls; the loop sets the network's mode, training or not."""
 
     def train(self, window: Sequence[Batch]) -> list[torch.Tensor]:
         """One update. Returns each batch's mean loss, on the device, so that nobody waits for it."""
@@ -66,7 +66,7 @@ class _TrainStep:
 
 
 class _Loop:
-    """The lines that any PyTorch user writes. That they work unchanged is what `mgpu_core.DataParallel` promises."""
+    """The lines that any PyTorch user writes; they work unchanged with `mgpu_core.DataParallel`."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._model, self._optimizer = model, optimizer

@@ -1,7 +1,6 @@
-"""What a training leaves in memory: one record per epoch, the trained network, and what the code for several ranks
-moved.
+"""The history of a training: one record per epoch, the trained network, and the traffic between ranks.
 
-Losses are kept for every step, because that is what two engines are compared by; they are read from the device once
+Losses are kept for every step, to compare engines; they are read from the device once
 per epoch, so keeping them does not make the host wait in every step.
 """
 
@@ -52,7 +51,7 @@ class History:
         devices: one entry per rank.
         epochs: all epochs, those before a resume included.
         resumed_after: how many of them came out of the checkpoint.
-        counters: what the core's collectives did in this run; empty for the plain engine.
+        counters: calls and bytes of the core's collectives in this run; empty for the plain engine.
     """
 
     net: nn.Module

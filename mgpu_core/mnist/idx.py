@@ -2,7 +2,7 @@
 
 An IDX file is four bytes (zero, zero, type of the values, number of dims), the dims as big-endian u32, and the
 values in row order, nothing more. A file that is shorter, longer or of another kind is refused with one
-`ValueError` that names the file, what was wanted and what came. The values are read in pieces, so a header that
+`ValueError` that names the file, the expected and the actual value. The values are read in pieces, so a header that
 claims 4 GiB costs no memory.
 """
 

@@ -38,7 +38,7 @@ class Training:
         config: the settings.
         devices: one entry per rank.
         digits: the images and labels, on the first device.
-        engine: what the loop calls.
+        engine: makes the updates.
         history: the curves, growing by one record per epoch, and the bare network.
         saved_epochs: how many epochs the file `config.save` holds of this run; 0 if it was not written yet.
     """
@@ -203,7 +203,7 @@ def train(config: Config, *, digits: Digits | None = None, report: Report | None
 
     Args:
         config: the settings.
-        digits: what to train on, instead of `config.source`.
+        digits: the data, instead of `config.source`.
         report: hears of the progress; silent if None.
 
     Raises:

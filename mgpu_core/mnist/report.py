@@ -1,4 +1,4 @@
-"""What a person sees of a training: lines and a progress bar while it runs, a PNG and a JSON file when it is done.
+"""Reports of a training: lines and a progress bar while it runs, a PNG and a JSON file when it is done.
 
 `Report` is silent, for tests and benchmarks; `ConsoleReport` is the command line's. matplotlib and tqdm are extras:
 the first is asked for before a training starts, the second is used where it is there and someone can see it.
@@ -22,17 +22,17 @@ from mgpu_core.mnist.history import Epoch, History
 
 
 class Report:
-    """Hears of everything, says nothing. Override what you want to see."""
+    """A report that shows nothing; override the methods of interest."""
 
     def line(self, text: str) -> None:
-        """One line of what is going on: the settings, a resume, a file written."""
+        """Show one line: the settings, a resume, a file written."""
 
     def epoch(self, record: Epoch, epochs: int) -> None:
         """An epoch, of `epochs` in all, is done and saved."""
 
     @contextlib.contextmanager
     def steps(self, number: int, count: int) -> Iterator[Callable[[], object]]:
-        """Around the `count` steps of epoch `number`; what it yields is called after each."""
+        """Wrap the `count` steps of epoch `number`; call the yielded function after each."""
         yield lambda: None
 
 

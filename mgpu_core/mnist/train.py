@@ -1,6 +1,6 @@
 """`mgpu mnist`, the reference training as a command.
 
-`add_arguments` says what can be asked for, `run` does it and returns the exit status: 0 done, 1 the machine failed
+`add_arguments` defines the options, `run` trains and returns the exit status: 0 done, 1 the machine failed
 or the loss is no longer finite, 2 the request cannot be served, 130 interrupted. A failure is told in a line on
 stderr, without a traceback, and leaves no half-written file; a traceback is a bug.
 """
@@ -21,7 +21,7 @@ __all__ = ["add_arguments", "run", "train"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the training to `parser`; `run` takes what it parsed."""
+    """Add the options of the training to `parser`; `run` takes the result."""
     add = parser.add_argument
     add("--model", choices=list(MODELS), default=Config.model, help="the network (default: %(default)s)")
     add(

@@ -1,4 +1,4 @@
-"""Traces: what a step did, and when.
+"""Traces: the events of a step, and their times.
 
 ``events`` are the records, ``buffer`` collects them, ``tracer`` is the flag and the spans that the core opens.
 :func:`labels` and :func:`profile` give the spans a name in ``torch.profiler`` and Nsight.

@@ -115,7 +115,7 @@ class _Span:
             self._label.__exit__(*error)  # type: ignore[arg-type]
 
     def _draft(self, end: object) -> Draft:
-        """Return what makes the event; it does not keep this object, whose label is memory of the profiler."""
+        """Return a function that makes the event; it does not keep this object, whose label is profiler memory."""
         thread, begin_ns, end_ns = threading.get_ident(), self._host_ns, time.perf_counter_ns()
         step, rank, bucket, begin = self._step, self._rank, self._bucket, self._begin
         device = "" if self._device is None else str(self._device)
@@ -181,7 +181,7 @@ _NO_SPANS = (NULL_CONTEXT, NULL_CONTEXT, NULL_CONTEXT)
 
 
 def is_tracing() -> bool:
-    """Return True while a trace is recorded.  Ask before computing what only an event needs."""
+    """Return True while a trace is recorded.  Ask before computing the data of an event."""
     sink = _sink
     return sink is not None and sink.buffer is not None
 

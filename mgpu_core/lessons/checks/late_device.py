@@ -1,4 +1,4 @@
-"""A device for lessons that runs its streams in any order that it may: what is not ordered comes in the wrong order."""
+"""A device for lessons that runs its streams in any allowed order, so missing waits show."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class LateDevice:
     running: int | None = None
 
     def put(self, stream: int, work: Work) -> None:
-        """The work runs later, behind what is on the stream."""
+        """Queue the work on the stream."""
         self._add(stream, None, work)
 
     def record(self, stream: int) -> Event:
@@ -42,7 +42,7 @@ class LateDevice:
         return event
 
     def wait(self, stream: int, event: Event) -> None:
-        """What is put on the stream from now on runs after the event."""
+        """Let later work of the stream run after the event."""
         if not isinstance(event, Event):
             raise WrongAnswer(f"device.wait(stream, event): {event!r} is no event of device.record(stream)")
         self._add(stream, event, lambda: None)

@@ -118,7 +118,7 @@ def _check_carry(answer: Callable[[Callable[..., Any]], Callable[..., Any]]) -> 
 
 
 def _under(grad: bool, dtype: torch.dtype | None, text: str, function: Callable[[], Any]) -> Any:
-    """Return what the function returns under these settings; autocast is off without a dtype."""
+    """Return the function's result under these settings; autocast is off without a dtype."""
     token = _variable.set(text)
     try:
         with torch.set_grad_enabled(grad), torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):

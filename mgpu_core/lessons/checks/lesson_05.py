@@ -54,7 +54,7 @@ def _tensors(ranks: int, count: int) -> list[torch.Tensor]:
 
 
 def _check_use(call: str, answer: Callable[..., Any], count: int, hops: Sequence[int]) -> None:
-    """What `send` returns is what is added and kept: with a `send` that adds to it, every message of a number shows.
+    """The result of `send` is added and kept: with a `send` that adds to it, every message of a number shows.
 
     `hops` says of each rank how many messages a sum has gone through when it comes there, from where it is complete.
     """
@@ -144,7 +144,7 @@ def _check_pairs(call: str, wire: _Wire, ranks: int) -> None:
 
 @asks_for("nbytes_sent")
 def exercise_3(answer: Callable[[str, int, int], Any]) -> None:
-    """What the core's schedules say."""
+    """The core's schedules."""
     for ranks in _RANKS:
         nbytes = 120 * 4
         for algorithm in ("ring", "naive", "tree"):

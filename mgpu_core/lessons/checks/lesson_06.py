@@ -19,7 +19,7 @@ _BUCKETS: tuple[list[list[int]], ...] = ([[3, 2], [1, 0]], [[0, 1, 2, 3]], [[3],
 
 
 class _AllReduce:
-    """Puts the sum of the flat tensors and the extra into all of them; keeps what it was given."""
+    """Put the sum of the flat tensors and the extra into all of them; keep the inputs."""
 
     def __init__(self, call: str, ranks: int, extra: float) -> None:
         self._call, self._ranks, self._extra = call, ranks, extra

@@ -79,7 +79,7 @@ def exercise_3(
 
 
 class _Buffers:
-    """Two buffers, and what was done with them: (load or use, batch, stream)."""
+    """Two buffers, and a log of their uses: (load or use, batch, stream)."""
 
     def __init__(self) -> None:
         self.device, self.done = LateDevice(), list[tuple[str, int, int | None]]()

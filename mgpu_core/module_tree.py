@@ -215,7 +215,7 @@ class ModuleTree:
             siblings += ((name, indices[key]),)
 
     def _contents(self, module: Module, kind: _Kind, node: ModuleNode) -> list[Any]:
-        """Number the module's tensors; return its children, the last one first."""
+        """Index the module's tensors, and return its children, the last one first."""
         if module._parameters:
             node.parameters = self._numbered(module._parameters, self.parameters)
             if len(node.parameters) < len(module._parameters):

@@ -97,7 +97,7 @@ class _Entrant:
             self.leave(first_line(error))
 
     def turn(self, batch: Batch) -> float | None:
-        """Seconds of a step; ``None``: it is out."""
+        """Return the seconds of a step; ``None`` once the strategy has failed."""
         way = self.way
         if way is None:
             return None

@@ -27,7 +27,7 @@ _USAGE = "mgpu advise [options] script.py [options] [--] [arguments of the scrip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `mgpu advise`."""
+    """Add the options of `mgpu advise`."""
     parser.usage = _USAGE
     _add_options(parser)
     parser.add_argument("words", nargs=argparse.REMAINDER, metavar="script.py", help="defines a net, a loss, a batch")

@@ -48,7 +48,7 @@ def speedup(medians: Medians, way: str, batch: int) -> float | None:
 
 
 def best_speedups(medians: Medians) -> dict[int, float]:
-    """Of the best of the other ways, at each batch that can be compared."""
+    """Return the speed-up of the best other strategy, at each batch that can be compared."""
     found: dict[int, float] = {}
     for way, batch in medians:
         value = None if way == ONE else speedup(medians, way, batch)

@@ -35,7 +35,7 @@ class Seen:
 
 
 def record_steps(plan: Plan, batch: Batch) -> Seen:
-    """Warms up, measures the peak of one step, then records some."""
+    """Warm up, measure the peak of one step, then record some."""
     peaks = Peaks([each for each in plan.distinct_devices if each.type == "cuda"])
     with closing(Engine(plan)) as way:
         for _ in range(way.warm_up):
@@ -69,7 +69,7 @@ class Peaks:
             torch.cuda.reset_peak_memory_stats(gpu)
 
     def found(self) -> tuple[tuple[str, int], ...]:
-        """Up to now: ``(device, nbytes)``."""
+        """Return the peaks so far: ``(device, nbytes)``."""
         for gpu in self._gpus:
             torch.cuda.synchronize(gpu)
         most = [torch.cuda.max_memory_allocated(gpu) for gpu in self._gpus]

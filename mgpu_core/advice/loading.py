@@ -19,7 +19,7 @@ _GROUPS = 5
 def loader_seconds(
     loader: Iterable[Any], rows: int, budget: Budget, now: Callable[[], float] = time.perf_counter
 ) -> float:
-    """Seconds for so many rows: the median over a few groups of batches, the first group apart.
+    """Return the seconds to load ``rows`` rows: the median over a few groups of batches, without the first.
 
     A group is one batch of each worker of the loader: workers deliver in bursts, and only a round of all of them tells
     how fast they are together.  Batches of another size count by their rows.
@@ -48,7 +48,7 @@ def loader_seconds(
 
 
 def rows_of(batch: object) -> int | None:
-    """Of its first tensor; ``None``: there is none."""
+    """Return the rows of its first tensor; ``None`` if there is none."""
     if isinstance(batch, torch.Tensor):
         return batch.size(0) if batch.dim() else None
     if isinstance(batch, Mapping):

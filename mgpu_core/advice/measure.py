@@ -115,7 +115,7 @@ def _advised(plan: Plan, clock: Stopwatch) -> Advice:
 
 
 def _contests(plan: Plan, budget: Budget, clock: Stopwatch, findings: _Findings) -> None:
-    """The sample's own batch first: it is the one that must be measured."""
+    """Time the strategies at each batch, the sample's own batch first."""
     ordered = [plan.rows, *(each for each in plan.batches if each != plan.rows)]
     for index, rows in enumerate(ordered):
         if index and budget.left <= 0:

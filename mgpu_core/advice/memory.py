@@ -42,7 +42,7 @@ class Memory:
 
 
 def count_memory(plan: Plan, part: Batch) -> Memory:
-    """Counted over one step of a copy of the net on a rank's share of the batch; ``peaks`` is empty."""
+    """Count over one step of a copy of the net, on a rank's share of the batch; ``peaks`` is empty."""
     with closing(Loop(plan, lambda net: net)) as way:
         own = [*way.net.parameters(), *way.net.buffers()]
         known = set(map(_identity, own))

@@ -51,7 +51,7 @@ def _title(advice: AdviceData) -> str:
 
 
 def _draw_way(axis: Any, advice: AdviceData, way: str, shift: float) -> None:
-    """Its medians, with bars from the speed-ups of single rounds; shifted a little, so that bars can be told apart."""
+    """Draw its medians, with bars of the speed-ups of single rounds, shifted a little to keep bars apart."""
     batches = [batch for batch in advice.batches if advice.speedup(way, batch) is not None]
     middles = [advice.speedup(way, batch) or 0.0 for batch in batches]
     bars = [_quartiles(_of_rounds(advice, way, batch), middle) for batch, middle in zip(batches, middles, strict=True)]
@@ -62,7 +62,7 @@ def _draw_way(axis: Any, advice: AdviceData, way: str, shift: float) -> None:
 
 
 def _of_rounds(advice: AdviceData, way: str, batch: int) -> list[float]:
-    """In a round both ways met the same machine."""
+    """Return the speed-up of each round, in which both strategies ran one after the other."""
     seconds = {each.way: each.seconds for each in advice.measurements if each.batch == batch}
     return [one / other for one, other in zip(seconds[ONE], seconds[way], strict=False)]
 

@@ -47,7 +47,7 @@ class Plan:
 
     @property
     def rows(self) -> int:
-        """Of the sample."""
+        """The number of rows of the sample."""
         return self.sample[0].size(0)
 
     @property

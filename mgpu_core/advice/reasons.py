@@ -50,8 +50,7 @@ def is_launch_bound(shares: StepShares) -> bool:
 def reason_of(
     shares: StepShares | None, *, ranks: int, device_count: int, best_s: float | None, loader_s: float | None = None
 ) -> Reason:
-    """Return the input pipeline if it is slower than the best step, otherwise the largest notable share but compute;
-    else compute.
+    """Return the main cost: a slow input pipeline, otherwise the largest notable share, otherwise compute.
 
     Args:
         shares: of a recorded step of all ranks.

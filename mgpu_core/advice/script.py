@@ -51,7 +51,7 @@ class Found:
 
 
 def run_script(script: Path) -> dict[str, Any]:
-    """Its globals.
+    """Run the script, and return its globals.
 
     Raises:
         ScriptFailed: an error in it, whose traceback has been shown, or an exit with a status.

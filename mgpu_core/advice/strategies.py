@@ -77,11 +77,11 @@ class Way:
         self.optimizer = plan.optimizer(list(self.net.parameters()))
 
     def step(self, batch: Batch) -> None:
-        """One whole step."""
+        """Make one whole step."""
         raise NotImplementedError
 
     def check(self) -> None:
-        """After the warm-up: raise ``Error`` if this is not the way it says it is."""
+        """Raise ``Error`` if, after the warm-up, the strategy did not run as named."""
 
     def close(self) -> None:
         """Let go of threads and memory."""

@@ -24,7 +24,7 @@ def busy_notes(devices_: Sequence[torch.device]) -> list[str]:
 
 
 def busy_note(load: float, cpus: int) -> list[str]:
-    """For the average number of threads that ran or wanted to run in the last minute."""
+    """Return a note if the average number of running threads of the last minute says that cores are busy."""
     if load <= _BUSY * cpus:
         return []
     return [f"the machine was busy before this began (load {load:.1f} on {cpus} CPUs): repeat it on a quiet one"]

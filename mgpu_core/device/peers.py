@@ -59,7 +59,7 @@ class PeerVerdict:
 
     @property
     def passed(self) -> bool:
-        """Whether ``device`` may touch the memory of ``peer``."""
+        """True if ``device`` may access the memory of ``peer``."""
         return not self.problem
 
 

@@ -13,7 +13,7 @@ __all__ = ["Report", "examine", "render"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `mgpu doctor`."""
+    """Add the options of `mgpu doctor`."""
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.add_argument(
         "--p2p",

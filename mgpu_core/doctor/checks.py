@@ -39,7 +39,7 @@ class Facts:
 
 
 def notices(facts: Facts) -> list[Notice]:
-    """Warnings first, then hints."""
+    """Return all notices, warnings first."""
     found = visibility_notices(facts.read, facts.nvml.devices, facts.environ.get(ORDER))
     checks = _NVIDIA_CHECKS if facts.torch.hip is None else (_amd,)
     found += [notice for check in (*_CHECKS, *checks) if (notice := check(facts))]
@@ -69,7 +69,7 @@ _TWO_RANKS = f'{RANKS}=2 makes it two CPU ranks, and so does device_ids=["cpu", 
 
 
 def version_text(code: int) -> str:
-    """CUDA's number as people write it: 13000 is 13.0."""
+    """Return CUDA's version number as text: 13000 is 13.0."""
     return f"{code // 1000}.{code % 1000 // 10}"
 
 

@@ -147,7 +147,7 @@ def _cpu() -> Cpu:
 
 
 def _memory() -> dict[str, int]:
-    """Lines such as `MemTotal: 8000 kB`, in bytes."""
+    """Parse lines such as `MemTotal: 8000 kB`, into bytes."""
     path = Path("/proc/meminfo")
     lines = path.read_text().splitlines() if path.exists() else []
     fields = (line.split() for line in lines)

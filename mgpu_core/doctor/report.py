@@ -57,7 +57,7 @@ class Core:
 
     @property
     def has_cuda(self) -> bool:
-        """Was this build made with the CUDA backend?"""
+        """True if this build has the CUDA backend."""
         return any(backend.name == "cuda" and backend.built for backend in self.backends)
 
 

@@ -20,7 +20,7 @@ _STEPS = 6  # the last one, which is shown, comes after those in which `workers=
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `mgpu explain`."""
+    """Add the options of `mgpu explain`."""
     parser.add_argument(
         "--skip", type=int, default=_SKIP, metavar="N", help="steps that pass first (default: %(default)s)"
     )
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_outputs(parser: argparse.ArgumentParser) -> None:
-    """The files that a trace can be written to."""
+    """Add the options of the files that a trace can be written to."""
     parser.add_argument("--html", type=Path, metavar="FILE", help="write the animated page")
     parser.add_argument("--trace", type=Path, metavar="FILE.json", help="write a trace for ui.perfetto.dev")
     parser.add_argument("--profile", type=Path, metavar="FILE.json", help="write the last step for `mgpu simulate`")
@@ -85,7 +85,7 @@ def _not_recorded(script: Path) -> str:
 
 
 def _predict(trace: Trace) -> None:
-    """A training is over when it turns out that nothing can be predicted: its trace is shown all the same."""
+    """Predict the trace's collectives; where that is impossible, say so and show the trace without."""
     try:
         trace.predict()
     except ValueError as error:

@@ -72,7 +72,7 @@ def bus_bandwidth(ranks: int, nbytes: float, seconds: float) -> float:
 
 
 def scatter_seconds(ranks: int, nbytes: float, machine: Machine) -> float:
-    """Seconds to give each rank its share of ``nbytes`` bytes (the whole) that lie at rank 0.
+    """Return the seconds to send each rank its share of rank 0's ``nbytes`` bytes (the whole).
 
     Several nodes have a process each, and scatter their own parts at the same time.
 
@@ -87,12 +87,12 @@ def scatter_seconds(ranks: int, nbytes: float, machine: Machine) -> float:
 
 
 def gather_seconds(ranks: int, nbytes: float, machine: Machine) -> float:
-    """Seconds to bring parts of ``nbytes`` bytes together (the whole) to rank 0: :func:`scatter_seconds`, backwards."""
+    """Return the seconds to join parts of ``nbytes`` bytes (the whole) at rank 0: :func:`scatter_seconds`, reversed."""
     return scatter_seconds(ranks, nbytes, machine)
 
 
 def broadcast_seconds(ranks: int, nbytes: float, machine: Machine) -> float:
-    """Seconds until all ranks have the ``nbytes`` bytes of rank 0, by a binomial tree (Thakur et al. 2005).
+    """Return the seconds until all ranks have the ``nbytes`` bytes of rank 0, by a binomial tree (Thakur et al. 2005).
 
     Raises:
         ValueError: as for :func:`all_reduce_cost`.
@@ -105,7 +105,7 @@ def broadcast_seconds(ranks: int, nbytes: float, machine: Machine) -> float:
 
 
 def reduce_seconds(ranks: int, nbytes: float, machine: Machine) -> float:
-    """Seconds until rank 0 has the sum of ``nbytes`` bytes of each rank, as this core does it.
+    """Return the seconds until rank 0 has the sum of ``nbytes`` bytes of each rank, as this core does it.
 
     Raises:
         ValueError: as for :func:`all_reduce_cost`; several nodes, which share no memory.

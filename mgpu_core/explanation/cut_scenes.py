@@ -28,7 +28,7 @@ def without_cutting(
 
 
 def of_cuts(step: Step, spans: Sequence[Span | None]) -> Iterator[Scene]:
-    """One scene for all tensors that are cut, or joined, together, in one of these spans."""
+    """Return one scene for all tensors that are cut, or joined, in one of these spans."""
     shown = [(cut, span) for cut, span in zip(step.cuts, spans, strict=True) if cut.route != "copies"]
     together = groupby(shown, key=lambda pair: (pair[0].step, pair[0].counts, pair[1]))
     for (name, counts, span), group in together:

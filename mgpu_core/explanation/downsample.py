@@ -41,7 +41,7 @@ def _of(every: Sequence[dict[str, Any]], kept: set[int] | None) -> list[dict[str
 
 
 def _scenes(scenes: Sequence[Scene], kept: set[int] | None, most: int) -> list[Scene]:
-    """In the same order."""
+    """Return the scenes that are kept, in the same order."""
     calls: list[list[Scene]] = []
     for each in scenes:
         if each["kind"] == "round" and each["round"] > 0 and calls:

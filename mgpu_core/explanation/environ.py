@@ -14,7 +14,7 @@ __all__ = ["cpu_model", "environment"]
 
 
 def environment() -> dict[str, str]:
-    """Facts by their names, in the order in which to show them."""
+    """Return facts by name, in the order in which to show them."""
     gpus = [torch.cuda.get_device_name(gpu) for gpu in range(torch.cuda.device_count())]
     counted = ", ".join(f"{gpus.count(name)} x {name}" for name in dict.fromkeys(gpus))
     return {

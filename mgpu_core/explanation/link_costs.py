@@ -111,7 +111,9 @@ def _hierarchical(at: Shape, nbytes: float) -> Cost:
 
 
 def _halving(at: Shape, nbytes: float) -> Cost:
-    """As hierarchical, with recursive halving and doubling between nodes: 2 ceil(log2 N) alpha instead of 2 (N - 1).
+    """Return the cost of a hierarchy with recursive halving and doubling between nodes.
+
+    It pays 2 ceil(log2 N) alpha instead of 2 (N - 1).
 
     (Rabenseifner, 2004; Thakur et al. 2005: 2 lg p alpha + 2 (p - 1) / p n beta.  Exact for powers of two;
     other numbers of nodes pay a little more than this.)  NCCL's trees between nodes have such a latency too.
@@ -155,7 +157,7 @@ def scatter(at: Shape, nbytes: float) -> Cost:
 
 
 def reduce(at: Shape, nbytes: float) -> Cost:
-    """alpha + (n - 1) S beta: one kernel of the root reads all ranks' memory, over the root's one link.
+    """Return alpha + (n - 1) S beta: one kernel of the root reads all ranks' memory, over the root's one link.
 
     Raises:
         ValueError: several nodes, which share no memory.

@@ -76,7 +76,7 @@ def page_data(trace: Recorded) -> dict[str, Any]:
 
 
 def _json(data: Any) -> str:
-    """Of which no text can end the element that it stands in."""
+    """Return JSON that cannot end the HTML element around it."""
     return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
 
 

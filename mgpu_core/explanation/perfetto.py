@@ -49,7 +49,7 @@ class _Tracks:
         return {"pid": group, "tid": self._numbers.setdefault((group, name), len(self._numbers))}
 
     def names(self) -> Iterator[dict[str, Any]]:
-        """Events that name the tracks."""
+        """Yield the events that name the tracks."""
         for group, name in _GROUPS.items():
             yield {"ph": "M", "name": "process_name", "pid": group, "tid": 0, "args": {"name": name}}
             yield {"ph": "M", "name": "process_sort_index", "pid": group, "tid": 0, "args": {"sort_index": group}}

@@ -73,7 +73,7 @@ class Phase:
 
 
 def phases_of(step: Step) -> list[Phase]:
-    """In the order in which they began."""
+    """Return the phases, in the order in which they began."""
     whole = step.end_ns - step.begin_ns
     rows = _rows(step.spans) or list(step.spans)
     inside = _calls_by_row(rows, step.collectives)
@@ -124,7 +124,7 @@ def _phase(name: str, spans: Sequence[Span], calls: dict[Span, list[Collective]]
 
 
 def _times(span: Span, calls: Sequence[Collective]) -> list[Interval]:
-    """Of a span that a device has no times for, those of its collectives too: they may be later than the host."""
+    """Return the span's times; without device times, those of its collectives too, which may end after the host."""
     found = [(span.begin_ns, span.end_ns)]
     return found if span.device else found + [times for call in calls for times in call.times.values()]
 
@@ -153,7 +153,7 @@ def moved_by(hop: Hop) -> int:
 
 
 def bus_gbps(collectives: Sequence[Collective]) -> float | None:
-    """GB/s over the bus: bytes of a rank, times the factor of the operation, by the time of all calls together.
+    """Return the bus bandwidth, GB/s: bytes of a rank, times the factor of the operation, by the time of all calls.
 
     The factors are those of nccl-tests: 2 (n - 1) / n for all-reduce, (n - 1) / n for scatter, gather, all-gather and
     reduce-scatter (of all ranks' bytes), 1 for broadcast and reduce; so algorithms and team sizes can be compared.

@@ -172,7 +172,7 @@ def _turns(profile: StepProfile, plan: Plan) -> int:
 
 
 def _slowdown(profile: StepProfile, gpus: int, plan: Plan) -> float:
-    """Of the largest rank's forward and backward: in proportion to its rows; CPU ranks share the cores as well."""
+    """Return the slowdown of the largest rank's compute: in proportion to its rows; CPU ranks share the cores."""
     rows = 1.0 if plan.scaling == "weak" else ceil(profile.rows / gpus) / ceil(profile.rows / profile.ranks)
     return rows * gpus / profile.ranks if isinstance(plan.machine, HostMemory) else rows
 

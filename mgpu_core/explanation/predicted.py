@@ -27,7 +27,7 @@ _FORMULAS: dict[str, tuple[Callable[[int, float, Machine], float], Callable[[Seq
 
 
 def predicted_seconds(calls: Sequence[Collective], machine: Machine | None) -> float | None:
-    """Of all these calls, one after another; ``None`` without a machine, and where one of them has no formula."""
+    """Return the seconds of all calls, one after another; ``None`` without a machine or a formula."""
     if machine is None or not calls:
         return None
     found = [_of(call, machine) for call in calls]

@@ -46,13 +46,13 @@ def _spans(step: Step, name: str) -> list[Span]:
 
 
 def _seconds(step: Step, name: str) -> float:
-    """Of one rank: the middle one."""
+    """Return the median rank's seconds."""
     spans = _spans(step, name)
     return median((span.end_ns - span.begin_ns) / 1e9 for span in spans) if spans else 0.0
 
 
 def _backward(step: Step) -> tuple[float, int]:
-    """Seconds of one rank, the middle one, all its runs together; and how many ranks took turns.
+    """Return the median rank's seconds, all its runs together; and how many ranks ran one after the other.
 
     One call for all ranks runs those of a device in turn: each has its part of it.
     """
@@ -63,7 +63,7 @@ def _backward(step: Step) -> tuple[float, int]:
 
 
 def _own_backwards(spans: Sequence[Span]) -> tuple[list[float], int]:
-    """Seconds of each rank, and how many took turns.
+    """Return the seconds of each rank, and how many ran one after the other.
 
     The backwards that one thread of autograd runs take turns, node by node, so their spans cover each other's: each
     rank has its share of their union.
@@ -100,7 +100,7 @@ def _cut_nbytes(step: Step, name: str) -> int:
 
 
 def _buckets(step: Step) -> tuple[Bucket, ...]:
-    """In the order of their sums, with the moment at which the last rank had its gradients."""
+    """Return the buckets in the order of their sums, with the time at which the last rank had its gradients."""
     begin, end = _backward_interval(step)
     own = "all_reduce" if step.name == "train_step" else "reduce"
     found = []

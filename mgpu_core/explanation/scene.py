@@ -12,12 +12,12 @@ Scene: TypeAlias = dict[str, Any]
 
 
 def us(step: Step, at_ns: int) -> float:
-    """Microseconds from the begin of the step."""
+    """Return the microseconds since the begin of the step."""
     return round((at_ns - step.begin_ns) / 1e3, 3)
 
 
 def scene(step: Step, kind: str, title: str, text: str, times: tuple[int, int], order: int = 0, **more: Any) -> Scene:
-    """One scene; ``order`` ranks scenes that begin at the same time."""
+    """Return one scene; ``order`` ranks scenes that begin at the same time."""
     begin, end = (us(step, at) for at in times)
     return {"kind": kind, "title": title, "text": text, "begin": begin, "end": end, "order": order, **more}
 

@@ -36,7 +36,7 @@ _BY_RANKS = {
 
 
 def scenes_of(step: Step) -> list[Scene]:
-    """By their begin.  Times are microseconds from the begin of the step."""
+    """Return the scenes by their begin.  Times are microseconds from the begin of the step."""
     enclosing = Enclosing(step.spans)
     cutting = [enclosing.span(cut.thread, cut.step, cut.host_begin_ns) for cut in step.cuts]
     calls = without_cutting(step.collectives, enclosing, cutting)
@@ -45,7 +45,7 @@ def scenes_of(step: Step) -> list[Scene]:
 
 
 def _whole(step: Step) -> Scene:
-    """Of a step whose inside nobody saw: the replay of a graph, or calls that moved nothing."""
+    """Return the scene of a step without recorded phases: a graph's replay, or calls that moved nothing."""
     text = "Nothing is known of its inside: a graph was replayed, or there was nothing to move."
     return scene(step, "step", f"{step.name}, as a whole", text, (step.begin_ns, step.end_ns))
 

@@ -34,7 +34,7 @@ _TITLES = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `mgpu simulate`."""
+    """Add the options of `mgpu simulate`."""
     add = parser.add_argument
     add("step", nargs="?", type=Path, metavar="STEP.json", help="a recorded step; without one, an example is taken")
     add("--example", choices=tuple(EXAMPLES), help=f"instead of a file; its times are assumed (default: {_EXAMPLE})")
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def simulate(profile: StepProfile, gpus: Sequence[int], plan: Plan) -> list[Prediction]:
-    """One prediction for each number of GPUs.
+    """Return one prediction per number of GPUs.
 
     Raises:
         ValueError: numbers that the machine cannot have, or fewer rows than GPUs.

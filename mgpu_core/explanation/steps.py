@@ -48,12 +48,12 @@ class Step:
 
     @cached_property
     def cuts(self) -> list[Cut]:
-        """Which rows are whose."""
+        """The cuts: rows of each rank."""
         return [each for each in self.events if isinstance(each, Cut)]
 
     @cached_property
     def collectives(self) -> list[Collective]:
-        """Which bytes went where."""
+        """The collectives, with the bytes that they moved."""
         return [each for each in self.events if isinstance(each, Collective)]
 
     @cached_property
@@ -73,17 +73,17 @@ class Step:
 
     @cached_property
     def begin_ns(self) -> int:
-        """Its first moment."""
+        """The first time of the step, ns."""
         return min(min(_times(each)) for each in self.events)
 
     @cached_property
     def end_ns(self) -> int:
-        """Its last moment, on the host or on a device."""
+        """The last time of the step, on the host or a device, ns."""
         return max(max(_times(each)) for each in self.events)
 
     @cached_property
     def devices(self) -> tuple[str, ...]:
-        """Of the ranks, first rank first; empty: of one that was not seen."""
+        """The devices of the ranks; empty text: not recorded."""
         found: dict[int, str] = {}
         for span in self.spans:
             if span.rank != ALL_RANKS and span.device:
@@ -162,7 +162,7 @@ def steps_of(events: Iterable[Event], whole_steps: Mapping[int, WholeStep]) -> l
 
 
 def _backwards(marks: Sequence[Mark]) -> list[Span]:
-    """Of each run of backward and each rank, from its first gradient to its last bucket, or else to the run's end."""
+    """Return a span per run of backward and rank, from the first gradient to the last bucket or the run's end."""
     first: dict[tuple[str, int], Mark] = {}
     last: dict[tuple[str, int], Mark] = {}
     for mark in marks:

@@ -69,7 +69,7 @@ def _cells(phase: Phase) -> tuple[str, ...]:
 
 
 def columns(rows: Sequence[Sequence[str]], left: int) -> list[str]:
-    """Lines with aligned columns; the first ``left`` of them to the left, the others to the right."""
+    """Return lines with aligned columns; the first ``left`` to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(
@@ -81,7 +81,7 @@ def columns(rows: Sequence[Sequence[str]], left: int) -> list[str]:
 
 
 def human_nbytes(nbytes: int) -> str:
-    """With a binary unit: ``1.5 MiB``."""
+    """Return bytes with a binary unit: ``1.5 MiB``."""
     value, units = float(nbytes), ["B", "KiB", "MiB", "GiB"]
     while value >= 1024 and len(units) > 1:
         value, units = value / 1024, units[1:]
@@ -89,7 +89,7 @@ def human_nbytes(nbytes: int) -> str:
 
 
 def human_seconds(seconds: float) -> str:
-    """With three digits: ``12.3 us``."""
+    """Return seconds with three digits: ``12.3 us``."""
     for unit, factor in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
         if seconds * factor >= 1:
             return f"{seconds * factor:.3g} {unit}"

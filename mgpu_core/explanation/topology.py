@@ -43,8 +43,7 @@ class Tier:
 
 
 def blended_beta(tiers: Sequence[Tier], working_set_nbytes: float) -> float:
-    """Seconds a byte when so many bytes are touched over and over: each tier serves the bytes that the ones before do
-    not hold.
+    """Return seconds per byte for a working set: each tier serves the bytes that the ones before do not hold.
 
     There is no step at the border of a tier: a working set twice as large as a cache still finds half of it there.
     """
@@ -86,7 +85,7 @@ class Link:
         return cls(alpha_s, (Tier(None, 1 / bytes_per_second),))
 
     def beta_s_per_byte(self, working_set_nbytes: float) -> float:
-        """Seconds a byte, with so many bytes in use."""
+        """Return seconds per byte, with ``nbytes`` bytes in use."""
         return blended_beta(self.tiers, working_set_nbytes)
 
 

@@ -47,7 +47,7 @@ class Trace(Recorded):
         self.machine = this_host() if machine is None else machine
 
     def table(self, number: int | None = None) -> str:
-        """One step as a table for the terminal: bytes moved, time, share of the step, bus bandwidth.
+        """Return one step as a table for the terminal: bytes moved, time, share of the step, bus bandwidth.
 
         Args:
             number: of the step, as for :meth:`step`.
@@ -75,7 +75,7 @@ class Trace(Recorded):
         write_page(self, Path(path))
 
     def profile(self, number: int | None = None, name: str = "recorded step") -> StepProfile:
-        """One training step in the numbers from which :mod:`mgpu_core.explanation.cost` predicts other sizes.
+        """Return one training step as numbers, from which :mod:`mgpu_core.explanation.cost` predicts other sizes.
 
         Args:
             number: negative ones count from the last; ``None``: the last that has made an update, where any has (with
@@ -92,7 +92,7 @@ class Trace(Recorded):
         return profile_of(self.step(number), name)
 
     def step(self, number: int | None = None) -> Step:
-        """One step.
+        """Return one step.
 
         Args:
             number: negative ones count from the last; ``None``: the last whole step; without one, the last calls.

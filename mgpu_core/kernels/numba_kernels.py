@@ -54,7 +54,7 @@ def owner_of(first_tile: Any, tile: Any) -> Any:
 
 @cuda.jit
 def pack_kernel(sources: Any, first_tile: Any, begins: Any, flat: Any, scale: Any) -> None:
-    """A block does one tile of one source; ``scale`` is of the dtype that is computed in."""
+    """Copy one tile of one source per block; ``scale`` has the compute dtype."""
     position = owner_of(first_tile, cuda.blockIdx.x)
     source = sources[position]
     first = (cuda.blockIdx.x - first_tile[position]) * cuda.blockDim.x * PER_THREAD + cuda.threadIdx.x
@@ -128,7 +128,7 @@ def segment_at(segments: Any, element: Any) -> Any:
 
 @cuda.jit
 def sgd_kernel(parameters: Any, gradients: Any, momenta: Any, segments: Any, constants: Any) -> None:
-    """A thread per element; each looks up its segment, which ours does once per block."""
+    """Update one element per thread; each looks up its segment, which the CUDA kernel does once per block."""
     i = cuda.grid(1)
     position = segment_at(segments, i)
     if position == segments.shape[0] or i < segments[position, BEGIN] or constants[position, TAKES_PART] == 0:

@@ -64,7 +64,7 @@ class Lesson:
 
 
 def folder() -> Path:
-    """Where the pages are: in the package, or in a checkout beside it.
+    """Return the folder of the pages: in the package, or in a checkout next to it.
 
     Raises:
         FileNotFoundError: in neither.

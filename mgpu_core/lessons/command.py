@@ -16,7 +16,7 @@ __all__ = ["add_arguments", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The words of `mgpu lesson` and their options."""
+    """Add the actions of `mgpu lesson` and their options."""
     words = parser.add_subparsers(dest="word", required=True, metavar="word")
     words.add_parser("list", help="the lessons")
     _add(words, "show", "print the text of a lesson")

@@ -100,7 +100,7 @@ class Config:
         self._check_files()
 
     def team(self, devices: Sequence[torch.device]) -> str:
-        """Who trains, in words: `step on 2 x cpu, shares 2:1`."""
+        """Describe engine and devices in words: `step on 2 x cpu, shares 2:1`."""
         words = f"{self.engine} on {describe(devices)}"
         return words if self.shares is None else f"{words}, shares {':'.join(f'{share:g}' for share in self.shares)}"
 

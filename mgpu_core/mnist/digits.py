@@ -97,7 +97,7 @@ def epoch_order(count: int, seed: int, epoch: int) -> torch.Tensor:
 
 
 def cache_folder() -> Path:
-    """Where downloads are kept: `$XDG_CACHE_HOME/mgpu_core`, else `~/.cache/mgpu_core`.
+    """Return the folder of downloads: `$XDG_CACHE_HOME/mgpu_core`, or `~/.cache/mgpu_core`.
 
     Raises:
         FileNotFoundError: there is no home folder.

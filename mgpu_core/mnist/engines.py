@@ -23,7 +23,7 @@ class Engine(Protocol):
     """The interface that the loop calls; the loop sets the network's mode, training or not."""
 
     def train(self, window: Sequence[Batch]) -> list[torch.Tensor]:
-        """One update. Returns each batch's mean loss, on the device, so that nobody waits for it."""
+        """Make one update. Return each batch's mean loss, on the device, so that the host does not wait."""
 
     def correct(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Return how many images the network names right, on the device."""

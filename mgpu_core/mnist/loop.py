@@ -44,7 +44,7 @@ class Training:
     """
 
     def __init__(self, config: Config, *, digits: Digits | None = None, report: Report | None = None) -> None:
-        """Prepares the training of `config`, on `digits` instead of `config.source` if they are given.
+        """Prepare the training of `config`, on `digits` instead of `config.source` if they are given.
 
         Raises:
             ValueError: devices that do not exist, shares that do not fit them; damaged or unfit digits or checkpoint;
@@ -199,7 +199,7 @@ class Training:
 
 
 def train(config: Config, *, digits: Digits | None = None, report: Report | None = None) -> History:
-    """Prepares and runs a training, writes the files that `config` asks for, and returns its course.
+    """Prepare and run a training, write the files that `config` asks for, and return its history.
 
     Args:
         config: the settings.

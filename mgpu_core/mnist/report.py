@@ -28,7 +28,7 @@ class Report:
         """Show one line: the settings, a resume, a file written."""
 
     def epoch(self, record: Epoch, epochs: int) -> None:
-        """An epoch, of `epochs` in all, is done and saved."""
+        """Show an epoch, of `epochs` in all, that is done and saved."""
 
     @contextlib.contextmanager
     def steps(self, number: int, count: int) -> Iterator[Callable[[], object]]:

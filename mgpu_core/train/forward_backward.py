@@ -82,7 +82,7 @@ class ForwardBackward:
 
     @property
     def ranks_meet(self) -> bool:
-        """Whether ranks wait for each other in the forward."""
+        """True if ranks wait for each other in the forward."""
         tree = self._net.tree
         return tree.ranks_meet
 

@@ -1,4 +1,4 @@
-"""Buckets of parameters in flat memory on each device, and the sums of their gradients.
+r"""Buckets of parameters in flat memory on each device, and the sums of their gradients.
 
 A bucket's gradients are added up over the ranks of each device, then over the devices, always in the same memory::
 

@@ -102,7 +102,7 @@ class OptimizerStep:
 
     @property
     def memory(self) -> tuple[int, int] | None:
-        """Equal for as long as ours work in the same memory; ``None``: a recording cannot hold this update."""
+        """A key that changes with the optimizer's memory; ``None``: a graph cannot hold this update."""
         if self._ours is None or self._flat is None or not self._ours.is_over(self._flat) or not self._is_plain():
             return None
         return id(self._flat), self._flat.generation

@@ -46,7 +46,7 @@ def _take_values(processes: Processes, net: Module) -> None:
 
 
 class ProcessSync:
-    """This process among those that train with it, after all of them have called :func:`agree`.
+    """A process among those that train together, after all of them have called :func:`agree`.
 
     Args:
         processes: all of them.

@@ -122,7 +122,7 @@ class TrainLoop:
 
     @property
     def is_accumulating(self) -> bool:
-        """Whether there were calls since the last update."""
+        """True after calls without an update."""
         return self.transaction.is_accumulating
 
     def step(self, inputs: tuple[Any, ...], kwargs: dict[str, Any], keep_outputs: bool, aux: bool) -> Result:

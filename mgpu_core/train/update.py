@@ -74,7 +74,7 @@ class UpdateTransaction:
 
     @property
     def is_accumulating(self) -> bool:
-        """Whether there were calls since the last update."""
+        """True after calls without an update."""
         return self.window.calls > 0
 
     def begin(self, reduction: str, options: UpdateOptions) -> Window:

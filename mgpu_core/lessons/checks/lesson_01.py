@@ -22,7 +22,7 @@ def _counts(rows: int, ranks: int) -> list[int]:
 
 @asks_for("chunk_counts")
 def exercise_1(answer: Callable[[int, int], Any]) -> None:
-    """Even counts, for every number of rows."""
+    """Check: even counts, for every number of rows."""
     for rows in _ROWS:
         for ranks in _RANKS:
             expect(f"chunk_counts({rows}, {ranks})", answer(rows, ranks), _counts(rows, ranks))
@@ -30,7 +30,7 @@ def exercise_1(answer: Callable[[int, int], Any]) -> None:
 
 @asks_for("scatter_rows")
 def exercise_2(answer: Callable[[torch.Tensor, int, int], Any]) -> None:
-    """Equal parts along both dimensions, contiguous, in memory of their own."""
+    """Check: equal parts along both dimensions, contiguous, in memory of their own."""
     for dim in (0, 1, -1):
         for rows in _ROWS:
             for ranks in _RANKS:
@@ -59,7 +59,7 @@ def _check_cut(answer: Callable[[torch.Tensor, int, int], Any], rows: int, ranks
 
 @asks_for("scatter_batch")
 def exercise_3(answer: Callable[[dict[str, object], int], Any]) -> None:
-    """Whole dictionaries, one per rank that works; a disagreement is told."""
+    """Check: whole dictionaries, one per rank that works; a disagreement is told."""
     for rows, ranks in ((9, 4), (9, 8), (3, 8), (2, 1), (7, 2), (5, 3)):
         _check_batch(answer, rows, ranks)
     for pixels, labels, weights in ((6, 5, 5), (6, 5, 6), (5, 6, 6), (6, 6, 5)):
@@ -67,7 +67,7 @@ def exercise_3(answer: Callable[[dict[str, object], int], Any]) -> None:
 
 
 def _check_disagreement(answer: Callable[[dict[str, object], int], Any], rows: dict[str, int]) -> None:
-    """The keys are words that no error says by chance."""
+    """Check: the keys are words that no error says by chance."""
     batch: dict[str, object] = {"name": "odd", **{key: torch.zeros(count, 2) for key, count in rows.items()}}
     call = f"scatter_batch({{'name': 'odd', {', '.join(f'{key!r}: {rows[key]} rows' for key in rows)}}}, 2)"
     text = str(expect_raises(call, ValueError, lambda: answer(batch, 2)))

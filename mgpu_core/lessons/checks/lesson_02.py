@@ -26,7 +26,7 @@ _PLANS: tuple[tuple[list[int], list[int], int], ...] = (
 
 @asks_for("bucket_positions")
 def exercise_1(answer: Callable[[list[int], list[int], int], Any]) -> None:
-    """The core's plan."""
+    """Check the core's plan."""
     chance = random.Random(1)
     plans = [*_PLANS]
     for _ in range(200):
@@ -39,7 +39,7 @@ def exercise_1(answer: Callable[[list[int], list[int], int], Any]) -> None:
 
 @asks_for("differentiable_copies")
 def exercise_2(answer: Callable[[torch.Tensor, int], Any]) -> None:
-    """Fresh memory, and summed gradients."""
+    """Check: fresh memory, and summed gradients."""
     for ranks in (1, 2, 3, 8):
         tensor = torch.arange(4.0).requires_grad_()
         call = f"differentiable_copies(tensor, {ranks})"
@@ -57,7 +57,7 @@ def _check_memory(call: str, tensor: torch.Tensor, copies: Sequence[torch.Tensor
 
 
 def _check_gradient(call: str, tensor: torch.Tensor, copies: Sequence[torch.Tensor], used: Sequence[int]) -> None:
-    """Rank r multiplies by r + 1, so the gradient is the sum of these numbers."""
+    """Check: rank r multiplies by r + 1, so the gradient is the sum of these numbers."""
     total = sum((copies[rank].sum() * (rank + 1) for rank in used), torch.zeros(()))
     if not total.requires_grad:
         raise WrongAnswer(f"{call}: the copies have no history, so no gradient can come back")
@@ -69,7 +69,7 @@ def _check_gradient(call: str, tensor: torch.Tensor, copies: Sequence[torch.Tens
 
 @asks_for("refresh")
 def exercise_3(answer: Callable[[list[torch.nn.Module], torch.nn.Module], Any]) -> None:
-    """Parameters and all buffers, in place, in memory of their own; nothing is recorded by autograd."""
+    """Check: parameters and all buffers, in place, in memory of their own; nothing is recorded by autograd."""
     for ranks in (1, 2, 3, 8):
         net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
         net[1].register_buffer("mask", torch.zeros(2), persistent=False)  # in no state_dict
@@ -91,7 +91,7 @@ def exercise_3(answer: Callable[[list[torch.nn.Module], torch.nn.Module], Any]) 
 
 
 def _tensors(net: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """By name, without history."""
+    """Return the tensors by name, detached."""
     return {name: tensor.detach() for name, tensor in (*net.named_parameters(), *net.named_buffers())}
 
 

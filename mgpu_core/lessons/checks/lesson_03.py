@@ -23,7 +23,7 @@ _MEETING_SECONDS = 2.0
 
 @asks_for("apply_all")
 def exercise_1(answer: _Apply) -> None:
-    """At once, in order, and careful with failures; also more at once than a pool has workers by default."""
+    """Check: at once, in order, and careful with failures; also more at once than a pool has workers by default."""
     for ranks in (1, 2, 3, 8):
         _check_meeting(answer, ranks)
         _check_order(answer, ranks)
@@ -33,7 +33,7 @@ def exercise_1(answer: _Apply) -> None:
 
 
 def _check_meeting(answer: _Apply, ranks: int) -> None:
-    """Everybody waits for everybody: only possible at once."""
+    """Check: everybody waits for everybody: only possible at once."""
     barrier = threading.Barrier(ranks, timeout=_MEETING_SECONDS)
 
     def meet(x: int) -> int:
@@ -50,7 +50,7 @@ def _check_meeting(answer: _Apply, ranks: int) -> None:
 
 
 def _check_order(answer: _Apply, ranks: int) -> None:
-    """The higher the rank, the earlier it ends."""
+    """Check: the higher the rank, the earlier it ends."""
     ended = [threading.Event() for _ in range(ranks + 1)]
     ended[ranks].set()
 
@@ -64,7 +64,7 @@ def _check_order(answer: _Apply, ranks: int) -> None:
 
 
 def _check_failures(answer: _Apply, ranks: int, failing: range) -> None:
-    """Two ranks fail at once, the others take their time; all must have ended before anything is raised."""
+    """Check: two ranks fail at once, the others take their time; all must have ended before anything is raised."""
     errors = {rank: KeyError(f"of rank {rank}") for rank in failing}
     ended: list[int] = []
 
@@ -96,7 +96,7 @@ def _settings(*args: int, **kwargs: int) -> tuple[object, ...]:
 
 @asks_for("carry")
 def exercise_2(answer: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """The settings of the maker, in another thread, after the maker has left them."""
+    """Check: the settings of the maker, in another thread, after the maker has left them."""
     with torch.enable_grad(), torch.autocast("cpu", enabled=False):  # whatever the answer leaves behind, ends here
         _check_carry(answer)
 
@@ -144,7 +144,7 @@ _TIMES: tuple[tuple[list[float], list[float], str], ...] = (  # of threads, of t
 
 @asks_for("faster_way")
 def exercise_3(answer: Callable[[Callable[[str], float], int], Any]) -> None:
-    """Given times: a slow first call, one slow call, one lucky call, a tie; and in turns."""
+    """Check: given times: a slow first call, one slow call, one lucky call, a tie; and in turns."""
     for threads, caller, wanted in _TIMES:
         times, asked = {"threads": threads, "caller": caller}, list[str]()
 

@@ -17,7 +17,7 @@ _COUNTS = ([4], [3, 2], [2, 2], [3, 2, 2], [0, 4, 1], [2, 0], [2, 2, 2, 2, 2, 2,
 
 @asks_for("adjoint_of_gather")
 def exercise_1(answer: Callable[[torch.Tensor, list[int]], Any]) -> None:
-    """Rows in the counts of the forward, not in even ones; and it is the adjoint."""
+    """Check: rows in the counts of the forward, not in even ones; and it is the adjoint."""
     for counts in _COUNTS:
         grad = torch.arange(3.0 * sum(counts)).reshape(-1, 3)
         parts = [torch.ones(count, 3, requires_grad=True) for count in counts]
@@ -28,7 +28,7 @@ def exercise_1(answer: Callable[[torch.Tensor, list[int]], Any]) -> None:
 
 @asks_for("team_mean")
 def exercise_2(answer: Callable[[list[torch.Tensor], list[int]], Any]) -> None:
-    """The mean over rows, with one device's gradients."""
+    """Check: the mean over rows, with one device's gradients."""
     for counts in _COUNTS:
         rows = torch.arange(1.0, 1 + sum(counts), dtype=torch.float64)
         means = [part.mean().requires_grad_() for part in rows.split(counts)]
@@ -45,7 +45,7 @@ def exercise_2(answer: Callable[[list[torch.Tensor], list[int]], Any]) -> None:
 
 @asks_for("team_cross_entropy")
 def exercise_3(answer: Callable[[list[torch.Tensor], list[torch.Tensor]], Any]) -> None:
-    """One device's value and gradient, with ignored labels in unequal numbers."""
+    """Check: one device's value and gradient, with ignored labels in unequal numbers."""
     generator = torch.Generator().manual_seed(4)
     for counts in _COUNTS:
         for ignored in ([], [0], list(range(counts[0])), list(range(counts[0], sum(counts)))):

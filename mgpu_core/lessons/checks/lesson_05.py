@@ -54,7 +54,7 @@ def _tensors(ranks: int, count: int) -> list[torch.Tensor]:
 
 
 def _check_use(call: str, answer: Callable[..., Any], count: int, hops: Sequence[int]) -> None:
-    """The result of `send` is added and kept: with a `send` that adds to it, every message of a number shows.
+    """Check: the result of `send` is added and kept: with a `send` that adds to it, every message of a number shows.
 
     `hops` says of each rank how many messages a sum has gone through when it comes there, from where it is complete.
     """
@@ -76,7 +76,7 @@ def _check_total(call: str, wire: _Wire, ranks: int, count: int) -> None:
 
 @asks_for("ring_all_reduce")
 def exercise_1(answer: Callable[..., Any]) -> None:
-    """Right sums; messages of one chunk, between neighbours, and no more of them than needed."""
+    """Check: right sums; messages of one chunk, between neighbours, and no more of them than needed."""
     for ranks in _RANKS:
         for count in _COUNTS:
             call, wire = _run("ring_all_reduce", answer, ranks, count)
@@ -93,7 +93,7 @@ def exercise_1(answer: Callable[..., Any]) -> None:
 
 
 def _check_chunks(call: str, wire: _Wire, ranks: int, count: int) -> None:
-    """Each rank sends every chunk but one, twice over the two trips: the sizes are those of an even cut."""
+    """Check: each rank sends every chunk but one, twice over the two trips: the sizes are those of an even cut."""
     sizes = ([size for _, size in _core.chunk_plan(count, ranks)] + [0] * ranks)[:ranks]
     for rank in range(ranks):
         sent = sorted(carried for source, _, carried in wire.messages if source == rank and carried)
@@ -116,7 +116,7 @@ def _without_one_each(sizes: Sequence[int]) -> list[list[int]]:
 
 @asks_for("tree_all_reduce")
 def exercise_2(answer: Callable[..., Any]) -> None:
-    """Right sums; whole tensors, and no rank with more messages than a tree gives it."""
+    """Check: right sums; whole tensors, and no rank with more messages than a tree gives it."""
     for ranks in _RANKS:
         call, wire = _run("tree_all_reduce", answer, ranks, 6)
         _check_total(call, wire, ranks, 6)
@@ -131,7 +131,7 @@ def exercise_2(answer: Callable[..., Any]) -> None:
 
 
 def _check_pairs(call: str, wire: _Wire, ranks: int) -> None:
-    """Who sends to whom: the pairs of a binomial tree, up and down."""
+    """Check: who sends to whom: the pairs of a binomial tree, up and down."""
     wanted = sorted((source, target) for hops in _core.tree_schedule(ranks) for source, target, _, _ in hops)
     sent = sorted((source, target) for source, target, _ in wire.messages)
     if sent != wanted:
@@ -144,7 +144,7 @@ def _check_pairs(call: str, wire: _Wire, ranks: int) -> None:
 
 @asks_for("nbytes_sent")
 def exercise_3(answer: Callable[[str, int, int], Any]) -> None:
-    """The core's schedules."""
+    """Check the core's schedules."""
     for ranks in _RANKS:
         nbytes = 120 * 4
         for algorithm in ("ring", "naive", "tree"):

@@ -66,7 +66,7 @@ def _check_buckets(call: str, answer: Callable[..., Any], ranks: int, buckets: l
 
 @asks_for("complete_buckets")
 def exercise_2(answer: Callable[..., Any]) -> None:
-    """Random orders; also a gradient that never comes."""
+    """Check: random orders; also a gradient that never comes."""
     chance = random.Random(6)
     for ranks in _RANKS:
         for bucket_of in ({0: 0}, {0: 1, 1: 0}, {0: 2, 1: 1, 2: 1, 3: 0, 4: 0}):
@@ -91,7 +91,7 @@ def _complete(events: Sequence[tuple[int, int]], bucket_of: dict[int, int], rank
 
 @asks_for("finish")
 def exercise_3(answer: Callable[[list[int], list[int], int, int], Any]) -> None:
-    """A free wire, a busy one, and both in turn; on wires of another latency, and of another rate."""
+    """Check: A free wire, a busy one, and both in turn; on wires of another latency, and of another rate."""
     for ready, nbytes, latency, rate, wanted in (
         ([], [], 10, 100, 0),
         ([100], [1000], 10, 100, 120),

@@ -16,7 +16,7 @@ Work = Callable[[], None]
 
 @asks_for("copy_then_compute")
 def exercise_1(answer: Callable[[LateDevice, Work, Work], object]) -> None:
-    """In order in every order, and each on its stream."""
+    """Check: in order in every order, and each on its stream."""
     for seed in range(_TRIES):
         device, seen = LateDevice(), list[tuple[str, int | None]]()
         answer(device, *(partial(_note, device, seen, name) for name in ("copy", "compute")))
@@ -33,13 +33,13 @@ def exercise_1(answer: Callable[[LateDevice, Work, Work], object]) -> None:
 
 
 def _note(device: LateDevice, seen: list[tuple[str, int | None]], name: str) -> None:
-    """The work of a test: it notes that it runs, and where."""
+    """Return work that notes that it runs, and where."""
     seen.append((name, device.running))
 
 
 @asks_for("barrier")
 def exercise_2(answer: Callable[[LateDevice, Sequence[int]], object]) -> None:
-    """On 2, 1, 3 and 8 streams: everything before, before everything after."""
+    """Check: on 2, 1, 3 and 8 streams: everything before, before everything after."""
     for streams in ([0, 1], [0], [0, 1, 2], [5, 2, 9], list(range(8))):
         for seed in range(_TRIES):
             _check_barrier(answer, streams, seed)
@@ -65,7 +65,7 @@ def _check_barrier(answer: Callable[[LateDevice, Sequence[int]], object], stream
 def exercise_3(
     answer: Callable[[LateDevice, Callable[[int, int], Work], Callable[[int], Work], int], object],
 ) -> None:
-    """Each use reads its own batch, whatever the order; and in some order a load runs ahead."""
+    """Check: each use reads its own batch, whatever the order; and in some order a load runs ahead."""
     for count in (5, 1, 2, 3, 8):
         ran_ahead: set[int] = set()
         for seed in range(_TRIES):
@@ -99,11 +99,11 @@ class _Buffers:
         return lambda: self.done.append(("use", self._batches[buffer], self.device.running))
 
     def streams(self, what: str) -> list[int | None]:
-        """Of all loads or uses, as they ran."""
+        """Return the streams of all loads or uses, in the order in which they ran."""
         return [stream for each, _, stream in self.done if each == what]
 
     def indices(self, what: str) -> list[int]:
-        """Of all loads or uses, among all that ran."""
+        """Return the indices of all loads or uses among all work."""
         return [index for index, (each, _, _) in enumerate(self.done) if each == what]
 
 

@@ -31,7 +31,7 @@ _MASKS = (
 
 
 def _seen(mask: str | None, count: int) -> list[int]:
-    """By the package's own reading of the variable."""
+    """Read the variable as the package does."""
     machine = [PhysicalDevice(index, f"GPU-{index}", f"0000:{index}:00.0", "a card") for index in range(count)]
     devices = parse_visible_devices(mask, machine).devices
     assert devices is not None  # the machine is known
@@ -40,7 +40,7 @@ def _seen(mask: str | None, count: int) -> list[int]:
 
 @asks_for("visible")
 def exercise_1(answer: Callable[[str | None, int], Any]) -> None:
-    """As the driver reads it, on machines of 4, 1, 2 and 8 cards."""
+    """Check: as the driver reads it, on machines of 4, 1, 2 and 8 cards."""
     for count in (4, 1, 2, 8):
         for mask in _MASKS:
             expect(f"visible({mask!r}, {count})", answer(mask, count), _seen(mask, count))
@@ -48,7 +48,7 @@ def exercise_1(answer: Callable[[str | None, int], Any]) -> None:
 
 @asks_for("mask_for")
 def exercise_2(answer: Callable[[list[int]], Any]) -> None:
-    """The mask is read back."""
+    """Check: the mask is read back."""
     for cards in ([3, 1], [0], [0, 1, 2, 3], [2, 0, 1], []):
         mask = answer(list(cards))
         if not isinstance(mask, str):
@@ -58,7 +58,7 @@ def exercise_2(answer: Callable[[list[int]], Any]) -> None:
 
 @asks_for("ranks_on")
 def exercise_3(answer: Callable[[list[str]], Any]) -> None:
-    """Shared devices, several kinds, one rank."""
+    """Check: shared devices, several kinds, one rank."""
     teams = {
         ("cuda:0", "cuda:0"): {"cuda:0": [0, 1]},
         ("cpu",): {"cpu": [0]},

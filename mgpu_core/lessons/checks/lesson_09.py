@@ -28,7 +28,7 @@ _SPEEDS = (1, 2, 3, 5)
 
 @asks_for("exposed")
 def exercise_1(answer: Callable[[list[float], list[float], float], Any]) -> None:
-    """One bucket, many, a slow bus, all hidden, no bucket at all."""
+    """Check: one bucket, many, a slow bus, all hidden, no bucket at all."""
     steps: list[tuple[list[float], list[float], float]] = [
         ([2.0, 4.0, 6.0], [1.0, 1.0, 1.0], 6.0),
         ([2.0, 4.0, 6.0], [3.0, 3.0, 3.0], 6.0),
@@ -45,7 +45,7 @@ def exercise_1(answer: Callable[[list[float], list[float], float], Any]) -> None
 
 @asks_for("fair_counts")
 def exercise_2(answer: Callable[[int, list[int]], Any]) -> None:
-    """On 1, 2, 3, 4 and 8 devices, against the best of all ways to share the rows; few enough to try all."""
+    """Check: on 1, 2, 3, 4 and 8 devices, against the best of all ways to share the rows; few enough to try all."""
     chance = random.Random(9)
     teams = [
         *_TEAMS,
@@ -80,7 +80,7 @@ def _best(rows: int, speeds: Sequence[int]) -> float:
 
 @asks_for("efficiency")
 def exercise_3(answer: Callable[[list[float], list[float], int], Any]) -> None:
-    """Whole numbers, and one sample that is not to be believed."""
+    """Check: whole numbers, and one sample that is not to be believed."""
     expect("efficiency([8, 8, 8], [2, 2, 2], 4)", answer([8.0] * 3, [2.0] * 3, 4), 1.0)
     expect("efficiency([6, 6, 6], [4, 4, 4], 3)", answer([6.0] * 3, [4.0] * 3, 3), 0.5)
     expect("efficiency([4], [4], 1)", answer([4.0], [4.0], 1), 1.0)

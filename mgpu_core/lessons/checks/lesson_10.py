@@ -17,7 +17,7 @@ _NAN = float("nan")
 
 @asks_for("batch_loss")
 def exercise_1(answer: Callable[[list[float], list[int]], Any]) -> None:
-    """Unequal ranks, ranks without rows, one rank; whole numbers throughout."""
+    """Check: unequal ranks, ranks without rows, one rank; whole numbers throughout."""
     batches = [
         ([0.0, 7.5], [3, 2], 3.0),
         ([2.0, _NAN], [4, 0], 2.0),
@@ -63,7 +63,7 @@ def _check_sums(
 
 @asks_for("call_in_thread")
 def exercise_3(answer: Callable[[Callable[[], Any]], Any]) -> None:
-    """Another thread, the same modes, the same end."""
+    """Check: another thread, the same modes, the same end."""
     here, before = threading.get_ident(), set(threading.enumerate())
     if answer(threading.get_ident) == here:
         raise WrongAnswer("call_in_thread(get_ident): it ran in the caller's thread")

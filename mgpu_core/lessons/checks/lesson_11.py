@@ -19,7 +19,7 @@ def _sectors(addresses: list[int], nbytes: int) -> int:
 
 @asks_for("sectors")
 def exercise_1(answer: Callable[[list[int], int], Any]) -> None:
-    """Load across borders, far apart, and several on one sector."""
+    """Check: load across borders, far apart, and several on one sector."""
     warps = [
         ([0], 4),
         ([28], 16),
@@ -38,7 +38,7 @@ def exercise_1(answer: Callable[[list[int], int], Any]) -> None:
 
 @asks_for("split")
 def exercise_2(answer: Callable[[int, int, int], Any]) -> None:
-    """Every item size, at every address that it may have, from nothing to many."""
+    """Check: every item size, at every address that it may have, from nothing to many."""
     counts = (0, 1, 2, 3, 5, 16, 17, 100)
     every = ((address, count, size) for size in (4, 1, 2, 8, 16) for address in range(0, 48, size) for count in counts)
     for asked in ((8, 100, 4), (4, 2, 4), (0, 3, 4), *every):
@@ -56,7 +56,7 @@ def _split(address: int, count: int, itemsize: int) -> tuple[int, int, int]:
 
 @asks_for("moved_nbytes")
 def exercise_3(answer: Callable[[int, int, bool], Any]) -> None:
-    """Counted tensor by tensor."""
+    """Check: counted tensor by tensor."""
     for asked in itertools.product((1, 2, 3, 8), (8, 1000), (False, True)):
         expect(f"moved_nbytes{asked}", answer(*asked), _moved(*asked))
 

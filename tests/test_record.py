@@ -52,6 +52,7 @@ def test_every_step_of_the_road():
     assert (contents.bucket, contents.names, contents.nbytes) == (0, ("bias", "weight"), (8, 24))
     (broadcast,), (reduce,) = of(story, Collective, "broadcast"), of(story, Collective, "reduce")
     assert (broadcast.nbytes, reduce.nbytes) == ((0, 32), (32, 32))
+    assert broadcast.route == "direct"
 
     forwards = of(story, Span, "forward")
     assert sorted(each.rank for each in forwards) == [0, 1]

@@ -59,15 +59,17 @@ class PythonFault:
         return failing_test(f"{PACKAGE}.{self.module}:{self.number}", self.tests)
 
 
-def python_faults(table: dict[str, list[str]]) -> list[PythonFault]:
-    """Return the faults of all modules of a table of modules and tests."""
-    found = []
-    for module, tests in table.items():
+def python_faults(tables: dict[str, dict[str, list[str]]]) -> list[PythonFault]:
+    """Return the faults of all modules of the table: those that run without a GPU."""
+    found, on_gpus = [], tables["on_gpus"]
+    for module, own in tables["python"].items():
+        tests = dict.fromkeys([*own, *tables["then"][module.partition(".")[0]]])
         source = (ROOT / PACKAGE / f"{module.replace('.', '/')}.py").read_text()
         lines = source.splitlines()
         for number, each in enumerate(faults_of(ast.parse(source))):
-            name, text = f"{module} {each.function} {each.operator}", lines[each.line - 1].strip()
-            found.append(PythonFault(module, number, name, text, tuple(tests)))
+            if each.function not in on_gpus.get(module, ()):
+                name, text = f"{module} {each.function} {each.operator}", lines[each.line - 1].strip()
+                found.append(PythonFault(module, number, name, text, tuple(tests)))
     return found
 
 
@@ -127,7 +129,7 @@ def main() -> int:
     options = parser.parse_args()
     tables = tomllib.loads((TESTS / "faults" / "targets.toml").read_text())
     with tempfile.TemporaryDirectory() as folder:
-        found = cpp.faults_of(tables["cpp"], Path(folder)) if options.cpp else python_faults(tables["python"])
+        found = cpp.faults_of(tables["cpp"], Path(folder)) if options.cpp else python_faults(tables)
         chosen: list[Target] = [each for each in found if options.only in each.name]
         if options.sample is not None:
             chosen = random.Random(options.seed).sample(chosen, min(options.sample, len(chosen)))

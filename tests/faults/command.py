@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TypeAlias
 
 from faults import cpp
 from faults.operators import faults_of
@@ -26,23 +26,6 @@ from faults.run import TESTS, failing_test
 
 ROOT = TESTS.parent
 PACKAGE = "mgpu_core"
-
-
-class Target(Protocol):
-    """A fault and what must notice it.
-
-    Attributes:
-        name: file or module, function and operator.
-        text: the line that is changed.
-    """
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def text(self) -> str: ...
-
-    def noticed_by(self) -> str | None:
-        """Return the first test that fails; empty: none does, ``None``: the fault does not compile."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +39,11 @@ class PythonFault:
     tests: tuple[str, ...]
 
     def noticed_by(self) -> str:
+        """Return the first test that fails; empty: none does."""
         return failing_test(f"{PACKAGE}.{self.module}:{self.number}", self.tests)
+
+
+Fault: TypeAlias = PythonFault | cpp.CppFault
 
 
 def python_faults(tables: dict[str, dict[str, list[str]]]) -> list[PythonFault]:
@@ -73,7 +60,7 @@ def python_faults(tables: dict[str, dict[str, list[str]]]) -> list[PythonFault]:
     return found
 
 
-def what_fails_without(chosen: Sequence[Target], pool: ThreadPoolExecutor) -> list[str]:
+def what_fails_without(chosen: Sequence[Fault], pool: ThreadPoolExecutor) -> list[str]:
     """Return the tests that fail without any fault."""
     tests = sorted({test for each in chosen if isinstance(each, PythonFault) for test in each.tests})
     programs = {each.program.name: each.program for each in chosen if isinstance(each, cpp.CppFault)}
@@ -81,7 +68,7 @@ def what_fails_without(chosen: Sequence[Target], pool: ThreadPoolExecutor) -> li
     return failed + list(filter(None, pool.map(lambda test: failing_test("", [test]), tests)))
 
 
-def report(count: int, missed: Sequence[Target], equivalent: dict[str, str]) -> str:
+def report(count: int, missed: Sequence[Fault], equivalent: dict[str, str]) -> str:
     """Return the page of the survivors."""
     real = [f"* `{each.name}`: `{each.text}`" for each in missed if each.name not in equivalent]
     same = [f"* `{each.name}`: `{each.text}`; {equivalent[each.name]}" for each in missed if each.name in equivalent]
@@ -96,7 +83,7 @@ def report(count: int, missed: Sequence[Target], equivalent: dict[str, str]) -> 
     return "\n".join([*lines, *(same or ["none"]), ""])
 
 
-def run(chosen: Sequence[Target], equivalent: dict[str, str], options: argparse.Namespace) -> int:
+def run(chosen: Sequence[Fault], equivalent: dict[str, str], options: argparse.Namespace) -> int:
     """Run the tests with each of the faults; return the exit status."""
     began, count, missed = time.monotonic(), 0, []
     with ThreadPoolExecutor(options.workers) as pool:
@@ -130,7 +117,7 @@ def main() -> int:
     tables = tomllib.loads((TESTS / "faults" / "targets.toml").read_text())
     with tempfile.TemporaryDirectory() as folder:
         found = cpp.faults_of(tables["cpp"], Path(folder)) if options.cpp else python_faults(tables)
-        chosen: list[Target] = [each for each in found if options.only in each.name]
+        chosen: list[Fault] = [each for each in found if options.only in each.name]
         if options.sample is not None:
             chosen = random.Random(options.seed).sample(chosen, min(options.sample, len(chosen)))
         if options.list:

@@ -68,8 +68,8 @@ def what_fails_without(chosen: Sequence[Fault], pool: ThreadPoolExecutor) -> lis
     return failed + list(filter(None, pool.map(lambda test: failing_test("", [test]), tests)))
 
 
-def report(count: int, missed: Sequence[Fault], equivalent: dict[str, str]) -> str:
-    """Return the page of the survivors."""
+def report(count: int, total: int, missed: Sequence[Fault], equivalent: dict[str, str]) -> str:
+    """Return the page of the survivors of ``count`` faults, out of ``total`` that there are."""
     real = [f"* `{each.name}`: `{each.text}`" for each in missed if each.name not in equivalent]
     same = [f"* `{each.name}`: `{each.text}`; {equivalent[each.name]}" for each in missed if each.name in equivalent]
     noticed, count = count - len(missed), count - len(same)
@@ -77,16 +77,16 @@ def report(count: int, missed: Sequence[Fault], equivalent: dict[str, str]) -> s
         "# Faults put in on purpose\n",
         "Written by `python tests/faults --survivors FILE`: faults are derived from the syntax of the sources, put in",
         "one at a time, and the tests named in `tests/faults/targets.toml` must fail.\n",
-        f"{noticed} of {count} faults were noticed ({100 * noticed / max(count, 1):.1f} %).\n",
+        f"There are {total}.  {noticed} of {count} were noticed ({100 * noticed / max(count, 1):.1f} %).\n",
     ]
     lines += ["## Unnoticed\n", *(real or ["none"]), "\n## Unnoticed, because they change nothing that can be seen\n"]
     return "\n".join([*lines, *(same or ["none"]), ""])
 
 
-def run(chosen: Sequence[Fault], equivalent: dict[str, str], options: argparse.Namespace) -> int:
-    """Run the tests with each of the faults; return the exit status."""
+def run(chosen: Sequence[Fault], equivalent: dict[str, str], workers: int) -> tuple[int, list[Fault]]:
+    """Run the tests with each of the faults; return how many of them compile, and the survivors."""
     began, count, missed = time.monotonic(), 0, []
-    with ThreadPoolExecutor(options.workers) as pool:
+    with ThreadPoolExecutor(workers) as pool:
         if failed := what_fails_without(chosen, pool):
             raise SystemExit(f"without any fault these fail: {failed}")
         results = pool.map(lambda each: each.noticed_by(), chosen)
@@ -98,9 +98,7 @@ def run(chosen: Sequence[Fault], equivalent: dict[str, str], options: argparse.N
             count += 1
             missed += [] if noticed else [each]
     print(f"{count - len(missed)} of {count} faults noticed in {time.monotonic() - began:.0f} s")
-    if options.survivors:
-        options.survivors.write_text(report(count, missed, equivalent))
-    return int(not count or any(each.name not in equivalent for each in missed))
+    return count, missed
 
 
 def main() -> int:
@@ -123,4 +121,7 @@ def main() -> int:
         if options.list:
             print(*(f"{each.name}: {each.text}" for each in chosen), f"{len(chosen)} faults", sep="\n")
             return 0
-        return run(chosen, tables["equivalent"], options)
+        count, missed = run(chosen, tables["equivalent"], options.workers)
+        if options.survivors:
+            options.survivors.write_text(report(count, len(found), missed, tables["equivalent"]))
+        return int(not count or any(each.name not in tables["equivalent"] for each in missed))

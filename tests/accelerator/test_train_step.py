@@ -93,6 +93,19 @@ def test_twins_of_an_optimizer_are_made_anew_at_a_thaw(make):
     assert pair.far() < 1e-9
 
 
+def test_twins_of_an_optimizer_follow_its_groups():
+    net = Linear()
+    step = step_of(net, FAKES)
+    step(numbers(6, 3), numbers(6, 2))
+    members = step.optimizer.param_groups[0]["params"]
+    step.optimizer.add_param_group({"params": [members.pop()], "lr": 0.0})
+    weight, bias = (each.detach().clone() for each in net.parameters())
+    step(numbers(6, 3) + 1, numbers(6, 2))
+    step.check_replicas()
+    assert torch.equal(net.last.bias, bias)
+    assert not torch.equal(net.last.weight, weight)
+
+
 @pytest.mark.parametrize("devices", TEAMS)
 def test_a_forward_that_puts_a_parameter_elsewhere(devices):
     """What rank 0 has put there, all devices have."""

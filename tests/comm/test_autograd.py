@@ -77,6 +77,28 @@ def test_buckets():
     assert bucket_positions(tensors, 10**6) == [[0, 1], [2], [3]]
 
 
+class _Meet(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, *tensors):
+        ctx.save_for_backward(*tensors)
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(ctx, _):
+        return ctx.saved_tensors
+
+
+def test_buckets_that_are_ready_together_are_reduced_last_tensors_first():
+    order = []
+    dtypes = torch.float16, torch.float32, torch.float64  # a bucket for each
+    tensors = [torch.ones(1, dtype=dtype, requires_grad=True) for dtype in dtypes]
+    for place, each in enumerate(tensors):
+        each.register_hook(lambda _, place=place: order.append(place))
+    (copies,) = autograd.broadcast_buckets(team_of(1), tensors)
+    _Meet.apply(*copies).backward()
+    assert order == [2, 1, 0]
+
+
 def test_the_first_reduction_comes_before_the_last_modules_backward(monkeypatch):
     """Layers of 4 MiB: several buckets.  The last layer's bucket is reduced while the first layers still wait."""
     net = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024, bias=False) for _ in range(6)))

@@ -211,7 +211,7 @@ def test_on_gpus_auto_is_what_was_chosen_and_nccl_goes_to_its_team(monkeypatch):
             asked.append(arguments)
 
     monkeypatch.setattr("mgpu_core.comm.algorithms.is_capturing", lambda gpu: False)
-    monkeypatch.setattr(tuning, "choose", lambda devices, nbytes, run: "nccl")
+    monkeypatch.setattr(tuning, "choose", lambda devices, nbytes, run: {((0, 1), 28): "nccl"}[tuple(devices), nbytes])
     monkeypatch.setattr(algorithms, "with_nccl", lambda devices, call: (asked.append(devices), call(Team())))
     call = algorithms.AllReduce([64, 128], [(0, 5), (1, 6)], 7, "float32", 28, "sum", True)
     assert call.run("auto") == "nccl"

@@ -50,6 +50,7 @@ static void shares() {
   CHECK_THROWS(InvalidArgument, "above 0", share_plan(5, {1, NAN}));
   CHECK_THROWS(InvalidArgument, "above 0", share_plan(5, {INFINITY, 1}));
   CHECK_THROWS(InvalidArgument, "sum", share_plan(5, {1e308, 1e308}));
+  CHECK_THROWS(InvalidArgument, "at least 1", share_plan(5, {}));
 }
 
 static void buckets() {

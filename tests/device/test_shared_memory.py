@@ -53,6 +53,11 @@ def test_bytes_count_and_not_elements(kind):
     assert refuses([wide, narrow], [])
 
 
+def test_neighbours_share_nothing():
+    memory = torch.zeros(12)
+    assert not refuses([memory[:4], memory[4:8], memory[8::2]], [])
+
+
 def test_what_is_long_to_find_out_is_refused():
     memory = torch.zeros(4_000_000)
     assert refuses([memory.as_strided((1_000_000,), (3,), 0), memory.as_strided((500_000,), (5,), 1)], [])

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TypeAlias
 
 from faults import cpp
 from faults.operators import faults_of
@@ -26,23 +26,6 @@ from faults.run import TESTS, failing_test
 
 ROOT = TESTS.parent
 PACKAGE = "mgpu_core"
-
-
-class Target(Protocol):
-    """A fault and what must notice it.
-
-    Attributes:
-        name: file or module, function and operator.
-        text: the line that is changed.
-    """
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def text(self) -> str: ...
-
-    def noticed_by(self) -> str | None:
-        """Return the first test that fails; empty: none does, ``None``: the fault does not compile."""
 
 
 @dataclass(frozen=True)
@@ -56,22 +39,28 @@ class PythonFault:
     tests: tuple[str, ...]
 
     def noticed_by(self) -> str:
+        """Return the first test that fails; empty: none does."""
         return failing_test(f"{PACKAGE}.{self.module}:{self.number}", self.tests)
 
 
-def python_faults(table: dict[str, list[str]]) -> list[PythonFault]:
-    """Return the faults of all modules of a table of modules and tests."""
-    found = []
-    for module, tests in table.items():
+Fault: TypeAlias = PythonFault | cpp.CppFault
+
+
+def python_faults(tables: dict[str, dict[str, list[str]]]) -> list[PythonFault]:
+    """Return the faults of all modules of the table: those that run without a GPU."""
+    found, on_gpus = [], tables["on_gpus"]
+    for module, own in tables["python"].items():
+        tests = dict.fromkeys([*own, *tables["then"][module.partition(".")[0]]])
         source = (ROOT / PACKAGE / f"{module.replace('.', '/')}.py").read_text()
         lines = source.splitlines()
         for number, each in enumerate(faults_of(ast.parse(source))):
-            name, text = f"{module} {each.function} {each.operator}", lines[each.line - 1].strip()
-            found.append(PythonFault(module, number, name, text, tuple(tests)))
+            if each.function not in on_gpus.get(module, ()):
+                name, text = f"{module} {each.function} {each.operator}", lines[each.line - 1].strip()
+                found.append(PythonFault(module, number, name, text, tuple(tests)))
     return found
 
 
-def what_fails_without(chosen: Sequence[Target], pool: ThreadPoolExecutor) -> list[str]:
+def what_fails_without(chosen: Sequence[Fault], pool: ThreadPoolExecutor) -> list[str]:
     """Return the tests that fail without any fault."""
     tests = sorted({test for each in chosen if isinstance(each, PythonFault) for test in each.tests})
     programs = {each.program.name: each.program for each in chosen if isinstance(each, cpp.CppFault)}
@@ -79,8 +68,8 @@ def what_fails_without(chosen: Sequence[Target], pool: ThreadPoolExecutor) -> li
     return failed + list(filter(None, pool.map(lambda test: failing_test("", [test]), tests)))
 
 
-def report(count: int, missed: Sequence[Target], equivalent: dict[str, str]) -> str:
-    """Return the page of the survivors."""
+def report(count: int, total: int, missed: Sequence[Fault], equivalent: dict[str, str]) -> str:
+    """Return the page of the survivors of ``count`` faults, out of ``total`` that there are."""
     real = [f"* `{each.name}`: `{each.text}`" for each in missed if each.name not in equivalent]
     same = [f"* `{each.name}`: `{each.text}`; {equivalent[each.name]}" for each in missed if each.name in equivalent]
     noticed, count = count - len(missed), count - len(same)
@@ -88,16 +77,16 @@ def report(count: int, missed: Sequence[Target], equivalent: dict[str, str]) -> 
         "# Faults put in on purpose\n",
         "Written by `python tests/faults --survivors FILE`: faults are derived from the syntax of the sources, put in",
         "one at a time, and the tests named in `tests/faults/targets.toml` must fail.\n",
-        f"{noticed} of {count} faults were noticed ({100 * noticed / max(count, 1):.1f} %).\n",
+        f"There are {total}.  {noticed} of {count} were noticed ({100 * noticed / max(count, 1):.1f} %).\n",
     ]
     lines += ["## Unnoticed\n", *(real or ["none"]), "\n## Unnoticed, because they change nothing that can be seen\n"]
     return "\n".join([*lines, *(same or ["none"]), ""])
 
 
-def run(chosen: Sequence[Target], equivalent: dict[str, str], options: argparse.Namespace) -> int:
-    """Run the tests with each of the faults; return the exit status."""
+def run(chosen: Sequence[Fault], equivalent: dict[str, str], workers: int) -> tuple[int, list[Fault]]:
+    """Run the tests with each of the faults; return how many of them compile, and the survivors."""
     began, count, missed = time.monotonic(), 0, []
-    with ThreadPoolExecutor(options.workers) as pool:
+    with ThreadPoolExecutor(workers) as pool:
         if failed := what_fails_without(chosen, pool):
             raise SystemExit(f"without any fault these fail: {failed}")
         results = pool.map(lambda each: each.noticed_by(), chosen)
@@ -109,9 +98,7 @@ def run(chosen: Sequence[Target], equivalent: dict[str, str], options: argparse.
             count += 1
             missed += [] if noticed else [each]
     print(f"{count - len(missed)} of {count} faults noticed in {time.monotonic() - began:.0f} s")
-    if options.survivors:
-        options.survivors.write_text(report(count, missed, equivalent))
-    return int(not count or any(each.name not in equivalent for each in missed))
+    return count, missed
 
 
 def main() -> int:
@@ -127,11 +114,14 @@ def main() -> int:
     options = parser.parse_args()
     tables = tomllib.loads((TESTS / "faults" / "targets.toml").read_text())
     with tempfile.TemporaryDirectory() as folder:
-        found = cpp.faults_of(tables["cpp"], Path(folder)) if options.cpp else python_faults(tables["python"])
-        chosen: list[Target] = [each for each in found if options.only in each.name]
+        found = cpp.faults_of(tables["cpp"], Path(folder)) if options.cpp else python_faults(tables)
+        chosen: list[Fault] = [each for each in found if options.only in each.name]
         if options.sample is not None:
             chosen = random.Random(options.seed).sample(chosen, min(options.sample, len(chosen)))
         if options.list:
             print(*(f"{each.name}: {each.text}" for each in chosen), f"{len(chosen)} faults", sep="\n")
             return 0
-        return run(chosen, tables["equivalent"], options)
+        count, missed = run(chosen, tables["equivalent"], options.workers)
+        if options.survivors:
+            options.survivors.write_text(report(count, len(found), missed, tables["equivalent"]))
+        return int(not count or any(each.name not in tables["equivalent"] for each in missed))

@@ -53,6 +53,7 @@ def test_every_step_of_the_road():
     assert (contents.bucket, contents.names, contents.nbytes) == (0, ("bias", "weight"), (8, 24))
     (broadcast,), (reduce,) = of(trace, Collective, "broadcast"), of(trace, Collective, "reduce")
     assert (broadcast.nbytes, reduce.nbytes) == ((0, 32), (32, 32))
+    assert broadcast.route == "direct"
 
     forwards = of(trace, Span, "forward")
     assert sorted(each.rank for each in forwards) == [0, 1]

@@ -473,8 +473,11 @@ def test_a_loss_without_a_gradient():
         step(torch.zeros(4, 3), torch.zeros(4, 2))
 
 
-def test_a_weighted_loss_that_is_no_pair():
-    step = net_and(reduction="weighted")
+@pytest.mark.parametrize("returned", [lambda loss: loss, lambda loss: (loss,), lambda loss: (loss, 1, 1)])
+def test_a_weighted_loss_that_is_no_pair(returned):
+    net = Linear()
+    optimizer = SGD(net.parameters(), lr=0.1)
+    step = TrainStep(net, lambda *pair: returned(mse(*pair)), optimizer, cpu(2), reduction="weighted")
     with pytest.raises(TypeError, match=r"returns \(sum, weight\)"):
         step(torch.zeros(4, 3), torch.zeros(4, 2))
 

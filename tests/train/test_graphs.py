@@ -248,6 +248,7 @@ class Counts(Linear):
 
     def __init__(self, every):
         super().__init__()
+        self.register_buffer("still", torch.zeros(()))
         self.register_buffer("count", torch.zeros(()))
         self.calls = cycle([True] * (every - 1) + [False])
 

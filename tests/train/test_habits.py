@@ -344,6 +344,20 @@ def test_nothing_keeps_a_step_alive():
     assert not optimizer._optimizer_load_state_dict_post_hooks
 
 
+@pytest.mark.parametrize("make", [SGD, optim.SGD])
+def test_a_closed_step_leaves_the_optimizer_alone(make):
+    net = Linear()
+    optimizer = make(net.parameters(), lr=1.0)
+    step = TrainStep(net, mse, optimizer, cpu(2))
+    step(torch.ones(4, 3), torch.zeros(4, 2))
+    step.close()
+    assert not optimizer._optimizer_step_pre_hooks
+    assert all(each.untyped_storage().nbytes() == each.nbytes for each in net.parameters())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step()
+
+
 @pytest.mark.parametrize("wrap", ["step", "drop-in"])
 def test_synchronised_layers_leave_nothing(wrap):
     from mgpu_core import DataParallel

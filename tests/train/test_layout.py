@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mgpu_core.optim.bucket_layout import ALIGN_NBYTES, Bucket, Segment, bucket_layout, shard_of
-from mgpu_core.optim.flat_buffers import padding_of
+from mgpu_core.optim.flat_buffers import in_memory_order, padding_of
 
 tensors = st.lists(st.tuples(st.integers(0, 5000), st.sampled_from([2, 4, 8])), min_size=1, max_size=30)
 
@@ -81,3 +81,12 @@ def test_padding_is_what_lies_between_the_segments():
         assert padding_of(shard, torch.device("cpu")).tolist() == sorted(set(range(shard.count)) - taken)
     assert padding_of(Bucket(4, ()), torch.device("cpu")).tolist() == [0, 1, 2, 3]
     assert padding_of(Bucket(4, (Segment(0, 0, 4),)), torch.device("cpu")).tolist() == []
+
+
+def test_elements_are_in_the_order_of_the_parameters_memory():
+    like = torch.empty(3, 2).t()
+    other = torch.arange(6.0).reshape(2, 3)
+    assert in_memory_order(other, like).tolist() == [0, 3, 1, 4, 2, 5]
+    same = torch.arange(6.0).reshape(3, 2).t()
+    assert in_memory_order(same, like).data_ptr() == same.data_ptr()
+    assert in_memory_order(same, like).tolist() == [0, 1, 2, 3, 4, 5]

@@ -12,6 +12,7 @@ from torch.optim import SGD, AdamW
 from train.nets import RANKS, Branches, Linear, Pair, batches, mse
 
 from mgpu_core import TrainStep
+from mgpu_core.train import checkpoint
 
 NETS = {
     "lstm": (Lstm, lambda g: torch.randn(6, 5, 4, generator=g)),
@@ -228,3 +229,22 @@ def test_parameters_that_have_no_gradients(ranks):
     assert torch.equal(net.last.weight.detach(), wanted)
     assert net.scale.tolist() == [2, 3]
     step.check_replicas()
+
+
+def test_a_state_holds_the_random_numbers_of_all_accelerators(monkeypatch):
+    states = {0: torch.tensor([5]), 1: torch.tensor([6])}
+
+    class Two:
+        get_rng_state = staticmethod(states.get)
+
+        @classmethod
+        def set_rng_state(cls, state, index):
+            states[index] = state
+
+    monkeypatch.setattr(checkpoint, "_accelerators", lambda: (Two, 2))
+    net = Linear()
+    step = TrainStep(net, mse, SGD(net.parameters(), lr=0.1), cpu(2))
+    kept = step.state_dict()
+    states.update({0: None, 1: None})
+    step.load_state_dict(kept)
+    assert states == {0: torch.tensor([5]), 1: torch.tensor([6])}

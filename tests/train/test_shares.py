@@ -9,7 +9,7 @@ from torch.optim import SGD
 from train.nets import Linear, mse
 
 from mgpu_core import TrainStep
-from mgpu_core.train.balance import SAMPLES, WARM_UP, AutoShares, _capped
+from mgpu_core.train.balance import SAMPLES, WARM_UP, AutoShares, _capped, _room_for_rows
 
 
 def watch(auto, rows, seconds, steps, room=None):
@@ -98,6 +98,21 @@ def test_memory_is_a_limit():
     auto = AutoShares(2)
     assert watch(auto, [8, 8], [1.0, 1.0], WARM_UP + SAMPLES, room=[4, 100]), "too many for it, though equally fast"
     assert auto.shares == [0.25, 0.75]
+
+
+def test_one_slow_rank_of_many_is_worth_a_change():
+    auto = AutoShares(8)
+    assert watch(auto, [8] * 8, [1.2] + [1.0] * 7, WARM_UP + SAMPLES)  # the others wait for a sixth of the time
+
+
+@pytest.mark.parametrize(("device", "rows", "peak", "room"), [
+    ("cuda", 10, 90, 100), ("cuda", 10, 9000, 1), ("cuda", 10, 10**6, 1), ("cuda", 10, 0, None), ("cuda", 0, 90, None),
+    ("cpu", 10, 90, None),
+])  # fmt: skip
+def test_nine_tenths_of_a_gpus_memory_are_room(device, rows, peak, room, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (0, 1000))
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda _: peak)
+    assert _room_for_rows(torch.device(device), rows) == room
 
 
 @given(st.lists(st.tuples(st.floats(1, 100), st.none() | st.integers(1, 100)), min_size=1, max_size=8))

@@ -5,13 +5,14 @@
 #include <string>
 #include <vector>
 
+#include "backends/nccl/nccl.h"
 #include "core/backend.h"
 #include "core/collectives.h"
 #include "core/transfer.h"
 
 namespace mgpu {
 
-// The backends of devices, in the order of BackendId; and NCCL, which has collectives alone.
+// The backends of devices, in the order of BackendId, and NCCL, which is a backend of collectives alone.
 struct BackendDetail {
   std::string name;
   bool built;

@@ -30,7 +30,7 @@ SECONDS = 120
 
 # A call of one of these as a statement; their definitions name types between the parentheses.
 CALL = re.compile(
-    r"(?<![\w:.])(?:(?:ops_?|mirrors)\.(?:wait|keep|synchronize)|order|barrier|all_before|before_all|before_leaders|"
+    r"(?<![\w:.])(?:ops_?\.(?:wait|keep|synchronize)|order|barrier|all_before|before_all|before_leaders|"
     r"after_leaders)\((?![A-Z]\w+&? |const )"
 )
 

@@ -145,19 +145,20 @@ FlatBuffer flat_buffer(Pointer parameters, Pointer gradients, int64_t count, con
 void bind_optimizers(py::module_& m) {
   m.def(
       "optimizer_constants", [] { return kOptimizerConstants; },
-      "Numbers, float64, that a device keeps per segment during a step.");
+      "Return how many float64 numbers a device keeps per segment during a step.");
   py::class_<FlatBuffer>(m, "FlatBuffer", "Addresses and tables of an optimizer's step: csrc/core/kernel_calls.h.")
       .def(py::init(&flat_buffer), py::kw_only(), py::arg("parameters"), py::arg("gradients"), py::arg("count"),
            py::arg("dtype"), py::arg("segments"), py::arg("segment_count"), py::arg("constants"), py::arg("groups"),
            py::arg("group_count"), py::arg("clip"), py::arg("loss_scale"), py::arg("found_inf"));
   m.def("sgd", &bind_sgd, py::arg("flat"), py::arg("gradients"), py::arg("momentum"), py::arg("stream"),
-        "One step.  An address of 0: not there.  Gradients: None where they lie in the flat buffer, or on the CPU the "
+        "Make one step of SGD.  An address of 0: not there.  Gradients: None where they lie in the flat buffer, or on "
+        "the CPU the "
         "address of each segment's.");
   m.def("adam", &bind_adam, py::arg("flat"), py::arg("gradients"), py::arg("exp_avg"), py::arg("exp_avg_sq"),
         py::arg("max_exp_avg_sq"), py::arg("decoupled"), py::arg("stream"),
-        "One step of Adam, or of AdamW where the decay is decoupled.");
+        "Make one step of Adam, or of AdamW where the decay is decoupled.");
   m.def("lion", &bind_lion, py::arg("flat"), py::arg("gradients"), py::arg("exp_avg"), py::arg("stream"),
-        "One step of Lion.");
+        "Make one step of Lion.");
 }
 
 }  // namespace
@@ -170,16 +171,16 @@ void bind_kernels(py::module_& m) {
   m.def("pack", &bind_pack, py::arg("pieces"), py::arg("dtype"), py::arg("flat"), py::arg("flat_dtype"),
         py::arg("scale"), py::arg("stream"), "flat[begin + i] = piece[i] * scale; pieces: (pointer, begin, count).");
   m.def("unpack", &bind_unpack, py::arg("pieces"), py::arg("dtype"), py::arg("flat"), py::arg("flat_dtype"),
-        py::arg("scale"), py::arg("stream"), "The way back: piece[i] = flat[begin + i] * scale.");
+        py::arg("scale"), py::arg("stream"), "Compute the inverse of pack: piece[i] = flat[begin + i] * scale.");
   m.def("sum_ranks", &bind_sum_ranks, py::arg("in_"), py::arg("out"), py::arg("count"), py::arg("dtype"), py::arg("op"),
         py::arg("stream"), "All outputs get in_[0] op in_[1] op ...");
   m.def("scale_cast", &bind_scale_cast, py::arg("in_"), py::arg("in_dtype"), py::arg("out"), py::arg("out_dtype"),
         py::arg("count"), py::arg("scale"), py::arg("stream"), "out[i] = in_[i] * scale.");
   m.def(
       "norm_tiles", [](const PieceTuples& pieces) { return norm_tiles(pieces_of(pieces, DType::u8)); },
-      py::arg("pieces"), "How many partial sums, float64, l2_norm needs room for.");
+      py::arg("pieces"), "Return how many partial sums, float64, l2_norm needs room for.");
   m.def("l2_norm", &bind_l2_norm, py::arg("pieces"), py::arg("dtype"), py::arg("partials"), py::arg("out"),
-        py::arg("out_dtype"), py::arg("stream"), "The root of the sum of all squares.");
+        py::arg("out_dtype"), py::arg("stream"), "Compute the root of the sum of all squares.");
   bind_optimizers(m);
 }
 

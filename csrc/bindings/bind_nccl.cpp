@@ -6,7 +6,6 @@
 #include <numeric>
 
 #include "backends.h"
-#include "backends/nccl/nccl.h"
 #include "bindings/bindings.h"
 #include "core/checks.h"
 #include "core/counters.h"
@@ -163,18 +162,19 @@ void bind_team(py::module_& m) {
       .def("reduce_scatter", &reduce_scatter, py::arg("in_"), py::arg("out"), py::arg("count"), py::arg("dtype"),
            py::arg("op"), py::arg("streams"))
       .def("exchange", &exchange, py::arg("sends"), py::arg("receives"), py::arg("streams"),
-           "Sends and receives messages, all at once.")
+           "Send and receive messages, all at once.")
       .def(
-          "check", [](NcclTeam& self) { self.team->check(); }, "Raises what has happened to the team.")
+          "check", [](NcclTeam& self) { self.team->check(); },
+          "Raise NcclError if the team has failed, ValueError if it is closed.")
       .def(
           "wait", [](NcclTeam& self, const Streams& streams) { without_gil([&] { self.team->wait(streams); }); },
-          py::arg("streams"), "Until what is on the streams has run, or the team has failed.")
+          py::arg("streams"), "Wait until what is on the streams has run; raise as soon as the team fails.")
       .def(
           "abort", [](NcclTeam& self, const std::string& reason) { without_gil([&] { self.team->abort(reason); }); },
-          py::arg("reason"), "Ends what is in flight; the team cannot be used again.")
+          py::arg("reason"), "End what is in flight; the team cannot be used again.")
       .def(
           "close", [](NcclTeam& self) { without_gil([&] { self.team->close(); }); },
-          "Waits for what is in flight, with a limit, and ends the team.");
+          "Wait for what is in flight, with a limit, and end the team.");
 }
 
 }  // namespace
@@ -183,11 +183,11 @@ void bind_nccl(py::module_& m) {
   m.def(
       "nccl_open",
       [](const std::vector<std::string>& candidates) { return without_gil([&] { return nccl::open(candidates); }); },
-      py::arg("candidates"), "Opens NCCL if it is not open yet; its version, 23007 for 2.30.7.");
-  m.def("nccl_version", &nccl::version, "0: none is open.");
-  m.def("nccl_unique_id", &unique_id, "By which the ranks of one team find each other.");
+      py::arg("candidates"), "Open NCCL if it is not open yet; return its version, 23007 for 2.30.7.");
+  m.def("nccl_version", &nccl::version, "Return the version of the open NCCL; 0: none is open.");
+  m.def("nccl_unique_id", &unique_id, "Return a new id, by which the ranks of one team find each other.");
   m.def("nccl_init", &init, py::arg("unique_id"), py::arg("world"), py::arg("ranks"), py::arg("devices"),
-        py::arg("limit_seconds"), "A team of `world` ranks, of which this process has `ranks`, on `devices`.");
+        py::arg("limit_seconds"), "Make a team of `world` ranks, of which this process has `ranks`, on `devices`.");
   bind_team(m);
 }
 

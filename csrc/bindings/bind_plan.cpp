@@ -27,18 +27,18 @@ Hops hops_of(const Schedule& schedule) {
 void bind_plan(py::module_& m) {
   m.def(
       "chunk_plan", [](int64_t count, int ranks) { return rows_of(chunk_plan(count, ranks)); }, py::arg("count"),
-      py::arg("ranks"), "(begin, count) per rank; counts differ by at most one, the larger first.");
+      py::arg("ranks"), "Return (begin, count) per rank; counts differ by at most one, the larger first.");
   m.def(
       "share_plan", [](int64_t count, const std::vector<double>& shares) { return rows_of(share_plan(count, shares)); },
-      py::arg("count"), py::arg("shares"), "(begin, count) per rank, in the proportion of the shares.");
+      py::arg("count"), py::arg("shares"), "Return (begin, count) per rank, in the proportion of the shares.");
   m.def("bucket_plan", &bucket_plan, py::arg("nbytes"), py::arg("kinds"), py::arg("limit_nbytes"),
-        "Positions of the tensors of each bucket: consecutive, of one kind, up to the limit.");
+        "Return the positions of the tensors of each bucket: consecutive, of one kind, up to the limit.");
   m.def(
       "ring_schedule", [](int ranks) { return hops_of(ring_schedule(ranks)); }, py::arg("ranks"),
-      "Rounds of (from, to, chunk, reduce).");
+      "Return rounds of (from, to, chunk, reduce).");
   m.def(
       "tree_schedule", [](int ranks) { return hops_of(tree_schedule(ranks)); }, py::arg("ranks"),
-      "Rounds of (from, to, chunk, reduce); one chunk.");
+      "Return rounds of (from, to, chunk, reduce); one chunk.");
 }
 
 }  // namespace mgpu::bindings

@@ -40,9 +40,9 @@ void bind_transfer(py::module_& m) {
            }),
            py::arg("pointer"), py::arg("outer"), py::arg("rows"), py::arg("inner_nbytes"));
   m.def("scatter", &bind_scatter, py::arg("whole"), py::arg("from_"), py::arg("parts"), py::arg("streams"),
-        "Copies the parts (pointer, rows) out of the whole, one after the other.");
+        "Copy the parts (pointer, rows) out of the whole, one after the other.");
   m.def("gather", &bind_gather, py::arg("parts"), py::arg("streams"), py::arg("whole"), py::arg("to"),
-        "Copies the parts (pointer, rows) into the whole, one after the other.");
+        "Copy the parts (pointer, rows) into the whole, one after the other.");
 }
 
 }  // namespace mgpu::bindings

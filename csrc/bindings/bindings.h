@@ -32,8 +32,8 @@ void bind_transfer(py::module_& m);
 void bind_kernels(py::module_& m);
 void bind_nccl(py::module_& m);
 void bind_op_log(py::module_& m);
-void bind_nothing(py::module_& m);
-void bind_turn(py::module_& m);
+void bind_null_context(py::module_& m);
+void bind_reentrancy_guard(py::module_& m);
 
 // Runs `work` without the GIL.  It must touch no Python object.
 template <class Work>

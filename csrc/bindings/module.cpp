@@ -25,28 +25,28 @@ py::dict counters_as_dict() {
 const Backend& named(const std::string& backend) { return backend_of(backend_from(backend)); }
 
 void bind_machine(py::module_& m) {
-  m.def("backends", &backends_as_tuples, "(name, built, what it is or why it is missing) of every backend.");
-  m.def("num_threads", &host_threads, "Threads that share one call on host memory.");
+  m.def("backends", &backends_as_tuples, "Return (name, built, what it is or why it is missing) of every backend.");
+  m.def("num_threads", &host_threads, "Return how many threads share one call on host memory.");
   m.def("set_num_threads", &set_host_threads, py::arg("threads"));
   m.def(
       "device_count", [](const std::string& backend) { return named(backend).device_count(); }, py::arg("backend"),
-      "Devices that this build can use.");
+      "Return how many devices this build can use.");
   m.def(
       "runtime_version", [](const std::string& backend) { return named(backend).runtime_version(); },
-      py::arg("backend"), "13000 is 13.0; 0: there is none.");
+      py::arg("backend"), "Return the runtime's version: 13000 is 13.0; 0: there is none.");
   m.def(
       "driver_version", [](const std::string& backend) { return named(backend).driver_version(); }, py::arg("backend"),
-      "13000 is 13.0; 0: there is none.");
+      "Return the driver's version: 13000 is 13.0; 0: there is none.");
   m.def(
       "has_code_for", [](const std::string& backend, int device) { return named(backend).has_code_for(device); },
-      py::arg("backend"), py::arg("device"), "Whether this build has code that the device runs.");
+      py::arg("backend"), py::arg("device"), "Return whether this build has code that the device runs.");
   m.def(
       "check_memory",
       [](const std::string& backend, Pointer pointer, int device, const std::string& name) {
         named(backend).check_memory(pointer_of(pointer), device, name);
       },
       py::arg("backend"), py::arg("pointer"), py::arg("device"), py::arg("name"),
-      "Raises ValueError unless the device reaches the memory.  The other functions trust the pointers they are "
+      "Raise ValueError unless the device reaches the memory.  The other functions trust the pointers they are "
       "given.");
   m.def(
       "allow_peers",
@@ -54,14 +54,14 @@ void bind_machine(py::module_& m) {
         named(backend).allow_peers(device_and_peer);
       },
       py::arg("backend"), py::arg("device_and_peer"),
-      "Lets work on the first of each pair touch the second's memory; a test must have shown that it works.");
+      "Let work on the first of each pair touch the second's memory; a test must have shown that it works.");
 }
 
 void bind_counters(py::module_& m) {
-  m.def("counters", &counters_as_dict, "{(operation, algorithm, rank): (calls, bytes)} since the last reset.");
+  m.def("counters", &counters_as_dict, "Return {(operation, algorithm, rank): (calls, bytes)} since the last reset.");
   m.def("reset_counters", &reset_counters);
   m.def("count", &count, py::arg("operation"), py::arg("algorithm"), py::arg("rank"), py::arg("nbytes"),
-        "Adds one call: for the roads that move bytes without this module.");
+        "Add one call, for code that moves bytes without this module.");
 }
 
 }  // namespace
@@ -80,6 +80,6 @@ PYBIND11_MODULE(_core, m, pybind11::mod_gil_not_used()) {
   bind_collectives(m);
   bind_nccl(m);
   bind_op_log(m);
-  bind_nothing(m);
-  bind_turn(m);
+  bind_null_context(m);
+  bind_reentrancy_guard(m);
 }

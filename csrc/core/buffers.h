@@ -1,4 +1,4 @@
-// Small helpers of those who do arithmetic with buffers.
+// Helpers for arithmetic with buffers.
 #pragma once
 
 #include "core/collectives.h"
@@ -10,7 +10,7 @@ inline void* at(const Buffer& buffer, int64_t element) {
   return static_cast<char*>(buffer.pointer) + element * static_cast<int64_t>(itemsize(buffer.dtype));
 }
 
-// Elements [begin, begin + count) of a buffer, or of each.  One without memory stays so.
+// Elements [begin, begin + count) of a buffer, or of each.  A buffer without memory stays one.
 inline Buffer slice(const Buffer& buffer, const Chunk& chunk) {
   return {buffer.pointer ? at(buffer, chunk.begin) : nullptr, chunk.count, buffer.dtype};
 }

@@ -1,5 +1,5 @@
-// The checks before a collective, which it may then take for granted.  Each check names what was wanted and what came,
-// and which rank.
+// Checks of a collective's buffers, made before the call; collectives rely on them.  A message names the rank, what was
+// expected and what was given.
 #pragma once
 
 #include "core/collectives.h"

@@ -29,7 +29,7 @@ struct BroadcastCall {
 };
 
 // The streams of the ranks, and whether ranks on one device are summed there first where the order is free (ring,
-// nccl).  naive and direct add in rank order whatever it says.
+// nccl).  naive and direct always add in rank order.
 struct Ranks {
   Streams streams;
   bool merge_shared_devices = true;
@@ -45,7 +45,7 @@ class Collectives {
   virtual void reduce(const std::vector<ReduceCall>& calls, ReduceOp op, const Ranks& ranks, Stream root) = 0;
   // From memory of `root`.  A copy that is the source itself is left alone.
   virtual void broadcast(const std::vector<BroadcastCall>& calls, Stream root, const Ranks& ranks) = 0;
-  // out[r] = in[0] in[1] ... one behind the other; out's count is the sum of in's, which may differ.
+  // out[r] = in[0] in[1] ... one after the other; out's count is the sum of in's, which may differ.
   virtual void all_gather(const Buffers& in, const Buffers& out, const Ranks& ranks) = 0;
   // out[r] = chunk r of the reduction, in rank order; in's count is ranks times out's.  Not in place.
   virtual void reduce_scatter(const Buffers& in, const Buffers& out, ReduceOp op, const Ranks& ranks) = 0;

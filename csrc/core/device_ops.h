@@ -52,13 +52,13 @@ class DeviceOps {
   virtual bool reached(const Event& event) = 0;
   virtual void synchronize(Stream on) = 0;  // the caller waits for all that is on it
 
-  // Makes a device the calling thread's current one for as long as the answer lives; libraries that take no device look
-  // there.  The answers end in the reverse order.
+  // Makes a device the calling thread's current one until the returned object is destroyed, for libraries that use the
+  // current device.  The objects are destroyed in the reverse order.
   virtual std::shared_ptr<void> make_current(int device) = 0;
 
-  // Returns host memory that the devices read and write by themselves, for work on the streams of `users`; the same
-  // memory comes again when its last owner has let it go.  `keep` is such an owner until what is on the stream now has
-  // run.  Where much is in use the host waits for earlier work of `users`, but never while one of them is captured.
+  // Returns host memory that the devices read and write by themselves, for work on the streams of `users`; the memory
+  // is given out again after its last owner has released it.  `keep` is such an owner until what is on the stream now
+  // has run.  Where much is in use the host waits for earlier work of `users`, but never while one of them is captured.
   virtual std::shared_ptr<void> staging(int64_t nbytes, const Streams& users) = 0;
   virtual void keep(Stream on, std::shared_ptr<void> memory) = 0;
 
@@ -66,7 +66,7 @@ class DeviceOps {
   virtual void copy(const std::vector<CopyBlock>& blocks, Stream on) = 0;
   virtual void sum_ranks(const std::vector<SumRanks>& calls, Stream on) = 0;
   // An index outside [0, rows_count) is the caller's mistake: on the host nothing is written and InvalidArgument names
-  // it; a device cannot say so in time and fills the row with NaN.
+  // it; a device cannot report it in time and fills the row with NaN.
   virtual void gather_rows(const GatherRows& call, Stream on) = 0;
   virtual void pack(const Packing& call, Stream on) = 0;
   virtual void unpack(const Packing& call, Stream on) = 0;

@@ -50,7 +50,7 @@ struct Piece {
   int64_t count;
 };
 // flat[begin + i] = tensor[i] * scale (pack) or tensor[i] = flat[begin + i] * scale (unpack), for every piece.
-// Of one dtype and scale 1 the bytes are moved as they are; else both dtypes are floating.
+// With one dtype and scale 1 the bytes are moved as they are; otherwise both dtypes are floating.
 struct Packing {
   std::vector<Piece> pieces;
   DType dtype;  // of the tensors
@@ -93,7 +93,7 @@ struct FlatBuffer {
   int64_t* segments;  // (segment_count, 5): begin, count, group, step, active; in the order of begin, not overlapping
   int64_t segment_count;
   double* constants;        // (segment_count, kOptimizerConstants): room for a device to work in; the host needs none
-  const double* groups;     // (group_count, 6): what the columns are, says each optimizer
+  const double* groups;     // (group_count, 6): each optimizer has an enum of the columns
   int64_t group_count;      // a segment of another group is left alone
   const double* clip;       // gradients are multiplied by it; null: 1
   const float* loss_scale;  // gradients are divided by it; null: 1

@@ -7,7 +7,7 @@ namespace {
 
 using Members = std::vector<std::vector<size_t>>;  // ranks of each device; the first leads
 
-// Ranks in host memory are places of their own: they are there to show what several devices would do.
+// Ranks in host memory count as devices of their own: they show what several devices would do.
 bool on_one_device(Stream one, Stream other) { return one.same_device(other) && !one.on_host(); }
 
 Members members_of(const Streams& streams) {

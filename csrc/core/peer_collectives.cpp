@@ -4,13 +4,13 @@
 
 #include "core/buffers.h"
 #include "core/error.h"
+#include "core/host_staging.h"
 #include "core/merged.h"
-#include "core/mirrors.h"
 
 namespace mgpu {
 namespace {
 
-// What becomes of the sums: avg divides by the ranks where a sum is complete.
+// How sums are finished: avg divides a complete sum by the number of ranks.
 struct Summing {
   ReduceOp op;
   int divisor;
@@ -39,7 +39,7 @@ Streams with(Streams streams, Stream other) {
   return streams;
 }
 
-// What one writes first: all into rank 0, then rank 0 to all.
+// The simplest algorithm: all into rank 0, then rank 0 to all.
 void naive(DeviceOps& ops, const Buffers& in, const Buffers& out, Summing summing, const Streams& streams) {
   all_before(ops, streams, streams[0]);
   ops.sum_ranks({sum_of(in, {out[0]}, summing.op, summing.divisor)}, streams[0]);
@@ -62,8 +62,8 @@ void direct(DeviceOps& ops, const Buffers& in, const Buffers& out, Summing summi
 }
 
 // One round: each receiver waits for what its sender did in the rounds before, and takes what it has.  A hop never
-// overwrites what another hop of the round, or of a later one, still reads: whoever gets a finished chunk has handed
-// its own part of it on before, along the same path.
+// overwrites what another hop of the round, or of a later one, still reads: a rank that gets a finished chunk has
+// already handed its own part of it on, along the same path.
 void run_round(DeviceOps& ops, const std::vector<Hop>& hops, const std::vector<Chunk>& chunks, const Buffers& work,
                Summing summing, const Streams& streams) {
   std::vector<Event> sent;
@@ -133,23 +133,23 @@ void run_copy_hops(DeviceOps& ops, const std::vector<BroadcastCall>& calls, cons
 
 // From the root to the first rank of every other device along a tree, then to the other ranks of each device.
 std::vector<std::vector<CopyHop>> broadcast_rounds(Stream root, const Streams& streams) {
-  std::vector<CopyHop> places{{-1, root, -1, root}};  // `to`: who stands there
+  std::vector<CopyHop> firsts{{-1, root, -1, root}};  // `to` is the first rank of each device, or the root
   std::vector<CopyHop> local;
   for (int rank = 0; rank < static_cast<int>(streams.size()); ++rank) {
-    const auto here = std::find_if(places.begin(), places.end(),
-                                   [&](const CopyHop& place) { return place.to.same_device(streams[rank]); });
-    if (here == places.end())
-      places.push_back({-1, root, rank, streams[rank]});
+    const auto here = std::find_if(firsts.begin(), firsts.end(),
+                                   [&](const CopyHop& first) { return first.to.same_device(streams[rank]); });
+    if (here == firsts.end())
+      firsts.push_back({-1, root, rank, streams[rank]});
     else
       local.push_back({here->to_rank, here->to, rank, streams[rank]});
   }
   std::vector<std::vector<CopyHop>> rounds;
-  for (const auto& round : tree_schedule(static_cast<int>(places.size()))) {
+  for (const auto& round : tree_schedule(static_cast<int>(firsts.size()))) {
     rounds.emplace_back();
     for (const Hop& hop : round)
       if (!hop.reduce)
         rounds.back().push_back(
-            {places[hop.from].to_rank, places[hop.from].to, places[hop.to].to_rank, places[hop.to].to});
+            {firsts[hop.from].to_rank, firsts[hop.from].to, firsts[hop.to].to_rank, firsts[hop.to].to});
   }
   rounds.push_back(local);
   return rounds;
@@ -162,10 +162,10 @@ std::vector<std::vector<CopyHop>> all_from_root(Stream root, const Streams& stre
 }
 
 // The same calls from copies of the sources.  A copy that is the source itself is still left alone.
-std::vector<BroadcastCall> mirrored(Mirrors& mirrors, std::vector<BroadcastCall> calls, Stream root) {
+std::vector<BroadcastCall> staged_sources(StagedCopies& staging, std::vector<BroadcastCall> calls, Stream root) {
   Buffers sources;
   for (const BroadcastCall& call : calls) sources.push_back(call.in);
-  const Buffers copies = mirrors.of_all(sources, root);
+  const Buffers copies = staging.of_all(sources, root);
   for (size_t i = 0; i < calls.size(); ++i) {
     calls[i].in = copies[i];
     for (Buffer& out : calls[i].out)
@@ -175,12 +175,12 @@ std::vector<BroadcastCall> mirrored(Mirrors& mirrors, std::vector<BroadcastCall>
 }
 
 // The inputs of a batch of sums, or copies of them: one copy of all that a rank has.
-std::vector<Buffers> inputs_of(Mirrors& mirrors, const std::vector<ReduceCall>& calls, const Streams& streams) {
+std::vector<Buffers> inputs_of(StagedCopies& staging, const std::vector<ReduceCall>& calls, const Streams& streams) {
   std::vector<Buffers> inputs(calls.size(), Buffers(streams.size()));
   for (size_t rank = 0; rank < streams.size(); ++rank) {
     Buffers of_rank;
     for (const ReduceCall& call : calls) of_rank.push_back(call.in[rank]);
-    of_rank = mirrors.of_all(of_rank, streams[rank]);
+    of_rank = staging.of_all(of_rank, streams[rank]);
     for (size_t i = 0; i < calls.size(); ++i) inputs[i][rank] = of_rank[i];
   }
   return inputs;
@@ -221,7 +221,8 @@ void all_reduce_in_reach(DeviceOps& ops, const Buffers& in, const Buffers& out, 
   among(out, streams);
 }
 
-// The same between mirrors, a piece at a time.  Rank-order algorithms write one result, which all ranks copy.
+// The same between copies in host memory, a piece at a time.  Algorithms in rank order write one result, which all
+// ranks copy.
 void all_reduce_through_host(DeviceOps& ops, const Buffers& in, const Buffers& out, Summing summing,
                              Algorithm algorithm, const Ranks& ranks, int64_t piece_nbytes) {
   const Streams& streams = ranks.streams;
@@ -229,10 +230,10 @@ void all_reduce_through_host(DeviceOps& ops, const Buffers& in, const Buffers& o
   const int64_t step = piece_count(piece_nbytes, in.size() + (scheduled ? in.size() : 1), in[0].dtype);
   for (int64_t begin = 0; begin < in[0].count; begin += step) {
     const Chunk piece{begin, std::min(step, in[0].count - begin)};
-    Mirrors mirrors(ops, true, streams);
-    const Buffers from = mirrors.of(slices(in, piece), streams);
-    Buffers results{mirrors.room(piece.count, in[0].dtype)};
-    while (scheduled && results.size() < from.size()) results.push_back(mirrors.room(piece.count, in[0].dtype));
+    StagedCopies staging(ops, true, streams);
+    const Buffers from = staging.of(slices(in, piece), streams);
+    Buffers results{staging.allocate(piece.count, in[0].dtype)};
+    while (scheduled && results.size() < from.size()) results.push_back(staging.allocate(piece.count, in[0].dtype));
     all_reduce_in_reach(ops, from, results, summing, algorithm, {streams, false});
     Copies copies;
     for (size_t rank = 0; rank < out.size(); ++rank)
@@ -262,8 +263,8 @@ void PeerCollectives::reduce(const std::vector<ReduceCall>& calls, ReduceOp op, 
   const Streams all = with(ranks.streams, root);
   const bool staged = !in_reach(all);
   for (const auto& piece : pieces_of(calls, staged ? piece_nbytes_ : kOnePiece, ranks.streams.size())) {
-    Mirrors mirrors(ops_, staged, all);
-    const auto inputs = inputs_of(mirrors, piece, ranks.streams);
+    StagedCopies staging(ops_, staged, all);
+    const auto inputs = inputs_of(staging, piece, ranks.streams);
     all_before(ops_, ranks.streams, root);
     ops_.sum_ranks(sums_of(piece, inputs, op), root);
   }
@@ -275,11 +276,11 @@ void PeerCollectives::broadcast(const std::vector<BroadcastCall>& calls, Stream 
   const bool staged = !in_reach(all);
   const auto rounds = staged ? all_from_root(root, ranks.streams) : broadcast_rounds(root, ranks.streams);
   for (const auto& piece : pieces_of(calls, staged ? piece_nbytes_ : kOnePiece, 1)) {
-    Mirrors mirrors(ops_, staged, all);
-    const auto sources = mirrored(mirrors, piece, root);
+    StagedCopies staging(ops_, staged, all);
+    const auto sources = staged_sources(staging, piece, root);
     for (const auto& round : rounds) run_copy_hops(ops_, sources, round);
   }
-  // Only now, so that nobody's copy waits for another's: until then a place's memory is read.
+  // Only now, so that no copy waits for another rank's copy: until then the memory of a hop's source is read.
   for (const auto& round : rounds)
     for (const CopyHop& hop : round) order(ops_, hop.to, hop.from);
 }
@@ -291,11 +292,11 @@ void PeerCollectives::all_gather(const Buffers& in, const Buffers& out, const Ra
   int64_t most = 0;
   for (const Buffer& part : in) most = std::max(most, part.count);
   for (int64_t begin = 0; begin < most; begin += step) {
-    Mirrors mirrors(ops_, staged, streams);
+    StagedCopies staging(ops_, staged, streams);
     Buffers from;
     for (size_t rank = 0; rank < in.size(); ++rank) {
       const Chunk piece{begin, std::clamp<int64_t>(in[rank].count - begin, 0, step)};
-      from.push_back(mirrors.of(slice(in[rank], piece), streams[rank]));
+      from.push_back(staging.of(slice(in[rank], piece), streams[rank]));
     }
     barrier(ops_, distinct(streams));
     Copies copies;
@@ -317,8 +318,8 @@ void PeerCollectives::reduce_scatter(const Buffers& in, const Buffers& out, Redu
     for (size_t rank = 0; rank < chunks; ++rank)
       calls.push_back(
           {slices(in, {static_cast<int64_t>(rank) * count + begin, piece}), slice(out[rank], {begin, piece})});
-    Mirrors mirrors(ops_, staged, streams);
-    const auto sums = sums_of(calls, inputs_of(mirrors, calls, streams), op);
+    StagedCopies staging(ops_, staged, streams);
+    const auto sums = sums_of(calls, inputs_of(staging, calls, streams), op);
     barrier(ops_, distinct(streams));
     PerStream<SumRanks> work;
     for (size_t rank = 0; rank < chunks; ++rank) work.add(streams[rank], sums[rank]);

@@ -2,8 +2,8 @@
 // waits for another device; every order between streams is an event.  The cpu backend and the cuda backend share this
 // file, and so do the fakes of the tests.
 //
-// Devices that do not reach each other meet in host memory: each rank copies its input there ("a mirror"), and the
-// others read that.  Large tensors go in pieces.
+// Devices that do not reach each other exchange data through host memory: each rank copies its input there, and the
+// others read the copy (host_staging.h).  Large tensors go in pieces.
 #pragma once
 
 #include "core/pieces.h"

@@ -60,7 +60,8 @@ std::vector<Chunk> share_plan(int64_t count, const std::vector<double>& shares) 
   require(std::isfinite(total), "the sum of the shares must be finite");
   if (count <= ranks) return chunk_plan(count, static_cast<int>(ranks));
 
-  // Whose share is less than a row gets one, and the others share what is left; that may be less than a row for more.
+  // A rank with a share of less than a row gets one row, and the others share the rest; that may be less than a row for
+  // more of them.
   std::vector<int64_t> counts(ranks, 1);
   std::vector<int> open(ranks);
   std::iota(open.begin(), open.end(), 0);

@@ -16,9 +16,9 @@ struct Chunk {
 std::vector<Chunk> chunk_plan(int64_t count, int ranks);
 
 // `count` rows in the proportion of `shares` (positive weights), by the largest remainder; equal remainders go to the
-// lower rank.  Every rank gets a row while there are enough; whose share is less than one takes it from all others in
-// their proportion.  With fewer rows than ranks the first ranks get one each, so that the ranks that work are always
-// the first ones.  Equal shares give chunk_plan's answer.
+// lower rank.  Every rank gets a row while there are enough; a rank with a share of less than one row takes the rest of
+// it from all others in their proportion.  With fewer rows than ranks the first ranks get one each, so that the ranks
+// that work are always the first ones.  Equal shares give chunk_plan's answer.
 std::vector<Chunk> share_plan(int64_t count, const std::vector<double>& shares);
 
 // Consecutive tensors travel together until their bytes pass `limit_nbytes` or their kind (dtype, device, ...: any

@@ -8,7 +8,7 @@
 
 #include "core/buffers.h"
 #include "core/error.h"
-#include "core/mirrors.h"
+#include "core/host_staging.h"
 
 namespace mgpu {
 namespace {
@@ -22,33 +22,33 @@ void require_rows(const Layout& whole, const std::vector<Part>& parts, const Str
           "one stream per part: " + std::to_string(parts.size()) + " parts, " + std::to_string(on.size()) + " streams");
 }
 
-// A part and its place in the whole: the same rectangle, dense on one side and with the whole's pitch on the other.
+// A part and its address in the whole: the same rectangle, dense on one side and with the whole's pitch on the other.
 struct Rectangle {
   Stream rank;
   void* part;
-  void* place;
+  void* in_whole;
   int64_t outer, run_nbytes, pitch;
 
   int64_t nbytes() const { return outer * run_nbytes; }
   Rectangle cut(int64_t run, int64_t runs, int64_t begin, int64_t width) const {
     char* from = static_cast<char*>(part) + run * run_nbytes + begin;
-    return {rank, from, static_cast<char*>(place) + run * pitch + begin, runs, width, pitch};
+    return {rank, from, static_cast<char*>(in_whole) + run * pitch + begin, runs, width, pitch};
   }
-  CopyBlock into_dense(void* to) const { return {to, place, outer, run_nbytes, run_nbytes, pitch}; }
-  CopyBlock from_dense(const void* from) const { return {place, from, outer, run_nbytes, pitch, run_nbytes}; }
+  CopyBlock into_dense(void* to) const { return {to, in_whole, outer, run_nbytes, run_nbytes, pitch}; }
+  CopyBlock from_dense(const void* from) const { return {in_whole, from, outer, run_nbytes, pitch, run_nbytes}; }
 };
 
-// Of the parts that have bytes.
+// The rectangles of the parts that have bytes.
 std::vector<Rectangle> rectangles(const Layout& whole, const std::vector<Part>& parts, const Streams& on) {
   require_rows(whole, parts, on);
   std::vector<Rectangle> result;
-  char* place = static_cast<char*>(whole.pointer);
+  char* in_whole = static_cast<char*>(whole.pointer);
   const int64_t pitch = whole.rows * whole.inner_nbytes;
   for (size_t rank = 0; rank < parts.size(); ++rank) {
     const int64_t run_nbytes = parts[rank].rows * whole.inner_nbytes;
     if (run_nbytes * whole.outer > 0)
-      result.push_back({on[rank], parts[rank].pointer, place, whole.outer, run_nbytes, pitch});
-    place += run_nbytes;
+      result.push_back({on[rank], parts[rank].pointer, in_whole, whole.outer, run_nbytes, pitch});
+    in_whole += run_nbytes;
   }
   return result;
 }
@@ -79,12 +79,14 @@ constexpr size_t kMostStaged = 4;
 // A piece of a gather on its way: until `copied` its rank writes it.
 struct Transfer::Staged {
   Staged(DeviceOps& ops, const Rectangle& piece, Stream to)
-      : piece(piece), mirrors(ops, true, {piece.rank, to}), memory(mirrors.room(piece.nbytes(), DType::u8).pointer) {
+      : piece(piece),
+        staging(ops, true, {piece.rank, to}),
+        memory(staging.allocate(piece.nbytes(), DType::u8).pointer) {
     ops.copy({plain_copy(memory, piece.part, piece.nbytes())}, piece.rank);
     copied = ops.record(piece.rank);
   }
   Rectangle piece;
-  Mirrors mirrors;
+  StagedCopies staging;
   void* memory;
   Event copied;
 };
@@ -112,8 +114,8 @@ void Transfer::scatter(const Layout& whole, Stream from, const std::vector<Part>
     ops_.copy(blocks, rank);
   }
   for (const Rectangle& piece : pieces_of(out_of_reach, piece_nbytes_)) {
-    Mirrors mirrors(ops_, true, {from, piece.rank});
-    const Buffer staged = mirrors.room(piece.nbytes(), DType::u8);
+    StagedCopies staging(ops_, true, {from, piece.rank});
+    const Buffer staged = staging.allocate(piece.nbytes(), DType::u8);
     ops_of(from).copy({piece.into_dense(staged.pointer)}, from);
     if (!from.on_host()) order(ops_, from, piece.rank);
     ops_.copy({plain_copy(piece.part, staged.pointer, piece.nbytes())}, piece.rank);

@@ -23,10 +23,11 @@ struct Part {
   int64_t rows;
 };
 
-// Between one place and the ranks.  Order is that of Collectives: a call comes after all that is on the streams, and
-// what is put on them afterwards finds the copies made and may write what was read.  Where one end is host memory and
-// the other a device's, or two devices do not reach each other, the bytes go by way of staging memory, in pieces: a
-// host tensor that is scattered may be freed when the call returns, and one that is gathered is complete then.
+// Copies between one stream's memory and the ranks.  Order is that of Collectives: a call comes after all that is on
+// the streams, and what is put on them afterwards finds the copies made and may write what was read.  Where one end is
+// host memory and the other a device's, or two devices do not reach each other, the bytes go by way of staging memory,
+// in pieces: a host tensor that is scattered may be freed when the call returns, and one that is gathered is complete
+// then.
 class Transfer {
  public:
   // `ops` works on the ranks' memory, `host` on the host's; they are the same for ranks that live there.

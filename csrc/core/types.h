@@ -1,5 +1,5 @@
-// The few words that every backend shares: what an element is, how elements are combined, and a buffer.
-// A Buffer owns nothing: Python allocates, keeps alive and frees; the core speaks pointers, counts and dtypes.
+// What all backends share: what an element is, how elements are combined, and a buffer. A Buffer owns nothing: Python
+// allocates, keeps alive and frees; the core speaks pointers, counts and dtypes.
 #pragma once
 
 #include <cstddef>

@@ -10,7 +10,7 @@ import torch
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from mgpu_core._core import Turn
+from mgpu_core._core import ReentrancyGuard
 from mgpu_core.comm.buckets import DEFAULT_NBYTES
 from mgpu_core.device.compiled import outside_the_compiler
 from mgpu_core.device.devices import DeviceLike
@@ -172,7 +172,7 @@ class TrainStep:
         self._options = Options(net, loss_fn, optimizer, team, loss, update, comm, run, has_processes)
         self._split_plan = SplitPlan(shares, team)
         check_device(net, team)
-        self._turn = Turn("this step is already running: one call at a time, not one inside another")
+        self._turn = ReentrancyGuard("this step is already running: one call at a time, not one inside another")
         processes = None if process_group is None else Processes(process_group, team.devices[0])
         self._loop = TrainLoop(self._options, self._split_plan, processes)
 

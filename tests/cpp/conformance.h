@@ -118,12 +118,12 @@ inline void all_gather(World& world, int64_t count, bool in_place) {
   for (int rank = 0; rank < ranks; ++rank) {
     parts.push_back(std::make_unique<Memory<Int>>(world, rank, counts[rank]));
     parts[rank]->fill([rank](int64_t i) { return value(rank, i); });
-    Int* place = wholes[rank]->data() + begins[rank];
+    Int* own = wholes[rank]->data() + begins[rank];
     if (in_place)
-      world.then(world.streams()[rank], [rank, place, end = counts[rank]] {
-        for (int64_t i = 0; i < end; ++i) place[i] = value(rank, i);
+      world.then(world.streams()[rank], [rank, own, end = counts[rank]] {
+        for (int64_t i = 0; i < end; ++i) own[i] = value(rank, i);
       });
-    in.push_back({in_place ? place : parts[rank]->data(), counts[rank], DType::i32});
+    in.push_back({in_place ? own : parts[rank]->data(), counts[rank], DType::i32});
   }
   world.collectives().all_gather(in, buffers(wholes, whole), world.ranks());
   poison(parts);
@@ -153,16 +153,15 @@ inline void there_and_back(World& world, int64_t outer, const std::vector<int64_
   for (size_t i = 0; i < there.size(); ++i) there[i] = number(i);
   Memory<Int> whole(world, std::max(at, 0), count), again(world, std::max(at, 0), count);
   if (!host) whole.fill(number);
-  const mgpu::Stream place = host ? mgpu::Stream{} : world.streams()[at];
+  const mgpu::Stream end = host ? mgpu::Stream{} : world.streams()[at];
   Memories parts;
-  std::vector<mgpu::Part> places;
+  std::vector<mgpu::Part> pieces;
   for (int rank = 0; rank < world.size(); ++rank) {
     parts.push_back(std::make_unique<Memory<Int>>(world, rank, outer * rows[rank] * inner));
-    places.push_back({parts[rank]->data(), rows[rank]});
+    pieces.push_back({parts[rank]->data(), rows[rank]});
   }
   const int64_t row_nbytes = inner * static_cast<int64_t>(sizeof(Int));
-  world.transfer().scatter({host ? there.data() : whole.data(), outer, all, row_nbytes}, place, places,
-                           world.streams());
+  world.transfer().scatter({host ? there.data() : whole.data(), outer, all, row_nbytes}, end, pieces, world.streams());
   if (host)
     std::fill(there.begin(), there.end(), -1);  // it may be freed now
   else
@@ -174,7 +173,7 @@ inline void there_and_back(World& world, int64_t outer, const std::vector<int64_
       cut[rank].assign(begin, end);
       for (Int* each = begin; each < end; ++each) ++*each;
     });
-  world.transfer().gather(places, world.streams(), {host ? back.data() : again.data(), outer, all, row_nbytes}, place);
+  world.transfer().gather(pieces, world.streams(), {host ? back.data() : again.data(), outer, all, row_nbytes}, end);
   if (host)
     for (int64_t i = 0; i < count; ++i) CHECK(back[i] == number(i) + 1);  // it is there now
   else
@@ -199,16 +198,16 @@ inline void transfers_from_both_ends(World& world, int at) {
   Memory<Int> whole(world, at, ranks), again(world, at, ranks);
   whole.fill([](int64_t i) { return value(static_cast<int>(i), 7); });
   Memories parts = memories(world, 1);
-  std::vector<mgpu::Part> places;
-  for (auto& part : parts) places.push_back({part->data(), 1});
-  const mgpu::Stream place = world.streams()[at];
-  world.transfer().scatter({whole.data(), 1, ranks, nbytes}, place, places, world.streams());
+  std::vector<mgpu::Part> pieces;
+  for (auto& part : parts) pieces.push_back({part->data(), 1});
+  const mgpu::Stream end = world.streams()[at];
+  world.transfer().scatter({whole.data(), 1, ranks, nbytes}, end, pieces, world.streams());
   std::vector<Int> scattered;
-  world.then(place, [&] {
+  world.then(end, [&] {
     for (auto& part : parts) scattered.push_back(*part->data());
   });
-  world.ops().synchronize(place);
-  world.transfer().gather(places, world.streams(), {again.data(), 1, ranks, nbytes}, place);
+  world.ops().synchronize(end);
+  world.transfer().gather(pieces, world.streams(), {again.data(), 1, ranks, nbytes}, end);
   std::vector<std::vector<Int>> gathered(ranks);
   for (int rank = 0; rank < ranks; ++rank)
     world.then(world.streams()[rank], [&, rank] { gathered[rank].assign(again.data(), again.data() + ranks); });
@@ -248,9 +247,9 @@ inline void bucket(World& world, Algorithm algorithm) {
   finish(world, flats);
   for (auto& of_rank : gradients) {
     int64_t begin = 0;
-    for (size_t place = 0; place < counts.size(); begin += counts[place++]) {
-      CHECK(of_rank[place]->guarded());
-      for (int64_t i = 0; i < counts[place]; ++i) CHECK(of_rank[place]->seen()[i] == sum(world.size(), begin + i));
+    for (size_t rank = 0; rank < counts.size(); begin += counts[rank++]) {
+      CHECK(of_rank[rank]->guarded());
+      for (int64_t i = 0; i < counts[rank]; ++i) CHECK(of_rank[rank]->seen()[i] == sum(world.size(), begin + i));
     }
   }
 }

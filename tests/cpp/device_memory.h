@@ -1,5 +1,5 @@
 // Memory of a CUDA device for the kernel tests, which run on a GPU and on the fake runtime alike.  Every array has a
-// guard behind it, and may begin some elements behind an aligned place.
+// guard behind it, and may begin some elements after an aligned address.
 #pragma once
 
 #include <cuda_runtime_api.h>

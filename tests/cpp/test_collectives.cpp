@@ -36,8 +36,14 @@ static void refusals() {
 
 static void streams_are_of_one_backend() {
   CHECK_THROWS(InvalidArgument, "at least one rank", (collectives_of({}), 0));
-  CHECK_THROWS(InvalidArgument, "of one backend, not of cpu and cuda",
-               (collectives_of({Stream{}, Stream{BackendId::cuda, 0, nullptr}}), 0));
+  const Stream gpu{BackendId::cuda, 0, nullptr};
+  CHECK_THROWS(InvalidArgument, "of one backend, not of cpu and cuda", (collectives_of({Stream{}, gpu}), 0));
+  CHECK_THROWS(InvalidArgument, "of one backend, not of cpu and cuda", (collectives_of({Stream{}}, gpu), 0));
+  CHECK_THROWS(InvalidArgument, "of one backend, not of cpu and cuda", (transfer_of({Stream{}}, gpu), 0));
+  CHECK(&device_ops_of(Stream{}) == &device_ops_of(Stream{}) && backend_from("cuda") == BackendId::cuda);
+  CHECK_THROWS(InvalidArgument, "backend must be one of cpu, cuda, not 'nccl'", backend_from("nccl"));
+  CHECK_THROWS(InvalidArgument, "there is no backend number 7", (backend_of(static_cast<BackendId>(7)), 0));
+  CHECK(backend_of(BackendId::cpu).device_count() == 1 && works_on_host(BackendId::cpu));
   Numbers memory(1, std::vector<int32_t>(5));
   CHECK_THROWS(
       BackendUnavailable, "nccl",

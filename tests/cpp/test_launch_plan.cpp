@@ -56,9 +56,9 @@ static void owners() {
   for (const std::vector<int64_t>& tiles :
        std::vector<std::vector<int64_t>>{{1}, {3, 1, 2}, {1, 1, 1, 1, 1}, {5, 1, 1, 7, 2, 1}}) {
     std::vector<uint32_t> first, owner;
-    for (size_t place = 0; place < tiles.size(); ++place) {
+    for (size_t index = 0; index < tiles.size(); ++index) {
       first.push_back(static_cast<uint32_t>(owner.size()));
-      for (int64_t tile = 0; tile < tiles[place]; ++tile) owner.push_back(static_cast<uint32_t>(place));
+      for (int64_t tile = 0; tile < tiles[index]; ++tile) owner.push_back(static_cast<uint32_t>(index));
     }
     for (uint32_t tile = 0; tile < owner.size(); ++tile)
       CHECK(owner_of(first.data(), static_cast<int>(first.size()), tile) == static_cast<int>(owner[tile]));

@@ -81,7 +81,7 @@ static void check_schedule(const Schedule& schedule, int ranks, int chunks) {
       if (!hop.reduce) mine.clear();
       mine.insert(theirs.begin(), theirs.end());
     }
-    for (const auto& place : written) CHECK(!read.count(place));  // hops of a round may run at once
+    for (const auto& chunk : written) CHECK(!read.count(chunk));  // hops of a round may run at once
   }
   for (const auto& rank : held)
     for (const auto& chunk : rank)

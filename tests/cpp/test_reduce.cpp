@@ -96,12 +96,12 @@ static float brain_value(uint16_t bits) {
   return value;
 }
 
-// What is nearest to `value`, ties to even, in a format with `digits` digits, whose last place is worth at least
+// What is nearest to `value`, ties to even, in a format with `digits` digits, whose last position is worth at least
 // 2^least, and which ends below 2^end.
 static float rounded(float value, int digits, int least, int end) {
   if (value == 0 || !std::isfinite(value)) return value;
-  const int place = std::max(std::ilogb(value) - digits + 1, least);
-  const float result = std::ldexp(std::nearbyint(std::ldexp(value, -place)), place);
+  const int position = std::max(std::ilogb(value) - digits + 1, least);
+  const float result = std::ldexp(std::nearbyint(std::ldexp(value, -position)), position);
   return std::fabs(result) < std::ldexp(1.0f, end) || end > 127 ? result : std::copysign(INFINITY, value);
 }
 
@@ -151,11 +151,11 @@ static void conversions(const Half& half) {
 
 static void nan_wins() {
   for (ReduceOp op : {ReduceOp::min, ReduceOp::max})
-    for (int place = 0; place < 3; ++place) {
+    for (int position = 0; position < 3; ++position) {
       float values[3][40];
       for (auto& row : values)
         for (float& value : row) value = 1;
-      for (float& value : values[place]) value = NAN;
+      for (float& value : values[position]) value = NAN;
       const void* from[] = {values[0], values[1], values[2]};
       float out[40];
       void* to = out;

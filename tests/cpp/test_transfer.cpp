@@ -9,8 +9,8 @@ int main() {
   unsigned char byte = 0;
   const Streams host{Stream{}};
   CHECK_THROWS(InvalidArgument, "3 rows together",
-               (transfer_of(host).scatter({&byte, 1, 2, 1}, {}, {{&byte, 3}}, host), 0));
+               (transfer_of(host, {}).scatter({&byte, 1, 2, 1}, {}, {{&byte, 3}}, host), 0));
   CHECK_THROWS(InvalidArgument, "2 parts, 1 streams",
-               (transfer_of(host).gather({{&byte, 1}, {&byte, 1}}, host, {&byte, 1, 2, 1}, {}), 0));
+               (transfer_of(host, {}).gather({{&byte, 1}, {&byte, 1}}, host, {&byte, 1, 2, 1}, {}), 0));
   return passed();
 }

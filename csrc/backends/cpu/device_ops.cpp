@@ -52,7 +52,7 @@ void require_index(const GatherRows& call) {
                 std::to_string(call.rows_count) + " rows");
 }
 
-// Between the pieces and the flat buffer; each piece is a job.
+// Copies or casts between the pieces and the flat buffer; each piece is a job.
 void cast_pieces(const Packing& call, bool into_flat) {
   const bool as_bytes = call.dtype == call.flat_dtype && call.scale == 1;
   if (!as_bytes) require_floating("a cast", {call.dtype, call.flat_dtype});
@@ -60,8 +60,8 @@ void cast_pieces(const Packing& call, bool into_flat) {
   std::vector<CopyBlock> copies;
   std::vector<int64_t> counts;
   for (const Piece& piece : call.pieces) {
-    void* place = at({call.flat, 0, call.flat_dtype}, piece.begin);
-    void *from = into_flat ? piece.pointer : place, *to = into_flat ? place : piece.pointer;
+    void* in_flat = at({call.flat, 0, call.flat_dtype}, piece.begin);
+    void *from = into_flat ? piece.pointer : in_flat, *to = into_flat ? in_flat : piece.pointer;
     if (as_bytes)
       copies.push_back({to, from, 1, piece.count * static_cast<int64_t>(itemsize(call.dtype)), 0, 0});
     else
@@ -74,7 +74,7 @@ void cast_pieces(const Packing& call, bool into_flat) {
                   [&](size_t i, int64_t begin, int64_t end) { kernels().scale_cast(casts[i], begin, end); });
 }
 
-// The table may have been written to since it was looked at last.
+// Checked at every step: the table may have been changed since the last one.
 void require_inside(const FlatBuffer& flat, const int64_t* segment) {
   const int64_t begin = segment[kBegin], count = segment[kCount];
   require(begin >= 0 && count >= 0 && begin <= flat.count && count <= flat.count - begin,

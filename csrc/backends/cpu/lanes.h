@@ -89,8 +89,8 @@ MGPU_INLINE U16s narrow(F32s wide, BF16) {
 }
 
 // Asks for the line 3 KiB behind this one, into the second cache, and for the one 512 bytes behind it, from there into
-// the first: whoever reads several streams in step waits for their pages most, and the first cache has too few places
-// for all lines that are on their way (both measured).  Past the end a prefetch does nothing.
+// the first: code that reads several streams in step waits for their pages most, and the first cache has too few
+// entries for all lines that are on their way (both measured).  Past the end a prefetch does nothing.
 MGPU_INLINE void prefetch_ahead(const void* from) {
   constexpr int kForReading = 0, kFirstCache = 3, kSecondCache = 2;
   __builtin_prefetch(static_cast<const char*>(from) + 3072, kForReading, kSecondCache);

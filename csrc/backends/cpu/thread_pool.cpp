@@ -65,7 +65,7 @@ void ThreadPool::set_num_threads(int threads) {
 void ThreadPool::start_missing_threads() {
   for (; started_ < threads_.load() - 1; ++started_) {
     try {
-      std::thread([this, place = started_] { serve(place); }).detach();
+      std::thread([this, index = started_] { serve(index); }).detach();
     } catch (const std::system_error&) {
       return;  // no more threads to be had: those that there are do the work
     }
@@ -94,23 +94,23 @@ void ThreadPool::run(int64_t tasks, const Task& task) {
   work_.notify_all();
   take_tasks();
   std::unique_lock<std::mutex> lock(mutex_);
-  open_ = false;  // whoever wakes up from now on finds nothing to join
+  open_ = false;  // a thread that wakes up from now on finds nothing to join
   left_.wait(lock, [this] { return inside_ == 0; });
 }
 
 // Spins a little, then sleeps, until there is a job newer than `seen` that has room for this thread; joins it.
-bool ThreadPool::wait_for_work(int place, uint64_t seen) {
+bool ThreadPool::wait_for_work(int index, uint64_t seen) {
   const auto until = std::chrono::steady_clock::now() + kSpin;
   while (generation_.load(std::memory_order_acquire) == seen && std::chrono::steady_clock::now() < until) {
   }
   std::unique_lock<std::mutex> lock(mutex_);
-  work_.wait(lock, [&] { return open_ && generation_.load() != seen && place < threads_.load() - 1; });
+  work_.wait(lock, [&] { return open_ && generation_.load() != seen && index < threads_.load() - 1; });
   ++inside_;
   return true;
 }
 
-void ThreadPool::serve(int place) {
-  for (uint64_t seen = 0; wait_for_work(place, seen);) {
+void ThreadPool::serve(int index) {
+  for (uint64_t seen = 0; wait_for_work(index, seen);) {
     seen = generation_.load();  // cannot change before this thread has left: the caller waits for it
     take_tasks();
     const std::lock_guard<std::mutex> lock(mutex_);

@@ -29,9 +29,9 @@ class ThreadPool {
  private:
   ThreadPool();
   void start_missing_threads();
-  void serve(int place);
+  void serve(int index);
   void take_tasks();
-  bool wait_for_work(int place, uint64_t seen);
+  bool wait_for_work(int index, uint64_t seen);
 
   std::mutex owner_;  // held by the one caller whose job is open
   std::mutex mutex_;  // guards all below that is not atomic

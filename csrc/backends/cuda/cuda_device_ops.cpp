@@ -9,7 +9,7 @@
 namespace mgpu::cuda {
 namespace {
 
-// Below this a batch of copies is one kernel; above it each has a copy engine of its own to gain.
+// Copies of a batch up to this size are done by one kernel, larger ones by the copy engines.
 constexpr int64_t kKernelCopyNbytes = 1024 * 1024;
 
 bool is_dense(const CopyBlock& block) {
@@ -51,9 +51,9 @@ void move_pieces(const Packing& call, bool into_flat, Stream on) {
   const bool as_bytes = call.dtype == call.flat_dtype && call.scale == 1;
   std::vector<Transferred> all;
   for (const Piece& piece : call.pieces) {
-    void* place = at({call.flat, 0, call.flat_dtype}, piece.begin);
+    void* in_flat = at({call.flat, 0, call.flat_dtype}, piece.begin);
     const int64_t count = as_bytes ? piece.count * static_cast<int64_t>(itemsize(call.dtype)) : piece.count;
-    all.push_back(into_flat ? Transferred{place, piece.pointer, count} : Transferred{piece.pointer, place, count});
+    all.push_back(into_flat ? Transferred{in_flat, piece.pointer, count} : Transferred{piece.pointer, in_flat, count});
   }
   if (as_bytes) return launch_copy(all, handle_of(on));
   launch_cast(all, into_flat ? call.dtype : call.flat_dtype, into_flat ? call.flat_dtype : call.dtype, call.scale,

@@ -1,8 +1,8 @@
 // Makes a device the current one of this thread, and what was current before it again at the end.
 //
 // Not by cudaSetDevice: from CUDA 12 on, setting a device back makes a context there, some hundred MB on a GPU that
-// nobody asked for, and fails where that GPU is somebody else's alone.  So the device's primary context is pushed and
-// popped; a thread that had none has none afterwards.
+// nobody asked for, and fails where another process has that GPU to itself.  So the device's primary context is pushed
+// and popped; a thread that had none has none afterwards.
 #pragma once
 
 #include <cuda_runtime_api.h>

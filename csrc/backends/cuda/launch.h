@@ -19,7 +19,7 @@ struct Transferred {  // one array to another, of the dtypes that the launch nam
 void launch_cast(const std::vector<Transferred>& all, DType from, DType to, double scale, cudaStream_t stream);
 void launch_copy(const std::vector<Transferred>& all, cudaStream_t stream);  // counts are bytes
 void launch_sum_ranks(const SumRanks& call, cudaStream_t stream);
-// Sums that fit a table, of one dtype and as many inputs each; in as few launches as may be.
+// Sums that fit a table, of one dtype and as many inputs each; in as few launches as possible.
 bool fits_a_table(const SumRanks& call);
 void launch_sums(const std::vector<const SumRanks*>& calls, cudaStream_t stream);
 void launch_gather_rows(const GatherRows& call, cudaStream_t stream);

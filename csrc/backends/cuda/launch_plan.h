@@ -42,8 +42,8 @@ MGPU_HOST_DEVICE constexpr int together(int vector_nbytes) {
 // Elements of a row of gather_rows that one block does, `width` in an access.
 MGPU_HOST_DEVICE constexpr int row_tile(int width) { return kThreads * kLoadsInFlight * width; }
 
-// How many elements stand before the first place where both arrays are on a multiple of 16 bytes; -1 if they never are
-// together, and then elements are moved one by one.
+// Returns how many elements come before the first index at which both arrays are on a multiple of 16 bytes; -1 if there
+// is no such index, and then elements are moved one by one.
 MGPU_HOST_DEVICE constexpr int common_head(uint64_t one, int one_size, uint64_t other, int other_size) {
   const int width = vector_width(one_size, other_size);
   for (int head = 0; head < width; ++head)
@@ -66,8 +66,8 @@ MGPU_HOST_DEVICE constexpr Extent extent_of(int64_t count, int head, int width) 
   return {width, before, vectors, count - before - vectors * width};
 }
 
-// How bytes are copied between two places: in pieces as wide as their distance allows, behind the bytes that stand
-// before the first place where both are aligned to that.
+// How bytes are copied between two addresses: in accesses as wide as the distance of the addresses allows, after a head
+// of bytes up to the first address that is aligned to this width.
 struct CopyShape {
   int width;  // 16, 8, 4, 2 or 1 bytes
   int head;
@@ -84,7 +84,8 @@ MGPU_HOST_DEVICE constexpr int64_t tiles_of(const Extent& extent) {
   return tiles > 1 ? tiles : 1;
 }
 
-// The last place whose first tile is not behind `tile`: whose tile it is.  `first` rises and first[0] is 0.
+// Returns the index of the array that a tile belongs to: the last one with first[index] <= tile.  `first` rises, and
+// first[0] is 0.
 template <class Index>
 MGPU_HOST_DEVICE constexpr int owner_of(const Index* first, int count, Index tile) {
   int low = 0, high = count - 1;
@@ -98,7 +99,7 @@ MGPU_HOST_DEVICE constexpr int owner_of(const Index* first, int count, Index til
   return low;
 }
 
-// The segment in which `element` lies, or the next one behind it; `rows` is the count of segments where none is left.
+// Returns the index of the segment in which `element` lies, otherwise of the next one; `rows` where there is none.
 // `segments`: rows of `columns` numbers, of which the first two are begin and count.
 MGPU_HOST_DEVICE constexpr int64_t segment_at(const int64_t* segments, int64_t rows, int columns, int64_t element) {
   int64_t low = 0, high = rows;

@@ -12,7 +12,7 @@
 namespace mgpu::cuda {
 namespace {
 
-// What an Event points at.
+// The object that an Event of this backend points to.
 struct DeviceEvent {
   int device;
   cudaEvent_t handle;
@@ -43,8 +43,8 @@ Pools& pools() {
   return *it;
 }
 
-// Another thread may be capturing a graph, in a mode that forbids everybody what has no part in it: asking for an
-// event, allocating.  Ours has none.
+// Another thread may be capturing a graph in a mode that forbids all threads to query events or to allocate.  Our calls
+// are no part of the capture, so this allows them meanwhile.
 class OutsideCaptures {
  public:
   OutsideCaptures() { cudaThreadExchangeStreamCaptureMode(&mode_); }
@@ -149,7 +149,7 @@ std::shared_ptr<void> take_idle(int64_t size, bool counts) {
   return owned(memory, size, counts);
 }
 
-// Whether it is certain; an error of somebody else's work is none of ours.
+// Returns whether the event has certainly been reached.  An error of earlier work is not reported here.
 bool passed(const Kept& kept) {
   const DeviceEvent& event = device_event(kept.first);
   const DeviceGuard guard(event.device);
@@ -158,7 +158,8 @@ bool passed(const Kept& kept) {
   return code == cudaSuccess;
 }
 
-// Takes out what no stream needs any more: of each stream the first ones, because it passes them in order.
+// Removes and returns the memory that no stream needs any more: from the front of each queue, because a stream passes
+// its events in order.
 std::vector<Kept> take_passed() {
   std::vector<Kept> all;
   const OutsideCaptures outside;

@@ -24,18 +24,18 @@ class Group {
   Group(const Group&) = delete;
   Group& operator=(const Group&) = delete;
 
-  // Takes the result of the part of communicator `place`.  After the first failure nothing more should be called:
-  // the group is dropped whole.
-  bool add(size_t place, Result result) {
+  // Notes the result of the call for communicator `index`.  After the first failure nothing more should be called: the
+  // whole group is dropped.
+  bool add(size_t index, Result result) {
     if (accepted(result_) && !accepted(result)) {
       result_ = result;
-      failed_ = static_cast<int>(place);
+      failed_ = static_cast<int>(index);
     }
     return accepted(result_);
   }
 
-  // Ends the group.  The first failure, else what ncclGroupEnd says.  `dropped()` says afterwards whether nothing of
-  // the group was started.
+  // Ends the group and returns the first failure, otherwise the result of ncclGroupEnd.  Afterwards `dropped()` says
+  // whether nothing of the group was started.
   Result end() {
     const Result ended = open_ ? api_.GroupEnd() : result_;
     open_ = false;
@@ -44,7 +44,7 @@ class Group {
     return result_;
   }
   bool dropped() const { return dropped_; }
-  // The place whose call failed; -1: the group as a whole.
+  // The index of the communicator whose call failed; -1: the group as a whole.
   int failed() const { return failed_; }
 
  private:

@@ -15,13 +15,13 @@
 namespace mgpu::nccl {
 namespace {
 
-using Place = std::pair<DeviceOps*, int>;
+using DeviceKey = std::pair<DeviceOps*, int>;  // the index of a device means something to its own backend alone
 
 struct Order {
   std::mutex mutex;  // held for a look-up only
   std::condition_variable ended;
   std::set<int> launching;
-  std::map<Place, std::vector<Event>> last;
+  std::map<DeviceKey, std::vector<Event>> last;
 };
 Order& order_of_launches() {
   static PerProcess<Order> orders;
@@ -34,10 +34,10 @@ std::vector<int> devices_of(const Streams& streams) {
   return devices;
 }
 
-std::vector<Event> last_of(const Place& place) {
+std::vector<Event> last_of(const DeviceKey& device) {
   Order& order = order_of_launches();
   const std::lock_guard<std::mutex> lock(order.mutex);
-  const auto found = order.last.find(place);
+  const auto found = order.last.find(device);
   return found == order.last.end() ? std::vector<Event>{} : found->second;
 }
 
@@ -70,14 +70,14 @@ LaunchTurn::LaunchTurn(DeviceOps& ops, const Streams& streams, Clock::time_point
 
 std::vector<Event> LaunchTurn::launched() {
   std::vector<Event> events;
-  std::map<Place, std::vector<Event>> last;  // ranks of one device have a stream each
+  std::map<DeviceKey, std::vector<Event>> last;  // each rank of a device has a stream of its own
   for (const Stream& stream : streams_) {
     events.push_back(ops_.record(stream));
     last[{&ops_, stream.device}].push_back(events.back());
   }
   Order& order = order_of_launches();
   const std::lock_guard<std::mutex> lock(order.mutex);
-  for (auto& [place, behind] : last) order.last[place] = std::move(behind);
+  for (auto& [device, recorded] : last) order.last[device] = std::move(recorded);
   return events;
 }
 

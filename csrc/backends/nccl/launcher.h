@@ -1,4 +1,4 @@
-// One thread of a team that makes its calls of NCCL, so that whoever waits for one can give it up.
+// One thread of a team that makes its calls of NCCL, so that a caller who waits for one can give it up.
 //
 //   caller                              the launcher's thread
 //   start(call)            ------->     GroupStart ... GroupEnd     blocks as long as NCCL likes

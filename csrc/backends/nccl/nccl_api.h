@@ -1,5 +1,5 @@
-// NCCL's interface in our own words, so that the backend is built without nccl.h and runs with any library from 2.18
-// on. nccl_api_check.cpp compares every line with the real header where there is one.
+// Our own declarations of NCCL's interface, so that the backend is built without nccl.h and runs with any library from
+// 2.18 on. nccl_api_check.cpp compares every line with the real header where there is one.
 #pragma once
 
 #include <climits>

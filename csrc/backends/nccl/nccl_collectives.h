@@ -10,7 +10,7 @@
 #include <utility>
 #include <vector>
 
-#include "backends/nccl/places.h"
+#include "backends/nccl/communicators.h"
 #include "backends/nccl/team.h"
 #include "core/collectives.h"
 
@@ -51,7 +51,7 @@ class NcclCollectives final : public Collectives {
   };
   struct Root {
     int rank;   // of the team
-    int place;  // -1: in another process
+    int index;  // -1: in another process
   };
   Reduction reduction_of(ReduceOp op, DType dtype, size_t parts) const;
   void divide(const Buffer& buffer, const Reduction& reduction, Stream on);
@@ -59,13 +59,16 @@ class NcclCollectives final : public Collectives {
   void all_reduce_each(const Buffers& in, const Buffers& out, ReduceOp op, size_t parts, const Streams& streams);
   Buffer combined(const Buffers& in, const std::vector<size_t>& members, ReduceOp op, Stream on, const Buffer* into,
                   Scratch& scratch);
-  void reduce_at(const std::vector<ReduceCall>& calls, ReduceOp op, const Places& places, Root root);
-  void broadcast_at(const std::vector<BroadcastCall>& calls, const Places& places, const Streams& streams, Root root);
-  void copy_to_members(const std::vector<BroadcastCall>& calls, const Places& places, const Streams& streams);
-  void gather_by_broadcasts(const Buffers& in, const Buffers& out, const Places& places, const Streams& streams);
-  void scatter_by_reductions(const Buffers& in, const Buffers& out, ReduceOp op, const Places& places);
+  void reduce_at(const std::vector<ReduceCall>& calls, ReduceOp op, const Communicators& communicators, Root root);
+  void broadcast_at(const std::vector<BroadcastCall>& calls, const Communicators& communicators, const Streams& streams,
+                    Root root);
+  void copy_to_members(const std::vector<BroadcastCall>& calls, const Communicators& communicators,
+                       const Streams& streams);
+  void gather_by_broadcasts(const Buffers& in, const Buffers& out, const Communicators& communicators,
+                            const Streams& streams);
+  void scatter_by_reductions(const Buffers& in, const Buffers& out, ReduceOp op, const Communicators& communicators);
 
-  int number_of(size_t place) const { return team_->ranks()[place].rank; }
+  int number_of(size_t index) const { return team_->ranks()[index].rank; }
   Root root_of(int rank) const;
 
   const std::shared_ptr<Team> team_;

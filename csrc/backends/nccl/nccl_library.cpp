@@ -31,7 +31,7 @@ std::string chosen_path() {
   return path ? path : "";
 }
 
-// One place to look.
+// One path to try.
 struct Attempt {
   std::string path;
   bool only_if_loaded;

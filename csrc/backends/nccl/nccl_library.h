@@ -1,8 +1,9 @@
 // The NCCL of this process, opened when somebody first needs it: whichever libnccl.so.2 comes first is the one that
 // torch gets too, and an older one would break torch's import.
 //
-// MGPU_CORE_NCCL, if set, is the only path.  Else: the library that is loaded already, the paths of the caller (Python
-// knows where pip puts it), the system's.  It is never closed: its threads and its communicators' streams outlive us.
+// MGPU_CORE_NCCL, if set, is the only path.  Otherwise: the library that is loaded already, the paths of the caller
+// (Python knows where pip puts it), the system's.  It is never closed: its threads and its communicators' streams
+// outlive us.
 #pragma once
 
 #include <string>

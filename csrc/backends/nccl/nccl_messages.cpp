@@ -9,7 +9,7 @@
 namespace mgpu::nccl {
 namespace {
 
-// Sends and receives between the same two devices meet in one order: sender, receiver, place in the list.
+// Sends and receives between the same two devices are matched in one order: by sender, receiver, index in the list.
 Messages sorted(Messages messages, bool sends) {
   const auto ends = [sends](const Message& message) {
     return sends ? std::pair(message.rank, message.peer) : std::pair(message.peer, message.rank);
@@ -56,11 +56,11 @@ void check(const Messages& sends, const Messages& receives, size_t ranks, const 
   if (team.whole()) check_pairs(sends, receives);
 }
 
-// The messages of the ranks of one place, without the empty ones.
-Messages of_place(const Messages& sorted, const Places& places, size_t place) {
+// Returns the messages of the ranks of one communicator, without the empty ones.
+Messages of_index(const Messages& sorted, const Communicators& communicators, size_t index) {
   Messages mine;
   for (const Message& each : sorted)
-    if (places.of_rank[each.rank] == place && each.buffer.count) mine.push_back(each);
+    if (communicators.of_rank[each.rank] == index && each.buffer.count) mine.push_back(each);
   return mine;
 }
 
@@ -68,31 +68,31 @@ Messages of_place(const Messages& sorted, const Places& places, size_t place) {
 
 void NcclCollectives::exchange(const Messages& sends, const Messages& receives, const Streams& streams) {
   team_->check();
-  const Places places = places_of(*team_, {streams, true});
+  const Communicators communicators = communicators_of(*team_, {streams, true});
   check(sends, receives, streams.size(), *team_);
   if (sends.empty() && receives.empty()) return;
-  const auto number_of_peer = [members = team_->ranks(), whole = team_->whole(), places](int peer) {
-    return whole ? members[places.of_rank[peer]].rank : peer;
+  const auto number_of_peer = [members = team_->ranks(), whole = team_->whole(), communicators](int peer) {
+    return whole ? members[communicators.of_rank[peer]].rank : peer;
   };
-  const auto parts_of = [&api = team_->api(), sent = sorted(sends, true), received = sorted(receives, false), places,
-                         number_of_peer](size_t place, Handle communicator, void* stream) {
+  const auto parts_of = [&api = team_->api(), sent = sorted(sends, true), received = sorted(receives, false),
+                         communicators, number_of_peer](size_t index, Handle communicator, void* stream) {
     Result result = kSuccess;
-    for (const Message& each : of_place(sent, places, place))
+    for (const Message& each : of_index(sent, communicators, index))
       if (accepted(result))
         result = api.Send(each.buffer.pointer, each.buffer.count, nccl::number_of(each.buffer.dtype),
                           number_of_peer(each.peer), communicator, stream);
-    for (const Message& each : of_place(received, places, place))
+    for (const Message& each : of_index(received, communicators, index))
       if (accepted(result))
         result = api.Recv(each.buffer.pointer, each.buffer.count, nccl::number_of(each.buffer.dtype),
                           number_of_peer(each.peer), communicator, stream);
     return result;
   };
-  before_leaders(ops_, places, streams);
+  before_leaders(ops_, communicators, streams);
   team_->launch("ncclSend and ncclRecv(" + std::to_string(sends.size()) + " and " + std::to_string(receives.size()) +
                     " messages, " + std::to_string(elements(sends)) + " and " + std::to_string(elements(receives)) +
                     " elements)",
-                places.leading, parts_of);
-  after_leaders(ops_, places, streams);
+                communicators.leading, parts_of);
+  after_leaders(ops_, communicators, streams);
 }
 
 }  // namespace mgpu::nccl

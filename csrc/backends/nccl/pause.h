@@ -1,5 +1,5 @@
-// How one thread waits for something that it can only ask for: eagerly at first, because most answers come within
-// microseconds, then less and less often.
+// A wait for something that can only be polled: eagerly at first, because most answers come within microseconds, then
+// less and less often.
 #pragma once
 
 #include <sched.h>

@@ -54,10 +54,10 @@ std::vector<int> Team::devices() const {
   return devices;
 }
 
-std::string Team::text_of(const std::string& what, int place, Result code, const std::string& last) const {
+std::string Team::text_of(const std::string& what, int index, Result code, const std::string& last) const {
   std::string text = what + " failed";
-  if (place >= 0)
-    text += " on rank " + std::to_string(ranks_[place].rank) + ", device " + std::to_string(ranks_[place].device);
+  if (index >= 0)
+    text += " on rank " + std::to_string(ranks_[index].rank) + ", device " + std::to_string(ranks_[index].device);
   text += ": " + std::string(api().GetErrorString(code)) + " (NCCL error " + std::to_string(code) + ")";
   return last.empty() ? text : text + ": " + last;
 }
@@ -83,17 +83,17 @@ void Team::check() const {
 
 Team::Status Team::status_of(const std::vector<Handle>& handles) const {
   Status status{kSuccess, -1};
-  for (size_t place = 0; place < handles.size(); ++place) {
+  for (size_t index = 0; index < handles.size(); ++index) {
     Result result = kSuccess;
-    const Result asked = api().CommGetAsyncError(handles[place], &result);
+    const Result asked = api().CommGetAsyncError(handles[index], &result);
     if (asked != kSuccess) result = asked;
-    if (!accepted(result)) return {result, static_cast<int>(place)};
-    if (result == kInProgress) status = {result, static_cast<int>(place)};
+    if (!accepted(result)) return {result, static_cast<int>(index)};
+    if (result == kInProgress) status = {result, static_cast<int>(index)};
   }
   return status;
 }
 
-// Whoever comes first takes the communicators, and no call is started after that.
+// The first thread to come takes the communicators, and no call is started after that.
 void Team::abort(const std::string& reason, Result code) {
   if (getpid() != process_) return;  // the communicators are the parent's
   std::vector<Handle> handles;
@@ -154,7 +154,7 @@ bool Team::look() noexcept try {
   const bool late = Clock::now() - progress_ > limits_.collective;
   lock.unlock();
   if (!accepted(status.code))
-    abort(text_of(what + ", while it ran,", status.place, status.code, last_error(api())), status.code);
+    abort(text_of(what + ", while it ran,", status.index, status.code, last_error(api())), status.code);
   else if (late)
     abort(late_text(what, limits_.collective), kTimeout);
   return true;

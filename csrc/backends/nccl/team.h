@@ -27,7 +27,7 @@
 namespace mgpu::nccl {
 
 struct RankDevice {
-  int rank;  // place in the team
+  int rank;  // index in the team
   int device;
 };
 
@@ -52,18 +52,18 @@ class Team final : public Watched {
   DeviceOps& ops() const { return ops_; }
   const Api& api() const { return library_.api; }
 
-  // The part of communicator `place` (of ranks()) in a group.  Must not throw.  Owns what it uses: NCCL may block in it
+  // The part of communicator `index` (of ranks()) in a group.  Must not throw.  Owns what it uses: NCCL may block in it
   // until after `launch` has given up and thrown.
-  using Part = std::function<Result(size_t place, Handle communicator, void* stream)>;
-  // All parts in one group, that of ranks()[place] on streams[place]; returns when they are on the streams.  `what`
+  using Part = std::function<Result(size_t index, Handle communicator, void* stream)>;
+  // All parts in one group, that of ranks()[index] on streams[index]; returns when they are on the streams.  `what`
   // names it in messages.
   void launch(const std::string& what, const Streams& streams, Part part);
 
-  // Raises what has happened to the team: NcclError once it is aborted, InvalidArgument once it is closed.
+  // Throws NcclError once the team is aborted, and InvalidArgument once it is closed.
   void check() const;
-  // What is on the streams has run; or raises, as soon as the team is aborted.
+  // Waits until what is on the streams has run; throws as soon as the team is aborted.
   void wait(const Streams& streams);
-  // Ends what is in flight, on all devices; for a team that has failed already, nothing.
+  // Aborts what is in flight on all devices.  Does nothing for a team that has failed already.
   void abort(const std::string& reason, Result code = kSuccess);
   void close();
 
@@ -76,8 +76,8 @@ class Team final : public Watched {
     std::vector<Event> events;
   };
   struct Status {
-    Result code;  // the first failure, else in progress, else success
-    int place;
+    Result code;  // the first failure, otherwise in progress, otherwise success
+    int index;
   };
 
   Team(DeviceOps& ops, const Library& library, int world, const std::vector<RankDevice>& ranks, const Limits& limits);
@@ -85,11 +85,11 @@ class Team final : public Watched {
   struct Calls;
   struct Done {  // what became of a group
     Result result = kSuccess;
-    int failed = -1;  // the place whose call failed; -1: the group as a whole
+    int failed = -1;  // index of the communicator whose call failed; -1: the group as a whole
     bool dropped = false;
     std::string error;
   };
-  using Call = std::function<Result(size_t place, Handle& communicator)>;
+  using Call = std::function<Result(size_t index, Handle& communicator)>;
   Calls calls() const;
   void start_group(const std::string& what, const Streams& streams, Part part);
   Done run_group(const std::string& what, bool launches, Call call);
@@ -102,7 +102,7 @@ class Team final : public Watched {
   Status status_of(const std::vector<Handle>& handles) const;
   void drop_reached();
 
-  std::string text_of(const std::string& what, int place, Result code, const std::string& last) const;
+  std::string text_of(const std::string& what, int index, Result code, const std::string& last) const;
   std::string late_text(const std::string& what, std::chrono::milliseconds limit) const;
   std::vector<int> devices() const;
   [[noreturn]] void fail(const std::string& message, Result code);

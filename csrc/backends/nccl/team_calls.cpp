@@ -28,8 +28,8 @@ Team::Done Team::Calls::group(std::vector<Handle>& handles, const Call& call,
                               const std::function<void()>& before_end) const try {
   const auto current = current_or_none(ops, ranks[0].device);
   Group group(api);
-  for (size_t place = 0; place < handles.size(); ++place)
-    if (!group.add(place, call(place, handles[place]))) break;
+  for (size_t index = 0; index < handles.size(); ++index)
+    if (!group.add(index, call(index, handles[index]))) break;
   if (before_end) before_end();
   const Result result = group.end();
   return {result, group.failed(), group.dropped(), accepted(result) ? "" : last_error(api)};
@@ -38,8 +38,8 @@ Team::Done Team::Calls::group(std::vector<Handle>& handles, const Call& call,
 }
 
 void Team::start_group(const std::string& what, const Streams& streams, Part part) {
-  const Done done = run_group(what, true, [streams, part = std::move(part)](size_t place, Handle& handle) {
-    return part(place, handle, streams[place].handle);
+  const Done done = run_group(what, true, [streams, part = std::move(part)](size_t index, Handle& handle) {
+    return part(index, handle, streams[index].handle);
   });
   if (accepted(done.result)) return;
   // Usable only if the parts of the other ranks were dropped too, and NCCL itself sees it so.

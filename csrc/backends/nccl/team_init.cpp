@@ -56,8 +56,8 @@ std::shared_ptr<Team> Team::init(DeviceOps& ops, const UniqueId& id, int world, 
 void Team::make_communicators(const UniqueId& id) {
   const std::string what = "ncclCommInitRankConfig of " + std::to_string(world_) + " ranks";
   handles_.assign(ranks_.size(), nullptr);
-  const Done done = run_group(what, false, [calls = calls(), world = world_, id](size_t place, Handle& handle) {
-    const RankDevice& mine = calls.ranks[place];
+  const Done done = run_group(what, false, [calls = calls(), world = world_, id](size_t index, Handle& handle) {
+    const RankDevice& mine = calls.ranks[index];
     const auto current = calls.ops.make_current(mine.device);  // a communicator is made for the current device
     Config config;
     return calls.api.CommInitRankConfig(&handle, world, id, mine.rank, &config);

@@ -16,7 +16,7 @@
 namespace mgpu::nccl {
 namespace {
 
-// A hang lasts minutes before anybody gives up; looking fifty times a second costs nothing beside it.
+// A hang lasts minutes before anybody gives up; looking fifty times a second costs next to nothing.
 constexpr auto kPeriod = std::chrono::milliseconds(20);
 // A look takes microseconds, but an abort may take longer; the process does not wait for ever to end.
 constexpr auto kLastLook = std::chrono::seconds(2);
@@ -69,7 +69,7 @@ void Watchdog::add(Watched* watched) {
   all_.push_back(watched);
 }
 
-// Whoever is looked at just now must live until that has ended.
+// The team that is being looked at now must live until that has ended.
 void Watchdog::remove(Watched* watched) {
   std::unique_lock<std::mutex> lock(mutex_);
   all_.erase(std::remove(all_.begin(), all_.end(), watched), all_.end());

@@ -13,11 +13,11 @@ class Watched {
   virtual bool look() noexcept = 0;
 };
 
-// Until unwatch.  Throws Error where the process can have no more threads.
+// Watches until unwatch is called.  Throws Error where the process can have no more threads.
 void watch(Watched& watched);
-// Nobody looks at it when this returns.  Also for one that was never watched.
+// Nobody looks at it any more when this returns.  It need not be watched.
 void unwatch(Watched& watched) noexcept;
-// Something is in flight now.
+// Tells the watchdog that something is in flight.
 void wake_watchdog();
 
 }  // namespace mgpu::nccl

@@ -118,8 +118,8 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::Stream getNewStream(c10::Device device, int priority) const override {
     static std::array<std::array<std::atomic<c10::StreamId>, kPriorities>, kDevices> made{};
     const int pool = std::clamp(-priority, 0, kPriorities - 1);
-    const c10::StreamId place = made.at(meant(device).index()).at(pool)++ % kStreamsOfAPool;
-    return c10::Stream(c10::Stream::UNSAFE, meant(device), 1 + pool * kStreamsOfAPool + place);
+    const c10::StreamId index = made.at(meant(device).index()).at(pool)++ % kStreamsOfAPool;
+    return c10::Stream(c10::Stream::UNSAFE, meant(device), 1 + pool * kStreamsOfAPool + index);
   }
   c10::Stream exchangeStream(c10::Stream stream) const override {
     const c10::Stream before = getStream(stream.device());

@@ -20,7 +20,7 @@ struct DeferredDevice::Queue {
 
 struct DeferredDevice::Mark {
   Queue* queue;
-  size_t place;  // reached when that many steps are done
+  size_t position;  // reached when that many steps are done
 };
 
 DeferredDevice::DeferredDevice(uint64_t seed, DeviceOps& host, Reach reach)
@@ -69,7 +69,7 @@ bool DeferredDevice::idle() const {
 bool DeferredDevice::try_step(Queue& queue) {
   if (queue.done == queue.steps.size()) return false;
   Step& step = queue.steps[queue.done];
-  const bool finished = step.waits_for ? step.waits_for->queue->done >= step.waits_for->place : step.run();
+  const bool finished = step.waits_for ? step.waits_for->queue->done >= step.waits_for->position : step.run();
   if (!finished) return false;
   queue.steps[queue.done++] = {};  // lets go of what it held
   return true;
@@ -87,7 +87,7 @@ void DeferredDevice::force(Queue& queue, size_t until) {
   for (int tries = 0; queue.done < until;) {
     let_others_run(queue);
     if (queue.done >= until) return;
-    if (const auto mark = queue.steps[queue.done].waits_for) force(*mark->queue, mark->place);
+    if (const auto mark = queue.steps[queue.done].waits_for) force(*mark->queue, mark->position);
     if (try_step(queue)) {
       tries = 0;
       continue;
@@ -107,14 +107,14 @@ Event DeferredDevice::record(Stream on) {
 void DeferredDevice::wait(Stream on, const Event& event) {
   if (!event) return;
   const auto mark = std::static_pointer_cast<Mark>(event);
-  if (on.on_host()) return force(*mark->queue, mark->place);
+  if (on.on_host()) return force(*mark->queue, mark->position);
   queue_of(on).steps.push_back({nullptr, mark});
 }
 
 bool DeferredDevice::reached(const Event& event) {
   if (!event) return true;
   const auto mark = std::static_pointer_cast<Mark>(event);
-  return mark->queue->done >= mark->place;
+  return mark->queue->done >= mark->position;
 }
 
 void DeferredDevice::synchronize(Stream on) {

@@ -1,5 +1,5 @@
 // Rows of uint8 by index -> normalised floats.  A block does one stretch of one row; a row out of range becomes NaN,
-// which whoever looks at the loss will see, because a kernel has no other way to speak in time.
+// which shows in the loss: a kernel has no other way to report it in time.
 #pragma once
 
 #include "backends/cuda/kernels/elements.cuh"

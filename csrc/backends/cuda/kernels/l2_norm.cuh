@@ -73,9 +73,9 @@ __device__ __forceinline__ void add_squares(const T* in, const Extent& extent, S
 template <class T, int kMoves>
 __global__ void __launch_bounds__(kThreads)
     squares_kernel(const __grid_constant__ MoveTable<kMoves> table, int64_t tile_count, double* partials) {
-  const int place = owner_of(table.first_tile, table.count, blockIdx.x);
-  const Move& move = table.moves[place];
-  const int64_t begin = (blockIdx.x - table.first_tile[place]) * tile_count;
+  const int index = owner_of(table.first_tile, table.count, blockIdx.x);
+  const Move& move = table.moves[index];
+  const int64_t begin = (blockIdx.x - table.first_tile[index]) * tile_count;
   const int64_t count = begin + tile_count < move.count ? tile_count : move.count - begin;
   const T* in = static_cast<const T*>(move.from) + begin;
   const uint64_t address = reinterpret_cast<uint64_t>(in);

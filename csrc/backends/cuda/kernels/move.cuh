@@ -42,9 +42,9 @@ template <class In, class Out, int kMoves>
 __global__ void __launch_bounds__(kThreads) move_kernel(const __grid_constant__ MoveTable<kMoves> table, double scale) {
   using Wide = Common<In, Out>;
   constexpr int kWidth = vector_width(sizeof(In), sizeof(Out));
-  const int place = owner_of(table.first_tile, table.count, blockIdx.x);
-  const Move& move = table.moves[place];
-  const int64_t tile = blockIdx.x - table.first_tile[place];
+  const int index = owner_of(table.first_tile, table.count, blockIdx.x);
+  const Move& move = table.moves[index];
+  const int64_t tile = blockIdx.x - table.first_tile[index];
   const int head =
       common_head(reinterpret_cast<uint64_t>(move.to), sizeof(Out), reinterpret_cast<uint64_t>(move.from), sizeof(In));
   const Extent extent = extent_of(move.count, head, kWidth);
@@ -77,9 +77,9 @@ __device__ __forceinline__ void copy_tile(const Move& move, const Extent& extent
 // Counts are bytes.
 template <int kMoves>
 __global__ void __launch_bounds__(kThreads) copy_kernel(const __grid_constant__ MoveTable<kMoves> table) {
-  const int place = owner_of(table.first_tile, table.count, blockIdx.x);
-  const Move& move = table.moves[place];
-  const int64_t tile = blockIdx.x - table.first_tile[place];
+  const int index = owner_of(table.first_tile, table.count, blockIdx.x);
+  const Move& move = table.moves[index];
+  const int64_t tile = blockIdx.x - table.first_tile[index];
   const CopyShape shape = copy_shape(reinterpret_cast<uint64_t>(move.to), reinterpret_cast<uint64_t>(move.from));
   const Extent extent = extent_of(move.count, shape.head, shape.width);
   switch (shape.width) {

@@ -27,8 +27,8 @@ enum AdamConstant {
 enum LionConstant { kLionActive, kLionRate, kLionFresh1, kLionKeep2, kLionFresh2, kLionShrink, kLionFactor };
 static_assert(kAdamConstants <= kOptimizerConstants, "a row has room for them");
 
-// Raises the step of a segment that takes part, and says which number it is now; 0: it does not take part, also because
-// its group is not there, of which a kernel has no other way to speak.
+// Raises the step of a segment that takes part, and returns it; 0: the segment does not take part, or its group does
+// not exist, which a kernel cannot report in another way.
 __device__ __forceinline__ int64_t next_step(const FlatBuffer& flat, int64_t* segment) {
   const bool overflow = flat.found_inf != nullptr && *flat.found_inf != 0;
   const bool known = segment[kGroup] >= 0 && segment[kGroup] < flat.group_count;
@@ -51,10 +51,10 @@ struct Prepared {
 static_assert(kSgdActive == 0 && kAdamActive == 0 && kLionActive == 0,
               "the first constant says whether the segment takes part");
 __device__ __forceinline__ Prepared prepare(const FlatBuffer& flat, int columns) {
-  const int64_t place = int64_t{blockIdx.x} * kThreads + threadIdx.x;
-  if (place >= flat.segment_count) return {0, nullptr, nullptr};
-  int64_t* segment = flat.segments + place * kSegmentColumns;
-  double* row = flat.constants + place * kOptimizerConstants;
+  const int64_t index = int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  if (index >= flat.segment_count) return {0, nullptr, nullptr};
+  int64_t* segment = flat.segments + index * kSegmentColumns;
+  double* row = flat.constants + index * kOptimizerConstants;
   const int64_t step = next_step(flat, segment);
   for (int k = 1; k < kOptimizerConstants; ++k) row[k] = 0;  // the second kernel reads whole rows
   row[0] = step != 0;
@@ -177,7 +177,7 @@ __device__ __forceinline__ void lion_at(const Lion& call, const Widened<T>* cons
 }
 
 // One segment's constants after another, in shared memory.  While the block works on a segment, its first threads hold
-// the constants of the next one, so that their way from memory costs no time:
+// the constants of the next one, so that loading them costs no time:
 //
 //   work on segment s with row s % 2      next row on its way to registers
 //   store it into row (s + 1) % 2         its readers, of segment s - 1, have passed the last barrier
@@ -187,15 +187,15 @@ class SegmentConstants {
  public:
   using Rows = Widened<T>[2][kOptimizerConstants];
   __device__ __forceinline__ SegmentConstants(const FlatBuffer& flat, Rows& rows) : flat_(flat), rows_(rows) {}
-  __device__ __forceinline__ void load(int64_t place) {
-    if (threadIdx.x < kOptimizerConstants && place < flat_.segment_count)
-      next_ = static_cast<Widened<T>>(flat_.constants[place * kOptimizerConstants + threadIdx.x]);
+  __device__ __forceinline__ void load(int64_t index) {
+    if (threadIdx.x < kOptimizerConstants && index < flat_.segment_count)
+      next_ = static_cast<Widened<T>>(flat_.constants[index * kOptimizerConstants + threadIdx.x]);
   }
-  __device__ __forceinline__ void store(int64_t place) {
-    if (threadIdx.x < kOptimizerConstants && place < flat_.segment_count) rows_[place & 1][threadIdx.x] = next_;
+  __device__ __forceinline__ void store(int64_t index) {
+    if (threadIdx.x < kOptimizerConstants && index < flat_.segment_count) rows_[index & 1][threadIdx.x] = next_;
     __syncthreads();
   }
-  __device__ __forceinline__ const Widened<T>* of(int64_t place) const { return rows_[place & 1]; }
+  __device__ __forceinline__ const Widened<T>* of(int64_t index) const { return rows_[index & 1]; }
 
  private:
   const FlatBuffer& flat_;
@@ -230,21 +230,21 @@ __device__ __forceinline__ void for_segments(const FlatBuffer& flat, int base, O
   __shared__ typename SegmentConstants<T>::Rows rows;
   const int64_t tile = flat_tile(flat.count), tile_begin = int64_t{blockIdx.x} * tile;
   const int64_t tile_end = tile_begin + tile < flat.count ? tile_begin + tile : flat.count;
-  int64_t place = segment_at(flat.segments, flat.segment_count, kSegmentColumns, tile_begin);
+  int64_t index = segment_at(flat.segments, flat.segment_count, kSegmentColumns, tile_begin);
   SegmentConstants<T> constants(flat, rows);
-  constants.load(place);
-  constants.store(place);
-  for (; place < flat.segment_count; ++place) {
-    const int64_t* segment = flat.segments + place * kSegmentColumns;
+  constants.load(index);
+  constants.store(index);
+  for (; index < flat.segment_count; ++index) {
+    const int64_t* segment = flat.segments + index * kSegmentColumns;
     const int64_t segment_begin = segment[kBegin], segment_end = segment_begin + segment[kCount];
     if (segment_begin >= tile_end) return;
-    constants.load(place + 1);
-    const Widened<T>* mine = constants.of(place);
+    constants.load(index + 1);
+    const Widened<T>* mine = constants.of(index);
     const int64_t begin = segment_begin > tile_begin ? segment_begin : tile_begin;
     const int64_t end = segment_end < tile_end ? segment_end : tile_end;
     if (mine[0] != 0)
       for_elements<T>(begin, end, base, [&](int64_t i) { vector(mine, i); }, [&](int64_t i) { single(mine, i); });
-    constants.store(place + 1);
+    constants.store(index + 1);
   }
 }
 

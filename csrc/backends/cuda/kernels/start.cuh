@@ -1,6 +1,6 @@
-// Starts a kernel by the runtime's own function instead of the triple brackets: its return value is this launch's,
-// where a look at the last error may find what somebody else left; and a host compiler can read it, so that the tests
-// run these files on a fake runtime.
+// Starts a kernel by the runtime's own function instead of the triple brackets: its return value is the error of this
+// launch, while cudaGetLastError may return an older one; and a host compiler can compile it, so that the tests run
+// these files on a fake runtime.
 #pragma once
 
 #include <cuda_runtime.h>

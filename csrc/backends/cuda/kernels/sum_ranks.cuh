@@ -136,9 +136,9 @@ struct SumsTable {
 
 template <class T, int kSums>
 __global__ void __launch_bounds__(kThreads, 1) sum_many_kernel(const __grid_constant__ SumsTable<kSums> table) {
-  const int place = owner_of(table.first_tile, table.count, blockIdx.x);
-  const Sum& sum = table.sums[place];
-  const int64_t tile = blockIdx.x - table.first_tile[place];
+  const int index = owner_of(table.first_tile, table.count, blockIdx.x);
+  const Sum& sum = table.sums[index];
+  const int64_t tile = blockIdx.x - table.first_tile[index];
   const Extent extent = extent_of(sum.count, sum.head, vector_width(sizeof(T), sizeof(T)));
   sum_tile<ReduceOp::sum, T>(sum, table.in_count, 1, extent, tile, [&](int64_t i, const auto& result) {
     store<sizeof(result.at) / sizeof(T)>(static_cast<T*>(sum.out) + i, result);

@@ -1,5 +1,5 @@
 // What a host compiler needs to read kernels, and to run them: a block's threads take turns on one thread of the host,
-// and change places at a barrier.
+// and switch at a barrier.
 #pragma once
 
 #include <math.h>
@@ -56,9 +56,9 @@ cudaError_t cudaFuncGetAttributes(cudaFuncAttributes*, void (*)(Parameters...)) 
   return fakeHasCode() ? cudaSuccess : cudaErrorInvalidValue;
 }
 
-template <class Values, size_t... kPlaces>
-Values fakeArguments(void** arguments, std::index_sequence<kPlaces...>) {
-  return Values(*static_cast<std::tuple_element_t<kPlaces, Values>*>(arguments[kPlaces])...);
+template <class Values, size_t... kIndices>
+Values fakeArguments(void** arguments, std::index_sequence<kIndices...>) {
+  return Values(*static_cast<std::tuple_element_t<kIndices, Values>*>(arguments[kIndices])...);
 }
 
 // Arguments are copied before the call returns, as CUDA does.

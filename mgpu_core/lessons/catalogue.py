@@ -1,7 +1,6 @@
 """Which lessons there are, and where their files lie.
 
-A lesson is a page `05_reduce.md` with files of the same stem beside it: its exercises, their solutions, wrong answers
-that its checker must reject, and its picture.
+A lesson is a page `05_reduce.md` with files of the same stem next to it: exercises, solutions, picture.
 """
 
 from __future__ import annotations
@@ -41,11 +40,6 @@ class Lesson:
     def solution(self) -> Path:
         """The exercises solved."""
         return self.page.parent / "solutions" / f"{self.page.stem}.py"
-
-    @property
-    def wrong_answers(self) -> list[Path]:
-        """Typical mistakes, for the tests of the checker; not in an installed package."""
-        return sorted((self.page.parent / "solutions").glob(f"{self.page.stem}_wrong_*.py"))
 
     @property
     def picture(self) -> Path:

@@ -1,4 +1,4 @@
-"""`mgpu lesson`: list the lessons, show one, run it, start its exercises, check the answers."""
+"""`mgpu lesson`: list the lessons, show one, run it, start its exercises, check the answers, show the solution."""
 
 import argparse
 import os
@@ -17,12 +17,13 @@ __all__ = ["add_arguments", "run"]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the actions of `mgpu lesson` and their options."""
-    words = parser.add_subparsers(dest="word", required=True, metavar="word")
+    words = parser.add_subparsers(dest="word", required=True, metavar="ACTION")
     words.add_parser("list", help="the lessons")
     _add(words, "show", "print the text of a lesson")
     running = _add(words, "run", "run the code of a lesson and draw its picture")
     running.add_argument("--picture", type=Path, metavar="FILE.png", help="where to (default: lesson_NN.png, here)")
     _add(words, "start", "write the exercises of a lesson to lesson_NN.py, here")
+    _add(words, "solution", "print the solution of a lesson's exercises")
     checking = _add(words, "check", "check the answers to a lesson's exercises")
     checking.add_argument("file", nargs="?", type=Path, metavar="FILE", help="default: lesson_NN.py, here")
     checking.add_argument(
@@ -55,8 +56,8 @@ def run(args: argparse.Namespace) -> int:
     if args.word == "list":
         return _list()
     lesson = find_lesson(args.number)
-    if args.word == "show":
-        print(lesson.text, end="")
+    if args.word in ("show", "solution"):
+        print(lesson.text if args.word == "show" else lesson.solution.read_text(encoding="utf-8"), end="")
         return 0
     if args.word == "run":
         return 0 if run_lesson(lesson, args.picture or Path(f"{lesson.file_stem}.png")) else 1
@@ -88,18 +89,20 @@ def _check(lesson: Lesson, path: Path, limit_seconds: float) -> int:
         raise FileNotFoundError(f"{path} does not exist; `mgpu lesson start {lesson.number}` writes the exercises")
     if path.suffix != ".py":
         raise ValueError(f"{path} is not a Python file, whose name ends in .py")
-    is_right = True
+    verdicts = []
     try:
         for verdict in check_file(lesson, path, limit_seconds):
             print(_line(verdict), flush=True)
-            is_right &= verdict.word == RIGHT
+            verdicts.append(verdict.word)
     except CannotBeRead as error:
         print(f"{path} cannot be checked: {error}")
         return 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
-    return 0 if is_right else 1
+    right = verdicts.count(RIGHT)
+    print(f"{right} of {len(verdicts)} right" + ("" if right == len(verdicts) else f"; lesson {lesson.title} says why"))
+    return 0 if right == len(verdicts) else 1
 
 
 def _line(verdict: Verdict) -> str:

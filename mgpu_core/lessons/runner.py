@@ -41,7 +41,8 @@ def run_lesson(lesson: Lesson, picture: Path) -> bool:
     print(f"Lesson {lesson.title}")
     with _namespace(lesson, picture) as names:
         for number, block in enumerate(blocks, 1):
-            print(f"\n[{number}/{len(blocks)}] {block.heading} (line {block.line})", flush=True)
+            print(f"\n[{number}/{len(blocks)}] {block.heading} (line {block.line})")
+            print(_dimmed(block.source), flush=True)
             if not _run_block(lesson, block, names):
                 return False
     print(f"\nThe picture is in {picture}.")
@@ -61,6 +62,12 @@ def _namespace(lesson: Lesson, picture: Path) -> Iterator[dict[str, object]]:
         del sys.modules[lesson.file_stem]
         if before is not None:
             sys.modules[lesson.file_stem] = before
+
+
+def _dimmed(source: str) -> str:
+    """Return the code of a block, set off from its output: indented, and dim on a terminal."""
+    begin, end = ("\033[2m", "\033[0m") if sys.stdout.isatty() else ("", "")
+    return "\n".join(f"{begin}    {line}{end}".rstrip() for line in source.strip().splitlines())
 
 
 def _run_block(lesson: Lesson, block: Block, names: dict[str, object]) -> bool:

@@ -57,10 +57,10 @@ def test_the_guides_have_code():
 
 
 @pytest.mark.parametrize("index", range(len(BLOCKS)))
-def test_block_of_a_guide_runs(position):
-    name, source = BLOCKS[position]
+def test_block_of_a_guide_runs(index):
+    name, source = BLOCKS[index]
     line = GUIDES[name][: GUIDES[name].index(source)].count("\n")
-    exec(compile("\n" * line + source, str(DOCS / name), "exec"), {"__name__": f"block_{position}"})
+    exec(compile("\n" * line + source, str(DOCS / name), "exec"), {"__name__": f"block_{index}"})
 
 
 LINKS = [link for text in GUIDES.values() for link in re.findall(r"\]\(([^)#]+)\)", text)]

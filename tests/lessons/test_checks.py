@@ -2,7 +2,7 @@
 
 A check is a line that raises `WrongAnswer`, or one that calls `expect` or a function of the checker that has checks.
 One that nothing trips is dead, or nobody knows that it works: it wants one more wrong answer in
-`docs/lessons/solutions`, or to be removed.
+`wrong_answers`, or to be removed.
 """
 
 import ast
@@ -17,7 +17,7 @@ from mgpu_core.lessons import find_lessons
 from mgpu_core.lessons.answers import WrongAnswer, asked_for
 from mgpu_core.lessons.judge import checks_of, load
 
-SOLUTIONS = Path(__file__).parent.parent.parent / "docs" / "lessons" / "solutions"
+WRONG_ANSWERS = Path(__file__).parent / "wrong_answers"
 CHECKS = "mgpu_core.lessons.checks."
 
 
@@ -47,7 +47,7 @@ def lines_of_checks(text):
 def lines_tripped(lesson):
     """(file, line) of each check that rejects a wrong answer, and of those that called it."""
     found = set()
-    for path in sorted(SOLUTIONS.glob(f"{lesson.page.stem}_wrong_*.py")):
+    for path in sorted(WRONG_ANSWERS.glob(f"{lesson.page.stem}_*.py")):
         answers = load(path)
         for check in checks_of(lesson).values():
             if answer := getattr(answers, asked_for(check), None):

@@ -168,13 +168,13 @@ def test_an_answer_cannot_end_the_checker(mgpu, ending, told):
     status, lines = check(mgpu, text)
     assert status == 1
     assert told in lines[1]
-    assert len(lines) == 3
+    assert lines[3:] == ["1 of 3 right; lesson 1. Scatter says why"]
 
 
 def test_prints_of_a_learner_are_no_verdicts(mgpu):
     status, lines = check(mgpu, RIGHT + '\nprint("right")\nprint([1, "chunk_counts", "wrong", ""])\n')
     assert status == 0
-    assert [line.split(": ")[1] for line in lines] == ["right"] * 3
+    assert [line.split(": ")[-1] for line in lines] == ["right"] * 3 + ["3 of 3 right"]
 
 
 def test_run_takes_a_file_for_the_picture(mgpu):
@@ -262,3 +262,12 @@ def test_a_limit_beyond_all_clocks(mgpu):
     status, _, err = mgpu("check", 1, "--limit", "1e300")
     assert status == 2
     assert "number of seconds that a clock can count, not 1e300" in err
+
+
+def test_solution_is_printed(mgpu):
+    assert mgpu("solution", 1) == (0, find_lesson(1).solution.read_text(), "")
+
+
+def test_run_shows_the_code_above_its_output(mgpu, page):
+    page("# 1. Tiny\n\n```python\nif True:\n    print('one')\n```\n")
+    assert "(line 4)\n    if True:\n        print('one')\none\n" in mgpu("run", 1)[1]

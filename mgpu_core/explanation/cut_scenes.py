@@ -9,6 +9,7 @@ from typing import Any
 from mgpu_core.explanation.enclosing import Enclosing
 from mgpu_core.explanation.scene import Scene, plural, scene
 from mgpu_core.explanation.steps import Step
+from mgpu_core.explanation.tables import human_nbytes
 from mgpu_core.trace.events import GATHER_BACK, SCATTER_BACK, Collective, Cut, Span
 
 __all__ = ["of_cuts", "without_cutting"]
@@ -56,18 +57,18 @@ _CUTS = {
 
 
 def _text_of_cut(name: str, cuts: Sequence[Cut]) -> str:
-    nbytes = sum(sum(cut.nbytes) for cut in cuts)
+    moved = human_nbytes(sum(sum(cut.nbytes) for cut in cuts))
     shares = ", ".join(f"rank {rank}: {count}" for rank, count in enumerate(cuts[0].counts))
     if name == "gather":
-        return f"The ranks' outputs are joined on {cuts[0].source} ({nbytes} bytes; {shares})."
+        return f"The ranks' outputs are joined on {cuts[0].source} ({moved}; {shares})."
     if name == GATHER_BACK:
-        return f"The gradients of the ranks' rows are joined on {cuts[0].source} ({nbytes} bytes; {shares})."
+        return f"The gradients of the ranks' rows are joined on {cuts[0].source} ({moved}; {shares})."
     if name == SCATTER_BACK:
-        return f"The rows of the output's gradient go to the ranks that made the output ({shares}; {nbytes} bytes)."
+        return f"The rows of the output's gradient go to the ranks that made the output ({shares}; {moved})."
     routes = {cut.route for cut in cuts}
     if routes <= {"view", "whole"}:
         return f"Rows go to their ranks ({shares}). All ranks share the batch's device: they get views, no byte moves."
-    return f"Rows are copied to their ranks ({shares}; {nbytes} bytes)."
+    return f"Rows are copied to their ranks ({shares}; {moved})."
 
 
 def _tensor(cut: Cut) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mgpu_core.explanation.downsample import thinned
-from mgpu_core.explanation.phases import AROUND, Phase, phases_of
+from mgpu_core.explanation.phases import AROUND, Phase, outside, phases_of
 from mgpu_core.explanation.predicted import predicted_seconds
 from mgpu_core.explanation.scene import us
 from mgpu_core.explanation.scenes import scenes_of
@@ -94,6 +94,7 @@ def _filled(data: dict[str, Any]) -> str:
 
 
 def _step_data(step: Step, machine: Machine | None) -> dict[str, Any]:
+    phases = phases_of(step)
     return {
         "number": step.number,
         "name": step.name,
@@ -105,7 +106,7 @@ def _step_data(step: Step, machine: Machine | None) -> dict[str, Any]:
             for each in sorted(step.contents.values(), key=lambda each: each.bucket)
         ],
         "lanes": _lanes(step),
-        "phases": [_phase_data(phase, machine) for phase in phases_of(step)],
+        "phases": [_phase_data(phase, machine) for phase in (*phases, outside(step, phases))],
         "left_out": "",
     }
 

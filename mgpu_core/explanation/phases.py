@@ -25,6 +25,7 @@ __all__ = [
     "covered",
     "moved_by",
     "moved_nbytes",
+    "outside",
     "phases_of",
 ]
 
@@ -81,6 +82,14 @@ def phases_of(step: Step) -> list[Phase]:
     for span in rows:
         grouped.setdefault(span.step, []).append(span)
     return [_phase(name, spans, inside, whole) for name, spans in grouped.items()]
+
+
+def outside(step: Step, phases: Sequence[Phase]) -> Phase:
+    """Return the time of the step that no phase covers: the script's own code, Python between launches."""
+    whole = step.end_ns - step.begin_ns
+    inside = [(max(begin, step.begin_ns), min(end, step.end_ns)) for each in phases for begin, end in each.times]
+    rest = whole - covered(inside)
+    return Phase("outside these", (), (), (), rest / 1e9, rest / whole if whole else 0.0, 0, None, 0.0)
 
 
 def _rows(spans: Sequence[Span]) -> list[Span]:

@@ -16,6 +16,7 @@ from mgpu_core.explanation.enclosing import Enclosing
 from mgpu_core.explanation.phases import moved_by, moved_nbytes
 from mgpu_core.explanation.scene import Scene, plural, scene, us
 from mgpu_core.explanation.steps import Step
+from mgpu_core.explanation.tables import human_nbytes
 from mgpu_core.trace.events import (
     ALL_RANKS,
     BETWEEN,
@@ -155,7 +156,7 @@ def _text_of_round(hops: Sequence[Hop]) -> str:
     nbytes = sum(map(moved_by, hops))
     doing = "moved and summed" if any(hop.sums for hop in hops) else "copied"
     tensors = len({number for hop in hops for _, number, _ in hop.targets})
-    return f"{nbytes} bytes of {plural(tensors, 'tensor')} are {doing}, in {plural(len(hops), 'operation')}."
+    return f"{human_nbytes(nbytes)} of {plural(tensors, 'tensor')} are {doing}, in {plural(len(hops), 'operation')}."
 
 
 def _arrows(call: Collective, hops: Sequence[Hop]) -> list[dict[str, Any]]:

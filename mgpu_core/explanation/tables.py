@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from mgpu_core.explanation.phases import Phase, phases_of
+from mgpu_core.explanation.phases import Phase, outside, phases_of
 from mgpu_core.explanation.predicted import predicted_seconds
 from mgpu_core.explanation.scene import plural
 from mgpu_core.explanation.steps import Step
@@ -26,7 +26,9 @@ def table(step: Step, environment: Mapping[str, str], machine: Machine | None = 
         *(f"{name}: {value}" for name, value in environment.items()),
         "",
     ]
-    rows = [_HEAD + (_MORE if machine else ()), *(_row(phase, machine) for phase in phases_of(step))]
+    phases = phases_of(step)
+    shown = [*phases, outside(step, phases)]
+    rows = [_HEAD + (_MORE if machine else ()), *(_row(phase, machine) for phase in shown)]
     foot = [
         "",
         "time: covered by the phase's spans; phases overlap, so shares may add up to more than 100 %.",

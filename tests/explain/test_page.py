@@ -200,9 +200,9 @@ def test_what_a_rank_has_already_is_not_told_as_moved():
         comm.all_reduce([torch.ones(1000) for _ in range(8)], algorithm="ring")
         comm.all_gather([torch.ones(25) for _ in range(2)])
     *ring, gathered = texts_of(trace)
-    assert ring[0] == "4000 bytes of 1 tensor are moved and summed, in 8 operations."
-    assert ring[-1] == "4000 bytes of 1 tensor are copied, in 8 operations."
-    assert gathered == "200 bytes of 1 tensor are copied, in 4 operations."
+    assert ring[0] == "3.906 KiB of 1 tensor are moved and summed, in 8 operations."
+    assert ring[-1] == "3.906 KiB of 1 tensor are copied, in 8 operations."
+    assert gathered == "200 B of 1 tensor are copied, in 4 operations."
     moved = sum(phase["moved"] for step in page.page_data(trace)["steps"] for phase in step["phases"])
     assert moved == sum(int(text.split()[0]) for text in (*ring, gathered))
 

@@ -5,7 +5,7 @@ const trace = JSON.parse(document.getElementById("trace").textContent);
 const find = (id) => document.getElementById(id);
 const ROOT = -1, BETWEEN = -2, NO_BUCKET = -1;
 const SECONDS = {scatter: 2.5, gather: 2.5, forward: 2.5, loss: 1.2, backward: 3, update: 1.5, round: 1.8, step: 1.5};
-const MOST_TICKS = 32;
+const MOST_CELLS = 64, LABELS = 74;
 const calm = matchMedia("(prefers-reduced-motion: reduce)");
 
 let step, scene = 0, progress = 0, passed = 0, playing = false, before = 0, layout, moving = [];
@@ -52,29 +52,36 @@ function arrange(width) {
   const hasRoot = step.scenes.some((each) => each.kind !== "round" || ends(each).some((rank) => rank < 0));
   const root = {x: Math.max(0, width / 2 - 190), y: 4, width: Math.min(width, 380), height: 74};
   const top = hasRoot ? 138 : 4, tall = step.buckets.length || hasRoot ? 180 : 112;
-  const places = Array.from({length: ranks}, (_, rank) => ({
+  const cards = Array.from({length: ranks}, (_, rank) => ({
     x: left + (rank % columns) * (wide + gap), y: top + Math.floor(rank / columns) * (tall + 18), width: wide, height: tall,
   }));
-  return {root, hasRoot, places, tall, width, height: top + rows * (tall + 18)};
+  return {root, hasRoot, cards, tall, width, height: top + rows * (tall + 18)};
 }
 const ends = (now) => now.arrows.flatMap((arrow) => [...arrow.from, ...arrow.to]);
-const placeOf = (rank) => rank >= 0 && rank < layout.places.length ? layout.places[rank] : layout.root;
-// The bar in which a place holds tensors: of the root in its middle, of a rank below its layers.
+const cardOf = (rank) => rank >= 0 && rank < layout.cards.length ? layout.cards[rank] : layout.root;
+// The bars of a card, one below the other, with their names on the left where there is room.
+function inside(rank) {
+  const card = cardOf(rank), room = card !== layout.root && card.width >= 200 ? LABELS : 0;
+  return {x: card.x + 8 + room, width: card.width - 16 - room, named: room > 0};
+}
 function barOf(rank) {
-  const place = placeOf(rank), isRoot = place === layout.root;
-  return {x: place.x + 8, y: place.y + (isRoot ? 44 : layout.tall - 64), width: place.width - 16, height: 18};
+  const card = cardOf(rank), isRoot = card === layout.root;
+  return {...inside(rank), y: card.y + (isRoot ? 44 : layout.tall - 64), height: 18};
 }
 function ticksOf(rank) {
-  const place = placeOf(rank), isRoot = place === layout.root;
-  return {x: place.x + 8, y: place.y + (isRoot ? 30 : 44), width: place.width - 16, height: isRoot ? 34 : 24};
+  const card = cardOf(rank), isRoot = card === layout.root;
+  return {...inside(rank), y: card.y + (isRoot ? 30 : 44), height: isRoot ? 34 : 24};
+}
+function nameBar(parent, rank, bar, name) {
+  if (bar.named) label(parent, cardOf(rank).x + 8, bar.y + bar.height / 2 + 5, name, LABELS - 6, "soft");
 }
 
 // What has happened before a scene: the picture is drawn from it.
 function stateBefore(index) {
   const state = {rows: null, atRanks: false, replicas: false, ready: new Set(), summed: new Set(), updated: false};
-  step.scenes.forEach((each, place) => {
+  step.scenes.forEach((each, index) => {
     if (each.kind === "scatter" && !state.rows) state.rows = each;
-    if (place >= index) return;
+    if (index >= index) return;
     if (each.kind === "scatter") state.atRanks = true;
     if (each.kind === "round" && each.operation === "broadcast") state.replicas = true;
     if (each.kind === "backward") each.ready.forEach((mark) => state.ready.add(`${mark.rank} ${mark.bucket}`));
@@ -85,10 +92,12 @@ function stateBefore(index) {
   return state;
 }
 
-function drawTicks(parent, at, count, fillOf, tip) {
-  const shown = Math.min(MOST_TICKS, count), each = at.width / Math.max(shown, 1);
-  for (let tick = 0; tick < shown; tick++)
-    box(parent, at.x + tick * each + 0.5, at.y, Math.max(1, each - 1.5), at.height, fillOf(Math.floor(tick * count / shown)), tip);
+// One cell for so many rows, the same number in the batch and on the ranks.
+const rowsPerCell = (counts) => Math.ceil(counts.reduce((sum, count) => sum + count, 0) / MOST_CELLS) || 1;
+function drawTicks(parent, at, count, per, fillOf, tip) {
+  const shown = Math.ceil(count / per), each = at.width / Math.max(shown, 1);
+  for (let cell = 0; cell < shown; cell++)
+    box(parent, at.x + cell * each + 0.5, at.y, Math.max(1, each - 1.5), at.height, fillOf(cell * per), tip);
 }
 function ownerOf(counts, row) {
   let rank = 0;
@@ -100,7 +109,7 @@ function drawRoot(parent, now, state) {
   if (!layout.hasRoot) return;
   const {root} = layout, rows = now.kind === "gather" || now.kind === "scatter" ? now : state.rows;
   const isTensor = now.kind === "round" && ends(now).some((rank) => rank < 0);
-  draw(parent, "rect", {class: "place", rx: 6, ...root});
+  draw(parent, "rect", {class: "card", rx: 6, ...root});
   if (isTensor) {
     const names = {broadcast: "the root's parameters", reduce: "the sums"};
     label(parent, root.x + 8, root.y + 20, names[now.operation] || "nobody's memory, on the way", root.width - 16);
@@ -111,7 +120,7 @@ function drawRoot(parent, now, state) {
     const done = rows.kind === "gather" && progress >= 1;
     label(parent, root.x + 8, root.y + 20, `${rows.what}: ${many(total, "row")} on ${tensor.source}`, root.width - 16);
     const fill = (row) => rows.kind === "gather" && !done ? "var(--idle)" : colour(ownerOf(rows.counts, row));
-    drawTicks(parent, ticksOf(ROOT), total, fill, tipOf(rows, -1));
+    drawTicks(parent, ticksOf(ROOT), total, rowsPerCell(rows.counts), fill, tipOf(rows, -1));
   } else {
     label(parent, root.x + 8, root.y + 20, "the caller", root.width - 16);
   }
@@ -136,19 +145,20 @@ function label(parent, x, y, text, width, kind = "") {
 }
 
 function drawRank(parent, rank, now, state) {
-  const place = placeOf(rank), span = (now.ranks || []).find((each) => each.rank === rank);
+  const card = cardOf(rank), span = (now.ranks || []).find((each) => each.rank === rank);
   const group = draw(parent, "g", {"data-rank": rank});
-  draw(group, "rect", {class: span ? "place busy" : "place", rx: 6, ...place});
-  label(group, place.x + 8, place.y + 20, `rank ${rank}`, place.width - 16);
-  label(group, place.x + 8, place.y + 36, step.devices[rank] || "", place.width - 16, "soft");
+  draw(group, "rect", {class: span ? "card busy" : "card", rx: 6, ...card});
+  label(group, card.x + 8, card.y + 20, `rank ${rank}`, card.width - 16);
+  label(group, card.x + 8, card.y + 36, step.devices[rank] || "", card.width - 16, "soft");
   const ticks = ticksOf(rank), rows = state.rows;
   if (rows && rank < rows.counts.length) {
     const isHere = state.atRanks || (now.kind === "scatter" && progress >= 1);
-    drawTicks(group, ticks, rows.counts[rank], () => isHere ? colour(rank) : "var(--idle)", tipOf(rows, rank));
+    nameBar(group, rank, ticks, "rows");
+    drawTicks(group, ticks, rows.counts[rank], rowsPerCell(rows.counts), () => isHere ? colour(rank) : "var(--idle)", tipOf(rows, rank));
   }
-  drawLayers(group, rank, place, now, state);
+  drawLayers(group, rank, card, now, state);
   drawBuckets(group, rank, now, state);
-  doing(rank, now, span).forEach((text, line) => label(group, place.x + 8, place.y + layout.tall - 26 + 17 * line, text, place.width - 16, "soft"));
+  doing(rank, now, span).forEach((text, line) => label(group, card.x + 8, card.y + layout.tall - 26 + 17 * line, text, card.width - 16, "soft"));
 }
 function doing(rank, now, span) {
   if (span) return [`${now.kind} ${time(span.end - span.begin)}`];
@@ -159,7 +169,7 @@ function doing(rank, now, span) {
   const gave = ways.filter((way) => way.from === rank).reduce((sum, way) => sum + way.nbytes, 0);
   return [gave ? `gives ${bytes(gave)}` : "", got ? `gets ${bytes(got)}` : ""].filter(Boolean);
 }
-// From where to where an arrow's bytes go: from its sources to its first target, from there to the others; what a place
+// From where to where an arrow's bytes go: from its sources to its first target, from there to the others; what a rank
 // has already goes nowhere, as in the table.
 function waysOf(arrow) {
   const home = arrow.to[0], isAway = (rank) => rank !== home;
@@ -169,15 +179,16 @@ function waysOf(arrow) {
 function layersOf() {
   return step.buckets.flatMap((each) => each.names.map((name, i) => ({name, nbytes: each.nbytes[i], bucket: each.bucket}))).reverse();
 }
-function drawLayers(parent, rank, place, now, state) {
+function drawLayers(parent, rank, card, now, state) {
   const layers = layersOf(), total = layers.reduce((sum, each) => sum + Math.sqrt(each.nbytes), 0);
-  let x = place.x + 8;
-  const width = place.width - 16;
+  const bar = {...inside(rank), y: card.y + 78, height: 26}, width = bar.width;
+  if (layers.length) nameBar(parent, rank, bar, "parameters");
+  let x = bar.x;
   layers.forEach((layer) => {
-    const wide = width * Math.sqrt(layer.nbytes) / total, end = (x + wide - place.x - 8) / width;
+    const wide = width * Math.sqrt(layer.nbytes) / total, end = (x + wide - bar.x) / width;
     const isLit = now.kind === "forward" ? end <= progress : now.kind === "backward" ? end >= 1 - progress : false;
     const fill = !state.replicas && rank > 0 ? "var(--idle)" : isLit ? colour(rank) : "color-mix(in srgb, var(--accent) 35%, var(--box))";
-    box(parent, x, place.y + 78, Math.max(0.8, wide - 1), 26, fill, `${layer.name}, ${bytes(layer.nbytes)}, bucket ${layer.bucket}`);
+    box(parent, x, bar.y, Math.max(0.8, wide - 1), bar.height, fill, `${layer.name}, ${bytes(layer.nbytes)}, bucket ${layer.bucket}`);
     x += wide;
   });
 }
@@ -196,6 +207,7 @@ function drawBuckets(parent, rank, now, state) {
   }
   const sizes = step.buckets.map((each) => each.nbytes.reduce((sum, size) => sum + size, 0));
   const total = sizes.reduce((sum, size) => sum + Math.sqrt(size), 0);
+  if (sizes.length) nameBar(parent, rank, bar, "gradients");
   let x = bar.x;
   step.buckets.forEach((each, i) => {
     const wide = bar.width * Math.sqrt(sizes[i]) / total;
@@ -209,7 +221,7 @@ function drawBuckets(parent, rank, now, state) {
 function contributions() {
   let first = scene;
   while (step.scenes[first].round > 0 && first > 0) first--;
-  const rounds = step.scenes.slice(first).filter((each, place, all) => all.slice(0, place + 1).every((one, i) => one.kind === "round" && (i === 0 || one.round > 0)));
+  const rounds = step.scenes.slice(first).filter((each, index, all) => all.slice(0, index + 1).every((one, i) => one.kind === "round" && (i === 0 || one.round > 0)));
   const offsets = [...new Set(rounds.flatMap((each) => each.arrows.map((arrow) => arrow.offset)))].sort((one, other) => one - other);
   // An all-gather fills empty memory from the parts; all others begin with what each rank has.
   const fills = rounds[0].operation === "all_gather";
@@ -223,11 +235,11 @@ function contributions() {
 }
 function drawChunks(parent, rank, now, bar) {
   const {held, offsets} = contributions(), whole = now.arrows.length ? now.arrows[0].whole : 0;
-  offsets.forEach((offset, place) => {
-    const end = place + 1 < offsets.length ? offsets[place + 1] : whole, scale = whole ? bar.width / whole : 0;
+  offsets.forEach((offset, index) => {
+    const end = index + 1 < offsets.length ? offsets[index + 1] : whole, scale = whole ? bar.width / whole : 0;
     const x = bar.x + offset * scale, wide = scale ? (end - offset) * scale - 2 : bar.width, of = held[rank].get(offset);
     of.forEach((each, i) => box(parent, x, bar.y + i * bar.height / of.length, wide, bar.height / of.length, colour(each),
-      `chunk ${place} of rank ${rank}, ${bytes(end - offset)}: ${of.length > 1 ? `the sum of ranks ${of.join(", ")}` : `rank ${of[0]}'s own`}`));
+      `chunk ${index} of rank ${rank}, ${bytes(end - offset)}: ${of.length > 1 ? `the sum of ranks ${of.join(", ")}` : `rank ${of[0]}'s own`}`));
   });
 }
 
@@ -289,7 +301,7 @@ function move() {
   for (const {element, from, to, begin, end} of moving) {
     const way = Math.max(0, Math.min(1, (progress - begin) / (end - begin))), eased = way * way * (3 - 2 * way);
     element.setAttribute("transform", `translate(${from.x + (to.x - from.x) * eased} ${from.y + (to.y - from.y) * eased})`);
-    element.style.opacity = begin > 0 && way === 0 && begin >= 0.5 ? 0 : 1;
+    element.style.opacity = way === 0 ? 0 : 1;  // until it leaves, its bar shows it
   }
 }
 
@@ -299,8 +311,8 @@ function drawTimeline() {
   const height = step.lanes.length * row + 24, scale = (width - left - 4) / Math.max(step.us, 0.001);
   holder.replaceChildren();
   const svg = draw(holder, "svg", {viewBox: `0 0 ${width} ${height}`, height, role: "img", "aria-label": `Timeline of ${time(step.us)}: ${step.lanes.map((lane) => `${lane.name}, ${many(lane.bars.length, "bar")}`).join("; ")}`});
-  step.lanes.forEach((lane, place) => {
-    const y = place * row;
+  step.lanes.forEach((lane, index) => {
+    const y = index * row;
     draw(svg, "rect", {class: "lane", x: left, y: y + 2, width: width - left, height: row - 4});
     label(svg, 0, y + 20, lane.name, left - 8);
     const rank = /^rank (\d+)/.exec(lane.name);
@@ -320,7 +332,7 @@ function drawTimeline() {
 }
 function sceneNear(bar) {
   const distance = (each) => (each.kind === bar.name || each.operation === bar.name ? 0 : 1e12) + (each.bucket === bar.bucket ? 0 : 1e9) * (each.kind === "round") + Math.abs(each.begin - bar.begin);
-  return step.scenes.reduce((best, each, place) => distance(each) < distance(step.scenes[best]) ? place : best, 0);
+  return step.scenes.reduce((best, each, index) => distance(each) < distance(step.scenes[best]) ? index : best, 0);
 }
 
 // Position.
@@ -385,11 +397,11 @@ function fillTable(table, heads, rows) {
   table.replaceChildren();
   const line = (cells, kind) => {
     const made = table.insertRow();
-    cells.forEach((cell, place) => {
+    cells.forEach((cell, index) => {
       const each = document.createElement(kind);
       each.textContent = cell;
       if (kind === "th") each.scope = "col";
-      if (place === 2 && table.id === "buckets") each.className = "names";
+      if (index === 2 && table.id === "buckets") each.className = "names";
       made.append(each);
     });
   };
@@ -401,14 +413,14 @@ function choose(index) {
   step = trace.steps[index];
   find("summary").textContent = `${step.name}, ${many(step.devices.length, "rank")} (${step.devices.map((each) => each || "not seen").join(", ")}), ${time(step.us)}${step.left_out && `. ${step.left_out}`}`;
   find("scrub").max = step.scenes.length - 0.001;
-  find("scenes").replaceChildren(...step.scenes.map((each, place) => {
+  find("scenes").replaceChildren(...step.scenes.map((each, index) => {
     const item = document.createElement("li"), button = document.createElement("button"), at = document.createElement("span");
     button.type = "button";
     button.textContent = each.title;
     at.className = "at";
-    at.textContent = time(each.begin);
+    at.textContent = `at ${time(each.begin)}, takes ${time(each.end - each.begin)}`;
     button.append(at);
-    button.addEventListener("click", () => { play(false); go(place, 1); });
+    button.addEventListener("click", () => { play(false); go(index, 1); });
     item.append(button);
     return item;
   }));
@@ -469,7 +481,7 @@ addEventListener("resize", () => {
 });
 
 theme(matchMedia("(prefers-color-scheme: dark)").matches);
-find("step").replaceChildren(...trace.steps.map((each, place) => new Option(`${each.number}: ${each.name}, ${time(each.us)}`, place)));
+find("step").replaceChildren(...trace.steps.map((each, index) => new Option(`${each.number}: ${each.name}, ${time(each.us)}`, index)));
 find("left-out").textContent = [
   trace.left_out ? `${many(trace.left_out, "earlier step")} did not fit into the page.` : "",
   trace.dropped ? `${trace.dropped} events were too many to keep.` : "",

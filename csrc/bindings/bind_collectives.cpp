@@ -45,7 +45,7 @@ void reduce(const std::vector<Pointers>& in, const Pointers& out, const std::vec
   count_ranks("reduce", "direct", nbytes);
 }
 
-// out[i][rank] is rank's copy of tensor i.  A rank that stands on the source itself needs no copy and is not counted.
+// out[i][rank] is rank's copy of tensor i.  A rank whose copy is the source itself is not counted.
 void broadcast(const Pointers& in, const std::vector<Pointers>& out, const std::vector<int64_t>& nbytes,
                const Stream& root, const Streams& streams) {
   require(in.size() == out.size() && in.size() == nbytes.size(), "in, out and nbytes must have one entry per tensor");

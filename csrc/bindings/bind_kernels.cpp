@@ -152,8 +152,7 @@ void bind_optimizers(py::module_& m) {
            py::arg("group_count"), py::arg("clip"), py::arg("loss_scale"), py::arg("found_inf"));
   m.def("sgd", &bind_sgd, py::arg("flat"), py::arg("gradients"), py::arg("momentum"), py::arg("stream"),
         "Make one step of SGD.  An address of 0: not there.  Gradients: None where they lie in the flat buffer, or on "
-        "the CPU the "
-        "address of each segment's.");
+        "the CPU the address of each segment's.");
   m.def("adam", &bind_adam, py::arg("flat"), py::arg("gradients"), py::arg("exp_avg"), py::arg("exp_avg_sq"),
         py::arg("max_exp_avg_sq"), py::arg("decoupled"), py::arg("stream"),
         "Make one step of Adam, or of AdamW where the decay is decoupled.");

@@ -62,7 +62,7 @@ std::shared_ptr<NcclTeam> init(const py::bytes& unique_id, int world, const std:
       [&] { return nccl::init(device_ops_of({BackendId::cuda, devices[0], nullptr}), id, world, mine, limits); }));
 }
 
-// Ranks that a result is made of: those of the call, or of all processes.
+// Returns how many ranks a result is made of: those of the call, or of all processes.
 int64_t parts_of(const NcclTeam& self, size_t ranks) {
   return self.team->whole() ? static_cast<int64_t>(ranks) : self.team->world();
 }

@@ -67,7 +67,7 @@ inline Ranks ranks_of(const Streams& streams, size_t ranks, bool merge_shared_de
   return {streams, merge_shared_devices};
 }
 
-// Of each rank what it moved; -1: it took no part.
+// Counts what each rank moved; -1: the rank took no part.
 inline void count_ranks(const char* operation, const std::string& algorithm, const std::vector<int64_t>& nbytes) {
   for (size_t rank = 0; rank < nbytes.size(); ++rank)
     if (nbytes[rank] >= 0) count(operation, algorithm, static_cast<int>(rank), nbytes[rank]);

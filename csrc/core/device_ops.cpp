@@ -7,7 +7,7 @@ void order(DeviceOps& ops, Stream first, Stream later) {
 }
 
 void barrier(DeviceOps& ops, const Streams& streams) {
-  // All meet at the first one, and leave from there: 2 n events' work where each with each would be n squared.
+  // All streams meet at the first one and leave from there: 2 n waits instead of n squared.
   for (size_t i = 1; i < streams.size(); ++i) order(ops, streams[i], streams[0]);
   if (streams.size() < 2) return;
   const Event all = ops.record(streams[0]);

@@ -26,7 +26,7 @@ const char* name_of(DType dtype);
 const char* name_of(ReduceOp op);
 const char* name_of(Algorithm algorithm);
 
-// The inverse of name_of; they throw InvalidArgument that lists the names there are.
+// The inverse of name_of; they throw InvalidArgument, with a list of all names.
 DType dtype_from(const std::string& name);
 ReduceOp reduce_op_from(const std::string& name);
 Algorithm algorithm_from(const std::string& name);

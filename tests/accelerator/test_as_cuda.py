@@ -6,6 +6,7 @@ import pytest
 import torch
 from fakes.accelerator import as_cuda
 
+from mgpu_core._core import Stream
 from mgpu_core.comm.algorithms import AllReduce
 from mgpu_core.device import streams
 from mgpu_core.device.clock import RankClock
@@ -64,8 +65,9 @@ def test_a_capture_is_seen_on_its_own_gpu_alone(captured):
                     captured == 0,
                     captured == 1,
                 ]
+                both = [Stream("cuda", gpu, 0) for gpu in (0, 1)]
                 with pytest.raises(BackendUnavailable, match="cannot be captured"):
-                    AllReduce([1, 1], [(0, 0), (1, 0)], 1, "float32", 4, "sum", True).run("nccl")
+                    AllReduce([1, 1], both, 1, "float32", 4, "sum", True).run("nccl")
 
 
 def test_work_is_recorded_on_a_stream_of_its_own():

@@ -9,8 +9,10 @@ import torch
 from mgpu_core._core import Stream
 from mgpu_core.comm import algorithms, tuning
 from mgpu_core.device import cache, nccl_teams
+from mgpu_core.device.streams import HOST
 from mgpu_core.errors import BackendUnavailable, Error, NcclError
 
+STREAMS = [Stream("cuda", 0, 5), Stream("cuda", 1, 6)]
 ALGORITHMS = ["direct", "ring", "naive", "nccl"]
 
 
@@ -163,7 +165,7 @@ def test_while_a_graph_is_captured_nothing_is_measured_and_nccl_is_refused(machi
     monkeypatch.setattr("mgpu_core.comm.algorithms.is_capturing", lambda gpu: True)
     monkeypatch.setattr(algorithms._core, "all_reduce", lambda *arguments: ran.append(arguments[5]) or arguments[5])
     monkeypatch.setattr(tuning, "_tables", {(0, 1): {4096: "nccl"}})  # also where it is known
-    call = algorithms.AllReduce([64, 128], [(0, 5), (1, 6)], 7, "float32", 28, "sum", True)
+    call = algorithms.AllReduce([64, 128], STREAMS, 7, "float32", 28, "sum", True)
     assert [call.run(algorithm) for algorithm in ("auto", "ring")] == ["direct", "ring"]
     assert ran == ["direct", "ring"]
     assert machine.runs == []
@@ -213,17 +215,17 @@ def test_on_gpus_auto_is_what_was_chosen_and_nccl_goes_to_its_team(monkeypatch):
     monkeypatch.setattr("mgpu_core.comm.algorithms.is_capturing", lambda gpu: False)
     monkeypatch.setattr(tuning, "choose", lambda devices, nbytes, run: {((0, 1), 28): "nccl"}[tuple(devices), nbytes])
     monkeypatch.setattr(algorithms, "with_nccl", lambda devices, call: (asked.append(devices), call(Team())))
-    call = algorithms.AllReduce([64, 128], [(0, 5), (1, 6)], 7, "float32", 28, "sum", True)
+    call = algorithms.AllReduce([64, 128], STREAMS, 7, "float32", 28, "sum", True)
     assert call.run("auto") == "nccl"
-    assert asked == [[0, 1], ([64, 128], [64, 128], 7, "float32", "sum", [(0, 5), (1, 6)], True)]
+    assert asked == [[0, 1], ([64, 128], [64, 128], 7, "float32", "sum", STREAMS, True)]
     asked.clear()
-    low = algorithms.AllReduce([64, 128], [(0, 5), (1, 6)], 7, "float32", 28, "min", True)
+    low = algorithms.AllReduce([64, 128], STREAMS, 7, "float32", 28, "min", True)
     monkeypatch.setattr(algorithms._core, "all_reduce", lambda *arguments: asked.append(arguments[5]) or arguments[5])
     assert low.run("auto") == "direct"  # NCCL would drop a NaN
     assert asked == ["direct"]
     monkeypatch.undo()
     with pytest.raises(Error):
-        algorithms.AllReduce([64], [(-1, 0)], 7, "float32", 28, "sum", True).run("nccl")
+        algorithms.AllReduce([64], [HOST], 7, "float32", 28, "sum", True).run("nccl")
 
 
 def test_no_memory_for_a_practice_is_no_error_of_the_users(machine):
@@ -271,7 +273,7 @@ def test_nccl_that_adds_wrongly_or_is_given_up_is_not_chosen(machine, monkeypatc
 
     monkeypatch.setattr(algorithms, "with_nccl", lambda devices, call: call(Team()))
     monkeypatch.setattr(algorithms._core, "all_reduce", all_reduce)
-    call = algorithms.AllReduce([64, 128], [(0, 5), (1, 6)], 7, "float32", 28, "sum", True)
+    call = algorithms.AllReduce([64, 128], STREAMS, 7, "float32", 28, "sum", True)
     assert tuning.choose([0, 1], 64, call._like_this) == ("direct" if fault else "nccl")
 
 
@@ -298,7 +300,7 @@ def test_auto_never_asks_nccl_for_what_it_refuses(monkeypatch):
         return "nccl"
 
     monkeypatch.setattr(tuning, "choose", choose)
-    streams = [(0, 5), (1, 6), (0, 7)]
+    streams = [*STREAMS, Stream("cuda", 0, 7)]
     for merges, wanted in ((False, "direct"), (True, "nccl")):
         call = algorithms.AllReduce([64, 128, 192], streams, 7, "float32", 28, "sum", merges)
         assert call.run("auto") == wanted

@@ -67,7 +67,7 @@ void ThreadPool::start_missing_threads() {
     try {
       std::thread([this, index = started_] { serve(index); }).detach();
     } catch (const std::system_error&) {
-      return;  // no more threads to be had: those that there are do the work
+      return;  // no more threads are available: the existing ones do the work
     }
   }
 }

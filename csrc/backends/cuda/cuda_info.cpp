@@ -1,5 +1,5 @@
-// What there is: devices and versions.  The runtime is linked statically and opens the driver at the first call, so
-// the module imports, and answers, on a machine without one.
+// Devices and versions.  The runtime is linked statically and opens the driver at the first call, so the module
+// imports, and answers, on a machine without one.
 #include "backends/cuda/check.h"
 #include "backends/cuda/cuda.h"
 

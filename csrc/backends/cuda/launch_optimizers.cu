@@ -6,8 +6,8 @@
 namespace mgpu::cuda {
 namespace {
 
-// The address of element 0, modulo 16 bytes, where all buffers agree on it and stand on a multiple of an element; -1
-// where they do not, and then there are no vectors.
+// Returns the address of element 0 modulo 16 bytes if it is the same for all buffers; otherwise -1, and then there are
+// no vectors.
 int common_base(const FlatBuffer& flat, const std::vector<const void*>& states) {
   const auto phase = [](const void* pointer) {
     return static_cast<int>(reinterpret_cast<uint64_t>(pointer) % kAlignment);

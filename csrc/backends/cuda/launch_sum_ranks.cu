@@ -10,7 +10,8 @@ namespace {
 
 constexpr int kFewSums = 40, kManySums = 340;  // within 4 and 32 KiB
 
-// Vectors only where every array stands at the same distance from a multiple of 16 bytes.
+// Returns how many elements come before the first vector; -1, for no vectors, unless the addresses of all arrays are
+// the same modulo 16 bytes.
 template <class T>
 int head_of_all(const SumRanks& call) {
   const auto address = [](const void* pointer) { return reinterpret_cast<uint64_t>(pointer); };

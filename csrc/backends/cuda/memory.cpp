@@ -158,8 +158,7 @@ bool passed(const Kept& kept) {
   return code == cudaSuccess;
 }
 
-// Removes and returns the memory that no stream needs any more: from the front of each queue, because a stream passes
-// its events in order.
+// Removes and returns the memory that no stream needs any more.  A stream passes its events in order.
 std::vector<Kept> take_passed() {
   std::vector<Kept> all;
   const OutsideCaptures outside;

@@ -23,7 +23,7 @@ int open(const std::vector<std::string>& candidates);
 // 0: none is open.
 int version();
 
-// By which the ranks of one team find each other, in whichever process they are.
+// Returns a new id, by which the ranks of one team find each other in all their processes.
 UniqueId unique_id();
 std::shared_ptr<Team> init(DeviceOps& ops, const UniqueId& id, int world, const std::vector<RankDevice>& my_ranks,
                            const Limits& limits);

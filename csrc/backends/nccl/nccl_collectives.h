@@ -35,8 +35,8 @@ class NcclCollectives final : public Collectives {
   void all_gather(const Buffers& in, const Buffers& out, const Ranks& ranks) override;
   void reduce_scatter(const Buffers& in, const Buffers& out, ReduceOp op, const Ranks& ranks) override;
 
-  // The same where the root may be in another process: `root` is a rank of the team.  `out` is that rank's, and nothing
-  // elsewhere.
+  // The same where the root may be in another process: `root` is a rank of the team.  `out` is used in the root's
+  // process alone.
   void reduce_to(int root, const Buffers& in, const Buffer& out, ReduceOp op, const Streams& streams);
   void broadcast_from(int root, const Buffers& inout, const Streams& streams);
 

@@ -1,5 +1,5 @@
-// The NCCL of this process, opened when somebody first needs it: whichever libnccl.so.2 comes first is the one that
-// torch gets too, and an older one would break torch's import.
+// The NCCL of this process, opened at its first use and not before: torch gets the libnccl.so.2 that was loaded first,
+// and an older one would break torch's import.
 //
 // MGPU_CORE_NCCL, if set, is the only path.  Otherwise: the library that is loaded already, the paths of the caller
 // (Python knows where pip puts it), the system's.  It is never closed: its threads and its communicators' streams

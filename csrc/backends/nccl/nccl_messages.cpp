@@ -36,7 +36,7 @@ void check_ends(const Messages& messages, size_t ranks, int peers) {
   }
 }
 
-// One that nobody receives would be waited for until the limit.
+// A send that no rank receives would block until the time limit.
 void check_pairs(const Messages& sends, const Messages& receives) {
   using Kinds = std::vector<std::pair<int64_t, DType>>;
   std::map<std::pair<int, int>, Kinds> sent, received;

@@ -44,7 +44,7 @@ Team::~Team() {
   try {
     close();
     forget_launches(ops_, devices());
-  } catch (const std::exception&) {  // a destructor has nobody to tell
+  } catch (const std::exception&) {  // a destructor cannot report it
   }
 }
 

@@ -1,4 +1,4 @@
-// How a team begins: what is refused, and how all ranks meet.
+// The start of a team: checks of its ranks, and the call in which all ranks meet.
 #include <cstdlib>
 #include <set>
 #include <string>

@@ -91,7 +91,7 @@ void Watchdog::stop() {
   looked_.wait_for(lock, kLastLook, [this] { return !looking_at_; });
 }
 
-// Until it is time to look.  False: nobody is left to be looked at, and the thread ends.
+// Waits until it is time to look.  Returns false where no team is left, and then the thread ends.
 bool Watchdog::sleep(bool busy) {
   std::unique_lock<std::mutex> lock(mutex_);
   if (busy)

@@ -5,7 +5,7 @@ const trace = JSON.parse(document.getElementById("trace").textContent);
 const find = (id) => document.getElementById(id);
 const ROOT = -1, BETWEEN = -2, NO_BUCKET = -1;
 const SECONDS = {scatter: 2.5, gather: 2.5, forward: 2.5, loss: 1.2, backward: 3, update: 1.5, round: 1.8, step: 1.5};
-const MOST_CELLS = 64, LABELS = 74;
+const MOST_CELLS = 64, LABELS = 84;
 const calm = matchMedia("(prefers-reduced-motion: reduce)");
 
 let step, scene = 0, progress = 0, passed = 0, playing = false, before = 0, layout, moving = [];
@@ -314,7 +314,7 @@ function drawTimeline() {
   step.lanes.forEach((lane, index) => {
     const y = index * row;
     draw(svg, "rect", {class: "lane", x: left, y: y + 2, width: width - left, height: row - 4});
-    label(svg, 0, y + 20, lane.name, left - 8);
+    label(svg, 0, y + 20, width < 600 ? lane.name.split(" (")[0] : lane.name, left - 8);
     const rank = /^rank (\d+)/.exec(lane.name);
     lane.bars.forEach((bar) => {
       const about = `${bar.name}${bar.bucket >= 0 ? `, bucket ${bar.bucket}` : ""}: ${time(bar.end - bar.begin)}, from ${time(bar.begin)}`;

@@ -38,6 +38,7 @@ def profile_of(step: Step, name: str) -> StepProfile:
         host_overhead_seconds=(step.end_ns - step.begin_ns - _covered_ns(phases, _MODELLED)) / 1e9,
         broadcast_nbytes=_broadcast_nbytes(phases),
         backwards_in_turn=in_turn,
+        device=next((device.split(":")[0] for device in step.devices if device), ""),
     )
 
 

@@ -27,6 +27,9 @@ __all__ = ["add_arguments", "render", "run", "simulate"]
 
 FORMAT = "mgpu_core simulation 1"
 _EXAMPLE = "resnet50"
+_FROM_CPU = """\
+note: this step was recorded on CPU ranks, so its compute times are a CPU's. Record it on the kind of GPU whose cluster
+you ask about: mgpu explain --profile. For this machine's CPU ranks: --topology host."""
 _TITLES = (
     *("GPUs", "step ms", "compute", "exposed", "update", "broadcast", "input", "host"),
     *("rows/s", "efficiency", "bottleneck"),
@@ -43,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--gpus-per-node", type=int, metavar="N", help=f"of a topology with links (default: {GPUS_PER_NODE})")
     add("--scaling", choices=SCALINGS, default="weak", help="keep the rows of each GPU (weak), or of all (strong)")
     add("--algorithm", choices=ALGORITHMS, default="auto", help="of the all-reduce (default: %(default)s)")
-    add("--no-overlap", action="store_true", help="all-reduce after backward, not beside it")
+    add("--no-overlap", action="store_true", help="all-reduce after backward, without overlap")
     add("--plot", type=Path, metavar="FILE.png", help="draw step time and efficiency (needs matplotlib)")
     add("--json", type=Path, metavar="FILE", help="write the predictions")
 
@@ -65,6 +68,8 @@ def run(args: argparse.Namespace) -> int:
     print(render(profile, plan, found), end="")
     if not args.step:
         print(f"\n{NOTE}")
+    if profile.device == "cpu" and not isinstance(plan.machine, HostMemory):
+        print(f"\n{_FROM_CPU}")
     return 0
 
 
@@ -84,7 +89,7 @@ def render(profile: StepProfile, plan: Plan, found: Sequence[Prediction]) -> str
     lines = [f"  {line}  {row[-1]}" for line, row in zip(numbers, rows, strict=True)]
     note = (
         "  compute: forward and backward; exposed: all-reduce that nothing hides; broadcast: of the module, where\n"
-        "  each step has one; efficiency: beside 1 GPU. All in ms."
+        "  each step has one; efficiency: relative to 1 GPU. All in ms."
     )
     return "\n".join([_title(profile, plan), "", *lines, "", note]) + "\n"
 
@@ -100,8 +105,8 @@ def _title(profile: StepProfile, plan: Plan) -> str:
     machine = plan.machine
     where = machine.name if isinstance(machine, HostMemory) else f"{machine.name}, {machine.gpus_per_node} GPUs a node"
     recorded = f"{profile.rows} rows on {plural(profile.ranks, 'rank')}"
-    behind = "" if plan.overlap else " behind backward"
-    return f"{profile.name}, {recorded}; {where}; {plan.scaling} scaling, all-reduce {plan.algorithm}{behind}"
+    after = "" if plan.overlap else " after backward"
+    return f"{profile.name}, {recorded}; {where}; {plan.scaling} scaling, all-reduce {plan.algorithm}{after}"
 
 
 def _counts(text: str) -> list[int]:

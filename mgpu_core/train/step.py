@@ -11,6 +11,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from mgpu_core._core import ReentrancyGuard
+from mgpu_core._warnings import warn_user
 from mgpu_core.comm.buckets import DEFAULT_NBYTES
 from mgpu_core.device.compiled import outside_the_compiler
 from mgpu_core.device.devices import DeviceLike
@@ -175,6 +176,8 @@ class TrainStep:
         self._turn = ReentrancyGuard("this step is already running: one call at a time, not one inside another")
         processes = None if process_group is None else Processes(process_group, team.devices[0])
         self._loop = TrainLoop(self._options, self._split_plan, processes)
+        if algorithm != "auto" and len(set(team.devices)) == 1:
+            warn_user(f'algorithm="{algorithm}" has no effect: all ranks are on {team.devices[0]}, so none is needed')
 
     module: Module = _option("module")
     loss_fn: Callable[..., Any] | None = _option("loss_fn")

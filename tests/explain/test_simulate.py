@@ -1,5 +1,6 @@
 """A step at other sizes, by hand; and the command: its table, its files, its exits."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -225,7 +226,7 @@ def test_strong_scaling_waits_for_the_gpu_with_most_rows():
 
 def test_no_overlap_is_in_the_title(step_file, capsys):
     assert main(["simulate", str(step_file), "--no-overlap"]) == 0
-    assert "all-reduce auto behind backward\n" in capsys.readouterr().out
+    assert "all-reduce auto after backward\n" in capsys.readouterr().out
 
 
 def test_a_picture_is_a_png(step_file, capsys, tmp_path):
@@ -238,3 +239,13 @@ def test_a_step_nested_beyond_reason_is_one_line(tmp_path, capsys):
     (tmp_path / "step.json").write_text("[" * 100_000)
     assert main(["simulate", str(tmp_path / "step.json")]) == 2
     assert "not JSON" in capsys.readouterr().err
+
+
+def test_a_step_of_cpu_ranks_is_no_forecast_of_gpus(tmp_path, capsys):
+    path = tmp_path / "step.json"
+    path.write_text(dataclasses.replace(STEP, device="cpu").to_json())
+    assert main(["simulate", str(path), "--gpus", "8"]) == 0
+    assert "note: this step was recorded on CPU ranks" in capsys.readouterr().out
+    path.write_text(dataclasses.replace(STEP, device="cuda").to_json())
+    assert main(["simulate", str(path), "--gpus", "8"]) == 0
+    assert "note:" not in capsys.readouterr().out

@@ -5,6 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import mgpu_core
 from mgpu_core.optim.bucket_layout import ALIGN_NBYTES, Bucket, Segment, bucket_layout, shard_of
 from mgpu_core.optim.flat_buffers import in_memory_order, padding_of
 
@@ -90,3 +91,11 @@ def test_elements_are_in_the_order_of_the_parameters_memory():
     same = torch.arange(6.0).reshape(3, 2).t()
     assert in_memory_order(same, like).data_ptr() == same.data_ptr()
     assert in_memory_order(same, like).tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_an_algorithm_for_a_single_device_is_warned_of():
+    net = torch.nn.Linear(2, 1)
+    with pytest.warns(UserWarning, match='algorithm="ring" has no effect: all ranks are on cpu'):
+        mgpu_core.TrainStep(
+            net, torch.nn.functional.mse_loss, torch.optim.SGD(net.parameters()), ["cpu"] * 2, algorithm="ring"
+        )

@@ -1,6 +1,6 @@
 """The extras: packages that only some of the work needs, and the words that install each.
 
-Whoever needs one asks for it before the work begins, and whoever misses one reads the same sentence everywhere.
+Call :func:`require` before the work begins, so that a missing package is named early and in the same words.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from typing import BinaryIO
 
 
 def check_writable(path: Path) -> None:
-    """Raise `OSError`, with `path` in its text, if `write_whole(path, ...)` could not work. Leaves nothing behind."""
+    """Raise `OSError`, with `path` in its text, if `write_whole(path, ...)` could not work. Leave no file."""
     if path.exists() and not path.is_file():
         raise FileExistsError(f"{path}: wanted the name of a file, this is something else")
     if path.exists() and not os.access(path, os.W_OK):

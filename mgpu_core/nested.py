@@ -49,7 +49,7 @@ class Replicate:
 class Rows(list[T]):
     """Marks a list with one entry per row: ``step(images, target=mgpu_core.Rows(boxes))``.
 
-    Its entries, whatever they are, are dealt out like the rows of the tensors beside it.  Their own tensors are not
+    Its entries, of any type, are distributed like the rows of the tensors next to it.  Their own tensors are not
     cut, but go to the rank's device.  The module or the loss receives a plain list of its rank's entries.
     """
 

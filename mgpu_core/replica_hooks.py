@@ -1,7 +1,7 @@
 """Hooks that a forward registers belong to its replica.
 
 A replica shares its original's dictionaries of hooks: copies of seven per module, rank and forward would cost a quarter
-of all that replicate does (measured).  That is right as long as nobody registers a hook on a replica.  A forward that
+of all that replicate does (measured).  That is right while no hook is registered on a replica.  A forward that
 does, mostly to take an activation and remove the hook again, would register it on the original and on all other ranks,
 and get their activations.  So a replica gets dictionaries of its own at the last moment: when torch's methods for
 registering are called on it.  They are wrapped once, in the first forward over several ranks, and do for all other

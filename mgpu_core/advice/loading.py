@@ -1,4 +1,4 @@
-"""How long the input pipeline takes for a batch when nobody computes."""
+"""Measure the input pipeline alone: seconds per batch, without computing."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def loader_seconds(
     how fast they are together.  Batches of another size count by their rows.
 
     Raises:
-        ValueError: it has too few batches for a group behind the first.
+        ValueError: it has too few batches for a group after the first.
     """
     size = max(1, int(getattr(loader, "num_workers", 0) or 0))
     batches = iter(loader)

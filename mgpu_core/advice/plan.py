@@ -22,7 +22,7 @@ __all__ = ["CPU_RANKS", "MakeOptimizer", "Plan", "plan_of"]
 MakeOptimizer = Callable[[list[torch.nn.Parameter]], Optimizer]
 
 CPU_RANKS = 2
-"""How many CPU ranks are compared with one where there is no accelerator and nobody has said how many."""
+"""The number of CPU ranks to compare with one, without an accelerator and without ``device_ids``."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ class Advice(AdviceData):
         draw(self, Path(path))
 
     def to_json(self) -> str:
-        """Return all numbers, indented for people; medians and speed-ups beside the samples."""
+        """Return all numbers, indented for people; medians and speed-ups next to the samples."""
         content: dict[str, Any] = {"format": FORMAT} | asdict(self)
         content["environment"] = dict(self.environment)
         for each, told in zip(self.measurements, content["measurements"], strict=True):

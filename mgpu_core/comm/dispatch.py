@@ -71,7 +71,7 @@ def scatter(tensor: torch.Tensor, team: Team, counts: Sequence[int], dim: int) -
     """Return ``counts[rank]`` rows along ``dim`` (not negative) in fresh memory on each rank's device."""
     if team.on_host or tensor.device.type != "cpu":
         return _scattered(tensor, team, counts, dim)
-    # From the host nobody's work is waited for, so the copies need not stand in line with the ranks' computing.
+    # Copies from the host wait for no other work, so they need not queue with the ranks' computing.
     with copying_to(team.devices):
         parts = _scattered(tensor, team, counts, dim)
     hand_over(parts)

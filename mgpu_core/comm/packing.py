@@ -50,7 +50,7 @@ def _line(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the elements of dense tensors of one dtype and device, one tensor behind the other, in fresh memory."""
+    """Return the elements of dense tensors of one dtype and device, one tensor after the other, in fresh memory."""
     return torch.cat([_line(tensor) for tensor in tensors])
 
 

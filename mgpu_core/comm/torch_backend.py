@@ -123,7 +123,7 @@ def broadcast(source: torch.Tensor, copies: Sequence[torch.Tensor]) -> None:
 
 @torch.no_grad()
 def scatter(whole: torch.Tensor, parts: Sequence[torch.Tensor], dim: int) -> None:
-    """Fill the parts, one behind the other along ``dim``."""
+    """Fill the parts from ``whole``, one after the other along ``dim``."""
     count("scatter", parts)
     for part, source in zip(parts, whole.split([part.size(dim) for part in parts], dim), strict=True):
         _fill(part, source)
@@ -131,7 +131,7 @@ def scatter(whole: torch.Tensor, parts: Sequence[torch.Tensor], dim: int) -> Non
 
 @torch.no_grad()
 def gather(parts: Sequence[torch.Tensor], whole: torch.Tensor, dim: int) -> None:
-    """Fill ``whole`` with the parts, one behind the other along ``dim``."""
+    """Fill ``whole`` with the parts, one after the other along ``dim``."""
     count("gather", parts)
     for part, rows in zip(parts, whole.split([part.size(dim) for part in parts], dim), strict=True):
         _fill(rows, part)

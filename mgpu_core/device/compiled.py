@@ -38,7 +38,8 @@ _F = TypeVar("_F", bound=_Call)
 def outside_the_compiler(function: _F) -> _F:
     """Return a function of threads and pointers, which a compiled caller must run as it is instead of looking into it.
 
-    As ``torch.compiler.disable``, but nobody who does not compile pays for the import of the compiler, nor for its
+    As ``torch.compiler.disable``, but a user who does not compile does not pay for the import of the compiler, nor for
+    its
     six calls: they are made where a compiled caller is running.
     """
     disabled: list[_Call] = []
@@ -57,7 +58,7 @@ def outside_the_compiler(function: _F) -> _F:
 
 _compiler_callback = (
     torch._C._dynamo.eval_frame.get_eval_frame_callback
-)  # what looks into frames that run; None: nobody
+)  # the callback that inspects running frames; None: no callback
 
 
 def compiled_calls(module: Module, compiled: Module, ranks: int) -> list[_Call]:

@@ -73,7 +73,8 @@ def _saved_tensors_hooks(one_device: bool) -> tuple[Callable[[], AbstractContext
     """Return a function that installs this thread's hooks in another, or ``None``; and whether they need one order.
 
     A checkpoint finds a tensor again by its index among all that were saved, so the ranks must save theirs in one order
-    in the forward and when it runs again: they take turns.  Over several devices its hooks stay behind: backward then
+    in the forward and when it runs again: they take turns.  Over several devices its hooks are not carried along:
+        backward then
     has a thread per device, which would all start the second forward at once, and torch's checkpoint is not made for
     that.  Nothing is saved then, but nothing is wrong.
     """

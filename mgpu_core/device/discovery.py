@@ -44,7 +44,7 @@ class PhysicalDevice:
 
 @dataclass(frozen=True, slots=True)
 class VisibleDevice:
-    """The device behind one CUDA index: a whole GPU, or one MIG instance of it."""
+    """The device of one CUDA index: a whole GPU, or one MIG instance of it."""
 
     physical: PhysicalDevice
     instance: MigInstance | None = None
@@ -180,7 +180,7 @@ def _unresolved(entry: str, kind: Kind, matches: Sequence[VisibleDevice], physic
 
 
 def _choose(read: Visibility, chosen: Sequence[VisibleDevice] | None) -> Visibility:
-    """Fill in the devices under MIG's own rule: a process sees one instance, and then no whole GPU beside it."""
+    """Fill in the devices under MIG's own rule: a process sees one instance, and then no whole GPU."""
     if chosen is None:
         return read
     parts = [part for c in chosen for part in ([c] if c.instance else candidates([c.physical])[:1])]

@@ -53,7 +53,7 @@ def _raise_first(errors: dict[int, BaseException], team: Team) -> None:
     for other in list(errors)[1:]:
         error.add_note(f"also in replica {other} on device {team.devices[other]}: {_described(errors[other])}")
     errors.clear()
-    original.__traceback__ = None  # the message has it: printed twice, nobody finds his own line
+    original.__traceback__ = None  # the message has it; printed twice, it would hide the user's own line
     try:
         raise error from original
     finally:

@@ -63,7 +63,7 @@ class Modes:
             _push_dispatch_mode(mode)
         try:
             yield
-        finally:  # with what the rank left behind: the thread is used again
+        finally:  # also modes that the rank did not leave: the thread is used again
             while _len_torch_dispatch_stack() > dispatches:
                 _pop_dispatch_mode()
             while _len_torch_function_stack() > functions:

@@ -1,6 +1,6 @@
 """Which GPUs may touch each other's memory: shown by a test, not believed.
 
-A driver's word that two GPUs reach each other is a capability, not a proof: behind some bridges, copies between them
+A driver's word that two GPUs reach each other is a capability, not a proof: across some bridges, copies between them
 lose data or never end.  So each ordered pair writes a pattern into the other's memory and reads it back, in a child
 process with a time limit (a hang there costs a child, not the training).  Pairs that pass are allowed to the core; the
 others meet in host memory, and that is said once.  The verdict is kept (see :mod:`mgpu_core.device.cache`).

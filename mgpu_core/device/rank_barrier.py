@@ -95,7 +95,7 @@ class RankRendezvous:
     def _taken(self, key: Hashable, found: _Exchange, rank: int) -> tuple[Any, Exception | None]:
         """Return a rank's result and drop it here: it may have a graph that refers back to this object.
 
-        Of an error all ranks have the same one; when the last has it, nobody holds that either.
+        All ranks raise the same error; it is dropped here when the last rank has it.
         """
         with self._changed:
             result, error = found.results.pop(rank), found.error

@@ -125,9 +125,9 @@ def is_capturing(gpu: int) -> bool:
 
 @contextmanager
 def copying_to(devices: Sequence[torch.device]) -> Iterator[None]:
-    """Make a side stream the current one of each GPU, so that copies do not queue behind its computing.
+    """Make a side stream the current one of each GPU, so that copies do not queue after its computing.
 
-    Memory that is allocated inside belongs to the side streams: whoever computes with it calls :func:`hand_over`.
+    Memory that is allocated inside belongs to the side streams: call :func:`hand_over` before computing with it.
     Other devices keep their streams.
     """
     gpus = sorted({device.index for device in devices if device.type == GPU_TYPE})
@@ -178,7 +178,7 @@ class SideRoad:
             streams.append(stream)
 
     def entered(self) -> AbstractContextManager[None]:
-        """Make the stream beside the current one of each GPU, behind all that its ranks have been given so far.
+        """Enter the side stream of each GPU, ordered after all work of its ranks so far.
 
         Other accelerators work on their first rank's stream, which waits for the other streams of the device.
         """
@@ -196,7 +196,7 @@ class SideRoad:
             yield
 
     def joins(self) -> None:
-        """Let the current stream of each GPU go on behind all that was done beside it."""
+        """Order the current stream of each GPU after the work on its side stream."""
         for device in self._computing:
             if device.type == GPU_TYPE:
                 torch.accelerator.current_stream(device).wait_stream(_reducing_stream(device.index))
@@ -219,7 +219,7 @@ def _side_stream(gpu: int) -> torch.Stream:
 
 
 def _the_only(streams: dict[int, torch.Stream], gpu: int) -> torch.Stream:
-    """Whoever asks first, all get one stream: a ``cache`` gives two threads that ask together two of them."""
+    """Return one stream for all callers; a ``cache`` could give two threads two streams."""
     made = streams.get(gpu)
     return made or streams.setdefault(gpu, torch.Stream(torch.device(GPU_TYPE, gpu), priority=OWN_PRIORITY))
 

@@ -21,7 +21,7 @@ from mgpu_core.device.workers import WorkerPool
 
 __all__ = ["Team"]
 
-_REMEMBERED = 8  # teams of the functional forms, which nobody else keeps alive between two calls
+_REMEMBERED = 8  # teams of the functional forms, kept alive between two calls
 
 
 class Team:

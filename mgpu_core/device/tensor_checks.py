@@ -209,7 +209,7 @@ class LiesLike:
         self._shapes, self._strides = [each.size() for each in tensors], [each.stride() for each in tensors]
 
     def holds_for(self, others: Sequence[torch.Tensor | None]) -> bool:
-        """Return whether these are plain tensors beside the first ones, with their strides; ``None`` always is."""
+        """Return True if all are plain tensors on the first ones' devices, with their strides, or ``None``."""
         shapes, strides, kinds = self._shapes, self._strides, set(map(type, others))
         if NoneType in kinds:
             kinds.remove(NoneType)

@@ -39,7 +39,7 @@ def change_notice(
     """Return a notice if the variable was changed inside this process, too late or in time.
 
     `initial` is the environment the process was started with, None where the system does not keep it. `kept_initial`
-    says whether CUDA shows the devices of that first value and not those of the current one, None when nobody can tell.
+    says whether CUDA shows the devices of that first value and not those of the current one, None if unknown.
     """
     if initial is None or initial.get(VARIABLE) == current.get(VARIABLE):
         return None
@@ -111,7 +111,7 @@ def _renumbered(read: Visibility) -> Notice | None:
 def _one_instance(read: Visibility) -> Notice | None:
     if not read.only_one_instance or not read.devices:
         return None
-    message = f"A process sees one MIG instance and no whole GPU beside it: here {read.devices[0].part.uuid} alone."
+    message = f"A process sees one MIG instance and no other GPU: here {read.devices[0].part.uuid} alone."
     return Notice("warning", message, "For several GPUs in one process, turn MIG mode off: nvidia-smi -mig 0")
 
 

@@ -1,7 +1,7 @@
 """Threads that wait for work: one per rank, made once, used by every forward.
 
 A :class:`WorkerPool` lends *crews*, one worker per rank.  A call that finds no idle crew, because another thread is in
-a forward or because it is itself made from a worker, gets a new one: nobody ever waits for a worker of its own team.
+a forward or because it is itself made from a worker, gets a new one: no worker waits for a worker of its own team.
 
 How the threads end.  A plain daemon thread inside a torch operation aborts the interpreter at exit; a plain non-daemon
 one keeps it alive.  So they are daemons that are told to stop, and joined with a limit, before the interpreter starts
@@ -27,7 +27,7 @@ from mgpu_core.errors import Error
 __all__ = ["TIMEOUT_VARIABLE", "Outcome", "WorkerPool", "seconds_of", "time_limit"]
 
 TIMEOUT_VARIABLE = "MGPU_CORE_TIMEOUT"
-IDLE_SECONDS = 5.0  # a crew that nobody wanted for so long is sent home when another one comes back
+IDLE_SECONDS = 5.0  # a crew that is idle for longer ends when another one comes back
 EXIT_SECONDS = 4.0  # how long the end of the process waits for workers that are still in somebody's forward
 
 
@@ -118,7 +118,7 @@ class _Worker:
     def __init__(self, name: str) -> None:
         self.inbox: SimpleQueue[_Job | None] = SimpleQueue()
         self.thread = _WorkerThread(target=_serve, args=(self.inbox,), name=name, daemon=True)
-        # Also where nobody comes to stop it: Ctrl-C before its crew is lent, or a sister that could not be started.
+        # Also without a call to stop it: Ctrl-C before its crew is lent, or another thread that could not be started.
         weakref.finalize(self, self.inbox.put, None).atexit = False
         self.thread.start()
 

@@ -137,7 +137,7 @@ def _nccl(facts: Facts) -> Notice | None:
     if len(facts.seen.devices) < 2:
         return None
     problem = f"{facts.nccl.path} cannot be used: {facts.nccl.problem}" if facts.nccl else "There is no NCCL here."
-    return Notice("warning", problem, "pip install nvidia-nccl-cu13 (cu12 beside a torch for CUDA 12).")
+    return Notice("warning", problem, "pip install nvidia-nccl-cu13 (cu12 for a torch with CUDA 12).")
 
 
 def _bad_defaults(facts: Facts) -> Notice | None:

@@ -31,7 +31,7 @@ class Torch:
 
 @dataclass(frozen=True, slots=True)
 class Defaults:
-    """The ranks' devices when nobody names any, as torch writes them; `problem` says why there is no answer."""
+    """The default devices of ranks, as torch writes them; `problem` says why there is no answer."""
 
     devices: tuple[str, ...] = ()
     problem: str | None = None

@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--steps", type=int, default=_STEPS, metavar="N", help="steps to record (default: %(default)s)")
     parser.add_argument(
-        "--predict", action="store_true", help="beside each collective what the cost model says of it (CPU ranks)"
+        "--predict", action="store_true", help="show the cost model's time next to each collective's (CPU ranks)"
     )
     _add_outputs(parser)
     parser.add_argument("script", type=Path, help="a Python script that uses mgpu_core")
@@ -74,7 +74,7 @@ def _mind_the_order(arguments: list[str]) -> None:
     ours = {"--html", "--trace", "--profile", "--predict", "--skip", "--steps"}
     for word in arguments:
         if word.partition("=")[0] in ours:
-            print(f"mgpu explain: note: {word} stands behind the script, and is the script's own", file=sys.stderr)
+            print(f"mgpu explain: note: {word} comes after the script, so it is passed to the script", file=sys.stderr)
 
 
 def _not_recorded(script: Path) -> str:

@@ -2,7 +2,7 @@
 
 The parameters are those of the nets, in float32; the buckets are filled from the last layer on, as a backward does.
 The seconds are round numbers of the right order for one recent data-centre GPU, chosen so that both kinds of step are
-there: one in which nothing but latency counts, and one with a hundred megabytes of gradients behind a long backward.
+there: one in which nothing but latency counts, and one with a hundred megabytes of gradients after a long backward.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A recorded step at another number of GPUs: pure functions of a profile and a machine.
 
-A step is: scatter, broadcast of the module (the drop-in's), forward, backward beside the all-reduces of the buckets,
-update, gather; and the host's own time.
+A step is: scatter, broadcast of the module (the drop-in's), forward, backward overlapped with the all-reduces of the
+buckets, update, gather; and the host's own time.
 A bucket is all-reduced as soon as it is ready and the one before is done; the rest after backward is exposed.
 """
 
@@ -33,7 +33,7 @@ class Plan:
     Attributes:
         machine: on which.
         scaling: ``weak``: each GPU keeps its rows; ``strong``: the batch keeps its rows, and GPUs share them.
-        overlap: buckets travel beside backward; without, after it.
+        overlap: buckets travel during backward; otherwise after it.
         algorithm: of the all-reduce.
     """
 
@@ -119,7 +119,7 @@ def exposed_seconds(ready: Sequence[float], taken: Sequence[float], backward: fl
 
 
 def predict_step(profile: StepProfile, gpus: int, plan: Plan) -> Prediction:
-    """Return the step with so many GPUs, beside one GPU.
+    """Predict the step on ``gpus`` GPUs, relative to one.
 
     Raises:
         ValueError: numbers that the machine cannot have (:meth:`Topology.shape`), or fewer rows than GPUs.

@@ -34,7 +34,7 @@ def draw(title: str, found: Sequence[Prediction], path: Path) -> None:
 
 
 def figure_of(title: str, found: Sequence[Prediction]) -> Figure:
-    """Return the picture itself; its legend is below the bars, which would stand behind it."""
+    """Return the picture itself; its legend is below the bars, to keep them visible."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(max(7.0, 1.2 * len(found)), 5.5), layout="constrained")

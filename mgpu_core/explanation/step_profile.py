@@ -1,6 +1,6 @@
 """One recorded step in the few numbers from which other sizes are predicted, and its JSON.
 
-Whoever reads a file checks it: a profile that exists has sensible numbers.
+Values are validated at construction, so every profile has sensible numbers.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ def _over_the_same_memory(array: Any) -> torch.Tensor:
         tensor = torch.as_tensor(array, device=torch.device("cuda", gpu))
         if memory_of([tensor])[0] == [pointer] or not tensor.numel():
             return tensor
-    raise TypeError(f"torch sees no memory of its GPUs behind this {type(array).__name__}")
+    raise TypeError(f"torch cannot access the GPU memory of this {type(array).__name__}")
 
 
 def as_out(array: Any, name: str) -> torch.Tensor:

@@ -42,14 +42,14 @@ __device__ int common_head(const IN* one, const OUT* other) {
   return -1;
 }
 
-// Runs vector(i) for whole vectors of [begin, end), and single(i) for what stands before and behind them.
+// Runs vector(i) for whole vectors of [begin, end), and single(i) for the elements before and after them.
 template <class OnVector, class OnSingle>
 __device__ void for_range(i64 begin, i64 end, int head, OnVector vector, OnSingle single) {
   const i64 first = head < 0 || begin + head > end ? end : begin + head;
-  const i64 behind = first + (end - first) / kWidth * kWidth;
+  const i64 after = first + (end - first) / kWidth * kWidth;
   for (i64 i = begin + threadIdx.x; i < first; i += blockDim.x) single(i);
-  for (i64 i = first + threadIdx.x * kWidth; i < behind; i += blockDim.x * kWidth) vector(i);
-  for (i64 i = behind + threadIdx.x; i < end; i += blockDim.x) single(i);
+  for (i64 i = first + threadIdx.x * kWidth; i < after; i += blockDim.x * kWidth) vector(i);
+  for (i64 i = after + threadIdx.x; i < end; i += blockDim.x) single(i);
 }
 """
 
@@ -138,7 +138,7 @@ extern "C" __global__ void sgd(IN* parameters, const IN* gradients, IN* momenta,
                                i64 segment_count, const double* constants, bool together) {
   __shared__ IN of[kConstants];
   const i64 tile = (i64)blockIdx.x * TILE, tile_end = tile + TILE < count ? tile + TILE : count;
-  i64 low = 0, high = segment_count;  // the first segment that ends behind the tile's begin
+  i64 low = 0, high = segment_count;  // the first segment that ends after the tile's begin
   while (low < high) {
     const i64 middle = (low + high) / 2, *segment = segments + middle * kSegmentColumns;
     if (segment[kBegin] + segment[kCount] <= tile) low = middle + 1; else high = middle;

@@ -199,8 +199,8 @@ def sgd(
         found_inf: float32 scalar; where it is not 0 nothing is changed, not even a step.
 
     Half precision is computed in float32.  On a GPU two launches on the current stream, a short
-    one per segment and one over the buffers; nobody waits, so the table is not checked there: segments that overlap
-    give undefined values, and segments outside the buffers are an illegal memory access.
+    one per segment and one over the buffers; the host does not wait, so the table is not checked there: segments that
+    overlap give undefined values, and segments outside the buffers are an illegal memory access.
 
     Raises:
         TypeError, ValueError: a dtype, shape or device that is not named above; on the CPU also segments outside the

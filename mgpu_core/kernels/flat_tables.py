@@ -35,10 +35,10 @@ def segment_table(
     Args:
         counts: elements of each tensor.
         groups: the row of the group table for each (default: 0).
-        begins: where each begins (default: one right behind the other).
+        begins: where each begins (default: one right after the other).
         device: where the flat buffers are (default: torch's default device).
 
-    Steps are 0 and all segments active.  The kernels raise the step of every segment that they update; whoever sets
+    Steps are 0 and all segments active.  The kernels raise the step of every segment that they update; to set
     ``table[i, 4]`` to 0 has tensor ``i`` left alone whole, as a parameter without gradient is.
 
     Raises:
@@ -101,7 +101,7 @@ def _group_table(
 
 
 def check_rows(rows: list[list[int]], *, end: int | None, groups: int | None = None) -> None:
-    """Raise ValueError unless segments lie one behind the other, before ``end``, and name groups that there are."""
+    """Raise ValueError unless segments follow each other, before ``end``, and name groups that there are."""
     reach = 0
     for index, row in enumerate(rows):
         if row[BEGIN] < reach or row[COUNT] < 0:

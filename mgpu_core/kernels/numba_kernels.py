@@ -115,7 +115,7 @@ def prepare_kernel(segments: Any, groups: Any, scalars: Any, constants: Any) -> 
 
 @cuda.jit(device=True)
 def segment_at(segments: Any, element: Any) -> Any:
-    """Return the segment in which ``element`` lies, or the next one behind it; their number where none is left."""
+    """Return the segment in which ``element`` lies, or the next one; the number of segments if there is none."""
     low, high = 0, segments.shape[0]
     while low < high:
         middle = (low + high) // 2

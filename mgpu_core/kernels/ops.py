@@ -50,7 +50,7 @@ def gather_rows(
     Args:
         rows: uint8, ``(count, *shape)``.
         index: int64, ``(batch,)``, on the device of ``rows``; each in ``[0, count)``.  On a GPU an index out of range
-            gives a row of NaN, because nobody waits there to say more.
+            gives a row of NaN, because the host does not wait for it.
         scale, shift: applied in float32.
         dtype: of the result: float32, float16 or bfloat16 (rounded once).
         out: where to write, ``(batch, *shape)``; fresh memory if not given.

@@ -37,7 +37,7 @@ def scale_cast(tensor: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.
 
 
 def pack(tensors: Sequence[torch.Tensor], scale: float, dtype: torch.dtype) -> torch.Tensor:
-    """Return the elements of all tensors, one behind the other, scaled and cast."""
+    """Return the elements of all tensors, one after the other, scaled and cast."""
     return torch.cat([scale_cast(tensor, scale, dtype).reshape(-1) for tensor in tensors])
 
 

@@ -1,7 +1,7 @@
 """The lessons: pages whose code runs, a picture that each draws from its own data, and exercises with a checker.
 
 `mgpu lesson` lists, shows, runs, starts and checks them.  The pages lie in docs/lessons, and in an installed package in
-the folder `pages` beside this file.
+the folder `pages` next to this file.
 """
 
 from mgpu_core.lessons.answers import WrongAnswer

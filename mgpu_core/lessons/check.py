@@ -51,7 +51,7 @@ def check_file(lesson: Lesson, path: Path, limit_seconds: float) -> Iterator[Ver
 
 class _TooLong(Exception):
     def __init__(self, seconds: float) -> None:
-        super().__init__(f"it did not end within {seconds:g} s: is there an endless loop, or a wait for nobody?")
+        super().__init__(f"it did not end within {seconds:g} s: is there an endless loop, or a wait that never ends?")
 
 
 class _Ended(Exception):

@@ -116,7 +116,7 @@ def main(number: int, path: Path, exercises: Iterable[int]) -> None:
     for exercise in exercises:
         print(json.dumps(judge(exercise, checks[exercise], answers, path)), file=lines)
     lines.flush()
-    os._exit(0)  # threads that the learner forgot keep nobody waiting
+    os._exit(0)  # do not wait for threads that the learner left running
 
 
 if __name__ == "__main__":

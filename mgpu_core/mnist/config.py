@@ -46,7 +46,7 @@ class Config:
         resume: a checkpoint to go on from.
         plot: a PNG of the curves, written at the end.
         json: settings, curves and counters, written at the end.
-        explain: an animated page of some steps behind the first ones, written at the end.
+        explain: an animated page of some steps after the first ones, written at the end.
 
     Raises:
         ValueError: a value that no training can have, or two outputs in one file.

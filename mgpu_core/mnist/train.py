@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     except BrokenPipeError:
         # The reader of stdout has left (`mgpu mnist | head -1`); without this Python complains once more at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return _fail(f"nobody reads the output any more; {_kept(training)}", 1)
+        return _fail(f"the reader of the output has left; {_kept(training)}", 1)
     except (OSError, FloatingPointError, Error) as error:
         return _fail(f"{error}; {_kept(training)}", 1)
     return 0

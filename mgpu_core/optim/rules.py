@@ -21,7 +21,7 @@ class Rule:
         kernel: of a group, the name that :class:`mgpu_core.kernels.FlatKernel` knows.
         settings: entries of a group, in the order of the kernel's table; a pair takes two columns.
         states: kinds of state in the order of the kernel's arguments, and which groups need them.
-        counts_steps: whether torch keeps a count of steps beside them.
+        counts_steps: whether torch keeps a count of steps with them.
         alike: settings in which all groups must agree, because they choose the kernel.
     """
 

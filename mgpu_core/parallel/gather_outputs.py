@@ -34,7 +34,7 @@ def gather(outputs: Sequence[Any], target_device: DeviceLike, dim: int = 0) -> A
         An object of the structure of ``outputs[0]``: tensors joined, in fresh memory; other leaves as they are.
 
     Raises:
-        TypeError: leaves that are no tensors and differ between ranks, or a tensor beside something else.
+        TypeError: non-tensor leaves that differ between ranks, or a tensor on one rank and another type on another.
         ValueError: outputs of different structure, or tensors that do not fit together.
     """
     device = as_device(target_device)

@@ -192,7 +192,7 @@ def loosen(replicas: Iterable[Module]) -> None:
     """End the cycles of replicas that keep methods of their own, so that they are freed when their graph is.
 
     A bound method in an attribute holds its module, which holds the attribute: the copies of all parameters would stay
-    until the garbage collector comes.  After the forward such an attribute holds its module weakly; whoever took the
+    until the garbage collector comes.  After the forward such an attribute holds its module weakly; code that took the
     method itself (a checkpoint that runs it again in backward) still has the real one.
     """
     for replica in replicas:

@@ -1,8 +1,8 @@
 """Each process's ballot, sent with the last message of an update: its weight, and whether it is ready.
 
-The words travel behind the gradients, in the same message: a field for each process, zero in all others, so that a
+The ballot follows the gradients, in the same message: a field for each process, zero in all others, so that a
 sum over the processes brings them all through as they are.  A number is sent as its bytes, one to an element, which
-every floating dtype holds exactly.  Behind the fields stands how many processes used each parameter.
+every floating dtype holds exactly.  After the fields comes the number of processes that used each parameter.
 """
 
 from __future__ import annotations

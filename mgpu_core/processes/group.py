@@ -155,7 +155,7 @@ class Processes:
             assert work is not None  # only those outside the group get nothing
             if device.type != "cuda":
                 return work
-            # An order between streams; whoever uses the stream next, is behind it.  Not by slices: NCCL gives a
+            # An order between streams: later work of the stream waits.  Not by slices: NCCL gives a
             # communicator up whose wait has timed out.
             work.wait()
         except RuntimeError as error:

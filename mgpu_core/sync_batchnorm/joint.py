@@ -32,7 +32,7 @@ def of_all_ranks(
 
     Args:
         values: per rank its input, weight, bias, and whether it is in grad mode.  One that is not has an output without
-            a graph, whoever comes last.
+            a graph, whichever rank comes last.
     """
     inputs, weights, biases, grad_modes = ([value[i] for value in values] for i in range(4))
     rows = sum(each.numel() // each.shape[1] for each in inputs)

@@ -207,7 +207,7 @@ class SplitPlan:
             clocks, rows = self._timed[0]
             seconds = [clock.seconds() for clock in clocks[: len(rows)]]
             if None in seconds and len(self._timed) < CLOCKS_KEPT:
-                return  # a GPU is behind; a later call asks again
+                return  # a GPU has not finished; a later call asks again
             self._timed.popleft()
             room = [_room_for_rows(device, count) for device, count in zip(self._team.devices, rows, strict=False)]
             if self._auto.observe(rows, seconds, room):

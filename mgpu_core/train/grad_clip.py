@@ -89,14 +89,14 @@ def clip(sums: Sums, norm: torch.Tensor, limit: float) -> None:
     """Scale all gradients, of norm ``norm``, so that it is at most ``limit``: ``torch.nn.utils.clip_grad_norm_``."""
     coefficient = limit / (norm + 1e-6)
     if norm.device.type == "cpu" and coefficient >= 1:
-        return  # where nobody waits for the number, nothing need be multiplied by one
+        return  # the host does not wait for the number, and a factor of one changes nothing
     multiply(sums, coefficient.clamp(max=1.0))
 
 
 def factor_of(factor: float | torch.Tensor | None, norm: torch.Tensor, limit: float) -> float | torch.Tensor:
     """Return the factor for sums of norm ``norm`` with which ``factor`` times their norm is at most ``limit``.
 
-    A number where the norm lies on the CPU, else a float64 scalar beside it: nobody waits.
+    A number where the norm is on the CPU, otherwise a float64 scalar on its device, without a wait.
     """
     scale = 1.0 if factor is None else factor
     if isinstance(scale, torch.Tensor):
@@ -129,7 +129,7 @@ def _is_known_finite(factor: float | torch.Tensor) -> bool:
 def are_finite(gradients: OwnGradients | Reducer, norm: torch.Tensor) -> bool:
     """Return whether no summed gradient, all together of norm ``norm``, is NaN or infinite; waits for the device."""
     # One number that is not finite makes the norm so; a norm that only overflows is looked into for nothing.  Not by a
-    # sum of torch's: its threads would be woken, beside those of the ranks.
+    # sum of torch's: its threads would run next to those of the ranks.
     if float(norm) < math.inf:
         return True
     sums = gradients.sums

@@ -1,6 +1,6 @@
 """Weights of the ranks' losses, with which their sum and its gradient equal those of a single device.
 
-A rank's loss is a mean over its own rows, a sum over them, or a sum with a weight beside it.  The gradient of a mean
+A rank's loss is a mean over its own rows, a sum over them, or a sum with a weight.  The gradient of a mean
 is weighted before backward, by the seed that backward starts from, so that it costs no pass over memory; a sum with
 weights is divided when all weights are known, after the sums over the ranks.
 """
@@ -31,7 +31,7 @@ def check_loss(loss_fn: Any) -> None:
 
     Raises:
         TypeError: it cannot be called.
-        ValueError: a module with parameters that require grad, which nobody would update.
+        ValueError: a module with parameters that require grad, which no optimizer would update.
     """
     if loss_fn is not None and not callable(loss_fn):
         raise TypeError(f"loss_fn must be callable, or None where the module returns the loss, not {loss_fn!r}")

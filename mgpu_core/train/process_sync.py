@@ -1,7 +1,7 @@
 """An update that several processes make as one: all of them, by the same sums, or none.
 
-Each process gives its ballot behind its last bucket.  One that fails, or is interrupted, before that has left says so
-in the same messages, so that nobody waits for it, and everybody gives the step up.
+Each process sends its ballot with its last bucket.  One that fails, or is interrupted, before that has left says so
+in the same messages, so that no process waits for it, and all give the step up.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ __all__ = ["BufferSnapshot", "Gate", "uninterrupted"]
 
 
 class Gate:
-    """Who is inside: the ranks of one step.  A step that has failed shuts it and waits until nobody is.
+    """Count the ranks of one step that are at work.  A failed step closes the guard and waits until none is.
 
     ``with gate:`` is around the work of a rank, in a worker: where Ctrl-C comes, it could leave somebody inside.
 
@@ -113,7 +113,7 @@ class uninterrupted:  # noqa: N801  # as contextlib's own
     def __enter__(self) -> Callable[[], bool]:
         self._came: list[tuple[int, Any]] = []
         self._before: Any = _signal.getsignal(_signal.SIGINT)
-        if self._before is None or type(self._before) is int:  # nobody of Python's handles it
+        if self._before is None or type(self._before) is int:  # no Python handler is set
             self._before = None
         else:
             try:

@@ -105,7 +105,7 @@ class TrainStep:
         accumulate: calls per update; their gradients count as one batch's.
         clip_norm: the largest norm that the gradient of all parameters may have; a larger one is scaled down.
         error_if_nonfinite: raise ``FloatingPointError`` instead of updating by a NaN or infinite gradient; ``None``:
-            where that makes nobody wait, on the CPU.
+            where that needs no wait, on the CPU.
         shard_optimizer: each device keeps the optimizer's state of its part of each bucket alone, and updates that:
             an N-th of the memory, the same numbers.  For :mod:`mgpu_core.optim`; gradients are not shown then.
 
@@ -121,7 +121,7 @@ class TrainStep:
         static_graph: make the replicas once; of later changes of the module only modes, frozen parameters and values
             are followed.
         capture: record whole steps as CUDA graphs and replay them: one launch per step where all ranks share one GPU;
-            over several, two per GPU, and the sums between them in the ordinary way, behind all backwards.
+            over several, two per GPU, and the sums between them in the ordinary way, after all backwards.
             Shapes that change are recorded anew after a few ordinary steps; a step that cannot be captured runs the
             ordinary way, and a warning says why, once.  ``step.graphs`` knows how many steps were replays.
 

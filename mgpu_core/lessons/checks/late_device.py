@@ -36,7 +36,7 @@ class LateDevice:
         self._add(stream, None, work)
 
     def record(self, stream: int) -> Event:
-        """Return an event behind all that is on the stream now."""
+        """Return an event after all work that is on the stream now."""
         event = Event()
         self._add(stream, None, lambda: setattr(event, "is_reached", True))
         return event

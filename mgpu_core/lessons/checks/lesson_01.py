@@ -53,7 +53,7 @@ def _check_cut(answer: Callable[[torch.Tensor, int, int], Any], rows: int, ranks
     if len(set(addresses)) < len(addresses):
         raise WrongAnswer(
             f"{call}: each of the {len(addresses)} parts should have memory of its own, and they are views of "
-            f"{len(set(addresses))}: whoever keeps one part keeps the memory of others"
+            f"{len(set(addresses))}: a part that is kept keeps the memory of the others"
         )
 
 

@@ -97,7 +97,7 @@ def _settings(*args: int, **kwargs: int) -> tuple[object, ...]:
 @asks_for("carry")
 def exercise_2(answer: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     """Check: the settings of the maker, in another thread, after the maker has left them."""
-    with torch.enable_grad(), torch.autocast("cpu", enabled=False):  # whatever the answer leaves behind, ends here
+    with torch.enable_grad(), torch.autocast("cpu", enabled=False):  # settings that the answer leaves set end here
         _check_carry(answer)
 
 

@@ -124,7 +124,9 @@ def exercise_2(answer: Callable[..., Any]) -> None:
         for rank in range(ranks):
             received = sum(target == rank for _, target, _ in wire.messages)
             if received > rounds:
-                too_many = f"rank {rank} receives {received} messages, and in a tree nobody receives more than {rounds}"
+                too_many = (
+                    f"rank {rank} receives {received} messages, and in a tree no rank receives more than {rounds}"
+                )
                 raise WrongAnswer(f"{call}: {too_many}")
         _check_pairs(call, wire, ranks)
         _check_use(call, answer, 6, [rank.bit_count() for rank in range(ranks)])

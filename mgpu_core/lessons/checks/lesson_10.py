@@ -31,7 +31,7 @@ def exercise_1(answer: Callable[[list[float], list[int]], Any]) -> None:
 
 @asks_for("sum_gradients")
 def exercise_2(answer: Callable[[Sequence[Sequence[torch.Tensor | None]]], Any]) -> None:
-    """On 1, 2, 3 and 8 ranks: one parameter that all use, one that nobody uses, one that only the last rank uses."""
+    """On 1, 2, 3 and 8 ranks: one parameter that all use, one that no rank uses, one that only the last rank uses."""
     for ranks in (2, 1, 3, 8):
         columns = [[torch.full((2,), rank + 1.0), None, None] for rank in range(ranks)]
         columns[-1][2] = torch.tensor([5.0, 6.0])

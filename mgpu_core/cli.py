@@ -18,7 +18,7 @@ from mgpu_core.extras import MissingExtra
 
 
 class Command(NamedTuple):
-    """The module behind a word, its line in `mgpu --help`, and the exit status if the reader of the output leaves early."""
+    """The module of a word, its line in `mgpu --help`, and the exit status if the output's reader leaves early."""
 
     module: str
     help: str

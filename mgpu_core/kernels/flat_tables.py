@@ -38,8 +38,8 @@ def segment_table(
         begins: where each begins (default: one right after the other).
         device: where the flat buffers are (default: torch's default device).
 
-    Steps are 0 and all segments active.  The kernels raise the step of every segment that they update; to set
-    ``table[i, 4]`` to 0 has tensor ``i`` left alone whole, as a parameter without gradient is.
+    Steps are 0 and all segments active.  The kernels raise the step of every segment that they update.  Set
+    ``table[i, 4]`` to 0 to leave tensor ``i`` unchanged, as a parameter without gradient.
 
     Raises:
         ValueError: segments that overlap or are not in the order of their begins; other numbers of groups or begins.

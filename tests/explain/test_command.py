@@ -106,7 +106,7 @@ def test_what_stands_behind_the_script_is_its_own(tmp_path):
     command = [sys.executable, "-P", "-m", "mgpu_core", "explain", "script.py", "--html", "page.html"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
     assert "['script.py', '--html', 'page.html']" in done.stdout
-    assert "note: --html stands behind the script" in done.stderr
+    assert "note: --html comes after the script" in done.stderr
     assert not (tmp_path / "page.html").exists()
 
 

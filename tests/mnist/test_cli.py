@@ -230,4 +230,4 @@ def test_a_reader_that_leaves(tmp_path: Path) -> None:
         process.stdout.readline()
         process.stdout.close()
         assert process.wait(60) == 1
-        assert process.stderr.read() == "mgpu mnist: error: nobody reads the output any more; nothing was saved\n"
+        assert process.stderr.read() == "mgpu mnist: error: the reader of the output has left; nothing was saved\n"

@@ -141,6 +141,6 @@ def test_a_tree_of_no_tensors_and_of_one_module():
 
 
 def test_tensors_are_parameters_and_buffers():
-    norm = nn.BatchNorm1d(2)
-    found = list(map(id, tensors_of(norm)))
-    assert found == [*map(id, norm.parameters()), *map(id, norm.buffers())]
+    linear, norm = nn.Linear(2, 2), nn.BatchNorm1d(2)
+    found = list(map(id, tensors_of(nn.Sequential(linear, norm, linear))))
+    assert found == list(map(id, [*linear.parameters(), *norm.parameters(), *norm.buffers()]))

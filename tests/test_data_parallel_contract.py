@@ -1065,6 +1065,30 @@ def test_replicas_end_with_the_graph(ranks):
         gc.enable()
 
 
+def test_a_method_in_an_attribute_works_for_as_long_as_its_replica_lives():
+    kept = []
+
+    class Keeps(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.run = self.double
+
+        def double(self, x):
+            return 2 * x
+
+        def forward(self, x):
+            kept.append(self)
+            return self.run(x)
+
+    DataParallel(Keeps(), cpu(2))(torch.ones(4, 1))
+    methods = [each.run for each in kept]
+    assert [run(3) for run in methods] == [6, 6]
+    kept.clear()
+    for run in methods:
+        with pytest.raises(ReferenceError, match="the replica of this method is gone"):
+            run(3)
+
+
 @pytest.mark.parametrize("ranks", SEVERAL)
 def test_memory_of_a_module_that_keeps_its_own_method_is_freed_at_once(ranks):
     # The module is a cycle itself; but its twins are made anew, with all parameters, in every forward.

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from mgpu_core.module_tree import ModuleTree
+from mgpu_core.module_tree import ModuleTree, tensors_of
 
 
 class Net(nn.Module):
@@ -138,3 +138,9 @@ def test_a_tree_of_no_tensors_and_of_one_module():
         assert tree.is_current()
         net.add_module("late", nn.ReLU())
         assert not tree.is_current()
+
+
+def test_tensors_are_parameters_and_buffers():
+    linear, norm = nn.Linear(2, 2), nn.BatchNorm1d(2)
+    found = list(map(id, tensors_of(nn.Sequential(linear, norm, linear))))
+    assert found == list(map(id, [*linear.parameters(), *norm.parameters(), *norm.buffers()]))

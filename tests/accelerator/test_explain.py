@@ -32,6 +32,7 @@ def test_a_forward_and_its_backward(ranks):
     (broadcast,), (reduce,) = calls_of(step, "broadcast"), calls_of(step, "reduce")
     assert broadcast.nbytes == (0, *[nbytes] * (ranks - 1))
     assert reduce.nbytes == (nbytes,) * ranks
+    assert moved_nbytes(broadcast) == nbytes * (ranks - 1)
     for call in step.collectives:
         assert call.devices == tuple(fakes(ranks))
         assert moved_nbytes(call) > 0

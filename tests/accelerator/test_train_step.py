@@ -93,11 +93,26 @@ def test_twins_of_an_optimizer_are_made_anew_at_a_thaw(make):
     assert pair.far() < 1e-9
 
 
-def test_twins_of_an_optimizer_follow_its_groups():
+@pytest.mark.parametrize("when", ["pre", "post"])
+def test_what_a_hook_of_the_optimizer_writes_travels(when):
     net = Linear()
     step = step_of(net, FAKES)
+    bias = net.last.bias
+
+    def write(*_):
+        bias.data.fill_(7)
+
+    getattr(step.optimizer, f"register_step_{when}_hook")(write)
     step(numbers(6, 3), numbers(6, 2))
-    members = step.optimizer.param_groups[0]["params"]
+    step.check_replicas()
+    assert (bias.tolist() == [7, 7]) == (when == "post")
+
+
+def test_twins_of_an_optimizer_follow_its_groups():
+    net = Linear()
+    step = step_of(net, FAKES, lambda parameters: SGD([{"params": [each]} for each in parameters], lr=0.5))
+    step(numbers(6, 3), numbers(6, 2))
+    members = step.optimizer.param_groups[1]["params"]
     step.optimizer.add_param_group({"params": [members.pop()], "lr": 0.0})
     weight, bias = (each.detach().clone() for each in net.parameters())
     step(numbers(6, 3) + 1, numbers(6, 2))

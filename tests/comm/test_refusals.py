@@ -8,6 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.two_tensor import TwoTensor
 
 from mgpu_core import comm, kernels
+from mgpu_core.device import tensor_checks
 
 
 def two(tensor):
@@ -324,3 +325,11 @@ def test_memory_that_is_not_aligned_to_its_elements(call):
 def test_copies_need_no_alignment():
     assert [each.tolist() for each in comm.broadcast(unaligned(), ["cpu", "cpu"])] == [[1.0] * 4] * 2
     assert comm.gather([unaligned(), unaligned()]).tolist() == [1.0] * 8
+
+
+def test_in_a_transform_no_tensor_is_plain_if_it_comes_first(monkeypatch):
+    monkeypatch.setattr(tensor_checks, "_plain_keys", {})
+    found = []
+    torch.vmap(lambda x: found.append(tensor_checks.plain_keys("cpu")) or x)(torch.zeros(2, 3))
+    assert found == [frozenset()]
+    assert tensor_checks.keys_of(torch.zeros(2)) in tensor_checks.plain_keys("cpu")

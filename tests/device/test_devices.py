@@ -72,6 +72,14 @@ def test_the_devices_of_a_machine_are_dealt_out_to_its_processes(monkeypatch):
         dealt("first", 2)
 
 
+def test_one_device_is_too_few_for_two_processes(monkeypatch):
+    monkeypatch.setattr(devices, "default_devices", lambda: [torch.device("cuda", 0)])
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="1 devices for 2 processes"):
+        local_devices()
+
+
 def test_cpu_ranks_are_each_process_s_own(monkeypatch):
     monkeypatch.setattr(devices, "default_devices", lambda: [torch.device("cpu")] * 2)
     monkeypatch.setenv("LOCAL_RANK", "2")

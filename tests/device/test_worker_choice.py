@@ -156,9 +156,11 @@ def test_a_step_says_how_its_ranks_run_and_keeps_it_in_its_state(ranks):
     assert state["workers"] == [[[16, 8], way]]
     other = net_of()
     resumed = TrainStep(other, F.cross_entropy, optim.SGD(other.parameters(), lr=0.1), cpu(ranks))
-    resumed.load_state_dict(state)
-    resumed(*data())
-    assert resumed.plan()[0].workers == way
+    for kept in ("caller", "threads"):
+        state["workers"] = [[[16, 8], kept]]
+        resumed.load_state_dict(state)
+        resumed(*data())
+        assert resumed.plan()[0].workers == kept
     del state["workers"]  # a state of before
     resumed.load_state_dict(state)
 

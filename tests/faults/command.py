@@ -1,6 +1,6 @@
-"""Puts faults that are derived from the syntax into the package, one at a time, and proves that the tests notice.
+"""Puts faults that are derived from the syntax into the sources, one at a time, and proves that the tests notice.
 
-    python tests/faults [--cpp] [--only WORD] [--sample N --seed S] [--list] [--survivors FILE]
+    python tests/faults [--only WORD] [--sample N --seed S] [--list] [--survivors FILE]
 
 ``targets.toml`` says which files, and which tests must notice.  These run without a fault first, and must pass.  A
 hang counts as noticed.  Exit status 1 if a fault goes unnoticed that is not known to change nothing.
@@ -104,7 +104,6 @@ def run(chosen: Sequence[Fault], equivalent: dict[str, str], workers: int) -> tu
 def main() -> int:
     """Run the command; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cpp", action="store_true", help="faults of the C++ core, instead of those of the package")
     parser.add_argument("--only", default="", metavar="WORD", help="only faults with this in their name")
     parser.add_argument("--sample", type=int, metavar="N", help="so many of them, drawn at random")
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the sample")
@@ -114,7 +113,7 @@ def main() -> int:
     options = parser.parse_args()
     tables = tomllib.loads((TESTS / "faults" / "targets.toml").read_text())
     with tempfile.TemporaryDirectory() as folder:
-        found = cpp.faults_of(tables["cpp"], Path(folder)) if options.cpp else python_faults(tables)
+        found = [*python_faults(tables), *cpp.faults_of(tables["cpp"], Path(folder))]
         chosen: list[Fault] = [each for each in found if options.only in each.name]
         if options.sample is not None:
             chosen = random.Random(options.seed).sample(chosen, min(options.sample, len(chosen)))

@@ -14,7 +14,7 @@ from faults import hook
 
 TESTS = Path(__file__).resolve().parents[1]
 FAKE = "accelerator/"  # the folder of the tests that run on the fake accelerator
-SECONDS = 300  # of one run: at least twice what the slowest one takes without a fault
+SECONDS = 900  # of one run: several times what the slowest one takes without a fault
 OPTIONS = ["-x", "-q", "-m", "", "-p", "no:cacheprovider", "--timeout=60", "--tb=no", "--rootdir", str(TESTS.parent)]
 
 

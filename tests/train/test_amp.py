@@ -22,6 +22,33 @@ class Watch(Linear):
         return out
 
 
+class _Look(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, seen):
+        ctx.seen = seen
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.seen.append(torch.is_autocast_enabled("cpu"))
+        return grad, None
+
+
+@pytest.mark.parametrize("workers", ["threads", "caller"])
+@pytest.mark.parametrize("loss_on", ["ranks", "gathered"])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_a_backward_runs_without_autocast(ranks, loss_on, workers):
+    class Seen(Linear):
+        def forward(self, x):
+            return _Look.apply(super().forward(x), seen)
+
+    net, seen = Seen(), []
+    step = TrainStep(net, mse, SGD(net.parameters(), lr=0.5), cpu(ranks), loss_on=loss_on, workers=workers)
+    with torch.autocast("cpu", torch.bfloat16):
+        step(torch.ones(6, 3), torch.zeros(6, 2))
+    assert seen == [False] * ranks
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_forwards_compute_in_half_and_parameters_stay_whole(dtype, ranks):

@@ -243,6 +243,20 @@ def test_a_buffer_in_another_index_is_recorded_anew():
     assert same(captured.module, plain.module)
 
 
+class Scaled(Linear):
+    def forward(self, x, scale):
+        return self.last(x) * scale
+
+
+def test_keywords_are_copied():
+    captured, plain = pair(OPTIMIZERS["momentum"], 1, Scaled().double())
+    for i, (x, y) in enumerate(batches(9, 8, columns=3)):
+        scale = torch.full((8, 1), float(i)).double()
+        assert torch.equal(captured(x, y, scale=scale), plain(x, y, scale=scale))
+    assert same(captured.module, plain.module)
+    assert captured.graphs.replays > 0
+
+
 class Counts(Linear):
     """Replace a buffer by a new tensor in every n-th forward."""
 

@@ -344,6 +344,22 @@ def test_nothing_keeps_a_step_alive():
     assert not optimizer._optimizer_load_state_dict_post_hooks
 
 
+@pytest.mark.parametrize("make", [partial(optim.SGD, momentum=1.0), optim.Adam, optim.Lion])
+def test_an_optimizer_that_loads_an_empty_state_starts_anew(make):
+    net = Linear()
+    optimizer = make(net.parameters(), lr=1.0)
+    fresh, first = optimizer.state_dict(), [each.detach().clone() for each in net.parameters()]
+    step = TrainStep(net, mse, optimizer, cpu(2))
+    found = []
+    for _ in range(2):
+        with torch.no_grad():
+            list(map(torch.Tensor.copy_, net.parameters(), first))
+        optimizer.load_state_dict(fresh)
+        step(torch.ones(4, 3), torch.zeros(4, 2))
+        found.append(net.last.weight.detach().clone())
+    assert torch.equal(*found)
+
+
 @pytest.mark.parametrize("make", [SGD, optim.SGD])
 def test_a_closed_step_leaves_the_optimizer_alone(make):
     net = Linear()

@@ -24,7 +24,9 @@ _MOVED = {  # public names of version 0.1 below mgpu_core.explain
 }
 
 
-class _Explain:
+class Explain:
+    """Record a block of code; ``mgpu_core.explain`` is the only object of this class."""
+
     def __call__(self, *, skip: int = 0, steps: int | None = None) -> AbstractContextManager[Trace]:
         """Record the events inside a ``with`` block, in all threads and on all devices.
 
@@ -64,4 +66,4 @@ def _record(skip: int, steps: int | None) -> Iterator[Trace]:
             trace.fill(buffer)
 
 
-explain = _Explain()
+explain = Explain()

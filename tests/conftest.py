@@ -58,7 +58,9 @@ _MARKERS = {
     "soak": ("soak",),
     "browser": ("explain/test_browser.py",),
     "slow": (
+        "advice/test_advise.py",
         "advice/test_command.py",
+        "advice/test_page.py",
         "benchmarks",
         "device/test_peers.py",
         "docs/test_examples.py",
@@ -67,6 +69,7 @@ _MARKERS = {
         "lessons",
         "mnist/test_checkpoint.py",
         "mnist/test_cli.py",
+        "mnist/test_engines.py",
         "mnist/test_interrupted.py",
         "test_cli.py",
         "test_data_parallel_any_order.py",

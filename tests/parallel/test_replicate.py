@@ -10,6 +10,8 @@ from fakes.nets import Cnn, Lstm, Polynomial, Spy, Tied, cpu, mlp, whole
 from torch import nn
 
 from mgpu_core import _core, replicate
+from mgpu_core.device.team import Team
+from mgpu_core.parallel.replicate import plain_copies
 
 RANKS = [1, 2, 3, 5, 8]
 
@@ -311,3 +313,11 @@ def test_exact_bytes(ranks):
     _core.reset_counters()
     replicate(net, cpu(ranks), detach=True)
     assert {rank: nbytes for (_, _, rank), (_, nbytes) in _core.counters().items()} == found
+
+
+def test_plain_copies_have_no_gradients():
+    tensors = [torch.ones(2, requires_grad=True), torch.ones(3)]
+    found = plain_copies(tensors, Team.of(["cpu"] * 2))
+    assert not any(each.requires_grad for row in found for each in row)
+    assert found[0][0].data_ptr() == tensors[0].data_ptr()
+    assert [[each.tolist() for each in row] for row in found] == [[[1, 1], [1, 1, 1]]] * 2

@@ -12,6 +12,7 @@ import time
 import warnings
 import weakref
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,9 +23,11 @@ from torch.optim import SGD, Adam, AdamW
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from train.nets import RANKS, Branches, Linear, Pair, batches, mse
 
-from mgpu_core import Replicate, SyncBatchNorm, TrainStep, convert_sync_batchnorm, optim
+from mgpu_core import Replicate, SyncBatchNorm, TrainStep, convert_sync_batchnorm, optim, record
 from mgpu_core.device.clock import RankClock
 from mgpu_core.device.team import Team
+from mgpu_core.entries import Span
+from mgpu_core.train.forward_backward import any_has_graph
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -602,3 +605,18 @@ def test_a_left_over_backward_is_torchs_error():
     step = TrainStep(net, mse, optim.SGD(net.parameters(), lr=0.1), cpu(2))
     with pytest.raises(RuntimeError, match="does not require grad"):
         step(torch.ones(4, 3), torch.ones(4, 2)).backward()
+
+
+@pytest.mark.parametrize("wants", [False, True])
+@pytest.mark.parametrize("nested", [lambda x: ((x,), {}), lambda x: (([x],), {}), lambda x: ((), {"x": x})])
+def test_inputs_of_a_graph_are_found_in_any_nest(nested, wants):
+    inputs, kwargs = nested(torch.ones(2, requires_grad=wants))
+    assert any_has_graph([None, SimpleNamespace(inputs=inputs, kwargs=kwargs)]) == wants
+
+
+def test_a_recording_names_the_optimizers_kernel():
+    net = Linear()
+    step = TrainStep(net, mse, optim.SGD(net.parameters(), lr=0.1), cpu(2))
+    with record.recording() as story:
+        step(torch.ones(4, 3), torch.zeros(4, 2))
+    assert [each.step for each in story.entries if isinstance(each, Span) and "sgd" in each.step] == ["sgd"]

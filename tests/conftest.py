@@ -72,7 +72,7 @@ _MARKERS = {
         "mnist/test_engines.py",
         "mnist/test_interrupted.py",
         "test_cli.py",
-        "test_data_parallel_any_order.py",
+        "wrapper/test_any_order.py",
         "train/test_any_order.py",
     ),
 }

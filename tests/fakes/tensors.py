@@ -5,8 +5,8 @@ import torch
 __all__ = ["gradients", "numbers", "devices_of"]
 
 
-def numbers(*shape, device="fake:0"):
-    """Small whole numbers, neighbouring rows different."""
+def numbers(*shape, device=None):
+    """Return small whole numbers on the device, or on the default one; neighbouring rows differ."""
     return (torch.arange(torch.Size(shape).numel(), device=device).reshape(shape) % 11 - 4).float()
 
 

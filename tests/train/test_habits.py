@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from fakes.nets import cpu
+from mgpu_core.entries import Span
 from torch import nn
 from torch.optim import SGD, Adam, AdamW
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -26,7 +27,6 @@ from train.nets import RANKS, Branches, Linear, Pair, batches, mse
 from mgpu_core import Replicate, SyncBatchNorm, TrainStep, convert_sync_batchnorm, optim, record
 from mgpu_core.device.clock import RankClock
 from mgpu_core.device.team import Team
-from mgpu_core.entries import Span
 from mgpu_core.train.forward_backward import any_has_graph
 
 

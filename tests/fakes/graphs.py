@@ -3,20 +3,24 @@
 A real recording computes nothing; this one computes and puts everything back, and a replay computes again.
 """
 
+import copy
 import threading
 import traceback
 from collections import Counter
 from itertools import islice
 
 import torch
+from fakes.nets import cpu
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from train.nets import Branches, mse
 
+from mgpu_core import TrainStep
 from mgpu_core.kernels import reference
 from mgpu_core.optim import SGD, AdamW
 
-__all__ = ["OPTIMIZERS", "OneWeight", "Recorder", "give_graphs", "total", "without_gpu"]
+__all__ = ["OPTIMIZERS", "OneWeight", "Recorder", "give_graphs", "pair", "same", "step_of", "total", "without_gpu"]
 
 
 OPTIMIZERS = {
@@ -166,3 +170,22 @@ def without_gpu(step):
     """The step, with a recorder that needs no GPU."""
     step._loop.captured.recorder = Recorder(step)
     return step
+
+
+def step_of(net, optimizer, ranks=2, loss_fn=mse, **settings):
+    settings = {"error_if_nonfinite": False} | settings
+    return without_gpu(TrainStep(net, loss_fn, optimizer, cpu(ranks), capture=True, **settings))
+
+
+def same(one, other, equal=torch.equal):
+    return all(map(equal, one.parameters(), other.parameters()))
+
+
+def pair(make, ranks=2, net=None, **settings):
+    """Return two steps over equal nets: one records, one does not."""
+    net = Branches().double() if net is None else net
+    twin = copy.deepcopy(net)
+    settings = {"workers": "threads"} | settings  # both in one way: the bits are compared
+    captured = step_of(net, make(net.parameters()), ranks, **settings)
+    plain = TrainStep(twin, mse, make(twin.parameters()), cpu(ranks), error_if_nonfinite=False, **settings)
+    return captured, plain

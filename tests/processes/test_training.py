@@ -8,6 +8,7 @@ import pytest
 import torch
 from fakes import accelerator
 from fakes.nets import whole
+from processes.fragile import values_of
 from processes.world import run
 from torch import nn
 from torch.distributed import group
@@ -25,10 +26,6 @@ OPTIMIZERS = {
 
 def step_of(net, loss_fn, optimizer, ranks=2, **settings):
     return TrainStep(net, loss_fn, optimizer, ["cpu"] * ranks, process_group=group.WORLD, **settings)
-
-
-def values_of(net):
-    return [each.detach().clone() for each in net.parameters()]
 
 
 def far(one, other):

@@ -5,10 +5,26 @@ import copy
 import torch
 from fakes.nets import cpu, whole
 from torch import nn
+from torch.optim import SGD
 
 from mgpu_core import TrainStep
 
-__all__ = ["RANKS", "Branches", "Linear", "Pair", "batches", "here", "mse"]
+__all__ = [
+    "RANKS",
+    "Branches",
+    "Explode",
+    "Linear",
+    "Pair",
+    "assert_same",
+    "batches",
+    "here",
+    "mse",
+    "plain_step",
+    "rows",
+    "sgd",
+    "state_of",
+    "total",
+]
 
 RANKS = (1, 2, 3, 8)
 
@@ -59,6 +75,20 @@ class Constrained(nn.Module):
         if self.fails:
             raise ValueError("as asked")
         return self.last(self.first(x))
+
+
+class Explode(torch.autograd.Function):
+    """Calls `act` in backward."""
+
+    @staticmethod
+    def forward(ctx, x, act):
+        ctx.act = act
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.act()
+        return grad, None
 
 
 class Pair:
@@ -124,3 +154,36 @@ def batches(steps, rows, columns=4, classes=2, seed=0, dtype=torch.float64):
 def here(tensor):
     """On the device where the tests run."""
     return tensor.to(torch.get_default_device())
+
+
+def total(output, target):
+    return ((output - target) * output.detach()).sum()
+
+
+def rows(count, columns=3):
+    return (torch.arange(count * columns).reshape(count, columns) % 7 - 3).float()
+
+
+def sgd(p):
+    return SGD(p, lr=0.25)
+
+
+def plain_step(ranks, **settings):
+    net = Linear()
+    return net, TrainStep(net, total, sgd(net.parameters()), cpu(ranks), reduction="sum", **settings)
+
+
+def state_of(step):
+    values = {name: value.clone() for name, value in step.module.state_dict().items()}
+    optimizer = copy.deepcopy(step.optimizer.state_dict())
+    return values, optimizer, step.steps
+
+
+def assert_same(one, other):
+    assert one[2] == other[2]
+    for name, value in one[0].items():
+        assert torch.equal(value, other[0][name]), name
+    assert one[1]["state"].keys() == other[1]["state"].keys()
+    for index, state in one[1]["state"].items():
+        for name, value in state.items():
+            assert torch.equal(torch.as_tensor(value), torch.as_tensor(other[1]["state"][index][name])), name

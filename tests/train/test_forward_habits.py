@@ -1,5 +1,7 @@
 """What forwards of well-known libraries do to their own modules: all ranks do it, and a step is none the worse."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from fakes.graphs import give_graphs, without_gpu
@@ -9,6 +11,9 @@ from torch.optim import SGD, Adam, Optimizer
 from train.nets import RANKS, Constrained, Linear, Pair, batches, mse
 
 from mgpu_core import TrainStep, optim
+from mgpu_core.trace import tracer
+from mgpu_core.trace.events import Span
+from mgpu_core.train.forward_backward import any_has_graph
 
 
 @pytest.mark.parametrize("ranks", RANKS)
@@ -168,3 +173,18 @@ def test_each_parameter_has_a_storage_of_its_own():
     expected = weight.clone()
     del step, flat, net, storages
     assert torch.equal(weight, expected)  # the whole lives for as long as a part of it
+
+
+@pytest.mark.parametrize("wants", [False, True])
+@pytest.mark.parametrize("nested", [lambda x: ((x,), {}), lambda x: (([x],), {}), lambda x: ((), {"x": x})])
+def test_inputs_of_a_graph_are_found_in_any_nest(nested, wants):
+    inputs, kwargs = nested(torch.ones(2, requires_grad=wants))
+    assert any_has_graph([None, SimpleNamespace(inputs=inputs, kwargs=kwargs)]) == wants
+
+
+def test_a_trace_names_the_optimizers_kernel():
+    net = Linear()
+    step = TrainStep(net, mse, optim.SGD(net.parameters(), lr=0.1), cpu(2))
+    with tracer.tracing() as buffer:
+        step(torch.ones(4, 3), torch.zeros(4, 2))
+    assert [each.step for each in buffer.events if isinstance(each, Span) and "sgd" in each.step] == ["sgd"]

@@ -1,0 +1,73 @@
+"""Build a net that fails where it is told to, and a step of several processes over it."""
+
+import torch
+from fakes.nets import whole
+from torch import nn
+from torch.distributed import group
+from torch.optim import SGD
+from train.nets import Explode
+
+from mgpu_core import TrainStep
+
+
+def total(output, target):
+    return (output * target).sum()
+
+
+def values_of(net):
+    return [each.detach().clone() for each in net.parameters()]
+
+
+class Fragile(nn.Module):
+    """Calls `acts[phase]` in that phase of a rank, for rows that begin with a 9."""
+
+    def __init__(self, acts):
+        super().__init__()
+        self.first, self.last = nn.Linear(2, 2), nn.Linear(2, 2)
+        self.acts = acts
+        whole(self)
+
+    def __deepcopy__(self, memo):
+        twin = Fragile(self.acts)
+        with torch.no_grad():
+            for own, theirs in zip(self.parameters(), twin.parameters(), strict=True):
+                memo[id(own)] = memo.get(id(own), theirs)
+        twin.first.weight, twin.first.bias = memo[id(self.first.weight)], memo[id(self.first.bias)]
+        twin.last.weight, twin.last.bias = memo[id(self.last.weight)], memo[id(self.last.bias)]
+        return twin
+
+    def forward(self, x):
+        armed = bool((x == 9).any())
+        if armed:
+            self.acts.get("forward", int)()
+        hidden = self.first(x)
+        return self.last(Explode.apply(hidden, self.acts.get("backward", int) if armed else int))
+
+
+def boom():
+    raise RuntimeError("boom at a rank")
+
+
+def step_of(net, loss_fn=total, optimizer=None, ranks=2, **settings):
+    optimizer = optimizer or SGD(net.parameters(), lr=1.0, momentum=0.5)
+    return TrainStep(net, loss_fn, optimizer, ["cpu"] * ranks, process_group=group.WORLD, reduction="sum", **settings)
+
+
+ONES = torch.ones(4, 2)
+
+
+def batch(rank=None):
+    """Four rows of ones; rank `rank` of two has a 9 in its rows."""
+    x = ONES.clone()
+    if rank is not None:
+        x[2 * rank] = 9.0
+    return x
+
+
+def seen_of(call):
+    """Return the error that the call raises, in a line."""
+    try:
+        call()
+    except (Exception, KeyboardInterrupt) as error:
+        return f"{type(error).__name__}: {error}".splitlines()[0]
+    return "nothing"

@@ -1,0 +1,98 @@
+"""Ctrl-C in one process: all stop, or a step says that it may have been made."""
+
+import contextlib
+import os
+import signal
+import threading
+import time
+
+import torch
+from processes.fragile import ONES, Fragile, batch, seen_of, step_of, values_of
+from processes.world import run
+
+import mgpu_core
+
+
+def interrupt(process, when):
+    """Ctrl-C in process 0, while it computes or while it waits for process 1."""
+    acts = {}
+    net = Fragile(acts)
+    step = step_of(net)
+    step(batch(), ONES)
+    before = values_of(net)
+    seen = []
+    if process == 0:
+        acts["forward"] = lambda: time.sleep(1.0)
+        threading.Timer(0.3 if when == "computing" else 1.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+    else:
+        acts["forward"] = lambda: time.sleep(0.0 if when == "computing" else 4.0)
+    try:
+        step(batch(0 if process == 1 or when == "computing" else None), ONES)
+    except BaseException as error:
+        seen.append(type(error).__name__)
+    kept = all(map(torch.equal, values_of(net), before))
+    acts.clear()
+    try:
+        step(batch(), ONES)
+    except mgpu_core.Error as error:
+        seen.append(str(error))
+    return seen, kept, step.steps
+
+
+def test_ctrl_c_before_the_ballot_stops_all():
+    found = run(interrupt, "computing")
+    assert found == [(["KeyboardInterrupt"], True, 2), (["Error"], True, 2)]
+
+
+def test_ctrl_c_behind_the_ballot_leaves_a_step_that_says_so():
+    (seen, kept, steps), (told, others_kept, others_steps) = run(interrupt, "waiting")
+    assert seen[0] == "KeyboardInterrupt"
+    assert "interrupted while they agreed on an update, and some may have made it" in seen[1]
+    assert kept
+    assert steps == 1
+    assert told[0] == "Error"
+    assert "process 1 of 2 was left alone: process 0 (pid " in told[1]
+    assert others_kept
+    assert others_steps == 1
+
+
+def rebuild_after_an_unknown_end(process):
+    """Process 0 was interrupted while the others updated: it is found to be one update behind."""
+    acts = {}
+    net = Fragile(acts)
+    step = step_of(net)
+    step(batch(), ONES)
+    if process == 0:
+        threading.Timer(1.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+    else:
+        acts["forward"] = lambda: time.sleep(3.0)
+    with contextlib.suppress(KeyboardInterrupt):
+        step(batch(0 if process == 1 else None), ONES)
+    try:
+        step.rebuild()
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def test_processes_at_another_update_are_found_by_rebuild():
+    texts = run(rebuild_after_an_unknown_end)
+    assert texts[0] == texts[1]
+    assert "processes differ in their settings: updates=1 in process 0, updates=2 in process 1" in texts[0]
+
+
+def interrupt_the_first(process):
+    """Ctrl-C while process 0 waits in the first step, for a process that computes."""
+    acts = {"forward": lambda: time.sleep(3.0)}
+    step = step_of(Fragile(acts))
+    if process == 0:
+        threading.Timer(1.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+    first = seen_of(lambda: step(batch(0 if process == 1 else None), ONES))
+    return first, seen_of(lambda: step(batch(), ONES))
+
+
+def test_ctrl_c_while_the_processes_speak():
+    (own, after), (told, _) = run(interrupt_the_first)
+    assert own == "KeyboardInterrupt: "
+    assert "process 0 of 2 was interrupted while the processes spoke about the first backward" in after
+    assert "process 1 of 2 was left alone" in told

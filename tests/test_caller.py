@@ -45,7 +45,6 @@ def a_captured_step():
 
 @pytest.mark.parametrize("call", [a_drop_in, scalars, an_old_device, a_step, a_captured_step])
 def test_it_is_the_users_line(call):
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as told:
         call()
     assert [each.filename for each in told] == [__file__]

@@ -76,8 +76,7 @@ def test_replays_are_steps(name, devices):
     """Rows that change, fewer than ranks, a scheduler, clipping, another way through the net: the same bits."""
     captured, plain = pair(devices, OPTIMIZERS[name], clip_norm=0.5, bucket_nbytes=200)
     schedules = [StepLR(step.optimizer, 7, 0.5) for step in (captured, plain)]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         for i, (x, y) in enumerate(batches(40, [12] * 5 + [7, 1])):
             way = 2 if i < 30 else 0
             assert torch.equal(captured(x, way, y), plain(x, way, y))

@@ -150,8 +150,7 @@ def test_what_cannot_be_captured_says_why(gpu):
 
     net = Looks().to(gpu)
     step = TrainStep(net, nn.functional.cross_entropy, SGD(net.parameters(), lr=0.1), [0], capture=True)
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as told:
         losses = [float(step(x, y)) for x, y in data(8, [16], torch.float32)]
     assert len(losses) == step.steps == 8
     assert [text for text in map(str, (each.message for each in told)) if "recording it failed" in text]
@@ -174,8 +173,7 @@ def test_a_capture_that_fails_leaves_torch_whole(gpu):
         net = Draws().to(gpu)
         net.looks = looks
         step = TrainStep(net, nn.functional.cross_entropy, SGD(net.parameters(), lr=0.1), [0], capture=True)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             assert all(bool(step(x, y).isfinite()) for x, y in data(8, [16], torch.float32))
         return step.graphs.replays
 

@@ -9,6 +9,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from fakes.collector import no_collector
 from fakes.nets import cpu, whole
 from torch import nn
 
@@ -224,15 +225,11 @@ def test_replicas_of_compiled_modules_leave_no_cycles():
     net = torch.compile(small(), backend=Backend())
     model, x = DataParallel(net, cpu(3)), torch.ones(6, 3)
     model(x).sum().backward()
-    gc.collect()
-    gc.disable()
-    try:
+    with no_collector():
         live = sum(isinstance(each, nn.Linear) for each in gc.get_objects())
         for _ in range(3):
             model(x).sum().backward()
         assert sum(isinstance(each, nn.Linear) for each in gc.get_objects()) == live
-    finally:
-        gc.enable()
 
 
 def test_a_compiler_that_does_not_come_back_in_time(monkeypatch):

@@ -66,16 +66,14 @@ def test_a_driver_too_old_for_this_build_is_said_once(monkeypatch):
     with_torch(monkeypatch, torch_sees=2, core_sees=0)
     with pytest.warns(RuntimeWarning, match=r"torch sees 2 GPUs and mgpu_core's CUDA runtime 0.*MGPU_CUDA=system"):
         assert streams.core_streams([GPU]) is None
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         assert streams.core_stream(GPU) is None
 
 
 @pytest.mark.parametrize("machine", [{"built": False}, {"cuda": None}, {"torch_sees": 0}])
 def test_no_missing_backend_is_silent(monkeypatch, machine):
     with_torch(monkeypatch, **{"torch_sees": 2, "core_sees": 2, **machine})
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         assert streams.core_stream(GPU) is None
         assert streams.core_streams([GPU]) is None
 
@@ -97,8 +95,7 @@ def test_a_gpu_that_this_build_has_no_code_for(monkeypatch):
     assert streams.core_stream(GPU) == stream_of(0)
     with pytest.warns(RuntimeWarning, match="no code for cuda:1.*MGPU_CUDA_ARCHS"):
         assert streams.core_streams([GPU, torch.device("cuda", 1)]) is None
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         assert streams.core_stream(torch.device("cuda", 1)) is None
 
 

@@ -137,8 +137,7 @@ PROVOKED = {
 
 def told(provoke, monkeypatch):
     """All that is said: warnings, the exception and its notes."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         said = []
         try:
             provoke(monkeypatch) if provoke in (too_slow, bad_variable) else provoke()

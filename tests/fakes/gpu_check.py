@@ -5,8 +5,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-__all__ = ["ROOT", "SYSTEM", "Machine"]
-
 ROOT = Path(__file__).resolve().parents[2]
 SYSTEM = "/usr/bin:/bin"
 

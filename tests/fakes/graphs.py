@@ -20,9 +20,6 @@ from mgpu_core import TrainStep
 from mgpu_core.kernels import reference
 from mgpu_core.optim import SGD, AdamW
 
-__all__ = ["OPTIMIZERS", "OneWeight", "Recorder", "give_graphs", "pair", "same", "step_of", "total", "without_gpu"]
-
-
 OPTIMIZERS = {
     "momentum": lambda p: SGD(p, lr=0.1, momentum=0.9),
     "adamw": lambda p: AdamW(p, lr=0.01),

@@ -3,8 +3,6 @@
 from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-__all__ = ["run_machine"]
-
 EXAMPLES, DOINGS = 60, 30
 
 

@@ -9,8 +9,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-__all__ = ["FOLDER", "build", "cached", "what_is_missing"]
-
 _ROOT = Path(__file__).parents[2]
 FOLDER = _ROOT / "build" / f"fake_core-{sys.implementation.cache_tag}"
 

@@ -16,8 +16,6 @@ from torch.nn.utils.rnn import pack_sequence
 
 from mgpu_core import Replicate
 
-__all__ = ["FUZZ", "KINDS", "MAPPINGS", "Node", "Picker", "has_dimension", "nest", "order_of", "raised", "same_bits"]
-
 FUZZ = {
     "deadline": None,
     "derandomize": True,  # the same examples in every run

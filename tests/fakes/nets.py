@@ -5,21 +5,6 @@ import threading
 import torch
 from torch import nn
 
-__all__ = [
-    "Cnn",
-    "Embedded",
-    "Lstm",
-    "Polynomial",
-    "Spy",
-    "Tied",
-    "Transformer",
-    "chunks",
-    "cpu",
-    "in_a_new_thread",
-    "mlp",
-    "whole",
-]
-
 
 def cpu(ranks):
     """That many ranks on the CPU."""

@@ -6,8 +6,6 @@ from functools import cache
 
 import pytest
 
-__all__ = ["skip_unless_numba_compiles"]
-
 PROGRAM = """
 from types import SimpleNamespace
 from numba import types

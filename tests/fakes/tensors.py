@@ -2,8 +2,6 @@
 
 import torch
 
-__all__ = ["gradients", "numbers", "devices_of"]
-
 
 def numbers(*shape, device=None):
     """Return small whole numbers on the device, or on the default one; neighbouring rows differ."""

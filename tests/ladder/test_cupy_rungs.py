@@ -1,10 +1,10 @@
 """The cupy rungs: what they launch runs on the host by g++, what they compile goes through NVRTC, and both on a GPU."""
 
 import importlib.util
-from functools import cache
 
 import pytest
 import torch
+from fakes.nvrtc import nvrtc
 
 from benchmarks.ladder import cupy_rungs
 from benchmarks.ladder.check import wrong
@@ -48,25 +48,9 @@ def test_from_ptx(started_by, on_ptx, kernel, rung):
     assert wrong(started_by(on_ptx.run), kernel, rung, CPU, LONGEST) == []
 
 
-@cache
-def nvrtc():
-    """cupy's NVRTC, or why there is none."""
-    if not CUPY:
-        return "cupy is not installed (extra: cuda13)"
-    from cupy.cuda import nvrtc as found
-
-    try:
-        found.getVersion()
-    except Exception as error:  # cupy has no class of its own for a library that is not there
-        return f"no libnvrtc: {error}"
-    return found
-
-
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_nvrtc_compiles_every_kernel_by_its_name(on_host, kernel):
     found = nvrtc()
-    if isinstance(found, str):
-        pytest.skip(found)
     program = found.createProgram(cupy_rungs.source(kernel), f"{kernel}.cu", (), ())
     for name in on_host.names(kernel):
         found.addNameExpression(program, name)

@@ -6,8 +6,6 @@ from torch import nn
 
 from mgpu_core.mnist import History
 
-__all__ = ["assert_same_bits", "assert_same_curve", "is_plain"]
-
 
 def assert_same_curve(first: History, second: History) -> None:
     assert len(first.step_losses) == len(second.step_losses)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fakes.collector import no_collector
 from fakes.nets import cpu
 from torch import nn
 
@@ -243,15 +244,12 @@ def test_failure_keeps_nothing_alive_once_it_was_handled(kind, ranks):
 
     while gc.collect():  # what ends of other tests' garbage, may leave more of it
         pass
-    gc.disable()
-    try:
+    with no_collector():
         with contextlib.suppress(kind):
             run(fail, ranks)
         assert len(kept) == ranks
         assert [ref() for ref in kept] == [None] * ranks
         assert gc.collect() == 0
-    finally:
-        gc.enable()
 
 
 @pytest.mark.parametrize("ranks", RANKS)

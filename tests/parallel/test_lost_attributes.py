@@ -28,8 +28,7 @@ def test_warned_once_and_lost():
         model(torch.zeros(4, 2))
     assert module.steps == 0
     assert not hasattr(module.inner, "last")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         model(torch.zeros(4, 2))
 
 
@@ -53,8 +52,7 @@ def test_modules_of_torch_lose_nothing(module):
 
 
 def lost_warnings(model, x):
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         for _ in range(4):
             model(x)
     return [str(each.message) for each in caught if "is lost" in str(each.message)]

@@ -157,8 +157,7 @@ def test_an_unknown_one_runs_whole_with_one_warning(make, warned):
 
     other = make(torch.ones(4))
     model = DataParallel(Looking(), ["cpu"] * 2)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         for _ in range(2):
             model(torch.ones(4, 1), other)
         model(torch.ones(4, 1), Replicate(other))

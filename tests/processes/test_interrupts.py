@@ -10,8 +10,6 @@ import torch
 from processes.fragile import ONES, Fragile, batch, seen_of, step_of, values_of
 from processes.world import run
 
-import mgpu_core
-
 
 def interrupt(process, when):
     """Ctrl-C in process 0, while it computes or while it waits for process 1."""
@@ -20,40 +18,31 @@ def interrupt(process, when):
     step = step_of(net)
     step(batch(), ONES)
     before = values_of(net)
-    seen = []
     if process == 0:
         acts["forward"] = lambda: time.sleep(1.0)
         threading.Timer(0.3 if when == "computing" else 1.5, os.kill, (os.getpid(), signal.SIGINT)).start()
     else:
         acts["forward"] = lambda: time.sleep(0.0 if when == "computing" else 4.0)
-    try:
-        step(batch(0 if process == 1 or when == "computing" else None), ONES)
-    except BaseException as error:
-        seen.append(type(error).__name__)
+    first = seen_of(lambda: step(batch(0 if process == 1 or when == "computing" else None), ONES))
     kept = all(map(torch.equal, values_of(net), before))
     acts.clear()
-    try:
-        step(batch(), ONES)
-    except mgpu_core.Error as error:
-        seen.append(str(error))
-    return seen, kept, step.steps
+    return first, seen_of(lambda: step(batch(), ONES)), kept, step.steps
 
 
 def test_ctrl_c_before_the_ballot_stops_all():
-    found = run(interrupt, "computing")
-    assert found == [(["KeyboardInterrupt"], True, 2), (["Error"], True, 2)]
+    own, (told, *others) = run(interrupt, "computing")
+    assert own == ("KeyboardInterrupt: ", "nothing", True, 2)
+    assert told.startswith("Error: ")
+    assert others == ["nothing", True, 2]
 
 
 def test_ctrl_c_behind_the_ballot_leaves_a_step_that_says_so():
-    (seen, kept, steps), (told, others_kept, others_steps) = run(interrupt, "waiting")
-    assert seen[0] == "KeyboardInterrupt"
-    assert "interrupted while they agreed on an update, and some may have made it" in seen[1]
-    assert kept
-    assert steps == 1
-    assert told[0] == "Error"
-    assert "process 1 of 2 was left alone: process 0 (pid " in told[1]
-    assert others_kept
-    assert others_steps == 1
+    (own, after, *rest), (told, again, *others) = run(interrupt, "waiting")
+    assert own == "KeyboardInterrupt: "
+    assert "interrupted while they agreed on an update, and some may have made it" in after
+    assert told.startswith("Error: ")
+    assert "process 1 of 2 was left alone: process 0 (pid " in again
+    assert rest == others == [True, 1]
 
 
 def rebuild_after_an_unknown_end(process):
@@ -68,16 +57,13 @@ def rebuild_after_an_unknown_end(process):
         acts["forward"] = lambda: time.sleep(3.0)
     with contextlib.suppress(KeyboardInterrupt):
         step(batch(0 if process == 1 else None), ONES)
-    try:
-        step.rebuild()
-    except ValueError as error:
-        return str(error)
-    return None
+    return seen_of(step.rebuild)
 
 
 def test_processes_at_another_update_are_found_by_rebuild():
     texts = run(rebuild_after_an_unknown_end)
     assert texts[0] == texts[1]
+    assert texts[0].startswith("ValueError: ")
     assert "processes differ in their settings: updates=1 in process 0, updates=2 in process 1" in texts[0]
 
 

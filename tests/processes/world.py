@@ -20,8 +20,6 @@ from pathlib import Path
 import torch
 from torch import distributed
 
-__all__ = ["Ended", "run"]
-
 SECONDS = 60.0
 GROUP_SECONDS = 30.0
 

@@ -6,10 +6,12 @@ import threading
 
 import pytest
 import torch
+from fakes.collector import no_collector
 from fakes.nets import cpu
 from torch import nn
 from torch.optim import SGD
 from torch.utils.checkpoint import checkpoint
+from train.nets import mse
 
 import mgpu_core
 from mgpu_core import DataParallel, SyncBatchNorm, TrainStep, convert_sync_batchnorm, parallel_apply
@@ -27,10 +29,6 @@ class Net(nn.Module):
     def forward(self, x):
         x = torch.relu(self.norm(self.conv(x)))
         return self.last(self.again(x).mean((2, 3)))
-
-
-def mse(output, target):
-    return ((output - target) ** 2).mean()
 
 
 def data(rows=16, seed=0):
@@ -264,12 +262,8 @@ def test_a_failure_where_ranks_meet_leaves_no_memory(monkeypatch):
 
     monkeypatch.setattr("mgpu_core.sync_batchnorm.joint._sums", fails)
     model = DataParallel(nn.Sequential(nn.Linear(2, 2), SyncBatchNorm(2)), cpu(3))
-    gc.collect()
-    gc.disable()
-    try:
+    with no_collector():
         assert failed_forwards() == failed_forwards()
-    finally:
-        gc.enable()
 
 
 def compiled_around(net):

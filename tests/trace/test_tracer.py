@@ -1,13 +1,13 @@
 """Recordings begin, end and fail by themselves, keep nothing alive, and cost nothing when they are off."""
 
 import contextvars
-import gc
 import os
 import threading
 import weakref
 
 import pytest
 import torch
+from fakes.collector import no_collector
 from fakes.traces import of
 
 import mgpu_core
@@ -30,13 +30,10 @@ def test_a_recording_keeps_no_tensors():
     model(torch.randn(4, 3))
     freed = []
     with tracer.tracing():
-        gc.disable()
-        try:
+        with no_collector():
             output = model(torch.randn(4, 3))
             weakref.finalize(output.grad_fn, freed.append, True)
             del output
-        finally:
-            gc.enable()
         assert freed == [True]
 
 

@@ -8,8 +8,6 @@ from torch import nn
 from mgpu_core import TrainStep
 from mgpu_core.optim import SGD, Adam
 
-__all__ = ["Adversaries"]
-
 REAL = torch.ones(8, 2, dtype=torch.float64, device="cpu")
 WANTED = torch.ones(8, 1, dtype=torch.float64, device="cpu")
 

@@ -9,23 +9,6 @@ from torch.optim import SGD
 
 from mgpu_core import TrainStep
 
-__all__ = [
-    "RANKS",
-    "Branches",
-    "Explode",
-    "Linear",
-    "Pair",
-    "assert_same",
-    "batches",
-    "here",
-    "mse",
-    "plain_step",
-    "rows",
-    "sgd",
-    "state_of",
-    "total",
-]
-
 RANKS = (1, 2, 3, 8)
 
 
@@ -75,6 +58,11 @@ class Constrained(nn.Module):
         if self.fails:
             raise ValueError("as asked")
         return self.last(self.first(x))
+
+
+def two_layers():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 2), nn.ReLU()).double()
 
 
 class Explode(torch.autograd.Function):

@@ -6,21 +6,6 @@ from train.nets import here, mse
 
 import mgpu_core
 
-__all__ = [
-    "LOSSES",
-    "OPTIMIZERS",
-    "REFUSED",
-    "TORCHS",
-    "Model",
-    "Net",
-    "RefusedError",
-    "add_late",
-    "batch_of",
-    "optimizer_of",
-    "same",
-    "state_of",
-]
-
 REFUSED = 1e6  # the net refuses a row that has it
 OPTIMIZERS = {
     "SGD": lambda of, p: of.SGD(p, lr=0.002),

@@ -6,6 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from fakes.collector import no_collector
 from fakes.nets import cpu
 from torch import nn
 from torch.optim import SGD, Adam, AdamW
@@ -217,7 +218,6 @@ def test_out_of_memory_names_the_rank():
 
 
 def test_the_graph_of_a_failed_step_is_freed():
-    import gc
     import weakref
 
     net, seen = Fragile(), []
@@ -225,14 +225,11 @@ def test_the_graph_of_a_failed_step_is_freed():
     step = TrainStep(net, loss_of(net.plan), SGD(net.parameters(), lr=0.1), cpu(2))
     x, y = data()
     failing(net.plan, "loss", 0, 2)
-    gc.disable()
-    try:
+    with no_collector():
         with pytest.raises(Boom):
             step(x, y)
         assert seen
         assert all(each() is None for each in seen)
-    finally:
-        gc.enable()
 
 
 @pytest.mark.filterwarnings("ignore:the fused kernels do not serve")

@@ -1,11 +1,11 @@
 """Graphs that are kept, forgotten, refused or fail to record, on a recorder that has no GPU."""
 
-import gc
 import warnings
 import weakref
 
 import pytest
 import torch
+from fakes.collector import no_collector
 from fakes.graphs import OPTIMIZERS, Replay, give_graphs, pair, same, step_of
 from torch import nn
 from torch.optim import RMSprop
@@ -57,8 +57,7 @@ def test_why_not_is_told_once(settings, call, reason):
     net = convert_sync_batchnorm(net)
     make = settings.pop("make", lambda p: SGD(p, lr=0.001))
     step = step_of(net, make(net.parameters()), **settings)
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as told:
         for _ in range(6):
             step(torch.ones(4, 3), torch.ones(4, 2), **call)
     texts = [str(each.message) for each in told if "not captured" in str(each.message)]
@@ -118,8 +117,7 @@ def test_a_recording_that_fails_leaves_an_ordinary_step(monkeypatch):
             Waits.recording = False
 
     monkeypatch.setattr(captured._loop.captured.recorder, "record", failing)
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as told:
         for x, y in batches(9, 8, columns=3):
             assert torch.equal(captured(x, y), plain(x, y))
     assert same(captured.module, plain.module)
@@ -175,8 +173,7 @@ def test_only_so_many_graphs_are_kept():
         step(torch.ones(rows, 3), torch.ones(rows, 2))
 
     kinds = range(2, 2 + graphs.KEPT + 2)
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as told:
         for _ in range(WARM_UP + 6):
             for rows in kinds:
                 train(rows)
@@ -186,8 +183,7 @@ def test_only_so_many_graphs_are_kept():
     assert step._loop.captured.recorder.records == len(step.graphs._captured) == graphs.KEPT
     for _ in range(graphs.IDLE + 1):
         train(kinds[1])
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         train(kinds[-1])
     assert step.graphs.reason is None
     assert step._loop.captured.recorder.records == graphs.KEPT + 1
@@ -213,10 +209,6 @@ def test_a_step_that_is_dropped_takes_its_graphs_along():
     for _ in range(WARM_UP + 2):
         step(torch.ones(4, 3), torch.ones(4, 2))
     graph = weakref.ref(made.pop())
-    gc.collect()
-    gc.disable()
-    try:
+    with no_collector():
         del step
         assert graph() is None
-    finally:
-        gc.enable()

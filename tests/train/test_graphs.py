@@ -39,8 +39,7 @@ def test_replays_are_steps(name, ranks, apart, monkeypatch):
         monkeypatch.setattr("mgpu_core.train.cuda_graphs._OneGraph", _GraphsPerDevice)
     captured, plain = pair(OPTIMIZERS[name], ranks, clip_norm=0.5)
     schedules = [StepLR(step.optimizer, 7, 0.5) for step in (captured, plain)]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         for i, (x, y) in enumerate(batches(60, [12] * 9 + [7])):
             way = 2 if i < 40 else 0
             assert equal(captured(x, way, y), plain(x, way, y))
@@ -97,8 +96,7 @@ def test_a_loss_is_fresh_and_a_batch_is_copied():
 )
 def test_what_is_changed_between_replays_is_seen(change, records):
     captured, plain = pair(OPTIMIZERS["momentum"])
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         for i, (x, y) in enumerate(batches(16, 8)):
             if i == 7:
                 change(captured)
@@ -255,8 +253,7 @@ class Counts(Linear):
 def test_a_forward_that_replaces_a_buffer_is_not_captured(every):
     """In every call: most are the first of their kind.  Seldom: it is found out by the recording."""
     captured, plain = pair(OPTIMIZERS["momentum"], 1, Counts(every).double())
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as told:
         for i, (x, y) in enumerate(batches(9, 8, columns=3), start=1):
             assert torch.equal(captured(x, y), plain(x, y))
             assert captured.module.count == plain.module.count == i
@@ -282,8 +279,7 @@ def test_another_ranks_buffer_in_another_index_is_recorded_anew():
             return self.last(x * self.mask)
 
     captured, plain = pair(OPTIMIZERS["momentum"], 2, Masked().double())
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         for x, y in batches(20, [8] * 6 + [7], columns=3):
             assert torch.equal(captured(x, y), plain(x, y))
             assert same(captured.module, plain.module)

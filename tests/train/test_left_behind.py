@@ -40,8 +40,7 @@ def test_a_closed_step_leaves_the_optimizer_alone(make):
     step.close()
     assert not optimizer._optimizer_step_pre_hooks
     assert all(each.untyped_storage().nbytes() == each.nbytes for each in net.parameters())
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         optimizer.step()
 
 

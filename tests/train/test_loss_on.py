@@ -72,8 +72,7 @@ def test_a_loss_that_couples_rows_is_told_of_once(name, ranks):
     assert len(told) == 1
     assert f"add up to {first:.6g}:" in str(told[0].message)
     assert told[0].filename == __file__
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         step(x, y)
 
 
@@ -148,8 +147,7 @@ def test_buffers_and_random_numbers_are_those_of_a_step_that_is_not_checked(rank
         step = step_of(net, loss, ranks)
         step._loop._is_loss_checked = not is_checked
         torch.manual_seed(3)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             losses = [step(x, y) for _ in range(3)]
         results.append([*losses, *net.parameters(), loss.centre, torch.rand(2)])
     assert all(map(torch.equal, *results))

@@ -11,7 +11,7 @@ import torch
 from fakes.nets import cpu
 from torch import nn
 from torch.optim import SGD
-from train.nets import RANKS, Pair, batches, here, mse
+from train.nets import RANKS, Pair, batches, here, mse, two_layers
 
 from mgpu_core import TrainStep
 from mgpu_core.train import train_loop
@@ -109,11 +109,6 @@ class Wrapped(nn.Module):
 
     def forward(self, x):
         return nn.functional.linear(x, self.weight, self.bias) * 3
-
-
-def two_layers():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 2), nn.ReLU()).double()
 
 
 sgd = partial(SGD, lr=0.05, momentum=0.9)
@@ -268,8 +263,7 @@ class Counting(nn.Module):
 def test_what_a_forward_assigns_stays_on_rank_0(ranks):
     net = Counting()
     step = TrainStep(net, mse, SGD(net.parameters(), lr=0.05), cpu(ranks))
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as told:
         for x, y in batches(5, 9):
             step(x, y)
         net.calls = 100

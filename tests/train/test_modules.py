@@ -223,8 +223,7 @@ def test_parameters_that_have_no_gradients(ranks):
     optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
     step = TrainStep(net, lambda output, target: (output * target).sum(), optimizer, cpu(ranks), reduction="sum")
     wanted = net.last.weight.detach() - torch.full((2, 3), 8.0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         step(torch.ones(8, 3), torch.ones(8, 2))
     assert torch.equal(net.last.weight.detach(), wanted)
     assert net.scale.tolist() == [2, 3]

@@ -6,7 +6,7 @@ from fakes.nets import cpu
 from torch import nn
 from torch.optim import SGD, Adam, RMSprop
 from torch.optim.lr_scheduler import StepLR
-from train.nets import RANKS, Pair, batches, mse
+from train.nets import RANKS, Pair, batches, mse, two_layers
 
 import mgpu_core
 from mgpu_core import TrainStep
@@ -14,11 +14,6 @@ from mgpu_core import TrainStep
 
 def sgd(parameters):
     return SGD(parameters, lr=0.05, momentum=0.9, dampening=0.5)
-
-
-def two_layers():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 2), nn.ReLU()).double()
 
 
 class HooksItself(nn.Module):

@@ -156,8 +156,7 @@ def test_a_left_over_step_of_the_optimizer_is_told_of(make, ranks):
     optimizer = make(net.parameters(), lr=0.1)
     step = TrainStep(net, mse, optimizer, cpu(ranks))
     x, y = torch.ones(4, 3), torch.ones(4, 2)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         for _ in range(3):
             step(x, y)
             optimizer.zero_grad()
@@ -168,6 +167,5 @@ def test_a_left_over_step_of_the_optimizer_is_told_of(make, ranks):
         optimizer.step()
     assert [each.filename for each in told] == [__file__]
     step.close()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         optimizer.step()

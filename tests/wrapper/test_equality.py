@@ -6,12 +6,12 @@ import threading
 import pytest
 import torch
 from fakes.nets import Cnn, Lstm, Spy, Tied, Transformer, chunks, cpu, mlp
+from fakes.wrapper import RANKS
 from torch import nn
 from torch.nn import functional as F
 
 from mgpu_core import DataParallel, _core, data_parallel
 
-RANKS = [1, 2, 3, 5, 8]
 ROWS = [8, 8, 5]  # the last batch is ragged, and smaller than the largest team
 
 CASES = {

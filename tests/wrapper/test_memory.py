@@ -7,6 +7,7 @@ from contextlib import suppress
 
 import pytest
 import torch
+from fakes.collector import no_collector
 from fakes.nets import Cnn, Lstm, Spy, cpu, mlp, whole
 from fakes.tensors import numbers
 from fakes.wrapper import RANKS, SEVERAL, Lambda
@@ -128,16 +129,12 @@ def test_no_reference_cycles_after_forward_and_backward(ranks, make):
             wrapper(x)
 
     step()
-    gc.collect()
-    gc.disable()
-    try:
+    with no_collector():
         tensors = live_tensors()
         for _ in range(3):
             step()
         assert live_tensors() == tensors
         assert gc.collect() == 0
-    finally:
-        gc.enable()
 
 
 @pytest.mark.parametrize("ranks", SEVERAL)
@@ -149,13 +146,10 @@ def test_replicas_end_with_the_graph(ranks):
         return self.linear(x)
 
     wrapper = DataParallel(Lambda(note), cpu(ranks))
-    gc.disable()
-    try:
+    with no_collector():
         out = wrapper(torch.ones(8, 2))
         assert [ref() for ref in kept] == [None] * ranks
         del out
-    finally:
-        gc.enable()
 
 
 def test_a_method_in_an_attribute_works_for_as_long_as_its_replica_lives():
@@ -201,13 +195,9 @@ def test_memory_of_a_module_that_keeps_its_own_method_is_freed_at_once(ranks):
             return self.run(x)
 
     wrapper = DataParallel(Keeps(), cpu(ranks))
-    gc.collect()
-    gc.disable()
-    try:
+    with no_collector():
         wrapper(torch.ones(8, 2)).sum().backward()
         assert [ref() for ref in kept] == [None] * ranks
-    finally:
-        gc.enable()
 
 
 @pytest.mark.parametrize("ranks", SEVERAL)
@@ -220,11 +210,7 @@ def test_handled_failure_frees_the_memory_of_the_forward_at_once(ranks):
         raise torch.OutOfMemoryError("as a GPU would")
 
     wrapper = DataParallel(Lambda(fail), cpu(ranks))
-    gc.collect()
-    gc.disable()
-    try:
+    with no_collector():
         with suppress(torch.OutOfMemoryError):
             wrapper(torch.ones(8, 2))
         assert [ref() for ref in kept] == [None] * (2 * ranks)
-    finally:
-        gc.enable()

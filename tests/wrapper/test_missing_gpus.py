@@ -15,8 +15,7 @@ pytestmark = pytest.mark.skipif(devices.has_accelerator(), reason="is about mach
 
 
 def caught(call):
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as found:
         result = call()
     return result, [str(each.message) for each in found]
 

@@ -131,8 +131,7 @@ def test_attributes_assigned_in_forward_are_lost_with_one_warning(ranks):
 
     net = Lambda(count, count=0)
     wrapper = DataParallel(net, cpu(ranks))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         for _ in range(3):
             wrapper(numbers(8, 2))
     assert net.count == 0
@@ -150,8 +149,7 @@ def test_buffers_assigned_anew_in_forward_are_lost_with_one_warning(ranks):
     net = Lambda(average)
     net.register_buffer("mean", torch.zeros(()))
     wrapper = DataParallel(net, cpu(ranks))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         for _ in range(3):
             wrapper(numbers(8, 2))
     assert net.mean.item() == 0
@@ -178,12 +176,10 @@ def temporary(self, x):
 
 @pytest.mark.parametrize("kind", SILENT)
 def test_nothing_is_warned_of_where_nothing_is_lost(kind):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         net = SILENT[kind]()
     wrapper = DataParallel(net, cpu(2))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         for _ in range(4):
             wrapper(numbers(8, 4))
     assert [str(each.message) for each in caught if "lost" in str(each.message)] == []

@@ -30,8 +30,7 @@ class Lists(nn.Module):
 
 @pytest.mark.parametrize("ranks", RANKS)
 def test_parameter_list_and_dict(ranks):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         agree(Lists(), ranks, numbers(8, 2))
 
 

@@ -18,17 +18,6 @@ from typing import Any
 import torch
 from fakes.accelerator import device_module
 
-__all__ = [
-    "TEAMS",
-    "WANTED",
-    "by_the_cuda_backend",
-    "compile_before",
-    "fakes",
-    "is_wanted",
-    "register",
-    "what_is_missing",
-]
-
 WANTED = "MGPU_TEST_FAKE"
 
 _HERE = Path(__file__).parent

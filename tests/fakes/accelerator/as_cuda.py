@@ -13,8 +13,6 @@ from typing import Any
 import torch
 from fakes.accelerator import device_module
 
-__all__ = ["answer_as_cuda", "capturing", "fake_of"]
-
 capturing: list[torch.Stream] = []  # the streams whose work is being recorded
 
 

@@ -17,8 +17,6 @@ from pathlib import Path
 import torch
 from fakes import native_build, ptx
 
-__all__ = ["faults", "serve", "replace_core"]
-
 DEVICES = 4
 
 

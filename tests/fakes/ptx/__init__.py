@@ -17,8 +17,6 @@ from typing import Any
 import numpy as np
 from fakes import native_build
 
-__all__ = ["WANTED", "Machine", "compile_ptx", "take_faults", "wanted_architecture", "what_is_missing"]
-
 WANTED = "MGPU_TEST_PTX"  # the architecture whose PTX the fake CUDA runtime runs; see launches.h
 _TEXT_NBYTES = 1 << 20
 

@@ -53,7 +53,7 @@ def really_equal():
 
 # Which tests the default run leaves out, by folder and file below tests/; single tests carry the marker themselves.
 _MARKERS = {
-    "fakes": ("ptx", "test_fake_accelerator.py"),
+    "fakes": ("kernels/test_cupy_kernels.py", "ptx", "test_fake_accelerator.py"),
     "processes": ("processes",),
     "soak": ("soak",),
     "browser": ("explain/test_browser.py",),

@@ -7,11 +7,11 @@ from types import MethodType
 import pytest
 import torch
 from fakes.nets import Cnn, Lstm, Polynomial, Spy, Tied, cpu, mlp, whole
-from mgpu_core.parallel.replicate import plain_copies
 from torch import nn
 
 from mgpu_core import _core, replicate
 from mgpu_core.device.team import Team
+from mgpu_core.parallel.replicate_modules import plain_copies
 
 RANKS = [1, 2, 3, 5, 8]
 

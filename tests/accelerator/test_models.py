@@ -85,7 +85,7 @@ def test_nested_outputs_scalars_and_whole_tables(team, rows):
     assert out["y"].tolist() == wanted["y"].tolist()
     assert out["rest"][0][0].tolist() == x[:, 0].tolist()
     assert out["rest"][0][1:] == ("text", None)
-    assert out["max"].devices_of.tolist() == wanted["max"].devices_of.tolist()
+    assert out["max"].indices.tolist() == wanted["max"].indices.tolist()
 
 
 @several

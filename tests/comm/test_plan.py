@@ -1,4 +1,4 @@
-"""The plans, by their properties: integers in, integers out."""
+"""Plans, by their properties: integers in, integers out."""
 
 import itertools
 import math
@@ -44,7 +44,7 @@ def test_shares_are_kept_within_one_row(count, shares):
 
 
 def exact_rows(count, shares):
-    """Whose share is less than a row gets one; the others share what is left."""
+    """A rank whose share is less than a row gets one; the others share the rest."""
     few = set()
     while True:
         rest = count - len(few)
@@ -92,7 +92,7 @@ def test_buckets_are_neighbours_of_one_kind_up_to_the_limit(tensors, limit):
 
 
 def run_schedule(schedule, ranks, chunks):
-    """What each rank has of each chunk at the end, as the ranks whose parts were added, in order."""
+    """Return what each rank has of each chunk at the end, as the ranks whose parts were added, in order."""
     held = [[[rank] for _ in range(chunks)] for rank in range(ranks)]
     for hops in schedule:
         before = [[list(chunk) for chunk in rank] for rank in held]

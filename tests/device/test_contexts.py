@@ -1,4 +1,4 @@
-"""What a thread carries reaches the ranks, or is refused by name: each test fails with plain threads."""
+"""State of the caller's thread reaches the ranks, or is refused by name: each test fails with plain threads."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ class Report(nn.Module):
 
 
 def asked(ranks, ask):
-    """What every rank says; they must agree, or gather refuses."""
+    """Return what every rank says; they must agree, or gather refuses."""
     return DataParallel(Report(ask), cpu(ranks))(torch.ones(ranks, 1))[1]
 
 

@@ -1,4 +1,4 @@
-"""The report on machines made of fakes: four GPUs, UUID lists, MIG, old drivers, and every trap with its way out."""
+"""Report on machines made of fakes: four GPUs, UUID lists, MIG, old drivers, and every trap with its way out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The report on this machine as it is: its facts, both views of them, and no traceback whatever fails."""
+"""Report on this machine as it is: its facts, both views of them, and no traceback whatever fails."""
 
 from __future__ import annotations
 

@@ -164,7 +164,7 @@ class Replay:
 
 
 def without_gpu(step):
-    """The step, with a recorder that needs no GPU."""
+    """Return the step, with a recorder that needs no GPU."""
     step._loop.captured.recorder = Recorder(step)
     return step
 

@@ -17,7 +17,7 @@ def chunks(rows, ranks):
 
 
 def whole(module, seed=0):
-    """The module with small whole numbers in its parameters, whose sums are exact."""
+    """Return the module with small whole numbers in its parameters: their sums are exact."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in module.parameters():
@@ -77,7 +77,7 @@ class Spy(nn.Module):
         return self.linear(x) + self.offset
 
     def by_rank(self):
-        """The notes, in the order of their rows."""
+        """Return the notes, in the order of their rows."""
         return sorted(self.seen, key=lambda note: note["rows"])
 
 

@@ -9,10 +9,10 @@ def numbers(*shape, device=None):
 
 
 def devices_of(tensors):
-    """The names of the tensors' devices, in order."""
+    """Return the names of the tensors' devices, in order."""
     return [str(tensor.device) for tensor in tensors]
 
 
 def gradients(net):
-    """The gradient of each parameter, by name, as lists."""
+    """Return the gradient of each parameter by name, as lists."""
     return {name: None if p.grad is None else p.grad.tolist() for name, p in net.named_parameters()}

@@ -80,7 +80,7 @@ class Explode(torch.autograd.Function):
 
 
 class Pair:
-    """The same net twice: once in a step over ranks, once alone on one device."""
+    """Keeps the same net twice: once in a step over ranks, once alone on one device."""
 
     def __init__(self, net, make_optimizer, ranks, loss_fn=mse, **settings):
         self.alone = copy.deepcopy(net)
@@ -100,19 +100,19 @@ class Pair:
         return self.step(*inputs), loss.detach()
 
     def far(self):
-        """The largest difference between parameters."""
+        """Return the largest difference between parameters."""
         pairs = zip(self.net.parameters(), self.alone.parameters(), strict=True)
         return max(float((a - b).detach().abs().max()) for a, b in pairs)
 
     def same_gradients(self):
-        """Whether the gradients are equal, and missing for the same parameters."""
+        """Return whether the gradients are equal, and missing for the same parameters."""
         for a, b in zip(self.net.parameters(), self.alone.parameters(), strict=True):
             if (a.grad is None) != (b.grad is None) or (a.grad is not None and not torch.allclose(a.grad, b.grad)):
                 return False
         return True
 
     def same_state(self):
-        """Whether the optimizers show the same state, of the same parameters."""
+        """Return whether the optimizers show the same state, of the same parameters."""
         shown, wanted = ([{} for _ in self.net.parameters()] for _ in range(2))
         for found, optimizer, net in ((shown, self.optimizer, self.net), (wanted, self.reference, self.alone)):
             for values, parameter in zip(found, net.parameters(), strict=True):

@@ -25,7 +25,7 @@ def fail():
 
 
 def is_among(plan, tensor):
-    """Whether these are the rows of the rank that is to fail."""
+    """Return whether these are the rows of the rank that is to fail."""
     return "at" in plan and bool((tensor == plan["at"]).any())
 
 
@@ -182,7 +182,7 @@ def test_nonfinite_gradients_may_be_allowed():
 @pytest.mark.parametrize("error_if_nonfinite", [True, False])
 @pytest.mark.parametrize("settings", [{"clip_norm": 1.0}, {}], ids=["clip", "as it is"])
 def test_a_batch_without_any_weight_spoils_no_later_one(settings, error_if_nonfinite, ranks):
-    """What lies between parameters in a bucket is not made NaN by a factor of 1/0."""
+    """Memory between the parameters of a bucket is not made NaN by a factor of 1/0."""
 
     def weighed(output, target):
         counts = (target >= 0).double()
@@ -234,7 +234,7 @@ def test_the_graph_of_a_failed_step_is_freed():
 
 @pytest.mark.filterwarnings("ignore:the fused kernels do not serve")
 def test_a_hook_that_fails_behind_the_update():
-    """The weights have been updated, as they would be without us: so the step counts, and all that belongs to it."""
+    """Weights have been updated, as they would be without us: so the step counts, and all that belongs to it."""
     net = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
     alone = copy.deepcopy(net)
     optimizers = [SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (net, alone)]

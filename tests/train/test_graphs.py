@@ -119,7 +119,7 @@ def test_running_statistics_are_replayed():
 
 
 def scaled_pair(make, ranks):
-    """Of one weight and an offset with running statistics: gradients are what the targets say, whole powers of two."""
+    """Return steps over one weight and an offset with running statistics: gradients are whole powers of two."""
     net = OneWeight()
     twin = copy.deepcopy(net)
     settings = {"reduction": "sum", "amp_dtype": torch.float16}

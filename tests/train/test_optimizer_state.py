@@ -1,4 +1,4 @@
-"""The state of a step and its optimizer: saved, resumed, edited and taken over."""
+"""State of steps and their optimizers: saved, resumed, edited and taken over."""
 
 import copy
 import io

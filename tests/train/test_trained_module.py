@@ -1,4 +1,4 @@
-"""The module of a step: frozen, moved, rebuilt or changed while it is trained, and free after the end."""
+"""Modules of steps: frozen, moved, rebuilt or changed while it is trained, and free after the end."""
 
 import copy
 import gc

@@ -1,6 +1,6 @@
-"""The drop-in among all that people do to a module between two forwards, in any order: it stays the plain module.
+"""Do to a wrapped module all that people do between two forward passes, in any order: it stays the plain module.
 
-Beside each wrapped module stands an equal one that is not wrapped.  What is done to the one is done to the other; all
+Next to each wrapped module stands an equal one that is not wrapped.  What is done to the one is done to the other; all
 outputs, gradients, parameters and buffers stay the same.
 """
 
@@ -46,7 +46,7 @@ def shifted(module, args):
 
 
 class WrapperMachine(RuleBasedStateMachine):
-    """What may be done to a module that is wrapped."""
+    """Do to a wrapped module what may be done to it."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""The drop-in against the plain module: whole training runs, a spy inside the module, and exact bytes on the way."""
+"""Compare the wrapper with the plain module: whole training runs, a spy inside the module, and exact bytes on the way."""
 
 import copy
 import threading
@@ -71,7 +71,7 @@ def test_training_equals_the_plain_module(case, optimizer, ranks):
 
 
 def chunked(net, x, ranks):
-    """What a team does with BatchNorm: each chunk has its own statistics, and rank 0 alone keeps them."""
+    """As torch does: each chunk has its own statistics, and rank 0 alone keeps them."""
     parts = x.split(chunks(len(x), ranks))
     own = dict(net.named_buffers())
     copies = [{name: buffer.clone() for name, buffer in own.items()} for _ in parts[1:]]

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import mgpu_core
 
 
@@ -24,3 +26,20 @@ def test_the_source_folder_says_what_to_do(tmp_path):
 
 def test_the_version_is_that_of_the_installed_package():
     assert mgpu_core.__version__ == importlib.metadata.version("mgpu-core")
+
+
+def test_names_are_imported_at_their_first_use():
+    program = (
+        "import sys, mgpu_core\n"
+        "count = lambda: len([name for name in sys.modules if name.startswith('mgpu_core')])\n"
+        "print(count() <= 70, 'torch' in sys.modules, set(mgpu_core.__all__) <= set(dir(mgpu_core)))\n"
+        "mgpu_core.Team\n"
+        "print('torch' in sys.modules, 'mgpu_core.train.step' in sys.modules)\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert ran.stdout.splitlines() == ["True False True", "True False"]
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="module 'mgpu_core' has no attribute 'DataParalel'"):
+        _ = mgpu_core.DataParalel

@@ -16,7 +16,7 @@ from mgpu_core.trace.profilers import name_in_profilers
 __all__ = ["explain"]
 
 _MOVED = {  # public names of version 0.1 below mgpu_core.explain
-    "Step": "explanation.trace.Step",
+    "Step": "explanation.steps.Step",
     "StepProfile": "explanation.step_profile.StepProfile",
     "Story": "explanation.trace.Trace",
     "labels": "trace.labels",

@@ -1,9 +1,10 @@
-"""The benchmarks are no part of the package: they are found beside it, as `run.py` finds them."""
+"""The benchmarks are no part of the package: they are found next to it, as `run.py` finds them."""
 
 import sys
 from pathlib import Path
 
 import pytest
+from fakes.gpu_check import Machine
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -16,3 +17,8 @@ def _no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     """Times do not matter here."""
     monkeypatch.setattr("benchmarks.timing.QUIET_SECONDS", 0.0)
     monkeypatch.setattr("benchmarks.timing._cache_nbytes", lambda: 1024)
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    return Machine(tmp_path)

@@ -19,11 +19,6 @@ from benchmarks.gpu_check import bench
 STAGES = ["build", "sanitize", "test", "nccl", "bench"]
 
 
-@pytest.fixture
-def machine(tmp_path: Path) -> Machine:
-    return Machine(tmp_path)
-
-
 def test_all_stages_pass(machine: Machine) -> None:
     assert machine.run("out") == (0, "")
     assert machine.status == dict.fromkeys(STAGES, "passed")

@@ -2,7 +2,6 @@
 
 import signal
 import subprocess
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,11 +11,6 @@ from benchmarks.gpu_check import many
 from mgpu_core.device.peers import PeerVerdict
 
 STAGES = ["build", "probe", "contexts", "replicas", "graphs", "streams", "abort"]
-
-
-@pytest.fixture
-def machine(tmp_path: Path) -> Machine:
-    return Machine(tmp_path)
 
 
 def test_all_checks_of_many_gpus_pass(machine: Machine) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from fakes.two_devices import HOME, OTHER, TEAM, equal, rows
+from fakes.two_devices import HOME, OTHER, TEAM, rows
 
 from mgpu_core import comm
 
@@ -12,18 +12,18 @@ def test_comm_broadcast(source):
     x = rows(device=source)
     results = comm.broadcast(x, TEAM)
     assert [each.device for each in results] == [HOME, OTHER]
-    assert all(equal(each, x) for each in results)
+    assert all(torch.equal(each, x) for each in results)
     if x.device == HOME:
         assert results[0].data_ptr() == x.data_ptr()
     outs = [torch.empty_like(x, device=device) for device in TEAM]
     for given in (outs, [x.to(HOME), outs[1]]):
         results = comm.broadcast(x, out=given)
         assert all(one is other for one, other in zip(results, given, strict=True))
-        assert all(equal(each, x) for each in results)
+        assert all(torch.equal(each, x) for each in results)
     with pytest.raises(RuntimeError, match="Exactly one of 'devices' and 'out'"):
         comm.broadcast(x, TEAM, out=outs)
     # Torch asks for CUDA tensors; here any device will do.  Its RuntimeError for a wrong shape is a ValueError.
-    assert equal(comm.broadcast(x, out=[x.to(HOME), torch.empty_like(x, device="cpu")])[1], x)
+    assert torch.equal(comm.broadcast(x, out=[x.to(HOME), torch.empty_like(x, device="cpu")])[1], x)
     with pytest.raises(ValueError, match="rank 1"):
         comm.broadcast(x, out=[outs[0], outs[1].unsqueeze(0)])
 
@@ -64,7 +64,7 @@ def test_comm_broadcast_coalesced(kind, buffer_size):
     for copy, tensor in zip(copies[1], tensors, strict=True):
         assert copy.device == OTHER
         assert (copy.dtype, copy.layout) == (tensor.dtype, tensor.layout)
-        assert equal(copy.to_dense(), tensor.to_dense())
+        assert torch.equal(copy.to_dense(), tensor.to_dense())
     check_own_versions(copies[1])
 
 
@@ -80,7 +80,7 @@ def check_own_versions(tensors):
 def test_comm_reduce_add():
     result = comm.reduce_add((rows(device=HOME), rows(device=OTHER) * 2))
     assert result.device == HOME
-    assert equal(result, rows() * 3)
+    assert torch.equal(result, rows() * 3)
 
 
 @pytest.mark.parametrize("kind", MANY)
@@ -90,7 +90,7 @@ def test_comm_reduce_add_coalesced(kind, buffer_size):
     results = comm.reduce_add_coalesced([tensors, [tensor.to(OTHER) for tensor in tensors]], buffer_size=buffer_size)
     for result, tensor in zip(results, tensors, strict=True):
         assert (result.device, result.dtype, result.layout) == (HOME, tensor.dtype, tensor.layout)
-        assert equal(result.to_dense(), tensor.to_dense() * 2)
+        assert torch.equal(result.to_dense(), tensor.to_dense() * 2)
     check_own_versions(results)
 
 
@@ -101,14 +101,14 @@ def test_comm_scatter(source, dim, sizes):
     parts = comm.scatter(x, TEAM, sizes, dim)
     wanted = x.split(sizes or x.size(dim) // 2, dim)
     assert [part.device for part in parts] == [HOME, OTHER]
-    assert all(equal(one, other) for one, other in zip(parts, wanted, strict=True))
+    assert all(torch.equal(one, other) for one, other in zip(parts, wanted, strict=True))
     # Torch gives a view where the chunk is on the tensor's device already; ours are fresh, so that a module that writes
     # to its input leaves the caller's tensor alone.
     assert all(part.data_ptr() != x.data_ptr() for part in parts)
     out = [torch.empty_like(part) for part in parts]
     result = comm.scatter(x, dim=dim, out=out)
     assert all(one is other for one, other in zip(result, out, strict=True))
-    assert all(equal(one, other) for one, other in zip(result, wanted, strict=True))
+    assert all(torch.equal(one, other) for one, other in zip(result, wanted, strict=True))
 
 
 def test_comm_scatter_mistakes():
@@ -136,10 +136,10 @@ def test_comm_gather(dim, target):
     result = comm.gather((x, y), dim, destination=target)
     # Without a destination torch takes the current device, ours the first tensor's.
     assert result.device == (HOME if target is None else torch.device(target))
-    assert equal(result, wanted)
+    assert torch.equal(result, wanted)
     out = torch.empty_like(result)
     assert comm.gather((x, y), dim, out=out) is out
-    assert equal(out, wanted)
+    assert torch.equal(out, wanted)
 
 
 def test_comm_gather_mistakes():
@@ -148,7 +148,7 @@ def test_comm_gather_mistakes():
         comm.gather((x, y), 0, destination="cpu", out=torch.empty(4, 3, dtype=torch.float64, device="cpu"))
     with pytest.raises(ValueError, match="tensors is empty"):
         comm.gather(())
-    assert equal(comm.gather((x.cpu(), y)), torch.cat([x.cpu(), y.cpu()]))  # torch asks for CUDA tensors
+    assert torch.equal(comm.gather((x.cpu(), y)), torch.cat([x.cpu(), y.cpu()]))  # torch asks for CUDA tensors
     for bad in (y.unsqueeze(0), y[:, 1:]):
         with pytest.raises(ValueError, match=r"tensors\[1\]"):
             comm.gather((x, bad))

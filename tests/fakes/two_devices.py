@@ -14,10 +14,6 @@ TEAM = cpu(2)
 HOME, OTHER = (torch.device(device) for device in TEAM)
 
 
-def equal(one, other):
-    return torch.equal(one.cpu(), other.cpu())
-
-
 def linear(device=HOME, dtype=torch.float64):
     return whole(nn.Linear(3, 2)).to(device, dtype)
 

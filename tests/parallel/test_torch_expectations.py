@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from fakes.two_devices import HOME, OTHER, TEAM, equal, linear, rows
+from fakes.two_devices import HOME, OTHER, TEAM, linear, rows
 from torch import nn
 
 from mgpu_core import gather, replicate, scatter
@@ -16,8 +16,8 @@ def test_scatter_and_its_gradient():
     x = rows(4).requires_grad_()
     parts = scatter(x, TEAM)
     assert [part.device for part in parts] == [HOME, OTHER]
-    assert equal(parts[0], x[:2])
-    assert equal(parts[1], x[2:])
+    assert torch.equal(parts[0], x[:2])
+    assert torch.equal(parts[1], x[2:])
     parts[0].backward(torch.full_like(parts[0], 2))
     assert x.grad.tolist() == [[2.0] * 3] * 2 + [[0.0] * 3] * 2
     assert torch.autograd.gradcheck(lambda x: scatter(x, TEAM), (x,))
@@ -34,12 +34,12 @@ def test_gather_and_its_gradient(target, shape):
     assert result.device == torch.device(target)
     assert result.shape == ((4, 4) if shape else (2,))
     half = len(result) // 2
-    assert equal(result[:half].view(shape), inputs[0])
-    assert equal(result[half:].view(shape), inputs[1])
+    assert torch.equal(result[:half].view(shape), inputs[0])
+    assert torch.equal(result[half:].view(shape), inputs[1])
     gradient = torch.arange(result.numel(), dtype=torch.float64, device=target).view(result.shape)
     result.backward(gradient)
-    assert equal(inputs[0].grad, gradient[:half].view(shape))
-    assert equal(inputs[1].grad, gradient[half:].view(shape))
+    assert torch.equal(inputs[0].grad, gradient[:half].view(shape))
+    assert torch.equal(inputs[1].grad, gradient[half:].view(shape))
     assert torch.autograd.gradcheck(lambda *each: gather(each, target), inputs)
     assert torch.autograd.gradgradcheck(lambda *each: gather(each, target), inputs)
 
@@ -55,7 +55,7 @@ def test_replicas_compute_on_their_devices(devices):
     net, x = linear(), rows()
     for rank, twin in enumerate(replicate(net, devices)):
         assert twin.weight.device == torch.device(devices[rank])
-        assert equal(twin(x.to(devices[rank])), net(x))
+        assert torch.equal(twin(x.to(devices[rank])), net(x))
     norm = nn.Module()
     norm.bn = nn.BatchNorm2d(10).to(HOME)
     for rank, twin in enumerate(replicate(norm, devices)):
@@ -88,5 +88,5 @@ def test_named_tuples_are_scattered_and_gathered_as_they_are(kind):
         for outputs in (parts, crossed):
             result = gather(outputs, target)
             assert type(result) is kind
-            assert equal(result.a, given.a)
-            assert equal(result.b, given.b)
+            assert torch.equal(result.a, given.a)
+            assert torch.equal(result.b, given.b)

@@ -24,24 +24,15 @@ class Fragile(nn.Module):
     def __init__(self, acts):
         super().__init__()
         self.first, self.last = nn.Linear(2, 2), nn.Linear(2, 2)
-        self.acts = acts
+        self.act = acts.get  # which copies share, as they share functions
         whole(self)
-
-    def __deepcopy__(self, memo):
-        twin = Fragile(self.acts)
-        with torch.no_grad():
-            for own, theirs in zip(self.parameters(), twin.parameters(), strict=True):
-                memo[id(own)] = memo.get(id(own), theirs)
-        twin.first.weight, twin.first.bias = memo[id(self.first.weight)], memo[id(self.first.bias)]
-        twin.last.weight, twin.last.bias = memo[id(self.last.weight)], memo[id(self.last.bias)]
-        return twin
 
     def forward(self, x):
         armed = bool((x == 9).any())
         if armed:
-            self.acts.get("forward", int)()
+            self.act("forward", int)()
         hidden = self.first(x)
-        return self.last(Explode.apply(hidden, self.acts.get("backward", int) if armed else int))
+        return self.last(Explode.apply(hidden, self.act("backward", int) if armed else int))
 
 
 def boom():

@@ -11,7 +11,7 @@ from fakes.nets import cpu
 from torch import nn
 from torch.optim import SGD
 from torch.utils.checkpoint import checkpoint
-from train.nets import mse
+from train.nets import compiled_in_place, compiled_root, mse
 
 import mgpu_core
 from mgpu_core import DataParallel, SyncBatchNorm, TrainStep, convert_sync_batchnorm, parallel_apply
@@ -266,16 +266,7 @@ def test_a_failure_where_ranks_meet_leaves_no_memory(monkeypatch):
         assert failed_forwards() == failed_forwards()
 
 
-def compiled_around(net):
-    return torch.compile(net, backend="eager")
-
-
-def compiled_in_place(net):
-    net.compile(backend="eager")
-    return net
-
-
-@pytest.mark.parametrize("compiled", [compiled_around, compiled_in_place])
+@pytest.mark.parametrize("compiled", [compiled_root, compiled_in_place])
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 def test_ranks_that_compile_meet_all_the_same(monkeypatch, ranks, compiled):
     monkeypatch.setenv("MGPU_CORE_TIMEOUT", "60")

@@ -60,6 +60,15 @@ class Constrained(nn.Module):
         return self.last(self.first(x))
 
 
+def compiled_root(net):
+    return torch.compile(net, backend="eager")
+
+
+def compiled_in_place(net):
+    net.compile(backend="eager")
+    return net
+
+
 def two_layers():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 2), nn.ReLU()).double()

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import RMSprop
 from train.nets import Linear, batches
 
-from mgpu_core import Replicate
+from mgpu_core import Replicate, convert_sync_batchnorm
 from mgpu_core.optim import SGD
 from mgpu_core.train import graph_cache as graphs
 from mgpu_core.train.graph_cache import WARM_UP
@@ -50,8 +50,6 @@ def test_batches_of_too_many_kinds_are_forgotten():
     ids=lambda each: None if isinstance(each, dict) else each,
 )
 def test_why_not_is_told_once(settings, call, reason):
-    from mgpu_core import convert_sync_batchnorm
-
     settings = dict(settings)
     net = settings.pop("net", None) or Linear()
     net = convert_sync_batchnorm(net)

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import SGD, Adam
 from train.nets import Linear, mse
 
-from mgpu_core import SyncBatchNorm, TrainStep, convert_sync_batchnorm, optim
+from mgpu_core import DataParallel, SyncBatchNorm, TrainStep, convert_sync_batchnorm, optim
 from mgpu_core.device.team import Team
 
 
@@ -46,8 +46,6 @@ def test_a_closed_step_leaves_the_optimizer_alone(make):
 
 @pytest.mark.parametrize("wrap", ["step", "drop-in"])
 def test_synchronised_layers_leave_nothing(wrap):
-    from mgpu_core import DataParallel
-
     net = nn.Sequential(nn.Linear(4, 4), SyncBatchNorm(4), nn.Linear(4, 2))
     outputs = []
     net[1].register_forward_hook(lambda module, args, out: outputs.append(weakref.ref(out)))

@@ -9,7 +9,7 @@ import torch
 from fakes.nets import Cnn, Lstm, Tied, Transformer, cpu
 from torch import nn
 from torch.optim import SGD, AdamW
-from train.nets import RANKS, Branches, Linear, Pair, batches, mse
+from train.nets import RANKS, Branches, Linear, Pair, batches, compiled_in_place, compiled_root, mse
 
 from mgpu_core import TrainStep
 from mgpu_core.train import checkpoint
@@ -37,15 +37,6 @@ def test_nets_train_as_alone(name, ranks):
         x = x.double() if x.is_floating_point() else x
         pair.both(x, torch.ones(6, 7 if name == "tied" else 3, dtype=torch.float64))
     assert pair.far() < 1e-9
-
-
-def compiled_root(net):
-    return torch.compile(net, backend="eager")
-
-
-def compiled_in_place(net):
-    net.compile(backend="eager")
-    return net
 
 
 def compiled_inside(net):

@@ -1,4 +1,4 @@
-"""Compare the wrapper with the plain module: whole trainings, a spy inside the module, and exact bytes on the way."""
+"""Compare the wrapper with the plain module: whole training runs, a spy inside the module, and exact bytes."""
 
 import copy
 import threading

@@ -39,10 +39,9 @@ def test_the_drop_in_is_the_plain_module_with_one_warning(ids):
 
 def test_an_output_device_alone_is_warned_of_once():
     net = nn.Linear(2, 1)
-    for call in (lambda: DataParallel(net, output_device=0)(torch.ones(4, 2)),):
-        out, texts = caught(call)
-        assert torch.equal(out, net(torch.ones(4, 2)))
-        assert (len(texts), '["cpu"] * 2' in texts[0]) == (1, True)
+    out, texts = caught(lambda: DataParallel(net, output_device=0)(torch.ones(4, 2)))
+    assert torch.equal(out, net(torch.ones(4, 2)))
+    assert (len(texts), '["cpu"] * 2' in texts[0]) == (1, True)
     _, texts = caught(lambda: data_parallel(net, torch.ones(4, 2), output_device="cuda:1"))
     assert len(texts) == 1
     with pytest.raises(ValueError, match="does not exist"):

@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 import torch
 from fakes.nets import whole
-from fakes.two_devices import HOME, OTHER, TEAM, equal, linear, rows
+from fakes.two_devices import HOME, OTHER, TEAM, linear, rows
 from torch import nn
 
 import mgpu_core
@@ -29,7 +29,7 @@ def test_buffers_that_require_grad():
     model, x = DataParallel(Scale(factor), TEAM), rows(4, columns=4)
     assert model.module.factor.requires_grad
     model(x).sum().backward()
-    assert equal(factor.grad, x.sum(0))
+    assert torch.equal(factor.grad, x.sum(0))
 
 
 def test_rnn_with_flattened_parameters_with_and_without_gradients():
@@ -58,7 +58,7 @@ def test_rnn_with_flattened_parameters_with_and_without_gradients():
 def test_parallel_apply_takes_tuples_and_bare_tensors(bare):
     modules, inputs = (linear(HOME), linear(OTHER)), (rows(device=HOME), rows(device=OTHER))
     outputs = parallel_apply(modules, inputs if bare else [(x,) for x in inputs], None)
-    assert all(equal(out, module(x)) for out, module, x in zip(outputs, modules, inputs, strict=True))
+    assert all(torch.equal(out, module(x)) for out, module, x in zip(outputs, modules, inputs, strict=True))
 
 
 def test_parallel_apply_under_autocast():
@@ -68,7 +68,7 @@ def test_parallel_apply_under_autocast():
         outputs = parallel_apply(modules, inputs, None)
         wanted = [module(x) for module, x in zip(modules, inputs, strict=True)]
     assert all(out.dtype == torch.bfloat16 for out in outputs)
-    assert all(equal(out, each) for out, each in zip(outputs, wanted, strict=True))
+    assert all(torch.equal(out, each) for out, each in zip(outputs, wanted, strict=True))
 
 
 def test_parallel_apply_passes_the_exception_on():
@@ -101,9 +101,9 @@ def test_several_inputs_numbers_and_keywords(devices, keyword, functional):
     else:
         out = DataParallel(Several(), devices)(one, two, 2.0, **kwargs)
     out.sum().backward()
-    assert equal(out, Several()(one, two, 2.0, **kwargs))
-    assert equal(one.grad, wanted[0])
-    assert equal(two.grad, wanted[1])
+    assert torch.equal(out, Several()(one, two, 2.0, **kwargs))
+    assert torch.equal(one.grad, wanted[0])
+    assert torch.equal(two.grad, wanted[1])
 
 
 @pytest.mark.parametrize("functional", [False, True], ids=["module", "function"])
@@ -150,7 +150,7 @@ def test_no_grad_reaches_the_ranks():
             return x
 
     with torch.no_grad():
-        assert equal(data_parallel(Asserting(), rows(), TEAM), rows())
+        assert torch.equal(data_parallel(Asserting(), rows(), TEAM), rows())
     with pytest.raises(AssertionError):
         data_parallel(Asserting(), rows(), TEAM)
 
@@ -166,11 +166,11 @@ def test_result_and_gradients_live_where_the_first_rank_is(devices, make):
     out = data_parallel(net, x, devices)  # the input may be anywhere
     out.sum().backward()
     assert out.device == torch.device(devices[0])
-    assert equal(out, wanted)
+    assert torch.equal(out, wanted)
     for parameter, gradient in zip(net.parameters(), gradients, strict=True):
         assert parameter.grad.device == torch.device(devices[0])
         assert parameter.grad.is_sparse == isinstance(net, nn.Embedding)
-        assert equal(parameter.grad.to_dense(), gradient)
+        assert torch.equal(parameter.grad.to_dense(), gradient)
 
 
 def test_nested_output():
@@ -187,7 +187,7 @@ def test_nested_output():
     assert list(out[3]) == ["a", "b"]
     pairs = [(out[0], wanted[0]), *zip(out[1][:2], wanted[1][:2], strict=True), (out[1][2][0], wanted[1][2][0])]
     pairs += [(out[2], wanted[2]), (out[3]["a"], wanted[3]["a"]), (out[3]["b"][0], wanted[3]["b"][0])]
-    assert all(equal(one, other) for one, other in pairs)
+    assert all(torch.equal(one, other) for one, other in pairs)
 
 
 def test_nested_input():
@@ -196,7 +196,7 @@ def test_nested_input():
             return inputs[1][0]
 
     x = rows()
-    assert equal(data_parallel(Second(), (x + 1, (x + 2, x), x + 3), TEAM), x + 2)
+    assert torch.equal(data_parallel(Second(), (x + 1, (x + 2, x), x + 3), TEAM), x + 2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
@@ -206,7 +206,7 @@ def test_every_floating_dtype(dtype, way):
     model = DataParallel(net, TEAM)
     out = model(x) if way == "positional" else model(input=x)
     assert out.device == HOME
-    assert equal(out, net(x))
+    assert torch.equal(out, net(x))
 
 
 @pytest.mark.parametrize("empty", [[], {}, ()], ids=["list", "dict", "tuple"])
@@ -221,13 +221,13 @@ def test_empty_containers_in_keywords(empty):
             return self.linear(input["data"])
 
     net, x = Picks(), rows(20)
-    assert equal(DataParallel(net, TEAM)(input={"data": x, "unused": empty}), net.linear(x))
+    assert torch.equal(DataParallel(net, TEAM)(input={"data": x, "unused": empty}), net.linear(x))
 
 
 def test_device_objects_and_output_device():
     net, x = linear(), rows().requires_grad_()
-    assert equal(data_parallel(net, x, device_ids=TEAM, output_device=HOME), net(x))
-    assert equal(data_parallel(net, x, device_ids=(HOME, OTHER), output_device=HOME), net(x))
+    assert torch.equal(data_parallel(net, x, device_ids=TEAM, output_device=HOME), net(x))
+    assert torch.equal(data_parallel(net, x, device_ids=(HOME, OTHER), output_device=HOME), net(x))
     assert data_parallel(net, x, device_ids=(HOME, OTHER), output_device=OTHER).device == OTHER
 
 

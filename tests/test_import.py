@@ -28,7 +28,7 @@ def test_the_version_is_that_of_the_installed_package():
     assert mgpu_core.__version__ == importlib.metadata.version("mgpu-core")
 
 
-def test_names_are_imported_at_their_first_use():
+def test_names_are_imported_at_their_first_use(tmp_path):
     program = (
         "import sys, mgpu_core\n"
         "count = lambda: len([name for name in sys.modules if name.startswith('mgpu_core')])\n"
@@ -36,7 +36,8 @@ def test_names_are_imported_at_their_first_use():
         "mgpu_core.Team\n"
         "print('torch' in sys.modules, 'mgpu_core.train.step' in sys.modules)\n"
     )
-    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    command = [sys.executable, "-c", program]
+    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
     assert ran.stdout.splitlines() == ["True False True", "True False"]
 
 

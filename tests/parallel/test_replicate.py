@@ -317,7 +317,7 @@ def test_exact_bytes(ranks):
 
 def test_plain_copies_have_no_gradients():
     tensors = [torch.ones(2, requires_grad=True), torch.ones(3)]
-    found = plain_copies(tensors, Team.of(["cpu"] * 2))
+    found = plain_copies(tensors, Team.of(cpu(2)))
     assert not any(each.requires_grad for row in found for each in row)
     assert found[0][0].data_ptr() == tensors[0].data_ptr()
     assert [[each.tolist() for each in row] for row in found] == [[[1, 1], [1, 1, 1]]] * 2

@@ -1,5 +1,5 @@
 # Exercise 2 is wrong: everything goes through rank 0; the sums and the total are right, but it is no tree.
-# The checker says: rank 0 receives 3 messages, and in a tree nobody receives more than 2
+# The checker says: rank 0 receives 3 messages, and in a tree no rank receives more than 2
 
 from collections.abc import Callable, Sequence
 

@@ -12,7 +12,6 @@ static int64_t between(int64_t least, int64_t most) {
   return least + static_cast<int64_t>(random_bits() % static_cast<uint64_t>(most - least + 1));
 }
 static int64_t phases_of(DType dtype) { return 16 / static_cast<int64_t>(itemsize(dtype)); }
-static bool is_floating(DType dtype) { return dtype <= DType::f64; }
 
 // Values with all bits in use: any integers, and fractions between -8 and 8.
 static Bytes values_of(int64_t count, DType dtype) {

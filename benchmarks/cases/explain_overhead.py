@@ -66,7 +66,7 @@ def _spans(count: int) -> None:
 
 
 def _questions(count: int) -> None:
-    """What is asked for other events: whether a recording is on, for which step, and a watch over a collective."""
+    """Ask for the data of other events: whether tracing is on, the current step, and a collective's trace."""
     for _ in range(count):
         is_tracing()
         with in_step(current_step()):

@@ -21,7 +21,7 @@ from mgpu_core.trace.buffer import TraceBuffer
 from mgpu_core.trace.events import BETWEEN, ROOT, Address, Collective, Hop
 from mgpu_core.trace.tracer import current_step, is_tracing, mark_devices, when_tracing
 
-__all__ = ["CollectiveTrace", "discard_warmup", "trace_hop", "trace_collective"]
+__all__ = ["CollectiveTrace", "discard_warmup", "trace_collective", "trace_hop"]
 
 Row: TypeAlias = Sequence[torch.Tensor | None]
 
@@ -78,10 +78,10 @@ class CollectiveTrace:
         records = _core.close_op_log()
         _traces.stack.pop()
         if kind is None and self._before is not None:
-            self._tell(records, time.perf_counter_ns(), *self._before)
+            self._emit(records, time.perf_counter_ns(), *self._before)
 
     @when_tracing
-    def _tell(
+    def _emit(
         self, records: Sequence[_core.OpRecord], end_ns: int, buffer: TraceBuffer, before: dict[str, object]
     ) -> None:
         after = mark_devices([each for each in self._devices if each is not None])
@@ -99,7 +99,7 @@ class CollectiveTrace:
         """Add a copy or sum of the torch backend."""
         now = time.perf_counter_ns()
         call = self._hops[-1].call + 1 if self._hops else 0
-        # What is sparse has as many bytes as its rank has indices, so each part is a hop of its own.
+        # The bytes of a sparse part depend on its rank's indices, so each part is a hop of its own.
         parts = [sources] if all(map(_is_strided, sources)) else [[source] for source in sources]
         for part in parts:
             ends = list(map(_pointer, part)), list(map(_pointer, targets))
@@ -249,11 +249,11 @@ class _Finder:
         met: dict[int, int] = {}
         found = []
         for pointer in pointers:
-            found.append(self._index(pointer, met.get(pointer, 0)))
+            found.append(self._address(pointer, met.get(pointer, 0)))
             met[pointer] = met.get(pointer, 0) + 1
         return tuple(found)
 
-    def _index(self, pointer: int, before: int) -> Address:
+    def _address(self, pointer: int, before: int) -> Address:
         at = bisect_right(self._begins, pointer)
         for begin in reversed(self._begins[max(0, at - _OVERLAPPING) : at]):
             holding = [block for block in self._blocks[begin] if pointer < block[0]]

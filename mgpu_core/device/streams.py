@@ -1,4 +1,4 @@
-"""Streams and who waits for whom; no other file calls torch's stream API.
+"""The current streams of devices, as torch and the core know them, and who waits for whom.
 
 On the CPU there is nothing to wait for.  On an accelerator the work of a rank is put on the stream that the caller had
 current on the rank's device, so that the caller's work before and after the call is ordered with it.

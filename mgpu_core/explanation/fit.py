@@ -35,7 +35,7 @@ ROUNDS = 15
 BUDGET_SECONDS = 8.0
 _WARM_SECONDS = 1e-3  # the same call before the one that counts: once at least, and for so long
 _SIZES = (4 << 10, 48 << 10, 192 << 10, 768 << 10, 3 << 20, 12 << 20, 48 << 20)
-# What no constant is below: 10 ns a call, and 100 TB/s.
+# Lower bounds of the constants: 10 ns a call, and the time per byte at 100 TB/s.
 _LEAST_SECONDS, _LEAST_BETA = 1e-8, 1e-14
 
 

@@ -200,19 +200,19 @@ def in_step(number: int) -> AbstractContextManager[None]:
     return NULL_CONTEXT if _sink is None else _InStep(number)
 
 
-def when_tracing(emit: Callable[P, None]) -> Callable[P, None]:
+def when_tracing(function: Callable[P, None]) -> Callable[P, None]:
     """Decorate a function that only serves tracing: it does nothing with tracing off.
 
     An error in it ends the recording, which warns at its end; the training step is not affected.
     """
 
-    @wraps(emit)
+    @wraps(function)
     def traced(*args: P.args, **kwargs: P.kwargs) -> None:
         sink = _sink
         if sink is None or sink.buffer is None:
             return
         try:
-            emit(*args, **kwargs)
+            function(*args, **kwargs)
         except Exception as error:
             _fail(sink.buffer, error)
 

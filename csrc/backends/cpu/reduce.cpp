@@ -122,7 +122,7 @@ MGPU_INLINE void run_op(const Reduction& r) {
   }
 }
 
-// In a function of its own for each dtype: together they would be too much for the compiler's optimizer.
+// Not inlined, one function per dtype: in a single function the compiler would give up optimizing.
 template <class T>
 __attribute__((noinline)) void reduce_as(const Reduction& r) {
   if constexpr (std::is_integral_v<T>)

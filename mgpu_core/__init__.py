@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from mgpu_core.explain import explain
     from mgpu_core.nested import Replicate, Rows
     from mgpu_core.parallel import gather, parallel_apply, reduce, replicate, scatter, scatter_kwargs
+    from mgpu_core.pipeline.module import Pipeline
     from mgpu_core.sync_batchnorm import SyncBatchNorm, convert_sync_batchnorm
     from mgpu_core.train.step import TrainStep
     from mgpu_core.wrapper import DataParallel, data_parallel
@@ -35,6 +36,7 @@ __all__ = [
     "DataParallel",
     "Error",
     "NcclError",
+    "Pipeline",
     "Replicate",
     "Rows",
     "SyncBatchNorm",
@@ -64,6 +66,7 @@ _HOMES = {
     "errors": ["BackendUnavailable", "CudaError", "Error", "NcclError"],
     "nested": ["Replicate", "Rows"],
     "parallel": ["gather", "parallel_apply", "reduce", "replicate", "scatter", "scatter_kwargs"],
+    "pipeline.module": ["Pipeline"],
     "sync_batchnorm": ["SyncBatchNorm", "convert_sync_batchnorm"],
     "train.step": ["TrainStep"],
     "wrapper": ["DataParallel", "data_parallel"],

@@ -9,18 +9,17 @@ from torch._utils import ExceptionWrapper
 
 from mgpu_core._warnings import is_users
 from mgpu_core.device.rank_barrier import RankExited
-from mgpu_core.device.team import Team
 from mgpu_core.device.workers import Outcome
 
 __all__ = ["raise_failures"]
 
 
-def raise_failures(outcomes: Sequence[Outcome], team: Team) -> None:
+def raise_failures(outcomes: Sequence[Outcome], names: Sequence[str]) -> None:
     """Raise unless all ranks ended well; the outcomes hold no exception afterwards.
 
     Args:
         outcomes: in rank order.
-        team: whose ranks they are.
+        names: of the ranks and their devices, for the message: ``replica 1 on device cuda:1``.
 
     Raises:
         Exception: as :func:`mgpu_core.parallel_apply` words it.
@@ -35,12 +34,12 @@ def raise_failures(outcomes: Sequence[Outcome], team: Team) -> None:
     for outcome in outcomes:
         outcome.error = None
     try:
-        _raise_first(errors, team)
+        _raise_first(errors, names)
     finally:
         del errors
 
 
-def _raise_first(errors: dict[int, BaseException], team: Team) -> None:
+def _raise_first(errors: dict[int, BaseException], names: Sequence[str]) -> None:
     for original in errors.values():
         if not isinstance(original, Exception):
             errors.clear()
@@ -49,9 +48,9 @@ def _raise_first(errors: dict[int, BaseException], team: Team) -> None:
             finally:
                 del original
     rank, original = next(iter(errors.items()))
-    error = _with_origin(rank, original, team)
+    error = _with_origin(names[rank], original)
     for other in list(errors)[1:]:
-        error.add_note(f"also in replica {other} on device {team.devices[other]}: {_described(errors[other])}")
+        error.add_note(f"also in {names[other]}: {_described(errors[other])}")
     errors.clear()
     original.__traceback__ = None  # the message has it; printed twice, it would hide the user's own line
     try:
@@ -75,9 +74,9 @@ def _from_users_frame(whole: TracebackType | None) -> TracebackType | None:
     return here or whole
 
 
-def _with_origin(rank: int, original: BaseException, team: Team) -> BaseException:
+def _with_origin(name: str, original: BaseException) -> BaseException:
     """Return the exception as torch words it: same type, ``Caught ... in replica``, the original traceback."""
-    where = f"in replica {rank} on device {team.devices[rank]}"
+    where = f"in {name}"
     wrapper = ExceptionWrapper((type(original), original, _from_users_frame(original.__traceback__)), where=where)
     try:
         wrapper.reraise()

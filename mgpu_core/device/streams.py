@@ -21,6 +21,7 @@ __all__ = [
     "HOST",
     "SideRoad",
     "caller_streams",
+    "copy_aside",
     "copying_to",
     "core_serves",
     "core_stream",
@@ -148,6 +149,26 @@ def hand_over(tensors: Sequence[torch.Tensor]) -> None:
             current = torch.accelerator.current_stream(tensor.device)
             current.wait_stream(_side_stream(tensor.device.index))
             tensor.record_stream(current)
+
+
+def copy_aside(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Start a copy of a tensor to another device, on the side streams of both where they are GPUs.
+
+    The copy waits for this thread's current stream of the tensor's device, and the device goes on meanwhile.  Call
+    :func:`hand_over` on the result before computing with it.  A tensor that is there already is returned.
+    """
+    source = tensor.device
+    if source == device:
+        return tensor
+    if source.type != GPU_TYPE:
+        with copying_to((device,)):
+            return tensor.to(device, non_blocking=device.type != "cpu")
+    side = _side_stream(source.index)
+    side.wait_stream(torch.accelerator.current_stream(source))
+    with copying_to((source, device)):
+        copy = tensor.to(device, non_blocking=device.type != "cpu")
+    tensor.record_stream(side)
+    return copy
 
 
 class SideRoad:

@@ -92,7 +92,14 @@ def apply_to(
         return run_ranks(team, calls, draws=draws, workers=workers)
 
 
-def run_ranks(team: Team, calls: Sequence[Callable[[], Any] | None], *, draws: bool, workers: str) -> list[Any]:
+def run_ranks(
+    team: Team,
+    calls: Sequence[Callable[[], Any] | None],
+    *,
+    draws: bool,
+    workers: str,
+    names: Sequence[str] | None = None,
+) -> list[Any]:
     """Run the call of each rank and return the results in rank order; a rank whose call is ``None`` rests.
 
     Args:
@@ -100,6 +107,7 @@ def run_ranks(team: Team, calls: Sequence[Callable[[], Any] | None], *, draws: b
         calls: one callable per rank, run on the rank's device and the caller's stream.
         draws: whether ranks that share a random generator must draw from streams of their own.
         workers: ``threads``, each rank in its own worker, the same one in every call; ``caller``, one after the other.
+        names: of the ranks in messages, read after a failure; ``None``: ``replica 1 on device cuda:1``.
 
     Raises:
         Exception: as :func:`parallel_apply`.
@@ -112,7 +120,7 @@ def run_ranks(team: Team, calls: Sequence[Callable[[], Any] | None], *, draws: b
         outcomes = _run_in_workers(team, calls, caller_streams(team.devices), draws and shares_generator(team))
     for outcome in outcomes:
         if outcome.error is not None:
-            raise_failures(outcomes, team)
+            raise_failures(outcomes, names or [f"replica {rank} on device {team.devices[rank]}" for rank in team.ranks])
     return list(map(_value_of, outcomes))
 
 

@@ -28,7 +28,7 @@ from mgpu_core.train.rank_modules import RankModules
 from mgpu_core.train.replicas import Replicas
 from mgpu_core.train.rollback import Gate
 
-__all__ = ["ForwardBackward", "RankPart", "seed"]
+__all__ = ["ForwardBackward", "RankPart", "any_has_graph", "detached", "differentiate", "seed"]
 
 LossFn = Callable[..., Any]
 _Call = Callable[[], Any]
@@ -69,6 +69,7 @@ class ForwardBackward:
         self, options: LossOptions, replicas: Replicas, net: RankModules, loss: Any, rng: str, choice: WorkerChoice
     ) -> None:
         self._replicas, self._team, self._net, self._loss = replicas, replicas.team, net, loss
+        self._cut_team = replicas.team
         self._alone = loss.module if isinstance(loss, RankModules) else loss  # the loss function of one rank
         self._reduction, self._amp_dtype, self._dim = options.reduction, options.amp_dtype, options.dim
         self.gathers = options.loss_on == "gathered"
@@ -100,7 +101,7 @@ class ForwardBackward:
             objects["inputs"] = inputs[:-1]
             if not self.gathers:
                 objects["target"] = inputs[-1]
-        cut, rows = scatter_objects(objects, self._team, self._dim, shares=shares)
+        cut, rows = scatter_objects(objects, self._cut_team, self._dim, shares=shares)
         parts: list[RankPart] = []
         for args, names, *target in cut:
             parts += (RankPart(tuple(args), names, tuple(target)),)
@@ -160,7 +161,7 @@ class ForwardBackward:
         losses, outputs = map(list, zip(*found, strict=True)) if found else ([], [])
         if joint:
             with span("backward"):
-                _differentiate(losses, [part.seed for part in parts if part is not None])
+                differentiate(losses, [part.seed for part in parts if part is not None])
         if backward and losses and losses[0].is_constant:
             _check_losses(losses)
         return losses, outputs if keep_outputs else []
@@ -185,9 +186,9 @@ class ForwardBackward:
             loss = rank_loss(self._alone(outputs, moved(target, device)), self._reduction)
         if scale is not None:
             with span("backward"):
-                _differentiate([loss], [scale])
+                differentiate([loss], [scale])
             _check_losses([loss])
-        return loss, _detached(outputs)
+        return loss, detached(outputs)
 
     def _over_ranks(
         self,
@@ -283,8 +284,8 @@ class ForwardBackward:
                     loss = rank_loss(loss_fn(output, *part.target), self._reduction)
         if backward:
             with of_backward:
-                _differentiate([loss], [part.seed])
-        return loss, _detached(output) if keep_outputs else None
+                differentiate([loss], [part.seed])
+        return loss, detached(output) if keep_outputs else None
 
     def _forward(self, module: Module, _: None, rank: int, part: RankPart) -> Any:
         device = self._team.devices[rank]
@@ -314,7 +315,7 @@ def clocked(clock: RankClock) -> Iterator[None]:
 _run_backward = torch.autograd.Variable._execution_engine.run_backward  # what torch.autograd.backward ends in
 
 
-def _differentiate(losses: Sequence[RankLoss], seeds: Sequence[float]) -> None:
+def differentiate(losses: Sequence[RankLoss], seeds: Sequence[float]) -> None:
     """Make one backward from all losses, and detach them.
 
     It runs in the dtypes of its forward: autocast, which would choose a second time, is off.
@@ -368,7 +369,7 @@ def _tensors_of(nest: Any) -> list[torch.Tensor]:
     return [each for each in leaves if isinstance(each, torch.Tensor)]
 
 
-def _detached(output: Any) -> Any:
+def detached(output: Any) -> Any:
     leaves: list[Any] = []
     tree = flatten(output, leaves, "outputs", whole=True)
     return tree.unflatten(iter([each.detach() if isinstance(each, torch.Tensor) else each for each in leaves]))

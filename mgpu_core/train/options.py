@@ -16,6 +16,7 @@ from mgpu_core.device.random import check_rng
 from mgpu_core.device.team import Team
 from mgpu_core.device.worker_choice import check_workers
 from mgpu_core.module_tree import named_parameters_of, parameters_of
+from mgpu_core.pipeline.module import Pipeline
 from mgpu_core.train.grad_scaler import AMP_DTYPES
 from mgpu_core.train.loss import REDUCTIONS
 
@@ -128,6 +129,20 @@ class Options:
         for holds, reason in reasons:
             if self.loss.loss_on == "gathered" and holds:
                 raise ValueError(f'loss_on="gathered" does not go with {reason}')
+        if isinstance(self.module, Pipeline):
+            self._check_pipeline()
+
+    def _check_pipeline(self) -> None:
+        refused = {
+            "process_group": self.has_processes,
+            'loss_on="gathered"': self.loss.loss_on == "gathered",
+            "shard_optimizer": self.update.shard_optimizer,
+            "static_graph": self.run.static_graph,
+            "capture": self.run.capture,
+            "dim": self.loss.dim != self.module.dim,
+        }
+        if names := [name for name, is_given in refused.items() if is_given]:
+            raise ValueError(f"a step over a Pipeline does not take {names[0]}")
 
     def get(self, name: str) -> Any:
         """Return an argument of the step by its name; AttributeError for anything else."""
@@ -176,7 +191,14 @@ def check_module(net: Module) -> None:
 
 
 def team_of(net: Module, device_ids: Sequence[DeviceLike] | None) -> Team:
-    """Return the team that ``device_ids`` means; an empty list is the device of the module."""
+    """Return the team that ``device_ids`` means; an empty list is the device of the module.
+
+    Of a pipeline it is the last device, where its losses are.
+    """
+    if isinstance(net, Pipeline):
+        if device_ids is not None and list(as_devices(device_ids)) != net.device_ids:
+            raise ValueError(f"device_ids of a step over a Pipeline are the pipeline's own, {net.device_ids}, or None")
+        return Team.of(net.device_ids[-1:])
     if device_ids is None:
         device_ids = local_devices()
     if not isinstance(device_ids, str | int | torch.device) and not len(device_ids):
@@ -185,7 +207,12 @@ def team_of(net: Module, device_ids: Sequence[DeviceLike] | None) -> Team:
 
 
 def check_device(net: Module, team: Team) -> None:
-    """Move the module to the only device; of several devices it must be on the first one, otherwise RuntimeError."""
+    """Move the module to the only device; of several devices it must be on the first one, otherwise RuntimeError.
+
+    A pipeline stays as it is, and looks after its tensors itself.
+    """
+    if isinstance(net, Pipeline):
+        return
     if len(team) == 1:
         net.to(team.devices[0])
     for name, tensor in [*named_parameters_of(net), *net.named_buffers()]:

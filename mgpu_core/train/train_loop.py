@@ -17,6 +17,7 @@ from mgpu_core.errors import Error
 from mgpu_core.module_tree import named_parameters_of
 from mgpu_core.nested import moved
 from mgpu_core.null_context import NULL_CONTEXT
+from mgpu_core.pipeline.module import Pipeline
 from mgpu_core.processes.ballot import Standing
 from mgpu_core.processes.group import Processes
 from mgpu_core.trace.events import ALL_RANKS
@@ -31,6 +32,7 @@ from mgpu_core.train.loss import RankLoss, Window, joined_aux, loss_of_ranks
 from mgpu_core.train.loss_check import LossCheck, LossState, compare_losses, random_numbers_kept, warning_of
 from mgpu_core.train.optimizer_step import OptimizerStep, check_optimizer
 from mgpu_core.train.options import Options, check_device
+from mgpu_core.train.pipeline_passes import PipelinePasses
 from mgpu_core.train.process_sync import ProcessSync, agree
 from mgpu_core.train.rank_modules import RankModules
 from mgpu_core.train.reducer import OwnGradients, Reducer
@@ -78,7 +80,8 @@ class TrainLoop:
         self.in_shards = options.update.shard_optimizer and len(devices) > 1
         self.communication = Communication(options.comm, len(devices) if self.in_shards else 1, processes)
         self.keeps_accumulating = False
-        self._is_loss_checked = len(team) < 2 or options.loss_fn is None or loss.loss_on != "ranks"
+        has_parts = len(team) > 1 or isinstance(options.module, Pipeline)
+        self._is_loss_checked = not has_parts or options.loss_fn is None or loss.loss_on != "ranks"
         self._broken: str | None = None
         self._is_closed = self._is_built = False
         self._build(steps=0)
@@ -105,7 +108,9 @@ class TrainLoop:
         self.optimizer_step = OptimizerStep(options.optimizer, self.replicas, self.gradients, self.in_shards)
         # Ranks that share a GPU take turns where a graph is recorded on their stream; those that meet have no graphs.
         rng = "per_rank" if run.capture and not tree.ranks_meet else run.rng
-        self.passes = ForwardBackward(options.loss, self.replicas, self.net, loss, rng, self.choice)
+        parts = options.loss, self.replicas, self.net, loss, rng, self.choice
+        pipeline = options.module if isinstance(options.module, Pipeline) else None
+        self.passes = ForwardBackward(*parts) if pipeline is None else PipelinePasses(pipeline, *parts)
         self.process_sync: ProcessSync | None = None
         if processes is not None and self.reducer is not None:
             self.process_sync = ProcessSync(processes, options.module, options.optimizer, self.reducer)

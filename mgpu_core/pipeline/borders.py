@@ -1,0 +1,107 @@
+"""Values that cross the border from one device to another: differentiable copies, and copies that end a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from mgpu_core.device.streams import caller_streams, copy_aside, hand_over, resumed_on_all
+from mgpu_core.nested import flatten
+from mgpu_core.null_context import NULL_CONTEXT
+
+__all__ = ["Crossing", "map_tensors", "send", "send_value", "tensors_in"]
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """Return the tensors of a nest, in order."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    leaves: list[Any] = []
+    flatten(value, leaves, "value", whole=True, share=True)
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+def map_tensors(value: Any, function: Callable[[Any], Any]) -> Any:
+    """Return a nest with ``function(leaf)`` in place of each leaf."""
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    leaves: list[Any] = []
+    tree = flatten(value, leaves, "value", whole=True, share=True)
+    return tree.unflatten(iter([function(leaf) for leaf in leaves]))
+
+
+class _Send(torch.autograd.Function):
+    """A copy on another device; its gradient is a copy back.  Its own adjoint, so double backward works."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, device: torch.device, streams: Sequence[torch.Stream | None]) -> Any:
+        ctx.devices, ctx.streams = (tensor.device, device), streams
+        return copy_aside(tensor, device)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        is_on_cpu = all(stream is None for stream in ctx.streams)
+        with NULL_CONTEXT if is_on_cpu else resumed_on_all(ctx.devices, ctx.streams):
+            back: torch.Tensor = _Send.apply(grad, ctx.devices[0], ctx.streams[::-1])
+            hand_over([back])
+        return back, None, None
+
+
+def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return the tensor on ``device``, differentiable; call ``hand_over`` on it before computing with it."""
+    if tensor.device == device:
+        return tensor
+    if not (torch.is_grad_enabled() and tensor.requires_grad):
+        return copy_aside(tensor, device)
+    copy: torch.Tensor = _Send.apply(tensor, device, caller_streams((tensor.device, device)))
+    return copy
+
+
+def send_value(value: Any, source: torch.device, device: torch.device) -> Any:
+    """Return a nest with its tensors on ``device``, differentiable; a leaf that names ``source`` names ``device``."""
+    if source == device:
+        return value
+    return map_tensors(value, lambda leaf: _sent_leaf(leaf, source, device, send))
+
+
+def _sent_leaf(leaf: Any, source: torch.device, device: torch.device, way: Callable[..., Any]) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return way(leaf, device)
+    return device if leaf == source and isinstance(leaf, torch.device) else leaf
+
+
+class Crossing:
+    """A tensor and its copy on another device, a leaf of another graph; the gradient of the copy is the tensor's.
+
+    Attributes:
+        source: the tensor, or a parameter.
+        leaf: the copy.
+        grad: its gradient on the device of ``source``, once :meth:`send_back` was called; ``None``: it has none.
+    """
+
+    __slots__ = ("grad", "leaf", "source")
+
+    def __init__(self, source: torch.Tensor, device: torch.device) -> None:
+        self.source = source
+        self.leaf = copy_aside(source.detach(), device).requires_grad_(source.requires_grad)
+        self.grad: torch.Tensor | None = None
+
+    def send_back(self) -> None:
+        """Start the copy of the gradient to the device of the source, and let go of the copy."""
+        grad = self.leaf.grad
+        self.grad = None if grad is None else copy_aside(grad, self.source.device)
+        del self.leaf
+
+    @staticmethod
+    def of_value(value: Any, source: torch.device, device: torch.device, crossings: list[Crossing]) -> Any:
+        """Return a nest with copies of its tensors on ``device``; append a crossing for each that requires grad."""
+
+        def cross(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+            crossing = Crossing(tensor, device)
+            if tensor.requires_grad:
+                crossings.append(crossing)
+            return crossing.leaf
+
+        return map_tensors(value, lambda leaf: _sent_leaf(leaf, source, device, cross))

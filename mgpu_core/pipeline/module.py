@@ -1,0 +1,272 @@
+"""``Pipeline``: a module cut over several devices, with micro-batches in flight."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch.nn import Module
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from mgpu_core.device.compiled import outside_the_compiler
+from mgpu_core.device.devices import DeviceLike, as_device, as_devices
+from mgpu_core.device.modes import check_modes
+from mgpu_core.device.random import check_rng
+from mgpu_core.device.streams import hand_over
+from mgpu_core.device.team import Team
+from mgpu_core.module_tree import ModuleTree
+from mgpu_core.null_context import NULL_CONTEXT
+from mgpu_core.parallel.apply import draws_apart
+from mgpu_core.parallel.gather_outputs import gather
+from mgpu_core.parallel.scatter_inputs import scatter_objects
+from mgpu_core.pipeline.borders import Crossing
+from mgpu_core.pipeline.deferred import DeferredStatistics, recomputing
+from mgpu_core.pipeline.graph import Program, ProgramCache
+from mgpu_core.pipeline.placement import Placement, find_in, refuse_moves
+from mgpu_core.pipeline.run import LastStage, PipelineRun, workers_of
+from mgpu_core.pipeline.schedules import FORWARD, check_schedule, plan
+from mgpu_core.trace.tracer import span
+
+__all__ = ["Pipeline"]
+
+CHECKPOINTS = ("never", "except_last", "always")
+_CHUNKS_PER_STAGE = 4  # of the default: a bubble of at most a fifth
+
+
+class Pipeline(Module):
+    """Cut a module over several devices; micro-batches of the rows run through its stages at the same time.
+
+    The parts are moved to their devices in place: Parameters stay the same objects, so an optimizer that was made
+    before goes on, and ``named_parameters``, ``named_buffers`` and ``state_dict`` have the names and the order of the
+    module that was cut.  A parameter that several stages use stays one Parameter on the first of their devices; the
+    others get differentiable copies in each call.  Values that a later stage needs travel there directly.
+
+    Used as a module in a loop of your own, all forwards run before all backwards.
+    :class:`mgpu_core.TrainStep` runs the schedule.
+
+    Args:
+        stages: a list with one module per device; an ``nn.Sequential``; or any module with ``split_points``.
+        device_ids: one device per stage, as for :class:`mgpu_core.DataParallel`.  A GPU that comes more than once runs
+            several stages.
+        split_points: the names of the modules at which the stages after the first begin, in the order of the forward.
+            The code that calls them is traced once by ``torch.fx`` for each form of the arguments and each mode, so it
+            must not decide by the values of tensors.  ``None``: an ``nn.Sequential`` is cut so that the bytes of the
+            largest part are least, or with ``sample`` its time.
+        chunks: micro-batches per call, cut from the rows as by :func:`mgpu_core.scatter`; default: four per stage.
+            With fewer rows there are fewer.
+        schedule: ``1f1b`` or ``gpipe``, of :class:`mgpu_core.TrainStep`.
+        checkpoint: ``never``; ``always``: a stage keeps only the inputs of a micro-batch, and runs its forward again in
+            backward; ``except_last``: all but the last micro-batch.
+        sample: arguments of one call, a tuple or one tensor, for modules whose forward takes nests or ``*args``, and
+            for the cut of an ``nn.Sequential`` by time.
+        output_device: where the outputs are joined; default: the last device.
+        dim: the dimension of the rows.
+        deferred_batch_norm: update running statistics once per call from all its rows, instead of once per
+            micro-batch.
+        rng: as for :class:`mgpu_core.DataParallel`.
+
+    Raises:
+        TypeError, ValueError: arguments that do not fit together, before anything is moved.
+    """
+
+    module: Module
+
+    def __init__(
+        self,
+        stages: Module | Sequence[Module],
+        device_ids: Sequence[DeviceLike],
+        *,
+        split_points: Sequence[str] | None = None,
+        chunks: int | None = None,
+        schedule: str = "1f1b",
+        checkpoint: str = "never",
+        sample: Any = None,
+        output_device: DeviceLike | None = None,
+        dim: int = 0,
+        deferred_batch_norm: bool = False,
+        rng: str = "auto",
+    ) -> None:
+        super().__init__()
+        devices = as_devices(device_ids)
+        chunks = _CHUNKS_PER_STAGE * len(devices) if chunks is None else chunks
+        _check_options(chunks, schedule, checkpoint, rng)
+        net, points = _taken_apart(stages, devices, split_points, sample)
+        programs = ProgramCache(net, points)
+        program, _ = programs.find(*_example(net, sample))
+        self.device_ids, self.split_points = list(devices), points
+        self.chunks, self.schedule, self.checkpoint = chunks, schedule, checkpoint
+        self.output_device = devices[-1] if output_device is None else as_device(output_device)
+        self.dim, self.rng = dim, rng
+        self._placement = Placement(net, program, devices)
+        self._programs, self._tree = programs, ModuleTree(net)
+        layers = [each for each in net.modules() if isinstance(each, _BatchNorm)] if deferred_batch_norm else []
+        self._deferred = [DeferredStatistics(each) for each in layers]
+        self.__dict__["module"] = net  # no child: its children are this module's, under their own names
+        for table in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+            self.__dict__[table] = getattr(net, table)
+        self.training = net.training
+
+    to = cuda = cpu = xpu = to_empty = refuse_moves
+
+    def train(self, mode: bool = True) -> Pipeline:
+        """Set the mode of all stages."""
+        super().train(mode)
+        self.module.training = mode
+        return self
+
+    @outside_the_compiler
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run all micro-batches through all stages.
+
+        Returns:
+            The outputs joined along ``dim`` on ``output_device``, with one graph over all devices.
+
+        Raises:
+            ValueError: inputs that disagree on their number of rows.
+            Exception: a stage raised it; of the same type, naming stage, micro-batch and device.
+        """
+        check_modes()
+        with span("pipeline"):
+            parts, _ = self.cut({"inputs": inputs, "kwargs": kwargs})
+            run = self.begin([(tuple(args), names) for args, names in parts], None)
+            self.finish(run)
+            return gather(run.outputs, self.output_device, self.dim)
+
+    def cut(self, objects: dict[str, Any]) -> tuple[list[list[Any]], list[int]]:
+        """Return per micro-batch its part of each object, on the first device, and its rows."""
+        first = self.device_ids[0]
+        return scatter_objects(objects, Team.of([first] * self.chunks), self.dim)
+
+    def begin(
+        self,
+        arguments: Sequence[tuple[tuple[Any, ...], dict[str, Any]]],
+        last: LastStage | None,
+        autocast: Callable[[torch.device], AbstractContextManager[object]] = lambda _: NULL_CONTEXT,
+    ) -> PipelineRun:
+        """Return a run over these micro-batches: of forwards, or with ``last`` of a training step's schedule.
+
+        Raises:
+            ValueError: micro-batches whose arguments differ in structure.
+            RuntimeError: a parameter is not on the device of its stage.
+        """
+        if not self._tree.is_current():
+            self._tree = ModuleTree(self.module)
+            self._programs.clear()
+            self._placement.forget()
+        found = [self._programs.find(*each) for each in arguments]
+        program = found[0][0]
+        if any(each is not program for each, _ in found):
+            raise ValueError("the arguments of the micro-batches differ in structure")
+        self._placement.check()
+        crossings: list[Crossing] | None = None if last is None else []
+        actions = plan(len(self.device_ids), len(found), self.schedule, workers_of(self.device_ids))
+        kept = len(found) - 1 if self.checkpoint == "except_last" else len(found)
+        run = PipelineRun(
+            program, self.device_ids, self._placement.finders(program, crossings),
+            actions if last is not None else [each for each in actions if each.kind == FORWARD],
+            [tensors for _, tensors in found], last=last, autocast=autocast,
+            recomputes=lambda micro_batch: self.checkpoint != "never" and micro_batch < kept,
+            recomputing=lambda stage: recomputing(self._modules_of(program, stage)),
+        )  # fmt: skip
+        run.shared = crossings or []
+        return run
+
+    def finish(self, run: PipelineRun) -> None:
+        """Run it; then update deferred statistics, and add the gradients of copied parameters to the originals'.
+
+        Raises:
+            Exception: as :meth:`forward`.
+        """
+        try:
+            run.run(draws=draws_apart(self._tree, self.rng))
+        except BaseException:
+            for each in self._deferred:
+                each.drop()
+            raise
+        for each in self._deferred:
+            each.commit()
+        for crossing in run.shared:
+            crossing.send_back()
+            _add_gradient(crossing)
+
+    def _modules_of(self, program: Program, stage: int) -> list[Module]:
+        return [find_in(self.module, name) for name in program.stages[stage].modules]
+
+    def extra_repr(self) -> str:
+        """Return the cut and the schedule."""
+        names = ", ".join(map(str, self.device_ids))
+        return f"device_ids=[{names}], split_points={self.split_points}, chunks={self.chunks}, schedule={self.schedule}"
+
+
+def _add_gradient(crossing: Crossing) -> None:
+    """Add the gradient of a parameter's copy to the parameter's own."""
+    grad, parameter = crossing.grad, crossing.source
+    if grad is None:
+        return
+    hand_over([grad])
+    with torch.no_grad():
+        parameter.grad = grad if parameter.grad is None else parameter.grad + grad
+
+
+def _check_options(chunks: Any, schedule: str, checkpoint: str, rng: str) -> None:
+    if isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1:
+        raise ValueError(f"chunks must be a whole number of micro-batches, 1 or more, not {chunks!r}")
+    check_schedule(schedule)
+    if checkpoint not in CHECKPOINTS:
+        raise ValueError(f"checkpoint must be one of {', '.join(CHECKPOINTS)}, not {checkpoint!r}")
+    check_rng(rng)
+
+
+def _taken_apart(
+    stages: Any, devices: Sequence[torch.device], split_points: Sequence[str] | None, sample: Any
+) -> tuple[Module, list[str]]:
+    """Return the module, and the names of the modules at which its stages after the first begin."""
+    if not isinstance(stages, Module):
+        parts = list(stages)
+        if split_points is not None or len(parts) != len(devices) or not all(isinstance(p, Module) for p in parts):
+            raise ValueError(
+                f"a list of stages has one module per device and no split_points: {len(parts)} for {len(devices)} "
+                "devices"
+            )
+        return torch.nn.Sequential(*parts), [str(index) for index in range(1, len(parts))]
+    if split_points is None:
+        if not isinstance(stages, torch.nn.Sequential) and len(devices) > 1:
+            raise ValueError(
+                f"a {type(stages).__name__} needs split_points: the names of the modules at which each stage after "
+                "the first begins; mgpu_core.balance finds them"
+            )
+        return stages, _balanced(stages, len(devices))
+    if len(split_points) != len(devices) - 1:
+        raise ValueError(
+            f"{len(devices)} devices need {len(devices) - 1} split points, one fewer than devices, not "
+            f"{len(split_points)}"
+        )
+    return stages, list(split_points)
+
+
+def _balanced(net: Module, parts: int) -> list[str]:
+    names = [name for name, _ in net.named_children()]
+    if len(names) < parts:
+        raise ValueError(f"{parts} stages are more than the {len(names)} layers of the module")
+    sizes = [sum(each.nbytes for each in (*m.parameters(), *m.buffers())) for m in net.children()]
+    from mgpu_core.pipeline.balance import best_cut
+
+    return [names[index] for index in best_cut(sizes, parts)]
+
+
+def _example(net: Module, sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return arguments of the form of a call: the sample, or a tensor for each parameter without a default."""
+    if sample is not None:
+        return (sample if isinstance(sample, tuple) else (sample,)), {}
+    return tuple(_placeholders(net)), {}
+
+
+def _placeholders(net: Module) -> Iterator[torch.Tensor]:
+    for name, parameter in inspect.signature(net.forward).parameters.items():
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.KEYWORD_ONLY):
+            raise ValueError(f"the forward of {type(net).__name__} takes {name}: pass sample=, the arguments of a call")
+        if parameter.default is parameter.empty:
+            yield torch.empty(0)

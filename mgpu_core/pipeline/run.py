@@ -1,0 +1,273 @@
+r"""One call of a pipeline: each device's worker runs its actions in the order of the plan.
+
+A worker waits before an action until the actions that it depends on are done; the stage before has begun to send the
+values by then.  On a GPU the host waits for the launch alone, and streams wait for the data::
+
+    worker 0   F0 ─ F1 ─────────── B0 ─ F2 ─ B1 ...        F: forward, B: backward, of a micro-batch
+                 \    \            /  (a copy of the value, or of the gradient, on a side stream)
+    worker 1      F0 ─ B0 ─ F1 ─ B1 ...
+
+No worker waits inside a forward or a backward, so a stage that fails leaves nobody behind: the others find the run
+stopped at their next action.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from mgpu_core.device.context import CallerContext
+from mgpu_core.device.rank_barrier import RankExited
+from mgpu_core.device.streams import caller_streams, hand_over, on
+from mgpu_core.device.team import Team
+from mgpu_core.device.workers import time_limit
+from mgpu_core.errors import Error
+from mgpu_core.null_context import NULL_CONTEXT
+from mgpu_core.parallel.apply import run_ranks
+from mgpu_core.pipeline.borders import Crossing, send_value, tensors_in
+from mgpu_core.pipeline.graph import Program
+from mgpu_core.pipeline.schedules import FORWARD, Action
+from mgpu_core.trace.tracer import span
+
+__all__ = ["LastStage", "PipelineRun", "workers_of"]
+
+
+def workers_of(devices: Sequence[torch.device]) -> list[int]:
+    """Return the worker of each stage: one per stage on the CPU, one per accelerator, which keeps its random order."""
+    names: list[Any] = [stage if device.type == "cpu" else device for stage, device in enumerate(devices)]
+    return [names.index(name) for name in names]
+
+
+class LastStage(Protocol):
+    """The end of the pipeline in a training step: the loss of a micro-batch, and its backward."""
+
+    def forward(self, micro_batch: int, output: Any) -> None:
+        """Compute the loss."""
+
+    def backward(self, micro_batch: int) -> None:
+        """Differentiate it."""
+
+
+class _Board:
+    """The actions that are done.  Workers wait here for those of other workers."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._done: set[tuple[str, int, int]] = set()
+        self._seconds = time_limit()
+        self._is_stopped = False
+        self._at_work = 0
+
+    @contextmanager
+    def attended(self) -> Iterator[None]:
+        """Count a worker as at work inside; where it fails, all workers stop."""
+        with self._changed:
+            self._at_work += 1
+        try:
+            yield
+        except BaseException:
+            self.stop(0)
+            raise
+        finally:
+            with self._changed:
+                self._at_work -= 1
+                self._changed.notify_all()
+
+    def post(self, kind: str, stage: int, micro_batch: int) -> None:
+        with self._changed:
+            self._done.add((kind, stage, micro_batch))
+            self._changed.notify_all()
+
+    def wait(self, kind: str, stages: Iterable[int], micro_batch: int) -> None:
+        """Wait for the same action of other stages.
+
+        Raises:
+            RankExited: the run was stopped.
+            Error: they were not done in time.
+        """
+        wanted = {(kind, stage, micro_batch) for stage in stages}
+        with self._changed:
+            in_time = self._changed.wait_for(lambda: self._is_stopped or wanted <= self._done, self._seconds)
+            if self._is_stopped:
+                raise RankExited("another stage failed")
+        if not in_time:
+            _, stage, _ = min(wanted - self._done)
+            raise Error(f"the {kind} of stage {stage} on micro-batch {micro_batch} was not done in {self._seconds:g} s")
+
+    def stop(self, seconds: float) -> bool:
+        """Let no action begin any more; return whether all workers have ended in that time."""
+        with self._changed:
+            self._is_stopped = True
+            self._changed.notify_all()
+            return self._changed.wait_for(lambda: not self._at_work, seconds)
+
+
+class PipelineRun:
+    """The values of one call, and who computes them.
+
+    Args:
+        program: the module's code in stages.
+        devices: one per stage.
+        find: per stage, a function from a name to its module or tensor.
+        actions: a plan, or the forwards of one.
+        inputs: per micro-batch the tensors of its arguments, in the program's order, on the first device.
+        last: the loss of a training step, whose stages have graphs of their own; ``None``: the stages have one
+            graph, and no backward is run.
+        recomputes: whether a stage keeps only the inputs of a micro-batch, and runs its forward again in backward.
+        recomputing: returns the context of a second forward of a stage.
+        autocast: returns the context of forwards on a device.
+
+    Attributes:
+        shared: the copies of parameters that several stages use.
+        outputs: the module's output of each micro-batch, on the last device; with ``last`` it is not kept.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        devices: Sequence[torch.device],
+        find: Sequence[Callable[[str], Any]],
+        actions: Sequence[Action],
+        inputs: Sequence[Sequence[torch.Tensor]],
+        *,
+        last: LastStage | None = None,
+        recomputes: Callable[[int], bool] = lambda _: False,
+        recomputing: Callable[[int], AbstractContextManager[object]] = lambda _: NULL_CONTEXT,
+        autocast: Callable[[torch.device], AbstractContextManager[object]] = lambda _: NULL_CONTEXT,
+    ) -> None:
+        self._program, self._devices, self._find, self._actions = program, devices, find, actions
+        self._last, self._recomputes, self._recomputing, self._autocast = last, recomputes, recomputing, autocast
+        self._workers = workers_of(devices)
+        self._names = [f"stage {stage} on device {device}" for stage, device in enumerate(devices)]
+        self._board = _Board()
+        self.shared: Sequence[Crossing] = ()
+        self._values: dict[tuple[int, int], dict[str, Any]] = {}  # that wait for a stage and micro-batch
+        self._read: dict[tuple[int, int], list[Crossing]] = {}  # leaves of a stage's graph of a micro-batch
+        self._given: dict[tuple[int, int], list[Crossing]] = {}  # what others read of it
+        self.outputs: list[Any] = [None] * len(inputs)
+        for micro_batch, tensors in enumerate(inputs):
+            for name, tensor in zip(program.inputs, tensors, strict=True):
+                for stage in program.consumers.get(name, ()):
+                    source = tensor if last is None else tensor.detach()
+                    self._waiting(stage, micro_batch)[name] = send_value(source, tensor.device, devices[stage])
+
+    def run(self, *, draws: bool, in_caller: bool = False) -> None:
+        """Run all actions.
+
+        Args:
+            draws: the stages draw random numbers: each CPU stage draws from a stream of its own.
+            in_caller: one after the other in the calling thread, in the order of the plan.
+
+        Raises:
+            Exception: a stage raised it, of the same type, naming stage, micro-batch and device.
+        """
+        workers = list(dict.fromkeys(self._workers))
+        team = Team.of([self._devices[worker] for worker in workers])
+        names = _Names(self._names, workers)
+        if in_caller or len(workers) == 1 or CallerContext(team.devices).serialize:
+            team, queues = team.first(1), [list(self._actions)]
+        else:
+            queues = [[each for each in self._actions if self._workers[each.stage] == worker] for worker in workers]
+        streams = dict(zip(self._devices, caller_streams(self._devices), strict=True))
+        calls = [
+            lambda rank=rank, actions=actions: self._work(rank, actions, names, streams)
+            for rank, actions in enumerate(queues)
+        ]
+        try:
+            run_ranks(team, calls, draws=draws, workers="threads", names=names.now)
+        except BaseException:
+            self._board.stop(0)
+            raise
+
+    def stop(self, seconds: float) -> bool:
+        """Let no action begin any more; return whether all workers have ended in that time."""
+        return self._board.stop(seconds)
+
+    def _work(self, rank: int, actions: Sequence[Action], names: _Names, streams: Any) -> None:
+        with self._board.attended():
+            for _, stage, kind, micro_batch in actions:
+                device = self._devices[stage]
+                names.now[rank] = f"stage {stage}, micro-batch {micro_batch}, on device {device}"
+                self._board.wait(kind, self._before(kind, stage), micro_batch)
+                with on(device, streams[device]), span(kind, stage, device, micro_batch):
+                    (self._forward if kind == FORWARD else self._backward)(stage, micro_batch)
+                self._board.post(kind, stage, micro_batch)
+
+    def _before(self, kind: str, stage: int) -> Iterable[int]:
+        """Return the stages whose same action comes first."""
+        return self._program.producers[stage] if kind == FORWARD else self._program.readers[stage]
+
+    def _waiting(self, stage: int, micro_batch: int) -> dict[str, Any]:
+        return self._values.setdefault((stage, micro_batch), {})
+
+    def _forward(self, stage: int, micro_batch: int) -> None:
+        values = self._values.pop((stage, micro_batch), {})
+        tensors = [tensor for value in values.values() for tensor in tensors_in(value)]
+        hand_over(tensors)
+        before = _versions(tensors)
+        with self._autocast(self._devices[stage]):
+            result = self._called(stage, micro_batch, values)
+            if before != _versions(tensors):
+                raise RuntimeError(
+                    f"stage {stage} writes into its input in place, which the stage before may still use: cut the "
+                    "module elsewhere, or make the operation not in place (inplace=False)"
+                )
+            if stage == len(self._devices) - 1:
+                output = result.pop("output")
+                if self._last is None:
+                    self.outputs[micro_batch] = output
+                else:
+                    self._last.forward(micro_batch, output)
+        self._send(stage, micro_batch, result)
+
+    def _called(self, stage: int, micro_batch: int, values: dict[str, Any]) -> dict[str, Any]:
+        part, find = self._program.stages[stage], self._find[stage]
+        if not self._recomputes(micro_batch) or not torch.is_grad_enabled():
+            return part.run(values, find)
+        result: dict[str, Any] = checkpoint(
+            part.run, values, find, use_reentrant=False,
+            context_fn=lambda: (NULL_CONTEXT, self._recomputing(stage)),
+        )  # fmt: skip
+        return result
+
+    def _send(self, stage: int, micro_batch: int, values: dict[str, Any]) -> None:
+        """Begin to send what other stages read."""
+        given: list[Crossing] = []
+        source = self._devices[stage]
+        for name in self._program.stages[stage].gives:
+            for reader in self._program.consumers[name]:
+                if self._last is None:
+                    value = send_value(values[name], source, self._devices[reader])
+                else:
+                    crossings: list[Crossing] = []
+                    value = Crossing.of_value(values[name], source, self._devices[reader], crossings)
+                    given += crossings
+                    self._read.setdefault((reader, micro_batch), []).extend(crossings)
+                self._waiting(reader, micro_batch)[name] = value
+        self._given[stage, micro_batch] = given
+
+    def _backward(self, stage: int, micro_batch: int) -> None:
+        given = [each for each in self._given.pop((stage, micro_batch)) if each.grad is not None]
+        hand_over([each.grad for each in given if each.grad is not None])
+        if stage == len(self._devices) - 1 and self._last is not None:
+            self._last.backward(micro_batch)
+        elif given:
+            torch.autograd.backward([each.source for each in given], [each.grad for each in given])
+        for each in self._read.pop((stage, micro_batch), ()):
+            each.send_back()
+
+
+class _Names:
+    """What each worker works at, for messages."""
+
+    def __init__(self, stages: Sequence[str], workers: Sequence[int]) -> None:
+        self.now = [stages[worker] for worker in workers]
+
+
+def _versions(tensors: Sequence[torch.Tensor]) -> list[int]:
+    return [] if torch.is_inference_mode_enabled() else [tensor._version for tensor in tensors]

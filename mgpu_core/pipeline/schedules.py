@@ -1,0 +1,111 @@
+"""Schedules of a pipeline as plans: which stage works on which micro-batch, and when.
+
+Pure functions of two numbers and a name.  A plan counts in slots of one action each, as the literature does: forward
+and backward of a stage take one slot.  Sources: GPipe, arXiv:1811.06965; 1F1B, arXiv:1806.03377 and arXiv:2006.09503;
+several stages per device, arXiv:2104.04473.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+__all__ = ["BACKWARD", "FORWARD", "SCHEDULES", "Action", "bubble", "check_schedule", "plan"]
+
+FORWARD, BACKWARD = "forward", "backward"
+SCHEDULES = ("1f1b", "gpipe")
+
+
+class Action(NamedTuple):
+    """One stage works on one micro-batch.
+
+    Attributes:
+        time: the slot in which it runs; slots are numbered from 0.
+        stage, micro_batch: indices.
+        kind: ``forward`` or ``backward``.
+    """
+
+    time: int
+    stage: int
+    kind: str
+    micro_batch: int
+
+
+def check_schedule(schedule: str) -> None:
+    """Raise ValueError for a schedule that does not exist."""
+    if schedule not in SCHEDULES:
+        raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)}, not {schedule!r}")
+
+
+def plan(stages: int, micro_batches: int, schedule: str = "1f1b", workers: Sequence[int] | None = None) -> list[Action]:
+    """Return the actions of one step, each once, in an order in which one thread could run them.
+
+    Args:
+        stages, micro_batches: how many there are.
+        schedule: ``gpipe``: all forwards, then all backwards; ``1f1b``: stage ``s`` runs a backward as soon as it can,
+            and holds at most ``stages - s`` micro-batches between their forward and their backward.
+        workers: per stage the worker that runs it, one action at a time; ``None``: each stage has its own.
+
+    Raises:
+        ValueError: another schedule, or fewer than one stage or micro-batch.
+    """
+    check_schedule(schedule)
+    if min(stages, micro_batches) < 1:
+        raise ValueError(f"a plan needs one stage and one micro-batch at least, not {stages} and {micro_batches}")
+    workers = range(stages) if workers is None else workers
+    groups = [[stage for stage in range(stages) if workers[stage] == each] for each in dict.fromkeys(workers)]
+    progress = _Progress(stages, micro_batches, schedule)
+    actions: list[Action] = []
+    time = 0
+    while not progress.is_over:
+        chosen = [found for group in groups if (found := progress.next_action(group)) is not None]
+        for stage, kind in chosen:
+            actions.append(Action(time, stage, kind, progress.counts[kind][stage]))
+        for stage, kind in chosen:
+            progress.counts[kind][stage] += 1
+        time += 1
+    return actions
+
+
+class _Progress:
+    """How many micro-batches each stage has run each way, before the present slot."""
+
+    def __init__(self, stages: int, micro_batches: int, schedule: str) -> None:
+        self._stages, self._micro_batches = stages, micro_batches
+        self._is_gpipe = schedule == "gpipe"
+        self.counts = {FORWARD: [0] * stages, BACKWARD: [0] * stages}
+
+    @property
+    def is_over(self) -> bool:
+        return self.counts[BACKWARD][0] == self._micro_batches
+
+    def next_action(self, stages: Sequence[int]) -> tuple[int, str] | None:
+        """Return the action of one worker in this slot: a backward if one is ready, otherwise a forward, or none."""
+        for stage in reversed(stages):
+            if self._is_backward_ready(stage):
+                return stage, BACKWARD
+        ready = [stage for stage in stages if self._is_forward_ready(stage)]
+        if not ready:
+            return None
+        forwards = self.counts[FORWARD]
+        group = max(
+            1, self._stages // len(stages)
+        )  # of several stages first those of the micro-batches that came first
+        return min(ready, key=lambda stage: (forwards[stage] // group, stage)), FORWARD
+
+    def _is_backward_ready(self, stage: int) -> bool:
+        forwards, backwards = self.counts[FORWARD], self.counts[BACKWARD]
+        if self._is_gpipe and forwards[stage] < self._micro_batches:
+            return False
+        return backwards[stage] < (forwards[stage] if stage == self._stages - 1 else backwards[stage + 1])
+
+    def _is_forward_ready(self, stage: int) -> bool:
+        forwards, held = self.counts[FORWARD], self.counts[FORWARD][stage] - self.counts[BACKWARD][stage]
+        limit = self._micro_batches if self._is_gpipe else self._stages - stage
+        return held < limit and forwards[stage] < (self._micro_batches if stage == 0 else forwards[stage - 1])
+
+
+def bubble(actions: Sequence[Action], workers: int) -> float:
+    """Return the part of all slots, between 0 and 1, in which a worker has nothing to do."""
+    slots = workers * (1 + max(action.time for action in actions))
+    return 1 - len(actions) / slots

@@ -23,6 +23,7 @@ ON_THE_FAKE = [
     "train/test_trained_module.py",
     "parallel/test_replicate.py",
     "parallel/test_scatter.py",
+    "pipeline",
     "wrapper",
     "sync_batchnorm/test_sync_batchnorm.py",
     "comm/test_torch_expectations.py",
@@ -50,6 +51,8 @@ BY_THE_CUDA_BACKEND = [
     "kernels/test_reference_optimizers.py",
     "parallel/test_replicate.py",
     "parallel/test_scatter.py",
+    "pipeline/test_pipeline.py",
+    "pipeline/test_bad_input.py",
     "wrapper",
 ]
 

@@ -98,6 +98,7 @@ class Program:
         producers: per stage the stages whose values it reads.
         readers: per stage the stages that read its values.
         consumers: per value the stages that read it.
+        sharers: per stage the names of modules and tensors that use a parameter of another stage; empty until known.
 
     Raises:
         ValueError: a split point is not called, or not in this order; the code cannot be traced, with the reason.
@@ -118,6 +119,7 @@ class Program:
         owner = {name: stage.index for stage in self.stages for name in stage.gives}
         self.producers = [sorted({owner[name] for name in stage.reads if name in owner}) for stage in self.stages]
         indices = range(len(self.stages))
+        self.sharers: list[list[str]] = []
         self.readers = [[reader for reader in indices if stage in self.producers[reader]] for stage in indices]
 
 
@@ -199,6 +201,7 @@ class _Tracer(fx.Tracer):
         self._module, self._split_points = root, split_points
         self._leaves = [id(each) for each in traced_modules(root, split_points)]
         self._stage, self._thread = 0, threading.get_ident()
+        self._is_empty = True  # nothing is in the stage yet
         self._arguments: Any = None
 
     def traced(self, arguments: Any) -> fx.Graph:
@@ -242,14 +245,11 @@ class _Tracer(fx.Tracer):
         """Begin the next stage at its split point."""
         if threading.get_ident() != self._thread:
             return forward(*args, **kwargs)
-        name = self.path_of_module(m)
-        if name in self._split_points[self._stage :]:
-            if name != self._split_points[self._stage]:
-                raise _NotInOrder(
-                    f"split point {name!r} is called before {self._split_points[self._stage]!r}: list them in the "
-                    "order of the forward"
-                )
-            self._stage += 1
+        ahead, name = self._split_points[self._stage :], self.path_of_module(m)
+        if ahead and m is self._module.get_submodule(ahead[0]) and not self._is_empty:
+            self._stage, self._is_empty = self._stage + 1, True
+        elif name in ahead[1:]:
+            raise _NotInOrder(f"split point {name!r} is called before {ahead[0]!r}: list them in the forward's order")
         return super().call_module(m, forward, args, kwargs)
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
@@ -262,6 +262,7 @@ class _Tracer(fx.Tracer):
         """Note the stage of a new operation."""
         node = super().create_node(*args, **kwargs)
         node.meta["stage"] = self._stage
+        self._is_empty &= node.op == "placeholder"
         return node
 
 

@@ -18,6 +18,7 @@ from mgpu_core.device.random import check_rng
 from mgpu_core.device.streams import hand_over
 from mgpu_core.device.team import Team
 from mgpu_core.module_tree import ModuleTree
+from mgpu_core.nested import unwrapped
 from mgpu_core.null_context import NULL_CONTEXT
 from mgpu_core.parallel.apply import draws_apart
 from mgpu_core.parallel.gather_outputs import gather
@@ -60,8 +61,8 @@ class Pipeline(Module):
         schedule: ``1f1b`` or ``gpipe``, of :class:`mgpu_core.TrainStep`.
         checkpoint: ``never``; ``always``: a stage keeps only the inputs of a micro-batch, and runs its forward again in
             backward; ``except_last``: all but the last micro-batch.
-        sample: arguments of one call, a tuple or one tensor, for modules whose forward takes nests or ``*args``, and
-            for the cut of an ``nn.Sequential`` by time.
+        sample: arguments of one call, for modules whose forward takes nests or keywords, and for the cut of an
+            ``nn.Sequential`` by time: a tuple; a dict by name; or the only argument.
         output_device: where the outputs are joined; default: the last device.
         dim: the dimension of the rows.
         deferred_batch_norm: update running statistics once per call from all its rows, instead of once per
@@ -174,14 +175,14 @@ class Pipeline(Module):
         run.shared = crossings or []
         return run
 
-    def finish(self, run: PipelineRun) -> None:
-        """Run it; then update deferred statistics, and add the gradients of copied parameters to the originals'.
+    def finish(self, run: PipelineRun, *, in_caller: bool = False) -> None:
+        """Run it, in workers or in the calling thread; commit deferred statistics and gradients of copied parameters.
 
         Raises:
             Exception: as :meth:`forward`.
         """
         try:
-            run.run(draws=draws_apart(self._tree, self.rng))
+            run.run(draws=draws_apart(self._tree, self.rng), in_caller=in_caller)
         except BaseException:
             for each in self._deferred:
                 each.drop()
@@ -259,8 +260,10 @@ def _balanced(net: Module, parts: int) -> list[str]:
 
 def _example(net: Module, sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return arguments of the form of a call: the sample, or a tensor for each parameter without a default."""
+    if isinstance(sample, dict):
+        return (), unwrapped(sample)
     if sample is not None:
-        return (sample if isinstance(sample, tuple) else (sample,)), {}
+        return unwrapped(sample if isinstance(sample, tuple) else (sample,)), {}
     return tuple(_placeholders(net)), {}
 
 

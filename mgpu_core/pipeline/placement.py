@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch.nn import Module, Parameter
@@ -80,10 +79,9 @@ class Placement:
         for name, index in self._stages.items():
             move_to(root, name, devices[index])
         self._ids: dict[int, int] | None = None
-        self._sharing: WeakKeyDictionary[Program, list[list[str]]] = WeakKeyDictionary()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_ids": None, "_sharing": WeakKeyDictionary()}
+        return {**self.__dict__, "_ids": None}
 
     def _tensors_of(self, program: Program, stage: int) -> Iterator[torch.Tensor]:
         part = program.stages[stage]
@@ -107,7 +105,6 @@ class Placement:
     def forget(self) -> None:
         """Look again at the module, which has other tensors now; new ones belong to the first stage."""
         self._ids = None
-        self._sharing.clear()
 
     def stage_of(self, tensor: torch.Tensor) -> int:
         """Return the stage on whose device a parameter or buffer is."""
@@ -129,10 +126,9 @@ class Placement:
             shared: gets a crossing for each copy of a parameter that a later stage uses too; ``None``: the copies
                 are differentiable, for one graph over all stages.
         """
-        names = self._sharing.get(program)
-        if names is None:
-            names = self._sharing[program] = [self._sharers(program, i) for i in range(len(self._devices))]
-        return [self._finder(names[i], i, shared) for i in range(len(self._devices))]
+        if not program.sharers:
+            program.sharers = [self._sharers(program, stage) for stage in range(len(self._devices))]
+        return [self._finder(names, stage, shared) for stage, names in enumerate(program.sharers)]
 
     def _sharers(self, program: Program, stage: int) -> list[str]:
         """Return the names of a stage's modules and tensors that use a parameter of another stage."""

@@ -211,12 +211,14 @@ class PipelineRun:
         hand_over(tensors)
         before = _versions(tensors)
         with self._autocast(self._devices[stage]):
-            result = self._called(stage, micro_batch, values)
+            try:
+                result = self._called(stage, micro_batch, values)
+            except RuntimeError as error:
+                if "a leaf Variable that requires grad" in str(error):
+                    raise RuntimeError(_IN_PLACE.format(stage)) from error
+                raise
             if before != _versions(tensors):
-                raise RuntimeError(
-                    f"stage {stage} writes into its input in place, which the stage before may still use: cut the "
-                    "module elsewhere, or make the operation not in place (inplace=False)"
-                )
+                raise RuntimeError(_IN_PLACE.format(stage))
             if stage == len(self._devices) - 1:
                 output = result.pop("output")
                 if self._last is None:
@@ -260,6 +262,12 @@ class PipelineRun:
             torch.autograd.backward([each.source for each in given], [each.grad for each in given])
         for each in self._read.pop((stage, micro_batch), ()):
             each.send_back()
+
+
+_IN_PLACE = (
+    "stage {} writes into its input in place, which the stage before may still use: cut the module elsewhere, or make "
+    "the operation not in place (inplace=False)"
+)
 
 
 class _Names:

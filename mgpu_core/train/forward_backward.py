@@ -28,7 +28,7 @@ from mgpu_core.train.rank_modules import RankModules
 from mgpu_core.train.replicas import Replicas
 from mgpu_core.train.rollback import Gate
 
-__all__ = ["ForwardBackward", "RankPart", "any_has_graph", "detached", "differentiate", "seed"]
+__all__ = ["ForwardBackward", "RankPart", "any_has_graph", "check_losses", "detached", "differentiate", "seed"]
 
 LossFn = Callable[..., Any]
 _Call = Callable[[], Any]
@@ -163,7 +163,7 @@ class ForwardBackward:
             with span("backward"):
                 differentiate(losses, [part.seed for part in parts if part is not None])
         if backward and losses and losses[0].is_constant:
-            _check_losses(losses)
+            check_losses(losses)
         return losses, outputs if keep_outputs else []
 
     def _run_gathered(
@@ -187,7 +187,7 @@ class ForwardBackward:
         if scale is not None:
             with span("backward"):
                 differentiate([loss], [scale])
-            _check_losses([loss])
+            check_losses([loss])
         return loss, detached(outputs)
 
     def _over_ranks(
@@ -297,7 +297,8 @@ class ForwardBackward:
         return NULL_CONTEXT if self._amp_dtype is None else torch.autocast(device.type, dtype=self._amp_dtype)
 
 
-def _check_losses(losses: Sequence[RankLoss]) -> None:
+def check_losses(losses: Sequence[RankLoss]) -> None:
+    """Raise RuntimeError if no loss depends on anything that requires grad."""
     for loss in losses:
         if not loss.is_constant:
             return

@@ -10,7 +10,14 @@ from mgpu_core.device.team import Team
 from mgpu_core.nested import moved
 from mgpu_core.pipeline.module import Pipeline
 from mgpu_core.pipeline.run import PipelineRun
-from mgpu_core.train.forward_backward import ForwardBackward, RankPart, any_has_graph, detached, differentiate
+from mgpu_core.train.forward_backward import (
+    ForwardBackward,
+    RankPart,
+    any_has_graph,
+    check_losses,
+    detached,
+    differentiate,
+)
 from mgpu_core.train.loss import RankLoss, output_loss, rank_loss
 
 __all__ = ["PipelinePasses"]
@@ -39,8 +46,10 @@ class PipelinePasses(ForwardBackward):
         last = _Losses(self, given, keep_outputs=keep_outputs)
         arguments = [(part.inputs, part.kwargs) for part in given]
         self._run = run = self._pipeline.begin(arguments, last if backward else None, self.autocast)
-        self._pipeline.finish(run)
-        if not backward:
+        self._pipeline.finish(run, in_caller=self._choice.now == "caller")
+        if backward:
+            check_losses(last.losses)
+        else:
             for micro_batch, output in enumerate(run.outputs):
                 with self.autocast(self._team.devices[0]):
                     last.forward(micro_batch, output)

@@ -180,8 +180,8 @@ class PipelineRun:
         ]
         try:
             run_ranks(team, calls, draws=draws, workers="threads", names=names.now)
-        except BaseException:
-            self._board.stop(0)
+        except BaseException:  # after Ctrl-C workers are still in their action
+            self._board.stop(time_limit())
             raise
 
     def stop(self, seconds: float) -> bool:

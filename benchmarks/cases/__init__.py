@@ -29,6 +29,7 @@ NAMES = (
     "replicate",
     "forward_backward",
     "train_step",
+    "pipeline",
     "explain_overhead",
     "mnist_epoch",
 )

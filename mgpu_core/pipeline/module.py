@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -101,6 +102,7 @@ class Pipeline(Module):
         self.chunks, self.schedule, self.checkpoint = chunks, schedule, checkpoint
         self.output_device = devices[-1] if output_device is None else as_device(output_device)
         self.dim, self.rng = dim, rng
+        self._sample, self._is_deferred = sample, deferred_batch_norm
         self._placement = Placement(net, program, devices)
         self._programs, self._tree = programs, ModuleTree(net)
         layers = [each for each in net.modules() if isinstance(each, _BatchNorm)] if deferred_batch_norm else []
@@ -117,6 +119,21 @@ class Pipeline(Module):
         super().train(mode)
         self.module.training = mode
         return self
+
+    def copy_on(self, device_ids: Sequence[DeviceLike]) -> Pipeline:
+        """Return a pipeline with copies of all stages on other devices.
+
+        Raises:
+            ValueError: another number of devices than stages.
+        """
+        devices = as_devices(device_ids)
+        if len(devices) != len(self.device_ids):
+            raise ValueError(f"a copy of {len(self.device_ids)} stages needs as many devices, not {len(devices)}")
+        return Pipeline(
+            copy.deepcopy(self.module), devices, split_points=self.split_points, chunks=self.chunks,
+            schedule=self.schedule, checkpoint=self.checkpoint, sample=self._sample, dim=self.dim,
+            deferred_batch_norm=self._is_deferred, rng=self.rng,
+        )  # fmt: skip
 
     @outside_the_compiler
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:

@@ -11,7 +11,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from mgpu_core.comm.reductions import ALGORITHMS
-from mgpu_core.device.devices import DeviceLike, as_devices, local_devices
+from mgpu_core.device.devices import as_devices, local_devices
 from mgpu_core.device.random import check_rng
 from mgpu_core.device.team import Team
 from mgpu_core.device.worker_choice import check_workers
@@ -30,6 +30,7 @@ __all__ = [
     "check_device",
     "check_module",
     "nonfinite_is_error",
+    "pipelines_of",
     "team_of",
 ]
 
@@ -115,6 +116,7 @@ class Options:
     comm: CommOptions
     run: RunOptions
     has_processes: bool
+    pipelines: Sequence[Pipeline] = ()
 
     def __post_init__(self) -> None:
         if self.has_processes and self.comm.comm_dtype is not None and self.comm.comm_dtype.itemsize < 2:
@@ -190,20 +192,34 @@ def check_module(net: Module) -> None:
         raise TypeError(f"net is a {type(net).__name__}: pass what it wraps, `net.module`")
 
 
-def team_of(net: Module, device_ids: Sequence[DeviceLike] | None) -> Team:
+def team_of(net: Module, device_ids: Any) -> Team:
     """Return the team that ``device_ids`` means; an empty list is the device of the module.
 
     Of a pipeline it is the last device, where its losses are.
     """
     if isinstance(net, Pipeline):
-        if device_ids is not None and list(as_devices(device_ids)) != net.device_ids:
-            raise ValueError(f"device_ids of a step over a Pipeline are the pipeline's own, {net.device_ids}, or None")
         return Team.of(net.device_ids[-1:])
     if device_ids is None:
         device_ids = local_devices()
     if not isinstance(device_ids, str | int | torch.device) and not len(device_ids):
         device_ids = [next((each.device for each in parameters_of(net)), torch.device("cpu"))]
     return Team.of(as_devices(device_ids))
+
+
+def pipelines_of(net: Module, device_ids: Any) -> list[Pipeline]:
+    """Return a pipeline and its copies on the other lists of ``device_ids``; nothing for other modules.
+
+    Raises:
+        ValueError: the first list is not the pipeline's own.
+    """
+    if not isinstance(net, Pipeline):
+        return []
+    is_nested = device_ids is not None and all(isinstance(each, list | tuple) for each in device_ids)
+    lists = [] if device_ids is None else list(device_ids) if is_nested else [device_ids]
+    if lists and list(as_devices(lists[0])) != net.device_ids:
+        own = [str(device) for device in net.device_ids]
+        raise ValueError(f"the first of device_ids must be the pipeline's own devices, {own}, not {lists[0]}")
+    return [net, *(net.copy_on(each) for each in lists[1:])]
 
 
 def check_device(net: Module, team: Team) -> None:

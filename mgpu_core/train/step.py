@@ -39,6 +39,7 @@ from mgpu_core.train.options import (
     check_device,
     check_module,
     nonfinite_is_error,
+    pipelines_of,
     team_of,
 )
 from mgpu_core.train.train_loop import TrainLoop
@@ -82,7 +83,8 @@ class TrainStep:
             with a class of your own, the step is made once, and the other devices get the values.
         device_ids: one device per rank, as for :class:`mgpu_core.DataParallel`; ``None``: all accelerators (of several
             processes that ``torchrun`` has started here, each takes its part), else as many CPU ranks as
-            ``MGPU_CORE_CPU_RANKS`` says, else the module's own device.
+            ``MGPU_CORE_CPU_RANKS`` says, else the module's own device.  For a :class:`mgpu_core.Pipeline` its own, or
+            a list of lists, of which the first is its own: the others get copies, and each has a part of the rows.
         process_group: of ``torch.distributed``, whose processes train together, each with a team and rows of its own:
             the numbers are those of one device with all rows of all processes.  All of them make a step at the same
             time, and get the values of process 0.
@@ -141,7 +143,7 @@ class TrainStep:
         net: Module,
         loss_fn: Callable[..., Any] | None,
         optimizer: Optimizer,
-        device_ids: Sequence[DeviceLike] | None = None,
+        device_ids: Sequence[DeviceLike] | Sequence[Sequence[DeviceLike]] | None = None,
         *,
         process_group: ProcessGroup | None = None,
         dim: int = 0,
@@ -170,7 +172,8 @@ class TrainStep:
         team = team_of(net, device_ids)
         update = UpdateOptions(accumulate, clip_norm, nonfinite_is_error(error_if_nonfinite, team), shard_optimizer)
         has_processes = process_group is not None
-        self._options = Options(net, loss_fn, optimizer, team, loss, update, comm, run, has_processes)
+        pipelines = pipelines_of(net, device_ids)
+        self._options = Options(net, loss_fn, optimizer, team, loss, update, comm, run, has_processes, pipelines)
         self._split_plan = SplitPlan(shares, team)
         check_device(net, team)
         self._turn = ReentrancyGuard("this step is already running: one call at a time, not one inside another")

@@ -11,13 +11,13 @@ from typing import Any, TypeAlias
 import torch
 
 from mgpu_core._warnings import warn_user
+from mgpu_core.device.team import Team
 from mgpu_core.device.worker_choice import WorkerChoice, size_of
 from mgpu_core.device.workers import time_limit
 from mgpu_core.errors import Error
 from mgpu_core.module_tree import named_parameters_of
 from mgpu_core.nested import moved
 from mgpu_core.null_context import NULL_CONTEXT
-from mgpu_core.pipeline.module import Pipeline
 from mgpu_core.processes.ballot import Standing
 from mgpu_core.processes.group import Processes
 from mgpu_core.trace.events import ALL_RANKS
@@ -80,7 +80,7 @@ class TrainLoop:
         self.in_shards = options.update.shard_optimizer and len(devices) > 1
         self.communication = Communication(options.comm, len(devices) if self.in_shards else 1, processes)
         self.keeps_accumulating = False
-        has_parts = len(team) > 1 or isinstance(options.module, Pipeline)
+        has_parts = len(team) > 1 or bool(options.pipelines)
         self._is_loss_checked = not has_parts or options.loss_fn is None or loss.loss_on != "ranks"
         self._broken: str | None = None
         self._is_closed = self._is_built = False
@@ -94,7 +94,8 @@ class TrainLoop:
         self.replicas = Replicas(options.module, team)
         static = run.static_graph or run.capture
         self.net = RankModules(options.module, team, self.replicas.parameters, static=static)
-        loss = loss_of_ranks(options.loss_fn, team, static=static)
+        ends = Team.of([each.device_ids[-1] for each in options.pipelines]) if options.pipelines else team
+        loss = loss_of_ranks(options.loss_fn, ends, static=static)
         self.modules = [self.net, *([loss] if isinstance(loss, RankModules) else [])]
         tree = self.net.tree
         if run.workers == "caller" and tree.ranks_meet and len(team) > 1:
@@ -109,8 +110,8 @@ class TrainLoop:
         # Ranks that share a GPU take turns where a graph is recorded on their stream; those that meet have no graphs.
         rng = "per_rank" if run.capture and not tree.ranks_meet else run.rng
         parts = options.loss, self.replicas, self.net, loss, rng, self.choice
-        pipeline = options.module if isinstance(options.module, Pipeline) else None
-        self.passes = ForwardBackward(*parts) if pipeline is None else PipelinePasses(pipeline, *parts)
+        pipelines = options.pipelines
+        self.passes = PipelinePasses(pipelines, *parts) if pipelines else ForwardBackward(*parts)
         self.process_sync: ProcessSync | None = None
         if processes is not None and self.reducer is not None:
             self.process_sync = ProcessSync(processes, options.module, options.optimizer, self.reducer)

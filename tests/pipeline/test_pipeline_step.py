@@ -206,6 +206,55 @@ def test_memory_of_micro_batches_in_flight(schedule, checkpoint, wanted):
     assert [part.most for part in parts] == [100 * count for count in wanted]
 
 
+def pairs_of(copies, stages):
+    """Devices of so many copies of a pipeline."""
+    devices = cpu(copies * stages)
+    return [devices[i : i + stages] for i in range(0, len(devices), stages)]
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(("copies", "stages"), [(2, 2), (3, 1), (2, 3)])
+def test_copies_of_a_pipeline_train_as_one_net(copies, stages, optimizer):
+    stack, devices = STACKS["gpt"], pairs_of(copies, stages)
+    net = stack.net()
+    whole = copy.deepcopy(net).to(cpu(1)[0])
+    pipeline = Pipeline(net, devices[0], split_points=stack.points(stages), chunks=2)
+    make, options = OPTIMIZERS[optimizer], {"clip_norm": 0.5, "accumulate": 2}
+    piped = TrainStep(pipeline, loss_fn, make(pipeline.parameters()), devices, **options)
+    alone = TrainStep(whole, loss_fn, make(whole.parameters()), cpu(1), **options)
+    x, target = stack.x.to(cpu(1)[0]), stack.target.to(cpu(1)[0])
+    for rows in (8, 7, 8, 1, 8, 5, 8, 8):
+        loss, outputs = piped(x[:rows], target[:rows], return_outputs=True)
+        wanted, whole_outputs = alone(x[:rows], target[:rows], return_outputs=True)
+        assert float(loss) == pytest.approx(float(wanted), rel=1e-6)
+        assert torch.allclose(outputs.cpu(), whole_outputs.cpu(), rtol=1e-6)
+    assert differing(pipeline, whole) == []
+    assert float(piped.evaluate(x, target)) == pytest.approx(float(alone.evaluate(x, target)), rel=1e-6)
+
+
+def test_a_copy_that_fails_leaves_everything_as_it_was():
+    failing = Failing("forward")
+    devices = pairs_of(2, 2)
+    net = Pipeline([nn.Linear(2, 2), failing], devices[0], chunks=2)
+    step = TrainStep(net, mse, torch.optim.SGD(net.parameters(), lr=0.1), devices)
+    x = torch.rand(8, 2, device=cpu(1)[0])
+    step(x, x)
+    before = copy.deepcopy(net.state_dict())
+    failing.fails, failing.calls = True, 3
+    with pytest.raises(KeyError, match="in stage 1, micro-batch 0"):
+        step(x, x)
+    failing.fails = False
+    assert all(torch.equal(before[name], each) for name, each in net.state_dict().items())
+    step(x, x)
+
+
+def test_the_first_devices_must_be_those_of_the_pipeline():
+    net = Pipeline([nn.Linear(2, 2), nn.Linear(2, 2)], cpu(2))
+    for devices in ([cpu(2), cpu(3)], [cpu(3), cpu(3)]):
+        with pytest.raises(ValueError, match=r"as many devices|own devices"):
+            TrainStep(net, mse, torch.optim.SGD(net.parameters(), lr=0.1), devices)
+
+
 def test_a_loss_that_compares_rows_is_warned_of():
     net = Pipeline([nn.Linear(2, 2), nn.Linear(2, 2)], cpu(2), chunks=2)
     step = TrainStep(net, lambda output, target: output.std(), torch.optim.SGD(net.parameters(), lr=0.1))
@@ -221,7 +270,7 @@ def test_a_loss_that_compares_rows_is_warned_of():
         ({"static_graph": True}, "static_graph"),
         ({"shard_optimizer": True}, "shard_optimizer"),
         ({"loss_on": "gathered"}, "gathered"),
-        ({"device_ids": ["cpu"] * 3}, "pipeline's own"),
+        ({"device_ids": ["cpu"] * 3}, "pipeline's own devices"),
     ],
 )
 def test_options_that_make_no_sense_are_refused_by_name(options, message):

@@ -9,10 +9,12 @@ copy 1   stage 0 on c ── stage 1 on d        takes the values of copy 0 befo
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
 from mgpu_core.comm import dispatch
+from mgpu_core.device.tensor_checks import memory_of
 from mgpu_core.pipeline.module import Pipeline
 from mgpu_core.trace.tracer import span
 
@@ -32,7 +34,7 @@ class PipelineCopies:
     def __init__(self, pipelines: Sequence[Pipeline]) -> None:
         self.all = pipelines
         self._versions: list[int] = []
-        self._sources: list[int] = []
+        self._sources: Any = None  # the memory of the parameters
 
     def follow(self) -> None:
         """Give the copies the values, the buffers and the modes of the pipeline as it is now."""
@@ -41,7 +43,7 @@ class PipelineCopies:
             return
         parameters = list(own.parameters())
         versions = [parameter._version for parameter in parameters]
-        sources = [parameter.data_ptr() for parameter in parameters]
+        sources = memory_of(parameters)
         is_changed = (versions, sources) != (self._versions, self._sources)
         self._versions, self._sources = versions, sources
         with torch.no_grad(), span("replicate"):

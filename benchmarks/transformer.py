@@ -16,7 +16,7 @@ WORDS, WIDTH, HEADS, LENGTH = 1000, 256, 4, 128
 
 @dataclass(frozen=True)
 class PipelineTask:
-    """What everybody trains.
+    """The network and the batch that all contestants train.
 
     Attributes:
         layers: transformer blocks.

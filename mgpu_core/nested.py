@@ -7,7 +7,7 @@ their path; then containers are opened (:mod:`mgpu_core.containers` knows which)
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -24,7 +24,9 @@ __all__ = [
     "flatten",
     "flatten_alike",
     "is_undivided",
+    "map_leaves",
     "moved",
+    "tensors_in",
     "unwrapped",
 ]
 
@@ -202,6 +204,23 @@ def unwrapped(obj: Any) -> Any:
     if not any(isinstance(leaf, Replicate | Rows) for leaf in leaves):
         return obj
     return tree.unflatten(iter(map(_unmarked, leaves)))
+
+
+def map_leaves(obj: Any, function: Callable[[Any], Any]) -> Any:
+    """Return the nest with ``function(leaf)`` in place of each leaf, whether a tensor or not."""
+    if isinstance(obj, torch.Tensor):
+        return function(obj)
+    leaves: list[Any] = []
+    return flatten(obj, leaves, "value", whole=True).unflatten(map(function, leaves))
+
+
+def tensors_in(obj: Any) -> list[torch.Tensor]:
+    """Return the tensors of the nest, in order."""
+    if isinstance(obj, torch.Tensor):
+        return [obj]
+    leaves: list[Any] = []
+    flatten(obj, leaves, "value", whole=True)
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
 def _unmarked(leaf: Any) -> Any:

@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             f"--{name}", type=parse_count, default=default, metavar="N", help=f"{text} (default: {default})"
         )
     parser.add_argument(
-        "--cut", type=parse_count, metavar="N", help="the block of the cut (default: behind the middle)"
+        "--cut", type=parse_count, metavar="N", help="the block of the cut (default: one past the middle)"
     )
 
 

@@ -99,7 +99,7 @@ class CollectiveTrace:
         """Add a copy or sum of the torch backend."""
         now = time.perf_counter_ns()
         call = self._hops[-1].call + 1 if self._hops else 0
-        # The bytes of a sparse part depend on its rank's indices, so each part is a hop of its own.
+        # The bytes of a sparse part depend on its rank's indices, so each part is a separate hop.
         parts = [sources] if all(map(_is_strided, sources)) else [[source] for source in sources]
         for part in parts:
             ends = list(map(_pointer, part)), list(map(_pointer, targets))

@@ -1,4 +1,4 @@
-"""Balance."""
+"""Where to cut a list of layers, so that the largest part is as small as it can be."""
 
 from __future__ import annotations
 

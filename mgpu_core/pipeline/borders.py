@@ -8,28 +8,10 @@ from typing import Any
 import torch
 
 from mgpu_core.device.streams import caller_streams, copy_aside, hand_over, resumed_on_all
-from mgpu_core.nested import flatten
+from mgpu_core.nested import map_leaves
 from mgpu_core.null_context import NULL_CONTEXT
 
-__all__ = ["Crossing", "map_tensors", "send", "send_value", "tensors_in"]
-
-
-def tensors_in(value: Any) -> list[torch.Tensor]:
-    """Return the tensors of a nest, in order."""
-    if isinstance(value, torch.Tensor):
-        return [value]
-    leaves: list[Any] = []
-    flatten(value, leaves, "value", whole=True, share=True)
-    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-
-
-def map_tensors(value: Any, function: Callable[[Any], Any]) -> Any:
-    """Return a nest with ``function(leaf)`` in place of each leaf."""
-    if isinstance(value, torch.Tensor):
-        return function(value)
-    leaves: list[Any] = []
-    tree = flatten(value, leaves, "value", whole=True, share=True)
-    return tree.unflatten(iter([function(leaf) for leaf in leaves]))
+__all__ = ["Crossing", "send", "send_value"]
 
 
 class _Send(torch.autograd.Function):
@@ -63,7 +45,7 @@ def send_value(value: Any, source: torch.device, device: torch.device) -> Any:
     """Return a nest with its tensors on ``device``, differentiable; a leaf that names ``source`` names ``device``."""
     if source == device:
         return value
-    return map_tensors(value, lambda leaf: _sent_leaf(leaf, source, device, send))
+    return map_leaves(value, lambda leaf: _sent_leaf(leaf, source, device, send))
 
 
 def _sent_leaf(leaf: Any, source: torch.device, device: torch.device, way: Callable[..., Any]) -> Any:
@@ -104,4 +86,4 @@ class Crossing:
                 crossings.append(crossing)
             return crossing.leaf
 
-        return map_tensors(value, lambda leaf: _sent_leaf(leaf, source, device, cross))
+        return map_leaves(value, lambda leaf: _sent_leaf(leaf, source, device, cross))

@@ -178,19 +178,17 @@ class Pipeline(Module):
         program = found[0][0]
         if any(each is not program for each, _ in found):
             raise ValueError("the arguments of the micro-batches differ in structure")
-        self._placement.check()
+        self._placement.check(self._tree.tensors)
         crossings: list[Crossing] | None = None if last is None else []
         actions = plan(len(self.device_ids), len(found), self.schedule, workers_of(self.device_ids))
         kept = len(found) - 1 if self.checkpoint == "except_last" else len(found)
-        run = PipelineRun(
+        return PipelineRun(
             program, self.device_ids, self._placement.finders(program, crossings),
             actions if last is not None else [each for each in actions if each.kind == FORWARD],
-            [tensors for _, tensors in found], last=last, autocast=autocast,
+            [tensors for _, tensors in found], last=last, shared=crossings or (), autocast=autocast,
             recomputes=lambda micro_batch: self.checkpoint != "never" and micro_batch < kept,
             recomputing=lambda stage: recomputing(self._modules_of(program, stage)),
         )  # fmt: skip
-        run.shared = crossings or []
-        return run
 
     def finish(self, run: PipelineRun, *, in_caller: bool = False) -> None:
         """Run it, in workers or in the calling thread; commit deferred statistics and gradients of copied parameters.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -112,11 +112,12 @@ class Placement:
             self._ids = {id(each): self._stages.get(name, 0) for name, each in _named_tensors(self._root)}
         return self._ids.get(id(tensor), 0)
 
-    def check(self) -> None:
+    def check(self, tensors: Iterable[torch.Tensor]) -> None:
         """Raise RuntimeError if a parameter or buffer is on another device than that of its stage."""
-        for name, tensor in _named_tensors(self._root):
+        for tensor in tensors:
             device = self._devices[self.stage_of(tensor)]
             if tensor.device != device:
+                name = next(name for name, each in _named_tensors(self._root) if each is tensor)
                 raise RuntimeError(f"{name} must be on {device}, where its stage runs, but is on {tensor.device}")
 
     def finders(self, program: Program, shared: list[Crossing] | None) -> list[Callable[[str], Any]]:

@@ -7,8 +7,8 @@ values by then.  On a GPU the host waits for the launch alone, and streams wait 
                  \    \            /  (a copy of the value, or of the gradient, on a side stream)
     worker 1      F0 ─ B0 ─ F1 ─ B1 ...
 
-No worker waits inside a forward or a backward, so a stage that fails leaves nobody behind: the others find the run
-stopped at their next action.
+No worker waits inside a forward or a backward.  When a stage fails, the run is marked as stopped, and each other worker
+ends before its next action.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ from mgpu_core.device.streams import caller_streams, hand_over, on
 from mgpu_core.device.team import Team
 from mgpu_core.device.workers import time_limit
 from mgpu_core.errors import Error
+from mgpu_core.nested import tensors_in
 from mgpu_core.null_context import NULL_CONTEXT
 from mgpu_core.parallel.apply import run_ranks
-from mgpu_core.pipeline.borders import Crossing, send_value, tensors_in
+from mgpu_core.pipeline.borders import Crossing, send_value
 from mgpu_core.pipeline.graph import Program
 from mgpu_core.pipeline.schedules import FORWARD, Action
 from mgpu_core.trace.tracer import span
@@ -118,12 +119,13 @@ class PipelineRun:
         inputs: per micro-batch the tensors of its arguments, in the program's order, on the first device.
         last: the loss of a training step, whose stages have graphs of their own; ``None``: the stages have one
             graph, and no backward is run.
+        shared: the copies of parameters that several stages use.
         recomputes: whether a stage keeps only the inputs of a micro-batch, and runs its forward again in backward.
         recomputing: returns the context of a second forward of a stage.
         autocast: returns the context of forwards on a device.
 
     Attributes:
-        shared: the copies of parameters that several stages use.
+        shared: the same.
         outputs: the module's output of each micro-batch, on the last device; with ``last`` it is not kept.
     """
 
@@ -136,6 +138,7 @@ class PipelineRun:
         inputs: Sequence[Sequence[torch.Tensor]],
         *,
         last: LastStage | None = None,
+        shared: Sequence[Crossing] = (),
         recomputes: Callable[[int], bool] = lambda _: False,
         recomputing: Callable[[int], AbstractContextManager[object]] = lambda _: NULL_CONTEXT,
         autocast: Callable[[torch.device], AbstractContextManager[object]] = lambda _: NULL_CONTEXT,
@@ -145,7 +148,7 @@ class PipelineRun:
         self._workers = workers_of(devices)
         self._names = [f"stage {stage} on device {device}" for stage, device in enumerate(devices)]
         self._board = _Board()
-        self.shared: Sequence[Crossing] = ()
+        self.shared = shared
         self._values: dict[tuple[int, int], dict[str, Any]] = {}  # that wait for a stage and micro-batch
         self._read: dict[tuple[int, int], list[Crossing]] = {}  # leaves of a stage's graph of a micro-batch
         self._given: dict[tuple[int, int], list[Crossing]] = {}  # what others read of it
@@ -160,7 +163,7 @@ class PipelineRun:
         """Run all actions.
 
         Args:
-            draws: the stages draw random numbers: each CPU stage draws from a stream of its own.
+            draws: the stages draw random numbers, so each CPU stage gets its own random stream.
             in_caller: one after the other in the calling thread, in the order of the plan.
 
         Raises:
@@ -168,7 +171,7 @@ class PipelineRun:
         """
         workers = list(dict.fromkeys(self._workers))
         team = Team.of([self._devices[worker] for worker in workers])
-        names = _Names(self._names, workers)
+        names = [self._names[worker] for worker in workers]  # for messages; kept up to date by the workers
         if in_caller or len(workers) == 1 or CallerContext(team.devices).serialize:
             team, queues = team.first(1), [list(self._actions)]
         else:
@@ -179,7 +182,7 @@ class PipelineRun:
             for rank, actions in enumerate(queues)
         ]
         try:
-            run_ranks(team, calls, draws=draws, workers="threads", names=names.now)
+            run_ranks(team, calls, draws=draws, workers="threads", names=names)
         except BaseException:  # after Ctrl-C workers are still in their action
             self._board.stop(time_limit())
             raise
@@ -188,11 +191,11 @@ class PipelineRun:
         """Let no action begin any more; return whether all workers have ended in that time."""
         return self._board.stop(seconds)
 
-    def _work(self, rank: int, actions: Sequence[Action], names: _Names, streams: Any) -> None:
+    def _work(self, rank: int, actions: Sequence[Action], names: list[str], streams: Any) -> None:
         with self._board.attended():
             for _, stage, kind, micro_batch in actions:
                 device = self._devices[stage]
-                names.now[rank] = f"stage {stage}, micro-batch {micro_batch}, on device {device}"
+                names[rank] = f"stage {stage}, micro-batch {micro_batch}, on device {device}"
                 self._board.wait(kind, self._before(kind, stage), micro_batch)
                 with on(device, streams[device]), span(kind, stage, device, micro_batch):
                     (self._forward if kind == FORWARD else self._backward)(stage, micro_batch)
@@ -207,7 +210,7 @@ class PipelineRun:
 
     def _forward(self, stage: int, micro_batch: int) -> None:
         values = self._values.pop((stage, micro_batch), {})
-        tensors = [tensor for value in values.values() for tensor in tensors_in(value)]
+        tensors = tensors_in(values)
         hand_over(tensors)
         before = _versions(tensors)
         with self._autocast(self._devices[stage]):
@@ -268,13 +271,6 @@ _IN_PLACE = (
     "stage {} writes into its input in place, which the stage before may still use: cut the module elsewhere, or make "
     "the operation not in place (inplace=False)"
 )
-
-
-class _Names:
-    """What each worker works at, for messages."""
-
-    def __init__(self, stages: Sequence[str], workers: Sequence[int]) -> None:
-        self.now = [stages[worker] for worker in workers]
 
 
 def _versions(tensors: Sequence[torch.Tensor]) -> list[int]:

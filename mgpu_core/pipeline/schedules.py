@@ -8,6 +8,7 @@ several stages per device, arXiv:2104.04473.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 __all__ = ["BACKWARD", "FORWARD", "SCHEDULES", "Action", "bubble", "check_schedule", "plan"]
@@ -37,7 +38,9 @@ def check_schedule(schedule: str) -> None:
         raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)}, not {schedule!r}")
 
 
-def plan(stages: int, micro_batches: int, schedule: str = "1f1b", workers: Sequence[int] | None = None) -> list[Action]:
+def plan(
+    stages: int, micro_batches: int, schedule: str = "1f1b", workers: Sequence[int] | None = None
+) -> Sequence[Action]:
     """Return the actions of one step, each once, in an order in which one thread could run them.
 
     Args:
@@ -52,7 +55,11 @@ def plan(stages: int, micro_batches: int, schedule: str = "1f1b", workers: Seque
     check_schedule(schedule)
     if min(stages, micro_batches) < 1:
         raise ValueError(f"a plan needs one stage and one micro-batch at least, not {stages} and {micro_batches}")
-    workers = range(stages) if workers is None else workers
+    return _planned(stages, micro_batches, schedule, tuple(range(stages) if workers is None else workers))
+
+
+@lru_cache(maxsize=64)  # every call of a pipeline asks for its plan
+def _planned(stages: int, micro_batches: int, schedule: str, workers: tuple[int, ...]) -> Sequence[Action]:
     groups = [[stage for stage in range(stages) if workers[stage] == each] for each in dict.fromkeys(workers)]
     progress = _Progress(stages, micro_batches, schedule)
     actions: list[Action] = []
@@ -64,7 +71,7 @@ def plan(stages: int, micro_batches: int, schedule: str = "1f1b", workers: Seque
         for stage, kind in chosen:
             progress.counts[kind][stage] += 1
         time += 1
-    return actions
+    return tuple(actions)
 
 
 class _Progress:

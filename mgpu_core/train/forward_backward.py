@@ -15,7 +15,7 @@ from torch.nn.utils import parametrize
 from mgpu_core.device.clock import RankClock
 from mgpu_core.device.streams import caller_streams, on
 from mgpu_core.device.worker_choice import WorkerChoice
-from mgpu_core.nested import flatten, moved
+from mgpu_core.nested import map_leaves, moved, tensors_in
 from mgpu_core.null_context import NULL_CONTEXT
 from mgpu_core.parallel.apply import draws_apart, run_ranks, shares_generator
 from mgpu_core.parallel.gather_outputs import gather
@@ -357,20 +357,13 @@ def any_has_graph(parts: Sequence[RankPart | None]) -> bool:
             continue
         leaves: Sequence[Any] = part.inputs
         if part.kwargs or not set(map(type, leaves)) <= {torch.Tensor}:
-            leaves = _tensors_of([part.inputs, part.kwargs])
+            leaves = tensors_in([part.inputs, part.kwargs])
         for each in leaves:
             if each.requires_grad:
                 return True
     return False
 
 
-def _tensors_of(nest: Any) -> list[torch.Tensor]:
-    leaves: list[Any] = []
-    flatten(nest, leaves, "inputs", whole=True)
-    return [each for each in leaves if isinstance(each, torch.Tensor)]
-
-
 def detached(output: Any) -> Any:
-    leaves: list[Any] = []
-    tree = flatten(output, leaves, "outputs", whole=True)
-    return tree.unflatten(iter([each.detach() if isinstance(each, torch.Tensor) else each for each in leaves]))
+    """Return the nest with its tensors detached."""
+    return map_leaves(output, lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf)

@@ -95,7 +95,7 @@ class Stack(NamedTuple):
     split_points: tuple[str, ...]
 
     def points(self, stages):
-        """Split points for so many stages, spread over the net."""
+        """Split points for this number of stages, spread over the net."""
         return [self.split_points[len(self.split_points) * i // stages] for i in range(1, stages)]
 
     def net(self):

@@ -207,7 +207,7 @@ def test_memory_of_micro_batches_in_flight(schedule, checkpoint, wanted):
 
 
 def pairs_of(copies, stages):
-    """Devices of so many copies of a pipeline."""
+    """The devices of each copy of a pipeline."""
     devices = cpu(copies * stages)
     return [devices[i : i + stages] for i in range(0, len(devices), stages)]
 

@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     from mgpu_core.explain import explain
     from mgpu_core.nested import Replicate, Rows
     from mgpu_core.parallel import gather, parallel_apply, reduce, replicate, scatter, scatter_kwargs
+    from mgpu_core.pipeline.balance import balance
     from mgpu_core.pipeline.module import Pipeline
+    from mgpu_core.pipeline.place import place
     from mgpu_core.sync_batchnorm import SyncBatchNorm, convert_sync_batchnorm
     from mgpu_core.train.step import TrainStep
     from mgpu_core.wrapper import DataParallel, data_parallel
@@ -43,6 +45,7 @@ __all__ = [
     "Team",
     "TrainStep",
     "advise",
+    "balance",
     "comm",
     "convert_sync_batchnorm",
     "data_parallel",
@@ -51,6 +54,7 @@ __all__ = [
     "kernels",
     "optim",
     "parallel_apply",
+    "place",
     "reduce",
     "register_container",
     "replicate",
@@ -66,7 +70,9 @@ _HOMES = {
     "errors": ["BackendUnavailable", "CudaError", "Error", "NcclError"],
     "nested": ["Replicate", "Rows"],
     "parallel": ["gather", "parallel_apply", "reduce", "replicate", "scatter", "scatter_kwargs"],
+    "pipeline.balance": ["balance"],
     "pipeline.module": ["Pipeline"],
+    "pipeline.place": ["place"],
     "sync_batchnorm": ["SyncBatchNorm", "convert_sync_batchnorm"],
     "train.step": ["TrainStep"],
     "wrapper": ["DataParallel", "data_parallel"],

@@ -53,6 +53,7 @@ BY_THE_CUDA_BACKEND = [
     "parallel/test_scatter.py",
     "pipeline/test_pipeline.py",
     "pipeline/test_bad_input.py",
+    "pipeline/test_place.py",
     "wrapper",
 ]
 

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 from mgpu_core.advice.batches import Batch
 from mgpu_core.advice.plan import Plan
 from mgpu_core.advice.strategies import Loop
+from mgpu_core.pipeline.balance import SavedTensors
 
 __all__ = ["Memory", "count_memory"]
 
@@ -45,26 +46,14 @@ def count_memory(plan: Plan, part: Batch) -> Memory:
     """Count over one step of a copy of the net, on a rank's share of the batch; ``peaks`` is empty."""
     with closing(Loop(plan, lambda net: net)) as way:
         own = [*way.net.parameters(), *way.net.buffers()]
-        known = set(map(_identity, own))
-        saved: dict[int, torch.UntypedStorage] = {}  # each storage once; held, so that no address comes twice
-
-        def pack(tensor: torch.Tensor) -> torch.Tensor:
-            if tensor.layout is torch.strided and _identity(tensor) not in known:
-                saved.setdefault(_identity(tensor), tensor.untyped_storage())
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        saved = SavedTensors(own)
+        with saved:
             loss = way.loss(part)
         loss.backward()
         way.optimizer.step()
         gradients = [each.grad for each in way.net.parameters() if each.grad is not None]
         state = [each for each in tree_leaves(list(way.optimizer.state.values())) if isinstance(each, torch.Tensor)]
-        return Memory(_nbytes(own), _nbytes(gradients), _nbytes(state), sum(each.nbytes() for each in saved.values()))
-
-
-def _identity(tensor: torch.Tensor) -> int:
-    """Return the same for all views of one memory."""
-    return int(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else -1
+        return Memory(_nbytes(own), _nbytes(gradients), _nbytes(state), saved.nbytes)
 
 
 def _nbytes(tensors: Iterable[torch.Tensor]) -> int:

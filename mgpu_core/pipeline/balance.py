@@ -1,17 +1,272 @@
-"""Where to cut a list of layers, so that the largest part is as small as it can be."""
+"""Where to cut a module's layers, so that the slowest or the largest part is as small as it can be."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
+from time import perf_counter
+from typing import Any, NamedTuple
 
-__all__ = ["best_cut"]
+import torch
+from torch.nn import Module, ModuleDict, ModuleList, Sequential
+
+from mgpu_core.nested import map_leaves, tensors_in, unwrapped
+from mgpu_core.pipeline.deferred import recomputing
+
+__all__ = [
+    "Balance",
+    "BalanceTable",
+    "Part",
+    "SavedTensors",
+    "arguments_of",
+    "balance",
+    "bytes_of",
+    "cut_by_bytes",
+    "units_of",
+]
+
+_REPEATS = 3
 
 
-def best_cut(costs: Sequence[float], parts: int) -> list[int]:
+class Part(NamedTuple):
+    """The layers of one part.
+
+    Attributes:
+        layers: their names, in the order of the calls.
+        seconds: of their forwards and backwards on the sample.
+        nbytes: of their parameters and buffers, and of what autograd keeps for the backward.
+    """
+
+    layers: tuple[str, ...]
+    seconds: float
+    nbytes: int
+
+
+class BalanceTable:
+    """The parts of a cut; ``print`` shows the slowest or largest one, and what the cuts next to this one would cost.
+
+    Attributes:
+        parts: one :class:`Part` each.
+        by: ``time`` or ``memory``.
+        moves: ``(layer, part, cost)`` per layer at a border: the most that a part would cost with it in that other
+            part, in seconds or bytes.
+    """
+
+    def __init__(self, layers: Sequence[Part], cut: Sequence[int], by: str) -> None:
+        self.by = by
+        borders = [0, *cut, len(layers)]
+        self.parts = [_joined(layers[begin:end]) for begin, end in pairwise(borders)]
+        self.moves: list[tuple[str, int, float]] = []
+        for part, index in enumerate(cut):
+            for moved, target in ((index + 1, part), (index - 1, part + 1)):
+                others = [*borders[: part + 1], moved, *borders[part + 2 :]]
+                if others == sorted(set(others)):  # no part is empty
+                    sums = [_joined(layers[i:j]) for i, j in pairwise(others)]
+                    layer = layers[min(index, moved)].layers[0]
+                    self.moves.append((layer, target, max(map(self._cost, sums))))
+
+    @property
+    def worst(self) -> int:
+        """The index of the slowest part, or of the largest."""
+        return max(range(len(self.parts)), key=lambda index: self._cost(self.parts[index]))
+
+    def _cost(self, part: Part) -> float:
+        return part.seconds if self.by == "time" else part.nbytes
+
+    def _text(self, cost: float) -> str:
+        return f"{cost * 1e3:.3g} ms" if self.by == "time" else f"{cost / 2**20:.4g} MiB"
+
+    def __str__(self) -> str:
+        lines = ["part   forward + backward         memory   layers"]
+        for index, (layers, seconds, nbytes) in enumerate(self.parts):
+            mark = "*" if index == self.worst else " "
+            names = layers[0] if len(layers) == 1 else f"{layers[0]} to {layers[-1]}"
+            lines.append(f"{index:4}{mark} {seconds * 1e3:17.3g} ms {nbytes / 2**20:10.4g} MiB   {names}")
+        costs = list(map(self._cost, self.parts))
+        fair = sum(costs) / len(costs)
+        lines.append(f"*: {self._text(max(costs))}; equal parts would take {self._text(fair)} each")
+        lines += [f"   with {layer} in part {part}: {self._text(cost)}" for layer, part, cost in self.moves]
+        return "\n".join(lines)
+
+
+class Balance(NamedTuple):
+    """Where to cut a module.
+
+    Attributes:
+        split: the names of the layers at which the parts after the first begin, for ``split`` of
+            :func:`mgpu_core.place` and ``split_points`` of :class:`mgpu_core.Pipeline`.
+        table: the cost of each part.
+    """
+
+    split: list[str]
+    table: BalanceTable
+
+
+def balance(net: Module, sample: Any, parts: int, by: str = "time") -> Balance:
+    """Find the cut whose slowest part is the fastest, or whose largest part is the smallest.
+
+    Runs the net once on ``sample``, and each of its layers a few times more, forward and backward, on the devices where
+    they are.  The layers are the children of the net; for ``nn.Sequential`` and lists and dicts of modules, their
+    entries.  Code between them is not counted.  Buffers, gradients and random numbers stay as they were.
+
+    Args:
+        net: a module whose layers run one after the other, in the order of their registration.
+        sample: the arguments of a call: a tuple; a dict by name; or the only argument.
+        parts: how many.
+        by: ``time``; or ``memory``, the bytes of parameters, buffers and of what autograd keeps for the backward.
+
+    Returns:
+        The cut, and a table of its parts to print.
+
+    Raises:
+        ValueError: another ``by``; more parts than layers that the net calls.
+    """
+    if by not in ("time", "memory"):
+        raise ValueError(f"by must be time or memory, not {by!r}")
+    gpus = [each.index for each in {each.device for each in net.parameters()} if each.type != "cpu"]
+    kind = torch.accelerator.current_accelerator()
+    with recomputing([net]), torch.random.fork_rng(gpus, device_type="cuda" if kind is None else kind.type):
+        layers = [_measured(name, unit, *call) for name, unit, call in _calls(net, sample)]
+    costs = [each.seconds if by == "time" else each.nbytes for each in layers]
+    cut = _best_cut(costs, parts)
+    return Balance([layers[index].layers[0] for index in cut], BalanceTable(layers, cut, by))
+
+
+def cut_by_bytes(net: Module, parts: int) -> list[str]:
+    """Return the names of the layers at which parts after the first begin, so that the largest has the least bytes."""
+    units = list(units_of(net))
+    cut = _best_cut([bytes_of(unit) for _, unit in units], parts)
+    return [units[index][0] for index in cut]
+
+
+def bytes_of(module: Module) -> int:
+    """Return the bytes of parameters and buffers."""
+    return sum(each.nbytes for each in (*module.parameters(), *module.buffers()))
+
+
+def units_of(root: Module, names: Sequence[str] = ()) -> Iterator[tuple[str, Module]]:
+    """Yield the layers of a module, in the order of registration, with their names.
+
+    Args:
+        names: of modules that must be layers, or lie in none: the modules around them are opened.
+    """
+    around = {name[:i] for name in names for i, letter in enumerate(name) if letter == "."}
+
+    def below(module: Module, prefix: str) -> Iterator[tuple[str, Module]]:
+        for name, child in module.named_children():
+            path = prefix + name
+            is_open = path in around or (isinstance(child, Sequential | ModuleList | ModuleDict) and path not in names)
+            yield from below(child, f"{path}.") if is_open and len(child._modules) else [(path, child)]
+
+    return below(root, "")
+
+
+def arguments_of(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the positional and keyword arguments of a sample."""
+    if isinstance(sample, dict):
+        return (), unwrapped(sample)
+    return unwrapped(sample if isinstance(sample, tuple) else (sample,)), {}
+
+
+def _calls(net: Module, sample: Any) -> list[tuple[str, Module, tuple[Any, Any]]]:
+    """Run the net once; return the layers in the order of their first calls, with the arguments of those."""
+    calls: dict[str, tuple[str, Module, tuple[Any, Any]]] = {}
+
+    def note(name: str, unit: Module) -> Any:
+        def before(_: Module, args: Any, kwargs: Any) -> None:
+            calls.setdefault(name, (name, unit, (args, kwargs)))
+
+        return unit.register_forward_pre_hook(before, with_kwargs=True)
+
+    hooks = [note(name, unit) for name, unit in units_of(net)]
+    args, kwargs = arguments_of(sample)
+    try:
+        with torch.no_grad():
+            net(*args, **kwargs)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return list(calls.values())
+
+
+def _measured(name: str, unit: Module, args: Any, kwargs: Any) -> Part:
+    """Return the cost of one layer: the least time of a few, after one to warm up."""
+    timed = [_timed(unit, args, kwargs) for _ in range(1 + _REPEATS)]
+    return Part((name,), min(seconds for seconds, _ in timed[1:]), bytes_of(unit) + timed[0][1])
+
+
+def _timed(unit: Module, args: Any, kwargs: Any) -> tuple[float, int]:
+    """Return the seconds of a forward and a backward, and the bytes that autograd keeps between them."""
+    parameters = [each for each in unit.parameters() if each.requires_grad]
+    leaves: list[torch.Tensor] = []
+
+    def fresh(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or not leaf.is_floating_point():
+            return leaf
+        leaves.append(leaf.detach().requires_grad_())
+        return leaves[-1].clone()  # that the layer may write in place
+
+    args, kwargs = map_leaves((args, kwargs), fresh)
+    _synchronize()
+    begin = perf_counter()
+    saved = SavedTensors(parameters)
+    with torch.enable_grad(), saved:
+        outputs = [each for each in tensors_in(unit(*args, **kwargs)) if each.requires_grad]
+        if outputs:
+            torch.autograd.grad(
+                outputs, [*leaves, *parameters], [torch.ones_like(o) for o in outputs], allow_unused=True
+            )
+    _synchronize()
+    return perf_counter() - begin, saved.nbytes
+
+
+class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
+    """Count the bytes of memory that autograd keeps of what is computed inside, each once.
+
+    Args:
+        known: tensors whose memory does not count.
+    """
+
+    def __init__(self, known: Iterable[torch.Tensor]) -> None:
+        own = set(map(_identity, known))
+        self._kept: dict[int, torch.UntypedStorage] = {}  # held, so that no address comes twice
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.layout is torch.strided and _identity(tensor) not in own:
+                self._kept.setdefault(_identity(tensor), tensor.untyped_storage())
+            return tensor
+
+        super().__init__(pack, lambda tensor: tensor)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes so far."""
+        return sum(each.nbytes() for each in self._kept.values())
+
+
+def _identity(tensor: torch.Tensor) -> int:
+    """Return the same for all views of one memory."""
+    return int(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else -1
+
+
+def _synchronize() -> None:
+    if torch.accelerator.is_available():
+        for index in range(torch.accelerator.device_count()):
+            torch.accelerator.synchronize(index)
+
+
+def _joined(layers: Sequence[Part]) -> Part:
+    names, seconds, nbytes = zip(*layers, strict=True)
+    return Part(sum(names, ()), sum(seconds), sum(nbytes))
+
+
+def _best_cut(costs: Sequence[float], parts: int) -> list[int]:
     """Return where parts after the first begin, so that the largest sum of a part is least; none is empty.
 
     Dynamic programming over the positions of the last cut.
     """
+    if not 1 <= parts <= len(costs):
+        raise ValueError(f"{parts} parts are more than the {len(costs)} layers of the module, or fewer than one")
     sums = [0.0]
     for cost in costs:
         sums.append(sums[-1] + cost)

@@ -8,7 +8,7 @@ called as they are.  A value that a later stage needs is sent there directly, pa
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch.nn import Module
 
 from mgpu_core.nested import Tree, flatten
 
-__all__ = ["Program", "ProgramCache", "Stage", "units_of"]
+__all__ = ["Program", "ProgramCache", "Stage"]
 
 
 class Stage:
@@ -171,20 +171,6 @@ def traced_modules(root: Module, split_points: Sequence[str]) -> list[Module]:
     """Return the modules whose own code is traced: the root, and all others around a split point."""
     around = {name[:i] for name in split_points for i, letter in enumerate(name) if letter == "."}
     return [root, *(root.get_submodule(name) for name in sorted(around))]
-
-
-def units_of(root: Module, split_points: Sequence[str] = ()) -> Iterator[tuple[str, Module]]:
-    """Yield the modules that are called as they are, with their names, in the order of their registration."""
-    traced = set(map(id, traced_modules(root, split_points)))
-
-    def below(module: Module, prefix: str) -> Iterator[tuple[str, Module]]:
-        for name, child in module.named_children():
-            if id(child) in traced:
-                yield from below(child, f"{prefix}{name}.")
-            else:
-                yield prefix + name, child
-
-    return below(root, "")
 
 
 _tracing = threading.Lock()  # torch.fx patches torch.nn.Module while it traces

@@ -19,11 +19,11 @@ from mgpu_core.device.random import check_rng
 from mgpu_core.device.streams import hand_over
 from mgpu_core.device.team import Team
 from mgpu_core.module_tree import ModuleTree
-from mgpu_core.nested import unwrapped
 from mgpu_core.null_context import NULL_CONTEXT
 from mgpu_core.parallel.apply import draws_apart
 from mgpu_core.parallel.gather_outputs import gather
 from mgpu_core.parallel.scatter_inputs import scatter_objects
+from mgpu_core.pipeline.balance import arguments_of, balance, cut_by_bytes
 from mgpu_core.pipeline.borders import Crossing
 from mgpu_core.pipeline.deferred import DeferredStatistics, recomputing
 from mgpu_core.pipeline.graph import Program, ProgramCache
@@ -254,7 +254,9 @@ def _taken_apart(
                 f"a {type(stages).__name__} needs split_points: the names of the modules at which each stage after "
                 "the first begins; mgpu_core.balance finds them"
             )
-        return stages, _balanced(stages, len(devices))
+        if sample is None:
+            return stages, cut_by_bytes(stages, len(devices))
+        return stages, balance(stages, sample, len(devices)).split
     if len(split_points) != len(devices) - 1:
         raise ValueError(
             f"{len(devices)} devices need {len(devices) - 1} split points, one fewer than devices, not "
@@ -263,23 +265,9 @@ def _taken_apart(
     return stages, list(split_points)
 
 
-def _balanced(net: Module, parts: int) -> list[str]:
-    names = [name for name, _ in net.named_children()]
-    if len(names) < parts:
-        raise ValueError(f"{parts} stages are more than the {len(names)} layers of the module")
-    sizes = [sum(each.nbytes for each in (*m.parameters(), *m.buffers())) for m in net.children()]
-    from mgpu_core.pipeline.balance import best_cut
-
-    return [names[index] for index in best_cut(sizes, parts)]
-
-
 def _example(net: Module, sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return arguments of the form of a call: the sample, or a tensor for each parameter without a default."""
-    if isinstance(sample, dict):
-        return (), unwrapped(sample)
-    if sample is not None:
-        return unwrapped(sample if isinstance(sample, tuple) else (sample,)), {}
-    return tuple(_placeholders(net)), {}
+    return (tuple(_placeholders(net)), {}) if sample is None else arguments_of(sample)
 
 
 def _placeholders(net: Module) -> Iterator[torch.Tensor]:

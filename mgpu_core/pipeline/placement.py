@@ -15,7 +15,9 @@ from mgpu_core.pipeline.borders import Crossing, send
 from mgpu_core.pipeline.graph import Program
 from mgpu_core.replica_hooks import keep_hooks_apart
 
-__all__ = ["Placement", "find_in", "move_to", "refuse_moves"]
+__all__ = ["MOVES", "Placement", "find_in", "move_to", "named_tensors", "refuse_moves"]
+
+MOVES = ("to", "cuda", "cpu", "xpu", "to_empty")  # methods of a module that would bring it to one device
 
 
 def find_in(root: Module, name: str) -> Any:
@@ -39,7 +41,8 @@ def move_to(module: Module, name: str, device: torch.device) -> None:
         parameter.grad.data = parameter.grad.data.to(device)
 
 
-def _named_tensors(root: Module) -> list[tuple[str, torch.Tensor]]:
+def named_tensors(root: Module) -> list[tuple[str, torch.Tensor]]:
+    """Return all parameters and buffers, each once."""
     return [*named_parameters_of(root), *root.named_buffers()]
 
 
@@ -75,7 +78,7 @@ class Placement:
         for stage in program.stages:
             for tensor in self._tensors_of(program, stage.index):
                 first.setdefault(id(tensor), stage.index)
-        self._stages = {name: first.get(id(tensor), 0) for name, tensor in _named_tensors(root)}
+        self._stages = {name: first.get(id(tensor), 0) for name, tensor in named_tensors(root)}
         for name, index in self._stages.items():
             move_to(root, name, devices[index])
         self._ids: dict[int, int] | None = None
@@ -109,7 +112,7 @@ class Placement:
     def stage_of(self, tensor: torch.Tensor) -> int:
         """Return the stage on whose device a parameter or buffer is."""
         if self._ids is None:
-            self._ids = {id(each): self._stages.get(name, 0) for name, each in _named_tensors(self._root)}
+            self._ids = {id(each): self._stages.get(name, 0) for name, each in named_tensors(self._root)}
         return self._ids.get(id(tensor), 0)
 
     def check(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -117,7 +120,7 @@ class Placement:
         for tensor in tensors:
             device = self._devices[self.stage_of(tensor)]
             if tensor.device != device:
-                name = next(name for name, each in _named_tensors(self._root) if each is tensor)
+                name = next(name for name, each in named_tensors(self._root) if each is tensor)
                 raise RuntimeError(f"{name} must be on {device}, where its stage runs, but is on {tensor.device}")
 
     def finders(self, program: Program, shared: list[Crossing] | None) -> list[Callable[[str], Any]]:

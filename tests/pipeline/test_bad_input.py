@@ -26,7 +26,7 @@ def layers(count):
 @pytest.mark.parametrize(
     ("stages", "options", "message"),
     [
-        (nn.Sequential(*layers(2)), {}, "3 stages are more than the 2 layers"),
+        (nn.Sequential(*layers(2)), {}, "3 parts are more than the 2 layers"),
         (layers(2), {}, "one module per device"),
         (layers(3), {"split_points": ["1", "2"]}, "no split_points"),
         (layers(3), {"chunks": 0}, "chunks"),

@@ -1,0 +1,224 @@
+"""``place`` spreads a module over devices, and ``balance`` finds where to cut it; both leave the numbers alone."""
+
+import copy
+import itertools
+import pickle
+
+import pytest
+import torch
+from fakes.nets import cpu
+from fakes.stacks import STACKS, Gpt, Mlp, loss_fn, resnet
+from torch import nn
+
+from mgpu_core import Pipeline, balance, place
+from mgpu_core.pipeline.balance import BalanceTable, Part
+
+
+def where(net):
+    return {name: str(each.device) for name, each in itertools.chain(net.named_parameters(), net.named_buffers())}
+
+
+def run(net, x, target):
+    output = net(x)
+    first = output["logits"] if isinstance(output, dict) else output
+    loss_fn(output, target.to(first.device)).backward()
+    return first.cpu(), {name: each.grad.cpu() for name, each in net.named_parameters()}
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3])
+@pytest.mark.parametrize("name", ["mlp", "lstm", "gpt"])
+def test_outputs_and_gradients_are_those_of_the_whole_net(name, parts):
+    stack = STACKS[name]
+    net = stack.net()
+    whole, first = copy.deepcopy(net).to(cpu(1)[0]), cpu(1)[0]
+    before = [id(each) for each in net.parameters()]
+    assert place(net, cpu(parts), stack.points(parts)) is net
+    assert [id(each) for each in net.parameters()] == before
+    x, target = stack.x.to(first), stack.target.to(first)
+    output, grads = run(net, x, target)
+    wanted, wanted_grads = run(whole, x, target)
+    assert torch.equal(output, wanted)
+    assert list(grads) == list(wanted_grads)
+    assert all(torch.allclose(grads[each], wanted_grads[each], rtol=1e-12, atol=1e-15) for each in grads)
+
+
+@pytest.mark.parametrize("split", [["layer2.1", "layer4"], {"layer2.1": 1, "layer4": 2, "fc": 0}])
+def test_names_and_dicts_say_which_layer_is_where(split):
+    net, devices = resnet(), cpu(3)
+    place(net, devices, split)
+    placed = where(net)
+    assert (
+        placed["conv1.weight"] == placed["layer1.0.conv1.weight"] == placed["layer2.0.bn1.running_mean"] == devices[0]
+    )
+    assert placed["layer2.1.conv1.weight"] == placed["layer3.1.bn2.running_var"] == devices[1]
+    assert placed["layer4.0.conv1.weight"] == devices[2]
+    assert placed["fc.weight"] == devices[0 if "fc" in split else 2]
+
+
+def test_without_a_split_parts_have_about_as_many_bytes():
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 64), nn.Linear(64, 4))
+    devices = cpu(2)
+    place(net, devices)
+    assert [where(net)[f"{index}.weight"] for index in range(4)] == [*[devices[0]] * 3, devices[1]]
+
+
+def test_a_tied_parameter_stays_one_and_is_where_it_is_used_first():
+    net = place(Gpt().double(), cpu(2), ["blocks.2"])
+    assert net.head.weight is net.tokens.weight
+    assert where(net)["tokens.weight"] == cpu(2)[0]
+    assert where(net)["blocks.2.linear1.weight"] == cpu(2)[1]
+    net(STACKS["gpt"].x.to(cpu(1)[0]))
+    assert net.head.weight is net.tokens.weight
+
+
+def test_a_layer_that_fails_gives_shared_parameters_back():
+    net = place(Gpt().double(), cpu(2), ["head"])
+    with pytest.raises(RuntimeError):
+        net.head(torch.ones(2, 3, dtype=torch.float64, device=cpu(2)[1]))
+    assert net.head.weight is net.tokens.weight
+
+
+def test_keyword_arguments_and_none_cross():
+    class Add(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.bias = nn.Parameter(torch.ones(1))
+
+        def forward(self, x, *, others, mask=None):
+            return {"sum": x + others[0] + self.bias, "mask": mask}
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = Add(), Add()
+
+        def forward(self, x):
+            found = self.first(x, others=(x, None))
+            return self.last(found["sum"], others=[x], mask=found["mask"])
+
+    first, last = cpu(2)
+    net = place(Net(), cpu(2), {"last": 1})
+    output = net(torch.tensor([1.0, 2.0], device=first))
+    assert output["mask"] is None
+    assert str(output["sum"].device) == last
+    assert output["sum"].tolist() == [5.0, 8.0]
+
+
+def test_moves_are_refused_by_name_and_dtypes_are_not():
+    net = place(Mlp(), cpu(2), ["4"])
+    for move in (net.to, net.cuda, net.cpu):
+        with pytest.raises(RuntimeError, match=r"to\(\), cuda\(\) and cpu\(\)"):
+            move("cpu")
+    net.double()
+    assert {each.dtype for each in net.parameters()} == {torch.float64}
+
+
+def test_copies_and_pickles_work():
+    x = torch.ones(2, 6, device=cpu(1)[0])
+    net = place(Mlp(), cpu(2), ["4"])
+    wanted = net(x)
+    for other in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
+        assert torch.equal(other(x), wanted)
+        other[0].weight.data.zero_()
+    assert torch.equal(net(x), wanted)
+
+
+@pytest.mark.parametrize(
+    ("split", "message"),
+    [
+        (["2"], "3 devices need 2 names"),
+        (["2", "lost"], "'lost', which is no module of Mlp"),
+        ({"2": 3}, "0 to 2, not 3"),
+        ({"2": True}, "not True"),
+    ],
+)
+def test_splits_that_cannot_be(split, message):
+    net = Mlp()
+    before = where(net)
+    with pytest.raises(ValueError, match=message):
+        place(net, cpu(3), split)
+    assert where(net) == before
+
+
+def test_a_second_placement_and_too_many_devices_are_refused():
+    with pytest.raises(ValueError, match="already"):
+        place(place(Mlp(), cpu(2)), cpu(2))
+    with pytest.raises(ValueError, match="already"):
+        place(Pipeline(Mlp(), cpu(2)), cpu(2))
+    with pytest.raises(ValueError, match="3 parts are more than the 2 layers"):
+        place(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)), cpu(3))
+
+
+@pytest.mark.skipif(cpu(2)[0] == cpu(2)[1], reason="CPU ranks are one device")
+def test_a_buffer_of_two_devices_is_refused():
+    net = nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm1d(2))
+    net[1].running_mean = net[0].running_mean
+    with pytest.raises(ValueError, match="running_mean"):
+        place(net, cpu(2), ["1"])
+
+
+class Busy(nn.Module):
+    """A layer that takes some multiples of a time."""
+
+    def __init__(self, times):
+        super().__init__()
+        self.times = times
+
+    def forward(self, x):
+        for _ in range(self.times):
+            x = x @ torch.eye(200, device=x.device) * 1.0
+        return x
+
+
+def test_balance_by_time_finds_the_slow_layer():
+    net = nn.Sequential(*(Busy(times) for times in (2, 2, 2, 40)))
+    split, table = balance(net, torch.ones(200, 200, device=cpu(1)[0]), 2)
+    assert split == ["3"]
+    assert [part.layers for part in table.parts] == [("0", "1", "2"), ("3",)]
+    assert table.worst == 1
+
+
+def test_balance_by_memory_counts_parameters_and_what_autograd_keeps():
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2), nn.Linear(2, 64)).to(cpu(1)[0])
+    split, table = balance(net, torch.ones(3, 4, device=cpu(1)[0]), 2, by="memory")
+    # float32: 20 numbers and 3 x 4 inputs, 10 and 3 x 4, 192 and 3 x 2
+    assert [part.nbytes for part in table.parts] == [4 * (20 + 12 + 10 + 12), 4 * (192 + 6)]
+    assert split == ["2"]
+
+
+def test_a_table_names_the_largest_part_and_the_cuts_next_to_it():
+    layers = [Part((name,), 0.0, nbytes * 2**20) for name, nbytes in zip("abcde", [3, 1, 2, 4, 1], strict=True)]
+    table = BalanceTable(layers, [2, 3], "memory")
+    assert [part.nbytes / 2**20 for part in table.parts] == [4, 2, 5]
+    assert table.worst == 2
+    assert [(layer, part, cost / 2**20) for layer, part, cost in table.moves] == [("b", 1, 5), ("d", 1, 6)]
+    text = str(table)
+    assert "5 MiB; equal parts would take 3.667 MiB each" in text
+    assert "with b in part 1: 5 MiB" in text
+    assert "2*" in text
+
+
+def test_balance_leaves_the_net_as_it_was():
+    net = nn.Sequential(nn.Linear(3, 3), nn.ReLU(inplace=True), nn.BatchNorm1d(3), nn.Dropout(0.5)).to(cpu(1)[0])
+    before = copy.deepcopy(net.state_dict())
+    state = torch.get_rng_state()
+    balance(net, torch.ones(4, 3, device=cpu(1)[0]), 2)
+    after = net.state_dict()
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(each.grad is None for each in net.parameters())
+    assert not any(each._forward_pre_hooks for each in net.modules())
+
+
+def test_a_pipeline_with_a_sample_is_cut_by_time():
+    net = nn.Sequential(*(Busy(times) for times in (40, 2, 2, 2)))
+    x = torch.ones(8, 200, device=cpu(1)[0])
+    assert Pipeline(net, cpu(2), sample=x, chunks=2).split_points == ["1"]
+    assert Pipeline(nn.Sequential(*(Busy(1) for _ in range(4))), cpu(4), chunks=2).split_points == ["1", "2", "3"]
+
+
+@pytest.mark.parametrize(("options", "message"), [({"by": "luck"}, "time or memory"), ({"parts": 9}, "9 parts")])
+def test_balances_that_cannot_be(options, message):
+    x = torch.ones(1, 6, device=cpu(1)[0])
+    with pytest.raises(ValueError, match=message):
+        balance(Mlp().to(cpu(1)[0]), x, **{"parts": 2, **options})

@@ -212,7 +212,7 @@ def test_balance_leaves_the_net_as_it_was():
 
 def test_a_pipeline_with_a_sample_is_cut_by_time():
     net = nn.Sequential(*(Busy(times) for times in (40, 2, 2, 2)))
-    x = torch.ones(8, 200, device=cpu(1)[0])
+    x = torch.ones(200, 200, device=cpu(1)[0])
     assert Pipeline(net, cpu(2), sample=x, chunks=2).split_points == ["1"]
     assert Pipeline(nn.Sequential(*(Busy(1) for _ in range(4))), cpu(4), chunks=2).split_points == ["1", "2", "3"]
 

@@ -3,6 +3,7 @@
 import copy
 import itertools
 import pickle
+import time
 
 import pytest
 import torch
@@ -157,22 +158,21 @@ def test_a_buffer_of_two_devices_is_refused():
         place(net, cpu(2), ["1"])
 
 
-class Busy(nn.Module):
-    """A layer that takes some multiples of a time."""
+class Slow(nn.Module):
+    """A layer that takes some milliseconds."""
 
-    def __init__(self, times):
+    def __init__(self, milliseconds):
         super().__init__()
-        self.times = times
+        self.milliseconds = milliseconds
 
     def forward(self, x):
-        for _ in range(self.times):
-            x = x @ torch.eye(200, device=x.device) * 1.0
-        return x
+        time.sleep(self.milliseconds / 1e3)
+        return x * 1.0
 
 
 def test_balance_by_time_finds_the_slow_layer():
-    net = nn.Sequential(*(Busy(times) for times in (2, 2, 2, 40)))
-    split, table = balance(net, torch.ones(200, 200, device=cpu(1)[0]), 2)
+    net = nn.Sequential(*map(Slow, (1, 1, 1, 40)))
+    split, table = balance(net, torch.ones(2, 2, device=cpu(1)[0]), 2)
     assert split == ["3"]
     assert [part.layers for part in table.parts] == [("0", "1", "2"), ("3",)]
     assert table.worst == 1
@@ -211,10 +211,10 @@ def test_balance_leaves_the_net_as_it_was():
 
 
 def test_a_pipeline_with_a_sample_is_cut_by_time():
-    net = nn.Sequential(*(Busy(times) for times in (40, 2, 2, 2)))
-    x = torch.ones(200, 200, device=cpu(1)[0])
+    net = nn.Sequential(*map(Slow, (40, 1, 1, 1)))
+    x = torch.ones(2, 2, device=cpu(1)[0])
     assert Pipeline(net, cpu(2), sample=x, chunks=2).split_points == ["1"]
-    assert Pipeline(nn.Sequential(*(Busy(1) for _ in range(4))), cpu(4), chunks=2).split_points == ["1", "2", "3"]
+    assert Pipeline(nn.Sequential(*map(Slow, (0, 0, 0, 0))), cpu(4), chunks=2).split_points == ["1", "2", "3"]
 
 
 @pytest.mark.parametrize(("options", "message"), [({"by": "luck"}, "time or memory"), ({"parts": 9}, "9 parts")])

@@ -14,6 +14,7 @@ from mgpu_core.explanation.predicted import predicted_seconds
 from mgpu_core.explanation.scene import us
 from mgpu_core.explanation.scenes import scenes_of
 from mgpu_core.explanation.steps import Recorded, Step
+from mgpu_core.explanation.timeline import timelines_of
 from mgpu_core.explanation.topology import Machine
 from mgpu_core.files import write_whole
 from mgpu_core.trace.events import ALL_RANKS
@@ -106,6 +107,7 @@ def _step_data(step: Step, machine: Machine | None) -> dict[str, Any]:
             for each in sorted(step.contents.values(), key=lambda each: each.bucket)
         ],
         "lanes": _lanes(step),
+        "pipelines": [each.data(step) for each in timelines_of(step)],
         "phases": [_phase_data(phase, machine) for phase in (*phases, outside(step, phases))],
         "left_out": "",
     }
@@ -134,7 +136,8 @@ def _lanes(step: Step) -> list[dict[str, Any]]:
     for rank, device in enumerate(step.devices):
         own = [span for span in step.spans if span.rank == rank]
         bars = [_bar(step, each.step, each.bucket, each.begin_ns, each.end_ns) for each in own]
-        lanes.append({"name": f"rank {rank} ({device or 'not seen'})", "bars": bars})
+        kind = "stage" if step.schedules else "rank"
+        lanes.append({"name": f"{kind} {rank} ({device or 'not seen'})", "bars": bars})
     calls = [
         _bar(step, call.operation, step.bucket_of(call), *times)
         for call in step.collectives

@@ -37,17 +37,23 @@ _BY_RANKS = {
 
 
 def scenes_of(step: Step) -> list[Scene]:
-    """Return the scenes by their begin.  Times are microseconds from the begin of the step."""
+    """Return the scenes by their begin.  Times are microseconds from the begin of the step.
+
+    A pipeline's step is one scene: its stages are drawn by :mod:`mgpu_core.explanation.timeline`.
+    """
+    if step.schedules:
+        return [_whole(step, "Each stage works on one micro-batch at a time.")]
     enclosing = Enclosing(step.spans)
     cutting = [enclosing.span(cut.thread, cut.step, cut.host_begin_ns) for cut in step.cuts]
     calls = without_cutting(step.collectives, enclosing, cutting)
     found = [*of_cuts(step, cutting), *_of_ranks(step), *_of_collectives(step, calls), *_of_updates(step)]
-    return sorted(found or [_whole(step)], key=lambda each: (each["begin"], each["order"]))
+    return sorted(found or [_whole(step, _UNKNOWN)], key=lambda each: (each["begin"], each["order"]))
 
 
-def _whole(step: Step) -> Scene:
-    """Return the scene of a step without recorded phases: a graph's replay, or calls that moved nothing."""
-    text = "Nothing is known of its inside: a graph was replayed, or there was nothing to move."
+_UNKNOWN = "Nothing is known of its inside: a graph was replayed, or there was nothing to move."
+
+
+def _whole(step: Step, text: str) -> Scene:
     return scene(step, "step", f"{step.name}, as a whole", text, (step.begin_ns, step.end_ns))
 
 

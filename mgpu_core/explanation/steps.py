@@ -13,7 +13,7 @@ from functools import cached_property
 
 from mgpu_core.explanation.topology import Machine
 from mgpu_core.trace.buffer import WholeStep
-from mgpu_core.trace.events import ALL_RANKS, NO_BUCKET, Collective, Contents, Cut, Event, Mark, Span
+from mgpu_core.trace.events import ALL_RANKS, NO_BUCKET, Collective, Contents, Cut, Event, Mark, Schedule, Span
 
 __all__ = ["CALLS", "Recorded", "Step", "begin_of", "steps_of"]
 
@@ -57,6 +57,11 @@ class Step:
         return [each for each in self.events if isinstance(each, Collective)]
 
     @cached_property
+    def schedules(self) -> list[Schedule]:
+        """The plans of pipelines, whose ranks are stages and whose cuts are of micro-batches."""
+        return [each for each in self.events if isinstance(each, Schedule)]
+
+    @cached_property
     def marks(self) -> list[Mark]:
         """Moments."""
         return [each for each in self.events if isinstance(each, Mark)]
@@ -88,10 +93,10 @@ class Step:
         for span in self.spans:
             if span.rank != ALL_RANKS and span.device:
                 found.setdefault(span.rank, span.device)
-        for call in self.collectives:
+        for call in self.collectives if not self.schedules else ():
             for rank, device in zip(call.ranks, call.devices, strict=True):
                 found.setdefault(rank, device)
-        for cut in self.cuts:
+        for cut in self.cuts if not self.schedules else ():
             for rank, device in enumerate(cut.devices):
                 found.setdefault(rank, device)
         return tuple(found.get(rank, "") for rank in range(max(found, default=-1) + 1))

@@ -8,6 +8,7 @@ from mgpu_core.explanation.phases import Phase, outside, phases_of
 from mgpu_core.explanation.predicted import predicted_seconds
 from mgpu_core.explanation.scene import plural
 from mgpu_core.explanation.steps import Step
+from mgpu_core.explanation.timeline import Timeline, timelines_of
 from mgpu_core.explanation.topology import Machine
 
 __all__ = ["columns", "human_nbytes", "human_seconds", "table"]
@@ -19,9 +20,10 @@ def table(step: Step, environment: Mapping[str, str], machine: Machine | None = 
     With a machine, there are two more columns: the measured and the predicted time of the collectives.
     """
     seconds = (step.end_ns - step.begin_ns) / 1e9
+    ranks = plural(len(step.devices), "stage" if step.schedules else "rank")
     team = ", ".join(device or "not seen" for device in step.devices) or "none known"
     head = [
-        f"step {step.number}: {step.name}, {plural(len(step.devices), 'rank')} ({team}), {human_seconds(seconds)}",
+        f"step {step.number}: {step.name}, {ranks} ({team}), {human_seconds(seconds)}",
         *([_WORKERS[step.workers]] if step.workers else []),
         *(f"{name}: {value}" for name, value in environment.items()),
         "",
@@ -30,6 +32,7 @@ def table(step: Step, environment: Mapping[str, str], machine: Machine | None = 
     shown = [*phases, outside(step, phases)]
     rows = [_HEAD + (_MORE if machine else ()), *(_row(phase, machine) for phase in shown)]
     foot = [
+        *(line for each in timelines_of(step) for line in _pipeline(each)),
         "",
         "time: covered by the phase's spans; phases overlap, so shares may add up to more than 100 %.",
         "bus GB/s: bytes of a rank x the operation's factor (2(n-1)/n for all_reduce) / time of the calls.",
@@ -39,6 +42,17 @@ def table(step: Step, environment: Mapping[str, str], machine: Machine | None = 
     if machine:
         foot.append(f"predicted: the collectives' own time by the cost model of {machine.name} (docs/cost_model.md).")
     return "\n".join([*head, *columns(rows, left=1), *foot])
+
+
+def _pipeline(run: Timeline) -> list[str]:
+    """Return the idle share of a pipeline's run, and the bytes that crossed each border forward."""
+    micro_batches = 1 + max(each[3] for each in run.schedule.actions)
+    return [
+        "",
+        f"pipeline: {plural(len(run.schedule.workers), 'stage')}, {micro_batches} micro-batches; "
+        f"idle {run.idle:.1%} of the stages' time, {run.bubble:.1%} by the schedule",
+        *(f"stage {a} to stage {b}: {human_nbytes(nbytes)} forward" for a, b, nbytes in run.schedule.borders),
+    ]
 
 
 _WORKERS = {

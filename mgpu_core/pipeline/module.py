@@ -163,8 +163,12 @@ class Pipeline(Module):
         arguments: Sequence[tuple[tuple[Any, ...], dict[str, Any]]],
         last: LastStage | None,
         autocast: Callable[[torch.device], AbstractContextManager[object]] = lambda _: NULL_CONTEXT,
+        copy: int = 0,
     ) -> PipelineRun:
         """Return a run over these micro-batches: of forwards, or with ``last`` of a training step's schedule.
+
+        Args:
+            copy: the index of this pipeline among its copies, for recordings.
 
         Raises:
             ValueError: micro-batches whose arguments differ in structure.
@@ -180,7 +184,8 @@ class Pipeline(Module):
             raise ValueError("the arguments of the micro-batches differ in structure")
         self._placement.check(self._tree.tensors)
         crossings: list[Crossing] | None = None if last is None else []
-        actions = plan(len(self.device_ids), len(found), self.schedule, workers_of(self.device_ids))
+        schedule = self.schedule if last is not None else "gpipe"  # all forwards come first
+        actions = plan(len(self.device_ids), len(found), schedule, workers_of(self.device_ids))
         kept = len(found) - 1 if self.checkpoint == "except_last" else len(found)
         return PipelineRun(
             program, self.device_ids, self._placement.finders(program, crossings),
@@ -188,6 +193,7 @@ class Pipeline(Module):
             [tensors for _, tensors in found], last=last, shared=crossings or (), autocast=autocast,
             recomputes=lambda micro_batch: self.checkpoint != "never" and micro_batch < kept,
             recomputing=lambda stage: recomputing(self._modules_of(program, stage)),
+            first_rank=copy * len(self.device_ids),
         )  # fmt: skip
 
     def finish(self, run: PipelineRun, *, in_caller: bool = False) -> None:

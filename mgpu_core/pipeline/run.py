@@ -33,7 +33,8 @@ from mgpu_core.parallel.apply import run_ranks
 from mgpu_core.pipeline.borders import Crossing, send_value
 from mgpu_core.pipeline.graph import Program
 from mgpu_core.pipeline.schedules import FORWARD, Action
-from mgpu_core.trace.tracer import span
+from mgpu_core.trace.events import Schedule
+from mgpu_core.trace.tracer import emit, is_tracing, span, when_tracing
 
 __all__ = ["LastStage", "PipelineRun", "workers_of"]
 
@@ -123,6 +124,7 @@ class PipelineRun:
         recomputes: whether a stage keeps only the inputs of a micro-batch, and runs its forward again in backward.
         recomputing: returns the context of a second forward of a stage.
         autocast: returns the context of forwards on a device.
+        first_rank: of stage 0 in a recording.
 
     Attributes:
         shared: the same.
@@ -142,7 +144,10 @@ class PipelineRun:
         recomputes: Callable[[int], bool] = lambda _: False,
         recomputing: Callable[[int], AbstractContextManager[object]] = lambda _: NULL_CONTEXT,
         autocast: Callable[[torch.device], AbstractContextManager[object]] = lambda _: NULL_CONTEXT,
+        first_rank: int = 0,
     ) -> None:
+        self._first_rank = first_rank
+        self._crossed: dict[tuple[int, int], int] = {}  # bytes by stage and reader, while a trace is recorded
         self._program, self._devices, self._find, self._actions = program, devices, find, actions
         self._last, self._recomputes, self._recomputing, self._autocast = last, recomputes, recomputing, autocast
         self._workers = workers_of(devices)
@@ -186,6 +191,14 @@ class PipelineRun:
         except BaseException:  # after Ctrl-C workers are still in their action
             self._board.stop(time_limit())
             raise
+        self._trace()
+
+    @when_tracing
+    def _trace(self) -> None:
+        """Tell a recording of the plan, and of the bytes that crossed each border."""
+        actions, workers = tuple(self._actions), tuple(self._workers)
+        borders = tuple((*border, nbytes) for border, nbytes in sorted(self._crossed.items()))
+        emit(lambda host_ns, thread: Schedule(actions, workers, self._first_rank, borders, host_ns, thread))
 
     def stop(self, seconds: float) -> bool:
         """Let no action begin any more; return whether all workers have ended in that time."""
@@ -197,7 +210,7 @@ class PipelineRun:
                 device = self._devices[stage]
                 names[rank] = f"stage {stage}, micro-batch {micro_batch}, on device {device}"
                 self._board.wait(kind, self._before(kind, stage), micro_batch)
-                with on(device, streams[device]), span(kind, stage, device, micro_batch):
+                with on(device, streams[device]), span(kind, self._first_rank + stage, device, micro_batch):
                     (self._forward if kind == FORWARD else self._backward)(stage, micro_batch)
                 self._board.post(kind, stage, micro_batch)
 
@@ -246,6 +259,9 @@ class PipelineRun:
         source = self._devices[stage]
         for name in self._program.stages[stage].gives:
             for reader in self._program.consumers[name]:
+                if is_tracing():
+                    crossed = sum(each.nbytes for each in tensors_in(values[name]))
+                    self._crossed[stage, reader] = self._crossed.get((stage, reader), 0) + crossed
                 if self._last is None:
                     value = send_value(values[name], source, self._devices[reader])
                 else:

@@ -25,6 +25,7 @@ __all__ = [
     "Hop",
     "Mark",
     "Address",
+    "Schedule",
     "Span",
 ]
 
@@ -166,4 +167,24 @@ class Mark:
     whole_step: int = NO_STEP
 
 
-Event: TypeAlias = Span | Cut | Collective | Contents | Mark
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """The plan of one run of a pipeline; its spans ``forward`` and ``backward`` have stages as ranks.
+
+    Attributes:
+        actions: ``(slot, stage, "forward" or "backward", micro-batch)`` each.
+        workers: of each stage, by index; a worker runs one action at a time.
+        first_rank: of the span of stage 0; copies of a pipeline follow each other.
+        borders: ``(stage, stage that reads, bytes of all micro-batches)`` of what crossed forward.
+    """
+
+    actions: tuple[tuple[int, int, str, int], ...]
+    workers: tuple[int, ...]
+    first_rank: int
+    borders: tuple[tuple[int, int, int], ...]
+    host_begin_ns: int
+    thread: int
+    whole_step: int = NO_STEP
+
+
+Event: TypeAlias = Span | Cut | Collective | Contents | Mark | Schedule

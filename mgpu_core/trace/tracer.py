@@ -45,7 +45,7 @@ __all__ = [
 
 P = ParamSpec("P")
 Label: TypeAlias = Callable[[str], AbstractContextManager[object]]
-WHOLE_STEPS = ("train_step", "data_parallel", "evaluate")
+WHOLE_STEPS = ("train_step", "data_parallel", "pipeline", "evaluate")
 
 
 @dataclass(frozen=True, slots=True)

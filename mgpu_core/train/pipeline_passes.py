@@ -76,7 +76,8 @@ class PipelinePasses(ForwardBackward):
             part = given[begin : begin + count]
             ends.append(_Losses(loss_fn, self._reduction, device, part, keep_outputs=keep_outputs))
             arguments = [(each.inputs, each.kwargs) for each in part]
-            self._runs.append(self._pipelines[index].begin(arguments, ends[-1] if backward else None, self.autocast))
+            last = ends[-1] if backward else None
+            self._runs.append(self._pipelines[index].begin(arguments, last, self.autocast, copy=index))
             begin += count
         self._finish(self._runs)
         if backward:

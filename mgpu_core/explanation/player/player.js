@@ -315,9 +315,9 @@ function drawTimeline() {
     const y = index * row;
     draw(svg, "rect", {class: "lane", x: left, y: y + 2, width: width - left, height: row - 4});
     label(svg, 0, y + 20, width < 600 ? lane.name.split(" (")[0] : lane.name, left - 8);
-    const rank = /^rank (\d+)/.exec(lane.name);
+    const rank = /^(?:rank|stage) (\d+)/.exec(lane.name);
     lane.bars.forEach((bar) => {
-      const about = `${bar.name}${bar.bucket >= 0 ? `, bucket ${bar.bucket}` : ""}: ${time(bar.end - bar.begin)}, from ${time(bar.begin)}`;
+      const about = `${bar.name}${bar.bucket >= 0 ? `, ${step.pipelines.length ? "micro-batch" : "bucket"} ${bar.bucket}` : ""}: ${time(bar.end - bar.begin)}, from ${time(bar.begin)}`;
       const fade = {forward: 100, loss: 55, backward: 75}[bar.name] || 70, base = rank ? colour(Number(rank[1])) : "var(--accent)";
       const made = box(svg, left + bar.begin * scale, y + 4, Math.max(1.5, (bar.end - bar.begin) * scale), row - 8, `color-mix(in srgb, ${base} ${fade}%, var(--box))`, about);
       made.classList.add("hit");
@@ -329,6 +329,40 @@ function drawTimeline() {
   draw(svg, "line", {class: "now", id: "now", y1: 0, y2: height - 22});
   holder.dataset.left = left;
   holder.dataset.scale = scale;
+}
+// Pipelines: the real times of each stage's blocks, and below them the slots of the schedule.
+function drawPipelines() {
+  find("pipeline-part").hidden = !step.pipelines.length;
+  for (const each of document.querySelectorAll(".stage, #scenes-part")) each.hidden = step.pipelines.length > 0;
+  const holder = find("pipeline");
+  holder.replaceChildren();
+  step.pipelines.forEach((run) => {
+    const about = document.createElement("p");
+    about.textContent = `Idle: ${(run.idle * 100).toFixed(1)} % of the stages' time, ${(run.bubble * 100).toFixed(1)} % by the schedule. `
+      + run.borders.map(([from, to, count]) => `Stage ${from} to stage ${to}: ${bytes(count)} forward.`).join(" ");
+    holder.append(about);
+    const first = Math.min(...run.real.map((each) => each[0])), last = Math.max(...run.real.map((each) => each[1]));
+    drawBlocks(holder, run.stages, "as recorded", last - first, run.real.map(([begin, end, ...rest]) => [begin - first, end - first, ...rest]), time);
+    drawBlocks(holder, run.stages, "by the schedule", run.slots, run.ideal.map(([slot, ...rest]) => [slot, slot + 1, ...rest]), (slots) => many(slots, "slot"));
+  });
+}
+function drawBlocks(holder, stages, name, length, blocks, unit) {
+  const width = holder.clientWidth || 320, left = width < 600 ? 72 : 150, row = 26, height = stages.length * row + 24;
+  const svg = draw(holder, "svg", {viewBox: `0 0 ${width} ${height}`, height, role: "img", "aria-label": `${name}: ${many(blocks.length, "block")} in ${unit(length)}`});
+  const pattern = draw(svg, "pattern", {id: "hatch", width: 6, height: 6, patternUnits: "userSpaceOnUse", patternTransform: "rotate(45)"});
+  draw(pattern, "line", {x1: 0, y1: 0, x2: 0, y2: 6, stroke: "var(--soft)", "stroke-width": 1.5});
+  const scale = (width - left - 4) / Math.max(length, 1e-3);
+  stages.forEach((device, stage) => {
+    label(svg, 0, stage * row + 18, width < 600 ? `stage ${stage}` : `stage ${stage} (${device || "not seen"})`, left - 8);
+    draw(svg, "rect", {class: "hatch", x: left, y: stage * row + 2, width: length * scale, height: row - 4});
+  });
+  blocks.forEach(([begin, end, stage, kind, batch]) => {
+    const wide = Math.max(1.5, (end - begin) * scale), fill = `color-mix(in srgb, hsl(${(batch * 67 + 212) % 360} 55% 45%) ${kind === "forward" ? 80 : 100}%, ${kind === "forward" ? "white" : "black"})`;
+    box(svg, left + begin * scale, stage * row + 2, wide, row - 4, kind === "forward" ? fill : fill.replace("100%", "65%"), `${kind} of micro-batch ${batch}, stage ${stage}: ${unit(end - begin)}`);
+    if (wide > 16) draw(svg, "text", {class: "block", x: left + begin * scale + wide / 2, y: stage * row + 18}, batch);
+  });
+  label(svg, left, height - 6, name, width - left - 90, "soft");
+  draw(svg, "text", {x: width - 2, y: height - 6, class: "soft", "text-anchor": "end"}, unit(length));
 }
 function sceneNear(bar) {
   const distance = (each) => (each.kind === bar.name || each.operation === bar.name ? 0 : 1e12) + (each.bucket === bar.bucket ? 0 : 1e9) * (each.kind === "round") + Math.abs(each.begin - bar.begin);
@@ -411,7 +445,7 @@ function fillTable(table, heads, rows) {
 function choose(index) {
   play(false);
   step = trace.steps[index];
-  find("summary").textContent = `${step.name}, ${many(step.devices.length, "rank")} (${step.devices.map((each) => each || "not seen").join(", ")}), ${time(step.us)}${step.left_out && `. ${step.left_out}`}`;
+  find("summary").textContent = `${step.name}, ${many(step.devices.length, step.pipelines.length ? "stage" : "rank")} (${step.devices.map((each) => each || "not seen").join(", ")}), ${time(step.us)}${step.left_out && `. ${step.left_out}`}`;
   find("scrub").max = step.scenes.length - 0.001;
   find("scenes").replaceChildren(...step.scenes.map((each, index) => {
     const item = document.createElement("li"), button = document.createElement("button"), at = document.createElement("span");
@@ -434,6 +468,7 @@ function choose(index) {
   ]));
   find("bucket-part").hidden = !step.buckets.length;
   drawTimeline();
+  drawPipelines();
   go(0);
 }
 
@@ -477,7 +512,7 @@ document.addEventListener("pointermove", (event) => {
 let resizing;
 addEventListener("resize", () => {
   clearTimeout(resizing);
-  resizing = setTimeout(() => { drawTimeline(); drawScene(); show(); }, 100);
+  resizing = setTimeout(() => { drawTimeline(); drawPipelines(); drawScene(); show(); }, 100);
 });
 
 theme(matchMedia("(prefers-color-scheme: dark)").matches);

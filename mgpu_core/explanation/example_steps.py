@@ -16,7 +16,8 @@ NOTE = "The times of this example are assumptions for illustration, not measurem
 _MIB = 1 << 20
 
 EXAMPLES = {
-    # 784-128-10 with biases: 101,770 parameters; 64 rows of 28 x 28 floats and an int64 target.
+    # 784-128-10 with biases: 101,770 parameters; 64 rows of 28 x 28 floats and an int64 target.  Between its layers are
+    # 128 floats a row.
     "simplenet": StepProfile(
         name="SimpleNet (example)",
         ranks=1,
@@ -28,8 +29,10 @@ EXAMPLES = {
         gather_nbytes=0,
         buckets=(Bucket(4 * 101_770, 1.0),),
         host_overhead_seconds=50e-6,
+        border_nbytes=64 * 128 * 4,
     ),
-    # 25,557,032 parameters; 64 rows of 3 x 224 x 224 floats and an int64 target.
+    # 25,557,032 parameters; 64 rows of 3 x 224 x 224 floats and an int64 target.  The largest value between two of its
+    # blocks has 256 x 56 x 56 floats a row.
     "resnet50": StepProfile(
         name="ResNet-50 (example)",
         ranks=1,
@@ -46,5 +49,6 @@ EXAMPLES = {
             Bucket(4 * 25_557_032 - 75 * _MIB, 1.0),
         ),
         host_overhead_seconds=0.5e-3,
+        border_nbytes=64 * 256 * 56 * 56 * 4,
     ),
 }

@@ -19,15 +19,18 @@ _MODELLED = ("forward", "loss", "backward", *UPDATE, *SUMS, "scatter", "gather",
 
 def profile_of(step: Step, name: str) -> StepProfile:
     """See :meth:`mgpu_core.explanation.trace.Trace.profile`."""
-    forward, loss = (_seconds(step, each) for each in ("forward", "loss"))
-    backward, in_turn = _backward(step)
+    if step.schedules:  # one module, in parts
+        forward, loss, backward, in_turn = _total(step, "forward"), 0.0, _total(step, "backward"), 1
+    else:
+        forward, loss = (_seconds(step, each) for each in ("forward", "loss"))
+        backward, in_turn = _backward(step)
     if not forward or not backward:
         raise ValueError(f"step {step.number} ({step.name}) has no forward and backward to predict other sizes from")
     rows = next((sum(cut.counts) for cut in step.cuts if cut.step == "scatter"), 0)
     phases = phases_of(step)
     return StepProfile(
         name=name,
-        ranks=max(1, len(step.devices)),
+        ranks=1 if step.schedules else max(1, len(step.devices)),
         rows=rows,
         forward_seconds=forward + loss,
         backward_seconds=backward,
@@ -38,6 +41,7 @@ def profile_of(step: Step, name: str) -> StepProfile:
         host_overhead_seconds=(step.end_ns - step.begin_ns - _covered_ns(phases, _MODELLED)) / 1e9,
         broadcast_nbytes=_broadcast_nbytes(phases),
         backwards_in_turn=in_turn,
+        border_nbytes=max((border[2] for each in step.schedules for border in each.borders), default=0),
         device=next((device.split(":")[0] for device in step.devices if device), ""),
     )
 
@@ -50,6 +54,10 @@ def _seconds(step: Step, name: str) -> float:
     """Return the median rank's seconds."""
     spans = _spans(step, name)
     return median((span.end_ns - span.begin_ns) / 1e9 for span in spans) if spans else 0.0
+
+
+def _total(step: Step, name: str) -> float:
+    return sum(span.end_ns - span.begin_ns for span in _spans(step, name)) / 1e9
 
 
 def _backward(step: Step) -> tuple[float, int]:

@@ -9,19 +9,22 @@ import argparse
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from mgpu_core.explanation.cost import ALGORITHMS, StepProfile
 from mgpu_core.explanation.example_steps import EXAMPLES, NOTE
 from mgpu_core.explanation.fit import this_host
 from mgpu_core.explanation.predict import SCALINGS, Plan, Prediction, predict_step
+from mgpu_core.explanation.predict_pipeline import predict_pipeline
 from mgpu_core.explanation.scene import plural
 from mgpu_core.explanation.simulate_plot import draw
 from mgpu_core.explanation.tables import columns
 from mgpu_core.explanation.topology import FORM, GPUS_PER_NODE, HostMemory, Machine, known_names, parse_topology
 from mgpu_core.extras import require
 from mgpu_core.files import check_outputs, check_picture, write_whole
+from mgpu_core.pipeline.schedules import SCHEDULES
 
 __all__ = ["add_arguments", "render", "run", "simulate"]
 
@@ -30,6 +33,8 @@ _EXAMPLE = "resnet50"
 _FROM_CPU = """\
 note: this step was recorded on CPU ranks, so its compute times are a CPU's. Record it on the kind of GPU whose cluster
 you ask about: mgpu explain --profile. For this machine's CPU ranks: --topology host."""
+_GPUS, _STAGES, _CHUNKS = "8,64,1024", "2,4,8", "4,16,64"
+_PIPELINE_TITLES = ("GPUs", "chunks", "step ms", "idle", "bubble", "rows/s", "speed-up")
 _TITLES = (
     *("GPUs", "step ms", "compute", "exposed", "update", "broadcast", "input", "host"),
     *("rows/s", "efficiency", "bottleneck"),
@@ -41,11 +46,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("step", nargs="?", type=Path, metavar="STEP.json", help="a recorded step; without one, an example is taken")
     add("--example", choices=tuple(EXAMPLES), help=f"instead of a file; its times are assumed (default: {_EXAMPLE})")
-    add("--gpus", default="8,64,1024", metavar="LIST", help="how many GPUs (default: %(default)s)")
+    add("--gpus", metavar="LIST", help=f"how many GPUs (default: {_GPUS}; with --pipeline {_STAGES})")
+    add("--pipeline", action="store_true", help="cut the net over the GPUs, a stage each, instead of the rows")
+    add("--chunks", metavar="LIST", help=f"micro-batches of a pipeline (default: {_CHUNKS})")
+    add("--schedule", choices=SCHEDULES, help="of a pipeline (default: 1f1b)")
+    add("--border-nbytes", type=int, metavar="N", help="bytes of all rows that cross between two stages of a pipeline")
     add("--topology", default="nvlink4+ib-ndr400", help=f"{FORM}; {known_names()}; or host: CPU ranks of this machine")
     add("--gpus-per-node", type=int, metavar="N", help=f"of a topology with links (default: {GPUS_PER_NODE})")
-    add("--scaling", choices=SCALINGS, default="weak", help="keep the rows of each GPU (weak), or of all (strong)")
-    add("--algorithm", choices=ALGORITHMS, default="auto", help="of the all-reduce (default: %(default)s)")
+    add("--scaling", choices=SCALINGS, help="keep the rows of each GPU (weak), or of all (strong)")
+    add("--algorithm", choices=ALGORITHMS, help="of the all-reduce (default: auto)")
     add("--no-overlap", action="store_true", help="all-reduce after backward, without overlap")
     add("--plot", type=Path, metavar="FILE.png", help="draw step time and efficiency (needs matplotlib)")
     add("--json", type=Path, metavar="FILE", help="write the predictions")
@@ -57,20 +66,59 @@ def run(args: argparse.Namespace) -> int:
     if args.plot is not None:
         check_picture(args.plot)
         require("matplotlib", "a picture")
-    gpus = _counts(args.gpus)
-    profile = _profile(args)
-    plan = Plan(_machine(args), args.scaling, not args.no_overlap, args.algorithm)
+    profile, machine = _profile(args), _machine(args)
+    if args.pipeline:
+        return _run_pipeline(args, profile, machine)
+    _refuse(args, "without --pipeline", "chunks", "schedule", "border_nbytes")
+    gpus = _counts("--gpus", args.gpus or _GPUS)
+    plan = Plan(machine, args.scaling or "weak", not args.no_overlap, args.algorithm or "auto")
     found = simulate(profile, gpus, plan)
     if args.json is not None:
         _write(args.json, profile, plan, found)
     if args.plot is not None:
         draw(_title(profile, plan), found, args.plot)
     print(render(profile, plan, found), end="")
+    _print_notes(args, profile, machine)
+    return 0
+
+
+def _print_notes(args: argparse.Namespace, profile: StepProfile, machine: Machine) -> None:
     if not args.step:
         print(f"\n{NOTE}")
-    if profile.device == "cpu" and not isinstance(plan.machine, HostMemory):
+    if profile.device == "cpu" and not isinstance(machine, HostMemory):
         print(f"\n{_FROM_CPU}")
+
+
+def _run_pipeline(args: argparse.Namespace, profile: StepProfile, machine: Machine) -> int:
+    _refuse(args, "with --pipeline", "scaling", "algorithm", "no_overlap", "plot")
+    if isinstance(machine, HostMemory):
+        raise ValueError("--topology host: stages on CPU ranks share the cores, which is not predicted; run it")
+    if args.border_nbytes is not None:
+        profile = replace(profile, border_nbytes=args.border_nbytes)
+    gpus, chunks = _counts("--gpus", args.gpus or _STAGES), _counts("--chunks", args.chunks or _CHUNKS)
+    schedule = args.schedule or "1f1b"
+    found = [predict_pipeline(profile, each, count, machine, schedule) for each in gpus for count in chunks]
+    title = f"{profile.name}, {profile.rows / profile.ranks:g} rows; {machine.name}; pipeline, {schedule}"
+    if args.json is not None:
+        _write_json(args.json, profile, {"topology": machine.name, "schedule": schedule}, list(map(asdict, found)))
+    rows = [
+        (f"{each.gpus}", f"{each.chunks}", f"{each.step_s * 1e3:.3f}", f"{each.idle:.1%}", f"{each.bubble:.1%}",
+         f"{each.rows_per_second:,.0f}", f"{each.speedup:.2f}")
+        for each in found
+    ]  # fmt: skip
+    print("\n".join([title, "", *(f"  {line}" for line in columns([_PIPELINE_TITLES, *rows], left=0)), ""]))
+    print(
+        "  idle: of the stages' time in forward and backward; bubble: the schedule's own part of it, with equal times;"
+    )
+    print("  speed-up: relative to 1 GPU, which must hold the whole net.")
+    _print_notes(args, profile, machine)
     return 0
+
+
+def _refuse(args: argparse.Namespace, when: str, *names: str) -> None:
+    for name in names:
+        if getattr(args, name) not in (None, False):
+            raise ValueError(f"--{name.replace('_', '-')} means nothing {when}")
 
 
 def simulate(profile: StepProfile, gpus: Sequence[int], plan: Plan) -> list[Prediction]:
@@ -109,10 +157,10 @@ def _title(profile: StepProfile, plan: Plan) -> str:
     return f"{profile.name}, {recorded}; {where}; {plan.scaling} scaling, all-reduce {plan.algorithm}{after}"
 
 
-def _counts(text: str) -> list[int]:
+def _counts(option: str, text: str) -> list[int]:
     parts = [part.strip() for part in text.split(",")]
     if not all(re.fullmatch("[1-9][0-9]{0,6}", part) for part in parts):
-        raise ValueError(f"--gpus {text}: wanted whole numbers above 0, such as 8,64,1024")
+        raise ValueError(f"{option} {text}: wanted whole numbers above 0, such as 8,64,1024")
     return sorted({int(part) for part in parts})
 
 
@@ -142,17 +190,17 @@ def _read(path: Path) -> StepProfile:
 
 
 def _write(path: Path, profile: StepProfile, plan: Plan, found: Sequence[Prediction]) -> None:
-    content = {
-        "format": FORMAT,
-        "step": json.loads(profile.to_json()),
+    about = {
         "topology": plan.machine.name,
         "scaling": plan.scaling,
         "overlap": plan.overlap,
         "algorithm": plan.algorithm,
-        "predictions": [
-            asdict(each)
-            | {"step_s": each.step_s, "rows_per_second": each.rows_per_second, "bottleneck": each.bottleneck}
-            for each in found
-        ],
     }
+    computed = ("step_s", "rows_per_second", "bottleneck")
+    predictions = [asdict(each) | {name: getattr(each, name) for name in computed} for each in found]
+    _write_json(path, profile, about, predictions)
+
+
+def _write_json(path: Path, profile: StepProfile, about: dict[str, Any], predictions: list[dict[str, Any]]) -> None:
+    content = {"format": FORMAT, "step": json.loads(profile.to_json()), **about, "predictions": predictions}
     write_whole(path, lambda stream: stream.write((json.dumps(content, indent=2) + "\n").encode()))

@@ -8,6 +8,7 @@ from typing import Any
 from mgpu_core.explanation.phases import covered
 from mgpu_core.explanation.scene import us
 from mgpu_core.explanation.steps import Step
+from mgpu_core.pipeline.schedules import bubble
 from mgpu_core.trace.events import Schedule, Span
 
 __all__ = ["Timeline", "timelines_of"]
@@ -33,7 +34,7 @@ class Timeline:
     @property
     def bubble(self) -> float:
         """The share of the workers' slots, 0 to 1, in which the plan gives them nothing to do."""
-        return 1 - len(self.schedule.actions) / (self.slots * len(set(self.schedule.workers)))
+        return bubble(self.schedule.actions, len(set(self.schedule.workers)))
 
     @property
     def idle(self) -> float:

@@ -112,7 +112,7 @@ class _Progress:
         return held < limit and forwards[stage] < (self._micro_batches if stage == 0 else forwards[stage - 1])
 
 
-def bubble(actions: Sequence[Action], workers: int) -> float:
+def bubble(actions: Sequence[tuple[int, int, str, int]], workers: int) -> float:
     """Return the part of all slots, between 0 and 1, in which a worker has nothing to do."""
-    slots = workers * (1 + max(action.time for action in actions))
+    slots = workers * (1 + max(time for time, *_ in actions))
     return 1 - len(actions) / slots

@@ -43,6 +43,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     add("--batches", metavar="LIST", help="rows, such as 16,64,256 (default: the sample's, a quarter, four times)")
     add("--repeats", type=int, default=7, metavar="N", help="of each measurement (default: %(default)s)")
     add("--seconds", type=float, default=60.0, metavar="S", help="for all of it (default: %(default)s)")
+    add("--device-memory", metavar="SIZE", help="of one device, such as 24GiB (default: as the GPUs say)")
     add("--json", type=Path, metavar="FILE", help="write all numbers")
     add("--plot", type=Path, metavar="FILE.png", help="draw speed-up by batch (needs matplotlib)")
 
@@ -62,6 +63,7 @@ def run(args: argparse.Namespace) -> int:
         check_picture(args.plot)
         require("matplotlib", "a picture")
     devices, batches = _devices(args.devices), _batches(args.batches)
+    _nbytes(args.device_memory)  # before the script runs
     chosen = Chosen(args.net, args.loss, args.sample, args.loader)
     defined = top_level_names(script)
     if defined is not None:
@@ -114,6 +116,15 @@ def _batches(text: str | None) -> list[int] | None:
     return [int(each) for each in _parts(text)]
 
 
+def _nbytes(text: str | None) -> int | None:
+    if text is None:
+        return None
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([KMGT]iB)", text)
+    if not match:
+        raise ValueError(f"--device-memory {text}: wanted a number and KiB, MiB, GiB or TiB, such as 24GiB")
+    return int(float(match[1]) * 1024 ** (1 + "KMGT".index(match[2][0])))
+
+
 def _parts(text: str) -> list[str]:
     return [each.strip() for each in text.split(",")]
 
@@ -127,6 +138,7 @@ def _plan(
         return plan_of(
             found.net, found.loss_fn, sample, device_ids=devices, batches=batches, optimizer=None,
             loader=found.loader, repeats=args.repeats, seconds=args.seconds,
+            device_nbytes=_nbytes(args.device_memory),
         )  # fmt: skip
     except TypeError as error:
         raise ValueError(str(error)) from error

@@ -14,18 +14,19 @@ from torch.nn import Module
 from mgpu_core.advice.batches import resized
 from mgpu_core.advice.benchmark import Budget, Stopwatch, contest, stopwatch
 from mgpu_core.advice.break_even import break_even
+from mgpu_core.advice.cut import capacity_of, recommended_cut
 from mgpu_core.advice.data import Measurement, best_speedups
 from mgpu_core.advice.from_trace import Seen, record_steps
 from mgpu_core.advice.loading import loader_seconds
 from mgpu_core.advice.memory import Memory, count_memory
 from mgpu_core.advice.plan import MakeOptimizer, Plan, plan_of
 from mgpu_core.advice.reasons import reason_of
-from mgpu_core.advice.recommend import recommend
+from mgpu_core.advice.recommend import Recommendation, recommend
 from mgpu_core.advice.result import Advice
 from mgpu_core.advice.scaling import scaling_of
 from mgpu_core.advice.strategies import first_line, makers
 from mgpu_core.advice.surroundings import busy_notes, random_state_kept
-from mgpu_core.device.devices import DeviceLike
+from mgpu_core.device.devices import CPU, DeviceLike
 from mgpu_core.explanation.environ import environment
 
 __all__ = ["advise", "advised"]
@@ -44,6 +45,7 @@ def advise(
     loader: Iterable[Any] | None = None,
     repeats: int = 7,
     seconds: float = 60.0,
+    device_nbytes: int | None = None,
 ) -> Advice:
     """Measure one device against many ranks on this model, and recommend one, with the reason.
 
@@ -63,6 +65,8 @@ def advise(
             nothing (``lr=0.0``).
         loader: of batches; a few are taken, to see whether the input pipeline keeps up.  An iterator loses them.
         repeats: of each measurement; medians count.
+        device_nbytes: the memory of one device, such as ``24 * 2**30``; ``None``: as the GPUs say.  A model that needs
+            more is not measured: the advice is where to cut it.
         seconds: for all of it.  When they are over, there are fewer repeats (3 at least), then fewer batches.
 
     Raises:
@@ -71,7 +75,7 @@ def advise(
     """
     plan = plan_of(
         net, loss_fn, sample, device_ids=device_ids, batches=batches, optimizer=optimizer, loader=loader,
-        repeats=repeats, seconds=seconds,
+        repeats=repeats, seconds=seconds, device_nbytes=device_nbytes,
     )  # fmt: skip
     return advised(plan, stopwatch(plan.distinct_devices))
 
@@ -109,6 +113,12 @@ def _advised(plan: Plan, clock: Stopwatch) -> Advice:
         )
     part = math.ceil(plan.rows / len(plan.devices))
     memory = findings.tried("memory was not counted", lambda: count_memory(plan, resized(plan.sample, part)))
+    capacity = capacity_of(plan)
+    if capacity is not None and memory is None:  # there may have been too little
+        on_host = replace(plan, devices=(CPU,))
+        memory = findings.tried("nor on the CPU", lambda: count_memory(on_host, resized(plan.sample, part)))
+    if memory is not None and capacity is not None and memory.total_nbytes > capacity:
+        return _concluded(plan, findings, memory, None, loader_s, recommended_cut(plan, memory, capacity))
     seen = findings.tried("no step was recorded", lambda: record_steps(plan, resized(plan.sample, plan.rows)))
     _contests(plan, budget, clock, findings)
     return _concluded(plan, findings, memory, seen, loader_s)
@@ -131,7 +141,12 @@ def _contests(plan: Plan, budget: Budget, clock: Stopwatch, findings: _Findings)
 
 
 def _concluded(
-    plan: Plan, findings: _Findings, memory: Memory | None, seen: Seen | None, loader_s: float | None
+    plan: Plan,
+    findings: _Findings,
+    memory: Memory | None,
+    seen: Seen | None,
+    loader_s: float | None,
+    recommendation: Recommendation | None = None,
 ) -> Advice:
     measurements = tuple(sorted(findings.measurements, key=lambda each: each.batch))
     medians = {(each.way, each.batch): each.median_s for each in measurements if each.median_s is not None}
@@ -156,7 +171,8 @@ def _concluded(
         shares=None if seen is None else seen.shares,
         loader_s=loader_s,
         reason=reason,
-        recommendation=recommend(
+        recommendation=recommendation
+        or recommend(
             own,
             gpus=len(gpus),
             scaling=scaling,

@@ -33,6 +33,7 @@ class Plan:
         devices: one per rank.
         batches: rows of each batch to measure, in order; the sample's own among them.
         seconds: for all of it.
+        device_nbytes: the memory of one device; ``None``: as the device says.
     """
 
     net: Module
@@ -44,6 +45,7 @@ class Plan:
     loader: Iterable[Any] | None
     repeats: int
     seconds: float
+    device_nbytes: int | None = None
 
     @property
     def rows(self) -> int:
@@ -67,6 +69,7 @@ def plan_of(
     loader: Iterable[Any] | None,
     repeats: int,
     seconds: float,
+    device_nbytes: int | None = None,
 ) -> Plan:
     """Return the plan; see :func:`mgpu_core.advise` for arguments and errors."""
     check_module(net)
@@ -79,6 +82,8 @@ def plan_of(
         )
     _check_sample(sample, with_target=loss_fn is not None)
     _check_repeats(repeats, seconds)
+    if device_nbytes is not None and (not _is_whole(device_nbytes) or device_nbytes < 1):
+        raise ValueError(f"device_nbytes must be a whole number of bytes, 1 or more, not {device_nbytes!r}")
     devices = as_devices(default_devices() or [CPU] * CPU_RANKS if device_ids is None else device_ids)
     rows = sample[0].size(0)
     if rows < len(devices):
@@ -87,7 +92,7 @@ def plan_of(
     if is_tracing():
         raise RuntimeError("a recording is on, and would be measured too: call advise() outside of it")
     make = _sgd if optimizer is None else optimizer
-    return Plan(net, loss_fn, tuple(sample), devices, sizes, make, loader, repeats, float(seconds))
+    return Plan(net, loss_fn, tuple(sample), devices, sizes, make, loader, repeats, float(seconds), device_nbytes)
 
 
 def _sgd(parameters: list[torch.nn.Parameter]) -> Optimizer:

@@ -9,7 +9,10 @@ from mgpu_core.advice.reasons import UPDATE
 from mgpu_core.advice.strategies import CAPTURED, DROP_IN, ENGINE, NAMES, ONE
 from mgpu_core.explanation.tables import human_seconds
 
-__all__ = ["Recommendation", "Scaling", "recommend"]
+__all__ = ["PIPELINE", "Recommendation", "Scaling", "recommend"]
+
+PIPELINE = "Pipeline"
+"""The way for a model that does not fit on one device."""
 
 ENOUGH = 1.05
 """Within this factor of the fastest, simpler is better."""

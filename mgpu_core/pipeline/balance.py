@@ -22,6 +22,8 @@ __all__ = [
     "balance",
     "bytes_of",
     "cut_by_bytes",
+    "cut_layers",
+    "measured_layers",
     "units_of",
 ]
 
@@ -123,10 +125,19 @@ def balance(net: Module, sample: Any, parts: int, by: str = "time") -> Balance:
     """
     if by not in ("time", "memory"):
         raise ValueError(f"by must be time or memory, not {by!r}")
+    return cut_layers(measured_layers(net, sample), parts, by)
+
+
+def measured_layers(net: Module, sample: Any) -> list[Part]:
+    """Return the layers of a net in the order of their calls, each as a part of its own; see :func:`balance`."""
     gpus = [each.index for each in {each.device for each in net.parameters()} if each.type != "cpu"]
     kind = torch.accelerator.current_accelerator()
     with recomputing([net]), torch.random.fork_rng(gpus, device_type="cuda" if kind is None else kind.type):
-        layers = [_measured(name, unit, *call) for name, unit, call in _calls(net, sample)]
+        return [_measured(name, unit, *call) for name, unit, call in _calls(net, sample)]
+
+
+def cut_layers(layers: Sequence[Part], parts: int, by: str) -> Balance:
+    """Return the best cut of measured layers; see :func:`balance`."""
     costs = [each.seconds if by == "time" else each.nbytes for each in layers]
     cut = _best_cut(costs, parts)
     return Balance([layers[index].layers[0] for index in cut], BalanceTable(layers, cut, by))

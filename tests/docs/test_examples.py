@@ -10,9 +10,10 @@ import pytest
 
 DOCS = Path(__file__).parent.parent.parent / "docs"
 SEVERAL_PROCESSES = DOCS / "examples" / "several_processes.py"  # has tests of its own, in tests/processes
-EXAMPLES = sorted(set((DOCS / "examples").glob("*.py")) - {SEVERAL_PROCESSES})
+SMALL_GPT = DOCS / "examples" / "small_gpt.py"
+EXAMPLES = sorted(set((DOCS / "examples").glob("*.py")) - {SEVERAL_PROCESSES, SMALL_GPT})
 GUIDE = (DOCS / "migration.md").read_text()
-GUIDES = {name: (DOCS / name).read_text() for name in ("migration.md", "train_step.md")}
+GUIDES = {name: (DOCS / name).read_text() for name in ("migration.md", "train_step.md", "pipeline.md")}
 BLOCKS = [
     (name, block)
     for name, text in GUIDES.items()
@@ -29,11 +30,20 @@ def run(path, *arguments, **variables):
     return done.stdout
 
 
-def test_there_are_three_examples_and_the_guide_names_them():
+def test_the_guides_name_all_examples():
     assert [path.stem for path in EXAMPLES] == ["detection", "image_classifier", "text_classification"]
     for path in EXAMPLES:
         assert f"(examples/{path.name})" in GUIDE
     assert f"(examples/{SEVERAL_PROCESSES.name})" in GUIDES["train_step.md"]
+    assert f"(examples/{SMALL_GPT.name})" in GUIDES["pipeline.md"]
+
+
+def test_a_small_gpt_learns_over_three_stages():
+    told = run(SMALL_GPT)
+    losses = [float(loss) for loss in re.findall(r": loss (\d+\.\d+)", told)]
+    assert len(losses) == 6
+    assert losses[-1] < 0.75 * losses[0]
+    assert "part   forward + backward" in told
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])

@@ -35,6 +35,7 @@ BY_THE_CUDA_BACKEND = [
     "accelerator/test_explain.py",
     "accelerator/test_graphs.py",
     "accelerator/test_models.py",
+    "accelerator/test_pipelines.py",
     "accelerator/test_pointer_looks.py",
     "accelerator/test_shards.py",
     "accelerator/test_streams.py",

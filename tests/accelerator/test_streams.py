@@ -6,6 +6,7 @@ from typing import ClassVar
 import pytest
 import torch
 from fakes.accelerator import device_module
+from fakes.as_gpus import gpus, id_of, waits  # noqa: F401
 from torch import nn
 from torch.optim import SGD
 from train.nets import mse
@@ -18,20 +19,11 @@ from mgpu_core.device.team import Team
 DEVICES = ["fake:0", "fake:1"]
 
 
-@pytest.fixture(autouse=True)
-def gpus(monkeypatch):
-    """The fakes are GPUs, but no backend of the core serves them, unless it does anyway."""
-    if streams.GPU_TYPE != "fake":
-        monkeypatch.setattr(streams, "GPU_TYPE", "fake")
-        monkeypatch.setattr(streams, "_cuda_backend_works", lambda: False)
-        monkeypatch.setattr(streams, "_side_streams", {})
-        monkeypatch.setattr(streams, "_reducing_streams", {})
-    device_module.built.take_waits()
+pytestmark = pytest.mark.usefixtures("gpus")
 
 
 def has_waited(waiter, awaited):
-    ends = [(stream.device_index, stream.stream_id) for stream in (waiter, awaited)]
-    return [*ends[0], *ends[1]] in device_module.built.take_waits()
+    return (id_of(waiter), id_of(awaited)) in waits()
 
 
 def test_copies_from_the_host_are_made_beside_the_computing(monkeypatch):

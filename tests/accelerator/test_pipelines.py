@@ -1,0 +1,88 @@
+"""Who waits for whom where values cross from one device of a pipeline to another; here the fakes are GPUs."""
+
+import pytest
+import torch
+from fakes.accelerator import device_module
+from fakes.as_gpus import gpus, id_of, waits  # noqa: F401
+from fakes.stacks import mse
+from torch import nn
+
+from mgpu_core import Pipeline, TrainStep, optim, place
+from mgpu_core.device import streams
+
+pytestmark = pytest.mark.usefixtures("gpus")
+DEVICES = ["fake:0", "fake:1"]
+
+
+def crossings(source, target):
+    """Both waits of a copy: it waits for those who compute on the source, and those on the target wait for it."""
+    computing = [id_of(torch.accelerator.current_stream(each)) for each in DEVICES]
+    aside = [id_of(streams._side_stream(each)) for each in (0, 1)]
+    return {(aside[source], computing[source]), (computing[target], aside[target])}
+
+
+def linears():
+    return [nn.Linear(2, 2), nn.Linear(2, 2)]
+
+
+def rows():
+    return torch.ones(4, 2, device="fake:0")
+
+
+@pytest.mark.parametrize("cut", [lambda net: Pipeline(net, DEVICES, chunks=2), lambda net: place(net, DEVICES, ["1"])])
+def test_a_value_and_its_gradient_are_waited_for(cut):
+    net = cut(nn.Sequential(*linears()))
+    x = rows()
+    waits()
+    output = net(x)
+    assert crossings(0, 1) <= set(waits())
+    output.sum().backward()
+    assert crossings(1, 0) <= set(waits())
+
+
+def test_in_a_training_step_too():
+    net = nn.Sequential(*linears())
+    step = TrainStep(Pipeline(net, DEVICES, chunks=2), mse, optim.SGD(net.parameters(), lr=0.1))
+    x = rows()
+    waits()
+    step(x, x)
+    assert crossings(0, 1) | crossings(1, 0) <= set(waits())
+
+
+class Noting(nn.Linear):
+    """Notes the memory of the weight that it computes with, and the stream."""
+
+    def forward(self, x):
+        self.seen.append((self.weight.data_ptr(), torch.accelerator.current_stream(x.device).stream_id))
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("way", ["loop", "step", "place"])
+def test_a_copy_of_a_shared_parameter_is_waited_for_and_kept(way):
+    first, last = Noting(2, 2), Noting(2, 2)
+    last.weight = first.weight
+    first.seen, last.seen = [], []
+    net = nn.Sequential(first, last)
+    model = place(net, DEVICES, ["1"]) if way == "place" else Pipeline(net, DEVICES, chunks=1)
+    step = TrainStep(model, mse, optim.SGD(net.parameters(), lr=0.1)) if way == "step" else None
+    x = rows()
+    device_module.built.take_recorded()
+    step(x, x) if step else model(x)
+    (copy,) = last.seen
+    assert copy[0] != first.weight.data_ptr()
+    assert copy in device_module.built.take_recorded()
+
+
+def test_gradients_of_a_copy_are_added_after_they_have_come():
+    first, last = linears()
+    last.weight = first.weight
+    step = TrainStep(Pipeline([first, last], DEVICES, chunks=1), mse, torch.optim.SGD([first.weight], lr=0.0))
+    x = rows()
+    step(x, x)
+    wanted = nn.Sequential(*linears())
+    wanted[0].load_state_dict(first.state_dict())
+    wanted[1].load_state_dict(last.state_dict())
+    wanted[1].weight = wanted[0].weight
+    wanted.to("fake:0")
+    mse(wanted(x), x).backward()
+    assert torch.allclose(first.weight.grad, wanted[0].weight.grad)

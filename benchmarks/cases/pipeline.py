@@ -3,6 +3,8 @@
 Ours is `TrainStep` over a `Pipeline` of two stages. `independent` is what two cores can do at all: two processes train
 the whole network side by side, with one thread each, and their time is for the rows of both. `pipelining` is
 `torch.distributed.pipelining`: a process per stage over gloo, schedule 1F1B.
+
+The row `idle` is of one recorded step: the time in which a stage waits, beside that of the schedule with equal slots.
 """
 
 import argparse
@@ -17,7 +19,8 @@ from benchmarks.gloo import GlooTeam
 from benchmarks.options import parse_count
 from benchmarks.timing import OURS, Contestant, Schedule, timed
 from benchmarks.transformer import LR, OwnNetwork, OwnStage, PipelineTask, loss_fn, wrong_values
-from mgpu_core import Pipeline, TrainStep
+from mgpu_core import Pipeline, TrainStep, explain
+from mgpu_core.explanation.timeline import Timeline, timelines_of
 
 STAGES = 2
 
@@ -38,12 +41,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(options: argparse.Namespace) -> Generator[Row]:
-    """One row."""
+    """The step, and the time in which its stages wait."""
     task = PipelineTask(options.layers, options.batch, options.chunks, options.cut or options.layers // 2 + 1)
     labels = {"stages": STAGES, "layers": task.layers, "batch": task.batch, "chunks": task.chunks}
     with contextlib.ExitStack() as stack:
         sides = chosen(_contestants(task, options.peers, stack), options.peers)
-        yield measure_row(dict(labels), sides, Schedule(options.repeats, 2))
+        yield measure_row({"what": "step", **labels}, sides, Schedule(options.repeats, 2))
+    with contextlib.ExitStack() as stack:
+        ours = _ours(task, stack, itertools.count(1))
+        idle = _Idle(ours)
+        sides = {OURS: Contestant(idle.waited, ours.wrong), "schedule": Contestant(idle.by_schedule, lambda: 0)}
+        yield measure_row({"what": "idle", **labels}, sides, Schedule(options.repeats, 2))
 
 
 def _contestants(task: PipelineTask, peers: Sequence[str], stack: contextlib.ExitStack) -> Mapping[str, Contestant]:
@@ -75,6 +83,26 @@ def _ours(task: PipelineTask, stack: contextlib.ExitStack, salts: "itertools.cou
     return Contestant(timed(lambda: step(*batch)), wrong)
 
 
+class _Idle:
+    """Seconds per stage in which it waits, of a recorded step."""
+
+    def __init__(self, ours: Contestant) -> None:
+        self._ours = ours
+        self._last: Timeline | None = None
+
+    def waited(self) -> float:
+        """Record a step."""
+        with explain() as trace:
+            self._ours.run()
+        (self._last,) = timelines_of(trace.step())
+        return self._last.idle * self._last.seconds
+
+    def by_schedule(self) -> float:
+        """The bubble of the step that was recorded last."""
+        assert self._last is not None
+        return self._last.bubble * self._last.seconds
+
+
 def _made(task: PipelineTask) -> TrainStep:
     net = Pipeline(task.network(), ["cpu"] * STAGES, split_points=[str(task.cut)], chunks=task.chunks)
     return TrainStep(net, loss_fn, torch.optim.SGD(net.parameters(), lr=LR))
@@ -88,8 +116,9 @@ CASE = Case(
     add_arguments=add_arguments,
     unit="ms",
     bounds=(
-        at_most(1 / (0.85 * 8 / 9), "independent", stages=2, layers=12, batch=32, chunks=8),
-        at_most(1.0, "pipelining", stages=2, layers=12, batch=32, chunks=8),
+        at_most(1 / (0.85 * 8 / 9), "independent", what="step", stages=2, layers=12, batch=32, chunks=8),
+        at_most(1.0, "pipelining", what="step", stages=2, layers=12, batch=32, chunks=8),
+        at_most(1.8, "schedule", what="idle", stages=2, layers=12, batch=32, chunks=8),
     ),
     repeats=5,
 )

@@ -37,15 +37,19 @@ class Timeline:
         return bubble(self.schedule.actions, len(set(self.schedule.workers)))
 
     @property
+    def seconds(self) -> float:
+        """The time from the first action's begin to the last one's end."""
+        return (max(each.end_ns for each in self.spans) - min(each.begin_ns for each in self.spans)) / 1e9
+
+    @property
     def idle(self) -> float:
         """The share of the workers' time, 0 to 1, between the first action's begin and the last one's end."""
-        begin, end = min(each.begin_ns for each in self.spans), max(each.end_ns for each in self.spans)
         workers = self.schedule.workers
         busy = 0
         for worker in set(workers):
             own = [each for each in self.spans if workers[self.stage_of(each)] == worker]
             busy += covered((each.begin_ns, each.end_ns) for each in own)
-        return 1 - busy / ((end - begin) * len(set(workers))) if end > begin else 0.0
+        return 1 - busy / 1e9 / (self.seconds * len(set(workers))) if self.seconds else 0.0
 
     def stage_of(self, span: Span) -> int:
         """Return the stage that ran an action."""

@@ -175,11 +175,11 @@ class Pipeline(Module):
             RuntimeError: a parameter is not on the device of its stage.
         """
         if not self._tree.is_current():
-            self._tree = ModuleTree(self.module)
             self._programs.clear()
-            self._placement.forget()
         found = [self._programs.find(*each) for each in arguments]
         program = found[0][0]
+        if not self._tree.is_current():
+            self._tree, self._placement = ModuleTree(self.module), Placement(self.module, program, self.device_ids)
         if any(each is not program for each, _ in found):
             raise ValueError("the arguments of the micro-batches differ in structure")
         self._placement.check(self._tree.tensors)

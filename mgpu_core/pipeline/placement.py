@@ -105,10 +105,6 @@ class Placement:
                         "updates them would race with the other"
                     )
 
-    def forget(self) -> None:
-        """Look again at the module, which has other tensors now; new ones belong to the first stage."""
-        self._ids = None
-
     def stage_of(self, tensor: torch.Tensor) -> int:
         """Return the stage on whose device a parameter or buffer is."""
         if self._ids is None:

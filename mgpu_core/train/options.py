@@ -30,7 +30,7 @@ __all__ = [
     "check_device",
     "check_module",
     "nonfinite_is_error",
-    "pipelines_of",
+    "pipeline_devices_of",
     "team_of",
 ]
 
@@ -116,7 +116,7 @@ class Options:
     comm: CommOptions
     run: RunOptions
     has_processes: bool
-    pipelines: Sequence[Pipeline] = ()
+    pipeline_devices: Sequence[Sequence[torch.device]] = ()
 
     def __post_init__(self) -> None:
         if self.has_processes and self.comm.comm_dtype is not None and self.comm.comm_dtype.itemsize < 2:
@@ -206,20 +206,24 @@ def team_of(net: Module, device_ids: Any) -> Team:
     return Team.of(as_devices(device_ids))
 
 
-def pipelines_of(net: Module, device_ids: Any) -> list[Pipeline]:
-    """Return a pipeline and its copies on the other lists of ``device_ids``; nothing for other modules.
+def pipeline_devices_of(net: Module, device_ids: Any) -> list[Sequence[torch.device]]:
+    """Return the devices of a pipeline, and of each copy of it; nothing for other modules.
 
     Raises:
-        ValueError: the first list is not the pipeline's own.
+        ValueError: the first list is not the pipeline's own; lists of different lengths.
     """
     if not isinstance(net, Pipeline):
         return []
-    is_nested = device_ids is not None and all(isinstance(each, list | tuple) for each in device_ids)
-    lists = [] if device_ids is None else list(device_ids) if is_nested else [device_ids]
-    if lists and list(as_devices(lists[0])) != net.device_ids:
-        own = [str(device) for device in net.device_ids]
-        raise ValueError(f"the first of device_ids must be the pipeline's own devices, {own}, not {lists[0]}")
-    return [net, *(net.copy_on(each) for each in lists[1:])]
+    own = net.device_ids
+    given: Any = [own] if device_ids is None else device_ids
+    is_nested = all(isinstance(each, list | tuple) for each in given)
+    lists: list[Sequence[torch.device]] = [list(as_devices(each)) for each in (given if is_nested else [given])]
+    if lists[0] != own or any(len(each) != len(own) for each in lists):
+        raise ValueError(
+            f"device_ids must be the pipeline's own devices, {list(map(str, own))}, and then as many for each copy of "
+            f"it, not {device_ids}"
+        )
+    return lists
 
 
 def check_device(net: Module, team: Team) -> None:

@@ -32,8 +32,9 @@ __all__ = ["PipelinePasses"]
 class PipelinePasses(ForwardBackward):
     """The calls of one step over a :class:`mgpu_core.Pipeline` and its copies, with a part per micro-batch."""
 
-    def __init__(self, pipelines: Sequence[Pipeline], *args: Any) -> None:
+    def __init__(self, pipeline: Pipeline, copies: Sequence[Sequence[torch.device]], *args: Any) -> None:
         super().__init__(*args)
+        pipelines = [pipeline, *map(pipeline.copy_on, copies)]
         self._copies = PipelineCopies(pipelines)
         self._pipelines = pipelines
         self._heads = self._cut_team = Team.of([each.device_ids[0] for each in pipelines])

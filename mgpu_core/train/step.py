@@ -39,7 +39,7 @@ from mgpu_core.train.options import (
     check_device,
     check_module,
     nonfinite_is_error,
-    pipelines_of,
+    pipeline_devices_of,
     team_of,
 )
 from mgpu_core.train.train_loop import TrainLoop
@@ -172,8 +172,8 @@ class TrainStep:
         team = team_of(net, device_ids)
         update = UpdateOptions(accumulate, clip_norm, nonfinite_is_error(error_if_nonfinite, team), shard_optimizer)
         has_processes = process_group is not None
-        pipelines = pipelines_of(net, device_ids)
-        self._options = Options(net, loss_fn, optimizer, team, loss, update, comm, run, has_processes, pipelines)
+        lists = pipeline_devices_of(net, device_ids)
+        self._options = Options(net, loss_fn, optimizer, team, loss, update, comm, run, has_processes, lists)
         self._split_plan = SplitPlan(shares, team)
         check_device(net, team)
         self._turn = ReentrancyGuard("this step is already running: one call at a time, not one inside another")

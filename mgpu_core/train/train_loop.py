@@ -18,6 +18,7 @@ from mgpu_core.errors import Error
 from mgpu_core.module_tree import named_parameters_of
 from mgpu_core.nested import moved
 from mgpu_core.null_context import NULL_CONTEXT
+from mgpu_core.pipeline.module import Pipeline
 from mgpu_core.processes.ballot import Standing
 from mgpu_core.processes.group import Processes
 from mgpu_core.trace.events import ALL_RANKS
@@ -80,7 +81,7 @@ class TrainLoop:
         self.in_shards = options.update.shard_optimizer and len(devices) > 1
         self.communication = Communication(options.comm, len(devices) if self.in_shards else 1, processes)
         self.keeps_accumulating = False
-        has_parts = len(team) > 1 or bool(options.pipelines)
+        has_parts = len(team) > 1 or bool(options.pipeline_devices)
         self._is_loss_checked = not has_parts or options.loss_fn is None or loss.loss_on != "ranks"
         self._broken: str | None = None
         self._is_closed = self._is_built = False
@@ -94,7 +95,8 @@ class TrainLoop:
         self.replicas = Replicas(options.module, team)
         static = run.static_graph or run.capture
         self.net = RankModules(options.module, team, self.replicas.parameters, static=static)
-        ends = Team.of([each.device_ids[-1] for each in options.pipelines]) if options.pipelines else team
+        lists = options.pipeline_devices
+        ends = Team.of([each[-1] for each in lists]) if lists else team
         loss = loss_of_ranks(options.loss_fn, ends, static=static)
         self.modules = [self.net, *([loss] if isinstance(loss, RankModules) else [])]
         tree = self.net.tree
@@ -110,8 +112,9 @@ class TrainLoop:
         # Ranks that share a GPU take turns where a graph is recorded on their stream; those that meet have no graphs.
         rng = "per_rank" if run.capture and not tree.ranks_meet else run.rng
         parts = options.loss, self.replicas, self.net, loss, rng, self.choice
-        pipelines = options.pipelines
-        self.passes = PipelinePasses(pipelines, *parts) if pipelines else ForwardBackward(*parts)
+        self.passes = ForwardBackward(*parts)
+        if isinstance(options.module, Pipeline):
+            self.passes = PipelinePasses(options.module, lists[1:], *parts)
         self.process_sync: ProcessSync | None = None
         if processes is not None and self.reducer is not None:
             self.process_sync = ProcessSync(processes, options.module, options.optimizer, self.reducer)

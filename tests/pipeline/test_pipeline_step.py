@@ -232,6 +232,21 @@ def test_copies_of_a_pipeline_train_as_one_net(copies, stages, optimizer):
     assert float(piped.evaluate(x, target)) == pytest.approx(float(alone.evaluate(x, target)), rel=1e-6)
 
 
+def test_copies_are_made_anew_from_a_changed_net():
+    devices, x = pairs_of(2, 2), torch.rand(8, 2, dtype=torch.float64, device=cpu(1)[0])
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).double()
+    pipeline = Pipeline(net, devices[0], chunks=2)
+    step = TrainStep(pipeline, mse, torch.optim.SGD(net.parameters(), lr=0.1), devices)
+    step(x, x)
+    net[1] = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2)).double().to(devices[0][1])
+    step.optimizer.param_groups[0]["params"] = list(net.parameters())
+    step.rebuild()
+    whole = copy.deepcopy(net).to(cpu(1)[0])
+    alone = TrainStep(whole, mse, torch.optim.SGD(whole.parameters(), lr=0.1), cpu(1))
+    assert float(step(x, x)) == pytest.approx(float(alone(x, x)), rel=1e-9)
+    assert differing(pipeline, whole) == []
+
+
 def test_a_copy_that_fails_leaves_everything_as_it_was():
     failing = Failing("forward")
     devices = pairs_of(2, 2)

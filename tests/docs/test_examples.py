@@ -12,7 +12,7 @@ DOCS = Path(__file__).parent.parent.parent / "docs"
 SEVERAL_PROCESSES = DOCS / "examples" / "several_processes.py"  # has tests of its own, in tests/processes
 EXAMPLES = sorted(set((DOCS / "examples").glob("*.py")) - {SEVERAL_PROCESSES})
 GUIDE = (DOCS / "migration.md").read_text()
-GUIDES = {name: (DOCS / name).read_text() for name in ("migration.md", "train_step.md")}
+GUIDES = {name: (DOCS / name).read_text() for name in ("migration.md", "tensor_parallel.md", "train_step.md")}
 BLOCKS = [
     (name, block)
     for name, text in GUIDES.items()

@@ -29,17 +29,22 @@ if TYPE_CHECKING:
     from mgpu_core.pipeline.module import Pipeline
     from mgpu_core.pipeline.place import place
     from mgpu_core.sync_batchnorm import SyncBatchNorm, convert_sync_batchnorm
+    from mgpu_core.tensor_parallel.embedding import ParallelEmbedding
+    from mgpu_core.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
     from mgpu_core.train.step import TrainStep
     from mgpu_core.wrapper import DataParallel, data_parallel
 
 __all__ = [
     "BackendUnavailable",
+    "ColumnParallelLinear",
     "CudaError",
     "DataParallel",
     "Error",
     "NcclError",
+    "ParallelEmbedding",
     "Pipeline",
     "Replicate",
+    "RowParallelLinear",
     "Rows",
     "SyncBatchNorm",
     "Team",
@@ -74,6 +79,8 @@ _HOMES = {
     "pipeline.module": ["Pipeline"],
     "pipeline.place": ["place"],
     "sync_batchnorm": ["SyncBatchNorm", "convert_sync_batchnorm"],
+    "tensor_parallel.embedding": ["ParallelEmbedding"],
+    "tensor_parallel.linear": ["ColumnParallelLinear", "RowParallelLinear"],
     "train.step": ["TrainStep"],
     "wrapper": ["DataParallel", "data_parallel"],
 }

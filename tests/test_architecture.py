@@ -1,8 +1,9 @@
 """The arrows point down: read from the sources, file by file.
 
-Python, from the top: cli -> doctor, lessons, mnist -> advice -> explain -> explanation -> wrapper -> train -> pipeline
--> parallel, optim, processes, sync_batchnorm -> comm -> kernels -> device -> module_tree -> nested, replica_hooks,
-errors, files, user_script -> trace -> null_context, _warnings, containers, extras -> _core.
+Python, from the top: cli -> doctor, lessons, mnist -> advice -> explain -> explanation -> wrapper -> train
+-> tensor_parallel -> pipeline -> parallel, optim, processes, sync_batchnorm -> comm -> kernels -> device
+-> module_tree -> nested, replica_hooks, errors, files, user_script -> trace -> null_context, _warnings, containers,
+extras -> _core.
 C++: bindings -> backends.cpp -> backends/* -> core; backends do not include each other; only bindings uses pybind11.
 """
 
@@ -28,6 +29,7 @@ LAYERS = [
     {"comm"},
     {"parallel", "processes", "sync_batchnorm", "optim"},
     {"pipeline"},
+    {"tensor_parallel"},
     {"train"},
     {"wrapper"},
     {"explanation"},
@@ -38,7 +40,7 @@ LAYERS = [
     {"__main__"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
-TOOLS = {name for names in LAYERS[12:] for name in names}
+TOOLS = {name for names in LAYERS[13:] for name in names}
 
 
 def module_of(path: Path) -> str:

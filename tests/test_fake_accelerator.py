@@ -24,6 +24,7 @@ ON_THE_FAKE = [
     "parallel/test_replicate.py",
     "parallel/test_scatter.py",
     "pipeline",
+    "tensor_parallel",
     "wrapper",
     "sync_batchnorm/test_sync_batchnorm.py",
     "comm/test_torch_expectations.py",
@@ -55,6 +56,7 @@ BY_THE_CUDA_BACKEND = [
     "pipeline/test_pipeline.py",
     "pipeline/test_bad_input.py",
     "pipeline/test_place.py",
+    "tensor_parallel",
     "wrapper",
 ]
 

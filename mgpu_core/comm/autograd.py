@@ -142,7 +142,7 @@ class _Reduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, team: Team, device: torch.device, *grads: _Grad) -> tuple[_Grad, ...]:
         ctx.set_materialize_grads(False)
-        ctx.team, ctx.whole_step = team, current_step()
+        ctx.team, ctx.streams, ctx.whole_step = team, _streams_of(team), current_step()
         return tuple(_sums(team, device, grads))
 
     @staticmethod
@@ -150,7 +150,7 @@ class _Reduce(torch.autograd.Function):
         present = [i for i, grad in enumerate(grads) if grad is not None]
         flat: list[_Grad] = [None] * (len(grads) * len(ctx.team))
         if present:
-            with in_step(ctx.whole_step), span("broadcast"):
+            with in_step(ctx.whole_step), span("broadcast"), _resumed(ctx.team, ctx.streams):
                 copies = _Broadcast.apply(ctx.team, NO_BUCKET, *(grads[i] for i in present))
             for position, copy in enumerate(copies):
                 rank, i = divmod(position, len(present))

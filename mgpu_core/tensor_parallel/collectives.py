@@ -1,0 +1,143 @@
+"""Differentiable collectives: one tensor per rank in, one per rank out, all in fresh memory.
+
+The gradient of a collective is its partner: of a broadcast a sum, of an all-gather a reduce-scatter, of an all-reduce
+an all-reduce.  Sums are added in rank order, forward and backward, so every run gives the same bits.  Double backward
+works.  On accelerators the copies and sums are put on each device's current stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from mgpu_core.comm import autograd, dispatch
+from mgpu_core.comm.arguments import check_equal_sizes, check_joined, in_range, ordinary_list, refuse_quantized
+from mgpu_core.device.devices import DeviceLike
+from mgpu_core.device.streams import caller_streams, resumed_on_all
+from mgpu_core.device.team import Team
+from mgpu_core.device.tensor_checks import refuse_special
+from mgpu_core.trace.tracer import span
+
+__all__ = ["all_gather", "all_reduce", "broadcast", "reduce_scatter"]
+
+
+def broadcast(tensor: torch.Tensor, devices: Sequence[DeviceLike]) -> list[torch.Tensor]:
+    """Copy a tensor to every rank; its gradient is the sum of the copies' gradients, on the tensor's device.
+
+    Args:
+        tensor: any shape and dtype, on any device.
+        devices: one per rank.  Rank 0 gets the tensor's own memory if it is on that device already.
+
+    Raises:
+        TypeError, ValueError: a tensor that cannot be copied, or a device that does not exist.
+    """
+    refuse_special(tensor, "tensor")
+    refuse_quantized(tensor, "tensor")
+    return [row[0] for row in autograd.broadcast_buckets(Team.of(devices), [tensor], numbered=False)]
+
+
+def all_reduce(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Add one tensor per rank and give the sum to every rank; the gradient is the sum of the ranks' gradients.
+
+    Args:
+        tensors: of one shape and dtype, as for :func:`mgpu_core.comm.all_reduce`.
+
+    Raises:
+        TypeError, ValueError: tensors that differ in shape or dtype, or cannot be added.
+    """
+    made = ordinary_list(tensors, "tensors")
+    check_equal_sizes(made)
+    with span("all_reduce"):
+        return list(_AllReduce.apply(*made))
+
+
+def all_gather(tensors: Sequence[torch.Tensor], dim: int = 0) -> list[torch.Tensor]:
+    """Give every rank all tensors, joined along ``dim``; a rank's gradient is the sum over the ranks of its part.
+
+    Args:
+        tensors: of one dtype, and one shape but for ``dim``.
+
+    Raises:
+        IndexError, TypeError, ValueError: tensors that do not fit together, or a ``dim`` that is not there.
+    """
+    parts = ordinary_list(tensors, "tensors")
+    dim = in_range(dim, parts[0].dim())
+    check_joined(parts, dim, "tensors")
+    with span("all_gather"):
+        return list(_AllGather.apply(dim, *parts))
+
+
+def reduce_scatter(
+    tensors: Sequence[torch.Tensor], dim: int = 0, counts: Sequence[int] | None = None
+) -> list[torch.Tensor]:
+    """Add one tensor per rank and give rank r chunk r of the sum along ``dim``; the gradient is an all-gather.
+
+    Args:
+        tensors: of one shape and dtype.
+        counts: elements of each chunk along ``dim`` (default: sizes that differ by at most one, the first are larger).
+
+    Raises:
+        IndexError, TypeError, ValueError: tensors that differ, a ``dim`` that is not there, counts that do not add up.
+    """
+    made = ordinary_list(tensors, "tensors")
+    check_equal_sizes(made)
+    dim = in_range(dim, made[0].dim())
+    length, ranks = made[0].shape[dim], len(made)
+    if counts is None:
+        counts = [length // ranks + (rank < length % ranks) for rank in range(ranks)]
+    if len(counts) != ranks or sum(counts) != length or min(counts) < 0:
+        raise ValueError(f"counts must be {ranks} sizes that add up to {length}, not {list(counts)}")
+    with span("reduce_scatter"):
+        return list(_ReduceScatter.apply(dim, list(counts), *made))
+
+
+def _remember(ctx: Any, tensors: Sequence[torch.Tensor]) -> None:
+    """Keep the ranks' devices and the caller's streams: backward runs on these streams too."""
+    ctx.devices = [tensor.device for tensor in tensors]
+    ctx.streams = caller_streams(ctx.devices)
+
+
+class _AllReduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        _remember(ctx, tensors)
+        sums = [tensor.clone(memory_format=torch.contiguous_format) for tensor in tensors]
+        dispatch.all_reduce_into(sums, "sum", "direct", True)
+        return tuple(sums)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        with resumed_on_all(ctx.devices, ctx.streams):
+            sums: tuple[torch.Tensor, ...] = _AllReduce.apply(*grads)
+        return sums
+
+
+class _AllGather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, dim: int, *parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        _remember(ctx, parts)
+        ctx.dim, ctx.counts = dim, [part.shape[dim] for part in parts]
+        return tuple([dispatch.gather(parts, dim, part.device) for part in parts])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        with resumed_on_all(ctx.devices, ctx.streams):
+            return None, *_ReduceScatter.apply(ctx.dim, ctx.counts, *grads)
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, dim: int, counts: list[int], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        _remember(ctx, tensors)
+        ctx.dim = dim
+        chunks = zip(*[tensor.split(counts, dim) for tensor in tensors], strict=True)
+        return tuple(
+            [dispatch.reduce_batch([row], "sum", device)[0] for row, device in zip(chunks, ctx.devices, strict=True)]
+        )
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        with resumed_on_all(ctx.devices, ctx.streams):
+            return None, None, *_AllGather.apply(ctx.dim, *grads)

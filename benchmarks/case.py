@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from benchmarks.timing import OURS, Contestant, Schedule, WrongResult, contest, ratio
+from mgpu_core.explanation.tables import human_nbytes
 
 Label = int | str
 Labels = Mapping[str, Label]
@@ -143,3 +144,13 @@ def measure_row(
 def describe(labels: Labels) -> str:
     """`ranks 2, size 1024`."""
     return ", ".join(f"{name} {value}" for name, value in labels.items())
+
+
+def varying(rows: Sequence[Row]) -> list[str]:
+    """Return the labels in which the rows differ."""
+    return [name for name in rows[0].labels if len({row.labels[name] for row in rows}) > 1]
+
+
+def show_label(name: str, value: Label) -> str:
+    """Return a label's value for people: a size with its unit."""
+    return human_nbytes(int(value)) if name == "size" else str(value)

@@ -1,37 +1,54 @@
 """Results for people: a table on the terminal, and one page with tables and pictures per machine.
 
-`run.py report` makes `results/<machine>/README.md` and the PNG files beside it from nothing but the JSON files there.
-The tables are Markdown padded to columns, so one text serves the terminal and the file.
+`run.py report` makes `results/<machine>/README.md` and the PNG files next to it from the JSON files there, and from the
+summary in `notes.toml`. The tables are Markdown padded to columns, so one text serves the terminal and the file.
 """
 
+import re
+import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.case import Row, UsageError, Verdict
+from benchmarks.case import Row, UsageError, Verdict, describe, show_label, varying
 from benchmarks.environment import header
 from benchmarks.plot import draw
 from benchmarks.result import Result
 from benchmarks.timing import OURS, PER_SECOND, median, p90, significant
+from benchmarks.titles import TITLES
+from mgpu_core.explanation.tables import human_nbytes
 from mgpu_core.files import write_whole
 
 RESULTS = Path(__file__).parent / "results"
+NOTES = "notes.toml"
+LONG = 12  # rows; longer tables are folded
+LEGEND = (
+    "`peer/ours` is the peer's median time over ours: at 2.00, ours takes half the time. "
+    "p90: nine of ten times are not longer. Every result was verified before it was timed."
+)
 
 
 def render(result: Result) -> str:
-    """Table, formula and bounds."""
-    parts = [table(result)]
-    if result.formula:
-        parts.append(result.formula)
-    if result.verdicts:
-        parts.append("\n".join(bound_line(verdict) for verdict in result.verdicts))
-    return "\n\n".join(parts)
+    """Return what all rows share, the table, its formula and its bounds."""
+    return "\n\n".join(_parts(result, table(result)))
+
+
+def _parts(result: Result, rows: str) -> list[str]:
+    bounds = "\n".join(bound_line(verdict) for verdict in result.verdicts)
+    return [part for part in (_shared(result), rows, result.formula, bounds) if part]
+
+
+def _shared(result: Result) -> str:
+    """Return the columns that have one value in all rows, as a line."""
+    labels = result.rows[0].labels
+    shared = {name: show_label(name, labels[name]) for name in labels if name not in varying(result.rows)}
+    return f"In all rows: {describe(shared)}" if shared else ""
 
 
 def table(result: Result) -> str:
-    """One line per row and contestant; `peer/ours` is the ratio of medians: above 1, we are faster."""
-    names = list(result.rows[0].labels)
-    titles = [*names, "who", f"time({result.unit})", "p90", *_rate_titles(result.rows[0]), "#wrong", "peer/ours"]
-    lines = [_cells(row, who, PER_SECOND[result.unit]) for row in result.rows for who in row.seconds]
+    """Return a line per row and contestant; `peer/ours` is the ratio of medians: above 1, ours is faster."""
+    names = varying(result.rows)
+    titles = [*names, "who", f"time ({result.unit})", "p90", *_rate_titles(result.rows[0]), "peer/ours"]
+    lines = [_cells(row, names, who, PER_SECOND[result.unit]) for row in result.rows for who in row.seconds]
     widths = [max(map(len, column)) for column in zip(titles, *lines, strict=True)]
     # Words to the left, numbers to the right; the first line tells which is which.
     words = [not cell[:1].isdigit() for cell in lines[0]]
@@ -47,35 +64,53 @@ def table(result: Result) -> str:
 
 
 def bound_line(verdict: Verdict) -> str:
-    """`* held: ranks 2, ...: gloo / ours >= 6 (7.2)`."""
+    """Return `* held: ranks 2, size 64 MiB: gloo / ours >= 6 (7.2)`."""
     state = {True: "held", False: "MISSED", None: "not measured"}[verdict.held]
-    value = "" if verdict.value is None else f" ({verdict.value:.2f})"
-    return f"* {state}: {verdict.text}{value}"
+    value = "" if verdict.value is None else f" ({significant(verdict.value)})"
+    text = re.sub(r"\bsize (\d+)", lambda found: f"size {human_nbytes(int(found[1]))}", verdict.text)
+    return f"* {state}: {text}{value}"
 
 
 def report_machine(folder: Path) -> Path:
-    """Draws the page and the pictures of one machine; returns the page.
+    """Draw the page and the pictures of one machine; return the page.
 
     Raises:
         UsageError: no results in the folder, or a file that is not one.
     """
-    files = sorted(folder.glob("*.json"))
-    if not files:
+    results = {path: Result.read(path) for path in folder.glob("*.json")}
+    if not results:
         raise UsageError(f"{folder}: no JSON files to report")
-    sections = []
-    for path in files:
-        result = Result.read(path)
-        draw(result, path.with_suffix(".png"))
-        sections.append(_section(result, path.stem))
+    order = [*TITLES]
+    ordered = sorted(results, key=lambda path: (order.index(path.stem) if path.stem in order else len(order), path))
+    for path in ordered:
+        draw(results[path], path.with_suffix(".png"))
+    everywhere = _in_all([result.environment for result in results.values()])
+    sections = [_section(results[path], path.stem, everywhere) for path in ordered]
     page = folder / "README.md"
-    text = "\n\n".join([f"# {folder.name}", *sections]) + "\n"
+    text = "\n\n".join([f"# {folder.name}", *_notes(folder), header(everywhere), LEGEND, *sections]) + "\n"
     write_whole(page, lambda stream: stream.write(text.encode()))
     return page
 
 
-def _section(result: Result, stem: str) -> str:
-    title = f"## {stem}\n\n{result.summary}"
-    return "\n\n".join([title, render(result), f"![{stem}]({stem}.png)", header(result.environment)])
+def _notes(folder: Path) -> list[str]:
+    """Return the summary that a person wrote in `notes.toml`, if there is one."""
+    notes = folder / NOTES
+    return [tomllib.loads(notes.read_text())["summary"].strip()] if notes.exists() else []
+
+
+def _in_all(environments: Sequence[dict[str, str]]) -> dict[str, str]:
+    first, *others = environments
+    return {name: fact for name, fact in first.items() if all(each.get(name) == fact for each in others)}
+
+
+def _section(result: Result, stem: str, everywhere: dict[str, str]) -> str:
+    rows = table(result)
+    count = rows.count("\n") - 1
+    if count > LONG:
+        rows = f"<details>\n<summary>{count} rows</summary>\n\n{rows}\n\n</details>"
+    own = {name: fact for name, fact in result.environment.items() if name not in everywhere}
+    parts = [f"## {TITLES.get(stem, stem)}", f"`{stem}`: {result.summary}", *_parts(result, rows)]
+    return "\n\n".join(filter(None, [*parts, f"![{stem}]({stem}.png)", header(own)]))
 
 
 def _rate_titles(row: Row) -> Sequence[str]:
@@ -84,12 +119,11 @@ def _rate_titles(row: Row) -> Sequence[str]:
     return ("GB/s",) if row.bus_factor is None else ("algbw", "busbw")
 
 
-def _cells(row: Row, who: str, scale: float) -> list[str]:
+def _cells(row: Row, names: Sequence[str], who: str, scale: float) -> list[str]:
     middle = median(row.seconds[who])
-    cells = [str(value) for value in row.labels.values()]
+    cells = [show_label(name, row.labels[name]) for name in names]
     cells += [who, significant(middle * scale), significant(p90(row.seconds[who]) * scale)]
     if row.nbytes is not None:
         factors = (1.0,) if row.bus_factor is None else (1.0, row.bus_factor)
         cells += [f"{row.nbytes / middle / 1e9 * factor:.2f}" for factor in factors]
-    # A row with a wrong value is never timed, so a row that is here has none.
-    return [*cells, "0", f"{1 if who == OURS else row.ratios()[who]:.2f}"]
+    return [*cells, f"{1 if who == OURS else row.ratios()[who]:.2f}"]

@@ -8,31 +8,9 @@ three functions - ours, the torch loop, gloo - and a closed form of the result. 
 import importlib
 
 from benchmarks.case import Case
+from benchmarks.titles import TITLES
 
-NAMES = (
-    "all_reduce",
-    "broadcast",
-    "reduce",
-    "all_gather",
-    "reduce_scatter",
-    "scatter",
-    "gather",
-    "all_reduce_model",
-    "pack",
-    "unpack",
-    "sum_ranks",
-    "scale_cast",
-    "l2_norm",
-    "sgd",
-    "adamw",
-    "gather_rows",
-    "replicate",
-    "forward_backward",
-    "train_step",
-    "pipeline",
-    "explain_overhead",
-    "mnist_epoch",
-)
+NAMES = tuple(TITLES)
 
 
 def load(name: str) -> Case:

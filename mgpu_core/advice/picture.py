@@ -8,14 +8,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import quantiles
-from typing import Any
+from textwrap import fill
+from typing import TYPE_CHECKING, Any
 
 from mgpu_core.advice.data import AdviceData, best_speedups
 from mgpu_core.advice.strategies import NAMES, ONE
+from mgpu_core.advice.text import notes_of
 from mgpu_core.extras import require
 from mgpu_core.files import write_whole
 
-__all__ = ["draw"]
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["draw", "figure_of"]
 
 _COLOURS = dict(zip(NAMES, ("black", "tab:orange", "tab:blue", "tab:green"), strict=True))
 
@@ -23,6 +28,12 @@ _COLOURS = dict(zip(NAMES, ("black", "tab:orange", "tab:blue", "tab:green"), str
 def draw(advice: AdviceData, path: Path) -> None:
     """Write a PNG, whole or not at all; see :meth:`Advice.plot`."""
     require("matplotlib", "a picture")
+    figure = figure_of(advice)
+    write_whole(path, lambda stream: figure.savefig(stream, format="png", dpi=120))
+
+
+def figure_of(advice: AdviceData) -> Figure:
+    """Return the picture itself; the notes of the table stand below it."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7.5, 4.8), layout="constrained")
@@ -33,14 +44,15 @@ def draw(advice: AdviceData, path: Path) -> None:
         axis.axvline(advice.break_even.rows, color="tab:red", linestyle="--", linewidth=1, label="break-even")
     for index, way in enumerate(each for each in advice.ways if each != ONE):
         _draw_way(axis, advice, way, 1.0 + 0.015 * index)
-    axis.set(xlabel="batch (rows)", ylabel="speed-up over one device")
+    axis.set(xlabel="batch, rows", ylabel="times as fast as one device")
     axis.set_ylim(0, 1.3 * max([1.0, *best_speedups(advice.medians).values()]))  # a bar may be cut off, a median not
     axis.set_xticks(advice.batches, [f"{each} *" if each == advice.rows else str(each) for each in advice.batches])
     axis.minorticks_off()
     axis.grid(alpha=0.3)
     axis.legend(loc="best", fontsize=9)
     figure.suptitle(_title(advice), fontsize=10)
-    write_whole(path, lambda stream: figure.savefig(stream, format="png", dpi=120))
+    figure.supxlabel("\n".join(fill(f"note: {each}", 100) for each in notes_of(advice)), fontsize=8)
+    return figure
 
 
 def _title(advice: AdviceData) -> str:

@@ -110,7 +110,7 @@ def _impossible(medians: Mapping[str, float], ranks: int) -> str:
 
 def _mismeasured(way: str, medians: Mapping[str, float], ranks: int) -> str:
     return (
-        f"None: {way} seemed {medians[ONE] / medians[way]:.1f} times as fast as one device, and "
+        f"None: {way} was measured as {medians[ONE] / medians[way]:.1f} times as fast as one device, which "
         f"{ranks} {'rank' if ranks == 1 else 'ranks'} cannot be. "
         "Something else held one device up: repeat it on a quiet machine."
     )

@@ -10,7 +10,7 @@ from mgpu_core.advice.memory import Memory
 from mgpu_core.advice.strategies import ONE
 from mgpu_core.explanation.tables import columns, human_nbytes, human_seconds
 
-__all__ = ["render", "spread"]
+__all__ = ["notes_of", "render", "spread"]
 
 _WIDE = 0.1
 """Of the spread that is worth a word."""
@@ -28,7 +28,7 @@ def _title(advice: AdviceData) -> str:
     ranks = f"{len(advice.devices)} {'rank' if len(advice.devices) == 1 else 'ranks'}"
     repeats = max((len(each.seconds) for each in advice.measurements), default=0)
     team = ", ".join(advice.devices)
-    return f"one device against {ranks} ({team}): seconds of a training step, median of {repeats}, and speed-up"
+    return f"one device against {ranks} ({team}): time of a training step, median of {repeats}, and speed-up"
 
 
 def _table(advice: AdviceData) -> list[str]:
@@ -63,8 +63,13 @@ def _told(advice: AdviceData) -> list[str]:
     if advice.loader_s is not None:
         lines.append(f"input pipeline: {human_seconds(advice.loader_s)} for {advice.rows} rows")
     lines.append(f"reason: {advice.reason.name}: {advice.reason.text}")
-    lines += [f"note: {each}" for each in (*advice.notes, *_noise(advice.measurements))]
+    lines += [f"note: {each}" for each in notes_of(advice)]
     return [*lines, "", f"recommendation: {advice.recommendation.text}"]
+
+
+def notes_of(advice: AdviceData) -> list[str]:
+    """Return the notes of the measurement, and one on samples that are far apart."""
+    return [*advice.notes, *_noise(advice.measurements)]
 
 
 def _memory(memory: Memory) -> list[str]:

@@ -41,13 +41,13 @@ def figure_of(title: str, found: Sequence[Prediction]) -> Figure:
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(1, 2))
     xs = range(len(found))
     above.plot(xs, [100 * each.efficiency for each in found], "o-")
-    above.set(ylabel="efficiency (%)", ylim=(0, 105))
+    above.set(ylabel="efficiency, %", ylim=(0, 105))
     bottom = [0.0] * len(found)
     for field, name in _PARTS.items():
         heights = [1e3 * getattr(each, field) for each in found]
         below.bar(xs, heights, 0.6, bottom=bottom, label=name)
         bottom = [one + two for one, two in zip(bottom, heights, strict=True)]
-    below.set(ylabel="step (ms)", xlabel="GPUs")
+    below.set(ylabel="time per step, ms", xlabel="number of GPUs")
     below.set_xticks(xs, [str(each.gpus) for each in found])
     for axis in (above, below):
         axis.grid(axis="y", alpha=0.3)

@@ -1,6 +1,7 @@
 """``mgpu_core.advise``: what it gives, what it leaves alone, what it refuses."""
 
 import copy
+import dataclasses
 import json
 import random
 import re
@@ -13,6 +14,7 @@ from torch import nn
 import mgpu_core
 from mgpu_core.advice.from_trace import Seen
 from mgpu_core.advice.measure import advised
+from mgpu_core.advice.picture import figure_of
 from mgpu_core.advice.plan import plan_of
 from mgpu_core.advice.result import Advice
 from mgpu_core.advice.shares import StepShares
@@ -84,7 +86,7 @@ def test_the_recommendation_knows_the_reason(monkeypatch):
 
 def test_the_text(advice):
     lines = str(advice).splitlines()
-    assert lines[0].startswith("one device against 2 ranks (cpu, cpu): seconds of a training step, median of 3")
+    assert lines[0].startswith("one device against 2 ranks (cpu, cpu): time of a training step, median of 3")
     table = [line.split() for line in lines[3:7]]
     assert table[0] == ["batch", "one", "device", "DataParallel", "TrainStep"]
     assert table[2] == ["8", "*", "2", "ms", "4", "ms", "x", "0.50", "2", "ms", "x", "1.00"]
@@ -112,6 +114,16 @@ def test_json_goes_there_and_back(advice):
 def test_damaged_json_is_refused(text, message):
     with pytest.raises(ValueError, match=message):
         Advice.from_json(text)
+
+
+def test_the_picture_has_the_notes_of_the_table(advice):
+    pytest.importorskip("matplotlib")
+    busy = dataclasses.replace(advice, notes=("the machine was busy",))
+    axis = figure_of(busy).axes[0]
+    assert (axis.get_xlabel(), axis.get_ylabel()) == ("batch, rows", "times as fast as one device")
+    assert figure_of(busy).get_supxlabel() == "note: the machine was busy"
+    assert "note: the machine was busy" in str(busy).splitlines()
+    assert figure_of(dataclasses.replace(advice, notes=())).get_supxlabel() == ""
 
 
 def test_the_picture_is_a_png(advice, tmp_path, monkeypatch):

@@ -15,7 +15,7 @@ def test_what_cannot_be_is_no_recommendation():
     assert found == Recommendation(
         "",
         False,
-        "None: TrainStep seemed 78.0 times as fast as one device, and 2 ranks cannot be. "
+        "None: TrainStep was measured as 78.0 times as fast as one device, which 2 ranks cannot be. "
         "Something else held one device up: repeat it on a quiet machine.",
     )
     assert recommend({ONE: 8.0, ENGINE: 1.0}, ranks=2).way == ENGINE  # an update in one kernel, say

@@ -1,5 +1,6 @@
 """The command: tables, files, reports and exit statuses, on tiny sizes."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -7,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import plot
+from benchmarks import cases, plot
 from benchmarks.case import Row, Verdict
-from benchmarks.report import report_machine, table
+from benchmarks.report import _section, bound_line, render, report_machine, table
 from benchmarks.result import Result
 from benchmarks.run import main
+from benchmarks.titles import TITLES
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ["--peers", "torch", "--ranks", "2,3", "--sizes", "1K", "--repeats", "2"]
@@ -34,16 +36,29 @@ RESULT = Result(
 def test_a_table_is_markdown_with_ratios() -> None:
     titles, rule, ours, gloo, *_ = table(RESULT).splitlines()
     assert [cell.strip() for cell in titles.strip("|").split("|")] == [
-        *("ranks", "size", "count", "who", "time(us)", "p90", "algbw", "busbw", "#wrong", "peer/ours")
+        *("ranks", "size", "count", "who", "time (us)", "p90", "algbw", "busbw", "peer/ours")
     ]
     assert set(rule) == set("|-: ")
     assert [cell.strip() for cell in ours.strip("|").split("|")] == [
-        *("2", "1000", "250", "ours", "1.000", "1.000", "1.00", "1.50", "0", "1.00")
+        *("2", "1000 B", "250", "ours", "1.000", "1.000", "1.00", "1.50", "1.00")
     ]
     assert [cell.strip() for cell in gloo.strip("|").split("|")][3:] == [
-        *("gloo", "6.000", "6.000", "0.17", "0.25", "0", "6.00")
+        *("gloo", "6.000", "6.000", "0.17", "0.25", "6.00")
     ]
     assert len({len(line) for line in table(RESULT).splitlines()}) == 1
+
+
+def test_columns_of_one_value_are_a_line_above_the_table() -> None:
+    rows = [Row({"size": 64 << 20, "type": "float32", "ranks": ranks}, {"ours": [1e-6]}) for ranks in (2, 4)]
+    first, _, titles = render(dataclasses.replace(RESULT, rows=rows)).splitlines()[:3]
+    assert first == "In all rows: size 64 MiB, type float32"
+    assert [cell.strip() for cell in titles.strip("|").split("|")][:2] == ["ranks", "who"]
+
+
+def test_bounds_name_sizes_with_their_unit() -> None:
+    assert bound_line(Verdict("ranks 8, size 67108864: gloo / ours >= 13", 11.644, False)) == (
+        "* MISSED: ranks 8, size 64 MiB: gloo / ours >= 13 (11.64)"
+    )
 
 
 def test_a_result_is_read_as_it_was_written(tmp_path: Path) -> None:
@@ -55,33 +70,81 @@ def test_report_draws_from_the_files_alone(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     folder = tmp_path / "box"
     folder.mkdir()
-    RESULT.write(folder / "sweep.json")
-    RESULT.write(folder / "another.json")
+    for stem in ("another", "sgd", "train_step"):
+        RESULT.write(folder / f"{stem}.json")
+    (folder / "notes.toml").write_text('summary = """\nAll is well.\n"""\n')
     assert main(["report", "--results", str(tmp_path)]) == 0
     text = (folder / "README.md").read_text()
-    assert text.startswith("# box\n\n## another\n")
-    assert "![sweep](sweep.png)" in text
-    assert "* held: ranks 2: gloo / ours >= 6 (6.00)" in text
+    assert text.startswith("# box\n\nAll is well.\n\n* CPU: a CPU\n")
+    headings = [line for line in text.splitlines() if line.startswith("## ")]
+    assert headings == ["## A training step with TrainStep", "## The SGD kernel", "## another"]
+    assert text.count("* CPU: a CPU") == 1
+    assert "![sgd](sgd.png)" in text
+    assert "* held: ranks 2: gloo / ours >= 6 (6.000)" in text
     assert "* not measured: ranks 8: ..." in text
-    assert (folder / "sweep.png").read_bytes().startswith(b"\x89PNG")
-    first = text
+    assert (folder / "sgd.png").read_bytes().startswith(b"\x89PNG")
     report_machine(folder)
-    assert (folder / "README.md").read_text() == first
+    assert (folder / "README.md").read_text() == text
 
 
-@pytest.mark.parametrize(("slowest", "scale"), [(6e-6, "linear"), (600e-6, "log")])
-def test_bars_of_rows_with_other_contestants(slowest: float, scale: str) -> None:
+@pytest.mark.parametrize(("rows", "folded"), [(6, False), (7, True)])
+def test_long_tables_are_folded(rows: int, folded: bool) -> None:
+    many = [Row({"ranks": ranks}, {"ours": [1e-6], "gloo": [2e-6]}) for ranks in range(rows)]
+    section = _section(dataclasses.replace(RESULT, rows=many), "all_reduce", {})
+    assert ("<summary>14 rows</summary>" in section) == folded
+    assert section.count("<details>") == section.count("</details>") == int(folded)
+
+
+def test_facts_of_one_case_are_in_its_section(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    for stem, commit in (("sgd", "abc"), ("adamw", "def")):
+        dataclasses.replace(RESULT, environment=RESULT.environment | {"commit": commit}).write(
+            tmp_path / f"{stem}.json"
+        )
+    top, sgd, adamw = report_machine(tmp_path).read_text().split("\n## ")
+    assert "* GPU: none" in top
+    assert [part.rstrip().splitlines()[-1] for part in (sgd, adamw)] == ["* commit: abc", "* commit: def"]
+
+
+def test_every_case_has_a_title_and_every_title_a_case() -> None:
+    names = {path.stem for path in (ROOT / "benchmarks" / "cases").glob("[a-z]*.py")}
+    assert set(TITLES) == names
+    assert [cases.load(name).name for name in TITLES] == list(TITLES)
+
+
+def bars_of(rows: list[Row]) -> dict[str, list[float]]:
+    """Draw the rows; return the heights of the bars by their label in the legend."""
     figure = pytest.importorskip("matplotlib.figure")
     axis = figure.Figure().subplots()
+    plot._draw_bars(axis, rows, "us")
+    assert axis.get_yscale() == "linear"
+    groups = [group for group in axis.containers if hasattr(group, "patches")]  # the others are whiskers
+    return {group.get_label(): [bar.get_height() for bar in group] for group in groups}
+
+
+def test_bars_are_ratios_of_rows_with_other_contestants() -> None:
     rows = [
         Row({"ranks": 1}, {"ours": [1e-6], "bare": [2e-6]}),
-        Row({"ranks": 2}, {"ours": [1e-6], "ddp": [slowest]}),
+        Row({"ranks": 2}, {"ours": [1e-6], "ddp": [6e-6]}),
     ]
-    plot._draw_bars(axis, rows, "us")
-    groups = [group for group in axis.containers if hasattr(group, "patches")]  # the others are whiskers
-    bars = {group.get_label(): [bar.get_height() for bar in group] for group in groups}
-    assert bars == {"ours": [1.0, 1.0], "bare": [2.0], "ddp": [pytest.approx(slowest * 1e6)]}
-    assert axis.get_yscale() == scale
+    assert bars_of(rows) == {"ours": [1.0, 1.0], "bare": [2.0], "ddp": [pytest.approx(6)]}
+
+
+def test_bars_are_percent_where_a_peer_takes_far_longer() -> None:
+    rows = [
+        Row({"what": "span"}, {"ours": [8e-8], "limit": [1e-7]}),
+        Row({"what": "off"}, {"ours": [1e-6], "step": [400e-6]}),
+    ]
+    assert bars_of(rows) == {"ours / limit": [pytest.approx(80)], "ours / step": [pytest.approx(0.25)]}
+
+
+def test_sizes_on_the_axis_have_units() -> None:
+    figure = pytest.importorskip("matplotlib.figure").Figure()
+    axis = figure.subplots()
+    rows = [Row({"size": size}, {"ours": [1e-6]}, size, 1.0) for size in (65536, 131072)]
+    plot._draw_rates(axis, rows)
+    assert [label.get_text() for label in axis.get_xticklabels()] == ["64 KiB", "128 KiB"]
+    assert axis.yaxis.get_major_formatter()(6.0) == "6"
 
 
 @pytest.mark.parametrize("content", ["", "{}", "[]", '{"format": "mgpu_core benchmark 1", "rows": []}'])
@@ -207,4 +270,4 @@ def test_it_runs_as_a_script_from_anywhere(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "benchmarks" / "run.py"), "--list"]
     asked = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
     assert asked.returncode == 0, asked.stderr
-    assert [line.split()[0] for line in asked.stdout.splitlines()][:2] == ["all_reduce", "broadcast"]
+    assert [line.split()[0] for line in asked.stdout.splitlines()][:2] == ["train_step", "forward_backward"]

@@ -1,0 +1,26 @@
+"""The cases with their titles in plain words, the most important first: `--list` and the pages follow this order."""
+
+TITLES = {
+    "train_step": "A training step with TrainStep",
+    "forward_backward": "Forward and backward with DataParallel",
+    "pipeline": "A training step over a pipeline",
+    "mnist_epoch": "An epoch of MNIST",
+    "all_reduce": "All-reduce",
+    "replicate": "Replicating a model",
+    "explain_overhead": "The cost of recording a step",
+    "all_reduce_model": "All-reduce, predicted and measured",
+    "broadcast": "Broadcast",
+    "reduce": "Reduce",
+    "all_gather": "All-gather",
+    "reduce_scatter": "Reduce-scatter",
+    "scatter": "Scatter",
+    "gather": "Gather",
+    "sgd": "The SGD kernel",
+    "adamw": "The AdamW kernel",
+    "pack": "The kernel that packs tensors",
+    "unpack": "The kernel that unpacks tensors",
+    "sum_ranks": "The kernel that sums ranks",
+    "scale_cast": "The kernel that scales and casts",
+    "l2_norm": "The kernel of the L2 norm",
+    "gather_rows": "The kernel that gathers rows",
+}

@@ -33,8 +33,8 @@ def place(
     :class:`mgpu_core.Pipeline` can cut such a module, and keeps all devices busy.
 
     Parameters stay the same objects and keep their gradients.  One that several layers share is on the device of the
-    first of them; the others compute with differentiable copies.  Parameters of the module itself are on the first
-    device.  ``to``, ``cuda`` and ``cpu`` raise RuntimeError afterwards.
+    first of them; the others compute with differentiable copies.  Parameters of a module around layers are on the
+    device of the first of these.  ``to``, ``cuda`` and ``cpu`` raise RuntimeError afterwards.
 
     Args:
         net: the module.
@@ -59,15 +59,19 @@ def place(
     if split is None:
         split = cut_by_bytes(net, len(devices)) if sample is None else balance(net, sample, len(devices)).split
     starts = _starts(net, split, len(devices))
-    layers = [(layer, devices[index]) for layer, index in _layers(net, starts)]
+    layers = [(name, layer, devices[index]) for name, layer, index in _layers(net, starts)]
     homes: dict[int, torch.device] = {}
-    for layer, device in layers:
+    for _, layer, device in layers:
         for tensor in (*layer.parameters(), *layer.buffers()):
             homes.setdefault(id(tensor), device)
     _check_buffers(layers, homes)
     for name, tensor in named_tensors(net):
-        move_to(net, name, homes.get(id(tensor), devices[0]))
-    for layer, device in layers:
+        around = name.rpartition(".")[0]
+        first = next(
+            (device for layer, _, device in layers if not around or layer.startswith(f"{around}.")), devices[0]
+        )
+        move_to(net, name, homes.get(id(tensor), first))
+    for _, layer, device in layers:
         _Border(layer, device)
     net.__dict__.update(dict.fromkeys(MOVES, refuse_moves))
     return net
@@ -90,19 +94,19 @@ def _starts(net: Module, split: Sequence[str] | Mapping[str, int], parts: int) -
     return split
 
 
-def _layers(net: Module, starts: Mapping[str, int]) -> list[tuple[Module, int]]:
+def _layers(net: Module, starts: Mapping[str, int]) -> list[tuple[str, Module, int]]:
     """Return each layer once, and its part: that of the longest name around it, or of the layer before."""
-    found: dict[int, tuple[Module, int]] = {}
+    found: dict[int, tuple[str, Module, int]] = {}
     part = 0
     for name, layer in units_of(net, list(starts)):
         around = [each for each in starts if f"{name}.".startswith(f"{each}.")]
         part = starts[max(around, key=len)] if around else part
-        found.setdefault(id(layer), (layer, part))
+        found.setdefault(id(layer), (name, layer, part))
     return list(found.values())
 
 
-def _check_buffers(layers: Sequence[tuple[Module, torch.device]], homes: Mapping[int, torch.device]) -> None:
-    for layer, device in layers:
+def _check_buffers(layers: Sequence[tuple[str, Module, torch.device]], homes: Mapping[int, torch.device]) -> None:
+    for _, layer, device in layers:
         for name, buffer in layer.named_buffers():
             if homes[id(buffer)] != device:
                 raise ValueError(f"buffer {name!r} of a {type(layer).__name__} belongs to layers on two devices")

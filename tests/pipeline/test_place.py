@@ -72,6 +72,21 @@ def test_a_tied_parameter_stays_one_and_is_where_it_is_used_first():
     assert net.head.weight is net.tokens.weight
 
 
+def test_parameters_around_layers_go_with_the_first_of_these():
+    class Shifted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.shift, self.linear = nn.Parameter(torch.ones(2)), nn.Linear(2, 2)
+
+        def forward(self, x):
+            return self.linear(x) + self.shift
+
+    net = nn.Sequential(nn.Linear(2, 2), Shifted())
+    place(net, cpu(2), {"1.linear": 1})
+    assert where(net)["1.shift"] == cpu(2)[1]
+    assert str(net(torch.ones(1, 2, device=cpu(1)[0])).device) == cpu(2)[1]
+
+
 def test_a_layer_that_fails_gives_shared_parameters_back():
     net = place(Gpt().double(), cpu(2), ["head"])
     with pytest.raises(RuntimeError):

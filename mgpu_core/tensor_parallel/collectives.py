@@ -13,12 +13,11 @@ from typing import Any
 import torch
 
 from mgpu_core.comm import autograd, dispatch
-from mgpu_core.comm.arguments import check_equal_sizes, check_joined, in_range, ordinary_list, refuse_quantized
+from mgpu_core.comm.arguments import check_equal_sizes, check_joined, in_range, ordinary_list
 from mgpu_core.device.devices import DeviceLike
 from mgpu_core.device.streams import caller_streams, resumed_on_all
 from mgpu_core.device.team import Team
 from mgpu_core.device.tensor_checks import refuse_special
-from mgpu_core.trace.tracer import span
 
 __all__ = ["all_gather", "all_reduce", "broadcast", "reduce_scatter"]
 
@@ -34,7 +33,6 @@ def broadcast(tensor: torch.Tensor, devices: Sequence[DeviceLike]) -> list[torch
         TypeError, ValueError: a tensor that cannot be copied, or a device that does not exist.
     """
     refuse_special(tensor, "tensor")
-    refuse_quantized(tensor, "tensor")
     return [row[0] for row in autograd.broadcast_buckets(Team.of(devices), [tensor], numbered=False)]
 
 
@@ -49,8 +47,7 @@ def all_reduce(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """
     made = ordinary_list(tensors, "tensors")
     check_equal_sizes(made)
-    with span("all_reduce"):
-        return list(_AllReduce.apply(*made))
+    return list(_AllReduce.apply(*made))
 
 
 def all_gather(tensors: Sequence[torch.Tensor], dim: int = 0) -> list[torch.Tensor]:
@@ -65,8 +62,7 @@ def all_gather(tensors: Sequence[torch.Tensor], dim: int = 0) -> list[torch.Tens
     parts = ordinary_list(tensors, "tensors")
     dim = in_range(dim, parts[0].dim())
     check_joined(parts, dim, "tensors")
-    with span("all_gather"):
-        return list(_AllGather.apply(dim, *parts))
+    return list(_AllGather.apply(dim, *parts))
 
 
 def reduce_scatter(
@@ -89,8 +85,7 @@ def reduce_scatter(
         counts = [length // ranks + (rank < length % ranks) for rank in range(ranks)]
     if len(counts) != ranks or sum(counts) != length or min(counts) < 0:
         raise ValueError(f"counts must be {ranks} sizes that add up to {length}, not {list(counts)}")
-    with span("reduce_scatter"):
-        return list(_ReduceScatter.apply(dim, list(counts), *made))
+    return list(_ReduceScatter.apply(dim, list(counts), *made))
 
 
 def _remember(ctx: Any, tensors: Sequence[torch.Tensor]) -> None:

@@ -15,6 +15,7 @@ from mgpu_core import TrainStep, comm
 from mgpu_core.comm import autograd, dispatch
 from mgpu_core.device import streams
 from mgpu_core.device.team import Team
+from mgpu_core.tensor_parallel import collectives
 
 DEVICES = ["fake:0", "fake:1"]
 
@@ -110,7 +111,7 @@ def test_no_stream_of_the_users_is_one_of_ours():
     assert not set(ours) & set(users)
 
 
-@pytest.mark.parametrize("name", ["scatter_into", "gather_into", "reduce_batch"])
+@pytest.mark.parametrize("name", ["scatter_into", "gather_into", "reduce_batch", "broadcast", "all_reduce_into"])
 def test_backwards_go_on_on_the_streams_of_the_forward(monkeypatch, name):
     """The one of each device, which waits for the one that autograd has ordered the gradients with."""
     devices, own = [torch.device(each) for each in DEVICES], [torch.Stream(each) for each in DEVICES]
@@ -120,6 +121,8 @@ def test_backwards_go_on_on_the_streams_of_the_forward(monkeypatch, name):
             "gather_into": lambda: autograd.scatter(x, Team.of(devices), [2, 2], 0),
             "scatter_into": lambda: [autograd.gather([x, x.to("fake:1")], devices[0], 0)],
             "reduce_batch": lambda: [each for row in autograd.broadcast_buckets(Team.of(devices), [x]) for each in row],
+            "broadcast": lambda: autograd.reduce_tensors([[x], [x.to("fake:1")]], devices[0]),
+            "all_reduce_into": lambda: collectives.all_reduce([x, x.to("fake:1")]),
         }[name]()
     seen, collective = [], getattr(dispatch, name)
 
@@ -131,5 +134,5 @@ def test_backwards_go_on_on_the_streams_of_the_forward(monkeypatch, name):
     device_module.built.take_waits()
     torch.autograd.backward([out.sum() for out in outs])
     assert seen == own
-    assert x.grad.tolist() == [[2.0 if name != "gather_into" else 1.0] * 2] * 4
+    assert x.grad.tolist() == [[{"gather_into": 1.0, "all_reduce_into": 4.0}.get(name, 2.0)] * 2] * 4
     assert has_waited(own[1], own[0])

@@ -121,6 +121,7 @@ def test_half_precision_is_added_in_float32():
         (lambda: all_reduce([torch.ones(2), torch.ones(3)]), ValueError, "got 3, but expected 2"),
         (lambda: all_gather([torch.ones(2), torch.ones(2, 1)]), ValueError, r"tensors\[1\]"),
         (lambda: all_gather([torch.ones(2)] * 2, 1), IndexError, "Dimension out of range"),
+        (lambda: reduce_scatter([torch.ones(2), torch.ones(3)]), ValueError, "got 3, but expected 2"),
         (lambda: reduce_scatter([torch.ones(4)] * 2, counts=[1, 2]), ValueError, "2 sizes that add up to 4"),
         (lambda: broadcast(torch.ones(2), []), ValueError, "devices is empty"),
         (lambda: broadcast([1.0], ["cpu"]), TypeError, "tensor"),

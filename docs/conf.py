@@ -18,7 +18,12 @@ project = "mgpu_core"
 author = "the authors of mgpu_core"
 version = release = "0.1.0"
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+]
 source_suffix = {".md": "markdown"}
 exclude_patterns = ["examples/**", "lessons/exercises/**", "lessons/solutions/**"]
 nitpicky = False
@@ -32,7 +37,13 @@ autodoc_class_signature = "mixed"
 napoleon_numpy_docstring = False
 napoleon_custom_sections = [
     (f"Args for {subject}", "params_style")
-    for subject in ("the rows", "the loss", "the update", "the sums of gradients", "how ranks run")
+    for subject in (
+        "the rows",
+        "the loss",
+        "the update",
+        "the sums of gradients",
+        "how ranks run",
+    )
 ]
 add_module_names = False
 python_use_unqualified_type_names = True

@@ -7,7 +7,9 @@ from typing import Any
 
 HERE = Path(__file__).parent
 CODE = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
-LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])+)\]\((?!https?:|#|mailto:)([^)\s#]+)(#[^)\s]*)?\)")
+LINK = re.compile(
+    r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])+)\]\((?!https?:|#|mailto:)([^)\s#]+)(#[^)\s]*)?\)"
+)
 
 
 def copy_results(results: Path, target: Path) -> None:
@@ -15,10 +17,21 @@ def copy_results(results: Path, target: Path) -> None:
     folders = sorted(path.parent for path in results.glob("*/README.md"))
     target.mkdir(parents=True)
     for folder in folders:
-        shutil.copytree(folder, target / folder.name, ignore=shutil.ignore_patterns("*.json", "*.xml", "*.txt"))
-    lines = ["# Results", "", "Tables and pictures as the benchmarks wrote them, a page for each machine.", ""]
+        shutil.copytree(
+            folder,
+            target / folder.name,
+            ignore=shutil.ignore_patterns("*.json", "*.xml", "*.txt"),
+        )
+    lines = [
+        "# Results",
+        "",
+        "Tables and pictures as the benchmarks wrote them, a page for each machine.",
+        "",
+    ]
     pages = [f"{folder.name}/README" for folder in folders]
-    (target / "index.md").write_text("\n".join([*lines, "```{toctree}", *pages, "```", ""]))
+    (target / "index.md").write_text(
+        "\n".join([*lines, "```{toctree}", *pages, "```", ""])
+    )
 
 
 def links_out_of_the_docs(app: Any, name: str, source: list[str]) -> None:
@@ -32,7 +45,11 @@ def links_out_of_the_docs(app: Any, name: str, source: list[str]) -> None:
             return match[0]
         if there.is_relative_to(HERE) and there.is_file():
             return match[0]
-        return text if path.strip("./") in text else f"{text} (`{there.relative_to(HERE.parent)}`)"
+        return (
+            text
+            if path.strip("./") in text
+            else f"{text} (`{there.relative_to(HERE.parent)}`)"
+        )
 
     pieces = CODE.split(source[0])  # blocks of code are every second one
     pieces[::2] = [LINK.sub(replaced, text) for text in pieces[::2]]

@@ -1,9 +1,12 @@
-"""An image classifier: a small CNN on made-up pictures, whose last batch is smaller than the others.
+"""An image classifier: a small CNN on made-up pictures, with a smaller last batch.
 
-    python docs/examples/image_classifier.py            # all GPUs, or MGPU_CORE_CPU_RANKS ranks on the CPU
+    python docs/examples/image_classifier.py
     python docs/examples/image_classifier.py --ranks 3  # three ranks on the CPU
 
-With torch.nn.DataParallel, 11 rows on 8 GPUs would use 6 of them. Here sizes differ by at most one.
+The first uses all GPUs, or MGPU_CORE_CPU_RANKS ranks on the CPU.
+
+With torch.nn.DataParallel, 11 rows on 8 GPUs would use 6 of them. Here sizes differ by
+at most one.
 """
 
 import argparse
@@ -20,7 +23,9 @@ def pictures(generator):
     """One pattern per class, and noise."""
     patterns = torch.randn(CLASSES, 1, SIZE, SIZE, generator=generator)
     labels = torch.randint(CLASSES, (PICTURES,), generator=generator)
-    return patterns[labels] + 1.5 * torch.randn(PICTURES, 1, SIZE, SIZE, generator=generator), labels
+    return patterns[labels] + 1.5 * torch.randn(
+        PICTURES, 1, SIZE, SIZE, generator=generator
+    ), labels
 
 
 def cnn():
@@ -37,7 +42,9 @@ def cnn():
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", type=int, help="ranks on the CPU (default: whatever there is)")
+    parser.add_argument(
+        "--ranks", type=int, help="ranks on the CPU (default: whatever there is)"
+    )
     ranks = parser.parse_args().ranks
 
     torch.manual_seed(0)
@@ -45,7 +52,9 @@ def main():
     net = cnn()
     if ranks is None and torch.accelerator.is_available():
         net.to(torch.accelerator.current_accelerator())
-    model = mgpu_core.DataParallel(net, None if ranks is None else ["cpu"] * ranks)  # the one line
+    model = mgpu_core.DataParallel(
+        net, None if ranks is None else ["cpu"] * ranks
+    )  # the one line
     print(f"{len(model.device_ids)} ranks, last batch of {PICTURES % BATCH}")
 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)

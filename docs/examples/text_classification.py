@@ -1,9 +1,12 @@
-"""A text classifier: padded token ids, an ``attention_mask`` and a flag by keyword, a table that every rank gets whole.
+"""A text classifier with keywords: an ``attention_mask``, a flag, a replicated table.
 
-    python docs/examples/text_classification.py            # all GPUs, or MGPU_CORE_CPU_RANKS ranks on the CPU
+    python docs/examples/text_classification.py
     python docs/examples/text_classification.py --ranks 3  # three ranks on the CPU
 
-The last forward has one row. torch.nn.DataParallel fails there, on several GPUs with a keyword flag.
+The first uses all GPUs, or MGPU_CORE_CPU_RANKS ranks on the CPU.
+
+The last forward has one row. torch.nn.DataParallel fails there, on several GPUs with a
+keyword flag.
 """
 
 import argparse
@@ -22,8 +25,14 @@ def texts(rows, generator):
     lengths = torch.randint(4, LENGTH + 1, (rows, 1), generator=generator)
     mask = torch.arange(LENGTH) < lengths
     words = torch.randint(1, WORDS, (rows, LENGTH), generator=generator)
-    typical = 1 + labels[:, None] + LABELS * torch.randint(0, 5, (rows, LENGTH), generator=generator)
-    words = torch.where(torch.rand(rows, LENGTH, generator=generator) < 0.6, typical, words)
+    typical = (
+        1
+        + labels[:, None]
+        + LABELS * torch.randint(0, 5, (rows, LENGTH), generator=generator)
+    )
+    words = torch.where(
+        torch.rand(rows, LENGTH, generator=generator) < 0.6, typical, words
+    )
     return words * mask, mask, labels
 
 
@@ -34,15 +43,25 @@ class Classifier(nn.Module):
         self.last = nn.Linear(16, LABELS)
 
     def forward(self, words, *, attention_mask, weights, return_pooled=False):
-        weight = weights[words] * attention_mask  # `weights` has one number per word, not per row
-        pooled = (self.embedding(words) * weight[..., None]).sum(1) / weight.sum(1, keepdim=True)
+        weight = (
+            weights[words] * attention_mask
+        )  # `weights` has one number per word, not per row
+        pooled = (self.embedding(words) * weight[..., None]).sum(1) / weight.sum(
+            1, keepdim=True
+        )
         logits = self.last(pooled)
-        return {"logits": logits, "pooled": pooled} if return_pooled else {"logits": logits}
+        return (
+            {"logits": logits, "pooled": pooled}
+            if return_pooled
+            else {"logits": logits}
+        )
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", type=int, help="ranks on the CPU (default: whatever there is)")
+    parser.add_argument(
+        "--ranks", type=int, help="ranks on the CPU (default: whatever there is)"
+    )
     ranks = parser.parse_args().ranks
 
     torch.manual_seed(0)
@@ -50,10 +69,14 @@ def main():
     net = Classifier()
     if ranks is None and torch.accelerator.is_available():
         net.to(torch.accelerator.current_accelerator())
-    model = mgpu_core.DataParallel(net, None if ranks is None else ["cpu"] * ranks)  # the one line
+    model = mgpu_core.DataParallel(
+        net, None if ranks is None else ["cpu"] * ranks
+    )  # the one line
     print(f"{len(model.device_ids)} ranks")
 
-    weights = mgpu_core.Replicate(torch.rand(WORDS, generator=generator) + 0.5)  # whole, to every rank
+    weights = mgpu_core.Replicate(
+        torch.rand(WORDS, generator=generator) + 0.5
+    )  # whole, to every rank
     optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
     history = []
     for step in range(STEPS):

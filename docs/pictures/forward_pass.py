@@ -10,15 +10,31 @@ STEPS = [("scatter", 150), ("replicate", 330), ("apply", 510), ("gather", 690)]
 WIDTH, HEIGHT = 860, 400
 
 
-def text(x: float, y: float, words: str, size: int = 13, anchor: str = "middle", weight: str = "normal") -> str:
+def text(
+    x: float,
+    y: float,
+    words: str,
+    size: int = 13,
+    anchor: str = "middle",
+    weight: str = "normal",
+) -> str:
     return f'<text x="{x}" y="{y}" font-size="{size}" text-anchor="{anchor}" font-weight="{weight}">{words}</text>'
 
 
-def box(x: float, y: float, width: float, height: float, fill: str, stroke: str = "#334") -> str:
+def box(
+    x: float, y: float, width: float, height: float, fill: str, stroke: str = "#334"
+) -> str:
     return f'<rect x="{x}" y="{y}" width="{width}" height="{height}" rx="4" fill="{fill}" stroke="{stroke}"/>'
 
 
-def arrow(x1: float, y1: float, x2: float, y2: float, colour: str = "#334", dashed: bool = False) -> str:
+def arrow(
+    x1: float,
+    y1: float,
+    x2: float,
+    y2: float,
+    colour: str = "#334",
+    dashed: bool = False,
+) -> str:
     style = ' stroke-dasharray="5 4"' if dashed else ""
     return (
         f'<line x1="{x1}" y1="{y1}" x2="{x2}" y2="{y2}" stroke="{colour}" stroke-width="1.6"{style} '
@@ -50,7 +66,12 @@ def rank_row(rank: int) -> list[str]:
 
 
 def picture() -> str:
-    labels = ["rows of the batch", "parameters, copied", "forward, at once", "rows of the outputs"]
+    labels = [
+        "rows of the batch",
+        "parameters, copied",
+        "forward, at once",
+        "rows of the outputs",
+    ]
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" fill="#223">',
         "<title>One step: scatter, replicate, apply, gather, and back</title>",

@@ -8,7 +8,9 @@ from collections.abc import Sequence
 import torch
 
 
-def bucket_positions(nbytes: Sequence[int], kinds: Sequence[int], limit: int) -> list[list[int]]:
+def bucket_positions(
+    nbytes: Sequence[int], kinds: Sequence[int], limit: int
+) -> list[list[int]]:
     """The positions of the tensors of each bucket, in order.
 
     Neighbours share a bucket while their bytes together are at most `limit` and their kinds are equal.  A tensor larger

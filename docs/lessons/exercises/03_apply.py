@@ -7,7 +7,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 
-def apply_all(functions: Sequence[Callable[[Any], Any]], inputs: Sequence[Any]) -> list[Any]:
+def apply_all(
+    functions: Sequence[Callable[[Any], Any]], inputs: Sequence[Any]
+) -> list[Any]:
     """Calls functions[rank](inputs[rank]) for all ranks at once, and returns the results in rank order.
 
     If some fail, all others have ended before this function raises; it raises the exception of the lowest rank that

@@ -25,7 +25,9 @@ def team_mean(means: Sequence[torch.Tensor], rows: Sequence[int]) -> torch.Tenso
     raise NotImplementedError
 
 
-def team_cross_entropy(logits: Sequence[torch.Tensor], labels: Sequence[torch.Tensor]) -> torch.Tensor:
+def team_cross_entropy(
+    logits: Sequence[torch.Tensor], labels: Sequence[torch.Tensor]
+) -> torch.Tensor:
     """torch's cross_entropy of all rows together, from the logits and labels of each rank; differentiable.
 
     Labels that are -100 are ignored, and do not count in the mean.  Some ranks may have nothing but those.

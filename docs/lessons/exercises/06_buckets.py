@@ -21,7 +21,9 @@ def reduce_in_buckets(
     raise NotImplementedError
 
 
-def complete_buckets(events: Sequence[tuple[int, int]], bucket_of: Mapping[int, int], ranks: int) -> list[int]:
+def complete_buckets(
+    events: Sequence[tuple[int, int]], bucket_of: Mapping[int, int], ranks: int
+) -> list[int]:
     """The buckets, in the order in which they become complete.
 
     An event (rank, parameter) says that the rank has the gradient of that parameter; each comes at most once.

@@ -9,7 +9,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 
-def copy_then_compute(device: Any, copy: Callable[[], None], compute: Callable[[], None]) -> None:
+def copy_then_compute(
+    device: Any, copy: Callable[[], None], compute: Callable[[], None]
+) -> None:
     """Puts `copy` on stream 0 and `compute` on stream 1; `compute` runs after `copy`."""
     raise NotImplementedError
 
@@ -20,7 +22,10 @@ def barrier(device: Any, streams: Sequence[int]) -> None:
 
 
 def double_buffer(
-    device: Any, load: Callable[[int, int], Callable[[], None]], use: Callable[[int], Callable[[], None]], count: int
+    device: Any,
+    load: Callable[[int, int], Callable[[], None]],
+    use: Callable[[int], Callable[[], None]],
+    count: int,
 ) -> None:
     """Loads and uses `count` batches: batch b goes through buffer b % 2.
 

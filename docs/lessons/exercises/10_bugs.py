@@ -17,7 +17,9 @@ def batch_loss(losses: Sequence[float], rows: Sequence[int]) -> float:
     raise NotImplementedError
 
 
-def sum_gradients(columns: Sequence[Sequence[torch.Tensor | None]]) -> list[torch.Tensor | None]:
+def sum_gradients(
+    columns: Sequence[Sequence[torch.Tensor | None]],
+) -> list[torch.Tensor | None]:
     """`columns[rank][i]` is the gradient of parameter i on that rank; returns the sums over the ranks, in rank order.
 
     `None` adds nothing; what no rank has is `None`.  The sums are fresh tensors: no gradient is changed or returned.

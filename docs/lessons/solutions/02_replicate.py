@@ -5,7 +5,9 @@ from collections.abc import Sequence
 import torch
 
 
-def bucket_positions(nbytes: Sequence[int], kinds: Sequence[int], limit: int) -> list[list[int]]:
+def bucket_positions(
+    nbytes: Sequence[int], kinds: Sequence[int], limit: int
+) -> list[list[int]]:
     """A new bucket where the next tensor does not fit, or is of another kind."""
     buckets: list[list[int]] = []
     filled = 0
@@ -28,5 +30,7 @@ def refresh(replicas: Sequence[torch.nn.Module], net: torch.nn.Module) -> None:
     """Parameters and buffers, by their names."""
     values = [*net.parameters(), *net.buffers()]
     for replica in replicas:
-        for mine, value in zip([*replica.parameters(), *replica.buffers()], values, strict=True):
+        for mine, value in zip(
+            [*replica.parameters(), *replica.buffers()], values, strict=True
+        ):
             mine.copy_(value)

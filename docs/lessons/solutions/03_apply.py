@@ -9,7 +9,9 @@ from typing import Any
 import torch
 
 
-def apply_all(functions: Sequence[Callable[[Any], Any]], inputs: Sequence[Any]) -> list[Any]:
+def apply_all(
+    functions: Sequence[Callable[[Any], Any]], inputs: Sequence[Any]
+) -> list[Any]:
     """A slot per rank for its result, join all, then look for failures in rank order."""
     results: list[Any] = [None] * len(functions)
     failures: dict[int, BaseException] = {}
@@ -20,7 +22,9 @@ def apply_all(functions: Sequence[Callable[[Any], Any]], inputs: Sequence[Any]) 
         except BaseException as error:
             failures[rank] = error
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(functions))]
+    threads = [
+        threading.Thread(target=run, args=(rank,)) for rank in range(len(functions))
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -37,7 +41,10 @@ def carry(function: Callable[..., Any]) -> Callable[..., Any]:
     variables = contextvars.copy_context()
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        with torch.set_grad_enabled(grad), torch.autocast("cpu", dtype, enabled=autocast):
+        with (
+            torch.set_grad_enabled(grad),
+            torch.autocast("cpu", dtype, enabled=autocast),
+        ):
             return variables.run(function, *args, **kwargs)
 
     return call

@@ -13,10 +13,17 @@ def adjoint_of_gather(grad: torch.Tensor, counts: Sequence[int]) -> list[torch.T
 
 def team_mean(means: Sequence[torch.Tensor], rows: Sequence[int]) -> torch.Tensor:
     """Weighed by rows; a rank without rows is left out, for 0 * nan is nan."""
-    return torch.stack([mean * count for mean, count in zip(means, rows, strict=True) if count]).sum() / sum(rows)
+    return torch.stack(
+        [mean * count for mean, count in zip(means, rows, strict=True) if count]
+    ).sum() / sum(rows)
 
 
-def team_cross_entropy(logits: Sequence[torch.Tensor], labels: Sequence[torch.Tensor]) -> torch.Tensor:
+def team_cross_entropy(
+    logits: Sequence[torch.Tensor], labels: Sequence[torch.Tensor]
+) -> torch.Tensor:
     """Sums and counts add up; one division at the end."""
-    sums = [cross_entropy(x, y, reduction="sum") for x, y in zip(logits, labels, strict=True)]
+    sums = [
+        cross_entropy(x, y, reduction="sum")
+        for x, y in zip(logits, labels, strict=True)
+    ]
     return torch.stack(sums).sum() / sum(int((y != -100).sum()) for y in labels)

@@ -26,7 +26,9 @@ def tree_all_reduce(tensors: Sequence[torch.Tensor], send: Send) -> None:
     ranks, distance = len(tensors), 1
     edges: list[tuple[int, int]] = []
     while distance < ranks:
-        edges += [(low, low + distance) for low in range(0, ranks - distance, 2 * distance)]
+        edges += [
+            (low, low + distance) for low in range(0, ranks - distance, 2 * distance)
+        ]
         distance *= 2
     for low, high in edges:
         tensors[low].add_(send(high, low, tensors[high]))
@@ -41,5 +43,8 @@ def nbytes_sent(algorithm: str, ranks: int, nbytes: int) -> list[int]:
     listeners = [ranks - 1] + [0] * (ranks - 1)
     if algorithm == "tree":
         powers = [1 << i for i in range(ranks.bit_length())]
-        listeners = [sum(rank % (2 * power) == 0 and rank + power < ranks for power in powers) for rank in range(ranks)]
+        listeners = [
+            sum(rank % (2 * power) == 0 and rank + power < ranks for power in powers)
+            for rank in range(ranks)
+        ]
     return [(listeners[rank] + (rank > 0)) * nbytes for rank in range(ranks)]

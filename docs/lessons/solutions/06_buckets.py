@@ -16,13 +16,19 @@ def reduce_in_buckets(
         flats = [torch.cat([own[i].flatten() for i in positions]) for own in gradients]
         all_reduce(flats)
         for own, flat in zip(gradients, flats, strict=True):
-            for i, piece in zip(positions, flat.split([own[i].numel() for i in positions]), strict=True):
+            for i, piece in zip(
+                positions, flat.split([own[i].numel() for i in positions]), strict=True
+            ):
                 own[i].copy_(piece.view_as(own[i]))
 
 
-def complete_buckets(events: Sequence[tuple[int, int]], bucket_of: Mapping[int, int], ranks: int) -> list[int]:
+def complete_buckets(
+    events: Sequence[tuple[int, int]], bucket_of: Mapping[int, int], ranks: int
+) -> list[int]:
     """Counts down, for all ranks together."""
-    missing = {bucket: ranks * count for bucket, count in Counter(bucket_of.values()).items()}
+    missing = {
+        bucket: ranks * count for bucket, count in Counter(bucket_of.values()).items()
+    }
     found = []
     for _, parameter in events:
         bucket = bucket_of[parameter]

@@ -4,7 +4,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 
-def copy_then_compute(device: Any, copy: Callable[[], None], compute: Callable[[], None]) -> None:
+def copy_then_compute(
+    device: Any, copy: Callable[[], None], compute: Callable[[], None]
+) -> None:
     """The event is recorded behind the copy, and waited for before the computing is put."""
     device.put(0, copy)
     device.wait(1, device.record(0))
@@ -20,7 +22,10 @@ def barrier(device: Any, streams: Sequence[int]) -> None:
 
 
 def double_buffer(
-    device: Any, load: Callable[[int, int], Callable[[], None]], use: Callable[[int], Callable[[], None]], count: int
+    device: Any,
+    load: Callable[[int, int], Callable[[], None]],
+    use: Callable[[int], Callable[[], None]],
+    count: int,
 ) -> None:
     """Each load waits for the use of two batches before, each use for its load."""
     used: list[Any] = []

@@ -14,7 +14,9 @@ def visible(mask: str | None, count: int) -> list[int]:
         if int(entry) in written:
             return []
         written.append(int(entry))
-    wrong = next((index for index, card in enumerate(written) if card >= count), len(written))
+    wrong = next(
+        (index for index, card in enumerate(written) if card >= count), len(written)
+    )
     return written[:wrong]
 
 

@@ -16,7 +16,9 @@ def fair_counts(rows: int, speeds: Sequence[int]) -> list[int]:
     """One row after the other, each to the device that would be done with it first."""
     counts = [0] * len(speeds)
     for _ in range(rows):
-        first = min(range(len(speeds)), key=lambda rank: (counts[rank] + 1) / speeds[rank])
+        first = min(
+            range(len(speeds)), key=lambda rank: (counts[rank] + 1) / speeds[rank]
+        )
         counts[first] += 1
     return counts
 

@@ -1,9 +1,10 @@
-"""A small GPT that learns the characters of this very file, over three stages of one pipeline.
+"""A small GPT learns the characters of this very file, over three stages of a pipeline.
 
     python docs/examples/small_gpt.py              # three stages on the CPU
     python docs/examples/small_gpt.py --devices 0,1,2
 
-The embedding and the head share one Parameter: the first and the last stage use it, and it stays one.
+The embedding and the head share one Parameter: the first and the last stage use it, and
+it stays one.
 """
 
 import argparse
@@ -28,7 +29,9 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x):
-        heads = self.qkv(self.norm1(x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        heads = (
+            self.qkv(self.norm1(x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        )
         mixed = functional.scaled_dot_product_attention(*heads, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).flatten(2))
         return x + self.down(functional.gelu(self.up(self.norm2(x))))
@@ -58,9 +61,9 @@ def loss_fn(logits, target):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--devices", help="one per stage, such as 0,1,2 (default: three stages on the CPU)")
+    parser.add_argument("--devices", help="one per stage, such as 0,1,2 (default: CPU)")
     devices = parser.parse_args().devices
-    device_ids = ["cpu"] * 3 if devices is None else [int(each) for each in devices.split(",")]
+    device_ids = list(map(int, devices.split(","))) if devices else ["cpu"] * 3
 
     torch.manual_seed(0)
     text = Path(__file__).read_text()
@@ -81,7 +84,7 @@ def main():
 
     history = []
     for number in range(STEPS):
-        history.append(float(step(*batch())))  # loss, forward and backward of all micro-batches, update
+        history.append(float(step(*batch())))  # all micro-batches, and the update
         if number % 20 == 19:
             print(f"step {number + 1}: loss {sum(history[-20:]) / 20:.2f}")
     assert history[-1] < 0.6 * history[0]

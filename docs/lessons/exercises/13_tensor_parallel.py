@@ -34,7 +34,9 @@ def cut_mlp(
     raise NotImplementedError
 
 
-def cut_lookup(tokens: torch.Tensor, shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def cut_lookup(
+    tokens: torch.Tensor, shards: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
     """What each rank adds: the sum over the ranks is embedding(tokens, torch.cat(shards)).
 
     Rank r has the rows of the next len(shards[r]) tokens, and looks only into shards[r].  It adds zeros for tokens of

@@ -7,9 +7,16 @@ Action = tuple[int, int, str, int]
 
 def gpipe(stages: int, chunks: int) -> list[Action]:
     """The backwards are the forwards in a mirror."""
-    forwards = [(stage + batch, stage, "F", batch) for stage in range(stages) for batch in range(chunks)]
+    forwards = [
+        (stage + batch, stage, "F", batch)
+        for stage in range(stages)
+        for batch in range(chunks)
+    ]
     end = 2 * (stages + chunks - 1) - 1
-    return sorted(forwards + [(end - slot, stage, "B", batch) for slot, stage, _, batch in forwards])
+    return sorted(
+        forwards
+        + [(end - slot, stage, "B", batch) for slot, stage, _, batch in forwards]
+    )
 
 
 def most_kept(actions: Sequence[Action], stage: int) -> int:
@@ -27,7 +34,10 @@ def best_cut(costs: Sequence[int], parts: int) -> list[int]:
     best = {end: (sum(costs[:end]), []) for end in range(1, len(costs) + 1)}
     for part in range(2, parts + 1):
         best = {
-            end: min((max(best[cut][0], sum(costs[cut:end])), [*best[cut][1], cut]) for cut in range(part - 1, end))
+            end: min(
+                (max(best[cut][0], sum(costs[cut:end])), [*best[cut][1], cut])
+                for cut in range(part - 1, end)
+            )
             for end in range(part, len(costs) + 1)
         }
     return best[len(costs)][1]

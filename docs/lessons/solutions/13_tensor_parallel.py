@@ -23,10 +23,17 @@ def cut_mlp(
     all_reduce: Callable[[list[torch.Tensor]], torch.Tensor],
 ) -> torch.Tensor:
     """The hidden features stay on their rank; the bias is added to the sum."""
-    return all_reduce([(x @ up.T).relu() @ down.T for up, down in zip(ups, downs, strict=True)]) + bias
+    return (
+        all_reduce(
+            [(x @ up.T).relu() @ down.T for up, down in zip(ups, downs, strict=True)]
+        )
+        + bias
+    )
 
 
-def cut_lookup(tokens: torch.Tensor, shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def cut_lookup(
+    tokens: torch.Tensor, shards: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
     """Tokens of others look up row 0, and their row is then cleared."""
     added, start = [], 0
     for shard in shards:

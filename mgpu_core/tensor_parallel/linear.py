@@ -33,12 +33,7 @@ class _ShardedLinear(Sharded):
         self._build(linear, nn.Linear, dim, device_ids, cut)
         self.in_features, self.out_features = linear.in_features, linear.out_features
 
-    def _whole_bias(self) -> nn.Parameter | None:
-        raise NotImplementedError
-
-    def to_linear(self) -> nn.Linear:
-        """Return an ``nn.Linear`` with copies of the parameters, on the first device."""
-        bias = self._whole_bias()
+    def _whole(self, bias: nn.Parameter | None) -> nn.Linear:
         whole = nn.Linear(self.in_features, self.out_features, bias is not None, device="meta")
         whole.weight = self._joined(self.weights)
         if bias is not None:
@@ -84,8 +79,9 @@ class ColumnParallelLinear(_ShardedLinear):
         self.gather_output = gather_output
         self.biases = None if linear.bias is None else self._cut(linear.bias)
 
-    def _whole_bias(self) -> nn.Parameter | None:
-        return None if self.biases is None else self._joined(self.biases)
+    def to_linear(self) -> nn.Linear:
+        """Return an ``nn.Linear`` with copies of the parameters, on the first device."""
+        return self._whole(None if self.biases is None else self._joined(self.biases))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor | list[torch.Tensor]:
         """Return ``x @ weight.T + bias``: one tensor on the first device, or with ``gather_output=False`` one per rank.
@@ -141,8 +137,9 @@ class RowParallelLinear(_ShardedLinear):
         self._fill(linear, device_ids, 1, "in_features")
         self.input_is_parallel, self.bias = input_is_parallel, self._on_first(linear.bias)
 
-    def _whole_bias(self) -> nn.Parameter | None:
-        return self._on_first(self.bias)
+    def to_linear(self) -> nn.Linear:
+        """Return an ``nn.Linear`` with copies of the parameters, on the first device."""
+        return self._whole(self._on_first(self.bias))
 
     def _on_first(self, bias: nn.Parameter | None) -> nn.Parameter | None:
         """Return a Parameter with a copy of the values on the first device."""

@@ -1,6 +1,7 @@
 """Who waits for whom on the side streams, in the code that GPUs run: here the fakes are the devices of that type."""
 
 import threading
+from functools import partial
 from typing import ClassVar
 
 import pytest
@@ -136,3 +137,22 @@ def test_backwards_go_on_on_the_streams_of_the_forward(monkeypatch, name):
     assert seen == own
     assert x.grad.tolist() == [[{"gather_into": 1.0, "all_reduce_into": 4.0}.get(name, 2.0)] * 2] * 4
     assert has_waited(own[1], own[0])
+
+
+@pytest.mark.parametrize("collective", [collectives.all_reduce, collectives.all_gather, collectives.reduce_scatter])
+def test_differentiable_collectives_go_back_on_the_streams_of_the_forward(monkeypatch, collective):
+    devices, own = [torch.device(each) for each in DEVICES], [torch.Stream(each) for each in DEVICES]
+    leaves = [torch.ones(4, 2, device=each, requires_grad=True) for each in devices]
+    with streams.on_all(devices, own):
+        outs = collective(leaves)
+    seen = []
+
+    def noted(function, *arguments):
+        seen.append([torch.accelerator.current_stream(each) for each in devices])
+        return function(*arguments)
+
+    for name in ("all_reduce_into", "gather", "reduce_batch"):
+        monkeypatch.setattr(dispatch, name, partial(noted, getattr(dispatch, name)))
+    torch.autograd.backward([out.sum() for out in outs])
+    assert seen
+    assert all(each == own for each in seen)

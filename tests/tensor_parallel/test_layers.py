@@ -129,6 +129,7 @@ def test_a_linear_layer_starts_as_the_plain_one_and_becomes_one(kind):
     layer = kind(7, 5, cpu(3))
     back = layer.to_linear()
     assert type(back) is nn.Linear
+    assert (back.in_features, back.out_features) == (7, 5)
     assert back.weight.device == first()
     assert same(back.weight, plain.weight)
     assert same(back.bias, plain.bias)
@@ -187,6 +188,10 @@ def test_an_optimizer_trains_the_shards():
         steps.append(net if net is plain else net.to_linear())
     assert same(steps[0].weight, steps[1].weight)
     assert same(steps[0].bias, steps[1].bias)
+
+
+def test_as_many_features_as_ranks():
+    assert [len(shard) for shard in ParallelEmbedding(3, 2, cpu(3)).weights] == [1, 1, 1]
 
 
 def test_no_rows_and_no_graph():

@@ -10,7 +10,9 @@ import importlib.metadata
 import io
 import os
 import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 from mgpu_core.errors import Error
@@ -54,7 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(args: argparse.Namespace) -> int:
     try:
-        status = int(importlib.import_module(COMMANDS[args.command].module).run(args))
+        with warnings_without_line(args.command):
+            status = int(importlib.import_module(COMMANDS[args.command].module).run(args))
         if sys.stdout is not None:
             sys.stdout.flush()
         return status
@@ -65,6 +68,25 @@ def _run(args: argparse.Namespace) -> int:
     except (ValueError, OSError, Error, MissingExtra) as error:
         print(f"mgpu {args.command}: error: {_in_two_lines(error)}", file=sys.stderr)
         return 2
+
+
+@contextmanager
+def warnings_without_line(command: str) -> Iterator[None]:
+    """Leave the source line out of warnings that point at the entry point: no line of the user's has caused them."""
+    entry, default = {sys.argv[0], "<frozen runpy>"}, warnings.formatwarning
+
+    def formatted(
+        message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+    ) -> str:
+        if filename in entry:
+            return f"mgpu {command}: warning: {message}\n"
+        return default(message, category, filename, lineno, line)
+
+    warnings.formatwarning = formatted
+    try:
+        yield
+    finally:
+        warnings.formatwarning = default
 
 
 def _parsed(words: Sequence[str]) -> argparse.Namespace:

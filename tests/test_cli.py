@@ -7,11 +7,12 @@ import importlib.metadata
 import json
 import subprocess
 import sys
+import warnings
 from types import ModuleType
 
 import pytest
 
-from mgpu_core.cli import main
+from mgpu_core.cli import main, warnings_without_line
 from mgpu_core.errors import Error
 from mgpu_core.explanation.cost import StepProfile
 
@@ -66,6 +67,16 @@ def test_warnings_do_not_change_the_status(capsys, monkeypatch):
     monkeypatch.setenv("MGPU_CORE_NCCL", "/no/such/file")
     assert main(["doctor"]) == 0
     assert "warning: MGPU_CORE_NCCL=/no/such/file cannot be used" in capsys.readouterr().out
+
+
+def test_warnings_of_our_own_calls_have_no_source_line():
+    before = warnings.formatwarning
+    with warnings_without_line("mnist"):
+        own = warnings.formatwarning("no graphs", UserWarning, "<frozen runpy>", 88)
+        users = warnings.formatwarning("no graphs", UserWarning, "script.py", 3, "step(x)")
+    assert own == "mgpu mnist: warning: no graphs\n"
+    assert users == "script.py:3: UserWarning: no graphs\n  step(x)\n"
+    assert warnings.formatwarning is before
 
 
 def test_python_m_is_the_command_and_doctor_imports_no_training():

@@ -54,7 +54,8 @@ def run(args: argparse.Namespace) -> int:
     if args.arguments[:1] == ["--"]:
         del args.arguments[0]
     _mind_the_order(args.arguments)
-    if uses_torchs_wrapper(args.script):
+    noted = uses_torchs_wrapper(args.script)
+    if noted:
         print(_not_recorded(args.script), file=sys.stderr)
     process = os.getpid()
     with explain(skip=args.skip, steps=args.steps) as trace:
@@ -62,7 +63,9 @@ def run(args: argparse.Namespace) -> int:
     if os.getpid() != process:  # a child that the script has forked came out here; the trace is its parent's
         return status
     if not trace.steps:
-        print(_nothing(args), file=sys.stderr)
+        print(
+            f"mgpu explain: error: nothing was recorded{'' if status or noted else _why_nothing(args)}", file=sys.stderr
+        )
         return status or 1
     if args.predict:
         _predict(trace)
@@ -92,14 +95,14 @@ def _predict(trace: Trace) -> None:
         print(f"mgpu explain: note: no predictions: {error}", file=sys.stderr)
 
 
-def _nothing(args: argparse.Namespace) -> str:
-    reason = "makes no whole step with DataParallel or TrainStep, and no functional call"
-    if args.skip:
-        reason = (
-            f"ended within its first {args.skip} steps, or makes no whole step with DataParallel or TrainStep; "
-            "--skip 0 keeps the first ones, and functional calls"
-        )
-    return f"mgpu explain: error: nothing was recorded: {args.script} {reason}"
+def _why_nothing(args: argparse.Namespace) -> str:
+    """Return why a script that ended well left no step."""
+    if not args.skip:
+        return f": {args.script} makes no whole step with mgpu_core's DataParallel or TrainStep, and no functional call"
+    return (
+        f": {args.script} ended within its first {args.skip} steps, or makes no whole step with mgpu_core's "
+        "DataParallel or TrainStep; --skip 0 keeps the first ones, and functional calls"
+    )
 
 
 def _save(trace: Trace, here: Path, args: argparse.Namespace) -> bool:

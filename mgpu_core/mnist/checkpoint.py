@@ -141,7 +141,7 @@ def _load(path: Path) -> Any:
         except Exception as error:
             # Any type can come out of a damaged pickle, and torch's texts are a page long.
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise ValueError(f"{path}: wanted a whole checkpoint, came a damaged or foreign file ({reason})") from error
+            raise ValueError(f"{path} is damaged, or not a checkpoint of mgpu mnist ({reason})") from error
 
 
 def _short(value: object) -> str:

@@ -93,7 +93,7 @@ def _existing(wish: DeviceId) -> torch.device:
     else:
         found = [device for device in here if _same(wish, device)]
     if not found:
-        raise ValueError(f"device-ids: wanted some of {describe(here)}, got {str(wish)!r}")
+        raise ValueError(f"device-ids: there is no device {str(wish)!r} here, only {describe(here)}")
     return found[0]
 
 

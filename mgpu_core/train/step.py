@@ -181,6 +181,8 @@ class TrainStep:
         self._loop = TrainLoop(self._options, self._split_plan, processes)
         if algorithm != "auto" and len(set(team.devices)) == 1:
             warn_user(f'algorithm="{algorithm}" has no effect: all ranks are on {team.devices[0]}, so none is needed')
+        if amp_dtype is torch.float16 and any(device.type == "cpu" for device in team.devices):
+            warn_user("float16 is slow on CPUs, most of which emulate it: use bfloat16")
 
     module: Module = _option("module")
     loss_fn: Callable[..., Any] | None = _option("loss_fn")

@@ -76,6 +76,13 @@ def test_the_scripts_own_end(tmp_path, last, status, text):
     assert "step 1: data_parallel" in done.stdout
 
 
+def test_nothing_of_a_script_that_failed(tmp_path):
+    done = explain(tmp_path, steps="2", last="1 / 0")
+    assert done.returncode == 1
+    assert "ZeroDivisionError" in done.stderr
+    assert done.stderr.endswith("\nmgpu explain: error: nothing was recorded\n")
+
+
 def test_nothing_to_record(tmp_path):
     done = explain(tmp_path, steps="2")
     assert done.returncode == 1
@@ -189,7 +196,7 @@ def test_the_script_lives_on_to_the_end_of_the_process(tmp_path):
     assert "import atexit" in done.stdout
     assert "pickled True" in done.stdout
     assert "found later ['script.py']" in done.stdout
-    assert "nothing was recorded: script.py makes no whole step" in done.stderr
+    assert "nothing was recorded: script.py makes no whole step with mgpu_core's DataParallel" in done.stderr
     assert "--skip 0" not in done.stderr
 
 

@@ -49,12 +49,14 @@ def test_with_two_gpus() -> None:
 @pytest.mark.parametrize(
     ("device_ids", "ranks", "single", "told"),
     [
-        pytest.param((2,), None, False, "device-ids: wanted some of cpu, cuda:0, cuda:1, got '2'", id="number"),
-        pytest.param(("cuda:2",), None, False, "got 'cuda:2'", id="index"),
-        pytest.param(("cpu:1",), None, False, "got 'cpu:1'", id="second cpu"),
-        pytest.param(("meta",), None, False, "got 'meta'", id="no device to compute on"),
-        pytest.param(("gpu",), None, False, "got 'gpu'", id="no device"),
-        pytest.param(("",), None, False, "got ''", id="nothing"),
+        pytest.param(
+            (2,), None, False, "device-ids: there is no device '2' here, only cpu, cuda:0, cuda:1", id="number"
+        ),
+        pytest.param(("cuda:2",), None, False, "no device 'cuda:2' here", id="index"),
+        pytest.param(("cpu:1",), None, False, "no device 'cpu:1' here", id="second cpu"),
+        pytest.param(("meta",), None, False, "no device 'meta' here", id="no device to compute on"),
+        pytest.param(("gpu",), None, False, "no device 'gpu' here", id="no device"),
+        pytest.param(("",), None, False, "no device '' here", id="nothing"),
         pytest.param((), None, False, "wanted at least one device", id="empty"),
         pytest.param(None, 3, False, "ranks: wanted at most 2, one for each of cuda:0, cuda:1, got 3", id="too many"),
         pytest.param((0, 1), 3, False, "disagree: 3 ranks, 2 devices", id="disagree"),

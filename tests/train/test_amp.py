@@ -1,5 +1,7 @@
 """Mixed precision: autocast in the ranks, a loss scale that adapts, updates that all ranks skip at once."""
 
+import warnings
+
 import pytest
 import torch
 from fakes.nets import cpu
@@ -157,3 +159,13 @@ def test_ours_scale_in_the_kernel_as_torch_before_it(name, ranks, clip_norm):
     assert ends[0][:2] == ends[1][:2]
     for one, other in zip(*(each[2] for each in ends), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("dtype", "count"), [(torch.float16, 1), (torch.bfloat16, 0), (None, 0)])
+def test_float16_on_cpus_is_said_to_be_slow(dtype, count):
+    net = Linear()
+    with warnings.catch_warnings(record=True, action="always") as caught:
+        TrainStep(net, mse, SGD(net.parameters(), lr=1), cpu(2), amp_dtype=dtype)
+    assert [str(each.message) for each in caught] == [
+        "float16 is slow on CPUs, most of which emulate it: use bfloat16"
+    ] * count

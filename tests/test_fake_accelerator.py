@@ -63,7 +63,7 @@ BY_THE_CUDA_BACKEND = [
 
 @pytest.mark.skipif(accelerator.is_wanted(), reason="this is the process with the fake already")
 @pytest.mark.timeout(900)  # the first run compiles
-def test_the_road_on_the_fake_accelerator():
+def test_the_package_on_the_fake_accelerator():
     if reason := accelerator.what_is_missing():
         pytest.skip(reason)
     run_tests(ON_THE_FAKE, "1")
@@ -71,7 +71,7 @@ def test_the_road_on_the_fake_accelerator():
 
 @pytest.mark.skipif(accelerator.is_wanted(), reason="this is the process with the fake already")
 @pytest.mark.timeout(900)  # the first run compiles
-def test_the_road_through_the_cuda_backend():
+def test_the_package_through_the_cuda_backend():
     """The devices are the same fakes, served by the core's CUDA backend on a fake CUDA runtime.
 
     With MGPU_TEST_PTX=75 its kernels run from nvcc's PTX for that architecture.

@@ -19,7 +19,7 @@ from mgpu_core.null_context import NULL_CONTEXT
 
 __all__ = [
     "HOST",
-    "SideRoad",
+    "SideStreams",
     "caller_streams",
     "copy_aside",
     "copying_to",
@@ -171,7 +171,7 @@ def copy_aside(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return copy
 
 
-class SideRoad:
+class SideStreams:
     """A side stream per GPU, for work that overlaps a backward.
 
     Args:

@@ -54,8 +54,8 @@ class PipelineCopies:
         for other in others:
             for mine, theirs in zip(own.module.modules(), other.module.modules(), strict=True):
                 theirs.training = mine.training
-            for parameter, twin in zip(parameters, other.parameters(), strict=True):
-                twin.requires_grad_(parameter.requires_grad)
+            for parameter, copied in zip(parameters, other.parameters(), strict=True):
+                copied.requires_grad_(parameter.requires_grad)
 
     def add_gradients(self) -> None:
         """Add the gradients of the copies to those of the pipeline, and drop them."""

@@ -26,7 +26,7 @@ import torch
 
 from mgpu_core.comm import dispatch
 from mgpu_core.device.dtypes import FLOATING
-from mgpu_core.device.streams import SideRoad, caller_streams
+from mgpu_core.device.streams import SideStreams, caller_streams
 from mgpu_core.device.tensor_checks import LiesLike
 from mgpu_core.kernels import FlatNorm
 from mgpu_core.null_context import NULL_CONTEXT
@@ -195,7 +195,7 @@ class Reducer(Gradients):
         # A function over handles alone: what it holds, lives as long as the process.
         self._remove_hooks = weakref.finalize(self, _remove_all, self.handles)
         self._counter = _NO_COUNTER
-        self._side = SideRoad(replicas.devices)
+        self._side = SideStreams(replicas.devices)
         self._has_streams = any(device.type != "cpu" for device in replicas.devices)
         self.register_hooks()
 

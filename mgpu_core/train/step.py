@@ -176,7 +176,7 @@ class TrainStep:
         self._options = Options(net, loss_fn, optimizer, team, loss, update, comm, run, has_processes, lists)
         self._split_plan = SplitPlan(shares, team)
         check_device(net, team)
-        self._turn = ReentrancyGuard("this step is already running: one call at a time, not one inside another")
+        self._guard = ReentrancyGuard("this step is already running: one call at a time, not one inside another")
         processes = None if process_group is None else Processes(process_group, team.devices[0])
         self._loop = TrainLoop(self._options, self._split_plan, processes)
         if algorithm != "auto" and len(set(team.devices)) == 1:
@@ -253,7 +253,7 @@ class TrainStep:
         """
         if torch.is_inference_mode_enabled():
             raise RuntimeError("a step inside torch.inference_mode() has no gradients to train with")
-        with self._turn, span("train_step"):
+        with self._guard, span("train_step"):
             loop = self._loop
             loop.check_usable()
             loss, outputs, numbers = loop.step(inputs, kwargs, return_outputs, aux)
@@ -268,7 +268,7 @@ class TrainStep:
 
         The module is used as it is: call ``net.eval()`` before.
         """
-        with self._turn:
+        with self._guard:
             loop = self._ready()
             with span("evaluate"):
                 loss, outputs, numbers = loop.evaluate(inputs, kwargs, return_outputs, aux)
@@ -287,7 +287,7 @@ class TrainStep:
         Returns:
             Both numbers, and whether they agree; or why that could not be judged.
         """
-        with self._turn:
+        with self._guard:
             return self._ready().check_loss(inputs, kwargs)
 
     def flush(self) -> bool:
@@ -296,7 +296,7 @@ class TrainStep:
         Their gradient is divided by their own number of rows, as if so many had been planned.  Returns whether
         there were any.
         """
-        with self._turn:
+        with self._guard:
             loop = self._ready()
             if not loop.is_accumulating:
                 return False
@@ -319,7 +319,7 @@ class TrainStep:
         """
         followed = 0
         self.flush()
-        with self._turn:
+        with self._guard:
             loop = self._ready()
             with span("train_step"):
                 while loop.process_sync is not None:
@@ -358,7 +358,7 @@ class TrainStep:
 
         With a ``process_group`` all processes call it, and get the parameters and buffers of process 0.
         """
-        with self._turn:
+        with self._guard:
             self._ready().make_equal()
 
     def check_replicas(self) -> None:
@@ -370,7 +370,7 @@ class TrainStep:
         Raises:
             Error: names the parameter and the rank, or the process, that differs.
         """
-        with self._turn:
+        with self._guard:
             loop = self._ready()
             loop.follow_parameters()
             found, process_sync = first_difference(loop.replicas), loop.process_sync
@@ -391,7 +391,7 @@ class TrainStep:
 
     def state_dict(self) -> dict[str, Any]:
         """Return compact copies of module, optimizer and random numbers, for a step of any number of ranks."""
-        with self._turn:
+        with self._guard:
             self._ready()
             counts: dict[str, Any] = {"steps": self.steps, "loss_scale": self.loss_scale.state_dict()}
             counts["shares"] = self._split_plan.measured()
@@ -406,18 +406,18 @@ class TrainStep:
         Raises:
             ValueError: a state that does not fit, before anything is changed; other processes loaded another one.
         """
-        with self._turn:
+        with self._guard:
             self._ready().load(state)
 
     def rebuild(self) -> None:
         """Make all parts of the step anew from ``net`` as it is: after a failure, or with ``static_graph``."""
-        with self._turn:
+        with self._guard:
             self._loop.check_open()
             self._loop.rebuild()
 
     def close(self) -> None:
         """Give ``net`` and the optimizer memory of their own again, and ends the threads; the step is over."""
-        with self._turn:
+        with self._guard:
             self._loop.close()
             self.team.close()
 

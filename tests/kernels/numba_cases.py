@@ -1,4 +1,4 @@
-"""What `test_numba_kernels.py` runs in a process of its own: the twins against the reference, on small whole numbers.
+"""What `test_numba_kernels.py` runs in a process of its own: its kernels against the reference, on small whole numbers.
 
 The argument is the device: `cpu` in numba's simulator, `cuda`, or `compiles`, which asks for no device. Prints for each
 part that it is done, or why not. A simulated thread takes a fraction of a millisecond, so the sizes are small and

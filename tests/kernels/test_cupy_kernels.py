@@ -1,4 +1,4 @@
-"""The cupy twins against the plain-torch truths, on small whole numbers.
+"""The cupy kernels against the plain-torch references, on small whole numbers.
 
 On the host everywhere: their CUDA C++ is compiled by g++ there (`cupy_on_host.py`). From nvcc's PTX of it on the PTX
 machine, where nvcc is. To a GPU's machine code where cupy and libnvrtc are. And on a GPU where there is one.

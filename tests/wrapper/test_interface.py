@@ -95,7 +95,7 @@ def test_bad_shares_are_refused_by_the_constructor(shares):
 
 
 class Overridden(DataParallel):
-    """As libraries do it: own chunks, own twins, own outputs."""
+    """As libraries do it: own chunks, own replicas, own outputs."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)

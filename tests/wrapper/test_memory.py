@@ -178,7 +178,7 @@ def test_a_method_in_an_attribute_works_for_as_long_as_its_replica_lives():
 
 @pytest.mark.parametrize("ranks", SEVERAL)
 def test_memory_of_a_module_that_keeps_its_own_method_is_freed_at_once(ranks):
-    # The module is a cycle itself; but its twins are made anew, with all parameters, in every forward.
+    # The module is a cycle itself; but its replicas are made anew, with all parameters, in every forward.
     kept = []
 
     class Keeps(nn.Module):

@@ -220,7 +220,7 @@ def test_checkpoint_inside(ranks, reentrant):
 
 
 class CheckpointedMethod(nn.Module):
-    """Runs a method that it keeps in an attribute again in backward, when the forward's twins are gone."""
+    """Runs a method that it keeps in an attribute again in backward, when the forward's replicas are gone."""
 
     def __init__(self, reentrant):
         super().__init__()

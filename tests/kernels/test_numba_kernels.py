@@ -1,4 +1,4 @@
-"""The numba kernels against the plain-torch references: in numba's simulator everywhere, and on a GPU where there is one.
+"""The numba kernels against the plain-torch references, in numba's simulator everywhere, and on a GPU if there is one.
 
 The simulator is chosen by a variable that numba reads when it is imported, so all parts run in a process of their own.
 """

@@ -169,7 +169,7 @@ def test_ctrl_c_at_the_guard_leaves_nobody_inside():
     step = TrainStep(net, mse, SGD(net.parameters(), lr=0.5), cpu(2))
     code = TrainStep.__call__.__wrapped__.__code__
     source, first = inspect.getsourcelines(code)
-    guard = first + next(i for i, line in enumerate(source) if "with self._turn" in line)
+    guard = first + next(i for i, line in enumerate(source) if "with self._guard" in line)
     lines = sorted({line for _, _, line in code.co_lines() if line and line > guard})
     assert len(lines) >= 4
     for at in lines:

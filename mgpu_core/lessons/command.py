@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import re
 import sys
 import threading
 from pathlib import Path
@@ -57,7 +58,9 @@ def run(args: argparse.Namespace) -> int:
         return _list()
     lesson = find_lesson(args.number)
     if args.word in ("show", "solution"):
-        print(lesson.text if args.word == "show" else lesson.solution.read_text(encoding="utf-8"), end="")
+        print(
+            _without_tags(lesson.text) if args.word == "show" else lesson.solution.read_text(encoding="utf-8"), end=""
+        )
         return 0
     if args.word == "run":
         return 0 if run_lesson(lesson, args.picture or Path(f"{lesson.file_stem}.png")) else 1
@@ -71,6 +74,11 @@ def _list() -> int:
         print(lesson.title)
     print("\nmgpu lesson run 1 runs the first, mgpu lesson start 1 gives you its exercises.")
     return 0
+
+
+def _without_tags(page: str) -> str:
+    """Return a page for the terminal, where nothing can be folded: a summary becomes a line of text."""
+    return re.sub(r"^</?details>\n", "", re.sub(r"<summary>(.*)</summary>", r"\1:", page), flags=re.MULTILINE)
 
 
 def _start(lesson: Lesson) -> int:

@@ -38,7 +38,11 @@ def test_list_has_all_titles(mgpu):
 
 
 def test_show_prints_the_page(mgpu):
-    assert mgpu("show", 1) == (0, find_lesson(1).text, "")
+    status, out, err = mgpu("show", 1)
+    assert (status, err) == (0, "")
+    assert "\nThe code that draws it:\n" in out
+    assert not any(tag in out for tag in ("<details>", "</details>", "<summary>"))
+    assert out.splitlines()[:20] == find_lesson(1).text.splitlines()[:20]
 
 
 @pytest.mark.parametrize("word", ["show", "run", "start", "check"])

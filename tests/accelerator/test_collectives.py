@@ -6,7 +6,7 @@ from fakes.accelerator import TEAMS
 from fakes.tensors import devices_of
 
 from mgpu_core import _core, comm
-from mgpu_core.comm import reductions
+from mgpu_core.comm import dispatch, reductions
 
 pytestmark = pytest.mark.parametrize("team", TEAMS, ids="-".join)
 
@@ -105,6 +105,14 @@ def test_broadcast_from_elsewhere_and_into(team):
     assert comm.broadcast(source, out=outs) == tuple(outs)
     assert lists(copies) == lists(outs) == [[0, 1, 2, 3]] * len(team)
     assert devices_of(copies) == devices_of(outs) == team
+
+
+def test_a_source_in_place_and_a_copy_of_another_are_two_messages(team):
+    sources = [torch.full((3,), float(value), device=team[0]) for value in (1, 2)]
+    copies = [[sources[0]], [torch.zeros(3, device=team[0])]]
+    dispatch.broadcast_into(sources, copies)
+    assert copies[1][0].tolist() == [2, 2, 2]
+    assert list(_core.counters().values()) == [(1, 12)]
 
 
 def test_broadcast_coalesced(team):

@@ -58,6 +58,11 @@ def test_neighbours_share_nothing():
     assert not refuses([memory[:4], memory[4:8], memory[8::2]], [])
 
 
+def test_inputs_may_share_memory_with_each_other():
+    memory = torch.zeros(9)
+    assert not refuses([memory[:2], memory[2:4]], [memory[4:8], memory[5:9]])
+
+
 def test_what_is_long_to_find_out_is_refused():
     memory = torch.zeros(4_000_000)
     assert refuses([memory.as_strided((1_000_000,), (3,), 0), memory.as_strided((500_000,), (5,), 1)], [])

@@ -13,7 +13,7 @@ from pathlib import Path
 from faults import hook
 
 TESTS = Path(__file__).resolve().parents[1]
-FAKE = "accelerator/"  # the folder of the tests that run on the fake accelerator
+FAKE = ("accelerator/", "fake:")  # begin what runs on the fake accelerator: its own tests, and others of the table
 SECONDS = 900  # of one run: several times what the slowest one takes without a fault
 OPTIONS = ["-x", "-q", "-m", "", "-p", "no:cacheprovider", "--timeout=60", "--tb=no", "--rootdir", str(TESTS.parent)]
 
@@ -23,9 +23,9 @@ def failing_test(fault: str, tests: Sequence[str]) -> str:
 
     Args:
         fault: as in the variable of the hook; empty for none.
-        tests: files and folders below tests/, in the order in which they run.
+        tests: files and folders below tests/, in the order in which they run; those on the fake accelerator come last.
     """
-    on_fake = [each for each in tests if each.startswith(FAKE)]
+    on_fake = [each.removeprefix("fake:") for each in tests if each.startswith(FAKE)]
     others = [each for each in tests if not each.startswith(FAKE)]
     return next((found for part in (others, on_fake) if part and (found := _run(fault, part, part is on_fake))), "")
 

@@ -139,6 +139,17 @@ def test_the_torch_backend_tells_too():
     assert len(gathered.hops) == 4
 
 
+@pytest.mark.parametrize(("step", "route"), [(1, "direct"), (2, "generic")])
+def test_every_collective_tells_its_route(step, route):
+    parts = [torch.ones(4, 6)[:, ::step] for _ in range(2)]
+    with tracer.tracing() as trace:
+        comm.scatter(parts[0], ["cpu"] * 2)
+        comm.gather(parts)
+        comm.all_gather(parts)
+        comm.reduce_scatter(parts)
+    assert [each.route for each in of(trace, Collective)] == [route] * 4
+
+
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 def test_sparse_parts_have_ranks_and_bytes_of_their_own(ranks):
     """Rank r has r + 1 values of 4 bytes, each with an index of 8."""

@@ -11,6 +11,7 @@ from fakes.stacks import STACKS, Gpt, Mlp, loss_fn, resnet
 from torch import nn
 
 from mgpu_core import Pipeline, Replicate
+from mgpu_core.pipeline.deferred import recomputing
 
 
 def is_close(one, other, tolerance=1e-9):
@@ -235,3 +236,20 @@ def test_a_recomputed_forward_leaves_running_statistics_alone():
     pipeline = Pipeline(net, cpu(2), split_points=["1"], chunks=2, checkpoint="always")
     pipeline(torch.ones(4, 2, device=cpu(1)[0], requires_grad=True)).sum().backward()
     assert int(net[0].num_batches_tracked) == 2
+
+
+def test_recomputing_leaves_the_buffers_of_all_layers_alone():
+    nets = [nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm1d(2)), nn.BatchNorm1d(2)]
+    with recomputing(nets):
+        for net in nets:
+            net(torch.ones(4, 2))
+    assert [int(each) for net in nets for each in net.buffers() if each.ndim == 0] == [0, 0, 0]
+
+
+def test_deferred_statistics_are_over_pixels_and_in_training_alone():
+    layers = [nn.BatchNorm2d(1), nn.BatchNorm2d(1, track_running_stats=False)]
+    net = Pipeline(layers, cpu(2), chunks=1, deferred_batch_norm=True)
+    x = torch.tensor([[[[0.0, 1.0]]]], device=cpu(1)[0])
+    net(x)
+    net.eval()(x)
+    assert [each.item() for each in layers[0].buffers()] == pytest.approx([0.05, 0.95, 1])

@@ -6,10 +6,14 @@ import pytest
 import torch
 from fakes.nets import cpu
 from fakes.stacks import STACKS, Gpt, loss_fn, mse, resnet
+from fakes.traces import of
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from mgpu_core import Pipeline, TrainStep, optim
+from mgpu_core.trace import tracer
+from mgpu_core.trace.events import Span
+from mgpu_core.train.pipeline_copies import PipelineCopies
 
 OPTIMIZERS = {
     "torch": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
@@ -230,6 +234,39 @@ def test_copies_of_a_pipeline_train_as_one_net(copies, stages, optimizer):
         assert torch.allclose(outputs.cpu(), whole_outputs.cpu(), rtol=1e-6)
     assert differing(pipeline, whole) == []
     assert float(piped.evaluate(x, target)) == pytest.approx(float(alone.evaluate(x, target)), rel=1e-6)
+
+
+def copies_of_norms():
+    """Three pipelines of a parameter, a buffer and a module per stage, and more."""
+    pipelines = [Pipeline([nn.BatchNorm1d(2), nn.BatchNorm1d(2)], each) for each in pairs_of(3, 2)]
+    return PipelineCopies(pipelines), *pipelines
+
+
+def test_copies_follow_values_modes_and_what_is_frozen():
+    copies, own, *others = copies_of_norms()
+    own.module[1].eval().weight.requires_grad_(False)
+    for value in (5, 6):
+        for each in [*own.buffers(), own.module[1].bias]:
+            nn.init.constant_(each, value)
+        copies.follow()
+        for other in others:
+            assert [each.tolist() for each in other.buffers()] == [[value] * 2, [value] * 2, value] * 2
+            assert [each.tolist() for each in other.parameters()] == [[1, 1], [0, 0], [1, 1], [value] * 2]
+            assert [each.training for each in other.module.modules()] == [True, True, False]
+            assert [each.requires_grad for each in other.parameters()] == [True, True, False, True]
+
+
+def test_gradients_of_copies_alone_are_added_and_recorded():
+    copies, own, *others = copies_of_norms()
+    for number, other in enumerate(others, 1):
+        other.module[1].bias.grad = torch.full_like(other.module[1].bias, number)
+    with tracer.tracing() as trace:
+        copies.follow()
+        copies.add_gradients()
+    grads = [[each.grad for each in pipeline.parameters()] for pipeline in (own, *others)]
+    assert grads[0][3].tolist() == [3, 3]
+    assert [*grads[0][:3], *grads[1], *grads[2]] == [None] * 11
+    assert [each.step for each in of(trace, Span)] == ["replicate", "reduce"]
 
 
 def test_copies_are_made_anew_from_a_changed_net():

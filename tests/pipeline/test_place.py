@@ -232,6 +232,18 @@ def test_a_pipeline_with_a_sample_is_cut_by_time():
     assert Pipeline(nn.Sequential(*map(Slow, (0, 0, 0, 0))), cpu(4), chunks=2).split_points == ["1", "2", "3"]
 
 
+def test_a_placement_with_a_sample_is_cut_by_time():
+    x = torch.ones(2, 2, device=cpu(1)[0])
+    net = place(nn.Sequential(*map(Slow, (40, 1, 1, 1))), cpu(2), sample=x)
+    assert [str(layer(x).device) for layer in net] == [cpu(2)[0], *[cpu(2)[1]] * 3]
+
+
+@pytest.mark.parametrize("cut", [place, lambda net, ids, split: Pipeline(net, ids, split_points=split)])
+def test_a_parameter_without_a_shape_is_refused(cut):
+    with pytest.raises(ValueError, match="uninitialized parameter"):
+        cut(nn.Sequential(nn.LazyLinear(2), nn.Linear(2, 2)), cpu(2), ["1"])
+
+
 @pytest.mark.parametrize(("options", "message"), [({"by": "luck"}, "time or memory"), ({"parts": 9}, "9 parts")])
 def test_balances_that_cannot_be(options, message):
     x = torch.ones(1, 6, device=cpu(1)[0])

@@ -76,11 +76,12 @@ def test_names_order_and_identity_of_parameters_stay():
     pipeline.load_state_dict(fresh.state_dict())
 
 
-def test_each_stage_has_a_device(monkeypatch):
-    devices = cpu(3)
-    net = Pipeline(STACKS["gpt"].net(), devices, split_points=["blocks.1", "head"])
-    where = {name: str(each.device) for name, each in net.named_parameters()}
-    assert where["tokens.weight"] == where["positions"] == devices[0]
+def test_each_stage_has_a_device():
+    devices, gpt = cpu(3), STACKS["gpt"].net()
+    gpt.register_buffer("unused", torch.ones(1))
+    net = Pipeline(gpt, devices, split_points=["blocks.1", "head"])
+    where = {name: str(each.device) for name, each in net.state_dict().items()}
+    assert where["tokens.weight"] == where["positions"] == where["unused"] == devices[0]
     assert where["blocks.1.linear1.weight"] == where["blocks.3.linear1.weight"] == devices[1]
 
 

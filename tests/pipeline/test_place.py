@@ -139,6 +139,16 @@ def test_copies_and_pickles_work():
     assert torch.equal(net(x), wanted)
 
 
+def test_all_that_a_layer_shares_is_brought_and_given_back():
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    for layer, other in zip(net[2], net, strict=False):
+        layer.weight, layer.bias = other.weight, other.bias
+    x = torch.ones(1, 2, device=cpu(1)[0])
+    wanted = copy.deepcopy(net).to(x.device)(x)
+    assert torch.equal(place(net, cpu(2), ["2"])(x), wanted)
+    assert [*map(id, net[2].parameters())] == [*map(id, net[:2].parameters())]
+
+
 @pytest.mark.parametrize(
     ("split", "message"),
     [
@@ -168,8 +178,8 @@ def test_a_second_placement_and_too_many_devices_are_refused():
 @pytest.mark.skipif(cpu(2)[0] == cpu(2)[1], reason="CPU ranks are one device")
 def test_a_buffer_of_two_devices_is_refused():
     net = nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm1d(2))
-    net[1].running_mean = net[0].running_mean
-    with pytest.raises(ValueError, match="running_mean"):
+    net[1].running_var = net[0].running_var
+    with pytest.raises(ValueError, match="running_var"):
         place(net, cpu(2), ["1"])
 
 

@@ -40,6 +40,15 @@ def test_a_value_and_its_gradient_are_waited_for(cut):
     assert crossings(1, 0) <= set(waits())
 
 
+def test_a_gradient_goes_back_to_the_stream_of_the_forward():
+    net, x, own = Pipeline(nn.Sequential(*linears()), DEVICES, chunks=1), rows(), torch.Stream("fake:0")
+    with own:
+        output = net(x)
+    waits()
+    output.sum().backward()
+    assert (id_of(own), id_of(streams._side_stream(0))) in waits()
+
+
 def test_in_a_training_step_too():
     net = nn.Sequential(*linears())
     step = TrainStep(Pipeline(net, DEVICES, chunks=2), mse, optim.SGD(net.parameters(), lr=0.1))

@@ -64,10 +64,16 @@ class Crossing(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.first, self.last = nn.Linear(2, 2), Adding()
+        self.first, self.last = Starting(2, 2), Adding()
 
     def forward(self, x):
-        return self.last(self.first(x), x, x.to("fake:1"), x.device)
+        computed, device = self.first(x)
+        return self.last(computed, x, x.to("fake:1"), device)
+
+
+class Starting(nn.Linear):
+    def forward(self, x):
+        return super().forward(x), x.device
 
 
 class Adding(nn.Module):
@@ -84,7 +90,7 @@ def test_all_kinds_of_values_reach_the_next_device(with_grad):
     with torch.set_grad_enabled(with_grad):
         output = net(x)
     assert output.requires_grad == with_grad
-    assert torch.allclose(output.cpu(), (module.first(x) + x + x + 1).detach().cpu())
+    assert torch.allclose(output.cpu(), (module.first(x)[0] + x + x + 1).detach().cpu())
 
 
 def test_in_a_training_step_too():

@@ -67,19 +67,19 @@ class Crossing(nn.Module):
         self.first, self.last = Starting(2, 2), Adding()
 
     def forward(self, x):
-        computed, device = self.first(x)
-        return self.last(computed, x, x.to("fake:1"), device)
+        computed, device, host = self.first(x)
+        return self.last(computed, x, x.to("fake:1"), device, host)
 
 
 class Starting(nn.Linear):
     def forward(self, x):
-        return super().forward(x), x.device
+        return super().forward(x), x.device, torch.device("cpu")
 
 
 class Adding(nn.Module):
-    def forward(self, computed, x, moved, device):
+    def forward(self, computed, x, moved, device, host):
         assert {str(each.device) for each in (computed, x, moved)} == {"fake:1"}
-        assert str(device) == "fake:1"
+        assert (str(device), str(host)) == ("fake:1", "cpu")
         return computed + x + moved + torch.ones(2, device=device)
 
 

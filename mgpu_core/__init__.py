@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from mgpu_core.device.team import Team
     from mgpu_core.errors import BackendUnavailable, CudaError, Error, NcclError
     from mgpu_core.explain import explain
+    from mgpu_core.inference.predictor import Predictor
     from mgpu_core.nested import Replicate, Rows
     from mgpu_core.parallel import gather, parallel_apply, reduce, replicate, scatter, scatter_kwargs
     from mgpu_core.pipeline.balance import balance
@@ -43,6 +44,7 @@ __all__ = [
     "NcclError",
     "ParallelEmbedding",
     "Pipeline",
+    "Predictor",
     "Replicate",
     "RowParallelLinear",
     "Rows",
@@ -73,6 +75,7 @@ _HOMES = {
     "containers": ["register_container"],
     "device.team": ["Team"],
     "errors": ["BackendUnavailable", "CudaError", "Error", "NcclError"],
+    "inference.predictor": ["Predictor"],
     "nested": ["Replicate", "Rows"],
     "parallel": ["gather", "parallel_apply", "reduce", "replicate", "scatter", "scatter_kwargs"],
     "pipeline.balance": ["balance"],

@@ -29,7 +29,7 @@ LAYERS = [
     {"comm"},
     {"parallel", "processes", "sync_batchnorm", "optim"},
     {"pipeline"},
-    {"tensor_parallel"},
+    {"tensor_parallel", "inference"},
     {"train"},
     {"wrapper"},
     {"explanation"},

@@ -23,6 +23,7 @@ ON_THE_FAKE = [
     "train/test_trained_module.py",
     "parallel/test_replicate.py",
     "parallel/test_scatter.py",
+    "inference",
     "pipeline",
     "tensor_parallel",
     "wrapper",

@@ -14,7 +14,7 @@ from mgpu_core.module_tree import check_initialised, modules_of
 from mgpu_core.nested import map_leaves
 from mgpu_core.pipeline.balance import balance, cut_by_bytes, units_of
 from mgpu_core.pipeline.borders import send
-from mgpu_core.pipeline.placement import MOVES, move_to, named_tensors, refuse_moves
+from mgpu_core.pipeline.placement import MOVES, is_spread, move_to, named_tensors, refuse_moves
 
 __all__ = ["place"]
 
@@ -53,7 +53,7 @@ def place(
             several devices already; buffers that two parts share.  Nothing was moved then.
     """
     devices = as_devices(device_ids)
-    if getattr(net.to, "__func__", net.to) is refuse_moves:
+    if is_spread(net):
         raise ValueError("the module's parts are on several devices already: make it anew for another placement")
     check_initialised([*net.parameters(), *net.buffers()])
     if split is None:

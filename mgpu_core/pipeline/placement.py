@@ -15,7 +15,7 @@ from mgpu_core.pipeline.borders import Crossing, send
 from mgpu_core.pipeline.graph import Program
 from mgpu_core.replica_hooks import keep_hooks_apart
 
-__all__ = ["MOVES", "Placement", "find_in", "move_to", "named_tensors", "refuse_moves"]
+__all__ = ["MOVES", "Placement", "find_in", "is_spread", "move_to", "named_tensors", "refuse_moves"]
 
 MOVES = ("to", "cuda", "cpu", "xpu", "to_empty")  # methods of a module that would bring it to one device
 
@@ -44,6 +44,11 @@ def move_to(module: Module, name: str, device: torch.device) -> None:
 def named_tensors(root: Module) -> list[tuple[str, torch.Tensor]]:
     """Return all parameters and buffers, each once."""
     return [*named_parameters_of(root), *root.named_buffers()]
+
+
+def is_spread(module: Module) -> bool:
+    """Return whether the parts of a module were put on several devices, by ``place`` or ``Pipeline``."""
+    return getattr(module.to, "__func__", module.to) is refuse_moves
 
 
 def refuse_moves(*args: Any, **kwargs: Any) -> Any:

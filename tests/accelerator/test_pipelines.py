@@ -40,6 +40,59 @@ def test_a_value_and_its_gradient_are_waited_for(cut):
     assert crossings(1, 0) <= set(waits())
 
 
+def test_a_gradient_goes_back_to_the_stream_of_the_forward():
+    net, x, own = Pipeline(nn.Sequential(*linears()), DEVICES, chunks=1), rows(), torch.Stream("fake:0")
+    with own:
+        output = net(x)
+    waits()
+    output.sum().backward()
+    assert (id_of(own), id_of(streams._side_stream(0))) in waits()
+
+
+def test_a_second_derivative_crosses_the_border_too():
+    net, x = Pipeline([nn.Linear(2, 2), nn.Tanh()], DEVICES, chunks=1), rows().requires_grad_()
+    whole = nn.Sequential(nn.Linear(2, 2), nn.Tanh()).to("fake:0")
+    whole.load_state_dict(net.state_dict())
+    for module in (net, whole):
+        (slope,) = torch.autograd.grad(module(x).sum(), x, create_graph=True)
+        slope.square().sum().backward()
+    assert torch.allclose(net.module[0].weight.grad, whole[0].weight.grad)
+
+
+class Crossing(nn.Module):
+    """Sends a value with a gradient, one without, one that is on the next device already, and a device."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = Starting(2, 2), Adding()
+
+    def forward(self, x):
+        computed, device, host = self.first(x)
+        return self.last(computed, x, x.to("fake:1"), device, host)
+
+
+class Starting(nn.Linear):
+    def forward(self, x):
+        return super().forward(x), x.device, torch.device("cpu")
+
+
+class Adding(nn.Module):
+    def forward(self, computed, x, moved, device, host):
+        assert {str(each.device) for each in (computed, x, moved)} == {"fake:1"}
+        assert (str(device), str(host)) == ("fake:1", "cpu")
+        return computed + x + moved + torch.ones(2, device=device)
+
+
+@pytest.mark.parametrize("with_grad", [True, False])
+def test_all_kinds_of_values_reach_the_next_device(with_grad):
+    module, x = Crossing(), rows()
+    net = Pipeline(module, DEVICES, split_points=["last"], chunks=2)
+    with torch.set_grad_enabled(with_grad):
+        output = net(x)
+    assert output.requires_grad == with_grad
+    assert torch.allclose(output.cpu(), (module.first(x)[0] + x + x + 1).detach().cpu())
+
+
 def test_in_a_training_step_too():
     net = nn.Sequential(*linears())
     step = TrainStep(Pipeline(net, DEVICES, chunks=2), mse, optim.SGD(net.parameters(), lr=0.1))

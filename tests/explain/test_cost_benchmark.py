@@ -40,8 +40,9 @@ def test_the_bounds_are_those_of_the_issue():
 def test_a_tiny_run(capsys):
     assert main([*TINY, "--peers", "model,one_beta", "--algorithms", "auto,tree"]) == 0
     out, err = capsys.readouterr()
-    lines = [line for line in out.splitlines() if line.startswith("|")][2:]
-    assert [line.split("|")[4].strip() for line in lines] == ["ours", "model", "one_beta"] * 4
+    head, _, *lines = [line.split("|") for line in out.splitlines() if line.startswith("|")]
+    column = [cell.strip() for cell in head].index("who")
+    assert [line[column].strip() for line in lines] == ["ours", "model", "one_beta"] * 4
     assert err.startswith("fitted: call ")
 
 

@@ -163,9 +163,9 @@ def test_ours_scale_in_the_kernel_as_torch_before_it(name, ranks, clip_norm):
 
 @pytest.mark.parametrize(("dtype", "count"), [(torch.float16, 1), (torch.bfloat16, 0), (None, 0)])
 def test_float16_on_cpus_is_said_to_be_slow(dtype, count):
-    net = Linear()
+    net = Linear().cpu()
     with warnings.catch_warnings(record=True, action="always") as caught:
-        TrainStep(net, mse, SGD(net.parameters(), lr=1), cpu(2), amp_dtype=dtype)
+        TrainStep(net, mse, SGD(net.parameters(), lr=1), ["cpu"] * 2, amp_dtype=dtype)
     assert [str(each.message) for each in caught] == [
         "float16 is slow on CPUs, most of which emulate it: use bfloat16"
     ] * count

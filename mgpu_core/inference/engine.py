@@ -1,0 +1,205 @@
+r"""The devices of a predictor: each takes a batch when it is free, runs its copy of the module, and answers.
+
+::
+
+    callers     submit ──┐                              ┌── future.result()
+                       queue                            │
+    worker 0    ── take ─┴─ copy, launch batch 1 ─ take, launch batch 2 ─ answer 1 ─ ...     an accelerator: the next
+    worker 1    ── take ─── run ─ answer ─ take ─ run ─ answer ─ ...                         batch travels meanwhile
+
+No caller waits for a worker but in its future, and no worker waits for another one.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn import Module
+
+from mgpu_core._warnings import warn_user
+from mgpu_core.device.workers import WorkerPool
+from mgpu_core.errors import Error
+from mgpu_core.inference.request_queue import RequestQueue
+from mgpu_core.inference.requests import Request, joined, split_outputs
+from mgpu_core.inference.stats import DeviceStats, Stats
+from mgpu_core.nested import map_leaves
+from mgpu_core.null_context import NULL_CONTEXT
+from mgpu_core.pipeline.placement import is_spread
+
+__all__ = ["Engine", "snapshots"]
+
+
+class _Batch(NamedTuple):
+    """A batch whose launch has returned."""
+
+    requests: list[Request]
+    outputs: Any
+    begin: float
+
+
+def snapshots(net: Module, devices: Sequence[torch.device]) -> list[Module]:
+    """Return a copy of the module per rank, in eval mode; ranks of one device share parameters, and no buffers."""
+    made: list[Module] = []
+    for rank, device in enumerate(devices):
+        memo: dict[int, Any] = {}
+        if device in devices[:rank]:
+            shared = made[devices.index(device)].parameters()
+            memo = {id(own): other for own, other in zip(net.parameters(), shared, strict=True)}
+        module = copy.deepcopy(net, memo)
+        made.append(module if is_spread(module) else module.to(device))
+        made[-1].requires_grad_(False).eval()
+    return made
+
+
+class Engine:
+    """The queue, the modules and the workers.
+
+    Args:
+        modules, devices: one per rank.
+        max_batch: rows of a batch.
+        output_device: of all answers; ``None``: the device of the request.
+        amp_dtype: of autocast; ``None``: none.
+    """
+
+    def __init__(
+        self, modules: Sequence[Module], devices: Sequence[torch.device], queue: RequestQueue, max_batch: int,
+        output_device: torch.device | None, amp_dtype: torch.dtype | None,
+    ) -> None:  # fmt: skip
+        self.modules = modules  # one list: exchanged as a whole by refresh
+        self.queue = queue
+        self.stats = Stats(DeviceStats(str(device)) for device in devices)
+        self._devices, self._output_device, self._amp_dtype = devices, output_device, amp_dtype
+        self._limits = [max_batch] * len(devices)
+        self._lock = threading.Lock()
+        cpu_ranks = sum(device.type == "cpu" for device in devices)
+        self._pool = WorkerPool("mgpu predictor", len(devices), max(1, cpu_ranks))
+        self._host = threading.Thread(target=self._run, name="mgpu predictor", daemon=True)
+        self._host.start()
+
+    def _run(self) -> None:
+        with self._pool.lease() as crew:
+            crew.run([partial(self._serve, rank) for rank in range(len(self._devices))], threading.TIMEOUT_MAX)
+
+    def close(self, *, drain: bool, seconds: float) -> None:
+        """End the workers, after all requests or after those in work; cancel the requests that are left then."""
+        self.queue.close()
+        if not drain:
+            self._cancel()
+        self._host.join(seconds)
+        self._cancel()
+
+    def _cancel(self) -> None:
+        for request in self.queue.drained():
+            if not request.future.cancel():  # it was in work on a device that is lost
+                request.future.set_exception(Error("the predictor was closed"))
+
+    def _serve(self, rank: int) -> None:
+        """Answer batches until the queue is closed and empty, or the device is lost."""
+        device = self._devices[rank]
+        launched: _Batch | None = None
+        with torch.inference_mode():
+            while not self.stats[rank].is_lost:
+                requests = self.queue.take(self._limits[rank], wait=launched is None)
+                if not requests and launched is None:
+                    return
+                following = self._attempt(rank, requests, partial(self._launch, rank, requests))
+                if launched is not None:
+                    self._attempt(rank, launched.requests, partial(self._answer, rank, launched))
+                launched = following
+                if launched is not None and device.type == "cpu":
+                    self._attempt(rank, launched.requests, partial(self._answer, rank, launched))
+                    launched = None
+
+    def _attempt(self, rank: int, requests: list[Request], work: Callable[[], _Batch | None]) -> _Batch | None:
+        """Do a part of a batch's work; where it fails, see to the requests."""
+        try:
+            return work()
+        except BaseException as error:
+            self._failed(rank, requests, error)
+            return None
+
+    def _launch(self, rank: int, requests: list[Request]) -> _Batch | None:
+        requests[:] = [each for each in requests if _is_wanted(each)]
+        if not requests:
+            return None
+        begin, device = time.perf_counter(), self._devices[rank]
+        self.stats[rank].queue_seconds.append(begin - min(each.begin for each in requests))
+        args, kwargs = joined(requests, device)
+        amp = NULL_CONTEXT if self._amp_dtype is None else torch.autocast(device.type, self._amp_dtype)
+        with amp:
+            return _Batch(requests, self.modules[rank](*args, **kwargs), begin)
+
+    def _answer(self, rank: int, batch: _Batch) -> None:
+        targets = [self._output_device or each.device for each in batch.requests]
+        parts = split_outputs(batch.outputs, batch.requests)
+        answers = [map_leaves(part, partial(_moved, target)) for part, target in zip(parts, targets, strict=True)]
+        if self._devices[rank].type != "cpu":
+            torch.accelerator.current_stream(self._devices[rank]).synchronize()  # answers may be on the host
+        stats = self.stats[rank]
+        stats.compute_seconds.append(time.perf_counter() - batch.begin)
+        stats.batches += 1
+        stats.requests += len(batch.requests)
+        stats.rows += sum(each.rows for each in batch.requests)
+        for request, answer in zip(batch.requests, answers, strict=True):
+            request.future.set_result(answer)
+
+    def _failed(self, rank: int, requests: list[Request], error: BaseException) -> None:
+        """Give the error to a request that failed alone; run the requests of a batch one by one, or smaller ones."""
+        waiting = [each for each in requests if not each.future.done()]
+        if _is_lost(self._devices[rank]):
+            self._lose(rank, waiting, error)
+        elif len(waiting) == 1:
+            self.stats[rank].failures += 1
+            waiting[0].future.set_exception(error)
+        elif isinstance(error, torch.OutOfMemoryError):
+            self._limits[rank] = max(1, sum(each.rows for each in waiting) // 2)
+            self.queue.put_back(waiting)
+        else:
+            for each in waiting:
+                self._attempt(rank, [each], partial(self._alone, rank, each))
+
+    def _alone(self, rank: int, request: Request) -> None:
+        batch = self._launch(rank, [request])
+        if batch is not None:
+            self._answer(rank, batch)
+
+    def _lose(self, rank: int, requests: list[Request], error: BaseException) -> None:
+        """Take a device out; its requests go to the others."""
+        with self._lock:
+            self.stats[rank].is_lost = True
+            is_last = all(each.is_lost for each in self.stats)
+        if not is_last:
+            self.queue.put_back(requests)
+            warn_user(f"{self._devices[rank]} is lost, and the predictor goes on without it: {error}", RuntimeWarning)
+            return
+        self.queue.close()
+        for request in (*requests, *self.queue.drained()):
+            if _is_wanted(request):
+                request.future.set_exception(error)
+
+
+def _is_wanted(request: Request) -> bool:
+    """Return whether nobody has cancelled the request; from now on nobody can."""
+    return request.future.running() or request.future.set_running_or_notify_cancel()
+
+
+def _moved(device: torch.device, leaf: Any) -> Any:
+    return leaf.to(device) if isinstance(leaf, torch.Tensor) and leaf.device != device else leaf
+
+
+def _is_lost(device: torch.device) -> bool:
+    """Return whether an accelerator no longer computes, as after an error that stays."""
+    if device.type == "cpu":
+        return False
+    try:
+        return bool(torch.ones(1, device=device).item() != 1)
+    except torch.OutOfMemoryError:
+        return False
+    except RuntimeError:
+        return True

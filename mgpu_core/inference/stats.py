@@ -1,0 +1,92 @@
+"""What each device of a predictor has done, as numbers, as a table, and as Prometheus text."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import quantiles
+
+__all__ = ["DeviceStats", "Stats"]
+
+_KEPT = 4096  # of the latest batches
+_QUANTILES = (50, 90, 99)
+
+
+@dataclass
+class DeviceStats:
+    """The work of one rank.
+
+    Attributes:
+        device: as text.
+        requests, rows, batches: that were answered.
+        failures: requests that got an exception.
+        is_lost: the device has failed and is not used any more.
+        queue_seconds: of the latest batches, how long the oldest request of each had waited.
+        compute_seconds: of the latest batches, from the first copy to the last answer.
+    """
+
+    device: str
+    requests: int = 0
+    rows: int = 0
+    batches: int = 0
+    failures: int = 0
+    is_lost: bool = False
+    queue_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
+    compute_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
+
+    @property
+    def mean_batch(self) -> float:
+        """Rows of a batch."""
+        return self.rows / self.batches if self.batches else 0.0
+
+
+class Stats(list[DeviceStats]):
+    """One :class:`DeviceStats` per rank; ``print`` shows a table."""
+
+    @property
+    def shares(self) -> list[float]:
+        """The part of all rows that each rank computed."""
+        total = sum(each.rows for each in self)
+        return [each.rows / total if total else 0.0 for each in self]
+
+    def __str__(self) -> str:
+        lines = ["rank  device      requests      rows  share  batches  mean rows  queue ms p50/p90/p99  compute ms"]
+        for rank, (each, share) in enumerate(zip(self, self.shares, strict=True)):
+            queue, compute = (_text(seconds) for seconds in (each.queue_seconds, each.compute_seconds))
+            name = f"{each.device} (lost)" if each.is_lost else each.device
+            lines.append(
+                f"{rank:4}  {name:10} {each.requests:9} {each.rows:9} {share:6.1%} {each.batches:8} "
+                f"{each.mean_batch:10.1f}  {queue:>21}  {compute}"
+            )
+        return "\n".join(lines)
+
+    def prometheus(self) -> str:
+        """Return the counters and quantiles in Prometheus' text format."""
+        lines = []
+        for name in ("requests", "rows", "batches", "failures"):
+            lines.append(f"# TYPE mgpu_{name}_total counter")
+            lines += [
+                f'mgpu_{name}_total{{rank="{rank}",device="{each.device}"}} {getattr(each, name)}'
+                for rank, each in enumerate(self)
+            ]
+        for name in ("queue_seconds", "compute_seconds"):
+            lines.append(f"# TYPE mgpu_{name} summary")
+            for rank, each in enumerate(self):
+                lines += [
+                    f'mgpu_{name}{{rank="{rank}",device="{each.device}",quantile="{percent / 100:g}"}} {value:.6g}'
+                    for percent, value in zip(_QUANTILES, _points(getattr(each, name)), strict=True)
+                ]
+        return "\n".join(lines) + "\n"
+
+
+def _points(seconds: Sequence[float]) -> list[float]:
+    values = list(seconds)
+    if len(values) < 2:
+        return [values[0] if values else 0.0] * len(_QUANTILES)
+    found = quantiles(values, n=100, method="inclusive")
+    return [found[percent - 1] for percent in _QUANTILES]
+
+
+def _text(seconds: Sequence[float]) -> str:
+    return "/".join(f"{1e3 * value:.2f}" for value in _points(seconds))

@@ -1,0 +1,246 @@
+"""Predictor: every answer is that of the net, for whoever asked, whatever else is in the batch."""
+
+import asyncio
+import threading
+import time
+from concurrent.futures import CancelledError
+
+import pytest
+import torch
+from fakes.nets import cpu
+from torch import nn
+
+from mgpu_core import Pipeline, Predictor, place
+
+
+def net(width=4):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(width, 8), nn.Tanh(), nn.Dropout(0.5), nn.Linear(8, 3))
+
+
+def alone(module, x):
+    with torch.no_grad():
+        return module.to(x.device).eval()(x)
+
+
+def numbers(rows, width=4):
+    return torch.rand(rows, width, device=cpu(1)[0])
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+@pytest.mark.parametrize("rows", [1, 2, 7, 200])
+def test_a_call_is_the_net(ranks, rows):
+    module, x = net(), numbers(rows)
+    with Predictor(module, cpu(ranks)) as predict:
+        answer = predict(x)
+    assert answer.device == x.device
+    assert torch.allclose(answer, alone(module, x), atol=1e-6)
+
+
+def test_requests_are_joined_and_split_again():
+    module, xs = net(), [numbers(1 + index % 3) for index in range(40)]
+    with Predictor(module, cpu(2), max_batch=16, max_wait_ms=200) as predict:
+        futures = [predict.submit(x) for x in xs]
+        answers = [future.result(20) for future in futures]
+        stats = predict.stats()
+    assert all(torch.allclose(answer, alone(module, x), atol=1e-6) for answer, x in zip(answers, xs, strict=True))
+    assert sum(each.requests for each in stats) == 40
+    assert sum(each.rows for each in stats) == sum(len(x) for x in xs)
+    assert sum(each.batches for each in stats) <= 10
+    assert sum(stats.shares) == pytest.approx(1)
+
+
+def test_map_keeps_the_order_and_runs_a_bounded_number_ahead():
+    taken, seen = [], []
+
+    def batches():
+        for index in range(20):
+            taken.append(index)
+            yield torch.full((2, 1), float(index), device=cpu(1)[0])
+
+    with Predictor(nn.Identity(), cpu(2)) as predict:
+        for answer in predict.map(batches(), ahead=3):
+            seen.append(int(answer[0]))
+            assert len(taken) <= len(seen) + 3
+    assert seen == list(range(20))
+
+
+def test_requests_of_other_shapes_and_dtypes_go_apart():
+    class Sizes(nn.Module):
+        def forward(self, x, scale=1, extra=None):
+            return {"size": x.sum(1, keepdim=True) * scale, "extra": extra, "dtype": x.dtype}
+
+    with Predictor(Sizes(), cpu(2), max_wait_ms=20) as predict:
+        small = predict.submit(torch.ones(2, 3, device=cpu(1)[0]))
+        wide = predict.submit(torch.ones(1, 5, device=cpu(1)[0]), scale=2)
+        double = predict.submit(torch.ones(1, 3, dtype=torch.float64, device=cpu(1)[0]), extra="mine")
+        assert small.result(20)["size"].tolist() == [[3], [3]]
+        assert wide.result(20)["size"].tolist() == [[10]]
+        assert double.result(20)["dtype"] is torch.float64
+        assert double.result(20)["extra"] == "mine"
+
+
+def test_a_request_that_raises_fails_alone():
+    class Picky(nn.Module):
+        def forward(self, x):
+            if (x < 0).any():
+                raise KeyError("negative")
+            return x * 2
+
+    device = cpu(1)[0]
+    with Predictor(Picky(), cpu(2), max_batch=8, max_wait_ms=100) as predict:
+        values = [1.0, -1.0, 2.0, 3.0]
+        futures = [predict.submit(torch.full((1, 1), value, device=device)) for value in values]
+        assert [float(futures[index].result(20)) for index in (0, 2, 3)] == [2, 4, 6]
+        with pytest.raises(KeyError, match="negative"):
+            futures[1].result(20)
+        assert float(predict(torch.ones(1, 1, device=device))) == 2
+        assert sum(each.failures for each in predict.stats()) == 1
+
+
+def test_out_of_memory_halves_the_batches():
+    sizes = []
+
+    class Large(nn.Module):
+        def forward(self, x):
+            sizes.append(len(x))
+            if len(x) > 3:
+                raise torch.OutOfMemoryError("too large")
+            return x
+
+    with Predictor(Large(), cpu(1), max_batch=8, max_wait_ms=100) as predict:
+        futures = [predict.submit(torch.full((1, 1), float(index), device=cpu(1)[0])) for index in range(8)]
+        assert [float(future.result(20)) for future in futures] == list(range(8))
+    assert sizes == [8, 4, 2, 2, 2, 2]
+
+
+def test_weights_are_snapshots_until_refreshed():
+    module, x = nn.Linear(1, 1, bias=False), torch.ones(1, 1, device=cpu(1)[0])
+    module.weight.data.fill_(1.0)
+    with Predictor(module, cpu(2)) as predict:
+        module.weight.data.fill_(5.0)
+        assert float(predict(x)) == 1
+        predict.refresh()
+        assert float(predict(x)) == 5
+        assert module.weight.requires_grad
+        assert module.training
+
+
+def test_ranks_of_one_device_share_weights_and_no_buffers():
+    module = nn.BatchNorm1d(2)
+    with Predictor(module, [cpu(1)[0]] * 2) as predict:
+        one, other = predict._engine.modules
+    assert one.weight.data_ptr() == other.weight.data_ptr() != module.weight.data_ptr()
+    assert one.running_mean.data_ptr() != other.running_mean.data_ptr()
+
+
+def test_a_cut_model_is_one_rank():
+    module, x = net(), numbers(5)
+    wanted = alone(module, x)
+    with Predictor(Pipeline(net(), cpu(2), chunks=2)) as predict:
+        assert torch.allclose(predict(x), wanted, atol=1e-6)
+    with Predictor(place(net(), cpu(2), ["3"])) as predict:
+        assert torch.allclose(predict(x), wanted, atol=1e-6)
+    with pytest.raises(ValueError, match="leave device_ids out"):
+        Predictor(place(net(), cpu(2), ["3"]), cpu(2))
+
+
+def test_asyncio():
+    module, xs = net(), [numbers(2) for _ in range(10)]
+
+    async def ask(predict):
+        return await asyncio.gather(*(predict.asubmit(x) for x in xs))
+
+    with Predictor(module, cpu(2)) as predict:
+        answers = asyncio.run(ask(predict))
+    assert all(torch.allclose(answer, alone(module, x), atol=1e-6) for answer, x in zip(answers, xs, strict=True))
+
+
+class Gate(nn.Module):
+    """A net that waits until it may go on."""
+
+    def __init__(self):
+        super().__init__()
+        self.event = threading.Event()
+
+    def __deepcopy__(self, memo):
+        return self
+
+    def forward(self, x):
+        assert self.event.wait(20)
+        return x
+
+
+def test_a_full_queue_pushes_back_and_cancelled_requests_are_left_out():
+    gate, x = Gate(), torch.ones(1, 1, device=cpu(1)[0])
+    with Predictor(gate, cpu(1), max_batch=1, max_pending=2, max_wait_ms=0) as predict:
+        first = predict.submit(x)
+        while not first.running():
+            time.sleep(0.001)
+        second, third = predict.submit(x), predict.submit(x)
+        with pytest.raises(TimeoutError, match=r"2 requests were pending for 0\.01 s"):
+            predict.submit(x, timeout=0.01)
+        assert second.cancel()
+        gate.event.set()
+        assert torch.equal(third.result(20), x)
+        with pytest.raises(CancelledError):
+            second.result(20)
+        assert predict.stats()[0].requests == 2
+
+
+def test_close_answers_all_or_cancels_those_that_wait():
+    gate, x = Gate(), torch.ones(1, 1, device=cpu(1)[0])
+    predict = Predictor(gate, cpu(1), max_batch=1, max_wait_ms=0)
+    first = predict.submit(x)
+    while not first.running():
+        time.sleep(0.001)
+    second = predict.submit(x)
+    threading.Timer(0.05, gate.event.set).start()
+    predict.close(drain=False)
+    assert torch.equal(first.result(20), x)
+    assert second.cancelled()
+    with pytest.raises(RuntimeError, match="closed"):
+        predict.submit(x)
+    predict.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"max_batch": 0}, "max_batch"), ({"max_batch": True}, "max_batch"), ({"max_pending": 0}, "max_pending"),
+     ({"max_wait_ms": -1}, "max_wait_ms"), ({"device_ids": []}, "devices is empty")],
+)  # fmt: skip
+def test_options_that_cannot_be(options, message):
+    with pytest.raises(ValueError, match=message):
+        Predictor(net(), **{"device_ids": cpu(1), **options})
+
+
+def test_requests_that_cannot_be():
+    device = cpu(1)[0]
+    with Predictor(net(), cpu(1)) as predict:
+        for inputs in ([torch.ones(0, 4, device=device)], [3], [torch.ones(2, 4), torch.ones(3, 4)], [torch.tensor(1)]):
+            with pytest.raises(ValueError, match="one number of rows"):
+                predict.submit(*inputs)
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            predict(torch.ones(2, 5, device=device))
+        assert predict(numbers(2)).shape == (2, 3)
+
+
+@pytest.mark.parametrize("outputs", [lambda x: x.sum(), lambda x: {"a": x, "b": [x[:1]]}])
+def test_outputs_without_rows_are_refused_with_their_path(outputs):
+    class Odd(nn.Module):
+        def forward(self, x):
+            return outputs(x)
+
+    with Predictor(Odd(), cpu(1)) as predict, pytest.raises(ValueError, match=r"outputs.* has shape"):
+        predict(torch.ones(2, 1, device=cpu(1)[0]))
+
+
+def test_stats_are_a_table_and_prometheus_text():
+    with Predictor(nn.Identity(), cpu(2)) as predict:
+        predict(torch.ones(4, 1, device=cpu(1)[0]))
+        stats = predict.stats()
+    assert len(str(stats).splitlines()) == 3
+    text = stats.prometheus()
+    assert "# TYPE mgpu_rows_total counter" in text
+    rows = [int(line.split()[-1]) for line in text.splitlines() if line.startswith("mgpu_rows_total")]
+    assert sum(rows) == 4

@@ -84,16 +84,20 @@ def test_the_package_through_the_cuda_backend():
 
 
 def run_tests(paths, wanted):
-    ran = subprocess.run(
-        [sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "", *paths],
-        cwd=TESTS,
-        env=os.environ | {accelerator.WANTED: wanted},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=840,
-    )
-    assert ran.returncode == 0, ran.stdout
+    """A test that hangs says after 110 s where its threads are; by then all waits of the package have given up."""
+    options = ["-q", "-p", "no:cacheprovider", "-m", "", "-o", "faulthandler_timeout=110"]
+    try:
+        ran = subprocess.run(
+            [sys.executable, "-P", "-m", "pytest", *options, *paths],
+            cwd=TESTS,
+            env={"MGPU_CORE_TIMEOUT": "100"} | os.environ | {accelerator.WANTED: wanted},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=840,
+        )
+    except subprocess.TimeoutExpired as late:
+        pytest.fail(f"still at work after 840 s:\n{(late.stdout or b'').decode()}")
+    assert ran.returncode == 0, ran.stdout.decode()
 
 
 def test_every_test_that_is_left_out_exists():

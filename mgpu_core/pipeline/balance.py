@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -138,8 +138,7 @@ def measured_layers(net: Module, sample: Any) -> list[Part]:
 
 def cut_layers(layers: Sequence[Part], parts: int, by: str) -> Balance:
     """Return the best cut of measured layers; see :func:`balance`."""
-    costs = [each.seconds if by == "time" else each.nbytes for each in layers]
-    cut = _best_cut(costs, parts)
+    cut = _best_cut([each.seconds if by == "time" else each.nbytes for each in layers], parts)
     return Balance([layers[index].layers[0] for index in cut], BalanceTable(layers, cut, by))
 
 
@@ -181,15 +180,13 @@ def arguments_of(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 def _calls(net: Module, sample: Any) -> list[tuple[str, Module, tuple[Any, Any]]]:
     """Run the net once; return the layers in the order of their first calls, with the arguments of those."""
-    calls: dict[str, tuple[str, Module, tuple[Any, Any]]] = {}
+    names = {unit: name for name, unit in reversed([*units_of(net)])}  # the first of several
+    calls: dict[Module, tuple[Any, Any]] = {}
 
-    def note(name: str, unit: Module) -> Any:
-        def before(_: Module, args: Any, kwargs: Any) -> None:
-            calls.setdefault(name, (name, unit, (args, kwargs)))
+    def before(unit: Module, args: Any, kwargs: Any) -> None:
+        calls.setdefault(unit, (args, kwargs))
 
-        return unit.register_forward_pre_hook(before, with_kwargs=True)
-
-    hooks = [note(name, unit) for name, unit in units_of(net)]
+    hooks = [unit.register_forward_pre_hook(before, with_kwargs=True) for unit in names]
     args, kwargs = arguments_of(sample)
     try:
         with torch.no_grad():
@@ -197,7 +194,7 @@ def _calls(net: Module, sample: Any) -> list[tuple[str, Module, tuple[Any, Any]]
     finally:
         for hook in hooks:
             hook.remove()
-    return list(calls.values())
+    return [(names[unit], unit, call) for unit, call in calls.items()]
 
 
 def _measured(name: str, unit: Module, args: Any, kwargs: Any) -> Part:
@@ -224,9 +221,8 @@ def _timed(unit: Module, args: Any, kwargs: Any) -> tuple[float, int]:
     with torch.enable_grad(), saved:
         outputs = [each for each in tensors_in(unit(*args, **kwargs)) if each.requires_grad]
         if outputs:
-            torch.autograd.grad(
-                outputs, [*leaves, *parameters], [torch.ones_like(o) for o in outputs], allow_unused=True
-            )
+            ones = [torch.ones_like(each) for each in outputs]
+            torch.autograd.grad(outputs, [*leaves, *parameters], ones, allow_unused=True)
     _synchronize()
     return perf_counter() - begin, saved.nbytes
 
@@ -278,10 +274,7 @@ def _best_cut(costs: Sequence[float], parts: int) -> list[int]:
     """
     if not 1 <= parts <= len(costs):
         raise ValueError(f"{parts} parts are more than the {len(costs)} layers of the module, or fewer than one")
-    sums = [0.0]
-    for cost in costs:
-        sums.append(sums[-1] + cost)
-    count = len(costs)
+    sums, count = [0.0, *accumulate(costs)], len(costs)
     # best[end]: the largest sum with the first `end` layers in as many parts as there are so far, and their cuts
     best: dict[int, tuple[float, list[int]]] = {end: (sums[end], []) for end in range(1, count + 1)}
     for part in range(2, parts + 1):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -31,29 +31,6 @@ class _Send(torch.autograd.Function):
         return back, None, None
 
 
-def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return the tensor on ``device``, differentiable; call ``hand_over`` on it before computing with it."""
-    if tensor.device == device:
-        return tensor
-    if not (torch.is_grad_enabled() and tensor.requires_grad):
-        return copy_aside(tensor, device)
-    copy: torch.Tensor = _Send.apply(tensor, device, caller_streams((tensor.device, device)))
-    return copy
-
-
-def send_value(value: Any, source: torch.device, device: torch.device) -> Any:
-    """Return a nest with its tensors on ``device``, differentiable; a leaf that names ``source`` names ``device``."""
-    if source == device:
-        return value
-    return map_leaves(value, lambda leaf: _sent_leaf(leaf, source, device, send))
-
-
-def _sent_leaf(leaf: Any, source: torch.device, device: torch.device, way: Callable[..., Any]) -> Any:
-    if isinstance(leaf, torch.Tensor):
-        return way(leaf, device)
-    return device if leaf == source and isinstance(leaf, torch.device) else leaf
-
-
 class Crossing:
     """A tensor and its copy on another device, a leaf of another graph; the gradient of the copy is the tensor's.
 
@@ -76,14 +53,34 @@ class Crossing:
         self.grad = None if grad is None else copy_aside(grad, self.source.device)
         del self.leaf
 
-    @staticmethod
-    def of_value(value: Any, source: torch.device, device: torch.device, crossings: list[Crossing]) -> Any:
-        """Return a nest with copies of its tensors on ``device``; append a crossing for each that requires grad."""
 
-        def cross(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-            crossing = Crossing(tensor, device)
-            if tensor.requires_grad:
-                crossings.append(crossing)
-            return crossing.leaf
+def send(tensor: torch.Tensor, device: torch.device, crossings: list[Crossing] | None = None) -> torch.Tensor:
+    """Return the tensor on ``device``; call ``hand_over`` on it before computing with it.
 
-        return map_leaves(value, lambda leaf: _sent_leaf(leaf, source, device, cross))
+    Args:
+        crossings: ``None``: the copy is differentiable.  Otherwise it is a leaf of another graph, and the list gets its
+            :class:`Crossing` if it requires grad.
+    """
+    if crossings is not None:
+        crossing = Crossing(tensor, device)
+        crossings += [crossing] if tensor.requires_grad else []
+        return crossing.leaf
+    if tensor.device == device:
+        return tensor
+    if not (torch.is_grad_enabled() and tensor.requires_grad):
+        return copy_aside(tensor, device)
+    copy: torch.Tensor = _Send.apply(tensor, device, caller_streams((tensor.device, device)))
+    return copy
+
+
+def send_value(value: Any, source: torch.device, device: torch.device, crossings: list[Crossing] | None) -> Any:
+    """Return a nest with its tensors sent by :func:`send`; a leaf that names ``source`` names ``device``."""
+    if source == device and crossings is None:
+        return value
+
+    def sent(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return send(leaf, device, crossings)
+        return device if isinstance(leaf, torch.device) and leaf == source else leaf
+
+    return map_leaves(value, sent)

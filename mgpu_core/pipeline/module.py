@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -26,7 +26,7 @@ from mgpu_core.parallel.scatter_inputs import scatter_objects
 from mgpu_core.pipeline.balance import arguments_of, balance, cut_by_bytes
 from mgpu_core.pipeline.borders import Crossing
 from mgpu_core.pipeline.deferred import DeferredStatistics, recomputing
-from mgpu_core.pipeline.graph import Program, ProgramCache
+from mgpu_core.pipeline.graph import ProgramCache
 from mgpu_core.pipeline.placement import Placement, find_in, refuse_moves
 from mgpu_core.pipeline.run import LastStage, PipelineRun, workers_of
 from mgpu_core.pipeline.schedules import FORWARD, check_schedule, plan
@@ -97,7 +97,7 @@ class Pipeline(Module):
         _check_options(chunks, schedule, checkpoint, rng)
         net, points = _taken_apart(stages, devices, split_points, sample)
         programs = ProgramCache(net, points)
-        program, _ = programs.find(*_example(net, sample))
+        program, _ = programs.find(*(_placeholders(net) if sample is None else arguments_of(sample)))
         self.device_ids, self.split_points = list(devices), points
         self.chunks, self.schedule, self.checkpoint = chunks, schedule, checkpoint
         self.output_device = devices[-1] if output_device is None else as_device(output_device)
@@ -177,7 +177,7 @@ class Pipeline(Module):
         if not self._tree.is_current():
             self._programs.clear()
         found = [self._programs.find(*each) for each in arguments]
-        program = found[0][0]
+        program, stages = found[0][0], found[0][0].stages
         if not self._tree.is_current():
             self._tree, self._placement = ModuleTree(self.module), Placement(self.module, program, self.device_ids)
         if any(each is not program for each, _ in found):
@@ -192,7 +192,7 @@ class Pipeline(Module):
             actions if last is not None else [each for each in actions if each.kind == FORWARD],
             [tensors for _, tensors in found], last=last, shared=crossings or (), autocast=autocast,
             recomputes=lambda micro_batch: self.checkpoint != "never" and micro_batch < kept,
-            recomputing=lambda stage: recomputing(self._modules_of(program, stage)),
+            recomputing=lambda stage: recomputing([find_in(self.module, each) for each in stages[stage].modules]),
             first_rank=copy * len(self.device_ids),
         )  # fmt: skip
 
@@ -212,25 +212,16 @@ class Pipeline(Module):
             each.commit()
         for crossing in run.shared:
             crossing.send_back()
-            _add_gradient(crossing)
-
-    def _modules_of(self, program: Program, stage: int) -> list[Module]:
-        return [find_in(self.module, name) for name in program.stages[stage].modules]
+            if crossing.grad is not None:
+                hand_over([crossing.grad])
+                parameter = crossing.source
+                with torch.no_grad():
+                    parameter.grad = crossing.grad if parameter.grad is None else parameter.grad + crossing.grad
 
     def extra_repr(self) -> str:
         """Return the cut and the schedule."""
         names = ", ".join(map(str, self.device_ids))
         return f"device_ids=[{names}], split_points={self.split_points}, chunks={self.chunks}, schedule={self.schedule}"
-
-
-def _add_gradient(crossing: Crossing) -> None:
-    """Add the gradient of a parameter's copy to the parameter's own."""
-    grad, parameter = crossing.grad, crossing.source
-    if grad is None:
-        return
-    hand_over([grad])
-    with torch.no_grad():
-        parameter.grad = grad if parameter.grad is None else parameter.grad + grad
 
 
 def _check_options(chunks: Any, schedule: str, checkpoint: str, rng: str) -> None:
@@ -271,14 +262,10 @@ def _taken_apart(
     return stages, list(split_points)
 
 
-def _example(net: Module, sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return arguments of the form of a call: the sample, or a tensor for each parameter without a default."""
-    return (tuple(_placeholders(net)), {}) if sample is None else arguments_of(sample)
-
-
-def _placeholders(net: Module) -> Iterator[torch.Tensor]:
-    for name, parameter in inspect.signature(net.forward).parameters.items():
-        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.KEYWORD_ONLY):
+def _placeholders(net: Module) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return arguments of the form of a call: a tensor for each parameter of the forward without a default."""
+    parameters = inspect.signature(net.forward).parameters
+    for name, each in parameters.items():
+        if each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD, each.KEYWORD_ONLY):
             raise ValueError(f"the forward of {type(net).__name__} takes {name}: pass sample=, the arguments of a call")
-        if parameter.default is parameter.empty:
-            yield torch.empty(0)
+    return tuple(torch.empty(0) for each in parameters.values() if each.default is each.empty), {}

@@ -64,13 +64,13 @@ def place(
     for _, layer, device in layers:
         for tensor in (*layer.parameters(), *layer.buffers()):
             homes.setdefault(id(tensor), device)
-    _check_buffers(layers, homes)
+        for name, buffer in layer.named_buffers():
+            if homes[id(buffer)] != device:
+                raise ValueError(f"buffer {name!r} of a {type(layer).__name__} belongs to layers on two devices")
     for name, tensor in named_tensors(net):
         around = name.rpartition(".")[0]
-        first = next(
-            (device for layer, _, device in layers if not around or layer.startswith(f"{around}.")), devices[0]
-        )
-        move_to(net, name, homes.get(id(tensor), first))
+        inside = [device for layer, _, device in layers if not around or layer.startswith(f"{around}.")]
+        move_to(net, name, homes.get(id(tensor), [*inside, devices[0]][0]))
     for _, layer, device in layers:
         _Border(layer, device)
     net.__dict__.update(dict.fromkeys(MOVES, refuse_moves))
@@ -105,20 +105,8 @@ def _layers(net: Module, starts: Mapping[str, int]) -> list[tuple[str, Module, i
     return list(found.values())
 
 
-def _check_buffers(layers: Sequence[tuple[str, Module, torch.device]], homes: Mapping[int, torch.device]) -> None:
-    for _, layer, device in layers:
-        for name, buffer in layer.named_buffers():
-            if homes[id(buffer)] != device:
-                raise ValueError(f"buffer {name!r} of a {type(layer).__name__} belongs to layers on two devices")
-
-
 class _Border:
-    """Hooks of one layer: they bring its arguments, and parameters that it shares with others, to its device.
-
-    Args:
-        layer: gets the hooks.
-        device: its own.
-    """
+    """Hooks of one layer: they bring its arguments, and parameters that it shares with others, to its device."""
 
     def __init__(self, layer: Module, device: torch.device) -> None:
         self._device = device

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
-from torch.nn import Module, Parameter
+from torch.nn import Module
 
 from mgpu_core.device.streams import hand_over
 from mgpu_core.module_tree import ModuleTree, check_initialised, named_parameters_of
@@ -22,10 +23,7 @@ MOVES = ("to", "cuda", "cpu", "xpu", "to_empty")  # methods of a module that wou
 
 def find_in(root: Module, name: str) -> Any:
     """Return the module or tensor of a dotted name; the root itself for an empty one."""
-    found: Any = root
-    for part in name.split(".") if name else ():
-        found = getattr(found, part)
-    return found
+    return attrgetter(name)(root) if name else root
 
 
 def move_to(module: Module, name: str, device: torch.device) -> None:
@@ -78,11 +76,18 @@ class Placement:
     def __init__(self, root: Module, program: Program, devices: Sequence[torch.device]) -> None:
         self._root, self._devices = root, devices
         check_initialised([*root.parameters(), *root.buffers()])
-        self._check_buffers(program)
-        first: dict[int, int] = {}  # by id, the first stage that uses a tensor
-        for stage in program.stages:
-            for tensor in self._tensors_of(program, stage.index):
-                first.setdefault(id(tensor), stage.index)
+        first: dict[int, int] = {}  # by id, the first stage that uses a module or tensor
+        for index, stage in enumerate(program.stages):
+            for name in (*stage.modules, *stage.attributes):
+                used = find_in(root, name)
+                buffers = list(used.buffers()) if isinstance(used, Module) else []
+                if first.setdefault(id(used), index) != index and buffers:
+                    raise ValueError(
+                        f"module {name!r} has buffers and is called in stages {first[id(used)]} and {index}: a stage "
+                        "that updates them would race with the other"
+                    )
+                for tensor in (*_parameters_of(used), *buffers):
+                    first.setdefault(id(tensor), index)
         self._stages = {name: first.get(id(tensor), 0) for name, tensor in named_tensors(root)}
         for name, index in self._stages.items():
             move_to(root, name, devices[index])
@@ -90,25 +95,6 @@ class Placement:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_ids": None}
-
-    def _tensors_of(self, program: Program, stage: int) -> Iterator[torch.Tensor]:
-        part = program.stages[stage]
-        for name in part.modules:
-            module = find_in(self._root, name)
-            yield from (*module.parameters(), *module.buffers())
-        yield from (find_in(self._root, name) for name in part.attributes)
-
-    def _check_buffers(self, program: Program) -> None:
-        calls: dict[int, int] = {}
-        for stage in program.stages:
-            for name in stage.modules:
-                module = find_in(self._root, name)
-                first = calls.setdefault(id(module), stage.index)
-                if first != stage.index and any(True for _ in module.buffers()):
-                    raise ValueError(
-                        f"module {name!r} has buffers and is called in stages {first} and {stage.index}: a stage that "
-                        "updates them would race with the other"
-                    )
 
     def stage_of(self, tensor: torch.Tensor) -> int:
         """Return the stage on whose device a parameter or buffer is."""
@@ -132,64 +118,41 @@ class Placement:
                 are differentiable, for one graph over all stages.
         """
         if not program.sharers:
-            program.sharers = [self._sharers(program, stage) for stage in range(len(self._devices))]
+            for index, stage in enumerate(program.stages):
+                used = {name: _parameters_of(find_in(self._root, name)) for name in (*stage.modules, *stage.attributes)}
+                program.sharers.append([name for name in used if any(self.stage_of(p) != index for p in used[name])])
         return [self._finder(names, stage, shared) for stage, names in enumerate(program.sharers)]
 
-    def _sharers(self, program: Program, stage: int) -> list[str]:
-        """Return the names of a stage's modules and tensors that use a parameter of another stage."""
-        part, found = program.stages[stage], []
-        for name in (*part.modules, *part.attributes):
-            each = find_in(self._root, name)
-            parameters = each.parameters() if isinstance(each, Module) else [each]
-            if any(self.stage_of(parameter) != stage for parameter in parameters):
-                found.append(name)
-        return found
-
     def _finder(self, names: Sequence[str], stage: int, shared: list[Crossing] | None) -> Callable[[str], Any]:
-        device, copies = self._devices[stage], _Copies(self._devices[stage], shared)
+        device = self._devices[stage]
+        copies: dict[int, torch.Tensor] = {}  # by id of the parameter
+
+        def copied(parameter: torch.Tensor) -> torch.Tensor:
+            if id(parameter) not in copies:
+                copies[id(parameter)] = send(parameter, device, shared)
+            return copies[id(parameter)]
+
         replaced: dict[str, Any] = {}
         for name in names:
-            each = find_in(self._root, name)
-            if not isinstance(each, Module):
-                replaced[name] = copies.of(each)
-            elif shared is not None or any(parameter.device != device for parameter in each.parameters()):
-                replaced[name] = self._replica(each, stage, copies)
-        made = copies.tensors()
+            used = find_in(self._root, name)
+            if not isinstance(used, Module):
+                replaced[name] = copied(used)
+            elif shared is not None or any(parameter.device != device for parameter in used.parameters()):
+                keep_hooks_apart()
+                tree = ModuleTree(used)
+                parameters = [each if self.stage_of(each) == stage else copied(each) for each in tree.parameters]
+                calls = compiled_by_rank(tree, 2)[1] if tree.is_compiled else ()
+                replaced[name] = build_replica(tree, parameters, tree.buffers, calls)
 
         def find(name: str) -> Any:
-            if made:
-                hand_over(made)
-                made.clear()
+            if copies:
+                hand_over(list(copies.values()))
+                copies.clear()
             return replaced[name] if name in replaced else find_in(self._root, name)
 
         return find
 
-    def _replica(self, module: Module, stage: int, copies: _Copies) -> Module:
-        keep_hooks_apart()
-        tree = ModuleTree(module)
-        parameters = [each if self.stage_of(each) == stage else copies.of(each) for each in tree.parameters]
-        calls = compiled_by_rank(tree, 2)[1] if tree.is_compiled else ()
-        replica: Module = build_replica(tree, parameters, tree.buffers, calls)
-        return replica
 
-
-class _Copies:
-    """The copies of parameters on one device, each once."""
-
-    def __init__(self, device: torch.device, shared: list[Crossing] | None) -> None:
-        self._device, self._shared = device, shared
-        self._made: dict[int, torch.Tensor] = {}
-
-    def of(self, parameter: Parameter) -> torch.Tensor:
-        key = id(parameter)
-        if key not in self._made:
-            if self._shared is None:
-                self._made[key] = send(parameter, self._device)
-            else:
-                crossing = Crossing(parameter, self._device)
-                self._shared.append(crossing)
-                self._made[key] = crossing.leaf
-        return self._made[key]
-
-    def tensors(self) -> list[torch.Tensor]:
-        return list(self._made.values())
+def _parameters_of(used: Any) -> list[torch.Tensor]:
+    """Return the parameters of a module, or the tensor itself."""
+    return list(used.parameters()) if isinstance(used, Module) else [used]

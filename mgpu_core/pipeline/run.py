@@ -30,7 +30,7 @@ from mgpu_core.errors import Error
 from mgpu_core.nested import tensors_in
 from mgpu_core.null_context import NULL_CONTEXT
 from mgpu_core.parallel.apply import run_ranks
-from mgpu_core.pipeline.borders import Crossing, send_value
+from mgpu_core.pipeline.borders import Crossing, send, send_value
 from mgpu_core.pipeline.graph import Program
 from mgpu_core.pipeline.schedules import FORWARD, Action
 from mgpu_core.trace.events import Schedule
@@ -162,7 +162,7 @@ class PipelineRun:
             for name, tensor in zip(program.inputs, tensors, strict=True):
                 for stage in program.consumers.get(name, ()):
                     source = tensor if last is None else tensor.detach()
-                    self._waiting(stage, micro_batch)[name] = send_value(source, tensor.device, devices[stage])
+                    self._waiting(stage, micro_batch)[name] = send(source, devices[stage])
 
     def run(self, *, draws: bool, in_caller: bool = False) -> None:
         """Run all actions.
@@ -262,13 +262,10 @@ class PipelineRun:
                 if is_tracing():
                     crossed = sum(each.nbytes for each in tensors_in(values[name]))
                     self._crossed[stage, reader] = self._crossed.get((stage, reader), 0) + crossed
-                if self._last is None:
-                    value = send_value(values[name], source, self._devices[reader])
-                else:
-                    crossings: list[Crossing] = []
-                    value = Crossing.of_value(values[name], source, self._devices[reader], crossings)
-                    given += crossings
-                    self._read.setdefault((reader, micro_batch), []).extend(crossings)
+                crossings: list[Crossing] | None = None if self._last is None else []
+                value = send_value(values[name], source, self._devices[reader], crossings)
+                given += crossings or ()
+                self._read.setdefault((reader, micro_batch), []).extend(crossings or ())
                 self._waiting(reader, micro_batch)[name] = value
         self._given[stage, micro_batch] = given
 

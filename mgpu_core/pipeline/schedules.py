@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import count
 from typing import NamedTuple
 
 __all__ = ["BACKWARD", "FORWARD", "SCHEDULES", "Action", "bubble", "check_schedule", "plan"]
@@ -61,55 +62,35 @@ def plan(
 @lru_cache(maxsize=64)  # every call of a pipeline asks for its plan
 def _planned(stages: int, micro_batches: int, schedule: str, workers: tuple[int, ...]) -> Sequence[Action]:
     groups = [[stage for stage in range(stages) if workers[stage] == each] for each in dict.fromkeys(workers)]
-    progress = _Progress(stages, micro_batches, schedule)
-    actions: list[Action] = []
-    time = 0
-    while not progress.is_over:
-        chosen = [found for group in groups if (found := progress.next_action(group)) is not None]
-        for stage, kind in chosen:
-            actions.append(Action(time, stage, kind, progress.counts[kind][stage]))
-        for stage, kind in chosen:
-            progress.counts[kind][stage] += 1
-        time += 1
-    return tuple(actions)
+    forwards, backwards = [0] * stages, [0] * stages  # that each stage has run before the present slot
 
-
-class _Progress:
-    """How many micro-batches each stage has run each way, before the present slot."""
-
-    def __init__(self, stages: int, micro_batches: int, schedule: str) -> None:
-        self._stages, self._micro_batches = stages, micro_batches
-        self._is_gpipe = schedule == "gpipe"
-        self.counts = {FORWARD: [0] * stages, BACKWARD: [0] * stages}
-
-    @property
-    def is_over(self) -> bool:
-        return self.counts[BACKWARD][0] == self._micro_batches
-
-    def next_action(self, stages: Sequence[int]) -> tuple[int, str] | None:
-        """Return the action of one worker in this slot: a backward if one is ready, otherwise a forward, or none."""
-        for stage in reversed(stages):
-            if self._is_backward_ready(stage):
-                return stage, BACKWARD
-        ready = [stage for stage in stages if self._is_forward_ready(stage)]
-        if not ready:
-            return None
-        forwards = self.counts[FORWARD]
-        group = max(
-            1, self._stages // len(stages)
-        )  # of several stages first those of the micro-batches that came first
-        return min(ready, key=lambda stage: (forwards[stage] // group, stage)), FORWARD
-
-    def _is_backward_ready(self, stage: int) -> bool:
-        forwards, backwards = self.counts[FORWARD], self.counts[BACKWARD]
-        if self._is_gpipe and forwards[stage] < self._micro_batches:
+    def is_backward_ready(stage: int) -> bool:
+        if schedule == "gpipe" and forwards[stage] < micro_batches:
             return False
-        return backwards[stage] < (forwards[stage] if stage == self._stages - 1 else backwards[stage + 1])
+        return backwards[stage] < (forwards[stage] if stage == stages - 1 else backwards[stage + 1])
 
-    def _is_forward_ready(self, stage: int) -> bool:
-        forwards, held = self.counts[FORWARD], self.counts[FORWARD][stage] - self.counts[BACKWARD][stage]
-        limit = self._micro_batches if self._is_gpipe else self._stages - stage
-        return held < limit and forwards[stage] < (self._micro_batches if stage == 0 else forwards[stage - 1])
+    def is_forward_ready(stage: int) -> bool:
+        limit = micro_batches if schedule == "gpipe" else stages - stage
+        is_given = forwards[stage] < (micro_batches if stage == 0 else forwards[stage - 1])
+        return is_given and forwards[stage] - backwards[stage] < limit
+
+    def next_action(group: Sequence[int], time: int) -> Action | None:
+        """Return the action of one worker in this slot: a backward if one is ready, otherwise a forward, or none."""
+        if ready := [stage for stage in group if is_backward_ready(stage)]:
+            return Action(time, ready[-1], BACKWARD, backwards[ready[-1]])
+        size = max(1, stages // len(group))  # of several stages first those of the micro-batches that came first
+        ready = sorted(filter(is_forward_ready, group), key=lambda stage: (forwards[stage] // size, stage))
+        return Action(time, ready[0], FORWARD, forwards[ready[0]]) if ready else None
+
+    actions: list[Action] = []
+    for time in count():
+        chosen = [found for group in groups if (found := next_action(group, time)) is not None]
+        for _, stage, kind, _ in chosen:
+            (forwards if kind == FORWARD else backwards)[stage] += 1
+        actions += chosen
+        if backwards[0] == micro_batches:
+            break
+    return tuple(actions)
 
 
 def bubble(actions: Sequence[tuple[int, int, str, int]], workers: int) -> float:

@@ -129,7 +129,7 @@ def test_weights_are_snapshots_until_refreshed():
 def test_ranks_of_one_device_share_weights_and_no_buffers():
     module = nn.BatchNorm1d(2)
     with Predictor(module, [cpu(1)[0]] * 2) as predict:
-        one, other = predict._engine.modules
+        one, other = (each.module for each in predict._engine.replicas)
     assert one.weight.data_ptr() == other.weight.data_ptr() != module.weight.data_ptr()
     assert one.running_mean.data_ptr() != other.running_mean.data_ptr()
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import os
+import threading
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -74,6 +76,7 @@ class Predictor:
         self._engine = Engine(snapshots(net, self.devices), self.devices, self._queue, max_batch, target, amp_dtype)
         self._process = os.getpid()
         self._finalizer = weakref.finalize(self, self._engine.close, drain=False, seconds=EXIT_SECONDS)
+        _predictors.add(self)
 
     def submit(self, *inputs: Any, timeout: float | None = None, **kwargs: Any) -> Future[Any]:
         """Return a future of ``net(*inputs, **kwargs)``.
@@ -175,3 +178,18 @@ def _devices_of(net: Module, device_ids: Sequence[DeviceLike] | None) -> list[to
     if device_ids is None:
         return list(local_devices()) or [torch.device("cpu")]
     return list(as_devices(device_ids))
+
+
+_predictors: weakref.WeakSet[Predictor] = weakref.WeakSet()
+
+
+def _close_all() -> None:
+    """Close the predictors that are still open, unless a thread is left that may use them."""
+    if all(each.daemon or each is threading.main_thread() for each in threading.enumerate()):
+        for predictor in list(_predictors):
+            if predictor._process == os.getpid():
+                predictor._finalizer()
+
+
+# Before the end of the process waits for workers that are at work: those of an open predictor wait for requests.
+getattr(threading, "_register_atexit", atexit.register)(_close_all)

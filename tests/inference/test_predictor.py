@@ -1,6 +1,8 @@
 """Predictor: every answer is that of the net, for whoever asked, whatever else is in the batch."""
 
 import asyncio
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import CancelledError
@@ -244,3 +246,25 @@ def test_stats_are_a_table_and_prometheus_text():
     assert "# TYPE mgpu_rows_total counter" in text
     rows = [int(line.split()[-1]) for line in text.splitlines() if line.startswith("mgpu_rows_total")]
     assert sum(rows) == 4
+
+
+OPEN_AT_THE_END = """
+import threading, torch, mgpu_core
+from mgpu_core.device import workers
+predict = mgpu_core.Predictor(torch.nn.Identity(), ["cpu"] * 2)
+assert predict(torch.ones(4, 1)).shape == (4, 1)
+"""
+THE_PROCESS_ENDS = f"{OPEN_AT_THE_END}workers.EXIT_SECONDS = 100"
+A_THREAD_OUTLIVES_MAIN = f"""{OPEN_AT_THE_END}
+def use():
+    threading.main_thread().join()
+    print(predict(torch.ones(5, 1)).shape[0])
+workers.EXIT_SECONDS = 0.1
+threading.Thread(target=use).start()
+"""
+
+
+@pytest.mark.parametrize(("script", "printed"), [(THE_PROCESS_ENDS, ""), (A_THREAD_OUTLIVES_MAIN, "5\n")])
+def test_the_process_ends_with_an_open_predictor(script, printed):
+    done = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, printed, "")

@@ -100,10 +100,18 @@ class Predictor:
             raise RuntimeError("this predictor was made before the process forked: make one in the child")
         self._queue.put(request, timeout)
 
-    async def asubmit(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Return the answer, in asyncio: other coroutines go on meanwhile."""
-        future = await asyncio.to_thread(self.submit, *inputs, **kwargs)
-        return await asyncio.wrap_future(future)
+    async def asubmit(self, *inputs: Any, timeout: float | None = None, **kwargs: Any) -> Any:
+        """Return the answer, in asyncio: other coroutines go on meanwhile.  Takes the arguments of :meth:`submit`.
+
+        A task that is cancelled takes its request with it, unless the request is in work.
+        """
+        request = Request(inputs, kwargs)
+        try:
+            await asyncio.to_thread(self._put, request, timeout)
+            return await asyncio.wrap_future(request.future)
+        except asyncio.CancelledError:
+            request.future.cancel()  # also one that still waits for a free slot
+            raise
 
     def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
         """Return ``net(*inputs, **kwargs)``; rows are cut over the devices, into batches of at most ``max_batch``.

@@ -190,6 +190,26 @@ def test_a_full_queue_pushes_back_and_cancelled_requests_are_left_out():
         assert predict.stats()[0].requests == 2
 
 
+def test_a_coroutine_that_is_cancelled_before_there_is_a_free_slot_leaves_no_request():
+    gate, x = Gate(), torch.ones(1, 1, device=cpu(1)[0])
+
+    async def give_up(predict):
+        with pytest.raises(TimeoutError, match="were pending"):
+            await predict.asubmit(x, timeout=0.01)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(predict.asubmit(x), 0.05)
+        gate.event.set()
+
+    with Predictor(gate, cpu(1), max_batch=1, max_pending=1, max_wait_ms=0) as predict:
+        first = predict.submit(x)
+        while not first.running():
+            time.sleep(0.001)
+        predict.submit(x)
+        asyncio.run(give_up(predict))  # its end waits for the thread that puts the request into the queue
+        predict(x)
+        assert predict.stats()[0].requests == 3
+
+
 def test_close_answers_all_or_cancels_those_that_wait():
     gate, x = Gate(), torch.ones(1, 1, device=cpu(1)[0])
     predict = Predictor(gate, cpu(1), max_batch=1, max_wait_ms=0)

@@ -191,3 +191,52 @@ def test_ray_serve(tmp_path):
     with started(tmp_path, "run.py", end=signal.SIGINT) as process:
         wait_for(f"{url}/-/routes", process, answer="default")
         ask(url, same, same)
+
+
+ON_TWO_NODES = """
+import numpy
+import ray
+from ray import serve
+from ray.cluster_utils import Cluster
+from ray.util.state import list_actors
+
+from cluster import app
+from data import NODES, PER_NODE, Predict
+
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 3, "include_dashboard": True})
+cluster.add_node(num_cpus=3)
+ray.init(address=cluster.address)
+
+
+class Where(Predict):
+    def __call__(self, batch):
+        node = ray.get_runtime_context().get_node_id()
+        return super().__call__(batch) | {"node": numpy.array([node] * len(batch["data"]))}
+
+
+rows = ray.data.from_numpy(numpy.zeros((1000, 8), numpy.float32)).repartition(20)
+pool = ray.data.ActorPoolStrategy(size=NODES)
+found = rows.map_batches(Where, batch_size=50, compute=pool, **PER_NODE).take_all()
+print("rows:", len(found), "nodes:", len({row["node"] for row in found}))
+
+serve.start(http_options={"location": "NoServer"})
+serve.run(app)
+replicas = list_actors(filters=[("class_name", "=", "ServeReplica:default:Predict"), ("state", "=", "ALIVE")])
+print("replicas:", len(replicas), "nodes:", len({each.node_id for each in replicas}))
+serve.shutdown()
+ray.shutdown()
+cluster.shutdown()
+"""
+
+
+def test_ray_starts_one_predictor_per_node(tmp_path):
+    pytest.importorskip("ray.serve")
+    pytest.importorskip("ray.data")
+    for name in ("data.py", "cluster.py"):
+        write(tmp_path, name, ("NODES = 1", "NODES = 2"))
+    (tmp_path / "run.py").write_text(ON_TWO_NODES)
+    with started(tmp_path, "run.py") as process:
+        assert process.wait(150) == 0
+    told = (tmp_path / "log").read_text()
+    assert re.search(r"^replicas: 2 nodes: 2$", told, flags=re.MULTILINE)
+    assert re.search(r"^rows: 1000 nodes: [12]$", told, flags=re.MULTILINE)  # a fast actor may answer all

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import os
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
@@ -99,6 +101,7 @@ class Predictor:
         )  # fmt: skip
         self._process = os.getpid()
         self._finalizer = weakref.finalize(self, self._engine.close, drain=False, seconds=EXIT_SECONDS)
+        _predictors.add(self)
 
     def submit(self, *inputs: Any, timeout: float | None = None, **kwargs: Any) -> Future[Any]:
         """Return a future of ``net(*inputs, **kwargs)``.
@@ -122,17 +125,21 @@ class Predictor:
             raise RuntimeError("this predictor was made before the process forked: make one in the child")
         self._queue.put(request, timeout)
 
-    async def asubmit(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Return the answer, in asyncio: other coroutines go on meanwhile.
+    async def asubmit(self, *inputs: Any, timeout: float | None = None, **kwargs: Any) -> Any:
+        """Return the answer, in asyncio: other coroutines go on meanwhile.  Takes the arguments of :meth:`submit`.
 
-        A cancelled coroutine cancels its request.
+        A task that is cancelled takes its request with it, unless the request is in work.
         """
         request = self._joiner.request((inputs, kwargs))
         try:
-            self._put(request, 0)
-        except TimeoutError:  # no slot is free: a thread waits for one
-            await asyncio.to_thread(self._put, request, None)
-        return await asyncio.wrap_future(request.future)
+            try:
+                self._put(request, 0)
+            except TimeoutError:  # no slot is free: a thread waits for one
+                await asyncio.to_thread(self._put, request, timeout)
+            return await asyncio.wrap_future(request.future)
+        except asyncio.CancelledError:
+            request.future.cancel()  # also one that still waits for a free slot
+            raise
 
     def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
         """Return ``net(*inputs, **kwargs)``.
@@ -217,3 +224,18 @@ def _devices_of(net: Module, device_ids: Sequence[DeviceLike] | None) -> list[to
     if device_ids is None:
         return list(local_devices()) or [torch.device("cpu")]
     return list(as_devices(device_ids))
+
+
+_predictors: weakref.WeakSet[Predictor] = weakref.WeakSet()
+
+
+def _close_all() -> None:
+    """Close the predictors that are still open, unless a thread is left that may use them."""
+    if all(each.daemon or each is threading.main_thread() for each in threading.enumerate()):
+        for predictor in list(_predictors):
+            if predictor._process == os.getpid():
+                predictor._finalizer()
+
+
+# Before the end of the process waits for workers that are at work: those of an open predictor wait for requests.
+getattr(threading, "_register_atexit", atexit.register)(_close_all)

@@ -97,7 +97,6 @@ class Engine:
 
     def _serve(self, rank: int) -> None:
         """Answer batches until the queue is closed and empty, or the device is lost."""
-        on_host = self._devices[rank].type == "cpu"
         launched: _Batch | None = None
         with torch.inference_mode():
             while True:
@@ -105,11 +104,17 @@ class Engine:
                 requests = [] if is_lost else self.queue.take(self._limits[rank], wait=launched is None)
                 if not requests and launched is None:
                     return
-                following = self._attempt(rank, requests, partial(self._launch, rank, requests)) if requests else None
-                for batch in (launched, following if on_host else None):
-                    if batch is not None:
-                        self._attempt(rank, batch.requests, partial(self._answer, rank, batch))
-                launched = None if on_host else following
+                launched = self._turn(rank, requests, launched)
+                del requests  # a worker that waits keeps no tensors alive
+
+    def _turn(self, rank: int, requests: list[Request], launched: _Batch | None) -> _Batch | None:
+        """Launch a batch, answer the one before, and on the CPU this one too; return the batch without an answer."""
+        following = self._attempt(rank, requests, partial(self._launch, rank, requests)) if requests else None
+        on_host = self._devices[rank].type == "cpu"
+        for batch in (launched, following if on_host else None):
+            if batch is not None:
+                self._attempt(rank, batch.requests, partial(self._answer, rank, batch))
+        return None if on_host else following
 
     def _attempt(self, rank: int, requests: list[Request], work: Callable[[], _Batch | None]) -> _Batch | None:
         """Do a part of a batch's work; where it fails, see to the requests."""
@@ -149,7 +154,7 @@ class Engine:
     def _failed(self, rank: int, requests: list[Request], error: BaseException) -> None:
         """Give the error to a request that failed alone; run the requests of a batch one by one, or smaller ones."""
         waiting = [each for each in requests if not each.future.done()]
-        if _is_lost(self._devices[rank]):
+        if self._is_lost(rank):
             self._lose(rank, waiting, error)
         elif len(waiting) == 1:
             self.stats[rank].failures += 1
@@ -165,6 +170,18 @@ class Engine:
         batch = self._launch(rank, [request])
         if batch is not None:
             self._answer(rank, batch)
+
+    def _is_lost(self, rank: int) -> bool:
+        """Return whether an accelerator no longer computes, as after an error that stays."""
+        device = self._devices[rank]
+        if device.type == "cpu":
+            return False
+        try:
+            return bool(torch.ones(1, device=device).item() != 1)
+        except torch.OutOfMemoryError:
+            return False
+        except RuntimeError:
+            return True
 
     def _lose(self, rank: int, requests: list[Request], error: BaseException) -> None:
         """Take a device out; its requests go to the others."""
@@ -190,15 +207,3 @@ def _sent(target: torch.device, leaf: Any) -> Any:
     if not isinstance(leaf, torch.Tensor) or leaf.device == target:
         return leaf
     return copied_to_host(leaf) if target.type == "cpu" else leaf.to(target, non_blocking=True)
-
-
-def _is_lost(device: torch.device) -> bool:
-    """Return whether an accelerator no longer computes, as after an error that stays."""
-    if device.type == "cpu":
-        return False
-    try:
-        return bool(torch.ones(1, device=device).item() != 1)
-    except torch.OutOfMemoryError:
-        return False
-    except RuntimeError:
-        return True

@@ -4,6 +4,7 @@ TITLES = {
     "train_step": "A training step with TrainStep",
     "forward_backward": "Forward and backward with DataParallel",
     "pipeline": "A training step over a pipeline",
+    "inference": "Answering requests with a Predictor",
     "mnist_epoch": "An epoch of MNIST",
     "all_reduce": "All-reduce",
     "replicate": "Replicating a model",

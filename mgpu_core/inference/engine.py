@@ -12,7 +12,6 @@ No caller waits for a worker but in its future, and no worker waits for another 
 
 from __future__ import annotations
 
-import copy
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -20,59 +19,52 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch.nn import Module
 
 from mgpu_core._warnings import warn_user
 from mgpu_core.device.workers import WorkerPool
 from mgpu_core.errors import Error
+from mgpu_core.inference.replicas import Replica
 from mgpu_core.inference.request_queue import RequestQueue
-from mgpu_core.inference.requests import Request, joined, split_outputs
+from mgpu_core.inference.requests import Joiner, Request, copied_to_host
 from mgpu_core.inference.stats import DeviceStats, Stats
 from mgpu_core.nested import map_leaves
 from mgpu_core.null_context import NULL_CONTEXT
-from mgpu_core.pipeline.placement import is_spread
+from mgpu_core.trace.tracer import span
 
-__all__ = ["Engine", "snapshots"]
+__all__ = ["Engine"]
 
 
 class _Batch(NamedTuple):
-    """A batch whose launch has returned."""
+    """A batch whose work has been launched.
+
+    Attributes:
+        outputs: by the device of the answers.
+        event: after the last copy of an output; ``None`` on the CPU.
+    """
 
     requests: list[Request]
-    outputs: Any
+    outputs: dict[torch.device, Any]
+    event: torch.Event | None
     begin: float
 
 
-def snapshots(net: Module, devices: Sequence[torch.device]) -> list[Module]:
-    """Return a copy of the module per rank, in eval mode; ranks of one device share parameters, and no buffers."""
-    made: list[Module] = []
-    for rank, device in enumerate(devices):
-        memo: dict[int, Any] = {}
-        if device in devices[:rank]:
-            shared = made[devices.index(device)].parameters()
-            memo = {id(own): other for own, other in zip(net.parameters(), shared, strict=True)}
-        module = copy.deepcopy(net, memo)
-        made.append(module if is_spread(module) else module.to(device))
-        made[-1].requires_grad_(False).eval()
-    return made
-
-
 class Engine:
-    """The queue, the modules and the workers.
+    """The queue, the replicas and the workers.
 
     Args:
-        modules, devices: one per rank.
+        replicas, devices: one per rank.
+        joiner: makes batches of requests, and answers of outputs.
         max_batch: rows of a batch.
         output_device: of all answers; ``None``: the device of the request.
         amp_dtype: of autocast; ``None``: none.
     """
 
     def __init__(
-        self, modules: Sequence[Module], devices: Sequence[torch.device], queue: RequestQueue, max_batch: int,
-        output_device: torch.device | None, amp_dtype: torch.dtype | None,
+        self, replicas: Sequence[Replica], devices: Sequence[torch.device], queue: RequestQueue, joiner: Joiner,
+        max_batch: int, output_device: torch.device | None, amp_dtype: torch.dtype | None,
     ) -> None:  # fmt: skip
-        self.modules = modules  # one list: exchanged as a whole by refresh
-        self.queue = queue
+        self.replicas = replicas  # one list: exchanged as a whole by refresh
+        self.queue, self._joiner = queue, joiner
         self.stats = Stats(DeviceStats(str(device)) for device in devices)
         self._devices, self._output_device, self._amp_dtype = devices, output_device, amp_dtype
         self._limits = [max_batch] * len(devices)
@@ -83,8 +75,12 @@ class Engine:
         self._host.start()
 
     def _run(self) -> None:
-        with self._pool.lease() as crew:
-            crew.run([partial(self._serve, rank) for rank in range(len(self._devices))], threading.TIMEOUT_MAX)
+        try:
+            with self._pool.lease() as crew:
+                crew.run([partial(self._serve, rank) for rank in range(len(self._devices))], threading.TIMEOUT_MAX)
+        finally:  # also where a worker could not be started: no request is left without an answer
+            self.queue.close()
+            self._cancel()
 
     def close(self, *, drain: bool, seconds: float) -> None:
         """End the workers, after all requests or after those in work; cancel the requests that are left then."""
@@ -101,20 +97,24 @@ class Engine:
 
     def _serve(self, rank: int) -> None:
         """Answer batches until the queue is closed and empty, or the device is lost."""
-        device = self._devices[rank]
         launched: _Batch | None = None
         with torch.inference_mode():
-            while not self.stats[rank].is_lost:
-                requests = self.queue.take(self._limits[rank], wait=launched is None)
+            while True:
+                is_lost = self.stats[rank].is_lost
+                requests = [] if is_lost else self.queue.take(self._limits[rank], wait=launched is None)
                 if not requests and launched is None:
                     return
-                following = self._attempt(rank, requests, partial(self._launch, rank, requests))
-                if launched is not None:
-                    self._attempt(rank, launched.requests, partial(self._answer, rank, launched))
-                launched = following
-                if launched is not None and device.type == "cpu":
-                    self._attempt(rank, launched.requests, partial(self._answer, rank, launched))
-                    launched = None
+                launched = self._turn(rank, requests, launched)
+                del requests  # a worker that waits keeps no tensors alive
+
+    def _turn(self, rank: int, requests: list[Request], launched: _Batch | None) -> _Batch | None:
+        """Launch a batch, answer the one before, and on the CPU this one too; return the batch without an answer."""
+        following = self._attempt(rank, requests, partial(self._launch, rank, requests)) if requests else None
+        on_host = self._devices[rank].type == "cpu"
+        for batch in (launched, following if on_host else None):
+            if batch is not None:
+                self._attempt(rank, batch.requests, partial(self._answer, rank, batch))
+        return None if on_host else following
 
     def _attempt(self, rank: int, requests: list[Request], work: Callable[[], _Batch | None]) -> _Batch | None:
         """Do a part of a batch's work; where it fails, see to the requests."""
@@ -130,35 +130,37 @@ class Engine:
             return None
         begin, device = time.perf_counter(), self._devices[rank]
         self.stats[rank].queue_seconds.append(begin - min(each.begin for each in requests))
-        args, kwargs = joined(requests, device)
-        amp = NULL_CONTEXT if self._amp_dtype is None else torch.autocast(device.type, self._amp_dtype)
-        with amp:
-            return _Batch(requests, self.modules[rank](*args, **kwargs), begin)
+        with span("batch", rank, device):
+            args, kwargs = self._joiner.joined(requests, device)
+            with NULL_CONTEXT if self._amp_dtype is None else torch.autocast(device.type, self._amp_dtype):
+                made = self.replicas[rank](*args, **kwargs)
+            targets = {self._output_device or each.device for each in requests}
+            outputs = {target: map_leaves(made, partial(_sent, target)) for target in targets}
+            event = None if device.type == "cpu" else torch.accelerator.current_stream(device).record_event()
+        return _Batch(requests, outputs, event, begin)
 
     def _answer(self, rank: int, batch: _Batch) -> None:
-        targets = [self._output_device or each.device for each in batch.requests]
-        parts = split_outputs(batch.outputs, batch.requests)
-        answers = [map_leaves(part, partial(_moved, target)) for part, target in zip(parts, targets, strict=True)]
-        if self._devices[rank].type != "cpu":
-            torch.accelerator.current_stream(self._devices[rank]).synchronize()  # answers may be on the host
+        if batch.event is not None:
+            batch.event.synchronize()
+        parts = {target: self._joiner.split(outputs, batch.requests) for target, outputs in batch.outputs.items()}
         stats = self.stats[rank]
         stats.compute_seconds.append(time.perf_counter() - batch.begin)
         stats.batches += 1
         stats.requests += len(batch.requests)
-        stats.rows += sum(each.rows for each in batch.requests)
-        for request, answer in zip(batch.requests, answers, strict=True):
-            request.future.set_result(answer)
+        stats.rows += sum(each.own_rows for each in batch.requests)
+        for index, request in enumerate(batch.requests):
+            request.future.set_result(parts[self._output_device or request.device][index])
 
     def _failed(self, rank: int, requests: list[Request], error: BaseException) -> None:
         """Give the error to a request that failed alone; run the requests of a batch one by one, or smaller ones."""
         waiting = [each for each in requests if not each.future.done()]
-        if _is_lost(self._devices[rank]):
+        if self._is_lost(rank):
             self._lose(rank, waiting, error)
         elif len(waiting) == 1:
             self.stats[rank].failures += 1
             waiting[0].future.set_exception(error)
         elif isinstance(error, torch.OutOfMemoryError):
-            self._limits[rank] = max(1, sum(each.rows for each in waiting) // 2)
+            self._limits[rank] = max(1, sum(each.own_rows for each in waiting) // 2)
             self.queue.put_back(waiting)
         else:
             for each in waiting:
@@ -168,6 +170,18 @@ class Engine:
         batch = self._launch(rank, [request])
         if batch is not None:
             self._answer(rank, batch)
+
+    def _is_lost(self, rank: int) -> bool:
+        """Return whether an accelerator no longer computes, as after an error that stays."""
+        device = self._devices[rank]
+        if device.type == "cpu":
+            return False
+        try:
+            return bool(torch.ones(1, device=device).item() != 1)
+        except torch.OutOfMemoryError:
+            return False
+        except RuntimeError:
+            return True
 
     def _lose(self, rank: int, requests: list[Request], error: BaseException) -> None:
         """Take a device out; its requests go to the others."""
@@ -189,17 +203,7 @@ def _is_wanted(request: Request) -> bool:
     return request.future.running() or request.future.set_running_or_notify_cancel()
 
 
-def _moved(device: torch.device, leaf: Any) -> Any:
-    return leaf.to(device) if isinstance(leaf, torch.Tensor) and leaf.device != device else leaf
-
-
-def _is_lost(device: torch.device) -> bool:
-    """Return whether an accelerator no longer computes, as after an error that stays."""
-    if device.type == "cpu":
-        return False
-    try:
-        return bool(torch.ones(1, device=device).item() != 1)
-    except torch.OutOfMemoryError:
-        return False
-    except RuntimeError:
-        return True
+def _sent(target: torch.device, leaf: Any) -> Any:
+    if not isinstance(leaf, torch.Tensor) or leaf.device == target:
+        return leaf
+    return copied_to_host(leaf) if target.type == "cpu" else leaf.to(target, non_blocking=True)

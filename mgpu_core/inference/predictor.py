@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import os
+import threading
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import torch
 from torch.nn import Module
 
 from mgpu_core.device.devices import DeviceLike, as_device, as_devices, local_devices
+from mgpu_core.device.streams import GPU_TYPE
 from mgpu_core.device.workers import EXIT_SECONDS, time_limit
-from mgpu_core.inference.engine import Engine, snapshots
+from mgpu_core.inference.engine import Engine
+from mgpu_core.inference.replicas import replicas_of
 from mgpu_core.inference.request_queue import RequestQueue
-from mgpu_core.inference.requests import Request
+from mgpu_core.inference.requests import Call, Joiner, Request
 from mgpu_core.inference.stats import Stats
 from mgpu_core.nested import tensors_in
 from mgpu_core.parallel.gather_outputs import gather
@@ -44,6 +49,15 @@ class Predictor:
         max_pending: requests that may wait; :meth:`submit` waits for a free slot.
         output_device: of all answers; ``None``: the device of the request's first tensor.
         amp_dtype: the dtype of autocast; ``None``: none.
+        bucket_by: a function of the arguments of a call; calls with unequal results are not joined.
+        collate: a function of a list of calls, each ``(args, kwargs)``, of one bucket, with the same structure and
+            dtypes and any row shapes, that returns the joined ``(args, kwargs)``: to pad them, for example.
+        split: a function of the outputs and the list of calls that returns the answer to each.
+        compile: call ``torch.compile`` once per rank.
+        capture: record CUDA graphs, one per row shape and power of two of rows.  The module must treat rows apart.
+
+    Tensors on a GPU are read and answered on its default stream.  Answers to requests of one batch are views of the
+    same memory.
 
     Raises:
         TypeError, ValueError: arguments that cannot be.
@@ -59,6 +73,11 @@ class Predictor:
         max_pending: int = 1024,
         output_device: DeviceLike | None = None,
         amp_dtype: torch.dtype | None = None,
+        bucket_by: Callable[..., Hashable] | None = None,
+        collate: Callable[[list[Call]], Call] | None = None,
+        split: Callable[[Any, list[Call]], Sequence[Any]] | None = None,
+        compile: bool = False,  # noqa: A002 (torch's word)
+        capture: bool = False,
     ) -> None:
         if not isinstance(net, Module):
             raise TypeError(f"net must be a torch.nn.Module, not {type(net).__name__}")
@@ -67,13 +86,22 @@ class Predictor:
                 raise ValueError(f"{name} must be a whole number, 1 or more, not {value!r}")
         if not isinstance(max_wait_ms, int | float) or not 0 <= max_wait_ms < 1e9:
             raise ValueError(f"max_wait_ms must be a number of milliseconds, 0 or more, not {max_wait_ms!r}")
-        self._net, self.max_batch = net, max_batch
+        self.max_batch = max_batch
         self.devices = _devices_of(net, device_ids)
-        self._queue = RequestQueue(max_pending, max_wait_ms / 1e3)
+        if capture and any(device.type != GPU_TYPE for device in self.devices):
+            raise ValueError("capture=True needs CUDA devices: a CUDA graph runs on one")
+        if capture and is_spread(net):
+            raise ValueError("capture=True needs a module on one device: a CUDA graph runs on one")
+        self._joiner = Joiner(bucket_by, collate, split)
+        self._copies = partial(replicas_of, net, self.devices, compiled=compile, captured=capture)
+        self._queue = RequestQueue(max_pending, max_wait_ms / 1e3, max_batch)
         target = None if output_device is None else as_device(output_device)
-        self._engine = Engine(snapshots(net, self.devices), self.devices, self._queue, max_batch, target, amp_dtype)
+        self._engine = Engine(
+            self._copies(), self.devices, self._queue, self._joiner, max_batch, target, amp_dtype
+        )  # fmt: skip
         self._process = os.getpid()
         self._finalizer = weakref.finalize(self, self._engine.close, drain=False, seconds=EXIT_SECONDS)
+        _predictors.add(self)
 
     def submit(self, *inputs: Any, timeout: float | None = None, **kwargs: Any) -> Future[Any]:
         """Return a future of ``net(*inputs, **kwargs)``.
@@ -88,7 +116,7 @@ class Predictor:
             ValueError: no rows, or tensors that disagree on their number.
             RuntimeError: the predictor is closed, or was made before a fork.
         """
-        request = Request(inputs, kwargs)
+        request = self._joiner.request((inputs, kwargs))
         self._put(request, timeout)
         return request.future
 
@@ -97,24 +125,45 @@ class Predictor:
             raise RuntimeError("this predictor was made before the process forked: make one in the child")
         self._queue.put(request, timeout)
 
-    async def asubmit(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Return the answer, in asyncio: other coroutines go on meanwhile."""
-        future = await asyncio.to_thread(self.submit, *inputs, **kwargs)
-        return await asyncio.wrap_future(future)
+    async def asubmit(self, *inputs: Any, timeout: float | None = None, **kwargs: Any) -> Any:
+        """Return the answer, in asyncio: other coroutines go on meanwhile.  Takes the arguments of :meth:`submit`.
+
+        A task that is cancelled takes its request with it, unless the request is in work.
+        """
+        request = self._joiner.request((inputs, kwargs))
+        try:
+            try:
+                self._put(request, 0)
+            except TimeoutError:  # no slot is free: a thread waits for one
+                await asyncio.to_thread(self._put, request, timeout)
+            return await asyncio.wrap_future(request.future)
+        except asyncio.CancelledError:
+            request.future.cancel()  # also one that still waits for a free slot
+            raise
 
     def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Return ``net(*inputs, **kwargs)``; rows are cut over the devices, into batches of at most ``max_batch``.
+        """Return ``net(*inputs, **kwargs)``.
+
+        The rows of a call with ``max_batch`` rows or more are cut over the devices, into batches of their own with at
+        most ``max_batch`` rows.
 
         Raises:
             Exception: the module raised it.
         """
-        whole = Request(inputs, kwargs)
-        most = min(self.max_batch, -(-whole.rows // len(self.devices)))
-        parts = [whole] if whole.rows <= most else whole.chunks(most)
-        for part in parts:
-            self._put(part, None)
-        answers = [part.future.result() for part in parts]
-        if len(answers) == 1:
+        whole = self._joiner.request((inputs, kwargs))
+        rows, ranks = whole.own_rows, len(self.devices)
+        count = 1 if rows < self.max_batch else min(rows, ranks * -(-rows // (ranks * self.max_batch)))
+        parts = [whole] if count == 1 else [self._joiner.request(call) for call in whole.chunks(count)]
+        try:
+            for part in parts:
+                if count > 1:
+                    part.rows = self.max_batch
+                self._put(part, None)
+            answers = [part.future.result() for part in parts]
+        finally:
+            for part in parts:  # after an error or Ctrl-C
+                part.future.cancel()
+        if count == 1:
             return answers[0]
         tensors = tensors_in(answers[0])
         return gather(answers, tensors[0].device if tensors else torch.device("cpu"), 0)
@@ -149,7 +198,7 @@ class Predictor:
 
     def refresh(self) -> None:
         """Take the weights and buffers that the module has now; batches that have begun end with the old ones."""
-        self._engine.modules = snapshots(self._net, self.devices)
+        self._engine.replicas = self._copies()
 
     def stats(self) -> Stats:
         """Return what each rank has done so far."""
@@ -175,3 +224,18 @@ def _devices_of(net: Module, device_ids: Sequence[DeviceLike] | None) -> list[to
     if device_ids is None:
         return list(local_devices()) or [torch.device("cpu")]
     return list(as_devices(device_ids))
+
+
+_predictors: weakref.WeakSet[Predictor] = weakref.WeakSet()
+
+
+def _close_all() -> None:
+    """Close the predictors that are still open, unless a thread is left that may use them."""
+    if all(each.daemon or each is threading.main_thread() for each in threading.enumerate()):
+        for predictor in list(_predictors):
+            if predictor._process == os.getpid():
+                predictor._finalizer()
+
+
+# Before the end of the process waits for workers that are at work: those of an open predictor wait for requests.
+getattr(threading, "_register_atexit", atexit.register)(_close_all)

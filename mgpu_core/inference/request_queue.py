@@ -18,17 +18,22 @@ class RequestQueue:
     ::
 
         caller   put ── waits while full                     worker   take ── waits for a request, and then until
-                                                                      there are max_batch rows or max_wait is over
+                                                                      the batch is full or max_wait is over
+
+    A request wakes a worker when it is the first of its key, whose wait is to be timed, or when it fills a batch.
 
     Args:
         max_pending: how many may wait.
         max_wait: seconds that the oldest request of a batch waits for others.
+        max_batch: rows of a full batch.
     """
 
-    def __init__(self, max_pending: int, max_wait: float) -> None:
-        self._max_pending, self._max_wait = max_pending, max_wait
-        self._changed = threading.Condition()
+    def __init__(self, max_pending: int, max_wait: float, max_batch: int) -> None:
+        self._max_pending, self._max_wait, self._max_batch = max_pending, max_wait, max_batch
+        lock = threading.Lock()
+        self._free, self._ready = threading.Condition(lock), threading.Condition(lock)  # for callers, for workers
         self._waiting: OrderedDict[Hashable, deque[Request]] = OrderedDict()
+        self._rows: dict[Hashable, int] = {}  # that wait, per key
         self._count = 0
         self._is_closed = False
 
@@ -39,46 +44,57 @@ class RequestQueue:
             TimeoutError: there was none in that time.
             RuntimeError: the queue is closed.
         """
-        with self._changed:
-            in_time = self._changed.wait_for(lambda: self._is_closed or self._count < self._max_pending, timeout)
+        with self._free:
+            if self._count >= self._max_pending and not self._free.wait_for(
+                lambda: self._is_closed or self._count < self._max_pending, timeout
+            ):
+                raise TimeoutError(f"{self._max_pending} requests were pending for {timeout:g} s")
             if self._is_closed:
                 raise RuntimeError("the predictor is closed")
-            if not in_time:
-                raise TimeoutError(f"{self._max_pending} requests were pending for {timeout:g} s")
             self._waiting.setdefault(request.key, deque()).append(request)
+            before = self._rows.get(request.key, 0)
+            self._rows[request.key] = before + request.rows
             self._count += 1
-            self._changed.notify_all()
+            if not before or before < self._max_batch <= before + request.rows:
+                self._ready.notify()
 
     def put_back(self, requests: Iterable[Request]) -> None:
         """Add requests of one key that were taken before, in front of all others and beyond the bound."""
-        with self._changed:
+        with self._ready:
             for request in reversed(list(requests)):
                 self._waiting.setdefault(request.key, deque()).appendleft(request)
                 self._waiting.move_to_end(request.key, last=False)
+                self._rows[request.key] = self._rows.get(request.key, 0) + request.rows
                 self._count += 1
-            self._changed.notify_all()
+            self._ready.notify_all()
 
     def take(self, most_rows: int, *, wait: bool = True) -> list[Request]:
         """Return requests of one key with at most ``most_rows`` rows together, or one larger request.
 
+        Args:
+            wait: for a batch to be full, or its time to be over.
+
         Returns:
-            Nothing if the queue is closed and empty, or empty and ``wait`` is False.
+            Nothing if the queue is closed and empty, or no batch is ready and ``wait`` is False.
         """
-        with self._changed:
+        with self._ready:
             while True:
                 if not self._waiting:
                     if self._is_closed or not wait:
                         return []
-                    self._changed.wait()
+                    self._ready.wait()
                     continue
                 key, requests = next(iter(self._waiting.items()))
                 left = requests[0].begin + self._max_wait - time.perf_counter()
-                if left <= 0 or self._is_closed or sum(each.rows for each in requests) >= most_rows:
-                    return self._taken(key, most_rows)
-                full = next((k for k, them in self._waiting.items() if sum(r.rows for r in them) >= most_rows), None)
-                if full is not None:
-                    return self._taken(full, most_rows)
-                self._changed.wait(left)
+                if left > 0 and not self._is_closed and self._rows[key] < most_rows:
+                    full = next((each for each, rows in self._rows.items() if rows >= most_rows), None)
+                    if full is None:
+                        if not wait:
+                            return []
+                        self._ready.wait(left)
+                        continue
+                    key = full
+                return self._taken(key, most_rows)
 
     def _taken(self, key: Hashable, most_rows: int) -> list[Request]:
         requests, rows = self._waiting[key], 0
@@ -86,23 +102,28 @@ class RequestQueue:
         while requests and (not taken or rows + requests[0].rows <= most_rows):
             taken.append(requests.popleft())
             rows += taken[-1].rows
+        self._rows[key] -= rows
         if not requests:
-            del self._waiting[key]
+            del self._waiting[key], self._rows[key]
         self._count -= len(taken)
-        self._changed.notify_all()
+        self._free.notify(len(taken))
+        if self._waiting:  # somebody else sees to the rest
+            self._ready.notify()
         return taken
 
     def close(self) -> None:
         """Take no further requests; those that wait can still be taken."""
-        with self._changed:
+        with self._ready:
             self._is_closed = True
-            self._changed.notify_all()
+            self._free.notify_all()
+            self._ready.notify_all()
 
     def drained(self) -> list[Request]:
         """Remove and return all requests that wait."""
-        with self._changed:
+        with self._ready:
             found = [each for requests in self._waiting.values() for each in requests]
             self._waiting.clear()
+            self._rows.clear()
             self._count = 0
-            self._changed.notify_all()
+            self._free.notify_all()
             return found

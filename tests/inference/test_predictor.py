@@ -1,6 +1,8 @@
 """Predictor: every answer is that of the net, for whoever asked, whatever else is in the batch."""
 
 import asyncio
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import CancelledError
@@ -129,7 +131,7 @@ def test_weights_are_snapshots_until_refreshed():
 def test_ranks_of_one_device_share_weights_and_no_buffers():
     module = nn.BatchNorm1d(2)
     with Predictor(module, [cpu(1)[0]] * 2) as predict:
-        one, other = predict._engine.modules
+        one, other = (each.module for each in predict._engine.replicas)
     assert one.weight.data_ptr() == other.weight.data_ptr() != module.weight.data_ptr()
     assert one.running_mean.data_ptr() != other.running_mean.data_ptr()
 
@@ -188,6 +190,26 @@ def test_a_full_queue_pushes_back_and_cancelled_requests_are_left_out():
         assert predict.stats()[0].requests == 2
 
 
+def test_a_coroutine_that_is_cancelled_before_there_is_a_free_slot_leaves_no_request():
+    gate, x = Gate(), torch.ones(1, 1, device=cpu(1)[0])
+
+    async def give_up(predict):
+        with pytest.raises(TimeoutError, match="were pending"):
+            await predict.asubmit(x, timeout=0.01)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(predict.asubmit(x), 0.05)
+        gate.event.set()
+
+    with Predictor(gate, cpu(1), max_batch=1, max_pending=1, max_wait_ms=0) as predict:
+        first = predict.submit(x)
+        while not first.running():
+            time.sleep(0.001)
+        predict.submit(x)
+        asyncio.run(give_up(predict))  # its end waits for the thread that puts the request into the queue
+        predict(x)
+        assert predict.stats()[0].requests == 3
+
+
 def test_close_answers_all_or_cancels_those_that_wait():
     gate, x = Gate(), torch.ones(1, 1, device=cpu(1)[0])
     predict = Predictor(gate, cpu(1), max_batch=1, max_wait_ms=0)
@@ -244,3 +266,25 @@ def test_stats_are_a_table_and_prometheus_text():
     assert "# TYPE mgpu_rows_total counter" in text
     rows = [int(line.split()[-1]) for line in text.splitlines() if line.startswith("mgpu_rows_total")]
     assert sum(rows) == 4
+
+
+OPEN_AT_THE_END = """
+import threading, torch, mgpu_core
+from mgpu_core.device import workers
+predict = mgpu_core.Predictor(torch.nn.Identity(), ["cpu"] * 2)
+assert predict(torch.ones(4, 1)).shape == (4, 1)
+"""
+THE_PROCESS_ENDS = f"{OPEN_AT_THE_END}workers.EXIT_SECONDS = 100"
+A_THREAD_OUTLIVES_MAIN = f"""{OPEN_AT_THE_END}
+def use():
+    threading.main_thread().join()
+    print(predict(torch.ones(5, 1)).shape[0])
+workers.EXIT_SECONDS = 0.1
+threading.Thread(target=use).start()
+"""
+
+
+@pytest.mark.parametrize(("script", "printed"), [(THE_PROCESS_ENDS, ""), (A_THREAD_OUTLIVES_MAIN, "5\n")])
+def test_the_process_ends_with_an_open_predictor(script, printed):
+    done = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, printed, "")

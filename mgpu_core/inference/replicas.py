@@ -1,0 +1,144 @@
+"""The copies of a module that answer requests: one per rank, compiled or recorded as CUDA graphs where asked for."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn import Module
+
+from mgpu_core._warnings import warn_user
+from mgpu_core.nested import Tree, flatten, map_leaves
+from mgpu_core.pipeline.placement import is_spread
+from mgpu_core.train.graph_cache import CudaRecorder
+
+__all__ = ["GraphedModule", "Replica", "replicas_of"]
+
+_KEPT = 16  # graphs of a replica; the one that was not used for the longest time goes first
+
+
+class Replica:
+    """A rank's module, in eval mode and without gradients.
+
+    Attributes:
+        module: the copy.
+    """
+
+    def __init__(self, module: Module, call: Callable[..., Any]) -> None:
+        self.module, self._call = module, call
+        self._buffers = dict(module.named_buffers())
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the outputs.
+
+        Raises:
+            RuntimeError: the module wrote a buffer, so that answers would depend on the requests before.
+        """
+        before = [each._version for each in self._buffers.values()]
+        outputs = self._call(*args, **kwargs)
+        if before != [each._version for each in self._buffers.values()]:
+            pairs = zip(self._buffers.items(), before, strict=True)
+            names = [name for (name, buffer), version in pairs if buffer._version != version]
+            raise RuntimeError(
+                f"the forward of {type(self.module).__name__} writes its buffer {names[0]!r} in eval mode: an answer "
+                "would depend on the requests before it, and on their device"
+            )
+        return outputs
+
+
+def replicas_of(net: Module, devices: Sequence[torch.device], *, compiled: bool, captured: bool) -> list[Replica]:
+    """Return a copy of the module per rank; ranks of one device share parameters, and no buffers."""
+    made: list[Module] = []
+    with torch.inference_mode(False), torch.no_grad():  # versions of buffers are counted outside inference mode alone
+        for rank, device in enumerate(devices):
+            memo: dict[int, Any] = {}
+            if device in devices[:rank]:
+                shared = made[devices.index(device)].parameters()
+                memo = {id(own): other for own, other in zip(net.parameters(), shared, strict=True)}
+            module = copy.deepcopy(net, memo)
+            made.append(module if is_spread(module) else module.to(device))
+            made[-1].requires_grad_(False).eval()
+    for device in {*devices} - {torch.device("cpu")}:
+        torch.accelerator.synchronize(device)  # workers use other streams than the caller
+    found = []
+    for module, device in zip(made, devices, strict=True):
+        if compiled:
+            module.compile()
+        found.append(Replica(module, GraphedModule(module, device) if captured else module))
+    return found
+
+
+class _Recorded(NamedTuple):
+    graph: Any
+    leaves: list[Any]  # arguments that the graph reads; tensors are filled before a replay
+    outputs: Any
+
+
+class GraphedModule:
+    """A module on one GPU whose calls are replays of CUDA graphs, one per form of the arguments.
+
+    A graph has a power of two of rows: a batch is copied into its first rows, and the outputs' other rows are left out.
+    So the module must treat rows apart.  A call that cannot be recorded runs as it is, with one warning.
+    """
+
+    def __init__(self, module: Module, device: torch.device) -> None:
+        self._module, self._device = module, device
+        self._recorder = CudaRecorder()
+        self._recorded: OrderedDict[Hashable, _Recorded | None] = OrderedDict()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the module's outputs, in memory of their own."""
+        leaves: list[Any] = []
+        tree = flatten((args, kwargs), leaves, "inputs")
+        rows = next(leaf.size(0) for leaf in leaves if isinstance(leaf, torch.Tensor))
+        size = 1 << (rows - 1).bit_length()
+        key = (size, tree.paths("") and tuple(tree.paths("")), *map(_key_of, leaves))
+        if key not in self._recorded:
+            self._recorded[key] = self._record(tree, leaves, size)
+            if len(self._recorded) > _KEPT:
+                self._recorded.popitem(last=False)
+        self._recorded.move_to_end(key)
+        recorded = self._recorded[key]
+        if recorded is None:
+            return self._module(*args, **kwargs)
+        for static, leaf in zip(recorded.leaves, leaves, strict=True):
+            if isinstance(leaf, torch.Tensor):
+                static[:rows].copy_(leaf)
+        recorded.graph.replay()
+        return map_leaves(recorded.outputs, lambda leaf: _first_rows(leaf, rows, size))
+
+    def _record(self, tree: Tree, leaves: Sequence[Any], size: int) -> _Recorded | None:
+        static = [
+            leaf.new_zeros((size, *leaf.shape[1:])) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves
+        ]
+        args, kwargs = tree.unflatten(iter(static))
+        self._module(*args, **kwargs)  # chooses kernels, and allocates their memory, outside the graph
+        outputs: list[Any] = []
+
+        def work() -> list[torch.Tensor]:
+            outputs.append(self._module(*args, **kwargs))
+            return []
+
+        try:
+            graph, _ = self._recorder.record(self._device, work)
+        except RuntimeError as error:
+            self._recorder.forget()
+            warn_user(
+                f"{type(self._module).__name__} cannot be recorded as a CUDA graph, and runs as it is: {error}",
+                RuntimeWarning,
+            )
+            return None
+        return _Recorded(graph, static, outputs[0])
+
+
+def _key_of(leaf: Any) -> Hashable:
+    return (leaf.dtype, leaf.shape[1:]) if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _first_rows(leaf: Any, rows: int, size: int) -> Any:
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    return (leaf[:rows] if leaf.dim() and leaf.size(0) == size else leaf).clone()

@@ -1,6 +1,6 @@
 """The arrows point down: read from the sources, file by file.
 
-Python, from the top: cli -> doctor, lessons, mnist -> advice -> explain -> explanation -> wrapper -> train
+Python, from the top: cli -> doctor, lessons, mnist -> advice -> explain -> explanation -> wrapper, inference -> train
 -> tensor_parallel -> pipeline -> parallel, optim, processes, sync_batchnorm -> comm -> kernels -> device
 -> module_tree -> nested, replica_hooks, errors, files, user_script -> trace -> null_context, _warnings, containers,
 extras -> _core.
@@ -29,9 +29,9 @@ LAYERS = [
     {"comm"},
     {"parallel", "processes", "sync_batchnorm", "optim"},
     {"pipeline"},
-    {"tensor_parallel", "inference"},
+    {"tensor_parallel"},
     {"train"},
-    {"wrapper"},
+    {"wrapper", "inference"},
     {"explanation"},
     {"explain"},
     {"advice"},

@@ -106,7 +106,7 @@ class Joiner:
         """Return the arguments of one call on ``device`` for requests of one key."""
         if self._collate is not None:
             joined = self._collate([each.call for each in requests])
-            copies = map_leaves(joined, lambda leaf: copy_aside(leaf, device) if _is_tensor(leaf) else leaf)
+            copies: Call = map_leaves(joined, lambda leaf: copy_aside(leaf, device) if _is_tensor(leaf) else leaf)
             hand_over(tensors_in(copies))
             return copies
         columns = zip(*[request.leaves for request in requests], strict=True)
@@ -154,7 +154,7 @@ def _joined(parts: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor
     """Return the rows of all parts on the device: through one pinned copy if they are on the host."""
     if device.type == GPU_TYPE and all(part.device.type == "cpu" for part in parts):
         shape = (sum(part.size(0) for part in parts), *parts[0].shape[1:])
-        pinned = torch.cat(parts, out=torch.empty(shape, dtype=parts[0].dtype, pin_memory=True))
+        pinned = torch.cat(list(parts), out=torch.empty(shape, dtype=parts[0].dtype, pin_memory=True))
         parts = (pinned,)
     copies = [copy_aside(part, device) for part in parts]
     hand_over(copies)

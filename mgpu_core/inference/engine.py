@@ -12,6 +12,7 @@ No caller waits for a worker but in its future, and no worker waits for another 
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -63,6 +64,7 @@ class Engine:
         self, replicas: Sequence[Replica], devices: Sequence[torch.device], queue: RequestQueue, joiner: Joiner,
         max_batch: int, output_device: torch.device | None, amp_dtype: torch.dtype | None,
     ) -> None:  # fmt: skip
+        self.process = os.getpid()
         self.replicas = replicas  # one list: exchanged as a whole by refresh
         self.queue, self._joiner = queue, joiner
         self.stats = Stats(DeviceStats(str(device)) for device in devices)
@@ -84,6 +86,8 @@ class Engine:
 
     def close(self, *, drain: bool, seconds: float) -> None:
         """End the workers, after all requests or after those in work; cancel the requests that are left then."""
+        if os.getpid() != self.process:  # the child of a fork has no workers, and the queue's lock may be held in it
+            return
         self.queue.close()
         if not drain:
             self._cancel()

@@ -96,10 +96,7 @@ class Predictor:
         self._copies = partial(replicas_of, net, self.devices, compiled=compile, captured=capture)
         self._queue = RequestQueue(max_pending, max_wait_ms / 1e3, max_batch)
         target = None if output_device is None else as_device(output_device)
-        self._engine = Engine(
-            self._copies(), self.devices, self._queue, self._joiner, max_batch, target, amp_dtype
-        )  # fmt: skip
-        self._process = os.getpid()
+        self._engine = Engine(self._copies(), self.devices, self._queue, self._joiner, max_batch, target, amp_dtype)
         self._finalizer = weakref.finalize(self, self._engine.close, drain=False, seconds=EXIT_SECONDS)
         _predictors.add(self)
 
@@ -121,7 +118,7 @@ class Predictor:
         return request.future
 
     def _put(self, request: Request, timeout: float | None) -> None:
-        if os.getpid() != self._process:
+        if os.getpid() != self._engine.process:
             raise RuntimeError("this predictor was made before the process forked: make one in the child")
         self._queue.put(request, timeout)
 
@@ -206,7 +203,7 @@ class Predictor:
 
     def close(self, drain: bool = True) -> None:
         """End the workers, once all requests are answered; with ``drain=False`` cancel those that wait."""
-        if self._finalizer.detach() is not None and os.getpid() == self._process:
+        if self._finalizer.detach() is not None:
             self._engine.close(drain=drain, seconds=time_limit())
 
     def __enter__(self) -> Predictor:
@@ -233,8 +230,7 @@ def _close_all() -> None:
     """Close the predictors that are still open, unless a thread is left that may use them."""
     if all(each.daemon or each is threading.main_thread() for each in threading.enumerate()):
         for predictor in list(_predictors):
-            if predictor._process == os.getpid():
-                predictor._finalizer()
+            predictor._finalizer()
 
 
 # Before the end of the process waits for workers that are at work: those of an open predictor wait for requests.

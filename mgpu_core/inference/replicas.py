@@ -95,7 +95,7 @@ class GraphedModule:
         tree = flatten((args, kwargs), leaves, "inputs")
         rows = next(leaf.size(0) for leaf in leaves if isinstance(leaf, torch.Tensor))
         size = 1 << (rows - 1).bit_length()
-        key = (size, tree.paths("") and tuple(tree.paths("")), *map(_key_of, leaves))
+        key = (size, *tree.paths(""), *map(_key_of, leaves))
         if key not in self._recorded:
             self._recorded[key] = self._record(tree, leaves, size)
             if len(self._recorded) > _KEPT:

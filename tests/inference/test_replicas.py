@@ -6,6 +6,7 @@ from fakes.nets import cpu
 from torch import nn
 
 from mgpu_core import Pipeline, Predictor
+from mgpu_core.inference.replicas import GraphedModule
 
 
 class Writing(nn.Module):
@@ -82,3 +83,80 @@ def test_a_capture_needs_a_gpu_and_a_module_on_one():
         Predictor(nn.Linear(1, 1), cpu(1), capture=True)
     with pytest.raises(ValueError, match="capture=True needs"):
         Predictor(Pipeline([nn.Linear(1, 1), nn.Linear(1, 1)], cpu(2)), capture=True)
+
+
+class Recorder:
+    """Stands in for CUDA: a replay computes the outputs again from what the static tensors hold."""
+
+    def __init__(self, graphed, fails=False):
+        self.graphed, self.fails, self.count = graphed, fails, 0
+
+    def record(self, device, work):
+        if self.fails:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        self.count += 1
+        work()
+        return Graph(self.graphed), []
+
+    def forget(self):
+        pass
+
+
+class Graph:
+    def __init__(self, graphed):
+        self.graphed = graphed
+
+    def replay(self):
+        (recorded,) = [each for each in self.graphed._recorded.values() if each is not None and each.graph is self]
+        recorded.outputs["y"].copy_(self.graphed._module(*recorded.leaves)["y"])
+
+
+class Doubling(nn.Module):
+    def forward(self, x, scale=2):
+        return {"y": x * scale, "rows": "all"}
+
+
+def graphed(**options):
+    made = GraphedModule(Doubling(), torch.device("cpu"))
+    made._recorder = Recorder(made, **options)
+    return made
+
+
+def test_one_graph_serves_all_rows_up_to_its_power_of_two():
+    module = graphed()
+    for rows in (1, 2, 3, 4, 5, 8, 7, 1):
+        x = torch.rand(rows, 3)
+        answer = module(x, 3)
+        assert torch.equal(answer["y"], 3 * x)
+        assert answer["rows"] == "all"
+    assert module._recorder.count == 4  # of 1, 2, 4 and 8 rows
+    module(torch.rand(8, 4), 3)
+    module(torch.rand(8, 3), 2)
+    assert module._recorder.count == 6
+
+
+def test_outputs_of_a_replay_are_not_those_of_the_next():
+    module, x = graphed(), torch.ones(2, 3)
+    first = module(x)["y"]
+    module(5 * x)
+    assert torch.equal(first, 2 * x)
+
+
+def test_the_graph_unused_for_longest_goes_first():
+    module = graphed()
+    for width in range(1, 17):
+        module(torch.ones(1, width))
+    module(torch.ones(1, 1))
+    module(torch.ones(1, 17))
+    assert module._recorder.count == 17
+    module(torch.ones(1, 1))
+    assert module._recorder.count == 17
+    module(torch.ones(1, 2))
+    assert module._recorder.count == 18
+
+
+def test_a_module_that_cannot_be_recorded_runs_as_it_is():
+    module, x = graphed(fails=True), torch.ones(3, 2)
+    with pytest.warns(RuntimeWarning, match="Doubling cannot be recorded as a CUDA graph, and runs as it is"):
+        assert torch.equal(module(x)["y"], 2 * x)
+    assert torch.equal(module(x)["y"], 2 * x)

@@ -27,6 +27,7 @@ from mgpu_core.inference.stats import Stats
 from mgpu_core.nested import tensors_in
 from mgpu_core.parallel.gather_outputs import gather
 from mgpu_core.pipeline.placement import is_spread
+from mgpu_core.train.grad_scaler import AMP_DTYPES
 
 __all__ = ["Predictor"]
 
@@ -84,8 +85,13 @@ class Predictor:
         for name, value in (("max_batch", max_batch), ("max_pending", max_pending)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} must be a whole number, 1 or more, not {value!r}")
+        for name, hook in (("bucket_by", bucket_by), ("collate", collate), ("split", split)):
+            if hook is not None and not callable(hook):
+                raise TypeError(f"{name} must be a function, not {hook!r}")
         if not isinstance(max_wait_ms, int | float) or not 0 <= max_wait_ms < 1e9:
             raise ValueError(f"max_wait_ms must be a number of milliseconds, 0 or more, not {max_wait_ms!r}")
+        if amp_dtype not in (None, *AMP_DTYPES):
+            raise TypeError(f"amp_dtype must be torch.bfloat16 or torch.float16, not {amp_dtype}")
         self.max_batch = max_batch
         self.devices = _devices_of(net, device_ids)
         if capture and any(device.type != GPU_TYPE for device in self.devices):

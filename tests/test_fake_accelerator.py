@@ -24,6 +24,7 @@ ON_THE_FAKE = [
     "parallel/test_replicate.py",
     "parallel/test_scatter.py",
     "inference",
+    "soak/test_soak_inference.py",
     "pipeline",
     "tensor_parallel",
     "wrapper",

@@ -229,8 +229,8 @@ def test_close_answers_all_or_cancels_those_that_wait():
 @pytest.mark.parametrize(
     ("options", "message"),
     [({"max_batch": 0}, "max_batch"), ({"max_batch": True}, "max_batch"), ({"max_pending": 0}, "max_pending"),
-     ({"max_wait_ms": -1}, "max_wait_ms"), ({"device_ids": []}, "devices is empty"), ({"collate": 3}, "collate must be"),
-     ({"amp_dtype": torch.int32}, "amp_dtype must be"), ({"output_device": "cuda:77"}, "device cuda:77 does not exist")],
+     ({"max_wait_ms": -1}, "max_wait_ms"), ({"device_ids": []}, "devices is empty"), ({"collate": 3}, "collate must"),
+     ({"amp_dtype": torch.int32}, "amp_dtype must"), ({"output_device": "cuda:77"}, "device cuda:77 does not exist")],
 )  # fmt: skip
 def test_options_that_cannot_be(options, message):
     with pytest.raises((TypeError, ValueError), match=message):

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fakes.nets import cpu
 from torch import nn
 
 from mgpu_core import Predictor
@@ -51,12 +52,13 @@ def net():
     torch.manual_seed(0)
     Net.seen.clear()
     LOST.clear()
-    return Net().eval().requires_grad_(False)
+    return Net().to(cpu(1)[0]).eval().requires_grad_(False)
 
 
 def asked(chance, bad=0.0):
     rows, length = chance.randint(1, 9), chance.randint(1, 4)
-    x = torch.rand(rows, length, 8, generator=torch.Generator().manual_seed(chance.getrandbits(30)))
+    generator = torch.Generator("cpu").manual_seed(chance.getrandbits(30))
+    x = torch.rand(rows, length, 8, device="cpu", generator=generator).to(cpu(1)[0])
     if chance.random() < bad:
         x[0, 0, 0] = torch.nan
     return x
@@ -119,7 +121,7 @@ def rss():
 @pytest.mark.parametrize("faults", [0, 1])
 def test_every_answer_is_right_and_nothing_is_left(net, faults):
     memory, tensors = [], []
-    with Predictor(net, ["cpu"] * 2, max_batch=32, max_wait_ms=0.5, max_pending=24) as predict:
+    with Predictor(net, cpu(2), max_batch=32, max_wait_ms=0.5, max_pending=24) as predict:
         for number in range(ROUNDS):
             answers = one_round(predict, number * 100, faults)
             assert len(answers) == (THREADS + TASKS) * EACH
@@ -140,14 +142,14 @@ def test_every_answer_is_right_and_nothing_is_left(net, faults):
     before = torch.get_num_threads()
     for x, answer, cores in Net.seen:
         torch.set_num_threads(cores)
-        assert torch.equal(net(x), answer)
+        assert torch.equal(net(x.to(cpu(1)[0])), answer.to(cpu(1)[0]))
     torch.set_num_threads(before)
 
 
 @pytest.mark.filterwarnings("ignore:.*is lost")
 def test_a_lost_rank_loses_no_request(net, monkeypatch):
     monkeypatch.setattr(Engine, "_is_lost", lambda engine, rank: f"mgpu predictor-rank{rank}" in LOST)
-    with Predictor(net, ["cpu"] * 3, max_batch=32, max_wait_ms=0.5) as predict:
+    with Predictor(net, cpu(3), max_batch=32, max_wait_ms=0.5) as predict:
         answers = one_round(predict, 0, 1)
         LOST.add("mgpu predictor-rank1")
         answers += one_round(predict, 100, 1)

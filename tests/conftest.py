@@ -53,7 +53,7 @@ def really_equal():
 
 # Which tests the default run leaves out, by folder and file below tests/; single tests carry the marker themselves.
 _MARKERS = {
-    "fakes": ("kernels/test_cupy_kernels.py", "ptx", "test_fake_accelerator.py"),
+    "fakes": ("kernels/test_cupy_kernels.py", "ptx", "test_fake_accelerator.py", "test_fake_cuda.py"),
     "processes": ("processes",),
     "soak": ("soak",),
     "browser": ("explain/test_browser.py",),
@@ -84,11 +84,17 @@ def _markers_of(path):
     return [marker for marker, paths in _MARKERS.items() if names.intersection(paths)]
 
 
+def _time_limit(item):
+    marker = item.get_closest_marker("timeout")
+    return marker.args[0] if marker else 0
+
+
 @pytest.hookimpl(tryfirst=True)  # before the run chooses by markers
 def pytest_collection_modifyitems(items):
     for item in items:
         for marker in _markers_of(item.path):
             item.add_marker(marker)
+    items.sort(key=_time_limit, reverse=True)  # so that the last ones are short, where several processes share them
     if not accelerator.is_wanted():
         return
     for item in items:

@@ -146,7 +146,7 @@ def _constructed(obj: Any, plain: Any) -> Any:
 
 
 def _constructed_of_dict(obj: Any, plain: Any) -> Any:
-    """Construct a mapping of its class from a dict."""
+    """Return a mapping of the class of ``obj``, constructed from a dict."""
     return type(obj)(plain)
 
 

@@ -1,7 +1,7 @@
 """Choose how the ranks of a team run: each in a thread of its own, or one after the other in the caller's thread.
 
-With the GIL, threads that each launch operations of some microseconds hand a lock to and fro, and lose to one thread
-that launches all of them; threads win where operations are long.  Which it is depends on the module and the size of the
+Threads are faster where operations are long.  Where operations take some microseconds, threads wait for the GIL most of
+the time, and one thread that launches all of them is faster.  Which it is depends on the module and the size of the
 batch, so it is measured: the first calls of each size run in turn in both ways, and the faster way is kept.
 """
 

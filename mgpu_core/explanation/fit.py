@@ -73,10 +73,10 @@ def measure(
     budget_seconds: float = BUDGET_SECONDS,
     devices: Sequence[torch.device | str] | None = None,
 ) -> list[Sample]:
-    """Run every point once a round, and the whole again until there are so many rounds or the time is over.
+    """Measure every point once a round, for ``rounds`` rounds or until the time is over.
 
     Args:
-        points: on the same memory, the largest point's, one after another.
+        points: measured one after another, in memory that is as large as the largest point.
         rounds: at most; at least three are run.
         budget_seconds: no further round begins when the next would end later.
         devices: of the ranks, one each; ``None``: the CPU.

@@ -167,7 +167,7 @@ def _pack(pieces: Sequence[tuple[torch.Tensor, int]], flat: torch.Tensor, scale:
     first_tile = torch.tensor(list(accumulate(tiles, initial=0))[:-1], device=flat.device)
     begins = torch.tensor([begin for _, begin in pieces], device=flat.device)
     arrays = [_array(source.reshape(-1)) for source, _ in pieces]
-    # Always as many: a tuple of another length would be another kernel to compile.
+    # Fill the tuple up to MOST_ARRAYS: numba compiles a kernel for each length of a tuple.
     arrays += arrays[-1:] * (MOST_ARRAYS - len(arrays))
     _launch(pack_kernel, sum(tiles), flat, tuple(arrays), first_tile, begins, flat, scale)
 

@@ -91,7 +91,7 @@ class _Loop:
         return {}
 
     def scale_losses(self, state: dict[str, Any]) -> None:
-        """Full precision needs none."""
+        """Do nothing: in full precision losses are not scaled."""
 
     def close(self) -> None:
         if isinstance(self._model, DataParallel):

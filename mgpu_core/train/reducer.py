@@ -313,7 +313,7 @@ class Reducer(Gradients):
     def show(self, used: Sequence[bool]) -> None:
         """Make the sums the ``grad`` of the user's parameters, and ``None`` that of parameters that no rank used.
 
-        Sums in shards are on no device as a whole, and are not shown.
+        Sums in shards are not shown, because no device has a whole one.
         """
         if self.communication.shards > 1:
             self.clear()

@@ -31,8 +31,8 @@ Decision: TypeAlias = tuple[bool, list[bool], float | torch.Tensor | None]
 class UpdateTransaction:
     """The calls of a window, and the data of their update: sums, agreement and factor before it, counts after it.
 
-    Up to :meth:`decide` nothing changes that lasts: parameters, optimizer, counts.  Running statistics do, and are put
-    back when the window is abandoned.
+    Parameters, optimizer state and counts do not change before :meth:`decide`.  Running statistics do; they are restored
+    when the window is abandoned.
 
     Args:
         replicas, gradients, optimizer_step: of the step.

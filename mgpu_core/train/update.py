@@ -31,7 +31,7 @@ Decision: TypeAlias = tuple[bool, list[bool], float | torch.Tensor | None]
 class UpdateTransaction:
     """The calls of a window, and the data of their update: sums, agreement and factor before it, counts after it.
 
-    Parameters, optimizer state and counts do not change before :meth:`decide`.  Running statistics do; they are restored
+    Parameters, optimizer state and counts do not change before :meth:`decide`.  Running statistics do, and are restored
     when the window is abandoned.
 
     Args:

@@ -87,7 +87,7 @@ class Predictor:
         if not isinstance(max_wait_ms, int | float) or not 0 <= max_wait_ms < 1e9:
             raise ValueError(f"max_wait_ms must be a number of milliseconds, 0 or more, not {max_wait_ms!r}")
         self.max_batch = max_batch
-        self.devices = _devices_of(net, device_ids)
+        self.net, self.devices = net, _devices_of(net, device_ids)
         if capture and any(device.type != GPU_TYPE for device in self.devices):
             raise ValueError("capture=True needs CUDA devices: a CUDA graph runs on one")
         if capture and is_spread(net):

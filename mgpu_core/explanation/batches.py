@@ -21,7 +21,7 @@ class Batch:
 
     Attributes:
         predictor: 0 for the first predictor of the recording that ran a batch, 1 for the second, ...
-        device: as text.
+        devices: of all ranks of the predictor, as text.
         requests: how many were joined.
         waited_ns: how long the oldest request had been in the queue.
         launched_ns: when the batch left the queue.
@@ -30,7 +30,7 @@ class Batch:
 
     predictor: int
     rank: int
-    device: str
+    devices: tuple[str, ...]
     rows: int
     requests: int
     waited_ns: int
@@ -45,7 +45,7 @@ class Server:
 
     Attributes:
         name: as the table and the page show it.
-        batches: in order, at least one.
+        batches: in order; none where others took all requests.
         idle: the share of the time, 0 to 1, in which the rank ran no batch; the time is that from the first begin to
             the last end among all ranks of the predictor.
     """
@@ -63,22 +63,21 @@ def batches_of(step: Step) -> list[Batch]:
         if span is not None:
             number = numbers.setdefault(each.predictor, len(numbers))
             times = span.host_begin_ns, span.begin_ns, span.end_ns
-            found.append(Batch(number, each.rank, each.device, each.rows, each.requests, each.waited_ns, *times))
+            found.append(Batch(number, each.rank, each.devices, each.rows, each.requests, each.waited_ns, *times))
     return sorted(found, key=lambda each: each.launched_ns)
 
 
 def servers_of(batches: list[Batch]) -> list[Server]:
-    """Return the ranks that ran batches, by predictor and rank."""
-    grouped: dict[tuple[int, int], list[Batch]] = {}
-    for batch in batches:
-        grouped.setdefault((batch.predictor, batch.rank), []).append(batch)
-    several, found = any(batch.predictor for batch in batches), []
-    for (predictor, rank), own in sorted(grouped.items()):
+    """Return all ranks of the predictors that ran batches, by predictor and rank."""
+    found, count = [], 1 + max((batch.predictor for batch in batches), default=-1)
+    for predictor in range(count):
         team = [batch for batch in batches if batch.predictor == predictor]
         length = max(each.end_ns for each in team) - min(each.begin_ns for each in team)
-        idle = 1 - covered((each.begin_ns, each.end_ns) for each in own) / length if length else 0.0
-        name = f"rank {rank} ({own[0].device})"
-        found.append(Server(f"predictor {predictor}, {name}" if several else name, own, idle))
+        for rank, device in enumerate(team[0].devices):
+            own = [batch for batch in team if batch.rank == rank]
+            idle = 1 - covered((each.begin_ns, each.end_ns) for each in own) / length if length else 0.0
+            name = f"rank {rank} ({device})"
+            found.append(Server(f"predictor {predictor}, {name}" if count > 1 else name, own, idle))
     return found
 
 

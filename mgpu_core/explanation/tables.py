@@ -61,15 +61,15 @@ def inference_table(batches: list[Batch]) -> list[str]:
     """Return a line per rank of a predictor: batches, the wait of the oldest request of each, idle share."""
     if not batches:
         return []
-    rows = [("inference", "batches", "requests", "rows", "rows a batch", "time", "oldest waited", "at most", "idle")]
+    rows = [["inference", "batches", "requests", "rows", "rows a batch", "time", "oldest waited", "at most", "idle"]]
     for server in servers_of(batches):
         own = server.batches
         count, waits = sum(each.rows for each in own), [each.waited_ns / 1e9 for each in own]
-        rows.append((
-            server.name, str(len(own)), str(sum(each.requests for each in own)), str(count), f"{count / len(own):.1f}",
-            human_seconds(median(each.end_ns - each.begin_ns for each in own) / 1e9), human_seconds(median(waits)),
-            human_seconds(max(waits)), f"{server.idle:.1%}",
-        ))  # fmt: skip
+        times = [(each.end_ns - each.begin_ns) / 1e9 for each in own]
+        seconds = [human_seconds(each) for each in (median(times), median(waits), max(waits))] if own else ["-"] * 3
+        mean = f"{count / len(own):.1f}" if own else "-"
+        numbers = map(str, (len(own), sum(each.requests for each in own), count))
+        rows.append([server.name, *numbers, mean, *seconds, f"{server.idle:.1%}"])
     legend = "time: of a batch, median.  oldest waited: the oldest request of a batch, in the queue, median and most."
     return ["", *columns(rows, left=1), legend]
 

@@ -148,8 +148,8 @@ class Engine:
     @when_tracing
     def _tell(self, rank: int, requests: list[Request], waited: float) -> None:
         rows, waited_ns = sum(each.own_rows for each in requests), round(waited * 1e9)
-        device = str(self._devices[rank])
-        emit(lambda *now: Served(self._number, rank, device, rows, len(requests), waited_ns, *now))
+        devices = tuple(map(str, self._devices))
+        emit(lambda *now: Served(self._number, rank, devices, rows, len(requests), waited_ns, *now))
 
     def _answer(self, rank: int, batch: _Batch) -> None:
         if batch.event is not None:

@@ -197,13 +197,14 @@ class Served:
 
     Attributes:
         predictor: its number, unique in the process.
+        devices: of all its ranks, as text.
         requests: how many were joined.
         waited_ns: how long the oldest of them had been in the queue.
     """
 
     predictor: int
     rank: int
-    device: str
+    devices: tuple[str, ...]
     rows: int
     requests: int
     waited_ns: int

@@ -32,7 +32,7 @@ def test_each_batch_with_its_rows_and_requests():
         asked(predict, 1, 2, 3)  # the workers are older than the recording
         asked(predict, 6)
     assert [(each.rows, each.requests) for each in trace.batches] == [(6, 3), (6, 1)]
-    assert [(each.predictor, each.rank, each.device) for each in trace.batches] == [(0, 0, "cpu")] * 2
+    assert [(each.predictor, each.rank, each.devices) for each in trace.batches] == [(0, 0, ("cpu",))] * 2
     for each in trace.batches:
         assert each.waited_ns > 0
         assert each.launched_ns <= each.begin_ns < each.end_ns
@@ -46,8 +46,7 @@ def test_all_ranks_and_predictors_are_seen():
         second(torch.ones(2, 4))
     assert [(each.predictor, each.rows) for each in trace.batches] == [(0, 2)] * 3 + [(1, 2)]
     names = [server.name for server in servers_of(trace.batches)]
-    assert "predictor 1, rank 0 (cpu)" in names
-    assert len({name for name in names if name.startswith("predictor 0")}) == len(names) - 1
+    assert names == [f"predictor 0, rank {rank} (cpu)" for rank in range(3)] + ["predictor 1, rank 0 (cpu)"]
     assert all(name in trace.table() for name in names)
 
 
@@ -114,7 +113,7 @@ def span(rank, begin, end):
 
 
 def served(rank, at, waited, rows=4, requests=2, predictor=7):
-    return Served(predictor, rank, "cpu", rows, requests, waited, at, rank, INFERENCE)
+    return Served(predictor, rank, ("cpu", "cpu"), rows, requests, waited, at, rank, INFERENCE)
 
 
 def by_hand():
@@ -126,9 +125,9 @@ def by_hand():
 
 def test_times_are_those_of_the_span_around():
     assert batches_of(by_hand()) == [
-        Batch(0, 0, "cpu", 4, 2, 500, 1_000, 1_000, 11_000),
-        Batch(0, 1, "cpu", 4, 2, 3_000, 41_000, 41_000, 91_000),
-        Batch(0, 0, "cpu", 1, 1, 40_000, 91_000, 91_000, 101_000),
+        Batch(0, 0, ("cpu", "cpu"), 4, 2, 500, 1_000, 1_000, 11_000),
+        Batch(0, 1, ("cpu", "cpu"), 4, 2, 3_000, 41_000, 41_000, 91_000),
+        Batch(0, 0, ("cpu", "cpu"), 1, 1, 40_000, 91_000, 91_000, 101_000),
     ]
     cut_off = Step(0, "inference", [served(0, 5, 1)])  # the recording began inside of it
     assert batches_of(cut_off) == []
@@ -140,6 +139,16 @@ def test_idle_is_the_time_in_which_a_rank_runs_no_batch():
         ("rank 0 (cpu)", 0.8),
         ("rank 1 (cpu)", 0.5),
     ]
+
+
+def test_a_rank_without_batches_is_idle_all_the_time():
+    step = Step(0, "inference", [span(0, 1_000, 11_000), served(0, 2_000, 500)])
+    assert [(each.name, each.idle) for each in servers_of(batches_of(step))] == [
+        ("rank 0 (cpu)", 0.0),
+        ("rank 1 (cpu)", 1.0),
+    ]
+    line = trace_with(step).table().splitlines()[-2]
+    assert line.split() == ["rank", "1", "(cpu)", "0", "0", "0", "-", "-", "-", "-", "100.0%"]
 
 
 def test_the_table_by_hand():

@@ -376,7 +376,8 @@ function drawBatches() {
   if (!run) return;
   find("inference-idle").textContent = `Idle: ${run.ranks.map((each) => `${each.name} ${(each.idle * 100).toFixed(1)} %`).join(", ")}.`
     + (run.left_out ? ` The last ${run.batches.length} of ${run.batches.length + run.left_out} batches are drawn.` : "");
-  const holder = find("inference"), width = holder.clientWidth || 320, left = width < 600 ? 84 : 150, row = 46;
+  const holder = find("inference"), width = holder.clientWidth || 320, row = 46, drawn = run.ranks.map(() => 0);
+  const left = (width < 600 ? 84 : 150) + (run.ranks[0].name.startsWith("rank") ? 0 : 66);
   const last = Math.max(...run.batches.map((each) => each.end)), height = run.ranks.length * row + 24, scale = (width - left - 4) / Math.max(last, 1e-3);
   holder.replaceChildren();
   const svg = draw(holder, "svg", {viewBox: `0 0 ${width} ${height}`, height, role: "img", "aria-label": `${run.batches.length} batches in ${time(last)}`});
@@ -389,7 +390,7 @@ function drawBatches() {
     const x = left + each.begin * scale, wide = Math.max(1.5, (each.end - each.begin) * scale), y = each.row * row;
     const about = `${many(each.rows, "row")} of ${many(each.requests, "request")}: ${time(each.end - each.begin)}; the oldest waited ${time(each.launched - each.asked)}`;
     const fill = `hsl(${(index * 67 + 212) % 360} 55% 42%)`;
-    box(svg, left + each.asked * scale, y + 3 + 4 * (index % 3), Math.max(1, (each.launched - each.asked) * scale), 2, fill, about);
+    box(svg, left + each.asked * scale, y + 3 + 4 * (drawn[each.row]++ % 3), Math.max(1, (each.launched - each.asked) * scale), 2, fill, about);
     box(svg, x, y + 16, wide, 26, fill, about);
     if (wide > 8 * String(each.rows).length + 2) draw(svg, "text", {class: "block", x: x + wide / 2, y: y + 33}, each.rows);
   });

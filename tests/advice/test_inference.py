@@ -177,7 +177,7 @@ def test_the_net_is_left_alone_and_the_time_is_bounded():
     assert net.training
     assert torch.equal(net.weight, weight)
     assert len(found.ways) == 1
-    assert "12 of 13 ways were not measured" in found.notes[-1]
+    assert "12 of 13 ways not measured" in found.notes[-1]
 
 
 def test_what_cannot_be_measured():

@@ -23,7 +23,7 @@ from mgpu_core.explanation.environ import environment
 from mgpu_core.explanation.tables import columns, human_seconds
 from mgpu_core.inference.predictor import Predictor
 from mgpu_core.inference.requests import Call, Request
-from mgpu_core.nested import map_leaves
+from mgpu_core.nested import map_leaves, moved
 from mgpu_core.pipeline.placement import is_spread
 
 __all__ = ["InferenceAdvice", "Load", "Way", "advise_inference", "asked_for", "ways_of"]
@@ -228,14 +228,10 @@ def _call_bare(net: Module, call: Call, device: torch.device) -> None:
     """Call the net on its device, and bring the outputs to where the inputs lie, as a Predictor does."""
     home = Request(call).device
     with torch.inference_mode():
-        args, kwargs = map_leaves(call, partial(_moved, device))
-        map_leaves(net(*args, **kwargs), partial(_moved, home))
+        args, kwargs = moved(call, device)
+        moved(net(*args, **kwargs), home)
         if device.type != "cpu":
             torch.accelerator.synchronize(device)
-
-
-def _moved(device: torch.device, leaf: Any) -> Any:
-    return leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf
 
 
 def asked_for(ask: Callable[[], object], rows: int, callers: int, seconds: float) -> Load:

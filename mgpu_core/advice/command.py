@@ -122,15 +122,17 @@ def _run_inference(
             raise ValueError(
                 f"{script} calls no torch.nn.Module with parameters in eval mode or without gradients, and no Predictor"
             )
-        advice = advise_inference(
-            seen.bare_net, seen.call, ranks, batches=batches, callers=callers, seconds=args.seconds
-        )  # fmt: skip
+        options = {"batches": batches, "callers": callers, "seconds": args.seconds}
+        try:
+            advice = advise_inference(seen.bare_net, seen.call, ranks, **options)
+        except TypeError as error:  # an argument that cannot be split into rows
+            raise ValueError(str(error)) from error
     if args.json is not None:
         write_whole(here / args.json, lambda file: file.write(advice.to_json().encode()))
     print(f"{script}: {advice}")
     if args.json is not None:
         print(f"written: {args.json}")
-    return 0
+    return 0 if advice.sentences else 1
 
 
 def _split(args: argparse.Namespace) -> tuple[Path, list[str], argparse.Namespace]:

@@ -139,7 +139,7 @@ class InferenceAdvice:
             *(f"failed: {way.name}: {way.error}" for way in self.ways if way.error),
             *(f"note: {each}" for each in self.notes),
             "",
-            *self.sentences,
+            *(self.sentences or ["no advice: every way failed"]),
         ])  # fmt: skip
 
     def to_json(self) -> str:

@@ -232,6 +232,8 @@ def test_the_command(script, tmp_path, capsys):
     ("words", "text", "status", "told"),
     [
         ([], "import torch\ntorch.nn.Linear(2, 2)(torch.ones(1, 2))", 2, "calls no torch.nn.Module with parameters in"),
+        ([], SCRIPT.replace("torch.ones(6, 4)", "torch.ones(4)"), 1, ""),  # its rows are no rows
+        ([], SCRIPT.replace("torch.ones(6, 4)", "torch.ones(6, 4).to_sparse()"), 2, "sparse"),
         ([], "raise SystemExit(3)", 3, ""),
         ([], "1 / 0", 1, "ZeroDivisionError"),
         (["--loss", "mse"], SCRIPT, 2, "--loss has no effect with --inference"),

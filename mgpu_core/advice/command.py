@@ -1,5 +1,7 @@
 """`mgpu advise script.py`: measures one device against many on the model that a script defines.
 
+With `--inference` it runs the whole script, watches which net it calls for inference, and measures Predictors of it.
+
 Options may stand before and after the script; after it, unknown options are the script's, and so is everything after
 `--`. So argparse gets two turns: the words before the script, then those after it.
 """
@@ -13,10 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from mgpu_core.advice.benchmark import stopwatch
+from mgpu_core.advice.inference import advise_inference
 from mgpu_core.advice.measure import advised
-from mgpu_core.advice.plan import Plan, plan_of
-from mgpu_core.advice.script import Chosen, Found, ScriptFailed, check_names, found_in, run_script
-from mgpu_core.device.devices import DeviceLike
+from mgpu_core.advice.plan import CPU_RANKS, Plan, plan_of
+from mgpu_core.advice.script import Chosen, Found, ScriptFailed, check_names, found_in, run_script, run_to_end
+from mgpu_core.advice.watching import watching
+from mgpu_core.device.devices import CPU, DeviceLike, as_devices, default_devices
 from mgpu_core.extras import require
 from mgpu_core.files import check_outputs, check_picture, write_whole
 from mgpu_core.user_script import as_script, top_level_names
@@ -44,6 +48,8 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     add("--repeats", type=int, default=7, metavar="N", help="of each measurement (default: %(default)s)")
     add("--seconds", type=float, default=60.0, metavar="S", help="for all of it (default: %(default)s)")
     add("--device-memory", metavar="SIZE", help="of one device, such as 24GiB (default: as the GPUs say)")
+    add("--inference", action="store_true", help="run the script, and measure Predictors of the net that it calls")
+    add("--callers", type=int, metavar="N", help="threads that ask for one row each, with --inference (default: 16)")
     add("--json", type=Path, metavar="FILE", help="write all numbers")
     add("--plot", type=Path, metavar="FILE.png", help="draw speed-up by batch (needs matplotlib)")
 
@@ -63,6 +69,10 @@ def run(args: argparse.Namespace) -> int:
         check_picture(args.plot)
         require("matplotlib", "a picture")
     devices, batches = _devices(args.devices), _batches(args.batches)
+    if args.inference:
+        return _run_inference(script, arguments, devices, batches, args)
+    if args.callers is not None:
+        raise ValueError("--callers needs --inference")
     _nbytes(args.device_memory)  # before the script runs
     chosen = Chosen(args.net, args.loss, args.sample, args.loader)
     defined = top_level_names(script)
@@ -83,6 +93,46 @@ def run(args: argparse.Namespace) -> int:
     for path in filter(None, (args.json, args.plot)):
         print(f"written: {path}")
     return 0 if advice.recommendation.way else 1
+
+
+def _run_inference(
+    script: Path,
+    arguments: list[str],
+    devices: Sequence[DeviceLike] | None,
+    batches: Sequence[int] | None,
+    args: argparse.Namespace,
+) -> int:
+    """Run the script to its end, measure the net that it called most often, and print the advice."""
+    for name in ("net", "loss", "sample", "loader", "device_memory", "plot"):
+        if getattr(args, name) is not None:
+            raise ValueError(f"--{name.replace('_', '-')} has no effect with --inference: leave it out")
+    callers = 16 if args.callers is None else args.callers
+    if callers < 1 or not args.seconds > 0:
+        raise ValueError(f"--callers and --seconds must be above 0, not {callers} and {args.seconds:g}")
+    ranks = as_devices(default_devices() or [CPU] * CPU_RANKS if devices is None else devices)
+    here = Path.cwd()
+    with as_script(script, arguments):
+        try:
+            with watching() as watch:
+                run_to_end(script)
+        except ScriptFailed as failure:
+            return int(failure.args[0])
+        seen = watch.best()
+        if seen is None:
+            raise ValueError(
+                f"{script} calls no torch.nn.Module with parameters in eval mode or without gradients, and no Predictor"
+            )
+        options = {"batches": batches, "callers": callers, "seconds": args.seconds}
+        try:
+            advice = advise_inference(seen.bare_net, seen.call, ranks, **options)
+        except TypeError as error:  # an argument that cannot be split into rows
+            raise ValueError(str(error)) from error
+    if args.json is not None:
+        write_whole(here / args.json, lambda file: file.write(advice.to_json().encode()))
+    print(f"{script}: {advice}")
+    if args.json is not None:
+        print(f"written: {args.json}")
+    return 0 if advice.sentences else 1
 
 
 def _split(args: argparse.Namespace) -> tuple[Path, list[str], argparse.Namespace]:

@@ -16,7 +16,7 @@ import torch
 from mgpu_core import user_script
 from mgpu_core.advice.loading import first_batch
 
-__all__ = ["RUN_NAME", "Chosen", "Found", "ScriptFailed", "check_names", "found_in", "run_script"]
+__all__ = ["RUN_NAME", "Chosen", "Found", "ScriptFailed", "check_names", "found_in", "run_script", "run_to_end"]
 
 RUN_NAME = "__mgpu_advise__"
 
@@ -57,14 +57,31 @@ def run_script(script: Path) -> dict[str, Any]:
         ScriptFailed: an error in it, whose traceback has been shown, or an exit with a status.
         ValueError: it ended before its end, without an error.
     """
+    names = _run(script, RUN_NAME)
+    if names is None:
+        raise ValueError(
+            f"{script} ended itself by sys.exit(): its names are wanted, so put the training below "
+            '`if __name__ == "__main__":`'
+        )
+    return names
+
+
+def run_to_end(script: Path) -> None:
+    """Run the script as ``python script.py`` does, to its end.
+
+    Raises:
+        ScriptFailed: as for :func:`run_script`.
+    """
+    _run(script, "__main__")
+
+
+def _run(script: Path, name: str) -> dict[str, Any] | None:
+    """Return the script's globals; ``None`` where it ended by ``sys.exit()``, without an error."""
     try:
-        return user_script.run_script(script, RUN_NAME)
+        return user_script.run_script(script, name)
     except SystemExit as end:
         if end.code in (None, 0):
-            raise ValueError(
-                f"{script} ended itself by sys.exit(): its names are wanted, so put the training below "
-                '`if __name__ == "__main__":`'
-            ) from None
+            return None
         if not isinstance(end.code, int):
             print(end.code, file=sys.stderr)
         raise ScriptFailed(end.code if isinstance(end.code, int) else 1) from None

@@ -97,11 +97,12 @@ def _predict(trace: Trace) -> None:
 
 def _why_nothing(args: argparse.Namespace) -> str:
     """Return why a script that ended well left no step."""
+    what = "whole step with mgpu_core's DataParallel or TrainStep, no batch of a Predictor"
     if not args.skip:
-        return f": {args.script} makes no whole step with mgpu_core's DataParallel or TrainStep, and no functional call"
+        return f": {args.script} makes no {what}, and no functional call"
     return (
-        f": {args.script} ended within its first {args.skip} steps, or makes no whole step with mgpu_core's "
-        "DataParallel or TrainStep; --skip 0 keeps the first ones, and functional calls"
+        f": {args.script} ended within its first {args.skip} steps, or makes no {what}; --skip 0 keeps the first "
+        "steps, and functional calls"
     )
 
 

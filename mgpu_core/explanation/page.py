@@ -8,6 +8,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from mgpu_core.explanation.batches import inference_data
 from mgpu_core.explanation.downsample import thinned
 from mgpu_core.explanation.phases import AROUND, Phase, outside, phases_of
 from mgpu_core.explanation.predicted import predicted_seconds
@@ -38,7 +39,7 @@ def page_of(trace: Recorded) -> str:
         ValueError: nothing was recorded; or a single thinned step is still too large.
     """
     if not trace.steps:
-        raise ValueError("nothing was recorded: the page needs at least one forward pass or step inside the block")
+        raise ValueError("nothing was recorded: the page needs a forward pass, a step or a batch inside the block")
     data = page_data(trace)
     sizes = [_nbytes(step) for step in data["steps"]]
     room = MOST_NBYTES - len(_filled({**data, "left_out": len(sizes), "steps": []}).encode())
@@ -106,7 +107,8 @@ def _step_data(step: Step, machine: Machine | None) -> dict[str, Any]:
             {"bucket": each.bucket, "names": list(each.names), "nbytes": list(each.nbytes)}
             for each in sorted(step.contents.values(), key=lambda each: each.bucket)
         ],
-        "lanes": _lanes(step),
+        "lanes": [] if step.served else _lanes(step),
+        "inference": inference_data(step),
         "pipelines": [each.data(step) for each in timelines_of(step)],
         "phases": [_phase_data(phase, machine) for phase in (*phases, outside(step, phases))],
         "left_out": "",

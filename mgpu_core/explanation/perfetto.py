@@ -13,7 +13,7 @@ from typing import Any
 from mgpu_core.explanation.phases import moved_nbytes
 from mgpu_core.explanation.steps import Recorded
 from mgpu_core.files import write_whole
-from mgpu_core.trace.events import ALL_RANKS, NO_BUCKET, Collective, Event, Mark, Span
+from mgpu_core.trace.events import ALL_RANKS, NO_BUCKET, Collective, Event, Mark, Served, Span
 
 __all__ = ["trace_of", "write_trace"]
 
@@ -32,7 +32,7 @@ def trace_of(trace: Recorded) -> dict[str, Any]:
     tracks = _Tracks()
     found: list[Event] = []
     for step in trace.steps:
-        found += [*step.spans, *step.collectives, *step.marks]
+        found += [*step.spans, *step.collectives, *step.marks, *step.served]
     begin = min((step.begin_ns for step in trace.steps), default=0)
     events = [each for event in found for each in _track_events(event, tracks, begin)]
     return {"traceEvents": [*tracks.names(), *events], "displayTimeUnit": "ns", "otherData": trace.environment}
@@ -66,9 +66,13 @@ def _track_events(event: Event, tracks: _Tracks, begin: int) -> Iterator[dict[st
         args = {"text": event.text} | _bucket(event.bucket)
         instant = {"ph": "i", "s": "t", "name": event.step, "ts": (event.at_ns - begin) / 1e3, "args": args}
         yield instant | _track(tracks, event)
+    elif isinstance(event, Served):
+        what = {"rows": event.rows, "requests": event.requests, "waited_us": event.waited_ns / 1e3}
+        instant = {"ph": "i", "s": "t", "name": "joined", "ts": (event.host_begin_ns - begin) / 1e3, "args": what}
+        yield instant | _track(tracks, event)
 
 
-def _track(tracks: _Tracks, event: Span | Mark) -> dict[str, int]:
+def _track(tracks: _Tracks, event: Span | Mark | Served) -> dict[str, int]:
     is_host = event.rank == ALL_RANKS
     return tracks.of(_HOST, f"thread {event.thread}") if is_host else tracks.of(_RANKS, f"rank {event.rank}")
 

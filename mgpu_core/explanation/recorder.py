@@ -35,7 +35,7 @@ class Explain:
 
         Args:
             skip: number of calls of ``TrainStep`` (or of its ``evaluate``) or forwards of ``DataParallel`` to ignore
-                first; the first ones are slow.
+                first; the first ones are slow.  Batches of a ``Predictor`` are all kept.
             steps: number of them to keep; the recording then ends by itself.  ``None``: until the end of the block.
 
         Raises:

@@ -39,10 +39,12 @@ _BY_RANKS = {
 def scenes_of(step: Step) -> list[Scene]:
     """Return the scenes by their begin.  Times are microseconds from the begin of the step.
 
-    A pipeline's step is one scene: its stages are drawn by :mod:`mgpu_core.explanation.timeline`.
+    A pipeline's step is one scene, and so are the batches of predictors: they have timelines of their own.
     """
     if step.schedules:
         return [_whole(step, "Each stage works on one micro-batch at a time.")]
+    if step.served:
+        return [_whole(step, "Each rank runs one batch at a time.")]
     enclosing = Enclosing(step.spans)
     cutting = [enclosing.span(cut.thread, cut.step, cut.host_begin_ns) for cut in step.cuts]
     calls = without_cutting(step.collectives, enclosing, cutting)

@@ -1,7 +1,7 @@
 """The steps of a trace: phases, ranks, bytes and times.
 
 A step is one call of ``TrainStep``, one forward of ``DataParallel`` with all backwards through it, whenever they ran,
-or the functional calls between the begins of two of those.
+or the functional calls between the begins of two of those.  All batches of predictors are one more step, the last.
 """
 
 from __future__ import annotations
@@ -13,11 +13,23 @@ from functools import cached_property
 
 from mgpu_core.explanation.topology import Machine
 from mgpu_core.trace.buffer import WholeStep
-from mgpu_core.trace.events import ALL_RANKS, NO_BUCKET, Collective, Contents, Cut, Event, Mark, Schedule, Span
+from mgpu_core.trace.events import (
+    ALL_RANKS,
+    INFERENCE,
+    NO_BUCKET,
+    Collective,
+    Contents,
+    Cut,
+    Event,
+    Mark,
+    Schedule,
+    Served,
+    Span,
+)  # fmt: skip
 
-__all__ = ["CALLS", "Recorded", "Step", "begin_of", "steps_of"]
+__all__ = ["BATCHES", "CALLS", "Recorded", "Step", "begin_of", "steps_of"]
 
-CALLS = "calls"
+CALLS, BATCHES = "calls", "inference"
 _BEHIND = ""  # the name, before it has one, of what is part of no whole step
 
 
@@ -32,7 +44,7 @@ class Step:
 
     Attributes:
         number: from 0.
-        name: ``train_step``, ``data_parallel``, ``evaluate``, or ``calls``.
+        name: ``train_step``, ``data_parallel``, ``pipeline``, ``evaluate``, ``calls``, or ``inference``.
         events: by their begin on the host.
     """
 
@@ -60,6 +72,11 @@ class Step:
     def schedules(self) -> list[Schedule]:
         """The plans of pipelines, whose ranks are stages and whose cuts are of micro-batches."""
         return [each for each in self.events if isinstance(each, Schedule)]
+
+    @cached_property
+    def served(self) -> list[Served]:
+        """The batches of predictors; :func:`mgpu_core.explanation.batches.batches_of` adds their times."""
+        return [each for each in self.events if isinstance(each, Served)]
 
     @cached_property
     def marks(self) -> list[Mark]:
@@ -152,7 +169,10 @@ class Recorded:
 
 
 def steps_of(events: Iterable[Event], whole_steps: Mapping[int, WholeStep]) -> list[Step]:
-    """Return the events by the steps that they belong to; events of no step stand between two of them."""
+    """Return the events by the steps that they belong to; events of no step stand between two of them.
+
+    The batches of predictors are the last step, since they may run during all others.
+    """
     begins = [each.begin_ns for each in whole_steps.values()]
     index_of = {number: index for index, number in enumerate(whole_steps)}
     names = [each.name for each in whole_steps.values()]
@@ -161,6 +181,8 @@ def steps_of(events: Iterable[Event], whole_steps: Mapping[int, WholeStep]) -> l
         index = index_of.get(event.whole_step)
         before = bisect_right(begins, begin_of(event)) - 1
         key = (before, _BEHIND) if index is None else (index, names[index])
+        if event.whole_step == INFERENCE:
+            key = (len(begins), BATCHES)
         groups.setdefault(key, []).append(event)
     ordered = sorted(groups, key=lambda key: (key[0], key[1] == _BEHIND))
     return [Step(number, key[1] or CALLS, groups[key]) for number, key in enumerate(ordered)]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from statistics import median
 
+from mgpu_core.explanation.batches import Batch, servers_of
 from mgpu_core.explanation.phases import Phase, outside, phases_of
 from mgpu_core.explanation.predicted import predicted_seconds
 from mgpu_core.explanation.scene import plural
@@ -11,7 +13,7 @@ from mgpu_core.explanation.steps import Step
 from mgpu_core.explanation.timeline import Timeline, timelines_of
 from mgpu_core.explanation.topology import Machine
 
-__all__ = ["columns", "human_nbytes", "human_seconds", "table"]
+__all__ = ["columns", "human_nbytes", "human_seconds", "inference_table", "table"]
 
 
 def table(step: Step, environment: Mapping[str, str], machine: Machine | None = None, dropped: int = 0) -> str:
@@ -53,6 +55,23 @@ def _pipeline(run: Timeline) -> list[str]:
         f"idle {run.idle:.1%} of the stages' time, {run.bubble:.1%} by the schedule",
         *(f"stage {a} to stage {b}: {human_nbytes(nbytes)} forward" for a, b, nbytes in run.schedule.borders),
     ]
+
+
+def inference_table(batches: list[Batch]) -> list[str]:
+    """Return a line per rank of a predictor: batches, the wait of the oldest request of each, idle share."""
+    if not batches:
+        return []
+    rows = [["inference", "batches", "requests", "rows", "rows a batch", "time", "oldest waited", "at most", "idle"]]
+    for server in servers_of(batches):
+        own = server.batches
+        count, waits = sum(each.rows for each in own), [each.waited_ns / 1e9 for each in own]
+        times = [(each.end_ns - each.begin_ns) / 1e9 for each in own]
+        seconds = [human_seconds(each) for each in (median(times), median(waits), max(waits))] if own else ["-"] * 3
+        mean = f"{count / len(own):.1f}" if own else "-"
+        numbers = map(str, (len(own), sum(each.requests for each in own), count))
+        rows.append([server.name, *numbers, mean, *seconds, f"{server.idle:.1%}"])
+    legend = "time: of a batch, median.  oldest waited: the oldest request of a batch, in the queue, median and most."
+    return ["", *columns(rows, left=1), legend]
 
 
 _WORKERS = {

@@ -5,14 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from mgpu_core.explanation.batches import Batch, batches_of
 from mgpu_core.explanation.environ import environment
 from mgpu_core.explanation.fit import this_host
 from mgpu_core.explanation.page import write_page
 from mgpu_core.explanation.perfetto import write_trace
 from mgpu_core.explanation.profiles import profile_of
 from mgpu_core.explanation.step_profile import StepProfile
-from mgpu_core.explanation.steps import CALLS, Recorded, Step, steps_of
-from mgpu_core.explanation.tables import table
+from mgpu_core.explanation.steps import BATCHES, CALLS, Recorded, Step, steps_of
+from mgpu_core.explanation.tables import inference_table, table
 from mgpu_core.explanation.topology import Machine
 from mgpu_core.trace.buffer import TraceBuffer
 
@@ -32,6 +33,11 @@ class Trace(Recorded):
     def __len__(self) -> int:
         return len(self.steps)
 
+    @property
+    def batches(self) -> list[Batch]:
+        """The batches of all predictors, by the time at which they left the queue."""
+        return [batch for step in self.steps if step.name == BATCHES for batch in batches_of(step)]
+
     def predict(self, machine: Machine | None = None) -> None:
         """Show the cost model's prediction next to each collective's time, in tables and pages from now on.
 
@@ -49,13 +55,16 @@ class Trace(Recorded):
     def table(self, number: int | None = None) -> str:
         """Return one step as a table for the terminal: bytes moved, time, share of the step, bus bandwidth.
 
+        Below it is a table of the batches of predictors, where there are any.
+
         Args:
             number: of the step, as for :meth:`step`.
 
         Raises:
             IndexError: there is no such step.
         """
-        return table(self.step(number), self.environment, self.machine, self.dropped)
+        text = table(self.step(number), self.environment, self.machine, self.dropped)
+        return "\n".join([text, *inference_table(self.batches)])
 
     def save_trace(self, path: str | Path) -> None:
         """Write all steps as a trace for https://ui.perfetto.dev or ``chrome://tracing``: a track per rank and stream.
@@ -95,13 +104,14 @@ class Trace(Recorded):
         """Return one step.
 
         Args:
-            number: negative ones count from the last; ``None``: the last whole step; without one, the last calls.
+            number: negative ones count from the last; ``None``: the last whole step; without one, the batches of
+                predictors; without those, the last calls.
 
         Raises:
             IndexError: there is no such step.
         """
         if number is None:
-            whole = [step.number for step in self.steps if step.name != CALLS]
+            whole = [step.number for step in self.steps if step.name not in (CALLS, BATCHES)]
             number = whole[-1] if whole else -1
         try:
             return self.steps[number]

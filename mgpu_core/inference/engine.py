@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import count
 from typing import Any, NamedTuple
 
 import torch
@@ -30,9 +31,12 @@ from mgpu_core.inference.requests import Joiner, Request, copied_to_host
 from mgpu_core.inference.stats import DeviceStats, Stats
 from mgpu_core.nested import map_leaves
 from mgpu_core.null_context import NULL_CONTEXT
-from mgpu_core.trace.tracer import span
+from mgpu_core.trace.events import INFERENCE, Served
+from mgpu_core.trace.tracer import emit, in_step, span, when_tracing
 
 __all__ = ["Engine"]
+
+_numbers = count()
 
 
 class _Batch(NamedTuple):
@@ -70,7 +74,7 @@ class Engine:
         self.stats = Stats(DeviceStats(str(device)) for device in devices)
         self._devices, self._output_device, self._amp_dtype = devices, output_device, amp_dtype
         self._limits = [max_batch] * len(devices)
-        self._lock = threading.Lock()
+        self._lock, self._number = threading.Lock(), next(_numbers)
         cpu_ranks = sum(device.type == "cpu" for device in devices)
         self._pool = WorkerPool("mgpu predictor", len(devices), max(1, cpu_ranks))
         self._host = threading.Thread(target=self._run, name="mgpu predictor", daemon=True)
@@ -133,15 +137,23 @@ class Engine:
         if not requests:
             return None
         begin, device = time.perf_counter(), self._devices[rank]
-        self.stats[rank].queue_seconds.append(begin - min(each.begin for each in requests))
-        with span("batch", rank, device):
+        waited = begin - min(each.begin for each in requests)
+        self.stats[rank].queue_seconds.append(waited)
+        with in_step(INFERENCE), span("batch", rank, device):
             args, kwargs = self._joiner.joined(requests, device)
             with NULL_CONTEXT if self._amp_dtype is None else torch.autocast(device.type, self._amp_dtype):
                 made = self.replicas[rank](*args, **kwargs)
             targets = {self._output_device or each.device for each in requests}
             outputs = {target: map_leaves(made, partial(_sent, target)) for target in targets}
             event = None if device.type == "cpu" else torch.accelerator.current_stream(device).record_event()
+            self._tell(rank, requests, waited)
         return _Batch(requests, outputs, event, begin)
+
+    @when_tracing
+    def _tell(self, rank: int, requests: list[Request], waited: float) -> None:
+        rows, waited_ns = sum(each.own_rows for each in requests), round(waited * 1e9)
+        devices = tuple(map(str, self._devices))
+        emit(lambda *now: Served(self._number, rank, devices, rows, len(requests), waited_ns, *now))
 
     def _answer(self, rank: int, batch: _Batch) -> None:
         if batch.event is not None:

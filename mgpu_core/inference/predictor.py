@@ -93,7 +93,7 @@ class Predictor:
         if amp_dtype not in (None, *AMP_DTYPES):
             raise TypeError(f"amp_dtype must be torch.bfloat16 or torch.float16, not {amp_dtype}")
         self.max_batch = max_batch
-        self.devices = _devices_of(net, device_ids)
+        self.net, self.devices = net, _devices_of(net, device_ids)
         if capture and any(device.type != GPU_TYPE for device in self.devices):
             raise ValueError("capture=True needs CUDA devices: a CUDA graph runs on one")
         if capture and is_spread(net):

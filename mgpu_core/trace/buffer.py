@@ -1,7 +1,8 @@
 """The trace buffer: events, and the whole steps that they belong to.
 
 A whole step is one call of ``TrainStep`` or one forward of ``DataParallel``; its number is unique in the process.  An
-event carries that number, so a backward belongs to its own forward, however many forwards ran since.
+event carries that number, so a backward belongs to its own forward, however many forwards ran since.  The batches of
+predictors are no whole steps: several devices run them at once.  They share the number ``INFERENCE``.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 
-from mgpu_core.trace.events import NO_STEP, Event
+from mgpu_core.trace.events import INFERENCE, NO_STEP, Event
 
 __all__ = ["Clock", "Draft", "HostClock", "TraceBuffer", "WholeStep"]
 
@@ -119,13 +120,15 @@ class TraceBuffer:
         """Keep an event whose times are read at the end.
 
         Args:
-            number: of its whole step; events of no step are kept once the skipped steps are over.
+            number: of its whole step; ``INFERENCE``: always kept; events of no step are kept once the skipped steps
+                are over.
             draft: makes the event from the clock.
         """
-        if number in self._passed or (number not in self.whole_steps and self._is_before_the_first()):
+        is_known = number == INFERENCE or number in self.whole_steps
+        if number in self._passed or (not is_known and self._is_before_the_first()):
             return
         if len(self._drafts) < self.limit:
-            self._drafts.append((number if number in self.whole_steps else NO_STEP, draft))
+            self._drafts.append((number if is_known else NO_STEP, draft))
         else:
             self.dropped += 1
 

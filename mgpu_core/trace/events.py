@@ -2,7 +2,8 @@
 
 Spans took time, cuts map rows to ranks, collectives moved bytes, contents list the tensors of a bucket, marks are
 moments.  All times are in ns of ``time.perf_counter_ns``; those of work on a GPU come from CUDA events and are put on
-the same axis.  ``whole_step`` is the number of the step that the event belongs to; ``NO_STEP``: to none.
+the same axis.  ``whole_step`` is the number of the step that the event belongs to; ``NO_STEP``: to none;
+``INFERENCE``: to the batches of predictors.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ __all__ = [
     "ALL_RANKS",
     "BETWEEN",
     "GATHER_BACK",
+    "INFERENCE",
     "NO_BUCKET",
     "NO_STEP",
     "ROOT",
@@ -26,12 +28,14 @@ __all__ = [
     "Mark",
     "Address",
     "Schedule",
+    "Served",
     "Span",
 ]
 
 ALL_RANKS = -1
 NO_BUCKET = -1
 NO_STEP = 0
+INFERENCE = -1
 SCATTER_BACK, GATHER_BACK = "scatter (backward)", "gather (backward)"
 ROOT = -1
 BETWEEN = -2
@@ -187,4 +191,26 @@ class Schedule:
     whole_step: int = NO_STEP
 
 
-Event: TypeAlias = Span | Cut | Collective | Contents | Mark | Schedule
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A batch of a predictor, emitted inside its span ``batch``, which has the times.
+
+    Attributes:
+        predictor: its number, unique in the process.
+        devices: of all its ranks, as text.
+        requests: how many were joined.
+        waited_ns: how long the oldest of them had been in the queue.
+    """
+
+    predictor: int
+    rank: int
+    devices: tuple[str, ...]
+    rows: int
+    requests: int
+    waited_ns: int
+    host_begin_ns: int
+    thread: int
+    whole_step: int = NO_STEP
+
+
+Event: TypeAlias = Span | Cut | Collective | Contents | Mark | Schedule | Served

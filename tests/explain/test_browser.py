@@ -240,3 +240,25 @@ def test_bars_of_the_timeline_lead_to_their_scenes(open_page):
     assert title(page) == "Update"
     bars.first.hover(force=True)
     assert page.inner_text("#tip") == tips[0]
+
+
+def test_batches_of_a_predictor_are_blocks_with_waits(browser, tmp_path):
+    with mgpu_core.Predictor(torch.nn.Linear(4, 2), ["cpu"] * 2, max_batch=3) as predict, mgpu_core.explain() as trace:
+        predict(torch.ones(6, 4))  # two batches of three rows
+        comm.all_reduce([torch.ones(9) for _ in range(3)])
+    trace.save_html(tmp_path / "page.html")
+    page, said = browser.new_page(viewport={"width": 1280, "height": 900}), []
+    page.on("pageerror", lambda error: said.append(str(error)))
+    page.goto((tmp_path / "page.html").as_uri())
+    assert page.inner_text("h1") == "Inference, as it was recorded"
+    assert page.inner_text("#inference-idle").startswith("Idle: rank ")
+    tips = [each.get_attribute("data-tip") for each in page.locator("#inference [data-tip]").all()]
+    assert len(tips) == 4  # a block and a wait each
+    assert all(tip.startswith("3 rows of 1 request: ") for tip in tips)
+    assert not page.locator("#timeline-part, .stage, #scenes-part").locator("visible=true").count()
+    page.select_option("#step", index=0)
+    assert page.inner_text("h1") == "A training step, as it was recorded"
+    assert page.locator("#timeline-part").is_visible()
+    assert not page.locator("#inference-part").is_visible()
+    page.close()
+    assert said == []

@@ -333,7 +333,7 @@ function drawTimeline() {
 // Pipelines: the real times of each stage's blocks, and below them the slots of the schedule.
 function drawPipelines() {
   find("pipeline-part").hidden = !step.pipelines.length;
-  for (const each of document.querySelectorAll(".stage, #scenes-part")) each.hidden = step.pipelines.length > 0;
+  for (const each of document.querySelectorAll(".stage, #scenes-part")) each.hidden = step.pipelines.length > 0 || step.inference !== null;
   const holder = find("pipeline");
   holder.replaceChildren();
   step.pipelines.forEach((run) => {
@@ -349,8 +349,7 @@ function drawPipelines() {
 function drawBlocks(holder, stages, name, length, blocks, unit) {
   const width = holder.clientWidth || 320, left = width < 600 ? 72 : 150, row = 26, height = stages.length * row + 24;
   const svg = draw(holder, "svg", {viewBox: `0 0 ${width} ${height}`, height, role: "img", "aria-label": `${name}: ${many(blocks.length, "block")} in ${unit(length)}`});
-  const pattern = draw(svg, "pattern", {id: "hatch", width: 6, height: 6, patternUnits: "userSpaceOnUse", patternTransform: "rotate(45)"});
-  draw(pattern, "line", {x1: 0, y1: 0, x2: 0, y2: 6, stroke: "var(--soft)", "stroke-width": 1.5});
+  hatch(svg);
   const scale = (width - left - 4) / Math.max(length, 1e-3);
   stages.forEach((device, stage) => {
     label(svg, 0, stage * row + 18, width < 600 ? `stage ${stage}` : `stage ${stage} (${device || "not seen"})`, left - 8);
@@ -363,6 +362,40 @@ function drawBlocks(holder, stages, name, length, blocks, unit) {
   });
   label(svg, left, height - 6, name, width - left - 90, "soft");
   draw(svg, "text", {x: width - 2, y: height - 6, class: "soft", "text-anchor": "end"}, unit(length));
+}
+function hatch(svg) {
+  const pattern = draw(svg, "pattern", {id: "hatch", width: 6, height: 6, patternUnits: "userSpaceOnUse", patternTransform: "rotate(45)"});
+  draw(pattern, "line", {x1: 0, y1: 0, x2: 0, y2: 6, stroke: "var(--soft)", "stroke-width": 1.5});
+}
+// Batches of predictors: a block each, and above it the wait of its oldest request; waits take turns on three heights.
+function drawBatches() {
+  const run = step.inference;
+  find("inference-part").hidden = run === null;
+  find("timeline-part").hidden = run !== null;
+  find("title").textContent = `${run ? "Inference" : "A training step"}, as it was recorded`;
+  if (!run) return;
+  find("inference-idle").textContent = `Idle: ${run.ranks.map((each) => `${each.name} ${(each.idle * 100).toFixed(1)} %`).join(", ")}.`
+    + (run.left_out ? ` The last ${run.batches.length} of ${run.batches.length + run.left_out} batches are drawn.` : "");
+  const holder = find("inference"), width = holder.clientWidth || 320, row = 46, drawn = run.ranks.map(() => 0);
+  const left = (width < 600 ? 84 : 150) + (run.ranks[0].name.startsWith("rank") ? 0 : 66);
+  const last = Math.max(...run.batches.map((each) => each.end)), height = run.ranks.length * row + 24, scale = (width - left - 4) / Math.max(last, 1e-3);
+  holder.replaceChildren();
+  const svg = draw(holder, "svg", {viewBox: `0 0 ${width} ${height}`, height, role: "img", "aria-label": `${run.batches.length} batches in ${time(last)}`});
+  hatch(svg);
+  run.ranks.forEach((rank, index) => {
+    label(svg, 0, index * row + 34, width < 600 ? rank.name.split(" (")[0] : rank.name, left - 8);
+    draw(svg, "rect", {class: "hatch", x: left, y: index * row + 16, width: last * scale, height: 26});
+  });
+  run.batches.forEach((each, index) => {
+    const x = left + each.begin * scale, wide = Math.max(1.5, (each.end - each.begin) * scale), y = each.row * row;
+    const about = `${many(each.rows, "row")} of ${many(each.requests, "request")}: ${time(each.end - each.begin)}; the oldest waited ${time(each.launched - each.asked)}`;
+    const fill = `hsl(${(index * 67 + 212) % 360} 55% 42%)`;
+    box(svg, left + each.asked * scale, y + 3 + 4 * (drawn[each.row]++ % 3), Math.max(1, (each.launched - each.asked) * scale), 2, fill, about);
+    box(svg, x, y + 16, wide, 26, fill, about);
+    if (wide > 8 * String(each.rows).length + 2) draw(svg, "text", {class: "block", x: x + wide / 2, y: y + 33}, each.rows);
+  });
+  label(svg, left, height - 6, "0", 40, "soft");
+  draw(svg, "text", {x: width - 2, y: height - 6, class: "soft", "text-anchor": "end"}, time(last));
 }
 function sceneNear(bar) {
   const distance = (each) => (each.kind === bar.name || each.operation === bar.name ? 0 : 1e12) + (each.bucket === bar.bucket ? 0 : 1e9) * (each.kind === "round") + Math.abs(each.begin - bar.begin);
@@ -469,6 +502,7 @@ function choose(index) {
   find("bucket-part").hidden = !step.buckets.length;
   drawTimeline();
   drawPipelines();
+  drawBatches();
   go(0);
 }
 
@@ -512,7 +546,7 @@ document.addEventListener("pointermove", (event) => {
 let resizing;
 addEventListener("resize", () => {
   clearTimeout(resizing);
-  resizing = setTimeout(() => { drawTimeline(); drawPipelines(); drawScene(); show(); }, 100);
+  resizing = setTimeout(() => { drawTimeline(); drawPipelines(); drawBatches(); drawScene(); show(); }, 100);
 });
 
 theme(matchMedia("(prefers-color-scheme: dark)").matches);

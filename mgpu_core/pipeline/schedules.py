@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import count
 from typing import NamedTuple
 
 __all__ = ["BACKWARD", "FORWARD", "SCHEDULES", "Action", "bubble", "check_schedule", "plan"]
@@ -83,7 +82,7 @@ def _planned(stages: int, micro_batches: int, schedule: str, workers: tuple[int,
         return Action(time, ready[0], FORWARD, forwards[ready[0]]) if ready else None
 
     actions: list[Action] = []
-    for time in count():
+    for time in range(2 * stages * micro_batches):  # as if one worker ran all actions
         chosen = [found for group in groups if (found := next_action(group, time)) is not None]
         for _, stage, kind, _ in chosen:
             (forwards if kind == FORWARD else backwards)[stage] += 1

@@ -77,7 +77,7 @@ def _planned(stages: int, micro_batches: int, schedule: str, workers: tuple[int,
         """Return the action of one worker in this slot: a backward if one is ready, otherwise a forward, or none."""
         if ready := [stage for stage in group if is_backward_ready(stage)]:
             return Action(time, ready[-1], BACKWARD, backwards[ready[-1]])
-        size = max(1, stages // len(group))  # of several stages first those of the micro-batches that came first
+        size = stages // len(group)  # of several stages first those of the micro-batches that came first
         ready = sorted(filter(is_forward_ready, group), key=lambda stage: (forwards[stage] // size, stage))
         return Action(time, ready[0], FORWARD, forwards[ready[0]]) if ready else None
 

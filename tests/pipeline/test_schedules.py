@@ -68,6 +68,12 @@ def test_two_stages_of_a_device_make_a_smaller_bubble():
     assert bubble(plan(2, 8), 2) == pytest.approx(1 / 9)
 
 
+@pytest.mark.parametrize(("workers", "micro_batches", "slots"), [(3, 6, 30), (3, 12, 54), (4, 12, 58)])
+def test_a_device_with_two_stages_runs_the_first_micro_batches_through_both(workers, micro_batches, slots):
+    actions = plan(2 * workers, micro_batches, workers=[*range(workers)] * 2)
+    assert 1 + max(action.time for action in actions) == slots
+
+
 @pytest.mark.parametrize("arguments", [(0, 1), (1, 0), (2, 2, "zigzag")])
 def test_what_is_no_plan_is_refused(arguments):
     with pytest.raises(ValueError):

@@ -13,6 +13,7 @@ from fakes.nets import cpu
 from torch import nn
 
 from mgpu_core import Pipeline, Predictor, place
+from mgpu_core.device.devices import local_devices
 
 
 def net(width=4):
@@ -65,6 +66,35 @@ def test_map_keeps_the_order_and_runs_a_bounded_number_ahead():
             seen.append(int(answer[0]))
             assert len(taken) <= len(seen) + 3
     assert seen == list(range(20))
+
+
+def test_map_runs_four_batches_a_device_ahead_and_cancels_them_after_an_error():
+    taken = []
+
+    class Picky(nn.Module):
+        def forward(self, x):
+            if (x < 0).any():
+                raise KeyError("negative")
+            return x
+
+    def batches():
+        for index in range(20):
+            taken.append(index)
+            yield torch.full((2, 1), -1.0 if index == 1 else 1.0, device=cpu(1)[0])
+
+    with Predictor(Picky(), cpu(2), max_batch=100, max_wait_ms=100) as predict:
+        answers = predict.map(batches())
+        next(answers)
+        assert len(taken) == 8
+        predict._queue._max_wait = 60.0  # the others wait
+        with pytest.raises(KeyError, match="negative"):
+            list(answers)
+    assert sum(each.requests for each in predict.stats()) == 7  # of the first eight; the ninth was cancelled
+
+
+def test_without_devices_there_is_one_rank_per_local_device():
+    with Predictor(net()) as predict:
+        assert [str(each) for each in predict.devices] == [str(each) for each in local_devices() or ["cpu"]]
 
 
 def test_requests_of_other_shapes_and_dtypes_go_apart():
@@ -235,6 +265,11 @@ def test_close_answers_all_or_cancels_those_that_wait():
 def test_options_that_cannot_be(options, message):
     with pytest.raises((TypeError, ValueError), match=message):
         Predictor(net(), **{"device_ids": cpu(1), **options})
+
+
+def test_a_net_must_be_a_module():
+    with pytest.raises(TypeError, match="net must be a torch"):
+        Predictor(lambda x: x)
 
 
 def test_requests_that_cannot_be():

@@ -58,13 +58,13 @@ def test_a_worker_that_waits_is_woken_by_the_request_that_fills_a_batch(rows):
     assert [each.rows for each in taken] == rows
 
 
-def test_what_one_worker_leaves_wakes_another():
-    waiting, taken = queue(max_wait=0.2), []
-    workers = [threading.Thread(target=lambda: taken.append(len(waiting.take(8)))) for _ in range(2)]
+def test_what_a_worker_with_a_smaller_batch_leaves_wakes_another():
+    waiting, taken = queue(max_wait=0.2, max_batch=100), []
+    workers = [threading.Thread(target=lambda: taken.append(len(waiting.take(4)))) for _ in range(2)]
     for each in workers:
         each.start()
-    for rows in (5, 4):
-        waiting.put(request(rows))
+    for _ in range(2):  # the first wakes one worker, which takes it when its time is over
+        waiting.put(request(3))
     for each in workers:
         each.join(LONG / 2)
     assert taken == [1, 1]
@@ -109,7 +109,9 @@ def test_a_closed_queue_gives_what_it_has_and_takes_nothing():
 
 
 def test_drained_requests_are_gone():
-    requests = [request(1), request(1, width=2)]
+    requests = [request(7), request(1, width=2)]
     waiting = queue(*requests)
     assert waiting.drained() == requests
     assert waiting.take(8, wait=False) == waiting.drained() == []
+    waiting.put(request(1))
+    assert waiting.take(8, wait=False) == []  # no rows are left over that would fill its batch

@@ -100,7 +100,10 @@ def recommend(
 
 
 def _impossible(medians: Mapping[str, float], ranks: int) -> str:
-    """Return the fastest way that so many ranks can be; captured ones save launches, which one device pays too."""
+    """Return the fastest eager way if it is faster than this number of ranks can be, otherwise an empty text.
+
+    Captured ways are left out: they save launches, which the one device pays too.
+    """
     eager = [name for name in (DROP_IN, ENGINE) if name in medians]
     if ONE not in medians or not eager:
         return ""

@@ -183,8 +183,8 @@ def broadcast_buckets(
     In a recording these are the buckets of the parameters, unless they are not ``numbered``.
 
     One autograd node per bucket of :func:`gradient_buckets`.
-    Nodes that are made before the forward would have the engine's lowest priority and would all run last; so it is
-    raised, and a bucket is reduced as soon as its gradients are there.
+    The engine gives nodes that are made before the forward the lowest priority, so all of them would run last.  Their
+    priority is raised: a bucket is reduced as soon as its gradients are there.
     """
     result: list[list[torch.Tensor]] = [[torch.Tensor()] * len(tensors) for _ in team.ranks]
     for position, positions in enumerate(gradient_buckets(tensors)):

@@ -54,7 +54,7 @@ class Step:
 
     @cached_property
     def spans(self) -> list[Span]:
-        """The spans; where autograd runs the ranks' backward by itself, made from its marks."""
+        """The recorded spans.  Those of ``backward`` are made from its marks where autograd runs it."""
         found = [each for each in self.events if isinstance(each, Span)]
         return found if any(each.step == "backward" for each in found) else [*found, *_backwards(self.marks)]
 

@@ -18,8 +18,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from fakes import accelerator
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(240),
+    pytest.mark.skipif(accelerator.is_wanted(), reason="servers have processes of their own, without the fake"),
+]
 
 PAGE = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
 FILES = dict(re.findall(r"^```python\n# (\w+\.py)\n(.*?)^```$", PAGE, flags=re.MULTILINE | re.DOTALL))

@@ -333,7 +333,7 @@ function drawTimeline() {
 // Pipelines: the real times of each stage's blocks, and below them the slots of the schedule.
 function drawPipelines() {
   find("pipeline-part").hidden = !step.pipelines.length;
-  for (const each of document.querySelectorAll(".stage, #scenes-part")) each.hidden = step.pipelines.length > 0 || step.inference !== null;
+  for (const each of document.querySelectorAll(".stage, #scenes-part, #keys")) each.hidden = step.pipelines.length > 0 || step.inference !== null;
   const holder = find("pipeline");
   holder.replaceChildren();
   step.pipelines.forEach((run) => {

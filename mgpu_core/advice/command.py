@@ -85,6 +85,12 @@ def run(args: argparse.Namespace) -> int:
             return int(failure.args[0])
         plan = _plan(found_in(names, chosen, script), devices, batches, args)
         advice = advised(plan, stopwatch(plan.distinct_devices))
+    _show(script, advice, args, here)
+    return 0 if advice.recommendation.way else 1
+
+
+def _show(script: Path, advice: Any, args: argparse.Namespace, here: Path) -> None:
+    """Write the files asked for, and print the advice."""
     if args.json is not None:
         write_whole(here / args.json, lambda file: file.write(advice.to_json().encode()))
     if args.plot is not None:
@@ -92,7 +98,6 @@ def run(args: argparse.Namespace) -> int:
     print(f"{script}: {advice}")
     for path in filter(None, (args.json, args.plot)):
         print(f"written: {path}")
-    return 0 if advice.recommendation.way else 1
 
 
 def _run_inference(
@@ -127,11 +132,7 @@ def _run_inference(
             advice = advise_inference(seen.bare_net, seen.call, ranks, **options)
         except TypeError as error:  # an argument that cannot be split into rows
             raise ValueError(str(error)) from error
-    if args.json is not None:
-        write_whole(here / args.json, lambda file: file.write(advice.to_json().encode()))
-    print(f"{script}: {advice}")
-    if args.json is not None:
-        print(f"written: {args.json}")
+    _show(script, advice, args, here)
     return 0 if advice.sentences else 1
 
 

@@ -31,14 +31,14 @@ __all__ = ["InferenceAdvice", "Load", "Way", "advise_inference", "asked_for", "w
 FORMAT = "mgpu_core advice inference 1"
 _WAITS_MS = (0.0, 2.0)
 _ENOUGH = 0.95
-"""Of the highest rate: a simpler way with so much of it is preferred."""
+"""The simplest way that reaches this share of the highest rate is preferred."""
 _TURNS, _MOST_SECONDS = 2, 0.5
-"""Of each measurement: the better turn counts, since what else the machine does only takes time."""
+"""Turns of a measurement, and seconds of a turn.  The better turn counts: other work only makes a turn slower."""
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What callers saw: each of them waits for an answer before it asks again.
+    """The rate and the times that callers saw.  Each caller waits for an answer before it asks again.
 
     Attributes:
         rate: answered rows per second.
@@ -235,7 +235,7 @@ def _call_bare(net: Module, call: Call, device: torch.device) -> None:
 
 
 def asked_for(ask: Callable[[], object], rows: int, callers: int, seconds: float) -> Load:
-    """Let each caller, a thread, ask again and again for so many seconds, and at least three times.
+    """Let each caller, a thread, repeat its request for ``seconds``, at least three times.
 
     Raises:
         Exception: a call raised it.

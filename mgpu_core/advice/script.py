@@ -16,7 +16,17 @@ import torch
 from mgpu_core import user_script
 from mgpu_core.advice.loading import first_batch
 
-__all__ = ["RUN_NAME", "Chosen", "Found", "ScriptFailed", "check_names", "found_in", "run_script", "run_to_end"]
+__all__ = [
+    "RUN_NAME",
+    "Chosen",
+    "Found",
+    "ScriptFailed",
+    "check_names",
+    "found_in",
+    "run_script",
+    "run_to_end",
+    "without_wrappers",
+]
 
 RUN_NAME = "__mgpu_advise__"
 
@@ -101,9 +111,14 @@ def found_in(names: Mapping[str, Any], chosen: Chosen, script: Path) -> Found:
     sample, loader = _one(names, chosen.sample, SAMPLES), _one(names, chosen.loader, LOADERS)
     if sample is _MISSING:
         sample = first_batch(loader)
-    if isinstance(net, torch.nn.DataParallel | torch.nn.parallel.DistributedDataParallel):
+    return Found(without_wrappers(net), loss_fn, sample, None if loader is _MISSING else loader)
+
+
+def without_wrappers(net: Any) -> Any:
+    """Return the net inside the wrappers that use several devices."""
+    while isinstance(net, torch.nn.DataParallel | torch.nn.parallel.DistributedDataParallel):
         net = net.module
-    return Found(net, loss_fn, sample, None if loader is _MISSING else loader)
+    return net
 
 
 def check_names(names: Container[str], chosen: Chosen, script: Path) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch.nn import Module
 from torch.nn.modules import module as torch_module
 
+from mgpu_core.advice.script import without_wrappers
 from mgpu_core.inference.predictor import Predictor
 from mgpu_core.inference.requests import Call
 
@@ -35,9 +36,7 @@ class Seen:
     @property
     def bare_net(self) -> Module:
         """The net without the wrappers that use several devices."""
-        net = self.net
-        while isinstance(net, torch.nn.DataParallel | torch.nn.parallel.DistributedDataParallel):
-            net = net.module
+        net: Module = without_wrappers(self.net)
         return net
 
 

@@ -8,7 +8,7 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -80,18 +80,10 @@ class Predictor:
         compile: bool = False,  # noqa: A002 (torch's word)
         capture: bool = False,
     ) -> None:
-        if not isinstance(net, Module):
-            raise TypeError(f"net must be a torch.nn.Module, not {type(net).__name__}")
-        for name, value in (("max_batch", max_batch), ("max_pending", max_pending)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be a whole number, 1 or more, not {value!r}")
+        _check_options(net, {"max_batch": max_batch, "max_pending": max_pending}, max_wait_ms, amp_dtype)
         for name, hook in (("bucket_by", bucket_by), ("collate", collate), ("split", split)):
             if hook is not None and not callable(hook):
                 raise TypeError(f"{name} must be a function, not {hook!r}")
-        if not isinstance(max_wait_ms, int | float) or not 0 <= max_wait_ms < 1e9:
-            raise ValueError(f"max_wait_ms must be a number of milliseconds, 0 or more, not {max_wait_ms!r}")
-        if amp_dtype not in (None, *AMP_DTYPES):
-            raise TypeError(f"amp_dtype must be torch.bfloat16 or torch.float16, not {amp_dtype}")
         self.max_batch = max_batch
         self.net, self.devices = net, _devices_of(net, device_ids)
         if capture and any(device.type != GPU_TYPE for device in self.devices):
@@ -217,6 +209,18 @@ class Predictor:
 
     def __exit__(self, kind: object, *error: object) -> None:
         self.close(drain=kind is None)
+
+
+def _check_options(net: Any, counts: Mapping[str, Any], max_wait_ms: Any, amp_dtype: Any) -> None:
+    if not isinstance(net, Module):
+        raise TypeError(f"net must be a torch.nn.Module, not {type(net).__name__}")
+    for name, value in counts.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} must be a whole number, 1 or more, not {value!r}")
+    if not isinstance(max_wait_ms, int | float) or not 0 <= max_wait_ms < 1e9:
+        raise ValueError(f"max_wait_ms must be a number of milliseconds, 0 or more, not {max_wait_ms!r}")
+    if amp_dtype not in (None, *AMP_DTYPES):
+        raise TypeError(f"amp_dtype must be torch.bfloat16 or torch.float16, not {amp_dtype}")
 
 
 def _devices_of(net: Module, device_ids: Sequence[DeviceLike] | None) -> list[torch.device]:

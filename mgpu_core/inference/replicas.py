@@ -11,6 +11,7 @@ import torch
 from torch.nn import Module
 
 from mgpu_core._warnings import warn_user
+from mgpu_core.inference.requests import form_of, key_of
 from mgpu_core.nested import Tree, flatten, map_leaves
 from mgpu_core.pipeline.placement import is_spread
 from mgpu_core.train.graph_cache import CudaRecorder
@@ -95,7 +96,7 @@ class GraphedModule:
         tree = flatten((args, kwargs), leaves, "inputs")
         rows = next(leaf.size(0) for leaf in leaves if isinstance(leaf, torch.Tensor))
         size = 1 << (rows - 1).bit_length()
-        key = (size, *tree.paths(""), *map(_key_of, leaves))
+        key = (size, form_of(tree), *map(key_of, leaves))
         if key not in self._recorded:
             self._recorded[key] = self._record(tree, leaves, size)
             if len(self._recorded) > _KEPT:
@@ -132,10 +133,6 @@ class GraphedModule:
             )
             return None
         return _Recorded(graph, static, outputs[0])
-
-
-def _key_of(leaf: Any) -> Hashable:
-    return (leaf.dtype, leaf.shape[1:]) if isinstance(leaf, torch.Tensor) else leaf
 
 
 def _first_rows(leaf: Any, rows: int, size: int) -> Any:

@@ -107,7 +107,7 @@ class RequestQueue:
             del self._waiting[key], self._rows[key]
         self._count -= len(taken)
         self._free.notify(len(taken))
-        if self._waiting:  # somebody else sees to the rest
+        if self._waiting:  # another worker takes the rest
             self._ready.notify()
         return taken
 

@@ -12,18 +12,19 @@ import torch
 from mgpu_core.device.streams import GPU_TYPE, copy_aside, hand_over
 from mgpu_core.nested import Tree, flatten, is_undivided, map_leaves, tensors_in
 
-__all__ = ["Call", "Joiner", "Request", "copied_to_host"]
+__all__ = ["Call", "Joiner", "Request", "copied_to_host", "form_of", "key_of"]
 
 Call: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 """The positional and the keyword arguments of a call."""
 
 
-def _form_of(tree: Tree) -> Hashable:
-    return tree.kind, tree.names, tuple(map(_form_of, tree.children))
+def form_of(tree: Tree) -> Hashable:
+    """Return a key of the structure: equal for nests that differ in their leaves alone."""
+    return tree.kind, tree.names, tuple(map(form_of, tree.children))
 
 
 _ONE_TREE = flatten(((torch.empty(1),), {}), [], "inputs")
-_ONE_TENSOR = _ONE_TREE, _form_of(_ONE_TREE)
+_ONE_TENSOR = _ONE_TREE, form_of(_ONE_TREE)
 
 
 class Request:
@@ -52,7 +53,7 @@ class Request:
             self.leaves += args
         else:
             self.tree = flatten(call, self.leaves, "inputs")
-            self.form = _form_of(self.tree)
+            self.form = form_of(self.tree)
         tensors = [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
         rows = {tensor.size(0) if tensor.dim() else 0 for tensor in tensors}
         if len(rows) != 1 or not rows - {0}:
@@ -98,8 +99,8 @@ class Joiner:
         """
         made = Request(call)
         bucket = self._bucket_by(*call[0], **call[1]) if self._bucket_by else None
-        key_of = _key_of if self._collate is None else _loose_key_of
-        made.key = (bucket, made.form, *map(key_of, made.leaves))
+        leaf_key = key_of if self._collate is None else _loose_key_of
+        made.key = (bucket, made.form, *map(leaf_key, made.leaves))
         return made
 
     def joined(self, requests: Sequence[Request], device: torch.device) -> Call:
@@ -161,7 +162,8 @@ def _joined(parts: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor
     return copies[0] if len(copies) == 1 else torch.cat(copies)
 
 
-def _key_of(leaf: Any) -> Hashable:
+def key_of(leaf: Any) -> Hashable:
+    """Return a key of a leaf: dtype and row shape of a tensor, the value of anything else."""
     return (leaf.dtype, leaf.shape[1:]) if isinstance(leaf, torch.Tensor) else _loose_key_of(leaf)
 
 

@@ -1,7 +1,7 @@
 """Twenty thousand requests to a Predictor from threads and from asyncio, without and with faults.
 
-Each request has one row or more, of one of several shapes, and its own number in it, so that an answer that went to
-somebody else is seen.
+Each request has one row or more, of one of several shapes, and its own number in it, so that an answer to the
+wrong caller is noticed.
 """
 
 import asyncio

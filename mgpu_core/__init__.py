@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from mgpu_core.pipeline.balance import balance
     from mgpu_core.pipeline.module import Pipeline
     from mgpu_core.pipeline.place import place
+    from mgpu_core.replacing import replacing_torch
     from mgpu_core.sync_batchnorm import SyncBatchNorm, convert_sync_batchnorm
     from mgpu_core.tensor_parallel.embedding import ParallelEmbedding
     from mgpu_core.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
@@ -64,6 +65,7 @@ __all__ = [
     "place",
     "reduce",
     "register_container",
+    "replacing_torch",
     "replicate",
     "scatter",
     "scatter_kwargs",
@@ -81,6 +83,7 @@ _HOMES = {
     "pipeline.balance": ["balance"],
     "pipeline.module": ["Pipeline"],
     "pipeline.place": ["place"],
+    "replacing": ["replacing_torch"],
     "sync_batchnorm": ["SyncBatchNorm", "convert_sync_batchnorm"],
     "tensor_parallel.embedding": ["ParallelEmbedding"],
     "tensor_parallel.linear": ["ColumnParallelLinear", "RowParallelLinear"],

@@ -37,6 +37,7 @@ COMMANDS = {
     ),
     "lesson": Command("mgpu_core.lessons.command", "learn how it works: pages whose code runs, with exercises", 1),
     "mnist": Command("mgpu_core.mnist.train", "train the MNIST reference on whatever there is"),
+    "run": Command("mgpu_core.replacing.command", "run a script that uses torch.nn.DataParallel unchanged, on ours"),
     "simulate": Command(
         "mgpu_core.explanation.simulate", "predict a recorded step at numbers of GPUs that you do not have"
     ),

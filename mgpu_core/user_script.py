@@ -12,7 +12,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-__all__ = ["as_script", "become_script", "run_script", "show_error", "top_level_names", "uses_torchs_wrapper"]
+__all__ = [
+    "as_script",
+    "run_script",
+    "script_status",
+    "show_error",
+    "top_level_names",
+    "uses_torchs_wrapper",
+]
 
 
 def become_script(script: Path, arguments: Sequence[str]) -> None:
@@ -55,6 +62,32 @@ def show_error(error: BaseException, script: Path) -> None:
     while here is not None and here.tb_frame.f_code.co_filename != path:
         here = here.tb_next
     traceback.print_exception(type(error), error, here)
+
+
+def script_status(script: Path, arguments: Sequence[str]) -> int:
+    """Run the script as the main program and return its exit status; its error is shown.
+
+    ``sys.argv`` and ``sys.path`` stay set: its threads may live to the end of the process.
+    """
+    try:
+        become_script(script, arguments)
+        run_script(script, "__main__")
+    except SystemExit as end:
+        return _status(end.code)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except Exception as error:
+        show_error(error, script)
+        return 1
+    return 0
+
+
+def _status(code: object) -> int:
+    if code is None or isinstance(code, int):
+        return code or 0
+    print(code, file=sys.stderr)
+    return 1
 
 
 _BY_OTHER_MEANS = {"exec", "globals", "locals", "setattr", "vars"}

@@ -1,7 +1,7 @@
 """The arrows point down: read from the sources, file by file.
 
-Python, from the top: cli -> doctor, lessons, mnist -> advice -> explain -> explanation -> wrapper, inference -> train
--> tensor_parallel -> pipeline -> parallel, optim, processes, sync_batchnorm -> comm -> kernels -> device
+Python, from the top: cli -> doctor, lessons, mnist, replacing -> advice -> explain -> explanation -> wrapper, inference
+-> train -> tensor_parallel -> pipeline -> parallel, optim, processes, sync_batchnorm -> comm -> kernels -> device
 -> module_tree -> nested, replica_hooks, errors, files, user_script -> trace -> null_context, _warnings, containers,
 extras -> _core.
 C++: bindings -> backends.cpp -> backends/* -> core; backends do not include each other; only bindings uses pybind11.
@@ -35,7 +35,7 @@ LAYERS = [
     {"explanation"},
     {"explain"},
     {"advice"},
-    {"doctor", "lessons", "mnist"},
+    {"doctor", "lessons", "mnist", "replacing"},
     {"cli"},
     {"__main__"},
 ]

@@ -1,4 +1,4 @@
-"""Which net does a script call for inference, and with what?"""
+"""Which net does a script call for inference, or in training, and with what?"""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["Seen", "Watch", "watching"]
 
 @dataclass(slots=True)
 class Seen:
-    """A net that was called for inference.
+    """A net that was called.
 
     Attributes:
         call: the arguments of the first call.
@@ -42,8 +42,9 @@ class Seen:
 
 @dataclass(slots=True)
 class Watch:
-    """The nets that were called, by their identity."""
+    """The nets that were called for inference, or in training, by their identity."""
 
+    training: bool = False
     _seen: dict[int, Seen] = field(default_factory=dict)
     _outermost: tuple[int, int] | None = None  # thread and module of the call that is being made
 
@@ -62,7 +63,7 @@ class Watch:
             self._outermost = threading.get_ident(), id(module)
 
     def end(self, module: Module, args: tuple[Any, ...], *more: Any) -> None:
-        """After every forward: note the outermost one, if it was for inference and has not failed.
+        """After every forward: note the outermost one, if it was of the kind that is wanted and has not failed.
 
         Args:
             more: the keyword arguments and the outputs; after an error torch passes ``None`` alone.
@@ -70,15 +71,20 @@ class Watch:
         if self._outermost != (threading.get_ident(), id(module)):
             return
         self._outermost = None
-        is_inference = not (module.training and torch.is_grad_enabled())
-        if more[-1] is not None and is_inference and next(module.parameters(), None) is not None:
+        is_training = module.training and torch.is_grad_enabled()
+        if more[-1] is not None and is_training == self.training and next(module.parameters(), None) is not None:
             self.note(module, (args, more[0]))
 
 
 @contextmanager
-def watching() -> Iterator[Watch]:
-    """Note the nets that are called in eval mode or without gradients, in any thread, and those of predictors."""
-    watch, originals = Watch(), {name: getattr(Predictor, name) for name in ("__call__", "submit", "asubmit")}
+def watching(*, training: bool = False) -> Iterator[Watch]:
+    """Note the nets that are called in eval mode or without gradients, in any thread, and those of predictors.
+
+    Args:
+        training: note those called in training mode with gradients instead.
+    """
+    watch, names = Watch(training), () if training else ("__call__", "submit", "asubmit")
+    originals = {name: getattr(Predictor, name) for name in names}
     hooks = [
         torch_module.register_module_forward_pre_hook(watch.begin),
         torch_module.register_module_forward_hook(watch.end, with_kwargs=True, always_call=True),

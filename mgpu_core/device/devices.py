@@ -1,7 +1,8 @@
 """Turn users' device arguments into ``torch.device`` objects that exist.
 
 An int is an index of the current accelerator (CUDA where there is none), a string or ``torch.device`` is itself, -1 is
-the CPU (with torch's warning).  A CPU device has no index here: the index in the list says which rank it is.
+the CPU (with torch's warning).  A CPU device has no index here: the index in the list says which rank it is.  Where
+there is no accelerator and ``MGPU_CORE_CPU_RANKS`` is set, every accelerator means the CPU.
 """
 
 from __future__ import annotations
@@ -81,6 +82,8 @@ def as_device(device: DeviceLike) -> torch.device:
 def _existing(kind: str, index: int | None, asked: str) -> torch.device:
     count = _count(kind)
     if index is None or not 0 <= index < count:  # torch.device keeps 8 bits of an index: it may be negative here
+        if cpu_ranks() and not has_accelerator():
+            return CPU
         advice = "" if has_accelerator() else '; two ranks on the CPU are ["cpu"] * 2'
         raise ValueError(f"device {asked} does not exist: torch sees {count} {kind} devices here{advice}")
     return torch.device(kind, index)

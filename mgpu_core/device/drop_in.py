@@ -9,7 +9,6 @@ import torch
 
 from mgpu_core._warnings import warn_user
 from mgpu_core.device.devices import (
-    CPU,
     DeviceLike,
     as_device,
     as_devices,
@@ -38,10 +37,10 @@ def drop_in_devices(
     if isinstance(device_ids, str | int | torch.device):
         return as_devices(device_ids)  # which refuses it
     device_ids = list(device_ids)
-    if not device_ids or has_accelerator() or not all(map(names_accelerator, device_ids)):
-        return as_devices(device_ids) if device_ids else ()
-    if cpu_ranks():
-        return (CPU,) * len(device_ids)
+    if not device_ids:
+        return ()
+    if has_accelerator() or cpu_ranks() or not all(map(names_accelerator, device_ids)):
+        return as_devices(device_ids)
     _warn_plain("device_ids", device_ids, max(2, len(device_ids)))
     return ()
 
@@ -62,6 +61,6 @@ def drop_in_output(wanted: DeviceLike | None, device_ids: list[Any]) -> Any:
     """Return where outputs are gathered, as ``device_ids`` has it; ``None`` for the plain module."""
     if wanted is None:
         return device_ids[0] if device_ids else None
-    if not has_accelerator() and names_accelerator(wanted) and (not device_ids or cpu_ranks()):
-        return device_ids[0] if device_ids else None  # what such ids mean here
+    if not device_ids and not has_accelerator() and names_accelerator(wanted):
+        return None
     return as_id(as_device(wanted))

@@ -11,7 +11,7 @@ from pathlib import Path
 from mgpu_core.explanation.recorder import explain
 from mgpu_core.explanation.trace import Trace
 from mgpu_core.files import check_outputs, write_whole
-from mgpu_core.user_script import become_script, run_script, show_error, uses_torchs_wrapper
+from mgpu_core.user_script import script_status, uses_torchs_wrapper
 
 __all__ = ["add_arguments", "run"]
 
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
         print(_not_recorded(args.script), file=sys.stderr)
     process = os.getpid()
     with explain(skip=args.skip, steps=args.steps) as trace:
-        status = _run_script(args.script, args.arguments)
+        status = script_status(args.script, args.arguments)
     if os.getpid() != process:  # a child that the script has forked came out here; the trace is its parent's
         return status
     if not trace.steps:
@@ -83,7 +83,7 @@ def _mind_the_order(arguments: list[str]) -> None:
 def _not_recorded(script: Path) -> str:
     return (
         f"mgpu explain: note: {script} uses torch.nn.DataParallel, which is not recorded: mgpu_core.DataParallel is, "
-        "and replaces it"
+        "and `mgpu run --explain FILE.html` puts it in the place of torch's"
     )
 
 
@@ -134,26 +134,3 @@ def _save(trace: Trace, here: Path, args: argparse.Namespace) -> bool:
     for line in failed:
         print(f"mgpu explain: error: {line}", file=sys.stderr)
     return not failed
-
-
-def _run_script(script: Path, arguments: list[str]) -> int:
-    """Run the script and return its exit status; its error is shown."""
-    try:
-        become_script(script, arguments)  # to the end of the process: its threads live as long
-        run_script(script, "__main__")
-    except SystemExit as end:
-        return _status(end.code)
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
-    except Exception as error:
-        show_error(error, script)
-        return 1
-    return 0
-
-
-def _status(code: object) -> int:
-    if code is None or isinstance(code, int):
-        return code or 0
-    print(code, file=sys.stderr)
-    return 1

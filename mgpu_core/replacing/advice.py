@@ -1,0 +1,50 @@
+"""Advice on the net that a script has trained, from the arguments of its first call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn import Module
+
+from mgpu_core.advice.measure import advise
+from mgpu_core.advice.result import Advice
+from mgpu_core.advice.watching import Seen
+from mgpu_core.nested import tensors_in
+
+__all__ = ["advise_training"]
+
+
+class _MeanOfOutputs(Module):
+    """The net with a stand-in for its loss: the mean of its outputs, which costs next to nothing.
+
+    Args:
+        names: of the last arguments, which the net takes by keyword.
+    """
+
+    def __init__(self, net: Module, names: tuple[str, ...]) -> None:
+        super().__init__()
+        self.net, self.names = net, names
+
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        """Return the mean over all floating-point outputs."""
+        end = len(inputs) - len(self.names)
+        outputs = self.net(*inputs[:end], **dict(zip(self.names, inputs[end:], strict=True)))
+        return torch.cat([each.float().flatten() for each in tensors_in(outputs) if each.is_floating_point()]).mean()
+
+
+def advise_training(seen: Seen | None) -> Advice:
+    """Measure one device against many on a net that was seen in training; its loss counts nothing.
+
+    Raises:
+        ValueError: no net was seen, or an argument of its first call is no tensor.
+    """
+    if seen is None:
+        raise ValueError("no net with parameters was called in training mode, so there is nothing to advise on")
+    args, kwargs = seen.call
+    given: dict[str, Any] = {name: each for name, each in kwargs.items() if each is not None}
+    net = _MeanOfOutputs(seen.bare_net.train(), tuple(given))
+    try:
+        return advise(net, None, (*args, *given.values()))
+    except TypeError as error:
+        raise ValueError(str(error)) from error

@@ -1,0 +1,74 @@
+"""`mgpu run script.py`: a script that uses torch.nn.DataParallel runs as it is, on ours."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+from mgpu_core.advice.watching import Watch, watching
+from mgpu_core.explanation.recorder import explain
+from mgpu_core.explanation.trace import Trace
+from mgpu_core.files import check_outputs
+from mgpu_core.replacing.advice import advise_training
+from mgpu_core.replacing.names import WRAP, replacing_torch
+from mgpu_core.user_script import script_status
+
+__all__ = ["add_arguments", "run"]
+
+_SKIP, _STEPS = 3, 6
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `mgpu run`."""
+    add = parser.add_argument
+    add("--ranks", type=int, metavar="N", help="run on N CPU ranks; accelerators are hidden")
+    add("--wrap", choices=WRAP, default="none", help="auto: wrap the first optimizer's net, if the script does not")
+    add("--explain", type=Path, metavar="FILE.html", help="record a step, and write the page that plays it")
+    add("--advise", action="store_true", help="afterwards measure one device against many on the net that was trained")
+    add("script", type=Path, help="a Python script that uses torch.nn.DataParallel")
+    add("arguments", nargs=argparse.REMAINDER, help="of the script")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the script; say on stderr which names were replaced, which nets were wrapped, and what stayed torch's.
+
+    Returns:
+        The script's exit status; 1 after an error in it, or if nothing was recorded with ``--explain``.
+    """
+    if not args.script.is_file():
+        raise FileNotFoundError(f"{args.script}: there is no such script")
+    check_outputs([args.explain] if args.explain else [], [args.script])
+    here, process = Path.cwd(), os.getpid()
+    if args.ranks is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # torch reads it at its first use of a GPU
+    arguments = args.arguments[1:] if args.arguments[:1] == ["--"] else args.arguments
+    trace, watch = Trace(), Watch()
+    with ExitStack() as stack:
+        replaced = stack.enter_context(replacing_torch(ranks=args.ranks, wrap=args.wrap))
+        if args.advise:
+            watch = stack.enter_context(watching(training=True))
+        if args.explain:
+            trace = stack.enter_context(explain(skip=_SKIP, steps=_STEPS))
+        status = script_status(args.script, arguments)
+    if os.getpid() != process:  # a child that the script has forked came out here
+        return status
+    for line in str(replaced).splitlines():
+        print(f"mgpu run: {line}", file=sys.stderr)
+    if args.explain:
+        status = status or _save(trace, here, args.explain)
+    if args.advise and not status:
+        print(advise_training(watch.best()))
+    return status
+
+
+def _save(trace: Trace, here: Path, path: Path) -> int:
+    """Write the page and print the table; return the status."""
+    if not trace.steps:
+        print(f"mgpu run: error: nothing was recorded: fewer than {_SKIP + 1} steps on several ranks", file=sys.stderr)
+        return 1
+    trace.save_html(here / path)  # the script may have gone to another folder
+    print(f"\n{trace.table()}\nwritten: {path}")
+    return 0

@@ -1,0 +1,107 @@
+"""`mgpu run script.py`: unchanged scripts, their own output and status, and a report on stderr."""
+
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+WRAPS = """
+import sys
+import torch
+from torch.nn import DataParallel
+net = torch.nn.Linear(3, 2)
+with torch.no_grad():
+    net.weight.fill_(0.5), net.bias.zero_()
+model = DataParallel(net).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
+for _ in range(int(sys.argv[1])):
+    loss = model(torch.ones(8, 3).cuda()).square().mean()
+    optimizer.zero_grad(); loss.backward(); optimizer.step()
+print(sys.argv[1:], f"{loss.item():.4f}", __name__)
+{last}
+"""
+PLAIN = WRAPS.replace("DataParallel(net).cuda()", "net")
+
+
+def mgpu(folder, *words, text=WRAPS, last="", steps="2"):
+    (folder / "script.py").write_text(text.replace("{last}", last))
+    command = [sys.executable, "-P", "-m", "mgpu_core", "run", *words, "script.py", steps, "--own"]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=100)
+
+
+@pytest.mark.parametrize(("words", "text"), [((), WRAPS), (("--wrap", "auto"), PLAIN)])
+def test_a_script_as_it_is(tmp_path, words, text):
+    done = mgpu(tmp_path, "--ranks", "4", *words, text=text, last="sys.exit(7)")
+    assert done.returncode == 7
+    assert done.stdout == "['2', '--own'] 0.5625 __main__\n"
+    lines = done.stderr.splitlines()
+    assert all(line.startswith("mgpu run: ") for line in lines)
+    assert "mgpu run: wrapped: Linear over 4 ranks (cpu, cpu, cpu, cpu)" in lines
+    assert "torch.Tensor.cuda" in lines[0]
+
+
+def test_without_a_wrapper_or_wrap_nothing_is_wrapped(tmp_path):
+    done = mgpu(tmp_path, "--ranks", "4", text=PLAIN)
+    assert (done.returncode, done.stdout) == (0, "['2', '--own'] 0.5625 __main__\n")
+    assert "mgpu run: wrapped: nothing" in done.stderr.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("last", "status", "text"),
+    [("sys.exit('enough')", 1, "enough\n"), ("raise ValueError('said so')", 1, "ValueError: said so")],
+)
+def test_the_scripts_own_end(tmp_path, last, status, text):
+    done = mgpu(tmp_path, "--ranks", "2", last=last)
+    assert (done.returncode, text in done.stderr, "user_script" in done.stderr) == (status, True, False)
+    assert "mgpu run: wrapped: Linear over 2 ranks (cpu, cpu)" in done.stderr.splitlines()
+
+
+def test_the_page_of_a_step(tmp_path):
+    done = mgpu(tmp_path, "--ranks", "2", "--explain", "step.html", steps="9")
+    assert done.returncode == 0
+    assert "data_parallel, 2 ranks (cpu, cpu)" in done.stdout
+    assert done.stdout.splitlines()[-1] == "written: step.html"
+    assert (tmp_path / "step.html").read_text().startswith("<!doctype html>")
+
+
+def test_a_run_too_short_for_a_page(tmp_path):
+    done = mgpu(tmp_path, "--ranks", "2", "--explain", "step.html")
+    assert (done.returncode, (tmp_path / "step.html").exists()) == (1, False)
+    assert "nothing was recorded: fewer than 4 steps" in done.stderr
+
+
+def test_advice_on_the_net_that_was_trained(tmp_path):
+    done = mgpu(tmp_path, "--ranks", "2", "--advise")
+    assert done.returncode == 0
+    assert "one device" in done.stdout
+    assert "TrainStep" in done.stdout
+
+
+def test_advice_without_a_net(tmp_path):
+    done = mgpu(tmp_path, "--ranks", "2", "--advise", text="pass")
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith("mgpu run: error: no net with parameters was called")
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--ranks", "0", "script.py"], "ranks must be a whole number from 1 to 9999, not 0"),
+        (["--ranks", "two", "script.py"], "invalid int value: 'two'"),
+        (["--wrap", "all", "script.py"], "invalid choice: 'all'"),
+        (["missing.py"], "missing.py: there is no such script"),
+        (["--explain", "script.py", "script.py"], "script.py"),
+        (["--explain", "no/such/folder.html", "script.py"], "no/such"),
+        ([], "the following arguments are required: script"),
+    ],
+)
+def test_what_cannot_be_done(tmp_path, words, text):
+    (tmp_path / "script.py").write_text("print('ran')")
+    command = [sys.executable, "-P", "-m", "mgpu_core", "run", *words]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert text in done.stderr
+    assert "Traceback" not in done.stderr
+    assert (tmp_path / "script.py").read_text() == "print('ran')"

@@ -5,6 +5,7 @@ TITLES = {
     "forward_backward": "Forward and backward with DataParallel",
     "pipeline": "A training step over a pipeline",
     "inference": "Answering requests with a Predictor",
+    "loader": "Loading data",
     "mnist_epoch": "An epoch of MNIST",
     "all_reduce": "All-reduce",
     "replicate": "Replicating a model",

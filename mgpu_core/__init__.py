@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from mgpu_core.advice import advise
     from mgpu_core.containers import register_container
     from mgpu_core.device.team import Team
+    from mgpu_core.device_loader import DeviceLoader
     from mgpu_core.errors import BackendUnavailable, CudaError, Error, NcclError
     from mgpu_core.explain import explain
     from mgpu_core.inference.predictor import Predictor
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from mgpu_core.pipeline.place import place
     from mgpu_core.replacing import replacing_torch
     from mgpu_core.sync_batchnorm import SyncBatchNorm, convert_sync_batchnorm
+    from mgpu_core.tensor_loader import TensorLoader
     from mgpu_core.tensor_parallel.embedding import ParallelEmbedding
     from mgpu_core.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
     from mgpu_core.train.step import TrainStep
@@ -41,6 +43,7 @@ __all__ = [
     "ColumnParallelLinear",
     "CudaError",
     "DataParallel",
+    "DeviceLoader",
     "Error",
     "NcclError",
     "ParallelEmbedding",
@@ -51,6 +54,7 @@ __all__ = [
     "Rows",
     "SyncBatchNorm",
     "Team",
+    "TensorLoader",
     "TrainStep",
     "advise",
     "balance",
@@ -76,6 +80,7 @@ _HOMES = {
     "advice": ["advise"],
     "containers": ["register_container"],
     "device.team": ["Team"],
+    "device_loader": ["DeviceLoader"],
     "errors": ["BackendUnavailable", "CudaError", "Error", "NcclError"],
     "inference.predictor": ["Predictor"],
     "nested": ["Replicate", "Rows"],
@@ -87,6 +92,7 @@ _HOMES = {
     "sync_batchnorm": ["SyncBatchNorm", "convert_sync_batchnorm"],
     "tensor_parallel.embedding": ["ParallelEmbedding"],
     "tensor_parallel.linear": ["ColumnParallelLinear", "RowParallelLinear"],
+    "tensor_loader": ["TensorLoader"],
     "train.step": ["TrainStep"],
     "wrapper": ["DataParallel", "data_parallel"],
 }

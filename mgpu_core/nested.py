@@ -17,6 +17,7 @@ from mgpu_core.containers import opened
 
 __all__ = [
     "LEAF",
+    "RankParts",
     "Replicate",
     "Rows",
     "Tree",
@@ -59,6 +60,45 @@ class Rows(list[T]):
 
     def __repr__(self) -> str:
         return f"Rows({super().__repr__()})"
+
+
+class RankParts:
+    """A batch's tensor, or its :class:`Rows`, whose rows are on the devices of their ranks already.
+
+    As an argument of a wrapper or a step it is passed on as it is.  Functions and attributes of torch see its rows
+    joined on the first rank's device; :meth:`joined` returns them.
+
+    Attributes:
+        parts: one per rank that has rows: tensors, or lists.
+        dim: the dimension of the rows.
+    """
+
+    __slots__ = ("dim", "parts")
+
+    def __init__(self, parts: Sequence[Any], dim: int) -> None:
+        self.parts, self.dim = parts, dim
+
+    @property
+    def counts(self) -> list[int]:
+        """The rows of each rank."""
+        return [len(part) if isinstance(part, list) else part.size(self.dim) for part in self.parts]
+
+    def joined(self, device: torch.device | None = None) -> Any:
+        """Return the tensor, or the list, with all rows on ``device`` (default: the first rank's)."""
+        if isinstance(self.parts[0], list):
+            return [entry if device is None else moved(entry, device) for part in self.parts for entry in part]
+        return torch.cat([part.to(device or self.parts[0].device) for part in self.parts], self.dim)
+
+    def __len__(self) -> int:
+        return sum(self.counts) if self.dim == 0 else len(self.parts[0])
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.joined(), name)
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        joined = map_leaves((args, kwargs or {}), lambda leaf: leaf.joined() if isinstance(leaf, cls) else leaf)
+        return function(*joined[0], **joined[1])
 
 
 class Tree:
@@ -155,7 +195,7 @@ def flatten(
 
 def any_tensor(leaves: Sequence[Any]) -> bool:
     """Return whether one of them is a tensor, or holds some."""
-    return any(isinstance(leaf, torch.Tensor | PackedSequence | Replicate | Rows) for leaf in leaves)
+    return any(isinstance(leaf, torch.Tensor | PackedSequence | Replicate | Rows | RankParts) for leaf in leaves)
 
 
 def flatten_alike(objects: Sequence[Any], name: str) -> tuple[Tree, list[list[Any]]]:
@@ -198,10 +238,13 @@ def _refuse_undivided(tensor: torch.Tensor | PackedSequence, path: str) -> None:
 
 
 def unwrapped(obj: Any) -> Any:
-    """Return the nest with the value of each :class:`Replicate` and :class:`Rows`: for a module that runs whole."""
+    """Return the nest with the value of each :class:`Replicate`, :class:`Rows` and :class:`RankParts`.
+
+    For a module that runs whole.
+    """
     leaves: list[Any] = []
     tree = flatten(obj, leaves, "inputs", whole=True)
-    if not any(isinstance(leaf, Replicate | Rows) for leaf in leaves):
+    if not any(isinstance(leaf, Replicate | Rows | RankParts) for leaf in leaves):
         return obj
     return tree.unflatten(iter(map(_unmarked, leaves)))
 
@@ -226,6 +269,8 @@ def tensors_in(obj: Any) -> list[torch.Tensor]:
 def _unmarked(leaf: Any) -> Any:
     if isinstance(leaf, Replicate):
         return unwrapped(leaf.value)
+    if isinstance(leaf, RankParts):
+        return leaf.joined()
     return [unwrapped(each) for each in leaf] if isinstance(leaf, Rows) else leaf
 
 
@@ -243,6 +288,8 @@ def moved(obj: Any, device: torch.device) -> Any:
 def _moved(leaf: Any, device: torch.device) -> Any:
     if isinstance(leaf, Replicate):
         return moved(leaf.value, device)
+    if isinstance(leaf, RankParts):
+        return leaf.joined(device)
     if isinstance(leaf, Rows):
         return [moved(each, device) for each in leaf]
     if isinstance(leaf, torch.Tensor | PackedSequence) and leaf.data.device != device:

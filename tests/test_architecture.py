@@ -1,9 +1,9 @@
 """The arrows point down: read from the sources, file by file.
 
-Python, from the top: cli -> doctor, lessons, mnist, replacing -> advice -> explain -> explanation -> wrapper, inference
--> train -> tensor_parallel -> pipeline -> parallel, optim, processes, sync_batchnorm -> comm -> kernels -> device
--> module_tree -> nested, replica_hooks, errors, files, user_script -> trace -> null_context, _warnings, containers,
-extras -> _core.
+Python, from the top: cli -> doctor, lessons, mnist, replacing -> advice -> explain -> explanation -> wrapper,
+device_loader, inference -> train -> tensor_parallel -> pipeline -> parallel, optim, processes, sync_batchnorm -> comm
+-> kernels -> device -> module_tree -> nested, replica_hooks, errors, files, user_script -> trace -> null_context,
+_warnings, containers, extras -> _core.
 C++: bindings -> backends.cpp -> backends/* -> core; backends do not include each other; only bindings uses pybind11.
 """
 
@@ -26,12 +26,13 @@ LAYERS = [
     {"module_tree"},
     {"device"},
     {"kernels"},
+    {"tensor_loader"},
     {"comm"},
     {"parallel", "processes", "sync_batchnorm", "optim"},
     {"pipeline"},
     {"tensor_parallel"},
     {"train"},
-    {"wrapper", "inference"},
+    {"wrapper", "inference", "device_loader"},
     {"explanation"},
     {"explain"},
     {"advice"},

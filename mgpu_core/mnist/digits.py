@@ -17,15 +17,13 @@ from pathlib import Path
 import torch
 
 from mgpu_core.extras import require
-from mgpu_core.kernels import gather_rows
 from mgpu_core.mnist.idx import Idx, read_idx, read_idx_file
 from mgpu_core.mnist.model import CLASSES
+from mgpu_core.tensor_loader import batches_of
 
 BUILTIN = Path(__file__).parent / "data" / "mnist_5k.zip"
 MEAN, STD = 0.1307, 0.3081
 """Of MNIST's grey values in 0..1, over the 60,000 training images."""
-CUT_NBYTES = 2 * 1024 * 1024
-"""Of float32 images that are cut at once."""
 
 
 @dataclass(frozen=True)
@@ -43,16 +41,11 @@ class Split:
     def batches(self, order: torch.Tensor, batch: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Return the rows in this order, `batch` at a time: float32 images (batch, 1, 28, 28), int64 labels (batch,).
 
-        Several batches are cut by one kernel call, as many as stay in the processor's cache until they are used.
-
         Args:
             order: int64 (any,), on the device of the images.
         """
-        labels = self.labels[order]
-        rows = batch * max(1, CUT_NBYTES // max(1, 4 * batch * self.images[0].numel()))
-        for some, their in zip(torch.split(order, rows), torch.split(labels, rows), strict=True):
-            images = gather_rows(self.images, some, scale=1 / (255 * STD), shift=-MEAN / STD)
-            yield from zip(torch.split(images, batch), torch.split(their, batch), strict=True)
+        made = batches_of((self.images, self.labels), order, batch, 1 / (255 * STD), -MEAN / STD)
+        return ((images, labels) for images, labels in made)
 
     def to(self, device: torch.device) -> "Split":
         """Return the same rows on `device`."""

@@ -13,7 +13,7 @@ SEVERAL_PROCESSES = DOCS / "examples" / "several_processes.py"  # has tests of i
 SMALL_GPT = DOCS / "examples" / "small_gpt.py"
 EXAMPLES = sorted(set((DOCS / "examples").glob("*.py")) - {SEVERAL_PROCESSES, SMALL_GPT})
 GUIDE = (DOCS / "migration.md").read_text()
-PAGES = ("migration.md", "pipeline.md", "tensor_parallel.md", "train_step.md")
+PAGES = ("loading.md", "migration.md", "pipeline.md", "tensor_parallel.md", "run.md", "train_step.md")
 GUIDES = {name: (DOCS / name).read_text() for name in PAGES}
 BLOCKS = [
     (name, block)

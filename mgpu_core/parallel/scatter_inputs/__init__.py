@@ -6,7 +6,8 @@ reference.
 """
 
 from mgpu_core.parallel.scatter_inputs.api import scatter, scatter_kwargs
+from mgpu_core.parallel.scatter_inputs.arguments import split_ahead
 from mgpu_core.parallel.scatter_inputs.chunks import check_shares
 from mgpu_core.parallel.scatter_inputs.fast_path import scatter_objects
 
-__all__ = ["check_shares", "scatter", "scatter_kwargs", "scatter_objects"]
+__all__ = ["check_shares", "scatter", "scatter_kwargs", "scatter_objects", "split_ahead"]

@@ -13,13 +13,13 @@ import torch
 from mgpu_core.comm import autograd
 from mgpu_core.comm.trace_hooks import trace_cut
 from mgpu_core.device.team import Team
-from mgpu_core.nested import Replicate, Rows, flatten, moved
+from mgpu_core.nested import RankParts, Replicate, Rows, flatten, moved
 from mgpu_core.parallel.scatter_inputs.chunks import check_shares, is_plain, row_counts, views_of
 from mgpu_core.parallel.scatter_inputs.replicated import copies_for_all, copies_of_tensor, trace_replicated
 from mgpu_core.parallel.scatter_inputs.unknown import warn_unknown
 from mgpu_core.trace.tracer import is_tracing
 
-__all__ = ["Arguments", "cut"]
+__all__ = ["Arguments", "cut", "split_ahead"]
 
 
 def cut(
@@ -47,6 +47,7 @@ def cut(
     rows = arguments.rows(dim, alone)
     counts = None if rows is None else row_counts(rows, len(team), shares)
     if counts is not None:
+        arguments.check_parts(team, counts, dim)
         team = team.first(len(counts))
     one_device = team.devices[0] if as_views and len(set(team.devices)) == 1 else None
     columns = []
@@ -56,6 +57,25 @@ def cut(
         each = [1] * len(team) if position in alone else counts
         columns.append(arguments.spread(position, team, each, dim, one_device))
     return [arguments.rebuild([column[rank] for column in columns]) for rank in team.ranks], counts
+
+
+def split_ahead(obj: Any, team: Team, dim: int, shares: Sequence[float] | None) -> Any:
+    """Return a nest whose leaves with rows are :class:`~mgpu_core.nested.RankParts`, cut as :func:`cut` does it.
+
+    Raises:
+        TypeError, ValueError: as for :func:`cut`.
+    """
+    arguments = Arguments({"batch": obj})
+    rows = arguments.rows(dim)
+    if rows is None:
+        return obj
+    counts = row_counts(rows, len(team), shares)
+    team = team.first(len(counts))
+    leaves = list(arguments.leaves)
+    for position, leaf in enumerate(leaves):
+        if isinstance(leaf, Rows) or _has_rows(leaf, dim):
+            leaves[position] = RankParts(arguments.spread(position, team, counts, dim, None), dim)
+    return arguments.rebuild(leaves)[0]
 
 
 class Arguments:
@@ -96,7 +116,7 @@ class Arguments:
         """
         first: int | None = None
         for position, leaf in enumerate(self.leaves):
-            if position in but or not isinstance(leaf, torch.Tensor | Rows) or _has_no_dimension(leaf):
+            if position in but or not isinstance(leaf, torch.Tensor | Rows | RankParts) or _has_no_dimension(leaf):
                 continue
             if isinstance(leaf, torch.Tensor) and not -leaf.dim() <= dim < leaf.dim():
                 raise IndexError(
@@ -107,6 +127,16 @@ class Arguments:
             elif _rows_of(leaf, dim) != _rows_of(self.leaves[first], dim):
                 raise ValueError(self._disagreement(first, position, dim))
         return None if first is None else _rows_of(self.leaves[first], dim)
+
+    def check_parts(self, team: Team, counts: list[int], dim: int) -> None:
+        """Raise ValueError unless each leaf that is split already is split for this team, along ``dim``."""
+        for position, leaf in enumerate(self.leaves):
+            if isinstance(leaf, RankParts) and (leaf.counts != counts or leaf.dim != dim or not _are_on(leaf, team)):
+                raise ValueError(
+                    f"{self.path(position)} is split for other ranks: {leaf.counts} rows along dimension {leaf.dim}, "
+                    f"but the ranks on {', '.join(map(str, team.devices))} take {counts} along dimension {dim}: give "
+                    "the DeviceLoader the same device_ids, dim and shares"
+                )
 
     def spread(
         self, position: int, team: Team, counts: list[int] | None, dim: int, one_device: torch.device | None
@@ -143,12 +173,19 @@ def _has_no_dimension(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.dim() == 0
 
 
-def _rows_of(leaf: torch.Tensor | Rows[Any], dim: int) -> int:
+def _rows_of(leaf: torch.Tensor | Rows[Any] | RankParts, dim: int) -> int:
+    if isinstance(leaf, RankParts):
+        return sum(leaf.counts)
     return len(leaf) if isinstance(leaf, Rows) else leaf.size(dim)
 
 
-def _size_of(leaf: torch.Tensor | Rows[Any]) -> str:
-    return f"{len(leaf)} rows" if isinstance(leaf, Rows) else f"shape {tuple(leaf.shape)}"
+def _size_of(leaf: torch.Tensor | Rows[Any] | RankParts) -> str:
+    return f"shape {tuple(leaf.shape)}" if isinstance(leaf, torch.Tensor) else f"{_rows_of(leaf, 0)} rows"
+
+
+def _are_on(leaf: RankParts, team: Team) -> bool:
+    pairs = zip(leaf.parts, team.devices, strict=False)
+    return all(isinstance(part, list) or part.device == device for part, device in pairs)
 
 
 def _deal(rows: Rows[Any], team: Team, counts: list[int]) -> list[list[Any]]:
@@ -163,6 +200,8 @@ def _has_rows(leaf: Any, dim: int) -> bool:
 
 
 def _spread(leaf: Any, team: Team, counts: list[int] | None, dim: int) -> Sequence[Any]:
+    if isinstance(leaf, RankParts):
+        return leaf.parts
     if isinstance(leaf, Replicate):
         return copies_for_all(leaf.value, team)
     if isinstance(leaf, Rows) and counts is not None:

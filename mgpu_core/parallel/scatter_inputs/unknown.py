@@ -10,11 +10,23 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from mgpu_core._warnings import warn_user
-from mgpu_core.nested import Replicate, Rows
+from mgpu_core.nested import RankParts, Replicate, Rows
 
 __all__ = ["warn_unknown"]
 
-_NO_CONTAINERS = (torch.Tensor, torch.nn.Module, PackedSequence, Replicate, Rows, type, int, float, str, bytes)
+_NO_CONTAINERS = (
+    torch.Tensor,
+    torch.nn.Module,
+    PackedSequence,
+    RankParts,
+    Replicate,
+    Rows,
+    type,
+    int,
+    float,
+    str,
+    bytes,
+)
 
 _told: weakref.WeakSet[type] = weakref.WeakSet()
 

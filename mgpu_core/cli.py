@@ -31,6 +31,7 @@ COMMANDS = {
     "advise": Command(
         "mgpu_core.advice.command", "measure one device against many on a script's model, and say what to take"
     ),
+    "bench": Command("mgpu_core.bench.command", "measure collectives, kernels and training steps against their peers"),
     "doctor": Command("mgpu_core.doctor", "say what this machine offers, what will happen on it, and what is wrong"),
     "explain": Command(
         "mgpu_core.explanation.command", "run a script, and show what its steps did: who moved what, when"
@@ -92,7 +93,7 @@ def warnings_without_line(command: str) -> Iterator[None]:
 
 def _parsed(words: Sequence[str]) -> argparse.Namespace:
     """Parse the words; an unknown one is an error with the usage of the chosen command."""
-    if words in ([], ["lesson"]):  # no word yet: the help, and not an error
+    if words in ([], ["bench"], ["lesson"]):  # no word yet: the help, and not an error
         words = [*words, "--help"]
     parser, own = _parsers(words[0])
     args, unknown = parser.parse_known_args(words)

@@ -1,9 +1,9 @@
 """The arrows point down: read from the sources, file by file.
 
-Python, from the top: cli -> doctor, lessons, mnist, replacing -> advice -> explain -> explanation -> wrapper,
+Python, from the top: cli -> bench -> doctor, lessons, mnist, replacing -> advice -> explain -> explanation -> wrapper,
 device_loader, inference -> train -> tensor_parallel -> pipeline -> parallel, optim, processes, sync_batchnorm -> comm
--> kernels -> device -> module_tree -> nested, replica_hooks, errors, files, user_script -> trace -> null_context,
-_warnings, containers, extras -> _core.
+-> tensor_loader -> kernels -> device -> module_tree -> nested, replica_hooks, errors, files, user_script -> trace
+-> null_context, _warnings, containers, extras -> _core.
 C++: bindings -> backends.cpp -> backends/* -> core; backends do not include each other; only bindings uses pybind11.
 """
 
@@ -37,6 +37,7 @@ LAYERS = [
     {"explain"},
     {"advice"},
     {"doctor", "lessons", "mnist", "replacing"},
+    {"bench"},
     {"cli"},
     {"__main__"},
 ]

@@ -15,8 +15,9 @@ from pathlib import Path
 # The clone, last: an installed mgpu_core comes before the sources beside us, which may not be built.
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
-from benchmarks import cases, run
+from benchmarks import run
 from benchmarks.ladder import run as ladder
+from mgpu_core.bench import cases
 
 KERNELS = ("scale_cast", "pack", "sum_ranks", "sgd", "adamw", "unpack", "l2_norm")
 Main = Callable[[Sequence[str]], int]

@@ -1,6 +1,6 @@
 """Times the rungs of one kernel in turns, beside the shipped kernel and a plain copy of as many bytes.
 
-The way of all benchmarks here (`benchmarks/timing.py`): verified first, then A B C A B C ..., the L2 flushed before
+The way of all benchmarks here (`mgpu_core/bench/timing.py`): verified first, then A B C A B C ..., the L2 flushed before
 each run, the device's own clock between two events, and verified again. All rungs work on the same tensors.
 """
 
@@ -10,13 +10,13 @@ from functools import cache
 
 import torch
 
-from benchmarks.case import Label, Row, UsageError, measure_row
-from benchmarks.device_clock import DeviceClock
-from benchmarks.kernel_case import even_counts
 from benchmarks.ladder.languages import Prepare
 from benchmarks.ladder.problems import GatherProblem, PackProblem, Problem, Step, SumProblem
 from benchmarks.ladder.rungs import RUNGS
-from benchmarks.timing import OURS, Contestant, Schedule, without_those_that_fail
+from mgpu_core.bench.case import Label, Row, UsageError, measure_row
+from mgpu_core.bench.device_clock import DeviceClock
+from mgpu_core.bench.kernel_case import even_counts
+from mgpu_core.bench.timing import OURS, Contestant, Schedule, without_those_that_fail
 
 COPY = "copy"
 RANKS, TENSORS, PIXELS, IMAGES = 4, 64, 28 * 28, 60000

@@ -7,11 +7,11 @@ README says that none has.
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.case import Row, UsageError
 from benchmarks.ladder.measure import COPY, contestant_of
 from benchmarks.ladder.rungs import CHANGED, KERNELS, LANGUAGES, RUNGS
-from benchmarks.result import Result
-from benchmarks.timing import OURS, median, p90, significant
+from mgpu_core.bench.case import Row, UsageError
+from mgpu_core.bench.result import Result
+from mgpu_core.bench.timing import OURS, median, p90, significant
 
 README = Path(__file__).parent / "README.md"
 FILE = "ladder.json"

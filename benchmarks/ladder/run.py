@@ -20,17 +20,17 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))
 
 import torch
 
-from benchmarks.case import UsageError
-from benchmarks.environment import environment, header
 from benchmarks.ladder import check, cuda_library, languages, page
 from benchmarks.ladder.languages import Prepare
 from benchmarks.ladder.measure import measure
 from benchmarks.ladder.problems import PackProblem
 from benchmarks.ladder.rungs import KERNELS, LANGUAGES, Unavailable
-from benchmarks.options import OneLineParser, names_among, parse_count, parse_nbytes
-from benchmarks.report import RESULTS
-from benchmarks.result import Result
-from benchmarks.timing import WrongResult
+from benchmarks.run import RESULTS
+from mgpu_core.bench.case import UsageError
+from mgpu_core.bench.environment import environment, header
+from mgpu_core.bench.options import OneLineParser, names_among, parse_count, parse_nbytes
+from mgpu_core.bench.result import Result
+from mgpu_core.bench.timing import WrongResult
 from mgpu_core.files import check_writable, write_whole
 
 SIMULATOR = "NUMBA_ENABLE_CUDASIM"

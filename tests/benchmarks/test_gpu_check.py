@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from fakes.gpu_check import ROOT, SYSTEM, Machine
 
-from benchmarks import cases
 from benchmarks.gpu_check import bench
+from mgpu_core.bench import cases
 
 STAGES = ["build", "sanitize", "test", "nccl", "bench"]
 

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import cases, device_clock, kernel_case
-from benchmarks.device_clock import DeviceClock, _Queued
-from benchmarks.kernel_case import Task, even_counts, small_counts
 from benchmarks.run import main
 from mgpu_core import kernels
+from mgpu_core.bench import cases, device_clock, kernel_case
+from mgpu_core.bench.device_clock import DeviceClock, _Queued
+from mgpu_core.bench.kernel_case import Task, even_counts, small_counts
 
 PIECES = ["pack", "unpack", "l2_norm", "sgd", "adamw"]
 NAMES = [*PIECES, "sum_ranks", "scale_cast"]
@@ -79,7 +79,7 @@ def test_numba_packs_few_tensors() -> None:
 def test_who_writes_nothing_ends_the_run(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    module = __import__(f"benchmarks.cases.{name}", fromlist=["CASE"])
+    module = __import__(f"mgpu_core.bench.cases.{name}", fromlist=["CASE"])
     monkeypatch.setattr(module, name, lambda *_, **__: torch.zeros(()))
     assert main(arguments(name, "cpu")) == 1
     assert "run.py: error: device cpu, size 1024" in capsys.readouterr().err
@@ -217,8 +217,8 @@ def test_a_twin_that_does_not_run_here_is_left_out(
         def sum_ranks(*_: object, **__: object) -> None:
             raise AttributeError("numpy has no row_stack")
 
-    monkeypatch.setattr("benchmarks.cases.sum_ranks.twins", lambda _device: {"numba": Broken, "cupy": kernels})
-    monkeypatch.setattr("benchmarks.kernel_case.twins", lambda _device: {"numba": Broken, "cupy": kernels})
+    monkeypatch.setattr("mgpu_core.bench.cases.sum_ranks.twins", lambda _device: {"numba": Broken, "cupy": kernels})
+    monkeypatch.setattr("mgpu_core.bench.kernel_case.twins", lambda _device: {"numba": Broken, "cupy": kernels})
     assert main(arguments("sum_ranks", "cpu")) == 0
     out, err = capsys.readouterr()
     assert "without numba: AttributeError: numpy has no row_stack" in err

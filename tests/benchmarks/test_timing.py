@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.timing import (
+from mgpu_core.bench.timing import (
     Contestant,
     Schedule,
     WrongResult,

@@ -7,9 +7,9 @@ import pytest
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.case import Row
-from benchmarks.cases.all_reduce_model import CASE, FITTED, Within
 from benchmarks.run import main
+from mgpu_core.bench.case import Row
+from mgpu_core.bench.cases.all_reduce_model import CASE, FITTED, Within
 
 TINY = ["all_reduce_model", "--ranks", "2", "--sizes", "16K,32K", "--repeats", "3"]
 

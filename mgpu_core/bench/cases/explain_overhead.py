@@ -1,0 +1,136 @@
+"""What it costs to be able to look: a step with nobody looking, and one that is recorded.
+
+Three rows. `span`: the time of one span with recording off, beside a limit of 100 ns. `off`: all looks at the flag that
+one step of SimpleNet makes, beside that step. `on`: a step of the CNN that is recorded, beside the same step that is
+not; it is the recording of a step inside a training, so what a recording does at its end is not in it.
+"""
+
+import argparse
+import contextlib
+import itertools
+from collections.abc import Callable, Generator
+
+import torch
+from torch.nn import functional
+
+from mgpu_core import TrainStep
+from mgpu_core.bench.case import Case, Row, at_most, measure_row
+from mgpu_core.bench.options import parse_count
+from mgpu_core.bench.timing import OURS, Contestant, Schedule, timed
+from mgpu_core.bench.training import Step, Trainee, Training
+from mgpu_core.comm.traffic_trace import trace_collective
+from mgpu_core.explanation.clock import EventClock
+from mgpu_core.trace.events import ALL_RANKS, Span
+from mgpu_core.trace.profilers import name_in_profilers
+from mgpu_core.trace.tracer import current_step, in_step, is_tracing, span, tracing
+
+LIMIT_SECONDS = 100e-9
+LOOPS = 10_000
+STEPS = {"simplenet": 20, "cnn": 2}
+BATCH = {"simplenet": 64, "cnn": 256}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Return the number of ranks."""
+    parser.add_argument("--ranks", type=parse_count, default=2, metavar="N", help="default: %(default)s")
+
+
+def measure(options: argparse.Namespace) -> Generator[Row]:
+    """Yield the three rows."""
+    return _rows(options.ranks, options.repeats)
+
+
+def _rows(ranks: int, repeats: int) -> Generator[Row]:
+    schedule = Schedule(repeats, warmup=2)
+    limit = Contestant(lambda: LIMIT_SECONDS, lambda: 0)
+    one_span = Contestant(_many(_spans), _is_off)
+    yield measure_row({"what": "span", "ranks": ranks}, {OURS: one_span, "limit": limit}, schedule)
+    with contextlib.ExitStack() as stack:
+        small = _trainee("simplenet", ranks, stack)
+        events = _entries_of(small)
+        spans = sum(isinstance(event, Span) for event in events)
+        own, others = _many(_spans, spans), _many(_questions, len(events) - spans)
+        sides = {OURS: Contestant(lambda: own() + others(), _is_off), "step": _contestant(small, "simplenet")}
+        yield measure_row({"what": "off", "ranks": ranks}, sides, schedule)
+    with contextlib.ExitStack() as stack:
+        large = _trainee("cnn", ranks, stack)
+        plain = _contestant(large, "cnn")
+        sides = {OURS: Contestant(_recorded(plain.run), plain.wrong), "step": plain}
+        yield measure_row({"what": "on", "ranks": ranks}, sides, schedule)
+
+
+def _spans(count: int) -> None:
+    for _ in range(count):
+        with span("forward", 1, None):
+            pass
+
+
+def _questions(count: int) -> None:
+    """Ask for the data of other events: whether tracing is on, the current step, and a collective's trace."""
+    for _ in range(count):
+        is_tracing()
+        with in_step(current_step()):
+            pass
+        with trace_collective("reduce", (), (), (), None) as call:
+            call.ran("direct")
+
+
+def _many(looks: Callable[[int], object], count: int = 1) -> Callable[[], float]:
+    """Return the seconds of one time in many; those of the loop around them are taken off."""
+    loop, empty = timed(lambda: looks(LOOPS)), timed(lambda: _loop(LOOPS))
+    return lambda: max(0.0, loop() - empty()) / LOOPS * count
+
+
+def _loop(count: int) -> None:
+    for _ in range(count):
+        pass
+
+
+def _is_off() -> int:
+    return int(is_tracing())
+
+
+def _trainee(model: str, ranks: int, stack: contextlib.ExitStack) -> Trainee:
+    def ours(network: torch.nn.Module, optimizer: torch.optim.SGD) -> Step:
+        step = TrainStep(network, functional.cross_entropy, optimizer, ["cpu"] * ranks)
+        return stack.enter_context(contextlib.closing(step))
+
+    return Trainee(Training(model, BATCH[model], ranks, STEPS[model], "cpu"), ours)
+
+
+def _contestant(trainee: Trainee, model: str) -> Contestant:
+    salts, run = itertools.count(1), timed(trainee.train)
+    return Contestant(lambda: run() / STEPS[model], lambda: trainee.wrong(next(salts)))
+
+
+def _entries_of(trainee: Trainee) -> list[object]:
+    """Return what one step would leave in a recording."""
+    trainee.train()
+    with tracing(steps=1) as trace:
+        trainee.train()
+    heads = [event for event in trace.events if isinstance(event, Span) and event.rank == ALL_RANKS]
+    assert [event.step for event in heads].count("train_step") == 1
+    return list(trace.events)
+
+
+def _recorded(run: Callable[[], float]) -> Callable[[], float]:
+    def recorded() -> float:
+        with tracing(EventClock(), name_in_profilers):
+            return run()
+
+    return recorded
+
+
+CASE = Case(
+    name="explain_overhead",
+    summary="what recording costs: a span that is off, a SimpleNet step that is, a CNN step that is recorded",
+    peers=("limit", "step"),
+    measure=measure,
+    add_arguments=add_arguments,
+    unit="us",
+    bounds=(
+        at_most(1.0, "limit", what="span"),
+        at_most(0.005, "step", what="off"),
+        at_most(1.05, "step", what="on"),
+    ),
+)

@@ -1,6 +1,6 @@
 """Times the rungs of one kernel in turns, beside the shipped kernel and a plain copy of as many bytes.
 
-The way of all benchmarks here (`mgpu_core/bench/timing.py`): verified first, then A B C A B C ..., the L2 flushed before
+As in all benchmarks here (`mgpu_core/bench/timing.py`): verified first, then A B C A B C ..., the L2 flushed before
 each run, the device's own clock between two events, and verified again. All rungs work on the same tensors.
 """
 

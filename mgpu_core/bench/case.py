@@ -1,4 +1,4 @@
-"""What a case is, and what it leaves: rows of times, and the bounds that they keep or miss.
+"""A case, and its result: rows of times, and the bounds that they keep or miss.
 
 A bound is a fact of the project: with these labels, that ratio. It is written down beside the case and checked by
 `--check`; a run that measured other rows says so.
@@ -25,10 +25,10 @@ class Row:
     """One line of a comparison.
 
     Attributes:
-        labels: what the row is about, in the order of the columns.
+        labels: the row's settings, in the order of the columns.
         seconds: per contestant its times, ours first.
-        nbytes: what a rate counts; None where a rate means nothing.
-        bus_factor: busbw over algbw, as nccl-tests define it; None for what is not a collective.
+        nbytes: counted by a rate; None where a rate means nothing.
+        bus_factor: busbw over algbw, as nccl-tests define it; None for cases that are no collectives.
     """
 
     labels: dict[str, Label]
@@ -96,12 +96,12 @@ class Case:
         name: as on the command line.
         summary: one line.
         peers: the contestants beside ours that a run has without `--peers`.
-        measure: the rows, one after the other. `UsageError` at once for what it cannot do.
+        measure: the rows, one after the other. `UsageError` at once for options that it cannot serve.
         add_arguments: adds the case's own options.
         unit: of the times in its table: `us`, `ms` or `s`.
         formula: how its rates are computed, with units; empty if it has none.
         more_peers: those that `--peers` has to name.
-        bounds: what `--check` compares with.
+        bounds: checked by `--check`.
         repeats: rounds without `--repeats`.
     """
 

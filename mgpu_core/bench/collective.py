@@ -61,7 +61,7 @@ class Values:
         self._inputs = self._repeat(first, chunks)
 
     def of(self, rank: int, chunk: int = 0, chunks: int = 1) -> torch.Tensor:
-        """Return what `rank` starts with, `chunks` chunks of it from `chunk` on."""
+        """Return the tensor that `rank` starts with, `chunks` chunks of it from `chunk` on."""
         return self._cut(self._inputs, rank + chunk * self.task.count, chunks)
 
     def folded(self, chunk: int = 0) -> torch.Tensor:
@@ -69,7 +69,7 @@ class Values:
         return self._cut(self._repeat(self._folds, 1), chunk * self.task.count, 1)
 
     def joined(self) -> torch.Tensor:
-        """Return what all ranks start with, one behind the other."""
+        """Return the tensors that all ranks start with, one behind the other."""
         return torch.cat([self.of(rank) for rank in range(self.task.ranks)])
 
     def _repeat(self, table: list[int], chunks: int) -> torch.Tensor:
@@ -97,8 +97,8 @@ class Collective:
         position: `in` or `out` of place, as in nccl-tests.
         split: the size of nccl-tests counts the chunks of all ranks together.
         bus_factor: ranks to busbw / algbw.
-        sends: what a rank starts with; an empty tensor for nothing.
-        wanted: what a rank ends with; None for nothing.
+        sends: a rank's tensor at the start; an empty one for nothing.
+        wanted: a rank's tensor at the end; None for nothing.
         ours: task and tensors of all ranks to the results of all ranks, by mgpu_core.
         loop: the same in plain torch.
         gloo: task, rank and its tensor to its result, by torch.distributed.
@@ -140,7 +140,7 @@ class Holding:
         Args:
             work: gives the results of all ranks.
             salt: of the inputs.
-            wanted: what a rank should end with; None: what the collective says.
+            wanted: the tensor that a rank should end with; None: the collective's.
         """
         self._values.salt = salt
         self.reset()

@@ -1,7 +1,7 @@
-"""What all collectives share: options, rows, and who takes part.
+"""Shared by all collectives: options, rows, and contestants.
 
-The columns are those of nccl-tests. Its `size` is what one rank holds (all_reduce, broadcast, reduce), or what the root
-or each rank holds of all ranks together (the others); `count` is the elements of one rank's part.
+The columns are those of nccl-tests. Its `size` is of one rank's tensor (all_reduce, broadcast, reduce), or of
+the root's or a rank's data of all ranks together (the others); `count` is the elements of one rank's part.
 
 `--peers touch` adds the roof of those in place: every tensor read and written once, by torch, without any sum. Who is
 as fast has nothing left to win from this memory.

@@ -47,7 +47,7 @@ _TABLE = "Print one Markdown table per case, with a line for each file that --js
 
 
 def run(args: argparse.Namespace) -> int:
-    """Do what was asked; the answer is the exit status.
+    """Run the chosen case or command; the answer is the exit status.
 
     Raises:
         UsageError, OSError, MissingExtra: a request that cannot be served.

@@ -1,4 +1,4 @@
-"""The ddp peer: what a process of `mgpu_core.bench.gloo` does as a rank of `DistributedDataParallel`.
+"""The ddp peer: a process of `mgpu_core.bench.gloo` as a rank of `DistributedDataParallel`.
 
 It has a replica of the network and its share of the rows; gradients are averaged over gloo while backward goes on.
 """

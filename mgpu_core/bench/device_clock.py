@@ -81,7 +81,7 @@ class _Queued:
 
 
 class _L2Flush:
-    """Reads four times the cache. Reading, because what is written would still be on its way to memory in the run."""
+    """Reads four times the cache. Reading, because written bytes would still be on their way to memory in the run."""
 
     def __init__(self, device: torch.device) -> None:
         nbytes = 4 * torch.cuda.get_device_properties(device).L2_cache_size

@@ -1,6 +1,6 @@
 """MNIST without MNIST: as many images as the real one, random pixels, in the four files that every reader knows.
 
-Nothing is downloaded, and what a loader costs does not depend on what is in the pictures.
+Nothing is downloaded, and the time of a loader does not depend on the pixels.
 """
 
 import struct

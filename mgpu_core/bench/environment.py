@@ -14,7 +14,7 @@ GIT_SECONDS = 20.0
 
 
 def environment() -> dict[str, str]:
-    """Return what to print above a table, in this order."""
+    """Return the facts to print above a table, in this order."""
     report = examine()
     return {
         "CPU": f"{cpu_model()}, {report.cpu.cores_available} of {report.cpu.cores} cores",

@@ -59,7 +59,7 @@ class GlooTeam:
         self.close()
 
     def prepare(self, *row: Any) -> None:
-        """Make what a row needs, told as the ranks' own `prepare` takes it."""
+        """Let all ranks prepare a row; arguments as of their own `prepare`."""
         self._ask("prepare", *row)
 
     def reset(self) -> None:

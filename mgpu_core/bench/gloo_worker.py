@@ -40,7 +40,7 @@ MakeRank = Callable[[WorkerConfig], Any]
 
 
 def serve(connection: Connection, config: WorkerConfig, make_rank: MakeRank) -> None:
-    """Join the group, then do what it is told until it is told None."""
+    """Join the group, then carry out orders until one is None."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the parent ends us
     try:
         torch.set_num_threads(config.threads)

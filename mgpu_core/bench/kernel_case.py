@@ -1,4 +1,4 @@
-"""What the kernels' cases share: options, rows, the floor, and who takes part.
+"""Shared by the kernels' cases: options, rows, the floor, and contestants.
 
 A case brings a `Problem`: the tensors of one row and the ways to do its work on them, the same tensors for everybody.
 Here are added the clock of the device, and `copy`: a copy of as many bytes as the kernel reads and writes. No kernel
@@ -39,7 +39,7 @@ Side = Callable[[], object]
 
 @dataclass(frozen=True)
 class Task:
-    """What a row asks for.
+    """The settings of a row.
 
     Attributes:
         device: where all of it happens.
@@ -58,7 +58,7 @@ class Task:
 
     @property
     def labels(self) -> dict[str, Label]:
-        """What a row of the table begins with."""
+        """The first columns of the row."""
         of_tensors: dict[str, Label] = {"size": 4 * self.count, "tensors": len(self.counts)}
         return {"device": self.device.type} | of_tensors | {"clock": self.clock}
 
@@ -68,7 +68,7 @@ class Problem(Protocol):
 
     Attributes:
         nbytes: read and written, together.
-        sides: per contestant what it does once; all on the same tensors.
+        sides: per contestant its work, done once; all on the same tensors.
         turns: how often that is done between `reset` and `wrong`.
     """
 
@@ -126,7 +126,7 @@ def case_of(
     """Return a kernel's case.
 
     Args:
-        traffic: what is read and written, in words for the formula.
+        traffic: the bytes read and written, in words for the formula.
         twinned: cupy and numba have it too.
         pieces: the work is on a list of tensors, so their number is an option.
         many: also a row of many small tensors.
@@ -160,7 +160,7 @@ def _add_arguments(pieces: bool, many: bool, parser: argparse.ArgumentParser) ->
 def _measure(
     problem: Callable[[Task], Problem], peers: Sequence[str], twinned: bool, options: argparse.Namespace
 ) -> Generator[Row]:
-    """Yield a row per size, and those of many small tensors. `UsageError` at once for what this machine cannot do."""
+    """Yield a row per size, and those of many small tensors. `UsageError` at once for options that cannot be served here."""
     device = _device(options.device)
     there = [*peers, *(twins(device) if twinned else ())]
     for peer in options.peers or ():

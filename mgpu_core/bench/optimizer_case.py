@@ -1,4 +1,4 @@
-"""What the optimizers' cases share: flat parameters, and torch's optimizers on the very same memory.
+"""Shared by the optimizers' cases: flat parameters, and torch's optimizers on the very same memory.
 
 Every contestant updates the same parameters from the same gradients; each side of torch has its own state, as it makes
 it for itself. Three steps from fresh parameters are compared with the same steps in float64.
@@ -22,7 +22,7 @@ TOLERANCE = 1e-5
 
 @dataclass(frozen=True)
 class Flat:
-    """What our step is given: flat tensors, the state among them, and the tables."""
+    """The arguments of our step: flat tensors, the state among them, and the tables."""
 
     parameters: torch.Tensor
     gradients: torch.Tensor
@@ -33,11 +33,11 @@ class Flat:
 
 @dataclass(frozen=True)
 class Optimizer:
-    """What tells one optimizer from another.
+    """The differences between optimizers.
 
     Attributes:
         states: how many flat tensors it keeps.
-        untouched: what stands in them before the first step.
+        untouched: their value before the first step.
         groups: the group table.
         step: one step of ours.
         truth: the same in plain torch, for float64 tensors.

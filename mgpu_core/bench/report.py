@@ -28,7 +28,7 @@ LEGEND = (
 
 
 def render(result: Result) -> str:
-    """Return what all rows share, the table, its formula and its bounds."""
+    """Return the labels that all rows share, the table, its formula and its bounds."""
     return "\n\n".join(_parts(result, table(result)))
 
 

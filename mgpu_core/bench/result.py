@@ -1,4 +1,4 @@
-"""What a run leaves in a JSON file: every sample, and all that a table or a picture needs.
+"""The JSON file of a run: every sample, and all that a table or a picture needs.
 
 A file can be drawn again without the case that made it, so old results stay readable when a case changes.
 """

@@ -49,7 +49,7 @@ class Contestant:
 
 @dataclass(frozen=True)
 class Schedule:
-    """How often a row is run, and what is done before each run, outside the clock and after `prepare`."""
+    """How often a row is run, and the work before each run, outside the clock and after `prepare`."""
 
     repeats: int
     warmup: int = 1
@@ -62,7 +62,7 @@ def timed(
     """Return a `run` from a function. The result's own end is inside the clock.
 
     Args:
-        work: what is measured.
+        work: to be measured.
         synchronize: waits for the device.
         wake: before the clock: the same work on next to nothing, after a flush that took the program out of the
             cache as well as the inputs. Small sizes would else tell how long Python takes to read itself.
@@ -173,7 +173,7 @@ class CacheFlush:
 
 
 def _cache_nbytes() -> int:
-    """Of the last-level cache: what Linux says (`32768K`), within reason; 64 MiB where it does not say."""
+    """Return the size of the last-level cache from Linux (`32768K`), at most 256 MiB; 64 MiB where it is unknown."""
     paths = sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"))
     text = paths[-1].read_text().strip() if paths else ""
     known = text.endswith("K") and text[:-1].isdecimal()

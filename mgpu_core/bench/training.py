@@ -1,4 +1,4 @@
-"""Training steps that every contestant does alike: the same network, images and SGD, and what a step must leave.
+"""Training steps that every contestant does alike: the same network, images and SGD, and the wanted parameters.
 
 Weights and images come from seeds, so processes that share nothing have the same ones, and nothing large is sent.
 """
@@ -113,7 +113,7 @@ class Trainee:
 
 @torch.no_grad()
 def _wrong_values(parameter: torch.Tensor, wanted: torch.Tensor) -> int:
-    """Of a parameter after its step; `wanted` has the weights before it and the gradient."""
+    """Count the wrong values of a parameter after its step; `wanted` has the weights before it and the gradient."""
     assert wanted.grad is not None
     gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
     updated = wanted - CHECKED_LR * wanted.grad

@@ -1,4 +1,4 @@
-"""One small file a case: what is measured, against whom, and how its result is verified.
+"""One small file a case: the measured call, its peers, and how results are verified.
 
 A file here holds one `CASE`. The collectives share one implementation (`collective_case`), so theirs hold three
 functions - ours, the torch loop, gloo - and a closed form of the result. The kernels share another (`kernel_case`):

@@ -2,7 +2,7 @@
 
 Everything is measured in one run, every size once a round, those of the fit among those of the check, so that both meet
 the same machine.  Unlike in `all_reduce` the cache is not flushed: a call is timed right after the same call, because
-the model says what a cache changes.  `model` is the prediction; `model/ours` is predicted over measured.
+the model has the effect of the cache.  `model` is the prediction; `model/ours` is predicted over measured.
 """
 
 import argparse
@@ -49,7 +49,7 @@ class Within(Bound):
 
 
 def measure_rows(options: argparse.Namespace) -> Generator[Row]:
-    """Yield a row per algorithm, number of ranks and size. `UsageError` at once for what cannot be measured."""
+    """Yield a row per algorithm, number of ranks and size. `UsageError` at once for points that cannot be measured."""
     if max(options.ranks) > 8 or min(options.ranks) < 2:
         raise UsageError(f"--ranks: wanted 2 to 8, got {options.ranks}")
     if shared := set(FITTED) & set(options.sizes):

@@ -1,8 +1,8 @@
-"""What it costs to be able to look: a step with nobody looking, and one that is recorded.
+"""The cost of recording: a step that is not recorded, and one that is.
 
 Three rows. `span`: the time of one span with recording off, beside a limit of 100 ns. `off`: all looks at the flag that
 one step of SimpleNet makes, beside that step. `on`: a step of the CNN that is recorded, beside the same step that is
-not; it is the recording of a step inside a training, so what a recording does at its end is not in it.
+not; it is the recording of a step inside a training, so the work at the end of a recording is not in it.
 """
 
 import argparse
@@ -104,7 +104,7 @@ def _contestant(trainee: Trainee, model: str) -> Contestant:
 
 
 def _entries_of(trainee: Trainee) -> list[object]:
-    """Return what one step would leave in a recording."""
+    """Return the entries that one step would leave in a recording."""
     trainee.train()
     with tracing(steps=1) as trace:
         trainee.train()

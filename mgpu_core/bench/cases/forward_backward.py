@@ -62,7 +62,7 @@ class Task:
             self.gradients(module)
 
     def gradients(self, module: nn.Module) -> list[torch.Tensor]:
-        """Those of one step."""
+        """Return the gradients of one step."""
         module.zero_grad()
         functional.cross_entropy(module(self.images), self.labels).backward()
         return [torch.zeros_like(each) if each.grad is None else each.grad for each in module.parameters()]

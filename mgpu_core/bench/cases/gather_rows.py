@@ -1,7 +1,7 @@
 """Cutting a batch by index from a tensor of bytes, normalised: our kernel against indexing and against a data loader.
 
 Each run has a new random index and a flushed cache, as in an epoch: no row is in the cache because the last run read
-it. The data loader's way is what its worker does for a batch, image by image, without any process around it.
+it. The data loader's way is the work of one of its workers for a batch, image by image, without any process around it.
 """
 
 import argparse

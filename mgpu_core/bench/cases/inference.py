@@ -2,7 +2,7 @@
 
 `direct` calls the network in the threads that ask. `one_core` and `bare` call it in one thread, with one intra-op
 thread or with all. `by_hand` has two worker threads, each with a copy of the network and one intra-op thread.
-`data_parallel` is the wrapper in eval mode. What a row serves:
+`data_parallel` is the wrapper in eval mode. Rows:
 
 * `one_row`: requests of one row from 16 threads, each of which waits for its answer;
 * `outstanding`: the same requests from one thread, of which at most 256 are without an answer;

@@ -1,4 +1,4 @@
-"""The norm of all gradients together: what clipping asks for, once a step."""
+"""The norm of all gradients together, which clipping needs once a step."""
 
 import math
 from collections.abc import Mapping

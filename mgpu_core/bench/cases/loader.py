@@ -1,7 +1,7 @@
 """An epoch of SimpleNet steps on two ranks: batches from our loaders against those of a plain `DataLoader`.
 
 `dataloader`: the same loader of tensors, with and without `DeviceLoader` around it. On the CPU there is nothing to
-copy, and the row says what it costs; on GPUs the copies of a batch run while the batch before is computed with.
+copy, and the row has its cost; on GPUs the copies of a batch run while the batch before is computed with.
 `memory`: images in memory, from `TensorLoader`, against a `DataLoader` that picks them one by one.
 """
 

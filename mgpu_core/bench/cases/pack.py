@@ -1,4 +1,4 @@
-"""Many tensors end to end in a flat one: what happens to gradients before they travel."""
+"""Many tensors end to end in a flat one, as gradients are packed before they are sent."""
 
 from collections.abc import Mapping
 

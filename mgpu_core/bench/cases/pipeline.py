@@ -1,7 +1,7 @@
 """A training step of a transformer that is cut over two CPU ranks, each with one thread inside its operations.
 
-Ours is `TrainStep` over a `Pipeline` of two stages. `independent` is what two cores can do at all: two processes train
-the whole network side by side, with one thread each, and their time is for the rows of both. `pipelining` is
+Ours is `TrainStep` over a `Pipeline` of two stages. `independent` is the most that two cores can do: two processes
+train the whole network side by side, with one thread each, and their time is for the rows of both. `pipelining` is
 `torch.distributed.pipelining`: a process per stage over gloo, schedule 1F1B.
 
 The row `idle` is of one recorded step: the time in which a stage waits, beside that of the schedule with equal slots.

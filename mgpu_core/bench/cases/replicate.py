@@ -1,7 +1,7 @@
-"""What making replicas costs in Python, per forward, with the copies left out on both sides.
+"""The cost of making replicas in Python, per forward, with the copies left out on both sides.
 
 torch's `replicate` asks `_broadcast_coalesced_reshape` for the tensors, ours asks `_copy_tensors`; both are replaced
-by a function that returns lists made before the clock starts. What is left is the walk over the modules, replicas and
+by a function that returns lists made before the clock starts. The rest is the walk over the modules, replicas and
 their wiring, and their end, which a forward pays as well.
 """
 
@@ -73,7 +73,7 @@ def _torch(network: nn.Module, image: torch.Tensor, ranks: int) -> Contestant:
 
 
 def prepared(groups: Sequence[Tensors], ranks: int) -> Callable[..., list[list[torch.Tensor]]]:
-    """Stands in for what copies a group of tensors to all ranks: other tensors over the same memory."""
+    """Stands in for the copies of a group of tensors to all ranks: other tensors over the same memory."""
     ready = {id(group[0]): [[each.detach() for each in group] for _ in range(ranks)] for group in groups if group}
     return lambda tensors, *_, **__: ready[id(tensors[0])] if tensors else []
 

@@ -2,7 +2,7 @@
 
 Ours is `mgpu_core.TrainStep`, on the CPU as `workers="auto"` chooses, on GPUs captured as graphs, as `compile` is
 (`torch.compile` with `reduce-overhead`). On the CPU the bare module has every core inside each operation;
-`ddp` is what one would use today, a process per rank, so it has no row of one rank. A step of SimpleNet takes less than
+`ddp` is today's usual choice, a process per rank, so it has no row of one rank. A step of SimpleNet takes less than
 a millisecond, so a turn is several steps in a row, as many for everybody, and the table has the time of one.
 """
 
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(options: argparse.Namespace) -> Generator[Row]:
-    """Yield a row per model and number of ranks. `UsageError` at once for what no row can have."""
+    """Yield a row per model and number of ranks. `UsageError` at once for settings that no row can have."""
     if options.device == "cuda" and not torch.cuda.is_available():
         raise UsageError("--device cuda: torch sees no GPU here")
     for peer, what in {"torch": "torch.nn.DataParallel", "compile": "torch.compile's graphs"}.items():
@@ -78,7 +78,7 @@ def _labels(training: Training) -> dict[str, Label]:
 
 
 def _contestants(training: Training, peers: Sequence[str], stack: contextlib.ExitStack) -> Mapping[str, Contestant]:
-    """Those of one row; `stack` ends the threads and processes that they have."""
+    """Return the contestants of one row; `stack` ends the threads and processes that they have."""
     salts = itertools.count(1)
     # More ranks than GPUs share them.
     gpus = [rank % torch.cuda.device_count() for rank in range(training.ranks)] if training.device == "cuda" else []

@@ -1,4 +1,4 @@
-"""A flat tensor into many: the way back, of what has travelled."""
+"""A flat tensor into many: the way back, after gradients were summed."""
 
 from collections.abc import Mapping
 

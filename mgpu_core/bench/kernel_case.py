@@ -160,7 +160,7 @@ def _add_arguments(pieces: bool, many: bool, parser: argparse.ArgumentParser) ->
 def _measure(
     problem: Callable[[Task], Problem], peers: Sequence[str], twinned: bool, options: argparse.Namespace
 ) -> Generator[Row]:
-    """Yield a row per size, and those of many small tensors. `UsageError` at once for options that cannot be served here."""
+    """Yield a row per size, and those of many small tensors. `UsageError` at once for options that no row can have."""
     device = _device(options.device)
     there = [*peers, *(twins(device) if twinned else ())]
     for peer in options.peers or ():

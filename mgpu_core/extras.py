@@ -10,7 +10,16 @@ from types import ModuleType
 
 __all__ = ["MissingExtra", "cure", "require"]
 
-_EXTRAS = {"cupy": "cuda13", "matplotlib": "mnist", "numba": "numba", "pynvml": "doctor", "torchvision": "mnist"}
+_EXTRAS = {
+    "cupy": "cuda13",
+    "lightning": "lightning",
+    "matplotlib": "mnist",
+    "numba": "numba",
+    "pynvml": "doctor",
+    "torch_geometric": "pyg",
+    "torchvision": "mnist",
+    "transformers": "transformers",
+}
 """Which extra of `pyproject.toml` brings a package."""
 
 

@@ -1,9 +1,9 @@
 """The arrows point down: read from the sources, file by file.
 
-Python, from the top: cli -> bench -> doctor, lessons, mnist, replacing -> advice -> explain -> explanation -> wrapper,
-device_loader, inference -> train -> tensor_parallel -> pipeline -> parallel, optim, processes, sync_batchnorm -> comm
--> tensor_loader -> kernels -> device -> module_tree -> nested, replica_hooks, errors, files, user_script -> trace
--> null_context, _warnings, containers, extras -> _core.
+Python, from the top: cli -> bench -> doctor, lessons, mnist, replacing -> advice -> explain -> explanation ->
+integrations -> wrapper, device_loader, inference -> train -> tensor_parallel -> pipeline -> parallel, optim, processes,
+sync_batchnorm -> comm -> tensor_loader -> kernels -> device -> module_tree -> nested, replica_hooks, errors, files,
+user_script -> trace -> null_context, _warnings, containers, extras -> _core.
 C++: bindings -> backends.cpp -> backends/* -> core; backends do not include each other; only bindings uses pybind11.
 """
 
@@ -33,6 +33,7 @@ LAYERS = [
     {"tensor_parallel"},
     {"train"},
     {"wrapper", "inference", "device_loader"},
+    {"integrations"},
     {"explanation"},
     {"explain"},
     {"advice"},
@@ -42,7 +43,7 @@ LAYERS = [
     {"__main__"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
-TOOLS = {name for names in LAYERS[13:] for name in names}
+TOOLS = {name for names in LAYERS[14:] for name in names}
 
 
 def module_of(path: Path) -> str:

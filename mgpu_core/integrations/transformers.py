@@ -1,0 +1,150 @@
+"""``MultiGPUTrainer``: transformers' Trainer over several ranks in one process, with the loss of one device.
+
+The Trainer multiplies the loss of a ``torch.nn.DataParallel`` by the number of GPUs, which is right only for models
+that divide by ``num_items_in_batch``, and only if each GPU has rows.  Here each rank gets its own number of items, and its
+loss is weighted by it, so both kinds of models give the loss of all rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.nn import Module
+
+from mgpu_core.device.devices import DeviceLike, as_devices, local_devices
+from mgpu_core.extras import require
+from mgpu_core.nested import tensors_in
+from mgpu_core.wrapper import DataParallel
+
+__all__ = ["MultiGPUMixin", "MultiGPUTrainer"]
+
+transformers = require("transformers", "MultiGPUTrainer")
+
+
+class MultiGPUMixin:
+    """Lets a Trainer run its model over several ranks: ``class Mine(MultiGPUMixin, transformers.Seq2SeqTrainer)``.
+
+    A batch has ``per_device_train_batch_size`` rows for each rank.  A model's loss is one number, that of all rows, if
+    it is a mean or a sum over items (labels that are not -100, or rows).  Logits come back joined, and
+    ``compute_loss_func`` runs once, on all rows.  Checkpoints have the keys of one device.
+
+    Args:
+        device_ids: one device per rank, as for :class:`mgpu_core.DataParallel`; the model is on the first, which must
+            be the device of the training arguments.  ``None``: all accelerators, or as many CPU ranks as
+            ``MGPU_CORE_CPU_RANKS`` says.
+        args, kwargs: of the Trainer.
+
+    Raises:
+        TypeError, ValueError: devices that do not exist, or another first device than that of the arguments.
+    """
+
+    args: Any
+
+    def __init__(self, *args: Any, device_ids: Sequence[DeviceLike] | None = None, **kwargs: Any) -> None:
+        self._devices = tuple(local_devices() if device_ids is None else as_devices(device_ids))
+        super().__init__(*args, **kwargs)
+        if self._devices and self._devices[0] != as_devices([self.args.device])[0]:
+            raise ValueError(f"the arguments put the model on {self.args.device}, and device_ids on {self._devices[0]}")
+        self.args._n_gpu = len(self._devices)  # which the Trainer multiplies the rows of a batch by
+        self._train_batch_size = self.args.train_batch_size
+
+    def _wrap_model(self, model: Module, training: bool = True, dataloader: Any = None) -> Module:
+        with self._one_gpu():
+            model = super()._wrap_model(model, training, dataloader)  # type: ignore[misc]
+        if len(self._devices) < 2 or isinstance(model, torch.nn.DataParallel):
+            return model
+        return _Model(model, self._devices, shifts=getattr(self, "_loss_shifts_labels", False))
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the loss as on one device."""
+        with self._one_gpu():
+            return super().compute_loss(*args, **kwargs)  # type: ignore[misc]
+
+    def _get_num_items_in_batch(self, *args: Any, **kwargs: Any) -> Any:
+        with self._one_gpu():
+            return super()._get_num_items_in_batch(*args, **kwargs)  # type: ignore[misc]
+
+    @contextmanager
+    def _one_gpu(self) -> Iterator[None]:
+        """Let the Trainer compute as if there were one GPU, since the wrapped model returns what one would."""
+        before, self.args._n_gpu = self.args._n_gpu, 1
+        try:
+            yield
+        finally:
+            self.args._n_gpu = before
+
+
+class MultiGPUTrainer(MultiGPUMixin, transformers.Trainer):  # type: ignore[misc]
+    """transformers' ``Trainer`` with :class:`MultiGPUMixin`: ``MultiGPUTrainer(model, args, device_ids=[0, 1])``."""
+
+
+class _Model(DataParallel[Any]):
+    """Weighs the ranks' losses by their numbers of items, so that their sum is the loss of all rows."""
+
+    def __init__(self, module: Module, devices: Sequence[torch.device], *, shifts: bool) -> None:
+        super().__init__(module, devices)
+        self._shifts = shifts
+        self._total: Any = None
+        self._items: list[torch.Tensor] = []
+        self._divisors: list[torch.Tensor] = []
+
+    def scatter(self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Sequence[DeviceLike]) -> Any:
+        kwargs = dict(kwargs or {})
+        self._total = kwargs.pop("num_items_in_batch", None)
+        parts, kwargs_parts = super().scatter(inputs, kwargs, device_ids)
+        self._items = [_items(args, own, self._shifts) for args, own in zip(parts, kwargs_parts, strict=True)]
+        self._divisors = [count.clamp(min=1).requires_grad_(torch.is_grad_enabled()) for count in self._items]
+        if self._total is not None:
+            for own, divisor in zip(kwargs_parts, self._divisors, strict=True):
+                own["num_items_in_batch"] = divisor
+        return parts, kwargs_parts
+
+    def gather(self, outputs: Any, output_device: DeviceLike) -> Any:
+        losses = [loss for loss in map(_loss_of, outputs) if loss is not None]
+        if len(losses) < len(outputs):
+            return super().gather(outputs, output_device)
+        total = self._total
+        if total is None or not _depends(losses[0], self._divisors[0]):
+            total = torch.stack([count.to(self._items[0].device) for count in self._items]).sum()
+        weighted = []
+        for output, loss, count in zip(outputs, losses, self._items, strict=True):
+            weight = count / torch.as_tensor(total, device=count.device)
+            # The mean of a rank without items is 0 / 0, and must not count.
+            weighted.append(_with_loss(output, torch.where(count > 0, loss * weight, 0.0).reshape(1)))
+        joined = super().gather(weighted, output_device)
+        return _with_loss(joined, _first(joined).sum())
+
+
+def _items(args: tuple[Any, ...], kwargs: Mapping[str, Any], shifts: bool) -> torch.Tensor:
+    """Return how many items a rank's loss is a mean over, as the Trainer counts them: labels, or else rows."""
+    labels = kwargs.get("shift_labels", kwargs.get("labels"))
+    if not isinstance(labels, torch.Tensor):
+        first = tensors_in((args, dict(kwargs)))[0]
+        return torch.tensor(float(len(first)), device=first.device)
+    is_shifted = not shifts or "shift_labels" in kwargs
+    return (labels if is_shifted else labels[..., 1:]).ne(-100).sum().float()
+
+
+def _depends(loss: torch.Tensor, divisor: torch.Tensor) -> bool:
+    """Return whether a model has divided its loss by this number; where that makes no difference, in evaluation, True."""
+    if not loss.requires_grad or not divisor.requires_grad:
+        return True
+    return torch.autograd.grad(loss, divisor, retain_graph=True, allow_unused=True)[0] is not None
+
+
+def _first(output: Any) -> Any:
+    """Return the place of a loss among a model's outputs."""
+    return output.get("loss") if isinstance(output, Mapping) else output[0] if isinstance(output, tuple) else None
+
+
+def _loss_of(output: Any) -> torch.Tensor | None:
+    found = _first(output)
+    return found if isinstance(found, torch.Tensor) and found.ndim == 0 else None
+
+
+def _with_loss(output: Any, loss: torch.Tensor) -> Any:
+    """Return the outputs with another loss."""
+    return (loss, *output[1:]) if isinstance(output, tuple) else type(output)(**{**output, "loss": loss})

@@ -87,7 +87,7 @@ class MultiGPUStrategy(pl.strategies.SingleDeviceStrategy):  # type: ignore[misc
         if self._step is None:
             return self._run(super().training_step, *args, **kwargs)
         with self.precision_plugin.train_step_context(), NULL_CONTEXT if self._is_updating else self._step.no_sync():
-            rows = torch.empty(Arguments({"batch": (args, kwargs)}).rows(0) or 1, 0, device=self.root_device)
+            rows = torch.zeros(Arguments({"batch": (args, kwargs)}).rows(0) or 1, device=self.root_device)
             calls = self.lightning_module.trainer.accumulate_grad_batches
             loss, numbers = self._step(rows, len(rows), calls, *args, aux=True, **kwargs)
         self._step.module.log_once(numbers)

@@ -1,8 +1,8 @@
 """``MultiGPUTrainer``: transformers' Trainer over several ranks in one process, with the loss of one device.
 
 The Trainer multiplies the loss of a ``torch.nn.DataParallel`` by the number of GPUs, which is right only for models
-that divide by ``num_items_in_batch``, and only if each GPU has rows.  Here each rank gets its own number of items, and its
-loss is weighted by it, so both kinds of models give the loss of all rows.
+that divide by ``num_items_in_batch``, and only if each GPU has rows.  Here each rank gets its own number of items, and
+its loss is weighted by it, so both kinds of models give the loss of all rows.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def _items(args: tuple[Any, ...], kwargs: Mapping[str, Any], shifts: bool) -> to
 
 
 def _depends(loss: torch.Tensor, divisor: torch.Tensor) -> bool:
-    """Return whether a model has divided its loss by this number; where that makes no difference, in evaluation, True."""
+    """Return whether a model has divided its loss by this number; True without gradients, where it does not matter."""
     if not loss.requires_grad or not divisor.requires_grad:
         return True
     return torch.autograd.grad(loss, divisor, retain_graph=True, allow_unused=True)[0] is not None

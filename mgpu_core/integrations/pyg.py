@@ -1,0 +1,44 @@
+"""``register_batches``: batches of PyTorch Geometric are cut by graphs, and their nodes and edges follow."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from mgpu_core.containers import register_container
+from mgpu_core.extras import require
+from mgpu_core.nested import Rows
+
+__all__ = ["register_batches"]
+
+_data = require("torch_geometric.data", "register_batches")
+
+
+def register_batches(*kinds: type) -> None:
+    """Let ``DataParallel(net)(batch)`` and a step cut a ``Batch`` by graphs: each rank gets some, as a ``Batch``.
+
+    Graphs count as rows: a tensor next to the batch has one row per graph, and so have outputs that are joined again.
+    A rank's batch is put together anew from its graphs, so attributes that a loader added (``follow_batch``) are gone.
+
+    Args:
+        kinds: classes of graphs, such as ``HeteroData`` or a subclass of ``Data``; none: ``Data``.
+
+    Raises:
+        TypeError: a class that is not one of graphs.
+    """
+    for kind in kinds or (_data.Data,):
+        if not (isinstance(kind, type) and issubclass(kind, _data.data.BaseData)):
+            raise TypeError(f"{kind!r} is not a class of graphs: Data, HeteroData or a subclass")
+        register_container(type(_data.Batch(_base_cls=kind)), _graphs, _batch)
+
+
+def _graphs(batch: Any) -> tuple[list[Any], None]:
+    """Return the graphs as rows, and a tensor with a number for each, which tells the rank's device."""
+    graphs = batch.to_data_list()
+    return [Rows(graphs), torch.zeros(len(graphs))], None
+
+
+def _batch(values: list[Any], _: None) -> Any:
+    graphs, numbers = values
+    return _data.Batch.from_data_list(graphs).to(numbers.device)

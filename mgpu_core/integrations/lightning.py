@@ -23,15 +23,20 @@ from mgpu_core.wrapper import DataParallel
 
 __all__ = ["MultiGPUStrategy"]
 
-pl = require("lightning.pytorch", "MultiGPUStrategy")
+_Strategy: Any = require("lightning.pytorch.strategies", "MultiGPUStrategy").SingleDeviceStrategy
 _is_overridden = require("lightning.pytorch.utilities.model_helpers", "MultiGPUStrategy").is_overridden
 
-_SKIPPED = ("backward", "configure_gradient_clipping", "on_before_backward", "on_after_backward")
-_SKIPPED_HOOKS = (*_SKIPPED, "on_before_optimizer_step")
-"""Hooks between the backward and the update, which a TrainStep makes in one call."""
+_SKIPPED_HOOKS = (
+    "backward",
+    "configure_gradient_clipping",
+    "on_after_backward",
+    "on_before_backward",
+    "on_before_optimizer_step",
+)
+"""Hooks around backward and before the update, which a TrainStep makes in one call."""
 
 
-class MultiGPUStrategy(pl.strategies.SingleDeviceStrategy):  # type: ignore[misc]
+class MultiGPUStrategy(_Strategy):  # type: ignore[misc]
     """Train, validate, test and predict over several ranks: ``Trainer(strategy=MultiGPUStrategy(["cpu"] * 4))``.
 
     The LightningModule's ``self(...)`` runs over the ranks, which each get a part of the rows, and its outputs come
@@ -43,7 +48,7 @@ class MultiGPUStrategy(pl.strategies.SingleDeviceStrategy):  # type: ignore[misc
         modules: names of submodules whose calls run over the ranks instead: ``["generator", "critic"]``.
         train_step: run ``training_step`` on each rank's rows, and backward, clipping and update in a
             :class:`mgpu_core.TrainStep`.  The loss must be a mean over rows.  ``self.log`` logs the mean over all
-            rows, once; of the step's outputs only the loss remains.
+            rows, once; of the step's outputs only the loss remains, and gradients are not shown.
 
     Raises:
         TypeError, ValueError: devices that do not exist.  At the start of training with ``train_step=True``: what a
@@ -60,11 +65,11 @@ class MultiGPUStrategy(pl.strategies.SingleDeviceStrategy):  # type: ignore[misc
         super().__init__()
         if isinstance(modules, str):
             raise TypeError(f"modules is a list of names, not {modules!r}")
-        self.parallel_devices = None if device_ids is None else list(as_devices(device_ids))  # None: the Trainer's
+        # The Trainer puts its own devices here, if there are none.
+        self.parallel_devices: list[torch.device] = [] if device_ids is None else list(as_devices(device_ids))
         self._names, self._whole_step = modules or [""], train_step
         self._over_ranks: list[_OverRanks] = []
-        self._step: TrainStep | None = None
-        self._is_updating = False
+        self._step: _WholeStep | None = None
 
     @property
     def root_device(self) -> torch.device:
@@ -78,20 +83,14 @@ class MultiGPUStrategy(pl.strategies.SingleDeviceStrategy):  # type: ignore[misc
         self._over_ranks = [_OverRanks(module.get_submodule(name), self.parallel_devices) for name in self._names]
         if self._whole_step and self.optimizers:
             _check_whole_step(trainer, module, self.precision_plugin)
-            step = TrainStep(_RankStep(module), None, self.optimizers[0], self.parallel_devices, reduction="sum")
-            step.clip_norm = trainer.gradient_clip_val or None
-            self._step = step
+            self._step = _WholeStep(trainer, module, self.optimizers[0], self.parallel_devices)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Return the result of the module's training step; with ``train_step=True`` its loss, after the update."""
         if self._step is None:
             return self._run(super().training_step, *args, **kwargs)
-        with self.precision_plugin.train_step_context(), NULL_CONTEXT if self._is_updating else self._step.no_sync():
-            rows = torch.zeros(Arguments({"batch": (args, kwargs)}).rows(0) or 1, device=self.root_device)
-            calls = self.lightning_module.trainer.accumulate_grad_batches
-            loss, numbers = self._step(rows, len(rows), calls, *args, aux=True, **kwargs)
-        self._step.module.log_once(numbers)
-        return loss * calls
+        with self.precision_plugin.train_step_context():
+            return self._step(*args, **kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Return the result of the module's validation step."""
@@ -125,16 +124,16 @@ class MultiGPUStrategy(pl.strategies.SingleDeviceStrategy):  # type: ignore[misc
         """Update; with ``train_step=True`` that happens in the closure, which calls :meth:`training_step`."""
         if self._step is None:
             return super().optimizer_step(optimizer, closure, model, **kwargs)
-        self._is_updating = True
+        self._step.is_updating = True
         try:
             return closure()
         finally:
-            self._is_updating = False
+            self._step.is_updating = False
 
     def teardown(self) -> None:
         """Give the module and the optimizer memory of their own again, and end the threads."""
         if self._step is not None:
-            self._step.close()
+            self._step.step.close()
         for each in self._over_ranks:
             each.wrapper.close()
         self._step, self._over_ranks = None, []
@@ -189,6 +188,24 @@ def _redirected(modules: Sequence[_OverRanks]) -> Iterator[None]:
         put_back()
 
 
+class _WholeStep:
+    """A TrainStep whose ranks run the training step; it updates in the last call of a window of accumulation."""
+
+    def __init__(self, trainer: Any, module: Any, optimizer: Any, devices: Sequence[torch.device]) -> None:
+        self._trainer, self._ranks, self._device, self.is_updating = trainer, _RankStep(module), devices[0], False
+        self.step = TrainStep(self._ranks, None, optimizer, devices, reduction="sum")
+        self.step.clip_norm = trainer.gradient_clip_val or None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Make a step on a batch, log the numbers, and return the loss of all rows."""
+        rows = torch.zeros(Arguments({"batch": (args, kwargs)}).rows(0) or 1, device=self._device)
+        calls = self._trainer.accumulate_grad_batches
+        with NULL_CONTEXT if self.is_updating else self.step.no_sync():
+            loss, numbers = self.step(rows, len(rows), calls, *args, aux=True, **kwargs)
+        self._ranks.log_once(numbers)
+        return loss * calls  # type: ignore[no-any-return]
+
+
 class _RankStep(Module):
     """The training step of one rank: its part of the loss, and of the numbers that it logs."""
 
@@ -200,7 +217,13 @@ class _RankStep(Module):
     def forward(
         self, own: torch.Tensor, rows: int, calls: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, dict[str, Any]]:
-        """Return what this rank adds to both, where ``own`` has its rows, of so many, and a window so many calls."""
+        """Return what this rank adds to both.
+
+        Args:
+            own: a tensor of this rank's rows, of which a batch has ``rows``.
+            calls: per update, by which the Trainer divides a loss.
+            args, kwargs: of the training step.
+        """
         numbers: dict[str, Any] = {}
         part = len(own) / rows
 

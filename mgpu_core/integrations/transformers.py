@@ -21,7 +21,7 @@ from mgpu_core.wrapper import DataParallel
 
 __all__ = ["MultiGPUMixin", "MultiGPUTrainer"]
 
-transformers = require("transformers", "MultiGPUTrainer")
+_Trainer: Any = require("transformers", "MultiGPUTrainer").Trainer
 
 
 class MultiGPUMixin:
@@ -77,7 +77,7 @@ class MultiGPUMixin:
             self.args._n_gpu = before
 
 
-class MultiGPUTrainer(MultiGPUMixin, transformers.Trainer):  # type: ignore[misc]
+class MultiGPUTrainer(MultiGPUMixin, _Trainer):  # type: ignore[misc]
     """transformers' ``Trainer`` with :class:`MultiGPUMixin`: ``MultiGPUTrainer(model, args, device_ids=[0, 1])``."""
 
 

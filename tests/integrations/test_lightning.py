@@ -183,13 +183,25 @@ def test_a_loss_that_couples_rows_is_right_unless_ranks_compute_it():
     assert abs(per_rank[0] - one[0]) > 0.1
 
 
+class Part(nn.Linear):
+    """Keeps the rows of each call."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.rows = []
+
+    def forward(self, x):
+        self.rows.append(len(x))
+        return super().forward(x)
+
+
 class Adversarial(pl.LightningModule):
     """Two nets, two optimizers, a metric, and the updates made by hand."""
 
     def __init__(self):
         super().__init__()
         self.automatic_optimization = False
-        self.generator, self.critic = nn.Linear(2, 4), nn.Linear(4, 1)
+        self.generator, self.critic = Part(2, 4), Part(4, 1)
         self.accuracy = torchmetrics.classification.BinaryAccuracy()
         self.losses = []
 
@@ -219,6 +231,7 @@ def test_submodules_by_name_manual_optimization_and_metrics(ranks):
         for each in (MultiGPUStrategy(["cpu"] * ranks, modules=["generator", "critic"]), "auto")
     )
     assert 0 < one[1]["accuracy"] < 1
+    assert (max(many[0].generator.rows), max(many[0].critic.rows)) == {2: (3, 5), 3: (2, 4)}[ranks]
     assert_alike(many, one)
 
 
@@ -280,6 +293,10 @@ def test_devices_that_do_not_exist():
         MultiGPUStrategy([])
     with pytest.raises(TypeError, match="list of names"):
         MultiGPUStrategy(["cpu"] * 2, modules="net")
+    with pytest.raises(TypeError, match="compile modules inside"):
+        net = Net()
+        net.net.forward = net.net.forward  # as torch.compile does
+        trainer(MultiGPUStrategy(["cpu"] * 2, modules=["net"])).fit(net, loader())
     with pytest.raises(AttributeError, match="nett"):
         trainer(MultiGPUStrategy(["cpu"] * 2, modules=["nett"])).fit(Net(), loader())
 
@@ -336,7 +353,7 @@ def test_what_cannot_be_logged_from_ranks_is_named(value, options, error):
 
 
 def test_a_missing_lightning_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "lightning.pytorch", None)
+    monkeypatch.setitem(sys.modules, "lightning.pytorch.strategies", None)
     monkeypatch.delitem(sys.modules, "mgpu_core.integrations.lightning")
     with pytest.raises(MissingExtra, match=r"MultiGPUStrategy needs lightning: pip install 'mgpu-core\[lightning\]"):
         import_module("mgpu_core.integrations.lightning")

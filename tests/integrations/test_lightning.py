@@ -293,10 +293,10 @@ def test_devices_that_do_not_exist():
         MultiGPUStrategy([])
     with pytest.raises(TypeError, match="list of names"):
         MultiGPUStrategy(["cpu"] * 2, modules="net")
+    compiled = Net()
+    compiled.net.forward = compiled.net.forward  # as torch.compile does
     with pytest.raises(TypeError, match="compile modules inside"):
-        net = Net()
-        net.net.forward = net.net.forward  # as torch.compile does
-        trainer(MultiGPUStrategy(["cpu"] * 2, modules=["net"])).fit(net, loader())
+        trainer(MultiGPUStrategy(["cpu"] * 2, modules=["net"])).fit(compiled, loader())
     with pytest.raises(AttributeError, match="nett"):
         trainer(MultiGPUStrategy(["cpu"] * 2, modules=["nett"])).fit(Net(), loader())
 

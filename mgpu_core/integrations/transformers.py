@@ -28,8 +28,8 @@ class MultiGPUMixin:
     """Lets a Trainer run its model over several ranks: ``class Mine(MultiGPUMixin, transformers.Seq2SeqTrainer)``.
 
     A batch has ``per_device_train_batch_size`` rows for each rank.  A model's loss is one number, that of all rows, if
-    it is a mean or a sum over items (labels that are not -100, or rows).  Logits come back joined, and
-    ``compute_loss_func`` runs once, on all rows.  Checkpoints have the keys of one device.
+    it is a mean over items (labels that are not -100, or rows).  Logits come back joined, and ``compute_loss_func``
+    runs once, on all rows.  Checkpoints have the keys of one device.
 
     Args:
         device_ids: one device per rank, as for :class:`mgpu_core.DataParallel`; the model is on the first, which must
@@ -136,7 +136,7 @@ def _depends(loss: torch.Tensor, divisor: torch.Tensor) -> bool:
 
 
 def _first(output: Any) -> Any:
-    """Return the place of a loss among a model's outputs."""
+    """Return the entry of a model's outputs that is the loss, if there is one."""
     return output.get("loss") if isinstance(output, Mapping) else output[0] if isinstance(output, tuple) else None
 
 

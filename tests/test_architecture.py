@@ -43,7 +43,7 @@ LAYERS = [
     {"__main__"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
-TOOLS = {name for names in LAYERS[14:] for name in names}
+TOOLS = {name for names in LAYERS[15:] for name in names}
 
 
 def module_of(path: Path) -> str:

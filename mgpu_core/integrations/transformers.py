@@ -120,18 +120,20 @@ class _Model(DataParallel[Any]):
 
 def _items(args: tuple[Any, ...], kwargs: Mapping[str, Any], shifts: bool) -> torch.Tensor:
     """Return how many items a rank's loss is a mean over, as the Trainer counts them: labels, or else rows."""
-    labels = kwargs.get("shift_labels", kwargs.get("labels"))
+    labels = kwargs.get("labels")
     if not isinstance(labels, torch.Tensor):
         first = tensors_in((args, dict(kwargs)))[0]
         return torch.tensor(float(len(first)), device=first.device)
-    is_shifted = not shifts or "shift_labels" in kwargs
-    return (labels if is_shifted else labels[..., 1:]).ne(-100).sum().float()
+    return kwargs.get("shift_labels", labels[..., 1:] if shifts else labels).ne(-100).sum().float()
 
 
 def _depends(loss: torch.Tensor, divisor: torch.Tensor) -> bool:
-    """Return whether a model has divided its loss by this number; True without gradients, where it does not matter."""
-    if not loss.requires_grad or not divisor.requires_grad:
-        return True
+    """Return whether a model has divided its loss by this number.
+
+    Without gradients, False: then the items of a batch are those of its update, too, and either divisor is right.
+    """
+    if not loss.requires_grad:
+        return False
     return torch.autograd.grad(loss, divisor, retain_graph=True, allow_unused=True)[0] is not None
 
 

@@ -245,6 +245,10 @@ def test_hooks_of_the_module_run_once_with_all_rows():
 
 def test_a_step_that_calls_nothing_over_the_ranks_warns_once():
     class Direct(Net):
+        def __init__(self):
+            super().__init__()
+            self.idle, self.spare = nn.Linear(1, 1), nn.Linear(1, 1)
+
         def training_step(self, batch, batch_idx):
             return {"loss": F.cross_entropy(self.net(batch[0]), batch[1])}
 
@@ -253,7 +257,11 @@ def test_a_step_that_calls_nothing_over_the_ranks_warns_once():
     with pytest.warns(UserWarning, match=r"Direct.training_step did not call self\(...\)") as found:
         fitted(MultiGPUStrategy(["cpu"] * 2), Direct)
     assert sum("did not call" in str(each.message) for each in found) == 1
-    fitted(MultiGPUStrategy(["cpu"] * 2, modules=["net"]), Direct)
+    with pytest.warns(UserWarning, match=r"did not call self.idle\(...\) or self.spare\(...\), so nothing ran"):
+        fitted(MultiGPUStrategy(["cpu"] * 2, modules=["idle", "spare"]), Direct)
+    with warnings.catch_warnings(record=True, action="always") as found:
+        fitted(MultiGPUStrategy(["cpu"] * 2, modules=["net"]), Direct)
+    assert not any("did not call" in str(each.message) for each in found)
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -108,6 +108,31 @@ def test_each_rank_gets_its_part_of_the_rows(capsys):
     assert sorted(seen) == sorted(3 * [2, 2, 2] + [1, 1])
 
 
+@pytest.mark.parametrize("options", [{}, {"return_dict": False}, {"shift_labels": True}, {"num_items_in_batch": None}])
+@pytest.mark.parametrize("name", ["GPT2LMHeadModel", "BertForTokenClassification"])
+def test_ranks_with_no_item_or_one(name, options):
+    """Labels of three rows, of which the first has no item, the second one, and the last all."""
+    model = made(name)
+    labels = IDS[:3] % 3
+    labels[0], labels[1, 2:], labels[1, 0] = -100, -100, -100
+    given = {"input_ids": IDS[:3], "labels": labels, "num_items_in_batch": torch.tensor(20.0), **options}
+    if "shift_labels" in options:
+        shifted = torch.nn.functional.pad(labels, (0, 1), value=-100)[:, 1:].contiguous()
+        given["shift_labels"] = shifted if name.startswith("GPT2") else labels
+    wrapped, found = trainer(name, 3, model=model)._wrap_model(model), []
+    wrapped._shifts = name.startswith("GPT2")
+    for each in (wrapped, model):
+        model.zero_grad()
+        loss = each(**given)[0]
+        loss.backward()
+        grads = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+        with torch.no_grad():
+            items = labels[:, 1:] if wrapped._shifts else labels
+            found.append([loss.detach(), each(**{**given, "num_items_in_batch": items.ne(-100).sum()})[0], *grads])
+    for mine, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-6, rtol=1e-5)
+
+
 def other_loss(outputs, labels, num_items_in_batch):
     """A loss that compares rows with each other, so that only all logits together give it."""
     scores = outputs.logits.mean(1)

@@ -200,7 +200,6 @@ class _WholeStep:
         """Make a step on a batch, log the numbers, and return the loss of all rows."""
         rows = torch.zeros(Arguments({"batch": (args, kwargs)}).rows(0) or 1, device=self._device)
         calls = self._trainer.accumulate_grad_batches
-        self._ranks.calls.clear()  # of a step that failed
         with NULL_CONTEXT if self.is_updating else self.step.no_sync():
             loss, numbers = self.step(rows, len(rows), calls, *args, aux=True, **kwargs)
         self._ranks.log_once(numbers)

@@ -342,6 +342,23 @@ def test_what_a_train_step_cannot_have_is_named_and_works_without_it(net, option
         assert_alike(fitted(MultiGPUStrategy(["cpu"] * 2), net, **options), fitted("auto", net, **options))
 
 
+def test_a_scale_of_the_loss_is_refused():
+    precision = pl.plugins.MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
+    with pytest.raises(ValueError, match='precision="16-mixed": leave train_step out'):
+        fitted(MultiGPUStrategy(["cpu"] * 2, train_step=True), plugins=precision)
+
+
+def test_the_step_is_closed_after_training():
+    class Keeping(pl.Callback):
+        def on_train_end(self, trainer, module):
+            kept.append(trainer.strategy._step.step)
+
+    kept = []
+    fitted(MultiGPUStrategy(["cpu"] * 2, train_step=True), callbacks=Keeping())
+    with pytest.raises(RuntimeError, match="closed"):
+        kept[0].flush()
+
+
 @pytest.mark.parametrize(
     ("value", "options", "error"),
     [("number", {"reduce_fx": "max"}, ValueError), ("metric", {}, TypeError)],

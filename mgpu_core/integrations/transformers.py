@@ -124,7 +124,8 @@ def _items(args: tuple[Any, ...], kwargs: Mapping[str, Any], shifts: bool) -> to
     if not isinstance(labels, torch.Tensor):
         first = tensors_in((args, dict(kwargs)))[0]
         return torch.tensor(float(len(first)), device=first.device)
-    return kwargs.get("shift_labels", labels[..., 1:] if shifts else labels).ne(-100).sum().float()
+    counted: torch.Tensor = kwargs.get("shift_labels", labels[..., 1:] if shifts else labels)
+    return counted.ne(-100).sum().float()
 
 
 def _depends(loss: torch.Tensor, divisor: torch.Tensor) -> bool:

@@ -1,6 +1,8 @@
 """The guides of docs/integrations: their code runs as it is, and compares its own numbers with one device's."""
 
 import re
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 
@@ -13,6 +15,13 @@ PACKAGES = {"pyg": "torch_geometric"}
 
 def test_each_framework_has_a_page():
     assert sorted(PAGES) == sorted(["accelerate", "lightning", "pyg", "skorch", "timm", "torchmetrics", "transformers"])
+
+
+def test_the_package_imports_no_framework():
+    frameworks = {"accelerate", "lightning", "skorch", "timm", "torch_geometric", "torchmetrics", "transformers"}
+    command = f"import mgpu_core.integrations, mgpu_core.wrapper, sys; print({frameworks} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-P", "-c", command], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
 
 
 @pytest.mark.parametrize("page", sorted(PAGES))

@@ -62,7 +62,9 @@ class TensorLoader:
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, ...]]:
         count = len(self.tensors[0])
-        order = torch.randperm(count, generator=self._generator) if self._shuffle else torch.arange(count)
+        order = torch.arange(count, device="cpu")
+        if self._shuffle:
+            order = torch.randperm(count, generator=self._generator, device="cpu")
         order = order[: self._rows].to(self.tensors[0].device)
         return batches_of(self.tensors, order, self.batch_size, self._scale, self._shift)
 

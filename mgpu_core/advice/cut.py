@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import copy
 
-import torch
-
 from mgpu_core.advice.memory import Memory
 from mgpu_core.advice.plan import Plan
 from mgpu_core.advice.recommend import PIPELINE, Recommendation
+from mgpu_core.device.memory import total_nbytes
 from mgpu_core.explanation.tables import human_nbytes
 from mgpu_core.pipeline.balance import cut_layers, measured_layers
 
@@ -18,11 +17,11 @@ _MOST_PARTS = 16
 
 
 def capacity_of(plan: Plan) -> int | None:
-    """Return the bytes of the smallest device: as given, or of the GPUs; ``None`` for CPU ranks."""
+    """Return the bytes of the smallest device: as given, or of the accelerators; ``None``: unknown."""
     if plan.device_nbytes is not None:
         return plan.device_nbytes
-    gpus = [each for each in plan.distinct_devices if each.type == "cuda"]
-    return min((torch.cuda.get_device_properties(gpu).total_memory for gpu in gpus), default=None)
+    found = [total_nbytes(each) for each in plan.distinct_devices]
+    return min((nbytes for nbytes in found if nbytes is not None), default=None)
 
 
 def recommended_cut(plan: Plan, memory: Memory, capacity: int) -> Recommendation:

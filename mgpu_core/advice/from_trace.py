@@ -36,7 +36,7 @@ class Seen:
 
 def record_steps(plan: Plan, batch: Batch) -> Seen:
     """Warm up, measure the peak of one step, then record some."""
-    peaks = Peaks([each for each in plan.distinct_devices if each.type == "cuda"])
+    peaks = Peaks([each for each in plan.distinct_devices if each.type != "cpu"])
     with closing(Engine(plan)) as way:
         for _ in range(way.warm_up):
             way.step(batch)
@@ -52,25 +52,25 @@ def record_steps(plan: Plan, batch: Batch) -> Seen:
 
 
 class Peaks:
-    """The peak of torch's memory on each GPU, above its level when this was made.
+    """The peak of torch's memory on each accelerator, above its level when this was made.
 
     Args:
-        gpus: CUDA devices, each once.
+        devices: accelerators, each once.
     """
 
-    def __init__(self, gpus: Sequence[torch.device]) -> None:
-        self._gpus = gpus
-        self._held = [torch.cuda.memory_allocated(gpu) for gpu in gpus]
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self._devices = devices
+        self._held = [torch.accelerator.memory_allocated(device) for device in devices]
 
     def begin(self) -> None:
         """Start now; wait for work that is still running."""
-        for gpu in self._gpus:
-            torch.cuda.synchronize(gpu)
-            torch.cuda.reset_peak_memory_stats(gpu)
+        for device in self._devices:
+            torch.accelerator.synchronize(device)
+            torch.accelerator.reset_peak_memory_stats(device)
 
     def found(self) -> tuple[tuple[str, int], ...]:
         """Return the peaks so far: ``(device, nbytes)``."""
-        for gpu in self._gpus:
-            torch.cuda.synchronize(gpu)
-        most = [torch.cuda.max_memory_allocated(gpu) for gpu in self._gpus]
-        return tuple((str(gpu), high - low) for gpu, high, low in zip(self._gpus, most, self._held, strict=True))
+        for device in self._devices:
+            torch.accelerator.synchronize(device)
+        most = [torch.accelerator.max_memory_allocated(device) for device in self._devices]
+        return tuple((str(each), high - low) for each, high, low in zip(self._devices, most, self._held, strict=True))

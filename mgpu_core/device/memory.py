@@ -1,4 +1,4 @@
-"""Tell torch when memory was written through a pointer."""
+"""Memory: tell torch when it was written through a pointer, and ask how much a device has."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-__all__ = ["note_written"]
+__all__ = ["note_written", "total_nbytes"]
 
 _increment_version = torch._C._increment_version  # what torch.autograd.graph.increment_version ends in
 
@@ -21,3 +21,13 @@ def note_written(tensors: Sequence[torch.Tensor]) -> None:
         tensors = [tensor for tensor in tensors if not tensor.is_inference()]
     if tensors:
         _increment_version(tensors)
+
+
+def total_nbytes(device: torch.device) -> int | None:
+    """Return the bytes of an accelerator's memory; ``None`` where its backend does not tell, and for the CPU."""
+    if device.type == "cpu":
+        return None
+    try:
+        return int(torch.accelerator.get_memory_info(device)[1])
+    except (RuntimeError, NotImplementedError):
+        return None

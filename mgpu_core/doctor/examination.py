@@ -104,7 +104,11 @@ def _torch() -> Torch:
     import torch
 
     initialised = bool(torch.cuda.is_initialized())
-    return Torch(str(torch.__version__), torch.version.cuda, torch.get_num_threads(), initialised, torch.version.hip)
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    return Torch(
+        str(torch.__version__), torch.version.cuda, torch.get_num_threads(), initialised, torch.version.hip,
+        None if kind is None else kind.type, torch.accelerator.device_count(),
+    )  # fmt: skip
 
 
 def _defaults() -> Defaults:

@@ -20,13 +20,18 @@ class Python:
 
 @dataclass(frozen=True, slots=True)
 class Torch:
-    """torch itself; every field is empty when it does not import."""
+    """torch itself; every field is empty when it does not import.
+
+    `accelerator` is the kind of device that `torch.accelerator` takes, and `accelerator_count` how many it sees.
+    """
 
     version: str | None = None
     cuda: str | None = None
     num_threads: int | None = None
     cuda_initialised: bool = False
     hip: str | None = None
+    accelerator: str | None = None
+    accelerator_count: int = 0
 
 
 @dataclass(frozen=True, slots=True)

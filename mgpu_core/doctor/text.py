@@ -43,6 +43,7 @@ def _versions(report: Report) -> list[str]:
         *_field("mgpu_core", f"{report.mgpu_core}, {built}"),
         *_field("Python", f"{report.python.version}, {_threading(report)}"),
         *_field("torch", _torch(report.torch)),
+        *_field("accelerator", _accelerator(report.torch)),
         *_field("NVIDIA driver", _driver(report)),
         *_nccl(report.nccl),
     ]
@@ -60,6 +61,10 @@ def _torch(torch: Torch) -> str:
     if torch.version is None:
         return "does not import"
     return f"{torch.version}, built {f'with CUDA {torch.cuda}' if torch.cuda else 'without CUDA'}"
+
+
+def _accelerator(torch: Torch) -> str:
+    return f"{torch.accelerator}, {_counted(torch.accelerator_count, 'device')}" if torch.accelerator else "none"
 
 
 def _driver(report: Report) -> str:

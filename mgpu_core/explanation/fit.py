@@ -102,8 +102,8 @@ def _time(point: Point, memory: Sequence[torch.Tensor]) -> float:
 
     def run() -> None:
         comm.all_reduce(tensors, algorithm=point.algorithm, merge_shared_devices=False)
-        for device in {each.device for each in tensors if each.is_cuda}:
-            torch.cuda.synchronize(device)
+        for device in {each.device for each in tensors if each.device.type != "cpu"}:
+            torch.accelerator.synchronize(device)
 
     end = time.perf_counter() + _WARM_SECONDS
     run()

@@ -86,7 +86,7 @@ def epoch_order(count: int, seed: int, epoch: int) -> torch.Tensor:
     """Return the order of the images in one epoch: int64 (count,) on the CPU, the same for one (seed, epoch)."""
     digest = hashlib.blake2b(struct.pack("<QQ", seed, epoch), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
-    return torch.randperm(count, generator=generator)
+    return torch.randperm(count, generator=generator, device="cpu")
 
 
 def cache_folder() -> Path:

@@ -125,4 +125,7 @@ def _environment(history: History) -> dict[str, Any]:
 
 
 def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    if device.type == "cpu":
+        return platform.machine()
+    name = getattr(getattr(torch, device.type, None), "get_device_name", None)  # not every accelerator has names
+    return device.type if name is None else str(name(device))

@@ -112,7 +112,7 @@ class Pipeline(Module):
             self.__dict__[table] = getattr(net, table)
         self.training = net.training
 
-    to = cuda = cpu = xpu = to_empty = refuse_moves
+    to = to_empty = cpu = cuda = ipu = mtia = xpu = refuse_moves
 
     def train(self, mode: bool = True) -> Pipeline:
         """Set the mode of all stages."""

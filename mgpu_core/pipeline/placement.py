@@ -18,7 +18,8 @@ from mgpu_core.replica_hooks import keep_hooks_apart
 
 __all__ = ["MOVES", "Placement", "find_in", "is_spread", "move_to", "named_tensors", "refuse_moves"]
 
-MOVES = ("to", "cuda", "cpu", "xpu", "to_empty")  # methods of a module that would bring it to one device
+MOVES = ("to", "to_empty", "cpu", "cuda", "ipu", "mtia", "xpu", torch._C._get_privateuse1_backend_name())
+"""The methods of a module that would bring it to one device; the last is of a plug-in for torch."""
 
 
 def find_in(root: Module, name: str) -> Any:

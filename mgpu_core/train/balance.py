@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 
 from mgpu_core.device.clock import RankClock
+from mgpu_core.device.memory import total_nbytes
 from mgpu_core.device.team import Team
 from mgpu_core.parallel.scatter_inputs import check_shares
 
@@ -150,10 +151,10 @@ def _capped(rows: list[float], room: Sequence[int | None]) -> list[float]:
 
 def _room_for_rows(device: torch.device, rows: int) -> int | None:
     """Return for how many rows a device has memory, judged by the most that it has held; ``None``: unknown."""
-    if device.type != "cuda" or not rows:
+    total = total_nbytes(device) if rows else None
+    if total is None:
         return None
-    _, total = torch.cuda.mem_get_info(device)
-    peak = torch.cuda.max_memory_reserved(device)
+    peak = torch.accelerator.max_memory_reserved(device)
     return max(1, int(rows * 0.9 * total / peak)) if peak else None
 
 

@@ -83,10 +83,10 @@ def test_memory_counts_states_buffers_and_frozen_parameters():
 
 def test_peaks_are_beyond_what_was_held_before(monkeypatch):
     held, done = {"cuda:0": 100, "cuda:1": 10}, []
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda gpu: held[str(gpu)])
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda gpu: 5 * held[str(gpu)])
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda gpu: done.append(f"wait {gpu}"))
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda gpu: done.append(f"reset {gpu}"))
+    monkeypatch.setattr(torch.accelerator, "memory_allocated", lambda gpu: held[str(gpu)])
+    monkeypatch.setattr(torch.accelerator, "max_memory_allocated", lambda gpu: 5 * held[str(gpu)])
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda gpu: done.append(f"wait {gpu}"))
+    monkeypatch.setattr(torch.accelerator, "reset_peak_memory_stats", lambda gpu: done.append(f"reset {gpu}"))
     peaks = Peaks([torch.device("cuda", 0), torch.device("cuda", 1)])
     peaks.begin()
     assert done == ["wait cuda:0", "reset cuda:0", "wait cuda:1", "reset cuda:1"]

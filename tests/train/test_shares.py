@@ -110,8 +110,8 @@ def test_one_slow_rank_of_many_is_worth_a_change():
     ("cpu", 10, 90, None),
 ])  # fmt: skip
 def test_nine_tenths_of_a_gpus_memory_are_room(device, rows, peak, room, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (0, 1000))
-    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda _: peak)
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda _: (0, 1000))
+    monkeypatch.setattr(torch.accelerator, "max_memory_reserved", lambda _: peak)
     assert _room_for_rows(torch.device(device), rows) == room
 
 

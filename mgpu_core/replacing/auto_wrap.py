@@ -63,8 +63,6 @@ class AutoWrap:
     def _prepare(self, optimizer: Optimizer) -> None:
         wanted = {id(each) for group in optimizer.param_groups for each in group["params"]}
         found = [each for each in _modules() if wanted <= {id(parameter) for parameter in each.parameters()}]
-        if any(isinstance(each, _WRAPPERS) for each in found):
-            return  # the script wraps it itself
         if not found:
             self._report("the parameters of the first optimizer, which are of no single module")
         for each in found:

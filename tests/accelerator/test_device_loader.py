@@ -2,11 +2,15 @@
 
 import pytest
 import torch
+from fakes.accelerator import device_module
+from fakes.as_gpus import gpus, id_of, waits  # noqa: F401
 from fakes.tensors import numbers
 from torch import nn
 from train.nets import mse
 
 from mgpu_core import DataParallel, DeviceLoader, Rows, TrainStep
+from mgpu_core.device import streams
+from mgpu_core.nested import RankParts
 
 TEAMS = [["fake:0", "fake:1"], ["fake:0", "fake:1", "fake:0"], ["fake:1", "cpu", "fake:2"]]
 every_team = pytest.mark.parametrize("team", TEAMS, ids="-".join)
@@ -71,3 +75,44 @@ def test_devices_of_another_order_are_refused():
     ((x, _),) = DeviceLoader(batches(1, 4), ["fake:1", "fake:0"])
     with pytest.raises(ValueError, match="split for other ranks"):
         DataParallel(nn.Identity(), ["fake:0", "fake:1"])(x)
+
+
+@pytest.fixture
+def pinned(monkeypatch, gpus):  # noqa: F811
+    """Let the fakes be the GPUs of the loader, and return the tensors that are pinned."""
+    seen = []
+    monkeypatch.setattr("mgpu_core.device_loader.GPU_TYPE", "fake")
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: seen.append(tensor) or tensor)
+    return seen
+
+
+def has_waited(waiter, awaited):
+    return (id_of(waiter), id_of(awaited)) in waits()
+
+
+@pytest.mark.parametrize("team", [["fake:0", "fake:1"], ["cpu", "fake:1"], ["fake:1", "fake:1"]], ids="-".join)
+def test_copies_to_gpus_are_pinned_and_on_side_streams(team, pinned):
+    own, side = torch.Stream("fake:1"), streams._side_stream(1)
+    with own:
+        loader = iter(DeviceLoader(batches(2, 4), team))
+        before = has_waited(own, side)
+        device_module.built.take_recorded()
+        x, _ = next(loader)
+        part = x.parts[1] if isinstance(x, RankParts) else x
+        assert (before, has_waited(own, side)) == (False, True)
+        assert (part.data_ptr(), own.stream_id) in device_module.built.take_recorded()
+        assert torch.accelerator.current_stream("fake:1") == own
+    assert len(pinned) == 4  # two tensors of two batches: one batch is ahead
+    assert {each.device.type for each in pinned} == {"cpu"}
+
+
+def test_only_tensors_on_the_host_are_pinned(pinned):
+    batch = [numbers(4, 3, device="fake:0"), "text", numbers(4, 1, device="cpu")]
+    ((_, text, _),) = DeviceLoader([batch], ["fake:0", "fake:1"])
+    assert text == "text"
+    assert [each is batch[2] for each in pinned] == [True]
+
+
+def test_the_cpu_needs_no_pinned_memory(pinned):
+    list(DeviceLoader(batches(2, 4), ["cpu"] * 2))
+    assert pinned == []

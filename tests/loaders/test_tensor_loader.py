@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mgpu_core import DeviceLoader, TensorLoader
+from mgpu_core import DeviceLoader, TensorLoader, tensor_loader
 from mgpu_core.tensor_loader import CUT_NBYTES
 
 
@@ -43,6 +43,27 @@ def test_several_cuts_of_large_rows():
     whole = data(250, 1000).repeat(-(-rows // 250), 1)[:rows]
     got = torch.cat([x for (x,) in TensorLoader(whole, batch_size=100, scale=1.0)])
     assert torch.equal(got, whole.float())
+
+
+def test_bytes_become_numbers_from_0_to_1():
+    ((x,),) = TensorLoader(torch.tensor([0, 51, 255], dtype=torch.uint8), batch_size=3)
+    assert x.tolist() == pytest.approx([0.0, 0.2, 1.0])
+
+
+def test_a_row_a_batch():
+    assert [x.tolist() for (x,) in TensorLoader(torch.arange(3), batch_size=1)] == [[0], [1], [2]]
+
+
+@pytest.mark.parametrize(("columns", "batch", "cuts"), [(1000, 100, 1), (6000, 100, 2), (10**6, 7, 18)])
+def test_small_batches_are_cut_together(monkeypatch, columns, batch, cuts):
+    """As many rows of float32 as fit in two megabytes, counting all tensors, and at least one batch."""
+    seen = []
+    original = tensor_loader.gather_rows
+    monkeypatch.setattr(tensor_loader, "gather_rows", lambda *a, **k: seen.append(len(a[1])) or original(*a, **k))
+    rows = torch.zeros(1, dtype=torch.uint8).expand(120, columns // 2)
+    list(TensorLoader(rows.contiguous(), rows.contiguous(), batch_size=batch))
+    assert len(seen) == 2 * cuts
+    assert sum(seen) == 240
 
 
 def test_batches_on_the_devices_of_ranks():

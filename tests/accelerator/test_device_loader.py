@@ -116,3 +116,15 @@ def test_only_tensors_on_the_host_are_pinned(pinned):
 def test_the_cpu_needs_no_pinned_memory(pinned):
     list(DeviceLoader(batches(2, 4), ["cpu"] * 2))
     assert pinned == []
+
+
+def test_tensors_that_stay_whole_are_copied_beside_the_computing(monkeypatch, pinned):
+    seen = []
+
+    def moved(leaf, device):
+        seen.append(torch.accelerator.current_stream(device))
+        return leaf
+
+    monkeypatch.setattr("mgpu_core.device_loader._moved", moved)
+    list(DeviceLoader(batches(1, 4), ["fake:1"]))
+    assert seen == [streams._side_stream(1)] * 2

@@ -61,8 +61,8 @@ class WorkerChoice:
         if not self.is_open or meets:
             self.now = "threads" if meets or self._asked == "auto" else self._asked
             return False
-        if size in self._chosen:
-            self.now = self._chosen[size]
+        if (way := self._chosen.get(size)) is not None:
+            self.now = way
             return False
         if torch.are_deterministic_algorithms_enabled():
             self.now = "threads"

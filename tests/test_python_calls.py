@@ -15,7 +15,9 @@ from mgpu_core.kernels import flat_optimizers
 from mgpu_core.mnist.model import SimpleNet
 
 PACKAGE = Path(mgpu_core.__file__).parent
-
+WITH_GIL = pytest.mark.skipif(
+    not getattr(sys, "_is_gil_enabled", lambda: True)(), reason="cProfile is not made for threads without the GIL"
+)
 
 X, Y = torch.randn(64, 1, 28, 28), torch.randint(0, 10, (64,))
 
@@ -29,11 +31,13 @@ def calls_of(step):
     return pstats.Stats(profile).total_calls
 
 
+@WITH_GIL
 def test_a_forward_loss_and_backward_make_few_calls():
     model = mgpu_core.DataParallel(SimpleNet(), ["cpu"] * 4)
     assert calls_of(lambda: cross_entropy(model(X), Y).backward()) <= 1_100
 
 
+@WITH_GIL
 @pytest.mark.parametrize(
     ("optimizer", "ranks", "most"),
     [

@@ -226,7 +226,7 @@ def test_one_recording_at_a_time(rounds):
     at_once(records, records, lambda: wrapper(x), rounds=rounds)
     assert len(done) == 2 * rounds
     assert len(made) == sum(done) >= 1
-    assert all("forward" in trace.table() for trace in made)
+    assert all(any("forward" in trace.table(each.number) for each in trace.steps) for trace in made)
 
 
 @pytest.mark.parametrize("rounds", ROUNDS)

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import inspect
 import os
 import subprocess
 import sys
@@ -287,8 +288,7 @@ def test_layers_made_in_several_threads_are_told_apart():
 def test_no_thread_finds_half_of_the_hook_methods_wrapped(monkeypatch):
     """A second first forward comes while the first one wraps torch's methods: at its end all of them are wrapped."""
     for name in replica_hooks._METHODS:
-        method = getattr(nn.Module, name)
-        monkeypatch.setattr(nn.Module, name, getattr(method, "__wrapped__", method))
+        monkeypatch.setattr(nn.Module, name, inspect.unwrap(getattr(nn.Module, name)))
     wrap, seen = replica_hooks._wrapped, []
 
     def wrapped(method):

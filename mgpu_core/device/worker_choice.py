@@ -2,7 +2,8 @@
 
 Threads are faster where operations are long.  Where operations take some microseconds, threads wait for the GIL most of
 the time, and one thread that launches all of them is faster.  Which it is depends on the module and the size of the
-batch, so it is measured: the first calls of each size run in turn in both ways, and the faster way is kept.
+batch, so it is measured: the first calls of each size run in turn in both ways, and the faster way is kept.  Without
+the GIL nothing is measured: threads are taken.
 """
 
 from __future__ import annotations

@@ -271,12 +271,21 @@ def test_statistics_are_read_while_they_grow():
     stats = mgpu_core.inference.stats.DeviceStats("cpu")
     table = mgpu_core.inference.stats.Stats([stats])
 
-    def grows():
-        for _ in range(3000):
-            stats.queue_seconds.append(1.0)
+    stop = threading.Event()
 
-    at_once(grows, *[lambda: [str(table) for _ in range(20)]] * 2)
-    assert len(stats.queue_seconds) == 3000
+    def grows():
+        try:
+            for _ in range(100_000):
+                stats.queue_seconds.append(1.0)
+        finally:
+            stop.set()
+
+    def looks():
+        while not stop.is_set():
+            assert "cpu" in str(table)
+
+    at_once(grows, looks, looks)
+    assert len(stats.queue_seconds) == stats.queue_seconds.maxlen
 
 
 def test_layers_made_in_several_threads_are_told_apart():

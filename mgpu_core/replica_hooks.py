@@ -57,7 +57,7 @@ def _wrapped(method: Callable[..., Any]) -> Callable[..., Any]:
 
 def keep_hooks_apart() -> None:
     """Wrap torch's methods, unless that has been done."""
-    if hasattr(Module.register_forward_hook, "mgpu_core_wraps"):
+    if hasattr(getattr(Module, _METHODS[-1]), "mgpu_core_wraps"):  # the last one: another thread may be at the first
         return
     for name in _METHODS:
         setattr(Module, name, _wrapped(getattr(Module, name)))

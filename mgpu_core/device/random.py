@@ -12,6 +12,7 @@ draws.
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +21,8 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
+
+from mgpu_core._warnings import warn_user
 
 __all__ = ["RankStream", "check_rng", "current_stream", "rank_streams"]
 
@@ -32,10 +35,23 @@ def check_rng(rng: str) -> None:
 
 def rank_streams(devices: Sequence[torch.device]) -> list[RankStream | None]:
     """Return a stream per CPU rank, seeded by one draw from the caller's generator; ``None`` for other ranks."""
+    _warn_of_race()
     base = int(torch.empty((), dtype=torch.int64, device="cpu").random_(2**32))
     # The CPU generator uses 32 bits of its seed.  An odd step keeps the ranks' seeds apart, whatever the base.
     seeds = [(base + rank * 0x9E3779B9) % 2**32 for rank in range(len(devices))]
     return [RankStream(seed) if device.type == "cpu" else None for seed, device in zip(seeds, devices, strict=True)]
+
+
+@cache
+def _warn_of_race() -> None:
+    """Warn once, without the GIL, that torch before 2.13 has a race where several ranks draw random numbers."""
+    if torch.__version__ < "2.13" and not getattr(sys, "_is_gil_enabled", lambda: True)():
+        warn_user(
+            f"torch {torch.__version__} has a race without the GIL: a forward in which several CPU ranks draw random "
+            'numbers (dropout) can fail with "INTERNAL ASSERT FAILED" in PyHandleCache.h. Use torch 2.13 or newer, '
+            "which needs Python 3.14t, or set PYTHON_GIL=1.",
+            RuntimeWarning,
+        )
 
 
 class RankStream(TorchDispatchMode):

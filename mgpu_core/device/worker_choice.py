@@ -2,7 +2,8 @@
 
 Threads are faster where operations are long.  Where operations take some microseconds, threads wait for the GIL most of
 the time, and one thread that launches all of them is faster.  Which it is depends on the module and the size of the
-batch, so it is measured: the first calls of each size run in turn in both ways, and the faster way is kept.
+batch, so it is measured: the first calls of each size run in turn in both ways, and the faster way is kept.  Without
+the GIL nothing is measured: threads are taken.
 """
 
 from __future__ import annotations
@@ -61,8 +62,8 @@ class WorkerChoice:
         if not self.is_open or meets:
             self.now = "threads" if meets or self._asked == "auto" else self._asked
             return False
-        if size in self._chosen:
-            self.now = self._chosen[size]
+        if (way := self._chosen.get(size)) is not None:
+            self.now = way
             return False
         if torch.are_deterministic_algorithms_enabled():
             self.now = "threads"

@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import atexit
 import os
+import sysconfig
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from contextvars import Context
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -29,6 +31,7 @@ __all__ = ["TIMEOUT_VARIABLE", "Outcome", "WorkerPool", "seconds_of", "time_limi
 TIMEOUT_VARIABLE = "MGPU_CORE_TIMEOUT"
 IDLE_SECONDS = 5.0  # a crew that is idle for longer ends when another one comes back
 EXIT_SECONDS = 4.0  # how long the end of the process waits for workers that are still in somebody's forward
+FIRST_WAKE, LAST_WAKE = 0.001, 0.1  # seconds that an idle worker sleeps on a free-threaded build; doubled each time
 
 
 def time_limit() -> float:
@@ -102,8 +105,27 @@ class _Job:
             self.outcome.error = error
 
 
+_FREES_LATE = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
+
+
+def _next_job(inbox: SimpleQueue[_Job | None]) -> _Job | None:
+    """Wait for a job; on a free-threaded build, wake now and then to free memory.
+
+    On such a build an object is freed by the thread that made it, when that thread runs again (cpython#157838).  A
+    worker that sleeps until its next job keeps the outputs of its last one, also after the caller has dropped them.
+    """
+    if not _FREES_LATE:
+        return inbox.get()
+    seconds = FIRST_WAKE
+    while True:
+        try:
+            return inbox.get(timeout=seconds)
+        except Empty:
+            seconds = min(2 * seconds, LAST_WAKE)
+
+
 def _serve(inbox: SimpleQueue[_Job | None]) -> None:
-    while (job := inbox.get()) is not None:
+    while (job := _next_job(inbox)) is not None:
         job.run()
         ranks, index = job.ranks, job.index
         del job  # before the caller hears of it: a result must not live longer than the caller keeps it
@@ -120,7 +142,7 @@ class _Worker:
         self.thread = _WorkerThread(target=_serve, args=(self.inbox,), name=name, daemon=True)
         # Also without a call to stop it: Ctrl-C before its crew is lent, or another thread that could not be started.
         weakref.finalize(self, self.inbox.put, None).atexit = False
-        self.thread.start()
+        Context().run(self.thread.start)  # an empty one: Python 3.14t gives a thread the variables of its maker
 
 
 class Crew:
@@ -197,7 +219,7 @@ class WorkerPool:
     def __init__(self, name: str, count: int, cpu_ranks: int) -> None:
         self._name, self._count, self._cpu_ranks = name, count, cpu_ranks
         self._forget()
-        _pools.add(self)
+        _pools[id(self)] = self
 
     def _forget(self) -> None:
         self._lock = threading.Lock()
@@ -249,11 +271,16 @@ class WorkerPool:
             return [thread for thread in self._threads if thread.is_alive()]
 
 
-_pools: weakref.WeakSet[WorkerPool] = weakref.WeakSet()
+_pools: weakref.WeakValueDictionary[int, WorkerPool] = weakref.WeakValueDictionary()
+
+
+def _alive() -> list[WorkerPool]:
+    """Return all pools; another thread may make one meanwhile, which would break a loop over the dictionary."""
+    return [pool for ref in _pools.valuerefs() if (pool := ref()) is not None]
 
 
 def _stop_all() -> None:
-    for pool in list(_pools):
+    for pool in _alive():
         pool.close()
     until = time.monotonic() + EXIT_SECONDS
     for thread in threading.enumerate():  # also those whose pool or crew is gone, and which are still at work
@@ -264,7 +291,7 @@ def _stop_all() -> None:
 def _after_fork_in_child() -> None:
     global _share_lock
     _share_lock = threading.Lock()
-    for pool in list(_pools):
+    for pool in _alive():
         pool._forget()
 
 

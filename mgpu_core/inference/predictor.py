@@ -96,7 +96,7 @@ class Predictor:
         target = None if output_device is None else as_device(output_device)
         self._engine = Engine(self._copies(), self.devices, self._queue, self._joiner, max_batch, target, amp_dtype)
         self._finalizer = weakref.finalize(self, self._engine.close, drain=False, seconds=EXIT_SECONDS)
-        _predictors.add(self)
+        _predictors[id(self)] = self
 
     def submit(self, *inputs: Any, timeout: float | None = None, **kwargs: Any) -> Future[Any]:
         """Return a future of ``net(*inputs, **kwargs)``.
@@ -233,14 +233,15 @@ def _devices_of(net: Module, device_ids: Sequence[DeviceLike] | None) -> list[to
     return list(as_devices(device_ids))
 
 
-_predictors: weakref.WeakSet[Predictor] = weakref.WeakSet()
+_predictors: weakref.WeakValueDictionary[int, Predictor] = weakref.WeakValueDictionary()
 
 
 def _close_all() -> None:
     """Close the predictors that are still open, unless a thread is left that may use them."""
     if all(each.daemon or each is threading.main_thread() for each in threading.enumerate()):
-        for predictor in list(_predictors):
-            predictor._finalizer()
+        for ref in _predictors.valuerefs():  # a list: another thread may make one meanwhile
+            if (predictor := ref()) is not None:
+                predictor._finalizer()
 
 
 # Before the end of the process waits for workers that are at work: those of an open predictor wait for requests.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from statistics import quantiles
 
@@ -80,13 +80,19 @@ class Stats(list[DeviceStats]):
         return "\n".join(lines) + "\n"
 
 
-def _points(seconds: Sequence[float]) -> list[float]:
-    values = list(seconds)
+def _points(seconds: deque[float]) -> list[float]:
+    values = _copy_of(seconds)
     if len(values) < 2:
         return [values[0] if values else 0.0] * len(_QUANTILES)
     found = quantiles(values, n=100, method="inclusive")
     return [found[percent - 1] for percent in _QUANTILES]
 
 
-def _text(seconds: Sequence[float]) -> str:
+def _copy_of(seconds: deque[float]) -> list[float]:
+    while True:
+        with suppress(RuntimeError):  # a worker has appended meanwhile
+            return list(seconds)
+
+
+def _text(seconds: deque[float]) -> str:
     return "/".join(f"{1e3 * value:.2f}" for value in _points(seconds))

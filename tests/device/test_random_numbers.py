@@ -1,6 +1,7 @@
 """One seed, one result: ranks that share a generator draw from streams of their own."""
 
 import threading
+import warnings
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from mgpu_core import DataParallel, parallel_apply
+from mgpu_core.device import random
 from mgpu_core.device.random import RankStream, rank_streams
 from mgpu_core.module_tree import draws_random_numbers
 
@@ -365,3 +367,21 @@ def test_another_thread_keeps_the_default_generator():
         thread.start()
         thread.join()
     assert torch.equal(found[0], wanted)
+
+
+@pytest.mark.parametrize(
+    ("version", "has_gil", "warns"), [("2.12.1", False, 1), ("2.12.1", True, 0), ("2.13.0", False, 0)]
+)
+def test_a_race_of_torch_without_the_gil_is_said_once(monkeypatch, version, has_gil, warns):
+    monkeypatch.setattr(torch, "__version__", type(torch.__version__)(version))
+    monkeypatch.setattr("sys._is_gil_enabled", lambda: has_gil, raising=False)
+    random._warn_of_race.cache_clear()
+    model = DataParallel(nn.Dropout(0.5), cpu(2))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            model(torch.ones(4, 3))
+    random._warn_of_race.cache_clear()
+    said = [each for each in caught if "has a race without the GIL" in str(each.message)]
+    assert len(said) == warns
+    assert all("torch 2.13 or newer" in str(each.message) and each.filename == __file__ for each in said)

@@ -1,5 +1,6 @@
 """Threads or the caller's thread: what is measured, what is kept, and where only threads will do."""
 
+import threading
 import time
 from contextlib import contextmanager
 
@@ -12,6 +13,7 @@ from torch.nn import functional as F
 from mgpu_core import DataParallel, TrainStep, convert_sync_batchnorm, optim
 from mgpu_core.device.worker_choice import SAMPLES, WARM_UP, WorkerChoice, check_workers, size_of
 
+pytestmark = pytest.mark.usefixtures("with_gil")
 CPUS = [torch.device("cpu")] * 2
 CALLS = 2 * (WARM_UP + SAMPLES)
 
@@ -73,9 +75,16 @@ def test_where_there_is_nothing_to_choose_it_is_threads(choice, clock):
     assert choice.chosen() == []
 
 
-def test_without_the_gil_it_is_threads(monkeypatch):
+@pytest.fixture
+def without_gil(with_gil, monkeypatch):
     monkeypatch.setattr("sys._is_gil_enabled", lambda: False, raising=False)
-    assert not WorkerChoice("auto", CPUS, "auto").begin((4,))
+
+
+@pytest.mark.usefixtures("without_gil")
+def test_without_the_gil_it_is_threads():
+    choice = WorkerChoice("auto", CPUS, "auto")
+    assert not choice.begin((4,))
+    assert choice.now == "threads"
 
 
 @contextmanager
@@ -163,6 +172,28 @@ def test_a_step_says_how_its_ranks_run_and_keeps_it_in_its_state(ranks):
         assert resumed.plan()[0].workers == kept
     del state["workers"]  # a state of before
     resumed.load_state_dict(state)
+
+
+@pytest.mark.usefixtures("without_gil")
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_without_the_gil_a_step_and_the_drop_in_run_in_threads_from_the_first_call_on(ranks):
+    class Notes(nn.Linear):
+        def forward(self, x):
+            seen.append(threading.get_ident())
+            return super().forward(x)
+
+    seen, net = [], Notes(8, 4).double()
+    step = TrainStep(net, F.cross_entropy, optim.SGD(net.parameters(), lr=0.1), cpu(ranks), workers="auto")
+    wrapper = DataParallel(net, cpu(ranks), workers="auto")
+    step.check_loss(*data())
+    for call in (lambda: step(*data()), lambda: wrapper(data()[0])):
+        for _ in range(CALLS):
+            seen.clear()
+            call()
+            assert len(set(seen)) == ranks
+            assert threading.get_ident() not in seen
+    assert step.plan()[0].workers == "threads"
+    assert step.state_dict()["workers"] == []
 
 
 @pytest.mark.parametrize("dropout", [(), (nn.Dropout(0.5),)])

@@ -12,9 +12,13 @@ import textwrap
 import threading
 import time
 import weakref
+from contextvars import ContextVar, copy_context
+from unittest import mock
 
 import pytest
 import torch
+from fakes.collector import FREES_LATE
+from fakes.threads import at_once
 
 import mgpu_core
 from mgpu_core.device import workers
@@ -256,8 +260,64 @@ def test_a_result_is_not_kept_by_its_worker():
         outcome = crew.run([Value], 10)[0]
         reference = weakref.ref(outcome.value)
         del outcome
+        if FREES_LATE:
+            crew.run([int], 10)  # its worker frees it, see wake_workers
         assert reference() is None
     pool.close()
+
+
+@pytest.mark.skipif(not FREES_LATE, reason="a build with a GIL frees at once")
+def test_an_idle_worker_frees_what_it_made():
+    """Without a job: it wakes now and then, also long after its last job."""
+
+    class Value:
+        pass
+
+    pool = WorkerPool("test", 1, 0)
+    with pool.lease() as crew:
+        for pause in (0, 5 * workers.LAST_WAKE):
+            outcome = crew.run([Value], 10)[0]
+            reference = weakref.ref(outcome.value)
+            time.sleep(pause)
+            del outcome
+            wait_until(lambda: reference() is None)  # noqa: B023
+    pool.close()
+
+
+def test_workers_start_without_context_variables():
+    """Python 3.14t gives a new thread the variables of its maker, which a worker would keep as long as it lives."""
+    variable = ContextVar("variable")
+    variable.set("of the maker")
+    seen = []
+
+    class Thread(workers._WorkerThread):
+        def start(self):
+            seen.extend(copy_context())
+            super().start()
+
+    with mock.patch.object(workers, "_WorkerThread", Thread):
+        worker = workers._Worker("test")
+    worker.inbox.put(None)
+    worker.thread.join(20)
+    assert variable in copy_context()
+    assert seen == []
+
+
+def test_a_pool_may_be_made_while_all_are_looked_at():
+    stop = threading.Event()
+
+    def looks():
+        while not stop.is_set():
+            workers._alive()
+
+    def makes():
+        try:
+            kept = [WorkerPool("test", 1, 0) for _ in range(500)]
+            assert {id(each) for each in workers._alive()} >= {id(each) for each in kept}
+        finally:
+            stop.set()
+
+    at_once(looks, makes)
 
 
 def test_team_is_one_per_list_of_devices():

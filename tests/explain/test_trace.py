@@ -196,6 +196,7 @@ def test_a_step_says_how_its_ranks_ran(way, make):
         assert trace.table(each.number).splitlines()[1] == WAYS[way]
 
 
+@pytest.mark.usefixtures("with_gil")
 def test_what_auto_has_chosen_is_said():
     """The first eight calls measure, in turns; the ninth is as the plan says."""
     step = train_step()

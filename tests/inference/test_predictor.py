@@ -247,7 +247,7 @@ def test_close_answers_all_or_cancels_those_that_wait():
     while not first.running():
         time.sleep(0.001)
     second = predict.submit(x)
-    threading.Timer(0.05, gate.event.set).start()
+    second.add_done_callback(lambda _: gate.event.set())
     predict.close(drain=False)
     assert torch.equal(first.result(20), x)
     assert second.cancelled()

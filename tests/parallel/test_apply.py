@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from fakes.collector import no_collector
+from fakes.collector import no_collector, wake_workers
 from fakes.nets import cpu
 from torch import nn
 
@@ -247,6 +247,7 @@ def test_failure_keeps_nothing_alive_once_it_was_handled(kind, ranks):
     with no_collector():
         with contextlib.suppress(kind):
             run(fail, ranks)
+        wake_workers()
         assert len(kept) == ranks
         assert [ref() for ref in kept] == [None] * ranks
         assert gc.collect() == 0

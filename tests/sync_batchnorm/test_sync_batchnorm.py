@@ -6,7 +6,7 @@ import threading
 
 import pytest
 import torch
-from fakes.collector import no_collector
+from fakes.collector import no_collector, wake_workers
 from fakes.nets import cpu
 from torch import nn
 from torch.optim import SGD
@@ -258,6 +258,7 @@ def test_a_failure_where_ranks_meet_leaves_no_memory(monkeypatch):
         for _ in range(3):
             with pytest.raises(ArithmeticError, match="in the node"):
                 model(torch.randn(9, 2))
+        wake_workers()
         return sum(issubclass(type(each), torch.Tensor) for each in gc.get_objects())
 
     monkeypatch.setattr("mgpu_core.sync_batchnorm.joint._sums", fails)

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from fakes.collector import no_collector
+from fakes.collector import no_collector, wake_workers
 from fakes.nets import cpu
 from torch import nn
 from torch.optim import SGD, Adam, AdamW
@@ -224,6 +224,7 @@ def test_the_graph_of_a_failed_step_is_freed():
     with no_collector():
         with pytest.raises(Boom):
             step(x, y)
+        wake_workers()
         assert seen
         assert all(each() is None for each in seen)
 

@@ -18,6 +18,7 @@ import mgpu_core
 from mgpu_core import TrainStep
 
 FILES = Path(__file__).parent / "checkpoints"
+pytestmark = pytest.mark.usefixtures("with_gil")
 CALLS = 9  # one more than `workers="auto"` measures
 SEED = 7
 OPTIMIZERS = {

@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 import torch
+from fakes.collector import wake_workers
 from fakes.nets import cpu
 from torch import nn
 from torch.optim import SGD, Adam
@@ -58,6 +59,7 @@ def test_synchronised_layers_leave_nothing(wrap):
         run = lambda: mse(model(x), y).backward()  # noqa: E731
     for _ in range(3):
         run()
+    wake_workers()
     gc.collect()
     assert len(outputs) >= 3
     assert all(each() is None for each in outputs)

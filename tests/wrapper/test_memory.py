@@ -7,7 +7,7 @@ from contextlib import suppress
 
 import pytest
 import torch
-from fakes.collector import no_collector
+from fakes.collector import no_collector, wake_workers
 from fakes.nets import Cnn, Lstm, Spy, cpu, mlp, whole
 from fakes.tensors import numbers
 from fakes.wrapper import RANKS, SEVERAL, Lambda
@@ -127,6 +127,7 @@ def test_no_reference_cycles_after_forward_and_backward(ranks, make):
         wrapper(x).sum().backward()
         with torch.no_grad():
             wrapper(x)
+        wake_workers()
 
     step()
     with no_collector():
@@ -148,6 +149,7 @@ def test_replicas_end_with_the_graph(ranks):
     wrapper = DataParallel(Lambda(note), cpu(ranks))
     with no_collector():
         out = wrapper(torch.ones(8, 2))
+        wake_workers()
         assert [ref() for ref in kept] == [None] * ranks
         del out
 
@@ -197,6 +199,7 @@ def test_memory_of_a_module_that_keeps_its_own_method_is_freed_at_once(ranks):
     wrapper = DataParallel(Keeps(), cpu(ranks))
     with no_collector():
         wrapper(torch.ones(8, 2)).sum().backward()
+        wake_workers()
         assert [ref() for ref in kept] == [None] * ranks
 
 
@@ -213,4 +216,5 @@ def test_handled_failure_frees_the_memory_of_the_forward_at_once(ranks):
     with no_collector():
         with suppress(torch.OutOfMemoryError):
             wrapper(torch.ones(8, 2))
+        wake_workers()
         assert [ref() for ref in kept] == [None] * (2 * ranks)

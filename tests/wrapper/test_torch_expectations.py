@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from fakes.collector import wake_workers
 from fakes.nets import whole
 from fakes.two_devices import HOME, OTHER, TEAM, linear, rows
 from torch import nn
@@ -140,6 +141,7 @@ def test_no_reference_cycles():
     model(x).sum().backward()
     gc.collect()
     model(x).sum().backward()
+    wake_workers()
     assert gc.collect() == 0
 
 

@@ -85,6 +85,7 @@ class Engine:
             with self._pool.lease() as crew:
                 crew.run([partial(self._serve, rank) for rank in range(len(self._devices))], threading.TIMEOUT_MAX)
         finally:  # also where a worker could not be started: no request is left without an answer
+            self._pool.close()
             self.queue.close()
             self._cancel()
 

@@ -256,6 +256,16 @@ def test_close_answers_all_or_cancels_those_that_wait():
     predict.close()
 
 
+def test_close_ends_all_threads():
+    with Predictor(net(), cpu(3)) as predict:
+        predict(numbers(6))
+        threads = predict._engine._pool.threads()
+        assert len(threads) == 3
+    for thread in threads:
+        thread.join(10)
+        assert not thread.is_alive()
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [({"max_batch": 0}, "max_batch"), ({"max_batch": True}, "max_batch"), ({"max_pending": 0}, "max_pending"),

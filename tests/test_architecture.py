@@ -3,7 +3,7 @@
 Python, from the top: cli -> bench -> doctor, lessons, mnist, replacing -> advice -> explain -> explanation ->
 integrations -> wrapper, device_loader, inference -> train -> tensor_parallel -> pipeline -> parallel, optim, processes,
 sync_batchnorm -> comm -> tensor_loader -> kernels -> device -> module_tree -> nested, replica_hooks, errors, files,
-user_script -> trace -> null_context, _warnings, containers, extras -> _core.
+user_script -> trace -> null_context, _warnings, containers, extras, html -> _core.
 C++: bindings -> backends.cpp -> backends/* -> core; backends do not include each other; only bindings uses pybind11.
 """
 
@@ -19,7 +19,7 @@ import mgpu_core
 PACKAGE = Path(mgpu_core.__file__).parent
 SOURCES = Path(__file__).parent.parent / "csrc"
 LAYERS = [
-    {"_core", "extras"},
+    {"_core", "extras", "html"},
     {"null_context", "_warnings", "containers"},
     {"trace"},
     {"errors", "nested", "replica_hooks", "files", "user_script"},

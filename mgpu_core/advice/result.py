@@ -10,7 +10,7 @@ from typing import Any
 from mgpu_core.advice.data import AdviceData
 from mgpu_core.advice.from_json import FORMAT, read
 from mgpu_core.advice.picture import draw
-from mgpu_core.advice.text import render
+from mgpu_core.advice.text import render, render_html
 
 __all__ = ["Advice"]
 
@@ -20,6 +20,9 @@ class Advice(AdviceData):
 
     def __str__(self) -> str:
         return render(self)
+
+    def _repr_html_(self) -> str:
+        return render_html(self)
 
     def plot(self, path: str | Path) -> None:
         """Draw speed-up against batch, with the break-even, as a PNG.

@@ -9,8 +9,9 @@ from mgpu_core.advice.data import AdviceData, Measurement
 from mgpu_core.advice.memory import Memory
 from mgpu_core.advice.strategies import ONE
 from mgpu_core.explanation.tables import columns, human_nbytes, human_seconds
+from mgpu_core.html import html_table, html_text
 
-__all__ = ["notes_of", "render", "spread"]
+__all__ = ["notes_of", "render", "render_html", "spread"]
 
 _WIDE = 0.1
 """Of the spread that is worth a word."""
@@ -18,10 +19,24 @@ _WIDE = 0.1
 
 def render(advice: AdviceData) -> str:
     """Without a newline at the end."""
+    return "\n".join([*_head(advice), "", *columns(_rows(advice), left=1), *_foot(advice)])
+
+
+def render_html(advice: AdviceData) -> str:
+    """Return the same for a notebook, with its table as one."""
+    head, foot = "\n".join(_head(advice)), "\n".join(_foot(advice))
+    return html_text(head) + html_table(_rows(advice)) + html_text(foot)
+
+
+def _head(advice: AdviceData) -> list[str]:
     environment = ", ".join(f"{name} {value}" for name, value in advice.environment.items())
+    return [_title(advice), *filter(None, [environment])]
+
+
+def _foot(advice: AdviceData) -> list[str]:
+    star = "* the sample's own batch, which the recommendation is for"
     failed = [f"failed: {each.way} with {each.batch} rows: {each.error}" for each in advice.measurements if each.error]
-    lines = [_title(advice), *filter(None, [environment]), "", *_table(advice), *failed, "", *_told(advice)]
-    return "\n".join(lines)
+    return [star, *failed, "", *_told(advice)]
 
 
 def _title(advice: AdviceData) -> str:
@@ -31,12 +46,11 @@ def _title(advice: AdviceData) -> str:
     return f"one device against {ranks} ({team}): time of a training step, median of {repeats}, and speed-up"
 
 
-def _table(advice: AdviceData) -> list[str]:
+def _rows(advice: AdviceData) -> list[list[str]]:
     head = ["batch"]
     for way in advice.ways:
         head += [way] if way == ONE else [way, ""]
-    rows = [head, *(list(_cells(advice, batch)) for batch in advice.batches)]
-    return [*columns(rows, left=1), "* the sample's own batch, which the recommendation is for"]
+    return [head, *(list(_cells(advice, batch)) for batch in advice.batches)]
 
 
 def _cells(advice: AdviceData, batch: int) -> Iterator[str]:

@@ -16,6 +16,7 @@ from mgpu_core.device.peers import PeerVerdict
 from mgpu_core.device.visibility_notices import ORDER, VARIABLE, Notice, change_notice, visibility_notices
 from mgpu_core.device.workers import TIMEOUT_VARIABLE
 from mgpu_core.doctor.report import Core, Cpu, Defaults, Torch
+from mgpu_core.doctor.text import version_text
 
 RANKS = "MGPU_CORE_CPU_RANKS"
 
@@ -66,11 +67,6 @@ def outlook(facts: Facts) -> str:
 
 
 _TWO_RANKS = f'{RANKS}=2 makes it two CPU ranks, and so does device_ids=["cpu", "cpu"].'
-
-
-def version_text(code: int) -> str:
-    """Return CUDA's version number as text: 13000 is 13.0."""
-    return f"{code // 1000}.{code % 1000 // 10}"
 
 
 def _changed(facts: Facts) -> Notice | None:

@@ -7,6 +7,8 @@ from mgpu_core.device.device_map import DeviceRow
 from mgpu_core.device.nccl_library import NcclLibrary
 from mgpu_core.device.peers import PeerVerdict
 from mgpu_core.device.visibility_notices import Notice
+from mgpu_core.doctor.text import render
+from mgpu_core.html import html_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,3 +105,6 @@ class Report:
     def to_json(self) -> str:
         """Return the report as JSON, indented for people."""
         return json.dumps(asdict(self), indent=2)
+
+    def _repr_html_(self) -> str:
+        return html_text(render(self))

@@ -1,14 +1,18 @@
 """The report for the terminal: titles, aligned columns, nothing wider than a terminal except paths."""
 
+from __future__ import annotations
+
 import textwrap
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from mgpu_core.device.device_map import DeviceRow
 from mgpu_core.device.nccl_library import NcclLibrary
 from mgpu_core.device.peers import PeerVerdict
-from mgpu_core.doctor.checks import version_text
-from mgpu_core.doctor.report import Cpu, Report, Torch
 from mgpu_core.explanation.tables import columns
+
+if TYPE_CHECKING:
+    from mgpu_core.doctor.report import Cpu, Report, Torch
 
 WIDTH = 96
 _LABEL = 15
@@ -34,6 +38,11 @@ def render(report: Report) -> str:
         (_summary(report), _notices(report)),
     ]
     return "\n\n".join("\n".join([title, *lines]) for title, lines in sections) + "\n"
+
+
+def version_text(code: int) -> str:
+    """Return CUDA's version number as text: 13000 is 13.0."""
+    return f"{code // 1000}.{code % 1000 // 10}"
 
 
 def _versions(report: Report) -> list[str]:

@@ -13,7 +13,15 @@ from mgpu_core.explanation.steps import Step
 from mgpu_core.explanation.timeline import Timeline, timelines_of
 from mgpu_core.explanation.topology import Machine
 
-__all__ = ["columns", "human_nbytes", "human_seconds", "inference_table", "table"]
+__all__ = [
+    "columns",
+    "human_nbytes",
+    "human_seconds",
+    "inference_rows",
+    "inference_table",
+    "phase_rows",
+    "table",
+]
 
 
 def table(step: Step, environment: Mapping[str, str], machine: Machine | None = None, dropped: int = 0) -> str:
@@ -30,9 +38,6 @@ def table(step: Step, environment: Mapping[str, str], machine: Machine | None = 
         *(f"{name}: {value}" for name, value in environment.items()),
         "",
     ]
-    phases = phases_of(step)
-    shown = [*phases, outside(step, phases)]
-    rows = [_HEAD + (_MORE if machine else ()), *(_row(phase, machine) for phase in shown)]
     foot = [
         *(line for each in timelines_of(step) for line in _pipeline(each)),
         "",
@@ -43,7 +48,14 @@ def table(step: Step, environment: Mapping[str, str], machine: Machine | None = 
         foot.append(f"{dropped} events more were too many to keep: the last step may be a part of one.")
     if machine:
         foot.append(f"predicted: the collectives' own time by the cost model of {machine.name} (docs/cost_model.md).")
-    return "\n".join([*head, *columns(rows, left=1), *foot])
+    return "\n".join([*head, *columns(phase_rows(step, machine), left=1), *foot])
+
+
+def phase_rows(step: Step, machine: Machine | None = None) -> list[tuple[str, ...]]:
+    """Return the cells of :func:`table`, with a header: a row per phase, and one for the time outside of them."""
+    phases = phases_of(step)
+    shown = [*phases, outside(step, phases)]
+    return [_HEAD + (_MORE if machine else ()), *(_row(phase, machine) for phase in shown)]
 
 
 def _pipeline(run: Timeline) -> list[str]:
@@ -59,8 +71,12 @@ def _pipeline(run: Timeline) -> list[str]:
 
 def inference_table(batches: list[Batch]) -> list[str]:
     """Return a line per rank of a predictor: batches, the wait of the oldest request of each, idle share."""
-    if not batches:
-        return []
+    legend = "time: of a batch, median.  oldest waited: the oldest request of a batch, in the queue, median and most."
+    return ["", *columns(inference_rows(batches), left=1), legend] if batches else []
+
+
+def inference_rows(batches: list[Batch]) -> list[list[str]]:
+    """Return the cells of :func:`inference_table`, with a header."""
     rows = [["inference", "batches", "requests", "rows", "rows a batch", "time", "oldest waited", "at most", "idle"]]
     for server in servers_of(batches):
         own = server.batches
@@ -70,8 +86,7 @@ def inference_table(batches: list[Batch]) -> list[str]:
         mean = f"{count / len(own):.1f}" if own else "-"
         numbers = map(str, (len(own), sum(each.requests for each in own), count))
         rows.append([server.name, *numbers, mean, *seconds, f"{server.idle:.1%}"])
-    legend = "time: of a batch, median.  oldest waited: the oldest request of a batch, in the queue, median and most."
-    return ["", *columns(rows, left=1), legend]
+    return rows
 
 
 _WORKERS = {

@@ -8,13 +8,14 @@ from pathlib import Path
 from mgpu_core.explanation.batches import Batch, batches_of
 from mgpu_core.explanation.environ import environment
 from mgpu_core.explanation.fit import this_host
-from mgpu_core.explanation.page import write_page
+from mgpu_core.explanation.page import page_of, write_page
 from mgpu_core.explanation.perfetto import write_trace
 from mgpu_core.explanation.profiles import profile_of
 from mgpu_core.explanation.step_profile import StepProfile
 from mgpu_core.explanation.steps import BATCHES, CALLS, Recorded, Step, steps_of
-from mgpu_core.explanation.tables import inference_table, table
+from mgpu_core.explanation.tables import inference_rows, inference_table, phase_rows, table
 from mgpu_core.explanation.topology import Machine
+from mgpu_core.html import html_frame, html_table, html_text
 from mgpu_core.trace.buffer import TraceBuffer
 
 __all__ = ["Trace"]
@@ -82,6 +83,18 @@ class Trace(Recorded):
             OSError: the file cannot be written; one before it is kept.
         """
         write_page(self, Path(path))
+
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows: the animated page, and the table of the last whole step."""
+        try:
+            parts = [html_frame(page_of(self))]
+        except ValueError as error:  # nothing was recorded, or a step is too large for a page
+            parts = [html_text(str(error))]
+        if self.steps:
+            parts.append(html_table(phase_rows(self.step(), self.machine)))
+        if self.batches:
+            parts.append(html_table(inference_rows(self.batches)))
+        return "".join(parts)
 
     def profile(self, number: int | None = None, name: str = "recorded step") -> StepProfile:
         """Return one training step as numbers, from which :mod:`mgpu_core.explanation.cost` predicts other sizes.

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from statistics import quantiles
+
+from mgpu_core.html import html_table
 
 __all__ = ["DeviceStats", "Stats"]
 
 _KEPT = 4096  # of the latest batches
 _QUANTILES = (50, 90, 99)
+_HEADER = (
+    *("rank", "device", "requests", "rows", "share", "batches", "mean rows"),
+    *("queue ms p50/p90/p99", "compute ms"),
+)
 
 
 @dataclass
@@ -51,15 +58,17 @@ class Stats(list[DeviceStats]):
         return [each.rows / total if total else 0.0 for each in self]
 
     def __str__(self) -> str:
-        lines = ["rank  device      requests      rows  share  batches  mean rows  queue ms p50/p90/p99  compute ms"]
+        widths = "{:>4}  {:10} {:>9} {:>9} {:>6} {:>8} {:>10}  {:>21}  {}"
+        return "\n".join(widths.format(*row) for row in [_HEADER, *self._rows()])
+
+    def _repr_html_(self) -> str:
+        return html_table([_HEADER, *self._rows()], left=2)
+
+    def _rows(self) -> Iterator[tuple[str, ...]]:
         for rank, (each, share) in enumerate(zip(self, self.shares, strict=True)):
-            queue, compute = (_text(seconds) for seconds in (each.queue_seconds, each.compute_seconds))
             name = f"{each.device} (lost)" if each.is_lost else each.device
-            lines.append(
-                f"{rank:4}  {name:10} {each.requests:9} {each.rows:9} {share:6.1%} {each.batches:8} "
-                f"{each.mean_batch:10.1f}  {queue:>21}  {compute}"
-            )
-        return "\n".join(lines)
+            counts = str(each.requests), str(each.rows), f"{share:.1%}", str(each.batches), f"{each.mean_batch:.1f}"
+            yield str(rank), name, *counts, _text(each.queue_seconds), _text(each.compute_seconds)
 
     def prometheus(self) -> str:
         """Return the counters and quantiles in Prometheus' text format."""

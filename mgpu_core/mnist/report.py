@@ -57,7 +57,7 @@ class ConsoleReport(Report):
             yield lambda: None
             return
         try:
-            from tqdm import tqdm
+            from tqdm.auto import tqdm
         except ImportError:
             yield lambda: None
             return

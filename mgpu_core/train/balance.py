@@ -21,9 +21,10 @@ import torch
 from mgpu_core.device.clock import RankClock
 from mgpu_core.device.memory import total_nbytes
 from mgpu_core.device.team import Team
+from mgpu_core.html import html_table
 from mgpu_core.parallel.scatter_inputs import check_shares
 
-__all__ = ["AutoShares", "RankPlan", "SplitPlan"]
+__all__ = ["AutoShares", "Plan", "RankPlan", "SplitPlan"]
 
 WARM_UP = 3  # steps whose time says little: kernels are chosen, memory is allocated
 SAMPLES = 5  # steps that a decision is made from
@@ -48,6 +49,14 @@ class RankPlan(NamedTuple):
     share: float
     rows: int
     workers: str
+
+
+class Plan(list[RankPlan]):
+    """One :class:`RankPlan` per rank; a notebook shows a table."""
+
+    def _repr_html_(self) -> str:
+        cells = ((each.rank, each.device, f"{each.share:.1%}", each.rows, each.workers) for each in self)
+        return html_table([RankPlan._fields, *cells], left=2)
 
 
 class _Trial(NamedTuple):
@@ -215,14 +224,14 @@ class SplitPlan:
                 self.shares = self._auto.shares
                 self._timed.clear()  # what was measured with other shares
 
-    def table(self, workers: str) -> list[RankPlan]:
+    def table(self, workers: str) -> Plan:
         """Return the work of each rank; ``workers`` is how they run."""
         shares = self.shares or [1.0] * len(self._team)
         rows = [*self._rows, *[0] * (len(self._team) - len(self._rows))]
-        return [
+        return Plan(
             RankPlan(rank, device, shares[rank] / sum(shares), rows[rank], workers)
             for rank, device in enumerate(self._team.devices)
-        ]
+        )
 
     def measured(self) -> list[float] | None:
         """Return the shares that were found by measuring, for a state."""

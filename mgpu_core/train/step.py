@@ -21,7 +21,7 @@ from mgpu_core.module_tree import named_parameters_of
 from mgpu_core.processes.ballot import Standing
 from mgpu_core.processes.group import Processes
 from mgpu_core.trace.tracer import span
-from mgpu_core.train.balance import RankPlan, SplitPlan
+from mgpu_core.train.balance import Plan, SplitPlan
 from mgpu_core.train.checkpoint import first_difference, state_of
 from mgpu_core.train.grad_buckets import CommHook
 from mgpu_core.train.grad_scaler import LossScale
@@ -259,7 +259,7 @@ class TrainStep:
             loss, outputs, numbers = loop.step(inputs, kwargs, return_outputs, aux)
         return _returned(loss, outputs, numbers, return_outputs, aux) if return_outputs or aux else loss
 
-    def plan(self) -> list[RankPlan]:
+    def plan(self) -> Plan:
         """Return each rank's plan: its device, its share of the rows, its rows in the last call, and how it runs."""
         return self._split_plan.table(self._loop.choice.now)
 

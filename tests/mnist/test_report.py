@@ -31,7 +31,7 @@ def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_no_bar_without_a_terminal_or_without_tqdm(monkeypatch: pytest.MonkeyPatch) -> None:
     assert bar_of_two_steps(io.StringIO(), monkeypatch) == ""
-    monkeypatch.setitem(sys.modules, "tqdm", None)
+    monkeypatch.setitem(sys.modules, "tqdm.auto", None)
     assert bar_of_two_steps(Terminal(), monkeypatch) == ""
 
 

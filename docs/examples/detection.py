@@ -2,6 +2,7 @@
 
     python docs/examples/detection.py
     python docs/examples/detection.py --ranks 3  # three ranks on the CPU
+    python docs/examples/detection.py --plot curve.png
 
 The first uses all GPUs, or MGPU_CORE_CPU_RANKS ranks on the CPU.
 
@@ -83,12 +84,14 @@ class Detector(nn.Module):
         return boxes * targets["present"] + scores
 
 
-def main():
+def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "--ranks", type=int, help="ranks on the CPU (default: whatever there is)"
     )
-    ranks = parser.parse_args().ranks
+    parser.add_argument("--plot", metavar="FILE.png", help="draw the curve")
+    options = parser.parse_args(arguments)
+    ranks = options.ranks
 
     torch.manual_seed(0)
     generator = torch.Generator().manual_seed(1)
@@ -122,6 +125,10 @@ def main():
         f"boxes {tuple(fine.boxes.shape)}, size {fine.size}"
     )
     assert coarse.boxes.shape == fine.boxes.shape == (BATCH, 4)
+    if options.plot:
+        from plotting import plot
+
+        plot(options.plot, "A detector of rectangles", {"loss": history})
     assert sum(history[-10:]) < sum(history[:10]) / 2, "the loss did not go down"
 
 

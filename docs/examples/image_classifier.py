@@ -2,6 +2,7 @@
 
     python docs/examples/image_classifier.py
     python docs/examples/image_classifier.py --ranks 3  # three ranks on the CPU
+    python docs/examples/image_classifier.py --plot curve.png
 
 The first uses all GPUs, or MGPU_CORE_CPU_RANKS ranks on the CPU.
 
@@ -40,12 +41,14 @@ def cnn():
     )
 
 
-def main():
+def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "--ranks", type=int, help="ranks on the CPU (default: whatever there is)"
     )
-    ranks = parser.parse_args().ranks
+    parser.add_argument("--plot", metavar="FILE.png", help="draw the curve")
+    options = parser.parse_args(arguments)
+    ranks = options.ranks
 
     torch.manual_seed(0)
     images, labels = pictures(torch.Generator().manual_seed(1))
@@ -75,6 +78,10 @@ def main():
     with torch.inference_mode():
         right = (model(images).argmax(1).cpu() == labels).float().mean()
     print(f"{right:.0%} right")
+    if options.plot:
+        from plotting import plot
+
+        plot(options.plot, "A small CNN on noisy patterns", {"loss": history}, "epoch")
     assert history[-1] < history[0] / 2, "the loss did not go down"
 
 

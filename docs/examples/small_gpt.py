@@ -62,7 +62,9 @@ def loss_fn(logits, target):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--devices", help="one per stage, such as 0,1,2 (default: CPU)")
-    devices = parser.parse_args().devices
+    parser.add_argument("--plot", metavar="FILE.png", help="draw the curve")
+    options = parser.parse_args()
+    devices = options.devices
     device_ids = list(map(int, devices.split(","))) if devices else ["cpu"] * 3
 
     torch.manual_seed(0)
@@ -87,6 +89,10 @@ def main():
         history.append(float(step(*batch())))  # all micro-batches, and the update
         if number % 20 == 19:
             print(f"step {number + 1}: loss {sum(history[-20:]) / 20:.2f}")
+    if options.plot:
+        from plotting import plot
+
+        plot(options.plot, "A small GPT over three stages", {"loss": history})
     assert history[-1] < 0.6 * history[0]
 
 

@@ -2,6 +2,7 @@
 
     python docs/examples/text_classification.py
     python docs/examples/text_classification.py --ranks 3  # three ranks on the CPU
+    python docs/examples/text_classification.py --plot curve.png
 
 The first uses all GPUs, or MGPU_CORE_CPU_RANKS ranks on the CPU.
 
@@ -57,12 +58,14 @@ class Classifier(nn.Module):
         )
 
 
-def main():
+def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "--ranks", type=int, help="ranks on the CPU (default: whatever there is)"
     )
-    ranks = parser.parse_args().ranks
+    parser.add_argument("--plot", metavar="FILE.png", help="draw the curve")
+    options = parser.parse_args(arguments)
+    ranks = options.ranks
 
     torch.manual_seed(0)
     generator = torch.Generator().manual_seed(1)
@@ -94,6 +97,10 @@ def main():
     out = model(words, attention_mask=mask, weights=weights, return_pooled=True)
     print("one row:", {name: tuple(each.shape) for name, each in out.items()})
     assert out["pooled"].shape == (1, 16)
+    if options.plot:
+        from plotting import plot
+
+        plot(options.plot, "A text classifier with masks", {"loss": history})
     assert sum(history[-10:]) < sum(history[:10]) / 2, "the loss did not go down"
 
 

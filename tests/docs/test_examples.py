@@ -11,7 +11,11 @@ import pytest
 DOCS = Path(__file__).parent.parent.parent / "docs"
 SEVERAL_PROCESSES = DOCS / "examples" / "several_processes.py"  # has tests of its own, in tests/processes
 SMALL_GPT = DOCS / "examples" / "small_gpt.py"
-EXAMPLES = sorted(set((DOCS / "examples").glob("*.py")) - {SEVERAL_PROCESSES, SMALL_GPT})
+SERVE = DOCS / "examples" / "serve.py"  # has a test of its own, in tests/inference
+PLOTTING = DOCS / "examples" / "plotting.py"
+ALL = sorted(set((DOCS / "examples").glob("*.py")) - {PLOTTING})
+EXAMPLES = [path for path in ALL if path not in (SEVERAL_PROCESSES, SMALL_GPT, SERVE)]
+LOSS = re.compile(r": (?:loss|energy distance) (\d+\.\d+)")
 GUIDE = (DOCS / "migration.md").read_text()
 PAGES = ("loading.md", "migration.md", "pipeline.md", "tensor_parallel.md", "run.md", "train_step.md")
 GUIDES = {name: (DOCS / name).read_text() for name in PAGES}
@@ -25,23 +29,28 @@ BLOCKS = [
 def run(path, *arguments, **variables):
     """Its output; small operations, so one thread each."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
-    command = [sys.executable, "-P", str(path), *arguments]
+    command = [sys.executable, str(path), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
 
 def test_the_guides_name_all_examples():
-    assert [path.stem for path in EXAMPLES] == ["detection", "image_classifier", "text_classification"]
-    for path in EXAMPLES:
-        assert f"(examples/{path.name})" in GUIDE
+    page = (DOCS / "examples.md").read_text()
+    for path in ALL:
+        assert page.count(f"(examples/{path.name})") == 1
+    for path in (*EXAMPLES, SMALL_GPT):
+        assert page.count(f"(pictures/example_{path.stem}.png)") == 1
+        assert (DOCS / "pictures" / f"example_{path.stem}.png").stat().st_size < 60_000
+    for name in ("detection", "image_classifier", "text_classification"):
+        assert f"(examples/{name}.py)" in GUIDE
     assert f"(examples/{SEVERAL_PROCESSES.name})" in GUIDES["train_step.md"]
     assert f"(examples/{SMALL_GPT.name})" in GUIDES["pipeline.md"]
 
 
 def test_a_small_gpt_learns_over_three_stages():
     told = run(SMALL_GPT)
-    losses = [float(loss) for loss in re.findall(r": loss (\d+\.\d+)", told)]
+    losses = [float(loss) for loss in LOSS.findall(told)]
     assert len(losses) == 6
     assert losses[-1] < 0.75 * losses[0]
     assert "part   forward + backward" in told
@@ -52,13 +61,20 @@ def test_a_small_gpt_learns_over_three_stages():
 def test_example_learns(path, ranks):
     told = run(path, "--ranks", str(ranks))
     assert told.startswith(f"{ranks} ranks")
-    losses = [float(loss) for loss in re.findall(r": loss (\d+\.\d+)", told)]
+    losses = [float(loss) for loss in LOSS.findall(told)]
     assert len(losses) > 3
     assert losses[-1] < losses[0] / 2
 
 
+def test_example_draws_its_curve(tmp_path):
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "curve.png"
+    run(DOCS / "examples" / "image_classifier.py", "--ranks", "2", "--plot", str(picture))
+    assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
 def test_example_runs_on_what_there_is():
-    assert "4 ranks" in run(EXAMPLES[0], MGPU_CORE_CPU_RANKS="4", CUDA_VISIBLE_DEVICES="")
+    assert "4 ranks" in run(DOCS / "examples" / "detection.py", MGPU_CORE_CPU_RANKS="4", CUDA_VISIBLE_DEVICES="")
 
 
 def test_the_guides_have_code():

@@ -20,22 +20,26 @@ import pytest
 import torch
 from fakes import accelerator
 
+from mgpu_core.mnist import digits
+
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(240),
     pytest.mark.skipif(accelerator.is_wanted(), reason="servers have processes of their own, without the fake"),
 ]
 
-PAGE = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
-FILES = dict(re.findall(r"^```python\n# (\w+\.py)\n(.*?)^```$", PAGE, flags=re.MULTILINE | re.DOTALL))
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = (DOCS / "serving.md").read_text()
+ON_THE_PAGE = dict(re.findall(r"^```python\n# (\w+\.py)\n(.*?)^```$", PAGE, flags=re.MULTILINE | re.DOTALL))
+FILES = ON_THE_PAGE | {"serve.py": (DOCS / "examples" / "serve.py").read_text()}
 THREADS, ROUNDS = 8, 5
-FULL_BATCHES = f"devices, max_batch={THREADS}, max_wait_ms=60_000)"
+FULL_BATCHES = f"max_batch={THREADS}, max_wait_ms=60_000)"
 MARK = "MGPU_TEST_SERVING"
 
 
 def net():
     space = {"torch": torch}
-    for text in FILES.values():
+    for text in ON_THE_PAGE.values():
         (function,) = re.findall(r"^def trained.*?\n(?=\n)", text, flags=re.MULTILINE | re.DOTALL)
         exec(function, space)
     with torch.device("cpu"):
@@ -113,8 +117,8 @@ def wait_for(url, process, *, answer):
     raise TimeoutError(url)
 
 
-def ask(url, to_json, from_json):
-    """Send rounds of requests, one from each thread at a time; compare each answer with the net's."""
+def answers(url, rows, to_json, from_json):
+    """Send rounds of requests, one from each thread at a time; yield each answer, in order."""
     httpx = pytest.importorskip("httpx")
 
     def answer(x):
@@ -122,11 +126,16 @@ def ask(url, to_json, from_json):
         response.raise_for_status()
         return torch.tensor(from_json(response.json()), device="cpu")
 
-    rows = torch.randn(ROUNDS, THREADS, 1, 8, device="cpu")
     with ThreadPoolExecutor(THREADS) as pool:
         for xs in rows:
-            for x, found in zip(xs, pool.map(answer, xs), strict=True):
-                assert torch.allclose(found, wanted(x), atol=1e-5)
+            yield from pool.map(answer, xs)
+
+
+def ask(url, to_json, from_json):
+    """Compare each answer with the net's."""
+    rows = torch.randn(ROUNDS, THREADS, 1, 8, device="cpu")
+    for x, found in zip(rows.flatten(0, 1), answers(url, rows, to_json, from_json), strict=True):
+        assert torch.allclose(found, wanted(x), atol=1e-5)
 
 
 def same(value):
@@ -134,31 +143,39 @@ def same(value):
 
 
 def test_the_page_has_these_examples():
-    assert list(FILES) == ["app.py", "lit.py", "data.py", "cluster.py"]
+    assert list(ON_THE_PAGE) == ["lit.py", "data.py", "cluster.py"]
+    assert "{literalinclude} examples/serve.py" in PAGE
 
 
 def test_fastapi(tmp_path):
     for package in ("fastapi", "uvicorn"):
         pytest.importorskip(package)
     httpx = pytest.importorskip("httpx")
-    write(tmp_path, "app.py", ("trained(), devices)", f"trained(), {FULL_BATCHES}"))
+    write(tmp_path, "serve.py", ("Predictor(net, device_ids)", f"Predictor(net, device_ids, {FULL_BATCHES}"))
     url = f"http://127.0.0.1:{(port := free_port())}"
-    with started(tmp_path, "-m", "uvicorn", "app:app", "--port", str(port)) as process:
+    with started(tmp_path, "serve.py", "--ranks", "2", "--port", str(port)) as process:
         wait_for(f"{url}/metrics", process, answer="mgpu_requests_total")
-        ask(f"{url}/predict", same, same)
+        count = ROUNDS * THREADS
+        ((images, labels),) = digits.load().test.batches(torch.arange(count, device="cpu"), count)
+        rows = images.reshape(ROUNDS, THREADS, 1, 784)
+        found = torch.cat(list(answers(f"{url}/predict", rows, same, same)))
+        assert (found.argmax(1) == labels).sum() >= 0.8 * count
         metrics = httpx.get(f"{url}/metrics", timeout=10)
         assert metrics.headers["content-type"].startswith("text/plain")
-        for name, number in (("requests", THREADS * ROUNDS), ("batches", ROUNDS), ("failures", 0)):
+        for name, number in (("requests", count), ("batches", ROUNDS), ("failures", 0)):
             values = re.findall(rf"^mgpu_{name}_total\{{.*\}} (\d+)$", metrics.text, flags=re.MULTILINE)
             assert sum(map(int, values)) == number
+        assert len(httpx.get(f"{url}/example", timeout=10).json()[0]) == 784
+    told = (tmp_path / "log").read_text()
+    losses = [float(loss) for loss in re.findall(r": loss (\d+\.\d+)", told)]
+    assert losses[-1] < losses[0] / 2
 
 
 def test_litserve(tmp_path):
     pytest.importorskip("litserve")
     port = free_port()
-    write(
-        tmp_path, "lit.py", ("trained(), devices)", f"trained(), {FULL_BATCHES}"), ("port=8001", f"port={port}")
-    )  # fmt: skip
+    full_batches = ("trained(), devices)", f"trained(), devices, {FULL_BATCHES}")
+    write(tmp_path, "lit.py", full_batches, ("port=8001", f"port={port}"))
     url = f"http://127.0.0.1:{port}"
     with started(tmp_path, "lit.py", end=signal.SIGINT) as process:
         wait_for(f"{url}/health", process, answer="ok")
@@ -189,7 +206,7 @@ serve.run(app, blocking=True)
 
 def test_ray_serve(tmp_path):
     pytest.importorskip("ray.serve")
-    write(tmp_path, "cluster.py", ("trained(), devices)", f"trained(), {FULL_BATCHES}"))
+    write(tmp_path, "cluster.py", ("trained(), devices)", f"trained(), devices, {FULL_BATCHES}"))
     port = free_port()
     (tmp_path / "run.py").write_text(RUN_ON_A_PORT % port)
     url = f"http://127.0.0.1:{port}"

@@ -73,6 +73,7 @@ _MARKERS = {
         "explain/test_command.py",
         "ladder",
         "lessons",
+        "notebooks",
         "mnist/test_checkpoint.py",
         "mnist/test_cli.py",
         "mnist/test_engines.py",

@@ -76,7 +76,9 @@ class AutoWrap:
                 self._candidates.append(each)
 
     def call(self, module: Module, plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Call a candidate or a replica of it: the candidate that is called first is the net."""
+        """Call a candidate or a replica of it: the candidate that is called first is the net, a traced call aside."""
+        if torch.jit.is_tracing():
+            return plain(*args, **kwargs)
         if any(module is each for each in self._candidates):
             candidates, self._candidates = self._candidates, []
             self._restore([each for each in candidates if each is not module])

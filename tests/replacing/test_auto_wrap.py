@@ -101,6 +101,19 @@ def test_keywords_reach_every_rank():
         assert net.rows == [2, 2]
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace", "ignore:Using len")
+def test_a_trace_is_of_the_plain_net():
+    net = Net()
+    wanted = net(numbers(4))
+    with replacing_torch(ranks=2, wrap="auto"):
+        torch.optim.SGD(net.parameters(), lr=1.0)
+        traced = torch.jit.trace(net, numbers(4))
+        net.rows.clear()
+        assert torch.allclose(net(numbers(4)), wanted)
+        assert net.rows == [2, 2]
+    assert torch.allclose(traced(numbers(4)), wanted)
+
+
 def test_with_a_frozen_body_the_whole_net_is_wrapped():
     net = Net()
     with replacing_torch(ranks=2, wrap="auto"):

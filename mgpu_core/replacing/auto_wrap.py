@@ -35,6 +35,7 @@ class AutoWrap:
     def __init__(self, report: Callable[[str], object]) -> None:
         self._report = report
         self._open = True  # until an optimizer was made
+        self._called = False  # a candidate, or a replica of it in the script's own wrapper
         self._candidates: list[Module] = []
         self._net: Module | None = None
         self._model: DataParallel[Module] | None = None
@@ -59,6 +60,8 @@ class AutoWrap:
             self._restore([*self._candidates, *([self._net] if self._net is not None else [])])
             if self._open:
                 self._report("no net: no optimizer was made")
+            elif self._candidates and not self._called:
+                self._report(f"{', '.join(type(each).__name__ for each in self._candidates)}: never called as a whole")
 
     def _prepare(self, optimizer: Optimizer) -> None:
         wanted = {id(each) for group in optimizer.param_groups for each in group["params"]}
@@ -74,7 +77,10 @@ class AutoWrap:
                 self._candidates.append(each)
 
     def call(self, module: Module, plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Call a candidate or a replica of it: the candidate that is called first is the net."""
+        """Call a candidate or a replica of it: the candidate that is called first is the net, a traced call aside."""
+        if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+            return plain(*args, **kwargs)
+        self._called = True
         if any(module is each for each in self._candidates):
             candidates, self._candidates = self._candidates, []
             self._restore([each for each in candidates if each is not module])

@@ -101,6 +101,19 @@ def test_keywords_reach_every_rank():
         assert net.rows == [2, 2]
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace", "ignore:Using len")
+def test_a_trace_is_of_the_plain_net():
+    net = Net()
+    wanted = net(numbers(4))
+    with replacing_torch(ranks=2, wrap="auto"):
+        torch.optim.SGD(net.parameters(), lr=1.0)
+        traced = torch.jit.trace(net, numbers(4))
+        net.rows.clear()
+        assert torch.allclose(net(numbers(4)), wanted)
+        assert net.rows == [2, 2]
+    assert torch.allclose(traced(numbers(4)), wanted)
+
+
 def test_with_a_frozen_body_the_whole_net_is_wrapped():
     net = Net()
     with replacing_torch(ranks=2, wrap="auto"):
@@ -131,6 +144,7 @@ def test_the_scripts_own_wrapper_stays_the_only_one(before):
         optimizer.step()
     assert net.rows == [4, 4] * 2
     assert list(replaced.wrapped.values()) == [1]
+    assert replaced.left[1:] == []
     assert type(net) is Net
 
 
@@ -160,6 +174,16 @@ def test_a_net_that_cannot_be_wrapped_is_named(ranks, make, text):
     assert text in replaced.left[-1]
     assert not replaced.wrapped
     assert net.rows == [4]
+
+
+def test_a_net_of_which_only_parts_are_called_is_named():
+    net = Net()
+    with replacing_torch(ranks=2, wrap="auto") as replaced:
+        torch.optim.SGD(net.parameters(), lr=1.0)
+        net.head(net.body(numbers(4)))
+    assert replaced.left[1:] == ["Net: never called as a whole"]
+    assert not replaced.wrapped
+    assert type(net) is Net
 
 
 def test_a_net_elsewhere_is_left_there(monkeypatch):

@@ -9,3 +9,8 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+def pytest_ignore_collect(config):
+    """Leave the files out where slow tests are left out: importing all frameworks takes half a minute."""
+    return True if config.option.markexpr.startswith("not (slow") else None

@@ -105,7 +105,8 @@ def test_the_report_for_people():
             nn.DataParallel(nn.Linear(1, 1), ["cpu"] * 2)
         nn.DataParallel(nn.Linear(1, 1), [])
     lines = str(replaced).splitlines()
-    assert lines[0].startswith("replaced: torch.nn.DataParallel, torch.nn.parallel.DataParallel, ")
+    assert lines[0].startswith("replaced: ")
+    assert "torch.nn.DataParallel, torch.nn.parallel.DataParallel, torch.nn.parallel.data_parallel" in lines[0]
     assert lines[1:3] == ["wrapped: Linear over 2 ranks (cpu, cpu) (2 times)", "wrapped: Linear as the plain module"]
     assert lines[3].startswith("left: torch.nn.parallel.DistributedDataParallel")
 

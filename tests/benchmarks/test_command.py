@@ -76,7 +76,7 @@ def test_the_table_of_several_machines():
 def test_several_algorithms_are_rows(capsys):
     assert main(["bench", "all_reduce", *TINY, "--algorithms", "ring,tree"]) == 0
     out = capsys.readouterr().out
-    assert [line.split("|")[1].strip() for line in out.splitlines() if " ours " in line] == ["ring", "tree"]
+    assert [line.split("|")[1].strip() for line in out.splitlines() if "| ours " in line] == ["ring", "tree"]
 
 
 @pytest.mark.parametrize(

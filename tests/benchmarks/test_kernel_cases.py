@@ -60,7 +60,7 @@ def test_every_contestant_is_right_and_none_is_without_working(name: str) -> Non
     ("name", "module"), [("pack", "cases.pack"), ("sum_ranks", "cases.sum_ranks"), ("sgd", "optimizer_case")]
 )
 def test_twins_take_part_where_they_can(name: str, module: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(f"benchmarks.{module}.twins", lambda _device: {"cupy": kernels})
+    monkeypatch.setattr(f"mgpu_core.bench.{module}.twins", lambda _device: {"cupy": kernels})
     problem = cases.load(name).measure.args[0](Task(CPU, even_counts(4000, 3), "wall"))
     problem.reset(1)
     for _ in range(problem.turns):

@@ -107,7 +107,7 @@ def test_facts_of_one_case_are_in_its_section(tmp_path: Path) -> None:
 
 
 def test_every_case_has_a_title_and_every_title_a_case() -> None:
-    names = {path.stem for path in (ROOT / "benchmarks" / "cases").glob("[a-z]*.py")}
+    names = {path.stem for path in Path(cases.__file__).parent.glob("[a-z]*.py")}
     assert set(TITLES) == names
     assert [cases.load(name).name for name in TITLES] == list(TITLES)
 
@@ -174,7 +174,7 @@ def test_a_wrong_value_ends_with_1(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     monkeypatch.setattr("mgpu_core.comm.all_reduce", lambda tensors, op, *, algorithm: None)
     assert main(["all_reduce", *TINY]) == 1
     captured = capsys.readouterr()
-    assert "run.py: error: ranks 2, size 1024" in captured.err
+    assert "run.py: error: device cpu, ranks 2, size 1024" in captured.err
     assert "wrong values" in captured.err
     assert "peer/ours" not in captured.out
 

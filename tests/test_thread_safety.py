@@ -21,6 +21,16 @@ from mgpu_core import DataParallel, Predictor, SyncBatchNorm, TrainStep, _core, 
 from mgpu_core.comm import all_reduce
 
 ROUNDS = [3, pytest.param(200, marks=pytest.mark.soak)]
+
+
+@pytest.fixture(autouse=True)
+def few_objects():
+    """Let collections look at the objects of the test alone: a process with many libraries has a million others."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 FREE_THREADED = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
 HAS_GIL = getattr(sys, "_is_gil_enabled", lambda: True)()
 DRAWS_ARE_SAFE = pytest.mark.skipif(

@@ -1,5 +1,9 @@
+import os
+
 import pytest
 import torch
+
+_BEFORE = set(os.environ)
 
 
 @pytest.fixture(autouse=True)
@@ -14,3 +18,12 @@ def one_thread():
 def pytest_ignore_collect(config):
     """Leave the files out where slow tests are left out: importing all frameworks takes half a minute."""
     return True if config.option.markexpr.startswith("not (slow") else None
+
+
+def pytest_collection_finish():
+    """Forget the variables that frameworks set when they are imported, since other tests start processes.
+
+    Lightning's PYTORCH_NVML_BASED_CUDA_CHECK lets torch leave garbage at each step of an optimizer.
+    """
+    for name in set(os.environ) - _BEFORE:
+        del os.environ[name]

@@ -87,9 +87,7 @@ class DeviceLoader:
 
     def _received(self, batch: Any) -> Any:
         """Let the current streams compute with a batch, whose copies may be under way."""
-        leaves: list[torch.Tensor] = []
-        map_leaves(batch, lambda leaf: leaves.extend(tensors_in(leaf.parts if isinstance(leaf, RankParts) else leaf)))
-        hand_over(leaves)
+        hand_over(tensors_in(map_leaves(batch, lambda leaf: leaf.parts if isinstance(leaf, RankParts) else leaf)))
         return batch
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 __all__ = [
     "as_script",
+    "exit_status",
     "run_script",
     "script_status",
     "show_error",
@@ -73,7 +74,7 @@ def script_status(script: Path, arguments: Sequence[str]) -> int:
         become_script(script, arguments)
         run_script(script, "__main__")
     except SystemExit as end:
-        return _status(end.code)
+        return exit_status(end.code)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
@@ -83,7 +84,8 @@ def script_status(script: Path, arguments: Sequence[str]) -> int:
     return 0
 
 
-def _status(code: object) -> int:
+def exit_status(code: object) -> int:
+    """Return the exit status of a ``SystemExit``'s code; a text is printed, as python does."""
     if code is None or isinstance(code, int):
         return code or 0
     print(code, file=sys.stderr)

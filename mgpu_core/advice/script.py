@@ -5,7 +5,6 @@ It runs under a name of its own, so that the training, below ``if __name__ == "_
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,9 +91,7 @@ def _run(script: Path, name: str) -> dict[str, Any] | None:
     except SystemExit as end:
         if end.code in (None, 0):
             return None
-        if not isinstance(end.code, int):
-            print(end.code, file=sys.stderr)
-        raise ScriptFailed(end.code if isinstance(end.code, int) else 1) from None
+        raise ScriptFailed(user_script.exit_status(end.code)) from None
     except Exception as error:
         user_script.show_error(error, script)
         raise ScriptFailed(1) from None

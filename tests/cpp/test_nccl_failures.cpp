@@ -104,6 +104,14 @@ static void an_invalid_argument_that_sticks_does_not() {
   fakeNcclReset();
 }
 
+// Waits, with a limit, until the watchdog has aborted all communicators; returns how long that took.
+static std::chrono::steady_clock::duration time_until_aborted() {
+  const auto start = std::chrono::steady_clock::now();
+  while (fakeNcclAlive() > 0 && std::chrono::steady_clock::now() - start < kEnough)
+    std::this_thread::sleep_for(milliseconds(5));
+  return std::chrono::steady_clock::now() - start;
+}
+
 static void an_asynchronous_error_ends_what_waits() {
   NcclWorld world({0, 1});
   fakeNcclHold(1, true);
@@ -116,17 +124,10 @@ static void an_asynchronous_error_ends_what_waits() {
   raises(nccl::kRemoteError, {"ncclAllReduce(count 7, int32, sum), while it ran, failed on rank 0, device 0"},
          [&] { world.finish(); });
   network.join();
+  time_until_aborted();  // it may be the watchdog that aborts: the wait ends as soon as the team has failed
   is_aborted(world, nccl::kRemoteError, "while it ran");
   for (const Stream& stream : world.streams) world.devices->synchronize(stream);  // the streams were let go
   fakeNcclReset();
-}
-
-// Waits, with a limit, until the watchdog has aborted all communicators; returns how long that took.
-static std::chrono::steady_clock::duration time_until_aborted() {
-  const auto start = std::chrono::steady_clock::now();
-  while (fakeNcclAlive() > 0 && std::chrono::steady_clock::now() - start < kEnough)
-    std::this_thread::sleep_for(milliseconds(5));
-  return std::chrono::steady_clock::now() - start;
 }
 
 // Nobody waits for the streams; the watchdog finds out alone.
@@ -181,9 +182,7 @@ static void a_launch_that_goes_on_when_given_up() {
          });
   CHECK(fakeNcclAlive() == 2);  // nothing is freed while the launch uses it
   fakeNcclBlock("Reduce", false);
-  const auto start = std::chrono::steady_clock::now();
-  while (fakeNcclAlive() > 0 && std::chrono::steady_clock::now() - start < kEnough)
-    std::this_thread::sleep_for(milliseconds(1));
+  time_until_aborted();
   CHECK(fakeNcclCalls("Reduce") == 4 && fakeNcclCalls("GroupEnd") == 3);
   is_aborted(world, nccl::kTimeout, "did not end within");
 }

@@ -10,6 +10,8 @@ from contextlib import contextmanager
 
 import torch
 
+from mgpu_core.device.random import random_numbers_kept
+
 __all__ = ["busy_note", "busy_notes", "random_state_kept"]
 
 _BUSY = 0.5
@@ -36,10 +38,8 @@ def random_state_kept(devices: Sequence[torch.device]) -> Iterator[None]:
     loaded = sys.modules.get("numpy.random")
     numpy = loaded if hasattr(loaded, "set_state") else None  # which it has not got yet while it is being loaded
     pythons, numpys = random.getstate(), None if numpy is None else numpy.get_state()
-    devices_ = [device for device in dict.fromkeys(devices) if device.type != "cpu"]
-    kind = devices_[0].type if devices_ else "cuda"
     try:
-        with torch.random.fork_rng([each.index for each in devices_], device_type=kind):
+        with random_numbers_kept(devices):
             yield
     finally:
         random.setstate(pythons)

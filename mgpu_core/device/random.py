@@ -14,8 +14,8 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache, partial
 from typing import Any
 
@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mod
 
 from mgpu_core._warnings import warn_user
 
-__all__ = ["RankStream", "check_rng", "current_stream", "rank_streams"]
+__all__ = ["RankStream", "check_rng", "current_stream", "random_numbers_kept", "rank_streams"]
 
 
 def check_rng(rng: str) -> None:
@@ -52,6 +52,13 @@ def _warn_of_race() -> None:
             "which needs Python 3.14t, or set PYTHON_GIL=1.",
             RuntimeWarning,
         )
+
+
+def random_numbers_kept(devices: Iterable[torch.device]) -> AbstractContextManager[None]:
+    """Return a context that puts the random state back at its end: of the CPU, and of these accelerators."""
+    found = {each for each in devices if each.type not in ("cpu", "meta")}
+    kind = next((each.type for each in found), "cuda")
+    return torch.random.fork_rng([each.index for each in found], device_type=kind)
 
 
 class RankStream(TorchDispatchMode):

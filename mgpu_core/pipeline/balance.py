@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import Module, ModuleDict, ModuleList, Sequential
 
+from mgpu_core.device.random import random_numbers_kept
 from mgpu_core.nested import map_leaves, tensors_in, unwrapped
 from mgpu_core.pipeline.deferred import recomputing
 
@@ -130,9 +131,7 @@ def balance(net: Module, sample: Any, parts: int, by: str = "time") -> Balance:
 
 def measured_layers(net: Module, sample: Any) -> list[Part]:
     """Return the layers of a net in the order of their calls, each as a part of its own; see :func:`balance`."""
-    gpus = [each.index for each in {each.device for each in net.parameters()} if each.type != "cpu"]
-    kind = torch.accelerator.current_accelerator()
-    with recomputing([net]), torch.random.fork_rng(gpus, device_type="cuda" if kind is None else kind.type):
+    with recomputing([net]), random_numbers_kept(each.device for each in net.parameters()):
         return [_measured(name, unit, *call) for name, unit, call in _calls(net, sample)]
 
 

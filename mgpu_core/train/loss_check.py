@@ -7,17 +7,17 @@ they are another loss than on one device, which no weights can correct: ``loss_o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch.nn import Module
 
+from mgpu_core.device.random import random_numbers_kept
 from mgpu_core.nested import flatten, flatten_alike
 from mgpu_core.train.loss import RankLoss, rank_loss
 
-__all__ = ["LossCheck", "LossState", "compare_losses", "random_numbers_kept", "warning_of"]
+__all__ = ["LossCheck", "LossState", "compare_losses", "warning_of"]
 
 LARGEST_NBYTES = 64 * 2**20  # of outputs that are looked at
 TOLERANCE, HALF_TOLERANCE = 1e-4, 3e-2
@@ -139,13 +139,6 @@ def _sum_of(losses: Sequence[RankLoss], rows: Sequence[int], reduction: str) -> 
         weight = sum(float(each.weight) for each in losses if each.weight is not None)
         values = [value / weight if weight else math.nan for value in values]
     return sum(values), sum(map(abs, values))
-
-
-def random_numbers_kept(devices: Iterable[torch.device]) -> AbstractContextManager[None]:
-    """Return a context that puts the random state back at its end: of the CPU, and of these accelerators."""
-    found = {each for each in devices if each.type not in ("cpu", "meta")}
-    kind = next((each.type for each in found), "cuda")
-    return torch.random.fork_rng([each.index for each in found], device_type=kind)
 
 
 def _advice(loss_fn: Any, target: Any, reduction: str) -> str:

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 import torch
 
 from mgpu_core._warnings import warn_user
+from mgpu_core.device.random import random_numbers_kept
 from mgpu_core.device.team import Team
 from mgpu_core.device.worker_choice import WorkerChoice, size_of
 from mgpu_core.device.workers import time_limit
@@ -30,7 +31,7 @@ from mgpu_core.train.forward_backward import ForwardBackward, RankPart
 from mgpu_core.train.grad_buckets import Communication
 from mgpu_core.train.grad_scaler import LossScale
 from mgpu_core.train.loss import RankLoss, Window, joined_aux, loss_of_ranks
-from mgpu_core.train.loss_check import LossCheck, LossState, compare_losses, random_numbers_kept, warning_of
+from mgpu_core.train.loss_check import LossCheck, LossState, compare_losses, warning_of
 from mgpu_core.train.optimizer_step import OptimizerStep, check_optimizer
 from mgpu_core.train.options import Options, check_device
 from mgpu_core.train.pipeline_passes import PipelinePasses

@@ -354,7 +354,7 @@ def test_a_resnet_with_deferred_statistics_trains_as_micro_batch_by_micro_batch(
     torch.manual_seed(0)
     net = resnet().double()
     whole = copy.deepcopy(net).to(cpu(1)[0])
-    x = torch.rand(6, 3, 64, 64, dtype=torch.float64, device=cpu(1)[0])
+    x = torch.rand(6, 3, 32, 32, dtype=torch.float64, device=cpu(1)[0])
     target = torch.arange(6, device=cpu(1)[0]) % 4
     pipeline = Pipeline(net, cpu(3), split_points=["layer2", "layer4"], chunks=3, deferred_batch_norm=True)
     step = TrainStep(pipeline, nn.CrossEntropyLoss(), torch.optim.SGD(pipeline.parameters(), lr=0.01))

@@ -6,7 +6,9 @@ The training is long_training.py; it runs in a process of its own, with the garb
 import json
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 
 import pytest
 
@@ -66,8 +68,13 @@ def test_resident_memory_stays_within_8_mib(told):
 
 
 def test_allocated_memory_stays(told):
-    """What Python's objects do not show: memory of C++, such as a graph that nobody frees.  6 bytes a step."""
-    assert grown(told, "malloc") <= MIB // 8, column(told, "malloc")
+    """What Python's objects do not show: memory of C++, such as a graph that nobody frees.  6 bytes a step.
+
+    A leak adds to every part of the steps; a library's buffer that is first needed late, to one.
+    """
+    assert grown(told, "malloc") <= MIB, column(told, "malloc")
+    added = median(after - before for before, after in pairwise(column(told, "malloc")))
+    assert added <= 6 * STEPS // CHECKPOINTS, column(told, "malloc")
 
 
 def test_pythons_blocks_stay(told):

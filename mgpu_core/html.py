@@ -26,6 +26,6 @@ def html_text(text: str) -> str:
 
 
 def html_frame(page: str, height: int = 900) -> str:
-    """Return a whole page in a frame of its own, whose scripts reach nothing outside of it; ``height`` in pixels."""
+    """Return a whole page in a sandboxed iframe: its scripts reach nothing outside of it; ``height`` in pixels."""
     style = f"width: 100%; height: {height}px; border: 1px solid #c9ccd4"
     return f'<iframe sandbox="allow-scripts" style="{style}" srcdoc="{escape(page)}"></iframe>'

@@ -21,6 +21,11 @@ from mgpu_core import DataParallel, Predictor, SyncBatchNorm, TrainStep, _core, 
 from mgpu_core.comm import all_reduce
 
 ROUNDS = [3, pytest.param(200, marks=pytest.mark.soak)]
+FREE_THREADED = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
+HAS_GIL = getattr(sys, "_is_gil_enabled", lambda: True)()
+DRAWS_ARE_SAFE = pytest.mark.skipif(
+    torch.__version__ < "2.13" and not HAS_GIL, reason="torch before 2.13 has a race in PyHandleCache.h"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -29,13 +34,6 @@ def few_objects():
     gc.freeze()
     yield
     gc.unfreeze()
-
-
-FREE_THREADED = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
-HAS_GIL = getattr(sys, "_is_gil_enabled", lambda: True)()
-DRAWS_ARE_SAFE = pytest.mark.skipif(
-    torch.__version__ < "2.13" and not HAS_GIL, reason="torch before 2.13 has a race in PyHandleCache.h"
-)
 
 
 @pytest.mark.skipif(not FREE_THREADED, reason="the build has no other mode than with the GIL")

@@ -4,8 +4,8 @@ The pages and scripts are the sources.  A notebook has their text and code in or
 because running the notebook makes it.
 """
 
+import argparse
 import re
-import sys
 from pathlib import Path
 
 import jupytext
@@ -56,5 +56,7 @@ def write_all(folder: Path) -> list[Path]:
 
 
 if __name__ == "__main__":
-    for written in write_all(Path(sys.argv[1])):
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    for written in write_all(parser.parse_args().folder):
         print(written)

@@ -93,8 +93,8 @@ class AutoWrap:
         """Wrap the net, unless the script has done so meanwhile or there is nothing to spread it over."""
         self._net, devices = net, default_devices()
         held = {each.device for each in net.parameters()}
-        wrapped = [part for each in _modules() if isinstance(each, _WRAPPERS) for part in each.modules()]
-        if any(part is net for part in wrapped):  # not ==, which metrics overload
+        wrappers = (each for each in _modules() if isinstance(each, _WRAPPERS))
+        if any(part is net for each in wrappers for part in each.modules()):  # not ==, which metrics overload
             return
         if len(devices) < 2:
             self._report(f"{type(net).__name__}: there are no two devices (--ranks N makes CPU ranks)")

@@ -11,7 +11,7 @@ import pytest
 DOCS = Path(__file__).parent.parent.parent / "docs"
 SEVERAL_PROCESSES = DOCS / "examples" / "several_processes.py"  # has tests of its own, in tests/processes
 SMALL_GPT = DOCS / "examples" / "small_gpt.py"
-SERVE = DOCS / "examples" / "serve.py"  # has a test of its own, in tests/inference
+SERVE = DOCS / "examples" / "serve.py"  # is tested in tests/inference
 PLOTTING = DOCS / "examples" / "plotting.py"
 ALL = sorted(set((DOCS / "examples").glob("*.py")) - {PLOTTING})
 EXAMPLES = [path for path in ALL if path not in (SEVERAL_PROCESSES, SMALL_GPT, SERVE)]

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
-from statistics import median
 
 import pytest
 
@@ -68,13 +67,13 @@ def test_resident_memory_stays_within_8_mib(told):
 
 
 def test_allocated_memory_stays(told):
-    """What Python's objects do not show: memory of C++, such as a graph that nobody frees.  6 bytes a step.
+    """A graph that nobody frees is memory of C++, which Python's objects do not show.  At most 6 bytes a step.
 
-    A leak adds to every part of the steps; a library's buffer that is first needed late, to one.
+    The checkpoint that adds most is left out: a library may need a buffer late, once.
     """
-    assert grown(told, "malloc") <= MIB, column(told, "malloc")
-    added = median(after - before for before, after in pairwise(column(told, "malloc")))
-    assert added <= 6 * STEPS // CHECKPOINTS, column(told, "malloc")
+    assert grown(told, "malloc") <= MIB // 4, column(told, "malloc")
+    added = sorted(after - before for before, after in pairwise(column(told, "malloc")))
+    assert sum(added[:-1]) <= 6 * (STEPS - STEPS // CHECKPOINTS), column(told, "malloc")
 
 
 def test_pythons_blocks_stay(told):

@@ -1,6 +1,7 @@
 """The development commands: ``nox -l`` lists them, ``nox -s lint test`` runs some.
 
-Sessions use the environment that nox runs in (see CONTRIBUTING), because torch alone takes 5 GB in each new one.
+Sessions use the environment that nox runs in (see CONTRIBUTING), because torch alone takes 5 GB in each new one.  Those
+of continuous integration are scripts in ``ci/``.
 """
 
 import nox
@@ -19,16 +20,6 @@ def dev(session: nox.Session) -> None:
 
 
 @nox.session
-def lint(session: nox.Session) -> None:
-    """Check style, format and types, in Python and C++."""
-    session.run("ruff", "check", ".")
-    session.run("ruff", "format", "--check", ".")
-    sources = session.run("git", "ls-files", "*.h", "*.cpp", "*.cu", "*.cuh", silent=True)
-    session.run("clang-format", "--dry-run", "--Werror", *sources.split())
-    session.run("mypy")
-
-
-@nox.session
 def test(session: nox.Session) -> None:
     """Run the default tests, in at most four minutes on two cores; arguments after -- go to pytest."""
     session.run(*TESTS, *session.posargs)
@@ -41,23 +32,26 @@ def full(session: nox.Session) -> None:
 
 
 @nox.session
-def cpp(session: nox.Session) -> None:
-    """Build and run the C++ tests under a sanitizer: address, or the one named after --."""
-    (sanitizer,) = session.posargs or ["address"]
-    build = f"build/{sanitizer}"
-    options = ["-DMGPU_PYTHON=OFF", "-DMGPU_TESTS=ON", "-DMGPU_CUDA=off", f"-DMGPU_SANITIZE={sanitizer}"]
-    session.run("cmake", "-S", ".", "-B", build, "-G", "Ninja", *options)
-    session.run("cmake", "--build", build)
-    session.run("ctest", "--test-dir", build, "--output-on-failure")
-
-
-@nox.session
 def bench(session: nox.Session) -> None:
     """List the benchmarks, or run the one named after --, with its options."""
     session.run("python", "benchmarks/run.py", *(session.posargs or ["--list"]))
 
 
-@nox.session
-def docs(session: nox.Session) -> None:
-    """Build the site into build/site; warnings are errors."""
-    session.run("sphinx-build", "-W", "--keep-going", "-q", "-b", "html", "docs", "build/site")
+def script(name: str, does: str) -> None:
+    """Add a session that runs a script of continuous integration."""
+
+    def run(session: nox.Session) -> None:
+        session.run("bash", f"ci/{name}", external=True)
+
+    run.__doc__ = does
+    nox.session(run, name=name)
+
+
+script("lint", "Check style, format and types, in Python and C++.")
+script("python", "Run the README's second command, then the tests that the default run leaves out.")
+script("fakes", "Run tests again on the fake accelerators.")
+script("cpp", "Build and run the C++ tests under the address, undefined and thread sanitizers.")
+script("ptx", "Run the C++ tests of the CUDA kernels from their PTX.")
+script("gpu_check", "Run the check for one GPU without one.")
+script("frameworks", "Run the tests with other frameworks, if their files have changed since they were proved.")
+script("docs", "Build the site; warnings are errors.")

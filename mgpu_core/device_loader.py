@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from mgpu_core.device.devices import CPU, DeviceLike, default_devices
-from mgpu_core.device.streams import GPU_TYPE, copying_to, hand_over
+from mgpu_core.device.streams import GPU_TYPE
 from mgpu_core.device.team import Team
-from mgpu_core.nested import RankParts, map_leaves, tensors_in
+from mgpu_core.device.transfer import copying_to, hand_over, lend, to_device
+from mgpu_core.nested import RankParts, Rows, map_leaves, tensors_in
 from mgpu_core.parallel.scatter_inputs import check_shares, split_ahead
 
 __all__ = ["DeviceLoader"]
@@ -79,6 +80,7 @@ class DeviceLoader:
     def _sent(self, batch: Any) -> Any:
         """Start the copies of a batch."""
         if any(device.type == GPU_TYPE for device in self._devices):
+            lend(tensors_in(map_leaves(batch, lambda leaf: list(leaf) if isinstance(leaf, Rows) else leaf)))
             batch = map_leaves(batch, _pinned)
         with copying_to(self._devices):
             if len(self._devices) > 1:
@@ -97,4 +99,4 @@ def _pinned(leaf: Any) -> Any:
 
 
 def _moved(leaf: Any, device: torch.device) -> Any:
-    return leaf.to(device, non_blocking=device.type != "cpu") if isinstance(leaf, torch.Tensor) else leaf
+    return to_device(leaf, device) if isinstance(leaf, torch.Tensor) else leaf

@@ -14,6 +14,7 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from mgpu_core.containers import opened
+from mgpu_core.device.transfer import to_device
 
 __all__ = [
     "LEAF",
@@ -87,7 +88,7 @@ class RankParts:
         """Return the tensor, or the list, with all rows on ``device`` (default: the first rank's)."""
         if isinstance(self.parts[0], list):
             return [entry if device is None else moved(entry, device) for part in self.parts for entry in part]
-        return torch.cat([part.to(device or self.parts[0].device) for part in self.parts], self.dim)
+        return torch.cat([to_device(part, device or self.parts[0].device) for part in self.parts], self.dim)
 
     def __len__(self) -> int:
         return sum(self.counts) if self.dim == 0 else len(self.parts[0])
@@ -277,7 +278,7 @@ def _unmarked(leaf: Any) -> Any:
 def moved(obj: Any, device: torch.device) -> Any:
     """Return the nest with its tensors on ``device``, without copying those already there; markers are removed."""
     if isinstance(obj, torch.Tensor):
-        return obj if obj.device == device else obj.to(device)
+        return obj if obj.device == device else to_device(obj, device)
     if type(obj) is tuple and all(type(each) is torch.Tensor for each in obj):
         return tuple([moved(each, device) for each in obj])
     leaves: list[Any] = []
@@ -292,6 +293,8 @@ def _moved(leaf: Any, device: torch.device) -> Any:
         return leaf.joined(device)
     if isinstance(leaf, Rows):
         return [moved(each, device) for each in leaf]
-    if isinstance(leaf, torch.Tensor | PackedSequence) and leaf.data.device != device:
-        return leaf.to(device)  # type: ignore[arg-type]  # torch's stub forgets devices
+    if isinstance(leaf, PackedSequence) and leaf.data.device != device:
+        return leaf._replace(data=to_device(leaf.data, device))
+    if isinstance(leaf, torch.Tensor) and leaf.device != device:
+        return to_device(leaf, device)
     return leaf

@@ -15,6 +15,7 @@ from mgpu_core.device.drop_in import as_id, drop_in_devices, drop_in_output
 from mgpu_core.device.modes import check_modes
 from mgpu_core.device.random import check_rng
 from mgpu_core.device.team import Team
+from mgpu_core.device.transfer import module_to
 from mgpu_core.device.worker_choice import WorkerChoice, check_workers, size_of
 from mgpu_core.module_tree import ModuleTree, check_initialised, tensors_of
 from mgpu_core.nested import unwrapped
@@ -86,7 +87,7 @@ class DataParallel(torch.nn.DataParallel[M]):
         check_shares(shares, len(self.device_ids))
         self.src_device_obj = as_device(self.device_ids[0])
         if len(self.device_ids) == 1:
-            self.module.to(self.src_device_obj)
+            module_to(self.module, self.src_device_obj)
 
     @outside_the_compiler
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:

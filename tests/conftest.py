@@ -1,4 +1,4 @@
-"""Where the tests run: as a rule on the CPU, in the processes that ``test_fake_accelerator.py`` starts on the fake.
+"""Where the tests run: as a rule on the CPU, in the processes that ``fakes/on_the_fake.py`` starts on a fake.
 
 There the tests that say nothing of a device run as they are: what they make is on ``fake:0``, the ranks
 that they ask for are fake devices, and what they compare may be on two of them.
@@ -59,7 +59,7 @@ def really_equal():
 
 # Which tests the default run leaves out, by folder and file below tests/; single tests carry the marker themselves.
 _MARKERS = {
-    "fakes": ("kernels/test_cupy_kernels.py", "ptx", "test_fake_accelerator.py", "test_fake_cuda.py"),
+    "fakes": ("kernels/test_cupy_kernels.py", "ptx"),
     "processes": ("processes",),
     "soak": ("soak",),
     "browser": ("explain/test_browser.py",),

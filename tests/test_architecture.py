@@ -2,7 +2,7 @@
 
 Python, from the top: cli -> bench -> doctor, lessons, mnist, replacing -> advice -> explain -> explanation ->
 integrations -> wrapper, device_loader, inference -> train -> tensor_parallel -> pipeline -> parallel, optim, processes,
-sync_batchnorm -> comm -> tensor_loader -> kernels -> device -> module_tree -> nested, replica_hooks, errors, files,
+sync_batchnorm -> comm -> tensor_loader -> kernels -> nested -> device -> module_tree -> replica_hooks, errors, files,
 user_script -> trace -> null_context, _warnings, containers, extras, html -> _core.
 C++: bindings -> backends.cpp -> backends/* -> core; backends do not include each other; only bindings uses pybind11.
 """
@@ -22,9 +22,10 @@ LAYERS = [
     {"_core", "extras", "html"},
     {"null_context", "_warnings", "containers"},
     {"trace"},
-    {"errors", "nested", "replica_hooks", "files", "user_script"},
+    {"errors", "replica_hooks", "files", "user_script"},
     {"module_tree"},
     {"device"},
+    {"nested"},
     {"kernels"},
     {"tensor_loader"},
     {"comm"},
@@ -43,7 +44,7 @@ LAYERS = [
     {"__main__"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
-TOOLS = {name for names in LAYERS[15:] for name in names}
+TOOLS = {name for names in LAYERS[16:] for name in names}
 
 
 def module_of(path: Path) -> str:

@@ -12,7 +12,7 @@ TARGET = ROOT / "docs" / "contract.md"
 HEAD = """# What the drop-in promises, and which test holds it
 
 Made by `python tools/contract_table.py` from `tests/contract.toml`. Tests in `accelerator/` run in a process of their
-own, started by `tests/test_fake_accelerator.py`.
+own, started by `tests/fakes/on_the_fake.py`.
 """
 
 

@@ -8,7 +8,7 @@ import argparse
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -36,7 +36,7 @@ def commands(results: Path) -> dict[str, tuple[Main, list[str]]]:
     }
 
 
-def run_all(runs: dict[str, Callable[[], int]], seconds: float, clock: Callable[[], float] = time.monotonic) -> int:
+def run_all(runs: Mapping[str, Callable[[], int]], seconds: float, clock: Callable[[], float] = time.monotonic) -> int:
     """Run the cases in order, and start none after the given seconds. Return 1 if a case did not return 0, else 0."""
     end, status = clock() + seconds, 0
     for name, each in runs.items():
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("results", type=Path)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="after which no case is begun")
     options = parser.parse_args(arguments)
-    runs = {name: partial(*command) for name, command in commands(options.results).items()}
+    runs = {name: partial(case, line) for name, (case, line) in commands(options.results).items()}
     return run_all(runs, options.seconds)
 
 

@@ -1,130 +1,145 @@
-# What gpu_check.sh and gpu_check_many.sh share: they set SCRIPT, NEEDED_GPUS, STAGES, LIMIT and SHOWS, and call main.
+# Runs stages, each under a limit and with a log of its own; gpu_check.sh and gpu_check_many.sh source this file.
+#
+# They set SCRIPT, NEEDED_GPUS, TOTAL_SECONDS, STAGES, LIMIT and SHOWS, define `run_stages`, which calls `stage NAME` in
+# their order, and call `main "$@"`.  What a stage does is in stages.sh.
 
 usage() {
   cat >&2 <<END
 usage: bash benchmarks/$SCRIPT OUTDIR $(printf '[%s] ' "${STAGES[@]}")
 
-Without stages: all of them, in this order.
-  MGPU_WHEEL             a wheel that is installed instead of building one
-  GPU_CHECK_WORK         where is built and installed (default: a folder of yours below TMPDIR)
-  GPU_CHECK_SECONDS      other limits, such as "build=300 test=60"
-  GPU_CHECK_COMMIT       the commit of these sources, where git does not know it
-Exit status: 0 all chosen stages passed, 1 one did not, 2 a wrong argument, 3 too few GPUs, 130 or 143 stopped by a signal.
+Without stages: all of them. OUTDIR gets summary.md, logs.tgz, cases.jsonl and measure.json, written anew after each stage.
+  GPU_CHECK_TOTAL    seconds that all stages together may take (default: $TOTAL_SECONDS)
+  GPU_CHECK_SECONDS  other limits of stages, such as "package=300 pytest=60"
+  GPU_CHECK_KIT      the folder that gpu_check/prepare.sh has made (default: .gpu_check in the clone)
+  GPU_CHECK_WORK     where is built and installed (default: a folder of yours below TMPDIR)
+  GPU_CHECK_COMMIT   the commit of these sources, where neither git nor the kit knows it
+  GPU_CHECK_DEVICE   "cpu": a dry run, without a GPU
+  GPU_CHECK_CASES    an expression for pytest -k: these cases alone
+  MGPU_WHEEL         a wheel to install instead of the kit's; "installed": the package that python3 has
+Exit status: 0 no chosen stage failed, 1 one did, 2 a wrong argument, 3 too few GPUs, 130 or 143 stopped by a signal.
 END
   exit 2
 }
 
-readonly FACTS_SECONDS=20
-root=$(realpath "$(dirname "${BASH_SOURCE[0]}")/../..")
+checks=$(dirname "$(realpath "${BASH_SOURCE[0]}")")
+root=$(realpath "$checks/../..")
+# A kit stays in the folder where prepare.sh has put it, next to the clone that it was made of.
+kit=$(realpath -m "${GPU_CHECK_KIT:-$root/.gpu_check}")
 work=$(realpath -m "${GPU_CHECK_WORK:-${TMPDIR:-/tmp}/mgpu-gpu-check-$(id -u)}")
-export PYTHONPATH=$work/site${PYTHONPATH:+:$PYTHONPATH}
-[[ -z ${MGPU_WHEEL:-} ]] || MGPU_WHEEL=$(realpath -m "$MGPU_WHEEL")
+device=${GPU_CHECK_DEVICE:-cuda:0}
+total=${GPU_CHECK_TOTAL:-$TOTAL_SECONDS}
+[[ -z ${MGPU_WHEEL:-} || $MGPU_WHEEL == installed ]] || export MGPU_WHEEL=$(realpath -m "$MGPU_WHEEL")
+chosen=() child="" lane="" running="" began=0 gpu=""
 
-# One page: the verdict, the machine, the stages and the ends of the logs of those that did not pass; figures below.
-summary() {
-  local stage status rest
-  {
-    echo "# GPU check: $(verdict)"
-    echo
-    cat "$out/facts.md" 2>/dev/null
-    bounds
-    printf '\n| stage | what it shows | status | seconds | limit |\n|---|---|---|--:|--:|\n'
-    while read -r stage status rest; do
-      echo "| $stage | ${SHOWS[$stage]} | ${status//_/ } | $rest | ${LIMIT[$stage]} |"
-    done < "$out/status"
-    while read -r stage status rest; do
-      [[ $status == passed || ! -s $out/$stage.log ]] && continue
-      printf '\n## %s: the end of its log\n\n```\n' "$stage"
-      tail -n 12 "$out/$stage.log" | cut -c 1-300
-      echo '```'
-    done < "$out/status"
-    figures
-  } > "$out/summary.md.new" && mv "$out/summary.md.new" "$out/summary.md"
-}
+is_chosen() { [[ " ${chosen[*]} " == *" $1 "* ]]; }
 
-# Of all that was chosen: what has no line in `status` has not run.
-verdict() {
-  local passed
-  passed=$(grep -c ' passed ' "$out/status")
-  if [[ $passed == "${#chosen[@]}" ]]; then echo passed; else echo "NOT passed ($passed of ${#chosen[@]} stages)"; fi
-}
-
-bounds() {
-  [[ -s $out/bench.log ]] || return 0
-  local held missed
-  held=$(grep -c '^\* held' "$out/bench.log")
-  missed=$(grep -c '^\* MISSED' "$out/bench.log")
-  echo "* bounds: $held held, $missed missed (figures to look at; they fail nothing)"
-}
-
-figures() {
-  local stage
-  printf '\n## Tests and figures\n\n'
-  for stage in "${STAGES[@]}"; do
-    grep -hE '^=*[ ]*([0-9]+ (passed|failed|error|skipped)|no test)|SUMMARY|checks passed' "$out/$stage.log" 2>/dev/null |
-      sed "s/^/* $stage: /"
-    [[ $stage == bench ]] || sed -n "s/^figure: /* $stage: /p" "$out/$stage.log" 2>/dev/null
-  done
-  [[ -s $out/bench.log ]] || return 0
-  printf '\n## Kernels (ms; how many times as long each peer took)\n\n'
-  awk '/^== / { print "* " substr($0, 4) }
-    /^(device cuda|\* (held|MISSED|not measured)|run.py: error|not run)/ { sub(/^\* /, ""); print "  * " $0 }' "$out/bench.log"
-}
-
-# What doctor says is asked once, by way of the package: it is the one that the results belong to.
-facts() {
-  timeout "$FACTS_SECONDS" python3 -P -m mgpu_core doctor --json > "$out/doctor.json" 2> "$out/doctor.log"
-  {
-    echo "* commit: $(git describe --always --dirty --exclude '*' 2>/dev/null || echo "${GPU_CHECK_COMMIT:-unknown}")"
-    echo "* GPU, driver: ${gpu//$'\n'/; }"
-    python3 -c '
-import json, sys
-report = json.load(sys.stdin)
-for name in ("torch", "nccl", "python"):
-    print(f"* {name}:", (report[name] or {}).get("version"))
-print("* CUDA:", report["torch"]["cuda"])
-print("* mgpu_core:", report["mgpu_core"])
-' < "$out/doctor.json" 2>> "$out/doctor.log"
-  } > "$out/facts.md"
+commit() {
+  git -C "$root" describe --always --dirty --exclude '*' 2> /dev/null || cat "$kit/commit" 2> /dev/null || echo "${GPU_CHECK_COMMIT:-unknown}"
 }
 
 note() {
-  echo "$1 $2 $3" >> "$out/status"
-  echo "$1: ${2//_/ } ($3 s)"
-  summary
+  echo "$1 $2 $3 ${LIMIT[$1]}" >> "$work/status"
+  echo "[$SECONDS s] $1: ${2//_/ } ($3 s)"
 }
 
-# In the background, because a trap waits for a command in the foreground.
-run_stage() {
-  local stage=$1 begin=$SECONDS code
-  GPU_CHECK_LIMIT=${LIMIT[$stage]} timeout -k 5 "${LIMIT[$stage]}" \
-    bash benchmarks/gpu_check/stage.sh "$stage" "$out" "$work" > "$out/$stage.log" 2>&1 &
-  child=$! running=$stage started=$begin
+# stage NAME: run one stage; return its exit status, or 0 if it was not chosen.
+stage() {
+  local name=$1 limit=${LIMIT[$1]} code
+  is_chosen "$name" || return 0
+  ((limit < total - SECONDS)) || limit=$((total - SECONDS))
+  if ((limit < 5)); then
+    note "$name" not_run 0
+    return 1
+  fi
+  # In the background, because a trap waits for a command in the foreground.
+  running=$name began=$SECONDS
+  GPU_CHECK_LIMIT=$limit timeout -k 5 "$limit" bash "$checks/stages.sh" "$name" > "$work/logs/$name.log" 2>&1 &
+  child=$!
   wait "$child"
   code=$?
   child=
   case $code in
-    0) note "$stage" passed $((SECONDS - begin)) ;;
-    124 | 137) note "$stage" timed_out $((SECONDS - begin)) ;; # at TERM, or only at KILL
-    5) note "$stage" missing $((SECONDS - begin)) ;;
-    *) note "$stage" failed $((SECONDS - begin)) ;;
+    0) note "$name" passed $((SECONDS - began)) ;;
+    5) note "$name" missing $((SECONDS - began)) ;;
+    6) note "$name" needs_a_GPU $((SECONDS - began)) && code=0 ;;
+    124 | 137) note "$name" timed_out $((SECONDS - began)) ;; # at TERM, or only at KILL
+    *) note "$name" failed $((SECONDS - began)) ;;
   esac
+  [[ -n $lane ]] || publish # the second lane leaves that to the first
   return "$code"
+}
+
+# One page: the verdict, the machine, the stages, what failed and why, figures.
+summary() {
+  local name status seconds limit
+  echo "# GPU check: $(verdict)"
+  echo
+  echo "* commit: $(commit), $(date -u +%F)"
+  echo "* GPU, driver: ${gpu//$'\n'/; }"
+  grep -hE '^[a-z0-9-]+: ' "$work/logs/facts.log" 2> /dev/null | cut -c 1-150 | sed 's/^/* /'
+  printf '\n| stage | what it shows | status | seconds | limit |\n|---|---|---|--:|--:|\n'
+  while read -r name status seconds limit; do
+    echo "| $name | ${SHOWS[$name]} | ${status//_/ } | $seconds | $limit |"
+  done < "$work/status"
+  while read -r name status seconds limit; do
+    [[ $status == passed || $status == needs_a_GPU || ! -s $work/logs/$name.log ]] && continue
+    printf '\n## %s: the end of its log\n\n```\n' "$name"
+    tail -n 12 "$work/logs/$name.log" | cut -c 1-300
+    echo '```'
+  done < "$work/status"
+  printf '\n## Tests and figures\n\n'
+  for name in "${STAGES[@]}"; do
+    grep -hE '^=*[ ]*([0-9]+ (passed|failed|error|skipped)|no test)|^(cases|measure):|SUMMARY|checks passed' "$work/logs/$name.log" 2> /dev/null |
+      cut -c 1-200 | sed "s/^/* $name: /"
+    sed -nE "s/^(figure: |FAILED |ERROR )/* $name: /p" "$work/logs/$name.log" 2> /dev/null | cut -c 1-300
+  done
+}
+
+verdict() {
+  local bad
+  bad=$(grep -cvE ' (passed|needs_a_GPU) ' "$work/status")
+  if [[ $bad == 0 && $(grep -c . "$work/status") == "${#chosen[@]}" ]]; then
+    echo "passed"
+  else
+    echo "NOT passed ($(grep -cE ' (passed|needs_a_GPU) ' "$work/status") of ${#chosen[@]} stages)"
+  fi
+}
+
+# Few files, whole at any moment: a lost machine loses little.
+publish() {
+  summary > "$out/summary.md.new"
+  mv "$out/summary.md.new" "$out/summary.md"
+  tar -czf "$work/logs.new" -C "$work" logs status 2> /dev/null
+  [[ -s $work/logs.new ]] && cp "$work/logs.new" "$out/logs.tgz.new" && mv "$out/logs.tgz.new" "$out/logs.tgz"
+  cp -f "$work"/cases.jsonl "$work"/measure.json "$out/" 2> /dev/null
 }
 
 stop() {
   trap '' TERM INT
+  [[ -z ${second:-} ]] || { kill -TERM "$second" 2> /dev/null && wait "$second"; }
   if [[ -n $child ]]; then
-    kill -TERM "$child" 2>/dev/null # timeout hands it on to all that it started
+    kill -TERM "$child" 2> /dev/null # timeout hands it on to all that it started
     wait "$child"
-    note "$running" stopped $((SECONDS - started))
+    note "$running" stopped $((SECONDS - began))
   fi
   exit "$1"
 }
 
-too_few_gpus() {
-  echo "$SCRIPT: ${NEEDED_GPUS} GPU(s) needed here: ${gpu:-nvidia-smi names none}" | tee "$out/facts.md" >&2
-  exit 3
+# second_lane FUNCTION: run stages next to those of this lane; `wait_for_second_lane` ends it.
+second_lane() {
+  (
+    lane=second child=""
+    trap - EXIT
+    trap 'stop 143' TERM
+    trap 'stop 130' INT
+    "$1"
+  ) &
+  second=$!
+}
+
+wait_for_second_lane() {
+  wait "$second"
+  second=
 }
 
 choose() {
@@ -139,38 +154,42 @@ choose() {
 
 limits() {
   local each
+  [[ $total =~ ^[1-9][0-9]*$ ]] || usage
   for each in ${GPU_CHECK_SECONDS:-}; do
     [[ $each =~ ^([a-z]+)=([1-9][0-9]*)$ && -n ${LIMIT[${BASH_REMATCH[1]}]:-} ]] || usage
     LIMIT[${BASH_REMATCH[1]}]=${BASH_REMATCH[2]}
   done
 }
 
+count_gpus() {
+  if [[ $device == cpu ]]; then
+    gpu="none: a dry run on the CPU"
+    return
+  fi
+  gpu=$(nvidia-smi --query-gpu=name,driver_version --format=csv,noheader 2>&1) && (($(grep -c . <<< "$gpu") >= NEEDED_GPUS)) && return
+  echo "$SCRIPT: $NEEDED_GPUS GPU(s) needed here: ${gpu:-nvidia-smi names none}" >&2
+  exit 3
+}
+
 main() {
-  local stage code=0
   [[ $# -ge 1 && $1 != -* && -n $1 ]] || usage
   out=$(realpath -m "$1")
   choose "${@:2}"
   limits
+  count_gpus
   mkdir -p "$out" "$work" && cd "$root" || exit 2
-  rm -rf "$out"/{status,summary.md,facts.md,doctor.json,results,*.log,test-*.xml}
-  : > "$out/status"
-  trap summary EXIT
+  rm -rf "$work"/{logs,status,cases.jsonl,measure.json} "$out"/{summary.md,logs.tgz,cases.jsonl,measure.json}
+  mkdir "$work/logs" && : > "$work/status"
+  export PYTHONPATH=$work/site${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 PYTHONFAULTHANDLER=1
+  export MGPU_CORE_TIMEOUT=${MGPU_CORE_TIMEOUT:-60} MGPU_CORE_CACHE=$work/cache
+  export GPU_CHECK_DEVICE=$device GPU_CHECK_WORK=$work GPU_CHECK_KIT=$kit
+  MGPU_BENCH_COMMIT=$(commit) && export MGPU_BENCH_COMMIT
+  [[ $device != cpu ]] || export MGPU_TEST_DEVICE=cpu
+  trap publish EXIT
   trap 'stop 143' TERM
   trap 'stop 130' INT
-  gpu=$(nvidia-smi --query-gpu=name,driver_version --format=csv,noheader 2>&1) || too_few_gpus
-  (($(grep -c . <<< "$gpu") >= NEEDED_GPUS)) || too_few_gpus
-  [[ " ${chosen[*]} " == *" build "* ]] || facts
-  for stage in "${chosen[@]}"; do
-    # Without a package only the sanitizer has work: it builds its program itself.
-    if [[ $usable == no && $stage != sanitize ]]; then
-      note "$stage" not_run 0
-      continue
-    fi
-    run_stage "$stage" || code=1
-    [[ $stage == build && $code == 1 ]] && usable=no
-    [[ $stage == build ]] && facts
-  done
-  exit "$code"
+  run_stages
+  cat <(echo) <(summary)
+  [[ $(verdict) == passed ]]
+  exit
 }
-
-chosen=() child="" running="" started=0 gpu="" usable=yes

@@ -84,7 +84,9 @@ def replicas(devices: Sequence[torch.device], algorithm: str, steps: int) -> Non
 
 def without_peers(devices: Sequence[torch.device], turns: int) -> None:
     """Scatters, gathers and adds on streams of its own, with no pair allowed to the core. Raises at a wrong value."""
-    streams.settle_peers = lambda devices: None  # as where the test of every pair has failed
+    # As where the test of every pair has failed.
+    streams.settle_peers = lambda devices: None  # type: ignore[attr-defined]
+    streams.have_proved_access = lambda device, peer: False  # type: ignore[attr-defined]
     own = [None if device.type == "cpu" else torch.Stream(device) for device in devices]
     with streams.on_all(devices, own):
         for turn in range(turns):
@@ -113,7 +115,8 @@ def rank_of_two(rank: int, unique_id: bytes) -> None:
     _core.nccl_open(wheel_libraries())
     torch.cuda.set_device(rank)
     team = _core.nccl_init(unique_id, 2, [rank], [rank], TEAM_SECONDS)
-    tensor, stream = torch.zeros(ROWS, device="cuda"), [(rank, torch.cuda.current_stream().cuda_stream)]
+    tensor = torch.zeros(ROWS, device="cuda")
+    stream = [_core.Stream("cuda", rank, torch.cuda.current_stream().cuda_stream)]
     for turn in itertools.count():
         team.all_reduce([tensor.data_ptr()], [tensor.data_ptr()], ROWS, "float32", "sum", stream, False)
         team.wait(stream)

@@ -3,6 +3,7 @@
 Names and versions only, no paths and no host name, so that a result can be published as it is.
 """
 
+import os
 import subprocess
 from pathlib import Path
 
@@ -47,7 +48,12 @@ def _nccl(report: Report) -> str:
 
 
 def _commit() -> str:
-    """Return the commit of this checkout; `-dirty` if tracked files differ from it; `none` where there is none."""
+    """Return the commit of this checkout; `-dirty` if tracked files differ from it; `none` where there is none.
+
+    MGPU_BENCH_COMMIT names it where the package is installed, as on a machine that gets a wheel.
+    """
+    if named := os.environ.get("MGPU_BENCH_COMMIT"):
+        return named
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():  # installed: a repository around it is somebody else's
         return "none"

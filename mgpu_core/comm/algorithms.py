@@ -84,7 +84,7 @@ class AllReduce:
         usual = AllReduce(pointers, streams, nbytes // 4, "float32", nbytes, "sum", merge_shared_devices=True)
         usual.run(algorithm)
         for device in set(devices):
-            torch.cuda.synchronize(device)
+            torch.cuda.current_stream(device).synchronize()
         if algorithm == "nccl":  # a team that is given up lets its streams go on, so they say nothing
             with_nccl(self._devices(), lambda team: team.wait(streams))
         if not all(bool(tensor.eq(len(devices)).all()) for tensor in tensors):

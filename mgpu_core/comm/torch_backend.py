@@ -15,6 +15,7 @@ from mgpu_core import _core
 from mgpu_core.comm.layout import nbytes_of
 from mgpu_core.comm.packing import flat, unpack_into
 from mgpu_core.comm.traffic_trace import trace_hop
+from mgpu_core.device.transfer import copy_into, to_device
 from mgpu_core.kernels.reference import average_of
 
 __all__ = [
@@ -43,13 +44,8 @@ def count(operation: str, tensors: Sequence[torch.Tensor | None]) -> None:
 
 def _fill(target: torch.Tensor, source: torch.Tensor) -> None:
     """Copy in the order of the devices' streams; a copy to the host, which has none, is waited for."""
-    target.copy_(source, non_blocking=target.device.type != "cpu")
+    copy_into(target, source)
     trace_hop(False, [source], [target])
-
-
-def _moved(source: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    """Return the tensor itself, or a copy that is ordered as :func:`_fill` says."""
-    return source.to(device=device, dtype=dtype, non_blocking=device.type != "cpu")
 
 
 def _add_up(parts: Sequence[torch.Tensor], op: str, device: torch.device) -> torch.Tensor:
@@ -59,9 +55,9 @@ def _add_up(parts: Sequence[torch.Tensor], op: str, device: torch.device) -> tor
         return torch.view_as_complex(_add_up(halves, op, device))
     wide = torch.float32 if parts[0].dtype in _HALF else parts[0].dtype
     combine = {"prod": torch.mul, "min": torch.minimum, "max": torch.maximum}.get(op, torch.add)
-    total = parts[0].to(device=device, dtype=wide)
+    total = to_device(parts[0], device, wide)
     for part in parts[1:]:
-        total = combine(total, _moved(part, device, wide))
+        total = combine(total, to_device(part, device, wide))
     return (average_of(total, len(parts)) if op == "avg" else total).to(parts[0].dtype)
 
 
@@ -96,7 +92,7 @@ def broadcast_packed(sources: Sequence[torch.Tensor], copies: Sequence[Sequence[
     buffer = flat(sources)
     for rank, targets in enumerate(zip(*copies, strict=True)):
         if targets[0] is not sources[0]:
-            unpack_into(_moved(buffer, targets[0].device, buffer.dtype), targets)
+            unpack_into(to_device(buffer, targets[0].device), targets)
             for source, target in zip(sources, targets, strict=True):
                 trace_hop(False, [source], [target])
             _core.count("broadcast", ALGORITHM, rank, buffer.nbytes)

@@ -29,7 +29,7 @@ from mgpu_core.device import cache
 from mgpu_core.device.machine_key import machine_key
 from mgpu_core.device.nccl_teams import keep_nccl_off_peers
 
-__all__ = ["PeerVerdict", "kept_verdicts", "map_for_peer", "prove_peers", "settle_peers"]
+__all__ = ["PeerVerdict", "have_proved_access", "kept_verdicts", "map_for_peer", "prove_peers", "settle_peers"]
 
 PROBE = [sys.executable, "-P", "-m", "mgpu_core.device.peer_probe"]
 START_SECONDS = 120.0  # until the child has imported torch and made its contexts
@@ -79,6 +79,7 @@ def prove_peers(devices: Sequence[int], *, again: bool = False) -> list[PeerVerd
 
 
 _settled: set[int] = set()
+_allowed: set[Pair] = set()  # lower index first
 _lock = threading.Lock()
 
 
@@ -94,6 +95,14 @@ def settle_peers(devices: Iterable[int]) -> None:
         _settled.update(wanted)
 
 
+def have_proved_access(device: int, peer: int) -> bool:
+    """Return whether two GPUs have been shown to reach each other's memory, both ways; tests them if need be."""
+    pair = min(device, peer), max(device, peer)
+    if pair not in _allowed:
+        settle_peers(pair)
+    return pair in _allowed
+
+
 def _allow(verdicts: Sequence[PeerVerdict]) -> None:
     failed = [f"cuda:{each.device} -> cuda:{each.peer}: {each.problem}" for each in verdicts if not each.passed]
     both_ways = {(each.device, each.peer) for each in verdicts if each.passed}
@@ -103,6 +112,7 @@ def _allow(verdicts: Sequence[PeerVerdict]) -> None:
     for pair in sorted(allowed):
         try:
             _enable(pair)
+            _allowed.add(pair)
         except (RuntimeError, ValueError) as error:  # torch's, and the core's of both families
             failed.append(f"cuda:{pair[0]} <-> cuda:{pair[1]}: {str(error).splitlines()[0]}")
     if failed:

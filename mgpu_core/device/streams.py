@@ -9,27 +9,27 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cache, lru_cache
+from typing import Literal, TypeAlias
 
 import torch
 
 from mgpu_core import _core
 from mgpu_core._warnings import warn_user
-from mgpu_core.device.peers import settle_peers
+from mgpu_core.device.peers import have_proved_access, settle_peers
 from mgpu_core.null_context import NULL_CONTEXT
 
 __all__ = [
     "HOST",
     "SideStreams",
     "caller_streams",
-    "copy_aside",
-    "copying_to",
     "core_serves",
     "core_stream",
     "core_streams",
-    "hand_over",
     "is_capturing",
     "on",
     "on_all",
+    "own_stream",
+    "reach_each_other",
     "resumed_on_all",
 ]
 
@@ -50,8 +50,15 @@ def on(device: torch.device, stream: torch.Stream | None) -> AbstractContextMana
 
 @contextmanager
 def _on_accelerator(device: torch.device, stream: torch.Stream) -> Iterator[None]:
-    with torch.accelerator.device_index(device.index), stream:
-        yield
+    # Not ``with stream``: torch keeps the previous stream on the stream's object, which threads share, so that each
+    # thread could get back the stream of another one.
+    with torch.accelerator.device_index(device.index):
+        before = torch.accelerator.current_stream(device)
+        torch.accelerator.set_stream(stream)
+        try:
+            yield
+        finally:
+            torch.accelerator.set_stream(before)
 
 
 def on_all(devices: Sequence[torch.device], streams: Sequence[torch.Stream | None]) -> AbstractContextManager[object]:
@@ -124,53 +131,6 @@ def is_capturing(gpu: int) -> bool:
         return torch.cuda.is_current_stream_capturing()
 
 
-@contextmanager
-def copying_to(devices: Sequence[torch.device]) -> Iterator[None]:
-    """Make a side stream the current one of each GPU, so that copies do not queue after its computing.
-
-    Memory that is allocated inside belongs to the side streams: call :func:`hand_over` before computing with it.
-    Other devices keep their streams.
-    """
-    gpus = sorted({device.index for device in devices if device.type == GPU_TYPE})
-    with ExitStack() as stack:
-        for gpu in gpus:
-            stack.enter_context(_on_accelerator(torch.device(GPU_TYPE, gpu), _side_stream(gpu)))
-        yield
-
-
-def hand_over(tensors: Sequence[torch.Tensor]) -> None:
-    """Let the current streams compute with tensors that were made inside :func:`copying_to`.
-
-    The current stream waits for the copies; and the allocator waits for the current stream before it gives the memory
-    to another copy.
-    """
-    for tensor in tensors:
-        if tensor.device.type == GPU_TYPE:
-            current = torch.accelerator.current_stream(tensor.device)
-            current.wait_stream(_side_stream(tensor.device.index))
-            tensor.record_stream(current)
-
-
-def copy_aside(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Start a copy of a tensor to another device, on the side streams of both where they are GPUs.
-
-    The copy waits for this thread's current stream of the tensor's device, and the device goes on meanwhile.  Call
-    :func:`hand_over` on the result before computing with it.  A tensor that is there already is returned.
-    """
-    source = tensor.device
-    if source == device:
-        return tensor
-    if source.type != GPU_TYPE:
-        with copying_to((device,)):
-            return tensor.to(device, non_blocking=device.type != "cpu")
-    side = _side_stream(source.index)
-    side.wait_stream(torch.accelerator.current_stream(source))
-    with copying_to((source, device)):
-        copy = tensor.to(device, non_blocking=device.type != "cpu")
-    tensor.record_stream(side)
-    return copy
-
-
 class SideStreams:
     """A side stream per GPU, for work that overlaps a backward.
 
@@ -181,6 +141,7 @@ class SideStreams:
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self._devices = devices
         self._computing: dict[torch.device, list[torch.Stream]] = {}
+        self._summing: dict[torch.device, torch.Stream] = {}
 
     def starts(self, devices: Sequence[torch.device], streams: Sequence[torch.Stream | None]) -> None:
         """Note which streams the ranks compute on from now on: one per rank, of its device."""
@@ -188,6 +149,7 @@ class SideStreams:
         for device, stream in zip(devices, streams, strict=True):
             if stream is not None and stream not in self._computing.setdefault(device, []):
                 self._computing[device].append(stream)
+        self._summing = {device: _summing_stream(device, streams[0]) for device, streams in self._computing.items()}
 
     def made_on_current(self, device: torch.device) -> None:
         """Note that gradients were made on the current stream of the device: sums wait for it too.
@@ -209,7 +171,7 @@ class SideStreams:
     def _entered(self) -> Iterator[None]:
         with ExitStack() as stack:
             for device, streams in self._computing.items():
-                current = _reducing_stream(device.index) if device.type == GPU_TYPE else streams[0]
+                current = self._summing[device]
                 for each in streams:
                     if each != current:
                         current.wait_stream(each)
@@ -218,31 +180,42 @@ class SideStreams:
 
     def joins(self) -> None:
         """Order the current stream of each GPU after the work on its side stream."""
-        for device in self._computing:
+        for device, stream in self._summing.items():
             if device.type == GPU_TYPE:
-                torch.accelerator.current_stream(device).wait_stream(_reducing_stream(device.index))
+                torch.accelerator.current_stream(device).wait_stream(stream)
 
 
 # Torch has 32 streams of each priority on a GPU and gives them out in turn: with the usual priority, ours would be the
 # user's too, from the 33rd on.  Where a GPU lacks this priority, torch takes the highest that there is.
 OWN_PRIORITY = -2
 
-_reducing_streams: dict[int, torch.Stream] = {}
-_side_streams: dict[int, torch.Stream] = {}
+Purpose: TypeAlias = Literal["copies", "sums", "capture", "sums of a capture"]
+
+_own_streams: dict[tuple[Purpose, int], torch.Stream] = {}
 
 
-def _reducing_stream(gpu: int) -> torch.Stream:
-    return _the_only(_reducing_streams, gpu)
+def own_stream(purpose: Purpose, gpu: int) -> torch.Stream:
+    """Return the package's stream on a GPU for one purpose: the same one for all callers and threads.
+
+    A recording has streams of its own, so that work of other threads neither becomes part of it nor invalidates it;
+    there is one recording at a time (see :mod:`mgpu_core.train.graph_cache`).
+
+    Args:
+        purpose: ``copies`` between devices, ``sums`` of gradients during a backward, ``capture`` of graphs, and the
+            sums that are part of one.
+    """
+    made = _own_streams.get((purpose, gpu))  # not a ``cache``, which could give two threads two streams
+    return made or _own_streams.setdefault(
+        (purpose, gpu), torch.Stream(torch.device(GPU_TYPE, gpu), priority=OWN_PRIORITY)
+    )
 
 
-def _side_stream(gpu: int) -> torch.Stream:
-    return _the_only(_side_streams, gpu)
-
-
-def _the_only(streams: dict[int, torch.Stream], gpu: int) -> torch.Stream:
-    """Return one stream for all callers; a ``cache`` could give two threads two streams."""
-    made = streams.get(gpu)
-    return made or streams.setdefault(gpu, torch.Stream(torch.device(GPU_TYPE, gpu), priority=OWN_PRIORITY))
+def _summing_stream(device: torch.device, computing: torch.Stream) -> torch.Stream:
+    if device.type != GPU_TYPE:
+        return computing
+    capture = _own_streams.get(("capture", device.index))
+    is_recorded = capture is not None and capture == computing
+    return own_stream("sums of a capture" if is_recorded else "sums", device.index)
 
 
 @cache
@@ -256,6 +229,17 @@ def _has_code_for(gpu: int) -> bool:
         RuntimeWarning,
     )
     return False
+
+
+def reach_each_other(one: torch.device, other: torch.device) -> bool:
+    """Return whether torch may copy between two devices directly.
+
+    Between two GPUs that the core serves it may where :mod:`mgpu_core.device.peers` has shown that data arrives; the
+    first call about a GPU runs that test.
+    """
+    if not one.type == other.type == GPU_TYPE or one.index == other.index or not _cuda_backend_works():
+        return True
+    return have_proved_access(one.index, other.index)
 
 
 @cache

@@ -15,6 +15,8 @@ from statistics import median
 
 import torch
 
+from mgpu_core.device import streams
+
 __all__ = ["WORKERS", "WorkerChoice", "check_workers", "size_of"]
 
 WORKERS = ("threads", "caller", "auto")
@@ -65,7 +67,7 @@ class WorkerChoice:
         if (way := self._chosen.get(size)) is not None:
             self.now = way
             return False
-        if torch.are_deterministic_algorithms_enabled():
+        if torch.are_deterministic_algorithms_enabled() or self._is_recorded():
             self.now = "threads"
             return False
         times = self._times.setdefault(size, {"threads": [], "caller": []})
@@ -87,9 +89,16 @@ class WorkerChoice:
             self._chosen[size] = min(times, key=lambda way: median(times[way][WARM_UP:]))
             self._times.pop(size, None)
 
+    def _is_recorded(self) -> bool:
+        """Return whether a caller's CUDA graph records this call: its host may not wait, and its time says nothing."""
+        return any(
+            device.type == streams.GPU_TYPE and streams.is_capturing(device.index) for device in self._accelerators
+        )
+
     def _synchronize(self) -> None:
+        # Not for whole devices: that would invalidate what another thread records.
         for device in self._accelerators:
-            torch.accelerator.synchronize(device)
+            torch.accelerator.current_stream(device).synchronize()
 
     def chosen(self) -> list[list[object]]:
         """Return the choices, for a state: pairs of a size and a way."""

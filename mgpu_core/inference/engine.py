@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 
 from mgpu_core._warnings import warn_user
+from mgpu_core.device.transfer import to_device
 from mgpu_core.device.workers import WorkerPool
 from mgpu_core.errors import Error
 from mgpu_core.inference.replicas import Replica
@@ -36,6 +37,7 @@ from mgpu_core.trace.tracer import emit, in_step, span, when_tracing
 
 __all__ = ["Engine"]
 
+_CPU = torch.device("cpu")
 _numbers = count()
 
 
@@ -107,7 +109,9 @@ class Engine:
     def _serve(self, rank: int) -> None:
         """Answer batches until the queue is closed and empty, or the device is lost."""
         launched: _Batch | None = None
-        with torch.inference_mode():
+        device = self._devices[rank]
+        here = NULL_CONTEXT if device.type == "cpu" else torch.accelerator.device_index(device.index)
+        with torch.inference_mode(), here:  # a module may say "cuda", and some kernels start on the current device
             while True:
                 is_lost = self.stats[rank].is_lost
                 requests = [] if is_lost else self.queue.take(self._limits[rank], wait=launched is None)
@@ -160,6 +164,8 @@ class Engine:
         if batch.event is not None:
             batch.event.synchronize()
         parts = {target: self._joiner.split(outputs, batch.requests) for target, outputs in batch.outputs.items()}
+        if batch.event is not None and len(batch.requests) > 1 and _CPU in parts:
+            parts[_CPU] = [map_leaves(part, _own_memory) for part in parts[_CPU]]
         stats = self.stats[rank]
         stats.compute_seconds.append(time.perf_counter() - batch.begin)
         stats.batches += 1
@@ -220,7 +226,14 @@ def _is_wanted(request: Request) -> bool:
     return request.future.running() or request.future.set_running_or_notify_cancel()
 
 
+def _own_memory(leaf: Any) -> Any:
+    """Return a copy of a part of a batch's pinned memory, all of which it would keep."""
+    if not isinstance(leaf, torch.Tensor) or leaf.untyped_storage().nbytes() <= leaf.nbytes:
+        return leaf
+    return leaf.clone()
+
+
 def _sent(target: torch.device, leaf: Any) -> Any:
     if not isinstance(leaf, torch.Tensor) or leaf.device == target:
         return leaf
-    return copied_to_host(leaf) if target.type == "cpu" else leaf.to(target, non_blocking=True)
+    return copied_to_host(leaf) if target.type == "cpu" else to_device(leaf, target)

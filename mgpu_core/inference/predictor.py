@@ -11,13 +11,15 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.nn import Module
 
+from mgpu_core.device.compiled import compiled_calls
 from mgpu_core.device.devices import DeviceLike, as_device, as_devices, local_devices
 from mgpu_core.device.streams import GPU_TYPE
+from mgpu_core.device.transfer import used_here
 from mgpu_core.device.workers import EXIT_SECONDS, time_limit
 from mgpu_core.inference.engine import Engine
 from mgpu_core.inference.replicas import replicas_of
@@ -57,8 +59,9 @@ class Predictor:
         compile: call ``torch.compile`` once per rank.
         capture: record CUDA graphs, one per row shape and power of two of rows.  The module must treat rows apart.
 
-    Tensors on a GPU are read and answered on its default stream.  Answers to requests of one batch are views of the
-    same memory.
+    A request's tensors on a GPU are read after the work that the caller's current stream has then.  Answers are there
+    when a call or a future returns them.  Those on a GPU, or from a CPU rank, to requests of one batch are views of the
+    same memory; answers from a GPU to the host have memory of their own.
 
     Raises:
         TypeError, ValueError: arguments that cannot be.
@@ -91,7 +94,8 @@ class Predictor:
         if capture and is_spread(net):
             raise ValueError("capture=True needs a module on one device: a CUDA graph runs on one")
         self._joiner = Joiner(bucket_by, collate, split)
-        self._copies = partial(replicas_of, net, self.devices, compiled=compile, captured=capture)
+        calls = compiled_calls(net, cast(Module, torch.compile(net)), len(self.devices)) if compile else ()
+        self._copies = partial(replicas_of, net, self.devices, compiled=calls, captured=capture)
         self._queue = RequestQueue(max_pending, max_wait_ms / 1e3, max_batch)
         target = None if output_device is None else as_device(output_device)
         self._engine = Engine(self._copies(), self.devices, self._queue, self._joiner, max_batch, target, amp_dtype)
@@ -158,6 +162,7 @@ class Predictor:
         finally:
             for part in parts:  # after an error or Ctrl-C
                 part.future.cancel()
+        used_here(tensors_in(answers))  # the workers' streams made them, and the caller may be on another
         if count == 1:
             return answers[0]
         tensors = tensors_in(answers[0])

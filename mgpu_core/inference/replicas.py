@@ -5,16 +5,18 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch.nn import Module
 
 from mgpu_core._warnings import warn_user
+from mgpu_core.device.transfer import module_to
 from mgpu_core.inference.requests import form_of, key_of
 from mgpu_core.nested import Tree, flatten, map_leaves
 from mgpu_core.pipeline.placement import is_spread
-from mgpu_core.train.graph_cache import CudaRecorder
+from mgpu_core.train.graph_cache import CudaRecorder, FailedRecordings
 
 __all__ = ["GraphedModule", "Replica", "replicas_of"]
 
@@ -50,8 +52,17 @@ class Replica:
         return outputs
 
 
-def replicas_of(net: Module, devices: Sequence[torch.device], *, compiled: bool, captured: bool) -> list[Replica]:
-    """Return a copy of the module per rank; ranks of one device share parameters, and no buffers."""
+def replicas_of(
+    net: Module, devices: Sequence[torch.device], *, compiled: Sequence[Callable[..., Any]], captured: bool
+) -> list[Replica]:
+    """Return a copy of the module per rank; ranks of one device share parameters, and no buffers.
+
+    Args:
+        net: the module.
+        devices: one per rank.
+        compiled: per rank a function of its copy and the arguments; empty: the copies are called themselves.
+        captured: record CUDA graphs.
+    """
     made: list[Module] = []
     with torch.inference_mode(False), torch.no_grad():  # versions of buffers are counted outside inference mode alone
         for rank, device in enumerate(devices):
@@ -60,16 +71,26 @@ def replicas_of(net: Module, devices: Sequence[torch.device], *, compiled: bool,
                 shared = made[devices.index(device)].parameters()
                 memo = {id(own): other for own, other in zip(net.parameters(), shared, strict=True)}
             module = copy.deepcopy(net, memo)
-            made.append(module if is_spread(module) else module.to(device))
+            made.append(module if is_spread(module) else module_to(module, device))
             made[-1].requires_grad_(False).eval()
-    for device in {*devices} - {torch.device("cpu")}:
-        torch.accelerator.synchronize(device)  # workers use other streams than the caller
-    found = []
-    for module, device in zip(made, devices, strict=True):
-        if compiled:
-            module.compile()
-        found.append(Replica(module, GraphedModule(module, device) if captured else module))
-    return found
+    _wait_for(made)
+    calls: list[Callable[..., Any]] = [*made]
+    if compiled:
+        calls = [partial(call, module) for call, module in zip(compiled, made, strict=True)]
+    if captured:
+        name = type(net).__name__
+        calls = [GraphedModule(call, device, name) for call, device in zip(calls, devices, strict=True)]
+    return list(map(Replica, made, calls))
+
+
+def _wait_for(modules: Sequence[Module]) -> None:
+    """Wait until the copies are made: workers use other streams than this thread.
+
+    Only for the streams of this thread: a wait for a whole device would invalidate a recording of another thread.
+    """
+    tensors = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
+    for device in {each.device for each in tensors} - {torch.device("cpu")}:
+        torch.accelerator.current_stream(device).synchronize()
 
 
 class _Recorded(NamedTuple):
@@ -83,12 +104,18 @@ class GraphedModule:
 
     A graph has a power of two of rows: a batch is copied into its first rows, and the outputs' other rows are left out.
     So the module must treat rows apart.  A call that cannot be recorded runs as it is, with one warning.
+
+    Args:
+        module: what is called: a module, or its compiled call.
+        device: of its tensors.
+        name: of the module, for messages.
     """
 
-    def __init__(self, module: Module, device: torch.device) -> None:
-        self._module, self._device = module, device
-        self._recorder = CudaRecorder()
-        self._recorded: OrderedDict[Hashable, _Recorded | None] = OrderedDict()
+    def __init__(self, module: Callable[..., Any], device: torch.device, name: str) -> None:
+        self._module, self._device, self._name = module, device, name
+        self._recorder, self._failed = CudaRecorder(), FailedRecordings()
+        self._recorded: OrderedDict[Hashable, _Recorded] = OrderedDict()
+        self._has_warned = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the module's outputs, in memory of their own."""
@@ -97,21 +124,20 @@ class GraphedModule:
         rows = next(leaf.size(0) for leaf in leaves if isinstance(leaf, torch.Tensor))
         size = 1 << (rows - 1).bit_length()
         key = (size, form_of(tree), *map(key_of, leaves))
-        if key not in self._recorded:
-            self._recorded[key] = self._record(tree, leaves, size)
-            if len(self._recorded) > _KEPT:
-                self._recorded.popitem(last=False)
+        if key not in self._recorded and (self._failed.why_not(key) or not self._record(key, tree, leaves, size)):
+            return self._module(*args, **kwargs)
         self._recorded.move_to_end(key)
         recorded = self._recorded[key]
-        if recorded is None:
-            return self._module(*args, **kwargs)
         for static, leaf in zip(recorded.leaves, leaves, strict=True):
             if isinstance(leaf, torch.Tensor):
                 static[:rows].copy_(leaf)
         recorded.graph.replay()
         return map_leaves(recorded.outputs, lambda leaf: _first_rows(leaf, rows, size))
 
-    def _record(self, tree: Tree, leaves: Sequence[Any], size: int) -> _Recorded | None:
+    @torch.inference_mode(False)  # random generators would keep a state that later recordings of training cannot write
+    @torch.no_grad()
+    def _record(self, key: Hashable, tree: Tree, leaves: Sequence[Any], size: int) -> bool:
+        """Record the calls of a kind; return whether that went well."""
         static = [
             leaf.new_zeros((size, *leaf.shape[1:])) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves
         ]
@@ -127,12 +153,15 @@ class GraphedModule:
             graph, _ = self._recorder.record(self._device, work)
         except RuntimeError as error:
             self._recorder.forget()
-            warn_user(
-                f"{type(self._module).__name__} cannot be recorded as a CUDA graph, and runs as it is: {error}",
-                RuntimeWarning,
-            )
-            return None
-        return _Recorded(graph, static, outputs[0])
+            reason = self._failed.add(key, error)
+            if not self._has_warned:
+                self._has_warned = True
+                warn_user(f"{self._name} runs as it is, not as a CUDA graph: {reason}", RuntimeWarning)
+            return False
+        self._recorded[key] = _Recorded(graph, static, outputs[0])
+        if len(self._recorded) > _KEPT:
+            self._recorded.popitem(last=False)
+        return True
 
 
 def _first_rows(leaf: Any, rows: int, size: int) -> Any:

@@ -9,7 +9,8 @@ from typing import Any, TypeAlias
 
 import torch
 
-from mgpu_core.device.streams import GPU_TYPE, copy_aside, hand_over
+from mgpu_core.device.streams import GPU_TYPE
+from mgpu_core.device.transfer import copy_aside, hand_over
 from mgpu_core.nested import Tree, flatten, is_undivided, map_leaves, tensors_in
 
 __all__ = ["Call", "Joiner", "Request", "copied_to_host", "form_of", "key_of"]
@@ -38,10 +39,11 @@ class Request:
         rows: of a batch that it takes; all of them where it must not be joined.
         own_rows: along dimension 0 of its tensors, 1 or more.
         device: of its first tensor.
+        ready: per accelerator of its tensors, an event after the work that makes them.
         begin: when it was made, seconds of ``time.perf_counter``.
     """
 
-    __slots__ = ("begin", "call", "device", "form", "future", "key", "leaves", "own_rows", "rows", "tree")
+    __slots__ = ("begin", "call", "device", "form", "future", "key", "leaves", "own_rows", "ready", "rows", "tree")
 
     def __init__(self, call: Call) -> None:
         self.call = call
@@ -62,6 +64,8 @@ class Request:
         (self.own_rows,) = rows
         self.rows = self.own_rows
         self.device = tensors[0].device
+        devices = {tensor.device for tensor in tensors if tensor.device.type != "cpu"}
+        self.ready = [(each, torch.accelerator.current_stream(each).record_event()) for each in devices]
         self.key: Hashable = None
         self.begin = time.perf_counter()
 
@@ -104,7 +108,10 @@ class Joiner:
         return made
 
     def joined(self, requests: Sequence[Request], device: torch.device) -> Call:
-        """Return the arguments of one call on ``device`` for requests of one key."""
+        """Return the arguments of one call on ``device`` for requests of one key, ready for its current stream."""
+        for request in requests:
+            for source, event in request.ready:
+                torch.accelerator.current_stream(source).wait_event(event)
         if self._collate is not None:
             joined = self._collate([each.call for each in requests])
             copies: Call = map_leaves(joined, lambda leaf: copy_aside(leaf, device) if _is_tensor(leaf) else leaf)

@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 import torch
 
 from mgpu_core import kernels
+from mgpu_core.device.transfer import copy_into
 from mgpu_core.kernels.flat_tables import ACTIVE, STEP
 from mgpu_core.optim.bucket_layout import Bucket, Segment
 from mgpu_core.optim.flat_buffers import in_memory_order, shaped
@@ -90,12 +91,12 @@ class DeviceState:
             if torch.is_tensor(state.get(kind)):
                 values = in_memory_order(state[kind], like)
                 for piece, each in self._pieces(i, flats):
-                    piece.copy_(values[each.offset : each.offset + each.count])
+                    copy_into(piece, values[each.offset : each.offset + each.count])
 
     def bring(self, i: int, kind: str, whole: torch.Tensor) -> None:
         """Copy this device's part of a parameter's state into ``whole``, flat, in the order of memory."""
         for piece, each in self._pieces(i, self.states[kind]):
-            whole[each.offset : each.offset + each.count].copy_(piece)
+            copy_into(whole[each.offset : each.offset + each.count], piece)
 
     def _pieces(self, i: int, flats: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, Segment]]:
         for b, _, each in self._found.get(i, ()):
@@ -122,12 +123,13 @@ class DeviceState:
     def _set(self, column: int, numbers: Sequence[int]) -> None:
         for table, bucket in zip(self.segments, self._buckets, strict=True):
             found = [numbers[each.parameter] for each in bucket.segments]
-            table[:, column].copy_(torch.tensor(found, dtype=table.dtype, device="cpu"))
+            # The numbers are read before the call returns, and the host does not wait for the device.
+            table[:, column].copy_(torch.tensor(found, dtype=table.dtype, device="cpu"), non_blocking=True)
 
     def scale_by(self, factor: float | torch.Tensor) -> None:
         """Set the factor of gradients for the next launches; an unchanged factor launches nothing."""
         if isinstance(factor, torch.Tensor):
-            self.clip.copy_(factor)
+            copy_into(self.clip, factor)
             self._clip_is = None
         elif factor != self._clip_is:
             self.clip.fill_(factor)

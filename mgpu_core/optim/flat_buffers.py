@@ -13,6 +13,7 @@ from itertools import chain
 import torch
 
 from mgpu_core.comm.layout import is_dense
+from mgpu_core.device.transfer import copy_into
 from mgpu_core.optim.bucket_layout import Bucket
 
 __all__ = ["FlatTensors", "compact", "in_memory_order", "padding_of", "part_of", "shaped"]
@@ -56,7 +57,7 @@ class FlatTensors:
         """Copy the values of some of these parameters, and make the views their ``data``."""
         with torch.no_grad():
             for i in indices:
-                self.value_views[i].copy_(parameters[i])
+                copy_into(self.value_views[i], parameters[i])
         self.show_to(parameters, indices)
 
     def show_to(self, parameters: Sequence[torch.Tensor], indices: Collection[int]) -> None:

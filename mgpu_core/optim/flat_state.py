@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from mgpu_core.comm import dispatch
 from mgpu_core.device.dtypes import FLOATING
+from mgpu_core.device.transfer import copy_into
 from mgpu_core.optim.bucket_layout import Bucket, shard_of
 from mgpu_core.optim.device_state import NO_GROUP, DeviceState, Launch
 from mgpu_core.optim.flat_buffers import FlatTensors, part_of, shaped
@@ -70,6 +71,7 @@ class FlatState:
         self._owners = self.devices[:1] if copies and shards == 1 else self.devices  # which hold each number once
         self._used: list[bool] = []
         self._settings: list[list[Any]] = []
+        self._group_kinds: list[list[str]] = []  # per group the kinds of state that its settings ask for
         self._kernel = ""
         self.launches: list[Launch] = []
         self.generation = 0
@@ -85,7 +87,7 @@ class FlatState:
         """Take over the state that the optimizer has, which is as torch keeps it; show views instead."""
         self.generation += 1
         self._kinds_of: dict[int, list[str]] = {}  # kinds of state, by parameter that has some
-        self._used, self._settings, self.launches = [], [], []
+        self._used, self._settings, self._group_kinds, self.launches = [], [], [], []
         state, steps = self._optimizer.state, [0] * len(self._parameters)
         for device in self.devices:
             device.forget()
@@ -120,6 +122,7 @@ class FlatState:
     def _take_settings(self, settings: list[list[Any]]) -> None:
         self._rule.check_alike(self._optimizer.param_groups)
         kinds = self._rule.kinds(self._optimizer.param_groups)
+        group_kinds = [self._rule.kinds([group]) for group in self._optimizer.param_groups]
         table, kernel = table_of(settings), self._rule.kernel(self._optimizer.param_groups[0])
         is_new = any(kind not in self.devices[0].states for kind in kinds)
         self.generation += is_new
@@ -128,11 +131,12 @@ class FlatState:
         for device in self.devices:
             device.allocate(kinds)
             device.groups.copy_(table, non_blocking=True)  # the table is read before the call returns
-            if not self._rule.counts_steps:  # a first momentum is the gradient, whenever a group gets momentum
+            if group_kinds != self._group_kinds and not self._rule.counts_steps:
+                # A first momentum is the gradient, whenever a group gets momentum.
                 device.set_steps([int(i in self._kinds_of) for i in range(len(self._parameters))])
         if not self.launches:
             self.launches = [each for device in self.devices for each in device.launches(kernel)]
-        self._settings, self._kernel = settings, kernel
+        self._settings, self._group_kinds, self._kernel = settings, group_kinds, kernel
         self._show_new()
 
     def _show_new(self) -> None:
@@ -197,7 +201,7 @@ class FlatState:
         """Give all devices the gradients of the first one, whose layout they share."""
         for flat in self.flats[1:]:
             for mine, first in zip(flat.gradients, self.flats[0].gradients, strict=True):
-                mine.copy_(first)
+                copy_into(mine, first)
 
     @torch.no_grad()
     def whole(self) -> State:

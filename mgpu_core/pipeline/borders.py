@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from mgpu_core.device.streams import caller_streams, copy_aside, hand_over, resumed_on_all
+from mgpu_core.device.streams import caller_streams, resumed_on_all
+from mgpu_core.device.transfer import copy_aside, hand_over
 from mgpu_core.nested import map_leaves
 from mgpu_core.null_context import NULL_CONTEXT
 

@@ -16,8 +16,8 @@ from mgpu_core.device.compiled import outside_the_compiler
 from mgpu_core.device.devices import DeviceLike, as_device, as_devices
 from mgpu_core.device.modes import check_modes
 from mgpu_core.device.random import check_rng
-from mgpu_core.device.streams import hand_over
 from mgpu_core.device.team import Team
+from mgpu_core.device.transfer import hand_over
 from mgpu_core.module_tree import ModuleTree
 from mgpu_core.null_context import NULL_CONTEXT
 from mgpu_core.parallel.apply import draws_apart

@@ -9,7 +9,7 @@ import torch
 from torch.nn import Module
 
 from mgpu_core.device.devices import DeviceLike, as_devices
-from mgpu_core.device.streams import hand_over
+from mgpu_core.device.transfer import hand_over
 from mgpu_core.module_tree import check_initialised, modules_of
 from mgpu_core.nested import map_leaves
 from mgpu_core.pipeline.balance import balance, cut_by_bytes, units_of

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.nn import Module
 
-from mgpu_core.device.streams import hand_over
+from mgpu_core.device.transfer import hand_over, to_device
 from mgpu_core.module_tree import ModuleTree, check_initialised, named_parameters_of
 from mgpu_core.parallel.replicate_modules import build_replica, compiled_by_rank
 from mgpu_core.pipeline.borders import Crossing, send
@@ -33,11 +33,11 @@ def move_to(module: Module, name: str, device: torch.device) -> None:
     tables = find_in(module, owner)
     parameter = tables._parameters.get(last)
     if parameter is None:
-        tables._buffers[last] = tables._buffers[last].to(device)
+        tables._buffers[last] = to_device(tables._buffers[last], device)
         return
-    parameter.data = parameter.data.to(device)
+    parameter.data = to_device(parameter.data, device)
     if parameter.grad is not None:
-        parameter.grad.data = parameter.grad.data.to(device)
+        parameter.grad.data = to_device(parameter.grad.data, device)
 
 
 def named_tensors(root: Module) -> list[tuple[str, torch.Tensor]]:

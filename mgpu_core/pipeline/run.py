@@ -23,8 +23,9 @@ from torch.utils.checkpoint import checkpoint
 
 from mgpu_core.device.context import CallerContext
 from mgpu_core.device.rank_barrier import RankExited
-from mgpu_core.device.streams import caller_streams, hand_over, on
+from mgpu_core.device.streams import caller_streams, on
 from mgpu_core.device.team import Team
+from mgpu_core.device.transfer import hand_over
 from mgpu_core.device.workers import time_limit
 from mgpu_core.errors import Error
 from mgpu_core.nested import tensors_in

@@ -17,7 +17,8 @@ import torch
 from mgpu_core.comm.torch_backend import ALGORITHM
 from mgpu_core.comm.traffic_trace import trace_collective, trace_hop
 from mgpu_core.device.rank_barrier import RankRendezvous
-from mgpu_core.device.streams import on_all
+from mgpu_core.device.streams import on_all, resumed_on_all
+from mgpu_core.device.transfer import to_device
 from mgpu_core.trace.tracer import current_step, in_step, span
 
 __all__ = ["of_all_ranks"]
@@ -80,7 +81,7 @@ class _Joint(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         ranks = ctx.ranks
         inputs, weights, means, scales = (ctx.saved_tensors[i * ranks : (i + 1) * ranks] for i in range(4))
-        with in_step(ctx.whole_step), span("sync_batchnorm"), on_all(*ctx.devices_and_streams):
+        with in_step(ctx.whole_step), span("sync_batchnorm"), resumed_on_all(*ctx.devices_and_streams):
             if torch.is_grad_enabled():  # it will be differentiated again: by the inputs, in their statistics too
                 means, _, variances = _statistics(inputs, ctx.rows)
                 scales = [(variance + ctx.eps).rsqrt() for variance in variances]
@@ -142,11 +143,11 @@ def _sums(inputs: Tensors, parts: Tensors, rows: int) -> list[torch.Tensor]:
     with trace_collective("all_reduce", [parts], others=[totals]) as call:
         total = parts[0].clone()
         for part in parts[1:]:
-            total += part.to(total.device)
+            total += to_device(part, total.device)
         total /= rows
         trace_hop(True, parts, [total])
         for each in inputs:
-            totals.append(total.to(each.device))
+            totals.append(to_device(total, each.device))
             if totals[-1] is not total:
                 trace_hop(False, [total], totals[-1:])
         call.ran(ALGORITHM, [total])

@@ -10,6 +10,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from mgpu_core.device.tensor_checks import bytes_of, memory_of
+from mgpu_core.device.transfer import to_device
 from mgpu_core.optim.flat_buffers import compact
 from mgpu_core.train.replicas import Replicas
 
@@ -123,6 +124,6 @@ def first_difference(replicas: Replicas) -> tuple[str, int] | None:
     for i, name in enumerate(replicas.names):
         own = bytes_of(replicas.own[i].detach())  # NaN equals NaN, and -0 does not equal 0
         for rank in replicas.team.ranks:
-            if not torch.equal(bytes_of(replicas.parameters[rank][i].detach()).to(own.device), own):
+            if not torch.equal(to_device(bytes_of(replicas.parameters[rank][i].detach()), own.device), own):
                 return name, rank
     return None

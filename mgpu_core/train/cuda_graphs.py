@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mgpu_core.device.transfer import copy_into
 from mgpu_core.device.workers import time_limit
 from mgpu_core.train.forward_backward import RankPart, seed
 from mgpu_core.train.grad_clip import GradientNorm, factor_of, overflow_of, warm_up
@@ -265,7 +266,7 @@ class _GraphsPerDevice:
         steps.reducer.buckets.add_up_all_devices()
         total = steps.window.weight
         for weight in self._weights:
-            weight.copy_(torch.as_tensor(total), non_blocking=True)
+            copy_into(weight, torch.as_tensor(total))
         for graph in self._updating:
             graph.replay()
         return loss

@@ -13,6 +13,7 @@ import torch
 
 from mgpu_core import kernels
 from mgpu_core.device.dtypes import FLOATING
+from mgpu_core.device.transfer import to_device
 from mgpu_core.train.replicas import Replicas
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ class GradientNorm:
         first, *others = norms
         if not others:
             return first
-        together: torch.Tensor = torch.stack([norm.to(first.device, torch.float64) for norm in norms]).norm()
+        together: torch.Tensor = torch.stack([to_device(norm, first.device, torch.float64) for norm in norms]).norm()
         return together
 
 
@@ -100,7 +101,7 @@ def factor_of(factor: float | torch.Tensor | None, norm: torch.Tensor, limit: fl
     """
     scale = 1.0 if factor is None else factor
     if isinstance(scale, torch.Tensor):
-        scale = scale.to(norm.device)
+        scale = to_device(scale, norm.device)
     elif norm.device.type == "cpu":
         length = float(norm) * abs(scale) + 1e-6
         return scale if length <= limit else scale * (limit / length)
@@ -113,7 +114,7 @@ def multiply(sums: Sums, factor: float | torch.Tensor) -> None:
     with torch.no_grad():
         for flats, paddings in zip(sums.parts, sums.padding, strict=True):
             for flat, padding in zip(flats, paddings, strict=True):
-                own = factor.to(flat.device) if isinstance(factor, torch.Tensor) else factor
+                own = to_device(factor, flat.device) if isinstance(factor, torch.Tensor) else factor
                 flat.mul_(own)
                 if not _is_known_finite(own) and padding.numel():  # it may have become NaN
                     flat.index_fill_(0, padding, 0)

@@ -9,15 +9,20 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from threading import Lock
 from typing import Any, Protocol, TypeAlias
 
 import torch
 
 from mgpu_core._warnings import warn_user
-from mgpu_core.device.streams import OWN_PRIORITY
+from mgpu_core.device.streams import on, own_stream
+from mgpu_core.device.transfer import copy_into, to_device
+from mgpu_core.device.workers import time_limit
+from mgpu_core.errors import Error
 from mgpu_core.nested import flatten
 
-__all__ = ["GRAPH_DEVICE", "CudaRecorder", "CapturedStep", "StaticNest", "StepGraphs"]
+__all__ = ["GRAPH_DEVICE", "CudaRecorder", "CapturedStep", "FailedRecordings", "StaticNest", "StepGraphs"]
 
 GRAPH_DEVICE = "cuda"
 
@@ -25,12 +30,18 @@ WARM_UP = 3  # ordinary steps before a recording: kernels are chosen, memory and
 KEPT = 4  # recordings; each holds the memory of a step
 IDLE = 100  # steps for which an unused graph is kept while others wait for its slot
 SEEN = 64  # kinds of batches that are being counted
+ATTEMPTS = 3  # at recording a kind: what made one fail may be over
+RETRY_AFTER = 16  # calls of a kind between two attempts
 
 _Work: TypeAlias = Callable[[], list[torch.Tensor]]
 _PLAIN = {torch.Tensor}
 _FIRST = "it is one of the first of its kind"
 _CROWDED = f"{KEPT} other kinds of steps (shapes, modes, settings) are being replayed, and there is no room for more"
 _NEW_LINE = "\n"
+_CAPTURE_HINT = (
+    "; besides a module that waits for the GPU (item(), print, a copy to the host), a loss that is kept with its graph "
+    "over the same parameters can be the cause, or a thread that waits for the whole device"
+)
 
 
 class StaticNest:
@@ -47,7 +58,7 @@ class StaticNest:
     def __init__(self, nest: tuple[Any, ...], device: torch.device | None = None) -> None:
         leaves: list[Any] = []
         tree = flatten(nest, leaves, "batch", whole=True)
-        self._tensors = [each.detach().to(device or each.device, copy=True) for each in _tensors(leaves)]
+        self._tensors = [to_device(each.detach(), device or each.device).clone() for each in _tensors(leaves)]
         rest = iter(self._tensors)
         self.nest = tree.unflatten(iter([next(rest) if isinstance(each, torch.Tensor) else each for each in leaves]))
 
@@ -55,7 +66,46 @@ class StaticNest:
         """Copy the tensors of another nest, without gradients, into these, on their devices' current streams."""
         _, leaves = _taken_apart(nest)
         for static, given in zip(self._tensors, _tensors(leaves), strict=True):
-            static.copy_(given, non_blocking=True)
+            copy_into(static, given)
+
+
+@dataclass(slots=True)
+class _Failure:
+    reason: str
+    attempts: int = 0
+    calls: int = 0  # since the last attempt
+
+
+class FailedRecordings:
+    """Kinds of calls that could not be recorded, and when each is tried again.
+
+    A cause may be over by the next attempt: another thread that waited for the device, a loss that was kept with its
+    graph, memory that was short.  After :data:`ATTEMPTS` attempts the kind is given up.
+    """
+
+    def __init__(self) -> None:
+        self._of: OrderedDict[Hashable, _Failure] = OrderedDict()
+
+    def why_not(self, key: Hashable) -> str | None:
+        """Count a call of a kind; return why it is not to be recorded, ``None`` if it may be."""
+        failure = self._of.get(key)
+        if failure is None:
+            return None
+        failure.calls += 1
+        is_due = failure.attempts < ATTEMPTS and failure.calls > RETRY_AFTER
+        return None if is_due else failure.reason
+
+    def add(self, key: Hashable, error: BaseException) -> str:
+        """Note that an attempt at a kind has failed; return the reason."""
+        cause = error.__cause__ or error  # a rank's own, not how it was told
+        first_line = str(cause).partition(_NEW_LINE)[0]
+        hint = _CAPTURE_HINT if "captur" in first_line.lower() else ""
+        reason = f"recording it failed ({type(cause).__name__}: {first_line}){hint}"
+        attempts = self._of[key].attempts if key in self._of else 0
+        self._of[key] = _Failure(reason, attempts + 1)
+        if len(self._of) > SEEN:
+            self._of.popitem(last=False)
+        return reason
 
 
 class CapturedStep(Protocol):
@@ -75,7 +125,7 @@ class StepGraphs:
 
     def __init__(self) -> None:
         self._seen: OrderedDict[Hashable, int] = OrderedDict()
-        self._failed: dict[Hashable, str] = {}
+        self._failed = FailedRecordings()
         self._captured: dict[Hashable, CapturedStep] = {}
         self._told = {_FIRST}
         self._steps = 0
@@ -124,19 +174,16 @@ class StepGraphs:
         """Return why a step of this kind may not be recorded now."""
         if key is None:
             return "the batch has a part that is neither a plain tensor nor a number, a text or None"
-        if key in self._failed:
-            return self._failed[key]
         if not self._is_known(key):
             return _FIRST
-        return None if self._has_room() else _CROWDED
+        return self._failed.why_not(key) or (None if self._has_room() else _CROWDED)
 
     def _record(self, key: Hashable, record: Callable[[], CapturedStep]) -> str | None:
         try:
             self._captured[key] = record()
         except Exception as error:
-            cause = error.__cause__ or error  # a rank's own, not how it was told
-            self._failed[key] = f"recording it failed ({type(cause).__name__}: {str(cause).partition(_NEW_LINE)[0]})"
-        return self._failed.get(key)
+            return self._failed.add(key, error)
+        return None
 
     def _has_room(self) -> bool:
         """Return whether one more may be recorded; one that is not used any more makes room."""
@@ -186,58 +233,82 @@ def _key(batch: tuple[Any, ...], settings: Hashable) -> Hashable | None:
     return tuple(parts)
 
 
+# CUDA allows one recording in a process at a time: whoever else comes, waits.
+_recording = Lock()
+
+
 class CudaRecorder:
-    """Records CUDA graphs; those of one device share a memory pool, since one is replayed at a time."""
+    """Records CUDA graphs; those of one device share a memory pool, since one is replayed at a time.
+
+    Nothing in a recording waits for the device, and other threads may use the GPUs meanwhile: their work is on other
+    streams, so that it is not recorded and does not invalidate the recording::
+
+        this thread      [waits for the lock] ─ begin ─ work() ─ end ─ replay ─ ...
+        capture stream                          [ recorded, not run ]
+        other threads    steps, requests, copies on their own streams; a recording of theirs waits for the lock
+    """
 
     def __init__(self) -> None:
         self._pools: dict[torch.device, Any] = {}
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def record(self, device: torch.device, work: _Work) -> tuple[torch.cuda.CUDAGraph, list[torch.Tensor]]:
         """Return the graph of all that ``work`` launches on one device, and where its results will lie.
 
-        Other threads may use the GPUs meanwhile: their work is not recorded, and does not break the recording.
+        Raises:
+            Error: another recording did not end in time.
         """
-        with torch.cuda.device(device):
+        seconds = time_limit()
+        if not _recording.acquire(timeout=seconds):
+            raise Error(f"another recording of a CUDA graph did not end within {seconds:g} s")
+        try:
             if device not in self._pools:
                 self._pools[device] = torch.cuda.graph_pool_handle()
-                # torch's own stream for captures is one for the process, on the first device that had one.
-                self._streams[device] = torch.cuda.Stream(device, priority=OWN_PRIORITY)
             graph = torch.cuda.CUDAGraph()
-            pool, stream = self._pools[device], self._streams[device]
-            try:
-                results = _captured(graph, device, pool, stream, work)
-            except BaseException:
-                _end_capture(device, pool)
-                raise
-            return graph, results
+            return graph, _captured(graph, device, self._pools[device], work)
+        except torch.OutOfMemoryError:
+            torch.cuda.empty_cache()  # the allocator gives back nothing while it serves a capture
+            raise
+        finally:
+            _recording.release()
 
     def forget(self) -> None:
         """Make new pools after a step could not be recorded: these may be in any state."""
         self._pools.clear()
-        self._streams.clear()
 
 
-def _captured(
-    graph: torch.cuda.CUDAGraph, device: torch.device, pool: Any, stream: torch.cuda.Stream, work: _Work
-) -> list[torch.Tensor]:
-    # The outer one: some versions of torch leave the capture's stream current when a capture fails.
-    with (
-        torch.cuda.stream(torch.cuda.current_stream(device)),
-        torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
-    ):
-        return work()
+def _captured(graph: torch.cuda.CUDAGraph, device: torch.device, pool: Any, work: _Work) -> list[torch.Tensor]:
+    """Record ``work``.
+
+    Not by ``torch.cuda.graph``, which waits for the whole device first: that would invalidate the captures of others.
+    """
+    with on(device, own_stream("capture", device.index)):
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        try:
+            results = work()
+        except BaseException:
+            with suppress(RuntimeError):  # the error to tell is the one before
+                _end(graph, device, pool)
+            raise
+        _end(graph, device, pool)
+        return results
 
 
-def _end_capture(device: torch.device, pool: Any) -> None:
-    """Clean up after a failed capture, where torch does not.
+def _end(graph: torch.cuda.CUDAGraph, device: torch.device, pool: Any) -> None:
+    """End a capture, and clean up after one that was invalidated, where torch does not.
 
     Torch (2.11) asks CUDA for the end of a capture first, and where that is an error, its allocator goes on to serve
-    the graph's pool, and its generator takes all random numbers for a graph's: dropout would fail from then on.  The
-    end of a capture that succeeds resets the generator.
+    the graph's pool and never frees it, and its generator takes all random numbers for a graph's: dropout would fail
+    from then on.  The end of a capture that succeeds resets the generator.
     """
-    with suppress(RuntimeError):  # torch had done so itself
-        torch._C._cuda_endAllocateToPool(device.index, pool)
-    with suppress(RuntimeError):  # the error to tell is the one before
-        own_pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device, priority=OWN_PRIORITY)
-        _captured(torch.cuda.CUDAGraph(), device, own_pool, stream, lambda: [torch.zeros((), device=device)])
+    try:
+        graph.capture_end()
+    except RuntimeError:
+        with suppress(RuntimeError):  # torch had done so itself
+            torch._C._cuda_endAllocateToPool(device.index, pool)
+            torch._C._cuda_releasePool(device.index, pool)
+        with suppress(RuntimeError):  # the error to tell is the one before
+            empty = torch.cuda.CUDAGraph()
+            empty.capture_begin(pool=torch.cuda.graph_pool_handle(), capture_error_mode="thread_local")
+            torch.zeros((), device=device)
+            empty.capture_end()
+        raise

@@ -17,6 +17,7 @@ import torch
 from torch.nn import Module
 
 from mgpu_core.device.team import Team
+from mgpu_core.device.transfer import module_to, to_device
 from mgpu_core.module_tree import parameters_of, tensors_of
 from mgpu_core.train.rank_modules import RankModules
 
@@ -51,7 +52,7 @@ def loss_of_ranks(loss_fn: Any, team: Team, *, static: bool) -> Any:
     if not tensors:
         return loss_fn
     if any(each.device != team.devices[0] for each in tensors):
-        loss_fn = copy.deepcopy(loss_fn).to(team.devices[0])
+        loss_fn = module_to(copy.deepcopy(loss_fn), team.devices[0])
     return RankModules(loss_fn, team, None, static=static)
 
 
@@ -92,7 +93,7 @@ def rank_loss(result: Any, reduction: str) -> RankLoss:
             f"{_described(result)}"
         )
     value = _number(result[0], "the sum of the losses")
-    weight = result[1] if isinstance(result[1], torch.Tensor) else torch.tensor(float(result[1]), device=value.device)
+    weight = result[1] if isinstance(result[1], torch.Tensor) else torch.full((), float(result[1]), device=value.device)
     return RankLoss(value, _number(weight, "the weight").detach().to(value.dtype), aux)
 
 
@@ -118,7 +119,7 @@ def joined_aux(losses: Sequence[RankLoss], rows: Sequence[int], reduction: str) 
         factors = [count / total for count in rows] if total else [1.0 / len(rows)] * len(rows)
     device = losses[0].value.device
     if reduction == "weighted":
-        divisor = _total([loss.weight.to(device) for loss in losses if loss.weight is not None], factors)
+        divisor = _total([to_device(loss.weight, device) for loss in losses if loss.weight is not None], factors)
     found = {}
     for name in names:
         values = [_aux_number((loss.aux or {})[name], name, device) for loss in losses]
@@ -129,8 +130,8 @@ def joined_aux(losses: Sequence[RankLoss], rows: Sequence[int], reduction: str) 
 
 def _aux_number(value: Any, name: str, device: torch.device) -> torch.Tensor:
     if isinstance(value, bool | int | float):
-        return torch.tensor(float(value), device=device)
-    return _number(value, f"the aux number {name}").detach().to(device, torch.float32)
+        return torch.full((), float(value), device=device)  # a kernel: the host does not wait
+    return to_device(_number(value, f"the aux number {name}").detach(), device, torch.float32)
 
 
 def _number(value: Any, name: str) -> torch.Tensor:
@@ -202,12 +203,12 @@ class Window:
         self._rows += total
         if len(losses) == 1 and self._reduction != "weighted" and losses[0].value.device == device:
             return losses[0].value  # one rank's is the whole
-        values = [each.value if each.value.device == device else each.value.to(device) for each in losses]
+        values = [each.value if each.value.device == device else to_device(each.value, device) for each in losses]
         if self._reduction == "sum":
             return _total(values, [1.0] * len(values))
         if self._reduction == "mean":
             return _total(values, [count / total for count in rows] if total else [1.0 / len(rows)] * len(rows))
-        weights = [each.weight.to(device) for each in losses if each.weight is not None]
+        weights = [to_device(each.weight, device) for each in losses if each.weight is not None]
         weight = _total(weights, [1.0] * len(weights))
         self._weight = weight if self._weight is None else self._weight + weight
         return _total(values, [1.0] * len(values)) / weight

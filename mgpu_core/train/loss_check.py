@@ -14,6 +14,7 @@ import torch
 from torch.nn import Module
 
 from mgpu_core.device.random import random_numbers_kept
+from mgpu_core.device.transfer import to_device
 from mgpu_core.nested import flatten, flatten_alike
 from mgpu_core.train.loss import RankLoss, rank_loss
 
@@ -114,9 +115,9 @@ def _joined(outputs: Sequence[Any], dim: int) -> Any:
     for parts in zip(*rows, strict=True):
         first = parts[0]
         if isinstance(first, torch.Tensor) and first.dim() > 0:
-            joined.append(torch.cat([each.to(first.device) for each in parts], dim))
+            joined.append(torch.cat([to_device(each, first.device) for each in parts], dim))
         elif isinstance(first, torch.Tensor):
-            joined.append(torch.stack([each.to(first.device) for each in parts]))
+            joined.append(torch.stack([to_device(each, first.device) for each in parts]))
         else:
             joined.append(first)
     return tree.unflatten(iter(joined))

@@ -20,6 +20,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from torch.utils.hooks import RemovableHandle
 
 from mgpu_core._warnings import warn_user
+from mgpu_core.device.transfer import to_device
 from mgpu_core.null_context import NULL_CONTEXT
 from mgpu_core.optim import FlatOptimizer
 from mgpu_core.optim.flat_state import FlatState
@@ -311,7 +312,7 @@ class _Clones:
             for kind, value in self._optimizer.state.get(own, {}).items():
                 if torch.is_tensor(value):
                     target = value.device if value.device.type == "cpu" else parameter.device
-                    clone.state[parameter][kind] = value.detach().to(target, copy=True)
+                    clone.state[parameter][kind] = to_device(value.detach(), target).clone()
         return clone
 
     def _give_gradients(self, device: int, used: Sequence[bool], buckets: GradBuckets) -> None:
@@ -323,7 +324,7 @@ class _Clones:
             elif i in views:
                 parameter.grad = views[i]
             else:
-                parameter.grad = buckets.sums.sparse[i].to(parameter.device)
+                parameter.grad = to_device(buckets.sums.sparse[i], parameter.device)
 
 
 def _own_default(device: torch.device) -> AbstractContextManager[object]:

@@ -14,6 +14,7 @@ from mgpu_core.comm.reductions import ALGORITHMS
 from mgpu_core.device.devices import as_devices, local_devices
 from mgpu_core.device.random import check_rng
 from mgpu_core.device.team import Team
+from mgpu_core.device.transfer import module_to
 from mgpu_core.device.worker_choice import check_workers
 from mgpu_core.module_tree import named_parameters_of, parameters_of
 from mgpu_core.pipeline.module import Pipeline
@@ -234,7 +235,7 @@ def check_device(net: Module, team: Team) -> None:
     if isinstance(net, Pipeline):
         return
     if len(team) == 1:
-        net.to(team.devices[0])
+        module_to(net, team.devices[0])
     for name, tensor in [*named_parameters_of(net), *net.named_buffers()]:
         if tensor.device != team.devices[0]:
             raise RuntimeError(

@@ -16,6 +16,7 @@ from torch.nn import Module, Parameter
 from mgpu_core.comm import dispatch
 from mgpu_core.device.team import Team
 from mgpu_core.device.tensor_checks import memory_of, moved_between
+from mgpu_core.device.transfer import to_device
 from mgpu_core.module_tree import ModuleTree, check_initialised, named_parameters_of
 from mgpu_core.optim.flat_buffers import FlatTensors, compact
 
@@ -189,7 +190,9 @@ class Replicas:
 
 def _leaf(parameter: Parameter, value: torch.Tensor, device: torch.device) -> Parameter:
     """Return a Parameter of its own for another rank: the same class and attributes, with the memory of ``value``."""
-    made: Parameter = torch.Tensor._make_subclass(type(parameter), value.detach().to(device), parameter.requires_grad)
+    made: Parameter = torch.Tensor._make_subclass(
+        type(parameter), to_device(value.detach(), device), parameter.requires_grad
+    )
     made.__dict__.update(parameter.__dict__)
     return made
 

@@ -59,6 +59,7 @@ class BufferSnapshot:
         self._names: list[tuple[dict[str, Any], str]] = []
         self._buffers: list[torch.Tensor] = []
         self._values: list[torch.Tensor] = []
+        self._groups: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
 
     def take(self) -> None:
         """Copy the buffers that there are now."""
@@ -79,9 +80,17 @@ class BufferSnapshot:
         buffers: list[Any] = [of[name] for of, name in names]
         if len(buffers) != len(self._buffers) or not all(map(_is_like, buffers, self._buffers, self._values)):
             self._values = [buffer.detach().clone() for buffer in buffers]
-        elif buffers:
+            # Torch copies tensors of one device and dtype in one launch, and others one by one.
+            groups: dict[Any, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+            for values, buffer in zip(self._values, buffers, strict=True):
+                targets, sources = groups.setdefault((buffer.device, buffer.dtype), ([], []))
+                targets.append(values)
+                sources.append(buffer)
+            self._groups = list(groups.values())
+        else:
             with torch.no_grad():
-                torch._foreach_copy_(self._values, buffers)
+                for targets, sources in self._groups:
+                    torch._foreach_copy_(targets, sources)
         self._names, self._buffers = names, buffers
 
     @torch.no_grad()

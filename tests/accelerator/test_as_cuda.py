@@ -1,11 +1,15 @@
 """What is said to ``torch.cuda`` about events and graphs, with the fakes as its GPUs."""
 
+import threading
 import time
 
 import pytest
 import torch
-from fakes.accelerator import as_cuda
+from fakes.accelerator import as_cuda, device_module
+from fakes.as_gpus import gpus  # noqa: F401
+from torch import nn
 
+from mgpu_core import DataParallel, Error, Predictor
 from mgpu_core._core import Stream
 from mgpu_core.comm.algorithms import AllReduce
 from mgpu_core.device import streams
@@ -14,11 +18,11 @@ from mgpu_core.errors import BackendUnavailable
 from mgpu_core.explanation.clock import EventClock
 from mgpu_core.train.graph_cache import CudaRecorder
 
-GPU = torch.device("cuda", 1)
+GPU, FAKE = torch.device("cuda", 1), torch.device("fake", 1)  # as the clocks and the recorder name it
 
 
 @pytest.fixture(autouse=True)
-def cuda(monkeypatch):
+def cuda(monkeypatch, gpus):  # noqa: F811
     as_cuda.answer_as_cuda(monkeypatch.setattr)
 
 
@@ -55,9 +59,10 @@ def test_a_rank_is_timed_by_events_of_its_gpu():
 @pytest.mark.parametrize("captured", [0, 1])
 def test_a_capture_is_seen_on_its_own_gpu_alone(captured):
     """Whichever GPU is the current one."""
-    stream = torch.Stream(torch.device("fake", captured))
+    device, graph = torch.device("fake", captured), torch.cuda.CUDAGraph()
     clock = EventClock()
-    with torch.cuda.graph(torch.cuda.CUDAGraph(), pool=None, stream=stream, capture_error_mode="thread_local"):
+    with streams.on(device, torch.Stream(device)):
+        graph.capture_begin(pool=None, capture_error_mode="thread_local")
         for here in (0, 1):
             with torch.accelerator.device_index(here):
                 assert [streams.is_capturing(gpu) for gpu in (0, 1)] == [gpu == captured for gpu in (0, 1)]
@@ -68,6 +73,7 @@ def test_a_capture_is_seen_on_its_own_gpu_alone(captured):
                 both = [Stream("cuda", gpu, 0) for gpu in (0, 1)]
                 with pytest.raises(BackendUnavailable, match="cannot be captured"):
                     AllReduce([1, 1], both, 1, "float32", 4, "sum", True).run("nccl")
+        graph.capture_end()
 
 
 def test_work_is_recorded_on_a_stream_of_its_own():
@@ -79,15 +85,15 @@ def test_work_is_recorded_on_a_stream_of_its_own():
         seen.append(current())
         return [torch.ones(2, device="fake:1")]
 
-    first, (result,) = recorder.record(GPU, work)
-    second, _ = recorder.record(GPU, work)
+    first, (result,) = recorder.record(FAKE, work)
+    second, _ = recorder.record(FAKE, work)
     assert result.tolist() == [1, 1]
     assert seen[0] == seen[1] != before
     assert first.pool is second.pool
     assert current() == before
     assert not as_cuda.capturing
     recorder.forget()
-    third, _ = recorder.record(GPU, work)
+    third, _ = recorder.record(FAKE, work)
     assert third.pool is not first.pool
 
 
@@ -99,12 +105,116 @@ def test_a_recording_that_fails_leaves_the_callers_stream():
 
     with own:
         with pytest.raises(ValueError, match="of the user's"):
-            CudaRecorder().record(GPU, work)
+            CudaRecorder().record(FAKE, work)
         assert current() == own
     assert not as_cuda.capturing
 
 
-def test_the_capture_has_no_stream_of_the_users():
+def test_all_recorders_of_a_gpu_share_a_stream_that_is_nobody_elses():
+    """Torch has 32 streams of a priority: a new one for each recorder would be the 33rd time one for copies or sums."""
     seen = []
-    CudaRecorder().record(GPU, lambda: seen.append(current()) or [])
-    assert seen[0] not in {torch.Stream("fake:1") for _ in range(64)}
+    for _ in range(40):
+        CudaRecorder().record(FAKE, lambda: seen.append(current()) or [])
+    assert len(set(seen)) == 1
+    others = [torch.Stream("fake:1") for _ in range(64)] + [streams.own_stream(each, 1) for each in ("copies", "sums")]
+    assert seen[0] not in others
+
+
+def test_recordings_of_two_threads_are_made_one_after_the_other():
+    begun, goes_on, graphs = threading.Event(), threading.Event(), []
+
+    def slow():
+        begun.set()
+        assert goes_on.wait(20)
+        return []
+
+    def record(work):
+        graphs.append(CudaRecorder().record(FAKE, work)[0])
+
+    first = threading.Thread(target=record, args=(slow,))
+    first.start()
+    assert begun.wait(20)
+    second = threading.Thread(target=record, args=(list,))
+    second.start()
+    second.join(0.2)
+    assert second.is_alive()
+    assert not graphs
+    goes_on.set()
+    for thread in (first, second):
+        thread.join(20)
+    assert len(graphs) == 2
+
+
+def test_a_recording_that_does_not_end_is_waited_for_so_long_and_no_longer(monkeypatch):
+    monkeypatch.setenv("MGPU_CORE_TIMEOUT", "0.1")
+    told = []
+
+    def impatient():
+        try:
+            CudaRecorder().record(FAKE, list)
+        except Error as error:
+            told.append(str(error))
+
+    def work():
+        thread = threading.Thread(target=impatient)
+        thread.start()
+        thread.join(20)
+        return []
+
+    CudaRecorder().record(FAKE, work)
+    assert told == ["another recording of a CUDA graph did not end within 0.1 s"]
+
+
+def test_a_recording_sums_on_another_stream_than_steps_of_other_threads():
+    """A stream that took part in both would bring the step's work into the recording, or invalidate it."""
+    device = torch.device("fake", 1)
+
+    def summing():
+        side = streams.SideStreams([device])
+        side.starts([device], [current()])
+        with side.entered():
+            found = current()
+        side.joins()
+        return found
+
+    seen = []
+    CudaRecorder().record(FAKE, lambda: seen.append(summing()) or [])
+    assert summing() not in (seen[0], current())
+    assert seen[0] != streams.own_stream("capture", 1)
+
+
+def parallel(team):
+    return DataParallel(nn.Linear(2, 2).to("fake:0"), team, workers="auto")
+
+
+def test_measuring_how_ranks_run_waits_for_no_whole_device():
+    """That would invalidate what another thread records."""
+    model, x = parallel(["fake:0", "fake:1"]), torch.ones(4, 2)
+    device_module.built.take_host_waits()
+    for _ in range(12):
+        model(x)
+    waits = device_module.built.take_host_waits()
+    assert "stream" in waits
+    assert "device" not in waits
+
+
+def test_a_forward_that_is_recorded_is_not_measured():
+    model, x = parallel(["fake:0", "fake:0"]), torch.ones(4, 2, device="fake:0")
+
+    def work():
+        device_module.built.take_host_waits()
+        for _ in range(4):
+            model(x)
+        assert device_module.built.take_host_waits() == []
+        return []
+
+    CudaRecorder().record(torch.device("fake", 0), work)
+
+
+def test_a_predictor_is_made_and_refreshed_without_a_wait_for_a_whole_device():
+    device_module.built.take_host_waits()
+    with Predictor(nn.Linear(2, 2).to("fake:0"), ["fake:0", "fake:1"]) as predict:
+        predict.refresh()
+    waits = device_module.built.take_host_waits()
+    assert "stream" in waits
+    assert "device" not in waits

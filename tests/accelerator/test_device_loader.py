@@ -92,7 +92,7 @@ def has_waited(waiter, awaited):
 
 @pytest.mark.parametrize("team", [["fake:0", "fake:1"], ["cpu", "fake:1"], ["fake:1", "fake:1"]], ids="-".join)
 def test_copies_to_gpus_are_pinned_and_on_side_streams(team, pinned):
-    own, side = torch.Stream("fake:1"), streams._side_stream(1)
+    own, side = torch.Stream("fake:1"), streams.own_stream("copies", 1)
     with own:
         loader = iter(DeviceLoader(batches(2, 4), team))
         before = has_waited(own, side)
@@ -104,6 +104,29 @@ def test_copies_to_gpus_are_pinned_and_on_side_streams(team, pinned):
         assert torch.accelerator.current_stream("fake:1") == own
     assert len(pinned) == 4  # two tensors of two batches: one batch is ahead
     assert {each.device.type for each in pinned} == {"cpu"}
+
+
+@pytest.mark.parametrize("team", [["fake:0", "fake:1"], ["fake:1"]], ids="-".join)
+def test_copies_wait_for_who_made_the_batches_on_a_gpu(team, pinned):
+    own, side, sources = torch.Stream("fake:0"), streams.own_stream("copies", 0), []
+
+    def made_there():
+        for number in range(2):
+            sources.append(torch.full((4, 3), float(number), device="fake:0"))
+            yield sources[-1]
+
+    class Made:
+        def __iter__(self):
+            return made_there()
+
+    device_module.built.take_recorded()
+    waits()
+    with streams.on(torch.device("fake:0"), own):
+        list(DeviceLoader(Made(), team))
+    assert has_waited(side, own)
+    recorded = device_module.built.take_recorded()
+    assert all((each.data_ptr(), side.stream_id) in recorded for each in sources)
+    assert pinned == []
 
 
 def test_only_tensors_on_the_host_are_pinned(pinned):
@@ -127,4 +150,4 @@ def test_tensors_that_stay_whole_are_copied_beside_the_computing(monkeypatch, pi
 
     monkeypatch.setattr("mgpu_core.device_loader._moved", moved)
     list(DeviceLoader(batches(1, 4), ["fake:1"]))
-    assert seen == [streams._side_stream(1)] * 2
+    assert seen == [streams.own_stream("copies", 1)] * 2

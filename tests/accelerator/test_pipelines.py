@@ -17,7 +17,7 @@ DEVICES = ["fake:0", "fake:1"]
 def crossings(source, target):
     """Both waits of a copy: it waits for those who compute on the source, and those on the target wait for it."""
     computing = [id_of(torch.accelerator.current_stream(each)) for each in DEVICES]
-    aside = [id_of(streams._side_stream(each)) for each in (0, 1)]
+    aside = [id_of(streams.own_stream("copies", each)) for each in (0, 1)]
     return {(aside[source], computing[source]), (computing[target], aside[target])}
 
 
@@ -46,7 +46,7 @@ def test_a_gradient_goes_back_to_the_stream_of_the_forward():
         output = net(x)
     waits()
     output.sum().backward()
-    assert (id_of(own), id_of(streams._side_stream(0))) in waits()
+    assert (id_of(own), id_of(streams.own_stream("copies", 0))) in waits()
 
 
 def test_a_second_derivative_crosses_the_border_too():

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import SGD
 from train.nets import mse
 
-from mgpu_core import TrainStep, comm
+from mgpu_core import DataParallel, TrainStep, comm, convert_sync_batchnorm
 from mgpu_core.comm import autograd, dispatch
 from mgpu_core.device import streams
 from mgpu_core.device.team import Team
@@ -39,7 +39,7 @@ def test_copies_from_the_host_are_made_beside_the_computing(monkeypatch):
     monkeypatch.setattr(comm.dispatch, "scatter_into", scattered)
     parts = comm.scatter(torch.arange(6.0, device="cpu"), DEVICES)
     assert [part.tolist() for part in parts] == [[0, 1, 2], [3, 4, 5]]
-    assert seen == [streams._side_stream(0), streams._side_stream(1)]
+    assert seen == [streams.own_stream("copies", 0), streams.own_stream("copies", 1)]
     assert torch.accelerator.current_stream("fake:1") != seen[1]
 
 
@@ -47,7 +47,7 @@ def test_who_computes_with_copies_waits_for_them():
     own = torch.Stream("fake:1")
     with own:
         comm.scatter(torch.arange(6.0, device="cpu"), DEVICES)
-    assert has_waited(own, streams._side_stream(1))
+    assert has_waited(own, streams.own_stream("copies", 1))
 
 
 def test_memory_of_copies_is_not_given_away_before_they_were_used():
@@ -56,6 +56,41 @@ def test_memory_of_copies_is_not_given_away_before_they_were_used():
     with own:
         _, part = comm.scatter(torch.arange(6.0, device="cpu"), DEVICES)
     assert (part.data_ptr(), own.stream_id) in device_module.built.take_recorded()
+
+
+def test_each_thread_gets_its_own_stream_back():
+    """Two threads are on one stream of the package at a time, as in two steps; the one that came first leaves first."""
+    device, shared = torch.device("fake", 0), streams.own_stream("copies", 0)
+    own = [torch.Stream(device) for _ in range(2)]
+    inside, first_has_left, found = [threading.Event() for _ in own], threading.Event(), {}
+
+    def work(index):
+        torch.accelerator.set_stream(own[index])
+        assert index == 0 or inside[0].wait(20)
+        with streams.on(device, shared):
+            inside[index].set()
+            assert (inside[1] if index == 0 else first_has_left).wait(20)
+        found[index] = torch.accelerator.current_stream(device)
+        if index == 0:
+            first_has_left.set()
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert found == dict(enumerate(own))
+
+
+def test_the_backward_of_synchronised_layers_goes_on_on_the_streams_of_the_forward():
+    own = [torch.Stream(each) for each in DEVICES]
+    net = convert_sync_batchnorm(nn.BatchNorm1d(2)).to("fake:0")
+    x = torch.arange(8.0).view(4, 2).to("fake:0").requires_grad_()
+    with streams.on_all([torch.device(each) for each in DEVICES], own):
+        output = DataParallel(net, DEVICES)(x)
+    device_module.built.take_waits()
+    output.square().sum().backward()
+    assert has_waited(own[1], own[0])
 
 
 class OnAStreamOfItsOwn(nn.Module):
@@ -85,7 +120,7 @@ def test_sums_wait_for_the_streams_that_gradients_were_made_on():
     for _ in range(2):
         device_module.built.take_waits()
         step(x, y)
-    side = streams._reducing_stream(0)
+    side = streams.own_stream("sums", 0)
     waits = device_module.built.take_waits()
     assert len(net.made) == 2
     assert all([0, side.stream_id, 0, stream.stream_id] in waits for stream in net.made.values())
@@ -101,14 +136,14 @@ def test_a_step_goes_on_behind_its_sums():
     waits = device_module.built.take_waits()
     for device in (0, 1):
         current = torch.accelerator.current_stream(torch.device("fake", device))
-        assert [device, current.stream_id, device, streams._reducing_stream(device).stream_id] in waits
+        assert [device, current.stream_id, device, streams.own_stream("sums", device).stream_id] in waits
 
 
 def test_no_stream_of_the_users_is_one_of_ours():
-    ours = [of(1) for of in (streams._side_stream, streams._reducing_stream)]
+    ours = [streams.own_stream(purpose, 1) for purpose in ("copies", "sums", "capture", "sums of a capture")]
     users = [torch.Stream("fake:1") for _ in range(100)]
     assert len(set(users)) == 32
-    assert ours[0] != ours[1]
+    assert len(set(ours)) == 4
     assert not set(ours) & set(users)
 
 

@@ -1,149 +1,99 @@
-"""gpu_check.sh without a GPU: in a clone that holds nothing else, on fakes of what it starts."""
+"""The checks for GPUs without one: their mechanism with stages of the test's own, and the case-by-case runner."""
 
 import contextlib
 import io
+import json
+import os
 import re
-import shutil
 import signal
+import subprocess
 import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import pytest
-from fakes.gpu_check import ROOT, SYSTEM, Machine
+from fakes.gpu_check import ROOT, Machine
 
-from benchmarks.gpu_check import bench
-from mgpu_core.bench import cases
+from benchmarks.gpu_check import bench, cases
+from mgpu_core.bench import cases as bench_cases
 
-STAGES = ["build", "sanitize", "test", "nccl", "bench"]
+PASSED = dict.fromkeys(["facts", "one", "two", "beside"], "passed")
+FILES = ["logs.tgz", "summary.md"]
 
 
 def test_all_stages_pass(machine: Machine) -> None:
     assert machine.run("out") == (0, "")
-    assert machine.status == dict.fromkeys(STAGES, "passed")
+    assert machine.status == PASSED
     assert machine.summary.startswith("# GPU check: passed\n")
+    for line in ("* GPU, driver: Fake GPU, 580.1", "* torch: 2.11.0"):
+        assert line in machine.summary.splitlines()
+    assert re.search(r"^\* commit: abc123, \d{4}-\d\d-\d\d$", machine.summary, re.MULTILINE)
+    assert "the end of its log" not in machine.summary
+    assert sorted(path.name for path in machine.out.iterdir()) == FILES
+    assert {"logs/facts.log", "logs/one.log", "status"} <= set(machine.logs())
+    assert sorted(machine.calls) == ["beside 20 abc123", "facts 10 abc123", "one 20 abc123", "two 20 abc123"]
+
+
+def test_figures_and_counts_of_tests_are_in_the_summary(machine: Machine) -> None:
+    two = 'echo "figure: copy: 4 GB/s"; echo "== 3 passed, 1 skipped in 0.1s =="; echo "FAILED tests/x.py::y - no"'
+    assert machine.run("out", one="echo 'ERROR SUMMARY: 0 errors'", two=two) == (0, "")
     for line in (
-        "* commit: abc123",
-        "* GPU, driver: Fake GPU, 580.1",
-        "* nccl: 2.28.9",
-        "* test: 3 passed, 1 skipped in 0.1s",
-        "* sanitize: 12 checks passed",
-        "* sanitize: == ERROR SUMMARY: 0 errors",
-        "  * device cuda, size 4: 0.170 ms, 0.95 x copy",
-        "  * held: device cuda: copy / ours >= 0.9 (0.95)",
-        "  * MISSED: device cuda: copy / ours >= 0.9 (0.80)",
-        "* bounds: 1 held, 1 missed (figures to look at; they fail nothing)",
+        "* two: copy: 4 GB/s",
+        "* two: == 3 passed, 1 skipped in 0.1s ==",
+        "* two: tests/x.py::y - no",
+        "* one: ERROR SUMMARY: 0 errors",
     ):
         assert line in machine.summary.splitlines(), line
-    assert "the end of its log" not in machine.summary
-    assert (machine.out / "doctor.json").read_text().startswith('{"torch"')
-    calls = machine.calls
-    order = (
-        "pip install",
-        "--target test_cuda_kernels_gpu",
-        "--target test_cuda_kernel_edges_gpu",
-        "memcheck --error-exitcode 9 ",
-        "racecheck",
-        "tests/cuda/test_kernels.py tests/cuda/test_collectives.py tests/cuda/test_train_step.py tests/cuda --ignore",
-        "tests/kernels tests/ladder -k gpu",
-        "test-nccl.xml",
-        "test-nccl-warn.xml",
-        f"bench.py {machine.out}/results --seconds 90",
-    )
-    indices = [calls.index(word) for word in order]
-    assert indices == sorted(indices)
-    assert "-k captured" not in calls
-    sanitized = [line for line in calls.splitlines() if line.startswith("compute-sanitizer")]
-    assert len(sanitized) == 2
-    assert all(line.endswith("/test_cuda_kernels_gpu") for line in sanitized)
+
+
+def test_two_lanes_run_at_the_same_time(machine: Machine) -> None:
+    meet = "for i in $(seq 100); do [[ -e $HOME/one && -e $HOME/beside ]] && exit 0; sleep 0.1; done; exit 1"
+    together = f'touch "$HOME/$1"; {meet}'
+    assert machine.run("out", one=together, beside=together) == (0, "")
+
+
+def test_what_failed_is_named_and_stops_nothing(machine: Machine) -> None:
+    assert machine.run("out", one="echo why it failed; exit 1", beside="exit 5") == (1, "")
+    assert machine.status == PASSED | {"one": "failed", "beside": "missing"}
+    assert machine.summary.startswith("# GPU check: NOT passed (2 of 4 stages)\n")
+    assert "## one: the end of its log\n\n```\nwhy it failed\n```" in machine.summary
+
+
+def test_a_stage_that_needs_a_gpu_fails_no_dry_run(machine: Machine) -> None:
+    assert machine.run("out", GPU_CHECK_DEVICE="cpu", FAKE_GPUS="0", two="echo needs a GPU; exit 6") == (0, "")
+    assert machine.status == PASSED | {"two": "needs a GPU"}
+    assert "* GPU, driver: none: a dry run on the CPU" in machine.summary
 
 
 def test_chosen_stages_run_in_their_order(machine: Machine) -> None:
-    assert machine.run("out", "bench", "test") == (0, "")
-    assert list(machine.status) == ["test", "bench"]
-    assert "pip install" not in machine.calls
-
-
-@pytest.mark.parametrize(
-    ("fakes", "failed"),
-    [
-        ({"FAKE_PYTEST": "1"}, ["test", "nccl"]),
-        ({"FAKE_TESTS": "4 skipped in 0.1s"}, ["test", "nccl"]),
-        ({"FAKE_BENCH": "1"}, ["bench"]),
-        ({"FAKE_CMAKE": "1"}, ["sanitize"]),
-        ({"FAKE_PROGRAM": "test_cuda_kernels_gpu"}, ["sanitize"]),
-        ({"FAKE_PROGRAM": "test_cuda_kernel_edges_gpu"}, ["sanitize"]),
-        ({"FAKE_SANITIZER": "9"}, ["sanitize"]),
-    ],
-    ids=str,
-)
-def test_a_stage_that_fails_fails_the_run(machine: Machine, fakes: dict[str, str], failed: list[str]) -> None:
-    assert machine.run("out", **fakes) == (1, "")
-    assert machine.status == {stage: "failed" if stage in failed else "passed" for stage in STAGES}
-    assert machine.summary.startswith(f"# GPU check: NOT passed ({5 - len(failed)} of 5 stages)\n")
-    assert machine.summary.count("the end of its log") == len(failed)
-    assert ("-k captured" in machine.calls) == ("test" in failed)
-
-
-@pytest.mark.parametrize("fakes", [{"FAKE_PIP": "1"}, {"FAKE_IMPORT": "1"}], ids=str)
-def test_without_a_package_only_the_sanitizer_runs(machine: Machine, fakes: dict[str, str]) -> None:
-    assert machine.run("out", **fakes) == (1, "")
-    assert machine.status == dict.fromkeys(STAGES, "not run") | {"build": "failed", "sanitize": "passed"}
-    assert "-m pytest" not in machine.calls
-
-
-def test_a_wheel_is_installed_instead_of_building(machine: Machine) -> None:
-    wheel = machine.folder / "x.whl"
-    wheel.touch()
-    assert machine.run("out", "build", MGPU_WHEEL="x.whl") == (0, "")
-    assert f"{machine.folder}/work/site {wheel}\n" in machine.calls
-    assert machine.run("out", "build", MGPU_WHEEL="y.whl") == (1, "")
-    assert machine.status == {"build": "missing"}
-
-
-def test_what_is_missing_is_named(machine: Machine) -> None:
-    shutil.rmtree(machine.clone / "tests" / "cuda")
-    assert machine.run("out", "test", "nccl", "bench") == (1, "")
-    assert machine.status == {"test": "missing", "nccl": "missing", "bench": "passed"}
-    assert "missing: tests/cuda/test_nccl.py" in machine.summary
-
-
-def test_the_page_names_what_failed_though_other_tools_ran_later(machine: Machine) -> None:
-    machine.run("out", "sanitize", FAKE_PROGRAM="test_cuda_kernel_edges_gpu")
-    assert "\nfailed: test_cuda_kernel_edges_gpu\n" in machine.summary
-
-
-def test_without_pytest_the_stages_that_use_it_are_missing(machine: Machine) -> None:
-    assert machine.run("out", FAKE_NO_PYTEST="1") == (1, "")
-    assert machine.status == dict.fromkeys(STAGES, "passed") | {"test": "missing", "nccl": "missing"}
-    assert "missing: pytest" in machine.summary
-
-
-@pytest.mark.skipif(shutil.which("compute-sanitizer", path=SYSTEM) is not None, reason="this machine has the tool")
-def test_without_the_sanitizer_the_program_runs_at_least(machine: Machine) -> None:
-    (machine.folder / "bin" / "compute-sanitizer").unlink()
-    for program, status in (("", "missing"), ("test_cuda_kernel_edges_gpu", "failed")):
-        assert machine.run("out", "sanitize", FAKE_PROGRAM=program) == (1, "")
-        assert machine.status == {"sanitize": status}
-        assert "* sanitize: 12 checks passed" in machine.summary
+    assert machine.run("out", "two", "facts") == (0, "")
+    assert list(machine.status) == ["facts", "two"]
 
 
 def test_a_stage_has_a_limit_and_the_next_one_runs(machine: Machine) -> None:
-    assert machine.run("out", "test", "bench", FAKE_SLEEP="50", GPU_CHECK_SECONDS="test=1 bench=30") == (1, "")
-    assert machine.status == {"test": "timed out", "bench": "passed"}
+    sleeps = 'echo $BASHPID > "$HOME/sleeper"; exec sleep 50'
+    assert machine.run("out", one=sleeps, GPU_CHECK_SECONDS="one=5 two=30") == (1, "")
+    assert machine.status == PASSED | {"one": "timed out"}
+    assert "two 30 abc123" in machine.calls
     eventually(lambda: sleeper_is_gone(machine))
 
 
-def test_a_signal_leaves_a_summary_and_no_process(machine: Machine) -> None:
-    child = machine.start("out", "build", "test", "bench", FAKE_SLEEP="50")
+def test_all_together_have_a_limit(machine: Machine) -> None:
+    assert machine.run("out", one="sleep 8", GPU_CHECK_TOTAL="9") == (1, "")
+    assert machine.status == PASSED | {"two": "not run"}
+
+
+@pytest.mark.parametrize("stage", ["one", "beside"])
+def test_a_signal_leaves_a_summary_and_no_process(machine: Machine, stage: str) -> None:
+    child = machine.start("out", **{stage: 'echo $BASHPID > "$HOME/sleeper"; exec sleep 50'})
     sleeper = machine.folder / "sleeper"
     eventually(lambda: sleeper.exists() and sleeper.read_text())
     child.send_signal(signal.SIGTERM)
     child.communicate(timeout=30)
     assert child.returncode == 143
-    assert machine.status == {"build": "passed", "test": "stopped"}
-    assert machine.summary.startswith("# GPU check: NOT passed (1 of 3 stages)\n")
+    assert machine.status[stage] == "stopped"
+    assert machine.summary.startswith("# GPU check: NOT passed (")
     eventually(lambda: sleeper_is_gone(machine))
 
 
@@ -164,39 +114,111 @@ def eventually(condition: Callable[[], object]) -> None:
 
 
 @pytest.mark.parametrize(
-    "line", ["", "--help", "out tests", "out build all", "out LIMITS=test", "out LIMITS=test=0", "out LIMITS=tests=5"]
+    "line", ["", "--help", "out three", "out one all", "out LIMITS=one", "out LIMITS=one=0", "out LIMITS=three=5"]
 )
 def test_a_wrong_argument_is_2_with_the_usage(machine: Machine, line: str) -> None:
     arguments, _, limits = line.partition("LIMITS=")
     status, errors = machine.run(*arguments.split(), GPU_CHECK_SECONDS=limits)
     assert status == 2
-    assert errors.startswith("usage: bash benchmarks/gpu_check.sh OUTDIR [build] [sanitize]")
+    assert errors.startswith("usage: bash benchmarks/check.sh OUTDIR [facts] [one]")
     assert not machine.out.exists()
 
 
 def test_without_a_gpu_it_says_so(machine: Machine) -> None:
-    status, errors = machine.run("out", FAKE_GPU="9")
-    assert status == 3
-    assert errors.startswith("gpu_check.sh: 1 GPU(s) needed here: ")
-    assert machine.summary.startswith("# GPU check: NOT passed (0 of 5 stages)\n\ngpu_check.sh: 1 GPU(s) needed here: ")
-    assert "python3" not in machine.calls
+    status, errors = machine.run("out", FAKE_GPUS="0")
+    assert (status, machine.out.exists()) == (3, False)
+    assert errors.startswith("check.sh: 1 GPU(s) needed here: ")
 
 
-def line_of(script: str, start: str) -> str:
-    lines = (ROOT / "benchmarks" / script).read_text().splitlines()
-    (line,) = [line.strip() for line in lines if line.strip().startswith(start)]
-    return line
+def test_the_commit_is_that_of_the_kit(machine: Machine) -> None:
+    (machine.clone / ".gpu_check").mkdir()
+    (machine.clone / ".gpu_check" / "commit").write_text("def456\n")
+    assert machine.run("out", "facts") == (0, "")
+    assert "* commit: def456, " in machine.summary
 
 
-def test_the_limits_are_nine_minutes_together() -> None:
-    limits = re.findall(r"]=(\d+)", line_of("gpu_check.sh", "declare -A LIMIT="))
-    facts = line_of("gpu_check/common.sh", "readonly FACTS_SECONDS=").partition("=")[2]
-    assert len(limits) == len(STAGES)
-    assert sum(map(int, [*limits, facts])) == 9 * 60
+@pytest.mark.parametrize("script", ["gpu_check.sh", "gpu_check_many.sh"])
+def test_every_stage_has_a_limit_a_text_and_work(script: str) -> None:
+    text = (ROOT / "benchmarks" / script).read_text()
+    (stages,) = re.findall(r"STAGES=\((.*?)\)", text)
+    limits = dict(re.findall(r"\[(\w+)]=(\d+)", text))
+    works = set(
+        re.findall(r"^stage_(\w+)\(\)", (ROOT / "benchmarks" / "gpu_check" / "stages.sh").read_text(), re.MULTILINE)
+    )
+    assert set(stages.split()) == set(limits) == set(re.findall(r'\[(\w+)]="', text))
+    assert set(stages.split()) <= works
+
+
+def dry(out: Path, *stages: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    own = {"GPU_CHECK_DEVICE": "cpu", "GPU_CHECK_WORK": str(out.parent / "work"), "MGPU_WHEEL": "installed"}
+    command = ["bash", str(ROOT / "benchmarks" / "gpu_check.sh"), str(out), *stages]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, env=os.environ | own | variables)
+
+
+def test_the_check_for_one_gpu_takes_the_installed_package(tmp_path: Path) -> None:
+    done = dry(tmp_path / "out", "facts", "package", "cpp", "memcheck", "bench", "twins")
+    assert done.returncode == 0, done.stdout + done.stderr
+    summary = (tmp_path / "out" / "summary.md").read_text()
+    assert summary.startswith("# GPU check: passed\n")
+    assert summary.count("| needs a GPU |") == 4
+
+
+def test_a_wheel_that_is_not_there(tmp_path: Path) -> None:
+    done = dry(tmp_path / "out", "package", "cases", MGPU_WHEEL="no.whl")
+    assert done.returncode == 1
+    summary = (tmp_path / "out" / "summary.md").read_text()
+    assert "| package | the package is there, and has code for the GPU | missing |" in summary
+    assert "| not run |" in summary
+
+
+CASES = """
+import os, time
+
+def test_right(): print("figure: speed: 3")
+def test_wrong(): assert 1 == 2, "one is not two"
+def test_crash(): os.abort()
+def test_hang(): time.sleep(100)
+def test_next(): pass
+def test_skipped():
+    import pytest
+    pytest.skip("not here")
+"""
+
+
+@pytest.fixture
+def some_cases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / cases.FOLDER
+    folder.mkdir(parents=True)
+    (folder / "test_some.py").write_text(CASES)
+    monkeypatch.setattr(cases, "ROOT", tmp_path)
+    monkeypatch.setattr(cases, "CASE_SECONDS", 8.0)
+    monkeypatch.setattr(cases, "PYTEST", [*cases.PYTEST, "-s"])
+    return tmp_path / "out.jsonl"
+
+
+def test_a_hang_and_a_crash_cost_their_case_alone(some_cases: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cases.main([str(some_cases), "-j", "2"]) == 1
+    found = {each["case"].rpartition("_")[2]: each for each in map(json.loads, some_cases.read_text().splitlines())}
+    failed, others = dict.fromkeys(("wrong", "crash", "hang"), "FAILED"), {"skipped": "skipped"}
+    wanted = dict.fromkeys(("right", "next"), "passed") | failed | others
+    assert {name: each["status"] for name, each in found.items()} == wanted
+    assert found["right"]["figures"] == ["figure: speed: 3"]
+    assert "one is not two" in found["wrong"]["said"]
+    assert "no end within 8 s" in found["hang"]["said"]
+    assert "cases: 3 FAILED, 2 passed, 1 skipped" in capsys.readouterr().out
+
+
+def test_cases_by_name_by_file_and_without_time(some_cases: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cases.main([str(some_cases), "-k", "right or next"]) == 0
+    assert cases.main([str(some_cases), "-k", "right", "--by", "file"]) == 1
+    assert cases.main([str(some_cases), "-k", "right", "--seconds", "0"]) == 1
+    assert "cases: 1 not run" in capsys.readouterr().out
+    with pytest.raises(RuntimeError, match="no case was found"):
+        cases.main([str(some_cases), "-k", "nothing_of_this_name"])
 
 
 def test_every_kernel_case_is_measured() -> None:
-    assert set(bench.KERNELS) == {name for name in cases.NAMES if "copy" in cases.load(name).peers}
+    assert set(bench.KERNELS) == {name for name in bench_cases.NAMES if "copy" in bench_cases.load(name).peers}
 
 
 def test_every_command_of_the_bench_is_one_that_its_case_takes(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import ctypes
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -246,7 +247,7 @@ def fill(pointers, count, value):
 def gpus_in_host_memory(monkeypatch):
     ones = torch.ones
     monkeypatch.setattr(algorithms, "is_capturing", lambda gpu: False)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=lambda: None))
     monkeypatch.setattr(
         algorithms, "core_streams", lambda devices: [Stream("cuda", device.index, 9) for device in devices]
     )

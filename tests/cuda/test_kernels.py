@@ -1,11 +1,12 @@
 """The kernels on a GPU against their plain-torch truths, misaligned, beside other libraries' arrays, in a graph."""
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
 
-from mgpu_core import kernels
+from mgpu_core import _core, kernels
 from mgpu_core.kernels import reference
 
 FLOATING = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -80,8 +81,8 @@ def test_optimizers_are_the_hosts(gpu, name, dtype):
         states = [torch.zeros_like(parameters) for _ in range(2)]
         segments = kernels.segment_table(counts, groups=[0, 1, 1, 0, 1], device=device)
         segments[2, 4] = 0
-        scalars = {"clip": 0.5, "loss_scale": 4.0, "found_inf": 0.0}
-        scalars = {key: torch.tensor(value, device=device) for key, value in scalars.items()}
+        numbers = {"clip": 0.5, "loss_scale": 4.0, "found_inf": 0.0}
+        scalars: Any = {key: torch.tensor(value, device=device) for key, value in numbers.items()}
         for _ in range(3):
             if name == "sgd":
                 groups = kernels.sgd_groups({"lr": 0.1}, {"lr": 0.2, "momentum": 0.9, "nesterov": 1}, device=device)
@@ -144,7 +145,7 @@ def test_refusals_leave_nothing_behind(gpu):
         )
     host = torch.ones(3)
     with pytest.raises(ValueError, match="must be of device 0, and is ordinary host memory"):
-        kernels.ops._core.check_memory("cuda", host.data_ptr(), 0, "host")
+        _core.check_memory("cuda", host.data_ptr(), 0, "host")
     with pytest.raises(ValueError, match="4 bytes begins at address"):
-        kernels.ops._core.scale_cast(2, "float32", 4, "float32", 3, 2.0, kernels.ops._core.Stream("cuda", 0, 0))
+        _core.scale_cast(2, "float32", 4, "float32", 3, 2.0, _core.Stream("cuda", 0, 0))
     assert torch.ones(3, device=gpu).sum().item() == 3

@@ -50,6 +50,7 @@ def machine(tmp_path, monkeypatch):
     monkeypatch.setattr(peers, "map_for_peer", lambda device, peer: None)
     monkeypatch.setattr(peers, "keep_nccl_off_peers", lambda: None)
     monkeypatch.setattr(peers, "_settled", set())
+    monkeypatch.setattr(peers, "_allowed", set())
     monkeypatch.setattr(peers, "PAIR_SECONDS", 1.0)
     monkeypatch.setattr(peers, "START_SECONDS", 20.0)
     log = tmp_path / "log"

@@ -99,8 +99,21 @@ def test_a_gpu_that_this_build_has_no_code_for(monkeypatch):
         assert streams.core_stream(torch.device("cuda", 1)) is None
 
 
-@pytest.mark.parametrize("of", ["_side_stream", "_reducing_stream"])
-def test_threads_that_ask_together_get_one_stream(monkeypatch, of):
+def test_torch_copies_directly_where_access_is_proved_or_nobody_could_prove_it(monkeypatch):
+    asked = []
+    with_torch(monkeypatch, torch_sees=2, core_sees=2)
+    monkeypatch.setattr(streams, "have_proved_access", lambda *pair: asked.append(pair))
+    one, other, host = GPU, torch.device("cuda", 1), torch.device("cpu")
+    assert not streams.reach_each_other(one, other)
+    assert asked == [(0, 1)]
+    assert all(streams.reach_each_other(*pair) for pair in ((one, host), (host, other), (one, one)))
+    with_torch(monkeypatch, torch_sees=2, core_sees=2, hip="6.4")
+    streams._cuda_backend_works.cache_clear()
+    assert streams.reach_each_other(one, other)
+    assert asked == [(0, 1)]
+
+
+def test_threads_that_ask_together_get_one_stream(monkeypatch):
     """Copies on one, and a wait for the other, would be no wait."""
     together = threading.Barrier(4)
 
@@ -109,9 +122,9 @@ def test_threads_that_ask_together_get_one_stream(monkeypatch, of):
         return object()
 
     monkeypatch.setattr(torch, "Stream", make)
-    monkeypatch.setattr(streams, f"{of}s", {})
+    monkeypatch.setattr(streams, "_own_streams", {})
     found = []
-    threads = [threading.Thread(target=lambda: found.append(getattr(streams, of)(0))) for _ in range(4)]
+    threads = [threading.Thread(target=lambda: found.append(streams.own_stream("copies", 0))) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -1,6 +1,7 @@
 """Fakes as the devices that the package treats as GPUs: who waits for whom on their streams."""
 
 import pytest
+import torch
 from fakes.accelerator import device_module
 
 from mgpu_core.device import streams
@@ -12,8 +13,8 @@ def gpus(monkeypatch):
     if streams.GPU_TYPE != "fake":
         monkeypatch.setattr(streams, "GPU_TYPE", "fake")
         monkeypatch.setattr(streams, "_cuda_backend_works", lambda: False)
-        monkeypatch.setattr(streams, "_side_streams", {})
-        monkeypatch.setattr(streams, "_reducing_streams", {})
+        monkeypatch.setattr(streams, "_own_streams", {})
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     device_module.built.take_waits()
 
 

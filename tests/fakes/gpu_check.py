@@ -1,78 +1,73 @@
-"""A machine for gpu_check.sh and gpu_check_many.sh: fakes of all that they start."""
+"""A clone with the mechanism of the GPU checks alone, and stages of the test's own."""
 
+import os
 import shutil
 import subprocess
-import sys
+import tarfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 SYSTEM = "/usr/bin:/bin"
 
-FAKES = {
-    "nvidia-smi": 'for i in $(seq "${FAKE_GPUS:-1}"); do echo "Fake GPU, 580.1"; done; exit ${FAKE_GPU:-0}',
-    "cmake": """
-[[ $1 != --build ]] || { mkdir -p "$2/tests/cpp"; cp "$(dirname "$0")/program" "$2/tests/cpp/$4"; }
-exit ${FAKE_CMAKE:-0}""",
-    "program": 'echo "12 checks passed"; [[ $0 != *"${FAKE_PROGRAM:-no such program}" ]]',
-    "compute-sanitizer": 'echo "== ERROR SUMMARY: ${FAKE_SANITIZER:-0} errors"; exit ${FAKE_SANITIZER:-0}',
-    "python3": f"""
-case $* in
-  *"pip install"*) exit ${{FAKE_PIP:-0}} ;;
-  *"-m pytest"*)
-    [[ -z ${{FAKE_SLEEP:-}} ]] || {{ echo $$ > "$FAKE_FOLDER/sleeper"; exec sleep "$FAKE_SLEEP"; }}
-    echo "${{FAKE_TESTS:-3 passed, 1 skipped in 0.1s}}"
-    exit ${{FAKE_PYTEST:-0}} ;;
-  *doctor*)
-    echo '{{"torch": {{"version": "2.11.0", "cuda": "13.0"}}, "nccl": {{"version": "2.28.9"}}, '
-    echo '"python": {{"version": "3.12"}}, "mgpu_core": "0.1.0"}}' ;;
-  *bench.py*)
-    echo "== pack"
-    echo "device cuda, size 4: 0.170 ms, 0.95 x copy"
-    echo "* held: device cuda: copy / ours >= 0.9 (0.95)"
-    echo "* MISSED: device cuda: copy / ours >= 0.9 (0.80)"
-    exit ${{FAKE_BENCH:-0}} ;;
-  *many.py*)
-    echo "figure: the check is right"
-    [[ $* != *"${{FAKE_WRONG:-no such check}}"* ]] ;;
-  *"import pytest"*) exit ${{FAKE_NO_PYTEST:-0}} ;;
-  *"import json"*) exec {sys.executable} "$@" ;;
-  *) exit ${{FAKE_IMPORT:-0}} ;;
-esac""",
+SCRIPT = """
+set -uo pipefail
+readonly SCRIPT=check.sh NEEDED_GPUS=1 TOTAL_SECONDS=60
+readonly STAGES=(facts one two beside)
+declare -A LIMIT=([facts]=10 [one]=20 [two]=20 [beside]=20)
+declare -A SHOWS=([facts]="the machine" [one]="the first" [two]="the second" [beside]="at the same time")
+source "$(dirname "${BASH_SOURCE[0]}")/gpu_check/common.sh"
+other() { stage beside; }
+run_stages() {
+  stage facts
+  second_lane other
+  stage one
+  wait_for_second_lane
+  stage two
 }
+main "$@"
+"""
+
+STAGES = """
+echo "$1 $GPU_CHECK_LIMIT $MGPU_BENCH_COMMIT" >> "$CALLS"
+case $1 in
+  facts) echo "torch: 2.11.0"; exit 0 ;;
+  *) eval "${!1:-exit 0}" ;;
+esac
+"""
 
 
 class Machine:
-    """A folder with a clone, fakes, and what came of a run."""
+    """A folder with the clone, a fake nvidia-smi, and what came of a run."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.out, self.clone = folder, folder / "out", folder / "clone"
-        shutil.copytree(ROOT / "benchmarks" / "gpu_check", self.clone / "benchmarks" / "gpu_check")
-        for script in ("gpu_check.sh", "gpu_check_many.sh"):
-            shutil.copy(ROOT / "benchmarks" / script, self.clone / "benchmarks")
-        (self.clone / "tests" / "cuda").mkdir(parents=True)
-        (self.clone / "tests" / "cuda" / "test_nccl.py").touch()
+        checks = self.clone / "benchmarks" / "gpu_check"
+        checks.mkdir(parents=True)
+        shutil.copy(ROOT / "benchmarks" / "gpu_check" / "common.sh", checks)
+        (checks.parent / "check.sh").write_text(SCRIPT)
+        (checks / "stages.sh").write_text(STAGES)
         (folder / "bin").mkdir()
-        for name, body in FAKES.items():
-            path = folder / "bin" / name
-            path.write_text(f'#!/bin/bash\necho "{name} $*" >> "$FAKE_FOLDER/calls"\n{body}\n')
-            path.chmod(0o755)
+        smi = folder / "bin" / "nvidia-smi"
+        smi.write_text('#!/bin/bash\nfor i in $(seq "${FAKE_GPUS:-1}"); do echo "Fake GPU, 580.1"; done\n')
+        smi.chmod(0o755)
 
-    def start(self, *arguments: str, script: str = "gpu_check.sh", **fakes: str) -> subprocess.Popen[str]:
-        own = {"PATH": f"{self.folder / 'bin'}:{SYSTEM}", "FAKE_FOLDER": str(self.folder), "HOME": str(self.folder)}
-        own |= {"GPU_CHECK_WORK": str(self.folder / "work"), "GPU_CHECK_COMMIT": "abc123"}
-        command = ["bash", str(self.clone / "benchmarks" / script), *arguments]
-        environment, pipe = {**own, **fakes}, subprocess.PIPE
+    def start(self, *arguments: str, **variables: str) -> subprocess.Popen[str]:
+        """Start the check; a variable with the name of a stage is what that stage does."""
+        own = {"PATH": f"{self.folder / 'bin'}:{SYSTEM}", "CALLS": str(self.folder / "calls"), "HOME": str(self.folder)}
+        own |= {"GPU_CHECK_WORK": str(self.folder / "work"), "GPU_CHECK_COMMIT": "abc123", "GIT_DIR": os.devnull}
+        command = ["bash", str(self.clone / "benchmarks" / "check.sh"), *arguments]
+        environment, pipe = {**own, **variables}, subprocess.PIPE
         return subprocess.Popen(command, cwd=self.folder, env=environment, stdout=pipe, stderr=pipe, text=True)
 
-    def run(self, *arguments: str, **fakes: str) -> tuple[int, str]:
+    def run(self, *arguments: str, **variables: str) -> tuple[int, str]:
         """Exit status and stderr."""
-        child = self.start(*arguments, **fakes)
+        child = self.start(*arguments, **variables)
         _, errors = child.communicate(timeout=60)
         return child.returncode, errors
 
     @property
-    def calls(self) -> str:
-        return (self.folder / "calls").read_text()
+    def calls(self) -> list[str]:
+        return (self.folder / "calls").read_text().splitlines()
 
     @property
     def summary(self) -> str:
@@ -83,3 +78,7 @@ class Machine:
         """What the summary's table says of each stage."""
         rows = [line.strip("| ").split(" | ") for line in self.summary.splitlines() if line.startswith("| ")]
         return {stage: status for stage, _, status, *_ in rows[1:]}
+
+    def logs(self) -> list[str]:
+        with tarfile.open(self.out / "logs.tgz") as archive:
+            return sorted(archive.getnames())

@@ -1,28 +1,95 @@
-"""Runs tests again in a process whose devices are the fakes."""
+"""Runs tests again on a fake accelerator: `python tests/fakes/on_the_fake.py plain|cuda [OPTION...]`.
+
+Each test of the lists runs on one of the two: the plain fake, which the torch backend serves, for streams, inference
+and synchronised layers; the fake CUDA runtime, and with MGPU_TEST_PTX=90 the kernels' PTX, for all others.  On the CPU
+all of them run.  Options go to pytest.  The first run compiles; processes that do so at once wait for each other.
+"""
+
+from __future__ import annotations
 
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-import pytest
-from fakes import accelerator
+TESTS = Path(__file__).resolve().parents[1]
+SECONDS = 1500  # of one run; both lists take some minutes on two cores
 
-TESTS = Path(__file__).parents[1]
+LISTS = {
+    "plain": (
+        "accelerator/test_as_cuda.py",
+        "accelerator/test_bench_collectives.py",
+        "accelerator/test_collectives.py",
+        "accelerator/test_data_parallel.py",
+        "accelerator/test_device_loader.py",
+        "accelerator/test_fake.py",
+        "accelerator/test_mnist.py",
+        "accelerator/test_noticed.py",
+        "accelerator/test_pipelines.py",
+        "accelerator/test_predictor.py",
+        "accelerator/test_steps.py",
+        "accelerator/test_streams.py",
+        "accelerator/test_transfer.py",
+        "comm/test_torch_expectations.py",
+        "inference",
+        "parallel/test_torch_expectations.py",
+        "soak/test_soak_inference.py",
+        "sync_batchnorm/test_sync_batchnorm.py",
+    ),
+    "cuda": (
+        "accelerator/test_explain.py",
+        "accelerator/test_graphs.py",
+        "accelerator/test_host_waits.py",
+        "accelerator/test_models.py",
+        "accelerator/test_pointer_looks.py",
+        "accelerator/test_shards.py",
+        "accelerator/test_train_step.py",
+        "accelerator/test_warm_graphs.py",
+        "conformance",
+        "kernels/test_flat.py",
+        "kernels/test_flat_optimizers.py",
+        "kernels/test_gather_rows.py",
+        "kernels/test_reference_optimizers.py",
+        "parallel/test_replicate.py",
+        "parallel/test_scatter.py",
+        "pipeline",
+        "tensor_parallel",
+        "train/test_amp.py",
+        "train/test_any_order.py",
+        "train/test_optimizer_state.py",
+        "train/test_train_step.py",
+        "train/test_trained_module.py",
+        "wrapper",
+    ),
+}
+VARIABLE_OF = {"plain": "1", "cuda": "cuda"}  # the values of accelerator.WANTED
 
 
-def run_tests(paths, wanted):
-    """A test that hangs says after 110 s where its threads are; by then all waits of the package have given up."""
-    options = ["-q", "-p", "no:cacheprovider", "-m", "", "-o", "faulthandler_timeout=110"]
-    try:
-        ran = subprocess.run(
-            [sys.executable, "-P", "-m", "pytest", *options, *paths],
-            cwd=TESTS,
-            env={"MGPU_CORE_TIMEOUT": "100"} | os.environ | {accelerator.WANTED: wanted},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            timeout=840,
-        )
-    except subprocess.TimeoutExpired as late:
-        pytest.fail(f"still at work after 840 s:\n{(late.stdout or b'').decode()}")
-    assert ran.returncode == 0, ran.stdout.decode()
+def fake_of(test: str) -> str:
+    """Return the value of the variable for the fake that a test, or its folder, runs on.
+
+    Raises:
+        ValueError: it is in neither list.
+    """
+    path = Path(test.partition("::")[0])
+    for name, tests in LISTS.items():
+        if {str(path), *map(str, path.parents)} & set(tests):
+            return VARIABLE_OF[name]
+    raise ValueError(f"{test} runs on neither fake: see {__name__}")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run a list; return pytest's exit status.
+
+    A test that hangs says after 110 s where its threads are; by then all waits of the package have given up.
+    """
+    name, *options = arguments
+    limits = ["-p", "no:cacheprovider", "-m", "", "-o", "faulthandler_timeout=110"]
+    command = [sys.executable, "-P", "-m", "pytest", *limits, *options, *LISTS[name]]
+    environment = {"MGPU_CORE_TIMEOUT": "100"} | os.environ | {"MGPU_TEST_FAKE": VARIABLE_OF[name]}
+    return subprocess.run(command, cwd=TESTS, env=environment, timeout=SECONDS).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

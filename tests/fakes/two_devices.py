@@ -1,7 +1,7 @@
 """Build the layers and rows of the tests of what torch expects of its own data parallelism.
 
 Torch tests ``torch.nn.parallel`` and ``torch.cuda.comm`` on two GPUs.  Everything that those tests expect is asked of
-ours, in our words: of ranks on the CPU, and of devices that differ in the process of ``test_fake_accelerator.py``.
+ours, in our words: of ranks on the CPU, and of devices that differ in the process of ``fakes/on_the_fake.py``.
 Where the contract differs on purpose, the test says so.
 """
 

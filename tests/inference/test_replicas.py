@@ -1,5 +1,9 @@
 """The copies of the module: what they share, how they run, and which modules cannot be copied to answer requests."""
 
+import warnings
+from functools import partial
+from typing import ClassVar
+
 import pytest
 import torch
 from fakes.nets import cpu
@@ -7,6 +11,7 @@ from torch import nn
 
 from mgpu_core import Pipeline, Predictor
 from mgpu_core.inference.replicas import GraphedModule
+from mgpu_core.train.graph_cache import ATTEMPTS, RETRY_AFTER
 
 
 class Writing(nn.Module):
@@ -68,14 +73,43 @@ def test_bfloat16_by_autocast():
         assert predict(torch.ones(1, 2, device=cpu(1)[0])).dtype is torch.bfloat16
 
 
+class Eager(nn.Module):
+    """Counts its calls that do not run compiled code."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(3, 3), nn.ReLU())
+
+    calls: ClassVar[list[int]] = []
+
+    def forward(self, x):
+        if not torch.compiler.is_compiling():
+            self.calls.append(len(x))
+        return self.layers(x)
+
+
 @pytest.mark.slow
 def test_compiled_copies():
     module = nn.Sequential(nn.Linear(3, 3), nn.ReLU())
     xs = [torch.rand(rows, 3) for rows in (1, 2, 5, 8)]
     with Predictor(module, ["cpu"] * 2, compile=True, max_wait_ms=0) as predict:
         answers = [predict(x) for x in xs]
-        assert all(each.module._compiled_call_impl is not None for each in predict._engine.replicas)
     assert all(torch.allclose(one, module(x), atol=1e-6) for one, x in zip(answers, xs, strict=True))
+
+
+@pytest.mark.slow
+def test_eight_ranks_run_compiled_code_also_after_a_refresh(monkeypatch):
+    """Torch keeps eight variants of a function: those of all ranks together are more."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    module, Eager.calls = Eager(), []
+    with Predictor(module, ["cpu"] * 8, compile=True, max_batch=4, max_wait_ms=0) as predict:
+        for _ in range(2):
+            for rows in [1, 2, 3, 4] * 60:
+                x = torch.rand(rows, 3)
+                assert torch.allclose(predict(x), module.layers(x), atol=1e-6)
+            module.layers[0].weight.data.mul_(2)
+            predict.refresh()
+    assert Eager.calls == []
 
 
 def test_a_capture_needs_a_gpu_and_a_module_on_one():
@@ -88,12 +122,15 @@ def test_a_capture_needs_a_gpu_and_a_module_on_one():
 class Recorder:
     """Stands in for CUDA: a replay computes the outputs again from what the static tensors hold."""
 
-    def __init__(self, graphed, fails=False):
-        self.graphed, self.fails, self.count = graphed, fails, 0
+    def __init__(self, graphed, failures=0):
+        self.graphed, self.failures, self.count, self.attempts = graphed, failures, 0, 0
 
     def record(self, device, work):
-        if self.fails:
+        self.attempts += 1
+        if self.attempts <= self.failures:
             raise RuntimeError("operation not permitted when stream is capturing")
+        assert not torch.is_inference_mode_enabled()  # generators would get a state that training cannot write
+        assert not torch.is_grad_enabled()
         self.count += 1
         work()
         return Graph(self.graphed), []
@@ -107,7 +144,7 @@ class Graph:
         self.graphed = graphed
 
     def replay(self):
-        (recorded,) = [each for each in self.graphed._recorded.values() if each is not None and each.graph is self]
+        (recorded,) = [each for each in self.graphed._recorded.values() if each.graph is self]
         recorded.outputs["y"].copy_(self.graphed._module(*recorded.leaves)["y"])
 
 
@@ -117,7 +154,7 @@ class Doubling(nn.Module):
 
 
 def graphed(**options):
-    made = GraphedModule(Doubling(), torch.device("cpu"))
+    made = GraphedModule(Doubling(), torch.device("cpu"), "Doubling")
     made._recorder = Recorder(made, **options)
     return made
 
@@ -156,7 +193,27 @@ def test_the_graph_unused_for_longest_goes_first():
 
 
 def test_a_module_that_cannot_be_recorded_runs_as_it_is():
-    module, x = graphed(fails=True), torch.ones(3, 2)
-    with pytest.warns(RuntimeWarning, match="Doubling cannot be recorded as a CUDA graph, and runs as it is"):
+    module, x = graphed(failures=100), torch.ones(3, 2)
+    with pytest.warns(RuntimeWarning, match="Doubling runs as it is, not as a CUDA graph: recording it failed"):
+        module(x)
+    with warnings.catch_warnings(action="error"):
+        for _ in range(100):
+            assert torch.equal(module(x)["y"], 2 * x)
+    assert module._recorder.attempts == ATTEMPTS
+
+
+def test_a_recording_that_another_thread_has_broken_is_made_later():
+    module, x = graphed(failures=1), torch.ones(3, 2)
+    with pytest.warns(RuntimeWarning, match="a thread that waits for the whole device"):
+        module(x)
+    for _ in range(RETRY_AFTER + 1):
         assert torch.equal(module(x)["y"], 2 * x)
-    assert torch.equal(module(x)["y"], 2 * x)
+    assert module._recorder.count == 1
+
+
+@pytest.mark.parametrize("is_inference", [False, True])
+def test_a_recording_is_made_outside_inference_mode(is_inference):
+    module, x = graphed(), torch.ones(3, 2)
+    with torch.inference_mode(is_inference):
+        assert torch.equal(module(x)["y"], 2 * x)
+    assert module._recorder.count == 1

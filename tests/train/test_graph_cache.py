@@ -127,7 +127,7 @@ def test_a_recording_that_fails_leaves_an_ordinary_step(monkeypatch):
     assert captured.steps == 9
 
 
-def test_a_recording_that_fails_behind_its_update_is_not_tried_again(monkeypatch):
+def test_a_recording_that_fails_behind_its_update_is_tried_so_often_and_no_more(monkeypatch):
     """Its kernels have written nothing, whatever torch has counted."""
     captured, plain = pair(lambda p: SGD(p, lr=0.01, momentum=0.5))
 
@@ -136,10 +136,32 @@ def test_a_recording_that_fails_behind_its_update_is_not_tried_again(monkeypatch
 
     monkeypatch.setattr(captured._loop.captured, "check_used", failing)
     with pytest.warns(UserWarning, match=r"recording it failed \(RuntimeError: this batch"):
-        losses = [captured(x, 2, y) for x, y in batches(20, 8)]
-    assert all(map(torch.equal, losses, [plain(x, 2, y) for x, y in batches(20, 8)]))
+        losses = [captured(x, 2, y) for x, y in batches(90, 8)]
+    assert all(map(torch.equal, losses, [plain(x, 2, y) for x, y in batches(90, 8)]))
     assert same(captured.module, plain.module)
-    assert captured._loop.captured.recorder.records == 1
+    assert captured._loop.captured.recorder.records == graphs.ATTEMPTS == 3
+
+
+def test_a_recording_that_another_thread_has_broken_is_made_later(monkeypatch):
+    captured, plain = pair(lambda p: SGD(p, lr=0.01, momentum=0.5))
+    record, failures = captured._loop.captured.recorder.record, iter([True])
+
+    def disturbed(device, work):
+        if next(failures, False):
+            raise RuntimeError("operation failed due to a previous error during capture")
+        return record(device, work)
+
+    monkeypatch.setattr(captured._loop.captured.recorder, "record", disturbed)
+    with pytest.warns(UserWarning, match="a loss that is kept with its graph over the same parameters") as told:
+        losses = [captured(x, 2, y) for x, y in batches(WARM_UP + 2, 8)]
+    assert len(told) == 1
+    with warnings.catch_warnings(action="error"):
+        losses += [captured(x, 2, y) for x, y in batches(graphs.RETRY_AFTER + 5, 8)]
+    wanted = [plain(x, 2, y) for count in (WARM_UP + 2, graphs.RETRY_AFTER + 5) for x, y in batches(count, 8)]
+    assert all(map(torch.equal, losses, wanted))
+    assert same(captured.module, plain.module)
+    assert captured.graphs.replays == 5
+    assert captured.graphs.reason is None
 
 
 def test_a_replay_that_fails_leaves_the_last_update(monkeypatch):

@@ -110,7 +110,7 @@ def test_several_inputs_numbers_and_keywords(devices, keyword, functional):
 @pytest.mark.parametrize("functional", [False, True], ids=["module", "function"])
 def test_the_module_must_be_where_the_first_rank_is(functional):
     if HOME == OTHER:
-        pytest.skip("all ranks are on one device here: the process of test_fake_accelerator.py has several")
+        pytest.skip("all ranks are on one device here: the process of fakes/on_the_fake.py has several")
 
     def run(module, devices, should_fail):
         def call():

@@ -1,7 +1,7 @@
 """A fake accelerator, ``fake:0`` to ``fake:3``, for machines that have none: devices of host memory, compiled here.
 
 Registering it makes it *the* accelerator of the process, for good; so the tests that use it run in a process of their
-own, which ``tests/test_fake_accelerator.py`` starts with the variable :data:`WANTED` set.
+own, which ``tests/fakes/on_the_fake.py`` starts with the variable :data:`WANTED` set.
 """
 
 from __future__ import annotations

@@ -6,8 +6,7 @@ work while it is recorded, and a replay runs it again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -43,20 +42,21 @@ class Graph:
 
     pool: object = None
 
+    def capture_begin(self, pool: object, capture_error_mode: str) -> None:
+        """Begin on the current stream, which is not a default one; torch allows one capture at a time."""
+        self.stream = torch.accelerator.current_stream()
+        assert capture_error_mode == "thread_local"
+        if capturing or not self.stream.stream_id:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        self.pool = pool
+        capturing.append(self.stream)
+
+    def capture_end(self) -> None:
+        """End it; what the host has waited for a device meanwhile has invalidated it."""
+        capturing.remove(self.stream)
+
     def replay(self) -> None:
         """Does nothing: the tests look at how a graph is recorded."""
-
-
-@contextmanager
-def _graph(graph: Graph, *, pool: object, stream: torch.Stream, capture_error_mode: str) -> Iterator[None]:
-    graph.pool = pool
-    assert capture_error_mode == "thread_local"
-    with stream:
-        capturing.append(stream)
-        try:
-            yield
-        finally:
-            capturing.remove(stream)
 
 
 def answer_as_cuda(setattr_: Callable[[object, str, Any], None]) -> None:
@@ -73,9 +73,9 @@ def answer_as_cuda(setattr_: Callable[[object, str, Any], None]) -> None:
         "Event": _event,
         "is_current_stream_capturing": _is_capturing,
         "CUDAGraph": Graph,
-        "graph": _graph,
         "graph_pool_handle": object,
     }
     for name, fake in fakes.items():
         setattr_(torch.cuda, name, fake)
-    setattr_(torch._C, "_cuda_endAllocateToPool", lambda device, pool: None)
+    for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
+        setattr_(torch._C, name, lambda device, pool: None)

@@ -13,6 +13,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <mutex>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -62,6 +63,9 @@ struct Wait {
 std::mutex waits_lock;
 std::vector<Wait> waits;
 std::vector<std::pair<int64_t, int64_t>> recorded;  // pointer, stream
+
+std::vector<std::string> waits_of_the_host;         // under waits_lock
+std::vector<std::pair<int, int>> direct_copies;  // under waits_lock
 
 std::mutex late_lock;
 std::vector<Late> late;
@@ -145,9 +149,13 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void recordDataPtrOnStream(const c10::DataPtr&, const c10::Stream&) const override {}
   bool queryEvent(void*) const override { return true; }
   bool queryStream(const c10::Stream&) const override { return true; }
-  void synchronizeEvent(void*) const override { arrive(); }
-  void synchronizeStream(const c10::Stream&) const override { arrive(); }
-  void synchronizeDevice(c10::DeviceIndex) const override { arrive(); }
+  void synchronizeEvent(void*) const override { synchronize("event"); }
+  void synchronizeStream(const c10::Stream&) const override { synchronize("stream"); }
+  void synchronizeDevice(c10::DeviceIndex) const override { synchronize("device"); }
+  static void synchronize(const char* what) {
+    host_waits(what);
+    arrive();
+  }
 };
 
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
@@ -194,6 +202,16 @@ void copy_later(const at::Tensor& host, const at::Tensor& value) {
   std::memset(host.data_ptr(), 0xEE, host.nbytes());
 }
 
+void host_waits(const char* what) {
+  const std::lock_guard<std::mutex> guard(waits_lock);
+  waits_of_the_host.push_back(what);
+}
+
+void copied_directly(c10::Device source, c10::Device target) {
+  const std::lock_guard<std::mutex> guard(waits_lock);
+  direct_copies.push_back({source.index(), target.index()});
+}
+
 void record_stream(at::Tensor& tensor, c10::Stream stream) {
   const std::lock_guard<std::mutex> guard(waits_lock);
   recorded.push_back({reinterpret_cast<int64_t>(tensor.data_ptr()), stream.id()});
@@ -220,6 +238,16 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       found.push_back({waiter.device_index(), waiter.id(), awaited.device_index(), awaited.id()});
     fake::waits.clear();
     return found;
+  });
+  // Since the last call: for what the host has waited, each time: an event, a stream, a device, a copy, a number.
+  module.def("take_host_waits", [] {
+    const std::lock_guard<std::mutex> guard(fake::waits_lock);
+    return std::exchange(fake::waits_of_the_host, {});
+  });
+  // Since the last call: copies from one device to another, as pairs of indices.
+  module.def("take_direct_copies", [] {
+    const std::lock_guard<std::mutex> guard(fake::waits_lock);
+    return std::exchange(fake::direct_copies, {});
   });
   module.def("take_recorded", [] {
     const std::lock_guard<std::mutex> guard(fake::waits_lock);

@@ -37,6 +37,10 @@ at::Generator cpu_generator(const std::optional<at::Generator>& given, c10::Devi
 void copy_later(const at::Tensor& host, const at::Tensor& value);
 void arrive();
 
+// Notes that the host had to wait for a device, and for what; and a copy from one device to another.
+void host_waits(const char* what);
+void copied_directly(c10::Device source, c10::Device target);
+
 // Whoever frees the memory waits for the stream: nobody has to here, and tests ask for whom it was said.
 void record_stream(at::Tensor& tensor, c10::Stream stream);
 

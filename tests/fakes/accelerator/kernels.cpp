@@ -63,6 +63,10 @@ at::Tensor copy_from(const at::Tensor& source, const at::Tensor& target, bool no
     copy_later(target, on_cpu(source).to(target.scalar_type(), false, true).expand(target.sizes()).contiguous());
     return target;
   }
+  if (!non_blocking && to_host != source.is_cpu()) host_waits("copy");
+  if (!to_host && !source.is_cpu() && source.device() != target.device()) {
+    copied_directly(source.device(), target.device());
+  }
   on_cpu(target).copy_(on_cpu(source));
   if (to_host) arrive();  // in order: what was copied before it has arrived too
   return target;
@@ -115,7 +119,10 @@ at::Tensor reshape_alias(const at::Tensor& ours, SymIntArrayRef size, SymIntArra
   return at::native::_reshape_alias(ours, C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride));
 }
 
-at::Scalar local_scalar(const at::Tensor& ours) { return on_cpu(ours).item(); }
+at::Scalar local_scalar(const at::Tensor& ours) {
+  host_waits("number");
+  return on_cpu(ours).item();
+}
 
 void check_together(const at::Tensor& one, const at::Tensor& other) {
   TORCH_CHECK(one.device() == other.device(), "Expected all tensors to be on the same device, but found ", one.device(),

@@ -1,0 +1,66 @@
+"""TrainStep next to a bare loop: eager and captured, with ranks on the CPU, in half precision, in two threads."""
+
+import pytest
+import torch
+from fakes.here import OPTIMIZERS, in_threads, optimizer_of
+from torch.nn import functional
+
+import mgpu_core
+
+gpu_only = pytest.mark.usefixtures("gpu_only")
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(("ranks", "workers"), [(1, "auto"), (2, "threads"), (2, "caller"), (4, "threads")])
+def test_eager(here, ranks, workers, name):
+    here.train_alike(here.team(ranks), name, workers=workers, steps=12, bucket_nbytes=1 << 16)
+
+
+@gpu_only
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_captured(here, ranks, name):
+    step = here.train_alike(here.team(ranks), name, capture=True, steps=16, each=here.poison, bucket_nbytes=1 << 16)
+    assert step.graphs.replays >= 10, step.graphs.reason
+
+
+@gpu_only
+def test_beside_the_cpu(here):
+    """Many buckets: hooks of two threads enter one side stream."""
+    for _ in range(3):
+        here.train_alike([here.name, "cpu"], steps=20, bucket_nbytes=1 << 13, workers="threads", where="cpu")
+
+
+@gpu_only
+def test_beside_the_cpu_on_late_streams(here):
+    with here.late():
+        here.train_alike([here.name, "cpu"], steps=20, bucket_nbytes=1 << 13, workers="threads", where="cpu")
+
+
+@gpu_only
+def test_two_captured_steps_in_two_threads(here):
+    """One records at a time, and sums of the other one are not part of what it records."""
+    told = []
+
+    def work(index):
+        step = here.train_alike(here.team(2), steps=60, capture=True, bucket_nbytes=1 << 14)
+        told.append((step.graphs.replays, step.graphs.reason))
+
+    in_threads(work, 2)
+    assert all(replays > 40 for replays, _ in told), told
+
+
+@gpu_only
+@pytest.mark.parametrize("amp_dtype", [torch.bfloat16, torch.float16])
+def test_mixed_precision(here, amp_dtype):
+    """With a loss scale and clipping, eager and captured, one and two ranks: the losses agree."""
+    found = []
+    for team, capture in ((here.team(1), False), (here.team(1), True), (here.team(2), False), (here.team(2), True)):
+        net = here.net(dtype=torch.float32)
+        step = mgpu_core.TrainStep(
+            net, functional.cross_entropy, optimizer_of("adamw", net.parameters()), team,
+            amp_dtype=amp_dtype, capture=capture, clip_norm=1.0,
+        )  # fmt: skip
+        found.append(torch.stack([step(x, y) for x, y in here.batches(20, dtype=torch.float32)]).cpu())
+    for each in found[1:]:
+        torch.testing.assert_close(each, found[0], rtol=0, atol=3e-2)

@@ -1,0 +1,39 @@
+"""Which tests run again on which fake accelerator, and which are left out there."""
+
+from pathlib import Path
+
+import pytest
+from fakes.accelerator.cpu_only import CPU_ONLY
+from fakes.on_the_fake import LISTS, fake_of
+
+TESTS = Path(__file__).parent
+
+
+def files_of(tests):
+    paths = [TESTS / each for each in tests]
+    return {file for path in paths for file in ([path] if path.suffix else path.rglob("test_*.py"))}
+
+
+def test_every_test_that_is_left_out_exists():
+    text = "".join(path.read_text() for path in TESTS.rglob("test_*.py"))
+    assert [name for name in CPU_ONLY if f"def {name}(" not in text] == []
+
+
+def test_every_test_runs_on_one_fake():
+    plain, cuda = (files_of(tests) for tests in LISTS.values())
+    assert [path for path in plain | cuda if not path.exists()] == []
+    assert plain & cuda == set()
+    assert set((TESTS / "accelerator").glob("test_*.py")) <= plain | cuda
+
+
+@pytest.mark.parametrize(
+    ("test", "fake"),
+    [("accelerator/test_streams.py", "1"), ("inference/test_predictor.py", "1"), ("wrapper", "cuda")],
+)
+def test_the_fake_of_a_test(test, fake):
+    assert fake_of(test) == fake
+
+
+def test_a_test_that_runs_on_neither():
+    with pytest.raises(ValueError, match="docs runs on neither fake"):
+        fake_of("docs")

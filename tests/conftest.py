@@ -4,9 +4,15 @@ There the tests that say nothing of a device run as they are: what they make is 
 that they ask for are fake devices, and what they compare may be on two of them.
 """
 
+import os
 import signal
 import threading
 from pathlib import Path
+
+# Where several processes run tests side by side, they share the cores: torch's threads spin while they wait for each
+# other, and with twice as many as there are cores most of the time goes there.  Before torch reads the variable.
+if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 0)):
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
 
 import pytest
 import torch

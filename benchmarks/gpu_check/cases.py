@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TextIO
 
@@ -43,10 +43,12 @@ class Runs:
     Args:
         cases: ids or files.
         seconds: after which no case is begun, and those that run are ended.
+        jobs: how many run at a time: they share the cores.
         out: gets a line for each.
     """
 
-    def __init__(self, cases: Sequence[str], seconds: float, out: TextIO) -> None:
+    def __init__(self, cases: Sequence[str], seconds: float, jobs: int, out: TextIO) -> None:
+        self._threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // jobs))}
         self._left, self._out, self._end = deque(cases), out, time.monotonic() + seconds
         self._lock = threading.Lock()
         self.statuses: Counter[str] = Counter()
@@ -60,7 +62,7 @@ class Runs:
                 case = self._left.popleft()
             seconds = min(CASE_SECONDS, self._end - time.monotonic())
             begin = time.monotonic()
-            status, said = run(case, seconds) if seconds > 1 else ("not run", "")
+            status, said = run(case, seconds, self._threads) if seconds > 1 else ("not run", "")
             self._tell(case, status, time.monotonic() - begin, said)
 
     def _tell(self, case: str, status: str, seconds: float, said: str) -> None:
@@ -76,11 +78,18 @@ class Runs:
                 print(f"--- {name}\n{said[-3000:]}", flush=True)
 
 
-def run(case: str, seconds: float) -> tuple[str, str]:
-    """Run a case in a process; return how it ended, and what it said."""
+def run(case: str, seconds: float, threads: Mapping[str, str]) -> tuple[str, str]:
+    """Run a case in a process; return how it ended, and what it said.
+
+    Args:
+        case: its id, or a file.
+        seconds: after which it is ended.
+        threads: variables for its process: how many threads torch may use on the CPU.
+    """
     child = subprocess.Popen(
-        [*PYTEST, case], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    )
+        [*PYTEST, case], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+        env=os.environ | threads,
+    )  # fmt: skip
     try:
         said, _ = child.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
@@ -108,7 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     begin = time.monotonic()
     cases = collected(options.expression, options.by)
     with options.out.open("w") as out:
-        runs = Runs(cases, options.seconds - (time.monotonic() - begin), out)
+        runs = Runs(cases, options.seconds - (time.monotonic() - begin), options.jobs, out)
         threads = [threading.Thread(target=runs.work) for _ in range(options.jobs)]
         for thread in threads:
             thread.start()

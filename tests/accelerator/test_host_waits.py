@@ -9,7 +9,7 @@ from fakes.accelerator import by_the_cuda_backend, device_module
 from fakes.graphs import give_graphs, without_gpu
 from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR
-from train.nets import mse
+from train.nets import Branches, mse
 
 from mgpu_core import TrainStep, optim
 
@@ -65,3 +65,16 @@ def test_numbers_next_to_the_loss_are_copied_without_a_wait(team):
     step = TrainStep(module, weighted, optimizer, team, reduction="weighted", error_if_nonfinite=False)
     x, y = torch.ones(8, 3, device="cpu"), torch.ones(8, 2, device="cpu")
     assert waits_of(lambda *batch: step(*batch, aux=True), ExponentialLR(optimizer, 0.999), x, y) == []
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_batches_that_use_other_parameters_are_not_waited_for(make):
+    """Which segments take part in an update is written into a table on the device."""
+    module = Branches().to("fake:0")
+    step = TrainStep(module, mse, make(module.parameters()), TEAMS[1], error_if_nonfinite=False)
+    x, y = torch.ones(8, 4, device="cpu"), torch.ones(8, 2, device="cpu")
+    for index in range(20):
+        if index == 14:
+            device_module.built.take_host_waits()
+        step(x, index % 2, y)
+    assert device_module.built.take_host_waits() == []

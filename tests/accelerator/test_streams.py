@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import SGD
 from train.nets import mse
 
-from mgpu_core import DataParallel, TrainStep, comm, convert_sync_batchnorm
+from mgpu_core import TrainStep, comm, convert_sync_batchnorm, parallel_apply, replicate
 from mgpu_core.comm import autograd, dispatch
 from mgpu_core.device import streams
 from mgpu_core.device.team import Team
@@ -82,15 +82,18 @@ def test_each_thread_gets_its_own_stream_back():
     assert found == dict(enumerate(own))
 
 
-def test_the_backward_of_synchronised_layers_goes_on_on_the_streams_of_the_forward():
-    own = [torch.Stream(each) for each in DEVICES]
+def test_the_backward_of_synchronised_layers_waits_for_gradients_of_other_streams():
+    """As every backward over several devices: autograd orders the gradients with the stream of one device alone."""
+    devices, own = [torch.device(each) for each in DEVICES], [torch.Stream(each) for each in DEVICES]
     net = convert_sync_batchnorm(nn.BatchNorm1d(2)).to("fake:0")
-    x = torch.arange(8.0).view(4, 2).to("fake:0").requires_grad_()
-    with streams.on_all([torch.device(each) for each in DEVICES], own):
-        output = DataParallel(net, DEVICES)(x)
-    device_module.built.take_waits()
-    output.square().sum().backward()
-    assert has_waited(own[1], own[0])
+    xs = [torch.arange(8.0).view(4, 2).to(each).requires_grad_() for each in DEVICES]
+    with streams.on_all(devices, own):
+        outs = parallel_apply(replicate(net, DEVICES), [(x,) for x in xs], devices=DEVICES)
+    seen = []
+    outs[0].grad_fn.register_prehook(lambda gradients: seen.clear() or waits() and None)
+    outs[0].grad_fn.register_hook(lambda *gradients: seen.extend(waits()))
+    torch.autograd.backward([out.square().sum() for out in outs])
+    assert (id_of(own[1]), id_of(own[0])) in seen
 
 
 class OnAStreamOfItsOwn(nn.Module):

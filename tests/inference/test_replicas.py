@@ -104,11 +104,12 @@ def test_eight_ranks_run_compiled_code_also_after_a_refresh(monkeypatch):
     module, Eager.calls = Eager(), []
     with Predictor(module, ["cpu"] * 8, compile=True, max_batch=4, max_wait_ms=0) as predict:
         for _ in range(2):
-            for rows in [1, 2, 3, 4] * 60:
-                x = torch.rand(rows, 3)
-                assert torch.allclose(predict(x), module.layers(x), atol=1e-6)
+            xs = [torch.rand(rows, 3) for rows in [1, 2, 3, 4] * 60]
+            answers = [future.result(60) for future in [predict.submit(x) for x in xs]]
+            assert all(torch.allclose(one, module.layers(x), atol=1e-6) for one, x in zip(answers, xs, strict=True))
             module.layers[0].weight.data.mul_(2)
             predict.refresh()
+        assert all(each.batches for each in predict.stats())
     assert Eager.calls == []
 
 

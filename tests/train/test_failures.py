@@ -11,6 +11,7 @@ from fakes.collector import no_collector, wake_workers
 from fakes.nets import cpu
 from torch import nn
 from torch.optim import SGD, Adam, AdamW
+from torch.utils._python_dispatch import TorchDispatchMode
 from train.nets import RANKS, Branches, Explode, Linear, assert_same, batches, mse, state_of
 
 from mgpu_core import TrainStep
@@ -305,3 +306,32 @@ def test_steps_after_all_this_are_exact(ranks):
     step(x, y)
     (alone(x) * y).sum().backward()
     assert torch.equal(net.last.weight.grad, alone.last.weight.grad)
+
+
+class Copies(TorchDispatchMode):
+    """Notes the devices and dtypes of tensors that are copied together."""
+
+    mgpu_core_thread_safe = True
+
+    def __init__(self):
+        super().__init__()
+        self.kinds = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten._foreach_copy_.default:
+            self.kinds.append([{(each.device, each.dtype) for each in tensors} for tensors in args[:2]])
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_buffers_are_copied_in_one_launch_per_device_and_dtype(ranks):
+    """Torch copies a list of one kind at once, and others one by one: BatchNorm has counts next to its statistics."""
+    net = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    step = TrainStep(net, mse, SGD(net.parameters(), lr=0.1), cpu(ranks))
+    x, y = torch.ones(6, 3), torch.ones(6, 3)
+    step(x, y)
+    with Copies() as copies:
+        step(x, y)
+    kinds = [each for both in copies.kinds for each in both]
+    assert len(kinds) >= 4
+    assert all(len(each) == 1 for each in kinds)

@@ -90,7 +90,11 @@ def test_the_backward_of_synchronised_layers_waits_for_gradients_of_other_stream
     with streams.on_all(devices, own):
         outs = parallel_apply(replicate(net, DEVICES), [(x,) for x in xs], devices=DEVICES)
     seen = []
-    outs[0].grad_fn.register_prehook(lambda gradients: seen.clear() or waits() and None)
+
+    def begin(gradients):
+        waits()  # those before this node
+
+    outs[0].grad_fn.register_prehook(begin)
     outs[0].grad_fn.register_hook(lambda *gradients: seen.extend(waits()))
     torch.autograd.backward([out.square().sum() for out in outs])
     assert (id_of(own[1]), id_of(own[0])) in seen

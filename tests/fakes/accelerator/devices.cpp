@@ -64,7 +64,7 @@ std::mutex waits_lock;
 std::vector<Wait> waits;
 std::vector<std::pair<int64_t, int64_t>> recorded;  // pointer, stream
 
-std::vector<std::string> waits_of_the_host;         // under waits_lock
+std::vector<std::string> waits_of_the_host;      // under waits_lock
 std::vector<std::pair<int, int>> direct_copies;  // under waits_lock
 
 std::mutex late_lock;

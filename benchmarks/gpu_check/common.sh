@@ -42,6 +42,13 @@ note() {
   echo "[$SECONDS s] $1: ${2//_/ } ($3 s)"
 }
 
+# wait_for PID: return the exit status of a child.  In short waits, because a signal that comes just before bash's own
+# `wait` blocks is handled when that returns.
+wait_for() {
+  while kill -0 "$1" 2> /dev/null; do sleep 0.2; done
+  wait "$1"
+}
+
 # stage NAME: run one stage; return its exit status, or 0 if it was not chosen.
 stage() {
   local name=$1 limit=${LIMIT[$1]} code
@@ -51,11 +58,11 @@ stage() {
     note "$name" not_run 0
     return 1
   fi
-  # In the background, because a trap waits for a command in the foreground.
+  # In the background, because a trap is run after the command in the foreground.
   running=$name began=$SECONDS
   GPU_CHECK_LIMIT=$limit timeout -k 5 "$limit" bash "$checks/stages.sh" "$name" > "$work/logs/$name.log" 2>&1 &
   child=$!
-  wait "$child"
+  wait_for "$child"
   code=$?
   child=
   case $code in
@@ -116,10 +123,10 @@ publish() {
 
 stop() {
   trap '' TERM INT
-  [[ -z ${second:-} ]] || { kill -TERM "$second" 2> /dev/null && wait "$second"; }
+  [[ -z ${second:-} ]] || { kill -TERM "$second" 2> /dev/null && wait_for "$second"; }
   if [[ -n $child ]]; then
     kill -TERM "$child" 2> /dev/null # timeout hands it on to all that it started
-    wait "$child"
+    wait_for "$child"
     note "$running" stopped $((SECONDS - began))
   fi
   exit "$1"
@@ -138,7 +145,7 @@ second_lane() {
 }
 
 wait_for_second_lane() {
-  wait "$second"
+  wait_for "$second"
   second=
 }
 

@@ -1,7 +1,7 @@
 """Runs tests again on a fake accelerator: `python tests/fakes/on_the_fake.py plain|cuda [OPTION...]`.
 
-Each test of the lists runs on one of the two: the plain fake, which the torch backend serves, for streams, inference
-and synchronised layers; the fake CUDA runtime, and with MGPU_TEST_PTX=90 the kernels' PTX, for all others.  On the CPU
+Each test of the lists runs on one of the two: the plain fake, which the torch backend serves, for streams, inference,
+pipelines and synchronised layers; the fake CUDA runtime, and with MGPU_TEST_PTX=90 the kernels' PTX, for all others.  On the CPU
 all of them run.  Options go to pytest.  The first run compiles; processes that do so at once wait for each other.
 """
 
@@ -34,6 +34,7 @@ LISTS = {
         "comm/test_torch_expectations.py",
         "inference",
         "parallel/test_torch_expectations.py",
+        "pipeline",
         "soak/test_soak_inference.py",
         "sync_batchnorm/test_sync_batchnorm.py",
     ),
@@ -53,7 +54,6 @@ LISTS = {
         "kernels/test_reference_optimizers.py",
         "parallel/test_replicate.py",
         "parallel/test_scatter.py",
-        "pipeline",
         "tensor_parallel",
         "train/test_amp.py",
         "train/test_any_order.py",

@@ -1,8 +1,9 @@
 """Runs tests again on a fake accelerator: `python tests/fakes/on_the_fake.py plain|cuda [OPTION...]`.
 
-Each test of the lists runs on one of the two: the plain fake, which the torch backend serves, for streams, inference,
-pipelines and synchronised layers; the fake CUDA runtime, and with MGPU_TEST_PTX=90 the kernels' PTX, for all others.  On the CPU
-all of them run.  Options go to pytest.  The first run compiles; processes that do so at once wait for each other.
+Each test of the lists runs on one of the two.  The plain fake, which the torch backend serves, has those of streams,
+inference, pipelines and synchronised layers.  The fake CUDA runtime, and with MGPU_TEST_PTX=90 the kernels' PTX, have
+all others.  On the CPU all of them run.  Options go to pytest.  The first run compiles; processes that do so at once
+wait for each other.
 """
 
 from __future__ import annotations

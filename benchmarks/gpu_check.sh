@@ -38,19 +38,12 @@ kernels() {
 }
 
 run_stages() {
-  local name has_package=yes
   stage facts
   second_lane kernels
   stage package || has_package=no
-  for name in cases pytest nccl wait measure mnist bench suite twins; do
-    if [[ $name == wait ]]; then
-      wait_for_second_lane
-    elif [[ $has_package == yes ]]; then
-      stage "$name"
-    elif is_chosen "$name"; then
-      note "$name" not_run 0
-    fi
-  done
+  with_package cases pytest nccl
+  wait_for_second_lane
+  with_package measure mnist bench suite twins
 }
 
 main "$@"

@@ -22,12 +22,9 @@ declare -A SHOWS=(
 source "$(dirname "${BASH_SOURCE[0]}")/gpu_check/common.sh"
 
 run_stages() {
-  local name has_package=yes
   stage facts
   stage package || has_package=no
-  for name in probe contexts replicas graphs streams abort; do
-    if [[ $has_package == yes ]]; then stage "$name"; elif is_chosen "$name"; then note "$name" not_run 0; fi
-  done
+  with_package probe contexts replicas graphs streams abort
 }
 
 main "$@"

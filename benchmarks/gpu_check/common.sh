@@ -29,7 +29,7 @@ work=$(realpath -m "${GPU_CHECK_WORK:-${TMPDIR:-/tmp}/mgpu-gpu-check-$(id -u)}")
 device=${GPU_CHECK_DEVICE:-cuda:0}
 total=${GPU_CHECK_TOTAL:-$TOTAL_SECONDS}
 [[ -z ${MGPU_WHEEL:-} || $MGPU_WHEEL == installed ]] || export MGPU_WHEEL=$(realpath -m "$MGPU_WHEEL")
-chosen=() child="" lane="" running="" began=0 gpu=""
+chosen=() child="" lane="" running="" began=0 gpu="" has_package=yes
 
 is_chosen() { [[ " ${chosen[*]} " == *" $1 "* ]]; }
 
@@ -76,6 +76,18 @@ stage() {
   return "$code"
 }
 
+# with_package NAME...: run stages that need the package; without one they are noted as not run.
+with_package() {
+  local name
+  for name in "$@"; do
+    if [[ $has_package == yes ]]; then
+      stage "$name"
+    elif is_chosen "$name"; then
+      note "$name" not_run 0
+    fi
+  done
+}
+
 # One page: the verdict, the machine, the stages, what failed and why, figures.
 summary() {
   local name status seconds limit
@@ -103,13 +115,9 @@ summary() {
 }
 
 verdict() {
-  local bad
-  bad=$(grep -cvE ' (passed|needs_a_GPU) ' "$work/status")
-  if [[ $bad == 0 && $(grep -c . "$work/status") == "${#chosen[@]}" ]]; then
-    echo "passed"
-  else
-    echo "NOT passed ($(grep -cE ' (passed|needs_a_GPU) ' "$work/status") of ${#chosen[@]} stages)"
-  fi
+  local good
+  good=$(grep -cE ' (passed|needs_a_GPU) ' "$work/status") # a stage that did not run has no such line
+  if [[ $good == "${#chosen[@]}" ]]; then echo "passed"; else echo "NOT passed ($good of ${#chosen[@]} stages)"; fi
 }
 
 # Few files, whole at any moment: a lost machine loses little.

@@ -17,7 +17,7 @@ import torch
 
 from mgpu_core._warnings import warn_user
 from mgpu_core.device.streams import on, own_stream
-from mgpu_core.device.transfer import copy_into, to_device
+from mgpu_core.device.transfer import copy_into
 from mgpu_core.device.workers import time_limit
 from mgpu_core.errors import Error
 from mgpu_core.nested import flatten
@@ -58,7 +58,10 @@ class StaticNest:
     def __init__(self, nest: tuple[Any, ...], device: torch.device | None = None) -> None:
         leaves: list[Any] = []
         tree = flatten(nest, leaves, "batch", whole=True)
-        self._tensors = [to_device(each.detach(), device or each.device).clone() for each in _tensors(leaves)]
+        given = [each.detach() for each in _tensors(leaves)]
+        self._tensors = [torch.empty_like(each, device=device or each.device) for each in given]
+        for static, each in zip(self._tensors, given, strict=True):
+            copy_into(static, each)
         rest = iter(self._tensors)
         self.nest = tree.unflatten(iter([next(rest) if isinstance(each, torch.Tensor) else each for each in leaves]))
 

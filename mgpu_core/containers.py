@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-__all__ = ["Opened", "opened", "register_container"]
+__all__ = ["Opened", "is_registered", "opened", "register_container"]
 
 Opened: TypeAlias = tuple[Iterable[str], Iterable[Any], Callable[[list[Any]], Any]]
 
@@ -41,6 +41,11 @@ def register_container(cls: type, flatten: Flatten, unflatten: Unflatten) -> Non
         if not callable(function):
             raise TypeError(f"{name} must be a function, not {function!r}")
     _registered[cls] = flatten, unflatten
+
+
+def is_registered(cls: type) -> bool:
+    """Return whether the class was given to :func:`register_container`."""
+    return cls in _registered
 
 
 def _open_registered(obj: Any, functions: tuple[Flatten, Unflatten]) -> Opened:

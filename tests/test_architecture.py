@@ -2,8 +2,8 @@
 
 Python, from the top: cli -> bench -> doctor, lessons, mnist, replacing -> advice -> explain -> explanation ->
 integrations -> wrapper, device_loader, inference -> train -> tensor_parallel -> pipeline -> parallel, optim, processes,
-sync_batchnorm -> comm -> tensor_loader -> kernels -> nested -> device -> module_tree -> replica_hooks, errors, files,
-user_script -> trace -> null_context, _warnings, containers, extras, html -> _core.
+sync_batchnorm -> comm -> tensor_loader -> kernels -> nested -> device, module_copy -> module_tree -> replica_hooks,
+errors, files, user_script -> trace -> null_context, _warnings, containers, extras, html -> _core.
 C++: bindings -> backends.cpp -> backends/* -> core; backends do not include each other; only bindings uses pybind11.
 """
 
@@ -24,7 +24,7 @@ LAYERS = [
     {"trace"},
     {"errors", "replica_hooks", "files", "user_script"},
     {"module_tree"},
-    {"device"},
+    {"device", "module_copy"},
     {"nested"},
     {"kernels"},
     {"tensor_loader"},

@@ -15,7 +15,8 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from itertools import count
 from typing import Any, NamedTuple
@@ -23,14 +24,16 @@ from typing import Any, NamedTuple
 import torch
 
 from mgpu_core._warnings import warn_user
+from mgpu_core.device.context import CallerContext
 from mgpu_core.device.transfer import to_device
 from mgpu_core.device.workers import WorkerPool
 from mgpu_core.errors import Error
+from mgpu_core.inference.answers import Answers
 from mgpu_core.inference.replicas import Replica
 from mgpu_core.inference.request_queue import RequestQueue
-from mgpu_core.inference.requests import Joiner, Request, copied_to_host
+from mgpu_core.inference.requests import Call, Joiner, Request, copied_to_host
 from mgpu_core.inference.stats import DeviceStats, Stats
-from mgpu_core.nested import map_leaves
+from mgpu_core.nested import map_leaves, tensors_in
 from mgpu_core.null_context import NULL_CONTEXT
 from mgpu_core.trace.events import INFERENCE, Served
 from mgpu_core.trace.tracer import emit, in_step, span, when_tracing
@@ -60,7 +63,8 @@ class Engine:
 
     Args:
         replicas, devices: one per rank.
-        joiner: makes batches of requests, and answers of outputs.
+        joiner: makes batches of requests.
+        answers: divides the outputs among the requests.
         max_batch: rows of a batch.
         output_device: of all answers; ``None``: the device of the request.
         amp_dtype: of autocast; ``None``: none.
@@ -68,24 +72,27 @@ class Engine:
 
     def __init__(
         self, replicas: Sequence[Replica], devices: Sequence[torch.device], queue: RequestQueue, joiner: Joiner,
-        max_batch: int, output_device: torch.device | None, amp_dtype: torch.dtype | None,
+        answers: Answers, max_batch: int, output_device: torch.device | None, amp_dtype: torch.dtype | None,
     ) -> None:  # fmt: skip
         self.process = os.getpid()
         self.replicas = replicas  # one list: exchanged as a whole by refresh
-        self.queue, self._joiner = queue, joiner
+        self.queue, self._joiner, self._answers = queue, joiner, answers
+        with torch.inference_mode(False), torch.no_grad():
+            context = CallerContext(devices)  # of the thread that makes the predictor
         self.stats = Stats(DeviceStats(str(device)) for device in devices)
         self._devices, self._output_device, self._amp_dtype = devices, output_device, amp_dtype
         self._limits = [max_batch] * len(devices)
         self._lock, self._number = threading.Lock(), next(_numbers)
         cpu_ranks = sum(device.type == "cpu" for device in devices)
         self._pool = WorkerPool("mgpu predictor", len(devices), max(1, cpu_ranks))
-        self._host = threading.Thread(target=self._run, name="mgpu predictor", daemon=True)
+        works = [context.bind(partial(self._serve, rank), rank) for rank in range(len(devices))]
+        self._host = threading.Thread(target=self._run, args=(works,), name="mgpu predictor", daemon=True)
         self._host.start()
 
-    def _run(self) -> None:
+    def _run(self, works: list[Callable[[], Any]]) -> None:
         try:
             with self._pool.lease() as crew:
-                crew.run([partial(self._serve, rank) for rank in range(len(self._devices))], threading.TIMEOUT_MAX)
+                crew.run(works, threading.TIMEOUT_MAX)
         finally:  # also where a worker could not be started: no request is left without an answer
             self._pool.close()
             self.queue.close()
@@ -111,7 +118,7 @@ class Engine:
         launched: _Batch | None = None
         device = self._devices[rank]
         here = NULL_CONTEXT if device.type == "cpu" else torch.accelerator.device_index(device.index)
-        with torch.inference_mode(), here:  # a module may say "cuda", and some kernels start on the current device
+        with here:  # a module may say "cuda", and some kernels start on the current device
             while True:
                 is_lost = self.stats[rank].is_lost
                 requests = [] if is_lost else self.queue.take(self._limits[rank], wait=launched is None)
@@ -145,14 +152,21 @@ class Engine:
         waited = begin - min(each.begin for each in requests)
         self.stats[rank].queue_seconds.append(waited)
         with in_step(INFERENCE), span("batch", rank, device):
-            args, kwargs = self._joiner.joined(requests, device)
-            with NULL_CONTEXT if self._amp_dtype is None else torch.autocast(device.type, self._amp_dtype):
-                made = self.replicas[rank](*args, **kwargs)
-            targets = {self._output_device or each.device for each in requests}
-            outputs = {target: map_leaves(made, partial(_sent, target)) for target in targets}
+            outputs = self._outputs(rank, requests, self._joiner.joined(requests, device))
             event = None if device.type == "cpu" else torch.accelerator.current_stream(device).record_event()
             self._tell(rank, requests, waited)
         return _Batch(requests, outputs, event, begin)
+
+    def _outputs(self, rank: int, requests: list[Request], call: Call) -> dict[torch.device, Any]:
+        """Return the outputs of a batch by the device of the answers; the device may still compute them."""
+        args, kwargs = call
+        with self._autocast(rank):
+            made = self.replicas[rank](args, kwargs, captured=all(each.has_only_rows for each in requests))
+        targets = {self._output_device or each.device for each in requests}
+        return {target: _outputs_on(target, made) for target in targets}
+
+    def _autocast(self, rank: int) -> AbstractContextManager[object]:
+        return NULL_CONTEXT if self._amp_dtype is None else torch.autocast(self._devices[rank].type, self._amp_dtype)
 
     @when_tracing
     def _tell(self, rank: int, requests: list[Request], waited: float) -> None:
@@ -163,7 +177,9 @@ class Engine:
     def _answer(self, rank: int, batch: _Batch) -> None:
         if batch.event is not None:
             batch.event.synchronize()
-        parts = {target: self._joiner.split(outputs, batch.requests) for target, outputs in batch.outputs.items()}
+        parts = {target: self._answers.split(outputs, batch.requests) for target, outputs in batch.outputs.items()}
+        if len(batch.requests) > 1:
+            self._check_alone(rank, batch.requests, parts)
         if batch.event is not None and len(batch.requests) > 1 and _CPU in parts:
             parts[_CPU] = [map_leaves(part, _own_memory) for part in parts[_CPU]]
         stats = self.stats[rank]
@@ -174,6 +190,22 @@ class Engine:
         for index, request in enumerate(batch.requests):
             request.future.set_result(parts[self._output_device or request.device][index])
 
+    def _check_alone(self, rank: int, requests: list[Request], parts: Mapping[torch.device, Sequence[Any]]) -> None:
+        """Raise ApartError if requests get other answers in their batch than alone."""
+        device = self._devices[rank]
+        answers = [parts[self._output_device or each.device][index] for index, each in enumerate(requests)]
+
+        def run(request: Request) -> Any:
+            call = map_leaves(self._joiner.joined([request], device), _copied)  # the module may write into it
+            (outputs,) = self._outputs(rank, [request], call).values()
+            if device.type != "cpu":
+                torch.accelerator.current_stream(device).synchronize()
+            return self._answers.split(outputs, [request])[0]
+
+        with self._autocast(rank):
+            half = torch.is_autocast_enabled(device.type) or self.replicas[rank].is_half
+        self._answers.check_alone(requests, answers, run, half=half)
+
     def _failed(self, rank: int, requests: list[Request], error: BaseException) -> None:
         """Give the error to a request that failed alone; run the requests of a batch one by one, or smaller ones."""
         waiting = [each for each in requests if not each.future.done()]
@@ -181,11 +213,12 @@ class Engine:
             self._lose(rank, waiting, error)
         elif len(waiting) == 1:
             self.stats[rank].failures += 1
-            waiting[0].future.set_exception(error)
+            waiting[0].future.set_exception(_raisable(error))
         elif isinstance(error, torch.OutOfMemoryError):
             self._limits[rank] = max(1, sum(each.own_rows for each in waiting) // 2)
             self.queue.put_back(waiting)
         else:
+            self.stats[rank].retries += len(waiting)
             for each in waiting:
                 self._attempt(rank, [each], partial(self._alone, rank, each))
 
@@ -226,11 +259,31 @@ def _is_wanted(request: Request) -> bool:
     return request.future.running() or request.future.set_running_or_notify_cancel()
 
 
+def _raisable(error: BaseException) -> BaseException:
+    """Return the error; another one for StopIteration, which coroutines and generators take for their end."""
+    if not isinstance(error, StopIteration):
+        return error
+    other = RuntimeError("the module raised StopIteration")
+    other.__cause__ = error
+    return other
+
+
+def _copied(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
+
+
 def _own_memory(leaf: Any) -> Any:
     """Return a copy of a part of a batch's pinned memory, all of which it would keep."""
     if not isinstance(leaf, torch.Tensor) or leaf.untyped_storage().nbytes() <= leaf.nbytes:
         return leaf
     return leaf.clone()
+
+
+def _outputs_on(target: torch.device, outputs: Any) -> Any:
+    """Return the outputs with their tensors on a device; the same object where they are."""
+    if all(tensor.device == target for tensor in tensors_in(outputs)):
+        return outputs
+    return map_leaves(outputs, partial(_sent, target))
 
 
 def _sent(target: torch.device, leaf: Any) -> Any:

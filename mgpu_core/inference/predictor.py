@@ -21,6 +21,7 @@ from mgpu_core.device.devices import DeviceLike, as_device, as_devices, local_de
 from mgpu_core.device.streams import GPU_TYPE
 from mgpu_core.device.transfer import used_here
 from mgpu_core.device.workers import EXIT_SECONDS, time_limit
+from mgpu_core.inference.answers import Answers, ApartError
 from mgpu_core.inference.engine import Engine
 from mgpu_core.inference.replicas import replicas_of
 from mgpu_core.inference.request_queue import RequestQueue
@@ -93,12 +94,15 @@ class Predictor:
             raise ValueError("capture=True needs CUDA devices: a CUDA graph runs on one")
         if capture and is_spread(net):
             raise ValueError("capture=True needs a module on one device: a CUDA graph runs on one")
-        self._joiner = Joiner(bucket_by, collate, split)
-        calls = compiled_calls(net, cast(Module, torch.compile(net)), len(self.devices)) if compile else ()
+        self._joiner = Joiner(bucket_by, collate)
+        self._answers = Answers(type(net).__name__, split, compares=collate is None)
+        calls = _compiled_calls(net, len(self.devices), whole=compile)
         self._copies = partial(replicas_of, net, self.devices, compiled=calls, captured=capture)
         self._queue = RequestQueue(max_pending, max_wait_ms / 1e3, max_batch)
         target = None if output_device is None else as_device(output_device)
-        self._engine = Engine(self._copies(), self.devices, self._queue, self._joiner, max_batch, target, amp_dtype)
+        self._engine = Engine(
+            self._copies(), self.devices, self._queue, self._joiner, self._answers, max_batch, target, amp_dtype
+        )
         self._finalizer = weakref.finalize(self, self._engine.close, drain=False, seconds=EXIT_SECONDS)
         _predictors[id(self)] = self
 
@@ -115,9 +119,15 @@ class Predictor:
             ValueError: no rows, or tensors that disagree on their number.
             RuntimeError: the predictor is closed, or was made before a fork.
         """
-        request = self._joiner.request((inputs, kwargs))
+        request = self._request((inputs, kwargs))
         self._put(request, timeout)
         return request.future
+
+    def _request(self, call: Call) -> Request:
+        request = self._joiner.request(call)
+        if self._answers.is_apart(request):
+            request.rows = self.max_batch
+        return request
 
     def _put(self, request: Request, timeout: float | None) -> None:
         if os.getpid() != self._engine.process:
@@ -129,7 +139,7 @@ class Predictor:
 
         A task that is cancelled takes its request with it, unless the request is in work.
         """
-        request = self._joiner.request((inputs, kwargs))
+        request = self._request((inputs, kwargs))
         try:
             try:
                 self._put(request, 0)
@@ -149,13 +159,27 @@ class Predictor:
         Raises:
             Exception: the module raised it.
         """
-        whole = self._joiner.request((inputs, kwargs))
+        whole = self._request((inputs, kwargs))
         rows, ranks = whole.own_rows, len(self.devices)
-        count = 1 if rows < self.max_batch else min(rows, ranks * -(-rows // (ranks * self.max_batch)))
+        is_cut = rows >= self.max_batch and not self._answers.is_apart(whole)
+        count = min(rows, ranks * -(-rows // (ranks * self.max_batch))) if is_cut else 1
         parts = [whole] if count == 1 else [self._joiner.request(call) for call in whole.chunks(count)]
+        answers = self._answers_of(parts)
+        if count == 1:
+            return answers[0]
+        try:
+            for part, answer in zip(parts, answers, strict=True):
+                self._answers.check_rows(answer, part.own_rows, whole)
+        except ApartError:
+            return self(*inputs, **kwargs)  # whole
+        tensors = tensors_in(answers[0])
+        return gather(answers, tensors[0].device if tensors else torch.device("cpu"), 0)
+
+    def _answers_of(self, parts: list[Request]) -> list[Any]:
+        """Return the answers of the parts of a call, none of which is joined with others if there are several."""
         try:
             for part in parts:
-                if count > 1:
+                if len(parts) > 1:
                     part.rows = self.max_batch
                 self._put(part, None)
             answers = [part.future.result() for part in parts]
@@ -163,10 +187,7 @@ class Predictor:
             for part in parts:  # after an error or Ctrl-C
                 part.future.cancel()
         used_here(tensors_in(answers))  # the workers' streams made them, and the caller may be on another
-        if count == 1:
-            return answers[0]
-        tensors = tensors_in(answers[0])
-        return gather(answers, tensors[0].device if tensors else torch.device("cpu"), 0)
+        return answers
 
     def map(self, batches: Iterable[Any], *, ahead: int | None = None, progress: bool = False) -> Iterator[Any]:
         """Yield the answer of each batch, in the order of the batches.
@@ -214,6 +235,16 @@ class Predictor:
 
     def __exit__(self, kind: object, *error: object) -> None:
         self.close(drain=kind is None)
+
+
+def _compiled_calls(net: Module, ranks: int, *, whole: bool) -> dict[str, Sequence[Any]]:
+    """Return the calls of each rank of the modules that were compiled by their own method, or of the whole net."""
+    compiled: dict[str, Sequence[Any]] = {
+        name: compiled_calls(module, module, ranks)
+        for name, module in net.named_modules()
+        if module.__dict__.get("_compiled_call_impl") is not None
+    }
+    return compiled | ({"": compiled_calls(net, cast(Module, torch.compile(net)), ranks)} if whole else {})
 
 
 def _check_options(net: Any, counts: Mapping[str, Any], max_wait_ms: Any, amp_dtype: Any) -> None:

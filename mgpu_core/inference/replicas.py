@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
-from functools import partial
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +12,9 @@ from torch.nn import Module
 from mgpu_core._warnings import warn_user
 from mgpu_core.device.transfer import module_to
 from mgpu_core.inference.requests import form_of, key_of
+from mgpu_core.module_copy import copy_module, give_attributes, set_compiled
 from mgpu_core.nested import Tree, flatten, map_leaves
+from mgpu_core.parallel.lost import Given, given_attributes, lost_attributes
 from mgpu_core.pipeline.placement import is_spread
 from mgpu_core.train.graph_cache import CudaRecorder, FailedRecordings
 
@@ -26,61 +26,100 @@ _KEPT = 16  # graphs of a replica; the one that was not used for the longest tim
 class Replica:
     """A rank's module, in eval mode and without gradients.
 
-    Attributes:
+    Args:
         module: the copy.
+        graphs: runs it as CUDA graphs; ``None``: it is called itself.
+
+    Attributes:
+        is_half: it computes in half precision.
     """
 
-    def __init__(self, module: Module, call: Callable[..., Any]) -> None:
-        self.module, self._call = module, call
-        self._buffers = dict(module.named_buffers())
+    def __init__(self, module: Module, graphs: GraphedModule | None) -> None:
+        self.module, self._graphs = module, graphs
+        self.is_half = any(each.dtype in (torch.float16, torch.bfloat16) for each in module.parameters())
+        self._tables = [table for each in module.modules() for table in (each._parameters, each._buffers) if len(table)]
+        self._calls_to_watch = 3
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, captured: bool) -> Any:
         """Return the outputs.
 
+        Args:
+            args, kwargs: of the module.
+            captured: all tensors among them have rows, so that the call may be a CUDA graph.
+
         Raises:
-            RuntimeError: the module wrote a buffer, so that answers would depend on the requests before.
+            RuntimeError: the module wrote or replaced a buffer or a parameter, so that answers would depend on the
+                requests before.
         """
-        before = [each._version for each in self._buffers.values()]
-        outputs = self._call(*args, **kwargs)
-        if before != [each._version for each in self._buffers.values()]:
-            pairs = zip(self._buffers.items(), before, strict=True)
-            names = [name for (name, buffer), version in pairs if buffer._version != version]
-            raise RuntimeError(
-                f"the forward of {type(self.module).__name__} writes its buffer {names[0]!r} in eval mode: an answer "
-                "would depend on the requests before it, and on their device"
-            )
+        before = self._tensors()
+        versions = [each._version for each in before]
+        given = given_attributes(self.module) if self._calls_to_watch else None
+        call: Callable[..., Any] = self._graphs if captured and self._graphs is not None else self.module
+        outputs = call(*args, **kwargs)
+        self._check(before, versions)
+        if given is not None:
+            self._watch(given)
         return outputs
+
+    def _tensors(self) -> list[torch.Tensor]:
+        return [each for table in self._tables for each in table.values() if each is not None]
+
+    def _check(self, before: list[torch.Tensor], versions: list[int]) -> None:
+        now = self._tensors()
+        if list(map(id, now)) == list(map(id, before)) and [each._version for each in now] == versions:
+            return
+        unchanged = {id(each) for each, version in zip(before, versions, strict=True) if each._version == version}
+        buffers, parameters = self.module.named_buffers(), self.module.named_parameters()
+        named = [*(("buffer", *each) for each in buffers), *(("parameter", *each) for each in parameters)]
+        kind, name = next(((kind, name) for kind, name, each in named if id(each) not in unchanged), ("buffers", "all"))
+        raise RuntimeError(
+            f"the forward of {type(self.module).__name__} writes its {kind} {name!r} in eval mode: an answer would "
+            "depend on the requests before it, and on their device"
+        )
+
+    def _watch(self, given: Given) -> None:
+        """Warn of attributes that the first calls assign."""
+        self._calls_to_watch -= 1
+        if lost := lost_attributes(given):
+            self._calls_to_watch = 0
+            warn_user(
+                f"the forward of {type(self.module).__name__} assigns {', '.join(lost[:5])}: each device's copy keeps "
+                "its own value, and an answer that reads it depends on the requests before"
+            )
 
 
 def replicas_of(
-    net: Module, devices: Sequence[torch.device], *, compiled: Sequence[Callable[..., Any]], captured: bool
+    net: Module, devices: Sequence[torch.device], *, compiled: Mapping[str, Sequence[Any]], captured: bool
 ) -> list[Replica]:
     """Return a copy of the module per rank; ranks of one device share parameters, and no buffers.
 
     Args:
         net: the module.
         devices: one per rank.
-        compiled: per rank a function of its copy and the arguments; empty: the copies are called themselves.
+        compiled: by the names of modules, per rank a function of its copy and the arguments.
         captured: record CUDA graphs.
+
+    Raises:
+        TypeError: an attribute that cannot be copied.
     """
     made: list[Module] = []
     with torch.inference_mode(False), torch.no_grad():  # versions of buffers are counted outside inference mode alone
         for rank, device in enumerate(devices):
-            memo: dict[int, Any] = {}
+            shared: dict[int, Any] = {}
             if device in devices[:rank]:
-                shared = made[devices.index(device)].parameters()
-                memo = {id(own): other for own, other in zip(net.parameters(), shared, strict=True)}
-            module = copy.deepcopy(net, memo)
+                first = made[devices.index(device)].parameters()
+                shared = {id(own): other for own, other in zip(net.parameters(), first, strict=True)}
+            module = copy_module(net, shared)
             made.append(module if is_spread(module) else module_to(module, device))
+            give_attributes(net.buffers(), made[-1].buffers())
             made[-1].requires_grad_(False).eval()
+            set_compiled(made[-1], compiled, rank)
     _wait_for(made)
-    calls: list[Callable[..., Any]] = [*made]
-    if compiled:
-        calls = [partial(call, module) for call, module in zip(compiled, made, strict=True)]
-    if captured:
-        name = type(net).__name__
-        calls = [GraphedModule(call, device, name) for call, device in zip(calls, devices, strict=True)]
-    return list(map(Replica, made, calls))
+    name = type(net).__name__
+    graphs = [
+        GraphedModule(each, device, name) if captured else None for each, device in zip(made, devices, strict=True)
+    ]
+    return list(map(Replica, made, graphs))
 
 
 def _wait_for(modules: Sequence[Module]) -> None:

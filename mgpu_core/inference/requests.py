@@ -1,17 +1,21 @@
-"""Requests and batches: how arguments of several calls become those of one, and how its outputs are split again."""
+"""Requests and batches: how the arguments of several calls become those of one."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
+from itertools import chain
 from typing import Any, TypeAlias
 
 import torch
 
+from mgpu_core.containers import opened
 from mgpu_core.device.streams import GPU_TYPE
 from mgpu_core.device.transfer import copy_aside, hand_over
-from mgpu_core.nested import Tree, flatten, is_undivided, map_leaves, tensors_in
+from mgpu_core.nested import RankParts, Replicate, Rows, Tree, flatten, is_undivided, map_leaves, moved, tensors_in
+from mgpu_core.parallel.scatter_inputs.arguments import Arguments
+from mgpu_core.parallel.scatter_inputs.chunks import row_counts
 
 __all__ = ["Call", "Joiner", "Request", "copied_to_host", "form_of", "key_of"]
 
@@ -24,87 +28,114 @@ def form_of(tree: Tree) -> Hashable:
     return tree.kind, tree.names, tuple(map(form_of, tree.children))
 
 
-_ONE_TREE = flatten(((torch.empty(1),), {}), [], "inputs")
-_ONE_TENSOR = _ONE_TREE, form_of(_ONE_TREE)
-
-
 class Request:
     """The arguments of one call, and the future that gets its outputs.
+
+    Tensors and :class:`mgpu_core.Rows` have the rows, as for :func:`mgpu_core.scatter`; tensors without dimensions,
+    :class:`mgpu_core.Replicate` and all else belong to every row.
 
     Attributes:
         call: the arguments.
         future: of the outputs.
-        form: of its structure: equal for calls that differ in their leaves alone.
         key: requests with equal keys can be joined.
         rows: of a batch that it takes; all of them where it must not be joined.
-        own_rows: along dimension 0 of its tensors, 1 or more.
+        own_rows: of its arguments, 1 or more.
+        has_only_rows: all its tensors have the rows.
         device: of its first tensor.
         ready: per accelerator of its tensors, an event after the work that makes them.
         begin: when it was made, seconds of ``time.perf_counter``.
     """
 
-    __slots__ = ("begin", "call", "device", "form", "future", "key", "leaves", "own_rows", "ready", "rows", "tree")
+    __slots__ = (
+        *("_arguments", "begin", "call", "device", "future", "has_only_rows"),
+        *("key", "leaves", "own_rows", "ready", "rows"),
+    )
 
     def __init__(self, call: Call) -> None:
         self.call = call
         self.future: Future[Any] = Future()
-        self.leaves: list[Any] = []
         args, kwargs = call
+        self._arguments: Arguments | None = None  # a tensor alone is no nest to walk
         if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor) and not is_undivided(args[0]):
-            self.tree, self.form = _ONE_TENSOR  # no nest to walk
-            self.leaves += args
+            self.leaves: list[Any] = [args[0]]
+            tensors, self.has_only_rows = self.leaves, True
+            rows = args[0].size(0) if args[0].dim() else None
         else:
-            self.tree = flatten(call, self.leaves, "inputs")
-            self.form = form_of(self.tree)
-        tensors = [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
-        rows = {tensor.size(0) if tensor.dim() else 0 for tensor in tensors}
-        if len(rows) != 1 or not rows - {0}:
+            self._arguments = Arguments({"inputs": args, "kwargs": kwargs})
+            self.leaves = self._arguments.leaves
+            self.leaves[:] = [leaf.joined() if isinstance(leaf, RankParts) else leaf for leaf in self.leaves]
+            tensors = list(chain.from_iterable(map(_tensors_of, self.leaves)))
+            self.has_only_rows = all(isinstance(leaf, torch.Tensor) and leaf.dim() for leaf in _divided(self.leaves))
+            rows = self._arguments.rows(0)
+        if not rows:
             shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors) or "none"
-            raise ValueError(f"a request needs tensors with one number of rows, 1 or more, along dimension 0: {shapes}")
-        (self.own_rows,) = rows
-        self.rows = self.own_rows
-        self.device = tensors[0].device
+            raise ValueError(f"a request needs tensors or Rows with 1 or more rows along dimension 0: {shapes}")
+        self.rows = self.own_rows = rows
+        self.device = tensors[0].device if tensors else _HOST
         devices = {tensor.device for tensor in tensors if tensor.device.type != "cpu"}
         self.ready = [(each, torch.accelerator.current_stream(each).record_event()) for each in devices]
         self.key: Hashable = None
         self.begin = time.perf_counter()
 
+    @property
+    def structure(self) -> Hashable:
+        """A key of the nests: equal for calls that differ in their leaves alone."""
+        return None if self._arguments is None else tuple(map(form_of, self._arguments.trees))
+
+    @property
+    def form(self) -> Hashable:
+        """A key of what decides the structure of the outputs: that of the arguments, without the sizes of tensors."""
+        return (self.structure, *map(_form_of_leaf, self.leaves))
+
+    def rebuilt(self, leaves: list[Any]) -> Call:
+        """Return a call of the same structure with other leaves."""
+        if self._arguments is None:
+            return tuple(leaves), {}
+        args, kwargs = self._arguments.rebuild(leaves)
+        return args, kwargs
+
     def chunks(self, count: int) -> list[Call]:
-        """Return the calls of ``count`` parts of nearly equal numbers of rows."""
-        sizes = [self.own_rows // count + (index < self.own_rows % count) for index in range(count)]
-        parts = [leaf.split(sizes) if isinstance(leaf, torch.Tensor) else [leaf] * count for leaf in self.leaves]
-        return [self.tree.unflatten(iter(column)) for column in zip(*parts, strict=True)]
+        """Return the calls of ``count`` parts of nearly equal numbers of rows, cut as scatter does it."""
+        arguments = self._arguments or Arguments({"inputs": self.call[0], "kwargs": {}})
+        return [(args, kwargs) for args, kwargs in arguments.slices(row_counts(self.own_rows, count, None), 0)]
+
+
+_HOST = torch.device("cpu")
+
+
+def _divided(leaves: Sequence[Any]) -> list[Any]:
+    """Return the leaves that have rows, or hold tensors of every row."""
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor | Rows | Replicate)]
+
+
+def _tensors_of(leaf: Any) -> list[torch.Tensor]:
+    if isinstance(leaf, Replicate):
+        return tensors_in(leaf.value)
+    return tensors_in(list(leaf)) if isinstance(leaf, Rows) else tensors_in(leaf)
 
 
 class Joiner:
-    """How requests become a batch, and its outputs their answers.
+    """How requests become a batch.
 
     Args:
         bucket_by: a function of the arguments of a call; calls with unequal results are not joined.
-        collate: a function of a list of calls, all of one bucket, that returns the joined call; ``None``: tensors are
-            joined along dimension 0.
-        split: a function of the outputs and of the list of calls that returns the output of each; ``None``: tensors
-            are split along dimension 0, and other leaves go to all.
+        collate: a function of a list of calls, all of one bucket, that returns the joined call; ``None``: tensors and
+            :class:`mgpu_core.Rows` are joined along dimension 0.
     """
 
-    def __init__(
-        self,
-        bucket_by: Callable[..., Hashable] | None,
-        collate: Callable[[list[Call]], Call] | None,
-        split: Callable[[Any, list[Call]], Sequence[Any]] | None,
-    ) -> None:
-        self._bucket_by, self._collate, self._split = bucket_by, collate, split
+    def __init__(self, bucket_by: Callable[..., Hashable] | None, collate: Callable[[list[Call]], Call] | None) -> None:
+        self._bucket_by, self._collate = bucket_by, collate
 
     def request(self, call: Call) -> Request:
         """Return a request with its key.
 
         Raises:
-            ValueError: no tensor, no rows, or tensors that disagree on their rows.
+            ValueError: no rows, or arguments that disagree on their number.
         """
         made = Request(call)
         bucket = self._bucket_by(*call[0], **call[1]) if self._bucket_by else None
         leaf_key = key_of if self._collate is None else _loose_key_of
-        made.key = (bucket, made.form, *map(leaf_key, made.leaves))
+        made.key = (bucket, made.structure, *map(leaf_key, made.leaves))
         return made
 
     def joined(self, requests: Sequence[Request], device: torch.device) -> Call:
@@ -118,33 +149,7 @@ class Joiner:
             hand_over(tensors_in(copies))
             return copies
         columns = zip(*[request.leaves for request in requests], strict=True)
-        leaves = [_joined(column, device) if _is_tensor(column[0]) else column[0] for column in columns]
-        call: Call = requests[0].tree.unflatten(iter(leaves))
-        return call
-
-    def split(self, outputs: Any, requests: Sequence[Request]) -> Sequence[Any]:
-        """Return each request's part of the outputs.
-
-        Raises:
-            ValueError: a tensor whose first dimension is not the rows, with its path; or another number of parts than
-                of requests.
-        """
-        if self._split is not None:
-            parts = list(self._split(outputs, [each.call for each in requests]))
-            if len(parts) != len(requests):
-                raise ValueError(f"split returned {len(parts)} answers for {len(requests)} requests")
-            return parts
-        leaves: list[Any] = []
-        tree = flatten(outputs, leaves, "outputs")
-        rows = [request.own_rows for request in requests]
-        for path, leaf in zip(tree.paths("outputs"), leaves, strict=True):
-            if _is_tensor(leaf) and (not leaf.dim() or leaf.size(0) != sum(rows)):
-                raise ValueError(
-                    f"{path} has shape {tuple(leaf.shape)}, and no row for each of the {sum(rows)} rows of the inputs: "
-                    "it cannot be split among requests"
-                )
-        columns = [leaf.split(rows) if _is_tensor(leaf) else [leaf] * len(rows) for leaf in leaves]
-        return [tree.unflatten(iter([column[index] for column in columns])) for index in range(len(rows))]
+        return requests[0].rebuilt([_joined(column, device) for column in columns])
 
 
 def copied_to_host(tensor: torch.Tensor) -> torch.Tensor:
@@ -158,7 +163,15 @@ def _is_tensor(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor)
 
 
-def _joined(parts: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+def _joined(parts: Sequence[Any], device: torch.device) -> Any:
+    """Return the rows of all parts on the device; of leaves that belong to every row, the first."""
+    first = parts[0]
+    if isinstance(first, torch.Tensor) and first.dim():
+        return _joined_tensors(parts, device)
+    return moved(Rows(chain.from_iterable(parts)) if isinstance(first, Rows) else first, device)
+
+
+def _joined_tensors(parts: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
     """Return the rows of all parts on the device: through one pinned copy if they are on the host."""
     if device.type == GPU_TYPE and all(part.device.type == "cpu" for part in parts):
         shape = (sum(part.size(0) for part in parts), *parts[0].shape[1:])
@@ -170,15 +183,41 @@ def _joined(parts: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor
 
 
 def key_of(leaf: Any) -> Hashable:
-    """Return a key of a leaf: dtype and row shape of a tensor, the value of anything else."""
-    return (leaf.dtype, leaf.shape[1:]) if isinstance(leaf, torch.Tensor) else _loose_key_of(leaf)
+    """Return a key of a leaf, equal for leaves that can be joined.
+
+    The dtype and row shape of a tensor, the class of :class:`mgpu_core.Rows`, the identity of tensors that belong to
+    every row, the value of anything else.
+    """
+    if isinstance(leaf, torch.Tensor):
+        return (leaf.dtype, leaf.shape[1:]) if leaf.dim() else id(leaf)
+    if isinstance(leaf, Replicate):
+        return Replicate, id(leaf.value)
+    return Rows if isinstance(leaf, Rows) else _key_of_value(leaf)
 
 
 def _loose_key_of(leaf: Any) -> Hashable:
+    """Return the same without the shape of a tensor."""
+    return leaf.dtype if isinstance(leaf, torch.Tensor) else key_of(leaf)
+
+
+def _form_of_leaf(leaf: Any) -> Hashable:
+    """Return a key of a leaf without sizes and identities."""
     if isinstance(leaf, torch.Tensor):
-        return leaf.dtype
+        return leaf.dtype, leaf.dim()
     try:
         hash(leaf)
     except TypeError:
-        return type(leaf), id(leaf)
+        return (type(leaf),)
+    return type(leaf), None if isinstance(leaf, Replicate) else leaf
+
+
+def _key_of_value(leaf: Any) -> Hashable:
+    try:
+        hash(leaf)
+    except TypeError:
+        if opened(leaf) is None:
+            return type(leaf), id(leaf)
+        leaves: list[Any] = []
+        tree = flatten(leaf, leaves, "inputs", whole=True)
+        return form_of(tree), *map(_key_of_value, leaves)
     return type(leaf), leaf

@@ -15,7 +15,7 @@ __all__ = ["DeviceStats", "Stats"]
 _KEPT = 4096  # of the latest batches
 _QUANTILES = (50, 90, 99)
 _HEADER = (
-    *("rank", "device", "requests", "rows", "share", "batches", "mean rows"),
+    *("rank", "device", "requests", "rows", "share", "batches", "mean rows", "retries"),
     *("queue ms p50/p90/p99", "compute ms"),
 )
 
@@ -27,6 +27,7 @@ class DeviceStats:
     Attributes:
         device: as text.
         requests, rows, batches: that were answered.
+        retries: requests that were run again, alone, after their batch.
         failures: requests that got an exception.
         is_lost: the device has failed and is not used any more.
         queue_seconds: of the latest batches, how long the oldest request of each had waited.
@@ -37,6 +38,7 @@ class DeviceStats:
     requests: int = 0
     rows: int = 0
     batches: int = 0
+    retries: int = 0
     failures: int = 0
     is_lost: bool = False
     queue_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
@@ -58,7 +60,7 @@ class Stats(list[DeviceStats]):
         return [each.rows / total if total else 0.0 for each in self]
 
     def __str__(self) -> str:
-        widths = "{:>4}  {:10} {:>9} {:>9} {:>6} {:>8} {:>10}  {:>21}  {}"
+        widths = "{:>4}  {:10} {:>9} {:>9} {:>6} {:>8} {:>10} {:>8}  {:>21}  {}"
         return "\n".join(widths.format(*row) for row in [_HEADER, *self._rows()])
 
     def _repr_html_(self) -> str:
@@ -67,13 +69,20 @@ class Stats(list[DeviceStats]):
     def _rows(self) -> Iterator[tuple[str, ...]]:
         for rank, (each, share) in enumerate(zip(self, self.shares, strict=True)):
             name = f"{each.device} (lost)" if each.is_lost else each.device
-            counts = str(each.requests), str(each.rows), f"{share:.1%}", str(each.batches), f"{each.mean_batch:.1f}"
+            counts = (
+                str(each.requests),
+                str(each.rows),
+                f"{share:.1%}",
+                str(each.batches),
+                f"{each.mean_batch:.1f}",
+                str(each.retries),
+            )
             yield str(rank), name, *counts, _text(each.queue_seconds), _text(each.compute_seconds)
 
     def prometheus(self) -> str:
         """Return the counters and quantiles in Prometheus' text format."""
         lines = []
-        for name in ("requests", "rows", "batches", "failures"):
+        for name in ("requests", "rows", "batches", "retries", "failures"):
             lines.append(f"# TYPE mgpu_{name}_total counter")
             lines += [
                 f'mgpu_{name}_total{{rank="{rank}",device="{each.device}"}} {getattr(each, name)}'

@@ -19,7 +19,7 @@ from mgpu_core.device.devices import DeviceLike, as_device
 from mgpu_core.nested import LEAF, Rows, Tree, any_tensor, flatten, flatten_alike, is_undivided, moved
 from mgpu_core.trace.tracer import is_tracing, span
 
-__all__ = ["gather"]
+__all__ = ["equal", "gather"]
 
 
 def gather(outputs: Sequence[Any], target_device: DeviceLike, dim: int = 0) -> Any:
@@ -67,7 +67,7 @@ class _Gather:
             return self._join_tensors(leaves, tree, index, name)
         if all(isinstance(leaf, Rows) for leaf in leaves):
             return Rows(moved(each, self._device) for leaf in leaves for each in leaf)
-        other = next((rank for rank, leaf in enumerate(leaves) if rank and not _equal(leaves[0], leaf)), None)
+        other = next((rank for rank, leaf in enumerate(leaves) if rank and not equal(leaves[0], leaf)), None)
         if other is None:
             return leaves[0]
         path = tree.paths(name)[index]
@@ -130,7 +130,8 @@ def _items_of(obj: Any) -> list[Any] | None:
     return items if any_tensor(leaves) else None
 
 
-def _equal(one: Any, other: Any) -> bool:
+def equal(one: Any, other: Any) -> bool:
+    """Return whether two leaves that are no tensors are equal; False where they do not say so."""
     if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
         return False
     if one is other:

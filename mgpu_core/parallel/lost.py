@@ -32,7 +32,9 @@ _OURS = {
     "_is_replica",
     "_forwards_to_watch",
     "_ids",
+    "_placement",
     "_team",
+    "_tree",
     "_replica_methods",
 }
 _NAMED = 5

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -18,6 +17,7 @@ from mgpu_core.device.modes import check_modes
 from mgpu_core.device.random import check_rng
 from mgpu_core.device.team import Team
 from mgpu_core.device.transfer import hand_over
+from mgpu_core.module_copy import copy_module
 from mgpu_core.module_tree import ModuleTree
 from mgpu_core.null_context import NULL_CONTEXT
 from mgpu_core.parallel.apply import draws_apart
@@ -130,7 +130,7 @@ class Pipeline(Module):
         if len(devices) != len(self.device_ids):
             raise ValueError(f"a copy of {len(self.device_ids)} stages needs as many devices, not {len(devices)}")
         return Pipeline(
-            copy.deepcopy(self.module), devices, split_points=self.split_points, chunks=self.chunks,
+            copy_module(self.module), devices, split_points=self.split_points, chunks=self.chunks,
             schedule=self.schedule, checkpoint=self.checkpoint, sample=self._sample, dim=self.dim,
             deferred_batch_norm=self._is_deferred, rng=self.rng,
         )  # fmt: skip

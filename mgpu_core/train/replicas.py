@@ -17,6 +17,7 @@ from mgpu_core.comm import dispatch
 from mgpu_core.device.team import Team
 from mgpu_core.device.tensor_checks import memory_of, moved_between
 from mgpu_core.device.transfer import to_device
+from mgpu_core.module_copy import leaf_like
 from mgpu_core.module_tree import ModuleTree, check_initialised, named_parameters_of
 from mgpu_core.optim.flat_buffers import FlatTensors, compact
 
@@ -65,7 +66,9 @@ class Replicas:
         for rank, device in enumerate(team.devices[1:], start=1):
             first = team.devices.index(device)
             values = self.parameters[first if first < rank else 0]
-            self.parameters.append([_leaf(each, value, device) for each, value in zip(own, values, strict=True)])
+            self.parameters.append(
+                [leaf_like(each, to_device(value.detach(), device)) for each, value in zip(own, values, strict=True)]
+            )
         self.frozen: list[bool] = []
         self.moves = 0
         self._adopted: frozenset[int] = frozenset()  # parameters whose memory is the step's
@@ -186,15 +189,6 @@ class Replicas:
             self.own[i].data = compact(self.own[i])
         self._adopted = frozenset()
         self._flats.clear()
-
-
-def _leaf(parameter: Parameter, value: torch.Tensor, device: torch.device) -> Parameter:
-    """Return a Parameter of its own for another rank: the same class and attributes, with the memory of ``value``."""
-    made: Parameter = torch.Tensor._make_subclass(
-        type(parameter), to_device(value.detach(), device), parameter.requires_grad
-    )
-    made.__dict__.update(parameter.__dict__)
-    return made
 
 
 def refuse_hooks(net: Module) -> None:

@@ -37,6 +37,46 @@ def test_a_module_that_writes_its_buffers_is_refused_and_the_predictor_goes_on()
             assert float(predict(one)) == 1
 
 
+class Past(nn.Module):
+    """Keeps what it saw, in one of several ways."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.way = way
+        self.register_buffer("past", torch.zeros(1))
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, x):
+        if self.way == "replaced buffer":
+            self.past = self.past + x.sum(0)
+        elif self.way == "written parameter":
+            self.weight.data.mul_(2)
+            self.weight.mul_(1)
+        elif self.way == "replaced parameter":
+            self.weight = nn.Parameter(self.weight + 1)
+        elif self.way == "attribute":
+            self.last = x
+        return x
+
+
+@pytest.mark.parametrize("way", ["replaced buffer", "written parameter", "replaced parameter"])
+def test_answers_that_depend_on_requests_before_are_refused(way):
+    kind, name = ("buffer", "past") if "buffer" in way else ("parameter", "weight")
+    with Predictor(Past(way), cpu(2)) as predict:
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=f"the forward of Past writes its {kind} '{name}' in eval mode"):
+                predict(torch.ones(1, 1, device=cpu(1)[0]))
+
+
+def test_assigned_attributes_are_told_of():
+    with Predictor(Past("attribute"), cpu(1)) as predict:
+        with pytest.warns(UserWarning, match="the forward of Past assigns last"):
+            predict(torch.ones(1, 1, device=cpu(1)[0]))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            predict(torch.ones(1, 1, device=cpu(1)[0]))
+
+
 def test_a_predictor_that_is_made_in_inference_mode():
     with torch.inference_mode():
         module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
@@ -111,6 +151,35 @@ def test_eight_ranks_run_compiled_code_also_after_a_refresh(monkeypatch):
             predict.refresh()
         assert all(each.batches for each in predict.stats())
     assert Eager.calls == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["", "layers", "layers.0"])
+def test_modules_that_were_compiled_in_place_stay_compiled(name):
+    seen = []
+
+    def backend(graph, inputs):
+        seen.append(len(inputs))
+        return graph.forward
+
+    module = Eager()
+    module.get_submodule(name).compile(backend=backend)
+    x = torch.rand(2, 3)
+    with Predictor(module, ["cpu"] * 2, max_batch=1) as predict:
+        assert torch.allclose(predict(x), module.layers(x), atol=1e-6)
+    assert seen
+
+
+@pytest.mark.slow
+def test_workers_take_the_compiler_configuration_along():
+    class Sized(nn.Module):
+        def forward(self, x, task):
+            return x * len(task)
+
+    compiled = torch.compile(Sized(), backend="eager", fullgraph=True)
+    with torch._dynamo.config.patch(recompile_limit=64), Predictor(compiled, ["cpu"] * 2) as predict:
+        for count in range(1, 30):
+            assert float(predict(torch.ones(1, 1), "t" * count)) == count
 
 
 def test_a_capture_needs_a_gpu_and_a_module_on_one():

@@ -13,7 +13,7 @@ LONG = 60.0
 
 
 def request(rows, width=1):
-    return Joiner(None, None, None).request(((torch.zeros(rows, width),), {}))
+    return Joiner(None, None).request(((torch.zeros(rows, width),), {}))
 
 
 def queue(*requests, max_pending=100, max_wait=LONG, max_batch=8):

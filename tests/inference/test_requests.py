@@ -7,9 +7,11 @@ from torch import nn
 from torch.nn.functional import pad
 
 from mgpu_core import Predictor
+from mgpu_core.inference.answers import Answers
 from mgpu_core.inference.requests import Joiner
 
-PLAIN = Joiner(None, None, None)
+PLAIN = Joiner(None, None)
+ANSWERS = Answers("Net", None, compares=True)
 HOST = torch.device("cpu")
 
 
@@ -52,7 +54,7 @@ def test_nests_are_joined_and_split():
     assert nest[0].tolist() == [[1, 1], [3, 3], [3, 3], [3, 3]]
     assert nest[1] == "same"
     assert kwargs["mask"].tolist() == [1, 3, 3, 3]
-    one, other = PLAIN.split({"y": nest[0] + 1, "note": None}, requests)
+    one, other = ANSWERS.split({"y": nest[0] + 1, "note": None}, requests)
     assert one["y"].tolist() == [[2, 2]]
     assert other["y"].tolist() == [[4, 4]] * 3
     assert one["note"] is other["note"] is None
@@ -103,7 +105,7 @@ def test_without_collate_a_bucket_holds_one_shape():
     xs = [torch.ones(1, length, device=cpu(1)[0]) for length in (1, 2, 2)]
     with Predictor(Counting(), cpu(1), max_wait_ms=200, bucket_by=lambda x: "one") as predict:
         assert [f.result(20).size(1) for f in [predict.submit(x) for x in xs]] == [1, 2, 2]
-    assert sorted(Counting.shapes) == [(1, 1), (2, 2)]
+    assert sorted(Counting.shapes) == [(1, 1), (1, 2), (1, 2), (2, 2)]  # two of them alone, to compare
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -157,6 +157,11 @@ class Arguments:
             error.add_note(f"while scattering {self.path(position)} along dimension {dim}")
             raise
 
+    def slices(self, counts: list[int], dim: int) -> Iterator[list[Any]]:
+        """Yield the objects of each part: views of tensors, and their :class:`Rows`; all else is shared."""
+        columns = [_sliced(leaf, counts, dim) for leaf in self.leaves]
+        return (self.rebuild(list(leaves)) for leaves in zip(*columns, strict=True))
+
     def _disagreement(self, one: int, other: int, dim: int) -> str:
         paths = [self.path(position) for position in (one, other)]
         described = [
@@ -193,6 +198,13 @@ def _deal(rows: Rows[Any], team: Team, counts: list[int]) -> list[list[Any]]:
     entries = iter(rows)
     pairs = zip(team.devices, counts, strict=True)
     return [[moved(each, device) for each in islice(entries, count)] for device, count in pairs]
+
+
+def _sliced(leaf: Any, counts: list[int], dim: int) -> Sequence[Any]:
+    if isinstance(leaf, Rows):
+        entries = iter(leaf)
+        return [Rows(islice(entries, count)) for count in counts]
+    return leaf.split(counts, dim) if _has_rows(leaf, dim) else [leaf] * len(counts)
 
 
 def _has_rows(leaf: Any, dim: int) -> bool:

@@ -11,6 +11,7 @@ from types import ModuleType
 __all__ = ["MissingExtra", "cure", "require"]
 
 _EXTRAS = {
+    "accelerate": "transformers",
     "cupy": "cuda13",
     "lightning": "lightning",
     "matplotlib": "mnist",

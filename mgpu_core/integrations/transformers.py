@@ -17,11 +17,58 @@ from torch.nn import Module
 from mgpu_core.device.devices import DeviceLike, as_devices, local_devices
 from mgpu_core.extras import require
 from mgpu_core.nested import tensors_in
+from mgpu_core.train.label_watch import count_labels, loss_function_of, shifts_labels
 from mgpu_core.wrapper import DataParallel
 
-__all__ = ["MultiGPUMixin", "MultiGPUTrainer"]
+__all__ = ["MultiGPUMixin", "MultiGPUTrainer", "WeightedLoss"]
 
 _Trainer: Any = require("transformers", "MultiGPUTrainer").Trainer
+
+
+class WeightedLoss(Module):
+    """A transformers model that returns its loss as a sum over labels, and their number, for :class:`TrainStep`.
+
+    A model's own loss is a mean over labels that are not -100.  Ranks have different numbers of those, so that the mean
+    of their means is not that of all labels.  With sums and numbers it is::
+
+        step = TrainStep(WeightedLoss(model), None, optimizer, device_ids, reduction="weighted")
+        loss = step(**batch)
+
+    A rank whose labels are all -100 adds nothing.  What a model adds to its loss beside the mean over labels, such as
+    the auxiliary loss of a router, is weighed by labels, too, which is not what one device does with it.
+
+    Args:
+        model: returns a ``loss`` where it gets ``labels``; its parameters, state and ``save_pretrained`` stay its own.
+        shifts: the loss leaves out the first label of each row, as that of causal models; ``None``: as its class says.
+    """
+
+    def __init__(self, model: Module, *, shifts: bool | None = None) -> None:
+        super().__init__()
+        self.model = model
+        self.shifts = shifts_labels(model) if shifts is None else shifts
+
+    def forward(self, **arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the sum of the losses of all labels, and their number.
+
+        Raises:
+            ValueError: there are no labels, or the model returned no loss.
+        """
+        labels = arguments.get("labels")
+        if not isinstance(labels, torch.Tensor):
+            raise ValueError("WeightedLoss needs labels=..., which the model's loss is a mean over")
+        count = count_labels(arguments, shifts=self.shifts)
+        if count is None:  # a mean over rows
+            count = torch.full((), len(labels), device=labels.device)
+        else:  # a mean over no labels is 0 / 0, of which even the gradient times 0 is NaN
+            arguments |= {
+                name: arguments[name].masked_fill(count == 0, 0)
+                for name in ("labels", "shift_labels")
+                if arguments.get(name) is not None
+            }
+        loss = _first(self.model(**arguments))
+        if not isinstance(loss, torch.Tensor):
+            raise ValueError(f"{type(self.model).__name__} returned no loss for these arguments")
+        return (loss.float() if loss.element_size() < 4 else loss) * count, count
 
 
 class MultiGPUMixin:
@@ -42,6 +89,7 @@ class MultiGPUMixin:
     """
 
     args: Any
+    accelerator: Any
 
     def __init__(self, *args: Any, device_ids: Sequence[DeviceLike] | None = None, **kwargs: Any) -> None:
         self._devices = tuple(local_devices() if device_ids is None else as_devices(device_ids))
@@ -56,7 +104,7 @@ class MultiGPUMixin:
             model = super()._wrap_model(model, training, dataloader)  # type: ignore[misc]
         if len(self._devices) < 2 or isinstance(model, torch.nn.DataParallel):
             return model
-        return _Model(model, self._devices, shifts=getattr(self, "_loss_shifts_labels", False))
+        return _Model(model, self._devices, self.accelerator)
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         """Return the loss as on one device."""
@@ -82,14 +130,26 @@ class MultiGPUTrainer(MultiGPUMixin, _Trainer):  # type: ignore[misc]
 
 
 class _Model(DataParallel[Any]):
-    """Weighs the ranks' losses by their numbers of items, so that their sum is the loss of all rows."""
+    """Weighs the ranks' losses by their numbers of items, so that their sum is the loss of all rows.
 
-    def __init__(self, module: Module, devices: Sequence[torch.device], *, shifts: bool) -> None:
+    It computes in the precision of the accelerator, which prepares no model that is wrapped.
+    """
+
+    def __init__(self, module: Module, devices: Sequence[torch.device], accelerator: Any) -> None:
         super().__init__(module, devices)
-        self._shifts = shifts
+        self._accelerator = accelerator
+        self._shifts = shifts_labels(module)
+        self._divides = loss_function_of(module) is not None  # by num_items_in_batch; seen in training
         self._total: Any = None
         self._items: list[torch.Tensor] = []
         self._divisors: list[torch.Tensor] = []
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        if not self._accelerator.native_amp:
+            return super().forward(*inputs, **kwargs)
+        with self._accelerator.autocast():
+            outputs = super().forward(*inputs, **kwargs)
+        return require("accelerate.utils", "MultiGPUTrainer").convert_to_fp32(outputs)
 
     def scatter(self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Sequence[DeviceLike]) -> Any:
         kwargs = dict(kwargs or {})
@@ -107,35 +167,27 @@ class _Model(DataParallel[Any]):
         if len(losses) < len(outputs):
             return super().gather(outputs, output_device)
         total = self._total
-        if total is None or not _depends(losses[0], self._divisors[0]):
+        if losses[0].requires_grad:
+            found = torch.autograd.grad(losses[0], self._divisors[0], retain_graph=True, allow_unused=True)
+            self._divides = found[0] is not None
+        if total is None or not self._divides:
             total = torch.stack([count.to(self._items[0].device) for count in self._items]).sum()
-        weighted = []
+        sums = []
         for output, loss, count in zip(outputs, losses, self._items, strict=True):
-            weight = count / torch.as_tensor(total, device=count.device)
             # The mean of a rank without items is 0 / 0, and must not count.
-            weighted.append(_with_loss(output, torch.where(count > 0, loss * weight, 0.0).reshape(1)))
-        joined = super().gather(weighted, output_device)
-        return _with_loss(joined, _first(joined).sum())
+            sums.append(_with_loss(output, torch.where(count > 0, loss * count, 0.0).reshape(1)))
+        joined = super().gather(sums, output_device)
+        loss = _first(joined).sum()
+        return _with_loss(joined, loss / torch.as_tensor(total, device=loss.device))  # 0 / 0 if no rank has items
 
 
 def _items(args: tuple[Any, ...], kwargs: Mapping[str, Any], shifts: bool) -> torch.Tensor:
-    """Return how many items a rank's loss is a mean over, as the Trainer counts them: labels, or else rows."""
-    labels = kwargs.get("labels")
-    if not isinstance(labels, torch.Tensor):
-        first = tensors_in((args, dict(kwargs)))[0]
-        return torch.tensor(float(len(first)), device=first.device)
-    counted: torch.Tensor = kwargs.get("shift_labels", labels[..., 1:] if shifts else labels)
-    return counted.ne(-100).sum().float()
-
-
-def _depends(loss: torch.Tensor, divisor: torch.Tensor) -> bool:
-    """Return whether a model has divided its loss by this number.
-
-    Without gradients, False: then the items of a batch are those of its update, too, and either divisor is right.
-    """
-    if not loss.requires_grad:
-        return False
-    return torch.autograd.grad(loss, divisor, retain_graph=True, allow_unused=True)[0] is not None
+    """Return how many items a rank's loss is a mean over: labels, or else rows."""
+    counted = count_labels(kwargs, shifts=shifts)
+    if counted is not None:
+        return counted.float()
+    first = tensors_in((args, dict(kwargs)))[0]
+    return torch.tensor(float(len(first)), device=first.device)
 
 
 def _first(output: Any) -> Any:

@@ -22,6 +22,7 @@ from mgpu_core.parallel.gather_outputs import gather
 from mgpu_core.parallel.lost import Given, given_attributes, lost_attributes, warn_lost
 from mgpu_core.parallel.scatter_inputs import scatter_objects
 from mgpu_core.trace.tracer import rank_spans, span
+from mgpu_core.train.joined_outputs import gathered
 from mgpu_core.train.loss import RankLoss, Window, output_loss, rank_loss
 from mgpu_core.train.options import LossOptions
 from mgpu_core.train.rank_modules import RankModules
@@ -138,7 +139,7 @@ class ForwardBackward:
         if self.gathers:
             weighed = [sum(rows)]
             scale = None if window is None else window.seeds(weighed)[0]
-            loss, outputs = self._run_gathered(parts, clocks, target, scale)
+            loss, outputs = self._run_gathered(parts, rows, clocks, target, scale)
             return [loss], weighed, [outputs]
         if window is not None:
             seed(parts, window.seeds(rows))
@@ -167,12 +168,18 @@ class ForwardBackward:
         return losses, outputs if keep_outputs else []
 
     def _run_gathered(
-        self, parts: Sequence[RankPart], clocks: Sequence[RankClock], target: Any, scale: float | None
+        self,
+        parts: Sequence[RankPart],
+        rows: Sequence[int],
+        clocks: Sequence[RankClock],
+        target: Any,
+        scale: float | None,
     ) -> tuple[RankLoss, Any]:
         """Run forward of each part, the loss once on the outputs of all ranks, and one backward.
 
         Args:
             parts: one per rank, without targets.
+            rows: of each.
             clocks, target: as for :meth:`run`.
             scale: the factor of the loss before backward; ``None``: no backward.
 
@@ -181,7 +188,7 @@ class ForwardBackward:
         """
         found = self._over_ranks(self._forward, parts, clocks, [None] * len(parts))
         device = self._team.devices[0]
-        outputs = found[0] if len(found) == 1 else self._gathered(found)
+        outputs = found[0] if len(found) == 1 else gathered(found, rows, device, self._dim)
         with self.autocast(device), span("loss", 0, device):
             loss = rank_loss(self._alone(outputs, moved(target, device)), self._reduction)
         if scale is not None:
@@ -235,10 +242,7 @@ class ForwardBackward:
 
     def joined(self, outputs: list[Any]) -> Any:
         """Return the outputs of :meth:`run` as one nest on the first device."""
-        return outputs[0] if self.gathers else self._gathered(outputs)
-
-    def _gathered(self, outputs: list[Any]) -> Any:
-        return gather(outputs, self._team.devices[0], self._dim)
+        return outputs[0] if self.gathers else gather(outputs, self._team.devices[0], self._dim)
 
     def stop(self, seconds: float) -> bool:
         """Let no rank begin any more; return whether all have ended in that time."""

@@ -14,8 +14,8 @@ import torch
 from torch.nn import Module
 
 from mgpu_core.device.random import random_numbers_kept
-from mgpu_core.device.transfer import to_device
-from mgpu_core.nested import flatten, flatten_alike
+from mgpu_core.nested import flatten
+from mgpu_core.train.joined_outputs import UnjoinedError, joined_plainly
 from mgpu_core.train.loss import RankLoss, rank_loss
 
 __all__ = ["LossCheck", "LossState", "compare_losses", "warning_of"]
@@ -95,8 +95,10 @@ def compare_losses(
     after = LossState(loss_fn)
     try:
         with torch.no_grad(), random_numbers_kept(each.device for each in tensors):
-            whole = _joined(outputs, dim)
+            whole = joined_plainly(outputs, rows, dim)
             found = [_gathered(loss_fn, whole, target, reduction, before) for _ in range(2)]
+    except UnjoinedError as error:
+        return LossCheck(None, reason=f"the ranks' outputs cannot be joined as one device would have them: {error}")
     except Exception as error:
         return LossCheck(None, reason=f"the loss of all outputs together failed ({type(error).__name__}: {error})")
     finally:
@@ -106,21 +108,6 @@ def compare_losses(
     is_half = is_half or any(each.dtype in _HALF for each in tensors)
     agrees = abs(found[0] - ranks) <= (HALF_TOLERANCE if is_half else TOLERANCE) * size
     return LossCheck(agrees, ranks, found[0], "" if agrees else _advice(loss_fn, target, reduction))
-
-
-def _joined(outputs: Sequence[Any], dim: int) -> Any:
-    """Join the outputs on the first rank's device by torch alone: a recording and the counters do not see it."""
-    tree, rows = flatten_alike(outputs, "outputs")
-    joined = []
-    for parts in zip(*rows, strict=True):
-        first = parts[0]
-        if isinstance(first, torch.Tensor) and first.dim() > 0:
-            joined.append(torch.cat([to_device(each, first.device) for each in parts], dim))
-        elif isinstance(first, torch.Tensor):
-            joined.append(torch.stack([to_device(each, first.device) for each in parts]))
-        else:
-            joined.append(first)
-    return tree.unflatten(iter(joined))
 
 
 def _gathered(loss_fn: Callable[..., Any], outputs: Any, target: Any, reduction: str, before: LossState) -> float:

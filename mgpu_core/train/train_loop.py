@@ -30,6 +30,7 @@ from mgpu_core.train.cuda_graphs import CapturedSteps, why_no_graph
 from mgpu_core.train.forward_backward import ForwardBackward, RankPart
 from mgpu_core.train.grad_buckets import Communication
 from mgpu_core.train.grad_scaler import LossScale
+from mgpu_core.train.label_watch import LabelWatch
 from mgpu_core.train.loss import RankLoss, Window, joined_aux, loss_of_ranks
 from mgpu_core.train.loss_check import LossCheck, LossState, compare_losses, warning_of
 from mgpu_core.train.optimizer_step import OptimizerStep, check_optimizer
@@ -84,6 +85,8 @@ class TrainLoop:
         self.keeps_accumulating = False
         has_parts = len(team) > 1 or bool(options.pipeline_devices)
         self._is_loss_checked = not has_parts or options.loss_fn is None or loss.loss_on != "ranks"
+        is_mean = options.loss_fn is None and loss.reduction == "mean"
+        self._label_watch = LabelWatch(options.module) if has_parts and is_mean else None
         self._broken: str | None = None
         self._is_closed = self._is_built = False
         self._build(steps=0)
@@ -229,6 +232,8 @@ class TrainLoop:
         The first losses of several ranks are compared with the loss of their joined outputs.
         """
         before = None
+        if self._label_watch is not None:
+            self._label_watch.look(parts, rows)
         if not self._is_loss_checked and len(parts) > 1:
             self._is_loss_checked, before = True, LossState(self.options.loss_fn)
         clocks = self.split_plan.clocks() if self.split_plan.is_timed else ()

@@ -99,6 +99,79 @@ def test_losses_norms_and_parameters_are_those_of_one_device(name, ranks, accumu
     assert_alike(many, on_one_device(name, accumulate))
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("name", ["GPT2LMHeadModel", "T5ForConditionalGeneration"])
+def test_bf16_is_computed_in(name, ranks, capsys):
+    model, dtypes = made(name), set()
+    model.lm_head.register_forward_hook(lambda module, args, output: dtypes.add(output.dtype))
+    many = trained(name, ranks, model=model, bf16=True)
+    assert dtypes == {torch.bfloat16}
+    one = trained(name, 0, bf16=True)
+    assert many[0] == pytest.approx(one[0], rel=2e-2)
+    assert many[1] == pytest.approx(one[1], rel=2e-2)
+    assert many[0] != pytest.approx(on_one_device(name, 1)[0], rel=1e-6)
+
+
+LLAMA = transformers.LlamaConfig(**SMALL, intermediate_size=16)
+MODELS_OF_DECODERS = {"GPT2LMHeadModel": "c_attn", "LlamaForCausalLM": "q_proj", "T5ForConditionalGeneration": "q"}
+
+
+@pytest.mark.parametrize("reentrant", [None, False, True])
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("name", MODELS_OF_DECODERS)
+def test_adapters_and_checkpointing(name, ranks, reentrant, capsys, monkeypatch):
+    peft = pytest.importorskip("peft")
+    monkeypatch.setitem(MODELS, "LlamaForCausalLM", (LLAMA, LABELS))
+    options = {"gradient_accumulation_steps": 2}
+    if reentrant is not None:
+        options |= {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": reentrant}}
+
+    def adapted():
+        model = made(name)
+        if reentrant is None:
+            torch.manual_seed(1)
+            settings = peft.LoraConfig(target_modules=[MODELS_OF_DECODERS[name]], r=2, init_lora_weights=False)
+            model = peft.get_peft_model(model, settings)
+        return model
+
+    assert_alike(trained(name, ranks, model=adapted(), **options), trained(name, 0, model=adapted(), **options))
+
+
+def batches_with_no_label():
+    """Six rows, of which the last two have no label: with two rows in a batch, a batch of one device has none."""
+    same = {"input_ids": torch.arange(1, 7), "labels": torch.arange(1, 7)}
+    return [same] * 4 + [{**same, "labels": torch.full((6,), -100)}] * 2
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_batch_of_evaluation_without_any_label_is_left_out_of_the_mean(ranks, capsys):
+    def loss(ranks):
+        used = trainer("GPT2LMHeadModel", ranks)
+        used.args.per_device_eval_batch_size = 2 // (ranks or 1)
+        return used.evaluate(batches_with_no_label())["eval_loss"]
+
+    assert loss(ranks) == pytest.approx(loss(0), rel=1e-6)
+    assert loss(0) > 1
+
+
+def own_loss(kind):
+    class Own(kind):
+        """Its loss is the model's own, which it does not tell how many labels there are."""
+
+        def compute_loss(self, model, inputs, return_outputs=False, **_):
+            outputs = model(**inputs)
+            return (outputs.loss, outputs) if return_outputs else outputs.loss
+
+    return Own
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("name", MODELS)
+def test_an_own_compute_loss(name, ranks, capsys):
+    many = trained(name, ranks, kind=own_loss(MultiGPUTrainer))
+    assert_alike(many, trained(name, 0, kind=own_loss(transformers.Trainer)))
+
+
 def test_each_rank_gets_its_part_of_the_rows(capsys):
     model, seen = made("GPT2LMHeadModel"), []
     model.register_forward_pre_hook(lambda module, args, given: seen.append(len(given["input_ids"])), with_kwargs=True)

@@ -30,7 +30,9 @@ def test_its_code_runs(page, tmp_path, monkeypatch, capsys):
         pytest.importorskip(PACKAGES.get(page, page))
     monkeypatch.chdir(tmp_path)
     text = PAGES[page].read_text()
-    (code,) = re.findall(r"^```python\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
+    blocks = re.findall(r"^```python\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
     assert text.startswith("# ")
     assert "```diff" in text
-    exec(compile(code, f"{page}.md", "exec"), {"__name__": "page"})
+    assert blocks
+    for code in blocks:
+        exec(compile(code, f"{page}.md", "exec"), {"__name__": "page"})

@@ -12,12 +12,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from numbers import Real
 from operator import attrgetter
-from types import MethodType
 from typing import Any
 
 import torch
 from torch.nn import Module, Parameter
 from torch.nn.parameter import is_lazy
+
+from mgpu_core.layer_holders import attributes_that_reach
 
 __all__ = ["ModuleNode", "ModuleTree", "check_initialised", "draws_random_numbers", "modules_of", "tensors_of"]
 
@@ -77,9 +78,10 @@ class _Kind:
         draws: its forward draws random numbers in every mode.
         draws_in_training: its forward draws random numbers in training mode.
         meets: its ranks wait for each other in the forward, as in a synchronised layer.
+        shares_state: its forward adds to tensors that replicas share, as a metric of torchmetrics does.
     """
 
-    __slots__ = ("draws", "draws_in_training", "is_ordinary", "is_script", "is_wrapper", "meets")
+    __slots__ = ("draws", "draws_in_training", "is_ordinary", "is_script", "is_wrapper", "meets", "shares_state")
 
     def __init__(self, kind: type[Module]) -> None:
         self.is_script = issubclass(kind, torch.jit.ScriptModule)
@@ -92,6 +94,7 @@ class _Kind:
         self.draws = issubclass(kind, _DRAW_ALWAYS)
         self.draws_in_training = issubclass(kind, _DRAW_IN_TRAINING)
         self.meets: bool = getattr(kind, "ranks_meet", False)
+        self.shares_state = any(base.__module__ == "torchmetrics.metric" for base in kind.__mro__)
 
 
 _kinds: dict[type[Module], _Kind] = {}
@@ -123,12 +126,12 @@ class ModuleNode:
         parameters, buffers: (name, index into the tree's list).
         children: (name, index into the tree's nodes).
         absent: names of parameters that are registered as None.
-        methods: (name, function, index of a node): attributes that hold a bound method of a module of this tree.
+        holders: names of other attributes that reach modules of this tree: containers and bound methods.
         compiled: the compiled callable: the module itself after ``module.compile()``, or its wrapper, which has no node
             of its own; ``None`` for a module that is not compiled.
     """
 
-    __slots__ = ("absent", "buffers", "children", "compiled", "kind", "methods", "module", "parameters")
+    __slots__ = ("absent", "buffers", "children", "compiled", "holders", "kind", "module", "parameters")
 
     def __init__(self, module: Module, kind: _Kind, compiled: Module | None) -> None:
         self.module, self.kind, self.compiled = module, kind, compiled
@@ -136,7 +139,7 @@ class ModuleNode:
         self.buffers: Sequence[tuple[str, int]] = ()
         self.children: list[tuple[str, int]] = []
         self.absent: Sequence[str] = ()
-        self.methods: Sequence[tuple[str, Any, int]] = ()
+        self.holders: Sequence[str] = ()
 
 
 class ModuleTree:
@@ -147,7 +150,9 @@ class ModuleTree:
         parameters, buffers: each tensor once, also where it has several names (tied weights).
         is_compiled: whether some module was compiled.
         ranks_meet: whether some module waits for other ranks in its forward.
-        has_methods: whether some module may have an attribute that holds a bound method, its own or another module's.
+        takes_turns: whether ranks must run one after the other: some module adds to tensors that replicas share.
+        indices: by the id of each module, and of its compiled wrapper, the index of its node.
+        has_holders: whether some module has another attribute that reaches modules: a container, a bound method.
 
     Raises:
         RuntimeError: Python modules inside a ScriptModule.
@@ -157,16 +162,16 @@ class ModuleTree:
         self.nodes: list[ModuleNode] = []
         self.parameters: list[Parameter] = []
         self.buffers: list[torch.Tensor] = []
-        self.is_compiled = self.ranks_meet = False
-        self._indices: dict[int, int] = {}  # by id: of modules in nodes, of tensors in their lists
+        self.is_compiled = self.ranks_meet = self.takes_turns = False
+        self.indices: dict[int, int] = {}
+        self._tensor_indices: dict[int, int] = {}  # by id: of tensors in their lists
         self._read(network)
-        for node in self.nodes:
-            # A search that runs in C: almost no module has such an attribute.
-            if MethodType in map(type, node.module.__dict__.values()):
-                node.methods = _methods_of(node.module, self._indices)
         self._modules = [node.module for node in self.nodes]
+        holders = attributes_that_reach(self._modules, self.indices.keys())
+        self.has_holders = holders is not None
+        for node, names in zip(self.nodes, holders or (), strict=False):
+            node.holders = names
         self._found = None if self.is_compiled or any(node.kind.is_script for node in self.nodes) else self._find()
-        self.has_methods = self._found is None or bool(self._found[-1])
 
     def _find(self) -> list[Any]:
         """Return the objects that the tree was read from, by loops that run in C."""
@@ -177,19 +182,20 @@ class ModuleTree:
             list(map(id, chain(*map(dict.values, tables)))),
             list(map(type, self._modules)),
             list(map(_compiled_of, self._modules)),
-            MethodType in map(type, chain(*map(dict.values, map(vars, self._modules)))),
         ]
 
     def is_current(self) -> bool:
         """Return whether reading the network again would find the same modules and tensors under the same names.
 
-        Trees with compiled modules, scripts, or attributes that hold bound methods never are.
+        Trees with compiled modules, scripts, or other attributes that reach modules never are.
         """
-        return self._found is not None and not self._found[-1] and self._find() == self._found
+        if self._found is None or self.has_holders or self._find() != self._found:
+            return False
+        return attributes_that_reach(self._modules, self.indices.keys()) is None
 
     def _read(self, network: Module) -> None:
         """Fill the lists.  It runs in every forward pass, and is written for few Python calls per module."""
-        indices, nodes = self._indices, self.nodes
+        indices, nodes = self.indices, self.nodes
         waiting: list[tuple[Module, list[tuple[str, int]], str]] = [(network, [], "")]
         count = 0
         while waiting:
@@ -211,6 +217,7 @@ class ModuleTree:
                     node = ModuleNode(module, kind, compiled)
                     nodes += (node,)
                     self.ranks_meet |= kind.meets
+                    self.takes_turns |= kind.shares_state
                     waiting += self._contents(module, kind, node)
             siblings += ((name, indices[key]),)
 
@@ -232,7 +239,7 @@ class ModuleTree:
     def _numbered(self, named: Any, tensors: list[Any]) -> list[tuple[str, int]]:
         """Return (name, index) of those that are there; appends new ones to ``tensors``."""
         found: list[tuple[str, int]] = []
-        indices, count = self._indices, len(tensors)
+        indices, count = self._tensor_indices, len(tensors)
         for name, tensor in named.items():
             if tensor is not None:
                 index = indices.setdefault(id(tensor), count)
@@ -279,15 +286,6 @@ def _check_script(children: list[Any]) -> None:
     for child, _, _ in children:
         if not isinstance(child, torch.jit.ScriptModule):
             raise RuntimeError("Cannot replicate network where python modules are children of ScriptModule")
-
-
-def _methods_of(module: Module, indices: dict[int, int]) -> list[tuple[str, Any, int]]:
-    """Return the attributes that must hold a method of the replica, not of the original."""
-    return [
-        (name, value.__func__, indices[id(value.__self__)])
-        for name, value in module.__dict__.items()
-        if type(value) is MethodType and isinstance(value.__self__, Module) and id(value.__self__) in indices
-    ]
 
 
 def _rates_of(names: tuple[str, ...]) -> tuple[str, ...]:

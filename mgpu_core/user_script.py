@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import os
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 __all__ = [
+    "Program",
     "as_script",
     "exit_status",
+    "note_order",
     "run_script",
     "script_status",
     "show_error",
@@ -40,7 +45,40 @@ def as_script(script: Path, arguments: Sequence[str]) -> Iterator[None]:
         sys.argv, sys.path[:] = before
 
 
-def run_script(script: Path, name: str) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class Program:
+    """What ``python script.py`` or ``python -m package`` runs.
+
+    Attributes:
+        path: of the source.
+        spec: of a module that is run by its name; ``None``: a script.
+    """
+
+    path: Path
+    spec: ModuleSpec | None = None
+
+    @classmethod
+    def of_module(cls, name: str) -> Program:
+        """Return the module of a name, or the ``__main__`` of a package; the current folder is looked in first.
+
+        Raises:
+            ValueError: there is no such module, or it has no source.
+        """
+        sys.path.insert(0, os.getcwd())
+        try:
+            spec = importlib.util.find_spec(name)
+            if spec is not None and spec.submodule_search_locations is not None:
+                spec = importlib.util.find_spec(f"{name}.__main__")
+        except ImportError as error:
+            raise ValueError(f"-m {name}: {error}") from error
+        finally:
+            del sys.path[0]
+        if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
+            raise ValueError(f"-m {name}: there is no such module, or no __main__ in this package")
+        return cls(Path(spec.origin), spec)
+
+
+def run_script(script: Path, name: str, spec: ModuleSpec | None = None) -> dict[str, Any]:
     """Run a script and return its globals.
 
     They are those of a module ``name`` that stays: threads and ``atexit`` functions of the script may need them, and
@@ -52,6 +90,8 @@ def run_script(script: Path, name: str) -> dict[str, Any]:
     path = os.path.abspath(script)  # as python sets it: the script may go to another folder
     module = sys.modules[name] = ModuleType(name)
     module.__file__ = path
+    if spec is not None:
+        module.__spec__, module.__package__ = spec, spec.parent
     exec(compile(script.read_bytes(), path, "exec", dont_inherit=True), vars(module))
     return vars(module)
 
@@ -65,14 +105,23 @@ def show_error(error: BaseException, script: Path) -> None:
     traceback.print_exception(type(error), error, here)
 
 
-def script_status(script: Path, arguments: Sequence[str]) -> int:
+def note_order(command: str, ours: Collection[str], arguments: Sequence[str]) -> None:
+    """Note options of ours after the script's name, where they are the script's arguments."""
+    for word in arguments:
+        if word.partition("=")[0] in ours:
+            print(f"{command}: note: {word} comes after the script, so it is passed to the script", file=sys.stderr)
+
+
+def script_status(script: Path, arguments: Sequence[str], spec: ModuleSpec | None = None) -> int:
     """Run the script as the main program and return its exit status; its error is shown.
 
     ``sys.argv`` and ``sys.path`` stay set: its threads may live to the end of the process.
     """
     try:
         become_script(script, arguments)
-        run_script(script, "__main__")
+        if spec is not None:
+            sys.path[0] = os.getcwd()
+        run_script(script, "__main__", spec)
     except SystemExit as end:
         return exit_status(end.code)
     except KeyboardInterrupt:

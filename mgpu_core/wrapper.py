@@ -15,6 +15,7 @@ from mgpu_core.device.drop_in import as_id, drop_in_devices, drop_in_output
 from mgpu_core.device.modes import check_modes
 from mgpu_core.device.random import check_rng
 from mgpu_core.device.team import Team
+from mgpu_core.device.traces import is_symbolic, traced_call
 from mgpu_core.device.transfer import module_to
 from mgpu_core.device.worker_choice import WorkerChoice, check_workers, size_of
 from mgpu_core.module_tree import ModuleTree, check_initialised, tensors_of
@@ -22,7 +23,9 @@ from mgpu_core.nested import unwrapped
 from mgpu_core.parallel import gather, parallel_apply, replicate, scatter_kwargs
 from mgpu_core.parallel.apply import apply_to, draws_apart, shares_generator
 from mgpu_core.parallel.lost import Given, given_attributes, lost_attributes, warn_lost
+from mgpu_core.parallel.originals import OriginalsWatch
 from mgpu_core.parallel.replicate_modules import loosen, replicate_tree
+from mgpu_core.parallel.rows_elsewhere import rows_of_part, warn_rows_elsewhere
 from mgpu_core.parallel.scatter_inputs import check_shares
 from mgpu_core.trace.tracer import span, when_tracing
 
@@ -49,9 +52,10 @@ class DataParallel(torch.nn.DataParallel[M]):
         rng: ``auto``: one seed gives the same bits in every run where a module looks as if it drew random numbers
             (dropout in training); ``per_rank``: also for modules that draw without a sign of it.
         workers: ``threads``: ranks run at once, each in its own thread, as in torch; ``caller``: one after the other in
-            the calling thread, which is faster where each launches little work; ``auto``: the faster one, measured
-            over the first forward passes of each size of batch.  Ranks that wait for each other in a forward need
-            threads: :class:`mgpu_core.SyncBatchNorm` gets them, other modules that do so need ``threads``.
+            the calling thread, which is faster where each launches little work; ``auto``: the caller on the CPU, and
+            on accelerators the faster one, measured over the first forward passes of each size of batch.  Ranks that
+            wait for each other in a forward need threads: :class:`mgpu_core.SyncBatchNorm` gets them, other modules
+            that do so need ``threads``.
 
     Raises:
         ValueError, TypeError: devices that do not exist, shares that do not fit, another ``rng`` or ``workers``.
@@ -101,6 +105,8 @@ class DataParallel(torch.nn.DataParallel[M]):
         """
         if not self.device_ids:
             return self._move_output(self.module(*unwrapped(inputs), **unwrapped(kwargs)))
+        if is_symbolic(inputs) or (kwargs and is_symbolic(kwargs.values())):
+            return traced_call(self, inputs, kwargs)
         with span("data_parallel"):
             return self._over_ranks(inputs, kwargs)
 
@@ -125,23 +131,36 @@ class DataParallel(torch.nn.DataParallel[M]):
         else:
             replicas = self.replicate(self.module, self.device_ids[: len(parts)])
         given = given_attributes(replicas[0]) if self._forwards_to_watch > 0 else None
+        watch = OriginalsWatch(tree) if given is not None else None
         try:
-            outputs = self._run_replicas(tree, team, replicas, parts, kwargs_parts)
+            outputs = self._run_replicas(tree, team, replicas, parts, kwargs_parts, watch)
             if given is not None:
-                self._watch(given)
+                self._watch(given, watch)
+                rows = [rows_of_part(part, self.dim) for part in zip(parts, kwargs_parts, strict=False)]
+                if warn_rows_elsewhere(outputs, rows, self.dim):
+                    self._forwards_to_watch = 0
         finally:
             loosen(replicas)
         return self.gather(outputs, self.output_device)
 
     def _run_replicas(
-        self, tree: ModuleTree, team: Team, replicas: Sequence[M], parts: Any, kwargs_parts: Any
+        self,
+        tree: ModuleTree,
+        team: Team,
+        replicas: Sequence[M],
+        parts: Any,
+        kwargs_parts: Any,
+        watch: OriginalsWatch | None,
     ) -> list[Any]:
         """Call the replicas of a module that was just read, in the way that is faster for this size of batch."""
         size = size_of(parts[0]) if parts else None
         is_timed = self._choice.begin(size, meets=tree.ranks_meet)
         if self._is_own("parallel_apply") and len(team) > 1:
-            draws = shares_generator(team) and draws_apart(tree, self.rng)
-            outputs = apply_to(team, replicas, parts, kwargs_parts, draws=draws, workers=self._choice.now)
+            shared = shares_generator(team)
+            draws = shared and draws_apart(tree, self.rng)
+            workers = "caller" if shared and tree.takes_turns else self._choice.now
+            called = replicas if watch is None else watch.around(replicas)
+            outputs = apply_to(team, called, parts, kwargs_parts, draws=draws, workers=workers)
         else:
             outputs = self.parallel_apply(replicas, parts, kwargs_parts)
         if is_timed:
@@ -152,9 +171,12 @@ class DataParallel(torch.nn.DataParallel[M]):
         """Return whether a method is this class's: neither a subclass's nor put on the wrapper."""
         return name not in self.__dict__ and getattr(type(self), name) is getattr(DataParallel, name)
 
-    def _watch(self, given: Given) -> None:
+    def _watch(self, given: Given, watch: OriginalsWatch | None) -> None:
         """Look for lost attributes in the first forward passes; later ones pay nothing for it."""
         self._forwards_to_watch -= 1
+        if watch is not None and watch.used:
+            self._forwards_to_watch = 0
+            watch.tell()
         if lost := lost_attributes(given):
             self._forwards_to_watch = 0
             warn_lost(type(self.module).__name__, lost)

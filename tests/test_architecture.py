@@ -2,8 +2,9 @@
 
 Python, from the top: cli -> bench -> doctor, lessons, mnist, replacing -> advice -> explain -> explanation ->
 integrations -> wrapper, device_loader, inference -> train -> tensor_parallel -> pipeline -> parallel, optim, processes,
-sync_batchnorm -> comm -> tensor_loader -> kernels -> nested -> device, module_copy -> module_tree -> replica_hooks,
-errors, files, user_script -> trace -> null_context, _warnings, containers, extras, html -> _core.
+sync_batchnorm -> comm -> tensor_loader -> kernels -> nested, replica_parameters -> device, module_copy ->
+module_tree -> layer_holders, replica_hooks, errors, files, user_script -> trace -> null_context, _warnings, containers,
+extras, html -> _core.
 C++: bindings -> backends.cpp -> backends/* -> core; backends do not include each other; only bindings uses pybind11.
 """
 
@@ -22,10 +23,10 @@ LAYERS = [
     {"_core", "extras", "html"},
     {"null_context", "_warnings", "containers"},
     {"trace"},
-    {"errors", "replica_hooks", "files", "user_script"},
+    {"errors", "layer_holders", "replica_hooks", "files", "user_script"},
     {"module_tree"},
     {"device", "module_copy"},
-    {"nested"},
+    {"nested", "replica_parameters"},
     {"kernels"},
     {"tensor_loader"},
     {"comm"},

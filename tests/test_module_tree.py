@@ -78,7 +78,7 @@ def names_of(tree):
             [(name, id(tree.buffers[i])) for name, i in node.buffers],
             [(name, id(tree.nodes[i].module)) for name, i in node.children],
             list(node.absent),
-            [(name, i) for name, _, i in node.methods],
+            list(node.holders),
             node.compiled,
         )
         for node in tree.nodes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -37,7 +37,7 @@ T = TypeVar("T")
 def advise(
     net: Module,
     loss_fn: Callable[..., Any] | None,
-    sample: Sequence[torch.Tensor],
+    sample: Sequence[torch.Tensor] | Mapping[str, torch.Tensor],
     *,
     device_ids: Sequence[DeviceLike] | None = None,
     batches: Sequence[int] | None = None,
@@ -57,6 +57,7 @@ def advise(
         net: as it is, training or not; anywhere.
         loss_fn: ``loss_fn(output, target)``, a mean over its rows; ``None``: the module returns the loss.
         sample: one batch, ``(inputs..., target)``: tensors with rows along dimension 0; no target without ``loss_fn``.
+            A dict of tensors by the names of the forward's arguments, where the module returns the loss.
         device_ids: one device per rank; ``None``: all accelerators, else as many CPU ranks as ``MGPU_CORE_CPU_RANKS``
             says, else 2.
         batches: rows of the batches to measure, the sample's own always among them; ``None``: a quarter of those, and

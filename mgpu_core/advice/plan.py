@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from mgpu_core import optim
 from mgpu_core.advice.batches import Batch, batch_sizes
 from mgpu_core.device.devices import CPU, DeviceLike, as_devices, default_devices
 from mgpu_core.trace.tracer import is_tracing
+from mgpu_core.train.loss import output_loss
 from mgpu_core.train.options import check_module
 
 __all__ = ["CPU_RANKS", "MakeOptimizer", "Plan", "plan_of"]
@@ -61,7 +62,7 @@ class Plan:
 def plan_of(
     net: Module,
     loss_fn: Callable[..., Any] | None,
-    sample: Sequence[torch.Tensor],
+    sample: Sequence[torch.Tensor] | Mapping[str, torch.Tensor],
     *,
     device_ids: Sequence[DeviceLike] | None,
     batches: Sequence[int] | None,
@@ -73,6 +74,8 @@ def plan_of(
 ) -> Plan:
     """Return the plan; see :func:`mgpu_core.advise` for arguments and errors."""
     check_module(net)
+    if isinstance(sample, Mapping):
+        net, sample = _by_name(net, loss_fn, sample)
     if loss_fn is not None and not callable(loss_fn):
         raise TypeError(f"loss_fn must be a function or None, not {loss_fn!r}")
     if optimizer is not None and not callable(optimizer):
@@ -93,6 +96,31 @@ def plan_of(
         raise RuntimeError("a recording is on, and would be measured too: call advise() outside of it")
     make = _sgd if optimizer is None else optimizer
     return Plan(net, loss_fn, tuple(sample), devices, sizes, make, loader, repeats, float(seconds), device_nbytes)
+
+
+class _ByName(Module):
+    """A net that takes its inputs by name, and returns its loss."""
+
+    def __init__(self, net: Module, names: Sequence[str]) -> None:
+        super().__init__()
+        self.net, self.names = net, names
+
+    def forward(self, *inputs: torch.Tensor) -> Any:
+        """Return the loss."""
+        return output_loss(self.net(**dict(zip(self.names, inputs, strict=True))))
+
+
+def _by_name(
+    net: Module, loss_fn: object, sample: Mapping[str, torch.Tensor]
+) -> tuple[Module, tuple[torch.Tensor, ...]]:
+    """Return the net and the sample for inputs by position.
+
+    Raises:
+        ValueError: with a ``loss_fn``, which has no target then.
+    """
+    if loss_fn is not None:
+        raise ValueError("a sample by name has no target: pass loss_fn=None, where the module returns the loss")
+    return _ByName(net, tuple(sample)), tuple(sample.values())
 
 
 def _sgd(parameters: list[torch.nn.Parameter]) -> Optimizer:

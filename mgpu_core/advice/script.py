@@ -21,6 +21,7 @@ __all__ = [
     "Found",
     "ScriptFailed",
     "check_names",
+    "dim_of",
     "found_in",
     "run_script",
     "run_to_end",
@@ -108,6 +109,11 @@ def found_in(names: Mapping[str, Any], chosen: Chosen, script: Path) -> Found:
     sample, loader = _one(names, chosen.sample, SAMPLES), _one(names, chosen.loader, LOADERS)
     if sample is _MISSING:
         sample = first_batch(loader)
+    if (dim := dim_of(net)) != 0:
+        raise ValueError(
+            f"{script}: the wrapper cuts along dimension {dim}, and advise measures dimension 0: run the training with "
+            f"`mgpu run --advise {script}`, which takes the dimension along"
+        )
     return Found(without_wrappers(net), loss_fn, sample, None if loader is _MISSING else loader)
 
 
@@ -116,6 +122,11 @@ def without_wrappers(net: Any) -> Any:
     while isinstance(net, torch.nn.DataParallel | torch.nn.parallel.DistributedDataParallel):
         net = net.module
     return net
+
+
+def dim_of(net: Any) -> int:
+    """Return the dimension of the rows: that of the outermost wrapper."""
+    return int(net.dim) if isinstance(net, torch.nn.DataParallel) else 0
 
 
 def check_names(names: Container[str], chosen: Chosen, script: Path) -> None:
@@ -131,7 +142,10 @@ def check_names(names: Container[str], chosen: Chosen, script: Path) -> None:
     elif not _is_there(names, chosen.sample, SAMPLES) and (chosen.sample or not has_loader):
         missing.append(_told("a sample or a loader", chosen.sample, (*SAMPLES, *LOADERS), "--sample, --loader"))
     if missing:
-        raise ValueError(f"{script} lacks at its top level: {'; '.join(missing)}")
+        raise ValueError(
+            f"{script} lacks at its top level: {'; '.join(missing)}. Where they live in a function, "
+            f"`mgpu run --wrap auto --advise {script}` finds the net by running the script"
+        )
 
 
 def _is_there(names: Container[str], chosen: str | None, usual: Sequence[str]) -> bool:

@@ -13,9 +13,10 @@ import torch
 from torch.nn import Module
 from torch.nn.modules import module as torch_module
 
-from mgpu_core.advice.script import without_wrappers
+from mgpu_core.advice.script import dim_of, without_wrappers
 from mgpu_core.inference.predictor import Predictor
 from mgpu_core.inference.requests import Call
+from mgpu_core.wrapper import DataParallel
 
 __all__ = ["Seen", "Watch", "watching"]
 
@@ -32,6 +33,11 @@ class Seen:
     net: Module
     call: Call
     count: int = 0
+
+    @property
+    def dim(self) -> int:
+        """The dimension of the rows."""
+        return dim_of(self.net)
 
     @property
     def bare_net(self) -> Module:
@@ -71,9 +77,24 @@ class Watch:
         if self._outermost != (threading.get_ident(), id(module)):
             return
         self._outermost = None
+        if getattr(module, "_is_replica", False):  # of a wrapper that was called by its forward
+            return
         is_training = module.training and torch.is_grad_enabled()
         if more[-1] is not None and is_training == self.training and next(module.parameters(), None) is not None:
             self.note(module, (args, more[0]))
+
+    def noting(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the forward of ``DataParallel``, which also notes calls past ``__call__``, where no hook runs."""
+
+        @wraps(forward)
+        def noted(model: DataParallel[Any], *args: Any, **kwargs: Any) -> Any:
+            is_outermost = self._outermost is None
+            outputs = forward(model, *args, **kwargs)
+            if is_outermost and (model.training and torch.is_grad_enabled()) == self.training:
+                self.note(model, (args, kwargs))
+            return outputs
+
+        return noted
 
 
 @contextmanager
@@ -85,15 +106,18 @@ def watching(*, training: bool = False) -> Iterator[Watch]:
     """
     watch, names = Watch(training), () if training else ("__call__", "submit", "asubmit")
     originals = {name: getattr(Predictor, name) for name in names}
+    forward = DataParallel.forward
     hooks = [
         torch_module.register_module_forward_pre_hook(watch.begin),
         torch_module.register_module_forward_hook(watch.end, with_kwargs=True, always_call=True),
     ]
     try:
+        DataParallel.forward = watch.noting(forward)  # type: ignore[method-assign]
         for name, original in originals.items():
             setattr(Predictor, name, _noted(watch, original))
         yield watch
     finally:
+        DataParallel.forward = forward  # type: ignore[method-assign]
         for name, original in originals.items():
             setattr(Predictor, name, original)
         for hook in hooks:

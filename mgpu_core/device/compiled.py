@@ -26,6 +26,7 @@ import torch
 from torch.nn import Module
 from torch.utils._pytree import tree_leaves
 
+from mgpu_core.device.traces import what_to_trace
 from mgpu_core.device.workers import time_limit
 from mgpu_core.errors import Error
 
@@ -46,11 +47,14 @@ def outside_the_compiler(function: _F) -> _F:
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if _compiler_callback() is None:
-            return function(*args, **kwargs)
-        if not disabled:
-            disabled.append(torch.compiler.disable(function))
-        return disabled[0](*args, **kwargs)
+        if type(args) is not tuple:  # torch.fx, which traces this object itself, has put the module there
+            raise what_to_trace()
+        run: _Call = function
+        if _compiler_callback() is not None:
+            if not disabled:
+                disabled.append(torch.compiler.disable(function))
+            run = disabled[0]
+        return run(*args, **kwargs)
 
     call._torchdynamo_disable = True  # type: ignore[attr-defined]  # the compiler's own mark: do not look inside
     return cast(_F, call)

@@ -14,6 +14,18 @@ from mgpu_core.device.workers import Outcome
 __all__ = ["raise_failures"]
 
 
+_OF_COPIES = (
+    "Cannot assign non-leaf Tensor to parameter",
+    "can't optimize a non-leaf Tensor",
+    "post accumulate grad hooks cannot be registered on non-leaf",
+)
+_CURE_OF_COPIES = (
+    "the parameters of a replica are copies in the graph of this forward, not leaves: delete a parameter before "
+    "another tensor takes its name, and make optimizers and hooks for the module outside of its forward; or use "
+    "TrainStep, whose ranks have parameters that are leaves"
+)
+
+
 def raise_failures(outcomes: Sequence[Outcome], names: Sequence[str]) -> None:
     """Raise unless all ranks ended well; the outcomes hold no exception afterwards.
 
@@ -49,6 +61,8 @@ def _raise_first(errors: dict[int, BaseException], names: Sequence[str]) -> None
                 del original
     rank, original = next(iter(errors.items()))
     error = _with_origin(names[rank], original)
+    if any(text in str(original) for text in _OF_COPIES):
+        error.add_note(_CURE_OF_COPIES)
     for other in list(errors)[1:]:
         error.add_note(f"also in {names[other]}: {_described(errors[other])}")
     errors.clear()

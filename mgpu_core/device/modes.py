@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import _push_mode as _push_dispatch_mode
 
 from mgpu_core.device.devices import as_device
 from mgpu_core.device.random import RankStream
+from mgpu_core.device.traces import refuse_traces
 
 __all__ = ["Modes", "check_modes"]
 
@@ -71,7 +72,8 @@ class Modes:
 
 
 def check_modes() -> None:
-    """Raise TypeError for a mode or a transform, active in this thread, that must not leave it."""
+    """Raise TypeError for a mode, a transform or a trace, active in this thread, that must not leave it."""
+    refuse_traces()
     _check(*_stacks())
 
 

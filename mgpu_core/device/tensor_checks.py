@@ -20,11 +20,13 @@ from torch._C._functorch import is_functorch_wrapped_tensor, is_legacy_batchedte
 from torch.utils._python_dispatch import _disable_current_modes
 
 from mgpu_core.device.shared_memory import overlaps_itself
+from mgpu_core.device.traces import refuse_traces
 
 __all__ = [
     "LiesLike",
     "Memory",
     "all_plain",
+    "begin_alike",
     "bytes_of",
     "check_alike",
     "check_writable",
@@ -43,7 +45,11 @@ _number_of = torch._C.DispatchKeySet.raw_repr
 
 
 def refuse_special(tensor: torch.Tensor, name: str, *, sparse: bool = False) -> None:
-    """Raise TypeError unless the tensor is ordinary strided memory on a device, or sparse where that is allowed."""
+    """Raise TypeError unless the tensor is ordinary strided memory on a device, or sparse where that is allowed.
+
+    Also in a trace of torch, which would not see what is written into such memory.
+    """
+    refuse_traces()
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} must be a tensor, not {type(tensor).__name__}")
     if tensor.is_nested:
@@ -131,6 +137,7 @@ def check_writable(tensors: Sequence[torch.Tensor], names: Callable[[int], str])
         ValueError: a lazily conjugated or negated view, a tensor whose elements share memory, or a leaf that requires
             grad while grad mode is on (torch would not know of the write).
     """
+    refuse_traces()
     if len(tensors) > _FEW and all_plain(tensors) and not any(map(attrgetter("requires_grad"), tensors)):
         return
     for index, tensor in enumerate(tensors):
@@ -186,6 +193,11 @@ def memory_of(tensors: Sequence[torch.Tensor]) -> Memory:
         list(map(torch.Tensor.size, tensors)),  # fewer rows lie where all did
         list(map(attrgetter("dtype"), tensors)),
     )
+
+
+def begin_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether both tensors begin at one address: the first part of a tensor is a view, and no copy."""
+    return one.data_ptr() == other.data_ptr()
 
 
 def moved_between(now: Memory, then: Memory) -> list[int]:

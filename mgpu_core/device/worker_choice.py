@@ -2,8 +2,9 @@
 
 Threads are faster where operations are long.  Where operations take some microseconds, threads wait for the GIL most of
 the time, and one thread that launches all of them is faster.  Which it is depends on the module and the size of the
-batch, so it is measured: the first calls of each size run in turn in both ways, and the faster way is kept.  Without
-the GIL nothing is measured: threads are taken.
+batch.  On accelerators, where both ways give the same bits, ``auto`` measures: the first calls of each size run in
+turn in both ways, and the faster way is kept; without the GIL threads are taken.  On the CPU a rank in a thread has a
+part of the cores, and so other sums: there ``auto`` is ``caller``, and one seed has one result.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class WorkerChoice:
     Args:
         asked: ``threads``, ``caller`` or ``auto``.
         devices: one per rank.
-        rng: ``per_rank`` asks for the same numbers in every run: then ``auto`` is ``threads``.
+        rng: ``per_rank`` asks for the same numbers in every run: then ``auto`` is ``threads`` on accelerators.
 
     Attributes:
         now: the answer to the last call.
@@ -45,14 +46,15 @@ class WorkerChoice:
     """
 
     def __init__(self, asked: str, devices: Sequence[torch.device], rng: str) -> None:
-        self._asked = asked
         self._accelerators = [device for device in dict.fromkeys(devices) if device.type != "cpu"]
         has_gil = getattr(sys, "_is_gil_enabled", lambda: True)()
-        self.is_open = asked == "auto" and len(devices) > 1 and rng != "per_rank" and has_gil
+        on_accelerators = len(self._accelerators) == len(set(devices))
+        self.is_open = asked == "auto" and len(devices) > 1 and rng != "per_rank" and has_gil and on_accelerators
+        self._usual = asked if asked != "auto" else "threads" if on_accelerators else "caller"
         self._chosen: dict[Hashable, str] = {}
         self._times: dict[Hashable, dict[str, list[float]]] = {}
         self._begin = 0.0
-        self.now = asked if asked != "auto" else "threads"
+        self.now = self._usual
 
     def begin(self, size: Hashable, *, meets: bool = False) -> bool:
         """Set ``now`` for a call; return whether the call is timed: it ends in :meth:`end`.
@@ -62,7 +64,7 @@ class WorkerChoice:
             meets: the ranks wait for each other in the forward, which only threads can.
         """
         if not self.is_open or meets:
-            self.now = "threads" if meets or self._asked == "auto" else self._asked
+            self.now = "threads" if meets else self._usual
             return False
         if (way := self._chosen.get(size)) is not None:
             self.now = way

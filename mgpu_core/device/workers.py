@@ -151,8 +151,7 @@ class Crew:
     def __init__(self, name: str, count: int, cpu_ranks: int) -> None:
         self.idle_since = 0.0
         self.workers = [_Worker(f"{name}-rank{rank}") for rank in range(count)]
-        if cpu_ranks:
-            self._share_cores(cpu_ranks)
+        self._cpu_ranks, self._shared = cpu_ranks, 0
 
     def run(self, tasks: Sequence[Callable[[], Any] | None], seconds: float) -> list[Outcome]:
         """Run task i on worker i, all at once, and wait for all of them; where there is ``None``, the worker rests.
@@ -175,14 +174,16 @@ class Crew:
         for worker in self.workers:
             worker.inbox.put(None)
 
-    def _share_cores(self, cpu_ranks: int) -> None:
+    def share(self, threads: int) -> None:
+        """Divide the intra-op threads of the caller among the ranks on the CPU, unless that has been done."""
         # torch's number of threads is one setting of the process, which every thread takes over at its first parallel
         # operation and then keeps.  So each worker sets its share and takes it over at once, and a thread of its own
         # puts the process's setting back: neither the main thread nor later threads notice.
+        if not self._cpu_ranks or threads == self._shared:
+            return
+        share = max(1, threads // self._cpu_ranks)
         with _share_lock:
-            outcomes = self.run([_torch_threads] * len(self.workers), EXIT_SECONDS * 5)
-            everyone = max(int(outcome.value or 1) for outcome in outcomes)
-            share = max(1, everyone // cpu_ranks)
+            everyone = _in_a_new_thread(torch.get_num_threads)
             try:
                 self.run([lambda: _latch(share)] * len(self.workers), EXIT_SECONDS * 5)
             except BaseException:  # Ctrl-C, say: who has not set its share yet, does it later
@@ -190,16 +191,20 @@ class Crew:
                     worker.inbox.put(_Job(lambda: _latch(everyone), index, _Ranks(())))
                 raise
             finally:
-                keeper = threading.Thread(target=_latch, args=(everyone,), daemon=True)
-                keeper.start()
-                keeper.join()
+                _in_a_new_thread(lambda: _latch(everyone))
+        self._shared = threads
 
 
 _share_lock = threading.Lock()
 
 
-def _torch_threads() -> int:
-    return torch.get_num_threads()
+def _in_a_new_thread(work: Callable[[], int]) -> int:
+    """Return the result of the work in a thread that has taken over no setting yet."""
+    found: list[int] = []
+    thread = threading.Thread(target=lambda: found.append(work()), daemon=True)
+    thread.start()
+    thread.join()
+    return found[0]
 
 
 def _latch(threads: int) -> int:
@@ -229,7 +234,10 @@ class WorkerPool:
 
     @contextmanager
     def lease(self) -> Iterator[Crew]:
-        """Return a crew for one call.  One that was left at work (Ctrl-C, time limit) ends after its tasks."""
+        """Return a crew for one call; its ranks on the CPU share the caller's intra-op threads.
+
+        One that was left at work (Ctrl-C, time limit) ends after its tasks.
+        """
         with self._lock:
             crew = self._idle.pop() if self._idle else None
             closed = self._closed
@@ -238,6 +246,7 @@ class WorkerPool:
             with self._lock:
                 self._threads.update(worker.thread for worker in crew.workers)
         try:
+            crew.share(torch.get_num_threads())
             yield crew
         except BaseException:
             crew.stop()

@@ -11,10 +11,11 @@ from pathlib import Path
 from mgpu_core.explanation.recorder import explain
 from mgpu_core.explanation.trace import Trace
 from mgpu_core.files import check_outputs, write_whole
-from mgpu_core.user_script import script_status, uses_torchs_wrapper
+from mgpu_core.user_script import note_order, script_status, uses_torchs_wrapper
 
 __all__ = ["add_arguments", "run"]
 
+_OPTIONS = ("--html", "--trace", "--profile", "--predict", "--skip", "--steps")
 _SKIP = 3
 _STEPS = 6  # the last one, which is shown, comes after those in which `workers="auto"` measures
 
@@ -53,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     here = Path.cwd()  # the script may go to another folder
     if args.arguments[:1] == ["--"]:
         del args.arguments[0]
-    _mind_the_order(args.arguments)
+    note_order("mgpu explain", _OPTIONS, args.arguments)
     noted = uses_torchs_wrapper(args.script)
     if noted:
         print(_not_recorded(args.script), file=sys.stderr)
@@ -70,14 +71,6 @@ def run(args: argparse.Namespace) -> int:
     if args.predict:
         _predict(trace)
     return status if _save(trace, here, args) else 2
-
-
-def _mind_the_order(arguments: list[str]) -> None:
-    """Note options of ours after the script's name, where they are the script's arguments."""
-    ours = {"--html", "--trace", "--profile", "--predict", "--skip", "--steps"}
-    for word in arguments:
-        if word.partition("=")[0] in ours:
-            print(f"mgpu explain: note: {word} comes after the script, so it is passed to the script", file=sys.stderr)
 
 
 def _not_recorded(script: Path) -> str:

@@ -175,7 +175,7 @@ def _joined_tensors(parts: Sequence[torch.Tensor], device: torch.device) -> torc
     """Return the rows of all parts on the device: through one pinned copy if they are on the host."""
     if device.type == GPU_TYPE and all(part.device.type == "cpu" for part in parts):
         shape = (sum(part.size(0) for part in parts), *parts[0].shape[1:])
-        pinned = torch.cat(list(parts), out=torch.empty(shape, dtype=parts[0].dtype, pin_memory=True))
+        pinned = torch.cat(list(parts), out=torch.empty(shape, dtype=parts[0].dtype, device=_HOST, pin_memory=True))
         parts = (pinned,)
     copies = [copy_aside(part, device) for part in parts]
     hand_over(copies)

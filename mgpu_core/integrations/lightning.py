@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import Module
@@ -24,6 +24,7 @@ from mgpu_core.wrapper import DataParallel
 __all__ = ["MultiGPUStrategy"]
 
 _Strategy: Any = require("lightning.pytorch.strategies", "MultiGPUStrategy").SingleDeviceStrategy
+_LightningModule: Any = require("lightning.pytorch", "MultiGPUStrategy").LightningModule
 _is_overridden = require("lightning.pytorch.utilities.model_helpers", "MultiGPUStrategy").is_overridden
 
 _SKIPPED_HOOKS = (
@@ -41,7 +42,8 @@ class MultiGPUStrategy(_Strategy):  # type: ignore[misc]
 
     The LightningModule's ``self(...)`` runs over the ranks, which each get a part of the rows, and its outputs come
     back together.  The rest of a step runs once, on all rows: losses, ``self.log``, metrics, hooks and optimizers are
-    those of one device.  State dicts have the keys of one device.
+    those of one device.  A number that is logged in the forward is logged once, as the mean over all rows.  State dicts
+    have the keys of one device.
 
     Args:
         device_ids: one device per rank, as for :class:`mgpu_core.DataParallel`; ``None``: the Trainer's devices.
@@ -147,18 +149,64 @@ class _OverRanks:
         if "forward" in vars(module):
             name = type(module).__name__
             raise TypeError(f"{name} has a forward of its own, as torch.compile sets it: compile modules inside of it")
-        self.module, self.wrapper, self.was_called = module, DataParallel(_Forward(module), devices), False
+        self.module, self.was_called = module, False
+        self.forward = _Forward(module)
+        self.wrapper = DataParallel(self.forward, devices)
 
 
 class _Forward(Module):
-    """Calls a module's ``forward``, without its hooks."""
+    """Calls a module's ``forward``, without its hooks; what the ranks log in it is logged once, for all rows."""
 
     def __init__(self, module: Module) -> None:
         super().__init__()
         self.module = module
+        self.logged: dict[str, list[_Logged]] = {}  # by name, from all ranks, which share this dict
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.module.forward(*args, **kwargs)
+        module: Any = self.module
+        if not isinstance(module, _LightningModule):
+            return module.forward(*args, **kwargs)
+        rows = float(Arguments({"inputs": (args, kwargs)}).rows(0) or 1)
+
+        def log(name: str, value: Any, *args: Any, **options: Any) -> None:
+            _check_logged(name, value, options, "in a forward over ranks")
+            self.logged.setdefault(name, []).append(_Logged(value, rows, args, options))
+
+        vars(module)["log"] = log
+        try:
+            return module.forward(*args, **kwargs)
+        finally:
+            vars(module).pop("log", None)
+
+    def log_once(self) -> None:
+        """Log the mean over all rows of each number that the ranks logged."""
+        module: Any = self.module
+        calls = dict(self.logged)
+        self.logged.clear()
+        for name, found in calls.items():
+            total = sum(each.rows for each in found)
+            device = next((each.value.device for each in found if isinstance(each.value, torch.Tensor)), None)
+            mean = sum(torch.as_tensor(each.value).detach().to(device) * (each.rows / total) for each in found)
+            sizes = [each.options["batch_size"] for each in found if each.options.get("batch_size") is not None]
+            options = found[0].options | {"batch_size": sum(sizes) if sizes else int(total)}
+            module.log(name, mean, *found[0].args, **options)
+
+
+class _Logged(NamedTuple):
+    """A call of ``self.log`` by one rank."""
+
+    value: Any
+    rows: float
+    args: tuple[Any, ...]
+    options: dict[str, Any]
+
+
+def _check_logged(name: str, value: Any, options: Mapping[str, Any], where: str) -> None:
+    """Raise unless a number is logged as a mean over rows, which ranks can be joined to."""
+    if options.get("reduce_fx", "mean") not in ("mean", torch.mean):
+        raise ValueError(f"self.log({name!r}, reduce_fx=...): {where} it is the mean over rows")
+    if not isinstance(value, int | float | torch.Tensor):
+        raise TypeError(f"self.log({name!r}, ...) logs numbers {where}, not {type(value).__name__}")
 
 
 @contextmanager
@@ -177,9 +225,11 @@ def _redirected(modules: Sequence[_OverRanks]) -> Iterator[None]:
         called.was_called = True
         put_back()
         try:
-            return called.wrapper(*args, **kwargs)
+            outputs = called.wrapper(*args, **kwargs)
         finally:
             redirect()
+        called.forward.log_once()
+        return outputs
 
     redirect()
     try:
@@ -228,12 +278,7 @@ class _RankStep(Module):
         part = len(own) / rows
 
         def log(name: str, value: Any, *args: Any, **options: Any) -> None:
-            if options.get("reduce_fx", "mean") not in ("mean", torch.mean):
-                raise ValueError(f"self.log({name!r}, reduce_fx=...): with train_step=True it is the mean over rows")
-            if not isinstance(value, int | float | torch.Tensor):
-                raise TypeError(
-                    f"self.log({name!r}, ...) logs numbers with train_step=True, not {type(value).__name__}"
-                )
+            _check_logged(name, value, options, "with train_step=True")
             numbers[name] = value * part
             self.calls.setdefault(name, []).append((args, options))
 
@@ -244,6 +289,11 @@ class _RankStep(Module):
         finally:
             del vars(module)["log"]
         loss = result["loss"] if isinstance(result, Mapping) else result
+        if loss is None:
+            raise TypeError(
+                "training_step returned None: with train_step=True a batch cannot be skipped, because the other ranks "
+                "have rows of it, too"
+            )
         return loss * (part / calls), numbers
 
     def log_once(self, numbers: Mapping[str, torch.Tensor]) -> None:

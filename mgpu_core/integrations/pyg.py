@@ -19,7 +19,8 @@ def register_batches(*kinds: type) -> None:
     """Let ``DataParallel(net)(batch)`` and a step cut a ``Batch`` by graphs: each rank gets some, as a ``Batch``.
 
     Graphs count as rows: a tensor next to the batch has one row per graph, and so have outputs that are joined again.
-    A rank's batch is put together anew from its graphs, so attributes that a loader added (``follow_batch``) are gone.
+    A rank's batch is put together anew from its graphs, with the ``follow_batch`` of the loader.  An attribute that was
+    set on the batch belongs to no graph, and is refused by name when the batch is cut.
 
     Args:
         kinds: classes of graphs, such as ``HeteroData`` or a subclass of ``Data``; none: ``Data``.
@@ -33,12 +34,27 @@ def register_batches(*kinds: type) -> None:
         register_container(type(_data.Batch(_base_cls=kind)), _graphs, _batch)
 
 
-def _graphs(batch: Any) -> tuple[list[Any], None]:
-    """Return the graphs as rows, and a tensor with a number for each, which tells the rank's device."""
+def _graphs(batch: Any) -> tuple[list[Any], list[str]]:
+    """Return the graphs as rows, and a tensor with a number for each, which tells the rank's device.
+
+    Beside them the names that the loader's ``follow_batch`` had.
+
+    Raises:
+        TypeError: an attribute that belongs to the batch and to no graph.
+    """
     graphs = batch.to_data_list()
-    return [Rows(graphs), torch.zeros(len(graphs))], None
+    known = {"batch", "ptr"}.union(*(each.keys() for each in graphs))
+    others = [name for name in batch.keys() if name not in known]  # noqa: SIM118 (no mapping)
+    followed = [name for name in known if {f"{name}_batch", f"{name}_ptr"} <= set(others)]
+    of_batch = set(others).difference(*({f"{name}_batch", f"{name}_ptr"} for name in followed))
+    if of_batch:
+        raise TypeError(
+            f"batch.{min(of_batch)} belongs to the batch and to no graph, so it cannot be cut by graphs: set it on "
+            "each Data before they are batched, or pass it as an argument of its own"
+        )
+    return [Rows(graphs), torch.zeros(len(graphs))], followed
 
 
-def _batch(values: list[Any], _: None) -> Any:
+def _batch(values: list[Any], followed: list[str]) -> Any:
     graphs, numbers = values
-    return _data.Batch.from_data_list(graphs).to(numbers.device)
+    return _data.Batch.from_data_list(graphs, follow_batch=followed).to(numbers.device)

@@ -16,6 +16,7 @@ from mgpu_core.comm import autograd
 from mgpu_core.comm.arguments import check_joined
 from mgpu_core.comm.trace_hooks import trace_backward, trace_cut
 from mgpu_core.device.devices import DeviceLike, as_device
+from mgpu_core.device.traces import refuse_traces
 from mgpu_core.nested import LEAF, Rows, Tree, any_tensor, flatten, flatten_alike, is_undivided, moved
 from mgpu_core.trace.tracer import is_tracing, span
 
@@ -37,6 +38,7 @@ def gather(outputs: Sequence[Any], target_device: DeviceLike, dim: int = 0) -> A
         TypeError: non-tensor leaves that differ between ranks, or a tensor on one rank and another type on another.
         ValueError: outputs of different structure, or tensors that do not fit together.
     """
+    refuse_traces()
     device = as_device(target_device)
     if not len(outputs):
         raise ValueError("gather needs the output of at least one rank")
@@ -84,12 +86,19 @@ class _Gather:
         joined = self.joined(items, path)
         kind = type(leaves[0])
         try:
-            return kind(iter(joined))
+            made = kind(iter(joined))
         except Exception as error:
             raise TypeError(
                 f"{path} cannot be gathered: it holds tensors, and {kind.__name__} cannot be made of what its own "
                 "iterator gives; return the tensors, or nothing (use_cache=False)"
             ) from error
+        if _has_items(made, joined):
+            return made
+        warn_user(
+            f"{path} is a {kind.__name__}, which does not hold what it is made of: it was gathered as a list of its "
+            "items. Return the tensors, or nothing (use_cache=False)"
+        )
+        return joined
 
     def _join_tensors(self, leaves: Sequence[torch.Tensor], tree: Tree, index: int, name: str) -> torch.Tensor:
         if leaves[0].ndim == 0 and self._dim == 0 and all(leaf.dim() == 0 for leaf in leaves):
@@ -128,6 +137,18 @@ def _items_of(obj: Any) -> list[Any] | None:
     except Exception:  # whatever an iterator of somebody else's says
         return None
     return items if any_tensor(leaves) else None
+
+
+def _has_items(made: Any, joined: list[Any]) -> bool:
+    """Return whether an object gives items of the structure and shapes of those that it was made of."""
+    items = _items_of(made)
+    if items is None:
+        return False
+    leaves: tuple[list[Any], list[Any]] = ([], [])
+    trees = [flatten(each, found, "", whole=True) for each, found in zip((items, joined), leaves, strict=True)]
+    if trees[0].difference(trees[1], "") is not None:
+        return False
+    return all(getattr(one, "shape", None) == getattr(two, "shape", None) for one, two in zip(*leaves, strict=True))
 
 
 def equal(one: Any, other: Any) -> bool:

@@ -7,18 +7,29 @@ loses such values in silence.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch.nn import Module
 
 from mgpu_core._warnings import warn_user
+from mgpu_core.layer_holders import entries_of
 from mgpu_core.replica_hooks import DICTIONARIES, SHARES_HOOKS
 
 __all__ = ["Given", "given_attributes", "lost_attributes", "warn_lost"]
 
-Given: TypeAlias = list[tuple[str, Module, dict[str, Any], dict[str, torch.Tensor | None]]]
-"""Of each module of a replica its path, itself, its attributes and its buffers."""
+
+class _Given(NamedTuple):
+    path: str
+    module: Module
+    attributes: dict[str, Any]
+    buffers: dict[str, torch.Tensor | None]
+    of_parameters: dict[str, dict[str, Any]]  # the attributes of each parameter
+    entries: dict[str, list[Any]]  # of containers that were made again for the replica
+
+
+Given: TypeAlias = list[_Given]
+"""What each module of a replica was given."""
 
 _OURS = {
     *DICTIONARIES,
@@ -32,18 +43,27 @@ _OURS = {
     "_is_replica",
     "_forwards_to_watch",
     "_ids",
+    "_in_graph",
     "_placement",
     "_team",
     "_tree",
-    "_replica_methods",
+    "_replica_holders",
 }
 _NAMED = 5
 
 
 def given_attributes(replica: Module) -> Given:
     """Return the replica's attributes before its forward pass; for :func:`lost_attributes`."""
+    made = vars(replica).get("_replica_holders", ())
     return [
-        (path, each, dict(vars(each)), dict(each._buffers.items()))
+        _Given(
+            path,
+            each,
+            dict(vars(each)),
+            dict(each._buffers.items()),
+            {name: dict(vars(one)) for name, one in each._parameters.items() if one is not None},
+            {name: entries_of(vars(each)[name]) for module, name in made if module is each},
+        )
         for path, each in replica.named_modules()
         if type(each)._replicate_for_data_parallel is Module._replicate_for_data_parallel  # RNNs keep lists
     ]
@@ -52,7 +72,7 @@ def given_attributes(replica: Module) -> Given:
 def lost_attributes(given: Given) -> list[str]:
     """Return the names, such as ``encoder.steps``, of attributes assigned to the replica since then."""
     lost: list[str] = []
-    for path, module, attributes, buffers in given:
+    for path, module, attributes, buffers, of_parameters, entries in given:
         ours = _OURS | attributes.get("_former_parameters", {}).keys() | _rewritten_by_hooks(module)
         names = [
             name
@@ -64,11 +84,23 @@ def lost_attributes(given: Given) -> list[str]:
             for name, buffer in buffers.items()
             if buffer is not None and not buffer.requires_grad and dict(module._buffers.items()).get(name) is not buffer
         ]
+        names += [
+            f"{name}.{key}"
+            for name, before in of_parameters.items()
+            if (parameter := module._parameters.get(name)) is not None
+            for key, value in vars(parameter).items()
+            if key not in _OURS and not key.startswith("_dynamo") and value is not before.get(key, _ABSENT)
+        ]
+        names += [name for name, before in entries.items() if _are_other(entries_of(vars(module).get(name)), before)]
         lost += [f"{path}.{name}" if path else name for name in names]
     return lost
 
 
 _ABSENT = object()
+
+
+def _are_other(now: list[Any], before: list[Any]) -> bool:
+    return list(map(id, now)) != list(map(id, before))
 
 
 def _rewritten_by_hooks(module: Module) -> set[str]:

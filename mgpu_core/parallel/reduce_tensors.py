@@ -14,6 +14,7 @@ from mgpu_core.comm import autograd
 from mgpu_core.comm.reductions import check_op
 from mgpu_core.device.devices import DeviceLike, as_device
 from mgpu_core.device.tensor_checks import check_alike
+from mgpu_core.device.traces import refuse_traces
 from mgpu_core.nested import flatten_alike
 from mgpu_core.trace.tracer import span
 
@@ -34,6 +35,7 @@ def reduce(outputs: Sequence[Any], target_device: DeviceLike) -> Any:
         ValueError: structures, shapes or dtypes that differ between ranks.
         TypeError: a leaf that is not a tensor, or of a dtype that cannot be added.
     """
+    refuse_traces()
     device = as_device(target_device)
     if not len(outputs):
         raise ValueError("reduce needs the output of at least one rank")

@@ -21,8 +21,11 @@ from mgpu_core.comm.trace_hooks import trace_contents
 from mgpu_core.device.compiled import compiled_calls
 from mgpu_core.device.devices import DeviceLike
 from mgpu_core.device.team import Team
+from mgpu_core.device.traces import refuse_traces
+from mgpu_core.layer_holders import rewired
 from mgpu_core.module_tree import ModuleNode, ModuleTree, check_initialised
 from mgpu_core.replica_hooks import SHARES_HOOKS, keep_hooks_apart
+from mgpu_core.replica_parameters import as_parameters, follow_attributes
 from mgpu_core.trace.tracer import span, when_tracing
 
 __all__ = ["build_replica", "compiled_by_rank", "loosen", "plain_copies", "replicate", "replicate_tree"]
@@ -30,7 +33,7 @@ __all__ = ["build_replica", "compiled_by_rank", "loosen", "plain_copies", "repli
 M = TypeVar("M", bound=Module)
 
 _COMPILED = "_compiled_call_impl"  # what a module's call runs instead of its forward, if it is there
-_BOUND = "_replica_methods"  # of a replica: which of its modules' attributes hold bound methods
+_REWIRED = "_replica_holders"  # of a replica: which attributes of its modules were made again, as (module, name)
 
 
 def replicate(network: M, devices: Sequence[DeviceLike], detach: bool = False) -> list[M]:
@@ -43,14 +46,15 @@ def replicate(network: M, devices: Sequence[DeviceLike], detach: bool = False) -
 
     Returns:
         The replicas, in rank order.  Rank 0's parameters and buffers are the network's own storage, the others' are
-        fresh.  As in torch, a replica's parameters are plain attributes: ``parameters()`` is empty,
-        ``_former_parameters`` has them.
+        fresh.  Other than torch's, a replica has its parameters: ``parameters()``, ``state_dict()`` and
+        ``torch.func.functional_call`` see the rank's copies, which are no leaves.
 
     Raises:
         ValueError: a parameter that has not been initialised (lazy modules), before anything is copied.
         TypeError: a module that was compiled in a way that cannot be repeated for its replicas.
         RuntimeError: Python modules inside a ScriptModule.
     """
+    refuse_traces()
     team, tree = Team.of(devices), ModuleTree(network)
     check_initialised(tree.parameters)
     check_initialised(tree.buffers)
@@ -65,8 +69,9 @@ def replicate_tree(tree: ModuleTree, team: Team, detach: bool) -> list[Any]:
         calls = compiled_by_rank(tree, len(team)) if tree.is_compiled else [()] * len(team)
         if not detach:
             _trace_buckets(tree.nodes[0].module, tree.parameters)
-        copies = _copy_tensors(tree.tensors, team, detach)
-        split = len(tree.parameters)
+        tensors, split = tree.tensors, len(tree.parameters)
+        copies = _copy_tensors(tensors, team, detach)
+        follow_attributes(tensors, copies)
         return [build_replica(tree, copies[rank][:split], copies[rank][split:], calls[rank]) for rank in team.ranks]
 
 
@@ -137,28 +142,33 @@ def build_replica(
         tree: the network as it is now.
         parameters, buffers: of the rank, in the tree's order.
         compiled: for each compiled module the index of its node, and the callable of its replica.
-        leaves: the parameters are ``nn.Parameter`` and are registered as such; otherwise they are plain attributes.
+        leaves: the parameters are ``nn.Parameter``; otherwise they are made :class:`ReplicaParameter`.
     """
     new, assign = object.__new__, object.__setattr__
     replicas = [
         new(type(node.module)) if node.kind.is_ordinary else node.module._replicate_for_data_parallel()
         for node in tree.nodes
     ]
-    bound: list[tuple[Module, str]] = []
+    held: list[tuple[Module, str]] = []
     for node, replica in zip(tree.nodes, replicas, strict=True):
         if node.kind.is_ordinary:
             # Past Module.__setattr__, which would find out for each value what it is.
-            assign(replica, "__dict__", _attributes(node, replicas, parameters, buffers, leaves))
+            assign(replica, "__dict__", _attributes(node, replicas, parameters, buffers))
         else:
             _wire_by_setattr(node, replica, replicas, parameters, buffers, leaves)
-        for name, function, owner in node.methods:
-            replica.__dict__[name] = MethodType(function, replicas[owner])
-            bound.append((replica, name))
+    if not leaves:
+        as_parameters(tree.parameters, parameters)
+    if tree.has_holders:
+        made = {key: replicas[index] for key, index in tree.indices.items()}
+        for node, replica in zip(tree.nodes, replicas, strict=True):
+            for name in node.holders:
+                replica.__dict__[name] = rewired(node.module.__dict__[name], made)
+                held.append((replica, name))
     for index, function in compiled:
         replicas[index].__dict__[_COMPILED] = MethodType(function, replicas[index])
-        bound.append((replicas[index], _COMPILED))
-    if bound:
-        replicas[0].__dict__[_BOUND] = bound
+        held.append((replicas[index], _COMPILED))
+    if held:
+        replicas[0].__dict__[_REWIRED] = held
     return replicas[0]
 
 
@@ -167,18 +177,13 @@ def _attributes(
     replicas: list[Any],
     parameters: Sequence[torch.Tensor],
     buffers: Sequence[torch.Tensor],
-    leaves: bool,
 ) -> dict[str, Any]:
     """Return a replica's ``__dict__``: its tensors and modules are its own, other attributes are the module's."""
     original = node.module.__dict__
     own: dict[str, Any] = dict.fromkeys(node.absent) if node.absent else {}
-    attributes = {**original, "_is_replica": True, SHARES_HOOKS: True, "_former_parameters": {}, "_parameters": own}
-    if node.parameters:
-        target = own if leaves else attributes["_former_parameters"]
-        for name, index in node.parameters:
-            target[name] = parameters[index]
-        if not leaves:
-            attributes.update(target)
+    attributes = {**original, "_is_replica": True, SHARES_HOOKS: True, "_former_parameters": own, "_parameters": own}
+    for name, index in node.parameters:
+        own[name] = parameters[index]
     below = attributes["_buffers"] = {**original["_buffers"]}
     for name, index in node.buffers:
         below[name] = buffers[index]
@@ -196,7 +201,7 @@ def loosen(replicas: Iterable[Module]) -> None:
     method itself (a checkpoint that runs it again in backward) still has the real one.
     """
     for replica in replicas:
-        for module, name in replica.__dict__.pop(_BOUND, ()):
+        for module, name in replica.__dict__.pop(_REWIRED, ()):
             method = module.__dict__.get(name)
             if type(method) is MethodType:
                 module.__dict__[name] = _WeakMethod(method)
@@ -224,15 +229,15 @@ def _wire_by_setattr(
     leaves: bool,
 ) -> None:
     """Wire a module that has a say in it: RNNs keep a second list of their weights, ScriptModules live in C++."""
-    replica._former_parameters = {}
+    replica._former_parameters = {}  # torch's name for a replica's parameters
     if "_forward_hooks" in replica.__dict__:  # a ScriptModule keeps its own in C++
         replica.__dict__[SHARES_HOOKS] = True
     for name, index in node.children:
         setattr(replica, name, replicas[index])
     for name, index in node.parameters:
         setattr(replica, name, parameters[index])
-        if not leaves:
-            replica._former_parameters[name] = parameters[index]
+        if not (leaves or node.kind.is_script):  # no leaf can be registered by assignment
+            replica._parameters[name] = replica.__dict__.pop(name)
     for name, index in node.buffers:
         setattr(replica, name, buffers[index])
     for name in node.absent:

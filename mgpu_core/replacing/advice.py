@@ -20,14 +20,16 @@ class _MeanOfOutputs(Module):
 
     Args:
         names: of the last arguments, which the net takes by keyword.
+        dim: the dimension of the net's rows; those of the arguments are along dimension 0.
     """
 
-    def __init__(self, net: Module, names: tuple[str, ...]) -> None:
+    def __init__(self, net: Module, names: tuple[str, ...], dim: int) -> None:
         super().__init__()
-        self.net, self.names = net, names
+        self.net, self.names, self.dim = net, names, dim
 
     def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
         """Return the mean over all floating-point outputs."""
+        inputs = tuple(each.movedim(0, self.dim) for each in inputs)
         end = len(inputs) - len(self.names)
         outputs = self.net(*inputs[:end], **dict(zip(self.names, inputs[end:], strict=True)))
         return torch.cat([each.float().flatten() for each in tensors_in(outputs) if each.is_floating_point()]).mean()
@@ -43,8 +45,11 @@ def advise_training(seen: Seen | None) -> Advice:
         raise ValueError("no net with parameters was called in training mode, so there is nothing to advise on")
     args, kwargs = seen.call
     given: dict[str, Any] = {name: each for name, each in kwargs.items() if each is not None}
-    net = _MeanOfOutputs(seen.bare_net.train(), tuple(given))
+    net = _MeanOfOutputs(seen.bare_net.train(), tuple(given), seen.dim)
+    values = [
+        each.movedim(seen.dim, 0) if isinstance(each, torch.Tensor) else each for each in (*args, *given.values())
+    ]
     try:
-        return advise(net, None, (*args, *given.values()))
+        return advise(net, None, values)
     except TypeError as error:
         raise ValueError(str(error)) from error

@@ -8,20 +8,32 @@ from __future__ import annotations
 
 import copyreg
 import gc
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial, wraps
+from operator import attrgetter
 from typing import Any, SupportsIndex
 
 import torch
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from mgpu_core._warnings import warn_user
 from mgpu_core.device.devices import default_devices
+from mgpu_core.device.random import random_numbers_kept
+from mgpu_core.inference.answers import difference
+from mgpu_core.module_copy import copy_module
+from mgpu_core.nested import map_leaves
 from mgpu_core.wrapper import DataParallel
 
-__all__ = ["AutoWrap"]
+__all__ = ["AutoWrap", "uncounted"]
 
+uncounted: ContextVar[bool] = ContextVar("uncounted", default=False)
+"""True while wrappers and calls are our own, and not the script's."""
+
+_HALF = (torch.float16, torch.bfloat16)
 _WRAPPERS = (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)
 
 
@@ -30,10 +42,11 @@ class AutoWrap:
 
     Args:
         report: called with a text where the net is not wrapped.
+        dim: the dimension of the rows.
     """
 
-    def __init__(self, report: Callable[[str], object]) -> None:
-        self._report = report
+    def __init__(self, report: Callable[[str], object], dim: int) -> None:
+        self._report, self._dim = report, dim
         self._open = True  # until an optimizer was made
         self._called = False  # a candidate, or a replica of it in the script's own wrapper
         self._candidates: list[Module] = []
@@ -85,6 +98,8 @@ class AutoWrap:
             candidates, self._candidates = self._candidates, []
             self._restore([each for each in candidates if each is not module])
             self._choose(module)
+            if self._model is not None:
+                self._compare(module, args, kwargs)
         if module is self._net and self._model is not None:
             return self._model(*args, **kwargs)
         return plain(*args, **kwargs)
@@ -101,11 +116,40 @@ class AutoWrap:
         elif held != {devices[0]}:
             self._report(f"{type(net).__name__}: it is on {', '.join(map(str, held))}, not on {devices[0]}")
         else:
-            self._model = DataParallel(net)
+            self._model = DataParallel(net, dim=self._dim)
+
+    def _compare(self, net: Module, args: Any, kwargs: Any) -> None:
+        """Warn if the ranks give other outputs than the plain net: on copies of the net, in eval mode."""
+        try:
+            copied = copy_module(net)
+            for each in copied.modules():
+                each.training = False
+            token = uncounted.set(True)
+            calls = (copied, DataParallel(copied, dim=self._dim))
+            uncounted.reset(token)
+            with torch.no_grad(), random_numbers_kept(map(_device_of, net.parameters())), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                plain, over_ranks = (each(*map_leaves(args, _copied), **map_leaves(kwargs, _copied)) for each in calls)
+            found = difference(over_ranks, plain, half=any(each.dtype in _HALF for each in net.parameters()))
+        except Exception:  # the script's own call says what is wrong
+            return
+        if found is not None:
+            warn_user(
+                f"{type(net).__name__} over ranks gives other outputs than the plain net: {found}. Rows were cut along "
+                f"dimension {self._dim}: pass the dimension that they have (`mgpu run --dim N`), and return rows, not "
+                "one number, from the forward"
+            )
 
     def _restore(self, modules: list[Module]) -> None:
         for each in modules:
             object.__setattr__(each, "__class__", type(each).__base__)
+
+
+_device_of = attrgetter("device")
+
+
+def _copied(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
 
 
 def _modules() -> list[Module]:
@@ -118,6 +162,9 @@ def _routed(kind: type[Module], router: AutoWrap) -> type[Module]:
     def __call__(self: Module, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
         return router.call(self, partial(kind.__call__, self), args, kwargs)
 
+    def forward(self: Module, *args: Any, **kwargs: Any) -> Any:
+        return router.call(self, partial(kind.forward, self), args, kwargs)
+
     def __reduce_ex__(self: Module, protocol: SupportsIndex) -> Any:  # noqa: N807
         routed = type(self)
         object.__setattr__(self, "__class__", kind)
@@ -128,5 +175,5 @@ def _routed(kind: type[Module], router: AutoWrap) -> type[Module]:
         # pickle compares the class given to __newobj__ with that of the object
         return (object.__new__, *made[1:]) if made[0] is copyreg.__newobj__ else made  # type: ignore[attr-defined]
 
-    names = {"__call__": __call__, "__reduce_ex__": __reduce_ex__, "__module__": kind.__module__}
+    names = {"__call__": __call__, "forward": forward, "__reduce_ex__": __reduce_ex__, "__module__": kind.__module__}
     return type(kind.__name__, (kind,), {**names, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__})

@@ -14,11 +14,12 @@ from mgpu_core.explanation.trace import Trace
 from mgpu_core.files import check_outputs
 from mgpu_core.replacing.advice import advise_training
 from mgpu_core.replacing.names import WRAP, replacing_torch
-from mgpu_core.user_script import script_status
+from mgpu_core.user_script import Program, note_order, script_status
 
 __all__ = ["add_arguments", "run"]
 
 _SKIP, _STEPS = 3, 6
+_OPTIONS = ("--ranks", "--wrap", "--dim", "--explain", "--advise", "-m")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,8 +27,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--ranks", type=int, metavar="N", help="run on N CPU ranks; accelerators are hidden")
     add("--wrap", choices=WRAP, default="none", help="auto: wrap the first optimizer's net, if the script does not")
+    add("--dim", type=int, default=0, metavar="N", help="the dimension of the rows, for --wrap auto (default: 0)")
     add("--explain", type=Path, metavar="FILE.html", help="record a step, and write the page that plays it")
     add("--advise", action="store_true", help="afterwards measure one device against many on the net that was trained")
+    add("-m", dest="is_module", action="store_true", help="the script is the name of a module, as for `python -m`")
     add("script", type=Path, help="a Python script that uses torch.nn.DataParallel")
     add("arguments", nargs=argparse.REMAINDER, help="of the script")
 
@@ -38,27 +41,30 @@ def run(args: argparse.Namespace) -> int:
     Returns:
         The script's exit status; 1 after an error in it, or if nothing was recorded with ``--explain``.
     """
-    if not args.script.is_file():
-        raise FileNotFoundError(f"{args.script}: there is no such script")
-    check_outputs([args.explain] if args.explain else [], [args.script])
+    program = Program.of_module(str(args.script)) if args.is_module else Program(args.script)
+    if not program.path.is_file():
+        raise FileNotFoundError(f"{program.path}: there is no such script")
+    check_outputs([args.explain] if args.explain else [], [program.path])
     here, process = Path.cwd(), os.getpid()
     if args.ranks is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # torch reads it at its first use of a GPU
     arguments = args.arguments[1:] if args.arguments[:1] == ["--"] else args.arguments
+    note_order("mgpu run", _OPTIONS, args.arguments)
     trace, watch = Trace(), Watch()
     with ExitStack() as stack:
-        replaced = stack.enter_context(replacing_torch(ranks=args.ranks, wrap=args.wrap))
+        replaced = stack.enter_context(replacing_torch(ranks=args.ranks, wrap=args.wrap, dim=args.dim))
         if args.advise:
             watch = stack.enter_context(watching(training=True))
         if args.explain:
             trace = stack.enter_context(explain(skip=_SKIP, steps=_STEPS))
-        status = script_status(args.script, arguments)
+        status = script_status(program.path, arguments, program.spec)
     if os.getpid() != process:  # a child that the script has forked came out here
         return status
     for line in str(replaced).splitlines():
         print(f"mgpu run: {line}", file=sys.stderr)
-    if args.explain:
-        status = status or _save(trace, here, args.explain)
+    if args.explain and (not status or trace.steps):  # also after Ctrl-C, or an error late in the script
+        saved = _save(trace, here, args.explain)
+        status = status or saved
     if args.advise and not status:
         print(advise_training(watch.best()))
     return status

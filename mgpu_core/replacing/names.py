@@ -17,7 +17,9 @@ import torch
 
 from mgpu_core.device.devices import has_accelerator
 from mgpu_core.parallel import gather, parallel_apply, replicate, scatter, scatter_kwargs
-from mgpu_core.replacing.auto_wrap import AutoWrap
+from mgpu_core.replacing import functions
+from mgpu_core.replacing.auto_wrap import AutoWrap, uncounted
+from mgpu_core.replacing.cuda_as_cpu import Device, moving_nowhere
 from mgpu_core.wrapper import DataParallel, data_parallel
 
 __all__ = ["WRAP", "Replaced", "replacing_torch"]
@@ -33,8 +35,15 @@ _OURS: dict[str, Any] = {
     "replicate": replicate,
     "scatter": scatter,
     "scatter_kwargs": scatter_kwargs,
+    "Broadcast": functions.Broadcast,
+    "Gather": functions.Gather,
+    "ReduceAddCoalesced": functions.ReduceAddCoalesced,
+    "Scatter": functions.Scatter,
 }
+_COUNTED = ("data_parallel", "gather", "parallel_apply", "replicate", "scatter", "scatter_kwargs")
+"""The functions of a script that has no wrapper."""
 _HOMES = {
+    "torch.nn.parallel._functions": ("Broadcast", "Gather", "ReduceAddCoalesced", "Scatter"),
     "torch.nn.parallel.data_parallel": ("DataParallel", "data_parallel"),
     "torch.nn.parallel.parallel_apply": ("parallel_apply",),
     "torch.nn.parallel.replicate": ("replicate",),
@@ -52,21 +61,27 @@ class Replaced:
     Attributes:
         names: that mean ours now, such as ``torch.nn.DataParallel``.
         wrapped: how often each net was given to a ``DataParallel`` so far, with its ranks.
+        called: how often each function of ``torch.nn.parallel`` was called so far.
         left: what stays torch's, and a net that ``wrap="auto"`` could not wrap.
     """
 
     names: list[str] = field(default_factory=list)
     wrapped: Counter[str] = field(default_factory=Counter)
+    called: Counter[str] = field(default_factory=Counter)
     left: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
         many = {text: f" ({count} times)" if count > 1 else "" for text, count in self.wrapped.items()}
-        wrapped = [f"wrapped: {text}{times}" for text, times in many.items()] or ["wrapped: nothing"]
+        wrapped = [f"wrapped: {text}{times}" for text, times in many.items()]
+        if self.called:
+            counts = ", ".join(f"{name} ({count} times)" for name, count in self.called.items())
+            wrapped.append(f"called: {counts}")
+        wrapped = wrapped or ["wrapped: nothing"]
         return "\n".join([f"replaced: {', '.join(self.names)}", *wrapped, *(f"left: {each}" for each in self.left)])
 
 
 @contextmanager
-def replacing_torch(*, ranks: int | None = None, wrap: str = "none") -> Iterator[Replaced]:
+def replacing_torch(*, ranks: int | None = None, wrap: str = "none", dim: int = 0) -> Iterator[Replaced]:
     """Let ``torch.nn.DataParallel`` and the functions of ``torch.nn.parallel`` be mgpu_core's inside a ``with`` block.
 
     They are replaced in torch and in every imported module that holds them, for the whole process, and restored at the
@@ -75,9 +90,12 @@ def replacing_torch(*, ranks: int | None = None, wrap: str = "none") -> Iterator
 
     Args:
         ranks: CPU ranks, on a machine without an accelerator: ``device_ids=None`` means that many, each id of an
-            accelerator means one, and ``.cuda()`` of a tensor or a module returns it as it is.
+            accelerator means one, ``.cuda()`` of a tensor or a module returns it as it is, and ``torch.device("cuda")``
+            and ``.to("cuda")`` mean the CPU.
         wrap: ``none``, or ``auto``: of the modules that hold the parameters of the first optimizer, the one that is
-            called first runs on all devices, unless the code wraps it itself.
+            called first runs on all devices, unless the code wraps it itself.  Its first outputs are compared with
+            those of the plain net, and other ones are warned about.
+        dim: the dimension of the rows, for ``wrap="auto"``.
 
     Raises:
         ValueError: ``ranks`` is not 1 to 9999, or there is an accelerator; another ``wrap``.
@@ -89,19 +107,26 @@ def replacing_torch(*, ranks: int | None = None, wrap: str = "none") -> Iterator
     if ranks is not None and has_accelerator():
         raise ValueError("CPU ranks are for a machine without an accelerator: hide it, or leave ranks out")
     replaced = Replaced(left=_left())
+    counted = {name: _called(_OURS[name], replaced.called) for name in _COUNTED}
     with ExitStack() as stack:
         if ranks is not None:
             stack.enter_context(_variable(RANKS, str(ranks)))
             for kind, name in ((torch.Tensor, "torch.Tensor.cuda"), (torch.nn.Module, "torch.nn.Module.cuda")):
                 stack.enter_context(_attribute(kind, "cuda", _as_it_is))
                 replaced.names.append(name)
+            for kind, name in ((torch.Tensor, "torch.Tensor.to"), (torch.nn.Module, "torch.nn.Module.to")):
+                stack.enter_context(_attribute(kind, "to", moving_nowhere(kind.to)))
+                replaced.names.append(name)
+            stack.enter_context(_attribute(torch, "device", Device))
+            replaced.names.append("torch.device")
         for module, name, torchs in list(_holders()):
-            stack.enter_context(_attribute(module, name, _OURS_OF[id(torchs)]))
+            ours = _OURS_OF[id(torchs)]
+            stack.enter_context(_attribute(module, name, counted.get(ours.__name__, ours)))
             replaced.names.append(f"{module.__name__}.{name}")
         replaced.names = sorted(name for name in replaced.names if name.rpartition(".")[0] not in _HOMES)
         stack.enter_context(_attribute(DataParallel, "__init__", _counted(replaced.wrapped)))
         if wrap == "auto":
-            stack.enter_context(AutoWrap(replaced.left.append).watching())
+            stack.enter_context(AutoWrap(replaced.left.append, dim).watching())
         yield replaced
 
 
@@ -132,11 +157,30 @@ def _counted(wrapped: Counter[str]) -> Callable[..., None]:
     @wraps(original)
     def constructed(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
+        if uncounted.get():  # data_parallel makes one for each call
+            return
         devices = ", ".join(str(each) for each in self.device_ids)
         ranks = f"over {len(self.device_ids)} ranks ({devices})" if self.device_ids else "as the plain module"
         wrapped[f"{type(self.module).__name__} {ranks}"] += 1
 
     return constructed
+
+
+def _called(function: Any, counts: Counter[str]) -> Any:
+    """Return the function, which also counts its calls; those that it makes of others are its own."""
+
+    @wraps(function)
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        if uncounted.get():
+            return function(*args, **kwargs)
+        counts[function.__name__] += 1
+        token = uncounted.set(True)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            uncounted.reset(token)
+
+    return counting
 
 
 def _as_it_is(self: Any, *_args: Any, **_kwargs: Any) -> Any:

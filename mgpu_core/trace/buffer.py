@@ -84,6 +84,8 @@ class TraceBuffer:
     failure: Exception | None = None
     _passed: set[int] = field(default_factory=set)  # numbers of steps that are not kept
     _open: set[int] = field(default_factory=set)  # of those that have not ended
+    _awaited: set[int] = field(default_factory=set)  # kept steps whose backward is still to come
+    _patience: int = 8  # further steps that may begin meanwhile
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _drafts: list[tuple[int, Draft]] = field(default_factory=list)
     _process: int = field(default_factory=os.getpid)
@@ -92,8 +94,12 @@ class TraceBuffer:
         """Return True if the step has begun in this recording and has not ended."""
         return number in self._open
 
-    def begin_step(self, name: str) -> int:
-        """Return the number of a whole step that begins."""
+    def begin_step(self, name: str, *, has_backward: bool = False) -> int:
+        """Return the number of a whole step that begins.
+
+        Args:
+            has_backward: its backward comes after its end.
+        """
         with self._lock:
             number = next(_numbers)
             self._open.add(number)
@@ -101,6 +107,8 @@ class TraceBuffer:
                 self._passed.add(number)
             elif not self.dropped:
                 self.whole_steps[number] = WholeStep(name, time.perf_counter_ns())
+                if has_backward:
+                    self._awaited.add(number)
             return number
 
     def end_step(self, number: int) -> None:
@@ -109,9 +117,15 @@ class TraceBuffer:
             self._open.discard(number)
 
     def is_over(self) -> bool:
-        """Return True when all steps to keep have begun and ended."""
+        """Return True when all steps to keep have begun and ended, with their backward; ask when another one begins.
+
+        Several forwards may come before their backward.  It is waited for while some more steps begin.
+        """
         with self._lock:
-            return self._is_full() and self._open.isdisjoint(self.whole_steps)
+            if not self._is_full() or not self._open.isdisjoint(self.whole_steps):
+                return False
+            self._patience -= bool(self._awaited)
+            return not self._awaited or self._patience < 0
 
     def _is_full(self) -> bool:
         return self.steps is not None and len(self.whole_steps) >= self.steps
@@ -127,6 +141,8 @@ class TraceBuffer:
         is_known = number == INFERENCE or number in self.whole_steps
         if number in self._passed or (not is_known and self._is_before_the_first()):
             return
+        if number in self._awaited and number not in self._open:
+            self._awaited.discard(number)
         if len(self._drafts) < self.limit:
             self._drafts.append((number if is_known else NO_STEP, draft))
         else:

@@ -45,6 +45,7 @@ __all__ = [
 
 P = ParamSpec("P")
 Label: TypeAlias = Callable[[str], AbstractContextManager[object]]
+_FORWARDS = ("data_parallel", "pipeline")  # whose backward comes later
 WHOLE_STEPS = ("train_step", "data_parallel", "pipeline", "evaluate")
 
 
@@ -80,7 +81,7 @@ class _WholeStep(_InStep):
     __slots__ = ("_buffer",)
 
     def __init__(self, buffer: TraceBuffer, name: str) -> None:
-        super().__init__(buffer.begin_step(name))
+        super().__init__(buffer.begin_step(name, has_backward=name in _FORWARDS and torch.is_grad_enabled()))
         self._buffer = buffer
 
     def __exit__(self, *_: object) -> None:

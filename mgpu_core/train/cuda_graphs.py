@@ -21,6 +21,7 @@ import torch
 
 from mgpu_core.device.transfer import copy_into
 from mgpu_core.device.workers import time_limit
+from mgpu_core.module_tree import modules_of
 from mgpu_core.train.forward_backward import RankPart, seed
 from mgpu_core.train.grad_clip import GradientNorm, factor_of, overflow_of, warm_up
 from mgpu_core.train.graph_cache import GRAPH_DEVICE, CapturedStep, CudaRecorder, StaticNest, StepGraphs
@@ -92,10 +93,11 @@ class CapturedSteps:
     def _buffers_kept(self) -> Iterator[None]:
         """Raise RuntimeError if a recording, which computes nothing, puts another tensor in place of a buffer."""
         before = [
-            (node.module._buffers, name, node.module._buffers[name])
+            (each._buffers, name, buffer)
             for modules in self._modules
-            for node in modules.tree.nodes
-            for name, _ in node.buffers
+            for each in modules_of(modules.kept[0])
+            for name, buffer in each._buffers.items()
+            if buffer is not None
         ]
         replaced = []
         try:

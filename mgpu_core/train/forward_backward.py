@@ -20,6 +20,8 @@ from mgpu_core.null_context import NULL_CONTEXT
 from mgpu_core.parallel.apply import draws_apart, run_ranks, shares_generator
 from mgpu_core.parallel.gather_outputs import gather
 from mgpu_core.parallel.lost import Given, given_attributes, lost_attributes, warn_lost
+from mgpu_core.parallel.originals import OriginalsWatch
+from mgpu_core.parallel.rows_elsewhere import warn_rows_elsewhere
 from mgpu_core.parallel.scatter_inputs import scatter_objects
 from mgpu_core.trace.tracer import rank_spans, span
 from mgpu_core.train.joined_outputs import gathered
@@ -76,7 +78,7 @@ class ForwardBackward:
         self.gathers = options.loss_on == "gathered"
         self._rng, self._choice = rng, choice
         self._ranks = len(replicas.team)
-        self._calls_to_watch = 2
+        self._calls_to_watch = self._outputs_to_watch = 2
         self._gate: Gate | None = None  # of the call that runs, if its ranks have one
         self._shares_generator = shares_generator(replicas.team)
         self._is_on_cpu = all(device.type == "cpu" for device in replicas.devices)
@@ -87,6 +89,13 @@ class ForwardBackward:
         """True if ranks wait for each other in the forward."""
         tree = self._net.tree
         return tree.ranks_meet
+
+    @property
+    def workers(self) -> str:
+        """How the ranks of the next call run: in ``threads``, or one after the other in the ``caller``'s."""
+        tree = self._net.tree
+        turns = tree.takes_turns and self._shares_generator
+        return "threads" if tree.ranks_meet else "caller" if turns else self._choice.now
 
     def split(
         self, inputs: tuple[Any, ...], kwargs: dict[str, Any], shares: Sequence[float] | None
@@ -207,23 +216,25 @@ class ForwardBackward:
         """Return ``work(module, loss_fn, rank, part)`` of each rank that has a part."""
         count, self._gate = len(parts), None
         modules, tree = self._net.of_ranks(count), self._net.tree
-        workers = "threads" if tree.ranks_meet else self._choice.now
+        workers = self.workers
+        given = self._given_to(modules[1]) if self._calls_to_watch and count > 1 else None
+        watch = OriginalsWatch(tree) if given is not None else None
+        called = modules if watch is None else watch.around(modules)
         calls: list[_Call | None] = []
         for rank, part in enumerate(parts):
-            calls += (None if part is None else partial(work, modules[rank], loss_fns[rank], rank, part),)
+            calls += (None if part is None else partial(work, called[rank], loss_fns[rank], rank, part),)
         if clocks or not self._is_on_cpu or workers == "threads":
             calls = self._attended(calls, clocks)
         if count == 1:  # failures are the module's own
             return [call() for call in calls if call is not None]
-        given = self._given_to(modules[1]) if self._calls_to_watch else None
         versions = self._replicas.versions
         draws = self._shares_generator and draws_apart(tree, self._rng)
         team = self._team if count == self._ranks else self._team.first(count)
         results = run_ranks(team, calls, draws=draws, workers=workers)
         self._replicas.check_unwritten(versions)
         if given is not None:
-            self._tell_lost(given)
-        if tree.has_methods:
+            self._tell_lost(given, watch)
+        if tree.has_holders or tree.is_compiled:
             self._net.let_go(modules)
         return results if None not in calls else [result for result in results if result is not None]
 
@@ -234,15 +245,22 @@ class ForwardBackward:
         self._calls_to_watch -= 1
         return given_attributes(replica)
 
-    def _tell_lost(self, given: Given) -> None:
+    def _tell_lost(self, given: Given, watch: OriginalsWatch | None) -> None:
         """Warn once of attributes that forwards assign: those of all ranks but the first are lost."""
+        if watch is not None and watch.used:
+            self._calls_to_watch = 0
+            watch.tell()
         if names := lost_attributes(given):
             self._calls_to_watch = 0
             warn_lost(type(self._net.module).__name__, names, rank_0_keeps=True)
 
-    def joined(self, outputs: list[Any]) -> Any:
+    def joined(self, outputs: list[Any], rows: Sequence[int]) -> Any:
         """Return the outputs of :meth:`run` as one nest on the first device."""
-        return outputs[0] if self.gathers else gather(outputs, self._team.devices[0], self._dim)
+        if self.gathers:
+            return outputs[0]
+        if self._outputs_to_watch:
+            self._outputs_to_watch = 0 if warn_rows_elsewhere(outputs, rows, self._dim) else self._outputs_to_watch - 1
+        return gather(outputs, self._team.devices[0], self._dim)
 
     def stop(self, seconds: float) -> bool:
         """Let no rank begin any more; return whether all have ended in that time."""

@@ -12,6 +12,7 @@ from mgpu_core.comm import dispatch
 from mgpu_core.device.team import Team
 from mgpu_core.module_tree import ModuleTree
 from mgpu_core.parallel.replicate_modules import build_replica, compiled_by_rank, loosen, plain_copies
+from mgpu_core.replica_parameters import follow_attributes
 from mgpu_core.trace.tracer import span
 
 __all__ = ["RankModules"]
@@ -21,6 +22,7 @@ class RankModules:
     """The replicas of a module for a team.
 
     Rank 0 runs the user's own module, so its assignments persist; those of other ranks are lost, as in the drop-in.
+    Where the module is static or compiled, rank 0 runs a replica, too.
     Its buffers are copied to the other ranks before each call.
 
     Args:
@@ -63,9 +65,9 @@ class RankModules:
 
     def of_ranks(self, count: int) -> list[Module]:
         """Return the modules of the first ``count`` ranks, for one call, after a :meth:`read`."""
-        if count == 1:
-            return [self.module]
-        return self._made(count)[0] if self._static is None else self._static[0][:count]
+        if self._static is not None:
+            return self._static[0][:count]
+        return [self.module] if count == 1 else self._made(count)[0]
 
     def _made(self, count: int) -> tuple[list[Module], list[list[torch.Tensor]]]:
         tree, leaves = self.tree, self._leaves
@@ -73,6 +75,7 @@ class RankModules:
         if own:
             with span("replicate"):
                 copies = plain_copies(own, self._team.first(count))
+                follow_attributes(own, copies)
         else:
             copies = [[]] * count
         if leaves is None:
@@ -81,10 +84,11 @@ class RankModules:
             ]
         else:
             rows = list(zip(leaves, copies, strict=False))
-        # The ranks of a compiled module must take turns at the compiler, so rank 0 runs a replica, too.
+        # The ranks of a compiled module must take turns at the compiler, so rank 0 runs a replica, too.  So it does
+        # where replicas live on: all ranks run the module as it was then, and none the one of now.
         calls = compiled_by_rank(tree, count) if tree.is_compiled else [[]] * count
-        made = [] if tree.is_compiled else [self.module]
-        for rank in range(0 if tree.is_compiled else 1, count):
+        made = [] if tree.is_compiled or self.is_static else [self.module]
+        for rank in range(len(made), count):
             made += (build_replica(tree, *rows[rank], calls[rank], leaves=True),)
         return made, copies
 

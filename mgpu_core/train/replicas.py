@@ -17,7 +17,7 @@ from mgpu_core.comm import dispatch
 from mgpu_core.device.team import Team
 from mgpu_core.device.tensor_checks import memory_of, moved_between
 from mgpu_core.device.transfer import to_device
-from mgpu_core.module_copy import leaf_like
+from mgpu_core.module_copy import give_attributes, leaf_like
 from mgpu_core.module_tree import ModuleTree, check_initialised, named_parameters_of
 from mgpu_core.optim.flat_buffers import FlatTensors, compact
 
@@ -26,7 +26,7 @@ __all__ = ["GradientHook", "Replicas", "refuse_hooks"]
 ADVICE = "call step.rebuild(), or make a new step"
 
 _version_of, _requires_grad_of = attrgetter("_version"), attrgetter("requires_grad")
-_kind_of = attrgetter("shape", "dtype", "device")
+_kind_of, _attributes_of = attrgetter("shape", "dtype", "device"), attrgetter("__dict__")
 
 
 class Replicas:
@@ -91,6 +91,9 @@ class Replicas:
         """
         self.settle()
         own, *rows = self.parameters
+        if any(map(_attributes_of, self._all)):
+            for row in rows:
+                give_attributes(own, row)
         for row in rows:
             for parameter, leaf in zip(own, row, strict=True):
                 if leaf.requires_grad != parameter.requires_grad:

@@ -261,7 +261,7 @@ class TrainStep:
 
     def plan(self) -> Plan:
         """Return each rank's plan: its device, its share of the rows, its rows in the last call, and how it runs."""
-        return self._split_plan.table(self._loop.choice.now)
+        return self._split_plan.table(self._loop.passes.workers)
 
     def evaluate(self, *inputs: Any, return_outputs: bool = False, aux: bool = False, **kwargs: Any) -> Any:
         """Return the loss of a batch, without gradients and without an update; arguments and results as for a step.

@@ -192,7 +192,7 @@ class TrainLoop:
         with torch.no_grad():
             try:
                 losses, rows, each = self.passes.run(parts, rows, target, (), window=None, keep_outputs=keep_outputs)
-                outputs = self.passes.joined(each) if each else None
+                outputs = self.passes.joined(each, rows) if each else None
             except BaseException:
                 if self._ranks_have_ended():
                     self._broken = None
@@ -240,7 +240,7 @@ class TrainLoop:
         keep, target = keep_outputs or before is not None, inputs[-1] if inputs else None
         with NULL_CONTEXT if torch.is_grad_enabled() else torch.enable_grad():
             losses, weighed, each = self.passes.run(parts, rows, target, clocks, window=window, keep_outputs=keep)
-            outputs = self.passes.joined(each) if each and keep_outputs else None
+            outputs = self.passes.joined(each, rows) if each and keep_outputs else None
         self.split_plan.done(rows, clocks)
         if before is not None:
             self._compare_losses(each, target, losses, rows, before)

@@ -1,5 +1,7 @@
 """A predictor on devices with streams: on which device its module runs, and who waits for whom."""
 
+import threading
+
 import pytest
 import torch
 from fakes.accelerator import device_module
@@ -24,11 +26,14 @@ def pinned(monkeypatch):
 
 def test_the_module_of_each_rank_runs_with_its_device_current():
     """A tensor that is made on "the" accelerator, and a kernel that starts on the current one, are the rank's."""
-    seen = set()
+    seen, both = set(), threading.Barrier(2)
 
     class Net(nn.Linear):
         def forward(self, x):
-            seen.add((x.device.index, torch.accelerator.current_device_index()))
+            where = x.device.index, torch.accelerator.current_device_index()
+            if where not in seen:
+                seen.add(where)
+                both.wait(20)  # else one worker may take all requests
             return super().forward(x)
 
     with Predictor(Net(3, 3).to("fake:0"), DEVICES, max_batch=1, max_wait_ms=0) as predict:

@@ -3,6 +3,7 @@
 import threading
 import time
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from mgpu_core import DataParallel, TrainStep, convert_sync_batchnorm, optim
 from mgpu_core.device.worker_choice import SAMPLES, WARM_UP, WorkerChoice, check_workers, size_of
 
 pytestmark = pytest.mark.usefixtures("with_gil")
-CPUS = [torch.device("cpu")] * 2
+CPUS, OTHERS = [torch.device("cpu")] * 2, [torch.device("meta")] * 2  # which stands for an accelerator
 CALLS = 2 * (WARM_UP + SAMPLES)
 
 
@@ -23,6 +24,7 @@ def clock(monkeypatch):
     """A clock that the test moves on."""
     now = [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: SimpleNamespace(synchronize=list))
     return now
 
 
@@ -37,7 +39,7 @@ def call(choice, clock, seconds, size=(4,)):
 
 @pytest.mark.parametrize("faster", ["threads", "caller"])
 def test_the_faster_way_is_kept(faster, clock):
-    choice = WorkerChoice("auto", CPUS, "auto")
+    choice = WorkerChoice("auto", OTHERS, "auto")
     seconds = {"threads": 2.0, "caller": 2.0} | {faster: 1.0}
     tried = [call(choice, clock, seconds) for _ in range(CALLS)]
     assert tried.count("threads") == tried.count("caller") == CALLS // 2
@@ -46,7 +48,7 @@ def test_the_faster_way_is_kept(faster, clock):
 
 
 def test_each_size_is_measured(clock):
-    choice = WorkerChoice("auto", CPUS, "auto")
+    choice = WorkerChoice("auto", OTHERS, "auto")
     for _ in range(CALLS):
         call(choice, clock, {"threads": 1.0, "caller": 2.0}, size=(4,))
         call(choice, clock, {"threads": 2.0, "caller": 1.0}, size=(64,))
@@ -55,7 +57,7 @@ def test_each_size_is_measured(clock):
 
 
 def test_the_first_calls_count_for_nothing(clock):
-    choice = WorkerChoice("auto", CPUS, "auto")
+    choice = WorkerChoice("auto", OTHERS, "auto")
     for i in range(CALLS):
         call(choice, clock, {"threads": 100.0 if i < 2 * WARM_UP else 1.0, "caller": 2.0})
     assert choice.chosen() == [[[4], "threads"]]
@@ -64,15 +66,27 @@ def test_the_first_calls_count_for_nothing(clock):
 @pytest.mark.parametrize(
     "choice",
     [
-        lambda: WorkerChoice("threads", CPUS, "auto"),
-        lambda: WorkerChoice("auto", CPUS, "per_rank"),
-        lambda: WorkerChoice("auto", CPUS[:1], "auto"),
+        lambda: WorkerChoice("threads", OTHERS, "auto"),
+        lambda: WorkerChoice("auto", OTHERS, "per_rank"),
+        lambda: WorkerChoice("auto", OTHERS[:1], "auto"),
     ],
 )
 def test_where_there_is_nothing_to_choose_it_is_threads(choice, clock):
     choice = choice()
     assert {call(choice, clock, {"threads": 2.0, "caller": 1.0}) for _ in range(CALLS + 2)} == {"threads"}
     assert choice.chosen() == []
+
+
+@pytest.mark.parametrize("devices", [CPUS, [OTHERS[0], CPUS[0]]])
+@pytest.mark.parametrize("rng", ["auto", "per_rank"])
+def test_on_the_cpu_it_is_always_the_caller(devices, rng, clock):
+    choice = WorkerChoice("auto", devices, rng)
+    assert {call(choice, clock, {"threads": 1.0, "caller": 2.0}) for _ in range(CALLS + 2)} == {"caller"}
+    choice.resume([[[4], "threads"]])
+    assert call(choice, clock, {"threads": 1.0, "caller": 2.0}) == "caller"
+    assert choice.chosen() == []
+    assert not choice.begin((4,), meets=True)
+    assert choice.now == "threads"
 
 
 @pytest.fixture
@@ -82,7 +96,7 @@ def without_gil(with_gil, monkeypatch):
 
 @pytest.mark.usefixtures("without_gil")
 def test_without_the_gil_it_is_threads():
-    choice = WorkerChoice("auto", CPUS, "auto")
+    choice = WorkerChoice("auto", OTHERS, "auto")
     assert not choice.begin((4,))
     assert choice.now == "threads"
 
@@ -97,7 +111,7 @@ def deterministic():
 
 
 def test_deterministic_algorithms_ask_for_threads():
-    choice = WorkerChoice("auto", CPUS, "auto")
+    choice = WorkerChoice("auto", OTHERS, "auto")
     with deterministic():
         assert not choice.begin((4,))
         assert choice.now == "threads"
@@ -105,14 +119,14 @@ def test_deterministic_algorithms_ask_for_threads():
 
 def test_ranks_that_meet_get_threads():
     for asked in ("auto", "threads"):
-        choice = WorkerChoice(asked, CPUS, "auto")
+        choice = WorkerChoice(asked, OTHERS, "auto")
         assert not choice.begin((4,), meets=True)
         assert choice.now == "threads"
 
 
 def test_calls_of_several_threads_may_end_after_the_choice(clock):
     """A wrapper is called from several threads: the last timed calls end when the choice has been made."""
-    choice = WorkerChoice("auto", CPUS, "auto")
+    choice = WorkerChoice("auto", OTHERS, "auto")
     for _ in range(CALLS):
         assert choice.begin((4,))
     for _ in range(CALLS):
@@ -122,12 +136,12 @@ def test_calls_of_several_threads_may_end_after_the_choice(clock):
 
 
 def test_a_choice_goes_on_from_a_state(clock):
-    first, second = (WorkerChoice("auto", CPUS, "auto") for _ in range(2))
+    first, second = (WorkerChoice("auto", OTHERS, "auto") for _ in range(2))
     for _ in range(CALLS):
         call(first, clock, {"threads": 2.0, "caller": 1.0})
     second.resume(first.chosen())
     assert call(second, clock, {"threads": 1.0, "caller": 9.0}) == "caller"
-    fixed = WorkerChoice("threads", CPUS, "auto")
+    fixed = WorkerChoice("threads", OTHERS, "auto")
     fixed.resume(first.chosen())
     assert call(fixed, clock, {"threads": 1.0, "caller": 9.0}) == "threads"
 
@@ -159,24 +173,25 @@ def test_a_step_says_how_its_ranks_run_and_keeps_it_in_its_state(ranks):
     step = TrainStep(net, F.cross_entropy, optim.SGD(net.parameters(), lr=0.1), cpu(ranks))
     for _ in range(CALLS + 1):
         step(*data())
-    way = step.plan()[0].workers
+    way, measures = step.plan()[0].workers, torch.device(cpu(1)[0]).type != "cpu"
     assert [each.workers for each in step.plan()] == [way] * ranks
+    assert measures or way == "caller"
     state = step.state_dict()
-    assert state["workers"] == [[[16, 8], way]]
+    assert state["workers"] == ([[[16, 8], way]] if measures else [])
     other = net_of()
     resumed = TrainStep(other, F.cross_entropy, optim.SGD(other.parameters(), lr=0.1), cpu(ranks))
     for kept in ("caller", "threads"):
         state["workers"] = [[[16, 8], kept]]
         resumed.load_state_dict(state)
         resumed(*data())
-        assert resumed.plan()[0].workers == kept
+        assert resumed.plan()[0].workers == (kept if measures else "caller")
     del state["workers"]  # a state of before
     resumed.load_state_dict(state)
 
 
 @pytest.mark.usefixtures("without_gil")
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_without_the_gil_a_step_and_the_drop_in_run_in_threads_from_the_first_call_on(ranks):
+def test_without_the_gil_a_step_and_the_drop_in_measure_nothing(ranks):
     class Notes(nn.Linear):
         def forward(self, x):
             seen.append(threading.get_ident())
@@ -190,10 +205,43 @@ def test_without_the_gil_a_step_and_the_drop_in_run_in_threads_from_the_first_ca
         for _ in range(CALLS):
             seen.clear()
             call()
-            assert len(set(seen)) == ranks
-            assert threading.get_ident() not in seen
-    assert step.plan()[0].workers == "threads"
+            assert (len(set(seen)) == ranks) == (torch.device(cpu(1)[0]).type != "cpu")
+            assert (threading.get_ident() in seen) == (torch.device(cpu(1)[0]).type == "cpu")
     assert step.state_dict()["workers"] == []
+
+
+NETS = {
+    "mlp": lambda: nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 4)),
+    "dropout": lambda: nn.Sequential(nn.Linear(8, 64), nn.Dropout(0.3), nn.Linear(64, 4)),
+    "wide": lambda: nn.Sequential(nn.Linear(8, 1024), nn.ReLU(), nn.Linear(1024, 512), nn.ReLU(), nn.Linear(512, 4)),
+    "cnn": lambda: nn.Sequential(
+        nn.Unflatten(1, (1, 2, 4)), nn.Conv2d(1, 8, 2, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(),
+        nn.Linear(120, 4),
+    ),
+    "encoder": lambda: nn.Sequential(
+        nn.Unflatten(1, (2, 4)), nn.TransformerEncoderLayer(4, 2, 64, 0.1, batch_first=True), nn.Flatten(),
+        nn.Linear(8, 4),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("threads", [1, 2, 4])
+@pytest.mark.parametrize("net", NETS)
+def test_twenty_runs_with_the_defaults_have_the_same_bits(net, threads):
+    before, results = torch.get_num_threads(), set()
+    x, y = torch.randn(512, 8, generator=torch.Generator().manual_seed(1)), torch.arange(512) % 4
+    torch.set_num_threads(threads)
+    try:
+        for _ in range(20):
+            torch.manual_seed(0)
+            module = NETS[net]()
+            step = TrainStep(module, F.cross_entropy, optim.AdamW(module.parameters(), lr=0.01), ["cpu"] * 2)
+            losses = [float(step(x, y)) for _ in range(9)]
+            results.add((*losses, *(float(each.double().sum()) for each in module.parameters())))
+            step.close()
+    finally:
+        torch.set_num_threads(before)
+    assert len(results) == 1
 
 
 @pytest.mark.parametrize("dropout", [(), (nn.Dropout(0.5),)])

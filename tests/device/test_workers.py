@@ -214,6 +214,43 @@ def test_a_worker_is_used_again_and_has_its_share_of_the_cores():
     pool.close()
 
 
+def test_the_share_follows_the_callers_threads():
+    before, pool = torch.get_num_threads(), WorkerPool("test", 2, 2)
+    found = []
+    try:
+        for threads in (2, 8, 8, 4):
+            torch.set_num_threads(threads)
+            with pool.lease() as crew:
+                found.append([outcome.value for outcome in crew.run([torch.get_num_threads] * 2, 10)])
+            assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+        pool.close()
+    assert found == [[1, 1], [4, 4], [4, 4], [2, 2]]
+
+
+def test_ranks_inside_a_rank_share_its_threads():
+    before, found = torch.get_num_threads(), []
+    outer, inner = WorkerPool("outer", 2, 2), WorkerPool("inner", 2, 2)
+
+    def nested():
+        with inner.lease() as crew:
+            return [outcome.value for outcome in crew.run([torch.get_num_threads] * 2, 10)]
+
+    try:
+        torch.set_num_threads(8)
+        with outer.lease() as crew:
+            found = [outcome.value for outcome in crew.run([nested] * 2, 10)]
+        thread = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
+        thread.start()
+        thread.join()
+    finally:
+        torch.set_num_threads(before)
+        outer.close()
+        inner.close()
+    assert found == [[2, 2], [2, 2], 8]
+
+
 def test_a_busy_team_makes_another_crew():
     pool = WorkerPool("test", 2, 0)
     with pool.lease() as one, pool.lease() as two:
@@ -366,21 +403,18 @@ def test_a_crew_that_is_not_complete_goes_home(monkeypatch):
 
 
 def test_ctrl_c_while_cores_are_shared_leaves_the_process_its_threads(monkeypatch):
-    before, run = torch.get_num_threads(), workers.Crew.run
+    before = torch.get_num_threads()
 
     def interrupted(crew, tasks, seconds):
-        if tasks[0] is not workers._torch_threads:
-            for worker, task in zip(crew.workers, tasks, strict=True):
-                worker.inbox.put(workers._Job(task, 0, workers._Ranks(())))  # each sets its share, sooner or later
-            raise KeyboardInterrupt
-        return run(crew, tasks, seconds)
+        for worker, task in zip(crew.workers, tasks, strict=True):
+            worker.inbox.put(workers._Job(task, 0, workers._Ranks(())))  # each sets its share, sooner or later
+        raise KeyboardInterrupt
 
-    monkeypatch.setattr(workers, "_torch_threads", lambda: 8)
     monkeypatch.setattr(workers.Crew, "run", interrupted)
     try:
         torch.set_num_threads(8)
         with pytest.raises(KeyboardInterrupt):
-            workers.Crew("cores", 2, 2)
+            workers.Crew("cores", 2, 2).share(8)
         assert gone("cores")
         found = []
         thread = threading.Thread(target=lambda: found.append(torch.get_num_threads()))

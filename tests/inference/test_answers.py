@@ -72,6 +72,11 @@ def named(x):
     return made
 
 
+def packed(x):
+    with torch.device("cpu"):
+        return pack_sequence(list(x.cpu()))
+
+
 def texts(x):
     return [f"user {int(value)}" for value in x[:, 0]]
 
@@ -87,7 +92,7 @@ UNDIVIDED = {
     "a cache": lambda x: (x, Cache(x)),
     "a set": lambda x: {int(value) for value in x[:, 0]},
     "an attribute": named,
-    "a packed sequence": lambda x: pack_sequence(list(x)),
+    "a packed sequence": packed,
     "a sum": lambda x: x.sum(),
     "a statistic": lambda x: {"a": x, "b": [torch.cat([x.amax(0), x.amin(0), x.mean(0)])]},
 }

@@ -119,6 +119,43 @@ def test_losses_metrics_and_parameters_are_those_of_one_device(way, ranks, case)
     assert_alike(many, one)
 
 
+class LogsInForward(Net):
+    """Logs numbers of the rows that a forward sees."""
+
+    def forward(self, x):
+        self.log("mean", x.mean(), on_epoch=True, on_step=False)
+        self.log_dict({"largest": x.abs().mean(), "rows": 1.0}, on_epoch=True, on_step=False)
+        return self.net(x)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_what_a_forward_logs_is_the_mean_over_all_rows(ranks):
+    one, many = fitted("auto", LogsInForward), fitted(MultiGPUStrategy(["cpu"] * ranks), LogsInForward)
+    assert {"mean", "largest", "rows"} <= set(one[1])
+    assert_alike(many, one)
+
+
+def test_a_forward_logs_sums_on_one_device_alone():
+    class Sums(Net):
+        def forward(self, x):
+            self.log("n", float(len(x)), reduce_fx="sum", on_epoch=True, on_step=False)
+            return self.net(x)
+
+    with pytest.raises(
+        ValueError, match=r"self.log\('n', reduce_fx=...\): in a forward over ranks it is the mean over"
+    ):
+        fitted(MultiGPUStrategy(["cpu"] * 2), Sums)
+
+
+def test_a_skipped_batch_is_refused_in_a_whole_step():
+    class Skips(Net):
+        def training_step(self, batch, batch_idx):
+            return None
+
+    with pytest.raises(TypeError, match="training_step returned None: with train_step=True a batch cannot be skipped"):
+        fitted(MultiGPUStrategy(["cpu"] * 2, train_step=True), Skips)
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_each_rank_gets_its_part_of_the_rows(way):
     parts = []

@@ -110,6 +110,28 @@ def test_other_classes_of_graphs():
         torch.testing.assert_close(mgpu_core.DataParallel(Pool(), ["cpu"] * 2)(batch), whole)
 
 
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_follow_batch_of_a_loader_is_kept(ranks):
+    class Pool(torch.nn.Module):
+        def forward(self, batch):
+            assert "x_batch" in batch
+            return nn.global_add_pool(batch.x, batch.x_batch) + batch.x_ptr.diff()[:, None]
+
+    register_batches()
+    graphs = batch_of().to_data_list()
+    batch = data.Batch.from_data_list(graphs, follow_batch=["x"])
+    torch.testing.assert_close(mgpu_core.DataParallel(Pool(), ["cpu"] * ranks)(batch), Pool()(batch))
+
+
+@pytest.mark.parametrize("name", ["pe", "note"])
+def test_what_belongs_to_no_graph_is_refused_by_name(name):
+    register_batches()
+    batch = batch_of()
+    batch[name] = torch.randn(len(batch.x), 4) if name == "pe" else "text"
+    with pytest.raises(TypeError, match=rf"batch\.{name} belongs to the batch and to no graph"):
+        mgpu_core.DataParallel(Net(), ["cpu"] * 2)(batch)
+
+
 class Other(data.Data):
     pass
 

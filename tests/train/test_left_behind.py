@@ -92,7 +92,7 @@ def test_close_ends_the_threads_of_smaller_batches_too():
         team.close()
     before = threads()
     net = Linear()
-    step = TrainStep(net, mse, SGD(net.parameters(), lr=0.1), cpu(5))
+    step = TrainStep(net, mse, SGD(net.parameters(), lr=0.1), cpu(5), workers="threads")
     for count in (5, 3, 2):
         step(torch.ones(count, 3), torch.zeros(count, 2))
     mine = threads() - before

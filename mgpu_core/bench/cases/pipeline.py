@@ -110,7 +110,7 @@ class _Idle:
 
 def _made(task: PipelineTask) -> TrainStep:
     net = Pipeline(task.network(), ["cpu"] * STAGES, split_points=[str(task.cut)], chunks=task.chunks)
-    return TrainStep(net, loss_fn, torch.optim.SGD(net.parameters(), lr=LR))
+    return TrainStep(net, loss_fn, torch.optim.SGD(net.parameters(), lr=LR), workers="threads")
 
 
 CASE = Case(

@@ -10,6 +10,7 @@ import torch
 from mgpu_core.comm import autograd
 from mgpu_core.device.devices import DeviceLike
 from mgpu_core.device.team import Team
+from mgpu_core.device.traces import refuse_traces
 from mgpu_core.nested import moved
 from mgpu_core.parallel.scatter_inputs.arguments import cut
 from mgpu_core.parallel.scatter_inputs.chunks import check_shares, row_counts, rows_of_bare
@@ -40,6 +41,7 @@ def scatter(
         TypeError: packed sequences, nested, sparse and quantized tensors.
         IndexError: a tensor without dimension ``dim``.
     """
+    refuse_traces()
     team = Team.of(target_gpus)
     with span("scatter"):
         if type(inputs) is torch.Tensor and (columns := _bare((inputs,), team, dim, shares)) is not None:
@@ -60,6 +62,7 @@ def scatter_kwargs(
 
     Both are empty when there are no arguments at all, as in torch.
     """
+    refuse_traces()
     team = Team.of(target_gpus)
     if not inputs and not kwargs:
         return (), ()

@@ -13,6 +13,7 @@ import torch
 from mgpu_core.comm import autograd
 from mgpu_core.comm.trace_hooks import trace_cut
 from mgpu_core.device.team import Team
+from mgpu_core.device.tensor_checks import begin_alike
 from mgpu_core.nested import RankParts, Replicate, Rows, flatten, moved
 from mgpu_core.parallel.scatter_inputs.chunks import check_shares, is_plain, row_counts, views_of
 from mgpu_core.parallel.scatter_inputs.replicated import copies_for_all, copies_of_tensor, trace_replicated
@@ -143,11 +144,12 @@ class Arguments:
     ) -> Sequence[Any]:
         """Return each rank's part of the leaf: views, if it is plain and on the one device of all ranks."""
         leaf = self.leaves[position]
-        warn_unknown(leaf, partial(self.path, position))
+        warn_unknown(leaf, partial(self.path, position), 0 if counts is None else sum(counts))
         parts: Sequence[Any]
         try:
             if counts is not None and type(leaf) is torch.Tensor and leaf.device == one_device and is_plain(leaf):
-                parts, route = views_of(leaf, counts, dim), "view"
+                parts = views_of(leaf, counts, dim)
+                route = "view" if begin_alike(parts[0], leaf) else "copy"
             else:
                 parts, route = _spread(leaf, team, counts, dim), "copy"
             if isinstance(leaf, torch.Tensor) and is_tracing():
@@ -167,11 +169,34 @@ class Arguments:
         described = [
             f"{path} has {_size_of(self.leaves[position])}" for path, position in zip(paths, (one, other), strict=True)
         ]
+        advice = self._advice(one, other, dim)
+        return f"the inputs differ in their number of rows along dimension {dim}: {', '.join(described)}. {advice}"
+
+    def _advice(self, one: int, other: int, dim: int) -> str:
+        """Return what to do about two leaves that differ in their rows."""
+        few, many = sorted((one, other), key=lambda position: _rows_of(self.leaves[position], dim))
+        rows, most = (_rows_of(self.leaves[position], dim) for position in (few, many))
+        pair = [self.leaves[few], self.leaves[many]]
+        if all(isinstance(leaf, torch.Tensor) for leaf in pair):
+            if 1 < rows < most and most % rows == 0:
+                return (
+                    f"{self.path(many)} has {most // rows} rows for each of {self.path(few)}: pass {self.path(many)}"
+                    f".unflatten({dim}, ({rows}, {most // rows})), and flatten it in the forward"
+                )
+            tensors = [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor) and leaf.dim()]
+            for axis in range(min(leaf.dim() for leaf in tensors)):
+                sizes = {leaf.size(axis) for leaf in tensors}
+                if axis != dim and len(sizes) == 1 and sizes != {1}:
+                    return (
+                        f"All have {sizes.pop()} entries along dimension {axis}: if those are the rows, pass dim={axis}"
+                    )
+            if all(leaf.dim() == 1 for leaf in pair):
+                return "Flat data with a length per row goes into mgpu_core.Rows(x.split(lengths))"
         advice = "What every rank should get whole goes into mgpu_core.Replicate(...)"
-        alike = {re.sub(r"\[\d+\]", "[]", path) for path in paths}
+        alike = {re.sub(r"\[\d+\]", "[]", self.path(position)) for position in (one, other)}
         if len(alike) == 1 and alike != {"inputs[]"}:  # of one list, not two arguments
             advice += "; a list with one entry per row into mgpu_core.Rows(...)"
-        return f"the inputs differ in their number of rows along dimension {dim}: {', '.join(described)}. {advice}"
+        return advice
 
 
 def _has_no_dimension(leaf: Any) -> bool:

@@ -55,8 +55,14 @@ def rows_of_bare(values: Iterable[Any], dim: int) -> int | None:
 
 
 def views_of(leaf: torch.Tensor, counts: list[int], dim: int) -> list[torch.Tensor]:
-    """Return chunks without a copy, each with a version of its own: ranks may write theirs in place."""
-    return list(map(_data_of, torch.split_with_sizes(leaf, counts, dim)))
+    """Return chunks without a copy, each with a version of its own: ranks may write theirs in place.
+
+    Where the tensor is contiguous and a chunk would not be (``dim=1``), the chunk is copied, as between devices.
+    """
+    chunks: Iterable[torch.Tensor] = torch.split_with_sizes(leaf, counts, dim)
+    if dim and leaf.is_contiguous():
+        chunks = map(torch.Tensor.contiguous, chunks)
+    return list(map(_data_of, chunks))
 
 
 _data_of = attrgetter("data")

@@ -10,6 +10,7 @@ import torch
 
 from mgpu_core.comm.trace_hooks import trace_cut
 from mgpu_core.device.team import Team
+from mgpu_core.device.tensor_checks import begin_alike
 from mgpu_core.parallel.scatter_inputs.arguments import Arguments, cut
 from mgpu_core.parallel.scatter_inputs.chunks import check_shares, row_counts, rows_of_bare, views_of
 from mgpu_core.parallel.scatter_inputs.replicated import trace_replicated
@@ -69,7 +70,8 @@ def _plain_views(
     columns = list(map(views_of, tensors, repeat(counts), repeat(dim)))
     if is_tracing():
         for name, each, views in zip(_names(objects), tensors, columns, strict=True):
-            trace_cut("scatter", name, each.device, views, dim, "view")
+            route = "view" if begin_alike(views[0], each) else "copy"
+            trace_cut("scatter", name, each.device, views, dim, route)
     return _rebuilt(objects, columns), counts
 
 

@@ -1,0 +1,169 @@
+"""Containers and bound methods in attributes that reach layers of a module: a replica's must reach the replica's.
+
+``self.blocks = [self.first, self.second]`` registers nothing, so that copies of the registered modules leave the list
+as it is, with the original's layers.  Here such attributes are found, in every forward and so by loops that run in C,
+and made again for a replica.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
+from itertools import chain
+from operator import call, itemgetter
+from types import MethodType
+from typing import Any
+
+from torch.nn import Module
+
+__all__ = ["attributes_that_reach", "entries_of", "rewired"]
+
+_DEPTH = 100  # of containers in containers
+_TORCHS = {*vars(Module()), "_compiled_call_impl", "_former_parameters", "_is_replica", "_flat_weights", "_all_weights"}
+_KEPT = 4096
+
+_DICTS, _LISTS = (dict, OrderedDict, defaultdict), (list, tuple)
+
+
+class _Getters(dict[tuple[str, ...], Callable[[Any], tuple[Any, ...]]]):
+    """By the names of a module's attributes a function that takes the user's own from its ``__dict__``."""
+
+    def __missing__(self, names: tuple[str, ...]) -> Callable[[Any], tuple[Any, ...]]:
+        if len(self) >= _KEPT:
+            self.clear()
+        own = [name for name in names if name not in _TORCHS]
+        filler = "training" if "training" in names else names[0]
+        found = self[names] = itemgetter(*own, filler, filler)
+        return found
+
+
+_getters = _Getters()
+_plain: set[type] = set()  # classes whose objects reach nothing
+_reaching: set[type] = set()  # and those whose objects may
+
+
+def entries_of(value: Any) -> list[Any]:
+    """Return what a container, a partial or a bound method reaches; nothing for anything else."""
+    kind = type(value)
+    if kind in _DICTS:
+        return [*value, *value.values()]
+    if kind in _LISTS or _is_named_tuple(kind):
+        return list(value)
+    if kind is partial:
+        return [value.func, value.args, value.keywords]
+    return [value.__self__] if kind is MethodType else []
+
+
+def _is_named_tuple(kind: type) -> bool:
+    return issubclass(kind, tuple) and hasattr(kind, "_fields")
+
+
+def _may_reach(kind: type) -> bool:
+    return issubclass(kind, Module) or kind in (*_DICTS, *_LISTS, partial, MethodType) or _is_named_tuple(kind)
+
+
+def attributes_that_reach(modules: Sequence[Module], wanted: Collection[int]) -> list[list[str]] | None:
+    """Return per module the names of attributes that reach a wanted module; ``None`` if there are none at all.
+
+    Args:
+        modules: whose attributes are looked at, without their registered parameters, buffers and modules.
+        wanted: ids of modules.
+    """
+    tables = list(map(vars, modules))
+    getters = [_getters[names] for names in map(tuple, tables)]
+    if not _reaches(list(chain(*map(call, getters, tables))), wanted):
+        return None
+    return [
+        [name for name, value in table.items() if name not in _TORCHS and _reaches([value], wanted)] for table in tables
+    ]
+
+
+def _reaches(values: Iterable[Any], wanted: Collection[int]) -> bool:
+    """Return whether one of the values is a wanted module, or reaches one."""
+    sources: list[Iterable[Any]] = [values]
+    seen: set[int] = set()
+    for _ in range(_DEPTH):
+        kinds = set(map(type, chain.from_iterable(sources))) - _plain
+        if not kinds:
+            return False
+        if not kinds <= _reaching and not (kinds := _sorted_out(kinds)):
+            return False
+        found = [value for value in chain.from_iterable(sources) if type(value) in kinds]
+        ids = set(map(id, found))
+        if not ids.isdisjoint(wanted):
+            return True
+        if not seen.isdisjoint(ids):
+            found = [value for value in found if id(value) not in seen]
+        seen |= ids
+        sources = [value for value in found if type(value) in _LISTS]
+        sources += list(map(entries_of, [value for value in found if type(value) not in _LISTS]))
+    return False
+
+
+def _sorted_out(kinds: set[type]) -> set[type]:
+    """Return the classes whose objects may reach modules; remember all."""
+    if len(_plain) + len(_reaching) > _KEPT:
+        _plain.clear()
+        _reaching.clear()
+    found = set(filter(_may_reach, kinds))
+    _reaching.update(found)
+    _plain.update(kinds - found)
+    return found
+
+
+def rewired(value: Any, made: dict[int, Any], depth: int = _DEPTH) -> Any:
+    """Return the value with other modules in place of some; the value itself where it reaches none of those.
+
+    Args:
+        value: a container, a partial, a bound method, or a module.
+        made: what takes the place of each object, by its id; containers are added, so that identity and cycles stay.
+        depth: how many containers deep.
+    """
+    if id(value) in made:
+        return made[id(value)]
+    kind = type(value)
+    if not depth or kind in _plain or isinstance(value, Module):
+        return value
+    again = partial(_rewired_all, made=made, depth=depth - 1)
+    if kind in _DICTS:
+        return _filled(value, value.copy(), made, again)
+    if kind is list:
+        return _filled(value, value.copy(), made, again)
+    new = value
+    if kind is tuple or _is_named_tuple(kind):
+        entries, same = again(value)
+        new = value if same else tuple(entries) if kind is tuple else kind._make(entries)
+    elif kind is partial:
+        (function, arguments, keywords), same = again((value.func, value.args, value.keywords))
+        new = value if same else partial(function, *arguments, **keywords)
+    elif kind is MethodType:
+        (owner,), same = again((value.__self__,))
+        new = value if same else MethodType(value.__func__, owner)
+    made[id(value)] = new
+    return new
+
+
+def _rewired_all(values: Iterable[Any], made: dict[int, Any], depth: int) -> tuple[list[Any], bool]:
+    before = list(values)
+    after = [rewired(each, made, depth) for each in before]
+    return after, all(one is other for one, other in zip(before, after, strict=True))
+
+
+def _filled(
+    value: Any, new: Any, made: dict[int, Any], again: Callable[[Iterable[Any]], tuple[list[Any], bool]]
+) -> Any:
+    """Return the copy of a list or dict with its entries made again; it is known before they are, for cycles."""
+    made[id(value)] = new
+    if isinstance(value, Mapping):
+        keys, same_keys = again(value)
+        values, same_values = again(value.values())
+        same = same_keys and same_values
+        if not same:
+            new.clear()
+            new.update(zip(keys, values, strict=True))
+    else:
+        new[:], same = again(value)
+    if same:
+        made[id(value)] = value
+    return made[id(value)]

@@ -1,0 +1,81 @@
+"""Find forwards of replicas that compute with the module's own parameters: by closures, weak references, helpers.
+
+Lists, dicts, partials and methods are made again for replicas (``layer_holders``).  What cannot be looked into is found
+by the graph that the first forwards leave: that of a rank above 0 ends in copies, and in no parameter of the module::
+
+    outputs of rank 1 ── ... ── copies of rank 1 ── broadcast ── the module's parameters     as it should be
+                          └─── a parameter of the module                                     found
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.nn import Module
+
+from mgpu_core._warnings import warn_user
+from mgpu_core.module_tree import ModuleTree
+from mgpu_core.nested import tensors_in
+
+__all__ = ["OriginalsWatch"]
+
+_BORDERS = {"_BroadcastBackward", "_ScatterBackward"}  # what is behind them belongs to the call, not to the rank
+
+
+class OriginalsWatch:
+    """Watches one forward of all replicas.
+
+    Args:
+        tree: the module.
+
+    Attributes:
+        used: the ids of the module's parameters that a rank above 0 has computed with.
+    """
+
+    def __init__(self, tree: ModuleTree) -> None:
+        self._module = tree.nodes[0].module
+        self._ids = frozenset(map(id, tree.parameters))
+        self.used: set[int] = set()
+
+    def around(self, replicas: Sequence[Callable[..., Any]]) -> list[Callable[..., Any]]:
+        """Return what to call in place of the replicas; rank 0 may have parameters of the module itself."""
+        return [*replicas[:1], *map(self._watched, replicas[1:])]
+
+    def _watched(self, replica: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            outputs = replica(*args, **kwargs)
+            self.used |= self._ids.intersection(map(id, _parameters_behind(outputs)))
+            return outputs
+
+        return call
+
+    def tell(self) -> None:
+        """Warn if a rank above 0 has used a parameter of the module itself."""
+        if not self.used:
+            return
+        name = next(name for name, each in Module.named_parameters(self._module) if id(each) in self.used)
+        warn_user(
+            f"a replica of {type(self._module).__name__} computes with {name} of the module itself: a closure, a weak "
+            "reference or a helper object holds the module or one of its layers. Ranks share that layer, so its "
+            "buffers are written once per rank, and on several devices the operation fails. Reach layers by attributes "
+            "of the module (lists, dicts, partials and bound methods of layers are made again for each replica)"
+        )
+
+
+def _parameters_behind(outputs: Any) -> list[torch.Tensor]:
+    """Return the leaves of the outputs' graph, up to the inputs and the copies of parameters."""
+    found: list[torch.Tensor] = []
+    waiting: list[Any] = [each.grad_fn for each in tensors_in(outputs)]
+    seen: set[Any] = {None}
+    while waiting:
+        node = waiting.pop()
+        if node not in seen:
+            seen.add(node)
+            leaf = getattr(node, "variable", None)
+            if leaf is not None:
+                found.append(leaf)
+            elif type(node).__name__ not in _BORDERS:
+                waiting += [each for each, _ in node.next_functions]
+    return found

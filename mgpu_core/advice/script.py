@@ -126,7 +126,7 @@ def without_wrappers(net: Any) -> Any:
 
 def dim_of(net: Any) -> int:
     """Return the dimension of the rows: that of the outermost wrapper."""
-    return int(net.dim) if isinstance(net, torch.nn.DataParallel) else 0
+    return int(getattr(net, "dim", 0)) if isinstance(net, torch.nn.DataParallel) else 0
 
 
 def check_names(names: Container[str], chosen: Chosen, script: Path) -> None:

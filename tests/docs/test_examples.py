@@ -17,7 +17,15 @@ ALL = sorted(set((DOCS / "examples").glob("*.py")) - {PLOTTING})
 EXAMPLES = [path for path in ALL if path not in (SEVERAL_PROCESSES, SMALL_GPT, SERVE)]
 LOSS = re.compile(r": (?:loss|energy distance) (\d+\.\d+)")
 GUIDE = (DOCS / "migration.md").read_text()
-PAGES = ("loading.md", "migration.md", "pipeline.md", "tensor_parallel.md", "run.md", "train_step.md")
+PAGES = (
+    "loading.md",
+    "migration.md",
+    "pipeline.md",
+    "tensor_parallel.md",
+    "run.md",
+    "train_step.md",
+    "what_a_rank_sees.md",
+)
 GUIDES = {name: (DOCS / name).read_text() for name in PAGES}
 BLOCKS = [
     (name, block)

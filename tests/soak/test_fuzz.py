@@ -108,7 +108,7 @@ def refused_by_scatter(case):
                 continue
             first = first or (text, shape[case.dim])
             if shape[case.dim] != first[1]:
-                return ValueError, [text, first[0], f"dimension {case.dim}", "mgpu_core.Replicate"]
+                return ValueError, [text, first[0], f"dimension {case.dim}"]
     return None
 
 

@@ -138,11 +138,12 @@ def test_the_module_must_be_where_the_first_rank_is(functional):
 
 def test_no_reference_cycles():
     model, x = DataParallel(linear(), TEAM), rows()
-    model(x).sum().backward()
-    gc.collect()
-    model(x).sum().backward()
-    wake_workers()
-    assert gc.collect() == 0
+    left = []
+    for _ in range(4):  # what threads of other tests have left goes once; a cycle comes again each time
+        model(x).sum().backward()
+        wake_workers()
+        left.append(gc.collect())
+    assert min(left[1:]) == 0, left
 
 
 def test_no_grad_reaches_the_ranks():

@@ -6,6 +6,7 @@ of them wait in the Predictor at once.
 
 import contextlib
 import os
+import random
 import re
 import signal
 import socket
@@ -52,9 +53,12 @@ def wanted(x):
 
 
 def free_port():
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
+    """Return a port below those that the system gives to connections, one of which could take it meanwhile."""
+    while True:
+        port = random.randrange(20_000, 32_000)
+        with contextlib.suppress(OSError), socket.socket() as found:
+            found.bind(("127.0.0.1", port))
+            return port
 
 
 def write(folder, name, *changes):

@@ -23,6 +23,7 @@ __all__ = [
     "Rows",
     "Tree",
     "any_tensor",
+    "cloned",
     "flatten",
     "flatten_alike",
     "is_undivided",
@@ -256,6 +257,11 @@ def map_leaves(obj: Any, function: Callable[[Any], Any]) -> Any:
         return function(obj)
     leaves: list[Any] = []
     return flatten(obj, leaves, "value", whole=True).unflatten(map(function, leaves))
+
+
+def cloned(obj: Any) -> Any:
+    """Return the nest with a copy of each tensor, which may be written."""
+    return map_leaves(obj, lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf)
 
 
 def tensors_in(obj: Any) -> list[torch.Tensor]:

@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 import torch
-from fakes.nets import cpu
+from fakes.nets import Scaled, cpu
 from torch import nn
 from torch.nn.utils import parametrizations, prune
 
@@ -18,15 +18,6 @@ warnings.filterwarnings("ignore", category=FutureWarning)
 class Masked(nn.Linear):
     def forward(self, x):
         return nn.functional.linear(x, self.weight * self.weight.mask, self.bias)
-
-
-class Scaled(nn.Parameter):
-    """A parameter with a number of its own, as quantised weights have one."""
-
-    def __new__(cls, data, scale):
-        made = torch.Tensor._make_subclass(cls, data, True)
-        made.scale = scale
-        return made
 
 
 class Quantised(nn.Module):

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from itertools import islice
 from typing import Any
 
 import torch
+from torch.nn import Module
 from torch.nn.utils.rnn import PackedSequence
 
 from mgpu_core._warnings import warn_user
@@ -24,8 +24,9 @@ from mgpu_core.containers import is_registered, opened
 from mgpu_core.inference.requests import Call, Request
 from mgpu_core.nested import Rows, flatten, is_undivided
 from mgpu_core.parallel.gather_outputs import equal
+from mgpu_core.parallel.scatter_inputs.arguments import sliced
 
-__all__ = ["Answers", "ApartError", "difference"]
+__all__ = ["Answers", "ApartError", "computes_in_half", "difference"]
 
 _COMPARED = 16  # requests of a form
 _FORMS = 4096  # are remembered
@@ -89,7 +90,7 @@ class Answers:
         self.check_rows(outputs, sum(rows), requests[0])
         leaves: list[Any] = []
         tree = flatten(outputs, leaves, "outputs")
-        columns = [_parts_of(leaf, rows) for leaf in leaves]
+        columns = [sliced(leaf, rows, 0) for leaf in leaves]
         return [tree.unflatten(iter([column[index] for column in columns])) for index in range(len(rows))]
 
     def check_rows(self, outputs: Any, rows: int, request: Request) -> None:
@@ -141,13 +142,6 @@ class Answers:
             self._note(form, 0)
 
 
-def _parts_of(leaf: Any, rows: list[int]) -> Sequence[Any]:
-    if isinstance(leaf, Rows):
-        entries = iter(leaf)
-        return [Rows(islice(entries, count)) for count in rows]
-    return [leaf] * len(rows) if leaf is None else leaf.split(rows)
-
-
 def _undivided(outputs: Any, rows: int, path: str) -> str | None:
     """Return what has no row for each of ``rows``, as a sentence; ``None`` if all has."""
     if outputs is None:
@@ -174,6 +168,11 @@ def _is_only_a_container(obj: Any) -> bool:
         return False
     known = {id(None), *(map(id, obj.values()) if isinstance(obj, Mapping) else ())}
     return known.issuperset(map(id, getattr(obj, "__dict__", {}).values()))  # an attribute may be of all rows
+
+
+def computes_in_half(module: Module) -> bool:
+    """Return whether a parameter of the module is in half precision."""
+    return any(each.dtype in _HALF for each in module.parameters())
 
 
 def difference(one: Any, other: Any, *, half: bool) -> str | None:

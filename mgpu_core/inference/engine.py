@@ -33,7 +33,7 @@ from mgpu_core.inference.replicas import Replica
 from mgpu_core.inference.request_queue import RequestQueue
 from mgpu_core.inference.requests import Call, Joiner, Request, copied_to_host
 from mgpu_core.inference.stats import DeviceStats, Stats
-from mgpu_core.nested import map_leaves, tensors_in
+from mgpu_core.nested import cloned, map_leaves, tensors_in
 from mgpu_core.null_context import NULL_CONTEXT
 from mgpu_core.trace.events import INFERENCE, Served
 from mgpu_core.trace.tracer import emit, in_step, span, when_tracing
@@ -196,7 +196,7 @@ class Engine:
         answers = [parts[self._output_device or each.device][index] for index, each in enumerate(requests)]
 
         def run(request: Request) -> Any:
-            call = map_leaves(self._joiner.joined([request], device), _copied)  # the module may write into it
+            call = cloned(self._joiner.joined([request], device))  # the module may write into it
             (outputs,) = self._outputs(rank, [request], call).values()
             if device.type != "cpu":
                 torch.accelerator.current_stream(device).synchronize()
@@ -266,10 +266,6 @@ def _raisable(error: BaseException) -> BaseException:
     other = RuntimeError("the module raised StopIteration")
     other.__cause__ = error
     return other
-
-
-def _copied(leaf: Any) -> Any:
-    return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
 
 
 def _own_memory(leaf: Any) -> Any:

@@ -23,17 +23,27 @@ from torch.optim import Optimizer
 from mgpu_core._warnings import warn_user
 from mgpu_core.device.devices import default_devices
 from mgpu_core.device.random import random_numbers_kept
-from mgpu_core.inference.answers import difference
+from mgpu_core.inference.answers import computes_in_half, difference
 from mgpu_core.module_copy import copy_module
-from mgpu_core.nested import map_leaves
+from mgpu_core.nested import cloned
 from mgpu_core.wrapper import DataParallel
 
-__all__ = ["AutoWrap", "uncounted"]
+__all__ = ["AutoWrap", "not_counted", "uncounted"]
 
 uncounted: ContextVar[bool] = ContextVar("uncounted", default=False)
 """True while wrappers and calls are our own, and not the script's."""
 
-_HALF = (torch.float16, torch.bfloat16)
+
+@contextmanager
+def not_counted() -> Iterator[None]:
+    """Make wrappers and calls inside the block our own."""
+    token = uncounted.set(True)
+    try:
+        yield
+    finally:
+        uncounted.reset(token)
+
+
 _WRAPPERS = (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)
 
 
@@ -124,13 +134,12 @@ class AutoWrap:
             copied = copy_module(net)
             for each in copied.modules():
                 each.training = False
-            token = uncounted.set(True)
-            calls = (copied, DataParallel(copied, dim=self._dim))
-            uncounted.reset(token)
+            with not_counted():
+                calls = (copied, DataParallel(copied, dim=self._dim))
             with torch.no_grad(), random_numbers_kept(map(_device_of, net.parameters())), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                plain, over_ranks = (each(*map_leaves(args, _copied), **map_leaves(kwargs, _copied)) for each in calls)
-            found = difference(over_ranks, plain, half=any(each.dtype in _HALF for each in net.parameters()))
+                plain, over_ranks = (each(*cloned(args), **cloned(kwargs)) for each in calls)
+            found = difference(over_ranks, plain, half=computes_in_half(net))
         except Exception:  # the script's own call says what is wrong
             return
         if found is not None:
@@ -146,10 +155,6 @@ class AutoWrap:
 
 
 _device_of = attrgetter("device")
-
-
-def _copied(leaf: Any) -> Any:
-    return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
 
 
 def _modules() -> list[Module]:

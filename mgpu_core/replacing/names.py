@@ -18,7 +18,7 @@ import torch
 from mgpu_core.device.devices import has_accelerator
 from mgpu_core.parallel import gather, parallel_apply, replicate, scatter, scatter_kwargs
 from mgpu_core.replacing import functions
-from mgpu_core.replacing.auto_wrap import AutoWrap, uncounted
+from mgpu_core.replacing.auto_wrap import AutoWrap, not_counted, uncounted
 from mgpu_core.replacing.cuda_as_cpu import Device, moving_nowhere
 from mgpu_core.wrapper import DataParallel, data_parallel
 
@@ -174,11 +174,8 @@ def _called(function: Any, counts: Counter[str]) -> Any:
         if uncounted.get():
             return function(*args, **kwargs)
         counts[function.__name__] += 1
-        token = uncounted.set(True)
-        try:
+        with not_counted():
             return function(*args, **kwargs)
-        finally:
-            uncounted.reset(token)
 
     return counting
 

@@ -135,3 +135,12 @@ class Embedded(nn.Module):
 
     def forward(self, x):
         return self.embedding(x)
+
+
+class Scaled(nn.Parameter):
+    """A parameter with a number of its own, as quantised weights have one."""
+
+    def __new__(cls, data, scale):
+        made = torch.Tensor._make_subclass(cls, data, True)
+        made.scale = scale
+        return made

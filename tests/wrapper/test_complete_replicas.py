@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 import torch
-from fakes.nets import cpu
+from fakes.nets import Scaled, cpu
 from torch import nn
 from torch.func import functional_call
 
@@ -208,15 +208,6 @@ def test_replicas_have_names_and_parameters_that_are_no_leaves(ranks):
         assert replica.state_dict().keys() == net.state_dict().keys()
         assert "weight" not in vars(replica[0])
         assert all(isinstance(each, nn.Parameter) and not each.is_leaf for each in replica.parameters())
-
-
-class Scaled(nn.Parameter):
-    """A parameter with a number of its own, as quantised weights have one."""
-
-    def __new__(cls, data, scale):
-        made = torch.Tensor._make_subclass(cls, data, True)
-        made.scale = scale
-        return made
 
 
 class Quantised(nn.Module):

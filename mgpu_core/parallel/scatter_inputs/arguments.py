@@ -20,7 +20,7 @@ from mgpu_core.parallel.scatter_inputs.replicated import copies_for_all, copies_
 from mgpu_core.parallel.scatter_inputs.unknown import warn_unknown
 from mgpu_core.trace.tracer import is_tracing
 
-__all__ = ["Arguments", "cut", "split_ahead"]
+__all__ = ["Arguments", "cut", "sliced", "split_ahead"]
 
 
 def cut(
@@ -161,7 +161,7 @@ class Arguments:
 
     def slices(self, counts: list[int], dim: int) -> Iterator[list[Any]]:
         """Yield the objects of each part: views of tensors, and their :class:`Rows`; all else is shared."""
-        columns = [_sliced(leaf, counts, dim) for leaf in self.leaves]
+        columns = [sliced(leaf, counts, dim) for leaf in self.leaves]
         return (self.rebuild(list(leaves)) for leaves in zip(*columns, strict=True))
 
     def _disagreement(self, one: int, other: int, dim: int) -> str:
@@ -225,7 +225,8 @@ def _deal(rows: Rows[Any], team: Team, counts: list[int]) -> list[list[Any]]:
     return [[moved(each, device) for each in islice(entries, count)] for device, count in pairs]
 
 
-def _sliced(leaf: Any, counts: list[int], dim: int) -> Sequence[Any]:
+def sliced(leaf: Any, counts: list[int], dim: int) -> Sequence[Any]:
+    """Return the parts of a leaf: views of a tensor, its :class:`Rows`; anything else is the same in all parts."""
     if isinstance(leaf, Rows):
         entries = iter(leaf)
         return [Rows(islice(entries, count)) for count in counts]

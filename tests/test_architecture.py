@@ -1,10 +1,10 @@
 """The arrows point down: read from the sources, file by file.
 
 Python, from the top: cli -> bench -> doctor, lessons, mnist, replacing -> advice -> explain -> explanation ->
-integrations -> wrapper, device_loader, inference -> train -> tensor_parallel -> pipeline -> parallel, optim, processes,
-sync_batchnorm -> comm -> tensor_loader -> kernels -> nested, replica_parameters -> device, module_copy ->
-module_tree -> layer_holders, replica_hooks, errors, files, user_script -> trace -> null_context, _warnings, containers,
-extras, html -> _core.
+integrations -> wrapper, device_loader, inference -> train -> tensor_parallel -> pipeline, comparison -> parallel,
+optim, processes, sync_batchnorm -> comm -> tensor_loader -> kernels -> nested, replica_parameters -> device,
+module_copy -> module_tree -> layer_holders, replica_hooks, errors, files, user_script -> trace -> null_context,
+_warnings, containers, extras, html -> _core.
 C++: bindings -> backends.cpp -> backends/* -> core; backends do not include each other; only bindings uses pybind11.
 """
 
@@ -31,7 +31,7 @@ LAYERS = [
     {"tensor_loader"},
     {"comm"},
     {"parallel", "processes", "sync_batchnorm", "optim"},
-    {"pipeline"},
+    {"comparison", "pipeline"},
     {"tensor_parallel"},
     {"train"},
     {"wrapper", "inference", "device_loader"},

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import copy
-
 from mgpu_core.advice.memory import Memory
 from mgpu_core.advice.plan import Plan
 from mgpu_core.advice.recommend import PIPELINE, Recommendation
 from mgpu_core.device.memory import total_nbytes
 from mgpu_core.explanation.tables import human_nbytes
+from mgpu_core.module_copy import copy_module
 from mgpu_core.pipeline.balance import cut_layers, measured_layers
 
 __all__ = ["capacity_of", "recommended_cut"]
@@ -30,7 +29,7 @@ def recommended_cut(plan: Plan, memory: Memory, capacity: int) -> Recommendation
     A part needs its share, by parameters, buffers and what autograd keeps, of the rank's memory.  Micro-batches need
     less, since not all of them are in a stage at once.
     """
-    net = copy.deepcopy(plan.net).cpu()
+    net = copy_module(plan.net).cpu()
     inputs = plan.sample if plan.loss_fn is None else plan.sample[:-1]
     layers = measured_layers(net, tuple(each.cpu() for each in inputs))
     total = sum(layer.nbytes for layer in layers)

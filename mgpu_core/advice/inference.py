@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 import time
@@ -23,6 +22,7 @@ from mgpu_core.explanation.environ import environment
 from mgpu_core.explanation.tables import columns, human_seconds
 from mgpu_core.inference.predictor import Predictor
 from mgpu_core.inference.requests import Call, Request
+from mgpu_core.module_copy import copy_module
 from mgpu_core.nested import map_leaves, moved
 from mgpu_core.pipeline.placement import is_spread
 
@@ -212,7 +212,7 @@ def _measured(
     """Return what callers of one row saw, and one of whole batches."""
     one_row: Call = map_leaves(call, lambda leaf: leaf[:1] if isinstance(leaf, torch.Tensor) else leaf)
     if not way.ranks:
-        bare = copy.deepcopy(net).to(devices[0]).eval()
+        bare = copy_module(net).to(devices[0]).eval()
         one = asked_for(partial(_call_bare, bare, one_row, devices[0]), 1, callers, seconds)
         return one, asked_for(partial(_call_bare, bare, call, devices[0]), rows, 1, seconds) if rows > 1 else None
     settings = {"max_batch": way.max_batch, "max_wait_ms": way.max_wait_ms}

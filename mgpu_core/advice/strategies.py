@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +12,7 @@ from torch.nn import Module
 from mgpu_core.advice.batches import Batch
 from mgpu_core.advice.plan import Plan
 from mgpu_core.errors import Error
+from mgpu_core.module_copy import copy_module
 from mgpu_core.train.graph_cache import GRAPH_DEVICE, WARM_UP
 from mgpu_core.train.step import TrainStep
 from mgpu_core.wrapper import DataParallel
@@ -53,7 +53,7 @@ def copied(module: Any, device: torch.device) -> Any:
     """Return a deep copy on ``device``, without gradients; objects other than modules are shared."""
     if not isinstance(module, Module):
         return module
-    found = copy.deepcopy(module)
+    found = copy_module(module)
     found.zero_grad(set_to_none=True)
     return found.to(device)
 

@@ -16,22 +16,19 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.nn import Module
 from torch.nn.utils.rnn import PackedSequence
 
 from mgpu_core._warnings import warn_user
+from mgpu_core.comparison import difference
 from mgpu_core.containers import is_registered, opened
 from mgpu_core.inference.requests import Call, Request
 from mgpu_core.nested import Rows, flatten, is_undivided
-from mgpu_core.parallel.gather_outputs import equal
 from mgpu_core.parallel.scatter_inputs.arguments import sliced
 
-__all__ = ["Answers", "ApartError", "computes_in_half", "difference"]
+__all__ = ["Answers", "ApartError"]
 
 _COMPARED = 16  # requests of a form
 _FORMS = 4096  # are remembered
-_TOLERANCE, _HALF_TOLERANCE = 1e-4, 3e-2  # of the largest value of a leaf
-_HALF = (torch.float16, torch.bfloat16)
 
 
 class ApartError(Exception):
@@ -168,40 +165,3 @@ def _is_only_a_container(obj: Any) -> bool:
         return False
     known = {id(None), *(map(id, obj.values()) if isinstance(obj, Mapping) else ())}
     return known.issuperset(map(id, getattr(obj, "__dict__", {}).values()))  # an attribute may be of all rows
-
-
-def computes_in_half(module: Module) -> bool:
-    """Return whether a parameter of the module is in half precision."""
-    return any(each.dtype in _HALF for each in module.parameters())
-
-
-def difference(one: Any, other: Any, *, half: bool) -> str | None:
-    """Return how two answers differ by more than rounding, as a sentence; ``None`` if they do not."""
-    leaves: tuple[list[Any], list[Any]] = ([], [])
-    trees = [flatten(each, found, "outputs", whole=True) for each, found in zip((one, other), leaves, strict=True)]
-    if (found := trees[0].difference(trees[1], "outputs")) is not None:
-        return found
-    for path, mine, theirs in zip(trees[0].paths("outputs"), *leaves, strict=True):
-        if isinstance(mine, Rows) and isinstance(theirs, Rows):
-            text = difference(list(mine), list(theirs), half=half)
-        else:
-            text = _difference_of_leaves(mine, theirs, half=half)
-        if text is not None:
-            return f"{path} {text}"
-    return None
-
-
-def _difference_of_leaves(one: Any, other: Any, *, half: bool) -> str | None:
-    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
-        return None if equal(one, other) else "is another object in a batch than alone"
-    if one.shape != other.shape or one.dtype != other.dtype:
-        return f"has shape {tuple(one.shape)} in a batch and {tuple(other.shape)} alone"
-    wide = torch.complex128 if one.is_complex() else torch.float64
-    mine, theirs = one.to(wide), other.to(wide)
-    same = (mine == theirs) | (mine.isnan() & theirs.isnan())
-    distance = torch.where(same, 0, mine - theirs).abs().max() if one.numel() else 0.0
-    scale = torch.where(theirs.isfinite(), theirs, 0).abs().max() if one.numel() else 0.0
-    tolerance = _HALF_TOLERANCE if half or one.dtype in _HALF else _TOLERANCE
-    if distance <= tolerance * scale:
-        return None
-    return f"differs by {float(distance):.3g}, of values up to {float(scale):.3g}"

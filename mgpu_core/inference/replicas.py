@@ -10,8 +10,8 @@ import torch
 from torch.nn import Module
 
 from mgpu_core._warnings import warn_user
+from mgpu_core.comparison import any_in_half
 from mgpu_core.device.transfer import module_to
-from mgpu_core.inference.answers import computes_in_half
 from mgpu_core.inference.requests import form_of, key_of
 from mgpu_core.module_copy import copy_module, give_attributes, set_compiled
 from mgpu_core.nested import Tree, flatten, map_leaves
@@ -37,7 +37,7 @@ class Replica:
 
     def __init__(self, module: Module, graphs: GraphedModule | None) -> None:
         self.module, self._graphs = module, graphs
-        self.is_half = computes_in_half(module)
+        self.is_half = any_in_half(module.parameters())
         self._tables = [table for each in module.modules() for table in (each._parameters, each._buffers) if len(table)]
         self._calls_to_watch = 3
 

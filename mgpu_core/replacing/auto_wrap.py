@@ -21,9 +21,9 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from mgpu_core._warnings import warn_user
+from mgpu_core.comparison import any_in_half, difference
 from mgpu_core.device.devices import default_devices
 from mgpu_core.device.random import random_numbers_kept
-from mgpu_core.inference.answers import computes_in_half, difference
 from mgpu_core.module_copy import copy_module
 from mgpu_core.nested import cloned
 from mgpu_core.wrapper import DataParallel
@@ -139,7 +139,7 @@ class AutoWrap:
             with torch.no_grad(), random_numbers_kept(map(_device_of, net.parameters())), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 plain, over_ranks = (each(*cloned(args), **cloned(kwargs)) for each in calls)
-            found = difference(over_ranks, plain, half=computes_in_half(net))
+            found = difference(over_ranks, plain, half=any_in_half(net.parameters()))
         except Exception:  # the script's own call says what is wrong
             return
         if found is not None:

@@ -7,7 +7,6 @@ weights is divided when all weights are known, after the sums over the ranks.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from torch.nn import Module
 
 from mgpu_core.device.team import Team
 from mgpu_core.device.transfer import module_to, to_device
+from mgpu_core.module_copy import copy_module
 from mgpu_core.module_tree import parameters_of, tensors_of
 from mgpu_core.train.rank_modules import RankModules
 
@@ -52,7 +52,7 @@ def loss_of_ranks(loss_fn: Any, team: Team, *, static: bool) -> Any:
     if not tensors:
         return loss_fn
     if any(each.device != team.devices[0] for each in tensors):
-        loss_fn = module_to(copy.deepcopy(loss_fn), team.devices[0])
+        loss_fn = module_to(copy_module(loss_fn), team.devices[0])
     return RankModules(loss_fn, team, None, static=static)
 
 

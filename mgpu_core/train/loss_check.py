@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import Module
 
+from mgpu_core.comparison import any_in_half, tolerance
 from mgpu_core.device.random import random_numbers_kept
 from mgpu_core.nested import flatten
 from mgpu_core.train.joined_outputs import UnjoinedError, joined_plainly
@@ -21,8 +22,6 @@ from mgpu_core.train.loss import RankLoss, rank_loss
 __all__ = ["LossCheck", "LossState", "compare_losses", "warning_of"]
 
 LARGEST_NBYTES = 64 * 2**20  # of outputs that are looked at
-TOLERANCE, HALF_TOLERANCE = 1e-4, 3e-2
-_HALF = (torch.float16, torch.bfloat16)
 
 
 class LossCheck(NamedTuple):
@@ -105,8 +104,7 @@ def compare_losses(
         after.restore()
     if found[0] != found[1] or not math.isfinite(found[0]) or not math.isfinite(ranks):
         return LossCheck(None, reason="the loss draws random numbers, keeps a state of its own, or is not finite")
-    is_half = is_half or any(each.dtype in _HALF for each in tensors)
-    agrees = abs(found[0] - ranks) <= (HALF_TOLERANCE if is_half else TOLERANCE) * size
+    agrees = abs(found[0] - ranks) <= tolerance(half=is_half or any_in_half(tensors)) * size
     return LossCheck(agrees, ranks, found[0], "" if agrees else _advice(loss_fn, target, reduction))
 
 

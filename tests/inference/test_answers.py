@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.utils.rnn import pack_sequence
 
 from mgpu_core import Predictor, Replicate, Rows, register_container
-from mgpu_core.inference.answers import difference
+from mgpu_core.comparison import difference
 from mgpu_core.mnist.model import SimpleNet
 
 HOST = torch.device("cpu")
@@ -329,9 +329,9 @@ def test_how_answers_differ():
     assert difference({"y": torch.ones(2)}, {"y": torch.ones(2) + 5e-5}, half=False) is None
     assert difference([torch.ones(2)], [torch.ones(2) + 2e-4], half=False).startswith("outputs[0] differs by 0.0002")
     assert difference(torch.ones(2), torch.ones(2) + 2e-2, half=True) is None
-    assert "shape (1, 3) in a batch and (1, 2) alone" in difference(torch.ones(1, 3), torch.ones(1, 2), half=False)
+    assert "shape (1, 3), not (1, 2)" in difference(torch.ones(1, 3), torch.ones(1, 2), half=False)
     assert "differs" in difference(one, torch.zeros(3), half=False)
-    assert difference(Rows(["a"]), Rows(["b"]), half=False).endswith("is another object in a batch than alone")
+    assert difference(Rows(["a"]), Rows(["b"]), half=False).endswith("is another object")
     assert difference([1], (1,), half=False) is not None
     assert difference(torch.ones(0), torch.ones(0), half=False) is None
     assert difference(torch.tensor([True]), torch.tensor([False]), half=False) is not None

@@ -47,7 +47,7 @@ class Modes:
         self._context = contexts[-1] if contexts else None
         default = None if self._context is None else self._context.device
         self._ours = default is not None and default.type in {each.type for each in team} and as_device(default) in team
-        self._functions = [mode for mode in functions if not isinstance(mode, DeviceContext)]
+        self._functions = functions
         self._dispatches = [mode for mode in dispatches if not isinstance(mode, RankStream)]
 
     @contextmanager
@@ -56,10 +56,8 @@ class Modes:
         dispatches, functions = _len_torch_dispatch_stack(), _len_torch_function_stack()
         # Pushed, not entered: `__enter__` of a mode notes in globals what was there before, and several threads that
         # come and go would leave them wrong for good.
-        if self._context is not None:
-            _push_function_mode(DeviceContext(device) if self._ours else self._context)
         for mode in self._functions:
-            _push_function_mode(mode)
+            _push_function_mode(DeviceContext(device) if self._ours and mode is self._context else mode)
         for mode in self._dispatches:
             _push_dispatch_mode(mode)
         try:

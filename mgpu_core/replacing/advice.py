@@ -29,7 +29,7 @@ class _MeanOfOutputs(Module):
 
     def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
         """Return the mean over all floating-point outputs."""
-        inputs = tuple(each.movedim(0, self.dim) for each in inputs)
+        inputs = tuple(each.movedim(0, self.dim).contiguous() for each in inputs)
         end = len(inputs) - len(self.names)
         outputs = self.net(*inputs[:end], **dict(zip(self.names, inputs[end:], strict=True)))
         return torch.cat([each.float().flatten() for each in tensors_in(outputs) if each.is_floating_point()]).mean()
@@ -49,7 +49,10 @@ def advise_training(seen: Seen | None) -> Advice:
     values = [
         each.movedim(seen.dim, 0) if isinstance(each, torch.Tensor) else each for each in (*args, *given.values())
     ]
-    try:
-        return advise(net, None, values)
-    except TypeError as error:
-        raise ValueError(str(error)) from error
+    for place, value in zip([*range(len(args)), *given], values, strict=True):
+        if not isinstance(value, torch.Tensor) or not value.dim():
+            raise ValueError(
+                f"argument {place} of {type(seen.bare_net).__name__} is no tensor with rows, but a "
+                f"{type(value).__name__}: batches of other sizes cannot be made of it"
+            )
+    return advise(net, None, values)

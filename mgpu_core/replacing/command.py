@@ -62,6 +62,8 @@ def run(args: argparse.Namespace) -> int:
         return status
     for line in str(replaced).splitlines():
         print(f"mgpu run: {line}", file=sys.stderr)
+    if args.wrap == "none" and not replaced.wrapped and not replaced.called:
+        print("mgpu run: note: --wrap auto wraps the net of the first optimizer", file=sys.stderr)
     if args.explain and (not status or trace.steps):  # also after Ctrl-C, or an error late in the script
         saved = _save(trace, here, args.explain)
         status = status or saved
@@ -73,7 +75,10 @@ def run(args: argparse.Namespace) -> int:
 def _save(trace: Trace, here: Path, path: Path) -> int:
     """Write the page and print the table; return the status."""
     if not trace.steps:
-        print(f"mgpu run: error: nothing was recorded: fewer than {_SKIP + 1} steps on several ranks", file=sys.stderr)
+        print(
+            f"mgpu run: error: nothing was recorded: fewer than {_SKIP + 1} steps or forwards of wrappers",
+            file=sys.stderr,
+        )
         return 1
     trace.save_html(here / path)  # the script may have gone to another folder
     print(f"\n{trace.table()}\nwritten: {path}")

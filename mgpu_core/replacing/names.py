@@ -19,7 +19,7 @@ from mgpu_core.device.devices import has_accelerator
 from mgpu_core.parallel import gather, parallel_apply, replicate, scatter, scatter_kwargs
 from mgpu_core.replacing import functions
 from mgpu_core.replacing.auto_wrap import AutoWrap, not_counted, uncounted
-from mgpu_core.replacing.cuda_as_cpu import Device, moving_nowhere
+from mgpu_core.replacing.cuda_as_cpu import CudaAsCpu, loading_on_host, no_gpu
 from mgpu_core.wrapper import DataParallel, data_parallel
 
 __all__ = ["WRAP", "Replaced", "replacing_torch"]
@@ -50,6 +50,7 @@ _HOMES = {
     "torch.nn.parallel.scatter_gather": ("gather", "scatter", "scatter_kwargs"),
 }
 _OURS_OF = {id(getattr(import_module(home), name)): _OURS[name] for home, names in _HOMES.items() for name in names}
+_TWICE = _HOMES.keys() - {"torch.nn.parallel._functions"}  # their names are in the public modules, too
 _PUBLIC = ("torch.nn", "torch.nn.parallel")
 """Of torch's modules, the names are replaced in these and in their homes: DistributedDataParallel uses them, too."""
 
@@ -90,8 +91,8 @@ def replacing_torch(*, ranks: int | None = None, wrap: str = "none", dim: int = 
 
     Args:
         ranks: CPU ranks, on a machine without an accelerator: ``device_ids=None`` means that many, each id of an
-            accelerator means one, ``.cuda()`` of a tensor or a module returns it as it is, and ``torch.device("cuda")``
-            and ``.to("cuda")`` mean the CPU.
+            accelerator means one, and CUDA devices mean the CPU: in ``.cuda()``, ``.to(...)``, ``device=`` of any
+            function and ``map_location=`` of ``torch.load``, in this thread and in its ranks.
         wrap: ``none``, or ``auto``: of the modules that hold the parameters of the first optimizer, the one that is
             called first runs on all devices, unless the code wraps it itself.  Its first outputs are compared with
             those of the plain net, and other ones are warned about.
@@ -111,19 +112,15 @@ def replacing_torch(*, ranks: int | None = None, wrap: str = "none", dim: int = 
     with ExitStack() as stack:
         if ranks is not None:
             stack.enter_context(_variable(RANKS, str(ranks)))
-            for kind, name in ((torch.Tensor, "torch.Tensor.cuda"), (torch.nn.Module, "torch.nn.Module.cuda")):
-                stack.enter_context(_attribute(kind, "cuda", _as_it_is))
-                replaced.names.append(name)
-            for kind, name in ((torch.Tensor, "torch.Tensor.to"), (torch.nn.Module, "torch.nn.Module.to")):
-                stack.enter_context(_attribute(kind, "to", moving_nowhere(kind.to)))
-                replaced.names.append(name)
-            stack.enter_context(_attribute(torch, "device", Device))
-            replaced.names.append("torch.device")
+            stack.enter_context(CudaAsCpu())
+            stack.enter_context(_attribute(torch, "load", loading_on_host(torch.load)))
+            stack.enter_context(_attribute(torch.cuda, "_lazy_init", no_gpu))
+            replaced.names.append("torch.load")
         for module, name, torchs in list(_holders()):
             ours = _OURS_OF[id(torchs)]
             stack.enter_context(_attribute(module, name, counted.get(ours.__name__, ours)))
             replaced.names.append(f"{module.__name__}.{name}")
-        replaced.names = sorted(name for name in replaced.names if name.rpartition(".")[0] not in _HOMES)
+        replaced.names = sorted(name for name in replaced.names if name.rpartition(".")[0] not in _TWICE)
         stack.enter_context(_attribute(DataParallel, "__init__", _counted(replaced.wrapped)))
         if wrap == "auto":
             stack.enter_context(AutoWrap(replaced.left.append, dim).watching())
@@ -178,10 +175,6 @@ def _called(function: Any, counts: Counter[str]) -> Any:
             return function(*args, **kwargs)
 
     return counting
-
-
-def _as_it_is(self: Any, *_args: Any, **_kwargs: Any) -> Any:
-    return self
 
 
 @contextmanager

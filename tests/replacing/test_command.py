@@ -39,13 +39,14 @@ def test_a_script_as_it_is(tmp_path, words, text):
     lines = done.stderr.splitlines()
     assert all(line.startswith("mgpu run: ") for line in lines)
     assert "mgpu run: wrapped: Linear over 4 ranks (cpu, cpu, cpu, cpu)" in lines
-    assert "torch.Tensor.cuda" in lines[0]
+    assert "torch.load" in lines[0]
 
 
 def test_without_a_wrapper_or_wrap_nothing_is_wrapped(tmp_path):
     done = mgpu(tmp_path, "--ranks", "4", text=PLAIN)
     assert (done.returncode, done.stdout) == (0, "['2', '--own'] 0.5625 __main__\n")
     assert "mgpu run: wrapped: nothing" in done.stderr.splitlines()
+    assert "mgpu run: note: --wrap auto wraps the net of the first optimizer" in done.stderr.splitlines()
 
 
 @pytest.mark.parametrize(

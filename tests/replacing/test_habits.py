@@ -1,5 +1,6 @@
 """What public scripts do beside `DataParallel(net)`: time-first data, forward(), torch's functions, devices by name."""
 
+import io
 import signal
 import subprocess
 import sys
@@ -138,6 +139,27 @@ def test_a_wrapper_of_somebody_elses_that_calls_them():
         torch.testing.assert_close(Balanced(net)(x), net(x))
 
 
+class Moving(nn.Module):
+    def forward(self, x):
+        return x + torch.ones(1, device="cuda") + torch.ones(1).cuda()
+
+
+class Adding(nn.Module):
+    def forward(self, x):
+        return x + torch.arange(2, device=torch.device("cpu"))
+
+
+def on_its_device(x):
+    return x + torch.zeros(2, device=x.device) + torch.zeros(2, device=torch.device("cpu"))
+
+
+def saved(**values):
+    file = io.BytesIO()
+    torch.save(values, file)
+    file.seek(0)
+    return file
+
+
 DEVICES = {
     "to by a text": lambda x: x.to("cuda"),
     "to by an index": lambda x: x.to(0),
@@ -150,6 +172,14 @@ DEVICES = {
     "another tensor": lambda x: x.to(torch.ones(1)),
     "a new tensor": lambda x: x.new_tensor([1.0], device=torch.device("cuda")),
     "a factory": lambda x: torch.zeros(2, device=torch.device("cuda:0")),
+    "a factory by a text": lambda x: torch.zeros(2, device="cuda"),
+    "a factory by an index": lambda x: torch.tensor([1.0], device=0),
+    "like another": lambda x: torch.ones_like(x, device="cuda:1"),
+    "in the ranks": lambda x: nn.DataParallel(Moving())(x),
+    "in a script": lambda x: torch.jit.script(on_its_device)(x),
+    "compiled": lambda x: torch.compile(on_its_device, backend="eager", fullgraph=True)(x),
+    "compiled, to a GPU": lambda x: torch.compile(lambda y: y.to("cuda") + 1, backend="eager", fullgraph=True)(x),
+    "exported": lambda x: torch.export.export(Adding(), (x,)).module()(x),
 }
 
 
@@ -158,15 +188,29 @@ def test_devices_by_name_mean_the_cpu(kind):
     with replacing_torch(ranks=2):
         made = DEVICES[kind](torch.ones(2))
         assert made.device.type == "cpu"
-        assert isinstance(made.device, torch.device)
-        assert isinstance(torch.device("cuda"), torch.device)
+        assert torch.equal(torch.load(saved(x=torch.ones(2)), map_location="cuda:1")["x"], torch.ones(2))
         assert nn.Linear(2, 2).to("cuda").weight.device.type == "cpu"
         assert nn.Linear(2, 2).to(torch.float64).weight.dtype is torch.float64
         assert torch.device("meta").type == "meta"
         with torch.device("cuda"):
             assert torch.empty(1).device.type == "cpu"
-    assert isinstance(torch.device, type)
-    assert torch.device("cuda").type == "cuda"
+    assert torch.zeros(1).to("meta").is_meta
+
+
+@pytest.mark.parametrize("call", [torch.cuda.synchronize, lambda: torch.cuda.set_device(0)])
+def test_a_function_that_needs_a_gpu_says_what_devices_mean(call):
+    with replacing_torch(ranks=2), pytest.raises(RuntimeError, match="on CPU ranks there is no GPU"):
+        call()
+
+
+def test_operators_know_the_class_of_devices():
+    with replacing_torch(ranks=2):
+
+        @torch.library.custom_op("mgpu_core_test::moved", mutates_args=())
+        def moved(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+            return x.to(device).clone()
+
+        assert torch.equal(moved(torch.ones(2), torch.device("cpu")), torch.ones(2))
 
 
 def test_functions_are_counted_and_their_own_calls_are_not():
@@ -185,14 +229,34 @@ def test_functions_are_counted_and_their_own_calls_are_not():
     assert "wrapped: nothing" not in str(replaced)
 
 
-def test_advice_takes_the_dimension_of_the_wrapper():
-    net = nn.Linear(6, 3)
+class Viewing(nn.Linear):
+    def forward(self, x):
+        return super().forward(x.view(-1, 6)).view(*x.shape[:2], 3)
+
+
+@pytest.mark.parametrize("kind", [nn.Linear, Viewing])
+def test_advice_takes_the_dimension_of_the_wrapper(kind):
+    net = kind(6, 3)
     model = mgpu_core.DataParallel(net, ["cpu"] * 2, dim=1)
     with watching(training=True) as watch:
         for _ in range(3):
             model(torch.ones(4, 8, 6)).sum().backward()
     advice = advise_training(watch.best())
     assert advice.rows == 8
+    assert all(each.median_s for each in advice.measurements)
+
+
+def test_advice_names_the_argument_that_is_no_tensor():
+    class Summed(nn.Linear):
+        def forward(self, x, others, scale=1.0):
+            return super().forward(x + sum(others)) * scale
+
+    net, x = Summed(6, 3), torch.ones(4, 6)
+    for args, kwargs, name in (((x, [x]), {}, "1 of Summed"), ((x, x), {"scale": 2.0}, "scale of Summed")):
+        with watching(training=True) as watch:
+            net(*args, **kwargs).sum().backward()
+        with pytest.raises(ValueError, match=f"argument {name} is no tensor with rows, but a (list|float)"):
+            advise_training(watch.best())
 
 
 def test_calls_of_a_wrappers_forward_are_seen():

@@ -91,6 +91,18 @@ def test_another_dimension_that_all_have_is_named():
     assert "Replicate" not in text
 
 
+def test_two_readings_of_one_batch_are_both_named():
+    text = message(numbers(8, 12), numbers(16, 12, 8))
+    assert "All have 12 entries along dimension 1: if those are the rows, pass dim=1" in text
+    assert "; or inputs[1] has 2 rows for each of inputs[0]: pass inputs[1].unflatten(0, (8, 2))" in text
+
+
+def test_rows_along_another_dimension_of_one_argument_are_no_multiple():
+    text = message(numbers(16, 5), numbers(4, 16))
+    assert "inputs[1] has 16 entries along dimension 1: if those are its rows, pass inputs[1].transpose(0, 1)" in text
+    assert "unflatten" not in text
+
+
 def test_tables_go_into_replicate():
     assert "mgpu_core.Replicate(...)" in message(numbers(4, 2), numbers(5, 3))
 

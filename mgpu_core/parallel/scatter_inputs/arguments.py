@@ -175,28 +175,45 @@ class Arguments:
     def _advice(self, one: int, other: int, dim: int) -> str:
         """Return what to do about two leaves that differ in their rows."""
         few, many = sorted((one, other), key=lambda position: _rows_of(self.leaves[position], dim))
-        rows, most = (_rows_of(self.leaves[position], dim) for position in (few, many))
-        pair = [self.leaves[few], self.leaves[many]]
-        if all(isinstance(leaf, torch.Tensor) for leaf in pair):
-            if 1 < rows < most and most % rows == 0:
-                return (
-                    f"{self.path(many)} has {most // rows} rows for each of {self.path(few)}: pass {self.path(many)}"
-                    f".unflatten({dim}, ({rows}, {most // rows})), and flatten it in the forward"
-                )
-            tensors = [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor) and leaf.dim()]
-            for axis in range(min(leaf.dim() for leaf in tensors)):
-                sizes = {leaf.size(axis) for leaf in tensors}
-                if axis != dim and len(sizes) == 1 and sizes != {1}:
-                    return (
-                        f"All have {sizes.pop()} entries along dimension {axis}: if those are the rows, pass dim={axis}"
-                    )
-            if all(leaf.dim() == 1 for leaf in pair):
-                return "Flat data with a length per row goes into mgpu_core.Rows(x.split(lengths))"
+        if found := "; or ".join(self._ways(few, many, dim)):
+            return found
         advice = "What every rank should get whole goes into mgpu_core.Replicate(...)"
         alike = {re.sub(r"\[\d+\]", "[]", self.path(position)) for position in (one, other)}
         if len(alike) == 1 and alike != {"inputs[]"}:  # of one list, not two arguments
             advice += "; a list with one entry per row into mgpu_core.Rows(...)"
         return advice
+
+    def _ways(self, few: int, many: int, dim: int) -> Iterator[str]:
+        """Yield how a tensor of few rows and one of many can be passed, as far as their shapes tell."""
+        one, other = self.leaves[few], self.leaves[many]
+        if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
+            return
+        rows, most = one.size(dim), other.size(dim)
+        tensors = [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor) and leaf.dim()]
+        for axis in range(min(leaf.dim() for leaf in tensors)):
+            sizes = {leaf.size(axis) for leaf in tensors}
+            if axis != dim and len(sizes) == 1 and sizes != {1}:
+                yield (
+                    f"All have {sizes.pop()} entries along dimension {axis}: if those are the rows, pass dim={axis} "
+                    f"to the wrapper or the step, or --dim {axis} to `mgpu run`"
+                )
+                break
+        for axis, size in enumerate(one.shape):
+            if axis != dim and size == most > 1:
+                name = self.path(few)
+                yield (
+                    f"{name} has {most} entries along dimension {axis}: if those are its rows, pass "
+                    f"{name}.transpose({dim}, {axis})"
+                )
+                return
+        if 1 < rows < most and most % rows == 0:
+            folded = f"{self.path(many)}.unflatten({dim}, ({rows}, {most // rows}))"
+            yield (
+                f"{self.path(many)} has {most // rows} rows for each of {self.path(few)}: pass {folded}, and flatten "
+                "it in the forward"
+            )
+        elif one.dim() == other.dim() == 1:
+            yield "Flat data with a length per row goes into mgpu_core.Rows(x.split(lengths))"
 
 
 def _has_no_dimension(leaf: Any) -> bool:

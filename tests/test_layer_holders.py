@@ -12,7 +12,7 @@ import torch
 from fakes.nets import cpu
 from torch import nn
 
-from mgpu_core import DataParallel, TrainStep, replicate
+from mgpu_core import DataParallel, SyncBatchNorm, TrainStep, replicate
 from mgpu_core.layer_holders import attributes_that_reach, rewired
 
 Pair = namedtuple("Pair", "norm act")
@@ -296,6 +296,23 @@ def test_no_false_alarm(make):
         many = DataParallel(net, cpu(2))
         for _ in range(3):
             many(x)
+
+
+@pytest.mark.parametrize("how", ["forward", "step"])
+@pytest.mark.parametrize("kind", ["ranks that meet", "inputs with a graph"])
+def test_no_false_alarm_where_graphs_of_ranks_touch(kind, how):
+    """Layers that normalise over all ranks join their graphs, and so does what was computed before the cut."""
+    first, second = nn.Linear(3, 3), nn.Linear(3, 3)
+    layers = [first, SyncBatchNorm(3), second] if kind == "ranks that meet" else [first, second]
+    net = nn.Sequential(*layers).double().to(cpu(1)[0])
+    x = torch.randn(4, 3, dtype=torch.float64, device=cpu(1)[0])
+    many = DataParallel(net, cpu(2))
+    step = TrainStep(net, nn.functional.mse_loss, torch.optim.SGD(net.parameters(), 0.0), cpu(2))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(3):
+            given = first(x) if kind == "inputs with a graph" else x
+            many(given) if how == "forward" else step(given, x)
 
 
 @pytest.mark.parametrize("static", [False, True])

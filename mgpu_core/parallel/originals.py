@@ -21,7 +21,7 @@ from mgpu_core.nested import tensors_in
 
 __all__ = ["OriginalsWatch"]
 
-_BORDERS = {"_BroadcastBackward", "_ScatterBackward"}  # what is behind them belongs to the call, not to the rank
+_COPIES = "_BroadcastBackward"  # the node behind the copies of all ranks
 
 
 class OriginalsWatch:
@@ -36,7 +36,8 @@ class OriginalsWatch:
 
     def __init__(self, tree: ModuleTree) -> None:
         self._module = tree.nodes[0].module
-        self._ids = frozenset(map(id, tree.parameters))
+        # Where ranks meet, the graph of each goes on in those of the others: nothing can be told from it.
+        self._ids = frozenset() if tree.ranks_meet else frozenset(map(id, tree.parameters))
         self.used: set[int] = set()
 
     def around(self, replicas: Sequence[Callable[..., Any]]) -> list[Callable[..., Any]]:
@@ -46,7 +47,7 @@ class OriginalsWatch:
     def _watched(self, replica: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             outputs = replica(*args, **kwargs)
-            self.used |= self._ids.intersection(map(id, _parameters_behind(outputs)))
+            self.used |= self._ids.intersection(map(id, _parameters_between((args, kwargs), outputs)))
             return outputs
 
         return call
@@ -64,11 +65,11 @@ class OriginalsWatch:
         )
 
 
-def _parameters_behind(outputs: Any) -> list[torch.Tensor]:
+def _parameters_between(inputs: Any, outputs: Any) -> list[torch.Tensor]:
     """Return the leaves of the outputs' graph, up to the inputs and the copies of parameters."""
     found: list[torch.Tensor] = []
     waiting: list[Any] = [each.grad_fn for each in tensors_in(outputs)]
-    seen: set[Any] = {None}
+    seen: set[Any] = {None, *(each.grad_fn for each in tensors_in(inputs))}
     while waiting:
         node = waiting.pop()
         if node not in seen:
@@ -76,6 +77,6 @@ def _parameters_behind(outputs: Any) -> list[torch.Tensor]:
             leaf = getattr(node, "variable", None)
             if leaf is not None:
                 found.append(leaf)
-            elif type(node).__name__ not in _BORDERS:
+            elif type(node).__name__ != _COPIES:
                 waiting += [each for each, _ in node.next_functions]
     return found

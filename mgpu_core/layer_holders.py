@@ -7,17 +7,19 @@ and made again for a replica.
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from operator import call, itemgetter
-from types import MethodType
+from types import CellType, FunctionType, MethodType
 from typing import Any
+from weakref import ReferenceType
 
+import torch
 from torch.nn import Module
 
-__all__ = ["attributes_that_reach", "entries_of", "rewired"]
+__all__ = ["attributes_that_reach", "contents_of", "entries_of", "rewired", "still_reached"]
 
 _DEPTH = 100  # of containers in containers
 _TORCHS = {*vars(Module()), "_compiled_call_impl", "_former_parameters", "_is_replica", "_flat_weights", "_all_weights"}
@@ -53,6 +55,63 @@ def entries_of(value: Any) -> list[Any]:
     if kind is partial:
         return [value.func, value.args, value.keywords]
     return [value.__self__] if kind is MethodType else []
+
+
+def contents_of(obj: Any) -> list[Any]:
+    """Return all that an object holds: entries, attributes, slots, variables of closures, defaults, a weak referent."""
+    if isinstance(obj, dict):
+        return list(obj.values())
+    if isinstance(obj, list | tuple | set | frozenset | deque):
+        return list(obj)
+    if isinstance(obj, FunctionType):
+        cells = [cell for cell in obj.__closure__ or () if cell != _EMPTY]
+        return [
+            *(cell.cell_contents for cell in cells),
+            *(obj.__defaults__ or ()),
+            *(obj.__kwdefaults__ or {}).values(),
+        ]
+    if isinstance(obj, ReferenceType):
+        return [obj()]
+    if type(obj) in (partial, MethodType):
+        return entries_of(obj)
+    slots = chain.from_iterable(_slots_of(kind) for kind in type(obj).__mro__)
+    return [*getattr(obj, "__dict__", {}).values(), *(getattr(obj, name, None) for name in slots)]
+
+
+_EMPTY = CellType()
+
+
+def _slots_of(kind: type) -> Sequence[str]:
+    slots = kind.__dict__.get("__slots__", ())
+    return (slots,) if isinstance(slots, str) else tuple(slots)
+
+
+def still_reached(copied: Module, originals: Collection[int]) -> str | None:
+    """Return the path of an attribute of a copied module that reaches a module it was copied of; ``None``: none does.
+
+    By a closure, a weak reference, or an object with such: those are shared, where containers and objects are copied.
+
+    Args:
+        copied: a deep copy.
+        originals: the ids of the original's modules.
+    """
+    for path, module in copied.named_modules():
+        for name, value in vars(module).items():
+            if name not in _TORCHS and _leads_to(value, originals):
+                return f"{path}.{name}" if path else name
+    return None
+
+
+def _leads_to(value: Any, wanted: Collection[int]) -> bool:
+    waiting, seen = [value], {id(value)}
+    for each in waiting:  # it grows meanwhile
+        if id(each) in wanted:
+            return True
+        if len(waiting) < _KEPT and not isinstance(each, Module | torch.Tensor | type):
+            inside = [one for one in contents_of(each) if id(one) not in seen]
+            seen.update(map(id, inside))
+            waiting += inside
+    return False
 
 
 def _is_named_tuple(kind: type) -> bool:

@@ -316,6 +316,27 @@ def test_no_false_alarm_where_graphs_of_ranks_touch(kind, how):
 
 
 @pytest.mark.parametrize("static", [False, True])
+def test_attributes_of_buffers_and_parameters_are_followed_by_a_step(static):
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(3, 3)
+            self.register_buffer("mask", torch.ones(3))
+
+        def forward(self, x):
+            return self.layer(x) * self.mask * getattr(self.mask, "scale", 1.0) * getattr(self.layer.bias, "scale", 1.0)
+
+    net, x = Scaled().to(cpu(1)[0]), torch.randn(4, 3, device=cpu(1)[0])
+    step = TrainStep(net, nn.functional.mse_loss, torch.optim.SGD(net.parameters(), 0.0), cpu(2), static_graph=static)
+    for scale in (None, 3.0, 5.0):
+        if scale is not None:
+            net.mask.scale = net.layer.bias.scale = scale
+        with torch.no_grad():
+            expected = float(nn.functional.mse_loss(net(x), x))
+        assert float(step(x, x)) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("static", [False, True])
 def test_a_static_step_never_mixes_two_modules(static):
     class Switched(nn.Module):
         def __init__(self):

@@ -13,6 +13,7 @@ from mgpu_core._warnings import warn_user
 from mgpu_core.comparison import any_in_half
 from mgpu_core.device.transfer import module_to
 from mgpu_core.inference.requests import form_of, key_of
+from mgpu_core.layer_holders import still_reached
 from mgpu_core.module_copy import copy_module, give_attributes, set_compiled
 from mgpu_core.nested import Tree, flatten, map_leaves
 from mgpu_core.parallel.lost import Given, given_attributes, lost_attributes
@@ -112,6 +113,8 @@ def replicas_of(
                 shared = {id(own): other for own, other in zip(net.parameters(), first, strict=True)}
             module = copy_module(net, shared)
             made.append(module if is_spread(module) else module_to(module, device))
+            if not rank:
+                _warn_if_shared(net, module)
             give_attributes(net.buffers(), made[-1].buffers())
             made[-1].requires_grad_(False).eval()
             set_compiled(made[-1], compiled, rank)
@@ -121,6 +124,15 @@ def replicas_of(
         GraphedModule(each, device, name) if captured else None for each, device in zip(made, devices, strict=True)
     ]
     return list(map(Replica, made, graphs))
+
+
+def _warn_if_shared(net: Module, copied: Module) -> None:
+    path = still_reached(copied, set(map(id, net.modules())))
+    if path is not None:
+        warn_user(
+            f"{path} of {type(net).__name__} reaches the module itself, by a closure, a weak reference or a helper "
+            "with such: copies share that layer, in the mode that it has. Reach layers by attributes of the module"
+        )
 
 
 def _wait_for(modules: Sequence[Module]) -> None:

@@ -51,9 +51,11 @@ class WeightedLoss(Module):
         """Return the sum of the losses of all labels, and their number.
 
         Raises:
-            ValueError: there are no labels, or the model returned no loss.
+            ValueError: there are no labels, or another number to divide by; the model returned no loss.
         """
         labels = arguments.get("labels")
+        if "num_items_in_batch" in arguments:
+            raise ValueError("WeightedLoss divides by the number of labels itself: leave num_items_in_batch out")
         if not isinstance(labels, torch.Tensor):
             raise ValueError("WeightedLoss needs labels=..., which the model's loss is a mean over")
         count = count_labels(arguments, shifts=self.shifts)

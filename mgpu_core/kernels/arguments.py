@@ -12,6 +12,7 @@ from mgpu_core.device.dtypes import FLOATING
 from mgpu_core.device.shared_memory import check_disjoint
 from mgpu_core.device.streams import GPU_BACKEND, HOST, core_stream
 from mgpu_core.device.tensor_checks import all_plain, check_writable, memory_of, readable
+from mgpu_core.device.traces import refuse_traces
 
 __all__ = ["as_out", "as_tensor", "as_tensors", "check_floating", "check_like", "check_outs", "on_one_device"]
 
@@ -23,6 +24,7 @@ def as_tensor(array: Any, name: str) -> torch.Tensor:
         TypeError: something that is no array, or a tensor without plain memory of its own.
         ValueError: an array that is not contiguous, or whose memory the GPU that it names does not reach.
     """
+    refuse_traces()
     if isinstance(array, torch.Tensor):
         tensor = readable(array, name)
     elif hasattr(array, "__dlpack__"):
@@ -72,6 +74,7 @@ def as_tensors(arrays: Sequence[Any], name: str, *, written: bool = False) -> li
     """:func:`as_tensor` of each, or :func:`as_out`; all of one dtype and device, at least one."""
     if isinstance(arrays, torch.Tensor) or not isinstance(arrays, Sequence):
         raise TypeError(f"{name} is a sequence of tensors, not {type(arrays).__name__}")
+    refuse_traces()
     if not arrays:
         raise ValueError(f"{name} is empty: at least one tensor is wanted")
     if type(arrays[0]) is torch.Tensor and set(map(type, arrays)) == {torch.Tensor} and all_plain(arrays):

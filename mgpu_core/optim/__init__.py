@@ -19,6 +19,12 @@ from mgpu_core.optim.optimizer import FlatOptimizer
 __all__ = ["SGD", "Adam", "AdamW", "FlatOptimizer", "Lion"]
 
 
+def __getattr__(name: str) -> Any:
+    raise AttributeError(
+        f"mgpu_core.optim has no {name!r}, but SGD, Adam, AdamW and Lion; a step takes any optimizer of torch.optim"
+    )
+
+
 class SGD(FlatOptimizer, torch.optim.SGD):
     """``torch.optim.SGD`` by our kernel."""
 

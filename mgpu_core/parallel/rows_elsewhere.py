@@ -20,7 +20,7 @@ def rows_of_part(part: Any, dim: int) -> int:
 
 
 def warn_rows_elsewhere(outputs: Sequence[Any], rows: Sequence[int], dim: int) -> bool:
-    """Warn if no output has its rows along ``dim``, and one other dimension of an output has; return whether it did.
+    """Warn of an output without its rows along ``dim``, one other dimension of which has them; return whether it did.
 
     Args:
         outputs: of each rank.
@@ -32,17 +32,16 @@ def warn_rows_elsewhere(outputs: Sequence[Any], rows: Sequence[int], dim: int) -
     tables = list(map(tensors_in, outputs))
     if len(set(map(len, tables))) != 1:
         return False
-    columns = list(zip(*tables, strict=True))
-    if any(_sizes(column, dim) == list(rows) for column in columns):
-        return False
-    for column in columns:
+    for column in zip(*tables, strict=True):
+        if any(size == count for size, count in zip(_sizes(column, dim), rows, strict=True)):
+            continue
         axes = [axis for axis in range(column[0].dim()) if axis != dim and _sizes(column, axis) == list(rows)]
         if len(axes) == 1 and (len(set(rows)) > 1 or rows[0] > 1):
             shapes = " and ".join(str(tuple(each.shape)) for each in column[:2])
             warn_user(
-                f"the ranks' outputs have shapes {shapes}: their rows are along dimension {axes[0]}, and they are "
-                f"joined along dimension {dim}. Return output.transpose({dim}, {axes[0]}), or pass dim={axes[0]} where "
-                "the inputs have their rows there, too"
+                f"the ranks' outputs have shapes {shapes}: their rows seem to be along dimension {axes[0]}, and they "
+                f"are joined along dimension {dim}. Return output.transpose({dim}, {axes[0]}), or pass dim={axes[0]} "
+                "where the inputs have their rows there, too"
             )
             return True
     return False

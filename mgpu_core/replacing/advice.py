@@ -42,7 +42,10 @@ def advise_training(seen: Seen | None) -> Advice:
         ValueError: no net was seen, or an argument of its first call is no tensor.
     """
     if seen is None:
-        raise ValueError("no net with parameters was called in training mode, so there is nothing to advise on")
+        raise ValueError(
+            "no net with parameters was called in training mode, so there is nothing to advise on. A call of "
+            "net.forward(...) is seen with --wrap auto alone: call the net itself"
+        )
     args, kwargs = seen.call
     given: dict[str, Any] = {name: each for name, each in kwargs.items() if each is not None}
     net = _MeanOfOutputs(seen.bare_net.train(), tuple(given), seen.dim)

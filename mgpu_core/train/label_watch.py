@@ -74,6 +74,7 @@ class LabelWatch:
 
     def __init__(self, net: Module) -> None:
         self._net, self._left = net, _CALLS
+        self._names = _names_of(net)
 
     def look(self, parts: Sequence[RankPart], rows: Sequence[int]) -> None:
         """Look at the labels of a call: one part, and its rows, per rank."""
@@ -81,7 +82,7 @@ class LabelWatch:
             return
         self._left -= 1
         shifts = shifts_labels(self._net)
-        found = [count_labels(_arguments_of(part), shifts=shifts) for part in parts]
+        found = [count_labels(self._arguments_of(part), shifts=shifts) for part in parts]
         counts = [int(each) for each in found if each is not None]
         if len(counts) < len(parts):
             return
@@ -95,9 +96,17 @@ class LabelWatch:
                 'reduction="weighted"; mgpu_core.integrations.transformers.WeightedLoss(model) does so'
             )
 
+    def _arguments_of(self, part: RankPart) -> Mapping[str, Any]:
+        """Return the arguments with their names, or the first dict, where a module takes one."""
+        named = {**dict(zip(self._names, part.inputs, strict=False)), **part.kwargs}
+        if "labels" in named or "shift_labels" in named:
+            return named
+        return next((each for each in part.inputs if isinstance(each, Mapping)), {})
 
-def _arguments_of(part: RankPart) -> Mapping[str, Any]:
-    """Return the arguments with names: keywords, or the first dict."""
-    if "labels" in part.kwargs or "shift_labels" in part.kwargs:
-        return part.kwargs
-    return next((each for each in part.inputs if isinstance(each, Mapping)), {})
+
+def _names_of(net: Module) -> list[str]:
+    """Return the names of the arguments that the forward takes by position."""
+    try:
+        return list(inspect.signature(net.forward).parameters)
+    except (TypeError, ValueError):  # a compiled one does not tell
+        return []

@@ -97,6 +97,7 @@ class RankModules:
         if own:
             with span("replicate"), torch.no_grad():
                 dispatch.broadcast_into(own, list(zip(*copies, strict=True)))
+                follow_attributes(own, copies)
         modes = [node.module.training for node in self.tree.nodes]
         if modes != self._modes:
             self._modes = modes

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import re
 import threading
 import warnings
 from collections import namedtuple
@@ -210,6 +211,19 @@ def test_equal_texts_of_the_parts_of_a_call_are_not_taken_for_one():
     with warnings.catch_warnings(), Predictor(Net(texts), cpu(2), max_batch=8) as predict:
         warnings.simplefilter("ignore")
         assert predict(x) == ["user 1"] * 20
+
+
+@pytest.mark.parametrize("entries", [list(range(20)), np.arange(20)])
+def test_a_list_with_an_entry_per_row_of_a_call_that_is_cut_is_told_of(entries):
+    path = f"kwargs['entries_of_{type(entries).__name__}']"
+    told = pytest.warns(UserWarning, match=f"{re.escape(path)} is a .* with 20 entries, as many as there are rows")
+    with told, Predictor(Keyed(), cpu(2), max_batch=8) as predict:
+        predict(torch.ones(20, 1, device=cpu(1)[0]), **{f"entries_of_{type(entries).__name__}": entries})
+
+
+class Keyed(nn.Module):
+    def forward(self, x, **others):
+        return x
 
 
 def by_length(x):

@@ -1,6 +1,7 @@
 """The copies of the module: what they share, how they run, and which modules cannot be copied to answer requests."""
 
 import warnings
+import weakref
 from functools import partial
 from typing import ClassVar
 
@@ -85,6 +86,43 @@ def test_a_predictor_that_is_made_in_inference_mode():
             answer = predict(x)
     assert answer.shape == (1, 2)
     assert module.training
+
+
+class Held(nn.Module):
+    """Reaches its layer by an attribute that is no module."""
+
+    def __init__(self, hold):
+        super().__init__()
+        self.layer = nn.BatchNorm1d(2)
+        self.held = hold(self)
+
+    def forward(self, x):
+        return self.held(x)
+
+
+SHARING = {
+    "a closure": lambda net: lambda x: net.layer(x),
+    "a closure over the layer": lambda net: (lambda layer: lambda x: layer(x))(net.layer),
+    "a weak reference": lambda net: (lambda reference: lambda x: reference()(x))(weakref.ref(net.layer)),
+    "a default": lambda net: lambda x, layer=net.layer: layer(x),
+    "a partial of a closure": lambda net: partial(lambda x, scale: net.layer(x) * scale, scale=1.0),
+}
+
+
+@pytest.mark.parametrize("kind", SHARING)
+def test_a_copy_that_reaches_the_module_itself_is_told_of(kind):
+    net = Held(SHARING[kind]).to(cpu(1)[0])
+    told = pytest.warns(UserWarning, match="held of Held reaches the module itself, by a closure, a weak reference or")
+    with told, Predictor(net, cpu(2)):
+        pass
+
+
+@pytest.mark.parametrize("hold", [lambda net: net.layer, lambda net: net.layer.forward, lambda _: torch.relu])
+def test_copies_with_layers_of_their_own_are_not_told_of(hold):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with Predictor(Held(hold).to(cpu(1)[0]), cpu(2)):
+            pass
 
 
 def test_a_refresh_that_fails_keeps_the_old_weights():

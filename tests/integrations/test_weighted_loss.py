@@ -173,6 +173,17 @@ def test_without_the_helper_the_counts_are_told_once(name):
     assert "WeightedLoss(model)" in text
 
 
+def test_labels_by_position_are_counted_too():
+    class Own(nn.Linear):
+        def forward(self, x, labels):
+            return nn.functional.cross_entropy(super().forward(x), labels)
+
+    x, labels = torch.randn(4, 3), torch.tensor([-100, -100, 0, 1])
+    step = mgpu_core.TrainStep(net := Own(3, 2), None, torch.optim.SGD(net.parameters(), 0.1), ["cpu"] * 2)
+    with pytest.warns(UserWarning, match="the ranks have 0, 2 labels other than -100 in 2, 2 rows"):
+        step(x, labels)
+
+
 def test_the_first_label_of_a_row_does_not_count_where_the_loss_leaves_it_out():
     batch = batch_of("GPT2LMHeadModel")
     batch["labels"] = batch["input_ids"].clone()
@@ -191,6 +202,8 @@ def test_equal_shares_and_other_reductions_are_not_told_of():
 
 
 def test_what_the_helper_cannot_do_is_refused():
+    with pytest.raises(ValueError, match="leave num_items_in_batch out"):
+        WeightedLoss(made("GPT2LMHeadModel"))(**batch_of("GPT2LMHeadModel"), num_items_in_batch=5)
     with pytest.raises(ValueError, match="WeightedLoss needs labels="):
         WeightedLoss(made("GPT2LMHeadModel"))(input_ids=torch.ones(2, 3, dtype=torch.long))
 

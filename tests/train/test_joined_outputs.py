@@ -44,6 +44,7 @@ VARIANTS = {
     "time first": (lambda y, x, s: y.T, lambda o, t: (o.T - t).pow(2).mean()),
     "a temperature": (lambda y, x, s: (y, s.exp()), lambda o, t: (o[0] * o[1] - t).pow(2).mean()),
     "a mean of its rows": (lambda y, x, s: (y, y.pow(2).mean()), lambda o, t: mean_of(o, t) + o[1]),
+    "a sum of its rows": (lambda y, x, s: (y, y.pow(2).sum()), lambda o, t: mean_of(o, t) + o[1] / len(o[0])),
     "none": (lambda y, x, s: (y, None), mean_of),
     "a text": (lambda y, x, s: (y, "logits"), mean_of),
     "a flag": (lambda y, x, s: (y, True), mean_of),
@@ -112,6 +113,16 @@ def test_losses_that_couple_rows_are_found_beside_numbers(kind):
     wrap, loss_fn = COUPLED[kind]
     _, _, (text,) = trained(net_of(wrap), loss_fn, *batch())
     assert 'loss_on="gathered"' in text
+
+
+def test_a_count_that_all_ranks_have_is_gathered_as_it_is():
+    net = net_of(lambda y, x, s: (y, torch.tensor(3)))
+    x, y = batch()
+    loss_fn = lambda o, t: (o[0] - t).pow(2).mean() * o[1].sum()  # noqa: E731
+    expected = float(loss_fn(copy.deepcopy(net)(x), y).detach())
+    loss, _, told = trained(net, loss_fn, x, y, loss_on="gathered")
+    assert told == []
+    assert loss == pytest.approx(expected)
 
 
 def test_clip_on_gathered_outputs_is_that_of_one_device():

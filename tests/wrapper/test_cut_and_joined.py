@@ -85,6 +85,12 @@ def test_flat_data_goes_into_rows_by_length():
     assert "Replicate" not in text
 
 
+def test_flat_targets_with_a_length_per_row_too():
+    text = message(numbers(4, 7, 5), torch.arange(9), torch.tensor([2, 2, 2, 3]))
+    assert "mgpu_core.Rows(x.split(lengths))" in text
+    assert "Replicate" not in text
+
+
 def test_another_dimension_that_all_have_is_named():
     text = message(numbers(7, 5), mems=[numbers(4, 5, 2), numbers(4, 5, 2)])
     assert "All have 5 entries along dimension 1: if those are the rows, pass dim=1" in text
@@ -140,8 +146,15 @@ def test_outputs_whose_rows_are_elsewhere_are_told_of_once(rows):
 
     found = told(call)
     assert texts == ["uneven"] * (3 * (rows % 2))
-    (text,) = [each for each in found if "their rows are along dimension 1" in each]
+    (text,) = [each for each in found if "their rows seem to be along dimension 1" in each]
     assert "Return output.transpose(0, 1)" in text
+
+
+@pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM, nn.RNN])
+def test_the_state_of_a_recurrent_layer_beside_its_outputs(kind):
+    net = kind(3, 7, batch_first=True).to(cpu(1)[0])
+    found = told(lambda: DataParallel(net, cpu(2))(numbers(8, 5, 3)), count=1)
+    assert [each for each in found if "have shapes (1, 4, 7) and (1, 4, 7): their rows seem to be" in each]
 
 
 def test_outputs_of_a_step_too():
@@ -149,7 +162,7 @@ def test_outputs_of_a_step_too():
     step = TrainStep(net, lambda o, y: o.mean(), torch.optim.SGD(net.parameters(), 0.0), cpu(2))
     x = numbers(4, 3, 4)
     found = told(lambda: step(x, x, return_outputs=True))
-    assert len([each for each in found if "their rows are along dimension 1" in each]) == 1
+    assert len([each for each in found if "their rows seem to be along dimension 1" in each]) == 1
 
 
 @pytest.mark.parametrize(
@@ -157,14 +170,14 @@ def test_outputs_of_a_step_too():
     [
         lambda self, x: self.linear(x),
         lambda self, x: (self.linear(x), x.sum(0)),
-        lambda self, x: {"y": self.linear(x), "h": x.T},
+        lambda self, x: (self.linear(x), x.new_ones(1, 2)),
         lambda self, x: x.mean(0, keepdim=True),
         lambda self, x: (x @ x.T).mean(1),
     ],
 )
 def test_no_false_alarm_for_outputs(function):
     model = DataParallel(Lambda(function), cpu(2))
-    assert [each for each in told(lambda: model(numbers(6, 2))) if "their rows are" in each] == []
+    assert [each for each in told(lambda: model(numbers(6, 2))) if "their rows seem" in each] == []
 
 
 class Held:
@@ -176,6 +189,13 @@ class Held:
         return self.inner
 
 
+class Slotted:
+    __slots__ = ("lengths",)
+
+    def __init__(self, lengths):
+        self.lengths = lengths
+
+
 LENGTHS = list(range(12))
 UNCUT = {
     "list": lambda: LENGTHS,
@@ -183,6 +203,11 @@ UNCUT = {
     "array": lambda: np.arange(12),
     "closure": lambda: (lambda lengths: lambda: lengths)(torch.arange(12)),
     "partial": lambda: functools.partial(max, LENGTHS),
+    "default": lambda: lambda lengths=tuple(LENGTHS): lengths,
+    "set": lambda: set(LENGTHS),
+    "list in a list": lambda: [LENGTHS],
+    "object in a list": lambda: [Held(LENGTHS)],
+    "slots": lambda: Slotted(LENGTHS),
     "object in an object": lambda: Held(LENGTHS),
     "method": lambda: Held(torch.arange(12)).method,
 }

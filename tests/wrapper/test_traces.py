@@ -7,7 +7,7 @@ from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import mgpu_core
-from mgpu_core import DataParallel, Pipeline, comm, gather, reduce, replicate, scatter
+from mgpu_core import DataParallel, Pipeline, comm, gather, kernels, reduce, replicate, scatter
 
 
 def frozen():
@@ -32,6 +32,10 @@ OPERATIONS = {
     "comm.gather": lambda x: comm.gather([x, x]),
     "comm.scatter": lambda x: comm.scatter(x, cpu(2))[0],
     "comm.all_reduce": lambda x: comm.all_reduce([x.clone(), x.clone()]),
+    "kernels.scale_cast": lambda x: kernels.scale_cast(x, 2.0, torch.float64),
+    "kernels.sum_ranks": lambda x: kernels.sum_ranks([x, x]),
+    "kernels.pack": lambda x: kernels.pack([x]),
+    "kernels.l2_norm": lambda x: kernels.l2_norm([x]),
 }
 NET = PIPELINE = None
 

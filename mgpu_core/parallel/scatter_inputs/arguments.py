@@ -161,6 +161,8 @@ class Arguments:
 
     def slices(self, counts: list[int], dim: int) -> Iterator[list[Any]]:
         """Yield the objects of each part: views of tensors, and their :class:`Rows`; all else is shared."""
+        for position, leaf in enumerate(self.leaves):
+            warn_unknown(leaf, partial(self.path, position), sum(counts))
         columns = [sliced(leaf, counts, dim) for leaf in self.leaves]
         return (self.rebuild(list(leaves)) for leaves in zip(*columns, strict=True))
 
@@ -212,7 +214,7 @@ class Arguments:
                 f"{self.path(many)} has {most // rows} rows for each of {self.path(few)}: pass {folded}, and flatten "
                 "it in the forward"
             )
-        elif one.dim() == other.dim() == 1:
+        elif other.dim() == 1 and any(leaf.shape == (rows,) for leaf in tensors):
             yield "Flat data with a length per row goes into mgpu_core.Rows(x.split(lengths))"
 
 

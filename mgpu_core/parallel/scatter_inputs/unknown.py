@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
+from weakref import ReferenceType
 
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from mgpu_core._warnings import warn_user
+from mgpu_core.layer_holders import contents_of
 from mgpu_core.nested import RankParts, Replicate, Rows
 
 __all__ = ["warn_unknown"]
@@ -36,6 +38,8 @@ _NO_CONTAINERS = (
 )
 _FEWEST = 5  # entries that are taken for rows: fewer may well be a size, a shape, a range
 _DEPTH = 3  # of objects in objects
+_MOST = 64  # entries of a list that are looked into
+_LISTS = (list, tuple, set, frozenset, deque)
 
 _told: weakref.WeakSet[type] = weakref.WeakSet()
 _told_paths: set[str] = set()
@@ -70,40 +74,20 @@ def warn_unknown(leaf: object, path: Callable[[], str], rows: int) -> None:
 def _reaches(obj: Any, rows: int, depth: int) -> bool:
     """Return whether the object is a list, an array or a tensor with so many entries, or holds one."""
     shape = getattr(obj, "shape", None)
-    if isinstance(shape, tuple) or isinstance(obj, list | tuple):
-        return (shape[0] if shape else 0 if shape is not None else len(obj)) == rows
-    return depth > 0 and any(_reaches(each, rows, depth - 1) for each in _inside(obj))
-
-
-def _inside(obj: Any) -> Iterator[Any]:
-    """Yield what an object holds: entries, attributes, the variables of a closure, the arguments of a partial."""
-    if isinstance(obj, _NO_CONTAINERS) or obj is None:
-        return
-    if isinstance(obj, dict):
-        yield from obj.values()
-    elif isinstance(obj, FunctionType):
-        for cell in obj.__closure__ or ():
-            try:
-                yield cell.cell_contents
-            except ValueError:  # it is empty yet
-                continue
-    elif isinstance(obj, partial):
-        yield from (obj.func, *obj.args, *obj.keywords.values())
-    elif isinstance(obj, MethodType):
-        yield obj.__self__
-    else:
-        yield from getattr(obj, "__dict__", {}).values()
+    if isinstance(shape, tuple):
+        return bool(shape) and shape[0] == rows
+    if isinstance(obj, _LISTS) and (len(obj) == rows or len(obj) > _MOST):
+        return len(obj) == rows
+    if not depth or obj is None or isinstance(obj, _NO_CONTAINERS):
+        return False
+    return any(_reaches(each, rows, depth - 1) for each in contents_of(obj))
 
 
 def _holds_tensors(obj: object) -> bool:
     """Return whether its attributes or entries are tensors, or plain containers of such."""
-    values = [*getattr(obj, "__dict__", {}).values()]
-    for kind in type(obj).__mro__:
-        slots = kind.__dict__.get("__slots__", ())
-        values += [getattr(obj, name, None) for name in ([slots] if isinstance(slots, str) else slots)]
-    if isinstance(obj, set | frozenset | deque):
-        values += obj
-    return any(map(_has_tensor, values))
+    if isinstance(obj, FunctionType | MethodType | partial | ReferenceType):
+        return False
+    return any(map(_has_tensor, contents_of(obj)))
 
 
 def _has_tensor(value: object) -> bool:

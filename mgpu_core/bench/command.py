@@ -86,19 +86,29 @@ def _run(case: Case, args: argparse.Namespace) -> int:
     # Closed at once when something goes wrong: a case may hold processes and folders.
     with contextlib.closing(case.measure(args)) as measured:
         print(f"# {case.name}: {case.summary}\n\n{header(facts)}\n", flush=True)
-        for row in measured:
-            print(_progress(row), file=sys.stderr, flush=True)
-            rows.append(row)
+        try:
+            for row in measured:
+                print(_progress(row), file=sys.stderr, flush=True)
+                rows.append(row)
+        except KeyboardInterrupt:
+            if rows:
+                _show(Result.of(case, facts, rows), args)
+            raise
     result = Result.of(case, facts, rows)
+    _show(result, args)
+    status = _check(args, result.verdicts) if args.check else 0
+    if baseline is not None and (slower := slower_rows(result, baseline, args.slower)):
+        status = _fail(args, f"slower than {args.baseline} by more than {args.slower:g} %: {'; '.join(slower)}")
+    return status
+
+
+def _show(result: Result, args: argparse.Namespace) -> None:
+    """Print the table, and write what was asked for."""
     print(render(result), flush=True)
     if args.json is not None:
         result.write(args.json)
     if args.plot is not None:
         draw(result, args.plot)
-    status = _check(args, result.verdicts) if args.check else 0
-    if baseline is not None and (slower := slower_rows(result, baseline, args.slower)):
-        status = _fail(args, f"slower than {args.baseline} by more than {args.slower:g} %: {'; '.join(slower)}")
-    return status
 
 
 def _progress(row: Row) -> str:

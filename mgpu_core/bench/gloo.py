@@ -8,8 +8,10 @@ at once, and all are ended with the context.
 import contextlib
 import multiprocessing
 import os
+import signal
 import tempfile
 import time
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import TracebackType
@@ -99,7 +101,14 @@ class GlooTeam:
             target=serve, args=(theirs, config, self._make_rank), name=f"gloo {rank}", daemon=True
         )
         self._connections.append(ours)
-        process.start()
+        # Ctrl-C reaches every process; a child ignores it only once it has imported torch.  The tracker's start, which
+        # would unblock the signal again, comes first.
+        resource_tracker.ensure_running()
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         self._processes.append(process)
         theirs.close()
 

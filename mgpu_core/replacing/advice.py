@@ -35,17 +35,12 @@ class _MeanOfOutputs(Module):
         return torch.cat([each.float().flatten() for each in tensors_in(outputs) if each.is_floating_point()]).mean()
 
 
-def advise_training(seen: Seen | None) -> Advice:
+def advise_training(seen: Seen) -> Advice:
     """Measure one device against many on a net that was seen in training; its loss counts nothing.
 
     Raises:
-        ValueError: no net was seen, or an argument of its first call is no tensor.
+        ValueError: an argument of its first call is no tensor.
     """
-    if seen is None:
-        raise ValueError(
-            "no net with parameters was called in training mode, so there is nothing to advise on. A call of "
-            "net.forward(...) is seen with --wrap auto alone: call the net itself"
-        )
     args, kwargs = seen.call
     given: dict[str, Any] = {name: each for name, each in kwargs.items() if each is not None}
     net = _MeanOfOutputs(seen.bare_net.train(), tuple(given), seen.dim)

@@ -61,14 +61,21 @@ def run(args: argparse.Namespace) -> int:
     if os.getpid() != process:  # a child that the script has forked came out here
         return status
     for line in str(replaced).splitlines():
-        print(f"mgpu run: {line}", file=sys.stderr)
+        if not status or not line.startswith(("replaced: ", "left: ")):  # after an error, that is what counts
+            print(f"mgpu run: {line}", file=sys.stderr)
     if args.wrap == "none" and not replaced.wrapped and not replaced.called:
         print("mgpu run: note: --wrap auto wraps the net of the first optimizer", file=sys.stderr)
     if args.explain and (not status or trace.steps):  # also after Ctrl-C, or an error late in the script
         saved = _save(trace, here, args.explain)
         status = status or saved
     if args.advise and not status:
-        print(advise_training(watch.best()))
+        seen = watch.best()
+        if seen is None:
+            raise ValueError(
+                "no net with parameters was called in training mode, so there is nothing to advise on. A call of "
+                "net.forward(...) is seen with --wrap auto alone: call the net itself"
+            )
+        print(f"net: {type(seen.bare_net).__name__}, the one that was called most often\n{advise_training(seen)}")
     return status
 
 

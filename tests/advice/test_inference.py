@@ -268,4 +268,5 @@ def test_a_net_that_sleeps_is_faster_on_two_ranks():
     own = {(way.ranks, way.max_batch): way.own.rate for way in found.ways}
     assert own[2, 8] > 1.6 * own[0, 0]
     assert found.best("own").ranks == 2
-    assert found.best("one_row").ranks == 0
+    one_row = [way.one_row.rate for way in found.ways]
+    assert one_row[0] > 0.8 * max(one_row)  # of one caller no Predictor answers more

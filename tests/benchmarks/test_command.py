@@ -2,10 +2,16 @@
 
 import dataclasses
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 
-from mgpu_core.bench import command
+from mgpu_core.bench import cases, command
 from mgpu_core.bench.case import Row, UsageError
 from mgpu_core.bench.environment import environment
 from mgpu_core.bench.report import compare
@@ -35,6 +41,56 @@ def test_a_run_against_a_baseline(tmp_path, capsys, was, status):
     told = capsys.readouterr()
     assert "| ours " in told.out
     assert (f"mgpu bench: error: slower than {file} by more than 10 %: device cpu, ranks 2" in told.err) == bool(status)
+
+
+def test_ctrl_c_keeps_the_rows_that_were_measured(tmp_path, capsys, monkeypatch):
+    case = cases.load("all_reduce")
+
+    def measure(args):
+        rows = case.measure(args)
+        yield next(rows)
+        rows.close()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command.cases, "load", lambda name: dataclasses.replace(case, measure=measure))
+    monkeypatch.setattr(command.cases, "NAMES", ["all_reduce"])
+    file = tmp_path / "some.json"
+    assert main(["bench", "all_reduce", *TINY, "--sizes", "64,128", "--json", str(file)]) == 130
+    assert len(json.loads(file.read_text())["rows"]) == 1
+    assert "| ours " in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_ctrl_c_while_processes_start_shows_no_traceback(tmp_path):
+    """To all processes of the group, as a terminal sends it."""
+    words = [
+        sys.executable,
+        "-P",
+        "-m",
+        "mgpu_core",
+        "bench",
+        "all_reduce",
+        "--ranks",
+        "2",
+        "--sizes",
+        "64",
+        "--peers",
+        "gloo",
+    ]
+    child = subprocess.Popen(
+        words, cwd=tmp_path, stderr=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+    )
+    end = time.monotonic() + 60
+    while len(children_of(child.pid)) < 3 and time.monotonic() < end:  # two ranks, and the tracker of resources
+        time.sleep(0.05)
+    os.killpg(child.pid, signal.SIGINT)
+    _, errors = child.communicate(timeout=60)
+    assert child.returncode == 130
+    assert b"Traceback" not in errors
+
+
+def children_of(pid):
+    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
 
 
 def test_slower_by_more_than_is_allowed():

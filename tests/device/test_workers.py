@@ -23,7 +23,7 @@ from fakes.threads import at_once
 import mgpu_core
 from mgpu_core.device import workers
 from mgpu_core.device.team import Team
-from mgpu_core.device.workers import WorkerPool, time_limit
+from mgpu_core.device.workers import EXIT_SECONDS, WorkerPool, time_limit
 
 SECONDS = 60  # of a child in all: importing torch alone takes some
 PROLOGUE = """
@@ -83,7 +83,7 @@ def test_the_process_ends_as_it_should(ending):
     code, _, err, seconds = run_child(program)
     assert code == wanted, err
     assert seconds is not None
-    assert seconds < 5
+    assert seconds < 2.5 * EXIT_SECONDS  # it waits so long at most for workers, and a busy machine takes some to end
 
 
 @pytest.mark.slow

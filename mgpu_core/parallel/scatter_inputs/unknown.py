@@ -55,14 +55,16 @@ def warn_unknown(leaf: object, path: Callable[[], str], rows: int) -> None:
     kind = type(leaf)
     if leaf is None or isinstance(leaf, _NO_CONTAINERS):
         return
-    if kind not in _told and not issubclass(kind, list | tuple | dict) and _holds_tensors(leaf):
+    if not issubclass(kind, list | tuple | dict) and _holds_tensors(leaf):
+        if kind in _told:
+            return
         _told.add(kind)
         warn_user(
             f"{path()} is a {kind.__name__}, which holds tensors but is no container that mgpu_core knows: nothing of "
             f"it was split, and every rank gets it whole. mgpu_core.register_container({kind.__name__}, flatten, "
             "unflatten) makes it one; mgpu_core.Replicate(...) says that every rank should get it whole."
         )
-    elif rows >= _FEWEST and kind not in _told and _reaches(leaf, rows, _DEPTH) and path() not in _told_paths:
+    elif rows >= _FEWEST and _reaches(leaf, rows, _DEPTH) and path() not in _told_paths:
         _told_paths.add(path())
         warn_user(
             f"{path()} is a {kind.__name__} with {rows} entries, as many as there are rows, or holds such a thing: it "

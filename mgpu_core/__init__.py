@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from mgpu_core.device.team import Team
     from mgpu_core.device_loader import DeviceLoader
     from mgpu_core.errors import BackendUnavailable, CudaError, Error, NcclError
-    from mgpu_core.explain import explain
+    from mgpu_core.explanation.recorder import explain
     from mgpu_core.inference.predictor import Predictor
     from mgpu_core.nested import Replicate, Rows
     from mgpu_core.parallel import gather, parallel_apply, reduce, replicate, scatter, scatter_kwargs
@@ -82,6 +82,7 @@ _HOMES = {
     "device.team": ["Team"],
     "device_loader": ["DeviceLoader"],
     "errors": ["BackendUnavailable", "CudaError", "Error", "NcclError"],
+    "explanation.recorder": ["explain"],
     "inference.predictor": ["Predictor"],
     "nested": ["Replicate", "Rows"],
     "parallel": ["gather", "parallel_apply", "reduce", "replicate", "scatter", "scatter_kwargs"],

@@ -1,6 +1,6 @@
 """The arrows point down: read from the sources, file by file.
 
-Python, from the top: cli -> bench -> doctor, lessons, mnist, replacing -> advice -> explain -> explanation ->
+Python, from the top: cli -> bench -> doctor, lessons, mnist, replacing -> advice -> explanation ->
 integrations -> wrapper, device_loader, inference -> train -> tensor_parallel -> pipeline, comparison -> parallel,
 optim, processes, sync_batchnorm -> comm -> tensor_loader -> kernels -> nested, replica_parameters -> device,
 module_copy -> module_tree -> layer_holders, replica_hooks, errors, files, user_script -> trace -> null_context,
@@ -37,7 +37,6 @@ LAYERS = [
     {"wrapper", "inference", "device_loader"},
     {"integrations"},
     {"explanation"},
-    {"explain"},
     {"advice"},
     {"doctor", "lessons", "mnist", "replacing"},
     {"bench"},

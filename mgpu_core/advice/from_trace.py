@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 import torch
 
-from mgpu_core import explain
 from mgpu_core.advice.batches import Batch
 from mgpu_core.advice.plan import Plan
 from mgpu_core.advice.shares import StepShares, shares_of, times_of
 from mgpu_core.advice.strategies import Engine
+from mgpu_core.explanation.recorder import explain
 from mgpu_core.explanation.step_profile import StepProfile
 
 __all__ = ["Peaks", "Seen", "record_steps"]

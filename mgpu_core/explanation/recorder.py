@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from importlib import import_module
-from typing import Any
 
-from mgpu_core._warnings import warn_user
 from mgpu_core.explanation.clock import EventClock
 from mgpu_core.explanation.trace import Trace
 from mgpu_core.trace import tracer
@@ -15,44 +12,24 @@ from mgpu_core.trace.profilers import name_in_profilers
 
 __all__ = ["explain"]
 
-_MOVED = {  # public names of version 0.1 below mgpu_core.explain
-    "Step": "explanation.steps.Step",
-    "StepProfile": "explanation.step_profile.StepProfile",
-    "Story": "explanation.trace.Trace",
-    "labels": "trace.labels",
-    "profile": "trace.profile",
-}
+def explain(*, skip: int = 0, steps: int | None = None) -> AbstractContextManager[Trace]:
+    """Record the events inside a ``with`` block, in all threads and on all devices.
 
+    The trace is complete when the block ends.  An error inside passes through, and the trace has the events before it.
 
-class Explain:
-    """Record a block of code; ``mgpu_core.explain`` is the only object of this class."""
+    Args:
+        skip: number of calls of ``TrainStep`` (or of its ``evaluate``) or forwards of ``DataParallel`` to ignore
+            first; the first ones are slow.  Batches of a ``Predictor`` are all kept.
+        steps: number of them to keep; the recording then ends by itself.  ``None``: until the end of the block.
 
-    def __call__(self, *, skip: int = 0, steps: int | None = None) -> AbstractContextManager[Trace]:
-        """Record the events inside a ``with`` block, in all threads and on all devices.
-
-        The trace is complete when the block ends.  An error inside passes through, and the trace has the events before
-        it.
-
-        Args:
-            skip: number of calls of ``TrainStep`` (or of its ``evaluate``) or forwards of ``DataParallel`` to ignore
-                first; the first ones are slow.  Batches of a ``Predictor`` are all kept.
-            steps: number of them to keep; the recording then ends by itself.  ``None``: until the end of the block.
-
-        Raises:
-            ValueError: ``skip`` is negative or ``steps`` is less than 1.
-            RuntimeError: a trace is already being recorded; there is one per process.
-            Error: a GPU did not finish its work within ``MGPU_CORE_TIMEOUT`` seconds.
-        """
-        if skip < 0 or (steps is not None and steps < 1):
-            raise ValueError(f"skip must be at least 0 and steps at least 1, not {skip} and {steps}")
-        return _record(skip, steps)
-
-    def __getattr__(self, name: str) -> Any:
-        if name not in _MOVED:
-            raise AttributeError(f"mgpu_core.explain has no attribute {name!r}")
-        module, _, new = f"mgpu_core.{_MOVED[name]}".rpartition(".")
-        warn_user(f"mgpu_core.explain.{name} has moved: use {module}.{new}", DeprecationWarning)
-        return getattr(import_module(module), new)
+    Raises:
+        ValueError: ``skip`` is negative or ``steps`` is less than 1.
+        RuntimeError: a trace is already being recorded; there is one per process.
+        Error: a GPU did not finish its work within ``MGPU_CORE_TIMEOUT`` seconds.
+    """
+    if skip < 0 or (steps is not None and steps < 1):
+        raise ValueError(f"skip must be at least 0 and steps at least 1, not {skip} and {steps}")
+    return _record(skip, steps)
 
 
 @contextmanager
@@ -64,6 +41,3 @@ def _record(skip: int, steps: int | None) -> Iterator[Trace]:
     finally:
         if buffer is not None:
             trace.fill(buffer)
-
-
-explain = Explain()

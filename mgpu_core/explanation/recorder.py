@@ -12,6 +12,7 @@ from mgpu_core.trace.profilers import name_in_profilers
 
 __all__ = ["explain"]
 
+
 def explain(*, skip: int = 0, steps: int | None = None) -> AbstractContextManager[Trace]:
     """Record the events inside a ``with`` block, in all threads and on all devices.
 

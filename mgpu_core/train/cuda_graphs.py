@@ -117,8 +117,7 @@ class CapturedSteps:
 
     def begin(self) -> None:
         """Open a new window, for one call."""
-        loss_options = self._options.loss
-        self.transaction.open_window(loss_options.reduction, 1)
+        self.transaction.open_window(self._options.reduction, 1)
 
     def split(self, batch: Any) -> tuple[list[RankPart], list[int]]:
         """Return the inputs of each rank, and their rows."""
@@ -284,7 +283,7 @@ def why_no_graph(loop: TrainLoop, *, collects: bool, keep_outputs: bool) -> str 
         (options.has_processes, "several processes agree on each update"),
         (loop.passes.ranks_meet, "ranks meet in synchronised layers"),
         (collects, "gradients are accumulated over several calls"),
-        (options.update.error_if_nonfinite, "error_if_nonfinite=True waits for the gradients"),
+        (options.error_if_nonfinite, "error_if_nonfinite=True waits for the gradients"),
         (loop.split_plan.is_timed, 'shares="auto" takes the time of each rank'),
         (keep_outputs, "its outputs are returned"),
         (optimizer_step.memory is None, "its optimizer is none of mgpu_core.optim, or has step hooks"),

@@ -26,7 +26,7 @@ from mgpu_core.parallel.scatter_inputs import scatter_objects
 from mgpu_core.trace.tracer import rank_spans, span
 from mgpu_core.train.joined_outputs import gathered
 from mgpu_core.train.loss import RankLoss, Window, output_loss, rank_loss
-from mgpu_core.train.options import LossOptions
+from mgpu_core.train.options import Options
 from mgpu_core.train.rank_modules import RankModules
 from mgpu_core.train.replicas import Replicas
 from mgpu_core.train.rollback import Gate
@@ -57,7 +57,7 @@ class ForwardBackward:
     """The calls of one step.
 
     Args:
-        options: of the loss.
+        options: of the step.
         replicas: the ranks' parameters.
         net: their modules.
         loss: their loss functions: modules with tensors, or one function for all; ``None``: the module returns it.
@@ -69,7 +69,7 @@ class ForwardBackward:
     """
 
     def __init__(
-        self, options: LossOptions, replicas: Replicas, net: RankModules, loss: Any, rng: str, choice: WorkerChoice
+        self, options: Options, replicas: Replicas, net: RankModules, loss: Any, rng: str, choice: WorkerChoice
     ) -> None:
         self._replicas, self._team, self._net, self._loss = replicas, replicas.team, net, loss
         self._cut_team = replicas.team

@@ -34,7 +34,7 @@ from mgpu_core.processes.outbox import Outbox
 from mgpu_core.trace.events import ALL_RANKS
 from mgpu_core.trace.tracer import is_tracing, span
 from mgpu_core.train.grad_clip import GradientNorm, Sums
-from mgpu_core.train.options import CommOptions
+from mgpu_core.train.options import Options
 from mgpu_core.train.replicas import Replicas
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class Communication:
         hook: sums the buckets over the devices instead of the all-reduce.
     """
 
-    options: CommOptions
+    options: Options
     shards: int
     processes: Processes | None
     hook: CommHook | None = None

@@ -1,4 +1,4 @@
-"""The options of a step by subject, and its module and devices: checked before anything is changed."""
+"""The arguments of a step, its module and devices: checked before anything is changed."""
 
 from __future__ import annotations
 
@@ -22,12 +22,8 @@ from mgpu_core.train.grad_scaler import AMP_DTYPES
 from mgpu_core.train.loss import REDUCTIONS
 
 __all__ = [
-    "CHANGEABLE",
-    "CommOptions",
-    "LossOptions",
+    "ARGUMENTS",
     "Options",
-    "RunOptions",
-    "UpdateOptions",
     "check_device",
     "check_module",
     "nonfinite_is_error",
@@ -36,126 +32,97 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class LossOptions:
-    """How rows are cut and losses are weighted; see :class:`mgpu_core.TrainStep`."""
-
-    dim: int
-    reduction: str
-    loss_on: str
-    amp_dtype: torch.dtype | None
-
-    def __post_init__(self) -> None:
-        _check_choice("reduction", self.reduction, REDUCTIONS)
-        _check_choice("loss_on", self.loss_on, ("ranks", "gathered"))
-        if self.amp_dtype is not None and self.amp_dtype not in AMP_DTYPES:
-            raise TypeError(f"amp_dtype must be torch.bfloat16 or torch.float16, not {self.amp_dtype}")
-
-
-@dataclass(frozen=True, slots=True)
-class UpdateOptions:
-    """When the optimizer updates, and with which gradients; see :class:`mgpu_core.TrainStep`."""
-
-    accumulate: int
-    clip_norm: float | None
-    error_if_nonfinite: bool
-    shard_optimizer: bool
-
-    def __post_init__(self) -> None:
-        calls, norm = self.accumulate, self.clip_norm
-        if isinstance(calls, bool) or not isinstance(calls, int) or calls < 1:
-            raise ValueError(f"accumulate must be a whole number of calls per update, 1 or more, not {calls!r}")
-        is_number = isinstance(norm, int | float) and not isinstance(norm, bool)
-        if norm is not None and not (is_number and 0 < norm < float("inf")):
-            raise ValueError(f"clip_norm must be a positive number, not {norm!r}")
-
-
-@dataclass(frozen=True, slots=True)
-class CommOptions:
-    """How gradients are summed; see :class:`mgpu_core.TrainStep`."""
-
-    bucket_nbytes: int
-    comm_dtype: torch.dtype | None
-    algorithm: str
-
-    def __post_init__(self) -> None:
-        _check_choice("algorithm", self.algorithm, ALGORITHMS)
-        if self.bucket_nbytes < 1:
-            raise ValueError(f"bucket_nbytes must be a positive number of bytes, not {self.bucket_nbytes}")
-        if self.comm_dtype is not None and not self.comm_dtype.is_floating_point:
-            raise TypeError(f"comm_dtype must be a floating dtype, not {self.comm_dtype}")
-
-
-@dataclass(frozen=True, slots=True)
-class RunOptions:
-    """How ranks run; see :class:`mgpu_core.TrainStep`."""
-
-    workers: str
-    rng: str
-    static_graph: bool
-    capture: bool
-
-    def __post_init__(self) -> None:
-        check_workers(self.workers)
-        check_rng(self.rng)
-
-
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """The arguments of a step.
+    """The arguments of a step, all of which :class:`mgpu_core.TrainStep` describes.
 
     Raises:
-        TypeError, ValueError: arguments that do not fit together.
+        TypeError, ValueError: arguments that cannot be, or do not fit together.
     """
 
     module: Module
     loss_fn: Callable[..., Any] | None
     optimizer: Optimizer
     team: Team
-    loss: LossOptions
-    update: UpdateOptions
-    comm: CommOptions
-    run: RunOptions
     has_processes: bool
-    pipeline_devices: Sequence[Sequence[torch.device]] = ()
+    pipeline_devices: Sequence[Sequence[torch.device]]
+    dim: int
+    reduction: str
+    loss_on: str
+    amp_dtype: torch.dtype | None
+    accumulate: int
+    clip_norm: float | None
+    error_if_nonfinite: bool
+    shard_optimizer: bool
+    bucket_nbytes: int
+    comm_dtype: torch.dtype | None
+    algorithm: str
+    workers: str
+    rng: str
+    static_graph: bool
+    capture: bool
 
     def __post_init__(self) -> None:
-        if self.has_processes and self.comm.comm_dtype is not None and self.comm.comm_dtype.itemsize < 2:
-            raise TypeError(
-                f"comm_dtype between processes must have 16 bits or more, which {self.comm.comm_dtype} has not"
-            )
+        _check_choice("reduction", self.reduction, REDUCTIONS)
+        _check_choice("loss_on", self.loss_on, ("ranks", "gathered"))
+        _check_choice("algorithm", self.algorithm, ALGORITHMS)
+        check_workers(self.workers)
+        check_rng(self.rng)
+        self._check_numbers()
+        self._check_dtypes()
+        self._check_together()
+
+    def _check_numbers(self) -> None:
+        calls, norm = self.accumulate, self.clip_norm
+        if isinstance(calls, bool) or not isinstance(calls, int) or calls < 1:
+            raise ValueError(f"accumulate must be a whole number of calls per update, 1 or more, not {calls!r}")
+        is_number = isinstance(norm, int | float) and not isinstance(norm, bool)
+        if norm is not None and not (is_number and 0 < norm < float("inf")):
+            raise ValueError(f"clip_norm must be a positive number, not {norm!r}")
+        if self.bucket_nbytes < 1:
+            raise ValueError(f"bucket_nbytes must be a positive number of bytes, not {self.bucket_nbytes}")
+
+    def _check_dtypes(self) -> None:
+        if self.amp_dtype is not None and self.amp_dtype not in AMP_DTYPES:
+            raise TypeError(f"amp_dtype must be torch.bfloat16 or torch.float16, not {self.amp_dtype}")
+        if self.comm_dtype is not None and not self.comm_dtype.is_floating_point:
+            raise TypeError(f"comm_dtype must be a floating dtype, not {self.comm_dtype}")
+        if self.has_processes and self.comm_dtype is not None and self.comm_dtype.itemsize < 2:
+            raise TypeError(f"comm_dtype between processes must have 16 bits or more, which {self.comm_dtype} has not")
+
+    def _check_together(self) -> None:
         reasons = (
             (self.loss_fn is None, "loss_fn=None: each rank's module returns its loss"),
             (self.has_processes, "process_group: outputs of other processes are not gathered"),
-            (self.run.capture, "capture=True: a graph holds the work of one device"),
+            (self.capture, "capture=True: a graph holds the work of one device"),
         )
         for holds, reason in reasons:
-            if self.loss.loss_on == "gathered" and holds:
+            if self.loss_on == "gathered" and holds:
                 raise ValueError(f'loss_on="gathered" does not go with {reason}')
         if isinstance(self.module, Pipeline):
-            self._check_pipeline()
+            refused = {
+                "process_group": self.has_processes,
+                'loss_on="gathered"': self.loss_on == "gathered",
+                "shard_optimizer": self.shard_optimizer,
+                "static_graph": self.static_graph,
+                "capture": self.capture,
+                "dim": self.dim != self.module.dim,
+            }
+            if names := [name for name, is_given in refused.items() if is_given]:
+                raise ValueError(f"a step over a Pipeline does not take {names[0]}")
 
-    def _check_pipeline(self) -> None:
-        refused = {
-            "process_group": self.has_processes,
-            'loss_on="gathered"': self.loss.loss_on == "gathered",
-            "shard_optimizer": self.update.shard_optimizer,
-            "static_graph": self.run.static_graph,
-            "capture": self.run.capture,
-            "dim": self.loss.dim != self.module.dim,
-        }
-        if names := [name for name, is_given in refused.items() if is_given]:
-            raise ValueError(f"a step over a Pipeline does not take {names[0]}")
+    def changed(self, name: str, value: Any) -> Options:
+        """Return the same arguments with another value of one of :data:`CHANGEABLE`.
 
-    def get(self, name: str) -> Any:
-        """Return an argument of the step by its name; AttributeError for anything else."""
-        return getattr(getattr(self, _GROUP_OF[name]) if name in _GROUP_OF else self, name)
-
-    def change(self, name: str, value: Any) -> None:
-        """Set an option of the update for the calls to come; ValueError for a value that no step can have."""
+        Raises:
+            ValueError: a value that no step can have.
+            AttributeError: the argument stays.
+        """
+        if name not in CHANGEABLE:
+            raise AttributeError(f"{name} of a step stays as it was given: make a new step")
         if name == "error_if_nonfinite":
             value = nonfinite_is_error(value, self.team)
-        self.update = replace(self.update, **{name: value})
+        return replace(self, **{name: value})
 
     def agreed(self) -> dict[str, Any]:
         """Return the settings that all processes must share, besides net and optimizer."""
@@ -163,16 +130,13 @@ class Options:
             "reduction", "accumulate", "clip_norm", "error_if_nonfinite", "amp_dtype", "bucket_nbytes", "algorithm",
             "comm_dtype",
         )  # fmt: skip
-        shards = len(set(self.team.devices)) if self.update.shard_optimizer else 1  # the layout depends on it
-        return {name: self.get(name) for name in names} | {"shards": shards}
+        shards = len(set(self.team.devices)) if self.shard_optimizer else 1  # the layout depends on it
+        return {name: getattr(self, name) for name in names} | {"shards": shards}
 
 
-_GROUP_OF = {
-    each.name: group
-    for group, kind in (("loss", LossOptions), ("update", UpdateOptions), ("comm", CommOptions), ("run", RunOptions))
-    for each in fields(kind)
-}
 CHANGEABLE = ("accumulate", "clip_norm", "error_if_nonfinite")
+ARGUMENTS = frozenset(each.name for each in fields(Options)) - {"has_processes", "pipeline_devices"}
+"""The names of the arguments that a step has as attributes."""
 
 
 def _check_choice(name: str, value: str, choices: Sequence[str]) -> None:

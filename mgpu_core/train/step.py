@@ -30,12 +30,8 @@ from mgpu_core.train.loss import check_loss
 from mgpu_core.train.loss_check import LossCheck
 from mgpu_core.train.optimizer_step import check_optimizer
 from mgpu_core.train.options import (
-    CHANGEABLE,
-    CommOptions,
-    LossOptions,
+    ARGUMENTS,
     Options,
-    RunOptions,
-    UpdateOptions,
     check_device,
     check_module,
     nonfinite_is_error,
@@ -48,20 +44,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 __all__ = ["TrainStep"]
-
-
-def _option(name: str) -> Any:
-    """Return the property of an argument of the step; most of them stay as they were given."""
-
-    def get(step: TrainStep) -> Any:
-        return step._options.get(name)
-
-    def change(step: TrainStep, value: Any) -> None:
-        if name not in CHANGEABLE:
-            raise AttributeError(f"{name} of a step stays as it was given: make a new step")
-        step._options.change(name, value)
-
-    return property(get, change)
 
 
 class TrainStep:
@@ -166,43 +148,71 @@ class TrainStep:
         check_module(net)
         check_optimizer(optimizer, dict(named_parameters_of(net)))
         check_loss(loss_fn)
-        loss = LossOptions(dim, reduction, loss_on, amp_dtype)
-        comm = CommOptions(bucket_nbytes, comm_dtype, algorithm)
-        run = RunOptions(workers, rng, static_graph, capture)
-        team = team_of(net, device_ids)
-        update = UpdateOptions(accumulate, clip_norm, nonfinite_is_error(error_if_nonfinite, team), shard_optimizer)
-        has_processes = process_group is not None
-        lists = pipeline_devices_of(net, device_ids)
-        self._options = Options(net, loss_fn, optimizer, team, loss, update, comm, run, has_processes, lists)
+        team, has_processes = team_of(net, device_ids), process_group is not None
+        options = Options(
+            module=net,
+            loss_fn=loss_fn,
+            optimizer=optimizer,
+            team=team,
+            has_processes=has_processes,
+            pipeline_devices=pipeline_devices_of(net, device_ids),
+            dim=dim,
+            reduction=reduction,
+            loss_on=loss_on,
+            amp_dtype=amp_dtype,
+            accumulate=accumulate,
+            clip_norm=clip_norm,
+            error_if_nonfinite=nonfinite_is_error(error_if_nonfinite, team),
+            shard_optimizer=shard_optimizer,
+            bucket_nbytes=bucket_nbytes,
+            comm_dtype=comm_dtype,
+            algorithm=algorithm,
+            workers=workers,
+            rng=rng,
+            static_graph=static_graph,
+            capture=capture,
+        )
         self._split_plan = SplitPlan(shares, team)
         check_device(net, team)
         self._guard = ReentrancyGuard("this step is already running: one call at a time, not one inside another")
         processes = None if process_group is None else Processes(process_group, team.devices[0])
-        self._loop = TrainLoop(self._options, self._split_plan, processes)
+        self._loop = TrainLoop(options, self._split_plan, processes)
         if algorithm != "auto" and len(set(team.devices)) == 1:
             warn_user(f'algorithm="{algorithm}" has no effect: all ranks are on {team.devices[0]}, so none is needed')
         if amp_dtype is torch.float16 and any(device.type == "cpu" for device in team.devices):
             warn_user("float16 is slow on CPUs, most of which emulate it: use bfloat16")
 
-    module: Module = _option("module")
-    loss_fn: Callable[..., Any] | None = _option("loss_fn")
-    optimizer: Optimizer = _option("optimizer")
-    team: Team = _option("team")
-    dim: int = _option("dim")
-    reduction: str = _option("reduction")
-    loss_on: str = _option("loss_on")
-    amp_dtype: torch.dtype | None = _option("amp_dtype")
-    accumulate: int = _option("accumulate")
-    clip_norm: float | None = _option("clip_norm")
-    error_if_nonfinite: bool | None = _option("error_if_nonfinite")
-    shard_optimizer: bool = _option("shard_optimizer")
-    bucket_nbytes: int = _option("bucket_nbytes")
-    comm_dtype: torch.dtype | None = _option("comm_dtype")
-    algorithm: str = _option("algorithm")
-    workers: str = _option("workers")
-    rng: str = _option("rng")
-    static_graph: bool = _option("static_graph")
-    capture: bool = _option("capture")
+    if TYPE_CHECKING:
+        module: Module
+        loss_fn: Callable[..., Any] | None
+        optimizer: Optimizer
+        team: Team
+        dim: int
+        reduction: str
+        loss_on: str
+        amp_dtype: torch.dtype | None
+        accumulate: int
+        clip_norm: float | None
+        error_if_nonfinite: bool | None
+        shard_optimizer: bool
+        bucket_nbytes: int
+        comm_dtype: torch.dtype | None
+        algorithm: str
+        workers: str
+        rng: str
+        static_graph: bool
+        capture: bool
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ARGUMENTS:
+            return getattr(self._loop.options, name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ARGUMENTS:
+            self._loop.options = self._loop.options.changed(name, value)
+        else:
+            object.__setattr__(self, name, value)
 
     @property
     def loss_scale(self) -> LossScale:

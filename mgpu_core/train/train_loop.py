@@ -76,16 +76,16 @@ class TrainLoop:
 
     def __init__(self, options: Options, split_plan: SplitPlan, processes: Processes | None) -> None:
         self.options, self.split_plan, self._processes = options, split_plan, processes
-        team, devices, loss = options.team, set(options.team.devices), options.loss
-        self._device, self._reduction = team.devices[0], loss.reduction
-        self.loss_scale = LossScale(loss.amp_dtype)
-        self.choice = WorkerChoice(options.run.workers, team.devices, options.run.rng)
-        self.in_shards = options.update.shard_optimizer and len(devices) > 1
-        self.communication = Communication(options.comm, len(devices) if self.in_shards else 1, processes)
+        team, devices = options.team, set(options.team.devices)
+        self._device, self._reduction = team.devices[0], options.reduction
+        self.loss_scale = LossScale(options.amp_dtype)
+        self.choice = WorkerChoice(options.workers, team.devices, options.rng)
+        self.in_shards = options.shard_optimizer and len(devices) > 1
+        self.communication = Communication(options, len(devices) if self.in_shards else 1, processes)
         self.keeps_accumulating = False
         has_parts = len(team) > 1 or bool(options.pipeline_devices)
-        self._is_loss_checked = not has_parts or options.loss_fn is None or loss.loss_on != "ranks"
-        is_mean = options.loss_fn is None and loss.reduction == "mean"
+        self._is_loss_checked = not has_parts or options.loss_fn is None or options.loss_on != "ranks"
+        is_mean = options.loss_fn is None and options.reduction == "mean"
         self._label_watch = LabelWatch(options.module) if has_parts and is_mean else None
         self._broken: str | None = None
         self._is_closed = self._is_built = False
@@ -93,29 +93,29 @@ class TrainLoop:
 
     def _build(self, steps: int) -> None:
         """Make the parts from the module as it is, after so many updates."""
-        options, processes, team, run = self.options, self._processes, self.options.team, self.options.run
+        options, processes, team = self.options, self._processes, self.options.team
         if processes is not None:
             agree(processes, options.module, options.optimizer, self._agreed(steps))
         self.replicas = Replicas(options.module, team)
-        static = run.static_graph or run.capture
+        static = options.static_graph or options.capture
         self.net = RankModules(options.module, team, self.replicas.parameters, static=static)
         lists = options.pipeline_devices
         ends = Team.of([each[-1] for each in lists]) if lists else team
         loss = loss_of_ranks(options.loss_fn, ends, static=static)
         self.modules = [self.net, *([loss] if isinstance(loss, RankModules) else [])]
         tree = self.net.tree
-        if run.workers == "caller" and tree.ranks_meet and len(team) > 1:
+        if options.workers == "caller" and tree.ranks_meet and len(team) > 1:
             raise ValueError(
                 'workers="caller" runs the ranks one after the other, and those of this module meet in synchronised '
                 'layers: use workers="threads" or "auto"'
             )
-        is_alone = len(team) == 1 and processes is None and not run.capture
+        is_alone = len(team) == 1 and processes is None and not options.capture
         self.reducer = None if is_alone else Reducer(self.replicas, self.communication)
         self.gradients = self.reducer or OwnGradients(self.replicas)
         self.optimizer_step = OptimizerStep(options.optimizer, self.replicas, self.gradients, self.in_shards)
         # Ranks that share a GPU take turns where a graph is recorded on their stream; those that meet have no graphs.
-        rng = "per_rank" if run.capture and not tree.ranks_meet else run.rng
-        parts = options.loss, self.replicas, self.net, loss, rng, self.choice
+        rng = "per_rank" if options.capture and not tree.ranks_meet else options.rng
+        parts = options, self.replicas, self.net, loss, rng, self.choice
         self.passes = ForwardBackward(*parts)
         if isinstance(options.module, Pipeline):
             self.passes = PipelinePasses(options.module, lists[1:], *parts)
@@ -126,7 +126,7 @@ class TrainLoop:
             self.replicas, self.gradients, self.optimizer_step, self.loss_scale, self.process_sync,
             BufferSnapshot(self.modules), steps,
         )  # fmt: skip
-        self.captured = CapturedSteps(self, self.reducer) if run.capture and self.reducer is not None else None
+        self.captured = CapturedSteps(self, self.reducer) if options.capture and self.reducer is not None else None
         self._is_built = True
 
     def _agreed(self, steps: int) -> dict[str, Any]:
@@ -140,7 +140,7 @@ class TrainLoop:
 
     def step(self, inputs: tuple[Any, ...], kwargs: dict[str, Any], keep_outputs: bool, aux: bool) -> Result:
         """Make a step; all of it happens, or nothing, in all processes."""
-        update_options = self.options.update
+        options = self.options
         try:
             if self.process_sync is not None:
                 self.process_sync.open()
@@ -149,8 +149,8 @@ class TrainLoop:
                 replayed = self._replay(self.captured, inputs, kwargs, keep_outputs or aux)
                 if replayed is not None:
                     return replayed, None, {}
-            window = self.transaction.begin(self._reduction, update_options)
-            updates = not self.keeps_accumulating and window.calls + 1 >= update_options.accumulate
+            window = self.transaction.begin(self._reduction, options)
+            updates = not self.keeps_accumulating and window.calls + 1 >= options.accumulate
             parts, rows = self._split(inputs, kwargs)
             size = size_of(inputs) if self.choice.is_open else None
             is_timed = self.choice.is_open and self.choice.begin(size, meets=self.passes.ranks_meet)
@@ -176,7 +176,7 @@ class TrainLoop:
             if self.process_sync is not None:
                 self.process_sync.open()
             self.follow_parameters(updates=True)
-            self.transaction.begin(self._reduction, self.options.update)
+            self.transaction.begin(self._reduction, self.options)
             if self.reducer is not None:
                 self.reducer.begin(0, overlap=False)
             return self._commit(standing)
@@ -250,12 +250,12 @@ class TrainLoop:
         self, outputs: list[Any], target: Any, losses: list[RankLoss], rows: list[int], before: LossState
     ) -> LossCheck:
         """Compare the losses of a call with the loss of all its rows, and warn where they differ."""
-        loss_options, device = self.options.loss, self._device
-        assert self.options.loss_fn is not None  # without one nothing is checked
+        options, device = self.options, self._device
+        assert options.loss_fn is not None  # without one nothing is checked
         with self.passes.autocast(device):
             check = compare_losses(
-                self.options.loss_fn, outputs, moved(target, device), losses, rows, loss_options.reduction, before,
-                dim=loss_options.dim, is_half=loss_options.amp_dtype is not None,
+                options.loss_fn, outputs, moved(target, device), losses, rows, options.reduction, before,
+                dim=options.dim, is_half=options.amp_dtype is not None,
             )  # fmt: skip
         if check.agrees is False:
             warn_user(warning_of(check))
@@ -265,11 +265,11 @@ class TrainLoop:
         self, captured: CapturedSteps, inputs: tuple[Any, ...], kwargs: dict[str, Any], keep_outputs: bool
     ) -> torch.Tensor | None:
         """Return the loss of a step that was the replay of a graph; ``None``: it must go the ordinary way."""
-        update_options = self.options.update
-        collects = update_options.accumulate > 1 or self.keeps_accumulating or self.is_accumulating
+        options = self.options
+        collects = options.accumulate > 1 or self.keeps_accumulating or self.is_accumulating
         reason, loss = why_no_graph(self, collects=collects, keep_outputs=keep_outputs), None
         if reason is None:
-            loss = captured.run(inputs, kwargs, update_options.clip_norm)
+            loss = captured.run(inputs, kwargs, options.clip_norm)
         else:
             captured.graphs.skip(reason)
         if loss is None:
@@ -338,7 +338,7 @@ class TrainLoop:
         if not transaction.finish(standing):
             return False
         with uninterrupted() as interrupted:
-            has_data, used, factor = transaction.decide(self.options.update, standing, interrupted)
+            has_data, used, factor = transaction.decide(self.options, standing, interrupted)
             if factor is None:
                 return has_data
             try:

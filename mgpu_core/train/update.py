@@ -15,7 +15,7 @@ from mgpu_core.train.grad_clip import are_finite, check_finite, clip, factor_of,
 from mgpu_core.train.grad_scaler import LossScale
 from mgpu_core.train.loss import Window
 from mgpu_core.train.optimizer_step import OptimizerStep
-from mgpu_core.train.options import UpdateOptions
+from mgpu_core.train.options import Options
 from mgpu_core.train.process_sync import ProcessSync
 from mgpu_core.train.reducer import OwnGradients, Reducer
 from mgpu_core.train.replicas import Replicas
@@ -77,7 +77,7 @@ class UpdateTransaction:
         """True after calls without an update."""
         return self.window.calls > 0
 
-    def begin(self, reduction: str, options: UpdateOptions) -> Window:
+    def begin(self, reduction: str, options: Options) -> Window:
         """Prepare for the gradients of a call; the first one opens a window, with the options as they are now."""
         if self.window.calls:
             self._gradients.take_up()
@@ -111,7 +111,7 @@ class UpdateTransaction:
             reducer.finish()
         return True
 
-    def decide(self, options: UpdateOptions, standing: Standing, interrupted: Callable[[], bool]) -> Decision:
+    def decide(self, options: Options, standing: Standing, interrupted: Callable[[], bool]) -> Decision:
         """Decide by which gradients the optimizer updates; the last moment in which a step can be given up.
 
         Args:

@@ -1,15 +1,13 @@
-"""The optimizer's step on all devices: ours over the step's flat memory, torch's by its own ``step()`` per device.
+"""The optimizer's step on all devices: ours over the step's flat memory, any other by its own ``step()``, once.
 
-A class of the user's own, or one with step hooks, does more than compute (it draws random numbers, counts, clamps
-weights), which must happen once: the first device is updated, and the others get its values.
+That updates the first device, and the others get its values: a step may do more than compute (draw random numbers,
+count, clamp weights).
 """
 
 from __future__ import annotations
 
-import copy
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -20,8 +18,6 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from torch.utils.hooks import RemovableHandle
 
 from mgpu_core._warnings import warn_user
-from mgpu_core.device.transfer import to_device
-from mgpu_core.null_context import NULL_CONTEXT
 from mgpu_core.optim import FlatOptimizer
 from mgpu_core.optim.flat_state import FlatState
 from mgpu_core.optim.optimizer import LEFT_OVER
@@ -54,7 +50,7 @@ def check_optimizer(optimizer: Any, named: dict[str, torch.nn.Parameter]) -> Non
 class OptimizerStep:
     """Run the user's optimizer on all devices.
 
-    Devices of several kinds may differ in the last bit: then the first one is updated, and the others get its values.
+    Ours update each device; those of several kinds may differ in the last bit, so that the first one is updated then.
 
     Args:
         optimizer: over parameters of the user's module; its settings are read at each update.
@@ -78,8 +74,7 @@ class OptimizerStep:
         self._has_copies = len(replicas.devices) > 1
         self._is_torchs = self.is_flat or type(optimizer).__module__.partition(".")[0] == "torch"
         self._flat: FlatState | None = None  # what ours keeps over the step's memory
-        self._clones: _Clones | None = None  # of torch's, for the other devices
-        self._made_for: Any = None  # the groups, and whether the step calls no code of the user's
+        self._made_for: Any = None  # the groups
         self._used: list[bool] = []  # in the update that is prepared
         self._before: list[int] = []  # how often each parameter was written before the update
         self.spent: list[torch.Tensor | None] = []
@@ -121,8 +116,8 @@ class OptimizerStep:
             used: per parameter whether it has a gradient, and is updated.
 
         Returns:
-            A function that updates all devices: it calls ``optimizer.step()`` once, and that of the clones on other
-            devices.  Ours multiply the gradients by its argument; for torch's they are multiplied already.
+            A function that updates all devices.  Ours multiply the gradients by its argument; for others they are
+            multiplied already.
 
         Raises:
             TypeError: ours cannot update sparse gradients, or these dtypes.
@@ -130,19 +125,13 @@ class OptimizerStep:
         self._before = self._replicas.versions
         if self._reducer is None:
             return self._step if self._ours is None else partial(self._ours.step_by, None)
-        groups: list[Any] = [list(map(id, group["params"])) for group in self._optimizer.param_groups]
         if self._ours is not None:
+            groups = [list(map(id, group["params"])) for group in self._optimizer.param_groups]
             if self._flat is None or groups != self._made_for or not self._ours.is_over(self._flat):
                 self._flat = self._attached(self._ours, self._reducer.buckets)
                 self._made_for = groups
             self._flat.prepare(used)
             self._used = used
-        elif self._has_copies:
-            groups.append([self._is_plain()])
-            if self._clones is None or groups != self._made_for:
-                count = 1 if self._replicas.is_mixed or self._runs_users_code() else len(self._replicas.devices)
-                self._clones, self._made_for = _Clones(self._optimizer, self._replicas, count), groups
-            self._clones.prepare(used, self._reducer.buckets)
         return self._step if self._ours is None or self._has_copies else partial(self._ours.step_by, used)
 
     def _attached(self, optimizer: FlatOptimizer, buckets: GradBuckets) -> FlatState:
@@ -158,24 +147,17 @@ class OptimizerStep:
         return optimizer.attach(self._replicas.own, buckets.buckets, flats, shards)
 
     def _step(self, factor: float | torch.Tensor) -> None:
-        """Call ``step()`` of the optimizer and of its clones, and send values that clones did not compute."""
+        """Make the step, and send the values to devices that have not computed them."""
         written = self._has_copies and self.values_changed()  # by a forward: rank 0's values count, as in the drop-in
         if self._ours is not None:
             self._ours.step_by(self._used, factor)
         else:
             self._optimizer.step()
-            if self._clones is not None:
-                self._clones.step()
             if self._runs_users_code():  # which may have assigned `p.data`
                 self._replicas.settle()
-        if self._has_copies and (written or self._updates_one() or not self._is_plain()):
+        updates_one = self._ours is None or self._replicas.is_mixed
+        if self._has_copies and (written or updates_one or not self._is_plain()):
             self._replicas.send_values()
-
-    def _updates_one(self) -> bool:
-        """Return whether the first device alone was updated, though there are others."""
-        assert self._flat is not None or self._clones is not None  # prepared, for several devices
-        count = self._clones.count if self._clones is not None else len(self.flat.devices)
-        return count < len(self._replicas.devices)
 
     def has_written(self) -> bool:
         """Return whether an update that failed has changed parameters all the same."""
@@ -210,7 +192,7 @@ class OptimizerStep:
         """Leave the optimizer with state of its own."""
         if self._ours is not None and self._flat is not None and self._ours.is_over(self._flat):
             self._ours.detach()
-        self._flat = self._clones = None
+        self._flat = None
 
     def leave(self) -> None:
         """Leave the optimizer alone."""
@@ -254,79 +236,3 @@ class _LeftOverStep:
         found = self._optimizer_step()
         if found is not None:
             found.check_left_over()
-
-
-class _Clones:
-    """Clones of one of torch's optimizers, over the parameters of the other devices.
-
-    Attributes:
-        count: devices that are updated, the first one included.
-    """
-
-    def __init__(self, optimizer: Optimizer, replicas: Replicas, count: int) -> None:
-        self._optimizer, self._replicas, self.count = optimizer, replicas, count
-        self._clones: list[Optimizer] = []
-        self._kept: list[Any] = []
-        self._left: list[tuple[int, int]] = []  # the state as the last update has left it, and how often it was written
-
-    def prepare(self, used: Sequence[bool], buckets: GradBuckets) -> None:
-        """Give the clones the settings and gradients of this update."""
-        if self.count == 1:
-            return
-        if self._state_now() != self._left:
-            self._clones.clear()  # they know nothing of a step, an edit or a loaded state of the user's own
-        self._left, self._kept = [], []  # or what a step replaces would stay next to what replaces it
-        if not self._clones:
-            self._clones += [self._clone(device) for device in range(1, self.count)]
-        for device, clone in enumerate(self._clones, start=1):
-            for mine, theirs in zip(clone.param_groups, self._optimizer.param_groups, strict=True):
-                mine.update({name: value for name, value in theirs.items() if name != "params"})
-            self._give_gradients(device, used, buckets)
-
-    def step(self) -> None:
-        """Call the step of each clone, after that of the optimizer itself."""
-        for device, clone in enumerate(self._clones, start=1):
-            with _own_default(self._replicas.devices[device]):
-                clone.step()
-        self._left = self._state_now()
-
-    def _state_now(self) -> list[tuple[int, int]]:
-        if not self._clones:
-            return []
-        states = [each for each in self._optimizer.state.values() if isinstance(each, dict)]  # or the user's own
-        values = [value for state in states for value in state.values()]
-        self._kept = values  # so that no other object gets the address of one
-        return [(id(each), each._version if torch.is_tensor(each) else 0) for each in values]
-
-    def _clone(self, device: int) -> Optimizer:
-        """Return the optimizer over the parameters of another device's first rank, with the same state."""
-        theirs = self._replicas.parameters[self._replicas.ranks_of[device][0]]
-        memo: dict[int, Any] = {id(own): clone for own, clone in zip(self._replicas.own, theirs, strict=True)}
-        clone = copy.deepcopy(self._optimizer, memo)
-        for name, value in vars(self._optimizer).items():  # what a class of the user's own keeps besides
-            if name not in ("step", *vars(clone)):
-                setattr(clone, name, value)
-        # Which would make all of a state the parameter's dtype and device, also what torch keeps in others, on the CPU.
-        clone.load_state_dict(copy.deepcopy(self._optimizer.state_dict()))
-        for own, parameter in zip(self._replicas.own, theirs, strict=True):
-            for kind, value in self._optimizer.state.get(own, {}).items():
-                if torch.is_tensor(value):
-                    target = value.device if value.device.type == "cpu" else parameter.device
-                    clone.state[parameter][kind] = to_device(value.detach(), target).clone()
-        return clone
-
-    def _give_gradients(self, device: int, used: Sequence[bool], buckets: GradBuckets) -> None:
-        views = buckets.flats[device].gradient_views
-        row = self._replicas.parameters[self._replicas.ranks_of[device][0]]
-        for i, parameter in enumerate(row):
-            if not used[i]:
-                parameter.grad = None
-            elif i in views:
-                parameter.grad = views[i]
-            else:
-                parameter.grad = to_device(buckets.sums.sparse[i], parameter.device)
-
-
-def _own_default(device: torch.device) -> AbstractContextManager[object]:
-    """Return a context for the clone's state: a default device that was set for the first would get it otherwise."""
-    return NULL_CONTEXT if torch.get_default_device().type == "cpu" else torch.device(device)

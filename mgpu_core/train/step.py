@@ -61,8 +61,8 @@ class TrainStep:
         loss_fn: ``loss_fn(output, target)``, a tensor of one element; ``None``: the module returns the loss itself.
             Buffers of a module (class weights) and its modes are followed, as those of ``net`` are.
         optimizer: any ``torch.optim.Optimizer`` over parameters of ``net``.  Those of :mod:`mgpu_core.optim` update all
-            devices by one kernel per bucket; torch's make their own ``step()`` once per device.  With step hooks, and
-            with a class of your own, the step is made once, and the other devices get the values.
+            devices by one kernel per bucket; any other makes its own ``step()`` once, on the first device, and the
+            others get the values.
         device_ids: one device per rank, as for :class:`mgpu_core.DataParallel`; ``None``: all accelerators (of several
             processes that ``torchrun`` has started here, each takes its part), else as many CPU ranks as
             ``MGPU_CORE_CPU_RANKS`` says, else the module's own device.  For a :class:`mgpu_core.Pipeline` its own, or

@@ -176,10 +176,6 @@ stage_replicas() {
   PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True many replicas --algorithm direct || code=1
   return "$code"
 }
-stage_graphs() {
-  needs_gpu
-  run_pytest tests/cuda/test_train_step.py -k graphs_of_several_gpus
-}
 stage_streams() { NCCL_P2P_DISABLE=1 many streams; }
 stage_abort() {
   local code=0 signal

@@ -153,22 +153,22 @@ class Crew:
         self.workers = [_Worker(f"{name}-rank{rank}") for rank in range(count)]
         self._cpu_ranks, self._shared = cpu_ranks, 0
 
-    def run(self, tasks: Sequence[Callable[[], Any] | None], seconds: float) -> list[Outcome]:
-        """Run task i on worker i, all at once, and wait for all of them; where there is ``None``, the worker rests.
+    def run(self, tasks: Sequence[Callable[[], Any]], seconds: float) -> list[Outcome]:
+        """Run task i on worker i, all at once, and wait for all of them.
 
         Raises:
             Error: a rank did not end in time.  The crew is then unusable.
         """
-        ranks = _Ranks(index for index, task in enumerate(tasks) if task is not None)
-        jobs = {index: _Job(task, index, ranks) for index, task in enumerate(tasks) if task is not None}
-        for index, job in jobs.items():
-            self.workers[index].inbox.put(job)
+        ranks = _Ranks(range(len(tasks)))
+        jobs = [_Job(task, index, ranks) for index, task in enumerate(tasks)]
+        for worker, job in zip(self.workers, jobs, strict=False):
+            worker.inbox.put(job)
         if missing := ranks.wait(seconds):
             raise Error(
                 f"rank {missing[0]} did not end within {seconds:g} s ({len(missing)} of {len(jobs)} ranks are "
                 "still at work); MGPU_CORE_TIMEOUT sets the limit. The next call starts new workers."
             )
-        return [jobs[index].outcome if index in jobs else Outcome() for index in range(len(tasks))]
+        return [job.outcome for job in jobs]
 
     def stop(self) -> None:
         for worker in self.workers:

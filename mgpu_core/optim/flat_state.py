@@ -167,29 +167,27 @@ class FlatState:
             parts = [part_of(each, index, self.shards) for index, each in enumerate(wholes)]
             dispatch.all_gather_into(parts, wholes)
 
-    def run_on(self, index: int, factor: float | torch.Tensor | None) -> None:
-        """Launch the update on one device, for a recording, with gradients times ``factor``."""
+    def run(self, factor: float | torch.Tensor | None) -> None:
+        """Launch the update on the only device, for a recording, with gradients times ``factor``."""
         if factor is not None:
-            self.devices[index].record_scale(factor)
-        for kernel, _ in self.devices[index].launches(self._kernel):
+            self.devices[0].record_scale(factor)
+        for kernel, _ in self.devices[0].launches(self._kernel):
             kernel.step()
 
-    def hold_back(self, index: int, if_not_zero: torch.Tensor) -> None:
-        """Let the next launch on a device change nothing if this number on it is not 0; the host does not wait."""
-        self.devices[index].held_back.copy_(if_not_zero)
+    def hold_back(self, if_not_zero: torch.Tensor) -> None:
+        """Let the next :meth:`run` change nothing if this number on its device is not 0; the host does not wait."""
+        self.devices[0].held_back.copy_(if_not_zero)
 
     def was_held_back(self) -> bool:
         """Return whether the last launch has changed nothing; waits for the device, and lets later ones go on."""
         held = bool(self.devices[0].held_back)
         if held:
-            for device in self.devices:
-                device.held_back.zero_()
+            self.devices[0].held_back.zero_()
         return held
 
     def replayed(self) -> None:
         """Note that a recorded launch was replayed: the factor is the device's, and schedulers see a step."""
-        for device in self.devices:
-            device.replayed()
+        self.devices[0].replayed()
         self._optimizer._opt_called = True  # type: ignore[attr-defined]
 
     def scale_by(self, factor: float | torch.Tensor) -> None:

@@ -94,13 +94,13 @@ def apply_to(
 
 def run_ranks(
     team: Team,
-    calls: Sequence[Callable[[], Any] | None],
+    calls: Sequence[Callable[[], Any]],
     *,
     draws: bool,
     workers: str,
     names: Sequence[str] | None = None,
 ) -> list[Any]:
-    """Run the call of each rank and return the results in rank order; a rank whose call is ``None`` rests.
+    """Run the call of each rank and return the results in rank order.
 
     Args:
         team: the ranks.
@@ -113,7 +113,7 @@ def run_ranks(
         Exception: as :func:`parallel_apply`.
     """
     if len(calls) == 1:
-        outcomes = [_run_here(call) for call in calls if call is not None]
+        outcomes = [_run_here(call) for call in calls]
     elif workers == "caller":
         outcomes = _run_in_caller(team, calls, draws and shares_generator(team))
     else:
@@ -132,15 +132,13 @@ def shares_generator(team: Team) -> bool:
     return len(set(team.devices)) < len(team.devices)
 
 
-def _run_in_caller(team: Team, calls: Sequence[Callable[[], Any] | None], draws: bool) -> list[Outcome]:
+def _run_in_caller(team: Team, calls: Sequence[Callable[[], Any]], draws: bool) -> list[Outcome]:
     """Run the ranks one after the other in this thread, each in its own context; the first failure ends it."""
     numbers = rank_streams(team.devices) if draws and team.devices.count(_CPU) > 1 else None
     outcomes: list[Outcome] = []
     for rank, call in enumerate(calls):
         outcome = Outcome()
         outcomes += (outcome,)
-        if call is None:
-            continue
         try:
             if numbers is not None:
                 call = _drawing(call, numbers[rank])
@@ -225,24 +223,19 @@ def _draws(team: Team, modules: Sequence[torch.nn.Module], rng: str) -> bool:
 
 
 def _run_in_workers(
-    team: Team, calls: Sequence[Callable[[], Any] | None], streams: Sequence[torch.Stream | None], draws: bool
+    team: Team, calls: Sequence[Callable[[], Any]], streams: Sequence[torch.Stream | None], draws: bool
 ) -> list[Outcome]:
     context = CallerContext(team.devices)
     seconds = time_limit()
     turns = _turns(team, context.serialize, draws)
     rendezvous = RankRendezvous(team.devices, streams, seconds, serialize=bool(turns))
-    tasks: dict[int, Callable[[], Any]] = {
-        rank: context.bind(partial(_attended, rendezvous, rank, call), rank)
-        for rank, call in enumerate(calls)
-        if call is not None
-    }
+    tasks = [context.bind(partial(_attended, rendezvous, rank, call), rank) for rank, call in enumerate(calls)]
     if draws and team.devices.count(_CPU) > 1:
-        numbers = rank_streams(team.devices)
-        tasks = {rank: _drawing(task, numbers[rank]) for rank, task in tasks.items()}
+        tasks = list(map(_drawing, tasks, rank_streams(team.devices)))
     for ranks in turns:
-        _take_turns(tasks, [rank for rank in ranks if rank in tasks], seconds)
+        _take_turns(tasks, ranks, seconds)
     with switches_kept(), team.workers.lease() as crew:
-        return crew.run([tasks.get(rank) for rank in range(len(calls))], seconds)
+        return crew.run(tasks, seconds)
 
 
 def _turns(team: Team, all_in_turns: bool, draws: bool) -> list[list[int]]:
@@ -271,7 +264,7 @@ def _drawing(task: Callable[[], Any], stream: RankStream | None) -> Callable[[],
     return work
 
 
-def _take_turns(tasks: dict[int, Callable[[], Any]], ranks: Sequence[int], seconds: float) -> None:
+def _take_turns(tasks: list[Callable[[], Any]], ranks: Sequence[int], seconds: float) -> None:
     """Let the tasks of ``ranks`` run one after the other: each waits until the one before has ended, or failed."""
     before: Event | None = None
     for rank in ranks:

@@ -1,11 +1,9 @@
 """Whole steps as CUDA graphs: the recorded part of a step, and the host's work at each replay.
 
-A graph holds the work of one device between two updates; a recording computes nothing.  Numbers that change from step
-to step lie in the device's memory, and those that a recording has fixed are part of its key: shapes, modes, the loss
-scale.  Where all ranks share a device there is one graph, from the batch to the update.  Over several devices, each has
-two: forward, loss, backward and the sums over its own ranks; and the update.  Between them the host lets the devices
-sum, in the ordinary way, since collectives of several GPUs in one process cannot be part of graphs that are recorded
-one after the other.
+A graph holds a step of ranks that share a device, from the batch to the update; a recording computes nothing.  Numbers
+that change from step to step lie in the device's memory, and those that a recording has fixed are part of its key:
+shapes, modes, the loss scale.  Steps over several devices go the ordinary way: collectives of several GPUs in one
+process cannot be part of graphs that are recorded one after the other.
 """
 
 from __future__ import annotations
@@ -13,13 +11,10 @@ from __future__ import annotations
 import weakref
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
-from itertools import starmap, zip_longest
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mgpu_core.device.transfer import copy_into
 from mgpu_core.device.workers import time_limit
 from mgpu_core.module_tree import modules_of
 from mgpu_core.train.forward_backward import RankPart, seed
@@ -76,10 +71,9 @@ class CapturedSteps:
         return modes, frozen, used, buffers, memory, shares, clip_norm, autocast, self._loss_scale.scale
 
     def _record(self, batch: Any, clip_norm: float | None) -> CapturedStep:
-        kind = _OneGraph if len(self.replicas.devices) == 1 else _GraphsPerDevice
         try:
             with self._buffers_kept():
-                return kind(self, batch, clip_norm)
+                return _Graph(self, batch, clip_norm)
         except BaseException:
             self.recorder.forget()
             self.reducer.cancel()
@@ -127,37 +121,35 @@ class CapturedSteps:
         plan.done(rows, ())
         return parts, rows
 
-    def compute(self, parts: Sequence[RankPart | None], *, overlap: bool) -> list[RankLoss]:
+    def compute(self, parts: Sequence[RankPart]) -> list[RankLoss]:
         """Run forward, loss and backward of the ranks that have parts, each in the worker that it always has."""
-        self.reducer.begin(len(parts), overlap=overlap)
+        self.reducer.begin(len(parts), overlap=True)
         with torch.enable_grad():
             losses, _ = self.passes.run_parts(parts, (), backward=True, keep_outputs=False)
         if self.replicas.settle():
             raise RuntimeError("the forward gives a parameter other memory")
         return losses
 
-    def norm_on(self, index: int) -> GradientNorm:
-        """Return the norm of the sums that one device has; :meth:`work_on` the device can be captured from now on."""
-        sums = self.reducer.sums.on(index)
+    def norm(self) -> GradientNorm:
+        """Return the norm of the sums; :meth:`update` can be captured from now on."""
+        sums = self.reducer.sums.on(0)
         warm_up(sums)
         return GradientNorm(sums)
 
-    def work_on(self, index: int, norm: GradientNorm, weight: float | torch.Tensor, clip_norm: float | None) -> None:
-        """Launch the update of one device, after the sums of the only call; the host does not wait.
+    def update(self, norm: GradientNorm, clip_norm: float | None) -> None:
+        """Launch the update, after the sums of the only call; the host does not wait.
 
         Args:
-            index: of the device.
-            norm: :meth:`norm_on` it.
-            weight: of the call; a tensor lies on the device.
+            norm: of :meth:`norm`.
             clip_norm: the largest norm of all gradients.
         """
         flat = self._optimizer_step.flat
         if self._loss_scale.is_on:
-            flat.hold_back(index, overflow_of(self.reducer.sums.on(index)))
-        factor = self.window.factor(weight)
+            flat.hold_back(overflow_of(self.reducer.sums.on(0)))
+        factor = self.window.factor(self.window.weight)
         if clip_norm is not None:
             factor = factor_of(factor, norm.compute(), clip_norm)
-        flat.run_on(index, factor)
+        flat.run(factor)
 
     @property
     def window(self) -> Window:
@@ -170,8 +162,8 @@ class CapturedSteps:
             raise RuntimeError("this batch uses other parameters than the one before")
 
 
-class _OneGraph:
-    """A step of ranks that share a device: one graph, from a batch on that device to the update."""
+class _Graph:
+    """A recorded step, from a batch on the device to the update."""
 
     def __init__(self, steps: CapturedSteps, batch: Any, clip_norm: float | None) -> None:
         self._steps: CapturedSteps = weakref.proxy(steps)  # which has this
@@ -179,7 +171,7 @@ class _OneGraph:
         self._device = steps.replicas.devices[0]
         self._batch = StaticNest(batch, self._device)
         self._buffers = steps.buffers
-        self._norm = steps.norm_on(0)
+        self._norm = steps.norm()
         self._graph, (self._loss,) = steps.recorder.record(self._device, self._work)
         steps.check_used()
 
@@ -189,10 +181,10 @@ class _OneGraph:
         steps.reducer.clear()
         parts, rows = steps.split(self._batch.nest)
         seed(parts, steps.window.seeds(rows))
-        losses = steps.compute(parts, overlap=True)
+        losses = steps.compute(parts)
         steps.reducer.finish()
         loss = steps.window.add(rows, losses, self._device)
-        steps.work_on(0, self._norm, steps.window.weight, self._clip_norm)
+        steps.update(self._norm, self._clip_norm)
         return [loss]
 
     def replay(self, batch: Any) -> torch.Tensor:
@@ -201,85 +193,13 @@ class _OneGraph:
         return self._loss.clone()
 
 
-class _GraphsPerDevice:
-    """A step over several devices: per device a graph for its ranks, and one for its update."""
-
-    def __init__(self, steps: CapturedSteps, batch: Any, clip_norm: float | None) -> None:
-        self._steps: CapturedSteps = weakref.proxy(steps)  # which has this
-        self._clip_norm = clip_norm
-        self._devices = steps.replicas.devices
-        self._buffers = steps.buffers
-        steps.begin()
-        parts, rows = steps.split(batch)
-        self._batches = [StaticNest(_nest_of(part)) for part in parts]
-        self._parts = [RankPart(*each.nest) for each in self._batches]
-        self._losses: dict[int, RankLoss] = {}
-        seed(self._parts, steps.window.seeds(rows))
-        self._computing = [self._record_computing(index) for index in range(len(self._devices))]
-        steps.check_used()
-        loss = self._add_losses(rows)
-        self._weights: list[torch.Tensor] = []  # per device what the call weighs, where that is no number of rows
-        if isinstance(steps.window.weight, torch.Tensor):
-            self._weights = [torch.ones((), dtype=loss.dtype, device=device) for device in self._devices]
-        self._norms = [steps.norm_on(index) for index in range(len(self._devices))]
-        self._updating = [
-            steps.recorder.record(device, partial(self._update, index))[0] for index, device in enumerate(self._devices)
-        ]
-
-    def _record_computing(self, index: int) -> torch.cuda.CUDAGraph:
-        ranks = [rank for rank in self._steps.replicas.ranks_of[index] if rank < len(self._parts)]
-        work = partial(self._compute, index, ranks)
-        graph, tensors = self._steps.recorder.record(self._devices[index], work)
-        losses = starmap(RankLoss, zip_longest(tensors[: len(ranks)], tensors[len(ranks) :]))
-        self._losses |= zip(ranks, losses, strict=True)
-        return graph
-
-    def _compute(self, index: int, ranks: Sequence[int]) -> list[torch.Tensor]:
-        """Launch the ranks of one device, and their sums; return their losses, then the weights of these, if any."""
-        steps = self._steps
-        steps.reducer.clear(steps.replicas.ranks_of[index])
-        parts = [part if rank in ranks else None for rank, part in enumerate(self._parts)]
-        losses = steps.compute(parts, overlap=False) if ranks else []
-        steps.reducer.buckets.add_up_all_ranks(index)
-        return [each.value for each in losses] + [each.weight for each in losses if each.weight is not None]
-
-    def _update(self, index: int) -> list[torch.Tensor]:
-        steps = self._steps
-        weight = self._weights[index] if self._weights else steps.window.weight
-        steps.work_on(index, self._norms[index], weight, self._clip_norm)
-        return []
-
-    def _add_losses(self, rows: Sequence[int]) -> torch.Tensor:
-        """Count the call; return the loss of all ranks."""
-        losses = [self._losses[rank] for rank in range(len(self._parts))]
-        return self._steps.window.add(rows, losses, self._devices[0])
-
-    def replay(self, batch: Any) -> torch.Tensor:
-        steps = self._steps
-        steps.begin()
-        parts, rows = steps.split(batch)
-        for static, part in zip(self._batches, parts, strict=True):
-            static.fill(_nest_of(part))
-        seed(self._parts, steps.window.seeds(rows))
-        for graph in self._computing:
-            graph.replay()
-        loss = self._add_losses(rows).clone()
-        steps.reducer.buckets.add_up_all_devices()
-        total = steps.window.weight
-        for weight in self._weights:
-            copy_into(weight, torch.as_tensor(total))
-        for graph in self._updating:
-            graph.replay()
-        return loss
-
-
 def why_no_graph(loop: TrainLoop, *, collects: bool, keep_outputs: bool) -> str | None:
     """Return why a step must go the ordinary way; ``None``: it may be a replay."""
     options, optimizer_step = loop.options, loop.optimizer_step
     other = next((device for device in loop.replicas.devices if device.type != GRAPH_DEVICE), None)
     reasons = (
         (other is not None, f"there are no CUDA graphs on {other}"),
-        (loop.in_shards, "the optimizer's state is in shards"),
+        (len(loop.replicas.devices) > 1, "its ranks are on several devices"),
         (options.has_processes, "several processes agree on each update"),
         (loop.passes.ranks_meet, "ranks meet in synchronised layers"),
         (collects, "gradients are accumulated over several calls"),
@@ -289,7 +209,3 @@ def why_no_graph(loop: TrainLoop, *, collects: bool, keep_outputs: bool) -> str 
         (optimizer_step.memory is None, "its optimizer is none of mgpu_core.optim, or has step hooks"),
     )
     return next((reason for holds, reason in reasons if holds), None)
-
-
-def _nest_of(part: RankPart) -> tuple[Any, ...]:
-    return part.inputs, part.kwargs, part.target

@@ -156,10 +156,10 @@ class ForwardBackward:
         return losses, rows, each
 
     def run_parts(
-        self, parts: Sequence[RankPart | None], clocks: Sequence[RankClock], *, backward: bool, keep_outputs: bool
+        self, parts: Sequence[RankPart], clocks: Sequence[RankClock], *, backward: bool, keep_outputs: bool
     ) -> tuple[list[RankLoss], list[Any]]:
-        """Do the same for a loss per rank; a rank whose part is ``None`` rests, and has no loss."""
-        if self._is_bare and not clocks and parts[0] is not None:
+        """Do the same for a loss per rank."""
+        if self._is_bare and not clocks:
             module, joint = self._net.module, False
             found = [self._work(module, self._alone, 0, parts[0], backward=backward, keep_outputs=keep_outputs)]
         else:
@@ -171,7 +171,7 @@ class ForwardBackward:
         losses, outputs = map(list, zip(*found, strict=True)) if found else ([], [])
         if joint:
             with span("backward"):
-                differentiate(losses, [part.seed for part in parts if part is not None])
+                differentiate(losses, [part.seed for part in parts])
         if backward and losses and losses[0].is_constant:
             check_losses(losses)
         return losses, outputs if keep_outputs else []
@@ -209,24 +209,24 @@ class ForwardBackward:
     def _over_ranks(
         self,
         work: Callable[..., Any],
-        parts: Sequence[RankPart | None],
+        parts: Sequence[RankPart],
         clocks: Sequence[RankClock],
         loss_fns: Sequence[LossFn | None],
     ) -> list[Any]:
-        """Return ``work(module, loss_fn, rank, part)`` of each rank that has a part."""
+        """Return ``work(module, loss_fn, rank, part)`` of each rank."""
         count, self._gate = len(parts), None
         modules, tree = self._net.of_ranks(count), self._net.tree
         workers = self.workers
         given = self._given_to(modules[1]) if self._calls_to_watch and count > 1 else None
         watch = OriginalsWatch(tree) if given is not None else None
         called = modules if watch is None else watch.around(modules)
-        calls: list[_Call | None] = []
+        calls: list[_Call] = []
         for rank, part in enumerate(parts):
-            calls += (None if part is None else partial(work, called[rank], loss_fns[rank], rank, part),)
+            calls += (partial(work, called[rank], loss_fns[rank], rank, part),)
         if clocks or not self._is_on_cpu or workers == "threads":
             calls = self._attended(calls, clocks)
         if count == 1:  # failures are the module's own
-            return [call() for call in calls if call is not None]
+            return [call() for call in calls]
         versions = self._replicas.versions
         draws = self._shares_generator and draws_apart(tree, self._rng)
         team = self._team if count == self._ranks else self._team.first(count)
@@ -236,7 +236,7 @@ class ForwardBackward:
             self._tell_lost(given, watch)
         if tree.has_holders or tree.is_compiled:
             self._net.let_go(modules)
-        return results if None not in calls else [result for result in results if result is not None]
+        return results
 
     def _given_to(self, replica: Module) -> Given | None:
         """Return the attributes of a replica before its forward, in the first calls alone."""
@@ -266,7 +266,7 @@ class ForwardBackward:
         """Let no rank begin any more; return whether all have ended in that time."""
         return self._gate is None or self._gate.shut(seconds)
 
-    def _attended(self, calls: Sequence[_Call | None], clocks: Sequence[RankClock]) -> list[_Call | None]:
+    def _attended(self, calls: Sequence[_Call], clocks: Sequence[RankClock]) -> list[_Call]:
         """Return the calls as each rank's worker runs them: on its device and stream, and timed if there are clocks."""
         gate, devices = Gate(), self._team.devices
         self._gate = gate
@@ -276,9 +276,9 @@ class ForwardBackward:
             with gate, on(devices[rank], streams[rank]), clocked(clocks[rank]) if clocks else NULL_CONTEXT:
                 return call()
 
-        return [None if call is None else partial(attended, rank, call) for rank, call in enumerate(calls)]
+        return [partial(attended, rank, call) for rank, call in enumerate(calls)]
 
-    def _is_joint(self, parts: Sequence[RankPart | None]) -> bool:
+    def _is_joint(self, parts: Sequence[RankPart]) -> bool:
         """Return whether one backward is made for all ranks, after all forwards.
 
         Some nodes belong to several ranks where these met in a synchronised layer, where inputs have a graph already,
@@ -372,11 +372,9 @@ def _without_autocast() -> AbstractContextManager[object]:
     return stack
 
 
-def any_has_graph(parts: Sequence[RankPart | None]) -> bool:
+def any_has_graph(parts: Sequence[RankPart]) -> bool:
     """Return whether an input of some rank belongs to a graph."""
     for part in parts:
-        if part is None:
-            continue
         leaves: Sequence[Any] = part.inputs
         if part.kwargs or not set(map(type, leaves)) <= {torch.Tensor}:
             leaves = tensors_in([part.inputs, part.kwargs])

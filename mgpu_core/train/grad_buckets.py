@@ -31,8 +31,7 @@ from mgpu_core.optim.flat_buffers import FlatTensors, padding_of, part_of
 from mgpu_core.processes.ballot import tail_count
 from mgpu_core.processes.group import Processes
 from mgpu_core.processes.outbox import Outbox
-from mgpu_core.trace.events import ALL_RANKS
-from mgpu_core.trace.tracer import is_tracing, span
+from mgpu_core.trace.tracer import is_tracing
 from mgpu_core.train.grad_clip import GradientNorm, Sums
 from mgpu_core.train.options import Options
 from mgpu_core.train.replicas import Replicas
@@ -224,19 +223,6 @@ class GradBuckets:
         if is_cast:
             for tensor, each in zip(tensors, sent, strict=True):
                 tensor.copy_(each)
-
-    def add_up_all_ranks(self, index: int) -> None:
-        """Sum all buckets over the ranks of one device."""
-        for bucket in range(len(self.buckets)):
-            self.add_up_ranks(bucket, index)
-
-    def add_up_all_devices(self) -> None:
-        """Sum all buckets over the devices."""
-        for bucket in range(len(self.buckets)):
-            with span("all_reduce", ALL_RANKS, None, bucket):
-                if is_tracing():
-                    self._tell(bucket)
-                self.add_up_devices(bucket)
 
     def open_outbox(self) -> None:
         """Begin the messages of an update; a hook takes buckets all the way, in the outbox's order."""

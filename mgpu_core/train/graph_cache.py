@@ -49,17 +49,17 @@ class StaticNest:
 
     Args:
         nest: like those that it will be filled with.
-        device: of its tensors; ``None``: each on the one where it is.
+        device: of its tensors.
 
     Attributes:
         nest: to be recorded with.
     """
 
-    def __init__(self, nest: tuple[Any, ...], device: torch.device | None = None) -> None:
+    def __init__(self, nest: tuple[Any, ...], device: torch.device) -> None:
         leaves: list[Any] = []
         tree = flatten(nest, leaves, "batch", whole=True)
         given = [each.detach() for each in _tensors(leaves)]
-        self._tensors = [torch.empty_like(each, device=device or each.device) for each in given]
+        self._tensors = [torch.empty_like(each, device=device) for each in given]
         for static, each in zip(self._tensors, given, strict=True):
             copy_into(static, each)
         rest = iter(self._tensors)

@@ -58,15 +58,14 @@ class PipelinePasses(ForwardBackward):
         return parts, counts
 
     def run_parts(
-        self, parts: Sequence[RankPart | None], clocks: Sequence[RankClock], *, backward: bool, keep_outputs: bool
+        self, parts: Sequence[RankPart], clocks: Sequence[RankClock], *, backward: bool, keep_outputs: bool
     ) -> tuple[list[RankLoss], list[Any]]:
         """Run the schedule of each pipeline; return the loss of each micro-batch, and its outputs if they are kept.
 
         Raises:
             ValueError: an input has a graph, which would end at the first stage.
         """
-        given = [part for part in parts if part is not None]
-        if backward and any_has_graph(given):
+        if backward and any_has_graph(parts):
             raise ValueError("an input of a step over a pipeline requires grad: its gradient would not be computed")
         self._copies.follow()
         loss_fns = self._loss.of_ranks(len(self._shares)) if isinstance(self._loss, RankModules) else None
@@ -74,7 +73,7 @@ class PipelinePasses(ForwardBackward):
         for index, count in enumerate(self._shares):
             device = self._pipelines[index].device_ids[-1]
             loss_fn = self._loss if loss_fns is None else loss_fns[index]
-            part = given[begin : begin + count]
+            part = parts[begin : begin + count]
             ends.append(_Losses(loss_fn, self._reduction, device, part, keep_outputs=keep_outputs))
             arguments = [(each.inputs, each.kwargs) for each in part]
             last = ends[-1] if backward else None

@@ -53,10 +53,9 @@ class Gradients:
         self._replicas = replicas
         self._aside: list[torch.Tensor | None] = []
 
-    def clear(self, ranks: Sequence[int] | None = None) -> None:
-        """Drop all gradients, or those of some ranks."""
-        rows = self._replicas.parameters
-        for row in rows if ranks is None else [rows[rank] for rank in ranks]:
+    def clear(self) -> None:
+        """Drop all gradients."""
+        for row in self._replicas.parameters:
             for parameter in row:
                 parameter.grad = None
 

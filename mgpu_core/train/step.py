@@ -104,8 +104,7 @@ class TrainStep:
         rng: as for :class:`mgpu_core.DataParallel`.
         static_graph: make the replicas once; of later changes of the module only modes, frozen parameters and values
             are followed.
-        capture: record whole steps as CUDA graphs and replay them: one launch per step where all ranks share one GPU;
-            over several, two per GPU, and the sums between them in the ordinary way, after all backwards.
+        capture: record whole steps as CUDA graphs and replay them: one launch per step where all ranks share one GPU.
             Shapes that change are recorded anew after a few ordinary steps; a step that cannot be captured runs the
             ordinary way, and a warning says why, once.  ``step.graphs`` knows how many steps were replays.
 

@@ -39,9 +39,8 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("devices", [["fake:0", "fake:0"], ["fake:0", "fake:1"]], ids=["one", "two"])
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
-def test_what_is_recorded_has_been_launched_before(monkeypatch, settings, devices):
+def test_what_is_recorded_has_been_launched_before(monkeypatch, settings):
     give_graphs(monkeypatch, "fake")
     net = OneWeight().to("fake:0")
     loss_fn = total if settings.get("amp_dtype") else mse
@@ -49,7 +48,7 @@ def test_what_is_recorded_has_been_launched_before(monkeypatch, settings, device
         net,
         loss_fn,
         OPTIMIZERS["momentum"](net.parameters()),
-        devices,
+        ["fake:0"] * 2,
         capture=True,
         error_if_nonfinite=False,
         **settings,

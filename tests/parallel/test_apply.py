@@ -357,26 +357,6 @@ def test_a_rank_that_does_not_end_is_an_error_and_not_a_hang(monkeypatch):
     assert run(lambda rank: rank, 2) == [0, 1]
 
 
-@pytest.mark.parametrize("workers", ["threads", "caller"])
-@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
-def test_some_ranks_rest(ranks, workers):
-    """Those that work do it where, and with the random numbers that, they have when all work."""
-
-    def work(rank):
-        return rank, threading.current_thread().name, torch.rand(3)
-
-    team = Team.of(cpu(ranks))
-    torch.manual_seed(3)
-    everyone = run_ranks(team, [partial(work, rank) for rank in range(ranks)], draws=True, workers=workers)
-    for one in range(ranks):
-        torch.manual_seed(3)
-        calls = [partial(work, rank) if rank == one else None for rank in range(ranks)]
-        found = run_ranks(team, calls, draws=True, workers=workers)
-        assert [each is None for each in found] == [rank != one for rank in range(ranks)]
-        assert found[one][:2] == everyone[one][:2]
-        assert torch.equal(found[one][2], everyone[one][2])
-
-
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 def test_ranks_draw_the_same_numbers_in_threads_and_in_the_callers(ranks):
     drawn = []
@@ -406,16 +386,6 @@ def test_in_the_callers_thread_ranks_have_contexts_of_their_own(ranks):
     assert [each.item() for each in outputs] == [1 + rank for rank in range(ranks)]
     assert seen == [(rank, "the caller's", threading.get_ident(), False) for rank in range(ranks)]
     assert setting.get() == "the caller's"
-
-
-@pytest.mark.parametrize("workers", ["threads", "caller"])
-def test_a_failure_next_to_ranks_that_rest(workers):
-    def work():
-        raise KeyError(2)
-
-    with pytest.raises(KeyError, match="Caught KeyError in replica 2 on device cpu") as caught:
-        run_ranks(Team.of(cpu(3)), [None, None, work], draws=False, workers=workers)
-    assert isinstance(caught.value.__cause__, KeyError)
 
 
 def test_other_workers_are_refused():

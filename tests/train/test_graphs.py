@@ -16,7 +16,6 @@ from train.nets import Linear, batches, mse
 
 from mgpu_core import TrainStep
 from mgpu_core.optim import SGD
-from mgpu_core.train.cuda_graphs import _GraphsPerDevice
 from mgpu_core.train.grad_clip import are_finite, overflow_of
 from mgpu_core.train.graph_cache import WARM_UP
 
@@ -26,17 +25,14 @@ def the_cpu_has_graphs(monkeypatch):
     give_graphs(monkeypatch, "cpu")
 
 
-@pytest.mark.parametrize("apart", [False, True], ids=["one graph", "as for several devices"])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_replays_are_steps(name, ranks, apart, monkeypatch):
+def test_replays_are_steps(name, ranks):
     """Rows that change, a scheduler, another way through the net: 60 steps, the same bits.
 
     Of one rank up to rounding: its ordinary steps add up the norm tensor by tensor, a graph over flat memory.
     """
     equal = torch.equal if ranks > 1 else partial(torch.allclose, rtol=0, atol=1e-12)
-    if apart:
-        monkeypatch.setattr("mgpu_core.train.cuda_graphs._OneGraph", _GraphsPerDevice)
     captured, plain = pair(OPTIMIZERS[name], ranks, clip_norm=0.5)
     schedules = [StepLR(step.optimizer, 7, 0.5) for step in (captured, plain)]
     with warnings.catch_warnings(action="ignore"):
@@ -51,7 +47,7 @@ def test_replays_are_steps(name, ranks, apart, monkeypatch):
             ]
     assert captured.steps == plain.steps == 60
     assert captured.graphs.replays >= 40
-    assert captured._loop.captured.recorder.records <= 4 * (1 + apart)
+    assert captured._loop.captured.recorder.records <= 4
     one, other = captured.optimizer.state_dict()["state"], plain.optimizer.state_dict()["state"]
     for index, state in other.items():
         assert all(equal(one[index][key], value) for key, value in state.items())
@@ -180,14 +176,11 @@ def test_a_loss_that_is_nan_in_a_replay_ends_in_an_error():
     assert captured.steps == plain.steps == 7
 
 
-@pytest.mark.parametrize("apart", [False, True], ids=["one graph", "as for several devices"])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_weights_are_those_of_each_batch(ranks, apart, monkeypatch):
+def test_weights_are_those_of_each_batch(ranks):
     def weighed(output, target):
         return ((output - target) ** 2).sum(), (target != 0).sum()
 
-    if apart:
-        monkeypatch.setattr("mgpu_core.train.cuda_graphs._OneGraph", _GraphsPerDevice)
     net = Linear()
     twin = copy.deepcopy(net)
     settings = {"reduction": "weighted", "error_if_nonfinite": False, "clip_norm": 8.0}

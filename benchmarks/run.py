@@ -1,7 +1,7 @@
 """Runs one case, or draws the results again: `python benchmarks/run.py --list` says what there is.
 
-The cases and all options are those of `mgpu bench`; `report` is about the results in this folder. Exit status: as of
-`mgpu bench`; 130 interrupted.
+The cases and all options are those of `mgpu bench`, and the studies in this folder; `report` is about the results here.
+Exit status: as of `mgpu bench`; 130 interrupted.
 """
 
 import argparse
@@ -9,12 +9,19 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from mgpu_core.bench import command
+from mgpu_core.bench import cases, command
 from mgpu_core.bench.case import UsageError
 from mgpu_core.bench.options import OneLineParser
 from mgpu_core.bench.report import report_machine
 
 RESULTS = Path(__file__).parent / "results"
+STUDIES = {
+    "mnist_epoch": "An epoch of MNIST",
+    "explain_overhead": "The cost of recording a step",
+    "all_reduce_model": "All-reduce, predicted and measured",
+}
+for _name, _title in STUDIES.items():
+    cases.add(_name, _title, f"{f'{__package__}.' if __package__ else ''}studies.{_name}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import run
 from benchmarks.run import main
 from mgpu_core.bench import cases, plot
 from mgpu_core.bench.case import Row, Verdict
@@ -107,8 +108,8 @@ def test_facts_of_one_case_are_in_its_section(tmp_path: Path) -> None:
 
 
 def test_every_case_has_a_title_and_every_title_a_case() -> None:
-    names = {path.stem for path in Path(cases.__file__).parent.glob("[a-z]*.py")}
-    assert set(TITLES) == names
+    folders = Path(cases.__file__).parent, Path(run.__file__).parent / "studies"
+    assert set(TITLES) == {path.stem for folder in folders for path in folder.glob("[a-z]*.py")}
     assert [cases.load(name).name for name in TITLES] == list(TITLES)
 
 

@@ -8,8 +8,8 @@ import pytest
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.run import main
+from benchmarks.studies.all_reduce_model import CASE, FITTED, Within
 from mgpu_core.bench.case import Row
-from mgpu_core.bench.cases.all_reduce_model import CASE, FITTED, Within
 
 TINY = ["all_reduce_model", "--ranks", "2", "--sizes", "16K,32K", "--repeats", "3"]
 

@@ -179,7 +179,9 @@ def test_each_parameter_has_a_storage_of_its_own():
 @pytest.mark.parametrize("nested", [lambda x: ((x,), {}), lambda x: (([x],), {}), lambda x: ((), {"x": x})])
 def test_inputs_of_a_graph_are_found_in_any_nest(nested, wants):
     inputs, kwargs = nested(torch.ones(2, requires_grad=wants))
-    assert any_has_graph([None, SimpleNamespace(inputs=inputs, kwargs=kwargs)]) == wants
+    assert (
+        any_has_graph([SimpleNamespace(inputs=(), kwargs={}), SimpleNamespace(inputs=inputs, kwargs=kwargs)]) == wants
+    )
 
 
 def test_a_trace_names_the_optimizers_kernel():

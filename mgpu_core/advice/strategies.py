@@ -35,7 +35,7 @@ def makers(plan: Plan) -> dict[str, Callable[[], Way]]:
     if len(plan.devices) > 1:
         found[DROP_IN] = lambda: Loop(plan, lambda net: DataParallel(net, plan.devices))
     found[ENGINE] = lambda: Engine(plan)
-    if all(each.type == GRAPH_DEVICE for each in plan.distinct_devices):
+    if [each.type for each in plan.distinct_devices] == [GRAPH_DEVICE]:  # several devices go the ordinary way
         found[CAPTURED] = lambda: Engine(plan, capture=True)
     return found
 

@@ -428,3 +428,8 @@ def test_momentum_that_could_not_be_given_memory_once(monkeypatch):
 
 def fails(*_):
     raise MemoryError
+
+
+def test_an_optimizer_that_there_is_not_is_told_of_with_those_that_there_are():
+    with pytest.raises(AttributeError, match="has no 'RMSprop', but SGD, Adam, AdamW and Lion"):
+        _ = mgpu_core.optim.RMSprop

@@ -78,6 +78,7 @@ def test_advice_on_the_net_that_was_trained(tmp_path):
     assert done.returncode == 0
     assert "one device" in done.stdout
     assert "TrainStep" in done.stdout
+    assert done.stdout.count("net: Linear, the one that was called most often") == 1
 
 
 def test_advice_without_a_net(tmp_path):

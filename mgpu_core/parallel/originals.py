@@ -21,7 +21,7 @@ from mgpu_core.nested import tensors_in
 
 __all__ = ["OriginalsWatch"]
 
-_COPIES = "_BroadcastBackward"  # the node behind the copies of all ranks
+_COPIES = "_BroadcastBackward"  # autograd's node of the broadcast that has made the ranks' copies
 
 
 class OriginalsWatch:

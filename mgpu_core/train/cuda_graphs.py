@@ -122,7 +122,7 @@ class CapturedSteps:
         return parts, rows
 
     def compute(self, parts: Sequence[RankPart]) -> list[RankLoss]:
-        """Run forward, loss and backward of the ranks that have parts, each in the worker that it always has."""
+        """Run forward, loss and backward of the ranks, each in the worker that it always has."""
         self.reducer.begin(len(parts), overlap=True)
         with torch.enable_grad():
             losses, _ = self.passes.run_parts(parts, (), backward=True, keep_outputs=False)

@@ -111,10 +111,8 @@ def check_joined(
 
 
 def _misfit(parts: Sequence[torch.Tensor], rank: int, dim: int, what: str, whole: torch.Tensor | None) -> str:
-    like = parts[0] if whole is None else whole
-    rows = sum(part.size(dim) if part.dim() > dim else 0 for part in parts) if whole is None else like.size(dim)
-    wanted = (*like.shape[:dim], rows, *like.shape[dim + 1 :])
+    name, like = (f"{what}[0]", parts[0]) if whole is None else ("the output", whole)
     return (
-        f"{what}[{rank}] is {tuple(parts[rank].shape)} {parts[rank].dtype}, which does not fit {wanted} "
-        f"{like.dtype} along dimension {dim}"
+        f"{what}[{rank}] is {tuple(parts[rank].shape)} {parts[rank].dtype}, which does not fit {name}, "
+        f"{tuple(like.shape)} {like.dtype}, along dimension {dim}"
     )

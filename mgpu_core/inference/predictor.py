@@ -19,6 +19,7 @@ from torch.nn import Module
 from mgpu_core.device.compiled import compiled_calls
 from mgpu_core.device.devices import DeviceLike, as_device, as_devices, local_devices
 from mgpu_core.device.streams import GPU_TYPE
+from mgpu_core.device.traces import refuse_traces
 from mgpu_core.device.transfer import used_here
 from mgpu_core.device.workers import EXIT_SECONDS, time_limit
 from mgpu_core.inference.answers import Answers, ApartError
@@ -117,6 +118,7 @@ class Predictor:
         Raises:
             TimeoutError: there was no free slot in that time.
             ValueError: no rows, or tensors that disagree on their number.
+            TypeError: the call is traced.
             RuntimeError: the predictor is closed, or was made before a fork.
         """
         request = self._request((inputs, kwargs))
@@ -124,6 +126,7 @@ class Predictor:
         return request.future
 
     def _request(self, call: Call) -> Request:
+        refuse_traces()  # other threads compute the answer: a trace would keep it as a constant
         request = self._joiner.request(call)
         if self._answers.is_apart(request):
             request.rows = self.max_batch

@@ -16,6 +16,7 @@ from mgpu_core.comm.buckets import DEFAULT_NBYTES
 from mgpu_core.device.compiled import outside_the_compiler
 from mgpu_core.device.devices import DeviceLike
 from mgpu_core.device.team import Team
+from mgpu_core.device.traces import refuse_traces
 from mgpu_core.errors import Error
 from mgpu_core.module_tree import named_parameters_of
 from mgpu_core.processes.ballot import Standing
@@ -262,6 +263,7 @@ class TrainStep:
         """
         if torch.is_inference_mode_enabled():
             raise RuntimeError("a step inside torch.inference_mode() has no gradients to train with")
+        refuse_traces()
         with self._guard, span("train_step"):
             loop = self._loop
             loop.check_usable()

@@ -179,8 +179,10 @@ def test_gather_and_scatter_arguments():
         comm.scatter(x, ["cpu"] * 2, [1, 2])
     with pytest.raises(IndexError, match="Dimension out of range"):
         comm.scatter(x, ["cpu"] * 2, dim=2)
-    with pytest.raises(ValueError, match="does not fit"):
+    with pytest.raises(ValueError, match=r"\[1\] is \(4, 3\) .*, which does not fit tensors\[0\], \(4, 2\) .* 0"):
         comm.gather([x, torch.zeros(4, 3)])
+    with pytest.raises(ValueError, match=r"\[0\] is \(4, 2\) .*, which does not fit the output, \(4, 3\) .* 0"):
+        comm.gather([x], out=torch.zeros(4, 3))
     with pytest.raises(ValueError, match="rows along dimension 0 together"):
         comm.gather([x, x], out=torch.zeros(7, 2))
     with pytest.raises(ValueError, match="cannot be cut into 3 equal"):

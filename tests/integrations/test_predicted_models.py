@@ -51,3 +51,21 @@ def test_no_false_alarm(made, precision):
     assert sum(each.requests for each in stats) == REQUESTS
     assert sum(each.batches for each in stats) < REQUESTS  # they were joined
     assert [str(each.message) for each in told] == []
+
+
+def test_the_cache_of_a_decoder_is_each_callers_own():
+    torch.manual_seed(0)
+    net, requests = gpt2()
+    net.config.use_cache = True  # as it is by default
+    with (
+        Predictor(net, ["cpu"] * 2, max_batch=4, max_wait_ms=150) as predict,
+        pytest.warns(RuntimeWarning, match=r"is a DynamicCache, .* one at a time"),
+    ):
+        answers = [each.result(60) for each in [predict.submit(**each) for each in requests]]
+    for request, answer in zip(requests, answers, strict=True):
+        with torch.no_grad():
+            alone = net.eval()(**request)
+        torch.testing.assert_close(answer.logits, alone.logits)
+        for mine, theirs in zip(answer.past_key_values.layers, alone.past_key_values.layers, strict=True):
+            torch.testing.assert_close(mine.keys, theirs.keys)
+            torch.testing.assert_close(mine.values, theirs.values)

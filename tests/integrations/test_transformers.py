@@ -59,11 +59,12 @@ def trainer(name, ranks, folder="unused", kind=None, model=None, arguments=trans
     rows = 6 // (ranks or 1)
     keys = ("per_device_train_batch_size", "per_device_eval_batch_size")
     custom = {key: options.pop(key) for key in ("compute_loss_func", "train_dataset") if key in options}
-    own = {"num_train_epochs": 1, "learning_rate": 1e-2, "logging_steps": 1, "save_strategy": "no", **options}
-    quiet = {"report_to": [], "use_cpu": True, "disable_tqdm": True}
+    usual = {"num_train_epochs": 1, "learning_rate": 1e-2, "logging_steps": 1, "save_strategy": "no", "use_cpu": True}
+    own = {**usual, **options}
+    quiet = {"report_to": [], "disable_tqdm": True}
     args = arguments(str(folder), **dict.fromkeys(keys, rows), **quiet, **own)
     kind = kind or (MultiGPUTrainer if ranks else transformers.Trainer)
-    devices = {"device_ids": ["cpu"] * ranks} if ranks else {}
+    devices = {"device_ids": ["cpu" if own["use_cpu"] else "cuda:0"] * ranks} if ranks else {}
     data = {"train_dataset": rows_of(name), "eval_dataset": rows_of(name), **custom}
     return kind(model=model or made(name), args=args, **data, **devices)
 
@@ -110,6 +111,17 @@ def test_bf16_is_computed_in(name, ranks, capsys):
     assert many[0] == pytest.approx(one[0], rel=2e-2)
     assert many[1] == pytest.approx(one[1], rel=2e-2)
     assert many[0] != pytest.approx(on_one_device(name, 1)[0], rel=1e-6)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="transformers computes in float16 on GPUs alone")
+def test_fp16_is_computed_in(capsys):
+    model, dtypes = made("GPT2LMHeadModel"), set()
+    model.lm_head.register_forward_hook(lambda module, args, output: dtypes.add(output.dtype))
+    many = trained("GPT2LMHeadModel", 2, model=model, fp16=True, use_cpu=False)
+    assert dtypes == {torch.float16}
+    one = trained("GPT2LMHeadModel", 0, fp16=True, use_cpu=False)
+    assert many[0] == pytest.approx(one[0], rel=2e-2)
+    assert many[1] == pytest.approx(one[1], rel=2e-2)
 
 
 LLAMA = transformers.LlamaConfig(**SMALL, intermediate_size=16)

@@ -87,6 +87,13 @@ def test_advice_without_a_net(tmp_path):
     assert done.stderr.splitlines()[-1].startswith("mgpu run: error: no net with parameters was called")
 
 
+def test_advice_on_a_net_that_is_called_by_its_forward(tmp_path):
+    text = "import torch\nnet = torch.nn.Linear(3, 3)\nnet.forward(torch.ones(4, 3)).sum().backward()"
+    done = mgpu(tmp_path, "--ranks", "2", "--advise", text=text)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].endswith("net.forward(...) is seen with --wrap auto alone: call the net itself")
+
+
 @pytest.mark.parametrize(
     ("words", "text"),
     [

@@ -7,7 +7,7 @@ from torch import nn
 from torch.optim import SGD
 from train.nets import RANKS, Linear
 
-from mgpu_core import TrainStep
+from mgpu_core import Rows, TrainStep
 
 
 def pairs(count):
@@ -94,3 +94,25 @@ def test_frozen_parameters_of_a_loss(ranks):
         assert torch.allclose(step(x, x[:, :2]), criterion(net(x), x[:, :2]))
         with torch.no_grad():
             criterion.eyes.weight.mul_(2)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_ctc_with_flat_targets(ranks):
+    torch.manual_seed(0)
+    net, ctc = nn.GRU(3, 7, batch_first=True), nn.CTCLoss(reduction="sum")
+    x, frames = torch.randn(5, 12, 3), torch.tensor([12, 11, 10, 12, 9])
+    lengths = torch.tensor([3, 5, 2, 4, 1])
+    targets = torch.randint(1, 7, (15,))
+
+    def loss_of(outputs, target):
+        words, *sizes = target
+        scores = outputs[0].log_softmax(-1).transpose(0, 1)  # the rows leave the net along dimension 0
+        return ctc(scores, torch.cat(list(words)), *sizes)
+
+    expected = ctc(net(x)[0].log_softmax(-1).transpose(0, 1), targets, frames, lengths)
+    gradients = torch.autograd.grad(expected, list(net.parameters()))
+    step = TrainStep(net, loss_of, SGD(net.parameters(), lr=0.0), cpu(ranks), reduction="sum")
+    loss = step(x, (Rows(targets.split(lengths.tolist())), frames, lengths))
+    torch.testing.assert_close(loss, expected.detach())
+    for parameter, gradient in zip(net.parameters(), gradients, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, atol=1e-4, rtol=1e-5)

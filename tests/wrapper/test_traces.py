@@ -7,7 +7,7 @@ from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import mgpu_core
-from mgpu_core import DataParallel, Pipeline, comm, gather, kernels, reduce, replicate, scatter
+from mgpu_core import DataParallel, Pipeline, Predictor, TrainStep, comm, gather, kernels, reduce, replicate, scatter
 
 
 def frozen():
@@ -23,6 +23,9 @@ OPERATIONS = {
     "DataParallel, caller": lambda x: DataParallel(NET, cpu(2), workers="caller")(x),
     "data_parallel": lambda x: mgpu_core.data_parallel(NET, x, cpu(2)),
     "Pipeline": lambda x: PIPELINE(x),
+    "TrainStep": lambda x: STEP(x, x[:, :3]),
+    "Predictor": lambda x: PREDICTOR(x),
+    "Predictor.submit": lambda x: PREDICTOR.submit(x).result(),
     "scatter": lambda x: scatter(x, cpu(2))[0],
     "gather": lambda x: gather([x, x], cpu(1)[0]),
     "reduce": lambda x: reduce([x, x], cpu(1)[0]),
@@ -37,17 +40,33 @@ OPERATIONS = {
     "kernels.pack": lambda x: kernels.pack([x]),
     "kernels.l2_norm": lambda x: kernels.l2_norm([x]),
 }
-NET = PIPELINE = None
+NET = PIPELINE = STEP = PREDICTOR = None
 
 
 @pytest.fixture(autouse=True)
 def modules(monkeypatch):
-    here = globals()
+    here, net = globals(), nn.Linear(4, 3).to(cpu(1)[0])
     monkeypatch.setitem(here, "NET", frozen())
     monkeypatch.setitem(here, "PIPELINE", Pipeline(nn.Sequential(frozen(), nn.Tanh()), cpu(2), split_points=["1"]))
+    monkeypatch.setitem(here, "STEP", TrainStep(net, nn.MSELoss(), torch.optim.SGD(net.parameters(), 0.1), cpu(2)))
+    with Predictor(frozen(), cpu(2)) as predictor:
+        monkeypatch.setitem(here, "PREDICTOR", predictor)
+        yield
+
+
+class Called(nn.Module):
+    """A module that calls a function."""
+
+    def __init__(self, function):
+        super().__init__()
+        self._function = function
+
+    def forward(self, x):
+        return self._function(x)
 
 
 TRACES = {
+    "export": lambda function, x: torch.export.export(Called(function), (x,)),
     "jit.trace": lambda function, x: torch.jit.trace(function, x, check_trace=False),
     "make_fx": lambda function, x: make_fx(function)(x),
 }

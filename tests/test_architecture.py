@@ -2,7 +2,7 @@
 
 Python, from the top: cli -> bench -> doctor, lessons, mnist, replacing -> advice -> explanation ->
 integrations -> wrapper, device_loader, inference -> train -> tensor_parallel -> pipeline, comparison -> parallel,
-optim, processes, sync_batchnorm -> comm -> tensor_loader -> kernels -> nested, replica_parameters -> device,
+optim, sync_batchnorm -> comm -> tensor_loader -> kernels -> nested, replica_parameters -> device,
 module_copy -> module_tree -> layer_holders, replica_hooks, errors, files, user_script -> trace -> null_context,
 _warnings, containers, extras, html -> _core.
 C++: bindings -> backends.cpp -> backends/* -> core; backends do not include each other; only bindings uses pybind11.
@@ -30,7 +30,7 @@ LAYERS = [
     {"kernels"},
     {"tensor_loader"},
     {"comm"},
-    {"parallel", "processes", "sync_batchnorm", "optim"},
+    {"parallel", "sync_batchnorm", "optim"},
     {"comparison", "pipeline"},
     {"tensor_parallel"},
     {"train"},

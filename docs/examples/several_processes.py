@@ -74,8 +74,6 @@ def main() -> None:
         for rows in order.split(BATCH):
             mine = rows.tensor_split(processes)[process]  # this process's rows
             losses.append(step(x[mine], y[mine]) * len(mine) / len(rows))
-        # Nothing to wait for here; a process with fewer batches follows the others.
-        step.join()
         total = torch.stack(losses).sum().cpu() / len(losses)
         if group is not None:
             total = total.to(step.team.devices[0])

@@ -26,22 +26,17 @@ class FlatTensors:
         buckets: the layout.
         parameters: all parameters; those that no bucket names are left alone.
         device: where.
-        tail: further elements at the end of the last bucket of gradients, for data sent with them.
 
     Attributes:
         values, gradients: one flat tensor per bucket.
-        messages: the gradients, the tail included.
         value_views, gradient_views: by parameter, in its shape.
     """
 
-    def __init__(
-        self, buckets: Sequence[Bucket], parameters: Sequence[torch.Tensor], device: torch.device, tail: int = 0
-    ) -> None:
+    def __init__(self, buckets: Sequence[Bucket], parameters: Sequence[torch.Tensor], device: torch.device) -> None:
         self.device = device
         self._buckets, self._parameters = buckets, parameters
-        self.values = _flat(buckets, parameters, device, 0)
-        self.messages = _flat(buckets, parameters, device, tail)
-        self.gradients = [message[: each.count] for message, each in zip(self.messages, buckets, strict=True)]
+        self.values = _flat(buckets, parameters, device)
+        self.gradients = _flat(buckets, parameters, device)
         self.value_views = {i: _with_own_storage(view) for i, view in self.views_of(self.values).items()}
         self.gradient_views = self.views_of(self.gradients)
 
@@ -66,14 +61,11 @@ class FlatTensors:
             parameters[i].data = self.value_views[i]
 
 
-def _flat(
-    buckets: Sequence[Bucket], parameters: Sequence[torch.Tensor], device: torch.device, tail: int
-) -> list[torch.Tensor]:
-    dtypes = [parameters[bucket.segments[0].parameter].dtype for bucket in buckets]
-    counts = [bucket.count for bucket in buckets]
-    if counts:
-        counts[-1] += tail
-    return [torch.zeros(count, dtype=dtype, device=device) for count, dtype in zip(counts, dtypes, strict=True)]
+def _flat(buckets: Sequence[Bucket], parameters: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    return [
+        torch.zeros(bucket.count, dtype=parameters[bucket.segments[0].parameter].dtype, device=device)
+        for bucket in buckets
+    ]
 
 
 def shaped(flat: torch.Tensor, begin: int, like: torch.Tensor) -> torch.Tensor:

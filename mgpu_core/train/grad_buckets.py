@@ -7,18 +7,15 @@ A bucket's gradients are added up over the ranks of each device, then over the d
      add_up_ranks        add_up_ranks       one pass into the flat bucket of each device
           \\__ add_up_devices __/            all-reduce, reduce-scatter or the user's hook
                     |
-                 Outbox                     over the processes, if there are others
+              ProcessSums                   over the processes, if there are others
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import repeat
 from operator import attrgetter
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -28,16 +25,11 @@ from mgpu_core.comm.trace_hooks import trace_contents
 from mgpu_core.device.dtypes import has_gradients
 from mgpu_core.optim.bucket_layout import Bucket, bucket_layout, shard_of
 from mgpu_core.optim.flat_buffers import FlatTensors, padding_of, part_of
-from mgpu_core.processes.ballot import tail_count
-from mgpu_core.processes.group import Processes
-from mgpu_core.processes.outbox import Outbox
 from mgpu_core.trace.tracer import is_tracing
 from mgpu_core.train.grad_clip import GradientNorm, Sums
 from mgpu_core.train.options import Options
+from mgpu_core.train.process_sums import ProcessSums
 from mgpu_core.train.replicas import Replicas
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 __all__ = ["BackwardOrder", "CommHook", "Communication", "GradBuckets", "GradientBucket"]
 
@@ -51,17 +43,15 @@ class GradientBucket:
     Attributes:
         index: the bucket's number; buckets become ready in about this order.
         tensors: per device of the team the sum of its ranks' gradients, flat, with zeros between the parameters.  The
-            hook leaves the sum over the devices, and over the processes of ``group``, in all of them.
+            hook leaves the sum over the devices in all of them.
         parameters: the names of the parameters in it.
         is_last: whether this is the last number.
-        group: the ``process_group`` of the step; ``None``: there are no other processes.
     """
 
     index: int
     tensors: list[torch.Tensor]
     parameters: list[str]
     is_last: bool
-    group: ProcessGroup | None
 
 
 CommHook = Callable[[GradientBucket], None]
@@ -74,13 +64,13 @@ class Communication:
     Attributes:
         options: of the step.
         shards: each device needs the sum of its part alone, of so many; 1: all of it.
-        processes: that train with this one; ``None``: there are no others.
+        processes: the sums over all processes; ``None``: there are no others.
         hook: sums the buckets over the devices instead of the all-reduce.
     """
 
     options: Options
     shards: int
-    processes: Processes | None
+    processes: ProcessSums | None
     hook: CommHook | None = None
 
 
@@ -120,7 +110,6 @@ class GradBuckets:
         shown: per parameter the sum of its gradients on the first device; ``None`` for one outside the buckets.
         sums: of the gradients.
         norm: of the sums.
-        outbox: sums the buckets over the processes.
     """
 
     def __init__(self, replicas: Replicas, learnt: BackwardOrder | None, communication: Communication) -> None:
@@ -137,11 +126,7 @@ class GradBuckets:
         self.buckets = _buckets_of(parameters, order, communication.options.bucket_nbytes, shards)
         self._members = [[each.parameter for each in bucket.segments] for bucket in self.buckets]
         self.bucket_of = {i: number for number, members in enumerate(self._members) for i in members}
-        tail = 0 if processes is None else tail_count(processes.count, len(parameters))
-        self.flats = [
-            FlatTensors(self.buckets, parameters, device, 0 if index else tail)
-            for index, device in enumerate(replicas.devices)
-        ]
+        self.flats = [FlatTensors(self.buckets, parameters, device) for device in replicas.devices]
         views = self.flats[0].gradient_views
         self.shown = [views.get(i) for i in range(len(parameters))]
         parts = [[part_of(each, index, shards) for each in flat.gradients] for index, flat in enumerate(self.flats)]
@@ -150,10 +135,8 @@ class GradBuckets:
         self.sums = Sums(parts, padding, [each for of in parts[:shards] for each in of])
         self.norm = GradientNorm(self.sums)
         self._rank_sums = [[self._sums_on(index, members) for index in range(len(parts))] for members in self._members]
-        self.outbox: Outbox | None = None
         if processes is not None:
-            messages = self.flats[0].messages
-            self.outbox = Outbox(processes, messages, len(parameters), communication.options.comm_dtype)
+            processes.use(self.flats[0].gradients, communication.options.comm_dtype)
 
     def _sums_on(self, index: int, members: Sequence[int]) -> tuple[RankSums, list[list[torch.nn.Parameter]]]:
         """Return the sum of a bucket over one device's ranks, and the parameters of each rank."""
@@ -189,15 +172,15 @@ class GradBuckets:
         trace_contents("all_reduce", bucket, list(zip(self.names(bucket), views, strict=True)))
 
     def add_up(self, bucket: int) -> None:
-        """Sum a bucket over all ranks, on the current streams; the outbox sums it over the processes."""
+        """Sum a bucket over all ranks, on the current streams, and begin its sum over the processes."""
         if is_tracing():
             self._tell(bucket)
         for index in range(len(self.flats)):
             self.add_up_ranks(bucket, index)
-        if len(self.flats) > 1 and (self.outbox is None or self._communication.hook is None):
+        if len(self.flats) > 1:
             self.add_up_devices(bucket)
-        if self.outbox is not None:
-            self.outbox.put(bucket)
+        if self._communication.processes is not None:
+            self._communication.processes.put(bucket)
 
     def add_up_ranks(self, bucket: int, index: int) -> None:
         """Sum a bucket over the ranks of one device, on its current stream."""
@@ -213,8 +196,8 @@ class GradBuckets:
         sent = [tensor.to(wanted) for tensor in tensors] if is_cast else tensors
         firsts = [ranks[0] for ranks in self._replicas.ranks_of]  # what a recording calls the devices
         if communication.hook is not None:
-            group, is_last = None if processes is None else processes.group, bucket == len(self.buckets) - 1
-            communication.hook(GradientBucket(bucket, sent, self.names(bucket), is_last, group))
+            is_last = bucket == len(self.buckets) - 1
+            communication.hook(GradientBucket(bucket, sent, self.names(bucket), is_last))
         elif communication.shards > 1 and processes is None:
             parts = [part_of(each, index, communication.shards) for index, each in enumerate(sent)]
             dispatch.reduce_scatter_into(sent, parts, "sum", firsts)
@@ -224,24 +207,11 @@ class GradBuckets:
             for tensor, each in zip(tensors, sent, strict=True):
                 tensor.copy_(each)
 
-    def open_outbox(self) -> None:
-        """Begin the messages of an update; a hook takes buckets all the way, in the outbox's order."""
-        if self.outbox is not None:
-            # Not a method of this object, which has the outbox: they would be a cycle, and keep the flat memory.
-            send = None if self._communication.hook is None else partial(_add_up_devices, weakref.ref(self))
-            self.outbox.open(send)
-
     def spread(self) -> None:
         """Copy the sums over the processes, which the first device has, to the others."""
         first, *others = [flat.gradients for flat in self.flats]
-        if others and self._communication.hook is None:
+        if others:
             dispatch.broadcast_into(first, [list(each) for each in zip(*others, strict=True)])
-
-
-def _add_up_devices(buckets: weakref.ref[GradBuckets], bucket: int) -> None:
-    found = buckets()
-    if found is not None:
-        found.add_up_devices(bucket)
 
 
 def _buckets_of(

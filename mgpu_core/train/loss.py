@@ -163,37 +163,29 @@ class Window:
         reduction: one of :data:`REDUCTIONS`.
         planned: how many calls the window is expected to have.
         scale: the factor of all losses before backward; gradients are divided by it afterwards.
-        rows: of a call in all processes, that a mean is taken over beforehand; ``None``: the rows of the first call.
-        shared: there are other processes: a call without rows adds nothing to theirs.
+        seeded: the rows that means are taken over before backward, the same number in all processes; a call without
+            rows adds nothing then.  ``None``: there is one process, and it takes those of the first call and plan.
     """
 
-    def __init__(
-        self, reduction: str, planned: int, scale: float = 1.0, rows: float | None = None, *, shared: bool = False
-    ) -> None:
+    def __init__(self, reduction: str, planned: int, scale: float = 1.0, seeded: float | None = None) -> None:
         self.calls = 0
-        self._shared = shared
-        self.planned = planned
+        self._planned = planned
         self._reduction, self._scale = reduction, scale
         self._rows = 0  # of all calls so far
-        self._seeded = 0.0 if rows is None else rows * planned  # what the rows were divided by, for ``mean``
+        self._is_shared, self._seeded = seeded is not None, seeded or 0.0
         self._weight: torch.Tensor | None = None
-
-    def follow(self, planned: int) -> None:
-        """Plan another number of calls, if this process had none."""
-        self._seeded *= planned / self.planned
-        self.planned = planned
 
     def seeds(self, rows: Sequence[int]) -> list[float]:
         """Return the factor of each rank's loss before backward; ``rows`` has one entry per rank."""
         if self._reduction != "mean":
             return [self._scale] * len(rows)
         total = sum(rows)
-        if self._shared and not total:
+        if self._is_shared and not total:
             return [0.0] * len(rows)
         if not self._seeded:
-            self._seeded = float(total * self.planned) or 1.0
+            self._seeded = float(total * self._planned) or 1.0
         if not total:
-            return [self._scale / self.planned / len(rows)] * len(rows)
+            return [self._scale / self._planned / len(rows)] * len(rows)
         return [self._scale * count / self._seeded for count in rows]
 
     def add(self, rows: Sequence[int], losses: Sequence[RankLoss], device: torch.device) -> torch.Tensor:
@@ -217,16 +209,6 @@ class Window:
     def weight(self) -> float | torch.Tensor:
         """The weight of the calls so far: their rows, or the weights of a weighted loss."""
         return float(self._rows) if self._weight is None else self._weight
-
-    @property
-    def rows_seeded(self) -> float:
-        """The rows of a call that a mean was taken over beforehand; 0 before the first call."""
-        return self._seeded / self.planned
-
-    def reseed(self, rows: float) -> float:
-        """Take the mean over so many rows instead; return the factor for the gradients so far."""
-        before, self._seeded = self._seeded, rows * self.planned
-        return before / self._seeded if before else 1.0
 
     def factor(self, weight: float | torch.Tensor) -> float | torch.Tensor | None:
         """Return the factor that the sums of the gradients still need; ``None``: no factor.

@@ -124,19 +124,27 @@ class Options:
             value = nonfinite_is_error(value, self.team)
         return replace(self, **{name: value})
 
-    def agreed(self) -> dict[str, Any]:
-        """Return the settings that all processes must share, besides net and optimizer."""
-        names = (
-            "reduction", "accumulate", "clip_norm", "error_if_nonfinite", "amp_dtype", "bucket_nbytes", "algorithm",
-            "comm_dtype",
-        )  # fmt: skip
+    def shared(self) -> dict[str, Any]:
+        """Return what all processes of a step must have in common, by its name."""
+        names = "reduction", "accumulate", "clip_norm", "error_if_nonfinite", "amp_dtype", "bucket_nbytes", "comm_dtype"
         shards = len(set(self.team.devices)) if self.shard_optimizer else 1  # the layout depends on it
-        return {name: getattr(self, name) for name in names} | {"shards": shards}
+        found = {name: getattr(self, name) for name in names}
+        found |= {"shards": shards, "optimizer": type(self.optimizer).__name__}
+        for i, group in enumerate(self.optimizer.param_groups):
+            numbers = {name: float(value) for name, value in group.items() if _is_number(value)}
+            found[f"the optimizer's group {i}"] = numbers | {"parameters": len(group["params"])}
+        for name, each in named_parameters_of(self.module):
+            found[f"parameter {name}"] = tuple(each.shape), each.dtype
+        return found
 
 
 CHANGEABLE = ("accumulate", "clip_norm", "error_if_nonfinite")
 ARGUMENTS = frozenset(each.name for each in fields(Options)) - {"has_processes", "pipeline_devices"}
 """The names of the arguments that a step has as attributes."""
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.numel() == 1)
 
 
 def _check_choice(name: str, value: str, choices: Sequence[str]) -> None:

@@ -283,21 +283,14 @@ class Reducer(Gradients):
                 if is_complete:
                     self._sum(bucket)
 
-    def multiply_parts(self, factor: float) -> None:
-        """Multiply each rank's own gradients by a number, before they are summed."""
-        found = [parameter.grad for row in self._replicas.parameters for parameter in row if parameter.grad is not None]
-        with torch.no_grad():
-            for gradient in found:
-                gradient.mul_(factor)
-
     def finish(self) -> None:
         """Sum the remaining buckets after the backward of all ranks; each rank still has its own gradients."""
-        buckets = self.buckets
+        buckets, processes = self.buckets, self.communication.processes
         for bucket in self._counter.left():
-            if buckets.outbox is not None and buckets.outbox.has_sent(bucket):
+            if processes is not None and processes.has_begun(bucket):
                 names = ", ".join(buckets.names(bucket))
                 raise RuntimeError(
-                    f"gradients of {names} came after their sum had left for the other processes: a "
+                    f"gradients of {names} came when their sum over the processes had begun: a "
                     "reentrant torch.utils.checkpoint makes them twice; use_reentrant=False does not"
                 )
             self._sum(bucket)

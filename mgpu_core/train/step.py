@@ -19,8 +19,6 @@ from mgpu_core.device.team import Team
 from mgpu_core.device.traces import refuse_traces
 from mgpu_core.errors import Error
 from mgpu_core.module_tree import named_parameters_of
-from mgpu_core.processes.ballot import Standing
-from mgpu_core.processes.group import Processes
 from mgpu_core.trace.tracer import span
 from mgpu_core.train.balance import Plan, SplitPlan
 from mgpu_core.train.checkpoint import first_difference, state_of
@@ -39,6 +37,7 @@ from mgpu_core.train.options import (
     pipeline_devices_of,
     team_of,
 )
+from mgpu_core.train.process_sums import ProcessSums
 from mgpu_core.train.train_loop import TrainLoop
 
 if TYPE_CHECKING:
@@ -69,8 +68,8 @@ class TrainStep:
             ``MGPU_CORE_CPU_RANKS`` says, else the module's own device.  For a :class:`mgpu_core.Pipeline` its own, or
             a list of lists, of which the first is its own: the others get copies, and each has a part of the rows.
         process_group: of ``torch.distributed``, whose processes train together, each with a team and rows of its own:
-            the numbers are those of one device with all rows of all processes.  All of them make a step at the same
-            time, and get the values of process 0.
+            the numbers are those of one device with all rows of all processes.  All of them make the step at the same
+            time, get the values of process 0, and make as many calls as each other, with empty batches if need be.
 
     Args for the rows:
         dim: the dimension of the rows.
@@ -175,7 +174,7 @@ class TrainStep:
         self._split_plan = SplitPlan(shares, team)
         check_device(net, team)
         self._guard = ReentrancyGuard("this step is already running: one call at a time, not one inside another")
-        processes = None if process_group is None else Processes(process_group, team.devices[0])
+        processes = None if process_group is None else ProcessSums(process_group, team.devices[0])
         self._loop = TrainLoop(options, self._split_plan, processes)
         if algorithm != "auto" and len(set(team.devices)) == 1:
             warn_user(f'algorithm="{algorithm}" has no effect: all ranks are on {team.devices[0]}, so none is needed')
@@ -315,31 +314,6 @@ class TrainStep:
                 loop.conclude()
         return True
 
-    def join(self) -> int:
-        """Follow the other processes' updates, with nothing of its own, until none of them has data left.
-
-        Each process calls it when its data is over, before anything that all of them do together.  Calls that were
-        being accumulated make an update first.  Settings of the optimizer's groups are taken from a process that still
-        trains; so a scheduler of this one may be moved on by as many steps.
-
-        Returns:
-            How many updates of others it has followed.
-
-        Raises:
-            Error: a process failed, or is gone.
-        """
-        followed = 0
-        self.flush()
-        with self._guard:
-            loop = self._ready()
-            with span("train_step"):
-                while loop.process_sync is not None:
-                    before = self.steps
-                    if not loop.conclude(Standing.JOINED):
-                        break
-                    followed += self.steps - before  # an overflow of the loss scale is no update
-        return followed
-
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Let the calls inside add their gradients up; the first call after it that may, updates by all of them."""
@@ -376,28 +350,20 @@ class TrainStep:
         """Compare the parameters of all ranks bit by bit; waits for the devices.
 
         Values that were changed in place since the last step are sent to all devices first, as a step does.  With a
-        ``process_group`` all processes call it, and are compared as well.
+        ``process_group`` the ranks of this process are compared.
 
         Raises:
-            Error: names the parameter and the rank, or the process, that differs.
+            Error: names the parameter and the rank that differs.
         """
         with self._guard:
             loop = self._ready()
             loop.follow_parameters()
-            found, process_sync = first_difference(loop.replicas), loop.process_sync
-            among_processes = None if process_sync is None else process_sync.first_difference()
-        advice = "step.sync_parameters() makes them equal"
+            found = first_difference(loop.replicas)
         if found is not None:
             name, rank = found
             raise Error(
                 f"parameter {name} of rank {rank} on {self.team.devices[rank]} differs from {self.team.devices[0]}'s: "
-                f"{advice}; something wrote to one device alone"
-            )
-        if among_processes is not None:
-            name, process = among_processes
-            raise Error(
-                f"parameter {name} of process {process} differs from process 0's: {advice}; something wrote to one "
-                "process alone"
+                "step.sync_parameters() makes them equal; something wrote to one device alone"
             )
 
     def state_dict(self) -> dict[str, Any]:
@@ -412,10 +378,10 @@ class TrainStep:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Put a state back that :meth:`state_dict` made; calls that were being accumulated are dropped.
 
-        With a ``process_group`` all processes load it.
+        With a ``process_group`` all processes load the same state; nothing compares them.
 
         Raises:
-            ValueError: a state that does not fit, before anything is changed; other processes loaded another one.
+            ValueError: a state that does not fit, before anything is changed.
         """
         with self._guard:
             self._ready().load(state)

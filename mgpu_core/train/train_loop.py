@@ -16,12 +16,10 @@ from mgpu_core.device.team import Team
 from mgpu_core.device.worker_choice import WorkerChoice, size_of
 from mgpu_core.device.workers import time_limit
 from mgpu_core.errors import Error
-from mgpu_core.module_tree import named_parameters_of
+from mgpu_core.module_tree import named_parameters_of, parameters_of
 from mgpu_core.nested import moved
 from mgpu_core.null_context import NULL_CONTEXT
 from mgpu_core.pipeline.module import Pipeline
-from mgpu_core.processes.ballot import Standing
-from mgpu_core.processes.group import Processes
 from mgpu_core.trace.events import ALL_RANKS
 from mgpu_core.trace.tracer import span
 from mgpu_core.train.balance import SplitPlan
@@ -36,7 +34,7 @@ from mgpu_core.train.loss_check import LossCheck, LossState, compare_losses, war
 from mgpu_core.train.optimizer_step import OptimizerStep, check_optimizer
 from mgpu_core.train.options import Options, check_device
 from mgpu_core.train.pipeline_passes import PipelinePasses
-from mgpu_core.train.process_sync import ProcessSync, agree
+from mgpu_core.train.process_sums import ProcessSums
 from mgpu_core.train.rank_modules import RankModules
 from mgpu_core.train.reducer import OwnGradients, Reducer
 from mgpu_core.train.replicas import Replicas
@@ -56,7 +54,7 @@ class TrainLoop:
     Args:
         options: the arguments of the step.
         split_plan: which rank gets which rows.
-        processes: that train with this one; ``None``: there are no others.
+        processes: the sums over all processes; ``None``: there are no others.
 
     Attributes:
         options, split_plan: the same.
@@ -67,14 +65,12 @@ class TrainLoop:
         replicas, modules, net, gradients, optimizer_step, passes, transaction: see their classes.
         reducer: the gradients of several ranks; ``None``: one rank is alone, and there is no sum.
         captured: ``None`` without ``capture=True``.
-        process_sync: ``None`` without other processes.
 
     Raises:
         TypeError, ValueError, RuntimeError: a module or an optimizer that no step can have.
-        Error: other processes have another step.
     """
 
-    def __init__(self, options: Options, split_plan: SplitPlan, processes: Processes | None) -> None:
+    def __init__(self, options: Options, split_plan: SplitPlan, processes: ProcessSums | None) -> None:
         self.options, self.split_plan, self._processes = options, split_plan, processes
         team, devices = options.team, set(options.team.devices)
         self._device, self._reduction = team.devices[0], options.reduction
@@ -95,7 +91,8 @@ class TrainLoop:
         """Make the parts from the module as it is, after so many updates."""
         options, processes, team = self.options, self._processes, self.options.team
         if processes is not None:
-            agree(processes, options.module, options.optimizer, self._agreed(steps))
+            processes.check_alike(options.shared())
+            self._send_values(processes)
         self.replicas = Replicas(options.module, team)
         static = options.static_graph or options.capture
         self.net = RankModules(options.module, team, self.replicas.parameters, static=static)
@@ -119,19 +116,17 @@ class TrainLoop:
         self.passes = ForwardBackward(*parts)
         if isinstance(options.module, Pipeline):
             self.passes = PipelinePasses(options.module, lists[1:], *parts)
-        self.process_sync: ProcessSync | None = None
-        if processes is not None and self.reducer is not None:
-            self.process_sync = ProcessSync(processes, options.module, options.optimizer, self.reducer)
         self.transaction = UpdateTransaction(
-            self.replicas, self.gradients, self.optimizer_step, self.loss_scale, self.process_sync,
+            self.replicas, self.gradients, self.optimizer_step, self.loss_scale, processes,
             BufferSnapshot(self.modules), steps,
         )  # fmt: skip
         self.captured = CapturedSteps(self, self.reducer) if options.capture and self.reducer is not None else None
         self._is_built = True
 
-    def _agreed(self, steps: int) -> dict[str, Any]:
-        """Return the settings that all processes must share, besides net and optimizer."""
-        return self.options.agreed() | {"updates": steps, "loss scale": self.loss_scale.scale}
+    def _send_values(self, processes: ProcessSums) -> None:
+        """Give all processes the parameters and buffers of process 0."""
+        module = self.options.module
+        processes.send_values([*parameters_of(module), *module.buffers()])
 
     @property
     def is_accumulating(self) -> bool:
@@ -139,11 +134,9 @@ class TrainLoop:
         return self.transaction.is_accumulating
 
     def step(self, inputs: tuple[Any, ...], kwargs: dict[str, Any], keep_outputs: bool, aux: bool) -> Result:
-        """Make a step; all of it happens, or nothing, in all processes."""
+        """Make a step; all of it happens, or nothing."""
         options = self.options
         try:
-            if self.process_sync is not None:
-                self.process_sync.open()
             self._follow_module(updates=True)
             if self.captured is not None and self.transaction.used:
                 replayed = self._replay(self.captured, inputs, kwargs, keep_outputs or aux)
@@ -160,28 +153,26 @@ class TrainLoop:
             loss = window.add(rows, losses, self._device)
             numbers = joined_aux(losses, rows, self._reduction) if aux else {}
             if updates:
-                self._commit(Standing.TRAINS)
+                self._commit()
             else:
                 self.gradients.set_aside()
             if is_timed:
                 self.choice.end(size)
             return loss, outputs, numbers
-        except BaseException as error:
-            self._give_up(error)
+        except BaseException:
+            self._give_up()
             raise
 
-    def conclude(self, standing: Standing = Standing.TRAINS) -> bool:
-        """Update without another call; return whether any process had data for one."""
+    def conclude(self) -> None:
+        """Update without another call."""
         try:
-            if self.process_sync is not None:
-                self.process_sync.open()
             self.follow_parameters(updates=True)
             self.transaction.begin(self._reduction, self.options)
             if self.reducer is not None:
                 self.reducer.begin(0, overlap=False)
-            return self._commit(standing)
-        except BaseException as error:
-            self._give_up(error)
+            self._commit()
+        except BaseException:
+            self._give_up()
             raise
 
     def evaluate(self, inputs: tuple[Any, ...], kwargs: dict[str, Any], keep_outputs: bool, aux: bool) -> Result:
@@ -287,7 +278,7 @@ class TrainLoop:
         for each in self.modules:
             each.read()
         if not self._is_built or not self.replicas.are_those_of(self.net.tree):
-            if self.process_sync is not None:
+            if self._processes is not None:
                 raise RuntimeError(
                     "the parameters of the module are no longer those of this step: call step.rebuild() in all "
                     "processes"
@@ -321,7 +312,7 @@ class TrainLoop:
         name = reducer.buckets.parameter_to_add(self.optimizer_step.parameters) if updates else None
         if name is None:
             return
-        if self.process_sync is not None:
+        if self._processes is not None:
             raise RuntimeError(
                 f"parameter {name} was frozen, and none of the optimizer's, when the processes made this step, and is "
                 "trained now: call step.rebuild() in all processes"
@@ -330,17 +321,16 @@ class TrainLoop:
             self.captured.graphs.clear()
         self.transaction.forget_layout()
 
-    def _commit(self, standing: Standing) -> bool:
-        """Update by the gradients of the window's calls; return whether any process had data for it."""
+    def _commit(self) -> None:
+        """Update by the gradients of the window's calls."""
         transaction, optimizer_step = self.transaction, self.optimizer_step
         if self.reducer is not None:
             self.replicas.settle()  # a forward may have assigned `parameter.data`
-        if not transaction.finish(standing):
-            return False
-        with uninterrupted() as interrupted:
-            has_data, used, factor = transaction.decide(self.options, standing, interrupted)
+        used, _ = totals = transaction.finish()
+        with uninterrupted():
+            factor = transaction.decide(self.options, totals)
             if factor is None:
-                return has_data
+                return
             try:
                 with span("update", ALL_RANKS, self.replicas.devices[0]):
                     update = optimizer_step.prepare(used)
@@ -349,12 +339,11 @@ class TrainLoop:
             except BaseException as error:
                 transaction.fail(used, error)
                 raise
-            return True
 
     def make_equal(self) -> None:
         """Give all devices the values of the module, and all processes those of process 0."""
-        if self.process_sync is not None:
-            self.process_sync.take_values()
+        if self._processes is not None:
+            self._send_values(self._processes)
         self.replicas.send_values()
         self.optimizer_step.remember_values()
 
@@ -367,8 +356,8 @@ class TrainLoop:
         """
         if self._is_closed:
             self.check_open()
-        if self._processes is not None and self._processes.lost is not None:
-            raise Error(self._processes.lost)
+        if self._processes is not None and self._processes.broken is not None:
+            raise Error(self._processes.broken)
         if self._broken is not None:
             raise Error(f"{self._broken}: call step.rebuild(), or make a new one")
 
@@ -377,17 +366,15 @@ class TrainLoop:
         if self._is_closed:
             raise RuntimeError("this step was closed")
 
-    def _give_up(self, error: BaseException) -> None:
+    def _give_up(self) -> None:
         """Wait for ranks that are still at work, and drop the gradients of the calls since the last update."""
         self.gradients.cancel()
         if not self._ranks_have_ended():
             return
-        broken = None
-        if self.process_sync is not None:
-            self._broken = "the other processes may not know that a step was given up"
-            broken = self.process_sync.give_up(self.transaction.steps, error)
+        if self._processes is not None:
+            self._processes.abandon()
         self.transaction.restore()
-        self._broken = broken or self.transaction.broken
+        self._broken = self.transaction.broken
 
     def _ranks_have_ended(self) -> bool:
         """Wait, after a failure, for ranks that are still at work; where one does not end, the step is broken."""
@@ -400,25 +387,14 @@ class TrainLoop:
 
     def load(self, state: dict[str, Any]) -> None:
         """Go on from a state, and its counts; raise as :meth:`mgpu_core.TrainStep.load_state_dict`."""
-        transaction, process_sync = self.transaction, self.process_sync
-        try:
-            load_state(state, self.options.module, self.options.optimizer)
-        except BaseException as error:
-            if process_sync is not None:
-                process_sync.check_all_well(error)
-            raise
-        if process_sync is not None:
-            process_sync.check_all_well(None)
+        transaction = self.transaction
+        load_state(state, self.options.module, self.options.optimizer)
         transaction.steps = int(state["steps"])
         self.loss_scale.load_state_dict(state["loss_scale"])
         self.split_plan.resume(state["shares"])
         self.choice.resume(state.get("workers", ()))
         self.gradients.abandon()
         transaction.close()
-        if process_sync is not None:
-            self._broken = "the processes have loaded other states"
-            process_sync.restart(self._agreed(transaction.steps))
-            self._broken = None
 
     def rebuild(self, *, check: bool = True) -> None:
         """Make everything anew, from the module as it is; ``check``: that the optimizer has parameters of it alone."""

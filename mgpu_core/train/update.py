@@ -10,26 +10,24 @@ from typing import TypeAlias
 import torch
 
 from mgpu_core.device.memory import note_written
-from mgpu_core.processes.ballot import Standing
 from mgpu_core.train.grad_clip import are_finite, check_finite, clip, factor_of, multiply
 from mgpu_core.train.grad_scaler import LossScale
 from mgpu_core.train.loss import Window
 from mgpu_core.train.optimizer_step import OptimizerStep
 from mgpu_core.train.options import Options
-from mgpu_core.train.process_sync import ProcessSync
+from mgpu_core.train.process_sums import ProcessSums
 from mgpu_core.train.reducer import OwnGradients, Reducer
 from mgpu_core.train.replicas import Replicas
 from mgpu_core.train.rollback import BufferSnapshot, uninterrupted
 
 __all__ = ["UpdateTransaction"]
 
-# Whether any process has data; per parameter whether it is updated; what gradients are multiplied by.  Without a factor
-# there is no update: the loss scale was too large, or there are no data.
-Decision: TypeAlias = tuple[bool, list[bool], float | torch.Tensor | None]
+# Per parameter whether it is updated, and the weight of all calls together.
+Totals: TypeAlias = tuple[list[bool], float | torch.Tensor]
 
 
 class UpdateTransaction:
-    """The calls of a window, and the data of their update: sums, agreement and factor before it, counts after it.
+    """The calls of a window, and the data of their update: sums and factor before it, counts after it.
 
     Parameters, optimizer state and counts do not change before :meth:`decide`.  Running statistics do, and are restored
     when the window is abandoned.
@@ -37,7 +35,7 @@ class UpdateTransaction:
     Args:
         replicas, gradients, optimizer_step: of the step.
         loss_scale: of its losses.
-        process_sync: its process among others; ``None``: there are no others.
+        processes: the sums over all processes; ``None``: there are no others.
         buffers: put back when the window is abandoned.
         steps: updates so far.
 
@@ -54,13 +52,14 @@ class UpdateTransaction:
         gradients: OwnGradients | Reducer,
         optimizer_step: OptimizerStep,
         loss_scale: LossScale,
-        process_sync: ProcessSync | None,
+        processes: ProcessSums | None,
         buffers: BufferSnapshot,
         steps: int,
     ) -> None:
         self._replicas, self._gradients, self._optimizer_step = replicas, gradients, optimizer_step
         self._reducer = gradients if isinstance(gradients, Reducer) else None
-        self._loss_scale, self._process_sync, self._buffers = loss_scale, process_sync, buffers
+        self._loss_scale, self._processes, self._buffers = loss_scale, processes, buffers
+        self._shared_rows = 1.0  # of the last update, in all processes
         self.steps = steps
         self.window = Window("mean", 1)
         self.used: list[bool] = []
@@ -68,9 +67,8 @@ class UpdateTransaction:
 
     def open_window(self, reduction: str, accumulate: int) -> None:
         """Begin to count the calls of the next update."""
-        rows = None if self._process_sync is None else self._process_sync.rows
-        shared = self._process_sync is not None
-        self.window = Window(reduction, accumulate, self._loss_scale.scale, rows, shared=shared)
+        seeded = None if self._processes is None else self._shared_rows
+        self.window = Window(reduction, accumulate, self._loss_scale.scale, seeded)
 
     @property
     def is_accumulating(self) -> bool:
@@ -98,43 +96,40 @@ class UpdateTransaction:
         self._buffers.restore()
         self.close()
 
-    def finish(self, standing: Standing) -> bool:
-        """Finish the sums of the window's gradients; return False if no process has any.
-
-        Args:
-            standing: the state that this process reports to the others.
-        """
-        reducer = self._reducer
+    def finish(self) -> Totals:
+        """Finish the sums of the window's gradients; in all processes, whether they had rows or not."""
+        reducer, processes = self._reducer, self._processes
         if reducer is not None:
-            if reducer.buckets.is_empty and not self._lay_out(reducer, standing):
-                return False
+            if reducer.buckets.is_empty:
+                self._lay_out(reducer)
             reducer.finish()
-        return True
+        used, weight = self._gradients.used(), self.window.weight
+        if reducer is not None and processes is not None:
+            weight, used = processes.finish(weight, used)
+            reducer.buckets.spread()
+            self._shared_rows = weight or self._shared_rows
+        return used, weight
 
-    def decide(self, options: Options, standing: Standing, interrupted: Callable[[], bool]) -> Decision:
+    def decide(self, options: Options, totals: Totals) -> float | torch.Tensor | None:
         """Decide by which gradients the optimizer updates; the last moment in which a step can be given up.
 
         Args:
             options: of the step.
-            standing: the state that this process reports to the others.
-            interrupted: returns whether Ctrl-C came, for those who wait.
+            totals: the result of :meth:`finish`.
+
+        Returns:
+            The factor of the gradients; ``None``: there is no update, because the loss scale was too large.
 
         Raises:
             FloatingPointError: a gradient is not finite.
-            Error: another process could not update.
         """
-        clip_norm, used, weight = options.clip_norm, self._gradients.used(), self.window.weight
-        if self._process_sync is not None:
-            agreed = self._agree(self._process_sync, standing, clip_norm, interrupted)
-            if agreed is None:
-                return False, [], None
-            used, weight, clip_norm = agreed
-        factor = self._factor(weight, clip_norm, options.error_if_nonfinite)
+        used, weight = totals
+        factor = self._factor(weight, options.clip_norm, options.error_if_nonfinite)
         if factor is None:
             self._skip_update()
         elif self._reducer is not None:
             self._reducer.show(used)
-        return True, used, factor
+        return factor
 
     def _factor(
         self, weight: float | torch.Tensor, clip_norm: float | None, error_if_nonfinite: bool
@@ -152,7 +147,7 @@ class UpdateTransaction:
         if error_if_nonfinite or clip_norm is not None:
             norm = gradients.norm()
             if error_if_nonfinite and not math.isfinite(float(norm)):
-                count = 1 if self._process_sync is None else self._process_sync.count
+                count = 1 if self._processes is None else self._processes.count
                 check_finite(gradients, norm, self._replicas, count)
             if clip_norm is not None and is_flat:
                 factor = factor_of(factor, norm, clip_norm)
@@ -169,8 +164,8 @@ class UpdateTransaction:
 
     def fail(self, used: list[bool], error: BaseException) -> None:
         """Note that the optimizer failed: the step counts if it has changed parameters all the same."""
-        if self._process_sync is not None:  # the others have made it
-            self.broken = f"its update failed after all processes had agreed on it ({type(error).__name__})"
+        if self._processes is not None:  # the others have made it
+            self.broken = f"its update failed after the sums over all processes ({type(error).__name__})"
         elif self._optimizer_step.has_written():  # a hook after the optimizer's step failed, say
             self.count(used)
 
@@ -224,33 +219,12 @@ class UpdateTransaction:
             self._reducer.forget_layout()
         self.used = []
 
-    def _lay_out(self, reducer: Reducer, standing: Standing) -> bool:
-        """Lay out the buckets after the first backward; return False if no process had one."""
+    def _lay_out(self, reducer: Reducer) -> None:
+        """Lay out the buckets after the first backward, in all processes after that of process 0."""
         learnt = reducer.learnt(self._optimizer_step.parameters())
-        if self._process_sync is not None:
-            agreed = self._process_sync.learn(learnt, self.window, standing)
-            if agreed is None:
-                return False
-            learnt = agreed
+        if learnt.sparse and self._processes is not None:
+            raise TypeError("some gradients are sparse: they can be summed inside one process only, so make them dense")
+        if self._processes is not None:
+            learnt = self._processes.from_first(learnt)
         with uninterrupted():
             reducer.lay_out(learnt)
-        if self._process_sync is not None:
-            self._process_sync.confirm_layout()
-            reducer.buckets.open_outbox()
-        return True
-
-    def _agree(
-        self, process_sync: ProcessSync, standing: Standing, clip_norm: float | None, interrupted: Callable[[], bool]
-    ) -> tuple[list[bool], float | torch.Tensor, float | None] | None:
-        """Agree with the other processes on the parameters to update, the weight of all calls, and the largest norm.
-
-        Returns:
-            ``None``: no process has any data.
-        """
-        settings = {"clip": clip_norm, "planned": self.window.planned}
-        tally, followed = process_sync.decide(self.window, self.steps, standing, settings, interrupted)
-        if all(each == Standing.JOINED for each in tally.standings):
-            return None
-        if standing == Standing.JOINED:
-            self.window.follow(followed["planned"])
-        return tally.used, tally.weight, followed["clip"]

@@ -43,7 +43,7 @@ def _run(fault: str, tests: Sequence[str], fake: str) -> str:
         process.join(SECONDS)
         if process.exitcode is None:
             os.killpg(process.pid, signal.SIGKILL)
-            return "the time limit"
+            return f"the time limit of {' '.join(tests)}"
         lines = log.read().splitlines()
     if process.exitcode == 0:
         return ""

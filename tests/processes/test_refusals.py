@@ -3,15 +3,13 @@
 import pytest
 import torch
 from fakes.nets import whole
-from processes.fragile import ONES, Fragile, batch, boom, seen_of, step_of, total
+from processes.fragile import ONES, step_of, total
 from processes.world import run
 from torch import nn
-from torch.distributed import group
 from torch.optim import SGD
 from train.nets import Linear
 
 from mgpu_core import TrainStep
-from mgpu_core.processes.group import Processes
 
 
 def sparse(process):
@@ -82,32 +80,3 @@ def test_without_an_initialised_group():
     net = Linear()
     with pytest.raises(ValueError, match="init_process_group"):
         TrainStep(net, total, SGD(net.parameters(), lr=1.0), ["cpu"], process_group=object())
-
-
-def exchange(process):
-    processes = Processes(group.WORLD, torch.device("cpu"))
-    return (
-        processes.exchange("a test", {"x" * (1000 * process): [process, None, "ü"]}),
-        processes.index,
-        processes.count,
-    )
-
-
-def test_exchange_of_texts_of_every_length():
-    found = run(exchange, processes=3)
-    words = [{"x" * (1000 * process): [process, None, "ü"]} for process in range(3)]
-    assert found == [(words, process, 3) for process in range(3)]
-
-
-def reason(process):
-    acts = {}
-    step = step_of(Fragile(acts))
-    step(batch(), ONES)
-    if process == 1:
-        acts["forward"] = boom
-    return seen_of(lambda: step(batch(0 if process == 1 else None), ONES))
-
-
-def test_the_reason_is_told_and_not_only_where_it_was():
-    told = run(reason)[0]
-    assert "RuntimeError: Caught RuntimeError in replica 0 on device cpu. ... RuntimeError: boom at a rank" in told

@@ -1,6 +1,7 @@
 """Runs one case, or draws the results again: `python benchmarks/run.py --list` says what there is.
 
-The cases and all options are those of `mgpu bench`, and the studies in this folder; `report` is about the results here.
+The cases and all options are those of `mgpu bench`, and the studies and the kernels' twins in this folder; `report` is
+about the results here.
 Exit status: as of `mgpu bench`; 130 interrupted.
 """
 
@@ -9,7 +10,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from mgpu_core.bench import cases, command
+# The folder above, last: an installed mgpu_core comes before the sources beside us, which may not be built.
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+from mgpu_core.bench import cases, command, kernel_case
 from mgpu_core.bench.case import UsageError
 from mgpu_core.bench.options import OneLineParser
 from mgpu_core.bench.report import report_machine
@@ -20,8 +24,11 @@ STUDIES = {
     "explain_overhead": "The cost of recording a step",
     "all_reduce_model": "All-reduce, predicted and measured",
 }
+TWINS = "cupy", "numba"
 for _name, _title in STUDIES.items():
-    cases.add(_name, _title, f"{f'{__package__}.' if __package__ else ''}studies.{_name}")
+    cases.add(_name, _title, f"benchmarks.studies.{_name}")
+for _name in TWINS:
+    kernel_case.add_twin(_name, f"benchmarks.ladder.twins.{_name}_kernels")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -12,10 +12,8 @@ __all__ = ["MissingExtra", "cure", "require"]
 
 _EXTRAS = {
     "accelerate": "transformers",
-    "cupy": "cuda13",
     "lightning": "lightning",
     "matplotlib": "mnist",
-    "numba": "numba",
     "pynvml": "doctor",
     "torch_geometric": "pyg",
     "torchvision": "mnist",

@@ -65,7 +65,7 @@ def really_equal():
 
 # Which tests the default run leaves out, by folder and file below tests/; single tests carry the marker themselves.
 _MARKERS = {
-    "fakes": ("kernels/test_cupy_kernels.py", "ptx"),
+    "fakes": ("ladder/test_cupy_kernels.py", "ptx"),
     "processes": ("processes",),
     "soak": ("soak",),
     "browser": ("explain/test_browser.py",),

@@ -23,8 +23,8 @@ from mgpu_core.bench.options import parse_count, parse_sizes
 from mgpu_core.bench.timing import Contestant, Schedule, without_those_that_fail
 
 COPY = "copy"
-TWINS = ("cupy", "numba")
-"""Our kernels written again for these libraries; they take part where the library and a GPU are."""
+TWINS: dict[str, str] = {}
+"""By the name of a library, the module that has our kernels written again for it; see :func:`add_twin`."""
 POISON = float("nan")
 """What stands in an output that nobody has written: it differs from every number."""
 FULL = 256 << 20
@@ -93,6 +93,11 @@ def differing(made: torch.Tensor, wanted: torch.Tensor, tolerance: float = 0.0) 
     return int((~torch.isclose(made, wanted, rtol=tolerance, atol=tolerance)).sum())
 
 
+def add_twin(library: str, module: str) -> None:
+    """Let our kernels, written again for a library, take part where the library and a GPU are."""
+    TWINS[library] = module
+
+
 @cache
 def twins(device: torch.device) -> dict[str, object]:
     """Return the modules of our twins that can run there."""
@@ -100,7 +105,7 @@ def twins(device: torch.device) -> dict[str, object]:
     found: dict[str, object] = {}
     for name in there:
         try:
-            found[name] = importlib.import_module(f"mgpu_core.kernels.{name}_kernels")
+            found[name] = importlib.import_module(TWINS[name])
         except Exception as error:  # it does not fit the other libraries here, and each has an error of its own
             print(f"without {name}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
     return found
@@ -127,7 +132,7 @@ def case_of(
 
     Args:
         traffic: the bytes read and written, in words for the formula.
-        twinned: cupy and numba have it too.
+        twinned: the twins have it, too.
         pieces: the work is on a list of tensors, so their number is an option.
         many: also a row of many small tensors.
     """
@@ -135,7 +140,7 @@ def case_of(
         name=name,
         summary=summary,
         peers=(*peers, COPY),
-        more_peers=TWINS if twinned else (),
+        more_peers=tuple(TWINS) if twinned else (),
         measure=partial(_measure, problem, (*peers, COPY), twinned),
         add_arguments=partial(_add_arguments, pieces, many),
         unit="us",
@@ -203,7 +208,7 @@ def _row(problem: Problem, task: Task, peers: Sequence[str], clock: DeviceClock,
     copy = _Copy(problem.nbytes // 2, task.device)
     contestants[COPY] = Contestant(clock.run_of(copy.work, task.clock), copy.wrong)
     wanted = chosen(contestants, peers)
-    return measure_row(task.labels, without_those_that_fail(wanted, TWINS), schedule, problem.nbytes)
+    return measure_row(task.labels, without_those_that_fail(wanted, tuple(TWINS)), schedule, problem.nbytes)
 
 
 class _Copy:

@@ -69,7 +69,7 @@ def test_without_cupy_it_says_so(monkeypatch):
         cupy_rungs._cupy()
 
 
-@pytest.mark.skipif(not CUPY, reason="cupy is not installed (extra: cuda13)")
+@pytest.mark.skipif(not CUPY, reason="cupy is not installed")
 @pytest.mark.parametrize("rung", RUNGS)
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_on_a_gpu(gpu, kernel, rung):

@@ -18,7 +18,7 @@ from benchmarks.ladder.problems import PackProblem
 from benchmarks.ladder.rungs import KERNELS, RUNGS, Unavailable
 
 RUN = Path(__file__).resolve().parents[2] / "benchmarks" / "ladder" / "run.py"
-there = pytest.mark.skipif(importlib.util.find_spec("numba") is None, reason="numba is not installed (extra: numba)")
+there = pytest.mark.skipif(importlib.util.find_spec("numba") is None, reason="numba is not installed")
 
 
 def ladder(*arguments, **variables):

@@ -18,7 +18,7 @@ def step(flat: Flat) -> None:
 
 
 def twin_step(twin: Any, flat: Flat) -> None:
-    """Return the twin of cupy or numba."""
+    """Step with a twin, in another library."""
     twin.sgd(flat.parameters, flat.gradients, flat.states[0], flat.segments, flat.groups)
 
 

@@ -16,7 +16,7 @@ from fakes.numba_here import skip_unless_numba_compiles
 
 CASES = Path(__file__).parent / "numba_cases.py"
 PARTS = ["packs", "many_pieces", "sums", "special_numbers", "steps_of_sgd", "a_step_without_momentum", "refusals"]
-there = pytest.mark.skipif(importlib.util.find_spec("numba") is None, reason="numba is not installed (extra: numba)")
+there = pytest.mark.skipif(importlib.util.find_spec("numba") is None, reason="numba is not installed")
 
 
 @cache
@@ -52,16 +52,6 @@ def test_they_compile_for_a_gpu():
 @there
 def test_a_tensor_of_the_cpu_needs_the_simulator():
     assert "ValueError: the numba kernels need tensors of a GPU, or the simulator" in output("cpu", simulated=False)
-
-
-@pytest.mark.slow
-def test_without_numba_it_says_what_to_install():
-    program = "import sys; sys.modules['numba'] = None; import mgpu_core.kernels.numba_kernels"
-    done = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, timeout=100)
-    assert done.returncode == 1
-    assert done.stderr.splitlines()[-1].startswith(
-        "mgpu_core.extras.MissingExtra: mgpu_core.kernels.numba_kernels needs numba: pip install 'mgpu-core[numba]'"
-    )
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The CUDA C++ of :mod:`mgpu_core.kernels.cupy_kernels`: three programs, and the macros that make one of each dtype.
+"""The CUDA C++ of `cupy_kernels.py`: three programs, and the macros that make one of each dtype.
 
 They move 16 bytes an access: a head of single elements up to the first aligned address, whole vectors, and a tail.  The
 compiler unrolls the short loops over a vector, so that it stays in registers.

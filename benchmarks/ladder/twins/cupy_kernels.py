@@ -1,6 +1,6 @@
 """Three of the kernels again, as CUDA C++ in a string: compiled when they are first called, by CUDA's own NVRTC.
 
-For readers who want to change a kernel and run it a second later: change :mod:`mgpu_core.kernels.cupy_sources`.  The
+For readers who want to change a kernel and run it a second later: change `cupy_sources.py`, beside this.  The
 kernels compute the same as :func:`mgpu_core.kernels.pack`, :func:`~mgpu_core.kernels.sum_ranks` and
 :func:`~mgpu_core.kernels.sgd`, for float32 and float64 on a GPU.  Nothing else here uses them.
 
@@ -12,18 +12,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from importlib import import_module
 from itertools import accumulate
 from typing import Any
 
 import numpy as np
 import torch
 
+from benchmarks.ladder.twins.cupy_sources import OPS, SOURCES, TILE, compiler_options
 from mgpu_core.device.memory import note_written
-from mgpu_core.extras import require
 from mgpu_core.kernels.arguments import as_tensors, check_like, check_outs, on_one_device
-from mgpu_core.kernels.cupy_sources import OPS, SOURCES, TILE, compiler_options
 
-cupy: Any = require("cupy", __name__)
+cupy: Any = import_module("cupy")
 
 __all__ = ["pack", "sgd", "sum_ranks"]
 

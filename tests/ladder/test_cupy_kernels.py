@@ -8,7 +8,6 @@ import importlib
 import importlib.util
 import itertools
 import shutil
-import subprocess
 import sys
 import types
 from functools import cache
@@ -20,8 +19,8 @@ import torch
 from fakes import ptx
 from fakes.nvrtc import nvrtc
 
+from benchmarks.ladder.twins.cupy_sources import OPS, SOURCES, compiler_options
 from mgpu_core.kernels import reference, segment_table, sgd_groups
-from mgpu_core.kernels.cupy_sources import OPS, SOURCES, compiler_options
 
 _SPEC = importlib.util.spec_from_file_location("cupy_on_host", Path(__file__).with_name("cupy_on_host.py"))
 cupy_on_host = importlib.util.module_from_spec(_SPEC)
@@ -66,7 +65,7 @@ def on_ptx(tmp_path_factory):
 
 def without_cupy(compiled, launch):
     """A copy of the twins' module over host memory: ``compiled(name, *choice)`` is a program, ``launch`` runs it."""
-    spec = importlib.util.find_spec("mgpu_core.kernels.cupy_kernels")
+    spec = importlib.util.find_spec("benchmarks.ladder.twins.cupy_kernels")
     twins = importlib.util.module_from_spec(spec)  # a copy of its own, so that the real one stays as it is
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "cupy", types.ModuleType("cupy"))
@@ -90,8 +89,8 @@ def index(request):
     if request.param != "gpu":
         return request.getfixturevalue(f"on_{request.param}"), "cpu"
     if not torch.cuda.is_available() or not CUPY:
-        pytest.skip("no GPU" if CUPY else "cupy is not installed (extra: cuda13)")
-    return importlib.import_module("mgpu_core.kernels.cupy_kernels"), "cuda:0"
+        pytest.skip("no GPU" if CUPY else "cupy is not installed")
+    return importlib.import_module("benchmarks.ladder.twins.cupy_kernels"), "cuda:0"
 
 
 def numbers(count, dtype, device, start=0, shift=1):
@@ -186,9 +185,9 @@ def test_refusals(index):
         twins.sum_ranks([torch.ones(3, device=device), torch.ones(4, device=device)])
 
 
-@pytest.mark.skipif(not CUPY, reason="cupy is not installed (extra: cuda13)")
+@pytest.mark.skipif(not CUPY, reason="cupy is not installed")
 def test_tensors_of_the_cpu_are_refused():
-    twins = importlib.import_module("mgpu_core.kernels.cupy_kernels")
+    twins = importlib.import_module("benchmarks.ladder.twins.cupy_kernels")
     for call in (lambda one: twins.pack([one]), lambda one: twins.sum_ranks([one])):
         with pytest.raises(ValueError, match="need tensors of a GPU, not of cpu"):
             call(torch.ones(3))
@@ -211,13 +210,3 @@ def test_it_compiles_to_machine_code(choice):
     code = found.getCUBIN(program)
     assert code.startswith(b"\x7fELF")
     assert name.encode() in code
-
-
-@pytest.mark.slow
-def test_without_cupy_it_says_what_to_install():
-    program = "import sys; sys.modules['cupy'] = None; import mgpu_core.kernels.cupy_kernels"
-    done = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, timeout=100)
-    assert done.returncode == 1
-    assert done.stderr.splitlines()[-1].startswith(
-        "mgpu_core.extras.MissingExtra: mgpu_core.kernels.cupy_kernels needs cupy: pip install 'mgpu-core[cuda13]'"
-    )

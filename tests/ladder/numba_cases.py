@@ -14,7 +14,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mgpu_core.kernels import numba_kernels, reference, segment_table, sgd_groups
+from benchmarks.ladder.twins import numba_kernels
+from mgpu_core.kernels import reference, segment_table, sgd_groups
 
 COUNTS = [0, 1, 31, 33, 0, 129, 5]
 DTYPES = [torch.float32, torch.float64]

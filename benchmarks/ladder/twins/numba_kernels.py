@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
+from importlib import import_module
 from itertools import accumulate
 from typing import Any
 
@@ -22,11 +23,10 @@ import numpy as np
 import torch
 
 from mgpu_core.device.memory import note_written
-from mgpu_core.extras import require
 from mgpu_core.kernels.arguments import as_tensors, check_like, check_outs
 
-numba: Any = require("numba", __name__)
-cuda: Any = require("numba.cuda", __name__)
+numba: Any = import_module("numba")
+cuda: Any = import_module("numba.cuda")
 
 __all__ = ["MOST_ARRAYS", "pack", "sgd", "sum_ranks"]
 

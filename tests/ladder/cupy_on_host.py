@@ -8,7 +8,7 @@ import subprocess
 
 import numpy as np
 
-from mgpu_core.kernels.cupy_sources import SOURCES, compiler_options
+from benchmarks.ladder.twins.cupy_sources import SOURCES, compiler_options
 
 TILE = 64
 THREADS = 9  # a kernel's tables have up to 8 numbers that a thread each loads

@@ -1,0 +1,1 @@
+"""Three kernels of the package again, whole, in cupy and numba: to read, to change, and to measure."""

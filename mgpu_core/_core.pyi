@@ -123,7 +123,6 @@ class FlatBuffer:
         groups: int,
         group_count: int,
         clip: int,
-        loss_scale: int,
         found_inf: int,
     ) -> None: ...
 

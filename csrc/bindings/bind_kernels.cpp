@@ -126,7 +126,7 @@ void bind_lion(const FlatBuffer& flat, const std::optional<Pointers>& gradients,
 
 FlatBuffer flat_buffer(Pointer parameters, Pointer gradients, int64_t count, const std::string& dtype, Pointer segments,
                        int64_t segment_count, Pointer constants, Pointer groups, int64_t group_count, Pointer clip,
-                       Pointer loss_scale, Pointer found_inf) {
+                       Pointer found_inf) {
   const DType own = dtype_from(dtype);
   return {pointer_of(parameters, itemsize(own)),
           pointer_of(gradients, itemsize(own)),
@@ -138,7 +138,6 @@ FlatBuffer flat_buffer(Pointer parameters, Pointer gradients, int64_t count, con
           pointer_to<const double>(groups),
           group_count,
           pointer_to<const double>(clip),
-          pointer_to<const float>(loss_scale),
           pointer_to<const float>(found_inf)};
 }
 
@@ -149,7 +148,7 @@ void bind_optimizers(py::module_& m) {
   py::class_<FlatBuffer>(m, "FlatBuffer", "Addresses and tables of an optimizer's step: csrc/core/kernel_calls.h.")
       .def(py::init(&flat_buffer), py::kw_only(), py::arg("parameters"), py::arg("gradients"), py::arg("count"),
            py::arg("dtype"), py::arg("segments"), py::arg("segment_count"), py::arg("constants"), py::arg("groups"),
-           py::arg("group_count"), py::arg("clip"), py::arg("loss_scale"), py::arg("found_inf"));
+           py::arg("group_count"), py::arg("clip"), py::arg("found_inf"));
   m.def("sgd", &bind_sgd, py::arg("flat"), py::arg("gradients"), py::arg("momentum"), py::arg("stream"),
         "Make one step of SGD.  An address of 0: not there.  Gradients: None where they lie in the flat buffer, or on "
         "the CPU the address of each segment's.");

@@ -92,12 +92,11 @@ struct FlatBuffer {
   DType dtype;        // floating
   int64_t* segments;  // (segment_count, 5): begin, count, group, step, active; in the order of begin, not overlapping
   int64_t segment_count;
-  double* constants;        // (segment_count, kOptimizerConstants): room for a device to work in; the host needs none
-  const double* groups;     // (group_count, 6): each optimizer has an enum of the columns
-  int64_t group_count;      // a segment of another group is left alone
-  const double* clip;       // gradients are multiplied by it; null: 1
-  const float* loss_scale;  // gradients are divided by it; null: 1
-  const float* found_inf;   // not 0: nothing is changed, not even the steps; null: 0
+  double* constants;       // (segment_count, kOptimizerConstants): room for a device to work in; the host needs none
+  const double* groups;    // (group_count, 6): each optimizer has an enum of the columns
+  int64_t group_count;     // a segment of another group is left alone
+  const double* clip;      // gradients are multiplied by it; null: 1
+  const float* found_inf;  // not 0: nothing is changed, not even the steps; null: 0
   const void* const* gradient_of = nullptr;  // host memory, one per segment; null: they lie in `gradients`
 };
 constexpr int kOptimizerConstants = 10;

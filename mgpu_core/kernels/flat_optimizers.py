@@ -53,7 +53,7 @@ _KERNELS = {
     "adamw": _Kernel(_MOMENTS, _MOST, _core.adam, reference.adam, (True,)),
     "lion": _Kernel(("exp_avg",), frozenset(), _core.lion, reference.lion),
 }
-_SCALARS = {"clip": torch.float64, "loss_scale": torch.float32, "found_inf": torch.float32}
+_SCALARS = {"clip": torch.float64, "found_inf": torch.float32}
 
 
 class FlatKernel:
@@ -62,7 +62,7 @@ class FlatKernel:
     Args:
         name: ``sgd``, ``adam``, ``adamw`` or ``lion``.
         states: in the order of the function of that name; ``None`` where there is none of that kind.
-        parameters, gradients, segments, groups, clip, loss_scale, found_inf: as for :func:`sgd`.
+        parameters, gradients, segments, groups, clip, found_inf: as for :func:`sgd`.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class FlatKernel:
             shape = len(segments), _core.optimizer_constants()
             self._constants = torch.empty(shape, dtype=torch.float64, device=self._device)
             constants = self._constants.data_ptr()
-        clip, scale, found = (_pointer(each) for each in self._scalars)
+        clip, found = (_pointer(each) for each in self._scalars)
         return _core.FlatBuffer(
             parameters=parameters.data_ptr(),
             gradients=gradients.data_ptr(),
@@ -134,7 +134,6 @@ class FlatKernel:
             groups=groups.data_ptr(),
             group_count=len(groups),
             clip=clip,
-            loss_scale=scale,
             found_inf=found,
         )
 
@@ -184,7 +183,6 @@ def sgd(
     groups: torch.Tensor,
     *,
     clip: torch.Tensor | None = None,
-    loss_scale: torch.Tensor | None = None,
     found_inf: torch.Tensor | None = None,
 ) -> None:
     """Make one step of ``torch.optim.SGD``, in place.
@@ -195,7 +193,6 @@ def sgd(
         segments: of :func:`segment_table`; its steps are raised.
         groups: of :func:`sgd_groups`.
         clip: float64 scalar that the gradients are multiplied by.
-        loss_scale: float32 scalar that the gradients are divided by.
         found_inf: float32 scalar; where it is not 0 nothing is changed, not even a step.
 
     Half precision is computed in float32.  On a GPU two launches on the current stream, a short
@@ -206,8 +203,7 @@ def sgd(
         TypeError, ValueError: a dtype, shape or device that is not named above; on the CPU also segments outside the
             buffers, groups that are not there, and momentum without a buffer.
     """
-    scalars = {"clip": clip, "loss_scale": loss_scale, "found_inf": found_inf}
-    FlatKernel("sgd", parameters, gradients, [momentum], segments, groups, **scalars).step()
+    FlatKernel("sgd", parameters, gradients, [momentum], segments, groups, clip=clip, found_inf=found_inf).step()
 
 
 def adam(
@@ -220,7 +216,6 @@ def adam(
     *,
     max_exp_avg_sq: torch.Tensor | None = None,
     clip: torch.Tensor | None = None,
-    loss_scale: torch.Tensor | None = None,
     found_inf: torch.Tensor | None = None,
 ) -> None:
     """Make one step of ``torch.optim.Adam`` (amsgrad with ``max_exp_avg_sq``), in place; see :func:`sgd`.
@@ -230,8 +225,7 @@ def adam(
         groups: of :func:`adam_groups`.
     """
     states = [exp_avg, exp_avg_sq, max_exp_avg_sq]
-    scalars = {"clip": clip, "loss_scale": loss_scale, "found_inf": found_inf}
-    FlatKernel("adam", parameters, gradients, states, segments, groups, **scalars).step()
+    FlatKernel("adam", parameters, gradients, states, segments, groups, clip=clip, found_inf=found_inf).step()
 
 
 def adamw(
@@ -244,13 +238,11 @@ def adamw(
     *,
     max_exp_avg_sq: torch.Tensor | None = None,
     clip: torch.Tensor | None = None,
-    loss_scale: torch.Tensor | None = None,
     found_inf: torch.Tensor | None = None,
 ) -> None:
     """Make one step of ``torch.optim.AdamW``: :func:`adam` with the weight decay apart from the gradient."""
     states = [exp_avg, exp_avg_sq, max_exp_avg_sq]
-    scalars = {"clip": clip, "loss_scale": loss_scale, "found_inf": found_inf}
-    FlatKernel("adamw", parameters, gradients, states, segments, groups, **scalars).step()
+    FlatKernel("adamw", parameters, gradients, states, segments, groups, clip=clip, found_inf=found_inf).step()
 
 
 def lion(
@@ -261,7 +253,6 @@ def lion(
     groups: torch.Tensor,
     *,
     clip: torch.Tensor | None = None,
-    loss_scale: torch.Tensor | None = None,
     found_inf: torch.Tensor | None = None,
 ) -> None:
     """Make one step of Lion (Chen et al. 2023, arXiv 2302.06675), in place; see :func:`sgd`.
@@ -270,5 +261,4 @@ def lion(
         exp_avg: the state, like ``parameters``.
         groups: of :func:`lion_groups`.
     """
-    scalars = {"clip": clip, "loss_scale": loss_scale, "found_inf": found_inf}
-    FlatKernel("lion", parameters, gradients, [exp_avg], segments, groups, **scalars).step()
+    FlatKernel("lion", parameters, gradients, [exp_avg], segments, groups, clip=clip, found_inf=found_inf).step()

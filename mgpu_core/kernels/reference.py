@@ -103,23 +103,23 @@ def _step(
     gradients: torch.Tensor,
     states: list[torch.Tensor],
     tables: tuple[torch.Tensor, torch.Tensor],
-    scalars: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None],
+    scalars: tuple[torch.Tensor | None, torch.Tensor | None],
 ) -> None:
     """Make one step of an optimizer, in place; raise the steps of the segments that take part.
 
     Args:
         update: called once per group and number of the step, as ``update(settings, parameters, gradients, *states)``:
             lists of flat tensors, and a row of the group table followed by the number of the step, from 1.  It changes
-            parameters and states in place, and may change the gradients, which come clipped and unscaled.  The lists
+            parameters and states in place, and may change the gradients, which come clipped.  The lists
             are float32 where the dtype is half precision, and are rounded once, afterwards.
         tables: segments and groups.
-        scalars: clip, loss_scale and found_inf.
+        scalars: clip and found_inf.
     """
     segments, groups = tables
-    rows, settings, clip, loss_scale, found_inf = _read(*tables, *scalars)
+    rows, settings, clip, found_inf = _read(*tables, *scalars)
     if found_inf and found_inf[0] != 0:
         return
-    factor = (clip or [1.0])[0] / (loss_scale or [1.0])[0]
+    factor = (clip or [1.0])[0]
     settings_of = _rows(settings, groups.shape[1])
     wide = _wide(parameters.dtype)
     flats = [(flat, flat.to(wide)) for flat in (parameters, *states)]
@@ -149,7 +149,6 @@ def sgd(
     segments: torch.Tensor,
     groups: torch.Tensor,
     clip: torch.Tensor | None,
-    loss_scale: torch.Tensor | None,
     found_inf: torch.Tensor | None,
 ) -> None:
     """Make one step of ``torch.optim.SGD`` on flat parameters, in place.
@@ -158,7 +157,7 @@ def sgd(
         ValueError: a group has momentum, but there is no momentum buffer.
     """
     states = [] if momentum is None else [momentum]
-    _step(_sgd, parameters, gradients, states, (segments, groups), (clip, loss_scale, found_inf))
+    _step(_sgd, parameters, gradients, states, (segments, groups), (clip, found_inf))
 
 
 def _sgd(settings: list[float], parameters: Tensors, gradients: Tensors, momentum: Tensors | None = None) -> None:
@@ -191,13 +190,12 @@ def adam(
     groups: torch.Tensor,
     decoupled: bool,
     clip: torch.Tensor | None,
-    loss_scale: torch.Tensor | None,
     found_inf: torch.Tensor | None,
 ) -> None:
     """Make one step of ``torch.optim.Adam`` (``AdamW`` where the decay is decoupled) on flat parameters, in place."""
     states = [exp_avg, exp_avg_sq] if max_exp_avg_sq is None else [exp_avg, exp_avg_sq, max_exp_avg_sq]
     update = partial(_adam, decoupled)
-    _step(update, parameters, gradients, states, (segments, groups), (clip, loss_scale, found_inf))
+    _step(update, parameters, gradients, states, (segments, groups), (clip, found_inf))
 
 
 def _adam(
@@ -236,11 +234,10 @@ def lion(
     segments: torch.Tensor,
     groups: torch.Tensor,
     clip: torch.Tensor | None,
-    loss_scale: torch.Tensor | None,
     found_inf: torch.Tensor | None,
 ) -> None:
     """Make one step of Lion on flat parameters, in place."""
-    _step(_lion, parameters, gradients, [exp_avg], (segments, groups), (clip, loss_scale, found_inf))
+    _step(_lion, parameters, gradients, [exp_avg], (segments, groups), (clip, found_inf))
 
 
 def _lion(settings: list[float], parameters: Tensors, gradients: Tensors, averages: Tensors) -> None:

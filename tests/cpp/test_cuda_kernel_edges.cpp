@@ -410,7 +410,7 @@ class FlatRun {
         segments_there_(segments_),
         groups_there_(group_rows),
         clip_there_(clip_),
-        scalars_there_(scalars_),
+        found_inf_there_(found_inf_),
         constants_(DeviceMemory<double>::unwritten(segments_.size() / 5 * kOptimizerConstants)) {
     const int64_t phase = between(0, phases_of(shape.dtype) - 1);
     for (int i = 0; i < 5; ++i)
@@ -420,11 +420,11 @@ class FlatRun {
 
   FlatBuffer there() {
     return flat(buffers_[0].device.data(), buffers_[1].device.data(), segments_there_.data(), groups_there_.data(),
-                clip_there_.data(), scalars_there_.data());
+                clip_there_.data(), found_inf_there_.data());
   }
   FlatBuffer truth() {
     return flat(buffers_[0].twin.data(), buffers_[1].twin.data(), segments_.data(), groups_.data(), clip_.data(),
-                scalars_.data());
+                found_inf_.data());
   }
   void* device(int i) { return buffers_[i].device.data(); }
   void* twin(int i) { return buffers_[i].twin.data(); }
@@ -440,7 +440,7 @@ class FlatRun {
 
  private:
   FlatBuffer flat(void* parameters, const void* gradients, int64_t* segments, double* groups, double* clip,
-                  float* scalars) {
+                  float* found_inf) {
     return {parameters,
             gradients,
             shape_.count,
@@ -451,19 +451,18 @@ class FlatRun {
             groups,
             2,
             shape_.scaled ? clip : nullptr,
-            shape_.scaled ? scalars : nullptr,
-            shape_.scaled ? scalars + 1 : nullptr};
+            shape_.scaled ? found_inf : nullptr};
   }
 
   FlatCase shape_;
   std::vector<int64_t> segments_;
   std::vector<double> groups_;
-  std::vector<double> clip_{0.5};
-  std::vector<float> scalars_{4.0f, 0.0f};
+  std::vector<double> clip_{0.125};
+  std::vector<float> found_inf_{0.0f};
   DeviceMemory<int64_t> segments_there_;
   DeviceMemory<double> groups_there_;
   DeviceMemory<double> clip_there_;
-  DeviceMemory<float> scalars_there_;
+  DeviceMemory<float> found_inf_there_;
   DeviceMemory<double> constants_;
   std::vector<Both> buffers_;  // parameters, gradients, and the state: momentum or averages, squares, their maxima
 };

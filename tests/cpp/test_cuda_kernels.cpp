@@ -193,17 +193,16 @@ struct Flat {
         three(kCount, dtype, 0, offset),
         segments(rows),
         groups(group_rows),
-        clip({0.5}),
-        scalars({4.0f, 0.0f}),
+        clip({0.125}),
+        found_inf({0.0f}),
         segments_there(rows),
         groups_there(group_rows),
         clip_there(clip),
-        scalars_there(scalars),
+        found_inf_there(found_inf),
         constants(std::vector<double>(5 * kOptimizerConstants)),
         dtype(dtype) {}
 
   FlatBuffer there() {
-    float* scalar = scalars_there.data();
     return {parameters.device.data(),
             gradients.device.data(),
             kCount,
@@ -214,8 +213,7 @@ struct Flat {
             groups_there.data(),
             2,
             clip_there.data(),
-            scalar,
-            scalar + 1};
+            found_inf_there.data()};
   }
   FlatBuffer truth() {
     return {parameters.twin.data(),
@@ -228,8 +226,7 @@ struct Flat {
             groups.data(),
             2,
             &clip[0],
-            &scalars[0],
-            &scalars[1]};
+            &found_inf[0]};
   }
   void check_equal() {
     for (const Both* each : {&parameters, &gradients, &one, &two, &three}) each->check_equal();
@@ -245,10 +242,10 @@ struct Flat {
   Both parameters, gradients, one, two, three;
   std::vector<int64_t> segments;
   std::vector<double> groups, clip;
-  std::vector<float> scalars;
+  std::vector<float> found_inf;
   DeviceMemory<int64_t> segments_there;
   DeviceMemory<double> groups_there, clip_there;
-  DeviceMemory<float> scalars_there;
+  DeviceMemory<float> found_inf_there;
   DeviceMemory<double> constants;
   DType dtype;
 };
@@ -287,7 +284,7 @@ static void optimizers() {
 static void an_overflow_changes_nothing() {
   Flat flat(DType::f32, 0, {0.5, 0, 0, 0, 0, 0, 0.25, 0.5, 0.5, 0.125, 1, 1});
   const float yes = 1;
-  CUDA_OK(cudaMemcpy(flat.scalars_there.data() + 1, &yes, sizeof yes, cudaMemcpyDefault));
+  CUDA_OK(cudaMemcpy(flat.found_inf_there.data(), &yes, sizeof yes, cudaMemcpyDefault));
   CUDA_OK(cudaStreamSynchronize(nullptr));
   gpu().sgd({flat.there(), flat.one.device.data()}, on());
   flat.check_equal();

@@ -81,8 +81,10 @@ def test_optimizers_are_the_hosts(gpu, name, dtype):
         states = [torch.zeros_like(parameters) for _ in range(2)]
         segments = kernels.segment_table(counts, groups=[0, 1, 1, 0, 1], device=device)
         segments[2, 4] = 0
-        numbers = {"clip": 0.5, "loss_scale": 4.0, "found_inf": 0.0}
-        scalars: Any = {key: torch.tensor(value, device=device) for key, value in numbers.items()}
+        scalars: Any = {
+            "clip": torch.tensor(0.125, dtype=torch.float64, device=device),
+            "found_inf": torch.tensor(0.0, device=device),
+        }
         for _ in range(3):
             if name == "sgd":
                 groups = kernels.sgd_groups({"lr": 0.1}, {"lr": 0.2, "momentum": 0.9, "nesterov": 1}, device=device)

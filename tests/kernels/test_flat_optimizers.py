@@ -110,7 +110,7 @@ def test_equals_the_reference(dtype, name):
         parameters, gradients = random_flat(dtype, 0), random_flat(dtype, 1)
         states = [torch.zeros_like(parameters) for _ in range(3)]
         segments = kernels.segment_table(COUNTS, groups=[0, 1, 1, 0, 1])
-        scalars = [torch.tensor(0.5).double(), torch.tensor(4.0), torch.tensor(0.0)]
+        scalars = [torch.tensor(0.125).double(), torch.tensor(0.0)]
         if name == "sgd":
             groups = kernels.sgd_groups({"lr": 0.1}, {"lr": 0.2, "momentum": 0.9, "weight_decay": 0.1})
         elif name == "lion":
@@ -125,8 +125,8 @@ def test_equals_the_reference(dtype, name):
             elif truth:
                 reference.adam(parameters, gradients, *states, segments, groups, name == "adamw", *scalars)
             else:
-                clip, loss_scale, found_inf = scalars
-                rest = {"clip": clip, "loss_scale": loss_scale, "found_inf": found_inf}
+                clip, found_inf = scalars
+                rest = {"clip": clip, "found_inf": found_inf}
                 if name in ("sgd", "lion"):
                     getattr(kernels, name)(parameters, gradients, states[0], segments, groups, **rest)
                 else:
@@ -137,12 +137,10 @@ def test_equals_the_reference(dtype, name):
     assert torch.equal(results[0][1], results[1][1])
 
 
-def test_clip_and_loss_scale_and_overflow():
+def test_clip_and_overflow():
     segments, groups = kernels.segment_table([4]), kernels.sgd_groups({"lr": 1.0})
     parameters, gradients = torch.zeros(4), torch.full((4,), 8.0)
-    kernels.sgd(
-        parameters, gradients, None, segments, groups, clip=torch.tensor(0.5).double(), loss_scale=torch.tensor(2.0)
-    )
+    kernels.sgd(parameters, gradients, None, segments, groups, clip=torch.tensor(0.25).double())
     assert parameters.tolist() == [-2.0] * 4
     kernels.sgd(parameters, gradients, None, segments, groups, found_inf=torch.tensor(1.0))
     assert parameters.tolist() == [-2.0] * 4
@@ -208,8 +206,8 @@ def test_refusals():
         sgd(clip=torch.tensor(1.0))
     with pytest.raises(ValueError, match="parameters and momentum share memory"):
         sgd(momentum=parameters)
-    with pytest.raises(TypeError, match="loss_scale is on the meta device"):
-        sgd(loss_scale=torch.tensor(1.0, device="meta"))
+    with pytest.raises(TypeError, match="found_inf is on the meta device"):
+        sgd(found_inf=torch.tensor(0.0, device="meta"))
     with pytest.raises(ValueError, match="segment 1 begins at 2, but the one before ends at 3"):
         kernels.segment_table([3, 3], begins=[0, 2])
     for wrong in ({"groups": [0]}, {"begins": [0, 3, 5]}):
@@ -227,11 +225,10 @@ def negated(dtype):
     return torch.complex(torch.zeros((), dtype=dtype), -torch.ones((), dtype=dtype)).conj().imag
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("clip", torch.float64), ("loss_scale", torch.float32)])
-def test_a_scalar_that_is_a_view(name, dtype):
+def test_a_scalar_that_is_a_view():
     parameters = torch.ones(4)
     tables = kernels.segment_table([4]), kernels.sgd_groups({"lr": 0.5})
-    kernels.sgd(parameters, torch.ones(4), None, *tables, **{name: negated(dtype)})
+    kernels.sgd(parameters, torch.ones(4), None, *tables, clip=negated(torch.float64))
     assert parameters.tolist() == [0.5] * 4
 
 

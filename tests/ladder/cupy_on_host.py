@@ -49,8 +49,8 @@ extern "C" void run_sum_ranks(int blocks, const IN* const* in, int ranks, OUT* o
 }""",
     "sgd": """
 extern "C" void run_prepare_sgd(int blocks, i64* segments, i64 rows, const double* groups, const float* clip,
-                                const float* loss_scale, const float* found_inf, double* constants) {
-  launch(prepare_sgd, blocks, segments, rows, groups, clip, loss_scale, found_inf, constants);
+                                const float* found_inf, double* constants) {
+  launch(prepare_sgd, blocks, segments, rows, groups, clip, found_inf, constants);
 }
 extern "C" void run_sgd(int blocks, IN* parameters, const IN* gradients, IN* momenta, i64 count, const i64* segments,
                         i64 rows, const double* constants, bool together) {

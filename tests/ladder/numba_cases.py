@@ -80,14 +80,14 @@ def flat(dtype):
 
 
 def steps_of_sgd():
-    scalars = {"clip": torch.tensor(0.5, device=DEVICE), "loss_scale": torch.tensor([4.0], device=DEVICE)}
+    scalars = {"clip": torch.tensor([0.5], device=DEVICE)}
     for dtype, given in itertools.product(DTYPES, ({}, scalars)):
         tensors, segments, groups = flat(dtype)
         truths, rows = [tensor.clone() for tensor in tensors], segments.clone()
         for found_inf in (0.0, 1.0, 0.0):
             found = torch.tensor(found_inf, device=DEVICE)
             numba_kernels.sgd(*tensors, segments, groups, **given, found_inf=found)
-            reference.sgd(*truths, rows, groups, given.get("clip"), given.get("loss_scale"), found)
+            reference.sgd(*truths, rows, groups, given.get("clip"), found)
             assert all(torch.equal(one, other) for one, other in zip(tensors, truths, strict=True))
             assert torch.equal(segments, rows)
         assert segments[:, 3].tolist() == [2, 2, 2, 0, 2]
@@ -97,7 +97,7 @@ def a_step_without_momentum():
     (parameters, gradients, _), segments, _ = flat(torch.float32)
     truth = parameters.clone()
     groups = sgd_groups({"lr": 0.5}, {"lr": 0.25}, device=DEVICE)
-    reference.sgd(truth, gradients, None, segments.clone(), groups, None, None, None)
+    reference.sgd(truth, gradients, None, segments.clone(), groups, None, None)
     numba_kernels.sgd(parameters, gradients, None, segments, groups)
     assert torch.equal(parameters, truth)
 

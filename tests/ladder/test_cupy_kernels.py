@@ -154,12 +154,11 @@ def test_sgd(index, dtype, shifts, scaled):
     twins, device = index
     tensors, segments, groups = flat(dtype, device, shifts)
     truths, rows = [tensor.clone() for tensor in tensors], segments.clone()
-    clip, scale = torch.tensor(0.5, device=device), torch.tensor([4.0], device=device)
-    given = {"clip": clip, "loss_scale": scale} if scaled else {}
+    given = {"clip": torch.tensor([0.5], device=device)} if scaled else {}
     for overflow in (0.0, 1.0, 0.0):
         found = torch.tensor(overflow, device=device)
         twins.sgd(*tensors, segments, groups, **given, found_inf=found)
-        reference.sgd(*truths, rows, groups, given.get("clip"), given.get("loss_scale"), found)
+        reference.sgd(*truths, rows, groups, given.get("clip"), found)
         assert all(torch.equal(one, other) for one, other in zip(tensors, truths, strict=True))
         assert torch.equal(segments, rows)
     assert segments[:, 3].tolist() == [2, 2, 2, 0, 2]
@@ -170,7 +169,7 @@ def test_sgd_without_momentum(index):
     (parameters, gradients, _), segments, _ = flat(torch.float32, device, (0, 0, 0))
     groups = sgd_groups({"lr": 0.5}, {"lr": 0.25}, device=device)
     truth = parameters.clone()
-    reference.sgd(truth, gradients, None, segments.clone(), groups, None, None, None)
+    reference.sgd(truth, gradients, None, segments.clone(), groups, None, None)
     twins.sgd(parameters, gradients, None, segments, groups)
     assert torch.equal(parameters, truth)
 

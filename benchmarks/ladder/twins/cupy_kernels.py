@@ -82,12 +82,11 @@ def sgd(
     groups: torch.Tensor,
     *,
     clip: torch.Tensor | None = None,
-    loss_scale: torch.Tensor | None = None,
     found_inf: torch.Tensor | None = None,
 ) -> None:
     """Step as :func:`mgpu_core.kernels.sgd` does."""
     flats = [parameters, gradients, *([] if momentum is None else [momentum])]
-    scalars = [clip, loss_scale, found_inf]
+    scalars = [clip, found_inf]
     module = _module("sgd", parameters.dtype)
     device = _gpu(*flats, segments, groups, *(scalar for scalar in scalars if scalar is not None))
     rows = np.int64(len(segments))

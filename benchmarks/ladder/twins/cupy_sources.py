@@ -105,7 +105,7 @@ enum { kRate, kKeep, kFresh, kDecay, kFactor, kNesterov, kFirst, kTakesPart, kCo
 
 // A thread per segment: raises its step, and works out once what all of its elements need.
 extern "C" __global__ void prepare_sgd(i64* segments, i64 segment_count, const double* groups, const float* clip,
-                                       const float* loss_scale, const float* found_inf, double* constants) {
+                                       const float* found_inf, double* constants) {
   const i64 index = (i64)blockIdx.x * blockDim.x + threadIdx.x;
   if (index >= segment_count) return;
   i64* segment = segments + index * kSegmentColumns;
@@ -114,7 +114,7 @@ extern "C" __global__ void prepare_sgd(i64* segments, i64 segment_count, const d
   if (row[kTakesPart] == 0) return;
   const double* group = groups + segment[kGroup] * 6;  // lr, momentum, dampening, weight_decay, nesterov, maximize
   row[kRate] = group[0], row[kKeep] = group[1], row[kFresh] = 1 - group[2], row[kDecay] = group[3];
-  row[kFactor] = (group[5] != 0 ? -1.0 : 1.0) * (clip ? *clip : 1.0) / (loss_scale ? *loss_scale : 1.0);
+  row[kFactor] = (group[5] != 0 ? -1.0 : 1.0) * (clip ? *clip : 1.0);
   row[kNesterov] = group[4], row[kFirst] = ++segment[kStep] == 1;
 }
 

@@ -35,7 +35,7 @@ THREADS = 256  # of a block
 PER_THREAD = 4  # elements of a tile that one thread does
 BEGIN, COUNT, GROUP, STEP, ACTIVE = range(5)  # the columns of a segment table
 RATE, KEEP, FRESH, DECAY, FACTOR, NESTEROV, FIRST, TAKES_PART = range(8)  # what a segment's arithmetic needs
-CLIP, LOSS_SCALE, FOUND_INF = range(3)
+CLIP, FOUND_INF = range(2)
 _WIDE = {torch.float32: np.float32, torch.float64: np.float64}
 
 
@@ -108,7 +108,7 @@ def prepare_kernel(segments: Any, groups: Any, scalars: Any, constants: Any) -> 
     constants[position, KEEP] = group[1]
     constants[position, FRESH] = 1 - group[2]
     constants[position, DECAY] = group[3]
-    constants[position, FACTOR] = (-1 if group[5] != 0 else 1) * scalars[CLIP] / scalars[LOSS_SCALE]
+    constants[position, FACTOR] = (-1 if group[5] != 0 else 1) * scalars[CLIP]
     constants[position, NESTEROV] = group[4]
     constants[position, FIRST] = segments[position, STEP] == 1
 
@@ -199,13 +199,12 @@ def sgd(
     groups: torch.Tensor,
     *,
     clip: torch.Tensor | None = None,
-    loss_scale: torch.Tensor | None = None,
     found_inf: torch.Tensor | None = None,
 ) -> None:
     """Step as :func:`mgpu_core.kernels.sgd` does."""
     _check(parameters.dtype)
     constants = torch.empty(len(segments), 8, dtype=parameters.dtype, device=parameters.device)
-    given = (clip, 1.0), (loss_scale, 1.0), (found_inf, 0.0)
+    given = (clip, 1.0), (found_inf, 0.0)
     scalars = constants.new_tensor([default for _, default in given], dtype=torch.float32)
     for position, (scalar, _) in enumerate(given):
         if scalar is not None:

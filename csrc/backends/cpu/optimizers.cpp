@@ -9,10 +9,9 @@
 namespace mgpu::cpu::MGPU_LEVEL {
 namespace {
 
-// What a gradient is multiplied by before anything else: clipped, unscaled, and turned round for a maximum.
+// What a gradient is multiplied by before anything else: clipped, and turned round for a maximum.
 inline double factor_of(const FlatBuffer& flat, bool maximize) {
-  const double clip = flat.clip ? *flat.clip : 1.0, scale = flat.loss_scale ? *flat.loss_scale : 1.0;
-  return (maximize ? -1.0 : 1.0) * clip / scale;
+  return (maximize ? -1.0 : 1.0) * (flat.clip ? *flat.clip : 1.0);
 }
 
 inline const double* group_of(const FlatBuffer& flat, const int64_t* segment, int columns) {

@@ -21,7 +21,7 @@ def step(flat: Flat) -> None:
 def truth(flat: Flat) -> None:
     """Plain torch; not amsgrad, the weight decay apart from the gradient."""
     tables, (first, second) = (flat.segments, flat.groups), flat.states
-    reference.adam(flat.parameters, flat.gradients, first, second, None, *tables, True, None, None, None)
+    reference.adam(flat.parameters, flat.gradients, first, second, None, *tables, True, None, None)
 
 
 ADAMW = Optimizer(

@@ -24,7 +24,7 @@ def twin_step(twin: Any, flat: Flat) -> None:
 
 def truth(flat: Flat) -> None:
     """Plain torch."""
-    reference.sgd(flat.parameters, flat.gradients, flat.states[0], flat.segments, flat.groups, None, None, None)
+    reference.sgd(flat.parameters, flat.gradients, flat.states[0], flat.segments, flat.groups, None, None)
 
 
 SGD = Optimizer(

@@ -35,10 +35,9 @@ __device__ __forceinline__ int64_t next_step(const FlatBuffer& flat, int64_t* se
   return overflow || !known || segment[kActive] == 0 ? 0 : ++segment[kStep];
 }
 
-// What a gradient is multiplied by before anything else: clipped, unscaled, and turned round for a maximum.
+// What a gradient is multiplied by before anything else: clipped, and turned round for a maximum.
 __device__ __forceinline__ double factor_of(const FlatBuffer& flat, bool maximize) {
-  const double clip = flat.clip ? *flat.clip : 1.0, scale = flat.loss_scale ? *flat.loss_scale : 1.0;
-  return (maximize ? -1.0 : 1.0) * clip / scale;
+  return (maximize ? -1.0 : 1.0) * (flat.clip ? *flat.clip : 1.0);
 }
 
 // What a thread of the first kernel works on: the segment's row of constants, and its hyper-parameters, of `columns`

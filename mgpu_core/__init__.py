@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from mgpu_core import comm, kernels, optim, trace
     from mgpu_core.advice import advise
     from mgpu_core.containers import register_container
-    from mgpu_core.device.team import Team
     from mgpu_core.device_loader import DeviceLoader
     from mgpu_core.errors import BackendUnavailable, CudaError, Error, NcclError
     from mgpu_core.explanation.recorder import explain
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
     from mgpu_core.pipeline.balance import balance
     from mgpu_core.pipeline.module import Pipeline
     from mgpu_core.pipeline.place import place
+    from mgpu_core.ranks.team import Team
     from mgpu_core.replacing import replacing_torch
     from mgpu_core.sync_batchnorm import SyncBatchNorm, convert_sync_batchnorm
     from mgpu_core.tensor_loader import TensorLoader
@@ -79,7 +79,7 @@ __all__ = [
 _HOMES = {
     "advice": ["advise"],
     "containers": ["register_container"],
-    "device.team": ["Team"],
+    "ranks.team": ["Team"],
     "device_loader": ["DeviceLoader"],
     "errors": ["BackendUnavailable", "CudaError", "Error", "NcclError"],
     "explanation.recorder": ["explain"],

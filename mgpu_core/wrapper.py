@@ -9,24 +9,25 @@ import torch
 from torch.nn import Module
 
 from mgpu_core.comm.trace_hooks import trace_backward
-from mgpu_core.device.compiled import outside_the_compiler
 from mgpu_core.device.devices import DeviceLike, as_device
 from mgpu_core.device.drop_in import as_id, drop_in_devices, drop_in_output
-from mgpu_core.device.modes import check_modes
-from mgpu_core.device.random import check_rng
-from mgpu_core.device.team import Team
 from mgpu_core.device.traces import is_symbolic, traced_call
 from mgpu_core.device.transfer import module_to
-from mgpu_core.device.worker_choice import WorkerChoice, check_workers, size_of
 from mgpu_core.module_tree import ModuleTree, check_initialised, tensors_of
 from mgpu_core.nested import unwrapped
 from mgpu_core.parallel import gather, parallel_apply, replicate, scatter_kwargs
-from mgpu_core.parallel.apply import apply_to, draws_apart, shares_generator
+from mgpu_core.parallel.apply import apply_to, draws_apart
 from mgpu_core.parallel.lost import Given, given_attributes, lost_attributes, warn_lost
 from mgpu_core.parallel.originals import OriginalsWatch
 from mgpu_core.parallel.replicate_modules import loosen, replicate_tree
 from mgpu_core.parallel.rows_elsewhere import rows_of_part, warn_rows_elsewhere
 from mgpu_core.parallel.scatter_inputs import check_shares
+from mgpu_core.ranks.compiled import outside_the_compiler
+from mgpu_core.ranks.modes import check_modes
+from mgpu_core.ranks.random import check_rng
+from mgpu_core.ranks.run import shares_generator
+from mgpu_core.ranks.team import Team
+from mgpu_core.ranks.worker_choice import WorkerChoice, check_workers, size_of
 from mgpu_core.trace.tracer import span, when_tracing
 
 __all__ = ["DataParallel", "data_parallel"]

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import torch
 
-from mgpu_core.device.random import random_numbers_kept
+from mgpu_core.ranks.random import random_numbers_kept
 
 __all__ = ["busy_note", "busy_notes", "random_state_kept"]
 

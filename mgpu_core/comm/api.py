@@ -25,8 +25,8 @@ from mgpu_core.comm.arguments import (
 from mgpu_core.comm.buckets import DEFAULT_NBYTES, bucket_positions
 from mgpu_core.device.devices import DeviceLike
 from mgpu_core.device.memory import note_written
-from mgpu_core.device.team import Team
 from mgpu_core.device.tensor_checks import check_alike, refuse_special
+from mgpu_core.ranks.team import Team
 from mgpu_core.trace.tracer import span
 
 __all__ = [

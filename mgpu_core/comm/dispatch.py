@@ -20,10 +20,10 @@ from mgpu_core.comm.layout import are_blocks, memory_order, runs_along
 from mgpu_core.comm.reductions import CORE_DTYPES, core_count
 from mgpu_core.comm.traffic_trace import trace_collective
 from mgpu_core.device.memory import note_written
-from mgpu_core.device.team import Team
 from mgpu_core.device.tensor_checks import readable
 from mgpu_core.device.transfer import copying_to, hand_over
 from mgpu_core.errors import BackendUnavailable
+from mgpu_core.ranks.team import Team
 
 __all__ = [
     "all_gather_into",

@@ -20,7 +20,7 @@ import torch.distributed
 
 from mgpu_core import _core
 from mgpu_core.device.nccl_library import wheel_libraries
-from mgpu_core.device.workers import seconds_of
+from mgpu_core.device.time_limits import seconds_of
 from mgpu_core.errors import NcclError
 
 __all__ = ["TIMEOUT_VARIABLE", "keep_nccl_off_peers", "nccl_is_there", "nccl_is_trusted", "practice", "with_nccl"]

@@ -9,7 +9,7 @@ from typing import TypeAlias
 import torch
 
 from mgpu_core.device.streams import is_capturing
-from mgpu_core.device.workers import time_limit
+from mgpu_core.device.time_limits import time_limit
 from mgpu_core.errors import Error
 
 __all__ = ["EventClock"]

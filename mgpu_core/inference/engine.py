@@ -24,9 +24,7 @@ from typing import Any, NamedTuple
 import torch
 
 from mgpu_core._warnings import warn_user
-from mgpu_core.device.context import CallerContext
 from mgpu_core.device.transfer import to_device
-from mgpu_core.device.workers import WorkerPool
 from mgpu_core.errors import Error
 from mgpu_core.inference.answers import Answers
 from mgpu_core.inference.replicas import Replica
@@ -35,6 +33,8 @@ from mgpu_core.inference.requests import Call, Joiner, Request, copied_to_host
 from mgpu_core.inference.stats import DeviceStats, Stats
 from mgpu_core.nested import cloned, map_leaves, tensors_in
 from mgpu_core.null_context import NULL_CONTEXT
+from mgpu_core.ranks.context import CallerContext
+from mgpu_core.ranks.workers import WorkerPool
 from mgpu_core.trace.events import INFERENCE, Served
 from mgpu_core.trace.tracer import emit, in_step, span, when_tracing
 

@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextvars import copy_context
+from collections.abc import Mapping, Sequence
 from functools import partial
-from operator import attrgetter
-from threading import Event
 from typing import Any
 
 import torch
 
-from mgpu_core.device.context import CallerContext
 from mgpu_core.device.devices import DeviceLike
-from mgpu_core.device.exceptions import raise_failures
-from mgpu_core.device.global_flags import switches_kept
-from mgpu_core.device.random import RankStream, check_rng, current_stream, rank_streams
-from mgpu_core.device.rank_barrier import RankHandle, RankRendezvous
-from mgpu_core.device.streams import caller_streams, on
-from mgpu_core.device.team import Team
-from mgpu_core.device.workers import Outcome, time_limit
-from mgpu_core.errors import Error
 from mgpu_core.module_tree import ModuleTree, draws_random_numbers
-from mgpu_core.null_context import NULL_CONTEXT
+from mgpu_core.ranks.random import check_rng, current_stream
+from mgpu_core.ranks.run import Run, shares_generator
+from mgpu_core.ranks.team import Team
 from mgpu_core.trace.tracer import span
 
-__all__ = ["apply_to", "draws_apart", "parallel_apply", "run_ranks", "shares_generator"]
+__all__ = ["apply_to", "draws_apart", "parallel_apply"]
 
 
 def parallel_apply(
@@ -82,71 +72,13 @@ def apply_to(
     draws: bool,
     workers: str,
 ) -> list[Any]:
-    """Run :func:`parallel_apply` on validated arguments; see :func:`run_ranks`."""
-    streams = caller_streams(team.devices)
+    """Run :func:`parallel_apply` on validated arguments; see :meth:`mgpu_core.ranks.run.Run.run`."""
     calls = [
-        partial(_call, rank, modules[rank], inputs[rank], kwargs_tup[rank], team.devices[rank], streams[rank])
+        partial(_call, rank, modules[rank], inputs[rank], kwargs_tup[rank], team.devices[rank])
         for rank in range(len(modules))
     ]
     with span("apply"):
-        return run_ranks(team, calls, draws=draws, workers=workers)
-
-
-def run_ranks(
-    team: Team,
-    calls: Sequence[Callable[[], Any]],
-    *,
-    draws: bool,
-    workers: str,
-    names: Sequence[str] | None = None,
-) -> list[Any]:
-    """Run the call of each rank and return the results in rank order.
-
-    Args:
-        team: the ranks.
-        calls: one callable per rank, run on the rank's device and the caller's stream.
-        draws: whether ranks that share a random generator must draw from streams of their own.
-        workers: ``threads``, each rank in its own worker, the same one in every call; ``caller``, one after the other.
-        names: of the ranks in messages, read after a failure; ``None``: ``replica 1 on device cuda:1``.
-
-    Raises:
-        Exception: as :func:`parallel_apply`.
-    """
-    if len(calls) == 1:
-        outcomes = [_run_here(call) for call in calls]
-    elif workers == "caller":
-        outcomes = _run_in_caller(team, calls, draws and shares_generator(team))
-    else:
-        outcomes = _run_in_workers(team, calls, caller_streams(team.devices), draws and shares_generator(team))
-    for outcome in outcomes:
-        if outcome.error is not None:
-            raise_failures(outcomes, names or [f"replica {rank} on device {team.devices[rank]}" for rank in team.ranks])
-    return list(map(_value_of, outcomes))
-
-
-_value_of = attrgetter("value")
-
-
-def shares_generator(team: Team) -> bool:
-    """Return whether ranks of the team share a device, and so its random generator."""
-    return len(set(team.devices)) < len(team.devices)
-
-
-def _run_in_caller(team: Team, calls: Sequence[Callable[[], Any]], draws: bool) -> list[Outcome]:
-    """Run the ranks one after the other in this thread, each in its own context; the first failure ends it."""
-    numbers = rank_streams(team.devices) if draws and team.devices.count(_CPU) > 1 else None
-    outcomes: list[Outcome] = []
-    for rank, call in enumerate(calls):
-        outcome = Outcome()
-        outcomes += (outcome,)
-        try:
-            if numbers is not None:
-                call = _drawing(call, numbers[rank])
-            outcome.value = copy_context().run(call)
-        except Exception as error:
-            outcome.error = error
-            break
-    return outcomes
+        return Run(team).run(calls, draws=draws, workers=workers)
 
 
 def _check_lengths(modules: Sequence[Any], **others: Sequence[Any] | None) -> None:
@@ -189,21 +121,11 @@ def _call(
     args: Any,
     kwargs: dict[str, Any],
     device: torch.device,
-    stream: torch.Stream | None,
 ) -> Any:
     if not isinstance(args, list | tuple):
         args = (args,)
-    with on(device, stream), span("forward", rank, device):
+    with span("forward", rank, device):
         return module(*args, **kwargs)
-
-
-def _run_here(call: Callable[[], Any]) -> Outcome:
-    outcome = Outcome()
-    try:
-        outcome.value = call()
-    except Exception as error:
-        outcome.error = error
-    return outcome
 
 
 def draws_apart(tree: ModuleTree, rng: str) -> bool:
@@ -220,66 +142,3 @@ def _draws(team: Team, modules: Sequence[torch.nn.Module], rng: str) -> bool:
     replicas = getattr(modules[0], "_is_replica", False)  # all alike
     looked_at = [each for each in modules if isinstance(each, torch.nn.Module)]
     return any(draws_random_numbers(each) for each in (looked_at[:1] if replicas else looked_at))
-
-
-def _run_in_workers(
-    team: Team, calls: Sequence[Callable[[], Any]], streams: Sequence[torch.Stream | None], draws: bool
-) -> list[Outcome]:
-    context = CallerContext(team.devices)
-    seconds = time_limit()
-    turns = _turns(team, context.serialize, draws)
-    rendezvous = RankRendezvous(team.devices, streams, seconds, serialize=bool(turns))
-    tasks = [context.bind(partial(_attended, rendezvous, rank, call), rank) for rank, call in enumerate(calls)]
-    if draws and team.devices.count(_CPU) > 1:
-        tasks = list(map(_drawing, tasks, rank_streams(team.devices)))
-    for ranks in turns:
-        _take_turns(tasks, ranks, seconds)
-    with switches_kept(), team.workers.lease() as crew:
-        return crew.run(tasks, seconds)
-
-
-def _turns(team: Team, all_in_turns: bool, draws: bool) -> list[list[int]]:
-    """Return groups of ranks that must take turns: all, or those that share an accelerator and its generator."""
-    if all_in_turns:
-        return [list(team.ranks)]
-    if not draws:
-        return []
-    shared = [[rank for rank in team.ranks if team.devices[rank] == each] for each in set(team.devices) - {_CPU}]
-    return [ranks for ranks in shared if len(ranks) > 1]
-
-
-def _attended(rendezvous: RankRendezvous, rank: int, call: Callable[[], Any]) -> Any:
-    with RankHandle(rendezvous, rank):
-        return call()
-
-
-_CPU = torch.device("cpu")
-
-
-def _drawing(task: Callable[[], Any], stream: RankStream | None) -> Callable[[], Any]:
-    def work() -> Any:
-        with stream.entered() if stream is not None else NULL_CONTEXT:
-            return task()
-
-    return work
-
-
-def _take_turns(tasks: list[Callable[[], Any]], ranks: Sequence[int], seconds: float) -> None:
-    """Let the tasks of ``ranks`` run one after the other: each waits until the one before has ended, or failed."""
-    before: Event | None = None
-    for rank in ranks:
-        tasks[rank], before = _after(before, tasks[rank], seconds)
-
-
-def _after(before: Event | None, task: Callable[[], Any], seconds: float) -> tuple[Callable[[], Any], Event]:
-    ended = Event()
-
-    def work() -> Any:
-        try:
-            if before is not None and not before.wait(seconds):
-                raise Error(f"the rank before did not end within {seconds:g} s")
-            return task()
-        finally:
-            ended.set()
-
-    return work, ended

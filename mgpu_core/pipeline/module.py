@@ -11,11 +11,7 @@ import torch
 from torch.nn import Module
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from mgpu_core.device.compiled import outside_the_compiler
 from mgpu_core.device.devices import DeviceLike, as_device, as_devices
-from mgpu_core.device.modes import check_modes
-from mgpu_core.device.random import check_rng
-from mgpu_core.device.team import Team
 from mgpu_core.device.transfer import hand_over
 from mgpu_core.module_copy import copy_module
 from mgpu_core.module_tree import ModuleTree
@@ -30,6 +26,10 @@ from mgpu_core.pipeline.graph import ProgramCache
 from mgpu_core.pipeline.placement import Placement, find_in, refuse_moves
 from mgpu_core.pipeline.run import LastStage, PipelineRun, workers_of
 from mgpu_core.pipeline.schedules import FORWARD, check_schedule, plan
+from mgpu_core.ranks.compiled import outside_the_compiler
+from mgpu_core.ranks.modes import check_modes
+from mgpu_core.ranks.random import check_rng
+from mgpu_core.ranks.team import Team
 from mgpu_core.trace.tracer import span
 
 __all__ = ["Pipeline"]

@@ -13,27 +13,24 @@ ends before its next action.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from mgpu_core.device.context import CallerContext
-from mgpu_core.device.rank_barrier import RankExited
 from mgpu_core.device.streams import caller_streams, on
-from mgpu_core.device.team import Team
+from mgpu_core.device.time_limits import time_limit
 from mgpu_core.device.transfer import hand_over
-from mgpu_core.device.workers import time_limit
-from mgpu_core.errors import Error
 from mgpu_core.nested import tensors_in
 from mgpu_core.null_context import NULL_CONTEXT
-from mgpu_core.parallel.apply import run_ranks
 from mgpu_core.pipeline.borders import Crossing, send, send_value
 from mgpu_core.pipeline.graph import Program
 from mgpu_core.pipeline.schedules import FORWARD, Action
+from mgpu_core.ranks.context import CallerContext
+from mgpu_core.ranks.run import Run, current_lane
+from mgpu_core.ranks.team import Team
 from mgpu_core.trace.events import Schedule
 from mgpu_core.trace.tracer import emit, is_tracing, span, when_tracing
 
@@ -56,58 +53,15 @@ class LastStage(Protocol):
         """Differentiate it."""
 
 
-class _Board:
-    """The actions that are done.  Workers wait here for those of other workers."""
+class _Done(NamedTuple):
+    """An action, as workers tell each other that it is done."""
 
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._done: set[tuple[str, int, int]] = set()
-        self._seconds = time_limit()
-        self._is_stopped = False
-        self._at_work = 0
+    kind: str
+    stage: int
+    micro_batch: int
 
-    @contextmanager
-    def attended(self) -> Iterator[None]:
-        """Count a worker as at work inside; where it fails, all workers stop."""
-        with self._changed:
-            self._at_work += 1
-        try:
-            yield
-        except BaseException:
-            self.stop(0)
-            raise
-        finally:
-            with self._changed:
-                self._at_work -= 1
-                self._changed.notify_all()
-
-    def post(self, kind: str, stage: int, micro_batch: int) -> None:
-        with self._changed:
-            self._done.add((kind, stage, micro_batch))
-            self._changed.notify_all()
-
-    def wait(self, kind: str, stages: Iterable[int], micro_batch: int) -> None:
-        """Wait for the same action of other stages.
-
-        Raises:
-            RankExited: the run was stopped.
-            Error: they were not done in time.
-        """
-        wanted = {(kind, stage, micro_batch) for stage in stages}
-        with self._changed:
-            in_time = self._changed.wait_for(lambda: self._is_stopped or wanted <= self._done, self._seconds)
-            if self._is_stopped:
-                raise RankExited("another stage failed")
-        if not in_time:
-            _, stage, _ = min(wanted - self._done)
-            raise Error(f"the {kind} of stage {stage} on micro-batch {micro_batch} was not done in {self._seconds:g} s")
-
-    def stop(self, seconds: float) -> bool:
-        """Let no action begin any more; return whether all workers have ended in that time."""
-        with self._changed:
-            self._is_stopped = True
-            self._changed.notify_all()
-            return self._changed.wait_for(lambda: not self._at_work, seconds)
+    def __str__(self) -> str:
+        return f"the {self.kind} of stage {self.stage} on micro-batch {self.micro_batch}"
 
 
 class PipelineRun:
@@ -153,7 +107,7 @@ class PipelineRun:
         self._last, self._recomputes, self._recomputing, self._autocast = last, recomputes, recomputing, autocast
         self._workers = workers_of(devices)
         self._names = [f"stage {stage} on device {device}" for stage, device in enumerate(devices)]
-        self._board = _Board()
+        self._run: Run | None = None  # whose lanes are the workers
         self.shared = shared
         self._values: dict[tuple[int, int], dict[str, Any]] = {}  # that wait for a stage and micro-batch
         self._read: dict[tuple[int, int], list[Crossing]] = {}  # leaves of a stage's graph of a micro-batch
@@ -184,13 +138,14 @@ class PipelineRun:
             queues = [[each for each in self._actions if self._workers[each.stage] == worker] for worker in workers]
         streams = dict(zip(self._devices, caller_streams(self._devices), strict=True))
         calls = [
-            lambda rank=rank, actions=actions: self._work(rank, actions, names, streams)
+            lambda rank=rank, actions=actions: self._work(rank, actions, names, streams, alone=len(queues) == 1)
             for rank, actions in enumerate(queues)
         ]
+        run = self._run = Run(team, names=names)
         try:
-            run_ranks(team, calls, draws=draws, workers="threads", names=names)
+            run.run(calls, draws=draws, workers="threads")
         except BaseException:  # after Ctrl-C workers are still in their action
-            self._board.stop(time_limit())
+            run.stop(time_limit())
             raise
         self._trace()
 
@@ -203,17 +158,19 @@ class PipelineRun:
 
     def stop(self, seconds: float) -> bool:
         """Let no action begin any more; return whether all workers have ended in that time."""
-        return self._board.stop(seconds)
+        return self._run is None or self._run.stop(seconds)
 
-    def _work(self, rank: int, actions: Sequence[Action], names: list[str], streams: Any) -> None:
-        with self._board.attended():
-            for _, stage, kind, micro_batch in actions:
-                device = self._devices[stage]
-                names[rank] = f"stage {stage}, micro-batch {micro_batch}, on device {device}"
-                self._board.wait(kind, self._before(kind, stage), micro_batch)
-                with on(device, streams[device]), span(kind, self._first_rank + stage, device, micro_batch):
-                    (self._forward if kind == FORWARD else self._backward)(stage, micro_batch)
-                self._board.post(kind, stage, micro_batch)
+    def _work(self, rank: int, actions: Sequence[Action], names: list[str], streams: Any, *, alone: bool) -> None:
+        lane = None if alone else current_lane()  # alone: all actions are this thread's, in the order of the plan
+        for _, stage, kind, micro_batch in actions:
+            device = self._devices[stage]
+            names[rank] = f"stage {stage}, micro-batch {micro_batch}, on device {device}"
+            if lane is not None:
+                lane.wait_for([_Done(kind, before, micro_batch) for before in self._before(kind, stage)])
+            with on(device, streams[device]), span(kind, self._first_rank + stage, device, micro_batch):
+                (self._forward if kind == FORWARD else self._backward)(stage, micro_batch)
+            if lane is not None:
+                lane.done(_Done(kind, stage, micro_batch))
 
     def _before(self, kind: str, stage: int) -> Iterable[int]:
         """Return the stages whose same action comes first."""

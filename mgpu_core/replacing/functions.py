@@ -10,8 +10,8 @@ import torch
 from mgpu_core.comm import autograd
 from mgpu_core.device.devices import as_device
 from mgpu_core.device.drop_in import drop_in_devices
-from mgpu_core.device.team import Team
 from mgpu_core.parallel.scatter_inputs.chunks import row_counts
+from mgpu_core.ranks.team import Team
 
 __all__ = ["Broadcast", "Gather", "ReduceAddCoalesced", "Scatter"]
 

@@ -16,9 +16,9 @@ import torch
 
 from mgpu_core.comm.torch_backend import ALGORITHM
 from mgpu_core.comm.traffic_trace import trace_collective, trace_hop
-from mgpu_core.device.rank_barrier import RankRendezvous
 from mgpu_core.device.streams import on_all, resumed_on_all
 from mgpu_core.device.transfer import to_device
+from mgpu_core.ranks.run import Run
 from mgpu_core.trace.tracer import current_step, in_step, span
 
 __all__ = ["of_all_ranks"]
@@ -27,7 +27,7 @@ Tensors = Sequence[torch.Tensor]
 
 
 def of_all_ranks(
-    rendezvous: RankRendezvous, eps: float, values: Sequence[Sequence[Any]]
+    run: Run, eps: float, values: Sequence[Sequence[Any]]
 ) -> list[tuple[torch.Tensor, torch.Tensor, Any, int]]:
     """Return each rank's output, and on its device the mean, the variance and the number of values per channel.
 
@@ -41,10 +41,10 @@ def of_all_ranks(
         raise ValueError(f"Expected more than 1 value per channel when training, got {rows} over all ranks")
     with (
         span("sync_batchnorm"),
-        on_all(rendezvous.devices, rendezvous.streams),
+        on_all(run.team.devices, run.streams),
         torch.set_grad_enabled(any(grad_modes)),
     ):
-        devices_and_streams = rendezvous.devices, rendezvous.streams
+        devices_and_streams = run.team.devices, run.streams
         outputs = _Joint.apply(devices_and_streams, eps, len(inputs), *inputs, *weights, *biases)
     ranks = len(inputs)
     own = [output if graph else output.detach() for output, graph in zip(outputs[:ranks], grad_modes, strict=True)]

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from mgpu_core.device.compiled import outside_the_compiler
-from mgpu_core.device.rank_barrier import current_rank_handle
+from mgpu_core.ranks.compiled import outside_the_compiler
+from mgpu_core.ranks.run import current_lane
 from mgpu_core.sync_batchnorm.joint import of_all_ranks
 
 __all__ = ["SyncBatchNorm"]
@@ -54,20 +54,20 @@ class SyncBatchNorm(_BatchNorm):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002  # torch's name
         """Normalise ``(rows, channels, ...)`` by the mean and variance of all ranks' rows."""
-        rank = current_rank_handle()
+        lane = current_lane()
         uses_batch = self.training or self.running_mean is None
         if self._met[0] and uses_batch and torch._C._current_graph_task_id() != -1:
             raise RuntimeError(
                 "SyncBatchNorm ran again in a backward, inside a checkpoint: its ranks meet in the forward alone. "
                 "Leave the layer out of the checkpoint"
             )
-        self._met[0] = rank is not None and uses_batch and _is_checkpointed()
-        if rank is None or not uses_batch:
+        self._met[0] = lane is not None and uses_batch and _is_checkpointed()
+        if lane is None or not uses_batch:
             return super().forward(input)
         self._check_input_dim(input)
         value = input, self.weight, self.bias, torch.is_grad_enabled()
-        output, mean, variance, rows = rank.exchange(
-            ("batch norm", self.number), value, lambda values: of_all_ranks(rank.rendezvous, self.eps, values)
+        output, mean, variance, rows = lane.meet(
+            ("batch norm", self.number), value, lambda values: of_all_ranks(lane.run, self.eps, values)
         )
         self._follow(mean, variance, rows)
         result: torch.Tensor = output

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mgpu_core.device.workers import time_limit
+from mgpu_core.device.time_limits import time_limit
 from mgpu_core.module_tree import modules_of
 from mgpu_core.train.forward_backward import RankPart, seed
 from mgpu_core.train.grad_clip import GradientNorm, factor_of, overflow_of, warm_up

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,24 +12,23 @@ import torch
 from torch.nn import Module
 from torch.nn.utils import parametrize
 
-from mgpu_core.device.clock import RankClock
-from mgpu_core.device.streams import caller_streams, on
-from mgpu_core.device.worker_choice import WorkerChoice
 from mgpu_core.nested import map_leaves, moved, tensors_in
 from mgpu_core.null_context import NULL_CONTEXT
-from mgpu_core.parallel.apply import draws_apart, run_ranks, shares_generator
+from mgpu_core.parallel.apply import draws_apart
 from mgpu_core.parallel.gather_outputs import gather
 from mgpu_core.parallel.lost import Given, given_attributes, lost_attributes, warn_lost
 from mgpu_core.parallel.originals import OriginalsWatch
 from mgpu_core.parallel.rows_elsewhere import warn_rows_elsewhere
 from mgpu_core.parallel.scatter_inputs import scatter_objects
+from mgpu_core.ranks.clock import RankClock
+from mgpu_core.ranks.run import Run, shares_generator
+from mgpu_core.ranks.worker_choice import WorkerChoice
 from mgpu_core.trace.tracer import rank_spans, span
 from mgpu_core.train.joined_outputs import gathered
 from mgpu_core.train.loss import RankLoss, Window, output_loss, rank_loss
 from mgpu_core.train.options import Options
 from mgpu_core.train.rank_modules import RankModules
 from mgpu_core.train.replicas import Replicas
-from mgpu_core.train.rollback import Gate
 
 __all__ = ["ForwardBackward", "RankPart", "any_has_graph", "check_losses", "detached", "differentiate", "seed"]
 
@@ -79,7 +78,7 @@ class ForwardBackward:
         self._rng, self._choice = rng, choice
         self._ranks = len(replicas.team)
         self._calls_to_watch = self._outputs_to_watch = 2
-        self._gate: Gate | None = None  # of the call that runs, if its ranks have one
+        self._run: Run | None = None  # the call that runs
         self._shares_generator = shares_generator(replicas.team)
         self._is_on_cpu = all(device.type == "cpu" for device in replicas.devices)
         self._is_bare = self._is_on_cpu and self._ranks == 1  # nothing is to be set up for a rank
@@ -214,7 +213,7 @@ class ForwardBackward:
         loss_fns: Sequence[LossFn | None],
     ) -> list[Any]:
         """Return ``work(module, loss_fn, rank, part)`` of each rank."""
-        count, self._gate = len(parts), None
+        count = len(parts)
         modules, tree = self._net.of_ranks(count), self._net.tree
         workers = self.workers
         given = self._given_to(modules[1]) if self._calls_to_watch and count > 1 else None
@@ -223,14 +222,12 @@ class ForwardBackward:
         calls: list[_Call] = []
         for rank, part in enumerate(parts):
             calls += (partial(work, called[rank], loss_fns[rank], rank, part),)
-        if clocks or not self._is_on_cpu or workers == "threads":
-            calls = self._attended(calls, clocks)
+        run = self._run = Run(self._team if count == self._ranks else self._team.first(count), clocks=clocks)
         if count == 1:  # failures are the module's own
-            return [call() for call in calls]
+            return [run.alone(calls[0])]
         versions = self._replicas.versions
         draws = self._shares_generator and draws_apart(tree, self._rng)
-        team = self._team if count == self._ranks else self._team.first(count)
-        results = run_ranks(team, calls, draws=draws, workers=workers)
+        results = run.run(calls, draws=draws, workers=workers)
         self._replicas.check_unwritten(versions)
         if given is not None:
             self._tell_lost(given, watch)
@@ -264,19 +261,7 @@ class ForwardBackward:
 
     def stop(self, seconds: float) -> bool:
         """Let no rank begin any more; return whether all have ended in that time."""
-        return self._gate is None or self._gate.shut(seconds)
-
-    def _attended(self, calls: Sequence[_Call], clocks: Sequence[RankClock]) -> list[_Call]:
-        """Return the calls as each rank's worker runs them: on its device and stream, and timed if there are clocks."""
-        gate, devices = Gate(), self._team.devices
-        self._gate = gate
-        streams = caller_streams(devices)
-
-        def attended(rank: int, call: _Call) -> Any:
-            with gate, on(devices[rank], streams[rank]), clocked(clocks[rank]) if clocks else NULL_CONTEXT:
-                return call()
-
-        return [partial(attended, rank, call) for rank, call in enumerate(calls)]
+        return self._run is None or self._run.stop(seconds)
 
     def _is_joint(self, parts: Sequence[RankPart]) -> bool:
         """Return whether one backward is made for all ranks, after all forwards.
@@ -325,14 +310,6 @@ def check_losses(losses: Sequence[RankLoss]) -> None:
         if not loss.is_constant:
             return
     raise RuntimeError("the loss does not depend on any parameter that requires grad: there is nothing to train")
-
-
-@contextmanager
-def clocked(clock: RankClock) -> Iterator[None]:
-    """Time the work of a rank."""
-    clock.start()
-    yield
-    clock.stop()
 
 
 _run_backward = torch.autograd.Variable._execution_engine.run_backward  # what torch.autograd.backward ends in

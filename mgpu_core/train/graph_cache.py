@@ -17,8 +17,8 @@ import torch
 
 from mgpu_core._warnings import warn_user
 from mgpu_core.device.streams import on, own_stream
+from mgpu_core.device.time_limits import time_limit
 from mgpu_core.device.transfer import copy_into
-from mgpu_core.device.workers import time_limit
 from mgpu_core.errors import Error
 from mgpu_core.nested import flatten
 

@@ -12,12 +12,12 @@ from torch.optim import Optimizer
 
 from mgpu_core.comm.reductions import ALGORITHMS
 from mgpu_core.device.devices import as_devices, local_devices
-from mgpu_core.device.random import check_rng
-from mgpu_core.device.team import Team
 from mgpu_core.device.transfer import module_to
-from mgpu_core.device.worker_choice import check_workers
 from mgpu_core.module_tree import named_parameters_of, parameters_of
 from mgpu_core.pipeline.module import Pipeline
+from mgpu_core.ranks.random import check_rng
+from mgpu_core.ranks.team import Team
+from mgpu_core.ranks.worker_choice import check_workers
 from mgpu_core.train.grad_scaler import AMP_DTYPES
 from mgpu_core.train.loss import REDUCTIONS
 

@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 
-from mgpu_core.device.clock import RankClock
-from mgpu_core.device.team import Team
 from mgpu_core.nested import moved
-from mgpu_core.parallel.apply import draws_apart, run_ranks
+from mgpu_core.parallel.apply import draws_apart
 from mgpu_core.pipeline.module import Pipeline
 from mgpu_core.pipeline.run import PipelineRun
+from mgpu_core.ranks.clock import RankClock
+from mgpu_core.ranks.run import Run
+from mgpu_core.ranks.team import Team
 from mgpu_core.train.forward_backward import (
     ForwardBackward,
     RankPart,
@@ -103,9 +104,8 @@ class PipelinePasses(ForwardBackward):
             return
         names = [f"copy {index} of the pipeline" for index in range(len(calls))]
         draws = any(draws_apart(self._net.tree, each.rng) for each in self._pipelines)
-        run_ranks(
-            self._heads.first(len(calls)), calls, draws=draws, workers="caller" if in_caller else "threads", names=names
-        )
+        run = Run(self._heads.first(len(calls)), names=names)
+        run.run(calls, draws=draws, workers="caller" if in_caller else "threads")
 
     def stop(self, seconds: float) -> bool:
         """Let no action begin any more; return whether all workers have ended in that time."""

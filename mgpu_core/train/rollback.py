@@ -4,7 +4,6 @@ from __future__ import annotations
 
 # What `signal` wraps: its enumerations take nine tenths of the time, in every step.
 import _signal  # type: ignore[import-not-found]  # mypy has no stub of it
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,40 +11,7 @@ import torch
 
 from mgpu_core.train.rank_modules import RankModules
 
-__all__ = ["BufferSnapshot", "Gate", "uninterrupted"]
-
-
-class Gate:
-    """Count the ranks of one step that are at work.  A failed step closes the guard and waits until none is.
-
-    ``with gate:`` is around the work of a rank, in a worker: where Ctrl-C comes, it could leave somebody inside.
-
-    Raises:
-        RuntimeError: the step has failed before this rank began.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._inside = 0
-        self._left: threading.Condition | None = None  # who has shut it, waits for this
-
-    def __enter__(self) -> None:
-        with self._lock:
-            if self._left is not None:
-                raise RuntimeError("the step was given up before this rank began")
-            self._inside += 1
-
-    def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self._inside -= 1
-            if self._left is not None:
-                self._left.notify_all()
-
-    def shut(self, seconds: float) -> bool:
-        """Let no rank enter any more; return whether all have left within ``seconds``."""
-        with self._lock:
-            self._left = self._left or threading.Condition(self._lock)
-            return self._left.wait_for(lambda: not self._inside, seconds)
+__all__ = ["BufferSnapshot", "uninterrupted"]
 
 
 class BufferSnapshot:

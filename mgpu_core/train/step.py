@@ -13,12 +13,12 @@ from torch.optim import Optimizer
 from mgpu_core._core import ReentrancyGuard
 from mgpu_core._warnings import warn_user
 from mgpu_core.comm.buckets import DEFAULT_NBYTES
-from mgpu_core.device.compiled import outside_the_compiler
 from mgpu_core.device.devices import DeviceLike
-from mgpu_core.device.team import Team
 from mgpu_core.device.traces import refuse_traces
 from mgpu_core.errors import Error
 from mgpu_core.module_tree import named_parameters_of
+from mgpu_core.ranks.compiled import outside_the_compiler
+from mgpu_core.ranks.team import Team
 from mgpu_core.trace.tracer import span
 from mgpu_core.train.balance import Plan, SplitPlan
 from mgpu_core.train.checkpoint import first_difference, state_of

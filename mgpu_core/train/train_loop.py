@@ -11,15 +11,15 @@ from typing import Any, TypeAlias
 import torch
 
 from mgpu_core._warnings import warn_user
-from mgpu_core.device.random import random_numbers_kept
-from mgpu_core.device.team import Team
-from mgpu_core.device.worker_choice import WorkerChoice, size_of
-from mgpu_core.device.workers import time_limit
+from mgpu_core.device.time_limits import time_limit
 from mgpu_core.errors import Error
 from mgpu_core.module_tree import named_parameters_of, parameters_of
 from mgpu_core.nested import moved
 from mgpu_core.null_context import NULL_CONTEXT
 from mgpu_core.pipeline.module import Pipeline
+from mgpu_core.ranks.random import random_numbers_kept
+from mgpu_core.ranks.team import Team
+from mgpu_core.ranks.worker_choice import WorkerChoice, size_of
 from mgpu_core.trace.events import ALL_RANKS
 from mgpu_core.trace.tracer import span
 from mgpu_core.train.balance import SplitPlan

@@ -15,7 +15,7 @@ from train.nets import mse
 from mgpu_core import TrainStep, comm, convert_sync_batchnorm, parallel_apply, replicate
 from mgpu_core.comm import autograd, dispatch
 from mgpu_core.device import streams
-from mgpu_core.device.team import Team
+from mgpu_core.ranks.team import Team
 from mgpu_core.tensor_parallel import collectives
 
 DEVICES = ["fake:0", "fake:1"]

@@ -8,7 +8,7 @@ import mgpu_core
 from mgpu_core import _core
 from mgpu_core.comm import autograd
 from mgpu_core.comm.buckets import bucket_positions
-from mgpu_core.device.team import Team
+from mgpu_core.ranks.team import Team
 
 RANKS = [1, 2, 3, 8]
 

@@ -7,7 +7,7 @@ import gc
 import sysconfig
 from contextlib import contextmanager
 
-from mgpu_core.device import workers
+from mgpu_core.ranks import workers
 
 FREES_LATE = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
 

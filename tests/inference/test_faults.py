@@ -12,8 +12,8 @@ from fakes.nets import cpu
 from torch import nn
 
 from mgpu_core import Predictor
-from mgpu_core.device.workers import WorkerPool
 from mgpu_core.inference.engine import Engine
+from mgpu_core.ranks.workers import WorkerPool
 
 
 class ByRank(nn.Module):

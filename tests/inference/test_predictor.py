@@ -309,7 +309,7 @@ def test_stats_are_a_table_and_prometheus_text():
 
 OPEN_AT_THE_END = """
 import threading, torch, mgpu_core
-from mgpu_core.device import workers
+from mgpu_core.ranks import workers
 predict = mgpu_core.Predictor(torch.nn.Identity(), ["cpu"] * 2)
 assert predict(torch.ones(4, 1)).shape == (4, 1)
 """

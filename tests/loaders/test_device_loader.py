@@ -7,9 +7,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import mgpu_core
 from mgpu_core import DataParallel, DeviceLoader, Replicate, Rows, TrainStep
-from mgpu_core.device.team import Team
 from mgpu_core.nested import RankParts
 from mgpu_core.parallel.scatter_inputs import split_ahead
+from mgpu_core.ranks.team import Team
 
 
 def team(ranks):

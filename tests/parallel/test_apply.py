@@ -19,8 +19,8 @@ from fakes.nets import cpu
 from torch import nn
 
 from mgpu_core import parallel_apply
-from mgpu_core.device.team import Team
-from mgpu_core.parallel.apply import run_ranks
+from mgpu_core.ranks.run import Run
+from mgpu_core.ranks.team import Team
 
 RANKS = [1, 2, 3, 5, 8]
 
@@ -362,7 +362,7 @@ def test_ranks_draw_the_same_numbers_in_threads_and_in_the_callers(ranks):
     drawn = []
     for workers in ("threads", "caller"):
         torch.manual_seed(3)
-        drawn.append(run_ranks(Team.of(cpu(ranks)), [lambda: torch.rand(4)] * ranks, draws=True, workers=workers))
+        drawn.append(Run(Team.of(cpu(ranks))).run([lambda: torch.rand(4)] * ranks, draws=True, workers=workers))
     assert all(map(torch.equal, *drawn))
     assert len({tuple(each.tolist()) for each in drawn[0]}) == ranks
 

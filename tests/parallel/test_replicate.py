@@ -10,8 +10,8 @@ from fakes.nets import Cnn, Lstm, Polynomial, Spy, Tied, cpu, mlp, whole
 from torch import nn
 
 from mgpu_core import _core, replicate
-from mgpu_core.device.team import Team
 from mgpu_core.parallel.replicate_modules import plain_copies
+from mgpu_core.ranks.team import Team
 
 RANKS = [1, 2, 3, 5, 8]
 

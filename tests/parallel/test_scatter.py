@@ -13,8 +13,8 @@ from torch.nn.utils.rnn import pack_sequence
 
 import mgpu_core
 from mgpu_core import Replicate, _core, gather, scatter, scatter_kwargs
-from mgpu_core.device.team import Team
 from mgpu_core.parallel.scatter_inputs import scatter_objects
+from mgpu_core.ranks.team import Team
 
 RANKS = [1, 2, 3, 5, 8]
 Pair = namedtuple("Pair", "x mask")

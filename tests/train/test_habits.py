@@ -13,7 +13,7 @@ from torch.optim import SGD
 from train.nets import RANKS, Branches, Linear, batches, mse
 
 from mgpu_core import Replicate, TrainStep, optim
-from mgpu_core.device.clock import RankClock
+from mgpu_core.ranks.clock import RankClock
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])

@@ -15,7 +15,7 @@ from torch.optim import SGD, Adam
 from train.nets import Linear, mse
 
 from mgpu_core import DataParallel, SyncBatchNorm, TrainStep, convert_sync_batchnorm, optim
-from mgpu_core.device.team import Team
+from mgpu_core.ranks.team import Team
 
 
 def test_nothing_keeps_a_step_alive():

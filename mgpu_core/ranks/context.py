@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from mgpu_core.device.modes import Modes
 from mgpu_core.null_context import NULL_CONTEXT
+from mgpu_core.ranks.modes import Modes
 
 __all__ = ["CallerContext"]
 

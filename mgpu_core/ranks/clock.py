@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -20,6 +22,13 @@ class RankClock:
         self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if device.type == "cuda" else []
         self._begin = 0.0
         self._seconds: float | None = None
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Time the work inside; of work that fails there is no time."""
+        self.start()
+        yield
+        self.stop()
 
     def start(self) -> None:
         """Start the clock, before the work."""

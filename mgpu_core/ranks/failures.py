@@ -8,10 +8,14 @@ from types import TracebackType
 from torch._utils import ExceptionWrapper
 
 from mgpu_core._warnings import is_users
-from mgpu_core.device.rank_barrier import RankExited
-from mgpu_core.device.workers import Outcome
+from mgpu_core.errors import Error
+from mgpu_core.ranks.workers import Outcome
 
-__all__ = ["raise_failures"]
+__all__ = ["RankExited", "raise_failures"]
+
+
+class RankExited(Error):
+    """A rank cannot go on, because another one has ended.  A failure of that one is what is reported."""
 
 
 _OF_COPIES = (

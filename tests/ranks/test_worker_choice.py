@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from mgpu_core import DataParallel, TrainStep, convert_sync_batchnorm, optim
-from mgpu_core.device.worker_choice import SAMPLES, WARM_UP, WorkerChoice, check_workers, size_of
+from mgpu_core.ranks.worker_choice import SAMPLES, WARM_UP, WorkerChoice, check_workers, size_of
 
 pytestmark = pytest.mark.usefixtures("with_gil")
 CPUS, OTHERS = [torch.device("cpu")] * 2, [torch.device("meta")] * 2  # which stands for an accelerator

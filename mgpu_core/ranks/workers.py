@@ -26,34 +26,11 @@ import torch
 
 from mgpu_core.errors import Error
 
-__all__ = ["TIMEOUT_VARIABLE", "Outcome", "WorkerPool", "seconds_of", "time_limit"]
+__all__ = ["Outcome", "WorkerPool"]
 
-TIMEOUT_VARIABLE = "MGPU_CORE_TIMEOUT"
 IDLE_SECONDS = 5.0  # a crew that is idle for longer ends when another one comes back
 EXIT_SECONDS = 4.0  # how long the end of the process waits for workers that are still in somebody's forward
 FIRST_WAKE, LAST_WAKE = 0.001, 0.1  # seconds that an idle worker sleeps on a free-threaded build; doubled each time
-
-
-def time_limit() -> float:
-    """Return the seconds that a call waits for its ranks: ``MGPU_CORE_TIMEOUT``, else half an hour.
-
-    Raises:
-        ValueError: the variable is not a positive number.
-    """
-    return seconds_of(TIMEOUT_VARIABLE, "1800", threading.TIMEOUT_MAX)
-
-
-def seconds_of(variable: str, default: str, most: float) -> float:
-    """Return the seconds that a variable of the environment asks for.
-
-    Raises:
-        ValueError: it is not a positive number, or above ``most``.
-    """
-    text = os.environ.get(variable, "").strip() or default
-    with suppress(ValueError):
-        if 0 < float(text) <= most:
-            return float(text)
-    raise ValueError(f"{variable} must be a positive number of seconds, up to {most:.0f}, not {text!r}")
 
 
 class Outcome:

@@ -21,9 +21,10 @@ from fakes.collector import FREES_LATE
 from fakes.threads import at_once
 
 import mgpu_core
-from mgpu_core.device import workers
-from mgpu_core.device.team import Team
-from mgpu_core.device.workers import EXIT_SECONDS, WorkerPool, time_limit
+from mgpu_core.device.time_limits import time_limit
+from mgpu_core.ranks import workers
+from mgpu_core.ranks.team import Team
+from mgpu_core.ranks.workers import EXIT_SECONDS, WorkerPool
 
 SECONDS = 60  # of a child in all: importing torch alone takes some
 PROLOGUE = """
@@ -428,7 +429,7 @@ def test_ctrl_c_while_cores_are_shared_leaves_the_process_its_threads(monkeypatc
 def test_the_end_of_the_process_passes_over_a_thread_that_never_began():
     code, _, err, _ = run_child(
         """
-        import mgpu_core.device.workers as workers
+        import mgpu_core.ranks.workers as workers
         thread = workers._WorkerThread(target=print)
         threading._limbo[thread] = thread  # its start was cut off
         done()

@@ -15,7 +15,7 @@ from torch import nn
 
 import mgpu_core
 from mgpu_core import DataParallel, replicate
-from mgpu_core.device.compiled import _Compiler
+from mgpu_core.ranks.compiled import _Compiler
 
 RANKS = [2, 3, 8]
 

@@ -1,7 +1,6 @@
-"""Every lesson runs by the command that it prints; its solution is right, and each wrong answer is rejected.
+"""Every lesson runs by the command that it prints, and its solution is right.
 
-The lessons are those of the package, which may be an installed one; pictures and wrong answers are in the repository
-alone.
+The lessons are those of the package, which may be an installed one; pictures are in the repository alone.
 """
 
 import ast
@@ -15,7 +14,7 @@ import pytest
 
 from mgpu_core.lessons import catalogue, find_lessons
 from mgpu_core.lessons.blocks import blocks_of
-from mgpu_core.lessons.judge import NOT_BEGUN, WRONG, checks_of, judge, load
+from mgpu_core.lessons.judge import NOT_BEGUN, checks_of, judge, load
 
 LESSONS = find_lessons()
 DOCS = Path(__file__).parent.parent.parent / "docs" / "lessons"
@@ -26,12 +25,6 @@ def here(lesson):
     return replace(lesson, page=DOCS / lesson.page.name)
 
 
-def wrong_answers(lesson):
-    """Typical mistakes, which the checker must reject."""
-    return sorted((Path(__file__).parent / "wrong_answers").glob(f"{lesson.page.stem}_*.py"))
-
-
-WRONG_ANSWERS = [(lesson, path) for lesson in LESSONS for path in wrong_answers(lesson)]
 each_lesson = pytest.mark.parametrize("lesson", LESSONS, ids=lambda lesson: lesson.page.stem)
 
 
@@ -116,22 +109,3 @@ def test_stub_is_not_begun(lesson):
     answers = load(lesson.stub)
     for number, check in checks_of(lesson).items():
         assert judge(number, check, answers, lesson.stub)[2:] == (NOT_BEGUN, "")
-
-
-@each_lesson
-def test_each_exercise_has_a_wrong_answer(lesson):
-    rejected = {int(path.read_text().split()[2]) for path in wrong_answers(lesson)}
-    assert rejected == set(checks_of(lesson))
-
-
-@pytest.mark.parametrize(("lesson", "path"), WRONG_ANSWERS, ids=lambda value: getattr(value, "stem", ""))
-def test_wrong_answer_is_rejected_for_its_reason(lesson, path):
-    first, second = path.read_text().splitlines()[:2]
-    exercise = int(re.fullmatch(r"# Exercise (\d) is wrong: .+\.", first)[1])
-    reason = re.fullmatch(r"# The checker says: (.+)", second)[1]
-    answers = load(path)
-    for number, check in checks_of(lesson).items():
-        verdict = judge(number, check, answers, path)
-        assert verdict.word == (WRONG if number == exercise else NOT_BEGUN)
-        if number == exercise:
-            assert reason in verdict.reason

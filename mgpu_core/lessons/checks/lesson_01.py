@@ -29,15 +29,17 @@ def exercise_1(answer: Callable[[int, int], Any]) -> None:
 
 
 @asks_for("scatter_rows")
-def exercise_2(answer: Callable[[torch.Tensor, int, int], Any]) -> None:
-    """Check: equal parts along both dimensions, contiguous, in memory of their own."""
+def exercise_2(answer: Callable[..., Any]) -> None:
+    """Check: equal parts along both dimensions, contiguous, in memory of their own; along the first one by default."""
     for dim in (0, 1, -1):
         for rows in _ROWS:
             for ranks in _RANKS:
                 _check_cut(answer, rows, ranks, dim)
+    tensor = torch.arange(12).reshape(4, 3)
+    expect("scatter_rows(a (4, 3) tensor, 2)", answer(tensor, 2), [tensor[:2], tensor[2:]])
 
 
-def _check_cut(answer: Callable[[torch.Tensor, int, int], Any], rows: int, ranks: int, dim: int) -> None:
+def _check_cut(answer: Callable[..., Any], rows: int, ranks: int, dim: int) -> None:
     tensor = torch.arange(rows * 3).reshape((rows, 3) if dim == 0 else (3, rows))
     before = tensor.clone()
     call = f"scatter_rows(a {tuple(tensor.shape)} tensor, {ranks}, {dim})"

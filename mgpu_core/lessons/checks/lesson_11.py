@@ -23,6 +23,7 @@ def exercise_1(answer: Callable[[list[int], int], Any]) -> None:
     warps = [
         ([0], 4),
         ([28], 16),
+        ([28], 5),
         ([0, 4, 8, 12], 4),
         ([31, 31, 31], 1),
         ([0, 32, 64], 32),

@@ -2,7 +2,7 @@
 
 Python, from the top: cli -> bench -> doctor, lessons, mnist, replacing -> advice -> explanation ->
 integrations -> wrapper, device_loader, inference -> train -> tensor_parallel -> pipeline, comparison -> parallel,
-optim, sync_batchnorm -> comm -> tensor_loader -> kernels -> nested, replica_parameters -> device,
+optim, sync_batchnorm -> comm -> tensor_loader -> kernels -> nested, replica_parameters -> ranks -> device,
 module_copy -> module_tree -> layer_holders, replica_hooks, errors, files, user_script -> trace -> null_context,
 _warnings, containers, extras, html -> _core.
 C++: bindings -> backends.cpp -> backends/* -> core; backends do not include each other; only bindings uses pybind11.
@@ -26,6 +26,7 @@ LAYERS = [
     {"errors", "layer_holders", "replica_hooks", "files", "user_script"},
     {"module_tree"},
     {"device", "module_copy"},
+    {"ranks"},
     {"nested", "replica_parameters"},
     {"kernels"},
     {"tensor_loader"},
@@ -44,7 +45,7 @@ LAYERS = [
     {"__main__"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
-TOOLS = {name for names in LAYERS[16:] for name in names}
+TOOLS = {name for names in LAYERS[17:] for name in names}
 
 
 def module_of(path: Path) -> str:

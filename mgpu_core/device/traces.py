@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch._C import _get_tracing_state, _len_torch_dispatch_stack, _len_torch_function_stack
+from torch._C import _get_tracing_state, _len_torch_dispatch_stack
 from torch.fx import Proxy
 
 __all__ = ["is_symbolic", "refuse_traces", "traced_call", "what_to_trace"]
@@ -20,9 +20,7 @@ def refuse_traces() -> None:
     """Raise TypeError in a thread that ``torch.jit.trace``, ``make_fx`` or ``torch.export`` records."""
     if _get_tracing_state() is not None:
         raise what_to_trace()
-    if (_len_torch_dispatch_stack() or _len_torch_function_stack()) and (
-        torch._C._get_dispatch_mode(_PROXY) is not None or torch.compiler.is_exporting()
-    ):
+    if _len_torch_dispatch_stack() and (torch._C._get_dispatch_mode(_PROXY) or torch.compiler.is_exporting()):
         raise what_to_trace()
 
 

@@ -20,27 +20,18 @@ class RankClock:
 
     def __init__(self, device: torch.device) -> None:
         self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if device.type == "cuda" else []
-        self._begin = 0.0
         self._seconds: float | None = None
 
     @contextmanager
     def running(self) -> Iterator[None]:
         """Time the work inside; of work that fails there is no time."""
-        self.start()
-        yield
-        self.stop()
-
-    def start(self) -> None:
-        """Start the clock, before the work."""
         if self._events:
             self._events[0].record()
-        self._begin = time.perf_counter()
-
-    def stop(self) -> None:
-        """Stop the clock, after the work."""
+        begin = time.perf_counter()
+        yield
         if self._events:
             self._events[1].record()
-        self._seconds = time.perf_counter() - self._begin
+        self._seconds = time.perf_counter() - begin
 
     def seconds(self) -> float | None:
         """Return the seconds without waiting; ``None`` while a GPU is still at work, or if the work did not end."""

@@ -72,9 +72,10 @@ class Run:
         names: Sequence[str] | None = None,
         plans: Mapping[Hashable, Sequence[Hashable]] | None = None,
     ) -> None:
-        self.team, self.streams = team, caller_streams(team.devices)
+        self.team = team
         self._clocks, self._names, self._plans = clocks, names, plans or {}
         self._is_bare = team.on_host and not clocks  # there is no device, stream or clock to set
+        self.streams: Sequence[torch.Stream | None] = () if self._is_bare else caller_streams(team.devices)
         self._waiting: _Waiting | None = None  # while lanes are in workers: others do not wait
 
     def run(self, calls: Sequence[Callable[[], Any]], *, draws: bool, workers: str) -> list[Any]:
@@ -94,7 +95,7 @@ class Run:
         """
         draws = draws and shares_generator(self.team)
         if len(calls) == 1:
-            outcomes = [_outcome_of(self._placed(0, calls[0]))]
+            outcomes = [self._here(calls[0])]
         elif workers == "caller":
             outcomes = self._in_caller(calls, draws)
         else:
@@ -124,17 +125,31 @@ class Run:
         with on(self.team.devices[rank], self.streams[rank]), clock:
             return call()
 
+    def _here(self, call: Callable[[], Any]) -> Outcome:
+        """Run the only lane in this thread, and in its context."""
+        outcome = Outcome()
+        try:
+            outcome.value = self.alone(call)
+        except Exception as error:
+            outcome.error = error
+        return outcome
+
     def _in_caller(self, calls: Sequence[Callable[[], Any]], draws: bool) -> list[Outcome]:
         """Run the lanes one after the other in this thread, each in its own context; the first failure ends it."""
         devices = self.team.devices
         numbers = rank_streams(devices) if draws and devices.count(_CPU) > 1 else None
         outcomes: list[Outcome] = []
         for rank, call in enumerate(calls):
-            work = self._placed(rank, call)
+            if not self._is_bare:
+                call = self._placed(rank, call)
             if numbers is not None:
-                work = _drawing(work, numbers[rank])
-            outcomes.append(_outcome_of(partial(copy_context().run, work)))
-            if outcomes[-1].error is not None:
+                call = _drawing(call, numbers[rank])
+            outcome = Outcome()
+            outcomes += (outcome,)
+            try:
+                outcome.value = copy_context().run(call)
+            except Exception as error:
+                outcome.error = error
                 break
         return outcomes
 
@@ -142,6 +157,7 @@ class Run:
         devices = self.team.devices
         if len(calls) > len(devices):
             raise ValueError(f"there are {len(calls)} calls, and {len(devices)} ranks to run them")
+        self.streams = self.streams or [None] * len(devices)
         context = CallerContext(devices)
         waiting = self._waiting = _Waiting(self._plans, _in_turns(self.team, context.serialize, draws))
         tasks = [context.bind(partial(self._attended, waiting, rank, call), rank) for rank, call in enumerate(calls)]
@@ -418,15 +434,6 @@ def _in_turns(team: Team, all_in_turns: bool, draws: bool) -> list[list[int]]:
         return []
     shared = [[rank for rank in team.ranks if team.devices[rank] == each] for each in set(team.devices) - {_CPU}]
     return [ranks for ranks in shared if len(ranks) > 1]
-
-
-def _outcome_of(call: Callable[[], Any]) -> Outcome:
-    outcome = Outcome()
-    try:
-        outcome.value = call()
-    except Exception as error:
-        outcome.error = error
-    return outcome
 
 
 def _drawing(task: Callable[[], Any], stream: RankStream | None) -> Callable[[], Any]:

@@ -269,7 +269,7 @@ class ForwardBackward:
         Some nodes belong to several ranks where these met in a synchronised layer, where inputs have a graph already,
         and inside ``parametrize.cached()``.  From the caller's thread one backward drives all accelerators at once.
         """
-        if self.ranks_meet or parametrize._cache_enabled > 0:
+        if self._net.tree.ranks_meet or parametrize._cache_enabled > 0:
             return True
         if self._choice.now == "caller" and not self._is_on_cpu:
             return True

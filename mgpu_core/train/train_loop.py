@@ -144,7 +144,9 @@ class TrainLoop:
                     return replayed, None, {}
             window = self.transaction.begin(self._reduction, options)
             updates = not self.keeps_accumulating and window.calls + 1 >= options.accumulate
-            parts, rows = self._split(inputs, kwargs)
+            if self.split_plan.is_timed:  # the times of the steps before decide on `shares="auto"`
+                self.split_plan.follow_the_clocks()
+            parts, rows = self.passes.split(inputs, kwargs, self.split_plan.shares)
             size = size_of(inputs) if self.choice.is_open else None
             is_timed = self.choice.is_open and self.choice.begin(size, meets=self.passes.ranks_meet)
             if self.reducer is not None:
@@ -208,12 +210,6 @@ class TrainLoop:
                 return self._compare_losses(each, inputs[-1], losses, rows, before)
         finally:
             buffers.restore()
-
-    def _split(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[RankPart], list[int]]:
-        """Return the part of each rank, and its rows; the times of the steps before decide on ``shares="auto"``."""
-        if self.split_plan.is_timed:
-            self.split_plan.follow_the_clocks()
-        return self.passes.split(inputs, kwargs, self.split_plan.shares)
 
     def _forward_backward(
         self, window: Window, parts: list[RankPart], rows: list[int], inputs: tuple[Any, ...], keep_outputs: bool

@@ -49,10 +49,8 @@ def test_a_mark_without_an_index_is_of_the_current_gpu():
 
 def test_a_rank_is_timed_by_events_of_its_gpu():
     clock = RankClock(GPU)
-    with torch.accelerator.device_index(1):
-        clock.start()
+    with torch.accelerator.device_index(1), clock.running():
         assert clock.seconds() is None
-        clock.stop()
     assert 0 < clock.seconds() < 10
 
 

@@ -181,9 +181,8 @@ def test_expanded_buffers_do_not_hide_a_failure():
 def test_a_clock_that_was_not_stopped_says_nothing():
     clock = RankClock(torch.device("cpu"))
     assert clock.seconds() is None
-    clock.start()
-    assert clock.seconds() is None
-    clock.stop()
+    with clock.running():
+        assert clock.seconds() is None
     assert clock.seconds() > 0
 
 

@@ -34,7 +34,7 @@ from mgpu_core.inference.stats import DeviceStats, Stats
 from mgpu_core.nested import cloned, map_leaves, tensors_in
 from mgpu_core.null_context import NULL_CONTEXT
 from mgpu_core.ranks.context import CallerContext
-from mgpu_core.ranks.workers import WorkerPool
+from mgpu_core.ranks.workers import Crew
 from mgpu_core.trace.events import INFERENCE, Served
 from mgpu_core.trace.tracer import emit, in_step, span, when_tracing
 
@@ -84,19 +84,21 @@ class Engine:
         self._limits = [max_batch] * len(devices)
         self._lock, self._number = threading.Lock(), next(_numbers)
         cpu_ranks = sum(device.type == "cpu" for device in devices)
-        self._pool = WorkerPool("mgpu predictor", len(devices), max(1, cpu_ranks))
-        works = [context.bind(partial(self._serve, rank), rank) for rank in range(len(devices))]
-        self._host = threading.Thread(target=self._run, args=(works,), name="mgpu predictor", daemon=True)
-        self._host.start()
+        self._serving = len(devices)
+        crew = Crew("mgpu predictor", len(devices), max(1, cpu_ranks))
+        crew.share(torch.get_num_threads())
+        self._wait = crew.serve([context.bind(partial(self._work, rank), rank) for rank in range(len(devices))])
 
-    def _run(self, works: list[Callable[[], Any]]) -> None:
+    def _work(self, rank: int) -> None:
         try:
-            with self._pool.lease() as crew:
-                crew.run(works, threading.TIMEOUT_MAX)
-        finally:  # also where a worker could not be started: no request is left without an answer
-            self._pool.close()
-            self.queue.close()
-            self._cancel()
+            self._serve(rank)
+        finally:
+            with self._lock:
+                self._serving -= 1
+                is_last = not self._serving
+            if is_last:  # no request is left without an answer
+                self.queue.close()
+                self._cancel()
 
     def close(self, *, drain: bool, seconds: float) -> None:
         """End the workers, after all requests or after those in work; cancel the requests that are left then."""
@@ -105,7 +107,7 @@ class Engine:
         self.queue.close()
         if not drain:
             self._cancel()
-        self._host.join(seconds)
+        self._wait(seconds)
         self._cancel()
 
     def _cancel(self) -> None:

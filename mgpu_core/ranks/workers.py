@@ -26,7 +26,7 @@ import torch
 
 from mgpu_core.errors import Error
 
-__all__ = ["Outcome", "WorkerPool"]
+__all__ = ["Crew", "Outcome", "WorkerPool"]
 
 IDLE_SECONDS = 5.0  # a crew that is idle for longer ends when another one comes back
 EXIT_SECONDS = 4.0  # how long the end of the process waits for workers that are still in somebody's forward
@@ -136,18 +136,33 @@ class Crew:
         Raises:
             Error: a rank did not end in time.  The crew is then unusable.
         """
-        ranks = _Ranks(range(len(tasks)))
-        jobs = [_Job(task, index, ranks) for index, task in enumerate(tasks)]
-        for worker, job in zip(self.workers, jobs, strict=False):
-            worker.inbox.put(job)
-        if missing := ranks.wait(seconds):
+        jobs, wait = self._begin(tasks)
+        if missing := wait(seconds):
             raise Error(
                 f"rank {missing[0]} did not end within {seconds:g} s ({len(missing)} of {len(jobs)} ranks are "
                 "still at work); MGPU_CORE_TIMEOUT sets the limit. The next call starts new workers."
             )
         return [job.outcome for job in jobs]
 
+    def serve(self, tasks: Sequence[Callable[[], Any]]) -> Callable[[float], list[int]]:
+        """Begin task i on worker i, after which the crew ends; for tasks that raise nothing.
+
+        Returns:
+            A function that waits so many seconds, and returns the tasks that have not ended.
+        """
+        _, wait = self._begin(tasks)
+        self.stop()
+        return wait
+
+    def _begin(self, tasks: Sequence[Callable[[], Any]]) -> tuple[list[_Job], Callable[[float], list[int]]]:
+        ranks = _Ranks(range(len(tasks)))
+        jobs = [_Job(task, index, ranks) for index, task in enumerate(tasks)]
+        for worker, job in zip(self.workers, jobs, strict=False):
+            worker.inbox.put(job)
+        return jobs, ranks.wait
+
     def stop(self) -> None:
+        """Let each worker end after its task."""
         for worker in self.workers:
             worker.inbox.put(None)
 

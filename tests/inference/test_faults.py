@@ -13,7 +13,7 @@ from torch import nn
 
 from mgpu_core import Predictor
 from mgpu_core.inference.engine import Engine
-from mgpu_core.ranks.workers import WorkerPool
+from mgpu_core.inference.request_queue import RequestQueue
 
 
 class ByRank(nn.Module):
@@ -84,12 +84,20 @@ def test_without_a_device_every_request_gets_the_error(ranks):
             predict.submit(one())
 
 
-def test_no_request_hangs_where_no_worker_starts(monkeypatch):
-    def fails(pool):
+def test_where_no_worker_starts_there_is_no_predictor(monkeypatch):
+    def fails(thread):
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(WorkerPool, "lease", fails)
-    monkeypatch.setattr(threading, "excepthook", lambda args: None)
+    monkeypatch.setattr(threading.Thread, "start", fails)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        Predictor(nn.Identity(), cpu(1))
+
+
+def test_no_request_hangs_where_a_worker_fails(monkeypatch):
+    def fails(*_):
+        raise MemoryError
+
+    monkeypatch.setattr(RequestQueue, "take", fails)
     with Predictor(nn.Identity(), cpu(1)) as predict, pytest.raises((RuntimeError, CancelledError)):
         predict(one())
 

@@ -1,4 +1,4 @@
-"""The context of a thread (modes, autocast, contextvars, ...), carried from the caller to the workers.
+"""The context of a thread (modes, autocast, contextvars, random numbers, ...), carried from the caller to the workers.
 
 Grad mode, inference mode, autocast, saved-tensor hooks and modes are settings of a thread; a new thread has the
 defaults.  Each rank also runs in a copy of the caller's ``contextvars`` of its own, because one context cannot be
@@ -17,6 +17,7 @@ import torch
 
 from mgpu_core.null_context import NULL_CONTEXT
 from mgpu_core.ranks.modes import Modes
+from mgpu_core.ranks.random import rank_streams
 
 __all__ = ["CallerContext"]
 
@@ -26,6 +27,7 @@ class CallerContext:
 
     Args:
         devices: one per rank.
+        draws: give CPU ranks, which share a generator, random streams of their own.
 
     Attributes:
         serialize: the ranks must run one after the other.
@@ -34,8 +36,9 @@ class CallerContext:
         TypeError: a mode or a transform that must not leave its thread.
     """
 
-    def __init__(self, devices: Sequence[torch.device]) -> None:
+    def __init__(self, devices: Sequence[torch.device], *, draws: bool = False) -> None:
         self._devices = devices
+        self._numbers = rank_streams(devices) if draws else [None] * len(devices)
         self._modes = Modes(devices)
         self._grad = torch.is_grad_enabled()
         self._inference = torch.is_inference_mode_enabled()
@@ -58,11 +61,16 @@ class CallerContext:
 
     def bind(self, work: Callable[[], Any], rank: int) -> Callable[[], Any]:
         """``work`` as a task for a worker: there it runs under these settings, as this rank."""
-        variables = contextvars.copy_context()
+        variables, device, numbers = contextvars.copy_context(), self._devices[rank], self._numbers[rank]
 
         def task() -> Any:
             # Inference mode's end puts back all that a rank may have changed: grad mode and autocast, too.
-            with torch.inference_mode(self._inference), self._entered(), self._modes.entered(self._devices[rank]):
+            with (
+                NULL_CONTEXT if numbers is None else numbers.entered(),
+                torch.inference_mode(self._inference),
+                self._entered(),
+                self._modes.entered(device),
+            ):
                 torch.set_grad_enabled(self._grad)
                 return variables.run(work)
 

@@ -158,11 +158,9 @@ class Run:
         if len(calls) > len(devices):
             raise ValueError(f"there are {len(calls)} calls, and {len(devices)} ranks to run them")
         self.streams = self.streams or [None] * len(devices)
-        context = CallerContext(devices)
+        context = CallerContext(devices, draws=draws and devices.count(_CPU) > 1)
         waiting = self._waiting = _Waiting(self._plans, _in_turns(self.team, context.serialize, draws))
         tasks = [context.bind(partial(self._attended, waiting, rank, call), rank) for rank, call in enumerate(calls)]
-        if draws and devices.count(_CPU) > 1:
-            tasks = list(map(_drawing, tasks, rank_streams(devices)))
         with switches_kept(), self.team.workers.lease() as crew:
             return crew.run(tasks, waiting.seconds)
 
@@ -438,9 +436,9 @@ def _in_turns(team: Team, all_in_turns: bool, draws: bool) -> list[list[int]]:
 
 def _drawing(task: Callable[[], Any], stream: RankStream | None) -> Callable[[], Any]:
     """Return the task with the random numbers of a stream; ``None``: of the device, as ever."""
-    return task if stream is None else partial(_drawn, task, stream)
 
+    def drawn(entered: RankStream) -> Any:
+        with entered.entered():
+            return task()
 
-def _drawn(task: Callable[[], Any], stream: RankStream) -> Any:
-    with stream.entered():
-        return task()
+    return task if stream is None else partial(drawn, stream)

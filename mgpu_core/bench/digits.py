@@ -1,4 +1,4 @@
-"""MNIST without MNIST: as many images as the real one, random pixels, in the four files that every reader knows.
+"""MNIST without MNIST: as many images as the real one, of random pixels; for torchvision in the files that it reads.
 
 Nothing is downloaded, and the time of a loader does not depend on the pixels.
 """
@@ -9,32 +9,39 @@ from pathlib import Path
 import torch
 from torch.utils.data import Dataset
 
-from mgpu_core.mnist.digits import MEAN, STD
+from mgpu_core.mnist.digits import MEAN, STD, Digits, Split
 
 SCALE, SHIFT = 1 / (255 * STD), -MEAN / STD
 """uint8 pixel to normalised float: pixel * SCALE + SHIFT."""
 TEST_COUNT = 100
 
 
-def write_digits(folder: Path, count: int) -> None:
-    """Write `count` training and a few test images as IDX files, where torchvision and `mgpu_core.mnist` look."""
-    target = folder / "MNIST" / "raw"
-    target.mkdir(parents=True)
+def random_digits(count: int) -> Digits:
+    """Return `count` training and a few test images."""
     generator = torch.Generator().manual_seed(1998)
-    for prefix, images in (("train", count), ("t10k", TEST_COUNT)):
-        pixels = torch.randint(256, (images, 28, 28), dtype=torch.uint8, generator=generator)
-        labels = torch.randint(10, (images,), dtype=torch.uint8, generator=generator)
-        _write_idx(target / f"{prefix}-images-idx3-ubyte", pixels)
-        _write_idx(target / f"{prefix}-labels-idx1-ubyte", labels)
+    return Digits(_random_split(count, generator), _random_split(TEST_COUNT, generator))
 
 
-def torchvision_digits(folder: Path) -> "Dataset[tuple[torch.Tensor, int]]":
-    """Return the training images as the reference program reads them: torchvision's MNIST, ToTensor, Normalize."""
+def torchvision_digits(digits: Digits, folder: Path) -> "Dataset[tuple[torch.Tensor, int]]":
+    """Return the training images as the reference program reads them: torchvision's MNIST, ToTensor, Normalize.
+
+    Its IDX files are written into `folder` first, which must not have such files yet.
+    """
     from torchvision import datasets, transforms
 
+    target = folder / "MNIST" / "raw"
+    target.mkdir(parents=True)
+    for prefix, split in (("train", digits.train), ("t10k", digits.test)):
+        _write_idx(target / f"{prefix}-images-idx3-ubyte", split.images.squeeze(1))
+        _write_idx(target / f"{prefix}-labels-idx1-ubyte", split.labels.to(torch.uint8))
     steps = transforms.Compose([transforms.ToTensor(), transforms.Normalize((MEAN,), (STD,))])
-    digits: Dataset[tuple[torch.Tensor, int]] = datasets.MNIST(str(folder), train=True, transform=steps)
-    return digits
+    images: Dataset[tuple[torch.Tensor, int]] = datasets.MNIST(str(folder), train=True, transform=steps)
+    return images
+
+
+def _random_split(count: int, generator: torch.Generator) -> Split:
+    pixels = torch.randint(256, (count, 1, 28, 28), dtype=torch.uint8, generator=generator)
+    return Split(pixels, torch.randint(10, (count,), generator=generator))
 
 
 def _write_idx(path: Path, values: torch.Tensor) -> None:

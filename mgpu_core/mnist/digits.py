@@ -1,23 +1,22 @@
 """Where the digits come from, and how batches are cut from them.
 
-Three sources, one parser: the 5,000 digits in the package, a folder with MNIST's four IDX files, or torchvision's
-download. All images stay in ONE uint8 tensor on the first device; a batch is one kernel that picks rows and
+Three sources: the 5,000 digits in the package, a folder with MNIST's four files, or a download; torchvision reads the
+latter two. All images stay in ONE uint8 tensor on the first device; a batch is one kernel that picks rows and
 normalises them, so there are no per-sample loaders and no worker processes. The order of an epoch depends on (seed,
 epoch) alone: every engine sees the same batches, and a resumed run needs no generator state to go on with them.
 """
 
 import hashlib
-import os
 import struct
 import zipfile
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 import torch
 
 from mgpu_core.extras import require
-from mgpu_core.mnist.idx import Idx, read_idx, read_idx_file
 from mgpu_core.mnist.model import CLASSES
 from mgpu_core.tensor_loader import batches_of
 
@@ -47,39 +46,48 @@ class Split:
         made = batches_of((self.images, self.labels), order, batch, 1 / (255 * STD), -MEAN / STD)
         return ((images, labels) for images, labels in made)
 
-    def to(self, device: torch.device) -> "Split":
-        """Return the same rows on `device`."""
-        return replace(self, images=self.images.to(device), labels=self.labels.to(device))
-
 
 @dataclass(frozen=True)
 class Digits:
-    """The data of a training: images to train on, images to test with, and their SHA-256 (hex)."""
+    """The data of a training: images to train on, and images to test with."""
 
     train: Split
     test: Split
-    digest: str
 
     def to(self, device: torch.device) -> "Digits":
         """Return the same digits on `device`."""
-        return replace(self, train=self.train.to(device), test=self.test.to(device))
+        train, test = (Split(each.images.to(device), each.labels.to(device)) for each in (self.train, self.test))
+        return Digits(train, test)
+
+    def digest(self) -> str:
+        """Return the SHA-256 (hex) of all labels in their order, which tells one set of digits from another."""
+        labels = self.train.labels.tolist() + self.test.labels.tolist()
+        return hashlib.sha256(bytes(labels)).hexdigest()
 
 
 def load(source: str = "builtin") -> Digits:
     """Read the digits, onto the CPU.
 
     Args:
-        source: `builtin`, `download` (torchvision, into the user's cache folder), or a folder that holds MNIST's
-            four IDX files, raw or `.gz`, in itself or in `MNIST/raw` as torchvision keeps them.
+        source: `builtin`, `download` (into torch's own folder of downloads), or a folder that holds MNIST's four
+            unpacked files, in itself or in `MNIST/raw` as torchvision keeps them.
 
     Raises:
-        ValueError: a file is damaged or is not of MNIST's shape.
-        OSError: a file or folder is missing, or the download failed.
-        ModuleNotFoundError: `download` without torchvision.
+        ValueError: a file is damaged or is not of MNIST's shape, or the download failed.
+        OSError: a file or folder is missing.
+        ModuleNotFoundError: `download` or a folder, without torchvision.
     """
-    if source == "builtin":
-        return _assemble(_read_archive(BUILTIN))
-    return _assemble(_read_folder(_download() if source == "download" else Path(source)))
+    if source != "builtin":
+        return _by_torchvision(source)
+    with zipfile.ZipFile(BUILTIN) as archive:
+        files = {name: bytearray(archive.read(name)) for name in archive.namelist()}
+    # Our own file needs no checks: bytes behind a header of 16 (images) or 8 (labels).
+    splits = []
+    for prefix in ("train", "t10k"):
+        images = torch.frombuffer(files[f"{prefix}-images-idx3-ubyte"], dtype=torch.uint8, offset=16)
+        labels = torch.frombuffer(files[f"{prefix}-labels-idx1-ubyte"], dtype=torch.uint8, offset=8)
+        splits.append(Split(images.view(-1, 1, 28, 28), labels.long()))
+    return Digits(*splits)
 
 
 def epoch_order(count: int, seed: int, epoch: int) -> torch.Tensor:
@@ -89,86 +97,24 @@ def epoch_order(count: int, seed: int, epoch: int) -> torch.Tensor:
     return torch.randperm(count, generator=generator, device="cpu")
 
 
-def cache_folder() -> Path:
-    """Return the folder of downloads: `$XDG_CACHE_HOME/mgpu_core`, or `~/.cache/mgpu_core`.
-
-    Raises:
-        FileNotFoundError: there is no home folder.
-    """
+def _by_torchvision(source: str) -> Digits:
+    """Read a folder's files, or the download's, which is made once. Raises as `load`."""
+    mnist = require("torchvision.datasets.mnist", "reading MNIST's files")
+    folder = Path(torch.hub.get_dir()) / "mgpu_core" if source == "download" else Path(source)
     try:
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mgpu_core"
-    except RuntimeError as error:
-        raise FileNotFoundError(f"no folder for downloads: {error} Set XDG_CACHE_HOME") from error
+        if source == "download":
+            mnist.MNIST(folder, download=True)
+        raw = folder / "MNIST" / "raw"
+        files = raw if raw.is_dir() else folder
+        return Digits(_split(mnist, files, "train"), _split(mnist, files, "t10k"))
+    except (ValueError, TypeError, LookupError, AssertionError, RuntimeError) as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ValueError(f"{folder}: wanted MNIST's unpacked files, came others ({reason})") from error
 
 
-_FILES = {
-    "train-images-idx3-ubyte": 3,
-    "train-labels-idx1-ubyte": 1,
-    "t10k-images-idx3-ubyte": 3,
-    "t10k-labels-idx1-ubyte": 1,
-}
-"""MNIST's four files, and the dims of each."""
-
-
-def _read_archive(path: Path) -> dict[str, Idx]:
-    with zipfile.ZipFile(path) as archive:
-        files = {}
-        for name, dims in _FILES.items():
-            with archive.open(name) as member:
-                files[name] = read_idx(member, f"{path}:{name}", dims)
-        return files
-
-
-def _read_folder(folder: Path) -> dict[str, Idx]:
-    if not folder.is_dir():
-        raise NotADirectoryError(
-            f"{folder}: no such folder (wanted builtin, download or a folder with MNIST's IDX files)"
-        )
-    return {name: read_idx_file(_find(folder, name), dims) for name, dims in _FILES.items()}
-
-
-def _find(folder: Path, name: str) -> Path:
-    for candidate in (folder / "MNIST" / "raw", folder):
-        for path in (candidate / name, candidate / f"{name}.gz"):
-            if path.is_file():
-                return path
-    raise FileNotFoundError(f"{folder}: wanted {name} or {name}.gz, here or in MNIST/raw, found neither")
-
-
-def _download() -> Path:
-    folder = cache_folder()
-    try:
-        for name in _FILES:
-            _find(folder, name)
-    except FileNotFoundError:
-        _fetch(folder)
-    return folder
-
-
-def _fetch(folder: Path) -> None:
-    datasets = require("torchvision.datasets", "the download")
-    try:
-        datasets.MNIST(str(folder), download=True)
-    except (OSError, RuntimeError) as error:
-        raise OSError(f"{folder}: MNIST could not be downloaded ({' '.join(str(error).split())})") from error
-
-
-def _assemble(files: dict[str, Idx]) -> Digits:
-    digest = hashlib.sha256()
-    for name, content in files.items():
-        digest.update(f"{name} {content.shape}".encode())
-        digest.update(content.values)
-    train, test = (_split(files, prefix) for prefix in ("train", "t10k"))
-    return Digits(train, test, digest.hexdigest())
-
-
-def _split(files: dict[str, Idx], prefix: str) -> Split:
-    images = files[f"{prefix}-images-idx3-ubyte"]
-    labels = files[f"{prefix}-labels-idx1-ubyte"]
-    if images.shape[1:] != (28, 28):
-        raise ValueError(f"{prefix} images: wanted 28 x 28 pixels, came {images.shape[1]} x {images.shape[2]}")
-    if labels.shape[0] != images.shape[0]:
-        raise ValueError(f"{prefix} labels: wanted {images.shape[0]}, one per image, came {labels.shape[0]}")
-    if max(labels.values) >= CLASSES:
-        raise ValueError(f"{prefix} labels: wanted digits from 0 to 9, came {max(labels.values)}")
-    return Split(images.tensor().unsqueeze(1), labels.tensor().long())
+def _split(mnist: ModuleType, folder: Path, prefix: str) -> Split:
+    images = mnist.read_image_file(folder / f"{prefix}-images-idx3-ubyte")
+    labels = mnist.read_label_file(folder / f"{prefix}-labels-idx1-ubyte")
+    if images.shape[1:] != (28, 28) or len(labels) != len(images) or labels.max() >= CLASSES:
+        raise ValueError(f"{prefix}: images {tuple(images.shape)}, {len(labels)} labels up to {labels.max()}")
+    return Split(images.unsqueeze(1), labels)

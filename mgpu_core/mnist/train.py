@@ -1,122 +1,206 @@
-"""`mgpu mnist`, the reference training as a command.
+"""The reference training, SGD on MNIST, as a function and as the command `mgpu mnist`.
 
-`add_arguments` defines the options, `run` trains and returns the exit status: 0 done, 1 the machine failed
-or the loss is no longer finite, 2 the request cannot be served, 130 interrupted. A failure is told in a line on
-stderr, without a traceback, and leaves no half-written file; a traceback is a bug.
+Everything that can be wrong (devices, files, digits, checkpoint) is found while a training is prepared, before its
+first step; after that only the machine can fail. A file is written whole or not at all.
 """
 
 import argparse
-import os
+import dataclasses
+import math
 import sys
+import time
+from contextlib import closing, nullcontext
 from pathlib import Path
 
-from mgpu_core.errors import Error
-from mgpu_core.mnist.config import AMP_DTYPES, ENGINES, Config
-from mgpu_core.mnist.devices import parse_device_ids, parse_shares
-from mgpu_core.mnist.loop import Training, train
-from mgpu_core.mnist.model import MODELS
-from mgpu_core.mnist.report import ConsoleReport
+import torch
 
-__all__ = ["add_arguments", "run", "train"]
+from mgpu_core import explain, optim
+from mgpu_core.errors import Error
+from mgpu_core.extras import require
+from mgpu_core.files import check_outputs, check_picture
+from mgpu_core.mnist.checkpoint import Epoch, read_checkpoint, write_checkpoint
+from mgpu_core.mnist.config import AMP_DTYPES, ENGINES, Config
+from mgpu_core.mnist.digits import Digits, epoch_order, load
+from mgpu_core.mnist.engines import make_engine
+from mgpu_core.mnist.model import MODELS, build_model
+from mgpu_core.mnist.plot import write_plot
+
+TEST_BATCH = 1000
+EXPLAIN_SKIP = 5  # the first steps are slow: buckets are laid out, threads and memory made
+EXPLAIN_STEPS = 3
+
+
+class Training:
+    """A prepared training; `run` does it, once.
+
+    Attributes:
+        config: the settings.
+        devices: one entry per rank.
+        digits: the images and labels, on the first device.
+        net: the network itself, without wrapper, on the first device; a plain one after `run`.
+        optimizer: over its parameters.
+        engine: makes the steps.
+        epochs: a record per epoch that is done and saved, those before a resume included.
+    """
+
+    def __init__(self, config: Config, *, digits: Digits | None = None, verbose: bool = False) -> None:
+        """Prepare the training.
+
+        Args:
+            config: the settings.
+            digits: the data, instead of `config.source`.
+            verbose: print lines that tell of the training.
+
+        Raises:
+            TypeError, ValueError: devices that do not exist; damaged or unfit digits or checkpoint; two outputs in one
+                file; nothing left to train.
+            OSError: a file that cannot be read or written.
+            ModuleNotFoundError: a missing extra; its text has the cure.
+        """
+        self.config, self.devices, self._verbose = config, config.devices(), verbose
+        self._outputs = [path for path in (config.save, config.plot, config.explain) if path is not None]
+        check_outputs(self._outputs)
+        if config.plot is not None:
+            check_picture(config.plot)
+            require("matplotlib", "a picture")
+        self.digits = (digits or load(config.source)).to(self.devices[0])
+        names = ("model", "batch", "accumulate", "amp", "lr", "seed")
+        self._settings = {name: getattr(config, name) for name in names} | {"digits": self.digits.digest()}
+        self.epochs: list[Epoch] = []
+        with torch.random.fork_rng(devices=()):
+            torch.default_generator.manual_seed(config.seed)
+            self.net = build_model(config.model).to(self.devices[0])
+            self.optimizer = optim.SGD(self.net.parameters(), lr=config.lr)
+            self.engine = make_engine(config, self.net, self.optimizer)
+            if config.resume is not None:
+                self.epochs = read_checkpoint(config.resume, self._settings, self.engine)
+            self._generator = torch.get_rng_state()
+        if len(self.epochs) >= config.epochs:
+            raise ValueError(f"epochs: wanted more than the {len(self.epochs)} of {config.resume}, got {config.epochs}")
+
+    @property
+    def step_losses(self) -> list[float]:
+        """The losses of all steps, in order."""
+        return [loss for epoch in self.epochs for loss in epoch.step_losses]
+
+    def run(self) -> "Training":
+        """Train the epochs that are left, then write the page and the plot. Return the training itself.
+
+        The caller's global generator is as before when it returns, and the network is a plain one, also after an error.
+
+        Raises:
+            FloatingPointError: the loss is no longer finite; the checkpoint of the epoch before is kept.
+            OSError: a file could not be written; the one before is kept.
+        """
+        config, left = self.config, range(len(self.epochs) + 1, self.config.epochs + 1)
+        steps = math.ceil(self.digits.train.count / config.batch) * len(left)
+        skip = max(0, min(EXPLAIN_SKIP, steps - EXPLAIN_STEPS))
+        recording = nullcontext() if config.explain is None else explain(skip=skip, steps=EXPLAIN_STEPS)
+        with recording as trace, closing(self.engine), torch.random.fork_rng(devices=()):
+            torch.set_rng_state(self._generator)
+            self._print(str(config))
+            if self.epochs:
+                self._print(f"resumed {config.resume} after epoch {len(self.epochs)}")
+            for number in left:
+                self._epoch(number)
+        if config.explain is not None and trace is not None:
+            trace.save_html(config.explain)
+        if config.plot is not None:
+            write_plot(config.plot, str(config), self.step_losses, [epoch.accuracy for epoch in self.epochs])
+        for path in self._outputs:
+            self._print(f"written: {path}")
+        return self
+
+    def _print(self, line: str) -> None:
+        if self._verbose:
+            print(line, flush=True)
+
+    def _epoch(self, number: int) -> None:
+        """Train one epoch, test after it, save, and tell of it."""
+        seconds, losses = self._train(number)
+        config, count = self.config, self.digits.train.count
+        rows = [min(config.batch, count - begin) for begin in range(0, count, config.batch)]
+        mean = math.fsum(loss * own for loss, own in zip(losses, rows, strict=True)) / count
+        if not math.isfinite(mean):
+            raise FloatingPointError(f"epoch {number}: the loss is {mean}; a smaller lr than {config.lr:g} may help")
+        record = Epoch(number, mean, self._accuracy(), seconds, losses)
+        if config.save is not None:
+            write_checkpoint(config.save, self._settings, self.engine.state_dict(), [*self.epochs, record])
+        self.epochs.append(record)
+        words = f"loss {mean:.4f}  accuracy {record.accuracy:.2%}  {count / seconds:,.0f} images/s"
+        self._print(f"epoch {number}/{config.epochs}  {words}")
+
+    def _train(self, number: int) -> tuple[float, list[float]]:
+        """Make the steps of one epoch. Return their seconds, and the mean loss of each batch."""
+        train = self.digits.train
+        self.net.train()
+        begin = time.perf_counter()
+        order = epoch_order(train.count, self.config.seed, number).to(self.devices[0])
+        losses = [self.engine(images, labels) for images, labels in train.batches(order, self.config.batch)]
+        self.engine.flush()
+        # Reading the losses waits for the device, so the clock is read after the work and not after its launch.
+        step_losses = torch.stack(losses).tolist()
+        return time.perf_counter() - begin, step_losses
+
+    def _accuracy(self) -> float:
+        test = self.digits.test
+        self.net.eval()
+        correct = torch.zeros((), dtype=torch.int64, device=self.devices[0])
+        for images, labels in test.batches(torch.arange(test.count, device=self.devices[0]), TEST_BATCH):
+            _, outputs = self.engine.evaluate(images, labels, return_outputs=True)
+            correct += (outputs.argmax(1) == labels).sum()
+        return int(correct) / test.count
+
+
+def train(config: Config, *, digits: Digits | None = None, verbose: bool = False) -> Training:
+    """Prepare and run a training, and return it; arguments and errors are those of `Training` and its `run`."""
+    return Training(config, digits=digits, verbose=verbose).run()
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the training to `parser`; `run` takes the result."""
+    """Add the options of the training to `parser`, for the fields of `Config`; `run` takes the result."""
+    parser.set_defaults(**{field.name: field.default for field in dataclasses.fields(Config)})
     add = parser.add_argument
-    add("--model", choices=list(MODELS), default=Config.model, help="the network (default: %(default)s)")
-    add(
-        "--engine",
-        choices=list(ENGINES),
-        default=Config.engine,
-        help="mgpu_core.TrainStep (default), mgpu_core.DataParallel, or the bare network",
-    )
-    add("--device-ids", metavar="LIST", help="one entry per rank: 0,1 or cuda:1 or cpu,cpu (default: all GPUs)")
+    add("--model", choices=list(MODELS), help="the network (default: %(default)s)")
+    add("--engine", choices=ENGINES, help="TrainStep, DataParallel or the bare network (default: %(default)s)")
+    add("--device-ids", type=_device_ids, metavar="LIST", help="a device per rank: 0,1 or cpu,cpu (default: all GPUs)")
     add("--ranks", type=int, metavar="N", help="the first N GPUs; without any, N ranks on the CPU (default there: 2)")
-    add("--shares", metavar="LIST", help="rows in this proportion, one number per rank: 2,1 (default: equal parts)")
-    add("--batch", type=int, default=Config.batch, metavar="N", help="rows per step (default: %(default)s)")
-    add(
-        "--accumulate",
-        type=int,
-        default=Config.accumulate,
-        metavar="K",
-        help="batches per update (default: %(default)s)",
-    )
-    add("--amp", choices=list(AMP_DTYPES), help="forward in this dtype, by the step engine (default: full precision)")
-    add("--capture", action="store_true", help="whole steps of the step engine as CUDA graphs")
-    add("--lr", type=float, default=Config.lr, metavar="X", help="step length of SGD (default: %(default)s)")
-    add(
-        "--epochs", type=int, default=Config.epochs, metavar="N", help="in all, resumed ones too (default: %(default)s)"
-    )
-    add("--seed", type=int, default=Config.seed, metavar="N", help="weights and order (default: %(default)s)")
-    add("--data", default=Config.source, metavar="SOURCE", help="builtin, download or a folder with MNIST's files")
+    add("--batch", type=int, metavar="N", help="rows per step (default: %(default)s)")
+    add("--accumulate", type=int, metavar="K", help="batches per update (default: %(default)s)")
+    add("--amp", choices=AMP_DTYPES, help="forward in this dtype, by the step engine (default: full precision)")
+    add("--lr", type=float, metavar="X", help="step length of SGD (default: %(default)s)")
+    add("--epochs", type=int, metavar="N", help="in all, resumed ones too (default: %(default)s)")
+    add("--seed", type=int, metavar="N", help="weights and order (default: %(default)s)")
+    add("--data", dest="source", metavar="SOURCE", help="builtin, download or a folder with MNIST's files")
     add("--save", type=Path, metavar="FILE", help="write a checkpoint after each epoch")
     add("--resume", type=Path, metavar="FILE", help="go on from a checkpoint, bit for bit")
     add("--plot", type=Path, metavar="FILE.png", help="draw the curves at the end")
     add("--explain", type=Path, metavar="FILE.html", help="write a page that plays some of the steps")
-    add("--json", type=Path, metavar="FILE", help="write settings, curves and counters at the end")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train as `args` ask, with lines on stdout and a progress bar on stderr. Returns the exit status."""
-    try:
-        training = Training(_config(args), report=ConsoleReport())
-    except KeyboardInterrupt:
-        return _fail("interrupted before the first step", 130)
-    except (ValueError, OSError, ImportError) as error:
-        return _fail(error, 2)
-    except Error as error:
-        return _fail(error, 1)
+    """Train as `args` ask, with lines on stdout. Return the exit status.
+
+    It is 0, or 1 if the machine failed or the loss is no longer finite, or 130 at Ctrl-C, with a line on stderr. What
+    cannot be served raises the errors of `Training` instead, which `mgpu_core.cli` tells with the status 2.
+    """
+    # cuDNN may else sum a weight's gradient in the order of arrival, and a resumed run would not give the same bits.
+    torch.backends.cudnn.deterministic = True
+    config = Config(**{field.name: getattr(args, field.name) for field in dataclasses.fields(Config)})
+    training = Training(config, verbose=True)
     try:
         training.run()
     except KeyboardInterrupt:
-        return _fail(f"interrupted; {_kept(training)}", 130)
-    except BrokenPipeError:
-        # The reader of stdout has left (`mgpu mnist | head -1`); without this Python complains once more at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return _fail(f"the reader of the output has left; {_kept(training)}", 1)
+        status, reason = 130, "interrupted"
     except (OSError, FloatingPointError, Error) as error:
-        return _fail(f"{error}; {_kept(training)}", 1)
-    return 0
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """`python -m mgpu_core.mnist`: the same as `mgpu mnist`."""
-    parser = argparse.ArgumentParser(prog="python -m mgpu_core.mnist", description="Train the MNIST reference.")
-    add_arguments(parser)
-    return run(parser.parse_args(arguments))
-
-
-def _config(args: argparse.Namespace) -> Config:
-    return Config(
-        model=args.model,
-        engine=args.engine,
-        device_ids=None if args.device_ids is None else parse_device_ids(args.device_ids),
-        ranks=args.ranks,
-        shares=None if args.shares is None else parse_shares(args.shares),
-        batch=args.batch,
-        accumulate=args.accumulate,
-        amp=args.amp,
-        capture=args.capture,
-        lr=args.lr,
-        epochs=args.epochs,
-        seed=args.seed,
-        source=args.data,
-        save=args.save,
-        resume=args.resume,
-        plot=args.plot,
-        json=args.json,
-        explain=args.explain,
-    )
-
-
-def _kept(training: Training) -> str:
-    if training.saved_epochs == 0:
-        return "nothing was saved"
-    return f"{training.config.save} holds the training after epoch {training.saved_epochs}"
-
-
-def _fail(reason: object, status: int) -> int:
-    if isinstance(reason, OSError) and reason.filename is not None:
-        reason = f"{reason.filename}: {reason.strerror}"
-    print(f"mgpu mnist: error: {reason}", file=sys.stderr)
+        status, reason = 1, str(error)
+    else:
+        return 0
+    print(f"mgpu mnist: error: {reason}; epochs done: {len(training.epochs)}", file=sys.stderr)
     return status
+
+
+def _device_ids(text: str) -> tuple[int | str, ...]:
+    """`"0,cpu,cuda:1"` to `(0, "cpu", "cuda:1")`. Whether they exist is asked later."""
+    entries = [entry.strip() for entry in text.split(",")]
+    return tuple(int(entry) if entry.isdecimal() else entry for entry in entries)

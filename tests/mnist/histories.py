@@ -4,15 +4,15 @@ import pytest
 import torch
 from torch import nn
 
-from mgpu_core.mnist import History
+from mgpu_core.mnist import Training
 
 
-def assert_same_curve(first: History, second: History) -> None:
+def assert_same_curve(first: Training, second: Training) -> None:
     assert len(first.step_losses) == len(second.step_losses)
     assert first.step_losses == pytest.approx(second.step_losses, rel=0, abs=1e-4)
 
 
-def assert_same_bits(first: History, second: History) -> None:
+def assert_same_bits(first: Training, second: Training) -> None:
     assert first.step_losses == second.step_losses
     for name, parameter in first.net.state_dict().items():
         assert torch.equal(parameter, second.net.state_dict()[name]), name

@@ -4,26 +4,24 @@ import pytest
 import torch
 from mnist.histories import assert_same_curve, is_plain
 
-from mgpu_core.mnist import Config, Digits, History, Training
+from mgpu_core.mnist import Config, Digits, SimpleNet, Training
+from mgpu_core.mnist.model import MODELS
 from mgpu_core.mnist.train import train
-from mgpu_core.train.step import TrainStep
 
 TEAMS = [("step", 1), ("step", 2), ("step", 4), ("drop-in", 1), ("drop-in", 3), ("plain", 1)]
-GRADIENT_NBYTES = 4 * 101_770
-LOGITS_NBYTES = 4 * 10
 
 
-def run(digits: Digits, engine: str, ranks: int, **settings: object) -> History:
+def run(digits: Digits, engine: str, ranks: int, **settings: object) -> Training:
     return train(Config(engine=engine, device_ids=("cpu",) * ranks, **settings), digits=digits)
 
 
 @pytest.fixture(scope="module")
-def bare(builtin: Digits) -> History:
+def bare(builtin: Digits) -> Training:
     return run(builtin, "plain", 1, epochs=2)
 
 
 @pytest.mark.parametrize(("engine", "ranks"), TEAMS[:-1])
-def test_same_curve_and_same_accuracy(builtin: Digits, bare: History, engine: str, ranks: int) -> None:
+def test_same_curve_and_same_accuracy(builtin: Digits, bare: Training, engine: str, ranks: int) -> None:
     history = run(builtin, engine, ranks, epochs=2)
     assert_same_curve(history, bare)
     assert history.epochs[-1].accuracy == bare.epochs[-1].accuracy
@@ -57,47 +55,22 @@ def test_a_window_may_be_longer_than_the_epoch(few: Digits, engine: str, ranks: 
     assert_same_curve(long, run(few, "plain", 1, batch=64, accumulate=3, epochs=2))
 
 
-def test_the_step_moves_gradients_and_outputs_and_nothing_else(few: Digits) -> None:
-    """Three steps and a test of 100: rows and values are never sent, they are there."""
-    counters = run(few, "step", 2, epochs=1).counters
-    for rank in (0, 1):
-        assert counters.pop(("reduce", "direct", rank)) == (3, 3 * GRADIENT_NBYTES)
-        assert counters.pop(("gather", "direct", rank)) == (1, 50 * LOGITS_NBYTES)
-    assert counters == {}
+@pytest.mark.parametrize(("engine", "ranks"), TEAMS)
+def test_every_rank_has_a_part_of_every_batch(
+    few: Digits, monkeypatch: pytest.MonkeyPatch, engine: str, ranks: int
+) -> None:
+    """Three steps of 64, 64 and 22 rows, and a test of 100."""
+    rows: list[int] = []
 
+    class Counted(SimpleNet):
+        def forward(self, images: torch.Tensor) -> torch.Tensor:
+            rows.append(len(images))
+            return super().forward(images)
 
-def test_gradients_are_summed_once_per_update(few: Digits) -> None:
-    counters = run(few, "step", 2, batch=16, accumulate=4, epochs=1).counters
-    assert [counters["reduce", "direct", rank] for rank in (0, 1)] == [(3, 3 * GRADIENT_NBYTES)] * 2
-
-
-def test_shares_are_parts_of_the_rows_of_the_wrapper(few: Digits) -> None:
-    history = run(few, "drop-in", 2, shares=(3.0, 1.0), batch=50, epochs=2)
-    assert_same_curve(history, run(few, "plain", 1, batch=50, epochs=2))
-    first, second = (history.counters["scatter", "direct", rank][1] for rank in (0, 1))
-    assert 2.9 < first / second < 3.1
-
-
-def test_shares_are_parts_of_the_rows_of_the_step(few: Digits, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows: list[list[int]] = []
-
-    def counted(step: TrainStep, *batch: torch.Tensor) -> torch.Tensor:
-        loss: torch.Tensor = original(step, *batch)
-        rows.append([each.rows for each in step.plan()])
-        return loss
-
-    original = TrainStep.__call__
-    monkeypatch.setattr(TrainStep, "__call__", counted)
-    history = run(few, "step", 2, shares=(3.0, 1.0), batch=48, epochs=2)
-    assert_same_curve(history, run(few, "plain", 1, batch=48, epochs=2))
-    assert [36, 12] in rows
-
-
-@pytest.mark.parametrize("engine", ["step", "drop-in"])
-def test_shares_that_do_not_fit_the_ranks_are_refused_at_once(few: Digits, engine: str) -> None:
-    config = Config(engine=engine, device_ids=("cpu",) * 2, shares=(1.0,), source="nowhere")
-    with pytest.raises(ValueError, match="shares must have one number per rank: 2 ranks, 1 shares"):
-        Training(config)
+    monkeypatch.setitem(MODELS, "counted", Counted)
+    run(few, engine, ranks, model="counted", epochs=1)
+    chunks = [len(each) for count in (64, 64, 22, 100) for each in torch.empty(count).tensor_split(ranks)]
+    assert sorted(rows) == sorted(chunks)
 
 
 @pytest.mark.parametrize(("engine", "ranks"), TEAMS)

@@ -13,11 +13,11 @@ import torch
 from torch.utils.data import default_collate
 
 from mgpu_core.bench.case import Case, Row, chosen, measure_row
-from mgpu_core.bench.digits import SCALE, SHIFT, torchvision_digits, write_digits
+from mgpu_core.bench.digits import SCALE, SHIFT, random_digits, torchvision_digits
 from mgpu_core.bench.options import parse_count, parse_counts
 from mgpu_core.bench.timing import OURS, CacheFlush, Contestant, Schedule, timed
 from mgpu_core.kernels import gather_rows
-from mgpu_core.mnist.digits import Split, load
+from mgpu_core.mnist import Digits
 
 PIXELS = 28 * 28
 NBYTES_OF_ROW = 8 + PIXELS * (1 + 4)
@@ -38,8 +38,7 @@ def measure(options: argparse.Namespace) -> Generator[Row]:
     """Yield a row per batch."""
     schedule = Schedule(options.repeats, warmup=3, flush=CacheFlush())
     with tempfile.TemporaryDirectory(prefix="mgpu-digits-") as folder:
-        write_digits(Path(folder), options.images)
-        cuts = _cuts(load(folder).train, Path(folder), options)
+        cuts = _cuts(random_digits(options.images), Path(folder), options)
         for batch in options.batches:
             contestants = chosen(
                 {who: _contestant(cut, cuts, options.images, batch) for who, cut in cuts.items()}, options.peers
@@ -48,15 +47,15 @@ def measure(options: argparse.Namespace) -> Generator[Row]:
             yield measure_row(labels, contestants, schedule, batch * NBYTES_OF_ROW)
 
 
-def _cuts(split: Split, folder: Path, options: argparse.Namespace) -> Mapping[str, Cut]:
-    rows = split.images
+def _cuts(digits: Digits, folder: Path, options: argparse.Namespace) -> Mapping[str, Cut]:
+    rows = digits.train.images
     cuts = {
         OURS: lambda index: gather_rows(rows, index, scale=SCALE, shift=SHIFT),
         "tensors": lambda index: rows[index].float().mul_(SCALE).add_(SHIFT),
     }
     if "dataloader" in options.peers:
-        digits = torchvision_digits(folder)
-        cuts["dataloader"] = lambda index: default_collate([digits[i] for i in index.tolist()])[0]
+        images = torchvision_digits(digits, folder)
+        cuts["dataloader"] = lambda index: default_collate([images[i] for i in index.tolist()])[0]
     return cuts
 
 

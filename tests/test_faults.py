@@ -1,10 +1,13 @@
 """The faults that are put in on purpose: their operators, and a run that notices one."""
 
 import ast
+import tomllib
 
 import pytest
 from faults import hook
+from faults.command import PythonFault, python_faults
 from faults.operators import OPERATORS, faults_of
+from faults.run import TESTS
 
 FAULTS = {  # operator: a body, and what becomes of it
     "dropped_call": ("f(x)", "pass"),
@@ -57,3 +60,10 @@ def test_a_process_imports_the_module_with_its_fault(fault, value, tmp_path, mon
     import toy
 
     assert toy.value() == value
+
+
+def test_the_table_names_modules_and_tests_that_are_there():
+    found = python_faults(tomllib.loads((TESTS / "faults" / "targets.toml").read_text()))
+    assert len(found) > 5000
+    tests = {test.removeprefix("fake:") for each in found if isinstance(each, PythonFault) for test in each.tests}
+    assert [test for test in sorted(tests) if not (TESTS / test).exists()] == []

@@ -14,9 +14,7 @@ from mgpu_core.device.devices import CPU, DeviceLike, as_devices, default_device
 
 ENGINES = ("step", "drop-in", "plain")
 """`step`: `TrainStep`; `drop-in`: the network inside `DataParallel`; `plain`: the bare network, on one device."""
-
 AMP_DTYPES = ("bfloat16", "float16")
-
 CPU_RANKS = 2
 LIMIT, SEED_LIMIT = 2**31 - 1, 2**63 - 1
 

@@ -16,6 +16,7 @@ from types import ModuleType
 
 import torch
 
+from mgpu_core.device.tensor_checks import memory_view
 from mgpu_core.extras import require
 from mgpu_core.mnist.model import CLASSES
 from mgpu_core.tensor_loader import batches_of
@@ -60,9 +61,11 @@ class Digits:
         return Digits(train, test)
 
     def digest(self) -> str:
-        """Return the SHA-256 (hex) of all labels in their order, which tells one set of digits from another."""
-        labels = self.train.labels.tolist() + self.test.labels.tolist()
-        return hashlib.sha256(bytes(labels)).hexdigest()
+        """Return the SHA-256 (hex) of all pixels and labels."""
+        found = hashlib.sha256()
+        for each in (self.train.images, self.train.labels, self.test.images, self.test.labels):
+            found.update(memory_view(each.cpu()))
+        return found.hexdigest()
 
 
 def load(source: str = "builtin") -> Digits:

@@ -59,7 +59,8 @@ class Training:
         """
         self.config, self.devices, self._verbose = config, config.devices(), verbose
         self._outputs = [path for path in (config.save, config.plot, config.explain) if path is not None]
-        check_outputs(self._outputs)
+        inputs = [] if config.resume is None or config.resume == config.save else [config.resume]
+        check_outputs(self._outputs, inputs)
         if config.plot is not None:
             check_picture(config.plot)
             require("matplotlib", "a picture")
@@ -190,12 +191,11 @@ def run(args: argparse.Namespace) -> int:
     training = Training(config, verbose=True)
     try:
         training.run()
+        return 0
     except KeyboardInterrupt:
         status, reason = 130, "interrupted"
     except (OSError, FloatingPointError, Error) as error:
         status, reason = 1, str(error)
-    else:
-        return 0
     print(f"mgpu mnist: error: {reason}; epochs done: {len(training.epochs)}", file=sys.stderr)
     return status
 

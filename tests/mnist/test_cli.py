@@ -121,6 +121,7 @@ def test_save_and_resume(run: Run, folder: Path) -> None:
         (["--plot", "{folder}/missing/a.png"], "cannot write into its folder"),
         (["--plot", "{folder}/a.jpeg"], "wanted a name that ends in .png"),
         (["--save", "{folder}/a", "--explain", "{folder}/a"], "two of these are the same file"),
+        (["--resume", "{folder}/noise", "--explain", "{folder}/noise"], "two of these are the same file"),
         (["--resume", "{folder}/a.pt"], "No such file or directory: '{folder}/a.pt'"),
         (["--resume", "{folder}"], "Is a directory: '{folder}'"),
         (["--resume", "{folder}/noise"], "{folder}/noise is damaged, or not a checkpoint of mgpu mnist"),

@@ -25,7 +25,7 @@ def test_builtin_digits(builtin: Digits) -> None:
     assert both.bincount().tolist() == [500] * 10
     assert builtin.test.labels.bincount().min() >= 80
     assert int(builtin.train.images.sum()) == 105_097_025
-    assert builtin.digest() == "ffb27f8181ecde9c0d09790b778d6badabc4d1578edc0446e3add1edff48c36f"
+    assert builtin.digest() == "a5ac40a5576ec0670bdc8a80ec888e53f64da317c17cc15b86cc7fcfda908472"
 
 
 def test_no_digit_is_both_trained_on_and_tested_with(builtin: Digits) -> None:

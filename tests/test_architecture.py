@@ -55,9 +55,9 @@ def module_of(path: Path) -> str:
 
 
 def imports_of(path: Path) -> set[str]:
-    """Return the modules below mgpu_core that the file imports, in functions too, but not for types alone."""
+    """Return the modules below mgpu_core that the file imports, also in functions, and for types alone."""
     found = set()
-    for node in ast.walk(_Running().visit(ast.parse(path.read_text()))):
+    for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom):
             assert not node.level, f"{path}: relative import"
             package, *below = (node.module or "").split(".")
@@ -65,13 +65,6 @@ def imports_of(path: Path) -> set[str]:
         elif isinstance(node, ast.Import):
             found |= {name[10:] for name in (alias.name for alias in node.names) if name.startswith("mgpu_core.")}
     return found - {""}
-
-
-class _Running(ast.NodeTransformer):
-    """Leave out ``if TYPE_CHECKING:``."""
-
-    def visit_If(self, node):
-        return None if isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING" else node
 
 
 def _module(below: list[str], name: str) -> str:

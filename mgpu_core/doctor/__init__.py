@@ -6,8 +6,7 @@
 import argparse
 
 from mgpu_core.doctor.examination import examine
-from mgpu_core.doctor.report import Report
-from mgpu_core.doctor.text import render
+from mgpu_core.doctor.report import Report, render
 
 __all__ = ["Report", "examine", "render"]
 

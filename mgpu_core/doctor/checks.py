@@ -15,8 +15,8 @@ from mgpu_core.device.nvml import NvmlReading
 from mgpu_core.device.peers import PeerVerdict
 from mgpu_core.device.time_limits import TIMEOUT_VARIABLE
 from mgpu_core.device.visibility_notices import ORDER, VARIABLE, Notice, change_notice, visibility_notices
-from mgpu_core.doctor.report import Core, Cpu, Defaults, Torch
-from mgpu_core.doctor.text import version_text
+from mgpu_core.doctor.facts import Core, Cpu, Defaults, Torch
+from mgpu_core.doctor.report import version_text
 
 RANKS = "MGPU_CORE_CPU_RANKS"
 

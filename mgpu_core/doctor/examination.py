@@ -20,7 +20,8 @@ from mgpu_core.device.nvml import NvmlReading, read_physical_devices
 from mgpu_core.device.peers import PeerVerdict, kept_verdicts, prove_peers
 from mgpu_core.device.visibility_notices import ORDER, VARIABLE, Notice
 from mgpu_core.doctor.checks import Facts, notices, outlook
-from mgpu_core.doctor.report import Backend, Core, Cpu, Defaults, Python, Report, Torch
+from mgpu_core.doctor.facts import Backend, Core, Cpu, Defaults, Python, Torch
+from mgpu_core.doctor.report import Report
 
 T = TypeVar("T")
 

@@ -275,13 +275,15 @@ class _Waiting:
         """Note that a lane is at work, when the one before it has ended, or failed."""
         before = self._before.get(rank)
         with self._changed:
-            if before is not None and not self._until(lambda: self._is_stopped or before in self._ended):
-                self._ended.add(rank)
-                raise Error(f"the rank before did not end within {self.seconds:g} s")
-            if self._is_stopped:
-                self._ended.add(rank)
-                raise RankExited("the call was given up before this rank began")
-            self._at_work += 1
+            in_time = before is None or self._until(lambda: self._is_stopped or before in self._ended)
+            if in_time and not self._is_stopped:
+                self._at_work += 1
+                return
+            self._ended.add(rank)
+            self._changed.notify_all()
+        if self._is_stopped:
+            raise RankExited("the call was given up before this rank began")
+        raise Error(f"the rank before did not end within {self.seconds:g} s")
 
     def end(self, rank: int) -> None:
         """Note that a lane has ended, and with it its turn."""

@@ -11,43 +11,72 @@ from __future__ import annotations
 import weakref
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from mgpu_core.device.time_limits import time_limit
 from mgpu_core.module_tree import modules_of
-from mgpu_core.train.forward_backward import RankPart, seed
+from mgpu_core.train.balance import SplitPlan
+from mgpu_core.train.forward_backward import ForwardBackward, RankPart, seed
 from mgpu_core.train.grad_clip import GradientNorm, factor_of, overflow_of, warm_up
+from mgpu_core.train.grad_scaler import LossScale
 from mgpu_core.train.graph_cache import GRAPH_DEVICE, CapturedStep, CudaRecorder, StaticNest, StepGraphs
 from mgpu_core.train.loss import RankLoss, Window
+from mgpu_core.train.optimizer_step import OptimizerStep
+from mgpu_core.train.options import Options
+from mgpu_core.train.rank_modules import RankModules
 from mgpu_core.train.reducer import Reducer
+from mgpu_core.train.replicas import Replicas
+from mgpu_core.train.update import UpdateTransaction
 
-if TYPE_CHECKING:
-    from mgpu_core.train.train_loop import TrainLoop
-
-__all__ = ["CapturedSteps", "why_no_graph"]
+__all__ = ["CapturedSteps"]
 
 
 class CapturedSteps:
     """The steps of a :class:`mgpu_core.TrainStep` that are replays.
 
     Args:
-        loop: whose steps they are, as far as it is built.
-        reducer: of the loop.
+        options, replicas, reducer, passes, transaction, optimizer_step, modules, split_plan, loss_scale: of the step.
 
     Attributes:
-        reducer: the same.
-        replicas, passes, transaction: of the loop.
+        reducer, replicas, passes, transaction: the same.
         graphs: the recorded graphs.
         recorder: records the work of one device.
     """
 
-    def __init__(self, loop: TrainLoop, reducer: Reducer) -> None:
-        self.reducer, self.replicas, self.passes = reducer, loop.replicas, loop.passes
-        self.transaction, self._optimizer_step, self._modules = loop.transaction, loop.optimizer_step, loop.modules
-        self._split_plan, self._loss_scale, self._options = loop.split_plan, loop.loss_scale, loop.options
+    def __init__(
+        self, options: Options, replicas: Replicas, reducer: Reducer, passes: ForwardBackward,
+        transaction: UpdateTransaction, optimizer_step: OptimizerStep, modules: Sequence[RankModules],
+        split_plan: SplitPlan, loss_scale: LossScale,
+    ) -> None:  # fmt: skip
+        self.reducer, self.replicas, self.passes, self.transaction = reducer, replicas, passes, transaction
+        self._optimizer_step, self._modules, self._split_plan = optimizer_step, modules, split_plan
+        self._loss_scale, self._options = loss_scale, options
         self.graphs, self.recorder = StepGraphs(), CudaRecorder()
+
+    def why_not(self, options: Options, *, collects: bool, keep_outputs: bool) -> str | None:
+        """Return why a step with these options must go the ordinary way; ``None``: it may be a replay.
+
+        Args:
+            options: as they are now.
+            collects: gradients are accumulated over several calls.
+            keep_outputs: the outputs are returned.
+        """
+        devices = self.replicas.devices
+        other = next((device for device in devices if device.type != GRAPH_DEVICE), None)
+        reasons = (
+            (other is not None, f"there are no CUDA graphs on {other}"),
+            (len(devices) > 1, "its ranks are on several devices"),
+            (options.has_processes, "its gradients are summed over several processes"),
+            (self.passes.ranks_meet, "ranks meet in synchronised layers"),
+            (collects, "gradients are accumulated over several calls"),
+            (options.error_if_nonfinite, "error_if_nonfinite=True waits for the gradients"),
+            (self._split_plan.is_timed, 'shares="auto" takes the time of each rank'),
+            (keep_outputs, "its outputs are returned"),
+            (self._optimizer_step.memory is None, "its optimizer is none of mgpu_core.optim, or has step hooks"),
+        )
+        return next((reason for holds, reason in reasons if holds), None)
 
     def run(self, inputs: tuple[Any, ...], kwargs: dict[str, Any], clip_norm: float | None) -> torch.Tensor | None:
         """Make a step by a replay; return its loss, or ``None``: it must go the ordinary way.
@@ -191,21 +220,3 @@ class _Graph:
         self._batch.fill(batch)
         self._graph.replay()
         return self._loss.clone()
-
-
-def why_no_graph(loop: TrainLoop, *, collects: bool, keep_outputs: bool) -> str | None:
-    """Return why a step must go the ordinary way; ``None``: it may be a replay."""
-    options, optimizer_step = loop.options, loop.optimizer_step
-    other = next((device for device in loop.replicas.devices if device.type != GRAPH_DEVICE), None)
-    reasons = (
-        (other is not None, f"there are no CUDA graphs on {other}"),
-        (len(loop.replicas.devices) > 1, "its ranks are on several devices"),
-        (options.has_processes, "several processes agree on each update"),
-        (loop.passes.ranks_meet, "ranks meet in synchronised layers"),
-        (collects, "gradients are accumulated over several calls"),
-        (options.error_if_nonfinite, "error_if_nonfinite=True waits for the gradients"),
-        (loop.split_plan.is_timed, 'shares="auto" takes the time of each rank'),
-        (keep_outputs, "its outputs are returned"),
-        (optimizer_step.memory is None, "its optimizer is none of mgpu_core.optim, or has step hooks"),
-    )
-    return next((reason for holds, reason in reasons if holds), None)

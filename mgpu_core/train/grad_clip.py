@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from operator import call
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
@@ -15,9 +15,6 @@ from mgpu_core import kernels
 from mgpu_core.device.dtypes import FLOATING
 from mgpu_core.device.transfer import to_device
 from mgpu_core.train.replicas import Replicas
-
-if TYPE_CHECKING:
-    from mgpu_core.train.reducer import OwnGradients, Reducer
 
 __all__ = [
     "GradientNorm",
@@ -51,6 +48,14 @@ class Sums:
     def on(self, index: int) -> Sums:
         """Return the gradients of one device that has all of them."""
         return Sums([self.parts[index]], [self.padding[index]], self.parts[index])
+
+
+class Summed(Protocol):
+    """Whoever has the sums; they are made when they are asked for."""
+
+    @property
+    def sums(self) -> Sums:
+        """The gradients, summed over all ranks."""
 
 
 class GradientNorm:
@@ -127,7 +132,7 @@ def _is_known_finite(factor: float | torch.Tensor) -> bool:
     return (not isinstance(factor, torch.Tensor) or factor.device.type == "cpu") and math.isfinite(float(factor))
 
 
-def are_finite(gradients: OwnGradients | Reducer, norm: torch.Tensor) -> bool:
+def are_finite(gradients: Summed, norm: torch.Tensor) -> bool:
     """Return whether no summed gradient, all together of norm ``norm``, is NaN or infinite; waits for the device."""
     # One number that is not finite makes the norm so; a norm that only overflows is looked into for nothing.  Not by a
     # sum of torch's: its threads would run next to those of the ranks.
@@ -161,7 +166,7 @@ def warm_up(sums: Sums) -> None:
     clip.copy_(norm.reciprocal())
 
 
-def check_finite(gradients: OwnGradients | Reducer, norm: torch.Tensor, replicas: Replicas, processes: int) -> None:
+def check_finite(gradients: Summed, norm: torch.Tensor, replicas: Replicas, processes: int) -> None:
     """Raise if a summed gradient is NaN or infinite; waits for the device.
 
     Args:

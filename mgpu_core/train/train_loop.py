@@ -24,7 +24,7 @@ from mgpu_core.trace.events import ALL_RANKS
 from mgpu_core.trace.tracer import span
 from mgpu_core.train.balance import SplitPlan
 from mgpu_core.train.checkpoint import load_state
-from mgpu_core.train.cuda_graphs import CapturedSteps, why_no_graph
+from mgpu_core.train.cuda_graphs import CapturedSteps
 from mgpu_core.train.forward_backward import ForwardBackward, RankPart
 from mgpu_core.train.grad_buckets import Communication
 from mgpu_core.train.grad_scaler import LossScale
@@ -120,7 +120,12 @@ class TrainLoop:
             self.replicas, self.gradients, self.optimizer_step, self.loss_scale, processes,
             BufferSnapshot(self.modules), steps,
         )  # fmt: skip
-        self.captured = CapturedSteps(self, self.reducer) if options.capture and self.reducer is not None else None
+        self.captured: CapturedSteps | None = None
+        if options.capture and self.reducer is not None:
+            self.captured = CapturedSteps(
+                options, self.replicas, self.reducer, self.passes, self.transaction, self.optimizer_step, self.modules,
+                self.split_plan, self.loss_scale,
+            )  # fmt: skip
         self._is_built = True
 
     def _send_values(self, processes: ProcessSums) -> None:
@@ -254,7 +259,7 @@ class TrainLoop:
         """Return the loss of a step that was the replay of a graph; ``None``: it must go the ordinary way."""
         options = self.options
         collects = options.accumulate > 1 or self.keeps_accumulating or self.is_accumulating
-        reason, loss = why_no_graph(self, collects=collects, keep_outputs=keep_outputs), None
+        reason, loss = captured.why_not(options, collects=collects, keep_outputs=keep_outputs), None
         if reason is None:
             loss = captured.run(inputs, kwargs, options.clip_norm)
         else:

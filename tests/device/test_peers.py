@@ -11,7 +11,7 @@ from mgpu_core.comm import tuning
 from mgpu_core.device import cache, peers
 from mgpu_core.device.peers import PeerVerdict
 from mgpu_core.doctor import examination, render
-from mgpu_core.doctor.report import Backend, Core
+from mgpu_core.doctor.facts import Backend, Core
 
 CHILD = """
 import json, os, sys, time

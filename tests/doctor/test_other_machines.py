@@ -13,8 +13,8 @@ from mgpu_core.device.device_map import TorchDevice, TorchReading
 from mgpu_core.device.discovery import parse_visible_devices
 from mgpu_core.device.nccl_library import NcclLibrary
 from mgpu_core.doctor import examination, render
-from mgpu_core.doctor.report import Backend, Core, Defaults, Torch
-from mgpu_core.doctor.text import WIDTH
+from mgpu_core.doctor.facts import Backend, Core, Defaults, Torch
+from mgpu_core.doctor.report import WIDTH
 
 BUILT = (
     Backend("cpu", True, "2 threads"),

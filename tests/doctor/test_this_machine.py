@@ -13,7 +13,7 @@ from fakes.reports import VARIABLES, about, assert_same_facts, flat
 
 from mgpu_core import doctor
 from mgpu_core.doctor import examination, render
-from mgpu_core.doctor.report import Defaults, Torch
+from mgpu_core.doctor.facts import Defaults, Torch
 
 
 @pytest.fixture(autouse=True)

@@ -19,12 +19,11 @@ except ImportError as error:
 if TYPE_CHECKING:
     from mgpu_core import comm, kernels, optim, trace
     from mgpu_core.advice import advise
-    from mgpu_core.containers import register_container
-    from mgpu_core.device_loader import DeviceLoader
+    from mgpu_core.data.device_loader import DeviceLoader
+    from mgpu_core.data.tensor_loader import TensorLoader
     from mgpu_core.errors import BackendUnavailable, CudaError, Error, NcclError
     from mgpu_core.explanation.recorder import explain
     from mgpu_core.inference.predictor import Predictor
-    from mgpu_core.nested import Replicate, Rows
     from mgpu_core.parallel import gather, parallel_apply, reduce, replicate, scatter, scatter_kwargs
     from mgpu_core.pipeline.balance import balance
     from mgpu_core.pipeline.module import Pipeline
@@ -32,10 +31,11 @@ if TYPE_CHECKING:
     from mgpu_core.ranks.team import Team
     from mgpu_core.replacing import replacing_torch
     from mgpu_core.sync_batchnorm import SyncBatchNorm, convert_sync_batchnorm
-    from mgpu_core.tensor_loader import TensorLoader
     from mgpu_core.tensor_parallel.embedding import ParallelEmbedding
     from mgpu_core.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
     from mgpu_core.train.step import TrainStep
+    from mgpu_core.trees.containers import register_container
+    from mgpu_core.trees.nested import Replicate, Rows
     from mgpu_core.wrapper import DataParallel, data_parallel
 
 __all__ = [
@@ -78,13 +78,13 @@ __all__ = [
 
 _HOMES = {
     "advice": ["advise"],
-    "containers": ["register_container"],
+    "trees.containers": ["register_container"],
     "ranks.team": ["Team"],
-    "device_loader": ["DeviceLoader"],
+    "data.device_loader": ["DeviceLoader"],
     "errors": ["BackendUnavailable", "CudaError", "Error", "NcclError"],
     "explanation.recorder": ["explain"],
     "inference.predictor": ["Predictor"],
-    "nested": ["Replicate", "Rows"],
+    "trees.nested": ["Replicate", "Rows"],
     "parallel": ["gather", "parallel_apply", "reduce", "replicate", "scatter", "scatter_kwargs"],
     "pipeline.balance": ["balance"],
     "pipeline.module": ["Pipeline"],
@@ -93,7 +93,7 @@ _HOMES = {
     "sync_batchnorm": ["SyncBatchNorm", "convert_sync_batchnorm"],
     "tensor_parallel.embedding": ["ParallelEmbedding"],
     "tensor_parallel.linear": ["ColumnParallelLinear", "RowParallelLinear"],
-    "tensor_loader": ["TensorLoader"],
+    "data.tensor_loader": ["TensorLoader"],
     "train.step": ["TrainStep"],
     "wrapper": ["DataParallel", "data_parallel"],
 }

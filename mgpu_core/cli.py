@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from mgpu_core.errors import Error
-from mgpu_core.extras import MissingExtra
+from mgpu_core.support.extras import MissingExtra
 
 
 class Command(NamedTuple):

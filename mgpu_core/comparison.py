@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from mgpu_core.nested import Rows, flatten
 from mgpu_core.parallel.gather_outputs import equal
+from mgpu_core.trees.nested import Rows, flatten
 
 __all__ = ["any_in_half", "difference", "tolerance"]
 

@@ -13,8 +13,6 @@ from mgpu_core.device.devices import DeviceLike, as_device
 from mgpu_core.device.drop_in import as_id, drop_in_devices, drop_in_output
 from mgpu_core.device.traces import is_symbolic, traced_call
 from mgpu_core.device.transfer import module_to
-from mgpu_core.module_tree import ModuleTree, check_initialised, tensors_of
-from mgpu_core.nested import unwrapped
 from mgpu_core.parallel import gather, parallel_apply, replicate, scatter_kwargs
 from mgpu_core.parallel.apply import apply_to, draws_apart
 from mgpu_core.parallel.lost import Given, given_attributes, lost_attributes, warn_lost
@@ -29,6 +27,8 @@ from mgpu_core.ranks.run import shares_generator
 from mgpu_core.ranks.team import Team
 from mgpu_core.ranks.worker_choice import WorkerChoice, check_workers, size_of
 from mgpu_core.trace.tracer import span, when_tracing
+from mgpu_core.trees.module_tree import ModuleTree, check_initialised, tensors_of
+from mgpu_core.trees.nested import unwrapped
 
 __all__ = ["DataParallel", "data_parallel"]
 

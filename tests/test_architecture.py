@@ -1,10 +1,8 @@
 """The arrows point down: read from the sources, file by file.
 
 Python, from the top: cli -> bench -> doctor, lessons, mnist, replacing -> advice -> explanation ->
-integrations -> wrapper, device_loader, inference -> train -> tensor_parallel -> pipeline, comparison -> parallel,
-optim, sync_batchnorm -> comm -> tensor_loader -> kernels -> nested, replica_parameters -> ranks -> device,
-module_copy -> module_tree -> layer_holders, replica_hooks, errors, files, user_script -> trace -> null_context,
-_warnings, containers, extras, html -> _core.
+integrations -> wrapper, data, inference -> train -> tensor_parallel -> pipeline, comparison -> parallel, optim,
+sync_batchnorm -> comm -> kernels -> ranks, trees -> device -> errors -> trace -> support -> _core.
 C++: bindings -> backends.cpp -> backends/* -> core; backends do not include each other; only bindings uses pybind11.
 """
 
@@ -20,22 +18,19 @@ import mgpu_core
 PACKAGE = Path(mgpu_core.__file__).parent
 SOURCES = Path(__file__).parent.parent / "csrc"
 LAYERS = [
-    {"_core", "extras", "html"},
-    {"null_context", "_warnings", "containers"},
+    {"_core"},
+    {"support"},
     {"trace"},
-    {"errors", "layer_holders", "replica_hooks", "files", "user_script"},
-    {"module_tree"},
-    {"device", "module_copy"},
-    {"ranks"},
-    {"nested", "replica_parameters"},
+    {"errors"},
+    {"device"},
+    {"ranks", "trees"},
     {"kernels"},
-    {"tensor_loader"},
     {"comm"},
     {"parallel", "sync_batchnorm", "optim"},
     {"comparison", "pipeline"},
     {"tensor_parallel"},
     {"train"},
-    {"wrapper", "inference", "device_loader"},
+    {"wrapper", "inference", "data"},
     {"integrations"},
     {"explanation"},
     {"advice"},
@@ -45,7 +40,7 @@ LAYERS = [
     {"__main__"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
-TOOLS = {name for names in LAYERS[17:] for name in names}
+TOOLS = {name for names in LAYERS[14:] for name in names}
 
 
 def module_of(path: Path) -> str:

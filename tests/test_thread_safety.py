@@ -17,8 +17,9 @@ from fakes.threads import at_once
 from torch import nn
 
 import mgpu_core
-from mgpu_core import DataParallel, Predictor, SyncBatchNorm, TrainStep, _core, replica_hooks
+from mgpu_core import DataParallel, Predictor, SyncBatchNorm, TrainStep, _core
 from mgpu_core.comm import all_reduce
+from mgpu_core.trees import replica_hooks
 
 ROUNDS = [3, pytest.param(200, marks=pytest.mark.soak)]
 FREE_THREADED = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))

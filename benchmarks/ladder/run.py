@@ -31,7 +31,7 @@ from mgpu_core.bench.environment import environment, header
 from mgpu_core.bench.options import OneLineParser, names_among, parse_count, parse_nbytes
 from mgpu_core.bench.result import Result
 from mgpu_core.bench.timing import WrongResult
-from mgpu_core.files import check_writable, write_whole
+from mgpu_core.support.files import check_writable, write_whole
 
 SIMULATOR = "NUMBA_ENABLE_CUDASIM"
 LONGEST = {"cuda": 20001, "cpu": 70}

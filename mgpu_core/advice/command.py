@@ -21,9 +21,9 @@ from mgpu_core.advice.plan import CPU_RANKS, Plan, plan_of
 from mgpu_core.advice.script import Chosen, Found, ScriptFailed, check_names, found_in, run_script, run_to_end
 from mgpu_core.advice.watching import watching
 from mgpu_core.device.devices import CPU, DeviceLike, as_devices, default_devices
-from mgpu_core.extras import require
-from mgpu_core.files import check_outputs, check_picture, write_whole
-from mgpu_core.user_script import as_script, top_level_names
+from mgpu_core.support.extras import require
+from mgpu_core.support.files import check_outputs, check_picture, write_whole
+from mgpu_core.support.user_script import as_script, top_level_names
 
 __all__ = ["add_arguments", "run"]
 

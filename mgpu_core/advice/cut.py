@@ -7,8 +7,8 @@ from mgpu_core.advice.plan import Plan
 from mgpu_core.advice.recommend import PIPELINE, Recommendation
 from mgpu_core.device.memory import total_nbytes
 from mgpu_core.explanation.tables import human_nbytes
-from mgpu_core.module_copy import copy_module
 from mgpu_core.pipeline.balance import cut_layers, measured_layers
+from mgpu_core.trees.module_copy import copy_module
 
 __all__ = ["capacity_of", "recommended_cut"]
 

@@ -22,9 +22,9 @@ from mgpu_core.explanation.environ import environment
 from mgpu_core.explanation.tables import columns, human_seconds
 from mgpu_core.inference.predictor import Predictor
 from mgpu_core.inference.requests import Call, Request
-from mgpu_core.module_copy import copy_module
-from mgpu_core.nested import map_leaves, moved
 from mgpu_core.pipeline.placement import is_spread
+from mgpu_core.trees.module_copy import copy_module
+from mgpu_core.trees.nested import map_leaves, moved
 
 __all__ = ["InferenceAdvice", "Load", "Way", "advise_inference", "asked_for", "ways_of"]
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from mgpu_core.advice.data import AdviceData, best_speedups
 from mgpu_core.advice.strategies import NAMES, ONE
 from mgpu_core.advice.text import notes_of
-from mgpu_core.extras import require
-from mgpu_core.files import write_whole
+from mgpu_core.support.extras import require
+from mgpu_core.support.files import write_whole
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from mgpu_core import user_script
 from mgpu_core.advice.loading import first_batch
+from mgpu_core.support import user_script
 
 __all__ = [
     "RUN_NAME",

@@ -12,9 +12,9 @@ from torch.nn import Module
 from mgpu_core.advice.batches import Batch
 from mgpu_core.advice.plan import Plan
 from mgpu_core.errors import Error
-from mgpu_core.module_copy import copy_module
 from mgpu_core.train.graph_cache import GRAPH_DEVICE, WARM_UP
 from mgpu_core.train.step import TrainStep
+from mgpu_core.trees.module_copy import copy_module
 from mgpu_core.wrapper import DataParallel
 
 __all__ = ["CAPTURED", "DROP_IN", "ENGINE", "NAMES", "ONE", "Engine", "Loop", "Way", "first_line", "makers"]

@@ -9,7 +9,7 @@ from mgpu_core.advice.data import AdviceData, Measurement
 from mgpu_core.advice.memory import Memory
 from mgpu_core.advice.strategies import ONE
 from mgpu_core.explanation.tables import columns, human_nbytes, human_seconds
-from mgpu_core.html import html_table, html_text
+from mgpu_core.support.html import html_table, html_text
 
 __all__ = ["notes_of", "render", "render_html", "spread"]
 

@@ -21,8 +21,8 @@ from mgpu_core.bench.plot import draw
 from mgpu_core.bench.report import compare, render
 from mgpu_core.bench.result import Result
 from mgpu_core.bench.timing import OURS, WrongResult, median
-from mgpu_core.extras import require
-from mgpu_core.files import check_writable
+from mgpu_core.support.extras import require
+from mgpu_core.support.files import check_writable
 
 __all__ = ["add_arguments", "run"]
 

@@ -12,8 +12,8 @@ from mgpu_core.bench.case import Label, Row, show_label, varying
 from mgpu_core.bench.timing import OURS, PER_SECOND, median, p90, significant
 from mgpu_core.bench.titles import TITLES
 from mgpu_core.explanation.tables import human_nbytes
-from mgpu_core.extras import require
-from mgpu_core.files import write_whole
+from mgpu_core.support.extras import require
+from mgpu_core.support.files import write_whole
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -17,7 +17,7 @@ from mgpu_core.bench.result import Result
 from mgpu_core.bench.timing import OURS, PER_SECOND, median, p90, significant
 from mgpu_core.bench.titles import TITLES
 from mgpu_core.explanation.tables import human_nbytes
-from mgpu_core.files import write_whole
+from mgpu_core.support.files import write_whole
 
 NOTES = "notes.toml"
 LONG = 12  # rows; longer tables are folded

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from mgpu_core.bench.case import Case, Row, UsageError, Verdict
-from mgpu_core.files import write_whole
+from mgpu_core.support.files import write_whole
 
 FORMAT = "mgpu_core benchmark 1"
 

@@ -13,7 +13,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from mgpu_core.files import write_whole
+from mgpu_core.support.files import write_whole
 
 __all__ = ["VARIABLE", "cache_folder", "load", "store"]
 

@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 import torch
 
-from mgpu_core._warnings import warn_user
+from mgpu_core.support.warnings import warn_user
 
 __all__ = [
     "CPU",

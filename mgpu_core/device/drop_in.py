@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from mgpu_core._warnings import warn_user
 from mgpu_core.device.devices import (
     DeviceLike,
     as_device,
@@ -17,6 +16,7 @@ from mgpu_core.device.devices import (
     has_accelerator,
     names_accelerator,
 )
+from mgpu_core.support.warnings import warn_user
 
 __all__ = ["as_id", "drop_in_devices", "drop_in_output"]
 

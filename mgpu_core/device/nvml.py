@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mgpu_core.device.discovery import MigInstance, PhysicalDevice
-from mgpu_core.extras import cure
+from mgpu_core.support.extras import cure
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,10 +24,10 @@ from typing import IO
 import torch
 
 from mgpu_core import _core
-from mgpu_core._warnings import warn_user
 from mgpu_core.device import cache
 from mgpu_core.device.machine_key import machine_key
 from mgpu_core.device.nccl_teams import keep_nccl_off_peers
+from mgpu_core.support.warnings import warn_user
 
 __all__ = ["PeerVerdict", "have_proved_access", "kept_verdicts", "map_for_peer", "prove_peers", "settle_peers"]
 

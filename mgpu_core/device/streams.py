@@ -14,9 +14,9 @@ from typing import Literal, TypeAlias
 import torch
 
 from mgpu_core import _core
-from mgpu_core._warnings import warn_user
 from mgpu_core.device.peers import have_proved_access, settle_peers
-from mgpu_core.null_context import NULL_CONTEXT
+from mgpu_core.support.null_context import NULL_CONTEXT
+from mgpu_core.support.warnings import warn_user
 
 __all__ = [
     "HOST",

@@ -16,7 +16,7 @@ from mgpu_core.device.peers import PeerVerdict
 from mgpu_core.device.visibility_notices import Notice
 from mgpu_core.doctor.facts import Core, Cpu, Defaults, Python, Torch
 from mgpu_core.explanation.tables import columns
-from mgpu_core.html import html_text
+from mgpu_core.support.html import html_text
 
 WIDTH = 96
 _LABEL = 15

@@ -26,7 +26,7 @@ from mgpu_core.device.machine_key import machine_key
 from mgpu_core.explanation.environ import cpu_model
 from mgpu_core.explanation.host_passes import ALGORITHMS_ON_HOST, host_passes
 from mgpu_core.explanation.topology import HostMemory, Link, Tier, Topology
-from mgpu_core.files import write_whole
+from mgpu_core.support.files import write_whole
 
 __all__ = ["POINTS", "Point", "Sample", "fit_host", "fit_node", "load", "measure", "save", "this_host"]
 

@@ -17,7 +17,7 @@ from mgpu_core.explanation.scenes import scenes_of
 from mgpu_core.explanation.steps import Recorded, Step
 from mgpu_core.explanation.timeline import timelines_of
 from mgpu_core.explanation.topology import Machine
-from mgpu_core.files import write_whole
+from mgpu_core.support.files import write_whole
 from mgpu_core.trace.events import ALL_RANKS
 
 __all__ = ["page_data", "page_of", "write_page"]

@@ -12,7 +12,7 @@ from typing import Any
 
 from mgpu_core.explanation.phases import moved_nbytes
 from mgpu_core.explanation.steps import Recorded
-from mgpu_core.files import write_whole
+from mgpu_core.support.files import write_whole
 from mgpu_core.trace.events import ALL_RANKS, NO_BUCKET, Collective, Event, Mark, Served, Span
 
 __all__ = ["trace_of", "write_trace"]

@@ -22,9 +22,9 @@ from mgpu_core.explanation.scene import plural
 from mgpu_core.explanation.simulate_plot import draw
 from mgpu_core.explanation.tables import columns
 from mgpu_core.explanation.topology import FORM, GPUS_PER_NODE, HostMemory, Machine, known_names, parse_topology
-from mgpu_core.extras import require
-from mgpu_core.files import check_outputs, check_picture, write_whole
 from mgpu_core.pipeline.schedules import SCHEDULES
+from mgpu_core.support.extras import require
+from mgpu_core.support.files import check_outputs, check_picture, write_whole
 
 __all__ = ["add_arguments", "render", "run", "simulate"]
 

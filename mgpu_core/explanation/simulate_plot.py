@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mgpu_core.explanation.predict import Prediction
-from mgpu_core.files import write_whole
+from mgpu_core.support.files import write_whole
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -15,7 +15,7 @@ from mgpu_core.explanation.step_profile import StepProfile
 from mgpu_core.explanation.steps import BATCHES, CALLS, Recorded, Step, steps_of
 from mgpu_core.explanation.tables import inference_rows, inference_table, phase_rows, table
 from mgpu_core.explanation.topology import Machine
-from mgpu_core.html import html_frame, html_table, html_text
+from mgpu_core.support.html import html_frame, html_table, html_text
 from mgpu_core.trace.buffer import TraceBuffer
 
 __all__ = ["Trace"]

@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mgpu_core._warnings import warn_user
 from mgpu_core.device.transfer import to_device
 from mgpu_core.errors import Error
 from mgpu_core.inference.answers import Answers
@@ -31,12 +30,13 @@ from mgpu_core.inference.replicas import Replica
 from mgpu_core.inference.request_queue import RequestQueue
 from mgpu_core.inference.requests import Call, Joiner, Request, copied_to_host
 from mgpu_core.inference.stats import DeviceStats, Stats
-from mgpu_core.nested import cloned, map_leaves, tensors_in
-from mgpu_core.null_context import NULL_CONTEXT
 from mgpu_core.ranks.context import CallerContext
 from mgpu_core.ranks.workers import Crew
+from mgpu_core.support.null_context import NULL_CONTEXT
+from mgpu_core.support.warnings import warn_user
 from mgpu_core.trace.events import INFERENCE, Served
 from mgpu_core.trace.tracer import emit, in_step, span, when_tracing
+from mgpu_core.trees.nested import cloned, map_leaves, tensors_in
 
 __all__ = ["Engine"]
 

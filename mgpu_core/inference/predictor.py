@@ -27,12 +27,12 @@ from mgpu_core.inference.replicas import replicas_of
 from mgpu_core.inference.request_queue import RequestQueue
 from mgpu_core.inference.requests import Call, Joiner, Request
 from mgpu_core.inference.stats import Stats
-from mgpu_core.nested import tensors_in
 from mgpu_core.parallel.gather_outputs import gather
 from mgpu_core.pipeline.placement import is_spread
 from mgpu_core.ranks.compiled import compiled_calls
 from mgpu_core.ranks.workers import EXIT_SECONDS
 from mgpu_core.train.grad_scaler import AMP_DTYPES
+from mgpu_core.trees.nested import tensors_in
 
 __all__ = ["Predictor"]
 

@@ -10,12 +10,22 @@ from typing import Any, TypeAlias
 
 import torch
 
-from mgpu_core.containers import opened
 from mgpu_core.device.streams import GPU_TYPE
 from mgpu_core.device.transfer import copy_aside, hand_over
-from mgpu_core.nested import RankParts, Replicate, Rows, Tree, flatten, is_undivided, map_leaves, moved, tensors_in
 from mgpu_core.parallel.scatter_inputs.arguments import Arguments
 from mgpu_core.parallel.scatter_inputs.chunks import row_counts
+from mgpu_core.trees.containers import opened
+from mgpu_core.trees.nested import (
+    RankParts,
+    Replicate,
+    Rows,
+    Tree,
+    flatten,
+    is_undivided,
+    map_leaves,
+    moved,
+    tensors_in,
+)
 
 __all__ = ["Call", "Joiner", "Request", "copied_to_host", "form_of", "key_of"]
 

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from statistics import quantiles
 
-from mgpu_core.html import html_table
+from mgpu_core.support.html import html_table
 
 __all__ = ["DeviceStats", "Stats"]
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from mgpu_core.containers import register_container
-from mgpu_core.extras import require
-from mgpu_core.nested import Rows
+from mgpu_core.support.extras import require
+from mgpu_core.trees.containers import register_container
+from mgpu_core.trees.nested import Rows
 
 __all__ = ["register_batches"]
 

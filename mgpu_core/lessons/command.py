@@ -7,11 +7,11 @@ import sys
 import threading
 from pathlib import Path
 
-from mgpu_core.files import write_whole
 from mgpu_core.lessons.catalogue import Lesson, find_lesson, find_lessons
 from mgpu_core.lessons.check import CannotBeRead, check_file
 from mgpu_core.lessons.judge import RIGHT, Verdict
 from mgpu_core.lessons.runner import run_lesson
+from mgpu_core.support.files import write_whole
 
 __all__ = ["add_arguments", "run"]
 

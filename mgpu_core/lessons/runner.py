@@ -16,11 +16,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import TextIO
 
-from mgpu_core.extras import require
-from mgpu_core.files import check_picture, check_writable
 from mgpu_core.lessons.blocks import Block, blocks_of
 from mgpu_core.lessons.catalogue import Lesson
-from mgpu_core.user_script import show_error
+from mgpu_core.support.extras import require
+from mgpu_core.support.files import check_picture, check_writable
+from mgpu_core.support.user_script import show_error
 
 __all__ = ["run_lesson"]
 

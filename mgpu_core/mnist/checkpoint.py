@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from mgpu_core.files import write_whole
 from mgpu_core.mnist.engines import LoopStep
+from mgpu_core.support.files import write_whole
 from mgpu_core.train.step import TrainStep
 
 FORMAT = "mgpu_core.mnist checkpoint 2"
@@ -72,7 +72,7 @@ def read_checkpoint(path: Path, settings: dict[str, Any], engine: TrainStep | Lo
 
 
 def _whole_content(path: Path) -> dict[str, Any]:
-    """Return what is in a file with our mark; any error if it is not one, or not whole."""
+    """Return the content of a file with our mark; any error if it is not one, or not whole."""
     # torch does not compare the archive's checksums, so a flipped bit in a weight would pass unseen.
     with zipfile.ZipFile(path) as archive:
         if damaged := archive.testzip():

@@ -16,10 +16,10 @@ from types import ModuleType
 
 import torch
 
+from mgpu_core.data.tensor_loader import batches_of
 from mgpu_core.device.tensor_checks import memory_view
-from mgpu_core.extras import require
 from mgpu_core.mnist.model import CLASSES
-from mgpu_core.tensor_loader import batches_of
+from mgpu_core.support.extras import require
 
 BUILTIN = Path(__file__).parent / "data" / "mnist_5k.zip"
 MEAN, STD = 0.1307, 0.3081

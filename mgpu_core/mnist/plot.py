@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from mgpu_core.files import write_whole
+from mgpu_core.support.files import write_whole
 
 
 def write_plot(path: Path, title: str, losses: list[float], accuracies: list[float]) -> None:

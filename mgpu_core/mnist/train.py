@@ -16,14 +16,14 @@ import torch
 
 from mgpu_core import explain, optim
 from mgpu_core.errors import Error
-from mgpu_core.extras import require
-from mgpu_core.files import check_outputs, check_picture
 from mgpu_core.mnist.checkpoint import Epoch, read_checkpoint, write_checkpoint
 from mgpu_core.mnist.config import AMP_DTYPES, ENGINES, Config
 from mgpu_core.mnist.digits import Digits, epoch_order, load
 from mgpu_core.mnist.engines import make_engine
 from mgpu_core.mnist.model import MODELS, build_model
 from mgpu_core.mnist.plot import write_plot
+from mgpu_core.support.extras import require
+from mgpu_core.support.files import check_outputs, check_picture
 
 TEST_BATCH = 1000
 EXPLAIN_SKIP = 5  # the first steps are slow: buckets are laid out, threads and memory made
@@ -182,8 +182,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Train as `args` ask, with lines on stdout. Return the exit status.
 
-    It is 0, or 1 if the machine failed or the loss is no longer finite, or 130 at Ctrl-C, with a line on stderr. What
-    cannot be served raises the errors of `Training` instead, which `mgpu_core.cli` tells with the status 2.
+    It is 0, or 1 if the machine failed or the loss is no longer finite, or 130 at Ctrl-C, with a line on stderr. A
+    request that cannot be served raises the errors of `Training`, which `mgpu_core.cli` tells with the status 2.
     """
     # cuDNN may else sum a weight's gradient in the order of arrival, and a resumed run would not give the same bits.
     torch.backends.cudnn.deterministic = True

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from mgpu_core.device.devices import DeviceLike
-from mgpu_core.module_tree import ModuleTree, draws_random_numbers
 from mgpu_core.ranks.random import check_rng, current_stream
 from mgpu_core.ranks.run import Run, shares_generator
 from mgpu_core.ranks.team import Team
 from mgpu_core.trace.tracer import span
+from mgpu_core.trees.module_tree import ModuleTree, draws_random_numbers
 
 __all__ = ["apply_to", "draws_apart", "parallel_apply"]
 

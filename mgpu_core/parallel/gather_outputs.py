@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 
-from mgpu_core._warnings import warn_user
 from mgpu_core.comm import autograd
 from mgpu_core.comm.arguments import check_joined
 from mgpu_core.comm.trace_hooks import trace_backward, trace_cut
 from mgpu_core.device.devices import DeviceLike, as_device
 from mgpu_core.device.traces import refuse_traces
-from mgpu_core.nested import LEAF, Rows, Tree, any_tensor, flatten, flatten_alike, is_undivided, moved
+from mgpu_core.support.warnings import warn_user
 from mgpu_core.trace.tracer import is_tracing, span
+from mgpu_core.trees.nested import LEAF, Rows, Tree, any_tensor, flatten, flatten_alike, is_undivided, moved
 
 __all__ = ["equal", "gather"]
 

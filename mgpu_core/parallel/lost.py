@@ -12,9 +12,9 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch.nn import Module
 
-from mgpu_core._warnings import warn_user
-from mgpu_core.layer_holders import entries_of
-from mgpu_core.replica_hooks import DICTIONARIES, SHARES_HOOKS
+from mgpu_core.support.warnings import warn_user
+from mgpu_core.trees.layer_holders import entries_of
+from mgpu_core.trees.replica_hooks import DICTIONARIES, SHARES_HOOKS
 
 __all__ = ["Given", "given_attributes", "lost_attributes", "warn_lost"]
 

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch.nn import Module
 
-from mgpu_core._warnings import warn_user
-from mgpu_core.module_tree import ModuleTree
-from mgpu_core.nested import tensors_in
+from mgpu_core.support.warnings import warn_user
+from mgpu_core.trees.module_tree import ModuleTree
+from mgpu_core.trees.nested import tensors_in
 
 __all__ = ["OriginalsWatch"]
 

@@ -15,8 +15,8 @@ from mgpu_core.comm.reductions import check_op
 from mgpu_core.device.devices import DeviceLike, as_device
 from mgpu_core.device.tensor_checks import check_alike
 from mgpu_core.device.traces import refuse_traces
-from mgpu_core.nested import flatten_alike
 from mgpu_core.trace.tracer import span
+from mgpu_core.trees.nested import flatten_alike
 
 __all__ = ["reduce"]
 

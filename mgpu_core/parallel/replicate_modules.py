@@ -20,13 +20,13 @@ from mgpu_core.comm.dispatch import copies_of
 from mgpu_core.comm.trace_hooks import trace_contents
 from mgpu_core.device.devices import DeviceLike
 from mgpu_core.device.traces import refuse_traces
-from mgpu_core.layer_holders import rewired
-from mgpu_core.module_tree import ModuleNode, ModuleTree, check_initialised
 from mgpu_core.ranks.compiled import compiled_calls
 from mgpu_core.ranks.team import Team
-from mgpu_core.replica_hooks import SHARES_HOOKS, keep_hooks_apart
-from mgpu_core.replica_parameters import as_parameters, follow_attributes
 from mgpu_core.trace.tracer import span, when_tracing
+from mgpu_core.trees.layer_holders import rewired
+from mgpu_core.trees.module_tree import ModuleNode, ModuleTree, check_initialised
+from mgpu_core.trees.replica_hooks import SHARES_HOOKS, keep_hooks_apart
+from mgpu_core.trees.replica_parameters import as_parameters, follow_attributes
 
 __all__ = ["build_replica", "compiled_by_rank", "loosen", "plain_copies", "replicate", "replicate_tree"]
 

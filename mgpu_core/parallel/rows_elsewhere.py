@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from mgpu_core._warnings import warn_user
-from mgpu_core.nested import tensors_in
+from mgpu_core.support.warnings import warn_user
+from mgpu_core.trees.nested import tensors_in
 
 __all__ = ["rows_of_part", "warn_rows_elsewhere"]
 

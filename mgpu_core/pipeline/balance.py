@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import Module, ModuleDict, ModuleList, Sequential
 
-from mgpu_core.nested import map_leaves, tensors_in, unwrapped
 from mgpu_core.pipeline.deferred import recomputing
 from mgpu_core.ranks.random import random_numbers_kept
+from mgpu_core.trees.nested import map_leaves, tensors_in, unwrapped
 
 __all__ = [
     "Balance",

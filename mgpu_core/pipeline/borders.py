@@ -9,8 +9,8 @@ import torch
 
 from mgpu_core.device.streams import caller_streams, resumed_on_all
 from mgpu_core.device.transfer import copy_aside, hand_over
-from mgpu_core.nested import map_leaves
-from mgpu_core.null_context import NULL_CONTEXT
+from mgpu_core.support.null_context import NULL_CONTEXT
+from mgpu_core.trees.nested import map_leaves
 
 __all__ = ["Crossing", "send", "send_value"]
 

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 from torch.nn import Module
 
-from mgpu_core.nested import Tree, flatten
+from mgpu_core.trees.nested import Tree, flatten
 
 __all__ = ["Program", "ProgramCache", "Stage"]
 

@@ -13,9 +13,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from mgpu_core.device.devices import DeviceLike, as_device, as_devices
 from mgpu_core.device.transfer import hand_over
-from mgpu_core.module_copy import copy_module
-from mgpu_core.module_tree import ModuleTree
-from mgpu_core.null_context import NULL_CONTEXT
 from mgpu_core.parallel.apply import draws_apart
 from mgpu_core.parallel.gather_outputs import gather
 from mgpu_core.parallel.scatter_inputs import scatter_objects
@@ -30,7 +27,10 @@ from mgpu_core.ranks.compiled import outside_the_compiler
 from mgpu_core.ranks.modes import check_modes
 from mgpu_core.ranks.random import check_rng
 from mgpu_core.ranks.team import Team
+from mgpu_core.support.null_context import NULL_CONTEXT
 from mgpu_core.trace.tracer import span
+from mgpu_core.trees.module_copy import copy_module
+from mgpu_core.trees.module_tree import ModuleTree
 
 __all__ = ["Pipeline"]
 

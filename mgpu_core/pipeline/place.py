@@ -10,11 +10,11 @@ from torch.nn import Module
 
 from mgpu_core.device.devices import DeviceLike, as_devices
 from mgpu_core.device.transfer import hand_over
-from mgpu_core.module_tree import check_initialised, modules_of
-from mgpu_core.nested import map_leaves
 from mgpu_core.pipeline.balance import balance, cut_by_bytes, units_of
 from mgpu_core.pipeline.borders import send
 from mgpu_core.pipeline.placement import MOVES, is_spread, move_to, named_tensors, refuse_moves
+from mgpu_core.trees.module_tree import check_initialised, modules_of
+from mgpu_core.trees.nested import map_leaves
 
 __all__ = ["place"]
 

@@ -10,11 +10,11 @@ import torch
 from torch.nn import Module
 
 from mgpu_core.device.transfer import hand_over, to_device
-from mgpu_core.module_tree import ModuleTree, check_initialised, named_parameters_of
 from mgpu_core.parallel.replicate_modules import build_replica, compiled_by_rank
 from mgpu_core.pipeline.borders import Crossing, send
 from mgpu_core.pipeline.graph import Program
-from mgpu_core.replica_hooks import keep_hooks_apart
+from mgpu_core.trees.module_tree import ModuleTree, check_initialised, named_parameters_of
+from mgpu_core.trees.replica_hooks import keep_hooks_apart
 
 __all__ = ["MOVES", "Placement", "find_in", "is_spread", "move_to", "named_tensors", "refuse_moves"]
 

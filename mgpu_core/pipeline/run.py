@@ -23,16 +23,16 @@ from torch.utils.checkpoint import checkpoint
 from mgpu_core.device.streams import caller_streams, on
 from mgpu_core.device.time_limits import time_limit
 from mgpu_core.device.transfer import hand_over
-from mgpu_core.nested import tensors_in
-from mgpu_core.null_context import NULL_CONTEXT
 from mgpu_core.pipeline.borders import Crossing, send, send_value
 from mgpu_core.pipeline.graph import Program
 from mgpu_core.pipeline.schedules import FORWARD, Action
 from mgpu_core.ranks.context import CallerContext
 from mgpu_core.ranks.run import Run, current_lane
 from mgpu_core.ranks.team import Team
+from mgpu_core.support.null_context import NULL_CONTEXT
 from mgpu_core.trace.events import Schedule
 from mgpu_core.trace.tracer import emit, is_tracing, span, when_tracing
+from mgpu_core.trees.nested import tensors_in
 
 __all__ = ["LastStage", "PipelineRun", "workers_of"]
 

@@ -1,1 +1,1 @@
-"""One way to run: who is at work in a call of several ranks, what they wait for, and what they take along."""
+"""One way to run: the ranks of a call, their waits for each other, and the settings that they take along."""

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from mgpu_core.null_context import NULL_CONTEXT
 from mgpu_core.ranks.modes import Modes
 from mgpu_core.ranks.random import rank_streams
+from mgpu_core.support.null_context import NULL_CONTEXT
 
 __all__ = ["CallerContext"]
 

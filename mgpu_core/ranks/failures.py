@@ -7,15 +7,15 @@ from types import TracebackType
 
 from torch._utils import ExceptionWrapper
 
-from mgpu_core._warnings import is_users
 from mgpu_core.errors import Error
 from mgpu_core.ranks.workers import Outcome
+from mgpu_core.support.warnings import is_users
 
 __all__ = ["RankExited", "raise_failures"]
 
 
 class RankExited(Error):
-    """A rank cannot go on, because another one has ended.  A failure of that one is what is reported."""
+    """A rank cannot go on, because another one has ended.  If that one has failed, its failure is reported."""
 
 
 _OF_COPIES = (

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 
-from mgpu_core._warnings import warn_user
+from mgpu_core.support.warnings import warn_user
 
 __all__ = ["RankStream", "check_rng", "current_stream", "random_numbers_kept", "rank_streams"]
 

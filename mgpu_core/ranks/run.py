@@ -1,4 +1,4 @@
-r"""One call over several ranks: who is at work, what they wait for, and when they must stop.
+r"""One call over several ranks: who is at work, waits for whom, and must stop when.
 
 A *lane* runs the module's own code, as a rule for one rank, in a worker thread of its own or one after the other in the
 caller's thread::
@@ -12,7 +12,7 @@ fulfilled any more:
 
 * :meth:`Lane.meet`: a value of every lane is needed before any can go on.
 * :meth:`Lane.turn`: one lane at a time may work at a stage, in the order of a plan or first come first served.
-* :meth:`Lane.wait_for`: what another lane says that it has done.
+* :meth:`Lane.wait_for`: another lane must say that it has done something.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ import torch
 from mgpu_core.device.streams import caller_streams, on
 from mgpu_core.device.time_limits import time_limit
 from mgpu_core.errors import Error
-from mgpu_core.null_context import NULL_CONTEXT
 from mgpu_core.ranks.clock import RankClock
 from mgpu_core.ranks.compiled import compiler_lent
 from mgpu_core.ranks.context import CallerContext
@@ -40,6 +39,7 @@ from mgpu_core.ranks.random import RankStream, rank_streams
 from mgpu_core.ranks.switches import switches_kept
 from mgpu_core.ranks.team import Team
 from mgpu_core.ranks.workers import Outcome
+from mgpu_core.support.null_context import NULL_CONTEXT
 
 __all__ = ["Lane", "Run", "current_lane", "shares_generator"]
 

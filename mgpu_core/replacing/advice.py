@@ -10,7 +10,7 @@ from torch.nn import Module
 from mgpu_core.advice.measure import advise
 from mgpu_core.advice.result import Advice
 from mgpu_core.advice.watching import Seen
-from mgpu_core.nested import tensors_in
+from mgpu_core.trees.nested import tensors_in
 
 __all__ = ["advise_training"]
 

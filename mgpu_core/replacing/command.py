@@ -11,10 +11,10 @@ from pathlib import Path
 from mgpu_core.advice.watching import Watch, watching
 from mgpu_core.explanation.recorder import explain
 from mgpu_core.explanation.trace import Trace
-from mgpu_core.files import check_outputs
 from mgpu_core.replacing.advice import advise_training
 from mgpu_core.replacing.names import WRAP, replacing_torch
-from mgpu_core.user_script import Program, note_order, script_status
+from mgpu_core.support.files import check_outputs
+from mgpu_core.support.user_script import Program, note_order, script_status
 
 __all__ = ["add_arguments", "run"]
 

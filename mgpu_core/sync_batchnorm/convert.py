@@ -10,8 +10,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils.parametrize import is_parametrized
 
-from mgpu_core.module_tree import modules_of
 from mgpu_core.sync_batchnorm.layer import SyncBatchNorm
+from mgpu_core.trees.module_tree import modules_of
 
 __all__ = ["convert_sync_batchnorm"]
 

@@ -22,8 +22,8 @@ from typing import ParamSpec, TypeAlias
 
 import torch
 
-from mgpu_core._warnings import warn_user
-from mgpu_core.null_context import NULL_CONTEXT
+from mgpu_core.support.null_context import NULL_CONTEXT
+from mgpu_core.support.warnings import warn_user
 from mgpu_core.trace.buffer import Clock, Draft, HostClock, TraceBuffer
 from mgpu_core.trace.events import ALL_RANKS, NO_BUCKET, NO_STEP, Event, Mark, Span
 

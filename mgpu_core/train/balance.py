@@ -19,10 +19,10 @@ from typing import NamedTuple
 import torch
 
 from mgpu_core.device.memory import total_nbytes
-from mgpu_core.html import html_table
 from mgpu_core.parallel.scatter_inputs import check_shares
 from mgpu_core.ranks.clock import RankClock
 from mgpu_core.ranks.team import Team
+from mgpu_core.support.html import html_table
 
 __all__ = ["AutoShares", "Plan", "RankPlan", "SplitPlan"]
 

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from mgpu_core.device.time_limits import time_limit
-from mgpu_core.module_tree import modules_of
 from mgpu_core.train.balance import SplitPlan
 from mgpu_core.train.forward_backward import ForwardBackward, RankPart, seed
 from mgpu_core.train.grad_clip import GradientNorm, factor_of, overflow_of, warm_up
@@ -29,6 +28,7 @@ from mgpu_core.train.rank_modules import RankModules
 from mgpu_core.train.reducer import Reducer
 from mgpu_core.train.replicas import Replicas
 from mgpu_core.train.update import UpdateTransaction
+from mgpu_core.trees.module_tree import modules_of
 
 __all__ = ["CapturedSteps"]
 

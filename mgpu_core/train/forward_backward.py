@@ -12,8 +12,6 @@ import torch
 from torch.nn import Module
 from torch.nn.utils import parametrize
 
-from mgpu_core.nested import map_leaves, moved, tensors_in
-from mgpu_core.null_context import NULL_CONTEXT
 from mgpu_core.parallel.apply import draws_apart
 from mgpu_core.parallel.gather_outputs import gather
 from mgpu_core.parallel.lost import Given, given_attributes, lost_attributes, warn_lost
@@ -23,12 +21,14 @@ from mgpu_core.parallel.scatter_inputs import scatter_objects
 from mgpu_core.ranks.clock import RankClock
 from mgpu_core.ranks.run import Run, shares_generator
 from mgpu_core.ranks.worker_choice import WorkerChoice
+from mgpu_core.support.null_context import NULL_CONTEXT
 from mgpu_core.trace.tracer import rank_spans, span
 from mgpu_core.train.joined_outputs import gathered
 from mgpu_core.train.loss import RankLoss, Window, output_loss, rank_loss
 from mgpu_core.train.options import Options
 from mgpu_core.train.rank_modules import RankModules
 from mgpu_core.train.replicas import Replicas
+from mgpu_core.trees.nested import map_leaves, moved, tensors_in
 
 __all__ = ["ForwardBackward", "RankPart", "any_has_graph", "check_losses", "detached", "differentiate", "seed"]
 

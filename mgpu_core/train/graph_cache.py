@@ -15,12 +15,12 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 
-from mgpu_core._warnings import warn_user
 from mgpu_core.device.streams import on, own_stream
 from mgpu_core.device.time_limits import time_limit
 from mgpu_core.device.transfer import copy_into
 from mgpu_core.errors import Error
-from mgpu_core.nested import flatten
+from mgpu_core.support.warnings import warn_user
+from mgpu_core.trees.nested import flatten
 
 __all__ = ["GRAPH_DEVICE", "CudaRecorder", "CapturedStep", "FailedRecordings", "StaticNest", "StepGraphs"]
 

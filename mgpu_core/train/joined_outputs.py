@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from mgpu_core.device.transfer import to_device
-from mgpu_core.nested import Rows, flatten_alike
 from mgpu_core.parallel.gather_outputs import equal, gather
+from mgpu_core.trees.nested import Rows, flatten_alike
 
 __all__ = ["UnjoinedError", "gathered", "joined_plainly"]
 

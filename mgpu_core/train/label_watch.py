@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.nn import Module
 
-from mgpu_core._warnings import warn_user
+from mgpu_core.support.warnings import warn_user
 from mgpu_core.train.forward_backward import RankPart
 
 __all__ = ["LabelWatch", "count_labels", "loss_function_of", "shifts_labels"]

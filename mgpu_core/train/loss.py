@@ -16,10 +16,10 @@ import torch
 from torch.nn import Module
 
 from mgpu_core.device.transfer import module_to, to_device
-from mgpu_core.module_copy import copy_module
-from mgpu_core.module_tree import parameters_of, tensors_of
 from mgpu_core.ranks.team import Team
 from mgpu_core.train.rank_modules import RankModules
+from mgpu_core.trees.module_copy import copy_module
+from mgpu_core.trees.module_tree import parameters_of, tensors_of
 
 __all__ = ["REDUCTIONS", "RankLoss", "Window", "check_loss", "joined_aux", "loss_of_ranks", "output_loss", "rank_loss"]
 

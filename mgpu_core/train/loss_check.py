@@ -14,10 +14,10 @@ import torch
 from torch.nn import Module
 
 from mgpu_core.comparison import any_in_half, tolerance
-from mgpu_core.nested import flatten
 from mgpu_core.ranks.random import random_numbers_kept
 from mgpu_core.train.joined_outputs import UnjoinedError, joined_plainly
 from mgpu_core.train.loss import RankLoss, rank_loss
+from mgpu_core.trees.nested import flatten
 
 __all__ = ["LossCheck", "LossState", "compare_losses", "warning_of"]
 

@@ -17,10 +17,10 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils.hooks import RemovableHandle
 
-from mgpu_core._warnings import warn_user
 from mgpu_core.optim import FlatOptimizer
 from mgpu_core.optim.flat_state import FlatState
 from mgpu_core.optim.optimizer import LEFT_OVER
+from mgpu_core.support.warnings import warn_user
 from mgpu_core.train.grad_buckets import GradBuckets
 from mgpu_core.train.reducer import Gradients, Reducer
 from mgpu_core.train.replicas import Replicas

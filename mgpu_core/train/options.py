@@ -13,13 +13,13 @@ from torch.optim import Optimizer
 from mgpu_core.comm.reductions import ALGORITHMS
 from mgpu_core.device.devices import as_devices, local_devices
 from mgpu_core.device.transfer import module_to
-from mgpu_core.module_tree import named_parameters_of, parameters_of
 from mgpu_core.pipeline.module import Pipeline
 from mgpu_core.ranks.random import check_rng
 from mgpu_core.ranks.team import Team
 from mgpu_core.ranks.worker_choice import check_workers
 from mgpu_core.train.grad_scaler import AMP_DTYPES
 from mgpu_core.train.loss import REDUCTIONS
+from mgpu_core.trees.module_tree import named_parameters_of, parameters_of
 
 __all__ = [
     "ARGUMENTS",
@@ -125,7 +125,7 @@ class Options:
         return replace(self, **{name: value})
 
     def shared(self) -> dict[str, Any]:
-        """Return what all processes of a step must have in common, by its name."""
+        """Return the settings that all processes of a step must have in common, by their names."""
         names = "reduction", "accumulate", "clip_norm", "error_if_nonfinite", "amp_dtype", "bucket_nbytes", "comm_dtype"
         shards = len(set(self.team.devices)) if self.shard_optimizer else 1  # the layout depends on it
         found = {name: getattr(self, name) for name in names}

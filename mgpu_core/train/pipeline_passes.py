@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from mgpu_core.nested import moved
 from mgpu_core.parallel.apply import draws_apart
 from mgpu_core.pipeline.module import Pipeline
 from mgpu_core.pipeline.run import PipelineRun
@@ -26,6 +25,7 @@ from mgpu_core.train.forward_backward import (
 from mgpu_core.train.loss import RankLoss, output_loss, rank_loss
 from mgpu_core.train.pipeline_copies import PipelineCopies
 from mgpu_core.train.rank_modules import RankModules
+from mgpu_core.trees.nested import moved
 
 __all__ = ["PipelinePasses"]
 

@@ -7,8 +7,8 @@ begun as they become ready, the sums of two processes would be of different buck
     process 1   bucket 0 is ready: sum 0 ─── bucket 1 is ready: sum 1 ─── bucket 2: sum 2 ─────── weight and mask
 
 A sum begins in the thread of the rank that completes the bucket; the caller's thread waits for it at the end.  How many
-steps the processes make, and what becomes of them where one fails, is left to the caller and ``torch.distributed``,
-whose timeout bounds each wait.
+steps the processes make, and how they end where one fails, is left to the caller and ``torch.distributed``, whose
+timeout bounds each wait.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch import distributed
 from mgpu_core.device.memory import note_written
 from mgpu_core.device.streams import GPU_TYPE
 from mgpu_core.device.tensor_checks import bytes_of
-from mgpu_core.null_context import NULL_CONTEXT
+from mgpu_core.support.null_context import NULL_CONTEXT
 
 if TYPE_CHECKING:  # a torch built without it has none
     from torch.distributed import ProcessGroup, Work
@@ -72,7 +72,7 @@ class ProcessSums:
         """Compare facts with those of the other processes.
 
         Args:
-            facts: by topic, what can be pickled and printed.
+            facts: by topic, values that can be pickled and printed.
 
         Raises:
             ValueError: in all processes alike, names the first topic and process that differ.

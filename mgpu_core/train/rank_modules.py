@@ -9,11 +9,11 @@ import torch
 from torch.nn import Module, Parameter
 
 from mgpu_core.comm import dispatch
-from mgpu_core.module_tree import ModuleTree
 from mgpu_core.parallel.replicate_modules import build_replica, compiled_by_rank, loosen, plain_copies
 from mgpu_core.ranks.team import Team
-from mgpu_core.replica_parameters import follow_attributes
 from mgpu_core.trace.tracer import span
+from mgpu_core.trees.module_tree import ModuleTree
+from mgpu_core.trees.replica_parameters import follow_attributes
 
 __all__ = ["RankModules"]
 

@@ -29,8 +29,8 @@ from mgpu_core.device.dtypes import FLOATING
 from mgpu_core.device.streams import SideStreams, caller_streams
 from mgpu_core.device.tensor_checks import LiesLike
 from mgpu_core.kernels import FlatNorm
-from mgpu_core.null_context import NULL_CONTEXT
 from mgpu_core.optim.flat_buffers import in_memory_order
+from mgpu_core.support.null_context import NULL_CONTEXT
 from mgpu_core.trace.events import ALL_RANKS
 from mgpu_core.trace.tracer import current_step, in_step, is_tracing, mark, span
 from mgpu_core.train.grad_buckets import BackwardOrder, Communication, GradBuckets

@@ -16,10 +16,10 @@ from torch.nn import Module, Parameter
 from mgpu_core.comm import dispatch
 from mgpu_core.device.tensor_checks import memory_of, moved_between
 from mgpu_core.device.transfer import to_device
-from mgpu_core.module_copy import give_attributes, leaf_like
-from mgpu_core.module_tree import ModuleTree, check_initialised, named_parameters_of
 from mgpu_core.optim.flat_buffers import FlatTensors, compact
 from mgpu_core.ranks.team import Team
+from mgpu_core.trees.module_copy import give_attributes, leaf_like
+from mgpu_core.trees.module_tree import ModuleTree, check_initialised, named_parameters_of
 
 __all__ = ["GradientHook", "Replicas", "refuse_hooks"]
 

@@ -11,14 +11,13 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from mgpu_core._core import ReentrancyGuard
-from mgpu_core._warnings import warn_user
 from mgpu_core.comm.buckets import DEFAULT_NBYTES
 from mgpu_core.device.devices import DeviceLike
 from mgpu_core.device.traces import refuse_traces
 from mgpu_core.errors import Error
-from mgpu_core.module_tree import named_parameters_of
 from mgpu_core.ranks.compiled import outside_the_compiler
 from mgpu_core.ranks.team import Team
+from mgpu_core.support.warnings import warn_user
 from mgpu_core.trace.tracer import span
 from mgpu_core.train.balance import Plan, SplitPlan
 from mgpu_core.train.checkpoint import first_difference, state_of
@@ -39,6 +38,7 @@ from mgpu_core.train.options import (
 )
 from mgpu_core.train.process_sums import ProcessSums
 from mgpu_core.train.train_loop import TrainLoop
+from mgpu_core.trees.module_tree import named_parameters_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -10,16 +10,14 @@ from typing import Any, TypeAlias
 
 import torch
 
-from mgpu_core._warnings import warn_user
 from mgpu_core.device.time_limits import time_limit
 from mgpu_core.errors import Error
-from mgpu_core.module_tree import named_parameters_of, parameters_of
-from mgpu_core.nested import moved
-from mgpu_core.null_context import NULL_CONTEXT
 from mgpu_core.pipeline.module import Pipeline
 from mgpu_core.ranks.random import random_numbers_kept
 from mgpu_core.ranks.team import Team
 from mgpu_core.ranks.worker_choice import WorkerChoice, size_of
+from mgpu_core.support.null_context import NULL_CONTEXT
+from mgpu_core.support.warnings import warn_user
 from mgpu_core.trace.events import ALL_RANKS
 from mgpu_core.trace.tracer import span
 from mgpu_core.train.balance import SplitPlan
@@ -40,6 +38,8 @@ from mgpu_core.train.reducer import OwnGradients, Reducer
 from mgpu_core.train.replicas import Replicas
 from mgpu_core.train.rollback import BufferSnapshot, uninterrupted
 from mgpu_core.train.update import UpdateTransaction
+from mgpu_core.trees.module_tree import named_parameters_of, parameters_of
+from mgpu_core.trees.nested import moved
 
 __all__ = ["TrainLoop"]
 

@@ -10,7 +10,7 @@ from train.nets import mse
 
 from mgpu_core import DataParallel, DeviceLoader, Rows, TrainStep
 from mgpu_core.device import streams
-from mgpu_core.nested import RankParts
+from mgpu_core.trees.nested import RankParts
 
 TEAMS = [["fake:0", "fake:1"], ["fake:0", "fake:1", "fake:0"], ["fake:1", "cpu", "fake:2"]]
 every_team = pytest.mark.parametrize("team", TEAMS, ids="-".join)
@@ -81,7 +81,7 @@ def test_devices_of_another_order_are_refused():
 def pinned(monkeypatch, gpus):  # noqa: F811
     """Let the fakes be the GPUs of the loader, and return the tensors that are pinned."""
     seen = []
-    monkeypatch.setattr("mgpu_core.device_loader.GPU_TYPE", "fake")
+    monkeypatch.setattr("mgpu_core.data.device_loader.GPU_TYPE", "fake")
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: seen.append(tensor) or tensor)
     return seen
 
@@ -148,6 +148,6 @@ def test_tensors_that_stay_whole_are_copied_beside_the_computing(monkeypatch, pi
         seen.append(torch.accelerator.current_stream(device))
         return leaf
 
-    monkeypatch.setattr("mgpu_core.device_loader._moved", moved)
+    monkeypatch.setattr("mgpu_core.data.device_loader._moved", moved)
     list(DeviceLoader(batches(1, 4), ["fake:1"]))
     assert seen == [streams.own_stream("copies", 1)] * 2

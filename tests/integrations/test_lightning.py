@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import mgpu_core
-from mgpu_core.extras import MissingExtra
+from mgpu_core.support.extras import MissingExtra
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:::lightning")]
 with warnings.catch_warnings(action="ignore"):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import mgpu_core
-from mgpu_core.extras import MissingExtra
+from mgpu_core.support.extras import MissingExtra
 
 pytestmark = pytest.mark.slow
 data = pytest.importorskip("torch_geometric.data")

@@ -7,7 +7,7 @@ from importlib import import_module
 import pytest
 import torch
 
-from mgpu_core.extras import MissingExtra
+from mgpu_core.support.extras import MissingExtra
 
 pytestmark = pytest.mark.slow
 transformers = pytest.importorskip("transformers")

@@ -107,7 +107,7 @@ class Doubling(nn.Module):
 
 @pytest.fixture
 def known(monkeypatch):
-    monkeypatch.setattr(mgpu_core.containers, "_registered", {})
+    monkeypatch.setattr(mgpu_core.trees.containers, "_registered", {})
     mgpu_core.register_container(Batch, lambda batch: ([batch.x], batch.name), lambda made, name: Batch(made[0], name))
 
 

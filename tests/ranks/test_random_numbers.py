@@ -11,9 +11,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from mgpu_core import DataParallel, parallel_apply
-from mgpu_core.module_tree import draws_random_numbers
 from mgpu_core.ranks import random
 from mgpu_core.ranks.random import RankStream, rank_streams
+from mgpu_core.trees.module_tree import draws_random_numbers
 
 RANKS = [2, 3, 8]
 

@@ -1,7 +1,7 @@
 """Scatter: a nested object becomes one per rank, its tensors cut along ``dim``.
 
 All tensors are cut at the same rows, whatever their shapes, so they must agree on how many there are.  A leaf that
-cannot be cut goes to every rank: scalars and :class:`~mgpu_core.nested.Replicate` as copies, everything else by
+cannot be cut goes to every rank: scalars and :class:`~mgpu_core.trees.nested.Replicate` as copies, everything else by
 reference.
 """
 

@@ -10,12 +10,12 @@ import torch
 from mgpu_core.comm import autograd
 from mgpu_core.device.devices import DeviceLike
 from mgpu_core.device.traces import refuse_traces
-from mgpu_core.nested import moved
 from mgpu_core.parallel.scatter_inputs.arguments import cut
 from mgpu_core.parallel.scatter_inputs.chunks import check_shares, row_counts, rows_of_bare
 from mgpu_core.parallel.scatter_inputs.replicated import trace_replicated
 from mgpu_core.ranks.team import Team
 from mgpu_core.trace.tracer import is_tracing, span
+from mgpu_core.trees.nested import moved
 
 __all__ = ["scatter", "scatter_kwargs"]
 

@@ -13,12 +13,12 @@ import torch
 from mgpu_core.comm import autograd
 from mgpu_core.comm.trace_hooks import trace_cut
 from mgpu_core.device.tensor_checks import begin_alike
-from mgpu_core.nested import RankParts, Replicate, Rows, flatten, moved
 from mgpu_core.parallel.scatter_inputs.chunks import check_shares, is_plain, row_counts, views_of
 from mgpu_core.parallel.scatter_inputs.replicated import copies_for_all, copies_of_tensor, trace_replicated
 from mgpu_core.parallel.scatter_inputs.unknown import warn_unknown
 from mgpu_core.ranks.team import Team
 from mgpu_core.trace.tracer import is_tracing
+from mgpu_core.trees.nested import RankParts, Replicate, Rows, flatten, moved
 
 __all__ = ["Arguments", "cut", "sliced", "split_ahead"]
 
@@ -61,7 +61,7 @@ def cut(
 
 
 def split_ahead(obj: Any, team: Team, dim: int, shares: Sequence[float] | None) -> Any:
-    """Return a nest whose leaves with rows are :class:`~mgpu_core.nested.RankParts`, cut as :func:`cut` does it.
+    """Return a nest whose leaves with rows are :class:`~mgpu_core.trees.nested.RankParts`, cut as :func:`cut` does it.
 
     Raises:
         TypeError, ValueError: as for :func:`cut`.

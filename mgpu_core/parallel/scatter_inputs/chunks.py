@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from mgpu_core import _core
-from mgpu_core.nested import is_undivided
+from mgpu_core.trees.nested import is_undivided
 
 __all__ = ["check_shares", "is_plain", "row_counts", "rows_of_bare", "views_of"]
 

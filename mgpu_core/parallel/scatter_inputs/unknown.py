@@ -17,9 +17,9 @@ from weakref import ReferenceType
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-from mgpu_core._warnings import warn_user
-from mgpu_core.layer_holders import contents_of
-from mgpu_core.nested import RankParts, Replicate, Rows
+from mgpu_core.support.warnings import warn_user
+from mgpu_core.trees.layer_holders import contents_of
+from mgpu_core.trees.nested import RankParts, Replicate, Rows
 
 __all__ = ["warn_unknown"]
 

@@ -7,7 +7,7 @@ from typing import BinaryIO
 
 import pytest
 
-from mgpu_core.files import check_outputs, check_writable, write_whole
+from mgpu_core.support.files import check_outputs, check_writable, write_whole
 
 
 def test_writes_and_replaces(tmp_path: Path) -> None:

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from mgpu_core import DeviceLoader, TensorLoader, tensor_loader
-from mgpu_core.tensor_loader import CUT_NBYTES
+from mgpu_core import DeviceLoader, TensorLoader
+from mgpu_core.data import tensor_loader
+from mgpu_core.data.tensor_loader import CUT_NBYTES
 
 
 def data(rows, *shape):

@@ -18,7 +18,7 @@ import torch
 from torch.nn import Module, Parameter
 from torch.nn.parameter import is_lazy
 
-from mgpu_core.layer_holders import attributes_that_reach
+from mgpu_core.trees.layer_holders import attributes_that_reach
 
 __all__ = ["ModuleNode", "ModuleTree", "check_initialised", "draws_random_numbers", "modules_of", "tensors_of"]
 

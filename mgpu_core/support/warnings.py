@@ -6,13 +6,14 @@ import contextlib
 import os
 import sys
 import warnings
+from pathlib import Path
 
 import torch
 
 __all__ = ["is_users", "warn_user"]
 
-_PACKAGES = [os.path.dirname(os.path.abspath(file)) + os.sep for file in (__file__, str(torch.__file__))]
-_NOT_THE_USERS = (*_PACKAGES, contextlib.__file__)
+_PACKAGES = Path(__file__).absolute().parents[1], Path(str(torch.__file__)).absolute().parent
+_NOT_THE_USERS = (*(f"{folder}{os.sep}" for folder in _PACKAGES), contextlib.__file__)
 
 
 def is_users(filename: str) -> bool:

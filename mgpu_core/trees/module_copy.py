@@ -12,7 +12,7 @@ import torch
 from torch.nn import Module, Parameter
 from torch.nn.parameter import is_lazy
 
-from mgpu_core.module_tree import modules_of, parameters_of
+from mgpu_core.trees.module_tree import modules_of, parameters_of
 
 __all__ = ["copy_module", "leaf_like", "set_compiled", "give_attributes"]
 

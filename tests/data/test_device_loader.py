@@ -7,9 +7,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import mgpu_core
 from mgpu_core import DataParallel, DeviceLoader, Replicate, Rows, TrainStep
-from mgpu_core.nested import RankParts
 from mgpu_core.parallel.scatter_inputs import split_ahead
 from mgpu_core.ranks.team import Team
+from mgpu_core.trees.nested import RankParts
 
 
 def team(ranks):
@@ -76,7 +76,7 @@ def test_wrong_arguments(arguments, error, text):
 
 
 def test_without_ids_and_accelerators_it_is_the_cpu(monkeypatch):
-    monkeypatch.setattr("mgpu_core.device_loader.default_devices", list)
+    monkeypatch.setattr("mgpu_core.data.device_loader.default_devices", list)
     assert DeviceLoader([]).device_ids == (torch.device("cpu"),)
 
 

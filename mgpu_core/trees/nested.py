@@ -1,7 +1,7 @@
 """Nested objects, taken apart into leaves and put together again.
 
 The rules, in this order: a tensor is a leaf; packed sequences, nested, sparse and quantized tensors are refused, with
-their path; then containers are opened (:mod:`mgpu_core.containers` knows which); everything else is a leaf.  A
+their path; then containers are opened (:mod:`mgpu_core.trees.containers` knows which); everything else is a leaf.  A
 :class:`Tree` is the structure without the leaves: it can be compared, and filled with other leaves.
 """
 
@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-from mgpu_core.containers import opened
 from mgpu_core.device.transfer import to_device
+from mgpu_core.trees.containers import opened
 
 __all__ = [
     "LEAF",

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, prune
 
 from mgpu_core import Pipeline, Predictor
-from mgpu_core.module_copy import copy_module
+from mgpu_core.trees.module_copy import copy_module
 
 warnings.filterwarnings("ignore", category=FutureWarning)
 

@@ -7,11 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from mgpu_core import extras
+from mgpu_core.support import extras
 
-OPTIONAL = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"][
-    "optional-dependencies"
-]
+OPTIONAL = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 PROJECTS = {"pynvml": "nvidia-ml-py"}  # where the package's name is not that of the project
 
 
@@ -47,4 +45,4 @@ def test_a_package_that_is_there_and_does_not_work_says_why(monkeypatch, tmp_pat
 def test_nobody_else_says_how_to_install_it(package):
     own = Path(extras.__file__)
     alone = re.compile(rf"find_spec\(.{package}|pip install .?({package}|mgpu-core\[{extras._EXTRAS[package]})")
-    assert [path for path in own.parent.rglob("*.py") if path != own and alone.search(path.read_text())] == []
+    assert [path for path in own.parents[1].rglob("*.py") if path != own and alone.search(path.read_text())] == []

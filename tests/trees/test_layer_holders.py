@@ -13,7 +13,7 @@ from fakes.nets import cpu
 from torch import nn
 
 from mgpu_core import DataParallel, SyncBatchNorm, TrainStep, replicate
-from mgpu_core.layer_holders import attributes_that_reach, rewired
+from mgpu_core.trees.layer_holders import attributes_that_reach, rewired
 
 Pair = namedtuple("Pair", "norm act")
 

@@ -18,8 +18,8 @@ from mgpu_core.advice.recommend import Recommendation
 from mgpu_core.advice.result import Advice
 from mgpu_core.advice.strategies import ENGINE, ONE
 from mgpu_core.explanation.trace import Trace
-from mgpu_core.html import html_frame, html_table, html_text
 from mgpu_core.inference.stats import DeviceStats, Stats
+from mgpu_core.support.html import html_frame, html_table, html_text
 
 HOSTILE = "</pre><script>alert('1 & 2')</script>\"'"
 

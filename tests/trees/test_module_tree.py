@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from mgpu_core.module_tree import ModuleTree, tensors_of
+from mgpu_core.trees.module_tree import ModuleTree, tensors_of
 
 
 class Net(nn.Module):

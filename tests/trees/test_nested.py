@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.utils.rnn import pack_sequence
 
-from mgpu_core.nested import Replicate, flatten, unwrapped
+from mgpu_core.trees.nested import Replicate, flatten, unwrapped
 
 Pair = namedtuple("Pair", "left right")
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.nn import Parameter
 
-from mgpu_core.module_copy import give_attributes
+from mgpu_core.trees.module_copy import give_attributes
 
 __all__ = ["ReplicaParameter", "as_parameters", "follow_attributes"]
 

@@ -1,0 +1,1 @@
+"""Loaders: batches on the devices of a team, and batches cut from tensors."""

@@ -308,7 +308,7 @@ void dtypes_that_a_kernel_lacks(DeviceOps& ops, Stream on) {
   const int64_t index = 0;
   int64_t segment[kSegmentColumns] = {0, 1, 0, 0, 1};
   const double groups[6] = {};
-  const FlatBuffer flat{&byte, &byte, 1, DType::u8, segment, 1, nullptr, groups, 1, nullptr, nullptr, nullptr};
+  const FlatBuffer flat{&byte, &byte, 1, DType::u8, segment, 1, nullptr, groups, 1, nullptr, nullptr};
   CHECK_THROWS(InvalidArgument, "does not work on int32",
                ops.pack({{{&byte, 0, 1}}, DType::i32, &byte, DType::f32, 1.0}, on));
   CHECK_THROWS(InvalidArgument, "does not work on int64",

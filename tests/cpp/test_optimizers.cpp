@@ -42,19 +42,8 @@ struct Training {
   bool takes_part(int64_t i) { return row(i)[kActive] && row(i)[kGroup] >= 0; }
 
   FlatBuffer over(const void* flat, const std::vector<const void*>& each) {
-    return {parameters.data(),
-            flat,
-            count,
-            dtype,
-            segments.data(),
-            rows(),
-            nullptr,
-            groups.data(),
-            2,
-            &clip,
-            &scale,
-            nullptr,
-            each.empty() ? nullptr : each.data()};
+    return {parameters.data(), flat,          count, dtype, segments.data(), rows(),
+            nullptr,           groups.data(), 2,     &clip, nullptr,         each.empty() ? nullptr : each.data()};
   }
 
   bool operator==(const Training& other) const {
@@ -67,8 +56,7 @@ struct Training {
   std::vector<Bytes> states;
   std::vector<int64_t> segments;
   std::vector<double> groups;
-  double clip = 0.75;
-  float scale = 4;
+  double clip = 0.1875;
 };
 
 struct Case {

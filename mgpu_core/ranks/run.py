@@ -1,13 +1,13 @@
 r"""One call over several ranks: who is at work, waits for whom, and must stop when.
 
-A *lane* runs the module's own code, as a rule for one rank, in a worker thread of its own or one after the other in the
-caller's thread::
+A *lane* runs the module's own code, as a rule for one rank: in a worker thread of its own, or in the caller's thread,
+where lanes run one after the other::
 
     caller    run(calls) ──────────────── waits until every lane has ended ───────── results, or the first failure
     lane 0      ├─ forward ─ meet(value) ─ waits ─────────┐ ─ its result ─ ... ─ end
     lane 1      └─ forward ──────── meet(value): combines ┴ ─ its result ─ ... ─ end
 
-Three things make a lane wait, all of them here.  Each wait is bounded, and ends with an error where it cannot be
+Three things make a lane wait; `waiting.py` has them.  Each wait is bounded, and ends with an error where it cannot be
 fulfilled any more:
 
 * :meth:`Lane.meet`: a value of every lane is needed before any can go on.
@@ -17,33 +17,27 @@ fulfilled any more:
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextvars import ContextVar, copy_context
 from functools import partial
-from itertools import pairwise
 from operator import attrgetter
-from threading import Condition, Lock
 from typing import Any
 
 import torch
 
 from mgpu_core.device.streams import caller_streams, on
-from mgpu_core.device.time_limits import time_limit
-from mgpu_core.errors import Error
 from mgpu_core.ranks.clock import RankClock
-from mgpu_core.ranks.compiled import compiler_lent
 from mgpu_core.ranks.context import CallerContext
-from mgpu_core.ranks.failures import RankExited, raise_failures
+from mgpu_core.ranks.failures import raise_failures
 from mgpu_core.ranks.random import RankStream, rank_streams
 from mgpu_core.ranks.switches import switches_kept
 from mgpu_core.ranks.team import Team
+from mgpu_core.ranks.waiting import Combine, Waiting
 from mgpu_core.ranks.workers import Outcome
 from mgpu_core.support.null_context import NULL_CONTEXT
 
 __all__ = ["Lane", "Run", "current_lane", "shares_generator"]
-
-Combine = Callable[[list[Any]], Sequence[Any]]
 
 _CPU = torch.device("cpu")
 _value_of = attrgetter("value")
@@ -54,7 +48,7 @@ class Run:
 
     Args:
         team: a rank per lane.
-        clocks: one per lane, for its work; empty: nobody asks for times.
+        clocks: one per lane, to time its work; empty: it is not timed.
         names: of the lanes in messages, read after a failure; ``None``: ``replica 1 on device cuda:1``.
         plans: by stage the turns in their order, as :meth:`Lane.turn` names them; a stage without a plan serves who
             comes first.
@@ -76,7 +70,7 @@ class Run:
         self._clocks, self._names, self._plans = clocks, names, plans or {}
         self._is_bare = team.on_host and not clocks  # there is no device, stream or clock to set
         self.streams: Sequence[torch.Stream | None] = () if self._is_bare else caller_streams(team.devices)
-        self._waiting: _Waiting | None = None  # while lanes are in workers: others do not wait
+        self._waiting: Waiting | None = None  # while lanes are in workers: others do not wait
 
     def run(self, calls: Sequence[Callable[[], Any]], *, draws: bool, workers: str) -> list[Any]:
         """Run the call of each lane and return the results in their order.
@@ -142,8 +136,8 @@ class Run:
         for rank, call in enumerate(calls):
             if not self._is_bare:
                 call = self._placed(rank, call)
-            if numbers is not None:
-                call = _drawing(call, numbers[rank])
+            if numbers is not None and (stream := numbers[rank]) is not None:
+                call = partial(_drawn, call, stream)
             outcome = Outcome()
             outcomes += (outcome,)
             try:
@@ -159,12 +153,12 @@ class Run:
             raise ValueError(f"there are {len(calls)} calls, and {len(devices)} ranks to run them")
         self.streams = self.streams or [None] * len(devices)
         context = CallerContext(devices, draws=draws and devices.count(_CPU) > 1)
-        waiting = self._waiting = _Waiting(self._plans, _in_turns(self.team, context.serialize, draws))
+        waiting = self._waiting = Waiting(self._plans, _in_turns(self.team, context.serialize, draws))
         tasks = [context.bind(partial(self._attended, waiting, rank, call), rank) for rank, call in enumerate(calls)]
         with switches_kept(), self.team.workers.lease() as crew:
             return crew.run(tasks, waiting.seconds)
 
-    def _attended(self, waiting: _Waiting, rank: int, call: Callable[[], Any]) -> Any:
+    def _attended(self, waiting: Waiting, rank: int, call: Callable[[], Any]) -> Any:
         """Run one lane, in its worker."""
         waiting.begin(rank)
         token = _lane.set(Lane(self, rank, waiting))
@@ -187,7 +181,7 @@ class Lane:
         rank: its index.
     """
 
-    def __init__(self, run: Run, rank: int, waiting: _Waiting) -> None:
+    def __init__(self, run: Run, rank: int, waiting: Waiting) -> None:
         self.run, self.rank, self._waiting = run, rank, waiting
         self._meetings: defaultdict[Hashable, int] = defaultdict(int)
 
@@ -210,7 +204,7 @@ class Lane:
 
         Args:
             stage: where one lane at a time may work.
-            name: of the turn in the stage's plan; without a plan there is none.
+            name: of the turn in the stage's plan; ``None`` at a stage without one.
 
         Raises:
             ValueError: the plan has no such turn left.
@@ -245,182 +239,6 @@ def current_lane() -> Lane | None:
     return _lane.get()
 
 
-class _Waiting:
-    """The state of one call that its lanes share, under one lock.
-
-    Args:
-        plans: as for :class:`Run`.
-        in_turns: groups of lanes that run one after the other.
-
-    Attributes:
-        seconds: how long each wait may take.
-        has_failed: a lane has failed: who waits for something to be done, or for a turn, gives up.
-    """
-
-    def __init__(self, plans: Mapping[Hashable, Sequence[Hashable]], in_turns: Sequence[Sequence[int]]) -> None:
-        self.seconds = time_limit()
-        self.has_failed = False
-        self._changed = Condition(Lock())
-        self._is_stopped = False
-        self._at_work = 0
-        self._ended: set[int] = set()
-        self._before = {later: earlier for group in in_turns for earlier, later in pairwise(group)}
-        self._meetings: dict[Hashable, _Meeting] = {}
-        self._done: set[Hashable] = set()
-        self._planned = {stage: deque(turns) for stage, turns in plans.items()}
-        self._queues: defaultdict[Hashable, deque[Hashable]] = defaultdict(deque)  # of stages without a plan
-        self._turns: dict[int, deque[Hashable]] = {}  # by lane the queue of which it is the first
-
-    def begin(self, rank: int) -> None:
-        """Note that a lane is at work, when the one before it has ended, or failed."""
-        before = self._before.get(rank)
-        with self._changed:
-            in_time = before is None or self._until(lambda: self._is_stopped or before in self._ended)
-            if in_time and not self._is_stopped:
-                self._at_work += 1
-                return
-            self._ended.add(rank)
-            self._changed.notify_all()
-        if self._is_stopped:
-            raise RankExited("the call was given up before this rank began")
-        raise Error(f"the rank before did not end within {self.seconds:g} s")
-
-    def end(self, rank: int) -> None:
-        """Note that a lane has ended, and with it its turn."""
-        with self._changed:
-            self._leave_turn(rank)
-            self._at_work -= 1
-            self._ended.add(rank)
-            self._changed.notify_all()
-
-    def stop(self, seconds: float) -> bool:
-        with self._changed:
-            self._is_stopped = True
-            self._changed.notify_all()
-            return self._changed.wait_for(lambda: not self._at_work, seconds)
-
-    def meet(self, key: Hashable, rank: int, value: Any, combine: Combine, ranks: int) -> Any:
-        if self._before:
-            raise Error(
-                "the ranks of this forward run one after another, so none can wait in a synchronised layer: they share "
-                "a GPU's random generator (dropout; give each rank a GPU of its own), or are inside a checkpoint"
-            )
-        with self._changed:
-            found = self._meetings.setdefault(key, _Meeting())
-            found.values[rank] = value
-            is_last = len(found.values) == ranks
-        if is_last:
-            found.combine(combine)
-            with self._changed:
-                found.is_over = True
-                found.values.clear()
-                self._changed.notify_all()
-        else:
-            with compiler_lent(), self._changed:
-                self._await_others(found)
-        result, error = self._result_of(key, found, rank)
-        del found
-        if error is None:
-            return result
-        try:
-            raise error
-        finally:
-            del error  # whose traceback holds this frame
-
-    def _await_others(self, found: _Meeting) -> None:
-        self._until(lambda: found.is_over or self._is_stopped or self._ended - found.values.keys())
-        if found.is_over:
-            return
-        if absent := self._ended - found.values.keys():
-            raise RankExited(
-                f"rank {min(absent)} ended without coming to a layer where all ranks meet: every rank must call the "
-                "same synchronised layers, equally often"
-            )
-        if self._is_stopped:
-            raise RankExited("the call was given up while ranks waited in a synchronised layer")
-        raise Error(f"a rank did not come to a synchronised layer within {self.seconds:g} s")
-
-    def _result_of(self, key: Hashable, found: _Meeting, rank: int) -> tuple[Any, Exception | None]:
-        """Return a lane's result and drop it here: it may have a graph that refers back to this object.
-
-        All lanes raise the same error; it is dropped here when the last one has it.
-        """
-        with self._changed:
-            result, error = found.results.pop(rank), found.error
-            if not found.results:
-                found.error = None
-                del self._meetings[key]
-        return result, error
-
-    def turn(self, rank: int, stage: Hashable, name: Hashable) -> None:
-        with self._changed:
-            self._leave_turn(rank)
-            queue = self._planned.get(stage)
-            if queue is None:
-                queue, name = self._queues[stage], rank
-                queue.append(rank)
-            elif name not in queue:
-                raise ValueError(f"the plan of stage {stage} has no turn {name} left")
-            try:
-                self._until_done(lambda: queue[0] == name, f"turn {name} at stage {stage} did not come")
-            except BaseException:
-                queue.remove(name)
-                raise
-            self._turns[rank] = queue
-
-    def end_turn(self, rank: int) -> None:
-        with self._changed:
-            self._leave_turn(rank)
-
-    def _leave_turn(self, rank: int) -> None:
-        queue = self._turns.pop(rank, None)
-        if queue is not None:
-            queue.popleft()
-            self._changed.notify_all()
-
-    def done(self, key: Hashable) -> None:
-        with self._changed:
-            self._done.add(key)
-            self._changed.notify_all()
-
-    def wait_for(self, keys: Sequence[Hashable]) -> None:
-        with self._changed:
-            self._until_done(
-                lambda: self._done.issuperset(keys),
-                lambda: f"{next(key for key in keys if key not in self._done)} was not done",
-            )
-
-    def _until_done(self, is_done: Callable[[], bool], late: str | Callable[[], str]) -> None:
-        """Wait for something that no longer comes after a failure."""
-        in_time = self._until(lambda: self._is_stopped or self.has_failed or is_done())
-        if self._is_stopped or self.has_failed:
-            raise RankExited("another rank failed, or the call was given up")
-        if not in_time:
-            raise Error(f"{late if isinstance(late, str) else late()} within {self.seconds:g} s")
-
-    def _until(self, holds: Callable[[], Any]) -> bool:
-        """Wait, with the lock; return whether it holds in time."""
-        return bool(self._changed.wait_for(holds, self.seconds))
-
-
-class _Meeting:
-    """The values and results of one meeting, by rank."""
-
-    def __init__(self) -> None:
-        self.values: dict[int, Any] = {}
-        self.results: dict[int, Any] = {}
-        self.error: Exception | None = None
-        self.is_over = False
-
-    def combine(self, combine: Combine) -> None:
-        """Make the results; a failure is every lane's."""
-        ranks = range(len(self.values))
-        try:
-            self.results = dict(enumerate(combine([self.values[rank] for rank in ranks])))
-        except Exception as error:
-            self.error, self.results = error, dict.fromkeys(ranks)
-
-
 def shares_generator(team: Team) -> bool:
     """Return whether ranks of the team share a device, and so its random generator."""
     return len(set(team.devices)) < len(team.devices)
@@ -436,11 +254,7 @@ def _in_turns(team: Team, all_in_turns: bool, draws: bool) -> list[list[int]]:
     return [ranks for ranks in shared if len(ranks) > 1]
 
 
-def _drawing(task: Callable[[], Any], stream: RankStream | None) -> Callable[[], Any]:
-    """Return the task with the random numbers of a stream; ``None``: of the device, as ever."""
-
-    def drawn(entered: RankStream) -> Any:
-        with entered.entered():
-            return task()
-
-    return task if stream is None else partial(drawn, stream)
+def _drawn(task: Callable[[], Any], stream: RankStream) -> Any:
+    """Run a task with the random numbers of a stream."""
+    with stream.entered():
+        return task()

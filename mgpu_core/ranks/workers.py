@@ -148,7 +148,7 @@ class Crew:
         """Begin task i on worker i, after which the crew ends; for tasks that raise nothing.
 
         Returns:
-            A function that waits so many seconds, and returns the tasks that have not ended.
+            A function that waits up to so many seconds, and returns the indices of tasks that have not ended.
         """
         _, wait = self._begin(tasks)
         self.stop()

@@ -1,4 +1,4 @@
-"""Sums over the processes of a group of ``torch.distributed``, each of which has ranks of its own.
+"""Sums of gradients over the processes of a ``torch.distributed`` group; each process has ranks of its own.
 
 All processes sum their buckets in one order, that of the buckets' numbers.  A bucket that is ready waits for its turn:
 begun as they become ready, the sums of two processes would be of different buckets::

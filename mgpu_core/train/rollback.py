@@ -4,7 +4,7 @@ from __future__ import annotations
 
 # What `signal` wraps: its enumerations take nine tenths of the time, in every step.
 import _signal  # type: ignore[import-not-found]  # mypy has no stub of it
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -78,14 +78,11 @@ def _is_like(buffer: torch.Tensor, before: torch.Tensor, values: torch.Tensor) -
 
 
 class uninterrupted:  # noqa: N801  # as contextlib's own
-    """Ctrl-C waits until the end: the handler of SIGINT runs then.  Outside the main thread signals do not come.
-
-    Yield a function that returns True once Ctrl-C came, for waits inside.
-    """
+    """Ctrl-C waits until the end: the handler of SIGINT runs then.  Outside the main thread signals do not come."""
 
     __slots__ = ("_before", "_came")
 
-    def __enter__(self) -> Callable[[], bool]:
+    def __enter__(self) -> None:
         self._came: list[tuple[int, Any]] = []
         self._before: Any = _signal.getsignal(_signal.SIGINT)
         if self._before is None or type(self._before) is int:  # no Python handler is set
@@ -95,7 +92,6 @@ class uninterrupted:  # noqa: N801  # as contextlib's own
                 _signal.signal(_signal.SIGINT, self._keep)
             except ValueError:  # this is not the main thread
                 self._before = None
-        return self._has_come
 
     def __exit__(self, *_: object) -> None:
         if self._before is not None:
@@ -105,6 +101,3 @@ class uninterrupted:  # noqa: N801  # as contextlib's own
 
     def _keep(self, number: int, frame: Any) -> None:
         self._came.append((number, frame))
-
-    def _has_come(self) -> bool:
-        return bool(self._came)

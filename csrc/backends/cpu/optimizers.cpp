@@ -9,7 +9,7 @@
 namespace mgpu::cpu::MGPU_LEVEL {
 namespace {
 
-// What a gradient is multiplied by before anything else: clipped, and turned round for a maximum.
+// The factor of a gradient, which comes before anything else: the clip, and -1 for a maximum.
 inline double factor_of(const FlatBuffer& flat, bool maximize) {
   return (maximize ? -1.0 : 1.0) * (flat.clip ? *flat.clip : 1.0);
 }

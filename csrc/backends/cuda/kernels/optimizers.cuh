@@ -35,7 +35,7 @@ __device__ __forceinline__ int64_t next_step(const FlatBuffer& flat, int64_t* se
   return overflow || !known || segment[kActive] == 0 ? 0 : ++segment[kStep];
 }
 
-// What a gradient is multiplied by before anything else: clipped, and turned round for a maximum.
+// The factor of a gradient, which comes before anything else: the clip, and -1 for a maximum.
 __device__ __forceinline__ double factor_of(const FlatBuffer& flat, bool maximize) {
   return (maximize ? -1.0 : 1.0) * (flat.clip ? *flat.clip : 1.0);
 }

@@ -1,0 +1,194 @@
+"""The waits of one call's lanes for each other, under one condition; :mod:`mgpu_core.ranks.run` has the drawing."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from itertools import pairwise
+from threading import Condition, Lock
+from typing import Any
+
+from mgpu_core.device.time_limits import time_limit
+from mgpu_core.errors import Error
+from mgpu_core.ranks.compiled import compiler_lent
+from mgpu_core.ranks.failures import RankExited
+
+__all__ = ["Combine", "Waiting"]
+
+Combine = Callable[[list[Any]], Sequence[Any]]
+
+
+class Waiting:
+    """The state of one call that its lanes share, under one lock.
+
+    Args:
+        plans: as for :class:`Run`.
+        in_turns: groups of lanes that run one after the other.
+
+    Attributes:
+        seconds: how long each wait may take.
+        has_failed: a lane has failed: who waits for something to be done, or for a turn, gives up.
+    """
+
+    def __init__(self, plans: Mapping[Hashable, Sequence[Hashable]], in_turns: Sequence[Sequence[int]]) -> None:
+        self.seconds = time_limit()
+        self.has_failed = False
+        self._changed = Condition(Lock())
+        self._is_stopped = False
+        self._at_work = 0
+        self._ended: set[int] = set()
+        self._before = {later: earlier for group in in_turns for earlier, later in pairwise(group)}
+        self._meetings: dict[Hashable, _Meeting] = {}
+        self._done: set[Hashable] = set()
+        self._planned = {stage: deque(turns) for stage, turns in plans.items()}
+        self._queues: defaultdict[Hashable, deque[Hashable]] = defaultdict(deque)  # of stages without a plan
+        self._turns: dict[int, deque[Hashable]] = {}  # by lane the queue of which it is the first
+
+    def begin(self, rank: int) -> None:
+        """Note that a lane is at work, when the one before it has ended, or failed."""
+        before = self._before.get(rank)
+        with self._changed:
+            in_time = before is None or self._until(lambda: self._is_stopped or before in self._ended)
+            if in_time and not self._is_stopped:
+                self._at_work += 1
+                return
+            self._ended.add(rank)
+            self._changed.notify_all()
+        if self._is_stopped:
+            raise RankExited("the call was given up before this rank began")
+        raise Error(f"the rank before did not end within {self.seconds:g} s")
+
+    def end(self, rank: int) -> None:
+        """Note that a lane has ended, and with it its turn."""
+        with self._changed:
+            self._leave_turn(rank)
+            self._at_work -= 1
+            self._ended.add(rank)
+            self._changed.notify_all()
+
+    def stop(self, seconds: float) -> bool:
+        with self._changed:
+            self._is_stopped = True
+            self._changed.notify_all()
+            return self._changed.wait_for(lambda: not self._at_work, seconds)
+
+    def meet(self, key: Hashable, rank: int, value: Any, combine: Combine, ranks: int) -> Any:
+        if self._before:
+            raise Error(
+                "the ranks of this forward run one after another, so none can wait in a synchronised layer: they share "
+                "a GPU's random generator (dropout; give each rank a GPU of its own), or are inside a checkpoint"
+            )
+        with self._changed:
+            found = self._meetings.setdefault(key, _Meeting())
+            found.values[rank] = value
+            is_last = len(found.values) == ranks
+        if is_last:
+            found.combine(combine)
+            with self._changed:
+                found.is_over = True
+                found.values.clear()
+                self._changed.notify_all()
+        else:
+            with compiler_lent(), self._changed:
+                self._await_others(found)
+        result, error = self._result_of(key, found, rank)
+        del found
+        if error is None:
+            return result
+        try:
+            raise error
+        finally:
+            del error  # whose traceback holds this frame
+
+    def _await_others(self, found: _Meeting) -> None:
+        self._until(lambda: found.is_over or self._is_stopped or self._ended - found.values.keys())
+        if found.is_over:
+            return
+        if absent := self._ended - found.values.keys():
+            raise RankExited(
+                f"rank {min(absent)} ended without coming to a layer where all ranks meet: every rank must call the "
+                "same synchronised layers, equally often"
+            )
+        if self._is_stopped:
+            raise RankExited("the call was given up while ranks waited in a synchronised layer")
+        raise Error(f"a rank did not come to a synchronised layer within {self.seconds:g} s")
+
+    def _result_of(self, key: Hashable, found: _Meeting, rank: int) -> tuple[Any, Exception | None]:
+        """Return a lane's result and drop it here: it may have a graph that refers back to this object.
+
+        All lanes raise the same error; it is dropped here when the last one has it.
+        """
+        with self._changed:
+            result, error = found.results.pop(rank), found.error
+            if not found.results:
+                found.error = None
+                del self._meetings[key]
+        return result, error
+
+    def turn(self, rank: int, stage: Hashable, name: Hashable) -> None:
+        with self._changed:
+            self._leave_turn(rank)
+            queue = self._planned.get(stage)
+            if queue is None:
+                queue, name = self._queues[stage], rank
+                queue.append(rank)
+            elif name not in queue:
+                raise ValueError(f"the plan of stage {stage} has no turn {name} left")
+            try:
+                self._until_done(lambda: queue[0] == name, f"turn {name} at stage {stage} did not come")
+            except BaseException:
+                queue.remove(name)
+                raise
+            self._turns[rank] = queue
+
+    def end_turn(self, rank: int) -> None:
+        with self._changed:
+            self._leave_turn(rank)
+
+    def _leave_turn(self, rank: int) -> None:
+        queue = self._turns.pop(rank, None)
+        if queue is not None:
+            queue.popleft()
+            self._changed.notify_all()
+
+    def done(self, key: Hashable) -> None:
+        with self._changed:
+            self._done.add(key)
+            self._changed.notify_all()
+
+    def wait_for(self, keys: Sequence[Hashable]) -> None:
+        with self._changed:
+            self._until_done(
+                lambda: self._done.issuperset(keys),
+                lambda: f"{next(key for key in keys if key not in self._done)} was not done",
+            )
+
+    def _until_done(self, is_done: Callable[[], bool], late: str | Callable[[], str]) -> None:
+        """Wait for something that no longer comes after a failure."""
+        in_time = self._until(lambda: self._is_stopped or self.has_failed or is_done())
+        if self._is_stopped or self.has_failed:
+            raise RankExited("another rank failed, or the call was given up")
+        if not in_time:
+            raise Error(f"{late if isinstance(late, str) else late()} within {self.seconds:g} s")
+
+    def _until(self, holds: Callable[[], Any]) -> bool:
+        """Wait, with the lock; return whether it holds in time."""
+        return bool(self._changed.wait_for(holds, self.seconds))
+
+
+class _Meeting:
+    """The values and results of one meeting, by rank."""
+
+    def __init__(self) -> None:
+        self.values: dict[int, Any] = {}
+        self.results: dict[int, Any] = {}
+        self.error: Exception | None = None
+        self.is_over = False
+
+    def combine(self, combine: Combine) -> None:
+        """Make the results; a failure is every lane's."""
+        ranks = range(len(self.values))
+        try:
+            self.results = dict(enumerate(combine([self.values[rank] for rank in ranks])))
+        except Exception as error:
+            self.error, self.results = error, dict.fromkeys(ranks)

@@ -127,8 +127,8 @@ stage_measure() {
 }
 
 stage_mnist() {
-  local way code=0 ways=("plain --device-ids 0" "step --device-ids 0" "step --device-ids 0 --capture"
-    "step --device-ids 0,0 --capture" "drop-in --device-ids 0,0")
+  local way code=0 ways=("plain --device-ids 0" "step --device-ids 0" "step --device-ids 0,0"
+    "drop-in --device-ids 0,0")
   [[ $device != cpu ]] || ways=("step --device-ids cpu,cpu")
   for way in "${ways[@]}"; do
     # shellcheck disable=SC2086  # a way is several words

@@ -70,10 +70,11 @@ if_there() { python3 -P -c "import $1" 2> /dev/null && printf "%s " "${@:2}"; }
 # A run in which everything was skipped proves nothing.
 run_pytest() {
   python3 -P -c 'import pytest' || missing pytest
-  local code
-  python3 -P -m pytest -q -p no:cacheprovider -m "" $(if_there pytest_timeout --timeout=50) "$@" 2>&1 | tee "$work/pytest.$BASHPID"
+  local code log
+  log=$(mktemp "$work/pytest.XXXX")
+  python3 -P -m pytest -q -p no:cacheprovider -m "" $(if_there pytest_timeout --timeout=50) "$@" 2>&1 | tee "$log"
   code=${PIPESTATUS[0]}
-  if [[ $code == 0 && $device != cpu ]] && ! tail -n 20 "$work/pytest.$BASHPID" | grep -q "[1-9][0-9]* passed"; then
+  if [[ $code == 0 && $device != cpu ]] && ! tail -n 20 "$log" | grep -q "[1-9][0-9]* passed"; then
     echo "no test passed"
     code=1
   fi

@@ -38,9 +38,11 @@ def test_a_run_on_the_cpu(name: str, tmp_path: Path, capsys: pytest.CaptureFixtu
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("name", NAMES)
-def test_a_run_on_a_gpu(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(arguments(name, "cuda")) == 0
-    assert "| cuda " in capsys.readouterr().out
+def test_a_run_on_a_gpu(name: str, tmp_path: Path) -> None:
+    assert main([*arguments(name, "cuda"), "--json", str(tmp_path / "x.json")]) == 0
+    labels = [row["labels"] for row in json.loads((tmp_path / "x.json").read_text())["rows"]]
+    assert {each["device"] for each in labels} == {"cuda"}
+    assert "device" in {each["clock"] for each in labels}
 
 
 @pytest.mark.parametrize("name", NAMES)

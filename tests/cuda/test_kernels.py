@@ -103,7 +103,7 @@ def test_a_step_in_a_graph_sees_new_numbers(gpu):
     parameters, gradients = torch.zeros(100, device=gpu), torch.ones(100, device=gpu)
     segments = kernels.segment_table([100], device=gpu)
     groups = kernels.sgd_groups({"lr": 1.0}, device=gpu)
-    clip = torch.ones((), device=gpu)
+    clip = torch.ones((), dtype=torch.float64, device=gpu)
     kernels.sgd(parameters, gradients, None, segments, groups, clip=clip)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

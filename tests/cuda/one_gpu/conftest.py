@@ -20,7 +20,7 @@ def here(capsys):
         assert torch.cuda.current_stream().cuda_stream == 0, "another stream was left current"
     with capsys.disabled():
         for name, value in place.figures.items():
-            print(f"\nfigure: {name}: {value}", end="")
+            print(f"\nfigure: {name}: {value}")
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ LINK = re.compile(
 
 
 def copy_results(results: Path, target: Path) -> None:
-    """One page a machine, with its pictures, and an index of them."""
+    """The pages of each machine, with their pictures, and an index of them."""
     folders = sorted(path.parent for path in results.glob("*/README.md"))
     target.mkdir(parents=True)
     for folder in folders:
@@ -25,10 +25,14 @@ def copy_results(results: Path, target: Path) -> None:
     lines = [
         "# Results",
         "",
-        "Tables and pictures as the benchmarks wrote them, a page for each machine.",
+        "Tables and pictures as the benchmarks wrote them, by machine.",
         "",
     ]
-    pages = [f"{folder.name}/README" for folder in folders]
+    pages = [
+        f"{folder.name}/{page.stem}"
+        for folder in folders
+        for page in sorted(folder.glob("*.md"))
+    ]
     (target / "index.md").write_text(
         "\n".join([*lines, "```{toctree}", *pages, "```", ""])
     )

@@ -1,15 +1,15 @@
 """Writes the README's table of GPU figures from benchmarks/results/<machine>/*.json; `--check` only compares.
 
 Every number is of one run on one GPU: the bandwidth reached, the share of what a plain copy of as many bytes reached in
-the same run, and how many times as long each peer took. Rows that were measured on a CPU are left out, so a folder of a
-machine without a GPU gives no table.
+the same run, and how many times as long each peer took. Only the kernels are in it, and only rows of a GPU: a
+folder of a machine without one gives no table.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -64,10 +64,14 @@ def tables(results: Path) -> str:
 
 
 def _measured(folder: Path) -> list[tuple[Result, list[Row]]]:
-    """The results with rows of a GPU, and these rows."""
+    """The kernels' results with rows of a GPU, and these rows."""
     read = [Result.read(path) for path in sorted(folder.glob("*.json"))]
-    found = [(result, [row for row in result.rows if row.labels.get("device") == "cuda"]) for result in read]
+    found = [(result, [row for row in result.rows if _is_kernel(row.labels)]) for result in read]
     return [(result, rows) for result, rows in found if rows]
+
+
+def _is_kernel(labels: Mapping[str, object]) -> bool:
+    return labels.get("device") == "cuda" and "clock" in labels and "size" in labels
 
 
 def _table(measured: Sequence[tuple[Result, list[Row]]]) -> str:

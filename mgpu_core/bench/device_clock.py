@@ -18,7 +18,9 @@ CYCLES_PER_SECOND = 2e9
 LONGEST_SLEEP = 0.5
 """Seconds. Who is late then queues more than the GPU's queue holds; its own waiting is its time."""
 LONG_SLEEP = 0.016
-"""Seconds, long beside what a host's own time varies by: who takes so much longer behind it, waits for the GPU."""
+"""Seconds."""
+MANY_TIMES = 4
+"""A host that is late even behind a long sleep, of so many times its own time, waits for the GPU: it varies by less."""
 
 
 class DeviceClock:
@@ -53,17 +55,16 @@ class _Queued:
         self._waits = False
 
     def __call__(self) -> float:
-        before = 0.0
+        first = 0.0
         while True:
             seconds, ahead, asked = self._once()
             if ahead or self._waits or self._sleep >= LONGEST_SLEEP:
                 return seconds
-            grown = self._sleep / 2  # since the run before
-            if self._sleep >= LONG_SLEEP and asked >= self._sleep and asked - before > grown / 2:
+            first = first or asked
+            if asked >= self._sleep >= max(LONG_SLEEP, MANY_TIMES * first):
                 self._waits = True
             else:
                 self._sleep = min(2 * self._sleep, LONGEST_SLEEP)
-            before = asked
 
     def _once(self) -> tuple[float, bool, float]:
         """Return the seconds of the work, whether the host was ahead, and its seconds for asking for the work."""

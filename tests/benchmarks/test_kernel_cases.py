@@ -211,6 +211,23 @@ def test_who_waits_for_the_gpu_is_not_put_to_sleep(monkeypatch: pytest.MonkeyPat
     assert now[0] - spent == pytest.approx(0.003)
 
 
+def test_a_host_whose_times_vary_is_not_taken_for_one_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """34 ms, then 54: seen on an H100."""
+    gpu = FakeGpu(0)
+    monkeypatch.setattr("torch.cuda.Event", gpu.event)
+    monkeypatch.setattr("torch.cuda._sleep", gpu.slept.append)
+    now, asked = [0.0], iter([0.034] * 5 + [0.054] * 3)
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+
+    def work() -> None:
+        took = next(asked)
+        now[0] += took
+        gpu.late = int(took > gpu.slept[-1] / 2e9)
+
+    _Queued(work)()
+    assert gpu.slept[-1] == pytest.approx(0.064 * 2e9)
+
+
 def test_a_twin_that_does_not_run_here_is_left_out(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -13,10 +13,10 @@ from pathlib import Path
 # The folder above, last: an installed mgpu_core comes before the sources beside us, which may not be built.
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from mgpu_core.bench import cases, command, kernel_case
-from mgpu_core.bench.case import UsageError
-from mgpu_core.bench.options import OneLineParser
-from mgpu_core.bench.report import report_machine
+from mgpu_core.tools.bench import cases, command, kernel_case
+from mgpu_core.tools.bench.case import UsageError
+from mgpu_core.tools.bench.options import OneLineParser
+from mgpu_core.tools.bench.report import report_machine
 
 RESULTS = Path(__file__).parent / "results"
 STUDIES = {

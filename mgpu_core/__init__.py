@@ -18,22 +18,22 @@ except ImportError as error:
 
 if TYPE_CHECKING:
     from mgpu_core import comm, kernels, optim, trace
-    from mgpu_core.advice import advise
     from mgpu_core.data.device_loader import DeviceLoader
     from mgpu_core.data.tensor_loader import TensorLoader
     from mgpu_core.errors import BackendUnavailable, CudaError, Error, NcclError
-    from mgpu_core.explanation.recorder import explain
     from mgpu_core.inference.predictor import Predictor
     from mgpu_core.parallel import gather, parallel_apply, reduce, replicate, scatter, scatter_kwargs
+    from mgpu_core.parallel.sync_batchnorm import SyncBatchNorm, convert_sync_batchnorm
     from mgpu_core.pipeline.balance import balance
     from mgpu_core.pipeline.module import Pipeline
     from mgpu_core.pipeline.place import place
     from mgpu_core.ranks.team import Team
-    from mgpu_core.replacing import replacing_torch
-    from mgpu_core.sync_batchnorm import SyncBatchNorm, convert_sync_batchnorm
+    from mgpu_core.step.train_step import TrainStep
     from mgpu_core.tensor_parallel.embedding import ParallelEmbedding
     from mgpu_core.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
-    from mgpu_core.train.step import TrainStep
+    from mgpu_core.tools.advise import advise
+    from mgpu_core.tools.explain.recorder import explain
+    from mgpu_core.tools.run import replacing_torch
     from mgpu_core.trees.containers import register_container
     from mgpu_core.trees.nested import Replicate, Rows
     from mgpu_core.wrapper import DataParallel, data_parallel
@@ -77,24 +77,24 @@ __all__ = [
 ]
 
 _HOMES = {
-    "advice": ["advise"],
+    "tools.advise": ["advise"],
     "trees.containers": ["register_container"],
     "ranks.team": ["Team"],
     "data.device_loader": ["DeviceLoader"],
     "errors": ["BackendUnavailable", "CudaError", "Error", "NcclError"],
-    "explanation.recorder": ["explain"],
+    "tools.explain.recorder": ["explain"],
     "inference.predictor": ["Predictor"],
     "trees.nested": ["Replicate", "Rows"],
     "parallel": ["gather", "parallel_apply", "reduce", "replicate", "scatter", "scatter_kwargs"],
     "pipeline.balance": ["balance"],
     "pipeline.module": ["Pipeline"],
     "pipeline.place": ["place"],
-    "replacing": ["replacing_torch"],
-    "sync_batchnorm": ["SyncBatchNorm", "convert_sync_batchnorm"],
+    "tools.run": ["replacing_torch"],
+    "parallel.sync_batchnorm": ["SyncBatchNorm", "convert_sync_batchnorm"],
     "tensor_parallel.embedding": ["ParallelEmbedding"],
     "tensor_parallel.linear": ["ColumnParallelLinear", "RowParallelLinear"],
     "data.tensor_loader": ["TensorLoader"],
-    "train.step": ["TrainStep"],
+    "step.train_step": ["TrainStep"],
     "wrapper": ["DataParallel", "data_parallel"],
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}

@@ -1,5 +1,5 @@
 """`python -m mgpu_core` is `mgpu`."""
 
-from mgpu_core.cli import main
+from mgpu_core.tools.cli import main
 
 raise SystemExit(main())

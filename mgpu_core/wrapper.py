@@ -9,10 +9,10 @@ import torch
 from torch.nn import Module
 
 from mgpu_core.comm.trace_hooks import trace_backward
-from mgpu_core.device.devices import DeviceLike, as_device
-from mgpu_core.device.drop_in import as_id, drop_in_devices, drop_in_output
-from mgpu_core.device.traces import is_symbolic, traced_call
-from mgpu_core.device.transfer import module_to
+from mgpu_core.devices.devices import DeviceLike, as_device
+from mgpu_core.devices.drop_in import as_id, drop_in_devices, drop_in_output
+from mgpu_core.devices.traces import is_symbolic, traced_call
+from mgpu_core.devices.transfer import module_to
 from mgpu_core.parallel import gather, parallel_apply, replicate, scatter_kwargs
 from mgpu_core.parallel.apply import apply_to, draws_apart
 from mgpu_core.parallel.lost import Given, given_attributes, lost_attributes, warn_lost

@@ -1,8 +1,8 @@
 """The arrows point down: read from the sources, file by file.
 
-Python, from the top: cli -> bench -> doctor, lessons, mnist, replacing -> advice -> explanation ->
-integrations -> wrapper, data, inference -> train -> tensor_parallel -> pipeline, comparison -> parallel, optim,
-sync_batchnorm -> comm -> kernels -> ranks, trees -> device -> errors -> trace -> support -> _core.
+Python, from the top: tools -> integrations -> wrapper, data, inference -> step -> tensor_parallel -> pipeline ->
+parallel, optim -> comm -> kernels -> ranks, trees -> devices -> errors -> trace -> support -> _core.  And in tools:
+cli -> bench -> doctor, lessons, mnist, run -> advise -> explain.
 C++: bindings -> backends.cpp -> backends/* -> core; backends do not include each other; only bindings uses pybind11.
 """
 
@@ -22,25 +22,29 @@ LAYERS = [
     {"support"},
     {"trace"},
     {"errors"},
-    {"device"},
+    {"devices"},
     {"ranks", "trees"},
     {"kernels"},
     {"comm"},
-    {"parallel", "sync_batchnorm", "optim"},
-    {"comparison", "pipeline"},
+    {"parallel", "optim"},
+    {"pipeline"},
     {"tensor_parallel"},
-    {"train"},
+    {"step"},
     {"wrapper", "inference", "data"},
     {"integrations"},
-    {"explanation"},
-    {"advice"},
-    {"doctor", "lessons", "mnist", "replacing"},
-    {"bench"},
-    {"cli"},
+    {"tools.explain"},
+    {"tools.advise"},
+    {"tools.doctor", "tools.lessons", "tools.mnist", "tools.run"},
+    {"tools.bench"},
+    {"tools.cli"},
     {"__main__"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
-TOOLS = {name for names in LAYERS[14:] for name in names}
+
+
+def layer_of(module: str) -> str:
+    """Return the folder of a module, or its file at the root; a tool is a layer of its own."""
+    return ".".join(module.split(".")[: 2 if module.startswith("tools.") else 1])
 
 
 def module_of(path: Path) -> str:
@@ -75,9 +79,9 @@ IMPORTS = {module_of(path): imports_of(path) for path in FILES}
 
 @pytest.mark.parametrize("module", IMPORTS)
 def test_python_arrows_point_down(module):
-    mine = module.split(".")[0]
+    mine = layer_of(module)
     for name in IMPORTS[module]:
-        theirs = name.split(".")[0]
+        theirs = layer_of(name)
         assert theirs in LEVEL, f"imports mgpu_core.{name}, which is in no layer"
         assert theirs == mine or LEVEL[theirs] < LEVEL[mine], f"imports mgpu_core.{name}, which is not below it"
 
@@ -88,7 +92,7 @@ def test_no_files_import_each_other_in_a_circle():
 
 
 def test_every_folder_and_file_has_a_layer():
-    assert {module.split(".")[0] for module in IMPORTS} <= set(LEVEL)
+    assert {layer_of(module) for module in IMPORTS} <= set(LEVEL) | {"tools"}
 
 
 def test_phases_of_the_forward_pass_do_not_import_each_other():
@@ -102,11 +106,11 @@ def test_phases_of_the_forward_pass_do_not_import_each_other():
 def test_tensors_become_pointers_in_few_files():
     """data_ptr is called by comm and kernels alone, and by the device's own tests and checks."""
     users = {str(p.relative_to(PACKAGE)) for p in FILES if re.search(r"\.data_ptr\(", p.read_text())}
-    assert {user.split("/")[0] for user in users} <= {"comm", "kernels", "device"}
-    assert {user for user in users if user.startswith("device/")} <= {
-        "device/peer_probe.py",
-        "device/shared_memory.py",
-        "device/tensor_checks.py",
+    assert {user.split("/")[0] for user in users} <= {"comm", "kernels", "devices"}
+    assert {user for user in users if user.startswith("devices/")} <= {
+        "devices/peer_probe.py",
+        "devices/shared_memory.py",
+        "devices/tensor_checks.py",
     }
 
 

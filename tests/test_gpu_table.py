@@ -9,8 +9,8 @@ _SPEC = importlib.util.spec_from_file_location("gpu_table", Path(__file__).paren
 tool = importlib.util.module_from_spec(_SPEC)
 _SPEC.loader.exec_module(tool)
 
-from mgpu_core.bench.case import Row, Verdict  # noqa: E402 (the tool makes them findable)
-from mgpu_core.bench.result import Result  # noqa: E402
+from mgpu_core.tools.bench.case import Row, Verdict  # noqa: E402 (the tool makes them findable)
+from mgpu_core.tools.bench.result import Result  # noqa: E402
 
 FACTS = {"CPU": "a CPU", "GPU": "1 x Fake GPU", "driver": "580.1", "torch": "2.11.0", "CUDA": "13.0", "commit": "abc"}
 COPY = {"ours": [2e-4, 1e-4, 3e-4], "cat": [3e-4] * 3, "copy": [1.9e-4] * 3}

@@ -34,7 +34,7 @@ def test_names_are_imported_at_their_first_use(tmp_path):
         "count = lambda: len([name for name in sys.modules if name.startswith('mgpu_core')])\n"
         "print(count() <= 70, 'torch' in sys.modules, set(mgpu_core.__all__) <= set(dir(mgpu_core)))\n"
         "mgpu_core.Team\n"
-        "print('torch' in sys.modules, 'mgpu_core.train.step' in sys.modules)\n"
+        "print('torch' in sys.modules, 'mgpu_core.step.train_step' in sys.modules)\n"
     )
     command = [sys.executable, "-c", program]
     ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)

@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 import mgpu_core
 from mgpu_core.comm import dispatch
 from mgpu_core.kernels import flat_optimizers
-from mgpu_core.mnist.model import SimpleNet
+from mgpu_core.tools.mnist.model import SimpleNet
 
 PACKAGE = Path(mgpu_core.__file__).parent
 COUNTS_ONE_THREAD = pytest.mark.skipif(
@@ -76,7 +76,7 @@ def test_an_update_reaches_the_core_in_four_files(monkeypatch, ranks):
     net = torch.nn.Linear(2, 1)
     optimizer = mgpu_core.optim.SGD(net.parameters(), lr=0.1)
     mgpu_core.TrainStep(net, cross_entropy, optimizer, ["cpu"] * ranks)(torch.ones(4, 2), torch.ones(4, 1))
-    assert files == [{"kernels/flat_optimizers.py", "optim/optimizer.py", "train/train_loop.py", "train/step.py"}]
+    assert files == [{"kernels/flat_optimizers.py", "optim/optimizer.py", "step/train_loop.py", "step/train_step.py"}]
 
 
 def test_scatter_reaches_the_core_in_four_files(monkeypatch):

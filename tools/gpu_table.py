@@ -15,9 +15,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT))  # last: an installed mgpu_core comes before the sources beside us
 
-from mgpu_core.bench.case import Row  # noqa: E402
-from mgpu_core.bench.result import Result  # noqa: E402
-from mgpu_core.bench.timing import OURS, median, significant  # noqa: E402
+from mgpu_core.tools.bench.case import Row  # noqa: E402
+from mgpu_core.tools.bench.result import Result  # noqa: E402
+from mgpu_core.tools.bench.timing import OURS, median, significant  # noqa: E402
 
 README = ROOT / "README.md"
 RESULTS = ROOT / "benchmarks" / "results"

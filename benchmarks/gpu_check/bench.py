@@ -17,7 +17,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))
 
 from benchmarks import run
 from benchmarks.ladder import run as ladder
-from mgpu_core.bench import cases
+from mgpu_core.tools.bench import cases
 
 KERNELS = ("scale_cast", "pack", "sum_ranks", "sgd", "adamw", "unpack", "l2_norm")
 Main = Callable[[Sequence[str]], int]

@@ -17,10 +17,10 @@ from torch.nn import functional
 from torch.optim import SGD
 
 from mgpu_core import TrainStep, _core, comm
-from mgpu_core.device import streams
-from mgpu_core.device.nccl_library import wheel_libraries
-from mgpu_core.device.peers import PeerVerdict, prove_peers
-from mgpu_core.mnist.model import build_model
+from mgpu_core.devices import streams
+from mgpu_core.devices.nccl_library import wheel_libraries
+from mgpu_core.devices.peers import PeerVerdict, prove_peers
+from mgpu_core.tools.mnist.model import build_model
 
 TEAM_SECONDS = 20.0  # that NCCL may go without progress, in the check of teams that lose a process
 END_SECONDS = 30.0  # more, until its process has ended

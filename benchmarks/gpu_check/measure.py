@@ -25,7 +25,7 @@ from torch.nn import functional
 
 import mgpu_core
 from mgpu_core import kernels
-from mgpu_core.mnist.model import build_model
+from mgpu_core.tools.mnist.model import build_model
 
 Work = Callable[[], object]
 

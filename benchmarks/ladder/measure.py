@@ -1,7 +1,7 @@
 """Times the rungs of one kernel in turns, beside the shipped kernel and a plain copy of as many bytes.
 
-As in all benchmarks here (`mgpu_core/bench/timing.py`): verified first, then A B C A B C ..., the L2 flushed before
-each run, the device's own clock between two events, and verified again. All rungs work on the same tensors.
+As in all benchmarks here (`mgpu_core/tools/bench/timing.py`): verified first, then A B C A B C ..., the L2 flushed
+before each run, the device's own clock between two events, and verified again. All rungs work on the same tensors.
 """
 
 import itertools
@@ -13,10 +13,10 @@ import torch
 from benchmarks.ladder.languages import Prepare
 from benchmarks.ladder.problems import GatherProblem, PackProblem, Problem, Step, SumProblem
 from benchmarks.ladder.rungs import RUNGS
-from mgpu_core.bench.case import Label, Row, UsageError, measure_row
-from mgpu_core.bench.device_clock import DeviceClock
-from mgpu_core.bench.kernel_case import even_counts
-from mgpu_core.bench.timing import OURS, Contestant, Schedule, without_those_that_fail
+from mgpu_core.tools.bench.case import Label, Row, UsageError, measure_row
+from mgpu_core.tools.bench.device_clock import DeviceClock
+from mgpu_core.tools.bench.kernel_case import even_counts
+from mgpu_core.tools.bench.timing import OURS, Contestant, Schedule, without_those_that_fail
 
 COPY = "copy"
 RANKS, TENSORS, PIXELS, IMAGES = 4, 64, 28 * 28, 60000

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from benchmarks.ladder.measure import COPY, contestant_of
 from benchmarks.ladder.rungs import CHANGED, KERNELS, LANGUAGES, RUNGS
-from mgpu_core.bench.case import Row, UsageError
-from mgpu_core.bench.result import Result
-from mgpu_core.bench.timing import OURS, median, p90, significant
+from mgpu_core.tools.bench.case import Row, UsageError
+from mgpu_core.tools.bench.result import Result
+from mgpu_core.tools.bench.timing import OURS, median, p90, significant
 
 README = Path(__file__).parent / "README.md"
 FILE = "ladder.json"

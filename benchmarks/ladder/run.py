@@ -26,12 +26,12 @@ from benchmarks.ladder.measure import measure
 from benchmarks.ladder.problems import PackProblem
 from benchmarks.ladder.rungs import KERNELS, LANGUAGES, Unavailable
 from benchmarks.run import RESULTS
-from mgpu_core.bench.case import UsageError
-from mgpu_core.bench.environment import environment, header
-from mgpu_core.bench.options import OneLineParser, names_among, parse_count, parse_nbytes
-from mgpu_core.bench.result import Result
-from mgpu_core.bench.timing import WrongResult
 from mgpu_core.support.files import check_writable, write_whole
+from mgpu_core.tools.bench.case import UsageError
+from mgpu_core.tools.bench.environment import environment, header
+from mgpu_core.tools.bench.options import OneLineParser, names_among, parse_count, parse_nbytes
+from mgpu_core.tools.bench.result import Result
+from mgpu_core.tools.bench.timing import WrongResult
 
 SIMULATOR = "NUMBA_ENABLE_CUDASIM"
 LONGEST = {"cuda": 20001, "cpu": 70}

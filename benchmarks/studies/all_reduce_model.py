@@ -11,15 +11,15 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from mgpu_core.bench.case import Bound, Case, Label, Row, UsageError, Verdict
-from mgpu_core.bench.cases.all_reduce import COLLECTIVE
-from mgpu_core.bench.collective import Holding, Task, around
-from mgpu_core.bench.options import add_ranks, names_among, parse_sizes
-from mgpu_core.bench.timing import OURS, WrongResult, median
-from mgpu_core.explanation.cost import all_reduce_seconds
-from mgpu_core.explanation.fit import Point, Sample, fit_host, measure
-from mgpu_core.explanation.host_passes import ALGORITHMS_ON_HOST, host_passes
-from mgpu_core.explanation.topology import HostMemory
+from mgpu_core.tools.bench.case import Bound, Case, Label, Row, UsageError, Verdict
+from mgpu_core.tools.bench.cases.all_reduce import COLLECTIVE
+from mgpu_core.tools.bench.collective import Holding, Task, around
+from mgpu_core.tools.bench.options import add_ranks, names_among, parse_sizes
+from mgpu_core.tools.bench.timing import OURS, WrongResult, median
+from mgpu_core.tools.explain.cost import all_reduce_seconds
+from mgpu_core.tools.explain.fit import Point, Sample, fit_host, measure
+from mgpu_core.tools.explain.host_passes import ALGORITHMS_ON_HOST, host_passes
+from mgpu_core.tools.explain.topology import HostMemory
 
 MODEL, ONE_BETA = "model", "one_beta"
 FITTED = (4 << 10, *((48 << 10) << doubled for doubled in range(11)))

@@ -14,12 +14,12 @@ import torch
 from torch.nn import functional
 
 from mgpu_core import TrainStep
-from mgpu_core.bench.case import Case, Row, at_most, measure_row
-from mgpu_core.bench.options import parse_count
-from mgpu_core.bench.timing import OURS, Contestant, Schedule, timed
-from mgpu_core.bench.training import Step, Trainee, Training
 from mgpu_core.comm.traffic_trace import trace_collective
-from mgpu_core.explanation.clock import EventClock
+from mgpu_core.tools.bench.case import Case, Row, at_most, measure_row
+from mgpu_core.tools.bench.options import parse_count
+from mgpu_core.tools.bench.timing import OURS, Contestant, Schedule, timed
+from mgpu_core.tools.bench.training import Step, Trainee, Training
+from mgpu_core.tools.explain.clock import EventClock
 from mgpu_core.trace.events import ALL_RANKS, Span
 from mgpu_core.trace.profilers import name_in_profilers
 from mgpu_core.trace.tracer import current_step, in_step, is_tracing, span, tracing

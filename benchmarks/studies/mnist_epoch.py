@@ -1,7 +1,7 @@
 """One epoch of MNIST end to end: ours, the same loop over plain tensors, and the reference program's data loader.
 
-Ours is `mgpu_core.mnist.train` itself: the drop-in on one rank, batches cut by `gather_rows`. The peers train the same
-network from the same weights with the same steps, so on the same order of images all must report the same losses.
+Ours is `mgpu_core.tools.mnist.train` itself: the drop-in on one rank, batches cut by `gather_rows`. The peers train the
+same network from the same weights with the same steps, so on the same order of images all must report the same losses.
 Seconds are those of the steps, without reading files before and testing after.
 """
 
@@ -15,13 +15,13 @@ import torch
 from torch.nn import functional
 from torch.utils.data import DataLoader, Subset
 
-from mgpu_core.bench.case import Case, Row, at_least, at_most, chosen, measure_row
-from mgpu_core.bench.digits import SCALE, SHIFT, random_digits, torchvision_digits
-from mgpu_core.bench.options import parse_count
-from mgpu_core.bench.timing import OURS, Contestant, Schedule
-from mgpu_core.mnist import Config, Digits, Split, build_model
-from mgpu_core.mnist.digits import epoch_order
-from mgpu_core.mnist.train import train
+from mgpu_core.tools.bench.case import Case, Row, at_least, at_most, chosen, measure_row
+from mgpu_core.tools.bench.digits import SCALE, SHIFT, random_digits, torchvision_digits
+from mgpu_core.tools.bench.options import parse_count
+from mgpu_core.tools.bench.timing import OURS, Contestant, Schedule
+from mgpu_core.tools.mnist import Config, Digits, Split, build_model
+from mgpu_core.tools.mnist.digits import epoch_order
+from mgpu_core.tools.mnist.train import train
 
 LR, SEED = 0.01, 0
 VERIFIED = 640
@@ -123,7 +123,7 @@ def _first(digits: Digits, count: int) -> Digits:
 
 CASE = Case(
     name="mnist_epoch",
-    summary="an epoch of MNIST (SimpleNet, SGD) by mgpu_core.mnist, the drop-in on one CPU rank",
+    summary="an epoch of MNIST (SimpleNet, SGD) by mgpu_core.tools.mnist, the drop-in on one CPU rank",
     peers=("tensors", "dataloader"),
     measure=measure,
     add_arguments=add_arguments,

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn import functional
 
 import mgpu_core
-from mgpu_core.mnist import digits
+from mgpu_core.tools.mnist import digits
 
 BATCH, EPOCHS, TEMPERATURE = 128, 4, 0.1
 

@@ -20,7 +20,7 @@ from fastapi.responses import PlainTextResponse
 from torch import nn
 
 import mgpu_core
-from mgpu_core.mnist import digits
+from mgpu_core.tools.mnist import digits
 
 EPOCHS, BATCH = 5, 64
 

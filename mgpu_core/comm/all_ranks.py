@@ -9,8 +9,8 @@ import torch
 from mgpu_core.comm import dispatch
 from mgpu_core.comm.arguments import as_list, check_joined, rank_name, readable_list
 from mgpu_core.comm.reductions import check_op
-from mgpu_core.device.shared_memory import check_disjoint
-from mgpu_core.device.tensor_checks import check_alike, check_writable
+from mgpu_core.devices.shared_memory import check_disjoint
+from mgpu_core.devices.tensor_checks import check_alike, check_writable
 from mgpu_core.trace.tracer import span
 
 __all__ = ["all_gather", "all_reduce", "reduce_scatter"]

@@ -23,9 +23,9 @@ from mgpu_core.comm.arguments import (
     refuse_quantized,
 )
 from mgpu_core.comm.buckets import DEFAULT_NBYTES, bucket_positions
-from mgpu_core.device.devices import DeviceLike
-from mgpu_core.device.memory import note_written
-from mgpu_core.device.tensor_checks import check_alike, refuse_special
+from mgpu_core.devices.devices import DeviceLike
+from mgpu_core.devices.memory import note_written
+from mgpu_core.devices.tensor_checks import check_alike, refuse_special
 from mgpu_core.ranks.team import Team
 from mgpu_core.trace.tracer import span
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 
 from mgpu_core.comm.reductions import check_op
-from mgpu_core.device.devices import DeviceLike, as_device
-from mgpu_core.device.shared_memory import check_disjoint
-from mgpu_core.device.tensor_checks import check_alike, check_writable, readable, refuse_special
+from mgpu_core.devices.devices import DeviceLike, as_device
+from mgpu_core.devices.shared_memory import check_disjoint
+from mgpu_core.devices.tensor_checks import check_alike, check_writable, readable, refuse_special
 
 __all__ = [
     "as_list",

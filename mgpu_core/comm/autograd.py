@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 from mgpu_core.comm import dispatch
 from mgpu_core.comm.buckets import bucket_positions
 from mgpu_core.comm.trace_hooks import trace_cut, trace_ready
-from mgpu_core.device.streams import caller_streams, resumed_on_all
+from mgpu_core.devices.streams import caller_streams, resumed_on_all
 from mgpu_core.ranks.team import Team
 from mgpu_core.support.null_context import NULL_CONTEXT
 from mgpu_core.trace.events import ALL_RANKS, GATHER_BACK, NO_BUCKET, SCATTER_BACK

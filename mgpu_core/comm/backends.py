@@ -13,7 +13,7 @@ import torch
 
 from mgpu_core import _core
 from mgpu_core.comm.layout import memory_order, one_layout, runs_along
-from mgpu_core.device.streams import HOST, core_serves, core_stream, core_streams
+from mgpu_core.devices.streams import HOST, core_serves, core_stream, core_streams
 
 __all__ = ["Stream", "alike", "common_order", "cut", "for_sum", "joined", "root_and_ranks"]
 

@@ -14,7 +14,7 @@ from mgpu_core.comm.layout import are_blocks, one_layout
 from mgpu_core.comm.packing import groups, kind_of
 from mgpu_core.comm.reductions import CORE_DTYPES, check_op
 from mgpu_core.comm.traffic_trace import trace_collective
-from mgpu_core.device.tensor_checks import plain_keys, readable
+from mgpu_core.devices.tensor_checks import plain_keys, readable
 from mgpu_core.ranks.team import Team
 
 __all__ = ["broadcast", "broadcast_into", "copies_of", "reduce_batch"]

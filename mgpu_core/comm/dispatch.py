@@ -19,9 +19,9 @@ from mgpu_core.comm.batches import broadcast, broadcast_into, copies_of, reduce_
 from mgpu_core.comm.layout import are_blocks, memory_order, runs_along
 from mgpu_core.comm.reductions import CORE_DTYPES, core_count
 from mgpu_core.comm.traffic_trace import trace_collective
-from mgpu_core.device.memory import note_written
-from mgpu_core.device.tensor_checks import readable
-from mgpu_core.device.transfer import copying_to, hand_over
+from mgpu_core.devices.memory import note_written
+from mgpu_core.devices.tensor_checks import readable
+from mgpu_core.devices.transfer import copying_to, hand_over
 from mgpu_core.errors import BackendUnavailable
 from mgpu_core.ranks.team import Team
 

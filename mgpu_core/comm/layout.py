@@ -13,7 +13,7 @@ from functools import lru_cache
 import torch
 from torch._C import _dispatch_keys
 
-from mgpu_core.device.tensor_checks import plain_keys
+from mgpu_core.devices.tensor_checks import plain_keys
 
 __all__ = ["are_blocks", "is_dense", "memory_order", "nbytes_of", "one_layout", "runs_along"]
 

@@ -15,10 +15,10 @@ from mgpu_core import _core
 from mgpu_core.comm import backends, torch_backend
 from mgpu_core.comm.reductions import CORE_DTYPES, core_count
 from mgpu_core.comm.traffic_trace import trace_collective, trace_hop
-from mgpu_core.device.memory import note_written
-from mgpu_core.device.shared_memory import check_disjoint
-from mgpu_core.device.streams import HOST, core_stream
-from mgpu_core.device.tensor_checks import LiesLike, check_writable
+from mgpu_core.devices.memory import note_written
+from mgpu_core.devices.shared_memory import check_disjoint
+from mgpu_core.devices.streams import HOST, core_stream
+from mgpu_core.devices.tensor_checks import LiesLike, check_writable
 
 __all__ = ["RankSums"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from mgpu_core.device.dtypes import REAL
+from mgpu_core.devices.dtypes import REAL
 
 __all__ = ["ALGORITHMS", "CORE_DTYPES", "OPS", "check_op", "core_count"]
 

@@ -15,7 +15,7 @@ from mgpu_core import _core
 from mgpu_core.comm.layout import nbytes_of
 from mgpu_core.comm.packing import flat, unpack_into
 from mgpu_core.comm.traffic_trace import trace_hop
-from mgpu_core.device.transfer import copy_into, to_device
+from mgpu_core.devices.transfer import copy_into, to_device
 from mgpu_core.kernels.reference import average_of
 
 __all__ = [

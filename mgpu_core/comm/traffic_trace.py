@@ -16,7 +16,7 @@ import torch
 
 from mgpu_core import _core
 from mgpu_core.comm.layout import nbytes_of
-from mgpu_core.device.streams import HOST
+from mgpu_core.devices.streams import HOST
 from mgpu_core.trace.buffer import TraceBuffer
 from mgpu_core.trace.events import BETWEEN, ROOT, Address, Collective, Hop
 from mgpu_core.trace.tracer import current_step, is_tracing, mark_devices, when_tracing

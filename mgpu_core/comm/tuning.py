@@ -2,7 +2,7 @@
 
 The table has one algorithm per size; a call takes that of the next larger size.  It is not measured at import nor while
 a graph is captured; for sizes that the second did not reach, a fixed table stands in.  The kept table is that
-of these GPUs, this driver, this NCCL and this build (:mod:`mgpu_core.device.cache`).
+of these GPUs, this driver, this NCCL and this build (:mod:`mgpu_core.devices.cache`).
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any
 
 from mgpu_core import _core
 from mgpu_core.comm.traffic_trace import discard_warmup
-from mgpu_core.device import cache
-from mgpu_core.device.machine_key import machine_key
-from mgpu_core.device.nccl_teams import P2P_VARIABLE, nccl_is_there, nccl_is_trusted, practice
+from mgpu_core.devices import cache
+from mgpu_core.devices.machine_key import machine_key
+from mgpu_core.devices.nccl_teams import P2P_VARIABLE, nccl_is_there, nccl_is_trusted, practice
 from mgpu_core.trace.tracer import mark
 
 __all__ = ["choose", "fixed_choice", "kept_table", "measure"]

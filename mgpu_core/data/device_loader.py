@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from mgpu_core.device.devices import CPU, DeviceLike, default_devices
-from mgpu_core.device.streams import GPU_TYPE
-from mgpu_core.device.transfer import copying_to, hand_over, lend, to_device
+from mgpu_core.devices.devices import CPU, DeviceLike, default_devices
+from mgpu_core.devices.streams import GPU_TYPE
+from mgpu_core.devices.transfer import copying_to, hand_over, lend, to_device
 from mgpu_core.parallel.scatter_inputs import check_shares, split_ahead
 from mgpu_core.ranks.team import Team
 from mgpu_core.trees.nested import RankParts, Rows, map_leaves, tensors_in

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-from mgpu_core.comparison import difference
 from mgpu_core.inference.requests import Call, Request
 from mgpu_core.parallel.scatter_inputs.arguments import sliced
 from mgpu_core.support.warnings import warn_user
+from mgpu_core.trees.comparison import difference
 from mgpu_core.trees.containers import is_registered, opened
 from mgpu_core.trees.nested import Rows, flatten, is_undivided
 

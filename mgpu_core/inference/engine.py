@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mgpu_core.device.transfer import to_device
+from mgpu_core.devices.transfer import to_device
 from mgpu_core.errors import Error
 from mgpu_core.inference.answers import Answers
 from mgpu_core.inference.replicas import Replica

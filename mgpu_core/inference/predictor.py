@@ -16,11 +16,11 @@ from typing import Any, cast
 import torch
 from torch.nn import Module
 
-from mgpu_core.device.devices import DeviceLike, as_device, as_devices, local_devices
-from mgpu_core.device.streams import GPU_TYPE
-from mgpu_core.device.time_limits import time_limit
-from mgpu_core.device.traces import refuse_traces
-from mgpu_core.device.transfer import used_here
+from mgpu_core.devices.devices import DeviceLike, as_device, as_devices, local_devices
+from mgpu_core.devices.streams import GPU_TYPE
+from mgpu_core.devices.time_limits import time_limit
+from mgpu_core.devices.traces import refuse_traces
+from mgpu_core.devices.transfer import used_here
 from mgpu_core.inference.answers import Answers, ApartError
 from mgpu_core.inference.engine import Engine
 from mgpu_core.inference.replicas import replicas_of
@@ -31,7 +31,7 @@ from mgpu_core.parallel.gather_outputs import gather
 from mgpu_core.pipeline.placement import is_spread
 from mgpu_core.ranks.compiled import compiled_calls
 from mgpu_core.ranks.workers import EXIT_SECONDS
-from mgpu_core.train.grad_scaler import AMP_DTYPES
+from mgpu_core.step.grad_scaler import AMP_DTYPES
 from mgpu_core.trees.nested import tensors_in
 
 __all__ = ["Predictor"]

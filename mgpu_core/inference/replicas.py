@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import Module
 
-from mgpu_core.comparison import any_in_half
-from mgpu_core.device.transfer import module_to
+from mgpu_core.devices.transfer import module_to
 from mgpu_core.inference.requests import form_of, key_of
 from mgpu_core.parallel.lost import Given, given_attributes, lost_attributes
 from mgpu_core.pipeline.placement import is_spread
+from mgpu_core.step.graph_cache import CudaRecorder, FailedRecordings
 from mgpu_core.support.warnings import warn_user
-from mgpu_core.train.graph_cache import CudaRecorder, FailedRecordings
+from mgpu_core.trees.comparison import any_in_half
 from mgpu_core.trees.layer_holders import still_reached
 from mgpu_core.trees.module_copy import copy_module, give_attributes, set_compiled
 from mgpu_core.trees.nested import Tree, flatten, map_leaves

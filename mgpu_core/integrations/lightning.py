@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import Module
 
-from mgpu_core.device.devices import DeviceLike, as_devices
+from mgpu_core.devices.devices import DeviceLike, as_devices
 from mgpu_core.parallel.scatter_inputs.arguments import Arguments
+from mgpu_core.step.train_step import TrainStep
 from mgpu_core.support.extras import require
 from mgpu_core.support.null_context import NULL_CONTEXT
 from mgpu_core.support.warnings import warn_user
-from mgpu_core.train.step import TrainStep
 from mgpu_core.wrapper import DataParallel
 
 __all__ = ["MultiGPUStrategy"]

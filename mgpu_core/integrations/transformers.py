@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch.nn import Module
 
-from mgpu_core.device.devices import DeviceLike, as_devices, local_devices
+from mgpu_core.devices.devices import DeviceLike, as_devices, local_devices
+from mgpu_core.step.label_watch import count_labels, loss_function_of, shifts_labels
 from mgpu_core.support.extras import require
-from mgpu_core.train.label_watch import count_labels, loss_function_of, shifts_labels
 from mgpu_core.trees.nested import tensors_in
 from mgpu_core.wrapper import DataParallel
 

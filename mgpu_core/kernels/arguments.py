@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from mgpu_core import _core
-from mgpu_core.device.dtypes import FLOATING
-from mgpu_core.device.shared_memory import check_disjoint
-from mgpu_core.device.streams import GPU_BACKEND, HOST, core_stream
-from mgpu_core.device.tensor_checks import all_plain, check_writable, memory_of, readable
-from mgpu_core.device.traces import refuse_traces
+from mgpu_core.devices.dtypes import FLOATING
+from mgpu_core.devices.shared_memory import check_disjoint
+from mgpu_core.devices.streams import GPU_BACKEND, HOST, core_stream
+from mgpu_core.devices.tensor_checks import all_plain, check_writable, memory_of, readable
+from mgpu_core.devices.traces import refuse_traces
 
 __all__ = ["as_out", "as_tensor", "as_tensors", "check_floating", "check_like", "check_outs", "on_one_device"]
 

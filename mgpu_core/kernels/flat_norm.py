@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from mgpu_core import _core
-from mgpu_core.device.dtypes import FLOATING
-from mgpu_core.device.streams import HOST, core_stream
+from mgpu_core.devices.dtypes import FLOATING
+from mgpu_core.devices.streams import HOST, core_stream
 from mgpu_core.kernels import reference
 from mgpu_core.kernels.arguments import as_tensors, check_floating
 from mgpu_core.kernels.ops import pieces_of

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import torch
 
 from mgpu_core import _core
-from mgpu_core.device.dtypes import FLOATING
-from mgpu_core.device.memory import note_written
-from mgpu_core.device.streams import HOST, core_stream
+from mgpu_core.devices.dtypes import FLOATING
+from mgpu_core.devices.memory import note_written
+from mgpu_core.devices.streams import HOST, core_stream
 from mgpu_core.kernels import reference
 from mgpu_core.kernels.arguments import as_out, as_tensor, check_floating, check_like, check_outs, on_one_device
 from mgpu_core.kernels.flat_tables import check_rows

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from mgpu_core import _core
-from mgpu_core.device.dtypes import FLOATING, REAL
-from mgpu_core.device.memory import note_written
-from mgpu_core.device.streams import core_stream
+from mgpu_core.devices.dtypes import FLOATING, REAL
+from mgpu_core.devices.memory import note_written
+from mgpu_core.devices.streams import core_stream
 from mgpu_core.kernels import reference
 from mgpu_core.kernels.arguments import (
     as_out,

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import torch
 
 from mgpu_core import kernels
-from mgpu_core.device.transfer import copy_into
+from mgpu_core.devices.transfer import copy_into
 from mgpu_core.kernels.flat_tables import ACTIVE, STEP
 from mgpu_core.optim.bucket_layout import Bucket, Segment
 from mgpu_core.optim.flat_buffers import in_memory_order, shaped

@@ -13,7 +13,7 @@ from itertools import chain
 import torch
 
 from mgpu_core.comm.layout import is_dense
-from mgpu_core.device.transfer import copy_into
+from mgpu_core.devices.transfer import copy_into
 from mgpu_core.optim.bucket_layout import Bucket
 
 __all__ = ["FlatTensors", "compact", "in_memory_order", "padding_of", "part_of", "shaped"]

@@ -10,8 +10,8 @@ import torch
 from torch.optim import Optimizer
 
 from mgpu_core.comm import dispatch
-from mgpu_core.device.dtypes import FLOATING
-from mgpu_core.device.transfer import copy_into
+from mgpu_core.devices.dtypes import FLOATING
+from mgpu_core.devices.transfer import copy_into
 from mgpu_core.optim.bucket_layout import Bucket, shard_of
 from mgpu_core.optim.device_state import NO_GROUP, DeviceState, Launch
 from mgpu_core.optim.flat_buffers import FlatTensors, part_of, shaped

@@ -12,8 +12,8 @@ from torch.autograd import profiler
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from mgpu_core.device.memory import note_written
-from mgpu_core.device.tensor_checks import LiesLike
+from mgpu_core.devices.memory import note_written
+from mgpu_core.devices.tensor_checks import LiesLike
 from mgpu_core.optim.bucket_layout import Bucket, bucket_layout
 from mgpu_core.optim.flat_buffers import FlatTensors, compact
 from mgpu_core.optim.flat_state import FlatState

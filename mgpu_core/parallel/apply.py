@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from mgpu_core.device.devices import DeviceLike
+from mgpu_core.devices.devices import DeviceLike
 from mgpu_core.ranks.random import check_rng, current_stream
 from mgpu_core.ranks.run import Run, shares_generator
 from mgpu_core.ranks.team import Team

@@ -14,13 +14,14 @@ import torch
 from mgpu_core.comm import autograd
 from mgpu_core.comm.arguments import check_joined
 from mgpu_core.comm.trace_hooks import trace_backward, trace_cut
-from mgpu_core.device.devices import DeviceLike, as_device
-from mgpu_core.device.traces import refuse_traces
+from mgpu_core.devices.devices import DeviceLike, as_device
+from mgpu_core.devices.traces import refuse_traces
 from mgpu_core.support.warnings import warn_user
 from mgpu_core.trace.tracer import is_tracing, span
+from mgpu_core.trees.comparison import equal
 from mgpu_core.trees.nested import LEAF, Rows, Tree, any_tensor, flatten, flatten_alike, is_undivided, moved
 
-__all__ = ["equal", "gather"]
+__all__ = ["gather"]
 
 
 def gather(outputs: Sequence[Any], target_device: DeviceLike, dim: int = 0) -> Any:
@@ -149,23 +150,6 @@ def _has_items(made: Any, joined: list[Any]) -> bool:
     if trees[0].difference(trees[1], "") is not None:
         return False
     return all(getattr(one, "shape", None) == getattr(two, "shape", None) for one, two in zip(*leaves, strict=True))
-
-
-def equal(one: Any, other: Any) -> bool:
-    """Return whether two leaves that are no tensors are equal; False where they do not say so."""
-    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
-        return False
-    if one is other:
-        return True
-    try:
-        if getattr(one, "shape", None) != getattr(other, "shape", None):
-            return False
-        same = one == other
-        if hasattr(same, "all"):  # an array of answers
-            same = same.all()
-        return type(one) is type(other) and (bool(same) or bool(one != one and other != other))
-    except (TypeError, ValueError, RuntimeError):  # no one answer
-        return False
 
 
 def _text(leaf: Any) -> str:

@@ -12,9 +12,9 @@ import torch
 
 from mgpu_core.comm import autograd
 from mgpu_core.comm.reductions import check_op
-from mgpu_core.device.devices import DeviceLike, as_device
-from mgpu_core.device.tensor_checks import check_alike
-from mgpu_core.device.traces import refuse_traces
+from mgpu_core.devices.devices import DeviceLike, as_device
+from mgpu_core.devices.tensor_checks import check_alike
+from mgpu_core.devices.traces import refuse_traces
 from mgpu_core.trace.tracer import span
 from mgpu_core.trees.nested import flatten_alike
 

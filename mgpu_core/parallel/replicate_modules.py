@@ -18,8 +18,8 @@ from torch.nn import Module
 from mgpu_core.comm import autograd, dispatch
 from mgpu_core.comm.dispatch import copies_of
 from mgpu_core.comm.trace_hooks import trace_contents
-from mgpu_core.device.devices import DeviceLike
-from mgpu_core.device.traces import refuse_traces
+from mgpu_core.devices.devices import DeviceLike
+from mgpu_core.devices.traces import refuse_traces
 from mgpu_core.ranks.compiled import compiled_calls
 from mgpu_core.ranks.team import Team
 from mgpu_core.trace.tracer import span, when_tracing

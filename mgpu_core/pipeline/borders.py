@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from mgpu_core.device.streams import caller_streams, resumed_on_all
-from mgpu_core.device.transfer import copy_aside, hand_over
+from mgpu_core.devices.streams import caller_streams, resumed_on_all
+from mgpu_core.devices.transfer import copy_aside, hand_over
 from mgpu_core.support.null_context import NULL_CONTEXT
 from mgpu_core.trees.nested import map_leaves
 

@@ -11,8 +11,8 @@ import torch
 from torch.nn import Module
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from mgpu_core.device.devices import DeviceLike, as_device, as_devices
-from mgpu_core.device.transfer import hand_over
+from mgpu_core.devices.devices import DeviceLike, as_device, as_devices
+from mgpu_core.devices.transfer import hand_over
 from mgpu_core.parallel.apply import draws_apart
 from mgpu_core.parallel.gather_outputs import gather
 from mgpu_core.parallel.scatter_inputs import scatter_objects

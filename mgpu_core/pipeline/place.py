@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch.nn import Module
 
-from mgpu_core.device.devices import DeviceLike, as_devices
-from mgpu_core.device.transfer import hand_over
+from mgpu_core.devices.devices import DeviceLike, as_devices
+from mgpu_core.devices.transfer import hand_over
 from mgpu_core.pipeline.balance import balance, cut_by_bytes, units_of
 from mgpu_core.pipeline.borders import send
 from mgpu_core.pipeline.placement import MOVES, is_spread, move_to, named_tensors, refuse_moves

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.nn import Module
 
-from mgpu_core.device.transfer import hand_over, to_device
+from mgpu_core.devices.transfer import hand_over, to_device
 from mgpu_core.parallel.replicate_modules import build_replica, compiled_by_rank
 from mgpu_core.pipeline.borders import Crossing, send
 from mgpu_core.pipeline.graph import Program

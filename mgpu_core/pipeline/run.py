@@ -20,9 +20,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from mgpu_core.device.streams import caller_streams, on
-from mgpu_core.device.time_limits import time_limit
-from mgpu_core.device.transfer import hand_over
+from mgpu_core.devices.streams import caller_streams, on
+from mgpu_core.devices.time_limits import time_limit
+from mgpu_core.devices.transfer import hand_over
 from mgpu_core.pipeline.borders import Crossing, send, send_value
 from mgpu_core.pipeline.graph import Program
 from mgpu_core.pipeline.schedules import FORWARD, Action

@@ -26,8 +26,8 @@ import torch
 from torch.nn import Module
 from torch.utils._pytree import tree_leaves
 
-from mgpu_core.device.time_limits import time_limit
-from mgpu_core.device.traces import what_to_trace
+from mgpu_core.devices.time_limits import time_limit
+from mgpu_core.devices.traces import what_to_trace
 from mgpu_core.errors import Error
 
 __all__ = ["compiled_calls", "compiler_lent", "outside_the_compiler"]

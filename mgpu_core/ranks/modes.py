@@ -21,8 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils._python_dispatch import _pop_mode as _pop_dispatch_mode
 from torch.utils._python_dispatch import _push_mode as _push_dispatch_mode
 
-from mgpu_core.device.devices import as_device
-from mgpu_core.device.traces import refuse_traces
+from mgpu_core.devices.devices import as_device
+from mgpu_core.devices.traces import refuse_traces
 from mgpu_core.ranks.random import RankStream
 
 __all__ = ["Modes", "check_modes"]

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from mgpu_core.device.streams import caller_streams, on
+from mgpu_core.devices.streams import caller_streams, on
 from mgpu_core.ranks.clock import RankClock
 from mgpu_core.ranks.context import CallerContext
 from mgpu_core.ranks.failures import raise_failures

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from mgpu_core.device.devices import DeviceLike, as_devices
+from mgpu_core.devices.devices import DeviceLike, as_devices
 from mgpu_core.ranks.workers import WorkerPool
 
 __all__ = ["Team"]

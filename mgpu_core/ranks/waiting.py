@@ -8,7 +8,7 @@ from itertools import pairwise
 from threading import Condition, Lock
 from typing import Any
 
-from mgpu_core.device.time_limits import time_limit
+from mgpu_core.devices.time_limits import time_limit
 from mgpu_core.errors import Error
 from mgpu_core.ranks.compiled import compiler_lent
 from mgpu_core.ranks.failures import RankExited

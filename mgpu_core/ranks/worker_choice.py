@@ -16,7 +16,7 @@ from statistics import median
 
 import torch
 
-from mgpu_core.device import streams
+from mgpu_core.devices import streams
 
 __all__ = ["WORKERS", "WorkerChoice", "check_workers", "size_of"]
 

@@ -14,9 +14,9 @@ import torch
 
 from mgpu_core.comm import autograd, dispatch
 from mgpu_core.comm.arguments import check_equal_sizes, check_joined, in_range, ordinary_list
-from mgpu_core.device.devices import DeviceLike
-from mgpu_core.device.streams import caller_streams, resumed_on_all
-from mgpu_core.device.tensor_checks import refuse_special
+from mgpu_core.devices.devices import DeviceLike
+from mgpu_core.devices.streams import caller_streams, resumed_on_all
+from mgpu_core.devices.tensor_checks import refuse_special
 from mgpu_core.ranks.team import Team
 
 __all__ = ["all_gather", "all_reduce", "broadcast", "reduce_scatter"]

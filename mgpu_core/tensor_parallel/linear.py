@@ -21,7 +21,7 @@ from torch.nn.functional import linear as linear_of
 
 from mgpu_core.comm import autograd
 from mgpu_core.comm.arguments import as_list
-from mgpu_core.device.devices import DeviceLike
+from mgpu_core.devices.devices import DeviceLike
 from mgpu_core.tensor_parallel.collectives import broadcast
 from mgpu_core.tensor_parallel.shards import Sharded
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from mgpu_core.comm import autograd, dispatch
-from mgpu_core.device.devices import DeviceLike
+from mgpu_core.devices.devices import DeviceLike
 from mgpu_core.parallel.scatter_inputs.chunks import row_counts
 from mgpu_core.pipeline.placement import refuse_moves
 from mgpu_core.ranks.team import Team

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-from mgpu_core.device.transfer import to_device
+from mgpu_core.devices.transfer import to_device
 from mgpu_core.trees.containers import opened
 
 __all__ = [

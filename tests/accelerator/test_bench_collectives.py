@@ -4,8 +4,8 @@ from functools import partial
 
 import pytest
 
-from mgpu_core.bench import cases
-from mgpu_core.bench.collective import Holding, Task
+from mgpu_core.tools.bench import cases
+from mgpu_core.tools.bench.collective import Holding, Task
 
 NAMES = ("all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter", "scatter", "gather")
 

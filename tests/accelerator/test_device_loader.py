@@ -5,11 +5,11 @@ import torch
 from fakes.accelerator import device_module
 from fakes.as_gpus import gpus, id_of, waits  # noqa: F401
 from fakes.tensors import numbers
+from step.nets import mse
 from torch import nn
-from train.nets import mse
 
 from mgpu_core import DataParallel, DeviceLoader, Rows, TrainStep
-from mgpu_core.device import streams
+from mgpu_core.devices import streams
 from mgpu_core.trees.nested import RankParts
 
 TEAMS = [["fake:0", "fake:1"], ["fake:0", "fake:1", "fake:0"], ["fake:1", "cpu", "fake:2"]]

@@ -10,7 +10,7 @@ from fakes.tensors import numbers
 from torch import nn
 
 import mgpu_core
-from mgpu_core.explanation.phases import moved_nbytes
+from mgpu_core.tools.explain.phases import moved_nbytes
 from mgpu_core.trace.events import BETWEEN, ROOT
 
 BY_CUDA = os.environ.get("MGPU_TEST_FAKE") == "cuda"

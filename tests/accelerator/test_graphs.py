@@ -12,13 +12,13 @@ import pytest
 import torch
 from fakes.graphs import OPTIMIZERS, OneWeight, give_graphs, total, without_gpu
 from fakes.tensors import numbers
+from step.adversaries import Adversaries
+from step.nets import Branches, Linear, batches, mse
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
-from train.adversaries import Adversaries
-from train.nets import Branches, Linear, batches, mse
 
 from mgpu_core import TrainStep, convert_sync_batchnorm
-from mgpu_core.train.graph_cache import WARM_UP
+from mgpu_core.step.graph_cache import WARM_UP
 
 TEAMS = [
     ["fake:0"] * 2,

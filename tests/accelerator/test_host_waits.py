@@ -7,9 +7,9 @@ import pytest
 import torch
 from fakes.accelerator import by_the_cuda_backend, device_module
 from fakes.graphs import give_graphs, without_gpu
+from step.nets import Branches, mse
 from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR
-from train.nets import Branches, mse
 
 from mgpu_core import TrainStep, optim
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from mgpu_core.mnist import Config
-from mgpu_core.mnist.train import train
+from mgpu_core.tools.mnist import Config
+from mgpu_core.tools.mnist.train import train
 
 
 @pytest.mark.slow

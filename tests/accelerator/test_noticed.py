@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from step.nets import Pair, batches
+from step.test_noticed import Assigning, halved, sgd
 from torch import nn
 from torch.optim import RMSprop
-from train.nets import Pair, batches
-from train.test_noticed import Assigning, halved, sgd
 
 TEAMS = [["fake:0", "fake:1"], ["fake:0", "fake:1", "fake:0"], ["fake:2", "fake:0", "cpu"]]
 

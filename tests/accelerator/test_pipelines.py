@@ -8,7 +8,7 @@ from fakes.stacks import mse
 from torch import nn
 
 from mgpu_core import Pipeline, TrainStep, optim, place
-from mgpu_core.device import streams
+from mgpu_core.devices import streams
 
 pytestmark = pytest.mark.usefixtures("gpus")
 DEVICES = ["fake:0", "fake:1"]

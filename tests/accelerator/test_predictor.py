@@ -9,7 +9,7 @@ from fakes.as_gpus import gpus, id_of, waits  # noqa: F401
 from torch import nn
 
 from mgpu_core import Predictor
-from mgpu_core.device import streams
+from mgpu_core.devices import streams
 
 pytestmark = pytest.mark.usefixtures("gpus")
 DEVICES = ["fake:0", "fake:1"]

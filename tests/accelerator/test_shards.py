@@ -6,8 +6,8 @@ from functools import partial
 import pytest
 import torch
 from fakes.tensors import numbers
+from step.nets import Branches, Linear, batches, mse
 from torch import nn
-from train.nets import Branches, Linear, batches, mse
 
 from mgpu_core import TrainStep, _core
 from mgpu_core.optim import SGD, Adam, AdamW, Lion

@@ -8,13 +8,13 @@ import pytest
 import torch
 from fakes.accelerator import device_module
 from fakes.as_gpus import gpus, id_of, waits  # noqa: F401
+from step.nets import mse
 from torch import nn
 from torch.optim import SGD
-from train.nets import mse
 
 from mgpu_core import TrainStep, comm, convert_sync_batchnorm, parallel_apply, replicate
 from mgpu_core.comm import autograd, dispatch
-from mgpu_core.device import streams
+from mgpu_core.devices import streams
 from mgpu_core.ranks.team import Team
 from mgpu_core.tensor_parallel import collectives
 

@@ -5,10 +5,10 @@ import copy
 import pytest
 import torch
 from fakes.tensors import numbers
+from step.adversaries import Adversaries
+from step.nets import Branches, Constrained, Linear, Pair, batches, mse
 from torch import nn
 from torch.optim import SGD, AdamW
-from train.adversaries import Adversaries
-from train.nets import Branches, Constrained, Linear, Pair, batches, mse
 
 from mgpu_core import Error, TrainStep, comm
 
@@ -163,7 +163,7 @@ def test_ctrl_c_while_moved_values_travel(monkeypatch):
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("mgpu_core.train.replicas.dispatch.broadcast_into", interrupted)
+    monkeypatch.setattr("mgpu_core.step.replicas.dispatch.broadcast_into", interrupted)
     with pytest.raises(KeyboardInterrupt):
         step(x, 2, y)
     monkeypatch.undo()

@@ -7,11 +7,11 @@ import torch
 from fakes.accelerator import by_the_cuda_backend, device_module
 from fakes.as_gpus import gpus  # noqa: F401
 from fakes.tensors import numbers
+from step.nets import mse
 from torch import nn
-from train.nets import mse
 
 from mgpu_core import DataParallel, DeviceLoader, Pipeline, Predictor, TrainStep, comm, convert_sync_batchnorm, place
-from mgpu_core.device import transfer
+from mgpu_core.devices import transfer
 from mgpu_core.optim import AdamW
 
 pytestmark = [

@@ -6,12 +6,12 @@ Loading may allocate memory or wait for the GPU, which a capture forbids.
 import pytest
 import torch
 from fakes.graphs import OPTIMIZERS, OneWeight, give_graphs, total, without_gpu
+from step.nets import mse
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from train.nets import mse
 
 from mgpu_core import TrainStep
-from mgpu_core.train.graph_cache import WARM_UP
+from mgpu_core.step.graph_cache import WARM_UP
 
 
 class Launches(TorchDispatchMode):

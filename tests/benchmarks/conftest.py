@@ -15,8 +15,8 @@ if str(ROOT) not in sys.path:
 @pytest.fixture(autouse=True)
 def _no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     """Times do not matter here."""
-    monkeypatch.setattr("mgpu_core.bench.timing.QUIET_SECONDS", 0.0)
-    monkeypatch.setattr("mgpu_core.bench.timing._cache_nbytes", lambda: 1024)
+    monkeypatch.setattr("mgpu_core.tools.bench.timing.QUIET_SECONDS", 0.0)
+    monkeypatch.setattr("mgpu_core.tools.bench.timing._cache_nbytes", lambda: 1024)
 
 
 @pytest.fixture

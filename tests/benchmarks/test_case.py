@@ -2,8 +2,8 @@
 
 import pytest
 
-from mgpu_core.bench.case import Bound, Row, at_least, at_most, measure_row
-from mgpu_core.bench.timing import Contestant, Schedule, WrongResult
+from mgpu_core.tools.bench.case import Bound, Row, at_least, at_most, measure_row
+from mgpu_core.tools.bench.timing import Contestant, Schedule, WrongResult
 
 ROWS = [
     Row({"ranks": 2, "size": 64}, {"ours": [1.0], "gloo": [6.0], "torch": [0.5]}),

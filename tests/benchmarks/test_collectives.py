@@ -6,13 +6,13 @@ from functools import partial
 import pytest
 import torch
 
-from mgpu_core.bench import cases
-from mgpu_core.bench.collective import Collective, Holding, Task, Values, around, others
-from mgpu_core.bench.gloo import GlooTeam, PeerFailed
-from mgpu_core.bench.reductions import GLOO_OPS
+from mgpu_core.tools.bench import cases
+from mgpu_core.tools.bench.collective import Collective, Holding, Task, Values, around, others
+from mgpu_core.tools.bench.gloo import GlooTeam, PeerFailed
+from mgpu_core.tools.bench.reductions import GLOO_OPS
 
 NAMES = ("all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter", "scatter", "gather")
-COLLECTIVES = [__import__(f"mgpu_core.bench.cases.{name}", fromlist=["COLLECTIVE"]).COLLECTIVE for name in NAMES]
+COLLECTIVES = [__import__(f"mgpu_core.tools.bench.cases.{name}", fromlist=["COLLECTIVE"]).COLLECTIVE for name in NAMES]
 SALT = 5
 
 

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from mgpu_core.bench import cases, command
-from mgpu_core.bench.case import Row, UsageError
-from mgpu_core.bench.environment import environment
-from mgpu_core.bench.report import compare
-from mgpu_core.bench.result import Result
-from mgpu_core.cli import main
+from mgpu_core.tools.bench import cases, command
+from mgpu_core.tools.bench.case import Row, UsageError
+from mgpu_core.tools.bench.environment import environment
+from mgpu_core.tools.bench.report import compare
+from mgpu_core.tools.bench.result import Result
+from mgpu_core.tools.cli import main
 
 FACTS = {"CPU": "a CPU", "GPU": "none", "torch": "2.14"}
 
@@ -162,5 +162,5 @@ def test_a_gpu_that_is_not_there(monkeypatch, capsys):
 
 
 def test_an_installed_package_has_no_commit(monkeypatch, tmp_path):
-    monkeypatch.setattr("mgpu_core.bench.environment.__file__", str(tmp_path / "a" / "b" / "environment.py"))
+    monkeypatch.setattr("mgpu_core.tools.bench.environment.__file__", str(tmp_path / "a" / "b" / "environment.py"))
     assert environment()["commit"] == "none"

@@ -16,7 +16,7 @@ import pytest
 from fakes.gpu_check import ROOT, Machine
 
 from benchmarks.gpu_check import bench, cases
-from mgpu_core.bench import cases as bench_cases
+from mgpu_core.tools.bench import cases as bench_cases
 
 PASSED = dict.fromkeys(["facts", "one", "two", "beside"], "passed")
 FILES = ["logs.tgz", "summary.md"]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from benchmarks.gpu_check import many
-from mgpu_core.device.peers import PeerVerdict
+from mgpu_core.devices.peers import PeerVerdict
 
 HOSTS = [torch.device("cpu")] * 2
 

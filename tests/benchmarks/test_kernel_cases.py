@@ -9,9 +9,9 @@ import torch
 
 from benchmarks.run import main
 from mgpu_core import kernels
-from mgpu_core.bench import cases, device_clock, kernel_case
-from mgpu_core.bench.device_clock import DeviceClock, _Queued
-from mgpu_core.bench.kernel_case import Task, even_counts, small_counts
+from mgpu_core.tools.bench import cases, device_clock, kernel_case
+from mgpu_core.tools.bench.device_clock import DeviceClock, _Queued
+from mgpu_core.tools.bench.kernel_case import Task, even_counts, small_counts
 
 PIECES = ["pack", "unpack", "l2_norm", "sgd", "adamw"]
 NAMES = [*PIECES, "sum_ranks", "scale_cast"]
@@ -62,7 +62,7 @@ def test_every_contestant_is_right_and_none_is_without_working(name: str) -> Non
     ("name", "module"), [("pack", "cases.pack"), ("sum_ranks", "cases.sum_ranks"), ("sgd", "optimizer_case")]
 )
 def test_twins_take_part_where_they_can(name: str, module: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(f"mgpu_core.bench.{module}.twins", lambda _device: {"cupy": kernels})
+    monkeypatch.setattr(f"mgpu_core.tools.bench.{module}.twins", lambda _device: {"cupy": kernels})
     problem = cases.load(name).measure.args[0](Task(CPU, even_counts(4000, 3), "wall"))
     problem.reset(1)
     for _ in range(problem.turns):
@@ -81,7 +81,7 @@ def test_numba_packs_few_tensors() -> None:
 def test_who_writes_nothing_ends_the_run(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    module = __import__(f"mgpu_core.bench.cases.{name}", fromlist=["CASE"])
+    module = __import__(f"mgpu_core.tools.bench.cases.{name}", fromlist=["CASE"])
     monkeypatch.setattr(module, name, lambda *_, **__: torch.zeros(()))
     assert main(arguments(name, "cpu")) == 1
     assert "run.py: error: device cpu, size 1024" in capsys.readouterr().err
@@ -236,8 +236,10 @@ def test_a_twin_that_does_not_run_here_is_left_out(
         def sum_ranks(*_: object, **__: object) -> None:
             raise AttributeError("numpy has no row_stack")
 
-    monkeypatch.setattr("mgpu_core.bench.cases.sum_ranks.twins", lambda _device: {"numba": Broken, "cupy": kernels})
-    monkeypatch.setattr("mgpu_core.bench.kernel_case.twins", lambda _device: {"numba": Broken, "cupy": kernels})
+    monkeypatch.setattr(
+        "mgpu_core.tools.bench.cases.sum_ranks.twins", lambda _device: {"numba": Broken, "cupy": kernels}
+    )
+    monkeypatch.setattr("mgpu_core.tools.bench.kernel_case.twins", lambda _device: {"numba": Broken, "cupy": kernels})
     assert main(arguments("sum_ranks", "cpu")) == 0
     out, err = capsys.readouterr()
     assert "without numba: AttributeError: numpy has no row_stack" in err

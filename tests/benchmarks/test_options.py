@@ -4,7 +4,14 @@ import argparse
 
 import pytest
 
-from mgpu_core.bench.options import OneLineParser, names_among, parse_count, parse_counts, parse_nbytes, parse_sizes
+from mgpu_core.tools.bench.options import (
+    OneLineParser,
+    names_among,
+    parse_count,
+    parse_counts,
+    parse_nbytes,
+    parse_sizes,
+)
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,11 @@ import pytest
 
 from benchmarks import run
 from benchmarks.run import main
-from mgpu_core.bench import cases, plot
-from mgpu_core.bench.case import Row, Verdict
-from mgpu_core.bench.report import _section, bound_line, render, report_machine, table
-from mgpu_core.bench.result import Result
-from mgpu_core.bench.titles import TITLES
+from mgpu_core.tools.bench import cases, plot
+from mgpu_core.tools.bench.case import Row, Verdict
+from mgpu_core.tools.bench.report import _section, bound_line, render, report_machine, table
+from mgpu_core.tools.bench.result import Result
+from mgpu_core.tools.bench.titles import TITLES
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ["--peers", "torch", "--ranks", "2,3", "--sizes", "1K", "--repeats", "2"]
@@ -187,7 +187,7 @@ def test_a_check_that_saw_no_bound_does_not_pass(capsys: pytest.CaptureFixture[s
 
 @pytest.mark.parametrize(("limit", "status"), [(0.0, 0), (1e9, 1)])
 def test_check_compares_with_the_bounds(monkeypatch: pytest.MonkeyPatch, limit: float, status: int) -> None:
-    monkeypatch.setattr("mgpu_core.bench.case.Bound.judge", lambda *_: Verdict("x", 1.0, limit <= 1.0))
+    monkeypatch.setattr("mgpu_core.tools.bench.case.Bound.judge", lambda *_: Verdict("x", 1.0, limit <= 1.0))
     assert main(["all_reduce", *TINY, "--check"]) == status
 
 
@@ -242,7 +242,7 @@ def test_the_data_loader_peers_run(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_replica_that_computes_something_else_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    from mgpu_core.bench.cases import replicate
+    from mgpu_core.tools.bench.cases import replicate
 
     spoiled = lambda groups, ranks: lambda *_, **__: [[each + 1 for each in groups[0]] for _ in range(ranks)]  # noqa: E731
     monkeypatch.setattr(replicate, "prepared", spoiled)
@@ -250,7 +250,7 @@ def test_a_replica_that_computes_something_else_is_wrong(monkeypatch: pytest.Mon
 
 
 def test_the_drop_in_has_a_row_per_model(tmp_path: Path) -> None:
-    from mgpu_core.bench.cases import forward_backward
+    from mgpu_core.tools.bench.cases import forward_backward
 
     assert main(["forward_backward", "--batch", "6", "--repeats", "1", "--json", str(tmp_path / "x.json")]) == 0
     rows = [row["labels"] for row in json.loads((tmp_path / "x.json").read_text())["rows"]]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mgpu_core.bench.timing import (
+from mgpu_core.tools.bench.timing import (
     Contestant,
     Schedule,
     WrongResult,

@@ -13,10 +13,10 @@ from torch.optim import SGD
 
 from benchmarks.run import main
 from mgpu_core import TrainStep
-from mgpu_core.bench.cases import train_step
-from mgpu_core.bench.ddp_worker import DdpRank
-from mgpu_core.bench.gloo import GlooTeam
-from mgpu_core.bench.training import LR, Step, Trainee, Training, torch_step
+from mgpu_core.tools.bench.cases import train_step
+from mgpu_core.tools.bench.ddp_worker import DdpRank
+from mgpu_core.tools.bench.gloo import GlooTeam
+from mgpu_core.tools.bench.training import LR, Step, Trainee, Training, torch_step
 
 TINY = ["train_step", "--model", "simplenet", "--batch", "6", "--repeats", "1"]
 BARE = ["--peers", "bare"]

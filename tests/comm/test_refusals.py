@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.two_tensor import TwoTensor
 
 from mgpu_core import comm, kernels
-from mgpu_core.device import tensor_checks
+from mgpu_core.devices import tensor_checks
 
 
 def two(tensor):

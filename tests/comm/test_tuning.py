@@ -9,8 +9,8 @@ import torch
 
 from mgpu_core._core import Stream
 from mgpu_core.comm import algorithms, tuning
-from mgpu_core.device import cache, nccl_teams
-from mgpu_core.device.streams import HOST
+from mgpu_core.devices import cache, nccl_teams
+from mgpu_core.devices.streams import HOST
 from mgpu_core.errors import BackendUnavailable, Error, NcclError
 
 STREAMS = [Stream("cuda", 0, 5), Stream("cuda", 1, 6)]

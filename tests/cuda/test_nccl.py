@@ -13,8 +13,8 @@ import torch
 from fakes.children import finish
 
 from mgpu_core import _core, comm
-from mgpu_core.device import nccl_teams
-from mgpu_core.device.nccl_library import wheel_libraries
+from mgpu_core.devices import nccl_teams
+from mgpu_core.devices.nccl_library import wheel_libraries
 
 OPS = {"sum": 3.0, "avg": 1.5, "prod": 2.0, "min": 1.0, "max": 2.0}
 
@@ -82,7 +82,7 @@ def test_an_aborted_team_says_so_and_the_next_is_new(gpu):
 TWO_RANKS = """
 import os, sys, torch
 from mgpu_core import _core
-from mgpu_core.device.nccl_library import wheel_libraries
+from mgpu_core.devices.nccl_library import wheel_libraries
 _core.nccl_open(wheel_libraries())
 unique_id = bytes.fromhex(os.environ["UNIQUE_ID"]) if os.environ["UNIQUE_ID"] else _core.nccl_unique_id()
 ranks = [int(rank) for rank in sys.argv[1:]]

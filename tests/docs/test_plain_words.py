@@ -14,7 +14,7 @@ DEFINITIONS = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 def docstrings() -> Iterator[tuple[str, ast.AST, str]]:
     """Yield (file and name, definition, docstring) for everything in the package that has one."""
-    for path in sorted(set(PACKAGE.rglob("*.py")) - set(PACKAGE.glob("lessons/pages/**/*.py"))):
+    for path in sorted(set(PACKAGE.rglob("*.py")) - set(PACKAGE.glob("tools/lessons/pages/**/*.py"))):
         for node in ast.walk(ast.parse(path.read_text())):
             text = ast.get_docstring(node) if isinstance(node, DEFINITIONS) else None
             if text:

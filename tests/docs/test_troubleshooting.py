@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 import mgpu_core
 from mgpu_core import DataParallel, Replicate, gather
-from mgpu_core.device import drop_in
+from mgpu_core.devices import drop_in
 
 PAGE = (Path(__file__).parent.parent.parent / "docs" / "troubleshooting.md").read_text()
 QUOTED = re.findall(r"^### `(.+?)`", PAGE, flags=re.MULTILINE)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from fakes.accelerator import device_module
 
-from mgpu_core.device import streams
+from mgpu_core.devices import streams
 
 
 @pytest.fixture

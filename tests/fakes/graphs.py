@@ -11,10 +11,10 @@ from itertools import islice
 
 import torch
 from fakes.nets import cpu
+from step.nets import Branches, mse
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from train.nets import Branches, mse
 
 from mgpu_core import TrainStep
 from mgpu_core.kernels import reference
@@ -45,7 +45,7 @@ def total(output, target):
 
 def give_graphs(monkeypatch, kind):
     """Makes devices of this kind those that have graphs."""
-    for index in ("train.graph_cache", "train.cuda_graphs"):
+    for index in ("step.graph_cache", "step.cuda_graphs"):
         monkeypatch.setattr(f"mgpu_core.{index}.GRAPH_DEVICE", kind)
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 import mgpu_core
-from mgpu_core.device import streams
+from mgpu_core.devices import streams
 
 DEVICE = "MGPU_TEST_DEVICE"  # a variable: `cpu` runs the cases on the CPU of a machine with a GPU
 PURPOSES = ("copies", "sums", "capture", "sums of a capture")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
-from mgpu_core.device.discovery import MigInstance, PhysicalDevice
+from mgpu_core.devices.discovery import MigInstance, PhysicalDevice
 
 GIB = 2**30
 UUIDS = (

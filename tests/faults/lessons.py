@@ -12,9 +12,9 @@ from multiprocessing.connection import Connection
 from types import ModuleType
 
 from faults.operators import Fault, faults_of
-from mgpu_core.lessons import Lesson
-from mgpu_core.lessons.answers import asked_for
-from mgpu_core.lessons.judge import WRONG, checks_of, judge
+from mgpu_core.tools.lessons import Lesson
+from mgpu_core.tools.lessons.answers import asked_for
+from mgpu_core.tools.lessons.judge import WRONG, checks_of, judge
 
 START_SECONDS = 100.0  # of a process, on a machine that is busy
 SECONDS = 30.0  # of one fault: many times what the slowest one takes

@@ -17,8 +17,8 @@ from torch import nn
 from torch.nn.utils.rnn import pack_sequence
 
 from mgpu_core import Predictor, Replicate, Rows, register_container
-from mgpu_core.comparison import difference
-from mgpu_core.mnist.model import SimpleNet
+from mgpu_core.tools.mnist.model import SimpleNet
+from mgpu_core.trees.comparison import difference
 
 HOST = torch.device("cpu")
 

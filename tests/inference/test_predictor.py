@@ -13,7 +13,7 @@ from fakes.nets import cpu
 from torch import nn
 
 from mgpu_core import Pipeline, Predictor, Replicate, Rows, place
-from mgpu_core.device.devices import local_devices
+from mgpu_core.devices.devices import local_devices
 
 
 def net(width=4):

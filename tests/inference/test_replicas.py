@@ -12,7 +12,7 @@ from torch import nn
 
 from mgpu_core import Pipeline, Predictor
 from mgpu_core.inference.replicas import GraphedModule
-from mgpu_core.train.graph_cache import ATTEMPTS, RETRY_AFTER
+from mgpu_core.step.graph_cache import ATTEMPTS, RETRY_AFTER
 
 
 class Writing(nn.Module):

@@ -21,7 +21,7 @@ import pytest
 import torch
 from fakes import accelerator
 
-from mgpu_core.mnist import digits
+from mgpu_core.tools.mnist import digits
 
 pytestmark = [
     pytest.mark.slow,

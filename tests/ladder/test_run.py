@@ -9,8 +9,8 @@ import torch
 
 from benchmarks.ladder import cuda_library, languages, measure, page, run
 from benchmarks.ladder.rungs import CHANGED, KERNELS, RUNGS, Unavailable
-from mgpu_core.bench.report import report_machine
-from mgpu_core.bench.result import Result
+from mgpu_core.tools.bench.report import report_machine
+from mgpu_core.tools.bench.result import Result
 
 CPU = torch.device("cpu")
 
@@ -23,8 +23,8 @@ def no_gpu(monkeypatch):
 @pytest.fixture
 def stand_in(monkeypatch):
     """Use the CPU instead of a GPU; every rung is the shipped kernel."""
-    monkeypatch.setattr("mgpu_core.bench.timing.QUIET_SECONDS", 0.0)
-    monkeypatch.setattr("mgpu_core.bench.timing._cache_nbytes", lambda: 1024)
+    monkeypatch.setattr("mgpu_core.tools.bench.timing.QUIET_SECONDS", 0.0)
+    monkeypatch.setattr("mgpu_core.tools.bench.timing._cache_nbytes", lambda: 1024)
     monkeypatch.setattr(measure, "IMAGES", 3)
     monkeypatch.setattr(measure, "peak_of", lambda _: 1000)
     monkeypatch.setattr(languages, "device", lambda: CPU)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from mgpu_core.lessons.blocks import blocks_of
+from mgpu_core.tools.lessons.blocks import blocks_of
 
 pytest.importorskip("jupytext")
 pytest.importorskip("ipykernel")

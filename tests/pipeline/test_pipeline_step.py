@@ -11,9 +11,9 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from mgpu_core import Pipeline, TrainStep, optim
+from mgpu_core.step.pipeline_copies import PipelineCopies
 from mgpu_core.trace import tracer
 from mgpu_core.trace.events import Span
-from mgpu_core.train.pipeline_copies import PipelineCopies
 
 OPTIMIZERS = {
     "torch": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),

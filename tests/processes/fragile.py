@@ -2,10 +2,10 @@
 
 import torch
 from fakes.nets import whole
+from step.nets import Explode
 from torch import nn
 from torch.distributed import group
 from torch.optim import SGD
-from train.nets import Explode
 
 from mgpu_core import TrainStep
 

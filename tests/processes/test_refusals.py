@@ -5,9 +5,9 @@ import torch
 from fakes.nets import whole
 from processes.fragile import ONES, step_of, total
 from processes.world import run
+from step.nets import Linear
 from torch import nn
 from torch.optim import SGD
-from train.nets import Linear
 
 from mgpu_core import TrainStep
 

@@ -8,10 +8,10 @@ from fakes import accelerator
 from fakes.nets import whole
 from processes.fragile import values_of
 from processes.world import run
+from step.nets import Branches, Linear, batches, mse
 from torch import nn
 from torch.distributed import group
 from torch.optim import SGD, AdamW
-from train.nets import Branches, Linear, batches, mse
 
 from mgpu_core import TrainStep
 

@@ -8,7 +8,7 @@ import torch
 from fakes.nets import cpu
 
 from mgpu_core import Error
-from mgpu_core.device.time_limits import TIMEOUT_VARIABLE
+from mgpu_core.devices.time_limits import TIMEOUT_VARIABLE
 from mgpu_core.ranks.run import Run, current_lane
 from mgpu_core.ranks.team import Team
 

@@ -21,7 +21,7 @@ from fakes.collector import FREES_LATE
 from fakes.threads import at_once
 
 import mgpu_core
-from mgpu_core.device.time_limits import time_limit
+from mgpu_core.devices.time_limits import time_limit
 from mgpu_core.ranks import workers
 from mgpu_core.ranks.team import Team
 from mgpu_core.ranks.workers import EXIT_SECONDS, WorkerPool

@@ -16,7 +16,7 @@ from long_training import rss, storages
 from torch.nn import functional
 
 from mgpu_core import TrainStep
-from mgpu_core.mnist.model import build_model
+from mgpu_core.tools.mnist.model import build_model
 
 
 def checkpoint(steps):

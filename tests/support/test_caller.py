@@ -5,8 +5,8 @@ import warnings
 import pytest
 import torch
 from fakes.nets import cpu
+from step.nets import Linear, mse
 from torch.optim import SGD
-from train.nets import Linear, mse
 
 import mgpu_core
 

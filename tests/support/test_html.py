@@ -10,16 +10,16 @@ from fakes.nets import cpu
 from torch.nn import functional
 
 import mgpu_core
-from mgpu_core import doctor
-from mgpu_core.advice.break_even import BreakEven
-from mgpu_core.advice.data import Measurement
-from mgpu_core.advice.reasons import Reason
-from mgpu_core.advice.recommend import Recommendation
-from mgpu_core.advice.result import Advice
-from mgpu_core.advice.strategies import ENGINE, ONE
-from mgpu_core.explanation.trace import Trace
 from mgpu_core.inference.stats import DeviceStats, Stats
 from mgpu_core.support.html import html_frame, html_table, html_text
+from mgpu_core.tools import doctor
+from mgpu_core.tools.advise.break_even import BreakEven
+from mgpu_core.tools.advise.data import Measurement
+from mgpu_core.tools.advise.reasons import Reason
+from mgpu_core.tools.advise.recommend import Recommendation
+from mgpu_core.tools.advise.result import Advice
+from mgpu_core.tools.advise.strategies import ENGINE, ONE
+from mgpu_core.tools.explain.trace import Trace
 
 HOSTILE = "</pre><script>alert('1 & 2')</script>\"'"
 
@@ -114,7 +114,7 @@ def test_an_empty_trace_says_so():
 
 
 def test_a_step_too_large_for_a_page_keeps_its_table(recorded, monkeypatch):
-    monkeypatch.setattr("mgpu_core.explanation.page.MOST_NBYTES", 100)
+    monkeypatch.setattr("mgpu_core.tools.explain.page.MOST_NBYTES", 100)
     parsed = Parsed(recorded[0]._repr_html_())
     assert "save_trace" in parsed.texts[0]
     assert (len(parsed.frames), len(parsed.tables)) == (0, 1)

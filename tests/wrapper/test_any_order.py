@@ -12,10 +12,10 @@ from fakes.machines import run_machine
 from fakes.nets import cpu
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from step.nets import here
+from step.one_device import same
 from torch import nn
 from torch.nn.utils import parametrizations
-from train.nets import here
-from train.one_device import same
 
 from mgpu_core import DataParallel
 

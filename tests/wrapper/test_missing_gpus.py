@@ -8,7 +8,7 @@ from torch import nn
 
 import mgpu_core
 from mgpu_core import DataParallel, TrainStep, comm, data_parallel
-from mgpu_core.device import devices
+from mgpu_core.devices import devices
 
 NAMED = [[0, 1], ["cuda:0"], [torch.device("cuda", 0), torch.device("cuda", 1)]]
 pytestmark = pytest.mark.skipif(devices.has_accelerator(), reason="is about machines without an accelerator")

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mgpu_core.device.memory import note_written
+from mgpu_core.devices.memory import note_written
 from mgpu_core.kernels.arguments import as_tensors, check_like, check_outs
 
 numba: Any = import_module("numba")

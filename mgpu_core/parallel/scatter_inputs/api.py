@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from mgpu_core.comm import autograd
-from mgpu_core.device.devices import DeviceLike
-from mgpu_core.device.traces import refuse_traces
+from mgpu_core.devices.devices import DeviceLike
+from mgpu_core.devices.traces import refuse_traces
 from mgpu_core.parallel.scatter_inputs.arguments import cut
 from mgpu_core.parallel.scatter_inputs.chunks import check_shares, row_counts, rows_of_bare
 from mgpu_core.parallel.scatter_inputs.replicated import trace_replicated

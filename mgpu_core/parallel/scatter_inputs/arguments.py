@@ -12,7 +12,7 @@ import torch
 
 from mgpu_core.comm import autograd
 from mgpu_core.comm.trace_hooks import trace_cut
-from mgpu_core.device.tensor_checks import begin_alike
+from mgpu_core.devices.tensor_checks import begin_alike
 from mgpu_core.parallel.scatter_inputs.chunks import check_shares, is_plain, row_counts, views_of
 from mgpu_core.parallel.scatter_inputs.replicated import copies_for_all, copies_of_tensor, trace_replicated
 from mgpu_core.parallel.scatter_inputs.unknown import warn_unknown

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from mgpu_core.comm.trace_hooks import trace_cut
-from mgpu_core.device.tensor_checks import begin_alike
+from mgpu_core.devices.tensor_checks import begin_alike
 from mgpu_core.parallel.scatter_inputs.arguments import Arguments, cut
 from mgpu_core.parallel.scatter_inputs.chunks import check_shares, row_counts, rows_of_bare, views_of
 from mgpu_core.parallel.scatter_inputs.replicated import trace_replicated

@@ -10,7 +10,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from mgpu_core.comm import autograd, dispatch
 from mgpu_core.comm.trace_hooks import trace_cut
-from mgpu_core.device.tensor_checks import refuse_special
+from mgpu_core.devices.tensor_checks import refuse_special
 from mgpu_core.ranks.team import Team
 from mgpu_core.trace.tracer import when_tracing
 from mgpu_core.trees.nested import Replicate, Rows, any_tensor, flatten, is_undivided

@@ -10,8 +10,8 @@ from torch.nn import functional
 
 import mgpu_core
 from mgpu_core import _core, comm, kernels
-from mgpu_core.device import streams
-from mgpu_core.device.nccl_library import wheel_libraries
+from mgpu_core.devices import streams
+from mgpu_core.devices.nccl_library import wheel_libraries
 from mgpu_core.kernels import reference
 
 

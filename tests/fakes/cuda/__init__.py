@@ -35,7 +35,7 @@ def serve(device_type: str) -> None:
     import mgpu_core
     from mgpu_core import _core
     from mgpu_core.comm import backends, tuning
-    from mgpu_core.device import streams
+    from mgpu_core.devices import streams
 
     mgpu_core._core = _core  # as importing it by its name would have done
     _core.allow_peers("cuda", list(permutations(range(DEVICES), 2)))

@@ -1,0 +1,261 @@
+"""The current streams of devices, as torch and the core know them, and who waits for whom.
+
+On the CPU there is nothing to wait for.  On an accelerator the work of a rank is put on the stream that the caller had
+current on the rank's device, so that the caller's work before and after the call is ordered with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import cache, lru_cache
+from typing import Literal, TypeAlias
+
+import torch
+
+from mgpu_core import _core
+from mgpu_core.devices.peers import have_proved_access, settle_peers
+from mgpu_core.support.null_context import NULL_CONTEXT
+from mgpu_core.support.warnings import warn_user
+
+__all__ = [
+    "HOST",
+    "SideStreams",
+    "caller_streams",
+    "core_serves",
+    "core_stream",
+    "core_streams",
+    "is_capturing",
+    "on",
+    "on_all",
+    "own_stream",
+    "reach_each_other",
+    "resumed_on_all",
+]
+
+HOST = _core.Stream("cpu", 0, 0)
+GPU_BACKEND = "cuda"  # the core's name of it
+GPU_TYPE = "cuda"  # the devices that it serves
+
+
+def caller_streams(devices: Sequence[torch.device]) -> list[torch.Stream | None]:
+    """Return the current stream of each device in the calling thread; ``None`` for the CPU."""
+    return [None if device.type == "cpu" else torch.accelerator.current_stream(device) for device in devices]
+
+
+def on(device: torch.device, stream: torch.Stream | None) -> AbstractContextManager[None]:
+    """Make ``device`` and ``stream`` the current ones of this thread."""
+    return NULL_CONTEXT if device.type == "cpu" or stream is None else _on_accelerator(device, stream)
+
+
+@contextmanager
+def _on_accelerator(device: torch.device, stream: torch.Stream) -> Iterator[None]:
+    # Not ``with stream``: torch keeps the previous stream on the stream's object, which threads share, so that each
+    # thread could get back the stream of another one.
+    with torch.accelerator.device_index(device.index):
+        before = torch.accelerator.current_stream(device)
+        torch.accelerator.set_stream(stream)
+        try:
+            yield
+        finally:
+            torch.accelerator.set_stream(before)
+
+
+def on_all(devices: Sequence[torch.device], streams: Sequence[torch.Stream | None]) -> AbstractContextManager[object]:
+    """Make each stream the current one of its device."""
+    stack = ExitStack()
+    for device, stream in zip(devices, streams, strict=True):
+        if stream is not None:
+            stack.enter_context(on(device, stream))
+    return stack
+
+
+@contextmanager
+def resumed_on_all(devices: Sequence[torch.device], streams: Sequence[torch.Stream | None]) -> Iterator[None]:
+    """Make each stream of a forward pass current on its device again; it waits for this thread's current stream first.
+
+    For backward passes: autograd makes the forward's stream current on one device alone, orders the gradients of all
+    devices with that stream, and leaves the other devices' default streams current.
+    """
+    there = [stream for stream in streams if stream is not None]
+    if there:
+        current = torch.accelerator.current_stream()
+        is_ours = any(stream.device_index == current.device_index for stream in there)
+        for stream in there if is_ours else ():
+            if stream != current:
+                stream.wait_stream(current)
+    with on_all(devices, streams):
+        yield
+
+
+def core_stream(device: torch.device) -> _core.Stream | None:
+    """Return the current stream of a device as the core knows it; ``None`` if the core has no backend for it."""
+    if device.type == "cpu":
+        return HOST
+    if device.type == GPU_TYPE and _cuda_backend_works() and _has_code_for(device.index):
+        return _gpu_stream(device.index, _handle(device))
+    return None
+
+
+def core_serves(devices: Sequence[torch.device]) -> bool:
+    """Return whether one backend of the core serves all of these devices."""
+    if all(device.type == "cpu" for device in devices):
+        return True
+    if any(device.type != GPU_TYPE for device in devices) or not _cuda_backend_works():
+        return False
+    return all(_has_code_for(device.index) for device in devices)
+
+
+def core_streams(devices: Sequence[torch.device]) -> list[_core.Stream] | None:
+    """Return one stream per rank; ``None`` unless one backend of the core serves all of these devices."""
+    if not core_serves(devices):
+        return None
+    if not any(device.type == GPU_TYPE for device in devices):
+        return [HOST] * len(devices)
+    settle_peers(device.index for device in set(devices))
+    return [_gpu_stream(device.index, _handle(device)) for device in devices]
+
+
+@lru_cache(maxsize=256)
+def _gpu_stream(gpu: int, handle: int) -> _core.Stream:
+    return _core.Stream(GPU_BACKEND, gpu, handle)
+
+
+def _handle(device: torch.device) -> int:
+    return torch.cuda.current_stream(device).cuda_stream
+
+
+def is_capturing(gpu: int) -> bool:
+    """Return whether the current stream of this GPU is being captured in a graph; torch asks the current GPU alone."""
+    with torch.accelerator.device_index(gpu):
+        return torch.cuda.is_current_stream_capturing()
+
+
+class SideStreams:
+    """A side stream per GPU, for work that overlaps a backward.
+
+    Args:
+        devices: each once.
+    """
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self._devices = devices
+        self._computing: dict[torch.device, list[torch.Stream]] = {}
+        self._summing: dict[torch.device, torch.Stream] = {}
+
+    def starts(self, devices: Sequence[torch.device], streams: Sequence[torch.Stream | None]) -> None:
+        """Note which streams the ranks compute on from now on: one per rank, of its device."""
+        self._computing = {}
+        for device, stream in zip(devices, streams, strict=True):
+            if stream is not None and stream not in self._computing.setdefault(device, []):
+                self._computing[device].append(stream)
+        self._summing = {device: _summing_stream(device, streams[0]) for device, streams in self._computing.items()}
+
+    def made_on_current(self, device: torch.device) -> None:
+        """Note that gradients were made on the current stream of the device: sums wait for it too.
+
+        A module may compute on a stream of its own, and autograd runs its backward there.
+        """
+        streams = self._computing.get(device)
+        if streams is not None and (stream := torch.accelerator.current_stream(device)) not in streams:
+            streams.append(stream)
+
+    def entered(self) -> AbstractContextManager[None]:
+        """Enter the side stream of each GPU, ordered after all work of its ranks so far.
+
+        Other accelerators work on their first rank's stream, which waits for the other streams of the device.
+        """
+        return self._entered() if self._computing else NULL_CONTEXT
+
+    @contextmanager
+    def _entered(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for device, streams in self._computing.items():
+                current = self._summing[device]
+                for each in streams:
+                    if each != current:
+                        current.wait_stream(each)
+                stack.enter_context(_on_accelerator(device, current))
+            yield
+
+    def joins(self) -> None:
+        """Order the current stream of each GPU after the work on its side stream."""
+        for device, stream in self._summing.items():
+            if device.type == GPU_TYPE:
+                torch.accelerator.current_stream(device).wait_stream(stream)
+
+
+# Torch has 32 streams of each priority on a GPU and gives them out in turn: with the usual priority, ours would be the
+# user's too, from the 33rd on.  Where a GPU lacks this priority, torch takes the highest that there is.
+OWN_PRIORITY = -2
+
+Purpose: TypeAlias = Literal["copies", "sums", "capture", "sums of a capture"]
+
+_own_streams: dict[tuple[Purpose, int], torch.Stream] = {}
+
+
+def own_stream(purpose: Purpose, gpu: int) -> torch.Stream:
+    """Return the package's stream on a GPU for one purpose: the same one for all callers and threads.
+
+    A recording has streams of its own, so that work of other threads neither becomes part of it nor invalidates it;
+    there is one recording at a time (see :mod:`mgpu_core.step.graph_cache`).
+
+    Args:
+        purpose: ``copies`` between devices, ``sums`` of gradients during a backward, ``capture`` of graphs, and the
+            sums that are part of one.
+    """
+    made = _own_streams.get((purpose, gpu))  # not a ``cache``, which could give two threads two streams
+    return made or _own_streams.setdefault(
+        (purpose, gpu), torch.Stream(torch.device(GPU_TYPE, gpu), priority=OWN_PRIORITY)
+    )
+
+
+def _summing_stream(device: torch.device, computing: torch.Stream) -> torch.Stream:
+    if device.type != GPU_TYPE:
+        return computing
+    capture = _own_streams.get(("capture", device.index))
+    is_recorded = capture is not None and capture == computing
+    return own_stream("sums of a capture" if is_recorded else "sums", device.index)
+
+
+@cache
+def _has_code_for(gpu: int) -> bool:
+    """Return whether this build runs on the GPU; asked of those alone that are used, because asking makes a context."""
+    if _core.has_code_for(GPU_BACKEND, gpu):
+        return True
+    warn_user(
+        f"this build of mgpu_core has no code for cuda:{gpu}: it is served by torch's copies and adds. Build with its "
+        "architecture in MGPU_CUDA_ARCHS; see `mgpu doctor`.",
+        RuntimeWarning,
+    )
+    return False
+
+
+def reach_each_other(one: torch.device, other: torch.device) -> bool:
+    """Return whether torch may copy between two devices directly.
+
+    Between two GPUs that the core serves it may where :mod:`mgpu_core.devices.peers` has shown that data arrives; the
+    first call about a GPU runs that test.
+    """
+    if not one.type == other.type == GPU_TYPE or one.index == other.index or not _cuda_backend_works():
+        return True
+    return have_proved_access(one.index, other.index)
+
+
+@cache
+def _cuda_backend_works() -> bool:
+    """Return whether the core sees the GPUs that torch sees; if not, torch's own copies and adds serve them.
+
+    Torch calls AMD's GPUs ``cuda`` too; the core's CUDA and NCCL are not for these.
+    """
+    if torch.version.hip is not None or torch.version.cuda is None or not torch.cuda.is_available():
+        return False
+    ours, theirs = _core.device_count(GPU_BACKEND), torch.cuda.device_count()
+    built = any(name == GPU_BACKEND and there for name, there, _ in _core.backends())
+    if built and ours != theirs:
+        warn_user(
+            f"torch sees {theirs} GPUs and mgpu_core's CUDA runtime {ours}: they are served by torch's copies and adds."
+            " Build mgpu_core with the CUDA toolkit that fits the driver (MGPU_CUDA=system); see `mgpu doctor`.",
+            RuntimeWarning,
+        )
+    return built and ours == theirs

@@ -1,0 +1,222 @@
+"""Whole steps as CUDA graphs: the recorded part of a step, and the host's work at each replay.
+
+A graph holds a step of ranks that share a device, from the batch to the update; a recording computes nothing.  Numbers
+that change from step to step lie in the device's memory, and those that a recording has fixed are part of its key:
+shapes, modes, the loss scale.  Steps over several devices go the ordinary way: collectives of several GPUs in one
+process cannot be part of graphs that are recorded one after the other.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from mgpu_core.devices.time_limits import time_limit
+from mgpu_core.step.balance import SplitPlan
+from mgpu_core.step.forward_backward import ForwardBackward, RankPart, seed
+from mgpu_core.step.grad_clip import GradientNorm, factor_of, overflow_of, warm_up
+from mgpu_core.step.grad_scaler import LossScale
+from mgpu_core.step.graph_cache import GRAPH_DEVICE, CapturedStep, CudaRecorder, StaticNest, StepGraphs
+from mgpu_core.step.loss import RankLoss, Window
+from mgpu_core.step.optimizer_step import OptimizerStep
+from mgpu_core.step.options import Options
+from mgpu_core.step.rank_modules import RankModules
+from mgpu_core.step.reducer import Reducer
+from mgpu_core.step.replicas import Replicas
+from mgpu_core.step.update import UpdateTransaction
+from mgpu_core.trees.module_tree import modules_of
+
+__all__ = ["CapturedSteps"]
+
+
+class CapturedSteps:
+    """The steps of a :class:`mgpu_core.TrainStep` that are replays.
+
+    Args:
+        options, replicas, reducer, passes, transaction, optimizer_step, modules, split_plan, loss_scale: of the step.
+
+    Attributes:
+        reducer, replicas, passes, transaction: the same.
+        graphs: the recorded graphs.
+        recorder: records the work of one device.
+    """
+
+    def __init__(
+        self, options: Options, replicas: Replicas, reducer: Reducer, passes: ForwardBackward,
+        transaction: UpdateTransaction, optimizer_step: OptimizerStep, modules: Sequence[RankModules],
+        split_plan: SplitPlan, loss_scale: LossScale,
+    ) -> None:  # fmt: skip
+        self.reducer, self.replicas, self.passes, self.transaction = reducer, replicas, passes, transaction
+        self._optimizer_step, self._modules, self._split_plan = optimizer_step, modules, split_plan
+        self._loss_scale, self._options = loss_scale, options
+        self.graphs, self.recorder = StepGraphs(), CudaRecorder()
+
+    def why_not(self, options: Options, *, collects: bool, keep_outputs: bool) -> str | None:
+        """Return why a step with these options must go the ordinary way; ``None``: it may be a replay.
+
+        Args:
+            options: as they are now.
+            collects: gradients are accumulated over several calls.
+            keep_outputs: the outputs are returned.
+        """
+        devices = self.replicas.devices
+        other = next((device for device in devices if device.type != GRAPH_DEVICE), None)
+        reasons = (
+            (other is not None, f"there are no CUDA graphs on {other}"),
+            (len(devices) > 1, "its ranks are on several devices"),
+            (options.has_processes, "its gradients are summed over several processes"),
+            (self.passes.ranks_meet, "ranks meet in synchronised layers"),
+            (collects, "gradients are accumulated over several calls"),
+            (options.error_if_nonfinite, "error_if_nonfinite=True waits for the gradients"),
+            (self._split_plan.is_timed, 'shares="auto" takes the time of each rank'),
+            (keep_outputs, "its outputs are returned"),
+            (self._optimizer_step.memory is None, "its optimizer is none of mgpu_core.optim, or has step hooks"),
+        )
+        return next((reason for holds, reason in reasons if holds), None)
+
+    def run(self, inputs: tuple[Any, ...], kwargs: dict[str, Any], clip_norm: float | None) -> torch.Tensor | None:
+        """Make a step by a replay; return its loss, or ``None``: it must go the ordinary way.
+
+        The ranks' parameters must be up to date.
+        """
+        batch = inputs, kwargs
+        return self.transaction.replay(
+            self.reducer,
+            lambda: self.graphs.run(batch, self._fixed(clip_norm), lambda: self._record(batch, clip_norm)),
+        )
+
+    def _fixed(self, clip_norm: float | None) -> tuple[Hashable, ...]:
+        """Return the settings that a recording fixes, besides the batch."""
+        replicas, optimizer_step = self.replicas, self._optimizer_step
+        autocast = torch.is_autocast_enabled(GRAPH_DEVICE) and torch.get_autocast_dtype(GRAPH_DEVICE)
+        modes = tuple(node.module.training for modules in self._modules for node in modules.tree.nodes)
+        frozen, used, buffers = tuple(replicas.frozen), tuple(self.transaction.used), tuple(map(id, self.buffers))
+        memory = optimizer_step.memory, replicas.moves
+        shares = tuple(self._split_plan.shares or ())
+        return modes, frozen, used, buffers, memory, shares, clip_norm, autocast, self._loss_scale.scale
+
+    def _record(self, batch: Any, clip_norm: float | None) -> CapturedStep:
+        try:
+            with self._buffers_kept():
+                return _Graph(self, batch, clip_norm)
+        except BaseException:
+            self.recorder.forget()
+            self.reducer.cancel()
+            self.passes.stop(time_limit())
+            self.reducer.abandon()
+            raise
+        finally:
+            self.begin()
+
+    @contextmanager
+    def _buffers_kept(self) -> Iterator[None]:
+        """Raise RuntimeError if a recording, which computes nothing, puts another tensor in place of a buffer."""
+        before = [
+            (each._buffers, name, buffer)
+            for modules in self._modules
+            for each in modules_of(modules.kept[0])
+            for name, buffer in each._buffers.items()
+            if buffer is not None
+        ]
+        replaced = []
+        try:
+            yield
+        finally:
+            for buffers, name, buffer in before:
+                if buffers.get(name) is not buffer:
+                    buffers[name] = buffer
+                    replaced.append(name)
+        if replaced:
+            raise RuntimeError(f"the forward puts another tensor in place of buffer {replaced[0]}")
+
+    @property
+    def buffers(self) -> list[torch.Tensor]:
+        """The buffers of all ranks: a recording reads their memory, so it keeps them."""
+        return [buffer for modules in self._modules for each in modules.kept for buffer in each.buffers()]
+
+    def begin(self) -> None:
+        """Open a new window, for one call."""
+        self.transaction.open_window(self._options.reduction, 1)
+
+    def split(self, batch: Any) -> tuple[list[RankPart], list[int]]:
+        """Return the inputs of each rank, and their rows."""
+        inputs, kwargs = batch
+        plan = self._split_plan
+        parts, rows = self.passes.split(inputs, kwargs, plan.shares)
+        plan.done(rows, ())
+        return parts, rows
+
+    def compute(self, parts: Sequence[RankPart]) -> list[RankLoss]:
+        """Run forward, loss and backward of the ranks, each in the worker that it always has."""
+        self.reducer.begin(len(parts), overlap=True)
+        with torch.enable_grad():
+            losses, _ = self.passes.run_parts(parts, (), backward=True, keep_outputs=False)
+        if self.replicas.settle():
+            raise RuntimeError("the forward gives a parameter other memory")
+        return losses
+
+    def norm(self) -> GradientNorm:
+        """Return the norm of the sums; :meth:`update` can be captured from now on."""
+        sums = self.reducer.sums.on(0)
+        warm_up(sums)
+        return GradientNorm(sums)
+
+    def update(self, norm: GradientNorm, clip_norm: float | None) -> None:
+        """Launch the update, after the sums of the only call; the host does not wait.
+
+        Args:
+            norm: of :meth:`norm`.
+            clip_norm: the largest norm of all gradients.
+        """
+        flat = self._optimizer_step.flat
+        if self._loss_scale.is_on:
+            flat.hold_back(overflow_of(self.reducer.sums.on(0)))
+        factor = self.window.factor(self.window.weight)
+        if clip_norm is not None:
+            factor = factor_of(factor, norm.compute(), clip_norm)
+        flat.run(factor)
+
+    @property
+    def window(self) -> Window:
+        """The call that is recorded or replayed."""
+        return self.transaction.window
+
+    def check_used(self) -> None:
+        """Raise RuntimeError unless the same parameters have gradients as in the last update."""
+        if self.reducer.used() != self.transaction.used:
+            raise RuntimeError("this batch uses other parameters than the one before")
+
+
+class _Graph:
+    """A recorded step, from a batch on the device to the update."""
+
+    def __init__(self, steps: CapturedSteps, batch: Any, clip_norm: float | None) -> None:
+        self._steps: CapturedSteps = weakref.proxy(steps)  # which has this
+        self._clip_norm = clip_norm
+        self._device = steps.replicas.devices[0]
+        self._batch = StaticNest(batch, self._device)
+        self._buffers = steps.buffers
+        self._norm = steps.norm()
+        self._graph, (self._loss,) = steps.recorder.record(self._device, self._work)
+        steps.check_used()
+
+    def _work(self) -> list[torch.Tensor]:
+        steps = self._steps
+        steps.begin()
+        steps.reducer.clear()
+        parts, rows = steps.split(self._batch.nest)
+        seed(parts, steps.window.seeds(rows))
+        losses = steps.compute(parts)
+        steps.reducer.finish()
+        loss = steps.window.add(rows, losses, self._device)
+        steps.update(self._norm, self._clip_norm)
+        return [loss]
+
+    def replay(self, batch: Any) -> torch.Tensor:
+        self._batch.fill(batch)
+        self._graph.replay()
+        return self._loss.clone()

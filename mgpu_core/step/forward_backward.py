@@ -1,0 +1,366 @@
+"""Forward, loss and backward of all ranks, from a batch to losses and outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch.nn import Module
+from torch.nn.utils import parametrize
+
+from mgpu_core.parallel.apply import draws_apart
+from mgpu_core.parallel.gather_outputs import gather
+from mgpu_core.parallel.lost import Given, given_attributes, lost_attributes, warn_lost
+from mgpu_core.parallel.originals import OriginalsWatch
+from mgpu_core.parallel.rows_elsewhere import warn_rows_elsewhere
+from mgpu_core.parallel.scatter_inputs import scatter_objects
+from mgpu_core.ranks.clock import RankClock
+from mgpu_core.ranks.run import Run, shares_generator
+from mgpu_core.ranks.worker_choice import WorkerChoice
+from mgpu_core.step.joined_outputs import gathered
+from mgpu_core.step.loss import RankLoss, Window, output_loss, rank_loss
+from mgpu_core.step.options import Options
+from mgpu_core.step.rank_modules import RankModules
+from mgpu_core.step.replicas import Replicas
+from mgpu_core.support.null_context import NULL_CONTEXT
+from mgpu_core.trace.tracer import rank_spans, span
+from mgpu_core.trees.nested import map_leaves, moved, tensors_in
+
+__all__ = ["ForwardBackward", "RankPart", "any_has_graph", "check_losses", "detached", "differentiate", "seed"]
+
+LossFn = Callable[..., Any]
+_Call = Callable[[], Any]
+
+
+@dataclass(slots=True)
+class RankPart:
+    """The inputs of one rank, and the factor of its loss before backward."""
+
+    inputs: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    target: tuple[Any, ...]  # empty where the module returns the loss
+    seed: float = 1.0
+
+
+def seed(parts: Sequence[RankPart], seeds: Sequence[float]) -> None:
+    """Set the factor of each part's loss before backward."""
+    for part, each in zip(parts, seeds, strict=True):
+        part.seed = each
+
+
+class ForwardBackward:
+    """The calls of one step.
+
+    Args:
+        options: of the step.
+        replicas: the ranks' parameters.
+        net: their modules.
+        loss: their loss functions: modules with tensors, or one function for all; ``None``: the module returns it.
+        rng: as in :func:`mgpu_core.parallel_apply`.
+        choice: how ranks run: in threads or one after the other.
+
+    Attributes:
+        gathers: the loss is computed once, on the outputs of all ranks.
+    """
+
+    def __init__(
+        self, options: Options, replicas: Replicas, net: RankModules, loss: Any, rng: str, choice: WorkerChoice
+    ) -> None:
+        self._replicas, self._team, self._net, self._loss = replicas, replicas.team, net, loss
+        self._cut_team = replicas.team
+        self._alone = loss.module if isinstance(loss, RankModules) else loss  # the loss function of one rank
+        self._reduction, self._amp_dtype, self._dim = options.reduction, options.amp_dtype, options.dim
+        self.gathers = options.loss_on == "gathered"
+        self._rng, self._choice = rng, choice
+        self._ranks = len(replicas.team)
+        self._calls_to_watch = self._outputs_to_watch = 2
+        self._run: Run | None = None  # the call that runs
+        self._shares_generator = shares_generator(replicas.team)
+        self._is_on_cpu = all(device.type == "cpu" for device in replicas.devices)
+        self._is_bare = self._is_on_cpu and self._ranks == 1  # nothing is to be set up for a rank
+
+    @property
+    def ranks_meet(self) -> bool:
+        """True if ranks wait for each other in the forward."""
+        tree = self._net.tree
+        return tree.ranks_meet
+
+    @property
+    def workers(self) -> str:
+        """How the ranks of the next call run: in ``threads``, or one after the other in the ``caller``'s."""
+        tree = self._net.tree
+        turns = tree.takes_turns and self._shares_generator
+        return "threads" if tree.ranks_meet else "caller" if turns else self._choice.now
+
+    def split(
+        self, inputs: tuple[Any, ...], kwargs: dict[str, Any], shares: Sequence[float] | None
+    ) -> tuple[list[RankPart], list[int]]:
+        """Return the inputs of each rank, and their rows."""
+        objects: dict[str, Any] = {"inputs": inputs, "kwargs": kwargs}
+        if self._loss is not None:
+            if not inputs or not (kwargs or inputs[1:]):
+                raise TypeError(
+                    "a step needs a target as its last positional argument, after the inputs: step(x, target) calls "
+                    "loss_fn(net(x), target)"
+                )
+            objects["inputs"] = inputs[:-1]
+            if not self.gathers:
+                objects["target"] = inputs[-1]
+        cut, rows = scatter_objects(objects, self._cut_team, self._dim, shares=shares)
+        parts: list[RankPart] = []
+        for args, names, *target in cut:
+            parts += (RankPart(tuple(args), names, tuple(target)),)
+        return parts, rows
+
+    def run(
+        self,
+        parts: Sequence[RankPart],
+        rows: list[int],
+        target: Any,
+        clocks: Sequence[RankClock],
+        *,
+        window: Window | None,
+        keep_outputs: bool,
+    ) -> tuple[list[RankLoss], list[int], list[Any]]:
+        """Run forward, loss and backward of all ranks.
+
+        Args:
+            parts, rows: one per rank, of :meth:`split`.
+            target: of all rows, for a loss on the gathered outputs.
+            clocks: a clock per rank; empty: no times are taken.
+            window: gives the factor of losses before backward; ``None``: no backward.
+            keep_outputs: whether outputs are returned.
+
+        Returns:
+            The losses, and the rows of each: one per rank, or one for all.  The outputs that belong to them, detached;
+            of losses per rank only if they are kept, otherwise empty.
+
+        Raises:
+            Exception: the first failing rank's, as :func:`mgpu_core.parallel_apply` words it.
+            RuntimeError: no loss depends on a parameter that requires grad; the forward writes parameters that several
+                ranks share.
+        """
+        if self.gathers:
+            weighed = [sum(rows)]
+            scale = None if window is None else window.seeds(weighed)[0]
+            loss, outputs = self._run_gathered(parts, rows, clocks, target, scale)
+            return [loss], weighed, [outputs]
+        if window is not None:
+            seed(parts, window.seeds(rows))
+        losses, each = self.run_parts(parts, clocks, backward=window is not None, keep_outputs=keep_outputs)
+        return losses, rows, each
+
+    def run_parts(
+        self, parts: Sequence[RankPart], clocks: Sequence[RankClock], *, backward: bool, keep_outputs: bool
+    ) -> tuple[list[RankLoss], list[Any]]:
+        """Do the same for a loss per rank."""
+        if self._is_bare and not clocks:
+            module, joint = self._net.module, False
+            found = [self._work(module, self._alone, 0, parts[0], backward=backward, keep_outputs=keep_outputs)]
+        else:
+            count = len(parts)
+            joint = backward and count > 1 and self._is_joint(parts)
+            loss_fns = self._loss.of_ranks(count) if isinstance(self._loss, RankModules) else [self._loss] * count
+            work = partial(self._work, backward=backward and not joint, keep_outputs=keep_outputs)
+            found = self._over_ranks(work, parts, clocks, loss_fns)
+        losses, outputs = map(list, zip(*found, strict=True)) if found else ([], [])
+        if joint:
+            with span("backward"):
+                differentiate(losses, [part.seed for part in parts])
+        if backward and losses and losses[0].is_constant:
+            check_losses(losses)
+        return losses, outputs if keep_outputs else []
+
+    def _run_gathered(
+        self,
+        parts: Sequence[RankPart],
+        rows: Sequence[int],
+        clocks: Sequence[RankClock],
+        target: Any,
+        scale: float | None,
+    ) -> tuple[RankLoss, Any]:
+        """Run forward of each part, the loss once on the outputs of all ranks, and one backward.
+
+        Args:
+            parts: one per rank, without targets.
+            rows: of each.
+            clocks, target: as for :meth:`run`.
+            scale: the factor of the loss before backward; ``None``: no backward.
+
+        Returns:
+            The loss, detached; the outputs of all ranks on the first device, detached.
+        """
+        found = self._over_ranks(self._forward, parts, clocks, [None] * len(parts))
+        device = self._team.devices[0]
+        outputs = found[0] if len(found) == 1 else gathered(found, rows, device, self._dim)
+        with self.autocast(device), span("loss", 0, device):
+            loss = rank_loss(self._alone(outputs, moved(target, device)), self._reduction)
+        if scale is not None:
+            with span("backward"):
+                differentiate([loss], [scale])
+            check_losses([loss])
+        return loss, detached(outputs)
+
+    def _over_ranks(
+        self,
+        work: Callable[..., Any],
+        parts: Sequence[RankPart],
+        clocks: Sequence[RankClock],
+        loss_fns: Sequence[LossFn | None],
+    ) -> list[Any]:
+        """Return ``work(module, loss_fn, rank, part)`` of each rank."""
+        count = len(parts)
+        modules, tree = self._net.of_ranks(count), self._net.tree
+        workers = self.workers
+        given = self._given_to(modules[1]) if self._calls_to_watch and count > 1 else None
+        watch = OriginalsWatch(tree) if given is not None else None
+        called = modules if watch is None else watch.around(modules)
+        calls: list[_Call] = []
+        for rank, part in enumerate(parts):
+            calls += (partial(work, called[rank], loss_fns[rank], rank, part),)
+        run = self._run = Run(self._team if count == self._ranks else self._team.first(count), clocks=clocks)
+        if count == 1:  # failures are the module's own
+            return [run.alone(calls[0])]
+        versions = self._replicas.versions
+        draws = self._shares_generator and draws_apart(tree, self._rng)
+        results = run.run(calls, draws=draws, workers=workers)
+        self._replicas.check_unwritten(versions)
+        if given is not None:
+            self._tell_lost(given, watch)
+        if tree.has_holders or tree.is_compiled:
+            self._net.let_go(modules)
+        return results
+
+    def _given_to(self, replica: Module) -> Given | None:
+        """Return the attributes of a replica before its forward, in the first calls alone."""
+        if self._net.is_static:
+            return None
+        self._calls_to_watch -= 1
+        return given_attributes(replica)
+
+    def _tell_lost(self, given: Given, watch: OriginalsWatch | None) -> None:
+        """Warn once of attributes that forwards assign: those of all ranks but the first are lost."""
+        if watch is not None and watch.used:
+            self._calls_to_watch = 0
+            watch.tell()
+        if names := lost_attributes(given):
+            self._calls_to_watch = 0
+            warn_lost(type(self._net.module).__name__, names, rank_0_keeps=True)
+
+    def joined(self, outputs: list[Any], rows: Sequence[int]) -> Any:
+        """Return the outputs of :meth:`run` as one nest on the first device."""
+        if self.gathers:
+            return outputs[0]
+        if self._outputs_to_watch:
+            self._outputs_to_watch = 0 if warn_rows_elsewhere(outputs, rows, self._dim) else self._outputs_to_watch - 1
+        return gather(outputs, self._team.devices[0], self._dim)
+
+    def stop(self, seconds: float) -> bool:
+        """Let no rank begin any more; return whether all have ended in that time."""
+        return self._run is None or self._run.stop(seconds)
+
+    def _is_joint(self, parts: Sequence[RankPart]) -> bool:
+        """Return whether one backward is made for all ranks, after all forwards.
+
+        Some nodes belong to several ranks where these met in a synchronised layer, where inputs have a graph already,
+        and inside ``parametrize.cached()``.  From the caller's thread one backward drives all accelerators at once.
+        """
+        if self._net.tree.ranks_meet or parametrize._cache_enabled > 0:
+            return True
+        if self._choice.now == "caller" and not self._is_on_cpu:
+            return True
+        return any_has_graph(parts)
+
+    def _work(
+        self, module: Module, loss_fn: LossFn | None, rank: int, part: RankPart, *, backward: bool, keep_outputs: bool
+    ) -> tuple[RankLoss, Any]:
+        """Run one rank, in its worker or in the caller's thread; return its loss, and its outputs if they are kept."""
+        device = self._team.devices[rank]
+        of_forward, of_loss, of_backward = rank_spans(rank, device)
+        with NULL_CONTEXT if self._amp_dtype is None else self.autocast(device):
+            with of_forward:
+                output = module(*part.inputs, **part.kwargs)
+            if loss_fn is None:
+                loss = rank_loss(output_loss(output), self._reduction)
+            else:
+                with of_loss:
+                    loss = rank_loss(loss_fn(output, *part.target), self._reduction)
+        if backward:
+            with of_backward:
+                differentiate([loss], [part.seed])
+        return loss, detached(output) if keep_outputs else None
+
+    def _forward(self, module: Module, _: None, rank: int, part: RankPart) -> Any:
+        device = self._team.devices[rank]
+        with self.autocast(device), span("forward", rank, device):
+            return module(*part.inputs, **part.kwargs)
+
+    def autocast(self, device: torch.device) -> AbstractContextManager[object]:
+        """Return the context that forwards and losses run in."""
+        return NULL_CONTEXT if self._amp_dtype is None else torch.autocast(device.type, dtype=self._amp_dtype)
+
+
+def check_losses(losses: Sequence[RankLoss]) -> None:
+    """Raise RuntimeError if no loss depends on anything that requires grad."""
+    for loss in losses:
+        if not loss.is_constant:
+            return
+    raise RuntimeError("the loss does not depend on any parameter that requires grad: there is nothing to train")
+
+
+_run_backward = torch.autograd.Variable._execution_engine.run_backward  # what torch.autograd.backward ends in
+
+
+def differentiate(losses: Sequence[RankLoss], seeds: Sequence[float]) -> None:
+    """Make one backward from all losses, and detach them.
+
+    It runs in the dtypes of its forward: autocast, which would choose a second time, is off.
+    """
+    values: list[torch.Tensor] = []
+    grads: list[torch.Tensor] = []
+    for loss, seed in zip(losses, seeds, strict=True):
+        value = loss.value
+        loss.is_constant = not value.requires_grad
+        if value.requires_grad:
+            values += (value,)
+            grads += (torch.full_like(value, seed),)
+    if values:
+        with _without_autocast() if torch._C._is_any_autocast_enabled() else NULL_CONTEXT:
+            if values[0].is_cpu:
+                # It runs in this thread.  torch.autograd.backward would make twenty calls more before it does the same.
+                _run_backward(
+                    tuple(values), tuple(grads), False, False, (), allow_unreachable=True, accumulate_grad=True
+                )
+            else:
+                torch.autograd.backward(values, grads)
+    for loss in losses:
+        loss.value = loss.value.detach()
+
+
+def _without_autocast() -> AbstractContextManager[object]:
+    found = torch.accelerator.current_accelerator()
+    stack = ExitStack()
+    for kind in {"cpu", "cpu" if found is None else found.type}:
+        stack.enter_context(torch.autocast(kind, enabled=False))
+    return stack
+
+
+def any_has_graph(parts: Sequence[RankPart]) -> bool:
+    """Return whether an input of some rank belongs to a graph."""
+    for part in parts:
+        leaves: Sequence[Any] = part.inputs
+        if part.kwargs or not set(map(type, leaves)) <= {torch.Tensor}:
+            leaves = tensors_in([part.inputs, part.kwargs])
+        for each in leaves:
+            if each.requires_grad:
+                return True
+    return False
+
+
+def detached(output: Any) -> Any:
+    """Return the nest with its tensors detached."""
+    return map_leaves(output, lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf)

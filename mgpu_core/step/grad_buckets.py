@@ -1,0 +1,228 @@
+r"""Buckets of parameters in flat memory on each device, and the sums of their gradients.
+
+A bucket's gradients are added up over the ranks of each device, then over the devices, always in the same memory::
+
+    rank 0  rank 1      rank 2  rank 3      gradients as autograd made them, one tensor per parameter
+        \\  /                \\  /
+     add_up_ranks        add_up_ranks       one pass into the flat bucket of each device
+          \\__ add_up_devices __/            all-reduce, reduce-scatter or the user's hook
+                    |
+              ProcessSums                   over the processes, if there are others
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from itertools import repeat
+from operator import attrgetter
+
+import torch
+
+from mgpu_core.comm import dispatch
+from mgpu_core.comm.rank_sums import RankSums
+from mgpu_core.comm.trace_hooks import trace_contents
+from mgpu_core.devices.dtypes import has_gradients
+from mgpu_core.optim.bucket_layout import Bucket, bucket_layout, shard_of
+from mgpu_core.optim.flat_buffers import FlatTensors, padding_of, part_of
+from mgpu_core.step.grad_clip import GradientNorm, Sums
+from mgpu_core.step.options import Options
+from mgpu_core.step.process_sums import ProcessSums
+from mgpu_core.step.replicas import Replicas
+from mgpu_core.trace.tracer import is_tracing
+
+__all__ = ["BackwardOrder", "CommHook", "Communication", "GradBuckets", "GradientBucket"]
+
+_grad_of = attrgetter("grad")
+
+
+@dataclass(eq=False)
+class GradientBucket:
+    """One flat tensor of gradients per device, which a communication hook sums over the devices.
+
+    Attributes:
+        index: the bucket's number; buckets become ready in about this order.
+        tensors: per device of the team the sum of its ranks' gradients, flat, with zeros between the parameters.  The
+            hook leaves the sum over the devices in all of them.
+        parameters: the names of the parameters in it.
+        is_last: whether this is the last number.
+    """
+
+    index: int
+    tensors: list[torch.Tensor]
+    parameters: list[str]
+    is_last: bool
+
+
+CommHook = Callable[[GradientBucket], None]
+
+
+@dataclass(eq=False)
+class Communication:
+    """How buckets are cut and summed over devices and processes.
+
+    Attributes:
+        options: of the step.
+        shards: each device needs the sum of its part alone, of so many; 1: all of it.
+        processes: the sums over all processes; ``None``: there are no others.
+        hook: sums the buckets over the devices instead of the all-reduce.
+    """
+
+    options: Options
+    shards: int
+    processes: ProcessSums | None
+    hook: CommHook | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardOrder:
+    """The observations of the first backward, from which the layout follows.
+
+    Attributes:
+        order: the parameters, in the order in which their gradients were made.
+        sparse: parameters whose gradients are sparse.
+        wanted: parameters that may have gradients; the others, frozen ones, are in no bucket.
+        updated: parameters that the optimizer has.
+    """
+
+    order: Sequence[int] = ()
+    sparse: Sequence[int] = ()
+    wanted: Sequence[int] = ()
+    updated: Collection[int] = ()
+
+
+class GradBuckets:
+    """Buckets in the order in which the first backward made the gradients, then the rest, last ones first.
+
+    Parameters that the optimizer does not have keep their memory: they may be another step's.
+
+    Args:
+        replicas: the ranks' parameters.
+        learnt: of their first backward; ``None``: there was none yet, and there are no buckets.
+        communication: how buckets are cut and summed.
+
+    Attributes:
+        is_empty: there was no backward yet.
+        buckets: which parameters lie where.
+        bucket_of: by parameter the number of its bucket.
+        sparse: parameters outside the buckets, whose gradients are sparse.
+        flats: per device the flat values, and the sums of the gradients.
+        shown: per parameter the sum of its gradients on the first device; ``None`` for one outside the buckets.
+        sums: of the gradients.
+        norm: of the sums.
+    """
+
+    def __init__(self, replicas: Replicas, learnt: BackwardOrder | None, communication: Communication) -> None:
+        self._replicas, self._communication, self.is_empty = replicas, communication, learnt is None
+        processes, shards = communication.processes, communication.shards
+        parameters = replicas.own
+        found = learnt or BackwardOrder()
+        self.sparse = list(found.sparse)
+        order = list(dict.fromkeys([*found.order, *sorted(found.wanted, reverse=True)]))
+        order = [i for i in order if i not in self.sparse and has_gradients(parameters[i].dtype)]
+        self._adopted = [i for i in order if i in found.updated or processes is not None]
+        kept = {*self._adopted, *self.sparse} if learnt else range(len(parameters))
+        self._left_out = [i for i, each in enumerate(parameters) if i not in kept and has_gradients(each.dtype)]
+        self.buckets = _buckets_of(parameters, order, communication.options.bucket_nbytes, shards)
+        self._members = [[each.parameter for each in bucket.segments] for bucket in self.buckets]
+        self.bucket_of = {i: number for number, members in enumerate(self._members) for i in members}
+        self.flats = [FlatTensors(self.buckets, parameters, device) for device in replicas.devices]
+        views = self.flats[0].gradient_views
+        self.shown = [views.get(i) for i in range(len(parameters))]
+        parts = [[part_of(each, index, shards) for each in flat.gradients] for index, flat in enumerate(self.flats)]
+        cut = [[shard_of(bucket, index % shards, shards) for bucket in self.buckets] for index in range(len(parts))]
+        padding = [[padding_of(each, flat.device) for each in of] for of, flat in zip(cut, self.flats, strict=True)]
+        self.sums = Sums(parts, padding, [each for of in parts[:shards] for each in of])
+        self.norm = GradientNorm(self.sums)
+        self._rank_sums = [[self._sums_on(index, members) for index in range(len(parts))] for members in self._members]
+        if processes is not None:
+            processes.use(self.flats[0].gradients, communication.options.comm_dtype)
+
+    def _sums_on(self, index: int, members: Sequence[int]) -> tuple[RankSums, list[list[torch.nn.Parameter]]]:
+        """Return the sum of a bucket over one device's ranks, and the parameters of each rank."""
+        ranks, views = self._replicas.ranks_of[index], self.flats[index].gradient_views
+        rows = [[self._replicas.parameters[rank][i] for i in members] for rank in ranks]
+        return RankSums([views[i] for i in members], ranks), rows
+
+    def take_values(self) -> None:
+        """Make the flat values the memory of the parameters that the step updates; others get theirs back."""
+        self._replicas.adopt(self.flats, self._adopted)
+        self._replicas.send_values(self._adopted)  # each rank's first forward may have put its own there
+
+    def parameter_to_add(self, updated: Callable[[], Collection[int]]) -> str | None:
+        """Return the name of a parameter that must be in a bucket by now; ``None``: none does.
+
+        It was thawed, or has come to the optimizer, since the layout was made.
+
+        Args:
+            updated: returns the parameters that the optimizer has now.
+        """
+        for i in self._left_out:
+            if self._replicas.own[i].requires_grad and (i not in self.bucket_of or i in updated()):
+                return self._replicas.names[i]
+        return None
+
+    def names(self, bucket: int) -> list[str]:
+        """Return the names of a bucket's parameters."""
+        return [self._replicas.names[i] for i in self._members[bucket]]
+
+    def _tell(self, bucket: int) -> None:
+        """Emit the contents of the bucket."""
+        views = [self.flats[0].gradient_views[i] for i in self._members[bucket]]
+        trace_contents("all_reduce", bucket, list(zip(self.names(bucket), views, strict=True)))
+
+    def add_up(self, bucket: int) -> None:
+        """Sum a bucket over all ranks, on the current streams, and begin its sum over the processes."""
+        if is_tracing():
+            self._tell(bucket)
+        for index in range(len(self.flats)):
+            self.add_up_ranks(bucket, index)
+        if len(self.flats) > 1:
+            self.add_up_devices(bucket)
+        if self._communication.processes is not None:
+            self._communication.processes.put(bucket)
+
+    def add_up_ranks(self, bucket: int, index: int) -> None:
+        """Sum a bucket over the ranks of one device, on its current stream."""
+        sums, rows = self._rank_sums[bucket][index]
+        sums.add_up(list(map(list, map(map, repeat(_grad_of), rows))))
+
+    def add_up_devices(self, bucket: int) -> None:
+        """Sum a bucket over the devices, each of which holds the sum over its ranks: all of it, or each its part."""
+        communication, tensors = self._communication, [flat.gradients[bucket] for flat in self.flats]
+        options, processes = communication.options, communication.processes
+        own, wanted = tensors[0].dtype, options.comm_dtype
+        is_cast = wanted is not None and wanted != own and not own.is_complex
+        sent = [tensor.to(wanted) for tensor in tensors] if is_cast else tensors
+        firsts = [ranks[0] for ranks in self._replicas.ranks_of]  # what a recording calls the devices
+        if communication.hook is not None:
+            is_last = bucket == len(self.buckets) - 1
+            communication.hook(GradientBucket(bucket, sent, self.names(bucket), is_last))
+        elif communication.shards > 1 and processes is None:
+            parts = [part_of(each, index, communication.shards) for index, each in enumerate(sent)]
+            dispatch.reduce_scatter_into(sent, parts, "sum", firsts)
+        else:
+            dispatch.all_reduce_into(sent, "sum", options.algorithm, True, firsts)
+        if is_cast:
+            for tensor, each in zip(tensors, sent, strict=True):
+                tensor.copy_(each)
+
+    def spread(self) -> None:
+        """Copy the sums over the processes, which the first device has, to the others."""
+        first, *others = [flat.gradients for flat in self.flats]
+        if others:
+            dispatch.broadcast_into(first, [list(each) for each in zip(*others, strict=True)])
+
+
+def _buckets_of(
+    parameters: Sequence[torch.Tensor], order: Sequence[int], limit_nbytes: int, shards: int
+) -> tuple[Bucket, ...]:
+    kinds = {dtype: kind for kind, dtype in enumerate(dict.fromkeys(each.dtype for each in parameters))}
+    return bucket_layout(
+        [each.numel() for each in parameters],
+        [each.element_size() for each in parameters],
+        [kinds[each.dtype] for each in parameters],
+        order,
+        limit_nbytes,
+        shards,
+    )

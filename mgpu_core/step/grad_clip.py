@@ -1,0 +1,201 @@
+"""Summed gradients, and their norm: for clipping, and to stop an update by numbers that are none."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from operator import call
+from typing import Protocol
+
+import torch
+
+from mgpu_core import kernels
+from mgpu_core.devices.dtypes import FLOATING
+from mgpu_core.devices.transfer import to_device
+from mgpu_core.step.replicas import Replicas
+
+__all__ = [
+    "GradientNorm",
+    "Sums",
+    "are_finite",
+    "check_finite",
+    "clip",
+    "factor_of",
+    "multiply",
+    "overflow_of",
+    "warm_up",
+]
+
+
+@dataclass(slots=True)
+class Sums:
+    """Summed gradients: all of a step's, or those of one device.
+
+    Attributes:
+        parts: per device the flat sums that it updates by: all of them, or its shards.
+        padding: per device, and per flat sum of it, int64 indices between its gradients, where it is always 0.
+        every_sum: flat tensors that hold each sum once.
+        sparse: the sums of sparse gradients, by parameter.
+    """
+
+    parts: list[list[torch.Tensor]] = field(default_factory=list)
+    padding: list[list[torch.Tensor]] = field(default_factory=list)
+    every_sum: list[torch.Tensor] = field(default_factory=list)
+    sparse: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def on(self, index: int) -> Sums:
+        """Return the gradients of one device that has all of them."""
+        return Sums([self.parts[index]], [self.padding[index]], self.parts[index])
+
+
+class Summed(Protocol):
+    """Whoever has the sums; they are made when they are asked for."""
+
+    @property
+    def sums(self) -> Sums:
+        """The gradients, summed over all ranks."""
+
+
+class GradientNorm:
+    """The Euclidean norm of the summed gradients.
+
+    Args:
+        sums: their memory never changes.
+    """
+
+    def __init__(self, sums: Sums) -> None:
+        self._sums = sums
+        alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+        for flat in sums.every_sum:
+            real = torch.view_as_real(flat) if flat.is_complex() else flat
+            alike.setdefault((real.device, real.dtype), []).append(real)
+        self._norms = [_norm_of(tensors) for tensors in alike.values()]
+
+    def compute(self) -> torch.Tensor:
+        """Return the norm of the values that there are now: a scalar on the first device."""
+        norms = list(map(call, self._norms))
+        if self._sums.sparse:
+            norms += [_values(each).norm() for each in self._sums.sparse.values()]
+        first, *others = norms
+        if not others:
+            return first
+        together: torch.Tensor = torch.stack([to_device(norm, first.device, torch.float64) for norm in norms]).norm()
+        return together
+
+
+def _norm_of(tensors: Sequence[torch.Tensor]) -> Callable[[], torch.Tensor]:
+    if tensors[0].dtype in FLOATING:
+        return kernels.FlatNorm(tensors).compute
+    return partial(torch.nn.utils.get_total_norm, tensors)
+
+
+def clip(sums: Sums, norm: torch.Tensor, limit: float) -> None:
+    """Scale all gradients, of norm ``norm``, so that it is at most ``limit``: ``torch.nn.utils.clip_grad_norm_``."""
+    coefficient = limit / (norm + 1e-6)
+    if norm.device.type == "cpu" and coefficient >= 1:
+        return  # the host does not wait for the number, and a factor of one changes nothing
+    multiply(sums, coefficient.clamp(max=1.0))
+
+
+def factor_of(factor: float | torch.Tensor | None, norm: torch.Tensor, limit: float) -> float | torch.Tensor:
+    """Return the factor for sums of norm ``norm`` with which ``factor`` times their norm is at most ``limit``.
+
+    A number where the norm is on the CPU, otherwise a float64 scalar on its device, without a wait.
+    """
+    scale = 1.0 if factor is None else factor
+    if isinstance(scale, torch.Tensor):
+        scale = to_device(scale, norm.device)
+    elif norm.device.type == "cpu":
+        length = float(norm) * abs(scale) + 1e-6
+        return scale if length <= limit else scale * (limit / length)
+    wide = norm.double() * scale
+    return (limit / (wide + 1e-6)).clamp(max=1.0) * scale
+
+
+def multiply(sums: Sums, factor: float | torch.Tensor) -> None:
+    """Multiply all gradients of all devices by one number; padding stays zero whatever it is."""
+    with torch.no_grad():
+        for flats, paddings in zip(sums.parts, sums.padding, strict=True):
+            for flat, padding in zip(flats, paddings, strict=True):
+                own = to_device(factor, flat.device) if isinstance(factor, torch.Tensor) else factor
+                flat.mul_(own)
+                if not _is_known_finite(own) and padding.numel():  # it may have become NaN
+                    flat.index_fill_(0, padding, 0)
+        for each in sums.sparse.values():
+            each.mul_(factor)
+
+
+def _is_known_finite(factor: float | torch.Tensor) -> bool:
+    """Return whether a number is finite; False where one would have to wait for a device to find out."""
+    return (not isinstance(factor, torch.Tensor) or factor.device.type == "cpu") and math.isfinite(float(factor))
+
+
+def are_finite(gradients: Summed, norm: torch.Tensor) -> bool:
+    """Return whether no summed gradient, all together of norm ``norm``, is NaN or infinite; waits for the device."""
+    # One number that is not finite makes the norm so; a norm that only overflows is looked into for nothing.  Not by a
+    # sum of torch's: its threads would run next to those of the ranks.
+    if float(norm) < math.inf:
+        return True
+    sums = gradients.sums
+    totals = [*sums.every_sum, *map(_values, sums.sparse.values())]
+    return all(bool(torch.isfinite(each).all()) for each in totals)
+
+
+def overflow_of(sums: Sums) -> torch.Tensor:
+    """1 where a summed gradient in the buckets is NaN or infinite, else 0: :func:`are_finite` for who must not wait."""
+    largest = torch.nn.utils.get_total_norm(sums.every_sum, norm_type=math.inf)
+    return torch.isfinite(largest).logical_not().float()
+
+
+def warm_up(sums: Sums) -> None:
+    """Launch once, on a sample, all that is done to sums like these between backward and update.
+
+    CUDA loads a kernel at its first launch, which must not be in a capture.  Ordinary steps compute the norm on the
+    first device alone and look for overflows in another way, so they do not launch all of it.
+    """
+    parts = [[torch.ones(8, dtype=flat.dtype, device=flat.device) for flat in flats] for flats in sums.parts]
+    sample = Sums(every_sum=parts[0])
+    overflow_of(sample)
+    norm = GradientNorm(sample).compute()
+    clip = torch.ones((), dtype=torch.float64, device=norm.device)
+    for factor in (None, 0.5, norm.reciprocal(), norm.double().reciprocal()):
+        found = factor_of(factor, norm, 1.0)
+        clip.copy_(found) if isinstance(found, torch.Tensor) else clip.fill_(found)
+    clip.copy_(norm.reciprocal())
+
+
+def check_finite(gradients: Summed, norm: torch.Tensor, replicas: Replicas, processes: int) -> None:
+    """Raise if a summed gradient is NaN or infinite; waits for the device.
+
+    Args:
+        gradients: with the sums of all ranks and processes.
+        norm: of the sums.
+        replicas: the ranks, whose own gradients say which parameter it is.
+        processes: how many have added theirs.
+
+    Raises:
+        FloatingPointError: names the rank and the parameter.
+    """
+    if are_finite(gradients, norm):
+        return
+    for i, name in enumerate(replicas.names):
+        for rank in replicas.team.ranks:
+            gradient = replicas.parameters[rank][i].grad
+            if gradient is not None and not bool(torch.isfinite(_values(gradient)).all()):
+                raise FloatingPointError(
+                    f"the gradient of {name} is not finite on rank {rank} (device {replicas.team.devices[rank]}); "
+                    "nothing was updated. A smaller learning rate, clip_norm or a loss that is safe at 0 may help; "
+                    "error_if_nonfinite=False updates all the same"
+                )
+    if processes > 1:
+        raise FloatingPointError(
+            f"all gradients are finite in this process, but their sum over {processes} processes is not; nothing was "
+            "updated"
+        )
+    raise FloatingPointError("the ranks' gradients are finite, but their sum is not; nothing was updated")
+
+
+def _values(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient if gradient.layout is torch.strided else gradient.coalesce().values()

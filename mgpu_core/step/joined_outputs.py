@@ -1,0 +1,95 @@
+"""Outputs of all ranks as one device would have them.
+
+Tensors with a row per row are joined.  A number that a forward computes (a temperature, a mean of its rows) is averaged
+by rows: equal ones stay what they are, and a mean becomes the mean of all rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+
+from mgpu_core.devices.transfer import to_device
+from mgpu_core.parallel.gather_outputs import gather
+from mgpu_core.trees.comparison import equal
+from mgpu_core.trees.nested import Rows, flatten_alike
+
+__all__ = ["UnjoinedError", "gathered", "joined_plainly"]
+
+
+class UnjoinedError(Exception):
+    """Outputs of which nothing says what one device would have in their place."""
+
+
+def gathered(outputs: Sequence[Any], rows: Sequence[int], device: torch.device, dim: int) -> Any:
+    """Gather the outputs on a device, and average floating-point numbers (0-d tensors) by rows; differentiable.
+
+    Other numbers stay what they are where all ranks have the same, which the host waits for.
+
+    Raises:
+        Exception: as :func:`mgpu_core.gather`.
+    """
+    tree, leaves = flatten_alike(outputs, "outputs")
+    columns = list(zip(*leaves, strict=True))
+    numbers = {i: _mean(column, rows, device) for i, column in enumerate(columns) if _are_numbers(column)}
+    numbers |= {i: column[0] for i, column in enumerate(columns) if _is_one_count(column)}
+    if not numbers:
+        return gather(outputs, device, dim)
+    kept = [[None if i in numbers else leaf for i, leaf in enumerate(row)] for row in leaves]
+    joined = gather([tree.unflatten(iter(row)) for row in kept], device, dim)
+    tree, (found,) = flatten_alike([joined], "outputs")
+    return tree.unflatten(iter([numbers.get(i, leaf) for i, leaf in enumerate(found)]))
+
+
+def joined_plainly(outputs: Sequence[Any], rows: Sequence[int], dim: int, *, adds: bool = False) -> Any:
+    """Join the outputs on the first rank's device by torch alone: a recording and the counters do not see it.
+
+    Args:
+        adds: numbers are added, as sums over the rows are, and not averaged.
+
+    Raises:
+        UnjoinedError: a leaf that is neither rows, nor a floating-point number, nor the same for all ranks.
+    """
+    tree, leaves = flatten_alike(outputs, "outputs")
+    columns = zip(zip(*leaves, strict=True), tree.paths("outputs"), strict=True)
+    return tree.unflatten(iter([_joined(column, path, rows, dim, adds) for column, path in columns]))
+
+
+def _joined(column: Sequence[Any], path: str, rows: Sequence[int], dim: int, adds: bool) -> Any:
+    first = column[0]
+    if _are_numbers(column):
+        mean = _mean(column, [1] * len(rows) if adds else rows, first.device)
+        return mean * len(rows) if adds else mean
+    if all(isinstance(each, torch.Tensor) for each in column):
+        if all(_rows_of(each, dim) == count for each, count in zip(column, rows, strict=True)):
+            return torch.cat([to_device(each, first.device) for each in column], dim)
+        raise UnjoinedError(f"{path} has no row for each row of the inputs")
+    if all(isinstance(each, Rows) for each in column):
+        return list(chain.from_iterable(column))
+    if (first is None or isinstance(first, str | bool)) and all(equal(first, each) for each in column):
+        return first
+    raise UnjoinedError(f"{path} is a {type(first).__name__}")
+
+
+def _are_numbers(column: Sequence[Any]) -> bool:
+    return all(isinstance(each, torch.Tensor) and not each.dim() and each.is_floating_point() for each in column)
+
+
+def _is_one_count(column: Sequence[Any]) -> bool:
+    """Return whether all ranks have one and the same whole number or flag: what does not depend on their rows."""
+    are_counts = all(isinstance(each, torch.Tensor) and not each.dim() for each in column)
+    return are_counts and not column[0].is_floating_point() and len({each.item() for each in column}) == 1
+
+
+def _rows_of(tensor: torch.Tensor, dim: int) -> int:
+    return tensor.size(dim) if -tensor.dim() <= dim < tensor.dim() else -1
+
+
+def _mean(column: Sequence[torch.Tensor], rows: Sequence[int], device: torch.device) -> torch.Tensor:
+    total = sum(rows)
+    weights = [count / total for count in rows] if total else [1 / len(rows)] * len(rows)
+    parts = [to_device(each, device) * weight for each, weight in zip(column, weights, strict=True)]
+    return torch.stack(parts).sum()

@@ -1,0 +1,235 @@
+"""Weights of the ranks' losses, with which their sum and its gradient equal those of a single device.
+
+A rank's loss is a mean over its own rows, a sum over them, or a sum with a weight.  The gradient of a mean
+is weighted before backward, by the seed that backward starts from, so that it costs no pass over memory; a sum with
+weights is divided when all weights are known, after the sums over the ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import Module
+
+from mgpu_core.devices.transfer import module_to, to_device
+from mgpu_core.ranks.team import Team
+from mgpu_core.step.rank_modules import RankModules
+from mgpu_core.trees.module_copy import copy_module
+from mgpu_core.trees.module_tree import parameters_of, tensors_of
+
+__all__ = ["REDUCTIONS", "RankLoss", "Window", "check_loss", "joined_aux", "loss_of_ranks", "output_loss", "rank_loss"]
+
+REDUCTIONS = ("mean", "sum", "weighted")
+_WIDE = {torch.float32, torch.float64}  # that a loss is kept in as it is
+
+
+def check_loss(loss_fn: Any) -> None:
+    """Check the loss function of a step.
+
+    Raises:
+        TypeError: it cannot be called.
+        ValueError: a module with parameters that require grad, which no optimizer would update.
+    """
+    if loss_fn is not None and not callable(loss_fn):
+        raise TypeError(f"loss_fn must be callable, or None where the module returns the loss, not {loss_fn!r}")
+    if isinstance(loss_fn, Module) and any(parameter.requires_grad for parameter in parameters_of(loss_fn)):
+        raise ValueError(
+            f"{type(loss_fn).__name__} has parameters of its own: make it part of the module, which then returns the "
+            "loss, and pass loss_fn=None"
+        )
+
+
+def loss_of_ranks(loss_fn: Any, team: Team, *, static: bool) -> Any:
+    """Return the replicas of a loss module with tensors (class weights, a running centre); anything else as it is.
+
+    A module on another device than the first is copied there, once.
+    """
+    tensors = list(tensors_of(loss_fn)) if isinstance(loss_fn, Module) else []
+    if not tensors:
+        return loss_fn
+    if any(each.device != team.devices[0] for each in tensors):
+        loss_fn = module_to(copy_module(loss_fn), team.devices[0])
+    return RankModules(loss_fn, team, None, static=static)
+
+
+@dataclass(slots=True)
+class RankLoss:
+    """The loss of one rank.
+
+    Attributes:
+        value: the number to differentiate.
+        weight: for ``weighted``, the weight next to the sum.
+        aux: further numbers by name, which are weighed like the loss.
+        is_constant: it has no gradient: none of this rank's rows gave a reason to learn.
+    """
+
+    value: torch.Tensor
+    weight: torch.Tensor | None = None
+    aux: Mapping[str, Any] | None = None
+    is_constant: bool = False
+
+
+def rank_loss(result: Any, reduction: str) -> RankLoss:
+    """Check the result of a loss function: ``loss`` or ``(loss, {name: number})``; ``weighted``: see the step.
+
+    Raises:
+        TypeError, ValueError: it is not one number, or for ``weighted`` not a pair of numbers.
+    """
+    if type(result) is torch.Tensor and result.ndim == 0 and result.dtype in _WIDE and reduction != "weighted":
+        return RankLoss(result)  # as a rule
+    aux: Mapping[str, Any] | None = None
+    if isinstance(result, tuple | list) and len(result) > 1 and isinstance(result[-1], Mapping):
+        *result, aux = result
+        result = result[0] if reduction != "weighted" and len(result) == 1 else result
+    if reduction != "weighted":
+        return RankLoss(_number(result, "the loss"), aux=aux)
+    if not isinstance(result, tuple | list) or len(result) != 2:
+        raise TypeError(
+            'reduction="weighted" needs a loss_fn that returns (sum, weight) or (sum, weight, {name: number}), not '
+            f"{_described(result)}"
+        )
+    value = _number(result[0], "the sum of the losses")
+    weight = result[1] if isinstance(result[1], torch.Tensor) else torch.full((), float(result[1]), device=value.device)
+    return RankLoss(value, _number(weight, "the weight").detach().to(value.dtype), aux)
+
+
+def output_loss(output: Any) -> Any:
+    """Return the loss of a module that has no loss function: its output, or the output's ``loss``."""
+    return output if isinstance(output, torch.Tensor | tuple | list) else getattr(output, "loss", output)
+
+
+def joined_aux(losses: Sequence[RankLoss], rows: Sequence[int], reduction: str) -> dict[str, torch.Tensor]:
+    """Return the further numbers of all ranks, each weighed like the loss, on the first rank's device.
+
+    Raises:
+        ValueError: ranks gave other names than the first one.
+        TypeError: something that is no number.
+    """
+    names = list(losses[0].aux or ())
+    for rank, loss in enumerate(losses):
+        if list(loss.aux or ()) != names:
+            raise ValueError(f"rank {rank} gave aux numbers named {list(loss.aux or ())}, and rank 0 {names}")
+    factors, divisor = [1.0] * len(losses), None
+    if reduction == "mean":
+        total = sum(rows)
+        factors = [count / total for count in rows] if total else [1.0 / len(rows)] * len(rows)
+    device = losses[0].value.device
+    if reduction == "weighted":
+        divisor = _total([to_device(loss.weight, device) for loss in losses if loss.weight is not None], factors)
+    found = {}
+    for name in names:
+        values = [_aux_number((loss.aux or {})[name], name, device) for loss in losses]
+        value = _total([values[0].clone(), *values[1:]], factors)
+        found[name] = value if divisor is None else value / divisor
+    return found
+
+
+def _aux_number(value: Any, name: str, device: torch.device) -> torch.Tensor:
+    if isinstance(value, bool | int | float):
+        return torch.full((), float(value), device=device)  # a kernel: the host does not wait
+    return to_device(_number(value, f"the aux number {name}").detach(), device, torch.float32)
+
+
+def _number(value: Any, name: str) -> torch.Tensor:
+    if isinstance(value, Mapping):
+        raise TypeError(
+            f'{name} must be a tensor of one element, not {_described(value)}: return (loss, {{"name": number}}), and '
+            "step(..., aux=True) returns the further numbers, too"
+        )
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{name} must be a tensor of one element, not {_described(value)}")
+    if value.numel() != 1:
+        raise ValueError(
+            f"{name} must be one number, not a tensor of shape {tuple(value.shape)}: reduce it over its rows"
+        )
+    # Half precision could hold neither a loss scale nor the sum of many weights.
+    return value.reshape(()).float() if value.element_size() < 4 else value.reshape(())
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    return f"a {type(value).__name__}"
+
+
+class Window:
+    """The calls between two updates: one, or as many as are accumulated.
+
+    Args:
+        reduction: one of :data:`REDUCTIONS`.
+        planned: how many calls the window is expected to have.
+        scale: the factor of all losses before backward; gradients are divided by it afterwards.
+        seeded: the rows that means are taken over before backward, the same number in all processes; a call without
+            rows adds nothing then.  ``None``: there is one process, and it takes those of the first call and plan.
+    """
+
+    def __init__(self, reduction: str, planned: int, scale: float = 1.0, seeded: float | None = None) -> None:
+        self.calls = 0
+        self._planned = planned
+        self._reduction, self._scale = reduction, scale
+        self._rows = 0  # of all calls so far
+        self._is_shared, self._seeded = seeded is not None, seeded or 0.0
+        self._weight: torch.Tensor | None = None
+
+    def seeds(self, rows: Sequence[int]) -> list[float]:
+        """Return the factor of each rank's loss before backward; ``rows`` has one entry per rank."""
+        if self._reduction != "mean":
+            return [self._scale] * len(rows)
+        total = sum(rows)
+        if self._is_shared and not total:
+            return [0.0] * len(rows)
+        if not self._seeded:
+            self._seeded = float(total * self._planned) or 1.0
+        if not total:
+            return [self._scale / self._planned / len(rows)] * len(rows)
+        return [self._scale * count / self._seeded for count in rows]
+
+    def add(self, rows: Sequence[int], losses: Sequence[RankLoss], device: torch.device) -> torch.Tensor:
+        """Count a call that went through; return its loss, as one device would have it, on ``device``."""
+        self.calls += 1
+        total = sum(rows)
+        self._rows += total
+        if len(losses) == 1 and self._reduction != "weighted" and losses[0].value.device == device:
+            return losses[0].value  # one rank's is the whole
+        values = [each.value if each.value.device == device else to_device(each.value, device) for each in losses]
+        if self._reduction == "sum":
+            return _total(values, [1.0] * len(values))
+        if self._reduction == "mean":
+            return _total(values, [count / total for count in rows] if total else [1.0 / len(rows)] * len(rows))
+        weights = [to_device(each.weight, device) for each in losses if each.weight is not None]
+        weight = _total(weights, [1.0] * len(weights))
+        self._weight = weight if self._weight is None else self._weight + weight
+        return _total(values, [1.0] * len(values)) / weight
+
+    @property
+    def weight(self) -> float | torch.Tensor:
+        """The weight of the calls so far: their rows, or the weights of a weighted loss."""
+        return float(self._rows) if self._weight is None else self._weight
+
+    def factor(self, weight: float | torch.Tensor) -> float | torch.Tensor | None:
+        """Return the factor that the sums of the gradients still need; ``None``: no factor.
+
+        Args:
+            weight: of all calls together.
+        """
+        if type(weight) is not float and isinstance(weight, torch.Tensor):
+            return (weight * self._scale).reciprocal()
+        factor = 1.0 / self._scale
+        if self._reduction == "weighted":
+            factor /= weight or math.nan  # the loss is a number divided by nothing, too
+        elif self._reduction == "mean" and weight:
+            factor *= self._seeded / weight
+        return None if factor == 1.0 else factor
+
+
+def _total(values: Sequence[torch.Tensor], factors: Sequence[float]) -> torch.Tensor:
+    if len(values) == 1:
+        return values[0] if factors[0] == 1.0 else values[0] * factors[0]
+    total = values[0] * factors[0]
+    for value, factor in zip(values[1:], factors[1:], strict=True):
+        total.add_(value, alpha=factor)
+    return total

@@ -1,0 +1,238 @@
+"""The optimizer's step on all devices: ours over the step's flat memory, any other by its own ``step()``, once.
+
+That updates the first device, and the others get its values: a step may do more than compute (draw random numbers,
+count, clamp weights).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from functools import partial
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.utils.hooks import RemovableHandle
+
+from mgpu_core.optim import FlatOptimizer
+from mgpu_core.optim.flat_state import FlatState
+from mgpu_core.optim.optimizer import LEFT_OVER
+from mgpu_core.step.grad_buckets import GradBuckets
+from mgpu_core.step.reducer import Gradients, Reducer
+from mgpu_core.step.replicas import Replicas
+from mgpu_core.support.warnings import warn_user
+
+__all__ = ["OptimizerStep", "check_optimizer"]
+
+_grad_of = attrgetter("grad")
+_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+
+
+def check_optimizer(optimizer: Any, named: dict[str, torch.nn.Parameter]) -> None:
+    """Raise unless it is an optimizer over parameters of the module."""
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise TypeError("LBFGS calls the loss several times in a step, through a closure: TrainStep computes it once")
+    known = {id(parameter) for parameter in named.values()}
+    for number, group in enumerate(optimizer.param_groups):
+        for index, parameter in enumerate(group["params"]):
+            if id(parameter) not in known:
+                raise ValueError(
+                    f"parameter {index} of the optimizer's group {number}, of shape {tuple(parameter.shape)}, is not "
+                    "one of net.parameters(): make the optimizer from the module that TrainStep gets"
+                )
+
+
+class OptimizerStep:
+    """Run the user's optimizer on all devices.
+
+    Ours update each device; those of several kinds may differ in the last bit, so that the first one is updated then.
+
+    Args:
+        optimizer: over parameters of the user's module; its settings are read at each update.
+        replicas, gradients: the ranks' parameters, and their gradients.
+        in_shards: each device updates a part of each bucket, and keeps that part's state alone.
+
+    Attributes:
+        is_flat: the optimizer is one of ours, which multiplies gradients by a factor itself.
+        spent: the gradients of the last update, until those of the next one are made.
+
+    Raises:
+        ValueError: shards that the optimizer, or the devices, cannot have.
+    """
+
+    def __init__(self, optimizer: Optimizer, replicas: Replicas, gradients: Gradients, in_shards: bool) -> None:
+        self._optimizer = optimizer
+        self._ours = optimizer if isinstance(optimizer, FlatOptimizer) else None
+        self.is_flat = self._ours is not None
+        self._replicas, self._in_shards = replicas, in_shards
+        self._reducer = gradients if isinstance(gradients, Reducer) else None
+        self._has_copies = len(replicas.devices) > 1
+        self._is_torchs = self.is_flat or type(optimizer).__module__.partition(".")[0] == "torch"
+        self._flat: FlatState | None = None  # what ours keeps over the step's memory
+        self._made_for: Any = None  # the groups
+        self._used: list[bool] = []  # in the update that is prepared
+        self._before: list[int] = []  # how often each parameter was written before the update
+        self.spent: list[torch.Tensor | None] = []
+        self._left_over: RemovableHandle | None = None
+        if self._ours is not None:
+            self._ours.watch_spent(self.spent)
+        elif hasattr(optimizer, _HOOKS[0]):  # a wrapper may lack what torch's class makes
+            self._left_over = optimizer.register_step_pre_hook(_LeftOverStep(self))
+        self.remember_values()
+        if in_shards:
+            self._check_shards()
+
+    def _check_shards(self) -> None:
+        if not self.is_flat:
+            raise ValueError(
+                f"shard_optimizer is for the optimizers of mgpu_core.optim (SGD, Adam, AdamW, Lion), not for "
+                f"{type(self._optimizer).__module__.removesuffix('._functional')}.{type(self._optimizer).__name__}"
+            )
+        if self._replicas.is_mixed:
+            raise ValueError("shard_optimizer wants devices of one kind: those of several round differently")
+
+    @property
+    def memory(self) -> tuple[int, int] | None:
+        """A key that changes with the optimizer's memory; ``None``: a graph cannot hold this update."""
+        if self._ours is None or self._flat is None or not self._ours.is_over(self._flat) or not self._is_plain():
+            return None
+        return id(self._flat), self._flat.generation
+
+    @property
+    def flat(self) -> FlatState:
+        """The state of ours over the step's memory, once it is prepared."""
+        assert self._flat is not None
+        return self._flat
+
+    def prepare(self, used: list[bool]) -> Callable[[float | torch.Tensor], None]:
+        """Do the host's part before an update.
+
+        Args:
+            used: per parameter whether it has a gradient, and is updated.
+
+        Returns:
+            A function that updates all devices.  Ours multiply the gradients by its argument; for others they are
+            multiplied already.
+
+        Raises:
+            TypeError: ours cannot update sparse gradients, or these dtypes.
+        """
+        self._before = self._replicas.versions
+        if self._reducer is None:
+            return self._step if self._ours is None else partial(self._ours.step_by, None)
+        if self._ours is not None:
+            groups = [list(map(id, group["params"])) for group in self._optimizer.param_groups]
+            if self._flat is None or groups != self._made_for or not self._ours.is_over(self._flat):
+                self._flat = self._attached(self._ours, self._reducer.buckets)
+                self._made_for = groups
+            self._flat.prepare(used)
+            self._used = used
+        return self._step if self._ours is None or self._has_copies else partial(self._ours.step_by, used)
+
+    def _attached(self, optimizer: FlatOptimizer, buckets: GradBuckets) -> FlatState:
+        """Let the optimizer step over the step's memory, on all devices of one kind."""
+        self.close()
+        if buckets.sparse:
+            raise TypeError(
+                f"the gradient of {self._replicas.names[buckets.sparse[0]]} is sparse, and the kernels update whole "
+                "buffers: use torch.optim.SparseAdam or torch.optim.SGD"
+            )
+        flats = buckets.flats[:1] if self._replicas.is_mixed else buckets.flats
+        shards = len(flats) if self._in_shards else 1
+        return optimizer.attach(self._replicas.own, buckets.buckets, flats, shards)
+
+    def _step(self, factor: float | torch.Tensor) -> None:
+        """Make the step, and send the values to devices that have not computed them."""
+        written = self._has_copies and self.values_changed()  # by a forward: rank 0's values count, as in the drop-in
+        if self._ours is not None:
+            self._ours.step_by(self._used, factor)
+        else:
+            self._optimizer.step()
+            if self._runs_users_code():  # which may have assigned `p.data`
+                self._replicas.settle()
+        updates_one = self._ours is None or self._replicas.is_mixed
+        if self._has_copies and (written or updates_one or not self._is_plain()):
+            self._replicas.send_values()
+
+    def has_written(self) -> bool:
+        """Return whether an update that failed has changed parameters all the same."""
+        return bool(self._before) and self._before != self._replicas.versions
+
+    def conclude(self) -> None:
+        """Do the host's part after an update."""
+        self.spent[:] = map(_grad_of, self._replicas.own)
+        if self._has_copies:
+            self.remember_values()
+
+    def remember_values(self) -> None:
+        """Take the values as they are now for those of all devices."""
+        self._versions = self._replicas.versions
+
+    def parameters(self) -> set[int]:
+        """Return which parameters the optimizer has."""
+        members = {id(each) for group in self._optimizer.param_groups for each in group["params"]}
+        return {i for i, each in enumerate(self._replicas.own) if id(each) in members}
+
+    def values_changed(self) -> list[int]:
+        """Return the parameters that were written in place since; torch counts that, but not through ``.data``.
+
+        On one device, whose ranks share the values, there is nothing to send, and none is returned.
+        """
+        now = self._replicas.versions if self._has_copies else self._versions
+        if now == self._versions:
+            return []
+        return [i for i, (one, other) in enumerate(zip(now, self._versions, strict=True)) if one != other]
+
+    def close(self) -> None:
+        """Leave the optimizer with state of its own."""
+        if self._ours is not None and self._flat is not None and self._ours.is_over(self._flat):
+            self._ours.detach()
+        self._flat = None
+
+    def leave(self) -> None:
+        """Leave the optimizer alone."""
+        self.close()
+        self.spent.clear()
+        if self._left_over is not None:
+            self._left_over.remove()
+
+    def check_left_over(self) -> None:
+        """Warn if the optimizer is about to step by the gradients that this step has made and used."""
+        for parameter, spent in zip(self._replicas.own, self.spent, strict=False):
+            if spent is not None and parameter.grad is spent:
+                warn_user(LEFT_OVER)
+                return
+
+    def _runs_users_code(self) -> bool:
+        """Return whether a step may assign ``p.data``, draw numbers or count."""
+        return not self._is_torchs or not self._is_plain()
+
+    def _is_plain(self) -> bool:
+        """Return whether there are no step hooks, and no step of the object's own."""
+        optimizer = self._optimizer
+        if _global_optimizer_pre_hooks or _global_optimizer_post_hooks:
+            return False
+        hooks = [hook for name in _HOOKS for hook in getattr(optimizer, name, {}).values()]
+        if any(type(hook) is not _LeftOverStep for hook in hooks):
+            return False
+        step = vars(optimizer).get("step")
+        if getattr(step, "_wrapped_by_lr_sched", False):
+            step = getattr(step, "__wrapped__", None)
+        return step is None or getattr(step, "__func__", step) is type(optimizer).step
+
+
+class _LeftOverStep:
+    """The hook that looks for a step by hand after a TrainStep's own; known by its class."""
+
+    def __init__(self, optimizer_step: OptimizerStep) -> None:
+        self._optimizer_step = weakref.ref(optimizer_step)
+
+    def __call__(self, *_: Any) -> None:
+        found = self._optimizer_step()
+        if found is not None:
+            found.check_left_over()

@@ -1,0 +1,216 @@
+"""The arguments of a step, its module and devices: checked before anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from mgpu_core.comm.reductions import ALGORITHMS
+from mgpu_core.devices.devices import as_devices, local_devices
+from mgpu_core.devices.transfer import module_to
+from mgpu_core.pipeline.module import Pipeline
+from mgpu_core.ranks.random import check_rng
+from mgpu_core.ranks.team import Team
+from mgpu_core.ranks.worker_choice import check_workers
+from mgpu_core.step.grad_scaler import AMP_DTYPES
+from mgpu_core.step.loss import REDUCTIONS
+from mgpu_core.trees.module_tree import named_parameters_of, parameters_of
+
+__all__ = [
+    "ARGUMENTS",
+    "Options",
+    "check_device",
+    "check_module",
+    "nonfinite_is_error",
+    "pipeline_devices_of",
+    "team_of",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """The arguments of a step, all of which :class:`mgpu_core.TrainStep` describes.
+
+    Raises:
+        TypeError, ValueError: arguments that cannot be, or do not fit together.
+    """
+
+    module: Module
+    loss_fn: Callable[..., Any] | None
+    optimizer: Optimizer
+    team: Team
+    has_processes: bool
+    pipeline_devices: Sequence[Sequence[torch.device]]
+    dim: int
+    reduction: str
+    loss_on: str
+    amp_dtype: torch.dtype | None
+    accumulate: int
+    clip_norm: float | None
+    error_if_nonfinite: bool
+    shard_optimizer: bool
+    bucket_nbytes: int
+    comm_dtype: torch.dtype | None
+    algorithm: str
+    workers: str
+    rng: str
+    static_graph: bool
+    capture: bool
+
+    def __post_init__(self) -> None:
+        _check_choice("reduction", self.reduction, REDUCTIONS)
+        _check_choice("loss_on", self.loss_on, ("ranks", "gathered"))
+        _check_choice("algorithm", self.algorithm, ALGORITHMS)
+        check_workers(self.workers)
+        check_rng(self.rng)
+        self._check_numbers()
+        self._check_dtypes()
+        self._check_together()
+
+    def _check_numbers(self) -> None:
+        calls, norm = self.accumulate, self.clip_norm
+        if isinstance(calls, bool) or not isinstance(calls, int) or calls < 1:
+            raise ValueError(f"accumulate must be a whole number of calls per update, 1 or more, not {calls!r}")
+        is_number = isinstance(norm, int | float) and not isinstance(norm, bool)
+        if norm is not None and not (is_number and 0 < norm < float("inf")):
+            raise ValueError(f"clip_norm must be a positive number, not {norm!r}")
+        if self.bucket_nbytes < 1:
+            raise ValueError(f"bucket_nbytes must be a positive number of bytes, not {self.bucket_nbytes}")
+
+    def _check_dtypes(self) -> None:
+        if self.amp_dtype is not None and self.amp_dtype not in AMP_DTYPES:
+            raise TypeError(f"amp_dtype must be torch.bfloat16 or torch.float16, not {self.amp_dtype}")
+        if self.comm_dtype is not None and not self.comm_dtype.is_floating_point:
+            raise TypeError(f"comm_dtype must be a floating dtype, not {self.comm_dtype}")
+        if self.has_processes and self.comm_dtype is not None and self.comm_dtype.itemsize < 2:
+            raise TypeError(f"comm_dtype between processes must have 16 bits or more, which {self.comm_dtype} has not")
+
+    def _check_together(self) -> None:
+        reasons = (
+            (self.loss_fn is None, "loss_fn=None: each rank's module returns its loss"),
+            (self.has_processes, "process_group: outputs of other processes are not gathered"),
+            (self.capture, "capture=True: a graph holds the work of one device"),
+        )
+        for holds, reason in reasons:
+            if self.loss_on == "gathered" and holds:
+                raise ValueError(f'loss_on="gathered" does not go with {reason}')
+        if isinstance(self.module, Pipeline):
+            refused = {
+                "process_group": self.has_processes,
+                'loss_on="gathered"': self.loss_on == "gathered",
+                "shard_optimizer": self.shard_optimizer,
+                "static_graph": self.static_graph,
+                "capture": self.capture,
+                "dim": self.dim != self.module.dim,
+            }
+            if names := [name for name, is_given in refused.items() if is_given]:
+                raise ValueError(f"a step over a Pipeline does not take {names[0]}")
+
+    def changed(self, name: str, value: Any) -> Options:
+        """Return the same arguments with another value of one of :data:`CHANGEABLE`.
+
+        Raises:
+            ValueError: a value that no step can have.
+            AttributeError: the argument stays.
+        """
+        if name not in CHANGEABLE:
+            raise AttributeError(f"{name} of a step stays as it was given: make a new step")
+        if name == "error_if_nonfinite":
+            value = nonfinite_is_error(value, self.team)
+        return replace(self, **{name: value})
+
+    def shared(self) -> dict[str, Any]:
+        """Return the settings that all processes of a step must have in common, by their names."""
+        names = "reduction", "accumulate", "clip_norm", "error_if_nonfinite", "amp_dtype", "bucket_nbytes", "comm_dtype"
+        shards = len(set(self.team.devices)) if self.shard_optimizer else 1  # the layout depends on it
+        found = {name: getattr(self, name) for name in names}
+        found |= {"shards": shards, "optimizer": type(self.optimizer).__name__}
+        for i, group in enumerate(self.optimizer.param_groups):
+            numbers = {name: float(value) for name, value in group.items() if _is_number(value)}
+            found[f"the optimizer's group {i}"] = numbers | {"parameters": len(group["params"])}
+        for name, each in named_parameters_of(self.module):
+            found[f"parameter {name}"] = tuple(each.shape), each.dtype
+        return found
+
+
+CHANGEABLE = ("accumulate", "clip_norm", "error_if_nonfinite")
+ARGUMENTS = frozenset(each.name for each in fields(Options)) - {"has_processes", "pipeline_devices"}
+"""The names of the arguments that a step has as attributes."""
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.numel() == 1)
+
+
+def _check_choice(name: str, value: str, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(choices)}, not {value!r}")
+
+
+def nonfinite_is_error(asked: bool | None, team: Team) -> bool:
+    """Resolve ``error_if_nonfinite``: ``None`` is True on the CPU, where the check waits for no device."""
+    return all(device.type == "cpu" for device in team.devices) if asked is None else bool(asked)
+
+
+def check_module(net: Module) -> None:
+    """Raise TypeError unless it is a bare module."""
+    if not isinstance(net, Module):
+        raise TypeError(f"net must be a torch.nn.Module, not {type(net).__name__}")
+    if isinstance(net, torch.nn.DataParallel | torch.nn.parallel.DistributedDataParallel):
+        raise TypeError(f"net is a {type(net).__name__}: pass what it wraps, `net.module`")
+
+
+def team_of(net: Module, device_ids: Any) -> Team:
+    """Return the team that ``device_ids`` means; an empty list is the device of the module.
+
+    Of a pipeline it is the last device, where its losses are.
+    """
+    if isinstance(net, Pipeline):
+        return Team.of(net.device_ids[-1:])
+    if device_ids is None:
+        device_ids = local_devices()
+    if not isinstance(device_ids, str | int | torch.device) and not len(device_ids):
+        device_ids = [next((each.device for each in parameters_of(net)), torch.device("cpu"))]
+    return Team.of(as_devices(device_ids))
+
+
+def pipeline_devices_of(net: Module, device_ids: Any) -> list[Sequence[torch.device]]:
+    """Return the devices of a pipeline, and of each copy of it; nothing for other modules.
+
+    Raises:
+        ValueError: the first list is not the pipeline's own; lists of different lengths.
+    """
+    if not isinstance(net, Pipeline):
+        return []
+    own = net.device_ids
+    given: Any = [own] if device_ids is None else device_ids
+    is_nested = all(isinstance(each, list | tuple) for each in given)
+    lists: list[Sequence[torch.device]] = [list(as_devices(each)) for each in (given if is_nested else [given])]
+    if lists[0] != own or any(len(each) != len(own) for each in lists):
+        raise ValueError(
+            f"device_ids must be the pipeline's own devices, {list(map(str, own))}, and then as many for each copy of "
+            f"it, not {device_ids}"
+        )
+    return lists
+
+
+def check_device(net: Module, team: Team) -> None:
+    """Move the module to the only device; of several devices it must be on the first one, otherwise RuntimeError.
+
+    A pipeline stays as it is, and looks after its tensors itself.
+    """
+    if isinstance(net, Pipeline):
+        return
+    if len(team) == 1:
+        module_to(net, team.devices[0])
+    for name, tensor in [*named_parameters_of(net), *net.named_buffers()]:
+        if tensor.device != team.devices[0]:
+            raise RuntimeError(
+                f"net must have its parameters and buffers on {team.devices[0]} (device_ids[0]), but {name} is on "
+                f"{tensor.device}"
+            )

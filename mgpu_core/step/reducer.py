@@ -1,0 +1,370 @@
+"""Gradient sync: each bucket is summed over the ranks as soon as all of them have its gradients.
+
+Autograd makes fresh gradients for every rank, which stay where they are: nothing is zeroed, and nothing accumulates in
+a flat buffer.  A hook per parameter and rank counts them.  The last rank to complete a bucket sums it, in the thread
+that runs its backward, while the others go on; no rank waits for another::
+
+    rank 0's backward   g3 ─ g2 ───────── g1 ─ g0
+    rank 1's backward   g3 ────── g2 ── [sum 1: g3 g2] ── g1 ── g0 ── [sum 0: g1 g0]
+    the caller          waits for both ...........................................  finish(): the rest, update
+
+On a GPU a sum runs on a side stream, which waits for the streams that the gradients were made on; the stream of the
+update waits for it in :meth:`Reducer.finish`.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Collection, Sequence
+from functools import partial
+from itertools import repeat
+from operator import attrgetter, is_not
+from types import NoneType
+
+import torch
+
+from mgpu_core.comm import dispatch
+from mgpu_core.devices.dtypes import FLOATING
+from mgpu_core.devices.streams import SideStreams, caller_streams
+from mgpu_core.devices.tensor_checks import LiesLike
+from mgpu_core.kernels import FlatNorm
+from mgpu_core.optim.flat_buffers import in_memory_order
+from mgpu_core.step.grad_buckets import BackwardOrder, Communication, GradBuckets
+from mgpu_core.step.grad_clip import GradientNorm, Sums
+from mgpu_core.step.replicas import GradientHook, Replicas
+from mgpu_core.support.null_context import NULL_CONTEXT
+from mgpu_core.trace.events import ALL_RANKS
+from mgpu_core.trace.tracer import current_step, in_step, is_tracing, mark, span
+
+__all__ = ["Gradients", "OwnGradients", "ReadyCounter", "Reducer"]
+
+_grad_of = attrgetter("grad")
+
+
+class Gradients:
+    """The gradients of all ranks as autograd leaves them, to which the calls of a window add up.
+
+    Args:
+        replicas: the ranks' parameters.
+    """
+
+    def __init__(self, replicas: Replicas) -> None:
+        self._replicas = replicas
+        self._aside: list[torch.Tensor | None] = []
+
+    def clear(self) -> None:
+        """Drop all gradients."""
+        for row in self._replicas.parameters:
+            for parameter in row:
+                parameter.grad = None
+
+    def set_aside(self) -> None:
+        """Keep the gradients between two calls of a window, where the user and ``zero_grad`` do not see them."""
+        self._aside = list(map(_grad_of, self._replicas.own))
+        for parameter in self._replicas.own:
+            parameter.grad = None
+
+    def take_up(self) -> None:
+        """Put them back."""
+        for parameter, gradient in zip(self._replicas.own, self._aside, strict=False):
+            parameter.grad = gradient
+        self._aside = []
+
+    def abandon(self) -> None:
+        """Drop all gradients after a failure."""
+        self._aside = []
+        self.clear()
+
+    def cancel(self) -> None:
+        """Make the hooks of a backward that failed, and may still run, do nothing."""
+
+    def used(self) -> list[bool]:
+        """Return per parameter whether any rank has a gradient of it."""
+        found = [map(is_not, map(_grad_of, row), repeat(None)) for row in self._replicas.parameters]
+        return list(map(any, zip(*found, strict=True))) if len(found) > 1 else list(found[0])
+
+    def close(self) -> None:
+        """Drop all gradients, and whatever was put on the parameters."""
+        self.abandon()
+
+
+class OwnGradients(Gradients):
+    """The gradients of one rank alone: there is no sum, so they stay where autograd has made them."""
+
+    def __init__(self, replicas: Replicas) -> None:
+        super().__init__(replicas)
+        kinds = {(each.dtype, each.device) for each in replicas.own}
+        is_one_kind = len(kinds) == 1 and replicas.own[0].dtype in FLOATING
+        self._like = LiesLike(replicas.own) if is_one_kind else None
+        self._norm: FlatNorm | None = None
+
+    @property
+    def sums(self) -> Sums:
+        """The gradients that there are, as :class:`Sums`."""
+        found = {i: each.grad for i, each in enumerate(self._replicas.own) if each.grad is not None}
+        dense = [each for each in found.values() if not _is_sparse(each)]
+        padding = [torch.empty(0, dtype=torch.int64)] * len(dense)
+        return Sums([dense], [padding], dense, {i: each for i, each in found.items() if _is_sparse(each)})
+
+    def norm(self) -> torch.Tensor:
+        """Return the Euclidean norm of all gradients together, a scalar on their device."""
+        found = list(map(_grad_of, self._replicas.own))
+        if self._like is None or NoneType in set(map(type, found)) or not self._like.holds_for(found):
+            sums = self.sums
+            every_sum = [each.contiguous() for each in sums.every_sum]
+            return GradientNorm(Sums(every_sum=every_sum, sparse=sums.sparse)).compute()
+        if self._norm is None:
+            self._norm = FlatNorm([in_memory_order(each.detach(), each) for each in self._replicas.own])
+        return self._norm.compute(found)
+
+
+class ReadyCounter:
+    """Count, in one backward, which gradients of each bucket are ready.
+
+    Each rank counts for itself; only complete buckets are counted together, under the lock.
+
+    Args:
+        expected: per bucket the gradients that each rank makes; empty: nothing is counted.
+        ranks: that run a backward.
+        buckets: how many there are.
+    """
+
+    def __init__(self, expected: Sequence[int], ranks: int, buckets: int) -> None:
+        self._missing = [list(expected) for _ in range(ranks)] if expected else []
+        self._ranks_missing = [ranks] * len(expected)
+        self._summed: set[int] = set()
+        self._buckets = buckets
+        self._lock = threading.Lock()
+
+    def is_complete(self, rank: int, bucket: int) -> bool:
+        """Count a gradient; return whether all ranks have all gradients of its bucket now."""
+        if not self._ranks_missing:
+            return False
+        missing = self._missing[rank]
+        missing[bucket] -= 1
+        if missing[bucket] > 0:
+            return False
+        with self._lock:
+            if missing[bucket] < 0:  # one more than there are: a checkpoint came twice, and the sum was too early
+                self._summed.discard(bucket)
+                self._ranks_missing[bucket] = -1
+                return False
+            self._ranks_missing[bucket] -= 1
+            if self._ranks_missing[bucket] != 0:
+                return False
+            self._summed.add(bucket)
+            return True
+
+    def has_all_of(self, rank: int, bucket: int) -> bool:
+        """Return whether the rank has counted all its gradients of the bucket."""
+        return bool(self._ranks_missing) and self._missing[rank][bucket] == 0
+
+    def left(self) -> list[int]:
+        """Return the buckets that are not summed yet, or were summed too early."""
+        if not self._summed:
+            return list(range(self._buckets))
+        return [bucket for bucket in range(self._buckets) if bucket not in self._summed]
+
+
+_NO_COUNTER = ReadyCounter((), 0, 0)  # between two backwards
+
+
+class Reducer(Gradients):
+    """The gradients of several ranks, and their sums.
+
+    Args:
+        replicas: the ranks' parameters.
+        communication: how buckets are cut and summed.
+
+    Attributes:
+        communication: the same.
+        buckets: where the sums lie; empty before the first backward.
+        handles: of the hooks on parameters, by rank and parameter.
+    """
+
+    def __init__(self, replicas: Replicas, communication: Communication) -> None:
+        super().__init__(replicas)
+        self.communication = communication
+        self.buckets = GradBuckets(replicas, None, communication)
+        self._is_learning = False
+        self._whole_step = current_step()
+        self._ready: list[int] = []  # parameters, in the order of their first gradients on rank 0
+        self.handles: dict[tuple[int, int], torch.utils.hooks.RemovableHandle] = {}
+        # A function over handles alone: what it holds, lives as long as the process.
+        self._remove_hooks = weakref.finalize(self, _remove_all, self.handles)
+        self._counter = _NO_COUNTER
+        self._side = SideStreams(replicas.devices)
+        self._has_streams = any(device.type != "cpu" for device in replicas.devices)
+        self.register_hooks()
+
+    @property
+    def sums(self) -> Sums:
+        """The sums over all ranks, after :meth:`finish`."""
+        return self.buckets.sums
+
+    def norm(self) -> torch.Tensor:
+        """Return the Euclidean norm of all sums together, a scalar on the first device."""
+        return self.buckets.norm.compute()
+
+    def register_hooks(self) -> None:
+        """Put a hook on all parameters that require grad; again after some were frozen or thawed.
+
+        A single bucket is complete when backward is over: it is summed then, and no backward stops for Python.
+        """
+        buckets = self.buckets.buckets
+        parameters = self._replicas.own
+        self._uncounted = ReadyCounter((), 0, len(buckets))  # of a backward whose buckets are summed after it
+        self._expected = [sum(parameters[each.parameter].requires_grad for each in of.segments) for of in buckets]
+        if not self.buckets.is_empty and len(buckets) < 2:
+            _remove_all(self.handles)
+            return
+        me = weakref.ref(self)
+        for rank, row in enumerate(self._replicas.parameters):
+            for i, parameter in enumerate(row):
+                if parameter.requires_grad and (rank, i) not in self.handles:
+                    hook = GradientHook(partial(_accumulated, me, rank, i))
+                    self.handles[rank, i] = parameter.register_post_accumulate_grad_hook(hook)
+
+    def begin(self, ranks: int, *, overlap: bool) -> None:
+        """Begin a backward of so many ranks; with ``overlap`` buckets are summed as they become ready."""
+        self._counter = self._uncounted
+        if self._has_streams:
+            devices = self._replicas.team.devices
+            self._side.starts(devices, caller_streams(devices))
+        self._is_learning = True
+        if self.handles:
+            if overlap:
+                self._counter = ReadyCounter(self._expected, ranks, len(self._expected))
+            self._whole_step = current_step()  # autograd has threads of its own, which do not know it
+
+    def cancel(self) -> None:
+        """Make the hooks of a backward that failed, and may still run, do nothing."""
+        self._ready = []
+        self._rest()
+
+    def _rest(self) -> None:
+        """Ignore the backwards between two steps: they are the user's own."""
+        self._is_learning = False
+        self._counter = _NO_COUNTER
+
+    def set_aside(self) -> None:
+        """Keep the gradients between two calls of a window, where the user and ``zero_grad`` do not see them."""
+        self._rest()
+        super().set_aside()
+
+    def abandon(self) -> None:
+        """Drop all gradients after a failure, when no side stream reads them any more."""
+        self._side.joins()
+        super().abandon()
+
+    def close(self) -> None:
+        """Drop all gradients, and take the hooks away."""
+        self._remove_hooks()
+        self.abandon()
+
+    def _accumulated(self, rank: int, i: int) -> None:
+        """Count a gradient; in the thread of a backward, called by autograd."""
+        if self.buckets.is_empty:
+            if rank == 0 and self._is_learning:
+                self._ready.append(i)
+            return
+        bucket = self.buckets.bucket_of.get(i)
+        if bucket is None:
+            return
+        device = self._replicas.team.devices[rank]
+        self._side.made_on_current(device)
+        is_complete = self._counter.is_complete(rank, bucket)
+        is_told = is_tracing() and self._counter.has_all_of(rank, bucket)
+        if is_told or is_complete:
+            with in_step(self._whole_step):
+                if is_told:
+                    mark("ready", rank, device, bucket)
+                if is_complete:
+                    self._sum(bucket)
+
+    def finish(self) -> None:
+        """Sum the remaining buckets after the backward of all ranks; each rank still has its own gradients."""
+        buckets, processes = self.buckets, self.communication.processes
+        for bucket in self._counter.left():
+            if processes is not None and processes.has_begun(bucket):
+                names = ", ".join(buckets.names(bucket))
+                raise RuntimeError(
+                    f"gradients of {names} came when their sum over the processes had begun: a "
+                    "reentrant torch.utils.checkpoint makes them twice; use_reentrant=False does not"
+                )
+            self._sum(bucket)
+        if buckets.sparse:
+            used = self.used()
+            with span("reduce"):
+                buckets.sums.sparse = {i: self._sum_sparse(i) for i in buckets.sparse if used[i]}
+        if self._has_streams:
+            self._side.joins()
+        self._is_learning, self._counter = False, _NO_COUNTER
+
+    def show(self, used: Sequence[bool]) -> None:
+        """Make the sums the ``grad`` of the user's parameters, and ``None`` that of parameters that no rank used.
+
+        Sums in shards are not shown, because no device has a whole one.
+        """
+        if self.communication.shards > 1:
+            self.clear()
+            return
+        shown, sparse = self.buckets.shown, self.buckets.sums.sparse
+        if sparse:
+            shown = [sparse.get(i, view) for i, view in enumerate(shown)]
+        for parameter, view, is_used in zip(self._replicas.own, shown, used, strict=True):
+            parameter.grad = view if is_used else None
+
+    def learnt(self, updated: Collection[int]) -> BackwardOrder:
+        """Return the order that the first backward has shown; the optimizer has the parameters ``updated``.
+
+        Parameters that have gradients are wanted even if they were frozen since.  Several processes cannot lay out
+        again when a parameter is thawed, so all of the optimizer's are in their buckets from the start.
+        """
+        rows = self._replicas.parameters
+        sparse = [i for i in range(len(rows[0])) if any(_is_sparse(row[i].grad) for row in rows)]
+        known = updated if self.communication.processes is not None else ()
+        used = self.used()
+        wanted = [i for i, each in enumerate(self._replicas.own) if each.requires_grad or used[i] or i in known]
+        return BackwardOrder(list(dict.fromkeys(self._ready)), sparse, wanted, updated)
+
+    def lay_out(self, learnt: BackwardOrder) -> None:
+        """Give the parameters their memory."""
+        buckets = GradBuckets(self._replicas, learnt, self.communication)
+        buckets.take_values()
+        self.buckets = buckets
+        self.register_hooks()
+        self._is_learning = False
+        self._counter = self._uncounted  # all of its buckets are to be summed
+
+    def forget_layout(self) -> None:
+        """Learn the order from the next backward again; values and gradients stay where they are."""
+        self.buckets, self._ready = GradBuckets(self._replicas, None, self.communication), []
+        self.register_hooks()
+        self._rest()
+
+    def _sum(self, bucket: int) -> None:
+        """Sum a bucket over the ranks of each device, then over the devices; on GPUs on their side streams."""
+        with span("all_reduce", ALL_RANKS, None, bucket), self._side.entered() if self._has_streams else NULL_CONTEXT:
+            self.buckets.add_up(bucket)
+
+    def _sum_sparse(self, i: int) -> torch.Tensor:
+        parts = [row[i].grad for row in self._replicas.parameters]
+        return dispatch.reduce_batch([parts], "sum", self._replicas.devices[0])[0]
+
+
+def _accumulated(reducer: weakref.ref[Reducer], rank: int, i: int) -> None:
+    found = reducer()
+    if found is not None:
+        found._accumulated(rank, i)
+
+
+def _remove_all(handles: dict[tuple[int, int], torch.utils.hooks.RemovableHandle]) -> None:
+    for handle in handles.values():
+        handle.remove()
+    handles.clear()
+
+
+def _is_sparse(gradient: torch.Tensor | None) -> bool:
+    return gradient is not None and gradient.layout is not torch.strided

@@ -1,0 +1,217 @@
+"""The leaf Parameters of all ranks, which live on from step to step.
+
+Rank 0's are the user's own.  Ranks of one device share the memory of the values, never the leaf: each has its own
+gradients.  The modules around them are made anew for each call (see ``rank_modules.py``), so nothing about a module has
+to be noticed; only the memory of its parameters is compared, once per call and before an update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from operator import attrgetter, not_
+
+import torch
+from torch.nn import Module, Parameter
+
+from mgpu_core.comm import dispatch
+from mgpu_core.devices.tensor_checks import memory_of, moved_between
+from mgpu_core.devices.transfer import to_device
+from mgpu_core.optim.flat_buffers import FlatTensors, compact
+from mgpu_core.ranks.team import Team
+from mgpu_core.trees.module_copy import give_attributes, leaf_like
+from mgpu_core.trees.module_tree import ModuleTree, check_initialised, named_parameters_of
+
+__all__ = ["GradientHook", "Replicas", "refuse_hooks"]
+
+ADVICE = "call step.rebuild(), or make a new step"
+
+_version_of, _requires_grad_of = attrgetter("_version"), attrgetter("requires_grad")
+_kind_of, _attributes_of = attrgetter("shape", "dtype", "device"), attrgetter("__dict__")
+
+
+class Replicas:
+    """The parameters of each rank.
+
+    Args:
+        net: the user's module, on the first device.
+        team: the ranks.
+
+    Attributes:
+        names: of the parameters, in the order in which torch finds them.
+        parameters: ``parameters[rank][i]``; row 0 holds the user's own.
+        own: that row.
+        devices: each device of the team once, in the order of ranks.
+        ranks_of: per device its ranks.
+        is_mixed: whether there are devices of several kinds.
+        frozen: per parameter whether it does not require grad.
+        moves: how often parameters that the step does not update were found in other memory.
+
+    Raises:
+        ValueError: a parameter that has not been initialised, or has a post-accumulate hook.
+    """
+
+    def __init__(self, net: Module, team: Team) -> None:
+        self.net, self.team = net, team
+        tree = ModuleTree(net)
+        check_initialised(tree.tensors)
+        refuse_hooks(net)
+        names = {id(parameter): name for name, parameter in named_parameters_of(net)}
+        self.own = own = tree.parameters
+        self._ids = list(map(id, own))
+        self.names = [names[each] for each in self._ids]
+        self.devices = list(dict.fromkeys(team.devices))
+        self.is_mixed = len({device.type for device in self.devices}) > 1
+        self.ranks_of = [[rank for rank in team.ranks if team.devices[rank] == device] for device in self.devices]
+        self.parameters: list[list[Parameter]] = [own]
+        for rank, device in enumerate(team.devices[1:], start=1):
+            first = team.devices.index(device)
+            values = self.parameters[first if first < rank else 0]
+            self.parameters.append(
+                [leaf_like(each, to_device(value.detach(), device)) for each, value in zip(own, values, strict=True)]
+            )
+        self.frozen: list[bool] = []
+        self.moves = 0
+        self._adopted: frozenset[int] = frozenset()  # parameters whose memory is the step's
+        self._flats: dict[int, FlatTensors] = {}  # of each device, that memory
+        self._all = [parameter for row in self.parameters for parameter in row]
+        self._memory = memory_of(self._all)
+        self._kinds = list(map(_kind_of, own))
+
+    def are_those_of(self, tree: ModuleTree) -> bool:
+        """Return whether the module still has these parameters, each of the shape, dtype and device that it had."""
+        if list(map(id, tree.parameters)) != self._ids:
+            return False
+        return self._kinds == list(map(_kind_of, self.parameters[0]))
+
+    def follow(self) -> bool:
+        """Bring all ranks' parameters up to the user's; return whether others are frozen now.
+
+        Raises:
+            RuntimeError: see :meth:`settle`.
+        """
+        self.settle()
+        own, *rows = self.parameters
+        if any(map(_attributes_of, self._all)):
+            for row in rows:
+                give_attributes(own, row)
+        for row in rows:
+            for parameter, leaf in zip(own, row, strict=True):
+                if leaf.requires_grad != parameter.requires_grad:
+                    leaf.requires_grad = parameter.requires_grad
+                if leaf._backward_hooks is not parameter._backward_hooks:
+                    leaf._backward_hooks = parameter._backward_hooks
+        before, self.frozen = self.frozen, list(map(not_, map(_requires_grad_of, own)))
+        return before != self.frozen
+
+    def settle(self) -> bool:
+        """Put parameters that somebody gave other memory (``.data =``, another step) back into the memory of this step.
+
+        Rank 0's values count, as in the drop-in; assignments of other ranks are lost.
+
+        Returns:
+            Whether there were any.
+
+        Raises:
+            RuntimeError: a parameter has another shape, dtype or device.
+        """
+        now = memory_of(self._all)
+        if now == self._memory:
+            return False
+        moved = sorted({i % len(self._kinds) for i in moved_between(now, self._memory)})
+        for i in moved:
+            if _kind_of(self.own[i]) != self._kinds[i]:
+                raise RuntimeError(f"parameter {self.names[i]} was given another shape, dtype or device: {ADVICE}")
+            self._take_back(i)
+        self.send_values(moved)
+        self.moves += not self._adopted.issuperset(moved)
+        self._memory = memory_of(self._all)
+        return True
+
+    @torch.no_grad()
+    def _take_back(self, i: int) -> None:
+        own = self.own[i]
+        if i in self._adopted and memory_of([own]) != memory_of([self._flats[0].value_views[i]]):
+            self._flats[0].value_views[i].copy_(own)
+        for device, ranks in enumerate(self.ranks_of):
+            first = self.parameters[ranks[0]][i].data
+            values = self._flats[device].value_views[i] if i in self._adopted else first
+            for rank in ranks:
+                self.parameters[rank][i].data = values
+
+    @property
+    def versions(self) -> list[int]:
+        """How often each parameter of the user's module was written in place, as torch counts."""
+        return list(map(_version_of, self.own))
+
+    def check_unwritten(self, before: list[int]) -> None:
+        """Raise RuntimeError if the forward of rank 0 has written a parameter that other ranks share.
+
+        Each of them would have written it at the same time, and read another's value.
+
+        Args:
+            before: ``versions`` before the forwards.
+        """
+        now = list(map(_version_of, self.own))
+        if now != before and len(self.ranks_of[0]) > 1:
+            name = next(name for name, one, other in zip(self.names, now, before, strict=True) if one != other)
+            raise RuntimeError(
+                f"the forward of rank 0 writes parameter {name} in place (a moving average, "
+                "Embedding(max_norm=...)?): ranks of one device share its memory, so it was written once per rank. "
+                "Write it between steps, or give each rank a device of its own, or use mgpu_core.DataParallel"
+            )
+
+    def send_values(self, indices: Sequence[int] | None = None) -> None:
+        """Copy the values of the user's module to the other devices: all parameters, or those with these indices."""
+        leaders = [ranks[0] for ranks in self.ranks_of[1:]]
+        wanted = range(len(self.own)) if indices is None else indices
+        if leaders and wanted:
+            sources = [self.own[i].detach() for i in wanted]
+            copies = [[self.parameters[rank][i].detach() for rank in leaders] for i in wanted]
+            dispatch.broadcast_into(sources, copies)
+
+    def adopt(self, flats: Sequence[FlatTensors], indices: Collection[int]) -> None:
+        """Make the flat values of each device the memory of these parameters; others get memory of their own back."""
+        self._let_go_of_all_but(indices)
+        for ranks, values in zip(self.ranks_of, flats, strict=True):
+            values.adopt(self.parameters[ranks[0]], indices)
+            for rank in ranks[1:]:
+                values.show_to(self.parameters[rank], indices)
+        self._adopted, self._flats = frozenset(indices), dict(enumerate(flats))
+        self._memory = memory_of(self._all)
+
+    def _let_go_of_all_but(self, indices: Collection[int]) -> None:
+        for i in self._adopted.difference(indices):  # they have left the optimizer
+            for ranks in self.ranks_of:
+                values = compact(self.parameters[ranks[0]][i])
+                for rank in ranks:
+                    self.parameters[rank][i].data = values
+
+    def release(self) -> None:
+        """Give the user's module storage of its own again."""
+        for i in self._adopted:
+            self.own[i].data = compact(self.own[i])
+        self._adopted = frozenset()
+        self._flats.clear()
+
+
+def refuse_hooks(net: Module) -> None:
+    """Raise ValueError at a parameter with a post-accumulate hook that is not a step's."""
+    for name, parameter in named_parameters_of(net):
+        hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+        if any(type(hook) is not GradientHook for hook in hooks.values()):
+            raise ValueError(
+                f"parameter {name} has a post-accumulate hook, which would see the gradient of one rank alone; "
+                "remove it before the module is given to TrainStep"
+            )
+
+
+class GradientHook:
+    """The hook that a step puts on the parameters of a rank; known by its class."""
+
+    __slots__ = ("_call",)
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self._call = call
+
+    def __call__(self, _: torch.Tensor) -> None:
+        self._call()

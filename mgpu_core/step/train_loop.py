@@ -1,0 +1,423 @@
+"""The order of a step, from a batch to an update; :class:`mgpu_core.TrainStep` is its public handle::
+
+batch ── split ──> a part per rank ── forward, loss, backward ──> gradients ── sum ──> commit ──> parameters
+         passes    split_plan         passes, modules            reducer              transaction, optimizer_step
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import torch
+
+from mgpu_core.devices.time_limits import time_limit
+from mgpu_core.errors import Error
+from mgpu_core.pipeline.module import Pipeline
+from mgpu_core.ranks.random import random_numbers_kept
+from mgpu_core.ranks.team import Team
+from mgpu_core.ranks.worker_choice import WorkerChoice, size_of
+from mgpu_core.step.balance import SplitPlan
+from mgpu_core.step.checkpoint import load_state
+from mgpu_core.step.cuda_graphs import CapturedSteps
+from mgpu_core.step.forward_backward import ForwardBackward, RankPart
+from mgpu_core.step.grad_buckets import Communication
+from mgpu_core.step.grad_scaler import LossScale
+from mgpu_core.step.label_watch import LabelWatch
+from mgpu_core.step.loss import RankLoss, Window, joined_aux, loss_of_ranks
+from mgpu_core.step.loss_check import LossCheck, LossState, compare_losses, warning_of
+from mgpu_core.step.optimizer_step import OptimizerStep, check_optimizer
+from mgpu_core.step.options import Options, check_device
+from mgpu_core.step.pipeline_passes import PipelinePasses
+from mgpu_core.step.process_sums import ProcessSums
+from mgpu_core.step.rank_modules import RankModules
+from mgpu_core.step.reducer import OwnGradients, Reducer
+from mgpu_core.step.replicas import Replicas
+from mgpu_core.step.rollback import BufferSnapshot, uninterrupted
+from mgpu_core.step.update import UpdateTransaction
+from mgpu_core.support.null_context import NULL_CONTEXT
+from mgpu_core.support.warnings import warn_user
+from mgpu_core.trace.events import ALL_RANKS
+from mgpu_core.trace.tracer import span
+from mgpu_core.trees.module_tree import named_parameters_of, parameters_of
+from mgpu_core.trees.nested import moved
+
+__all__ = ["TrainLoop"]
+
+Result: TypeAlias = tuple[torch.Tensor, Any, dict[str, torch.Tensor]]  # loss, outputs, further numbers
+
+
+class TrainLoop:
+    """Steps, one call at a time.
+
+    Its parts are made from the module as it is, and made anew by :meth:`rebuild`.
+
+    Args:
+        options: the arguments of the step.
+        split_plan: which rank gets which rows.
+        processes: the sums over all processes; ``None``: there are no others.
+
+    Attributes:
+        options, split_plan: the same.
+        loss_scale: of float16.
+        choice: how ranks run, in threads or one after the other.
+        communication: how gradients are summed; a hook of the user's outlives a rebuild.
+        keeps_accumulating: no call updates.
+        replicas, modules, net, gradients, optimizer_step, passes, transaction: see their classes.
+        reducer: the gradients of several ranks; ``None``: one rank is alone, and there is no sum.
+        captured: ``None`` without ``capture=True``.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: a module or an optimizer that no step can have.
+    """
+
+    def __init__(self, options: Options, split_plan: SplitPlan, processes: ProcessSums | None) -> None:
+        self.options, self.split_plan, self._processes = options, split_plan, processes
+        team, devices = options.team, set(options.team.devices)
+        self._device, self._reduction = team.devices[0], options.reduction
+        self.loss_scale = LossScale(options.amp_dtype)
+        self.choice = WorkerChoice(options.workers, team.devices, options.rng)
+        self.in_shards = options.shard_optimizer and len(devices) > 1
+        self.communication = Communication(options, len(devices) if self.in_shards else 1, processes)
+        self.keeps_accumulating = False
+        has_parts = len(team) > 1 or bool(options.pipeline_devices)
+        self._is_loss_checked = not has_parts or options.loss_fn is None or options.loss_on != "ranks"
+        is_mean = options.loss_fn is None and options.reduction == "mean"
+        self._label_watch = LabelWatch(options.module) if has_parts and is_mean else None
+        self._broken: str | None = None
+        self._is_closed = self._is_built = False
+        self._build(steps=0)
+
+    def _build(self, steps: int) -> None:
+        """Make the parts from the module as it is, after so many updates."""
+        options, processes, team = self.options, self._processes, self.options.team
+        if processes is not None:
+            processes.check_alike(options.shared())
+            self._send_values(processes)
+        self.replicas = Replicas(options.module, team)
+        static = options.static_graph or options.capture
+        self.net = RankModules(options.module, team, self.replicas.parameters, static=static)
+        lists = options.pipeline_devices
+        ends = Team.of([each[-1] for each in lists]) if lists else team
+        loss = loss_of_ranks(options.loss_fn, ends, static=static)
+        self.modules = [self.net, *([loss] if isinstance(loss, RankModules) else [])]
+        tree = self.net.tree
+        if options.workers == "caller" and tree.ranks_meet and len(team) > 1:
+            raise ValueError(
+                'workers="caller" runs the ranks one after the other, and those of this module meet in synchronised '
+                'layers: use workers="threads" or "auto"'
+            )
+        is_alone = len(team) == 1 and processes is None and not options.capture
+        self.reducer = None if is_alone else Reducer(self.replicas, self.communication)
+        self.gradients = self.reducer or OwnGradients(self.replicas)
+        self.optimizer_step = OptimizerStep(options.optimizer, self.replicas, self.gradients, self.in_shards)
+        # Ranks that share a GPU take turns where a graph is recorded on their stream; those that meet have no graphs.
+        rng = "per_rank" if options.capture and not tree.ranks_meet else options.rng
+        parts = options, self.replicas, self.net, loss, rng, self.choice
+        self.passes = ForwardBackward(*parts)
+        if isinstance(options.module, Pipeline):
+            self.passes = PipelinePasses(options.module, lists[1:], *parts)
+        self.transaction = UpdateTransaction(
+            self.replicas, self.gradients, self.optimizer_step, self.loss_scale, processes,
+            BufferSnapshot(self.modules), steps,
+        )  # fmt: skip
+        self.captured: CapturedSteps | None = None
+        if options.capture and self.reducer is not None:
+            self.captured = CapturedSteps(
+                options, self.replicas, self.reducer, self.passes, self.transaction, self.optimizer_step, self.modules,
+                self.split_plan, self.loss_scale,
+            )  # fmt: skip
+        self._is_built = True
+
+    def _send_values(self, processes: ProcessSums) -> None:
+        """Give all processes the parameters and buffers of process 0."""
+        module = self.options.module
+        processes.send_values([*parameters_of(module), *module.buffers()])
+
+    @property
+    def is_accumulating(self) -> bool:
+        """True after calls without an update."""
+        return self.transaction.is_accumulating
+
+    def step(self, inputs: tuple[Any, ...], kwargs: dict[str, Any], keep_outputs: bool, aux: bool) -> Result:
+        """Make a step; all of it happens, or nothing."""
+        options = self.options
+        try:
+            self._follow_module(updates=True)
+            if self.captured is not None and self.transaction.used:
+                replayed = self._replay(self.captured, inputs, kwargs, keep_outputs or aux)
+                if replayed is not None:
+                    return replayed, None, {}
+            window = self.transaction.begin(self._reduction, options)
+            updates = not self.keeps_accumulating and window.calls + 1 >= options.accumulate
+            if self.split_plan.is_timed:  # the times of the steps before decide on `shares="auto"`
+                self.split_plan.follow_the_clocks()
+            parts, rows = self.passes.split(inputs, kwargs, self.split_plan.shares)
+            size = size_of(inputs) if self.choice.is_open else None
+            is_timed = self.choice.is_open and self.choice.begin(size, meets=self.passes.ranks_meet)
+            if self.reducer is not None:
+                self.reducer.begin(len(parts), overlap=updates)
+            losses, rows, outputs = self._forward_backward(window, parts, rows, inputs, keep_outputs)
+            loss = window.add(rows, losses, self._device)
+            numbers = joined_aux(losses, rows, self._reduction) if aux else {}
+            if updates:
+                self._commit()
+            else:
+                self.gradients.set_aside()
+            if is_timed:
+                self.choice.end(size)
+            return loss, outputs, numbers
+        except BaseException:
+            self._give_up()
+            raise
+
+    def conclude(self) -> None:
+        """Update without another call."""
+        try:
+            self.follow_parameters(updates=True)
+            self.transaction.begin(self._reduction, self.options)
+            if self.reducer is not None:
+                self.reducer.begin(0, overlap=False)
+            self._commit()
+        except BaseException:
+            self._give_up()
+            raise
+
+    def evaluate(self, inputs: tuple[Any, ...], kwargs: dict[str, Any], keep_outputs: bool, aux: bool) -> Result:
+        """Return the same as :meth:`step`, without gradients and without an update."""
+        self._follow_module(updates=False)
+        parts, rows = self.passes.split(inputs, kwargs, self.split_plan.shares)
+        target = inputs[-1] if inputs else None
+        with torch.no_grad():
+            try:
+                losses, rows, each = self.passes.run(parts, rows, target, (), window=None, keep_outputs=keep_outputs)
+                outputs = self.passes.joined(each, rows) if each else None
+            except BaseException:
+                if self._ranks_have_ended():
+                    self._broken = None
+                raise
+            loss = Window(self._reduction, 1).add(rows, losses, self._device)
+            return loss, outputs, joined_aux(losses, rows, self._reduction) if aux else {}
+
+    def check_loss(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> LossCheck:
+        """Compare the loss of the gathered outputs with the sum of the ranks' on a batch; nothing is changed."""
+        loss_fn = self.options.loss_fn
+        if loss_fn is None or self.passes.gathers:
+            return LossCheck(None, reason="there is no loss function that is called per rank")
+        self._follow_module(updates=False)
+        parts, rows = self.passes.split(inputs, kwargs, self.split_plan.shares)
+        if len(parts) < 2:
+            return LossCheck(None, reason="one rank has all rows")
+        buffers, before = BufferSnapshot(self.modules), LossState(loss_fn)
+        buffers.take()
+        try:
+            with torch.no_grad(), random_numbers_kept(self.replicas.devices):
+                losses, _, each = self.passes.run(parts, rows, inputs[-1], (), window=None, keep_outputs=True)
+                return self._compare_losses(each, inputs[-1], losses, rows, before)
+        finally:
+            buffers.restore()
+
+    def _forward_backward(
+        self, window: Window, parts: list[RankPart], rows: list[int], inputs: tuple[Any, ...], keep_outputs: bool
+    ) -> tuple[list[RankLoss], list[int], Any]:
+        """Run forward, loss and backward of all ranks; return the losses, the rows of each, and joined outputs.
+
+        The first losses of several ranks are compared with the loss of their joined outputs.
+        """
+        before = None
+        if self._label_watch is not None:
+            self._label_watch.look(parts, rows)
+        if not self._is_loss_checked and len(parts) > 1:
+            self._is_loss_checked, before = True, LossState(self.options.loss_fn)
+        clocks = self.split_plan.clocks() if self.split_plan.is_timed else ()
+        keep, target = keep_outputs or before is not None, inputs[-1] if inputs else None
+        with NULL_CONTEXT if torch.is_grad_enabled() else torch.enable_grad():
+            losses, weighed, each = self.passes.run(parts, rows, target, clocks, window=window, keep_outputs=keep)
+            outputs = self.passes.joined(each, rows) if each and keep_outputs else None
+        self.split_plan.done(rows, clocks)
+        if before is not None:
+            self._compare_losses(each, target, losses, rows, before)
+        return losses, weighed, outputs
+
+    def _compare_losses(
+        self, outputs: list[Any], target: Any, losses: list[RankLoss], rows: list[int], before: LossState
+    ) -> LossCheck:
+        """Compare the losses of a call with the loss of all its rows, and warn where they differ."""
+        options, device = self.options, self._device
+        assert options.loss_fn is not None  # without one nothing is checked
+        with self.passes.autocast(device):
+            check = compare_losses(
+                options.loss_fn, outputs, moved(target, device), losses, rows, options.reduction, before,
+                dim=options.dim, is_half=options.amp_dtype is not None,
+            )  # fmt: skip
+        if check.agrees is False:
+            warn_user(warning_of(check))
+        return check
+
+    def _replay(
+        self, captured: CapturedSteps, inputs: tuple[Any, ...], kwargs: dict[str, Any], keep_outputs: bool
+    ) -> torch.Tensor | None:
+        """Return the loss of a step that was the replay of a graph; ``None``: it must go the ordinary way."""
+        options = self.options
+        collects = options.accumulate > 1 or self.keeps_accumulating or self.is_accumulating
+        reason, loss = captured.why_not(options, collects=collects, keep_outputs=keep_outputs), None
+        if reason is None:
+            loss = captured.run(inputs, kwargs, options.clip_norm)
+        else:
+            captured.graphs.skip(reason)
+        if loss is None:
+            captured.graphs.tell()
+        else:
+            self.transaction.close()
+        return loss
+
+    def _follow_module(self, *, updates: bool) -> None:
+        """Bring all ranks up to the module as it is now; a module with other parameters has everything made anew.
+
+        Args:
+            updates: the call is a step, and not an evaluation.
+        """
+        for each in self.modules:
+            each.read()
+        if not self._is_built or not self.replicas.are_those_of(self.net.tree):
+            if self._processes is not None:
+                raise RuntimeError(
+                    "the parameters of the module are no longer those of this step: call step.rebuild() in all "
+                    "processes"
+                )
+            if self.is_accumulating:
+                raise RuntimeError(
+                    "the parameters of the module have become others while gradients were accumulated: call "
+                    "step.flush() before, or step.rebuild(), which drops the gradients"
+                )
+            self.rebuild(check=False)
+        if self.reducer is not None:
+            self.follow_parameters(updates=updates)
+
+    def follow_parameters(self, *, updates: bool = False) -> None:
+        """Copy changes that the user made to parameters since the last call to all ranks.
+
+        Args:
+            updates: an update follows, by which parameters may have to be in a bucket.
+
+        Raises:
+            RuntimeError: a parameter must be in a bucket by now, and several processes cannot lay out again.
+        """
+        reducer = self.reducer
+        if reducer is None:
+            return
+        if self.replicas.follow():
+            reducer.register_hooks()
+        if changed := self.optimizer_step.values_changed():
+            self.replicas.send_values(changed)
+            self.optimizer_step.remember_values()
+        name = reducer.buckets.parameter_to_add(self.optimizer_step.parameters) if updates else None
+        if name is None:
+            return
+        if self._processes is not None:
+            raise RuntimeError(
+                f"parameter {name} was frozen, and none of the optimizer's, when the processes made this step, and is "
+                "trained now: call step.rebuild() in all processes"
+            )
+        if self.captured is not None:
+            self.captured.graphs.clear()
+        self.transaction.forget_layout()
+
+    def _commit(self) -> None:
+        """Update by the gradients of the window's calls."""
+        transaction, optimizer_step = self.transaction, self.optimizer_step
+        if self.reducer is not None:
+            self.replicas.settle()  # a forward may have assigned `parameter.data`
+        used, _ = totals = transaction.finish()
+        with uninterrupted():
+            factor = transaction.decide(self.options, totals)
+            if factor is None:
+                return
+            try:
+                with span("update", ALL_RANKS, self.replicas.devices[0]):
+                    update = optimizer_step.prepare(used)
+                    update(factor)
+                    transaction.count(used)
+            except BaseException as error:
+                transaction.fail(used, error)
+                raise
+
+    def make_equal(self) -> None:
+        """Give all devices the values of the module, and all processes those of process 0."""
+        if self._processes is not None:
+            self._send_values(self._processes)
+        self.replicas.send_values()
+        self.optimizer_step.remember_values()
+
+    def check_usable(self) -> None:
+        """Raise unless a step can be made.
+
+        Raises:
+            RuntimeError: it was closed.
+            Error: a failure has left something that no further step can repair.
+        """
+        if self._is_closed:
+            self.check_open()
+        if self._processes is not None and self._processes.broken is not None:
+            raise Error(self._processes.broken)
+        if self._broken is not None:
+            raise Error(f"{self._broken}: call step.rebuild(), or make a new one")
+
+    def check_open(self) -> None:
+        """Raise RuntimeError after :meth:`close`."""
+        if self._is_closed:
+            raise RuntimeError("this step was closed")
+
+    def _give_up(self) -> None:
+        """Wait for ranks that are still at work, and drop the gradients of the calls since the last update."""
+        self.gradients.cancel()
+        if not self._ranks_have_ended():
+            return
+        if self._processes is not None:
+            self._processes.abandon()
+        self.transaction.restore()
+        self._broken = self.transaction.broken
+
+    def _ranks_have_ended(self) -> bool:
+        """Wait, after a failure, for ranks that are still at work; where one does not end, the step is broken."""
+        seconds = time_limit()
+        self._broken = "a rank may still be at work in a step that was given up"  # until we know: Ctrl-C may come again
+        if not self.passes.stop(seconds):
+            self._broken = f"a rank was still at work {seconds:g} s after its step had failed"
+            return False
+        return True
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Go on from a state, and its counts; raise as :meth:`mgpu_core.TrainStep.load_state_dict`."""
+        transaction = self.transaction
+        load_state(state, self.options.module, self.options.optimizer)
+        transaction.steps = int(state["steps"])
+        self.loss_scale.load_state_dict(state["loss_scale"])
+        self.split_plan.resume(state["shares"])
+        self.choice.resume(state.get("workers", ()))
+        self.gradients.abandon()
+        transaction.close()
+
+    def rebuild(self, *, check: bool = True) -> None:
+        """Make everything anew, from the module as it is; ``check``: that the optimizer has parameters of it alone."""
+        options, steps = self.options, self.transaction.steps
+        check_device(options.module, options.team)
+        if check:
+            check_optimizer(options.optimizer, dict(named_parameters_of(options.module)))
+        self._broken = "it could not be built"
+        self._is_built = False  # until all of it is: a failure in between makes the next call build again
+        self._leave()
+        self._build(steps)
+        self._broken = None
+
+    def close(self) -> None:
+        """Give module and optimizer memory of their own again; no further step can be made."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._leave()
+
+    def _leave(self) -> None:
+        if self.captured is not None:
+            self.captured.graphs.clear()
+        self.gradients.close()
+        self.optimizer_step.leave()
+        self.replicas.release()

@@ -1,0 +1,416 @@
+"""``TrainStep``: split, forward, loss, backward, all-reduce and update in one call, over several ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from mgpu_core._core import ReentrancyGuard
+from mgpu_core.comm.buckets import DEFAULT_NBYTES
+from mgpu_core.devices.devices import DeviceLike
+from mgpu_core.devices.traces import refuse_traces
+from mgpu_core.errors import Error
+from mgpu_core.ranks.compiled import outside_the_compiler
+from mgpu_core.ranks.team import Team
+from mgpu_core.step.balance import Plan, SplitPlan
+from mgpu_core.step.checkpoint import first_difference, state_of
+from mgpu_core.step.grad_buckets import CommHook
+from mgpu_core.step.grad_scaler import LossScale
+from mgpu_core.step.graph_cache import StepGraphs
+from mgpu_core.step.loss import check_loss
+from mgpu_core.step.loss_check import LossCheck
+from mgpu_core.step.optimizer_step import check_optimizer
+from mgpu_core.step.options import (
+    ARGUMENTS,
+    Options,
+    check_device,
+    check_module,
+    nonfinite_is_error,
+    pipeline_devices_of,
+    team_of,
+)
+from mgpu_core.step.process_sums import ProcessSums
+from mgpu_core.step.train_loop import TrainLoop
+from mgpu_core.support.warnings import warn_user
+from mgpu_core.trace.tracer import span
+from mgpu_core.trees.module_tree import named_parameters_of
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = ["TrainStep"]
+
+
+class TrainStep:
+    """One training step over several ranks: ``loss = step(x, y)``.
+
+    Each rank runs the module as it is at the call on its part of the rows: forward, loss, backward.  Rank 0 runs
+    ``net`` itself, the others replicas made for the call, whose parameters live on.  Gradients are summed bucket by
+    bucket while backward goes on, and the optimizer updates each device once.  The numbers are one device's: the loss,
+    the gradients and the parameters, for every split of the rows.  One rank costs about as much as a bare loop: no
+    thread, no scatter, and gradients stay where autograd makes them.
+
+    Args:
+        net: the module to train, on ``device_ids[0]`` (moved there if there is one device).  Its parameters are current
+            after every step.
+        loss_fn: ``loss_fn(output, target)``, a tensor of one element; ``None``: the module returns the loss itself.
+            Buffers of a module (class weights) and its modes are followed, as those of ``net`` are.
+        optimizer: any ``torch.optim.Optimizer`` over parameters of ``net``.  Those of :mod:`mgpu_core.optim` update all
+            devices by one kernel per bucket; any other makes its own ``step()`` once, on the first device, and the
+            others get the values.
+        device_ids: one device per rank, as for :class:`mgpu_core.DataParallel`; ``None``: all accelerators (of several
+            processes that ``torchrun`` has started here, each takes its part), else as many CPU ranks as
+            ``MGPU_CORE_CPU_RANKS`` says, else the module's own device.  For a :class:`mgpu_core.Pipeline` its own, or
+            a list of lists, of which the first is its own: the others get copies, and each has a part of the rows.
+        process_group: of ``torch.distributed``, whose processes train together, each with a team and rows of its own:
+            the numbers are those of one device with all rows of all processes.  All of them make the step at the same
+            time, get the values of process 0, and make as many calls as each other, with empty batches if need be.
+
+    Args for the rows:
+        dim: the dimension of the rows.
+        shares: rows in this proportion, one positive number per rank; ``"auto"``: in proportion to the ranks' speeds,
+            measured over the first steps, as far as their memory goes (see :meth:`plan`).
+
+    Args for the loss:
+        reduction: how ``loss_fn`` combines its rows: ``mean``; ``sum``; or ``weighted``: it returns
+            ``(sum, weight)``, and the team's sum is divided by the team's weight (``ignore_index``, class weights).
+        loss_on: ``ranks``: each rank computes the loss of its own rows, which the first step checks (see
+            :meth:`check_loss`); ``gathered``: the loss is computed once, on the outputs of all ranks, as for a loss
+            that compares rows with each other.
+        amp_dtype: run forward and loss under autocast in this dtype, ``torch.bfloat16`` or ``torch.float16``; float16
+            with a loss scale that adapts: an update whose gradients overflow is skipped on all ranks.
+
+    Args for the update:
+        accumulate: calls per update; their gradients count as one batch's.
+        clip_norm: the largest norm that the gradient of all parameters may have; a larger one is scaled down.
+        error_if_nonfinite: raise ``FloatingPointError`` instead of updating by a NaN or infinite gradient; ``None``:
+            where that needs no wait, on the CPU.
+        shard_optimizer: each device keeps the optimizer's state of its part of each bucket alone, and updates that:
+            an N-th of the memory, the same numbers.  For :mod:`mgpu_core.optim`; gradients are not shown then.
+
+    Args for the sums of gradients:
+        bucket_nbytes: how many bytes of gradients are summed together.
+        comm_dtype: the dtype of gradients in transit between devices.  Ranks of one device send nothing.
+        algorithm: of the all-reduce between devices, as in :func:`mgpu_core.comm.all_reduce`.
+
+    Args for how ranks run:
+        workers: ``threads``: each rank in a thread of its own; ``caller``: one after the other in the caller's thread;
+            ``auto``: the faster way, measured over the first calls of each size of a batch (see :meth:`plan`).
+        rng: as for :class:`mgpu_core.DataParallel`.
+        static_graph: make the replicas once; of later changes of the module only modes, frozen parameters and values
+            are followed.
+        capture: record whole steps as CUDA graphs and replay them: one launch per step where all ranks share one GPU.
+            Shapes that change are recorded anew after a few ordinary steps; a step that cannot be captured runs the
+            ordinary way, and a warning says why, once.  ``step.graphs`` knows how many steps were replays.
+
+    After a step, ``grad`` of the parameters holds the gradients of the update, with :mod:`mgpu_core.optim` the sums
+    before clipping and unscaling; of a parameter that no rank used it is ``None``, and the optimizer leaves that
+    parameter alone.  Running statistics are those of rank 0's rows.  Hooks on parameters see each rank's own gradient.
+
+    The arguments are attributes (``net`` is ``module``, and ``team`` has the devices).  ``accumulate``, ``clip_norm``,
+    ``error_if_nonfinite`` and ``shares`` may be set to other values, for the calls to come; the others stay.
+
+    Raises:
+        TypeError, ValueError: arguments that do not fit together, before anything is changed.
+    """
+
+    def __init__(
+        self,
+        net: Module,
+        loss_fn: Callable[..., Any] | None,
+        optimizer: Optimizer,
+        device_ids: Sequence[DeviceLike] | Sequence[Sequence[DeviceLike]] | None = None,
+        *,
+        process_group: ProcessGroup | None = None,
+        dim: int = 0,
+        shares: Sequence[float] | str | None = None,
+        reduction: str = "mean",
+        loss_on: str = "ranks",
+        amp_dtype: torch.dtype | None = None,
+        accumulate: int = 1,
+        clip_norm: float | None = None,
+        error_if_nonfinite: bool | None = None,
+        shard_optimizer: bool = False,
+        bucket_nbytes: int = DEFAULT_NBYTES,
+        comm_dtype: torch.dtype | None = None,
+        algorithm: str = "auto",
+        workers: str = "auto",
+        rng: str = "auto",
+        static_graph: bool = False,
+        capture: bool = False,
+    ) -> None:
+        check_module(net)
+        check_optimizer(optimizer, dict(named_parameters_of(net)))
+        check_loss(loss_fn)
+        team, has_processes = team_of(net, device_ids), process_group is not None
+        options = Options(
+            module=net,
+            loss_fn=loss_fn,
+            optimizer=optimizer,
+            team=team,
+            has_processes=has_processes,
+            pipeline_devices=pipeline_devices_of(net, device_ids),
+            dim=dim,
+            reduction=reduction,
+            loss_on=loss_on,
+            amp_dtype=amp_dtype,
+            accumulate=accumulate,
+            clip_norm=clip_norm,
+            error_if_nonfinite=nonfinite_is_error(error_if_nonfinite, team),
+            shard_optimizer=shard_optimizer,
+            bucket_nbytes=bucket_nbytes,
+            comm_dtype=comm_dtype,
+            algorithm=algorithm,
+            workers=workers,
+            rng=rng,
+            static_graph=static_graph,
+            capture=capture,
+        )
+        self._split_plan = SplitPlan(shares, team)
+        check_device(net, team)
+        self._guard = ReentrancyGuard("this step is already running: one call at a time, not one inside another")
+        processes = None if process_group is None else ProcessSums(process_group, team.devices[0])
+        self._loop = TrainLoop(options, self._split_plan, processes)
+        if algorithm != "auto" and len(set(team.devices)) == 1:
+            warn_user(f'algorithm="{algorithm}" has no effect: all ranks are on {team.devices[0]}, so none is needed')
+        if amp_dtype is torch.float16 and any(device.type == "cpu" for device in team.devices):
+            warn_user("float16 is slow on CPUs, most of which emulate it: use bfloat16")
+
+    if TYPE_CHECKING:
+        module: Module
+        loss_fn: Callable[..., Any] | None
+        optimizer: Optimizer
+        team: Team
+        dim: int
+        reduction: str
+        loss_on: str
+        amp_dtype: torch.dtype | None
+        accumulate: int
+        clip_norm: float | None
+        error_if_nonfinite: bool | None
+        shard_optimizer: bool
+        bucket_nbytes: int
+        comm_dtype: torch.dtype | None
+        algorithm: str
+        workers: str
+        rng: str
+        static_graph: bool
+        capture: bool
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ARGUMENTS:
+            return getattr(self._loop.options, name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ARGUMENTS:
+            self._loop.options = self._loop.options.changed(name, value)
+        else:
+            object.__setattr__(self, name, value)
+
+    @property
+    def loss_scale(self) -> LossScale:
+        """The scale of the loss, of float16; 1 without."""
+        return self._loop.loss_scale
+
+    @property
+    def steps(self) -> int:
+        """How many updates were made so far."""
+        return self._loop.transaction.steps
+
+    @property
+    def shares(self) -> Sequence[float] | str | None:
+        """The shares as given; a new value counts from the next call on.  Raise ValueError if no step can have it."""
+        return self._split_plan.asked
+
+    @shares.setter
+    def shares(self, shares: Sequence[float] | str | None) -> None:
+        self._split_plan.use(shares)
+
+    @property
+    def graphs(self) -> StepGraphs | None:
+        """The steps that were captured; ``None`` without ``capture=True``."""
+        captured = self._loop.captured
+        return None if captured is None else captured.graphs
+
+    @outside_the_compiler
+    def __call__(self, *inputs: Any, return_outputs: bool = False, aux: bool = False, **kwargs: Any) -> Any:
+        """Make one step on a batch.
+
+        Args:
+            inputs: the arguments of ``net``, and last the target (any nest; there is none with ``loss_fn=None``); cut
+                along ``dim`` into one part per rank.
+            return_outputs: return ``(loss, outputs)``.
+            aux: return ``(loss, numbers)``, or ``(loss, outputs, numbers)``: the further numbers that ``loss_fn`` gave.
+            kwargs: for ``net``, cut like the inputs.
+
+        Returns:
+            The loss of the batch as one device would have it: a fresh scalar on the first device, without a graph.
+            With ``return_outputs`` also the outputs, joined on the first device, without a graph.
+
+        Raises:
+            ValueError, TypeError: inputs that do not fit together; a loss that is not one number.
+            RuntimeError: parameters of ``net`` were moved or replaced.
+            FloatingPointError: a gradient is not finite (see ``error_if_nonfinite``).
+            Exception: a rank raised it; worded by :func:`mgpu_core.parallel_apply`.  Then, and at Ctrl-C,
+                everything is as after the last update: gradients of the calls since are dropped, buffers are put back.
+        """
+        if torch.is_inference_mode_enabled():
+            raise RuntimeError("a step inside torch.inference_mode() has no gradients to train with")
+        refuse_traces()
+        with self._guard, span("train_step"):
+            loop = self._loop
+            loop.check_usable()
+            loss, outputs, numbers = loop.step(inputs, kwargs, return_outputs, aux)
+        return _returned(loss, outputs, numbers, return_outputs, aux) if return_outputs or aux else loss
+
+    def plan(self) -> Plan:
+        """Return each rank's plan: its device, its share of the rows, its rows in the last call, and how it runs."""
+        return self._split_plan.table(self._loop.passes.workers)
+
+    def evaluate(self, *inputs: Any, return_outputs: bool = False, aux: bool = False, **kwargs: Any) -> Any:
+        """Return the loss of a batch, without gradients and without an update; arguments and results as for a step.
+
+        The module is used as it is: call ``net.eval()`` before.
+        """
+        with self._guard:
+            loop = self._ready()
+            with span("evaluate"):
+                loss, outputs, numbers = loop.evaluate(inputs, kwargs, return_outputs, aux)
+        return _returned(loss, outputs, numbers, return_outputs, aux)
+
+    def check_loss(self, *inputs: Any, **kwargs: Any) -> LossCheck:
+        """Compare the loss of all rows of a batch together with the sum of the ranks' losses; warn where they differ.
+
+        A loss that compares rows with each other (InfoNCE, Dice, an advantage that is normalised inside) is another
+        loss where each rank computes it on its own rows.  The first step does the same by itself.  Nothing is changed:
+        buffers and random numbers are put back.
+
+        Args:
+            inputs, kwargs: as for a step.
+
+        Returns:
+            Both numbers, and whether they agree; or why that could not be judged.
+        """
+        with self._guard:
+            return self._ready().check_loss(inputs, kwargs)
+
+    def flush(self) -> bool:
+        """Update by the calls since the last update, if there are any: at the end of an epoch, with ``accumulate``.
+
+        Their gradient is divided by their own number of rows, as if so many had been planned.  Returns whether
+        there were any.
+        """
+        with self._guard:
+            loop = self._ready()
+            if not loop.is_accumulating:
+                return False
+            with span("train_step"):
+                loop.conclude()
+        return True
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Let the calls inside add their gradients up; the first call after it that may, updates by all of them."""
+        before, self._loop.keeps_accumulating = self._loop.keeps_accumulating, True
+        try:
+            yield
+        finally:
+            self._loop.keeps_accumulating = before
+
+    def register_comm_hook(self, hook: CommHook | None) -> None:
+        """Let ``hook(bucket)`` sum each bucket over the devices instead of the all-reduce; ``None`` takes it away.
+
+        It is called with a :class:`GradientBucket` as soon as the bucket is ready, in the thread of a rank, while
+        others are in their backward; between the graphs of a captured step in the caller's thread, where Ctrl-C waits
+        until it has returned.  It leaves the same bits on all devices.  A team on one device sends nothing, and does
+        not call it.
+
+        Raises:
+            RuntimeError: gradients are being accumulated.
+        """
+        if self._loop.is_accumulating:
+            raise RuntimeError("a communication hook changes between updates, not between calls that accumulate")
+        self._loop.communication.hook = hook
+
+    def sync_parameters(self) -> None:
+        """Give all devices the values of ``net``: after writes through ``.data``, which torch does not count.
+
+        With a ``process_group`` all processes call it, and get the parameters and buffers of process 0.
+        """
+        with self._guard:
+            self._ready().make_equal()
+
+    def check_replicas(self) -> None:
+        """Compare the parameters of all ranks bit by bit; waits for the devices.
+
+        Values that were changed in place since the last step are sent to all devices first, as a step does.  With a
+        ``process_group`` the ranks of this process are compared.
+
+        Raises:
+            Error: names the parameter and the rank that differs.
+        """
+        with self._guard:
+            loop = self._ready()
+            loop.follow_parameters()
+            found = first_difference(loop.replicas)
+        if found is not None:
+            name, rank = found
+            raise Error(
+                f"parameter {name} of rank {rank} on {self.team.devices[rank]} differs from {self.team.devices[0]}'s: "
+                "step.sync_parameters() makes them equal; something wrote to one device alone"
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return compact copies of module, optimizer and random numbers, for a step of any number of ranks."""
+        with self._guard:
+            self._ready()
+            counts: dict[str, Any] = {"steps": self.steps, "loss_scale": self.loss_scale.state_dict()}
+            counts["shares"] = self._split_plan.measured()
+            counts["workers"] = self._loop.choice.chosen()
+            return state_of(self.module, self.optimizer) | counts
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Put a state back that :meth:`state_dict` made; calls that were being accumulated are dropped.
+
+        With a ``process_group`` all processes load the same state; nothing compares them.
+
+        Raises:
+            ValueError: a state that does not fit, before anything is changed.
+        """
+        with self._guard:
+            self._ready().load(state)
+
+    def rebuild(self) -> None:
+        """Make all parts of the step anew from ``net`` as it is: after a failure, or with ``static_graph``."""
+        with self._guard:
+            self._loop.check_open()
+            self._loop.rebuild()
+
+    def close(self) -> None:
+        """Give ``net`` and the optimizer memory of their own again, and ends the threads; the step is over."""
+        with self._guard:
+            self._loop.close()
+            self.team.close()
+
+    def _ready(self) -> TrainLoop:
+        """Return the loop if a step can be made; raise otherwise."""
+        self._loop.check_usable()
+        return self._loop
+
+    def __getstate__(self) -> Any:
+        raise TypeError(
+            "a TrainStep has threads and devices of its own, which cannot be copied or saved: save step.state_dict(), "
+            "or make a new step of a copy of the module"
+        )
+
+
+def _returned(loss: Any, outputs: Any, numbers: Any, return_outputs: bool, aux: bool) -> Any:
+    if not return_outputs and not aux:
+        return loss
+    return (loss, *([outputs] if return_outputs else []), *([numbers] if aux else []))

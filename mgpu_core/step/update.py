@@ -1,0 +1,230 @@
+"""From one update to the next: the calls whose gradients it is made of, and the commit at its end."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from itertools import compress
+from typing import TypeAlias
+
+import torch
+
+from mgpu_core.devices.memory import note_written
+from mgpu_core.step.grad_clip import are_finite, check_finite, clip, factor_of, multiply
+from mgpu_core.step.grad_scaler import LossScale
+from mgpu_core.step.loss import Window
+from mgpu_core.step.optimizer_step import OptimizerStep
+from mgpu_core.step.options import Options
+from mgpu_core.step.process_sums import ProcessSums
+from mgpu_core.step.reducer import OwnGradients, Reducer
+from mgpu_core.step.replicas import Replicas
+from mgpu_core.step.rollback import BufferSnapshot, uninterrupted
+
+__all__ = ["UpdateTransaction"]
+
+# Per parameter whether it is updated, and the weight of all calls together.
+Totals: TypeAlias = tuple[list[bool], float | torch.Tensor]
+
+
+class UpdateTransaction:
+    """The calls of a window, and the data of their update: sums and factor before it, counts after it.
+
+    Parameters, optimizer state and counts do not change before :meth:`decide`.  Running statistics do, and are restored
+    when the window is abandoned.
+
+    Args:
+        replicas, gradients, optimizer_step: of the step.
+        loss_scale: of its losses.
+        processes: the sums over all processes; ``None``: there are no others.
+        buffers: put back when the window is abandoned.
+        steps: updates so far.
+
+    Attributes:
+        steps: the same.
+        window: the calls since the last update.
+        used: per parameter whether the last update used it.
+        broken: why this process cannot go on with the others; ``None``: it can.
+    """
+
+    def __init__(
+        self,
+        replicas: Replicas,
+        gradients: OwnGradients | Reducer,
+        optimizer_step: OptimizerStep,
+        loss_scale: LossScale,
+        processes: ProcessSums | None,
+        buffers: BufferSnapshot,
+        steps: int,
+    ) -> None:
+        self._replicas, self._gradients, self._optimizer_step = replicas, gradients, optimizer_step
+        self._reducer = gradients if isinstance(gradients, Reducer) else None
+        self._loss_scale, self._processes, self._buffers = loss_scale, processes, buffers
+        self._shared_rows = 1.0  # of the last update, in all processes
+        self.steps = steps
+        self.window = Window("mean", 1)
+        self.used: list[bool] = []
+        self.broken: str | None = None
+
+    def open_window(self, reduction: str, accumulate: int) -> None:
+        """Begin to count the calls of the next update."""
+        seeded = None if self._processes is None else self._shared_rows
+        self.window = Window(reduction, accumulate, self._loss_scale.scale, seeded)
+
+    @property
+    def is_accumulating(self) -> bool:
+        """True after calls without an update."""
+        return self.window.calls > 0
+
+    def begin(self, reduction: str, options: Options) -> Window:
+        """Prepare for the gradients of a call; the first one opens a window, with the options as they are now."""
+        if self.window.calls:
+            self._gradients.take_up()
+            return self.window
+        self.open_window(reduction, options.accumulate)
+        del self._optimizer_step.spent[:]
+        self._gradients.clear()
+        self._buffers.take()
+        return self.window
+
+    def close(self) -> None:
+        """End the window: the next call opens another one."""
+        self.window.calls = 0
+
+    def restore(self) -> None:
+        """Drop the gradients of the calls since the last update."""
+        self._gradients.abandon()
+        self._buffers.restore()
+        self.close()
+
+    def finish(self) -> Totals:
+        """Finish the sums of the window's gradients; in all processes, whether they had rows or not."""
+        reducer, processes = self._reducer, self._processes
+        if reducer is not None:
+            if reducer.buckets.is_empty:
+                self._lay_out(reducer)
+            reducer.finish()
+        used, weight = self._gradients.used(), self.window.weight
+        if reducer is not None and processes is not None:
+            weight, used = processes.finish(weight, used)
+            reducer.buckets.spread()
+            self._shared_rows = weight or self._shared_rows
+        return used, weight
+
+    def decide(self, options: Options, totals: Totals) -> float | torch.Tensor | None:
+        """Decide by which gradients the optimizer updates; the last moment in which a step can be given up.
+
+        Args:
+            options: of the step.
+            totals: the result of :meth:`finish`.
+
+        Returns:
+            The factor of the gradients; ``None``: there is no update, because the loss scale was too large.
+
+        Raises:
+            FloatingPointError: a gradient is not finite.
+        """
+        used, weight = totals
+        factor = self._factor(weight, options.clip_norm, options.error_if_nonfinite)
+        if factor is None:
+            self._skip_update()
+        elif self._reducer is not None:
+            self._reducer.show(used)
+        return factor
+
+    def _factor(
+        self, weight: float | torch.Tensor, clip_norm: float | None, error_if_nonfinite: bool
+    ) -> float | torch.Tensor | None:
+        """Return the update's factor for the sums of all calls, of this weight; ``None``: they overflow.
+
+        Torch's optimizers take gradients as they are: for them the sums themselves are multiplied.
+        """
+        gradients, factor, is_flat = self._gradients, self.window.factor(weight), self._optimizer_step.is_flat
+        if self._loss_scale.is_on and not are_finite(gradients, gradients.norm()):
+            return None
+        if factor is not None and not is_flat:
+            multiply(gradients.sums, factor)
+            factor = None
+        if error_if_nonfinite or clip_norm is not None:
+            norm = gradients.norm()
+            if error_if_nonfinite and not math.isfinite(float(norm)):
+                count = 1 if self._processes is None else self._processes.count
+                check_finite(gradients, norm, self._replicas, count)
+            if clip_norm is not None and is_flat:
+                factor = factor_of(factor, norm, clip_norm)
+            elif clip_norm is not None:
+                clip(gradients.sums, norm, clip_norm)
+        return 1.0 if factor is None else factor
+
+    def _skip_update(self) -> None:
+        """Drop the window: the loss scale was too large."""
+        self._loss_scale.overflowed()
+        self._gradients.clear()
+        self._buffers.drop()
+        self.close()
+
+    def fail(self, used: list[bool], error: BaseException) -> None:
+        """Note that the optimizer failed: the step counts if it has changed parameters all the same."""
+        if self._processes is not None:  # the others have made it
+            self.broken = f"its update failed after the sums over all processes ({type(error).__name__})"
+        elif self._optimizer_step.has_written():  # a hook after the optimizer's step failed, say
+            self.count(used)
+
+    def count(self, used: list[bool]) -> None:
+        """Count an update of these parameters, and close the window."""
+        self._optimizer_step.conclude()
+        self.used = used
+        self.steps += 1
+        self.window.calls = 0
+        if self._loss_scale.is_on:
+            self._loss_scale.went_well()
+        self._buffers.drop()  # an interrupt that waited for this comes next, and must not undo a half
+
+    def replay(self, reducer: Reducer, run: Callable[[], torch.Tensor | None]) -> torch.Tensor | None:
+        """Replay an update of the same parameters as the last one.
+
+        With a loss scale it waits for the first device, which knows whether the gradients were finite.
+
+        Args:
+            reducer: of the step.
+            run: replays the work on the devices, and returns the loss; ``None``: there is no recording.
+
+        Returns:
+            The result of ``run``.
+
+        Raises:
+            FloatingPointError: gradients are not finite, and the loss scale is not the reason.
+        """
+        with uninterrupted():
+            self._optimizer_step.prepare(self.used)
+            flat = self._optimizer_step.flat
+            flat.scale_by(1.0)  # where the recording does not write a factor itself
+            if self._loss_scale.is_on or len(self._replicas.devices) > 1:  # it may end between forward and update
+                self._buffers.take()
+            loss = run()
+            if loss is None:
+                return None
+            flat.replayed()
+            if self._loss_scale.is_on and flat.was_held_back():
+                self._skip_update()
+            else:
+                reducer.show(self.used)
+                note_written(list(compress(self._replicas.own, self.used)))
+                self.count(self.used)
+        return loss
+
+    def forget_layout(self) -> None:
+        """Make the next update as the first one was made."""
+        self._optimizer_step.close()
+        if self._reducer is not None:
+            self._reducer.forget_layout()
+        self.used = []
+
+    def _lay_out(self, reducer: Reducer) -> None:
+        """Lay out the buckets after the first backward, in all processes after that of process 0."""
+        learnt = reducer.learnt(self._optimizer_step.parameters())
+        if learnt.sparse and self._processes is not None:
+            raise TypeError("some gradients are sparse: they can be summed inside one process only, so make them dense")
+        if self._processes is not None:
+            learnt = self._processes.from_first(learnt)
+        with uninterrupted():
+            reducer.lay_out(learnt)

@@ -1,0 +1,159 @@
+"""The recommendation: a pure function of the measurements."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from mgpu_core.tools.advise.reasons import UPDATE
+from mgpu_core.tools.advise.strategies import CAPTURED, DROP_IN, ENGINE, NAMES, ONE
+from mgpu_core.tools.explain.tables import human_seconds
+
+__all__ = ["PIPELINE", "Recommendation", "Scaling", "recommend"]
+
+PIPELINE = "Pipeline"
+"""The way for a model that does not fit on one device."""
+
+ENOUGH = 1.05
+"""Within this factor of the fastest, simpler is better."""
+
+IMPOSSIBLE = 4.0
+"""So many times the ranks: neither caches nor a fused update make so much of each of them."""
+
+SCALES, KEEPS_SCALING = 0.8, 0.7
+"""Efficiencies from which on several machines are worth a thought: measured on this one, predicted for two."""
+
+_HOW = {
+    ONE: "Keep the plain loop",
+    DROP_IN: "model = mgpu_core.DataParallel(net, device_ids)",
+    ENGINE: "step = mgpu_core.TrainStep(net, loss_fn, optimizer, device_ids)",
+    CAPTURED: "step = mgpu_core.TrainStep(net, loss_fn, optimizer, device_ids, capture=True)",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Scaling:
+    """The cost model's prediction for two machines like this one.
+
+    Attributes:
+        topology: that is assumed, as for ``mgpu simulate``.
+        gpus: of both together.
+        efficiency: rows a second over so many times those of one GPU.
+    """
+
+    topology: str
+    gpus: int
+    efficiency: float
+
+
+@dataclass(frozen=True, slots=True)
+class Recommendation:
+    """A recommendation.
+
+    Attributes:
+        way: empty if none could be measured, or not as it is.
+        machines: several machines are worth a thought, too.
+        text: sentences.
+    """
+
+    way: str
+    machines: bool
+    text: str
+
+
+def recommend(
+    medians: Mapping[str, float],
+    *,
+    gpus: int = 0,
+    scaling: Scaling | None = None,
+    loader_s: float | None = None,
+    reason: str = "",
+    device_count: int = 1,
+    ranks: int = 2,
+) -> Recommendation:
+    """Return the simplest way within 5 % of the fastest, at the sample's own batch.
+
+    Args:
+        medians: seconds of a step, of each way that ran.
+        gpus: how many different ones the ranks are on; 0 off GPUs.
+        scaling: to two machines.
+        loader_s: seconds in which the loader has such a batch.
+        reason: the name of the main cost of many ranks.
+        device_count: number of distinct devices.
+        ranks: how many there are.
+    """
+    if not medians:
+        return Recommendation("", False, "None: no way could be measured.")
+    if way := _impossible(medians, ranks):
+        return Recommendation("", False, _mismeasured(way, medians, ranks))
+    fastest = min(medians.values())
+    way = next(name for name in NAMES if name in medians and medians[name] <= ENOUGH * fastest)
+    machines = _is_for_machines(medians, gpus, scaling)
+    told = [_choice(way, medians)]
+    if loader_s is not None and loader_s > fastest:
+        told.insert(0, _slow_loader(loader_s, fastest))
+    if reason == UPDATE:
+        told.append(_slow_update(device_count))
+    if machines and scaling is not None:
+        told.append(_machines(scaling))
+    return Recommendation(way, machines, "\n".join(told))
+
+
+def _impossible(medians: Mapping[str, float], ranks: int) -> str:
+    """Return the fastest eager way if it is faster than this number of ranks can be, otherwise an empty text.
+
+    Captured ways are left out: they save launches, which the one device pays too.
+    """
+    eager = [name for name in (DROP_IN, ENGINE) if name in medians]
+    if ONE not in medians or not eager:
+        return ""
+    way = min(eager, key=medians.__getitem__)
+    return way if medians[ONE] / medians[way] > IMPOSSIBLE * ranks else ""
+
+
+def _mismeasured(way: str, medians: Mapping[str, float], ranks: int) -> str:
+    return (
+        f"None: {way} was measured as {medians[ONE] / medians[way]:.1f} times as fast as one device, which "
+        f"{ranks} {'rank' if ranks == 1 else 'ranks'} cannot be. "
+        "Something else held one device up: repeat it on a quiet machine."
+    )
+
+
+def _is_for_machines(medians: Mapping[str, float], gpus: int, scaling: Scaling | None) -> bool:
+    if gpus < 2 or scaling is None or ONE not in medians or ENGINE not in medians:
+        return False
+    return medians[ONE] / medians[ENGINE] / gpus >= SCALES and scaling.efficiency >= KEEPS_SCALING
+
+
+def _choice(way: str, medians: Mapping[str, float]) -> str:
+    ran = {name: seconds for name, seconds in medians.items() if name != way}
+    text = f"{way}: {human_seconds(medians[way])} a step"
+    if way != ONE and ONE in medians:
+        text += f", {medians[ONE] / medians[way]:.2f} times as fast as one device"
+    fastest = min(ran, key=ran.__getitem__, default=way)
+    if fastest != way and ran[fastest] < medians[way]:
+        text += f"; {fastest} is {medians[way] / ran[fastest] - 1:.0%} faster, too little to change more of the loop"
+    return f"{text}. {_HOW[way]}." if way == ONE else f"{text}: {_HOW[way]}"
+
+
+def _slow_loader(loader_s: float, fastest: float) -> str:
+    return (
+        f"First the loader: it takes {human_seconds(loader_s)} for a batch and the best step {human_seconds(fastest)}, "
+        "so more ranks will not help until loading is faster."
+    )
+
+
+def _slow_update(device_count: int) -> str:
+    fewer = "Also fewer updates: a larger batch, or TrainStep(accumulate=4), which makes one for four batches"
+    if device_count == 1:
+        return f"{fewer}."
+    sharded = f"shard_optimizer=True, with which each of {device_count} devices makes its part (with mgpu_core.optim)"
+    return f"{fewer}; and {sharded}."
+
+
+def _machines(scaling: Scaling) -> str:
+    return (
+        "Also DDP across machines: TrainStep(process_group=...) under torchrun. Two machines like this one, "
+        f"connected by {scaling.topology} (assumed), would have {scaling.efficiency:.0%} of the rows a second of "
+        f"{scaling.gpus} lone GPUs (predicted)."
+    )

@@ -1,0 +1,149 @@
+"""Shared by all collectives: options, rows, and contestants.
+
+The columns are those of nccl-tests. Its `size` is of one rank's tensor (all_reduce, broadcast, reduce), or of
+the root's or a rank's data of all ranks together (the others); `count` is the elements of one rank's part.
+
+`--peers touch` adds the roof of those in place: every tensor read and written once, by torch, without any sum. Who is
+as fast has nothing left to win from this memory.
+"""
+
+import argparse
+import contextlib
+import itertools
+from collections.abc import Callable, Generator, Mapping, Sequence
+from functools import partial
+
+import torch
+
+from mgpu_core.tools.bench.case import Bound, Case, Label, Row, UsageError, chosen, measure_row
+from mgpu_core.tools.bench.collective import (
+    DTYPES,
+    MOST_RANKS,
+    Collective,
+    Holding,
+    Task,
+    Tensors,
+    Wanted,
+    around,
+    others,
+)
+from mgpu_core.tools.bench.gloo import GlooTeam
+from mgpu_core.tools.bench.options import add_ranks, names_among, parse_sizes
+from mgpu_core.tools.bench.timing import OURS, CacheFlush, Contestant, Schedule, nothing, timed
+
+TOUCH = "touch"
+
+
+def case_of(collective: Collective, bounds: tuple[Bound, ...] = (), repeats: int = Case.repeats) -> Case:
+    """Return the case of one collective."""
+    factor = "2(n-1)/n" if collective.bus_factor is around else "(n-1)/n" if collective.bus_factor is others else "1"
+    formula = f"algbw = size / median time, busbw = algbw x {factor} with n ranks; GB/s, 1 GB = 10^9 bytes"
+    return Case(
+        name=collective.name,
+        summary=collective.summary,
+        peers=("gloo", "torch"),
+        more_peers=(TOUCH,) if collective.position == "in" else (),
+        measure=partial(measure, collective),
+        add_arguments=partial(_add_arguments, collective),
+        unit="us",
+        formula=formula,
+        bounds=bounds,
+        repeats=repeats,
+    )
+
+
+def measure(collective: Collective, options: argparse.Namespace) -> Generator[Row]:
+    """Yield a row per number of ranks and size. `UsageError` at once for numbers that no row can have."""
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise UsageError("--device cuda: torch sees no GPU here")
+    if options.device == "cuda" and "gloo" in options.peers:
+        raise UsageError("--peers gloo: it is measured on the CPU only; with --device cuda say --peers torch")
+    algorithms = getattr(options, "algorithms", ["auto"])
+    if options.device == "cpu" and "nccl" in algorithms:
+        raise UsageError("--algorithms nccl: NCCL needs GPUs (--device cuda)")
+    points = list(itertools.product(algorithms, options.sizes))
+    tasks = {ranks: [_task(collective, options, ranks, *point) for point in points] for ranks in options.ranks}
+    return _rows(collective, options, tasks)
+
+
+def _rows(collective: Collective, options: argparse.Namespace, tasks: Mapping[int, Sequence[Task]]) -> Generator[Row]:
+    schedule = Schedule(options.repeats, warmup=2, flush=CacheFlush() if options.device == "cpu" else nothing)
+    for ranks, sizes in tasks.items():
+        with contextlib.ExitStack() as stack:
+            team = stack.enter_context(GlooTeam(ranks)) if "gloo" in options.peers else None
+            for task in sizes:
+                yield _row(collective, task, team, options.peers, schedule)
+
+
+def _row(collective: Collective, task: Task, team: GlooTeam | None, peers: Sequence[str], schedule: Schedule) -> Row:
+    """In a function of its own: the tensors of one row are gone before the next one's are made."""
+    nbytes = task.count * _itemsize(task.dtype) * (task.ranks if collective.split else 1)
+    contestants = chosen(_contestants(collective, task, team), peers)
+    labels = _labels(collective, task, nbytes)
+    return measure_row(labels, contestants, schedule, nbytes, collective.bus_factor(task.ranks))
+
+
+def _add_arguments(collective: Collective, parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add_ranks(parser, "2,4,8")
+    add("--sizes", type=parse_sizes, default="64M", metavar="LIST", help="such as 64M or 1K:256M (default: 64M)")
+    add("--device", choices=("cpu", "cuda"), default="cpu", help="of the ranks (default: %(default)s)")
+    add("--dtype", choices=DTYPES, default="float32", help="default: %(default)s")
+    if collective.ops:
+        add("--op", choices=collective.ops, default=collective.ops[0], help="default: %(default)s")
+    if collective.algorithms:
+        known = names_among(collective.algorithms)
+        text = f"of ours: {', '.join(collective.algorithms)} (default: %(default)s)"
+        add("--algorithms", type=known, default="auto", metavar="LIST", help=text)
+
+
+def _task(collective: Collective, options: argparse.Namespace, ranks: int, algorithm: str, size: int) -> Task:
+    if not 2 <= ranks <= MOST_RANKS:
+        raise UsageError(f"--ranks: wanted 2 to {MOST_RANKS}, got {ranks}")
+    count = size // _itemsize(options.dtype) // (ranks if collective.split else 1)
+    if count == 0:
+        raise UsageError(f"--sizes: {size} bytes are less than one {options.dtype} for each of {ranks} ranks")
+    gpus = torch.cuda.device_count() if options.device == "cuda" else 0
+    devices = tuple(f"cuda:{rank % gpus}" for rank in range(ranks)) if gpus else ()
+    return Task(ranks, count, options.dtype, getattr(options, "op", "sum"), algorithm, devices)
+
+
+def _itemsize(dtype: str) -> int:
+    itemsize: int = getattr(torch, dtype).itemsize
+    return itemsize
+
+
+def _labels(collective: Collective, task: Task, nbytes: int) -> dict[str, Label]:
+    # Reductions are told apart by `op`; `reduce` has one, which is not an option.
+    redop = task.op if collective.ops or collective.name == "reduce" else "none"
+    labels: dict[str, Label] = {"device": task.device(0).partition(":")[0], "ranks": task.ranks, "size": nbytes}
+    labels |= {"count": task.count, "type": task.dtype, "redop": redop, "position": collective.position}
+    return labels | ({"algorithm": task.algorithm} if collective.algorithms else {})
+
+
+def _contestants(collective: Collective, task: Task, team: GlooTeam | None) -> Mapping[str, Contestant]:
+    # Ours and the torch loop take turns on the same tensors: each begins with fresh inputs and a flushed cache.
+    holding, tiny = (Holding(collective, each, range(task.ranks)) for each in (task, task.tiny()))
+    salts = itertools.count(1)
+
+    def wait() -> None:
+        for device in dict.fromkeys(task.devices):
+            torch.accelerator.synchronize(torch.device(device))
+
+    def here(do: Callable[[Task, Sequence[torch.Tensor]], Tensors], wanted: Wanted | None = None) -> Contestant:
+        run = timed(lambda: do(task, holding.sends), wait, wake=lambda: do(tiny.task, tiny.sends))
+        return Contestant(
+            run, lambda: holding.wrong(lambda: do(task, holding.sends), next(salts), wanted), holding.reset
+        )
+
+    sides = {OURS: here(collective.ours), "torch": here(collective.loop)}
+    if collective.position == "in":
+        sides[TOUCH] = here(_touch, lambda values, rank: -collective.sends(values, rank))
+    if team is not None:
+        team.prepare(collective.name, task)
+        sides["gloo"] = Contestant(team.run, lambda: team.wrong(next(salts)), team.reset)
+    return sides
+
+
+def _touch(_task: Task, sends: Sequence[torch.Tensor]) -> Tensors:
+    return [send.neg_() for send in sends]

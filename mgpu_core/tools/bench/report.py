@@ -1,0 +1,153 @@
+"""Results for people: a table on the terminal, and one page with tables and pictures per machine.
+
+`benchmarks/run.py report` makes `results/<machine>/README.md` and the PNG files next to it from the JSON files there,
+and from the summary in `notes.toml`. The tables are Markdown padded to columns, so one text serves the terminal and the
+file.
+"""
+
+import re
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+
+from mgpu_core.support.files import write_whole
+from mgpu_core.tools.bench.case import Row, UsageError, Verdict, describe, show_label, varying
+from mgpu_core.tools.bench.environment import header
+from mgpu_core.tools.bench.plot import draw
+from mgpu_core.tools.bench.result import Result
+from mgpu_core.tools.bench.timing import OURS, PER_SECOND, median, p90, significant
+from mgpu_core.tools.bench.titles import TITLES
+from mgpu_core.tools.explain.tables import human_nbytes
+
+NOTES = "notes.toml"
+LONG = 12  # rows; longer tables are folded
+LEGEND = (
+    "`peer/ours` is the peer's median time over ours: at 2.00, ours takes half the time. "
+    "p90: nine of ten times are not longer. Every result was verified before it was timed."
+)
+
+
+def render(result: Result) -> str:
+    """Return the labels that all rows share, the table, its formula and its bounds."""
+    return "\n\n".join(_parts(result, table(result)))
+
+
+def _parts(result: Result, rows: str) -> list[str]:
+    bounds = "\n".join(bound_line(verdict) for verdict in result.verdicts)
+    return [part for part in (_shared(result), rows, result.formula, bounds) if part]
+
+
+def _shared(result: Result) -> str:
+    """Return the columns that have one value in all rows, as a line."""
+    labels = result.rows[0].labels
+    shared = {name: show_label(name, labels[name]) for name in labels if name not in varying(result.rows)}
+    return f"In all rows: {describe(shared)}" if shared else ""
+
+
+def table(result: Result) -> str:
+    """Return a line per row and contestant; `peer/ours` is the ratio of medians: above 1, ours is faster."""
+    names = varying(result.rows)
+    titles = [*names, "who", f"time ({result.unit})", "p90", *_rate_titles(result.rows[0]), "peer/ours"]
+    lines = [_cells(row, names, who, PER_SECOND[result.unit]) for row in result.rows for who in row.seconds]
+    widths = [max(map(len, column)) for column in zip(titles, *lines, strict=True)]
+    # Words to the left, numbers to the right; the first line tells which is which.
+    words = [not cell[:1].isdigit() for cell in lines[0]]
+    rule = ["-" * width if word else "-" * (width - 1) + ":" for width, word in zip(widths, words, strict=True)]
+    padded = [
+        [
+            cell.ljust(width) if word else cell.rjust(width)
+            for cell, width, word in zip(line, widths, words, strict=True)
+        ]
+        for line in (titles, rule, *lines)
+    ]
+    return "\n".join(f"| {' | '.join(line)} |" for line in padded)
+
+
+def bound_line(verdict: Verdict) -> str:
+    """Return `* held: ranks 2, size 64 MiB: gloo / ours >= 6 (7.2)`."""
+    state = {True: "held", False: "MISSED", None: "not measured"}[verdict.held]
+    value = "" if verdict.value is None else f" ({significant(verdict.value)})"
+    text = re.sub(r"\bsize (\d+)", lambda found: f"size {human_nbytes(int(found[1]))}", verdict.text)
+    return f"* {state}: {text}{value}"
+
+
+def report_machine(folder: Path) -> Path:
+    """Draw the page and the pictures of one machine; return the page.
+
+    Raises:
+        UsageError: no results in the folder, or a file that is not one.
+    """
+    results = {path: Result.read(path) for path in folder.glob("*.json")}
+    if not results:
+        raise UsageError(f"{folder}: no JSON files to report")
+    order = [*TITLES]
+    ordered = sorted(results, key=lambda path: (order.index(path.stem) if path.stem in order else len(order), path))
+    for path in ordered:
+        draw(results[path], path.with_suffix(".png"))
+    everywhere = _in_all([result.environment for result in results.values()])
+    sections = [_section(results[path], path.stem, everywhere) for path in ordered]
+    page = folder / "README.md"
+    text = "\n\n".join([f"# {folder.name}", *_notes(folder), header(everywhere), LEGEND, *sections]) + "\n"
+    write_whole(page, lambda stream: stream.write(text.encode()))
+    return page
+
+
+def compare(results: Sequence[Result]) -> str:
+    """Return a Markdown table per case: a line for each row of each result, with the machine in front."""
+    by_case: dict[str, list[Result]] = {}
+    for result in results:
+        by_case.setdefault(result.case, []).append(result)
+    return "\n\n".join(_compared(name, found) for name, found in by_case.items())
+
+
+def _compared(case: str, results: Sequence[Result]) -> str:
+    peers = list(dict.fromkeys(peer for result in results for row in result.rows for peer in row.ratios()))
+    lines = [["machine", "row", f"ours ({results[0].unit})", *(f"{peer}/ours" for peer in peers)]]
+    for result in results:
+        facts = result.environment
+        machine = facts["CPU"] if facts["GPU"] == "none" else facts["GPU"]
+        for row in result.rows:
+            ours = significant(median(row.seconds[OURS]) * PER_SECOND[result.unit])
+            ratios = [f"{row.ratios()[peer]:.2f}" if peer in row.seconds else "" for peer in peers]
+            labels = {name: show_label(name, value) for name, value in row.labels.items()}
+            lines.append([f"{machine}; torch {facts['torch']}", describe(labels), ours, *ratios])
+    rule = ["---", "---", *("---:" for _ in lines[0][2:])]
+    rows = "\n".join(f"| {' | '.join(line)} |" for line in (lines[0], rule, *lines[1:]))
+    return f"### {TITLES.get(case, case)}\n\n{rows}"
+
+
+def _notes(folder: Path) -> list[str]:
+    """Return the summary that a person wrote in `notes.toml`, if there is one."""
+    notes = folder / NOTES
+    return [tomllib.loads(notes.read_text())["summary"].strip()] if notes.exists() else []
+
+
+def _in_all(environments: Sequence[dict[str, str]]) -> dict[str, str]:
+    first, *others = environments
+    return {name: fact for name, fact in first.items() if all(each.get(name) == fact for each in others)}
+
+
+def _section(result: Result, stem: str, everywhere: dict[str, str]) -> str:
+    rows = table(result)
+    count = rows.count("\n") - 1
+    if count > LONG:
+        rows = f"<details>\n<summary>{count} rows</summary>\n\n{rows}\n\n</details>"
+    own = {name: fact for name, fact in result.environment.items() if name not in everywhere}
+    parts = [f"## {TITLES.get(stem, stem)}", f"`{stem}`: {result.summary}", *_parts(result, rows)]
+    return "\n\n".join(filter(None, [*parts, f"![{stem}]({stem}.png)", header(own)]))
+
+
+def _rate_titles(row: Row) -> Sequence[str]:
+    if row.nbytes is None:
+        return ()
+    return ("GB/s",) if row.bus_factor is None else ("algbw", "busbw")
+
+
+def _cells(row: Row, names: Sequence[str], who: str, scale: float) -> list[str]:
+    middle = median(row.seconds[who])
+    cells = [show_label(name, row.labels[name]) for name in names]
+    cells += [who, significant(middle * scale), significant(p90(row.seconds[who]) * scale)]
+    if row.nbytes is not None:
+        factors = (1.0,) if row.bus_factor is None else (1.0, row.bus_factor)
+        cells += [f"{row.nbytes / middle / 1e9 * factor:.2f}" for factor in factors]
+    return [*cells, f"{1 if who == OURS else row.ratios()[who]:.2f}"]

@@ -1,0 +1,28 @@
+"""`mgpu doctor`: the devices and backends of this machine, how mgpu_core will use them, and problems.
+
+`examine` asks, `Report` holds, `render` and `Report.to_json` show. It is a report, never a test: it ends with status 0.
+"""
+
+import argparse
+
+from mgpu_core.tools.doctor.examination import examine
+from mgpu_core.tools.doctor.report import Report, render
+
+__all__ = ["Report", "examine", "render"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `mgpu doctor`."""
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    parser.add_argument(
+        "--p2p",
+        action="store_true",
+        help="test which GPUs reach each other's memory, and how fast (some seconds a pair; the verdict is kept)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the report."""
+    report = examine(test_peers=args.p2p)
+    print(report.to_json() if args.json else render(report), end="\n" if args.json else "")
+    return 0

@@ -1,0 +1,135 @@
+"""A recorded step in the few numbers from which other sizes are predicted."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from statistics import median
+
+from mgpu_core.tools.explain.phases import SUMS, UPDATE, Phase, covered, phases_of
+from mgpu_core.tools.explain.step_profile import Bucket, StepProfile
+from mgpu_core.tools.explain.steps import Step
+from mgpu_core.trace.events import ALL_RANKS, Collective, Span
+
+__all__ = ["profile_of"]
+
+_MODELLED = ("forward", "loss", "backward", *UPDATE, *SUMS, "scatter", "gather", "replicate")
+"""What a prediction has a part for: none of it is the host's own time."""
+
+
+def profile_of(step: Step, name: str) -> StepProfile:
+    """See :meth:`mgpu_core.tools.explain.trace.Trace.profile`."""
+    if step.schedules:  # one module, in parts
+        forward, loss, backward, in_turn = _total(step, "forward"), 0.0, _total(step, "backward"), 1
+    else:
+        forward, loss = (_seconds(step, each) for each in ("forward", "loss"))
+        backward, in_turn = _backward(step)
+    if not forward or not backward:
+        raise ValueError(f"step {step.number} ({step.name}) has no forward and backward to predict other sizes from")
+    rows = next((sum(cut.counts) for cut in step.cuts if cut.step == "scatter"), 0)
+    phases = phases_of(step)
+    return StepProfile(
+        name=name,
+        ranks=1 if step.schedules else max(1, len(step.devices)),
+        rows=rows,
+        forward_seconds=forward + loss,
+        backward_seconds=backward,
+        update_seconds=_covered_ns(phases, UPDATE) / 1e9,
+        scatter_nbytes=_cut_nbytes(step, "scatter"),
+        gather_nbytes=_cut_nbytes(step, "gather"),
+        buckets=_buckets(step),
+        host_overhead_seconds=(step.end_ns - step.begin_ns - _covered_ns(phases, _MODELLED)) / 1e9,
+        broadcast_nbytes=_broadcast_nbytes(phases),
+        backwards_in_turn=in_turn,
+        border_nbytes=max((border[2] for each in step.schedules for border in each.borders), default=0),
+        device=next((device.split(":")[0] for device in step.devices if device), ""),
+    )
+
+
+def _spans(step: Step, name: str) -> list[Span]:
+    return [span for span in step.spans if span.step == name]
+
+
+def _seconds(step: Step, name: str) -> float:
+    """Return the median rank's seconds."""
+    spans = _spans(step, name)
+    return median((span.end_ns - span.begin_ns) / 1e9 for span in spans) if spans else 0.0
+
+
+def _total(step: Step, name: str) -> float:
+    return sum(span.end_ns - span.begin_ns for span in _spans(step, name)) / 1e9
+
+
+def _backward(step: Step) -> tuple[float, int]:
+    """Return the median rank's seconds, all its runs together; and how many ranks ran one after the other.
+
+    One call for all ranks runs those of a device in turn: each has its part of it.
+    """
+    joint = [span for span in _spans(step, "backward") if span.rank == ALL_RANKS]
+    crowd = max(Counter(filter(None, step.devices)).values(), default=1) if joint else 1
+    of_rank, turns = _own_backwards([span for span in _spans(step, "backward") if span.rank != ALL_RANKS])
+    return _together(joint) / crowd + median(of_rank or [0.0]), max(crowd, turns)
+
+
+def _own_backwards(spans: Sequence[Span]) -> tuple[list[float], int]:
+    """Return the seconds of each rank, and how many ran one after the other.
+
+    The backwards that one thread of autograd runs take turns, node by node, so their spans cover each other's: each
+    rank has its share of their union.
+    """
+    of_thread: dict[int, list[Span]] = defaultdict(list)
+    for span in spans:
+        of_thread[span.thread].append(span)
+    of_rank: dict[int, float] = defaultdict(float)
+    most = 1
+    for mine in of_thread.values():
+        ranks = {span.rank for span in mine}
+        most = max(most, len(ranks))
+        for rank in ranks:
+            of_rank[rank] += _together(mine) / len(ranks)
+    return list(of_rank.values()), most
+
+
+def _together(spans: Iterable[Span]) -> float:
+    return covered((span.begin_ns, span.end_ns) for span in spans) / 1e9
+
+
+def _covered_ns(phases: Sequence[Phase], names: Sequence[str]) -> int:
+    return covered(times for phase in phases if phase.name in names for times in phase.times)
+
+
+def _broadcast_nbytes(phases: Sequence[Phase]) -> int:
+    """Return the bytes that rank 0 broadcasts to all others; broadcasts inside a rank's forward do not count."""
+    calls = [call for phase in phases if phase.name == "replicate" for call in phase.collectives]
+    return sum(max(call.nbytes) for call in calls if call.operation == "broadcast")
+
+
+def _cut_nbytes(step: Step, name: str) -> int:
+    return sum(sum(cut.nbytes) for cut in step.cuts if cut.step == name)
+
+
+def _buckets(step: Step) -> tuple[Bucket, ...]:
+    """Return the buckets in the order of their sums, with the time at which the last rank had its gradients."""
+    begin, end = _backward_interval(step)
+    own = "all_reduce" if step.name == "train_step" else "reduce"
+    found = []
+    for call in step.collectives:
+        around = step.bucket_span(call)
+        if around is not None and around.step == own and call.operation == "reduce" and max(call.nbytes):
+            ready = _fraction(_ready_ns(step, around.bucket, call), begin, end)
+            found.append(Bucket(max(call.nbytes), ready))
+    return tuple(found)
+
+
+def _ready_ns(step: Step, bucket: int, call: Collective) -> int:
+    ready = [mark.at_ns for mark in step.marks if mark.step == "ready" and mark.bucket == bucket]
+    return max(ready, default=call.host_begin_ns)
+
+
+def _backward_interval(step: Step) -> tuple[int, int]:
+    spans = _spans(step, "backward")
+    return min(each.begin_ns for each in spans), max(each.end_ns for each in spans)
+
+
+def _fraction(at: int, begin: int, end: int) -> float:
+    return min(1.0, max(0.0, (at - begin) / (end - begin))) if end > begin else 1.0

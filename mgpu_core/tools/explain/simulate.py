@@ -1,0 +1,206 @@
+"""`mgpu simulate`: a recorded step at sizes that you do not have.  Step time, efficiency, bottleneck; a plot.
+
+``predict`` makes the prediction, with the formulas of ``cost``; this file is the command line and its table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from mgpu_core.pipeline.schedules import SCHEDULES
+from mgpu_core.support.extras import require
+from mgpu_core.support.files import check_outputs, check_picture, write_whole
+from mgpu_core.tools.explain.cost import ALGORITHMS, StepProfile
+from mgpu_core.tools.explain.example_steps import EXAMPLES, NOTE
+from mgpu_core.tools.explain.fit import this_host
+from mgpu_core.tools.explain.predict import SCALINGS, Plan, Prediction, predict_step
+from mgpu_core.tools.explain.predict_pipeline import predict_pipeline
+from mgpu_core.tools.explain.scene import plural
+from mgpu_core.tools.explain.simulate_plot import draw
+from mgpu_core.tools.explain.tables import columns
+from mgpu_core.tools.explain.topology import FORM, GPUS_PER_NODE, HostMemory, Machine, known_names, parse_topology
+
+__all__ = ["add_arguments", "render", "run", "simulate"]
+
+FORMAT = "mgpu_core simulation 1"
+_EXAMPLE = "resnet50"
+_FROM_CPU = """\
+note: this step was recorded on CPU ranks, so its compute times are a CPU's. Record it on the kind of GPU whose cluster
+you ask about: mgpu explain --profile. For this machine's CPU ranks: --topology host."""
+_GPUS, _STAGES, _CHUNKS = "8,64,1024", "2,4,8", "4,16,64"
+_PIPELINE_TITLES = ("GPUs", "chunks", "step ms", "idle", "bubble", "rows/s", "speed-up")
+_TITLES = (
+    *("GPUs", "step ms", "compute", "exposed", "update", "broadcast", "input", "host"),
+    *("rows/s", "efficiency", "bottleneck"),
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `mgpu simulate`."""
+    add = parser.add_argument
+    add("step", nargs="?", type=Path, metavar="STEP.json", help="a recorded step; without one, an example is taken")
+    add("--example", choices=tuple(EXAMPLES), help=f"instead of a file; its times are assumed (default: {_EXAMPLE})")
+    add("--gpus", metavar="LIST", help=f"how many GPUs (default: {_GPUS}; with --pipeline {_STAGES})")
+    add("--pipeline", action="store_true", help="cut the net over the GPUs, a stage each, instead of the rows")
+    add("--chunks", metavar="LIST", help=f"micro-batches of a pipeline (default: {_CHUNKS})")
+    add("--schedule", choices=SCHEDULES, help="of a pipeline (default: 1f1b)")
+    add("--border-nbytes", type=int, metavar="N", help="bytes of all rows that cross between two stages of a pipeline")
+    add("--topology", default="nvlink4+ib-ndr400", help=f"{FORM}; {known_names()}; or host: CPU ranks of this machine")
+    add("--gpus-per-node", type=int, metavar="N", help=f"of a topology with links (default: {GPUS_PER_NODE})")
+    add("--scaling", choices=SCALINGS, help="keep the rows of each GPU (weak), or of all (strong)")
+    add("--algorithm", choices=ALGORITHMS, help="of the all-reduce (default: auto)")
+    add("--no-overlap", action="store_true", help="all-reduce after backward, without overlap")
+    add("--plot", type=Path, metavar="FILE.png", help="draw step time and efficiency (needs matplotlib)")
+    add("--json", type=Path, metavar="FILE", help="write the predictions")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the table, and write the files asked for."""
+    check_outputs([path for path in (args.plot, args.json) if path], [args.step] if args.step else [])
+    if args.plot is not None:
+        check_picture(args.plot)
+        require("matplotlib", "a picture")
+    profile, machine = _profile(args), _machine(args)
+    if args.pipeline:
+        return _run_pipeline(args, profile, machine)
+    _refuse(args, "without --pipeline", "chunks", "schedule", "border_nbytes")
+    gpus = _counts("--gpus", args.gpus or _GPUS)
+    plan = Plan(machine, args.scaling or "weak", not args.no_overlap, args.algorithm or "auto")
+    found = simulate(profile, gpus, plan)
+    if args.json is not None:
+        _write(args.json, profile, plan, found)
+    if args.plot is not None:
+        draw(_title(profile, plan), found, args.plot)
+    print(render(profile, plan, found), end="")
+    _print_notes(args, profile, machine)
+    return 0
+
+
+def _print_notes(args: argparse.Namespace, profile: StepProfile, machine: Machine) -> None:
+    if not args.step:
+        print(f"\n{NOTE}")
+    if profile.device == "cpu" and not isinstance(machine, HostMemory):
+        print(f"\n{_FROM_CPU}")
+
+
+def _run_pipeline(args: argparse.Namespace, profile: StepProfile, machine: Machine) -> int:
+    _refuse(args, "with --pipeline", "scaling", "algorithm", "no_overlap", "plot")
+    if isinstance(machine, HostMemory):
+        raise ValueError("--topology host: stages on CPU ranks share the cores, which is not predicted; run it")
+    if args.border_nbytes is not None:
+        profile = replace(profile, border_nbytes=args.border_nbytes)
+    gpus, chunks = _counts("--gpus", args.gpus or _STAGES), _counts("--chunks", args.chunks or _CHUNKS)
+    schedule = args.schedule or "1f1b"
+    found = [predict_pipeline(profile, each, count, machine, schedule) for each in gpus for count in chunks]
+    title = f"{profile.name}, {profile.rows / profile.ranks:g} rows; {machine.name}; pipeline, {schedule}"
+    if args.json is not None:
+        _write_json(args.json, profile, {"topology": machine.name, "schedule": schedule}, list(map(asdict, found)))
+    rows = [
+        (f"{each.gpus}", f"{each.chunks}", f"{each.step_s * 1e3:.3f}", f"{each.idle:.1%}", f"{each.bubble:.1%}",
+         f"{each.rows_per_second:,.0f}", f"{each.speedup:.2f}")
+        for each in found
+    ]  # fmt: skip
+    print("\n".join([title, "", *(f"  {line}" for line in columns([_PIPELINE_TITLES, *rows], left=0)), ""]))
+    print(
+        "  idle: of the stages' time in forward and backward; bubble: the schedule's own part of it, with equal times;"
+    )
+    print("  speed-up: relative to 1 GPU, which must hold the whole net.")
+    _print_notes(args, profile, machine)
+    return 0
+
+
+def _refuse(args: argparse.Namespace, when: str, *names: str) -> None:
+    for name in names:
+        if getattr(args, name) not in (None, False):
+            raise ValueError(f"--{name.replace('_', '-')} means nothing {when}")
+
+
+def simulate(profile: StepProfile, gpus: Sequence[int], plan: Plan) -> list[Prediction]:
+    """Return one prediction per number of GPUs.
+
+    Raises:
+        ValueError: numbers that the machine cannot have, or fewer rows than GPUs.
+    """
+    return [predict_step(profile, count, plan) for count in gpus]
+
+
+def render(profile: StepProfile, plan: Plan, found: Sequence[Prediction]) -> str:
+    """Return title, table and legend, ending with a newline."""
+    rows = [_TITLES, *map(_cells, found)]
+    numbers = columns([row[:-1] for row in rows], left=0)
+    lines = [f"  {line}  {row[-1]}" for line, row in zip(numbers, rows, strict=True)]
+    note = (
+        "  compute: forward and backward; exposed: all-reduce that nothing hides; broadcast: of the module, where\n"
+        "  each step has one; efficiency: relative to 1 GPU. All in ms."
+    )
+    return "\n".join([_title(profile, plan), "", *lines, "", note]) + "\n"
+
+
+def _cells(each: Prediction) -> tuple[str, ...]:
+    parts = (each.compute_s, each.exposed_s, each.update_s, each.broadcast_s, each.input_s, each.host_s)
+    times = (each.step_s, *parts)
+    rate = f"{each.rows_per_second:,.0f}"
+    return str(each.gpus), *(f"{1e3 * s:.3f}" for s in times), rate, f"{each.efficiency:.1%}", each.bottleneck
+
+
+def _title(profile: StepProfile, plan: Plan) -> str:
+    machine = plan.machine
+    where = machine.name if isinstance(machine, HostMemory) else f"{machine.name}, {machine.gpus_per_node} GPUs a node"
+    recorded = f"{profile.rows} rows on {plural(profile.ranks, 'rank')}"
+    after = "" if plan.overlap else " after backward"
+    return f"{profile.name}, {recorded}; {where}; {plan.scaling} scaling, all-reduce {plan.algorithm}{after}"
+
+
+def _counts(option: str, text: str) -> list[int]:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(re.fullmatch("[1-9][0-9]{0,6}", part) for part in parts):
+        raise ValueError(f"{option} {text}: wanted whole numbers above 0, such as 8,64,1024")
+    return sorted({int(part) for part in parts})
+
+
+def _machine(args: argparse.Namespace) -> Machine:
+    if args.topology != "host":
+        return parse_topology(args.topology, GPUS_PER_NODE if args.gpus_per_node is None else args.gpus_per_node)
+    if args.gpus_per_node is not None:
+        raise ValueError("--gpus-per-node: host is this machine's memory, and has no nodes of GPUs")
+    return this_host()
+
+
+def _profile(args: argparse.Namespace) -> StepProfile:
+    if args.step and args.example:
+        raise ValueError(f"{args.step} and --example {args.example} are two steps: name one of them")
+    return _read(args.step) if args.step else EXAMPLES[args.example or _EXAMPLE]
+
+
+def _read(path: Path) -> StepProfile:
+    try:
+        return StepProfile.from_json(path.read_text())
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{path}: there is no such file; mgpu explain --profile {path} writes one") from None
+    except OSError as error:
+        raise OSError(f"{path}: cannot be read ({error.strerror})") from error
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def _write(path: Path, profile: StepProfile, plan: Plan, found: Sequence[Prediction]) -> None:
+    about = {
+        "topology": plan.machine.name,
+        "scaling": plan.scaling,
+        "overlap": plan.overlap,
+        "algorithm": plan.algorithm,
+    }
+    computed = ("step_s", "rows_per_second", "bottleneck")
+    predictions = [asdict(each) | {name: getattr(each, name) for name in computed} for each in found]
+    _write_json(path, profile, about, predictions)
+
+
+def _write_json(path: Path, profile: StepProfile, about: dict[str, Any], predictions: list[dict[str, Any]]) -> None:
+    content = {"format": FORMAT, "step": json.loads(profile.to_json()), **about, "predictions": predictions}
+    write_whole(path, lambda stream: stream.write((json.dumps(content, indent=2) + "\n").encode()))

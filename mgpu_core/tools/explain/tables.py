@@ -1,0 +1,146 @@
+"""A step as a table for the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import median
+
+from mgpu_core.tools.explain.batches import Batch, servers_of
+from mgpu_core.tools.explain.phases import Phase, outside, phases_of
+from mgpu_core.tools.explain.predicted import predicted_seconds
+from mgpu_core.tools.explain.scene import plural
+from mgpu_core.tools.explain.steps import Step
+from mgpu_core.tools.explain.timeline import Timeline, timelines_of
+from mgpu_core.tools.explain.topology import Machine
+
+__all__ = [
+    "columns",
+    "human_nbytes",
+    "human_seconds",
+    "inference_rows",
+    "inference_table",
+    "phase_rows",
+    "table",
+]
+
+
+def table(step: Step, environment: Mapping[str, str], machine: Machine | None = None, dropped: int = 0) -> str:
+    """Return a header, one line per phase, and a legend; no newline at the end.
+
+    With a machine, there are two more columns: the measured and the predicted time of the collectives.
+    """
+    seconds = (step.end_ns - step.begin_ns) / 1e9
+    ranks = plural(len(step.devices), "stage" if step.schedules else "rank")
+    team = ", ".join(device or "not seen" for device in step.devices) or "none known"
+    head = [
+        f"step {step.number}: {step.name}, {ranks} ({team}), {human_seconds(seconds)}",
+        *([_WORKERS[step.workers]] if step.workers else []),
+        *(f"{name}: {value}" for name, value in environment.items()),
+        "",
+    ]
+    foot = [
+        *(line for each in timelines_of(step) for line in _pipeline(each)),
+        "",
+        "time: covered by the phase's spans; phases overlap, so shares may add up to more than 100 %.",
+        "bus GB/s: bytes of a rank x the operation's factor (2(n-1)/n for all_reduce) / time of the calls.",
+    ]
+    if dropped:
+        foot.append(f"{dropped} events more were too many to keep: the last step may be a part of one.")
+    if machine:
+        foot.append(f"predicted: the collectives' own time by the cost model of {machine.name} (docs/cost_model.md).")
+    return "\n".join([*head, *columns(phase_rows(step, machine), left=1), *foot])
+
+
+def phase_rows(step: Step, machine: Machine | None = None) -> list[tuple[str, ...]]:
+    """Return the cells of :func:`table`, with a header: a row per phase, and one for the time outside of them."""
+    phases = phases_of(step)
+    shown = [*phases, outside(step, phases)]
+    return [_HEAD + (_MORE if machine else ()), *(_row(phase, machine) for phase in shown)]
+
+
+def _pipeline(run: Timeline) -> list[str]:
+    """Return the idle share of a pipeline's run, and the bytes that crossed each border forward."""
+    micro_batches = 1 + max(each[3] for each in run.schedule.actions)
+    return [
+        "",
+        f"pipeline: {plural(len(run.schedule.workers), 'stage')}, {micro_batches} micro-batches; "
+        f"idle {run.idle:.1%} of the stages' time, {run.bubble:.1%} by the schedule",
+        *(f"stage {a} to stage {b}: {human_nbytes(nbytes)} forward" for a, b, nbytes in run.schedule.borders),
+    ]
+
+
+def inference_table(batches: list[Batch]) -> list[str]:
+    """Return a line per rank of a predictor: batches, the wait of the oldest request of each, idle share."""
+    legend = "time: of a batch, median.  oldest waited: the oldest request of a batch, in the queue, median and most."
+    return ["", *columns(inference_rows(batches), left=1), legend] if batches else []
+
+
+def inference_rows(batches: list[Batch]) -> list[list[str]]:
+    """Return the cells of :func:`inference_table`, with a header."""
+    rows = [["inference", "batches", "requests", "rows", "rows a batch", "time", "oldest waited", "at most", "idle"]]
+    for server in servers_of(batches):
+        own = server.batches
+        count, waits = sum(each.rows for each in own), [each.waited_ns / 1e9 for each in own]
+        times = [(each.end_ns - each.begin_ns) / 1e9 for each in own]
+        seconds = [human_seconds(each) for each in (median(times), median(waits), max(waits))] if own else ["-"] * 3
+        mean = f"{count / len(own):.1f}" if own else "-"
+        numbers = map(str, (len(own), sum(each.requests for each in own), count))
+        rows.append([server.name, *numbers, mean, *seconds, f"{server.idle:.1%}"])
+    return rows
+
+
+_WORKERS = {
+    "threads": "workers: threads (each rank ran in its own thread)",
+    "caller": "workers: caller (all ranks ran one after the other in the caller's thread)",
+}
+_HEAD = ("phase", "ranks", "calls", "moved", "time", "share", "bus GB/s")
+_MORE = ("collectives", "predicted")
+
+
+def _row(phase: Phase, machine: Machine | None) -> tuple[str, ...]:
+    cells = _cells(phase)
+    if machine is None:
+        return cells
+    predicted = predicted_seconds(phase.collectives, machine)
+    own = human_seconds(phase.collective_seconds) if phase.collectives else "-"
+    return *cells, own, "-" if predicted is None else human_seconds(predicted)
+
+
+def _cells(phase: Phase) -> tuple[str, ...]:
+    return (
+        phase.name,
+        str(phase.ranks or "-"),
+        str(len(phase.collectives) or "-"),
+        human_nbytes(phase.moved_nbytes),
+        human_seconds(phase.seconds),
+        f"{phase.share:.1%}",
+        "-" if phase.bus_gbps is None else f"{phase.bus_gbps:.2f}",
+    )
+
+
+def columns(rows: Sequence[Sequence[str]], left: int) -> list[str]:
+    """Return lines with aligned columns; the first ``left`` to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if index < left else cell.rjust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def human_nbytes(nbytes: int) -> str:
+    """Return bytes with a binary unit: ``1.5 MiB``."""
+    value, units = float(nbytes), ["B", "KiB", "MiB", "GiB"]
+    while value >= 1024 and len(units) > 1:
+        value, units = value / 1024, units[1:]
+    return f"{value:.0f} B" if units[0] == "B" else f"{value:.4g} {units[0]}"
+
+
+def human_seconds(seconds: float) -> str:
+    """Return seconds with three digits: ``12.3 us``."""
+    for unit, factor in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
+        if seconds * factor >= 1:
+            return f"{seconds * factor:.3g} {unit}"
+    return f"{seconds * 1e9:.0f} ns"

@@ -1,0 +1,118 @@
+"""`mgpu lesson`: list the lessons, show one, run it, start its exercises, check the answers, show the solution."""
+
+import argparse
+import os
+import re
+import sys
+import threading
+from pathlib import Path
+
+from mgpu_core.support.files import write_whole
+from mgpu_core.tools.lessons.catalogue import Lesson, find_lesson, find_lessons
+from mgpu_core.tools.lessons.check import CannotBeRead, check_file
+from mgpu_core.tools.lessons.judge import RIGHT, Verdict
+from mgpu_core.tools.lessons.runner import run_lesson
+
+__all__ = ["add_arguments", "run"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the actions of `mgpu lesson` and their options."""
+    words = parser.add_subparsers(dest="word", required=True, metavar="ACTION")
+    words.add_parser("list", help="the lessons")
+    _add(words, "show", "print the text of a lesson")
+    running = _add(words, "run", "run the code of a lesson and draw its picture")
+    running.add_argument("--picture", type=Path, metavar="FILE.png", help="where to (default: lesson_NN.png, here)")
+    _add(words, "start", "write the exercises of a lesson to lesson_NN.py, here")
+    _add(words, "solution", "print the solution of a lesson's exercises")
+    checking = _add(words, "check", "check the answers to a lesson's exercises")
+    checking.add_argument("file", nargs="?", type=Path, metavar="FILE", help="default: lesson_NN.py, here")
+    checking.add_argument(
+        "--limit",
+        type=_seconds,
+        default=30.0,
+        metavar="SECONDS",
+        help="that one exercise may take (default: %(default)g)",
+    )
+
+
+def _add(words: "argparse._SubParsersAction[argparse.ArgumentParser]", word: str, text: str) -> argparse.ArgumentParser:
+    parser = words.add_parser(word, help=text, description=text)
+    parser.add_argument("number", type=int, metavar="N", help="the lesson's number")
+    return parser
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds <= threading.TIMEOUT_MAX:
+        raise argparse.ArgumentTypeError(f"must be a positive number of seconds that a clock can count, not {text}")
+    return seconds
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the action; return the exit status."""
+    if args.word == "list":
+        return _list()
+    lesson = find_lesson(args.number)
+    if args.word in ("show", "solution"):
+        print(
+            _without_tags(lesson.text) if args.word == "show" else lesson.solution.read_text(encoding="utf-8"), end=""
+        )
+        return 0
+    if args.word == "run":
+        return 0 if run_lesson(lesson, args.picture or Path(f"{lesson.file_stem}.png")) else 1
+    if args.word == "start":
+        return _start(lesson)
+    return _check(lesson, args.file or Path(f"{lesson.file_stem}.py"), args.limit)
+
+
+def _list() -> int:
+    for lesson in find_lessons():
+        print(lesson.title)
+    print("\nmgpu lesson run 1 runs the first, mgpu lesson start 1 gives you its exercises.")
+    return 0
+
+
+def _without_tags(page: str) -> str:
+    """Return a page for the terminal, where nothing can be folded: a summary becomes a line of text."""
+    return re.sub(r"^</?details>\n", "", re.sub(r"<summary>(.*)</summary>", r"\1:", page), flags=re.MULTILINE)
+
+
+def _start(lesson: Lesson) -> int:
+    path = Path(f"{lesson.file_stem}.py")
+    if os.path.lexists(path):  # a link that leads nowhere, too
+        raise FileExistsError(f"{path} is there already, and is not overwritten")
+    write_whole(path, lambda file: file.write(lesson.stub.read_bytes()))
+    print(f"{path} has the exercises. Write the functions, then: mgpu lesson check {lesson.number}")
+    return 0
+
+
+def _check(lesson: Lesson, path: Path, limit_seconds: float) -> int:
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a folder, not a file with answers")
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} does not exist; `mgpu lesson start {lesson.number}` writes the exercises")
+    if path.suffix != ".py":
+        raise ValueError(f"{path} is not a Python file, whose name ends in .py")
+    verdicts = []
+    try:
+        for verdict in check_file(lesson, path, limit_seconds):
+            print(_line(verdict), flush=True)
+            verdicts.append(verdict.word)
+    except CannotBeRead as error:
+        print(f"{path} cannot be checked: {error}")
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    right = verdicts.count(RIGHT)
+    print(f"{right} of {len(verdicts)} right" + ("" if right == len(verdicts) else f"; lesson {lesson.title} says why"))
+    return 0 if right == len(verdicts) else 1
+
+
+def _line(verdict: Verdict) -> str:
+    reason = f": {verdict.reason}" if verdict.reason else ""
+    return f"exercise {verdict.exercise}, {verdict.name}: {verdict.word}{reason}"

@@ -1,0 +1,92 @@
+"""`mgpu run script.py`: a script that uses torch.nn.DataParallel runs as it is, on ours."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+from mgpu_core.support.files import check_outputs
+from mgpu_core.support.user_script import Program, note_order, script_status
+from mgpu_core.tools.advise.watching import Watch, watching
+from mgpu_core.tools.explain.recorder import explain
+from mgpu_core.tools.explain.trace import Trace
+from mgpu_core.tools.run.advice import advise_training
+from mgpu_core.tools.run.names import WRAP, replacing_torch
+
+__all__ = ["add_arguments", "run"]
+
+_SKIP, _STEPS = 3, 6
+_OPTIONS = ("--ranks", "--wrap", "--dim", "--explain", "--advise", "-m")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `mgpu run`."""
+    add = parser.add_argument
+    add("--ranks", type=int, metavar="N", help="run on N CPU ranks; accelerators are hidden")
+    add("--wrap", choices=WRAP, default="none", help="auto: wrap the first optimizer's net, if the script does not")
+    add("--dim", type=int, default=0, metavar="N", help="the dimension of the rows, for --wrap auto (default: 0)")
+    add("--explain", type=Path, metavar="FILE.html", help="record a step, and write the page that plays it")
+    add("--advise", action="store_true", help="afterwards measure one device against many on the net that was trained")
+    add("-m", dest="is_module", action="store_true", help="the script is the name of a module, as for `python -m`")
+    add("script", type=Path, help="a Python script that uses torch.nn.DataParallel")
+    add("arguments", nargs=argparse.REMAINDER, help="of the script")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the script; say on stderr which names were replaced, which nets were wrapped, and what stayed torch's.
+
+    Returns:
+        The script's exit status; 1 after an error in it, or if nothing was recorded with ``--explain``.
+    """
+    program = Program.of_module(str(args.script)) if args.is_module else Program(args.script)
+    if not program.path.is_file():
+        raise FileNotFoundError(f"{program.path}: there is no such script")
+    check_outputs([args.explain] if args.explain else [], [program.path])
+    here, process = Path.cwd(), os.getpid()
+    if args.ranks is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # torch reads it at its first use of a GPU
+    arguments = args.arguments[1:] if args.arguments[:1] == ["--"] else args.arguments
+    note_order("mgpu run", _OPTIONS, args.arguments)
+    trace, watch = Trace(), Watch()
+    with ExitStack() as stack:
+        replaced = stack.enter_context(replacing_torch(ranks=args.ranks, wrap=args.wrap, dim=args.dim))
+        if args.advise:
+            watch = stack.enter_context(watching(training=True))
+        if args.explain:
+            trace = stack.enter_context(explain(skip=_SKIP, steps=_STEPS))
+        status = script_status(program.path, arguments, program.spec)
+    if os.getpid() != process:  # a child that the script has forked came out here
+        return status
+    for line in str(replaced).splitlines():
+        if not status or not line.startswith(("replaced: ", "left: ")):  # after an error, that is what counts
+            print(f"mgpu run: {line}", file=sys.stderr)
+    if args.wrap == "none" and not replaced.wrapped and not replaced.called:
+        print("mgpu run: note: --wrap auto wraps the net of the first optimizer", file=sys.stderr)
+    if args.explain and (not status or trace.steps):  # also after Ctrl-C, or an error late in the script
+        saved = _save(trace, here, args.explain)
+        status = status or saved
+    if args.advise and not status:
+        seen = watch.best()
+        if seen is None:
+            raise ValueError(
+                "no net with parameters was called in training mode, so there is nothing to advise on. A call of "
+                "net.forward(...) is seen with --wrap auto alone: call the net itself"
+            )
+        print(f"net: {type(seen.bare_net).__name__}, the one that was called most often\n{advise_training(seen)}")
+    return status
+
+
+def _save(trace: Trace, here: Path, path: Path) -> int:
+    """Write the page and print the table; return the status."""
+    if not trace.steps:
+        print(
+            f"mgpu run: error: nothing was recorded: fewer than {_SKIP + 1} steps or forwards of wrappers",
+            file=sys.stderr,
+        )
+        return 1
+    trace.save_html(here / path)  # the script may have gone to another folder
+    print(f"\n{trace.table()}\nwritten: {path}")
+    return 0

@@ -1,0 +1,75 @@
+"""The timeline of a pipeline: each action once, the bytes on the borders, and idle shares."""
+
+import pytest
+import torch
+from fakes.stacks import mse
+from torch import nn
+
+from mgpu_core import Pipeline, TrainStep, explain, optim
+from mgpu_core.pipeline.schedules import plan
+from mgpu_core.tools.explain.page import page_data
+from mgpu_core.tools.explain.steps import Step
+from mgpu_core.tools.explain.timeline import timelines_of
+from mgpu_core.trace.events import Schedule, Span
+
+
+def recorded(call):
+    with explain() as trace:
+        call()
+    return trace
+
+
+def training(stages=2, chunks=3, devices=None):
+    net = nn.Sequential(*(nn.Linear(4, 4) for _ in range(stages)))
+    pipeline = Pipeline(net, ["cpu"] * stages, chunks=chunks)
+    step = TrainStep(pipeline, mse, optim.SGD(net.parameters(), lr=0.1), device_ids=devices)
+    return lambda: step(torch.ones(6, 4), torch.ones(6, 4))
+
+
+def test_a_training_step_has_its_plan_and_each_action_once():
+    trace = recorded(training(3, 3))
+    (data,) = page_data(trace)["steps"][-1]["pipelines"]
+    actions = plan(3, 3)
+    assert data["ideal"] == [list(action) for action in actions]
+    assert data["slots"] == 1 + max(action.time for action in actions)
+    assert sorted((stage, kind, batch) for _, _, stage, kind, batch in data["real"]) == sorted(a[1:] for a in actions)
+    assert all(begin <= end for begin, end, *_ in data["real"])
+    assert data["stages"] == ["cpu"] * 3
+    assert data["borders"] == [[0, 1, 6 * 4 * 4], [1, 2, 6 * 4 * 4]]  # rows, columns, bytes of float32
+
+
+def test_the_table_says_stages_idle_shares_and_borders():
+    text = recorded(training()).table()
+    assert "2 stages (cpu, cpu)" in text
+    assert "pipeline: 2 stages, 3 micro-batches; idle" in text
+    assert "25.0% by the schedule" in text  # one slot in four: 2 (s - 1) of 2 (m + s - 1)
+    assert "stage 0 to stage 1: 96 B forward" in text
+
+
+def test_copies_of_a_pipeline_have_a_timeline_each():
+    trace = recorded(training(2, 3, [["cpu", "cpu"], ["cpu", "cpu"]]))
+    found = timelines_of(trace.step())
+    assert [each.schedule.first_rank for each in found] == [0, 2]
+    assert [len(each.spans) for each in found] == [12, 12]
+    assert [border for each in found for border in each.schedule.borders] == [(0, 1, 48), (0, 1, 48)]
+
+
+def test_a_forward_of_its_own_is_all_forwards_first():
+    net = Pipeline(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), ["cpu"] * 2, chunks=3)
+    trace = recorded(lambda: net(torch.ones(6, 4)))
+    (data,) = page_data(trace)["steps"][0]["pipelines"]
+    slots = [[stage + batch, stage, "forward", batch] for batch in range(3) for stage in range(2)]
+    assert sorted(data["ideal"]) == sorted(slots)
+    assert data["bubble"] == 0.25
+
+
+def span(rank, batch, begin, end):
+    return Span("forward", rank, batch, "cpu", begin, end, begin, end, 0)
+
+
+@pytest.mark.parametrize(("workers", "idle"), [((0, 1), 1 - 60 / 80), ((0, 0), 1 - 40 / 40)])
+def test_idle_is_the_time_in_which_a_worker_runs_no_action(workers, idle):
+    spans = [span(0, 0, 100, 110), span(0, 1, 110, 130), span(1, 0, 110, 140)]
+    schedule = Schedule(((0, 0, "forward", 0), (1, 0, "forward", 1), (1, 1, "forward", 0)), workers, 0, (), 200, 0)
+    (found,) = timelines_of(Step(0, "pipeline", [*spans, schedule]))
+    assert found.idle == pytest.approx(idle)

@@ -76,7 +76,7 @@ def test_an_update_reaches_the_core_in_four_files(monkeypatch, ranks):
     net = torch.nn.Linear(2, 1)
     optimizer = mgpu_core.optim.SGD(net.parameters(), lr=0.1)
     mgpu_core.TrainStep(net, cross_entropy, optimizer, ["cpu"] * ranks)(torch.ones(4, 2), torch.ones(4, 1))
-    assert files == [{"kernels/flat_optimizers.py", "optim/optimizer.py", "step/train_loop.py", "step/train_step.py"}]
+    assert files == [{"kernels/flat_optimizers.py", "optim/optimizer.py", "step/update.py", "step/train_step.py"}]
 
 
 def test_scatter_reaches_the_core_in_four_files(monkeypatch):

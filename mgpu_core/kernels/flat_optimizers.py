@@ -23,7 +23,8 @@ from mgpu_core.devices.streams import HOST, core_stream
 from mgpu_core.kernels import reference
 from mgpu_core.kernels.arguments import as_out, as_tensor, check_floating, check_like, check_outs, on_one_device
 from mgpu_core.kernels.flat_tables import check_rows
-from mgpu_core.trace.tracer import span
+from mgpu_core.support.null_context import NULL_CONTEXT
+from mgpu_core.trace import tracer
 
 __all__ = ["FlatKernel", "adam", "adamw", "lion", "sgd"]
 
@@ -150,7 +151,7 @@ class FlatKernel:
         """
         stream = HOST if self._is_on_host else core_stream(self._device)
         extra = self._kernel.extra
-        with span(self._name):
+        with tracer.span(self._name) if tracer.is_on else NULL_CONTEXT:
             if stream is None:
                 self._kernel.reference(*self._flat, *self._states, *self._tables, *extra, *self._scalars)
                 return

@@ -48,7 +48,7 @@ class FlatOptimizer(Optimizer):
     """
 
     rule: ClassVar[Rule]
-    _flat: FlatState | None = None
+    flat: FlatState | None = None  # what it steps over
     _is_attached = False
     _parameters: list[torch.Tensor]
     _order: _Order | None = None
@@ -78,7 +78,7 @@ class FlatOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         used, factor = self._order or self._by_hand()
-        flat, own = self._flat, None
+        flat, own = self.flat, None
         is_changed = self._optimizer_step_pre_hooks or _global_optimizer_pre_hooks  # a hook may write gradients
         if flat is None or used is None or (is_changed and flat.shards == 1):
             flat, used, own = self._take_gradients()
@@ -135,7 +135,7 @@ class FlatOptimizer(Optimizer):
         return flat, used, None
 
     def _laid_out(self) -> FlatState:
-        flat = self._flat
+        flat = self.flat
         if flat is not None and self._is_attached:
             return flat
         members = [
@@ -151,7 +151,7 @@ class FlatOptimizer(Optimizer):
 
     def _lay_out(self, members: list[torch.Tensor]) -> FlatState:
         """Give the members flat memory; a frozen parameter gets its own memory back and takes no room."""
-        if self._flat is not None:
+        if self.flat is not None:
             for each in self._parameters:
                 if not each.requires_grad and not _is_in(each, members):
                     each.data = compact(each)
@@ -162,7 +162,7 @@ class FlatOptimizer(Optimizer):
         flat = FlatState(self, self.rule, members, buckets, flats, copies=False)
         for own in flats:
             own.adopt(members, list(own.value_views))
-        self._flat, self._parameters = flat, members
+        self.flat, self._parameters = flat, members
         views = {i: view for own in flats for i, view in own.gradient_views.items()}
         self._views = [views.get(i) for i in range(len(members))]
         self._ids = list(map(id, members))
@@ -178,20 +178,16 @@ class FlatOptimizer(Optimizer):
         self.detach()
         self.rule.check_alike(self.param_groups)
         every = [buckets] * len(flats)
-        self._flat = FlatState(self, self.rule, parameters, every, flats, copies=True, shards=shards)
+        self.flat = FlatState(self, self.rule, parameters, every, flats, copies=True, shards=shards)
         self._parameters, self._is_attached, self._like = list(parameters), True, None
         self._views = [flats[0].gradient_views.get(i) for i in range(len(parameters))]
-        return self._flat
+        return self.flat
 
     def detach(self) -> None:
         """Keep the state as torch does: compact copies, which the next layout takes over."""
-        if self._flat is not None:
-            self.state = self._flat.whole()
-            self._flat, self._is_attached = None, False
-
-    def is_over(self, flat: FlatState) -> bool:
-        """Return whether it steps over this memory."""
-        return self._flat is flat
+        if self.flat is not None:
+            self.state = self.flat.whole()
+            self.flat, self._is_attached = None, False
 
     def step_by(self, used: list[bool] | None, factor: float | torch.Tensor) -> None:
         """Call :meth:`step`, with all hooks of the user's, for a TrainStep.
@@ -220,8 +216,8 @@ class FlatOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return a state that torch's class of the same name loads: compact copies, gathered from shards."""
         shown = self.state
-        if self._flat is not None:
-            self.state = self._flat.whole()
+        if self.flat is not None:
+            self.state = self.flat.whole()
         try:
             return super().state_dict()
         finally:
@@ -230,12 +226,12 @@ class FlatOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state, of this class or of torch's of the same name."""
         super().load_state_dict(state_dict)
-        if self._flat is not None:
-            self._flat.fill()
+        if self.flat is not None:
+            self.flat.fill()
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
-        return state if self._flat is None else state | {"state": self._flat.whole()}
+        return state if self.flat is None else state | {"state": self.flat.whole()}
 
 
 def _flat_on(device: torch.device, members: Sequence[torch.Tensor]) -> tuple[Sequence[Bucket], FlatTensors]:

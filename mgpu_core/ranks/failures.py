@@ -8,7 +8,6 @@ from types import TracebackType
 from torch._utils import ExceptionWrapper
 
 from mgpu_core.errors import Error
-from mgpu_core.ranks.workers import Outcome
 from mgpu_core.support.warnings import is_users
 
 __all__ = ["RankExited", "raise_failures"]
@@ -30,25 +29,24 @@ _CURE_OF_COPIES = (
 )
 
 
-def raise_failures(outcomes: Sequence[Outcome], names: Sequence[str]) -> None:
-    """Raise unless all ranks ended well; the outcomes hold no exception afterwards.
+def raise_failures(failures: list[BaseException | None], names: Sequence[str]) -> None:
+    """Raise unless all ranks ended well; the list is empty afterwards.
 
     Args:
-        outcomes: in rank order.
+        failures: in rank order; ``None`` of a rank that ended well.
         names: of the ranks and their devices, for the message: ``replica 1 on device cuda:1``.
 
     Raises:
         Exception: as :func:`mgpu_core.parallel_apply` words it.
     """
-    errors = {rank: outcome.error for rank, outcome in enumerate(outcomes) if outcome.error is not None}
+    errors = {rank: error for rank, error in enumerate(failures) if error is not None}
     if not errors:
         return
     if not all(isinstance(error, RankExited) for error in errors.values()):  # they are a consequence
         errors = {rank: error for rank, error in errors.items() if not isinstance(error, RankExited)}
     # A traceback holds the frames, and a frame that holds the exception holds everything that the forward made, until
     # the garbage collector comes: who tries again with a smaller batch needs the memory at once.
-    for outcome in outcomes:
-        outcome.error = None
+    failures.clear()
     try:
         _raise_first(errors, names)
     finally:

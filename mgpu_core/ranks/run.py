@@ -40,7 +40,7 @@ from mgpu_core.support.null_context import NULL_CONTEXT
 __all__ = ["Lane", "Run", "current_lane", "shares_generator"]
 
 _CPU = torch.device("cpu")
-_value_of = attrgetter("value")
+_error_of, _value_of = attrgetter("error"), attrgetter("value")
 
 
 class Run:
@@ -88,15 +88,14 @@ class Run:
             Error: a rank did not end within ``MGPU_CORE_TIMEOUT`` seconds.
         """
         draws = draws and shares_generator(self.team)
-        if len(calls) == 1:
-            outcomes = [self._here(calls[0])]
-        elif workers == "caller":
-            outcomes = self._in_caller(calls, draws)
-        else:
-            outcomes = self._in_workers(calls, draws)
-        for outcome in outcomes:
-            if outcome.error is not None:
-                raise_failures(outcomes, self._names or self._default_names())
+        if len(calls) == 1 or workers == "caller":
+            return self._in_caller(calls, draws)
+        outcomes = self._in_workers(calls, draws)
+        failures = list(map(_error_of, outcomes))
+        if any(failures):
+            for outcome in outcomes:
+                outcome.error = None  # its job may live on
+            self._raise(failures)
         return list(map(_value_of, outcomes))
 
     def alone(self, call: Callable[[], Any]) -> Any:
@@ -107,8 +106,9 @@ class Run:
         """Let no lane begin or wait any more; return whether all have ended in that time."""
         return self._waiting is None or self._waiting.stop(seconds)
 
-    def _default_names(self) -> list[str]:
-        return [f"replica {rank} on device {self.team.devices[rank]}" for rank in self.team.ranks]
+    def _raise(self, failures: list[BaseException | None]) -> None:
+        names = self._names or [f"replica {rank} on device {self.team.devices[rank]}" for rank in self.team.ranks]
+        raise_failures(failures, names)
 
     def _placed(self, rank: int, call: Callable[[], Any]) -> Callable[[], Any]:
         """Return the call on the rank's device and stream, and timed."""
@@ -119,33 +119,23 @@ class Run:
         with on(self.team.devices[rank], self.streams[rank]), clock:
             return call()
 
-    def _here(self, call: Callable[[], Any]) -> Outcome:
-        """Run the only lane in this thread, and in its context."""
-        outcome = Outcome()
-        try:
-            outcome.value = self.alone(call)
-        except Exception as error:
-            outcome.error = error
-        return outcome
-
-    def _in_caller(self, calls: Sequence[Callable[[], Any]], draws: bool) -> list[Outcome]:
-        """Run the lanes one after the other in this thread, each in its own context; the first failure ends it."""
-        devices = self.team.devices
-        numbers = rank_streams(devices) if draws and devices.count(_CPU) > 1 else None
-        outcomes: list[Outcome] = []
+    def _in_caller(self, calls: Sequence[Callable[[], Any]], draws: bool) -> list[Any]:
+        """Run the lanes one after the other in this thread, several in contexts of their own; a failure ends it."""
+        devices, are_several = self.team.devices, len(calls) > 1
+        numbers = rank_streams(devices) if draws and are_several and devices.count(_CPU) > 1 else None
+        values: list[Any] = []
         for rank, call in enumerate(calls):
             if not self._is_bare:
                 call = self._placed(rank, call)
             if numbers is not None and (stream := numbers[rank]) is not None:
                 call = partial(_drawn, call, stream)
-            outcome = Outcome()
-            outcomes += (outcome,)
             try:
-                outcome.value = copy_context().run(call)
+                values += (copy_context().run(call) if are_several else call(),)
+                continue
             except Exception as error:
-                outcome.error = error
-                break
-        return outcomes
+                failures: list[BaseException | None] = [*[None] * rank, error]
+            self._raise(failures)
+        return values
 
     def _in_workers(self, calls: Sequence[Callable[[], Any]], draws: bool) -> list[Outcome]:
         devices = self.team.devices

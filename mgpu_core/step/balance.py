@@ -177,6 +177,7 @@ class SplitPlan:
     Attributes:
         asked: the shares, as they were given.
         shares: for the next call.
+        rows: of each rank in the last call.
         is_timed: they follow the ranks' speeds, so each call is timed.
 
     Raises:
@@ -185,7 +186,7 @@ class SplitPlan:
 
     def __init__(self, shares: Sequence[float] | str | None, team: Team) -> None:
         self._team = team
-        self._rows: list[int] = []
+        self.rows: list[int] = []
         self.use(shares)
 
     def use(self, shares: Sequence[float] | str | None) -> None:
@@ -205,11 +206,9 @@ class SplitPlan:
         """Return a clock per rank for one call; none if nothing is measured."""
         return [] if self._auto is None else [RankClock(device) for device in self._team.devices]
 
-    def done(self, rows: list[int], clocks: Sequence[RankClock]) -> None:
-        """Note the rows that the ranks of a call had, and the clocks that timed them."""
-        self._rows = rows
-        if clocks:
-            self._timed.append((clocks, rows))
+    def take_times(self, rows: list[int], clocks: Sequence[RankClock]) -> None:
+        """Keep the clocks that timed the ranks of a call, which had so many rows."""
+        self._timed.append((clocks, rows))
 
     def follow_the_clocks(self) -> None:
         """Let the times of earlier calls decide on the shares of the next one, without waiting for a GPU."""
@@ -227,7 +226,7 @@ class SplitPlan:
     def table(self, workers: str) -> Plan:
         """Return the work of each rank; ``workers`` is how they run."""
         shares = self.shares or [1.0] * len(self._team)
-        rows = [*self._rows, *[0] * (len(self._team) - len(self._rows))]
+        rows = [*self.rows, *[0] * (len(self._team) - len(self.rows))]
         return Plan(
             RankPlan(rank, device, shares[rank] / sum(shares), rows[rank], workers)
             for rank, device in enumerate(self._team.devices)

@@ -27,7 +27,7 @@ from mgpu_core.step.options import Options
 from mgpu_core.step.rank_modules import RankModules
 from mgpu_core.step.reducer import Reducer
 from mgpu_core.step.replicas import Replicas
-from mgpu_core.step.update import UpdateTransaction
+from mgpu_core.step.update import Update
 from mgpu_core.trees.module_tree import modules_of
 
 __all__ = ["CapturedSteps"]
@@ -37,20 +37,20 @@ class CapturedSteps:
     """The steps of a :class:`mgpu_core.TrainStep` that are replays.
 
     Args:
-        options, replicas, reducer, passes, transaction, optimizer_step, modules, split_plan, loss_scale: of the step.
+        options, replicas, reducer, passes, update, optimizer_step, modules, split_plan, loss_scale: of the step.
 
     Attributes:
-        reducer, replicas, passes, transaction: the same.
+        reducer, replicas, passes: the same.
         graphs: the recorded graphs.
         recorder: records the work of one device.
     """
 
     def __init__(
         self, options: Options, replicas: Replicas, reducer: Reducer, passes: ForwardBackward,
-        transaction: UpdateTransaction, optimizer_step: OptimizerStep, modules: Sequence[RankModules],
-        split_plan: SplitPlan, loss_scale: LossScale,
+        update: Update, optimizer_step: OptimizerStep, modules: Sequence[RankModules], split_plan: SplitPlan,
+        loss_scale: LossScale,
     ) -> None:  # fmt: skip
-        self.reducer, self.replicas, self.passes, self.transaction = reducer, replicas, passes, transaction
+        self.reducer, self.replicas, self.passes, self._update = reducer, replicas, passes, update
         self._optimizer_step, self._modules, self._split_plan = optimizer_step, modules, split_plan
         self._loss_scale, self._options = loss_scale, options
         self.graphs, self.recorder = StepGraphs(), CudaRecorder()
@@ -84,9 +84,8 @@ class CapturedSteps:
         The ranks' parameters must be up to date.
         """
         batch = inputs, kwargs
-        return self.transaction.replay(
-            self.reducer,
-            lambda: self.graphs.run(batch, self._fixed(clip_norm), lambda: self._record(batch, clip_norm)),
+        return self._update.replay(
+            lambda: self.graphs.run(batch, self._fixed(clip_norm), lambda: self._record(batch, clip_norm))
         )
 
     def _fixed(self, clip_norm: float | None) -> tuple[Hashable, ...]:
@@ -94,7 +93,7 @@ class CapturedSteps:
         replicas, optimizer_step = self.replicas, self._optimizer_step
         autocast = torch.is_autocast_enabled(GRAPH_DEVICE) and torch.get_autocast_dtype(GRAPH_DEVICE)
         modes = tuple(node.module.training for modules in self._modules for node in modules.tree.nodes)
-        frozen, used, buffers = tuple(replicas.frozen), tuple(self.transaction.used), tuple(map(id, self.buffers))
+        frozen, used, buffers = tuple(replicas.frozen), tuple(self._update.used), tuple(map(id, self.buffers))
         memory = optimizer_step.memory, replicas.moves
         shares = tuple(self._split_plan.shares or ())
         return modes, frozen, used, buffers, memory, shares, clip_norm, autocast, self._loss_scale.scale
@@ -140,15 +139,14 @@ class CapturedSteps:
 
     def begin(self) -> None:
         """Open a new window, for one call."""
-        self.transaction.open_window(self._options.reduction, 1)
+        self._update.open_window(self._options.reduction, 1)
 
     def split(self, batch: Any) -> tuple[list[RankPart], list[int]]:
         """Return the inputs of each rank, and their rows."""
         inputs, kwargs = batch
         plan = self._split_plan
-        parts, rows = self.passes.split(inputs, kwargs, plan.shares)
-        plan.done(rows, ())
-        return parts, rows
+        parts, plan.rows = self.passes.split(inputs, kwargs, plan.shares)
+        return parts, plan.rows
 
     def compute(self, parts: Sequence[RankPart]) -> list[RankLoss]:
         """Run forward, loss and backward of the ranks, each in the worker that it always has."""
@@ -183,11 +181,11 @@ class CapturedSteps:
     @property
     def window(self) -> Window:
         """The call that is recorded or replayed."""
-        return self.transaction.window
+        return self._update.window
 
     def check_used(self) -> None:
         """Raise RuntimeError unless the same parameters have gradients as in the last update."""
-        if self.reducer.used() != self.transaction.used:
+        if self.reducer.used() != self._update.used:
             raise RuntimeError("this batch uses other parameters than the one before")
 
 
@@ -211,7 +209,7 @@ class _Graph:
         parts, rows = steps.split(self._batch.nest)
         seed(parts, steps.window.seeds(rows))
         losses = steps.compute(parts)
-        steps.reducer.finish()
+        steps.reducer.sum_the_rest()
         loss = steps.window.add(rows, losses, self._device)
         steps.update(self._norm, self._clip_norm)
         return [loss]

@@ -27,7 +27,8 @@ from mgpu_core.step.options import Options
 from mgpu_core.step.rank_modules import RankModules
 from mgpu_core.step.replicas import Replicas
 from mgpu_core.support.null_context import NULL_CONTEXT
-from mgpu_core.trace.tracer import rank_spans, span
+from mgpu_core.trace import tracer
+from mgpu_core.trace.tracer import span
 from mgpu_core.trees.nested import map_leaves, moved, tensors_in
 
 __all__ = ["ForwardBackward", "RankPart", "any_has_graph", "check_losses", "detached", "differentiate", "seed"]
@@ -280,7 +281,7 @@ class ForwardBackward:
     ) -> tuple[RankLoss, Any]:
         """Run one rank, in its worker or in the caller's thread; return its loss, and its outputs if they are kept."""
         device = self._team.devices[rank]
-        of_forward, of_loss, of_backward = rank_spans(rank, device)
+        of_forward, of_loss, of_backward = tracer.rank_spans(rank, device) if tracer.is_on else tracer.NO_SPANS
         with NULL_CONTEXT if self._amp_dtype is None else self.autocast(device):
             with of_forward:
                 output = module(*part.inputs, **part.kwargs)

@@ -3,11 +3,11 @@ r"""Buckets of parameters in flat memory on each device, and the sums of their g
 A bucket's gradients are added up over the ranks of each device, then over the devices, always in the same memory::
 
     rank 0  rank 1      rank 2  rank 3      gradients as autograd made them, one tensor per parameter
-        \\  /                \\  /
-     add_up_ranks        add_up_ranks       one pass into the flat bucket of each device
-          \\__ add_up_devices __/            all-reduce, reduce-scatter or the user's hook
+        \  /                \  /
+      RankSums            RankSums          one pass into the flat bucket of each device
+          \__ over devices __/              all-reduce, reduce-scatter or the user's hook
                     |
-              ProcessSums                   over the processes, if there are others
+               ProcessSums                  over the processes, if there are others
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from mgpu_core.step.grad_clip import GradientNorm, Sums
 from mgpu_core.step.options import Options
 from mgpu_core.step.process_sums import ProcessSums
 from mgpu_core.step.replicas import Replicas
-from mgpu_core.trace.tracer import is_tracing
+from mgpu_core.trace import tracer
 
 __all__ = ["BackwardOrder", "CommHook", "Communication", "GradBuckets", "GradientBucket"]
 
@@ -105,6 +105,7 @@ class GradBuckets:
         is_empty: there was no backward yet.
         buckets: which parameters lie where.
         bucket_of: by parameter the number of its bucket.
+        left_out: parameters that are not the step's yet, which a later update may have to adopt.
         sparse: parameters outside the buckets, whose gradients are sparse.
         flats: per device the flat values, and the sums of the gradients.
         shown: per parameter the sum of its gradients on the first device; ``None`` for one outside the buckets.
@@ -122,7 +123,7 @@ class GradBuckets:
         order = [i for i in order if i not in self.sparse and has_gradients(parameters[i].dtype)]
         self._adopted = [i for i in order if i in found.updated or processes is not None]
         kept = {*self._adopted, *self.sparse} if learnt else range(len(parameters))
-        self._left_out = [i for i, each in enumerate(parameters) if i not in kept and has_gradients(each.dtype)]
+        self.left_out = [i for i, each in enumerate(parameters) if i not in kept and has_gradients(each.dtype)]
         self.buckets = _buckets_of(parameters, order, communication.options.bucket_nbytes, shards)
         self._members = [[each.parameter for each in bucket.segments] for bucket in self.buckets]
         self.bucket_of = {i: number for number, members in enumerate(self._members) for i in members}
@@ -157,7 +158,7 @@ class GradBuckets:
         Args:
             updated: returns the parameters that the optimizer has now.
         """
-        for i in self._left_out:
+        for i in self.left_out:
             if self._replicas.own[i].requires_grad and (i not in self.bucket_of or i in updated()):
                 return self._replicas.names[i]
         return None
@@ -173,21 +174,16 @@ class GradBuckets:
 
     def add_up(self, bucket: int) -> None:
         """Sum a bucket over all ranks, on the current streams, and begin its sum over the processes."""
-        if is_tracing():
+        if tracer.is_on:
             self._tell(bucket)
-        for index in range(len(self.flats)):
-            self.add_up_ranks(bucket, index)
+        for sums, rows in self._rank_sums[bucket]:  # of one device each, on its current stream
+            sums.add_up(list(map(list, map(map, repeat(_grad_of), rows))))
         if len(self.flats) > 1:
-            self.add_up_devices(bucket)
+            self._add_up_devices(bucket)
         if self._communication.processes is not None:
             self._communication.processes.put(bucket)
 
-    def add_up_ranks(self, bucket: int, index: int) -> None:
-        """Sum a bucket over the ranks of one device, on its current stream."""
-        sums, rows = self._rank_sums[bucket][index]
-        sums.add_up(list(map(list, map(map, repeat(_grad_of), rows))))
-
-    def add_up_devices(self, bucket: int) -> None:
+    def _add_up_devices(self, bucket: int) -> None:
         """Sum a bucket over the devices, each of which holds the sum over its ranks: all of it, or each its part."""
         communication, tensors = self._communication, [flat.gradients[bucket] for flat in self.flats]
         options, processes = communication.options, communication.processes

@@ -165,15 +165,18 @@ class Window:
         scale: the factor of all losses before backward; gradients are divided by it afterwards.
         seeded: the rows that means are taken over before backward, the same number in all processes; a call without
             rows adds nothing then.  ``None``: there is one process, and it takes those of the first call and plan.
+
+    Attributes:
+        calls: how many there were so far.
+        weight: of these: their rows, or the weights of a weighted loss.
     """
 
     def __init__(self, reduction: str, planned: int, scale: float = 1.0, seeded: float | None = None) -> None:
         self.calls = 0
         self._planned = planned
         self._reduction, self._scale = reduction, scale
-        self._rows = 0  # of all calls so far
+        self.weight: float | torch.Tensor = 0.0
         self._is_shared, self._seeded = seeded is not None, seeded or 0.0
-        self._weight: torch.Tensor | None = None
 
     def seeds(self, rows: Sequence[int]) -> list[float]:
         """Return the factor of each rank's loss before backward; ``rows`` has one entry per rank."""
@@ -192,7 +195,8 @@ class Window:
         """Count a call that went through; return its loss, as one device would have it, on ``device``."""
         self.calls += 1
         total = sum(rows)
-        self._rows += total
+        if self._reduction != "weighted":
+            self.weight += total
         if len(losses) == 1 and self._reduction != "weighted" and losses[0].value.device == device:
             return losses[0].value  # one rank's is the whole
         values = [each.value if each.value.device == device else to_device(each.value, device) for each in losses]
@@ -202,13 +206,8 @@ class Window:
             return _total(values, [count / total for count in rows] if total else [1.0 / len(rows)] * len(rows))
         weights = [to_device(each.weight, device) for each in losses if each.weight is not None]
         weight = _total(weights, [1.0] * len(weights))
-        self._weight = weight if self._weight is None else self._weight + weight
+        self.weight = self.weight + weight if self.calls > 1 else weight
         return _total(values, [1.0] * len(values)) / weight
-
-    @property
-    def weight(self) -> float | torch.Tensor:
-        """The weight of the calls so far: their rows, or the weights of a weighted loss."""
-        return float(self._rows) if self._weight is None else self._weight
 
     def factor(self, weight: float | torch.Tensor) -> float | torch.Tensor | None:
         """Return the factor that the sums of the gradients still need; ``None``: no factor.

@@ -58,6 +58,7 @@ class OptimizerStep:
         in_shards: each device updates a part of each bucket, and keeps that part's state alone.
 
     Attributes:
+        has_copies: there are several devices, each with values of its own.
         is_flat: the optimizer is one of ours, which multiplies gradients by a factor itself.
         spent: the gradients of the last update, until those of the next one are made.
 
@@ -70,12 +71,11 @@ class OptimizerStep:
         self._ours = optimizer if isinstance(optimizer, FlatOptimizer) else None
         self.is_flat = self._ours is not None
         self._replicas, self._in_shards = replicas, in_shards
-        self._reducer = gradients if isinstance(gradients, Reducer) else None
-        self._has_copies = len(replicas.devices) > 1
+        self._buckets = gradients if isinstance(gradients, Reducer) else None  # they lie in the step's memory
+        self.has_copies = len(replicas.devices) > 1
         self._is_torchs = self.is_flat or type(optimizer).__module__.partition(".")[0] == "torch"
         self._flat: FlatState | None = None  # what ours keeps over the step's memory
         self._made_for: Any = None  # the groups
-        self._used: list[bool] = []  # in the update that is prepared
         self._before: list[int] = []  # how often each parameter was written before the update
         self.spent: list[torch.Tensor | None] = []
         self._left_over: RemovableHandle | None = None
@@ -99,7 +99,7 @@ class OptimizerStep:
     @property
     def memory(self) -> tuple[int, int] | None:
         """A key that changes with the optimizer's memory; ``None``: a graph cannot hold this update."""
-        if self._ours is None or self._flat is None or not self._ours.is_over(self._flat) or not self._is_plain():
+        if self._ours is None or self._flat is None or self._ours.flat is not self._flat or not self._is_plain():
             return None
         return id(self._flat), self._flat.generation
 
@@ -123,16 +123,28 @@ class OptimizerStep:
             TypeError: ours cannot update sparse gradients, or these dtypes.
         """
         self._before = self._replicas.versions
-        if self._reducer is None:
-            return self._step if self._ours is None else partial(self._ours.step_by, None)
-        if self._ours is not None:
+        if self._ours is not None and self._buckets is not None:
             groups = [list(map(id, group["params"])) for group in self._optimizer.param_groups]
-            if self._flat is None or groups != self._made_for or not self._ours.is_over(self._flat):
-                self._flat = self._attached(self._ours, self._reducer.buckets)
+            if self._flat is None or groups != self._made_for or self._ours.flat is not self._flat:
+                self._flat = self._attached(self._ours, self._buckets.buckets)
                 self._made_for = groups
             self._flat.prepare(used)
-            self._used = used
-        return self._step if self._ours is None or self._has_copies else partial(self._ours.step_by, used)
+        if self._ours is None or self.has_copies:
+            return partial(self._update, used)
+        return partial(self._ours.step_by, None if self._buckets is None else used)
+
+    def _update(self, used: list[bool], factor: float | torch.Tensor) -> None:
+        """Make the step, and send the values to devices that have not computed them."""
+        written = self.has_copies and self.values_changed()  # by a forward: rank 0's values count, as in the drop-in
+        if self._ours is not None:
+            self._ours.step_by(used, factor)
+        else:
+            self._optimizer.step()
+            if self._runs_users_code():  # which may have assigned `p.data`
+                self._replicas.settle()
+        updates_one = self._ours is None or self._replicas.is_mixed
+        if self.has_copies and (written or updates_one or not self._is_plain()):
+            self._replicas.send_values()
 
     def _attached(self, optimizer: FlatOptimizer, buckets: GradBuckets) -> FlatState:
         """Let the optimizer step over the step's memory, on all devices of one kind."""
@@ -146,19 +158,6 @@ class OptimizerStep:
         shards = len(flats) if self._in_shards else 1
         return optimizer.attach(self._replicas.own, buckets.buckets, flats, shards)
 
-    def _step(self, factor: float | torch.Tensor) -> None:
-        """Make the step, and send the values to devices that have not computed them."""
-        written = self._has_copies and self.values_changed()  # by a forward: rank 0's values count, as in the drop-in
-        if self._ours is not None:
-            self._ours.step_by(self._used, factor)
-        else:
-            self._optimizer.step()
-            if self._runs_users_code():  # which may have assigned `p.data`
-                self._replicas.settle()
-        updates_one = self._ours is None or self._replicas.is_mixed
-        if self._has_copies and (written or updates_one or not self._is_plain()):
-            self._replicas.send_values()
-
     def has_written(self) -> bool:
         """Return whether an update that failed has changed parameters all the same."""
         return bool(self._before) and self._before != self._replicas.versions
@@ -166,7 +165,7 @@ class OptimizerStep:
     def conclude(self) -> None:
         """Do the host's part after an update."""
         self.spent[:] = map(_grad_of, self._replicas.own)
-        if self._has_copies:
+        if self.has_copies:
             self.remember_values()
 
     def remember_values(self) -> None:
@@ -179,18 +178,15 @@ class OptimizerStep:
         return {i for i, each in enumerate(self._replicas.own) if id(each) in members}
 
     def values_changed(self) -> list[int]:
-        """Return the parameters that were written in place since; torch counts that, but not through ``.data``.
-
-        On one device, whose ranks share the values, there is nothing to send, and none is returned.
-        """
-        now = self._replicas.versions if self._has_copies else self._versions
+        """Return the parameters that were written in place since; torch counts that, but not through ``.data``."""
+        now = self._replicas.versions
         if now == self._versions:
             return []
         return [i for i, (one, other) in enumerate(zip(now, self._versions, strict=True)) if one != other]
 
     def close(self) -> None:
         """Leave the optimizer with state of its own."""
-        if self._ours is not None and self._flat is not None and self._ours.is_over(self._flat):
+        if self._ours is not None and self._flat is not None and self._ours.flat is self._flat:
             self._ours.detach()
         self._flat = None
 

@@ -16,11 +16,12 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from itertools import repeat
 from operator import attrgetter, is_not
 from types import NoneType
+from typing import TypeAlias
 
 import torch
 
@@ -33,11 +34,16 @@ from mgpu_core.optim.flat_buffers import in_memory_order
 from mgpu_core.step.grad_buckets import BackwardOrder, Communication, GradBuckets
 from mgpu_core.step.grad_clip import GradientNorm, Sums
 from mgpu_core.step.replicas import GradientHook, Replicas
+from mgpu_core.step.rollback import uninterrupted
 from mgpu_core.support.null_context import NULL_CONTEXT
+from mgpu_core.trace import tracer
 from mgpu_core.trace.events import ALL_RANKS
 from mgpu_core.trace.tracer import current_step, in_step, is_tracing, mark, span
 
 __all__ = ["Gradients", "OwnGradients", "ReadyCounter", "Reducer"]
+
+Weight: TypeAlias = float | torch.Tensor
+Updated: TypeAlias = Callable[[], Collection[int]]
 
 _grad_of = attrgetter("grad")
 
@@ -52,6 +58,36 @@ class Gradients:
     def __init__(self, replicas: Replicas) -> None:
         self._replicas = replicas
         self._aside: list[torch.Tensor | None] = []
+
+    @property
+    def sums(self) -> Sums:
+        """The sums over all ranks, after :meth:`finish`."""
+        raise NotImplementedError
+
+    def norm(self) -> torch.Tensor:
+        """Return the Euclidean norm of all sums together, a scalar on the first device."""
+        raise NotImplementedError
+
+    def begin(self, ranks: int, *, overlap: bool) -> None:
+        """Begin a backward of so many ranks; with ``overlap`` buckets are summed as they become ready."""
+
+    def finish(self, weight: Weight, updated: Updated) -> tuple[list[bool], Weight]:
+        """Finish the sums after the backward of all ranks, each of which still has its own gradients.
+
+        Args:
+            weight: of the gradients.
+            updated: returns the parameters that the optimizer has.
+
+        Returns:
+            Per parameter whether any rank has used it, and the weight: of all processes, where there are several.
+        """
+        return self.used(), weight
+
+    def show(self, used: Sequence[bool]) -> None:
+        """Make the sums the ``grad`` of the user's parameters, and ``None`` that of parameters that no rank used."""
+
+    def forget_layout(self) -> None:
+        """Learn the order from the next backward again; values and gradients stay where they are."""
 
     def clear(self) -> None:
         """Drop all gradients."""
@@ -101,14 +137,12 @@ class OwnGradients(Gradients):
 
     @property
     def sums(self) -> Sums:
-        """The gradients that there are, as :class:`Sums`."""
         found = {i: each.grad for i, each in enumerate(self._replicas.own) if each.grad is not None}
         dense = [each for each in found.values() if not _is_sparse(each)]
         padding = [torch.empty(0, dtype=torch.int64)] * len(dense)
         return Sums([dense], [padding], dense, {i: each for i, each in found.items() if _is_sparse(each)})
 
     def norm(self) -> torch.Tensor:
-        """Return the Euclidean norm of all gradients together, a scalar on their device."""
         found = list(map(_grad_of, self._replicas.own))
         if self._like is None or NoneType in set(map(type, found)) or not self._like.holds_for(found):
             sums = self.sums
@@ -200,11 +234,9 @@ class Reducer(Gradients):
 
     @property
     def sums(self) -> Sums:
-        """The sums over all ranks, after :meth:`finish`."""
         return self.buckets.sums
 
     def norm(self) -> torch.Tensor:
-        """Return the Euclidean norm of all sums together, a scalar on the first device."""
         return self.buckets.norm.compute()
 
     def register_hooks(self) -> None:
@@ -227,7 +259,6 @@ class Reducer(Gradients):
                     self.handles[rank, i] = parameter.register_post_accumulate_grad_hook(hook)
 
     def begin(self, ranks: int, *, overlap: bool) -> None:
-        """Begin a backward of so many ranks; with ``overlap`` buckets are summed as they become ready."""
         self._counter = self._uncounted
         if self._has_streams:
             devices = self._replicas.team.devices
@@ -283,8 +314,19 @@ class Reducer(Gradients):
                 if is_complete:
                     self._sum(bucket)
 
-    def finish(self) -> None:
-        """Sum the remaining buckets after the backward of all ranks; each rank still has its own gradients."""
+    def finish(self, weight: Weight, updated: Updated) -> tuple[list[bool], Weight]:
+        self._replicas.settle()  # a forward may have assigned `parameter.data`
+        if self.buckets.is_empty:
+            self._lay_out(updated())
+        self.sum_the_rest()
+        used, processes = self.used(), self.communication.processes
+        if processes is not None:
+            weight, used = processes.finish(weight, used)
+            self.buckets.spread()
+        return used, weight
+
+    def sum_the_rest(self) -> None:
+        """Sum the buckets that are not summed yet."""
         buckets, processes = self.buckets, self.communication.processes
         for bucket in self._counter.left():
             if processes is not None and processes.has_begun(bucket):
@@ -303,11 +345,7 @@ class Reducer(Gradients):
         self._is_learning, self._counter = False, _NO_COUNTER
 
     def show(self, used: Sequence[bool]) -> None:
-        """Make the sums the ``grad`` of the user's parameters, and ``None`` that of parameters that no rank used.
-
-        Sums in shards are not shown, because no device has a whole one.
-        """
-        if self.communication.shards > 1:
+        if self.communication.shards > 1:  # no device has a whole one
             self.clear()
             return
         shown, sparse = self.buckets.shown, self.buckets.sums.sparse
@@ -316,7 +354,23 @@ class Reducer(Gradients):
         for parameter, view, is_used in zip(self._replicas.own, shown, used, strict=True):
             parameter.grad = view if is_used else None
 
-    def learnt(self, updated: Collection[int]) -> BackwardOrder:
+    def _lay_out(self, updated: Collection[int]) -> None:
+        """Lay out the buckets after the first backward, in all processes after that of process 0."""
+        learnt, processes = self._learnt(updated), self.communication.processes
+        if processes is not None:
+            if learnt.sparse:
+                raise TypeError(
+                    "some gradients are sparse: they can be summed inside one process only, so make them dense"
+                )
+            learnt = processes.from_first(learnt)
+        with uninterrupted():
+            self.buckets = GradBuckets(self._replicas, learnt, self.communication)
+            self.buckets.take_values()
+            self.register_hooks()
+            self._is_learning = False
+            self._counter = self._uncounted  # all of its buckets are to be summed
+
+    def _learnt(self, updated: Collection[int]) -> BackwardOrder:
         """Return the order that the first backward has shown; the optimizer has the parameters ``updated``.
 
         Parameters that have gradients are wanted even if they were frozen since.  Several processes cannot lay out
@@ -329,24 +383,15 @@ class Reducer(Gradients):
         wanted = [i for i, each in enumerate(self._replicas.own) if each.requires_grad or used[i] or i in known]
         return BackwardOrder(list(dict.fromkeys(self._ready)), sparse, wanted, updated)
 
-    def lay_out(self, learnt: BackwardOrder) -> None:
-        """Give the parameters their memory."""
-        buckets = GradBuckets(self._replicas, learnt, self.communication)
-        buckets.take_values()
-        self.buckets = buckets
-        self.register_hooks()
-        self._is_learning = False
-        self._counter = self._uncounted  # all of its buckets are to be summed
-
     def forget_layout(self) -> None:
-        """Learn the order from the next backward again; values and gradients stay where they are."""
         self.buckets, self._ready = GradBuckets(self._replicas, None, self.communication), []
         self.register_hooks()
         self._rest()
 
     def _sum(self, bucket: int) -> None:
         """Sum a bucket over the ranks of each device, then over the devices; on GPUs on their side streams."""
-        with span("all_reduce", ALL_RANKS, None, bucket), self._side.entered() if self._has_streams else NULL_CONTEXT:
+        told = span("all_reduce", ALL_RANKS, None, bucket) if tracer.is_on else NULL_CONTEXT
+        with told, self._side.entered() if self._has_streams else NULL_CONTEXT:
             self.buckets.add_up(bucket)
 
     def _sum_sparse(self, i: int) -> torch.Tensor:

@@ -16,13 +16,12 @@ from mgpu_core.devices.devices import DeviceLike
 from mgpu_core.devices.traces import refuse_traces
 from mgpu_core.errors import Error
 from mgpu_core.ranks.compiled import outside_the_compiler
-from mgpu_core.ranks.team import Team
 from mgpu_core.step.balance import Plan, SplitPlan
 from mgpu_core.step.checkpoint import first_difference, state_of
 from mgpu_core.step.grad_buckets import CommHook
 from mgpu_core.step.grad_scaler import LossScale
 from mgpu_core.step.graph_cache import StepGraphs
-from mgpu_core.step.loss import check_loss
+from mgpu_core.step.loss import check_loss, joined_aux
 from mgpu_core.step.loss_check import LossCheck
 from mgpu_core.step.optimizer_step import check_optimizer
 from mgpu_core.step.options import (
@@ -34,10 +33,11 @@ from mgpu_core.step.options import (
     pipeline_devices_of,
     team_of,
 )
+from mgpu_core.step.parts import Result, StepParts
 from mgpu_core.step.process_sums import ProcessSums
-from mgpu_core.step.train_loop import TrainLoop
+from mgpu_core.support.null_context import NULL_CONTEXT
 from mgpu_core.support.warnings import warn_user
-from mgpu_core.trace.tracer import span
+from mgpu_core.trace import tracer
 from mgpu_core.trees.module_tree import named_parameters_of
 
 if TYPE_CHECKING:
@@ -175,53 +175,32 @@ class TrainStep:
         check_device(net, team)
         self._guard = ReentrancyGuard("this step is already running: one call at a time, not one inside another")
         processes = None if process_group is None else ProcessSums(process_group, team.devices[0])
-        self._loop = TrainLoop(options, self._split_plan, processes)
+        self._parts = StepParts(options, self._split_plan, processes)
         if algorithm != "auto" and len(set(team.devices)) == 1:
             warn_user(f'algorithm="{algorithm}" has no effect: all ranks are on {team.devices[0]}, so none is needed')
         if amp_dtype is torch.float16 and any(device.type == "cpu" for device in team.devices):
             warn_user("float16 is slow on CPUs, most of which emulate it: use bfloat16")
 
-    if TYPE_CHECKING:
-        module: Module
-        loss_fn: Callable[..., Any] | None
-        optimizer: Optimizer
-        team: Team
-        dim: int
-        reduction: str
-        loss_on: str
-        amp_dtype: torch.dtype | None
-        accumulate: int
-        clip_norm: float | None
-        error_if_nonfinite: bool | None
-        shard_optimizer: bool
-        bucket_nbytes: int
-        comm_dtype: torch.dtype | None
-        algorithm: str
-        workers: str
-        rng: str
-        static_graph: bool
-        capture: bool
-
     def __getattr__(self, name: str) -> Any:
         if name in ARGUMENTS:
-            return getattr(self._loop.options, name)
+            return getattr(self._parts.options, name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in ARGUMENTS:
-            self._loop.options = self._loop.options.changed(name, value)
+            self._parts.options = self._parts.options.changed(name, value)
         else:
             object.__setattr__(self, name, value)
 
     @property
     def loss_scale(self) -> LossScale:
         """The scale of the loss, of float16; 1 without."""
-        return self._loop.loss_scale
+        return self._parts.loss_scale
 
     @property
     def steps(self) -> int:
         """How many updates were made so far."""
-        return self._loop.transaction.steps
+        return self._parts.update.steps
 
     @property
     def shares(self) -> Sequence[float] | str | None:
@@ -235,7 +214,7 @@ class TrainStep:
     @property
     def graphs(self) -> StepGraphs | None:
         """The steps that were captured; ``None`` without ``capture=True``."""
-        captured = self._loop.captured
+        captured = self._parts.captured
         return None if captured is None else captured.graphs
 
     @outside_the_compiler
@@ -263,15 +242,41 @@ class TrainStep:
         if torch.is_inference_mode_enabled():
             raise RuntimeError("a step inside torch.inference_mode() has no gradients to train with")
         refuse_traces()
-        with self._guard, span("train_step"):
-            loop = self._loop
-            loop.check_usable()
-            loss, outputs, numbers = loop.step(inputs, kwargs, return_outputs, aux)
+        with self._guard, tracer.span("train_step") if tracer.is_on else NULL_CONTEXT:
+            loss, outputs, numbers = self._step(inputs, kwargs, return_outputs, aux)
         return _returned(loss, outputs, numbers, return_outputs, aux) if return_outputs or aux else loss
+
+    def _step(self, inputs: tuple[Any, ...], kwargs: dict[str, Any], return_outputs: bool, aux: bool) -> Result:
+        """Make a step; all of it happens, or nothing."""
+        parts = self._ready()
+        try:
+            parts.follow_module(updates=True)
+            if parts.captured is not None and parts.update.used:
+                replayed = parts.replay(parts.captured, inputs, kwargs, return_outputs or aux)
+                if replayed is not None:
+                    return replayed, None, {}
+            options, update, gradients = parts.options, parts.update, parts.gradients
+            window = update.begin(options)
+            is_due = not parts.keeps_accumulating and window.calls + 1 >= options.accumulate
+            ranks, rows = parts.split(inputs, kwargs)
+            gradients.begin(len(ranks), overlap=is_due)
+            losses, rows, outputs = parts.forward_backward(window, ranks, rows, inputs, return_outputs)
+            loss = window.add(rows, losses, parts.device)
+            numbers = joined_aux(losses, rows, options.reduction) if aux else {}
+            if is_due:
+                update.commit(options)
+            else:
+                gradients.set_aside()
+            if parts.choice.is_open:
+                parts.take_time()
+            return loss, outputs, numbers
+        except BaseException:
+            parts.give_up()
+            raise
 
     def plan(self) -> Plan:
         """Return each rank's plan: its device, its share of the rows, its rows in the last call, and how it runs."""
-        return self._split_plan.table(self._loop.passes.workers)
+        return self._split_plan.table(self._parts.passes.workers)
 
     def evaluate(self, *inputs: Any, return_outputs: bool = False, aux: bool = False, **kwargs: Any) -> Any:
         """Return the loss of a batch, without gradients and without an update; arguments and results as for a step.
@@ -279,9 +284,9 @@ class TrainStep:
         The module is used as it is: call ``net.eval()`` before.
         """
         with self._guard:
-            loop = self._ready()
-            with span("evaluate"):
-                loss, outputs, numbers = loop.evaluate(inputs, kwargs, return_outputs, aux)
+            parts = self._ready()
+            with tracer.span("evaluate"):
+                loss, outputs, numbers = parts.evaluate(inputs, kwargs, return_outputs, aux)
         return _returned(loss, outputs, numbers, return_outputs, aux)
 
     def check_loss(self, *inputs: Any, **kwargs: Any) -> LossCheck:
@@ -307,21 +312,28 @@ class TrainStep:
         there were any.
         """
         with self._guard:
-            loop = self._ready()
-            if not loop.is_accumulating:
+            parts = self._ready()
+            if not parts.update.window.calls:
                 return False
-            with span("train_step"):
-                loop.conclude()
+            with tracer.span("train_step"):
+                try:
+                    parts.follow_parameters(updates=True)
+                    parts.update.begin(parts.options)
+                    parts.gradients.begin(0, overlap=False)
+                    parts.update.commit(parts.options)
+                except BaseException:
+                    parts.give_up()
+                    raise
         return True
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Let the calls inside add their gradients up; the first call after it that may, updates by all of them."""
-        before, self._loop.keeps_accumulating = self._loop.keeps_accumulating, True
+        before, self._parts.keeps_accumulating = self._parts.keeps_accumulating, True
         try:
             yield
         finally:
-            self._loop.keeps_accumulating = before
+            self._parts.keeps_accumulating = before
 
     def register_comm_hook(self, hook: CommHook | None) -> None:
         """Let ``hook(bucket)`` sum each bucket over the devices instead of the all-reduce; ``None`` takes it away.
@@ -334,9 +346,9 @@ class TrainStep:
         Raises:
             RuntimeError: gradients are being accumulated.
         """
-        if self._loop.is_accumulating:
+        if self._parts.update.window.calls:
             raise RuntimeError("a communication hook changes between updates, not between calls that accumulate")
-        self._loop.communication.hook = hook
+        self._parts.communication.hook = hook
 
     def sync_parameters(self) -> None:
         """Give all devices the values of ``net``: after writes through ``.data``, which torch does not count.
@@ -356,9 +368,9 @@ class TrainStep:
             Error: names the parameter and the rank that differs.
         """
         with self._guard:
-            loop = self._ready()
-            loop.follow_parameters()
-            found = first_difference(loop.replicas)
+            parts = self._ready()
+            parts.follow_parameters()
+            found = first_difference(parts.replicas)
         if found is not None:
             name, rank = found
             raise Error(
@@ -372,7 +384,7 @@ class TrainStep:
             self._ready()
             counts: dict[str, Any] = {"steps": self.steps, "loss_scale": self.loss_scale.state_dict()}
             counts["shares"] = self._split_plan.measured()
-            counts["workers"] = self._loop.choice.chosen()
+            counts["workers"] = self._parts.choice.chosen()
             return state_of(self.module, self.optimizer) | counts
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -389,19 +401,19 @@ class TrainStep:
     def rebuild(self) -> None:
         """Make all parts of the step anew from ``net`` as it is: after a failure, or with ``static_graph``."""
         with self._guard:
-            self._loop.check_open()
-            self._loop.rebuild()
+            self._parts.check_open()
+            self._parts.rebuild()
 
     def close(self) -> None:
         """Give ``net`` and the optimizer memory of their own again, and ends the threads; the step is over."""
         with self._guard:
-            self._loop.close()
+            self._parts.close()
             self.team.close()
 
-    def _ready(self) -> TrainLoop:
-        """Return the loop if a step can be made; raise otherwise."""
-        self._loop.check_usable()
-        return self._loop
+    def _ready(self) -> StepParts:
+        """Return the parts if a step can be made; raise otherwise."""
+        self._parts.check_usable()
+        return self._parts
 
     def __getstate__(self) -> Any:
         raise TypeError(

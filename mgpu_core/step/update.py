@@ -1,11 +1,17 @@
-"""From one update to the next: the calls whose gradients it is made of, and the commit at its end."""
+"""From one update to the next: the calls whose gradients it is made of, the optimizer's step, and the counts after it::
+
+    begin ── calls of the window ── commit: finish the sums ── factor ── show ── optimizer ── count
+      └──────────── after a failure: restore ────────────┘
+
+Parameters, optimizer state and counts do not change before the optimizer's step.  Running statistics do, and are
+restored when the window is abandoned.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 from itertools import compress
-from typing import TypeAlias
 
 import torch
 
@@ -16,21 +22,18 @@ from mgpu_core.step.loss import Window
 from mgpu_core.step.optimizer_step import OptimizerStep
 from mgpu_core.step.options import Options
 from mgpu_core.step.process_sums import ProcessSums
-from mgpu_core.step.reducer import OwnGradients, Reducer
+from mgpu_core.step.reducer import Gradients
 from mgpu_core.step.replicas import Replicas
 from mgpu_core.step.rollback import BufferSnapshot, uninterrupted
+from mgpu_core.support.null_context import NULL_CONTEXT
+from mgpu_core.trace import tracer
+from mgpu_core.trace.events import ALL_RANKS
 
-__all__ = ["UpdateTransaction"]
-
-# Per parameter whether it is updated, and the weight of all calls together.
-Totals: TypeAlias = tuple[list[bool], float | torch.Tensor]
+__all__ = ["Update"]
 
 
-class UpdateTransaction:
-    """The calls of a window, and the data of their update: sums and factor before it, counts after it.
-
-    Parameters, optimizer state and counts do not change before :meth:`decide`.  Running statistics do, and are restored
-    when the window is abandoned.
+class Update:
+    """The update of one window after the other.
 
     Args:
         replicas, gradients, optimizer_step: of the step.
@@ -49,7 +52,7 @@ class UpdateTransaction:
     def __init__(
         self,
         replicas: Replicas,
-        gradients: OwnGradients | Reducer,
+        gradients: Gradients,
         optimizer_step: OptimizerStep,
         loss_scale: LossScale,
         processes: ProcessSums | None,
@@ -57,7 +60,6 @@ class UpdateTransaction:
         steps: int,
     ) -> None:
         self._replicas, self._gradients, self._optimizer_step = replicas, gradients, optimizer_step
-        self._reducer = gradients if isinstance(gradients, Reducer) else None
         self._loss_scale, self._processes, self._buffers = loss_scale, processes, buffers
         self._shared_rows = 1.0  # of the last update, in all processes
         self.steps = steps
@@ -70,17 +72,12 @@ class UpdateTransaction:
         seeded = None if self._processes is None else self._shared_rows
         self.window = Window(reduction, accumulate, self._loss_scale.scale, seeded)
 
-    @property
-    def is_accumulating(self) -> bool:
-        """True after calls without an update."""
-        return self.window.calls > 0
-
-    def begin(self, reduction: str, options: Options) -> Window:
+    def begin(self, options: Options) -> Window:
         """Prepare for the gradients of a call; the first one opens a window, with the options as they are now."""
         if self.window.calls:
             self._gradients.take_up()
             return self.window
-        self.open_window(reduction, options.accumulate)
+        self.open_window(options.reduction, options.accumulate)
         del self._optimizer_step.spent[:]
         self._gradients.clear()
         self._buffers.take()
@@ -91,54 +88,42 @@ class UpdateTransaction:
         self.window.calls = 0
 
     def restore(self) -> None:
-        """Drop the gradients of the calls since the last update."""
+        """Drop the gradients of the calls since the last update, and put running statistics back."""
         self._gradients.abandon()
         self._buffers.restore()
         self.close()
 
-    def finish(self) -> Totals:
-        """Finish the sums of the window's gradients; in all processes, whether they had rows or not."""
-        reducer, processes = self._reducer, self._processes
-        if reducer is not None:
-            if reducer.buckets.is_empty:
-                self._lay_out(reducer)
-            reducer.finish()
-        used, weight = self._gradients.used(), self.window.weight
-        if reducer is not None and processes is not None:
-            weight, used = processes.finish(weight, used)
-            reducer.buckets.spread()
-            self._shared_rows = weight or self._shared_rows
-        return used, weight
-
-    def decide(self, options: Options, totals: Totals) -> float | torch.Tensor | None:
-        """Decide by which gradients the optimizer updates; the last moment in which a step can be given up.
-
-        Args:
-            options: of the step.
-            totals: the result of :meth:`finish`.
-
-        Returns:
-            The factor of the gradients; ``None``: there is no update, because the loss scale was too large.
+    def commit(self, options: Options) -> None:
+        """Make the update by the gradients of the window's calls; Ctrl-C waits while it does.
 
         Raises:
-            FloatingPointError: a gradient is not finite.
+            FloatingPointError: a gradient is not finite; nothing has changed.
         """
-        used, weight = totals
-        factor = self._factor(weight, options.clip_norm, options.error_if_nonfinite)
-        if factor is None:
-            self._skip_update()
-        elif self._reducer is not None:
-            self._reducer.show(used)
-        return factor
+        used, weight = self._gradients.finish(self.window.weight, self._optimizer_step.parameters)
+        if self._processes is not None:
+            self._shared_rows = float(weight) or self._shared_rows
+        with uninterrupted():
+            factor = self._factor(weight, options)
+            if factor is None:
+                self._skip()
+                return
+            self._gradients.show(used)
+            try:
+                with tracer.span("update", ALL_RANKS, self._replicas.devices[0]) if tracer.is_on else NULL_CONTEXT:
+                    run = self._optimizer_step.prepare(used)
+                    run(factor)
+                    self._count(used)
+            except BaseException as error:
+                self._failed(used, error)
+                raise
 
-    def _factor(
-        self, weight: float | torch.Tensor, clip_norm: float | None, error_if_nonfinite: bool
-    ) -> float | torch.Tensor | None:
+    def _factor(self, weight: float | torch.Tensor, options: Options) -> float | torch.Tensor | None:
         """Return the update's factor for the sums of all calls, of this weight; ``None``: they overflow.
 
         Torch's optimizers take gradients as they are: for them the sums themselves are multiplied.
         """
         gradients, factor, is_flat = self._gradients, self.window.factor(weight), self._optimizer_step.is_flat
+        clip_norm, error_if_nonfinite = options.clip_norm, options.error_if_nonfinite
         if self._loss_scale.is_on and not are_finite(gradients, gradients.norm()):
             return None
         if factor is not None and not is_flat:
@@ -155,21 +140,21 @@ class UpdateTransaction:
                 clip(gradients.sums, norm, clip_norm)
         return 1.0 if factor is None else factor
 
-    def _skip_update(self) -> None:
+    def _skip(self) -> None:
         """Drop the window: the loss scale was too large."""
         self._loss_scale.overflowed()
         self._gradients.clear()
         self._buffers.drop()
         self.close()
 
-    def fail(self, used: list[bool], error: BaseException) -> None:
+    def _failed(self, used: list[bool], error: BaseException) -> None:
         """Note that the optimizer failed: the step counts if it has changed parameters all the same."""
         if self._processes is not None:  # the others have made it
             self.broken = f"its update failed after the sums over all processes ({type(error).__name__})"
         elif self._optimizer_step.has_written():  # a hook after the optimizer's step failed, say
-            self.count(used)
+            self._count(used)
 
-    def count(self, used: list[bool]) -> None:
+    def _count(self, used: list[bool]) -> None:
         """Count an update of these parameters, and close the window."""
         self._optimizer_step.conclude()
         self.used = used
@@ -179,13 +164,12 @@ class UpdateTransaction:
             self._loss_scale.went_well()
         self._buffers.drop()  # an interrupt that waited for this comes next, and must not undo a half
 
-    def replay(self, reducer: Reducer, run: Callable[[], torch.Tensor | None]) -> torch.Tensor | None:
+    def replay(self, run: Callable[[], torch.Tensor | None]) -> torch.Tensor | None:
         """Replay an update of the same parameters as the last one.
 
         With a loss scale it waits for the first device, which knows whether the gradients were finite.
 
         Args:
-            reducer: of the step.
             run: replays the work on the devices, and returns the loss; ``None``: there is no recording.
 
         Returns:
@@ -198,33 +182,22 @@ class UpdateTransaction:
             self._optimizer_step.prepare(self.used)
             flat = self._optimizer_step.flat
             flat.scale_by(1.0)  # where the recording does not write a factor itself
-            if self._loss_scale.is_on or len(self._replicas.devices) > 1:  # it may end between forward and update
+            if self._loss_scale.is_on:  # it may end between forward and update
                 self._buffers.take()
             loss = run()
             if loss is None:
                 return None
             flat.replayed()
             if self._loss_scale.is_on and flat.was_held_back():
-                self._skip_update()
+                self._skip()
             else:
-                reducer.show(self.used)
+                self._gradients.show(self.used)
                 note_written(list(compress(self._replicas.own, self.used)))
-                self.count(self.used)
+                self._count(self.used)
         return loss
 
     def forget_layout(self) -> None:
         """Make the next update as the first one was made."""
         self._optimizer_step.close()
-        if self._reducer is not None:
-            self._reducer.forget_layout()
+        self._gradients.forget_layout()
         self.used = []
-
-    def _lay_out(self, reducer: Reducer) -> None:
-        """Lay out the buckets after the first backward, in all processes after that of process 0."""
-        learnt = reducer.learnt(self._optimizer_step.parameters())
-        if learnt.sparse and self._processes is not None:
-            raise TypeError("some gradients are sparse: they can be summed inside one process only, so make them dense")
-        if self._processes is not None:
-            learnt = self._processes.from_first(learnt)
-        with uninterrupted():
-            reducer.lay_out(learnt)

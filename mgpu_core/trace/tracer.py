@@ -28,6 +28,7 @@ from mgpu_core.trace.buffer import Clock, Draft, HostClock, TraceBuffer
 from mgpu_core.trace.events import ALL_RANKS, NO_BUCKET, NO_STEP, Event, Mark, Span
 
 __all__ = [
+    "NO_SPANS",
     "WHOLE_STEPS",
     "mark_devices",
     "current_step",
@@ -156,7 +157,9 @@ def _label_of(step: str, rank: int, bucket: int) -> str:
     return " ".join(words)
 
 
-_sink: _Sink | None = None  # the flag
+_sink: _Sink | None = None
+is_on = False
+"""The flag: tracing or profiler names are on.  Ask ``tracer.is_on`` before a span where a call costs too much."""
 
 
 def span(
@@ -172,13 +175,11 @@ def span(
 
 
 def rank_spans(rank: int, device: torch.device) -> tuple[AbstractContextManager[None], ...]:
-    """Return the spans of a rank's forward, loss and backward; null contexts with tracing off."""
-    if _sink is None:
-        return _NO_SPANS
+    """Return the spans of a rank's forward, loss and backward; :data:`NO_SPANS` with tracing off."""
     return tuple(span(step, rank, device) for step in ("forward", "loss", "backward"))
 
 
-_NO_SPANS = (NULL_CONTEXT, NULL_CONTEXT, NULL_CONTEXT)
+NO_SPANS = (NULL_CONTEXT, NULL_CONTEXT, NULL_CONTEXT)
 
 
 def is_tracing() -> bool:
@@ -258,9 +259,10 @@ _labels: list[Label] = []  # the last one is used
 
 def _show() -> None:
     """Update the flag."""
-    global _sink
+    global _sink, is_on
     label = _labels[-1] if _labels else None
     _sink = None if _buffer is None and label is None else _Sink(_buffer, label)
+    is_on = _sink is not None
 
 
 def _end(buffer: TraceBuffer) -> None:

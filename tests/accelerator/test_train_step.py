@@ -54,7 +54,7 @@ def test_two_steps_share_a_net(devices, freezes):
     """What one of them updates travels to the other's devices."""
     both = Adversaries(devices, freezes)
     assert all(both.round(seed) for seed in range(5))
-    assert not both.making._loop.reducer.buckets.is_empty
+    assert not both.making._parts.reducer.buckets.is_empty
 
 
 @pytest.mark.parametrize("devices", TEAMS)
@@ -69,7 +69,7 @@ def test_what_is_frozen_does_not_travel(devices):
         x, y = (each.to(devices[0]) for each in batch)
         if i == 4:
             assert net.second.weight.data_ptr() == memory
-            assert pair.step._loop.reducer.buckets.flats[0].gradients[0].numel() < 3 * 64 + 10 * 64
+            assert pair.step._parts.reducer.buckets.flats[0].gradients[0].numel() < 3 * 64 + 10 * 64
             for each in (net, pair.alone):
                 each.second.requires_grad_(True)
         pair.both(x, 2, y)
@@ -191,7 +191,7 @@ def test_a_device_that_differs_is_named():
     net = Linear()
     step = step_of(net, FAKES)
     step(numbers(6, 3), numbers(6, 2))
-    step._loop.replicas.parameters[2][0].data.add_(1)
+    step._parts.replicas.parameters[2][0].data.add_(1)
     with pytest.raises(Error, match=r"parameter last\.weight of rank 2 on fake:2 differs from fake:0's"):
         step.check_replicas()
     step.sync_parameters()
@@ -207,10 +207,10 @@ def test_values_changed_in_place_travel(steps_before):
     with torch.no_grad():
         net.last.weight.fill_(3)
     step.evaluate(numbers(6, 3), numbers(6, 2))
-    assert all(row[0].eq(3).all() for row in step._loop.replicas.parameters)
+    assert all(row[0].eq(3).all() for row in step._parts.replicas.parameters)
     net.last.weight.data.fill_(4)  # nobody counts this
     step.sync_parameters()
-    assert all(row[0].eq(4).all() for row in step._loop.replicas.parameters)
+    assert all(row[0].eq(4).all() for row in step._parts.replicas.parameters)
     step.check_replicas()
 
 
@@ -239,7 +239,7 @@ def test_values_that_have_yet_to_travel_are_no_difference():
     with torch.no_grad():
         net.last.weight.fill_(3)
     step.check_replicas()
-    assert all(row[0].eq(3).all() for row in step._loop.replicas.parameters)
+    assert all(row[0].eq(3).all() for row in step._parts.replicas.parameters)
 
 
 @pytest.mark.parametrize(

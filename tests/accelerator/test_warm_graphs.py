@@ -53,7 +53,7 @@ def test_what_is_recorded_has_been_launched_before(monkeypatch, settings):
         error_if_nonfinite=False,
         **settings,
     )
-    recorder, new = without_gpu(step)._loop.captured.recorder, set()
+    recorder, new = without_gpu(step)._parts.captured.recorder, set()
     record = recorder.record
 
     def noted(device, work):

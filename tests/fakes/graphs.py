@@ -79,7 +79,7 @@ class Recorder:
 
     def _memory(self):
         """What a step writes: parameters and buffers, tables and states, on all devices; torch counts no write here."""
-        loop = self.step._loop
+        loop = self.step._parts
         for row in loop.replicas.parameters:
             yield from (each.data for each in row)
         for modules in loop.modules:
@@ -165,7 +165,7 @@ class Replay:
 
 def without_gpu(step):
     """Return the step, with a recorder that needs no GPU."""
-    step._loop.captured.recorder = Recorder(step)
+    step._parts.captured.recorder = Recorder(step)
     return step
 
 

@@ -150,7 +150,7 @@ def test_parameters_of_two_dtypes(case):
 
 
 def is_in_a_flat_buffer(parameter, optimizer):
-    flats = [values for flat in optimizer._flat.flats for values in flat.values]
+    flats = [values for flat in optimizer.flat.flats for values in flat.values]
     return any(0 <= parameter.data_ptr() - each.data_ptr() < each.nbytes for each in flats)
 
 

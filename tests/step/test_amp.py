@@ -154,7 +154,7 @@ def test_ours_scale_in_the_kernel_as_torch_before_it(name, ranks, clip_norm):
                          clip_norm=clip_norm)  # fmt: skip
         for rows in (8, 5, 8, 3) * 4:
             step(torch.ones(rows, 3).double(), torch.zeros(rows, 2).double())
-        assert (getattr(step.optimizer, "_flat", None) is not None) == (module is optim)
+        assert (getattr(step.optimizer, "flat", None) is not None) == (module is optim)
         ends.append((step.steps, step.loss_scale.scale, [each.detach() for each in net.parameters()]))
     assert ends[0][:2] == ends[1][:2]
     for one, other in zip(*(each[2] for each in ends), strict=True):

@@ -32,7 +32,7 @@ def test_200_steps_with_changing_unused_parameters(name, ranks, rows):
     assert pair.far() < 1e-9
     assert pair.same_state()
     assert pair.net.rare.weight.grad is None
-    assert pair.optimizer._flat is not None
+    assert pair.optimizer.flat is not None
     pair.step.check_replicas()
 
 
@@ -74,7 +74,7 @@ def test_parameters_of_two_dtypes(ranks):
     for x, y in batches(20, EVEN):
         pair.both(x, y.float())
     assert pair.far() < 1e-5
-    assert pair.optimizer._flat is not None
+    assert pair.optimizer.flat is not None
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

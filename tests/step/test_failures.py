@@ -117,7 +117,7 @@ def test_every_phase_on_every_rank(ranks, rank, phase, when):
     if phase == "nan":
         assert f"rank {rank} " in str(caught.value)
     assert_same(before, state_of(step))
-    assert all(each.grad is None for row in step._loop.replicas.parameters for each in row)
+    assert all(each.grad is None for row in step._parts.replicas.parameters for each in row)
     net.plan.clear()
     for each in (step, other):
         for _ in range(2):
@@ -161,7 +161,7 @@ def test_a_sum_that_fails_fails_the_step(ranks, monkeypatch):
         raise Boom("in a bucket")
 
     with monkeypatch.context() as patch:
-        patch.setattr(step._loop.reducer, "_sum", fail)
+        patch.setattr(step._parts.reducer, "_sum", fail)
         with pytest.raises(Boom, match="in a bucket"):
             step(x, 2, y)
     assert_same(before, state_of(step))

@@ -105,7 +105,7 @@ class Waits(Linear):
 
 def test_a_recording_that_fails_leaves_an_ordinary_step(monkeypatch):
     captured, plain = pair(lambda p: SGD(p, lr=0.01, momentum=0.5), net=Waits().double())
-    record = captured._loop.captured.recorder.record
+    record = captured._parts.captured.recorder.record
 
     def failing(device, work):
         Waits.recording = True
@@ -114,12 +114,12 @@ def test_a_recording_that_fails_leaves_an_ordinary_step(monkeypatch):
         finally:
             Waits.recording = False
 
-    monkeypatch.setattr(captured._loop.captured.recorder, "record", failing)
+    monkeypatch.setattr(captured._parts.captured.recorder, "record", failing)
     with warnings.catch_warnings(record=True, action="always") as told:
         for x, y in batches(9, 8, columns=3):
             assert torch.equal(captured(x, y), plain(x, y))
     assert same(captured.module, plain.module)
-    assert captured._loop.captured.recorder.records == 1
+    assert captured._parts.captured.recorder.records == 1
     texts = [str(each.message) for each in told if "not captured" in str(each.message)]
     assert len(texts) == 1
     assert "recording it failed (RuntimeError: " in texts[0]
@@ -134,24 +134,24 @@ def test_a_recording_that_fails_behind_its_update_is_tried_so_often_and_no_more(
     def failing():
         raise RuntimeError("this batch uses other parameters")
 
-    monkeypatch.setattr(captured._loop.captured, "check_used", failing)
+    monkeypatch.setattr(captured._parts.captured, "check_used", failing)
     with pytest.warns(UserWarning, match=r"recording it failed \(RuntimeError: this batch"):
         losses = [captured(x, 2, y) for x, y in batches(90, 8)]
     assert all(map(torch.equal, losses, [plain(x, 2, y) for x, y in batches(90, 8)]))
     assert same(captured.module, plain.module)
-    assert captured._loop.captured.recorder.records == graphs.ATTEMPTS == 3
+    assert captured._parts.captured.recorder.records == graphs.ATTEMPTS == 3
 
 
 def test_a_recording_that_another_thread_has_broken_is_made_later(monkeypatch):
     captured, plain = pair(lambda p: SGD(p, lr=0.01, momentum=0.5))
-    record, failures = captured._loop.captured.recorder.record, iter([True])
+    record, failures = captured._parts.captured.recorder.record, iter([True])
 
     def disturbed(device, work):
         if next(failures, False):
             raise RuntimeError("operation failed due to a previous error during capture")
         return record(device, work)
 
-    monkeypatch.setattr(captured._loop.captured.recorder, "record", disturbed)
+    monkeypatch.setattr(captured._parts.captured.recorder, "record", disturbed)
     with pytest.warns(UserWarning, match="a loss that is kept with its graph over the same parameters") as told:
         losses = [captured(x, 2, y) for x, y in batches(WARM_UP + 2, 8)]
     assert len(told) == 1
@@ -200,13 +200,13 @@ def test_only_so_many_graphs_are_kept():
     assert [str(each.message).split(" (")[0] for each in told] == [
         f"this step is not captured: {graphs.KEPT} other kinds of steps"
     ]
-    assert step._loop.captured.recorder.records == len(step.graphs._captured) == graphs.KEPT
+    assert step._parts.captured.recorder.records == len(step.graphs._captured) == graphs.KEPT
     for _ in range(graphs.IDLE + 1):
         train(kinds[1])
     with warnings.catch_warnings(action="error"):
         train(kinds[-1])
     assert step.graphs.reason is None
-    assert step._loop.captured.recorder.records == graphs.KEPT + 1
+    assert step._parts.captured.recorder.records == graphs.KEPT + 1
     assert len(step.graphs._captured) == graphs.KEPT
 
 
@@ -225,7 +225,7 @@ def test_a_step_that_is_dropped_takes_its_graphs_along():
     made = []
     net = Linear()
     step = step_of(net, SGD(net.parameters(), lr=0.001))
-    step._loop.captured.recorder = Holds()
+    step._parts.captured.recorder = Holds()
     for _ in range(WARM_UP + 2):
         step(torch.ones(4, 3), torch.ones(4, 2))
     graph = weakref.ref(made.pop())

@@ -128,14 +128,14 @@ def test_ctrl_c_twice_breaks_the_step_but_says_so():
 
 def interrupt_updates(step, monkeypatch):
     """Send Ctrl-C at the beginning of each update."""
-    prepare = step._loop.optimizer_step.prepare
+    prepare = step._parts.optimizer_step.prepare
 
     def interrupted(*update):
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(0.01)
         return prepare(*update)
 
-    monkeypatch.setattr(step._loop.optimizer_step, "prepare", interrupted)
+    monkeypatch.setattr(step._parts.optimizer_step, "prepare", interrupted)
 
 
 def test_ctrl_c_waits_for_the_end_of_the_update(monkeypatch):
@@ -171,7 +171,7 @@ def test_ctrl_c_at_the_guard_leaves_nobody_inside():
     source, first = inspect.getsourcelines(code)
     guard = first + next(i for i, line in enumerate(source) if "with self._guard" in line)
     lines = sorted({line for _, _, line in code.co_lines() if line and line > guard})
-    assert len(lines) >= 4
+    assert len(lines) >= 2
     for at in lines:
 
         def trace(frame, event, arg, at=at):

@@ -117,7 +117,7 @@ def test_a_scheduler_replaces_no_step():
     step = TrainStep(net, mse, optimizer, cpu(2))
     (x, y), *_ = batches(1, 9)
     step(x, y)
-    assert step._loop.optimizer_step.memory is not None
+    assert step._parts.optimizer_step.memory is not None
 
 
 class Assigning(torch.optim.Optimizer):

@@ -109,7 +109,7 @@ def test_step_hooks_registered_later_are_called(which):
         handle.remove()
     step(x, y)
     assert calls == [1]
-    assert step._loop.optimizer_step.memory is not None
+    assert step._parts.optimizer_step.memory is not None
 
 
 def test_optimizers_and_modes_that_no_step_can_have():

@@ -200,7 +200,7 @@ def test_schedulers_groups_and_edits(ranks):
         for schedule in schedules:
             schedule.step()
     assert all(torch.allclose(a, b, atol=1e-12) for a, b in zip(net.parameters(), alone.parameters(), strict=True))
-    assert optimizer._flat is not None
+    assert optimizer.flat is not None
 
 
 @pytest.mark.parametrize("make", [SGD, optim.SGD])

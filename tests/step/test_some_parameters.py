@@ -19,7 +19,7 @@ def adamw(parameters):
 
 def indices(step):
     """The names of the parameters in its buckets; one rank alone has none."""
-    loop = step._loop
+    loop = step._parts
     if loop.reducer is None:  # torch's optimizer takes the gradients where they are
         return {name for name, each in step.module.named_parameters() if each.requires_grad}
     return {loop.replicas.names[each.parameter] for bucket in loop.reducer.buckets.buckets for each in bucket.segments}
@@ -54,7 +54,7 @@ def test_what_is_frozen_takes_no_room(ranks, is_known):
     assert pair.same_gradients()
     assert indices(pair.step) == {"1.weight", "1.bias"}
     assert net[0].weight.data_ptr() == memory
-    twins = pair.step._loop.replicas.parameters
+    twins = pair.step._parts.replicas.parameters
     assert all(row[0].data_ptr() == memory for row in twins)
 
 

@@ -1,11 +1,8 @@
-"""The order of a step, from a batch to an update; :class:`mgpu_core.TrainStep` is its public handle::
-
-batch ── split ──> a part per rank ── forward, loss, backward ──> gradients ── sum ──> commit ──> parameters
-         passes    split_plan         passes, modules            reducer              transaction, optimizer_step
-"""
+"""The parts of a step, made from the module as it is; :class:`mgpu_core.TrainStep` says in which order they work."""
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any, TypeAlias
 
 import torch
@@ -32,24 +29,22 @@ from mgpu_core.step.process_sums import ProcessSums
 from mgpu_core.step.rank_modules import RankModules
 from mgpu_core.step.reducer import OwnGradients, Reducer
 from mgpu_core.step.replicas import Replicas
-from mgpu_core.step.rollback import BufferSnapshot, uninterrupted
-from mgpu_core.step.update import UpdateTransaction
+from mgpu_core.step.rollback import BufferSnapshot
+from mgpu_core.step.update import Update
 from mgpu_core.support.null_context import NULL_CONTEXT
 from mgpu_core.support.warnings import warn_user
-from mgpu_core.trace.events import ALL_RANKS
-from mgpu_core.trace.tracer import span
 from mgpu_core.trees.module_tree import named_parameters_of, parameters_of
 from mgpu_core.trees.nested import moved
 
-__all__ = ["TrainLoop"]
+__all__ = ["StepParts"]
 
 Result: TypeAlias = tuple[torch.Tensor, Any, dict[str, torch.Tensor]]  # loss, outputs, further numbers
 
 
-class TrainLoop:
-    """Steps, one call at a time.
+class StepParts:
+    """The parts of a step.
 
-    Its parts are made from the module as it is, and made anew by :meth:`rebuild`.
+    They are made from the module as it is, and made anew by :meth:`rebuild`.
 
     Args:
         options: the arguments of the step.
@@ -62,9 +57,10 @@ class TrainLoop:
         choice: how ranks run, in threads or one after the other.
         communication: how gradients are summed; a hook of the user's outlives a rebuild.
         keeps_accumulating: no call updates.
-        replicas, modules, net, gradients, optimizer_step, passes, transaction: see their classes.
+        replicas, modules, net, gradients, optimizer_step, passes, update: see their classes.
         reducer: the gradients of several ranks; ``None``: one rank is alone, and there is no sum.
         captured: ``None`` without ``capture=True``.
+        device: the first one.
 
     Raises:
         TypeError, ValueError, RuntimeError: a module or an optimizer that no step can have.
@@ -73,12 +69,13 @@ class TrainLoop:
     def __init__(self, options: Options, split_plan: SplitPlan, processes: ProcessSums | None) -> None:
         self.options, self.split_plan, self._processes = options, split_plan, processes
         team, devices = options.team, set(options.team.devices)
-        self._device, self._reduction = team.devices[0], options.reduction
+        self.device = team.devices[0]
         self.loss_scale = LossScale(options.amp_dtype)
         self.choice = WorkerChoice(options.workers, team.devices, options.rng)
         self.in_shards = options.shard_optimizer and len(devices) > 1
         self.communication = Communication(options, len(devices) if self.in_shards else 1, processes)
         self.keeps_accumulating = False
+        self._timed: Hashable = None  # the size of the batch whose call is timed
         has_parts = len(team) > 1 or bool(options.pipeline_devices)
         self._is_loss_checked = not has_parts or options.loss_fn is None or options.loss_on != "ranks"
         is_mean = options.loss_fn is None and options.reduction == "mean"
@@ -116,14 +113,14 @@ class TrainLoop:
         self.passes = ForwardBackward(*parts)
         if isinstance(options.module, Pipeline):
             self.passes = PipelinePasses(options.module, lists[1:], *parts)
-        self.transaction = UpdateTransaction(
+        self.update = Update(
             self.replicas, self.gradients, self.optimizer_step, self.loss_scale, processes,
             BufferSnapshot(self.modules), steps,
         )  # fmt: skip
         self.captured: CapturedSteps | None = None
         if options.capture and self.reducer is not None:
             self.captured = CapturedSteps(
-                options, self.replicas, self.reducer, self.passes, self.transaction, self.optimizer_step, self.modules,
+                options, self.replicas, self.reducer, self.passes, self.update, self.optimizer_step, self.modules,
                 self.split_plan, self.loss_scale,
             )  # fmt: skip
         self._is_built = True
@@ -133,58 +130,27 @@ class TrainLoop:
         module = self.options.module
         processes.send_values([*parameters_of(module), *module.buffers()])
 
-    @property
-    def is_accumulating(self) -> bool:
-        """True after calls without an update."""
-        return self.transaction.is_accumulating
+    def split(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[RankPart], list[int]]:
+        """Return the inputs of each rank, and their rows; choose how the ranks run.
 
-    def step(self, inputs: tuple[Any, ...], kwargs: dict[str, Any], keep_outputs: bool, aux: bool) -> Result:
-        """Make a step; all of it happens, or nothing."""
-        options = self.options
-        try:
-            self._follow_module(updates=True)
-            if self.captured is not None and self.transaction.used:
-                replayed = self._replay(self.captured, inputs, kwargs, keep_outputs or aux)
-                if replayed is not None:
-                    return replayed, None, {}
-            window = self.transaction.begin(self._reduction, options)
-            updates = not self.keeps_accumulating and window.calls + 1 >= options.accumulate
-            if self.split_plan.is_timed:  # the times of the steps before decide on `shares="auto"`
-                self.split_plan.follow_the_clocks()
-            parts, rows = self.passes.split(inputs, kwargs, self.split_plan.shares)
-            size = size_of(inputs) if self.choice.is_open else None
-            is_timed = self.choice.is_open and self.choice.begin(size, meets=self.passes.ranks_meet)
-            if self.reducer is not None:
-                self.reducer.begin(len(parts), overlap=updates)
-            losses, rows, outputs = self._forward_backward(window, parts, rows, inputs, keep_outputs)
-            loss = window.add(rows, losses, self._device)
-            numbers = joined_aux(losses, rows, self._reduction) if aux else {}
-            if updates:
-                self._commit()
-            else:
-                self.gradients.set_aside()
-            if is_timed:
-                self.choice.end(size)
-            return loss, outputs, numbers
-        except BaseException:
-            self._give_up()
-            raise
+        The times of the steps before decide on ``shares="auto"`` and ``workers="auto"``.
+        """
+        plan, choice = self.split_plan, self.choice
+        if plan.is_timed:
+            plan.follow_the_clocks()
+        if choice.is_open:
+            size = size_of(inputs)
+            self._timed = size if choice.begin(size, meets=self.passes.ranks_meet) else None
+        return self.passes.split(inputs, kwargs, plan.shares)
 
-    def conclude(self) -> None:
-        """Update without another call."""
-        try:
-            self.follow_parameters(updates=True)
-            self.transaction.begin(self._reduction, self.options)
-            if self.reducer is not None:
-                self.reducer.begin(0, overlap=False)
-            self._commit()
-        except BaseException:
-            self._give_up()
-            raise
+    def take_time(self) -> None:
+        """End what :meth:`split` may have begun to time."""
+        if self._timed is not None:
+            self.choice.end(self._timed)
 
     def evaluate(self, inputs: tuple[Any, ...], kwargs: dict[str, Any], keep_outputs: bool, aux: bool) -> Result:
-        """Return the same as :meth:`step`, without gradients and without an update."""
-        self._follow_module(updates=False)
+        """Return the same as a step, without gradients and without an update."""
+        self.follow_module(updates=False)
         parts, rows = self.passes.split(inputs, kwargs, self.split_plan.shares)
         target = inputs[-1] if inputs else None
         with torch.no_grad():
@@ -195,15 +161,16 @@ class TrainLoop:
                 if self._ranks_have_ended():
                     self._broken = None
                 raise
-            loss = Window(self._reduction, 1).add(rows, losses, self._device)
-            return loss, outputs, joined_aux(losses, rows, self._reduction) if aux else {}
+            reduction = self.options.reduction
+            loss = Window(reduction, 1).add(rows, losses, self.device)
+            return loss, outputs, joined_aux(losses, rows, reduction) if aux else {}
 
     def check_loss(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> LossCheck:
         """Compare the loss of the gathered outputs with the sum of the ranks' on a batch; nothing is changed."""
         loss_fn = self.options.loss_fn
         if loss_fn is None or self.passes.gathers:
             return LossCheck(None, reason="there is no loss function that is called per rank")
-        self._follow_module(updates=False)
+        self.follow_module(updates=False)
         parts, rows = self.passes.split(inputs, kwargs, self.split_plan.shares)
         if len(parts) < 2:
             return LossCheck(None, reason="one rank has all rows")
@@ -216,7 +183,7 @@ class TrainLoop:
         finally:
             buffers.restore()
 
-    def _forward_backward(
+    def forward_backward(
         self, window: Window, parts: list[RankPart], rows: list[int], inputs: tuple[Any, ...], keep_outputs: bool
     ) -> tuple[list[RankLoss], list[int], Any]:
         """Run forward, loss and backward of all ranks; return the losses, the rows of each, and joined outputs.
@@ -233,7 +200,9 @@ class TrainLoop:
         with NULL_CONTEXT if torch.is_grad_enabled() else torch.enable_grad():
             losses, weighed, each = self.passes.run(parts, rows, target, clocks, window=window, keep_outputs=keep)
             outputs = self.passes.joined(each, rows) if each and keep_outputs else None
-        self.split_plan.done(rows, clocks)
+        self.split_plan.rows = rows
+        if clocks:
+            self.split_plan.take_times(rows, clocks)
         if before is not None:
             self._compare_losses(each, target, losses, rows, before)
         return losses, weighed, outputs
@@ -242,7 +211,7 @@ class TrainLoop:
         self, outputs: list[Any], target: Any, losses: list[RankLoss], rows: list[int], before: LossState
     ) -> LossCheck:
         """Compare the losses of a call with the loss of all its rows, and warn where they differ."""
-        options, device = self.options, self._device
+        options, device = self.options, self.device
         assert options.loss_fn is not None  # without one nothing is checked
         with self.passes.autocast(device):
             check = compare_losses(
@@ -253,12 +222,12 @@ class TrainLoop:
             warn_user(warning_of(check))
         return check
 
-    def _replay(
+    def replay(
         self, captured: CapturedSteps, inputs: tuple[Any, ...], kwargs: dict[str, Any], keep_outputs: bool
     ) -> torch.Tensor | None:
         """Return the loss of a step that was the replay of a graph; ``None``: it must go the ordinary way."""
         options = self.options
-        collects = options.accumulate > 1 or self.keeps_accumulating or self.is_accumulating
+        collects = options.accumulate > 1 or self.keeps_accumulating or self.update.window.calls > 0
         reason, loss = captured.why_not(options, collects=collects, keep_outputs=keep_outputs), None
         if reason is None:
             loss = captured.run(inputs, kwargs, options.clip_norm)
@@ -267,10 +236,10 @@ class TrainLoop:
         if loss is None:
             captured.graphs.tell()
         else:
-            self.transaction.close()
+            self.update.close()
         return loss
 
-    def _follow_module(self, *, updates: bool) -> None:
+    def follow_module(self, *, updates: bool) -> None:
         """Bring all ranks up to the module as it is now; a module with other parameters has everything made anew.
 
         Args:
@@ -284,7 +253,7 @@ class TrainLoop:
                     "the parameters of the module are no longer those of this step: call step.rebuild() in all "
                     "processes"
                 )
-            if self.is_accumulating:
+            if self.update.window.calls:
                 raise RuntimeError(
                     "the parameters of the module have become others while gradients were accumulated: call "
                     "step.flush() before, or step.rebuild(), which drops the gradients"
@@ -307,10 +276,11 @@ class TrainLoop:
             return
         if self.replicas.follow():
             reducer.register_hooks()
-        if changed := self.optimizer_step.values_changed():
+        if self.optimizer_step.has_copies and (changed := self.optimizer_step.values_changed()):
             self.replicas.send_values(changed)
             self.optimizer_step.remember_values()
-        name = reducer.buckets.parameter_to_add(self.optimizer_step.parameters) if updates else None
+        may_add = updates and reducer.buckets.left_out
+        name = reducer.buckets.parameter_to_add(self.optimizer_step.parameters) if may_add else None
         if name is None:
             return
         if self._processes is not None:
@@ -320,26 +290,7 @@ class TrainLoop:
             )
         if self.captured is not None:
             self.captured.graphs.clear()
-        self.transaction.forget_layout()
-
-    def _commit(self) -> None:
-        """Update by the gradients of the window's calls."""
-        transaction, optimizer_step = self.transaction, self.optimizer_step
-        if self.reducer is not None:
-            self.replicas.settle()  # a forward may have assigned `parameter.data`
-        used, _ = totals = transaction.finish()
-        with uninterrupted():
-            factor = transaction.decide(self.options, totals)
-            if factor is None:
-                return
-            try:
-                with span("update", ALL_RANKS, self.replicas.devices[0]):
-                    update = optimizer_step.prepare(used)
-                    update(factor)
-                    transaction.count(used)
-            except BaseException as error:
-                transaction.fail(used, error)
-                raise
+        self.update.forget_layout()
 
     def make_equal(self) -> None:
         """Give all devices the values of the module, and all processes those of process 0."""
@@ -367,15 +318,15 @@ class TrainLoop:
         if self._is_closed:
             raise RuntimeError("this step was closed")
 
-    def _give_up(self) -> None:
+    def give_up(self) -> None:
         """Wait for ranks that are still at work, and drop the gradients of the calls since the last update."""
         self.gradients.cancel()
         if not self._ranks_have_ended():
             return
         if self._processes is not None:
             self._processes.abandon()
-        self.transaction.restore()
-        self._broken = self.transaction.broken
+        self.update.restore()
+        self._broken = self.update.broken
 
     def _ranks_have_ended(self) -> bool:
         """Wait, after a failure, for ranks that are still at work; where one does not end, the step is broken."""
@@ -388,18 +339,17 @@ class TrainLoop:
 
     def load(self, state: dict[str, Any]) -> None:
         """Go on from a state, and its counts; raise as :meth:`mgpu_core.TrainStep.load_state_dict`."""
-        transaction = self.transaction
         load_state(state, self.options.module, self.options.optimizer)
-        transaction.steps = int(state["steps"])
+        self.update.steps = int(state["steps"])
         self.loss_scale.load_state_dict(state["loss_scale"])
         self.split_plan.resume(state["shares"])
         self.choice.resume(state.get("workers", ()))
         self.gradients.abandon()
-        transaction.close()
+        self.update.close()
 
     def rebuild(self, *, check: bool = True) -> None:
         """Make everything anew, from the module as it is; ``check``: that the optimizer has parameters of it alone."""
-        options, steps = self.options, self.transaction.steps
+        options, steps = self.options, self.update.steps
         check_device(options.module, options.team)
         if check:
             check_optimizer(options.optimizer, dict(named_parameters_of(options.module)))

@@ -14,12 +14,12 @@ import torch
 from torch.nn import functional
 
 from mgpu_core import TrainStep
-from mgpu_core.comm.traffic_trace import trace_collective
 from mgpu_core.tools.bench.case import Case, Row, at_most, measure_row
 from mgpu_core.tools.bench.options import parse_count
 from mgpu_core.tools.bench.timing import OURS, Contestant, Schedule, timed
 from mgpu_core.tools.bench.training import Step, Trainee, Training
 from mgpu_core.tools.explain.clock import EventClock
+from mgpu_core.trace import tracer
 from mgpu_core.trace.events import ALL_RANKS, Span
 from mgpu_core.trace.profilers import name_in_profilers
 from mgpu_core.trace.tracer import current_step, in_step, is_tracing, span, tracing
@@ -66,13 +66,13 @@ def _spans(count: int) -> None:
 
 
 def _questions(count: int) -> None:
-    """Ask for the data of other events: whether tracing is on, the current step, and a collective's trace."""
+    """Ask what other events ask: whether a recording is on, twice, and the current step."""
     for _ in range(count):
         is_tracing()
         with in_step(current_step()):
             pass
-        with trace_collective("reduce", (), (), (), None) as call:
-            call.ran("direct")
+        if tracer.recording is not None:
+            raise RuntimeError("nothing is recorded here")
 
 
 def _many(looks: Callable[[int], object], count: int = 1) -> Callable[[], float]:

@@ -13,7 +13,7 @@ import torch
 
 from mgpu_core import _core
 from mgpu_core.comm import tuning
-from mgpu_core.comm.backends import Stream
+from mgpu_core.comm.layout import Stream
 from mgpu_core.devices.nccl_teams import with_nccl
 from mgpu_core.devices.streams import HOST, core_streams, is_capturing
 from mgpu_core.errors import BackendUnavailable, Error

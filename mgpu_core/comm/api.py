@@ -23,10 +23,9 @@ from mgpu_core.comm.arguments import (
     refuse_quantized,
 )
 from mgpu_core.comm.buckets import DEFAULT_NBYTES, bucket_positions
-from mgpu_core.devices.devices import DeviceLike
+from mgpu_core.devices.devices import DeviceLike, as_devices
 from mgpu_core.devices.memory import note_written
 from mgpu_core.devices.tensor_checks import check_alike, refuse_special
-from mgpu_core.ranks.team import Team
 from mgpu_core.trace.tracer import span
 
 __all__ = [
@@ -63,7 +62,7 @@ def broadcast(
     with span("broadcast"):
         refuse_special(tensor, "tensor", sparse=out is None)
         if devices is not None:
-            return tuple(dispatch.broadcast([tensor], Team.of(devices))[0])
+            return tuple(dispatch.broadcast([tensor], as_devices(devices))[0])
         assert out is not None
         refuse_quantized(tensor, "tensor")  # what is written would have codes alone, and another scale
         made = as_list(out, "out")
@@ -83,13 +82,13 @@ def broadcast_coalesced(
         buffer_size: bytes that travel together.
     """
     made = ordinary_list(tensors, "tensors", sparse=True)
-    team = Team.of(devices)
+    ranks = as_devices(devices)
     copies: list[list[torch.Tensor]] = [[]] * len(made)
     with span("broadcast"):
         for bucket in bucket_positions(made, buffer_size):
-            for i, row in zip(bucket, dispatch.broadcast([made[i] for i in bucket], team), strict=True):
+            for i, row in zip(bucket, dispatch.broadcast([made[i] for i in bucket], ranks), strict=True):
                 copies[i] = row
-    return [[each[rank] for each in copies] for rank in team.ranks]
+    return [[each[rank] for each in copies] for rank in range(len(ranks))]
 
 
 def reduce_add(inputs: Sequence[torch.Tensor], destination: DeviceLike | None = None) -> torch.Tensor:
@@ -165,16 +164,16 @@ def scatter(
         return _scatter_out(tensor, devices, chunk_sizes, dim, as_list(out, "out"))
     if devices is None:
         raise RuntimeError("Exactly one of 'devices' and 'out' must be specified, but got neither")
-    team = Team.of(devices)
+    ranks = as_devices(devices)
     if chunk_sizes is None:
-        chunk_sizes = [count for _, count in _core.chunk_plan(tensor.size(dim), len(team)) if count] or [0]
-        team = team.first(len(chunk_sizes))
-    if len(chunk_sizes) != len(team) or sum(chunk_sizes) != tensor.size(dim) or min(chunk_sizes) < 0:
+        chunk_sizes = [count for _, count in _core.chunk_plan(tensor.size(dim), len(ranks)) if count] or [0]
+        ranks = ranks[: len(chunk_sizes)]
+    if len(chunk_sizes) != len(ranks) or sum(chunk_sizes) != tensor.size(dim) or min(chunk_sizes) < 0:
         raise ValueError(
-            f"chunk_sizes must be {len(team)} sizes that add up to {tensor.size(dim)}, not {list(chunk_sizes)}"
+            f"chunk_sizes must be {len(ranks)} sizes that add up to {tensor.size(dim)}, not {list(chunk_sizes)}"
         )
     with span("scatter"):
-        return dispatch.scatter(tensor, team, chunk_sizes, dim)
+        return dispatch.scatter(tensor, ranks, chunk_sizes, dim)
 
 
 def _scatter_out(

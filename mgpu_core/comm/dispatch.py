@@ -3,27 +3,32 @@
 :mod:`mgpu_core.comm.api` has validated users' tensors; autograd and the step pass tensors of their own.  An input may
 be a lazy view or sparse, as gradients are: its dispatch keys say so, and it is resolved.  Tensors that the core can
 move go to the core, all others to plain torch.  Autograd is told of tensors that are written in place.
+
+Each collective is two functions: the one that is called asks whether a recording is on, which wants to know more, and
+the one with the same name and an underscore does the work, and returns the algorithm that ran.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from operator import attrgetter
 from typing import TypeAlias
 
 import torch
+from torch._C import _dispatch_keys
 
 from mgpu_core import _core
-from mgpu_core.comm import backends, torch_backend
+from mgpu_core.comm import layout, torch_backend
 from mgpu_core.comm.algorithms import AllReduce
-from mgpu_core.comm.batches import broadcast, broadcast_into, copies_of, reduce_batch
-from mgpu_core.comm.layout import are_blocks, memory_order, runs_along
-from mgpu_core.comm.reductions import CORE_DTYPES, core_count
-from mgpu_core.comm.traffic_trace import trace_collective
+from mgpu_core.comm.layout import Stream
+from mgpu_core.comm.packing import groups, kind_of
+from mgpu_core.comm.reductions import CORE_DTYPES, check_op, core_count
+from mgpu_core.comm.traffic_trace import CollectiveTrace
 from mgpu_core.devices.memory import note_written
-from mgpu_core.devices.tensor_checks import readable
+from mgpu_core.devices.tensor_checks import are_blocks, plain_keys, readable
 from mgpu_core.devices.transfer import copying_to, hand_over
 from mgpu_core.errors import BackendUnavailable
-from mgpu_core.ranks.team import Team
+from mgpu_core.trace import tracer
 
 __all__ = [
     "all_gather_into",
@@ -39,58 +44,41 @@ __all__ = [
     "scatter_into",
 ]
 
+Devices: TypeAlias = Sequence[torch.device]
 Tensors: TypeAlias = Sequence[torch.Tensor]
+Parts: TypeAlias = Sequence[torch.Tensor | None]
+Ends: TypeAlias = tuple[Stream, list[Stream]]
+"""The streams of the whole tensor or the root, and of the ranks."""
+_Pair: TypeAlias = tuple[torch.Tensor, list[torch.Tensor]]
 
 
-def all_reduce_into(
-    tensors: Tensors, op: str, algorithm: str, merge_shared_devices: bool, ranks: Sequence[int] | None = None
-) -> str:
-    """Reduce in place; return the algorithm that ran.  A recording calls the ranks by ``ranks``.
-
-    Raises:
-        BackendUnavailable: ``nccl`` where it cannot run.
-    """
-    first = tensors[0]
-    streams = backends.alike(tensors) if first.dtype in CORE_DTYPES else None
-    with trace_collective("all_reduce", [tensors], ranks=ranks) as call:
-        if streams is not None:
-            pointers = [tensor.data_ptr() for tensor in tensors]
-            dtype, count = CORE_DTYPES[first.dtype], core_count(first)
-            ran = AllReduce(pointers, streams, count, dtype, first.nbytes, op, merge_shared_devices).run(algorithm)
-        else:
-            if algorithm == "nccl" and all(tensor.device.type == "cpu" for tensor in tensors):
-                raise BackendUnavailable("nccl works between GPUs, and not in host memory")
-            torch_backend.all_reduce(tensors, op)
-            ran = torch_backend.ALGORITHM
-        call.ran(ran)
-    note_written(tensors)
-    return ran
-
-
-def scatter(tensor: torch.Tensor, team: Team, counts: Sequence[int], dim: int) -> tuple[torch.Tensor, ...]:
+def scatter(tensor: torch.Tensor, devices: Devices, counts: Sequence[int], dim: int) -> tuple[torch.Tensor, ...]:
     """Return ``counts[rank]`` rows along ``dim`` (not negative) in fresh memory on each rank's device."""
-    if team.on_host or tensor.device.type != "cpu":
-        return _scattered(tensor, team, counts, dim)
+    if tensor.device.type != "cpu" or _are_on_host(devices):
+        return _scattered(tensor, devices, counts, dim)
     # Copies from the host wait for no other work, so they need not queue with the ranks' computing.
-    with copying_to(team.devices):
-        parts = _scattered(tensor, team, counts, dim)
+    with copying_to(devices):
+        parts = _scattered(tensor, devices, counts, dim)
     hand_over(parts)
     return parts
 
 
-def _scattered(tensor: torch.Tensor, team: Team, counts: Sequence[int], dim: int) -> tuple[torch.Tensor, ...]:
-    order, head, tail = memory_order(tensor), tensor.shape[:dim], tensor.shape[dim + 1 :]
-    parts = [
-        _fresh(tensor, (*head, rows, *tail), device, order) for rows, device in zip(counts, team.devices, strict=True)
-    ]
+def _are_on_host(devices: Devices) -> bool:
+    """Return whether all ranks are on the CPU, where there are no streams."""
+    return set(map(_type_of, devices)) <= {"cpu"}
+
+
+_type_of = attrgetter("type")
+
+
+def _scattered(tensor: torch.Tensor, devices: Devices, counts: Sequence[int], dim: int) -> tuple[torch.Tensor, ...]:
+    order, shape, dtype = layout.memory_order(tensor), [*tensor.shape], tensor.dtype
+    parts: tuple[torch.Tensor, ...] = ()
+    for rows, device in zip(counts, devices, strict=True):
+        shape[dim] = rows
+        parts += (torch.empty(shape, dtype=dtype, device=device, memory_format=order or torch.contiguous_format),)
     scatter_into(tensor, parts, dim, order)
-    return tuple(parts)
-
-
-def _fresh(
-    tensor: torch.Tensor, shape: tuple[int, ...], device: torch.device, order: torch.memory_format | None
-) -> torch.Tensor:
-    return torch.empty(shape, dtype=tensor.dtype, device=device, memory_format=order or torch.contiguous_format)
+    return parts
 
 
 def scatter_into(whole: torch.Tensor, parts: Tensors, dim: int, order: torch.memory_format | None = None) -> None:
@@ -100,24 +88,34 @@ def scatter_into(whole: torch.Tensor, parts: Tensors, dim: int, order: torch.mem
         order: in which all of them are dense, where that is known.
     """
     whole = readable(whole, "the tensor to scatter")
-    order = order or backends.common_order([whole, *parts])
-    ends = None if order is None else backends.cut(whole, parts, dim, order)
-    with trace_collective("scatter", [parts], [whole]) as call:
-        if ends is not None and order is not None:
-            about, rows = _transfer(whole, parts, dim, order)
-            _core.scatter(about, ends[0], rows, ends[1])
-        else:
-            torch_backend.scatter(whole, parts, dim)
-        call.ran("direct" if ends is not None else torch_backend.ALGORITHM)
+    order = order or layout.common_order([whole, *parts])
+    ends = None if order is None else layout.streams_of_cut(whole, parts, dim, order)
+    if tracer.recording is None:
+        _scatter_into(whole, parts, dim, order, ends)
+    else:
+        with CollectiveTrace("scatter", [parts], [whole]) as call:
+            call.ran(_scatter_into(whole, parts, dim, order, ends))
+
+
+def _scatter_into(
+    whole: torch.Tensor, parts: Tensors, dim: int, order: torch.memory_format | None, ends: Ends | None
+) -> str:
+    if ends is None or order is None:
+        torch_backend.scatter(whole, parts, dim)
+        return torch_backend.ALGORITHM
+    about, rows = _transfer(whole, parts, dim, order)
+    _core.scatter(about, ends[0], rows, ends[1])
+    return "direct"
 
 
 def gather(parts: Tensors, dim: int, device: torch.device) -> torch.Tensor:
     """Return the parts joined along ``dim`` (not negative) in fresh memory on ``device``."""
-    first, order = parts[0], memory_order(parts[0])
-    rows = 0
+    first, shape = parts[0], [*parts[0].shape]
+    shape[dim] = 0
     for part in parts:
-        rows += part.shape[dim]
-    whole = _fresh(first, (*first.shape[:dim], rows, *first.shape[dim + 1 :]), device, order)
+        shape[dim] += part.shape[dim]
+    order = layout.memory_order(first) or torch.contiguous_format
+    whole = torch.empty(shape, dtype=first.dtype, device=device, memory_format=order)
     gather_into(parts, whole, dim)
     return whole
 
@@ -128,55 +126,323 @@ def gather_into(parts: Tensors, whole: torch.Tensor, dim: int) -> None:
         order: torch.memory_format | None = torch.contiguous_format
     else:
         parts = [readable(part, f"the tensor of rank {rank}") for rank, part in enumerate(parts)]
-        order = backends.common_order([whole, *parts])
-    ends = None if order is None else backends.cut(whole, parts, dim, order)
-    with trace_collective("gather", [parts], [whole]) as call:
-        if ends is not None and order is not None:
-            about, rows = _transfer(whole, parts, dim, order)
-            _core.gather(rows, ends[1], about, ends[0])
-        else:
-            torch_backend.gather(parts, whole, dim)
-        call.ran("direct" if ends is not None else torch_backend.ALGORITHM)
+        order = layout.common_order([whole, *parts])
+    ends = None if order is None else layout.streams_of_cut(whole, parts, dim, order)
+    if tracer.recording is None:
+        _gather_into(parts, whole, dim, order, ends)
+    else:
+        with CollectiveTrace("gather", [parts], [whole]) as call:
+            call.ran(_gather_into(parts, whole, dim, order, ends))
+
+
+def _gather_into(
+    parts: Tensors, whole: torch.Tensor, dim: int, order: torch.memory_format | None, ends: Ends | None
+) -> str:
+    if ends is None or order is None:
+        torch_backend.gather(parts, whole, dim)
+        return torch_backend.ALGORITHM
+    about, rows = _transfer(whole, parts, dim, order)
+    _core.gather(rows, ends[1], about, ends[0])
+    return "direct"
 
 
 def _transfer(
     whole: torch.Tensor, parts: Tensors, dim: int, order: torch.memory_format
 ) -> tuple[_core.Layout, list[tuple[int, int]]]:
     """Return the core's arguments for the whole tensor and for each part."""
-    outer, inner = runs_along(whole.shape, dim, order)
+    outer, inner = layout.runs_along(whole.shape, dim, order)
     rows = [(part.data_ptr(), part.shape[dim]) for part in parts]
     return _core.Layout(whole.data_ptr(), outer, whole.shape[dim], inner * whole.itemsize), rows
 
 
+def copies_of(tensor: torch.Tensor, devices: Devices) -> list[torch.Tensor]:
+    """Return memory for one copy per rank: the tensor itself for rank 0 where it is on that device, else fresh."""
+    return [
+        tensor if rank == 0 and device == tensor.device else torch.empty_like(tensor, device=device)
+        for rank, device in enumerate(devices)
+    ]
+
+
+def broadcast(sources: Tensors, devices: Devices) -> list[list[torch.Tensor]]:
+    """Return ``copies[i][rank]`` of each source; rank 0's is the source itself where it is on that device."""
+    copies = [copies_of(source, devices) for source in sources]
+    streams = _streams_of_plain(sources, devices)
+    if tracer.recording is None:
+        _broadcast_into(sources, copies, streams)
+    else:
+        with CollectiveTrace("broadcast", copies, sources) as call:
+            call.ran(_broadcast_into(sources, copies, streams))
+    return copies
+
+
+def _streams_of_plain(sources: Tensors, devices: Devices) -> Ends | None:
+    """Return the root's stream and one per rank, where all sources are contiguous memory of one device, none empty."""
+    if not sources or not are_blocks(sources):
+        return None
+    device = sources[0].device
+    for each in sources:
+        if each.device != device or not each.nbytes:
+            return None
+    return layout.streams_of_root(device, devices)
+
+
+def broadcast_into(sources: Tensors, copies: Sequence[Tensors]) -> None:
+    """Fill ``copies[i][rank]`` from ``sources[i]``; a copy that is its source itself is left alone."""
+    if tracer.recording is None:
+        _broadcast_into(sources, copies)
+    else:
+        with CollectiveTrace("broadcast", copies, sources) as call:
+            call.ran(_broadcast_into(sources, copies))
+
+
+def _broadcast_into(sources: Tensors, copies: Sequence[Tensors], plain: Ends | None = None) -> str:
+    """Fill the copies, whatever they are; return the algorithm of most of them.
+
+    Args:
+        plain: the streams of the root and the ranks, where all is contiguous memory of one device each.
+    """
+    if plain is not None:
+        _broadcast_in_core([*zip(sources, copies, strict=True)], plain)
+        return "direct"
+    ours: list[_Pair] = []
+    others: list[_Pair] = []
+    for i, (given, made) in enumerate(zip(sources, copies, strict=True)):
+        if given.layout is not torch.strided:  # a sparse buffer: torch copies what it is made of
+            torch_backend.broadcast(given, made)
+            continue
+        source = readable(given, f"tensor {i}")
+        pair = source, [source if each is given else each for each in made]
+        if not layout.one_layout([source, *pair[1]]):
+            others.append(pair)
+        elif source.numel():
+            ours.append(pair)
+    devices = [[each.device for each in (source, *made)] for source, made in ours]
+    streams = layout.streams_of_root(devices[0][0], devices[0][1:]) if ours else None
+    if streams is None or any(each != devices[0] for each in devices):
+        _broadcast_elsewhere(others + ours)
+        return torch_backend.ALGORITHM
+    _broadcast_in_core(ours, streams)
+    _broadcast_elsewhere(others)
+    return "direct"
+
+
+def _broadcast_in_core(pairs: Sequence[tuple[torch.Tensor, Tensors]], streams: Ends) -> None:
+    begins = [source.data_ptr() for source, _ in pairs]
+    _core.broadcast(
+        begins,
+        [
+            [begin if each is source else each.data_ptr() for each in made]
+            for begin, (source, made) in zip(begins, pairs, strict=True)
+        ],
+        [source.nbytes for source, _ in pairs],
+        *streams,
+    )
+
+
+def _broadcast_elsewhere(pairs: Sequence[_Pair]) -> None:
+    """Broadcast by plain torch; many small tensors of the same kind go in one message."""
+    packs, alone = groups(range(len(pairs)), lambda i: kind_of([pairs[i][0], *pairs[i][1]], pairs[i][0]))
+    for pack in packs:
+        torch_backend.broadcast_packed([pairs[i][0] for i in pack], [pairs[i][1] for i in pack])
+    for i in alone:
+        torch_backend.broadcast(*pairs[i])
+
+
+def reduce_batch(parts: Sequence[Parts], op: str, device: torch.device) -> list[torch.Tensor]:
+    """Return the sums of many tensors at once: ``parts[i][rank]``, alike per i, as fresh tensors on ``device``.
+
+    ``None`` stands for a rank that adds nothing to that sum; at least one adds something.  Sparse tensors are summed
+    by torch.
+    """
+    devices = _devices_of_plain(parts, device)
+    resolved = parts if devices else [_resolve(each) for each in parts]
+    streams = layout.streams_of_root(device, devices) if devices else None
+    if tracer.recording is None:
+        return _reduce_batch(resolved, op, device, streams)[0]
+    with CollectiveTrace("reduce", resolved) as call:
+        totals, ran = _reduce_batch(resolved, op, device, streams)
+        call.ran(ran, totals)
+    return totals
+
+
+def _reduce_batch(
+    parts: Sequence[Parts], op: str, device: torch.device, streams: Ends | None
+) -> tuple[list[torch.Tensor], str]:
+    """Return the sums of parts that can be read, and which way most of them went.
+
+    Args:
+        streams: of the root and the ranks, where all is plain contiguous memory that the core adds.
+    """
+    if streams is None:
+        return _reduced(parts, op, device)
+    firsts = [row[0] if row[0] is not None else _first(row) for row in parts]
+    totals = [torch.empty_like(first, device=device) for first in firsts]
+    _reduce_in_core(parts, totals, op, streams)
+    return totals, "direct"
+
+
+def _first(row: Parts) -> torch.Tensor:
+    return next(part for part in row if part is not None)
+
+
+def _devices_of_plain(parts: Sequence[Parts], default: torch.device) -> list[torch.device] | None:
+    """Return each rank's device where all parts are plain contiguous memory of one dtype that the core adds."""
+    devices: list[torch.device | None] = [None] * len(parts[0]) if parts else []
+    dtype, plain, kind = None, frozenset[int](), ""
+    for row in parts:
+        for rank, part in enumerate(row):
+            if part is None:
+                continue
+            if devices[rank] is None:
+                devices[rank], dtype = part.device, dtype or part.dtype
+            if part.device.type != kind:
+                kind = part.device.type
+                plain = plain_keys(kind)
+            if _dispatch_keys(part).raw_repr() not in plain or not part.is_contiguous():
+                return None
+            if part.device != devices[rank] or part.dtype != dtype or not part.nbytes:
+                return None
+    return [device or default for device in devices] if dtype in CORE_DTYPES else None
+
+
+def _reduced(resolved: Sequence[Parts], op: str, device: torch.device) -> tuple[list[torch.Tensor], str]:
+    """Return the sums, and which way most of them went."""
+    totals: list[torch.Tensor] = []
+    others: list[int] = []
+    batches: dict[torch.dtype, list[int]] = {}
+    for i, each in enumerate(resolved):
+        first = _first(each)
+        check_op(op, first.dtype)
+        if first.dtype in CORE_DTYPES and layout.for_sum(each, device):
+            totals.append(torch.empty_like(first, device=device))
+            if first.numel():
+                batches.setdefault(first.dtype, []).append(i)
+        else:
+            totals.append(first)  # the sum comes below
+            others.append(i)
+    for batch in batches.values():
+        chosen = [resolved[i] for i in batch]
+        ranks = [next((each.device for each in row if each is not None), device) for row in zip(*chosen, strict=True)]
+        streams = layout.streams_of_root(device, ranks)
+        assert streams is not None  # for_sum said so, of each
+        _reduce_in_core(chosen, [totals[i] for i in batch], op, streams)
+    for i, total in _reduced_elsewhere(resolved, others, op, device):
+        totals[i] = total
+    return totals, "direct" if batches else torch_backend.ALGORITHM
+
+
+def _reduced_elsewhere(
+    parts: Sequence[Parts], indices: Sequence[int], op: str, device: torch.device
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """Reduce by plain torch, one after the other; many small tensors of the same kind go in one message."""
+    packs, alone = groups(indices, lambda i: kind_of(parts[i]))
+    for pack in packs:
+        whole = [[part for part in parts[i] if part is not None] for i in pack]
+        yield from zip(pack, torch_backend.reduce_packed(whole, op, device), strict=True)
+    for i in alone:
+        yield i, torch_backend.reduce(parts[i], op, device)
+
+
+def _reduce_in_core(parts: Sequence[Parts], outs: Tensors, op: str, streams: Ends) -> None:
+    pairs = 2 if outs[0].dtype.is_complex else 1  # a complex number is two numbers
+    _core.reduce(
+        [[0 if part is None else part.data_ptr() for part in each] for each in parts],
+        [out.data_ptr() for out in outs],
+        [out.nbytes // out.itemsize * pairs for out in outs],
+        CORE_DTYPES[outs[0].dtype],
+        op,
+        streams[1],
+        streams[0],
+    )
+
+
+def _resolve(parts: Parts) -> Parts:
+    """Return the parts readable, and all in the layout of the first that has a dense one, else contiguous."""
+    if any(part is not None and part.layout is not torch.strided for part in parts):
+        return parts
+    found = [None if part is None else readable(part, f"the tensor of rank {rank}") for rank, part in enumerate(parts)]
+    present = [part for part in found if part is not None]
+    if layout.one_layout(present):
+        return found
+    return [None if part is None else part.contiguous() for part in found]
+
+
+def all_reduce_into(
+    tensors: Tensors, op: str, algorithm: str, merge_shared_devices: bool, ranks: Sequence[int] | None = None
+) -> str:
+    """Reduce in place; return the algorithm that ran.  A recording calls the ranks by ``ranks``.
+
+    Raises:
+        BackendUnavailable: ``nccl`` where it cannot run.
+    """
+    streams = layout.streams_alike(tensors) if tensors[0].dtype in CORE_DTYPES else None
+    if tracer.recording is None:
+        ran = _all_reduce_into(tensors, op, algorithm, merge_shared_devices, streams)
+    else:
+        with CollectiveTrace("all_reduce", [tensors], ranks=ranks) as call:
+            ran = _all_reduce_into(tensors, op, algorithm, merge_shared_devices, streams)
+            call.ran(ran)
+    note_written(tensors)
+    return ran
+
+
+def _all_reduce_into(
+    tensors: Tensors, op: str, algorithm: str, merge_shared_devices: bool, streams: list[Stream] | None
+) -> str:
+    if streams is not None:
+        first = tensors[0]
+        pointers = [tensor.data_ptr() for tensor in tensors]
+        dtype, count = CORE_DTYPES[first.dtype], core_count(first)
+        return AllReduce(pointers, streams, count, dtype, first.nbytes, op, merge_shared_devices).run(algorithm)
+    if algorithm == "nccl" and all(tensor.device.type == "cpu" for tensor in tensors):
+        raise BackendUnavailable("nccl works between GPUs, and not in host memory")
+    torch_backend.all_reduce(tensors, op)
+    return torch_backend.ALGORITHM
+
+
 def all_gather_into(parts: Tensors, wholes: Tensors) -> None:
     """Fill each rank's whole with the parts of all ranks, one after the other along dimension 0."""
-    streams = backends.joined([*parts, *wholes])
-    with trace_collective("all_gather", [parts], others=[wholes]) as call:
-        if streams is not None:
-            _core.all_gather(
-                [part.data_ptr() for part in parts],
-                [part.nbytes for part in parts],
-                [whole.data_ptr() for whole in wholes],
-                streams[: len(parts)],
-            )
-        else:
-            torch_backend.all_gather(parts, wholes)
-        call.ran("direct" if streams is not None else torch_backend.ALGORITHM)
+    streams = layout.streams_joined([*parts, *wholes])
+    if tracer.recording is None:
+        _all_gather_into(parts, wholes, streams)
+    else:
+        with CollectiveTrace("all_gather", [parts], others=[wholes]) as call:
+            call.ran(_all_gather_into(parts, wholes, streams))
+
+
+def _all_gather_into(parts: Tensors, wholes: Tensors, streams: list[Stream] | None) -> str:
+    if streams is None:
+        torch_backend.all_gather(parts, wholes)
+        return torch_backend.ALGORITHM
+    _core.all_gather(
+        [part.data_ptr() for part in parts],
+        [part.nbytes for part in parts],
+        [whole.data_ptr() for whole in wholes],
+        streams[: len(parts)],
+    )
+    return "direct"
 
 
 def reduce_scatter_into(tensors: Tensors, outs: Tensors, op: str, ranks: Sequence[int] | None = None) -> None:
     """Fill rank r's out with chunk r, along dimension 0, of the reduction; ``ranks`` as for an all-reduce."""
-    streams = backends.joined([*tensors, *outs]) if outs[0].dtype in CORE_DTYPES else None
-    with trace_collective("reduce_scatter", [outs], others=[tensors], ranks=ranks) as call:
-        if streams is not None:
-            _core.reduce_scatter(
-                [tensor.data_ptr() for tensor in tensors],
-                [out.data_ptr() for out in outs],
-                core_count(outs[0]),
-                CORE_DTYPES[outs[0].dtype],
-                op,
-                streams[: len(outs)],
-            )
-        else:
-            torch_backend.reduce_scatter(tensors, outs, op)
-        call.ran("direct" if streams is not None else torch_backend.ALGORITHM)
+    streams = layout.streams_joined([*tensors, *outs]) if outs[0].dtype in CORE_DTYPES else None
+    if tracer.recording is None:
+        _reduce_scatter_into(tensors, outs, op, streams)
+    else:
+        with CollectiveTrace("reduce_scatter", [outs], others=[tensors], ranks=ranks) as call:
+            call.ran(_reduce_scatter_into(tensors, outs, op, streams))
+
+
+def _reduce_scatter_into(tensors: Tensors, outs: Tensors, op: str, streams: list[Stream] | None) -> str:
+    if streams is None:
+        torch_backend.reduce_scatter(tensors, outs, op)
+        return torch_backend.ALGORITHM
+    _core.reduce_scatter(
+        [tensor.data_ptr() for tensor in tensors],
+        [out.data_ptr() for out in outs],
+        core_count(outs[0]),
+        CORE_DTYPES[outs[0].dtype],
+        op,
+        streams[: len(outs)],
+    )
+    return "direct"

@@ -1,21 +1,42 @@
-"""How a tensor lies in memory, as far as the core needs to know.
+"""How tensors lie in memory, as far as the core needs to know, and which backend of the core serves them.
 
 The core moves dense blocks.  A tensor is one when its elements fill a range without gaps, in whatever order of
 dimensions: contiguous, or channels_last.  Cut along a dimension, it is ``outer`` runs of ``rows`` times ``inner``
 elements (see csrc/core/transfer.h); a part in the same order of dimensions is dense too.
+
+Each function that returns streams answers for one way in which the core looks at tensors.  ``None`` means that plain
+torch serves them: devices of several kinds, a kind that the core has no backend for, or memory that is not laid out as
+the core needs it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import TypeAlias
 
 import torch
-from torch._C import _dispatch_keys
 
-from mgpu_core.devices.tensor_checks import plain_keys
+from mgpu_core import _core
+from mgpu_core.devices.streams import HOST, core_serves, core_stream, core_streams
 
-__all__ = ["are_blocks", "is_dense", "memory_order", "nbytes_of", "one_layout", "runs_along"]
+__all__ = [
+    "Stream",
+    "common_order",
+    "for_sum",
+    "is_dense",
+    "memory_order",
+    "nbytes_of",
+    "one_layout",
+    "runs_along",
+    "streams_alike",
+    "streams_joined",
+    "streams_of_cut",
+    "streams_of_root",
+]
+
+Stream: TypeAlias = _core.Stream
+Tensors: TypeAlias = Sequence[torch.Tensor]
 
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
@@ -38,18 +59,6 @@ def is_dense(tensor: torch.Tensor) -> bool:
             if stride != wanted:
                 return False
             wanted *= size
-    return True
-
-
-def are_blocks(tensors: Sequence[torch.Tensor]) -> bool:
-    """Return whether all of these are contiguous memory, none of it a lazy view, sparse or inside a transform."""
-    kind, plain = "", frozenset[int]()
-    for each in tensors:
-        if each.device.type != kind:
-            kind = each.device.type
-            plain = plain_keys(kind)
-        if _dispatch_keys(each).raw_repr() not in plain or not each.is_contiguous():
-            return False
     return True
 
 
@@ -88,3 +97,73 @@ def runs_along(shape: tuple[int, ...], dim: int, order: torch.memory_format) -> 
     for each in dims[position + 1 :]:
         inner *= shape[each]
     return outer, inner
+
+
+def _streams_of(tensors: Tensors) -> list[Stream] | None:
+    return core_streams([tensor.device for tensor in tensors])
+
+
+def streams_alike(tensors: Tensors) -> list[Stream] | None:
+    """Return a stream per tensor for arithmetic element by element: dense tensors in one layout; else ``None``."""
+    return _streams_of(tensors) if one_layout(tensors) else None
+
+
+def streams_joined(tensors: Tensors) -> list[Stream] | None:
+    """Return a stream per tensor for rows one after the other: contiguous tensors; else ``None``."""
+    return _streams_of(tensors) if all(tensor.is_contiguous() for tensor in tensors) else None
+
+
+def streams_of_root(root: torch.device, ranks: Sequence[torch.device]) -> tuple[Stream, list[Stream]] | None:
+    """Return the stream of the root's device and one per rank; ``None`` unless one backend serves all of them."""
+    if root.type == "cpu":
+        for each in ranks:
+            if each.type != "cpu":
+                return None
+        return HOST, [HOST] * len(ranks)
+    streams = core_streams([root, *ranks])
+    return None if streams is None else (streams[0], streams[1:])
+
+
+def for_sum(parts: Sequence[torch.Tensor | None], device: torch.device) -> bool:
+    """Return whether a sum of those that are there, on that device, is arithmetic of one backend."""
+    present = [part for part in parts if part is not None]
+    return one_layout(present) and core_serves([device, *(part.device for part in present)])
+
+
+_NARROW_NBYTES = 256  # a copy engine takes about as long for a run of one byte as for one of this many
+_WIDEST_PITCH = 2**31 - 1  # from run to run, that a copy engine can
+
+
+def common_order(tensors: Tensors) -> torch.memory_format | None:
+    """Return the order of dimensions in which all of these are dense; ``None`` if there is none."""
+    order = memory_order(tensors[0])
+    for each in tensors[1:]:
+        if memory_order(each) is not order:
+            return None
+    return order
+
+
+def streams_of_cut(
+    whole: torch.Tensor, parts: Tensors, dim: int, order: torch.memory_format
+) -> tuple[Stream, list[Stream]] | None:
+    """Return the streams of the whole and of its parts along ``dim``, all dense in ``order``; for scatter and gather.
+
+    The whole may be on the host.  Not in pinned memory, which a GPU reads by itself: torch's copies know when such
+    memory may be used again.  Nor in narrow strips of a GPU's memory, which torch's kernels copy faster.
+    """
+    devices = [part.device for part in parts]
+    if whole.device.type == "cpu":
+        found = streams_of_root(whole.device, devices)
+        if found is not None or whole.is_pinned():
+            return found
+    one, many = core_stream(whole.device), core_streams(devices)
+    if one is None or many is None or devices[0].type == "cpu" or _is_narrow(whole, parts, dim, order):
+        return None
+    return one, many
+
+
+def _is_narrow(whole: torch.Tensor, parts: Tensors, dim: int, order: torch.memory_format) -> bool:
+    outer, inner = runs_along(whole.shape, dim, order)
+    row_nbytes = inner * whole.itemsize
+    narrowest = min(part.size(dim) for part in parts) * row_nbytes
+    return outer > 1 and (narrowest < _NARROW_NBYTES or whole.size(dim) * row_nbytes > _WIDEST_PITCH)

@@ -12,13 +12,15 @@ from typing import TypeAlias
 import torch
 
 from mgpu_core import _core
-from mgpu_core.comm import backends, torch_backend
+from mgpu_core.comm import torch_backend
+from mgpu_core.comm.layout import Stream
 from mgpu_core.comm.reductions import CORE_DTYPES, core_count
-from mgpu_core.comm.traffic_trace import trace_collective, trace_hop
+from mgpu_core.comm.traffic_trace import CollectiveTrace, trace_hop
 from mgpu_core.devices.memory import note_written
 from mgpu_core.devices.shared_memory import check_disjoint
 from mgpu_core.devices.streams import HOST, core_stream
 from mgpu_core.devices.tensor_checks import LiesLike, check_writable
+from mgpu_core.trace import tracer
 
 __all__ = ["RankSums"]
 
@@ -52,17 +54,23 @@ class RankSums:
         Raises:
             ValueError: a part has another shape than its out.
         """
-        stream = HOST if self._is_on_host else core_stream(self._device) if self._dtype is not None else None
-        with trace_collective("reduce", zip(*columns, strict=True), self._outs, ranks=self._ranks) as call:
-            if stream is None or not all(map(self._like.holds_for, columns)):
-                self._add_up_elsewhere(columns)
-                call.ran(torch_backend.ALGORITHM)
-            else:
-                self._add_up_in_core(list(map(_pointers, columns)), stream)
-                call.ran("direct")
+        if tracer.recording is None:
+            self._add_up(columns)
+        else:
+            with CollectiveTrace("reduce", zip(*columns, strict=True), self._outs, ranks=self._ranks) as call:
+                call.ran(self._add_up(columns))
         note_written(self._outs)
 
-    def _add_up_in_core(self, pointers: Sequence[Sequence[int]], stream: backends.Stream) -> None:
+    def _add_up(self, columns: Sequence[Parts]) -> str:
+        """Do so, and return the algorithm that ran."""
+        stream = HOST if self._is_on_host else core_stream(self._device) if self._dtype is not None else None
+        if stream is None or not all(map(self._like.holds_for, columns)):
+            self._add_up_elsewhere(columns)
+            return torch_backend.ALGORITHM
+        self._add_up_in_core(list(map(_pointers, columns)), stream)
+        return "direct"
+
+    def _add_up_in_core(self, pointers: Sequence[Sequence[int]], stream: Stream) -> None:
         assert self._dtype is not None
         rows, outs, counts = list(map(list, zip(*pointers, strict=True))), self._pointers, self._counts
         if not all(map(any, rows)):  # of some no rank has anything

@@ -17,32 +17,18 @@ import torch
 from mgpu_core import _core
 from mgpu_core.comm.layout import nbytes_of
 from mgpu_core.devices.streams import HOST
+from mgpu_core.trace import tracer
 from mgpu_core.trace.buffer import TraceBuffer
 from mgpu_core.trace.events import BETWEEN, ROOT, Address, Collective, Hop
-from mgpu_core.trace.tracer import current_step, is_tracing, mark_devices, when_tracing
+from mgpu_core.trace.tracer import current_step, mark_devices, when_tracing
 
-__all__ = ["CollectiveTrace", "discard_warmup", "trace_collective", "trace_hop"]
+__all__ = ["CollectiveTrace", "discard_warmup", "trace_hop"]
 
 Row: TypeAlias = Sequence[torch.Tensor | None]
 
 
-class _NullTrace:
-    """With recording off."""
-
-    __slots__ = ()
-
-    def __enter__(self) -> _NullTrace:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        return None
-
-    def ran(self, route: str, roots: Sequence[torch.Tensor] = ()) -> None:
-        """Do nothing."""
-
-
 class CollectiveTrace:
-    """Over one collective call of this thread.
+    """Over one collective call of this thread, while a recording is on: ask ``tracer.recording`` before making one.
 
     Args:
         operation: its name.
@@ -56,9 +42,9 @@ class CollectiveTrace:
         self,
         operation: str,
         rows: Iterable[Row],
-        roots: Sequence[torch.Tensor],
-        others: Sequence[Row],
-        ranks: Sequence[int] | None,
+        roots: Sequence[torch.Tensor] = (),
+        others: Sequence[Row] = (),
+        ranks: Sequence[int] | None = None,
     ) -> None:
         self._operation, self._rows, self._roots, self._others = operation, list(rows), roots, others
         self._ranks = range(max(map(len, self._rows), default=0)) if ranks is None else ranks
@@ -162,19 +148,7 @@ class _Record(NamedTuple):
     end_ns: int
 
 
-_NULL_TRACE = _NullTrace()
 _traces = threading.local()
-
-
-def trace_collective(
-    operation: str,
-    rows: Iterable[Row],
-    roots: Sequence[torch.Tensor] = (),
-    others: Sequence[Row] = (),
-    ranks: Sequence[int] | None = None,
-) -> CollectiveTrace | _NullTrace:
-    """Return a context manager over one collective; nothing when no recording is on."""
-    return CollectiveTrace(operation, rows, roots, others, ranks) if is_tracing() else _NULL_TRACE
 
 
 def discard_warmup() -> None:
@@ -185,6 +159,8 @@ def discard_warmup() -> None:
 
 def trace_hop(sums: bool, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
     """Record a copy or sum of the torch backend in a collective of this thread."""
+    if tracer.recording is None:
+        return
     stack = getattr(_traces, "stack", ())
     if stack and targets:
         stack[-1].add(sums, sources, targets)

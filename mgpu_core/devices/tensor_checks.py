@@ -26,6 +26,7 @@ __all__ = [
     "LiesLike",
     "Memory",
     "all_plain",
+    "are_blocks",
     "begin_alike",
     "bytes_of",
     "check_alike",
@@ -91,6 +92,18 @@ def plain_keys(kind: str) -> frozenset[int]:
 def keys_of(tensor: torch.Tensor) -> int:
     """Return the tensor's set of dispatch keys as a number."""
     return _dispatch_keys(tensor).raw_repr()
+
+
+def are_blocks(tensors: Sequence[torch.Tensor]) -> bool:
+    """Return whether all of these are contiguous memory, none of it a lazy view, sparse or inside a transform."""
+    kind, plain = "", frozenset[int]()
+    for each in tensors:
+        if each.device.type != kind:
+            kind = each.device.type
+            plain = plain_keys(kind)
+        if _dispatch_keys(each).raw_repr() not in plain or not each.is_contiguous():
+            return False
+    return True
 
 
 def readable(tensor: torch.Tensor, name: str) -> torch.Tensor:

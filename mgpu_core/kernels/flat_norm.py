@@ -48,7 +48,7 @@ class FlatNorm:
             instead: the norm of these, which lie as the tensors do, each in memory of its own.
         """
         stream = HOST if self._is_on_host else core_stream(self._device)
-        with tracer.span("l2_norm") if tracer.is_on else NULL_CONTEXT:
+        with tracer.span("l2_norm") if tracer.sink else NULL_CONTEXT:
             if stream is None:
                 return reference.l2_norm(self._tensors if instead is None else instead)
             name, wide = self._names

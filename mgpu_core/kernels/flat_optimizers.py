@@ -151,7 +151,7 @@ class FlatKernel:
         """
         stream = HOST if self._is_on_host else core_stream(self._device)
         extra = self._kernel.extra
-        with tracer.span(self._name) if tracer.is_on else NULL_CONTEXT:
+        with tracer.span(self._name) if tracer.sink else NULL_CONTEXT:
             if stream is None:
                 self._kernel.reference(*self._flat, *self._states, *self._tables, *extra, *self._scalars)
                 return

@@ -92,7 +92,7 @@ def _copy_tensors(tensors: Sequence[torch.Tensor], team: Team, detach: bool) -> 
     result: list[list[Any]] = [[None] * len(tensors) for _ in team.ranks]
     plain = [i for i, tensor in enumerate(tensors) if not tensor.requires_grad]
     for indices, rows in (
-        (tracked, autograd.broadcast_buckets(team, [tensors[i] for i in tracked])),
+        (tracked, autograd.broadcast_buckets(team.devices, [tensors[i] for i in tracked])),
         (plain, plain_copies([tensors[i] for i in plain], team)),
     ):
         for rank, copies in enumerate(rows):

@@ -29,11 +29,13 @@ class Team:
 
     Attributes:
         devices: one ``torch.device`` per rank, each with its index (the CPU has none).
+        ranks: ``range(len(team))``.
         on_host: all ranks are on the CPU, where there are no streams.
     """
 
     def __init__(self, devices: tuple[torch.device, ...]) -> None:
         self.devices = devices
+        self.ranks = range(len(devices))
         self.on_host = {device.type for device in devices} == {"cpu"}
         self._workers: WorkerPool | None = None
         self._lock = threading.Lock()
@@ -58,11 +60,6 @@ class Team:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Team.of, ([str(device) for device in self.devices],)
-
-    @property
-    def ranks(self) -> range:
-        """``range(len(team))``."""
-        return range(len(self.devices))
 
     def first(self, count: int) -> Team:
         """Return the team of the first ``count`` ranks."""

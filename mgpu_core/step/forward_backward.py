@@ -281,7 +281,7 @@ class ForwardBackward:
     ) -> tuple[RankLoss, Any]:
         """Run one rank, in its worker or in the caller's thread; return its loss, and its outputs if they are kept."""
         device = self._team.devices[rank]
-        of_forward, of_loss, of_backward = tracer.rank_spans(rank, device) if tracer.is_on else tracer.NO_SPANS
+        of_forward, of_loss, of_backward = tracer.rank_spans(rank, device) if tracer.sink else tracer.NO_SPANS
         with NULL_CONTEXT if self._amp_dtype is None else self.autocast(device):
             with of_forward:
                 output = module(*part.inputs, **part.kwargs)

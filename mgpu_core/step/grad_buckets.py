@@ -174,7 +174,7 @@ class GradBuckets:
 
     def add_up(self, bucket: int) -> None:
         """Sum a bucket over all ranks, on the current streams, and begin its sum over the processes."""
-        if tracer.is_on:
+        if tracer.recording is not None:
             self._tell(bucket)
         for sums, rows in self._rank_sums[bucket]:  # of one device each, on its current stream
             sums.add_up(list(map(list, map(map, repeat(_grad_of), rows))))

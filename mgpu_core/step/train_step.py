@@ -242,7 +242,7 @@ class TrainStep:
         if torch.is_inference_mode_enabled():
             raise RuntimeError("a step inside torch.inference_mode() has no gradients to train with")
         refuse_traces()
-        with self._guard, tracer.span("train_step") if tracer.is_on else NULL_CONTEXT:
+        with self._guard, tracer.span("train_step") if tracer.sink else NULL_CONTEXT:
             loss, outputs, numbers = self._step(inputs, kwargs, return_outputs, aux)
         return _returned(loss, outputs, numbers, return_outputs, aux) if return_outputs or aux else loss
 

@@ -109,7 +109,7 @@ class Update:
                 return
             self._gradients.show(used)
             try:
-                with tracer.span("update", ALL_RANKS, self._replicas.devices[0]) if tracer.is_on else NULL_CONTEXT:
+                with tracer.span("update", ALL_RANKS, self._replicas.devices[0]) if tracer.sink else NULL_CONTEXT:
                     run = self._optimizer_step.prepare(used)
                     run(factor)
                     self._count(used)

@@ -14,10 +14,9 @@ import torch
 
 from mgpu_core.comm import autograd, dispatch
 from mgpu_core.comm.arguments import check_equal_sizes, check_joined, in_range, ordinary_list
-from mgpu_core.devices.devices import DeviceLike
+from mgpu_core.devices.devices import DeviceLike, as_devices
 from mgpu_core.devices.streams import caller_streams, resumed_on_all
 from mgpu_core.devices.tensor_checks import refuse_special
-from mgpu_core.ranks.team import Team
 
 __all__ = ["all_gather", "all_reduce", "broadcast", "reduce_scatter"]
 
@@ -33,7 +32,7 @@ def broadcast(tensor: torch.Tensor, devices: Sequence[DeviceLike]) -> list[torch
         TypeError, ValueError: a tensor that cannot be copied, or a device that does not exist.
     """
     refuse_special(tensor, "tensor")
-    return [row[0] for row in autograd.broadcast_buckets(Team.of(devices), [tensor], numbered=False)]
+    return [row[0] for row in autograd.broadcast_buckets(as_devices(devices), [tensor], numbered=False)]
 
 
 def all_reduce(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -163,7 +163,7 @@ class RowParallelLinear(_ShardedLinear):
 
     def _parts_of(self, x: Any) -> Sequence[torch.Tensor]:
         _check_features(x, self.in_features, "input")
-        return autograd.scatter(x, self._team, self.counts, -1)
+        return autograd.scatter(x, self._team.devices, self.counts, -1)
 
     def _checked_parts(self, x: Any) -> list[torch.Tensor]:
         parts = as_list(x, "input")

@@ -46,7 +46,7 @@ class Sharded(nn.Module):
         self.weights = self._cut(weight)
 
     def _cut(self, whole: nn.Parameter) -> nn.ParameterList:
-        parts = dispatch.scatter(whole.detach(), self._team, self.counts, self._dim)
+        parts = dispatch.scatter(whole.detach(), self._team.devices, self.counts, self._dim)
         return nn.ParameterList([nn.Parameter(part, whole.requires_grad) for part in parts])
 
     def _joined(self, shards: nn.ParameterList) -> nn.Parameter:

@@ -1,8 +1,9 @@
 """The tracer: one flag, and the spans, marks and events that go into a trace buffer while it is up.
 
 Each phase of a forward or backward pass opens a span.  Cuts, collectives and ready gradients emit events of their own.
-With tracing off, the normal state, a span is one shared object that does nothing.  ``mgpu_core.explain`` reads the
-buffer.  Every file may import this one.
+With tracing off, the normal state, a span is one shared object that does nothing, and code that runs in every call
+does not even ask for it: it tests :data:`sink` or :data:`recording`, as attributes of this module.
+``mgpu_core.explain`` reads the buffer.  Every file may import this one.
 
 An event belongs to a whole step.  Threads that the step starts inherit its number through ``contextvars``; work that
 runs later, such as a backward, captures :func:`current_step` and re-enters it with :func:`in_step`.
@@ -30,13 +31,13 @@ from mgpu_core.trace.events import ALL_RANKS, NO_BUCKET, NO_STEP, Event, Mark, S
 __all__ = [
     "NO_SPANS",
     "WHOLE_STEPS",
-    "mark_devices",
     "current_step",
+    "emit",
     "in_step",
     "is_tracing",
-    "emit",
     "labelled",
     "mark",
+    "mark_devices",
     "rank_spans",
     "span",
     "tracing",
@@ -51,7 +52,7 @@ WHOLE_STEPS = ("train_step", "data_parallel", "pipeline", "evaluate")
 
 
 @dataclass(frozen=True, slots=True)
-class _Sink:
+class Sink:
     """The destinations of a span: the trace buffer, and the names that profilers show."""
 
     buffer: TraceBuffer | None
@@ -59,6 +60,9 @@ class _Sink:
 
 
 _whole_step: ContextVar[int] = ContextVar("mgpu_core_whole_step", default=NO_STEP)
+
+current_step = _whole_step.get
+"""Return the number of the whole step that this thread works for, or ``NO_STEP``."""
 
 
 class _InStep:
@@ -93,7 +97,7 @@ class _WholeStep(_InStep):
 class _Span:
     __slots__ = ("_begin", "_bucket", "_device", "_host_ns", "_label", "_rank", "_sink", "_step", "_whole")
 
-    def __init__(self, sink: _Sink, step: str, rank: int, device: torch.device | None, bucket: int) -> None:
+    def __init__(self, sink: Sink, step: str, rank: int, device: torch.device | None, bucket: int) -> None:
         self._sink, self._step, self._rank, self._device, self._bucket = sink, step, rank, device, bucket
 
     def __enter__(self) -> None:
@@ -157,9 +161,11 @@ def _label_of(step: str, rank: int, bucket: int) -> str:
     return " ".join(words)
 
 
-_sink: _Sink | None = None
-is_on = False
-"""The flag: tracing or profiler names are on.  Ask ``tracer.is_on`` before a span where a call costs too much."""
+recording: TraceBuffer | None = None
+"""The flag of events: the buffer of the recording that is on, or ``None``."""
+sink: Sink | None = None
+"""The flag of spans: ``None`` while they do nothing, because no recording and no profiler names are on."""
+# Both change: read them as attributes of this module, and do not import them by name.
 
 
 def span(
@@ -170,27 +176,22 @@ def span(
     Args:
         device: the device on which the work inside is launched, on this thread's current stream.
     """
-    sink = _sink
-    return NULL_CONTEXT if sink is None else _Span(sink, step, rank, device, bucket)
+    found = sink
+    return NULL_CONTEXT if found is None else _Span(found, step, rank, device, bucket)
 
 
 def rank_spans(rank: int, device: torch.device) -> tuple[AbstractContextManager[None], ...]:
-    """Return the spans of a rank's forward, loss and backward; :data:`NO_SPANS` with tracing off."""
+    """Return the spans of a rank's forward, loss and backward; see :data:`NO_SPANS`."""
     return tuple(span(step, rank, device) for step in ("forward", "loss", "backward"))
 
 
 NO_SPANS = (NULL_CONTEXT, NULL_CONTEXT, NULL_CONTEXT)
+"""Stand for those of a rank while :data:`sink` is ``None``."""
 
 
 def is_tracing() -> bool:
     """Return True while a trace is recorded.  Ask before computing the data of an event."""
-    sink = _sink
-    return sink is not None and sink.buffer is not None
-
-
-def current_step() -> int:
-    """Return the number of the whole step that this thread works for, or ``NO_STEP``."""
-    return _whole_step.get()
+    return recording is not None
 
 
 def in_step(number: int) -> AbstractContextManager[None]:
@@ -199,7 +200,7 @@ def in_step(number: int) -> AbstractContextManager[None]:
     Args:
         number: the step's number; ``NO_STEP``: events inside belong to no step.
     """
-    return NULL_CONTEXT if _sink is None else _InStep(number)
+    return NULL_CONTEXT if sink is None else _InStep(number)
 
 
 def when_tracing(function: Callable[P, None]) -> Callable[P, None]:
@@ -210,35 +211,35 @@ def when_tracing(function: Callable[P, None]) -> Callable[P, None]:
 
     @wraps(function)
     def traced(*args: P.args, **kwargs: P.kwargs) -> None:
-        sink = _sink
-        if sink is None or sink.buffer is None:
+        buffer = recording
+        if buffer is None:
             return
         try:
             function(*args, **kwargs)
         except Exception as error:
-            _fail(sink.buffer, error)
+            _fail(buffer, error)
 
     return traced
 
 
 def emit(make: Callable[[int, int], Event]) -> None:
     """Add the event ``make(host_ns, thread)`` to the buffer, if tracing is on."""
-    sink = _sink
-    if sink is not None and sink.buffer is not None:
+    buffer = recording
+    if buffer is not None:
         event = make(time.perf_counter_ns(), threading.get_ident())
-        sink.buffer.add(_whole_step.get(), lambda _clock: event)
+        buffer.add(_whole_step.get(), lambda _clock: event)
 
 
 def mark(
     step: str, rank: int = ALL_RANKS, device: torch.device | None = None, bucket: int = NO_BUCKET, text: str = ""
 ) -> None:
     """Emit a mark, on the device's current stream or in this thread, if tracing is on."""
-    sink = _sink
-    if sink is None or sink.buffer is None:
+    buffer = recording
+    if buffer is None:
         return
     host_ns, thread = time.perf_counter_ns(), threading.get_ident()
-    at = _moment(sink.buffer, device)
-    sink.buffer.add(
+    at = _moment(buffer, device)
+    buffer.add(
         _whole_step.get(),
         lambda clock: Mark(step, rank, bucket, text, host_ns if at is None else clock.ns(at), host_ns, thread),
     )
@@ -246,31 +247,29 @@ def mark(
 
 def mark_devices(devices: Sequence[torch.device]) -> tuple[TraceBuffer, dict[str, object]] | None:
     """Return the buffer, and a mark on each device's current stream; ``None`` with tracing off."""
-    sink = _sink
-    if sink is None or sink.buffer is None:
+    buffer = recording
+    if buffer is None:
         return None
-    return sink.buffer, {str(device): _moment(sink.buffer, device) for device in dict.fromkeys(devices)}
+    return buffer, {str(device): _moment(buffer, device) for device in dict.fromkeys(devices)}
 
 
-_lock = threading.Lock()  # guards the two variables below; reading the flag takes no lock
-_buffer: TraceBuffer | None = None
+_lock = threading.Lock()  # guards the labels and the flags; reading a flag takes no lock
 _labels: list[Label] = []  # the last one is used
 
 
 def _show() -> None:
-    """Update the flag."""
-    global _sink, is_on
+    """Update the flag of spans."""
+    global sink
     label = _labels[-1] if _labels else None
-    _sink = None if _buffer is None and label is None else _Sink(_buffer, label)
-    is_on = _sink is not None
+    sink = None if recording is None and label is None else Sink(recording, label)
 
 
 def _end(buffer: TraceBuffer) -> None:
     """Stop filling the buffer, if it is still the current one; profiler names stay on."""
-    global _buffer
+    global recording
     with _lock:
-        if _buffer is buffer:
-            _buffer = None
+        if recording is buffer:
+            recording = None
             _show()
 
 
@@ -282,10 +281,10 @@ def _fail(buffer: TraceBuffer, error: Exception) -> None:
 
 def _forget_in_child() -> None:
     """Turn tracing off in a forked child, and replace the lock, whose holder does not exist there."""
-    global _buffer, _lock
-    if _buffer is not None:
-        _buffer.forget_threads()
-    _buffer, _lock = None, threading.Lock()
+    global recording, _lock
+    if recording is not None:
+        recording.forget_threads()
+    recording, _lock = None, threading.Lock()
     _show()
 
 
@@ -306,16 +305,16 @@ def tracing(
     Raises:
         RuntimeError: a trace is already being recorded.
     """
-    global _buffer
+    global recording
     buffer = TraceBuffer(clock or HostClock(), skip, steps)
     try:
         with _lock:
-            if _buffer is not None:
+            if recording is not None:
                 raise RuntimeError(
                     "a recording is already on: there is one per process, and `mgpu explain` makes it of the whole "
                     "script"
                 )
-            _buffer = buffer
+            recording = buffer
             _show()
         with NULL_CONTEXT if label is None else labelled(label):
             yield buffer

@@ -15,7 +15,6 @@ from torch.optim import SGD
 from mgpu_core import TrainStep, comm, convert_sync_batchnorm, parallel_apply, replicate
 from mgpu_core.comm import autograd, dispatch
 from mgpu_core.devices import streams
-from mgpu_core.ranks.team import Team
 from mgpu_core.tensor_parallel import collectives
 
 DEVICES = ["fake:0", "fake:1"]
@@ -161,9 +160,9 @@ def test_backwards_go_on_on_the_streams_of_the_forward(monkeypatch, name):
     x = torch.ones(4, 2, device="fake:0", requires_grad=True)
     with streams.on_all(devices, own):
         outs = {
-            "gather_into": lambda: autograd.scatter(x, Team.of(devices), [2, 2], 0),
+            "gather_into": lambda: autograd.scatter(x, devices, [2, 2], 0),
             "scatter_into": lambda: [autograd.gather([x, x.to("fake:1")], devices[0], 0)],
-            "reduce_batch": lambda: [each for row in autograd.broadcast_buckets(Team.of(devices), [x]) for each in row],
+            "reduce_batch": lambda: [each for row in autograd.broadcast_buckets(devices, [x]) for each in row],
             "broadcast": lambda: autograd.reduce_tensors([[x], [x.to("fake:1")]], devices[0]),
             "all_reduce_into": lambda: collectives.all_reduce([x, x.to("fake:1")]),
         }[name]()

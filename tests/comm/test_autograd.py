@@ -8,13 +8,12 @@ import mgpu_core
 from mgpu_core import _core
 from mgpu_core.comm import autograd
 from mgpu_core.comm.buckets import bucket_positions
-from mgpu_core.ranks.team import Team
 
 RANKS = [1, 2, 3, 8]
 
 
-def team_of(ranks):
-    return Team.of(["cpu"] * ranks)
+def devices_of(ranks):
+    return [torch.device("cpu")] * ranks
 
 
 @pytest.mark.parametrize("ranks", RANKS)
@@ -23,7 +22,7 @@ def test_scatter_and_gather(ranks):
     counts = [count for _, count in _core.chunk_plan(8, ranks)]
 
     def there_and_back(x):
-        parts = autograd.scatter(x, team_of(ranks), counts, 0)
+        parts = autograd.scatter(x, devices_of(ranks), counts, 0)
         return autograd.gather([part**3 for part in parts], torch.device("cpu"), 0)
 
     assert torch.autograd.gradcheck(there_and_back, x)
@@ -36,7 +35,7 @@ def test_broadcast_and_reduce(ranks):
     b = torch.randn(2, 2, dtype=torch.complex128, requires_grad=True)
 
     def there_and_back(a, b):
-        copies = autograd.broadcast_buckets(team_of(ranks), [a, b])
+        copies = autograd.broadcast_buckets(devices_of(ranks), [a, b])
         terms = [(rank + 1) * (x**3).sum() * (y.abs() ** 2).sum() for rank, (x, y) in enumerate(copies)]
         return autograd.reduce_tensors([[term] for term in terms], torch.device("cpu"))[0]
 
@@ -46,7 +45,7 @@ def test_broadcast_and_reduce(ranks):
 
 def test_what_no_rank_used_gets_no_gradient():
     used, unused, once = (torch.ones(2, requires_grad=True) for _ in range(3))
-    copies = autograd.broadcast_buckets(team_of(3), [used, unused, once])
+    copies = autograd.broadcast_buckets(devices_of(3), [used, unused, once])
     (sum(row[0].sum() for row in copies) + 5 * copies[2][2].sum()).backward()
     assert used.grad.tolist() == [3, 3]
     assert unused.grad is None
@@ -55,7 +54,7 @@ def test_what_no_rank_used_gets_no_gradient():
 
 def test_rank_0_is_the_tensor_and_the_others_are_not():
     w = torch.ones(2, requires_grad=True)
-    copies = [row[0] for row in autograd.broadcast_buckets(team_of(3), [w])]
+    copies = [row[0] for row in autograd.broadcast_buckets(devices_of(3), [w])]
     assert [copy.data_ptr() == w.data_ptr() for copy in copies] == [True, False, False]
     loss = (copies[0] ** 2).sum()
     with torch.no_grad():
@@ -66,7 +65,7 @@ def test_rank_0_is_the_tensor_and_the_others_are_not():
 
 def test_gradients_are_added_in_rank_order():
     w = torch.zeros(1, requires_grad=True)
-    copies = autograd.broadcast_buckets(team_of(3), [w])
+    copies = autograd.broadcast_buckets(devices_of(3), [w])
     sum(scale * copy[0].sum() for scale, copy in zip((1e8, 1.0, -1e8), copies, strict=True)).backward()
     assert w.grad.item() == 0.0  # (1e8 + 1) - 1e8; any other order gives 1
 
@@ -94,7 +93,7 @@ def test_buckets_that_are_ready_together_are_reduced_last_tensors_first():
     tensors = [torch.ones(1, dtype=dtype, requires_grad=True) for dtype in dtypes]
     for place, each in enumerate(tensors):
         each.register_hook(lambda _, place=place: order.append(place))
-    (copies,) = autograd.broadcast_buckets(team_of(1), tensors)
+    (copies,) = autograd.broadcast_buckets(devices_of(1), tensors)
     _Meet.apply(*copies).backward()
     assert order == [2, 1, 0]
 

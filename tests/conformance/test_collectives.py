@@ -10,7 +10,7 @@ from fakes import accelerator
 from fakes.nets import cpu
 
 from mgpu_core import _core, comm
-from mgpu_core.comm import backends, reductions
+from mgpu_core.comm import layout, reductions
 from mgpu_core.errors import BackendUnavailable
 
 RANKS = [1, 2, 3, 8]
@@ -27,9 +27,9 @@ BACKENDS = ["generic"] if accelerator.is_wanted() and not accelerator.by_the_cud
 @pytest.fixture(params=BACKENDS)
 def backend(request, monkeypatch):
     if request.param == "generic":
-        monkeypatch.setattr(backends, "root_and_ranks", lambda root, ranks: None)
-        monkeypatch.setattr(backends, "core_streams", lambda devices: None)
-        monkeypatch.setattr(backends, "core_serves", lambda devices: False)
+        monkeypatch.setattr(layout, "streams_of_root", lambda root, ranks: None)
+        monkeypatch.setattr(layout, "core_streams", lambda devices: None)
+        monkeypatch.setattr(layout, "core_serves", lambda devices: False)
     _core.reset_counters()
     yield request.param
     algorithms = {algorithm for _, algorithm, _ in _core.counters()}

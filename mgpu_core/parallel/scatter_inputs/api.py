@@ -94,6 +94,6 @@ def _bare(
     counts = row_counts(rows, len(team), shares)
     team = team.first(len(counts))
     try:
-        return [autograd.scatter(each, team, counts, dim) for each in tensors]
+        return [autograd.scatter(each, team.devices, counts, dim) for each in tensors]
     except (ValueError, TypeError):
         return None  # the long way says which one it is

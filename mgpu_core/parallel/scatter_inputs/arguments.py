@@ -268,4 +268,4 @@ def _spread(leaf: Any, team: Team, counts: list[int] | None, dim: int) -> Sequen
     if leaf.dim() == 0:
         return copies_of_tensor(leaf, team)
     assert counts is not None  # a tensor with dimensions was seen by rows()
-    return autograd.scatter(leaf, team, counts, dim)
+    return autograd.scatter(leaf, team.devices, counts, dim)

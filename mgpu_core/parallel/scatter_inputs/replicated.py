@@ -63,10 +63,10 @@ def _copies_of_packed(packed: PackedSequence, team: Team) -> list[PackedSequence
 def copies_of_tensor(tensor: torch.Tensor, team: Team) -> Sequence[torch.Tensor]:
     """Copy into fresh memory on every rank, rank 0 too, since a forward may write to its inputs.  Differentiable."""
     if tensor.requires_grad and torch.is_grad_enabled():
-        copies = [row[0] for row in autograd.broadcast_buckets(team, [tensor], numbered=False)]
+        copies = [row[0] for row in autograd.broadcast_buckets(team.devices, [tensor], numbered=False)]
     else:
         refuse_special(tensor, "Replicate(...)", sparse=True)
-        copies = dispatch.broadcast([tensor], team)[0]
+        copies = dispatch.broadcast([tensor], team.devices)[0]
     if team.devices[0] == tensor.device:
         copies[0] = copies[0].clone()
     return copies

@@ -15,10 +15,11 @@ from typing import Any
 import torch
 
 from mgpu_core.comm.torch_backend import ALGORITHM
-from mgpu_core.comm.traffic_trace import trace_collective, trace_hop
+from mgpu_core.comm.traffic_trace import CollectiveTrace, trace_hop
 from mgpu_core.devices.streams import on_all, resumed_on_all
 from mgpu_core.devices.transfer import to_device
 from mgpu_core.ranks.run import Run
+from mgpu_core.trace import tracer
 from mgpu_core.trace.tracer import current_step, in_step, span
 
 __all__ = ["of_all_ranks"]
@@ -140,15 +141,23 @@ def _affine(tensor: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tenso
 def _sums(inputs: Tensors, parts: Tensors, rows: int) -> list[torch.Tensor]:
     """Return the ranks' sums added up in rank order, over ``rows``; a copy on each rank's device."""
     totals: list[torch.Tensor] = []
-    with trace_collective("all_reduce", [parts], others=[totals]) as call:
-        total = parts[0].clone()
-        for part in parts[1:]:
-            total += to_device(part, total.device)
-        total /= rows
-        trace_hop(True, parts, [total])
-        for each in inputs:
-            totals.append(to_device(total, each.device))
-            if totals[-1] is not total:
-                trace_hop(False, [total], totals[-1:])
-        call.ran(ALGORITHM, [total])
+    if tracer.recording is None:
+        _fill(totals, inputs, parts, rows)
+    else:
+        with CollectiveTrace("all_reduce", [parts], others=[totals]) as call:
+            call.ran(ALGORITHM, [_fill(totals, inputs, parts, rows)])
     return totals
+
+
+def _fill(totals: list[torch.Tensor], inputs: Tensors, parts: Tensors, rows: int) -> torch.Tensor:
+    """Append a copy of the sum for each rank, and return the sum."""
+    total = parts[0].clone()
+    for part in parts[1:]:
+        total += to_device(part, total.device)
+    total /= rows
+    trace_hop(True, parts, [total])
+    for each in inputs:
+        totals.append(to_device(total, each.device))
+        if totals[-1] is not total:
+            trace_hop(False, [total], totals[-1:])
+    return total

@@ -8,10 +8,9 @@ from typing import Any
 import torch
 
 from mgpu_core.comm import autograd
-from mgpu_core.devices.devices import as_device
+from mgpu_core.devices.devices import as_device, as_devices
 from mgpu_core.devices.drop_in import drop_in_devices
 from mgpu_core.parallel.scatter_inputs.chunks import row_counts
-from mgpu_core.ranks.team import Team
 
 __all__ = ["Broadcast", "Gather", "ReduceAddCoalesced", "Scatter"]
 
@@ -27,9 +26,9 @@ class Scatter:
         input: torch.Tensor,  # noqa: A002
     ) -> tuple[torch.Tensor, ...]:
         """Return the chunks; differentiable."""
-        team = Team.of(drop_in_devices(list(target_gpus), None))
-        counts = list(chunk_sizes) if chunk_sizes else row_counts(input.size(dim), len(team), None)
-        return autograd.scatter(input, team.first(len(counts)), counts, dim)
+        devices = as_devices(drop_in_devices(list(target_gpus), None))
+        counts = list(chunk_sizes) if chunk_sizes else row_counts(input.size(dim), len(devices), None)
+        return autograd.scatter(input, devices[: len(counts)], counts, dim)
 
 
 class Gather:
@@ -49,8 +48,8 @@ class Broadcast:
     @staticmethod
     def apply(target_gpus: Sequence[Any], *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the copies; differentiable."""
-        team = Team.of(drop_in_devices(list(target_gpus), None))
-        rows = autograd.broadcast_buckets(team, list(inputs), numbered=False)
+        devices = as_devices(drop_in_devices(list(target_gpus), None))
+        rows = autograd.broadcast_buckets(devices, list(inputs), numbered=False)
         return tuple(copy for row in rows for copy in row)
 
 

@@ -34,7 +34,7 @@ def serve(device_type: str) -> None:
     """From now on the cuda backend serves the devices of this type; all of them reach each other."""
     import mgpu_core
     from mgpu_core import _core
-    from mgpu_core.comm import backends, tuning
+    from mgpu_core.comm import layout, tuning
     from mgpu_core.devices import streams
 
     mgpu_core._core = _core  # as importing it by its name would have done
@@ -46,7 +46,7 @@ def serve(device_type: str) -> None:
     streams.have_proved_access = lambda *pair: True
     tuning.choose = lambda devices, nbytes, run: "direct"
     torch.cuda.is_current_stream_capturing = lambda: False
-    backends._NARROW_NBYTES = 0  # so that the small tensors of the tests take this way too
+    layout._NARROW_NBYTES = 0  # so that the small tensors of the tests take this way too
 
 
 def _build() -> Path:

@@ -23,11 +23,12 @@ from threading import Condition, get_ident
 from typing import Any, TypeVar, cast
 
 import torch
+from torch._C import _get_tracing_state, _len_torch_dispatch_stack
 from torch.nn import Module
 from torch.utils._pytree import tree_leaves
 
 from mgpu_core.devices.time_limits import time_limit
-from mgpu_core.devices.traces import what_to_trace
+from mgpu_core.devices.traces import refuse_traces, what_to_trace
 from mgpu_core.errors import Error
 
 __all__ = ["compiled_calls", "compiler_lent", "outside_the_compiler"]
@@ -37,11 +38,11 @@ _F = TypeVar("_F", bound=_Call)
 
 
 def outside_the_compiler(function: _F) -> _F:
-    """Return a function of threads and pointers, which a compiled caller must run as it is instead of looking into it.
+    """Return a function of threads and pointers, which no compiler and no trace of torch may look into.
 
-    As ``torch.compiler.disable``, but a user who does not compile does not pay for the import of the compiler, nor for
-    its
-    six calls: they are made where a compiled caller is running.
+    A compiled caller runs it as it is, as with ``torch.compiler.disable``; but a user who does not compile does not pay
+    for the import of the compiler, nor for its six calls: they are made where a compiled caller is running.  In a trace
+    it raises TypeError.
     """
     disabled: list[_Call] = []
 
@@ -49,6 +50,8 @@ def outside_the_compiler(function: _F) -> _F:
     def call(*args: Any, **kwargs: Any) -> Any:
         if type(args) is not tuple:  # torch.fx, which traces this object itself, has put the module there
             raise what_to_trace()
+        if _get_tracing_state() is not None or _len_torch_dispatch_stack():
+            refuse_traces()
         run: _Call = function
         if _compiler_callback() is not None:
             if not disabled:

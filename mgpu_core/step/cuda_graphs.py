@@ -150,7 +150,7 @@ class CapturedSteps:
 
     def compute(self, parts: Sequence[RankPart]) -> list[RankLoss]:
         """Run forward, loss and backward of the ranks, each in the worker that it always has."""
-        self.reducer.begin(len(parts), overlap=True)
+        self.reducer.begin(len(parts), overlap=True, goes_on=False)
         with torch.enable_grad():
             losses, _ = self.passes.run_parts(parts, (), backward=True, keep_outputs=False)
         if self.replicas.settle():
@@ -205,7 +205,6 @@ class _Graph:
     def _work(self) -> list[torch.Tensor]:
         steps = self._steps
         steps.begin()
-        steps.reducer.clear()
         parts, rows = steps.split(self._batch.nest)
         seed(parts, steps.window.seeds(rows))
         losses = steps.compute(parts)

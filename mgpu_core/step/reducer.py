@@ -68,8 +68,18 @@ class Gradients:
         """Return the Euclidean norm of all sums together, a scalar on the first device."""
         raise NotImplementedError
 
-    def begin(self, ranks: int, *, overlap: bool) -> None:
-        """Begin a backward of so many ranks; with ``overlap`` buckets are summed as they become ready."""
+    def begin(self, ranks: int, *, overlap: bool, goes_on: bool) -> None:
+        """Begin a backward of so many ranks.
+
+        Args:
+            ranks: how many.
+            overlap: buckets are summed as they become ready.
+            goes_on: the gradients add to those of the calls before, which were set aside.
+        """
+        if goes_on:
+            self._take_up()
+        else:
+            self.clear()
 
     def finish(self, weight: Weight, updated: Updated) -> tuple[list[bool], Weight]:
         """Finish the sums after the backward of all ranks, each of which still has its own gradients.
@@ -101,8 +111,7 @@ class Gradients:
         for parameter in self._replicas.own:
             parameter.grad = None
 
-    def take_up(self) -> None:
-        """Put them back."""
+    def _take_up(self) -> None:
         for parameter, gradient in zip(self._replicas.own, self._aside, strict=False):
             parameter.grad = gradient
         self._aside = []
@@ -258,7 +267,8 @@ class Reducer(Gradients):
                     hook = GradientHook(partial(_accumulated, me, rank, i))
                     self.handles[rank, i] = parameter.register_post_accumulate_grad_hook(hook)
 
-    def begin(self, ranks: int, *, overlap: bool) -> None:
+    def begin(self, ranks: int, *, overlap: bool, goes_on: bool) -> None:
+        super().begin(ranks, overlap=overlap, goes_on=goes_on)
         self._counter = self._uncounted
         if self._has_streams:
             devices = self._replicas.team.devices

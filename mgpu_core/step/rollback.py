@@ -18,10 +18,14 @@ class BufferSnapshot:
     """The buffers of modules as they were: running statistics that a step which fails must not have moved.
 
     Memory for the copies is kept from one time to the next.
+
+    Attributes:
+        is_taken: there are buffers that may be put back.
     """
 
     def __init__(self, modules: Sequence[RankModules]) -> None:
         self._modules = modules
+        self.is_taken = False
         self._names: list[tuple[dict[str, Any], str]] = []
         self._buffers: list[torch.Tensor] = []
         self._values: list[torch.Tensor] = []
@@ -29,11 +33,12 @@ class BufferSnapshot:
 
     def take(self) -> None:
         """Copy the buffers that there are now."""
+        self.drop()
         for modules in self._modules:
             if modules.tree.buffers:
-                return self._copy()
-        self._names = []
-        return None
+                self._copy()
+                self.is_taken = True
+                return
 
     def _copy(self) -> None:
         names = [
@@ -70,7 +75,7 @@ class BufferSnapshot:
 
     def drop(self) -> None:
         """Keep the buffers as they are now."""
-        self._names = []
+        self.is_taken, self._names = False, []
 
 
 def _is_like(buffer: torch.Tensor, before: torch.Tensor, values: torch.Tensor) -> bool:

@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 from mgpu_core._core import ReentrancyGuard
 from mgpu_core.comm.buckets import DEFAULT_NBYTES
 from mgpu_core.devices.devices import DeviceLike
-from mgpu_core.devices.traces import refuse_traces
 from mgpu_core.errors import Error
 from mgpu_core.ranks.compiled import outside_the_compiler
 from mgpu_core.step.balance import Plan, SplitPlan
@@ -241,7 +240,6 @@ class TrainStep:
         """
         if torch.is_inference_mode_enabled():
             raise RuntimeError("a step inside torch.inference_mode() has no gradients to train with")
-        refuse_traces()
         with self._guard, tracer.span("train_step") if tracer.sink else NULL_CONTEXT:
             loss, outputs, numbers = self._step(inputs, kwargs, return_outputs, aux)
         return _returned(loss, outputs, numbers, return_outputs, aux) if return_outputs or aux else loss
@@ -259,7 +257,7 @@ class TrainStep:
             window = update.begin(options)
             is_due = not parts.keeps_accumulating and window.calls + 1 >= options.accumulate
             ranks, rows = parts.split(inputs, kwargs)
-            gradients.begin(len(ranks), overlap=is_due)
+            gradients.begin(len(ranks), overlap=is_due, goes_on=window.calls > 0)
             losses, rows, outputs = parts.forward_backward(window, ranks, rows, inputs, return_outputs)
             loss = window.add(rows, losses, parts.device)
             numbers = joined_aux(losses, rows, options.reduction) if aux else {}
@@ -318,8 +316,7 @@ class TrainStep:
             with tracer.span("train_step"):
                 try:
                     parts.follow_parameters(updates=True)
-                    parts.update.begin(parts.options)
-                    parts.gradients.begin(0, overlap=False)
+                    parts.gradients.begin(0, overlap=False, goes_on=True)
                     parts.update.commit(parts.options)
                 except BaseException:
                     parts.give_up()

@@ -74,13 +74,10 @@ class Update:
 
     def begin(self, options: Options) -> Window:
         """Prepare for the gradients of a call; the first one opens a window, with the options as they are now."""
-        if self.window.calls:
-            self._gradients.take_up()
-            return self.window
-        self.open_window(options.reduction, options.accumulate)
-        del self._optimizer_step.spent[:]
-        self._gradients.clear()
-        self._buffers.take()
+        if not self.window.calls:
+            self.open_window(options.reduction, options.accumulate)
+            del self._optimizer_step.spent[:]
+            self._buffers.take()
         return self.window
 
     def close(self) -> None:
@@ -162,7 +159,8 @@ class Update:
         self.window.calls = 0
         if self._loss_scale.is_on:
             self._loss_scale.went_well()
-        self._buffers.drop()  # an interrupt that waited for this comes next, and must not undo a half
+        if self._buffers.is_taken:
+            self._buffers.drop()  # an interrupt that waited for this comes next, and must not undo a half
 
     def replay(self, run: Callable[[], torch.Tensor | None]) -> torch.Tensor | None:
         """Replay an update of the same parameters as the last one.

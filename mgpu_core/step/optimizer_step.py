@@ -21,7 +21,7 @@ from mgpu_core.optim import FlatOptimizer
 from mgpu_core.optim.flat_state import FlatState
 from mgpu_core.optim.optimizer import LEFT_OVER
 from mgpu_core.step.grad_buckets import GradBuckets
-from mgpu_core.step.reducer import Gradients, Reducer
+from mgpu_core.step.reducer import Gradients
 from mgpu_core.step.replicas import Replicas
 from mgpu_core.support.warnings import warn_user
 
@@ -71,7 +71,7 @@ class OptimizerStep:
         self._ours = optimizer if isinstance(optimizer, FlatOptimizer) else None
         self.is_flat = self._ours is not None
         self._replicas, self._in_shards = replicas, in_shards
-        self._buckets = gradients if isinstance(gradients, Reducer) else None  # they lie in the step's memory
+        self._gradients = gradients
         self.has_copies = len(replicas.devices) > 1
         self._is_torchs = self.is_flat or type(optimizer).__module__.partition(".")[0] == "torch"
         self._flat: FlatState | None = None  # what ours keeps over the step's memory
@@ -123,15 +123,16 @@ class OptimizerStep:
             TypeError: ours cannot update sparse gradients, or these dtypes.
         """
         self._before = self._replicas.versions
-        if self._ours is not None and self._buckets is not None:
+        buckets = self._gradients.buckets
+        if self._ours is not None and buckets is not None:
             groups = [list(map(id, group["params"])) for group in self._optimizer.param_groups]
             if self._flat is None or groups != self._made_for or self._ours.flat is not self._flat:
-                self._flat = self._attached(self._ours, self._buckets.buckets)
+                self._flat = self._attached(self._ours, buckets)
                 self._made_for = groups
             self._flat.prepare(used)
         if self._ours is None or self.has_copies:
             return partial(self._update, used)
-        return partial(self._ours.step_by, None if self._buckets is None else used)
+        return partial(self._ours.step_by, None if buckets is None else used)
 
     def _update(self, used: list[bool], factor: float | torch.Tensor) -> None:
         """Make the step, and send the values to devices that have not computed them."""

@@ -27,7 +27,7 @@ from mgpu_core.step.options import Options, check_device
 from mgpu_core.step.pipeline_passes import PipelinePasses
 from mgpu_core.step.process_sums import ProcessSums
 from mgpu_core.step.rank_modules import RankModules
-from mgpu_core.step.reducer import OwnGradients, Reducer
+from mgpu_core.step.reducer import Gradients, OwnGradients, Reducer
 from mgpu_core.step.replicas import Replicas
 from mgpu_core.step.rollback import BufferSnapshot
 from mgpu_core.step.update import Update
@@ -58,7 +58,6 @@ class StepParts:
         communication: how gradients are summed; a hook of the user's outlives a rebuild.
         keeps_accumulating: no call updates.
         replicas, modules, net, gradients, optimizer_step, passes, update: see their classes.
-        reducer: the gradients of several ranks; ``None``: one rank is alone, and there is no sum.
         captured: ``None`` without ``capture=True``.
         device: the first one.
 
@@ -104,8 +103,8 @@ class StepParts:
                 'layers: use workers="threads" or "auto"'
             )
         is_alone = len(team) == 1 and processes is None and not options.capture
-        self.reducer = None if is_alone else Reducer(self.replicas, self.communication)
-        self.gradients = self.reducer or OwnGradients(self.replicas)
+        reducer = None if is_alone else Reducer(self.replicas, self.communication)
+        self.gradients: Gradients = reducer or OwnGradients(self.replicas)
         self.optimizer_step = OptimizerStep(options.optimizer, self.replicas, self.gradients, self.in_shards)
         # Ranks that share a GPU take turns where a graph is recorded on their stream; those that meet have no graphs.
         rng = "per_rank" if options.capture and not tree.ranks_meet else options.rng
@@ -118,9 +117,9 @@ class StepParts:
             BufferSnapshot(self.modules), steps,
         )  # fmt: skip
         self.captured: CapturedSteps | None = None
-        if options.capture and self.reducer is not None:
+        if options.capture and reducer is not None:
             self.captured = CapturedSteps(
-                options, self.replicas, self.reducer, self.passes, self.update, self.optimizer_step, self.modules,
+                options, self.replicas, reducer, self.passes, self.update, self.optimizer_step, self.modules,
                 self.split_plan, self.loss_scale,
             )  # fmt: skip
         self._is_built = True
@@ -259,7 +258,7 @@ class StepParts:
                     "step.flush() before, or step.rebuild(), which drops the gradients"
                 )
             self.rebuild(check=False)
-        if self.reducer is not None:
+        if self.gradients.buckets is not None:
             self.follow_parameters(updates=updates)
 
     def follow_parameters(self, *, updates: bool = False) -> None:
@@ -271,16 +270,16 @@ class StepParts:
         Raises:
             RuntimeError: a parameter must be in a bucket by now, and several processes cannot lay out again.
         """
-        reducer = self.reducer
-        if reducer is None:
+        buckets = self.gradients.buckets
+        if buckets is None:
             return
         if self.replicas.follow():
-            reducer.register_hooks()
+            self.gradients.register_hooks()
         if self.optimizer_step.has_copies and (changed := self.optimizer_step.values_changed()):
             self.replicas.send_values(changed)
             self.optimizer_step.remember_values()
-        may_add = updates and reducer.buckets.left_out
-        name = reducer.buckets.parameter_to_add(self.optimizer_step.parameters) if may_add else None
+        may_add = updates and buckets.left_out
+        name = buckets.parameter_to_add(self.optimizer_step.parameters) if may_add else None
         if name is None:
             return
         if self._processes is not None:

@@ -53,7 +53,12 @@ class Gradients:
 
     Args:
         replicas: the ranks' parameters.
+
+    Attributes:
+        buckets: where their sums lie; ``None``: there is no sum, and they stay where autograd makes them.
     """
+
+    buckets: GradBuckets | None = None
 
     def __init__(self, replicas: Replicas) -> None:
         self._replicas = replicas
@@ -95,6 +100,9 @@ class Gradients:
 
     def show(self, used: Sequence[bool]) -> None:
         """Make the sums the ``grad`` of the user's parameters, and ``None`` that of parameters that no rank used."""
+
+    def register_hooks(self) -> None:
+        """Watch the gradients of all parameters that require grad; again after some were frozen or thawed."""
 
     def forget_layout(self) -> None:
         """Learn the order from the next backward again; values and gradients stay where they are."""
@@ -226,6 +234,8 @@ class Reducer(Gradients):
         handles: of the hooks on parameters, by rank and parameter.
     """
 
+    buckets: GradBuckets
+
     def __init__(self, replicas: Replicas, communication: Communication) -> None:
         super().__init__(replicas)
         self.communication = communication
@@ -249,10 +259,7 @@ class Reducer(Gradients):
         return self.buckets.norm.compute()
 
     def register_hooks(self) -> None:
-        """Put a hook on all parameters that require grad; again after some were frozen or thawed.
-
-        A single bucket is complete when backward is over: it is summed then, and no backward stops for Python.
-        """
+        # A single bucket is complete when backward is over: it is summed then, and no backward stops for Python.
         buckets = self.buckets.buckets
         parameters = self._replicas.own
         self._uncounted = ReadyCounter((), 0, len(buckets))  # of a backward whose buckets are summed after it

@@ -54,7 +54,7 @@ def test_two_steps_share_a_net(devices, freezes):
     """What one of them updates travels to the other's devices."""
     both = Adversaries(devices, freezes)
     assert all(both.round(seed) for seed in range(5))
-    assert not both.making._parts.reducer.buckets.is_empty
+    assert not both.making._parts.gradients.buckets.is_empty
 
 
 @pytest.mark.parametrize("devices", TEAMS)
@@ -69,7 +69,7 @@ def test_what_is_frozen_does_not_travel(devices):
         x, y = (each.to(devices[0]) for each in batch)
         if i == 4:
             assert net.second.weight.data_ptr() == memory
-            assert pair.step._parts.reducer.buckets.flats[0].gradients[0].numel() < 3 * 64 + 10 * 64
+            assert pair.step._parts.gradients.buckets.flats[0].gradients[0].numel() < 3 * 64 + 10 * 64
             for each in (net, pair.alone):
                 each.second.requires_grad_(True)
         pair.both(x, 2, y)

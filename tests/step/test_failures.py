@@ -161,7 +161,7 @@ def test_a_sum_that_fails_fails_the_step(ranks, monkeypatch):
         raise Boom("in a bucket")
 
     with monkeypatch.context() as patch:
-        patch.setattr(step._parts.reducer, "_sum", fail)
+        patch.setattr(step._parts.gradients, "_sum", fail)
         with pytest.raises(Boom, match="in a bucket"):
             step(x, 2, y)
     assert_same(before, state_of(step))

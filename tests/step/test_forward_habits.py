@@ -166,7 +166,7 @@ def test_each_parameter_has_a_storage_of_its_own():
     storages = [each.untyped_storage() for each in net.parameters()]
     assert len({each.data_ptr() for each in storages}) == len(storages)
     assert [each.nbytes() for each in storages] == [each.nbytes for each in net.parameters()]
-    flat = step._parts.reducer.buckets.flats[0].values[0]
+    flat = step._parts.gradients.buckets.flats[0].values[0]
     begin, end = flat.data_ptr(), flat.data_ptr() + flat.nbytes
     assert all(begin <= each.data_ptr() < end for each in storages)
     weight = net[0].weight.detach()

@@ -38,7 +38,7 @@ def test_a_backward_of_the_users_own_is_no_business_of_ours():
     step = TrainStep(net, mse, SGD(net.parameters(), lr=0.0), cpu(2), bucket_nbytes=1)
     for each in (net, alone):
         mse(each(torch.ones(2, 4).double(), 2), torch.zeros(2, 2).double()).backward()
-    assert step._parts.reducer._ready == []
+    assert step._parts.gradients._ready == []
     ((x, y),) = batches(1, 8)
     step(x, 2, y)
     step(x, 1, y)

@@ -20,9 +20,12 @@ def adamw(parameters):
 def indices(step):
     """The names of the parameters in its buckets; one rank alone has none."""
     loop = step._parts
-    if loop.reducer is None:  # torch's optimizer takes the gradients where they are
+    buckets = loop.gradients.buckets
+    if buckets is None:  # torch's optimizer takes the gradients where they are
         return {name for name, each in step.module.named_parameters() if each.requires_grad}
-    return {loop.replicas.names[each.parameter] for bucket in loop.reducer.buckets.buckets for each in bucket.segments}
+    return {
+        loop.replicas.names[each.parameter] for bucket in buckets.buckets for each in bucket.segments
+    }
 
 
 def frozen_body():

@@ -141,7 +141,7 @@ def test_buckets_of_any_size_give_the_same(ranks, limit):
     for x, y in batches(5, 12):
         pair.both(x, y)
     assert pair.far() < 1e-12
-    assert len(pair.step._parts.reducer.buckets.buckets) == {1: 14, 100: 13, 10_000_000: 1}[limit]
+    assert len(pair.step._parts.gradients.buckets.buckets) == {1: 14, 100: 13, 10_000_000: 1}[limit]
 
 
 def test_buckets_follow_the_order_of_gradients_and_are_summed_during_backward():
@@ -150,11 +150,11 @@ def test_buckets_follow_the_order_of_gradients_and_are_summed_during_backward():
     step = TrainStep(net, mse, sgd(net.parameters()), cpu(2), bucket_nbytes=1, workers="threads")
     x, y = rows(4, 4), rows(4, 4)
     step(x, y)
-    order = [step._parts.reducer.buckets.buckets[b].segments[0].parameter for b in range(8)]
+    order = [step._parts.gradients.buckets.buckets[b].segments[0].parameter for b in range(8)]
     assert [i // 2 for i in order] == [3, 3, 2, 2, 1, 1, 0, 0], "the last layers are ready first"
     summed = []
-    original = step._parts.reducer._sum
-    step._parts.reducer._sum = lambda bucket: (summed.append((bucket, threading.get_ident())), original(bucket))
+    original = step._parts.gradients._sum
+    step._parts.gradients._sum = lambda bucket: (summed.append((bucket, threading.get_ident())), original(bucket))
     step(x, y)
     assert sorted(bucket for bucket, _ in summed) == list(range(8)), "each once"
     assert threading.get_ident() not in {thread for _, thread in summed}, "by the ranks, not after them"

@@ -64,7 +64,7 @@ class RankSums:
     def _add_up(self, columns: Sequence[Parts]) -> str:
         """Do so, and return the algorithm that ran."""
         stream = HOST if self._is_on_host else core_stream(self._device) if self._dtype is not None else None
-        if stream is None or not all(map(self._like.holds_for, columns)):
+        if stream is None or not self._like.holds_for_all(columns):
             self._add_up_elsewhere(columns)
             return torch_backend.ALGORITHM
         self._add_up_in_core(list(map(_pointers, columns)), stream)

@@ -8,7 +8,7 @@ resolved into plain memory (inputs) or refused with a ``TypeError`` or ``ValueEr
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import compress
 from operator import attrgetter
 from types import NoneType
@@ -232,6 +232,10 @@ class LiesLike:
         self._kind = _kind(tensors[0])
         self._is_complex = tensors[0].is_complex()
         self._shapes, self._strides = [each.size() for each in tensors], [each.stride() for each in tensors]
+
+    def holds_for_all(self, columns: Iterable[Sequence[torch.Tensor | None]]) -> bool:
+        """Return True if :meth:`holds_for` is of each of these."""
+        return all(map(self.holds_for, columns))
 
     def holds_for(self, others: Sequence[torch.Tensor | None]) -> bool:
         """Return True if all are plain tensors on the first ones' devices, with their strides, or ``None``."""

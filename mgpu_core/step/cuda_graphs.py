@@ -144,9 +144,8 @@ class CapturedSteps:
     def split(self, batch: Any) -> tuple[list[RankPart], list[int]]:
         """Return the inputs of each rank, and their rows."""
         inputs, kwargs = batch
-        plan = self._split_plan
-        parts, plan.rows = self.passes.split(inputs, kwargs, plan.shares)
-        return parts, plan.rows
+        parts, self._split_plan.rows = self.passes.split(inputs, kwargs)
+        return parts, self._split_plan.rows
 
     def compute(self, parts: Sequence[RankPart]) -> list[RankLoss]:
         """Run forward, loss and backward of the ranks, each in the worker that it always has."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +20,8 @@ from mgpu_core.parallel.rows_elsewhere import warn_rows_elsewhere
 from mgpu_core.parallel.scatter_inputs import scatter_objects
 from mgpu_core.ranks.clock import RankClock
 from mgpu_core.ranks.run import Run, shares_generator
-from mgpu_core.ranks.worker_choice import WorkerChoice
+from mgpu_core.ranks.worker_choice import WorkerChoice, size_of
+from mgpu_core.step.balance import SplitPlan
 from mgpu_core.step.joined_outputs import gathered
 from mgpu_core.step.loss import RankLoss, Window, output_loss, rank_loss
 from mgpu_core.step.options import Options
@@ -63,20 +64,23 @@ class ForwardBackward:
         loss: their loss functions: modules with tensors, or one function for all; ``None``: the module returns it.
         rng: as in :func:`mgpu_core.parallel_apply`.
         choice: how ranks run: in threads or one after the other.
+        split_plan: which rank gets which rows.
 
     Attributes:
         gathers: the loss is computed once, on the outputs of all ranks.
     """
 
     def __init__(
-        self, options: Options, replicas: Replicas, net: RankModules, loss: Any, rng: str, choice: WorkerChoice
-    ) -> None:
+        self, options: Options, replicas: Replicas, net: RankModules, loss: Any, rng: str, choice: WorkerChoice,
+        split_plan: SplitPlan,
+    ) -> None:  # fmt: skip
         self._replicas, self._team, self._net, self._loss = replicas, replicas.team, net, loss
         self._cut_team = replicas.team
         self._alone = loss.module if isinstance(loss, RankModules) else loss  # the loss function of one rank
         self._reduction, self._amp_dtype, self._dim = options.reduction, options.amp_dtype, options.dim
         self.gathers = options.loss_on == "gathered"
-        self._rng, self._choice = rng, choice
+        self._rng, self._choice, self._split_plan = rng, choice, split_plan
+        self._timed: Hashable = None  # the size of the batch whose call is timed
         self._ranks = len(replicas.team)
         self._calls_to_watch = self._outputs_to_watch = 2
         self._run: Run | None = None  # the call that runs
@@ -97,9 +101,20 @@ class ForwardBackward:
         turns = tree.takes_turns and self._shares_generator
         return "threads" if tree.ranks_meet else "caller" if turns else self._choice.now
 
-    def split(
-        self, inputs: tuple[Any, ...], kwargs: dict[str, Any], shares: Sequence[float] | None
-    ) -> tuple[list[RankPart], list[int]]:
+    def plan(self, inputs: tuple[Any, ...]) -> None:
+        """Decide on ``shares="auto"`` and ``workers="auto"`` for a step, by the times of those before."""
+        if self._split_plan.is_timed:
+            self._split_plan.follow_the_clocks()
+        if self._choice.is_open:
+            size = size_of(inputs)
+            self._timed = size if self._choice.begin(size, meets=self.ranks_meet) else None
+
+    def take_time(self) -> None:
+        """End the time of a step that :meth:`plan` may have begun to measure."""
+        if self._timed is not None:
+            self._choice.end(self._timed)
+
+    def split(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[RankPart], list[int]]:
         """Return the inputs of each rank, and their rows."""
         objects: dict[str, Any] = {"inputs": inputs, "kwargs": kwargs}
         if self._loss is not None:
@@ -111,7 +126,7 @@ class ForwardBackward:
             objects["inputs"] = inputs[:-1]
             if not self.gathers:
                 objects["target"] = inputs[-1]
-        cut, rows = scatter_objects(objects, self._cut_team, self._dim, shares=shares)
+        cut, rows = scatter_objects(objects, self._cut_team, self._dim, shares=self._split_plan.shares)
         parts: list[RankPart] = []
         for args, names, *target in cut:
             parts += (RankPart(tuple(args), names, tuple(target)),)
@@ -122,7 +137,6 @@ class ForwardBackward:
         parts: Sequence[RankPart],
         rows: list[int],
         target: Any,
-        clocks: Sequence[RankClock],
         *,
         window: Window | None,
         keep_outputs: bool,
@@ -132,7 +146,6 @@ class ForwardBackward:
         Args:
             parts, rows: one per rank, of :meth:`split`.
             target: of all rows, for a loss on the gathered outputs.
-            clocks: a clock per rank; empty: no times are taken.
             window: gives the factor of losses before backward; ``None``: no backward.
             keep_outputs: whether outputs are returned.
 
@@ -145,15 +158,24 @@ class ForwardBackward:
             RuntimeError: no loss depends on a parameter that requires grad; the forward writes parameters that several
                 ranks share.
         """
+        plan = self._split_plan
+        clocks: Sequence[RankClock] = ()
+        if window is not None:
+            plan.rows = rows
+            clocks = plan.clocks() if plan.is_timed else ()
         if self.gathers:
             weighed = [sum(rows)]
             scale = None if window is None else window.seeds(weighed)[0]
             loss, outputs = self._run_gathered(parts, rows, clocks, target, scale)
-            return [loss], weighed, [outputs]
-        if window is not None:
-            seed(parts, window.seeds(rows))
-        losses, each = self.run_parts(parts, clocks, backward=window is not None, keep_outputs=keep_outputs)
-        return losses, rows, each
+            losses, each = [loss], [outputs]
+        else:
+            weighed = rows
+            if window is not None:
+                seed(parts, window.seeds(rows))
+            losses, each = self.run_parts(parts, clocks, backward=window is not None, keep_outputs=keep_outputs)
+        if clocks:
+            plan.take_times(rows, clocks)
+        return losses, weighed, each
 
     def run_parts(
         self, parts: Sequence[RankPart], clocks: Sequence[RankClock], *, backward: bool, keep_outputs: bool

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from typing import Any, TypeAlias
 
 import torch
@@ -12,7 +11,7 @@ from mgpu_core.errors import Error
 from mgpu_core.pipeline.module import Pipeline
 from mgpu_core.ranks.random import random_numbers_kept
 from mgpu_core.ranks.team import Team
-from mgpu_core.ranks.worker_choice import WorkerChoice, size_of
+from mgpu_core.ranks.worker_choice import WorkerChoice
 from mgpu_core.step.balance import SplitPlan
 from mgpu_core.step.checkpoint import load_state
 from mgpu_core.step.cuda_graphs import CapturedSteps
@@ -74,7 +73,6 @@ class StepParts:
         self.in_shards = options.shard_optimizer and len(devices) > 1
         self.communication = Communication(options, len(devices) if self.in_shards else 1, processes)
         self.keeps_accumulating = False
-        self._timed: Hashable = None  # the size of the batch whose call is timed
         has_parts = len(team) > 1 or bool(options.pipeline_devices)
         self._is_loss_checked = not has_parts or options.loss_fn is None or options.loss_on != "ranks"
         is_mean = options.loss_fn is None and options.reduction == "mean"
@@ -108,7 +106,7 @@ class StepParts:
         self.optimizer_step = OptimizerStep(options.optimizer, self.replicas, self.gradients, self.in_shards)
         # Ranks that share a GPU take turns where a graph is recorded on their stream; those that meet have no graphs.
         rng = "per_rank" if options.capture and not tree.ranks_meet else options.rng
-        parts = options, self.replicas, self.net, loss, rng, self.choice
+        parts = options, self.replicas, self.net, loss, rng, self.choice, self.split_plan
         self.passes = ForwardBackward(*parts)
         if isinstance(options.module, Pipeline):
             self.passes = PipelinePasses(options.module, lists[1:], *parts)
@@ -129,32 +127,14 @@ class StepParts:
         module = self.options.module
         processes.send_values([*parameters_of(module), *module.buffers()])
 
-    def split(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[RankPart], list[int]]:
-        """Return the inputs of each rank, and their rows; choose how the ranks run.
-
-        The times of the steps before decide on ``shares="auto"`` and ``workers="auto"``.
-        """
-        plan, choice = self.split_plan, self.choice
-        if plan.is_timed:
-            plan.follow_the_clocks()
-        if choice.is_open:
-            size = size_of(inputs)
-            self._timed = size if choice.begin(size, meets=self.passes.ranks_meet) else None
-        return self.passes.split(inputs, kwargs, plan.shares)
-
-    def take_time(self) -> None:
-        """End what :meth:`split` may have begun to time."""
-        if self._timed is not None:
-            self.choice.end(self._timed)
-
     def evaluate(self, inputs: tuple[Any, ...], kwargs: dict[str, Any], keep_outputs: bool, aux: bool) -> Result:
         """Return the same as a step, without gradients and without an update."""
         self.follow_module(updates=False)
-        parts, rows = self.passes.split(inputs, kwargs, self.split_plan.shares)
+        parts, rows = self.passes.split(inputs, kwargs)
         target = inputs[-1] if inputs else None
         with torch.no_grad():
             try:
-                losses, rows, each = self.passes.run(parts, rows, target, (), window=None, keep_outputs=keep_outputs)
+                losses, rows, each = self.passes.run(parts, rows, target, window=None, keep_outputs=keep_outputs)
                 outputs = self.passes.joined(each, rows) if each else None
             except BaseException:
                 if self._ranks_have_ended():
@@ -170,14 +150,14 @@ class StepParts:
         if loss_fn is None or self.passes.gathers:
             return LossCheck(None, reason="there is no loss function that is called per rank")
         self.follow_module(updates=False)
-        parts, rows = self.passes.split(inputs, kwargs, self.split_plan.shares)
+        parts, rows = self.passes.split(inputs, kwargs)
         if len(parts) < 2:
             return LossCheck(None, reason="one rank has all rows")
         buffers, before = BufferSnapshot(self.modules), LossState(loss_fn)
         buffers.take()
         try:
             with torch.no_grad(), random_numbers_kept(self.replicas.devices):
-                losses, _, each = self.passes.run(parts, rows, inputs[-1], (), window=None, keep_outputs=True)
+                losses, _, each = self.passes.run(parts, rows, inputs[-1], window=None, keep_outputs=True)
                 return self._compare_losses(each, inputs[-1], losses, rows, before)
         finally:
             buffers.restore()
@@ -194,14 +174,10 @@ class StepParts:
             self._label_watch.look(parts, rows)
         if not self._is_loss_checked and len(parts) > 1:
             self._is_loss_checked, before = True, LossState(self.options.loss_fn)
-        clocks = self.split_plan.clocks() if self.split_plan.is_timed else ()
         keep, target = keep_outputs or before is not None, inputs[-1] if inputs else None
         with NULL_CONTEXT if torch.is_grad_enabled() else torch.enable_grad():
-            losses, weighed, each = self.passes.run(parts, rows, target, clocks, window=window, keep_outputs=keep)
+            losses, weighed, each = self.passes.run(parts, rows, target, window=window, keep_outputs=keep)
             outputs = self.passes.joined(each, rows) if each and keep_outputs else None
-        self.split_plan.rows = rows
-        if clocks:
-            self.split_plan.take_times(rows, clocks)
         if before is not None:
             self._compare_losses(each, target, losses, rows, before)
         return losses, weighed, outputs
@@ -245,7 +221,8 @@ class StepParts:
             updates: the call is a step, and not an evaluation.
         """
         for each in self.modules:
-            each.read()
+            if each.is_static or not each.tree.is_current():
+                each.read()
         if not self._is_built or not self.replicas.are_those_of(self.net.tree):
             if self._processes is not None:
                 raise RuntimeError(

@@ -42,11 +42,9 @@ class PipelinePasses(ForwardBackward):
         self._runs: list[PipelineRun] = []
         self._shares: list[int] = []  # micro-batches of each pipeline
 
-    def split(
-        self, inputs: tuple[Any, ...], kwargs: dict[str, Any], shares: Sequence[float] | None
-    ) -> tuple[list[RankPart], list[int]]:
+    def split(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[RankPart], list[int]]:
         """Return the inputs of each micro-batch, and its rows: those of the first pipeline come first."""
-        wholes, _ = super().split(inputs, kwargs, shares)
+        wholes, _ = super().split(inputs, kwargs)
         parts: list[RankPart] = []
         counts: list[int] = []
         self._shares = []

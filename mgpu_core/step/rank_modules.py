@@ -52,16 +52,14 @@ class RankModules:
         """The modules that live longer than a call: the user's own, and static replicas."""
         return [self.module] if self._static is None else self._static[0]
 
-    def read(self) -> ModuleTree:
-        """Return the module tree as it is now; a static one as it was, with the modes and values of now."""
+    def read(self) -> None:
+        """Read the module as it is now; a static one as it was, with the modes and values of now."""
         if not self.is_static:
-            if not self.tree.is_current():
-                self.tree = ModuleTree(self.module)
+            self.tree = ModuleTree(self.module)
         elif self._static is not None:
             self._refresh(*self._static)
         elif len(self._team) > 1:
             self._static = self._made(len(self._team))
-        return self.tree
 
     def of_ranks(self, count: int) -> list[Module]:
         """Return the modules of the first ``count`` ranks, for one call, after a :meth:`read`."""

@@ -253,10 +253,13 @@ class TrainStep:
                 replayed = parts.replay(parts.captured, inputs, kwargs, return_outputs or aux)
                 if replayed is not None:
                     return replayed, None, {}
-            options, update, gradients = parts.options, parts.update, parts.gradients
+            options, passes, update, gradients = parts.options, parts.passes, parts.update, parts.gradients
             window = update.begin(options)
             is_due = not parts.keeps_accumulating and window.calls + 1 >= options.accumulate
-            ranks, rows = parts.split(inputs, kwargs)
+            is_timed = parts.choice.is_open or parts.split_plan.is_timed
+            if is_timed:
+                passes.plan(inputs)
+            ranks, rows = passes.split(inputs, kwargs)
             gradients.begin(len(ranks), overlap=is_due, goes_on=window.calls > 0)
             losses, rows, outputs = parts.forward_backward(window, ranks, rows, inputs, return_outputs)
             loss = window.add(rows, losses, parts.device)
@@ -265,8 +268,8 @@ class TrainStep:
                 update.commit(options)
             else:
                 gradients.set_aside()
-            if parts.choice.is_open:
-                parts.take_time()
+            if is_timed:
+                passes.take_time()
             return loss, outputs, numbers
         except BaseException:
             parts.give_up()

@@ -23,9 +23,7 @@ def indices(step):
     buckets = loop.gradients.buckets
     if buckets is None:  # torch's optimizer takes the gradients where they are
         return {name for name, each in step.module.named_parameters() if each.requires_grad}
-    return {
-        loop.replicas.names[each.parameter] for bucket in buckets.buckets for each in bucket.segments
-    }
+    return {loop.replicas.names[each.parameter] for bucket in buckets.buckets for each in bucket.segments}
 
 
 def frozen_body():

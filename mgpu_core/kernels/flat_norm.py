@@ -11,8 +11,8 @@ from mgpu_core import _core
 from mgpu_core.devices.dtypes import FLOATING
 from mgpu_core.devices.streams import HOST, core_stream
 from mgpu_core.kernels import reference
-from mgpu_core.kernels.arguments import as_tensors, check_floating
 from mgpu_core.kernels.ops import pieces_of
+from mgpu_core.kernels.tensor_arguments import as_tensors, check_floating
 from mgpu_core.support.null_context import NULL_CONTEXT
 from mgpu_core.trace import tracer
 

@@ -21,8 +21,8 @@ from mgpu_core.devices.dtypes import FLOATING
 from mgpu_core.devices.memory import note_written
 from mgpu_core.devices.streams import HOST, core_stream
 from mgpu_core.kernels import reference
-from mgpu_core.kernels.arguments import as_out, as_tensor, check_floating, check_like, check_outs, on_one_device
 from mgpu_core.kernels.flat_tables import check_rows
+from mgpu_core.kernels.tensor_arguments import as_out, as_tensor, check_floating, check_like, check_outs, on_one_device
 from mgpu_core.support.null_context import NULL_CONTEXT
 from mgpu_core.trace import tracer
 

@@ -18,7 +18,7 @@ from mgpu_core.devices.dtypes import FLOATING, REAL
 from mgpu_core.devices.memory import note_written
 from mgpu_core.devices.streams import core_stream
 from mgpu_core.kernels import reference
-from mgpu_core.kernels.arguments import (
+from mgpu_core.kernels.tensor_arguments import (
     as_out,
     as_tensor,
     as_tensors,

@@ -20,8 +20,8 @@ from mgpu_core.pipeline.balance import arguments_of, balance, cut_by_bytes
 from mgpu_core.pipeline.borders import Crossing
 from mgpu_core.pipeline.deferred import DeferredStatistics, recomputing
 from mgpu_core.pipeline.graph import ProgramCache
+from mgpu_core.pipeline.pipeline_run import LastStage, PipelineRun, workers_of
 from mgpu_core.pipeline.placement import Placement, find_in, refuse_moves
-from mgpu_core.pipeline.run import LastStage, PipelineRun, workers_of
 from mgpu_core.pipeline.schedules import FORWARD, check_schedule, plan
 from mgpu_core.ranks.compiled import outside_the_compiler
 from mgpu_core.ranks.modes import check_modes

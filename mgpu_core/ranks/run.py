@@ -27,10 +27,10 @@ from typing import Any
 import torch
 
 from mgpu_core.devices.streams import caller_streams, on
-from mgpu_core.ranks.clock import RankClock
 from mgpu_core.ranks.context import CallerContext
 from mgpu_core.ranks.failures import raise_failures
 from mgpu_core.ranks.random import RankStream, rank_streams
+from mgpu_core.ranks.rank_clock import RankClock
 from mgpu_core.ranks.switches import switches_kept
 from mgpu_core.ranks.team import Team
 from mgpu_core.ranks.waiting import Combine, Waiting

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from mgpu_core.devices.time_limits import time_limit
-from mgpu_core.step.balance import SplitPlan
 from mgpu_core.step.forward_backward import ForwardBackward, RankPart, seed
 from mgpu_core.step.grad_clip import GradientNorm, factor_of, overflow_of, warm_up
 from mgpu_core.step.grad_scaler import LossScale
@@ -27,6 +26,7 @@ from mgpu_core.step.options import Options
 from mgpu_core.step.rank_modules import RankModules
 from mgpu_core.step.reducer import Reducer
 from mgpu_core.step.replicas import Replicas
+from mgpu_core.step.split_plan import SplitPlan
 from mgpu_core.step.update import Update
 from mgpu_core.trees.module_tree import modules_of
 

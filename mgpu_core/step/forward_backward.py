@@ -18,15 +18,15 @@ from mgpu_core.parallel.lost import Given, given_attributes, lost_attributes, wa
 from mgpu_core.parallel.originals import OriginalsWatch
 from mgpu_core.parallel.rows_elsewhere import warn_rows_elsewhere
 from mgpu_core.parallel.scatter_inputs import scatter_objects
-from mgpu_core.ranks.clock import RankClock
+from mgpu_core.ranks.rank_clock import RankClock
 from mgpu_core.ranks.run import Run, shares_generator
 from mgpu_core.ranks.worker_choice import WorkerChoice, size_of
-from mgpu_core.step.balance import SplitPlan
 from mgpu_core.step.joined_outputs import gathered
 from mgpu_core.step.loss import RankLoss, Window, output_loss, rank_loss
 from mgpu_core.step.options import Options
 from mgpu_core.step.rank_modules import RankModules
 from mgpu_core.step.replicas import Replicas
+from mgpu_core.step.split_plan import SplitPlan
 from mgpu_core.support.null_context import NULL_CONTEXT
 from mgpu_core.trace import tracer
 from mgpu_core.trace.tracer import span

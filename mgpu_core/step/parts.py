@@ -12,7 +12,6 @@ from mgpu_core.pipeline.module import Pipeline
 from mgpu_core.ranks.random import random_numbers_kept
 from mgpu_core.ranks.team import Team
 from mgpu_core.ranks.worker_choice import WorkerChoice
-from mgpu_core.step.balance import SplitPlan
 from mgpu_core.step.checkpoint import load_state
 from mgpu_core.step.cuda_graphs import CapturedSteps
 from mgpu_core.step.forward_backward import ForwardBackward, RankPart
@@ -29,6 +28,7 @@ from mgpu_core.step.rank_modules import RankModules
 from mgpu_core.step.reducer import Gradients, OwnGradients, Reducer
 from mgpu_core.step.replicas import Replicas
 from mgpu_core.step.rollback import BufferSnapshot
+from mgpu_core.step.split_plan import SplitPlan
 from mgpu_core.step.update import Update
 from mgpu_core.support.null_context import NULL_CONTEXT
 from mgpu_core.support.warnings import warn_user

@@ -10,8 +10,8 @@ import torch
 
 from mgpu_core.parallel.apply import draws_apart
 from mgpu_core.pipeline.module import Pipeline
-from mgpu_core.pipeline.run import PipelineRun
-from mgpu_core.ranks.clock import RankClock
+from mgpu_core.pipeline.pipeline_run import PipelineRun
+from mgpu_core.ranks.rank_clock import RankClock
 from mgpu_core.ranks.run import Run
 from mgpu_core.ranks.team import Team
 from mgpu_core.step.forward_backward import (

@@ -15,7 +15,6 @@ from mgpu_core.comm.buckets import DEFAULT_NBYTES
 from mgpu_core.devices.devices import DeviceLike
 from mgpu_core.errors import Error
 from mgpu_core.ranks.compiled import outside_the_compiler
-from mgpu_core.step.balance import Plan, SplitPlan
 from mgpu_core.step.checkpoint import first_difference, state_of
 from mgpu_core.step.grad_buckets import CommHook
 from mgpu_core.step.grad_scaler import LossScale
@@ -34,6 +33,7 @@ from mgpu_core.step.options import (
 )
 from mgpu_core.step.parts import Result, StepParts
 from mgpu_core.step.process_sums import ProcessSums
+from mgpu_core.step.split_plan import Plan, SplitPlan
 from mgpu_core.support.null_context import NULL_CONTEXT
 from mgpu_core.support.warnings import warn_user
 from mgpu_core.trace import tracer

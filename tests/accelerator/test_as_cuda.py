@@ -14,7 +14,7 @@ from mgpu_core._core import Stream
 from mgpu_core.comm.algorithms import AllReduce
 from mgpu_core.devices import streams
 from mgpu_core.errors import BackendUnavailable
-from mgpu_core.ranks.clock import RankClock
+from mgpu_core.ranks.rank_clock import RankClock
 from mgpu_core.step.graph_cache import CudaRecorder
 from mgpu_core.tools.explain.clock import EventClock
 

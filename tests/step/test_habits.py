@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import SGD
 
 from mgpu_core import Replicate, TrainStep, optim
-from mgpu_core.ranks.clock import RankClock
+from mgpu_core.ranks.rank_clock import RankClock
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])

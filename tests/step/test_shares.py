@@ -11,7 +11,7 @@ from step.nets import Linear, mse
 from torch.optim import SGD
 
 from mgpu_core import TrainStep
-from mgpu_core.step.balance import SAMPLES, WARM_UP, AutoShares, _capped, _room_for_rows
+from mgpu_core.step.split_plan import SAMPLES, WARM_UP, AutoShares, _capped, _room_for_rows
 
 
 def watch(auto, rows, seconds, steps, room=None):
@@ -139,7 +139,7 @@ def test_a_step_follows_its_clocks(monkeypatch):
         def seconds(self):
             return self.taken
 
-    monkeypatch.setattr("mgpu_core.step.balance.RankClock", Clock)
+    monkeypatch.setattr("mgpu_core.step.split_plan.RankClock", Clock)
     net, alone = Linear(), Linear()
     step = TrainStep(net, mse, SGD(net.parameters(), lr=0.01), cpu(2), shares="auto")
     assert [each.share for each in step.plan()] == [0.5, 0.5]

@@ -21,7 +21,7 @@ import torch
 
 from benchmarks.ladder.twins.cupy_sources import OPS, SOURCES, TILE, compiler_options
 from mgpu_core.devices.memory import note_written
-from mgpu_core.kernels.arguments import as_tensors, check_like, check_outs, on_one_device
+from mgpu_core.kernels.tensor_arguments import as_tensors, check_like, check_outs, on_one_device
 
 cupy: Any = import_module("cupy")
 

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from mgpu_core.devices.memory import note_written
-from mgpu_core.kernels.arguments import as_tensors, check_like, check_outs
+from mgpu_core.kernels.tensor_arguments import as_tensors, check_like, check_outs
 
 numba: Any = import_module("numba")
 cuda: Any = import_module("numba.cuda")

@@ -20,7 +20,7 @@ import torch
 
 from mgpu_core.devices.memory import total_nbytes
 from mgpu_core.parallel.scatter_inputs import check_shares
-from mgpu_core.ranks.clock import RankClock
+from mgpu_core.ranks.rank_clock import RankClock
 from mgpu_core.ranks.team import Team
 from mgpu_core.support.html import html_table
 

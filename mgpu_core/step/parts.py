@@ -59,6 +59,7 @@ class StepParts:
         replicas, modules, net, gradients, optimizer_step, passes, update: see their classes.
         captured: ``None`` without ``capture=True``.
         device: the first one.
+        refusal: the error with which a step is refused; ``None``: one can be made.
 
     Raises:
         TypeError, ValueError, RuntimeError: a module or an optimizer that no step can have.
@@ -77,7 +78,7 @@ class StepParts:
         self._is_loss_checked = not has_parts or options.loss_fn is None or options.loss_on != "ranks"
         is_mean = options.loss_fn is None and options.reduction == "mean"
         self._label_watch = LabelWatch(options.module) if has_parts and is_mean else None
-        self._broken: str | None = None
+        self.refusal: tuple[type[Exception], str] | None = None
         self._is_closed = self._is_built = False
         self._build(steps=0)
 
@@ -138,7 +139,7 @@ class StepParts:
                 outputs = self.passes.joined(each, rows) if each else None
             except BaseException:
                 if self._ranks_have_ended():
-                    self._broken = None
+                    self._refuse_if(None)
                 raise
             reduction = self.options.reduction
             loss = Window(reduction, 1).add(rows, losses, self.device)
@@ -275,24 +276,14 @@ class StepParts:
         self.replicas.send_values()
         self.optimizer_step.remember_values()
 
-    def check_usable(self) -> None:
-        """Raise unless a step can be made.
-
-        Raises:
-            RuntimeError: it was closed.
-            Error: a failure has left something that no further step can repair.
-        """
+    def _refuse_if(self, broken: str | None) -> None:
+        """Keep why no further step can be made: ``broken``, or a failure between processes, or the end."""
         if self._is_closed:
-            self.check_open()
-        if self._processes is not None and self._processes.broken is not None:
-            raise Error(self._processes.broken)
-        if self._broken is not None:
-            raise Error(f"{self._broken}: call step.rebuild(), or make a new one")
-
-    def check_open(self) -> None:
-        """Raise RuntimeError after :meth:`close`."""
-        if self._is_closed:
-            raise RuntimeError("this step was closed")
+            self.refusal = RuntimeError, "this step was closed"
+        elif self._processes is not None and self._processes.broken is not None:
+            self.refusal = Error, self._processes.broken
+        else:
+            self.refusal = None if broken is None else (Error, f"{broken}: call step.rebuild(), or make a new one")
 
     def give_up(self) -> None:
         """Wait for ranks that are still at work, and drop the gradients of the calls since the last update."""
@@ -302,16 +293,16 @@ class StepParts:
         if self._processes is not None:
             self._processes.abandon()
         self.update.restore()
-        self._broken = self.update.broken
+        self._refuse_if(self.update.broken)
 
     def _ranks_have_ended(self) -> bool:
         """Wait, after a failure, for ranks that are still at work; where one does not end, the step is broken."""
         seconds = time_limit()
-        self._broken = "a rank may still be at work in a step that was given up"  # until we know: Ctrl-C may come again
-        if not self.passes.stop(seconds):
-            self._broken = f"a rank was still at work {seconds:g} s after its step had failed"
-            return False
-        return True
+        self._refuse_if("a rank may still be at work in a step that was given up")  # Ctrl-C may come again
+        have_ended = self.passes.stop(seconds)
+        if not have_ended:
+            self._refuse_if(f"a rank was still at work {seconds:g} s after its step had failed")
+        return have_ended
 
     def load(self, state: dict[str, Any]) -> None:
         """Go on from a state, and its counts; raise as :meth:`mgpu_core.TrainStep.load_state_dict`."""
@@ -325,20 +316,23 @@ class StepParts:
 
     def rebuild(self, *, check: bool = True) -> None:
         """Make everything anew, from the module as it is; ``check``: that the optimizer has parameters of it alone."""
+        if self._is_closed:
+            raise RuntimeError("this step was closed")
         options, steps = self.options, self.update.steps
         check_device(options.module, options.team)
         if check:
             check_optimizer(options.optimizer, dict(named_parameters_of(options.module)))
-        self._broken = "it could not be built"
+        self._refuse_if("it could not be built")
         self._is_built = False  # until all of it is: a failure in between makes the next call build again
         self._leave()
         self._build(steps)
-        self._broken = None
+        self._refuse_if(None)
 
     def close(self) -> None:
         """Give module and optimizer memory of their own again; no further step can be made."""
         if not self._is_closed:
             self._is_closed = True
+            self._refuse_if(None)
             self._leave()
 
     def _leave(self) -> None:

@@ -401,7 +401,6 @@ class TrainStep:
     def rebuild(self) -> None:
         """Make all parts of the step anew from ``net`` as it is: after a failure, or with ``static_graph``."""
         with self._guard:
-            self._parts.check_open()
             self._parts.rebuild()
 
     def close(self) -> None:
@@ -412,7 +411,9 @@ class TrainStep:
 
     def _ready(self) -> StepParts:
         """Return the parts if a step can be made; raise otherwise."""
-        self._parts.check_usable()
+        if self._parts.refusal is not None:
+            kind, reason = self._parts.refusal
+            raise kind(reason)
         return self._parts
 
     def __getstate__(self) -> Any:

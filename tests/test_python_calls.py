@@ -92,4 +92,4 @@ def test_scatter_reaches_the_core_in_four_files(monkeypatch):
 
     monkeypatch.setattr(dispatch, "_core", Core())
     mgpu_core.DataParallel(torch.nn.Linear(2, 1), ["cpu"] * 2)(torch.ones(4, 2))
-    assert files == [{"comm/dispatch.py", "comm/autograd.py", "parallel/scatter_inputs/api.py", "wrapper.py"}]
+    assert files == [{"comm/dispatch.py", "comm/autograd.py", "parallel/scatter_inputs/cut.py", "wrapper.py"}]

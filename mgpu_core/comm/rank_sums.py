@@ -13,7 +13,6 @@ import torch
 
 from mgpu_core import _core
 from mgpu_core.comm import torch_backend
-from mgpu_core.comm.layout import Stream
 from mgpu_core.comm.reductions import CORE_DTYPES, core_count
 from mgpu_core.comm.traffic_trace import CollectiveTrace, trace_hop
 from mgpu_core.devices.memory import note_written
@@ -67,11 +66,8 @@ class RankSums:
         if stream is None or not self._like.holds_for_all(columns):
             self._add_up_elsewhere(columns)
             return torch_backend.ALGORITHM
-        self._add_up_in_core(list(map(_pointers, columns)), stream)
-        return "direct"
-
-    def _add_up_in_core(self, pointers: Sequence[Sequence[int]], stream: Stream) -> None:
-        assert self._dtype is not None
+        assert self._dtype is not None  # for such a dtype there is no stream
+        pointers = list(map(_pointers, columns))
         rows, outs, counts = list(map(list, zip(*pointers, strict=True))), self._pointers, self._counts
         if not all(map(any, rows)):  # of some no rank has anything
             there = [i for i, row in enumerate(rows) if any(row)]
@@ -79,6 +75,7 @@ class RankSums:
                 self._outs[i].zero_()
             rows, outs, counts = [rows[i] for i in there], [outs[i] for i in there], [counts[i] for i in there]
         _core.reduce(rows, outs, counts, self._dtype, "sum", [stream] * len(pointers), stream)
+        return "direct"
 
     def _add_up_elsewhere(self, columns: Sequence[Parts]) -> None:
         for out, *parts in zip(self._outs, *columns, strict=True):

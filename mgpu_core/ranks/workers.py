@@ -36,11 +36,8 @@ FIRST_WAKE, LAST_WAKE = 0.001, 0.1  # seconds that an idle worker sleeps on a fr
 class Outcome:
     """The outcome of a task: its value, or the exception that ended it."""
 
-    __slots__ = ("error", "value")
-
-    def __init__(self) -> None:
-        self.value: Any = None
-        self.error: BaseException | None = None
+    value: Any = None
+    error: BaseException | None = None
 
 
 class _Ranks:

@@ -10,7 +10,7 @@ from torch import nn
 
 from mgpu_core.comm import autograd, dispatch
 from mgpu_core.devices.devices import DeviceLike
-from mgpu_core.parallel.scatter_inputs.chunks import row_counts
+from mgpu_core.parallel.scatter_inputs import row_counts
 from mgpu_core.pipeline.placement import refuse_moves
 from mgpu_core.ranks.team import Team
 from mgpu_core.trees.module_tree import check_initialised

@@ -8,6 +8,8 @@ their path; then containers are opened (:mod:`mgpu_core.trees.containers` knows 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
@@ -121,6 +123,16 @@ class Tree:
             return next(leaves)
         return self.build([child.unflatten(leaves) for child in self.children])
 
+    def unflatten_columns(self, columns: Iterator[Sequence[Any]], count: int) -> Sequence[Any]:
+        """Return so many objects; the iterator has a column for each leaf, with its value in each object."""
+        if self is LEAF:
+            return next(columns)
+        children: list[Sequence[Any]] = []
+        for child in self.children:
+            children += (next(columns) if child is LEAF else child.unflatten_columns(columns, count),)
+        rows = list(zip(*children, strict=True)) if children else [()] * count
+        return rows if self.build is tuple else list(map(self.build, map(list, rows)))
+
     def paths(self, root: str) -> list[str]:
         """Return the path of each leaf, such as ``inputs[1]["x"].mask``."""
         if self is LEAF:
@@ -147,6 +159,19 @@ class Tree:
 
 
 LEAF = Tree(None, (), (), None)
+_BARE = {torch.Tensor}
+_DIVISIBLE = {(torch.strided, False, False)}
+_device_of = attrgetter("device")
+_form_of = attrgetter("layout", "is_nested", "is_quantized")
+
+
+_NO_ENTRIES = Tree(dict, (), (), dict)
+
+
+@lru_cache(maxsize=64)
+def _tuple_of(count: int) -> Tree:
+    """Return the tree of a tuple of so many leaves."""
+    return Tree(tuple, tuple([f"[{i}]" for i in range(count)]), (LEAF,) * count, tuple)
 
 
 def _kind_name(tree: Tree) -> str:
@@ -170,6 +195,20 @@ def flatten(
     Raises:
         TypeError: a packed sequence, a nested, sparse or quantized tensor, which cannot be split along a dimension.
     """
+    kind = type(obj)
+    if kind is torch.Tensor:
+        if not whole and _form_of(obj) not in _DIVISIBLE:
+            _refuse_undivided(obj, path)
+        leaves += (obj,)
+        return LEAF
+    if kind is tuple and set(map(type, obj)) <= _BARE:  # as most inputs are: there is no need to open it
+        if not whole and not set(map(_form_of, obj)) <= _DIVISIBLE:
+            for index, each in enumerate(obj):
+                _refuse_undivided(each, f"{path}[{index}]")
+        leaves += obj
+        return _tuple_of(len(obj))
+    if kind is dict and not obj:
+        return _NO_ENTRIES
     if isinstance(obj, torch.Tensor | PackedSequence | Rows):
         if not whole and not isinstance(obj, Rows):
             _refuse_undivided(obj, path)
@@ -225,7 +264,7 @@ def _in_order_of(like: Tree, names: list[str], values: list[Any]) -> tuple[list[
 
 def is_undivided(tensor: torch.Tensor) -> bool:
     """Return whether the tensor cannot be split along a dimension: nested, sparse or quantized."""
-    return tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized
+    return _form_of(tensor) not in _DIVISIBLE
 
 
 def _refuse_undivided(tensor: torch.Tensor | PackedSequence, path: str) -> None:
@@ -283,10 +322,13 @@ def _unmarked(leaf: Any) -> Any:
 
 def moved(obj: Any, device: torch.device) -> Any:
     """Return the nest with its tensors on ``device``, without copying those already there; markers are removed."""
-    if isinstance(obj, torch.Tensor):
+    kind = type(obj)
+    if kind is tuple and set(map(type, obj)) <= _BARE and set(map(_device_of, obj)) <= {device}:
+        return obj
+    if kind is dict and not obj:
+        return obj
+    if kind is torch.Tensor or isinstance(obj, torch.Tensor):
         return obj if obj.device == device else to_device(obj, device)
-    if type(obj) is tuple and all(type(each) is torch.Tensor for each in obj):
-        return tuple([moved(each, device) for each in obj])
     leaves: list[Any] = []
     tree = flatten(obj, leaves, "inputs", whole=True, share=True)
     return tree.unflatten(iter([_moved(leaf, device) for leaf in leaves])) if any_tensor(leaves) else obj

@@ -5,9 +5,13 @@ cannot be cut goes to every rank: scalars and :class:`~mgpu_core.trees.nested.Re
 reference.
 """
 
-from mgpu_core.parallel.scatter_inputs.api import scatter, scatter_kwargs
-from mgpu_core.parallel.scatter_inputs.arguments import split_ahead
-from mgpu_core.parallel.scatter_inputs.chunks import check_shares
-from mgpu_core.parallel.scatter_inputs.fast_path import scatter_objects
+from mgpu_core.parallel.scatter_inputs.cut import (
+    check_shares,
+    row_counts,
+    scatter,
+    scatter_kwargs,
+    scatter_objects,
+    split_ahead,
+)
 
-__all__ = ["check_shares", "scatter", "scatter_kwargs", "scatter_objects", "split_ahead"]
+__all__ = ["check_shares", "row_counts", "scatter", "scatter_kwargs", "scatter_objects", "split_ahead"]

@@ -10,7 +10,7 @@ import torch
 from mgpu_core.comm import autograd
 from mgpu_core.devices.devices import as_device, as_devices
 from mgpu_core.devices.drop_in import drop_in_devices
-from mgpu_core.parallel.scatter_inputs.chunks import row_counts
+from mgpu_core.parallel.scatter_inputs import row_counts
 
 __all__ = ["Broadcast", "Gather", "ReduceAddCoalesced", "Scatter"]
 

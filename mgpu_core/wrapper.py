@@ -26,6 +26,8 @@ from mgpu_core.ranks.random import check_rng
 from mgpu_core.ranks.run import shares_generator
 from mgpu_core.ranks.team import Team
 from mgpu_core.ranks.worker_choice import WorkerChoice, check_workers, size_of
+from mgpu_core.support.null_context import NULL_CONTEXT
+from mgpu_core.trace import tracer
 from mgpu_core.trace.tracer import span, when_tracing
 from mgpu_core.trees.module_tree import ModuleTree, check_initialised, tensors_of
 from mgpu_core.trees.nested import unwrapped
@@ -82,6 +84,7 @@ class DataParallel(torch.nn.DataParallel[M]):
         self.shares = shares
         self.rng = rng
         self._choice = WorkerChoice(workers, devices, rng)
+        self._workers = self._choice.now
         self._forwards_to_watch = 3
         self.device_ids: list[Any] = [as_id(device) for device in devices]
         self.output_device: Any = drop_in_output(output_device, self.device_ids)
@@ -108,24 +111,28 @@ class DataParallel(torch.nn.DataParallel[M]):
             return self._move_output(self.module(*unwrapped(inputs), **unwrapped(kwargs)))
         if is_symbolic(inputs) or (kwargs and is_symbolic(kwargs.values())):
             return traced_call(self, inputs, kwargs)
-        with span("data_parallel"):
-            return self._over_ranks(inputs, kwargs)
+        with NULL_CONTEXT if tracer.sink is None else span("data_parallel"):
+            return self._alone(inputs, kwargs) if len(self.device_ids) == 1 else self._over_ranks(inputs, kwargs)
+
+    def _alone(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the module itself on the only rank: nothing is copied, and a first forward initialises a lazy module."""
+        _check_device(tensors_of(self.module), self.src_device_obj)
+        parts, kwargs_parts = self._parts(inputs, kwargs)
+        with span("forward", 0, self.src_device_obj):
+            output = self.module(*parts[0], **kwargs_parts[0])
+        if tracer.recording is not None:
+            _trace_backward(output)
+        return self._move_output(output)
+
+    def _parts(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """Return the arguments of each rank; without any, the module runs once, on the first rank."""
+        parts, kwargs_parts = self.scatter(inputs, kwargs, self.device_ids)
+        return (parts, kwargs_parts) if parts or kwargs_parts else (((),), ({},))
 
     def _over_ranks(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        ranks = len(self.device_ids)
-        if ranks > 1:
-            check_modes()
-            tree = _read(self.module, self.src_device_obj)
-        else:  # one rank copies nothing: its first forward initialises a lazy module
-            _check_device(tensors_of(self.module), self.src_device_obj)
-        parts, kwargs_parts = self.scatter(inputs, kwargs, self.device_ids)
-        if not parts and not kwargs_parts:  # no arguments at all: the module runs once, on the first rank
-            parts, kwargs_parts = ((),), ({},)
-        if ranks == 1:
-            with span("forward", 0, self.src_device_obj):
-                output = self.module(*parts[0], **kwargs_parts[0])
-            _trace_backward(output)
-            return self._move_output(output)
+        check_modes()
+        tree = _read(self.module, self.src_device_obj)
+        parts, kwargs_parts = self._parts(inputs, kwargs)
         team = self._team_of(self.device_ids[: len(parts)])
         if self._is_own("replicate"):
             replicas = replicate_tree(tree, team, not torch.is_grad_enabled())
@@ -154,14 +161,15 @@ class DataParallel(torch.nn.DataParallel[M]):
         watch: OriginalsWatch | None,
     ) -> list[Any]:
         """Call the replicas of a module that was just read, in the way that is faster for this size of batch."""
-        size = size_of(parts[0]) if parts else None
-        is_timed = self._choice.begin(size, meets=tree.ranks_meet)
-        if self._is_own("parallel_apply") and len(team) > 1:
-            shared = shares_generator(team)
+        size = size_of(parts[0]) if self._choice.is_open else None
+        is_timed = self._choice.is_open and self._choice.begin(size, meets=tree.ranks_meet)
+        shared = shares_generator(team)
+        turns = tree.takes_turns and shared
+        self._workers = "threads" if tree.ranks_meet else "caller" if turns else self._choice.now
+        if self._is_own("parallel_apply"):
             draws = shared and draws_apart(tree, self.rng)
-            workers = "caller" if shared and tree.takes_turns else self._choice.now
             called = replicas if watch is None else watch.around(replicas)
-            outputs = apply_to(team, called, parts, kwargs_parts, draws=draws, workers=workers)
+            outputs = apply_to(team, called, parts, kwargs_parts, draws=draws, workers=self._workers)
         else:
             outputs = self.parallel_apply(replicas, parts, kwargs_parts)
         if is_timed:
@@ -193,7 +201,7 @@ class DataParallel(torch.nn.DataParallel[M]):
     def parallel_apply(self, replicas: Sequence[M], inputs: Sequence[Any], kwargs: Any) -> list[Any]:
         """Call each replica on its own arguments, all at once; return their outputs."""
         devices = self._team_of(self.device_ids[: len(replicas)]).devices
-        return parallel_apply(replicas, inputs, kwargs, devices, rng=self.rng, workers=self._choice.now)
+        return parallel_apply(replicas, inputs, kwargs, devices, rng=self.rng, workers=self._workers)
 
     def gather(self, outputs: Any, output_device: DeviceLike) -> Any:
         """Return the outputs joined along ``dim`` on ``output_device``."""
@@ -258,8 +266,7 @@ def _read(module: Module, source: torch.device) -> ModuleTree:
         ValueError: one has not been initialised.
     """
     tree = ModuleTree(module)
-    check_initialised(tree.parameters)
-    check_initialised(tree.buffers)
+    check_initialised(tree.tensors)
     _check_device(tree.tensors, source)
     return tree
 

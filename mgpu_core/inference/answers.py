@@ -19,7 +19,7 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from mgpu_core.inference.requests import Call, Request
-from mgpu_core.parallel.scatter_inputs.arguments import sliced
+from mgpu_core.parallel.scatter_inputs.cut import sliced
 from mgpu_core.support.warnings import warn_user
 from mgpu_core.trees.comparison import difference
 from mgpu_core.trees.containers import is_registered, opened

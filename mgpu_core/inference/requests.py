@@ -13,7 +13,7 @@ import torch
 from mgpu_core.devices.streams import GPU_TYPE
 from mgpu_core.devices.transfer import copy_aside, hand_over
 from mgpu_core.parallel.scatter_inputs import row_counts
-from mgpu_core.parallel.scatter_inputs.arguments import Arguments
+from mgpu_core.parallel.scatter_inputs.cut import Arguments
 from mgpu_core.trees.containers import opened
 from mgpu_core.trees.nested import (
     RankParts,

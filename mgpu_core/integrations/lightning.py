@@ -14,7 +14,7 @@ import torch
 from torch.nn import Module
 
 from mgpu_core.devices.devices import DeviceLike, as_devices
-from mgpu_core.parallel.scatter_inputs.arguments import Arguments
+from mgpu_core.parallel.scatter_inputs.cut import Arguments
 from mgpu_core.step.train_step import TrainStep
 from mgpu_core.support.extras import require
 from mgpu_core.support.null_context import NULL_CONTEXT

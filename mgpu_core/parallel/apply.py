@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,6 +12,8 @@ from mgpu_core.devices.devices import DeviceLike
 from mgpu_core.ranks.random import check_rng, current_stream
 from mgpu_core.ranks.run import Run, shares_generator
 from mgpu_core.ranks.team import Team
+from mgpu_core.support.null_context import NULL_CONTEXT
+from mgpu_core.trace import tracer
 from mgpu_core.trace.tracer import span
 from mgpu_core.trees.module_tree import ModuleTree, draws_random_numbers
 
@@ -73,12 +75,18 @@ def apply_to(
     workers: str,
 ) -> list[Any]:
     """Run :func:`parallel_apply` on validated arguments; see :meth:`mgpu_core.ranks.run.Run.run`."""
-    calls = [
-        partial(_call, rank, modules[rank], inputs[rank], kwargs_tup[rank], team.devices[rank])
-        for rank in range(len(modules))
-    ]
-    with span("apply"):
+    calls: list[Callable[[], Any]] = []
+    for rank, module in enumerate(modules):
+        args = inputs[rank] if isinstance(inputs[rank], list | tuple) else (inputs[rank],)
+        call = partial(module, *args, **kwargs_tup[rank])
+        calls += (call if tracer.sink is None else partial(_in_span, rank, team.devices[rank], call),)
+    with NULL_CONTEXT if tracer.sink is None else span("apply"):
         return Run(team).run(calls, draws=draws, workers=workers)
+
+
+def _in_span(rank: int, device: torch.device, call: Callable[[], Any]) -> Any:
+    with span("forward", rank, device):
+        return call()
 
 
 def _check_lengths(modules: Sequence[Any], **others: Sequence[Any] | None) -> None:
@@ -113,19 +121,6 @@ def _first_tensor(obj: Any) -> torch.Tensor | None:
     if isinstance(obj, list | tuple):
         return next((tensor for each in obj if (tensor := _first_tensor(each)) is not None), None)
     return None
-
-
-def _call(
-    rank: int,
-    module: torch.nn.Module,
-    args: Any,
-    kwargs: dict[str, Any],
-    device: torch.device,
-) -> Any:
-    if not isinstance(args, list | tuple):
-        args = (args,)
-    with span("forward", rank, device):
-        return module(*args, **kwargs)
 
 
 def draws_apart(tree: ModuleTree, rng: str) -> bool:

@@ -16,10 +16,12 @@ from mgpu_core.comm.arguments import check_joined
 from mgpu_core.comm.trace_hooks import trace_backward, trace_cut
 from mgpu_core.devices.devices import DeviceLike, as_device
 from mgpu_core.devices.traces import refuse_traces
+from mgpu_core.support.null_context import NULL_CONTEXT
 from mgpu_core.support.warnings import warn_user
-from mgpu_core.trace.tracer import is_tracing, span
+from mgpu_core.trace import tracer
+from mgpu_core.trace.tracer import span
 from mgpu_core.trees.comparison import equal
-from mgpu_core.trees.nested import LEAF, Rows, Tree, any_tensor, flatten, flatten_alike, is_undivided, moved
+from mgpu_core.trees.nested import LEAF, Rows, Tree, any_tensor, are_divisible, flatten, flatten_alike, moved
 
 __all__ = ["gather"]
 
@@ -43,7 +45,7 @@ def gather(outputs: Sequence[Any], target_device: DeviceLike, dim: int = 0) -> A
     device = as_device(target_device)
     if not len(outputs):
         raise ValueError("gather needs the output of at least one rank")
-    with span("gather"):
+    with NULL_CONTEXT if tracer.sink is None else span("gather"):
         return _Gather(device, dim).joined(outputs, "outputs")
 
 
@@ -55,10 +57,7 @@ class _Gather:
 
     def joined(self, outputs: Sequence[Any], name: str) -> Any:
         """Join one object per rank; ``name`` names them in errors."""
-        for each in outputs:
-            if type(each) is not torch.Tensor or is_undivided(each):
-                break
-        else:
+        if are_divisible(outputs):
             return self._join_tensors(outputs, LEAF, 0, name)
         tree, rows = flatten_alike(outputs, name)
         columns = zip(*rows, strict=True)
@@ -118,7 +117,7 @@ class _Gather:
         except (ValueError, TypeError, IndexError) as error:
             error.add_note(f"while gathering {tree.paths(name)[index]} along dimension {self._dim}")
             raise
-        if is_tracing():
+        if tracer.recording is not None:
             for rank, leaf in enumerate(leaves):
                 trace_backward(rank, [leaf])
             trace_cut("gather", tree.paths(name)[index], self._device, leaves, self._dim)

@@ -22,6 +22,8 @@ from mgpu_core.devices.devices import DeviceLike
 from mgpu_core.devices.traces import refuse_traces
 from mgpu_core.ranks.compiled import compiled_calls
 from mgpu_core.ranks.team import Team
+from mgpu_core.support.null_context import NULL_CONTEXT
+from mgpu_core.trace import tracer
 from mgpu_core.trace.tracer import span, when_tracing
 from mgpu_core.trees.layer_holders import rewired
 from mgpu_core.trees.module_tree import ModuleNode, ModuleTree, check_initialised
@@ -56,8 +58,7 @@ def replicate(network: M, devices: Sequence[DeviceLike], detach: bool = False) -
     """
     refuse_traces()
     team, tree = Team.of(devices), ModuleTree(network)
-    check_initialised(tree.parameters)
-    check_initialised(tree.buffers)
+    check_initialised(tree.tensors)
     replicas: list[M] = replicate_tree(tree, team, detach)
     return replicas
 
@@ -65,9 +66,10 @@ def replicate(network: M, devices: Sequence[DeviceLike], detach: bool = False) -
 def replicate_tree(tree: ModuleTree, team: Team, detach: bool) -> list[Any]:
     """Return one replica per rank of a network that was just read, and whose tensors are initialised."""
     keep_hooks_apart()
-    with span("replicate"):
-        calls = compiled_by_rank(tree, len(team)) if tree.is_compiled else [()] * len(team)
-        if not detach:
+    ranks = len(team.ranks)
+    with NULL_CONTEXT if tracer.sink is None else span("replicate"):
+        calls = compiled_by_rank(tree, ranks) if tree.is_compiled else [()] * ranks
+        if tracer.recording is not None and not detach:
             _trace_buckets(tree.nodes[0].module, tree.parameters)
         tensors, split = tree.tensors, len(tree.parameters)
         copies = _copy_tensors(tensors, team, detach)

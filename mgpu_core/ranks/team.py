@@ -50,7 +50,8 @@ class Team:
         """
         if isinstance(devices, Team):
             return devices
-        return _known(devices) or _find(as_devices(devices))
+        known = _known(devices)
+        return _find(as_devices(devices)) if known is None else known
 
     def __len__(self) -> int:
         return len(self.devices)

@@ -148,6 +148,7 @@ class ModuleTree:
     Attributes:
         nodes: one per module; the network's own is the first.
         parameters, buffers: each tensor once, also where it has several names (tied weights).
+        tensors: all parameters, then all buffers.
         is_compiled: whether some module was compiled.
         ranks_meet: whether some module waits for other ranks in its forward.
         takes_turns: whether ranks must run one after the other: some module adds to tensors that replicas share.
@@ -166,6 +167,7 @@ class ModuleTree:
         self.indices: dict[int, int] = {}
         self._tensor_indices: dict[int, int] = {}  # by id: of tensors in their lists
         self._read(network)
+        self.tensors: list[torch.Tensor] = [*self.parameters, *self.buffers]
         self._modules = [node.module for node in self.nodes]
         holders = attributes_that_reach(self._modules, self.indices.keys())
         self.has_holders = holders is not None
@@ -248,11 +250,6 @@ class ModuleTree:
                     count += 1
                 found += ((name, index),)
         return found
-
-    @property
-    def tensors(self) -> list[torch.Tensor]:
-        """All parameters, then all buffers."""
-        return [*self.parameters, *self.buffers]
 
     def draws_random_numbers(self) -> bool:
         """Return whether a forward of the network looks as if it drew random numbers; see the function."""

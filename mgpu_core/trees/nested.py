@@ -7,7 +7,7 @@ their path; then containers are opened (:mod:`mgpu_core.trees.containers` knows 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from operator import attrgetter
 from typing import Any, TypeVar
@@ -25,6 +25,7 @@ __all__ = [
     "Rows",
     "Tree",
     "any_tensor",
+    "are_divisible",
     "cloned",
     "flatten",
     "flatten_alike",
@@ -265,6 +266,11 @@ def _in_order_of(like: Tree, names: list[str], values: list[Any]) -> tuple[list[
 def is_undivided(tensor: torch.Tensor) -> bool:
     """Return whether the tensor cannot be split along a dimension: nested, sparse or quantized."""
     return _form_of(tensor) not in _DIVISIBLE
+
+
+def are_divisible(leaves: Iterable[Any]) -> bool:
+    """Return whether all are bare tensors that can be split along a dimension."""
+    return set(map(type, leaves)) <= _BARE and set(map(_form_of, leaves)) <= _DIVISIBLE
 
 
 def _refuse_undivided(tensor: torch.Tensor | PackedSequence, path: str) -> None:

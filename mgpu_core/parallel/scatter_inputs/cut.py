@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
-from functools import lru_cache
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from functools import lru_cache, partial
 from itertools import islice
 from operator import attrgetter
 from typing import Any, TypeAlias
@@ -17,14 +17,23 @@ from mgpu_core.comm.trace_hooks import trace_cut
 from mgpu_core.devices.devices import DeviceLike, as_devices
 from mgpu_core.devices.tensor_checks import begin_alike, refuse_special
 from mgpu_core.devices.traces import refuse_traces
-from mgpu_core.parallel.scatter_inputs.arguments import Arguments, has_rows
+from mgpu_core.parallel.scatter_inputs.advice import disagreement, rows_of, warn_unknown
 from mgpu_core.ranks.team import Team
 from mgpu_core.support.null_context import NULL_CONTEXT
 from mgpu_core.trace import tracer
 from mgpu_core.trace.tracer import span
-from mgpu_core.trees.nested import RankParts, Replicate, Rows, any_tensor, flatten, is_undivided, moved
+from mgpu_core.trees.nested import RankParts, Replicate, Rows, Tree, any_tensor, flatten, is_undivided, moved
 
-__all__ = ["check_shares", "row_counts", "scatter", "scatter_kwargs", "scatter_objects", "split_ahead"]
+__all__ = [
+    "Arguments",
+    "check_shares",
+    "row_counts",
+    "scatter",
+    "scatter_kwargs",
+    "scatter_objects",
+    "sliced",
+    "split_ahead",
+]
 
 Devices: TypeAlias = Sequence[torch.device]
 
@@ -149,7 +158,7 @@ def _trace_whole(objects: dict[str, Any], device: torch.device, dim: int) -> Non
         leaves: list[Any] = []
         tree = flatten(obj, leaves, name, whole=True, share=True)
         for path, leaf in zip(tree.paths(name), leaves, strict=True):
-            if has_rows(leaf, dim) and not is_undivided(leaf):
+            if _has_rows(leaf, dim) and not is_undivided(leaf):
                 trace_cut("scatter", path, leaf.device, [leaf], dim, "whole" if leaf.device == device else "copy")
 
 
@@ -209,10 +218,118 @@ def split_ahead(obj: Any, team: Team, dim: int, shares: Sequence[float] | None) 
     columns = _columns(arguments, team.devices[: len(counts)], counts, dim)
     return arguments.rebuild(
         [
-            RankParts(parts, dim) if isinstance(leaf, Rows) or has_rows(leaf, dim) else leaf
+            RankParts(parts, dim) if isinstance(leaf, Rows) or _has_rows(leaf, dim) else leaf
             for leaf, parts in zip(arguments.leaves, columns, strict=True)
         ]
     )[0]
+
+
+class Arguments:
+    """Several objects, taken apart together: they are cut at the same rows.
+
+    Args:
+        objects: by their names in errors.
+
+    Attributes:
+        leaves: of all objects, one after the other.
+        trees: one per object.
+
+    Raises:
+        TypeError: packed sequences, nested, sparse and quantized tensors.
+    """
+
+    def __init__(self, objects: dict[str, Any]) -> None:
+        self.leaves: list[Any] = []
+        self._names = list(objects)
+        self.trees: list[Tree] = []
+        for name, obj in objects.items():
+            self.trees += (flatten(obj, self.leaves, name, share=True),)
+
+    def rebuild(self, leaves: Sequence[Any]) -> list[Any]:
+        """Return the objects, with these leaves."""
+        rest = iter(leaves)
+        return [tree.unflatten(rest) for tree in self.trees]
+
+    def spread(self, columns: Sequence[Sequence[Any]], ranks: int) -> list[Sequence[Any]]:
+        """Return of each object one per rank, with the rank's entry of each column as its leaves."""
+        rest = iter(columns)
+        objects: list[Sequence[Any]] = []
+        for tree in self.trees:
+            objects += (tree.unflatten_columns(rest, ranks),)
+        return objects
+
+    def path(self, position: int) -> str:
+        """Return the path of the leaf: ``inputs[1]["x"]``."""
+        paths = [path for name, tree in zip(self._names, self.trees, strict=True) for path in tree.paths(name)]
+        return paths[position]
+
+    def numbers_per_rank(self, name: str, ranks: int, dim: int) -> set[int]:
+        """Return the leaves of one object that have one number per rank, where other tensors have other rows."""
+        sized = {position: leaf for position, leaf in enumerate(self.leaves) if _has_rows(leaf, dim)}
+        if all(leaf.size(dim) == ranks for leaf in sized.values()):
+            return set()
+        at = self._names.index(name)
+        begin, count = (sum(len(tree.paths("")) for tree in trees) for trees in (self.trees[:at], [self.trees[at]]))
+        mine = range(begin, begin + count)
+        return {
+            position for position, leaf in sized.items() if position in mine and leaf.numel() == leaf.size(dim) == ranks
+        }
+
+    def rows(self, dim: int, but: Collection[int] = ()) -> int | None:
+        """Return the rows along ``dim`` of the first leaf that has some, checked against all others; or ``None``.
+
+        Args:
+            but: leaves that are not looked at.
+
+        Raises:
+            ValueError: leaves that differ in their rows.
+            IndexError: a tensor without dimension ``dim``.
+        """
+        first = rows = None
+        for position, leaf in enumerate(self.leaves):
+            if position in but:
+                continue
+            if type(leaf) is torch.Tensor or isinstance(leaf, torch.Tensor):
+                if not leaf.ndim:
+                    continue
+                if not -leaf.ndim <= dim < leaf.ndim:
+                    raise IndexError(
+                        f"{self.path(position)} has shape {tuple(leaf.shape)} and cannot be cut along dimension {dim}"
+                    )
+                found = leaf.shape[dim]
+            elif isinstance(leaf, Rows | RankParts):
+                found = rows_of(leaf, dim)
+            else:
+                continue
+            if first is None:
+                first, rows = position, found
+            elif found != rows:
+                raise ValueError(disagreement(self.leaves, self.path, (first, position), dim))
+        return rows
+
+    def warn_unknown(self, position: int, rows: int) -> None:
+        """Warn once of a leaf of which nothing is cut although something in it has rows, or tensors."""
+        warn_unknown(self.leaves[position], partial(self.path, position), rows)
+
+    def slices(self, counts: list[int], dim: int) -> Iterator[list[Any]]:
+        """Yield the objects of each part: views of tensors, and their :class:`Rows`; all else is shared."""
+        for position in range(len(self.leaves)):
+            self.warn_unknown(position, sum(counts))
+        columns = [sliced(leaf, counts, dim) for leaf in self.leaves]
+        return (self.rebuild(leaves) for leaves in zip(*columns, strict=True))
+
+
+def _has_rows(leaf: Any, dim: int) -> bool:
+    """Return whether it is a tensor with dimension ``dim``."""
+    return isinstance(leaf, torch.Tensor) and -leaf.dim() <= dim < leaf.dim()
+
+
+def sliced(leaf: Any, counts: list[int], dim: int) -> Sequence[Any]:
+    """Return the parts of a leaf: views of a tensor, its :class:`Rows`; anything else is the same in all parts."""
+    if isinstance(leaf, Rows):
+        entries = iter(leaf)
+        return [Rows(islice(entries, count)) for count in counts]
+    return leaf.split(counts, dim) if _has_rows(leaf, dim) else [leaf] * len(counts)
 
 
 def check_shares(shares: Sequence[float] | None, ranks: int) -> None:

@@ -47,6 +47,7 @@ _OURS = {
     "_placement",
     "_team",
     "_tree",
+    "_workers",
     "_replica_holders",
 }
 _NAMED = 5

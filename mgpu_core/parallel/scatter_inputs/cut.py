@@ -311,12 +311,12 @@ class Arguments:
         """Warn once of a leaf of which nothing is cut although something in it has rows, or tensors."""
         warn_unknown(self.leaves[position], partial(self.path, position), rows)
 
-    def slices(self, counts: list[int], dim: int) -> Iterator[list[Any]]:
+    def slices(self, counts: list[int], dim: int) -> Iterator[tuple[Any, ...]]:
         """Yield the objects of each part: views of tensors, and their :class:`Rows`; all else is shared."""
         for position in range(len(self.leaves)):
             self.warn_unknown(position, sum(counts))
         columns = [sliced(leaf, counts, dim) for leaf in self.leaves]
-        return (self.rebuild(leaves) for leaves in zip(*columns, strict=True))
+        return zip(*self.spread(columns, len(counts)), strict=True)
 
 
 def _has_rows(leaf: Any, dim: int) -> bool:

@@ -88,7 +88,7 @@ class Answers:
         leaves: list[Any] = []
         tree = flatten(outputs, leaves, "outputs")
         columns = [sliced(leaf, rows, 0) for leaf in leaves]
-        return list(tree.unflatten_columns(iter(columns), len(rows)))
+        return list(tree.columns(iter(columns), len(rows)))
 
     def check_rows(self, outputs: Any, rows: int, request: Request) -> None:
         """Raise ApartError unless the outputs of requests like this one have a row for each row of the inputs."""

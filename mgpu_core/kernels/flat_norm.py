@@ -33,6 +33,7 @@ class FlatNorm:
         check_floating("l2_norm", first.dtype)
         self._device, self._is_on_host = first.device, first.device.type == "cpu"
         self._pieces = pieces_of(self._tensors)
+        _, self._begins, self._counts = zip(*self._pieces, strict=True)
         tiles = max(1, _core.norm_tiles(self._pieces))
         self._partials = torch.empty(tiles, dtype=torch.float64, device=first.device)
         wide = torch.float64 if first.dtype == torch.float64 else torch.float32
@@ -52,7 +53,9 @@ class FlatNorm:
             if stream is None:
                 return reference.l2_norm(self._tensors if instead is None else instead)
             name, wide = self._names
-            pieces = self._pieces if instead is None else pieces_of(instead)
+            pieces = self._pieces
+            if instead is not None:
+                pieces = list(zip(map(torch.Tensor.data_ptr, instead), self._begins, self._counts, strict=True))
             _core.l2_norm(pieces, name, self._partials.data_ptr(), self._out.data_ptr(), wide, stream)
         return self._out
 

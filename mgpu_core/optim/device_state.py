@@ -35,7 +35,6 @@ class DeviceState:
         states: by kind, per bucket.
         clip: float64 scalar that the kernels multiply gradients by.
         held_back: float32 scalar; where it is not 0 a launch changes nothing.
-        records_clip: a recorded graph writes the clip scalar.
     """
 
     def __init__(
@@ -58,8 +57,6 @@ class DeviceState:
         self.segments = [self._table(bucket, device) for bucket in buckets]
         self.held_back = torch.zeros((), dtype=torch.float32, device=device)
         self.clip = torch.ones((), dtype=torch.float64, device=device)
-        self._clip_is: float | None = 1.0  # None: the device alone knows
-        self.records_clip = False
         self.states: dict[str, list[torch.Tensor]] = {}
 
     def _table(self, bucket: Bucket, device: torch.device) -> torch.Tensor:
@@ -127,24 +124,11 @@ class DeviceState:
             table[:, column].copy_(torch.tensor(found, dtype=table.dtype, device="cpu"), non_blocking=True)
 
     def scale_by(self, factor: float | torch.Tensor) -> None:
-        """Set the factor of gradients for the next launches; an unchanged factor launches nothing."""
+        """Set the factor of gradients for the next launches."""
         if isinstance(factor, torch.Tensor):
             copy_into(self.clip, factor)
-            self._clip_is = None
-        elif factor != self._clip_is:
+        else:
             self.clip.fill_(factor)
-            self._clip_is = factor
-
-    def record_scale(self, factor: float | torch.Tensor) -> None:
-        """Do the same in a recording: each replay writes the factor again."""
-        self._clip_is, self.records_clip = None, True
-        self.scale_by(factor)
-        self._clip_is = None
-
-    def replayed(self) -> None:
-        """Forget cached values that a replay may have overwritten."""
-        if self.records_clip:
-            self._clip_is = None
 
     def launches(self, name: str) -> list[Launch]:
         """Return a kernel of this name per bucket, with the parameters of its segments."""

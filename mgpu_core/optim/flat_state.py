@@ -36,6 +36,7 @@ class FlatState:
 
     Attributes:
         devices: one per flat.
+        factor: of gradients in the next update; ``None``: the devices alone know.
         generation: grows when tables or state get other memory.
         launches: kernels of all devices; :meth:`prepare` makes them, and a new state empties them.
     """
@@ -73,6 +74,8 @@ class FlatState:
         self._settings: list[list[Any]] = []
         self._group_kinds: list[list[str]] = []  # per group the kinds of state that its settings ask for
         self._kernel = ""
+        self.factor: float | None = 1.0
+        self._is_factor_recorded = False  # a recorded graph writes it
         self.launches: list[Launch] = []
         self.generation = 0
         self.fill()
@@ -170,7 +173,8 @@ class FlatState:
     def run(self, factor: float | torch.Tensor | None) -> None:
         """Launch the update on the only device, for a recording, with gradients times ``factor``."""
         if factor is not None:
-            self.devices[0].record_scale(factor)
+            self.devices[0].scale_by(factor)
+            self.factor, self._is_factor_recorded = None, True
         for kernel, _ in self.devices[0].launches(self._kernel):
             kernel.step()
 
@@ -187,13 +191,15 @@ class FlatState:
 
     def replayed(self) -> None:
         """Note that a recorded launch was replayed: the factor is the device's, and schedulers see a step."""
-        self.devices[0].replayed()
+        if self._is_factor_recorded:
+            self.factor = None
         self._optimizer._opt_called = True  # type: ignore[attr-defined]
 
     def scale_by(self, factor: float | torch.Tensor) -> None:
         """Set the factor of gradients for the next updates, on all devices."""
         for device in self.devices:
             device.scale_by(factor)
+        self.factor = None if isinstance(factor, torch.Tensor) else factor
 
     def spread_gradients(self) -> None:
         """Give all devices the gradients of the first one, whose layout they share."""

@@ -85,7 +85,8 @@ class FlatOptimizer(Optimizer):
             flat.prepare(used)
         elif is_changed or not flat.launches:  # a step of the user's own may have loaded a state
             flat.prepare(used)
-        flat.scale_by(factor)
+        if type(factor) is not float or factor != flat.factor:
+            flat.scale_by(factor)
         for kernel, parameters in flat.launches:
             kernel.step(None if own is None else [own[i] for i in parameters])
         if flat.shards > 1:

@@ -116,7 +116,9 @@ class ForwardBackward:
 
     def split(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[RankPart], list[int]]:
         """Return the inputs of each rank, and their rows."""
-        objects: dict[str, Any] = {"inputs": inputs, "kwargs": kwargs}
+        objects: dict[str, Any] = {"inputs": inputs}
+        if kwargs:
+            objects["kwargs"] = kwargs
         if self._loss is not None:
             if not inputs or not (kwargs or inputs[1:]):
                 raise TypeError(
@@ -128,25 +130,29 @@ class ForwardBackward:
                 objects["target"] = inputs[-1]
         cut, rows = scatter_objects(objects, self._cut_team, self._dim, shares=self._split_plan.shares)
         parts: list[RankPart] = []
-        for args, names, *target in cut:
-            parts += (RankPart(tuple(args), names, tuple(target)),)
+        for args, *others in cut:
+            named = others.pop(0) if kwargs else {}
+            parts += (RankPart(tuple(args), named, tuple(others)),)
         return parts, rows
 
     def run(
-        self,
-        parts: Sequence[RankPart],
-        rows: list[int],
-        target: Any,
-        *,
-        window: Window | None,
+        self, window: Window | None, parts: Sequence[RankPart], rows: list[int], inputs: tuple[Any, ...],
         keep_outputs: bool,
-    ) -> tuple[list[RankLoss], list[int], list[Any]]:
+    ) -> tuple[list[RankLoss], list[int], Any]:  # fmt: skip
+        """Do as :meth:`run_apart`, and join the outputs; ``None`` unless they are kept."""
+        losses, weighed, each = self.run_apart(window, parts, rows, inputs, keep_outputs)
+        return losses, weighed, self.joined(each, rows) if keep_outputs else None
+
+    def run_apart(
+        self, window: Window | None, parts: Sequence[RankPart], rows: list[int], inputs: tuple[Any, ...],
+        keep_outputs: bool,
+    ) -> tuple[list[RankLoss], list[int], list[Any]]:  # fmt: skip
         """Run forward, loss and backward of all ranks.
 
         Args:
-            parts, rows: one per rank, of :meth:`split`.
-            target: of all rows, for a loss on the gathered outputs.
             window: gives the factor of losses before backward; ``None``: no backward.
+            parts, rows: one per rank, of :meth:`split`.
+            inputs: of all rows; the last is the target, for a loss on the gathered outputs.
             keep_outputs: whether outputs are returned.
 
         Returns:
@@ -158,6 +164,9 @@ class ForwardBackward:
             RuntimeError: no loss depends on a parameter that requires grad; the forward writes parameters that several
                 ranks share.
         """
+        if window is not None and not torch.is_grad_enabled():
+            with torch.enable_grad():
+                return self.run_apart(window, parts, rows, inputs, keep_outputs)
         plan = self._split_plan
         clocks: Sequence[RankClock] = ()
         if window is not None:
@@ -166,7 +175,7 @@ class ForwardBackward:
         if self.gathers:
             weighed = [sum(rows)]
             scale = None if window is None else window.seeds(weighed)[0]
-            loss, outputs = self._run_gathered(parts, rows, clocks, target, scale)
+            loss, outputs = self._run_gathered(parts, rows, clocks, inputs[-1], scale)
             losses, each = [loss], [outputs]
         else:
             weighed = rows
@@ -211,7 +220,8 @@ class ForwardBackward:
         Args:
             parts: one per rank, without targets.
             rows: of each.
-            clocks, target: as for :meth:`run`.
+            clocks: one per rank; empty: no times are taken.
+            target: of all rows.
             scale: the factor of the loss before backward; ``None``: no backward.
 
         Returns:
@@ -275,7 +285,7 @@ class ForwardBackward:
             warn_lost(type(self._net.module).__name__, names, rank_0_keeps=True)
 
     def joined(self, outputs: list[Any], rows: Sequence[int]) -> Any:
-        """Return the outputs of :meth:`run` as one nest on the first device."""
+        """Return the outputs of :meth:`run_apart` as one nest on the first device."""
         if self.gathers:
             return outputs[0]
         if self._outputs_to_watch:
@@ -303,18 +313,18 @@ class ForwardBackward:
     ) -> tuple[RankLoss, Any]:
         """Run one rank, in its worker or in the caller's thread; return its loss, and its outputs if they are kept."""
         device = self._team.devices[rank]
-        of_forward, of_loss, of_backward = tracer.rank_spans(rank, device) if tracer.sink else tracer.NO_SPANS
+        model: Any = module
+        if tracer.sink:
+            model = partial(tracer.in_span, "forward", rank, device, module)
+            loss_fn = loss_fn and partial(tracer.in_span, "loss", rank, device, loss_fn)
         with NULL_CONTEXT if self._amp_dtype is None else self.autocast(device):
-            with of_forward:
-                output = module(*part.inputs, **part.kwargs)
-            if loss_fn is None:
-                loss = rank_loss(output_loss(output), self._reduction)
-            else:
-                with of_loss:
-                    loss = rank_loss(loss_fn(output, *part.target), self._reduction)
-        if backward:
-            with of_backward:
-                differentiate([loss], [part.seed])
+            output = model(*part.inputs, **part.kwargs)
+            result = output_loss(output) if loss_fn is None else loss_fn(output, *part.target)
+            loss = rank_loss(result, self._reduction)
+        if backward and tracer.sink:
+            tracer.in_span("backward", rank, device, differentiate, [loss], [part.seed])
+        elif backward:
+            differentiate([loss], [part.seed])
         return loss, detached(output) if keep_outputs else None
 
     def _forward(self, module: Module, _: None, rank: int, part: RankPart) -> Any:
@@ -352,14 +362,14 @@ def differentiate(losses: Sequence[RankLoss], seeds: Sequence[float]) -> None:
             values += (value,)
             grads += (torch.full_like(value, seed),)
     if values:
-        with _without_autocast() if torch._C._is_any_autocast_enabled() else NULL_CONTEXT:
-            if values[0].is_cpu:
-                # It runs in this thread.  torch.autograd.backward would make twenty calls more before it does the same.
-                _run_backward(
-                    tuple(values), tuple(grads), False, False, (), allow_unreachable=True, accumulate_grad=True
-                )
-            else:
+        if torch._C._is_any_autocast_enabled():
+            with _without_autocast():
                 torch.autograd.backward(values, grads)
+        elif values[0].is_cpu:
+            # It runs in this thread.  torch.autograd.backward would make twenty calls more before it does the same.
+            _run_backward(tuple(values), tuple(grads), False, False, (), allow_unreachable=True, accumulate_grad=True)
+        else:
+            torch.autograd.backward(values, grads)
     for loss in losses:
         loss.value = loss.value.detach()
 

@@ -25,7 +25,7 @@ from mgpu_core.comm.trace_hooks import trace_contents
 from mgpu_core.devices.dtypes import has_gradients
 from mgpu_core.optim.bucket_layout import Bucket, bucket_layout, shard_of
 from mgpu_core.optim.flat_buffers import FlatTensors, padding_of, part_of
-from mgpu_core.step.grad_clip import GradientNorm, Sums
+from mgpu_core.step.grad_clip import Sums, norm_of
 from mgpu_core.step.options import Options
 from mgpu_core.step.process_sums import ProcessSums
 from mgpu_core.step.replicas import Replicas
@@ -134,7 +134,7 @@ class GradBuckets:
         cut = [[shard_of(bucket, index % shards, shards) for bucket in self.buckets] for index in range(len(parts))]
         padding = [[padding_of(each, flat.device) for each in of] for of, flat in zip(cut, self.flats, strict=True)]
         self.sums = Sums(parts, padding, [each for of in parts[:shards] for each in of])
-        self.norm = GradientNorm(self.sums)
+        self.norm = norm_of(self.sums, may_be_sparse=bool(self.sparse))
         self._rank_sums = [[self._sums_on(index, members) for index in range(len(parts))] for members in self._members]
         if processes is not None:
             processes.use(self.flats[0].gradients, communication.options.comm_dtype)

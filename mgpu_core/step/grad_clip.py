@@ -24,6 +24,7 @@ __all__ = [
     "clip",
     "factor_of",
     "multiply",
+    "norm_of",
     "overflow_of",
     "warm_up",
 ]
@@ -56,6 +57,14 @@ class Summed(Protocol):
     @property
     def sums(self) -> Sums:
         """The gradients, summed over all ranks."""
+
+
+def norm_of(sums: Sums, *, may_be_sparse: bool) -> kernels.FlatNorm | GradientNorm:
+    """Return what computes the norm of these sums: the kernel by itself, where they are all of one kind."""
+    kinds = {(each.device, each.dtype) for each in sums.every_sum}
+    if len(kinds) == 1 and not may_be_sparse and sums.every_sum[0].dtype in FLOATING:
+        return kernels.FlatNorm(sums.every_sum)
+    return GradientNorm(sums)
 
 
 class GradientNorm:

@@ -76,11 +76,14 @@ class LabelWatch:
         self._net, self._left = net, _CALLS
         self._names = _names_of(net)
 
-    def look(self, parts: Sequence[RankPart], rows: Sequence[int]) -> None:
-        """Look at the labels of a call: one part, and its rows, per rank."""
-        if not self._left or len(parts) < 2:
-            return
-        self._left -= 1
+    def look(self, parts: Sequence[RankPart], rows: Sequence[int]) -> bool:
+        """Look at the labels of a call: one part, and its rows, per rank; return whether to look at the next one's."""
+        if len(parts) > 1:
+            self._left -= 1
+            self._compare(parts, rows)
+        return self._left > 0
+
+    def _compare(self, parts: Sequence[RankPart], rows: Sequence[int]) -> None:
         shifts = shifts_labels(self._net)
         found = [count_labels(self._arguments_of(part), shifts=shifts) for part in parts]
         counts = [int(each) for each in found if each is not None]

@@ -203,7 +203,7 @@ class Window:
         if self._reduction == "sum":
             return _total(values, [1.0] * len(values))
         if self._reduction == "mean":
-            return _total(values, [count / total for count in rows] if total else [1.0 / len(rows)] * len(rows))
+            return _total(values, rows, total) if total else _total(values, [1] * len(rows), len(rows))
         weights = [to_device(each.weight, device) for each in losses if each.weight is not None]
         weight = _total(weights, [1.0] * len(weights))
         self.weight = self.weight + weight if self.calls > 1 else weight
@@ -225,10 +225,12 @@ class Window:
         return None if factor == 1.0 else factor
 
 
-def _total(values: Sequence[torch.Tensor], factors: Sequence[float]) -> torch.Tensor:
+def _total(values: Sequence[torch.Tensor], factors: Sequence[float], divisor: int = 1) -> torch.Tensor:
+    """Return the sum of the values times their factors; these are divided, and not the sum."""
+    first = factors[0] / divisor
     if len(values) == 1:
-        return values[0] if factors[0] == 1.0 else values[0] * factors[0]
-    total = values[0] * factors[0]
+        return values[0] if first == 1.0 else values[0] * first
+    total = values[0] * first
     for value, factor in zip(values[1:], factors[1:], strict=True):
-        total.add_(value, alpha=factor)
+        total.add_(value, alpha=factor / divisor)
     return total

@@ -27,7 +27,7 @@ from mgpu_core.support.warnings import warn_user
 
 __all__ = ["OptimizerStep", "check_optimizer"]
 
-_grad_of = attrgetter("grad")
+_version_of = attrgetter("_version")
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
@@ -122,7 +122,7 @@ class OptimizerStep:
         Raises:
             TypeError: ours cannot update sparse gradients, or these dtypes.
         """
-        self._before = self._replicas.versions
+        self._before = list(map(_version_of, self._replicas.own))
         buckets = self._gradients.buckets
         if self._ours is not None and buckets is not None:
             groups = [list(map(id, group["params"])) for group in self._optimizer.param_groups]
@@ -161,13 +161,7 @@ class OptimizerStep:
 
     def has_written(self) -> bool:
         """Return whether an update that failed has changed parameters all the same."""
-        return bool(self._before) and self._before != self._replicas.versions
-
-    def conclude(self) -> None:
-        """Do the host's part after an update."""
-        self.spent[:] = map(_grad_of, self._replicas.own)
-        if self.has_copies:
-            self.remember_values()
+        return bool(self._before) and self._before != list(map(_version_of, self._replicas.own))
 
     def remember_values(self) -> None:
         """Take the values as they are now for those of all devices."""

@@ -30,7 +30,6 @@ from mgpu_core.step.replicas import Replicas
 from mgpu_core.step.rollback import BufferSnapshot
 from mgpu_core.step.split_plan import SplitPlan
 from mgpu_core.step.update import Update
-from mgpu_core.support.null_context import NULL_CONTEXT
 from mgpu_core.support.warnings import warn_user
 from mgpu_core.trees.module_tree import named_parameters_of, parameters_of
 from mgpu_core.trees.nested import moved
@@ -59,6 +58,8 @@ class StepParts:
         replicas, modules, net, gradients, optimizer_step, passes, update: see their classes.
         captured: ``None`` without ``capture=True``.
         device: the first one.
+        is_loss_checked: the first losses were compared with the loss of all rows, or need not be.
+        label_watch: looks at the labels of the first calls; ``None``: there is no need.
         refusal: the error with which a step is refused; ``None``: one can be made.
 
     Raises:
@@ -75,9 +76,9 @@ class StepParts:
         self.communication = Communication(options, len(devices) if self.in_shards else 1, processes)
         self.keeps_accumulating = False
         has_parts = len(team) > 1 or bool(options.pipeline_devices)
-        self._is_loss_checked = not has_parts or options.loss_fn is None or options.loss_on != "ranks"
+        self.is_loss_checked = not has_parts or options.loss_fn is None or options.loss_on != "ranks"
         is_mean = options.loss_fn is None and options.reduction == "mean"
-        self._label_watch = LabelWatch(options.module) if has_parts and is_mean else None
+        self.label_watch = LabelWatch(options.module) if has_parts and is_mean else None
         self.refusal: tuple[type[Exception], str] | None = None
         self._is_closed = self._is_built = False
         self._build(steps=0)
@@ -132,11 +133,9 @@ class StepParts:
         """Return the same as a step, without gradients and without an update."""
         self.follow_module(updates=False)
         parts, rows = self.passes.split(inputs, kwargs)
-        target = inputs[-1] if inputs else None
         with torch.no_grad():
             try:
-                losses, rows, each = self.passes.run(parts, rows, target, window=None, keep_outputs=keep_outputs)
-                outputs = self.passes.joined(each, rows) if each else None
+                losses, rows, outputs = self.passes.run(None, parts, rows, inputs, keep_outputs)
             except BaseException:
                 if self._ranks_have_ended():
                     self._refuse_if(None)
@@ -158,29 +157,28 @@ class StepParts:
         buffers.take()
         try:
             with torch.no_grad(), random_numbers_kept(self.replicas.devices):
-                losses, _, each = self.passes.run(parts, rows, inputs[-1], window=None, keep_outputs=True)
+                losses, _, each = self.passes.run_apart(None, parts, rows, inputs, True)
                 return self._compare_losses(each, inputs[-1], losses, rows, before)
         finally:
             buffers.restore()
 
-    def forward_backward(
+    def watched(
         self, window: Window, parts: list[RankPart], rows: list[int], inputs: tuple[Any, ...], keep_outputs: bool
     ) -> tuple[list[RankLoss], list[int], Any]:
-        """Run forward, loss and backward of all ranks; return the losses, the rows of each, and joined outputs.
+        """Run as :meth:`ForwardBackward.run`, and look at the labels and the losses of the first calls.
 
         The first losses of several ranks are compared with the loss of their joined outputs.
         """
         before = None
-        if self._label_watch is not None:
-            self._label_watch.look(parts, rows)
-        if not self._is_loss_checked and len(parts) > 1:
-            self._is_loss_checked, before = True, LossState(self.options.loss_fn)
-        keep, target = keep_outputs or before is not None, inputs[-1] if inputs else None
-        with NULL_CONTEXT if torch.is_grad_enabled() else torch.enable_grad():
-            losses, weighed, each = self.passes.run(parts, rows, target, window=window, keep_outputs=keep)
-            outputs = self.passes.joined(each, rows) if each and keep_outputs else None
-        if before is not None:
-            self._compare_losses(each, target, losses, rows, before)
+        if self.label_watch is not None and not self.label_watch.look(parts, rows):
+            self.label_watch = None
+        if not self.is_loss_checked and len(parts) > 1:
+            self.is_loss_checked, before = True, LossState(self.options.loss_fn)
+        if before is None:
+            return self.passes.run(window, parts, rows, inputs, keep_outputs)
+        losses, weighed, each = self.passes.run_apart(window, parts, rows, inputs, True)
+        outputs = self.passes.joined(each, rows) if keep_outputs else None
+        self._compare_losses(each, inputs[-1], losses, rows, before)
         return losses, weighed, outputs
 
     def _compare_losses(

@@ -407,8 +407,10 @@ class Reducer(Gradients):
 
     def _sum(self, bucket: int) -> None:
         """Sum a bucket over the ranks of each device, then over the devices; on GPUs on their side streams."""
-        told = span("all_reduce", ALL_RANKS, None, bucket) if tracer.sink else NULL_CONTEXT
-        with told, self._side.entered() if self._has_streams else NULL_CONTEXT:
+        if not self._has_streams and tracer.sink is None:
+            self.buckets.add_up(bucket)
+            return
+        with span("all_reduce", ALL_RANKS, None, bucket), self._side.entered() if self._has_streams else NULL_CONTEXT:
             self.buckets.add_up(bucket)
 
     def _sum_sparse(self, i: int) -> torch.Tensor:

@@ -33,7 +33,7 @@ class BufferSnapshot:
 
     def take(self) -> None:
         """Copy the buffers that there are now."""
-        self.drop()
+        self.is_taken = False
         for modules in self._modules:
             if modules.tree.buffers:
                 self._copy()

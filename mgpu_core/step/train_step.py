@@ -261,7 +261,8 @@ class TrainStep:
                 passes.plan(inputs)
             ranks, rows = passes.split(inputs, kwargs)
             gradients.begin(len(ranks), overlap=is_due, goes_on=window.calls > 0)
-            losses, rows, outputs = parts.forward_backward(window, ranks, rows, inputs, return_outputs)
+            run = passes.run if parts.is_loss_checked and parts.label_watch is None else parts.watched
+            losses, rows, outputs = run(window, ranks, rows, inputs, return_outputs)
             loss = window.add(rows, losses, parts.device)
             numbers = joined_aux(losses, rows, options.reduction) if aux else {}
             if is_due:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from itertools import compress
+from operator import attrgetter
 
 import torch
 
@@ -30,6 +31,8 @@ from mgpu_core.trace import tracer
 from mgpu_core.trace.events import ALL_RANKS
 
 __all__ = ["Update"]
+
+_grad_of = attrgetter("grad")
 
 
 class Update:
@@ -153,7 +156,10 @@ class Update:
 
     def _count(self, used: list[bool]) -> None:
         """Count an update of these parameters, and close the window."""
-        self._optimizer_step.conclude()
+        optimizer_step = self._optimizer_step
+        optimizer_step.spent[:] = map(_grad_of, self._replicas.own)
+        if optimizer_step.has_copies:
+            optimizer_step.remember_values()
         self.used = used
         self.steps += 1
         self.window.calls = 0

@@ -19,7 +19,7 @@ from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar, Token
 from dataclasses import dataclass
 from functools import wraps
-from typing import ParamSpec, TypeAlias
+from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 import torch
 
@@ -29,16 +29,15 @@ from mgpu_core.trace.buffer import Clock, Draft, HostClock, TraceBuffer
 from mgpu_core.trace.events import ALL_RANKS, NO_BUCKET, NO_STEP, Event, Mark, Span
 
 __all__ = [
-    "NO_SPANS",
     "WHOLE_STEPS",
     "current_step",
     "emit",
+    "in_span",
     "in_step",
     "is_tracing",
     "labelled",
     "mark",
     "mark_devices",
-    "rank_spans",
     "span",
     "tracing",
     "when_tracing",
@@ -46,6 +45,7 @@ __all__ = [
 
 
 P = ParamSpec("P")
+T = TypeVar("T")
 Label: TypeAlias = Callable[[str], AbstractContextManager[object]]
 _FORWARDS = ("data_parallel", "pipeline")  # whose backward comes later
 WHOLE_STEPS = ("train_step", "data_parallel", "pipeline", "evaluate")
@@ -180,13 +180,10 @@ def span(
     return NULL_CONTEXT if found is None else _Span(found, step, rank, device, bucket)
 
 
-def rank_spans(rank: int, device: torch.device) -> tuple[AbstractContextManager[None], ...]:
-    """Return the spans of a rank's forward, loss and backward; see :data:`NO_SPANS`."""
-    return tuple(span(step, rank, device) for step in ("forward", "loss", "backward"))
-
-
-NO_SPANS = (NULL_CONTEXT, NULL_CONTEXT, NULL_CONTEXT)
-"""Stand for those of a rank while :data:`sink` is ``None``."""
+def in_span(step: str, rank: int, device: torch.device, call: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    """Call a function inside a span."""
+    with span(step, rank, device):
+        return call(*args, **kwargs)
 
 
 def is_tracing() -> bool:

@@ -124,13 +124,13 @@ class Tree:
             return next(leaves)
         return self.build([child.unflatten(leaves) for child in self.children])
 
-    def unflatten_columns(self, columns: Iterator[Sequence[Any]], count: int) -> Sequence[Any]:
+    def columns(self, leaves: Iterator[Sequence[Any]], count: int) -> Sequence[Any]:
         """Return so many objects; the iterator has a column for each leaf, with its value in each object."""
         if self is LEAF:
-            return next(columns)
+            return next(leaves)
         children: list[Sequence[Any]] = []
         for child in self.children:
-            children += (next(columns) if child is LEAF else child.unflatten_columns(columns, count),)
+            children += (next(leaves) if child is LEAF else child.columns(leaves, count),)
         rows = list(zip(*children, strict=True)) if children else [()] * count
         return rows if self.build is tuple else list(map(self.build, map(list, rows)))
 
@@ -233,6 +233,23 @@ def flatten(
             child = LEAF
         children.append(child)
     return Tree(type(obj), names, tuple(children), build)
+
+
+def flatten_named(objects: Mapping[str, Any], leaves: list[Any]) -> list[Tree]:
+    """Append the leaves of several objects, by their names in errors, and return their trees; see :func:`flatten`."""
+    trees: list[Tree] = []
+    for name, obj in objects.items():
+        trees += (flatten(obj, leaves, name, share=True),)
+    return trees
+
+
+def unflatten_columns(trees: Sequence[Tree], columns: Sequence[Sequence[Any]], count: int) -> list[Sequence[Any]]:
+    """Return of each tree so many objects; there is a column for each leaf, with its value in each object."""
+    rest = iter(columns)
+    objects: list[Sequence[Any]] = []
+    for tree in trees:
+        objects += (tree.columns(rest, count),)
+    return objects
 
 
 def any_tensor(leaves: Sequence[Any]) -> bool:

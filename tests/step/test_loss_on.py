@@ -145,7 +145,7 @@ def test_buffers_and_random_numbers_are_those_of_a_step_that_is_not_checked(rank
     for is_checked in (True, False):
         net, loss = net_of(torch.float64, nn.Dropout(0.5)), Centre()
         step = step_of(net, loss, ranks)
-        step._parts._is_loss_checked = not is_checked
+        step._parts.is_loss_checked = not is_checked
         torch.manual_seed(3)
         with warnings.catch_warnings(action="ignore"):
             losses = [step(x, y) for _ in range(3)]

@@ -22,7 +22,17 @@ from mgpu_core.ranks.team import Team
 from mgpu_core.support.null_context import NULL_CONTEXT
 from mgpu_core.trace import tracer
 from mgpu_core.trace.tracer import span
-from mgpu_core.trees.nested import RankParts, Replicate, Rows, Tree, any_tensor, flatten, is_undivided, moved
+from mgpu_core.trees.nested import (
+    RankParts,
+    Replicate,
+    Rows,
+    any_tensor,
+    flatten,
+    flatten_named,
+    is_undivided,
+    moved,
+    unflatten_columns,
+)
 
 __all__ = [
     "Arguments",
@@ -241,9 +251,7 @@ class Arguments:
     def __init__(self, objects: dict[str, Any]) -> None:
         self.leaves: list[Any] = []
         self._names = list(objects)
-        self.trees: list[Tree] = []
-        for name, obj in objects.items():
-            self.trees += (flatten(obj, self.leaves, name, share=True),)
+        self.trees = flatten_named(objects, self.leaves)
 
     def rebuild(self, leaves: Sequence[Any]) -> list[Any]:
         """Return the objects, with these leaves."""
@@ -252,11 +260,7 @@ class Arguments:
 
     def spread(self, columns: Sequence[Sequence[Any]], ranks: int) -> list[Sequence[Any]]:
         """Return of each object one per rank, with the rank's entry of each column as its leaves."""
-        rest = iter(columns)
-        objects: list[Sequence[Any]] = []
-        for tree in self.trees:
-            objects += (tree.unflatten_columns(rest, ranks),)
-        return objects
+        return unflatten_columns(self.trees, columns, ranks)
 
     def path(self, position: int) -> str:
         """Return the path of the leaf: ``inputs[1]["x"]``."""
@@ -403,7 +407,7 @@ def _copies_for_all(obj: Any, devices: Devices) -> Sequence[Any]:
     tree = flatten(obj, leaves, "Replicate", whole=True, share=True)
     if not any_tensor(leaves):
         return [obj] * len(devices)
-    return tree.unflatten_columns(iter([_copies_of_leaf(leaf, devices) for leaf in leaves]), len(devices))
+    return unflatten_columns([tree], [_copies_of_leaf(leaf, devices) for leaf in leaves], len(devices))[0]
 
 
 def _copies_of_leaf(leaf: Any, devices: Devices) -> Sequence[Any]:

@@ -44,6 +44,34 @@ if accelerator.is_wanted():
     torch.equal = lambda one, other: _equal(one.cpu(), other.cpu())
 
 
+# How many ranks a test has that asks for `ranks` and says no numbers of its own.
+_RANKS = (1, 3)
+_ALL_RANKS = (1, 2, 3, 8)
+
+
+def pytest_addoption(parser):
+    help_text = f"how many ranks tests run with: some ({_RANKS}; tests/conformance has all), or all ({_ALL_RANKS})"
+    parser.addoption("--ranks", choices=("some", "all"), default="some", help=help_text)
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "several_ranks: never with one rank")
+
+
+def pytest_generate_tests(metafunc):
+    own = {name for each in metafunc.definition.iter_markers("parametrize") for name in _names_of(*each.args)}
+    is_fixture = "ranks" in metafunc._arg2fixturedefs  # of the tests next to it
+    if "ranks" not in metafunc.fixturenames or "ranks" in own or is_fixture:
+        return
+    is_all = metafunc.config.getoption("ranks") == "all" or "conformance" in metafunc.definition.path.parts
+    least = 2 if metafunc.definition.get_closest_marker("several_ranks") else 1
+    metafunc.parametrize("ranks", [each for each in (_ALL_RANKS if is_all else _RANKS) if each >= least])
+
+
+def _names_of(names, *_):
+    return [name.strip() for name in names.split(",")] if isinstance(names, str) else names
+
+
 @pytest.fixture(autouse=accelerator.by_the_cuda_backend())
 def _kernels_have_no_faults():
     """Where kernels run on the PTX machine, faults that stop nothing, such as races, fail the test that made them."""

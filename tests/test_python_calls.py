@@ -113,7 +113,6 @@ def files_on_the_stack():
     return {str(each.relative_to(PACKAGE)) for each in found if each.is_relative_to(PACKAGE)} - {"ranks/compiled.py"}
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
 def test_an_update_reaches_the_core_in_four_files(monkeypatch, ranks):
     files, kernel = [], flat_optimizers._KERNELS["sgd"]
 

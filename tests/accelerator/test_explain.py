@@ -20,7 +20,7 @@ def calls_of(step, operation):
     return [call for call in step.collectives if call.operation == operation]
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.several_ranks
 def test_a_forward_and_its_backward(ranks):
     net = whole(nn.Linear(2, 2)).to("fake:0")
     model = mgpu_core.DataParallel(net, fakes(ranks))
@@ -43,7 +43,7 @@ def test_a_forward_and_its_backward(ranks):
     assert "fake:1" in trace.table()
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.several_ranks
 @pytest.mark.parametrize("algorithm", ["ring", "direct", "naive"])
 def test_hops_of_an_all_reduce(ranks, algorithm):
     tensors = [torch.ones(4 * ranks, device=device) for device in fakes(ranks)]

@@ -21,7 +21,7 @@ def operations(collective: Collective) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize("op", GLOO_OPS)
-@pytest.mark.parametrize("ranks", [2, 3, 8])
+@pytest.mark.several_ranks
 def test_closed_form_of_a_reduction(op: str, ranks: int) -> None:
     values = Values(Task(ranks, count=50, op=op), chunks=ranks)
     values.salt = SALT
@@ -41,7 +41,7 @@ def test_inputs_differ_by_rank_and_salt() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32"])
-@pytest.mark.parametrize("ranks", [2, 3, 5])
+@pytest.mark.several_ranks
 @pytest.mark.parametrize("collective", COLLECTIVES, ids=NAMES)
 def test_ours_and_the_loop_are_right(collective: Collective, ranks: int, dtype: str) -> None:
     for op in operations(collective):

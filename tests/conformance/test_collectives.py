@@ -13,7 +13,6 @@ from mgpu_core import _core, comm
 from mgpu_core.comm import layout, reductions
 from mgpu_core.errors import BackendUnavailable
 
-RANKS = [1, 2, 3, 8]
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64, torch.uint8]
 OPS = ["sum", "avg", "prod", "min", "max"]
 ALGORITHMS = [name for name in reductions.ALGORITHMS if name != "nccl"]
@@ -57,7 +56,6 @@ def expected(parts, op):
     return result.to(dtype)
 
 
-@pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("op", OPS)
 def test_all_reduce(backend, ranks, dtype, op):
@@ -82,7 +80,6 @@ def test_nccl_does_not_work_in_host_memory(dtype):
     assert all(torch.equal(part, kept) for part, kept in zip(parts, inputs(2, 5, dtype), strict=True))
 
 
-@pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
 def test_all_reduce_of_complex_numbers(backend, ranks, dtype):
     parts = [torch.complex(torch.arange(5.0), torch.full((5,), float(rank))).to(dtype) for rank in range(ranks)]
@@ -137,7 +134,6 @@ def test_ring_order():
     assert parts[0].tolist() == [0.0, 0.0, 1.0]
 
 
-@pytest.mark.parametrize("ranks", RANKS)
 def test_broadcast(backend, ranks):
     for dtype in [*DTYPES, torch.bool, torch.complex64, torch.float8_e4m3fn]:
         source = (torch.arange(24) % 2).reshape(2, 3, 4).to(dtype)
@@ -155,7 +151,6 @@ def test_broadcast_into(backend):
     assert all(torch.equal(out, source) for out in outs)
 
 
-@pytest.mark.parametrize("ranks", RANKS)
 def test_broadcast_coalesced(backend, ranks):
     tensors = [torch.arange(3.0), torch.arange(4), torch.zeros(0), torch.arange(6.0).reshape(2, 3).t()]
     for limit in (1, 16, 10**6):
@@ -165,7 +160,6 @@ def test_broadcast_coalesced(backend, ranks):
             assert all(torch.equal(one, other) for one, other in zip(row, tensors, strict=True))
 
 
-@pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_reduce_add(backend, ranks, dtype):
     parts = inputs(ranks, 33, dtype)
@@ -191,7 +185,6 @@ def test_reduce_add_of_sparse_tensors():
     assert torch.equal(total.to_dense(), 3 * torch.eye(3))
 
 
-@pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("dim", [0, 1, 2, -1])
 @pytest.mark.parametrize("rows", [0, 1, 7, 9, 64])
 def test_scatter_and_gather(backend, ranks, dim, rows):
@@ -243,7 +236,6 @@ def test_scatter_sizes_and_out(backend):
     assert torch.equal(out, whole)
 
 
-@pytest.mark.parametrize("ranks", RANKS)
 def test_all_gather(backend, ranks):
     parts = [torch.arange(2 * (rank + 1)).reshape(rank + 1, 2) for rank in range(ranks)]
     wanted = torch.cat(parts)
@@ -252,7 +244,6 @@ def test_all_gather(backend, ranks):
     assert all(torch.equal(whole, wanted) for whole in wholes)
 
 
-@pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("op", OPS)
 def test_reduce_scatter(backend, ranks, op):
     parts = [part.reshape(-1, 3) for part in inputs(ranks, ranks * 2 * 3, torch.float32)]

@@ -20,7 +20,6 @@ def numbers(rows, columns=3):
     return torch.arange(float(rows * columns)).view(rows, columns) / 8
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 def test_every_batch_comes_once_and_in_order(ranks):
     data = TensorDataset(numbers(10), torch.arange(10))
     loader = DataLoader(data, batch_size=4)
@@ -115,7 +114,7 @@ def test_torch_sees_the_rows_joined():
     assert torch.equal(y.to(torch.float64), whole.double())
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 8])
+@pytest.mark.several_ranks
 def test_wrappers_and_steps_take_the_parts_as_they_are(ranks):
     class Spy(nn.Linear):
         def forward(self, x, *, mask=None):

@@ -64,7 +64,6 @@ def test_a_small_gpt_learns_over_three_stages():
     assert "part   forward + backward" in told
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_example_learns(path, ranks):
     told = run(path, "--ranks", str(ranks))

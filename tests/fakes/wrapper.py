@@ -8,10 +8,6 @@ from torch import nn
 
 from mgpu_core import DataParallel, _core
 
-RANKS = [1, 2, 3, 5, 8]
-
-SEVERAL = [2, 3, 8]
-
 
 class Lambda(nn.Module):
     """A linear layer around a function of its own: ``function(module, x)``."""

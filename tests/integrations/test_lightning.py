@@ -108,7 +108,6 @@ def on_one_device(case):
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("way", WAYS)
 def test_losses_metrics_and_parameters_are_those_of_one_device(way, ranks, case):
     kind, options = CASES[case]
@@ -128,7 +127,7 @@ class LogsInForward(Net):
         return self.net(x)
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.several_ranks
 def test_what_a_forward_logs_is_the_mean_over_all_rows(ranks):
     one, many = fitted("auto", LogsInForward), fitted(MultiGPUStrategy(["cpu"] * ranks), LogsInForward)
     assert {"mean", "largest", "rows"} <= set(one[1])
@@ -193,7 +192,6 @@ def test_checkpoints_load_with_and_without_the_strategy(way, tmp_path):
         assert nets[0].losses + nets[1].losses == pytest.approx(whole.losses, abs=1e-5)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_validate_test_and_predict(ranks):
     net = Net().eval()
     used = trainer(MultiGPUStrategy(["cpu"] * ranks))
@@ -261,7 +259,7 @@ class Adversarial(pl.LightningModule):
         return [torch.optim.SGD(net.parameters(), lr=0.1) for net in (self.critic, self.generator)]
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.several_ranks
 def test_submodules_by_name_manual_optimization_and_metrics(ranks):
     many, one = (
         fitted(each, Adversarial)

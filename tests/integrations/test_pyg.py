@@ -44,7 +44,6 @@ def registered():
     register_batches()
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 def test_outputs_and_gradients_are_those_of_one_device(ranks):
     batch, net = batch_of(), Net()
     scale = torch.rand(len(NODES), 1)
@@ -65,7 +64,6 @@ def test_each_rank_gets_whole_graphs():
     assert sorted(net.seen) == [(4, ("of 4",)), (8, ("of 3", "of 5")), (9, ("of 2", "of 7"))]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_a_step_trains_as_one_device(ranks):
     batch, losses = batch_of(), []
     for each in (ranks, 0):
@@ -110,7 +108,7 @@ def test_other_classes_of_graphs():
         torch.testing.assert_close(mgpu_core.DataParallel(Pool(), ["cpu"] * 2)(batch), whole)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.several_ranks
 def test_follow_batch_of_a_loader_is_kept(ranks):
     class Pool(torch.nn.Module):
         def forward(self, batch):

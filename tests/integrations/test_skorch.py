@@ -37,7 +37,6 @@ def classifier(module, **options):
     return skorch.NeuralNetClassifier(module, **{**own, "train_split": None, **options})
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_losses_and_probabilities_are_those_of_one_device(ranks):
     many, one = classifier(OverRanks, module__ranks=ranks).fit(X, Y), classifier(Net).fit(X, Y)
     losses = one.history[:, "train_loss"]

@@ -33,7 +33,6 @@ def step_of(net, ranks, loss_fn=nn.functional.cross_entropy, **options):
     return mgpu_core.TrainStep(net, loss_fn, optimizer, ["cpu"] * ranks, **options)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_outside_all_rows_are_counted(ranks):
     net, metrics = nn.Linear(4, 3), [accuracy() for _ in range(3)]
     model, step = mgpu_core.DataParallel(net, ["cpu"] * ranks), step_of(net, ranks)
@@ -70,7 +69,6 @@ class Measured(nn.Module):
 @pytest.mark.parametrize("workers", ["threads", "caller"])
 @pytest.mark.parametrize("seconds", [0.0, 0.01])
 @pytest.mark.parametrize("kind", ["drop-in", "step"])
-@pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_inside_all_rows_are_counted(ranks, kind, seconds, workers):
     net = Measured(seconds)
     if kind == "step":

@@ -93,14 +93,12 @@ def assert_alike(many, one):
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("name", MODELS)
 def test_losses_norms_and_parameters_are_those_of_one_device(name, ranks, accumulate, capsys):
     many = trained(name, ranks, gradient_accumulation_steps=accumulate)
     assert_alike(many, on_one_device(name, accumulate))
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("name", ["GPT2LMHeadModel", "T5ForConditionalGeneration"])
 def test_bf16_is_computed_in(name, ranks, capsys):
     model, dtypes = made(name), set()
@@ -129,7 +127,7 @@ MODELS_OF_DECODERS = {"GPT2LMHeadModel": "c_attn", "LlamaForCausalLM": "q_proj",
 
 
 @pytest.mark.parametrize("reentrant", [None, False, True])
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.several_ranks
 @pytest.mark.parametrize("name", MODELS_OF_DECODERS)
 def test_adapters_and_checkpointing(name, ranks, reentrant, capsys, monkeypatch):
     peft = pytest.importorskip("peft")
@@ -155,7 +153,6 @@ def batches_with_no_label():
     return [same] * 4 + [{**same, "labels": torch.full((6,), -100)}] * 2
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
 def test_a_batch_of_evaluation_without_any_label_is_left_out_of_the_mean(ranks, capsys):
     def loss(ranks):
         used = trainer("GPT2LMHeadModel", ranks)
@@ -177,7 +174,7 @@ def own_loss(kind):
     return Own
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.several_ranks
 @pytest.mark.parametrize("name", MODELS)
 def test_an_own_compute_loss(name, ranks, capsys):
     many = trained(name, ranks, kind=own_loss(MultiGPUTrainer))

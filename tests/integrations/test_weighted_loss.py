@@ -85,7 +85,6 @@ def assert_same(found, expected, tolerance=1e-5):
         torch.testing.assert_close(mine, theirs, atol=tolerance * expected_norm, rtol=0)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("name", MODELS)
 def test_loss_and_gradients_are_those_of_one_device(name, ranks):
     model, batch = made(name), batch_of(name)
@@ -105,7 +104,7 @@ def test_accumulated_batches_count_their_labels(name):
     assert_same((loss, found), (loss, expected))
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.several_ranks
 @pytest.mark.parametrize(
     "name", ["GPT2LMHeadModel", "LlamaForCausalLM", "BertForMaskedLM", "T5ForConditionalGeneration"]
 )
@@ -126,7 +125,7 @@ def test_gradient_checkpointing(name, reentrant):
     assert_same(trained(model, [batch], 2), expected)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.several_ranks
 @pytest.mark.parametrize(
     "name", ["GPT2LMHeadModel", "LlamaForCausalLM", "BertForMaskedLM", "T5ForConditionalGeneration"]
 )
@@ -141,7 +140,7 @@ def test_lora(name, ranks):
     assert_same(trained(model, [batch], ranks), expected)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.several_ranks
 @pytest.mark.parametrize("name", MODELS)
 def test_in_data_parallel_sums_and_numbers_are_added(name, ranks):
     model, batch = made(name), batch_of(name)

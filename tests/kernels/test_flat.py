@@ -74,7 +74,6 @@ def test_pack_of_large_tensors_is_shared_by_threads():
 
 @pytest.mark.parametrize("dtype", [*FLOATING, *WHOLE])
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 def test_sum_ranks(dtype, op, ranks):
     for count in COUNTS:
         tensors = [numbers(count, dtype, 5 * rank) for rank in range(ranks)]

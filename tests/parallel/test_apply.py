@@ -22,8 +22,6 @@ from mgpu_core import parallel_apply
 from mgpu_core.ranks.run import Run
 from mgpu_core.ranks.team import Team
 
-RANKS = [1, 2, 3, 5, 8]
-
 
 class Call(nn.Module):
     """Calls a function: what a rank does is told by the test."""
@@ -56,12 +54,11 @@ class Talking(Exception):
         self.message = message
 
 
-@pytest.mark.parametrize("ranks", RANKS)
 def test_outputs_in_rank_order(ranks):
     assert run(lambda rank: rank * rank, ranks) == [rank * rank for rank in range(ranks)]
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 5, 8])
+@pytest.mark.several_ranks
 def test_ranks_run_at_once_in_threads_of_their_own(ranks):
     barrier = threading.Barrier(ranks, timeout=20)  # breaks unless all are in forward together
 
@@ -130,7 +127,6 @@ ERRORS = {
 
 
 @pytest.mark.parametrize("kind", ERRORS)
-@pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_failure_has_type_text_and_cause(kind, ranks):
     last = ranks - 1
     original = ERRORS[kind]()
@@ -192,7 +188,6 @@ def test_the_first_rank_is_raised_and_the_others_are_notes():
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
-@pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_interrupts_pass_through_unchanged_and_win(kind, ranks):
     original = kind(7)
 
@@ -205,7 +200,6 @@ def test_interrupts_pass_through_unchanged_and_win(kind, ranks):
     assert run(lambda rank: rank, ranks) == list(range(ranks))
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
 def test_all_ranks_end_before_the_failure_is_raised(ranks):
     ended = []
     failed = threading.Event()
@@ -223,7 +217,6 @@ def test_all_ranks_end_before_the_failure_is_raised(ranks):
     assert sorted(ended) == list(range(1, ranks))
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_failure_leaves_the_threads_usable(ranks):
     for _ in range(3):
         with pytest.raises(ValueError, match="Caught"):
@@ -232,7 +225,6 @@ def test_failure_leaves_the_threads_usable(ranks):
 
 
 @pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt])
-@pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_failure_keeps_nothing_alive_once_it_was_handled(kind, ranks):
     # Who catches an out-of-memory error and tries a smaller batch needs the memory back at once, not at the next gc.
     kept = []
@@ -253,14 +245,12 @@ def test_failure_keeps_nothing_alive_once_it_was_handled(kind, ranks):
         assert gc.collect() == 0
 
 
-@pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("enabled", [True, False])
 def test_grad_mode(ranks, enabled):
     with torch.set_grad_enabled(enabled):
         assert run(lambda rank: torch.is_grad_enabled(), ranks) == [enabled] * ranks
 
 
-@pytest.mark.parametrize("ranks", RANKS)
 def test_inference_mode(ranks):
     with torch.inference_mode():
         assert (
@@ -277,7 +267,6 @@ def autocast_now(rank):
     return enabled, enabled and torch.get_autocast_dtype("cpu"), torch.is_autocast_cache_enabled()
 
 
-@pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("cache", [True, False])
 def test_autocast(ranks, dtype, cache):
@@ -291,7 +280,7 @@ def test_autocast(ranks, dtype, cache):
 variable = contextvars.ContextVar("variable", default=0)
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 5, 8])
+@pytest.mark.several_ranks
 def test_contextvars_come_in_and_changes_stay_inside(ranks):
     def work(rank):
         found = variable.get()
@@ -306,7 +295,7 @@ def test_contextvars_come_in_and_changes_stay_inside(ranks):
         variable.reset(token)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.several_ranks
 def test_a_rank_that_leaves_its_settings_changed_changes_nothing_for_the_next_call(ranks):
     def spoil(rank):
         torch.set_grad_enabled(False)
@@ -357,7 +346,7 @@ def test_a_rank_that_does_not_end_is_an_error_and_not_a_hang(monkeypatch):
     assert run(lambda rank: rank, 2) == [0, 1]
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 8])
+@pytest.mark.several_ranks
 def test_ranks_draw_the_same_numbers_in_threads_and_in_the_callers(ranks):
     drawn = []
     for workers in ("threads", "caller"):
@@ -367,7 +356,7 @@ def test_ranks_draw_the_same_numbers_in_threads_and_in_the_callers(ranks):
     assert len({tuple(each.tolist()) for each in drawn[0]}) == ranks
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 8])
+@pytest.mark.several_ranks
 def test_in_the_callers_thread_ranks_have_contexts_of_their_own(ranks):
     """And what the caller has set; what a rank sets, nobody else sees."""
     setting = ContextVar("setting", default="none")
@@ -413,7 +402,6 @@ class Wrong(torch.nn.Module):
         return {}["the users own line"]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 @pytest.mark.parametrize("nested", [False, True])
 def test_the_users_line_is_printed_once(ranks, nested):
     """And nothing of what is between the wrapper and it."""

@@ -9,8 +9,6 @@ from torch import nn
 import mgpu_core
 from mgpu_core import DataParallel, Replicate, Rows, TrainStep
 
-RANKS = [1, 2, 3, 8]
-
 
 def targets(rows):
     """As a detector's: each row has as many boxes as it has objects."""
@@ -30,7 +28,6 @@ class Detector(nn.Module):
         return self.weight * torch.tensor([float(len(each["boxes"])) for each in found])
 
 
-@pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("dim", [0, 1])
 def test_entries_go_with_the_rows_of_the_tensors(ranks, dim):
     net = Detector()
@@ -47,7 +44,6 @@ def test_entries_go_with_the_rows_of_the_tensors(ranks, dim):
         assert [text for each in seen for text in each[3]] == captions
 
 
-@pytest.mark.parametrize("ranks", RANKS)
 def test_the_step_deals_them_out_too(ranks):
     def loss(out, found):
         assert type(found) is list
@@ -111,7 +107,6 @@ def known(monkeypatch):
     mgpu_core.register_container(Batch, lambda batch: ([batch.x], batch.name), lambda made, name: Batch(made[0], name))
 
 
-@pytest.mark.parametrize("ranks", RANKS)
 def test_a_registered_container_is_cut_and_joined(known, ranks):
     x = torch.arange(16.0).reshape(8, 2).requires_grad_()
     parts = mgpu_core.scatter(Batch(x, "n"), ["cpu"] * ranks)

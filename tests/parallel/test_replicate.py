@@ -13,8 +13,6 @@ from mgpu_core import _core, replicate
 from mgpu_core.parallel.replicate_modules import plain_copies
 from mgpu_core.ranks.team import Team
 
-RANKS = [1, 2, 3, 5, 8]
-
 
 class Own(nn.Linear):
     """As torch documents it: a module with a say in how it is copied."""
@@ -57,7 +55,6 @@ def tensors_of(replica):
     return dict(replica.named_parameters(remove_duplicate=False))
 
 
-@pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("make", [mlp, Cnn, Lstm, Tied, Spy])
 def test_twins_hold_equal_tensors_rank_0_the_originals(make, ranks):
     net = make()
@@ -294,7 +291,6 @@ def test_replicas_can_be_saved_and_loaded():
                 assert torch.equal(tensors_of(other)[name], tensor)
 
 
-@pytest.mark.parametrize("ranks", RANKS)
 def test_exact_bytes(ranks):
     net = Cnn()
     _core.reset_counters()

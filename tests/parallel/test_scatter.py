@@ -16,7 +16,6 @@ from mgpu_core import Replicate, _core, gather, scatter, scatter_kwargs
 from mgpu_core.parallel.scatter_inputs import scatter_objects
 from mgpu_core.ranks.team import Team
 
-RANKS = [1, 2, 3, 5, 8]
 Pair = namedtuple("Pair", "x mask")
 
 
@@ -24,7 +23,6 @@ def rows_of(parts):
     return [part.tolist() for part in parts]
 
 
-@pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("rows", [1, 2, 7, 9, 16])
 def test_sizes_differ_by_at_most_one(ranks, rows):
     x = torch.arange(rows)
@@ -36,7 +34,6 @@ def test_nine_rows_use_eight_ranks():
     assert [len(part) for part in scatter(torch.arange(9), cpu(8))] == [2, 1, 1, 1, 1, 1, 1, 1]
 
 
-@pytest.mark.parametrize("ranks", RANKS)
 def test_tuple_for_a_tensor_and_list_for_the_rest(ranks):
     x = torch.arange(8)
     assert type(scatter(x, cpu(ranks))) is tuple
@@ -47,7 +44,7 @@ def test_tuple_for_a_tensor_and_list_for_the_rest(ranks):
         assert all(type(part) is type(nest) for part in parts)
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 8])
+@pytest.mark.several_ranks
 def test_non_tensors_go_by_reference(ranks):
     thing = object()
     for part in scatter([thing, {"thing": thing}, torch.arange(8)], cpu(ranks)):
@@ -118,7 +115,7 @@ def objects(x, y, mask):
     return {"inputs": (x,), "kwargs": mask, "target": y}
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 8])
+@pytest.mark.several_ranks
 @pytest.mark.parametrize("shares", [None, "double"])
 @pytest.mark.parametrize("rows", [1, 2, 9, 16])
 def test_objects_of_a_step_are_cut_into_views(ranks, shares, rows):
@@ -158,7 +155,7 @@ def test_objects_of_a_step_must_agree(dim):
         scatter_objects(objects(torch.ones(4), torch.ones(4), {}), team, shares=[1.0])
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 8])
+@pytest.mark.several_ranks
 @pytest.mark.parametrize("rows", [1, 8])
 def test_chunks_are_fresh_memory(ranks, rows):
     x = torch.arange(float(rows))
@@ -181,7 +178,7 @@ def test_one_rank_takes_what_cannot_be_cut():
     assert scatter([packed, sparse, torch.ones(3), torch.ones(4)], cpu(1))[0][:2] == [packed, sparse]
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 8])
+@pytest.mark.several_ranks
 def test_scalar_tensors_are_copied_to_every_rank(ranks):
     scale = torch.tensor(3.0, requires_grad=True)
     parts = scatter([torch.arange(8), scale], cpu(ranks))
@@ -190,7 +187,6 @@ def test_scalar_tensors_are_copied_to_every_rank(ranks):
     assert scale.grad.item() == ranks * (ranks + 1) / 2
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 def test_replicate_gives_every_rank_the_whole(ranks):
     table = torch.arange(6.0, requires_grad=True)
     marked = Replicate({"table": table, "names": ["a"]})
@@ -221,7 +217,7 @@ def test_writing_to_the_copy_of_a_leaf_that_requires_grad_leaves_the_leaf_alone(
 
 
 @pytest.mark.parametrize("enforce_sorted", [True, False])
-@pytest.mark.parametrize("ranks", [2, 3, 8])
+@pytest.mark.several_ranks
 def test_replicate_of_a_packed_sequence(ranks, enforce_sorted):
     data = torch.ones(5, requires_grad=True)
     packed = pack_sequence([data[:3], data[3:]] if enforce_sorted else [data[3:], data[:3]], enforce_sorted)
@@ -244,7 +240,6 @@ def test_replicate_of_what_cannot_be_cut():
         assert part[1][1:] == [None, 3]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 def test_replicate_in_replicate_is_unwrapped_on_any_number_of_ranks(ranks):
     parts = scatter([torch.arange(8), Replicate({"a": Replicate([torch.ones(3), 5])})], cpu(ranks))
     for part in parts:
@@ -268,7 +263,6 @@ def test_what_cannot_be_copied_names_its_path(kind):
     assert caught.value.__notes__ == ["while scattering kwargs['x'][1] along dimension 0"]
 
 
-@pytest.mark.parametrize("ranks", RANKS)
 def test_backward_puts_the_gradient_together(ranks):
     x = torch.arange(14.0).reshape(7, 2).requires_grad_()
     parts = scatter(x, cpu(ranks))
@@ -355,13 +349,12 @@ def test_packed_nested_and_sparse_inputs_are_refused_with_path():
         scatter_kwargs((), {"adj": torch.eye(2).to_sparse()}, cpu(2))
 
 
-@pytest.mark.parametrize("ranks", RANKS)
 def test_zero_rows_go_to_rank_0(ranks):
     parts = scatter(torch.ones(0, 3), cpu(ranks))
     assert [tuple(part.shape) for part in parts] == [(0, 3)]
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 8])
+@pytest.mark.several_ranks
 def test_fewer_rows_than_ranks_with_keyword_flags(ranks):
     parts, kwargs = scatter_kwargs((torch.ones(1, 2), 3), {"flag": True, "x": torch.ones(1)}, cpu(ranks))
     assert len(parts) == len(kwargs) == 1
@@ -370,7 +363,6 @@ def test_fewer_rows_than_ranks_with_keyword_flags(ranks):
     assert kwargs[0]["x"].tolist() == [1]
 
 
-@pytest.mark.parametrize("ranks", RANKS)
 def test_scatter_kwargs_gives_tuples_and_dicts(ranks):
     parts, kwargs = scatter_kwargs((torch.arange(8),), {"flag": 1}, cpu(ranks))
     assert type(parts) is type(kwargs) is tuple

@@ -17,7 +17,7 @@ import mgpu_core
 from mgpu_core import DataParallel, replicate
 from mgpu_core.ranks.compiled import _Compiler
 
-RANKS = [2, 3, 8]
+pytestmark = pytest.mark.several_ranks
 
 
 class Backend:
@@ -65,7 +65,6 @@ WAYS = [wrapped, in_place, wrapped_child, in_place_child]
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
-@pytest.mark.parametrize("ranks", RANKS)
 def test_training_equals_the_plain_module_and_compiles_once_per_rank(ranks, way):
     plain, backend = small(), Backend()
     net = copy.deepcopy(plain)
@@ -144,7 +143,6 @@ def test_compiling_again_with_other_settings_is_seen():
     assert (first.graphs, second.graphs) == (2, 2)
 
 
-@pytest.mark.parametrize("ranks", RANKS)
 def test_a_forward_that_is_compiled_inside(ranks):
     class Inside(nn.Module):
         def __init__(self):
@@ -160,7 +158,6 @@ def test_a_forward_that_is_compiled_inside(ranks):
     assert torch.equal(DataParallel(net, cpu(ranks))(x), net(x))
 
 
-@pytest.mark.parametrize("ranks", RANKS)
 def test_a_compiled_caller_runs_the_wrapper_as_it_is(ranks):
     backend = Backend()
     net = small()

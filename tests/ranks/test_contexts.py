@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mgpu_core import DataParallel, parallel_apply
 
-RANKS = [2, 3, 8]
+pytestmark = pytest.mark.several_ranks
 
 
 class Report(nn.Module):
@@ -38,7 +38,6 @@ class Square(nn.Module):
         return x * x
 
 
-@pytest.mark.parametrize("ranks", RANKS)
 def test_saved_tensors_hooks_reach_every_rank(ranks):
     packed, unpacked = [], []
 
@@ -71,7 +70,6 @@ def test_save_on_cpu():
         torch.testing.assert_close(one, other.grad)
 
 
-@pytest.mark.parametrize("ranks", RANKS)
 def test_a_ban_on_hooks_reaches_every_rank(ranks):
     def ask():
         with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
@@ -84,7 +82,6 @@ def test_a_ban_on_hooks_reaches_every_rank(ranks):
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("ranks", RANKS)
 def test_checkpoint_around_the_wrapper_keeps_nothing_and_finds_every_tensor_again(ranks, reentrant):
     """A checkpoint knows a saved tensor by its index among all: ranks that save in any order would mix them up."""
     net = nn.Sequential(nn.Linear(4, 4), nn.Sigmoid(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)).double()
@@ -108,13 +105,11 @@ def test_checkpoint_around_the_wrapper_keeps_nothing_and_finds_every_tensor_agai
 # The default device.
 
 
-@pytest.mark.parametrize("ranks", RANKS)
 def test_a_default_device_of_the_team_is_the_ranks_own(ranks):
     with torch.device("cpu"):
         assert asked(ranks, lambda: str(torch.ones(1).device)) == "cpu"
 
 
-@pytest.mark.parametrize("ranks", RANKS)
 def test_another_default_device_stays(ranks):
     with torch.device("meta"):
         assert asked_outside_meta(ranks) == "meta"
@@ -173,14 +168,12 @@ class UnsafeDispatch(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("ranks", RANKS)
 def test_a_safe_function_mode_is_active_in_every_rank(ranks):
     with Doubling():
         assert asked(ranks, lambda: torch.ones(1).item()) == 2
     assert asked(ranks, lambda: torch.ones(1).item()) == 1
 
 
-@pytest.mark.parametrize("ranks", RANKS)
 def test_a_safe_dispatch_mode_is_active_in_every_rank(ranks):
     model, x = DataParallel(nn.Sigmoid(), cpu(ranks)), torch.ones(ranks, 1)
     with Counting() as mode:
@@ -249,7 +242,6 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("way", REFUSED, ids=lambda way: way.__name__)
-@pytest.mark.parametrize("ranks", RANKS)
 def test_what_may_not_leave_its_thread_is_refused_by_name_before_anything_runs(ranks, way):
     calls = []
     net = nn.Linear(2, 2)

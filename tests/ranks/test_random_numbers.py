@@ -15,7 +15,7 @@ from mgpu_core.ranks import random
 from mgpu_core.ranks.random import RankStream, rank_streams
 from mgpu_core.trees.module_tree import draws_random_numbers
 
-RANKS = [2, 3, 8]
+pytestmark = pytest.mark.several_ranks
 
 
 class DropoutCnn(nn.Module):
@@ -44,7 +44,6 @@ def same(one, other):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
 def test_same_seed_same_bits_in_twenty_runs(ranks):
     model = DataParallel(DropoutCnn(), cpu(ranks))
     x = torch.randn(16, 1, 8, 8)
@@ -53,7 +52,6 @@ def test_same_seed_same_bits_in_twenty_runs(ranks):
     assert not torch.equal(step(model, x, seed=1)[0], first[0])
 
 
-@pytest.mark.parametrize("ranks", RANKS)
 def test_ranks_draw_different_numbers_and_forwards_too(ranks):
     model = DataParallel(nn.Dropout(0.5), cpu(ranks))
     torch.manual_seed(0)
@@ -119,7 +117,6 @@ class Everything(nn.Module):
         return self.linear(x), torch.cat([each.float() for each in drawn], 1)
 
 
-@pytest.mark.parametrize("ranks", RANKS)
 def test_per_rank_covers_every_way_to_draw(ranks):
     model, x = DataParallel(Everything(), cpu(ranks), rng="per_rank"), torch.ones(24, 4)
 
@@ -170,7 +167,6 @@ class Block(nn.Module):
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("ranks", RANKS)
 def test_checkpoint_inside_a_rank_draws_the_same_again(ranks, reentrant):
     block = Block(reentrant).double()
     model, x = DataParallel(block, cpu(ranks)), torch.randn(17, 6, dtype=torch.float64)
@@ -180,7 +176,6 @@ def test_checkpoint_inside_a_rank_draws_the_same_again(ranks, reentrant):
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("ranks", RANKS)
 def test_checkpoint_around_the_wrapper_draws_the_same_again(ranks, reentrant):
     first, model = (
         nn.Linear(6, 6),

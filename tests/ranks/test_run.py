@@ -12,9 +12,6 @@ from mgpu_core.devices.time_limits import TIMEOUT_VARIABLE
 from mgpu_core.ranks.run import Run, current_lane
 from mgpu_core.ranks.team import Team
 
-RANKS = [1, 2, 3, 8]
-SEVERAL = [2, 3, 8]
-
 
 def run_of(ranks, **settings):
     return Run(Team.of(cpu(ranks)), **settings)
@@ -34,7 +31,6 @@ def soon(monkeypatch):
 
 
 @pytest.mark.parametrize("workers", ["threads", "caller"])
-@pytest.mark.parametrize("ranks", RANKS)
 def test_results_come_in_the_order_of_the_lanes(ranks, workers):
     def work(rank):
         time.sleep(0.002 * (ranks - rank))
@@ -57,7 +53,7 @@ def test_there_are_never_fewer_threads_than_lanes():
     assert len(set(run(8, lambda *_: threading.get_ident()))) == 8
 
 
-@pytest.mark.parametrize("ranks", SEVERAL)
+@pytest.mark.several_ranks
 def test_values_meet_in_rank_order_whoever_comes_last(ranks):
     for last in range(ranks):
 
@@ -69,7 +65,7 @@ def test_values_meet_in_rank_order_whoever_comes_last(ranks):
         assert run(ranks, work) == [(*everyone, rank) for rank in range(ranks)]
 
 
-@pytest.mark.parametrize("ranks", SEVERAL)
+@pytest.mark.several_ranks
 def test_the_bits_of_a_sum_do_not_depend_on_who_comes_last(ranks):
     values = [torch.randn(1000, generator=torch.Generator().manual_seed(rank)) for rank in range(ranks)]
 
@@ -220,7 +216,7 @@ def test_a_turn_that_is_late():
         run(2, work, plans={"stage": ["first", "second"]})
 
 
-@pytest.mark.parametrize("ranks", SEVERAL)
+@pytest.mark.several_ranks
 def test_what_others_have_done_is_waited_for(ranks):
     order = []
 

@@ -167,7 +167,7 @@ def net_of(*more):
     return nn.Sequential(nn.Linear(8, 6), *more, nn.ReLU(), nn.Linear(6, 4)).double()
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 8])
+@pytest.mark.several_ranks
 def test_a_step_says_how_its_ranks_run_and_keeps_it_in_its_state(ranks):
     net = net_of()
     step = TrainStep(net, F.cross_entropy, optim.SGD(net.parameters(), lr=0.1), cpu(ranks))
@@ -190,7 +190,7 @@ def test_a_step_says_how_its_ranks_run_and_keeps_it_in_its_state(ranks):
 
 
 @pytest.mark.usefixtures("without_gil")
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.several_ranks
 def test_without_the_gil_a_step_and_the_drop_in_measure_nothing(ranks):
     class Notes(nn.Linear):
         def forward(self, x):
@@ -245,7 +245,7 @@ def test_twenty_runs_with_the_defaults_have_the_same_bits(net, threads):
 
 
 @pytest.mark.parametrize("dropout", [(), (nn.Dropout(0.5),)])
-@pytest.mark.parametrize("ranks", [2, 3, 8])
+@pytest.mark.several_ranks
 def test_both_ways_give_the_same_bits_with_one_intra_op_thread(ranks, dropout):
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -277,7 +277,7 @@ class Checkpointed(nn.Module):
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("workers", ["threads", "caller"])
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.several_ranks
 def test_a_checkpoint_draws_the_numbers_of_its_own_rank_again(ranks, workers, reentrant):
     gradients = []
     for way in (None, reentrant):
@@ -300,7 +300,6 @@ def test_the_caller_is_refused_where_ranks_meet():
 
 
 @pytest.mark.parametrize("workers", ["threads", "caller", "auto"])
-@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 def test_the_drop_in_computes_the_same_in_every_way(ranks, workers):
     net = net_of()
     x, y = data()

@@ -1,6 +1,7 @@
 """Nets for the tests of the step, and one device's loop to compare with."""
 
 import copy
+from types import SimpleNamespace
 
 import torch
 from fakes.nets import cpu, whole
@@ -8,8 +9,6 @@ from torch import nn
 from torch.optim import SGD
 
 from mgpu_core import TrainStep
-
-RANKS = (1, 2, 3, 8)
 
 
 def mse(output, target):
@@ -121,16 +120,26 @@ class Pair:
         return True
 
     def same_state(self):
-        """Return whether the optimizers show the same state, of the same parameters."""
-        shown, wanted = ([{} for _ in self.net.parameters()] for _ in range(2))
-        for found, optimizer, net in ((shown, self.optimizer, self.net), (wanted, self.reference, self.alone)):
-            for values, parameter in zip(found, net.parameters(), strict=True):
-                state = optimizer.state.get(parameter, {})
-                values.update({kind: each for kind, each in state.items() if each is not None})
-        return all(
-            mine.keys() == theirs.keys() and all(_is_like(mine[kind], theirs[kind]) for kind in mine)
-            for mine, theirs in zip(shown, wanted, strict=True)
-        )
+        mine, alone = (SimpleNamespace(net=n, optimizer=o) for n, o in self._sides())
+        return same_state(mine, alone)
+
+    def _sides(self):
+        return (self.net, self.optimizer), (self.alone, self.reference)
+
+
+def same_state(one, other):
+    """Return whether the optimizers of two sides show the same state, of the same parameters of their nets."""
+    shown, wanted = (
+        [
+            {kind: each for kind, each in side.optimizer.state.get(parameter, {}).items() if each is not None}
+            for parameter in side.net.parameters()
+        ]
+        for side in (one, other)
+    )
+    return all(
+        mine.keys() == theirs.keys() and all(_is_like(mine[kind], theirs[kind]) for kind in mine)
+        for mine, theirs in zip(shown, wanted, strict=True)
+    )
 
 
 def _is_like(one, other):

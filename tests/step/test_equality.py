@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from step.nets import RANKS, Branches, Pair, batches, here
+from step.nets import Branches, Pair, batches, here
 from torch import nn
 
 from mgpu_core.optim import SGD, Adam, AdamW
@@ -20,7 +20,6 @@ EVEN, RAGGED = [24], [24, 7, 1, 13]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rows", [EVEN, RAGGED], ids=["even", "ragged"])
-@pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_200_steps_with_changing_unused_parameters(name, ranks, rows):
     torch.manual_seed(0)
@@ -36,7 +35,6 @@ def test_200_steps_with_changing_unused_parameters(name, ranks, rows):
     pair.step.check_replicas()
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 8])
 def test_other_optimizers_run_their_own_step(ranks):
     torch.manual_seed(0)
     pair = Pair(Branches().double(), lambda p: torch.optim.RMSprop(p, lr=0.001, momentum=0.5), ranks)
@@ -45,7 +43,6 @@ def test_other_optimizers_run_their_own_step(ranks):
     assert pair.far() < 1e-9
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_dtypes(dtype, ranks):
     """Half precision adds the ranks in float32 and rounds once: closer to the truth than one device's own sums."""
@@ -67,7 +64,6 @@ class Mixed(nn.Module):
         return self.narrow(self.wide(x).float())
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
 def test_parameters_of_two_dtypes(ranks):
     torch.manual_seed(0)
     pair = Pair(Mixed(), lambda p: AdamW(p, lr=0.01), ranks)
@@ -77,7 +73,6 @@ def test_parameters_of_two_dtypes(ranks):
     assert pair.optimizer.flat is not None
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
 def test_tied_parameters_and_channels_last(ranks):
     torch.manual_seed(0)
 
@@ -102,7 +97,6 @@ def test_tied_parameters_and_channels_last(ranks):
     assert net.one.weight.stride() == net.one.weight.grad.stride() == strides
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
 def test_sparse_gradients_take_torchs_optimizer(ranks):
     torch.manual_seed(0)
     net = nn.Sequential(nn.EmbeddingBag(10, 4, sparse=True, mode="sum"), nn.Linear(4, 2))
@@ -119,7 +113,6 @@ def test_sparse_gradients_take_torchs_optimizer(ranks):
     assert ours.step.steps == 0
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
 def test_complex_parameters_take_torchs_optimizer(ranks):
     torch.manual_seed(0)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from fakes.collector import no_collector, wake_workers
 from fakes.nets import cpu
-from step.nets import RANKS, Branches, Explode, Linear, assert_same, batches, mse, state_of
+from step.nets import Branches, Explode, Linear, assert_same, batches, mse, state_of
 from torch import nn
 from torch.optim import SGD, Adam, AdamW
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -126,7 +126,6 @@ def test_every_phase_on_every_rank(ranks, rank, phase, when):
     step.check_replicas()
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
 def test_a_failure_drops_what_was_accumulated(ranks):
     torch.manual_seed(0)
     net = Fragile()
@@ -148,7 +147,7 @@ def test_a_failure_drops_what_was_accumulated(ranks):
     assert_same(state_of(step), state_of(other))
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.several_ranks
 def test_a_sum_that_fails_fails_the_step(ranks, monkeypatch):
     torch.manual_seed(0)
     net = Branches()
@@ -177,7 +176,6 @@ def test_nonfinite_gradients_may_be_allowed():
     assert not bool(torch.isfinite(net.last.weight).all())
 
 
-@pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("error_if_nonfinite", [True, False])
 @pytest.mark.parametrize("settings", [{"clip_norm": 1.0}, {}], ids=["clip", "as it is"])
 def test_a_batch_without_any_weight_spoils_no_later_one(settings, error_if_nonfinite, ranks):
@@ -296,7 +294,6 @@ def test_a_rank_that_never_ends_breaks_the_step_but_not_the_net(monkeypatch):
     step(torch.ones(4, 3), torch.zeros(4, 2))
 
 
-@pytest.mark.parametrize("ranks", RANKS)
 def test_steps_after_all_this_are_exact(ranks):
     net, alone = Linear(), Linear()
     step = TrainStep(net, lambda o, y: (o * y).sum(), SGD(net.parameters(), lr=1.0), cpu(ranks), reduction="sum")
@@ -323,7 +320,6 @@ class Copies(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
 def test_buffers_are_copied_in_one_launch_per_device_and_dtype(ranks):
     """Torch copies a list of one kind at once, and others one by one: BatchNorm has counts next to its statistics."""
     net = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))

@@ -25,7 +25,6 @@ def the_cpu_has_graphs(monkeypatch):
     give_graphs(monkeypatch, "cpu")
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_replays_are_steps(name, ranks):
     """Rows that change, a scheduler, another way through the net: 60 steps, the same bits.
@@ -125,7 +124,6 @@ def scaled_pair(make, ranks):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_overflow_in_a_replay_skips_its_update(name, ranks):
     """100 steps with a scheduler, two of which overflow on the last rank: the same bits as ordinary ones."""
@@ -176,7 +174,6 @@ def test_a_loss_that_is_nan_in_a_replay_ends_in_an_error():
     assert captured.steps == plain.steps == 7
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_weights_are_those_of_each_batch(ranks):
     def weighed(output, target):
         return ((output - target) ** 2).sum(), (target != 0).sum()

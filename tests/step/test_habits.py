@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from fakes.nets import cpu
-from step.nets import RANKS, Branches, Linear, batches, mse
+from step.nets import Linear, batches, mse
 from torch import nn
 from torch.optim import SGD
 
@@ -16,7 +16,6 @@ from mgpu_core import Replicate, TrainStep, optim
 from mgpu_core.ranks.rank_clock import RankClock
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("to_none", [True, False])
 def test_zero_grad_in_a_window_does_no_harm(ranks, to_none):
     torch.manual_seed(0)
@@ -31,33 +30,6 @@ def test_zero_grad_in_a_window_does_no_harm(ranks, to_none):
     assert torch.allclose(net.last.weight.grad, alone.last.weight.grad)
 
 
-def test_a_backward_of_the_users_own_is_no_business_of_ours():
-    torch.manual_seed(0)
-    net = Branches().double()
-    alone = copy.deepcopy(net)
-    step = TrainStep(net, mse, SGD(net.parameters(), lr=0.0), cpu(2), bucket_nbytes=1)
-    for each in (net, alone):
-        mse(each(torch.ones(2, 4).double(), 2), torch.zeros(2, 2).double()).backward()
-    assert step._parts.gradients._ready == []
-    ((x, y),) = batches(1, 8)
-    step(x, 2, y)
-    step(x, 1, y)
-    alone.zero_grad()
-    step.optimizer.zero_grad(set_to_none=False)
-    for each in (net, alone):
-        mse(each(x, 2), y).backward()
-    for a, b in zip(net.parameters(), alone.parameters(), strict=True):
-        assert b.grad is None or torch.allclose(a.grad, b.grad)
-
-
-def test_one_rank_has_the_users_hooks_whenever_they_come():
-    net, calls = Linear(), []
-    step = TrainStep(net, mse, SGD(net.parameters(), lr=0.5), cpu(1))
-    net.last.register_forward_hook(lambda *_: calls.append(1))
-    step(torch.ones(4, 3), torch.ones(4, 2))
-    assert calls == [1]
-
-
 class Collector:
     def __init__(self):
         self.rows, self.lock = 0, threading.Lock()
@@ -69,7 +41,6 @@ class Collector:
     __call__ = hook
 
 
-@pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("way", ["method", "object", "partial"])
 def test_a_hook_of_somebody_elses_sees_all_ranks(ranks, way):
     collector, net = Collector(), Linear()
@@ -78,44 +49,6 @@ def test_a_hook_of_somebody_elses_sees_all_ranks(ranks, way):
     step = TrainStep(net, mse, SGD(net.parameters(), lr=0.5), cpu(ranks))
     step(torch.ones(8, 3), torch.ones(8, 2))
     assert collector.rows == 8
-
-
-class Merging(nn.Linear):
-    """Adds its low-rank part to its weights for as long as it evaluates."""
-
-    def __init__(self):
-        super().__init__(3, 2)
-        self.weight.requires_grad_(False)
-        self.down, self.up = nn.Parameter(torch.randn(1, 3)), nn.Parameter(torch.randn(2, 1))
-        self.merged = False
-
-    def train(self, mode=True):
-        super().train(mode)
-        if self.merged == mode:
-            self.weight.data += (-1 if mode else 1) * (self.up.data @ self.down.data)
-            self.merged = not mode
-        return self
-
-    def forward(self, x):
-        out = super().forward(x)
-        return out if self.merged else out + x @ self.down.T @ self.up.T
-
-
-@pytest.mark.parametrize("ranks", RANKS)
-def test_a_module_whose_train_changes_more_than_its_mode(ranks):
-    torch.manual_seed(0)
-    net = nn.Sequential(Merging(), nn.Tanh())
-    step = TrainStep(net, mse, SGD([net[0].down, net[0].up], lr=0.1), cpu(ranks))
-    x, y = torch.randn(8, 3), torch.randn(8, 2)
-    for _ in range(2):
-        with torch.no_grad():
-            expected = mse(net(x), y)
-        assert torch.allclose(step(x, y), expected, atol=1e-6)
-        net.eval()
-        with torch.no_grad():
-            expected = mse(net(x), y)
-        assert torch.allclose(step.evaluate(x, y), expected, atol=1e-6)
-        net.train()
 
 
 def test_a_frozen_parameter_with_a_hook():
@@ -127,7 +60,6 @@ def test_a_frozen_parameter_with_a_hook():
     assert net.last.weight.grad is None
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_a_mean_without_rows(ranks):
     net, alone = Linear(), Linear()
     step = TrainStep(net, mse, SGD(net.parameters(), lr=0.0), cpu(ranks))
@@ -150,7 +82,6 @@ def test_weights_beyond_half_precision():
     assert float(loss) == pytest.approx(4 * 2 * 2 * 4 / 200_000, rel=1e-2)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_inputs_with_a_graph_of_the_callers(ranks):
     torch.manual_seed(0)
     encoder, net = nn.Linear(3, 3).double(), Linear().double()
@@ -221,7 +152,6 @@ class InPlace(nn.Module):
         return self.net(x.sub_(0.5).div_(2))
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 8])
 def test_modules_that_write_into_their_input(ranks):
     net = InPlace()
     alone = copy.deepcopy(net)
@@ -232,7 +162,6 @@ def test_modules_that_write_into_their_input(ranks):
         assert torch.allclose(step(x.clone(), torch.zeros(16, 2)), wanted)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_a_target_that_is_no_tensor_goes_to_every_rank(ranks):
     net = Linear()
     target = np.zeros((2, 3))

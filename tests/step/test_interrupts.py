@@ -20,7 +20,7 @@ from torch.optim import SGD
 from mgpu_core import TrainStep
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.several_ranks
 def test_ctrl_c_in_an_evaluation_waits_for_its_ranks(ranks):
     """Or they would write into the net later, and a step could begin beside them."""
     started, inside = threading.Event(), []
@@ -116,7 +116,6 @@ def lines_of(script, *seconds):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_ctrl_c_in_the_middle_of_a_step(ranks):
     assert lines_of(INTERRUPTED.format(ranks=ranks, seconds=1.0), 0.0)[-1] == "interrupted True 2"
 

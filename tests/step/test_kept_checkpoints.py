@@ -88,7 +88,6 @@ def assert_close(mine, wanted):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("name", KEPT)
 def test_training_goes_on_from_a_kept_file(name, ranks):
     state, stem = kept(name)

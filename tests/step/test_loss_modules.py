@@ -3,7 +3,7 @@
 import pytest
 import torch
 from fakes.nets import cpu
-from step.nets import RANKS, Linear
+from step.nets import Linear
 from torch import nn
 from torch.optim import SGD
 
@@ -35,7 +35,6 @@ class Centred(nn.Module):
         return loss
 
 
-@pytest.mark.parametrize("ranks", RANKS)
 def test_class_weights_that_change_are_followed(ranks):
     criterion = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 1.0]), reduction="sum")
     net = Linear()
@@ -48,7 +47,6 @@ def test_class_weights_that_change_are_followed(ranks):
         assert torch.allclose(step(x, y), criterion(net(x), y))
 
 
-@pytest.mark.parametrize("ranks", RANKS)
 def test_a_buffer_that_the_loss_moves_is_the_users(ranks):
     criterion, net = Centred(), Linear()
     step = TrainStep(net, criterion, SGD(net.parameters(), lr=0.0), cpu(ranks))
@@ -63,7 +61,6 @@ def test_a_buffer_that_the_loss_moves_is_the_users(ranks):
     assert torch.allclose(criterion.centre, expected)
 
 
-@pytest.mark.parametrize("ranks", RANKS)
 def test_a_step_that_fails_puts_it_back(ranks):
     criterion, net = Centred(), Linear()
     step = TrainStep(net, criterion, SGD(net.parameters(), lr=0.1), cpu(ranks))
@@ -77,7 +74,6 @@ def test_a_step_that_fails_puts_it_back(ranks):
     assert torch.equal(criterion.centre, kept)
 
 
-@pytest.mark.parametrize("ranks", RANKS)
 def test_frozen_parameters_of_a_loss(ranks):
     class Perceptual(nn.Module):
         def __init__(self):
@@ -96,7 +92,6 @@ def test_frozen_parameters_of_a_loss(ranks):
             criterion.eyes.weight.mul_(2)
 
 
-@pytest.mark.parametrize("ranks", RANKS)
 def test_ctc_with_flat_targets(ranks):
     torch.manual_seed(0)
     net, ctc = nn.GRU(3, 7, batch_first=True), nn.CTCLoss(reduction="sum")

@@ -14,8 +14,6 @@ from torch.optim import SGD
 
 from mgpu_core import TrainStep
 
-SEVERAL = [2, 3, 8]
-
 
 def infonce(output, _):
     z = F.normalize(output, dim=1)
@@ -62,7 +60,7 @@ def step_of(net, loss_fn, ranks, **settings):
     return TrainStep(net, loss_fn, SGD(net.parameters(), lr=0.1, momentum=0.9), cpu(ranks), **settings)
 
 
-@pytest.mark.parametrize("ranks", SEVERAL)
+@pytest.mark.several_ranks
 @pytest.mark.parametrize("name", COUPLED)
 def test_a_loss_that_couples_rows_is_told_of_once(name, ranks):
     step = step_of(net_of(), COUPLED[name], ranks)
@@ -77,7 +75,6 @@ def test_a_loss_that_couples_rows_is_told_of_once(name, ranks):
 
 
 @pytest.mark.parametrize("workers", ["threads", "caller"])
-@pytest.mark.parametrize("ranks", [1, *SEVERAL])
 @pytest.mark.parametrize("name", COUPLED)
 @pytest.mark.filterwarnings("error")
 def test_on_the_gathered_outputs_it_is_one_devices(name, ranks, workers):
@@ -101,7 +98,7 @@ def test_on_the_gathered_outputs_it_is_one_devices(name, ranks, workers):
     assert abs(step.evaluate(x, y) - COUPLED[name](alone(x), y)) < 1e-9
 
 
-@pytest.mark.parametrize("ranks", SEVERAL)
+@pytest.mark.several_ranks
 @pytest.mark.parametrize("reduction", ["mean", "sum", "weighted"])
 def test_gathered_and_accumulated(reduction, ranks):
     """Calls of different sizes count as one batch's."""
@@ -138,7 +135,7 @@ class Centre(nn.Module):
         return (output - self.centre).square().mean()
 
 
-@pytest.mark.parametrize("ranks", SEVERAL)
+@pytest.mark.several_ranks
 def test_buffers_and_random_numbers_are_those_of_a_step_that_is_not_checked(ranks):
     x, y = data()
     results = []
@@ -175,7 +172,7 @@ NO_ALARM = {
 }
 
 
-@pytest.mark.parametrize("ranks", SEVERAL)
+@pytest.mark.several_ranks
 @pytest.mark.parametrize("name", NO_ALARM)
 @pytest.mark.filterwarnings("error")
 def test_no_false_alarm(name, ranks):
@@ -186,7 +183,7 @@ def test_no_false_alarm(name, ranks):
     step(x[:16], y[:16])
 
 
-@pytest.mark.parametrize("ranks", SEVERAL)
+@pytest.mark.several_ranks
 @pytest.mark.parametrize(
     "loss_fn", [nn.CrossEntropyLoss(weight=torch.tensor([5.0, 1, 1, 1])), nn.CrossEntropyLoss(ignore_index=0)]
 )
@@ -262,7 +259,6 @@ def test_gathered_is_refused_by_name(settings, reason):
 
 
 @pytest.mark.parametrize("loss_on", ["ranks", "gathered"])
-@pytest.mark.parametrize("ranks", [1, *SEVERAL])
 def test_further_numbers_are_weighed_like_the_loss(ranks, loss_on):
     def means(out, y):
         return F.mse_loss(out, y), {"mae": (out - y).abs().mean(), "rows": len(y)}
@@ -317,7 +313,6 @@ def test_ranks_with_other_names_are_told():
         step(data(7)[0], torch.ones(7, 4).double(), aux=True)
 
 
-@pytest.mark.parametrize("ranks", [1, *SEVERAL])
 def test_a_module_may_return_an_output_with_a_loss(ranks):
     class Model(nn.Module):
         def __init__(self):
@@ -334,7 +329,6 @@ def test_a_module_may_return_an_output_with_a_loss(ranks):
     assert abs(step_of(net, None, ranks)(x, labels=y) - wanted) < 1e-9
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
 def test_a_call_without_a_target_names_it(ranks):
     step = step_of(net_of(), F.mse_loss, ranks)
     for inputs in ((), (data()[0],)):

@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 from fakes.nets import Cnn, Lstm, Tied, Transformer, cpu
-from step.nets import RANKS, Branches, Linear, Pair, batches, compiled_in_place, compiled_root, mse
+from step.nets import Branches, Linear, Pair, batches, compiled_in_place, compiled_root, mse
 from torch import nn
 from torch.optim import SGD, AdamW
 
@@ -22,7 +22,6 @@ NETS = {
 }
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("name", NETS)
 def test_nets_train_as_alone(name, ranks):
     make, draw = NETS[name]
@@ -45,7 +44,6 @@ def compiled_inside(net):
     return net
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("way", [compiled_root, compiled_in_place, compiled_inside])
 def test_compiled_modules(way, ranks):
     torch.manual_seed(0)
@@ -63,7 +61,6 @@ def test_compiled_modules(way, ranks):
     step.close()
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
 def test_scripts(ranks):
     torch.manual_seed(0)
     alone = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)).double()
@@ -87,7 +84,6 @@ class Dropping(nn.Module):
         return self.last(self.drop(self.first(x)))
 
 
-@pytest.mark.parametrize("ranks", RANKS)
 def test_one_seed_one_result(ranks):
     found = []
     for _ in range(3):
@@ -101,7 +97,6 @@ def test_one_seed_one_result(ranks):
     assert torch.equal(found[0], found[2])
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_dropout_resumed_gives_the_same_bits(ranks):
     torch.manual_seed(0)
     net = Dropping()
@@ -122,7 +117,6 @@ def test_dropout_resumed_gives_the_same_bits(ranks):
     assert torch.equal(other.last.weight, wanted)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
 def test_autocast_reaches_forward_and_loss_but_not_backward(ranks):
     seen = []
 
@@ -188,7 +182,6 @@ def test_attributes_that_deepcopy_refuses_but_a_forward_remakes():
     step.check_replicas()
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
 def test_nothing_is_left_behind(ranks):
     def live():
         gc.collect()
@@ -206,7 +199,6 @@ def test_nothing_is_left_behind(ranks):
     assert live() == before
 
 
-@pytest.mark.parametrize("ranks", RANKS)
 def test_parameters_that_have_no_gradients(ranks):
     """Whole numbers, as quantized weights are: no bucket has them, and no fused kernel minds them."""
     net = Linear()

@@ -3,9 +3,9 @@
 import pytest
 import torch
 from fakes.nets import cpu
-from step.nets import RANKS, Pair, batches, mse, two_layers
+from step.nets import Pair, batches, mse, two_layers
 from torch import nn
-from torch.optim import SGD, Adam, RMSprop
+from torch.optim import SGD
 from torch.optim.lr_scheduler import StepLR
 
 import mgpu_core
@@ -43,7 +43,6 @@ def test_a_forward_may_renew_a_hook(ranks):
     assert pair.far() < 1e-12
 
 
-@pytest.mark.parametrize("ranks", RANKS)
 def test_a_rebuild_that_fails_leaves_the_step_as_it_was(ranks):
     pair = Pair(two_layers(), sgd, ranks)
     for i, (x, y) in enumerate(batches(5, 9)):
@@ -57,58 +56,6 @@ def test_a_rebuild_that_fails_leaves_the_step_as_it_was(ranks):
     assert pair.step.steps == 5
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("make", [sgd, lambda p: Adam(p, lr=0.01), lambda p: RMSprop(p, lr=0.01)])
-def test_an_optimizers_state_holds_something_else(make, ranks):
-    pair = Pair(two_layers(), make, ranks)
-    for optimizer in (pair.optimizer, pair.reference):
-        optimizer.state["epoch"] = 3
-    for x, y in batches(4, 9):
-        pair.both(x, y)
-    assert pair.far() < 1e-12
-    assert pair.optimizer.state["epoch"] == 3
-    assert pair.step.steps == 4
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_what_the_user_keeps_in_a_state_is_no_momentum(ranks):
-    pair = Pair(two_layers(), sgd, ranks)
-    for optimizer in (pair.optimizer, pair.reference):
-        for parameter in optimizer.param_groups[0]["params"]:
-            optimizer.state[parameter].update(slow=parameter.detach().clone(), name="x")
-    for x, y in batches(4, 9):
-        pair.both(x, y)
-    assert pair.far() < 1e-12
-    assert pair.same_state()
-
-
-def halved(optimizer):
-    """Halves each gradient before the step, as whoever replaces ``step`` might."""
-    original, calls = optimizer.step, []
-
-    def step(closure=None):
-        calls.append(optimizer)
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                parameter.grad.mul_(0.5)
-        return original(closure)
-
-    optimizer.step = step
-    return calls
-
-
-@pytest.mark.parametrize("ranks", [1, 3])
-@pytest.mark.parametrize("at", [0, 2])
-def test_a_step_that_was_replaced_is_called(at, ranks):
-    pair = Pair(two_layers(), sgd, ranks)
-    for i, (x, y) in enumerate(batches(4, 9)):
-        if i == at:
-            calls = [halved(each) for each in (pair.optimizer, pair.reference)]
-        pair.both(x, y)
-    assert [len(each) for each in calls] == [4 - at] * 2
-    assert pair.far() < 1e-12
-
-
 def test_a_scheduler_replaces_no_step():
     net = two_layers()
     optimizer = mgpu_core.optim.SGD(net.parameters(), lr=0.1)
@@ -120,25 +67,7 @@ def test_a_scheduler_replaces_no_step():
     assert step._parts.optimizer_step.memory is not None
 
 
-class Assigning(torch.optim.Optimizer):
-    def __init__(self, parameters):
-        super().__init__(parameters, {"lr": 0.1})
-
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                parameter.data = parameter.data - group["lr"] * parameter.grad
-
-
-@pytest.mark.parametrize("ranks", RANKS)
-def test_an_optimizer_may_put_parameters_elsewhere(ranks):
-    pair = Pair(two_layers(), Assigning, ranks)
-    for x, y in batches(4, 9):
-        pair.both(x, y)
-    assert pair.far() < 1e-12
-
-
-@pytest.mark.parametrize("ranks", [2, 3, 8])
+@pytest.mark.several_ranks
 def test_a_rank_whose_loss_is_constant_adds_nothing(ranks):
     def positives(output, target):
         mask = target[:, 0] > 0
@@ -227,7 +156,6 @@ class Hidden(nn.Module):
         return self.head.parameters() if "parameters" in self.ways else super().parameters(recurse)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("ways", [("names",), ("parameters",), ("names", "parameters")])
 def test_a_class_may_show_some_of_its_parameters(ways, ranks):
     torch.manual_seed(0)
@@ -237,7 +165,6 @@ def test_a_class_may_show_some_of_its_parameters(ways, ranks):
     assert pair.far() < 1e-12
 
 
-@pytest.mark.parametrize("ranks", RANKS)
 def test_weights_that_torch_keeps_for_a_while_are_all_ranks(ranks):
     net = two_layers()
     nn.utils.parametrizations.weight_norm(net[0])

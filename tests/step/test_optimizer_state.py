@@ -6,7 +6,7 @@ import io
 import pytest
 import torch
 from fakes.nets import cpu
-from step.nets import RANKS, Branches, Linear, Pair, batches, mse, plain_step, rows
+from step.nets import Branches, Linear, Pair, batches, mse, plain_step, rows
 from torch import nn
 from torch.optim import SGD, Adam, AdamW
 
@@ -54,23 +54,6 @@ def test_the_optimizers_own_state_works_as_ever():
     pair.optimizer.load_state_dict(copy.deepcopy(theirs))
     for i, (x, y) in enumerate(data[3:]):
         pair.both(x, i % 2, y)
-    assert pair.far() < 1e-12
-
-
-@pytest.mark.parametrize("make", [lambda p: AdamW(p, lr=0.01), lambda p: SGD(p, lr=0.1, momentum=0.9)])
-def test_a_state_loaded_in_the_middle_is_taken_over(make):
-    torch.manual_seed(0)
-    pair = Pair(Branches().double(), make, 2)
-    data = list(batches(9, 9))
-    for x, y in data[:3]:
-        pair.both(x, 2, y)
-    kept = copy.deepcopy(pair.optimizer.state_dict())
-    for x, y in data[3:6]:
-        pair.both(x, 2, y)
-    for optimizer in (pair.optimizer, pair.reference):
-        optimizer.load_state_dict(copy.deepcopy(kept))
-    for x, y in data[6:]:
-        pair.both(x, 2, y)
     assert pair.far() < 1e-12
 
 
@@ -122,28 +105,6 @@ def test_tied_weights_are_saved_once(tmp_path):
     assert state["module"]["0.weight"].data_ptr() == state["module"]["1.weight"].data_ptr()
 
 
-def test_state_of_steps_before_is_taken_over():
-    """An optimizer that has already trained goes on where it was."""
-    torch.manual_seed(0)
-    net = Branches().double()
-    alone = copy.deepcopy(net)
-    optimizer, reference = AdamW(net.parameters(), lr=0.01), AdamW(alone.parameters(), lr=0.01)
-    data = list(batches(8, 9))
-    for each, its in ((net, optimizer), (alone, reference)):
-        for i, (x, y) in enumerate(data[:4]):
-            its.zero_grad()
-            mse(each(x, i % 2), y).backward()
-            its.step()
-    step = TrainStep(net, mse, optimizer, cpu(2))
-    for x, y in data[4:]:
-        step(x, 2, y)
-        reference.zero_grad()
-        mse(alone(x, 2), y).backward()
-        reference.step()
-    assert all(torch.allclose(a, b, atol=1e-12) for a, b in zip(net.parameters(), alone.parameters(), strict=True))
-
-
-@pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize(("name", "value"), [("amsgrad", False), ("amsgrad", True), ("decoupled_weight_decay", True)])
 def test_switches_of_the_groups_between_two_steps(name, value, ranks):
     started = {"amsgrad": not value} if name == "amsgrad" else {}
@@ -159,21 +120,6 @@ def test_switches_of_the_groups_between_two_steps(name, value, ranks):
         assert pair.far() < 1e-9, i
 
 
-@pytest.mark.parametrize("change", [lambda opt: opt.state.clear(), lambda opt: opt.state.popitem()])
-@pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize("make", [lambda p: SGD(p, lr=0.1, momentum=0.9), lambda p: Adam(p, lr=0.1)])
-def test_state_that_the_user_takes_away_begins_anew(make, ranks, change):
-    pair = Pair(Branches().double(), make, ranks)
-    for i, (x, y) in enumerate(batches(9, 8)):
-        if i in (4, 5):
-            change(pair.optimizer)
-            change(pair.reference)
-        pair.both(x, 2, y)
-    assert pair.same_state()
-    assert pair.far() < 1e-9
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
 def test_schedulers_groups_and_edits(ranks):
     torch.manual_seed(0)
 

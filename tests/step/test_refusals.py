@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 from fakes.nets import cpu
-from step.nets import RANKS, Linear, assert_same, mse, state_of
+from step.nets import Linear, assert_same, mse, state_of
 from torch import nn
 from torch.optim import SGD
 
@@ -115,7 +115,6 @@ class Following(Linear):
         return super().forward(x)
 
 
-@pytest.mark.parametrize("ranks", RANKS)
 def test_a_forward_that_writes_a_parameter(ranks):
     """One rank alone may; several that share its memory would each do it, at the same time."""
     net = Following()
@@ -130,7 +129,7 @@ def test_a_forward_that_writes_a_parameter(ranks):
     assert step.steps == (2 if ranks == 1 else 0)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.several_ranks
 def test_an_embedding_that_renormalises_its_rows(ranks):
     net = nn.Embedding(4, 3, max_norm=0.1)
     step = TrainStep(net, lambda output, _: output.sum(), SGD(net.parameters(), lr=0.5), cpu(ranks), reduction="sum")

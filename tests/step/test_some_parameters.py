@@ -6,7 +6,7 @@ import pytest
 import torch
 from fakes.nets import cpu
 from step.adversaries import Adversaries
-from step.nets import RANKS, Branches, Linear, Pair, batches, here, mse
+from step.nets import Branches, Linear, Pair, batches, here, mse
 from torch import nn
 from torch.optim import SGD, AdamW
 
@@ -42,7 +42,6 @@ def assert_equal_through_a_thaw(pair, at):
         assert pair.far() < 1e-12
 
 
-@pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("is_known", [True, False])
 def test_what_is_frozen_takes_no_room(ranks, is_known):
     """A body of a million weights that is frozen is neither moved nor summed, whether the optimizer has it or not."""
@@ -59,7 +58,6 @@ def test_what_is_frozen_takes_no_room(ranks, is_known):
     assert all(row[0].data_ptr() == memory for row in twins)
 
 
-@pytest.mark.parametrize("ranks", RANKS)
 def test_what_is_frozen_when_others_are_thawed(ranks):
     """The new layout does not hold it, and it gets memory of its own."""
     torch.manual_seed(0)
@@ -82,7 +80,6 @@ def call(pair, x, y):
     (mse(pair.alone(x, 2), y) / pair.step.accumulate).backward()
 
 
-@pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("is_known", [True, False])
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_what_is_thawed_is_laid_out_then(ranks, is_known, accumulate):
@@ -105,7 +102,6 @@ def test_what_is_thawed_is_laid_out_then(ranks, is_known, accumulate):
     assert pair.far() < 1e-12
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("make", [adamw, lambda p: SGD(p, lr=0.1, momentum=0.9)])
 def test_the_last_group_may_be_frozen(ranks, make):
     def groups(parameters):
@@ -135,7 +131,6 @@ class Buffered(torch.optim.Optimizer):
                     p.sub_(self.state[p]["m"], alpha=group["lr"])
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
 def test_an_optimizers_own_state_stays_its_own(ranks):
     assert_equal_through_a_thaw(Pair(frozen_body(), Buffered, ranks), at=4)
 
@@ -151,7 +146,6 @@ def test_a_state_of_an_own_optimizer_is_loaded_twice():
     assert step.steps == 1
 
 
-@pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("is_first", [True, False])
 def test_what_is_frozen_between_two_calls_has_its_gradient(ranks, is_first):
     """Of the call before; also where the first update, or another parameter, makes another layout necessary."""
@@ -192,7 +186,6 @@ def test_the_state_of_what_is_frozen_stays():
     assert pair.far() < 1e-12
 
 
-@pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("freezes", [True, False])
 def test_two_steps_share_a_net(ranks, freezes):
     both = Adversaries(cpu(ranks), freezes)
@@ -205,7 +198,6 @@ def test_two_steps_share_a_net(ranks, freezes):
     assert all(both.round(seed) for seed in range(5, 8))
 
 
-@pytest.mark.parametrize("ranks", RANKS)
 def test_one_parameter_for_two_optimizers(ranks):
     """Each has it in memory of its own, and takes its values back from the other's."""
     torch.manual_seed(0)
@@ -221,7 +213,6 @@ def test_one_parameter_for_two_optimizers(ranks):
         assert torch.allclose(net.last.weight, alone.last.weight, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("make", [adamw, lambda p: SGD(p, lr=0.05, momentum=0.9)])
 def test_a_parameter_leaves_the_optimizer_and_comes_back(make, ranks):
     torch.manual_seed(0)

@@ -6,7 +6,7 @@ import threading
 import pytest
 import torch
 from fakes.nets import Spy, chunks, cpu
-from step.nets import RANKS, Branches, Linear, Pair, batches, here, mse, plain_step, rows, sgd, total
+from step.nets import Branches, Linear, Pair, batches, here, mse, plain_step, rows, sgd, total
 from torch import nn
 from torch.optim import SGD
 from torch.utils.checkpoint import checkpoint
@@ -16,7 +16,6 @@ from mgpu_core import Replicate, TrainStep, _core
 # What a call gives.
 
 
-@pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("count", [1, 5, 16])
 def test_sums_are_exact(ranks, count):
     alone = Linear()
@@ -31,7 +30,6 @@ def test_sums_are_exact(ranks, count):
     assert step.steps == 1
 
 
-@pytest.mark.parametrize("ranks", RANKS)
 def test_the_loss_is_fresh_and_has_no_graph(ranks):
     net, step = plain_step(ranks)
     first = step(rows(8), rows(8, 2))
@@ -44,7 +42,7 @@ def test_the_loss_is_fresh_and_has_no_graph(ranks):
     assert step.module is net
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 8])
+@pytest.mark.several_ranks
 def test_each_rank_has_its_rows_its_thread_and_the_same_values(ranks):
     net = Spy()
     step = TrainStep(net, mse, sgd(net.parameters()), cpu(ranks), workers="threads")
@@ -59,7 +57,6 @@ def test_each_rank_has_its_rows_its_thread_and_the_same_values(ranks):
     assert len({note["leaf"] for note in seen}) == ranks, "each rank has its own leaf"
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_outputs_targets_and_keywords_may_be_nests(ranks):
     class Net(nn.Module):
         def __init__(self):
@@ -87,7 +84,6 @@ def test_outputs_targets_and_keywords_may_be_nests(ranks):
     assert loss.dim() == 0
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_the_module_may_return_the_loss(ranks):
     class Net(Linear):
         def forward(self, x, y):
@@ -132,7 +128,7 @@ def test_the_counters_know_every_byte():
 # Buckets.
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 8])
+@pytest.mark.several_ranks
 @pytest.mark.parametrize("limit", [1, 100, 10_000_000])
 def test_buckets_of_any_size_give_the_same(ranks, limit):
     torch.manual_seed(0)
@@ -161,7 +157,6 @@ def test_buckets_follow_the_order_of_gradients_and_are_summed_during_backward():
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_checkpointed_layers_used_twice(ranks, reentrant):
     class Net(nn.Module):
         def __init__(self):
@@ -186,7 +181,6 @@ def test_checkpointed_layers_used_twice(ranks, reentrant):
 # Accumulation, reductions, clipping.
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_accumulated_calls_are_one_batch(ranks):
     net, alone = Linear().double(), Linear().double()
     step = TrainStep(net, mse, sgd(net.parameters()), cpu(ranks), accumulate=3)
@@ -201,7 +195,6 @@ def test_accumulated_calls_are_one_batch(ranks):
     assert step.steps == 1
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
 def test_no_sync_and_flush(ranks):
     net, alone = Linear().double(), Linear().double()
     step = TrainStep(net, mse, sgd(net.parameters()), cpu(ranks))
@@ -219,7 +212,6 @@ def test_no_sync_and_flush(ranks):
     assert step.steps == 2
 
 
-@pytest.mark.parametrize("ranks", RANKS)
 def test_weighted_losses(ranks):
     """Cross-entropy with class weights and an ignored class, over two calls: one device's, whatever the split."""
     weights = torch.tensor([0.5, 2.0, 1.0], dtype=torch.float64)
@@ -245,7 +237,6 @@ def test_weighted_losses(ranks):
     assert torch.allclose(net.weight.grad, alone.weight.grad)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("limit", [0.01, 1000.0])
 def test_clip_norm_is_torchs(ranks, limit):
     torch.manual_seed(0)

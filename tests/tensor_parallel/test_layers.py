@@ -10,7 +10,6 @@ from torch import nn
 
 from mgpu_core import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
 
-RANKS = pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 LINEARS = pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear])
 WITH_BIAS = pytest.mark.parametrize("bias", [True, False])
 
@@ -46,7 +45,6 @@ def same(one, other):
 
 
 @WITH_BIAS
-@RANKS
 def test_a_column_layer_is_the_plain_layer(ranks, bias):
     plain, x, mine = plain_linear(bias), numbers(4, 3, 11), numbers(4, 3, 11)
     layer = ColumnParallelLinear.from_linear(plain, cpu(ranks))
@@ -61,7 +59,6 @@ def test_a_column_layer_is_the_plain_layer(ranks, bias):
 
 
 @WITH_BIAS
-@RANKS
 def test_a_row_layer_is_the_plain_layer(ranks, bias):
     plain, x, mine = plain_linear(bias), numbers(4, 3, 11), numbers(4, 3, 11)
     layer = RowParallelLinear.from_linear(plain, cpu(ranks))
@@ -84,7 +81,6 @@ class Mlp(nn.Module):
         return self.down([part.tanh() for part in hidden] if isinstance(hidden, list) else hidden.tanh())
 
 
-@RANKS
 def test_a_column_and_a_row_layer_are_two_plain_layers(ranks):
     torch.manual_seed(1)
     plain = Mlp(nn.Linear(5, 10, dtype=torch.float64), nn.Linear(10, 3, dtype=torch.float64)).to(first())
@@ -104,7 +100,6 @@ def test_a_column_and_a_row_layer_are_two_plain_layers(ranks):
 
 
 @pytest.mark.parametrize("padding_idx", [None, 0, 4, -1])
-@RANKS
 def test_an_embedding_is_the_plain_embedding(ranks, padding_idx):
     plain = whole(nn.Embedding(10, 3, padding_idx, dtype=torch.float64)).to(first())
     layer = ParallelEmbedding.from_embedding(plain, cpu(ranks))

@@ -9,6 +9,8 @@ from mgpu_core import comm
 from mgpu_core.trace import tracer
 from mgpu_core.trace.events import BETWEEN, ROOT, Collective, Contents, Cut, Mark, Span
 
+pytestmark = pytest.mark.several_ranks
+
 
 def test_every_step_of_the_road():
     net = torch.nn.Linear(3, 2)
@@ -77,7 +79,6 @@ def test_a_step_marks_what_is_ready():
     assert len(of(trace, Span, "update")) == 1
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 8])
 def test_a_bucket_is_ready_once_and_whole(ranks):
     net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
@@ -92,7 +93,6 @@ def test_a_bucket_is_ready_once_and_whole(ranks):
     assert sorted(ready) == [(rank, bucket) for rank in range(ranks) for bucket in range(2)]
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 8])
 def test_a_ring_hop_by_hop(ranks):
     tensors = [torch.full((ranks * 4,), float(rank)) for rank in range(ranks)]
     with tracer.tracing() as trace:
@@ -150,7 +150,6 @@ def test_every_collective_tells_its_route(step, route):
     assert [each.route for each in of(trace, Collective)] == [route] * 4
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 8])
 def test_sparse_parts_have_ranks_and_bytes_of_their_own(ranks):
     """Rank r has r + 1 values of 4 bytes, each with an index of 8."""
     parts = [torch.tensor([1.0] * (rank + 1) + [0.0] * (8 - rank)).to_sparse() for rank in range(ranks)]
@@ -171,7 +170,6 @@ def test_what_two_backends_do_in_one_call_are_two_rounds():
     assert sorted(hop.call for hop in call.hops) == [0, 1]
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 8])
 def test_synchronised_layers_tell_their_sums(ranks):
     """Forward: the sum, and of the squares; backward: two again.  One number of 4 bytes per channel and rank."""
     net = mgpu_core.convert_sync_batchnorm(torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.BatchNorm1d(5)))

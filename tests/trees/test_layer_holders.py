@@ -118,7 +118,7 @@ def trained(net, how, ranks):
     return losses, [each.detach().clone() for each in (*net.parameters(), *net.buffers())]
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.several_ranks
 @pytest.mark.parametrize("how", ["forward", "step"])
 @pytest.mark.parametrize("kind", HOLDERS)
 def test_held_layers_are_the_replicas(kind, how, ranks):

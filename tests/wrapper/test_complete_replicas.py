@@ -11,8 +11,6 @@ from torch.func import functional_call
 
 from mgpu_core import DataParallel, Replicate, replicate
 
-RANKS = [2, 3]
-
 
 class Forward(nn.Module):
     """Layers, and a function of them and of the inputs."""
@@ -169,7 +167,7 @@ def assert_same(net, many, x, *others, ranks):
             torch.testing.assert_close(one.grad, other.grad, rtol=1e-9, atol=1e-12, msg=name)
 
 
-@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.several_ranks
 @pytest.mark.parametrize("kind", FORWARDS)
 def test_a_forward_that_asks_for_its_parameters(kind, ranks):
     function, names = FORWARDS[kind]
@@ -184,14 +182,14 @@ def test_a_forward_that_asks_for_its_parameters(kind, ranks):
     assert_same(net, DataParallel(net, cpu(ranks)), x, ranks=ranks)
 
 
-@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.several_ranks
 def test_an_inner_loop_over_parameters(ranks):
     net = Forward(inner_loop, **layers("a")).to(cpu(1)[0])
     x, support = torch.randn(2, 5, 4, dtype=torch.float64, device=cpu(1)[0])
     assert_same(net, DataParallel(net, cpu(ranks)), x, Replicate(support), ranks=ranks)
 
 
-@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.several_ranks
 def test_gradients_of_weights_that_were_frozen_meanwhile(ranks):
     """Fast weights have no parameters of their own to compare; their gradients reach the module's."""
     net = Forward(fast_weights, **layers("a")).to(cpu(1)[0])
@@ -200,7 +198,6 @@ def test_gradients_of_weights_that_were_frozen_meanwhile(ranks):
     torch.testing.assert_close(net.a.weight.grad, 3 * x.sum(0).expand(4, 4))
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
 def test_replicas_have_names_and_parameters_that_are_no_leaves(ranks):
     net = nn.Sequential(nn.Linear(2, 2), nn.LSTM(2, 2), nn.BatchNorm1d(2)).to(cpu(1)[0])
     for replica in replicate(net, cpu(ranks)):

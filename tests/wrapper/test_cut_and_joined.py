@@ -29,7 +29,7 @@ class Flat(nn.Module):
         return self.table(x.view(-1)).view(*x.shape, 3)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.several_ranks
 @pytest.mark.parametrize("how", ["forward", "step", "keyword"])
 @pytest.mark.parametrize("dim", [0, 1, -1])
 def test_parts_are_contiguous_along_every_dimension(ranks, how, dim):

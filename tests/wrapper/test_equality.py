@@ -6,7 +6,6 @@ import threading
 import pytest
 import torch
 from fakes.nets import Cnn, Lstm, Spy, Tied, Transformer, chunks, cpu, mlp
-from fakes.wrapper import RANKS
 from torch import nn
 from torch.nn import functional as F
 
@@ -48,7 +47,6 @@ def train(forward, module, optimizer, data):
     return notes
 
 
-@pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("case", CASES)
 def test_training_equals_the_plain_module(case, optimizer, ranks):
@@ -83,7 +81,6 @@ def chunked(net, x, ranks):
     return torch.cat(outputs)
 
 
-@pytest.mark.parametrize("ranks", RANKS)
 def test_training_with_batch_norm(ranks):
     torch.manual_seed(0)
     plain = Cnn().double()
@@ -96,7 +93,6 @@ def test_training_with_batch_norm(ranks):
     assert net.norm.num_batches_tracked.item() == len(data)
 
 
-@pytest.mark.parametrize("ranks", RANKS)
 def test_statistics_are_exactly_those_of_rank_0s_chunk(ranks):
     net, reference = nn.BatchNorm1d(3), nn.BatchNorm1d(3)
     x = torch.arange(72.0).reshape(24, 3) ** 2
@@ -108,7 +104,6 @@ def test_statistics_are_exactly_those_of_rank_0s_chunk(ranks):
         assert torch.equal(net.get_buffer(name), buffer), name
 
 
-@pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("case", [*CASES, "cnn"])
 def test_evaluation_without_gradients(case, ranks):
     make, make_rows, _ = CASES.get(case, (Cnn, lambda rows: torch.randn(rows, 1, 4, 4, dtype=torch.float64), 3))
@@ -124,7 +119,6 @@ def test_evaluation_without_gradients(case, ranks):
                 assert not out.requires_grad
 
 
-@pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("rows", [1, 2, 7, 8, 24])
 def test_spy_sees_balanced_chunks_on_workers_of_their_own(ranks, rows):
     spy = Spy()
@@ -145,7 +139,6 @@ def test_spy_sees_balanced_chunks_on_workers_of_their_own(ranks, rows):
         assert x.data_ptr() not in {note["x"] for note in notes}
 
 
-@pytest.mark.parametrize("ranks", RANKS)
 def test_a_rank_keeps_its_thread(ranks):
     spy = Spy()
     wrapper = DataParallel(spy, cpu(ranks))
@@ -159,7 +152,6 @@ def test_a_rank_keeps_its_thread(ranks):
 
 @pytest.mark.parametrize("functional", [False, True])
 @pytest.mark.parametrize("rows", [1, 7, 16])
-@pytest.mark.parametrize("ranks", RANKS)
 def test_exact_bytes_of_every_step(ranks, rows, functional):
     spy = Spy()  # 6 float32 of parameters, 2 of buffers; 2 columns in, 2 out
     x = torch.arange(float(rows)).repeat(2, 1).t().contiguous()
@@ -195,7 +187,6 @@ def test_no_gradient_is_reduced_without_backward_and_nothing_is_scattered_back()
     assert {operation for operation, _, _ in _core.counters()} == {"scatter", "broadcast", "gather"}
 
 
-@pytest.mark.parametrize("ranks", RANKS)
 def test_shares_cut_in_proportion(ranks):
     spy = Spy()
     shares = list(range(1, ranks + 1))
@@ -207,7 +198,6 @@ def test_shares_cut_in_proportion(ranks):
 
 
 @pytest.mark.parametrize("dim", [1, -2])
-@pytest.mark.parametrize("ranks", RANKS)
 def test_another_dimension(ranks, dim):
     torch.manual_seed(0)
     plain = nn.LSTM(4, 5).double()
@@ -221,7 +211,6 @@ def test_another_dimension(ranks, dim):
     same([p.grad for p in net.parameters()], [p.grad for p in plain.parameters()])
 
 
-@pytest.mark.parametrize("ranks", RANKS)
 def test_gradient_of_the_input(ranks):
     torch.manual_seed(0)
     net = mlp().double()
@@ -231,7 +220,6 @@ def test_gradient_of_the_input(ranks):
     same(got, wanted)
 
 
-@pytest.mark.parametrize("ranks", RANKS)
 def test_accumulated_gradients_over_micro_batches(ranks):
     torch.manual_seed(0)
     plain = mlp().double()

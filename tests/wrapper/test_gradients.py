@@ -6,20 +6,18 @@ import pytest
 import torch
 from fakes.nets import Polynomial, Tied, cpu, mlp, whole
 from fakes.tensors import numbers
-from fakes.wrapper import RANKS, SEVERAL, Lambda, agree
+from fakes.wrapper import Lambda, agree
 from torch import nn
 
 from mgpu_core import DataParallel
 
 
-@pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("rows", [8, 11])
 def test_gradients_are_summed_and_equal_one_devices_exactly(ranks, rows):
     net = agree(Polynomial(), ranks, numbers(rows, 3), loss=torch.sum)
     assert all(parameter.grad.abs().sum() > 0 for parameter in net.parameters())
 
 
-@pytest.mark.parametrize("ranks", RANKS)
 def test_autograd_grad_reaches_the_wrapped_parameters_and_the_input(ranks):
     net, x = Polynomial(), numbers(8, 3).requires_grad_()
     inputs = [x, *net.parameters()]
@@ -29,7 +27,6 @@ def test_autograd_grad_reaches_the_wrapped_parameters_and_the_input(ranks):
     assert all(p.grad is None for p in net.parameters())
 
 
-@pytest.mark.parametrize("ranks", RANKS)
 def test_double_backward(ranks):
     net, x = Polynomial(), numbers(8, 3).requires_grad_()
 
@@ -58,7 +55,6 @@ class OnePerRow(nn.Module):
         return found
 
 
-@pytest.mark.parametrize("ranks", RANKS)
 def test_double_backward_where_ranks_use_other_parameters(ranks):
     net, x = OnePerRow(), numbers(8, 3).abs() + 1
     x[4:, 0] *= -1
@@ -71,7 +67,6 @@ def test_double_backward_where_ranks_use_other_parameters(ranks):
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("ranks", RANKS)
 def test_gradients_that_are_zero_everywhere(ranks):
     """Torch has tensors without memory for them: from the sign of a parameter, and the curvature of an L1 loss."""
     net, x = Polynomial(), numbers(8, 3).requires_grad_()
@@ -95,13 +90,11 @@ def test_gradients_that_are_zero_everywhere(ranks):
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("ranks", RANKS)
 def test_tied_weights(ranks):
     net = agree(Tied().double(), ranks, torch.arange(16).reshape(8, 2) % 7)
     assert net.out.weight is net.embedding.weight
 
 
-@pytest.mark.parametrize("ranks", RANKS)
 def test_frozen_parameters(ranks):
     net = Polynomial()
     net.first.weight.requires_grad_(False)
@@ -111,7 +104,6 @@ def test_frozen_parameters(ranks):
     assert got.first.bias.grad is not None
 
 
-@pytest.mark.parametrize("ranks", RANKS)
 def test_all_parameters_frozen(ranks):
     net = mlp().requires_grad_(False)
     assert not DataParallel(net, cpu(ranks))(numbers(8, 4)).requires_grad
@@ -120,7 +112,6 @@ def test_all_parameters_frozen(ranks):
     assert x.grad.abs().sum() > 0
 
 
-@pytest.mark.parametrize("ranks", RANKS)
 def test_unused_parameters_get_no_gradient(ranks):
     net = nn.ModuleDict({"used": nn.Linear(2, 2), "unused": nn.Linear(2, 2)})
     net.forward = MethodType(lambda self, x: self["used"](x), net)
@@ -133,7 +124,7 @@ def test_unused_parameters_get_no_gradient(ranks):
     assert torch.equal(net["unused"].weight, before)
 
 
-@pytest.mark.parametrize("ranks", SEVERAL)
+@pytest.mark.several_ranks
 def test_parameter_used_on_one_rank_only(ranks):
     net = Lambda(lambda self, x: self.linear(x) if (x == 5).all() else x * 1.0)
     x = torch.zeros(ranks, 2)
@@ -143,7 +134,6 @@ def test_parameter_used_on_one_rank_only(ranks):
     assert net.linear.bias.grad.tolist() == [1, 1]
 
 
-@pytest.mark.parametrize("ranks", RANKS)
 def test_buffers_that_require_grad(ranks):
     net = Lambda(lambda self, x: self.linear(x) * self.scale)
     net.register_buffer("scale", torch.tensor([2.0, 3.0], requires_grad=True))

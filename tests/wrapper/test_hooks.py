@@ -6,13 +6,11 @@ import pytest
 import torch
 from fakes.nets import Polynomial, cpu, mlp, whole
 from fakes.tensors import numbers
-from fakes.wrapper import RANKS, SEVERAL
 from torch import nn
 
 from mgpu_core import DataParallel
 
 
-@pytest.mark.parametrize("ranks", RANKS)
 def test_hooks_on_parameters_run_once_with_the_sum(ranks):
     plain, net = Polynomial(), Polynomial()
     x = numbers(8, 3)
@@ -27,32 +25,6 @@ def test_hooks_on_parameters_run_once_with_the_sum(ranks):
     assert torch.equal(net.first.weight.grad, 2 * plain.first.weight.grad)
 
 
-@pytest.mark.parametrize("ranks", RANKS)
-def test_hooks_run_once_per_rank_and_may_be_added_and_removed(ranks):
-    net = Polynomial()
-    calls = []
-    handles = [
-        net.first.register_forward_pre_hook(lambda module, args: calls.append("pre")),
-        net.first.register_forward_hook(lambda module, args, out: calls.append("forward") or out * 2),
-        net.last.register_full_backward_hook(lambda module, into, out: calls.append("backward")),
-        net.register_forward_hook(lambda module, args, kwargs, out: calls.append("kwargs"), with_kwargs=True),
-    ]
-    wrapper = DataParallel(net, cpu(ranks))
-    x = numbers(8, 3).requires_grad_()
-    wrapper(x).sum().backward()
-    assert {kind: calls.count(kind) for kind in calls} == dict.fromkeys(("pre", "forward", "backward", "kwargs"), ranks)
-    hooked = wrapper(x)
-    assert torch.equal(hooked, net(x))
-    for handle in handles:
-        handle.remove()
-    calls.clear()
-    out = wrapper(x)
-    out.sum().backward()
-    assert calls == []
-    assert not torch.equal(out, hooked)
-
-
-@pytest.mark.parametrize("ranks", RANKS)
 def test_hooks_on_the_wrapper_run_once(ranks):
     wrapper = DataParallel(mlp(), cpu(ranks))
     rows = []
@@ -83,7 +55,7 @@ class Capturing(nn.Module):
         return taken_in, out
 
 
-@pytest.mark.parametrize("ranks", SEVERAL)
+@pytest.mark.several_ranks
 def test_a_hook_that_a_forward_registers_is_that_ranks_alone(ranks):
     net = Capturing()
     x = numbers(3 * ranks + 1, 2)
@@ -93,7 +65,7 @@ def test_a_hook_that_a_forward_registers_is_that_ranks_alone(ranks):
         assert torch.equal(out, net.inner(x))
 
 
-@pytest.mark.parametrize("ranks", SEVERAL)
+@pytest.mark.several_ranks
 def test_a_hook_that_a_forward_leaves_behind_does_not_reach_the_module(ranks):
     class Leaving(nn.Module):
         def __init__(self):

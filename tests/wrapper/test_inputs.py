@@ -7,7 +7,7 @@ import pytest
 import torch
 from fakes.nets import Spy, chunks, cpu
 from fakes.tensors import numbers
-from fakes.wrapper import RANKS, SEVERAL, Lambda
+from fakes.wrapper import Lambda
 from torch import nn
 
 from mgpu_core import DataParallel, _core, data_parallel
@@ -30,7 +30,7 @@ def test_one_device_runs_the_module_itself_in_this_thread(grad):
     assert _core.counters() == {}
 
 
-@pytest.mark.parametrize("ranks", [0, *RANKS])
+@pytest.mark.parametrize("ranks", [0, 1, 2, 3, 5, 8])
 def test_no_inputs_run_once_on_the_first_rank(ranks):
     calls = []
     net = Lambda(lambda self: calls.append(1) or self.linear.weight * 2)
@@ -40,7 +40,6 @@ def test_no_inputs_run_once_on_the_first_rank(ranks):
     assert torch.equal(data_parallel(net, (), cpu(ranks), module_kwargs={}), net.linear.weight * 2)
 
 
-@pytest.mark.parametrize("ranks", RANKS)
 def test_zero_rows_run_once_on_rank_0(ranks):
     spy = Spy()
     out = DataParallel(spy, cpu(ranks))(torch.ones(0, 2))
@@ -50,7 +49,6 @@ def test_zero_rows_run_once_on_rank_0(ranks):
     assert spy.linear.weight.grad.tolist() == [[0, 0], [0, 0]]
 
 
-@pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("rows", [1, 2])
 def test_fewer_rows_than_ranks_with_keyword_flags(ranks, rows):
     flags = []
@@ -61,7 +59,6 @@ def test_fewer_rows_than_ranks_with_keyword_flags(ranks, rows):
     assert torch.equal(out, net.linear(x) + y)
 
 
-@pytest.mark.parametrize("ranks", RANKS)
 def test_keywords_only(ranks):
     net = Lambda(lambda self, x, inputs, module: self.linear(x) + inputs + module)
     x = numbers(8, 2)
@@ -69,7 +66,7 @@ def test_keywords_only(ranks):
     assert torch.equal(out, net.linear(x) + x + 3)
 
 
-@pytest.mark.parametrize("ranks", SEVERAL)
+@pytest.mark.several_ranks
 def test_different_numbers_of_rows_are_refused_before_anything_runs(ranks):
     spy = Spy()
     _core.reset_counters()
@@ -81,7 +78,6 @@ def test_different_numbers_of_rows_are_refused_before_anything_runs(ranks):
     assert _core.counters() == {}
 
 
-@pytest.mark.parametrize("ranks", RANKS)
 def test_outputs_of_every_structure(ranks):
     net = Lambda(lambda self, x: {"y": self.linear(x), "rest": [None, (x[:, 0], "text", 3)], "max": x.max(1)})
     x = numbers(8, 2)
@@ -93,7 +89,7 @@ def test_outputs_of_every_structure(ranks):
     assert torch.equal(out["max"].indices, x.max(1).indices)
 
 
-@pytest.mark.parametrize("ranks", SEVERAL)
+@pytest.mark.several_ranks
 def test_scalar_losses_become_a_vector(ranks):
     net = Lambda(lambda self, x: self.linear(x).sum())
     x = numbers(8, 2)
@@ -104,7 +100,6 @@ def test_scalar_losses_become_a_vector(ranks):
     assert net.linear.bias.grad.tolist() == [8, 8]
 
 
-@pytest.mark.parametrize("ranks", [1, *SEVERAL])
 def test_containers_without_tensors_are_handed_on_as_they_are(ranks):
     class Logging(nn.Module):
         def forward(self, x, log, environment, *, seen):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from fakes.nets import Spy, cpu, mlp
 from fakes.tensors import numbers
-from fakes.wrapper import RANKS, Lambda
+from fakes.wrapper import Lambda
 from torch import nn
 
 import mgpu_core
@@ -135,7 +135,6 @@ class GatherSpy(DataParallel):
         return outputs
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
 def test_output_device_is_honoured(ranks):
     wrapper = GatherSpy(mlp(), cpu(ranks))
     wrapper.output_device = torch.device("meta")
@@ -144,7 +143,6 @@ def test_output_device_is_honoured(ranks):
 
 
 @pytest.mark.parametrize("output", ["cpu", torch.device("cpu")])
-@pytest.mark.parametrize("ranks", RANKS)
 def test_output_device_may_be_named(output, ranks, recwarn):
     out = DataParallel(mlp(), cpu(ranks), output_device=output)(numbers(8, 4))
     assert out.device.type == "cpu"
@@ -152,7 +150,7 @@ def test_output_device_may_be_named(output, ranks, recwarn):
     assert not recwarn.list
 
 
-@pytest.mark.parametrize("ranks", [0, *RANKS])
+@pytest.mark.parametrize("ranks", [0, 1, 2, 3, 5, 8])
 def test_data_parallel_runs_once_with_arguments_of_all_kinds(ranks):
     net = Lambda(lambda self, x, y=0, *, flag=1: (self.linear(x) + y) * flag)
     x, y = numbers(8, 2), numbers(8, 2)

@@ -10,13 +10,12 @@ import torch
 from fakes.collector import no_collector, wake_workers
 from fakes.nets import Cnn, Lstm, Spy, cpu, mlp, whole
 from fakes.tensors import numbers
-from fakes.wrapper import RANKS, SEVERAL, Lambda
+from fakes.wrapper import Lambda
 from torch import nn
 
 from mgpu_core import DataParallel, Replicate
 
 
-@pytest.mark.parametrize("ranks", RANKS)
 def test_earlier_graph_that_needs_no_parameter_stays_valid(ranks):
     plain = whole(nn.Linear(2, 2))
     net = copy.deepcopy(plain)
@@ -35,7 +34,6 @@ def test_earlier_graph_that_needs_no_parameter_stays_valid(ranks):
     assert play(DataParallel(net, cpu(ranks)), net) == play(plain, plain)
 
 
-@pytest.mark.parametrize("ranks", RANKS)
 def test_earlier_graph_that_saved_a_stepped_parameter_raises_as_on_one_device(ranks):
     net = mlp()
     wrapper = DataParallel(net, cpu(ranks))
@@ -55,7 +53,6 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("ranks", RANKS)
 def test_earlier_graph_that_saved_a_buffer_survives_other_forwards(ranks, layout):
     net = Lambda(lambda self, x: self.linear(x) * self.scale)
     net.register_buffer("scale", LAYOUTS[layout]())
@@ -68,7 +65,7 @@ def test_earlier_graph_that_saved_a_buffer_survives_other_forwards(ranks, layout
     assert torch.equal(net.linear.bias.grad, 16 * net.scale)
 
 
-@pytest.mark.parametrize("ranks", SEVERAL)
+@pytest.mark.several_ranks
 def test_parameters_of_the_other_ranks_are_fresh_in_every_forward(ranks):
     spy = Spy()
     wrapper = DataParallel(spy, cpu(ranks))
@@ -80,7 +77,7 @@ def test_parameters_of_the_other_ranks_are_fresh_in_every_forward(ranks):
     del kept
 
 
-@pytest.mark.parametrize("ranks", SEVERAL)
+@pytest.mark.several_ranks
 @pytest.mark.parametrize("rows", [1, 8])
 def test_a_module_that_writes_to_its_input_leaves_the_callers_tensor_alone(ranks, rows):
     net = Lambda(lambda self, x, scale, table: self.linear(x.add_(1)) * scale.mul_(2) + table.add_(1))
@@ -92,7 +89,7 @@ def test_a_module_that_writes_to_its_input_leaves_the_callers_tensor_alone(ranks
         assert torch.equal(tensor, before)
 
 
-@pytest.mark.parametrize("ranks", SEVERAL)
+@pytest.mark.several_ranks
 def test_inplace_first_layer(ranks):
     net = nn.Sequential(nn.ReLU(inplace=True), whole(nn.Linear(2, 2)), nn.ReLU(inplace=True))
     x = numbers(8, 2).requires_grad_()
@@ -102,7 +99,7 @@ def test_inplace_first_layer(ranks):
     assert x.min() < 0
 
 
-@pytest.mark.parametrize("ranks", SEVERAL)
+@pytest.mark.several_ranks
 def test_gathered_outputs_are_fresh(ranks):
     net = Lambda(lambda self, x: self.linear(x) * 0 + 1)
     wrapper = DataParallel(net, cpu(ranks))
@@ -116,7 +113,6 @@ def live_tensors():
     return sum(issubclass(type(each), torch.Tensor) for each in gc.get_objects())
 
 
-@pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("make", [mlp, Lstm, Cnn])
 def test_no_reference_cycles_after_forward_and_backward(ranks, make):
     net = make()
@@ -138,7 +134,7 @@ def test_no_reference_cycles_after_forward_and_backward(ranks, make):
         assert gc.collect() == 0
 
 
-@pytest.mark.parametrize("ranks", SEVERAL)
+@pytest.mark.several_ranks
 def test_replicas_end_with_the_graph(ranks):
     kept = []
 
@@ -178,7 +174,7 @@ def test_a_method_in_an_attribute_works_for_as_long_as_its_replica_lives():
             run(3)
 
 
-@pytest.mark.parametrize("ranks", SEVERAL)
+@pytest.mark.several_ranks
 def test_memory_of_a_module_that_keeps_its_own_method_is_freed_at_once(ranks):
     # The module is a cycle itself; but its replicas are made anew, with all parameters, in every forward.
     kept = []
@@ -203,7 +199,7 @@ def test_memory_of_a_module_that_keeps_its_own_method_is_freed_at_once(ranks):
         assert [ref() for ref in kept] == [None] * ranks
 
 
-@pytest.mark.parametrize("ranks", SEVERAL)
+@pytest.mark.several_ranks
 def test_handled_failure_frees_the_memory_of_the_forward_at_once(ranks):
     kept = []
 

@@ -6,13 +6,13 @@ import pytest
 import torch
 from fakes.nets import Spy, cpu, mlp
 from fakes.tensors import numbers
-from fakes.wrapper import SEVERAL, Lambda
+from fakes.wrapper import Lambda
 from torch import nn
 
 from mgpu_core import DataParallel, Replicate, _core, data_parallel
 
 
-@pytest.mark.parametrize("ranks", SEVERAL)
+@pytest.mark.several_ranks
 @pytest.mark.parametrize("what", ["parameter", "buffer"])
 @pytest.mark.parametrize("functional", [False, True])
 def test_module_on_the_wrong_device(ranks, what, functional):

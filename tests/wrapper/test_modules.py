@@ -7,13 +7,12 @@ import pytest
 import torch
 from fakes.nets import Lstm, cpu, mlp, whole
 from fakes.tensors import numbers
-from fakes.wrapper import RANKS, SEVERAL, agree, equal_gradients
+from fakes.wrapper import agree, equal_gradients
 from torch import nn
 
 from mgpu_core import DataParallel, _core
 
 
-@pytest.mark.parametrize("ranks", RANKS)
 def test_lstm(ranks):
     agree(Lstm().double(), ranks, torch.randn(8, 3, 4, dtype=torch.float64))
 
@@ -27,14 +26,12 @@ class Attention(nn.Module):
         return self.attention(x, x, x, key_padding_mask=mask)[0]
 
 
-@pytest.mark.parametrize("ranks", RANKS)
 def test_multihead_attention(ranks):
     mask = torch.arange(5).expand(8, 5) > torch.arange(8)[:, None] % 4
     agree(Attention().double(), ranks, torch.randn(8, 5, 4, dtype=torch.float64), mask)
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("ranks", RANKS)
 def test_script_module(ranks):
     plain = mlp().double()
     net = torch.jit.script(copy.deepcopy(plain))
@@ -63,7 +60,7 @@ class Own(nn.Linear):
         return super().forward(x) * self.factor
 
 
-@pytest.mark.parametrize("ranks", SEVERAL)
+@pytest.mark.several_ranks
 def test_own_replicate_for_data_parallel_is_called(ranks):
     Own.made = 0
     net = whole(Own(2, 2))
@@ -74,7 +71,7 @@ def test_own_replicate_for_data_parallel_is_called(ranks):
     assert not hasattr(net, "factor")
 
 
-@pytest.mark.parametrize("ranks", SEVERAL)
+@pytest.mark.several_ranks
 def test_lazy_modules_are_refused(ranks):
     net = nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(2))
     _core.reset_counters()
@@ -92,7 +89,6 @@ def test_one_device_initialises_lazy_modules_as_in_torch(ranks):
     assert torch.equal(out, net(numbers(8, 4)))
 
 
-@pytest.mark.parametrize("ranks", RANKS)
 def test_module_without_parameters(ranks):
     x = numbers(8, 2)
     assert torch.equal(DataParallel(nn.ReLU(), cpu(ranks))(x), torch.relu(x))
@@ -115,7 +111,7 @@ class Holder(nn.Module):
         return self.step(x) + self.inner.weight.sum()
 
 
-@pytest.mark.parametrize("ranks", SEVERAL)
+@pytest.mark.several_ranks
 def test_bound_methods_in_attributes_run_on_the_twins_weights(ranks):
     net = Holder()
     pointers = []
@@ -128,7 +124,7 @@ def test_bound_methods_in_attributes_run_on_the_twins_weights(ranks):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("ranks", SEVERAL)
+@pytest.mark.several_ranks
 def test_frozen_scripts(ranks):
     net = torch.jit.freeze(torch.jit.script(whole(nn.Linear(2, 2)).eval()))
     x = numbers(2 * ranks, 2)

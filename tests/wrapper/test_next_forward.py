@@ -1,20 +1,18 @@
 """Every change of the module and the devices reaches the next forward pass; what replicas assign is lost."""
 
 import warnings
-from itertools import pairwise
 
 import pytest
 import torch
-from fakes.nets import Cnn, Spy, chunks, cpu, whole
+from fakes.nets import Cnn, Spy, chunks, cpu
 from fakes.tensors import numbers
-from fakes.wrapper import RANKS, SEVERAL, Lambda
+from fakes.wrapper import Lambda
 from torch import nn
 from torch.nn.utils import parametrizations, prune
 
 from mgpu_core import DataParallel
 
 
-@pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("grad", [True, False])
 def test_rank_0_writes_the_wrapped_modules_buffers(ranks, grad):
     net = Lambda(lambda self, x: self.sum.add_(x[:, 0].sum()) * 0 + x.sum(1))
@@ -27,7 +25,6 @@ def test_rank_0_writes_the_wrapped_modules_buffers(ranks, grad):
     assert net.sum.data_ptr() == pointer
 
 
-@pytest.mark.parametrize("ranks", RANKS)
 def test_buffers_can_be_trained_on_after_a_forward_in_inference_mode(ranks):
     net = Cnn()
     wrapper = DataParallel(net, cpu(ranks))
@@ -39,67 +36,6 @@ def test_buffers_can_be_trained_on_after_a_forward_in_inference_mode(ranks):
     assert net.norm.num_batches_tracked.item() == 2
 
 
-@pytest.mark.parametrize("ranks", RANKS)
-def test_next_forward_sees_train_and_eval(ranks):
-    net = Lambda(lambda self, x: self.linear(x) * (2 if self.training and self.linear.training else 1))
-    wrapper = DataParallel(net, cpu(ranks))
-    x = numbers(8, 2)
-    for mode, factor in ((True, 2), (False, 1), (True, 2)):
-        wrapper.train(mode)
-        assert torch.equal(wrapper(x), net.linear(x) * factor)
-
-
-@pytest.mark.parametrize("ranks", RANKS)
-def test_next_forward_sees_every_change(ranks):
-    net = Lambda(lambda self, x: self.linear(x) * self.factor, factor=2)
-    wrapper = DataParallel(net, cpu(ranks))
-    x = numbers(8, 2)
-
-    def check():
-        assert torch.equal(wrapper(x), net(x))
-        return wrapper(x).detach().clone()
-
-    outs = [check()]
-    net.factor = 3
-    outs.append(check())
-    net.linear.weight.data.add_(1)
-    outs.append(check())
-    net.linear.bias.data = torch.tensor([10.0, 20.0])
-    outs.append(check())
-    with torch.no_grad():
-        net.linear.weight.mul_(2)
-    outs.append(check())
-    net.linear.weight = nn.Parameter(torch.ones(2, 2))
-    outs.append(check())
-    net.linear = whole(nn.Linear(2, 2, bias=False), seed=3)
-    outs.append(check())
-    net.function = lambda self, x: self.linear(x) - 1
-    outs.append(check())
-    net.load_state_dict({"linear.weight": torch.full((2, 2), 5.0)})
-    outs.append(check())
-    del net.linear
-    net.linear = nn.Identity()
-    outs.append(check())
-    assert all(not torch.equal(one, other) for one, other in pairwise(outs))
-
-
-@pytest.mark.parametrize("ranks", RANKS)
-def test_next_forward_sees_added_and_removed_buffers_and_parameters(ranks):
-    net = Lambda(lambda self, x: self.linear(x) + getattr(self, "extra", 0))
-    wrapper = DataParallel(net, cpu(ranks))
-    x = numbers(8, 2)
-    base = wrapper(x)
-    net.register_buffer("extra", torch.tensor([1.0, 2.0]))
-    assert torch.equal(wrapper(x), base + net.extra)
-    del net.extra
-    net.extra = nn.Parameter(torch.tensor([5.0, 5.0]))
-    wrapper(x).sum().backward()
-    assert net.extra.grad.tolist() == [8, 8]
-    del net.extra
-    assert torch.equal(wrapper(x), base)
-
-
-@pytest.mark.parametrize("ranks", RANKS)
 def test_close_and_go_on(ranks):
     spy = Spy()
     wrapper = DataParallel(spy, cpu(ranks))
@@ -131,7 +67,7 @@ def warnings_of(wrapper, columns):
     return [str(each.message) for each in caught]
 
 
-@pytest.mark.parametrize("ranks", SEVERAL)
+@pytest.mark.several_ranks
 def test_attributes_assigned_in_forward_are_lost_with_one_warning(ranks):
     def count(self, x):
         self.count += 1
@@ -143,7 +79,7 @@ def test_attributes_assigned_in_forward_are_lost_with_one_warning(ranks):
     assert net.count == 0
 
 
-@pytest.mark.parametrize("ranks", SEVERAL)
+@pytest.mark.several_ranks
 def test_buffers_assigned_anew_in_forward_are_lost_with_one_warning(ranks):
     # The usual mistake: a running mean that is replaced instead of changed in place.
     def average(self, x):

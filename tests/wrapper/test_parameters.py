@@ -8,7 +8,7 @@ import pytest
 import torch
 from fakes.nets import Embedded, cpu, in_a_new_thread, whole
 from fakes.tensors import numbers
-from fakes.wrapper import RANKS, agree, equal_gradients, gradients
+from fakes.wrapper import agree, equal_gradients, gradients
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
@@ -28,13 +28,11 @@ class Lists(nn.Module):
         return x * self.named["a"] + sum(self.named.values())
 
 
-@pytest.mark.parametrize("ranks", RANKS)
 def test_parameter_list_and_dict(ranks):
     with warnings.catch_warnings(action="error"):
         agree(Lists(), ranks, numbers(8, 2))
 
 
-@pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("sparse", [True, False])
 def test_sparse_embedding_gradients(ranks, sparse):
     plain = Embedded(sparse)
@@ -50,7 +48,6 @@ def test_sparse_embedding_gradients(ranks, sparse):
     torch.optim.SGD(net.parameters(), 1.0).step()
 
 
-@pytest.mark.parametrize("ranks", RANKS)
 def test_complex_parameters(ranks):
     net = nn.Module()
     net.weight = nn.Parameter(torch.complex(numbers(3, 2), numbers(3, 2) + 1))
@@ -62,7 +59,6 @@ def test_complex_parameters(ranks):
     torch.testing.assert_close(net.weight.grad, wanted)
 
 
-@pytest.mark.parametrize("ranks", RANKS)
 def test_channels_last(ranks):
     net = (
         nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 1)).double().to(memory_format=torch.channels_last)
@@ -85,7 +81,6 @@ class Mixed(nn.Module):
         return self.last(self.first(x).bfloat16()).double()
 
 
-@pytest.mark.parametrize("ranks", RANKS)
 def test_mixed_dtypes(ranks):
     plain = Mixed()
     net = copy.deepcopy(plain)
@@ -139,7 +134,6 @@ WEIGHTS = {
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", WEIGHTS)
-@pytest.mark.parametrize("ranks", RANKS)
 def test_computed_weights(kind, ranks):
     plain, net = WEIGHTS[kind](), WEIGHTS[kind]()
     net.load_state_dict(plain.state_dict())
@@ -152,7 +146,6 @@ def test_computed_weights(kind, ranks):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("ranks", RANKS)
 def test_cached_parametrization(ranks):
     plain, net = parametrized(), parametrized()
     x = numbers(8, 3).double()
@@ -164,7 +157,6 @@ def test_cached_parametrization(ranks):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", [torch.nn.utils.spectral_norm, parametrizations.spectral_norm])
-@pytest.mark.parametrize("ranks", RANKS)
 def test_spectral_norm_keeps_its_vectors_in_the_wrapped_module(kind, ranks):
     torch.manual_seed(0)
     plain = kind(nn.Linear(4, 3).double())

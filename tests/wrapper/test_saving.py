@@ -8,7 +8,6 @@ import pytest
 import torch
 from fakes.nets import Cnn, cpu, mlp
 from fakes.tensors import numbers
-from fakes.wrapper import RANKS
 from torch import nn
 
 from mgpu_core import DataParallel
@@ -54,7 +53,7 @@ COPIES = {
 
 
 @pytest.mark.parametrize("way", COPIES)
-@pytest.mark.parametrize("ranks", [0, *RANKS])
+@pytest.mark.parametrize("ranks", [0, 1, 2, 3, 5, 8])
 def test_wrapper_pickles_and_copies_also_after_a_forward(ranks, way):
     wrapper = DataParallel(mlp(), cpu(ranks), dim=0, shares=[1] * ranks if ranks else None)
     x = numbers(8, 4)

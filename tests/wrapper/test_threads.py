@@ -8,7 +8,7 @@ import pytest
 import torch
 from fakes.nets import Polynomial, chunks, cpu, mlp, whole
 from fakes.tensors import numbers
-from fakes.wrapper import RANKS, SEVERAL, Lambda, agree, equal_gradients
+from fakes.wrapper import Lambda, agree, equal_gradients
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -17,7 +17,6 @@ from mgpu_core import DataParallel
 variable = contextvars.ContextVar("variable", default=None)
 
 
-@pytest.mark.parametrize("ranks", RANKS)
 def test_grad_mode_inference_mode_and_contextvars_reach_the_ranks(ranks):
     seen = []
 
@@ -44,7 +43,6 @@ def test_grad_mode_inference_mode_and_contextvars_reach_the_ranks(ranks):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("ranks", RANKS)
 def test_autocast_reaches_the_ranks(ranks, dtype):
     net = whole(nn.Linear(3, 2))
     wrapper = DataParallel(net, cpu(ranks))
@@ -59,7 +57,7 @@ def test_autocast_reaches_the_ranks(ranks, dtype):
     assert wrapper(x).dtype is torch.float32
 
 
-@pytest.mark.parametrize("ranks", SEVERAL)
+@pytest.mark.several_ranks
 def test_failure_in_a_replica_has_type_text_cause_and_notes(ranks):
     def fail(self, x):
         if x[0, 0] > 0:
@@ -78,7 +76,6 @@ def test_failure_in_a_replica_has_type_text_cause_and_notes(ranks):
     assert getattr(caught.value, "__notes__", []) == notes
 
 
-@pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
 def test_interrupts_pass_through(ranks, kind):
     original = kind("stop")
@@ -94,7 +91,6 @@ def test_interrupts_pass_through(ranks, kind):
     assert wrapper(torch.ones(8, 2)).shape == (8, 2)
 
 
-@pytest.mark.parametrize("ranks", RANKS)
 def test_failure_in_backward_leaves_everything_usable(ranks):
     net = mlp().double()
     wrapper = DataParallel(net, cpu(ranks))
@@ -106,7 +102,6 @@ def test_failure_in_backward_leaves_everything_usable(ranks):
     agree(net, ranks, numbers(8, 4).double())
 
 
-@pytest.mark.parametrize("ranks", RANKS)
 def test_one_devices_failure_is_not_dressed_up(ranks):
     wrapper = DataParallel(Lambda(lambda self: {}["x"]), cpu(ranks))
     with pytest.raises(KeyError) as caught:
@@ -133,7 +128,6 @@ def test_data_parallel_inside_data_parallel(outer, inner):
     equal_gradients(net, plain)
 
 
-@pytest.mark.parametrize("ranks", RANKS)
 def test_one_wrapper_from_eight_threads(ranks):
     net = Polynomial()
     wrapper = DataParallel(net, cpu(ranks))
@@ -159,7 +153,6 @@ def test_one_wrapper_from_eight_threads(ranks):
             assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("ranks", RANKS)
 def test_forward_and_backward_inside_a_backward_hook(ranks):
     net = Polynomial()
     wrapper = DataParallel(net, cpu(ranks))
@@ -178,7 +171,7 @@ def test_forward_and_backward_inside_a_backward_hook(ranks):
     assert inner[0][1].tolist() == [8, 8]
 
 
-@pytest.mark.parametrize("ranks", SEVERAL)
+@pytest.mark.several_ranks
 def test_backward_inside_the_forward_of_every_rank(ranks):
     def inner(self, x):
         with torch.enable_grad():
@@ -202,7 +195,6 @@ class Checkpointed(nn.Module):
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("ranks", RANKS)
 def test_checkpoint_inside(ranks, reentrant):
     net = Checkpointed(reentrant)
     calls = []
@@ -234,7 +226,6 @@ class CheckpointedMethod(nn.Module):
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("ranks", RANKS)
 def test_checkpoint_of_a_bound_method_in_an_attribute(ranks, reentrant):
     net, plain = CheckpointedMethod(reentrant), Polynomial()
     x = numbers(8, 3)
@@ -244,7 +235,6 @@ def test_checkpoint_of_a_bound_method_in_an_attribute(ranks, reentrant):
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("ranks", RANKS)
 def test_checkpoint_outside(ranks, reentrant):
     plain = mlp().double()
     net = copy.deepcopy(plain)

@@ -16,8 +16,6 @@ from torch.utils.checkpoint import checkpoint
 import mgpu_core
 from mgpu_core import DataParallel, SyncBatchNorm, TrainStep, convert_sync_batchnorm, parallel_apply
 
-RANKS = (1, 2, 3, 8)
-
 
 class Net(nn.Module):
     def __init__(self, layer=nn.BatchNorm2d, **settings):
@@ -51,7 +49,6 @@ def same(one, other, atol=1e-10):
 
 
 @pytest.mark.parametrize("settings", [{}, {"momentum": None}, {"affine": False}, {"track_running_stats": False}])
-@pytest.mark.parametrize("ranks", RANKS)
 def test_the_drop_in(ranks, settings):
     alone, net = nets(**settings)
     model = DataParallel(net, cpu(ranks))
@@ -70,7 +67,6 @@ def test_the_drop_in(ranks, settings):
 
 
 @pytest.mark.parametrize("rows", [16, 19])
-@pytest.mark.parametrize("ranks", RANKS)
 def test_the_step(ranks, rows):
     alone, net = nets()
     reference = SGD(alone.parameters(), lr=0.1, momentum=0.9)
@@ -87,7 +83,7 @@ def test_the_step(ranks, rows):
     step.check_replicas()
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.several_ranks
 def test_evaluating_is_the_plain_layer(ranks):
     alone, net = nets()
     x, _ = data()
@@ -99,7 +95,7 @@ def test_evaluating_is_the_plain_layer(ranks):
     assert torch.allclose(net(x), alone(x)), "and so it is outside of the ranks"
 
 
-@pytest.mark.parametrize("ranks", [2, 8])
+@pytest.mark.several_ranks
 def test_fewer_rows_than_ranks(ranks):
     alone, net = nets()
     x, _ = data(3)
@@ -126,7 +122,6 @@ def without(name, **settings):
 
 
 @pytest.mark.parametrize("name", ["weight", "bias"])
-@pytest.mark.parametrize("ranks", RANKS)
 def test_half_of_an_affine_layer(ranks, name):
     alone = nn.Sequential(nn.Linear(2, 4), without(name)).double()
     net = convert_sync_batchnorm(copy.deepcopy(alone))
@@ -137,7 +132,6 @@ def test_half_of_an_affine_layer(ranks, name):
         assert torch.allclose(mine.grad, theirs.grad, atol=1e-10)
 
 
-@pytest.mark.parametrize("ranks", RANKS)
 def test_statistics_that_were_taken_away(ranks):
     alone = without("running_mean")
     alone.running_var = None
@@ -147,7 +141,6 @@ def test_statistics_that_were_taken_away(ranks):
 
 
 @pytest.mark.parametrize("affine", [True, False])
-@pytest.mark.parametrize("ranks", RANKS)
 def test_a_gradient_that_is_differentiated_again(ranks, affine):
     """As a gradient penalty does."""
     alone = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3, affine=affine), nn.Tanh(), nn.Linear(3, 1)).double()
@@ -199,7 +192,6 @@ def test_layers_that_cannot_be_converted(layer, error, why):
 
 
 @pytest.mark.parametrize("settings", [{}, {"affine": False}])
-@pytest.mark.parametrize("ranks", RANKS)
 def test_another_number_of_channels(ranks, settings):
     net = SyncBatchNorm(3, **settings)
     with pytest.raises(ValueError, match=r"expected 3 channels in dimension 1.* got 1 in an input of shape"):
@@ -268,7 +260,7 @@ def test_a_failure_where_ranks_meet_leaves_no_memory(monkeypatch):
 
 
 @pytest.mark.parametrize("compiled", [compiled_root, compiled_in_place])
-@pytest.mark.parametrize("ranks", [2, 3, 8])
+@pytest.mark.several_ranks
 def test_ranks_that_compile_meet_all_the_same(monkeypatch, ranks, compiled):
     monkeypatch.setenv("MGPU_CORE_TIMEOUT", "60")
     alone, net = nets()
@@ -282,7 +274,7 @@ def test_ranks_that_compile_meet_all_the_same(monkeypatch, ranks, compiled):
     same(net, alone)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.several_ranks
 def test_a_step_of_a_compiled_net_meets_too(monkeypatch, ranks):
     monkeypatch.setenv("MGPU_CORE_TIMEOUT", "60")
     alone, net = nets()
@@ -308,7 +300,7 @@ class Failing(nn.Module):
         return self.norm(x)
 
 
-@pytest.mark.parametrize("ranks", [2, 8])
+@pytest.mark.several_ranks
 def test_a_rank_that_fails_before_it_arrives(ranks):
     net = Failing()
     step = TrainStep(net, mse, SGD(net.parameters(), lr=0.1), cpu(ranks))
@@ -383,7 +375,7 @@ def test_one_value_per_channel():
         mgpu_core.parallel_apply([SyncBatchNorm(2)] * 2, [torch.zeros(1, 2), torch.zeros(0, 2)], devices=cpu(2))
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.several_ranks
 def test_half_precision_is_added_up_in_float32(ranks):
     net = SyncBatchNorm(2).bfloat16()
     x = torch.randn(12, 2).bfloat16()

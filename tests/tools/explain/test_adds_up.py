@@ -9,8 +9,6 @@ import mgpu_core
 from mgpu_core.tools.explain.phases import moved_nbytes, phases_of
 from mgpu_core.tools.explain.scenes import scenes_of
 
-RANKS = [1, 2, 3, 8]
-
 
 def net():
     return nn.Sequential(nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 2))
@@ -117,7 +115,6 @@ WAYS = [
 
 
 @pytest.mark.filterwarnings("error::RuntimeWarning")
-@pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("way", WAYS)
 def test_the_table_has_every_collective_once(way, ranks):
     with mgpu_core.explain() as trace:
@@ -130,7 +127,7 @@ def test_the_table_has_every_collective_once(way, ranks):
         assert scenes_of(step)
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 8])
+@pytest.mark.several_ranks
 def test_gradients_are_told_as_gradients(ranks):
     """And outputs as outputs: in steps of the engine, and of no wrapper, too."""
     for way in (engine_with_a_graph_before, functional_forms):
@@ -144,7 +141,7 @@ def test_gradients_are_told_as_gradients(ranks):
     assert trace.profile().gather_nbytes == 16 * 2 * 4
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 8])
+@pytest.mark.several_ranks
 def test_only_parameters_are_buckets(ranks):
     with mgpu_core.explain() as trace:
         replicated(["cpu"] * ranks)

@@ -9,8 +9,6 @@ from torch import nn
 import mgpu_core
 from mgpu_core.trace import tracer
 
-RANKS = [1, 2, 3]
-
 
 class Selected(nn.Module):
     """Shows some of its parameters alone, as adapters do."""
@@ -139,7 +137,6 @@ def test_a_step_on_a_packed_sequence():
 
 
 @pytest.mark.filterwarnings("error::RuntimeWarning")
-@pytest.mark.parametrize("ranks", RANKS)
 def test_a_module_that_shows_some_parameters(ranks):
     model = mgpu_core.DataParallel(Selected(), ["cpu"] * ranks)
     expected = model(PLAIN)
@@ -158,7 +155,6 @@ def test_errors_keep_their_notes():
     assert expected[2] == ["while gathering outputs along dimension 1"]
 
 
-@pytest.mark.parametrize("ranks", RANKS)
 def test_no_hook_is_left_on_what_comes_out(ranks):
     """Saved, and deeply copied, with it; and it is the user's own where a module returns its input."""
     own = (torch.ones(4, 3, requires_grad=True) * 2).requires_grad_()

@@ -65,7 +65,7 @@ def test_mnist_as_computed_by_hand(tmp_path, ranks, batch):
         assert (moved["scatter"], moved["all_reduce"]) == (0, ranks * sum(sizes.values()))
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 8])
+@pytest.mark.several_ranks
 def test_a_ring_round_by_round(tmp_path, ranks):
     count = ranks * 5
     with mgpu_core.explain() as trace:
@@ -208,7 +208,7 @@ def test_what_a_rank_has_already_is_not_told_as_moved():
     assert (len(ring), moved) == (14, 14 * 4096 + 200)
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 8])
+@pytest.mark.several_ranks
 def test_an_all_gather_knows_its_parts(tmp_path, ranks):
     with mgpu_core.explain() as trace:
         comm.all_gather([torch.ones(2) for _ in range(ranks)])

@@ -137,7 +137,7 @@ def test_one_rank_has_a_backward_and_a_profile():
     assert trace.profile().backward_seconds > 0
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 8])
+@pytest.mark.several_ranks
 def test_the_table_counts_what_moved(ranks):
     model = mgpu_core.DataParallel(net(), ["cpu"] * ranks)
     with mgpu_core.explain() as trace:
@@ -218,7 +218,7 @@ def test_nothing_is_said_of_how_one_rank_ran_or_of_calls():
         assert "workers" not in trace.table(each.number)
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 8])
+@pytest.mark.several_ranks
 @pytest.mark.parametrize("algorithm", ["naive", "direct", "ring"])
 def test_all_algorithms_but_the_tree_move_as_much(ranks, algorithm):
     with mgpu_core.explain() as trace:

@@ -73,7 +73,6 @@ def test_a_step_that_raises(
 
 
 @pytest.mark.parametrize("amp", AMP_DTYPES)
-@pytest.mark.parametrize("ranks", [1, 2])
 def test_mixed_precision_goes_on_with_the_same_bits(tmp_path: Path, few: Digits, ranks: int, amp: str) -> None:
     """The loss scale too: the first updates overflow it, and are skipped."""
     path = tmp_path / "a.pt"

@@ -51,7 +51,7 @@ def train(net, parameters, call, steps=3):
     return losses
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 8])
+@pytest.mark.several_ranks
 def test_the_net_runs_over_all_ranks_with_the_losses_of_one_device(ranks):
     net = Net()
     plain = copy.deepcopy(net)

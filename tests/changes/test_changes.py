@@ -1,0 +1,99 @@
+"""What is changed between two calls is followed: losses, parameters, gradients and state stay those of one device."""
+
+import pytest
+import torch
+from changes.table import CHANGES, WAYS, Loss, net
+from fakes.nets import cpu
+from step.nets import batches, same_state
+
+from mgpu_core import DataParallel, Pipeline, TrainStep
+
+STAGES = 3
+
+
+class Side:
+    """A net, its optimizer and its loss, and a call that trains with them."""
+
+    def __init__(self, net, make):
+        self.net, self.optimizer, self.loss_fn = net, make(net.parameters()), Loss()
+        self.run, self.rebuild = net, lambda: None
+
+    def call(self, x, y):
+        self.net.zero_grad()
+        loss = self.loss_fn(self.run(x), y)
+        loss.backward()
+        self.optimizer.step()
+        return loss.detach()
+
+    def evaluate(self, x, y):
+        with torch.no_grad():
+            return self.loss_fn(self.run(x), y)
+
+
+class Ours(Side):
+    def __init__(self, way, net, make, ranks, **settings):
+        super().__init__(net, make)
+        devices = cpu(ranks)
+        if way == "drop-in":
+            self.run = DataParallel(net, devices)
+        if "pipeline" in way:
+            self.run = Pipeline(net, cpu(STAGES), split_points=["1", "2"], chunks=ranks)
+            devices = None
+        if "step" in way:
+            self.call = TrainStep(self.run, self.loss_fn, self.optimizer, devices, **settings)
+            self.evaluate, self.rebuild = self.call.evaluate, self.call.rebuild
+
+
+def close(one, other):
+    return torch.allclose(one, other, rtol=0, atol=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler")
+@pytest.mark.parametrize(("at", "settings"), [(0, {}), (2, {"bucket_nbytes": 1})], ids=["first", "later"])
+@pytest.mark.parametrize(("name", "way"), [(name, way) for name in CHANGES for way in CHANGES[name].ways])
+def test_a_change_is_followed(name, way, at, settings, ranks):
+    """Before the first call, and between two; in buckets that are summed at the end, and during the backward."""
+    change = CHANGES[name]
+    ours, alone = Ours(way, net(), change.make, ranks, **settings), Side(net(), change.make)
+    for i, batch in enumerate(batches(at + 3, [9, 4, 9, 1, 9])):
+        for side in (ours, alone):
+            if i == at:
+                change.do(side)
+            if i == at + 2:
+                change.back(side)
+        assert close(ours.evaluate(*batch), alone.evaluate(*batch))
+        assert close(ours.call(*batch), alone.call(*batch))
+        for (name, one), other in zip(ours.net.named_parameters(), alone.net.parameters(), strict=True):
+            assert close(one, other), name
+            assert (one.grad is None) == (other.grad is None), name
+            assert one.grad is None or close(one.grad, other.grad), name
+    assert same_state(ours, alone)
+    assert "step" not in way or ours.call.steps == at + 3
+    change.check(ours)
+
+
+REGISTERS = {
+    "parameter": lambda net, hook: net[1][0].weight.register_hook(hook),
+    "forward_pre_hook": lambda net, hook: net[1][0].register_forward_pre_hook(hook),
+    "forward_hook": lambda net, hook: net[1][0].register_forward_hook(hook),
+    "forward_hook with keywords": lambda net, hook: net[1][0].register_forward_hook(hook, with_kwargs=True),
+    "full_backward_hook": lambda net, hook: net[1][0].register_full_backward_hook(hook),
+}
+
+
+@pytest.mark.parametrize("begin", [0, 1])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", REGISTERS)
+def test_hooks_come_and_go(kind, way, begin, ranks):
+    """Of modules once per rank or micro-batch; of parameters once per gradient, and each rank of a step has one."""
+    ours, calls, counts = Ours(way, net(), CHANGES["hook of a parameter"].make, ranks), [], []
+    for i, batch in enumerate(batches(begin + 3, 16)):
+        if i == begin:
+            handle = REGISTERS[kind](ours.net, lambda *_: calls.append(None))
+        if i == begin + 2:
+            handle.remove()
+        calls.clear()
+        ours.call(*batch)
+        counts.append(len(calls))
+    each = 1 if kind == "parameter" and "step" not in way else ranks
+    assert counts == [0] * begin + [each, each, 0]

@@ -7,7 +7,6 @@ that they ask for are fake devices, and what they compare may be on two of them.
 import os
 import signal
 import threading
-from pathlib import Path
 
 # Where several processes run tests side by side, they share the cores: torch's threads spin while they wait for each
 # other, and with twice as many as there are cores most of the time goes there.  Before torch reads the variable.
@@ -24,7 +23,6 @@ if accelerator.by_the_cuda_backend():
 from fakes import nets
 from fakes.accelerator.cpu_only import CPU_ONLY
 
-_TESTS = Path(__file__).parent
 _OWN = "accelerator"  # the folder of the tests that are only for the fake
 
 collect_ignore_glob = [] if accelerator.is_wanted() else [f"{_OWN}/*"]
@@ -91,40 +89,6 @@ def really_equal():
     return _equal
 
 
-# Which tests the default run leaves out, by folder and file below tests/; single tests carry the marker themselves.
-_MARKERS = {
-    "fakes": ("ladder/test_cupy_kernels.py", "ptx"),
-    "processes": ("processes",),
-    "soak": ("soak",),
-    "browser": ("tools/explain/test_browser.py",),
-    "slow": (
-        "tools/advise/test_advise.py",
-        "tools/advise/test_command.py",
-        "tools/advise/test_page.py",
-        "benchmarks",
-        "devices/test_peers.py",
-        "docs/test_examples.py",
-        "tools/explain/test_command.py",
-        "ladder",
-        "tools/lessons",
-        "notebooks",
-        "tools/mnist/test_checkpoint.py",
-        "tools/mnist/test_cli.py",
-        "tools/mnist/test_engines.py",
-        "tools/mnist/test_interrupted.py",
-        "tools/test_cli.py",
-        "wrapper/test_any_order.py",
-        "step/test_any_order.py",
-    ),
-}
-
-
-def _markers_of(path):
-    below = path.relative_to(_TESTS)
-    names = {str(each) for each in (below, *below.parents)}
-    return [marker for marker, paths in _MARKERS.items() if names.intersection(paths)]
-
-
 def _time_limit(item):
     marker = item.get_closest_marker("timeout")
     return marker.args[0] if marker else 0
@@ -132,9 +96,6 @@ def _time_limit(item):
 
 @pytest.hookimpl(tryfirst=True)  # before the run chooses by markers
 def pytest_collection_modifyitems(items):
-    for item in items:
-        for marker in _markers_of(item.path):
-            item.add_marker(marker)
     items.sort(key=_time_limit, reverse=True)  # so that the last ones are short, where several processes share them
     if not accelerator.is_wanted():
         return

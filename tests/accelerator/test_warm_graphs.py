@@ -5,7 +5,7 @@ Loading may allocate memory or wait for the GPU, which a capture forbids.
 
 import pytest
 import torch
-from fakes.graphs import OPTIMIZERS, OneWeight, give_graphs, total, without_gpu
+from fakes.graphs import OPTIMIZERS, OneWeight, give_graphs, recorder_of, total, without_gpu
 from step.nets import mse
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -53,7 +53,7 @@ def test_what_is_recorded_has_been_launched_before(monkeypatch, settings):
         error_if_nonfinite=False,
         **settings,
     )
-    recorder, new = without_gpu(step)._parts.captured.recorder, set()
+    recorder, new = recorder_of(without_gpu(step)), set()
     record = recorder.record
 
     def noted(device, work):

@@ -5,6 +5,8 @@ import pytest
 from mgpu_core.tools.bench.case import Bound, Row, at_least, at_most, measure_row
 from mgpu_core.tools.bench.timing import Contestant, Schedule, WrongResult
 
+pytestmark = pytest.mark.slow
+
 ROWS = [
     Row({"ranks": 2, "size": 64}, {"ours": [1.0], "gloo": [6.0], "torch": [0.5]}),
     Row({"ranks": 8, "size": 64}, {"ours": [2.0], "gloo": [10.0]}),

@@ -11,6 +11,8 @@ from mgpu_core.tools.bench.collective import Collective, Holding, Task, Values, 
 from mgpu_core.tools.bench.gloo import GlooTeam, PeerFailed
 from mgpu_core.tools.bench.reductions import GLOO_OPS
 
+pytestmark = pytest.mark.slow
+
 NAMES = ("all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter", "scatter", "gather")
 COLLECTIVES = [__import__(f"mgpu_core.tools.bench.cases.{name}", fromlist=["COLLECTIVE"]).COLLECTIVE for name in NAMES]
 SALT = 5

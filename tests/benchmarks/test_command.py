@@ -18,6 +18,8 @@ from mgpu_core.tools.bench.report import compare
 from mgpu_core.tools.bench.result import Result
 from mgpu_core.tools.cli import main
 
+pytestmark = pytest.mark.slow
+
 FACTS = {"CPU": "a CPU", "GPU": "none", "torch": "2.14"}
 
 

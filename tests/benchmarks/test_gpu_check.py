@@ -18,6 +18,8 @@ from fakes.gpu_check import ROOT, Machine
 from benchmarks.gpu_check import bench, cases
 from mgpu_core.tools.bench import cases as bench_cases
 
+pytestmark = pytest.mark.slow
+
 PASSED = dict.fromkeys(["facts", "one", "two", "beside"], "passed")
 FILES = ["logs.tgz", "summary.md"]
 

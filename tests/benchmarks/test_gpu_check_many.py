@@ -9,6 +9,8 @@ import torch
 from benchmarks.gpu_check import many
 from mgpu_core.devices.peers import PeerVerdict
 
+pytestmark = pytest.mark.slow
+
 HOSTS = [torch.device("cpu")] * 2
 
 

@@ -13,6 +13,8 @@ from mgpu_core.tools.bench import cases, device_clock, kernel_case
 from mgpu_core.tools.bench.device_clock import DeviceClock, _Queued
 from mgpu_core.tools.bench.kernel_case import Task, even_counts, small_counts
 
+pytestmark = pytest.mark.slow
+
 PIECES = ["pack", "unpack", "l2_norm", "sgd", "adamw"]
 NAMES = [*PIECES, "sum_ranks", "scale_cast"]
 CPU = torch.device("cpu")

@@ -13,6 +13,8 @@ from mgpu_core.tools.bench.options import (
     parse_sizes,
 )
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize(
     ("text", "nbytes"), [("512", 512), ("1K", 1024), (" 64M ", 64 << 20), ("3G", 3 << 30)], ids=lambda value: str(value)

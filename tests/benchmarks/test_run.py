@@ -16,6 +16,8 @@ from mgpu_core.tools.bench.report import _section, bound_line, render, report_ma
 from mgpu_core.tools.bench.result import Result
 from mgpu_core.tools.bench.titles import TITLES
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ["--peers", "torch", "--ranks", "2,3", "--sizes", "1K", "--repeats", "2"]
 

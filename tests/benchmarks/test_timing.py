@@ -15,6 +15,8 @@ from mgpu_core.tools.bench.timing import (
     timed,
 )
 
+pytestmark = pytest.mark.slow
+
 
 class Trace:
     """Contestants that write down what happens to them; their times count up."""

@@ -18,6 +18,8 @@ from mgpu_core.tools.bench.ddp_worker import DdpRank
 from mgpu_core.tools.bench.gloo import GlooTeam
 from mgpu_core.tools.bench.training import LR, Step, Trainee, Training, torch_step
 
+pytestmark = pytest.mark.slow
+
 TINY = ["train_step", "--model", "simplenet", "--batch", "6", "--repeats", "1"]
 BARE = ["--peers", "bare"]
 TRAINING = Training("simplenet", batch=6, ranks=2, steps=2)

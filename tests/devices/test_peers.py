@@ -13,6 +13,8 @@ from mgpu_core.tools import doctor
 from mgpu_core.tools.doctor import examination, render
 from mgpu_core.tools.doctor.facts import Backend, Core
 
+pytestmark = pytest.mark.slow
+
 CHILD = """
 import json, os, sys, time
 for argument in sys.argv[1:]:

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 DOCS = Path(__file__).parent.parent.parent / "docs"
 SEVERAL_PROCESSES = DOCS / "examples" / "several_processes.py"  # has tests of its own, in tests/processes
 SMALL_GPT = DOCS / "examples" / "small_gpt.py"

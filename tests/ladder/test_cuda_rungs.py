@@ -14,6 +14,8 @@ from benchmarks.ladder.check import wrong
 from benchmarks.ladder.problems import PackProblem, SumProblem
 from benchmarks.ladder.rungs import KERNELS, RUNGS, Unavailable
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 LONGEST = 9001
 

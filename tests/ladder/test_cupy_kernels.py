@@ -22,6 +22,8 @@ from fakes.nvrtc import nvrtc
 from benchmarks.ladder.twins.cupy_sources import OPS, SOURCES, compiler_options
 from mgpu_core.kernels import reference, segment_table, sgd_groups
 
+pytestmark = [pytest.mark.fakes, pytest.mark.slow]
+
 _SPEC = importlib.util.spec_from_file_location("cupy_on_host", Path(__file__).with_name("cupy_on_host.py"))
 cupy_on_host = importlib.util.module_from_spec(_SPEC)
 _SPEC.loader.exec_module(cupy_on_host)

@@ -10,6 +10,8 @@ from benchmarks.ladder import cupy_rungs
 from benchmarks.ladder.check import wrong
 from benchmarks.ladder.rungs import KERNELS, RUNGS, Unavailable
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 LONGEST = 9001
 CUPY = importlib.util.find_spec("cupy") is not None

@@ -14,6 +14,8 @@ import pytest
 import torch
 from fakes.numba_here import skip_unless_numba_compiles
 
+pytestmark = pytest.mark.slow
+
 CASES = Path(__file__).parent / "numba_cases.py"
 PARTS = ["packs", "many_pieces", "sums", "special_numbers", "steps_of_sgd", "a_step_without_momentum", "refusals"]
 there = pytest.mark.skipif(importlib.util.find_spec("numba") is None, reason="numba is not installed")

@@ -17,6 +17,8 @@ from benchmarks.ladder.check import wrong
 from benchmarks.ladder.problems import PackProblem
 from benchmarks.ladder.rungs import KERNELS, RUNGS, Unavailable
 
+pytestmark = pytest.mark.slow
+
 RUN = Path(__file__).resolve().parents[2] / "benchmarks" / "ladder" / "run.py"
 there = pytest.mark.skipif(importlib.util.find_spec("numba") is None, reason="numba is not installed")
 

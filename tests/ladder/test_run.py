@@ -12,6 +12,8 @@ from benchmarks.ladder.rungs import CHANGED, KERNELS, RUNGS, Unavailable
 from mgpu_core.tools.bench.report import report_machine
 from mgpu_core.tools.bench.result import Result
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 
 

@@ -2,6 +2,8 @@
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("ipykernel")
 nbclient = pytest.importorskip("nbclient")
 nbformat = pytest.importorskip("nbformat")

@@ -7,6 +7,8 @@ import pytest
 
 from mgpu_core.tools.lessons.blocks import blocks_of
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("jupytext")
 pytest.importorskip("ipykernel")
 nbclient = pytest.importorskip("nbclient")

@@ -7,6 +7,8 @@ import sys
 import pytest
 from fakes.children import finish
 
+pytestmark = pytest.mark.processes
+
 C_PRINTS = "import ctypes\nctypes.CDLL(None).printf(b'NCCL version 2.30.7+cuda13.2\\n')\n"
 
 

@@ -11,6 +11,8 @@ from torch.optim import SGD, Adam
 
 from mgpu_core import TrainStep
 
+pytestmark = pytest.mark.processes
+
 
 def make_differently(process, what):
     net = whole(nn.Linear(3 if what == "net" and process == 1 else 2, 2))

@@ -12,6 +12,8 @@ from processes.fragile import ONES, Fragile, batch, boom, seen_of, step_of, valu
 from processes.world import GROUP_SECONDS, Ended, run
 from torch import nn
 
+pytestmark = pytest.mark.processes
+
 BEGUN = "Error: a step failed in this process when some of its gradients had been summed with those of the others"
 
 

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.processes
+
 EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "several_processes.py"
 TORCHRUN = [sys.executable, "-P", "-m", "torch.distributed.run"]
 SECONDS = 120

@@ -11,6 +11,8 @@ from torch.optim import SGD
 
 from mgpu_core import TrainStep
 
+pytestmark = pytest.mark.processes
+
 
 def sparse(process):
     net = nn.Sequential(nn.Embedding(4, 2, sparse=True), nn.Linear(2, 1))

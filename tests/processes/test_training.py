@@ -15,6 +15,8 @@ from torch.optim import SGD, AdamW
 
 from mgpu_core import TrainStep
 
+pytestmark = pytest.mark.processes
+
 OPTIMIZERS = {
     "momentum": lambda parameters: SGD(parameters, lr=0.05, momentum=0.9, weight_decay=0.01),
     "adamw": lambda parameters: AdamW(parameters, lr=0.01, weight_decay=0.1),

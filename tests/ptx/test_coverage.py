@@ -3,6 +3,8 @@
 import ptx_coverage
 import pytest
 
+pytestmark = pytest.mark.fakes
+
 ONE = "_ZN4mgpu4cuda11copy_kernelE 98 100\n\t7\tmove.cuh:3\tadd.s32 %r1, 1\n\t9\tmove.cuh:4\tret\n"
 OTHER = "_ZN4mgpu4cuda11copy_kernelE 99 100\n\t9\tmove.cuh:4\tret\n"
 

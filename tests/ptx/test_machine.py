@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from fakes import ptx
 
-pytestmark = pytest.mark.timeout(300)  # the first run compiles the machine
+pytestmark = [pytest.mark.fakes, pytest.mark.timeout(300)]  # the first run compiles the machine
 THREADS = 64
 SEEDS = [0, 7, 8]
 

@@ -13,7 +13,7 @@ machine_code = importlib.util.module_from_spec(_SPEC)
 sys.modules["machine_code"] = machine_code
 _SPEC.loader.exec_module(machine_code)
 
-pytestmark = pytest.mark.timeout(600)  # each architecture is compiled
+pytestmark = [pytest.mark.fakes, pytest.mark.timeout(600)]  # each architecture is compiled
 FOUR_LOADS = ("copy_kernel", "move_kernel", "squares_kernel", "sum_many_kernel", "sum_ranks_kernel sum")
 
 

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from mgpu_core import _core, gather, scatter, scatter_kwargs
 
 pytestmark = [
+    pytest.mark.soak,
     pytest.mark.timeout(1200),  # 10,000 examples take a minute; a slow machine may take longer
     pytest.mark.filterwarnings("ignore::UserWarning"),  # prototypes in torch, scalars that become vectors
 ]

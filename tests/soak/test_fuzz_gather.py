@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from mgpu_core import gather
 
 pytestmark = [
+    pytest.mark.soak,
     pytest.mark.timeout(600),
     pytest.mark.filterwarnings("ignore::UserWarning"),  # prototypes in torch, scalars that become vectors
 ]

@@ -15,7 +15,7 @@ STEPS = 20_000
 CHECKPOINTS = 10
 MIB = 2**20
 
-pytestmark = pytest.mark.timeout(1200)  # a minute on a quiet machine
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(1200)]  # a minute on a quiet machine
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from mgpu_core.inference.engine import Engine
 
 THREADS, TASKS, EACH, ROUNDS = 16, 16, 125, 5  # 20,000 requests
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(600)]
 
 
 class Net(nn.Module):

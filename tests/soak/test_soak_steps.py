@@ -12,7 +12,7 @@ import pytest
 
 STEPS, CHECKPOINTS = 500, 5
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module", params=[2, 8])

@@ -46,7 +46,7 @@ def test_a_backward_runs_without_autocast(ranks, loss_on, workers):
     net, seen = Seen(), []
     step = TrainStep(net, mse, SGD(net.parameters(), lr=0.5), cpu(ranks), loss_on=loss_on, workers=workers)
     with torch.autocast("cpu", torch.bfloat16):
-        step(torch.ones(6, 3), torch.zeros(6, 2))
+        step(torch.ones(8, 3), torch.zeros(8, 2))
     assert seen == [False] * ranks
 
 
@@ -55,7 +55,7 @@ def test_forwards_compute_in_half_and_parameters_stay_whole(dtype, ranks):
     net = Watch()
     step = TrainStep(net, mse, SGD(net.parameters(), lr=0.5), cpu(ranks), amp_dtype=dtype)
     while step.steps == 0:  # the first scales are too large for float16, and are skipped
-        loss = step(torch.ones(6, 3), torch.zeros(6, 2))
+        loss = step(torch.ones(24, 3), torch.zeros(24, 2))
     assert net.dtypes[-ranks:] == [dtype] * ranks
     assert loss.dtype == torch.float32
     assert net.last.weight.dtype == net.last.weight.grad.dtype == torch.float32

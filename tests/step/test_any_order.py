@@ -41,10 +41,7 @@ from torch import nn
 import mgpu_core
 from mgpu_core import TrainStep
 
-pytestmark = [
-    pytest.mark.timeout(600),
-    pytest.mark.filterwarnings("ignore:.*captured:UserWarning"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore:.*captured:UserWarning")]
 
 
 def between_updates(machine):

@@ -15,6 +15,7 @@ from torch.optim import SGD, Adam, AdamW
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mgpu_core import TrainStep
+from mgpu_core.step.grad_buckets import GradBuckets
 from mgpu_core.step.optimizer_step import OptimizerStep
 
 
@@ -117,7 +118,7 @@ def test_every_phase_on_every_rank(ranks, rank, phase, when):
     if phase == "nan":
         assert f"rank {rank} " in str(caught.value)
     assert_same(before, state_of(step))
-    assert all(each.grad is None for row in step._parts.replicas.parameters for each in row)
+    assert all(each.grad is None for each in net.parameters())
     net.plan.clear()
     for each in (step, other):
         for _ in range(2):
@@ -156,11 +157,11 @@ def test_a_sum_that_fails_fails_the_step(ranks, monkeypatch):
     step(x, 2, y)
     before = state_of(step)
 
-    def fail(bucket):
+    def fail(*_):
         raise Boom("in a bucket")
 
     with monkeypatch.context() as patch:
-        patch.setattr(step._parts.gradients, "_sum", fail)
+        patch.setattr(GradBuckets, "add_up", fail)
         with pytest.raises(Boom, match="in a bucket"):
             step(x, 2, y)
     assert_same(before, state_of(step))

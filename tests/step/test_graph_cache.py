@@ -6,7 +6,7 @@ import weakref
 import pytest
 import torch
 from fakes.collector import no_collector
-from fakes.graphs import OPTIMIZERS, Replay, give_graphs, pair, same, step_of
+from fakes.graphs import OPTIMIZERS, Replay, give_graphs, pair, recorder_of, same, step_of, without_gpu
 from step.nets import Linear, batches
 from torch import nn
 from torch.optim import RMSprop
@@ -14,6 +14,7 @@ from torch.optim import RMSprop
 from mgpu_core import Replicate, convert_sync_batchnorm
 from mgpu_core.optim import SGD
 from mgpu_core.step import graph_cache as graphs
+from mgpu_core.step.cuda_graphs import CapturedSteps
 from mgpu_core.step.graph_cache import WARM_UP
 
 
@@ -105,7 +106,7 @@ class Waits(Linear):
 
 def test_a_recording_that_fails_leaves_an_ordinary_step(monkeypatch):
     captured, plain = pair(lambda p: SGD(p, lr=0.01, momentum=0.5), net=Waits().double())
-    record = captured._parts.captured.recorder.record
+    record = recorder_of(captured).record
 
     def failing(device, work):
         Waits.recording = True
@@ -114,12 +115,12 @@ def test_a_recording_that_fails_leaves_an_ordinary_step(monkeypatch):
         finally:
             Waits.recording = False
 
-    monkeypatch.setattr(captured._parts.captured.recorder, "record", failing)
+    monkeypatch.setattr(recorder_of(captured), "record", failing)
     with warnings.catch_warnings(record=True, action="always") as told:
         for x, y in batches(9, 8, columns=3):
             assert torch.equal(captured(x, y), plain(x, y))
     assert same(captured.module, plain.module)
-    assert captured._parts.captured.recorder.records == 1
+    assert recorder_of(captured).records == 1
     texts = [str(each.message) for each in told if "not captured" in str(each.message)]
     assert len(texts) == 1
     assert "recording it failed (RuntimeError: " in texts[0]
@@ -131,27 +132,27 @@ def test_a_recording_that_fails_behind_its_update_is_tried_so_often_and_no_more(
     """Its kernels have written nothing, whatever torch has counted."""
     captured, plain = pair(lambda p: SGD(p, lr=0.01, momentum=0.5))
 
-    def failing():
+    def failing(_):
         raise RuntimeError("this batch uses other parameters")
 
-    monkeypatch.setattr(captured._parts.captured, "check_used", failing)
+    monkeypatch.setattr(CapturedSteps, "check_used", failing)
     with pytest.warns(UserWarning, match=r"recording it failed \(RuntimeError: this batch"):
         losses = [captured(x, 2, y) for x, y in batches(90, 8)]
     assert all(map(torch.equal, losses, [plain(x, 2, y) for x, y in batches(90, 8)]))
     assert same(captured.module, plain.module)
-    assert captured._parts.captured.recorder.records == graphs.ATTEMPTS == 3
+    assert recorder_of(captured).records == graphs.ATTEMPTS == 3
 
 
 def test_a_recording_that_another_thread_has_broken_is_made_later(monkeypatch):
     captured, plain = pair(lambda p: SGD(p, lr=0.01, momentum=0.5))
-    record, failures = captured._parts.captured.recorder.record, iter([True])
+    record, failures = recorder_of(captured).record, iter([True])
 
     def disturbed(device, work):
         if next(failures, False):
             raise RuntimeError("operation failed due to a previous error during capture")
         return record(device, work)
 
-    monkeypatch.setattr(captured._parts.captured.recorder, "record", disturbed)
+    monkeypatch.setattr(recorder_of(captured), "record", disturbed)
     with pytest.warns(UserWarning, match="a loss that is kept with its graph over the same parameters") as told:
         losses = [captured(x, 2, y) for x, y in batches(WARM_UP + 2, 8)]
     assert len(told) == 1
@@ -200,13 +201,13 @@ def test_only_so_many_graphs_are_kept():
     assert [str(each.message).split(" (")[0] for each in told] == [
         f"this step is not captured: {graphs.KEPT} other kinds of steps"
     ]
-    assert step._parts.captured.recorder.records == len(step.graphs._captured) == graphs.KEPT
+    assert recorder_of(step).records == len(step.graphs._captured) == graphs.KEPT
     for _ in range(graphs.IDLE + 1):
         train(kinds[1])
     with warnings.catch_warnings(action="error"):
         train(kinds[-1])
     assert step.graphs.reason is None
-    assert step._parts.captured.recorder.records == graphs.KEPT + 1
+    assert recorder_of(step).records == graphs.KEPT + 1
     assert len(step.graphs._captured) == graphs.KEPT
 
 
@@ -225,7 +226,7 @@ def test_a_step_that_is_dropped_takes_its_graphs_along():
     made = []
     net = Linear()
     step = step_of(net, SGD(net.parameters(), lr=0.001))
-    step._parts.captured.recorder = Holds()
+    without_gpu(step, Holds())
     for _ in range(WARM_UP + 2):
         step(torch.ones(4, 3), torch.ones(4, 2))
     graph = weakref.ref(made.pop())

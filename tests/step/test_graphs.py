@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from fakes.graphs import OPTIMIZERS, OneWeight, give_graphs, pair, same, step_of, total, without_gpu
+from fakes.graphs import OPTIMIZERS, OneWeight, give_graphs, pair, recorder_of, same, step_of, total, without_gpu
 from fakes.nets import cpu
 from step.nets import Linear, batches, mse
 from torch import nn
@@ -46,7 +46,7 @@ def test_replays_are_steps(name, ranks):
             ]
     assert captured.steps == plain.steps == 60
     assert captured.graphs.replays >= 40
-    assert captured._parts.captured.recorder.records <= 4
+    assert recorder_of(captured).records <= 4
     one, other = captured.optimizer.state_dict()["state"], plain.optimizer.state_dict()["state"]
     for index, state in other.items():
         assert all(equal(one[index][key], value) for key, value in state.items())
@@ -62,7 +62,7 @@ def test_the_first_of_a_kind_are_ordinary():
             first = i < WARM_UP + (rows == 4)  # the very first step learns the layout
             assert (step.graphs.replays == before) == first
             assert (step.graphs.reason is None) == (not first)
-    assert step._parts.captured.recorder.records == 2
+    assert recorder_of(step).records == 2
 
 
 def test_a_loss_is_fresh_and_a_batch_is_copied():
@@ -98,7 +98,7 @@ def test_what_is_changed_between_replays_is_seen(change, records):
                 change(plain)
             assert torch.equal(captured(x, 2, y), plain(x, 2, y))
             assert same(captured.module, plain.module)
-    assert captured._parts.captured.recorder.records == records
+    assert recorder_of(captured).records == records
     assert captured.graphs.replays >= 8
 
 
@@ -148,7 +148,7 @@ def test_an_overflow_in_a_replay_skips_its_update(name, ranks):
     assert captured.loss_scale.skipped == 2
     assert captured.steps == 98
     assert captured.graphs.replays >= 80
-    assert captured._parts.captured.recorder.records == 3  # of three scales
+    assert recorder_of(captured).records == 3  # of three scales
     one, other = captured.optimizer.state_dict()["state"][0], plain.optimizer.state_dict()["state"][0]
     assert all(torch.equal(one[key], value) for key, value in other.items())
 
@@ -203,7 +203,7 @@ def test_a_buffer_in_another_index_is_recorded_anew():
             without_gpu(captured)
         assert torch.equal(captured(x, y), plain(x, y))
         assert all(map(torch.equal, captured.module.buffers(), plain.module.buffers()))
-    assert captured._parts.captured.recorder.records == 1
+    assert recorder_of(captured).records == 1
     assert captured.module[1].running_mean is not old
     assert same(captured.module, plain.module)
 

@@ -6,12 +6,14 @@ import threading
 import pytest
 import torch
 from fakes.nets import Spy, chunks, cpu
+from fakes.traces import buckets, of, traced
 from step.nets import Branches, Linear, Pair, batches, here, mse, plain_step, rows, sgd, total
 from torch import nn
 from torch.optim import SGD
 from torch.utils.checkpoint import checkpoint
 
 from mgpu_core import Replicate, TrainStep, _core
+from mgpu_core.trace.events import Span
 
 # What a call gives.
 
@@ -134,10 +136,10 @@ def test_buckets_of_any_size_give_the_same(ranks, limit):
     torch.manual_seed(0)
     net = nn.Sequential(*[nn.Linear(4, 4) for _ in range(6)], nn.Linear(4, 2)).double()
     pair = Pair(net, lambda p: SGD(p, lr=0.1, momentum=0.9), ranks, bucket_nbytes=limit)
-    for x, y in batches(5, 12):
-        pair.both(x, y)
+    for batch in batches(5, 12):
+        trace = traced(lambda batch=batch: pair.both(*batch))
     assert pair.far() < 1e-12
-    assert len(pair.step._parts.gradients.buckets.buckets) == {1: 14, 100: 13, 10_000_000: 1}[limit]
+    assert len(buckets(trace)) == {1: 14, 100: 13, 10_000_000: 1}[limit]
 
 
 def test_buckets_follow_the_order_of_gradients_and_are_summed_during_backward():
@@ -146,14 +148,12 @@ def test_buckets_follow_the_order_of_gradients_and_are_summed_during_backward():
     step = TrainStep(net, mse, sgd(net.parameters()), cpu(2), bucket_nbytes=1, workers="threads")
     x, y = rows(4, 4), rows(4, 4)
     step(x, y)
-    order = [step._parts.gradients.buckets.buckets[b].segments[0].parameter for b in range(8)]
-    assert [i // 2 for i in order] == [3, 3, 2, 2, 1, 1, 0, 0], "the last layers are ready first"
-    summed = []
-    original = step._parts.gradients._sum
-    step._parts.gradients._sum = lambda bucket: (summed.append((bucket, threading.get_ident())), original(bucket))
-    step(x, y)
-    assert sorted(bucket for bucket, _ in summed) == list(range(8)), "each once"
-    assert threading.get_ident() not in {thread for _, thread in summed}, "by the ranks, not after them"
+    trace = traced(lambda: step(x, y))
+    order = [name[0] for (name,) in buckets(trace)]
+    assert order == [*"33221100"], "the last layers are ready first"
+    summed = of(trace, Span, "all_reduce")
+    assert sorted(each.bucket for each in summed) == list(range(8)), "each once"
+    assert threading.get_ident() not in {each.thread for each in summed}, "by the ranks, not after them"
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

@@ -85,7 +85,7 @@ def test_copies_and_saved_states_are_compact():
 def test_a_dropped_step_is_gone_and_the_net_trains_on():
     net, step = plain_step(2)
     step(rows(4), rows(4, 2))
-    gone = weakref.ref(step._parts.gradients)
+    gone = weakref.ref(step)
     del step
     gc.collect()
     assert gone() is None

@@ -16,6 +16,8 @@ from mgpu_core.errors import Error
 from mgpu_core.tools.cli import main, warnings_without_line
 from mgpu_core.tools.explain.cost import StepProfile
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def mnist(monkeypatch):

@@ -19,6 +19,8 @@ from torch.nn.utils import parametrizations
 
 from mgpu_core import DataParallel
 
+pytestmark = pytest.mark.slow
+
 
 class Block(nn.Module):
     """A layer, a factor that is a plain attribute, and a number that runs along."""

@@ -21,6 +21,8 @@ from mgpu_core.tools.advise.shares import StepShares
 from mgpu_core.tools.advise.strategies import DROP_IN, ENGINE, ONE
 from mgpu_core.tools.explain.step_profile import StepProfile
 
+pytestmark = pytest.mark.slow
+
 mse = nn.functional.mse_loss
 NULL_CONTEXT = {"batches": None, "optimizer": None, "loader": None}
 FAST = {"device_ids": ["cpu"] * 2, "repeats": 1, "batches": [4]}

@@ -14,6 +14,8 @@ from mgpu_core.tools.advise.result import Advice
 from mgpu_core.tools.advise.script import Chosen, found_in, run_script
 from mgpu_core.tools.cli import main
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = """
 import sys
 import torch

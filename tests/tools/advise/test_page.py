@@ -8,6 +8,8 @@ import pytest
 from mgpu_core.tools.advise import reasons
 from mgpu_core.tools.advise.strategies import NAMES
 
+pytestmark = pytest.mark.slow
+
 DOCS = Path(__file__).parents[3] / "docs"
 PAGE = (DOCS / "advise.md").read_text()
 

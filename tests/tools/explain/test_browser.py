@@ -13,6 +13,8 @@ from torch.nn import functional
 import mgpu_core
 from mgpu_core import comm
 
+pytestmark = pytest.mark.browser
+
 NAMED = os.environ.get("MGPU_TEST_BROWSER")
 BROWSER = NAMED or shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 if NAMED:

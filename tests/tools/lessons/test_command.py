@@ -14,6 +14,8 @@ from mgpu_core.tools.lessons.blocks import blocks_of
 from mgpu_core.tools.lessons.judge import checks_of, judge, load
 from mgpu_core.tools.lessons.runner import run_lesson
 
+pytestmark = pytest.mark.slow
+
 RIGHT = find_lesson(1).solution.read_text()
 each_lesson = pytest.mark.parametrize("lesson", find_lessons(), ids=lambda lesson: lesson.page.stem)
 SCATTER_ROWS = "def scatter_rows(tensor: torch.Tensor, ranks: int, dim: int = 0) -> list[torch.Tensor]:\n"

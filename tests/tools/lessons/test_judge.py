@@ -12,6 +12,8 @@ import pytest
 
 from mgpu_core.tools.lessons import find_lesson
 
+pytestmark = pytest.mark.slow
+
 RIGHT = find_lesson(1).solution.read_text()
 SCATTER_ROWS = "def scatter_rows(tensor: torch.Tensor, ranks: int, dim: int = 0) -> list[torch.Tensor]:\n"
 

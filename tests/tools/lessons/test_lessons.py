@@ -16,6 +16,8 @@ from mgpu_core.tools.lessons import catalogue, find_lessons
 from mgpu_core.tools.lessons.blocks import blocks_of
 from mgpu_core.tools.lessons.judge import NOT_BEGUN, checks_of, judge, load
 
+pytestmark = pytest.mark.slow
+
 LESSONS = find_lessons()
 DOCS = Path(__file__).parents[3] / "docs" / "lessons"
 

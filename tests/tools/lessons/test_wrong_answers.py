@@ -12,6 +12,8 @@ from mgpu_core.tools.lessons import find_lessons
 from mgpu_core.tools.lessons.answers import asked_for
 from mgpu_core.tools.lessons.judge import NOT_BEGUN, RIGHT, WRONG, checks_of, judge, load
 
+pytestmark = pytest.mark.slow
+
 LESSONS = {lesson.page.stem: lesson for lesson in find_lessons()}
 HUMAN = sorted((Path(__file__).parent / "wrong_answers").glob("*.py"))
 

@@ -15,6 +15,8 @@ from mgpu_core.tools.mnist import Config, Digits, Split, Training
 from mgpu_core.tools.mnist.model import MODELS
 from mgpu_core.tools.mnist.train import train
 
+pytestmark = pytest.mark.slow
+
 TEAMS = [
     pytest.param("step", 2, id="step"),
     pytest.param("plain", 1, id="plain"),

@@ -12,6 +12,8 @@ import torch
 
 from mgpu_core.tools.cli import main
 
+pytestmark = pytest.mark.slow
+
 QUICK = ["--engine", "plain", "--device-ids", "cpu", "--epochs", "1"]
 COMMAND = [sys.executable, "-P", "-m", "mgpu_core", "mnist"]
 Run = Callable[..., tuple[int, str, str]]

@@ -8,6 +8,8 @@ from mgpu_core.tools.mnist import Config, Digits, SimpleNet, Training
 from mgpu_core.tools.mnist.model import MODELS
 from mgpu_core.tools.mnist.train import train
 
+pytestmark = pytest.mark.slow
+
 TEAMS = [("step", 1), ("step", 2), ("step", 4), ("drop-in", 1), ("drop-in", 3), ("plain", 1)]
 
 

@@ -21,6 +21,8 @@ from mgpu_core.tools.mnist.config import AMP_DTYPES
 from mgpu_core.tools.mnist.model import MODELS
 from mgpu_core.tools.mnist.train import train
 
+pytestmark = pytest.mark.slow
+
 TEAMS = [("step", 1), ("step", 2), ("drop-in", 2), ("plain", 1)]
 STEPS_PER_EPOCH = 3  # of the few digits
 

@@ -381,6 +381,7 @@ CHANGES = {
     **{name: Change(lambda side, do=do: do(side.net[1])) for name, do in MODULES.items()},
     "module of the loss": Change(lambda side: setattr(side.loss_fn, "inner", nn.L1Loss())),
     "buffer of the loss": Change(lambda side: side.loss_fn.weights.fill_(3)),
+    "another buffer of the loss": Change(lambda side: setattr(side.loss_fn, "weights", side.loss_fn.weights * 2)),
     "layer with new parameters": Change(another_layer, check=is_left_alone),
     "layer that the optimizer does not have": Change(one_more_with_parameters),
     "layer behind the optimizer's back": Change(replaced_layer),

@@ -67,14 +67,15 @@ def test_map_keeps_the_order_and_runs_a_bounded_number_ahead():
     assert seen == list(range(20))
 
 
+class Picky(nn.Module):
+    def forward(self, x):
+        if (x < 0).any():
+            raise KeyError("negative")
+        return x * 2
+
+
 def test_map_runs_four_batches_a_device_ahead_and_cancels_them_after_an_error():
     taken = []
-
-    class Picky(nn.Module):
-        def forward(self, x):
-            if (x < 0).any():
-                raise KeyError("negative")
-            return x
 
     def batches():
         for index in range(20):
@@ -112,12 +113,6 @@ def test_requests_of_other_shapes_and_dtypes_go_apart():
 
 
 def test_a_request_that_raises_fails_alone():
-    class Picky(nn.Module):
-        def forward(self, x):
-            if (x < 0).any():
-                raise KeyError("negative")
-            return x * 2
-
     device = cpu(1)[0]
     with Predictor(Picky(), cpu(2), max_batch=8, max_wait_ms=100) as predict:
         values = [1.0, -1.0, 2.0, 3.0]

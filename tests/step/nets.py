@@ -44,6 +44,28 @@ class Branches(nn.Module):
         return self.last(torch.tanh(hidden))
 
 
+class TwoDtypes(nn.Module):
+    """Parameters of two dtypes."""
+
+    def __init__(self):
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(4, 3).double(), nn.Linear(3, 2)
+
+    def forward(self, x):
+        return self.narrow(self.wide(x).float()).double()
+
+
+class Complex(nn.Module):
+    """Parameters of complex numbers, and of others."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.last = nn.Parameter(torch.randn(4, 5, dtype=torch.complex128)), nn.Linear(5, 2).double()
+
+    def forward(self, x):
+        return self.last((x.to(torch.complex128) @ self.weight).abs())
+
+
 class Constrained(nn.Module):
     """A weight whose rows are shortened in each forward, and put elsewhere, as EEGNet's layers do."""
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from step.nets import Branches, Pair, batches, here
+from step.nets import Branches, Complex, Pair, TwoDtypes, batches, here
 from torch import nn
 
 from mgpu_core.optim import SGD, Adam, AdamW
@@ -53,22 +53,11 @@ def test_dtypes(dtype, ranks):
     assert pair.far() < {torch.float32: 1e-5, torch.bfloat16: 0.05, torch.float16: 0.01}[dtype]
 
 
-class Mixed(nn.Module):
-    """Parameters of two dtypes."""
-
-    def __init__(self):
-        super().__init__()
-        self.wide, self.narrow = nn.Linear(4, 3).double(), nn.Linear(3, 2)
-
-    def forward(self, x):
-        return self.narrow(self.wide(x).float())
-
-
 def test_parameters_of_two_dtypes(ranks):
     torch.manual_seed(0)
-    pair = Pair(Mixed(), lambda p: AdamW(p, lr=0.01), ranks)
+    pair = Pair(TwoDtypes(), lambda p: AdamW(p, lr=0.01), ranks)
     for x, y in batches(20, EVEN):
-        pair.both(x, y.float())
+        pair.both(x, y)
     assert pair.far() < 1e-5
     assert pair.optimizer.flat is not None
 
@@ -116,18 +105,10 @@ def test_sparse_gradients_take_torchs_optimizer(ranks):
 def test_complex_parameters_take_torchs_optimizer(ranks):
     torch.manual_seed(0)
 
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(4, 2, dtype=torch.complex128))
-
-        def forward(self, x):
-            return (x.to(torch.complex128) @ self.weight).abs()
-
-    pair = Pair(Net(), lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), ranks)
+    pair = Pair(Complex(), lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), ranks)
     for x, y in batches(10, EVEN):
         pair.both(x, y)
     assert pair.far() < 1e-9
-    ours = Pair(Net(), lambda p: SGD(p, lr=0.1), ranks)
+    ours = Pair(Complex(), lambda p: SGD(p, lr=0.1), ranks)
     with pytest.raises(TypeError, match=r"not torch\.complex128: use torch\.optim's"):
         ours.step(*next(batches(1, EVEN)))

@@ -325,7 +325,7 @@ def test_buffers_are_copied_in_one_launch_per_device_and_dtype(ranks):
     """Torch copies a list of one kind at once, and others one by one: BatchNorm has counts next to its statistics."""
     net = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
     step = TrainStep(net, mse, SGD(net.parameters(), lr=0.1), cpu(ranks))
-    x, y = torch.ones(6, 3), torch.ones(6, 3)
+    x, y = torch.ones(16, 3), torch.ones(16, 3)
     step(x, y)
     with Copies() as copies:
         step(x, y)

@@ -170,7 +170,7 @@ def test_a_target_that_is_no_tensor_goes_to_every_rank(ranks):
                      cpu(ranks))  # fmt: skip
     for _ in range(2):  # the first call is checked, by calls of the loss on all rows
         seen.clear()
-        step(torch.ones(6, 3), target)
+        step(torch.ones(8, 3), target)
     assert len(seen) == ranks
     assert all(each is target for each in seen)
 

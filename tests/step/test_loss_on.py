@@ -92,9 +92,7 @@ def test_on_the_gathered_outputs_it_is_one_devices(name, ranks, workers):
         assert abs(ours - loss) < 1e-9
         assert outputs.shape == (rows, 4)
         assert not outputs.requires_grad
-    assert all(
-        torch.allclose(a, b, rtol=0, atol=1e-9) for a, b in zip(net.parameters(), alone.parameters(), strict=True)
-    )
+    assert are_close(net, alone)
     assert abs(step.evaluate(x, y) - COUPLED[name](alone(x), y)) < 1e-9
 
 
@@ -118,9 +116,7 @@ def test_gathered_and_accumulated(reduction, ranks):
     (whole[0] / whole[1] if reduction == "weighted" else whole).backward()
     nn.utils.clip_grad_norm_(alone.parameters(), 0.5)
     SGD(alone.parameters(), lr=0.1, momentum=0.9).step()
-    assert all(
-        torch.allclose(a, b, rtol=0, atol=1e-9) for a, b in zip(net.parameters(), alone.parameters(), strict=True)
-    )
+    assert are_close(net, alone)
 
 
 class Centre(nn.Module):

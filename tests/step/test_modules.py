@@ -138,21 +138,10 @@ def test_autocast_reaches_forward_and_loss_but_not_backward(ranks):
     net = Net()
     step = TrainStep(net, mse, SGD(net.parameters(), lr=0.1), cpu(ranks))
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        step(torch.ones(4, 3), torch.zeros(4, 2))
+        step(torch.ones(8, 3), torch.zeros(8, 2))
     assert seen.count(("forward", True, torch.bfloat16)) == ranks
     assert seen.count(("backward", False, torch.bfloat16)) == ranks
     assert net.last.weight.grad.dtype == torch.float32
-
-
-def test_hooks_on_parameters_see_each_ranks_gradient():
-    net, alone = Linear(), Linear()
-    for each in (net, alone):
-        each.last.weight.register_hook(lambda grad: grad * 2)
-    step = TrainStep(net, mse, SGD(net.parameters(), lr=0.1), cpu(3))
-    x, y = torch.arange(27.0).reshape(9, 3), torch.zeros(9, 2)
-    step(x, y)
-    mse(alone(x), y).backward()
-    assert torch.allclose(net.last.weight.grad, alone.last.weight.grad)
 
 
 def test_post_accumulate_hooks_are_refused():

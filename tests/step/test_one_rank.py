@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from fakes.nets import cpu
-from step.nets import Branches, mse
+from step.nets import Branches, Complex, TwoDtypes, mse
 from torch import nn
 
 from mgpu_core import TrainStep, optim
@@ -22,24 +22,6 @@ class Dense(nn.Module):
 
     def forward(self, x):
         return self.net(x, 2)
-
-
-class TwoDtypes(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.wide, self.narrow = nn.Linear(4, 3).double(), nn.Linear(3, 2)
-
-    def forward(self, x):
-        return self.narrow(self.wide(x).float()).double()
-
-
-class Complex(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight, self.last = nn.Parameter(torch.randn(4, 5, dtype=torch.complex128)), nn.Linear(5, 2).double()
-
-    def forward(self, x):
-        return self.last((x.to(torch.complex128) @ self.weight).abs())
 
 
 class Sparse(nn.Module):

@@ -26,10 +26,10 @@ def test_running_statistics_are_those_of_rank_0s_rows(ranks):
 
     net, alone = Net(3), nn.BatchNorm1d(3)
     step = TrainStep(net, mse, sgd(net.parameters()), cpu(ranks))
-    parts = rows(9).split(chunks(9, ranks))
+    parts = rows(24).split(chunks(24, ranks))
     for _ in range(3):
         means.clear()
-        step(rows(9), rows(9))
+        step(rows(24), rows(24))
         assert means == [alone.running_mean.tolist()] * ranks  # each step begins with the module's own statistics
         alone(parts[0])
     assert torch.equal(net.running_mean, alone.running_mean)

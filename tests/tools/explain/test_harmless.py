@@ -157,7 +157,7 @@ def test_errors_keep_their_notes():
 
 def test_no_hook_is_left_on_what_comes_out(ranks):
     """Saved, and deeply copied, with it; and it is the user's own where a module returns its input."""
-    own = (torch.ones(4, 3, requires_grad=True) * 2).requires_grad_()
+    own = (torch.ones(8, 3, requires_grad=True) * 2).requires_grad_()
     model = mgpu_core.DataParallel(nn.Identity(), ["cpu"] * ranks)
     with tracer.tracing() as trace:
         for _ in range(3):

@@ -12,6 +12,7 @@ from types import MethodType, SimpleNamespace
 from typing import Any
 
 import torch
+from fakes.nets import cpu
 from step.nets import here
 from torch import nn
 from torch.optim import SGD, AdamW, RMSprop
@@ -19,8 +20,10 @@ from torch.optim.lr_scheduler import ExponentialLR
 
 from mgpu_core import optim
 
-WAYS = ("drop-in", "step", "pipeline", "step over a pipeline")
-STEPS = ("step", "step over a pipeline")
+IS_ONE_DEVICE = cpu(2)[0] == cpu(2)[1]
+PIPELINES = ("pipeline", "step over a pipeline") if IS_ONE_DEVICE else ()  # the changes make all on the first device
+WAYS = ("drop-in", "step", *PIPELINES)
+STEPS = tuple(way for way in WAYS if "step" in way)
 
 
 def momentum(parameters):
@@ -80,21 +83,37 @@ class Scaled(nn.Module):
 
     def forward(self, x):
         x = self.method(self.child(x)) * self.config.inner.scale * self.listed[0] * self.named["a"]["b"][0]
-        x = self.function(x) * self.tensor * (1 if self.mode == "as it is" else 3) * getattr(self, "optional", 2)
+        x = (
+            self.function(x)
+            * self.tensor.to(x.device)
+            * (1 if self.mode == "as it is" else 3)
+            * getattr(self, "optional", 2)
+        )
         x = x if self.offset is None else x + self.offset
         return x * getattr(self, "late", 1) if self.training else -x
 
 
+class Power(nn.Module):
+    """The mean of a power of differences, by operations that every device has."""
+
+    def __init__(self, power):
+        super().__init__()
+        self.power = power
+
+    def forward(self, output, target):
+        return ((output - target) ** self.power).mean()
+
+
 class Loss(nn.Module):
-    """The mean of squares of weighted differences."""
+    """Of weighted differences."""
 
     def __init__(self):
         super().__init__()
         self.register_buffer("weights", here(torch.ones(2, dtype=torch.float64)))
-        self.inner = nn.MSELoss()
+        self.inner = Power(2)
 
     def forward(self, output, target):
-        return self.inner(output * self.weights, target)
+        return self.inner(output * self.weights.to(output.device), target.to(output.device))
 
 
 class Wrapped(nn.Module):
@@ -379,7 +398,7 @@ EACH = {"ours": ours, "adamw": adamw}
 CHANGES = {
     **{name: Change(lambda side, do=do: do(side.net[0])) for name, do in ATTRIBUTES.items()},
     **{name: Change(lambda side, do=do: do(side.net[1])) for name, do in MODULES.items()},
-    "module of the loss": Change(lambda side: setattr(side.loss_fn, "inner", nn.L1Loss())),
+    "module of the loss": Change(lambda side: setattr(side.loss_fn, "inner", Power(4))),
     "buffer of the loss": Change(lambda side: side.loss_fn.weights.fill_(3)),
     "another buffer of the loss": Change(lambda side: setattr(side.loss_fn, "weights", side.loss_fn.weights * 2)),
     "layer with new parameters": Change(another_layer, check=is_left_alone),
@@ -402,7 +421,11 @@ CHANGES = {
         lambda side: side.net[0].register_buffer("late", here(torch.full((4,), 2.0, dtype=torch.float64))),
         lambda side: delattr(side.net[0], "late"),
     ),
-    "eval and train": Change(lambda side: side.net.eval(), lambda side: side.net.train()),
+    "eval and train": Change(
+        lambda side: side.net.eval(),
+        lambda side: side.net.train(),
+        ways=WAYS if IS_ONE_DEVICE else ("drop-in",),  # `Merging` writes through `.data`: see `sync_parameters`
+    ),
     "hook of a parameter": Change(hooked, unhooked),
     "forward hook": Change(forward_hooked, unhooked),
     "forward pre-hook": Change(forward_pre_hooked, unhooked),

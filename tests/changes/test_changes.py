@@ -45,7 +45,7 @@ class Ours(Side):
 
 
 def close(one, other):
-    return torch.allclose(one, other, rtol=0, atol=1e-12)
+    return torch.allclose(one.cpu(), other.cpu(), rtol=0, atol=1e-12)
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler")

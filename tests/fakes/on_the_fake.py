@@ -48,6 +48,7 @@ LISTS = {
         "accelerator/test_shards.py",
         "accelerator/test_train_step.py",
         "accelerator/test_warm_graphs.py",
+        "changes",
         "conformance",
         "kernels/test_flat.py",
         "kernels/test_flat_optimizers.py",

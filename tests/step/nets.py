@@ -110,11 +110,11 @@ class Explode(torch.autograd.Function):
 
 
 class Pair:
-    """Keeps the same net twice: once in a step over ranks, once alone on one device."""
+    """Keeps the same net twice: once in a step over ranks, compiled if it is said how, once alone on one device."""
 
-    def __init__(self, net, make_optimizer, ranks, loss_fn=mse, **settings):
+    def __init__(self, net, make_optimizer, ranks, loss_fn=mse, *, compiled=lambda net: net, **settings):
         self.alone = copy.deepcopy(net)
-        self.net = net
+        self.net = net = compiled(net)
         self.loss_fn = loss_fn
         self.optimizer, self.reference = make_optimizer(net.parameters()), make_optimizer(self.alone.parameters())
         devices = cpu(ranks) if isinstance(ranks, int) else ranks

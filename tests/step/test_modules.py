@@ -47,32 +47,20 @@ def compiled_inside(net):
 @pytest.mark.parametrize("way", [compiled_root, compiled_in_place, compiled_inside])
 def test_compiled_modules(way, ranks):
     torch.manual_seed(0)
-    net = Branches().double()
-    alone = copy.deepcopy(net)
-    net = way(net)
-    optimizer, reference = SGD(net.parameters(), lr=0.1), SGD(alone.parameters(), lr=0.1)
-    step = TrainStep(net, mse, optimizer, cpu(ranks))
+    pair = Pair(Branches().double(), lambda p: SGD(p, lr=0.1), ranks, compiled=way)
     for x, y in batches(4, 9):
-        step(x, 2, y)
-        reference.zero_grad()
-        mse(alone(x, 2), y).backward()
-        reference.step()
-    assert all(torch.allclose(a, b, atol=1e-12) for a, b in zip(net.parameters(), alone.parameters(), strict=True))
-    step.close()
+        pair.both(x, 2, y)
+    assert pair.far() < 1e-12
+    pair.step.close()
 
 
 def test_scripts(ranks):
     torch.manual_seed(0)
-    alone = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)).double()
-    net = torch.jit.script(copy.deepcopy(alone))
-    optimizer, reference = SGD(net.parameters(), lr=0.1), SGD(alone.parameters(), lr=0.1)
-    step = TrainStep(net, mse, optimizer, cpu(ranks))
+    net = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)).double()
+    pair = Pair(net, lambda p: SGD(p, lr=0.1), ranks, compiled=torch.jit.script)
     for x, y in batches(4, 9):
-        step(x, y)
-        reference.zero_grad()
-        mse(alone(x), y).backward()
-        reference.step()
-    assert all(torch.allclose(a, b, atol=1e-12) for a, b in zip(net.parameters(), alone.parameters(), strict=True))
+        pair.both(x, y)
+    assert pair.far() < 1e-12
 
 
 class Dropping(nn.Module):

@@ -102,7 +102,7 @@ def trained(net, how, ranks):
     """Return losses, parameters and buffers after three steps."""
     torch.manual_seed(1)
     losses, optimizer = [], torch.optim.SGD(net.parameters(), 0.1)
-    x, y = torch.randn(2, 3, 7, 3, dtype=torch.float64, device=cpu(1)[0])
+    x, y = torch.randn(2, 3, 17, 3, dtype=torch.float64, device=cpu(1)[0])
     if how == "step":
         step = TrainStep(net, nn.functional.mse_loss, optimizer, cpu(ranks), workers="threads")
         losses = [float(step(*batch)) for batch in zip(x, y, strict=True)]

@@ -2,7 +2,7 @@
 
 Python, from the top: tools -> integrations -> wrapper, data, inference -> step -> tensor_parallel -> pipeline ->
 parallel, optim -> comm -> kernels -> ranks, trees -> devices -> errors -> trace -> support -> _core.  And in tools:
-cli -> bench -> doctor, lessons, mnist, run -> advise -> explain.
+cli -> bench -> doctor, lessons, mnist, run -> advise -> explain -> user_script.
 C++: bindings -> backends.cpp -> backends/* -> core; backends do not include each other; only bindings uses pybind11.
 """
 
@@ -32,6 +32,7 @@ LAYERS = [
     {"step"},
     {"wrapper", "inference", "data"},
     {"integrations"},
+    {"tools.user_script"},
     {"tools.explain"},
     {"tools.advise"},
     {"tools.doctor", "tools.lessons", "tools.mnist", "tools.run"},

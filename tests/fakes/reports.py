@@ -6,8 +6,8 @@ import json
 
 from fakes.nvml import GIB
 
-from mgpu_core.devices.visibility_notices import Notice
 from mgpu_core.tools.doctor import Report, render
+from mgpu_core.tools.doctor.visibility_notices import Notice
 
 VARIABLES = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "MGPU_CORE_NCCL", "MGPU_CORE_CPU_RANKS")
 

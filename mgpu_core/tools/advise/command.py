@@ -17,13 +17,13 @@ from typing import Any
 from mgpu_core.devices.devices import CPU, DeviceLike, as_devices, default_devices
 from mgpu_core.support.extras import require
 from mgpu_core.support.files import check_outputs, check_picture, write_whole
-from mgpu_core.support.user_script import as_script, top_level_names
 from mgpu_core.tools.advise.benchmark import stopwatch
 from mgpu_core.tools.advise.inference import advise_inference
 from mgpu_core.tools.advise.measure import advised
 from mgpu_core.tools.advise.plan import CPU_RANKS, Plan, plan_of
 from mgpu_core.tools.advise.script import Chosen, Found, ScriptFailed, check_names, found_in, run_script, run_to_end
 from mgpu_core.tools.advise.watching import watching
+from mgpu_core.tools.user_script import as_script, top_level_names
 
 __all__ = ["add_arguments", "run"]
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from mgpu_core.support import user_script
+from mgpu_core.tools import user_script
 from mgpu_core.tools.advise.loading import first_batch
 
 __all__ = [

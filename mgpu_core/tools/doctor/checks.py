@@ -6,17 +6,17 @@ Pure functions: facts in, notices out. A check stays silent unless it can name b
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from mgpu_core.devices.device_map import TorchReading, shows
 from mgpu_core.devices.discovery import Visibility, parse_visible_devices
 from mgpu_core.devices.nccl_library import VARIABLE as NCCL_VARIABLE
 from mgpu_core.devices.nccl_library import NcclLibrary
 from mgpu_core.devices.nccl_teams import TIMEOUT_VARIABLE as NCCL_TIMEOUT_VARIABLE
-from mgpu_core.devices.nvml import NvmlReading
 from mgpu_core.devices.peers import PeerVerdict
 from mgpu_core.devices.time_limits import TIMEOUT_VARIABLE
-from mgpu_core.devices.visibility_notices import ORDER, VARIABLE, Notice, change_notice, visibility_notices
+from mgpu_core.tools.doctor.device_map import TorchReading, shows
 from mgpu_core.tools.doctor.facts import Core, Cpu, Defaults, Torch
+from mgpu_core.tools.doctor.nvml import NvmlReading
 from mgpu_core.tools.doctor.report import version_text
+from mgpu_core.tools.doctor.visibility_notices import ORDER, VARIABLE, Notice, change_notice, visibility_notices
 
 RANKS = "MGPU_CORE_CPU_RANKS"
 

@@ -13,15 +13,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from mgpu_core.devices.device_map import TorchReading, map_devices, read_torch_devices
 from mgpu_core.devices.discovery import parse_visible_devices
 from mgpu_core.devices.nccl_library import find_nccl
-from mgpu_core.devices.nvml import NvmlReading, read_physical_devices
 from mgpu_core.devices.peers import PeerVerdict, kept_verdicts, prove_peers
-from mgpu_core.devices.visibility_notices import ORDER, VARIABLE, Notice
 from mgpu_core.tools.doctor.checks import Facts, notices, outlook
+from mgpu_core.tools.doctor.device_map import TorchReading, map_devices, read_torch_devices
 from mgpu_core.tools.doctor.facts import Backend, Core, Cpu, Defaults, Python, Torch
+from mgpu_core.tools.doctor.nvml import NvmlReading, read_physical_devices
 from mgpu_core.tools.doctor.report import Report
+from mgpu_core.tools.doctor.visibility_notices import ORDER, VARIABLE, Notice
 
 T = TypeVar("T")
 

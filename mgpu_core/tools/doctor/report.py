@@ -10,12 +10,12 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from mgpu_core.devices.device_map import DeviceRow
 from mgpu_core.devices.nccl_library import NcclLibrary
 from mgpu_core.devices.peers import PeerVerdict
-from mgpu_core.devices.visibility_notices import Notice
 from mgpu_core.support.html import html_text
+from mgpu_core.tools.doctor.device_map import DeviceRow
 from mgpu_core.tools.doctor.facts import Core, Cpu, Defaults, Python, Torch
+from mgpu_core.tools.doctor.visibility_notices import Notice
 from mgpu_core.tools.explain.tables import columns
 
 WIDTH = 96

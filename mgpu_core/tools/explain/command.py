@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 
 from mgpu_core.support.files import check_outputs, write_whole
-from mgpu_core.support.user_script import note_order, script_status, uses_torchs_wrapper
 from mgpu_core.tools.explain.recorder import explain
 from mgpu_core.tools.explain.trace import Trace
+from mgpu_core.tools.user_script import note_order, script_status, uses_torchs_wrapper
 
 __all__ = ["add_arguments", "run"]
 

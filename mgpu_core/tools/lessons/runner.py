@@ -18,9 +18,9 @@ from typing import TextIO
 
 from mgpu_core.support.extras import require
 from mgpu_core.support.files import check_picture, check_writable
-from mgpu_core.support.user_script import show_error
 from mgpu_core.tools.lessons.blocks import Block, blocks_of
 from mgpu_core.tools.lessons.catalogue import Lesson
+from mgpu_core.tools.user_script import show_error
 
 __all__ = ["run_lesson"]
 

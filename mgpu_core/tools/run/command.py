@@ -9,12 +9,12 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from mgpu_core.support.files import check_outputs
-from mgpu_core.support.user_script import Program, note_order, script_status
 from mgpu_core.tools.advise.watching import Watch, watching
 from mgpu_core.tools.explain.recorder import explain
 from mgpu_core.tools.explain.trace import Trace
 from mgpu_core.tools.run.advice import advise_training
 from mgpu_core.tools.run.names import WRAP, replacing_torch
+from mgpu_core.tools.user_script import Program, note_order, script_status
 
 __all__ = ["add_arguments", "run"]
 

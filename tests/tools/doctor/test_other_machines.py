@@ -8,11 +8,11 @@ import pytest
 from fakes.nvml import GIB, UUIDS, FakeNvml, gpu, instance
 from fakes.reports import VARIABLES, about, assert_same_facts, flat
 
-from mgpu_core.devices.device_map import TorchDevice, TorchReading
 from mgpu_core.devices.discovery import parse_visible_devices
 from mgpu_core.devices.nccl_library import NcclLibrary
 from mgpu_core.tools import doctor
 from mgpu_core.tools.doctor import examination, render
+from mgpu_core.tools.doctor.device_map import TorchDevice, TorchReading
 from mgpu_core.tools.doctor.facts import Backend, Core, Defaults, Torch
 from mgpu_core.tools.doctor.report import WIDTH
 

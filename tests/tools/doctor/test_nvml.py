@@ -8,7 +8,7 @@ import sys
 import pytest
 from fakes.nvml import FakeNvml, gpu, instance
 
-from mgpu_core.devices.nvml import NvmlReading, pci_address, read_physical_devices
+from mgpu_core.tools.doctor.nvml import NvmlReading, pci_address, read_physical_devices
 
 MACHINE = [gpu(0), gpu(1, mig=(instance(0), instance(1))), gpu(2, "NVIDIA T4"), gpu(3, mig=())]
 

@@ -6,7 +6,7 @@ import pytest
 from fakes.nvml import UUIDS, gpu, instance
 
 from mgpu_core.devices.discovery import parse_visible_devices
-from mgpu_core.devices.visibility_notices import VARIABLE, change_notice, visibility_notices
+from mgpu_core.tools.doctor.visibility_notices import VARIABLE, change_notice, visibility_notices
 
 FOUR = [gpu(index) for index in range(4)]
 

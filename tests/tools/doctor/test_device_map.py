@@ -9,8 +9,15 @@ from types import SimpleNamespace
 import pytest
 from fakes.nvml import GIB, UUIDS, gpu, instance
 
-from mgpu_core.devices.device_map import DeviceRow, TorchDevice, TorchReading, map_devices, read_torch_devices, shows
 from mgpu_core.devices.discovery import parse_visible_devices
+from mgpu_core.tools.doctor.device_map import (
+    DeviceRow,
+    TorchDevice,
+    TorchReading,
+    map_devices,
+    read_torch_devices,
+    shows,
+)
 
 FOUR = [gpu(index) for index in range(4)]
 

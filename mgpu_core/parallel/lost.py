@@ -31,25 +31,8 @@ class _Given(NamedTuple):
 Given: TypeAlias = list[_Given]
 """What each module of a replica was given."""
 
-_OURS = {
-    *DICTIONARIES,
-    SHARES_HOOKS,
-    "_parameters",
-    "_buffers",
-    "_modules",
-    "_compiled_call_impl",
-    "_former_parameters",
-    "_is_full_backward_hook",
-    "_is_replica",
-    "_forwards_to_watch",
-    "_ids",
-    "_in_graph",
-    "_placement",
-    "_team",
-    "_tree",
-    "_workers",
-    "_replica_holders",
-}
+_TORCHS = {*DICTIONARIES, SHARES_HOOKS, *vars(Module()), "_compiled_call_impl"}
+"""Attributes that a forward changes by what it asks of torch: hooks, ``compile``."""
 _NAMED = 5
 
 
@@ -67,6 +50,7 @@ def given_attributes(replica: Module) -> Given:
         )
         for path, each in replica.named_modules()
         if type(each)._replicate_for_data_parallel is Module._replicate_for_data_parallel  # RNNs keep lists
+        and not type(each).__module__.startswith("mgpu_core.")  # wrappers keep what they have planned
     ]
 
 
@@ -74,11 +58,11 @@ def lost_attributes(given: Given) -> list[str]:
     """Return the names, such as ``encoder.steps``, of attributes assigned to the replica since then."""
     lost: list[str] = []
     for path, module, attributes, buffers, of_parameters, entries in given:
-        ours = _OURS | attributes.get("_former_parameters", {}).keys() | _rewritten_by_hooks(module)
+        not_lost = _TORCHS | attributes.get("_former_parameters", {}).keys() | _rewritten_by_hooks(module)
         names = [
             name
             for name, value in vars(module).items()
-            if name not in ours and value is not attributes.get(name, _ABSENT)
+            if name not in not_lost and value is not attributes.get(name, _ABSENT)
         ]
         names += [
             name
@@ -90,7 +74,7 @@ def lost_attributes(given: Given) -> list[str]:
             for name, before in of_parameters.items()
             if (parameter := module._parameters.get(name)) is not None
             for key, value in vars(parameter).items()
-            if key not in _OURS and not key.startswith("_dynamo") and value is not before.get(key, _ABSENT)
+            if key not in _TORCHS and not key.startswith("_dynamo") and value is not before.get(key, _ABSENT)
         ]
         names += [name for name, before in entries.items() if _are_other(entries_of(vars(module).get(name)), before)]
         lost += [f"{path}.{name}" if path else name for name in names]

@@ -18,15 +18,11 @@ import torch
 from mgpu_core.devices.time_limits import time_limit
 from mgpu_core.step.forward_backward import ForwardBackward, RankPart, seed
 from mgpu_core.step.grad_clip import GradientNorm, factor_of, overflow_of, warm_up
-from mgpu_core.step.grad_scaler import LossScale
 from mgpu_core.step.graph_cache import GRAPH_DEVICE, CapturedStep, CudaRecorder, StaticNest, StepGraphs
 from mgpu_core.step.loss import RankLoss, Window
-from mgpu_core.step.optimizer_step import OptimizerStep
 from mgpu_core.step.options import Options
 from mgpu_core.step.rank_modules import RankModules
 from mgpu_core.step.reducer import Reducer
-from mgpu_core.step.replicas import Replicas
-from mgpu_core.step.split_plan import SplitPlan
 from mgpu_core.step.update import Update
 from mgpu_core.trees.module_tree import modules_of
 
@@ -37,23 +33,30 @@ class CapturedSteps:
     """The steps of a :class:`mgpu_core.TrainStep` that are replays.
 
     Args:
-        options, replicas, reducer, passes, update, optimizer_step, modules, split_plan, loss_scale: of the step.
+        options, reducer, passes, update, modules: of the step.
 
     Attributes:
-        reducer, replicas, passes: the same.
+        reducer, passes: the same.
         graphs: the recorded graphs.
         recorder: records the work of one device.
     """
 
     def __init__(
-        self, options: Options, replicas: Replicas, reducer: Reducer, passes: ForwardBackward,
-        update: Update, optimizer_step: OptimizerStep, modules: Sequence[RankModules], split_plan: SplitPlan,
-        loss_scale: LossScale,
-    ) -> None:  # fmt: skip
-        self.reducer, self.replicas, self.passes, self._update = reducer, replicas, passes, update
-        self._optimizer_step, self._modules, self._split_plan = optimizer_step, modules, split_plan
-        self._loss_scale, self._options = loss_scale, options
+        self,
+        options: Options,
+        reducer: Reducer,
+        passes: ForwardBackward,
+        update: Update,
+        modules: Sequence[RankModules],
+    ) -> None:
+        self.reducer, self.passes, self._update, self._modules = reducer, passes, update, modules
+        self._options = options
         self.graphs, self.recorder = StepGraphs(), CudaRecorder()
+
+    @property
+    def devices(self) -> list[torch.device]:
+        """Each device of the ranks once."""
+        return self._update.replicas.devices
 
     def why_not(self, options: Options, *, collects: bool, keep_outputs: bool) -> str | None:
         """Return why a step with these options must go the ordinary way; ``None``: it may be a replay.
@@ -63,7 +66,7 @@ class CapturedSteps:
             collects: gradients are accumulated over several calls.
             keep_outputs: the outputs are returned.
         """
-        devices = self.replicas.devices
+        devices = self.devices
         other = next((device for device in devices if device.type != GRAPH_DEVICE), None)
         reasons = (
             (other is not None, f"there are no CUDA graphs on {other}"),
@@ -72,9 +75,9 @@ class CapturedSteps:
             (self.passes.ranks_meet, "ranks meet in synchronised layers"),
             (collects, "gradients are accumulated over several calls"),
             (options.error_if_nonfinite, "error_if_nonfinite=True waits for the gradients"),
-            (self._split_plan.is_timed, 'shares="auto" takes the time of each rank'),
+            (self.passes.split_plan.is_timed, 'shares="auto" takes the time of each rank'),
             (keep_outputs, "its outputs are returned"),
-            (self._optimizer_step.memory is None, "its optimizer is none of mgpu_core.optim, or has step hooks"),
+            (self._update.optimizer_step.memory is None, "its optimizer is none of mgpu_core.optim, or has step hooks"),
         )
         return next((reason for holds, reason in reasons if holds), None)
 
@@ -90,13 +93,13 @@ class CapturedSteps:
 
     def _fixed(self, clip_norm: float | None) -> tuple[Hashable, ...]:
         """Return the settings that a recording fixes, besides the batch."""
-        replicas, optimizer_step = self.replicas, self._optimizer_step
+        replicas, optimizer_step = self._update.replicas, self._update.optimizer_step
         autocast = torch.is_autocast_enabled(GRAPH_DEVICE) and torch.get_autocast_dtype(GRAPH_DEVICE)
         modes = tuple(node.module.training for modules in self._modules for node in modules.tree.nodes)
         frozen, used, buffers = tuple(replicas.frozen), tuple(self._update.used), tuple(map(id, self.buffers))
         memory = optimizer_step.memory, replicas.moves
-        shares = tuple(self._split_plan.shares or ())
-        return modes, frozen, used, buffers, memory, shares, clip_norm, autocast, self._loss_scale.scale
+        shares = tuple(self.passes.split_plan.shares or ())
+        return modes, frozen, used, buffers, memory, shares, clip_norm, autocast, self._update.loss_scale.scale
 
     def _record(self, batch: Any, clip_norm: float | None) -> CapturedStep:
         try:
@@ -144,15 +147,15 @@ class CapturedSteps:
     def split(self, batch: Any) -> tuple[list[RankPart], list[int]]:
         """Return the inputs of each rank, and their rows."""
         inputs, kwargs = batch
-        parts, self._split_plan.rows = self.passes.split(inputs, kwargs)
-        return parts, self._split_plan.rows
+        parts, self.passes.split_plan.rows = self.passes.split(inputs, kwargs)
+        return parts, self.passes.split_plan.rows
 
     def compute(self, parts: Sequence[RankPart]) -> list[RankLoss]:
         """Run forward, loss and backward of the ranks, each in the worker that it always has."""
         self.reducer.begin(len(parts), overlap=True, goes_on=False)
         with torch.enable_grad():
             losses, _ = self.passes.run_parts(parts, (), backward=True, keep_outputs=False)
-        if self.replicas.settle():
+        if self._update.replicas.settle():
             raise RuntimeError("the forward gives a parameter other memory")
         return losses
 
@@ -169,8 +172,8 @@ class CapturedSteps:
             norm: of :meth:`norm`.
             clip_norm: the largest norm of all gradients.
         """
-        flat = self._optimizer_step.flat
-        if self._loss_scale.is_on:
+        flat = self._update.optimizer_step.flat
+        if self._update.loss_scale.is_on:
             flat.hold_back(overflow_of(self.reducer.sums.on(0)))
         factor = self.window.factor(self.window.weight)
         if clip_norm is not None:
@@ -194,7 +197,7 @@ class _Graph:
     def __init__(self, steps: CapturedSteps, batch: Any, clip_norm: float | None) -> None:
         self._steps: CapturedSteps = weakref.proxy(steps)  # which has this
         self._clip_norm = clip_norm
-        self._device = steps.replicas.devices[0]
+        self._device = steps.devices[0]
         self._batch = StaticNest(batch, self._device)
         self._buffers = steps.buffers
         self._norm = steps.norm()

@@ -67,6 +67,7 @@ class ForwardBackward:
         split_plan: which rank gets which rows.
 
     Attributes:
+        split_plan: the same.
         gathers: the loss is computed once, on the outputs of all ranks.
     """
 
@@ -79,7 +80,7 @@ class ForwardBackward:
         self._alone = loss.module if isinstance(loss, RankModules) else loss  # the loss function of one rank
         self._reduction, self._amp_dtype, self._dim = options.reduction, options.amp_dtype, options.dim
         self.gathers = options.loss_on == "gathered"
-        self._rng, self._choice, self._split_plan = rng, choice, split_plan
+        self._rng, self._choice, self.split_plan = rng, choice, split_plan
         self._timed: Hashable = None  # the size of the batch whose call is timed
         self._ranks = len(replicas.team)
         self._calls_to_watch = self._outputs_to_watch = 2
@@ -103,8 +104,8 @@ class ForwardBackward:
 
     def plan(self, inputs: tuple[Any, ...]) -> None:
         """Decide on ``shares="auto"`` and ``workers="auto"`` for a step, by the times of those before."""
-        if self._split_plan.is_timed:
-            self._split_plan.follow_the_clocks()
+        if self.split_plan.is_timed:
+            self.split_plan.follow_the_clocks()
         if self._choice.is_open:
             size = size_of(inputs)
             self._timed = size if self._choice.begin(size, meets=self.ranks_meet) else None
@@ -128,7 +129,7 @@ class ForwardBackward:
             objects["inputs"] = inputs[:-1]
             if not self.gathers:
                 objects["target"] = inputs[-1]
-        cut, rows = scatter_objects(objects, self._cut_team, self._dim, shares=self._split_plan.shares)
+        cut, rows = scatter_objects(objects, self._cut_team, self._dim, shares=self.split_plan.shares)
         parts: list[RankPart] = []
         for args, *others in cut:
             named = others.pop(0) if kwargs else {}
@@ -167,7 +168,7 @@ class ForwardBackward:
         if window is not None and not torch.is_grad_enabled():
             with torch.enable_grad():
                 return self.run_apart(window, parts, rows, inputs, keep_outputs)
-        plan = self._split_plan
+        plan = self.split_plan
         clocks: Sequence[RankClock] = ()
         if window is not None:
             plan.rows = rows

@@ -118,10 +118,7 @@ class StepParts:
         )  # fmt: skip
         self.captured: CapturedSteps | None = None
         if options.capture and reducer is not None:
-            self.captured = CapturedSteps(
-                options, self.replicas, reducer, self.passes, self.update, self.optimizer_step, self.modules,
-                self.split_plan, self.loss_scale,
-            )  # fmt: skip
+            self.captured = CapturedSteps(options, reducer, self.passes, self.update, self.modules)
         self._is_built = True
 
     def _send_values(self, processes: ProcessSums) -> None:

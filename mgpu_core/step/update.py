@@ -46,7 +46,7 @@ class Update:
         steps: updates so far.
 
     Attributes:
-        steps: the same.
+        replicas, optimizer_step, loss_scale, steps: the same.
         window: the calls since the last update.
         used: per parameter whether the last update used it.
         broken: why this process cannot go on with the others; ``None``: it can.
@@ -62,8 +62,8 @@ class Update:
         buffers: BufferSnapshot,
         steps: int,
     ) -> None:
-        self._replicas, self._gradients, self._optimizer_step = replicas, gradients, optimizer_step
-        self._loss_scale, self._processes, self._buffers = loss_scale, processes, buffers
+        self.replicas, self._gradients, self.optimizer_step = replicas, gradients, optimizer_step
+        self.loss_scale, self._processes, self._buffers = loss_scale, processes, buffers
         self._shared_rows = 1.0  # of the last update, in all processes
         self.steps = steps
         self.window = Window("mean", 1)
@@ -73,13 +73,13 @@ class Update:
     def open_window(self, reduction: str, accumulate: int) -> None:
         """Begin to count the calls of the next update."""
         seeded = None if self._processes is None else self._shared_rows
-        self.window = Window(reduction, accumulate, self._loss_scale.scale, seeded)
+        self.window = Window(reduction, accumulate, self.loss_scale.scale, seeded)
 
     def begin(self, options: Options) -> Window:
         """Prepare for the gradients of a call; the first one opens a window, with the options as they are now."""
         if not self.window.calls:
             self.open_window(options.reduction, options.accumulate)
-            del self._optimizer_step.spent[:]
+            del self.optimizer_step.spent[:]
             self._buffers.take()
         return self.window
 
@@ -99,7 +99,7 @@ class Update:
         Raises:
             FloatingPointError: a gradient is not finite; nothing has changed.
         """
-        used, weight = self._gradients.finish(self.window.weight, self._optimizer_step.parameters)
+        used, weight = self._gradients.finish(self.window.weight, self.optimizer_step.parameters)
         if self._processes is not None:
             self._shared_rows = float(weight) or self._shared_rows
         with uninterrupted():
@@ -109,8 +109,8 @@ class Update:
                 return
             self._gradients.show(used)
             try:
-                with tracer.span("update", ALL_RANKS, self._replicas.devices[0]) if tracer.sink else NULL_CONTEXT:
-                    run = self._optimizer_step.prepare(used)
+                with tracer.span("update", ALL_RANKS, self.replicas.devices[0]) if tracer.sink else NULL_CONTEXT:
+                    run = self.optimizer_step.prepare(used)
                     run(factor)
                     self._count(used)
             except BaseException as error:
@@ -122,9 +122,9 @@ class Update:
 
         Torch's optimizers take gradients as they are: for them the sums themselves are multiplied.
         """
-        gradients, factor, is_flat = self._gradients, self.window.factor(weight), self._optimizer_step.is_flat
+        gradients, factor, is_flat = self._gradients, self.window.factor(weight), self.optimizer_step.is_flat
         clip_norm, error_if_nonfinite = options.clip_norm, options.error_if_nonfinite
-        if self._loss_scale.is_on and not are_finite(gradients, gradients.norm()):
+        if self.loss_scale.is_on and not are_finite(gradients, gradients.norm()):
             return None
         if factor is not None and not is_flat:
             multiply(gradients.sums, factor)
@@ -133,7 +133,7 @@ class Update:
             norm = gradients.norm()
             if error_if_nonfinite and not math.isfinite(float(norm)):
                 count = 1 if self._processes is None else self._processes.count
-                check_finite(gradients, norm, self._replicas, count)
+                check_finite(gradients, norm, self.replicas, count)
             if clip_norm is not None and is_flat:
                 factor = factor_of(factor, norm, clip_norm)
             elif clip_norm is not None:
@@ -142,7 +142,7 @@ class Update:
 
     def _skip(self) -> None:
         """Drop the window: the loss scale was too large."""
-        self._loss_scale.overflowed()
+        self.loss_scale.overflowed()
         self._gradients.clear()
         self._buffers.drop()
         self.close()
@@ -151,20 +151,20 @@ class Update:
         """Note that the optimizer failed: the step counts if it has changed parameters all the same."""
         if self._processes is not None:  # the others have made it
             self.broken = f"its update failed after the sums over all processes ({type(error).__name__})"
-        elif self._optimizer_step.has_written():  # a hook after the optimizer's step failed, say
+        elif self.optimizer_step.has_written():  # a hook after the optimizer's step failed, say
             self._count(used)
 
     def _count(self, used: list[bool]) -> None:
         """Count an update of these parameters, and close the window."""
-        optimizer_step = self._optimizer_step
-        optimizer_step.spent[:] = map(_grad_of, self._replicas.own)
+        optimizer_step = self.optimizer_step
+        optimizer_step.spent[:] = map(_grad_of, self.replicas.own)
         if optimizer_step.has_copies:
             optimizer_step.remember_values()
         self.used = used
         self.steps += 1
         self.window.calls = 0
-        if self._loss_scale.is_on:
-            self._loss_scale.went_well()
+        if self.loss_scale.is_on:
+            self.loss_scale.went_well()
         if self._buffers.is_taken:
             self._buffers.drop()  # an interrupt that waited for this comes next, and must not undo a half
 
@@ -183,25 +183,25 @@ class Update:
             FloatingPointError: gradients are not finite, and the loss scale is not the reason.
         """
         with uninterrupted():
-            self._optimizer_step.prepare(self.used)
-            flat = self._optimizer_step.flat
+            self.optimizer_step.prepare(self.used)
+            flat = self.optimizer_step.flat
             flat.scale_by(1.0)  # where the recording does not write a factor itself
-            if self._loss_scale.is_on:  # it may end between forward and update
+            if self.loss_scale.is_on:  # it may end between forward and update
                 self._buffers.take()
             loss = run()
             if loss is None:
                 return None
             flat.replayed()
-            if self._loss_scale.is_on and flat.was_held_back():
+            if self.loss_scale.is_on and flat.was_held_back():
                 self._skip()
             else:
                 self._gradients.show(self.used)
-                note_written(list(compress(self._replicas.own, self.used)))
+                note_written(list(compress(self.replicas.own, self.used)))
                 self._count(self.used)
         return loss
 
     def forget_layout(self) -> None:
         """Make the next update as the first one was made."""
-        self._optimizer_step.close()
+        self.optimizer_step.close()
         self._gradients.forget_layout()
         self.used = []

@@ -2,16 +2,35 @@
 
 import pytest
 import torch
+from changes.table import Assigning
 from step.nets import Pair, batches
-from step.test_noticed import Assigning, halved, sgd
 from torch import nn
-from torch.optim import RMSprop
+from torch.optim import SGD, RMSprop
 
 TEAMS = [["fake:0", "fake:1"], ["fake:0", "fake:1", "fake:0"], ["fake:2", "fake:0", "cpu"]]
 
 
+def sgd(parameters):
+    return SGD(parameters, lr=0.05, momentum=0.9, dampening=0.5)
+
+
 def rmsprop(parameters):
     return RMSprop(parameters, lr=0.01)
+
+
+def halved(optimizer):
+    """Halves each gradient before the step, as whoever replaces ``step`` might."""
+    original, calls = optimizer.step, []
+
+    def step(closure=None):
+        calls.append(optimizer)
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad.mul_(0.5)
+        return original(closure)
+
+    optimizer.step = step
+    return calls
 
 
 def assert_equal(pair, device, prepare=lambda _: None):

@@ -153,6 +153,7 @@ def batches_with_no_label():
     return [same] * 4 + [{**same, "labels": torch.full((6,), -100)}] * 2
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_a_batch_of_evaluation_without_any_label_is_left_out_of_the_mean(ranks, capsys):
     def loss(ranks):
         used = trainer("GPT2LMHeadModel", ranks)

@@ -22,7 +22,7 @@ from mgpu_core.tools.bench.timing import OURS, median, significant  # noqa: E402
 README = ROOT / "README.md"
 RESULTS = ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- gpu-table -->\n", "<!-- /gpu-table -->\n"
-NULL_CONTEXT = "Not yet measured on a GPU.\n"
+NO_FIGURES = "Not yet measured on a GPU.\n"
 HEAD = "| kernel | time (us) | GB/s | of a copy's | times as long as ours |\n|---|--:|--:|--:|---|\n"
 
 
@@ -60,7 +60,7 @@ def filled(text: str, table: str) -> str:
 def tables(results: Path) -> str:
     """One table per machine with a GPU, or the sentence that there is none."""
     machines = [_table(_measured(folder)) for folder in sorted(results.iterdir()) if folder.is_dir()]
-    return "\n".join(table for table in machines if table) or NULL_CONTEXT
+    return "\n".join(table for table in machines if table) or NO_FIGURES
 
 
 def _measured(folder: Path) -> list[tuple[Result, list[Row]]]:

@@ -16,7 +16,7 @@ from mgpu_core.tools.bench.timing import OURS, median, p90, significant
 README = Path(__file__).parent / "README.md"
 FILE = "ladder.json"
 BEGIN, END = "<!-- ladder-table -->\n", "<!-- /ladder-table -->\n"
-NULL_CONTEXT = "No GPU has run the ladder yet, so there are no figures.\n"
+NO_FIGURES = "No GPU has run the ladder yet, so there are no figures.\n"
 TITLES = ("rung", "language", "time (us)", "p90", "GB/s", "of peak", "moved", "what changed")
 WORDS = (0, 1, 7)
 FORMULA = (
@@ -51,7 +51,7 @@ def readme(results: Path) -> str:
     Raises:
         UsageError: a file that is not a result of the ladder.
     """
-    return "\n".join(_section(Result.read(path)) for path in sorted(results.glob(f"*/{FILE}"))) or NULL_CONTEXT
+    return "\n".join(_section(Result.read(path)) for path in sorted(results.glob(f"*/{FILE}"))) or NO_FIGURES
 
 
 def filled(text: str, tables: str) -> str:

@@ -14,7 +14,7 @@ from mgpu_core.ranks.run import Run, shares_generator
 from mgpu_core.ranks.team import Team
 from mgpu_core.support.null_context import NULL_CONTEXT
 from mgpu_core.trace import tracer
-from mgpu_core.trace.tracer import span
+from mgpu_core.trace.tracer import in_span, span
 from mgpu_core.trees.module_tree import ModuleTree, draws_random_numbers
 
 __all__ = ["apply_to", "draws_apart", "parallel_apply"]
@@ -79,14 +79,9 @@ def apply_to(
     for rank, module in enumerate(modules):
         args = inputs[rank] if isinstance(inputs[rank], list | tuple) else (inputs[rank],)
         call = partial(module, *args, **kwargs_tup[rank])
-        calls += (call if tracer.sink is None else partial(_in_span, rank, team.devices[rank], call),)
+        calls += (call if tracer.sink is None else partial(in_span, "forward", rank, team.devices[rank], call),)
     with NULL_CONTEXT if tracer.sink is None else span("apply"):
         return Run(team).run(calls, draws=draws, workers=workers)
-
-
-def _in_span(rank: int, device: torch.device, call: Callable[[], Any]) -> Any:
-    with span("forward", rank, device):
-        return call()
 
 
 def _check_lengths(modules: Sequence[Any], **others: Sequence[Any] | None) -> None:

@@ -222,7 +222,7 @@ def test_the_readme_is_written_between_its_markers(tmp_path, monkeypatch):
     readme.write_text(f"before\n{page.BEGIN}old\n{page.END}behind\n")
     results.mkdir()
     assert run.main(["readme", "--results", str(results)]) == 0
-    assert readme.read_text() == f"before\n{page.BEGIN}{page.NULL_CONTEXT}{page.END}behind\n"
+    assert readme.read_text() == f"before\n{page.BEGIN}{page.NO_FIGURES}{page.END}behind\n"
     stored(results / "gpu", row())
     assert run.main(["readme", "--results", str(results)]) == 0
     assert readme.read_text() == f"before\n{page.BEGIN}{page.readme(results)}{page.END}behind\n"

@@ -24,7 +24,7 @@ from mgpu_core.tools.explain.step_profile import StepProfile
 pytestmark = pytest.mark.slow
 
 mse = nn.functional.mse_loss
-NULL_CONTEXT = {"batches": None, "optimizer": None, "loader": None}
+DEFAULTS = {"batches": None, "optimizer": None, "loader": None}
 FAST = {"device_ids": ["cpu"] * 2, "repeats": 1, "batches": [4]}
 
 
@@ -38,7 +38,7 @@ def sample(rows=8):
 
 
 def plan(**options):
-    options = NULL_CONTEXT | {"device_ids": ["cpu"] * 2, "repeats": 3, "seconds": 60} | options
+    options = DEFAULTS | {"device_ids": ["cpu"] * 2, "repeats": 3, "seconds": 60} | options
     return plan_of(net(), mse, sample(), **options)
 
 

@@ -8,8 +8,8 @@ from mgpu_core.tools.explain.steps import Step
 from mgpu_core.tools.explain.topology import HostMemory, Link, Tier, Topology
 from mgpu_core.trace.events import ALL_RANKS, NO_BUCKET, Collective, Cut, Mark, Span
 
-NULL_CONTEXT = (Tier(None, 1e-30),)  # a byte costs so little that it is gone beside a second
-HOST = HostMemory(0.0, 0.0, NULL_CONTEXT, NULL_CONTEXT)
+FREE = (Tier(None, 1e-30),)  # a byte costs so little that it is gone beside a second
+HOST = HostMemory(0.0, 0.0, FREE, FREE)
 S = 10**9
 
 
@@ -123,6 +123,6 @@ def test_one_backward_for_all_ranks_is_shared_by_those_of_a_device(devices, seco
 
 def test_backwards_that_took_turns_do_so_on_the_host_again():
     found = profile_of(Step(0, "data_parallel", drop_in([1, 1])), "net")
-    links = Topology("free", Link(0.0, NULL_CONTEXT))
+    links = Topology("free", Link(0.0, FREE))
     assert [predict_step(found, gpus, Plan(HOST)).compute_s for gpus in (1, 2, 4)] == [30, 60, 120]
     assert [predict_step(found, gpus, Plan(links)).compute_s for gpus in (1, 2, 4)] == [40, 40, 40]

@@ -26,9 +26,9 @@ import torch
 from mgpu_core.devices.transfer import to_device
 from mgpu_core.errors import Error
 from mgpu_core.inference.answers import Answers
-from mgpu_core.inference.replicas import Replica
 from mgpu_core.inference.request_queue import RequestQueue
 from mgpu_core.inference.requests import Call, Joiner, Request, copied_to_host
+from mgpu_core.inference.served_replicas import Replica
 from mgpu_core.inference.stats import DeviceStats, Stats
 from mgpu_core.ranks.context import CallerContext
 from mgpu_core.ranks.workers import Crew

@@ -23,9 +23,9 @@ from mgpu_core.devices.traces import refuse_traces
 from mgpu_core.devices.transfer import used_here
 from mgpu_core.inference.answers import Answers, ApartError
 from mgpu_core.inference.engine import Engine
-from mgpu_core.inference.replicas import replicas_of
 from mgpu_core.inference.request_queue import RequestQueue
 from mgpu_core.inference.requests import Call, Joiner, Request
+from mgpu_core.inference.served_replicas import replicas_of
 from mgpu_core.inference.stats import Stats
 from mgpu_core.parallel.gather_outputs import gather
 from mgpu_core.pipeline.placement import is_spread

@@ -11,7 +11,7 @@ from fakes.nets import cpu
 from torch import nn
 
 from mgpu_core import Pipeline, Predictor
-from mgpu_core.inference.replicas import GraphedModule
+from mgpu_core.inference.served_replicas import GraphedModule
 from mgpu_core.step.graph_cache import ATTEMPTS, RETRY_AFTER
 
 

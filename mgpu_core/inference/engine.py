@@ -85,8 +85,8 @@ class Engine:
         self._lock, self._number = threading.Lock(), next(_numbers)
         cpu_ranks = sum(device.type == "cpu" for device in devices)
         self._serving = len(devices)
-        crew = Crew("mgpu predictor", len(devices), max(1, cpu_ranks))
-        crew.share(torch.get_num_threads())
+        crew = Crew("mgpu predictor", len(devices))
+        crew.share(torch.get_num_threads(), max(1, cpu_ranks))
         self._wait = crew.serve([context.bind(partial(self._work, rank), rank) for rank in range(len(devices))])
 
     def _work(self, rank: int) -> None:

@@ -133,7 +133,7 @@ def compiled_by_rank(tree: ModuleTree, ranks: int) -> list[list[tuple[int, Any]]
 def build_replica(
     tree: ModuleTree,
     parameters: Sequence[torch.Tensor],
-    buffers: Sequence[torch.Tensor],
+    buffers: Sequence[torch.Tensor] | None,
     compiled: Sequence[tuple[int, Any]],
     *,
     leaves: bool = False,
@@ -142,7 +142,7 @@ def build_replica(
 
     Args:
         tree: the network as it is now.
-        parameters, buffers: of the rank, in the tree's order.
+        parameters, buffers: of the rank, in the tree's order; ``None``: the modules' own tables of buffers.
         compiled: for each compiled module the index of its node, and the callable of its replica.
         leaves: the parameters are ``nn.Parameter``; otherwise they are made :class:`ReplicaParameter`.
     """
@@ -157,7 +157,7 @@ def build_replica(
             # Past Module.__setattr__, which would find out for each value what it is.
             assign(replica, "__dict__", _attributes(node, replicas, parameters, buffers))
         else:
-            _wire_by_setattr(node, replica, replicas, parameters, buffers, leaves)
+            _wire_by_setattr(node, replica, replicas, parameters, tree.buffers if buffers is None else buffers, leaves)
     if not leaves:
         as_parameters(tree.parameters, parameters)
     if tree.has_holders:
@@ -178,7 +178,7 @@ def _attributes(
     node: ModuleNode,
     replicas: list[Any],
     parameters: Sequence[torch.Tensor],
-    buffers: Sequence[torch.Tensor],
+    buffers: Sequence[torch.Tensor] | None,
 ) -> dict[str, Any]:
     """Return a replica's ``__dict__``: its tensors and modules are its own, other attributes are the module's."""
     original = node.module.__dict__
@@ -186,9 +186,10 @@ def _attributes(
     attributes = {**original, "_is_replica": True, SHARES_HOOKS: True, "_former_parameters": own, "_parameters": own}
     for name, index in node.parameters:
         own[name] = parameters[index]
-    below = attributes["_buffers"] = {**original["_buffers"]}
-    for name, index in node.buffers:
-        below[name] = buffers[index]
+    if buffers is not None:
+        below = attributes["_buffers"] = {**original["_buffers"]}
+        for name, index in node.buffers:
+            below[name] = buffers[index]
     below = attributes["_modules"] = {**original["_modules"]}
     for name, index in node.children:
         below[name] = replicas[index]

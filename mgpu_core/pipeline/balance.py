@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import accumulate, pairwise
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
-from torch.nn import Module, ModuleDict, ModuleList, Sequential
+from torch.nn import Module
 
 from mgpu_core.pipeline.deferred import recomputing
+from mgpu_core.pipeline.layers import bytes_of, checked_shares, largest_block, layers_of, least_cut
 from mgpu_core.ranks.random import random_numbers_kept
 from mgpu_core.trees.nested import map_leaves, tensors_in, unwrapped
 
@@ -21,11 +22,8 @@ __all__ = [
     "SavedTensors",
     "arguments_of",
     "balance",
-    "bytes_of",
-    "cut_by_bytes",
     "cut_layers",
     "measured_layers",
-    "units_of",
 ]
 
 _REPEATS = 3
@@ -105,69 +103,59 @@ class Balance(NamedTuple):
     table: BalanceTable
 
 
-def balance(net: Module, sample: Any, parts: int, by: str = "time") -> Balance:
+def balance(
+    net: Module,
+    sample: Any,
+    parts: int,
+    by: str = "time",
+    *,
+    shares: Sequence[float] | None = None,
+    memory: Sequence[float] | None = None,
+) -> Balance:
     """Find the cut whose slowest part is the fastest, or whose largest part is the smallest.
 
     Runs the net once on ``sample``, and each of its layers a few times more, forward and backward, on the devices where
-    they are.  The layers are the children of the net; for ``nn.Sequential`` and lists and dicts of modules, their
-    entries.  Code between them is not counted.  Buffers, gradients and random numbers stay as they were.
+    they are.  The layers are those that :func:`mgpu_core.place` places, in the order of their calls.  Code between them
+    is not counted.  Buffers, gradients and random numbers stay as they were.
 
     Args:
-        net: a module whose layers run one after the other, in the order of their registration.
+        net: a module whose layers run one after the other.
         sample: the arguments of a call: a tuple; a dict by name; or the only argument.
         parts: how many.
         by: ``time``; or ``memory``, the bytes of parameters, buffers and of what autograd keeps for the backward.
+        shares: one positive number per part: of unequal devices, how much each can take.
+        memory: the bytes that each part may have, of parameters, buffers and what autograd keeps.
 
     Returns:
         The cut, and a table of its parts to print.
 
     Raises:
-        ValueError: another ``by``; more parts than layers that the net calls.
+        ValueError: another ``by``; more parts than layers that the net calls; no cut keeps to ``memory``.
     """
     if by not in ("time", "memory"):
         raise ValueError(f"by must be time or memory, not {by!r}")
-    return cut_layers(measured_layers(net, sample), parts, by)
+    return cut_layers(measured_layers(net, sample, parts), parts, by, shares=shares, memory=memory)
 
 
-def measured_layers(net: Module, sample: Any) -> list[Part]:
+def measured_layers(net: Module, sample: Any, parts: int) -> list[Part]:
     """Return the layers of a net in the order of their calls, each as a part of its own; see :func:`balance`."""
     with recomputing([net]), random_numbers_kept(each.device for each in net.parameters()):
-        return [_measured(name, unit, *call) for name, unit, call in _calls(net, sample)]
+        return [_measured(name, unit, *call) for name, unit, call in _calls(net, sample, parts)]
 
 
-def cut_layers(layers: Sequence[Part], parts: int, by: str) -> Balance:
+def cut_layers(
+    layers: Sequence[Part],
+    parts: int,
+    by: str,
+    *,
+    shares: Sequence[float] | None = None,
+    memory: Sequence[float] | None = None,
+) -> Balance:
     """Return the best cut of measured layers; see :func:`balance`."""
-    cut = _best_cut([each.seconds if by == "time" else each.nbytes for each in layers], parts)
+    nbytes = [each.nbytes for each in layers]
+    costs: Sequence[float] = [each.seconds for each in layers] if by == "time" else nbytes
+    cut = least_cut(costs, checked_shares(shares, parts), nbytes, memory)
     return Balance([layers[index].layers[0] for index in cut], BalanceTable(layers, cut, by))
-
-
-def cut_by_bytes(net: Module, parts: int) -> list[str]:
-    """Return the names of the layers at which parts after the first begin, so that the largest has the least bytes."""
-    units = list(units_of(net))
-    cut = _best_cut([bytes_of(unit) for _, unit in units], parts)
-    return [units[index][0] for index in cut]
-
-
-def bytes_of(module: Module) -> int:
-    """Return the bytes of parameters and buffers."""
-    return sum(each.nbytes for each in (*module.parameters(), *module.buffers()))
-
-
-def units_of(root: Module, names: Sequence[str] = ()) -> Iterator[tuple[str, Module]]:
-    """Yield the layers of a module, in the order of registration, with their names.
-
-    Args:
-        names: of modules that must be layers, or lie in none: the modules around them are opened.
-    """
-    around = {name[:i] for name in names for i, letter in enumerate(name) if letter == "."}
-
-    def below(module: Module, prefix: str) -> Iterator[tuple[str, Module]]:
-        for name, child in module.named_children():
-            path = prefix + name
-            is_open = path in around or (isinstance(child, Sequential | ModuleList | ModuleDict) and path not in names)
-            yield from below(child, f"{path}.") if is_open and len(child._modules) else [(path, child)]
-
-    return below(root, "")
 
 
 def arguments_of(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -177,9 +165,9 @@ def arguments_of(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return unwrapped(sample if isinstance(sample, tuple) else (sample,)), {}
 
 
-def _calls(net: Module, sample: Any) -> list[tuple[str, Module, tuple[Any, Any]]]:
+def _calls(net: Module, sample: Any, parts: int) -> list[tuple[str, Module, tuple[Any, Any]]]:
     """Run the net once; return the layers in the order of their first calls, with the arguments of those."""
-    names = {unit: name for name, unit in reversed([*units_of(net)])}  # the first of several
+    names = {unit: name for name, unit in layers_of(net, largest=largest_block(net, parts))}
     calls: dict[Module, tuple[Any, Any]] = {}
 
     def before(unit: Module, args: Any, kwargs: Any) -> None:
@@ -264,21 +252,3 @@ def _synchronize() -> None:
 def _joined(layers: Sequence[Part]) -> Part:
     names, seconds, nbytes = zip(*layers, strict=True)
     return Part(sum(names, ()), sum(seconds), sum(nbytes))
-
-
-def _best_cut(costs: Sequence[float], parts: int) -> list[int]:
-    """Return where parts after the first begin, so that the largest sum of a part is least; none is empty.
-
-    Dynamic programming over the positions of the last cut.
-    """
-    if not 1 <= parts <= len(costs):
-        raise ValueError(f"{parts} parts are more than the {len(costs)} layers of the module, or fewer than one")
-    sums, count = [0.0, *accumulate(costs)], len(costs)
-    # best[end]: the largest sum with the first `end` layers in as many parts as there are so far, and their cuts
-    best: dict[int, tuple[float, list[int]]] = {end: (sums[end], []) for end in range(1, count + 1)}
-    for part in range(2, parts + 1):
-        best = {
-            end: min((max(best[cut][0], sums[end] - sums[cut]), [*best[cut][1], cut]) for cut in range(part - 1, end))
-            for end in range(part, count + 1)
-        }
-    return best[count][1]

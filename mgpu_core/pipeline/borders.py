@@ -1,4 +1,4 @@
-"""Values that cross the border from one device to another: differentiable copies, and copies that end a graph."""
+"""Values that cross the border from one stage to another: differentiable copies, and copies that end a graph."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ import torch
 from mgpu_core.devices.streams import caller_streams, resumed_on_all
 from mgpu_core.devices.transfer import copy_aside, hand_over
 from mgpu_core.support.null_context import NULL_CONTEXT
-from mgpu_core.trees.nested import map_leaves
 
-__all__ = ["Crossing", "send", "send_value"]
+__all__ = ["Crossing", "send"]
 
 
 class _Send(torch.autograd.Function):
@@ -32,8 +31,20 @@ class _Send(torch.autograd.Function):
         return back, None, None
 
 
+class _Handed(torch.autograd.Function):
+    """A leaf in the hands of a module, which may write it in place, as it could not write the leaf."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: torch.Tensor) -> torch.Tensor:
+        return leaf.detach()  # the same memory, and the same count of writes
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad
+
+
 class Crossing:
-    """A tensor and its copy on another device, a leaf of another graph; the gradient of the copy is the tensor's.
+    """A tensor and its copy in another stage, a leaf of another graph; the gradient of the copy is the tensor's.
 
     Attributes:
         source: the tensor, or a parameter.
@@ -45,8 +56,14 @@ class Crossing:
 
     def __init__(self, source: torch.Tensor, device: torch.device) -> None:
         self.source = source
-        self.leaf = copy_aside(source.detach(), device).requires_grad_(source.requires_grad)
+        self.leaf = copy_aside(source.detach(), device).requires_grad_()
         self.grad: torch.Tensor | None = None
+
+    def handed(self) -> torch.Tensor:
+        """Return the copy for the stage to compute with."""
+        hand_over([self.leaf])
+        given: torch.Tensor = _Handed.apply(self.leaf)
+        return given
 
     def send_back(self) -> None:
         """Start the copy of the gradient to the device of the source, and let go of the copy."""
@@ -55,33 +72,11 @@ class Crossing:
         del self.leaf
 
 
-def send(tensor: torch.Tensor, device: torch.device, crossings: list[Crossing] | None = None) -> torch.Tensor:
-    """Return the tensor on ``device``; call ``hand_over`` on it before computing with it.
-
-    Args:
-        crossings: ``None``: the copy is differentiable.  Otherwise it is a leaf of another graph, and the list gets its
-            :class:`Crossing` if it requires grad.
-    """
-    if crossings is not None:
-        crossing = Crossing(tensor, device)
-        crossings += [crossing] if tensor.requires_grad else []
-        return crossing.leaf
+def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return the tensor on ``device``, by a differentiable copy; call ``hand_over`` on it before computing with it."""
     if tensor.device == device:
         return tensor
     if not (torch.is_grad_enabled() and tensor.requires_grad):
         return copy_aside(tensor, device)
     copy: torch.Tensor = _Send.apply(tensor, device, caller_streams((tensor.device, device)))
     return copy
-
-
-def send_value(value: Any, source: torch.device, device: torch.device, crossings: list[Crossing] | None) -> Any:
-    """Return a nest with its tensors sent by :func:`send`; a leaf that names ``source`` names ``device``."""
-    if source == device and crossings is None:
-        return value
-
-    def sent(leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor):
-            return send(leaf, device, crossings)
-        return device if isinstance(leaf, torch.device) and leaf == source else leaf
-
-    return map_leaves(value, sent)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -16,12 +15,10 @@ from mgpu_core.devices.transfer import hand_over
 from mgpu_core.parallel.apply import draws_apart
 from mgpu_core.parallel.gather_outputs import gather
 from mgpu_core.parallel.scatter_inputs import scatter_objects
-from mgpu_core.pipeline.balance import arguments_of, balance, cut_by_bytes
-from mgpu_core.pipeline.borders import Crossing
-from mgpu_core.pipeline.deferred import DeferredStatistics, recomputing
-from mgpu_core.pipeline.graph import ProgramCache
+from mgpu_core.pipeline.deferred import DeferredStatistics
 from mgpu_core.pipeline.pipeline_run import LastStage, PipelineRun, workers_of
-from mgpu_core.pipeline.placement import Placement, find_in, refuse_moves
+from mgpu_core.pipeline.place import placed
+from mgpu_core.pipeline.placement import refuse_moves
 from mgpu_core.pipeline.schedules import FORWARD, check_schedule, plan
 from mgpu_core.ranks.compiled import outside_the_compiler
 from mgpu_core.ranks.modes import check_modes
@@ -86,6 +83,8 @@ class Pipeline(Module):
         schedule: str = "1f1b",
         checkpoint: str = "never",
         sample: Any = None,
+        shares: Sequence[float] | None = None,
+        memory: Sequence[float] | None = None,
         output_device: DeviceLike | None = None,
         dim: int = 0,
         deferred_batch_norm: bool = False,
@@ -95,22 +94,27 @@ class Pipeline(Module):
         devices = as_devices(device_ids)
         chunks = _CHUNKS_PER_STAGE * len(devices) if chunks is None else chunks
         _check_options(chunks, schedule, checkpoint, rng)
-        net, points = _taken_apart(stages, devices, split_points, sample)
-        programs = ProgramCache(net, points)
-        program, _ = programs.find(*(_placeholders(net) if sample is None else arguments_of(sample)))
-        self.device_ids, self.split_points = list(devices), points
+        net, split = _taken_apart(stages, devices, split_points)
+        self.device_ids = list(devices)
         self.chunks, self.schedule, self.checkpoint = chunks, schedule, checkpoint
         self.output_device = devices[-1] if output_device is None else as_device(output_device)
         self.dim, self.rng = dim, rng
-        self._sample, self._is_deferred = sample, deferred_batch_norm
-        self._placement = Placement(net, program, devices)
-        self._programs, self._tree = programs, ModuleTree(net)
+        self._is_deferred = deferred_batch_norm
+        self._placement = placed(
+            net, devices, split, sample=sample, shares=shares, memory=memory, recomputes=checkpoint != "never"
+        )
+        self._tree = ModuleTree(net)
         layers = [each for each in net.modules() if isinstance(each, _BatchNorm)] if deferred_batch_norm else []
         self._deferred = [DeferredStatistics(each) for each in layers]
         self.__dict__["module"] = net  # no child: its children are this module's, under their own names
         for table in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             self.__dict__[table] = getattr(net, table)
         self.training = net.training
+
+    @property
+    def split_points(self) -> list[str]:
+        """The names of the modules at which the stages after the first begin."""
+        return list(self._placement.starts)
 
     to = to_empty = cpu = cuda = ipu = mtia = xpu = refuse_moves
 
@@ -131,7 +135,7 @@ class Pipeline(Module):
             raise ValueError(f"a copy of {len(self.device_ids)} stages needs as many devices, not {len(devices)}")
         return Pipeline(
             copy_module(self.module), devices, split_points=self.split_points, chunks=self.chunks,
-            schedule=self.schedule, checkpoint=self.checkpoint, sample=self._sample, dim=self.dim,
+            schedule=self.schedule, checkpoint=self.checkpoint, dim=self.dim,
             deferred_batch_norm=self._is_deferred, rng=self.rng,
         )  # fmt: skip
 
@@ -174,27 +178,28 @@ class Pipeline(Module):
             ValueError: micro-batches whose arguments differ in structure.
             RuntimeError: a parameter is not on the device of its stage.
         """
-        if not self._tree.is_current():
-            self._programs.clear()
-        found = [self._programs.find(*each) for each in arguments]
-        program, stages = found[0][0], found[0][0].stages
-        if not self._tree.is_current():
-            self._tree, self._placement = ModuleTree(self.module), Placement(self.module, program, self.device_ids)
-        if any(each is not program for each, _ in found):
-            raise ValueError("the arguments of the micro-batches differ in structure")
-        self._placement.check(self._tree.tensors)
-        crossings: list[Crossing] | None = None if last is None else []
-        schedule = self.schedule if last is not None else "gpipe"  # all forwards come first
-        actions = plan(len(self.device_ids), len(found), schedule, workers_of(self.device_ids))
-        kept = len(found) - 1 if self.checkpoint == "except_last" else len(found)
+        placement = self._placement
+        if placement.follow(self.module):
+            self._tree = ModuleTree(self.module)
+        placement.check(self.module)
+        actions = plan(
+            len(self.device_ids),
+            len(arguments),
+            self.schedule if last is not None else "gpipe",
+            workers_of(self.device_ids),
+        )
+        if last is None:
+            actions = [each for each in actions if each.kind == FORWARD]
+        kept = len(arguments) - 1 if self.checkpoint == "except_last" else len(arguments)
         return PipelineRun(
-            program, self.device_ids, self._placement.finders(program, crossings),
-            actions if last is not None else [each for each in actions if each.kind == FORWARD],
-            [tensors for _, tensors in found], last=last, shared=crossings or (), autocast=autocast,
+            placement, self.module, arguments, actions, last=last, autocast=autocast,
             recomputes=lambda micro_batch: self.checkpoint != "never" and micro_batch < kept,
-            recomputing=lambda stage: recomputing([find_in(self.module, each) for each in stages[stage].modules]),
-            first_rank=copy * len(self.device_ids),
+            restart=self._drop_statistics, first_rank=copy * len(self.device_ids),
         )  # fmt: skip
+
+    def _drop_statistics(self) -> None:
+        for each in self._deferred:
+            each.drop()
 
     def finish(self, run: PipelineRun, *, in_caller: bool = False) -> None:
         """Run it, in workers or in the calling thread; commit deferred statistics and gradients of copied parameters.
@@ -205,12 +210,11 @@ class Pipeline(Module):
         try:
             run.run(draws=draws_apart(self._tree, self.rng), in_caller=in_caller)
         except BaseException:
-            for each in self._deferred:
-                each.drop()
+            self._drop_statistics()
             raise
         for each in self._deferred:
             each.commit()
-        for crossing in run.shared:
+        for _, crossing in sorted(run.shared.items(), key=lambda each: each[0][1]):  # by stages
             crossing.send_back()
             if crossing.grad is not None:
                 hand_over([crossing.grad])
@@ -234,8 +238,8 @@ def _check_options(chunks: Any, schedule: str, checkpoint: str, rng: str) -> Non
 
 
 def _taken_apart(
-    stages: Any, devices: Sequence[torch.device], split_points: Sequence[str] | None, sample: Any
-) -> tuple[Module, list[str]]:
+    stages: Any, devices: Sequence[torch.device], split_points: Sequence[str] | None
+) -> tuple[Module, list[str] | None]:
     """Return the module, and the names of the modules at which its stages after the first begin."""
     if not isinstance(stages, Module):
         parts = list(stages)
@@ -245,27 +249,9 @@ def _taken_apart(
                 "devices"
             )
         return torch.nn.Sequential(*parts), [str(index) for index in range(1, len(parts))]
-    if split_points is None:
-        if not isinstance(stages, torch.nn.Sequential) and len(devices) > 1:
-            raise ValueError(
-                f"a {type(stages).__name__} needs split_points: the names of the modules at which each stage after "
-                "the first begins; mgpu_core.balance finds them"
-            )
-        if sample is None:
-            return stages, cut_by_bytes(stages, len(devices))
-        return stages, balance(stages, sample, len(devices)).split
-    if len(split_points) != len(devices) - 1:
+    if split_points is not None and len(split_points) != len(devices) - 1:
         raise ValueError(
             f"{len(devices)} devices need {len(devices) - 1} split points, one fewer than devices, not "
             f"{len(split_points)}"
         )
-    return stages, list(split_points)
-
-
-def _placeholders(net: Module) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return arguments of the form of a call: a tensor for each parameter of the forward without a default."""
-    parameters = inspect.signature(net.forward).parameters
-    for name, each in parameters.items():
-        if each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD, each.KEYWORD_ONLY):
-            raise ValueError(f"the forward of {type(net).__name__} takes {name}: pass sample=, the arguments of a call")
-    return tuple(torch.empty(0) for each in parameters.values() if each.default is each.empty), {}
+    return stages, None if split_points is None else list(split_points)

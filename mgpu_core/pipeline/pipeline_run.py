@@ -1,40 +1,54 @@
-r"""One call of a pipeline: each device's worker runs its actions in the order of the plan.
+r"""One call of a pipeline: a lane per micro-batch runs the module's own code, and takes turns at the stages.
 
-A worker waits before an action until the actions that it depends on are done; the stage before has begun to send the
-values by then.  On a GPU the host waits for the launch alone, and streams wait for the data::
+A *lane* is a thread with a view of the module: the same parameters, buffers and layers, and attributes of its own.
+When it comes to the first layer of the next stage, it ends its turn, and waits for its turn there by the plan::
 
-    worker 0   F0 ─ F1 ─────────── B0 ─ F2 ─ B1 ...        F: forward, B: backward, of a micro-batch
-                 \    \            /  (a copy of the value, or of the gradient, on a side stream)
-    worker 1      F0 ─ B0 ─ F1 ─ B1 ...
+    lane 0   F0 at stage 0 ─ F0 at stage 1, loss, B0 at stage 1 ─ B0 at stage 0        F: forward, B: backward
+    lane 1            └ F1 at stage 0 ──────────┴ F1 at stage 1, ...
+                                                └ (one lane at a time is at a stage)
 
-No worker waits inside a forward or a backward.  When a stage fails, the run is marked as stopped, and each other worker
-ends before its next action.
+In a training step each stage of a micro-batch has a graph of its own.  A tensor of an earlier stage is replaced by a
+leaf wherever it is used, and the leaf's gradient goes to the backward of the stage that made the tensor.  Autograd
+numbers the nodes of a thread in their order, so the stage of a tensor is found by its number.  On GPUs the host waits
+for turns alone: streams wait for the data.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from bisect import bisect_right
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch.utils.checkpoint import checkpoint
+from torch._C._autograd import _get_sequence_nr
+from torch.nn import Module
 
 from mgpu_core.devices.streams import caller_streams, on
 from mgpu_core.devices.time_limits import time_limit
 from mgpu_core.devices.transfer import hand_over
-from mgpu_core.pipeline.borders import Crossing, send, send_value
-from mgpu_core.pipeline.graph import Program
-from mgpu_core.pipeline.schedules import FORWARD, Action
+from mgpu_core.pipeline.borders import Crossing
+from mgpu_core.pipeline.placement import Placement
+from mgpu_core.pipeline.schedules import BACKWARD, FORWARD, Action
+from mgpu_core.pipeline.visits import Border, Visit, is_in_place, tensors_among
 from mgpu_core.ranks.context import CallerContext
 from mgpu_core.ranks.run import Run, current_lane
 from mgpu_core.ranks.team import Team
 from mgpu_core.support.null_context import NULL_CONTEXT
 from mgpu_core.trace.events import Schedule
 from mgpu_core.trace.tracer import emit, is_tracing, span, when_tracing
-from mgpu_core.trees.nested import tensors_in
+from mgpu_core.trees.nested import map_leaves
 
 __all__ = ["LastStage", "PipelineRun", "workers_of"]
+
+_MOST_TRIES = 5  # for each thing that a first micro-batch can show
+_OF_LEAVES = 2**64 - 1  # autograd's number of the nodes that add to a leaf's gradient
+_LEAF = -2
+_REENTRANT = "CheckpointFunctionBackward"
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def workers_of(devices: Sequence[torch.device]) -> list[int]:
@@ -49,12 +63,15 @@ class LastStage(Protocol):
     def forward(self, micro_batch: int, output: Any) -> None:
         """Compute the loss."""
 
+    def node(self, micro_batch: int) -> Any:
+        """Return its node in autograd's graph."""
+
     def backward(self, micro_batch: int) -> None:
         """Differentiate it."""
 
 
-class _Done(NamedTuple):
-    """An action, as workers tell each other that it is done."""
+class _Turn(NamedTuple):
+    """A turn in the plan of a worker."""
 
     kind: str
     stage: int
@@ -64,185 +81,457 @@ class _Done(NamedTuple):
         return f"the {self.kind} of stage {self.stage} on micro-batch {self.micro_batch}"
 
 
+class _Again(Exception):
+    """The call must begin again: the first micro-batch has shown something to know before."""
+
+
 class PipelineRun:
-    """The values of one call, and who computes them.
+    """The values of one call.
+
+    In the first call of a form the first micro-batch goes ahead alone, and shows in which order layers are called and
+    where tensors around them are used.  If that is not as it was supposed, the module is placed anew and the call
+    begins again, with the buffers and random numbers of before.
 
     Args:
-        program: the module's code in stages.
-        devices: one per stage.
-        find: per stage, a function from a name to its module or tensor.
+        placement: of the module.
+        root: the module.
+        arguments: per micro-batch, with their tensors on the first device.
         actions: a plan, or the forwards of one.
-        inputs: per micro-batch the tensors of its arguments, in the program's order, on the first device.
-        last: the loss of a training step, whose stages have graphs of their own; ``None``: the stages have one
-            graph, and no backward is run.
-        shared: the copies of parameters that several stages use.
-        recomputes: whether a stage keeps only the inputs of a micro-batch, and runs its forward again in backward.
-        recomputing: returns the context of a second forward of a stage.
+        last: the loss of a training step; ``None``: the stages have one graph, and no backward is run.
+        recomputes: whether the layers of a micro-batch keep only their inputs, and run again in backward.
         autocast: returns the context of forwards on a device.
+        restart: called before the call begins again.
         first_rank: of stage 0 in a recording.
 
     Attributes:
-        shared: the same.
-        outputs: the module's output of each micro-batch, on the last device; with ``last`` it is not kept.
+        outputs: the module's output of each micro-batch; with ``last`` it is not kept.
+        numbers: of each stage the next number of autograd's nodes, in one graph over all micro-batches.
+        shared: copies of parameters that several stages use, by the id of the parameter and the stage.
+        replicas: of layers that run in other stages than their own, by name and stage.
     """
 
     def __init__(
         self,
-        program: Program,
-        devices: Sequence[torch.device],
-        find: Sequence[Callable[[str], Any]],
+        placement: Placement,
+        root: Module,
+        arguments: Sequence[Arguments],
         actions: Sequence[Action],
-        inputs: Sequence[Sequence[torch.Tensor]],
         *,
         last: LastStage | None = None,
-        shared: Sequence[Crossing] = (),
         recomputes: Callable[[int], bool] = lambda _: False,
-        recomputing: Callable[[int], AbstractContextManager[object]] = lambda _: NULL_CONTEXT,
         autocast: Callable[[torch.device], AbstractContextManager[object]] = lambda _: NULL_CONTEXT,
+        restart: Callable[[], None],
         first_rank: int = 0,
     ) -> None:
-        self._first_rank = first_rank
-        self._crossed: dict[tuple[int, int], int] = {}  # bytes by stage and reader, while a trace is recorded
-        self._program, self._devices, self._find, self._actions = program, devices, find, actions
-        self._last, self._recomputes, self._recomputing, self._autocast = last, recomputes, recomputing, autocast
-        self._workers = workers_of(devices)
-        self._names = [f"stage {stage} on device {device}" for stage, device in enumerate(devices)]
-        self._run: Run | None = None  # whose lanes are the workers
-        self.shared = shared
-        self._values: dict[tuple[int, int], dict[str, Any]] = {}  # that wait for a stage and micro-batch
-        self._read: dict[tuple[int, int], list[Crossing]] = {}  # leaves of a stage's graph of a micro-batch
-        self._given: dict[tuple[int, int], list[Crossing]] = {}  # what others read of it
-        self.outputs: list[Any] = [None] * len(inputs)
-        for micro_batch, tensors in enumerate(inputs):
-            for name, tensor in zip(program.inputs, tensors, strict=True):
-                for stage in program.consumers.get(name, ()):
-                    source = tensor if last is None else tensor.detach()
-                    self._waiting(stage, micro_batch)[name] = send(source, devices[stage])
+        self.placement, self.last, self.recomputes, self.autocast = placement, last, recomputes, autocast
+        self.first_rank, self.workers = first_rank, workers_of(placement.devices)
+        self.turns = self.workers  # whose turns a stage takes
+        self.streams = caller_streams(placement.devices)
+        self.crossed: dict[tuple[int, int], int] = {}  # bytes by stage and reader, while a trace is recorded
+        self.names = [f"micro-batch {index}" for index in range(len(arguments))]  # for messages; lanes keep them
+        self.outputs: list[Any] = [None] * len(arguments)
+        self.draws = False
+        self.numbers = [0] * len(placement.devices)
+        self.shared: dict[tuple[int, int], Crossing] = {}
+        self.replicas: dict[tuple[str, int], Module] = {}
+        self._root, self._arguments, self._actions, self._restart = root, arguments, actions, restart
+        self._run: Run | None = None
 
     def run(self, *, draws: bool, in_caller: bool = False) -> None:
-        """Run all actions.
+        """Run all micro-batches.
 
         Args:
-            draws: the stages draw random numbers, so each CPU stage gets its own random stream.
-            in_caller: one after the other in the calling thread, in the order of the plan.
+            draws: the module draws random numbers, so each lane gets its own stream of those of the CPU.
+            in_caller: one action at a time, in the order of the plan.
 
         Raises:
             Exception: a stage raised it, of the same type, naming stage, micro-batch and device.
         """
-        workers = list(dict.fromkeys(self._workers))
-        team = Team.of([self._devices[worker] for worker in workers])
-        names = [self._names[worker] for worker in workers]  # for messages; kept up to date by the workers
-        if in_caller or len(workers) == 1 or CallerContext(team.devices).serialize:
-            team, queues = team.first(1), [list(self._actions)]
+        self.draws = draws
+        form = self._form()
+        if form in self.placement.known:
+            self._run_lanes(draws=draws, in_caller=in_caller, learns=False)
+            return
+        kept = _State(self._root, self.placement.devices)
+        for _ in range(_MOST_TRIES):
+            try:
+                self._run_lanes(draws=draws, in_caller=in_caller, learns=True)
+                break
+            except _Again:
+                kept.put_back()
+                self._restart()
+                self.shared.clear()
+                self.replicas.clear()
         else:
-            queues = [[each for each in self._actions if self._workers[each.stage] == worker] for worker in workers]
-        streams = dict(zip(self._devices, caller_streams(self._devices), strict=True))
-        calls = [
-            lambda rank=rank, actions=actions: self._work(rank, actions, names, streams, alone=len(queues) == 1)
-            for rank, actions in enumerate(queues)
-        ]
-        run = self._run = Run(team, names=names)
+            self._run_lanes(draws=draws, in_caller=in_caller, learns=False)
+        self.placement.known.add(form)
+
+    def _form(self) -> Hashable:
+        """Return the form of the call: the mode of the module, the kind of call and its arguments."""
+        args, kwargs = self._arguments[0] if self._arguments else ((), {})
+        return self._root.training, self.last is None, torch.is_grad_enabled(), len(args), *kwargs
+
+    def _run_lanes(self, *, draws: bool, in_caller: bool, learns: bool) -> None:
+        lanes, devices = len(self._arguments), self.placement.devices
+        team = Team.of(["cpu"] * lanes)
+        if in_caller:
+            self.turns = [0] * len(devices)
+        is_plain = min(lanes, len(devices)) == 1 or CallerContext(team.devices).serialize
+        plans: dict[Hashable, list[Hashable]] = {}
+        actions = [] if is_plain else list(self._actions)
+        if learns:  # the others wait for the first forward
+            actions.sort(key=lambda each: each.kind != FORWARD or each.micro_batch != 0)
+        for _, stage, kind, micro_batch in actions:
+            plans.setdefault(self.turns[stage], []).append(_Turn(kind, stage, micro_batch))
+        calls = [partial(self._lane, index, learns) for index in range(lanes)]
+        at_once = len({turn for turn, device in zip(self.turns, devices, strict=True) if device.type == "cpu"})
+        run = self._run = Run(team, names=self.names, plans=plans, at_once=at_once)
         try:
-            run.run(calls, draws=draws, workers="threads")
-        except BaseException:  # after Ctrl-C workers are still in their action
+            run.run(calls, draws=draws, workers="caller" if is_plain else "threads")
+        except BaseException:  # after Ctrl-C lanes are still in their turn
             run.stop(time_limit())
             raise
         self._trace()
 
+    def _lane(self, index: int, learns: bool) -> None:
+        args, kwargs = self._arguments[index]
+        micro_batch = MicroBatch(self, index)
+        lane = current_lane()
+        if learns and index == 0:
+            micro_batch.watch(self.placement.around(self._root))
+            view = self.placement.view(self._root)
+            try:
+                micro_batch.run(view, args, kwargs, self._learn)
+            except RuntimeError as error:
+                if self.placement.is_deep or "on the same device" not in str(error):
+                    raise
+                self.placement.look_closer()
+                raise _Again from error
+            self.placement.warn_assigned(self._root, view)
+            return
+        if learns and lane is not None:
+            lane.wait_for(["the forward of micro-batch 0"])
+        micro_batch.run(self.placement.view(self._root), args, kwargs)
+        if micro_batch.late:
+            self.placement.warn_late(self._root, micro_batch.late)
+
+    def _learn(self, first: MicroBatch) -> None:
+        """Learn from the first micro-batch, at the end of its forward.
+
+        Raises:
+            _Again: this call was not run as it would be now.
+            RuntimeError: a checkpoint runs layers of several stages in one backward.
+        """
+        placement = self.placement
+        if placement.learn(self._root, first.called, first.used_in):
+            raise _Again
+        if not placement.searches:
+            mistaken, names = first.looked_through()
+            if first.without_grad and _REENTRANT in names:
+                raise RuntimeError(
+                    "a checkpoint around layers with use_reentrant=True would run several stages backward in one turn: "
+                    "use use_reentrant=False"
+                )
+            if mistaken:
+                placement.look_closer()
+                raise _Again
+        if (lane := current_lane()) is not None:
+            lane.done("the forward of micro-batch 0")
+
     @when_tracing
     def _trace(self) -> None:
         """Tell a recording of the plan, and of the bytes that crossed each border."""
-        actions, workers = tuple(self._actions), tuple(self._workers)
-        borders = tuple((*border, nbytes) for border, nbytes in sorted(self._crossed.items()))
-        emit(lambda host_ns, thread: Schedule(actions, workers, self._first_rank, borders, host_ns, thread))
+        actions, workers = tuple(self._actions), tuple(self.workers)
+        borders = tuple((*border, nbytes) for border, nbytes in sorted(self.crossed.items()))
+        emit(lambda host_ns, thread: Schedule(actions, workers, self.first_rank, borders, host_ns, thread))
 
     def stop(self, seconds: float) -> bool:
-        """Let no action begin any more; return whether all workers have ended in that time."""
+        """Let no turn begin any more; return whether all lanes have ended in that time."""
         return self._run is None or self._run.stop(seconds)
 
-    def _work(self, rank: int, actions: Sequence[Action], names: list[str], streams: Any, *, alone: bool) -> None:
-        lane = None if alone else current_lane()  # alone: all actions are this thread's, in the order of the plan
-        for _, stage, kind, micro_batch in actions:
-            device = self._devices[stage]
-            names[rank] = f"stage {stage}, micro-batch {micro_batch}, on device {device}"
-            if lane is not None:
-                lane.wait_for([_Done(kind, before, micro_batch) for before in self._before(kind, stage)])
-            with on(device, streams[device]), span(kind, self._first_rank + stage, device, micro_batch):
-                (self._forward if kind == FORWARD else self._backward)(stage, micro_batch)
-            if lane is not None:
-                lane.done(_Done(kind, stage, micro_batch))
 
-    def _before(self, kind: str, stage: int) -> Iterable[int]:
-        """Return the stages whose same action comes first."""
-        return self._program.producers[stage] if kind == FORWARD else self._program.readers[stage]
+class MicroBatch(Visit):
+    """The way of one micro-batch through the stages, in its lane."""
 
-    def _waiting(self, stage: int, micro_batch: int) -> dict[str, Any]:
-        return self._values.setdefault((stage, micro_batch), {})
+    def __init__(self, run: PipelineRun, index: int) -> None:
+        super().__init__(run.placement)
+        self.stage, self.recomputes = -1, run.recomputes(index)
+        self._run, self._index, self._lane = run, index, current_lane()
+        self._turn = ExitStack()  # the device, the stream and the span of the present one
+        self._crossing_frame: Any = None  # of the checkpoint in which a stage has ended
+        self._begins: list[int] = []  # of each stage, the number of the first node that autograd made in it
+        self._cuts: dict[tuple[int, int, torch.device], torch.Tensor] = {}  # in place of tensors, by id and stage
+        self._cut_nodes: dict[Any, int] = {}  # of those, with their stages
+        self._read: dict[int, list[tuple[Crossing, int]]] = {}  # by stage, with the stage that made the tensor
+        self._given: dict[int, list[Crossing]] = {}  # by the stage that made the tensor; its gradient is on the way
 
-    def _forward(self, stage: int, micro_batch: int) -> None:
-        values = self._values.pop((stage, micro_batch), {})
-        tensors = tensors_in(values)
-        hand_over(tensors)
-        before = _versions(tensors)
-        with self._autocast(self._devices[stage]):
-            try:
-                result = self._called(stage, micro_batch, values)
-            except RuntimeError as error:
-                if "a leaf Variable that requires grad" in str(error):
-                    raise RuntimeError(_IN_PLACE.format(stage)) from error
-                raise
-            if before != _versions(tensors):
-                raise RuntimeError(_IN_PLACE.format(stage))
-            if stage == len(self._devices) - 1:
-                output = result.pop("output")
-                if self._last is None:
-                    self.outputs[micro_batch] = output
+    def run(
+        self,
+        module: Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        learn: Callable[[MicroBatch], None] | None = None,
+    ) -> None:
+        """Run the forward, and in a training step the loss and the backward; ``learn`` is called between them."""
+        run, last = self._run, len(self.places.devices) - 1
+        with self._turn, self:
+            with ExitStack() as stack:
+                for kind in dict.fromkeys(device.type for device in self.places.devices):
+                    _enter(stack, run.autocast(torch.device(kind)))
+                self.go_to(0)
+                self.begin_glue()
+                output = module(*args, **kwargs)
+                self.go_to(last)
+                if run.last is None:
+                    run.outputs[self._index] = output
+                    self._note_number()
                 else:
-                    self._last.forward(micro_batch, output)
-        self._send(stage, micro_batch, result)
+                    run.last.forward(self._index, output)
+                del output
+                self.end_glue()
+            if learn is not None:
+                learn(self)
+            self._copies.clear()
+            if run.last is not None:
+                self._backward(run.last, last)
 
-    def _called(self, stage: int, micro_batch: int, values: dict[str, Any]) -> dict[str, Any]:
-        part, find = self._program.stages[stage], self._find[stage]
-        if not self._recomputes(micro_batch) or not torch.is_grad_enabled():
-            return part.run(values, find)
-        result: dict[str, Any] = checkpoint(
-            part.run, values, find, use_reentrant=False,
-            context_fn=lambda: (NULL_CONTEXT, self._recomputing(stage)),
-        )  # fmt: skip
-        return result
+    def replica_of(self, border: Border, layer: Module) -> Module:
+        """Return a replica of a layer for the present stage; all micro-batches share it."""
+        key = border.name, self.stage
+        if key not in self._run.replicas:  # this stage is this lane's now
+            self._run.replicas[key] = super().replica_of(border, layer)
+        return self._run.replicas[key]
 
-    def _send(self, stage: int, micro_batch: int, values: dict[str, Any]) -> None:
-        """Begin to send what other stages read."""
-        given: list[Crossing] = []
-        source = self._devices[stage]
-        for name in self._program.stages[stage].gives:
-            for reader in self._program.consumers[name]:
-                if is_tracing():
-                    crossed = sum(each.nbytes for each in tensors_in(values[name]))
-                    self._crossed[stage, reader] = self._crossed.get((stage, reader), 0) + crossed
-                crossings: list[Crossing] | None = None if self._last is None else []
-                value = send_value(values[name], source, self._devices[reader], crossings)
-                given += crossings or ()
-                self._read.setdefault((reader, micro_batch), []).extend(crossings or ())
-                self._waiting(reader, micro_batch)[name] = value
-        self._given[stage, micro_batch] = given
+    def go_to(self, stage: int) -> None:
+        """Take the turns up to a stage.  There is no way back: an earlier layer runs in the present turn."""
+        while self.stage < stage:
+            self._note_number()
+            self._take(FORWARD, self.stage + 1)
+            super().go_to(self.stage + 1)
+            if self._run.last is None and torch.is_grad_enabled():
+                _count_to(self._run.numbers[self.stage])
+            self._begins.append(_get_sequence_nr())
 
-    def _backward(self, stage: int, micro_batch: int) -> None:
-        given = [each for each in self._given.pop((stage, micro_batch)) if each.grad is not None]
-        hand_over([each.grad for each in given if each.grad is not None])
-        if stage == len(self._devices) - 1 and self._last is not None:
-            self._last.backward(micro_batch)
-        elif given:
-            torch.autograd.backward([each.source for each in given], [each.grad for each in given])
-        for each in self._read.pop((stage, micro_batch), ()):
-            each.send_back()
+    def begin_layer(self, border: Border, layer: Module) -> None:
+        """Refuse a checkpoint whose layers run on two devices, if they draw random numbers."""
+        if self._run.draws and self._run.placement.is_known and self.places.devices[border.stage].type != "cpu":
+            frame = _checkpoint_frame()
+            if frame is not None and (border.stage > self.stage or frame is self._crossing_frame):
+                raise RuntimeError(
+                    f"a checkpoint is around the border before stage {border.stage}, and its random numbers would be "
+                    "others in the backward: put the border outside of the checkpoint, or set dropout to 0"
+                )
+        super().begin_layer(border, layer)
+
+    def passed_on(self, border: Border, output: Any) -> Any:
+        """Go on in the next stage after the last layer of one; return its output there.
+
+        So a checkpoint around the next layer finds its input on the device where it draws random numbers.
+        """
+        if self.stage != border.stage or border.next_stage is None:
+            return output
+        self.go_to(border.next_stage)
+        self._crossing_frame = _checkpoint_frame()
+        return self.bring_to(self.device, output)
+
+    def _note_number(self) -> None:
+        """Let the next micro-batch in this stage go on with the numbers of autograd's nodes."""
+        if self.stage >= 0:
+            self._run.numbers[self.stage] = _get_sequence_nr()
+
+    def _take(self, kind: str, stage: int) -> None:
+        run, device = self._run, self.places.devices[stage]
+        self._turn.close()
+        if self._lane is not None:
+            self._lane.turn(run.turns[stage], _Turn(kind, stage, self._index))
+        run.names[self._index] = f"stage {stage}, micro-batch {self._index}, on device {device}"
+        _enter(self._turn, on(device, run.streams[stage]))
+        _enter(self._turn, span(kind, run.first_rank + stage, device, self._index))
+
+    def bring(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor for the present stage: on its device, and of its own graph in a training step."""
+        if self._run.last is None or not (tensor.requires_grad and torch.is_grad_enabled()):
+            return super().bring(tensor)
+        if tensor.grad_fn is None:
+            return tensor if self.places.stage_of(tensor, self.stage) == self.stage else self.bring_parameter(tensor)
+        made_in = self._stage_of(tensor)
+        return super().bring(tensor) if made_in == self.stage else self._cut(tensor, made_in)
+
+    def bring_parameter(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Return a parameter that is at home in another stage: all micro-batches share a copy of each stage."""
+        if self._run.last is None or not (parameter.requires_grad and torch.is_grad_enabled()):
+            return super().bring(parameter)
+        key = id(parameter), self.stage
+        crossing = self._run.shared.get(key)  # this stage is this lane's now
+        if crossing is None:
+            crossing = self._run.shared[key] = Crossing(parameter, self.device)
+            hand_over([crossing.leaf])
+        return crossing.leaf
+
+    def _cut(self, tensor: torch.Tensor, made_in: int) -> torch.Tensor:
+        key = id(tensor), self.stage, self.device
+        given = self._cuts.get(key)
+        if given is None:
+            crossing = Crossing(tensor, self.device)
+            given = self._cuts[key] = crossing.handed()
+            self._cut_nodes[given.grad_fn] = self.stage
+            self._read.setdefault(self.stage, []).append((crossing, made_in))
+            if is_tracing():
+                border = made_in, self.stage
+                self._run.crossed[border] = self._run.crossed.get(border, 0) + tensor.nbytes
+        return given
+
+    def bring_together(self, function: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Cut tensors of earlier stages off, and bring the others together."""
+        if self.stage and self._run.last is not None and torch.is_grad_enabled():
+            found = [each for each in tensors_among((args, kwargs)) if each.requires_grad]
+            early = [each for each in found if self.bring(each) is not each]
+            if early and is_in_place(function, kwargs) and early[0] is found[0]:
+                raise RuntimeError(
+                    f"{function.__name__} between layers writes a tensor of an earlier stage in place, in stage "
+                    f"{self.stage}: make it not in place (x = x + y), or cut the module elsewhere"
+                )
+            if early:
+                args, kwargs = map_leaves((args, kwargs), self._cut_off)
+        return super().bring_together(function, args, kwargs)
+
+    def _cut_off(self, leaf: Any) -> Any:
+        return self.bring(leaf) if isinstance(leaf, torch.Tensor) and leaf.requires_grad else leaf
+
+    def _stage_of(self, tensor: torch.Tensor) -> int:
+        """Return the stage that made a tensor.
+
+        Its node has a number between those of a stage, and so have the nodes before it, unless they are leaves.  Not so
+        where another thread has numbered it, or where it is a view whose base was written since: then it is of the
+        latest stage that it depends on.
+        """
+        node = tensor.grad_fn
+        assert node is not None
+        stage = self._numbered(node)
+        if self._run.placement.searches or any(
+            before is not None and self._numbered(before) not in (stage, _LEAF) for before, _ in node.next_functions
+        ):
+            return self._searched(node)
+        return stage
+
+    def _numbered(self, node: Any) -> int:
+        """Return the stage of a node by its number; negative: before all stages; ``_LEAF``: of a leaf."""
+        number = node._sequence_nr()
+        return _LEAF if number == _OF_LEAVES else bisect_right(self._begins, number) - 1
+
+    def _searched(self, node: Any) -> int:
+        found, waiting, seen = self._cut_nodes.get(node, 0), [node], {node}
+        while waiting:
+            for before, _ in waiting.pop().next_functions:
+                if before in self._cut_nodes:
+                    found = max(found, self._cut_nodes[before])
+                elif before is not None and before not in seen:
+                    seen.add(before)
+                    waiting.append(before)
+        return found
+
+    def looked_through(self) -> tuple[bool, set[str]]:
+        """Return whether some node is not of the stage whose backward would run it; and the names of all nodes."""
+        roots: dict[int, list[Any]] = {}
+        for crossing, made_in in chain.from_iterable(self._read.values()):
+            roots.setdefault(made_in, []).append(crossing.source.grad_fn)
+        if self._run.last is not None:
+            roots.setdefault(self.stage, []).append(self._run.last.node(self._index))
+        is_mistaken, names = False, set[str]()
+        for stage, waiting in roots.items():
+            seen = {None, *waiting}
+            while waiting:
+                node = waiting.pop()
+                names.add("" if node is None else node.name())
+                for before, _ in () if node is None else node.next_functions:
+                    if before not in seen:
+                        seen.add(before)
+                        is_cut = before in self._cut_nodes
+                        made_in = self._cut_nodes[before] if is_cut else self._numbered(before)
+                        is_mistaken |= made_in not in (stage, _LEAF)
+                        waiting += [] if is_cut else [before]
+        return is_mistaken, names
+
+    def _backward(self, end: LastStage, last: int) -> None:
+        """Run the backward of each stage, the last one first."""
+        for stage in range(last, -1, -1):
+            self._take(BACKWARD, stage)
+            self.stage, self.device = stage, self.places.devices[stage]
+            given = self._given.pop(stage, [])
+            hand_over([each.grad for each in given if each.grad is not None])
+            with self.in_backward():
+                if stage == last:
+                    end.backward(self._index)
+                if given:
+                    torch.autograd.backward([each.source for each in given], [each.grad for each in given])
+            del given
+            self._send_back(stage)
+        if self._given:
+            raise RuntimeError("a gradient belongs to no stage: a tensor was made in a stage that has no forward")
+
+    def _send_back(self, stage: int) -> None:
+        """Start to send the gradients of the tensors that a stage has read, and let go of these."""
+        for key in [key for key in self._cuts if key[1] == stage]:
+            del self._cuts[key]
+        self._cut_nodes = {node: made for node, made in self._cut_nodes.items() if made != stage}
+        for crossing, made_in in self._read.pop(stage, ()):
+            crossing.send_back()
+            if crossing.grad is not None:
+                self._given.setdefault(made_in, []).append(crossing)
 
 
-_IN_PLACE = (
-    "stage {} writes into its input in place, which the stage before may still use: cut the module elsewhere, or make "
-    "the operation not in place (inplace=False)"
-)
+def _checkpoint_frame() -> Any:
+    """Return an object of the checkpoint that this thread is inside of; ``None``: of none."""
+    top = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return top[0] if top is not None and getattr(top[0], "__module__", None) == "torch.utils.checkpoint" else None
 
 
-def _versions(tensors: Sequence[torch.Tensor]) -> list[int]:
-    return [] if torch.is_inference_mode_enabled() else [tensor._version for tensor in tensors]
+def _count_to(number: int) -> None:
+    """Let the next node of this thread have this number at least.
+
+    Autograd runs the nodes of a device by their numbers, and each thread counts its own.  So the backwards of
+    micro-batches run in one order in every call, and so do the sums of their gradients.
+    """
+    missing = number - _get_sequence_nr()
+    if missing > 0:
+        leaf = torch.zeros((), device="cpu", requires_grad=True)
+        for _ in range(missing):
+            leaf.view(())
+
+
+def _enter(stack: ExitStack, context: AbstractContextManager[object]) -> None:
+    if context is not NULL_CONTEXT:
+        stack.enter_context(context)
+
+
+class _State:
+    """Buffers and random numbers, to go back to.
+
+    Args:
+        root: the module.
+        devices: whose random numbers count, beside the CPU's.
+    """
+
+    def __init__(self, root: Module, devices: Sequence[torch.device]) -> None:
+        tables = [each._buffers for each in root.modules()]
+        self._buffers = [
+            (table, name, buffer, buffer.clone())
+            for table in tables
+            for name, buffer in table.items()
+            if buffer is not None
+        ]
+        self._numbers = torch.get_rng_state()
+        others = [each for each in dict.fromkeys(devices) if each.type != "cpu"]
+        self._of_devices = [(each, torch.get_device_module(each).get_rng_state(each)) for each in others]
+
+    def put_back(self) -> None:
+        """Go back."""
+        with torch.no_grad():
+            for table, name, buffer, values in self._buffers:
+                now = table[name]
+                table[name] = (
+                    buffer.copy_(values) if now is None or now.device == buffer.device else values.to(now.device)
+                )
+        torch.set_rng_state(self._numbers)
+        for device, state in self._of_devices:
+            torch.get_device_module(device).set_rng_state(state, device)

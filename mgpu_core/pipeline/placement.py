@@ -1,48 +1,37 @@
-"""Which device has which parameter and buffer; and the copies of those that several stages use."""
+"""The device of each layer and tensor of a module, and the hooks on its layers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from operator import attrgetter
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain, pairwise
+from math import inf
 from typing import Any
 
 import torch
-from torch.nn import Module
+from torch.nn import Module, Parameter, Sequential
 
-from mgpu_core.devices.transfer import hand_over, to_device
-from mgpu_core.parallel.replicate_modules import build_replica, compiled_by_rank
-from mgpu_core.pipeline.borders import Crossing, send
-from mgpu_core.pipeline.graph import Program
-from mgpu_core.trees.module_tree import ModuleTree, check_initialised, named_parameters_of
-from mgpu_core.trees.replica_hooks import keep_hooks_apart
+from mgpu_core.devices.transfer import to_device
+from mgpu_core.pipeline.layers import (
+    Layers,
+    checked_shares,
+    cut_by_bytes,
+    in_order,
+    largest_block,
+    layers_of,
+    writes_its_input,
+)
+from mgpu_core.pipeline.visits import Border, Visit, remove_borders
+from mgpu_core.ranks.waiting import Waiting
+from mgpu_core.support.warnings import warn_user
+from mgpu_core.trees.module_tree import check_initialised, modules_of, named_parameters_of
 
-__all__ = ["MOVES", "Placement", "find_in", "is_spread", "move_to", "named_tensors", "refuse_moves"]
+__all__ = ["MOVES", "Placement", "Split", "is_spread", "refuse_moves"]
 
 MOVES = ("to", "to_empty", "cpu", "cuda", "ipu", "mtia", "xpu", torch._C._get_privateuse1_backend_name())
 """The methods of a module that would bring it to one device; the last is of a plug-in for torch."""
 
-
-def find_in(root: Module, name: str) -> Any:
-    """Return the module or tensor of a dotted name; the root itself for an empty one."""
-    return attrgetter(name)(root) if name else root
-
-
-def move_to(module: Module, name: str, device: torch.device) -> None:
-    """Move a tensor of the module to a device in place: a Parameter stays the same object, and keeps its gradient."""
-    owner, _, last = name.rpartition(".")
-    tables = find_in(module, owner)
-    parameter = tables._parameters.get(last)
-    if parameter is None:
-        tables._buffers[last] = to_device(tables._buffers[last], device)
-        return
-    parameter.data = to_device(parameter.data, device)
-    if parameter.grad is not None:
-        parameter.grad.data = to_device(parameter.grad.data, device)
-
-
-def named_tensors(root: Module) -> list[tuple[str, torch.Tensor]]:
-    """Return all parameters and buffers, each once."""
-    return [*named_parameters_of(root), *root.named_buffers()]
+Split = Sequence[str] | Mapping[str, int] | None
+"""The names of layers at which parts begin; or the parts of some modules; or nothing, for a cut by bytes."""
 
 
 def is_spread(module: Module) -> bool:
@@ -63,97 +52,309 @@ def refuse_moves(*args: Any, **kwargs: Any) -> Any:
 
 
 class Placement:
-    """The tensors of a module, each on the device of the first stage that uses it.
+    """The layers of a module and their stages, and the home of each tensor: the first stage that uses it.
 
     Args:
-        root: the module; its tensors are moved in place.
-        program: its stages.
+        root: the module.
         devices: one per stage.
+        split: where to cut.
+        shares, memory: of the devices, for a cut by bytes.
+        called: the names of layers in the order of their calls; empty: not known yet.
+        recomputes: layers may keep only their inputs, and run again in backward.
+
+    Attributes:
+        devices: the same.
+        starts: where stages after the first begin, in order, or the stages of some modules.
+        order: the names of the layers in the order of their calls, as far as it is known, else of registration.
+        is_known: whether that order is known.
+        known: forms of calls that have been run.
+        in_backward: by device the call whose backward runs there now.
+        is_active: not a copy whose owner has not used it yet; of a Pipeline's module alone, nobody will.
+        searches: the numbers of autograd's nodes do not tell their stages, because other threads have made some.
+        is_deep: layers get tensors of other stages out of objects, in which nobody could replace them.
 
     Raises:
-        ValueError: a parameter without a shape; a module with buffers that several stages call.
+        ValueError: names that are no modules, stages that are no devices, more parts than layers, a module that is on
+            several devices already; parameters without a shape; buffers of two devices.  Nothing was moved then.
     """
 
-    def __init__(self, root: Module, program: Program, devices: Sequence[torch.device]) -> None:
-        self._root, self._devices = root, devices
+    def __init__(
+        self,
+        root: Module,
+        devices: Sequence[torch.device],
+        split: Split,
+        *,
+        shares: Sequence[float] | None = None,
+        memory: Sequence[float] | None = None,
+        called: Iterable[str] = (),
+        recomputes: bool = False,
+    ) -> None:
+        if is_spread(root):
+            raise ValueError("the module's parts are on several devices already: make it anew for another placement")
         check_initialised([*root.parameters(), *root.buffers()])
-        first: dict[int, int] = {}  # by id, the first stage that uses a module or tensor
-        for index, stage in enumerate(program.stages):
-            for name in (*stage.modules, *stage.attributes):
-                used = find_in(root, name)
-                buffers = list(used.buffers()) if isinstance(used, Module) else []
-                if first.setdefault(id(used), index) != index and buffers:
-                    raise ValueError(
-                        f"module {name!r} has buffers and is called in stages {first[id(used)]} and {index}: a stage "
-                        "that updates them would race with the other"
-                    )
-                for tensor in (*_parameters_of(used), *buffers):
-                    first.setdefault(id(tensor), index)
-        self._stages = {name: first.get(id(tensor), 0) for name, tensor in named_tensors(root)}
-        for name, index in self._stages.items():
-            move_to(root, name, devices[index])
-        self._ids: dict[int, int] | None = None
+        self.devices: Sequence[torch.device] = list(devices)
+        self._split, self._memory = split, memory
+        self._shares = checked_shares(shares, len(devices))
+        self.order = list(called) or (list(root._modules) if type(root).forward is Sequential.forward else [])
+        self.is_known = bool(self.order)
+        self.starts: Sequence[str] | Mapping[str, int] = []
+        self.recomputes, self._called_again, self.is_deep = recomputes, frozenset[str](), False
+        self.is_active = True
+        self.searches = False
+        self.known: set[Hashable] = set()
+        self._has_warned = False
+        self._called_once = set(self.order)
+        self._used_in: dict[str, str] = {}  # by names of tensors around layers: the layer in whose stage they are used
+        self._layers: list[tuple[str, Module, int]] = []
+        self._homes: dict[int, int] = {}  # by id
+        self._inside: set[int] = set()  # ids of layers, and of the modules in them
+        self._contents: Any = None
+        self._waiting: Waiting | None = None
+        self.in_backward: dict[torch.device, Visit] = {}
+        self._read(root)
+        self._apply(root)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_ids": None}
+        return {
+            **self.__dict__,
+            "_homes": {},
+            "_layers": [],
+            "_inside": set(),
+            "_contents": None,
+            "_waiting": None,
+            "is_active": False,
+            "in_backward": {},
+        }
 
-    def stage_of(self, tensor: torch.Tensor) -> int:
-        """Return the stage on whose device a parameter or buffer is."""
-        if self._ids is None:
-            self._ids = {id(each): self._stages.get(name, 0) for name, each in named_tensors(self._root)}
-        return self._ids.get(id(tensor), 0)
+    @property
+    def waiting(self) -> Waiting:
+        """The waits of calls of several threads for their turns at the stages."""
+        if self._waiting is None:
+            self._waiting = Waiting({}, ())
+        return self._waiting
 
-    def check(self, tensors: Iterable[torch.Tensor]) -> None:
+    @property
+    def layers(self) -> list[str]:
+        """The names of the layers."""
+        return [name for name, _, _ in self._layers]
+
+    def stage_of(self, tensor: torch.Tensor, default: int = 0) -> int:
+        """Return the stage that a parameter or buffer is at home in; of others the default."""
+        return self._homes.get(id(tensor), default)
+
+    def follow(self, root: Module) -> bool:
+        """Place layers and tensors that were replaced, wrapped or tied since; return whether there were any.
+
+        A new layer belongs to the part of its name.
+        """
+        if self._contents == _contents_of(root):
+            return False
+        self._read(root)
+        self._apply(root)
+        self.known.clear()
+        return True
+
+    def look_closer(self) -> None:
+        """Look for tensors of other stages inside layers, too; next time for nodes of other threads instead."""
+        self.is_deep, self.searches = not self.is_deep, self.is_deep
+
+    def warn_late(self, root: Module, names: Sequence[str]) -> None:
+        """Warn once of layers that ran in a later stage than their own."""
+        if not self._has_warned:
+            self._has_warned = True
+            warn_user(
+                f"layers of {type(root).__name__} were called after a later stage had begun, and ran in its turn: "
+                f"{', '.join(names)}. Give the cut in the order of the calls, or sample=, the arguments of a call"
+            )
+
+    def learn(self, root: Module, called: Mapping[str, Sequence[int]], used_in: Mapping[str, str]) -> bool:
+        """Note in which order the layers were called, and where tensors around them are used; cut again if need be.
+
+        Returns:
+            Whether some tensor or layer has another stage now, or is run in another way.
+
+        Raises:
+            ValueError: the names of a split are not in the order of the calls.
+        """
+        before = self._homes, set(self._layers), self._called_again
+        is_new = not self.is_known and any(device.type != "cpu" for device in self.devices)
+        self.order, self.is_known, self._used_in = list(called), True, dict(used_in)
+        self._called_again |= {name for name, stages in called.items() if len(set(stages)) > 1}
+        self._called_once = {name for name, stages in called.items() if len(stages) == 1}
+        self._read(root)
+        if not is_new and before == (self._homes, set(self._layers), self._called_again):
+            return False
+        self._apply(root)
+        return True
+
+    def around(self, root: Module) -> dict[int, str]:
+        """Return the names of the tensors that are in no layer, by their ids."""
+        inside = {id(each) for _, layer, _ in self._layers for each in (*layer.parameters(), *layer.buffers())}
+        return {id(each): name for name, each in _named_tensors(root) if id(each) not in inside}
+
+    def _read(self, root: Module) -> None:
+        """Find the layers, their stages and the homes of all tensors; nothing is moved."""
+        devices, split = self.devices, self._split
+        names = _checked_names(root, split, len(devices))
+        largest = largest_block(root, len(devices)) if split is None else inf
+        layers = in_order(layers_of(root, names, largest), self.order)
+        if split is None:
+            self.starts = cut_by_bytes(layers, self._shares, self._memory)
+        elif not isinstance(split, Mapping):
+            self.starts = list(split)
+        else:
+            self.starts = dict(split)
+        starts = self.starts
+        parts = starts if isinstance(starts, Mapping) else {name: part for part, name in enumerate(starts, 1)}
+        placed = list(_parts_of(layers, parts))
+        if self.is_known and not isinstance(starts, Mapping):
+            _check_order(placed, starts)
+        homes: dict[int, int] = {}
+        for _, layer, part in placed:
+            for tensor in (*layer.parameters(), *layer.buffers()):
+                homes.setdefault(id(tensor), part)
+            for name, buffer in layer.named_buffers():
+                if devices[homes[id(buffer)]] != devices[part]:
+                    raise ValueError(f"buffer {name!r} of a {type(layer).__name__} belongs to layers on two devices")
+        stages = {name: part for name, _, part in placed}
+        for name, tensor in _named_tensors(root):
+            if id(tensor) not in homes:
+                around = name.rpartition(".")[0]
+                inside = (part for layer, _, part in placed if not around or layer.startswith(f"{around}."))
+                before = self._used_in.get(name)  # its name is empty where no layer was called before
+                homes[id(tensor)] = next(inside, 0) if before is None else stages.get(before, 0)
+        self._layers, self._homes = placed, homes
+        self._inside = {id(each) for _, layer, _ in placed for each in modules_of(layer)}
+
+    def _apply(self, root: Module) -> None:
+        """Move all tensors home, and put hooks on the layers."""
+        homes = {name: self._homes[id(tensor)] for name, tensor in _named_tensors(root)}  # moving may change ids
+        for name, part in homes.items():
+            _move_to(root, name, self.devices[part])
+        self._homes = {id(tensor): homes[name] for name, tensor in _named_tensors(root)}
+        remove_borders(root)
+        following = [part for _, _, part in self._layers[1:]]
+        for (name, layer, part), after in zip(self._layers, [*following, 0], strict=True):
+            is_wrapped = name in self._called_again or (self.recomputes and not writes_its_input(layer))
+            next_stage = after if name in self._called_once and after > part else None
+            Border(self, name, layer, part, next_stage, is_wrapped=is_wrapped)
+        self._contents, self.is_active = _contents_of(root), True
+
+    def view(self, root: Module) -> Module:
+        """Return a view of the module for one lane: modules around layers are others, with attributes of their own.
+
+        Their tables of parameters and buffers, their hooks, and the layers are the same objects.
+        """
+        made: dict[int, Module] = {}
+
+        def viewed(module: Module) -> Module:
+            if id(module) in self._inside:
+                return module
+            view = made.get(id(module))
+            if view is None:
+                view = made[id(module)] = object.__new__(type(module))
+                modules = {name: None if each is None else viewed(each) for name, each in module._modules.items()}
+                attributes = {**module.__dict__, "_modules": modules, "_compiled_call_impl": None}
+                object.__setattr__(view, "__dict__", attributes)
+            return view
+
+        return viewed(root)
+
+    def warn_assigned(self, root: Module, view: Module) -> None:
+        """Warn of attributes that a forward has assigned to a view, which is gone after the call."""
+        names = [
+            f"{path}.{name}".lstrip(".")
+            for path, module in root.named_modules()
+            if id(module) not in self._inside
+            for name, value in vars(view.get_submodule(path)).items()
+            if name not in _OF_VIEWS and value is not vars(module).get(name, _OF_VIEWS)
+        ]
+        if names:
+            warn_user(
+                f"the forward of {type(root).__name__} assigns {', '.join(names)}: each micro-batch has attributes of "
+                "its own, and the values are lost after the call. Return them, or keep them in a layer or in a buffer "
+                "that is changed in place"
+            )
+
+    def check(self, root: Module) -> None:
         """Raise RuntimeError if a parameter or buffer is on another device than that of its stage."""
-        for tensor in tensors:
-            device = self._devices[self.stage_of(tensor)]
+        for name, tensor in _named_tensors(root):
+            device = self.devices[self.stage_of(tensor)]
             if tensor.device != device:
-                name = next(name for name, each in named_tensors(self._root) if each is tensor)
                 raise RuntimeError(f"{name} must be on {device}, where its stage runs, but is on {tensor.device}")
 
-    def finders(self, program: Program, shared: list[Crossing] | None) -> list[Callable[[str], Any]]:
-        """Return, per stage, the function from a name to its module or tensor, for one call.
 
-        Args:
-            shared: gets a crossing for each copy of a parameter that a later stage uses too; ``None``: the copies
-                are differentiable, for one graph over all stages.
-        """
-        if not program.sharers:
-            for index, stage in enumerate(program.stages):
-                used = {name: _parameters_of(find_in(self._root, name)) for name in (*stage.modules, *stage.attributes)}
-                program.sharers.append([name for name in used if any(self.stage_of(p) != index for p in used[name])])
-        return [self._finder(names, stage, shared) for stage, names in enumerate(program.sharers)]
-
-    def _finder(self, names: Sequence[str], stage: int, shared: list[Crossing] | None) -> Callable[[str], Any]:
-        device = self._devices[stage]
-        copies: dict[int, torch.Tensor] = {}  # by id of the parameter
-
-        def copied(parameter: torch.Tensor) -> torch.Tensor:
-            if id(parameter) not in copies:
-                copies[id(parameter)] = send(parameter, device, shared)
-            return copies[id(parameter)]
-
-        replaced: dict[str, Any] = {}
-        for name in names:
-            used = find_in(self._root, name)
-            if not isinstance(used, Module):
-                replaced[name] = copied(used)
-            elif shared is not None or any(parameter.device != device for parameter in used.parameters()):
-                keep_hooks_apart()
-                tree = ModuleTree(used)
-                parameters = [each if self.stage_of(each) == stage else copied(each) for each in tree.parameters]
-                calls = compiled_by_rank(tree, 2)[1] if tree.is_compiled else ()
-                replaced[name] = build_replica(tree, parameters, tree.buffers, calls)
-
-        def find(name: str) -> Any:
-            if copies:
-                hand_over(list(copies.values()))
-                copies.clear()
-            return replaced[name] if name in replaced else find_in(self._root, name)
-
-        return find
+_OF_VIEWS = {"_modules", "_compiled_call_impl"}  # that a view does not share with its module
 
 
-def _parameters_of(used: Any) -> list[torch.Tensor]:
-    """Return the parameters of a module, or the tensor itself."""
-    return list(used.parameters()) if isinstance(used, Module) else [used]
+def _checked_names(root: Module, split: Split, parts: int) -> list[str]:
+    """Return the names of the split."""
+    if split is None:
+        return []
+    if not isinstance(split, Mapping) and len(split) != parts - 1:
+        raise ValueError(f"{parts} devices need {parts - 1} names in split, one fewer than devices, not {len(split)}")
+    known = dict(root.named_modules(remove_duplicate=False))
+    for name in split:
+        if name not in known:
+            raise ValueError(f"split has {name!r}, which is no module of {type(root).__name__}")
+    for name, part in split.items() if isinstance(split, Mapping) else ():
+        if isinstance(part, bool) or not isinstance(part, int) or not 0 <= part < parts:
+            raise ValueError(f"split[{name!r}] must be an index of device_ids, 0 to {parts - 1}, not {part!r}")
+    return list(split)
+
+
+def _parts_of(layers: Layers, starts: Mapping[str, int]) -> Iterator[tuple[str, Module, int]]:
+    """Yield each layer with its part: that of the longest name around it, or of the layer before."""
+    part = 0
+    for name, layer in layers:
+        around = [each for each in starts if f"{name}.".startswith(f"{each}.")]
+        part = starts[max(around, key=len)] if around else part
+        yield name, layer, part
+
+
+def _check_order(layers: Sequence[tuple[str, Module, int]], starts: Sequence[str]) -> None:
+    """Raise ValueError if a layer is called after a stage has begun that follows its own, or before the first."""
+    for (_, _, before), (name, _, part) in pairwise(layers):
+        if part < before:
+            later = starts[before - 1]
+            raise ValueError(f"split point {name!r} is called after {later!r}: list them in the forward's order")
+    if layers and layers[0][2]:
+        raise ValueError(
+            f"no layer is called before split point {starts[layers[0][2] - 1]!r}: the first stage is empty"
+        )
+
+
+def _named_tensors(root: Module) -> list[tuple[str, torch.Tensor]]:
+    """Return all parameters and buffers, each once."""
+    return [*named_parameters_of(root), *root.named_buffers()]
+
+
+def _contents_of(root: Module) -> list[Any]:
+    """Return ids that are equal as long as no module or parameter was added, replaced or taken away."""
+    modules = list(modules_of(root))
+    tables: list[dict[str, Any]] = [each._modules for each in modules] + [each._parameters for each in modules]
+    return [list(map(len, tables)), list(map(id, chain.from_iterable(map(dict.values, tables))))]
+
+
+def _move_to(root: Module, name: str, device: torch.device) -> None:
+    """Move a tensor of the module in place: a Parameter stays the same object, and keeps its gradient."""
+    owner_name, _, last = name.rpartition(".")
+    owner = root.get_submodule(owner_name)
+    parameter = owner._parameters.get(last)
+    if parameter is None:
+        owner._buffers[last] = to_device(owner._buffers[last], device)  # type: ignore[arg-type]
+    elif parameter.device != device:
+        moved = to_device(parameter.data, device)
+        grad = None if parameter.grad is None else to_device(parameter.grad, device)
+        parameter.grad = None
+        _give_memory(parameter, moved)
+        parameter.grad = grad
+
+
+def _give_memory(parameter: Parameter, moved: torch.Tensor) -> None:
+    try:
+        parameter.data = moved
+    except RuntimeError:  # of another kind of device: torch exchanges all of the two tensors, attributes too
+        other = torch.Tensor._make_subclass(type(parameter), moved, parameter.requires_grad)
+        other.__dict__.update(parameter.__dict__)
+        torch.utils.swap_tensors(parameter, other)

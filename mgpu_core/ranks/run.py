@@ -50,6 +50,7 @@ class Run:
         team: a rank per lane.
         clocks: one per lane, to time its work; empty: it is not timed.
         names: of the lanes in messages, read after a failure; ``None``: ``replica 1 on device cuda:1``.
+        at_once: how many lanes compute on the CPU at once, and share its cores; ``None``: all that are there.
         plans: by stage the turns in their order, as :meth:`Lane.turn` names them; a stage without a plan serves who
             comes first.
 
@@ -65,9 +66,10 @@ class Run:
         clocks: Sequence[RankClock] = (),
         names: Sequence[str] | None = None,
         plans: Mapping[Hashable, Sequence[Hashable]] | None = None,
+        at_once: int | None = None,
     ) -> None:
         self.team = team
-        self._clocks, self._names, self._plans = clocks, names, plans or {}
+        self._clocks, self._names, self._plans, self._at_once = clocks, names, plans or {}, at_once
         self._is_bare = team.on_host and not clocks  # there is no device, stream or clock to set
         self.streams: Sequence[torch.Stream | None] = () if self._is_bare else caller_streams(team.devices)
         self._waiting: Waiting | None = None  # while lanes are in workers: others do not wait
@@ -145,7 +147,7 @@ class Run:
         context = CallerContext(devices, draws=draws and devices.count(_CPU) > 1)
         waiting = self._waiting = Waiting(self._plans, _in_turns(self.team, context.serialize, draws))
         tasks = [context.bind(partial(self._attended, waiting, rank, call), rank) for rank, call in enumerate(calls)]
-        with switches_kept(), self.team.workers.lease() as crew:
+        with switches_kept(), self.team.workers.lease(self._at_once) as crew:
             return crew.run(tasks, waiting.seconds)
 
     def _attended(self, waiting: Waiting, rank: int, call: Callable[[], Any]) -> Any:

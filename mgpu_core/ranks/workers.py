@@ -122,10 +122,10 @@ class _Worker:
 class Crew:
     """One worker per rank.  Lent to one call at a time."""
 
-    def __init__(self, name: str, count: int, cpu_ranks: int) -> None:
+    def __init__(self, name: str, count: int) -> None:
         self.idle_since = 0.0
         self.workers = [_Worker(f"{name}-rank{rank}") for rank in range(count)]
-        self._cpu_ranks, self._shared = cpu_ranks, 0
+        self._share = 0
 
     def run(self, tasks: Sequence[Callable[[], Any]], seconds: float) -> list[Outcome]:
         """Run task i on worker i, all at once, and wait for all of them.
@@ -163,14 +163,14 @@ class Crew:
         for worker in self.workers:
             worker.inbox.put(None)
 
-    def share(self, threads: int) -> None:
-        """Divide the intra-op threads of the caller among the ranks on the CPU, unless that has been done."""
+    def share(self, threads: int, cpu_ranks: int) -> None:
+        """Divide the intra-op threads of the caller among ranks that compute at once, unless that has been done."""
         # torch's number of threads is one setting of the process, which every thread takes over at its first parallel
         # operation and then keeps.  So each worker sets its share and takes it over at once, and a thread of its own
         # puts the process's setting back: neither the main thread nor later threads notice.
-        if not self._cpu_ranks or threads == self._shared:
+        share = max(1, threads // cpu_ranks) if cpu_ranks else self._share
+        if share == self._share:
             return
-        share = max(1, threads // self._cpu_ranks)
         with _share_lock:
             everyone = _in_a_new_thread(torch.get_num_threads)
             try:
@@ -181,7 +181,7 @@ class Crew:
                 raise
             finally:
                 _in_a_new_thread(lambda: _latch(everyone))
-        self._shared = threads
+        self._share = share
 
 
 _share_lock = threading.Lock()
@@ -222,8 +222,8 @@ class WorkerPool:
         self._closed = 0  # how often close() was called: a crew lent before the last one does not come back
 
     @contextmanager
-    def lease(self) -> Iterator[Crew]:
-        """Return a crew for one call; its ranks on the CPU share the caller's intra-op threads.
+    def lease(self, at_once: int | None = None) -> Iterator[Crew]:
+        """Return a crew for one call; those on the CPU, or so many at once, share the caller's intra-op threads.
 
         One that was left at work (Ctrl-C, time limit) ends after its tasks.
         """
@@ -231,11 +231,11 @@ class WorkerPool:
             crew = self._idle.pop() if self._idle else None
             closed = self._closed
         if crew is None:
-            crew = Crew(self._name, self._count, self._cpu_ranks)
+            crew = Crew(self._name, self._count)
             with self._lock:
                 self._threads.update(worker.thread for worker in crew.workers)
         try:
-            crew.share(torch.get_num_threads())
+            crew.share(torch.get_num_threads(), self._cpu_ranks if at_once is None else at_once)
             yield crew
         except BaseException:
             crew.stop()

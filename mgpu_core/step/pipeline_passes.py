@@ -38,23 +38,23 @@ class PipelinePasses(ForwardBackward):
         pipelines = [pipeline, *map(pipeline.copy_on, copies)]
         self._copies = PipelineCopies(pipelines)
         self._pipelines = pipelines
-        self._heads = self._cut_team = Team.of([each.device_ids[0] for each in pipelines])
+        self._heads = Team.of([each.device_ids[0] for each in pipelines])
         self._runs: list[PipelineRun] = []
         self._shares: list[int] = []  # micro-batches of each pipeline
 
     def split(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[RankPart], list[int]]:
         """Return the inputs of each micro-batch, and its rows: those of the first pipeline come first."""
-        wholes, _ = super().split(inputs, kwargs)
-        parts: list[RankPart] = []
-        counts: list[int] = []
-        self._shares = []
-        for pipeline, whole in zip(self._pipelines, wholes, strict=False):
-            objects = {"inputs": whole.inputs, "kwargs": whole.kwargs, "target": whole.target}
-            cut, rows = pipeline.cut(objects)
-            parts += [RankPart(*each) for each in cut]
-            counts += rows
-            self._shares.append(len(rows))
-        return parts, counts
+        chunks, copies = self._pipelines[0].chunks, len(self._pipelines)
+        parts, rows = self._split(inputs, kwargs, chunks)
+        if len(parts) < copies * chunks:  # as many as rows: each pipeline has a part of them
+            chunks = -(-len(parts) // copies)
+            parts, rows = self._split(inputs, kwargs, chunks)
+        self._shares = [len(parts[begin : begin + chunks]) for begin in range(0, len(parts), chunks)]
+        return parts, rows
+
+    def _split(self, inputs: tuple[Any, ...], kwargs: dict[str, Any], chunks: int) -> tuple[list[RankPart], list[int]]:
+        self._cut_team = Team.of([head for head in self._heads.devices for _ in range(chunks)])
+        return super().split(inputs, kwargs)
 
     def run_parts(
         self, parts: Sequence[RankPart], clocks: Sequence[RankClock], *, backward: bool, keep_outputs: bool
@@ -131,6 +131,10 @@ class _Losses:
         self.losses[micro_batch] = rank_loss(result, self._reduction)
         if self._keep_outputs:
             self.outputs[micro_batch] = detached(output)
+
+    def node(self, micro_batch: int) -> Any:
+        """Return its node in autograd's graph."""
+        return self.losses[micro_batch].value.grad_fn
 
     def backward(self, micro_batch: int) -> None:
         """Differentiate it."""

@@ -6,6 +6,7 @@ from fakes.accelerator import device_module
 from fakes.as_gpus import gpus, id_of, waits  # noqa: F401
 from fakes.stacks import mse
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from mgpu_core import Pipeline, TrainStep, optim, place
 from mgpu_core.devices import streams
@@ -139,3 +140,19 @@ def test_gradients_of_a_copy_are_added_after_they_have_come():
     wanted.to("fake:0")
     mse(wanted(x), x).backward()
     assert torch.allclose(first.weight.grad, wanted[0].weight.grad)
+
+
+class Dropping(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last, self.drop = nn.Linear(2, 2), nn.Linear(2, 2), nn.Dropout(0.5)
+
+    def forward(self, x):
+        return checkpoint(lambda y: self.drop(self.last(self.first(y))), x, use_reentrant=False)
+
+
+def test_a_checkpoint_around_a_border_that_draws_is_refused():
+    net = Pipeline(Dropping(), DEVICES, split_points=["last"], chunks=2)
+    with pytest.raises(RuntimeError, match="a checkpoint is around the border before stage 1"):
+        net(rows())
+    assert net.eval()(rows()).shape == (4, 2)

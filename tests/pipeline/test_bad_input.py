@@ -34,10 +34,13 @@ def layers(count):
         (layers(3), {"schedule": "zigzag"}, "schedule must be one of 1f1b, gpipe"),
         (layers(3), {"checkpoint": "sometimes"}, "checkpoint"),
         (layers(3), {"rng": "mine"}, "rng"),
-        (STACKS["lstm"].make(), {}, "split_points"),
+        (STACKS["lstm"].make(), {"memory": [1, 1, 1]}, "no cut into 3 parts keeps to memory"),
+        (STACKS["lstm"].make(), {"shares": [1, 1]}, "shares must be 3 positive numbers"),
+        (STACKS["lstm"].make(), {"memory": [1]}, "memory must be 3 numbers"),
+        (layers(3), {"memory": [1, 1, 1]}, "for a cut that is found"),
         (Mlp(), {"split_points": ["2"]}, "need 2 split points"),
         (Mlp(), {"split_points": ["2", "nothing"]}, "no module of Mlp"),
-        (Mlp(), {"split_points": ["4", "2"]}, "called before '4'"),
+        (Mlp(), {"split_points": ["4", "2"]}, "'4' is called after '2'"),
     ],
 )
 def test_arguments_that_do_not_fit_are_refused_before_anything_moves(stages, options, message):
@@ -68,24 +71,26 @@ class Decides(nn.Module):
         return self.last(x)
 
 
-def test_code_that_cannot_be_traced_is_refused_with_the_reason():
-    with pytest.raises(ValueError, match=r"Decides cannot be cut at last.*TraceError"):
-        Pipeline(Decides(), cpu(2), split_points=["last"])
+def test_code_may_decide_by_values_and_pass_a_stage():
+    decides = Decides()
+    whole, batch = copy.deepcopy(decides).to(cpu(1)[0]), x()
+    net = Pipeline(decides, cpu(3), split_points=["last", "never"], chunks=1)
+    steps = [
+        TrainStep(each, mse, torch.optim.SGD(each.parameters(), lr=0.1), devices)
+        for each, devices in ((net, None), (whole, cpu(1)))
+    ]
+    for _ in range(3):
+        assert float(steps[0](batch, batch)) == pytest.approx(float(steps[1](batch, batch)), rel=1e-5)
+    assert net.never.weight.grad is None
 
 
-def test_a_split_point_that_is_not_called_is_refused():
-    class Straight(Decides):
-        def forward(self, x):
-            return self.last(self.first(x))
-
-    with pytest.raises(ValueError, match="'never' is not called"):
-        Pipeline(Straight(), cpu(2), split_points=["never"])
-
-
-def test_a_module_with_buffers_in_two_stages_is_refused():
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_a_batch_normalisation_in_two_stages_is_updated_in_the_order_of_the_calls(schedule):
     norm = nn.BatchNorm1d(2)
-    with pytest.raises(ValueError, match="has buffers and is called in stages 0 and 1"):
-        Pipeline([norm, norm], cpu(2))
+    whole, batch = copy.deepcopy(nn.Sequential(norm, norm)).to(cpu(1)[0]), x()
+    net = Pipeline([norm, norm], cpu(2), chunks=1, schedule=schedule)
+    assert torch.allclose(net(batch).to(batch.device), whole(batch))
+    assert torch.allclose(norm.running_var.to(batch.device), whole[0].running_var)
 
 
 def test_a_module_in_two_stages_stays_one():
@@ -102,11 +107,18 @@ def test_a_module_in_two_stages_stays_one():
 
 
 @pytest.mark.parametrize("in_a_step", [True, False])
-def test_a_stage_that_writes_into_its_input_is_refused(in_a_step):
-    net = Pipeline([nn.Linear(2, 2), nn.ReLU(inplace=True), nn.Linear(2, 2)], cpu(3), chunks=2)
-    step = TrainStep(net, mse, torch.optim.SGD(net.parameters(), lr=0.1))
-    with pytest.raises(RuntimeError, match="stage 1 writes into its input in place"):
-        step(x(), x()) if in_a_step else net(x())
+def test_a_stage_may_write_into_its_input(in_a_step):
+    parts = [nn.Linear(2, 2), nn.ReLU(inplace=True), nn.Linear(2, 2)]
+    whole, batch = copy.deepcopy(nn.Sequential(*parts)).to(cpu(1)[0]), x()
+    net = Pipeline(parts, cpu(3), chunks=2)
+    if in_a_step:
+        step = TrainStep(net, mse, torch.optim.SGD(net.parameters(), lr=0.0))
+        step(batch, batch)
+    else:
+        mse(net(batch), batch.to(net.device_ids[-1])).backward()
+    mse(whole(batch), batch).backward()
+    for own, wanted in zip(net.parameters(), whole.parameters(), strict=True):
+        assert torch.allclose(own.grad.to(batch.device), wanted.grad)
 
 
 def test_a_step_without_anything_to_train_is_refused():

@@ -376,3 +376,16 @@ def test_dropout_is_reproducible():
         x, target = (each.to(cpu(1)[0]) for each in STACKS["gpt"][1:3])
         found.append([float(step(x, target)) for _ in range(3)])
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("rows", [1, 3, 5, 8])
+def test_rows_are_cut_once_into_the_micro_batches_of_all_copies(rows):
+    devices = pairs_of(2, 2)
+    net = nn.Sequential(nn.Linear(2, 2), nn.Tanh()).double()
+    whole = copy.deepcopy(net).to(cpu(1)[0])
+    pipeline = Pipeline(net, devices[0], split_points=["1"], chunks=2)
+    step = TrainStep(pipeline, mse, torch.optim.SGD(net.parameters(), lr=0.1), devices)
+    x = torch.rand(rows, 2, dtype=torch.float64, device=cpu(1)[0])
+    alone = TrainStep(whole, mse, torch.optim.SGD(whole.parameters(), lr=0.1), cpu(1))
+    assert float(step(x, x)) == pytest.approx(float(alone(x, x)), rel=1e-12)
+    assert differing(net, whole) == []

@@ -381,7 +381,7 @@ def gone(name, seconds=20):
 
 def test_a_crew_that_nobody_gets_goes_home():
     """As where Ctrl-C comes before it is lent."""
-    crew = workers.Crew("lost", 3, 0)
+    crew = workers.Crew("lost", 3)
     assert len(workers_of("lost")) == 3
     del crew
     assert gone("lost")
@@ -398,7 +398,7 @@ def test_a_crew_that_is_not_complete_goes_home(monkeypatch):
 
     monkeypatch.setattr(workers._WorkerThread, "start", fails_at_the_third)
     with pytest.raises(RuntimeError, match="new thread"):
-        workers.Crew("half", 4, 0)
+        workers.Crew("half", 4)
     assert len(started) == 2
     assert gone("half")
 
@@ -415,7 +415,7 @@ def test_ctrl_c_while_cores_are_shared_leaves_the_process_its_threads(monkeypatc
     try:
         torch.set_num_threads(8)
         with pytest.raises(KeyboardInterrupt):
-            workers.Crew("cores", 2, 2).share(8)
+            workers.Crew("cores", 2).share(8, 2)
         assert gone("cores")
         found = []
         thread = threading.Thread(target=lambda: found.append(torch.get_num_threads()))

@@ -31,7 +31,7 @@ def recommended_cut(plan: Plan, memory: Memory, capacity: int) -> Recommendation
     """
     net = copy_module(plan.net).cpu()
     inputs = plan.sample if plan.loss_fn is None else plan.sample[:-1]
-    layers = measured_layers(net, tuple(each.cpu() for each in inputs))
+    layers = measured_layers(net, tuple(each.cpu() for each in inputs), _MOST_PARTS)
     total = sum(layer.nbytes for layer in layers)
     needs = f"the model needs {human_nbytes(memory.total_nbytes)}, and a device has {human_nbytes(capacity)}"
     for parts in range(2, min(len(layers), _MOST_PARTS) + 1):

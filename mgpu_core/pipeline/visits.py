@@ -1,0 +1,457 @@
+r"""A call of a module whose layers are on several devices: its own code runs, and hooks do the rest.
+
+The code of a layer runs as it is, with its arguments on the layer's device.  The code around layers, the *glue*
+(residual sums, masks, a loss), runs under a function mode, which is off inside layers and brings the tensors of an
+operation together on the device of the stage that the call is in::
+
+    glue     mask ───────────── h + skip ─────────── logits * scale    operations pass the mode
+    layers         l0    l1               l2    l3                     operations pass nothing
+    stage    0     0     0      0 ──────▶ 1     1    1
+
+A layer's hooks find the call by the thread that they run in.  A layer that is called outside a call of the module, or
+again in a backward (a checkpoint), has a call of its own.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from types import MethodType
+from typing import Any, Protocol
+
+import torch
+from torch._C import _current_graph_task_id, _len_torch_function_stack
+from torch.nn import Module
+from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
+from torch.utils.checkpoint import checkpoint
+
+from mgpu_core.devices.transfer import hand_over
+from mgpu_core.parallel.replicate_modules import build_replica
+from mgpu_core.pipeline.borders import send
+from mgpu_core.pipeline.deferred import recomputing
+from mgpu_core.ranks.compiled import outside_the_compiler
+from mgpu_core.support.null_context import NULL_CONTEXT
+from mgpu_core.trees.module_tree import ModuleTree, modules_of
+from mgpu_core.trees.nested import map_leaves
+
+__all__ = ["Border", "OwnForward", "Places", "Visit", "is_in_place", "remove_borders", "tensors_among", "visit_of"]
+
+
+class Places(Protocol):
+    """The devices of the stages, and the tensors that belong to them."""
+
+    in_backward: dict[torch.device, Visit]
+
+    @property
+    def devices(self) -> Sequence[torch.device]:
+        """Return the device of each stage."""
+
+    @property
+    def recomputes(self) -> bool:
+        """Return whether layers keep only their inputs, and run again in backward."""
+
+    @property
+    def is_active(self) -> bool:
+        """Return whether layers that are called by themselves are served."""
+
+    @property
+    def is_deep(self) -> bool:
+        """Return whether the mode is on inside layers, too."""
+
+    def stage_of(self, tensor: torch.Tensor, default: int = 0) -> int:
+        """Return the stage that a parameter or buffer is at home in; of others the default."""
+
+
+class Visit:
+    """One call in one thread.
+
+    Args:
+        places: of the module.
+
+    Attributes:
+        stage: that the call is in.
+        called: by name the layers that ran, in the order of their first calls, with the stage of each call.
+        recomputes: layers keep only their inputs, and run again in backward.
+        late: layers whose first call came after a later stage had begun.
+        without_grad: a layer ran in ``torch.no_grad()``.
+        used_in: the names of tensors around layers, with the layer before; for :meth:`watch`.
+    """
+
+    def __init__(self, places: Places) -> None:
+        self.places = places
+        self.stage, self.device = 0, places.devices[0]
+        self.called: dict[str, list[int]] = {}
+        self.late: list[str] = []
+        self.used_in: dict[str, str] = {}
+        self.without_grad = False
+        self._around: Mapping[int, str] = {}
+        self.recomputes = False
+        self._furthest = 0
+        self._glue, self._height = _Glue(self), 0  # of the stack of modes with the glue's on top; 0: it is not there
+        self._running: list[tuple[Border, Callable[[], None] | None]] = []  # layers, with the ends of their swaps
+        self._copies: dict[tuple[int, torch.device, bool], tuple[int, torch.Tensor, torch.Tensor]] = {}
+        self._outer: Visit | None = None
+
+    def __enter__(self) -> Visit:
+        self._outer = getattr(_thread, "visit", None)
+        _thread.visit = self
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End the call; also one that Ctrl-C has cut off inside a layer."""
+        self.end_glue()
+        while self._running:
+            self._end_swap()
+        _thread.visit = self._outer
+
+    def begin_glue(self) -> None:
+        """Let operations of this thread pass the mode."""
+        self._glue.is_on = True
+        if not self._height:
+            _push_mode(self._glue)
+            self._height = _len_torch_function_stack()
+
+    def end_glue(self) -> None:
+        """Let them pass it no more; below a mode of the module's own it stays, and does nothing."""
+        self._glue.is_on = False
+        if self._height and self._height == _len_torch_function_stack():
+            _pop_mode()
+            self._height = 0
+
+    def watch(self, around: Mapping[int, str]) -> None:
+        """Note from now on where the tensors around layers, named by their ids, are used."""
+        self._around = around
+
+    def begin_layer(self, border: Border, layer: Module) -> None:
+        """Go to the stage of a layer; let it compute with copies of the parameters that are at home elsewhere."""
+        is_inside = bool(self._running)
+        self._running.append((border, None))
+        if not is_inside:
+            if not self.places.is_deep:
+                self.end_glue()
+            self.go_to(border.stage)
+        self.without_grad |= not torch.is_grad_enabled()
+        self._note(border)
+        if self.stage == border.stage and not self.recomputes and (foreign := border.foreign(layer)):
+            self._running[-1] = border, self._swapped(foreign)
+
+    def _note(self, border: Border) -> None:
+        stages = self.called.setdefault(border.name, [])
+        if not stages and border.stage < self._furthest:
+            self.late.append(border.name)
+        stages.append(self.stage)
+
+    def end_layer(self, border: Border) -> None:
+        """Go on with the code around layers."""
+        if self._running and self._running[-1][0] is border:  # not where a hook before has failed
+            self._end_swap()
+            if not self._running:
+                self.begin_glue()
+
+    def _end_swap(self) -> None:
+        _, end = self._running.pop()
+        if end is not None:
+            end()
+
+    def call_layer(self, border: Border, layer: Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run the forward of a layer: in another stage than its own by a replica; twice, if that is asked for."""
+        if self.stage != border.stage or (self.recomputes and border.has_foreign):
+            forward = self.replica_of(border, layer).forward
+        if not self.recomputes or not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        again = partial(recomputing, [layer])
+        return checkpoint(forward, *args, use_reentrant=False, context_fn=lambda: (NULL_CONTEXT, again()), **kwargs)
+
+    def replica_of(self, border: Border, layer: Module) -> Module:
+        """Return a replica of a layer for the present stage, with copies of its parameters."""
+        tree = ModuleTree(layer)
+        with torch.no_grad():
+            buffers = [self.bring(each) for each in tree.buffers]
+        replica: Module = build_replica(tree, list(map(self.bring_parameter, tree.parameters)), buffers, ())
+        replica.__dict__.pop("forward", None)
+        return replica
+
+    def go_to(self, stage: int) -> None:
+        """Go to a stage."""
+        self.stage, self.device = stage, self.places.devices[stage]
+        self._furthest = max(self._furthest, stage)
+
+    def bring(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor on the device of the stage: copied once, and again after it was written."""
+        if tensor.device == self.device or tensor.is_meta:
+            return tensor
+        key = (id(tensor), self.device, torch.is_grad_enabled())
+        version = -1 if tensor.is_inference() else tensor._version
+        found = self._copies.get(key)
+        if found is None or found[0] != version:
+            found = self._copies[key] = version, send(tensor, self.device), tensor
+            hand_over([found[1]])
+        return found[1]
+
+    def bring_to(self, device: torch.device, nest: Any) -> Any:
+        """Return a nest with its tensors brought to a device; another stage's device that it names becomes this one."""
+        here, self.device = self.device, device
+        try:
+            return map_leaves(nest, self._brought)
+        finally:
+            self.device = here
+
+    def _brought(self, leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return self.bring(leaf)
+        return self.device if isinstance(leaf, torch.device) and leaf in self.places.devices else leaf
+
+    def bring_together(self, function: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Return the arguments of an operation between layers: on one device, if they are on several."""
+        found = tensors_among((args, kwargs))
+        for each in found if self._around else ():
+            if id(each) in self._around:
+                self.used_in.setdefault(self._around[id(each)], next(reversed(self.called), ""))
+        places = {each.device for each in found if each.ndim or not each.is_cpu}  # torch itself takes scalars anywhere
+        if len(places) < 2:
+            return args, kwargs
+        device = found[0].device if is_in_place(function, kwargs) else self.device
+        return self.bring_to(device, (args, kwargs))  # type: ignore[no-any-return]
+
+    def _swapped(self, foreign: Iterable[tuple[Module, str]]) -> Callable[[], None]:
+        """Give modules copies of these parameters; return the function that gives them their own back."""
+        originals = []
+        for owner, name in foreign:
+            original = owner._parameters[name]
+            assert original is not None
+            originals.append((owner, name, original))
+            owner._parameters[name] = self.bring_parameter(original)  # type: ignore[assignment]
+
+        def end() -> None:
+            for owner, name, original in originals:
+                owner._parameters[name] = original
+
+        return end
+
+    def bring_parameter(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Return a parameter that is at home in another stage on the device of this one."""
+        return self.bring(parameter)
+
+    @contextmanager
+    def in_backward(self) -> Iterator[None]:
+        """Let the threads of autograd find this call: of a device's, while the call has its turn."""
+        if self.device.type == "cpu":  # whose nodes this thread runs
+            yield
+            return
+        self.places.in_backward[self.device] = self
+        try:
+            yield
+        finally:
+            del self.places.in_backward[self.device]
+
+    def passed_on(self, border: Border, output: Any) -> Any:
+        """Return the output of a layer for the code after it."""
+        return output
+
+    def stage_again(self, border: Border) -> int:
+        """Return the stage in which a layer ran that a backward runs again."""
+        earlier = [stage for stage in self.called.get(border.name, ()) if stage <= self.stage]
+        return max(earlier, default=border.stage)
+
+
+_thread = threading.local()
+
+
+def visit_of(places: Places) -> Visit | None:
+    """Return this thread's call of a placed module; in a thread of autograd that whose backward it runs."""
+    visit: Visit | None = getattr(_thread, "visit", None)
+    while visit is not None and visit.places is not places:
+        visit = visit._outer
+    if visit is None and places.in_backward and _current_graph_task_id() != -1:
+        kind = torch.accelerator.current_accelerator()
+        assert kind is not None
+        return places.in_backward.get(torch.device(kind.type, torch.accelerator.current_device_index()))
+    return visit
+
+
+class _OfLayer(Visit):
+    """The call of one layer by itself; in a backward, which runs it again as ``outer`` did."""
+
+    def __init__(self, places: Places, border: Border, outer: Visit | None) -> None:
+        super().__init__(places)
+        super().go_to(border.stage if outer is None else outer.stage_again(border))
+        self.recomputes = (
+            outer.recomputes if outer is not None else places.recomputes and _current_graph_task_id() != -1
+        )
+
+    def go_to(self, stage: int) -> None:
+        """Stay in the stage of the layer."""
+
+    def begin_glue(self) -> None:
+        """There is none: the call ends with its layer."""
+        self.__exit__()
+
+
+class Border:
+    """The hooks of one layer.
+
+    Args:
+        places: of the module.
+        name: of the layer.
+        layer: the layer.
+        stage: its own.
+        next_stage: the stage after it, if it is known to be the last layer of its own.
+        is_wrapped: whether its forward is run by :meth:`Visit.call_layer`.
+    """
+
+    def __init__(
+        self, places: Places, name: str, layer: Module, stage: int, next_stage: int | None, *, is_wrapped: bool
+    ) -> None:
+        self.places, self.name, self.stage, self.next_stage = places, name, stage, next_stage
+        self._foreign = [  # parameters that other stages are the home of: the index of the module, and the name
+            (index, name)
+            for index, owner in enumerate(modules_of(layer))
+            for name, parameter in owner._parameters.items()
+            if parameter is not None and places.stage_of(parameter) != stage
+        ]
+        self._handles = [
+            layer.register_forward_pre_hook(self.enter, with_kwargs=True, prepend=True),
+            layer.register_forward_hook(self.leave, always_call=True),
+        ]
+        self._forward = LayerForward(layer, self) if is_wrapped else None
+
+    @property
+    def has_foreign(self) -> bool:
+        """Return whether parameters of the layer are at home in another stage."""
+        return bool(self._foreign)
+
+    def remove(self) -> None:
+        """Take the hooks off."""
+        for handle in self._handles:
+            handle.remove()
+        if self._forward is not None:
+            self._forward.remove()
+
+    def foreign(self, layer: Module) -> list[tuple[Module, str]]:
+        """Return the parameters of the layer that are at home in another stage than its own."""
+        if not self._foreign:
+            return []
+        owners = list(modules_of(layer))
+        return [(owners[index], name) for index, name in self._foreign]
+
+    @outside_the_compiler
+    def enter(self, layer: Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Begin the layer; return its arguments on its device."""
+        visit = visit_of(self.places)
+        if visit is None or _current_graph_task_id() != -1:
+            if not self.places.is_active:
+                return args, kwargs
+            visit = _OfLayer(self.places, self, visit).__enter__()
+        visit.begin_layer(self, layer)
+        device = visit.device if self._forward is not None else self.places.devices[self.stage]
+        return visit.bring_to(device, (args, kwargs))  # type: ignore[no-any-return]
+
+    @outside_the_compiler
+    def leave(self, layer: Module, args: Any, output: Any) -> Any:
+        """End the layer; return its output for the code after it."""
+        visit = visit_of(self.places)
+        if visit is None:
+            return output
+        visit.end_layer(self)
+        is_last = next(reversed(layer._forward_hooks)) == self._handles[1].id  # other hooks are of this turn, too
+        if self.next_stage is None or not is_last or output is None:  # there is none after a failure
+            return output
+        return visit.passed_on(self, output)
+
+
+def remove_borders(root: Module) -> None:
+    """Take the hooks off all layers of a module, also those of an earlier placement."""
+    for each in root.modules():
+        for hook in list(each._forward_pre_hooks.values()):
+            if isinstance(border := getattr(hook, "__self__", None), Border):
+                border.remove()
+
+
+class OwnForward:
+    """Stands in for the forward of a module, which it holds weakly; copies and pickles go along with the module's."""
+
+    def __init__(self, module: Module) -> None:
+        self._module, self._own = weakref.ref(module), module.__dict__.get("forward")
+        module.__dict__["forward"] = self
+
+    @property
+    def module(self) -> Module:
+        """The module."""
+        module = self._module()
+        assert module is not None, "the module holds this object"
+        return module
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        """The module's own forward."""
+        own: Callable[..., Any] = self._own or MethodType(type(self.module).forward, self.module)
+        return own
+
+    def remove(self) -> None:
+        """Give the module its own forward back."""
+        if self.module.__dict__.pop("forward", None) is self and self._own is not None:
+            self.module.__dict__["forward"] = self._own
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_module": self._module()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _module=weakref.ref(state["_module"]))
+
+
+class LayerForward(OwnForward):
+    """Stands in for the forward of a layer that a call may run otherwise: by a replica, or twice."""
+
+    def __init__(self, layer: Module, border: Border) -> None:
+        super().__init__(layer)
+        self._border = border
+
+    @outside_the_compiler
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the layer."""
+        visit = visit_of(self._border.places)
+        if visit is None:
+            return self.__wrapped__(*args, **kwargs)
+        return visit.call_layer(self._border, self.module, self.__wrapped__, args, kwargs)
+
+
+_LOOKS = {
+    *("__get__", "__len__", "__repr__", "__format__", "__hash__", "size", "dim", "ndimension", "numel", "nelement"),
+    *("stride", "storage_offset", "element_size", "is_contiguous", "is_floating_point", "is_complex", "type"),
+    *("data_ptr", "get_device", "detach", "register_hook", "retain_grad"),
+}
+"""Functions that compute nothing with a tensor's values that goes on."""
+
+
+class _Glue(TorchFunctionMode):
+    """Bring the tensors of operations between layers together."""
+
+    def __init__(self, visit: Visit) -> None:
+        super().__init__()
+        self._visit, self.is_on = visit, False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.is_on and getattr(func, "__name__", "") not in _LOOKS:
+            args, kwargs = self._visit.bring_together(func, args, kwargs)
+        return func(*args, **kwargs)
+
+
+def is_in_place(function: Any, kwargs: Any) -> bool:
+    """Return whether an operation writes into its first tensor, or into ``out=``."""
+    name = getattr(function, "__name__", "")
+    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or kwargs.get("out") is not None
+
+
+def tensors_among(values: Any) -> list[torch.Tensor]:
+    """Return the tensors in the arguments of an operation, which takes lists and tuples at most."""
+    found: list[torch.Tensor] = []
+    for each in values.values() if isinstance(values, dict) else values:
+        if isinstance(each, torch.Tensor):
+            found.append(each)
+        elif isinstance(each, tuple | list | dict):
+            found += tensors_among(each)
+    return found

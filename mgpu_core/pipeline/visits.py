@@ -105,6 +105,7 @@ class Visit:
         self.end_glue()
         while self._running:
             self._end_swap()
+        self._glue.visit = None  # no cycle, which would keep the copies
         _thread.visit = self._outer
 
     def begin_glue(self) -> None:
@@ -431,12 +432,13 @@ class _Glue(TorchFunctionMode):
 
     def __init__(self, visit: Visit) -> None:
         super().__init__()
-        self._visit, self.is_on = visit, False
+        self.visit: Visit | None = visit
+        self.is_on = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self.is_on and getattr(func, "__name__", "") not in _LOOKS:
-            args, kwargs = self._visit.bring_together(func, args, kwargs)
+        if self.is_on and self.visit is not None and getattr(func, "__name__", "") not in _LOOKS:
+            args, kwargs = self.visit.bring_together(func, args, kwargs)
         return func(*args, **kwargs)
 
 

@@ -225,3 +225,11 @@ def test_a_stage_that_waits_for_ever_ends_at_the_time_limit(monkeypatch):
     with pytest.raises(Exception, match=r"0\.5 s"):
         net(x())
     released.set()
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_forty_micro_batches(schedule):
+    net = Pipeline([nn.Linear(2, 2), nn.Linear(2, 2)], cpu(2), chunks=40, schedule=schedule)
+    step = TrainStep(net, mse, torch.optim.SGD(net.parameters(), lr=0.1), workers="threads")
+    batch = x(80)
+    assert float(step(batch, batch)) > float(step(batch, batch))

@@ -1,6 +1,8 @@
 """TrainStep over a pipeline: the numbers of the whole net after many steps, with every option that makes sense."""
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from mgpu_core import Pipeline, TrainStep, optim
+from mgpu_core.pipeline.visits import Visit
 from mgpu_core.step.pipeline_copies import PipelineCopies
 from mgpu_core.trace import tracer
 from mgpu_core.trace.events import Span
@@ -389,3 +392,36 @@ def test_rows_are_cut_once_into_the_micro_batches_of_all_copies(rows):
     alone = TrainStep(whole, mse, torch.optim.SGD(whole.parameters(), lr=0.1), cpu(1))
     assert float(step(x, x)) == pytest.approx(float(alone(x, x)), rel=1e-12)
     assert differing(net, whole) == []
+
+
+@pytest.mark.parametrize("in_a_step", [True, False])
+def test_a_call_leaves_no_cycles(in_a_step):
+    net = Pipeline([nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2)], cpu(3), chunks=4)
+    step = TrainStep(net, mse, torch.optim.SGD(net.parameters(), lr=0.1), workers="threads")
+    x = torch.rand(8, 2, device=cpu(1)[0])
+    calls = [lambda: step(x, x), lambda: net(x).sum().backward()]
+    calls[not in_a_step]()
+    gc.collect()
+    gc.disable()
+    try:
+        before = sum(isinstance(each, Visit) for each in gc.get_objects())
+        calls[not in_a_step]()
+        assert sum(isinstance(each, Visit) for each in gc.get_objects()) == before
+    finally:
+        gc.enable()
+
+
+def test_the_last_stage_keeps_one_output():
+    live, most = [], []
+
+    def loss_fn(output, target):
+        live.append(weakref.ref(output))
+        most.append(sum(each() is not None for each in live))
+        return mse(output, target)
+
+    net = Pipeline([nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)], cpu(3), chunks=8)
+    step = TrainStep(net, loss_fn, torch.optim.SGD(net.parameters(), lr=0.1), workers="threads")
+    x = torch.rand(8, 2, device=cpu(1)[0])
+    for _ in range(3):  # the first one checks the loss, too
+        step(x, x)
+    assert most[-8:] == [1] * 8

@@ -3,6 +3,7 @@
 import copy
 import itertools
 import pickle
+import threading
 import time
 
 import pytest
@@ -259,3 +260,124 @@ def test_balances_that_cannot_be(options, message):
     x = torch.ones(1, 6, device=cpu(1)[0])
     with pytest.raises(ValueError, match=message):
         balance(Mlp().to(cpu(1)[0]), x, **{"parts": 2, **options})
+
+
+class Interrupted(nn.Module):
+    """Ends a call as Ctrl-C does, if it is told to."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.error = nn.Linear(6, 6), None
+
+    def forward(self, x):
+        if self.error is not None:
+            raise self.error
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), KeyError("lost")])
+def test_a_call_that_is_cut_off_leaves_nothing_behind(error):
+    layer, x = Interrupted(), torch.ones(2, 6, device=cpu(1)[0])
+    net = nn.Sequential(nn.Linear(6, 6), layer, nn.Linear(6, 6))
+    net[2].weight = net[0].weight
+    place(net, cpu(2), ["1"])
+    modes, tied, wanted = torch._C._len_torch_function_stack(), net[2].weight, net(x)
+    layer.error = error
+    with pytest.raises(type(error)):
+        net(x)
+    assert torch._C._len_torch_function_stack() == modes
+    assert net[2].weight is tied
+    layer.error = None
+    found = []
+    thread = threading.Thread(target=lambda: found.append(net(x).detach()))
+    thread.start()
+    thread.join(60)
+    assert torch.equal(found[0], wanted)
+    assert torch.equal(net(x), wanted)
+
+
+def test_threads_that_call_a_placed_net_at_once_take_turns():
+    inside, most = [], []
+
+    class Busy(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(2, 2)
+
+        def forward(self, x):
+            inside.append(id(self))
+            most.append(inside.count(id(self)))
+            time.sleep(0.01)
+            inside.remove(id(self))
+            return self.linear(x)
+
+    net, x = nn.Sequential(Busy(), Busy()), torch.ones(1, 2, device=cpu(1)[0])
+    place(net, cpu(2), ["1"])
+    wanted, found = net(x), []
+    threads = [threading.Thread(target=lambda: found.append(net(x).detach())) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert max(most) == 1
+    assert all(torch.equal(each, wanted) for each in found)
+    assert len(found) == 4
+
+
+def test_code_between_layers_may_mix_tensors_of_two_devices():
+    class Mixing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(2, 2), nn.Linear(4, 2)
+            self.scale, self.mask = nn.Parameter(torch.full((2,), 3.0)), nn.Parameter(torch.ones(2))
+
+        def forward(self, x):
+            early = self.first(x * self.mask)
+            late = self.last(torch.cat([early, early], 1))
+            late += early
+            return late * self.scale + x
+
+    net = Mixing()
+    whole, x = copy.deepcopy(net).to(cpu(1)[0]), torch.ones(3, 2, device=cpu(1)[0])
+    place(net, cpu(2), ["last"])
+    output, wanted = net(x), whole(x)
+    assert torch.allclose(output.cpu(), wanted.cpu())
+    output.sum().backward()
+    wanted.sum().backward()
+    for own, each in zip(net.parameters(), whole.parameters(), strict=True):
+        assert torch.allclose(own.grad.cpu(), each.grad.cpu())
+
+
+def test_a_placed_net_keeps_parameters_gradients_and_attributes():
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).cpu()
+    net(torch.ones(1, 2, device="cpu")).sum().backward()
+    net[1].weight.mine = "kept"
+    before = [(id(each), each.grad.clone()) for each in net.parameters()]
+    place(net, cpu(2), ["1"])
+    for (number, grad), each in zip(before, net.parameters(), strict=True):
+        assert id(each) == number
+        assert each.is_leaf
+        assert each.grad.device == each.device
+        assert torch.equal(each.grad.cpu(), grad)
+    assert net[1].weight.mine == "kept"
+
+
+def test_layers_that_are_replaced_or_wrapped_belong_to_the_part_of_their_name():
+    net, x = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)), torch.ones(1, 2, device=cpu(1)[0])
+    place(net, cpu(2), ["1"])
+    net[2] = nn.Sequential(net[2], nn.Linear(2, 2))
+    net[0] = nn.Linear(2, 2)
+    assert str(net(x).device) == cpu(2)[1]
+    assert [str(net[index].weight.device) for index in (0, 1)] == cpu(2)
+    assert {str(each.device) for each in net[2].parameters()} == {cpu(2)[1]}
+
+
+def test_shares_and_memory_move_the_cut():
+    layers = [nn.Linear(4, 4, bias=False) for _ in range(6)]
+    net = place(nn.Sequential(*layers), cpu(2), shares=[2, 1])
+    assert [net.forward._placement.stage_of(each.weight) for each in layers] == [0, 0, 0, 0, 1, 1]
+    layers = [nn.Linear(4, 4, bias=False) for _ in range(6)]
+    net = place(nn.Sequential(*layers), cpu(2), memory=[64, 1e9])
+    assert [net.forward._placement.stage_of(each.weight) for each in layers] == [0, 1, 1, 1, 1, 1]
+    with pytest.raises(ValueError, match="split says where to cut"):
+        place(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)), cpu(2), ["1"], shares=[1, 1])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -133,8 +133,10 @@ class Pipeline(Module):
         devices = as_devices(device_ids)
         if len(devices) != len(self.device_ids):
             raise ValueError(f"a copy of {len(self.device_ids)} stages needs as many devices, not {len(devices)}")
+        split = self._placement.split  # none: it finds the same cut, in its first call
+        assert not isinstance(split, Mapping), "of place() alone"
         return Pipeline(
-            copy_module(self.module), devices, split_points=self.split_points, chunks=self.chunks,
+            copy_module(self.module), devices, split_points=split, chunks=self.chunks,
             schedule=self.schedule, checkpoint=self.checkpoint, dim=self.dim,
             deferred_batch_norm=self._is_deferred, rng=self.rng,
         )  # fmt: skip

@@ -63,7 +63,7 @@ class Placement:
         recomputes: layers may keep only their inputs, and run again in backward.
 
     Attributes:
-        devices: the same.
+        devices, split: the same.
         starts: where stages after the first begin, in order, or the stages of some modules.
         order: the names of the layers in the order of their calls, as far as it is known, else of registration.
         is_known: whether that order is known.
@@ -93,7 +93,7 @@ class Placement:
             raise ValueError("the module's parts are on several devices already: make it anew for another placement")
         check_initialised([*root.parameters(), *root.buffers()])
         self.devices: Sequence[torch.device] = list(devices)
-        self._split, self._memory = split, memory
+        self.split, self._memory = split, memory
         self._shares = checked_shares(shares, len(devices))
         self.order = list(called) or (list(root._modules) if type(root).forward is Sequential.forward else [])
         self.is_known = bool(self.order)
@@ -194,7 +194,7 @@ class Placement:
 
     def _read(self, root: Module) -> None:
         """Find the layers, their stages and the homes of all tensors; nothing is moved."""
-        devices, split = self.devices, self._split
+        devices, split = self.devices, self.split
         names = _checked_names(root, split, len(devices))
         largest = largest_block(root, len(devices)) if split is None else inf
         layers = in_order(layers_of(root, names, largest), self.order)

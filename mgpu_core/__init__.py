@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from mgpu_core.pipeline.balance import balance
     from mgpu_core.pipeline.module import Pipeline
     from mgpu_core.pipeline.place import place
+    from mgpu_core.pipeline.weights import parameters_on_meta
     from mgpu_core.ranks.team import Team
     from mgpu_core.step.train_step import TrainStep
     from mgpu_core.tensor_parallel.embedding import ParallelEmbedding
@@ -66,6 +67,7 @@ __all__ = [
     "kernels",
     "optim",
     "parallel_apply",
+    "parameters_on_meta",
     "place",
     "reduce",
     "register_container",
@@ -89,6 +91,7 @@ _HOMES = {
     "pipeline.balance": ["balance"],
     "pipeline.module": ["Pipeline"],
     "pipeline.place": ["place"],
+    "pipeline.weights": ["parameters_on_meta"],
     "tools.run": ["replacing_torch"],
     "parallel.sync_batchnorm": ["SyncBatchNorm", "convert_sync_batchnorm"],
     "tensor_parallel.embedding": ["ParallelEmbedding"],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from os import PathLike
 from typing import Any
 
 import torch
@@ -43,24 +44,26 @@ class Pipeline(Module):
     module that was cut.  A parameter that several stages use stays one Parameter on the first of their devices; the
     others get differentiable copies in each call.  Values that a later stage needs travel there directly.
 
+    Each micro-batch runs the module's own code in a thread; one at a time is in a stage.  Attributes that the code
+    around layers assigns belong to the micro-batch.
+
     Used as a module in a loop of your own, all forwards run before all backwards.
     :class:`mgpu_core.TrainStep` runs the schedule.
 
     Args:
-        stages: a list with one module per device; an ``nn.Sequential``; or any module with ``split_points``.
+        stages: a list with one module per device; or any module.
         device_ids: one device per stage, as for :class:`mgpu_core.DataParallel`.  A GPU that comes more than once runs
             several stages.
-        split_points: the names of the modules at which the stages after the first begin, in the order of the forward.
-            The code that calls them is traced once by ``torch.fx`` for each form of the arguments and each mode, so it
-            must not decide by the values of tensors.  ``None``: an ``nn.Sequential`` is cut so that the bytes of the
-            largest part are least, or with ``sample`` its time.
+        split_points: the names of the modules at which the stages after the first begin, in the order of the calls.
+            ``None``: the cut is found, between the layers that :func:`mgpu_core.place` places, so that the bytes of
+            the largest part are least, or with ``sample`` its time.
         chunks: micro-batches per call, cut from the rows as by :func:`mgpu_core.scatter`; default: four per stage.
             With fewer rows there are fewer.
         schedule: ``1f1b`` or ``gpipe``, of :class:`mgpu_core.TrainStep`.
-        checkpoint: ``never``; ``always``: a stage keeps only the inputs of a micro-batch, and runs its forward again in
-            backward; ``except_last``: all but the last micro-batch.
-        sample: arguments of one call, for modules whose forward takes nests or keywords, and for the cut of an
-            ``nn.Sequential`` by time: a tuple; a dict by name; or the only argument.
+        checkpoint: ``never``; ``always``: a layer keeps only its inputs, and runs again in backward; ``except_last``:
+            in all but the last micro-batch.
+        sample: arguments of one call, for a cut by time: a tuple; a dict by name; or the only argument.
+        shares, memory, weights, rename: as for :func:`mgpu_core.place`.
         output_device: where the outputs are joined; default: the last device.
         dim: the dimension of the rows.
         deferred_batch_norm: update running statistics once per call from all its rows, instead of once per
@@ -85,6 +88,8 @@ class Pipeline(Module):
         sample: Any = None,
         shares: Sequence[float] | None = None,
         memory: Sequence[float] | None = None,
+        weights: str | PathLike[str] | None = None,
+        rename: Callable[[str], str] | None = None,
         output_device: DeviceLike | None = None,
         dim: int = 0,
         deferred_batch_norm: bool = False,
@@ -101,8 +106,9 @@ class Pipeline(Module):
         self.dim, self.rng = dim, rng
         self._is_deferred = deferred_batch_norm
         self._placement = placed(
-            net, devices, split, sample=sample, shares=shares, memory=memory, recomputes=checkpoint != "never"
-        )
+            net, devices, split, sample=sample, shares=shares, memory=memory, weights=weights, rename=rename,
+            recomputes=checkpoint != "never",
+        )  # fmt: skip
         self._tree = ModuleTree(net)
         layers = [each for each in net.modules() if isinstance(each, _BatchNorm)] if deferred_batch_norm else []
         self._deferred = [DeferredStatistics(each) for each in layers]

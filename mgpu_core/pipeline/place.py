@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from os import PathLike
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from mgpu_core.devices.devices import DeviceLike, as_devices
 from mgpu_core.pipeline.balance import cut_layers, measured_layers
 from mgpu_core.pipeline.placement import MOVES, Placement, Split, refuse_moves
 from mgpu_core.pipeline.visits import OwnForward, Visit, visit_of
+from mgpu_core.pipeline.weights import Weights
 
 __all__ = ["PlacedCall", "PlacedForward", "place", "placed"]
 
@@ -25,16 +27,19 @@ def place(
     sample: Any = None,
     shares: Sequence[float] | None = None,
     memory: Sequence[float] | None = None,
+    weights: str | PathLike[str] | None = None,
+    rename: Callable[[str], str] | None = None,
 ) -> Module:
     """Spread the layers of a module over devices; a call then runs on one device after the other.
 
-    The tensors that enter a layer are brought to its device by differentiable copies.  Outputs stay on the device of
-    the layer that made them.  The module's own code between its layers must not mix tensors of two devices;
-    :class:`mgpu_core.Pipeline` can cut such a module, and keeps all devices busy.
+    A module that holds a list of layers is opened, down to its blocks.  The tensors that enter a layer are brought to
+    its device by differentiable copies, and the code between layers computes on the device of the layer before it.
+    Calls of several threads at once take turns on each device, first come, first served.
 
     Parameters stay the same objects and keep their gradients.  One that several layers share is on the device of the
     first of them; the others compute with differentiable copies.  Parameters of a module around layers are on the
-    device of the first of these.  ``to``, ``cuda`` and ``cpu`` raise RuntimeError afterwards.
+    device of the first of these.  Layers that are replaced, wrapped or tied later belong to the part of their name.
+    ``to``, ``cuda`` and ``cpu`` raise RuntimeError afterwards.
 
     Args:
         net: the module.
@@ -44,15 +49,24 @@ def place(
             before it; or ``None``: the parts get about as many bytes of parameters and buffers each.
         sample: the arguments of a call, as for :func:`mgpu_core.balance`: without ``split``, the parts then take about
             as much time each.
+        shares: without ``split``, one positive number per device: how much each can take.
+        memory: without ``split``, the bytes that each part may have.
+        weights: a file of safetensors, or a folder with some, for a module that was made on meta or in
+            :func:`mgpu_core.parameters_on_meta`: each tensor is read straight to its device, in the module's dtype.
+        rename: a function from the names in these files to names of the module.
 
     Returns:
         The module itself.
 
     Raises:
-        ValueError: names that are no modules, indices that are no devices, more parts than layers, a module that is on
-            several devices already; buffers that two parts share.  Nothing was moved then.
+        ValueError: names that are no modules, indices that are no devices, more parts than layers, a cut that
+            ``memory`` does not allow, a module that is on several devices already; buffers that two parts share;
+            files that do not fit the module.  Nothing was moved then.
+        MissingExtra: ``weights`` needs the extra ``weights``.
     """
-    PlacedForward(net, placed(net, as_devices(device_ids), split, sample=sample, shares=shares, memory=memory))
+    devices = as_devices(device_ids)
+    placement = placed(net, devices, split, sample=sample, shares=shares, memory=memory, weights=weights, rename=rename)
+    PlacedForward(net, placement)
     net.__dict__.update(dict.fromkeys(MOVES, refuse_moves))
     return net
 
@@ -65,11 +79,16 @@ def placed(
     sample: Any,
     shares: Sequence[float] | None,
     memory: Sequence[float] | None,
+    weights: str | PathLike[str] | None,
+    rename: Callable[[str], str] | None,
     recomputes: bool = False,
 ) -> Placement:
     """Return the placement of a module; see :func:`place`."""
     if split is not None and not (shares is None and memory is None):
         raise ValueError("shares and memory are for a cut that is found, and split says where to cut")
+    files = None if weights is None else Weights(net, weights, rename)
+    if files is None and (empty := next((name for name, each in net.named_parameters() if each.is_meta), None)):
+        raise ValueError(f"parameter {empty!r} has no memory: pass weights=, the files that have it")
     called: Sequence[str] = ()
     if sample is not None:
         layers = measured_layers(net, sample, len(devices))
@@ -77,7 +96,10 @@ def placed(
         if split is None:
             split = cut_layers(layers, len(devices), "time", shares=shares, memory=memory).split
             shares = memory = None
-    return Placement(net, devices, split, shares=shares, memory=memory, called=called, recomputes=recomputes)
+    placement = Placement(net, devices, split, shares=shares, memory=memory, called=called, recomputes=recomputes)
+    if files is not None:
+        files.load(placement)
+    return placement
 
 
 class PlacedForward(OwnForward):

@@ -25,7 +25,7 @@ from mgpu_core.ranks.waiting import Waiting
 from mgpu_core.support.warnings import warn_user
 from mgpu_core.trees.module_tree import check_initialised, modules_of, named_parameters_of
 
-__all__ = ["MOVES", "Placement", "Split", "is_spread", "refuse_moves"]
+__all__ = ["MOVES", "Placement", "Split", "give_memory", "is_spread", "refuse_moves"]
 
 MOVES = ("to", "to_empty", "cpu", "cuda", "ipu", "mtia", "xpu", torch._C._get_privateuse1_backend_name())
 """The methods of a module that would bring it to one device; the last is of a plug-in for torch."""
@@ -343,15 +343,16 @@ def _move_to(root: Module, name: str, device: torch.device) -> None:
     parameter = owner._parameters.get(last)
     if parameter is None:
         owner._buffers[last] = to_device(owner._buffers[last], device)  # type: ignore[arg-type]
-    elif parameter.device != device:
+    elif parameter.device != device and not parameter.is_meta:  # weights are loaded to their devices
         moved = to_device(parameter.data, device)
         grad = None if parameter.grad is None else to_device(parameter.grad, device)
         parameter.grad = None
-        _give_memory(parameter, moved)
+        give_memory(parameter, moved)
         parameter.grad = grad
 
 
-def _give_memory(parameter: Parameter, moved: torch.Tensor) -> None:
+def give_memory(parameter: Parameter, moved: torch.Tensor) -> None:
+    """Let a parameter have the memory of a tensor, and stay the same object."""
     try:
         parameter.data = moved
     except RuntimeError:  # of another kind of device: torch exchanges all of the two tensors, attributes too

@@ -15,6 +15,7 @@ _EXTRAS = {
     "lightning": "lightning",
     "matplotlib": "mnist",
     "pynvml": "doctor",
+    "safetensors": "weights",
     "torch_geometric": "pyg",
     "torchvision": "mnist",
     "transformers": "transformers",

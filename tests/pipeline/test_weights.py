@@ -1,0 +1,138 @@
+"""Weights of files go straight to the devices of a placed module."""
+
+import json
+import threading
+
+import pytest
+import torch
+from fakes.nets import cpu
+from fakes.stacks import STACKS, mse
+from torch import nn
+
+from mgpu_core import Pipeline, TrainStep, parameters_on_meta, place
+
+save_file = pytest.importorskip("safetensors.torch").save_file
+
+
+class Net(nn.Module):
+    """Two blocks, a tied head, a buffer that is kept and one that is not."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(5, 4)
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+        self.head = nn.Linear(4, 5, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("scale", torch.ones(4))
+        self.register_buffer("shift", torch.arange(4.0), persistent=False)
+
+    def forward(self, tokens):
+        x = self.embed(tokens) * self.scale + self.shift
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return self.head(x)
+
+
+TOKENS = torch.arange(6).reshape(3, 2) % 5
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """The net whose weights are saved, and the folder: two files and an index, the head's name in neither."""
+    torch.manual_seed(1)
+    net = Net()
+    net.scale.add_(1)
+    state = {name: each.clone() for name, each in net.state_dict().items() if name != "head.weight"}
+    names = sorted(state)
+    parts = {"a.safetensors": names[:4], "b.safetensors": names[4:]}
+    for file, own in parts.items():
+        save_file({name: state[name].cpu() for name in own}, tmp_path / file)
+    index = {"weight_map": {name: file for file, own in parts.items() for name in own}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    return net, tmp_path
+
+
+def on_meta():
+    with parameters_on_meta():
+        return Net()
+
+
+@pytest.mark.parametrize("is_listed", [True, False])
+def test_a_net_on_meta_has_the_weights_of_a_folder(saved, is_listed):
+    whole, folder = saved
+    if not is_listed:
+        (folder / "model.safetensors.index.json").unlink()
+    net = on_meta()
+    before = {name: id(each) for name, each in net.named_parameters()}
+    place(net, cpu(2), weights=folder)
+    assert {name: id(each) for name, each in net.named_parameters()} == before
+    assert net.head.weight is net.embed.weight
+    assert str(net.blocks[3].weight.device) == cpu(2)[1]
+    assert all(each.is_leaf and each.requires_grad for each in net.parameters())
+    output = net(TOKENS.to(cpu(1)[0]))
+    assert torch.equal(output.cpu(), whole.cpu()(TOKENS.cpu()))
+
+
+def test_a_pipeline_trains_from_a_file(tmp_path):
+    stack = STACKS["mlp"]
+    whole = stack.net().cpu()
+    save_file(dict(whole.state_dict()), tmp_path / "model.safetensors")
+    with parameters_on_meta():
+        net = stack.make().double()
+    pipe = Pipeline(net, cpu(2), chunks=2, weights=tmp_path / "model.safetensors")
+    step = TrainStep(pipe, mse, torch.optim.SGD(net.parameters(), lr=0.1))
+    alone = TrainStep(whole, mse, torch.optim.SGD(whole.parameters(), lr=0.1), ["cpu"])
+    x, target = stack.x.cpu(), stack.target.cpu()
+    for _ in range(2):
+        wanted = float(alone(x, target))
+        assert float(step(x.to(cpu(1)[0]), target.to(cpu(1)[0]))) == pytest.approx(wanted, rel=1e-12)
+
+
+def test_the_dtype_is_the_module_s_and_names_may_be_changed(saved):
+    whole, folder = saved
+    for file in folder.glob("*.safetensors"):
+        file.unlink()
+    state = {f"model.{name}": each.cpu().double() for name, each in whole.state_dict().items() if name != "head.weight"}
+    save_file(state, folder / "c.safetensors")
+    (folder / "model.safetensors.index.json").unlink()
+    net = place(on_meta(), cpu(2), weights=folder, rename=lambda name: name.removeprefix("model."))
+    assert net.embed.weight.dtype == torch.float32
+    assert torch.equal(net.embed.weight.cpu(), whole.embed.weight.cpu())
+
+
+def test_what_does_not_fit_is_named_and_nothing_is_moved(saved):
+    _, folder = saved
+    net = on_meta()
+    with pytest.raises(ValueError, match=r"missing nothing; surplus blocks\.0\.bias"):
+        place(nn.ModuleDict({"embed": nn.Embedding(5, 4)}), ["cpu"], weights=folder)
+    net.blocks.append(nn.Linear(4, 4))
+    with pytest.raises(ValueError, match=r"missing blocks\.4\.weight, blocks\.4\.bias; surplus nothing"):
+        place(net, cpu(2), weights=folder)
+    assert net.embed.weight.is_meta
+    other = on_meta()
+    other.blocks[1] = nn.Linear(4, 3)
+    with pytest.raises(ValueError, match=r"blocks\.1\.bias has the shape \(3,\)"):
+        place(other, cpu(2), weights=folder)
+    with pytest.raises(FileNotFoundError, match="safetensors"):
+        place(on_meta(), cpu(2), weights=folder / "nowhere")
+
+
+def test_memory_that_nobody_gives_is_refused(saved):
+    _, folder = saved
+    with torch.device("meta"):
+        net = Net()
+    with pytest.raises(ValueError, match=r"buffer 'shift' has no memory.*parameters_on_meta"):
+        place(net, cpu(2), weights=folder)
+    with pytest.raises(ValueError, match=r"parameter 'embed.weight' has no memory: pass weights="):
+        place(on_meta(), cpu(2))
+
+
+def test_other_threads_make_parameters_with_memory():
+    found = []
+    with parameters_on_meta():
+        thread = threading.Thread(target=lambda: found.append(nn.Linear(1, 1)))
+        thread.start()
+        thread.join()
+        assert nn.Linear(1, 1).weight.is_meta
+    assert not found[0].weight.is_meta
+    assert not nn.Linear(1, 1).weight.is_meta

@@ -183,7 +183,6 @@ class Pipeline(Module):
             copy: the index of this pipeline among its copies, for recordings.
 
         Raises:
-            ValueError: micro-batches whose arguments differ in structure.
             RuntimeError: a parameter is not on the device of its stage.
         """
         placement = self._placement

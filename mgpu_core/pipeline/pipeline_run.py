@@ -33,7 +33,7 @@ from mgpu_core.pipeline.borders import Crossing
 from mgpu_core.pipeline.placement import Placement
 from mgpu_core.pipeline.schedules import BACKWARD, FORWARD, Action
 from mgpu_core.pipeline.visits import Border, Visit, is_in_place, tensors_among
-from mgpu_core.ranks.context import CallerContext
+from mgpu_core.ranks.context import CallerContext, checkpoint_frame
 from mgpu_core.ranks.run import Run, current_lane
 from mgpu_core.ranks.team import Team
 from mgpu_core.support.null_context import NULL_CONTEXT
@@ -150,12 +150,12 @@ class PipelineRun:
         self.draws = draws
         form = self._form()
         if form in self.placement.known:
-            self._run_lanes(draws=draws, in_caller=in_caller, learns=False)
+            self._run_lanes(in_caller=in_caller, learns=False)
             return
         kept = _State(self._root, self.placement.devices)
         for _ in range(_MOST_TRIES):
             try:
-                self._run_lanes(draws=draws, in_caller=in_caller, learns=True)
+                self._run_lanes(in_caller=in_caller, learns=True)
                 break
             except _Again:
                 kept.put_back()
@@ -163,7 +163,7 @@ class PipelineRun:
                 self.shared.clear()
                 self.replicas.clear()
         else:
-            self._run_lanes(draws=draws, in_caller=in_caller, learns=False)
+            self._run_lanes(in_caller=in_caller, learns=False)
         self.placement.known.add(form)
 
     def _form(self) -> Hashable:
@@ -171,7 +171,7 @@ class PipelineRun:
         args, kwargs = self._arguments[0] if self._arguments else ((), {})
         return self._root.training, self.last is None, torch.is_grad_enabled(), len(args), *kwargs
 
-    def _run_lanes(self, *, draws: bool, in_caller: bool, learns: bool) -> None:
+    def _run_lanes(self, *, in_caller: bool, learns: bool) -> None:
         lanes, devices = len(self._arguments), self.placement.devices
         team = Team.of(["cpu"] * lanes)
         if in_caller:
@@ -187,7 +187,7 @@ class PipelineRun:
         at_once = len({turn for turn, device in zip(self.turns, devices, strict=True) if device.type == "cpu"})
         run = self._run = Run(team, names=self.names, plans=plans, at_once=at_once)
         try:
-            run.run(calls, draws=draws, workers="caller" if is_plain else "threads")
+            run.run(calls, draws=self.draws, workers="caller" if is_plain else "threads")
         except BaseException:  # after Ctrl-C lanes are still in their turn
             run.stop(time_limit())
             raise
@@ -315,7 +315,7 @@ class MicroBatch(Visit):
     def begin_layer(self, border: Border, layer: Module) -> None:
         """Refuse a checkpoint whose layers run on two devices, if they draw random numbers."""
         if self._run.draws and self._run.placement.is_known and self.places.devices[border.stage].type != "cpu":
-            frame = _checkpoint_frame()
+            frame = checkpoint_frame()
             if frame is not None and (border.stage > self.stage or frame is self._crossing_frame):
                 raise RuntimeError(
                     f"a checkpoint is around the border before stage {border.stage}, and its random numbers would be "
@@ -331,7 +331,7 @@ class MicroBatch(Visit):
         if self.stage != border.stage or border.next_stage is None:
             return output
         self.go_to(border.next_stage)
-        self._crossing_frame = _checkpoint_frame()
+        self._crossing_frame = checkpoint_frame()
         return self.bring_to(self.device, output)
 
     def _note_number(self) -> None:
@@ -478,12 +478,6 @@ class MicroBatch(Visit):
             crossing.send_back()
             if crossing.grad is not None:
                 self._given.setdefault(made_in, []).append(crossing)
-
-
-def _checkpoint_frame() -> Any:
-    """Return an object of the checkpoint that this thread is inside of; ``None``: of none."""
-    top = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    return top[0] if top is not None and getattr(top[0], "__module__", None) == "torch.utils.checkpoint" else None
 
 
 def _count_to(number: int) -> None:

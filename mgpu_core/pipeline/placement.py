@@ -23,7 +23,7 @@ from mgpu_core.pipeline.layers import (
 from mgpu_core.pipeline.visits import Border, Visit, remove_borders
 from mgpu_core.ranks.waiting import Waiting
 from mgpu_core.support.warnings import warn_user
-from mgpu_core.trees.module_tree import check_initialised, modules_of, named_parameters_of
+from mgpu_core.trees.module_tree import check_initialised, modules_of, named_parameters_of, tensors_of
 
 __all__ = ["MOVES", "Placement", "Split", "give_memory", "is_spread", "refuse_moves"]
 
@@ -69,9 +69,9 @@ class Placement:
         is_known: whether that order is known.
         known: forms of calls that have been run.
         in_backward: by device the call whose backward runs there now.
-        is_active: not a copy whose owner has not used it yet; of a Pipeline's module alone, nobody will.
+        is_active: False for a copy until it is used: a copy of a Pipeline's module alone runs as a plain module.
         searches: the numbers of autograd's nodes do not tell their stages, because other threads have made some.
-        is_deep: layers get tensors of other stages out of objects, in which nobody could replace them.
+        is_deep: layers take tensors of other stages out of objects such as caches; operations in layers pass the mode.
 
     Raises:
         ValueError: names that are no modules, stages that are no devices, more parts than layers, a module that is on
@@ -278,9 +278,10 @@ class Placement:
 
     def check(self, root: Module) -> None:
         """Raise RuntimeError if a parameter or buffer is on another device than that of its stage."""
-        for name, tensor in _named_tensors(root):
+        for tensor in tensors_of(root):
             device = self.devices[self.stage_of(tensor)]
             if tensor.device != device:
+                name = next(name for name, each in _named_tensors(root) if each is tensor)
                 raise RuntimeError(f"{name} must be on {device}, where its stage runs, but is on {tensor.device}")
 
 

@@ -287,7 +287,7 @@ class _OfLayer(Visit):
         """Stay in the stage of the layer."""
 
     def begin_glue(self) -> None:
-        """There is none: the call ends with its layer."""
+        """End the call with its layer: no code follows that belongs to it."""
         self.__exit__()
 
 
@@ -358,7 +358,7 @@ class Border:
             return output
         visit.end_layer(self)
         is_last = next(reversed(layer._forward_hooks)) == self._handles[1].id  # other hooks are of this turn, too
-        if self.next_stage is None or not is_last or output is None:  # there is none after a failure
+        if self.next_stage is None or not is_last or output is None:  # None after a failure
             return output
         return visit.passed_on(self, output)
 

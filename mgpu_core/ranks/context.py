@@ -19,7 +19,7 @@ from mgpu_core.ranks.modes import Modes
 from mgpu_core.ranks.random import rank_streams
 from mgpu_core.support.null_context import NULL_CONTEXT
 
-__all__ = ["CallerContext"]
+__all__ = ["CallerContext", "checkpoint_frame"]
 
 
 class CallerContext:
@@ -77,6 +77,12 @@ class CallerContext:
         return task
 
 
+def checkpoint_frame() -> Any:
+    """Return an object of the checkpoint of torch that this thread is inside of; ``None``: of none."""
+    top = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return top[0] if top is not None and getattr(top[0], "__module__", None) == "torch.utils.checkpoint" else None
+
+
 def _saved_tensors_hooks(one_device: bool) -> tuple[Callable[[], AbstractContextManager[None]] | None, bool]:
     """Return a function that installs this thread's hooks in another, or ``None``; and whether they need one order.
 
@@ -91,7 +97,7 @@ def _saved_tensors_hooks(one_device: bool) -> tuple[Callable[[], AbstractContext
     if banned is not None:
         return partial(torch.autograd.graph.disable_saved_tensors_hooks, banned), False
     top = engine._top_saved_tensors_default_hooks(False)
-    ordered = top is not None and getattr(top[0], "__module__", None) == "torch.utils.checkpoint"
+    ordered = checkpoint_frame() is not None
     if top is None or (ordered and not one_device):
         return None, False
     return partial(torch.autograd.graph.saved_tensors_hooks, *top), ordered

@@ -15,6 +15,7 @@ from mgpu_core.devices.traces import is_symbolic, traced_call
 from mgpu_core.devices.transfer import module_to
 from mgpu_core.parallel import gather, parallel_apply, replicate, scatter_kwargs
 from mgpu_core.parallel.apply import apply_to, draws_apart
+from mgpu_core.parallel.gather_outputs import padded
 from mgpu_core.parallel.lost import Given, given_attributes, lost_attributes, warn_lost
 from mgpu_core.parallel.originals import OriginalsWatch
 from mgpu_core.parallel.replicate_modules import loosen, replicate_tree
@@ -114,12 +115,39 @@ class DataParallel(torch.nn.DataParallel[M]):
         with NULL_CONTEXT if tracer.sink is None else span("data_parallel"):
             return self._alone(inputs, kwargs) if len(self.device_ids) == 1 else self._over_ranks(inputs, kwargs)
 
-    def _alone(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    @outside_the_compiler
+    def call(self, method: str, /, *inputs: Any, pad_value: float | None = None, **kwargs: Any) -> Any:
+        """Run a method of the module as :meth:`forward` runs the module: ``model.call("generate", ids, num_beams=2)``.
+
+        Ranks that share a random generator draw from streams of their own.
+
+        Args:
+            method: its name.
+            inputs, kwargs: its arguments, cut as those of the forward.
+            pad_value: fills up the outputs of ranks that are shorter than those of others, at their ends, as texts
+                of unequal lengths are; ``None``: there must be none.
+
+        Returns:
+            The outputs, joined as those of the forward.
+
+        Raises:
+            AttributeError: the module has no such method.
+            ValueError: outputs of unequal lengths, and no ``pad_value``.
+        """
+        getattr(self.module, method)
+        if not self.device_ids:
+            return self._move_output(getattr(self.module, method)(*unwrapped(inputs), **unwrapped(kwargs)))
+        with NULL_CONTEXT if tracer.sink is None else span("data_parallel"):
+            if len(self.device_ids) == 1:
+                return self._alone(inputs, kwargs, method)
+            return self._over_ranks(inputs, kwargs, method, pad_value)
+
+    def _alone(self, inputs: tuple[Any, ...], kwargs: dict[str, Any], method: str = "__call__") -> Any:
         """Run the module itself on the only rank: nothing is copied, and a first forward initialises a lazy module."""
         _check_device(tensors_of(self.module), self.src_device_obj)
         parts, kwargs_parts = self._parts(inputs, kwargs)
         with span("forward", 0, self.src_device_obj):
-            output = self.module(*parts[0], **kwargs_parts[0])
+            output = getattr(self.module, method)(*parts[0], **kwargs_parts[0])
         if tracer.recording is not None:
             _trace_backward(output)
         return self._move_output(output)
@@ -129,7 +157,9 @@ class DataParallel(torch.nn.DataParallel[M]):
         parts, kwargs_parts = self.scatter(inputs, kwargs, self.device_ids)
         return (parts, kwargs_parts) if parts or kwargs_parts else (((),), ({},))
 
-    def _over_ranks(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _over_ranks(
+        self, inputs: tuple[Any, ...], kwargs: dict[str, Any], method: str | None = None, pad_value: float | None = None
+    ) -> Any:
         check_modes()
         tree = _read(self.module, self.src_device_obj)
         parts, kwargs_parts = self._parts(inputs, kwargs)
@@ -141,7 +171,7 @@ class DataParallel(torch.nn.DataParallel[M]):
         given = given_attributes(replicas[0]) if self._forwards_to_watch > 0 else None
         watch = OriginalsWatch(tree) if given is not None else None
         try:
-            outputs = self._run_replicas(tree, team, replicas, parts, kwargs_parts, watch)
+            outputs = self._run_replicas(tree, team, replicas, parts, kwargs_parts, watch, method)
             if given is not None:
                 self._watch(given, watch)
                 rows = [rows_of_part(part, self.dim) for part in zip(parts, kwargs_parts, strict=False)]
@@ -149,7 +179,7 @@ class DataParallel(torch.nn.DataParallel[M]):
                     self._forwards_to_watch = 0
         finally:
             loosen(replicas)
-        return self.gather(outputs, self.output_device)
+        return self.gather(outputs if method is None else padded(outputs, self.dim, pad_value), self.output_device)
 
     def _run_replicas(
         self,
@@ -159,19 +189,22 @@ class DataParallel(torch.nn.DataParallel[M]):
         parts: Any,
         kwargs_parts: Any,
         watch: OriginalsWatch | None,
+        method: str | None,
     ) -> list[Any]:
         """Call the replicas of a module that was just read, in the way that is faster for this size of batch."""
-        size = size_of(parts[0]) if self._choice.is_open else None
-        is_timed = self._choice.is_open and self._choice.begin(size, meets=tree.ranks_meet)
+        is_open = self._choice.is_open and method is None
+        size = size_of(parts[0]) if is_open else None
+        is_timed = is_open and self._choice.begin(size, meets=tree.ranks_meet)
         shared = shares_generator(team)
         turns = tree.takes_turns and shared
         self._workers = "threads" if tree.ranks_meet else "caller" if turns else self._choice.now
+        called: Sequence[Any] = replicas if method is None else [getattr(each, method) for each in replicas]
         if self._is_own("parallel_apply"):
-            draws = shared and draws_apart(tree, self.rng)
-            called = replicas if watch is None else watch.around(replicas)
+            draws = shared and (method is not None or draws_apart(tree, self.rng))
+            called = called if watch is None else watch.around(called)
             outputs = apply_to(team, called, parts, kwargs_parts, draws=draws, workers=self._workers)
         else:
-            outputs = self.parallel_apply(replicas, parts, kwargs_parts)
+            outputs = self.parallel_apply(called, parts, kwargs_parts)
         if is_timed:
             self._choice.end(size)
         return outputs

@@ -28,6 +28,7 @@ from mgpu_core.inference.requests import Call, Joiner, Request
 from mgpu_core.inference.served_replicas import replicas_of
 from mgpu_core.inference.stats import Stats
 from mgpu_core.parallel.gather_outputs import gather
+from mgpu_core.pipeline.place import parts_of
 from mgpu_core.pipeline.placement import is_spread
 from mgpu_core.ranks.compiled import compiled_calls
 from mgpu_core.ranks.workers import EXIT_SECONDS
@@ -48,8 +49,12 @@ class Predictor:
 
     Args:
         net: the module.  One that is spread over devices (:class:`mgpu_core.Pipeline`, :func:`mgpu_core.place`) runs
-            where it is, as a single rank.
+            where it is.
         device_ids: one device per rank, as for :class:`mgpu_core.DataParallel`.
+        method: the name of the method that answers; ``generate``, for example.  Its keyword arguments are those of each
+            request, and requests with unequal ones are not joined.
+        in_flight: how many batches a module of :func:`mgpu_core.place` works on at once, each in another part; they
+            count as its ranks.  ``None``: as many as it has parts.
         max_batch: rows of a batch.
         max_wait_ms: how long the oldest request of a batch waits for others, in milliseconds.
         max_pending: requests that may wait; :meth:`submit` waits for a free slot.
@@ -75,6 +80,8 @@ class Predictor:
         net: Module,
         device_ids: Sequence[DeviceLike] | None = None,
         *,
+        method: str = "__call__",
+        in_flight: int | None = None,
         max_batch: int = 64,
         max_wait_ms: float = 2.0,
         max_pending: int = 1024,
@@ -86,20 +93,24 @@ class Predictor:
         compile: bool = False,  # noqa: A002 (torch's word)
         capture: bool = False,
     ) -> None:
-        _check_options(net, {"max_batch": max_batch, "max_pending": max_pending}, max_wait_ms, amp_dtype)
+        flying = 1 if in_flight is None else in_flight
+        counts = {"max_batch": max_batch, "max_pending": max_pending, "in_flight": flying}
+        _check_options(net, method, counts, max_wait_ms, amp_dtype)
         for name, hook in (("bucket_by", bucket_by), ("collate", collate), ("split", split)):
             if hook is not None and not callable(hook):
                 raise TypeError(f"{name} must be a function, not {hook!r}")
         self.max_batch = max_batch
-        self.net, self.devices = net, _devices_of(net, device_ids)
+        self.net, self.devices = net, _devices_of(net, device_ids, in_flight)
         if capture and any(device.type != GPU_TYPE for device in self.devices):
             raise ValueError("capture=True needs CUDA devices: a CUDA graph runs on one")
         if capture and is_spread(net):
             raise ValueError("capture=True needs a module on one device: a CUDA graph runs on one")
+        if capture and method != "__call__":
+            raise ValueError("capture=True records calls of the module, and no other method")
         self._joiner = Joiner(bucket_by, collate)
         self._answers = Answers(type(net).__name__, split, compares=collate is None)
         calls = _compiled_calls(net, len(self.devices), whole=compile)
-        self._copies = partial(replicas_of, net, self.devices, compiled=calls, captured=capture)
+        self._copies = partial(replicas_of, net, self.devices, method, compiled=calls, captured=capture)
         self._queue = RequestQueue(max_pending, max_wait_ms / 1e3, max_batch)
         target = None if output_device is None else as_device(output_device)
         self._engine = Engine(
@@ -109,7 +120,7 @@ class Predictor:
         _predictors[id(self)] = self
 
     def submit(self, *inputs: Any, timeout: float | None = None, **kwargs: Any) -> Future[Any]:
-        """Return a future of ``net(*inputs, **kwargs)``.
+        """Return a future of ``net(*inputs, **kwargs)``, or of the method.
 
         Args:
             inputs, kwargs: with one or more rows along dimension 0 of their tensors, which must not be written before
@@ -155,7 +166,7 @@ class Predictor:
             raise
 
     def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Return ``net(*inputs, **kwargs)``.
+        """Return ``net(*inputs, **kwargs)``, or what the method returns.
 
         The rows of a call with ``max_batch`` rows or more are cut over the devices, into batches of their own with at
         most ``max_batch`` rows.
@@ -251,9 +262,11 @@ def _compiled_calls(net: Module, ranks: int, *, whole: bool) -> dict[str, Sequen
     return compiled | ({"": compiled_calls(net, cast(Module, torch.compile(net)), ranks)} if whole else {})
 
 
-def _check_options(net: Any, counts: Mapping[str, Any], max_wait_ms: Any, amp_dtype: Any) -> None:
+def _check_options(net: Any, method: Any, counts: Mapping[str, Any], max_wait_ms: Any, amp_dtype: Any) -> None:
     if not isinstance(net, Module):
         raise TypeError(f"net must be a torch.nn.Module, not {type(net).__name__}")
+    if not isinstance(method, str) or not callable(getattr(net, method, None)):
+        raise ValueError(f"method must be the name of a method of {type(net).__name__}, not {method!r}")
     for name, value in counts.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{name} must be a whole number, 1 or more, not {value!r}")
@@ -263,11 +276,15 @@ def _check_options(net: Any, counts: Mapping[str, Any], max_wait_ms: Any, amp_dt
         raise TypeError(f"amp_dtype must be torch.bfloat16 or torch.float16, not {amp_dtype}")
 
 
-def _devices_of(net: Module, device_ids: Sequence[DeviceLike] | None) -> list[torch.device]:
+def _devices_of(net: Module, device_ids: Sequence[DeviceLike] | None, in_flight: int | None) -> list[torch.device]:
     if is_spread(net):
         if device_ids is not None:
             raise ValueError("the module is on several devices already: leave device_ids out")
-        return [next(net.parameters()).device]
+        if in_flight is not None and parts_of(net) == 1:
+            raise ValueError("in_flight is for a module of place(): a Pipeline keeps its devices busy by itself")
+        return [next(net.parameters()).device] * (in_flight or parts_of(net))
+    if in_flight is not None:
+        raise ValueError("in_flight is for a module of place(): otherwise each device works on one batch at a time")
     if device_ids is None:
         return list(local_devices()) or [torch.device("cpu")]
     return list(as_devices(device_ids))

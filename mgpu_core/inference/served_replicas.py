@@ -30,14 +30,16 @@ class Replica:
 
     Args:
         module: the copy.
+        method: the name of the method that answers.
         graphs: runs it as CUDA graphs; ``None``: it is called itself.
 
     Attributes:
         is_half: it computes in half precision.
     """
 
-    def __init__(self, module: Module, graphs: GraphedModule | None) -> None:
+    def __init__(self, module: Module, method: str, graphs: GraphedModule | None) -> None:
         self.module, self._graphs = module, graphs
+        self._method = getattr(module, method)
         self.is_half = any_in_half(module.parameters())
         self._tables = [table for each in module.modules() for table in (each._parameters, each._buffers) if len(table)]
         self._calls_to_watch = 3
@@ -56,7 +58,7 @@ class Replica:
         before = self._tensors()
         versions = [each._version for each in before]
         given = given_attributes(self.module) if self._calls_to_watch else None
-        call: Callable[..., Any] = self._graphs if captured and self._graphs is not None else self.module
+        call: Callable[..., Any] = self._graphs if captured and self._graphs is not None else self._method
         outputs = call(*args, **kwargs)
         self._check(before, versions)
         if given is not None:
@@ -91,13 +93,16 @@ class Replica:
 
 
 def replicas_of(
-    net: Module, devices: Sequence[torch.device], *, compiled: Mapping[str, Sequence[Any]], captured: bool
+    net: Module, devices: Sequence[torch.device], method: str, *, compiled: Mapping[str, Sequence[Any]], captured: bool
 ) -> list[Replica]:
     """Return a copy of the module per rank; ranks of one device share parameters, and no buffers.
+
+    Of a module that is on several devices all ranks share one copy.
 
     Args:
         net: the module.
         devices: one per rank.
+        method: the name of the method that answers.
         compiled: by the names of modules, per rank a function of its copy and the arguments.
         captured: record CUDA graphs.
 
@@ -106,7 +111,7 @@ def replicas_of(
     """
     made: list[Module] = []
     with torch.inference_mode(False), torch.no_grad():  # versions of buffers are counted outside inference mode alone
-        for rank, device in enumerate(devices):
+        for rank, device in enumerate(devices[:1] if is_spread(net) else devices):
             shared: dict[int, Any] = {}
             if device in devices[:rank]:
                 first = made[devices.index(device)].parameters()
@@ -120,10 +125,11 @@ def replicas_of(
             set_compiled(made[-1], compiled, rank)
     _wait_for(made)
     name = type(net).__name__
-    graphs = [
-        GraphedModule(each, device, name) if captured else None for each, device in zip(made, devices, strict=True)
+    replicas = [
+        Replica(each, method, GraphedModule(each, device, name) if captured else None)
+        for each, device in zip(made, devices, strict=False)
     ]
-    return list(map(Replica, made, graphs))
+    return replicas * len(devices) if is_spread(net) else replicas
 
 
 def _warn_if_shared(net: Module, copied: Module) -> None:

@@ -23,7 +23,7 @@ from mgpu_core.trace.tracer import span
 from mgpu_core.trees.comparison import equal
 from mgpu_core.trees.nested import LEAF, Rows, Tree, any_tensor, are_divisible, flatten, flatten_alike, moved
 
-__all__ = ["gather"]
+__all__ = ["gather", "padded"]
 
 
 def gather(outputs: Sequence[Any], target_device: DeviceLike, dim: int = 0) -> Any:
@@ -122,6 +122,40 @@ class _Gather:
                 trace_backward(rank, [leaf])
             trace_cut("gather", tree.paths(name)[index], self._device, leaves, self._dim)
         return joined
+
+
+def padded(outputs: Sequence[Any], dim: int, value: float | None) -> list[Any]:
+    """Return the ranks' outputs with the tensors of one place as long as the longest of them, filled at their ends.
+
+    Args:
+        outputs: one object per rank, all of one structure.
+        dim: the dimension of the rows, which is left as it is.
+        value: to fill with; ``None``: no tensor may be shorter than another.
+
+    Raises:
+        ValueError: outputs of different structure; without a value, tensors of unequal lengths.
+    """
+    tree, rows = flatten_alike(outputs, "outputs")
+    paths = tree.paths("outputs")
+    columns = [_as_long(leaves, dim, value, path) for leaves, path in zip(zip(*rows, strict=True), paths, strict=True)]
+    return [tree.unflatten(iter([column[rank] for column in columns])) for rank in range(len(outputs))]
+
+
+def _as_long(leaves: Sequence[Any], dim: int, value: float | None, path: str) -> Sequence[Any]:
+    """Return the leaves of one place on all ranks, made equally long if they are tensors."""
+    if not all(isinstance(each, torch.Tensor) and each.ndim == leaves[0].ndim > 0 for each in leaves):
+        return leaves
+    own = dim % leaves[0].ndim
+    longest = [max(sizes) for sizes in zip(*(each.shape for each in leaves), strict=True)]
+    missing = [[0 if i == own else most - size for i, (most, size) in enumerate(zip(longest, each.shape, strict=True))]
+               for each in leaves]  # fmt: skip
+    if not any(map(any, missing)):
+        return leaves
+    if value is None:
+        shapes = ", ".join(str(tuple(each.shape)) for each in leaves)
+        raise ValueError(f"{path} has the shapes {shapes} on the ranks: pass pad_value=, to fill up the shorter")
+    fills = [[part for each in reversed(ends) for part in (0, each)] for ends in missing]  # torch: the last one first
+    return [torch.nn.functional.pad(each, ends, value=value) for each, ends in zip(leaves, fills, strict=True)]
 
 
 def _items_of(obj: Any) -> list[Any] | None:

@@ -120,7 +120,7 @@ class Pipeline(Module):
     @property
     def split_points(self) -> list[str]:
         """The names of the modules at which the stages after the first begin."""
-        return list(self._placement.starts)
+        return self._placement.starts
 
     to = to_empty = cpu = cuda = ipu = mtia = xpu = refuse_moves
 

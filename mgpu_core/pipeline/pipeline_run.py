@@ -30,7 +30,7 @@ from mgpu_core.devices.streams import caller_streams, on
 from mgpu_core.devices.time_limits import time_limit
 from mgpu_core.devices.transfer import hand_over
 from mgpu_core.pipeline.borders import Crossing
-from mgpu_core.pipeline.placement import Placement
+from mgpu_core.pipeline.placement import Called, Placement
 from mgpu_core.pipeline.schedules import BACKWARD, FORWARD, Action
 from mgpu_core.pipeline.visits import Border, Visit, is_in_place, tensors_among
 from mgpu_core.ranks.context import CallerContext, checkpoint_frame
@@ -223,7 +223,7 @@ class PipelineRun:
             RuntimeError: a checkpoint runs layers of several stages in one backward.
         """
         placement = self.placement
-        if placement.learn(self._root, first.called, first.used_in):
+        if placement.learn(self._root, Called(first.called, first.used_in)):
             raise _Again
         if not placement.searches:
             mistaken, names = first.looked_through()

@@ -12,11 +12,12 @@ from torch.nn import Module
 
 from mgpu_core.devices.devices import DeviceLike, as_devices
 from mgpu_core.pipeline.balance import cut_layers, measured_layers
-from mgpu_core.pipeline.placement import MOVES, Placement, Split, refuse_moves
+from mgpu_core.pipeline.placement import MOVES, Called, Placement, Split, refuse_moves
 from mgpu_core.pipeline.visits import OwnForward, Visit, visit_of
 from mgpu_core.pipeline.weights import Weights
+from mgpu_core.support.null_context import NULL_CONTEXT
 
-__all__ = ["PlacedCall", "PlacedForward", "place", "placed"]
+__all__ = ["PlacedCall", "PlacedForward", "parts_of", "place", "placed"]
 
 
 def place(
@@ -34,7 +35,8 @@ def place(
 
     A module that holds a list of layers is opened, down to its blocks.  The tensors that enter a layer are brought to
     its device by differentiable copies, and the code between layers computes on the device of the layer before it.
-    Calls of several threads at once take turns on each device, first come, first served.
+    Calls of several threads at once take turns on each device, first come, first served.  The first call runs alone;
+    if it shows another order of layers than that of registration, and there are no gradients, they are placed anew.
 
     Parameters stay the same objects and keep their gradients.  One that several layers share is on the device of the
     first of them; the others compute with differentiable copies.  Parameters of a module around layers are on the
@@ -65,6 +67,12 @@ def place(
         MissingExtra: ``weights`` needs the extra ``weights``.
     """
     devices = as_devices(device_ids)
+    if split is not None and not isinstance(split, Mapping):
+        if len(split) != len(devices) - 1:
+            raise ValueError(
+                f"{len(devices)} devices need {len(devices) - 1} names in split, one fewer, not {len(split)}"
+            )
+        split = {name: part for part, name in enumerate(split, 1)}  # which may be called in any order
     placement = placed(net, devices, split, sample=sample, shares=shares, memory=memory, weights=weights, rename=rename)
     PlacedForward(net, placement)
     net.__dict__.update(dict.fromkeys(MOVES, refuse_moves))
@@ -102,23 +110,41 @@ def placed(
     return placement
 
 
+def parts_of(net: Module) -> int:
+    """Return the number of parts of a module of :func:`place`; 1 for any other."""
+    forward = net.__dict__.get("forward")
+    return len(forward.placement.devices) if isinstance(forward, PlacedForward) else 1
+
+
 class PlacedForward(OwnForward):
     """Stands in for the forward of a placed module: the code between its layers may mix tensors of several devices."""
 
     def __init__(self, net: Module, placement: Placement) -> None:
         super().__init__(net)
-        self._placement = placement
+        self.placement = placement
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's own forward as one call; in a lane, and again in a backward, it is part of another."""
-        if visit_of(self._placement) is not None or _current_graph_task_id() != -1:
+        """Run the module's own forward as one call; in a lane, and again in a backward, it is part of another.
+
+        The first call runs alone, and shows the order of the layers' calls.  Parameters stay where they are while a
+        graph may hold them.
+        """
+        placement = self.placement
+        if visit_of(placement) is not None or _current_graph_task_id() != -1:
             return self.__wrapped__(*args, **kwargs)
-        self._placement.follow(self.module)
-        with PlacedCall(self._placement) as visit:
-            visit.begin_glue()
-            output = self.__wrapped__(*args, **kwargs)
-        if visit.late:
-            self._placement.warn_late(self.module, visit.late)
+        placement.follow(self.module)
+        with NULL_CONTEXT if placement.is_known else placement.alone:
+            is_first = not placement.is_known
+            with PlacedCall(placement) as visit:
+                if is_first:
+                    visit.watch(placement.around(self.module))
+                visit.begin_glue()
+                output = self.__wrapped__(*args, **kwargs)
+            if is_first and placement.learn(
+                self.module, Called(visit.called, visit.used_in), may_move=not torch.is_grad_enabled()
+            ):
+                return output
+        placement.warn_late(self.module, visit.late)
         return output
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, pairwise
 from math import inf
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import Module, Parameter, Sequential
@@ -25,7 +26,7 @@ from mgpu_core.ranks.waiting import Waiting
 from mgpu_core.support.warnings import warn_user
 from mgpu_core.trees.module_tree import check_initialised, modules_of, named_parameters_of, tensors_of
 
-__all__ = ["MOVES", "Placement", "Split", "give_memory", "is_spread", "refuse_moves"]
+__all__ = ["MOVES", "Called", "Placement", "Split", "give_memory", "is_spread", "refuse_moves"]
 
 MOVES = ("to", "to_empty", "cpu", "cuda", "ipu", "mtia", "xpu", torch._C._get_privateuse1_backend_name())
 """The methods of a module that would bring it to one device; the last is of a plug-in for torch."""
@@ -51,6 +52,32 @@ def refuse_moves(*args: Any, **kwargs: Any) -> Any:
     )
 
 
+class Called(NamedTuple):
+    """What calls have shown of a module.
+
+    Attributes:
+        stages: the names of the layers in the order of their first calls, with the stage of each call.
+        used_in: by the names of tensors around layers, the layer in whose stage they are used.
+    """
+
+    stages: Mapping[str, Sequence[int]]
+    used_in: Mapping[str, str]
+
+
+class _Layout(NamedTuple):
+    """Where layers and tensors belong.
+
+    Attributes:
+        starts: where stages after the first begin, in order, or the stages of some modules.
+        layers: with their names and stages, in the order of their calls as far as it is known, else of registration.
+        homes: of each tensor, by its id, the first stage that uses it.
+    """
+
+    starts: Sequence[str] | Mapping[str, int]
+    layers: list[tuple[str, Module, int]]
+    homes: dict[int, int]
+
+
 class Placement:
     """The layers of a module and their stages, and the home of each tensor: the first stage that uses it.
 
@@ -64,11 +91,11 @@ class Placement:
 
     Attributes:
         devices, split: the same.
-        starts: where stages after the first begin, in order, or the stages of some modules.
-        order: the names of the layers in the order of their calls, as far as it is known, else of registration.
-        is_known: whether that order is known.
+        is_known: whether the order of the calls is known.
         known: forms of calls that have been run.
         in_backward: by device the call whose backward runs there now.
+        waiting: the waits of calls of several threads for their turns at the stages.
+        alone: held by a call that finds the order of the calls, or layers that have changed.
         is_active: False for a copy until it is used: a copy of a Pipeline's module alone runs as a plain module.
         searches: the numbers of autograd's nodes do not tell their stages, because other threads have made some.
         is_deep: layers take tensors of other stages out of objects such as caches; operations in layers pass the mode.
@@ -95,64 +122,56 @@ class Placement:
         self.devices: Sequence[torch.device] = list(devices)
         self.split, self._memory = split, memory
         self._shares = checked_shares(shares, len(devices))
-        self.order = list(called) or (list(root._modules) if type(root).forward is Sequential.forward else [])
-        self.is_known = bool(self.order)
-        self.starts: Sequence[str] | Mapping[str, int] = []
-        self.recomputes, self._called_again, self.is_deep = recomputes, frozenset[str](), False
-        self.is_active = True
-        self.searches = False
+        names = list(called) or (root._modules if type(root).forward is Sequential.forward else [])
+        self._called = Called(dict.fromkeys(names, (0,)), {})
+        self.is_known = bool(names)
+        self._called_again = frozenset[str]()
+        self.recomputes, self.is_deep, self.searches = recomputes, False, False
         self.known: set[Hashable] = set()
         self._has_warned = False
-        self._called_once = set(self.order)
-        self._used_in: dict[str, str] = {}  # by names of tensors around layers: the layer in whose stage they are used
-        self._layers: list[tuple[str, Module, int]] = []
-        self._homes: dict[int, int] = {}  # by id
-        self._inside: set[int] = set()  # ids of layers, and of the modules in them
-        self._contents: Any = None
-        self._waiting: Waiting | None = None
-        self.in_backward: dict[torch.device, Visit] = {}
-        self._read(root)
+        self._of_this_object()
+        self._layout = self._found(root)
         self._apply(root)
+        self.is_active = True
+
+    def _of_this_object(self) -> None:
+        """Make what a copy does not share: it finds its layers when it is used."""
+        self._layout = _Layout([], [], {})
+        self._contents: Any = None
+        self._inside: set[int] = set()  # ids of layers, and of the modules in them
+        self.in_backward: dict[torch.device, Visit] = {}
+        self.waiting, self.alone = Waiting({}, ()), threading.RLock()
+        self.is_active = False
 
     def __getstate__(self) -> dict[str, Any]:
-        return {
-            **self.__dict__,
-            "_homes": {},
-            "_layers": [],
-            "_inside": set(),
-            "_contents": None,
-            "_waiting": None,
-            "is_active": False,
-            "in_backward": {},
-        }
+        own = {"_layout", "_contents", "_inside", "in_backward", "waiting", "alone", "is_active"}
+        return {name: value for name, value in self.__dict__.items() if name not in own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._of_this_object()
 
     @property
-    def waiting(self) -> Waiting:
-        """The waits of calls of several threads for their turns at the stages."""
-        if self._waiting is None:
-            self._waiting = Waiting({}, ())
-        return self._waiting
-
-    @property
-    def layers(self) -> list[str]:
-        """The names of the layers."""
-        return [name for name, _, _ in self._layers]
+    def starts(self) -> list[str]:
+        """The names at which stages after the first begin, or whose stages were given."""
+        return list(self._layout.starts)
 
     def stage_of(self, tensor: torch.Tensor, default: int = 0) -> int:
         """Return the stage that a parameter or buffer is at home in; of others the default."""
-        return self._homes.get(id(tensor), default)
+        return self._layout.homes.get(id(tensor), default)
 
     def follow(self, root: Module) -> bool:
         """Place layers and tensors that were replaced, wrapped or tied since; return whether there were any.
 
         A new layer belongs to the part of its name.
         """
-        if self._contents == _contents_of(root):
-            return False
-        self._read(root)
-        self._apply(root)
-        self.known.clear()
-        return True
+        with self.alone:
+            if self._contents == _contents_of(root):
+                return False
+            self._layout = self._found(root)
+            self._apply(root)
+            self.known.clear()
+            return True
 
     def look_closer(self) -> None:
         """Look for tensors of other stages inside layers, too; next time for nodes of other threads instead."""
@@ -160,15 +179,20 @@ class Placement:
 
     def warn_late(self, root: Module, names: Sequence[str]) -> None:
         """Warn once of layers that ran in a later stage than their own."""
-        if not self._has_warned:
+        if names and not self._has_warned:
             self._has_warned = True
             warn_user(
                 f"layers of {type(root).__name__} were called after a later stage had begun, and ran in its turn: "
                 f"{', '.join(names)}. Give the cut in the order of the calls, or sample=, the arguments of a call"
             )
 
-    def learn(self, root: Module, called: Mapping[str, Sequence[int]], used_in: Mapping[str, str]) -> bool:
-        """Note in which order the layers were called, and where tensors around them are used; cut again if need be.
+    def learn(self, root: Module, called: Called, *, may_move: bool = True) -> bool:
+        """Note what a call has shown, and cut again if need be.
+
+        Args:
+            root: the module.
+            called: in which order its layers were called.
+            may_move: whether parameters may go to other devices; else all stays as it is if they had to.
 
         Returns:
             Whether some tensor or layer has another stage now, or is run in another way.
@@ -176,35 +200,34 @@ class Placement:
         Raises:
             ValueError: the names of a split are not in the order of the calls.
         """
-        before = self._homes, set(self._layers), self._called_again
-        is_new = not self.is_known and any(device.type != "cpu" for device in self.devices)
-        self.order, self.is_known, self._used_in = list(called), True, dict(used_in)
-        self._called_again |= {name for name, stages in called.items() if len(set(stages)) > 1}
-        self._called_once = {name for name, stages in called.items() if len(stages) == 1}
-        self._read(root)
-        if not is_new and before == (self._homes, set(self._layers), self._called_again):
+        before = self._layout, self._called, self._called_again
+        is_first = not self.is_known and any(device.type != "cpu" for device in self.devices)
+        again = {name for name, stages in called.stages.items() if len(set(stages)) > 1}
+        self._called, self._called_again, self.is_known = called, self._called_again | again, True
+        self._layout = self._found(root)
+        if not may_move and any(
+            each.device != self.devices[self.stage_of(each)] for each in root.parameters() if not each.is_meta
+        ):
+            self._layout, self._called, self._called_again = before
+            return False
+        if not is_first and (before[0], before[2]) == (self._layout, self._called_again):
             return False
         self._apply(root)
         return True
 
     def around(self, root: Module) -> dict[int, str]:
         """Return the names of the tensors that are in no layer, by their ids."""
-        inside = {id(each) for _, layer, _ in self._layers for each in (*layer.parameters(), *layer.buffers())}
+        layers = [layer for _, layer, _ in self._layout.layers]
+        inside = {id(each) for layer in layers for each in (*layer.parameters(), *layer.buffers())}
         return {id(each): name for name, each in _named_tensors(root) if id(each) not in inside}
 
-    def _read(self, root: Module) -> None:
+    def _found(self, root: Module) -> _Layout:
         """Find the layers, their stages and the homes of all tensors; nothing is moved."""
         devices, split = self.devices, self.split
         names = _checked_names(root, split, len(devices))
         largest = largest_block(root, len(devices)) if split is None else inf
-        layers = in_order(layers_of(root, names, largest), self.order)
-        if split is None:
-            self.starts = cut_by_bytes(layers, self._shares, self._memory)
-        elif not isinstance(split, Mapping):
-            self.starts = list(split)
-        else:
-            self.starts = dict(split)
-        starts = self.starts
+        layers = in_order(layers_of(root, names, largest), self._called.stages)
+        starts = cut_by_bytes(layers, self._shares, self._memory) if split is None else split
         parts = starts if isinstance(starts, Mapping) else {name: part for part, name in enumerate(starts, 1)}
         placed = list(_parts_of(layers, parts))
         if self.is_known and not isinstance(starts, Mapping):
@@ -221,23 +244,25 @@ class Placement:
             if id(tensor) not in homes:
                 around = name.rpartition(".")[0]
                 inside = (part for layer, _, part in placed if not around or layer.startswith(f"{around}."))
-                before = self._used_in.get(name)  # its name is empty where no layer was called before
+                before = self._called.used_in.get(name)  # its name is empty where no layer was called before
                 homes[id(tensor)] = next(inside, 0) if before is None else stages.get(before, 0)
-        self._layers, self._homes = placed, homes
-        self._inside = {id(each) for _, layer, _ in placed for each in modules_of(layer)}
+        return _Layout(starts, placed, homes)
 
     def _apply(self, root: Module) -> None:
         """Move all tensors home, and put hooks on the layers."""
-        homes = {name: self._homes[id(tensor)] for name, tensor in _named_tensors(root)}  # moving may change ids
-        for name, part in homes.items():
+        starts, layers, homes = self._layout
+        named = {name: homes[id(tensor)] for name, tensor in _named_tensors(root)}  # moving may change ids
+        for name, part in named.items():
             _move_to(root, name, self.devices[part])
-        self._homes = {id(tensor): homes[name] for name, tensor in _named_tensors(root)}
+        homes = {id(tensor): named[name] for name, tensor in _named_tensors(root)}
+        self._layout = _Layout(starts, layers, homes)
+        self._inside = {id(each) for _, layer, _ in layers for each in modules_of(layer)}
         remove_borders(root)
-        following = [part for _, _, part in self._layers[1:]]
-        for (name, layer, part), after in zip(self._layers, [*following, 0], strict=True):
+        following = [part for _, _, part in layers[1:]]
+        for (name, layer, part), after in zip(layers, [*following, 0], strict=True):
             is_wrapped = name in self._called_again or (self.recomputes and not writes_its_input(layer))
-            next_stage = after if name in self._called_once and after > part else None
-            Border(self, name, layer, part, next_stage, is_wrapped=is_wrapped)
+            is_last = len(self._called.stages.get(name, ())) == 1 and after > part
+            Border(self, name, layer, part, after if is_last else None, is_wrapped=is_wrapped)
         self._contents, self.is_active = _contents_of(root), True
 
     def view(self, root: Module) -> Module:
@@ -292,8 +317,6 @@ def _checked_names(root: Module, split: Split, parts: int) -> list[str]:
     """Return the names of the split."""
     if split is None:
         return []
-    if not isinstance(split, Mapping) and len(split) != parts - 1:
-        raise ValueError(f"{parts} devices need {parts - 1} names in split, one fewer than devices, not {len(split)}")
     known = dict(root.named_modules(remove_duplicate=False))
     for name in split:
         if name not in known:

@@ -20,6 +20,7 @@ EXAMPLES = [path for path in ALL if path not in (SEVERAL_PROCESSES, SMALL_GPT, S
 LOSS = re.compile(r": (?:loss|energy distance) (\d+\.\d+)")
 GUIDE = (DOCS / "migration.md").read_text()
 PAGES = (
+    "inference.md",
     "loading.md",
     "migration.md",
     "pipeline.md",

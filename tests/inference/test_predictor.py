@@ -160,15 +160,99 @@ def test_ranks_of_one_device_share_weights_and_no_buffers():
     assert one.running_mean.data_ptr() != other.running_mean.data_ptr()
 
 
-def test_a_cut_model_is_one_rank():
+def test_a_pipeline_is_one_rank():
     module, x = net(), numbers(5)
     wanted = alone(module, x)
     with Predictor(Pipeline(net(), cpu(2), chunks=2)) as predict:
         assert torch.allclose(predict(x), wanted, atol=1e-6)
-    with Predictor(place(net(), cpu(2), ["3"])) as predict:
-        assert torch.allclose(predict(x), wanted, atol=1e-6)
+        assert len(predict.stats()) == 1
+    with pytest.raises(ValueError, match="a Pipeline keeps its devices busy by itself"):
+        Predictor(Pipeline(net(), cpu(2), chunks=2), in_flight=2)
+
+
+@pytest.mark.parametrize("in_flight", [None, 1, 3])
+def test_a_placed_net_has_several_batches_in_flight(in_flight):
+    module, xs = net(), [numbers(1 + index % 5) for index in range(30)]
+    wanted = [alone(module, x) for x in xs]
+    with Predictor(place(net(), cpu(2), ["3"]), in_flight=in_flight, max_batch=4, max_wait_ms=0) as predict:
+        answers = [each.result(20) for each in [predict.submit(x) for x in xs]]
+        assert torch.allclose(predict(torch.cat(xs)), torch.cat(wanted), atol=1e-6)
+        assert len(predict.stats()) == (in_flight or 2)
+        predict.refresh()
+        assert torch.allclose(predict(xs[0]), wanted[0], atol=1e-6)
+    assert all(torch.allclose(*each, atol=1e-6) for each in zip(answers, wanted, strict=True))
     with pytest.raises(ValueError, match="leave device_ids out"):
         Predictor(place(net(), cpu(2), ["3"]), cpu(2))
+    with pytest.raises(ValueError, match="in_flight is for a module of place"):
+        Predictor(net(), cpu(2), in_flight=2)
+
+
+class Meets(nn.Linear):
+    """Waits for the other layer in one of its calls."""
+
+    def __init__(self, barrier, call):
+        super().__init__(4, 4)
+        self.meeting, self.calls = [barrier], [0, call]
+
+    def forward(self, x):
+        self.calls[0] += 1
+        if self.calls[0] == self.calls[1]:
+            self.meeting[0].wait(20)
+        return super().forward(x)
+
+    def __deepcopy__(self, memo):
+        made = Meets(self.meeting[0], self.calls[1])
+        made.load_state_dict(self.state_dict())
+        return made
+
+
+def test_the_parts_of_a_placed_net_work_at_once():
+    """After one call alone, part 1 works on a batch only while part 0 works on the next one."""
+    barrier = threading.Barrier(2)
+    module = place(nn.Sequential(Meets(barrier, 3), Meets(barrier, 2)), cpu(2), ["1"])
+    with Predictor(module, max_batch=1, max_wait_ms=0) as predict:
+        wanted = predict(torch.ones(1, 4))
+        answers = [each.result(20) for each in [predict.submit(torch.ones(1, 4)) for _ in range(2)]]
+    assert all(torch.equal(each, wanted) for each in answers)
+
+
+class Counts(nn.Module):
+    """Answers by another method than the forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.layer(x)
+
+    def steps(self, x, count=1, *, scale=1.0):
+        for _ in range(count):
+            x = self(x)
+        return scale * x
+
+
+def test_a_method_answers_by_the_keywords_of_each_request(ranks):
+    torch.manual_seed(0)
+    module = Counts().to(cpu(1)[0])
+    calls = [(numbers(1 + index % 3), {"count": 1 + index % 2, "scale": 0.5 + index % 3}) for index in range(24)]
+    with torch.no_grad():
+        wanted = [module.steps(x, **options) for x, options in calls]
+    with Predictor(module, cpu(ranks), method="steps", max_wait_ms=20) as predict:
+        answers = [each.result(20) for each in [predict.submit(x, **options) for x, options in calls]]
+        assert torch.allclose(predict(calls[0][0], 3), module.steps(calls[0][0], 3), atol=1e-6)
+        stats = predict.stats()
+    assert all(torch.allclose(*each, atol=1e-6) for each in zip(answers, wanted, strict=True))
+    assert sum(each.requests for each in stats) == 25
+    assert sum(each.batches for each in stats) >= 7  # seven forms
+
+
+@pytest.mark.parametrize("method", ["nothing", 3, "layer_count"])
+def test_methods_that_are_none(method):
+    module = Counts()
+    module.layer_count = 1
+    with pytest.raises(ValueError, match="method must be the name of a method of Counts"):
+        Predictor(module, ["cpu"], method=method)
 
 
 def test_asyncio():

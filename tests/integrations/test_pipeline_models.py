@@ -196,7 +196,7 @@ def test_parts_by_bytes(name, stages):
     net = made(name)
     place(net, ["cpu"] * stages)
     parts = [0] * stages
-    placement = net.forward._placement
+    placement = net.forward.placement
     for each in net.parameters():
         parts[placement.stage_of(each)] += each.nbytes
     assert max(parts) <= 1.3 * sum(parts) / stages

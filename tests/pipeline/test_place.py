@@ -5,6 +5,7 @@ import itertools
 import pickle
 import threading
 import time
+import warnings
 
 import pytest
 import torch
@@ -375,9 +376,84 @@ def test_layers_that_are_replaced_or_wrapped_belong_to_the_part_of_their_name():
 def test_shares_and_memory_move_the_cut():
     layers = [nn.Linear(4, 4, bias=False) for _ in range(6)]
     net = place(nn.Sequential(*layers), cpu(2), shares=[2, 1])
-    assert [net.forward._placement.stage_of(each.weight) for each in layers] == [0, 0, 0, 0, 1, 1]
+    assert [net.forward.placement.stage_of(each.weight) for each in layers] == [0, 0, 0, 0, 1, 1]
     layers = [nn.Linear(4, 4, bias=False) for _ in range(6)]
     net = place(nn.Sequential(*layers), cpu(2), memory=[64, 1e9])
-    assert [net.forward._placement.stage_of(each.weight) for each in layers] == [0, 1, 1, 1, 1, 1]
+    assert [net.forward.placement.stage_of(each.weight) for each in layers] == [0, 1, 1, 1, 1, 1]
     with pytest.raises(ValueError, match="split says where to cut"):
         place(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)), cpu(2), ["1"], shares=[1, 1])
+
+
+class CalledFirst(nn.Module):
+    """Registers last what it calls first."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(5))
+        self.embedding = nn.Linear(4, 4)
+
+    def forward(self, x):
+        x = self.embedding(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def stages_of(net):
+    return [net.forward.placement.stage_of(each.weight) for each in (net.embedding, *net.blocks)]
+
+
+@pytest.mark.parametrize("split", [None, ["blocks.2"]])
+def test_a_first_call_without_gradients_shows_the_order(split, recwarn):
+    net = CalledFirst()
+    x, alone = torch.rand(3, 4, device=cpu(1)[0]), copy.deepcopy(net).to(cpu(1)[0])
+    net = place(net, cpu(2), split)
+    parameters = list(net.parameters())
+    assert stages_of(net)[0] == 1
+    with torch.no_grad():
+        assert torch.equal(net(x).cpu(), alone(x).cpu())
+    assert stages_of(net) == [0, 0, 0, 1, 1, 1]
+    assert all(one is other for one, other in zip(net.parameters(), parameters, strict=True))
+    assert torch.equal(net(x).cpu(), alone(x).cpu())
+    assert not recwarn.list
+
+
+def test_no_parameter_moves_while_a_graph_may_hold_it():
+    net = CalledFirst()
+    x, alone = torch.rand(3, 4, device=cpu(1)[0]), copy.deepcopy(net).to(cpu(1)[0])
+    net = place(net, cpu(2))
+    before = stages_of(net)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        output = net(x)
+    moves = torch.device(cpu(2)[0]) != torch.device(cpu(2)[1])
+    assert stages_of(net) == (before if moves else [0, 0, 0, 1, 1, 1])
+    assert [str(each.message) for each in caught if "were called after a later stage" in str(each.message)] == (
+        [str(each.message) for each in caught] if moves else []
+    )
+    assert len(caught) == moves
+    output.sum().backward()
+    alone(x).sum().backward()
+    assert all(
+        torch.equal(one.grad.cpu(), other.grad.cpu())
+        for one, other in zip(net.parameters(), alone.parameters(), strict=True)
+    )
+
+
+def test_threads_may_make_the_first_call_of_a_copy():
+    net = place(CalledFirst(), cpu(2))
+    x = torch.rand(3, 4, device=cpu(1)[0])
+    for _ in range(10):
+        copied, found = copy.deepcopy(net), [None] * 4
+
+        def call(index, copied=copied, found=found):
+            with torch.no_grad():
+                found[index] = copied(x)
+
+        threads = [threading.Thread(target=call, args=(index,)) for index in range(4)]
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join()
+        with torch.no_grad():
+            assert all(torch.equal(each.cpu(), net(x).cpu()) for each in found)

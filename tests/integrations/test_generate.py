@@ -1,6 +1,9 @@
 """``generate`` of transformers over ranks and parts: the ids of one device, row by row."""
 
 import copy
+import os
+import signal
+import threading
 import warnings
 
 import pytest
@@ -96,3 +99,29 @@ def test_texts_that_end_apart_are_cut_by_a_function():
     with Predictor(net, ["cpu"] * 2, method="generate", max_wait_ms=50, split=split) as predict:
         found = [each.result(60) for each in [predict.submit(each, **options) for each in requests]]
     assert all(torch.equal(*each) for each in zip(found, wanted, strict=True))
+
+
+def test_ctrl_c_inside_generate_leaves_a_placed_net_usable():
+    net = made("llama")
+    wanted = net.generate(IDS, attention_mask=MASK, **OPTIONS)
+    place(net, ["cpu"] * 2)
+    begun, others = threading.Event(), []
+
+    def interrupt():
+        begun.wait(60)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    def other():
+        others.append(net.generate(IDS, attention_mask=MASK, **OPTIONS))
+
+    handle = net.model.layers[3].register_forward_hook(lambda *_: begun.set())
+    threads = [threading.Thread(target=each) for each in (interrupt, other)]
+    for each in threads:
+        each.start()
+    with pytest.raises(KeyboardInterrupt):
+        net.generate(IDS, **OPTIONS | {"max_new_tokens": 2000, "eos_token_id": None})
+    for each in threads:
+        each.join(60)
+    handle.remove()
+    assert torch.equal(others[0], wanted)
+    assert torch.equal(net.generate(IDS, attention_mask=MASK, **OPTIONS), wanted)

@@ -5,18 +5,21 @@ train the whole network side by side, with one thread each, and their time is fo
 `torch.distributed.pipelining`: a process per stage over gloo, schedule 1F1B.
 
 The row `idle` is of one recorded step: the time in which a stage waits, beside that of the schedule with equal slots.
+The row `two threads` is of the same network in evaluation, placed by `place`: two threads at once, each with
+several calls one after the other as in `generate`, beside one thread after the other.
 """
 
 import argparse
 import contextlib
 import itertools
+import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
 
-from mgpu_core import Pipeline, TrainStep, explain
-from mgpu_core.tools.bench.case import Case, Row, at_most, chosen, measure_row
+from mgpu_core import Pipeline, TrainStep, explain, place
+from mgpu_core.tools.bench.case import Case, Row, at_most, measure_row
 from mgpu_core.tools.bench.gloo import GlooTeam
 from mgpu_core.tools.bench.options import parse_count
 from mgpu_core.tools.bench.timing import OURS, Contestant, Schedule, timed
@@ -46,13 +49,49 @@ def measure(options: argparse.Namespace) -> Generator[Row]:
     task = PipelineTask(options.layers, options.batch, options.chunks, options.cut or options.layers // 2 + 1)
     labels = {"stages": STAGES, "layers": task.layers, "batch": task.batch, "chunks": task.chunks}
     with contextlib.ExitStack() as stack:
-        sides = chosen(_contestants(task, options.peers, stack), options.peers)
+        sides = _contestants(task, options.peers, stack)
         yield measure_row({"what": "step", **labels}, sides, Schedule(options.repeats, 2))
     with contextlib.ExitStack() as stack:
         ours = _ours(task, stack, itertools.count(1))
         idle = _Idle(ours)
         sides = {OURS: Contestant(idle.waited, ours.wrong), "schedule": Contestant(idle.by_schedule, lambda: 0)}
         yield measure_row({"what": "idle", **labels}, sides, Schedule(options.repeats, 2))
+    if "in_turn" in options.peers:
+        yield measure_row({"what": "two threads", **labels}, _two_threads(task), Schedule(options.repeats, 2))
+
+
+def _two_threads(task: PipelineTask) -> Mapping[str, Contestant]:
+    """Return the times of the calls of two threads: at once, and one after the other."""
+    network, (tokens, _) = task.network().eval(), task.tokens(0)
+    parts = tokens.split(max(1, task.batch // task.chunks))
+    with torch.inference_mode():
+        wanted = list(map(network, parts))
+    place(network, ["cpu"] * STAGES, [str(task.cut)])
+    found: dict[int, list[torch.Tensor]] = {}
+
+    def call() -> None:
+        torch.set_num_threads(1)  # of this thread
+        with torch.inference_mode():
+            found[threading.get_ident()] = list(map(network, parts))
+
+    def at_once() -> None:
+        threads = [threading.Thread(target=call) for _ in range(2)]
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join()
+
+    def in_turn() -> None:
+        for _ in range(2):
+            thread = threading.Thread(target=call)
+            thread.start()
+            thread.join()
+
+    def wrong() -> int:
+        pairs = [pair for each in found.values() for pair in zip(each, wanted, strict=True)]
+        return sum(not torch.equal(*pair) for pair in pairs)
+
+    return {OURS: Contestant(timed(at_once), wrong), "in_turn": Contestant(timed(in_turn), wrong)}
 
 
 def _contestants(task: PipelineTask, peers: Sequence[str], stack: contextlib.ExitStack) -> Mapping[str, Contestant]:
@@ -116,14 +155,15 @@ def _made(task: PipelineTask) -> TrainStep:
 CASE = Case(
     name="pipeline",
     summary="TrainStep over a Pipeline of two CPU ranks: a transformer with micro-batches in flight",
-    peers=("independent", "pipelining"),
+    peers=("independent", "pipelining", "in_turn"),
     measure=measure,
     add_arguments=add_arguments,
     unit="ms",
     bounds=(
-        at_most(1 / (0.85 * 8 / 9), "independent", what="step", stages=2, layers=12, batch=32, chunks=8),
-        at_most(1.0, "pipelining", what="step", stages=2, layers=12, batch=32, chunks=8),
+        at_most(1.25, "independent", what="step", stages=2, layers=12, batch=32, chunks=8),
+        at_most(1.05, "pipelining", what="step", stages=2, layers=12, batch=32, chunks=8),
         at_most(1.8, "schedule", what="idle", stages=2, layers=12, batch=32, chunks=8),
+        at_most(1 / 1.4, "in_turn", what="two threads", stages=2, layers=12, batch=32, chunks=8),
     ),
     repeats=5,
 )

@@ -97,7 +97,7 @@ class Weights:
                 f"{source} does not fit a {type(root).__name__}: missing {_listed(missing)}; surplus "
                 f"{_listed(surplus)}. Give rename=, a function from names in the files to names of the module. "
                 "Checkpoints that transformers converts while it loads them (experts of Mixtral) need from_pretrained, "
-                "and save_pretrained once"
+                "and once save_pretrained(folder, save_original_format=False)"
             )
 
     def load(self, placement: Placement) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from mgpu_core import Pipeline, TrainStep, place
+from mgpu_core import Pipeline, TrainStep, parameters_on_meta, place
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:the forward of")]
 transformers = pytest.importorskip("transformers")
@@ -219,3 +219,22 @@ def test_two_threads_generate_at_once():
     for thread in threads:
         thread.join()
     assert all(torch.equal(*each) for each in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["llama", "mixtral"])
+def test_weights_of_a_folder_that_save_pretrained_wrote(kind, tmp_path):
+    pytest.importorskip("safetensors")
+    net = made(kind).eval()
+    net.save_pretrained(tmp_path / "original", max_shard_size="50KB")
+    net.save_pretrained(tmp_path / "converted", save_original_format=False)
+    with parameters_on_meta():
+        empty = type(net)(net.config).double().eval()
+    if kind == "mixtral":
+        with pytest.raises(ValueError, match=r"experts\.gate_up_proj.*save_original_format=False"):
+            place(empty, ["cpu"] * 2, weights=tmp_path / "original")
+    else:
+        assert len(list((tmp_path / "original").glob("*.safetensors"))) > 2
+        other = copy.deepcopy(empty)
+        assert torch.equal(place(other, ["cpu"] * 2, weights=tmp_path / "original")(IDS).logits, net(IDS).logits)
+    place(empty, ["cpu"] * 2, weights=tmp_path / "converted")
+    assert torch.equal(empty(IDS).logits, net(IDS).logits)

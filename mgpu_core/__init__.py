@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from mgpu_core.step.train_step import TrainStep
     from mgpu_core.tensor_parallel.embedding import ParallelEmbedding
     from mgpu_core.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+    from mgpu_core.tensor_parallel.module import TensorParallel
     from mgpu_core.tools.advise import advise
     from mgpu_core.tools.explain.recorder import explain
     from mgpu_core.tools.run import replacing_torch
@@ -56,6 +57,7 @@ __all__ = [
     "SyncBatchNorm",
     "Team",
     "TensorLoader",
+    "TensorParallel",
     "TrainStep",
     "advise",
     "balance",
@@ -96,6 +98,7 @@ _HOMES = {
     "parallel.sync_batchnorm": ["SyncBatchNorm", "convert_sync_batchnorm"],
     "tensor_parallel.embedding": ["ParallelEmbedding"],
     "tensor_parallel.linear": ["ColumnParallelLinear", "RowParallelLinear"],
+    "tensor_parallel.module": ["TensorParallel"],
     "data.tensor_loader": ["TensorLoader"],
     "step.train_step": ["TrainStep"],
     "wrapper": ["DataParallel", "data_parallel"],

@@ -19,7 +19,7 @@ from mgpu_core.ranks.modes import Modes
 from mgpu_core.ranks.random import rank_streams
 from mgpu_core.support.null_context import NULL_CONTEXT
 
-__all__ = ["CallerContext", "checkpoint_frame"]
+__all__ = ["CallerContext", "checkpoint_closure", "checkpoint_frame"]
 
 
 class CallerContext:
@@ -81,6 +81,20 @@ def checkpoint_frame() -> Any:
     """Return an object of the checkpoint of torch that this thread is inside of; ``None``: of none."""
     top = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return top[0] if top is not None and getattr(top[0], "__module__", None) == "torch.utils.checkpoint" else None
+
+
+def checkpoint_closure() -> dict[str, Any] | None:
+    """Return what the hook of the checkpoint that this thread is inside of refers to; ``None``: it is in none.
+
+    In the forward ``frame``, an object of the checkpoint; when it runs again ``target_frame_ref``, a weak reference to
+    the same object, and ``gid``, the backward.
+    """
+    hook = checkpoint_frame()
+    while hasattr(hook, "__wrapped__"):
+        hook = hook.__wrapped__
+    if hook is None:
+        return None
+    return dict(zip(hook.__code__.co_freevars, [each.cell_contents for each in hook.__closure__ or ()], strict=True))
 
 
 def _saved_tensors_hooks(one_device: bool) -> tuple[Callable[[], AbstractContextManager[None]] | None, bool]:

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mod
 
 from mgpu_core.support.warnings import warn_user
 
-__all__ = ["RankStream", "check_rng", "current_stream", "random_numbers_kept", "rank_streams"]
+__all__ = ["RankStream", "check_rng", "current_stream", "random_numbers_kept", "rank_streams", "same_numbers"]
 
 
 def check_rng(rng: str) -> None:
@@ -59,6 +59,25 @@ def random_numbers_kept(devices: Iterable[torch.device]) -> AbstractContextManag
     found = {each for each in devices if each.type not in ("cpu", "meta")}
     kind = next((each.type for each in found), "cuda")
     return torch.random.fork_rng([each.index for each in found], device_type=kind)
+
+
+@contextmanager
+def same_numbers(devices: Sequence[torch.device]) -> Iterator[list[RankStream]]:
+    """Yield a stream of CPU numbers per rank, all with those that the caller would draw; accelerators draw so, too.
+
+    At the end the caller's generators have drawn what rank 0 has.
+    """
+    streams = [RankStream(0) for _ in devices]
+    for each in streams:
+        each.generator.set_state(torch.get_rng_state())
+    first = devices[0]
+    others = [each for each in dict.fromkeys(devices) if each.type == first.type != "cpu" and each != first]
+    with random_numbers_kept(others):
+        for device in others:
+            of_kind = torch.get_device_module(device)
+            of_kind.set_rng_state(of_kind.get_rng_state(first), device)
+        yield streams
+    torch.set_rng_state(streams[0].generator.get_state())
 
 
 class RankStream(TorchDispatchMode):

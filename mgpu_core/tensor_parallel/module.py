@@ -1,0 +1,424 @@
+"""``TensorParallel``: a whole module, its layers cut over several devices by a plan."""
+
+from __future__ import annotations
+
+import copy
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch.nn import Module, Parameter
+
+from mgpu_core.comm.autograd import broadcast_buckets
+from mgpu_core.devices.devices import DeviceLike, as_devices
+from mgpu_core.devices.time_limits import time_limit
+from mgpu_core.devices.transfer import to_device
+from mgpu_core.errors import Error
+from mgpu_core.pipeline.placement import is_spread, refuse_moves
+from mgpu_core.ranks.compiled import outside_the_compiler
+from mgpu_core.ranks.modes import check_modes
+from mgpu_core.ranks.random import RankStream, same_numbers
+from mgpu_core.ranks.run import Run, current_lane
+from mgpu_core.ranks.team import Team
+from mgpu_core.support.null_context import NULL_CONTEXT
+from mgpu_core.tensor_parallel.generate import arguments_of_ranks, is_generate
+from mgpu_core.tensor_parallel.meetings import MetDraws, cut_layer
+from mgpu_core.tensor_parallel.plan import Plan, read_plan
+from mgpu_core.trace.tracer import span
+from mgpu_core.trees.module_copy import copy_module, leaf_like
+from mgpu_core.trees.module_tree import check_initialised, draws_random_numbers
+from mgpu_core.trees.nested import map_leaves, unwrapped
+
+__all__ = ["TensorParallel"]
+
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, type, range, slice)
+"""Classes of arguments that no module can write; all else is copied for each rank."""
+
+
+class _Slot(NamedTuple):
+    """Where a lane finds a Parameter that is not cut: a table of a module, a name, and which of these Parameters."""
+
+    table: dict[str, Any]
+    name: str
+    index: int
+
+
+class _Lane(NamedTuple):
+    """A rank's copy of the module.
+
+    Attributes:
+        net: the copy; its Parameters that are cut are the rank's parts.
+        modules: all of its modules.
+        slots: where copies of the others go in each call.
+    """
+
+    net: Module
+    modules: list[Module]
+    slots: list[_Slot]
+
+
+class TensorParallel(Module):
+    """Cut the layers of a module over several devices by a plan: each device computes all rows with its part.
+
+    Each rank runs the module's own code in a thread, with a copy of the module whose planned layers hold a part of
+    their Parameters; ranks meet after layers whose outputs must be joined.  There is one graph over all devices, so an
+    ordinary loop trains it.  All other Parameters are on the first device, and each call copies them to the ranks.
+
+    The Parameters are those of ``parameters()``: one per part, and the others.  The module that was given is emptied:
+    its Parameters are on meta, its forward raises, and so does an optimizer that was made for it.
+
+    Random numbers, such as those of dropout, are the same in all ranks: rank 0's are those that the module alone would
+    draw.  Between two cuts the ranks have the same mask each for its own heads or features, so a net that draws in
+    training is not that of the module alone.
+
+    Args:
+        net: the module.
+        device_ids: one device per rank, as for :class:`mgpu_core.DataParallel`.
+        plan: from names of layers or Parameters, where ``*`` is one part between dots, to ``column``, ``row``,
+            ``column_gathered``, ``vocab``, ``packed_column``, or the words of transformers; ``None``: the plan that the
+            module brings (``tp_plan`` of the models of transformers).
+
+    Raises:
+        TypeError: not a module.
+        ValueError: no plan, or one that does not fit the module and the ranks; a module that is on several devices
+            already.  Nothing was changed then.
+    """
+
+    def __init__(
+        self, net: Module, device_ids: Sequence[DeviceLike], plan: Mapping[str, str] | None = None
+    ) -> None:
+        super().__init__()
+        if not isinstance(net, Module):
+            raise TypeError(f"net must be a torch.nn.Module, not {type(net).__name__}")
+        if is_spread(net):
+            raise ValueError("the module's parts are on several devices already: make it anew")
+        self.device_ids = list(as_devices(device_ids))
+        check_initialised([*net.parameters(), *net.buffers()])
+        self._plan = read_plan(net, plan, len(self.device_ids))
+        self._team = Team.of(self.device_ids)
+        self.training = net.training
+        self._at_work = threading.Lock()
+        self._objects: dict[int, tuple[Any, list[Any]]] = {}  # of rank 0, by id: weak, and with those of all ranks
+        self._draws: tuple[Sequence[bool], bool] | None = None
+        self._names = {name: id(each) for name, each in net.named_parameters(remove_duplicate=False)}
+        self._sizes = {name: tuple(each.shape) for name, each in net.named_parameters()}
+        self.weights = Module()
+        made = self._parameters_of(net)
+        self._lanes = [self._lane(net, rank, made) for rank in self._team.ranks]
+        self._names = {name: key for name, key in self._names.items()}
+        self.__dict__["_source"] = _emptied(net)
+
+    to = to_empty = cpu = cuda = ipu = mtia = xpu = refuse_moves
+
+    def _parameters_of(self, net: Module) -> dict[int, list[Parameter]]:
+        """Return by the id of each Parameter its parts, or the only one on the first device; register them."""
+        made: dict[int, list[Parameter]] = {}
+        for name, each in net.named_parameters():
+            cut, owner = self._plan.cuts.get(name), self.weights
+            *path, last = name.split(".")
+            for part in path:
+                owner = owner._modules.setdefault(part, Module())  # type: ignore[assignment]
+            if cut is None:
+                made[id(each)] = [leaf_like(each, _on(self.device_ids[0], each))]
+                owner._parameters[last] = made[id(each)][0]
+                continue
+            ranks = len(self.device_ids)
+            parts = [_on(device, cut.part(each, rank, ranks)) for rank, device in enumerate(self.device_ids)]
+            made[id(each)] = [leaf_like(each, part) for part in parts]
+            owner._modules[last] = torch.nn.ParameterList(made[id(each)])
+        self.__dict__["_own"] = made
+        self.__dict__["_whole"] = [each[0] for name, each in zip(self._sizes, made.values(), strict=True)
+                                   if name not in self._plan.cuts]  # fmt: skip
+        return made
+
+    def _lane(self, net: Module, rank: int, made: Mapping[int, list[Parameter]]) -> _Lane:
+        """Return a rank's copy of the module, whose layers meet the other ranks."""
+        device = self.device_ids[rank]
+        cut = {id(each): name in self._plan.cuts for name, each in net.named_parameters()}
+        shared: dict[int, Any] = {key: parts[rank] if cut[key] else parts[0] for key, parts in made.items()}
+        shared |= {id(each): _on(device, each.detach()) for each in net.buffers()}
+        copied = copy_module(net, shared)
+        modules = dict(copied.named_modules(remove_duplicate=False))
+        indices = {id(each): index for index, each in enumerate(self._whole)}
+        slots = []
+        for name in self._names:
+            owner, _, last = name.rpartition(".")
+            table: dict[str, Any] = modules[owner]._parameters
+            if (index := indices.get(id(table[last]))) is not None:
+                slots.append(_Slot(table, last, index))
+        for name, word in self._plan.layers.items() if len(self.device_ids) > 1 else ():
+            counts: list[int] = []
+            if f"{name}.weight" in self._names:
+                parts = made[self._names[f"{name}.weight"]]
+                counts = [each.shape[1 if word in ("row", "rowwise_split_input") else 0] for each in parts]
+            cut_layer(modules[name], name, word, rank, counts)
+        return _Lane(copied, list(copied.modules()), slots)
+
+    def train(self, mode: bool = True) -> TensorParallel:
+        """Set the mode of all ranks."""
+        super().train(mode)
+        for lane in self._lanes:
+            lane.net.train(mode)
+        return self
+
+    def each(self, change: Callable[[Module], Any]) -> list[Any]:
+        """Call a function with each rank's copy of the module, one after the other, and return what it returns.
+
+        For changes that must reach all ranks: ``tp.each(lambda net: net.gradient_checkpointing_enable())``.
+        """
+        return [change(lane.net) for lane in self._lanes]
+
+    @outside_the_compiler
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the module in all ranks, and return rank 0's output, on the first device.
+
+        A cache that comes back stands for those of all ranks: pass it in again.
+
+        Raises:
+            Error: ranks that come to different layers; two threads of which one waits too long for the other.
+            Exception: a rank raised it, as in :func:`mgpu_core.parallel_apply`.
+        """
+        return self._run("__call__", [unwrapped(inputs)] * len(self._lanes), [unwrapped(kwargs)] * len(self._lanes))
+
+    @outside_the_compiler
+    def call(self, method: str, /, *inputs: Any, **kwargs: Any) -> Any:
+        """Run a method of the module in all ranks, and return rank 0's result: ``tp.call("generate", ids)``.
+
+        Rank 0 draws random numbers for all ranks where torch's functions draw them.  In ``generate`` of transformers
+        streamers, stopping criteria and logits processors are called on rank 0 alone.
+        """
+        getattr(self._lanes[0].net, method)
+        ranks = len(self._lanes)
+        of_ranks = [unwrapped(kwargs)] * ranks
+        if is_generate(self._lanes[0].net, method) and ranks > 1:
+            of_ranks = arguments_of_ranks(unwrapped(kwargs), ranks)
+        return self._run(method, [unwrapped(inputs)] * ranks, of_ranks)
+
+    def _run(self, method: str, inputs: Sequence[Any], kwargs: Sequence[Any]) -> Any:
+        check_modes()
+        if not self._at_work.acquire(timeout=time_limit()):
+            raise Error("another thread's call of this TensorParallel did not end")
+        try:
+            self._check_lanes()
+            arguments = self._on_ranks(inputs, kwargs)
+            self._spread()
+            with span("tensor_parallel"), self._numbers() as numbers:
+                calls = [
+                    partial(_called, lane.net, method, *of_rank, stream)
+                    for lane, of_rank, stream in zip(self._lanes, arguments, numbers, strict=True)
+                ]
+                results = Run(self._team).run(calls, draws=False, workers="threads")
+            return self._of_first(results)
+        finally:
+            self._at_work.release()
+
+    def _check_lanes(self) -> None:
+        """Raise RuntimeError if the ranks' modules are not in one mode."""
+        first, *others = [[each.training for each in lane.modules] for lane in self._lanes]
+        if any(each != first for each in others):
+            raise RuntimeError("modules of one rank were changed alone: use tp.train(), tp.eval() or tp.each(function)")
+        if self._draws is None or self._draws[0] != first:
+            self._draws = first, len(self._lanes) > 1 and draws_random_numbers(self._lanes[0].net)
+
+    @contextmanager
+    def _numbers(self) -> Iterator[Sequence[RankStream | None]]:
+        """Yield the stream of random numbers of each rank, where the module draws."""
+        if self._draws is None or not self._draws[1]:
+            yield [None] * len(self._lanes)
+            return
+        with same_numbers(self.device_ids) as streams:
+            yield streams
+
+    def _spread(self) -> None:
+        """Give each rank copies of the Parameters that are not cut; their gradients are summed in rank order."""
+        rows = broadcast_buckets(self.device_ids, self._whole, numbered=False) if self._whole else []
+        for lane, row in zip(self._lanes, rows, strict=False):
+            for table, name, index in lane.slots:
+                table[name] = row[index]
+
+    def _on_ranks(self, inputs: Sequence[Any], kwargs: Sequence[Any]) -> list[Any]:
+        """Return the arguments of each rank: tensors on its device, objects of its own."""
+        graph: dict[int, list[torch.Tensor]] = {}
+
+        def on(rank: int, leaf: Any) -> Any:
+            device = self.device_ids[rank]
+            if isinstance(leaf, torch.Tensor):
+                if leaf.requires_grad and torch.is_grad_enabled():
+                    if id(leaf) not in graph:
+                        graph[id(leaf)] = [row[0] for row in broadcast_buckets(self.device_ids, [leaf], numbered=False)]
+                    return graph[id(leaf)][rank]
+                return to_device(leaf, device) if rank == 0 or leaf.device != device else leaf.clone()
+            if isinstance(leaf, torch.device):
+                return device if leaf == self.device_ids[0] else leaf
+            return leaf if isinstance(leaf, _PLAIN) or callable(leaf) else self._object_of(rank, leaf)
+
+        return [map_leaves(each, partial(on, rank)) for rank, each in enumerate(zip(inputs, kwargs, strict=True))]
+
+    def _object_of(self, rank: int, given: Any) -> Any:
+        """Return a rank's own of an object that came back from a call, or a copy of one that a user made."""
+        found = self._objects.get(id(given))
+        if found is None or found[0]() is not given:
+            try:
+                copies = [copy.deepcopy(given) for _ in self._lanes[1:]]
+            except Exception as error:
+                raise TypeError(
+                    f"a {type(given).__name__} among the arguments cannot be copied for each rank: {error}"
+                ) from error
+            self._remember([given, *copies])
+            return given if rank == 0 else copies[rank - 1]
+        return found[1][rank - 1] if rank else given
+
+    def _remember(self, of_ranks: Sequence[Any]) -> None:
+        """Keep the other ranks' objects as long as rank 0's lives."""
+        key, objects = id(of_ranks[0]), self._objects
+        try:
+            objects[key] = weakref.ref(of_ranks[0], lambda _: objects.pop(key, None)), list(of_ranks[1:])
+        except TypeError:  # it cannot be known again
+            return
+
+    def _of_first(self, results: Sequence[Any]) -> Any:
+        """Return rank 0's result; remember the other ranks' objects in it."""
+        nests: list[list[Any]] = [[] for _ in results]
+        for found, result in zip(nests, results, strict=True):
+            map_leaves(result, found.append)
+        if len({len(found) for found in nests}) == 1:
+            for leaves in zip(*nests, strict=True):
+                if not isinstance(leaves[0], (torch.Tensor, *_PLAIN)):
+                    self._remember(leaves)
+        return results[0]
+
+    def full_state_dict(self) -> dict[str, torch.Tensor]:
+        """Return the tensors of the module alone, by its names, on the first device; nothing is shared but what is tied."""
+        source = self._lanes[0].net.state_dict(keep_vars=True)
+        made: dict[int, torch.Tensor] = {}
+        state: dict[str, torch.Tensor] = {}
+        for name, each in source.items():
+            key = self._names.get(name)
+            if key is None:
+                state[name] = each.detach().clone()
+                continue
+            if key not in made:
+                made[key] = self._joined(key)
+            state[name] = made[key]
+        return state
+
+    def _joined(self, key: int) -> torch.Tensor:
+        parts, first = self._own[key], self.device_ids[0]
+        cut = self._plan.cuts.get(self._first_name(key))
+        if cut is None:
+            return parts[0].detach().clone()
+        return cut.joined([to_device(each.detach(), first) for each in parts])
+
+    def _first_name(self, key: int) -> str:
+        return next(name for name, each in self._names.items() if each == key)
+
+    @torch.no_grad()
+    def load_full_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Copy the tensors of the module alone into the parts, and its buffers into all ranks.
+
+        Raises:
+            ValueError: names that are missing or surplus, or another shape; nothing was copied then.
+        """
+        buffers = [{name: each for name, each in lane.net.state_dict(keep_vars=True).items() if name not in self._names}
+                   for lane in self._lanes]  # fmt: skip
+        wanted = {**{name: self._sizes[self._first_name(key)] for name, key in self._names.items()},
+                  **{name: tuple(each.shape) for name, each in buffers[0].items()}}  # fmt: skip
+        found = {name: tuple(each.shape) for name, each in state.items()}
+        if wrong := [name for name in {**wanted, **found} if wanted.get(name) != found.get(name)]:
+            raise ValueError(f"the state does not fit: {', '.join(wrong[:5])} are missing, surplus or of another shape")
+        for name, key in self._names.items():
+            cut, ranks = self._plan.cuts.get(self._first_name(key)), len(self.device_ids)
+            for rank, part in enumerate(self._own[key]):
+                part.copy_(state[name] if cut is None else cut.part(state[name], rank, ranks))
+        for of_rank in buffers:
+            for name, each in of_rank.items():
+                each.copy_(state[name])
+
+    def uncut(self) -> Module:
+        """Return the module alone, with copies of all tensors on the first device."""
+        source: Module = self._source
+        own = self._lanes[0].net
+        state = self.full_state_dict()
+        shared: dict[int, Any] = {}
+        for name, each in source.named_parameters(remove_duplicate=False):
+            like = self._own[self._names[name]][0]
+            shared.setdefault(id(each), leaf_like(like, state[name]))
+        for one, other in zip(source.buffers(), own.buffers(), strict=True):
+            shared[id(one)] = other.detach().clone()
+        forward = source.__dict__.pop("forward")
+        try:
+            made = copy_module(source, shared)
+        finally:
+            source.__dict__["forward"] = forward
+        for one, other in zip(made.modules(), own.modules(), strict=True):
+            one.training = other.training
+        return made
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        """Change dtypes; raise RuntimeError, before anything changes, if a part would leave its device."""
+        if any(fn(torch.empty(0, device=device)).device != device for device in self.device_ids):
+            refuse_moves()
+        for lane in self._lanes:
+            for each in lane.modules:
+                for name, buffer in each._buffers.items():
+                    each._buffers[name] = None if buffer is None else fn(buffer)
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        raise TypeError("a TensorParallel cannot be copied: make another of a module, such as tp.uncut()")
+
+    def __reduce__(self) -> NoReturn:  # type: ignore[override]
+        raise TypeError("a TensorParallel cannot be pickled: save tp.full_state_dict()")
+
+    def extra_repr(self) -> str:
+        """Return the devices, and how much is cut."""
+        names = ", ".join(map(str, self.device_ids))
+        return f"device_ids=[{names}], {len(self._plan.cuts)} of {len(self._sizes)} parameters cut"
+
+    def __repr__(self) -> str:
+        return f"TensorParallel({type(self._source).__name__}, {self.extra_repr()})"
+
+
+def _called(net: Module, method: str, args: Any, kwargs: Any, stream: RankStream | None) -> Any:
+    """Run a method in a rank's thread."""
+    lane = current_lane()
+    call = net if method == "__call__" else getattr(net, method)
+    with NULL_CONTEXT if stream is None else stream.entered():
+        if method == "__call__" or lane is None:
+            return call(*args, **kwargs)
+        with MetDraws(lane):
+            return call(*args, **kwargs)
+
+
+def _on(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy on a device, with memory of its own."""
+    tensor = tensor.detach()
+    return tensor.contiguous().clone() if tensor.device == device else to_device(tensor, device)
+
+
+class _CutParameter(Parameter):
+    """A Parameter of a module that was cut: it has no memory, and no optimizer may step it."""
+
+    @property
+    def grad(self) -> NoReturn:  # type: ignore[override]
+        """Raise RuntimeError: the optimizer would do nothing."""
+        raise RuntimeError("this Parameter's module was cut by TensorParallel: make the optimizer of tp.parameters()")
+
+
+def _emptied(net: Module) -> Module:
+    """Put the Parameters of a module on meta, and let its forward and its optimizers say so."""
+    for each in list(net.parameters()):
+        empty = torch.Tensor._make_subclass(_CutParameter, torch.empty_like(each, device="meta"), each.requires_grad)
+        empty.__dict__.update(each.__dict__)
+        each.grad = None
+        torch.utils.swap_tensors(each, empty)
+    net.__dict__["forward"] = _refuse_calls
+    return net
+
+
+def _refuse_calls(*args: Any, **kwargs: Any) -> NoReturn:
+    raise RuntimeError("this module was cut by TensorParallel, and has no weights of its own: call the TensorParallel")

@@ -1,0 +1,255 @@
+"""Plans: which layers and Parameters of a module are cut over ranks, and how.
+
+A plan is a dict from names to words.  A ``*`` in a name stands for one part between dots.  The words are ours, or those
+of transformers, whose models bring plans of their own (``tp_plan``).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import Module
+
+from mgpu_core.parallel.scatter_inputs import row_counts
+
+__all__ = ["Cut", "Plan", "read_plan"]
+
+_WORDS = {
+    "column": "column",
+    "row": "row",
+    "column_gathered": "column_gathered",
+    "vocab": "vocab",
+    "packed_column": "packed_column",
+    "colwise": "column",
+    "rowwise": "row",
+    "colwise_gather_output": "column_gathered",
+    "embedding_rowwise": "vocab",
+    "packed_colwise": "packed_column",
+    "rowwise_split_input": "rowwise_split_input",
+    "moe_tp_experts": "moe_tp_experts",
+    "replicated_with_grad_allreduce": "replicate",
+    "replicate": "replicate",
+}
+"""By the words of a plan what is done."""
+
+_OF_LINEAR = {"column": 0, "column_gathered": 0, "packed_column": 0, "row": 1, "rowwise_split_input": 1}
+"""The dimension of the weight of a linear layer that is cut."""
+
+_OF_PARAMETERS = {"column": -2, "packed_column": -2, "row": -1}
+_PACKED = 2  # gate and up lie one behind the other, and each is cut
+_WRAPPERS = re.compile(r"^(?:base_model\.model\.|module\.|_orig_mod\.)+|\.(?:base_layer|_orig_mod)(?=\.|$)")
+"""What PEFT, torch's wrappers and its compiler add to the names of a module."""
+
+_HEAD_SIZES = ("head_dim", "attention_head_size")  # attributes of attention modules
+_SHOWN = 5
+
+
+class Cut(NamedTuple):
+    """How a tensor is cut: along a dimension, in each of some equal pieces.
+
+    Attributes:
+        dim: the dimension, not negative.
+        pieces: how many pieces lie one behind the other along it.
+    """
+
+    dim: int
+    pieces: int = 1
+
+    def counts(self, tensor: torch.Tensor, ranks: int) -> list[int]:
+        """Return the sizes of the ranks' parts of one piece."""
+        return row_counts(tensor.shape[self.dim] // self.pieces, ranks, None)
+
+    def part(self, tensor: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
+        """Return a rank's part of a whole tensor."""
+        counts = self.counts(tensor, ranks)
+        parts = [each.split(counts, self.dim)[rank] for each in tensor.chunk(self.pieces, self.dim)]
+        return parts[0] if self.pieces == 1 else torch.cat(parts, self.dim)
+
+    def joined(self, parts: Iterable[torch.Tensor]) -> torch.Tensor:
+        """Return the whole tensor of all ranks' parts, which are on one device."""
+        pieces = zip(*(each.chunk(self.pieces, self.dim) for each in parts), strict=True)
+        return torch.cat([each for piece in pieces for each in piece], self.dim)
+
+
+class Plan(NamedTuple):
+    """A plan, understood for one module.
+
+    Attributes:
+        layers: by the names of modules whose inputs or outputs change, the word: ``column_gathered``, ``row``,
+            ``rowwise_split_input``, ``vocab`` or ``moe_tp_experts``; and ``column`` and ``packed_column``, after which
+            each rank has a part.
+        cuts: by the first names of Parameters.
+    """
+
+    layers: dict[str, str]
+    cuts: dict[str, Cut]
+
+
+def read_plan(net: Module, given: Mapping[str, str] | None, ranks: int) -> Plan:
+    """Return a plan for a module, or the module's own plan.
+
+    Args:
+        net: the module.
+        given: from names of modules or Parameters to words; ``None``: the attribute ``tp_plan`` of the module.
+        ranks: how many there are.
+
+    Raises:
+        ValueError: no plan; a word that is not understood; a name that matches nothing; a layer that cannot be cut in
+            that way, or has fewer features or heads than ranks.
+    """
+    own = getattr(net, "tp_plan", None)
+    if given is None and not (isinstance(own, Mapping) and own):
+        raise ValueError(f"{type(net).__name__} has no plan of its own: pass plan=, such as {_example(net)}")
+    plan: Mapping[str, str] = own if given is None else given  # type: ignore[assignment]
+    reader = _Reader(net, ranks)
+    nothing = [pattern for pattern, word in plan.items() if not reader.take(pattern, word)]
+    if nothing and given is not None:
+        raise ValueError(f"the plan has names that match nothing in {type(net).__name__}: {_listed(nothing)}")
+    reader.take_ties()
+    reader.check()
+    return Plan(reader.layers, reader.cuts)
+
+
+class _Reader:
+    """What of a plan has been understood so far."""
+
+    def __init__(self, net: Module, ranks: int) -> None:
+        self._ranks = ranks
+        self._modules = dict(net.named_modules(remove_duplicate=False))
+        self._parameters = dict(net.named_parameters(remove_duplicate=False))
+        names = [*self._modules, *self._parameters]
+        self._plain = {_WRAPPERS.sub("", name): name for name in names}  # of a layer of PEFT the layer inside
+        self._first: dict[int, str] = {}  # of a Parameter with several names the first
+        for name, each in self._parameters.items():
+            self._first.setdefault(id(each), name)
+        self.layers: dict[str, str] = {}
+        self.cuts: dict[str, Cut] = {}
+
+    def take(self, pattern: str, word: str) -> bool:
+        """Take an entry of the plan; return whether its name matches something."""
+        wanted = re.compile("[^.]*".join(map(re.escape, _WRAPPERS.sub("", pattern).split("*"))))
+        found = [name for plain, name in self._plain.items() if wanted.fullmatch(plain)]
+        if found and word not in _WORDS:
+            raise ValueError(f"the plan has {word!r} for {pattern!r}, which is not understood: {', '.join(_WORDS)} are")
+        for name in found:
+            if name in self._modules:
+                self._take_layer(name, _WORDS[word])
+            else:
+                self._take_parameter(name, _WORDS[word])
+        return bool(found)
+
+    def _take_parameter(self, name: str, word: str) -> None:
+        if word == "replicate":
+            return
+        tensor = self._parameters[name]
+        if word not in _OF_PARAMETERS or tensor.ndim < 2:
+            raise ValueError(f"{name} is a Parameter of shape {tuple(tensor.shape)}, which cannot be cut by {word!r}")
+        self._cut(name, tensor.ndim + _OF_PARAMETERS[word], _PACKED if word == "packed_column" else 1)
+
+    def _take_layer(self, name: str, word: str) -> None:
+        layer = self._modules[name]
+        if word == "replicate":
+            return
+        if word == "moe_tp_experts":
+            self.layers[name] = word
+            return
+        kind = nn.Embedding if word == "vocab" else nn.Linear
+        weight = getattr(layer, "weight", None)
+        if not isinstance(layer, kind) or not isinstance(weight, torch.Tensor) or not weight.is_floating_point():
+            raise ValueError(f"{name} is a {type(layer).__name__}, and {word!r} is for an nn.{kind.__name__}")
+        for option in ("max_norm", "scale_grad_by_freq", "sparse") if word == "vocab" else ():
+            if getattr(layer, option) not in (None, False):
+                raise ValueError(f"{name} is an embedding with {option}, which cannot be cut over ranks")
+        self.layers[name] = word
+        self._cut(f"{name}.weight", 0 if word == "vocab" else _OF_LINEAR[word], _PACKED if "packed" in word else 1)
+        if getattr(layer, "bias", None) is not None and _OF_LINEAR.get(word) == 0:
+            self._cut(f"{name}.bias", 0, _PACKED if "packed" in word else 1)
+        self._take_adapter(name, word)
+
+    def _take_adapter(self, name: str, word: str) -> None:
+        """Cut the layers of LoRA around a planned layer with it."""
+        outer, _, last = name.rpartition(".")
+        around = self._modules.get(outer)
+        if last != "base_layer" or not isinstance(around, Module):
+            return
+        if word == "vocab" or around._parameters or len(getattr(around, "lora_magnitude_vector", ())):
+            raise ValueError(f"{outer} is a {type(around).__name__} of a kind that cannot be cut with its layer")
+        side = "lora_A" if word in ("row", "rowwise_split_input") else "lora_B"
+        for adapter in getattr(around, side, {}):
+            self._take_layer(f"{outer}.{side}.{adapter}", word)
+
+    def _cut(self, name: str, dim: int, pieces: int) -> None:
+        tensor, cut = self._parameters[name], Cut(dim, pieces)
+        if tensor.shape[dim] % pieces or tensor.shape[dim] // pieces < self._ranks:
+            raise ValueError(
+                f"{name} of shape {tuple(tensor.shape)} cannot be cut along dimension {dim} for {self._ranks} ranks"
+            )
+        first = self._first[id(tensor)]
+        if self.cuts.setdefault(first, cut) != cut:
+            raise ValueError(f"the plan cuts {first} in two ways: it is {name}, too")
+
+    def take_ties(self) -> None:
+        """Cut the other layers of a Parameter that is cut: the plan may name only one of them."""
+        for name, tensor in self._parameters.items():
+            owner, _, last = name.rpartition(".")
+            cut = self.cuts.get(self._first[id(tensor)])
+            if cut is None or last != "weight" or owner in self.layers or f"{owner}.{last}" in self.cuts:
+                continue
+            layer = self._modules[owner]
+            if cut != Cut(0) or not isinstance(layer, nn.Embedding | nn.Linear):
+                raise ValueError(f"{name} is cut under another name, and a {type(layer).__name__} cannot compute with it")
+            self._take_layer(owner, "vocab" if isinstance(layer, nn.Embedding) else "column_gathered")
+
+    def check(self) -> None:
+        """Raise ValueError if heads of attention cannot be divided among the ranks."""
+        for name, word in self.layers.items():
+            if word != "column":
+                continue
+            layer: Any = self._modules[name]
+            around = self._around(name)
+            size = next((found for each in _HEAD_SIZES if isinstance(found := getattr(around, each, None), int)), None)
+            heads = None if size is None or layer.out_features % size else layer.out_features // size
+            if heads is not None and heads % self._ranks:
+                raise ValueError(
+                    f"{name} has {heads} heads, which cannot be divided among {self._ranks} ranks: use as many ranks "
+                    "as divide them, or column_gathered"
+                )
+
+    def _around(self, name: str) -> Module:
+        """Return the module around a layer, or around the layer of PEFT that it is in."""
+        parts = name.split(".")
+        if "base_layer" in parts:
+            parts = parts[: parts.index("base_layer")]
+        elif "lora_B" in parts:
+            parts = parts[: parts.index("lora_B")]
+        return self._modules[".".join(parts[:-1])]
+
+
+def _example(net: Module) -> str:
+    """Return a plan for the linear layers of a module, as text: pairs of which the second takes what the first gives."""
+    plan: dict[str, str] = {}
+    waiting: tuple[str, int] | None = None
+    for name, layer in _linears(net):
+        pattern = re.sub(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)", "*", name)
+        if waiting is not None and layer.in_features == waiting[1]:
+            plan |= {waiting[0]: "column", pattern: "row"}
+            waiting = None
+        else:
+            if waiting is not None:
+                plan.setdefault(waiting[0], "column_gathered")
+            waiting = pattern, layer.out_features
+    if waiting is not None:
+        plan.setdefault(waiting[0], "column_gathered")
+    return repr(dict(list(plan.items())[:_SHOWN])) if plan else "{'layer': 'column'}"
+
+
+def _linears(net: Module) -> Iterator[tuple[str, nn.Linear]]:
+    return ((name, each) for name, each in net.named_modules() if isinstance(each, nn.Linear))
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")

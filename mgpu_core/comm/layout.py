@@ -64,6 +64,11 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 def one_layout(tensors: Sequence[torch.Tensor]) -> bool:
     """Return whether tensors of one shape are dense and hold their elements in one order: bytes match elements."""
+    for tensor in tensors:
+        if tensor.layout is not torch.strided or not tensor.is_contiguous():
+            break
+    else:
+        return True
     first = tensors[0]
     order = memory_order(first)
     if order is not None:

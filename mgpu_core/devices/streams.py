@@ -108,10 +108,13 @@ def core_serves(devices: Sequence[torch.device]) -> bool:
 
 def core_streams(devices: Sequence[torch.device]) -> list[_core.Stream] | None:
     """Return one stream per rank; ``None`` unless one backend of the core serves all of these devices."""
+    for device in devices:
+        if device.type != "cpu":
+            break
+    else:
+        return [HOST] * len(devices)
     if not core_serves(devices):
         return None
-    if not any(device.type == GPU_TYPE for device in devices):
-        return [HOST] * len(devices)
     settle_peers(device.index for device in set(devices))
     return [_gpu_stream(device.index, _handle(device)) for device in devices]
 

@@ -14,7 +14,7 @@ from mgpu_core.devices.devices import DeviceLike, as_devices
 from mgpu_core.pipeline.balance import cut_layers, measured_layers
 from mgpu_core.pipeline.placement import MOVES, Called, Placement, Split, refuse_moves
 from mgpu_core.pipeline.visits import OwnForward, Visit, visit_of
-from mgpu_core.pipeline.weights import Weights
+from mgpu_core.pipeline.weights import weights_of
 from mgpu_core.support.null_context import NULL_CONTEXT
 
 __all__ = ["PlacedCall", "PlacedForward", "parts_of", "place", "placed"]
@@ -94,9 +94,7 @@ def placed(
     """Return the placement of a module; see :func:`place`."""
     if split is not None and not (shares is None and memory is None):
         raise ValueError("shares and memory are for a cut that is found, and split says where to cut")
-    files = None if weights is None else Weights(net, weights, rename)
-    if files is None and (empty := next((name for name, each in net.named_parameters() if each.is_meta), None)):
-        raise ValueError(f"parameter {empty!r} has no memory: pass weights=, the files that have it")
+    files = weights_of(net, weights, rename)
     called: Sequence[str] = ()
     if sample is not None:
         layers = measured_layers(net, sample, len(devices))

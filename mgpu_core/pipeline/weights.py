@@ -21,7 +21,7 @@ from mgpu_core.devices.transfer import to_device
 from mgpu_core.pipeline.placement import Placement, give_memory
 from mgpu_core.support.extras import require
 
-__all__ = ["Weights", "parameters_on_meta"]
+__all__ = ["Weights", "parameters_on_meta", "weights_of"]
 
 _INDEX = "model.safetensors.index.json"
 _SHOWN = 5
@@ -100,24 +100,42 @@ class Weights:
                 "and once save_pretrained(folder, save_original_format=False)"
             )
 
-    def load(self, placement: Placement) -> None:
-        """Read each tensor, to the device of its stage and the dtype of the module; tied ones once."""
+    def tensors(self) -> Iterator[tuple[str, Any, str]]:
+        """Yield each tensor once: its name in the module, an open file, and its name there."""
         done: set[int] = set()
         for path, names in self._found.items():
             for name, own in names.items():
                 target = self._tensors[own]
-                if id(target) in done:
-                    continue
-                done.add(id(target))
-                device = placement.devices[placement.stage_of(target)]
-                with self._open(path, framework="pt") as file:  # anew, so that no pages of other tensors stay in memory
-                    value = to_device(file.get_tensor(name), device, target.dtype)
-                    value = value.clone() if device.type == "cpu" else value
-                if isinstance(target, Parameter):
-                    give_memory(target, value)
-                else:
-                    owner, _, last = own.rpartition(".")
-                    self._root.get_submodule(owner)._buffers[last] = value
+                if id(target) not in done:
+                    done.add(id(target))
+                    with self._open(path, framework="pt") as file:  # anew: no pages of other tensors stay in memory
+                        yield own, file, name
+
+    def load(self, placement: Placement) -> None:
+        """Read each tensor, to the device of its stage and the dtype of the module."""
+        for own, file, name in self.tensors():
+            target = self._tensors[own]
+            device = placement.devices[placement.stage_of(target)]
+            value = to_device(file.get_tensor(name), device, target.dtype)
+            value = value.clone() if device.type == "cpu" else value
+            if isinstance(target, Parameter):
+                give_memory(target, value)
+            else:
+                owner, _, last = own.rpartition(".")
+                self._root.get_submodule(owner)._buffers[last] = value
+
+
+def weights_of(net: Module, source: str | PathLike[str] | None, rename: Callable[[str], str] | None) -> Weights | None:
+    """Return the files with the weights of a module; ``None`` where it has them itself.
+
+    Raises:
+        ValueError: no files, and a parameter without memory; as for :class:`Weights`.
+    """
+    if source is not None:
+        return Weights(net, source, rename)
+    if empty := next((name for name, each in net.named_parameters() if each.is_meta), None):
+        raise ValueError(f"parameter {empty!r} has no memory: pass weights=, the files that have it")
+    return None
 
 
 def _files(source: Path) -> list[Path]:

@@ -30,6 +30,7 @@ from torch.utils._pytree import tree_leaves
 from mgpu_core.devices.time_limits import time_limit
 from mgpu_core.devices.traces import refuse_traces, what_to_trace
 from mgpu_core.errors import Error
+from mgpu_core.support.null_context import NULL_CONTEXT
 
 __all__ = ["compiled_calls", "compiler_lent", "outside_the_compiler"]
 
@@ -209,7 +210,7 @@ _compiler = _Compiler()
 
 def compiler_lent() -> AbstractContextManager[None]:
     """Around a wait of a rank for the others: one that compiles lets them compile meanwhile."""
-    return _compiler.lent()
+    return NULL_CONTEXT if _inside.get() is None else _compiler.lent()
 
 
 def _after_fork_in_child() -> None:

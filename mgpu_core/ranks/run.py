@@ -176,6 +176,7 @@ class Lane:
     def __init__(self, run: Run, rank: int, waiting: Waiting) -> None:
         self.run, self.rank, self._waiting = run, rank, waiting
         self._meetings: defaultdict[Hashable, int] = defaultdict(int)
+        self._ranks = len(run.team)
 
     def meet(self, key: Hashable, value: Any, combine: Combine) -> Any:
         """Wait for all lanes, and return this one's entry of ``combine(values)``: a value and a result per rank.
@@ -189,7 +190,7 @@ class Lane:
             Exception: raised by ``combine``; in every lane.
         """
         self._meetings[key] += 1
-        return self._waiting.meet((key, self._meetings[key]), self.rank, value, combine, len(self.run.team))
+        return self._waiting.meet((key, self._meetings[key]), self.rank, value, combine, self._ranks)
 
     def turn(self, stage: Hashable, name: Hashable = None) -> None:
         """End the lane's turn, and wait for its turn at a stage; that one ends with the lane at the latest.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from _thread import LockType
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from itertools import pairwise
@@ -33,7 +34,8 @@ class Waiting:
     def __init__(self, plans: Mapping[Hashable, Sequence[Hashable]], in_turns: Sequence[Sequence[int]]) -> None:
         self.seconds = time_limit()
         self.has_failed = False
-        self._changed = Condition(Lock())
+        self._lock = Lock()
+        self._changed = Condition(self._lock)
         self._is_stopped = False
         self._at_work = 0
         self._ended: set[int] = set()
@@ -53,6 +55,7 @@ class Waiting:
                 self._at_work += 1
                 return
             self._ended.add(rank)
+            self._open_gates()
             self._changed.notify_all()
         if self._is_stopped:
             raise RankExited("the call was given up before this rank began")
@@ -64,11 +67,13 @@ class Waiting:
             self._leave_turn(rank)
             self._at_work -= 1
             self._ended.add(rank)
+            self._open_gates()
             self._changed.notify_all()
 
     def stop(self, seconds: float) -> bool:
         with self._changed:
             self._is_stopped = True
+            self._open_gates()
             self._changed.notify_all()
             return self._changed.wait_for(lambda: not self._at_work, seconds)
 
@@ -78,52 +83,70 @@ class Waiting:
                 "the ranks of this forward run one after another, so none can wait in a synchronised layer: they share "
                 "a GPU's random generator (dropout; give each rank a GPU of its own), or are inside a checkpoint"
             )
-        with self._changed:
-            found = self._meetings.setdefault(key, _Meeting())
+        gate = None
+        with self._lock:
+            found = self._meetings.get(key)
+            if found is None:
+                found = self._meetings[key] = _Meeting(ranks)
             found.values[rank] = value
-            is_last = len(found.values) == ranks
-        if is_last:
+            found.missing -= 1
+            if found.missing and not self._cannot_come(found):
+                gate = Lock()
+                gate.acquire()
+                found.gates.append(gate)
+        if gate is not None:
+            with compiler_lent():
+                gate.acquire(timeout=self.seconds)
+        elif not found.missing:
             found.combine(combine)
-            with self._changed:
+            with self._lock:
+                del self._meetings[key]
                 found.is_over = True
-                found.values.clear()
-                self._changed.notify_all()
-        else:
-            with compiler_lent(), self._changed:
-                self._await_others(found)
-        result, error = self._result_of(key, found, rank)
-        del found
+                found.open()
+        if not found.is_over:
+            self._give_up(found)
+        result, found.results[rank], error = found.results[rank], None, found.error
         if error is None:
             return result
+        self._drop_error(found)
+        del found  # the traceback holds this frame, and what is held here would live as long
         try:
             raise error
         finally:
-            del error  # whose traceback holds this frame
+            del error
 
-    def _await_others(self, found: _Meeting) -> None:
-        self._until(lambda: found.is_over or self._is_stopped or self._ended - found.values.keys())
-        if found.is_over:
-            return
-        if absent := self._ended - found.values.keys():
+    def _cannot_come(self, found: _Meeting) -> bool:
+        """Return whether not all lanes can come to a meeting any more."""
+        return self._is_stopped or any(found.values[rank] is _ABSENT for rank in self._ended)
+
+    def _give_up(self, found: _Meeting) -> None:
+        """Raise why a meeting did not take place, unless it is over now."""
+        with self._lock:
+            if found.is_over:
+                return
+            absent = [rank for rank in self._ended if found.values[rank] is _ABSENT]
+            is_stopped = self._is_stopped
+        if absent:
             raise RankExited(
                 f"rank {min(absent)} ended without coming to a layer where all ranks meet: every rank must call the "
                 "same synchronised layers, equally often"
             )
-        if self._is_stopped:
+        if is_stopped:
             raise RankExited("the call was given up while ranks waited in a synchronised layer")
         raise Error(f"a rank did not come to a synchronised layer within {self.seconds:g} s")
 
-    def _result_of(self, key: Hashable, found: _Meeting, rank: int) -> tuple[Any, Exception | None]:
-        """Return a lane's result and drop it here: it may have a graph that refers back to this object.
-
-        All lanes raise the same error; it is dropped here when the last one has it.
-        """
-        with self._changed:
-            result, error = found.results.pop(rank), found.error
-            if not found.results:
+    def _drop_error(self, found: _Meeting) -> None:
+        """Forget the error of a meeting when the last lane has it: all lanes raise the same one."""
+        with self._lock:
+            found.missing += 1
+            if found.missing == len(found.results):
                 found.error = None
-                del self._meetings[key]
-        return result, error
+
+    def _open_gates(self) -> None:
+        """Let lanes go on that wait for one that does not come; with the lock."""
+        for found in self._meetings.values():
+            if self._cannot_come(found):
+                found.open()
 
     def turn(self, rank: int, stage: Hashable, name: Hashable) -> None:
         with self._changed:
@@ -176,19 +199,29 @@ class Waiting:
         return bool(self._changed.wait_for(holds, self.seconds))
 
 
-class _Meeting:
-    """The values and results of one meeting, by rank."""
+_ABSENT = object()
 
-    def __init__(self) -> None:
-        self.values: dict[int, Any] = {}
-        self.results: dict[int, Any] = {}
+
+class _Meeting:
+    """The values and results of one meeting, by rank, and a lock for each lane that waits."""
+
+    def __init__(self, ranks: int) -> None:
+        self.values: list[Any] = [_ABSENT] * ranks
+        self.missing = ranks
+        self.results: list[Any] = [None] * ranks
         self.error: Exception | None = None
         self.is_over = False
+        self.gates: list[LockType] = []
+
+    def open(self) -> None:
+        """Let the lanes go on that wait; with the lock."""
+        while self.gates:
+            self.gates.pop().release()
 
     def combine(self, combine: Combine) -> None:
         """Make the results; a failure is every lane's."""
-        ranks = range(len(self.values))
+        values, self.values = self.values, []
         try:
-            self.results = dict(enumerate(combine([self.values[rank] for rank in ranks])))
+            self.results = list(combine(values))
         except Exception as error:
-            self.error, self.results = error, dict.fromkeys(ranks)
+            self.error = error

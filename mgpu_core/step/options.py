@@ -19,6 +19,7 @@ from mgpu_core.ranks.team import Team
 from mgpu_core.ranks.worker_choice import check_workers
 from mgpu_core.step.grad_scaler import AMP_DTYPES
 from mgpu_core.step.loss import REDUCTIONS
+from mgpu_core.tensor_parallel.module import TensorParallel
 from mgpu_core.trees.module_tree import named_parameters_of, parameters_of
 
 __all__ = [
@@ -110,6 +111,14 @@ class Options:
             }
             if names := [name for name, is_given in refused.items() if is_given]:
                 raise ValueError(f"a step over a Pipeline does not take {names[0]}")
+        if isinstance(self.module, TensorParallel):
+            refused = {
+                "process_group": self.has_processes,
+                "shard_optimizer": self.shard_optimizer,
+                "capture": self.capture,
+            }
+            if names := [name for name, is_given in refused.items() if is_given]:
+                raise ValueError(f"a step over a TensorParallel does not take {names[0]}")
 
     def changed(self, name: str, value: Any) -> Options:
         """Return the same arguments with another value of one of :data:`CHANGEABLE`.
@@ -168,10 +177,14 @@ def check_module(net: Module) -> None:
 def team_of(net: Module, device_ids: Any) -> Team:
     """Return the team that ``device_ids`` means; an empty list is the device of the module.
 
-    Of a pipeline it is the last device, where its losses are.
+    Of a pipeline it is the last device, and of a TensorParallel the first, where their losses are.
     """
     if isinstance(net, Pipeline):
         return Team.of(net.device_ids[-1:])
+    if isinstance(net, TensorParallel):
+        if device_ids is not None and list(as_devices(device_ids)) != net.device_ids:
+            raise ValueError(f"device_ids must be those of the TensorParallel, {list(map(str, net.device_ids))}")
+        return Team.of(net.device_ids[:1])
     if device_ids is None:
         device_ids = local_devices()
     if not isinstance(device_ids, str | int | torch.device) and not len(device_ids):
@@ -202,9 +215,9 @@ def pipeline_devices_of(net: Module, device_ids: Any) -> list[Sequence[torch.dev
 def check_device(net: Module, team: Team) -> None:
     """Move the module to the only device; of several devices it must be on the first one, otherwise RuntimeError.
 
-    A pipeline stays as it is, and looks after its tensors itself.
+    A pipeline or a TensorParallel stays as it is, and looks after its tensors itself.
     """
-    if isinstance(net, Pipeline):
+    if isinstance(net, Pipeline | TensorParallel):
         return
     if len(team) == 1:
         module_to(net, team.devices[0])

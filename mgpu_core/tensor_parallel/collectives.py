@@ -18,7 +18,7 @@ from mgpu_core.devices.devices import DeviceLike, as_devices
 from mgpu_core.devices.streams import caller_streams, resumed_on_all
 from mgpu_core.devices.tensor_checks import refuse_special
 
-__all__ = ["all_gather", "all_reduce", "broadcast", "reduce_scatter"]
+__all__ = ["all_gather", "all_reduce", "broadcast", "joint_columns", "joint_sum", "reduce_scatter"]
 
 
 def broadcast(tensor: torch.Tensor, devices: Sequence[DeviceLike]) -> list[torch.Tensor]:
@@ -85,6 +85,18 @@ def reduce_scatter(
     if len(counts) != ranks or sum(counts) != length or min(counts) < 0:
         raise ValueError(f"counts must be {ranks} sizes that add up to {length}, not {list(counts)}")
     return list(_ReduceScatter.apply(dim, list(counts), *made))
+
+
+def joint_sum(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Return the sum of tensors of one shape and dtype to every rank; :func:`all_reduce` without its checks."""
+    sums: Sequence[torch.Tensor] = _AllReduce.apply(*tensors)
+    return sums
+
+
+def joint_columns(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Return to every rank all tensors, joined along the last dimension."""
+    wholes: Sequence[torch.Tensor] = _AllGather.apply(tensors[0].ndim - 1, *tensors)
+    return wholes
 
 
 def _remember(ctx: Any, tensors: Sequence[torch.Tensor]) -> None:

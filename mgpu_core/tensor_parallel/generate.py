@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch.nn import Module
 
-from mgpu_core.ranks.run import current_lane
 from mgpu_core.tensor_parallel.meetings import decided
 
 __all__ = ["arguments_of_ranks", "is_generate"]
@@ -50,7 +49,4 @@ class _OfFirst:
         self._name, self._own = name, own
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        lane = current_lane()
-        if lane is None:  # a single rank
-            return self._own(input_ids, scores)
-        return decided(lane, self._name, partial(self._own, input_ids, scores))
+        return decided(self._name, partial(self._own, input_ids, scores))

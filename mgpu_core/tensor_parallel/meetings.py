@@ -1,4 +1,4 @@
-r"""Where the ranks of a module that is cut by a plan meet: after a layer each brings what it has, and gets what it needs.
+r"""Where the ranks of a module that is cut by a plan meet: after a layer each brings its value, and gets a joint one.
 
 ::
 
@@ -14,7 +14,8 @@ with the checkpoint's own frame, and given again.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, TypeAlias
 
 import torch
 from torch._C import _current_graph_task_id
@@ -25,79 +26,96 @@ from mgpu_core.devices.streams import on_all
 from mgpu_core.errors import Error
 from mgpu_core.ranks.context import checkpoint_closure
 from mgpu_core.ranks.run import Lane, Run, current_lane
-from mgpu_core.tensor_parallel.collectives import all_gather, all_reduce
+from mgpu_core.tensor_parallel.collectives import joint_columns, joint_sum
+from mgpu_core.trace import tracer
 from mgpu_core.trace.tracer import span
 
-__all__ = ["MetDraws", "cut_layer", "decided", "meet_at"]
+__all__ = ["MetDraws", "cut_layer", "decided"]
 
-Node = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
+Node = Callable[[Sequence[Any]], Sequence[Any]]
 
 _KEY = "tensor parallel"  # one for all layers: ranks that come to different ones are told so, and do not wait
 _KEPT, _AT = "_mgpu_core_kept", "_mgpu_core_at"  # attributes of a checkpoint's frame
+_top_hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks
 
 
-def gathered(outputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Return to each rank all columns."""
-    return all_gather(outputs, -1)
+_Came: TypeAlias = tuple[str, Any, bool, Run]
+"""What a rank brings to a meeting: where it is, a value, whether it is in grad mode, and its call."""
 
 
-def meet_at(name: str, value: Any, combine: Callable[[Run, list[Any]], Sequence[Any]]) -> Any:
-    """Meet the other ranks at a place of this name; return this one's entry of what ``combine`` makes of the values.
+def _together(combine: Node, came: list[_Came]) -> Sequence[Any]:
+    """Return what a function makes of all ranks' values, on the streams of their call.
 
     Raises:
-        Error: no call is on its way; another rank has come to another place.
+        Error: the ranks came to different places.
     """
+    values: list[Any] = []
+    place, has_graph = came[0][0], False
+    for there, value, graph, _ in came:
+        if there != place:
+            raise Error(
+                f"rank 0 came to {place} and rank {len(values)} to {there}: every rank must run the same layers, in "
+                "the same order"
+            )
+        values += (value,)
+        has_graph |= graph
+    run = came[0][3]
+    if run.team.on_host and tracer.sink is None and has_graph == torch.is_grad_enabled():
+        return combine(values)
+    with span("meet"), on_all(run.team.devices, run.streams), torch.set_grad_enabled(has_graph):
+        return combine(values)
+
+
+def _lane_at(place: str) -> Lane:
     lane = current_lane()
     if lane is None:
-        raise Error(f"{name} is cut over ranks, which meet in calls of the TensorParallel alone: use its call() or forward")
-
-    def checked(values: list[tuple[str, Any]]) -> Sequence[Any]:
-        other = next((rank for rank, each in enumerate(values) if each[0] != values[0][0]), None)
-        if other is not None:
-            raise Error(
-                f"rank 0 came to {values[0][0]} and rank {other} to {values[other][0]}: every rank must run the same "
-                "layers, in the same order"
-            )
-        return combine(lane.run, [each for _, each in values])
-
-    return lane.meet(_KEY, (name, value), checked)
-
-
-def _joined(name: str, rank: int, value: torch.Tensor, node: Node) -> torch.Tensor:
-    """Return this rank's entry of a node over all ranks' values; in a backward the one of the forward."""
-    closure = checkpoint_closure()
-    if _current_graph_task_id() != -1:
-        return _again(name, closure, value)
-
-    def combine(run: Run, values: list[Any]) -> Sequence[Any]:
-        with (
-            span("meet", -1, None),
-            on_all(run.team.devices, run.streams),
-            torch.set_grad_enabled(any(graph for _, graph in values)),
-        ):
-            return node([each for each, _ in values])
-
-    result: torch.Tensor = meet_at(name, (value, torch.is_grad_enabled()), combine)
-    if closure is not None and torch.is_grad_enabled():
-        closure["frame"].__dict__.setdefault(_KEPT, []).append((name, result.detach()))
-    return result
-
-
-def _again(name: str, closure: dict[str, Any] | None, value: torch.Tensor) -> torch.Tensor:
-    if closure is None or "target_frame_ref" not in closure:
-        raise RuntimeError(
-            f"{name} ran again in a backward, and its ranks meet in the forward alone: give the checkpoint around it "
-            "use_reentrant=False"
+        raise Error(
+            f"{place} is cut over ranks, which meet in calls of the TensorParallel alone: use its forward or call()"
         )
-    frame = closure["target_frame_ref"]()
-    position = frame.__dict__.setdefault(_AT, {})
-    index = position.get(closure["gid"], 0)
-    position[closure["gid"]] = index + 1
-    was, kept = frame.__dict__[_KEPT][index]
-    if was != name:
-        raise RuntimeError(f"{name} ran again in a backward where {was} ran in the forward: layers must run as before")
-    result: torch.Tensor = kept.detach().requires_grad_(value.requires_grad)
-    return result
+    return lane
+
+
+class Joint:
+    """The meeting after one layer, as a rank has it.
+
+    Args:
+        name: of the layer.
+        node: makes all ranks' results of their values.
+    """
+
+    def __init__(self, name: str, node: Node) -> None:
+        self._name = name
+        self._combine = partial(_together, node)
+
+    def __call__(self, value: torch.Tensor) -> torch.Tensor:
+        """Return this rank's result; in a backward, which runs the layer again, the one of the forward."""
+        closure = None if _top_hooks(False) is None else checkpoint_closure()
+        if _current_graph_task_id() != -1:
+            return self._again(closure, value)
+        lane = _lane_at(self._name)
+        came = self._name, value, torch.is_grad_enabled(), lane.run
+        result: torch.Tensor = lane.meet(_KEY, came, self._combine)
+        if closure is not None and came[2]:
+            closure["frame"].__dict__.setdefault(_KEPT, []).append((self._name, result.detach()))
+        return result
+
+    def _again(self, closure: dict[str, Any] | None, value: torch.Tensor) -> torch.Tensor:
+        if closure is None or "target_frame_ref" not in closure:
+            raise RuntimeError(
+                f"{self._name} ran again in a backward, and its ranks meet in the forward alone: give the checkpoint "
+                "around it use_reentrant=False"
+            )
+        frame = closure["target_frame_ref"]()
+        position = frame.__dict__.setdefault(_AT, {})
+        index = position.get(closure["gid"], 0)
+        position[closure["gid"]] = index + 1
+        name, kept = frame.__dict__[_KEPT][index]
+        if name != self._name:
+            raise RuntimeError(
+                f"{self._name} ran again in a backward where {name} ran in the forward: layers must run as before"
+            )
+        result: torch.Tensor = kept.detach().requires_grad_(value.requires_grad)
+        return result
 
 
 def cut_layer(layer: Module, name: str, word: str, rank: int, counts: Sequence[int]) -> None:
@@ -111,13 +129,13 @@ def cut_layer(layer: Module, name: str, word: str, rank: int, counts: Sequence[i
         counts: the sizes of all ranks' parts.
     """
     begin, end = sum(counts[:rank]), sum(counts[: rank + 1])
-    inner = layer.forward
+    inner, joint = layer.forward, Joint(name, joint_columns if word == "column_gathered" else joint_sum)
     if word in ("column", "packed_column", "column_gathered"):
-        layer.out_features = layer.weight.shape[0]  # type: ignore[assignment,union-attr,index]
+        layer.out_features = layer.weight.shape[0]  # type: ignore[assignment,index]
     if word == "column_gathered":
 
         def column(x: torch.Tensor) -> torch.Tensor:
-            return _joined(name, rank, inner(x), gathered)
+            return joint(inner(x))
 
         layer.forward = column
     elif word in ("row", "rowwise_split_input"):
@@ -130,7 +148,7 @@ def cut_layer(layer: Module, name: str, word: str, rank: int, counts: Sequence[i
                 part = inner(x if word == "row" else x[..., begin:end])
             finally:
                 table["bias"] = bias
-            total = _joined(name, rank, part, all_reduce)
+            total = joint(part)
             return total if bias is None else total + bias.to(total.dtype)
 
         layer.forward = row
@@ -148,36 +166,36 @@ def cut_layer(layer: Module, name: str, word: str, rank: int, counts: Sequence[i
             if rank == len(counts) - 1:
                 elsewhere &= own < end - begin
             rows = inner(own.masked_fill(elsewhere, 0)).masked_fill(elsewhere.unsqueeze(-1), 0)
-            return _joined(name, rank, rows, all_reduce)
+            return joint(rows)
 
         layer.forward = vocab
     elif word == "moe_tp_experts":
 
         def experts(*args: Any, **kwargs: Any) -> torch.Tensor:
-            return _joined(name, rank, inner(*args, **kwargs), all_reduce)
+            return joint(inner(*args, **kwargs))
 
         layer.forward = experts
 
 
-def _of_first(run: Run, values: list[Any]) -> list[Any]:
-    """Return rank 0's tensor to every rank, on its device."""
-    first = values[0]
-    with on_all(run.team.devices, run.streams):
-        return [first.to(device, copy=rank > 0) for rank, device in enumerate(run.team.devices)]
-
-
-def decided(lane: Lane, name: str, decide: Callable[[], torch.Tensor]) -> torch.Tensor:
+def decided(place: str, decide: Callable[[], torch.Tensor]) -> torch.Tensor:
     """Return a tensor that rank 0 alone makes, on this rank's device."""
-    result: torch.Tensor = meet_at(name, decide() if lane.rank == 0 else None, _of_first)
+    lane = _lane_at(place)
+    devices = lane.run.team.devices
+
+    def of_first(values: Sequence[Any]) -> list[torch.Tensor]:
+        return [values[0].to(device, copy=rank > 0) for rank, device in enumerate(devices)]
+
+    came = place, None if lane.rank else decide(), torch.is_grad_enabled(), lane.run
+    result: torch.Tensor = lane.meet(_KEY, came, partial(_together, of_first))
     return result
 
 
 class MetDraws(TorchFunctionMode):
     """Let rank 0 draw random numbers for all ranks, in calls of torch's functions by name."""
 
-    def __init__(self, lane: Lane) -> None:
+    def __init__(self, rank: int) -> None:
         super().__init__()
-        self._lane = lane
+        self._rank = rank
 
     def __enter__(self) -> MetDraws:
         _push_mode(self)
@@ -191,8 +209,8 @@ class MetDraws(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name not in _DRAWS:
             return func(*args, **kwargs)
-        made = decided(self._lane, name, lambda: func(*args, **kwargs))
-        if name.endswith("_") and self._lane.rank:
+        made = decided(name, partial(func, *args, **kwargs))
+        if name.endswith("_") and self._rank:
             return args[0].copy_(made)
         return made
 

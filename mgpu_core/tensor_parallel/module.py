@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from os import PathLike
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -19,6 +20,7 @@ from mgpu_core.devices.time_limits import time_limit
 from mgpu_core.devices.transfer import to_device
 from mgpu_core.errors import Error
 from mgpu_core.pipeline.placement import is_spread, refuse_moves
+from mgpu_core.pipeline.weights import Weights, weights_of
 from mgpu_core.ranks.compiled import outside_the_compiler
 from mgpu_core.ranks.modes import check_modes
 from mgpu_core.ranks.random import RankStream, same_numbers
@@ -27,11 +29,11 @@ from mgpu_core.ranks.team import Team
 from mgpu_core.support.null_context import NULL_CONTEXT
 from mgpu_core.tensor_parallel.generate import arguments_of_ranks, is_generate
 from mgpu_core.tensor_parallel.meetings import MetDraws, cut_layer
-from mgpu_core.tensor_parallel.plan import Plan, read_plan
+from mgpu_core.tensor_parallel.plan import Cut, read_plan
 from mgpu_core.trace.tracer import span
 from mgpu_core.trees.module_copy import copy_module, leaf_like
 from mgpu_core.trees.module_tree import check_initialised, draws_random_numbers
-from mgpu_core.trees.nested import map_leaves, unwrapped
+from mgpu_core.trees.nested import flatten, map_leaves, unwrapped
 
 __all__ = ["TensorParallel"]
 
@@ -39,12 +41,34 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.
 """Classes of arguments that no module can write; all else is copied for each rank."""
 
 
+class _Kept(NamedTuple):
+    """A Parameter of the module that was given.
+
+    Attributes:
+        names: all that it has there.
+        shape: the whole one's.
+        cut: how it is cut; ``None``: it is not.
+        parts: per rank one, or the only one on the first device.
+    """
+
+    names: list[str]
+    shape: tuple[int, ...]
+    cut: Cut | None
+    parts: list[Parameter]
+
+    def whole(self, first: torch.device) -> torch.Tensor:
+        """Return the whole tensor on a device, in memory of its own."""
+        if self.cut is None:
+            return self.parts[0].detach().clone()
+        return self.cut.joined([to_device(each.detach(), first) for each in self.parts])
+
+
 class _Slot(NamedTuple):
     """Where a lane finds a Parameter that is not cut: a table of a module, a name, and which of these Parameters."""
 
     table: dict[str, Any]
     name: str
-    index: int
+    number: int
 
 
 class _Lane(NamedTuple):
@@ -81,6 +105,7 @@ class TensorParallel(Module):
         plan: from names of layers or Parameters, where ``*`` is one part between dots, to ``column``, ``row``,
             ``column_gathered``, ``vocab``, ``packed_column``, or the words of transformers; ``None``: the plan that the
             module brings (``tp_plan`` of the models of transformers).
+        weights, rename: as for :func:`mgpu_core.place`; each part reads its slice of the file.
 
     Raises:
         TypeError: not a module.
@@ -88,8 +113,17 @@ class TensorParallel(Module):
             already.  Nothing was changed then.
     """
 
+    weights: Module
+    _source: Module
+
     def __init__(
-        self, net: Module, device_ids: Sequence[DeviceLike], plan: Mapping[str, str] | None = None
+        self,
+        net: Module,
+        device_ids: Sequence[DeviceLike],
+        plan: Mapping[str, str] | None = None,
+        *,
+        weights: str | PathLike[str] | None = None,
+        rename: Callable[[str], str] | None = None,
     ) -> None:
         super().__init__()
         if not isinstance(net, Module):
@@ -99,64 +133,84 @@ class TensorParallel(Module):
         self.device_ids = list(as_devices(device_ids))
         check_initialised([*net.parameters(), *net.buffers()])
         self._plan = read_plan(net, plan, len(self.device_ids))
+        files = weights_of(net, weights, rename)
         self._team = Team.of(self.device_ids)
         self.training = net.training
         self._at_work = threading.Lock()
-        self._objects: dict[int, tuple[Any, list[Any]]] = {}  # of rank 0, by id: weak, and with those of all ranks
-        self._draws: tuple[Sequence[bool], bool] | None = None
-        self._names = {name: id(each) for name, each in net.named_parameters(remove_duplicate=False)}
-        self._sizes = {name: tuple(each.shape) for name, each in net.named_parameters()}
+        self._objects: dict[int, tuple[Any, list[Any]]] = {}  # of rank 0, by id: weak, and with those of the others
+        self._modes: tuple[Sequence[bool], bool] | None = None  # of all modules, and whether they draw then
         self.weights = Module()
-        made = self._parameters_of(net)
-        self._lanes = [self._lane(net, rank, made) for rank in self._team.ranks]
-        self._names = {name: key for name, key in self._names.items()}
+        self._kept = self._keep(net)
+        self._uncut = [each.parts[0] for each in self._kept.values() if each.cut is None]
+        self._lanes = [self._lane(net, rank) for rank in self._team.ranks]
+        if files is not None:
+            self._load(files)
         self.__dict__["_source"] = _emptied(net)
 
     to = to_empty = cpu = cuda = ipu = mtia = xpu = refuse_moves
 
-    def _parameters_of(self, net: Module) -> dict[int, list[Parameter]]:
-        """Return by the id of each Parameter its parts, or the only one on the first device; register them."""
-        made: dict[int, list[Parameter]] = {}
-        for name, each in net.named_parameters():
-            cut, owner = self._plan.cuts.get(name), self.weights
-            *path, last = name.split(".")
-            for part in path:
-                owner = owner._modules.setdefault(part, Module())  # type: ignore[assignment]
-            if cut is None:
-                made[id(each)] = [leaf_like(each, _on(self.device_ids[0], each))]
-                owner._parameters[last] = made[id(each)][0]
+    def _keep(self, net: Module) -> dict[int, _Kept]:
+        """Make the Parameters, on their devices, under the names of the module; return them by the given one's id."""
+        kept: dict[int, _Kept] = {}
+        devices = self.device_ids
+        for name, each in net.named_parameters(remove_duplicate=False):
+            if id(each) in kept:
+                kept[id(each)].names.append(name)
                 continue
-            ranks = len(self.device_ids)
-            parts = [_on(device, cut.part(each, rank, ranks)) for rank, device in enumerate(self.device_ids)]
-            made[id(each)] = [leaf_like(each, part) for part in parts]
-            owner._modules[last] = torch.nn.ParameterList(made[id(each)])
-        self.__dict__["_own"] = made
-        self.__dict__["_whole"] = [each[0] for name, each in zip(self._sizes, made.values(), strict=True)
-                                   if name not in self._plan.cuts]  # fmt: skip
-        return made
+            *path, last = name.split(".")
+            owner = self.weights
+            for part in path:
+                if part not in owner._modules:
+                    owner._modules[part] = Module()
+                owner = owner.get_submodule(part)
+            cut = self._plan.cuts.get(name)
+            if cut is None:
+                parts = [leaf_like(each, _on(devices[0], each))]
+                owner._parameters[last] = parts[0]
+            else:
+                tensors = [_on(device, cut.part(each, rank, len(devices))) for rank, device in enumerate(devices)]
+                parts = [leaf_like(each, part) for part in tensors]
+                owner._modules[last] = torch.nn.ParameterList(parts)
+            kept[id(each)] = _Kept([name], tuple(each.shape), cut, parts)
+        return kept
 
-    def _lane(self, net: Module, rank: int, made: Mapping[int, list[Parameter]]) -> _Lane:
+    def _lane(self, net: Module, rank: int) -> _Lane:
         """Return a rank's copy of the module, whose layers meet the other ranks."""
         device = self.device_ids[rank]
-        cut = {id(each): name in self._plan.cuts for name, each in net.named_parameters()}
-        shared: dict[int, Any] = {key: parts[rank] if cut[key] else parts[0] for key, parts in made.items()}
-        shared |= {id(each): _on(device, each.detach()) for each in net.buffers()}
+        shared: dict[int, Any] = {
+            key: each.parts[0 if each.cut is None else rank] for key, each in self._kept.items()
+        } | {id(each): _on(device, each) for each in net.buffers()}
         copied = copy_module(net, shared)
         modules = dict(copied.named_modules(remove_duplicate=False))
-        indices = {id(each): index for index, each in enumerate(self._whole)}
         slots = []
-        for name in self._names:
-            owner, _, last = name.rpartition(".")
-            table: dict[str, Any] = modules[owner]._parameters
-            if (index := indices.get(id(table[last]))) is not None:
-                slots.append(_Slot(table, last, index))
+        for number, kept in enumerate(each for each in self._kept.values() if each.cut is None):
+            for name in kept.names:
+                owner, _, last = name.rpartition(".")
+                slots.append(_Slot(modules[owner]._parameters, last, number))
+        counts = {
+            name: [part.shape[kept.cut.dim] for part in kept.parts]
+            for kept in self._kept.values()
+            for name in kept.names
+            if kept.cut is not None
+        }
         for name, word in self._plan.layers.items() if len(self.device_ids) > 1 else ():
-            counts: list[int] = []
-            if f"{name}.weight" in self._names:
-                parts = made[self._names[f"{name}.weight"]]
-                counts = [each.shape[1 if word in ("row", "rowwise_split_input") else 0] for each in parts]
-            cut_layer(modules[name], name, word, rank, counts)
+            cut_layer(modules[name], name, word, rank, counts.get(f"{name}.weight", []))
         return _Lane(copied, list(copied.modules()), slots)
+
+    @torch.no_grad()
+    def _load(self, files: Weights) -> None:
+        """Read each tensor of the files: each part its slice."""
+        ranks = len(self.device_ids)
+        kept = {name: each for each in self._kept.values() for name in each.names}
+        buffers = [dict(lane.net.named_buffers(remove_duplicate=False)) for lane in self._lanes]
+        for own, file, name in files.tensors():
+            if own not in kept:
+                for of_rank in buffers:
+                    of_rank[own].copy_(file.get_tensor(name))
+                continue
+            cut = kept[own].cut
+            for rank, part in enumerate(kept[own].parts):
+                part.copy_(file.get_tensor(name) if cut is None else cut.read(file.get_slice(name), rank, ranks))
 
     def train(self, mode: bool = True) -> TensorParallel:
         """Set the mode of all ranks."""
@@ -208,7 +262,7 @@ class TensorParallel(Module):
             self._spread()
             with span("tensor_parallel"), self._numbers() as numbers:
                 calls = [
-                    partial(_called, lane.net, method, *of_rank, stream)
+                    partial(_called, lane.net, method, of_rank, stream)
                     for lane, of_rank, stream in zip(self._lanes, arguments, numbers, strict=True)
                 ]
                 results = Run(self._team).run(calls, draws=False, workers="threads")
@@ -221,13 +275,13 @@ class TensorParallel(Module):
         first, *others = [[each.training for each in lane.modules] for lane in self._lanes]
         if any(each != first for each in others):
             raise RuntimeError("modules of one rank were changed alone: use tp.train(), tp.eval() or tp.each(function)")
-        if self._draws is None or self._draws[0] != first:
-            self._draws = first, len(self._lanes) > 1 and draws_random_numbers(self._lanes[0].net)
+        if self._modes is None or self._modes[0] != first:
+            self._modes = first, len(self._lanes) > 1 and draws_random_numbers(self._lanes[0].net)
 
     @contextmanager
     def _numbers(self) -> Iterator[Sequence[RankStream | None]]:
         """Yield the stream of random numbers of each rank, where the module draws."""
-        if self._draws is None or not self._draws[1]:
+        if self._modes is None or not self._modes[1]:
             yield [None] * len(self._lanes)
             return
         with same_numbers(self.device_ids) as streams:
@@ -235,10 +289,10 @@ class TensorParallel(Module):
 
     def _spread(self) -> None:
         """Give each rank copies of the Parameters that are not cut; their gradients are summed in rank order."""
-        rows = broadcast_buckets(self.device_ids, self._whole, numbered=False) if self._whole else []
-        for lane, row in zip(self._lanes, rows, strict=False):
-            for table, name, index in lane.slots:
-                table[name] = row[index]
+        rows = broadcast_buckets(self.device_ids, self._uncut, numbered=False)
+        for lane, row in zip(self._lanes, rows, strict=True):
+            for table, name, number in lane.slots:
+                table[name] = row[number]
 
     def _on_ranks(self, inputs: Sequence[Any], kwargs: Sequence[Any]) -> list[Any]:
         """Return the arguments of each rank: tensors on its device, objects of its own."""
@@ -284,7 +338,7 @@ class TensorParallel(Module):
         """Return rank 0's result; remember the other ranks' objects in it."""
         nests: list[list[Any]] = [[] for _ in results]
         for found, result in zip(nests, results, strict=True):
-            map_leaves(result, found.append)
+            flatten(result, found, "outputs", whole=True)
         if len({len(found) for found in nests}) == 1:
             for leaves in zip(*nests, strict=True):
                 if not isinstance(leaves[0], (torch.Tensor, *_PLAIN)):
@@ -292,70 +346,50 @@ class TensorParallel(Module):
         return results[0]
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
-        """Return the tensors of the module alone, by its names, on the first device; nothing is shared but what is tied."""
-        source = self._lanes[0].net.state_dict(keep_vars=True)
-        made: dict[int, torch.Tensor] = {}
-        state: dict[str, torch.Tensor] = {}
-        for name, each in source.items():
-            key = self._names.get(name)
-            if key is None:
-                state[name] = each.detach().clone()
-                continue
-            if key not in made:
-                made[key] = self._joined(key)
-            state[name] = made[key]
-        return state
-
-    def _joined(self, key: int) -> torch.Tensor:
-        parts, first = self._own[key], self.device_ids[0]
-        cut = self._plan.cuts.get(self._first_name(key))
-        if cut is None:
-            return parts[0].detach().clone()
-        return cut.joined([to_device(each.detach(), first) for each in parts])
-
-    def _first_name(self, key: int) -> str:
-        return next(name for name, each in self._names.items() if each == key)
+        """Return the tensors of the module alone, by its names, on the first device; only tied ones share memory."""
+        wholes = {name: whole for each in self._kept.values() for whole in [each.whole(self.device_ids[0])]
+                  for name in each.names}  # fmt: skip
+        own = self._lanes[0].net.state_dict(keep_vars=True)
+        return {name: wholes[name] if name in wholes else each.detach().clone() for name, each in own.items()}
 
     @torch.no_grad()
     def load_full_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Copy the tensors of the module alone into the parts, and its buffers into all ranks.
 
         Raises:
-            ValueError: names that are missing or surplus, or another shape; nothing was copied then.
+            ValueError: names that are missing or surplus, or tensors of another shape; nothing was copied then.
         """
-        buffers = [{name: each for name, each in lane.net.state_dict(keep_vars=True).items() if name not in self._names}
-                   for lane in self._lanes]  # fmt: skip
-        wanted = {**{name: self._sizes[self._first_name(key)] for name, key in self._names.items()},
-                  **{name: tuple(each.shape) for name, each in buffers[0].items()}}  # fmt: skip
+        kept = {name: each for each in self._kept.values() for name in each.names}
+        lanes = [lane.net.state_dict(keep_vars=True) for lane in self._lanes]
+        wanted = {name: kept[name].shape if name in kept else tuple(each.shape) for name, each in lanes[0].items()}
         found = {name: tuple(each.shape) for name, each in state.items()}
-        if wrong := [name for name in {**wanted, **found} if wanted.get(name) != found.get(name)]:
-            raise ValueError(f"the state does not fit: {', '.join(wrong[:5])} are missing, surplus or of another shape")
-        for name, key in self._names.items():
-            cut, ranks = self._plan.cuts.get(self._first_name(key)), len(self.device_ids)
-            for rank, part in enumerate(self._own[key]):
-                part.copy_(state[name] if cut is None else cut.part(state[name], rank, ranks))
-        for of_rank in buffers:
-            for name, each in of_rank.items():
-                each.copy_(state[name])
+        if wrong := [name for name in wanted | found if wanted.get(name) != found.get(name)]:
+            raise ValueError(f"the state does not fit, by its names or shapes: {', '.join(wrong[:5])}")
+        for name in wanted:
+            if name not in kept:
+                for of_rank in lanes:
+                    of_rank[name].copy_(state[name])
+                continue
+            cut = kept[name].cut
+            for rank, part in enumerate(kept[name].parts):
+                part.copy_(state[name] if cut is None else cut.part(state[name], rank, len(self.device_ids)))
 
     def uncut(self) -> Module:
         """Return the module alone, with copies of all tensors on the first device."""
-        source: Module = self._source
-        own = self._lanes[0].net
-        state = self.full_state_dict()
-        shared: dict[int, Any] = {}
-        for name, each in source.named_parameters(remove_duplicate=False):
-            like = self._own[self._names[name]][0]
-            shared.setdefault(id(each), leaf_like(like, state[name]))
+        source, own = self._source, self._lanes[0].net
+        shared: dict[int, Any] = {
+            id(source.get_parameter(each.names[0])): leaf_like(each.parts[0], each.whole(self.device_ids[0]))
+            for each in self._kept.values()
+        }
         for one, other in zip(source.buffers(), own.buffers(), strict=True):
             shared[id(one)] = other.detach().clone()
-        forward = source.__dict__.pop("forward")
+        refusal = source.__dict__.pop("forward")
         try:
             made = copy_module(source, shared)
         finally:
-            source.__dict__["forward"] = forward
-        for one, other in zip(made.modules(), own.modules(), strict=True):
-            one.training = other.training
+            source.__dict__["forward"] = refusal
+        for module, like in zip(made.modules(), own.modules(), strict=True):
+            module.training = like.training
         return made
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
@@ -371,26 +405,27 @@ class TensorParallel(Module):
     def __deepcopy__(self, memo: Any) -> NoReturn:
         raise TypeError("a TensorParallel cannot be copied: make another of a module, such as tp.uncut()")
 
-    def __reduce__(self) -> NoReturn:  # type: ignore[override]
+    def __reduce__(self) -> NoReturn:
         raise TypeError("a TensorParallel cannot be pickled: save tp.full_state_dict()")
 
     def extra_repr(self) -> str:
         """Return the devices, and how much is cut."""
         names = ", ".join(map(str, self.device_ids))
-        return f"device_ids=[{names}], {len(self._plan.cuts)} of {len(self._sizes)} parameters cut"
+        return f"device_ids=[{names}], {len(self._plan.cuts)} of {len(self._kept)} parameters cut"
 
     def __repr__(self) -> str:
         return f"TensorParallel({type(self._source).__name__}, {self.extra_repr()})"
 
 
-def _called(net: Module, method: str, args: Any, kwargs: Any, stream: RankStream | None) -> Any:
+def _called(net: Module, method: str, arguments: Any, stream: RankStream | None) -> Any:
     """Run a method in a rank's thread."""
+    args, kwargs = arguments
     lane = current_lane()
     call = net if method == "__call__" else getattr(net, method)
     with NULL_CONTEXT if stream is None else stream.entered():
         if method == "__call__" or lane is None:
             return call(*args, **kwargs)
-        with MetDraws(lane):
+        with MetDraws(lane.rank):
             return call(*args, **kwargs)
 
 

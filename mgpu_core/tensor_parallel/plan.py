@@ -69,6 +69,15 @@ class Cut(NamedTuple):
         parts = [each.split(counts, self.dim)[rank] for each in tensor.chunk(self.pieces, self.dim)]
         return parts[0] if self.pieces == 1 else torch.cat(parts, self.dim)
 
+    def read(self, file: Any, rank: int, ranks: int) -> torch.Tensor:
+        """Return a rank's part of a slice of safetensors, of which nothing else is read."""
+        size = file.get_shape()[self.dim] // self.pieces
+        counts = row_counts(size, ranks, None)
+        begin = sum(counts[:rank])
+        ends = [(piece * size + begin, piece * size + begin + counts[rank]) for piece in range(self.pieces)]
+        parts = [file[(*[slice(None)] * self.dim, slice(*each))] for each in ends]
+        return parts[0] if self.pieces == 1 else torch.cat(parts, self.dim)
+
     def joined(self, parts: Iterable[torch.Tensor]) -> torch.Tensor:
         """Return the whole tensor of all ranks' parts, which are on one device."""
         pieces = zip(*(each.chunk(self.pieces, self.dim) for each in parts), strict=True)
@@ -201,7 +210,9 @@ class _Reader:
                 continue
             layer = self._modules[owner]
             if cut != Cut(0) or not isinstance(layer, nn.Embedding | nn.Linear):
-                raise ValueError(f"{name} is cut under another name, and a {type(layer).__name__} cannot compute with it")
+                raise ValueError(
+                    f"{name} is cut under another name, and a {type(layer).__name__} cannot compute with it"
+                )
             self._take_layer(owner, "vocab" if isinstance(layer, nn.Embedding) else "column_gathered")
 
     def check(self) -> None:
@@ -226,11 +237,12 @@ class _Reader:
             parts = parts[: parts.index("base_layer")]
         elif "lora_B" in parts:
             parts = parts[: parts.index("lora_B")]
-        return self._modules[".".join(parts[:-1])]
+        around: Module = self._modules[".".join(parts[:-1])]
+        return around
 
 
 def _example(net: Module) -> str:
-    """Return a plan for the linear layers of a module, as text: pairs of which the second takes what the first gives."""
+    """Return a plan for linear layers as text: pairs of which the second takes what the first gives."""
     plan: dict[str, str] = {}
     waiting: tuple[str, int] | None = None
     for name, layer in _linears(net):

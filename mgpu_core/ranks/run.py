@@ -57,6 +57,7 @@ class Run:
     Attributes:
         team: the same.
         streams: per lane that of the caller, where it works; ``None`` on the CPU.
+        token: what the last meeting of all lanes has left for the next one; ``None``: nothing.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class Run:
         self._clocks, self._names, self._plans, self._at_once = clocks, names, plans or {}, at_once
         self._is_bare = team.on_host and not clocks  # there is no device, stream or clock to set
         self.streams: Sequence[torch.Stream | None] = () if self._is_bare else caller_streams(team.devices)
+        self.token: Any = None
         self._waiting: Waiting | None = None  # while lanes are in workers: others do not wait
 
     def run(self, calls: Sequence[Callable[[], Any]], *, draws: bool, workers: str) -> list[Any]:

@@ -87,16 +87,29 @@ def reduce_scatter(
     return list(_ReduceScatter.apply(dim, list(counts), *made))
 
 
-def joint_sum(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Return the sum of tensors of one shape and dtype to every rank; :func:`all_reduce` without its checks."""
-    sums: Sequence[torch.Tensor] = _AllReduce.apply(*tensors)
+def joint_sum(token: torch.Tensor | None, tensors: Sequence[torch.Tensor]) -> Sequence[Any]:
+    """Return a token, and to every rank the sum of tensors of one shape and dtype; see :class:`_InTurn`."""
+    made: Sequence[Any] = _InTurn.apply(None, token, *tensors) if torch.is_grad_enabled() else (None, *_sums(tensors))
+    return made
+
+
+def joint_columns(token: torch.Tensor | None, tensors: Sequence[torch.Tensor]) -> Sequence[Any]:
+    """Return a token, and to every rank all tensors, joined along the last dimension; see :class:`_InTurn`."""
+    dim = tensors[0].ndim - 1
+    made: Sequence[Any] = (
+        _InTurn.apply(dim, token, *tensors) if torch.is_grad_enabled() else (None, *_wholes(dim, tensors))
+    )
+    return made
+
+
+def _sums(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    sums = [tensor.clone(memory_format=torch.contiguous_format) for tensor in tensors]
+    dispatch.all_reduce_into(sums, "sum", "direct", True)
     return sums
 
 
-def joint_columns(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Return to every rank all tensors, joined along the last dimension."""
-    wholes: Sequence[torch.Tensor] = _AllGather.apply(tensors[0].ndim - 1, *tensors)
-    return wholes
+def _wholes(dim: int, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [dispatch.gather(parts, dim, part.device) for part in parts]
 
 
 def _remember(ctx: Any, tensors: Sequence[torch.Tensor]) -> None:
@@ -109,9 +122,7 @@ class _AllReduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         _remember(ctx, tensors)
-        sums = [tensor.clone(memory_format=torch.contiguous_format) for tensor in tensors]
-        dispatch.all_reduce_into(sums, "sum", "direct", True)
-        return tuple(sums)
+        return tuple(_sums(tensors))
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -125,7 +136,7 @@ class _AllGather(torch.autograd.Function):
     def forward(ctx: Any, dim: int, *parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
         _remember(ctx, parts)
         ctx.dim, ctx.counts = dim, [part.shape[dim] for part in parts]
-        return tuple([dispatch.gather(parts, dim, part.device) for part in parts])
+        return tuple(_wholes(dim, parts))
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -147,3 +158,36 @@ class _ReduceScatter(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         with resumed_on_all(ctx.devices, ctx.streams):
             return None, None, *_AllGather.apply(ctx.dim, *grads)
+
+
+class _InTurn(torch.autograd.Function):
+    """An all-reduce, or along ``dim`` an all-gather, whose backward waits for those of the calls after it.
+
+    Autograd has a thread per device, and adds the gradients of a tensor with several users as they come.  A token goes
+    from each call to the next, and makes their backwards run one after the other, so that gradients come in one order
+    in every run.  Where no rank needs a result, its inputs have no gradient.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, dim: int | None, token: torch.Tensor | None, *tensors: torch.Tensor) -> tuple[Any, ...]:
+        ctx.set_materialize_grads(False)
+        _remember(ctx, tensors)
+        ctx.dim = dim
+        if dim is None:
+            return tensors[0].new_empty(0), *_sums(tensors)
+        ctx.counts = [each.shape[dim] for each in tensors]
+        return tensors[0].new_empty(0), *_wholes(dim, tensors)
+
+    @staticmethod
+    def backward(ctx: Any, token: object, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        like = next((each for each in grads if each is not None), None)
+        if like is None:
+            return None, None, *[None] * len(grads)
+        with resumed_on_all(ctx.devices, ctx.streams):
+            whole = [
+                torch.zeros_like(like, device=device) if each is None else each
+                for each, device in zip(grads, ctx.devices, strict=True)
+            ]
+            if ctx.dim is None:
+                return None, None, *_AllReduce.apply(*whole)
+            return None, None, *_ReduceScatter.apply(ctx.dim, ctx.counts, *whole)

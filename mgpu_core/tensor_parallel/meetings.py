@@ -32,7 +32,8 @@ from mgpu_core.trace.tracer import span
 
 __all__ = ["MetDraws", "cut_layer", "decided"]
 
-Node = Callable[[Sequence[Any]], Sequence[Any]]
+Node = Callable[[torch.Tensor | None, Sequence[torch.Tensor]], Sequence[Any]]
+"""Of the token of the joint before and the ranks' values, a token for the joint after and the ranks' results."""
 
 _KEY = "tensor parallel"  # one for all layers: ranks that come to different ones are told so, and do not wait
 _KEPT, _AT = "_mgpu_core_kept", "_mgpu_core_at"  # attributes of a checkpoint's frame
@@ -43,7 +44,7 @@ _Came: TypeAlias = tuple[str, Any, bool, Run]
 """What a rank brings to a meeting: where it is, a value, whether it is in grad mode, and its call."""
 
 
-def _together(combine: Node, came: list[_Came]) -> Sequence[Any]:
+def _together(combine: Callable[[Run, list[Any]], Sequence[Any]], came: list[_Came]) -> Sequence[Any]:
     """Return what a function makes of all ranks' values, on the streams of their call.
 
     Raises:
@@ -61,9 +62,9 @@ def _together(combine: Node, came: list[_Came]) -> Sequence[Any]:
         has_graph |= graph
     run = came[0][3]
     if run.team.on_host and tracer.sink is None and has_graph == torch.is_grad_enabled():
-        return combine(values)
+        return combine(run, values)
     with span("meet"), on_all(run.team.devices, run.streams), torch.set_grad_enabled(has_graph):
-        return combine(values)
+        return combine(run, values)
 
 
 def _lane_at(place: str) -> Lane:
@@ -84,8 +85,12 @@ class Joint:
     """
 
     def __init__(self, name: str, node: Node) -> None:
-        self._name = name
-        self._combine = partial(_together, node)
+        self._name, self._node = name, node
+        self._together = partial(_together, self._combine)
+
+    def _combine(self, run: Run, values: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        run.token, *results = self._node(run.token, values)
+        return results
 
     def __call__(self, value: torch.Tensor) -> torch.Tensor:
         """Return this rank's result; in a backward, which runs the layer again, the one of the forward."""
@@ -94,7 +99,7 @@ class Joint:
             return self._again(closure, value)
         lane = _lane_at(self._name)
         came = self._name, value, torch.is_grad_enabled(), lane.run
-        result: torch.Tensor = lane.meet(_KEY, came, self._combine)
+        result: torch.Tensor = lane.meet(_KEY, came, self._together)
         if closure is not None and came[2]:
             closure["frame"].__dict__.setdefault(_KEPT, []).append((self._name, result.detach()))
         return result
@@ -182,7 +187,7 @@ def decided(place: str, decide: Callable[[], torch.Tensor]) -> torch.Tensor:
     lane = _lane_at(place)
     devices = lane.run.team.devices
 
-    def of_first(values: Sequence[Any]) -> list[torch.Tensor]:
+    def of_first(_: Run, values: list[Any]) -> list[torch.Tensor]:
         return [values[0].to(device, copy=rank > 0) for rank, device in enumerate(devices)]
 
     came = place, None if lane.rank else decide(), torch.is_grad_enabled(), lane.run

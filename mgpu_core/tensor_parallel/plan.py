@@ -135,6 +135,7 @@ class _Reader:
         self._first: dict[int, str] = {}  # of a Parameter with several names the first
         for name, each in self._parameters.items():
             self._first.setdefault(id(each), name)
+        self._by_name: set[str] = set()  # Parameters that the plan names themselves
         self.layers: dict[str, str] = {}
         self.cuts: dict[str, Cut] = {}
 
@@ -157,6 +158,7 @@ class _Reader:
         tensor = self._parameters[name]
         if word not in _OF_PARAMETERS or tensor.ndim < 2:
             raise ValueError(f"{name} is a Parameter of shape {tuple(tensor.shape)}, which cannot be cut by {word!r}")
+        self._by_name.add(name)
         self._cut(name, tensor.ndim + _OF_PARAMETERS[word], _PACKED if word == "packed_column" else 1)
 
     def _take_layer(self, name: str, word: str) -> None:
@@ -206,7 +208,7 @@ class _Reader:
         for name, tensor in self._parameters.items():
             owner, _, last = name.rpartition(".")
             cut = self.cuts.get(self._first[id(tensor)])
-            if cut is None or last != "weight" or owner in self.layers or f"{owner}.{last}" in self.cuts:
+            if cut is None or last != "weight" or owner in self.layers or name in self._by_name:
                 continue
             layer = self._modules[owner]
             if cut != Cut(0) or not isinstance(layer, nn.Embedding | nn.Linear):

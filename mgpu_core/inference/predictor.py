@@ -166,7 +166,7 @@ class Predictor:
             raise
 
     def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Return ``net(*inputs, **kwargs)``, or what the method returns.
+        """Return ``net(*inputs, **kwargs)``, or the result of the method.
 
         The rows of a call with ``max_batch`` rows or more are cut over the devices, into batches of their own with at
         most ``max_batch`` rows.

@@ -135,7 +135,7 @@ class Placement:
         self.is_active = True
 
     def _of_this_object(self) -> None:
-        """Make what a copy does not share: it finds its layers when it is used."""
+        """Make all that a copy does not share: it finds its layers when it is used."""
         self._layout = _Layout([], [], {})
         self._contents: Any = None
         self._inside: set[int] = set()  # ids of layers, and of the modules in them
@@ -187,7 +187,7 @@ class Placement:
             )
 
     def learn(self, root: Module, called: Called, *, may_move: bool = True) -> bool:
-        """Note what a call has shown, and cut again if need be.
+        """Note the order of the calls of a first call, and cut again if need be.
 
         Args:
             root: the module.

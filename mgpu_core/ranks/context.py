@@ -84,7 +84,7 @@ def checkpoint_frame() -> Any:
 
 
 def checkpoint_closure() -> dict[str, Any] | None:
-    """Return what the hook of the checkpoint that this thread is inside of refers to; ``None``: it is in none.
+    """Return the closure of the checkpoint that this thread is inside of; ``None``: it is in none.
 
     In the forward ``frame``, an object of the checkpoint; when it runs again ``target_frame_ref``, a weak reference to
     the same object, and ``gid``, the backward.

@@ -65,7 +65,7 @@ def random_numbers_kept(devices: Iterable[torch.device]) -> AbstractContextManag
 def same_numbers(devices: Sequence[torch.device]) -> Iterator[list[RankStream]]:
     """Yield a stream of CPU numbers per rank, all with those that the caller would draw; accelerators draw so, too.
 
-    At the end the caller's generators have drawn what rank 0 has.
+    At the end the caller's generators have drawn as much as rank 0's.
     """
     streams = [RankStream(0) for _ in devices]
     for each in streams:

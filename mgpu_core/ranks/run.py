@@ -57,7 +57,7 @@ class Run:
     Attributes:
         team: the same.
         streams: per lane that of the caller, where it works; ``None`` on the CPU.
-        token: what the last meeting of all lanes has left for the next one; ``None``: nothing.
+        token: left by a meeting of all lanes for the next one; ``None``: nothing.
     """
 
     def __init__(

@@ -109,7 +109,7 @@ class Waiting:
         if error is None:
             return result
         self._drop_error(found)
-        del found  # the traceback holds this frame, and what is held here would live as long
+        del found  # the traceback holds this frame
         try:
             raise error
         finally:

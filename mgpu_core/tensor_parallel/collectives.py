@@ -89,16 +89,18 @@ def reduce_scatter(
 
 def joint_sum(token: torch.Tensor | None, tensors: Sequence[torch.Tensor]) -> Sequence[Any]:
     """Return a token, and to every rank the sum of tensors of one shape and dtype; see :class:`_InTurn`."""
-    made: Sequence[Any] = _InTurn.apply(None, token, *tensors) if torch.is_grad_enabled() else (None, *_sums(tensors))
+    if not torch.is_grad_enabled():
+        return None, *_sums(tensors)
+    made: Sequence[Any] = _InTurn.apply(None, token, *tensors)
     return made
 
 
 def joint_columns(token: torch.Tensor | None, tensors: Sequence[torch.Tensor]) -> Sequence[Any]:
     """Return a token, and to every rank all tensors, joined along the last dimension; see :class:`_InTurn`."""
     dim = tensors[0].ndim - 1
-    made: Sequence[Any] = (
-        _InTurn.apply(dim, token, *tensors) if torch.is_grad_enabled() else (None, *_wholes(dim, tensors))
-    )
+    if not torch.is_grad_enabled():
+        return None, *_wholes(dim, tensors)
+    made: Sequence[Any] = _InTurn.apply(dim, token, *tensors)
     return made
 
 

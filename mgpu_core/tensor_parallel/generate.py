@@ -1,4 +1,4 @@
-"""``generate`` of transformers in all ranks: what the user gave decides on rank 0, and the others hear of it."""
+"""``generate`` of transformers in all ranks: criteria and processors of the user decide on rank 0 for all."""
 
 from __future__ import annotations
 

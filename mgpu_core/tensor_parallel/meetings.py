@@ -7,8 +7,8 @@ r"""Where the ranks of a module that is cut by a plan meet: after a layer each b
 
 The last rank to come makes one autograd node for all of them, so there is one graph and nobody waits in a backward.
 
-A checkpoint runs layers again inside a backward, in autograd's thread, where nobody meets.  So what a layer got is kept
-with the checkpoint's own frame, and given again.
+A checkpoint runs layers again inside a backward, in autograd's thread, where nobody meets.  So the result of a layer is
+kept with the checkpoint's own frame, and given again.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _Came: TypeAlias = tuple[str, Any, bool, Run]
 
 
 def _together(combine: Callable[[Run, list[Any]], Sequence[Any]], came: list[_Came]) -> Sequence[Any]:
-    """Return what a function makes of all ranks' values, on the streams of their call.
+    """Return a function of all ranks' values, on the streams of their call.
 
     Raises:
         Error: the ranks came to different places.
@@ -166,7 +166,7 @@ def cut_layer(layer: Module, name: str, word: str, rank: int, counts: Sequence[i
         def vocab(tokens: torch.Tensor) -> torch.Tensor:
             own = tokens - begin
             elsewhere = (own < 0) | (own >= end - begin)
-            if rank == 0:  # so that torch refuses what no rank has
+            if rank == 0:  # so that torch refuses tokens that no rank has
                 elsewhere &= tokens >= 0
             if rank == len(counts) - 1:
                 elsewhere &= own < end - begin

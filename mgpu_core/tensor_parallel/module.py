@@ -220,7 +220,7 @@ class TensorParallel(Module):
         return self
 
     def each(self, change: Callable[[Module], Any]) -> list[Any]:
-        """Call a function with each rank's copy of the module, one after the other, and return what it returns.
+        """Call a function with each rank's copy of the module, one after the other, and return its results.
 
         For changes that must reach all ranks: ``tp.each(lambda net: net.gradient_checkpointing_enable())``.
         """
@@ -432,6 +432,8 @@ def _called(net: Module, method: str, arguments: Any, stream: RankStream | None)
 def _on(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
     """Return a copy on a device, with memory of its own."""
     tensor = tensor.detach()
+    if tensor.is_meta:  # it is read from a file
+        return torch.empty_like(tensor, device=device)
     return tensor.contiguous().clone() if tensor.device == device else to_device(tensor, device)
 
 

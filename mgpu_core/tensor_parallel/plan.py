@@ -34,7 +34,7 @@ _WORDS = {
     "replicated_with_grad_allreduce": "replicate",
     "replicate": "replicate",
 }
-"""By the words of a plan what is done."""
+"""Words of plans, and their meanings."""
 
 _OF_LINEAR = {"column": 0, "column_gathered": 0, "packed_column": 0, "row": 1, "rowwise_split_input": 1}
 """The dimension of the weight of a linear layer that is cut."""
@@ -244,7 +244,7 @@ class _Reader:
 
 
 def _example(net: Module) -> str:
-    """Return a plan for linear layers as text: pairs of which the second takes what the first gives."""
+    """Return a plan for linear layers as text: pairs of which the second takes the outputs of the first."""
     plan: dict[str, str] = {}
     waiting: tuple[str, int] | None = None
     for name, layer in _linears(net):

@@ -213,9 +213,9 @@ def test_the_module_that_was_given_is_emptied():
     assert all(each.is_meta for each in net.parameters())
     with pytest.raises(RuntimeError, match="has no weights of its own: call the TensorParallel"):
         net(here(TOKENS))
-    with pytest.raises(RuntimeError, match="make the optimizer of tp.parameters"):
+    with pytest.raises(RuntimeError, match=r"make the optimizer of tp\.parameters"):
         optimizer.step()
-    with pytest.raises(RuntimeError, match="make the optimizer of tp.parameters"):
+    with pytest.raises(RuntimeError, match=r"make the optimizer of tp\.parameters"):
         optimizer.zero_grad()
     loss_of(tp).backward()
 

@@ -17,6 +17,7 @@ from mgpu_core.comm.arguments import check_equal_sizes, check_joined, in_range, 
 from mgpu_core.devices.devices import DeviceLike, as_devices
 from mgpu_core.devices.streams import caller_streams, resumed_on_all
 from mgpu_core.devices.tensor_checks import refuse_special
+from mgpu_core.trace.tracer import current_step, in_step, span
 
 __all__ = ["all_gather", "all_reduce", "broadcast", "joint_columns", "joint_sum", "reduce_scatter"]
 
@@ -174,7 +175,7 @@ class _InTurn(torch.autograd.Function):
     def forward(ctx: Any, dim: int | None, token: torch.Tensor | None, *tensors: torch.Tensor) -> tuple[Any, ...]:
         ctx.set_materialize_grads(False)
         _remember(ctx, tensors)
-        ctx.dim = dim
+        ctx.dim, ctx.whole_step = dim, current_step()
         if dim is None:
             return tensors[0].new_empty(0), *_sums(tensors)
         ctx.counts = [each.shape[dim] for each in tensors]
@@ -185,7 +186,7 @@ class _InTurn(torch.autograd.Function):
         like = next((each for each in grads if each is not None), None)
         if like is None:
             return None, None, *[None] * len(grads)
-        with resumed_on_all(ctx.devices, ctx.streams):
+        with in_step(ctx.whole_step), span("meet"), resumed_on_all(ctx.devices, ctx.streams):
             whole = [
                 torch.zeros_like(like, device=device) if each is None else each
                 for each, device in zip(grads, ctx.devices, strict=True)

@@ -15,6 +15,7 @@ import torch
 from torch.nn import Module, Parameter
 
 from mgpu_core.comm.autograd import broadcast_buckets
+from mgpu_core.comm.trace_hooks import trace_backward
 from mgpu_core.devices.devices import DeviceLike, as_devices
 from mgpu_core.devices.time_limits import time_limit
 from mgpu_core.devices.transfer import to_device
@@ -30,10 +31,12 @@ from mgpu_core.support.null_context import NULL_CONTEXT
 from mgpu_core.tensor_parallel.generate import arguments_of_ranks, is_generate
 from mgpu_core.tensor_parallel.meetings import MetDraws, cut_layer
 from mgpu_core.tensor_parallel.plan import Cut, read_plan
-from mgpu_core.trace.tracer import span
+from mgpu_core.trace import tracer
+from mgpu_core.trace.events import ALL_RANKS
+from mgpu_core.trace.tracer import in_span, span
 from mgpu_core.trees.module_copy import copy_module, leaf_like
 from mgpu_core.trees.module_tree import check_initialised, draws_random_numbers
-from mgpu_core.trees.nested import flatten, map_leaves, unwrapped
+from mgpu_core.trees.nested import flatten, map_leaves, tensors_in, unwrapped
 
 __all__ = ["TensorParallel"]
 
@@ -258,14 +261,19 @@ class TensorParallel(Module):
             raise Error("another thread's call of this TensorParallel did not end")
         try:
             self._check_lanes()
-            arguments = self._on_ranks(inputs, kwargs)
-            self._spread()
             with span("tensor_parallel"), self._numbers() as numbers:
+                arguments = self._on_ranks(inputs, kwargs)
+                self._spread()
                 calls = [
                     partial(_called, lane.net, method, of_rank, stream)
                     for lane, of_rank, stream in zip(self._lanes, arguments, numbers, strict=True)
                 ]
+                if tracer.sink is not None:
+                    pairs = zip(enumerate(self.device_ids), calls, strict=True)
+                    calls = [partial(in_span, "forward", *each, call) for each, call in pairs]
                 results = Run(self._team).run(calls, draws=False, workers="threads")
+                if tracer.recording is not None:
+                    trace_backward(ALL_RANKS, tensors_in(results[0]))
             return self._of_first(results)
         finally:
             self._at_work.release()

@@ -47,8 +47,8 @@ __all__ = [
 P = ParamSpec("P")
 T = TypeVar("T")
 Label: TypeAlias = Callable[[str], AbstractContextManager[object]]
-_FORWARDS = ("data_parallel", "pipeline")  # whose backward comes later
-WHOLE_STEPS = ("train_step", "data_parallel", "pipeline", "evaluate")
+_FORWARDS = ("data_parallel", "pipeline", "tensor_parallel")  # whose backward comes later
+WHOLE_STEPS = ("train_step", *_FORWARDS, "evaluate")
 
 
 @dataclass(frozen=True, slots=True)

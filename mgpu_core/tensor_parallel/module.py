@@ -99,8 +99,8 @@ class TensorParallel(Module):
     its Parameters are on meta, its forward raises, and so does an optimizer that was made for it.
 
     Random numbers, such as those of dropout, are the same in all ranks: rank 0's are those that the module alone would
-    draw.  Between two cuts the ranks have the same mask each for its own heads or features, so a net that draws in
-    training is not that of the module alone.
+    draw.  Between a column and a row each rank has this mask for its own heads or features, so a net that draws there
+    in training is not the module alone.
 
     Args:
         net: the module.

@@ -1,4 +1,4 @@
-"""A module cut by a plan, two ranks on one device, and one on the GPU and one on the CPU: all is that of the whole net."""
+"""A module cut by a plan, two ranks on one device, or one on the GPU and one on the CPU."""
 
 import copy
 

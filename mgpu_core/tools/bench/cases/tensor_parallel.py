@@ -1,0 +1,82 @@
+"""A Llama that is cut over CPU ranks by the plan that it brings: a forward with its backward, and 16 new tokens.
+
+`plain` is the model alone, whose operations may use all cores. `transformers` is the same plan as transformers runs it:
+a process per rank over gloo, with as many threads as a rank of ours has. Needs the extra `transformers`.
+"""
+
+import argparse
+import contextlib
+import itertools
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from functools import partial
+
+from mgpu_core import TensorParallel
+from mgpu_core.tools.bench.case import Case, Row, at_most, measure_row
+from mgpu_core.tools.bench.gloo import GlooTeam
+from mgpu_core.tools.bench.llama import LlamaTask, OwnPart, saved
+from mgpu_core.tools.bench.options import parse_count
+from mgpu_core.tools.bench.timing import OURS, Contestant, Schedule, timed
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Return the model, the batch and the ranks."""
+    for name, default, text in (
+        ("layers", 8, "blocks of the model"),
+        ("width", 512, "of the model"),
+        ("batch", 8, "rows of 64 tokens"),
+        ("ranks", 2, "devices"),
+    ):
+        parser.add_argument(
+            f"--{name}", type=parse_count, default=default, metavar="N", help=f"{text} (default: {default})"
+        )
+
+
+def measure(options: argparse.Namespace) -> Generator[Row]:
+    """Return a row of a step, and one of new tokens."""
+    for what in ("step", "generate"):
+        task = LlamaTask(options.layers, options.width, options.batch, what)
+        labels = {"what": what, "ranks": options.ranks, "layers": task.layers, "width": task.width, "batch": task.batch}
+        with contextlib.ExitStack() as stack:
+            sides = _contestants(task, options.ranks, options.peers, stack)
+            yield measure_row(labels, sides, Schedule(options.repeats, 2))
+
+
+def _contestants(
+    task: LlamaTask, ranks: int, peers: Sequence[str], stack: contextlib.ExitStack
+) -> Mapping[str, Contestant]:
+    salts = itertools.count(1)
+    tp = TensorParallel(task.network(), ["cpu"] * ranks)
+    sides = {OURS: _in_process(task, tp, partial(tp.call, "generate"), salts)}
+    if "plain" in peers:
+        net = task.network()
+        sides["plain"] = _in_process(task, net, net.generate, salts)
+    if "transformers" in peers:
+        team = stack.enter_context(GlooTeam(ranks, OwnPart))
+        team.prepare(task, saved(task).name)
+        sides["transformers"] = Contestant(team.run, lambda: team.wrong(next(salts)))
+    return sides
+
+
+def _in_process(task: LlamaTask, net: object, generate: object, salts: Iterator[int]) -> Contestant:
+    tokens = task.tokens(0)
+
+    def wrong() -> int:
+        salt = next(salts)
+        return task.wrong(task.compute(net, generate, task.tokens(salt)), salt)
+
+    return Contestant(timed(lambda: task.compute(net, generate, tokens)), wrong)
+
+
+CASE = Case(
+    name="tensor_parallel",
+    summary="TensorParallel: a Llama cut over CPU ranks by its plan",
+    peers=("plain", "transformers"),
+    measure=measure,
+    add_arguments=add_arguments,
+    unit="ms",
+    bounds=(
+        at_most(1.0, "transformers", what="step", ranks=2, layers=8, width=512, batch=8),
+        at_most(1.0, "transformers", what="generate", ranks=2, layers=8, width=512, batch=8),
+    ),
+    repeats=5,
+)

@@ -1,4 +1,4 @@
-"""Write the lessons and two examples as notebooks: `python tools/notebooks.py build/notebooks`; needs jupytext.
+"""Write the lessons and three examples as notebooks: `python tools/notebooks.py build/notebooks`; needs jupytext.
 
 The pages and scripts are the sources.  A notebook has their text and code in order; a lesson's output is left out,
 because running the notebook makes it.
@@ -12,7 +12,7 @@ import jupytext
 
 ROOT = Path(__file__).resolve().parent.parent
 LESSONS = sorted((ROOT / "docs" / "lessons").glob("[01]*.md"))
-EXAMPLES = [ROOT / "docs" / "examples" / name for name in ("image_classifier.py", "gpt.py")]
+EXAMPLES = [ROOT / "docs" / "examples" / name for name in ("image_classifier.py", "gpt.py", "tensor_parallel_gpt.py")]
 
 
 def from_page(text: str, picture: str):

@@ -16,7 +16,7 @@ from torch.nn import Module
 
 from mgpu_core.parallel.scatter_inputs import row_counts
 
-__all__ = ["Cut", "Plan", "read_plan"]
+__all__ = ["Cut", "Plan", "read_plan", "suggested_plan"]
 
 _WORDS = {
     "column": "column",
@@ -243,8 +243,8 @@ class _Reader:
         return around
 
 
-def _example(net: Module) -> str:
-    """Return a plan for linear layers as text: pairs of which the second takes the outputs of the first."""
+def suggested_plan(net: Module) -> dict[str, str]:
+    """Return a plan for the linear layers of a module: pairs of which the second takes the outputs of the first."""
     plan: dict[str, str] = {}
     waiting: tuple[str, int] | None = None
     for name, layer in _linears(net):
@@ -252,13 +252,18 @@ def _example(net: Module) -> str:
         if waiting is not None and layer.in_features == waiting[1]:
             plan |= {waiting[0]: "column", pattern: "row"}
             waiting = None
-        else:
-            if waiting is not None:
-                plan.setdefault(waiting[0], "column_gathered")
-            waiting = pattern, layer.out_features
+            continue
+        if waiting is not None:
+            plan.setdefault(waiting[0], "column_gathered")
+        waiting = pattern, layer.out_features
     if waiting is not None:
         plan.setdefault(waiting[0], "column_gathered")
-    return repr(dict(list(plan.items())[:_SHOWN])) if plan else "{'layer': 'column'}"
+    return plan
+
+
+def _example(net: Module) -> str:
+    plan = dict(list(suggested_plan(net).items())[:_SHOWN])
+    return repr(plan or {"layer": "column"})
 
 
 def _linears(net: Module) -> Iterator[tuple[str, nn.Linear]]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from torch.nn import Module
+
 from mgpu_core.devices.memory import total_nbytes
 from mgpu_core.pipeline.balance import cut_layers, measured_layers
+from mgpu_core.tensor_parallel.plan import read_plan, suggested_plan
 from mgpu_core.tools.advise.memory import Memory
 from mgpu_core.tools.advise.plan import Plan
-from mgpu_core.tools.advise.recommend import PIPELINE, Recommendation
+from mgpu_core.tools.advise.recommend import PIPELINE, TENSOR_PARALLEL, Recommendation
 from mgpu_core.tools.explain.tables import human_nbytes
 from mgpu_core.trees.module_copy import copy_module
 
@@ -46,6 +49,33 @@ def recommended_cut(plan: Plan, memory: Memory, capacity: int) -> Recommendation
             )
             return Recommendation(PIPELINE, False, text)
     largest = max(int(memory.total_nbytes * layer.nbytes / total) for layer in layers)
-    return Recommendation(
-        "", False, f"None: {needs}. A cut between its layers does not help: one of them needs {human_nbytes(largest)}."
-    )
+    between = f"A cut between its layers does not help: one of them needs {human_nbytes(largest)}."
+    return _of_layers(net, memory, capacity, f"{needs}. {between}")
+
+
+def _of_layers(net: Module, memory: Memory, capacity: int, why: str) -> Recommendation:
+    """Return the fewest ranks for which the module fits with its layers cut by a plan.
+
+    The share of the Parameters that a plan cuts is divided, with their gradients and the optimizer's state; what
+    autograd keeps counts whole.
+    """
+    own = getattr(net, "tp_plan", None)
+    plan = own or suggested_plan(net)
+    held, kept = memory.total_nbytes - memory.activations_nbytes, memory.activations_nbytes
+    total = sum(each.nbytes for each in net.parameters())
+    for ranks in range(2, _MOST_PARTS + 1):
+        try:
+            cuts = read_plan(net, plan, ranks).cuts if plan else {}
+        except ValueError:  # so many ranks cannot share a layer
+            continue
+        cut = sum(each.nbytes for name, each in net.named_parameters() if name in cuts) / total
+        fullest = int(held * (1 - cut + cut / ranks)) + kept
+        if fullest <= capacity:
+            given = "" if own else f", {plan}"
+            check = "" if own else "; between a column and a row the module must compute each feature by itself"
+            text = (
+                f"{TENSOR_PARALLEL}: {why} Cut its layers over {ranks} devices, of which the fullest needs about "
+                f"{human_nbytes(fullest)}: tp = mgpu_core.TensorParallel(net, device_ids{given}){check}"
+            )
+            return Recommendation(TENSOR_PARALLEL, False, text)
+    return Recommendation("", False, f"None: {why}")

@@ -9,9 +9,9 @@ from mgpu_core.tools.advise.reasons import UPDATE
 from mgpu_core.tools.advise.strategies import CAPTURED, DROP_IN, ENGINE, NAMES, ONE
 from mgpu_core.tools.explain.tables import human_seconds
 
-__all__ = ["PIPELINE", "Recommendation", "Scaling", "recommend"]
+__all__ = ["PIPELINE", "TENSOR_PARALLEL", "Recommendation", "Scaling", "recommend"]
 
-PIPELINE = "Pipeline"
+PIPELINE, TENSOR_PARALLEL = "Pipeline", "TensorParallel"
 """The way for a model that does not fit on one device."""
 
 ENOUGH = 1.05

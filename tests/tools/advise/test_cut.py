@@ -51,6 +51,25 @@ def test_a_layer_that_does_not_fit_is_named_as_the_reason():
     assert "one of them needs" in found.recommendation.text
 
 
+class OfOwnPlan(nn.Sequential):
+    tp_plan = {"0": "colwise", "2": "rowwise"}  # noqa: RUF012
+
+
+@pytest.mark.parametrize(("kind", "given"), [(nn.Sequential, ", {'0': 'column', '2': 'row'}"), (OfOwnPlan, "")])
+def test_a_layer_that_does_not_fit_is_cut_itself(kind, given):
+    big = kind(nn.Linear(64, 512), nn.Tanh(), nn.Linear(512, 64))
+    sample, needed = (torch.ones(2, 64), torch.ones(2, 64)), 2 * 4 * (2 * 64 * 512 + 512 + 64)
+    found = mgpu_core.advise(
+        big, mse, sample, device_ids=["cpu", "cpu"], device_nbytes=int(0.3 * needed), repeats=1, batches=[2]
+    )
+    assert found.recommendation.way == "TensorParallel"
+    assert "one of them needs" in found.recommendation.text
+    assert "Cut its layers over 4 devices" in found.recommendation.text
+    assert f"mgpu_core.TensorParallel(net, device_ids{given})" in found.recommendation.text
+    assert ("each feature by itself" in found.recommendation.text) == bool(given)
+    assert str(Advice.from_json(found.to_json())) == str(found)
+
+
 def test_the_net_is_left_alone():
     model = net()
     before = copy.deepcopy(model.state_dict())

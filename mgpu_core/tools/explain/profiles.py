@@ -19,7 +19,8 @@ _MODELLED = ("forward", "loss", "backward", *UPDATE, *SUMS, "scatter", "gather",
 
 def profile_of(step: Step, name: str) -> StepProfile:
     """See :meth:`mgpu_core.tools.explain.trace.Trace.profile`."""
-    if step.schedules:  # one module, in parts
+    joints, joint_nbytes = _joints(step)
+    if step.schedules or joints:  # one module, in parts
         forward, loss, backward, in_turn = _total(step, "forward"), 0.0, _total(step, "backward"), 1
     else:
         forward, loss = (_seconds(step, each) for each in ("forward", "loss"))
@@ -30,8 +31,8 @@ def profile_of(step: Step, name: str) -> StepProfile:
     phases = phases_of(step)
     return StepProfile(
         name=name,
-        ranks=1 if step.schedules else max(1, len(step.devices)),
-        rows=rows,
+        ranks=1 if step.schedules or joints else max(1, len(step.devices)),
+        rows=rows or bool(joints),
         forward_seconds=forward + loss,
         backward_seconds=backward,
         update_seconds=_covered_ns(phases, UPDATE) / 1e9,
@@ -42,8 +43,28 @@ def profile_of(step: Step, name: str) -> StepProfile:
         broadcast_nbytes=_broadcast_nbytes(phases),
         backwards_in_turn=in_turn,
         border_nbytes=max((border[2] for each in step.schedules for border in each.borders), default=0),
+        joints=joints,
+        joint_nbytes=joint_nbytes,
         device=next((device.split(":")[0] for device in step.devices if device), ""),
     )
+
+
+def _joints(step: Step) -> tuple[int, int]:
+    """Return the joints of a forward whose layers are cut, and the bytes of a rank that they all-reduce.
+
+    A rank that gathers the others' columns receives half of what an all-reduce of them all would bring it.
+    """
+    ends = [span.end_ns for span in _spans(step, "forward")]
+    meets = [span for span in _spans(step, "meet") if ends and span.end_ns <= max(ends)]
+    inside = [call for call in step.collectives if any(_is_in(call, span) for span in meets)]
+    summed = sum(max(call.nbytes) for call in inside if call.operation == "all_reduce")
+    gathered = sum(sum(call.nbytes) for call in inside if call.operation == "gather")
+    return len(meets), summed + gathered // (2 * max(1, len(step.devices)))
+
+
+def _is_in(call: Collective, span: Span) -> bool:
+    is_then = span.host_begin_ns <= call.host_begin_ns and call.host_end_ns <= span.host_end_ns
+    return call.thread == span.thread and is_then
 
 
 def _spans(step: Step, name: str) -> list[Span]:

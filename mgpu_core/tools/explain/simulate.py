@@ -21,10 +21,19 @@ from mgpu_core.tools.explain.example_steps import EXAMPLES, NOTE
 from mgpu_core.tools.explain.fit import this_host
 from mgpu_core.tools.explain.predict import SCALINGS, Plan, Prediction, predict_step
 from mgpu_core.tools.explain.predict_pipeline import predict_pipeline
+from mgpu_core.tools.explain.predict_tensor_parallel import predict_tensor_parallel
 from mgpu_core.tools.explain.scene import plural
 from mgpu_core.tools.explain.simulate_plot import draw
 from mgpu_core.tools.explain.tables import columns
-from mgpu_core.tools.explain.topology import FORM, GPUS_PER_NODE, HostMemory, Machine, known_names, parse_topology
+from mgpu_core.tools.explain.topology import (
+    FORM,
+    GPUS_PER_NODE,
+    HostMemory,
+    Machine,
+    Topology,
+    known_names,
+    parse_topology,
+)
 
 __all__ = ["add_arguments", "render", "run", "simulate"]
 
@@ -35,6 +44,7 @@ note: this step was recorded on CPU ranks, so its compute times are a CPU's. Rec
 you ask about: mgpu explain --profile. For this machine's CPU ranks: --topology host."""
 _GPUS, _STAGES, _CHUNKS = "8,64,1024", "2,4,8", "4,16,64"
 _PIPELINE_TITLES = ("GPUs", "chunks", "step ms", "idle", "bubble", "rows/s", "speed-up")
+_PARTS_TITLES = ("GPUs", "step ms", "compute", "joints", "steps/s", "speed-up")
 _TITLES = (
     *("GPUs", "step ms", "compute", "exposed", "update", "broadcast", "input", "host"),
     *("rows/s", "efficiency", "bottleneck"),
@@ -46,8 +56,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("step", nargs="?", type=Path, metavar="STEP.json", help="a recorded step; without one, an example is taken")
     add("--example", choices=tuple(EXAMPLES), help=f"instead of a file; its times are assumed (default: {_EXAMPLE})")
-    add("--gpus", metavar="LIST", help=f"how many GPUs (default: {_GPUS}; with --pipeline {_STAGES})")
+    add(
+        "--gpus",
+        metavar="LIST",
+        help=f"how many GPUs (default: {_GPUS}; with --pipeline or --tensor-parallel {_STAGES})",
+    )
     add("--pipeline", action="store_true", help="cut the net over the GPUs, a stage each, instead of the rows")
+    add(
+        "--tensor-parallel",
+        action="store_true",
+        help="cut the layers over the GPUs, a part of each, instead of the rows",
+    )
+    add("--joints", type=int, metavar="N", help="layers after which the GPUs meet in a forward, with --tensor-parallel")
+    add("--joint-nbytes", type=int, metavar="N", help="bytes of one GPU that they all-reduce together")
     add("--chunks", metavar="LIST", help=f"micro-batches of a pipeline (default: {_CHUNKS})")
     add("--schedule", choices=SCHEDULES, help="of a pipeline (default: 1f1b)")
     add("--border-nbytes", type=int, metavar="N", help="bytes of all rows that cross between two stages of a pipeline")
@@ -67,9 +88,16 @@ def run(args: argparse.Namespace) -> int:
         check_picture(args.plot)
         require("matplotlib", "a picture")
     profile, machine = _profile(args), _machine(args)
+    if args.pipeline and args.tensor_parallel:
+        raise ValueError("--pipeline and --tensor-parallel cut a net in two ways: name one of them")
+    if not args.pipeline:
+        _refuse(args, "without --pipeline", "chunks", "schedule", "border_nbytes")
+    if not args.tensor_parallel:
+        _refuse(args, "without --tensor-parallel", "joints", "joint_nbytes")
     if args.pipeline:
         return _run_pipeline(args, profile, machine)
-    _refuse(args, "without --pipeline", "chunks", "schedule", "border_nbytes")
+    if args.tensor_parallel:
+        return _run_tensor_parallel(args, profile, machine)
     gpus = _counts("--gpus", args.gpus or _GPUS)
     plan = Plan(machine, args.scaling or "weak", not args.no_overlap, args.algorithm or "auto")
     found = simulate(profile, gpus, plan)
@@ -90,9 +118,7 @@ def _print_notes(args: argparse.Namespace, profile: StepProfile, machine: Machin
 
 
 def _run_pipeline(args: argparse.Namespace, profile: StepProfile, machine: Machine) -> int:
-    _refuse(args, "with --pipeline", "scaling", "algorithm", "no_overlap", "plot")
-    if isinstance(machine, HostMemory):
-        raise ValueError("--topology host: stages on CPU ranks share the cores, which is not predicted; run it")
+    machine = _links(args, machine, "--pipeline")
     if args.border_nbytes is not None:
         profile = replace(profile, border_nbytes=args.border_nbytes)
     gpus, chunks = _counts("--gpus", args.gpus or _STAGES), _counts("--chunks", args.chunks or _CHUNKS)
@@ -110,6 +136,35 @@ def _run_pipeline(args: argparse.Namespace, profile: StepProfile, machine: Machi
     print(
         "  idle: of the stages' time in forward and backward; bubble: the schedule's own part of it, with equal times;"
     )
+    print("  speed-up: relative to 1 GPU, which must hold the whole net.")
+    _print_notes(args, profile, machine)
+    return 0
+
+
+def _links(args: argparse.Namespace, machine: Machine, way: str) -> Topology:
+    """Return the links of a net that is cut; refuse options that mean nothing there."""
+    _refuse(args, f"with {way}", "scaling", "algorithm", "no_overlap", "plot")
+    if isinstance(machine, HostMemory):
+        raise ValueError("--topology host: parts on CPU ranks share the cores, which is not predicted; run it")
+    return machine
+
+
+def _run_tensor_parallel(args: argparse.Namespace, profile: StepProfile, machine: Machine) -> int:
+    links = _links(args, machine, "--tensor-parallel")
+    given = {name: getattr(args, name) for name in ("joints", "joint_nbytes") if getattr(args, name) is not None}
+    profile = replace(profile, **given)
+    gpus = _counts("--gpus", args.gpus or _STAGES)
+    found = [predict_tensor_parallel(profile, each, links) for each in gpus]
+    if args.json is not None:
+        _write_json(args.json, profile, {"topology": machine.name}, list(map(asdict, found)))
+    rows = [
+        (f"{each.gpus}", f"{each.step_s * 1e3:.3f}", f"{each.compute_s * 1e3:.3f}", f"{each.joint_s * 1e3:.3f}",
+         f"{each.steps_per_second:,.1f}", f"{each.speedup:.2f}")
+        for each in found
+    ]  # fmt: skip
+    title = f"{profile.name}, {profile.joints} joints; {machine.name}; tensor parallel"
+    print("\n".join([title, "", *(f"  {line}" for line in columns([_PARTS_TITLES, *rows], left=0)), ""]))
+    print("  compute: forward and backward; joints: the all-reduces after cut layers, in both; all in ms.")
     print("  speed-up: relative to 1 GPU, which must hold the whole net.")
     _print_notes(args, profile, machine)
     return 0

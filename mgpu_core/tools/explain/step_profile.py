@@ -54,6 +54,8 @@ class StepProfile:
         host_overhead_seconds: the rest of the step: Python, launches, waiting.
         broadcast_nbytes: of one rank, that rank 0 gives all others in each step: parameters and buffers of the drop-in.
         border_nbytes: the most that crossed forward between two stages of a pipeline, for all rows; 0: not known.
+        joints: layers after which the ranks of a TensorParallel meet in a forward; 0: not known.
+        joint_nbytes: of one rank, all-reduced by them together.
         device: the kind of device of the recorded ranks, such as ``cpu`` or ``cuda``; empty: unknown.
         backwards_in_turn: ranks whose backwards ran one after another, as CPU ranks of the drop-in do; 1: none waited.
     """
@@ -72,6 +74,8 @@ class StepProfile:
     backwards_in_turn: int = 1
     device: str = ""
     border_nbytes: int = 0
+    joints: int = 0
+    joint_nbytes: int = 0
 
     def __post_init__(self) -> None:
         """Raise ``ValueError``, naming the field, for impossible values."""
@@ -80,7 +84,7 @@ class StepProfile:
                 raise ValueError(f"{name} must be a string, not {getattr(self, name)!r}")
         for name in ("ranks", "rows", "backwards_in_turn"):
             _check_whole(name, getattr(self, name), least=1)
-        for name in ("scatter_nbytes", "gather_nbytes", "broadcast_nbytes", "border_nbytes"):
+        for name in ("scatter_nbytes", "gather_nbytes", "broadcast_nbytes", "border_nbytes", "joints", "joint_nbytes"):
             _check_whole(name, getattr(self, name), least=0)
         for name in ("forward_seconds", "backward_seconds", "update_seconds", "host_overhead_seconds"):
             _check_number(name, getattr(self, name))

@@ -32,7 +32,7 @@ def profile_of(step: Step, name: str) -> StepProfile:
     return StepProfile(
         name=name,
         ranks=1 if step.schedules or joints else max(1, len(step.devices)),
-        rows=rows or bool(joints),
+        rows=rows or int(joints > 0),
         forward_seconds=forward + loss,
         backward_seconds=backward,
         update_seconds=_covered_ns(phases, UPDATE) / 1e9,

@@ -24,7 +24,15 @@ from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mod
 
 from mgpu_core.support.warnings import warn_user
 
-__all__ = ["RankStream", "check_rng", "current_stream", "random_numbers_kept", "rank_streams", "same_numbers"]
+__all__ = [
+    "RankStream",
+    "check_rng",
+    "current_stream",
+    "random_numbers_kept",
+    "rank_streams",
+    "numbers_of",
+    "same_numbers",
+]
 
 
 def check_rng(rng: str) -> None:
@@ -59,6 +67,12 @@ def random_numbers_kept(devices: Iterable[torch.device]) -> AbstractContextManag
     found = {each for each in devices if each.type not in ("cpu", "meta")}
     kind = next((each.type for each in found), "cuda")
     return torch.random.fork_rng([each.index for each in found], device_type=kind)
+
+
+def numbers_of(devices: Iterable[torch.device]) -> dict[torch.device, torch.Tensor]:
+    """Return the states of the generators of accelerators."""
+    found = {each for each in devices if each.type != "cpu"}
+    return {each: torch.get_device_module(each).get_rng_state(each) for each in found}
 
 
 @contextmanager

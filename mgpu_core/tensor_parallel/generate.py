@@ -27,6 +27,8 @@ def arguments_of_ranks(kwargs: Mapping[str, Any], ranks: int) -> list[dict[str, 
 
     Streamers go to rank 0 alone; criteria that end a text, also by time, and processors of logits decide there.
     """
+    if kwargs.get("assistant_model") is not None:
+        raise ValueError("assistant_model is one model for all ranks, which would run it at once: leave it out")
     library: Any = import_module("transformers")
     own = dict(kwargs)
     criteria = list(own.get("stopping_criteria") or [])

@@ -24,7 +24,7 @@ from mgpu_core.pipeline.placement import is_spread, refuse_moves
 from mgpu_core.pipeline.weights import Weights, weights_of
 from mgpu_core.ranks.compiled import outside_the_compiler
 from mgpu_core.ranks.modes import check_modes
-from mgpu_core.ranks.random import RankStream, same_numbers
+from mgpu_core.ranks.random import RankStream, numbers_of, same_numbers
 from mgpu_core.ranks.run import Run, current_lane
 from mgpu_core.ranks.team import Team
 from mgpu_core.support.null_context import NULL_CONTEXT
@@ -141,7 +141,7 @@ class TensorParallel(Module):
         self.training = net.training
         self._at_work = threading.Lock()
         self._objects: dict[int, tuple[Any, list[Any]]] = {}  # of rank 0, by id: weak, and with those of the others
-        self._modes: tuple[Sequence[bool], bool] | None = None  # of all modules, and whether they draw then
+        self._drew: dict[bytes, bool] = {}  # by the modes of all modules, whether the first call then has drawn
         self.weights = Module()
         self._kept = self._keep(net)
         self._uncut = [each.parts[0] for each in self._kept.values() if each.cut is None]
@@ -239,7 +239,7 @@ class TensorParallel(Module):
             Error: ranks that come to different layers; two threads of which one waits too long for the other.
             Exception: a rank raised it, as in :func:`mgpu_core.parallel_apply`.
         """
-        return self._run("__call__", [unwrapped(inputs)] * len(self._lanes), [unwrapped(kwargs)] * len(self._lanes))
+        return self._run("__call__", unwrapped(inputs), [unwrapped(kwargs)] * len(self._lanes))
 
     @outside_the_compiler
     def call(self, method: str, /, *inputs: Any, **kwargs: Any) -> Any:
@@ -253,15 +253,14 @@ class TensorParallel(Module):
         of_ranks = [unwrapped(kwargs)] * ranks
         if is_generate(self._lanes[0].net, method) and ranks > 1:
             of_ranks = arguments_of_ranks(unwrapped(kwargs), ranks)
-        return self._run(method, [unwrapped(inputs)] * ranks, of_ranks)
+        return self._run(method, unwrapped(inputs), of_ranks)
 
-    def _run(self, method: str, inputs: Sequence[Any], kwargs: Sequence[Any]) -> Any:
+    def _run(self, method: str, inputs: Any, kwargs: Sequence[Any]) -> Any:
         check_modes()
         if not self._at_work.acquire(timeout=time_limit()):
             raise Error("another thread's call of this TensorParallel did not end")
         try:
-            self._check_lanes()
-            with span("tensor_parallel"), self._numbers() as numbers:
+            with span("tensor_parallel"), self._numbers(method, self._modes()) as numbers:
                 arguments = self._on_ranks(inputs, kwargs)
                 self._spread()
                 calls = [
@@ -271,29 +270,49 @@ class TensorParallel(Module):
                 if tracer.sink is not None:
                     pairs = zip(enumerate(self.device_ids), calls, strict=True)
                     calls = [partial(in_span, "forward", *each, call) for each, call in pairs]
-                results = Run(self._team).run(calls, draws=False, workers="threads")
+                run = Run(self._team)
+                try:
+                    results = run.run(calls, draws=False, workers="threads")
+                except BaseException:  # after Ctrl-C ranks are still at work, with the modules of the next call
+                    run.stop(time_limit())
+                    raise
                 if tracer.recording is not None:
                     trace_backward(ALL_RANKS, tensors_in(results[0]))
             return self._of_first(results)
         finally:
             self._at_work.release()
 
-    def _check_lanes(self) -> None:
-        """Raise RuntimeError if the ranks' modules are not in one mode."""
-        first, *others = [[each.training for each in lane.modules] for lane in self._lanes]
-        if any(each != first for each in others):
+    def _modes(self) -> bytes:
+        """Return the modes of all modules; RuntimeError if they are not those of each rank."""
+        first, *others = [bytes([each.training for each in lane.modules]) for lane in self._lanes]
+        if others.count(first) != len(others):
             raise RuntimeError("modules of one rank were changed alone: use tp.train(), tp.eval() or tp.each(function)")
-        if self._modes is None or self._modes[0] != first:
-            self._modes = first, len(self._lanes) > 1 and draws_random_numbers(self._lanes[0].net)
+        return first
 
     @contextmanager
-    def _numbers(self) -> Iterator[Sequence[RankStream | None]]:
-        """Yield the stream of random numbers of each rank, where the module draws."""
-        if self._modes is None or not self._modes[1]:
-            yield [None] * len(self._lanes)
+    def _numbers(self, method: str, modes: bytes) -> Iterator[Sequence[RankStream | None]]:
+        """Yield the stream of random numbers of each rank, unless the first forward in these modes has drawn none.
+
+        Other methods draw by the names of torch's functions, and here if the module looks as if it drew.
+        """
+        draws, net, devices = self._drew.get(modes), self._lanes[0].net, self.device_ids
+        if draws is None and method != "__call__":
+            draws = draws_random_numbers(net)
+        if draws is False or len(devices) == 1:
+            yield [None] * len(devices)
             return
-        with same_numbers(self.device_ids) as streams:
+        with same_numbers(devices) as streams:
+            before, on_cpu = numbers_of(devices), streams[0].generator.get_state()
             yield streams
+            drew = [each for each, state in numbers_of(devices).items() if not torch.equal(state, before[each])]
+        if method == "__call__":
+            of_ranks = any(not torch.equal(each.generator.get_state(), on_cpu) for each in streams)
+            self._drew[modes] = bool(drew) or of_ranks or draws_random_numbers(net)
+        if drew and (len(set(devices)) < len(devices) or len({each.type for each in devices}) > 1):
+            raise RuntimeError(
+                f"random numbers were drawn on {drew[0]}, and not all ranks can draw the same: give each rank a device "
+                "of its own, all of one kind"
+            )
 
     def _spread(self) -> None:
         """Give each rank copies of the Parameters that are not cut; their gradients are summed in rank order."""
@@ -302,7 +321,7 @@ class TensorParallel(Module):
             for table, name, number in lane.slots:
                 table[name] = row[number]
 
-    def _on_ranks(self, inputs: Sequence[Any], kwargs: Sequence[Any]) -> list[Any]:
+    def _on_ranks(self, inputs: Any, kwargs: Sequence[Any]) -> list[Any]:
         """Return the arguments of each rank: tensors on its device, objects of its own."""
         graph: dict[int, list[torch.Tensor]] = {}
 
@@ -318,7 +337,7 @@ class TensorParallel(Module):
                 return device if leaf == self.device_ids[0] else leaf
             return leaf if isinstance(leaf, _PLAIN) or callable(leaf) else self._object_of(rank, leaf)
 
-        return [map_leaves(each, partial(on, rank)) for rank, each in enumerate(zip(inputs, kwargs, strict=True))]
+        return [map_leaves((inputs, each), partial(on, rank)) for rank, each in enumerate(kwargs)]
 
     def _object_of(self, rank: int, given: Any) -> Any:
         """Return a rank's own of an object that came back from a call, or a copy of one that a user made."""

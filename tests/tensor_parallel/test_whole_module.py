@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import pickle
 import threading
 import weakref
 
@@ -530,3 +531,122 @@ def test_threads_and_memory_stay_flat():
         gc.collect()
     assert threading.active_count() <= threads
     assert sum(isinstance(each, torch.Tensor) for each in gc.get_objects()) <= objects
+
+
+class Hidden(nn.Module):
+    """Draws without a sign of it."""
+
+    def __init__(self, draws):
+        super().__init__()
+        self.fc1, self.fc2, self.noisy = nn.Linear(4, 6), nn.Linear(6, 4), draws
+
+    def forward(self, x):
+        x = self.fc2(torch.tanh(self.fc1(x)))
+        return x + torch.rand_like(x) if self.noisy else x
+
+
+@pytest.mark.parametrize("draws", [True, False])
+def test_numbers_that_are_drawn_without_a_sign_are_the_same_in_all_ranks(draws):
+    torch.manual_seed(0)
+    alone = Hidden(draws).double().to(cpu(1)[0])
+    plan = {"fc1": "column", "fc2": "row"}
+    # the sum of the ranks' outputs shows what each of them drew
+    tp = TensorParallel(nn.Sequential(copy.deepcopy(alone), nn.Linear(4, 2).double().to(cpu(1)[0])), cpu(2), {
+        **{f"0.{name}": word for name, word in plan.items()}, "1": "rowwise_split_input"
+    })  # fmt: skip
+    alone = tp.uncut()
+    x = torch.rand(3, 4, dtype=torch.float64, device=cpu(1)[0])
+    for seed in range(3):
+        torch.manual_seed(seed)
+        found, state = tp(x), torch.get_rng_state()
+        torch.manual_seed(seed)
+        assert torch.allclose(found, alone(x), rtol=0, atol=1e-12)
+        assert torch.equal(state, torch.get_rng_state())
+
+
+def test_ranks_that_share_an_accelerator_cannot_draw():
+    device = cpu(1)[0]
+    net = nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.5), nn.Linear(6, 4)).to(device)
+    tp = TensorParallel(net, [device, device], {"0": "column", "2": "row"})
+    x = torch.rand(3, 4, device=device)
+    if torch.device(device).type == "cpu":
+        tp(x)
+        return
+    with pytest.raises(RuntimeError, match="not all ranks can draw the same"):
+        tp(x)
+    tp.eval()
+    tp(x)
+
+
+@pytest.mark.parametrize("options", [{"foreach": True}, {"fused": True}, {"foreach": False}])
+def test_torchs_optimizers_in_all_their_forms(options):
+    if "fused" in options and torch.device(cpu(1)[0]).type not in ("cpu", "cuda"):
+        pytest.skip("torch has no fused optimizer for this device")
+    alone = made()
+    tp = cut(alone, 2)
+    pairs = [(net, torch.optim.AdamW(net.parameters(), lr=1e-2, **options)) for net in (tp, alone)]
+    for _ in range(3):
+        for net, optimizer in pairs:
+            optimizer.zero_grad()
+            loss_of(net).backward()
+            optimizer.step()
+    for name, each in tp.full_state_dict().items():
+        assert torch.allclose(each, alone.state_dict()[name], rtol=0, atol=1e-9)
+
+
+def test_no_rows():
+    alone = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4)).to(cpu(1)[0])
+    tp = TensorParallel(copy.deepcopy(alone), cpu(2), {"0": "column", "2": "row"})
+    x = torch.zeros(0, 4, device=cpu(1)[0], requires_grad=True)
+    assert tp(x).shape == (0, 4)
+    tp(x).sum().backward()
+    assert all(not each.grad.any() for each in tp.parameters())
+    assert x.grad.shape == (0, 4)
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        ({"word": "vocab"}, "the plan has names that match nothing in Net: word"),
+        ({"blocks.*": "replicate", "block.*.fc1": "column"}, r"match nothing in Net: block\.\*\.fc1"),
+        ({"head": "columns"}, "'columns' for 'head', which is not understood: column, row"),
+        ({"blocks.*.norm": "column"}, r"blocks\.0\.norm is a LayerNorm, and 'column' is for an nn\.Linear"),
+        ({"head": "vocab"}, r"head is a Linear, and 'vocab' is for an nn\.Embedding"),
+        (
+            {"blocks.*.experts.down_proj": "vocab"},
+            r"of shape \(2, 16, 10\), which cannot be cut by 'vocab'",
+        ),
+        ({"words": "vocab", "head": "row"}, r"the plan cuts words\.weight in two ways: it is head\.weight, too"),
+        ({"scale": "row"}, r"scale is a Parameter of shape \(\), which cannot be cut by 'row'"),
+    ],
+)
+def test_plans_that_cannot_be(plan, message):
+    net = made()
+    before = [each.clone() for each in net.parameters()]
+    with pytest.raises(ValueError, match=message):
+        TensorParallel(net, cpu(2), plan)
+    assert all(torch.equal(*pair) for pair in zip(before, net.parameters(), strict=True))
+    net(here(TOKENS))
+
+
+def test_more_ranks_than_features_or_heads_and_other_devices():
+    with pytest.raises(ValueError, match="cannot be cut along dimension 0 for 3 ranks"):
+        TensorParallel(nn.Sequential(nn.Linear(4, 2)), ["cpu"] * 3, {"0": "column_gathered"})
+    with pytest.raises(ValueError, match=r"q_proj has 4 heads, which cannot be divided among 3 ranks"):
+        TensorParallel(made().cpu(), ["cpu"] * 3, PLAN)
+    with pytest.raises(ValueError, match=r"has no plan of its own: pass plan=, such as \{'0': 'column', '2': 'row'\}"):
+        TensorParallel(nn.Sequential(nn.Linear(4, 2), nn.ReLU(), nn.Linear(2, 4)), ["cpu"] * 2)
+    with pytest.raises(TypeError, match=r"net must be a torch\.nn\.Module"):
+        TensorParallel(3, ["cpu"] * 2)
+
+
+def test_moves_copies_and_pickles_are_refused():
+    tp = cut(made(), 2)
+    for move in (lambda: tp.to("meta"), tp.cpu, tp.cuda):
+        with pytest.raises(RuntimeError, match="parts are on several devices"):
+            move()
+    with pytest.raises(TypeError, match=r"make another of a module, such as tp\.uncut\(\)"):
+        copy.deepcopy(tp)
+    with pytest.raises(TypeError, match=r"save tp\.full_state_dict\(\)"):
+        pickle.dumps(tp)
+    assert repr(tp) == f"TensorParallel(Net, device_ids=[{', '.join(cpu(2))}], 31 of 40 parameters cut)"

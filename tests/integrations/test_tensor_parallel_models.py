@@ -3,6 +3,7 @@
 import copy
 import os
 import signal
+import sys
 import threading
 
 import pytest
@@ -284,3 +285,44 @@ def test_heads_that_cannot_be_divided(options, ranks, message):
     with pytest.raises(ValueError, match=message):
         TensorParallel(net, ["cpu"] * ranks)
     net(input_ids=IDS)
+
+
+def calls_of(work):
+    """Return how many functions of Python and C this thread calls in it."""
+    count = [0]
+
+    def noted(frame, event, argument):
+        count[0] += event in ("call", "c_call")
+
+    before = sys.getprofile()
+    sys.setprofile(noted)
+    try:
+        work()
+    finally:
+        sys.setprofile(before)
+    return count[0]
+
+
+def test_a_forward_makes_few_python_calls():
+    alone = made("llama", num_hidden_layers=8).eval()
+    tp = TensorParallel(copy.deepcopy(alone), ["cpu"] * 2)
+    of_ranks = []
+
+    def counted(forward):
+        def call(*args, **kwargs):
+            found = []
+            of_ranks.append(calls_of(lambda: found.append(forward(*args, **kwargs))))
+            return found[0]
+
+        return call
+
+    with torch.no_grad():
+        for _ in range(3):
+            tp(input_ids=IDS)
+            alone(input_ids=IDS)
+        plain = calls_of(lambda: alone(input_ids=IDS))
+        tp.each(lambda net: net.__dict__.update(forward=counted(net.forward)))
+        callers = calls_of(lambda: tp(input_ids=IDS))
+    assert len(of_ranks) == 2
+    assert sum(of_ranks) / 2 <= 1.3 * plain
+    assert (callers + sum(of_ranks)) / 2 <= 1.5 * plain

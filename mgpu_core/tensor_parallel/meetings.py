@@ -28,7 +28,8 @@ from mgpu_core.ranks.context import checkpoint_closure
 from mgpu_core.ranks.run import Lane, Run, current_lane
 from mgpu_core.tensor_parallel.collectives import joint_columns, joint_sum
 from mgpu_core.trace import tracer
-from mgpu_core.trace.tracer import span
+from mgpu_core.trace.events import ALL_RANKS
+from mgpu_core.trace.tracer import mark, span
 
 __all__ = ["MetDraws", "cut_layer", "decided"]
 
@@ -64,6 +65,8 @@ def _together(combine: Callable[[Run, list[Any]], Sequence[Any]], came: list[_Ca
     if run.team.on_host and tracer.sink is None and has_graph == torch.is_grad_enabled():
         return combine(run, values)
     with span("meet"), on_all(run.team.devices, run.streams), torch.set_grad_enabled(has_graph):
+        if tracer.recording is not None:
+            mark("meet", ALL_RANKS, text=place)
         return combine(run, values)
 
 

@@ -66,6 +66,8 @@ def _of_ranks(step: Step) -> Iterator[Scene]:
         runs = _runs(spans) if name == "backward" else [spans] if spans else []
         for number, run in enumerate(runs, 1):
             title = name.capitalize() if len(runs) == 1 else f"{name.capitalize()}, {number} of {len(runs)}"
+            if name == "forward" and step.name == "tensor_parallel":
+                text = "Each rank runs the module on all rows with its part of the layers; after some layers all ranks meet."
             if all(span.rank == ALL_RANKS for span in run):
                 text = "One backward for all ranks: they meet in synchronised layers, or share a graph."
             yield _of_run(step, name, title, text, run)
@@ -122,14 +124,14 @@ def _of_collectives(step: Step, calls: Sequence[Collective]) -> Iterator[Scene]:
                 "A library moved the bytes and does not say how." if any(call.nbytes) else "There was nothing to move."
             )
             times = (call.host_begin_ns, call.host_end_ns)
-            yield scene(step, "round", _title(call, bucket), text, times, **about, round=0, arrows=[], more=0)
+            yield scene(step, "round", _title(step, call, bucket), text, times, **about, round=0, arrows=[], more=0)
         for number, hops in enumerate(rounds):
             yield _round(step, call, bucket, number, hops, about)
 
 
 def _round(step: Step, call: Collective, bucket: int, number: int, hops: list[Hop], about: dict[str, Any]) -> Scene:
     arrows = _arrows(call, hops)
-    title = _title(call, bucket)
+    title = _title(step, call, bucket)
     if about["rounds"] > 1:
         title += f", round {number + 1} of {about['rounds']}"
     return scene(
@@ -154,8 +156,9 @@ def _times_of(call: Collective, hops: Sequence[Hop]) -> tuple[int, int]:
     return min(begin for begin, _ in times), max(end for _, end in times)
 
 
-def _title(call: Collective, bucket: int) -> str:
-    what = f"bucket {bucket} is" if bucket != NO_BUCKET else "tensors are"
+def _title(step: Step, call: Collective, bucket: int) -> str:
+    joint = step.joint_of(call)
+    what = f"bucket {bucket} is" if bucket != NO_BUCKET else f"the outputs of {joint} are" if joint else "tensors are"
     return f"{call.operation} ({call.route}): {what} {_VERBS.get(call.operation, 'moved')}"
 
 

@@ -83,6 +83,15 @@ class Step:
         """Moments."""
         return [each for each in self.events if isinstance(each, Mark)]
 
+    def joint_of(self, call: Collective) -> str:
+        """Return the layer after which ranks met for a collective of the forward; an empty text: none."""
+        before = [
+            each
+            for each in self.marks
+            if each.step == "meet" and each.thread == call.thread and each.host_begin_ns <= call.host_begin_ns
+        ]
+        return max(before, key=begin_of).text if before else ""
+
     @cached_property
     def contents(self) -> dict[int, Contents]:
         """The contents of each bucket of the step itself, not of a wrapper inside its ranks."""

@@ -10,6 +10,7 @@ import mgpu_core
 from mgpu_core.tools.cli import main
 from mgpu_core.tools.explain.cost import all_reduce_seconds
 from mgpu_core.tools.explain.predict_tensor_parallel import predict_tensor_parallel
+from mgpu_core.tools.explain.scenes import scenes_of
 from mgpu_core.tools.explain.step_profile import StepProfile
 from mgpu_core.tools.explain.topology import parse_topology
 
@@ -58,6 +59,11 @@ def test_a_recorded_step_knows_its_joints():
     assert StepProfile.from_json(profile.to_json()) == profile
     operations = [call.operation for call in step.collectives]
     assert operations.count("all_reduce") == 2  # of the row, forward and backward
+    titles = [scene["title"] for scene in scenes_of(step) if "all_reduce" in scene["title"]]
+    assert titles == [
+        "all_reduce (direct): the outputs of down are all-reduced",
+        "all_reduce (direct): tensors are all-reduced",
+    ]
 
 
 def test_the_command(tmp_path, capsys):

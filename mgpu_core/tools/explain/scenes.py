@@ -67,7 +67,7 @@ def _of_ranks(step: Step) -> Iterator[Scene]:
         for number, run in enumerate(runs, 1):
             title = name.capitalize() if len(runs) == 1 else f"{name.capitalize()}, {number} of {len(runs)}"
             if name == "forward" and step.name == "tensor_parallel":
-                text = "Each rank runs the module on all rows with its part of the layers; after some layers all ranks meet."
+                text = "Each rank runs the module on all rows with its part of the layers; after some all ranks meet."
             if all(span.rank == ALL_RANKS for span in run):
                 text = "One backward for all ranks: they meet in synchronised layers, or share a graph."
             yield _of_run(step, name, title, text, run)

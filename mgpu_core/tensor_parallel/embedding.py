@@ -10,7 +10,7 @@ from torch.nn.functional import embedding as rows_of
 
 from mgpu_core.devices.devices import DeviceLike
 from mgpu_core.tensor_parallel.collectives import broadcast
-from mgpu_core.tensor_parallel.shards import Sharded
+from mgpu_core.tensor_parallel.shards import Sharded, of_other_ranks
 
 __all__ = ["ParallelEmbedding"]
 
@@ -76,16 +76,9 @@ class ParallelEmbedding(Sharded):
         return self._summed([self._rows(rank, copy) for rank, copy in enumerate(copies)])
 
     def _rows(self, rank: int, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the rows of this rank's tokens, and zeros for those of others.
-
-        Tokens outside the vocabulary belong to the first and the last rank, where torch refuses them.
-        """
+        """Return the rows of this rank's tokens, and zeros for those of others."""
         start, end = sum(self.counts[:rank]), sum(self.counts[: rank + 1])
-        elsewhere = torch.zeros_like(tokens, dtype=torch.bool)
-        if rank > 0:
-            elsewhere |= tokens < start
-        if end < self.num_embeddings:
-            elsewhere |= tokens >= end
+        elsewhere = of_other_ranks(tokens, self.counts, rank)
         padding = self.padding_idx
         own_padding = padding - start if padding is not None and start <= padding < end else None
         rows = rows_of((tokens - start).masked_fill(elsewhere, 0), self.weights[rank], own_padding)

@@ -13,9 +13,10 @@ kept with the checkpoint's own frame, and given again.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 from torch._C import _current_graph_task_id
@@ -25,8 +26,9 @@ from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from mgpu_core.devices.streams import on_all
 from mgpu_core.errors import Error
 from mgpu_core.ranks.context import checkpoint_closure
-from mgpu_core.ranks.run import Lane, Run, current_lane
+from mgpu_core.ranks.run import Run, current_lane
 from mgpu_core.tensor_parallel.collectives import joint_columns, joint_sum
+from mgpu_core.tensor_parallel.shards import of_other_ranks
 from mgpu_core.trace import tracer
 from mgpu_core.trace.events import ALL_RANKS
 from mgpu_core.trace.tracer import mark, span
@@ -70,13 +72,10 @@ def _together(combine: Callable[[Run, list[Any]], Sequence[Any]], came: list[_Ca
         return combine(run, values)
 
 
-def _lane_at(place: str) -> Lane:
-    lane = current_lane()
-    if lane is None:
-        raise Error(
-            f"{place} is cut over ranks, which meet in calls of the TensorParallel alone: use its forward or call()"
-        )
-    return lane
+def _no_lane(place: str) -> NoReturn:
+    raise Error(
+        f"{place} is cut over ranks, which meet in calls of the TensorParallel alone: use its forward or call()"
+    )
 
 
 class Joint:
@@ -100,7 +99,7 @@ class Joint:
         closure = None if _top_hooks(False) is None else checkpoint_closure()
         if _current_graph_task_id() != -1:
             return self._again(closure, value)
-        lane = _lane_at(self._name)
+        lane = current_lane() or _no_lane(self._name)
         came = self._name, value, torch.is_grad_enabled(), lane.run
         result: torch.Tensor = lane.meet(_KEY, came, self._together)
         if closure is not None and came[2]:
@@ -126,6 +125,15 @@ class Joint:
         return result
 
 
+def _own_forward(layer: Module) -> Callable[..., torch.Tensor]:
+    """Return a layer's forward without a reference to the layer, which will refer to it."""
+    if "forward" in layer.__dict__:
+        own: Callable[..., torch.Tensor] = layer.__dict__["forward"]
+        return own
+    layer_ref, function = weakref.ref(layer), type(layer).forward
+    return lambda *args, **kwargs: function(layer_ref(), *args, **kwargs)
+
+
 def cut_layer(layer: Module, name: str, word: str, rank: int, counts: Sequence[int]) -> None:
     """Let a layer that has a rank's part of its parameters meet the other ranks around its own forward.
 
@@ -137,57 +145,43 @@ def cut_layer(layer: Module, name: str, word: str, rank: int, counts: Sequence[i
         counts: the sizes of all ranks' parts.
     """
     begin, end = sum(counts[:rank]), sum(counts[: rank + 1])
-    inner, joint = layer.forward, Joint(name, joint_columns if word == "column_gathered" else joint_sum)
+    inner, table = _own_forward(layer), layer._parameters
+    joint = Joint(name, joint_columns if word == "column_gathered" else joint_sum)
+
+    def joined(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return joint(inner(*args, **kwargs))
+
+    def of_rows(input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:  # noqa: A002 (torch's name)
+        bias, table["bias"] = table["bias"], None  # it is added once
+        try:
+            total = joined(input if word == "row" else input[..., begin:end], *args, **kwargs)
+        finally:
+            table["bias"] = bias
+        return total if bias is None else total + bias.to(total.dtype)
+
+    def of_tokens(input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:  # noqa: A002
+        elsewhere = of_other_ranks(input, counts, rank)
+        rows = inner((input - begin).masked_fill(elsewhere, 0), *args, **kwargs)
+        return joint(rows.masked_fill(elsewhere.unsqueeze(-1), 0))
+
+    attributes: dict[str, Any] = {}
     if word in ("column", "packed_column", "column_gathered"):
-        layer.out_features = layer.weight.shape[0]  # type: ignore[assignment,index]
-    if word == "column_gathered":
-
-        def column(x: torch.Tensor) -> torch.Tensor:
-            return joint(inner(x))
-
-        layer.forward = column
+        attributes = {"out_features": layer.get_parameter("weight").shape[0]}
     elif word in ("row", "rowwise_split_input"):
-        layer.in_features = end - begin  # type: ignore[assignment]
-
-        def row(x: torch.Tensor) -> torch.Tensor:
-            table = layer._parameters
-            bias, table["bias"] = table["bias"], None  # it is added once
-            try:
-                part = inner(x if word == "row" else x[..., begin:end])
-            finally:
-                table["bias"] = bias
-            total = joint(part)
-            return total if bias is None else total + bias.to(total.dtype)
-
-        layer.forward = row
+        attributes = {"in_features": end - begin, "forward": of_rows}
     elif word == "vocab":
-        layer.num_embeddings = end - begin  # type: ignore[assignment]
-        padding = layer.padding_idx
-        inside = isinstance(padding, int) and begin <= padding < end
-        layer.padding_idx = padding - begin if inside else None  # type: ignore[assignment,operator]
-
-        def vocab(tokens: torch.Tensor) -> torch.Tensor:
-            own = tokens - begin
-            elsewhere = (own < 0) | (own >= end - begin)
-            if rank == 0:  # so that torch refuses tokens that no rank has
-                elsewhere &= tokens >= 0
-            if rank == len(counts) - 1:
-                elsewhere &= own < end - begin
-            rows = inner(own.masked_fill(elsewhere, 0)).masked_fill(elsewhere.unsqueeze(-1), 0)
-            return joint(rows)
-
-        layer.forward = vocab
-    elif word == "moe_tp_experts":
-
-        def experts(*args: Any, **kwargs: Any) -> torch.Tensor:
-            return joint(inner(*args, **kwargs))
-
-        layer.forward = experts
+        padding: Any = layer.padding_idx
+        own = padding - begin if padding is not None and begin <= padding < end else None
+        attributes = {"num_embeddings": end - begin, "padding_idx": own, "forward": of_tokens}
+    if word in ("column_gathered", "moe_tp_experts"):
+        attributes["forward"] = joined
+    for attribute, value in attributes.items():
+        setattr(layer, attribute, value)
 
 
 def decided(place: str, decide: Callable[[], torch.Tensor]) -> torch.Tensor:
     """Return a tensor that rank 0 alone makes, on this rank's device."""
-    lane = _lane_at(place)
+    lane = current_lane() or _no_lane(place)
     devices = lane.run.team.devices
 
     def of_first(_: Run, values: list[Any]) -> list[torch.Tensor]:

@@ -15,7 +15,21 @@ from mgpu_core.pipeline.placement import refuse_moves
 from mgpu_core.ranks.team import Team
 from mgpu_core.trees.module_tree import check_initialised
 
-__all__ = ["Sharded"]
+__all__ = ["Sharded", "of_other_ranks"]
+
+
+def of_other_ranks(tokens: torch.Tensor, counts: Sequence[int], rank: int) -> torch.Tensor:
+    """Return which tokens are in the parts of a vocabulary that other ranks have.
+
+    Tokens outside the vocabulary belong to the first and the last rank, where torch refuses them.
+    """
+    begin, end = sum(counts[:rank]), sum(counts[: rank + 1])
+    elsewhere = torch.zeros_like(tokens, dtype=torch.bool)
+    if rank > 0:
+        elsewhere |= tokens < begin
+    if rank < len(counts) - 1:
+        elsewhere |= tokens >= end
+    return elsewhere
 
 
 class Sharded(nn.Module):

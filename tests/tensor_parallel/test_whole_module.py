@@ -8,6 +8,7 @@ import weakref
 
 import pytest
 import torch
+from fakes.collector import FREES_LATE
 from fakes.nets import cpu
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention as attention
@@ -650,3 +651,32 @@ def test_moves_copies_and_pickles_are_refused():
     with pytest.raises(TypeError, match=r"save tp\.full_state_dict\(\)"):
         pickle.dumps(tp)
     assert repr(tp) == f"TensorParallel(Net, device_ids=[{', '.join(cpu(2))}], 31 of 40 parameters cut)"
+
+
+@pytest.mark.skipif(FREES_LATE, reason="a free-threaded build frees late")
+def test_a_dropped_one_frees_its_memory_at_once():
+    tp = cut(made(), 2)
+    loss_of(tp).backward()
+    memory = [weakref.ref(each.untyped_storage()) for each in tp.parameters()]
+    gc.disable()
+    try:
+        del tp
+        assert all(each() is None for each in memory)
+    finally:
+        gc.enable()
+
+
+def test_layers_that_are_called_by_keyword_and_hooks_of_before():
+    class ByKeyword(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.words, self.up, self.down = nn.Embedding(9, 4), nn.Linear(4, 6), nn.Linear(6, 4)
+
+        def forward(self, tokens):
+            return self.down(input=torch.tanh(self.up(input=self.words(input=tokens))))
+
+    alone = ByKeyword().double().to(cpu(1)[0])
+    alone.up.register_forward_hook(lambda module, args, output: output * 2)
+    tp = TensorParallel(copy.deepcopy(alone), cpu(2), {"words": "vocab", "up": "column", "down": "row"})
+    tokens = torch.arange(9, device=cpu(1)[0])
+    assert torch.allclose(tp(tokens), alone(tokens), rtol=0, atol=1e-12)

@@ -28,7 +28,7 @@ from mgpu_core.inference.requests import Call, Joiner, Request
 from mgpu_core.inference.served_replicas import replicas_of
 from mgpu_core.inference.stats import Stats
 from mgpu_core.parallel.gather_outputs import gather
-from mgpu_core.pipeline.place import parts_of
+from mgpu_core.pipeline.place import is_placed
 from mgpu_core.pipeline.placement import is_spread
 from mgpu_core.ranks.compiled import compiled_calls
 from mgpu_core.ranks.workers import EXIT_SECONDS
@@ -54,7 +54,8 @@ class Predictor:
         method: the name of the method that answers; ``generate``, for example.  Its keyword arguments are those of each
             request, and requests with unequal ones are not joined.
         in_flight: how many batches a module of :func:`mgpu_core.place` works on at once, each in another part; they
-            count as its ranks.  ``None``: as many as it has parts.
+            count as its ranks.  As many as it has parts keep all of them busy, unless its forward assigns attributes,
+            which belong to the one module that all of them run.  Default: 1.
         max_batch: rows of a batch.
         max_wait_ms: how long the oldest request of a batch waits for others, in milliseconds.
         max_pending: requests that may wait; :meth:`submit` waits for a free slot.
@@ -280,9 +281,9 @@ def _devices_of(net: Module, device_ids: Sequence[DeviceLike] | None, in_flight:
     if is_spread(net):
         if device_ids is not None:
             raise ValueError("the module is on several devices already: leave device_ids out")
-        if in_flight is not None and parts_of(net) == 1:
+        if in_flight not in (None, 1) and not is_placed(net):
             raise ValueError("in_flight is for a module of place(): a Pipeline keeps its devices busy by itself")
-        return [next(net.parameters()).device] * (in_flight or parts_of(net))
+        return [next(net.parameters()).device] * (in_flight or 1)
     if in_flight is not None:
         raise ValueError("in_flight is for a module of place(): otherwise each device works on one batch at a time")
     if device_ids is None:

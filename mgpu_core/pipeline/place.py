@@ -17,7 +17,7 @@ from mgpu_core.pipeline.visits import OwnForward, Visit, visit_of
 from mgpu_core.pipeline.weights import weights_of
 from mgpu_core.support.null_context import NULL_CONTEXT
 
-__all__ = ["PlacedCall", "PlacedForward", "parts_of", "place", "placed"]
+__all__ = ["PlacedCall", "PlacedForward", "is_placed", "place", "placed"]
 
 
 def place(
@@ -108,10 +108,9 @@ def placed(
     return placement
 
 
-def parts_of(net: Module) -> int:
-    """Return the number of parts of a module of :func:`place`; 1 for any other."""
-    forward = net.__dict__.get("forward")
-    return len(forward.placement.devices) if isinstance(forward, PlacedForward) else 1
+def is_placed(net: Module) -> bool:
+    """Return whether a module is one of :func:`place`."""
+    return isinstance(net.__dict__.get("forward"), PlacedForward)
 
 
 class PlacedForward(OwnForward):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from functools import partial
 from importlib import import_module
+from inspect import signature
 from typing import Any
 
-import torch
 from torch.nn import Module
 
 from mgpu_core.tensor_parallel.meetings import decided
@@ -22,33 +23,40 @@ def is_generate(net: Module, method: str) -> bool:
     return method == "generate" and hasattr(net, "generation_config")
 
 
-def arguments_of_ranks(kwargs: Mapping[str, Any], ranks: int) -> list[dict[str, Any]]:
-    """Return the keyword arguments of ``generate`` for each rank.
+def arguments_of_ranks(net: Any, inputs: Any, kwargs: Mapping[str, Any], ranks: int) -> list[dict[str, Any]]:
+    """Return the arguments of ``generate`` for each rank, all by keyword.
 
-    Streamers go to rank 0 alone; criteria that end a text, also by time, and processors of logits decide there.
+    Streamers go to rank 0 alone; criteria that end a text, also by time, processors of logits and functions of allowed
+    tokens decide there.
+
+    Raises:
+        ValueError: ``assistant_model``.
     """
-    if kwargs.get("assistant_model") is not None:
-        raise ValueError("assistant_model is one model for all ranks, which would run it at once: leave it out")
     library: Any = import_module("transformers")
-    own = dict(kwargs)
-    criteria = list(own.get("stopping_criteria") or [])
-    if (seconds := own.pop("max_time", None)) is not None:
-        criteria.append(library.MaxTimeCriteria(seconds))
-    given = {"stopping_criteria": criteria, "logits_processor": list(own.get("logits_processor") or [])}
-    made = [own, *({**own, "streamer": None} for _ in range(1, ranks))]
+    own = dict(signature(net.generate).bind(*inputs, **kwargs).arguments)
+    own |= own.pop("kwargs", {})
+    if own.get("assistant_model") is not None:
+        raise ValueError("assistant_model is one model for all ranks, which would run it at once: leave it out")
+    config = own.get("generation_config") or net.generation_config
+    given = {name: list(own.get(name) or []) for name in _LISTS}
+    if (seconds := own.pop("max_time", config.max_time)) is not None:
+        given["stopping_criteria"].append(library.MaxTimeCriteria(seconds))
+        own["generation_config"] = config = copy.deepcopy(config)
+        config.max_time = None
     for name, entries in given.items():
-        kind = getattr(library, _LISTS[name])
-        own_list = kind(entries)
-        for each in made if entries else ():
-            each[name] = kind([_OfFirst(name, own_list)])
-    return made
+        if entries:
+            kind = getattr(library, _LISTS[name])
+            own[name] = kind([_OfFirst(name, kind(entries))])
+    if (allowed := own.get("prefix_allowed_tokens_fn")) is not None:
+        own["prefix_allowed_tokens_fn"] = _OfFirst("prefix_allowed_tokens_fn", allowed)
+    return [own, *({**own, "streamer": None} for _ in range(1, ranks))]
 
 
 class _OfFirst:
-    """Criteria or processors of which rank 0 calls the user's."""
+    """A function of two arguments of which rank 0 calls the user's."""
 
-    def __init__(self, name: str, own: Callable[..., torch.Tensor]) -> None:
+    def __init__(self, name: str, own: Callable[..., Any]) -> None:
         self._name, self._own = name, own
 
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        return decided(self._name, partial(self._own, input_ids, scores))
+    def __call__(self, first: Any, second: Any) -> Any:
+        return decided(self._name, partial(self._own, first, second))

@@ -33,7 +33,7 @@ from mgpu_core.trace import tracer
 from mgpu_core.trace.events import ALL_RANKS
 from mgpu_core.trace.tracer import mark, span
 
-__all__ = ["MetDraws", "cut_layer", "decided"]
+__all__ = ["CHANGED", "MetDraws", "cut_layer", "decided"]
 
 Node = Callable[[torch.Tensor | None, Sequence[torch.Tensor]], Sequence[Any]]
 """Of the token of the joint before and the ranks' values, a token for the joint after and the ranks' results."""
@@ -125,6 +125,10 @@ class Joint:
         return result
 
 
+CHANGED = ("forward", "out_features", "in_features", "num_embeddings", "padding_idx")
+"""The attributes of a layer that are others in a rank's copy."""
+
+
 def _own_forward(layer: Module) -> Callable[..., torch.Tensor]:
     """Return a layer's forward without a reference to the layer, which will refer to it."""
     if "forward" in layer.__dict__:
@@ -179,17 +183,19 @@ def cut_layer(layer: Module, name: str, word: str, rank: int, counts: Sequence[i
         setattr(layer, attribute, value)
 
 
-def decided(place: str, decide: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """Return a tensor that rank 0 alone makes, on this rank's device."""
+def decided(place: str, decide: Callable[[], Any]) -> Any:
+    """Return an object that rank 0 alone makes; a tensor on this rank's device."""
     lane = current_lane() or _no_lane(place)
     devices = lane.run.team.devices
 
-    def of_first(_: Run, values: list[Any]) -> list[torch.Tensor]:
-        return [values[0].to(device, copy=rank > 0) for rank, device in enumerate(devices)]
+    def of_first(_: Run, values: list[Any]) -> list[Any]:
+        made = values[0]
+        if not isinstance(made, torch.Tensor):
+            return [made] * len(values)
+        return [made.to(device, copy=rank > 0) for rank, device in enumerate(devices)]
 
     came = place, None if lane.rank else decide(), torch.is_grad_enabled(), lane.run
-    result: torch.Tensor = lane.meet(_KEY, came, partial(_together, of_first))
-    return result
+    return lane.meet(_KEY, came, partial(_together, of_first))
 
 
 class MetDraws(TorchFunctionMode):

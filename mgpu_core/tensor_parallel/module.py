@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,8 +27,10 @@ from mgpu_core.ranks.random import RankStream, numbers_of, same_numbers
 from mgpu_core.ranks.run import Run, current_lane
 from mgpu_core.ranks.team import Team
 from mgpu_core.support.null_context import NULL_CONTEXT
+from mgpu_core.support.warnings import warn_user
 from mgpu_core.tensor_parallel.generate import arguments_of_ranks, is_generate
-from mgpu_core.tensor_parallel.meetings import MetDraws, cut_layer
+from mgpu_core.tensor_parallel.meetings import CHANGED, MetDraws, cut_layer
+from mgpu_core.tensor_parallel.objects import OfRanks, contents_of, copied_to, has_tensors
 from mgpu_core.tensor_parallel.plan import Cut, read_plan
 from mgpu_core.trace import tracer
 from mgpu_core.trace.events import ALL_RANKS
@@ -136,16 +137,19 @@ class TensorParallel(Module):
         self.device_ids = list(as_devices(device_ids))
         check_initialised([*net.parameters(), *net.buffers()])
         self._plan = read_plan(net, plan, len(self.device_ids))
+        _refuse_hooks(net)
         files = weights_of(net, weights, rename)
         self._team = Team.of(self.device_ids)
         self.training = net.training
         self._at_work = threading.Lock()
-        self._objects: dict[int, tuple[Any, list[Any]]] = {}  # of rank 0, by id: weak, and with those of the others
+        self._objects: dict[int, OfRanks] = {}  # by the ids of rank 0's
+        self._written: set[type] = set()  # the classes of those that calls have written
         self._drew: dict[bytes, bool] = {}  # by the modes of all modules, whether the first call then has drawn
         self.weights = Module()
         self._kept = self._keep(net)
         self._uncut = [each.parts[0] for each in self._kept.values() if each.cut is None]
         self._lanes = [self._lane(net, rank) for rank in self._team.ranks]
+        self._share_buffers()
         if files is not None:
             self._load(files)
         self.__dict__["_source"] = _emptied(net)
@@ -198,7 +202,23 @@ class TensorParallel(Module):
         }
         for name, word in self._plan.layers.items() if len(self.device_ids) > 1 else ():
             cut_layer(modules[name], name, word, rank, counts.get(f"{name}.weight", []))
+        for each in copied.modules():
+            if isinstance(each, torch.nn.TransformerEncoderLayer):
+                each.register_forward_hook(lambda *_: None)  # without one it may read its layers' weights itself
         return _Lane(copied, list(copied.modules()), slots)
+
+    def _share_buffers(self) -> None:
+        """Have the buffers of rank 0's copy among our own, and load them into the other ranks, too."""
+        for name, module in self._lanes[0].net.named_modules():
+            if module._buffers:
+                owner = self.weights
+                for part in name.split(".") if name else ():
+                    if part not in owner._modules:
+                        owner._modules[part] = Module()
+                    owner = owner.get_submodule(part)
+                owner._buffers = module._buffers
+                owner._non_persistent_buffers_set = module._non_persistent_buffers_set
+        self.register_load_state_dict_post_hook(_load_buffers)  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
     def _load(self, files: Weights) -> None:
@@ -226,8 +246,20 @@ class TensorParallel(Module):
         """Call a function with each rank's copy of the module, one after the other, and return its results.
 
         For changes that must reach all ranks: ``tp.each(lambda net: net.gradient_checkpointing_enable())``.
+
+        Raises:
+            RuntimeError: it has added or taken away Parameters: change the module before it is cut.
         """
-        return [change(lane.net) for lane in self._lanes]
+        for lane in self._lanes:
+            for table, name, number in lane.slots:
+                table[name] = self._uncut[number]  # a Parameter again, until the next call
+        results = [change(lane.net) for lane in self._lanes]
+        names = {name for each in self._kept.values() for name in each.names}
+        for lane in self._lanes:
+            if {name for name, _ in lane.net.named_parameters(remove_duplicate=False)} != names:
+                raise RuntimeError("Parameters were added or taken away: change the module before it is cut")
+        self.training = self._lanes[0].net.training
+        return results
 
     @outside_the_compiler
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -248,12 +280,12 @@ class TensorParallel(Module):
         Rank 0 draws random numbers for all ranks where torch's functions draw them.  In ``generate`` of transformers
         streamers, stopping criteria and logits processors are called on rank 0 alone.
         """
-        getattr(self._lanes[0].net, method)
-        ranks = len(self._lanes)
-        of_ranks = [unwrapped(kwargs)] * ranks
-        if is_generate(self._lanes[0].net, method) and ranks > 1:
-            of_ranks = arguments_of_ranks(unwrapped(kwargs), ranks)
-        return self._run(method, unwrapped(inputs), of_ranks)
+        net, ranks = self._lanes[0].net, len(self._lanes)
+        getattr(net, method)
+        inputs, kwargs = unwrapped(inputs), unwrapped(kwargs)
+        if is_generate(net, method) and ranks > 1:
+            return self._run(method, (), arguments_of_ranks(net, inputs, kwargs, ranks))
+        return self._run(method, inputs, [kwargs] * ranks)
 
     def _run(self, method: str, inputs: Any, kwargs: Sequence[Any]) -> Any:
         check_modes()
@@ -299,7 +331,14 @@ class TensorParallel(Module):
         if draws is None and method != "__call__":
             draws = draws_random_numbers(net)
         if draws is False or len(devices) == 1:
+            found = torch.get_rng_state()
             yield [None] * len(devices)
+            if method == "__call__" and len(devices) > 1 and not torch.equal(found, torch.get_rng_state()):
+                self._drew[modes] = True
+                warn_user(
+                    f"random numbers were drawn while {type(net).__name__} ran, and its first forward had drawn none: "
+                    "the ranks may have drawn others in this call; from now on they draw the same"
+                )
             return
         with same_numbers(devices) as streams:
             before, on_cpu = numbers_of(devices), streams[0].generator.get_state()
@@ -340,36 +379,54 @@ class TensorParallel(Module):
         return [map_leaves((inputs, each), partial(on, rank)) for rank, each in enumerate(kwargs)]
 
     def _object_of(self, rank: int, given: Any) -> Any:
-        """Return a rank's own of an object that came back from a call, or a copy of one that a user made."""
-        found = self._objects.get(id(given))
-        if found is None or found[0]() is not given:
-            try:
-                copies = [copy.deepcopy(given) for _ in self._lanes[1:]]
-            except Exception as error:
-                raise TypeError(
-                    f"a {type(given).__name__} among the arguments cannot be copied for each rank: {error}"
-                ) from error
-            self._remember([given, *copies])
-            return given if rank == 0 else copies[rank - 1]
-        return found[1][rank - 1] if rank else given
+        """Return a rank's own of an object that calls have written, or a copy of one that a user made.
 
-    def _remember(self, of_ranks: Sequence[Any]) -> None:
+        Raises:
+            TypeError: it cannot be copied; the user has written one that calls have written, too.
+        """
+        found = self._objects.get(id(given))
+        if found is None or found.object() is not given or (rank == 0 and not found.is_alike(given)):
+            if found is not None and found.object() is given and found.was_written:
+                raise TypeError(
+                    f"a {type(given).__name__} that calls have written was changed between them, and the other ranks' "
+                    "were not: make a new one"
+                )
+            if found is None and type(given) in self._written and has_tensors(given):
+                raise TypeError(
+                    f"a {type(given).__name__} with contents that no call of this TensorParallel has given back, such "
+                    "as a copy: they are those of one rank alone. Pass the one that came back, or an empty one"
+                )
+            copies = [copied_to(given, device) for device in self.device_ids[1:]]
+            self._remember([given, *copies], was_written=False)
+            return given if rank == 0 else copies[rank - 1]
+        return found.others[rank - 1] if rank else given
+
+    def _remember(self, of_ranks: Sequence[Any], *, was_written: bool) -> None:
         """Keep the other ranks' objects as long as rank 0's lives."""
         key, objects = id(of_ranks[0]), self._objects
         try:
-            objects[key] = weakref.ref(of_ranks[0], lambda _: objects.pop(key, None)), list(of_ranks[1:])
+            ref = weakref.ref(of_ranks[0], lambda _: objects.pop(key, None))
         except TypeError:  # it cannot be known again
             return
+        objects[key] = OfRanks(ref, list(of_ranks[1:]), contents_of(of_ranks[0]), was_written)
+        if was_written:
+            self._written.add(type(of_ranks[0]))
 
     def _of_first(self, results: Sequence[Any]) -> Any:
-        """Return rank 0's result; remember the other ranks' objects in it."""
+        """Return rank 0's result; remember the other ranks' objects in it, and which objects the call has written."""
+        for known in list(self._objects.values()):
+            given = known.object()
+            if given is not None and not known.is_alike(given):
+                self._remember([given, *known.others], was_written=True)
         nests: list[list[Any]] = [[] for _ in results]
         for found, result in zip(nests, results, strict=True):
             flatten(result, found, "outputs", whole=True)
         if len({len(found) for found in nests}) == 1:
             for leaves in zip(*nests, strict=True):
-                if not isinstance(leaves[0], (torch.Tensor, *_PLAIN)):
-                    self._remember(leaves)
+                given_before = self._objects.get(id(leaves[0]))
+                is_given = given_before is not None and given_before.object() is leaves[0]
+                if not is_given and not isinstance(leaves[0], (torch.Tensor, *_PLAIN)):
+                    self._remember(leaves, was_written=True)
         return results[0]
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
@@ -403,27 +460,21 @@ class TensorParallel(Module):
 
     def uncut(self) -> Module:
         """Return the module alone, with copies of all tensors on the first device."""
-        source, own = self._source, self._lanes[0].net
-        shared: dict[int, Any] = {
-            id(source.get_parameter(each.names[0])): leaf_like(each.parts[0], each.whole(self.device_ids[0]))
-            for each in self._kept.values()
-        }
-        for one, other in zip(source.buffers(), own.buffers(), strict=True):
-            shared[id(one)] = other.detach().clone()
-        refusal = source.__dict__.pop("forward")
-        try:
-            made = copy_module(source, shared)
-        finally:
-            source.__dict__["forward"] = refusal
-        for module, like in zip(made.modules(), own.modules(), strict=True):
-            module.training = like.training
+        first = self.device_ids[0]
+        self.each(lambda _: None)  # no copies of a call are left in the modules
+        shared = {id(each.parts[0]): leaf_like(each.parts[0], each.whole(first)) for each in self._kept.values()}
+        made = copy_module(self._lanes[0].net, shared)
+        for name in self._plan.layers:
+            layer, source = made.get_submodule(name), self._source.get_submodule(name)
+            layer.__dict__.pop("forward", None)
+            layer.__dict__.update({each: value for each, value in vars(source).items() if each in CHANGED})
         return made
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """Change dtypes; raise RuntimeError, before anything changes, if a part would leave its device."""
         if any(fn(torch.empty(0, device=device)).device != device for device in self.device_ids):
             refuse_moves()
-        for lane in self._lanes:
+        for lane in self._lanes[1:]:  # rank 0's are ours
             for each in lane.modules:
                 for name, buffer in each._buffers.items():
                     each._buffers[name] = None if buffer is None else fn(buffer)
@@ -454,6 +505,22 @@ def _called(net: Module, method: str, arguments: Any, stream: RankStream | None)
             return call(*args, **kwargs)
         with MetDraws(lane.rank):
             return call(*args, **kwargs)
+
+
+def _load_buffers(tp: TensorParallel, _: Any) -> None:
+    """Give the other ranks the buffers that rank 0 has."""
+    first, *others = [lane.net.state_dict(keep_vars=True) for lane in tp._lanes]
+    for name, buffer in first.items():
+        for each in others if not isinstance(buffer, Parameter) else ():
+            if buffer.grad_fn is None and each[name].grad_fn is None:
+                each[name].detach().copy_(buffer.detach())
+
+
+def _refuse_hooks(net: Module) -> None:
+    """Raise ValueError for hooks on Parameters, of which the parts would know nothing."""
+    for name, each in net.named_parameters():
+        if each._backward_hooks or getattr(each, "_post_accumulate_grad_hooks", None):
+            raise ValueError(f"{name} has a hook, which its parts would not have: register it on tp.parameters()")
 
 
 def _on(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:

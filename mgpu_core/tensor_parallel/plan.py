@@ -132,8 +132,8 @@ class _Reader:
         self._parameters = dict(net.named_parameters(remove_duplicate=False))
         names = [*self._modules, *self._parameters]
         self._plain = {_WRAPPERS.sub("", name): name for name in names}  # of a layer of PEFT the layer inside
-        self._first: dict[int, str] = {}  # of a Parameter with several names the first
-        for name, each in self._parameters.items():
+        self._first: dict[int, str] = {}  # of a Parameter or a module with several names the first
+        for name, each in (*self._parameters.items(), *self._modules.items()):
             self._first.setdefault(id(each), name)
         self._by_name: set[str] = set()  # Parameters that the plan names themselves
         self.layers: dict[str, str] = {}
@@ -163,8 +163,11 @@ class _Reader:
 
     def _take_layer(self, name: str, word: str) -> None:
         layer = self._modules[name]
-        if word == "replicate":
+        name = self._first[id(layer)]
+        if word == "replicate" or self.layers.get(name) == word:
             return
+        if name in self.layers:
+            raise ValueError(f"the plan says {self.layers[name]!r} and {word!r} of {name}")
         if word == "moe_tp_experts":
             self.layers[name] = word
             return
@@ -172,6 +175,10 @@ class _Reader:
         weight = getattr(layer, "weight", None)
         if not isinstance(layer, kind) or not isinstance(weight, torch.Tensor) or not weight.is_floating_point():
             raise ValueError(f"{name} is a {type(layer).__name__}, and {word!r} is for an nn.{kind.__name__}")
+        if word in ("row", "rowwise_split_input") and type(layer).forward is not nn.Linear.forward:
+            raise ValueError(
+                f"{name} is a {type(layer).__name__}, of whose own forward {word!r} parts cannot be summed"
+            )
         for option in ("max_norm", "scale_grad_by_freq", "sparse") if word == "vocab" else ():
             if getattr(layer, option) not in (None, False):
                 raise ValueError(f"{name} is an embedding with {option}, which cannot be cut over ranks")
@@ -194,6 +201,8 @@ class _Reader:
             self._take_layer(f"{outer}.{side}.{adapter}", word)
 
     def _cut(self, name: str, dim: int, pieces: int) -> None:
+        if name not in self._parameters:
+            raise ValueError(f"{name} is computed, by a parametrization or pruning: make it a Parameter before the cut")
         tensor, cut = self._parameters[name], Cut(dim, pieces)
         if tensor.shape[dim] % pieces or tensor.shape[dim] // pieces < self._ranks:
             raise ValueError(
@@ -208,9 +217,11 @@ class _Reader:
         for name, tensor in self._parameters.items():
             owner, _, last = name.rpartition(".")
             cut = self.cuts.get(self._first[id(tensor)])
-            if cut is None or last != "weight" or owner in self.layers or name in self._by_name:
+            if cut is None or last != "weight" or name in self._by_name:
                 continue
             layer = self._modules[owner]
+            if self._first[id(layer)] in self.layers:
+                continue
             if cut != Cut(0) or not isinstance(layer, nn.Embedding | nn.Linear):
                 raise ValueError(
                     f"{name} is cut under another name, and a {type(layer).__name__} cannot compute with it"

@@ -680,3 +680,160 @@ def test_layers_that_are_called_by_keyword_and_hooks_of_before():
     tp = TensorParallel(copy.deepcopy(alone), cpu(2), {"words": "vocab", "up": "column", "down": "row"})
     tokens = torch.arange(9, device=cpu(1)[0])
     assert torch.allclose(tp(tokens), alone(tokens), rtol=0, atol=1e-12)
+
+
+class Mlp(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 6), nn.Linear(6, 8)
+
+    def forward(self, x):
+        return self.down(torch.tanh(self.up(x)))
+
+
+MLP = {"*.up": "column", "*.down": "row"}
+
+
+def test_a_module_under_two_names_is_cut_once():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.words = Mlp(), nn.Embedding(9, 8)
+            self.second, self.others = self.first, self.words
+
+        def forward(self, tokens):
+            return self.second(self.first(self.words(tokens)) + self.others(tokens))
+
+    alone = Twice().double().to(cpu(1)[0])
+    plan = {"first.up": "column", "*.down": "row", "second.up": "column", "others": "vocab"}
+    tp = TensorParallel(copy.deepcopy(alone), cpu(2), plan)
+    tokens = torch.arange(9, device=cpu(1)[0])
+    assert torch.allclose(tp(tokens), alone(tokens), rtol=0, atol=1e-12)
+    with pytest.raises(ValueError, match=r"the plan says 'column' and 'column_gathered' of first\.up"):
+        TensorParallel(alone, cpu(2), {**plan, "second.up": "column_gathered"})
+
+
+class Rows:
+    """An object of a user's that a forward reads."""
+
+    def __init__(self, x):
+        self.x = x
+
+
+class Reads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mlp = Mlp()
+
+    def forward(self, rows):
+        return self.mlp(rows.x)
+
+
+def test_an_object_that_the_user_writes_is_read_anew():
+    alone = Reads().double().to(cpu(1)[0])
+    tp = TensorParallel(copy.deepcopy(alone), cpu(2), MLP)
+    rows = Rows(None)
+    for _ in range(3):
+        rows.x = torch.rand(2, 8, dtype=torch.float64, device=cpu(1)[0])
+        assert torch.allclose(tp(rows), alone(rows), rtol=0, atol=1e-12)
+        rows.x.mul_(2)
+        assert torch.allclose(tp(rows), alone(rows), rtol=0, atol=1e-12)
+    rows.x = rows.x.clone().requires_grad_()
+    with pytest.raises(TypeError, match="a Rows among the arguments holds a tensor that requires grad"):
+        tp(rows)
+
+
+def test_a_cache_that_the_user_changes_or_copies_is_refused():
+    tp = TensorParallel(Cached().to(cpu(1)[0]), cpu(2), {"fc1": "column", "fc2": "row"})
+    x = torch.rand(3, 4, device=cpu(1)[0])
+    with torch.no_grad():
+        _, cache = tp(x)
+        _, cache = tp(x, cache=cache)
+        with pytest.raises(TypeError, match="a Cache with contents that no call of this TensorParallel has given back"):
+            tp(x, cache=copy.deepcopy(cache))
+        cache.seen.pop()
+        with pytest.raises(TypeError, match="a Cache that calls have written was changed between them"):
+            tp(x, cache=cache)
+        assert len(tp(x, cache=Cache())[1].seen) == 1
+
+
+def test_torchs_encoder_layer_does_not_take_its_own_shortcut():
+    alone = nn.TransformerEncoderLayer(8, 2, 12, 0.0, batch_first=True).to(cpu(1)[0]).eval()
+    tp = TensorParallel(copy.deepcopy(alone), cpu(2), {"linear1": "column", "linear2": "row"})
+    x = torch.rand(2, 3, 8, device=cpu(1)[0])
+    with torch.no_grad():
+        assert torch.allclose(tp(x), alone(x), rtol=0, atol=1e-5)
+
+
+def test_layers_that_cannot_be_cut_are_named():
+    class Doubled(nn.Linear):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    net = nn.Sequential(nn.Linear(4, 4), Doubled(4, 4))
+    with pytest.raises(ValueError, match="1 is a Doubled, of whose own forward 'row' parts cannot be summed"):
+        TensorParallel(net, ["cpu"] * 2, {"0": "column", "1": "row"})
+    with pytest.raises(ValueError, match=r"0\.weight is computed, by a parametrization or pruning"):
+        TensorParallel(
+            nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))), ["cpu"] * 2, {"0": "column_gathered"}
+        )
+    net[0].weight.register_hook(lambda grad: grad)
+    with pytest.raises(ValueError, match=r"0\.weight has a hook, which its parts would not have"):
+        TensorParallel(net, ["cpu"] * 2, {"0": "column_gathered"})
+
+
+def test_numbers_that_only_later_calls_draw_are_told_of():
+    class Late(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.mlp = Mlp()
+
+        def forward(self, x, draws=False):
+            return self.mlp(x + torch.rand_like(x) if draws else x)
+
+    tp = TensorParallel(Late().double(), ["cpu"] * 2, MLP)
+    alone, x = tp.uncut(), torch.rand(2, 8, dtype=torch.float64, device="cpu")
+    tp(x)
+    with pytest.warns(UserWarning, match="random numbers were drawn while Late ran"):
+        tp(x, draws=True)
+    torch.manual_seed(0)
+    found = tp(x, draws=True)
+    torch.manual_seed(0)
+    assert torch.allclose(found, alone(x, draws=True), rtol=0, atol=1e-12)
+
+
+def test_buffers_are_in_the_state_and_follow_it():
+    def net():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.BatchNorm1d(8), Mlp()).double().to(cpu(1)[0])
+
+    tp, other, x = (
+        *(TensorParallel(net(), cpu(2), MLP) for _ in range(2)),
+        torch.rand(6, 8, device=cpu(1)[0]).double(),
+    )
+    for _ in range(3):
+        tp(x)
+    assert "weights.0.running_mean" in tp.state_dict()
+    other.load_state_dict(tp.state_dict())
+    tp.eval()
+    other.eval()
+    assert torch.equal(tp(x), other(x))
+    assert torch.equal(
+        other.each(lambda net: net[0].running_var.cpu())[1], tp.state_dict()["weights.0.running_var"].cpu()
+    )
+    assert torch.allclose(tp(x), tp.uncut()(x), rtol=0, atol=1e-12)
+    assert tp.float().each(lambda net: net[0].running_mean.dtype) == [torch.float32] * 2
+
+
+def test_changes_of_all_ranks_are_in_the_uncut_module_and_new_parameters_are_refused():
+    tp, x = cut(made(), 2), here(TOKENS)
+    tp(x)
+    tp.each(lambda net: net.blocks[0].fc1.requires_grad_(False))
+    tp.each(lambda net: setattr(net.blocks[1], "drop", nn.Dropout(0.5)))
+    whole = tp.uncut()
+    assert whole.blocks[1].drop.p == 0.5
+    assert not whole.blocks[0].fc1.weight.requires_grad
+    tp.eval()
+    assert torch.allclose(whole.eval()(x)["logits"], tp(x)["logits"], rtol=0, atol=1e-12)
+    with pytest.raises(RuntimeError, match="change the module before it is cut"):
+        tp.each(lambda net: net.blocks.append(Block()))

@@ -434,7 +434,7 @@ class TensorParallel(Module):
         wholes = {name: whole for each in self._kept.values() for whole in [each.whole(self.device_ids[0])]
                   for name in each.names}  # fmt: skip
         own = self._lanes[0].net.state_dict(keep_vars=True)
-        return {name: wholes[name] if name in wholes else each.detach().clone() for name, each in own.items()}
+        return {name: wholes[name] if name in wholes else _cloned(each) for name, each in own.items()}
 
     @torch.no_grad()
     def load_full_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
@@ -445,13 +445,13 @@ class TensorParallel(Module):
         """
         kept = {name: each for each in self._kept.values() for name in each.names}
         lanes = [lane.net.state_dict(keep_vars=True) for lane in self._lanes]
-        wanted = {name: kept[name].shape if name in kept else tuple(each.shape) for name, each in lanes[0].items()}
-        found = {name: tuple(each.shape) for name, each in state.items()}
+        wanted = {name: kept[name].shape if name in kept else _shape_of(each) for name, each in lanes[0].items()}
+        found = {name: _shape_of(each) for name, each in state.items()}
         if wrong := [name for name in wanted | found if wanted.get(name) != found.get(name)]:
             raise ValueError(f"the state does not fit, by its names or shapes: {', '.join(wrong[:5])}")
-        for name in wanted:
+        for name, shape in wanted.items():
             if name not in kept:
-                for of_rank in lanes:
+                for of_rank in lanes if shape is not None else ():  # extra states are those of the module
                     of_rank[name].copy_(state[name])
                 continue
             cut = kept[name].cut
@@ -507,13 +507,21 @@ def _called(net: Module, method: str, arguments: Any, stream: RankStream | None)
             return call(*args, **kwargs)
 
 
+def _cloned(each: Any) -> Any:
+    """Return a copy of an entry of a state, which may be a module's own extra state."""
+    return each.detach().clone() if isinstance(each, torch.Tensor) else each
+
+
+def _shape_of(each: Any) -> tuple[int, ...] | None:
+    return tuple(each.shape) if isinstance(each, torch.Tensor) else None
+
+
+@torch.no_grad()
 def _load_buffers(tp: TensorParallel, _: Any) -> None:
     """Give the other ranks the buffers that rank 0 has."""
-    first, *others = [lane.net.state_dict(keep_vars=True) for lane in tp._lanes]
-    for name, buffer in first.items():
-        for each in others if not isinstance(buffer, Parameter) else ():
-            if buffer.grad_fn is None and each[name].grad_fn is None:
-                each[name].detach().copy_(buffer.detach())
+    for lane in tp._lanes[1:]:
+        for buffer, first in zip(lane.net.buffers(), tp._lanes[0].net.buffers(), strict=True):
+            buffer.copy_(first)
 
 
 def _refuse_hooks(net: Module) -> None:

@@ -142,12 +142,13 @@ class DataParallel(torch.nn.DataParallel[M]):
                 return self._alone(inputs, kwargs, method)
             return self._over_ranks(inputs, kwargs, method, pad_value)
 
-    def _alone(self, inputs: tuple[Any, ...], kwargs: dict[str, Any], method: str = "__call__") -> Any:
+    def _alone(self, inputs: tuple[Any, ...], kwargs: dict[str, Any], method: str | None = None) -> Any:
         """Run the module itself on the only rank: nothing is copied, and a first forward initialises a lazy module."""
         _check_device(tensors_of(self.module), self.src_device_obj)
         parts, kwargs_parts = self._parts(inputs, kwargs)
         with span("forward", 0, self.src_device_obj):
-            output = getattr(self.module, method)(*parts[0], **kwargs_parts[0])
+            call = self.module if method is None else getattr(self.module, method)
+            output = call(*parts[0], **kwargs_parts[0])
         if tracer.recording is not None:
             _trace_backward(output)
         return self._move_output(output)

@@ -99,7 +99,10 @@ def core_stream(device: torch.device) -> _core.Stream | None:
 
 def core_serves(devices: Sequence[torch.device]) -> bool:
     """Return whether one backend of the core serves all of these devices."""
-    if all(device.type == "cpu" for device in devices):
+    for device in devices:
+        if device.type != "cpu":
+            break
+    else:
         return True
     if any(device.type != GPU_TYPE for device in devices) or not _cuda_backend_works():
         return False
@@ -108,13 +111,10 @@ def core_serves(devices: Sequence[torch.device]) -> bool:
 
 def core_streams(devices: Sequence[torch.device]) -> list[_core.Stream] | None:
     """Return one stream per rank; ``None`` unless one backend of the core serves all of these devices."""
-    for device in devices:
-        if device.type != "cpu":
-            break
-    else:
-        return [HOST] * len(devices)
     if not core_serves(devices):
         return None
+    if not devices or devices[0].type == "cpu":  # and so are all
+        return [HOST] * len(devices)
     settle_peers(device.index for device in set(devices))
     return [_gpu_stream(device.index, _handle(device)) for device in devices]
 

@@ -53,7 +53,7 @@ def refuse_moves(*args: Any, **kwargs: Any) -> Any:
 
 
 class Called(NamedTuple):
-    """What calls have shown of a module.
+    """The calls of a module's layers, as far as they are known.
 
     Attributes:
         stages: the names of the layers in the order of their first calls, with the stage of each call.

@@ -36,7 +36,7 @@ from mgpu_core.trace.tracer import mark, span
 __all__ = ["CHANGED", "MetDraws", "cut_layer", "decided"]
 
 Node = Callable[[torch.Tensor | None, Sequence[torch.Tensor]], Sequence[Any]]
-"""Of the token of the joint before and the ranks' values, a token for the joint after and the ranks' results."""
+"""Takes the token that the joint before has left and the ranks' values; returns a token and the ranks' results."""
 
 _KEY = "tensor parallel"  # one for all layers: ranks that come to different ones are told so, and do not wait
 _KEPT, _AT = "_mgpu_core_kept", "_mgpu_core_at"  # attributes of a checkpoint's frame
@@ -44,7 +44,7 @@ _top_hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 _Came: TypeAlias = tuple[str, Any, bool, Run]
-"""What a rank brings to a meeting: where it is, a value, whether it is in grad mode, and its call."""
+"""Brought by a rank to a meeting: the name of the layer, a value, whether it is in grad mode, and its call."""
 
 
 def _together(combine: Callable[[Run, list[Any]], Sequence[Any]], came: list[_Came]) -> Sequence[Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -30,19 +29,16 @@ from mgpu_core.support.null_context import NULL_CONTEXT
 from mgpu_core.support.warnings import warn_user
 from mgpu_core.tensor_parallel.generate import arguments_of_ranks, is_generate
 from mgpu_core.tensor_parallel.meetings import CHANGED, MetDraws, cut_layer
-from mgpu_core.tensor_parallel.objects import OfRanks, contents_of, copied_to, has_tensors
+from mgpu_core.tensor_parallel.objects import PLAIN, Objects
 from mgpu_core.tensor_parallel.plan import Cut, read_plan
 from mgpu_core.trace import tracer
 from mgpu_core.trace.events import ALL_RANKS
 from mgpu_core.trace.tracer import in_span, span
 from mgpu_core.trees.module_copy import copy_module, leaf_like
 from mgpu_core.trees.module_tree import check_initialised, draws_random_numbers
-from mgpu_core.trees.nested import flatten, map_leaves, tensors_in, unwrapped
+from mgpu_core.trees.nested import map_leaves, tensors_in, unwrapped
 
 __all__ = ["TensorParallel"]
-
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, type, range, slice)
-"""Classes of arguments that no module can write; all else is copied for each rank."""
 
 
 class _Kept(NamedTuple):
@@ -142,11 +138,11 @@ class TensorParallel(Module):
         self._team = Team.of(self.device_ids)
         self.training = net.training
         self._at_work = threading.Lock()
-        self._objects: dict[int, OfRanks] = {}  # by the ids of rank 0's
-        self._written: set[type] = set()  # the classes of those that calls have written
+        self._objects = Objects(self.device_ids)
         self._drew: dict[bytes, bool] = {}  # by the modes of all modules, whether the first call then has drawn
         self.weights = Module()
         self._kept = self._keep(net)
+        self._by_name = {name: each for each in self._kept.values() for name in each.names}
         self._uncut = [each.parts[0] for each in self._kept.values() if each.cut is None]
         self._lanes = [self._lane(net, rank) for rank in self._team.ranks]
         self._share_buffers()
@@ -164,12 +160,8 @@ class TensorParallel(Module):
             if id(each) in kept:
                 kept[id(each)].names.append(name)
                 continue
-            *path, last = name.split(".")
-            owner = self.weights
-            for part in path:
-                if part not in owner._modules:
-                    owner._modules[part] = Module()
-                owner = owner.get_submodule(part)
+            path, _, last = name.rpartition(".")
+            owner = self._named(path)
             cut = self._plan.cuts.get(name)
             if cut is None:
                 parts = [leaf_like(each, _on(devices[0], each))]
@@ -180,6 +172,15 @@ class TensorParallel(Module):
                 owner._modules[last] = torch.nn.ParameterList(parts)
             kept[id(each)] = _Kept([name], tuple(each.shape), cut, parts)
         return kept
+
+    def _named(self, path: str) -> Module:
+        """Return our module of this name, which has Parameters and buffers alone; made where it is not there."""
+        owner = self.weights
+        for part in path.split(".") if path else ():
+            if part not in owner._modules:
+                owner._modules[part] = Module()
+            owner = owner.get_submodule(part)
+        return owner
 
     def _lane(self, net: Module, rank: int) -> _Lane:
         """Return a rank's copy of the module, whose layers meet the other ranks."""
@@ -196,8 +197,7 @@ class TensorParallel(Module):
                 slots.append(_Slot(modules[owner]._parameters, last, number))
         counts = {
             name: [part.shape[kept.cut.dim] for part in kept.parts]
-            for kept in self._kept.values()
-            for name in kept.names
+            for name, kept in self._by_name.items()
             if kept.cut is not None
         }
         for name, word in self._plan.layers.items() if len(self.device_ids) > 1 else ():
@@ -211,11 +211,7 @@ class TensorParallel(Module):
         """Have the buffers of rank 0's copy among our own, and load them into the other ranks, too."""
         for name, module in self._lanes[0].net.named_modules():
             if module._buffers:
-                owner = self.weights
-                for part in name.split(".") if name else ():
-                    if part not in owner._modules:
-                        owner._modules[part] = Module()
-                    owner = owner.get_submodule(part)
+                owner = self._named(name)
                 owner._buffers = module._buffers
                 owner._non_persistent_buffers_set = module._non_persistent_buffers_set
         self.register_load_state_dict_post_hook(_load_buffers)  # type: ignore[no-untyped-call]
@@ -224,7 +220,7 @@ class TensorParallel(Module):
     def _load(self, files: Weights) -> None:
         """Read each tensor of the files: each part its slice."""
         ranks = len(self.device_ids)
-        kept = {name: each for each in self._kept.values() for name in each.names}
+        kept = self._by_name
         buffers = [dict(lane.net.named_buffers(remove_duplicate=False)) for lane in self._lanes]
         for own, file, name in files.tensors():
             if own not in kept:
@@ -233,7 +229,7 @@ class TensorParallel(Module):
                 continue
             cut = kept[own].cut
             for rank, part in enumerate(kept[own].parts):
-                part.copy_(file.get_tensor(name) if cut is None else cut.read(file.get_slice(name), rank, ranks))
+                part.copy_(file.get_tensor(name) if cut is None else cut.part(file.get_slice(name), rank, ranks))
 
     def train(self, mode: bool = True) -> TensorParallel:
         """Set the mode of all ranks."""
@@ -254,9 +250,8 @@ class TensorParallel(Module):
             for table, name, number in lane.slots:
                 table[name] = self._uncut[number]  # a Parameter again, until the next call
         results = [change(lane.net) for lane in self._lanes]
-        names = {name for each in self._kept.values() for name in each.names}
         for lane in self._lanes:
-            if {name for name, _ in lane.net.named_parameters(remove_duplicate=False)} != names:
+            if dict(lane.net.named_parameters(remove_duplicate=False)).keys() != self._by_name.keys():
                 raise RuntimeError("Parameters were added or taken away: change the module before it is cut")
         self.training = self._lanes[0].net.training
         return results
@@ -310,8 +305,10 @@ class TensorParallel(Module):
                     raise
                 if tracer.recording is not None:
                     trace_backward(ALL_RANKS, tensors_in(results[0]))
-            return self._of_first(results)
+            self._objects.end(results)
+            return results[0]
         finally:
+            self._objects.let_go()
             self._at_work.release()
 
     def _modes(self) -> bytes:
@@ -330,10 +327,13 @@ class TensorParallel(Module):
         draws, net, devices = self._drew.get(modes), self._lanes[0].net, self.device_ids
         if draws is None and method != "__call__":
             draws = draws_random_numbers(net)
-        if draws is False or len(devices) == 1:
+        if len(devices) == 1 or (draws is False and method != "__call__"):
+            yield [None] * len(devices)
+            return
+        if draws is False:
             found = torch.get_rng_state()
             yield [None] * len(devices)
-            if method == "__call__" and len(devices) > 1 and not torch.equal(found, torch.get_rng_state()):
+            if not torch.equal(found, torch.get_rng_state()):
                 self._drew[modes] = True
                 warn_user(
                     f"random numbers were drawn while {type(net).__name__} ran, and its first forward had drawn none: "
@@ -374,60 +374,9 @@ class TensorParallel(Module):
                 return to_device(leaf, device) if rank == 0 or leaf.device != device else leaf.clone()
             if isinstance(leaf, torch.device):
                 return device if leaf == self.device_ids[0] else leaf
-            return leaf if isinstance(leaf, _PLAIN) or callable(leaf) else self._object_of(rank, leaf)
+            return leaf if isinstance(leaf, PLAIN) or callable(leaf) else self._objects.of_rank(rank, leaf)
 
         return [map_leaves((inputs, each), partial(on, rank)) for rank, each in enumerate(kwargs)]
-
-    def _object_of(self, rank: int, given: Any) -> Any:
-        """Return a rank's own of an object that calls have written, or a copy of one that a user made.
-
-        Raises:
-            TypeError: it cannot be copied; the user has written one that calls have written, too.
-        """
-        found = self._objects.get(id(given))
-        if found is None or found.object() is not given or (rank == 0 and not found.is_alike(given)):
-            if found is not None and found.object() is given and found.was_written:
-                raise TypeError(
-                    f"a {type(given).__name__} that calls have written was changed between them, and the other ranks' "
-                    "were not: make a new one"
-                )
-            if found is None and type(given) in self._written and has_tensors(given):
-                raise TypeError(
-                    f"a {type(given).__name__} with contents that no call of this TensorParallel has given back, such "
-                    "as a copy: they are those of one rank alone. Pass the one that came back, or an empty one"
-                )
-            copies = [copied_to(given, device) for device in self.device_ids[1:]]
-            self._remember([given, *copies], was_written=False)
-            return given if rank == 0 else copies[rank - 1]
-        return found.others[rank - 1] if rank else given
-
-    def _remember(self, of_ranks: Sequence[Any], *, was_written: bool) -> None:
-        """Keep the other ranks' objects as long as rank 0's lives."""
-        key, objects = id(of_ranks[0]), self._objects
-        try:
-            ref = weakref.ref(of_ranks[0], lambda _: objects.pop(key, None))
-        except TypeError:  # it cannot be known again
-            return
-        objects[key] = OfRanks(ref, list(of_ranks[1:]), contents_of(of_ranks[0]), was_written)
-        if was_written:
-            self._written.add(type(of_ranks[0]))
-
-    def _of_first(self, results: Sequence[Any]) -> Any:
-        """Return rank 0's result; remember the other ranks' objects in it, and which objects the call has written."""
-        for known in list(self._objects.values()):
-            given = known.object()
-            if given is not None and not known.is_alike(given):
-                self._remember([given, *known.others], was_written=True)
-        nests: list[list[Any]] = [[] for _ in results]
-        for found, result in zip(nests, results, strict=True):
-            flatten(result, found, "outputs", whole=True)
-        if len({len(found) for found in nests}) == 1:
-            for leaves in zip(*nests, strict=True):
-                given_before = self._objects.get(id(leaves[0]))
-                is_given = given_before is not None and given_before.object() is leaves[0]
-                if not is_given and not isinstance(leaves[0], (torch.Tensor, *_PLAIN)):
-                    self._remember(leaves, was_written=True)
-        return results[0]
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """Return the tensors of the module alone, by its names, on the first device; only tied ones share memory."""
@@ -443,7 +392,7 @@ class TensorParallel(Module):
         Raises:
             ValueError: names that are missing or surplus, or tensors of another shape; nothing was copied then.
         """
-        kept = {name: each for each in self._kept.values() for name in each.names}
+        kept = self._by_name
         lanes = [lane.net.state_dict(keep_vars=True) for lane in self._lanes]
         wanted = {name: kept[name].shape if name in kept else _shape_of(each) for name, each in lanes[0].items()}
         found = {name: _shape_of(each) for name, each in state.items()}
@@ -536,7 +485,9 @@ def _on(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.detach()
     if tensor.is_meta:  # it is read from a file
         return torch.empty_like(tensor, device=device)
-    return tensor.contiguous().clone() if tensor.device == device else to_device(tensor, device)
+    if tensor.device == device:
+        return tensor.clone(memory_format=torch.contiguous_format)
+    return to_device(tensor, device)
 
 
 class _CutParameter(Parameter):

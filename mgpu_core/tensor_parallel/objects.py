@@ -4,88 +4,177 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["OfRanks", "contents_of", "copied_to", "has_tensors"]
+from mgpu_core.trees.nested import flatten
+
+__all__ = ["PLAIN", "Objects"]
 
 _DEPTH = 8
+_VALUES = frozenset((str, bytes, int, float, bool, type(None), torch.dtype, torch.device))
 
 
-class OfRanks(NamedTuple):
+PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, type, range, slice)
+"""Classes of arguments that no module can write; all else is copied for each rank."""
+
+
+class _OfRanks(NamedTuple):
     """An object of rank 0's, which a caller has, and those of the other ranks.
 
     Attributes:
-        object: a weak reference to rank 0's.
+        first: a weak reference to rank 0's.
         others: by rank, from 1.
         contents: of rank 0's after the last call.
         was_written: a call has changed it.
     """
 
-    object: weakref.ref[Any]
+    first: weakref.ref[Any]
     others: list[Any]
     contents: list[Any]
     was_written: bool
 
-    def is_alike(self, given: Any) -> bool:
-        """Return whether an object has the contents of after the last call."""
-        now = contents_of(given)
+    def is_alike(self) -> bool:
+        """Return whether rank 0's has the contents of after the last call."""
+        now = _contents_of(self.first())
         return len(now) == len(self.contents) and all(map(_is_same, now, self.contents))
 
 
-def contents_of(given: Any) -> list[Any]:
-    """Return all that an object holds, at any depth: weak references to tensors with their versions, and values."""
-    found: list[Any] = []
-    _add_contents(given, found, set(), _DEPTH)
-    return found
+class Objects:
+    """The objects that calls have been given, and have given back.
+
+    Args:
+        devices: of the ranks.
+    """
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self._others = devices[1:]
+        self._known: dict[int, _OfRanks] = {}  # by the ids of rank 0's
+        self._written: set[type] = set()  # the classes of those that calls have written
+        self._given: dict[int, tuple[Any, list[Any]]] = {}  # to the call on its way, with the other ranks', by its id
+
+    def let_go(self) -> None:
+        """Keep nothing of a call that is over."""
+        self._given = {}
+
+    def of_rank(self, rank: int, given: Any) -> Any:
+        """Return a rank's own of an object that calls have written, or a copy of one that a user made.
+
+        Rank 0 has the object itself: one that no other rank asks for is not copied.
+
+        Raises:
+            TypeError: it cannot be copied; the user has written one that calls have written, too.
+        """
+        if not rank:
+            return given
+        if id(given) not in self._given:
+            found = self._find(given)
+            if found is None or not found.is_alike():
+                self._check(given, found)
+                others = _copied(given, self._others)
+                self._remember([given, *others], was_written=False)
+            else:
+                others = found.others
+            self._given[id(given)] = given, others
+        return self._given[id(given)][1][rank - 1]
+
+    def _find(self, given: Any) -> _OfRanks | None:
+        found = self._known.get(id(given))
+        return found if found is not None and found.first() is given else None
+
+    def _check(self, given: Any, found: _OfRanks | None) -> None:
+        name = type(given).__name__
+        if found is not None and found.was_written:
+            raise TypeError(
+                f"a {name} that calls have written was changed between them, and the other ranks' were not: make a new "
+                "one"
+            )
+        if found is None and type(given) in self._written and any(each.numel() for each in _tensors_of(given)):
+            raise TypeError(
+                f"a {name} with contents that no call of this TensorParallel has given back, such as a copy: they are "
+                "those of one rank alone. Pass the one that came back, or an empty one"
+            )
+
+    def _remember(self, of_ranks: Sequence[Any], *, was_written: bool) -> None:
+        """Keep the other ranks' objects as long as rank 0's lives."""
+        key, known = id(of_ranks[0]), self._known
+        try:
+            first = weakref.ref(of_ranks[0], lambda _: known.pop(key, None))
+        except TypeError:  # it cannot be known again
+            return
+        known[key] = _OfRanks(first, list(of_ranks[1:]), _contents_of(of_ranks[0]), was_written)
+        if was_written:
+            self._written.add(type(of_ranks[0]))
+
+    def end(self, results: Sequence[Any]) -> None:
+        """Note which objects the call has written, and those that come back from it.
+
+        Args:
+            results: one per rank.
+        """
+        for given, others in self._given.values():
+            found = self._find(given)
+            if found is not None and not found.is_alike():
+                self._remember([given, *others], was_written=True)
+        nests: list[list[Any]] = [[] for _ in results]
+        for leaves, result in zip(nests, results, strict=True):
+            flatten(result, leaves, "outputs", whole=True)
+        if len({len(leaves) for leaves in nests}) == 1:
+            for of_ranks in zip(*nests, strict=True):
+                if not isinstance(of_ranks[0], (torch.Tensor, *PLAIN)) and self._find(of_ranks[0]) is None:
+                    self._remember(of_ranks, was_written=True)
 
 
-def has_tensors(given: Any) -> bool:
-    """Return whether an object holds a tensor that is not empty."""
-    return any(each.numel() for each in _tensors_of(given))
-
-
-def copied_to(given: Any, device: torch.device) -> Any:
-    """Return a deep copy of an object, with its tensors on a device.
+def _copied(given: Any, devices: Sequence[torch.device]) -> list[Any]:
+    """Return a deep copy of an object for each device, with its tensors there.
 
     Raises:
         TypeError: it cannot be copied, or holds a tensor that requires grad, whose gradient would be one rank's.
     """
-    tensors = _tensors_of(given)
+    tensors, name = _tensors_of(given), type(given).__name__
     if torch.is_grad_enabled() and any(each.requires_grad for each in tensors):
-        raise TypeError(
-            f"a {type(given).__name__} among the arguments holds a tensor that requires grad: pass it itself"
-        )
-    memo: dict[int, Any] = {id(each): each.detach().to(device, copy=True) for each in tensors}
+        raise TypeError(f"a {name} among the arguments holds a tensor that requires grad: pass it itself")
     try:
-        return copy.deepcopy(given, memo)
+        return [
+            copy.deepcopy(given, {id(each): each.detach().to(device, copy=True) for each in tensors})
+            for device in devices
+        ]
     except Exception as error:
-        raise TypeError(
-            f"a {type(given).__name__} among the arguments cannot be copied for each rank: {error}"
-        ) from error
+        raise TypeError(f"a {name} among the arguments cannot be copied for each rank: {error}") from error
+
+
+def _contents_of(given: Any) -> list[Any]:
+    """Return all that an object holds, at any depth: weak references to tensors with their versions, and values.
+
+    Every call asks this of the caches that it gives back, so there is no function call for each of their parts.
+    """
+    found: list[Any] = []
+    waiting: list[tuple[Any, int]] = [(given, _DEPTH)]
+    seen: set[int] = set()
+    for each, depth in waiting:  # to which parts of it are added
+        if type(each) in _VALUES:
+            found += (each,)
+        elif isinstance(each, torch.Tensor):
+            found += ((weakref.ref(each), -1 if each.is_inference() else each._version, each.shape),)
+        elif depth and id(each) not in seen:
+            seen.add(id(each))
+            waiting += [(part, depth - 1) for part in _parts_of(each)]
+    return found
+
+
+def _parts_of(each: Any) -> Iterable[Any]:
+    if isinstance(each, Mapping):
+        return [*each.keys(), *each.values()]
+    if isinstance(each, Sequence | Set):
+        return each
+    return vars(each).values() if hasattr(each, "__dict__") else ()
 
 
 def _tensors_of(given: Any) -> list[torch.Tensor]:
-    return [tensor for each in contents_of(given) if isinstance(each, tuple) and (tensor := each[0]()) is not None]
-
-
-def _add_contents(each: Any, found: list[Any], seen: set[int], depth: int) -> None:
-    if isinstance(each, torch.Tensor):
-        found.append((weakref.ref(each), -1 if each.is_inference() else each._version, tuple(each.shape)))
-    elif isinstance(each, str | bytes | int | float | bool | None | torch.dtype | torch.device):
-        found.append(each)
-    elif depth and id(each) not in seen:
-        seen.add(id(each))
-        if isinstance(each, Mapping):
-            inside: Any = (part for pair in each.items() for part in pair)
-        elif isinstance(each, Sequence | Set):
-            inside = each
-        else:
-            inside = vars(each).values() if hasattr(each, "__dict__") else ()
-        for part in inside:
-            _add_contents(part, found, seen, depth - 1)
+    found = (each[0]() for each in _contents_of(given) if isinstance(each, tuple))
+    return [each for each in found if each is not None]
 
 
 def _is_same(one: Any, other: Any) -> bool:

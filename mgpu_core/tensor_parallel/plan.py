@@ -59,23 +59,14 @@ class Cut(NamedTuple):
     dim: int
     pieces: int = 1
 
-    def counts(self, tensor: torch.Tensor, ranks: int) -> list[int]:
-        """Return the sizes of the ranks' parts of one piece."""
-        return row_counts(tensor.shape[self.dim] // self.pieces, ranks, None)
-
-    def part(self, tensor: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
-        """Return a rank's part of a whole tensor."""
-        counts = self.counts(tensor, ranks)
-        parts = [each.split(counts, self.dim)[rank] for each in tensor.chunk(self.pieces, self.dim)]
-        return parts[0] if self.pieces == 1 else torch.cat(parts, self.dim)
-
-    def read(self, file: Any, rank: int, ranks: int) -> torch.Tensor:
-        """Return a rank's part of a slice of safetensors, of which nothing else is read."""
-        size = file.get_shape()[self.dim] // self.pieces
+    def part(self, whole: Any, rank: int, ranks: int) -> torch.Tensor:
+        """Return a rank's part of a tensor, or of a slice of safetensors, of which nothing else is read."""
+        shape = whole.shape if isinstance(whole, torch.Tensor) else whole.get_shape()
+        size = shape[self.dim] // self.pieces
         counts = row_counts(size, ranks, None)
-        begin = sum(counts[:rank])
-        ends = [(piece * size + begin, piece * size + begin + counts[rank]) for piece in range(self.pieces)]
-        parts = [file[(*[slice(None)] * self.dim, slice(*each))] for each in ends]
+        begins = [piece * size + sum(counts[:rank]) for piece in range(self.pieces)]
+        before = [slice(None)] * self.dim
+        parts = [whole[(*before, slice(begin, begin + counts[rank]))] for begin in begins]
         return parts[0] if self.pieces == 1 else torch.cat(parts, self.dim)
 
     def joined(self, parts: Iterable[torch.Tensor]) -> torch.Tensor:

@@ -454,7 +454,7 @@ def test_an_object_that_cannot_be_copied_is_refused_by_name():
 class Meets(nn.Module):
     def __init__(self):
         super().__init__()
-        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.a, self.b = nn.Linear(7, 7), nn.Linear(7, 7)
         self.skips, self.fails = [None], [None]
 
     def forward(self, x):
@@ -473,11 +473,9 @@ class Meets(nn.Module):
 
 @pytest.fixture
 def meets():
-    """A net of two ranks that knows in which it is: the first has five of nine features."""
+    """A net of two ranks that knows in which it is: the first has four of seven features."""
     torch.manual_seed(0)
-    net = Meets()
-    net.a, net.b = nn.Linear(7, 7), nn.Linear(7, 7)
-    return TensorParallel(net.to(cpu(1)[0]), cpu(2), {"a": "column_gathered", "b": "column_gathered"})
+    return TensorParallel(Meets().to(cpu(1)[0]), cpu(2), {"a": "column_gathered", "b": "column_gathered"})
 
 
 def test_ranks_that_come_to_different_layers_are_told_so(meets):

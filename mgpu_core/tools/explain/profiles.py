@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from statistics import median
 
+from mgpu_core.tools.explain.enclosing import Enclosing
 from mgpu_core.tools.explain.phases import SUMS, UPDATE, Phase, covered, phases_of
 from mgpu_core.tools.explain.step_profile import Bucket, StepProfile
 from mgpu_core.tools.explain.steps import Step
@@ -54,17 +55,13 @@ def _joints(step: Step) -> tuple[int, int]:
 
     A rank that gathers the others' columns receives half of what an all-reduce of them all would bring it.
     """
-    ends = [span.end_ns for span in _spans(step, "forward")]
-    meets = [span for span in _spans(step, "meet") if ends and span.end_ns <= max(ends)]
-    inside = [call for call in step.collectives if any(_is_in(call, span) for span in meets)]
+    end = max((span.end_ns for span in _spans(step, "forward")), default=0)
+    meets = [span for span in _spans(step, "meet") if span.end_ns <= end]
+    enclosing = Enclosing(meets)
+    inside = [call for call in step.collectives if enclosing.span(call.thread, "meet", call.host_begin_ns)]
     summed = sum(max(call.nbytes) for call in inside if call.operation == "all_reduce")
     gathered = sum(sum(call.nbytes) for call in inside if call.operation == "gather")
     return len(meets), summed + gathered // (2 * max(1, len(step.devices)))
-
-
-def _is_in(call: Collective, span: Span) -> bool:
-    is_then = span.host_begin_ns <= call.host_begin_ns and call.host_end_ns <= span.host_end_ns
-    return call.thread == span.thread and is_then
 
 
 def _spans(step: Step, name: str) -> list[Span]:

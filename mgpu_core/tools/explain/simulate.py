@@ -132,13 +132,20 @@ def _run_pipeline(args: argparse.Namespace, profile: StepProfile, machine: Machi
          f"{each.rows_per_second:,.0f}", f"{each.speedup:.2f}")
         for each in found
     ]  # fmt: skip
-    print("\n".join([title, "", *(f"  {line}" for line in columns([_PIPELINE_TITLES, *rows], left=0)), ""]))
-    print(
-        "  idle: of the stages' time in forward and backward; bubble: the schedule's own part of it, with equal times;"
+    about = (
+        "idle: of the stages' time in forward and backward; bubble: the schedule's own part of it, with equal times;"
     )
-    print("  speed-up: relative to 1 GPU, which must hold the whole net.")
+    print(_table_of_parts(title, [_PIPELINE_TITLES, *rows], about))
     _print_notes(args, profile, machine)
     return 0
+
+
+def _table_of_parts(title: str, rows: Sequence[Sequence[str]], about: str) -> str:
+    """Return the table of a net that is cut, with its legend."""
+    lines = [f"  {line}" for line in columns(rows, left=0)]
+    return "\n".join(
+        [title, "", *lines, "", f"  {about}", "  speed-up: relative to 1 GPU, which must hold the whole net."]
+    )
 
 
 def _links(args: argparse.Namespace, machine: Machine, way: str) -> Topology:
@@ -163,9 +170,8 @@ def _run_tensor_parallel(args: argparse.Namespace, profile: StepProfile, machine
         for each in found
     ]  # fmt: skip
     title = f"{profile.name}, {profile.joints} joints; {machine.name}; tensor parallel"
-    print("\n".join([title, "", *(f"  {line}" for line in columns([_PARTS_TITLES, *rows], left=0)), ""]))
-    print("  compute: forward and backward; joints: the all-reduces after cut layers, in both; all in ms.")
-    print("  speed-up: relative to 1 GPU, which must hold the whole net.")
+    about = "compute: forward and backward; joints: the all-reduces after cut layers, in both; all in ms."
+    print(_table_of_parts(title, [_PARTS_TITLES, *rows], about))
     _print_notes(args, profile, machine)
     return 0
 

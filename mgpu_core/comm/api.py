@@ -62,7 +62,7 @@ def broadcast(
     with span("broadcast"):
         refuse_special(tensor, "tensor", sparse=out is None)
         if devices is not None:
-            return tuple(dispatch.broadcast([tensor], as_devices(devices))[0])
+            return tuple(dispatch.broadcast([tensor], as_devices(devices, "devices"))[0])
         assert out is not None
         refuse_quantized(tensor, "tensor")  # what is written would have codes alone, and another scale
         made = as_list(out, "out")
@@ -82,7 +82,7 @@ def broadcast_coalesced(
         buffer_size: bytes that travel together.
     """
     made = ordinary_list(tensors, "tensors", sparse=True)
-    ranks = as_devices(devices)
+    ranks = as_devices(devices, "devices")
     copies: list[list[torch.Tensor]] = [[]] * len(made)
     with span("broadcast"):
         for bucket in bucket_positions(made, buffer_size):
@@ -164,7 +164,7 @@ def scatter(
         return _scatter_out(tensor, devices, chunk_sizes, dim, as_list(out, "out"))
     if devices is None:
         raise RuntimeError("Exactly one of 'devices' and 'out' must be specified, but got neither")
-    ranks = as_devices(devices)
+    ranks = as_devices(devices, "devices")
     if chunk_sizes is None:
         chunk_sizes = [count for _, count in _core.chunk_plan(tensor.size(dim), len(ranks)) if count] or [0]
         ranks = ranks[: len(chunk_sizes)]

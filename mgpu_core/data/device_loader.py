@@ -66,7 +66,9 @@ class DeviceLoader:
         return len(self.loader)  # type: ignore[arg-type]  # a loader without a length has torch's own error
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["loader"], name)
+        if "loader" not in self.__dict__:  # while it is copied
+            raise AttributeError(name)
+        return getattr(self.loader, name)
 
     def __iter__(self) -> Iterator[Any]:
         ahead: list[Any] = []

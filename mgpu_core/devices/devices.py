@@ -123,16 +123,17 @@ def _from_text(text: str) -> torch.device:
         raise ValueError(f"{text!r} is not a device: {str(error).splitlines()[0]}") from None
 
 
-def as_devices(devices: Sequence[DeviceLike]) -> tuple[torch.device, ...]:
-    """Return one device per rank; the same one may come more than once.
+def as_devices(devices: Sequence[DeviceLike], name: str = "device_ids") -> tuple[torch.device, ...]:
+    """Return one device per rank; the same one may come more than once.  ``name`` is the argument's, for messages.
 
     Raises:
         TypeError, ValueError: as :func:`as_device`; also an empty list.
     """
     if isinstance(devices, str | int | torch.device):
-        raise TypeError(f"devices is a list with one entry per rank, not {devices!r}")
+        example = "[0, 1]" if isinstance(devices, int) else f"[{str(devices)!r}] * 2"
+        raise TypeError(f"{name} is a list with one entry per rank, such as {example}, not {devices!r}")
     if not len(devices):
-        raise ValueError("devices is empty: one entry per rank is wanted")
+        raise ValueError(f"{name} is empty: one entry per rank is wanted")
     return tuple([as_device(device) for device in devices])
 
 

@@ -215,6 +215,8 @@ class Engine:
             self._lose(rank, waiting, error)
         elif len(waiting) == 1:
             self.stats[rank].failures += 1
+            if any(each.dim() == 1 for each in tensors_in(waiting[0].call)):
+                error.add_note("dimension 0 of a tensor counts rows: one sample x is predict(x[None])")
             waiting[0].future.set_exception(_raisable(error))
         elif isinstance(error, torch.OutOfMemoryError):
             self._limits[rank] = max(1, sum(each.own_rows for each in waiting) // 2)

@@ -189,7 +189,14 @@ class Predictor:
         except ApartError:
             return self(*inputs, **kwargs)  # whole
         tensors = tensors_in(answers[0])
-        return gather(answers, tensors[0].device if tensors else torch.device("cpu"), 0)
+        try:
+            return gather(answers, tensors[0].device if tensors else torch.device("cpu"), 0)
+        except ValueError as error:
+            error.add_note(
+                f"the {rows} rows were answered in {count} batches, whose outputs have other shapes: let the module "
+                "return one shape, or submit() batches of your own and join their answers"
+            )
+            raise
 
     def _answers_of(self, parts: list[Request]) -> list[Any]:
         """Return the answers of the parts of a call, none of which is joined with others if there are several."""
@@ -251,6 +258,20 @@ class Predictor:
 
     def __exit__(self, kind: object, *error: object) -> None:
         self.close(drain=kind is None)
+
+    def __repr__(self) -> str:
+        names = ", ".join(map(str, self.devices))
+        batches, answered = (sum(getattr(x, name) for x in self.stats()) for name in ("batches", "requests"))
+        return (
+            f"Predictor({type(self.net).__name__}, device_ids=[{names}], max_batch={self.max_batch})\n"
+            f"{answered} requests answered in {batches} batches; print(predictor.stats()) shows each rank's"
+        )
+
+    def __getstate__(self) -> Any:
+        raise TypeError(
+            "a Predictor has threads and devices of its own, which cannot be copied or saved: save the module, and "
+            "make a new Predictor"
+        )
 
 
 def _compiled_calls(net: Module, ranks: int, *, whole: bool) -> dict[str, Sequence[Any]]:

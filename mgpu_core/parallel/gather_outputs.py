@@ -6,8 +6,8 @@ Unknown containers, such as the caches of decoders, are joined as torch does.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Set
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence, Set
+from typing import Any, TypeAlias
 
 import torch
 
@@ -23,7 +23,9 @@ from mgpu_core.trace.tracer import span
 from mgpu_core.trees.comparison import equal
 from mgpu_core.trees.nested import LEAF, Rows, Tree, any_tensor, are_divisible, flatten, flatten_alike, moved
 
-__all__ = ["gather", "padded"]
+__all__ = ["gather", "gather_on", "padded"]
+
+JoinNumbers: TypeAlias = Callable[[Sequence[torch.Tensor]], torch.Tensor | None]
 
 
 def gather(outputs: Sequence[Any], target_device: DeviceLike, dim: int = 0) -> Any:
@@ -45,15 +47,25 @@ def gather(outputs: Sequence[Any], target_device: DeviceLike, dim: int = 0) -> A
     device = as_device(target_device)
     if not len(outputs):
         raise ValueError("gather needs the output of at least one rank")
+    return gather_on(device, outputs, dim)
+
+
+def gather_on(
+    device: torch.device,
+    outputs: Sequence[Any],
+    dim: int,
+    join_numbers: JoinNumbers | None = None,
+) -> Any:
+    """Gather as :func:`gather`; tensors without dimensions as ``join_numbers`` says, where it returns a tensor."""
     with NULL_CONTEXT if tracer.sink is None else span("gather"):
-        return _Gather(device, dim).joined(outputs, "outputs")
+        return _Gather(device, dim, join_numbers).joined(outputs, "outputs")
 
 
 class _Gather:
-    """Where to, and along which dimension."""
+    """Where to, along which dimension, and how tensors without dimensions are joined."""
 
-    def __init__(self, device: torch.device, dim: int) -> None:
-        self._device, self._dim = device, dim
+    def __init__(self, device: torch.device, dim: int, join_numbers: JoinNumbers | None) -> None:
+        self._device, self._dim, self._join_numbers = device, dim, join_numbers
 
     def joined(self, outputs: Sequence[Any], name: str) -> Any:
         """Join one object per rank; ``name`` names them in errors."""
@@ -101,7 +113,11 @@ class _Gather:
         return joined
 
     def _join_tensors(self, leaves: Sequence[torch.Tensor], tree: Tree, index: int, name: str) -> torch.Tensor:
-        if leaves[0].ndim == 0 and self._dim == 0 and all(leaf.dim() == 0 for leaf in leaves):
+        are_numbers = leaves[0].ndim == 0 and all(leaf.dim() == 0 for leaf in leaves)
+        number = self._join_numbers(leaves) if are_numbers and self._join_numbers is not None else None
+        if number is not None:
+            return number
+        if are_numbers and self._dim == 0:
             warn_user(
                 "Was asked to gather along dimension 0, but all "
                 "input tensors were scalars; will instead unsqueeze "

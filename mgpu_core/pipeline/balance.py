@@ -77,6 +77,10 @@ class BalanceTable:
     def _text(self, cost: float) -> str:
         return f"{cost * 1e3:.3g} ms" if self.by == "time" else f"{cost / 2**20:.4g} MiB"
 
+    def __repr__(self) -> str:
+        costs, name = list(map(self._cost, self.parts)), "slowest" if self.by == "time" else "largest"
+        return f"<{len(costs)} parts, the {name} {max(costs) * len(costs) / sum(costs):.2f} of their mean>"
+
     def __str__(self) -> str:
         lines = ["part   forward + backward         memory   layers"]
         for index, (layers, seconds, nbytes) in enumerate(self.parts):

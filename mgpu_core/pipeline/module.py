@@ -234,6 +234,9 @@ class Pipeline(Module):
         names = ", ".join(map(str, self.device_ids))
         return f"device_ids=[{names}], split_points={self.split_points}, chunks={self.chunks}, schedule={self.schedule}"
 
+    def __repr__(self) -> str:
+        return f"Pipeline({type(self.module).__name__}, {self.extra_repr()})"
+
 
 def _check_options(chunks: Any, schedule: str, checkpoint: str, rng: str) -> None:
     if isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from traceback import walk_tb
 from types import TracebackType
 
 from torch._utils import ExceptionWrapper
 
 from mgpu_core.errors import Error
-from mgpu_core.support.warnings import is_users
+from mgpu_core.support.warnings import is_ours, is_users
 
 __all__ = ["RankExited", "raise_failures"]
 
@@ -70,7 +71,7 @@ def _raise_first(errors: dict[int, BaseException], names: Sequence[str]) -> None
     errors.clear()
     original.__traceback__ = None  # the message has it; printed twice, it would hide the user's own line
     try:
-        raise error from original
+        raise error from (None if error is original else original)
     finally:
         del error, original
 
@@ -90,9 +91,21 @@ def _from_users_frame(whole: TracebackType | None) -> TracebackType | None:
     return here or whole
 
 
+def _is_refusal(whole: TracebackType | None) -> bool:
+    """Return whether we have raised it ourselves, below no code of the user's: the message says all."""
+    files = [frame.f_code.co_filename for frame, _ in walk_tb(whole)]
+    return bool(files) and is_ours(files[-1]) and not any(map(is_users, files))
+
+
 def _with_origin(name: str, original: BaseException) -> BaseException:
-    """Return the exception as torch words it: same type, ``Caught ... in replica``, the original traceback."""
+    """Return the exception as torch words it: same type, ``Caught ... in replica``, the original traceback.
+
+    One of our own keeps its message, and names the rank after it: a traceback of our files would hide it.
+    """
     where = f"in {name}"
+    if _is_refusal(original.__traceback__):
+        original.args = (f"{original} ({where})",)
+        return original.with_traceback(None)
     wrapper = ExceptionWrapper((type(original), original, _from_users_frame(original.__traceback__)), where=where)
     try:
         wrapper.reraise()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -13,7 +13,6 @@ from torch.nn import Module
 from torch.nn.utils import parametrize
 
 from mgpu_core.parallel.apply import draws_apart
-from mgpu_core.parallel.gather_outputs import gather
 from mgpu_core.parallel.lost import Given, given_attributes, lost_attributes, warn_lost
 from mgpu_core.parallel.originals import OriginalsWatch
 from mgpu_core.parallel.rows_elsewhere import warn_rows_elsewhere
@@ -28,11 +27,21 @@ from mgpu_core.step.rank_modules import RankModules
 from mgpu_core.step.replicas import Replicas
 from mgpu_core.step.split_plan import SplitPlan
 from mgpu_core.support.null_context import NULL_CONTEXT
+from mgpu_core.support.warnings import warn_user
 from mgpu_core.trace import tracer
 from mgpu_core.trace.tracer import span
 from mgpu_core.trees.nested import map_leaves, moved, tensors_in
 
-__all__ = ["ForwardBackward", "RankPart", "any_has_graph", "check_losses", "detached", "differentiate", "seed"]
+__all__ = [
+    "ForwardBackward",
+    "RankPart",
+    "any_has_graph",
+    "check_losses",
+    "detached",
+    "differentiate",
+    "seed",
+    "way_to_pass",
+]
 
 LossFn = Callable[..., Any]
 _Call = Callable[[], Any]
@@ -46,6 +55,14 @@ class RankPart:
     kwargs: dict[str, Any]
     target: tuple[Any, ...]  # empty where the module returns the loss
     seed: float = 1.0
+
+
+def way_to_pass(inputs: tuple[Any, ...]) -> str:
+    """Return a hint for a batch that came as one argument; empty for other calls."""
+    if len(inputs) != 1 or not isinstance(inputs[0], Mapping | tuple | list):
+        return ""
+    stars = "**" if isinstance(inputs[0], Mapping) else "*"
+    return f"; the whole batch came as one {type(inputs[0]).__name__}: step({stars}batch) passes its entries"
 
 
 def seed(parts: Sequence[RankPart], seeds: Sequence[float]) -> None:
@@ -80,6 +97,7 @@ class ForwardBackward:
         self._alone = loss.module if isinstance(loss, RankModules) else loss  # the loss function of one rank
         self._reduction, self._amp_dtype, self._dim = options.reduction, options.amp_dtype, options.dim
         self.gathers = options.loss_on == "gathered"
+        self._may_be_empty = options.has_processes  # others may have rows
         self._rng, self._choice, self.split_plan = rng, choice, split_plan
         self._timed: Hashable = None  # the size of the batch whose call is timed
         self._ranks = len(replicas.team)
@@ -124,12 +142,14 @@ class ForwardBackward:
             if not inputs or not (kwargs or inputs[1:]):
                 raise TypeError(
                     "a step needs a target as its last positional argument, after the inputs: step(x, target) calls "
-                    "loss_fn(net(x), target)"
+                    f"loss_fn(net(x), target){way_to_pass(inputs)}"
                 )
             objects["inputs"] = inputs[:-1]
             if not self.gathers:
                 objects["target"] = inputs[-1]
         cut, rows = scatter_objects(objects, self._cut_team, self._dim, shares=self.split_plan.shares)
+        if not any(rows) and not self._may_be_empty:
+            warn_user("the batch has no rows: the mean of their losses is NaN, as on one device, and nothing is learnt")
         parts: list[RankPart] = []
         for args, *others in cut:
             named = others.pop(0) if kwargs else {}
@@ -291,7 +311,7 @@ class ForwardBackward:
             return outputs[0]
         if self._outputs_to_watch:
             self._outputs_to_watch = 0 if warn_rows_elsewhere(outputs, rows, self._dim) else self._outputs_to_watch - 1
-        return gather(outputs, self._team.devices[0], self._dim)
+        return gathered(outputs, rows, self._team.devices[0], self._dim)
 
     def stop(self, seconds: float) -> bool:
         """Let no rank begin any more; return whether all have ended in that time."""

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from mgpu_core.devices.transfer import to_device
-from mgpu_core.parallel.gather_outputs import gather
+from mgpu_core.parallel.gather_outputs import gather_on
 from mgpu_core.trees.comparison import equal
 from mgpu_core.trees.nested import Rows, flatten_alike
 
@@ -32,16 +32,13 @@ def gathered(outputs: Sequence[Any], rows: Sequence[int], device: torch.device, 
     Raises:
         Exception: as :func:`mgpu_core.gather`.
     """
-    tree, leaves = flatten_alike(outputs, "outputs")
-    columns = list(zip(*leaves, strict=True))
-    numbers = {i: _mean(column, rows, device) for i, column in enumerate(columns) if _are_numbers(column)}
-    numbers |= {i: column[0] for i, column in enumerate(columns) if _is_one_count(column)}
-    if not numbers:
-        return gather(outputs, device, dim)
-    kept = [[None if i in numbers else leaf for i, leaf in enumerate(row)] for row in leaves]
-    joined = gather([tree.unflatten(iter(row)) for row in kept], device, dim)
-    tree, (found,) = flatten_alike([joined], "outputs")
-    return tree.unflatten(iter([numbers.get(i, leaf) for i, leaf in enumerate(found)]))
+
+    def join_numbers(column: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        if column[0].is_floating_point():
+            return _mean(column, rows, device)
+        return column[0] if len({each.item() for each in column}) == 1 else None
+
+    return gather_on(device, outputs, dim, join_numbers)
 
 
 def joined_plainly(outputs: Sequence[Any], rows: Sequence[int], dim: int, *, adds: bool = False) -> Any:
@@ -76,12 +73,6 @@ def _joined(column: Sequence[Any], path: str, rows: Sequence[int], dim: int, add
 
 def _are_numbers(column: Sequence[Any]) -> bool:
     return all(isinstance(each, torch.Tensor) and not each.dim() and each.is_floating_point() for each in column)
-
-
-def _is_one_count(column: Sequence[Any]) -> bool:
-    """Return whether all ranks have one and the same whole number or flag: what does not depend on their rows."""
-    are_counts = all(isinstance(each, torch.Tensor) and not each.dim() for each in column)
-    return are_counts and not column[0].is_floating_point() and len({each.item() for each in column}) == 1
 
 
 def _rows_of(tensor: torch.Tensor, dim: int) -> int:

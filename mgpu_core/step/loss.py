@@ -140,6 +140,11 @@ def _number(value: Any, name: str) -> torch.Tensor:
             f'{name} must be a tensor of one element, not {_described(value)}: return (loss, {{"name": number}}), and '
             "step(..., aux=True) returns the further numbers, too"
         )
+    if value is None:
+        raise TypeError(
+            f"{name} must be a tensor of one element, not None: with loss_fn=None the module returns it, as models of "
+            "transformers do for batches with labels"
+        )
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name} must be a tensor of one element, not {_described(value)}")
     if value.numel() != 1:

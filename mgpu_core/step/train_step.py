@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +17,7 @@ from mgpu_core.devices.devices import DeviceLike
 from mgpu_core.errors import Error
 from mgpu_core.ranks.compiled import outside_the_compiler
 from mgpu_core.step.checkpoint import first_difference, state_of
+from mgpu_core.step.forward_backward import way_to_pass
 from mgpu_core.step.grad_buckets import CommHook
 from mgpu_core.step.grad_scaler import LossScale
 from mgpu_core.step.graph_cache import StepGraphs
@@ -43,6 +45,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 __all__ = ["TrainStep"]
+
+_NOT_SHOWN = ("process_group", "error_if_nonfinite")  # which do not keep their default
 
 
 class TrainStep:
@@ -272,8 +276,11 @@ class TrainStep:
             if is_timed:
                 passes.take_time()
             return loss, outputs, numbers
-        except BaseException:
+        except BaseException as error:
             parts.give_up()
+            hint = "" if kwargs else way_to_pass(inputs)
+            if isinstance(error, TypeError | AttributeError) and hint not in str(error):
+                error.add_note(hint.removeprefix("; "))
             raise
 
     def plan(self) -> Plan:
@@ -416,6 +423,20 @@ class TrainStep:
             kind, reason = self._parts.refusal
             raise kind(reason)
         return self._parts
+
+    def __repr__(self) -> str:
+        now = self._parts.options
+        names = ", ".join(map(str, self.team.devices))
+        loss_fn = getattr(now.loss_fn, "__name__", type(now.loss_fn).__name__) if now.loss_fn else None
+        others = [
+            f"{name}={getattr(self, name)!r}"
+            for name, each in signature(TrainStep).parameters.items()
+            if each.kind is each.KEYWORD_ONLY and name not in _NOT_SHOWN and getattr(self, name) != each.default
+        ]
+        return (
+            f"TrainStep({type(now.module).__name__}, {loss_fn}, {type(now.optimizer).__name__}, device_ids=[{names}], "
+            f"updates={self.steps}{''.join(f', {each}' for each in others)})"
+        )
 
     def __getstate__(self) -> Any:
         raise TypeError(

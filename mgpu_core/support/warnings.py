@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["is_users", "warn_user"]
+__all__ = ["is_ours", "is_users", "warn_user"]
 
 _PACKAGES = Path(__file__).absolute().parents[1], Path(str(torch.__file__)).absolute().parent
 _NOT_THE_USERS = (*(f"{folder}{os.sep}" for folder in _PACKAGES), contextlib.__file__)
@@ -19,6 +19,11 @@ _NOT_THE_USERS = (*(f"{folder}{os.sep}" for folder in _PACKAGES), contextlib.__f
 def is_users(filename: str) -> bool:
     """Return whether a file is neither this package's nor torch's."""
     return not filename.startswith(_NOT_THE_USERS)
+
+
+def is_ours(filename: str) -> bool:
+    """Return whether a file is this package's."""
+    return filename.startswith(_NOT_THE_USERS[0])
 
 
 def warn_user(message: str, category: type[Warning] = UserWarning) -> None:

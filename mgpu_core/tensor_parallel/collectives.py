@@ -33,7 +33,7 @@ def broadcast(tensor: torch.Tensor, devices: Sequence[DeviceLike]) -> list[torch
         TypeError, ValueError: a tensor that cannot be copied, or a device that does not exist.
     """
     refuse_special(tensor, "tensor")
-    return [row[0] for row in autograd.broadcast_buckets(as_devices(devices), [tensor], numbered=False)]
+    return [row[0] for row in autograd.broadcast_buckets(as_devices(devices, "devices"), [tensor], numbered=False)]
 
 
 def all_reduce(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

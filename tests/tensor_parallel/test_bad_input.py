@@ -22,7 +22,7 @@ def parts(*counts):
         (lambda: ColumnParallelLinear(8, 2, cpu(3)), ValueError, "out_features must be at least .* 2 for 3 ranks"),
         (lambda: RowParallelLinear(2, 8, cpu(3)), ValueError, "in_features must be at least .* 2 for 3 ranks"),
         (lambda: ParallelEmbedding(2, 8, cpu(3)), ValueError, "num_embeddings must be at least .* 2 for 3 ranks"),
-        (lambda: RowParallelLinear(8, 8, []), ValueError, "devices is empty"),
+        (lambda: RowParallelLinear(8, 8, []), ValueError, "device_ids is empty"),
         (lambda: RowParallelLinear(8, 8, ["cuda:99"]), ValueError, "cuda:99 does not exist"),
         (lambda: RowParallelLinear(8, 8, [1.5]), TypeError, "a device is an int"),
         (lambda: ColumnParallelLinear.from_linear(nn.ReLU(), cpu(2)), TypeError, "nn.Linear, not ReLU"),

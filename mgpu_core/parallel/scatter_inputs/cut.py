@@ -70,7 +70,7 @@ def scatter(
         IndexError: a tensor without dimension ``dim``.
     """
     refuse_traces()
-    (parts,), _ = _cut({"inputs": inputs}, as_devices(target_gpus), dim, shares)
+    (parts,), _ = _cut({"inputs": inputs}, as_devices(target_gpus, "target_gpus"), dim, shares)
     return tuple(parts) if isinstance(inputs, torch.Tensor) else list(parts)
 
 
@@ -87,7 +87,7 @@ def scatter_kwargs(
     Both are empty when there are no arguments at all, as in torch.
     """
     refuse_traces()
-    devices = target_gpus.devices if isinstance(target_gpus, Team) else as_devices(target_gpus)
+    devices = target_gpus.devices if isinstance(target_gpus, Team) else as_devices(target_gpus, "target_gpus")
     if not inputs and not kwargs:
         return (), ()
     if not kwargs:

@@ -14,14 +14,14 @@ from mgpu_core.tools.explain.perfetto import write_trace
 from mgpu_core.tools.explain.profiles import profile_of
 from mgpu_core.tools.explain.step_profile import StepProfile
 from mgpu_core.tools.explain.steps import BATCHES, CALLS, Recorded, Step, steps_of
-from mgpu_core.tools.explain.tables import inference_rows, inference_table, phase_rows, table
+from mgpu_core.tools.explain.tables import human_seconds, inference_rows, inference_table, phase_rows, table
 from mgpu_core.tools.explain.topology import Machine
 from mgpu_core.trace.buffer import TraceBuffer
 
 __all__ = ["Trace"]
 
 
-@dataclass
+@dataclass(repr=False)
 class Trace(Recorded):
     """A recording of :func:`mgpu_core.explain`; empty until its ``with`` block ends."""
 
@@ -83,6 +83,12 @@ class Trace(Recorded):
             OSError: the file cannot be written; one before it is kept.
         """
         write_page(self, Path(path))
+
+    def __repr__(self) -> str:
+        times = [(each.name, human_seconds((each.end_ns - each.begin_ns) / 1e9)) for each in self.steps[-3:]]
+        names = ", ".join(map(" ".join, times))
+        more = "..., " if len(self) > 3 else ""
+        return f"Trace({len(self)} steps: {more}{names}); print(trace.table()) shows the last, save_html() plays all"
 
     def _repr_html_(self) -> str:
         """Return what a notebook shows: the animated page, and the table of the last whole step."""

@@ -255,7 +255,7 @@ def test_a_loader_that_fails_is_a_note():
         ({"seconds": float("nan")}, ValueError, "seconds must be a positive number"),
         ({"device_ids": ["warp"]}, ValueError, "'warp' is not a device"),
         ({"device_ids": ["cuda:99"]}, ValueError, "device cuda:99 does not exist"),
-        ({"device_ids": []}, ValueError, "devices is empty"),
+        ({"device_ids": []}, ValueError, "device_ids is empty"),
         ({"optimizer": torch.optim.SGD([torch.ones(1)])}, TypeError, "a function from parameters .* not a SGD"),
     ],
 )

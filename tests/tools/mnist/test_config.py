@@ -46,7 +46,7 @@ def test_with_two_gpus() -> None:
     [
         ({"device_ids": (2,)}, "device cuda:2 does not exist: torch sees 2 cuda devices here"),
         ({"device_ids": ("gpu",)}, "'gpu' is not a device"),
-        ({"device_ids": ()}, "devices is empty"),
+        ({"device_ids": ()}, "device_ids is empty"),
         ({"ranks": 3}, "ranks: wanted 3, there are 2 devices"),
         ({"device_ids": (0, 1), "ranks": 3}, "ranks: wanted 3, there are 2 devices"),
         ({"device_ids": (0, 1), "engine": "plain"}, "the plain engine trains on one device, got 2"),

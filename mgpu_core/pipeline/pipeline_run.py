@@ -127,7 +127,7 @@ class PipelineRun:
         self.first_rank, self.workers = first_rank, workers_of(placement.devices)
         self.turns = self.workers  # whose turns a stage takes
         self.streams = caller_streams(placement.devices)
-        self.crossed: dict[tuple[int, int], int] = {}  # bytes by stage and reader, while a trace is recorded
+        self.crossed: dict[tuple[int, int], list[int]] = {}  # bytes there and back, by stage and reader, when recorded
         self.names = [f"micro-batch {index}" for index in range(len(arguments))]  # for messages; lanes keep them
         self.outputs: list[Any] = [None] * len(arguments)
         self.draws = False
@@ -242,7 +242,7 @@ class PipelineRun:
     def _trace(self) -> None:
         """Tell a recording of the plan, and of the bytes that crossed each border."""
         actions, workers = tuple(self._actions), tuple(self.workers)
-        borders = tuple((*border, nbytes) for border, nbytes in sorted(self.crossed.items()))
+        borders = tuple((*border, there, back) for border, (there, back) in sorted(self.crossed.items()))
         emit(lambda host_ns, thread: Schedule(actions, workers, self.first_rank, borders, host_ns, thread))
 
     def stop(self, seconds: float) -> bool:
@@ -377,8 +377,7 @@ class MicroBatch(Visit):
             self._cut_nodes[given.grad_fn] = self.stage
             self._read.setdefault(self.stage, []).append((crossing, made_in))
             if is_tracing():
-                border = made_in, self.stage
-                self._run.crossed[border] = self._run.crossed.get(border, 0) + tensor.nbytes
+                self._run.crossed.setdefault((made_in, self.stage), [0, 0])[0] += tensor.nbytes
         return given
 
     def bring_together(self, function: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -478,6 +477,8 @@ class MicroBatch(Visit):
             crossing.send_back()
             if crossing.grad is not None:
                 self._given.setdefault(made_in, []).append(crossing)
+                if is_tracing():
+                    self._run.crossed.setdefault((made_in, stage), [0, 0])[1] += crossing.grad.nbytes
 
 
 def _count_to(number: int) -> None:

@@ -124,13 +124,13 @@ class Update:
         """
         gradients, factor, is_flat = self._gradients, self.window.factor(weight), self.optimizer_step.is_flat
         clip_norm, error_if_nonfinite = options.clip_norm, options.error_if_nonfinite
-        if self.loss_scale.is_on and not are_finite(gradients, gradients.norm()):
+        if self.loss_scale.is_on and not are_finite(gradients, self._norm(options)):
             return None
         if factor is not None and not is_flat:
             multiply(gradients.sums, factor)
             factor = None
         if error_if_nonfinite or clip_norm is not None:
-            norm = gradients.norm()
+            norm = self._norm(options)
             if error_if_nonfinite and not math.isfinite(float(norm)):
                 count = 1 if self._processes is None else self._processes.count
                 check_finite(gradients, norm, self.replicas, count)
@@ -139,6 +139,12 @@ class Update:
             elif clip_norm is not None:
                 clip(gradients.sums, norm, clip_norm)
         return 1.0 if factor is None else factor
+
+    def _norm(self, options: Options) -> torch.Tensor:
+        """Return the norm of the sums; a recording names it by its use where nothing is clipped."""
+        is_check = tracer.sink and options.clip_norm is None
+        with tracer.span("check of gradients") if is_check else NULL_CONTEXT:
+            return self._gradients.norm()
 
     def _skip(self) -> None:
         """Drop the window: the loss scale was too large."""

@@ -9,7 +9,7 @@ from mgpu_core.tools.explain.enclosing import Enclosing
 from mgpu_core.tools.explain.phases import covered
 from mgpu_core.tools.explain.steps import Step
 
-__all__ = ["Batch", "Server", "batches_of", "inference_data", "servers_of"]
+__all__ = ["Batch", "Server", "batches_of", "inference_data", "served_times", "servers_of"]
 
 MOST_DRAWN = 60
 """The batches on the page, the last ones: more of them could not be told apart."""
@@ -37,6 +37,11 @@ class Batch:
     launched_ns: int
     begin_ns: int
     end_ns: int
+
+    @property
+    def asked_ns(self) -> int:
+        """When the oldest request was made."""
+        return self.launched_ns - self.waited_ns
 
 
 @dataclass(frozen=True)
@@ -81,24 +86,29 @@ def servers_of(batches: list[Batch]) -> list[Server]:
     return found
 
 
+def served_times(batches: list[Batch]) -> tuple[int, int]:
+    """Return when the first request was made, and when the last batch ended, ns."""
+    return min(min(each.begin_ns, each.asked_ns) for each in batches), max(each.end_ns for each in batches)
+
+
 def inference_data(step: Step) -> dict[str, Any] | None:
-    """Return the page's data: a name and an idle share per rank, and the last batches; ``None`` without batches."""
+    """Return the page's data: the ranks' names and the last batches, in us since the first request; or ``None``."""
     batches = batches_of(step)
     if not batches:
         return None
     servers, drawn = servers_of(batches), batches[-MOST_DRAWN:]
     row_of = {id(batch): row for row, server in enumerate(servers) for batch in server.batches}
-    first = min(min(each.begin_ns, each.launched_ns - each.waited_ns) for each in drawn)
+    begin_ns = served_times(batches)[0]
 
     def us(at_ns: int) -> float:
-        return round((at_ns - first) / 1e3, 3)
+        return round((at_ns - begin_ns) / 1e3, 3)
 
     return {
-        "ranks": [{"name": each.name, "idle": round(each.idle, 4), "batches": len(each.batches)} for each in servers],
+        "ranks": [each.name for each in servers],
         "batches": [
             {
                 "row": row_of[id(each)], "rows": each.rows, "requests": each.requests,
-                "asked": us(each.launched_ns - each.waited_ns), "launched": us(each.launched_ns),
+                "asked": us(each.asked_ns), "launched": us(each.launched_ns),
                 "begin": us(each.begin_ns), "end": us(each.end_ns),
             }
             for each in drawn

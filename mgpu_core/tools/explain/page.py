@@ -9,13 +9,20 @@ from pathlib import Path
 from typing import Any
 
 from mgpu_core.support.files import write_whole
-from mgpu_core.tools.explain.batches import inference_data
+from mgpu_core.tools.explain.batches import batches_of, inference_data
 from mgpu_core.tools.explain.downsample import thinned
-from mgpu_core.tools.explain.phases import AROUND, Phase, outside, phases_of
-from mgpu_core.tools.explain.predicted import predicted_seconds
+from mgpu_core.tools.explain.phases import rows_of
 from mgpu_core.tools.explain.scene import us
 from mgpu_core.tools.explain.scenes import scenes_of
 from mgpu_core.tools.explain.steps import Recorded, Step
+from mgpu_core.tools.explain.tables import (
+    INFERENCE_LEGEND,
+    inference_rows,
+    legend,
+    phase_rows,
+    pipeline_lines,
+    seconds_of,
+)
 from mgpu_core.tools.explain.timeline import timelines_of
 from mgpu_core.tools.explain.topology import Machine
 from mgpu_core.trace.events import ALL_RANKS
@@ -96,11 +103,12 @@ def _filled(data: dict[str, Any]) -> str:
 
 
 def _step_data(step: Step, machine: Machine | None) -> dict[str, Any]:
-    phases = phases_of(step)
+    batches = batches_of(step)
+    rows = inference_rows(batches) if batches else phase_rows(step, machine)
     return {
         "number": step.number,
         "name": step.name,
-        "us": us(step, step.end_ns),
+        "us": round(seconds_of(step) * 1e6, 3),
         "devices": list(step.devices),
         "scenes": scenes_of(step),
         "buckets": [
@@ -109,30 +117,16 @@ def _step_data(step: Step, machine: Machine | None) -> dict[str, Any]:
         ],
         "lanes": [] if step.served else _lanes(step),
         "inference": inference_data(step),
-        "pipelines": [each.data(step) for each in timelines_of(step)],
-        "phases": [_phase_data(phase, machine) for phase in (*phases, outside(step, phases))],
+        "pipelines": [each.data(step) | {"about": pipeline_lines(each)} for each in timelines_of(step)],
+        "table": rows,
+        "legend": [INFERENCE_LEGEND] if batches else legend(rows, machine),
         "left_out": "",
-    }
-
-
-def _phase_data(phase: Phase, machine: Machine | None) -> dict[str, Any]:
-    predicted = predicted_seconds(phase.collectives, machine)
-    return {
-        "name": phase.name,
-        "ranks": phase.ranks,
-        "calls": len(phase.collectives),
-        "moved": phase.moved_nbytes,
-        "us": round(phase.seconds * 1e6, 3),
-        "share": round(phase.share, 4),
-        "bus": None if phase.bus_gbps is None else round(phase.bus_gbps, 4),
-        "own": round(phase.collective_seconds * 1e6, 3),
-        "predicted": None if predicted is None else round(predicted * 1e6, 3),
     }
 
 
 def _lanes(step: Step) -> list[dict[str, Any]]:
     """Return the lanes of the timeline: the host, each rank, and the collectives."""
-    team = [span for span in step.spans if span.rank == ALL_RANKS and span.step not in AROUND]
+    team = [span for span in rows_of(step.spans) if span.rank == ALL_RANKS]
     bars = [_bar(step, each.step, each.bucket, each.host_begin_ns, each.host_end_ns) for each in team]
     lanes = [{"name": "host", "bars": bars}]
     for rank, device in enumerate(step.devices):

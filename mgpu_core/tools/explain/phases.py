@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from mgpu_core.tools.explain.steps import Step
+from mgpu_core.tools.explain.steps import CALLS, Step
 from mgpu_core.trace.events import ALL_RANKS, Collective, Hop, Span
 from mgpu_core.trace.tracer import WHOLE_STEPS
 
@@ -27,6 +27,7 @@ __all__ = [
     "moved_nbytes",
     "outside",
     "phases_of",
+    "rows_of",
 ]
 
 Interval: TypeAlias = tuple[int, int]
@@ -34,8 +35,8 @@ Interval: TypeAlias = tuple[int, int]
 
 AROUND = (*WHOLE_STEPS, "apply")
 """Spans around others: what is in them has rows and bars of its own."""
-UPDATE = ("update", "l2_norm")
-"""The optimizer, and the norm that it needs."""
+UPDATE = ("update", "l2_norm", "check of gradients")
+"""The optimizer, and the norm that it needs, to clip or to find gradients that are not finite."""
 SUMS = ("all_reduce", "reduce", "reduce_scatter", "all_gather")
 """Of buckets."""
 _WITH_OTHERS_INSIDE = "backward"  # buckets are summed in the middle of it
@@ -76,7 +77,7 @@ class Phase:
 def phases_of(step: Step) -> list[Phase]:
     """Return the phases, in the order in which they began."""
     whole = step.end_ns - step.begin_ns
-    rows = _rows(step.spans) or list(step.spans)
+    rows = rows_of(step.spans) or list(step.spans)
     inside = _calls_by_row(rows, step.collectives)
     grouped: dict[str, list[Span]] = {}
     for span in rows:
@@ -84,15 +85,37 @@ def phases_of(step: Step) -> list[Phase]:
     return [_phase(name, spans, inside, whole) for name, spans in grouped.items()]
 
 
-def outside(step: Step, phases: Sequence[Phase]) -> Phase:
-    """Return the time of the step that no phase covers: the script's own code, Python between launches."""
+def outside(step: Step, phases: Sequence[Phase]) -> list[Phase]:
+    """Return the time of the step that no phase covers, in parts by where it lies; parts of no length are left out."""
     whole = step.end_ns - step.begin_ns
-    inside = [(max(begin, step.begin_ns), min(end, step.end_ns)) for each in phases for begin, end in each.times]
-    rest = whole - covered(inside)
-    return Phase("outside these", (), (), (), rest / 1e9, rest / whole if whole else 0.0, 0, None, 0.0)
+    seen = [(max(begin, step.begin_ns), min(end, step.end_ns)) for each in phases for begin, end in each.times]
+    reached, found = covered(seen), []
+    for name, (begin, end) in _outer_parts(step, phases).items():
+        seen.append((begin, max(begin, end)))
+        before, reached = reached, covered(seen)
+        if rest := reached - before:
+            found.append(Phase(name, (), (), (), rest / 1e9, rest / whole, 0, None, 0.0))
+    return found
 
 
-def _rows(spans: Sequence[Span]) -> list[Span]:
+def _outer_parts(step: Step, phases: Sequence[Phase]) -> dict[str, Interval]:
+    """Return the parts of a step by name; where two overlap, the first counts."""
+    calls = [(each.host_begin_ns, each.host_end_ns) for each in step.spans if each.step == step.name]
+    nothing = step.begin_ns, step.begin_ns if step.name == CALLS else step.end_ns
+    begin, end = calls[0] if calls else nothing
+    forward = min((times[0] for each in phases if each.name == "forward" for times in each.times), default=begin)
+    start = min((each.host_begin_ns for each in step.spans if each.step == "apply"), default=forward)
+    last = max((times[1] for each in phases for times in each.times), default=begin)
+    return {
+        "preparing": (begin, min(start, forward)),
+        "starting ranks": (start, forward),
+        "between phases": (begin, min(end, last)),
+        "after the last phase": (last, step.end_ns),
+        "your script": (step.begin_ns, step.end_ns),
+    }
+
+
+def rows_of(spans: Sequence[Span]) -> list[Span]:
     """Return those that are not around others, and not inside another row of their thread."""
     found: list[Span] = []
     last: dict[int, Span] = {}

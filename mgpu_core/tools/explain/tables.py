@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from statistics import median
 
-from mgpu_core.tools.explain.batches import Batch, servers_of
+from mgpu_core.tools.explain.batches import Batch, batches_of, served_times, servers_of
 from mgpu_core.tools.explain.phases import Phase, outside, phases_of
 from mgpu_core.tools.explain.predicted import predicted_seconds
 from mgpu_core.tools.explain.scene import plural
@@ -14,12 +14,16 @@ from mgpu_core.tools.explain.timeline import Timeline, timelines_of
 from mgpu_core.tools.explain.topology import Machine
 
 __all__ = [
+    "INFERENCE_LEGEND",
     "columns",
     "human_nbytes",
     "human_seconds",
     "inference_rows",
     "inference_table",
+    "legend",
     "phase_rows",
+    "pipeline_lines",
+    "seconds_of",
     "table",
 ]
 
@@ -27,52 +31,71 @@ __all__ = [
 def table(step: Step, environment: Mapping[str, str], machine: Machine | None = None, dropped: int = 0) -> str:
     """Return a header, one line per phase, and a legend; no newline at the end.
 
-    With a machine, there are two more columns: the measured and the predicted time of the collectives.
+    With a machine, there are two more columns: the measured and the predicted time of the collectives.  A step of
+    batches has no phases: :func:`inference_table` has its numbers.
     """
-    seconds = (step.end_ns - step.begin_ns) / 1e9
     ranks = plural(len(step.devices), "stage" if step.schedules else "rank")
     team = ", ".join(device or "not seen" for device in step.devices) or "none known"
-    head = [
-        f"step {step.number}: {step.name}, {ranks} ({team}), {human_seconds(seconds)}",
+    lines = [
+        f"step {step.number}: {step.name}, {ranks} ({team}), {human_seconds(seconds_of(step))}",
         *([_WORKERS[step.workers]] if step.workers else []),
         *(f"{name}: {value}" for name, value in environment.items()),
-        "",
     ]
-    foot = [
-        *(line for each in timelines_of(step) for line in _pipeline(each)),
-        "",
-        "time: covered by the phase's spans; phases overlap, so shares may add up to more than 100 %.",
-        "bus GB/s: bytes of a rank x the operation's factor (2(n-1)/n for all_reduce) / time of the calls.",
-    ]
+    if not batches_of(step):
+        rows = phase_rows(step, machine)
+        lines += ["", *columns(rows, left=1)]
+        for each in timelines_of(step):
+            lines += ["", *pipeline_lines(each)]
+        lines += ["", *legend(rows, machine)]
     if dropped:
-        foot.append(f"{dropped} events more were too many to keep: the last step may be a part of one.")
-    if machine:
-        foot.append(f"predicted: the collectives' own time by the cost model of {machine.name} (docs/cost_model.md).")
-    return "\n".join([*head, *columns(phase_rows(step, machine), left=1), *foot])
+        lines.append(f"{dropped} events more were too many to keep: the last step may be a part of one.")
+    return "\n".join(lines)
+
+
+def seconds_of(step: Step) -> float:
+    """Return the time from a step's begin, or a predictor's first request, to its end."""
+    batches = batches_of(step)
+    begin, end = served_times(batches) if batches else (step.begin_ns, step.end_ns)
+    return (end - begin) / 1e9
 
 
 def phase_rows(step: Step, machine: Machine | None = None) -> list[tuple[str, ...]]:
-    """Return the cells of :func:`table`, with a header: a row per phase, and one for the time outside of them."""
+    """Return the cells of :func:`table`, with a header: a row per phase, and below them the time in no phase.
+
+    Columns without a value are left out.
+    """
     phases = phases_of(step)
-    shown = [*phases, outside(step, phases)]
-    return [_HEAD + (_MORE if machine else ()), *(_row(phase, machine) for phase in shown)]
+    shown = [*phases, *outside(step, phases)]
+    rows = [_HEAD + (_MORE if machine else ()), *(_row(phase, machine) for phase in shown)]
+    kept = [column for column in zip(*rows, strict=True) if set(column[1:]) != {"-"}]
+    return list(zip(*kept, strict=True))
 
 
-def _pipeline(run: Timeline) -> list[str]:
-    """Return the idle share of a pipeline's run, and the bytes that crossed each border forward."""
+def legend(rows: Sequence[Sequence[str]], machine: Machine | None = None) -> list[str]:
+    """Return a line on each column and row of :func:`phase_rows` that does not explain itself."""
+    shown = {*rows[0], *(row[0] for row in rows)}
+    lines = [f"{name}: {about}." for name, about in _ABOUT.items() if name in shown]
+    if machine:
+        lines.append(f"predicted: the collectives' own time by the cost model of {machine.name} (docs/cost_model.md).")
+    return lines
+
+
+def pipeline_lines(run: Timeline) -> list[str]:
+    """Return the idle share of a pipeline's run, and the bytes that crossed each border."""
     micro_batches = 1 + max(each[3] for each in run.schedule.actions)
     return [
-        "",
         f"pipeline: {plural(len(run.schedule.workers), 'stage')}, {micro_batches} micro-batches; "
-        f"idle {run.idle:.1%} of the stages' time, {run.bubble:.1%} by the schedule",
-        *(f"stage {a} to stage {b}: {human_nbytes(nbytes)} forward" for a, b, nbytes in run.schedule.borders),
+        f"idle {run.idle:.1%} of the stages' time from the first action to the last, {run.bubble:.1%} by the schedule",
+        *(
+            f"stage {a} to stage {b}: {human_nbytes(there)} forward, {human_nbytes(back)} backward"
+            for a, b, there, back in run.schedule.borders
+        ),
     ]
 
 
 def inference_table(batches: list[Batch]) -> list[str]:
     """Return a line per rank of a predictor: batches, the wait of the oldest request of each, idle share."""
-    legend = "time: of a batch, median.  oldest waited: the oldest request of a batch, in the queue, median and most."
-    return ["", *columns(inference_rows(batches), left=1), legend] if batches else []
+    return ["", *columns(inference_rows(batches), left=1), INFERENCE_LEGEND] if batches else []
 
 
 def inference_rows(batches: list[Batch]) -> list[list[str]]:
@@ -95,6 +118,21 @@ _WORKERS = {
 }
 _HEAD = ("phase", "ranks", "calls", "moved", "time", "share", "bus GB/s")
 _MORE = ("collectives", "predicted")
+INFERENCE_LEGEND = (
+    "time: of a batch, median.  oldest waited: the oldest request of a batch, in the queue, median and most."
+)
+_ABOUT = {
+    "time": "covered by the phase's spans; phases overlap, so shares may add up to more than 100 %",
+    "bus GB/s": "bytes of a rank x the operation's factor (2(n-1)/n for all_reduce) / time of the calls",
+    "meet": "the ranks join the gradients of a cut layer",
+    "l2_norm": "the norm of all gradients, for clip_norm",
+    "check of gradients": "whether all of them are finite; error_if_nonfinite=False leaves it out",
+    "preparing": "no phase; mgpu_core reads the module and sets the ranks up",
+    "starting ranks": "no phase; the ranks' threads wake, until the first forward begins",
+    "between phases": "no phase; Python and launches between two of them, and threads that wait",
+    "after the last phase": "no phase; the step ends, and returns to your script",
+    "your script": "no phase; code outside of mgpu_core's calls: the loss, other layers, and autograd's own work",
+}
 
 
 def _row(phase: Phase, machine: Machine | None) -> tuple[str, ...]:
@@ -111,7 +149,7 @@ def _cells(phase: Phase) -> tuple[str, ...]:
         phase.name,
         str(phase.ranks or "-"),
         str(len(phase.collectives) or "-"),
-        human_nbytes(phase.moved_nbytes),
+        human_nbytes(phase.moved_nbytes) if phase.collectives else "-",
         human_seconds(phase.seconds),
         f"{phase.share:.1%}",
         "-" if phase.bus_gbps is None else f"{phase.bus_gbps:.2f}",

@@ -7,7 +7,6 @@ from typing import Any
 
 from mgpu_core.pipeline.schedules import bubble
 from mgpu_core.tools.explain.phases import covered
-from mgpu_core.tools.explain.scene import us
 from mgpu_core.tools.explain.steps import Step
 from mgpu_core.trace.events import Schedule, Span
 
@@ -61,13 +60,6 @@ class Timeline:
             "stages": [step.devices[self.schedule.first_rank + stage] for stage in range(len(self.schedule.workers))],
             "slots": self.slots,
             "ideal": [list(action) for action in self.schedule.actions],
-            "real": [
-                [us(step, each.begin_ns), us(step, each.end_ns), self.stage_of(each), each.step, each.bucket]
-                for each in self.spans
-            ],
-            "borders": [list(border) for border in self.schedule.borders],
-            "idle": round(self.idle, 4),
-            "bubble": round(self.bubble, 4),
         }
 
 

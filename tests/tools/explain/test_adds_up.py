@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional
 
 import mgpu_core
-from mgpu_core.tools.explain.phases import moved_nbytes, phases_of
+from mgpu_core.tools.explain.phases import covered, moved_nbytes, outside, phases_of
 from mgpu_core.tools.explain.scenes import scenes_of
 
 
@@ -125,6 +125,10 @@ def test_the_table_has_every_collective_once(way, ranks):
         assert sum(len(row.collectives) for row in rows) == len(step.collectives)
         assert sum(row.moved_nbytes for row in rows) == sum(map(moved_nbytes, step.collectives))
         assert scenes_of(step)
+        inside = [(max(begin, step.begin_ns), min(end, step.end_ns)) for row in rows for begin, end in row.times]
+        parts = [round(part.seconds * 1e9) for part in outside(step, rows)]
+        assert min(parts, default=1) > 0
+        assert sum(parts) == step.end_ns - step.begin_ns - covered(inside)
 
 
 @pytest.mark.several_ranks

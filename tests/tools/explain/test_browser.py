@@ -99,8 +99,36 @@ def test_the_known_numbers(open_page):
         ["1", "16 B", "0.bias"],
         ["2", "96 B", "0.weight"],
     ]
-    phases = {row.split("\t")[0]: row.split("\t")[2] for row in page.locator("#phases tr").all_inner_texts()[1:]}
-    assert (phases["scatter"], phases["all_reduce"]) == ("0 B", "608 B")  # 4 ranks x 152 bytes
+    head, *rows = (row.split("\t") for row in page.locator("#phases tr").all_inner_texts())
+    moved = {row[0]: row[head.index("moved")] for row in rows}
+    assert (moved["scatter"], moved["all_reduce"]) == ("-", "608 B")  # 4 ranks x 152 bytes
+    assert any(line.startswith("preparing: no phase; ") for line in page.locator("#legend p").all_inner_texts())
+
+
+def test_a_picture_keeps_what_the_scenes_before_it_have_done(open_page):
+    def filled(rank, about):
+        boxes = page.locator(f"#picture [data-rank='{rank}'] [data-tip^='{about}']")
+        return {"--idle" not in box.get_attribute("style") for box in boxes.all()}
+
+    page = open_page()
+    assert filled(1, "inputs[0]") == {False}
+    page.click("#next")
+    assert title(page) == "Forward"
+    assert filled(1, "inputs[0]") == {True}  # its rows have arrived
+    page.keyboard.press("End")
+    assert title(page) == "Update"
+    assert filled(1, "gradients of bucket 0: 40 B, summed") == {True}
+
+
+def test_all_columns_of_the_table_can_be_reached(open_page):
+    page = open_page(viewport={"width": 400, "height": 900})
+    holder = page.locator(".scroll").first
+    holder.evaluate("box => box.scrollTo(box.scrollWidth, 0)")
+    box, last, first = (
+        each.bounding_box() for each in (holder, page.locator("#phases th").last, page.locator("#phases th").first)
+    )
+    assert last["x"] + last["width"] <= box["x"] + box["width"] + 1
+    assert first["x"] == box["x"]  # the names of the phases stay
 
 
 def test_it_steps_by_buttons_and_keys(open_page):
@@ -253,7 +281,12 @@ def test_batches_of_a_predictor_are_blocks_with_waits(browser, tmp_path):
     page.on("pageerror", lambda error: said.append(str(error)))
     page.goto((tmp_path / "page.html").as_uri())
     assert page.inner_text("h1") == "Inference, as it was recorded"
-    assert page.inner_text("#inference-idle").startswith("Idle: rank ")
+    assert page.inner_text("#phases-title") == "Batches of each rank"
+    table = [row.split("\t")[:5] for row in page.locator("#phases tr").all_inner_texts()]
+    assert table[0] == ["inference", "batches", "requests", "rows", "rows a batch"]
+    assert sum(int(row[1]) for row in table[1:]) == 2
+    duration = page.inner_text("#summary").split(", ")[-1]
+    assert page.locator("#inference svg > text.soft").last.text_content() == duration
     tips = [each.get_attribute("data-tip") for each in page.locator("#inference [data-tip]").all()]
     assert len(tips) == 4  # a block and a wait each
     assert all(tip.startswith("3 rows of 1 request: ") for tip in tips)
@@ -262,5 +295,29 @@ def test_batches_of_a_predictor_are_blocks_with_waits(browser, tmp_path):
     assert page.inner_text("h1") == "A training step, as it was recorded"
     assert page.locator("#timeline-part").is_visible()
     assert not page.locator("#inference-part").is_visible()
+    page.close()
+    assert said == []
+
+
+def test_a_pipeline_has_one_clock_and_the_plan(browser, tmp_path):
+    net = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(2)))
+    pipeline = mgpu_core.Pipeline(net, ["cpu"] * 2, chunks=3)
+    step = mgpu_core.TrainStep(pipeline, functional.mse_loss, torch.optim.SGD(net.parameters(), 0.1))
+    with mgpu_core.explain() as trace:
+        step(torch.ones(6, 4), torch.ones(6, 4))
+    trace.save_html(tmp_path / "page.html")
+    page, said = browser.new_page(viewport={"width": 400, "height": 900}), []
+    page.on("pageerror", lambda error: said.append(str(error)))
+    page.goto((tmp_path / "page.html").as_uri())
+    assert "Click a bar" not in page.inner_text("#timeline-part")
+    assert not page.locator("#timeline .hit, #now").locator("visible=true").count()
+    tips = [each.get_attribute("data-tip") for each in page.locator("#timeline rect[data-tip]").all()]
+    assert sorted(tip.split(":")[0] for tip in tips if "micro-batch" in tip) == sorted(
+        [f"{kind}, micro-batch {batch}" for kind in ("backward", "forward") for batch in range(3)] * 2
+    )
+    assert "stage 0 to stage 1: 96 B forward, 96 B backward" in page.inner_text("#pipeline")
+    assert page.locator("#pipeline svg").count() == 1
+    ends = [page.locator(f"#{part} svg > text.soft").last.text_content() for part in ("timeline", "pipeline")]
+    assert ends == [page.inner_text("#summary").split(", ")[-1], "8 slots"]
     page.close()
     assert said == []

@@ -171,10 +171,7 @@ def trace_with(step):
 
 def test_the_page_draws_the_last_batches(monkeypatch):
     (data,) = page_data(Recorded([by_hand()]))["steps"]
-    assert data["inference"]["ranks"] == [
-        {"name": "rank 0 (cpu)", "idle": 0.8, "batches": 2},
-        {"name": "rank 1 (cpu)", "idle": 0.5, "batches": 1},
-    ]
+    assert data["inference"]["ranks"] == ["rank 0 (cpu)", "rank 1 (cpu)"]
     assert data["inference"]["batches"][0] == {
         "row": 0, "rows": 4, "requests": 2, "asked": 0, "launched": 0.5, "begin": 0.5, "end": 10.5,
     }  # fmt: skip
@@ -182,7 +179,21 @@ def test_the_page_draws_the_last_batches(monkeypatch):
     monkeypatch.setattr(batches, "MOST_DRAWN", 1)
     short = inference_data(by_hand())
     assert (short["left_out"], [each["rows"] for each in short["batches"]]) == (2, [1])
-    assert short["batches"][0]["asked"] == 0  # the picture begins with what it shows
+    assert short["batches"][0]["asked"] == 50.5  # on the axis of the whole recording, since its first request
+
+
+def test_a_step_of_batches_has_one_span_and_the_table_of_its_ranks():
+    """The title, the axis and the table: from the first request to the end of the last batch."""
+    (data,) = page_data(Recorded([by_hand()]))["steps"]
+    assert data["us"] == max(each["end"] for each in data["inference"]["batches"]) == 100.5
+    assert [row[:5] for row in data["table"]] == [
+        ["inference", "batches", "requests", "rows", "rows a batch"],
+        ["rank 0 (cpu)", "2", "3", "5", "2.5"],
+        ["rank 1 (cpu)", "1", "2", "4", "4.0"],
+    ]
+    text = trace_with(by_hand()).table()
+    assert text.startswith("step 0: inference, 2 ranks (cpu, cpu), 100 us\n")
+    assert not any(line.startswith(("phase", "batch ", "your script", "bus GB/s")) for line in text.splitlines())
 
 
 def test_a_long_recording_makes_a_small_page(tmp_path):

@@ -11,6 +11,7 @@ import mgpu_core
 from mgpu_core import _core, comm
 from mgpu_core.tools.cli import main
 from mgpu_core.tools.explain import page
+from mgpu_core.tools.explain.tables import human_nbytes
 
 SIMPLENET = {"hidden.weight": 784 * 128, "hidden.bias": 128, "output.weight": 128 * 10, "output.bias": 10}
 
@@ -61,8 +62,9 @@ def test_mnist_as_computed_by_hand(tmp_path, ranks, batch):
         assert (arrow["hops"], arrow["nbytes"]) == (4, sum(sizes.values()))
         assert reduction["moved"] == ranks * sum(sizes.values())
         assert len(scenes(step, "update")) == 1
-        moved = {phase["name"]: phase["moved"] for phase in step["phases"]}
-        assert (moved["scatter"], moved["all_reduce"]) == (0, ranks * sum(sizes.values()))
+        head, *rows = step["table"]
+        moved = {row[0]: row[head.index("moved")] for row in rows}
+        assert (moved["scatter"], moved["all_reduce"]) == ("-", human_nbytes(ranks * sum(sizes.values())))
 
 
 @pytest.mark.several_ranks
@@ -204,8 +206,10 @@ def test_what_a_rank_has_already_is_not_told_as_moved():
     assert ring[0] == "4 KiB of 1 tensor are moved and summed, in 8 operations."
     assert ring[-1] == "4 KiB of 1 tensor are copied, in 8 operations."
     assert gathered == "200 B of 1 tensor are copied, in 4 operations."
-    moved = sum(phase["moved"] for step in page.page_data(trace)["steps"] for phase in step["phases"])
-    assert (len(ring), moved) == (14, 14 * 4096 + 200)
+    assert len(ring) == 14
+    (head, *rows), *_ = (step["table"] for step in page.page_data(trace)["steps"])
+    moved = {row[0]: row[head.index("moved")] for row in rows}
+    assert (moved["all_reduce"], moved["all_gather"]) == ("56 KiB", "200 B")
 
 
 @pytest.mark.several_ranks

@@ -87,7 +87,7 @@ def test_a_page_has_as_much_of_a_step_as_there_is_room_for(monkeypatch):
     (less,) = found["steps"]
     assert [each["bucket"] for each in less["buckets"]] == [*range(8), *range(32, 40)]
     assert less["left_out"].startswith("Too much for this page: 24 buckets, 24 scenes, ")
-    assert less["phases"] == whole["steps"][1]["phases"]
+    assert less["table"] == whole["steps"][1]["table"]
 
 
 def test_what_helps_is_said_where_no_page_is_small_enough(monkeypatch):

@@ -28,14 +28,18 @@ def training(stages=2, chunks=3, devices=None):
 
 def test_a_training_step_has_its_plan_and_each_action_once():
     trace = recorded(training(3, 3))
-    (data,) = page_data(trace)["steps"][-1]["pipelines"]
+    step = page_data(trace)["steps"][-1]
+    (data,) = step["pipelines"]
     actions = plan(3, 3)
     assert data["ideal"] == [list(action) for action in actions]
     assert data["slots"] == 1 + max(action.time for action in actions)
-    assert sorted((stage, kind, batch) for _, _, stage, kind, batch in data["real"]) == sorted(a[1:] for a in actions)
-    assert all(begin <= end for begin, end, *_ in data["real"])
+    lanes = [lane["bars"] for lane in step["lanes"] if lane["name"].startswith("stage")]
+    bars = [(stage, bar["name"], bar["bucket"]) for stage, lane in enumerate(lanes) for bar in lane]
+    assert sorted(bars) == sorted(action[1:] for action in actions)
+    assert all(0 <= bar["begin"] <= bar["end"] <= step["us"] for lane in lanes for bar in lane)
     assert data["stages"] == ["cpu"] * 3
-    assert data["borders"] == [[0, 1, 6 * 4 * 4], [1, 2, 6 * 4 * 4]]  # rows, columns, bytes of float32
+    both_ways = "96 B forward, 96 B backward"  # 6 rows, 4 columns, 4 bytes of float32
+    assert data["about"][1:] == [f"stage 0 to stage 1: {both_ways}", f"stage 1 to stage 2: {both_ways}"]
 
 
 def test_the_table_says_stages_idle_shares_and_borders():
@@ -43,7 +47,18 @@ def test_the_table_says_stages_idle_shares_and_borders():
     assert "2 stages (cpu, cpu)" in text
     assert "pipeline: 2 stages, 3 micro-batches; idle" in text
     assert "25.0% by the schedule" in text  # one slot in four: 2 (s - 1) of 2 (m + s - 1)
-    assert "stage 0 to stage 1: 96 B forward" in text
+    assert "stage 0 to stage 1: 96 B forward, 96 B backward" in text
+
+
+def test_what_gets_no_gradient_crosses_forward_alone():
+    class Deaf(nn.Linear):
+        def forward(self, x):
+            return super().forward(torch.ones(x.shape))
+
+    net = nn.Sequential(nn.Linear(4, 4), Deaf(4, 4))
+    step = TrainStep(Pipeline(net, ["cpu"] * 2, chunks=3), mse, optim.SGD(net.parameters(), lr=0.1))
+    (found,) = timelines_of(recorded(lambda: step(torch.ones(6, 4), torch.ones(6, 4))).step())
+    assert found.schedule.borders == ((0, 1, 96, 0),)
 
 
 def test_copies_of_a_pipeline_have_a_timeline_each():
@@ -51,7 +66,7 @@ def test_copies_of_a_pipeline_have_a_timeline_each():
     found = timelines_of(trace.step())
     assert [each.schedule.first_rank for each in found] == [0, 2]
     assert [len(each.spans) for each in found] == [12, 12]
-    assert [border for each in found for border in each.schedule.borders] == [(0, 1, 48), (0, 1, 48)]
+    assert [border for each in found for border in each.schedule.borders] == [(0, 1, 48, 48), (0, 1, 48, 48)]
 
 
 def test_a_forward_of_its_own_is_all_forwards_first():
@@ -60,7 +75,7 @@ def test_a_forward_of_its_own_is_all_forwards_first():
     (data,) = page_data(trace)["steps"][0]["pipelines"]
     slots = [[stage + batch, stage, "forward", batch] for batch in range(3) for stage in range(2)]
     assert sorted(data["ideal"]) == sorted(slots)
-    assert data["bubble"] == 0.25
+    assert "25.0% by the schedule" in data["about"][0]
 
 
 def span(rank, batch, begin, end):

@@ -21,7 +21,7 @@ function time(us) {
   if (us >= 1e6) return `${(us / 1e6).toPrecision(3)} s`;
   return us >= 1000 ? `${(us / 1000).toPrecision(3)} ms` : `${us < 10 ? us.toFixed(1) : us.toFixed(0)} µs`;
 }
-const many = (count, noun) => `${count} ${noun}${count === 1 ? "" : "s"}`;
+const many = (count, noun, ending = "s") => `${count} ${noun}${count === 1 ? "" : ending}`;
 const colour = (rank) => rank < 0 ? "var(--accent)" : `hsl(${(rank * 137 + 212) % 360} 62% var(--light))`;
 
 // SVG.
@@ -79,9 +79,9 @@ function nameBar(parent, rank, bar, name) {
 // What has happened before a scene: the picture is drawn from it.
 function stateBefore(index) {
   const state = {rows: null, atRanks: false, replicas: false, ready: new Set(), summed: new Set(), updated: false};
-  step.scenes.forEach((each, index) => {
+  step.scenes.forEach((each, at) => {
     if (each.kind === "scatter" && !state.rows) state.rows = each;
-    if (index >= index) return;
+    if (at >= index) return;
     if (each.kind === "scatter") state.atRanks = true;
     if (each.kind === "round" && each.operation === "broadcast") state.replicas = true;
     if (each.kind === "backward") each.ready.forEach((mark) => state.ready.add(`${mark.rank} ${mark.bucket}`));
@@ -311,57 +311,65 @@ function drawTimeline() {
   const height = step.lanes.length * row + 24, scale = (width - left - 4) / Math.max(step.us, 0.001);
   holder.replaceChildren();
   const svg = draw(holder, "svg", {viewBox: `0 0 ${width} ${height}`, height, role: "img", "aria-label": `Timeline of ${time(step.us)}: ${step.lanes.map((lane) => `${lane.name}, ${many(lane.bars.length, "bar")}`).join("; ")}`});
+  const staged = step.pipelines.length > 0;
+  if (staged) hatch(svg);
   step.lanes.forEach((lane, index) => {
     const y = index * row;
-    draw(svg, "rect", {class: "lane", x: left, y: y + 2, width: width - left, height: row - 4});
+    draw(svg, "rect", {class: staged && lane.name.startsWith("stage") ? "hatch" : "lane", x: left, y: y + 2, width: width - left, height: row - 4});
     label(svg, 0, y + 20, width < 600 ? lane.name.split(" (")[0] : lane.name, left - 8);
     const rank = /^(?:rank|stage) (\d+)/.exec(lane.name);
     lane.bars.forEach((bar) => {
-      const about = `${bar.name}${bar.bucket >= 0 ? `, ${step.pipelines.length ? "micro-batch" : "bucket"} ${bar.bucket}` : ""}: ${time(bar.end - bar.begin)}, from ${time(bar.begin)}`;
+      const about = `${bar.name}${bar.bucket >= 0 ? `, ${staged ? "micro-batch" : "bucket"} ${bar.bucket}` : ""}: ${time(bar.end - bar.begin)}, from ${time(bar.begin)}`;
+      const x = left + bar.begin * scale, wide = Math.max(1.5, (bar.end - bar.begin) * scale);
+      if (staged && rank) {
+        block(svg, x, y + 4, wide, row - 8, bar.name, bar.bucket, about);
+        return;
+      }
       const fade = {forward: 100, loss: 55, backward: 75}[bar.name] || 70, base = rank ? colour(Number(rank[1])) : "var(--accent)";
-      const made = box(svg, left + bar.begin * scale, y + 4, Math.max(1.5, (bar.end - bar.begin) * scale), row - 8, `color-mix(in srgb, ${base} ${fade}%, var(--box))`, about);
+      const made = box(svg, x, y + 4, wide, row - 8, `color-mix(in srgb, ${base} ${fade}%, var(--box))`, about);
+      if (staged) return;
       made.classList.add("hit");
       made.addEventListener("click", () => go(sceneNear(bar)));
     });
   });
   label(svg, left, height - 6, "0", 40, "soft");
   draw(svg, "text", {x: width - 2, y: height - 6, class: "soft", "text-anchor": "end"}, time(step.us));
-  draw(svg, "line", {class: "now", id: "now", y1: 0, y2: height - 22});
+  draw(svg, "line", {class: "now", id: "now", y1: 0, y2: height - 22, visibility: staged ? "hidden" : "visible"});
   holder.dataset.left = left;
   holder.dataset.scale = scale;
 }
-// Pipelines: the real times of each stage's blocks, and below them the slots of the schedule.
+// A numbered block of a micro-batch: light forward, dark backward.
+function block(svg, x, y, width, height, kind, batch, about) {
+  const hue = `hsl(${(batch * 67 + 212) % 360} 55% 45%)`;
+  box(svg, x, y, width, height, `color-mix(in srgb, ${hue} ${kind === "forward" ? "80%, white" : "65%, black"})`, about);
+  if (width > 16) draw(svg, "text", {class: "block", x: x + width / 2, y: y + height / 2 + 5}, batch);
+}
+// Pipelines: below the timeline, the slots of the schedule.
 function drawPipelines() {
   find("pipeline-part").hidden = !step.pipelines.length;
-  for (const each of document.querySelectorAll(".stage, #scenes-part, #keys")) each.hidden = step.pipelines.length > 0 || step.inference !== null;
+  for (const each of document.querySelectorAll(".stage, #scenes-part, #keys, #click")) each.hidden = step.pipelines.length > 0 || step.inference !== null;
   const holder = find("pipeline");
   holder.replaceChildren();
   step.pipelines.forEach((run) => {
-    const about = document.createElement("p");
-    about.textContent = `Idle: ${(run.idle * 100).toFixed(1)} % of the stages' time, ${(run.bubble * 100).toFixed(1)} % by the schedule. `
-      + run.borders.map(([from, to, count]) => `Stage ${from} to stage ${to}: ${bytes(count)} forward.`).join(" ");
-    holder.append(about);
-    const first = Math.min(...run.real.map((each) => each[0])), last = Math.max(...run.real.map((each) => each[1]));
-    drawBlocks(holder, run.stages, "as recorded", last - first, run.real.map(([begin, end, ...rest]) => [begin - first, end - first, ...rest]), time);
-    drawBlocks(holder, run.stages, "by the schedule", run.slots, run.ideal.map(([slot, ...rest]) => [slot, slot + 1, ...rest]), (slots) => many(slots, "slot"));
+    for (const line of run.about) holder.append(paragraph(line));
+    const width = holder.clientWidth || 320, left = width < 600 ? 84 : 150, row = 26, height = run.stages.length * row + 24;
+    const svg = draw(holder, "svg", {viewBox: `0 0 ${width} ${height}`, height, role: "img", "aria-label": `the schedule: ${many(run.ideal.length, "block")} in ${many(run.slots, "slot")}`});
+    hatch(svg);
+    const scale = (width - left - 4) / run.slots;
+    run.stages.forEach((device, stage) => {
+      label(svg, 0, stage * row + 18, width < 600 ? `stage ${stage}` : `stage ${stage} (${device || "not seen"})`, left - 8);
+      draw(svg, "rect", {class: "hatch", x: left, y: stage * row + 2, width: run.slots * scale, height: row - 4});
+    });
+    run.ideal.forEach(([slot, stage, kind, batch]) =>
+      block(svg, left + slot * scale, stage * row + 2, scale - 1, row - 4, kind, batch, `${kind} of micro-batch ${batch}, stage ${stage}: slot ${slot}`));
+    label(svg, left, height - 6, "slot 0", 60, "soft");
+    draw(svg, "text", {x: width - 2, y: height - 6, class: "soft", "text-anchor": "end"}, many(run.slots, "slot"));
   });
 }
-function drawBlocks(holder, stages, name, length, blocks, unit) {
-  const width = holder.clientWidth || 320, left = width < 600 ? 72 : 150, row = 26, height = stages.length * row + 24;
-  const svg = draw(holder, "svg", {viewBox: `0 0 ${width} ${height}`, height, role: "img", "aria-label": `${name}: ${many(blocks.length, "block")} in ${unit(length)}`});
-  hatch(svg);
-  const scale = (width - left - 4) / Math.max(length, 1e-3);
-  stages.forEach((device, stage) => {
-    label(svg, 0, stage * row + 18, width < 600 ? `stage ${stage}` : `stage ${stage} (${device || "not seen"})`, left - 8);
-    draw(svg, "rect", {class: "hatch", x: left, y: stage * row + 2, width: length * scale, height: row - 4});
-  });
-  blocks.forEach(([begin, end, stage, kind, batch]) => {
-    const wide = Math.max(1.5, (end - begin) * scale), fill = `color-mix(in srgb, hsl(${(batch * 67 + 212) % 360} 55% 45%) ${kind === "forward" ? 80 : 100}%, ${kind === "forward" ? "white" : "black"})`;
-    box(svg, left + begin * scale, stage * row + 2, wide, row - 4, kind === "forward" ? fill : fill.replace("100%", "65%"), `${kind} of micro-batch ${batch}, stage ${stage}: ${unit(end - begin)}`);
-    if (wide > 16) draw(svg, "text", {class: "block", x: left + begin * scale + wide / 2, y: stage * row + 18}, batch);
-  });
-  label(svg, left, height - 6, name, width - left - 90, "soft");
-  draw(svg, "text", {x: width - 2, y: height - 6, class: "soft", "text-anchor": "end"}, unit(length));
+function paragraph(text) {
+  const made = document.createElement("p");
+  made.textContent = text;
+  return made;
 }
 function hatch(svg) {
   const pattern = draw(svg, "pattern", {id: "hatch", width: 6, height: 6, patternUnits: "userSpaceOnUse", patternTransform: "rotate(45)"});
@@ -374,28 +382,28 @@ function drawBatches() {
   find("timeline-part").hidden = run !== null;
   find("title").textContent = `${run ? "Inference" : "A training step"}, as it was recorded`;
   if (!run) return;
-  find("inference-idle").textContent = `Idle: ${run.ranks.map((each) => `${each.name} ${(each.idle * 100).toFixed(1)} %`).join(", ")}.`
-    + (run.left_out ? ` The last ${run.batches.length} of ${run.batches.length + run.left_out} batches are drawn.` : "");
+  const all = run.batches.length + run.left_out, first = run.left_out ? Math.min(...run.batches.map((each) => each.asked)) : 0;
+  find("inference-drawn").textContent = run.left_out ? `The last ${run.batches.length} of ${all} batches are drawn.` : "";
   const holder = find("inference"), width = holder.clientWidth || 320, row = 46, drawn = run.ranks.map(() => 0);
-  const left = (width < 600 ? 84 : 150) + (run.ranks[0].name.startsWith("rank") ? 0 : 66);
-  const last = Math.max(...run.batches.map((each) => each.end)), height = run.ranks.length * row + 24, scale = (width - left - 4) / Math.max(last, 1e-3);
+  const left = (width < 600 ? 84 : 150) + (run.ranks[0].startsWith("rank") ? 0 : 66);
+  const height = run.ranks.length * row + 24, scale = (width - left - 4) / Math.max(step.us - first, 1e-3), at = (us) => left + (us - first) * scale;
   holder.replaceChildren();
-  const svg = draw(holder, "svg", {viewBox: `0 0 ${width} ${height}`, height, role: "img", "aria-label": `${run.batches.length} batches in ${time(last)}`});
+  const svg = draw(holder, "svg", {viewBox: `0 0 ${width} ${height}`, height, role: "img", "aria-label": `${many(run.batches.length, "batch", "es")} from ${time(first)} to ${time(step.us)}`});
   hatch(svg);
   run.ranks.forEach((rank, index) => {
-    label(svg, 0, index * row + 34, width < 600 ? rank.name.split(" (")[0] : rank.name, left - 8);
-    draw(svg, "rect", {class: "hatch", x: left, y: index * row + 16, width: last * scale, height: 26});
+    label(svg, 0, index * row + 34, width < 600 ? rank.split(" (")[0] : rank, left - 8);
+    draw(svg, "rect", {class: "hatch", x: left, y: index * row + 16, width: width - left - 4, height: 26});
   });
   run.batches.forEach((each, index) => {
-    const x = left + each.begin * scale, wide = Math.max(1.5, (each.end - each.begin) * scale), y = each.row * row;
+    const x = at(each.begin), wide = Math.max(1.5, (each.end - each.begin) * scale), y = each.row * row;
     const about = `${many(each.rows, "row")} of ${many(each.requests, "request")}: ${time(each.end - each.begin)}; the oldest waited ${time(each.launched - each.asked)}`;
     const fill = `hsl(${(index * 67 + 212) % 360} 55% 42%)`;
-    box(svg, left + each.asked * scale, y + 3 + 4 * (drawn[each.row]++ % 3), Math.max(1, (each.launched - each.asked) * scale), 2, fill, about);
+    box(svg, at(each.asked), y + 3 + 4 * (drawn[each.row]++ % 3), Math.max(1, (each.launched - each.asked) * scale), 2, fill, about);
     box(svg, x, y + 16, wide, 26, fill, about);
     if (wide > 8 * String(each.rows).length + 2) draw(svg, "text", {class: "block", x: x + wide / 2, y: y + 33}, each.rows);
   });
-  label(svg, left, height - 6, "0", 40, "soft");
-  draw(svg, "text", {x: width - 2, y: height - 6, class: "soft", "text-anchor": "end"}, time(last));
+  label(svg, left, height - 6, first ? time(first) : "0", 90, "soft");
+  draw(svg, "text", {x: width - 2, y: height - 6, class: "soft", "text-anchor": "end"}, time(step.us));
 }
 function sceneNear(bar) {
   const distance = (each) => (each.kind === bar.name || each.operation === bar.name ? 0 : 1e12) + (each.bucket === bar.bucket ? 0 : 1e9) * (each.kind === "round") + Math.abs(each.begin - bar.begin);
@@ -491,11 +499,9 @@ function choose(index) {
     item.append(button);
     return item;
   }));
-  const isPredicted = step.phases.some((each) => each.predicted !== null);
-  fillTable(find("phases"), ["phase", "ranks", "moved", "time", "share", "bus GB/s", ...(isPredicted ? ["collectives", "predicted"] : [])], step.phases.map((each) => [
-    each.name, each.ranks || "–", bytes(each.moved), time(each.us), `${(each.share * 100).toFixed(1)} %`, each.bus === null ? "–" : each.bus.toFixed(2),
-    ...(isPredicted ? [each.calls ? time(each.own) : "–", each.predicted === null ? "–" : time(each.predicted)] : []),
-  ]));
+  find("phases-title").textContent = step.inference ? "Batches of each rank" : "Where the time goes";
+  fillTable(find("phases"), step.table[0], step.table.slice(1).map((row) => row.map((cell) => cell.replace(/ us$/, " µs"))));
+  find("legend").replaceChildren(...step.legend.map(paragraph));
   fillTable(find("buckets"), ["bucket", "bytes", "parameters"], step.buckets.map((each) => [
     each.bucket, bytes(each.nbytes.reduce((sum, size) => sum + size, 0)), each.names.join(", "),
   ]));

@@ -17,6 +17,7 @@ PICTURE = Path(__file__).parent.parent / "docs" / "pictures" / "explain.png"
 
 def main() -> None:
     """Records three steps of the drop-in on four CPU ranks, and takes a screenshot of the last one's scatter."""
+    torch.set_num_threads(1)  # four ranks at once would wait for each other's threads
     net = torch.nn.Sequential(torch.nn.Linear(784, 400), torch.nn.ReLU(), torch.nn.Linear(400, 10))
     model = mgpu_core.DataParallel(net, ["cpu"] * 4)
     with mgpu_core.explain(skip=2, steps=1) as trace:
@@ -26,10 +27,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
         trace.save_html(Path(folder) / "page.html")
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
-        page = browser.new_page(viewport={"width": 1000, "height": 900}, color_scheme="light")
+        page = browser.new_page(viewport={"width": 1000, "height": 1030}, color_scheme="light")
         page.goto((Path(folder) / "page.html").as_uri())
         page.evaluate("go(0, 0.5)")
-        page.screenshot(path=PICTURE, clip={"x": 0, "y": 0, "width": 1000, "height": 760})
+        page.screenshot(path=PICTURE, clip={"x": 0, "y": 0, "width": 1000, "height": 1020})
         browser.close()
 
 

@@ -162,6 +162,7 @@ class PipelineRun:
                 self._restart()
                 self.shared.clear()
                 self.replicas.clear()
+                self.crossed.clear()
         else:
             self._run_lanes(in_caller=in_caller, learns=False)
         self.placement.known.add(form)

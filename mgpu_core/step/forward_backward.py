@@ -281,7 +281,8 @@ class ForwardBackward:
             return [run.alone(calls[0])]
         versions = self._replicas.versions
         draws = self._shares_generator and draws_apart(tree, self._rng)
-        results = run.run(calls, draws=draws, workers=workers)
+        with NULL_CONTEXT if tracer.sink is None else span("apply"):
+            results = run.run(calls, draws=draws, workers=workers)
         self._replicas.check_unwritten(versions)
         if given is not None:
             self._tell_lost(given, watch)

@@ -14,7 +14,14 @@ from mgpu_core.tools.explain.perfetto import write_trace
 from mgpu_core.tools.explain.profiles import profile_of
 from mgpu_core.tools.explain.step_profile import StepProfile
 from mgpu_core.tools.explain.steps import BATCHES, CALLS, Recorded, Step, steps_of
-from mgpu_core.tools.explain.tables import human_seconds, inference_rows, inference_table, phase_rows, table
+from mgpu_core.tools.explain.tables import (
+    human_seconds,
+    inference_rows,
+    inference_table,
+    phase_rows,
+    seconds_of,
+    table,
+)
 from mgpu_core.tools.explain.topology import Machine
 from mgpu_core.trace.buffer import TraceBuffer
 
@@ -85,7 +92,7 @@ class Trace(Recorded):
         write_page(self, Path(path))
 
     def __repr__(self) -> str:
-        times = [(each.name, human_seconds((each.end_ns - each.begin_ns) / 1e9)) for each in self.steps[-3:]]
+        times = [(each.name, human_seconds(seconds_of(each))) for each in self.steps[-3:]]
         names = ", ".join(map(" ".join, times))
         more = "..., " if len(self) > 3 else ""
         return f"Trace({len(self)} steps: {more}{names}); print(trace.table()) shows the last, save_html() plays all"
@@ -96,7 +103,7 @@ class Trace(Recorded):
             parts = [html_frame(page_of(self))]
         except ValueError as error:  # nothing was recorded, or a step is too large for a page
             parts = [html_text(str(error))]
-        if self.steps:
+        if self.steps and self.step().name != BATCHES:
             parts.append(html_table(phase_rows(self.step(), self.machine)))
         if self.batches:
             parts.append(html_table(inference_rows(self.batches)))

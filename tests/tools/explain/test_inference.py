@@ -193,6 +193,10 @@ def test_a_step_of_batches_has_one_span_and_the_table_of_its_ranks():
     ]
     text = trace_with(by_hand()).table()
     assert text.startswith("step 0: inference, 2 ranks (cpu, cpu), 100 us\n")
+    assert "inference 100 us" in repr(trace_with(by_hand()))
+    shown = trace_with(by_hand())._repr_html_()
+    assert "rows a batch</th>" in shown
+    assert "your script</td>" not in shown
     assert not any(line.startswith(("phase", "batch ", "your script", "bus GB/s")) for line in text.splitlines())
 
 

@@ -73,6 +73,19 @@ def test_what_the_script_does_between_forward_and_backward_is_its_own():
     assert "your script: no phase; code outside of mgpu_core's calls" in trace.table()
 
 
+@pytest.mark.several_ranks
+@pytest.mark.parametrize("workers", ["threads", "caller"])
+def test_a_step_tells_what_it_takes_to_start_its_ranks(ranks, workers):
+    net = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    step = mgpu_core.TrainStep(net, functional.mse_loss, optimizer, ["cpu"] * ranks, workers=workers)
+    with mgpu_core.explain() as trace:
+        step(torch.ones(3 * ranks, 4), torch.ones(3 * ranks, 2))
+    step.close()
+    parts = [each.name for each in outside(trace.step(), phases_of(trace.step()))]
+    assert parts == ["preparing", "starting ranks", "between phases", "after the last phase"]
+
+
 @pytest.mark.parametrize(("options", "shown"), [
     ({}, "check of gradients"),
     ({"clip_norm": 1.0}, "l2_norm"),

@@ -61,6 +61,25 @@ def test_what_gets_no_gradient_crosses_forward_alone():
     assert found.schedule.borders == ((0, 1, 96, 0),)
 
 
+def test_a_first_call_that_begins_again_counts_its_bytes_once():
+    class Again(nn.Module):
+        """The first try finds that a layer is called a second time, after one of the next stage."""
+
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.first(self.second(self.first(x)))
+
+    net = Again()
+    pipeline = Pipeline(net, ["cpu"] * 2, split_points=["second"], chunks=3)
+    step = TrainStep(pipeline, mse, optim.SGD(net.parameters(), lr=0.1))
+    for _ in range(2):
+        (found,) = timelines_of(recorded(lambda: step(torch.ones(6, 4), torch.ones(6, 4))).step())
+        assert found.schedule.borders == ((0, 1, 96, 96),)
+
+
 def test_copies_of_a_pipeline_have_a_timeline_each():
     trace = recorded(training(2, 3, [["cpu", "cpu"], ["cpu", "cpu"]]))
     found = timelines_of(trace.step())

@@ -505,7 +505,7 @@ function choose(index) {
   fillTable(find("buckets"), ["bucket", "bytes", "parameters"], step.buckets.map((each) => [
     each.bucket, bytes(each.nbytes.reduce((sum, size) => sum + size, 0)), each.names.join(", "),
   ]));
-  find("bucket-part").hidden = !step.buckets.length;
+  find("bucket-part").hidden = find("boxes").hidden = !step.buckets.length;
   drawTimeline();
   drawPipelines();
   drawBatches();

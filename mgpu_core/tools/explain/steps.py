@@ -137,7 +137,8 @@ class Step:
         forwards = [span for span in self.spans if span.step == "forward"]
         if not around or len({span.rank for span in forwards}) < 2:
             return ""
-        return "caller" if forwards[0].thread == around[0] else "threads"
+        meets = any(mark.step == "meet" for mark in self.marks)  # inside the forward of a cut module
+        return "threads" if meets or forwards[0].thread != around[0] else "caller"
 
     @cached_property
     def _of_buckets(self) -> list[Span]:

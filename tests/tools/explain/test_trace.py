@@ -196,6 +196,14 @@ def test_a_step_says_how_its_ranks_ran(way, make):
         assert trace.table(each.number).splitlines()[1] == WAYS[way]
 
 
+def test_the_ranks_of_a_cut_module_run_in_threads():
+    module = mgpu_core.TensorParallel(net(), ["cpu"] * 2, plan={"0": "column", "2": "row"})
+    step = mgpu_core.TrainStep(module, functional.mse_loss, torch.optim.SGD(module.parameters(), 0.1))
+    with mgpu_core.explain() as trace:
+        step(torch.randn(6, 6), torch.randn(6, 2))
+    assert trace.step().workers == "threads"
+
+
 def test_what_auto_has_chosen_is_said():
     """On CPU ranks nothing is measured."""
     step = train_step()

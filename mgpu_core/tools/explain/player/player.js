@@ -18,8 +18,8 @@ function bytes(count) {
   return `${unit ? Number(count.toPrecision(4)) : count} ${units[unit]}`;
 }
 function time(us) {
-  if (us >= 1e6) return `${(us / 1e6).toPrecision(3)} s`;
-  return us >= 1000 ? `${(us / 1000).toPrecision(3)} ms` : `${us < 10 ? us.toFixed(1) : us.toFixed(0)} µs`;
+  if (us >= 1e6) return `${(us / 1e6).toPrecision(3)}\u00a0s`;
+  return us >= 1000 ? `${(us / 1000).toPrecision(3)}\u00a0ms` : `${us < 10 ? us.toFixed(1) : us.toFixed(0)}\u00a0µs`;
 }
 const many = (count, noun, ending = "s") => `${count} ${noun}${count === 1 ? "" : ending}`;
 const colour = (rank) => rank < 0 ? "var(--accent)" : `hsl(${(rank * 137 + 212) % 360} 62% var(--light))`;
@@ -162,7 +162,7 @@ function drawRank(parent, rank, now, state) {
 }
 function doing(rank, now, span) {
   if (span) return [`${now.kind} ${time(span.end - span.begin)}`];
-  if (now.kind === "scatter" || now.kind === "gather") return [rank < now.counts.length ? many(now.counts[rank], "row") : "no rows"];
+  if (now.kind === "scatter" || now.kind === "gather") return rank < now.counts.length ? [many(now.counts[rank], "row")] : now.counts.length > 1 ? ["no rows"] : [];
   if (now.kind !== "round") return [];
   const ways = now.arrows.flatMap((arrow) => waysOf(arrow).map(([from, to]) => ({from, to, nbytes: arrow.nbytes})));
   const got = ways.filter((way) => way.to === rank).reduce((sum, way) => sum + way.nbytes, 0);

@@ -50,6 +50,8 @@ python_use_unqualified_type_names = True
 
 html_theme = "furo"
 html_title = "mgpu_core"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
 html_show_sphinx = False
 html_show_copyright = False
 

@@ -1,4 +1,4 @@
-"""The README's table of GPU figures: what is in it, when there is none, and that the README holds today's."""
+"""The table of GPU figures in docs/gpu.md: its rows, the sentence where there is none, and that the page holds today's."""
 
 import importlib.util
 from pathlib import Path
@@ -24,8 +24,8 @@ def result(case="pack", labels=None, seconds=COPY, verdicts=()):
 
 @pytest.fixture
 def results(tmp_path, monkeypatch):
-    """A README with markers and a folder of results with one machine that has no GPU."""
-    (tmp_path / "README.md").write_text(f"before\n{tool.BEGIN}old\n{tool.END}behind\n")
+    """A page with markers and a folder of results with one machine that has no GPU."""
+    (tmp_path / "gpu.md").write_text(f"before\n{tool.BEGIN}old\n{tool.END}behind\n")
     folder = tmp_path / "results"
     (folder / "a-cpu").mkdir(parents=True)
     (folder / "README.md").touch()
@@ -33,14 +33,14 @@ def results(tmp_path, monkeypatch):
     Result("all_reduce", "", "us", "", FACTS, [Row({"ranks": 2, "size": 4}, {"ours": [1.0]})], []).write(
         folder / "a-cpu" / "all_reduce.json"
     )
-    monkeypatch.setattr(tool, "README", tmp_path / "README.md")
+    monkeypatch.setattr(tool, "PAGE", tmp_path / "gpu.md")
     monkeypatch.setattr(tool, "RESULTS", folder)
     return folder
 
 
 def test_without_a_gpu_it_says_so(results):
     assert tool.main([]) == 0
-    assert tool.README.read_text() == f"before\n{tool.BEGIN}Not yet measured on a GPU.\n{tool.END}behind\n"
+    assert tool.PAGE.read_text() == f"before\n{tool.BEGIN}Not yet measured on a GPU.\n{tool.END}behind\n"
 
 
 def test_a_table(results):
@@ -51,7 +51,7 @@ def test_a_table(results):
     wall = {"tensors": 10000, "clock": "wall"}
     result("unpack", wall, verdicts=[Verdict("z", None, None)]).write(results / "a-gpu" / "unpack.json")
     assert tool.main([]) == 0
-    assert tool.README.read_text().splitlines()[2:-2] == [
+    assert tool.PAGE.read_text().splitlines()[2:-2] == [
         "1 x Fake GPU; driver 580.1, torch 2.11.0, CUDA 13.0, commit abc:",
         "",
         "| kernel | time (us) | GB/s | of a copy's | times as long as ours |",
@@ -67,10 +67,10 @@ def test_a_table(results):
 
 
 def test_check_compares_and_writes_nothing(results, capsys):
-    stale = tool.README.read_text()
+    stale = tool.PAGE.read_text()
     assert tool.main(["--check"]) == 1
-    assert tool.README.read_text() == stale
-    assert "README.md is stale" in capsys.readouterr().err
+    assert tool.PAGE.read_text() == stale
+    assert "docs/gpu.md is stale" in capsys.readouterr().err
     assert tool.main([]) == 0
     assert tool.main(["--check"]) == 0
 
@@ -78,12 +78,12 @@ def test_check_compares_and_writes_nothing(results, capsys):
 @pytest.mark.parametrize(
     "text", ["", f"{tool.BEGIN}", f"{tool.END}{tool.BEGIN}", f"{tool.BEGIN}{tool.BEGIN}{tool.END}"]
 )
-def test_a_readme_without_a_place_is_2(results, text, capsys):
-    tool.README.write_text(text)
+def test_a_page_without_markers_is_2(results, text, capsys):
+    tool.PAGE.write_text(text)
     assert tool.main([]) == 2
-    assert tool.README.read_text() == text
+    assert tool.PAGE.read_text() == text
     assert "wanted one <!-- gpu-table -->" in capsys.readouterr().err
 
 
-def test_the_readme_is_that_of_today():
+def test_the_page_is_that_of_today():
     assert tool.main(["--check"]) == 0, "run `python tools/gpu_table.py`"

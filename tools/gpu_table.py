@@ -1,4 +1,4 @@
-"""Writes the README's table of GPU figures from benchmarks/results/<machine>/*.json; `--check` only compares.
+"""Writes the table of GPU figures in docs/gpu.md from benchmarks/results/<machine>/*.json; `--check` only compares.
 
 Every number is of one run on one GPU: the bandwidth reached, the share of what a plain copy of as many bytes reached in
 the same run, and how many times as long each peer took. Only the kernels are in it, and only rows of a GPU: a
@@ -19,7 +19,7 @@ from mgpu_core.tools.bench.case import Row  # noqa: E402
 from mgpu_core.tools.bench.result import Result  # noqa: E402
 from mgpu_core.tools.bench.timing import OURS, median, significant  # noqa: E402
 
-README = ROOT / "README.md"
+PAGE = ROOT / "docs" / "gpu.md"
 RESULTS = ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- gpu-table -->\n", "<!-- /gpu-table -->\n"
 NO_FIGURES = "Not yet measured on a GPU.\n"
@@ -27,24 +27,24 @@ HEAD = "| kernel | time (us) | GB/s | of a copy's | times as long as ours |\n|--
 
 
 class NoPlace(Exception):
-    """The README has no marker for the table, or more than one."""
+    """The page has no marker for the table, or more than one."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit status: 0 done or up to date, 1 stale, 2 a README without the markers."""
+    """Exit status: 0 done or up to date, 1 stale, 2 a page without the markers."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if the README is stale")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if the page is stale")
     options = parser.parse_args(arguments)
-    before = README.read_text()
+    before = PAGE.read_text()
     try:
         after = filled(before, tables(RESULTS))
     except NoPlace as error:
         print(f"gpu_table.py: error: {error}", file=sys.stderr)
         return 2
     if not options.check:
-        README.write_text(after)
+        PAGE.write_text(after)
     elif after != before:
-        print("gpu_table.py: README.md is stale: run `python tools/gpu_table.py`", file=sys.stderr)
+        print("gpu_table.py: docs/gpu.md is stale: run `python tools/gpu_table.py`", file=sys.stderr)
         return 1
     return 0
 
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def filled(text: str, table: str) -> str:
     """The text with the table between its markers."""
     if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
-        raise NoPlace(f"{README.name}: wanted one {BEGIN.strip()} and behind it one {END.strip()}")
+        raise NoPlace(f"{PAGE.name}: wanted one {BEGIN.strip()} and behind it one {END.strip()}")
     head, _, rest = text.partition(BEGIN)
     return head + BEGIN + table + END + rest.partition(END)[2]
 

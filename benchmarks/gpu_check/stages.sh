@@ -143,7 +143,7 @@ stage_mnist() {
   return "$code"
 }
 
-# The project's own cases, of whose files README's table of GPU figures is made; one process for all of them.
+# The project's own cases, of whose files the table of GPU figures in docs/gpu.md is made; one process for all of them.
 stage_bench() {
   needs_gpu
   mkdir -p "$work/logs/results"

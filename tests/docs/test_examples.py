@@ -26,7 +26,7 @@ PAGES = (
     "pipeline.md",
     "tensor_parallel.md",
     "run.md",
-    "several_gpus.md",
+    "which_one.md",
     "train_step.md",
     "what_a_rank_sees.md",
 )

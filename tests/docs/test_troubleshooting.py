@@ -86,6 +86,11 @@ def compiled_with_a_hook():
     DataParallel(net, ["cpu"] * 2)(ROWS)
 
 
+def stepped(loss_fn=nn.functional.mse_loss):
+    net = nn.Linear(2, 2)
+    return mgpu_core.TrainStep(net, loss_fn, mgpu_core.optim.SGD(net.parameters(), lr=0.1), ["cpu"] * 2)
+
+
 def too_slow(monkeypatch):
     end = threading.Event()
     monkeypatch.setenv("MGPU_CORE_TIMEOUT", "0.2")
@@ -108,7 +113,7 @@ ROWS = torch.ones(4, 2)
 PROVOKED = {
     "module must have": forward_of(nn.Linear(2, 2, device="meta"), ROWS),
     "the inputs differ": over_two_ranks(same, ROWS, torch.ones(5)),
-    "... has shape": over_two_ranks(same, torch.ones(4), dim=1),
+    "... has shape ... and cannot": over_two_ranks(same, torch.ones(4), dim=1),
     "... is a PackedSequence": over_two_ranks(same, pack_sequence([torch.ones(1)])),
     "... is a nested": over_two_ranks(same, torch.nested.nested_tensor([torch.ones(1)], layout=torch.jagged)),
     "... is a sparse": over_two_ranks(same, torch.eye(2).to_sparse()),
@@ -127,7 +132,7 @@ PROVOKED = {
     "shares must": over_two_ranks(same, ROWS, shares=[1]),
     "shares[": over_two_ranks(same, ROWS, shares=[1, 0]),
     "device ... does": lambda: DataParallel(nn.Linear(2, 2), ["cpu", "cuda:77"]),
-    "devices is": lambda: DataParallel(nn.Linear(2, 2), "cpu"),
+    "device_ids is": lambda: DataParallel(nn.Linear(2, 2), "cpu"),
     "Using -1": lambda: gather([ROWS], -1),
     "MGPU_CORE_CPU_RANKS": bad_variable,
     "rng must": over_two_ranks(same, ROWS, rng="mine"),
@@ -137,6 +142,9 @@ PROVOKED = {
     "... which holds tensors": over_two_ranks(same, Holder()),
     "there is no accelerator": without_accelerators,
     "... was compiled": compiled_with_a_hook,
+    "element 0": lambda: stepped()(ROWS, ROWS).backward(),
+    "the batch has": lambda: stepped()(ROWS[:0], ROWS[:0]),
+    "the loss must": lambda: stepped(lambda *_: 3.0)(ROWS, ROWS),
 }
 
 

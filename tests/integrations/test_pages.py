@@ -1,4 +1,4 @@
-"""The guides of docs/integrations: their code runs as it is, and compares its own numbers with one device's."""
+"""The guides on frameworks: their code runs as it is, and compares its own numbers with one device's."""
 
 import re
 import subprocess
@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
-PAGES = {path.stem: path for path in (Path(__file__).parents[2] / "docs" / "integrations").glob("*.md")}
+DOCS = Path(__file__).parents[2] / "docs"
+PAGES = {path.stem: path for path in (DOCS / "integrations").glob("*.md")}
 PACKAGES = {"pyg": "torch_geometric"}
 
 
@@ -24,15 +25,31 @@ def test_the_package_imports_no_framework():
     assert done.stdout == "set()\n"
 
 
+def blocks_of(text):
+    return re.findall(r"^```python\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
+
+
 @pytest.mark.parametrize("page", sorted(PAGES))
 def test_its_code_runs(page, tmp_path, monkeypatch, capsys):
     with warnings.catch_warnings(action="ignore"):
         pytest.importorskip(PACKAGES.get(page, page))
     monkeypatch.chdir(tmp_path)
     text = PAGES[page].read_text()
-    blocks = re.findall(r"^```python\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
+    blocks = blocks_of(text)
     assert text.startswith("# ")
     assert "```diff" in text
     assert blocks
     for code in blocks:
         exec(compile(code, f"{page}.md", "exec"), {"__name__": "page"})
+
+
+@pytest.mark.parametrize("page", ["device_map", "fine_tuning"])
+def test_a_guide_runs_from_top_to_bottom(page, tmp_path, monkeypatch):
+    pytest.importorskip("transformers")
+    pytest.importorskip("peft")
+    monkeypatch.chdir(tmp_path)
+    blocks = blocks_of((DOCS / f"{page}.md").read_text())
+    assert len(blocks) >= 4
+    names = {"__name__": "page"}
+    for code in blocks:
+        exec(compile(code, f"{page}.md", "exec"), names)

@@ -1,4 +1,4 @@
-"""The lessons and two examples as notebooks: each runs from top to bottom, and a lesson shows its picture."""
+"""Lessons, a guide and examples as notebooks: each runs from top to bottom, and a lesson shows its picture."""
 
 import importlib.util
 from pathlib import Path
@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 _SPEC = importlib.util.spec_from_file_location("notebooks", ROOT / "tools" / "notebooks.py")
 notebooks = importlib.util.module_from_spec(_SPEC)
 _SPEC.loader.exec_module(notebooks)
-SOURCES = [*notebooks.LESSONS, *notebooks.EXAMPLES]
+SOURCES = [*notebooks.LESSONS, *notebooks.GUIDES, *notebooks.EXAMPLES]
 
 
 @pytest.fixture(scope="module")
@@ -38,8 +38,11 @@ def test_notebook_runs(source, folder, monkeypatch):
     assert all(cell.execution_count for cell in code)
     if source in notebooks.LESSONS:
         assert any("image/png" in output.get("data", {}) for output in code[-1].outputs)
-    else:
+    elif source in notebooks.EXAMPLES:
         assert "loss" in "".join(output.get("text", "") for output in code[-1].outputs)
+    else:
+        assert "of the first 1,000 right" in code[-1].outputs[0]["text"]
+        assert any("<iframe " in output.get("data", {}).get("text/html", "") for output in code[-2].outputs)
 
 
 @pytest.mark.timeout(300)

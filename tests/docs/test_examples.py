@@ -19,18 +19,21 @@ ALL = sorted(set((DOCS / "examples").glob("*.py")) - {PLOTTING})
 EXAMPLES = [path for path in ALL if path not in (SEVERAL_PROCESSES, SMALL_GPT, SERVE)]
 LOSS = re.compile(r": (?:loss|energy distance) (\d+\.\d+)")
 GUIDE = (DOCS / "migration.md").read_text()
-PAGES = (
-    "inference.md",
-    "loading.md",
-    "migration.md",
-    "pipeline.md",
-    "tensor_parallel.md",
-    "run.md",
-    "which_one.md",
-    "train_step.md",
-    "what_a_rank_sees.md",
-)
-GUIDES = {name: (DOCS / name).read_text() for name in PAGES}
+# Their code runs elsewhere, in the file of tests named: from top to bottom, with other programs, or as a notebook.
+ELSEWHERE = {
+    "advise.md": "tools/advise/test_page.py",
+    "device_map.md": "integrations/test_pages.py",
+    "explain.md": "docs/test_readme.py",
+    "fine_tuning.md": "integrations/test_pages.py",
+    "notebook_two_gpus.md": "notebooks/test_pages.py",
+    "notebooks.md": "notebooks/test_pages.py",
+    "serving.md": "inference/test_serving.py",
+}
+GUIDES = {
+    path.name: path.read_text()
+    for path in sorted(DOCS.glob("*.md"))
+    if "```python" in path.read_text() and path.name not in ELSEWHERE
+}
 BLOCKS = [
     (name, block)
     for name, text in GUIDES.items()
@@ -101,7 +104,7 @@ def test_block_of_a_guide_runs(index):
     exec(compile("\n" * line + source, str(DOCS / name), "exec"), {"__name__": f"block_{index}"})
 
 
-LINKS = [link for text in GUIDES.values() for link in re.findall(r"\]\(([^)#]+)\)", text)]
+LINKS = [link for text in GUIDES.values() for link in re.findall(r"\]\(([^)#:]+)[)#]", text)]
 
 
 @pytest.mark.parametrize("link", LINKS)

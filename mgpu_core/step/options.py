@@ -14,6 +14,7 @@ from mgpu_core.comm.reductions import ALGORITHMS
 from mgpu_core.devices.devices import as_devices, local_devices
 from mgpu_core.devices.transfer import module_to
 from mgpu_core.pipeline.module import Pipeline
+from mgpu_core.pipeline.placement import is_spread
 from mgpu_core.ranks.random import check_rng
 from mgpu_core.ranks.team import Team
 from mgpu_core.ranks.worker_choice import check_workers
@@ -219,6 +220,8 @@ def check_device(net: Module, team: Team) -> None:
     """
     if isinstance(net, Pipeline | TensorParallel):
         return
+    if is_spread(net):
+        raise RuntimeError("net's parts are on several devices, by place() or a Pipeline: pass the Pipeline to the step")
     if len(team) == 1:
         module_to(net, team.devices[0])
     for name, tensor in [*named_parameters_of(net), *net.named_buffers()]:

@@ -156,3 +156,14 @@ def test_a_checkpoint_around_a_border_that_draws_is_refused():
     with pytest.raises(RuntimeError, match="a checkpoint is around the border before stage 1"):
         net(rows())
     assert net.eval()(rows()).shape == (4, 2)
+
+
+def test_a_step_over_a_placed_module_asks_for_the_pipeline():
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    place(net, DEVICES, ["1"])
+    optimizer = optim.SGD(net.parameters(), lr=0.1)
+    for devices in (DEVICES[:1], DEVICES, None):
+        with pytest.raises(
+            RuntimeError, match=r"net's parts are on several devices, .*: pass the Pipeline to the step"
+        ):
+            TrainStep(net, mse, optimizer, devices)

@@ -15,7 +15,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from mgpu_core.tools.bench import cases, command, kernel_case
 from mgpu_core.tools.bench.case import UsageError
-from mgpu_core.tools.bench.options import OneLineParser
+from mgpu_core.tools.bench.options import OneLineParser, add_arguments
 from mgpu_core.tools.bench.report import report_machine
 
 RESULTS = Path(__file__).parent / "results"
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Parses the command line and does what it asks; returns the exit status."""
     options = _parser().parse_args(arguments)
     try:
-        return command.run(options)
+        return _report(options) if options.case == "report" else command.run(options)
     except KeyboardInterrupt:
         return _fail("interrupted", 130)
     except (UsageError, OSError, ImportError) as error:
@@ -44,12 +44,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = OneLineParser(prog="run.py", description="Benchmarks of mgpu_core against its peers.")
-    report = command.add_arguments(parser).add_parser(
-        "report", help="draw the tables and pictures of the results again"
-    )
+    report = add_arguments(parser).add_parser("report", help="draw the tables and pictures of the results again")
     report.add_argument("machines", nargs="*", metavar="MACHINE", help="folders of the results (default: all)")
     report.add_argument("--results", type=Path, default=RESULTS, metavar="FOLDER", help=argparse.SUPPRESS)
-    report.set_defaults(do=_report)
     return parser
 
 

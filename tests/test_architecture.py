@@ -2,7 +2,7 @@
 
 Python, from the top: tools -> integrations -> wrapper, data, inference -> step -> tensor_parallel -> pipeline ->
 parallel, optim -> comm -> kernels -> ranks, trees -> devices -> errors -> trace -> support -> _core.  And in tools:
-cli -> bench -> doctor, lessons, mnist, run -> advise -> explain -> user_script.
+cli -> bench -> doctor, lessons, mnist, run -> advise -> options -> explain -> user_script.
 C++: bindings -> backends.cpp -> backends/* -> core; backends do not include each other; only bindings uses pybind11.
 """
 
@@ -34,6 +34,7 @@ LAYERS = [
     {"integrations"},
     {"tools.user_script"},
     {"tools.explain"},
+    {"tools.options"},
     {"tools.advise"},
     {"tools.doctor", "tools.lessons", "tools.mnist", "tools.run"},
     {"tools.bench"},

@@ -13,10 +13,11 @@ import torch
 from benchmarks.ladder.languages import Prepare
 from benchmarks.ladder.problems import GatherProblem, PackProblem, Problem, Step, SumProblem
 from benchmarks.ladder.rungs import RUNGS
-from mgpu_core.tools.bench.case import Label, Row, UsageError, measure_row
+from mgpu_core.tools.bench.case import Contest, Label, Row, UsageError
 from mgpu_core.tools.bench.device_clock import DeviceClock
 from mgpu_core.tools.bench.kernel_case import even_counts
-from mgpu_core.tools.bench.timing import OURS, Contestant, Schedule, without_those_that_fail
+from mgpu_core.tools.bench.measure import row_of
+from mgpu_core.tools.bench.timing import OURS, Contestant, Schedule, failing
 
 COPY = "copy"
 RANKS, TENSORS, PIXELS, IMAGES = 4, 64, 28 * 28, 60000
@@ -75,11 +76,13 @@ def measure(kernel: str, nbytes: int, languages: Mapping[str, Prepare], device: 
     for rung, (language, prepare) in itertools.product(RUNGS, languages.items()):
         rungs.append(contestant_of(rung, language))
         contestants[rungs[-1]] = contestant(_later(prepare, problem, rung))
-    contestants = without_those_that_fail(contestants, rungs)
+    without = failing(contestants, rungs)
+    contestants = {who: side for who, side in contestants.items() if who not in without}
     contestants[COPY] = _copy(problem, clock)
     labels: dict[str, Label] = {"kernel": kernel, "size": nbytes, "peak": peak_of(device)}
     labels["moved"] = f"{problem.moved(RUNGS[0]) / problem.nbytes:.2f}"
-    return measure_row(labels, contestants, Schedule(repeats, WARMUP, clock.flush), problem.nbytes)
+    schedule = Schedule(repeats, WARMUP, clock.flush)
+    return row_of(Contest(labels, contestants, schedule, problem.nbytes, without=without))
 
 
 def _later(prepare: Prepare, problem: Problem, rung: str) -> Step:

@@ -70,7 +70,7 @@ def _section(result: Result) -> str:
     if any(row.labels.get("kernel") not in KERNELS for row in result.rows):
         raise UsageError(f"{FILE}: {result.case} is not the ladder's")
     facts = result.environment
-    about = ", ".join(f"{name} {facts[name]}" for name in ("driver", "torch", "CUDA", "commit"))
+    about = ", ".join(f"{name} {facts[name]}" for name in ("driver", "torch", "CUDA", "commit") if name in facts)
     return f"**{facts['GPU']}**; {about}\n\n{render(result)}\n"
 
 

@@ -9,13 +9,14 @@ import argparse
 import sys
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from typing import Literal
 
-from mgpu_core.tools.bench.case import Bound, Case, Label, Row, UsageError, Verdict
+from mgpu_core.tools.bench.case import Bound, Case, Contest, Label, Plan, Row, UsageError, Verdict
 from mgpu_core.tools.bench.cases.all_reduce import COLLECTIVE
 from mgpu_core.tools.bench.collective import Holding, Task, around
 from mgpu_core.tools.bench.options import add_ranks, names_among, parse_sizes
-from mgpu_core.tools.bench.timing import OURS, WrongResult, median
+from mgpu_core.tools.bench.timing import OURS, Contestant, Schedule, WrongResult, median
 from mgpu_core.tools.explain.cost import all_reduce_seconds
 from mgpu_core.tools.explain.fit import Point, Sample, fit_host, measure
 from mgpu_core.tools.explain.host_passes import ALGORITHMS_ON_HOST, host_passes
@@ -48,19 +49,24 @@ class Within(Bound):
         return Verdict(text, value, value <= self.limit)
 
 
-def measure_rows(options: argparse.Namespace) -> Generator[Row]:
-    """Yield a row per algorithm, number of ranks and size. `UsageError` at once for points that cannot be measured."""
+def plan(options: argparse.Namespace) -> Plan:
+    """Return a row per algorithm, number of ranks and size. `UsageError` for points that cannot be measured."""
     if max(options.ranks) > 8 or min(options.ranks) < 2:
         raise UsageError(f"--ranks: wanted 2 to 8, got {options.ranks}")
     if shared := set(FITTED) & set(options.sizes):
         raise UsageError(f"--sizes: {min(shared)} bytes is a size of the fit, and would check the model with itself")
     if rest := [size for size in options.sizes if size % 4]:
         raise UsageError(f"--sizes: wanted multiples of 4 bytes, got {rest[0]}")
-    return _rows(options)
+    points = _points(options, options.sizes)
+    return Plan(list(map(_labels, points)), _contests(options, points))
 
 
-def _rows(options: argparse.Namespace) -> Generator[Row]:
-    checked = _points(options, options.sizes)
+def _labels(point: Point) -> dict[str, Label]:
+    return {"ranks": point.ranks, "size": point.nbytes, "algorithm": point.algorithm}
+
+
+def _contests(options: argparse.Namespace, checked: Sequence[Point]) -> Generator[Contest]:
+    """Measure all points at once, so that the contest of each only repeats what its clock has said."""
     _verify(checked)
     found = measure([*_points(options, FITTED), *checked], options.repeats, BUDGET_SECONDS)
     samples = {sample.point: sample for sample in found}
@@ -72,8 +78,9 @@ def _rows(options: argparse.Namespace) -> Generator[Row]:
             seconds[MODEL] = [all_reduce_seconds(point.algorithm, point.ranks, point.nbytes, host)]
         if ONE_BETA in options.peers:
             seconds[ONE_BETA] = [_one_beta(point, samples)]
-        labels: dict[str, Label] = {"ranks": point.ranks, "size": point.nbytes, "algorithm": point.algorithm}
-        yield Row(labels, seconds, point.nbytes, around(point.ranks))
+        sides = {who: Contestant(cycle(times).__next__, lambda: 0) for who, times in seconds.items()}
+        schedule = Schedule(len(seconds[OURS]), warmup=0)
+        yield Contest(_labels(point), sides, schedule, point.nbytes, around(point.ranks))
 
 
 def _points(options: argparse.Namespace, sizes: Sequence[int]) -> list[Point]:
@@ -127,7 +134,7 @@ CASE = Case(
     summary="the cost model: all-reduce of CPU ranks, fitted on some sizes and checked on others",
     peers=(MODEL,),
     more_peers=(ONE_BETA,),
-    measure=measure_rows,
+    plan=plan,
     add_arguments=_add_arguments,
     unit="us",
     formula="model/ours: predicted over measured; algbw = size / time, busbw = algbw x 2(n-1)/n with n ranks",

@@ -8,13 +8,13 @@ not; it is the recording of a step inside a training, so the work at the end of 
 import argparse
 import contextlib
 import itertools
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 
 import torch
 from torch.nn import functional
 
 from mgpu_core import TrainStep
-from mgpu_core.tools.bench.case import Case, Row, at_most, measure_row
+from mgpu_core.tools.bench.case import Case, Contest, Label, Plan, at_most
 from mgpu_core.tools.bench.options import parse_count
 from mgpu_core.tools.bench.timing import OURS, Contestant, Schedule, timed
 from mgpu_core.tools.bench.training import Step, Trainee, Training
@@ -35,28 +35,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=parse_count, default=2, metavar="N", help="default: %(default)s")
 
 
-def measure(options: argparse.Namespace) -> Generator[Row]:
-    """Yield the three rows."""
-    return _rows(options.ranks, options.repeats)
+def plan(options: argparse.Namespace) -> Plan:
+    """Return the three rows."""
+    rows: list[dict[str, Label]] = [{"what": what, "ranks": options.ranks} for what in ("span", "off", "on")]
+    return Plan(rows, _contests(rows, options.ranks, options.repeats))
 
 
-def _rows(ranks: int, repeats: int) -> Generator[Row]:
+def _contests(rows: Sequence[dict[str, Label]], ranks: int, repeats: int) -> Generator[Contest]:
     schedule = Schedule(repeats, warmup=2)
     limit = Contestant(lambda: LIMIT_SECONDS, lambda: 0)
     one_span = Contestant(_many(_spans), _is_off)
-    yield measure_row({"what": "span", "ranks": ranks}, {OURS: one_span, "limit": limit}, schedule)
+    yield Contest(rows[0], {OURS: one_span, "limit": limit}, schedule)
     with contextlib.ExitStack() as stack:
         small = _trainee("simplenet", ranks, stack)
         events = _entries_of(small)
         spans = sum(isinstance(event, Span) for event in events)
         own, others = _many(_spans, spans), _many(_questions, len(events) - spans)
         sides = {OURS: Contestant(lambda: own() + others(), _is_off), "step": _contestant(small, "simplenet")}
-        yield measure_row({"what": "off", "ranks": ranks}, sides, schedule)
+        yield Contest(rows[1], sides, schedule)
     with contextlib.ExitStack() as stack:
         large = _trainee("cnn", ranks, stack)
         plain = _contestant(large, "cnn")
         sides = {OURS: Contestant(_recorded(plain.run), plain.wrong), "step": plain}
-        yield measure_row({"what": "on", "ranks": ranks}, sides, schedule)
+        yield Contest(rows[2], sides, schedule)
 
 
 def _spans(count: int) -> None:
@@ -125,7 +126,7 @@ CASE = Case(
     name="explain_overhead",
     summary="what recording costs: a span that is off, a SimpleNet step that is, a CNN step that is recorded",
     peers=("limit", "step"),
-    measure=measure,
+    plan=plan,
     add_arguments=add_arguments,
     unit="us",
     bounds=(

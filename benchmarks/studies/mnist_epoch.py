@@ -15,7 +15,7 @@ import torch
 from torch.nn import functional
 from torch.utils.data import DataLoader, Subset
 
-from mgpu_core.tools.bench.case import Case, Row, at_least, at_most, chosen, measure_row
+from mgpu_core.tools.bench.case import Case, Contest, Label, Plan, at_least, at_most, chosen
 from mgpu_core.tools.bench.digits import SCALE, SHIFT, random_digits, torchvision_digits
 from mgpu_core.tools.bench.options import parse_count
 from mgpu_core.tools.bench.timing import OURS, Contestant, Schedule
@@ -39,13 +39,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--batch", type=parse_count, default=64, metavar="N", help="images of a step (default: %(default)s)")
 
 
-def measure(options: argparse.Namespace) -> Generator[Row]:
+def plan(options: argparse.Namespace) -> Plan:
     """One row."""
+    row: dict[str, Label] = {"images": options.images, "batch": options.batch}
+    return Plan([row], _contests(row, options))
+
+
+def _contests(row: dict[str, Label], options: argparse.Namespace) -> Generator[Contest]:
     with tempfile.TemporaryDirectory(prefix="mgpu-digits-") as folder:
         contestants = chosen(_contestants(random_digits(options.images), Path(folder), options), options.peers)
-        labels = {"images": options.images, "batch": options.batch}
         # What is verified has also warmed up.
-        yield measure_row(labels, contestants, Schedule(options.repeats, warmup=0))
+        yield Contest(row, contestants, Schedule(options.repeats, warmup=0))
 
 
 def _contestants(digits: Digits, folder: Path, options: argparse.Namespace) -> Mapping[str, Contestant]:
@@ -125,7 +129,7 @@ CASE = Case(
     name="mnist_epoch",
     summary="an epoch of MNIST (SimpleNet, SGD) by mgpu_core.tools.mnist, the drop-in on one CPU rank",
     peers=("tensors", "dataloader"),
-    measure=measure,
+    plan=plan,
     add_arguments=add_arguments,
     unit="s",
     bounds=(

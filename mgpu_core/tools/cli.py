@@ -1,7 +1,8 @@
 """The command `mgpu`: one word a habit.
 
-Each command is a module with `add_arguments` and `run`, imported only when chosen. A mistake of the caller and a
-failure of the machine end in a line on stderr and status 2; only a defect of ours shows a traceback.
+The module of a command, with its function `run`, is imported once its options are right: help and usage need no torch.
+A mistake of the caller and a failure of the machine end in a line on stderr and status 2; only a defect of ours shows
+a traceback.
 """
 
 import argparse
@@ -11,36 +12,53 @@ import io
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from types import ModuleType
 from typing import NamedTuple
 
 from mgpu_core.errors import Error
 from mgpu_core.support.extras import MissingExtra
+from mgpu_core.support.interrupts import on_ctrl_c
+from mgpu_core.tools import options
+from mgpu_core.tools.bench.options import add_arguments as bench_options
 
 
 class Command(NamedTuple):
-    """The module of a word, its line in the help, and the exit status if the reader of the output leaves early."""
+    """A word's options, module and line in the help, and the exit status if the reader of the output leaves early."""
 
+    add_options: Callable[[argparse.ArgumentParser], object]
     module: str
     help: str
     unread: int = 0
 
-    def load(self) -> ModuleType:
-        """Import the module."""
-        return importlib.import_module(f"mgpu_core.tools.{self.module}")
+    def run(self, args: argparse.Namespace) -> int:
+        """Import the module and run the command."""
+        with on_ctrl_c(_end):
+            module = importlib.import_module(f"mgpu_core.tools.{self.module}")
+        return int(module.run(args))
 
 
 COMMANDS = {
-    "advise": Command("advise.command", "measure one device against many on a script's model, and say what to take"),
-    "bench": Command("bench.command", "measure collectives, kernels and training steps against their peers"),
-    "doctor": Command("doctor", "say what this machine offers, what will happen on it, and what is wrong"),
-    "explain": Command("explain.command", "run a script, and show what its steps did: who moved what, when"),
-    "lesson": Command("lessons.command", "learn how it works: pages whose code runs, with exercises", 1),
-    "mnist": Command("mnist.train", "train the MNIST reference on whatever there is", 1),
-    "run": Command("run.command", "run a script that uses torch.nn.DataParallel unchanged, on ours"),
-    "simulate": Command("explain.simulate", "predict a recorded step at numbers of GPUs that you do not have"),
+    "advise": Command(
+        options.advise, "advise.command", "measure one device against many on a script's model, and say what to take"
+    ),
+    "bench": Command(
+        bench_options, "bench.command", "measure collectives, kernels and training steps against their peers"
+    ),
+    "doctor": Command(
+        options.doctor, "doctor", "say what this machine offers, what will happen on it, and what is wrong"
+    ),
+    "explain": Command(
+        options.explain, "explain.command", "run a script, and show what its steps did: who moved what, when"
+    ),
+    "lesson": Command(
+        options.lesson, "lessons.command", "learn how it works: pages whose code runs, with exercises", 1
+    ),
+    "mnist": Command(options.mnist, "mnist.train", "train the MNIST reference on whatever there is", 1),
+    "run": Command(options.run, "run.command", "run a script that uses torch.nn.DataParallel unchanged, on ours"),
+    "simulate": Command(
+        options.simulate, "explain.simulate", "predict a recorded step at numbers of GPUs that you do not have"
+    ),
 }
 
 
@@ -50,7 +68,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="backslashreplace")  # a name that the terminal cannot show ends no training
     try:
-        return _run(_parsed(words))
+        with on_ctrl_c(_end):
+            args = _parsed(words)
+        return _run(args)
     except KeyboardInterrupt:
         return 130
 
@@ -58,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(args: argparse.Namespace) -> int:
     try:
         with warnings_without_line(args.command):
-            status = int(COMMANDS[args.command].load().run(args))
+            status = COMMANDS[args.command].run(args)
         if sys.stdout is not None:
             sys.stdout.flush()
         return status
@@ -69,6 +89,11 @@ def _run(args: argparse.Namespace) -> int:
     except (ValueError, OSError, Error, MissingExtra) as error:
         print(f"mgpu {args.command}: error: {_in_two_lines(error)}", file=sys.stderr)
         return 2
+
+
+def _end() -> None:
+    """End the process at Ctrl-C while torch is imported: some of its modules swallow the exception."""
+    os._exit(130)
 
 
 @contextmanager
@@ -94,25 +119,15 @@ def _parsed(words: Sequence[str]) -> argparse.Namespace:
     """Parse the words; an unknown one is an error with the usage of the chosen command."""
     if words in ([], ["bench"], ["lesson"]):  # no word yet: the help, and not an error
         words = [*words, "--help"]
-    parser, own = _parsers(words[0])
-    args, unknown = parser.parse_known_args(words)
-    if unknown:
-        own.error(f"unrecognized arguments: {' '.join(unknown)}")
-    return args
-
-
-def _parsers(chosen: str) -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
-    """Return the whole parser, in which the chosen command alone knows its options; and that command's own."""
     parser = argparse.ArgumentParser(prog="mgpu", description="Several GPUs in one Python process.")
     parser.add_argument("--version", action="version", version=f"mgpu_core {importlib.metadata.version('mgpu-core')}")
-    own = parser
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     for name, command in COMMANDS.items():
-        added = commands.add_parser(name, help=command.help, description=command.help)
-        if name == chosen:
-            own = added
-            command.load().add_arguments(added)
-    return parser, own
+        command.add_options(commands.add_parser(name, help=command.help, description=command.help))
+    args, unknown = parser.parse_known_args(words)
+    if unknown:
+        commands.choices.get(words[0], parser).error(f"unrecognized arguments: {' '.join(unknown)}")
+    return args
 
 
 def _in_two_lines(error: BaseException) -> str:

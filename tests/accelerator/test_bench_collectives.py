@@ -13,7 +13,7 @@ NAMES = ("all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter", "s
 @pytest.mark.parametrize("devices", [("fake:0", "fake:1"), ("fake:2", "fake:0", "fake:2")], ids="-".join)
 @pytest.mark.parametrize("name", NAMES)
 def test_ours_and_the_loop_are_right(name, devices):
-    collective = cases.load(name).measure.args[0]
+    collective = cases.load(name).plan.args[0]
     for op in collective.ops or ("sum",):
         task = Task(len(devices), count=33, op=op, devices=devices)
         holding = Holding(collective, task, range(len(devices)))

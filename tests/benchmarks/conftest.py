@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from fakes.gpu_check import Machine
+from fakes.other_programs import Others
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -17,6 +18,14 @@ def _no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     """Times do not matter here."""
     monkeypatch.setattr("mgpu_core.tools.bench.timing.QUIET_SECONDS", 0.0)
     monkeypatch.setattr("mgpu_core.tools.bench.timing._cache_nbytes", lambda: 1024)
+
+
+@pytest.fixture(autouse=True)
+def others(monkeypatch: pytest.MonkeyPatch) -> Others:
+    """Other programs use no processor, unless the test says so."""
+    found = Others()
+    monkeypatch.setattr("mgpu_core.support.busy.others_busy", found)
+    return found
 
 
 @pytest.fixture

@@ -1,8 +1,13 @@
-"""Bounds: which rows they are about, and when they hold."""
+"""Rows and how they are measured; bounds: which rows they are about, and when they hold."""
+
+import dataclasses
 
 import pytest
+from fakes.other_programs import Others
 
-from mgpu_core.tools.bench.case import Bound, Row, at_least, at_most, measure_row
+from mgpu_core.support.progress import silent
+from mgpu_core.tools.bench.case import Bound, Contest, Plan, Row, Verdict, at_least, at_most
+from mgpu_core.tools.bench.measure import measured
 from mgpu_core.tools.bench.timing import Contestant, Schedule, WrongResult
 
 pytestmark = pytest.mark.slow
@@ -36,5 +41,48 @@ def test_a_bound_says_which_way_it_goes() -> None:
 
 
 def test_a_wrong_value_names_its_row() -> None:
-    with pytest.raises(WrongResult, match="ranks 2, size 64: ours: 5 wrong values"):
-        measure_row({"ranks": 2, "size": 64}, {"ours": Contestant(lambda: 1.0, lambda: 5)}, Schedule(repeats=1))
+    labels = {"ranks": 2, "size": 64}
+    contest = Contest(labels, {"ours": Contestant(lambda: 1.0, lambda: 5)}, Schedule(repeats=1))
+    with pytest.raises(WrongResult, match="ranks 2, size 64 B: ours: 5 wrong values"):
+        next(measured(Plan([labels], (each for each in [contest])), silent))
+
+
+def plan(count: int) -> Plan:
+    """Rows of two contestants that always take one and two seconds."""
+    sides = {who: Contestant(lambda each=each: each, lambda: 0) for who, each in (("ours", 1.0), ("gloo", 2.0))}
+    labels = [{"device": "cpu", "ranks": ranks} for ranks in range(1, count + 1)]
+    return Plan(labels, (Contest(each, sides, Schedule(repeats=2)) for each in labels))
+
+
+def test_the_report_names_the_labels_that_vary() -> None:
+    told: list[tuple[float, str]] = []
+    rows = list(measured(plan(2), lambda share, text: told.append((share, text))))
+    assert [row.seconds for row in rows] == [{"ours": [1.0, 1.0], "gloo": [2.0, 2.0]}] * 2
+    assert [(round(6 * share), text) for share, text in told] == [
+        (0, "row 1 of 2 (ranks 1), round 1 of 3"),
+        (1, "row 1 of 2 (ranks 1), round 2 of 3"),
+        (2, "row 1 of 2 (ranks 1), round 3 of 3"),
+        (3, "row 2 of 2 (ranks 2), round 1 of 3"),
+        (4, "row 2 of 2 (ranks 2), round 2 of 3"),
+        (5, "row 2 of 2 (ranks 2), round 3 of 3"),
+    ]
+
+
+def test_rows_next_to_other_work_are_marked(others: Others) -> None:
+    others.looks = [0.0, 0.0, 1.0, 0.0, 0.0]
+    assert [row.busy for row in measured(plan(4), silent)] == [False, True, True, False]
+
+
+def test_a_busy_row_is_not_judged() -> None:
+    busy = [dataclasses.replace(ROWS[0], busy=True)]
+    assert at_least(6, "gloo", ranks=2).judge(busy) == Verdict("ranks 2: gloo / ours >= 6", 6.0, None, busy=True)
+
+
+def test_a_bound_on_another_algorithm_of_ours() -> None:
+    row = Row({"ranks": 2, "algorithm": "naive"}, {"ours": [1.0], "ours ring": [2.0], "gloo": [6.0]})
+    assert at_least(3, "gloo", algorithm="ring").judge([row]).value == 3.0
+    assert at_least(6, "gloo", algorithm="naive").judge([row]).value == 6.0
+    assert [(each.labels["algorithm"], each.seconds) for each in row.of_each_algorithm()] == [
+        ("naive", {"ours": [1.0], "gloo": [6.0]}),
+        ("ring", {"ours": [2.0], "gloo": [6.0]}),
+    ]

@@ -17,6 +17,7 @@ from fakes.gpu_check import ROOT, Machine
 
 from benchmarks.gpu_check import bench, cases
 from mgpu_core.tools.bench import cases as bench_cases
+from mgpu_core.tools.bench.titles import TITLES
 
 pytestmark = pytest.mark.slow
 
@@ -220,7 +221,7 @@ def test_cases_by_name_by_file_and_without_time(some_cases: Path, capsys: pytest
 
 
 def test_every_kernel_case_is_measured() -> None:
-    assert set(bench.KERNELS) == {name for name in bench_cases.NAMES if "copy" in bench_cases.load(name).peers}
+    assert set(bench.KERNELS) == {name for name in TITLES if "copy" in bench_cases.load(name).peers}
 
 
 def test_every_command_of_the_bench_is_one_that_its_case_takes(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def test_a_run_on_a_gpu(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_contestant_is_right_and_none_is_without_working(name: str) -> None:
-    problem = cases.load(name).measure.args[0](Task(CPU, even_counts(4000, 3), "wall"))
+    problem = cases.load(name).plan.args[0](Task(CPU, even_counts(4000, 3), "wall"))
     assert set(problem.sides) == {"ours", *cases.load(name).peers} - {"copy"}
     for salt, side in enumerate(problem.sides.values()):
         problem.reset(salt)
@@ -65,7 +65,7 @@ def test_every_contestant_is_right_and_none_is_without_working(name: str) -> Non
 )
 def test_twins_take_part_where_they_can(name: str, module: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(f"mgpu_core.tools.bench.{module}.twins", lambda _device: {"cupy": kernels})
-    problem = cases.load(name).measure.args[0](Task(CPU, even_counts(4000, 3), "wall"))
+    problem = cases.load(name).plan.args[0](Task(CPU, even_counts(4000, 3), "wall"))
     problem.reset(1)
     for _ in range(problem.turns):
         problem.sides["cupy"]()
@@ -86,7 +86,7 @@ def test_who_writes_nothing_ends_the_run(
     module = __import__(f"mgpu_core.tools.bench.cases.{name}", fromlist=["CASE"])
     monkeypatch.setattr(module, name, lambda *_, **__: torch.zeros(()))
     assert main(arguments(name, "cpu")) == 1
-    assert "run.py: error: device cpu, size 1024" in capsys.readouterr().err
+    assert "run.py: error: device cpu, size 1 KiB" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -245,7 +245,7 @@ def test_a_twin_that_does_not_run_here_is_left_out(
     assert main(arguments("sum_ranks", "cpu")) == 0
     out, err = capsys.readouterr()
     assert "without numba: AttributeError: numpy has no row_stack" in err
-    assert "x cupy" in err
+    assert "| cupy " in out
     assert "x numba" not in err + out
 
 

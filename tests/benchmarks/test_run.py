@@ -164,6 +164,7 @@ def test_a_run_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert main(["all_reduce", *TINY, *files, "--op", "avg", "--algorithm", "ring"]) == 0
     output = capsys.readouterr().out
     assert "* commit: " in output
+    assert "not measured" not in output
     assert "peer/ours" in output
     content = json.loads((tmp_path / "x.json").read_text())
     assert [row["labels"]["ranks"] for row in content["rows"]] == [2, 3]
@@ -177,7 +178,7 @@ def test_a_wrong_value_ends_with_1(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     monkeypatch.setattr("mgpu_core.comm.all_reduce", lambda tensors, op, *, algorithm: None)
     assert main(["all_reduce", *TINY]) == 1
     captured = capsys.readouterr()
-    assert "run.py: error: device cpu, ranks 2, size 1024" in captured.err
+    assert "run.py: error: device cpu, ranks 2, size 1 KiB" in captured.err
     assert "wrong values" in captured.err
     assert "peer/ours" not in captured.out
 

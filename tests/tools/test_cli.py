@@ -13,7 +13,8 @@ from types import ModuleType
 import pytest
 
 from mgpu_core.errors import Error
-from mgpu_core.tools.cli import main, warnings_without_line
+from mgpu_core.tools.bench.titles import TITLES
+from mgpu_core.tools.cli import COMMANDS, main, warnings_without_line
 from mgpu_core.tools.explain.cost import StepProfile
 
 pytestmark = pytest.mark.slow
@@ -30,7 +31,6 @@ def mnist(monkeypatch):
             return ending + args.epochs
 
         module = ModuleType("mgpu_core.tools.mnist.train")
-        module.add_arguments = lambda parser: parser.add_argument("--epochs", type=int, default=0)
         module.run = run
         monkeypatch.setitem(sys.modules, "mgpu_core.tools.mnist.train", module)
 
@@ -157,13 +157,35 @@ def test_an_interrupt_ends_with_130(mnist, capsys):
     assert capsys.readouterr() == ("", "")
 
 
-def test_an_interrupt_of_a_commands_import_ends_with_130(capsys, monkeypatch):
-    def interrupted(parser):
-        raise KeyboardInterrupt
+def test_an_interrupt_of_a_commands_import_ends_with_130():
+    """Of real modules, some of which swallow the exception; so the command's own is interrupted here."""
+    code = "import signal, sys; from mgpu_core.tools.cli import main; "
+    code += "sys.meta_path.insert(0, type('Finder', (), {'find_spec': staticmethod(lambda name, *_: "
+    code += "signal.raise_signal(signal.SIGINT) if name == 'torch' else None)})); sys.exit(main(['mnist']))"
+    done = run_python("-c", code)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
-    monkeypatch.setattr("mgpu_core.tools.doctor.add_arguments", interrupted)
-    assert main(["doctor"]) == 130
-    assert capsys.readouterr() == ("", "")
+
+@pytest.mark.parametrize("words", [[], *([name] for name in COMMANDS), ["lesson", "run"], ["bench", "table"]])
+def test_help_needs_no_torch(words):
+    code = "import sys; from mgpu_core.tools.cli import main\ntry: main([*sys.argv[1:], '--help'])\n"
+    done = run_python("-c", code + "except SystemExit: print('torch' in sys.modules)", *words)
+    assert done.stdout.startswith(f"usage: {' '.join(['mgpu', *words])}"), done.stderr
+    assert done.stdout.endswith("\nFalse\n")
+
+
+def test_a_wrong_word_needs_no_torch():
+    code = "import sys; from mgpu_core.tools.cli import main\ntry: main(['mnist', '--epochs', 'many'])\n"
+    done = run_python("-c", code + "except SystemExit as end: print(end, 'torch' in sys.modules)")
+    assert (done.stdout, "invalid int value: 'many'" in done.stderr) == ("2 False\n", True)
+
+
+def test_the_help_of_bench_names_all_cases(capsys):
+    with pytest.raises(SystemExit):
+        main(["bench", "--help"])
+    out = capsys.readouterr().out
+    first_words = [line.split()[0] for line in out.splitlines() if line.startswith("    ")]
+    assert [word for word in first_words if word in {*TITLES, "table"}] == [*TITLES, "table"]
 
 
 def test_a_reader_that_has_left_is_no_error():

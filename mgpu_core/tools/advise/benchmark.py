@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from mgpu_core.support.progress import Report, silent
 from mgpu_core.tools.advise.batches import Batch
 from mgpu_core.tools.advise.data import Measurement
 from mgpu_core.tools.advise.strategies import Way, first_line
@@ -121,16 +122,26 @@ class _Entrant:
 
 
 def contest(
-    ways: Mapping[str, Callable[[], Way]], batch: Batch, repeats: int, budget: Budget, clock: Stopwatch
+    ways: Mapping[str, Callable[[], Way]],
+    batch: Batch,
+    repeats: int,
+    budget: Budget,
+    clock: Stopwatch,
+    report: Report = silent,
 ) -> list[Measurement]:
-    """Return the seconds of a step of each way, in the order of the rounds; as many rounds as the budget allows."""
+    """Return the seconds of a step of each way, in the order of the rounds; as many rounds as the budget allows.
+
+    The report counts the warm-up as a round.
+    """
     rows = batch[0].size(0)
     entrants = [_Entrant(name, rows, clock) for name in ways]
     found: dict[str, list[float]] = {name: [] for name in ways}
     try:
+        report(0.0, f"{rows} rows, warm-up")
         for entrant in entrants:
             entrant.enter(ways[entrant.name], batch)
         for number in range(repeats):
+            report((1 + number) / (1 + repeats), f"{rows} rows, round {number + 1} of {repeats}")
             if number >= LEAST and budget.left <= 0:
                 break
             for entrant in entrants:

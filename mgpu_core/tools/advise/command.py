@@ -17,41 +17,17 @@ from typing import Any
 from mgpu_core.devices.devices import CPU, DeviceLike, as_devices, default_devices
 from mgpu_core.support.extras import require
 from mgpu_core.support.files import check_outputs, check_picture, write_whole
+from mgpu_core.support.progress import Progress
 from mgpu_core.tools.advise.benchmark import stopwatch
 from mgpu_core.tools.advise.inference import advise_inference
 from mgpu_core.tools.advise.measure import advised
 from mgpu_core.tools.advise.plan import CPU_RANKS, Plan, plan_of
 from mgpu_core.tools.advise.script import Chosen, Found, ScriptFailed, check_names, found_in, run_script, run_to_end
 from mgpu_core.tools.advise.watching import watching
+from mgpu_core.tools.options import ADVISE_USAGE, advise_options
 from mgpu_core.tools.user_script import as_script, top_level_names
 
-__all__ = ["add_arguments", "run"]
-
-_USAGE = "mgpu advise [options] script.py [options] [--] [arguments of the script]"
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `mgpu advise`."""
-    parser.usage = _USAGE
-    _add_options(parser)
-    parser.add_argument("words", nargs=argparse.REMAINDER, metavar="script.py", help="defines a net, a loss, a batch")
-
-
-def _add_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--net", metavar="NAME", help="of the net in the script (default: net or model)")
-    add("--loss", metavar="NAME", help="of the loss function (default: loss_fn, criterion or loss; it may be None)")
-    add("--sample", metavar="NAME", help="of one batch, (inputs..., target) (default: sample, batch, or the loader's)")
-    add("--loader", metavar="NAME", help="of an iterable of batches, measured too (default: loader or train_loader)")
-    add("--devices", metavar="LIST", help="one per rank, such as 0,1 or cpu,cpu (default: all there are)")
-    add("--batches", metavar="LIST", help="rows, such as 16,64,256 (default: the sample's, a quarter, four times)")
-    add("--repeats", type=int, default=7, metavar="N", help="of each measurement (default: %(default)s)")
-    add("--seconds", type=float, default=60.0, metavar="S", help="for all of it (default: %(default)s)")
-    add("--device-memory", metavar="SIZE", help="of one device, such as 24GiB (default: as the GPUs say)")
-    add("--inference", action="store_true", help="run the script, and measure Predictors of the net that it calls")
-    add("--callers", type=int, metavar="N", help="threads that ask for one row each, with --inference (default: 16)")
-    add("--json", type=Path, metavar="FILE", help="write all numbers")
-    add("--plot", type=Path, metavar="FILE.png", help="draw speed-up by batch (needs matplotlib)")
+__all__ = ["run"]
 
 
 def run(args: argparse.Namespace) -> int:
@@ -84,7 +60,8 @@ def run(args: argparse.Namespace) -> int:
         except ScriptFailed as failure:
             return int(failure.args[0])
         plan = _plan(found_in(names, chosen, script), devices, batches, args)
-        advice = advised(plan, stopwatch(plan.distinct_devices))
+        with Progress("mgpu advise") as progress:
+            advice = advised(plan, stopwatch(plan.distinct_devices), progress)
     _show(script, advice, args, here)
     return 0 if advice.recommendation.way else 1
 
@@ -129,7 +106,8 @@ def _run_inference(
             )
         options = {"batches": batches, "callers": callers, "seconds": args.seconds}
         try:
-            advice = advise_inference(seen.bare_net, seen.call, ranks, **options)
+            with Progress("mgpu advise") as progress:
+                advice = advise_inference(seen.bare_net, seen.call, ranks, **options, report=progress)
         except TypeError as error:  # an argument that cannot be split into rows
             raise ValueError(str(error)) from error
     _show(script, advice, args, here)
@@ -139,9 +117,9 @@ def _run_inference(
 def _split(args: argparse.Namespace) -> tuple[Path, list[str], argparse.Namespace]:
     """Return the script, its arguments, and all options."""
     parser = argparse.ArgumentParser(
-        prog="mgpu advise", usage=_USAGE, description="See `mgpu advise --help`.", allow_abbrev=False
+        prog="mgpu advise", usage=ADVISE_USAGE, description="See `mgpu advise --help`.", allow_abbrev=False
     )
-    _add_options(parser)
+    advise_options(parser)
     words = list(args.words)
     if words[:1] == ["--"]:
         words = words[1:]

@@ -18,6 +18,7 @@ from torch.nn import Module
 from mgpu_core.inference.predictor import Predictor
 from mgpu_core.inference.requests import Call, Request
 from mgpu_core.pipeline.placement import is_spread
+from mgpu_core.support.progress import Report, silent
 from mgpu_core.tools.advise.benchmark import Budget
 from mgpu_core.tools.advise.strategies import first_line
 from mgpu_core.tools.advise.surroundings import busy_notes, random_state_kept
@@ -161,7 +162,7 @@ def ways_of(ranks: int, rows: int, callers: int, batches: Sequence[int] | None =
 
 def advise_inference(
     net: Module, call: Call, devices: Sequence[torch.device], *,
-    batches: Sequence[int] | None = None, callers: int = 16, seconds: float = 60.0,
+    batches: Sequence[int] | None = None, callers: int = 16, seconds: float = 60.0, report: Report = silent,
 ) -> InferenceAdvice:  # fmt: skip
     """Measure the bare net on the first device, and Predictors on up to all devices.
 
@@ -172,6 +173,7 @@ def advise_inference(
         devices: one per rank.
         batches: values of ``max_batch``; ``None``: some that suit the callers and the script's own batch.
         callers: of the requests of one row.
+        report: of the ways that are measured.
         seconds: for all of it; ways that the time does not suffice for are left out, with a note.
 
     Raises:
@@ -192,6 +194,7 @@ def advise_inference(
                     notes.append(f"the {seconds:g} s were over: {len(ways) - number} of {len(ways)} ways not measured")
                     del ways[number:]
                 break
+            report(number / len(ways) / _TURNS, f"turn {number // len(ways) + 1} of {_TURNS}: {way.name}")
             try:
                 one_row, own = _measured(way, net, call, rows, devices, callers, part)
                 way.one_row, way.own = _better(way.one_row, one_row), own and _better(way.own, own)

@@ -12,6 +12,7 @@ import torch
 from torch.nn import Module
 
 from mgpu_core.devices.devices import CPU, DeviceLike
+from mgpu_core.support.progress import Report, silent, within
 from mgpu_core.tools.advise.batches import resized
 from mgpu_core.tools.advise.benchmark import Budget, Stopwatch, contest, stopwatch
 from mgpu_core.tools.advise.break_even import break_even
@@ -97,21 +98,23 @@ class _Findings:
             return None
 
 
-def advised(plan: Plan, clock: Stopwatch) -> Advice:
+def advised(plan: Plan, clock: Stopwatch, report: Report = silent) -> Advice:
     """Measure by ``clock`` and recordings, and draw the conclusions."""
     with random_state_kept(plan.devices), torch.enable_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # each way would say the same; a failure is told in the result
-        return _advised(plan, clock)
+        return _advised(plan, clock, report)
 
 
-def _advised(plan: Plan, clock: Stopwatch) -> Advice:
+def _advised(plan: Plan, clock: Stopwatch, report: Report) -> Advice:
     budget, findings = Budget(plan.seconds), _Findings(busy_notes(plan.distinct_devices))
     loader_s = None
     if plan.loader is not None:
         loader = plan.loader
+        report(0.0, "the loader")
         loader_s = findings.tried(
             "the loader was not measured", lambda: loader_seconds(loader, plan.rows, budget.part(5))
         )
+    report(0.0, "memory, and a recorded step")
     part = math.ceil(plan.rows / len(plan.devices))
     memory = findings.tried("memory was not counted", lambda: count_memory(plan, resized(plan.sample, part)))
     capacity = capacity_of(plan)
@@ -121,11 +124,11 @@ def _advised(plan: Plan, clock: Stopwatch) -> Advice:
     if memory is not None and capacity is not None and memory.total_nbytes > capacity:
         return _concluded(plan, findings, memory, None, loader_s, recommended_cut(plan, memory, capacity))
     seen = findings.tried("no step was recorded", lambda: record_steps(plan, resized(plan.sample, plan.rows)))
-    _contests(plan, budget, clock, findings)
+    _contests(plan, budget, clock, findings, report)
     return _concluded(plan, findings, memory, seen, loader_s)
 
 
-def _contests(plan: Plan, budget: Budget, clock: Stopwatch, findings: _Findings) -> None:
+def _contests(plan: Plan, budget: Budget, clock: Stopwatch, findings: _Findings, report: Report) -> None:
     """Time the strategies at each batch, the sample's own batch first."""
     ordered = [plan.rows, *(each for each in plan.batches if each != plan.rows)]
     for index, rows in enumerate(ordered):
@@ -134,7 +137,8 @@ def _contests(plan: Plan, budget: Budget, clock: Stopwatch, findings: _Findings)
             findings.notes.append(f"the {plan.seconds:g} s were over: batches of {left} rows were not measured")
             return
         batch = resized(plan.sample, rows)
-        found = contest(makers(plan), batch, plan.repeats, budget.part(len(ordered) - index), clock)
+        part = within(report, index, len(ordered))
+        found = contest(makers(plan), batch, plan.repeats, budget.part(len(ordered) - index), clock, part)
         findings.measurements += found
         rounds = max(len(each.seconds) for each in found)
         if 0 < rounds < plan.repeats:

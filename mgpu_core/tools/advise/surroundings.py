@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import sys
 from collections.abc import Iterator, Sequence
@@ -11,25 +10,15 @@ from contextlib import contextmanager
 import torch
 
 from mgpu_core.ranks.random import random_numbers_kept
+from mgpu_core.support.busy import busy_note
 
-__all__ = ["busy_note", "busy_notes", "random_state_kept"]
-
-_BUSY = 0.5
-
-
-def busy_notes(devices_: Sequence[torch.device]) -> list[str]:
-    """Return a note if CPU ranks would share it: torch's threads wait for each other, so one device suffers most."""
-    if all(each.type != "cpu" for each in devices_) or not hasattr(os, "getloadavg"):
-        return []
-    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return busy_note(os.getloadavg()[0], cpus)
+__all__ = ["busy_notes", "random_state_kept"]
 
 
-def busy_note(load: float, cpus: int) -> list[str]:
-    """Return a note if the average number of running threads of the last minute says that cores are busy."""
-    if load <= _BUSY * cpus:
-        return []
-    return [f"the machine was busy before this began (load {load:.1f} on {cpus} CPUs): repeat it on a quiet one"]
+def busy_notes(devices: Sequence[torch.device]) -> list[str]:
+    """Return a note if CPU ranks share it: torch's threads wait for each other, so one device suffers most."""
+    note = busy_note() if any(each.type == "cpu" for each in devices) else ""
+    return [note] if note else []
 
 
 @contextmanager

@@ -6,10 +6,10 @@ A bound is a fact of the project: with these labels, that ratio. It is written d
 
 import argparse
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from mgpu_core.tools.bench.timing import OURS, Contestant, Schedule, WrongResult, contest, ratio
+from mgpu_core.tools.bench.timing import OURS, Contestant, Schedule, ratio
 from mgpu_core.tools.explain.tables import human_nbytes
 
 Label = int | str
@@ -26,28 +26,72 @@ class Row:
 
     Attributes:
         labels: the row's settings, in the order of the columns.
-        seconds: per contestant its times, ours first.
+        seconds: per contestant its times, ours first. Other algorithms of ours are contestants `ours ALGORITHM`.
         nbytes: counted by a rate; None where a rate means nothing.
         bus_factor: busbw over algbw, as nccl-tests define it; None for cases that are no collectives.
+        without: peers that cannot do what the row asks, and why.
+        busy: other programs kept processors busy before the row or after it.
     """
 
     labels: dict[str, Label]
     seconds: dict[str, list[float]]
     nbytes: int | None = None
     bus_factor: float | None = None
+    without: dict[str, str] = field(default_factory=dict)
+    busy: bool = False
 
     def ratios(self) -> dict[str, float]:
         """Per peer its median over ours."""
         return {name: ratio(self.seconds, name) for name in self.seconds if name != OURS}
 
+    def title_of(self, who: str) -> str:
+        """Return a contestant's name for people: that of ours has its algorithm, where others of ours take part."""
+        among_ours = any(name.startswith(f"{OURS} ") for name in self.seconds)
+        return f"{OURS} {self.labels['algorithm']}" if who == OURS and among_ours else who
+
+    def of_each_algorithm(self) -> "list[Row]":
+        """Return a row for each algorithm of ours, with the same times of the peers."""
+        peers = {name: seconds for name, seconds in self.seconds.items() if not name.startswith(OURS)}
+        found = []
+        for name in [each for each in self.seconds if each not in peers]:
+            labels = self.labels if name == OURS else {**self.labels, "algorithm": name.removeprefix(f"{OURS} ")}
+            found.append(replace(self, labels=labels, seconds={OURS: self.seconds[name], **peers}))
+        return found
+
+
+@dataclass(frozen=True)
+class Contest:
+    """A row to be measured; attributes as of `Row`."""
+
+    labels: dict[str, Label]
+    contestants: Mapping[str, Contestant]
+    schedule: Schedule
+    nbytes: int | None = None
+    bus_factor: float | None = None
+    without: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The rows of a run.
+
+    Attributes:
+        labels: of all rows, known before the first is measured.
+        contests: the rows, each made when the one before is measured.
+    """
+
+    labels: Sequence[Labels]
+    contests: Generator[Contest]
+
 
 @dataclass(frozen=True)
 class Verdict:
-    """One bound against one run; `held` is None where its row was not measured."""
+    """One bound against one run; `held` is None where its row was not measured, or on a busy machine."""
 
     text: str
     value: float | None
     held: bool | None
+    busy: bool = False
 
 
 @dataclass(frozen=True)
@@ -64,12 +108,15 @@ class Bound:
 
     def judge(self, rows: Sequence[Row]) -> Verdict:
         """Return the verdict on the first row that the bound is about."""
-        found = [row.ratios() for row in rows if self.where.items() <= row.labels.items()]
-        value = next((ratios[self.peer] for ratios in found if self.peer in ratios), None)
-        if value is None:
+        alone = [each for row in rows for each in row.of_each_algorithm()]
+        about = [row for row in alone if self.where.items() <= row.labels.items() and self.peer in row.seconds]
+        if not about:
             return Verdict(self._text(), None, None)
+        value = about[0].ratios()[self.peer]
         if self.kind == "at most":
             value = 1 / value
+        if about[0].busy:
+            return Verdict(self._text(), value, None, busy=True)
         return Verdict(self._text(), value, value >= self.limit if self.kind == "at least" else value <= self.limit)
 
     def _text(self) -> str:
@@ -96,7 +143,7 @@ class Case:
         name: as on the command line.
         summary: one line.
         peers: the contestants beside ours that a run has without `--peers`.
-        measure: the rows, one after the other. `UsageError` at once for options that it cannot serve.
+        plan: the rows. `UsageError` for options that it cannot serve.
         add_arguments: adds the case's own options.
         unit: of the times in its table: `us`, `ms` or `s`.
         formula: how its rates are computed, with units; empty if it has none.
@@ -108,7 +155,7 @@ class Case:
     name: str
     summary: str
     peers: tuple[str, ...]
-    measure: Callable[[argparse.Namespace], Generator[Row]]
+    plan: Callable[[argparse.Namespace], Plan]
     add_arguments: Callable[[argparse.ArgumentParser], object]
     unit: str
     formula: str = ""
@@ -117,38 +164,26 @@ class Case:
     repeats: int = 10
 
 
+def refuse(options: argparse.Namespace, peer: str, reason: str) -> None:
+    """Raise `UsageError` if there is a reason why a peer cannot take part, and `--peers` names it."""
+    if reason and peer in options.named:
+        raise UsageError(f"--peers {peer}: {reason}")
+
+
 def chosen(contestants: Mapping[str, Contestant], peers: Sequence[str]) -> dict[str, Contestant]:
     """Ours and those of the peers, ours first."""
     return {name: contestants[name] for name in (OURS, *peers)}
 
 
-def measure_row(
-    labels: dict[str, Label],
-    contestants: Mapping[str, Contestant],
-    schedule: Schedule,
-    nbytes: int | None = None,
-    bus_factor: float | None = None,
-) -> Row:
-    """Verify, run and verify again.
-
-    Raises:
-        WrongResult: which contestant is wrong in which row.
-    """
-    try:
-        seconds = contest(contestants, schedule)
-    except WrongResult as error:
-        raise WrongResult(f"{describe(labels)}: {error}") from error
-    return Row(labels, seconds, nbytes, bus_factor)
-
-
 def describe(labels: Labels) -> str:
-    """`ranks 2, size 1024`."""
-    return ", ".join(f"{name} {value}" for name, value in labels.items())
+    """`ranks 2, size 1 KiB`."""
+    return ", ".join(f"{name} {show_label(name, value)}" for name, value in labels.items())
 
 
-def varying(rows: Sequence[Row]) -> list[str]:
-    """Return the labels in which the rows differ."""
-    return [name for name in rows[0].labels if len({row.labels[name] for row in rows}) > 1]
+def varying(labels: Sequence[Labels]) -> list[str]:
+    """Return the names of the labels in which the rows differ."""
+    names = dict.fromkeys(name for each in labels for name in each)
+    return [name for name in names if len({each.get(name) for each in labels}) > 1]
 
 
 def show_label(name: str, value: Label) -> str:

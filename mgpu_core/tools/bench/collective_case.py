@@ -11,11 +11,12 @@ import argparse
 import contextlib
 import itertools
 from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
 
-from mgpu_core.tools.bench.case import Bound, Case, Label, Row, UsageError, chosen, measure_row
+from mgpu_core.tools.bench.case import Bound, Case, Contest, Label, Plan, UsageError, chosen, refuse
 from mgpu_core.tools.bench.collective import (
     DTYPES,
     MOST_RANKS,
@@ -29,9 +30,12 @@ from mgpu_core.tools.bench.collective import (
 )
 from mgpu_core.tools.bench.gloo import GlooTeam
 from mgpu_core.tools.bench.options import add_ranks, names_among, parse_sizes
+from mgpu_core.tools.bench.reductions import gloo_cannot
 from mgpu_core.tools.bench.timing import OURS, CacheFlush, Contestant, Schedule, nothing, timed
 
 TOUCH = "touch"
+
+Way = Callable[[Task, Sequence[torch.Tensor]], Tensors]
 
 
 def case_of(collective: Collective, bounds: tuple[Bound, ...] = (), repeats: int = Case.repeats) -> Case:
@@ -43,7 +47,7 @@ def case_of(collective: Collective, bounds: tuple[Bound, ...] = (), repeats: int
         summary=collective.summary,
         peers=("gloo", "torch"),
         more_peers=(TOUCH,) if collective.position == "in" else (),
-        measure=partial(measure, collective),
+        plan=partial(plan, collective),
         add_arguments=partial(_add_arguments, collective),
         unit="us",
         formula=formula,
@@ -52,35 +56,45 @@ def case_of(collective: Collective, bounds: tuple[Bound, ...] = (), repeats: int
     )
 
 
-def measure(collective: Collective, options: argparse.Namespace) -> Generator[Row]:
-    """Yield a row per number of ranks and size. `UsageError` at once for numbers that no row can have."""
+def plan(collective: Collective, options: argparse.Namespace) -> Plan:
+    """Return a row per number of ranks and size. `UsageError` for numbers that no row can have."""
     if options.device == "cuda" and not torch.cuda.is_available():
         raise UsageError("--device cuda: torch sees no GPU here")
-    if options.device == "cuda" and "gloo" in options.peers:
-        raise UsageError("--peers gloo: it is measured on the CPU only; with --device cuda say --peers torch")
-    algorithms = getattr(options, "algorithms", ["auto"])
-    if options.device == "cpu" and "nccl" in algorithms:
+    if options.device == "cpu" and "nccl" in getattr(options, "algorithms", []):
         raise UsageError("--algorithms nccl: NCCL needs GPUs (--device cuda)")
-    points = list(itertools.product(algorithms, options.sizes))
-    tasks = {ranks: [_task(collective, options, ranks, *point) for point in points] for ranks in options.ranks}
-    return _rows(collective, options, tasks)
+    tasks = {ranks: [_task(collective, options, ranks, size) for size in options.sizes] for ranks in options.ranks}
+    refuse(options, "gloo", gloo_cannot(next(iter(tasks.values()))[0]))
+    labels = [_labels(collective, task) for sizes in tasks.values() for task in sizes]
+    return Plan(labels, _contests(collective, options, tasks))
 
 
-def _rows(collective: Collective, options: argparse.Namespace, tasks: Mapping[int, Sequence[Task]]) -> Generator[Row]:
+def _contests(
+    collective: Collective, options: argparse.Namespace, tasks: Mapping[int, Sequence[Task]]
+) -> Generator[Contest]:
     schedule = Schedule(options.repeats, warmup=2, flush=CacheFlush() if options.device == "cpu" else nothing)
     for ranks, sizes in tasks.items():
         with contextlib.ExitStack() as stack:
-            team = stack.enter_context(GlooTeam(ranks)) if "gloo" in options.peers else None
+            takes_part = "gloo" in options.peers and not gloo_cannot(sizes[0])
+            team = stack.enter_context(GlooTeam(ranks)) if takes_part else None
             for task in sizes:
-                yield _row(collective, task, team, options.peers, schedule)
+                yield _contest(collective, options, task, team, schedule)
 
 
-def _row(collective: Collective, task: Task, team: GlooTeam | None, peers: Sequence[str], schedule: Schedule) -> Row:
+def _contest(
+    collective: Collective, options: argparse.Namespace, task: Task, team: GlooTeam | None, schedule: Schedule
+) -> Contest:
     """In a function of its own: the tensors of one row are gone before the next one's are made."""
-    nbytes = task.count * _itemsize(task.dtype) * (task.ranks if collective.split else 1)
-    contestants = chosen(_contestants(collective, task, team), peers)
-    labels = _labels(collective, task, nbytes)
-    return measure_row(labels, contestants, schedule, nbytes, collective.bus_factor(task.ranks))
+    peers = [peer for peer in options.peers if peer != "gloo" or team is not None]
+    without = {"gloo": gloo_cannot(task)} if len(peers) < len(options.peers) else {}
+    others = getattr(options, "algorithms", [])[1:]
+    sides = chosen(_contestants(collective, task, others, team), [*map(_name_of, others), *peers])
+    labels, factor = _labels(collective, task), collective.bus_factor(task.ranks)
+    return Contest(labels, sides, schedule, int(labels["size"]), factor, without)
+
+
+def _name_of(algorithm: str) -> str:
+    """Return the name of a contestant that is ours, too."""
+    return f"{OURS} {algorithm}"
 
 
 def _add_arguments(collective: Collective, parser: argparse.ArgumentParser) -> None:
@@ -97,7 +111,7 @@ def _add_arguments(collective: Collective, parser: argparse.ArgumentParser) -> N
         add("--algorithms", type=known, default="auto", metavar="LIST", help=text)
 
 
-def _task(collective: Collective, options: argparse.Namespace, ranks: int, algorithm: str, size: int) -> Task:
+def _task(collective: Collective, options: argparse.Namespace, ranks: int, size: int) -> Task:
     if not 2 <= ranks <= MOST_RANKS:
         raise UsageError(f"--ranks: wanted 2 to {MOST_RANKS}, got {ranks}")
     count = size // _itemsize(options.dtype) // (ranks if collective.split else 1)
@@ -105,6 +119,7 @@ def _task(collective: Collective, options: argparse.Namespace, ranks: int, algor
         raise UsageError(f"--sizes: {size} bytes are less than one {options.dtype} for each of {ranks} ranks")
     gpus = torch.cuda.device_count() if options.device == "cuda" else 0
     devices = tuple(f"cuda:{rank % gpus}" for rank in range(ranks)) if gpus else ()
+    algorithm = getattr(options, "algorithms", ["auto"])[0]
     return Task(ranks, count, options.dtype, getattr(options, "op", "sum"), algorithm, devices)
 
 
@@ -113,7 +128,8 @@ def _itemsize(dtype: str) -> int:
     return itemsize
 
 
-def _labels(collective: Collective, task: Task, nbytes: int) -> dict[str, Label]:
+def _labels(collective: Collective, task: Task) -> dict[str, Label]:
+    nbytes = task.count * _itemsize(task.dtype) * (task.ranks if collective.split else 1)
     # Reductions are told apart by `op`; `reduce` has one, which is not an option.
     redop = task.op if collective.ops or collective.name == "reduce" else "none"
     labels: dict[str, Label] = {"device": task.device(0).partition(":")[0], "ranks": task.ranks, "size": nbytes}
@@ -121,7 +137,9 @@ def _labels(collective: Collective, task: Task, nbytes: int) -> dict[str, Label]
     return labels | ({"algorithm": task.algorithm} if collective.algorithms else {})
 
 
-def _contestants(collective: Collective, task: Task, team: GlooTeam | None) -> Mapping[str, Contestant]:
+def _contestants(
+    collective: Collective, task: Task, others: Sequence[str], team: GlooTeam | None
+) -> Mapping[str, Contestant]:
     # Ours and the torch loop take turns on the same tensors: each begins with fresh inputs and a flushed cache.
     holding, tiny = (Holding(collective, each, range(task.ranks)) for each in (task, task.tiny()))
     salts = itertools.count(1)
@@ -130,15 +148,17 @@ def _contestants(collective: Collective, task: Task, team: GlooTeam | None) -> M
         for device in dict.fromkeys(task.devices):
             torch.accelerator.synchronize(torch.device(device))
 
-    def here(do: Callable[[Task, Sequence[torch.Tensor]], Tensors], wanted: Wanted | None = None) -> Contestant:
-        run = timed(lambda: do(task, holding.sends), wait, wake=lambda: do(tiny.task, tiny.sends))
+    def here(do: Way, algorithm: str = task.algorithm, wanted: Wanted | None = None) -> Contestant:
+        own, small = (replace(each, algorithm=algorithm) for each in (task, tiny.task))
+        run = timed(lambda: do(own, holding.sends), wait, wake=lambda: do(small, tiny.sends))
         return Contestant(
-            run, lambda: holding.wrong(lambda: do(task, holding.sends), next(salts), wanted), holding.reset
+            run, lambda: holding.wrong(lambda: do(own, holding.sends), next(salts), wanted), holding.reset
         )
 
     sides = {OURS: here(collective.ours), "torch": here(collective.loop)}
+    sides |= {_name_of(algorithm): here(collective.ours, algorithm) for algorithm in others}
     if collective.position == "in":
-        sides[TOUCH] = here(_touch, lambda values, rank: -collective.sends(values, rank))
+        sides[TOUCH] = here(_touch, wanted=lambda values, rank: -collective.sends(values, rank))
     if team is not None:
         team.prepare(collective.name, task)
         sides["gloo"] = Contestant(team.run, lambda: team.wrong(next(salts)), team.reset)

@@ -7,43 +7,23 @@ Exit status: 0 done; 1 a wrong value, a peer that failed, a missed bound with `-
 import argparse
 import contextlib
 import sys
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
+from mgpu_core.support.busy import busy_note
 from mgpu_core.support.extras import require
 from mgpu_core.support.files import check_writable
+from mgpu_core.support.progress import Progress
 from mgpu_core.tools.bench import cases
 from mgpu_core.tools.bench.baseline import slower_rows
-from mgpu_core.tools.bench.case import Case, Row, Verdict, describe
+from mgpu_core.tools.bench.case import Case, Plan, Row
 from mgpu_core.tools.bench.environment import environment, header
 from mgpu_core.tools.bench.gloo import PeerFailed
-from mgpu_core.tools.bench.options import names_among, parse_count, parse_png
+from mgpu_core.tools.bench.measure import measured
 from mgpu_core.tools.bench.plot import draw
 from mgpu_core.tools.bench.report import compare, render
 from mgpu_core.tools.bench.result import Result
-from mgpu_core.tools.bench.timing import OURS, WrongResult, median
+from mgpu_core.tools.bench.timing import WrongResult
 
-__all__ = ["add_arguments", "run"]
-
-SLOWER_PERCENT = 10.0
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> "argparse._SubParsersAction[Any]":
-    """Add the cases and `table`; return the sub-commands, to which others may be added."""
-    parser.set_defaults(prog=parser.prog)
-    parser.add_argument("--list", action=_List, nargs=0, help="name the cases and their peers")
-    commands = parser.add_subparsers(metavar="CASE", required=True, dest="case")
-    for name in cases.NAMES:
-        case = cases.load(name)
-        _add_options(commands.add_parser(name, help=case.summary, description=case.summary), case)
-    table = commands.add_parser("table", help="results of several machines in one table", description=_TABLE)
-    table.add_argument("files", nargs="+", type=Path, metavar="FILE.json", help="written by --json")
-    table.set_defaults(do=_table)
-    return commands
-
-
-_TABLE = "Print one Markdown table per case, with a line for each file that --json has written and each of its rows."
+__all__ = ["run"]
 
 
 def run(args: argparse.Namespace) -> int:
@@ -52,28 +32,13 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         UsageError, OSError, MissingExtra: a request that cannot be served.
     """
+    if args.case == "table":
+        print(compare([Result.read(path) for path in args.files]))
+        return 0
     try:
-        status: int = args.do(args)
-        return status
+        return _run(cases.load(args.case), args)
     except (WrongResult, PeerFailed) as error:
         return _fail(args, str(error))
-
-
-def _add_options(parser: argparse.ArgumentParser, case: Case) -> None:
-    known = (*case.peers, *case.more_peers)
-    add = parser.add_argument
-    add("--peers", type=names_among(known), default=list(case.peers), metavar="LIST", help=f"of {', '.join(known)}")
-    add("--repeats", type=parse_count, default=case.repeats, metavar="N", help="rounds (default: %(default)s)")
-    add("--json", type=Path, metavar="FILE", help="write every sample")
-    add("--plot", type=parse_png, metavar="FILE.png", help="draw a picture")
-    add("--check", action="store_true", help="exit with 1 if a bound of this case is missed")
-    add("--baseline", type=Path, metavar="FILE.json", help="exit with 1 if a row is slower than there")
-    add(
-        "--slower", type=float, default=SLOWER_PERCENT, metavar="PERCENT",
-        help="allowed with --baseline (default: %(default)g)",
-    )  # fmt: skip
-    case.add_arguments(parser)
-    parser.set_defaults(do=lambda args: _run(case, args))
 
 
 def _run(case: Case, args: argparse.Namespace) -> int:
@@ -82,24 +47,35 @@ def _run(case: Case, args: argparse.Namespace) -> int:
     if args.plot is not None:
         require("matplotlib", "a picture")
     baseline = None if args.baseline is None else Result.read(args.baseline)
-    rows, facts = [], environment()
-    # Closed at once when something goes wrong: a case may hold processes and folders.
-    with contextlib.closing(case.measure(args)) as measured:
-        print(f"# {case.name}: {case.summary}\n\n{header(facts)}\n", flush=True)
-        try:
-            for row in measured:
-                print(_progress(row), file=sys.stderr, flush=True)
-                rows.append(row)
-        except KeyboardInterrupt:
-            if rows:
-                _show(Result.of(case, facts, rows), args)
-            raise
+    args.peers = args.named or list(case.peers)
+    plan, facts, rows = case.plan(args), environment(), list[Row]()
+    print(f"# {case.name}: {case.summary}\n\n{header(facts)}\n", flush=True)
+    try:
+        _measure(plan, args, rows)
+    except KeyboardInterrupt:
+        _note(args, f"interrupted: {len(rows)} of {len(plan.labels)} rows are measured")
+        if rows:
+            _show(Result.of(case, facts, rows), args)
+        raise
     result = Result.of(case, facts, rows)
     _show(result, args)
-    status = _check(args, result.verdicts) if args.check else 0
-    if baseline is not None and (slower := slower_rows(result, baseline, args.slower)):
-        status = _fail(args, f"slower than {args.baseline} by more than {args.slower:g} %: {'; '.join(slower)}")
-    return status
+    checked = _check(args, case, result) if args.check else 0
+    return max(checked, _compare(args, result, baseline) if baseline is not None else 0)
+
+
+def _measure(plan: Plan, args: argparse.Namespace, rows: list[Row]) -> None:
+    """Append the rows to `rows`, each when it is measured, and note what is special about them, once."""
+    told = set[tuple[str, str]]()
+    if note := busy_note():
+        _note(args, f"{note}; rows are marked, and not judged")
+    # Closed at once when something goes wrong: a case may hold processes and folders.
+    with Progress(args.prog) as progress, contextlib.closing(measured(plan, progress)) as measuring:
+        for row in measuring:
+            rows.append(row)
+            for each in set(row.without.items()) - told:
+                progress.hide()
+                _note(args, "without {}: {}".format(*each))
+                told.add(each)
 
 
 def _show(result: Result, args: argparse.Namespace) -> None:
@@ -111,35 +87,29 @@ def _show(result: Result, args: argparse.Namespace) -> None:
         draw(result, args.plot)
 
 
-def _progress(row: Row) -> str:
-    ratios = "".join(f", {ratio:.2f} x {peer}" for peer, ratio in row.ratios().items())
-    return f"{describe(row.labels)}: {median(row.seconds[OURS]) * 1e3:.3f} ms{ratios}"
-
-
-def _check(args: argparse.Namespace, verdicts: Sequence[Verdict]) -> int:
-    missed = [verdict.text for verdict in verdicts if verdict.held is False]
+def _check(args: argparse.Namespace, case: Case, result: Result) -> int:
+    """Return 1 if a bound is missed, or if none could be judged: a check that looked at nothing must not pass."""
+    missed = [verdict.text for verdict in result.verdicts if verdict.held is False]
     if missed:
-        return _fail(args, f"missed {len(missed)} of {len(verdicts)} bounds: {'; '.join(missed)}")
-    # A check that looked at nothing must not pass for one that found nothing.
-    if verdicts and all(verdict.held is None for verdict in verdicts):
-        return _fail(args, "--check: no row of this run has a bound")
+        return _fail(args, f"missed {len(missed)} of {len(result.verdicts)} bounds: {'; '.join(missed)}")
+    if case.bounds and all(verdict.held is None for verdict in result.verdicts):
+        busy = "every row with a bound was measured on a busy machine"
+        return _fail(args, f"--check: {busy if result.verdicts else 'no row of this run has a bound'}")
     return 0
 
 
-def _table(args: argparse.Namespace) -> int:
-    print(compare([Result.read(path) for path in args.files]))
-    return 0
+def _compare(args: argparse.Namespace, result: Result, baseline: Result) -> int:
+    """Return 1 if a row is slower than that of the baseline, or if no row could be judged."""
+    slower, skipped, both = slower_rows(result, baseline, args.slower)
+    if skipped:
+        _note(args, f"{skipped} of {both} rows were not judged: the machine was busy, in this run or in the baseline's")
+    if slower:
+        return _fail(args, f"slower than {args.baseline} by more than {args.slower:g} %: {'; '.join(slower)}")
+    return _fail(args, f"--baseline {args.baseline}: no row was judged") if skipped == both else 0
 
 
-class _List(argparse.Action):
-    """Print the cases and end."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        for name in cases.NAMES:
-            case = cases.load(name)
-            more = "".join(f", ({peer})" for peer in case.more_peers)
-            print(f"{name:17} {case.summary}; peers: {', '.join(case.peers)}{more}")
-        parser.exit()
+def _note(args: argparse.Namespace, text: str) -> None:
+    print(f"{args.prog}: note: {text}", file=sys.stderr, flush=True)
 
 
 def _fail(args: argparse.Namespace, reason: str) -> int:

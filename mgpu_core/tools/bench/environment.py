@@ -27,7 +27,7 @@ def environment() -> dict[str, str]:
         "NCCL": _nccl(report),
         "Python": report.python.version,
         "mgpu_core": report.mgpu_core,
-        "commit": _commit(),
+        **_commit(),
     }
 
 
@@ -47,19 +47,19 @@ def _nccl(report: Report) -> str:
     return f"{report.nccl.version} ({report.nccl.source})"
 
 
-def _commit() -> str:
-    """Return the commit of this checkout; `-dirty` if tracked files differ from it; `none` where there is none.
+def _commit() -> dict[str, str]:
+    """Return the commit of this checkout; `-dirty` if tracked files differ from it; nothing where there is none.
 
     MGPU_BENCH_COMMIT names it where the package is installed, as on a machine that gets a wheel.
     """
     if named := os.environ.get("MGPU_BENCH_COMMIT"):
-        return named
+        return {"commit": named}
     root = Path(__file__).resolve().parents[3]
     if not (root / ".git").exists():  # installed: a repository around it is somebody else's
-        return "none"
+        return {}
     command = ["git", "describe", "--always", "--dirty", "--exclude", "*"]
     try:
         asked = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=GIT_SECONDS, check=True)
     except (OSError, subprocess.SubprocessError):
-        return "unknown"
-    return asked.stdout.strip()
+        return {"commit": "unknown"}
+    return {"commit": asked.stdout.strip()}

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from mgpu_core.support.interrupts import on_ctrl_c
 from mgpu_core.tools.bench.gloo_worker import GLOO_SECONDS, MakeRank, Rank, WorkerConfig, serve
 
 START_SECONDS = 180.0
@@ -52,7 +53,7 @@ class GlooTeam:
                 self._start(rank)
             self._answers()
         except BaseException:
-            self.close()
+            self.close(0.0)  # they may be importing torch, and have nothing to lose
             raise
         self._seconds = ANSWER_SECONDS
         return self
@@ -77,12 +78,12 @@ class GlooTeam:
         """Wrong values in all ranks."""
         return sum(self._ask("wrong", salt))
 
-    def close(self) -> None:
-        """End the processes: politely, then not."""
+    def close(self, seconds: float = END_SECONDS) -> None:
+        """End the processes: politely, then, after so many seconds, not."""
         for connection in self._connections:
             with contextlib.suppress(OSError):
                 connection.send(None)
-        deadline = time.monotonic() + END_SECONDS
+        deadline = time.monotonic() + seconds
         for process in self._processes:
             process.join(max(0.0, deadline - time.monotonic()))
             if process.is_alive():
@@ -101,16 +102,21 @@ class GlooTeam:
             target=serve, args=(theirs, config, self._make_rank), name=f"gloo {rank}", daemon=True
         )
         self._connections.append(ours)
-        # Ctrl-C reaches every process; a child ignores it only once it has imported torch.  The tracker's start, which
-        # would unblock the signal again, comes first.
+        # Ctrl-C reaches every process. A child inherits the mask, and ignores the signal once it has imported torch.
+        # Here another thread may take it: the child gets its orders all the same, and the exception comes later.
+        # The tracker's start, which would unblock the signal again, comes first.
         resource_tracker.ensure_running()
+        pressed: list[bool] = []
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
-            process.start()
+            with on_ctrl_c(lambda: pressed.append(True)):
+                process.start()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         self._processes.append(process)
         theirs.close()
+        if pressed:
+            raise KeyboardInterrupt
 
     def _ask(self, *order: Any) -> list[Any]:
         for rank, connection in enumerate(self._connections):

@@ -17,10 +17,10 @@ from typing import Protocol
 
 import torch
 
-from mgpu_core.tools.bench.case import Bound, Case, Label, Row, UsageError, at_least, chosen, measure_row
+from mgpu_core.tools.bench.case import Bound, Case, Contest, Label, Plan, UsageError, at_least, chosen
 from mgpu_core.tools.bench.device_clock import DeviceClock
 from mgpu_core.tools.bench.options import parse_count, parse_sizes
-from mgpu_core.tools.bench.timing import Contestant, Schedule, without_those_that_fail
+from mgpu_core.tools.bench.timing import Contestant, Schedule, failing
 
 COPY = "copy"
 TWINS: dict[str, str] = {}
@@ -141,7 +141,7 @@ def case_of(
         summary=summary,
         peers=(*peers, COPY),
         more_peers=tuple(TWINS) if twinned else (),
-        measure=partial(_measure, problem, (*peers, COPY), twinned),
+        plan=partial(_plan, problem, (*peers, COPY), twinned),
         add_arguments=partial(_add_arguments, pieces, many),
         unit="us",
         formula=f"GB/s = ({traffic}) / median time, 1 GB = 10^9 bytes; copy: as many bytes, by torch",
@@ -158,21 +158,18 @@ def _add_arguments(pieces: bool, many: bool, parser: argparse.ArgumentParser) ->
         add("--tensors", type=parse_count, metavar="N", help="that it consists of (default: %(default)s)")
     if many:
         add("--many", type=parse_count, metavar="N", help="small tensors of another row (default: %(default)s)")
-    # Who takes part depends on the device: without --peers all that can.
-    parser.set_defaults(peers=None, tensors=64 if pieces else 1, many=10000 if many else 0)
+    parser.set_defaults(tensors=64 if pieces else 1, many=10000 if many else 0)
 
 
-def _measure(
-    problem: Callable[[Task], Problem], peers: Sequence[str], twinned: bool, options: argparse.Namespace
-) -> Generator[Row]:
-    """Yield a row per size, and those of many small tensors. `UsageError` at once for options that no row can have."""
+def _plan(problem: Callable[[Task], Problem], peers: Sequence[str], twinned: bool, options: argparse.Namespace) -> Plan:
+    """Return a row per size, and those of many small tensors; without `--peers` with all that can take part there."""
     device = _device(options.device)
     there = [*peers, *(twins(device) if twinned else ())]
-    for peer in options.peers or ():
+    for peer in options.named:
         if peer not in there:
             raise UsageError(f"--peers: {peer} needs a GPU and the package {peer}")
-    tasks = [(task, options.peers or _peers_of(task, there)) for task in tasks_of(device, options)]
-    return _rows(problem, device, tasks, options.repeats)
+    tasks = [(task, options.named or _peers_of(task, there)) for task in tasks_of(device, options)]
+    return Plan([task.labels for task, _ in tasks], _contests(problem, device, tasks, options.repeats))
 
 
 def _peers_of(task: Task, there: Sequence[str]) -> list[str]:
@@ -180,19 +177,19 @@ def _peers_of(task: Task, there: Sequence[str]) -> list[str]:
     return [peer for peer in there if peer != "numba" or len(task.counts) <= FEW]
 
 
-def _rows(
+def _contests(
     problem: Callable[[Task], Problem],
     device: torch.device,
     tasks: Sequence[tuple[Task, Sequence[str]]],
     repeats: int,
-) -> Generator[Row]:
+) -> Generator[Contest]:
     clock = DeviceClock(device)
     schedule = Schedule(repeats, warmup=2, flush=clock.flush)
     for task, peers in tasks:
-        yield _row(problem(task), task, peers, clock, schedule)
+        yield _contest(problem(task), task, peers, clock, schedule)
 
 
-def _row(problem: Problem, task: Task, peers: Sequence[str], clock: DeviceClock, schedule: Schedule) -> Row:
+def _contest(problem: Problem, task: Task, peers: Sequence[str], clock: DeviceClock, schedule: Schedule) -> Contest:
     salts = itertools.count(1)
 
     def contestant(side: Side) -> Contestant:
@@ -207,8 +204,9 @@ def _row(problem: Problem, task: Task, peers: Sequence[str], clock: DeviceClock,
     contestants = {who: contestant(side) for who, side in problem.sides.items()}
     copy = _Copy(problem.nbytes // 2, task.device)
     contestants[COPY] = Contestant(clock.run_of(copy.work, task.clock), copy.wrong)
-    wanted = chosen(contestants, peers)
-    return measure_row(task.labels, without_those_that_fail(wanted, tuple(TWINS)), schedule, problem.nbytes)
+    without = failing(chosen(contestants, peers), TWINS.keys())
+    working = chosen(contestants, [peer for peer in peers if peer not in without])
+    return Contest(task.labels, working, schedule, problem.nbytes, without=without)
 
 
 class _Copy:

@@ -1,15 +1,76 @@
-"""The command line's own types: sizes, lists, and a parser whose errors are one line.
+"""The options of `mgpu bench`, and their types: sizes, lists, and a parser whose errors are one line.
+
+A case, which needs torch, is imported once it is chosen: the help on all of them is there at once.
 
 Sizes are binary as in nccl-tests: 64M is 64 MiB. Rates (in the tables) are decimal: 1 GB is 10^9 bytes.
 """
 
 import argparse
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
+
+from mgpu_core.tools.bench import cases
+from mgpu_core.tools.bench.titles import TITLES
 
 _UNITS = {"": 0, "K": 10, "M": 20, "G": 30}
+
+
+SLOWER_PERCENT = 10.0
+
+_TABLE = "Print one Markdown table per case, with a line for each file that --json has written and each of its rows."
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> "argparse._SubParsersAction[Any]":
+    """Add the cases and `table`; return the sub-commands, to which others may be added."""
+    parser.set_defaults(prog=parser.prog)
+    parser.add_argument("--list", action=_List, nargs=0, help="name the cases and their peers")
+    commands = parser.add_subparsers(metavar="CASE", required=True, dest="case")
+    for name, title in TITLES.items():
+        _when_chosen(commands.add_parser(name, help=title), partial(_add_options, name))
+    table = commands.add_parser("table", help="results of several machines in one table", description=_TABLE)
+    table.add_argument("files", nargs="+", type=Path, metavar="FILE.json", help="written by --json")
+    return commands
+
+
+def _when_chosen(parser: argparse.ArgumentParser, add_options: Callable[[argparse.ArgumentParser], object]) -> None:
+    """Add the options of a sub-command when its words are parsed, and not before."""
+    parse = parser.parse_known_args
+
+    def parse_known_args(args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+        add_options(parser)
+        return parse(args, namespace)
+
+    parser.parse_known_args = parse_known_args  # type: ignore[method-assign, assignment]
+
+
+def _add_options(name: str, parser: argparse.ArgumentParser) -> None:
+    case = cases.load(name)
+    parser.description = case.summary
+    known = (*case.peers, *case.more_peers)
+    add = parser.add_argument
+    add("--peers", dest="named", type=names_among(known), default=[], metavar="LIST", help=f"of {', '.join(known)}")
+    add("--repeats", type=parse_count, default=case.repeats, metavar="N", help="rounds (default: %(default)s)")
+    add("--json", type=Path, metavar="FILE", help="write every sample")
+    add("--plot", type=parse_png, metavar="FILE.png", help="draw a picture")
+    add("--check", action="store_true", help="exit with 1 if a bound of this case is missed")
+    add("--baseline", type=Path, metavar="FILE.json", help="exit with 1 if a row is slower than there")
+    text = "allowed with --baseline (default: %(default)g)"
+    add("--slower", type=float, default=SLOWER_PERCENT, metavar="PERCENT", help=text)
+    case.add_arguments(parser)
+
+
+class _List(argparse.Action):
+    """Print the cases and end."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        for name in TITLES:
+            case = cases.load(name)
+            more = "".join(f", ({peer})" for peer in case.more_peers)
+            print(f"{name:17} {case.summary}; peers: {', '.join(case.peers)}{more}")
+        parser.exit()
 
 
 class OneLineParser(argparse.ArgumentParser):

@@ -54,7 +54,7 @@ def _panels(rows: Sequence[Row]) -> dict[str, list[Row]]:
 
 def short_names(rows: Sequence[Row], ignored: Sequence[str] = ()) -> list[str]:
     """Return for each row the labels in which the rows differ; a number needs its name, a word does not."""
-    names = [name for name in varying(rows) if name not in ignored]
+    names = [name for name in varying([row.labels for row in rows]) if name not in ignored]
     return [", ".join(_short_label(name, row.labels[name]) for name in names) for row in rows]
 
 
@@ -68,7 +68,9 @@ def _draw_rates(axis: "Axes", rows: Sequence[Row]) -> None:
     sizes = [int(row.labels["size"]) for row in rows]
     for who in rows[0].seconds:
         rates = [(row.nbytes or 0) * (row.bus_factor or 0) / median(row.seconds[who]) / 1e9 for row in rows]
-        axis.plot(sizes, rates, "o-", label=who)
+        (line,) = axis.plot(sizes, rates, "o-", label=rows[0].title_of(who))
+        hollow = [(size, rate) for size, rate, row in zip(sizes, rates, rows, strict=True) if row.busy]
+        axis.plot(*zip(*hollow, strict=True) if hollow else ([], []), "o", color=line.get_color(), mfc="white")
     axis.set_xscale("log", base=2)
     shown = sizes[:: 1 + len(sizes) // 6]
     axis.set_xticks(shown, [human_nbytes(size) for size in shown])
@@ -89,8 +91,9 @@ def _draw_bars(axis: "Axes", rows: Sequence[Row], unit: str) -> None:
     else:
         _draw_ratios(axis, rows)
     ours = [f"ours {significant(median(row.seconds[OURS]) * PER_SECOND[unit])} {unit}" for row in rows]
-    names = [f"{name}, {text}" if name else text for name, text in zip(short_names(rows), ours, strict=True)]
-    axis.set_xticks(range(len(rows)), [name.replace(", ", "\n") for name in names])
+    busy = ["busy machine" if row.busy else "" for row in rows]
+    names = [filter(None, parts) for parts in zip(short_names(rows), ours, busy, strict=True)]
+    axis.set_xticks(range(len(rows)), [", ".join(parts).replace(", ", "\n") for parts in names])
     axis.margins(y=0.15)
     axis.grid(axis="y", alpha=0.3)
 
@@ -104,9 +107,11 @@ def _draw_ratios(axis: "Axes", rows: Sequence[Row]) -> None:
         indices = [index + (number - (len(contestants) - 1) / 2) * width for index, _, _ in present]
         ratios = [median(seconds) / one for _, seconds, one in present]
         slow = [p90(seconds) / one - ratio for (_, seconds, one), ratio in zip(present, ratios, strict=True)]
-        bars = axis.bar(indices, ratios, width, label=who, yerr=[[0] * len(ratios), slow], capsize=3)
-        if who != OURS:
-            axis.bar_label(bars, [f"{ratio:.2f}" for ratio in ratios], padding=2)
+        bars = axis.bar(indices, ratios, width, label=rows[0].title_of(who))
+        axis.errorbar(indices, ratios, [[0.0] * len(ratios), slow], fmt="none", ecolor="grey", capsize=3)
+        if who != OURS:  # at the end of the bar, in front of the whisker
+            box = {"facecolor": "white", "edgecolor": "none", "alpha": 0.7, "pad": 0.5}
+            axis.bar_label(bars, [f"{ratio:.2f}" for ratio in ratios], padding=2, bbox=box)
     axis.set_ylabel("times as slow as ours (whisker: p90)")
 
 

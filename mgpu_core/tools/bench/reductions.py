@@ -14,6 +14,14 @@ GLOO_OPS = {
 }
 
 
+def gloo_cannot(task: Task) -> str:
+    """Return what gloo lacks for a task; empty: it can do it."""
+    if task.devices:
+        return "it is measured on the CPU only"
+    is_whole = not getattr(torch, task.dtype).is_floating_point
+    return f"it has no average of {task.dtype}" if task.op == "avg" and is_whole else ""
+
+
 def fold_into(total: torch.Tensor, other: torch.Tensor, op: str) -> None:
     """Add (multiply, ...) `other` into `total`; a mean is a sum until `finish`."""
     other = other.to(total.device)

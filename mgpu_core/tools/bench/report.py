@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mgpu_core.support.files import write_whole
-from mgpu_core.tools.bench.case import Row, UsageError, Verdict, describe, show_label, varying
+from mgpu_core.tools.bench.case import Labels, Row, UsageError, Verdict, describe, show_label, varying
 from mgpu_core.tools.bench.environment import header
 from mgpu_core.tools.bench.plot import draw
 from mgpu_core.tools.bench.result import Result
@@ -21,6 +21,7 @@ from mgpu_core.tools.explain.tables import human_nbytes
 
 NOTES = "notes.toml"
 LONG = 12  # rows; longer tables are folded
+BUSY = "`*`: other programs kept processors busy, so the row is not judged by `--check` and `--baseline`"
 LEGEND = (
     "`peer/ours` is the peer's median time over ours: at 2.00, ours takes half the time. "
     "p90: nine of ten times are not longer. Every result was verified before it was timed."
@@ -34,19 +35,30 @@ def render(result: Result) -> str:
 
 def _parts(result: Result, rows: str) -> list[str]:
     bounds = "\n".join(bound_line(verdict) for verdict in result.verdicts)
-    return [part for part in (_shared(result), rows, result.formula, bounds) if part]
+    return [part for part in (_shared(result), rows, _notes_on(result.rows), result.formula, bounds) if part]
+
+
+def _notes_on(rows: Sequence[Row]) -> str:
+    """Return the peers that were left out, and what the mark of a row means."""
+    without = dict.fromkeys(f"without {peer}: {reason}" for row in rows for peer, reason in row.without.items())
+    return "\n".join([*without, *[BUSY] * any(row.busy for row in rows)])
 
 
 def _shared(result: Result) -> str:
     """Return the columns that have one value in all rows, as a line."""
-    labels = result.rows[0].labels
-    shared = {name: show_label(name, labels[name]) for name in labels if name not in varying(result.rows)}
-    return f"In all rows: {describe(shared)}" if shared else ""
+    return in_all_rows([row.labels for row in result.rows])
+
+
+def in_all_rows(labels: Sequence[Labels]) -> str:
+    """Return the labels that are the same everywhere, as a line; empty: there are none."""
+    several = varying(labels)
+    shared = describe({name: value for name, value in labels[0].items() if name not in several})
+    return f"In all rows: {shared}" if shared else ""
 
 
 def table(result: Result) -> str:
     """Return a line per row and contestant; `peer/ours` is the ratio of medians: above 1, ours is faster."""
-    names = varying(result.rows)
+    names = varying([row.labels for row in result.rows])
     titles = [*names, "who", f"time ({result.unit})", "p90", *_rate_titles(result.rows[0]), "peer/ours"]
     lines = [_cells(row, names, who, PER_SECOND[result.unit]) for row in result.rows for who in row.seconds]
     widths = [max(map(len, column)) for column in zip(titles, *lines, strict=True)]
@@ -65,7 +77,7 @@ def table(result: Result) -> str:
 
 def bound_line(verdict: Verdict) -> str:
     """Return `* held: ranks 2, size 64 MiB: gloo / ours >= 6 (7.2)`."""
-    state = {True: "held", False: "MISSED", None: "not measured"}[verdict.held]
+    state = "not judged: busy" if verdict.busy else {True: "held", False: "MISSED", None: "not measured"}[verdict.held]
     value = "" if verdict.value is None else f" ({significant(verdict.value)})"
     text = re.sub(r"\bsize (\d+)", lambda found: f"size {human_nbytes(int(found[1]))}", verdict.text)
     return f"* {state}: {text}{value}"
@@ -101,19 +113,25 @@ def compare(results: Sequence[Result]) -> str:
 
 
 def _compared(case: str, results: Sequence[Result]) -> str:
-    peers = list(dict.fromkeys(peer for result in results for row in result.rows for peer in row.ratios()))
-    lines = [["machine", "row", f"ours ({results[0].unit})", *(f"{peer}/ours" for peer in peers)]]
-    for result in results:
-        facts = result.environment
-        machine = facts["CPU"] if facts["GPU"] == "none" else facts["GPU"]
-        for row in result.rows:
-            ours = significant(median(row.seconds[OURS]) * PER_SECOND[result.unit])
-            ratios = [f"{row.ratios()[peer]:.2f}" if peer in row.seconds else "" for peer in peers]
-            labels = {name: show_label(name, value) for name, value in row.labels.items()}
-            lines.append([f"{machine}; torch {facts['torch']}", describe(labels), ours, *ratios])
-    rule = ["---", "---", *("---:" for _ in lines[0][2:])]
-    rows = "\n".join(f"| {' | '.join(line)} |" for line in (lines[0], rule, *lines[1:]))
-    return f"### {TITLES.get(case, case)}\n\n{rows}"
+    rows = [(result, row) for result in results for row in result.rows]
+    peers = list(dict.fromkeys(peer for _, row in rows for peer in row.ratios()))
+    labels = [row.labels for _, row in rows]
+    several = varying(labels)
+    lines = [["machine", *several, f"ours ({results[0].unit})", *(f"{peer}/ours" for peer in peers)]]
+    for result, row in rows:
+        own = [show_label(name, row.labels[name]) if name in row.labels else "" for name in several]
+        ours = significant(median(row.seconds[OURS]) * PER_SECOND[result.unit]) + " *" * row.busy
+        ratios = [f"{row.ratios()[peer]:.2f}" if peer in row.seconds else "" for peer in peers]
+        lines.append([_machine(result), *own, ours, *ratios])
+    rule = ["---", *("---:" for _ in lines[0][1:])]
+    text = "\n".join(f"| {' | '.join(line)} |" for line in (lines[0], rule, *lines[1:]))
+    parts = [f"### {TITLES.get(case, case)}", in_all_rows(labels), text, _notes_on([row for _, row in rows])]
+    return "\n\n".join(filter(None, parts))
+
+
+def _machine(result: Result) -> str:
+    facts = result.environment
+    return f"{facts['CPU'] if facts['GPU'] == 'none' else facts['GPU']}; torch {facts['torch']}"
 
 
 def _notes(folder: Path) -> list[str]:
@@ -145,8 +163,9 @@ def _rate_titles(row: Row) -> Sequence[str]:
 
 def _cells(row: Row, names: Sequence[str], who: str, scale: float) -> list[str]:
     middle = median(row.seconds[who])
-    cells = [show_label(name, row.labels[name]) for name in names]
-    cells += [who, significant(middle * scale), significant(p90(row.seconds[who]) * scale)]
+    cells = [*(show_label(name, row.labels[name]) for name in names), row.title_of(who)]
+    cells[0] += " *" * row.busy
+    cells += [significant(middle * scale), significant(p90(row.seconds[who]) * scale)]
     if row.nbytes is not None:
         factors = (1.0,) if row.bus_factor is None else (1.0, row.bus_factor)
         cells += [f"{row.nbytes / middle / 1e9 * factor:.2f}" for factor in factors]

@@ -27,8 +27,9 @@ class Result:
 
     @classmethod
     def of(cls, case: Case, environment: dict[str, str], rows: list[Row]) -> "Result":
-        """Return the result of a run that is done, judged by the bounds of its case."""
-        verdicts = [bound.judge(rows) for bound in case.bounds]
+        """Return the result of a run that is done, judged by those bounds of its case that are about its rows."""
+        judged = [bound.judge(rows) for bound in case.bounds]
+        verdicts = [verdict for verdict in judged if verdict.value is not None]
         return cls(case.name, case.summary, case.unit, case.formula, environment, rows, verdicts)
 
     def write(self, path: Path) -> None:

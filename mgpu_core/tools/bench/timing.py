@@ -7,7 +7,6 @@ two medians of one run is ever quoted. Times are in seconds.
 
 import math
 import statistics
-import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,12 +23,16 @@ QUIET_SECONDS = 0.02
 """Before each run: longer than torch's threads (libgomp's) spin after a parallel operation: some milliseconds."""
 
 
+OnRound = Callable[[int, int], object]
+"""Called between two rounds, with the number of those that are done and of all."""
+
+
 class WrongResult(Exception):
     """A contestant computes something else than it should: its time means nothing."""
 
 
-def nothing() -> None:
-    """For contestants that need no preparation, and for rows that need no flush."""
+def nothing(*_: object) -> None:
+    """For contestants that need no preparation, rows that need no flush, and rounds that nobody counts."""
 
 
 @dataclass(frozen=True)
@@ -79,14 +82,16 @@ def timed(
     return run
 
 
-def contest(contestants: Mapping[str, Contestant], schedule: Schedule) -> dict[str, list[float]]:
+def contest(
+    contestants: Mapping[str, Contestant], schedule: Schedule, on_round: OnRound = nothing
+) -> dict[str, list[float]]:
     """Return the seconds of each contestant, in the order of the rounds.
 
     Raises:
         WrongResult: a contestant was wrong before the first round or after the last.
     """
     verify(contestants)
-    seconds = alternate(contestants, schedule)
+    seconds = alternate(contestants, schedule, on_round)
     verify(contestants)
     return seconds
 
@@ -98,23 +103,24 @@ def verify(contestants: Mapping[str, Contestant]) -> None:
             raise WrongResult(f"{name}: {count} wrong {'value' if count == 1 else 'values'}")
 
 
-def without_those_that_fail(contestants: Mapping[str, Contestant], optional: Collection[str]) -> dict[str, Contestant]:
-    """All that work here.  A library that does not fit the GPU, or its other libraries, has errors of its own kind."""
-    working = dict(contestants)
-    for name in optional:
+def failing(contestants: Mapping[str, Contestant], optional: Collection[str]) -> dict[str, str]:
+    """Return which of these fail here, and why: a library may not fit the GPU, or its other libraries."""
+    found = {}
+    for name in contestants.keys() & optional:
         try:
-            if name in working:
-                working[name].wrong()
+            contestants[name].wrong()
         except Exception as error:
-            del working[name]
-            print(f"without {name}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
-    return working
+            found[name] = f"{type(error).__name__}: {error}"
+    return found
 
 
-def alternate(contestants: Mapping[str, Contestant], schedule: Schedule) -> dict[str, list[float]]:
+def alternate(
+    contestants: Mapping[str, Contestant], schedule: Schedule, on_round: OnRound = nothing
+) -> dict[str, list[float]]:
     """Let each contestant run in turn, A B C A B C ...; the first `warmup` rounds are not kept."""
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
     for number in range(-schedule.warmup, schedule.repeats):
+        on_round(number + schedule.warmup, schedule.warmup + schedule.repeats)
         for name, contestant in contestants.items():
             contestant.prepare()
             settle()

@@ -11,16 +11,6 @@ from mgpu_core.tools.doctor.report import Report, render
 __all__ = ["Report", "examine", "render"]
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `mgpu doctor`."""
-    parser.add_argument("--json", action="store_true", help="print the report as JSON")
-    parser.add_argument(
-        "--p2p",
-        action="store_true",
-        help="test which GPUs reach each other's memory, and how fast (some seconds a pair; the verdict is kept)",
-    )
-
-
 def run(args: argparse.Namespace) -> int:
     """Print the report."""
     report = examine(test_peers=args.p2p)

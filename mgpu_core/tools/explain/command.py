@@ -13,32 +13,9 @@ from mgpu_core.tools.explain.recorder import explain
 from mgpu_core.tools.explain.trace import Trace
 from mgpu_core.tools.user_script import note_order, script_status, uses_torchs_wrapper
 
-__all__ = ["add_arguments", "run"]
+__all__ = ["run"]
 
 _OPTIONS = ("--html", "--trace", "--profile", "--predict", "--skip", "--steps")
-_SKIP = 3
-_STEPS = 6  # the last one, which is shown, comes after those in which `workers="auto"` measures
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `mgpu explain`."""
-    parser.add_argument(
-        "--skip", type=int, default=_SKIP, metavar="N", help="steps that pass first (default: %(default)s)"
-    )
-    parser.add_argument("--steps", type=int, default=_STEPS, metavar="N", help="steps to record (default: %(default)s)")
-    parser.add_argument(
-        "--predict", action="store_true", help="show the cost model's time next to each collective's (CPU ranks)"
-    )
-    _add_outputs(parser)
-    parser.add_argument("script", type=Path, help="a Python script that uses mgpu_core")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
-
-
-def _add_outputs(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the files that a trace can be written to."""
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write the animated page")
-    parser.add_argument("--trace", type=Path, metavar="FILE.json", help="write a trace for ui.perfetto.dev")
-    parser.add_argument("--profile", type=Path, metavar="FILE.json", help="write the last step for `mgpu simulate`")
 
 
 def run(args: argparse.Namespace) -> int:

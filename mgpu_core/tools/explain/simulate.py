@@ -13,29 +13,26 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from mgpu_core.pipeline.schedules import SCHEDULES
 from mgpu_core.support.extras import require
 from mgpu_core.support.files import check_outputs, check_picture, write_whole
-from mgpu_core.tools.explain.cost import ALGORITHMS, StepProfile
+from mgpu_core.tools.explain.cost import StepProfile
 from mgpu_core.tools.explain.example_steps import EXAMPLES, NOTE
 from mgpu_core.tools.explain.fit import this_host
-from mgpu_core.tools.explain.predict import SCALINGS, Plan, Prediction, predict_step
+from mgpu_core.tools.explain.predict import Plan, Prediction, predict_step
 from mgpu_core.tools.explain.predict_pipeline import predict_pipeline
 from mgpu_core.tools.explain.predict_tensor_parallel import predict_tensor_parallel
 from mgpu_core.tools.explain.scene import plural
 from mgpu_core.tools.explain.simulate_plot import draw
 from mgpu_core.tools.explain.tables import columns
 from mgpu_core.tools.explain.topology import (
-    FORM,
     GPUS_PER_NODE,
     HostMemory,
     Machine,
     Topology,
-    known_names,
     parse_topology,
 )
 
-__all__ = ["add_arguments", "render", "run", "simulate"]
+__all__ = ["render", "run", "simulate"]
 
 FORMAT = "mgpu_core simulation 1"
 _EXAMPLE = "resnet50"
@@ -49,36 +46,6 @@ _TITLES = (
     *("GPUs", "step ms", "compute", "exposed", "update", "broadcast", "input", "host"),
     *("rows/s", "efficiency", "bottleneck"),
 )
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `mgpu simulate`."""
-    add = parser.add_argument
-    add("step", nargs="?", type=Path, metavar="STEP.json", help="a recorded step; without one, an example is taken")
-    add("--example", choices=tuple(EXAMPLES), help=f"instead of a file; its times are assumed (default: {_EXAMPLE})")
-    add(
-        "--gpus",
-        metavar="LIST",
-        help=f"how many GPUs (default: {_GPUS}; with --pipeline or --tensor-parallel {_STAGES})",
-    )
-    add("--pipeline", action="store_true", help="cut the net over the GPUs, a stage each, instead of the rows")
-    add(
-        "--tensor-parallel",
-        action="store_true",
-        help="cut the layers over the GPUs, a part of each, instead of the rows",
-    )
-    add("--joints", type=int, metavar="N", help="layers after which the GPUs meet in a forward, with --tensor-parallel")
-    add("--joint-nbytes", type=int, metavar="N", help="bytes of one GPU that they all-reduce together")
-    add("--chunks", metavar="LIST", help=f"micro-batches of a pipeline (default: {_CHUNKS})")
-    add("--schedule", choices=SCHEDULES, help="of a pipeline (default: 1f1b)")
-    add("--border-nbytes", type=int, metavar="N", help="bytes of all rows that cross between two stages of a pipeline")
-    add("--topology", default="nvlink4+ib-ndr400", help=f"{FORM}; {known_names()}; or host: CPU ranks of this machine")
-    add("--gpus-per-node", type=int, metavar="N", help=f"of a topology with links (default: {GPUS_PER_NODE})")
-    add("--scaling", choices=SCALINGS, help="keep the rows of each GPU (weak), or of all (strong)")
-    add("--algorithm", choices=ALGORITHMS, help="of the all-reduce (default: auto)")
-    add("--no-overlap", action="store_true", help="all-reduce after backward, without overlap")
-    add("--plot", type=Path, metavar="FILE.png", help="draw step time and efficiency (needs matplotlib)")
-    add("--json", type=Path, metavar="FILE", help="write the predictions")
 
 
 def run(args: argparse.Namespace) -> int:

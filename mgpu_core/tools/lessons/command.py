@@ -4,7 +4,6 @@ import argparse
 import os
 import re
 import sys
-import threading
 from pathlib import Path
 
 from mgpu_core.support.files import write_whole
@@ -13,43 +12,7 @@ from mgpu_core.tools.lessons.check import CannotBeRead, check_file
 from mgpu_core.tools.lessons.judge import RIGHT, Verdict
 from mgpu_core.tools.lessons.runner import run_lesson
 
-__all__ = ["add_arguments", "run"]
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the actions of `mgpu lesson` and their options."""
-    words = parser.add_subparsers(dest="word", required=True, metavar="ACTION")
-    words.add_parser("list", help="the lessons")
-    _add(words, "show", "print the text of a lesson")
-    running = _add(words, "run", "run the code of a lesson and draw its picture")
-    running.add_argument("--picture", type=Path, metavar="FILE.png", help="where to (default: lesson_NN.png, here)")
-    _add(words, "start", "write the exercises of a lesson to lesson_NN.py, here")
-    _add(words, "solution", "print the solution of a lesson's exercises")
-    checking = _add(words, "check", "check the answers to a lesson's exercises")
-    checking.add_argument("file", nargs="?", type=Path, metavar="FILE", help="default: lesson_NN.py, here")
-    checking.add_argument(
-        "--limit",
-        type=_seconds,
-        default=30.0,
-        metavar="SECONDS",
-        help="that one exercise may take (default: %(default)g)",
-    )
-
-
-def _add(words: "argparse._SubParsersAction[argparse.ArgumentParser]", word: str, text: str) -> argparse.ArgumentParser:
-    parser = words.add_parser(word, help=text, description=text)
-    parser.add_argument("number", type=int, metavar="N", help="the lesson's number")
-    return parser
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds <= threading.TIMEOUT_MAX:
-        raise argparse.ArgumentTypeError(f"must be a positive number of seconds that a clock can count, not {text}")
-    return seconds
+__all__ = ["run"]
 
 
 def run(args: argparse.Namespace) -> int:

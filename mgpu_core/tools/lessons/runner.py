@@ -11,13 +11,14 @@ import difflib
 import io
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import TextIO
 
 from mgpu_core.support.extras import require
 from mgpu_core.support.files import check_picture, check_writable
+from mgpu_core.support.progress import Progress
 from mgpu_core.tools.lessons.blocks import Block, blocks_of
 from mgpu_core.tools.lessons.catalogue import Lesson
 from mgpu_core.tools.user_script import show_error
@@ -39,11 +40,12 @@ def run_lesson(lesson: Lesson, picture: Path) -> bool:
     check_writable(picture)
     blocks = blocks_of(lesson.text)
     print(f"Lesson {lesson.title}")
-    with _namespace(lesson, picture) as names:
+    with _namespace(lesson, picture) as names, Progress(f"mgpu lesson run {lesson.number}") as progress:
         for number, block in enumerate(blocks, 1):
             print(f"\n[{number}/{len(blocks)}] {block.heading} (line {block.line})")
             print(_dimmed(block.source), flush=True)
-            if not _run_block(lesson, block, names):
+            progress((number - 1) / len(blocks), f"block {number} of {len(blocks)}, {block.heading}")
+            if not _run_block(lesson, block, names, progress.hide):
                 return False
     print(f"\nThe picture is in {picture}.")
     return True
@@ -70,8 +72,8 @@ def _dimmed(source: str) -> str:
     return "\n".join(f"{begin}    {line}{end}".rstrip() for line in source.strip().splitlines())
 
 
-def _run_block(lesson: Lesson, block: Block, names: dict[str, object]) -> bool:
-    printed = _Both(sys.stdout)
+def _run_block(lesson: Lesson, block: Block, names: dict[str, object], before_output: Callable[[], object]) -> bool:
+    printed = _Both(sys.stdout, before_output)
     try:
         code = compile("\n" * (block.line - 1) + block.source, str(lesson.page), "exec")
         with contextlib.redirect_stdout(printed):
@@ -79,8 +81,10 @@ def _run_block(lesson: Lesson, block: Block, names: dict[str, object]) -> bool:
     except BrokenPipeError:  # the reader has left, as in `mgpu lesson run 8 | head -1`: no failure of the page
         raise
     except Exception as error:
+        before_output()
         show_error(error, lesson.page)
         return False
+    before_output()
     if block.expected is None or printed.getvalue() == block.expected:
         return True
     print(f"line {block.line}: the block printed something else than the page says:")
@@ -93,13 +97,14 @@ def _difference(expected: Sequence[str], printed: Sequence[str]) -> Iterator[str
 
 
 class _Both(io.StringIO):
-    """Keep written text, and pass it on."""
+    """Keep written text, and pass it on, after a call."""
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: TextIO, before: Callable[[], object]) -> None:
         super().__init__()
-        self._stream = stream
+        self._stream, self._before = stream, before
 
     def write(self, text: str) -> int:
+        self._before()
         self._stream.write(text)
         return super().write(text)
 

@@ -10,7 +10,6 @@ import math
 import sys
 import time
 from contextlib import closing, nullcontext
-from pathlib import Path
 
 import torch
 
@@ -19,10 +18,10 @@ from mgpu_core.errors import Error
 from mgpu_core.support.extras import require
 from mgpu_core.support.files import check_outputs, check_picture
 from mgpu_core.tools.mnist.checkpoint import Epoch, read_checkpoint, write_checkpoint
-from mgpu_core.tools.mnist.config import AMP_DTYPES, ENGINES, Config
+from mgpu_core.tools.mnist.config import Config
 from mgpu_core.tools.mnist.digits import Digits, epoch_order, load
 from mgpu_core.tools.mnist.engines import make_engine
-from mgpu_core.tools.mnist.model import MODELS, build_model
+from mgpu_core.tools.mnist.model import build_model
 from mgpu_core.tools.mnist.plot import write_plot
 
 TEST_BATCH = 1000
@@ -158,27 +157,6 @@ def train(config: Config, *, digits: Digits | None = None, verbose: bool = False
     return Training(config, digits=digits, verbose=verbose).run()
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the training to `parser`, for the fields of `Config`; `run` takes the result."""
-    parser.set_defaults(**{field.name: field.default for field in dataclasses.fields(Config)})
-    add = parser.add_argument
-    add("--model", choices=list(MODELS), help="the network (default: %(default)s)")
-    add("--engine", choices=ENGINES, help="TrainStep, DataParallel or the bare network (default: %(default)s)")
-    add("--device-ids", type=_device_ids, metavar="LIST", help="a device per rank: 0,1 or cpu,cpu (default: all GPUs)")
-    add("--ranks", type=int, metavar="N", help="the first N GPUs; without any, N ranks on the CPU (default there: 2)")
-    add("--batch", type=int, metavar="N", help="rows per step (default: %(default)s)")
-    add("--accumulate", type=int, metavar="K", help="batches per update (default: %(default)s)")
-    add("--amp", choices=AMP_DTYPES, help="forward in this dtype, by the step engine (default: full precision)")
-    add("--lr", type=float, metavar="X", help="step length of SGD (default: %(default)s)")
-    add("--epochs", type=int, metavar="N", help="in all, resumed ones too (default: %(default)s)")
-    add("--seed", type=int, metavar="N", help="weights and order (default: %(default)s)")
-    add("--data", dest="source", metavar="SOURCE", help="builtin, download or a folder with MNIST's files")
-    add("--save", type=Path, metavar="FILE", help="write a checkpoint after each epoch")
-    add("--resume", type=Path, metavar="FILE", help="go on from a checkpoint, bit for bit")
-    add("--plot", type=Path, metavar="FILE.png", help="draw the curves at the end")
-    add("--explain", type=Path, metavar="FILE.html", help="write a page that plays some of the steps")
-
-
 def run(args: argparse.Namespace) -> int:
     """Train as `args` ask, with lines on stdout. Return the exit status.
 
@@ -198,9 +176,3 @@ def run(args: argparse.Namespace) -> int:
         status, reason = 1, str(error)
     print(f"mgpu mnist: error: {reason}; epochs done: {len(training.epochs)}", file=sys.stderr)
     return status
-
-
-def _device_ids(text: str) -> tuple[int | str, ...]:
-    """`"0,cpu,cuda:1"` to `(0, "cpu", "cuda:1")`. Whether they exist is asked later."""
-    entries = [entry.strip() for entry in text.split(",")]
-    return tuple(int(entry) if entry.isdecimal() else entry for entry in entries)

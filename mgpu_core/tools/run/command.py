@@ -13,26 +13,13 @@ from mgpu_core.tools.advise.watching import Watch, watching
 from mgpu_core.tools.explain.recorder import explain
 from mgpu_core.tools.explain.trace import Trace
 from mgpu_core.tools.run.advice import advise_training
-from mgpu_core.tools.run.names import WRAP, replacing_torch
+from mgpu_core.tools.run.names import replacing_torch
 from mgpu_core.tools.user_script import Program, note_order, script_status
 
-__all__ = ["add_arguments", "run"]
+__all__ = ["run"]
 
 _SKIP, _STEPS = 3, 6
 _OPTIONS = ("--ranks", "--wrap", "--dim", "--explain", "--advise", "-m")
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `mgpu run`."""
-    add = parser.add_argument
-    add("--ranks", type=int, metavar="N", help="run on N CPU ranks; accelerators are hidden")
-    add("--wrap", choices=WRAP, default="none", help="auto: wrap the first optimizer's net, if the script does not")
-    add("--dim", type=int, default=0, metavar="N", help="the dimension of the rows, for --wrap auto (default: 0)")
-    add("--explain", type=Path, metavar="FILE.html", help="record a step, and write the page that plays it")
-    add("--advise", action="store_true", help="afterwards measure one device against many on the net that was trained")
-    add("-m", dest="is_module", action="store_true", help="the script is the name of a module, as for `python -m`")
-    add("script", type=Path, help="a Python script that uses torch.nn.DataParallel")
-    add("arguments", nargs=argparse.REMAINDER, help="of the script")
 
 
 def run(args: argparse.Namespace) -> int:

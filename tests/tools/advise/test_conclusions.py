@@ -10,7 +10,7 @@ from mgpu_core.tools.advise.recommend import Recommendation, Scaling, recommend
 from mgpu_core.tools.advise.scaling import assumed_topology, scaling_of
 from mgpu_core.tools.advise.shares import StepShares, Times, shares_of, times_of
 from mgpu_core.tools.advise.strategies import CAPTURED, DROP_IN, ENGINE, ONE
-from mgpu_core.tools.advise.surroundings import busy_note, busy_notes
+from mgpu_core.tools.advise.surroundings import busy_notes
 from mgpu_core.tools.advise.text import spread
 from mgpu_core.tools.explain.phases import covered
 from mgpu_core.tools.explain.step_profile import StepProfile
@@ -240,9 +240,11 @@ def test_the_spread_is_the_middle_measurements():
     assert spread([]) == 0.0
 
 
-def test_a_busy_machine_is_noted():
-    assert busy_note(1.0, 2) == []
-    assert busy_note(3.5, 2) == [
-        "the machine was busy before this began (load 3.5 on 2 CPUs): repeat it on a quiet one"
-    ]
-    assert busy_notes([torch.device("cuda", 0)]) == []
+def test_a_busy_machine_is_noted(monkeypatch):
+    looks = iter([0.4, 0.6])
+    monkeypatch.setattr("mgpu_core.support.busy.others_busy", lambda: next(looks))
+    gpu, cpu = torch.device("cuda", 0), torch.device("cpu")
+    assert busy_notes([cpu]) == []
+    (note,) = busy_notes([gpu, cpu])
+    assert note.startswith("other programs keep 0.6 of ")
+    assert busy_notes([gpu]) == []

@@ -6,11 +6,13 @@ theirs hold the tensors of a row and the ways to do its work on them.
 """
 
 import importlib
+from typing import TYPE_CHECKING
 
-from mgpu_core.tools.bench.case import Case
 from mgpu_core.tools.bench.titles import TITLES
 
-NAMES = TITLES.keys()
+if TYPE_CHECKING:
+    from mgpu_core.tools.bench.case import Case
+
 _elsewhere: dict[str, str] = {}  # modules of cases that are not in this folder
 
 
@@ -19,7 +21,7 @@ def add(name: str, title: str, module: str) -> None:
     TITLES[name], _elsewhere[name] = title, module
 
 
-def load(name: str) -> Case:
+def load(name: str) -> "Case":
     """Return the case of that name."""
     case: Case = importlib.import_module(_elsewhere.get(name, f"mgpu_core.tools.bench.cases.{name}")).CASE
     return case

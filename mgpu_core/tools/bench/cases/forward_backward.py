@@ -8,7 +8,7 @@ row, and `workers="auto"` chooses how its ranks run. The gradients must be those
 import argparse
 import copy
 import itertools
-from collections.abc import Generator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional
 
 from mgpu_core import DataParallel
-from mgpu_core.tools.bench.case import Case, Row, UsageError, at_most, chosen, measure_row
+from mgpu_core.tools.bench.case import Case, Contest, Label, Plan, UsageError, at_most, chosen
 from mgpu_core.tools.bench.options import add_ranks, names_among, parse_count
 from mgpu_core.tools.bench.timing import OURS, Contestant, Schedule, nothing, timed
 from mgpu_core.tools.mnist.model import CLASSES, build_model
@@ -38,13 +38,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--device", choices=("cpu", "cuda"), default="cpu", help="default: %(default)s")
 
 
-def measure(options: argparse.Namespace) -> Generator[Row]:
-    """Yield a row per model and number of ranks. `UsageError` at once for GPUs that are not there."""
+def plan(options: argparse.Namespace) -> Plan:
+    """Return a row per model and number of ranks. `UsageError` for GPUs that are not there."""
     if options.device == "cuda" and not torch.cuda.is_available():
         raise UsageError("--device cuda: torch sees no GPU here")
     if options.device == "cpu" and "torch" in options.peers:
         raise UsageError("--peers torch: torch.nn.DataParallel needs a GPU (--device cuda)")
-    return _rows(options)
+    rows: list[dict[str, Label]] = [
+        {
+            "model": model,
+            "workers": WORKERS[model],
+            "device": options.device,
+            "ranks": ranks,
+            "batch": options.batch or BATCH[model],
+        }
+        for model, ranks in itertools.product(options.model, options.ranks)
+    ]
+    return Plan(rows, (_contest(row, options) for row in rows))
 
 
 @dataclass(frozen=True)
@@ -68,17 +78,15 @@ class Task:
         return [torch.zeros_like(each) if each.grad is None else each.grad for each in module.parameters()]
 
 
-def _rows(options: argparse.Namespace) -> Generator[Row]:
-    for model, ranks in itertools.product(options.model, options.ranks):
-        batch = options.batch or BATCH[model]
-        images = torch.randn(batch, 1, 28, 28, device=options.device)
-        labels = torch.randint(CLASSES, (batch,), device=options.device)
-        task = Task(model, options.device, images, labels)
-        modules = _modules(model, options.device, ranks, options.peers)
-        wanted = task.gradients(modules["bare"])
-        sides = {who: _contestant(task, module, wanted) for who, module in modules.items()}
-        row = {"model": model, "workers": WORKERS[model], "device": options.device, "ranks": ranks, "batch": batch}
-        yield measure_row(row, chosen(sides, options.peers), Schedule(options.repeats, warmup=2))
+def _contest(row: dict[str, Label], options: argparse.Namespace) -> Contest:
+    model, ranks, batch = str(row["model"]), int(row["ranks"]), int(row["batch"])
+    images = torch.randn(batch, 1, 28, 28, device=options.device)
+    labels = torch.randint(CLASSES, (batch,), device=options.device)
+    task = Task(model, options.device, images, labels)
+    modules = _modules(model, options.device, ranks, options.peers)
+    wanted = task.gradients(modules["bare"])
+    sides = {who: _contestant(task, module, wanted) for who, module in modules.items()}
+    return Contest(row, chosen(sides, options.peers), Schedule(options.repeats, warmup=2))
 
 
 def _modules(model: str, device: str, ranks: int, peers: list[str]) -> Mapping[str, nn.Module]:
@@ -108,7 +116,7 @@ CASE = Case(
     summary="mgpu_core.DataParallel: forward, cross-entropy and backward of the MNIST models",
     peers=("bare",),
     more_peers=("torch",),
-    measure=measure,
+    plan=plan,
     add_arguments=add_arguments,
     unit="ms",
     bounds=(

@@ -6,14 +6,14 @@ it. The data loader's way is the work of one of its workers for a batch, image b
 
 import argparse
 import tempfile
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from torch.utils.data import default_collate
 
 from mgpu_core.kernels import gather_rows
-from mgpu_core.tools.bench.case import Case, Row, chosen, measure_row
+from mgpu_core.tools.bench.case import Case, Contest, Label, Plan, chosen
 from mgpu_core.tools.bench.digits import SCALE, SHIFT, random_digits, torchvision_digits
 from mgpu_core.tools.bench.options import parse_count, parse_counts
 from mgpu_core.tools.bench.timing import OURS, CacheFlush, Contestant, Schedule, timed
@@ -34,17 +34,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--images", type=parse_count, default=60000, metavar="N", help="rows in all (default: %(default)s)")
 
 
-def measure(options: argparse.Namespace) -> Generator[Row]:
-    """Yield a row per batch."""
+def plan(options: argparse.Namespace) -> Plan:
+    """Return a row per batch."""
+    rows: list[dict[str, Label]] = [{"images": options.images, "batch": batch} for batch in options.batches]
+    return Plan(rows, _contests(rows, options))
+
+
+def _contests(rows: Sequence[dict[str, Label]], options: argparse.Namespace) -> Generator[Contest]:
     schedule = Schedule(options.repeats, warmup=3, flush=CacheFlush())
     with tempfile.TemporaryDirectory(prefix="mgpu-digits-") as folder:
         cuts = _cuts(random_digits(options.images), Path(folder), options)
-        for batch in options.batches:
-            contestants = chosen(
-                {who: _contestant(cut, cuts, options.images, batch) for who, cut in cuts.items()}, options.peers
-            )
-            labels = {"images": options.images, "batch": batch}
-            yield measure_row(labels, contestants, schedule, batch * NBYTES_OF_ROW)
+        for row in rows:
+            batch = int(row["batch"])
+            sides = {who: _contestant(cut, cuts, options.images, batch) for who, cut in cuts.items()}
+            yield Contest(row, chosen(sides, options.peers), schedule, batch * NBYTES_OF_ROW)
 
 
 def _cuts(digits: Digits, folder: Path, options: argparse.Namespace) -> Mapping[str, Cut]:
@@ -76,7 +79,7 @@ CASE = Case(
     summary="mgpu_core.kernels.gather_rows: uint8 rows to a normalised float32 batch, by index",
     peers=("tensors",),
     more_peers=("dataloader",),
-    measure=measure,
+    plan=plan,
     add_arguments=add_arguments,
     unit="us",
     formula="GB/s = batch x (8 bytes of index + 784 read + 3136 written) / median time, 1 GB = 10^9 bytes",

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from mgpu_core import DataParallel, Predictor
-from mgpu_core.tools.bench.case import Case, Row, at_least, at_most, measure_row
+from mgpu_core.tools.bench.case import Case, Contest, Plan, at_least, at_most
 from mgpu_core.tools.bench.options import parse_count
 from mgpu_core.tools.bench.timing import OURS, Contestant, Schedule, timed
 from mgpu_core.tools.mnist.model import build_model
@@ -44,15 +44,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def measure(options: argparse.Namespace) -> Generator[Row]:
+def plan(options: argparse.Namespace) -> Plan:
     """All kinds of requests."""
-    for what, net, make in (
-        ("one_row", "mlp", _one_row),
-        ("outstanding", "mlp", _outstanding),
-        ("one_row", "simplenet", _one_row),
-        ("map", "cnn", _map),
-        ("call", "resnet18", _call),
-    ):
+    kinds = {"one_row": ("mlp", "simplenet"), "outstanding": ("mlp",), "map": ("cnn",), "call": ("resnet18",)}
+    rows = [{"what": what, "net": net} for what, nets in kinds.items() for net in nets]
+    return Plan(rows, _contests(rows, options))
+
+
+def _contests(rows: Sequence[dict[str, Any]], options: argparse.Namespace) -> Generator[Contest]:
+    makers = {"one_row": _one_row, "outstanding": _outstanding, "map": _map, "call": _call}
+    for row in rows:
+        net, make = row["net"], makers[row["what"]]
         with contextlib.ExitStack() as stack:
             module, shape = _network(net)
             xs, sides = make(module, shape, options, stack)
@@ -62,7 +64,7 @@ def measure(options: argparse.Namespace) -> Generator[Row]:
                 for name, work in sides.items()
                 if name in (OURS, *options.peers)
             }
-            yield measure_row({"what": what, "net": net}, contestants, Schedule(options.repeats, 1))
+            yield Contest(row, contestants, Schedule(options.repeats, 1))
 
 
 def _counter(work: Callable[[], Answers], wanted: Sequence[torch.Tensor]) -> Callable[[], int]:
@@ -224,7 +226,7 @@ CASE = Case(
     name="inference",
     summary="requests to a Predictor over two CPU ranks",
     peers=("direct", "one_core", "bare", "by_hand", "data_parallel"),
-    measure=measure,
+    plan=plan,
     add_arguments=add_arguments,
     unit="ms",
     bounds=(

@@ -8,14 +8,14 @@ copy, and the row has its cost; on GPUs the copies of a batch run while the batc
 import argparse
 import contextlib
 import time
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 
 import torch
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 from mgpu_core import DeviceLoader, TensorLoader, TrainStep, optim
-from mgpu_core.tools.bench.case import Case, Row, UsageError, at_least, at_most, chosen, measure_row
+from mgpu_core.tools.bench.case import Case, Contest, Label, Plan, UsageError, at_least, at_most, chosen
 from mgpu_core.tools.bench.options import parse_count
 from mgpu_core.tools.bench.timing import OURS, Contestant, Schedule
 from mgpu_core.tools.mnist.model import CLASSES, build_model
@@ -33,14 +33,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--device", choices=("cpu", "cuda"), default="cpu", help="default: %(default)s")
 
 
-def measure(options: argparse.Namespace) -> Generator[Row]:
-    """Yield a row per kind of data."""
+def plan(options: argparse.Namespace) -> Plan:
+    """Return a row per kind of data."""
     if options.device == "cuda" and not torch.cuda.is_available():
         raise UsageError("--device cuda: torch sees no GPU here")
-    return _rows(options)
+    same: dict[str, Label] = {"device": options.device, "ranks": RANKS, "batch": BATCH, "images": options.images}
+    rows: list[dict[str, Label]] = [{"data": name, **same} for name in ("dataloader", "memory")]
+    return Plan(rows, _contests(rows, options))
 
 
-def _rows(options: argparse.Namespace) -> Generator[Row]:
+def _contests(rows: Sequence[dict[str, Label]], options: argparse.Namespace) -> Generator[Contest]:
     gpus = torch.cuda.device_count() if options.device == "cuda" else 0
     devices: list[int | str] = [rank % gpus for rank in range(RANKS)] if gpus else ["cpu"] * RANKS
     generator = torch.Generator().manual_seed(0)
@@ -53,7 +55,8 @@ def _rows(options: argparse.Namespace) -> Generator[Row]:
         "dataloader": (DeviceLoader(plain, devices), plain),
         "memory": (DeviceLoader(TensorLoader(images, labels, batch_size=BATCH), devices), bytewise),
     }
-    for name, (ours, theirs) in pairs.items():
+    for row in rows:
+        ours, theirs = pairs[str(row["data"])]
         with contextlib.ExitStack() as stack:
             net = build_model("simplenet").to(devices[0] if gpus else "cpu")
             optimizer = optim.SGD(net.parameters(), lr=1e-5)
@@ -62,8 +65,7 @@ def _rows(options: argparse.Namespace) -> Generator[Row]:
                 OURS: _contestant(ours, step, floats, labels),
                 "plain": _contestant(theirs, step, floats, labels),
             }
-            labelled = {"data": name, "device": options.device, "ranks": RANKS, "batch": BATCH, "images": len(images)}
-            yield measure_row(labelled, chosen(sides, options.peers), Schedule(options.repeats, warmup=1))
+            yield Contest(row, chosen(sides, options.peers), Schedule(options.repeats, warmup=1))
 
 
 class _Bytes(TensorDataset):
@@ -96,7 +98,7 @@ CASE = Case(
     name="loader",
     summary="mgpu_core.DeviceLoader and TensorLoader: an epoch of TrainStep, against a plain DataLoader",
     peers=("plain",),
-    measure=measure,
+    plan=plan,
     add_arguments=add_arguments,
     unit="ms",
     bounds=(

@@ -15,11 +15,12 @@ import itertools
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 
 from mgpu_core import Pipeline, TrainStep, explain, place
-from mgpu_core.tools.bench.case import Case, Row, at_most, measure_row
+from mgpu_core.tools.bench.case import Case, Contest, Plan, at_most
 from mgpu_core.tools.bench.gloo import GlooTeam
 from mgpu_core.tools.bench.options import parse_count
 from mgpu_core.tools.bench.timing import OURS, Contestant, Schedule, timed
@@ -44,20 +45,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def measure(options: argparse.Namespace) -> Generator[Row]:
+def plan(options: argparse.Namespace) -> Plan:
     """Return the step, and the time in which its stages wait."""
+    same = {"stages": STAGES, "layers": options.layers, "batch": options.batch, "chunks": options.chunks}
+    kinds = ["step", "idle", *["two threads"] * ("in_turn" in options.peers)]
+    rows: list[dict[str, Any]] = [{"what": what} | same for what in kinds]
+    return Plan(rows, _contests(rows, options))
+
+
+def _contests(rows: Sequence[dict[str, Any]], options: argparse.Namespace) -> Generator[Contest]:
     task = PipelineTask(options.layers, options.batch, options.chunks, options.cut or options.layers // 2 + 1)
-    labels = {"stages": STAGES, "layers": task.layers, "batch": task.batch, "chunks": task.chunks}
+    schedule = Schedule(options.repeats, 2)
     with contextlib.ExitStack() as stack:
-        sides = _contestants(task, options.peers, stack)
-        yield measure_row({"what": "step", **labels}, sides, Schedule(options.repeats, 2))
+        yield Contest(rows[0], _contestants(task, options.peers, stack), schedule)
     with contextlib.ExitStack() as stack:
         ours = _ours(task, stack, itertools.count(1))
         idle = _Idle(ours)
         sides = {OURS: Contestant(idle.waited, ours.wrong), "schedule": Contestant(idle.by_schedule, lambda: 0)}
-        yield measure_row({"what": "idle", **labels}, sides, Schedule(options.repeats, 2))
-    if "in_turn" in options.peers:
-        yield measure_row({"what": "two threads", **labels}, _two_threads(task), Schedule(options.repeats, 2))
+        yield Contest(rows[1], sides, schedule)
+    if len(rows) > 2:
+        yield Contest(rows[2], _two_threads(task), schedule)
 
 
 def _two_threads(task: PipelineTask) -> Mapping[str, Contestant]:
@@ -156,7 +163,7 @@ CASE = Case(
     name="pipeline",
     summary="TrainStep over a Pipeline of two CPU ranks: a transformer with micro-batches in flight",
     peers=("independent", "pipelining", "in_turn"),
-    measure=measure,
+    plan=plan,
     add_arguments=add_arguments,
     unit="ms",
     bounds=(

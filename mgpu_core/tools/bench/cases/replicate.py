@@ -7,7 +7,7 @@ their wiring, and their end, which a forward pays as well.
 
 import argparse
 import importlib
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
@@ -15,7 +15,7 @@ from unittest import mock
 import torch
 from torch import nn
 
-from mgpu_core.tools.bench.case import Case, Row, at_most, chosen, measure_row
+from mgpu_core.tools.bench.case import Case, Contest, Label, Plan, at_most, chosen
 from mgpu_core.tools.bench.options import add_ranks, names_among
 from mgpu_core.tools.bench.timing import OURS, Contestant, Schedule, timed
 from mgpu_core.tools.mnist.model import build_model
@@ -33,15 +33,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def measure(options: argparse.Namespace) -> Generator[Row]:
-    """Yield a row per model and number of ranks."""
-    for name in options.models:
-        network, image = build(name)
-        for ranks in options.ranks:
-            contestants = chosen(
-                {OURS: _ours(network, image, ranks), "torch": _torch(network, image, ranks)}, options.peers
-            )
-            yield measure_row({"model": name, "ranks": ranks}, contestants, Schedule(options.repeats, warmup=3))
+def plan(options: argparse.Namespace) -> Plan:
+    """Return a row per model and number of ranks."""
+    rows: list[dict[str, Label]] = [
+        {"model": model, "ranks": ranks} for model in options.models for ranks in options.ranks
+    ]
+    return Plan(rows, (_contest(row, options) for row in rows))
+
+
+def _contest(row: dict[str, Label], options: argparse.Namespace) -> Contest:
+    network, image = build(str(row["model"]))
+    ranks = int(row["ranks"])
+    sides = {OURS: _ours(network, image, ranks), "torch": _torch(network, image, ranks)}
+    return Contest(row, chosen(sides, options.peers), Schedule(options.repeats, warmup=3))
 
 
 def build(name: str) -> tuple[nn.Module, torch.Tensor]:
@@ -101,7 +105,7 @@ CASE = Case(
     name="replicate",
     summary="Python cost of mgpu_core.replicate per forward, without the copies",
     peers=("torch",),
-    measure=measure,
+    plan=plan,
     add_arguments=add_arguments,
     unit="ms",
     bounds=tuple(at_most(0.2, "torch", model=name, ranks=8) for name in ("resnet50", "vit_b_16")),

@@ -9,9 +9,10 @@ import contextlib
 import itertools
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 from mgpu_core import TensorParallel
-from mgpu_core.tools.bench.case import Case, Row, at_most, measure_row
+from mgpu_core.tools.bench.case import Case, Contest, Plan, at_most
 from mgpu_core.tools.bench.gloo import GlooTeam
 from mgpu_core.tools.bench.llama import LlamaTask, OwnPart, saved
 from mgpu_core.tools.bench.options import parse_count
@@ -31,14 +32,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         )
 
 
-def measure(options: argparse.Namespace) -> Generator[Row]:
+def plan(options: argparse.Namespace) -> Plan:
     """Return a row of a step, and one of new tokens."""
-    for what in ("step", "generate"):
-        task = LlamaTask(options.layers, options.width, options.batch, what)
-        labels = {"what": what, "ranks": options.ranks, "layers": task.layers, "width": task.width, "batch": task.batch}
+    same = {name: getattr(options, name) for name in ("ranks", "layers", "width", "batch")}
+    rows = [{"what": what} | same for what in ("step", "generate")]
+    return Plan(rows, _contests(rows, options))
+
+
+def _contests(rows: Sequence[dict[str, Any]], options: argparse.Namespace) -> Generator[Contest]:
+    for row in rows:
+        task = LlamaTask(options.layers, options.width, options.batch, row["what"])
         with contextlib.ExitStack() as stack:
             sides = _contestants(task, options.ranks, options.peers, stack)
-            yield measure_row(labels, sides, Schedule(options.repeats, 2))
+            yield Contest(row, sides, Schedule(options.repeats, 2))
 
 
 def _contestants(
@@ -71,7 +77,7 @@ CASE = Case(
     name="tensor_parallel",
     summary="TensorParallel: a Llama cut over CPU ranks by its plan",
     peers=("plain", "transformers"),
-    measure=measure,
+    plan=plan,
     add_arguments=add_arguments,
     unit="ms",
     bounds=(

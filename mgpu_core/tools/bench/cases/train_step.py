@@ -18,7 +18,7 @@ from torch.nn import functional
 from torch.optim import SGD
 
 from mgpu_core import TrainStep, optim
-from mgpu_core.tools.bench.case import Case, Label, Row, UsageError, at_most, chosen, measure_row
+from mgpu_core.tools.bench.case import Case, Contest, Label, Plan, UsageError, at_most, chosen, refuse
 from mgpu_core.tools.bench.ddp_worker import DdpRank
 from mgpu_core.tools.bench.gloo import GlooTeam
 from mgpu_core.tools.bench.options import names_among, parse_count, parse_counts
@@ -45,34 +45,41 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--device", choices=("cpu", "cuda"), default="cpu", help="default: %(default)s")
 
 
-def measure(options: argparse.Namespace) -> Generator[Row]:
-    """Yield a row per model and number of ranks. `UsageError` at once for settings that no row can have."""
+def plan(options: argparse.Namespace) -> Plan:
+    """Return a row per model and number of ranks. `UsageError` for settings that no row can have."""
     if options.device == "cuda" and not torch.cuda.is_available():
         raise UsageError("--device cuda: torch sees no GPU here")
     for peer, what in {"torch": "torch.nn.DataParallel", "compile": "torch.compile's graphs"}.items():
         if options.device == "cpu" and peer in options.peers:
             raise UsageError(f"--peers {peer}: {what} need{'s' if peer == 'torch' else ''} a GPU (--device cuda)")
-    if options.device == "cuda" and "ddp" in options.peers:
-        raise UsageError("--peers ddp: it runs over gloo, on the CPU only; with --device cuda say --peers bare,torch")
     trainings = [training for model in options.model for training in _trainings(model, options)]
-    return _rows(trainings, options)
+    for training in trainings:
+        refuse(options, "ddp", _ddp_cannot(training))
+    return Plan(list(map(_labels, trainings)), _contests(trainings, options))
 
 
 def _trainings(model: str, options: argparse.Namespace) -> list[Training]:
     batch, counts = options.batch or BATCH[model], options.ranks or RANKS[model]
-    trainings = [Training(model, batch, ranks, STEPS[model], options.device) for ranks in counts]
-    for training in trainings:
-        if "ddp" in options.peers and batch % training.ranks:
-            raise UsageError(f"--batch: ddp needs equal shares, but {batch} rows are not for {training.ranks} ranks")
-    return trainings
+    return [Training(model, batch, ranks, STEPS[model], options.device) for ranks in counts]
 
 
-def _rows(trainings: Sequence[Training], options: argparse.Namespace) -> Generator[Row]:
+def _contests(trainings: Sequence[Training], options: argparse.Namespace) -> Generator[Contest]:
     for training in trainings:
-        peers = [peer for peer in options.peers if peer != "ddp" or training.ranks > 1]
+        reason = _ddp_cannot(training)
+        peers = [peer for peer in options.peers if peer != "ddp" or (training.ranks > 1 and not reason)]
+        without = {"ddp": reason} if reason and "ddp" in options.peers else {}
         with contextlib.ExitStack() as stack:
             sides = chosen(_contestants(training, peers, stack), peers)
-            yield measure_row(_labels(training), sides, Schedule(options.repeats, WARMUP[training.model]))
+            schedule = Schedule(options.repeats, WARMUP[training.model])
+            yield Contest(_labels(training), sides, schedule, without=without)
+
+
+def _ddp_cannot(training: Training) -> str:
+    """Return why DDP is in no row of this training; empty: it can be."""
+    if training.device != "cpu":
+        return "it runs over gloo, on the CPU only"
+    uneven = training.batch % training.ranks
+    return f"it needs equal shares, but {training.batch} rows are not for {training.ranks} ranks" if uneven else ""
 
 
 def _labels(training: Training) -> dict[str, Label]:
@@ -124,7 +131,7 @@ CASE = Case(
     summary="mgpu_core.TrainStep: forward, loss, backward and SGD of the MNIST models",
     peers=("bare", "ddp"),
     more_peers=("torch", "compile"),
-    measure=measure,
+    plan=plan,
     add_arguments=add_arguments,
     unit="ms",
     bounds=(

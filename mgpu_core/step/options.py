@@ -221,7 +221,9 @@ def check_device(net: Module, team: Team) -> None:
     if isinstance(net, Pipeline | TensorParallel):
         return
     if is_spread(net):
-        raise RuntimeError("net's parts are on several devices, by place() or a Pipeline: pass the Pipeline to the step")
+        raise RuntimeError(
+            "net's parts are on several devices, by place() or a Pipeline: pass the Pipeline to the step"
+        )
     if len(team) == 1:
         module_to(net, team.devices[0])
     for name, tensor in [*named_parameters_of(net), *net.named_buffers()]:

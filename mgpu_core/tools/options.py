@@ -45,7 +45,9 @@ def advise_options(parser: argparse.ArgumentParser) -> None:
 
 def doctor(parser: argparse.ArgumentParser) -> None:
     """Add the options of `mgpu doctor`."""
-    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="print the report as JSON")
+    form.add_argument("--report", action="store_true", help="print it to be pasted into an issue, without home folders")
     parser.add_argument(
         "--p2p",
         action="store_true",

@@ -6,7 +6,7 @@
 import argparse
 
 from mgpu_core.tools.doctor.examination import examine
-from mgpu_core.tools.doctor.report import Report, render
+from mgpu_core.tools.doctor.report import Report, for_issue, render
 
 __all__ = ["Report", "examine", "render"]
 
@@ -14,5 +14,6 @@ __all__ = ["Report", "examine", "render"]
 def run(args: argparse.Namespace) -> int:
     """Print the report."""
     report = examine(test_peers=args.p2p)
-    print(report.to_json() if args.json else render(report), end="\n" if args.json else "")
+    shown = for_issue(report) if args.report else render(report)
+    print(report.to_json() if args.json else shown, end="\n" if args.json else "")
     return 0

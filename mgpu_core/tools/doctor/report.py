@@ -6,9 +6,11 @@ The text has titles and aligned columns, and nothing wider than a terminal excep
 from __future__ import annotations
 
 import json
+import platform
 import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from mgpu_core.devices.nccl_library import NcclLibrary
 from mgpu_core.devices.peers import PeerVerdict
@@ -74,6 +76,11 @@ def render(report: Report) -> str:
         (_summary(report), _notices(report)),
     ]
     return "\n\n".join("\n".join([title, *lines]) for title, lines in sections) + "\n"
+
+
+def for_issue(report: Report) -> str:
+    """Return the report as a block of Markdown, below the system's name, and without names of home folders."""
+    return f"```text\n{platform.platform()}\n\n{render(report)}```\n".replace(str(Path.home()), "~")
 
 
 def version_text(code: int) -> str:

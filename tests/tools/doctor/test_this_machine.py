@@ -12,6 +12,7 @@ import torch
 from fakes.reports import VARIABLES, about, assert_same_facts, flat
 
 from mgpu_core.tools import doctor
+from mgpu_core.tools.cli import main
 from mgpu_core.tools.doctor import examination, render
 from mgpu_core.tools.doctor.facts import Defaults, Torch
 
@@ -118,3 +119,20 @@ def test_the_environment_this_process_started_with_is_not_the_changed_one(monkey
     assert examination._initial_environment() == initial
     assert initial.get("CUDA_VISIBLE_DEVICES") != "set by this test"
     assert "PATH" in initial
+
+
+def test_a_report_for_an_issue_is_a_block_without_the_home_folder(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("MGPU_CORE_CACHE", str(tmp_path / "cache"))
+    assert main(["doctor", "--report"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith(f"```text\n{platform.platform()}\n\nVersions\n")
+    assert "  MGPU_CORE_CACHE=~/cache\n" in shown
+    assert shown.endswith("```\n")
+    assert str(tmp_path) not in shown
+
+
+def test_one_form_at_a_time(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["doctor", "--json", "--report"])
+    assert "not allowed with argument" in capsys.readouterr().err

@@ -66,7 +66,7 @@ def explain(parser: argparse.ArgumentParser) -> None:
     add("--trace", type=Path, metavar="FILE.json", help="write a trace for ui.perfetto.dev")
     add("--profile", type=Path, metavar="FILE.json", help="write the last step for `mgpu simulate`")
     add("script", type=Path, help="a Python script that uses mgpu_core")
-    add("arguments", nargs=argparse.REMAINDER, help="of the script")
+    add("arguments", nargs=argparse.REMAINDER, help="of the script").required = False
 
 
 def lesson(parser: argparse.ArgumentParser) -> None:
@@ -142,7 +142,7 @@ def run(parser: argparse.ArgumentParser) -> None:
     add("--advise", action="store_true", help="afterwards measure one device against many on the net that was trained")
     add("-m", dest="is_module", action="store_true", help="the script is the name of a module, as for `python -m`")
     add("script", type=Path, help="a Python script that uses torch.nn.DataParallel")
-    add("arguments", nargs=argparse.REMAINDER, help="of the script")
+    add("arguments", nargs=argparse.REMAINDER, help="of the script").required = False
 
 
 def simulate(parser: argparse.ArgumentParser) -> None:

@@ -137,11 +137,20 @@ class InferenceAdvice:
             "",
             *columns([head, *rows], left=1),
             *["rows/s of batches in a Predictor: by predict.map; p50 and p99: of predict(x)"] * has_own,
-            *(f"failed: {way.name}: {way.error}" for way in self.ways if way.error),
+            *self._failed(),
             *(f"note: {each}" for each in self.notes),
             "",
             *(self.sentences or ["no advice: every way failed"]),
         ])  # fmt: skip
+
+    def _failed(self) -> list[str]:
+        """Return a line for each error, with the ways that have it."""
+        names: dict[str, list[str]] = {}
+        for way in self.ways:
+            if way.error:
+                names.setdefault(way.error, []).append(way.name)
+        more = {error: f" and {len(each) - 1} more" * (len(each) > 1) for error, each in names.items()}
+        return [f"failed: {each[0]}{more[error]}: {error}" for error, each in names.items()]
 
     def to_json(self) -> str:
         """Return all numbers and the advice, indented for people."""
@@ -177,10 +186,16 @@ def advise_inference(
         seconds: for all of it; ways that the time does not suffice for are left out, with a note.
 
     Raises:
-        ValueError: the net is on several devices already, or the arguments have no rows along dimension 0.
+        ValueError: the net is on several devices already, keeps a cache between calls, or the arguments have no rows
+            along dimension 0.
     """
     if is_spread(net):
         raise ValueError("the net is on several devices already: mgpu_core.Predictor(net) runs it there as one rank")
+    if kept := [name for name, value in call[1].items() if type(value).__name__.endswith("Cache")]:
+        raise ValueError(
+            f"the net keeps a cache between its calls ({', '.join(kept)}), so that one call alone cannot be measured: "
+            "measure mgpu_core.Predictor(net, method='generate') on your own requests"
+        )
     call = map_leaves(call, lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf)
     rows = Request(call).own_rows
     ways, notes = ways_of(len(devices), rows, callers, batches), busy_notes(devices)

@@ -71,6 +71,10 @@ class Config:
             value = getattr(self, name)
             if value is not None and not 1 <= value <= LIMIT:
                 raise ValueError(f"{name}: wanted a number from 1 to {LIMIT}, got {value}")
+        if self.ranks is not None and self.ranks > self.batch:
+            raise ValueError(
+                f"ranks: {self.ranks} are more than the {self.batch} rows of a batch: some would have none"
+            )
         if not (math.isfinite(self.lr) and self.lr > 0):
             raise ValueError(f"lr: wanted a finite number above 0, got {self.lr}")
         if not 0 <= self.seed <= SEED_LIMIT:

@@ -25,7 +25,7 @@ from mgpu_core.ranks.random import random_numbers_kept
 from mgpu_core.support.warnings import warn_user
 from mgpu_core.trees.comparison import any_in_half, difference
 from mgpu_core.trees.module_copy import copy_module
-from mgpu_core.trees.nested import cloned
+from mgpu_core.trees.nested import cloned, tensors_in
 from mgpu_core.wrapper import DataParallel
 
 __all__ = ["AutoWrap", "not_counted", "uncounted"]
@@ -52,11 +52,12 @@ class AutoWrap:
 
     Args:
         report: called with a text where the net is not wrapped.
+        hint: called with a text on outputs that a script may not expect.
         dim: the dimension of the rows.
     """
 
-    def __init__(self, report: Callable[[str], object], dim: int) -> None:
-        self._report, self._dim = report, dim
+    def __init__(self, report: Callable[[str], object], hint: Callable[[str], object], dim: int) -> None:
+        self._report, self._hint, self._dim = report, hint, dim
         self._open = True  # until an optimizer was made
         self._called = False  # a candidate, or a replica of it in the script's own wrapper
         self._candidates: list[Module] = []
@@ -139,6 +140,9 @@ class AutoWrap:
             with torch.no_grad(), random_numbers_kept(map(_device_of, net.parameters())), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 plain, over_ranks = (each(*cloned(args), **cloned(kwargs)) for each in calls)
+            if not all(each.dim() for each in tensors_in(plain)):
+                name = type(net).__name__
+                self._hint(f"{name} returns a number, and over ranks one for each: backward() needs its .mean()")
             found = difference(over_ranks, plain, half=any_in_half(net.parameters()))
         except Exception:  # the script's own call says what is wrong
             return

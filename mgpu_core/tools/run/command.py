@@ -13,7 +13,7 @@ from mgpu_core.tools.advise.watching import Watch, watching
 from mgpu_core.tools.explain.recorder import explain
 from mgpu_core.tools.explain.trace import Trace
 from mgpu_core.tools.run.advice import advise_training
-from mgpu_core.tools.run.names import replacing_torch
+from mgpu_core.tools.run.names import Replaced, replacing_torch
 from mgpu_core.tools.user_script import Program, note_order, script_status
 
 __all__ = ["run"]
@@ -47,11 +47,8 @@ def run(args: argparse.Namespace) -> int:
         status = script_status(program.path, arguments, program.spec)
     if os.getpid() != process:  # a child that the script has forked came out here
         return status
-    for line in str(replaced).splitlines():
-        if not status or not line.startswith(("replaced: ", "left: ")):  # after an error, that is what counts
-            print(f"mgpu run: {line}", file=sys.stderr)
-    if args.wrap == "none" and not replaced.wrapped and not replaced.called:
-        print("mgpu run: note: --wrap auto wraps the net of the first optimizer", file=sys.stderr)
+    for line in _told(replaced, args.wrap, status):
+        print(f"mgpu run: {line}", file=sys.stderr)
     if args.explain and (not status or trace.steps):  # also after Ctrl-C, or an error late in the script
         saved = _save(trace, here, args.explain)
         status = status or saved
@@ -64,6 +61,22 @@ def run(args: argparse.Namespace) -> int:
             )
         print(f"net: {type(seen.bare_net).__name__}, the one that was called most often\n{advise_training(seen)}")
     return status
+
+
+_TRAINER = "a Trainer of transformers uses all devices as mgpu_core.integrations.transformers.MultiGPUTrainer"
+
+
+def _told(replaced: Replaced, wrap: str, status: int) -> list[str]:
+    """Return the lines on a run: which nets were wrapped, and help where none was, or where the script failed."""
+    used = replaced.uses
+    has_trainer = "transformers.trainer" in sys.modules
+    if status:
+        hints = [f"note: {each}" for each in (*replaced.hints, *[_TRAINER] * has_trainer)] if replaced.hints else []
+        return [*used, *hints]
+    if used:
+        return [*used, *(f"left: {each}" for each in replaced.left)]
+    cure = _TRAINER if has_trainer else "--wrap auto wraps the net of the first optimizer"
+    return ["wrapped: nothing", *(f"left: {each}" for each in replaced.left), *[f"note: {cure}"] * (wrap == "none")]
 
 
 def _save(trace: Trace, here: Path, path: Path) -> int:

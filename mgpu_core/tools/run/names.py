@@ -22,9 +22,9 @@ from mgpu_core.tools.run.auto_wrap import AutoWrap, not_counted, uncounted
 from mgpu_core.tools.run.cuda_as_cpu import CudaAsCpu, loading_on_host, no_gpu
 from mgpu_core.wrapper import DataParallel, data_parallel
 
-__all__ = ["WRAP", "Replaced", "replacing_torch"]
+__all__ = ["Replaced", "replacing_torch"]
 
-WRAP = ("none", "auto")
+_WRAP = ("none", "auto")
 RANKS = "MGPU_CORE_CPU_RANKS"
 
 _OURS: dict[str, Any] = {
@@ -63,22 +63,26 @@ class Replaced:
         names: that mean ours now, such as ``torch.nn.DataParallel``.
         wrapped: how often each net was given to a ``DataParallel`` so far, with its ranks.
         called: how often each function of ``torch.nn.parallel`` was called so far.
-        left: what stays torch's, and a net that ``wrap="auto"`` could not wrap.
+        left: classes of torch's that stay as they are, and a net that ``wrap="auto"`` could not wrap.
+        hints: what may have made the script fail.
     """
 
     names: list[str] = field(default_factory=list)
     wrapped: Counter[str] = field(default_factory=Counter)
     called: Counter[str] = field(default_factory=Counter)
     left: list[str] = field(default_factory=list)
+    hints: list[str] = field(default_factory=list)
+
+    @property
+    def uses(self) -> list[str]:
+        """A line per net that was wrapped, and one on the functions that were called; empty: nothing was."""
+        many = {text: f" ({count} times)" if count > 1 else "" for text, count in self.wrapped.items()}
+        counts = ", ".join(f"{name} ({count} times)" for name, count in self.called.items())
+        return [*(f"wrapped: {text}{times}" for text, times in many.items()), *[f"called: {counts}"] * bool(counts)]
 
     def __str__(self) -> str:
-        many = {text: f" ({count} times)" if count > 1 else "" for text, count in self.wrapped.items()}
-        wrapped = [f"wrapped: {text}{times}" for text, times in many.items()]
-        if self.called:
-            counts = ", ".join(f"{name} ({count} times)" for name, count in self.called.items())
-            wrapped.append(f"called: {counts}")
-        wrapped = wrapped or ["wrapped: nothing"]
-        return "\n".join([f"replaced: {', '.join(self.names)}", *wrapped, *(f"left: {each}" for each in self.left)])
+        lines = [f"replaced: {', '.join(self.names)}", *(self.uses or ["wrapped: nothing"])]
+        return "\n".join([*lines, *(f"left: {each}" for each in self.left)])
 
 
 @contextmanager
@@ -101,8 +105,8 @@ def replacing_torch(*, ranks: int | None = None, wrap: str = "none", dim: int = 
     Raises:
         ValueError: ``ranks`` is not 1 to 9999, or there is an accelerator; another ``wrap``.
     """
-    if wrap not in WRAP:
-        raise ValueError(f"wrap must be one of {', '.join(WRAP)}, not {wrap!r}")
+    if wrap not in _WRAP:
+        raise ValueError(f"wrap must be one of {', '.join(_WRAP)}, not {wrap!r}")
     if ranks is not None and not 1 <= ranks <= 9999:
         raise ValueError(f"ranks must be a whole number from 1 to 9999, not {ranks}")
     if ranks is not None and has_accelerator():
@@ -123,7 +127,7 @@ def replacing_torch(*, ranks: int | None = None, wrap: str = "none", dim: int = 
         replaced.names = sorted(name for name in replaced.names if name.rpartition(".")[0] not in _TWICE)
         stack.enter_context(_attribute(DataParallel, "__init__", _counted(replaced.wrapped)))
         if wrap == "auto":
-            stack.enter_context(AutoWrap(replaced.left.append, dim).watching())
+            stack.enter_context(AutoWrap(replaced.left.append, replaced.hints.append, dim).watching())
         yield replaced
 
 
@@ -140,11 +144,10 @@ def _holders() -> Iterator[tuple[ModuleType, str, Any]]:
 
 
 def _left() -> list[str]:
-    """Return what is not replaced."""
+    """Return the classes that are not replaced."""
     torchs: type[torch.nn.Module] = DataParallel.__mro__[1]
     derived = [each for each in torchs.__subclasses__() if each is not DataParallel]
-    names = [f"{each.__module__}.{each.__qualname__}, derived from torch's DataParallel before" for each in derived]
-    return ["torch.nn.parallel.DistributedDataParallel, torch.nn.parallel.comm", *names]
+    return [f"{each.__module__}.{each.__qualname__}, derived from torch's DataParallel before" for each in derived]
 
 
 def _counted(wrapped: Counter[str]) -> Callable[..., None]:

@@ -64,6 +64,7 @@ def test_devices_that_are_refused(settings: dict[str, object], told: str) -> Non
         ({"batch": 0}, "batch: wanted a number from 1 to 2147483647, got 0"),
         ({"epochs": -1}, "epochs: wanted a number from 1 to 2147483647, got -1"),
         ({"accumulate": 2**31}, "accumulate: wanted a number from 1 to 2147483647, got 2147483648"),
+        ({"ranks": 65}, "ranks: 65 are more than the 64 rows of a batch: some would have none"),
         ({"ranks": 0}, "ranks: wanted a number from 1 to 2147483647, got 0"),
         ({"lr": math.nan}, "lr: wanted a finite number above 0, got nan"),
         ({"lr": math.inf}, "lr: wanted a finite number above 0, got inf"),

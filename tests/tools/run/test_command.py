@@ -39,14 +39,54 @@ def test_a_script_as_it_is(tmp_path, words, text):
     lines = done.stderr.splitlines()
     assert all(line.startswith("mgpu run: ") for line in lines)
     assert "mgpu run: wrapped: Linear over 4 ranks (cpu, cpu, cpu, cpu)" in lines
-    assert not any("replaced: " in line or "left: " in line for line in lines)  # its status is that of an error
+    assert not any("replaced: " in line for line in lines)
 
 
 def test_without_a_wrapper_or_wrap_nothing_is_wrapped(tmp_path):
     done = mgpu(tmp_path, "--ranks", "4", text=PLAIN)
     assert (done.returncode, done.stdout) == (0, "['2', '--own'] 0.5625 __main__\n")
-    assert "mgpu run: wrapped: nothing" in done.stderr.splitlines()
-    assert "mgpu run: note: --wrap auto wraps the net of the first optimizer" in done.stderr.splitlines()
+    assert done.stderr.splitlines() == [
+        "mgpu run: wrapped: nothing",
+        "mgpu run: note: --wrap auto wraps the net of the first optimizer",
+    ]
+
+
+def test_a_trainer_of_transformers_is_told_of_ours(tmp_path):
+    fake = "import types; sys.modules['transformers.trainer'] = types.ModuleType('transformers.trainer')"
+    done = mgpu(tmp_path, "--ranks", "4", text=PLAIN, last=fake)
+    assert done.stderr.splitlines()[1:] == [
+        "mgpu run: note: a Trainer of transformers uses all devices as "
+        "mgpu_core.integrations.transformers.MultiGPUTrainer"
+    ]
+
+
+def test_a_script_that_cannot_begin_is_told_nothing_else(tmp_path):
+    done = mgpu(tmp_path, "--ranks", "2", text="def (")
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == "SyntaxError: invalid syntax"
+
+
+def test_a_net_that_returns_its_loss(tmp_path):
+    """Torch's own error does not say that there is one loss for each rank."""
+    text = """
+import torch
+class Net(torch.nn.Linear):
+    def forward(self, x):
+        return super().forward(x).square().mean()
+net = Net(4, 2)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+net(torch.ones(8, 4)){mean}.backward()
+"""
+    done = mgpu(tmp_path, "--ranks", "2", "--wrap", "auto", text=text.replace("{mean}", ""))
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-3:] == [
+        "RuntimeError: grad can be implicitly created only for scalar outputs",
+        "mgpu run: wrapped: Net over 2 ranks (cpu, cpu)",
+        "mgpu run: note: Net returns a number, and over ranks one for each: backward() needs its .mean()",
+    ]
+    done = mgpu(tmp_path, "--ranks", "2", "--wrap", "auto", text=text.replace("{mean}", ".mean()"))
+    assert done.returncode == 0
+    assert done.stderr.splitlines()[-1] == "mgpu run: wrapped: Net over 2 ranks (cpu, cpu)"
 
 
 @pytest.mark.parametrize(
@@ -103,7 +143,7 @@ def test_advice_on_a_net_that_is_called_by_its_forward(tmp_path):
         (["missing.py"], "missing.py: there is no such script"),
         (["--explain", "script.py", "script.py"], "script.py"),
         (["--explain", "no/such/folder.html", "script.py"], "no/such"),
-        ([], "the following arguments are required: script"),
+        ([], "the following arguments are required: script\n"),
     ],
 )
 def test_what_cannot_be_done(tmp_path, words, text):

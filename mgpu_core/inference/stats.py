@@ -64,7 +64,7 @@ class Stats(list[DeviceStats]):
         return "\n".join(widths.format(*row) for row in [_HEADER, *self._rows()])
 
     def _repr_html_(self) -> str:
-        return html_table([_HEADER, *self._rows()], left=2)
+        return html_table([_HEADER, *self._rows()], words=(0, 1))
 
     def _rows(self) -> Iterator[tuple[str, ...]]:
         for rank, (each, share) in enumerate(zip(self, self.shares, strict=True)):

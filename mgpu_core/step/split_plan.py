@@ -56,7 +56,7 @@ class Plan(list[RankPlan]):
 
     def _repr_html_(self) -> str:
         cells = ((each.rank, each.device, f"{each.share:.1%}", each.rows, each.workers) for each in self)
-        return html_table([RankPlan._fields, *cells], left=2)
+        return html_table([RankPlan._fields, *cells], words=(0, 1))
 
 
 class _Trial(NamedTuple):

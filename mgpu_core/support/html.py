@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from html import escape
 
 __all__ = ["html_frame", "html_table", "html_text"]
 
 
-def html_table(rows: Sequence[Sequence[object]], left: int = 1) -> str:
-    """Return a table; the first row is its header, the first ``left`` columns are aligned left, the others right."""
+def html_table(rows: Sequence[Sequence[object]], words: Collection[int] = (0,)) -> str:
+    """Return a table; the first row is its header, the columns of ``words`` are aligned left, the others right."""
     parts = []
     for number, row in enumerate(rows):
         tag = "td" if number else "th"
-        sides = ["left" if index < left else "right" for index in range(len(row))]
+        sides = ["left" if index in words else "right" for index in range(len(row))]
         cells = zip(sides, (escape(str(cell)) for cell in row), strict=True)
         parts.append("".join(f'<{tag} style="text-align: {side}">{cell}</{tag}>' for side, cell in cells))
     return f"<table>{''.join(f'<tr>{part}</tr>' for part in parts)}</table>"

@@ -10,9 +10,10 @@ import pytest
 
 from benchmarks import run
 from benchmarks.run import main
+from mgpu_core.support.tables import text_of
 from mgpu_core.tools.bench import cases, plot
 from mgpu_core.tools.bench.case import Row, Verdict
-from mgpu_core.tools.bench.report import _section, bound_line, render, report_machine, table
+from mgpu_core.tools.bench.report import _section, bound_line, lines_of, report_machine, table
 from mgpu_core.tools.bench.result import Result
 from mgpu_core.tools.bench.titles import TITLES
 
@@ -37,7 +38,7 @@ RESULT = Result(
 
 
 def test_a_table_is_markdown_with_ratios() -> None:
-    titles, rule, ours, gloo, *_ = table(RESULT).splitlines()
+    titles, rule, ours, gloo, *_ = str(table(RESULT)).splitlines()
     assert [cell.strip() for cell in titles.strip("|").split("|")] == [
         *("ranks", "size", "count", "who", "time (us)", "p90", "algbw", "busbw", "peer/ours")
     ]
@@ -48,12 +49,12 @@ def test_a_table_is_markdown_with_ratios() -> None:
     assert [cell.strip() for cell in gloo.strip("|").split("|")][3:] == [
         *("gloo", "6.000", "6.000", "0.17", "0.25", "6.00")
     ]
-    assert len({len(line) for line in table(RESULT).splitlines()}) == 1
+    assert len({len(line) for line in str(table(RESULT)).splitlines()}) == 1
 
 
 def test_columns_of_one_value_are_a_line_above_the_table() -> None:
     rows = [Row({"size": 64 << 20, "type": "float32", "ranks": ranks}, {"ours": [1e-6]}) for ranks in (2, 4)]
-    first, _, titles = render(dataclasses.replace(RESULT, rows=rows)).splitlines()[:3]
+    first, _, titles = text_of(lines_of(dataclasses.replace(RESULT, rows=rows))).splitlines()[:3]
     assert first == "In all rows: size 64 MiB, type float32"
     assert [cell.strip() for cell in titles.strip("|").split("|")][:2] == ["ranks", "who"]
 

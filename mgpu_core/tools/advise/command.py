@@ -18,6 +18,7 @@ from mgpu_core.devices.devices import CPU, DeviceLike, as_devices, default_devic
 from mgpu_core.support.extras import require
 from mgpu_core.support.files import check_outputs, check_picture, write_whole
 from mgpu_core.support.progress import Progress
+from mgpu_core.support.tables import show
 from mgpu_core.tools.advise.benchmark import stopwatch
 from mgpu_core.tools.advise.inference import advise_inference
 from mgpu_core.tools.advise.measure import advised
@@ -72,7 +73,8 @@ def _show(script: Path, advice: Any, args: argparse.Namespace, here: Path) -> No
         write_whole(here / args.json, lambda file: file.write(advice.to_json().encode()))
     if args.plot is not None:
         advice.plot(here / args.plot)
-    print(f"{script}: {advice}")
+    first, *others = advice.lines
+    show([f"{script}: {first}", *others])
     for path in filter(None, (args.json, args.plot)):
         print(f"written: {path}")
 

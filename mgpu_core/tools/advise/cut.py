@@ -6,11 +6,11 @@ from torch.nn import Module
 
 from mgpu_core.devices.memory import total_nbytes
 from mgpu_core.pipeline.balance import cut_layers, measured_layers
+from mgpu_core.support.tables import human_nbytes
 from mgpu_core.tensor_parallel.plan import read_plan, suggested_plan
 from mgpu_core.tools.advise.memory import Memory
 from mgpu_core.tools.advise.plan import Plan
 from mgpu_core.tools.advise.recommend import PIPELINE, TENSOR_PARALLEL, Recommendation
-from mgpu_core.tools.explain.tables import human_nbytes
 from mgpu_core.trees.module_copy import copy_module
 
 __all__ = ["capacity_of", "recommended_cut"]

@@ -19,11 +19,11 @@ from mgpu_core.inference.predictor import Predictor
 from mgpu_core.inference.requests import Call, Request
 from mgpu_core.pipeline.placement import is_spread
 from mgpu_core.support.progress import Report, silent
+from mgpu_core.support.tables import Lines, Table, human_seconds, text_of
 from mgpu_core.tools.advise.benchmark import Budget
 from mgpu_core.tools.advise.strategies import first_line
 from mgpu_core.tools.advise.surroundings import busy_notes, random_state_kept
 from mgpu_core.tools.explain.environ import environment
-from mgpu_core.tools.explain.tables import columns, human_seconds
 from mgpu_core.trees.module_copy import copy_module
 from mgpu_core.trees.nested import map_leaves, moved
 
@@ -127,21 +127,26 @@ class InferenceAdvice:
         )
 
     def __str__(self) -> str:
+        return text_of(self.lines)
+
+    @property
+    def lines(self) -> Lines:
+        """The text, with its table."""
         one, own = f"one row, {self.callers} callers", f"{self.rows} rows, 1 caller"
         has_own = any(way.own is not None for way in self.ways)
         head = ["way", "one row: rows/s", "p50", "p99", *([f"{self.rows} rows: rows/s", "p50", "p99"] * has_own)]
         rows = [[way.name, *_cells(way.one_row), *(_cells(way.own) * has_own)] for way in self.ways if not way.error]
-        return "\n".join([
+        return [
             f"{self.net}, bare and in a Predictor on {', '.join(self.devices)}: {one}{f'; then {own}' * has_own}",
             ", ".join(f"{name} {value}" for name, value in self.environment.items()),
             "",
-            *columns([head, *rows], left=1),
+            Table([head, *rows]),
             *["rows/s of batches in a Predictor: by predict.map; p50 and p99: of predict(x)"] * has_own,
             *self._failed(),
             *(f"note: {each}" for each in self.notes),
             "",
             *(self.sentences or ["no advice: every way failed"]),
-        ])  # fmt: skip
+        ]  # fmt: skip
 
     def _failed(self) -> list[str]:
         """Return a line for each error, with the ways that have it."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from mgpu_core.support.tables import human_seconds
 from mgpu_core.tools.advise.reasons import UPDATE
 from mgpu_core.tools.advise.strategies import CAPTURED, DROP_IN, ENGINE, NAMES, ONE
-from mgpu_core.tools.explain.tables import human_seconds
 
 __all__ = ["PIPELINE", "TENSOR_PARALLEL", "Recommendation", "Scaling", "recommend"]
 

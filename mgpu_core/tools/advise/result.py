@@ -7,10 +7,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from mgpu_core.support.tables import Lines, html_of, text_of
 from mgpu_core.tools.advise.data import AdviceData
 from mgpu_core.tools.advise.from_json import FORMAT, read
 from mgpu_core.tools.advise.picture import draw
-from mgpu_core.tools.advise.text import render, render_html
+from mgpu_core.tools.advise.text import lines_of
 
 __all__ = ["Advice"]
 
@@ -18,11 +19,16 @@ __all__ = ["Advice"]
 class Advice(AdviceData):
     """One device against many ranks, on one model; ``print`` it, or see :meth:`plot` and :meth:`to_json`."""
 
+    @property
+    def lines(self) -> Lines:
+        """The text, with its table."""
+        return lines_of(self)
+
     def __str__(self) -> str:
-        return render(self)
+        return text_of(self.lines)
 
     def _repr_html_(self) -> str:
-        return render_html(self)
+        return html_of(self.lines)
 
     def plot(self, path: str | Path) -> None:
         """Draw speed-up against batch, with the break-even, as a PNG.

@@ -5,27 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from statistics import median, quantiles
 
-from mgpu_core.support.html import html_table, html_text
+from mgpu_core.support.tables import Lines, Table, human_nbytes, human_seconds
 from mgpu_core.tools.advise.data import AdviceData, Measurement
 from mgpu_core.tools.advise.memory import Memory
 from mgpu_core.tools.advise.strategies import ONE
-from mgpu_core.tools.explain.tables import columns, human_nbytes, human_seconds
 
-__all__ = ["notes_of", "render", "render_html", "spread"]
+__all__ = ["lines_of", "notes_of", "spread"]
 
 _WIDE = 0.1
 """Of the spread that is worth a word."""
 
 
-def render(advice: AdviceData) -> str:
-    """Without a newline at the end."""
-    return "\n".join([*_head(advice), "", *columns(_rows(advice), left=1), *_foot(advice)])
-
-
-def render_html(advice: AdviceData) -> str:
-    """Return the same for a notebook, with its table as one."""
-    head, foot = "\n".join(_head(advice)), "\n".join(_foot(advice))
-    return html_text(head) + html_table(_rows(advice)) + html_text(foot)
+def lines_of(advice: AdviceData) -> Lines:
+    """Return a title, the table, and sentences."""
+    return ["\n".join([*_head(advice), ""]), Table(_rows(advice)), "\n".join(_foot(advice))]
 
 
 def _head(advice: AdviceData) -> list[str]:

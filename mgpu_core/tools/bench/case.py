@@ -9,8 +9,8 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from mgpu_core.support.tables import human_nbytes
 from mgpu_core.tools.bench.timing import OURS, Contestant, Schedule, ratio
-from mgpu_core.tools.explain.tables import human_nbytes
 
 Label = int | str
 Labels = Mapping[str, Label]

@@ -12,6 +12,7 @@ from mgpu_core.support.busy import busy_note
 from mgpu_core.support.extras import require
 from mgpu_core.support.files import check_writable
 from mgpu_core.support.progress import Progress
+from mgpu_core.support.tables import show
 from mgpu_core.tools.bench import cases
 from mgpu_core.tools.bench.baseline import slower_rows
 from mgpu_core.tools.bench.case import Case, Plan, Row
@@ -19,7 +20,7 @@ from mgpu_core.tools.bench.environment import environment, header
 from mgpu_core.tools.bench.gloo import PeerFailed
 from mgpu_core.tools.bench.measure import measured
 from mgpu_core.tools.bench.plot import draw
-from mgpu_core.tools.bench.report import compare, render
+from mgpu_core.tools.bench.report import compare, lines_of
 from mgpu_core.tools.bench.result import Result
 from mgpu_core.tools.bench.timing import WrongResult
 
@@ -33,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
         UsageError, OSError, MissingExtra: a request that cannot be served.
     """
     if args.case == "table":
-        print(compare([Result.read(path) for path in args.files]))
+        show(compare([Result.read(path) for path in args.files]))
         return 0
     try:
         return _run(cases.load(args.case), args)
@@ -80,7 +81,7 @@ def _measure(plan: Plan, args: argparse.Namespace, rows: list[Row]) -> None:
 
 def _show(result: Result, args: argparse.Namespace) -> None:
     """Print the table, and write what was asked for."""
-    print(render(result), flush=True)
+    show(lines_of(result))
     if args.json is not None:
         result.write(args.json)
     if args.plot is not None:

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 from mgpu_core.support.extras import require
 from mgpu_core.support.files import write_whole
+from mgpu_core.support.tables import human_nbytes
 from mgpu_core.tools.bench.case import Label, Row, show_label, varying
 from mgpu_core.tools.bench.timing import OURS, PER_SECOND, median, p90, significant
 from mgpu_core.tools.bench.titles import TITLES
-from mgpu_core.tools.explain.tables import human_nbytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mgpu_core.support.files import write_whole
+from mgpu_core.support.tables import Lines, Table, human_nbytes
 from mgpu_core.tools.bench.case import Labels, Row, UsageError, Verdict, describe, show_label, varying
 from mgpu_core.tools.bench.environment import header
 from mgpu_core.tools.bench.plot import draw
 from mgpu_core.tools.bench.result import Result
 from mgpu_core.tools.bench.timing import OURS, PER_SECOND, median, p90, significant
 from mgpu_core.tools.bench.titles import TITLES
-from mgpu_core.tools.explain.tables import human_nbytes
 
 NOTES = "notes.toml"
 LONG = 12  # rows; longer tables are folded
@@ -28,25 +28,21 @@ LEGEND = (
 )
 
 
-def render(result: Result) -> str:
-    """Return the labels that all rows share, the table, its formula and its bounds."""
-    return "\n\n".join(_parts(result, table(result)))
+def lines_of(result: Result) -> Lines:
+    """Return the labels that all rows share, the table, its formula and its bounds, with empty lines between them."""
+    return [each for part in _parts(result, table(result)) for each in (part, "")][:-1]
 
 
-def _parts(result: Result, rows: str) -> list[str]:
+def _parts(result: Result, rows: str | Table) -> Lines:
     bounds = "\n".join(bound_line(verdict) for verdict in result.verdicts)
-    return [part for part in (_shared(result), rows, _notes_on(result.rows), result.formula, bounds) if part]
+    shared = in_all_rows([row.labels for row in result.rows])
+    return [part for part in (shared, rows, _notes_on(result.rows), result.formula, bounds) if part]
 
 
 def _notes_on(rows: Sequence[Row]) -> str:
     """Return the peers that were left out, and what the mark of a row means."""
     without = dict.fromkeys(f"without {peer}: {reason}" for row in rows for peer, reason in row.without.items())
     return "\n".join([*without, *[BUSY] * any(row.busy for row in rows)])
-
-
-def _shared(result: Result) -> str:
-    """Return the columns that have one value in all rows, as a line."""
-    return in_all_rows([row.labels for row in result.rows])
 
 
 def in_all_rows(labels: Sequence[Labels]) -> str:
@@ -56,23 +52,14 @@ def in_all_rows(labels: Sequence[Labels]) -> str:
     return f"In all rows: {shared}" if shared else ""
 
 
-def table(result: Result) -> str:
+def table(result: Result) -> Table:
     """Return a line per row and contestant; `peer/ours` is the ratio of medians: above 1, ours is faster."""
     names = varying([row.labels for row in result.rows])
     titles = [*names, "who", f"time ({result.unit})", "p90", *_rate_titles(result.rows[0]), "peer/ours"]
     lines = [_cells(row, names, who, PER_SECOND[result.unit]) for row in result.rows for who in row.seconds]
-    widths = [max(map(len, column)) for column in zip(titles, *lines, strict=True)]
-    # Words to the left, numbers to the right; the first line tells which is which.
-    words = [not cell[:1].isdigit() for cell in lines[0]]
-    rule = ["-" * width if word else "-" * (width - 1) + ":" for width, word in zip(widths, words, strict=True)]
-    padded = [
-        [
-            cell.ljust(width) if word else cell.rjust(width)
-            for cell, width, word in zip(line, widths, words, strict=True)
-        ]
-        for line in (titles, rule, *lines)
-    ]
-    return "\n".join(f"| {' | '.join(line)} |" for line in padded)
+    # The first line tells which columns hold words.
+    words = [index for index, cell in enumerate(lines[0]) if not cell[:1].isdigit()]
+    return Table([titles, *lines], words, markdown=True)
 
 
 def bound_line(verdict: Verdict) -> str:
@@ -104,15 +91,15 @@ def report_machine(folder: Path) -> Path:
     return page
 
 
-def compare(results: Sequence[Result]) -> str:
-    """Return a Markdown table per case: a line for each row of each result, with the machine in front."""
+def compare(results: Sequence[Result]) -> Lines:
+    """Return a table per case: a line for each row of each result, with the machine in front."""
     by_case: dict[str, list[Result]] = {}
     for result in results:
         by_case.setdefault(result.case, []).append(result)
-    return "\n\n".join(_compared(name, found) for name, found in by_case.items())
+    return [each for name, found in by_case.items() for each in _compared(name, found)][:-1]
 
 
-def _compared(case: str, results: Sequence[Result]) -> str:
+def _compared(case: str, results: Sequence[Result]) -> Lines:
     rows = [(result, row) for result in results for row in result.rows]
     peers = list(dict.fromkeys(peer for _, row in rows for peer in row.ratios()))
     labels = [row.labels for _, row in rows]
@@ -123,10 +110,9 @@ def _compared(case: str, results: Sequence[Result]) -> str:
         ours = significant(median(row.seconds[OURS]) * PER_SECOND[result.unit]) + " *" * row.busy
         ratios = [f"{row.ratios()[peer]:.2f}" if peer in row.seconds else "" for peer in peers]
         lines.append([_machine(result), *own, ours, *ratios])
-    rule = ["---", *("---:" for _ in lines[0][1:])]
-    text = "\n".join(f"| {' | '.join(line)} |" for line in (lines[0], rule, *lines[1:]))
-    parts = [f"### {TITLES.get(case, case)}", in_all_rows(labels), text, _notes_on([row for _, row in rows])]
-    return "\n\n".join(filter(None, parts))
+    notes = _notes_on([row for _, row in rows])
+    parts: Lines = [f"### {TITLES.get(case, case)}", in_all_rows(labels), Table(lines, markdown=True), notes]
+    return [each for part in parts if part != "" for each in (part, "")]
 
 
 def _machine(result: Result) -> str:
@@ -146,12 +132,12 @@ def _in_all(environments: Sequence[dict[str, str]]) -> dict[str, str]:
 
 
 def _section(result: Result, stem: str, everywhere: dict[str, str]) -> str:
-    rows = table(result)
-    count = rows.count("\n") - 1
+    found = table(result)
+    rows, count = str(found), len(found.rows) - 1
     if count > LONG:
         rows = f"<details>\n<summary>{count} rows</summary>\n\n{rows}\n\n</details>"
     own = {name: fact for name, fact in result.environment.items() if name not in everywhere}
-    parts = [f"## {TITLES.get(stem, stem)}", f"`{stem}`: {result.summary}", *_parts(result, rows)]
+    parts = [f"## {TITLES.get(stem, stem)}", f"`{stem}`: {result.summary}", *map(str, _parts(result, rows))]
     return "\n\n".join(filter(None, [*parts, f"![{stem}]({stem}.png)", header(own)]))
 
 

@@ -5,8 +5,9 @@
 
 import argparse
 
+from mgpu_core.support.tables import show
 from mgpu_core.tools.doctor.examination import examine
-from mgpu_core.tools.doctor.report import Report, for_issue, render
+from mgpu_core.tools.doctor.report import Report, for_issue, lines_of, render
 
 __all__ = ["Report", "examine", "render"]
 
@@ -14,6 +15,8 @@ __all__ = ["Report", "examine", "render"]
 def run(args: argparse.Namespace) -> int:
     """Print the report."""
     report = examine(test_peers=args.p2p)
-    shown = for_issue(report) if args.report else render(report)
-    print(report.to_json() if args.json else shown, end="\n" if args.json else "")
+    if args.json or args.report:
+        print(report.to_json() if args.json else for_issue(report), end="\n" if args.json else "")
+    else:
+        show(lines_of(report))
     return 0

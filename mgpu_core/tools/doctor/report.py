@@ -15,10 +15,10 @@ from pathlib import Path
 from mgpu_core.devices.nccl_library import NcclLibrary
 from mgpu_core.devices.peers import PeerVerdict
 from mgpu_core.support.html import html_text
+from mgpu_core.support.tables import Lines, Table, text_of
 from mgpu_core.tools.doctor.device_map import DeviceRow
 from mgpu_core.tools.doctor.facts import Core, Cpu, Defaults, Python, Torch
 from mgpu_core.tools.doctor.visibility_notices import Notice
-from mgpu_core.tools.explain.tables import columns
 
 WIDTH = 96
 _LABEL = 15
@@ -64,7 +64,12 @@ class Report:
 
 def render(report: Report) -> str:
     """Return the whole report, ending with a newline."""
-    sections = [
+    return text_of(lines_of(report)) + "\n"
+
+
+def lines_of(report: Report) -> Lines:
+    """Return the lines and tables of the report."""
+    sections: list[tuple[str, Lines]] = [
         ("Versions", _versions(report)),
         ("Backends of the core", _backends(report)),
         ("Devices", _devices(report)),
@@ -75,7 +80,7 @@ def render(report: Report) -> str:
         ("What will happen", _wrapped(report.outlook, "  ")),
         (_summary(report), _notices(report)),
     ]
-    return "\n\n".join("\n".join([title, *lines]) for title, lines in sections) + "\n"
+    return [each for title, lines in sections for each in ("", title, *lines)][1:]
 
 
 def for_issue(report: Report) -> str:
@@ -140,17 +145,17 @@ def _backends(report: Report) -> list[str]:
     return lines or ["  not known: the compiled core could not be asked"]
 
 
-def _devices(report: Report) -> list[str]:
-    lines = _table(report.devices) if report.devices else []
+def _devices(report: Report) -> Lines:
+    lines: list[str | Table] = [_table(report.devices)] if report.devices else []
     if all(row.torch_index is None for row in report.devices):
-        lines = _field("no GPU", f"for torch: {report.no_device_reason}") + lines
-    return lines + (_field("NVML", f"not read: {report.nvml_problem}") if report.nvml_problem else [])
+        lines = [*_field("no GPU", f"for torch: {report.no_device_reason}"), *lines]
+    return [*lines, *(_field("NVML", f"not read: {report.nvml_problem}") if report.nvml_problem else [])]
 
 
-def _table(devices: Sequence[DeviceRow]) -> list[str]:
+def _table(devices: Sequence[DeviceRow]) -> Table:
     uuids = [row.uuid for row in devices]
     header = ("torch", "listed as", "nvidia-smi", "PCI address", "UUID", "memory free", "name")
-    return [f"  {line}" for line in columns([header, *(_cells(row, uuids) for row in devices)], left=len(header))]
+    return Table([header, *(_cells(row, uuids) for row in devices)], range(len(header)), "  ")
 
 
 def _cells(row: DeviceRow, uuids: Sequence[str]) -> tuple[str, ...]:
@@ -160,7 +165,7 @@ def _cells(row: DeviceRow, uuids: Sequence[str]) -> tuple[str, ...]:
     return torch, _short(row.entry or "-", uuids), number, row.pci_bus_id, _short(row.uuid, uuids), memory, row.name
 
 
-def _peers(peers: Sequence[PeerVerdict]) -> list[str]:
+def _peers(peers: Sequence[PeerVerdict]) -> Lines:
     """Return a row per writer, a column per owner of the memory."""
     if not peers:
         return ["  there is one GPU, or none: nothing to test"]
@@ -168,7 +173,7 @@ def _peers(peers: Sequence[PeerVerdict]) -> list[str]:
     found = {(each.device, each.peer): each for each in peers}
     header = ["from", *(f"to {peer}" for peer in devices)]
     rows = [[str(device), *(_speed(found.get((device, peer))) for peer in devices)] for device in devices]
-    return [f"  {line}" for line in columns([header, *rows], left=0)]
+    return [Table([header, *rows], (), "  ")]
 
 
 def _all_reduce(table: dict[int, str]) -> list[str]:

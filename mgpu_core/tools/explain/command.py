@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from mgpu_core.support.files import check_outputs, write_whole
+from mgpu_core.support.tables import show
 from mgpu_core.tools.explain.recorder import explain
 from mgpu_core.tools.explain.trace import Trace
 from mgpu_core.tools.user_script import note_order, script_status, uses_torchs_wrapper
@@ -98,7 +99,7 @@ def _save(trace: Trace, here: Path, args: argparse.Namespace) -> bool:
                 written.append(path)
             except (OSError, ValueError) as error:
                 failed.append(f"{path}: {error}")
-    print(f"\n{trace.table()}")
+    show(["", *trace.lines()])
     for path in written:
         print(f"written: {path}")
     for line in failed:

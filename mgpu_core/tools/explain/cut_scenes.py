@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
+from mgpu_core.support.tables import human_nbytes
 from mgpu_core.tools.explain.enclosing import Enclosing
 from mgpu_core.tools.explain.scene import Scene, plural, scene
 from mgpu_core.tools.explain.steps import Step
-from mgpu_core.tools.explain.tables import human_nbytes
 from mgpu_core.trace.events import GATHER_BACK, SCATTER_BACK, Collective, Cut, Span
 
 __all__ = ["of_cuts", "without_cutting"]

@@ -11,12 +11,12 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
+from mgpu_core.support.tables import human_nbytes
 from mgpu_core.tools.explain.cut_scenes import of_cuts, without_cutting
 from mgpu_core.tools.explain.enclosing import Enclosing
 from mgpu_core.tools.explain.phases import moved_by, moved_nbytes
 from mgpu_core.tools.explain.scene import Scene, plural, scene, us
 from mgpu_core.tools.explain.steps import Step
-from mgpu_core.tools.explain.tables import human_nbytes
 from mgpu_core.trace.events import (
     ALL_RANKS,
     BETWEEN,

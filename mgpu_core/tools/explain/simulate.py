@@ -15,6 +15,7 @@ from typing import Any
 
 from mgpu_core.support.extras import require
 from mgpu_core.support.files import check_outputs, check_picture, write_whole
+from mgpu_core.support.tables import Lines, Table, show, text_of
 from mgpu_core.tools.explain.cost import StepProfile
 from mgpu_core.tools.explain.example_steps import EXAMPLES, NOTE
 from mgpu_core.tools.explain.fit import this_host
@@ -23,7 +24,6 @@ from mgpu_core.tools.explain.predict_pipeline import predict_pipeline
 from mgpu_core.tools.explain.predict_tensor_parallel import predict_tensor_parallel
 from mgpu_core.tools.explain.scene import plural
 from mgpu_core.tools.explain.simulate_plot import draw
-from mgpu_core.tools.explain.tables import columns
 from mgpu_core.tools.explain.topology import (
     GPUS_PER_NODE,
     HostMemory,
@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
         _write(args.json, profile, plan, found)
     if args.plot is not None:
         draw(_title(profile, plan), found, args.plot)
-    print(render(profile, plan, found), end="")
+    show(_lines(profile, plan, found))
     _print_notes(args, profile, machine)
     return 0
 
@@ -102,17 +102,15 @@ def _run_pipeline(args: argparse.Namespace, profile: StepProfile, machine: Machi
     about = (
         "idle: of the stages' time in forward and backward; bubble: the schedule's own part of it, with equal times;"
     )
-    print(_table_of_parts(title, [_PIPELINE_TITLES, *rows], about))
+    show(_lines_on_parts(title, [_PIPELINE_TITLES, *rows], about))
     _print_notes(args, profile, machine)
     return 0
 
 
-def _table_of_parts(title: str, rows: Sequence[Sequence[str]], about: str) -> str:
+def _lines_on_parts(title: str, rows: Sequence[Sequence[str]], about: str) -> Lines:
     """Return the table of a net that is cut, with its legend."""
-    lines = [f"  {line}" for line in columns(rows, left=0)]
-    return "\n".join(
-        [title, "", *lines, "", f"  {about}", "  speed-up: relative to 1 GPU, which must hold the whole net."]
-    )
+    speed_up = "  speed-up: relative to 1 GPU, which must hold the whole net."
+    return [title, "", Table(rows, (), "  "), "", f"  {about}", speed_up]
 
 
 def _links(args: argparse.Namespace, machine: Machine, way: str) -> Topology:
@@ -138,7 +136,7 @@ def _run_tensor_parallel(args: argparse.Namespace, profile: StepProfile, machine
     ]  # fmt: skip
     title = f"{profile.name}, {profile.joints} joints; {machine.name}; tensor parallel"
     about = "compute: forward and backward; joints: the all-reduces after cut layers, in both; all in ms."
-    print(_table_of_parts(title, [_PARTS_TITLES, *rows], about))
+    show(_lines_on_parts(title, [_PARTS_TITLES, *rows], about))
     _print_notes(args, profile, machine)
     return 0
 
@@ -160,14 +158,16 @@ def simulate(profile: StepProfile, gpus: Sequence[int], plan: Plan) -> list[Pred
 
 def render(profile: StepProfile, plan: Plan, found: Sequence[Prediction]) -> str:
     """Return title, table and legend, ending with a newline."""
-    rows = [_TITLES, *map(_cells, found)]
-    numbers = columns([row[:-1] for row in rows], left=0)
-    lines = [f"  {line}  {row[-1]}" for line, row in zip(numbers, rows, strict=True)]
+    return text_of(_lines(profile, plan, found)) + "\n"
+
+
+def _lines(profile: StepProfile, plan: Plan, found: Sequence[Prediction]) -> Lines:
     note = (
         "  compute: forward and backward; exposed: all-reduce that nothing hides; broadcast: of the module, where\n"
         "  each step has one; efficiency: relative to 1 GPU. All in ms."
     )
-    return "\n".join([_title(profile, plan), "", *lines, "", note]) + "\n"
+    table = Table([_TITLES, *map(_cells, found)], {len(_TITLES) - 1}, "  ")
+    return [_title(profile, plan), "", table, "", note]
 
 
 def _cells(each: Prediction) -> tuple[str, ...]:

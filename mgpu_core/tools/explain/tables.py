@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from statistics import median
 
+from mgpu_core.support.tables import Lines, Table, human_nbytes, human_seconds
 from mgpu_core.tools.explain.batches import Batch, batches_of, served_times, servers_of
 from mgpu_core.tools.explain.phases import Phase, outside, phases_of
 from mgpu_core.tools.explain.predicted import predicted_seconds
@@ -15,9 +16,6 @@ from mgpu_core.tools.explain.topology import Machine
 
 __all__ = [
     "INFERENCE_LEGEND",
-    "columns",
-    "human_nbytes",
-    "human_seconds",
     "inference_rows",
     "inference_table",
     "legend",
@@ -28,28 +26,28 @@ __all__ = [
 ]
 
 
-def table(step: Step, environment: Mapping[str, str], machine: Machine | None = None, dropped: int = 0) -> str:
-    """Return a header, one line per phase, and a legend; no newline at the end.
+def table(step: Step, environment: Mapping[str, str], machine: Machine | None = None, dropped: int = 0) -> Lines:
+    """Return a header, a table with a line per phase, and a legend.
 
     With a machine, there are two more columns: the measured and the predicted time of the collectives.  A step of
     batches has no phases: :func:`inference_table` has its numbers.
     """
     ranks = plural(len(step.devices), "stage" if step.schedules else "rank")
     team = ", ".join(device or "not seen" for device in step.devices) or "none known"
-    lines = [
+    lines: list[str | Table] = [
         f"step {step.number}: {step.name}, {ranks} ({team}), {human_seconds(seconds_of(step))}",
         *([_WORKERS[step.workers]] if step.workers else []),
         *(f"{name}: {value}" for name, value in environment.items()),
     ]
     if not batches_of(step):
         rows = phase_rows(step, machine)
-        lines += ["", *columns(rows, left=1)]
+        lines += ["", Table(rows)]
         for each in timelines_of(step):
             lines += ["", *pipeline_lines(each)]
         lines += ["", *legend(rows, machine)]
     if dropped:
         lines.append(f"{dropped} events more were too many to keep: the last step may be a part of one.")
-    return "\n".join(lines)
+    return lines
 
 
 def seconds_of(step: Step) -> float:
@@ -93,9 +91,9 @@ def pipeline_lines(run: Timeline) -> list[str]:
     ]
 
 
-def inference_table(batches: list[Batch]) -> list[str]:
+def inference_table(batches: list[Batch]) -> Lines:
     """Return a line per rank of a predictor: batches, the wait of the oldest request of each, idle share."""
-    return ["", *columns(inference_rows(batches), left=1), INFERENCE_LEGEND] if batches else []
+    return ["", Table(inference_rows(batches)), INFERENCE_LEGEND] if batches else []
 
 
 def inference_rows(batches: list[Batch]) -> list[list[str]]:
@@ -154,31 +152,3 @@ def _cells(phase: Phase) -> tuple[str, ...]:
         f"{phase.share:.1%}",
         "-" if phase.bus_gbps is None else f"{phase.bus_gbps:.2f}",
     )
-
-
-def columns(rows: Sequence[Sequence[str]], left: int) -> list[str]:
-    """Return lines with aligned columns; the first ``left`` to the left, the others to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            cell.ljust(width) if index < left else cell.rjust(width)
-            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
-
-
-def human_nbytes(nbytes: int) -> str:
-    """Return bytes with a binary unit: ``1.5 MiB``."""
-    value, units = float(nbytes), ["B", "KiB", "MiB", "GiB"]
-    while value >= 1024 and len(units) > 1:
-        value, units = value / 1024, units[1:]
-    return f"{value:.0f} B" if units[0] == "B" else f"{value:.4g} {units[0]}"
-
-
-def human_seconds(seconds: float) -> str:
-    """Return seconds with three digits: ``12.3 us``."""
-    for unit, factor in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
-        if seconds * factor >= 1:
-            return f"{seconds * factor:.3g} {unit}"
-    return f"{seconds * 1e9:.0f} ns"

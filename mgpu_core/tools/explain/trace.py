@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mgpu_core.support.html import html_frame, html_table, html_text
+from mgpu_core.support.tables import Lines, human_seconds, text_of
 from mgpu_core.tools.explain.batches import Batch, batches_of
 from mgpu_core.tools.explain.environ import environment
 from mgpu_core.tools.explain.fit import this_host
@@ -15,7 +16,6 @@ from mgpu_core.tools.explain.profiles import profile_of
 from mgpu_core.tools.explain.step_profile import StepProfile
 from mgpu_core.tools.explain.steps import BATCHES, CALLS, Recorded, Step, steps_of
 from mgpu_core.tools.explain.tables import (
-    human_seconds,
     inference_rows,
     inference_table,
     phase_rows,
@@ -71,8 +71,11 @@ class Trace(Recorded):
         Raises:
             IndexError: there is no such step.
         """
-        text = table(self.step(number), self.environment, self.machine, self.dropped)
-        return "\n".join([text, *inference_table(self.batches)])
+        return text_of(self.lines(number))
+
+    def lines(self, number: int | None = None) -> Lines:
+        """Return the lines and tables of :meth:`table`."""
+        return [*table(self.step(number), self.environment, self.machine, self.dropped), *inference_table(self.batches)]
 
     def save_trace(self, path: str | Path) -> None:
         """Write all steps as a trace for https://ui.perfetto.dev or ``chrome://tracing``: a track per rank and stream.

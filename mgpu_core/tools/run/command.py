@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from mgpu_core.support.files import check_outputs
+from mgpu_core.support.tables import show
 from mgpu_core.tools.advise.watching import Watch, watching
 from mgpu_core.tools.explain.recorder import explain
 from mgpu_core.tools.explain.trace import Trace
@@ -59,7 +60,8 @@ def run(args: argparse.Namespace) -> int:
                 "no net with parameters was called in training mode, so there is nothing to advise on. A call of "
                 "net.forward(...) is seen with --wrap auto alone: call the net itself"
             )
-        print(f"net: {type(seen.bare_net).__name__}, the one that was called most often\n{advise_training(seen)}")
+        advice = advise_training(seen)
+        show([f"net: {type(seen.bare_net).__name__}, the one that was called most often", *advice.lines])
     return status
 
 
@@ -88,5 +90,5 @@ def _save(trace: Trace, here: Path, path: Path) -> int:
         )
         return 1
     trace.save_html(here / path)  # the script may have gone to another folder
-    print(f"\n{trace.table()}\nwritten: {path}")
+    show(["", *trace.lines(), f"written: {path}"])
     return 0

@@ -63,8 +63,8 @@ def test_a_script_and_its_files(script, tmp_path):
 def planned(monkeypatch):
     """Plans that would have been measured."""
     plans = []
-    advice = argparse.Namespace(recommendation=argparse.Namespace(way="one device"))
-    monkeypatch.setattr(command, "advised", lambda plan, _: plans.append(plan) or advice)
+    advice = argparse.Namespace(recommendation=argparse.Namespace(way="one device"), lines=["advice"])
+    monkeypatch.setattr(command, "advised", lambda plan, *_: plans.append(plan) or advice)
     return plans
 
 
@@ -86,7 +86,7 @@ def test_the_first_batch_of_a_loader(script, planned):
 
 
 def test_a_way_must_have_run(script, monkeypatch, capsys):
-    advice = argparse.Namespace(recommendation=argparse.Namespace(way=""))
+    advice = argparse.Namespace(recommendation=argparse.Namespace(way=""), lines=["none"])
     monkeypatch.setattr(command, "advised", lambda *_: advice)
     assert main(["advise", script()]) == 1
 

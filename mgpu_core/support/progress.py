@@ -45,15 +45,12 @@ class Progress:
     def __enter__(self) -> Progress:
         if sys.stderr is not None and sys.stderr.isatty():
             from rich.console import Console
-            from rich.progress import BarColumn, TextColumn
+            from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
             from rich.progress import Progress as Bar
 
-            columns = TextColumn("{task.description}", markup=False), BarColumn(20)
-            console = Console(stderr=True)
-            self._live = Bar(
-                *columns, console=console, auto_refresh=False, transient=True, redirect_stdout=False,
-                redirect_stderr=False,
-            )  # fmt: skip
+            columns = TextColumn("{task.description}", markup=False), BarColumn(20), TimeElapsedColumn()
+            settings: dict[str, Any] = dict.fromkeys(("auto_refresh", "redirect_stdout", "redirect_stderr"), False)
+            self._live = Bar(*columns, console=Console(stderr=True), transient=True, **settings)
             self._live.add_task("", total=1.0)
         return self
 
@@ -65,8 +62,8 @@ class Progress:
         now = self._now()
         line = f"{self._command}: {text}{_left(now - self._begin, share)}"
         if self._live is not None:
-            self._live.start()
             self._live.update(self._live.task_ids[0], completed=share, description=line)
+            self._live.start()
             self._live.refresh()
         elif now - self._last >= EVERY_SECONDS and sys.stderr is not None:
             self._last = now
@@ -74,7 +71,7 @@ class Progress:
 
     def hide(self) -> None:
         """Take the live line away, until the next report: others write to the terminal now."""
-        if self._live is not None:
+        if self._live is not None and self._live.live.is_started:
             self._live.stop()
 
 

@@ -33,32 +33,22 @@ class Command(NamedTuple):
 
     def run(self, args: argparse.Namespace) -> int:
         """Import the module and run the command."""
-        with on_ctrl_c(_end):
+        with on_ctrl_c(lambda: os._exit(130)):
             module = importlib.import_module(f"mgpu_core.tools.{self.module}")
         return int(module.run(args))
 
 
 COMMANDS = {
-    "advise": Command(
-        options.advise, "advise.command", "measure one device against many on a script's model, and say what to take"
-    ),
-    "bench": Command(
-        bench_options, "bench.command", "measure collectives, kernels and training steps against their peers"
-    ),
+    "advise": Command(options.advise, "advise.command", "measure one device against many on your model"),
+    "bench": Command(bench_options, "bench.command", "measure collectives, kernels and steps against their peers"),
     "doctor": Command(
         options.doctor, "doctor", "say what this machine offers, what will happen on it, and what is wrong"
     ),
-    "explain": Command(
-        options.explain, "explain.command", "run a script, and show what its steps did: who moved what, when"
-    ),
-    "lesson": Command(
-        options.lesson, "lessons.command", "learn how it works: pages whose code runs, with exercises", 1
-    ),
+    "explain": Command(options.explain, "explain.command", "run a script, and show who moved what, when, in its steps"),
+    "lesson": Command(options.lesson, "lessons.command", "learn how it works: pages whose code runs, exercises", 1),
     "mnist": Command(options.mnist, "mnist.train", "train the MNIST reference on whatever there is", 1),
     "run": Command(options.run, "run.command", "run a script that uses torch.nn.DataParallel unchanged, on ours"),
-    "simulate": Command(
-        options.simulate, "explain.simulate", "predict a recorded step at numbers of GPUs that you do not have"
-    ),
+    "simulate": Command(options.simulate, "explain.simulate", "predict a recorded step on GPUs that you do not have"),
 }
 
 
@@ -68,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="backslashreplace")  # a name that the terminal cannot show ends no training
     try:
-        with on_ctrl_c(_end):
+        with on_ctrl_c(lambda: os._exit(130)):  # while torch is imported: some of its modules swallow the exception
             args = _parsed(words)
         return _run(args)
     except KeyboardInterrupt:
@@ -89,11 +79,6 @@ def _run(args: argparse.Namespace) -> int:
     except (ValueError, OSError, Error, MissingExtra) as error:
         print(f"mgpu {args.command}: error: {_in_two_lines(error)}", file=sys.stderr)
         return 2
-
-
-def _end() -> None:
-    """End the process at Ctrl-C while torch is imported: some of its modules swallow the exception."""
-    os._exit(130)
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from mgpu_core.support.tables import text_of
-from mgpu_core.tools.bench.baseline import slower_rows
+from mgpu_core.tools.bench.baseline import compared
 from mgpu_core.tools.bench.case import Row, UsageError
 from mgpu_core.tools.bench.environment import environment
 from mgpu_core.tools.bench.report import compare
@@ -127,13 +127,24 @@ def test_ctrl_c_keeps_the_rows_that_were_measured(tmp_path, peer):
     assert err.endswith(f"mgpu bench: note: interrupted: {count} of 3 rows are measured\n")
 
 
-def test_slower_by_more_than_is_allowed():
-    name, both = "type float32, ranks", (2, 4)
-    slower = [f"{name} 2 by 20 %", f"{name} 4 by 20 %"]
-    assert slower_rows(result(1.2, ranks=both), result(1.0, ranks=both), 10) == (slower, 0, 2)
-    assert slower_rows(result(1.2), result(1.0), 21) == ([], 0, 1)
-    assert slower_rows(result(1.2, ranks=(2, 8)), result(1.0), 10) == (slower[:1], 0, 1)
-    assert slower_rows(result(1.2), marked(result(1.0)), 10) == ([], 1, 1)
+@pytest.mark.skipif(not Path("/proc/stat").exists(), reason="only Linux tells what other programs use")
+def test_rows_next_to_a_busy_program_are_marked(tmp_path):
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as other:
+        running = Running(tmp_path, "scatter", *TINY, "--json", "some.json")
+        assert running.process.wait(timeout=60) == 0
+        other.kill()
+    assert [row["busy"] for row in json.loads((tmp_path / "some.json").read_text())["rows"]] == [True]
+    assert "ours *" in running.out.read_text()
+    assert "; rows are marked, and not judged\n" in running.err.read_text()
+
+
+def test_how_much_slower_rows_are():
+    two, four = "type float32, ranks 2", "type float32, ranks 4"
+    both = compared(result(1.2, ranks=(2, 4)), result(1.0, ranks=(2, 4)))
+    assert both == {two: pytest.approx(20), four: pytest.approx(20)}
+    assert compared(result(0.5, ranks=(2, 8)), result(1.0)) == {two: pytest.approx(-50)}
+    assert compared(result(1.2), marked(result(1.0))) == {two: None}
+    assert compared(marked(result(1.2)), result(1.0)) == {two: None}
 
 
 def marked(of):
@@ -145,7 +156,7 @@ def marked(of):
 )
 def test_a_baseline_of_something_else(baseline, text):
     with pytest.raises(UsageError, match=text):
-        slower_rows(result(1.0), baseline, 10)
+        compared(result(1.0), baseline)
 
 
 def test_the_table_of_several_machines():

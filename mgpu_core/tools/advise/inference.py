@@ -142,20 +142,11 @@ class InferenceAdvice:
             "",
             Table([head, *rows]),
             *["rows/s of batches in a Predictor: by predict.map; p50 and p99: of predict(x)"] * has_own,
-            *self._failed(),
+            *(f"failed: {way.name}: {way.error}" for way in self.ways if way.error),
             *(f"note: {each}" for each in self.notes),
             "",
             *(self.sentences or ["no advice: every way failed"]),
         ]  # fmt: skip
-
-    def _failed(self) -> list[str]:
-        """Return a line for each error, with the ways that have it."""
-        names: dict[str, list[str]] = {}
-        for way in self.ways:
-            if way.error:
-                names.setdefault(way.error, []).append(way.name)
-        more = {error: f" and {len(each) - 1} more" * (len(each) > 1) for error, each in names.items()}
-        return [f"failed: {each[0]}{more[error]}: {error}" for error, each in names.items()]
 
     def to_json(self) -> str:
         """Return all numbers and the advice, indented for people."""

@@ -14,7 +14,7 @@ from mgpu_core.support.files import check_writable
 from mgpu_core.support.progress import Progress
 from mgpu_core.support.tables import show
 from mgpu_core.tools.bench import cases
-from mgpu_core.tools.bench.baseline import slower_rows
+from mgpu_core.tools.bench.baseline import compared
 from mgpu_core.tools.bench.case import Case, Plan, Row
 from mgpu_core.tools.bench.environment import environment, header
 from mgpu_core.tools.bench.gloo import PeerFailed
@@ -56,9 +56,9 @@ def _run(case: Case, args: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         _note(args, f"interrupted: {len(rows)} of {len(plan.labels)} rows are measured")
         if rows:
-            _show(Result.of(case, facts, rows), args)
+            _show(Result.of(case, facts, rows, checked=args.check), args)
         raise
-    result = Result.of(case, facts, rows)
+    result = Result.of(case, facts, rows, checked=args.check)
     _show(result, args)
     checked = _check(args, case, result) if args.check else 0
     return max(checked, _compare(args, result, baseline) if baseline is not None else 0)
@@ -94,19 +94,21 @@ def _check(args: argparse.Namespace, case: Case, result: Result) -> int:
     if missed:
         return _fail(args, f"missed {len(missed)} of {len(result.verdicts)} bounds: {'; '.join(missed)}")
     if case.bounds and all(verdict.held is None for verdict in result.verdicts):
-        busy = "every row with a bound was measured on a busy machine"
-        return _fail(args, f"--check: {busy if result.verdicts else 'no row of this run has a bound'}")
+        busy = any(verdict.busy for verdict in result.verdicts)
+        why = "every row with a bound was measured on a busy machine" if busy else "no row of this run has a bound"
+        return _fail(args, f"--check: {why}")
     return 0
 
 
 def _compare(args: argparse.Namespace, result: Result, baseline: Result) -> int:
     """Return 1 if a row is slower than that of the baseline, or if no row could be judged."""
-    slower, skipped, both = slower_rows(result, baseline, args.slower)
-    if skipped:
-        _note(args, f"{skipped} of {both} rows were not judged: the machine was busy, in this run or in the baseline's")
+    found = compared(result, baseline)
+    slower = [f"{name} by {more:.0f} %" for name, more in found.items() if more is not None and more > args.slower]
+    if skipped := list(found.values()).count(None):
+        _note(args, f"{skipped} of {len(found)} rows were not judged: the machine was busy, then or now")
     if slower:
         return _fail(args, f"slower than {args.baseline} by more than {args.slower:g} %: {'; '.join(slower)}")
-    return _fail(args, f"--baseline {args.baseline}: no row was judged") if skipped == both else 0
+    return _fail(args, f"--baseline {args.baseline}: no row was judged") if skipped == len(found) else 0
 
 
 def _note(args: argparse.Namespace, text: str) -> None:

@@ -26,10 +26,10 @@ class Result:
     verdicts: list[Verdict]
 
     @classmethod
-    def of(cls, case: Case, environment: dict[str, str], rows: list[Row]) -> "Result":
-        """Return the result of a run that is done, judged by those bounds of its case that are about its rows."""
+    def of(cls, case: Case, environment: dict[str, str], rows: list[Row], *, checked: bool) -> "Result":
+        """Return the result of a run that is done, judged by the bounds of its case; unmeasured ones if ``checked``."""
         judged = [bound.judge(rows) for bound in case.bounds]
-        verdicts = [verdict for verdict in judged if verdict.value is not None]
+        verdicts = [verdict for verdict in judged if checked or verdict.value is not None]
         return cls(case.name, case.summary, case.unit, case.formula, environment, rows, verdicts)
 
     def write(self, path: Path) -> None:

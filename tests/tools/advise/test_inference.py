@@ -169,7 +169,7 @@ def test_a_way_that_fails_is_told_and_the_others_go_on():
     found = advise_inference(net, ((torch.ones(2, 4),), {}), [CPU], batches=[2], callers=1, seconds=0.3)
     assert [way.error == "" for way in found.ways] == [True, False, False]
     assert (
-        "failed: Predictor, 1 rank, max_batch=2, max_wait_ms=0 and 1 more: RuntimeError: the forward of Summed writes "
+        "failed: Predictor, 1 rank, max_batch=2, max_wait_ms=0: RuntimeError: the forward of Summed writes "
         "its buffer" in str(found)
     )
     assert all("keep the bare net" in each for each in found.sentences)
@@ -280,11 +280,3 @@ def test_a_net_with_a_cache_is_refused_once():
     text = r"keeps a cache between its calls \(past_key_values\).*Predictor\(net, method='generate'\)"
     with pytest.raises(ValueError, match=text):
         advise_inference(net, ((x,), {"past_key_values": DynamicCache()}), [CPU] * 2)
-
-
-def test_an_error_of_several_ways_is_told_once():
-    ways = (Way(0, one_row=Load(1.0, 1.0, 1.0)), *(Way(1, 4, wait, error="RuntimeError: no") for wait in (0.0, 2.0)))
-    lines = str(InferenceAdvice("Net", ("cpu",), 1, 2, ways, (), {})).splitlines()
-    assert [line for line in lines if "failed" in line] == [
-        "failed: Predictor, 1 rank, max_batch=4, max_wait_ms=0 and 1 more: RuntimeError: no"
-    ]

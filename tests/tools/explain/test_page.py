@@ -9,9 +9,9 @@ from torch.nn import functional
 
 import mgpu_core
 from mgpu_core import _core, comm
+from mgpu_core.support.tables import human_nbytes
 from mgpu_core.tools.cli import main
 from mgpu_core.tools.explain import page
-from mgpu_core.support.tables import human_nbytes
 
 SIMPLENET = {"hidden.weight": 784 * 128, "hidden.bias": 128, "output.weight": 128 * 10, "output.bias": 10}
 

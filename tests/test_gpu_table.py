@@ -1,4 +1,4 @@
-"""The table of GPU figures in docs/gpu.md: its rows, the sentence where there is none, and that the page holds today's."""
+"""The figures of GPUs in docs/gpu.md: the rows, the sentence where there are none, and that the page holds today's."""
 
 import importlib.util
 from pathlib import Path

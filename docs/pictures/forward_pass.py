@@ -1,4 +1,4 @@
-"""Draw the picture of a step in docs/forward_pass.md: ``python docs/pictures/forward_pass.py`` writes forward_pass.svg."""
+"""Draw the picture of docs/forward_pass.md: ``python docs/pictures/forward_pass.py`` writes forward_pass.svg."""
 
 from __future__ import annotations
 

@@ -348,7 +348,8 @@ def test_close_ends_all_threads():
 @pytest.mark.parametrize(
     ("options", "message"),
     [({"max_batch": 0}, "max_batch"), ({"max_batch": True}, "max_batch"), ({"max_pending": 0}, "max_pending"),
-     ({"max_wait_ms": -1}, "max_wait_ms"), ({"device_ids": []}, "device_ids is empty"), ({"collate": 3}, "collate must"),
+     ({"max_wait_ms": -1}, "max_wait_ms"), ({"device_ids": []}, "device_ids is empty"),
+     ({"collate": 3}, "collate must"),
      ({"amp_dtype": torch.int32}, "amp_dtype must"), ({"output_device": "cuda:77"}, "device cuda:77 does not exist")],
 )  # fmt: skip
 def test_options_that_cannot_be(options, message):

@@ -437,13 +437,13 @@ def test_bad_shares(shares):
 
 @pytest.mark.parametrize("devices", [[], ["cpu", "nowhere"], ["cpu", "cuda:99"], [-2, "cpu"]])
 def test_bad_devices(devices):
-    with pytest.raises(ValueError, match="device|target_gpus is empty"):
+    with pytest.raises(ValueError, match=r"device|target_gpus is empty"):
         scatter(torch.arange(4), devices)
 
 
 @pytest.mark.parametrize("devices", ["cpu", 0, torch.device("cpu"), [None], [1.5], [True]])
 def test_things_that_are_no_list_of_devices(devices):
-    with pytest.raises(TypeError, match="device|target_gpus is a list"):
+    with pytest.raises(TypeError, match=r"device|target_gpus is a list"):
         mgpu_core.scatter(torch.arange(4), devices)
 
 

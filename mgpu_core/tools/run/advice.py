@@ -7,7 +7,10 @@ from typing import Any
 import torch
 from torch.nn import Module
 
-from mgpu_core.tools.advise.measure import advise
+from mgpu_core.support.progress import Progress
+from mgpu_core.tools.advise.benchmark import stopwatch
+from mgpu_core.tools.advise.measure import advised
+from mgpu_core.tools.advise.plan import plan_of
 from mgpu_core.tools.advise.result import Advice
 from mgpu_core.tools.advise.watching import Seen
 from mgpu_core.trees.nested import tensors_in
@@ -53,4 +56,8 @@ def advise_training(seen: Seen) -> Advice:
                 f"argument {place} of {type(seen.bare_net).__name__} is no tensor with rows, but a "
                 f"{type(value).__name__}: batches of other sizes cannot be made of it"
             )
-    return advise(net, None, values)
+    plan = plan_of(
+        net, None, values, device_ids=None, batches=None, optimizer=None, loader=None, repeats=7, seconds=60.0
+    )
+    with Progress("mgpu run --advise") as progress:
+        return advised(plan, stopwatch(plan.distinct_devices), progress)

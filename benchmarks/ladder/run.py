@@ -89,6 +89,8 @@ def _measure(options: argparse.Namespace) -> int:
     for kernel in _kernels(options):
         print(f"{kernel} ...", file=sys.stderr, flush=True)
         rows.append(measure(kernel, options.size, usable, device, options.repeats))
+        for rung, reason in rows[-1].without.items():
+            print(f"without {rung}: {reason}", file=sys.stderr, flush=True)
     result = Result("ladder", "naive, coalesced, vectorised, fused", "us", page.FORMULA, facts, rows, [])
     print(page.render(result), flush=True)
     if options.json is not None:

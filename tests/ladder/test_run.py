@@ -146,7 +146,7 @@ def test_a_wrong_rung_is_not_timed(stand_in, capsys):
     stand_in["numba"] = lambda problem, rung: problem.shipped() if rung != "fused" else lambda: None
     assert run.main(["sum_ranks", "--size", "1K", "--repeats", "1"]) == 1
     out, err = capsys.readouterr()
-    assert "run.py: error: kernel sum_ranks, size 1024, peak 1000, moved 2.20: fused numba: 256 wrong" in err
+    assert "run.py: error: kernel sum_ranks, size 1 KiB, peak 1000, moved 2.20: fused numba: 256 wrong" in err
     assert "| naive" not in out
 
 

@@ -190,6 +190,7 @@ def test_several_algorithms_take_turns_with_the_peers(tmp_path, capsys):
     out = capsys.readouterr().out
     who = [line.split("|")[1].strip() for line in out.splitlines() if line.startswith("| ")][2:]
     assert who == ["ours ring", "ours tree", "ours naive", "torch"]
+    assert "algorithm" not in next(line for line in out.splitlines() if line.startswith("In all rows: "))
     (row,) = json.loads(file.read_text())["rows"]
     assert row["labels"]["algorithm"] == "ring"
     assert {name: len(times) for name, times in row["seconds"].items()} == dict.fromkeys(

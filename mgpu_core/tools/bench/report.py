@@ -35,7 +35,7 @@ def lines_of(result: Result) -> Lines:
 
 def _parts(result: Result, rows: str | Table) -> Lines:
     bounds = "\n".join(bound_line(verdict) for verdict in result.verdicts)
-    shared = in_all_rows([row.labels for row in result.rows])
+    shared = in_all_rows([each.labels for row in result.rows for each in row.of_each_algorithm()])
     return [part for part in (shared, rows, _notes_on(result.rows), result.formula, bounds) if part]
 
 

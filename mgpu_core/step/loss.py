@@ -7,7 +7,6 @@ weights is divided when all weights are known, after the sums over the ranks.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -217,14 +216,16 @@ class Window:
     def factor(self, weight: float | torch.Tensor) -> float | torch.Tensor | None:
         """Return the factor that the sums of the gradients still need; ``None``: no factor.
 
+        A weight of 0 means that no row gave a reason to learn: the gradient is 0, as of a mean over no labels in torch.
+
         Args:
             weight: of all calls together.
         """
         if type(weight) is not float and isinstance(weight, torch.Tensor):
-            return (weight * self._scale).reciprocal()
+            return torch.where(weight == 0, 0.0, (weight * self._scale).reciprocal())
         factor = 1.0 / self._scale
         if self._reduction == "weighted":
-            factor /= weight or math.nan  # the loss is a number divided by nothing, too
+            factor = factor / weight if weight else 0.0
         elif self._reduction == "mean" and weight:
             factor *= self._seeded / weight
         return None if factor == 1.0 else factor

@@ -81,7 +81,8 @@ class TrainStep:
 
     Args for the loss:
         reduction: how ``loss_fn`` combines its rows: ``mean``; ``sum``; or ``weighted``: it returns
-            ``(sum, weight)``, and the team's sum is divided by the team's weight (``ignore_index``, class weights).
+            ``(sum, weight)``, and the team's sum is divided by the team's weight (``ignore_index``, class weights); a
+            weight of 0 makes the gradient 0.
         loss_on: ``ranks``: each rank computes the loss of its own rows, which the first step checks (see
             :meth:`check_loss`); ``gathered``: the loss is computed once, on the outputs of all ranks, as for a loss
             that compares rows with each other.
@@ -103,7 +104,8 @@ class TrainStep:
 
     Args for how ranks run:
         workers: ``threads``: each rank in a thread of its own; ``caller``: one after the other in the caller's thread;
-            ``auto``: the faster way, measured over the first calls of each size of a batch (see :meth:`plan`).
+            ``auto``: on CPU ranks the caller's thread, on accelerators the faster way, measured over the first calls of
+            each size of a batch (see :meth:`plan`).
         rng: as for :class:`mgpu_core.DataParallel`.
         static_graph: make the replicas once; of later changes of the module only modes, frozen parameters and values
             are followed.

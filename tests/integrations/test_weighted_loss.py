@@ -223,3 +223,23 @@ def test_a_model_of_ones_own_counts_all_labels_and_may_say_otherwise():
     assert WeightedLoss(Own())(labels=labels)[1] == 10
     assert WeightedLoss(Own(), shifts=True)(labels=labels)[1] == 8
     assert WeightedLoss(Own())(labels=labels.float())[1] == 2  # no classes: a mean over rows
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, mgpu_core.optim.AdamW])
+def test_a_batch_without_labels_is_that_of_one_device(kind, ranks):
+    alone = made("LlamaForCausalLM")
+    net = copy.deepcopy(alone)
+    batch = batch_of("LlamaForCausalLM")
+    empty = batch | {"labels": torch.full_like(batch["labels"], -100)}
+    reference = torch.optim.AdamW(alone.parameters(), lr=1e-3)
+    step = mgpu_core.TrainStep(
+        WeightedLoss(net), None, kind(net.parameters(), lr=1e-3), ["cpu"] * ranks, reduction="weighted"
+    )
+    for each in (batch, empty, batch):
+        reference.zero_grad()
+        expected = alone(**each).loss
+        expected.backward()
+        reference.step()
+        torch.testing.assert_close(step(**each), expected.detach(), equal_nan=True)
+    for mine, theirs in zip(net.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=0)

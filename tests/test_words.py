@@ -87,13 +87,13 @@ def test_a_trace_shows_its_last_steps():
     "make",
     [DataParallel, DeviceLoader, Predictor, TensorParallel, mgpu_core.place, lambda net, ids: step_of_ids(net, ids)],
 )
-@pytest.mark.parametrize(
-    ("ids", "example"), [("cpu", "['cpu'] * 2"), (0, "[0, 1]"), (torch.device("cpu"), "['cpu'] * 2")]
-)
-def test_one_device_is_no_list(make, ids, example):
+@pytest.mark.parametrize("ids", ["cpu", "auto", 0, torch.device("cpu")])
+def test_one_device_is_no_list(make, ids):
     with pytest.raises(TypeError) as caught:
         make(net_of(), ids)
-    assert str(caught.value) == f"device_ids is a list with one entry per rank, such as {example}, not {ids!r}"
+    assert (
+        str(caught.value) == f'device_ids is a list with one entry per rank, such as [0, 1] or ["cpu"] * 2, not {ids!r}'
+    )
 
 
 def step_of_ids(net, ids):
@@ -142,6 +142,11 @@ def test_a_batch_as_one_argument(batch, stars):
             "the loss must be a tensor of one element, not None: with loss_fn=None the module returns it",
         ),
         (3.0, TypeError, "the loss must be a tensor of one element, not a float"),
+        (
+            (torch.ones(()),) * 2,
+            TypeError,
+            r"the loss must .* not a tuple: \(sum, weight\) needs reduction=\"weighted\"",
+        ),
         (torch.ones(2), ValueError, r"the loss must be one number, not a tensor of shape \(2,\)"),
     ],
 )
@@ -227,3 +232,35 @@ def test_numbers_among_kept_outputs_are_averaged_by_rows(recwarn):
     torch.testing.assert_close(outputs["mean"], expected["mean"])
     assert outputs["count"] == 7
     assert not recwarn.list
+
+
+def test_a_class_is_no_loss_function():
+    with pytest.raises(TypeError, match=r"^loss_fn must be an instance, CrossEntropyLoss\(\), and not the class$"):
+        step_of(net_of(), nn.CrossEntropyLoss)
+
+
+def test_a_weighted_loss_of_a_bare_model():
+    net = Constant(torch.ones(()))
+    step = TrainStep(net, None, mgpu_core.optim.SGD(net.parameters(), lr=0.1), TWO, reduction="weighted")
+    with pytest.raises(
+        TypeError, match=r"^reduction=\"weighted\" needs \(sum, weight\) .* from the module as .*WeightedLoss"
+    ):
+        step(torch.ones(2, 1))
+
+
+def test_a_placed_module_is_no_net_of_a_step():
+    net = mgpu_core.place(net_of(), TWO, ["2"])
+    with pytest.raises(RuntimeError, match=r"net's parts are on several devices, .*: pass the Pipeline to the step$"):
+        step_of(net)
+
+
+def test_the_state_of_a_net_is_no_state_of_a_step():
+    net = net_of()
+    with pytest.raises(ValueError, match=r"a net's own is loaded by net\.load_state_dict\(\)$"):
+        step_of(net).load_state_dict(net.state_dict())
+
+
+@pytest.mark.parametrize("memory", [[1e9], {0: "1GiB", 1: "1GiB"}, ["1GiB", "1GiB"]])
+def test_memory_is_a_number_of_bytes_for_each_device(memory):
+    with pytest.raises(ValueError, match=r"^memory must be 2 numbers of bytes, one per device, not "):
+        mgpu_core.place(net_of(), TWO, memory=memory)

@@ -130,8 +130,7 @@ def as_devices(devices: Sequence[DeviceLike], name: str = "device_ids") -> tuple
         TypeError, ValueError: as :func:`as_device`; also an empty list.
     """
     if isinstance(devices, str | int | torch.device):
-        example = "[0, 1]" if isinstance(devices, int) else f"[{str(devices)!r}] * 2"
-        raise TypeError(f"{name} is a list with one entry per rank, such as {example}, not {devices!r}")
+        raise TypeError(f'{name} is a list with one entry per rank, such as [0, 1] or ["cpu"] * 2, not {devices!r}')
     if not len(devices):
         raise ValueError(f"{name} is empty: one entry per rank is wanted")
     return tuple([as_device(device) for device in devices])

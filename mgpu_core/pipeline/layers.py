@@ -137,8 +137,9 @@ def least_cut(
         ValueError: more parts than layers; no cut keeps to the limits.
     """
     parts, count = len(shares), len(costs)
-    if limits is not None and len(limits) != parts:
-        raise ValueError(f"memory must be {parts} numbers of bytes, one per device, not {list(limits)}")
+    are_numbers = isinstance(limits, Sequence) and all(isinstance(each, int | float) for each in limits)
+    if limits is not None and not (are_numbers and len(limits) == parts):
+        raise ValueError(f"memory must be {parts} numbers of bytes, one per device, not {limits}")
     if not 1 <= parts <= count:
         raise ValueError(f"{parts} parts are more than the {count} layers of the module, or fewer than one")
     sums = [0.0, *accumulate(costs)]

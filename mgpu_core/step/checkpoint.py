@@ -36,7 +36,10 @@ def load_state(state: Any, net: Module, optimizer: Optimizer) -> None:
         ValueError: not a state of this kind, or one of another module or optimizer.
     """
     if not isinstance(state, dict) or state.get("format") != FORMAT:
-        raise ValueError(f"wanted a state with the mark {FORMAT!r}, as TrainStep.state_dict() makes it")
+        raise ValueError(
+            f"wanted a state with the mark {FORMAT!r}, as TrainStep.state_dict() makes it; a net's own is loaded by "
+            "net.load_state_dict()"
+        )
     if missing := {"module", "optimizer", "random", "steps", "loss_scale", "shares"} - state.keys():
         raise ValueError(f"the state has no {min(missing)}")
     _check_fits(state["module"], net.state_dict())

@@ -35,6 +35,8 @@ def check_loss(loss_fn: Any) -> None:
     """
     if loss_fn is not None and not callable(loss_fn):
         raise TypeError(f"loss_fn must be callable, or None where the module returns the loss, not {loss_fn!r}")
+    if isinstance(loss_fn, type) and issubclass(loss_fn, Module):
+        raise TypeError(f"loss_fn must be an instance, {loss_fn.__name__}(), and not the class")
     if isinstance(loss_fn, Module) and any(parameter.requires_grad for parameter in parameters_of(loss_fn)):
         raise ValueError(
             f"{type(loss_fn).__name__} has parameters of its own: make it part of the module, which then returns the "
@@ -88,8 +90,8 @@ def rank_loss(result: Any, reduction: str) -> RankLoss:
         return RankLoss(_number(result, "the loss"), aux=aux)
     if not isinstance(result, tuple | list) or len(result) != 2:
         raise TypeError(
-            'reduction="weighted" needs a loss_fn that returns (sum, weight) or (sum, weight, {name: number}), not '
-            f"{_described(result)}"
+            'reduction="weighted" needs (sum, weight) or (sum, weight, {name: number}) from loss_fn, or from the '
+            f"module as mgpu_core.integrations.transformers.WeightedLoss(model) returns it, not {_described(result)}"
         )
     value = _number(result[0], "the sum of the losses")
     weight = result[1] if isinstance(result[1], torch.Tensor) else torch.full((), float(result[1]), device=value.device)
@@ -145,7 +147,8 @@ def _number(value: Any, name: str) -> torch.Tensor:
             "transformers do for batches with labels"
         )
     if not isinstance(value, torch.Tensor):
-        raise TypeError(f"{name} must be a tensor of one element, not {_described(value)}")
+        hint = ': (sum, weight) needs reduction="weighted"' if isinstance(value, tuple) and len(value) == 2 else ""
+        raise TypeError(f"{name} must be a tensor of one element, not {_described(value)}{hint}")
     if value.numel() != 1:
         raise ValueError(
             f"{name} must be one number, not a tensor of shape {tuple(value.shape)}: reduce it over its rows"

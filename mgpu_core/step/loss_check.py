@@ -139,7 +139,10 @@ def _advice(loss_fn: Any, target: Any, reduction: str) -> str:
             "a mean with class weights or ignore_index is divided by other numbers on each rank: let loss_fn return "
             '(sum, weight), and pass reduction="weighted"'
         )
-    return 'it compares rows of different ranks: loss_on="gathered" computes it once, as on one device'
+    return (
+        'it compares rows of different ranks: loss_on="gathered" computes it once, as on one device; or it divides by '
+        'another number than that of its rows: reduction="weighted"'
+    )
 
 
 def _is_weighted_mean(loss_fn: Any, target: Any) -> bool:

@@ -14,6 +14,7 @@ from mgpu_core.comm.reductions import ALGORITHMS
 from mgpu_core.devices.devices import as_devices, local_devices
 from mgpu_core.devices.transfer import module_to
 from mgpu_core.pipeline.module import Pipeline
+from mgpu_core.pipeline.place import is_placed
 from mgpu_core.pipeline.placement import is_spread
 from mgpu_core.ranks.random import check_rng
 from mgpu_core.ranks.team import Team
@@ -220,7 +221,7 @@ def check_device(net: Module, team: Team) -> None:
     """
     if isinstance(net, Pipeline | TensorParallel):
         return
-    if is_spread(net):
+    if is_spread(net) or is_placed(net):
         raise RuntimeError(
             "net's parts are on several devices, by place() or a Pipeline: pass the Pipeline to the step"
         )

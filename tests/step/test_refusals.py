@@ -149,7 +149,7 @@ def test_a_weighted_loss_that_is_no_pair(returned):
     net = Linear()
     optimizer = SGD(net.parameters(), lr=0.1)
     step = TrainStep(net, lambda *pair: returned(mse(*pair)), optimizer, cpu(2), reduction="weighted")
-    with pytest.raises(TypeError, match=r"returns \(sum, weight\)"):
+    with pytest.raises(TypeError, match=r"needs \(sum, weight\)"):
         step(torch.zeros(4, 3), torch.zeros(4, 2))
 
 

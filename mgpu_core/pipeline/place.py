@@ -62,8 +62,8 @@ def place(
 
     Raises:
         ValueError: names that are no modules, indices that are no devices, more parts than layers, a cut that
-            ``memory`` does not allow, a module that is on several devices already; buffers that two parts share;
-            files that do not fit the module.  Nothing was moved then.
+            ``memory`` does not allow, a module that is on several devices already, or that has hooks of accelerate (of
+            ``device_map``), buffers that two parts share, files that do not fit the module.  Nothing was moved then.
         MissingExtra: ``weights`` needs the extra ``weights``.
     """
     devices = as_devices(device_ids)
@@ -94,6 +94,11 @@ def placed(
     """Return the placement of a module; see :func:`place`."""
     if split is not None and not (shares is None and memory is None):
         raise ValueError("shares and memory are for a cut that is found, and split says where to cut")
+    if (hooked := next((name for name, each in net.named_modules() if hasattr(each, "_hf_hook")), None)) is not None:
+        raise ValueError(
+            f"{hooked or 'the net'} has a hook of accelerate, which moves tensors between devices by itself: load the "
+            "model without device_map, or call accelerate.hooks.remove_hook_from_submodules(net)"
+        )
     files = weights_of(net, weights, rename)
     called: Sequence[str] = ()
     if sample is not None:

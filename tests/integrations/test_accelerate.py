@@ -86,3 +86,15 @@ def test_mixed_precision_reaches_the_ranks():
     assert model(torch.ones(4, 4)).dtype is torch.float32
     assert accelerator.unwrap_model(model) is net
     assert losses == pytest.approx(trained(0, mixed_precision="bf16")[3], abs=1e-2)
+
+
+@pytest.mark.parametrize("cut", [mgpu_core.place, mgpu_core.Pipeline])
+def test_layers_with_hooks_of_device_map_are_refused_by_name(cut):
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    x = torch.ones(4, 2)
+    expected = net(x)
+    accelerate.hooks.add_hook_to_module(net[1], accelerate.hooks.AlignDevicesHook(execution_device="cpu"))
+    with pytest.raises(ValueError, match=r"^1 has a hook of accelerate, .* without device_map"):
+        cut(net, ["cpu"] * 2)
+    accelerate.hooks.remove_hook_from_submodules(net)
+    torch.testing.assert_close(cut(net, ["cpu"] * 2)(x), expected)

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from statistics import quantiles
 
-from mgpu_core.support.html import html_table
+from mgpu_core.support.tables import Table, html_of
 
 __all__ = ["DeviceStats", "Stats"]
 
 _KEPT = 4096  # of the latest batches
 _QUANTILES = (50, 90, 99)
-_HEADER = (
+_HEADER: tuple[object, ...] = (
     *("rank", "device", "requests", "rows", "share", "batches", "mean rows", "retries"),
     *("queue ms p50/p90/p99", "compute ms"),
 )
@@ -60,24 +59,18 @@ class Stats(list[DeviceStats]):
         return [each.rows / total if total else 0.0 for each in self]
 
     def __str__(self) -> str:
-        widths = "{:>4}  {:10} {:>9} {:>9} {:>6} {:>8} {:>10} {:>8}  {:>21}  {}"
-        return "\n".join(widths.format(*row) for row in [_HEADER, *self._rows()])
+        return str(self._table())
 
     def _repr_html_(self) -> str:
-        return html_table([_HEADER, *self._rows()], words=(0, 1))
+        return html_of([self._table()])
 
-    def _rows(self) -> Iterator[tuple[str, ...]]:
+    def _table(self) -> Table:
+        rows = [_HEADER]
         for rank, (each, share) in enumerate(zip(self, self.shares, strict=True)):
             name = f"{each.device} (lost)" if each.is_lost else each.device
-            counts = (
-                str(each.requests),
-                str(each.rows),
-                f"{share:.1%}",
-                str(each.batches),
-                f"{each.mean_batch:.1f}",
-                str(each.retries),
-            )
-            yield str(rank), name, *counts, _text(each.queue_seconds), _text(each.compute_seconds)
+            counts = each.requests, each.rows, f"{share:.1%}", each.batches, f"{each.mean_batch:.1f}", each.retries
+            rows += ((rank, name, *counts, _text(each.queue_seconds), _text(each.compute_seconds)),)
+        return Table(rows, words=(1,))
 
     def prometheus(self) -> str:
         """Return the counters and quantiles in Prometheus' text format."""

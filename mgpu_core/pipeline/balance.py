@@ -13,6 +13,7 @@ from torch.nn import Module
 from mgpu_core.pipeline.deferred import recomputing
 from mgpu_core.pipeline.layers import bytes_of, checked_shares, largest_block, layers_of, least_cut
 from mgpu_core.ranks.random import random_numbers_kept
+from mgpu_core.support.tables import Table
 from mgpu_core.trees.nested import map_leaves, tensors_in, unwrapped
 
 __all__ = [
@@ -82,11 +83,12 @@ class BalanceTable:
         return f"<{len(costs)} parts, the {name} {max(costs) * len(costs) / sum(costs):.2f} of their mean>"
 
     def __str__(self) -> str:
-        lines = ["part   forward + backward         memory   layers"]
+        rows = [("part", "forward + backward", "memory", "layers")]
         for index, (layers, seconds, nbytes) in enumerate(self.parts):
-            mark = "*" if index == self.worst else " "
             names = layers[0] if len(layers) == 1 else f"{layers[0]} to {layers[-1]}"
-            lines.append(f"{index:4}{mark} {seconds * 1e3:17.3g} ms {nbytes / 2**20:10.4g} MiB   {names}")
+            mark = "*" if index == self.worst else ""
+            rows += ((f"{index}{mark}", f"{seconds * 1e3:.3g} ms", f"{nbytes / 2**20:.4g} MiB", names),)
+        lines = [str(Table(rows, words=(0, 3)))]
         costs = list(map(self._cost, self.parts))
         fair = sum(costs) / len(costs)
         lines.append(f"*: {self._text(max(costs))}; equal parts would take {self._text(fair)} each")

@@ -22,7 +22,7 @@ from mgpu_core.devices.memory import total_nbytes
 from mgpu_core.parallel.scatter_inputs import check_shares
 from mgpu_core.ranks.rank_clock import RankClock
 from mgpu_core.ranks.team import Team
-from mgpu_core.support.html import html_table
+from mgpu_core.support.tables import Table, html_of
 
 __all__ = ["AutoShares", "Plan", "RankPlan", "SplitPlan"]
 
@@ -56,7 +56,7 @@ class Plan(list[RankPlan]):
 
     def _repr_html_(self) -> str:
         cells = ((each.rank, each.device, f"{each.share:.1%}", each.rows, each.workers) for each in self)
-        return html_table([RankPlan._fields, *cells], words=(0, 1))
+        return html_of([Table([RankPlan._fields, *cells], words=(1, 4))])
 
 
 class _Trial(NamedTuple):

@@ -68,7 +68,7 @@ def test_a_small_gpt_learns_over_three_stages():
     losses = [float(loss) for loss in LOSS.findall(told)]
     assert len(losses) == 6
     assert losses[-1] < 0.75 * losses[0]
-    assert "part   forward + backward" in told
+    assert "part  forward + backward" in told
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)

@@ -47,24 +47,20 @@ def gather(outputs: Sequence[Any], target_device: DeviceLike, dim: int = 0) -> A
     device = as_device(target_device)
     if not len(outputs):
         raise ValueError("gather needs the output of at least one rank")
-    return gather_on(device, outputs, dim)
-
-
-def gather_on(
-    device: torch.device,
-    outputs: Sequence[Any],
-    dim: int,
-    join_numbers: JoinNumbers | None = None,
-) -> Any:
-    """Gather as :func:`gather`; tensors without dimensions as ``join_numbers`` says, where it returns a tensor."""
     with NULL_CONTEXT if tracer.sink is None else span("gather"):
+        return _Gather(device, dim).joined(outputs, "outputs")
+
+
+def gather_on(device: torch.device, outputs: Sequence[Any], dim: int, join_numbers: JoinNumbers) -> Any:
+    """Gather as :func:`gather`; tensors without dimensions as ``join_numbers`` says, where it returns a tensor."""
+    with span("gather"):
         return _Gather(device, dim, join_numbers).joined(outputs, "outputs")
 
 
 class _Gather:
     """Where to, along which dimension, and how tensors without dimensions are joined."""
 
-    def __init__(self, device: torch.device, dim: int, join_numbers: JoinNumbers | None) -> None:
+    def __init__(self, device: torch.device, dim: int, join_numbers: JoinNumbers | None = None) -> None:
         self._device, self._dim, self._join_numbers = device, dim, join_numbers
 
     def joined(self, outputs: Sequence[Any], name: str) -> Any:

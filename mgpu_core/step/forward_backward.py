@@ -148,7 +148,7 @@ class ForwardBackward:
             if not self.gathers:
                 objects["target"] = inputs[-1]
         cut, rows = scatter_objects(objects, self._cut_team, self._dim, shares=self.split_plan.shares)
-        if not any(rows) and not self._may_be_empty:
+        if not rows[0] and not any(rows) and not self._may_be_empty:
             warn_user("the batch has no rows: the mean of their losses is NaN, as on one device, and nothing is learnt")
         parts: list[RankPart] = []
         for args, *others in cut:
@@ -281,8 +281,11 @@ class ForwardBackward:
             return [run.alone(calls[0])]
         versions = self._replicas.versions
         draws = self._shares_generator and draws_apart(tree, self._rng)
-        with NULL_CONTEXT if tracer.sink is None else span("apply"):
+        if tracer.sink is None:
             results = run.run(calls, draws=draws, workers=workers)
+        else:
+            with span("apply"):
+                results = run.run(calls, draws=draws, workers=workers)
         self._replicas.check_unwritten(versions)
         if given is not None:
             self._tell_lost(given, watch)

@@ -142,8 +142,9 @@ class Update:
 
     def _norm(self, options: Options) -> torch.Tensor:
         """Return the norm of the sums; a recording names it by its use where nothing is clipped."""
-        is_check = tracer.sink and options.clip_norm is None
-        with tracer.span("check of gradients") if is_check else NULL_CONTEXT:
+        if not tracer.sink or options.clip_norm is not None:
+            return self._gradients.norm()
+        with tracer.span("check of gradients"):
             return self._gradients.norm()
 
     def _skip(self) -> None:

@@ -173,7 +173,7 @@ def test_nothing_is_left_behind(ranks):
     before = live()
     for _ in range(20):
         step(x, y)
-    assert live() == before
+    assert live() <= before  # what other tests have left may go meanwhile
 
 
 def test_parameters_that_have_no_gradients(ranks):

@@ -65,7 +65,7 @@ def test_a_live_line_on_a_terminal():
     code += "with Progress('mgpu x') as report: report(0.25, 'row [1] of 4'); report.hide(); print('out', flush=True)"
     ours, theirs = pty.openpty()
     done = subprocess.run(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=theirs, env={**os.environ, "TERM": "xterm"}
+        [sys.executable, "-P", "-c", code], stdout=subprocess.PIPE, stderr=theirs, env={**os.environ, "TERM": "xterm"}
     )
     os.close(theirs)
     shown = os.read(ours, 1 << 16).decode()

@@ -46,7 +46,7 @@ def test_a_terminal_shows_a_drawn_table():
     code += f"show(['title', Table({ROWS!r}, [0, 2], markdown=True)])"
     ours, theirs = pty.openpty()
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "60"}
-    done = subprocess.run([sys.executable, "-c", code], stdout=theirs, stderr=subprocess.PIPE, env=environment)
+    done = subprocess.run([sys.executable, "-P", "-c", code], stdout=theirs, stderr=subprocess.PIPE, env=environment)
     os.close(theirs)
     lines = [line.strip() for line in os.read(ours, 1 << 16).decode().splitlines()]
     os.close(ours)

@@ -79,7 +79,7 @@ def _table(measured: Sequence[tuple[Result, list[Row]]]) -> str:
         return ""
     # Files of several days may stand side by side: every commit is named.
     facts = measured[0][0].environment
-    commits = ", ".join(sorted({result.environment["commit"] for result, _ in measured}))
+    commits = ", ".join(sorted({result.environment.get("commit", "unknown") for result, _ in measured}))
     versions = f"driver {facts['driver']}, torch {facts['torch']}, CUDA {facts['CUDA']}, commit {commits}"
     lines = [_line(result.case, row) for result, rows in measured for row in rows]
     verdicts = [verdict for result, _ in measured for verdict in result.verdicts]

@@ -22,8 +22,8 @@ def is_users(filename: str) -> bool:
 
 
 def is_ours(filename: str) -> bool:
-    """Return whether a file is this package's."""
-    return filename.startswith(_NOT_THE_USERS[0])
+    """Return whether a file is this package's code; the pages of its lessons are their readers'."""
+    return filename.startswith(_NOT_THE_USERS[0]) and filename.endswith(".py")
 
 
 def warn_user(message: str, category: type[Warning] = UserWarning) -> None:

@@ -104,16 +104,16 @@ def _seconds(text: str) -> float:
 
 def mnist(parser: argparse.ArgumentParser) -> None:
     """Add the options of `mgpu mnist`, for the fields of its `Config`, with the same defaults."""
-    engines, amp_dtypes = ("step", "drop-in", "plain"), ("bfloat16", "float16")
     add = parser.add_argument
-    add("--model", choices=("simplenet", "cnn"), default="simplenet", help="the network (default: %(default)s)")
-    text = "TrainStep, DataParallel or the bare network (default: %(default)s)"
-    add("--engine", choices=engines, default="step", help=text)
+    add("--model", default="simplenet", metavar="NAME", help="simplenet or cnn (default: %(default)s)")
+    text = "step (TrainStep), drop-in (DataParallel) or plain (default: %(default)s)"
+    add("--engine", default="step", metavar="NAME", help=text)
     add("--device-ids", type=_device_ids, metavar="LIST", help="a device per rank: 0,1 or cpu,cpu (default: all GPUs)")
     add("--ranks", type=int, metavar="N", help="the first N GPUs; without any, N ranks on the CPU (default there: 2)")
     add("--batch", type=int, default=64, metavar="N", help="rows per step (default: %(default)s)")
     add("--accumulate", type=int, default=1, metavar="K", help="batches per update (default: %(default)s)")
-    add("--amp", choices=amp_dtypes, help="forward in this dtype, by the step engine (default: full precision)")
+    text = "bfloat16 or float16: forward in this dtype, by the step engine (default: full precision)"
+    add("--amp", metavar="DTYPE", help=text)
     add("--lr", type=float, default=0.01, metavar="X", help="step length of SGD (default: %(default)s)")
     add("--epochs", type=int, default=5, metavar="N", help="in all, resumed ones too (default: %(default)s)")
     add("--seed", type=int, default=0, metavar="N", help="weights and order (default: %(default)s)")

@@ -164,7 +164,7 @@ def test_a_run_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[s
     files = ["--json", str(tmp_path / "x.json"), "--plot", str(tmp_path / "x.png")]
     assert main(["all_reduce", *TINY, *files, "--op", "avg", "--algorithm", "ring"]) == 0
     output = capsys.readouterr().out
-    assert "* commit: " in output
+    assert "* torch: " in output
     assert "not measured" not in output
     assert "peer/ours" in output
     content = json.loads((tmp_path / "x.json").read_text())

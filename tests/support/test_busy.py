@@ -63,16 +63,21 @@ def test_our_own_work_is_not_that_of_others(alone):
     thread = threading.Thread(target=lambda: [None for _ in iter(end.is_set, True)])
     thread.start()
     try:
-        assert busy.busy_note() == ""
+        assert is_quiet_once()
     finally:
         end.set()
         thread.join()
     worker = multiprocessing.get_context("fork").Process(target=spin_then_sleep)
     worker.start()
     time.sleep(0.5)
-    assert busy.busy_note() == ""
+    assert is_quiet_once()
     worker.kill()
     worker.join()
+
+
+def is_quiet_once():
+    """Return whether one of many looks sees nobody: others may come and go, but our own work is there in each."""
+    return any(busy.busy_note() == "" for _ in range(50))
 
 
 def spin_then_sleep():

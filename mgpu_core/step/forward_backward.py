@@ -62,7 +62,7 @@ def way_to_pass(inputs: tuple[Any, ...]) -> str:
     if len(inputs) != 1 or not isinstance(inputs[0], Mapping | tuple | list):
         return ""
     stars = "**" if isinstance(inputs[0], Mapping) else "*"
-    return f"; the whole batch came as one {type(inputs[0]).__name__}: step({stars}batch) passes its entries"
+    return f"the whole batch came as one {type(inputs[0]).__name__}: step({stars}batch) passes its entries"
 
 
 def seed(parts: Sequence[RankPart], seeds: Sequence[float]) -> None:
@@ -140,9 +140,10 @@ class ForwardBackward:
             objects["kwargs"] = kwargs
         if self._loss is not None:
             if not inputs or not (kwargs or inputs[1:]):
+                hint = way_to_pass(inputs)
                 raise TypeError(
                     "a step needs a target as its last positional argument, after the inputs: step(x, target) calls "
-                    f"loss_fn(net(x), target){way_to_pass(inputs)}"
+                    f"loss_fn(net(x), target){f'; {hint}' if hint else ''}"
                 )
             objects["inputs"] = inputs[:-1]
             if not self.gathers:

@@ -282,7 +282,7 @@ class TrainStep:
             parts.give_up()
             hint = "" if kwargs else way_to_pass(inputs)
             if isinstance(error, TypeError | AttributeError) and hint not in str(error):
-                error.add_note(hint.removeprefix("; "))
+                error.add_note(hint)
             raise
 
     def plan(self) -> Plan:

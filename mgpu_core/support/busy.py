@@ -15,7 +15,7 @@ _STAT = Path("/proc/stat")
 
 
 def busy_note() -> str:
-    """Return a sentence if other programs use processors of ours now; empty: they do not, or nobody knows.
+    """Return a note if other programs use our processors now; otherwise an empty text, also where it is not known.
 
     It sleeps while it looks, and so must the threads and processes of this program: they must not count as others.
     """

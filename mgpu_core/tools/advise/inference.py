@@ -178,8 +178,8 @@ def advise_inference(
         devices: one per rank.
         batches: values of ``max_batch``; ``None``: some that suit the callers and the script's own batch.
         callers: of the requests of one row.
-        report: of the ways that are measured.
         seconds: for all of it; ways that the time does not suffice for are left out, with a note.
+        report: of the ways that are measured.
 
     Raises:
         ValueError: the net is on several devices already, keeps a cache between calls, or the arguments have no rows

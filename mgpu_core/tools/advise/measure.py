@@ -21,7 +21,7 @@ from mgpu_core.tools.advise.data import Measurement, best_speedups
 from mgpu_core.tools.advise.from_trace import Seen, record_steps
 from mgpu_core.tools.advise.loading import loader_seconds
 from mgpu_core.tools.advise.memory import Memory, count_memory
-from mgpu_core.tools.advise.plan import MakeOptimizer, Plan, plan_of
+from mgpu_core.tools.advise.plan import REPEATS, SECONDS, MakeOptimizer, Plan, plan_of
 from mgpu_core.tools.advise.reasons import reason_of
 from mgpu_core.tools.advise.recommend import Recommendation, recommend
 from mgpu_core.tools.advise.result import Advice
@@ -44,8 +44,8 @@ def advise(
     batches: Sequence[int] | None = None,
     optimizer: MakeOptimizer | None = None,
     loader: Iterable[Any] | None = None,
-    repeats: int = 7,
-    seconds: float = 60.0,
+    repeats: int = REPEATS,
+    seconds: float = SECONDS,
     device_nbytes: int | None = None,
 ) -> Advice:
     """Measure one device against many ranks on this model, and recommend one, with the reason.

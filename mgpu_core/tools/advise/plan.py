@@ -18,12 +18,15 @@ from mgpu_core.step.options import check_module
 from mgpu_core.tools.advise.batches import Batch, batch_sizes
 from mgpu_core.trace.tracer import is_tracing
 
-__all__ = ["CPU_RANKS", "MakeOptimizer", "Plan", "plan_of"]
+__all__ = ["CPU_RANKS", "REPEATS", "SECONDS", "MakeOptimizer", "Plan", "plan_of"]
 
 MakeOptimizer = Callable[[list[torch.nn.Parameter]], Optimizer]
 
 CPU_RANKS = 2
 """The number of CPU ranks to compare with one, without an accelerator and without ``device_ids``."""
+
+REPEATS, SECONDS = 7, 60.0
+"""Of each measurement, and for all of them, where nobody says otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +67,12 @@ def plan_of(
     loss_fn: Callable[..., Any] | None,
     sample: Sequence[torch.Tensor] | Mapping[str, torch.Tensor],
     *,
-    device_ids: Sequence[DeviceLike] | None,
-    batches: Sequence[int] | None,
-    optimizer: MakeOptimizer | None,
-    loader: Iterable[Any] | None,
-    repeats: int,
-    seconds: float,
+    device_ids: Sequence[DeviceLike] | None = None,
+    batches: Sequence[int] | None = None,
+    optimizer: MakeOptimizer | None = None,
+    loader: Iterable[Any] | None = None,
+    repeats: int = REPEATS,
+    seconds: float = SECONDS,
     device_nbytes: int | None = None,
 ) -> Plan:
     """Return the plan; see :func:`mgpu_core.advise` for arguments and errors."""

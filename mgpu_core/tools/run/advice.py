@@ -56,8 +56,6 @@ def advise_training(seen: Seen) -> Advice:
                 f"argument {place} of {type(seen.bare_net).__name__} is no tensor with rows, but a "
                 f"{type(value).__name__}: batches of other sizes cannot be made of it"
             )
-    plan = plan_of(
-        net, None, values, device_ids=None, batches=None, optimizer=None, loader=None, repeats=7, seconds=60.0
-    )
+    plan = plan_of(net, None, values)
     with Progress("mgpu run --advise") as progress:
         return advised(plan, stopwatch(plan.distinct_devices), progress)

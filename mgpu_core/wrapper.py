@@ -14,7 +14,7 @@ from mgpu_core.devices.drop_in import as_id, drop_in_devices, drop_in_output
 from mgpu_core.devices.traces import is_symbolic, traced_call
 from mgpu_core.devices.transfer import module_to
 from mgpu_core.parallel import gather, parallel_apply, replicate, scatter_kwargs
-from mgpu_core.parallel.apply import apply_to, draws_apart
+from mgpu_core.parallel.apply import apply_to
 from mgpu_core.parallel.gather_outputs import padded
 from mgpu_core.parallel.lost import Given, given_attributes, lost_attributes, warn_lost
 from mgpu_core.parallel.originals import OriginalsWatch
@@ -22,6 +22,7 @@ from mgpu_core.parallel.replicate_modules import loosen, replicate_tree
 from mgpu_core.parallel.rows_elsewhere import rows_of_part, warn_rows_elsewhere
 from mgpu_core.parallel.scatter_inputs import check_shares
 from mgpu_core.ranks.compiled import outside_the_compiler
+from mgpu_core.ranks.draws import Draws
 from mgpu_core.ranks.modes import check_modes
 from mgpu_core.ranks.random import check_rng
 from mgpu_core.ranks.run import shares_generator
@@ -53,8 +54,9 @@ class DataParallel(torch.nn.DataParallel[M]):
         output_device: where outputs are gathered (default: ``device_ids[0]``).
         dim: the dimension of the rows.
         shares: rows in this proportion, one positive number per rank.
-        rng: ``auto``: one seed gives the same bits in every run where a module looks as if it drew random numbers
-            (dropout in training); ``per_rank``: also for modules that draw without a sign of it.
+        rng: ``auto``: one seed gives the same bits in every run, whatever draws random numbers in the forward; whether
+            something does is found by the first call of each form, and a later one that draws first warns;
+            ``per_rank``: without finding out.
         workers: ``threads``: ranks run at once, each in its own thread, as in torch; ``caller``: one after the other in
             the calling thread, which is faster where each launches little work; ``auto``: the caller on the CPU, and
             on accelerators the faster one, measured over the first forward passes of each size of batch.  Ranks that
@@ -86,6 +88,7 @@ class DataParallel(torch.nn.DataParallel[M]):
         self.rng = rng
         self._choice = WorkerChoice(workers, devices, rng)
         self._workers = self._choice.now
+        self._draws = Draws(rng, type(module).__name__)
         self._forwards_to_watch = 3
         self.device_ids: list[Any] = [as_id(device) for device in devices]
         self.output_device: Any = drop_in_output(output_device, self.device_ids)
@@ -118,8 +121,6 @@ class DataParallel(torch.nn.DataParallel[M]):
     @outside_the_compiler
     def call(self, method: str, /, *inputs: Any, pad_value: float | None = None, **kwargs: Any) -> Any:
         """Run a method of the module as :meth:`forward` runs the module: ``model.call("generate", ids, num_beams=2)``.
-
-        Ranks that share a random generator draw from streams of their own.
 
         Args:
             method: its name.
@@ -196,14 +197,13 @@ class DataParallel(torch.nn.DataParallel[M]):
         is_open = self._choice.is_open and method is None
         size = size_of(parts[0]) if is_open else None
         is_timed = is_open and self._choice.begin(size, meets=tree.ranks_meet)
-        shared = shares_generator(team)
-        turns = tree.takes_turns and shared
+        turns = tree.takes_turns and shares_generator(team)
         self._workers = "threads" if tree.ranks_meet else "caller" if turns else self._choice.now
         called: Sequence[Any] = replicas if method is None else [getattr(each, method) for each in replicas]
         if self._is_own("parallel_apply"):
-            draws = shared and (method is not None or draws_apart(tree, self.rng))
             called = called if watch is None else watch.around(called)
-            outputs = apply_to(team, called, parts, kwargs_parts, draws=draws, workers=self._workers)
+            form = method, tree.modes, len(parts[0]), *kwargs_parts[0]
+            outputs = apply_to(team, called, parts, kwargs_parts, draws=self._draws, workers=self._workers, form=form)
         else:
             outputs = self.parallel_apply(called, parts, kwargs_parts)
         if is_timed:

@@ -37,7 +37,7 @@ def calls_of(step):
 @COUNTS_ONE_THREAD
 def test_a_forward_loss_and_backward_make_few_calls():
     model = mgpu_core.DataParallel(SimpleNet(), ["cpu"] * 4)
-    assert calls_of(lambda: cross_entropy(model(X), Y).backward()) <= 720
+    assert calls_of(lambda: cross_entropy(model(X), Y).backward()) <= 725
 
 
 @COUNTS_ONE_THREAD
@@ -45,9 +45,9 @@ def test_a_forward_loss_and_backward_make_few_calls():
     ("optimizer", "ranks", "most"),
     [
         (mgpu_core.optim.SGD, 1, 135),
-        (mgpu_core.optim.SGD, 2, 240),
+        (mgpu_core.optim.SGD, 2, 245),
         (torch.optim.SGD, 1, 240),
-        (torch.optim.SGD, 2, 350),
+        (torch.optim.SGD, 2, 360),
     ],
 )
 def test_a_step_makes_few_calls(optimizer, ranks, most):
@@ -90,7 +90,7 @@ def test_a_forward_loss_and_backward_stay_in_few_files():
     x, y = torch.randn(8, 8), torch.randint(3, (8,))
     changes, files = route_of(lambda: cross_entropy(model(x), y).backward())
     assert changes <= 110
-    assert len(files) <= 22, sorted(files)
+    assert len(files) <= 23, sorted(files)
     assert not files & {"trace/tracer.py", "comm/traffic_trace.py", "comm/trace_hooks.py"}, "nothing is recorded"
 
 

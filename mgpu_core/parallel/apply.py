@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
 from mgpu_core.devices.devices import DeviceLike
-from mgpu_core.ranks.random import check_rng, current_stream
-from mgpu_core.ranks.run import Run, shares_generator
+from mgpu_core.ranks.draws import Draws
+from mgpu_core.ranks.random import check_rng
+from mgpu_core.ranks.run import Run
 from mgpu_core.ranks.team import Team
 from mgpu_core.support.null_context import NULL_CONTEXT
 from mgpu_core.trace import tracer
 from mgpu_core.trace.tracer import in_span, span
-from mgpu_core.trees.module_tree import ModuleTree, draws_random_numbers
 
-__all__ = ["apply_to", "draws_apart", "parallel_apply"]
+__all__ = ["apply_to", "parallel_apply"]
 
 
 def parallel_apply(
@@ -36,8 +36,8 @@ def parallel_apply(
         inputs: per rank a tuple or list of positional arguments, or the only argument.
         kwargs_tup: per rank its keyword arguments.
         devices: per rank its device (default: that of its first tensor).
-        rng: ``auto``: ranks that share a random generator draw from streams of their own where a module looks as if it
-            drew (dropout in training); ``per_rank``: always.  Then one seed gives the same bits in every run.
+        rng: ``auto`` and ``per_rank``: each rank draws random numbers from a stream of its own, and one seed gives the
+            same bits in every run.  Where nothing is drawn, ``auto`` leaves the caller's generator as it was.
         workers: ``threads``: several ranks run at once, each in its own thread; ``caller``: one after the other in the
             calling thread, which is faster where each launches little work.
 
@@ -62,7 +62,9 @@ def parallel_apply(
     if workers not in ("threads", "caller"):
         raise ValueError(f"workers must be 'threads' or 'caller', not {workers!r}")
     team = Team.of(_devices_of(inputs, devices))
-    return apply_to(team, modules, inputs, kwargs_tup, draws=_draws(team, modules, rng), workers=workers)
+    # Nothing is known of an earlier call of these modules.
+    draws = Draws(rng, type(modules[0]).__name__ if modules else "")
+    return apply_to(team, modules, inputs, kwargs_tup, draws=draws, workers=workers)
 
 
 def apply_to(
@@ -71,8 +73,9 @@ def apply_to(
     inputs: Sequence[Any],
     kwargs_tup: Sequence[dict[str, Any]],
     *,
-    draws: bool,
+    draws: Draws,
     workers: str,
+    form: Hashable = None,
 ) -> list[Any]:
     """Run :func:`parallel_apply` on validated arguments; see :meth:`mgpu_core.ranks.run.Run.run`."""
     calls: list[Callable[[], Any]] = []
@@ -81,7 +84,7 @@ def apply_to(
         call = partial(module, *args, **kwargs_tup[rank])
         calls += (call if tracer.sink is None else partial(in_span, "forward", rank, team.devices[rank], call),)
     with NULL_CONTEXT if tracer.sink is None else span("apply"):
-        return Run(team).run(calls, draws=draws, workers=workers)
+        return Run(team).run(calls, draws=draws, workers=workers, form=form)
 
 
 def _check_lengths(modules: Sequence[Any], **others: Sequence[Any] | None) -> None:
@@ -116,19 +119,3 @@ def _first_tensor(obj: Any) -> torch.Tensor | None:
     if isinstance(obj, list | tuple):
         return next((tensor for each in obj if (tensor := _first_tensor(each)) is not None), None)
     return None
-
-
-def draws_apart(tree: ModuleTree, rng: str) -> bool:
-    """Return whether ranks that share a generator must be kept apart; inside a rank that is, its own ranks are."""
-    return rng == "per_rank" or current_stream() is not None or tree.draws_random_numbers()
-
-
-def _draws(team: Team, modules: Sequence[torch.nn.Module], rng: str) -> bool:
-    """Return the same of modules that were not read yet."""
-    if not shares_generator(team):
-        return False
-    if rng == "per_rank" or current_stream() is not None:
-        return True
-    replicas = getattr(modules[0], "_is_replica", False)  # all alike
-    looked_at = [each for each in modules if isinstance(each, torch.nn.Module)]
-    return any(draws_random_numbers(each) for each in (looked_at[:1] if replicas else looked_at))

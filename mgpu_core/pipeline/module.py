@@ -13,7 +13,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from mgpu_core.devices.devices import DeviceLike, as_device, as_devices
 from mgpu_core.devices.transfer import hand_over
-from mgpu_core.parallel.apply import draws_apart
 from mgpu_core.parallel.gather_outputs import gather
 from mgpu_core.parallel.scatter_inputs import scatter_objects
 from mgpu_core.pipeline.deferred import DeferredStatistics
@@ -22,6 +21,7 @@ from mgpu_core.pipeline.place import placed
 from mgpu_core.pipeline.placement import refuse_moves
 from mgpu_core.pipeline.schedules import FORWARD, check_schedule, plan
 from mgpu_core.ranks.compiled import outside_the_compiler
+from mgpu_core.ranks.draws import Draws
 from mgpu_core.ranks.modes import check_modes
 from mgpu_core.ranks.random import check_rng
 from mgpu_core.ranks.team import Team
@@ -104,6 +104,7 @@ class Pipeline(Module):
         self.chunks, self.schedule, self.checkpoint = chunks, schedule, checkpoint
         self.output_device = devices[-1] if output_device is None else as_device(output_device)
         self.dim, self.rng = dim, rng
+        self._draws = Draws(rng, type(net).__name__, self.device_ids)
         self._is_deferred = deferred_batch_norm
         self._placement = placed(
             net, devices, split, sample=sample, shares=shares, memory=memory, weights=weights, rename=rename,
@@ -215,7 +216,7 @@ class Pipeline(Module):
             Exception: as :meth:`forward`.
         """
         try:
-            run.run(draws=draws_apart(self._tree, self.rng), in_caller=in_caller)
+            run.run(draws=self._draws, in_caller=in_caller)
         except BaseException:
             self._drop_statistics()
             raise

@@ -34,6 +34,7 @@ from mgpu_core.pipeline.placement import Called, Placement
 from mgpu_core.pipeline.schedules import BACKWARD, FORWARD, Action
 from mgpu_core.pipeline.visits import Border, Visit, is_in_place, tensors_among
 from mgpu_core.ranks.context import CallerContext, checkpoint_frame
+from mgpu_core.ranks.draws import Draws
 from mgpu_core.ranks.run import Run, current_lane
 from mgpu_core.ranks.team import Team
 from mgpu_core.support.null_context import NULL_CONTEXT
@@ -130,25 +131,25 @@ class PipelineRun:
         self.crossed: dict[tuple[int, int], list[int]] = {}  # bytes there and back, by stage and reader, when recorded
         self.names = [f"micro-batch {index}" for index in range(len(arguments))]  # for messages; lanes keep them
         self.outputs: list[Any] = [None] * len(arguments)
-        self.draws = False
+        self.draws_numbers = False  # an earlier call of this form has shown it
         self.numbers = [0] * len(placement.devices)
         self.shared: dict[tuple[int, int], Crossing] = {}
         self.replicas: dict[tuple[str, int], Module] = {}
         self._root, self._arguments, self._actions, self._restart = root, arguments, actions, restart
         self._run: Run | None = None
 
-    def run(self, *, draws: bool, in_caller: bool = False) -> None:
+    def run(self, *, draws: Draws, in_caller: bool = False) -> None:
         """Run all micro-batches.
 
         Args:
-            draws: the module draws random numbers, so each lane gets its own stream of those of the CPU.
+            draws: finds out whether the module draws random numbers; then each lane gets its own stream of the CPU's.
             in_caller: one action at a time, in the order of the plan.
 
         Raises:
             Exception: a stage raised it, of the same type, naming stage, micro-batch and device.
         """
-        self.draws = draws
         form = self._form()
+        self._draws, self.draws_numbers = draws, draws.are_expected(form)
         if form in self.placement.known:
             self._run_lanes(in_caller=in_caller, learns=False)
             return
@@ -188,7 +189,7 @@ class PipelineRun:
         at_once = len({turn for turn, device in zip(self.turns, devices, strict=True) if device.type == "cpu"})
         run = self._run = Run(team, names=self.names, plans=plans, at_once=at_once)
         try:
-            run.run(calls, draws=self.draws, workers="caller" if is_plain else "threads")
+            run.run(calls, draws=self._draws, form=self._form(), workers="caller" if is_plain else "threads")
         except BaseException:  # after Ctrl-C lanes are still in their turn
             run.stop(time_limit())
             raise
@@ -236,6 +237,8 @@ class PipelineRun:
             if mistaken:
                 placement.look_closer()
                 raise _Again
+        if self._run is not None and self._run.numbers is not None and self._run.numbers.were_used():
+            first.refuse_numbers()
         if (lane := current_lane()) is not None:
             lane.done("the forward of micro-batch 0")
 
@@ -259,6 +262,7 @@ class MicroBatch(Visit):
         self.stage, self.recomputes = -1, run.recomputes(index)
         self._run, self._index, self._lane = run, index, current_lane()
         self._turn = ExitStack()  # the device, the stream and the span of the present one
+        self.crossed_in_checkpoint: int | None = None  # the stage that began in one
         self._crossing_frame: Any = None  # of the checkpoint in which a stage has ended
         self._begins: list[int] = []  # of each stage, the number of the first node that autograd made in it
         self._cuts: dict[tuple[int, int, torch.device], torch.Tensor] = {}  # in place of tensors, by id and stage
@@ -315,14 +319,21 @@ class MicroBatch(Visit):
 
     def begin_layer(self, border: Border, layer: Module) -> None:
         """Refuse a checkpoint whose layers run on two devices, if they draw random numbers."""
-        if self._run.draws and self._run.placement.is_known and self.places.devices[border.stage].type != "cpu":
+        if self._run.placement.is_known and self.places.devices[border.stage].type != "cpu":
             frame = checkpoint_frame()
             if frame is not None and (border.stage > self.stage or frame is self._crossing_frame):
-                raise RuntimeError(
-                    f"a checkpoint is around the border before stage {border.stage}, and its random numbers would be "
-                    "others in the backward: put the border outside of the checkpoint, or set dropout to 0"
-                )
+                self.crossed_in_checkpoint = border.stage
+                if self._run.draws_numbers:
+                    self.refuse_numbers()
         super().begin_layer(border, layer)
+
+    def refuse_numbers(self) -> None:
+        """Raise RuntimeError if a checkpoint has crossed a border: random numbers were drawn in this forward."""
+        if self.crossed_in_checkpoint is not None:
+            raise RuntimeError(
+                f"a checkpoint is around the border before stage {self.crossed_in_checkpoint}, and its random numbers "
+                "would be others in the backward: put the border outside of the checkpoint, or set dropout to 0"
+            )
 
     def passed_on(self, border: Border, output: Any) -> Any:
         """Go on in the next stage after the last layer of one; return its output there.

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from mgpu_core.ranks.modes import Modes
-from mgpu_core.ranks.random import rank_streams
+from mgpu_core.ranks.random import RankStream
 from mgpu_core.support.null_context import NULL_CONTEXT
 
 __all__ = ["CallerContext", "checkpoint_closure", "checkpoint_frame"]
@@ -27,7 +27,7 @@ class CallerContext:
 
     Args:
         devices: one per rank.
-        draws: give CPU ranks, which share a generator, random streams of their own.
+        numbers: the stream of random numbers of each rank; ``None``: there are none.
 
     Attributes:
         serialize: the ranks must run one after the other.
@@ -36,9 +36,8 @@ class CallerContext:
         TypeError: a mode or a transform that must not leave its thread.
     """
 
-    def __init__(self, devices: Sequence[torch.device], *, draws: bool = False) -> None:
-        self._devices = devices
-        self._numbers = rank_streams(devices) if draws else [None] * len(devices)
+    def __init__(self, devices: Sequence[torch.device], numbers: Sequence[RankStream] | None = None) -> None:
+        self._devices, self._numbers = devices, numbers
         self._modes = Modes(devices)
         self._grad = torch.is_grad_enabled()
         self._inference = torch.is_inference_mode_enabled()
@@ -61,7 +60,8 @@ class CallerContext:
 
     def bind(self, work: Callable[[], Any], rank: int) -> Callable[[], Any]:
         """``work`` as a task for a worker: there it runs under these settings, as this rank."""
-        variables, device, numbers = contextvars.copy_context(), self._devices[rank], self._numbers[rank]
+        variables, device = contextvars.copy_context(), self._devices[rank]
+        numbers = None if self._numbers is None else self._numbers[rank]
 
         def task() -> Any:
             # Inference mode's end puts back all that a rank may have changed: grad mode and autocast, too.

@@ -27,6 +27,7 @@ from mgpu_core.support.warnings import warn_user
 __all__ = [
     "RankStream",
     "check_rng",
+    "current_generator",
     "current_stream",
     "random_numbers_kept",
     "rank_streams",
@@ -41,13 +42,12 @@ def check_rng(rng: str) -> None:
         raise ValueError(f"rng must be 'auto' or 'per_rank', not {rng!r}")
 
 
-def rank_streams(devices: Sequence[torch.device]) -> list[RankStream | None]:
-    """Return a stream per CPU rank, seeded by one draw from the caller's generator; ``None`` for other ranks."""
+def rank_streams(ranks: int) -> list[RankStream]:
+    """Return a stream per rank, seeded by one draw from the caller's generator."""
     _warn_of_race()
-    base = int(torch.empty((), dtype=torch.int64, device="cpu").random_(2**32))
+    base = int(torch.empty((), dtype=torch.int64, device="cpu").random_(2**32, generator=current_generator()))
     # The CPU generator uses 32 bits of its seed.  An odd step keeps the ranks' seeds apart, whatever the base.
-    seeds = [(base + rank * 0x9E3779B9) % 2**32 for rank in range(len(devices))]
-    return [RankStream(seed) if device.type == "cpu" else None for seed, device in zip(seeds, devices, strict=True)]
+    return [RankStream((base + rank * 0x9E3779B9) % 2**32) for rank in range(ranks)]
 
 
 @cache
@@ -95,11 +95,19 @@ def same_numbers(devices: Sequence[torch.device]) -> Iterator[list[RankStream]]:
 
 
 class RankStream(TorchDispatchMode):
-    """Let one rank draw on the CPU from a generator of its own."""
+    """Let one rank draw on the CPU from a generator of its own.
+
+    Attributes:
+        generator: the rank's.
+        was_used: something was drawn from it.
+        given: other generators of the CPU that operations were given, by the address of each.
+    """
 
     def __init__(self, seed: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.generator = torch.Generator().manual_seed(seed)
+        self.was_used = False
+        self.given: dict[int, torch.Generator] = {}  # alive, so no address is another's
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -108,36 +116,63 @@ class RankStream(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        way = _way_of(func)
+        way = _way_of(func) if self is _thread.stream else None  # a rank inside this one draws from its own
         if way is None or not _on_cpu(args, kwargs):
             return func(*args, **kwargs)
-        return way(self.generator, args, kwargs)
+        return way(self, args, kwargs)
 
-    @contextmanager
-    def entered(self) -> Iterator[None]:
-        """Draw everything in this thread from this stream."""
-        outer = current_stream()
+    def chosen(self, given: Any) -> Any:
+        """Return the generator of an operation that was given this one, or none."""
+        if given is not None:
+            self.given[given._cdata] = given
+            return given
+        self.was_used = True
+        return self.generator
+
+    def entered(self) -> _Entered:
+        """Return a context in which this thread draws everything from this stream."""
+        return _Entered(self)
+
+
+class _Entered:
+    """A stream in use by a thread: no generator function, whose frame would keep a failure's tensors alive."""
+
+    __slots__ = ("_outer", "_stream")
+
+    def __init__(self, stream: RankStream) -> None:
+        self._stream = stream
+
+    def __enter__(self) -> None:
+        self._outer, _thread.stream = _thread.stream, self._stream
         _count_askers(1)
-        _thread.stream = self
-        _push_mode(self)  # see Modes.entered: `with self` is not for several threads
-        try:
-            yield
-        finally:
-            _pop_mode()
-            _thread.stream = outer
-            _count_askers(-1)
+        _push_mode(self._stream)  # see Modes.entered: `with stream` is not for several threads
+
+    def __exit__(self, *error: object) -> None:
+        _pop_mode()
+        _thread.stream = self._outer
+        _count_askers(-1)
 
 
-_thread = threading.local()
+class _Thread(threading.local):
+    stream: RankStream | None = None
+
+
+_thread = _Thread()
 
 
 def current_stream() -> RankStream | None:
     """Return the stream that this thread draws from, if it runs a rank that has one."""
-    return getattr(_thread, "stream", None)
+    return _thread.stream
+
+
+def current_generator() -> torch.Generator:
+    """Return the generator of CPU numbers that this thread draws from."""
+    stream = _thread.stream
+    return torch.default_generator if stream is None else stream.generator
 
 
 @cache
-def _way_of(func: Any) -> Callable[[torch.Generator, tuple[Any, ...], dict[str, Any]], Any] | None:
+def _way_of(func: Any) -> Callable[[RankStream, tuple[Any, ...], dict[str, Any]], Any] | None:
     """Return how an operator is called so that it draws from a generator; ``None``: it draws nothing."""
     names = [argument.name for argument in func._schema.arguments]
     if "generator" in names:
@@ -160,16 +195,16 @@ def _arguments(func: Any) -> list[tuple[str, str]]:
     return [(each.name, str(each.type)) for each in func._schema.arguments if each.name != "generator"]
 
 
-def _filled(func: Any, position: int, generator: torch.Generator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call ``func`` with the generator as its argument ``index``, unless the caller passes one."""
+def _filled(func: Any, position: int, stream: RankStream, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call ``func`` with a generator as its argument at ``position``: the stream's, unless the caller passes one."""
     if len(args) > position:
-        return func(*args[:position], args[position] or generator, *args[position + 1 :], **kwargs)
-    return func(*args, **{**kwargs, "generator": kwargs.get("generator") or generator})
+        return func(*args[:position], stream.chosen(args[position]), *args[position + 1 :], **kwargs)
+    return func(*args, **{**kwargs, "generator": stream.chosen(kwargs.get("generator"))})
 
 
-def _lent(func: Any, generator: torch.Generator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _lent(func: Any, stream: RankStream, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a function without a generator argument, with the rank's state in the default generator meanwhile."""
-    default = torch.default_generator
+    default, generator = torch.default_generator, stream.chosen(None)
     with _lending:
         before = default.get_state()
         default.set_state(generator.get_state())
@@ -201,8 +236,7 @@ class _DefaultGenerator:
     """
 
     def __getattr__(self, name: str) -> Any:
-        stream = current_stream()
-        return getattr(torch.default_generator if stream is None else stream.generator, name)
+        return getattr(current_generator(), name)
 
 
 _asking, _askers = threading.Lock(), [0]

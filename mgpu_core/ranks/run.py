@@ -28,8 +28,9 @@ import torch
 
 from mgpu_core.devices.streams import caller_streams, on
 from mgpu_core.ranks.context import CallerContext
+from mgpu_core.ranks.draws import Draws, Numbers
 from mgpu_core.ranks.failures import raise_failures
-from mgpu_core.ranks.random import RankStream, rank_streams
+from mgpu_core.ranks.random import RankStream
 from mgpu_core.ranks.rank_clock import RankClock
 from mgpu_core.ranks.switches import switches_kept
 from mgpu_core.ranks.team import Team
@@ -57,6 +58,7 @@ class Run:
     Attributes:
         team: the same.
         streams: per lane that of the caller, where it works; ``None`` on the CPU.
+        numbers: the random numbers of the call; ``None``: nobody asks whether it draws.
         token: left by a meeting of all lanes for the next one; ``None``: nothing.
     """
 
@@ -73,17 +75,21 @@ class Run:
         self._clocks, self._names, self._plans, self._at_once = clocks, names, plans or {}, at_once
         self._is_bare = team.on_host and not clocks  # there is no device, stream or clock to set
         self.streams: Sequence[torch.Stream | None] = () if self._is_bare else caller_streams(team.devices)
+        self.numbers: Numbers | None = None
         self.token: Any = None
         self._waiting: Waiting | None = None  # while lanes are in workers: others do not wait
 
-    def run(self, calls: Sequence[Callable[[], Any]], *, draws: bool, workers: str) -> list[Any]:
+    def run(
+        self, calls: Sequence[Callable[[], Any]], *, draws: Draws | None, workers: str, form: Hashable = None
+    ) -> list[Any]:
         """Run the call of each lane and return the results in their order.
 
         Args:
             calls: one callable per lane, run on the rank's device and the caller's stream; not more than the team has.
-            draws: whether ranks that share a random generator must draw from streams of their own.
+            draws: finds out whether ranks draw random numbers, and need streams of their own; ``None``: they have none.
             workers: ``threads``, each lane in its own worker, the same one in every call; ``caller``, one after the
                 other in the caller's thread, as a single one always.
+            form: of the call, for ``draws``.
 
         Raises:
             Exception: the first failing rank's, of the same type: ``Caught KeyError in replica 1 on device cuda:1.``
@@ -91,16 +97,23 @@ class Run:
                 ``KeyboardInterrupt`` and ``SystemExit`` pass through.
             Error: a rank did not end within ``MGPU_CORE_TIMEOUT`` seconds.
         """
-        draws = draws and shares_generator(self.team)
+        streams = None
+        if draws is not None and len(calls) > 1:
+            self.numbers = draws.begin(self.team, form)
+            streams = self.numbers.streams
         if len(calls) == 1 or workers == "caller":
-            return self._in_caller(calls, draws)
-        outcomes = self._in_workers(calls, draws)
-        failures = list(map(_error_of, outcomes))
-        if any(failures):
-            for outcome in outcomes:
-                outcome.error = None  # its job may live on
-            self._raise(failures)
-        return list(map(_value_of, outcomes))
+            values = self._in_caller(calls, streams)
+        else:
+            outcomes = self._in_workers(calls, streams)
+            failures = list(map(_error_of, outcomes))
+            if any(failures):
+                for outcome in outcomes:
+                    outcome.error = None  # its job may live on
+                self._raise(failures)
+            values = list(map(_value_of, outcomes))
+        if draws is not None and self.numbers is not None:
+            draws.end(self.numbers, in_threads=workers == "threads")
+        return values
 
     def alone(self, call: Callable[[], Any]) -> Any:
         """Run the only lane in the caller's thread; its failure stays as it is."""
@@ -123,16 +136,15 @@ class Run:
         with on(self.team.devices[rank], self.streams[rank]), clock:
             return call()
 
-    def _in_caller(self, calls: Sequence[Callable[[], Any]], draws: bool) -> list[Any]:
+    def _in_caller(self, calls: Sequence[Callable[[], Any]], streams: Sequence[RankStream] | None) -> list[Any]:
         """Run the lanes one after the other in this thread, several in contexts of their own; a failure ends it."""
-        devices, are_several = self.team.devices, len(calls) > 1
-        numbers = rank_streams(devices) if draws and are_several and devices.count(_CPU) > 1 else None
+        are_several = len(calls) > 1
         values: list[Any] = []
         for rank, call in enumerate(calls):
             if not self._is_bare:
                 call = self._placed(rank, call)
-            if numbers is not None and (stream := numbers[rank]) is not None:
-                call = partial(_drawn, call, stream)
+            if streams is not None:
+                call = partial(_drawn, call, streams[rank])
             try:
                 values += (copy_context().run(call) if are_several else call(),)
                 continue
@@ -141,13 +153,14 @@ class Run:
             self._raise(failures)
         return values
 
-    def _in_workers(self, calls: Sequence[Callable[[], Any]], draws: bool) -> list[Outcome]:
+    def _in_workers(self, calls: Sequence[Callable[[], Any]], streams: Sequence[RankStream] | None) -> list[Outcome]:
         devices = self.team.devices
         if len(calls) > len(devices):
             raise ValueError(f"there are {len(calls)} calls, and {len(devices)} ranks to run them")
         self.streams = self.streams or [None] * len(devices)
-        context = CallerContext(devices, draws=draws and devices.count(_CPU) > 1)
-        waiting = self._waiting = Waiting(self._plans, _in_turns(self.team, context.serialize, draws))
+        context = CallerContext(devices, streams)
+        turns = _in_turns(self.team, context.serialize, draws=streams is not None)
+        waiting = self._waiting = Waiting(self._plans, turns)
         tasks = [context.bind(partial(self._attended, waiting, rank, call), rank) for rank, call in enumerate(calls)]
         with switches_kept(), self.team.workers.lease(self._at_once) as crew:
             return crew.run(tasks, waiting.seconds)
@@ -239,7 +252,7 @@ def shares_generator(team: Team) -> bool:
     return len(set(team.devices)) < len(team.devices)
 
 
-def _in_turns(team: Team, all_in_turns: bool, draws: bool) -> list[list[int]]:
+def _in_turns(team: Team, all_in_turns: bool, *, draws: bool) -> list[list[int]]:
     """Return groups of ranks that must take turns: all, or those that share an accelerator and its generator."""
     if all_in_turns:
         return [list(team.ranks)]

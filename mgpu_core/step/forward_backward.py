@@ -12,11 +12,11 @@ import torch
 from torch.nn import Module
 from torch.nn.utils import parametrize
 
-from mgpu_core.parallel.apply import draws_apart
 from mgpu_core.parallel.lost import Given, given_attributes, lost_attributes, warn_lost
 from mgpu_core.parallel.originals import OriginalsWatch
 from mgpu_core.parallel.rows_elsewhere import warn_rows_elsewhere
 from mgpu_core.parallel.scatter_inputs import scatter_objects
+from mgpu_core.ranks.draws import Draws
 from mgpu_core.ranks.rank_clock import RankClock
 from mgpu_core.ranks.run import Run, shares_generator
 from mgpu_core.ranks.worker_choice import WorkerChoice, size_of
@@ -98,7 +98,8 @@ class ForwardBackward:
         self._reduction, self._amp_dtype, self._dim = options.reduction, options.amp_dtype, options.dim
         self.gathers = options.loss_on == "gathered"
         self._may_be_empty = options.has_processes  # others may have rows
-        self._rng, self._choice, self.split_plan = rng, choice, split_plan
+        self._choice, self.split_plan = choice, split_plan
+        self._draws = Draws(rng, type(net.module).__name__)
         self._timed: Hashable = None  # the size of the batch whose call is timed
         self._ranks = len(replicas.team)
         self._calls_to_watch = self._outputs_to_watch = 2
@@ -281,12 +282,12 @@ class ForwardBackward:
         if count == 1:  # failures are the module's own
             return [run.alone(calls[0])]
         versions = self._replicas.versions
-        draws = self._shares_generator and draws_apart(tree, self._rng)
+        form = tree.modes, len(parts[0].inputs), *parts[0].kwargs
         if tracer.sink is None:
-            results = run.run(calls, draws=draws, workers=workers)
+            results = run.run(calls, draws=self._draws, workers=workers, form=form)
         else:
             with span("apply"):
-                results = run.run(calls, draws=draws, workers=workers)
+                results = run.run(calls, draws=self._draws, workers=workers, form=form)
         self._replicas.check_unwritten(versions)
         if given is not None:
             self._tell_lost(given, watch)

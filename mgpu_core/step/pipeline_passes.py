@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from mgpu_core.parallel.apply import draws_apart
 from mgpu_core.pipeline.module import Pipeline
 from mgpu_core.pipeline.pipeline_run import PipelineRun
 from mgpu_core.ranks.rank_clock import RankClock
@@ -101,9 +100,9 @@ class PipelinePasses(ForwardBackward):
             calls[0]()
             return
         names = [f"copy {index} of the pipeline" for index in range(len(calls))]
-        draws = any(draws_apart(self._net.tree, each.rng) for each in self._pipelines)
         run = Run(self._heads.first(len(calls)), names=names)
-        run.run(calls, draws=draws, workers="caller" if in_caller else "threads")
+        form = self._net.tree.modes, torch.is_grad_enabled()
+        run.run(calls, draws=self._draws, form=form, workers="caller" if in_caller else "threads")
 
     def stop(self, seconds: float) -> bool:
         """Let no action begin any more; return whether all workers have ended in that time."""

@@ -299,7 +299,7 @@ class TensorParallel(Module):
                     calls = [partial(in_span, "forward", *each, call) for each, call in pairs]
                 run = Run(self._team)
                 try:
-                    results = run.run(calls, draws=False, workers="threads")
+                    results = run.run(calls, draws=None, workers="threads")
                 except BaseException:  # after Ctrl-C ranks are still at work, with the modules of the next call
                     run.stop(time_limit())
                     raise

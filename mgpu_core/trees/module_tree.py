@@ -251,6 +251,14 @@ class ModuleTree:
                 found += ((name, index),)
         return found
 
+    @property
+    def modes(self) -> bytes:
+        """Return whether each module is in training mode."""
+        try:
+            return bytes(map(_mode_of, self.nodes))
+        except AttributeError:  # a frozen script has no mode
+            return bytes(getattr(node.module, "training", False) for node in self.nodes)
+
     def draws_random_numbers(self) -> bool:
         """Return whether a forward of the network looks as if it drew random numbers; see the function."""
         for node in self.nodes:
@@ -266,6 +274,7 @@ class ModuleTree:
 
 
 _tables_of = attrgetter("_parameters", "_buffers", "_modules")
+_mode_of = attrgetter("module.training")
 _compiled_of = attrgetter("_compiled_call_impl")
 
 

@@ -36,6 +36,7 @@ LISTS = {
         "inference",
         "parallel/test_torch_expectations.py",
         "pipeline",
+        "ranks/test_draws.py",
         "soak/test_soak_inference.py",
         "parallel/sync_batchnorm/test_sync_batchnorm.py",
     ),

@@ -20,7 +20,7 @@ def run_of(ranks, **settings):
 def run(ranks, work, **settings):
     """What ``work(lane, rank)`` returns in each lane."""
     return run_of(ranks, **settings).run(
-        [lambda rank=rank: work(current_lane(), rank) for rank in range(ranks)], draws=False, workers="threads"
+        [lambda rank=rank: work(current_lane(), rank) for rank in range(ranks)], draws=None, workers="threads"
     )
 
 
@@ -37,19 +37,19 @@ def test_results_come_in_the_order_of_the_lanes(ranks, workers):
         return rank * rank
 
     calls = [lambda rank=rank: work(rank) for rank in range(ranks)]
-    assert run_of(ranks).run(calls, draws=False, workers=workers) == [rank * rank for rank in range(ranks)]
+    assert run_of(ranks).run(calls, draws=None, workers=workers) == [rank * rank for rank in range(ranks)]
 
 
 def test_a_single_lane_and_those_in_the_caller_have_no_lane():
     here = threading.get_ident()
     assert run(1, lambda lane, _: (lane, threading.get_ident())) == [(None, here)]
-    found = run_of(3).run([current_lane] * 3, draws=False, workers="caller")
+    found = run_of(3).run([current_lane] * 3, draws=None, workers="caller")
     assert found == [None, None, None]
 
 
 def test_there_are_never_fewer_threads_than_lanes():
     with pytest.raises(ValueError, match="there are 3 calls, and 2 ranks to run them"):
-        run_of(2).run([int] * 3, draws=False, workers="threads")
+        run_of(2).run([int] * 3, draws=None, workers="threads")
     assert len(set(run(8, lambda *_: threading.get_ident()))) == 8
 
 
@@ -264,7 +264,7 @@ def test_stop_wakes_every_waiting_lane_and_waits_for_those_at_work():
 
     def call():
         try:
-            this.run(calls, draws=False, workers="threads")
+            this.run(calls, draws=None, workers="threads")
         except Error as error:
             told.append(str(error))
 
@@ -281,9 +281,9 @@ def test_stop_wakes_every_waiting_lane_and_waits_for_those_at_work():
 def test_after_a_stop_no_lane_begins():
     this = run_of(2)
     began = []
-    this.run([int, int], draws=False, workers="threads")
+    this.run([int, int], draws=None, workers="threads")
     assert this.stop(0.0)
     waiting = run_of(2)
     assert waiting.stop(0.0)  # nobody is at work yet
-    assert waiting.run([lambda: began.append(1)] * 2, draws=False, workers="threads") == [None, None]
+    assert waiting.run([lambda: began.append(1)] * 2, draws=None, workers="threads") == [None, None]
     assert began == [1, 1]

@@ -21,7 +21,8 @@ _REASONS = {
         test_objects_of_a_step_must_agree
     """,
     "a wrapper in a wrapper names the outer one's first device, and the outer's other ranks are elsewhere": """
-        test_data_parallel_inside_data_parallel test_nothing_is_warned_of_where_nothing_is_lost
+        test_data_parallel_inside_data_parallel test_ranks_in_a_rank_draw_one_result
+        test_nothing_is_warned_of_where_nothing_is_lost
     """,
     "packed sequences keep their lengths on the CPU, and are made here with a default device": """
         test_one_rank_takes_what_cannot_be_cut test_packed_nested_and_sparse_inputs_are_refused_with_path

@@ -217,9 +217,8 @@ class DataParallel(torch.nn.DataParallel[M]):
     def _watch(self, given: Given, watch: OriginalsWatch | None) -> None:
         """Look for lost attributes in the first forward passes; later ones pay nothing for it."""
         self._forwards_to_watch -= 1
-        if watch is not None and watch.used:
+        if watch is not None and watch.tell():
             self._forwards_to_watch = 0
-            watch.tell()
         if lost := lost_attributes(given):
             self._forwards_to_watch = 0
             warn_lost(type(self.module).__name__, lost)

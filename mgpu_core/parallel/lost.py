@@ -54,15 +54,23 @@ def given_attributes(replica: Module) -> Given:
     ]
 
 
-def lost_attributes(given: Given) -> list[str]:
-    """Return the names, such as ``encoder.steps``, of attributes assigned to the replica since then."""
+def lost_attributes(given: Given, kept_by: Module | None = None) -> list[str]:
+    """Return the names, such as ``encoder.steps``, of attributes assigned to the replica since then.
+
+    Args:
+        given: of the replica, before its forward.
+        kept_by: the module that ran as another rank, and keeps what was assigned to it: equal plain values, such as a
+            note that something was done, are there as on one device.
+    """
     lost: list[str] = []
     for path, module, attributes, buffers, of_parameters, entries in given:
         not_lost = _TORCHS | attributes.get("_former_parameters", {}).keys() | _rewritten_by_hooks(module)
         names = [
             name
             for name, value in vars(module).items()
-            if name not in not_lost and value is not attributes.get(name, _ABSENT)
+            if name not in not_lost
+            and value is not attributes.get(name, _ABSENT)
+            and not _is_kept(value, path, name, kept_by)
         ]
         names += [
             name
@@ -82,6 +90,15 @@ def lost_attributes(given: Given) -> list[str]:
 
 
 _ABSENT = object()
+
+
+def _is_kept(value: Any, path: str, name: str, kept_by: Module | None) -> bool:
+    if kept_by is None or type(value) not in _NOTES:
+        return False
+    return any(vars(each).get(name, _ABSENT) == value for at, each in kept_by.named_modules() if at == path)
+
+
+_NOTES = (bool, str, type(None))
 
 
 def _are_other(now: list[Any], before: list[Any]) -> bool:

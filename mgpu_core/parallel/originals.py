@@ -18,6 +18,7 @@ from torch.nn import Module
 from mgpu_core.support.warnings import warn_user
 from mgpu_core.trees.module_tree import ModuleTree
 from mgpu_core.trees.nested import tensors_in
+from mgpu_core.trees.replica_hooks import hook_that_reaches
 
 __all__ = ["OriginalsWatch"]
 
@@ -29,40 +30,49 @@ class OriginalsWatch:
 
     Args:
         tree: the module.
-
-    Attributes:
-        used: the ids of the module's parameters that a rank above 0 has computed with.
     """
 
     def __init__(self, tree: ModuleTree) -> None:
         self._module = tree.nodes[0].module
         # Where ranks meet, the graph of each goes on in those of the others: nothing can be told from it.
         self._ids = frozenset() if tree.ranks_meet else frozenset(map(id, tree.parameters))
-        self.used: set[int] = set()
+        self._modules = tree.indices.keys()
+        self._used: set[int] = set()
 
     def around(self, replicas: Sequence[Callable[..., Any]]) -> list[Callable[..., Any]]:
-        """Return what to call in place of the replicas; rank 0 may have parameters of the module itself."""
+        """Return what to call in place of the replicas; rank 0 may have parameters of the module itself.
+
+        Warn of a hook that reaches the module itself.
+        """
+        name = hook_that_reaches(replicas[-1], self._modules) if isinstance(replicas[-1], Module) else None
+        if name is not None:
+            warn_user(
+                f"a hook on {name} of {type(self._module).__name__} reaches the module itself, by an object or a "
+                "container: with several ranks it reads and writes that one's attributes, and the forward of each rank "
+                "its own. Make it a method of the module, or a function that names the module: those are each rank's"
+            )
         return [*replicas[:1], *map(self._watched, replicas[1:])]
 
     def _watched(self, replica: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             outputs = replica(*args, **kwargs)
-            self.used |= self._ids.intersection(map(id, _parameters_between((args, kwargs), outputs)))
+            self._used |= self._ids.intersection(map(id, _parameters_between((args, kwargs), outputs)))
             return outputs
 
         return call
 
-    def tell(self) -> None:
-        """Warn if a rank above 0 has used a parameter of the module itself."""
-        if not self.used:
-            return
-        name = next(name for name, each in Module.named_parameters(self._module) if id(each) in self.used)
+    def tell(self) -> bool:
+        """Warn if a rank above 0 has used a parameter of the module itself; return whether one has."""
+        if not self._used:
+            return False
+        name = next(name for name, each in Module.named_parameters(self._module) if id(each) in self._used)
         warn_user(
             f"a replica of {type(self._module).__name__} computes with {name} of the module itself: a closure, a weak "
             "reference or a helper object holds the module or one of its layers. Ranks share that layer, so its "
             "buffers are written once per rank, and on several devices the operation fails. Reach layers by attributes "
             "of the module (lists, dicts, partials and bound methods of layers are made again for each replica)"
         )
+        return True
 
 
 def _parameters_between(inputs: Any, outputs: Any) -> list[torch.Tensor]:

@@ -7,7 +7,7 @@ is walked once, not once per rank, and ordinary modules are copied by their dict
 
 from __future__ import annotations
 
-import weakref
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from types import MethodType
 from typing import Any, TypeVar
@@ -25,9 +25,10 @@ from mgpu_core.ranks.team import Team
 from mgpu_core.support.null_context import NULL_CONTEXT
 from mgpu_core.trace import tracer
 from mgpu_core.trace.tracer import span, when_tracing
+from mgpu_core.trees import replica_hooks
 from mgpu_core.trees.layer_holders import rewired
 from mgpu_core.trees.module_tree import ModuleNode, ModuleTree, check_initialised
-from mgpu_core.trees.replica_hooks import SHARES_HOOKS, keep_hooks_apart
+from mgpu_core.trees.replica_hooks import DICTIONARIES, NO_HOOKS, WeakMethod, have_hooks, own_hooks, weakened
 from mgpu_core.trees.replica_parameters import as_parameters, follow_attributes
 
 __all__ = ["build_replica", "compiled_by_rank", "loosen", "plain_copies", "replicate", "replicate_tree"]
@@ -65,7 +66,6 @@ def replicate(network: M, devices: Sequence[DeviceLike], detach: bool = False) -
 
 def replicate_tree(tree: ModuleTree, team: Team, detach: bool) -> list[Any]:
     """Return one replica per rank of a network that was just read, and whose tensors are initialised."""
-    keep_hooks_apart()
     ranks = len(team.ranks)
     with NULL_CONTEXT if tracer.sink is None else span("replicate"):
         calls = compiled_by_rank(tree, ranks) if tree.is_compiled else [()] * ranks
@@ -146,22 +146,30 @@ def build_replica(
         compiled: for each compiled module the index of its node, and the callable of its replica.
         leaves: the parameters are ``nn.Parameter``; otherwise they are made :class:`ReplicaParameter`.
     """
+    if not replica_hooks.are_apart:
+        replica_hooks.keep_hooks_apart()
     new, assign = object.__new__, object.__setattr__
     replicas = [
         new(type(node.module)) if node.kind.is_ordinary else node.module._replicate_for_data_parallel()
         for node in tree.nodes
     ]
     held: list[tuple[Module, str]] = []
+    hooked: list[tuple[ModuleNode, Any]] = []
     for node, replica in zip(tree.nodes, replicas, strict=True):
         if node.kind.is_ordinary:
             # Past Module.__setattr__, which would find out for each value what it is.
             assign(replica, "__dict__", _attributes(node, replicas, parameters, buffers))
         else:
             _wire_by_setattr(node, replica, replicas, parameters, tree.buffers if buffers is None else buffers, leaves)
+        if replica_hooks.SHARES_HOOKS not in replica.__dict__:
+            hooked += ((node, replica),)
     if not leaves:
         as_parameters(tree.parameters, parameters)
-    if tree.has_holders:
+    if tree.has_holders or hooked:
         made = {key: replicas[index] for key, index in tree.indices.items()}
+        for node, replica in hooked:
+            replica.__dict__.update(own_hooks(node.module.__dict__, made))
+            held += [(replica, name) for name in DICTIONARIES]
         for node, replica in zip(tree.nodes, replicas, strict=True):
             for name in node.holders:
                 replica.__dict__[name] = rewired(node.module.__dict__[name], made)
@@ -183,7 +191,11 @@ def _attributes(
     """Return a replica's ``__dict__``: its tensors and modules are its own, other attributes are the module's."""
     original = node.module.__dict__
     own: dict[str, Any] = dict.fromkeys(node.absent) if node.absent else {}
-    attributes = {**original, "_is_replica": True, SHARES_HOOKS: True, "_former_parameters": own, "_parameters": own}
+    attributes = {**original, "_is_replica": True, "_former_parameters": own, "_parameters": own}
+    # Written out: a call per module and rank would cost more than it does.
+    has_hooks = original["_forward_hooks"] or original["_forward_pre_hooks"]
+    if not (has_hooks or original["_backward_hooks"] or original["_backward_pre_hooks"]):
+        attributes |= NO_HOOKS
     for name, index in node.parameters:
         own[name] = parameters[index]
     if buffers is not None:
@@ -205,22 +217,11 @@ def loosen(replicas: Iterable[Module]) -> None:
     """
     for replica in replicas:
         for module, name in replica.__dict__.pop(_REWIRED, ()):
-            method = module.__dict__.get(name)
-            if type(method) is MethodType:
-                module.__dict__[name] = _WeakMethod(method)
-
-
-class _WeakMethod:
-    __slots__ = ("_method",)
-
-    def __init__(self, method: MethodType) -> None:
-        self._method = weakref.WeakMethod(method)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        method = self._method()
-        if method is None:
-            raise ReferenceError("the replica of this method is gone")
-        return method(*args, **kwargs)
+            value = module.__dict__.get(name)
+            if type(value) is MethodType:
+                module.__dict__[name] = WeakMethod(value)
+            elif name in DICTIONARIES and value:
+                module.__dict__[name] = OrderedDict((key, weakened(hook)) for key, hook in value.items())
 
 
 def _wire_by_setattr(
@@ -233,8 +234,8 @@ def _wire_by_setattr(
 ) -> None:
     """Wire a module that has a say in it: RNNs keep a second list of their weights, ScriptModules live in C++."""
     replica._former_parameters = {}  # torch's name for a replica's parameters
-    if "_forward_hooks" in replica.__dict__:  # a ScriptModule keeps its own in C++
-        replica.__dict__[SHARES_HOOKS] = True
+    if "_forward_hooks" in replica.__dict__ and not have_hooks(replica.__dict__):  # a ScriptModule keeps its own in C++
+        replica.__dict__.update(NO_HOOKS)
     for name, index in node.children:
         setattr(replica, name, replicas[index])
     for name, index in node.parameters:

@@ -44,15 +44,20 @@ def check_rng(rng: str) -> None:
 
 def rank_streams(ranks: int) -> list[RankStream]:
     """Return a stream per rank, seeded by one draw from the caller's generator."""
-    _warn_of_race()
+    _first_use()
     base = int(torch.empty((), dtype=torch.int64, device="cpu").random_(2**32, generator=current_generator()))
     # The CPU generator uses 32 bits of its seed.  An odd step keeps the ranks' seeds apart, whatever the base.
     return [RankStream((base + rank * 0x9E3779B9) % 2**32) for rank in range(ranks)]
 
 
 @cache
-def _warn_of_race() -> None:
-    """Warn once, without the GIL, that torch before 2.13 has a race where several ranks draw random numbers."""
+def _first_use() -> None:
+    """Have torch import its compiler, as it does at the first operation under a mode, before ranks run.
+
+    Warn once, without the GIL, that torch before 2.13 has a race where several ranks draw random numbers.
+    """
+    with RankStream(0).entered():
+        torch.empty(0, device="cpu")
     if torch.__version__ < "2.13" and not getattr(sys, "_is_gil_enabled", lambda: True)():
         warn_user(
             f"torch {torch.__version__} has a race without the GIL: a forward in which several CPU ranks draw random "

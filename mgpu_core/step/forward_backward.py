@@ -304,10 +304,9 @@ class ForwardBackward:
 
     def _tell_lost(self, given: Given, watch: OriginalsWatch | None) -> None:
         """Warn once of attributes that forwards assign: those of all ranks but the first are lost."""
-        if watch is not None and watch.used:
+        if watch is not None and watch.tell():
             self._calls_to_watch = 0
-            watch.tell()
-        if names := lost_attributes(given):
+        if names := lost_attributes(given, kept_by=self._net.module):
             self._calls_to_watch = 0
             warn_lost(type(self._net.module).__name__, names, rank_0_keeps=True)
 

@@ -19,7 +19,7 @@ from weakref import ReferenceType
 import torch
 from torch.nn import Module
 
-__all__ = ["attributes_that_reach", "contents_of", "entries_of", "rewired", "still_reached"]
+__all__ = ["attributes_that_reach", "contents_of", "entries_of", "leads_to", "rewired", "still_reached"]
 
 _DEPTH = 100  # of containers in containers
 _TORCHS = {*vars(Module()), "_compiled_call_impl", "_former_parameters", "_is_replica", "_flat_weights", "_all_weights"}
@@ -97,12 +97,13 @@ def still_reached(copied: Module, originals: Collection[int]) -> str | None:
     """
     for path, module in copied.named_modules():
         for name, value in vars(module).items():
-            if name not in _TORCHS and _leads_to(value, originals):
+            if name not in _TORCHS and leads_to(value, originals):
                 return f"{path}.{name}" if path else name
     return None
 
 
-def _leads_to(value: Any, wanted: Collection[int]) -> bool:
+def leads_to(value: Any, wanted: Collection[int]) -> bool:
+    """Return whether an object is, or leads in any way to, one with a wanted id."""
     waiting, seen = [value], {id(value)}
     for each in waiting:  # it grows meanwhile
         if id(each) in wanted:

@@ -235,7 +235,6 @@ def test_failure_keeps_nothing_alive_once_it_was_handled(kind, ranks):
         kept.append(weakref.ref(activation))
         raise kind("x")
 
-    run(lambda rank: torch.ones(1), ranks)  # torch imports its compiler with the first operation under a mode
     while gc.collect():  # what ends of other tests' garbage, may leave more of it
         pass
     with no_collector():

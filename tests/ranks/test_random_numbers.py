@@ -364,13 +364,13 @@ def test_another_thread_keeps_the_default_generator():
 def test_a_race_of_torch_without_the_gil_is_said_once(monkeypatch, version, has_gil, warns):
     monkeypatch.setattr(torch, "__version__", type(torch.__version__)(version))
     monkeypatch.setattr("sys._is_gil_enabled", lambda: has_gil, raising=False)
-    random._warn_of_race.cache_clear()
+    random._first_use.cache_clear()
     model = DataParallel(nn.Dropout(0.5), cpu(2))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
             model(torch.ones(4, 3))
-    random._warn_of_race.cache_clear()
+    random._first_use.cache_clear()
     said = [each for each in caught if "has a race without the GIL" in str(each.message)]
     assert len(said) == warns
     assert all("torch 2.13 or newer" in str(each.message) and each.filename == __file__ for each in said)

@@ -16,7 +16,7 @@ from mgpu_core.devices.transfer import module_to
 from mgpu_core.parallel import gather, parallel_apply, replicate, scatter_kwargs
 from mgpu_core.parallel.apply import apply_to
 from mgpu_core.parallel.gather_outputs import padded
-from mgpu_core.parallel.lost import Given, given_attributes, lost_attributes, warn_lost
+from mgpu_core.parallel.lost import Given, SharedState, given_attributes, lost_attributes, warn_lost
 from mgpu_core.parallel.originals import OriginalsWatch
 from mgpu_core.parallel.replicate_modules import loosen, replicate_tree
 from mgpu_core.parallel.rows_elsewhere import rows_of_part, warn_rows_elsewhere
@@ -172,10 +172,11 @@ class DataParallel(torch.nn.DataParallel[M]):
             replicas = self.replicate(self.module, self.device_ids[: len(parts)])
         given = given_attributes(replicas[0]) if self._forwards_to_watch > 0 else None
         watch = OriginalsWatch(tree) if given is not None else None
+        shared_state = SharedState(self.module) if given is not None else None
         try:
             outputs = self._run_replicas(tree, team, replicas, parts, kwargs_parts, watch, method)
             if given is not None:
-                self._watch(given, watch)
+                self._watch(given, watch, shared_state, len(parts))
                 rows = [rows_of_part(part, self.dim) for part in zip(parts, kwargs_parts, strict=False)]
                 if warn_rows_elsewhere(outputs, rows, self.dim):
                     self._forwards_to_watch = 0
@@ -214,9 +215,11 @@ class DataParallel(torch.nn.DataParallel[M]):
         """Return whether a method is this class's: neither a subclass's nor put on the wrapper."""
         return name not in self.__dict__ and getattr(type(self), name) is getattr(DataParallel, name)
 
-    def _watch(self, given: Given, watch: OriginalsWatch | None) -> None:
+    def _watch(self, given: Given, watch: OriginalsWatch | None, shared_state: SharedState | None, ranks: int) -> None:
         """Look for lost attributes in the first forward passes; later ones pay nothing for it."""
         self._forwards_to_watch -= 1
+        if shared_state is not None and shared_state.tell(ranks):
+            self._forwards_to_watch = 0
         if watch is not None and watch.tell():
             self._forwards_to_watch = 0
         if lost := lost_attributes(given):

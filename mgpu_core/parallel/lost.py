@@ -14,9 +14,10 @@ from torch.nn import Module
 
 from mgpu_core.support.warnings import warn_user
 from mgpu_core.trees.layer_holders import entries_of
+from mgpu_core.trees.marks import changed, held_by, marks_of
 from mgpu_core.trees.replica_hooks import DICTIONARIES, SHARES_HOOKS
 
-__all__ = ["Given", "given_attributes", "lost_attributes", "warn_lost"]
+__all__ = ["Given", "SharedState", "given_attributes", "lost_attributes", "text_of_lost", "warn_lost"]
 
 
 class _Given(NamedTuple):
@@ -127,3 +128,54 @@ def warn_lost(kind_name: str, names: Sequence[str], *, rank_0_keeps: bool = Fals
         f"the forward of {kind_name} assigns {told}: {what_happens}. Return it, or keep it in a buffer that is "
         "changed in place (rank 0's are the module's own)."
     )
+
+
+def text_of_lost(names: Sequence[str]) -> str:
+    """Return a text for an error of a call whose forwards have assigned these attributes."""
+    return (
+        f"the forward assigns {', '.join(names[:_NAMED])}: each rank assigns to its own replica, and code outside of "
+        "the forward, such as the loss, reads that of rank 0. Return such values from the forward"
+    )
+
+
+class SharedState:
+    """What attributes and hooks of a module hold beside layers and tensors, which all its ranks share.
+
+    Args:
+        module: before its ranks run.
+        used_by: a loss function that is called per rank; what it reads is its rank's, and no state.
+    """
+
+    def __init__(self, module: Module, used_by: Any = None) -> None:
+        self._module, self._used_by = module, used_by
+        self._before = self._now()
+
+    def _now(self) -> dict[str, Any]:
+        read = {id(value) for value in ({} if self._used_by is None else held_by(self._used_by)).values()}
+        named: dict[str, Any] = {}
+        for path, each in self._module.named_modules():
+            prefix = f"{path}." if path else ""
+            found = {f"{prefix}{name}": value for name, value in vars(each).items() if name not in _TORCHS}
+            for table in DICTIONARIES:
+                for hook in (vars(each).get(table) or {}).values():
+                    held = {} if isinstance(hook, bool) else held_by(hook)
+                    found |= {f"{name} of a hook on {path or 'the module'}": value for name, value in held.items()}
+            named |= {name: value for name, value in found.items() if _is_shared(value) and id(value) not in read}
+        return marks_of(named)
+
+    def tell(self, ranks: int) -> bool:
+        """Warn if so many ranks have changed some of it; return whether they have."""
+        names = changed(self._before, self._now())
+        if names:
+            told = ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
+            warn_user(
+                f"the forward of {type(self._module).__name__} changes {told}: all ranks share it, and change it "
+                f"{ranks} times a call, where one device does so once. Return what it holds, or keep it in a buffer "
+                "that is changed in place (rank 0's are the module's own)"
+            )
+        return bool(names)
+
+
+def _is_shared(value: Any) -> bool:
+    """Return whether ranks share this object, and can change what it holds."""
+    return not isinstance(value, Module | torch.Tensor | int | float | str | bytes | type | None)

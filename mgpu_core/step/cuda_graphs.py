@@ -208,7 +208,7 @@ class _Graph:
         steps = self._steps
         steps.begin()
         parts, rows = steps.split(self._batch.nest)
-        seed(parts, steps.window.seeds(rows))
+        seed(parts, steps.window, rows)
         losses = steps.compute(parts)
         steps.reducer.sum_the_rest()
         loss = steps.window.add(rows, losses, self._device)

@@ -12,7 +12,7 @@ import torch
 from torch.nn import Module
 from torch.nn.utils import parametrize
 
-from mgpu_core.parallel.lost import Given, given_attributes, lost_attributes, warn_lost
+from mgpu_core.parallel.lost import Given, SharedState, given_attributes, lost_attributes, text_of_lost, warn_lost
 from mgpu_core.parallel.originals import OriginalsWatch
 from mgpu_core.parallel.rows_elsewhere import warn_rows_elsewhere
 from mgpu_core.parallel.scatter_inputs import scatter_objects
@@ -22,6 +22,8 @@ from mgpu_core.ranks.run import Run, shares_generator
 from mgpu_core.ranks.worker_choice import WorkerChoice, size_of
 from mgpu_core.step.joined_outputs import gathered
 from mgpu_core.step.loss import RankLoss, Window, output_loss, rank_loss
+from mgpu_core.step.loss_check import LossState, warning_of_side
+from mgpu_core.step.loss_weights import LossWeights, weight_of
 from mgpu_core.step.options import Options
 from mgpu_core.step.rank_modules import RankModules
 from mgpu_core.step.replicas import Replicas
@@ -54,7 +56,9 @@ class RankPart:
     inputs: tuple[Any, ...]
     kwargs: dict[str, Any]
     target: tuple[Any, ...]  # empty where the module returns the loss
-    seed: float = 1.0
+    seed: float | torch.Tensor = 1.0
+    state: LossState | None = None  # of the loss function, if this part's loss is watched
+    unit: float = 0.0  # the factor of a mean over labels, besides their weight; 0: weights are not counted
 
 
 def way_to_pass(inputs: tuple[Any, ...]) -> str:
@@ -65,10 +69,19 @@ def way_to_pass(inputs: tuple[Any, ...]) -> str:
     return f"the whole batch came as one {type(inputs[0]).__name__}: step({stars}batch) passes its entries"
 
 
-def seed(parts: Sequence[RankPart], seeds: Sequence[float]) -> None:
-    """Set the factor of each part's loss before backward."""
-    for part, each in zip(parts, seeds, strict=True):
+def seed(parts: Sequence[RankPart], window: Window, rows: Sequence[int]) -> None:
+    """Set the factors of each part's loss before backward."""
+    for part, each in zip(parts, window.seeds(rows), strict=True):
         part.seed = each
+    if window.is_whole and len(parts) == 1:
+        return
+    elements = 0
+    for part in parts:
+        if part.target and type(part.target[0]) is torch.Tensor and part.target[0].ndim > 1:
+            elements += part.target[0].numel()
+    unit = window.unit(elements)
+    for part in parts:
+        part.unit = unit
 
 
 class ForwardBackward:
@@ -86,6 +99,7 @@ class ForwardBackward:
     Attributes:
         split_plan: the same.
         gathers: the loss is computed once, on the outputs of all ranks.
+        weights: counts what losses of torch are divided by.
     """
 
     def __init__(
@@ -97,6 +111,8 @@ class ForwardBackward:
         self._alone = loss.module if isinstance(loss, RankModules) else loss  # the loss function of one rank
         self._reduction, self._amp_dtype, self._dim = options.reduction, options.amp_dtype, options.dim
         self.gathers = options.loss_on == "gathered"
+        self.weights = LossWeights(self._alone)
+        self._counts_weights = options.reduction == "mean" and self._alone is not None
         self._may_be_empty = options.has_processes  # others may have rows
         self._choice, self.split_plan = choice, split_plan
         self._draws = Draws(rng, type(net.module).__name__)
@@ -197,13 +213,22 @@ class ForwardBackward:
             clocks = plan.clocks() if plan.is_timed else ()
         if self.gathers:
             weighed = [sum(rows)]
-            scale = None if window is None else window.seeds(weighed)[0]
-            loss, outputs = self._run_gathered(parts, rows, clocks, inputs[-1], scale)
+            whole = RankPart((), {}, (inputs[-1],))
+            state = self.watch_loss(whole) if self._calls_to_watch else None
+            if window is not None:
+                seed([whole], window, weighed)
+            loss, outputs = self._run_gathered(parts, rows, clocks, whole, backward=window is not None)
             losses, each = [loss], [outputs]
+            if state is not None and state.side and len(parts) > 1:
+                self._calls_to_watch = 0
+                warn_user(warning_of_side(state, gathers=True))
         else:
             weighed = rows
             if window is not None:
-                seed(parts, window.seeds(rows))
+                seed(parts, window, rows)
+            elif len(parts) > 1:
+                for part in parts:
+                    part.unit = 1.0
             losses, each = self.run_parts(parts, clocks, backward=window is not None, keep_outputs=keep_outputs)
         if clocks:
             plan.take_times(rows, clocks)
@@ -223,6 +248,8 @@ class ForwardBackward:
             work = partial(self._work, backward=backward and not joint, keep_outputs=keep_outputs)
             found = self._over_ranks(work, parts, clocks, loss_fns)
         losses, outputs = map(list, zip(*found, strict=True)) if found else ([], [])
+        if self._counts_weights and parts[0].unit:
+            self.weights.settle(losses)
         if joint:
             with span("backward"):
                 differentiate(losses, [part.seed for part in parts])
@@ -235,8 +262,9 @@ class ForwardBackward:
         parts: Sequence[RankPart],
         rows: Sequence[int],
         clocks: Sequence[RankClock],
-        target: Any,
-        scale: float | None,
+        whole: RankPart,
+        *,
+        backward: bool,
     ) -> tuple[RankLoss, Any]:
         """Run forward of each part, the loss once on the outputs of all ranks, and one backward.
 
@@ -244,8 +272,8 @@ class ForwardBackward:
             parts: one per rank, without targets.
             rows: of each.
             clocks: one per rank; empty: no times are taken.
-            target: of all rows.
-            scale: the factor of the loss before backward; ``None``: no backward.
+            whole: has the target of all rows, and the factor of the loss.
+            backward: whether to make one.
 
         Returns:
             The loss, detached; the outputs of all ranks on the first device, detached.
@@ -254,10 +282,13 @@ class ForwardBackward:
         device = self._team.devices[0]
         outputs = found[0] if len(found) == 1 else gathered(found, rows, device, self._dim)
         with self.autocast(device), span("loss", 0, device):
-            loss = rank_loss(self._alone(outputs, moved(target, device)), self._reduction)
-        if scale is not None:
+            whole.target = (moved(whole.target[0], device),)
+            loss = self.loss_of(outputs, self._alone, whole)
+        if self._counts_weights and whole.unit:
+            self.weights.settle([loss])
+        if backward:
             with span("backward"):
-                differentiate([loss], [scale])
+                differentiate([loss], [whole.seed])
             check_losses([loss])
         return loss, detached(outputs)
 
@@ -282,15 +313,19 @@ class ForwardBackward:
         if count == 1:  # failures are the module's own
             return [run.alone(calls[0])]
         versions = self._replicas.versions
+        shared = SharedState(self._net.module, used_by=self._alone) if given is not None else None
         form = tree.modes, len(parts[0].inputs), *parts[0].kwargs
-        if tracer.sink is None:
-            results = run.run(calls, draws=self._draws, workers=workers, form=form)
-        else:
-            with span("apply"):
+        try:
+            with NULL_CONTEXT if tracer.sink is None else span("apply"):
                 results = run.run(calls, draws=self._draws, workers=workers, form=form)
+        except RuntimeError as error:
+            names = lost_attributes(given, kept_by=self._net.module) if given is not None else []
+            if names and "through the graph a second time" in str(error):
+                raise RuntimeError(f"a loss reads a tensor of another rank's forward: {text_of_lost(names)}") from error
+            raise
         self._replicas.check_unwritten(versions)
         if given is not None:
-            self._tell_lost(given, watch)
+            self._tell_lost(given, watch, shared)
         if tree.has_holders or tree.is_compiled:
             self._net.let_go(modules)
         return results
@@ -302,8 +337,10 @@ class ForwardBackward:
         self._calls_to_watch -= 1
         return given_attributes(replica)
 
-    def _tell_lost(self, given: Given, watch: OriginalsWatch | None) -> None:
-        """Warn once of attributes that forwards assign: those of all ranks but the first are lost."""
+    def _tell_lost(self, given: Given, watch: OriginalsWatch | None, shared: SharedState | None) -> None:
+        """Warn once of what forwards assign or change: attributes of all ranks but the first are lost."""
+        if shared is not None and shared.tell(self._ranks):
+            self._calls_to_watch = 0
         if watch is not None and watch.tell():
             self._calls_to_watch = 0
         if names := lost_attributes(given, kept_by=self._net.module):
@@ -345,13 +382,43 @@ class ForwardBackward:
             loss_fn = loss_fn and partial(tracer.in_span, "loss", rank, device, loss_fn)
         with NULL_CONTEXT if self._amp_dtype is None else self.autocast(device):
             output = model(*part.inputs, **part.kwargs)
-            result = output_loss(output) if loss_fn is None else loss_fn(output, *part.target)
-            loss = rank_loss(result, self._reduction)
+            loss = self.loss_of(output, loss_fn, part)
         if backward and tracer.sink:
             tracer.in_span("backward", rank, device, differentiate, [loss], [part.seed])
         elif backward:
             differentiate([loss], [part.seed])
         return loss, detached(output) if keep_outputs else None
+
+    def loss_of(self, output: Any, loss_fn: LossFn | None, part: RankPart) -> RankLoss:
+        """Return the loss of a rank; set the part's factor before backward, if the loss is a mean over labels."""
+        if loss_fn is None:
+            return rank_loss(output_loss(output), self._reduction)
+        if part.state is not None:
+            return self._watched_loss(part.state, output, loss_fn, part)
+        if not part.unit or not self._counts_weights:
+            return rank_loss(loss_fn(output, *part.target), self._reduction)
+        if self.weights.keywords is None:
+            result, weight = self.weights.call(loss_fn, output, *part.target)
+        else:
+            result = loss_fn(output, *part.target)
+            weight = weight_of(output, *part.target, **self.weights.keywords)
+        loss = rank_loss(result, self._reduction)
+        if weight is not None:
+            weight = weight.to(loss.value.dtype) if type(weight) is torch.Tensor else weight
+            loss.weight, part.seed = weight, weight * part.unit
+        return loss
+
+    def _watched_loss(self, state: LossState, output: Any, loss_fn: LossFn, part: RankPart) -> RankLoss:
+        part.state = None
+        state.begin()
+        loss = self.loss_of(output, loss_fn, part)
+        state.end()
+        return loss
+
+    def watch_loss(self, part: RankPart) -> LossState:
+        """Return the state of the loss function, which will know what the loss of a part has changed."""
+        part.state = LossState(self._alone)
+        return part.state
 
     def _forward(self, module: Module, _: None, rank: int, part: RankPart) -> Any:
         device = self._team.devices[rank]
@@ -374,7 +441,7 @@ def check_losses(losses: Sequence[RankLoss]) -> None:
 _run_backward = torch.autograd.Variable._execution_engine.run_backward  # what torch.autograd.backward ends in
 
 
-def differentiate(losses: Sequence[RankLoss], seeds: Sequence[float]) -> None:
+def differentiate(losses: Sequence[RankLoss], seeds: Sequence[Any]) -> None:
     """Make one backward from all losses, and detach them.
 
     It runs in the dtypes of its forward: autocast, which would choose a second time, is off.
@@ -386,7 +453,7 @@ def differentiate(losses: Sequence[RankLoss], seeds: Sequence[float]) -> None:
         loss.is_constant = not value.requires_grad
         if value.requires_grad:
             values += (value,)
-            grads += (torch.full_like(value, seed),)
+            grads += (seed.to(value) if type(seed) is torch.Tensor else torch.full_like(value, seed),)
     if values:
         if torch._C._is_any_autocast_enabled():
             with _without_autocast():

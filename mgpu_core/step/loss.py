@@ -63,13 +63,14 @@ class RankLoss:
 
     Attributes:
         value: the number to differentiate.
-        weight: for ``weighted``, the weight next to the sum.
+        weight: for ``weighted``, the weight next to the sum; for a mean over labels what it was divided by; ``None``:
+            a mean over rows, or a sum.
         aux: further numbers by name, which are weighed like the loss.
         is_constant: it has no gradient: none of this rank's rows gave a reason to learn.
     """
 
     value: torch.Tensor
-    weight: torch.Tensor | None = None
+    weight: torch.Tensor | float | None = None
     aux: Mapping[str, Any] | None = None
     is_constant: bool = False
 
@@ -115,18 +116,27 @@ def joined_aux(losses: Sequence[RankLoss], rows: Sequence[int], reduction: str) 
         if list(loss.aux or ()) != names:
             raise ValueError(f"rank {rank} gave aux numbers named {list(loss.aux or ())}, and rank 0 {names}")
     factors, divisor = [1.0] * len(losses), None
-    if reduction == "mean":
+    if reduction == "mean" and losses[0].weight is None:
         total = sum(rows)
         factors = [count / total for count in rows] if total else [1.0 / len(rows)] * len(rows)
     device = losses[0].value.device
-    if reduction == "weighted":
-        divisor = _total([to_device(loss.weight, device) for loss in losses if loss.weight is not None], factors)
+    weights = [_on(device, loss.weight) for loss in losses if loss.weight is not None]
+    if weights:
+        divisor = _total(weights, factors)
     found = {}
     for name in names:
         values = [_aux_number((loss.aux or {})[name], name, device) for loss in losses]
+        if reduction == "mean" and weights:  # with reduction="weighted" they are sums
+            values = [torch.where(w == 0, 0.0, v * w) for v, w in zip(values, weights, strict=True)]
         value = _total([values[0].clone(), *values[1:]], factors)
         found[name] = value if divisor is None else value / divisor
     return found
+
+
+def _on(device: torch.device, weight: torch.Tensor | float) -> torch.Tensor:
+    if isinstance(weight, torch.Tensor):
+        return to_device(weight, device)
+    return torch.full((), weight, dtype=torch.float64, device=device)
 
 
 def _aux_number(value: Any, name: str, device: torch.device) -> torch.Tensor:
@@ -175,7 +185,8 @@ class Window:
 
     Attributes:
         calls: how many there were so far.
-        weight: of these: their rows, or the weights of a weighted loss.
+        weight: of these: their rows, or the weights of their losses.
+        is_whole: the window has one call, in one process.
     """
 
     def __init__(self, reduction: str, planned: int, scale: float = 1.0, seeded: float | None = None) -> None:
@@ -184,6 +195,20 @@ class Window:
         self._reduction, self._scale = reduction, scale
         self.weight: float | torch.Tensor = 0.0
         self._is_shared, self._seeded = seeded is not None, seeded or 0.0
+        self.is_whole = planned == 1 and not self._is_shared
+        self._elements = self._seeded  # in place of rows, where losses are means over labels
+        self._is_weighed = False
+
+    def unit(self, elements: int) -> float:
+        """Return the factor before backward of a mean over labels, besides their weight.
+
+        A number near that of the labels, and one that the host knows: a loss scale means what it does for other means.
+
+        Args:
+            elements: the targets of all ranks, ignored ones, too; 0: as many as rows.
+        """
+        self._elements = self._elements or float(elements * self._planned) or self._seeded or 1.0
+        return self._scale / self._elements
 
     def seeds(self, rows: Sequence[int]) -> list[float]:
         """Return the factor of each rank's loss before backward; ``rows`` has one entry per rank."""
@@ -201,7 +226,10 @@ class Window:
     def add(self, rows: Sequence[int], losses: Sequence[RankLoss], device: torch.device) -> torch.Tensor:
         """Count a call that went through; return its loss, as one device would have it, on ``device``."""
         self.calls += 1
-        total = sum(rows)
+        if self._reduction == "mean" and (losses[0].weight is not None or self._is_weighed):
+            weights_of_means = self._weights_of(losses, device)
+            rows = weights_of_means
+        total: Any = sum(rows)
         if self._reduction != "weighted":
             self.weight += total
         if len(losses) == 1 and self._reduction != "weighted" and losses[0].value.device == device:
@@ -209,12 +237,37 @@ class Window:
         values = [each.value if each.value.device == device else to_device(each.value, device) for each in losses]
         if self._reduction == "sum":
             return _total(values, [1.0] * len(values))
+        if type(total) is torch.Tensor:
+            parts = [torch.where(w == 0, 0.0, v * w) for v, w in zip(values, weights_of_means, strict=True)]
+            return _total(parts, [1.0] * len(parts)) / total
         if self._reduction == "mean":
+            if total and 0 in rows:  # a mean over no labels is NaN, and adds nothing
+                values = [value for value, count in zip(values, rows, strict=True) if count]
+                rows = [count for count in rows if count]
             return _total(values, rows, total) if total else _total(values, [1] * len(rows), len(rows))
-        weights = [to_device(each.weight, device) for each in losses if each.weight is not None]
+        weights = [to_device(each.weight, device) for each in losses if isinstance(each.weight, torch.Tensor)]
         weight = _total(weights, [1.0] * len(weights))
         self.weight = self.weight + weight if self.calls > 1 else weight
         return _total(values, [1.0] * len(values)) / weight
+
+    def _weights_of(self, losses: Sequence[RankLoss], device: torch.device) -> list[Any]:
+        """Return the weights of means over labels, all on the host, or all on ``device``.
+
+        Raises:
+            RuntimeError: losses of calls before had weights, and these have none, or the other way round.
+        """
+        if losses[0].weight is None or (self.calls > 1 and not self._is_weighed):
+            raise RuntimeError(
+                "some losses of this update are means over labels, and others are not: what they weigh cannot be told. "
+                'Let loss_fn return (sum, weight), and pass reduction="weighted"'
+            )
+        self._is_weighed, self._seeded = True, self._elements
+        weights: list[Any] = []
+        for loss in losses:
+            weights += (loss.weight,)
+        if torch.Tensor in map(type, weights):
+            return [_on(device, weight) for weight in weights]
+        return weights
 
     def factor(self, weight: float | torch.Tensor) -> float | torch.Tensor | None:
         """Return the factor that the sums of the gradients still need; ``None``: no factor.
@@ -225,7 +278,8 @@ class Window:
             weight: of all calls together.
         """
         if type(weight) is not float and isinstance(weight, torch.Tensor):
-            return torch.where(weight == 0, 0.0, (weight * self._scale).reciprocal())
+            divisor = self._seeded if self._reduction == "mean" else 1.0
+            return torch.where(weight == 0, 0.0, divisor / (weight * self._scale))
         factor = 1.0 / self._scale
         if self._reduction == "weighted":
             factor = factor / weight if weight else 0.0

@@ -11,15 +11,16 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.nn import Module
 
-from mgpu_core.ranks.random import random_numbers_kept
+from mgpu_core.ranks.random import numbers_of, random_numbers_kept
 from mgpu_core.step.joined_outputs import UnjoinedError, joined_plainly
 from mgpu_core.step.loss import RankLoss, rank_loss
+from mgpu_core.step.loss_weights import LossWeights
 from mgpu_core.trees.comparison import any_in_half, tolerance
-from mgpu_core.trees.nested import flatten
+from mgpu_core.trees.marks import changed, held_by, marks_of
+from mgpu_core.trees.nested import flatten, map_leaves, moved, tensors_in
 
-__all__ = ["LossCheck", "LossState", "compare_losses", "warning_of"]
+__all__ = ["LossCheck", "LossState", "compare_losses", "warning_of", "warning_of_side", "warning_of_state"]
 
 LARGEST_NBYTES = 64 * 2**20  # of outputs that are looked at
 
@@ -41,21 +42,33 @@ class LossCheck(NamedTuple):
 
 
 class LossState:
-    """The buffers of a loss module as they are now, to compute from them again.
+    """What a loss function holds, as a call changes it.
 
     Args:
-        loss_fn: a function has none.
+        loss_fn: a function, a module, or another callable object.
+
+    Attributes:
+        side: the names of what was changed before the first loss: by the forwards, hooks on layers for example.
+        own: the names of what the first loss itself has changed.
     """
 
     def __init__(self, loss_fn: Any) -> None:
-        buffers = list(loss_fn.buffers()) if isinstance(loss_fn, Module) else []
-        self._buffers = [(buffer, buffer.clone()) for buffer in buffers]
+        self._loss_fn = loss_fn
+        self._marks = self._now()
+        self.side: list[str] = []
+        self.own: list[str] = []
 
-    def restore(self) -> None:
-        """Write the values back."""
-        with torch.no_grad():
-            for buffer, value in self._buffers:
-                buffer.copy_(value)
+    def _now(self) -> dict[str, Any]:
+        return marks_of(held_by(self._loss_fn))
+
+    def begin(self) -> None:
+        """Note that the first loss begins."""
+        before, self._marks = self._marks, self._now()
+        self.side = changed(before, self._marks)
+
+    def end(self) -> None:
+        """Note that it has ended."""
+        self.own = [name for name in changed(self._marks, self._now()) if name not in self.side]
 
 
 def compare_losses(
@@ -65,7 +78,7 @@ def compare_losses(
     losses: Sequence[RankLoss],
     rows: Sequence[int],
     reduction: str,
-    before: LossState,
+    weights: LossWeights,
     *,
     dim: int,
     is_half: bool,
@@ -73,51 +86,88 @@ def compare_losses(
     """Compare the loss of all outputs together with the sum of the ranks' losses.
 
     Args:
-        loss_fn: the user's; it is called twice without gradients, from the state ``before``.  Its buffers and the
-            random numbers are put back afterwards.
+        loss_fn: the user's, without a state of its own; it is called without gradients, as a rule once, and the random
+            numbers are put back afterwards.
         outputs: of each rank, without a graph.
         target: of all rows, on the first rank's device.
         losses, rows: of each rank.
         reduction: of the step.
-        before: the state that the ranks began with.
+        weights: of the step's losses.
         dim: the dimension of the rows.
         is_half: whether forwards compute in half precision.
     """
     leaves: list[Any] = []
     flatten(list(outputs), leaves, "outputs", whole=True)
     tensors = [each for each in leaves if isinstance(each, torch.Tensor)]
-    if sum(each.nbytes for each in tensors) > LARGEST_NBYTES:
-        return LossCheck(None, reason=f"the outputs are larger than {LARGEST_NBYTES >> 20} MiB")
     if not sum(rows):
         return LossCheck(None, reason="the batch has no rows")
+    nbytes = sum(each.nbytes for each in tensors)
+    if nbytes > LARGEST_NBYTES:
+        try:
+            with torch.no_grad(), random_numbers_kept(each.device for each in tensors):
+                outputs, target, losses, rows = _first_rows(
+                    loss_fn, outputs, target, rows, reduction, weights, LARGEST_NBYTES / nbytes, dim
+                )
+        except Exception as error:
+            return LossCheck(None, reason=f"the loss of some rows failed ({type(error).__name__}: {error})")
     ranks, size = _sum_of(losses, rows, reduction)
     allowed = tolerance(half=is_half or any_in_half(tensors)) * size
-    after = LossState(loss_fn)
+    devices = [each.device for each in tensors]
     try:
-        with torch.no_grad(), random_numbers_kept(each.device for each in tensors):
-            whole = joined_plainly(outputs, rows, dim)
-            found = [_gathered(loss_fn, whole, target, reduction, before) for _ in range(2)]
-            if abs(found[0] - ranks) > allowed and not all(each.dim() for each in tensors):
+        with torch.no_grad(), random_numbers_kept(devices):
+            numbers = torch.get_rng_state(), numbers_of(devices)
+            found = _gathered(loss_fn, joined_plainly(outputs, rows, dim), target, reduction)
+            if abs(found - ranks) > allowed and not all(each.dim() for each in tensors):
                 # A number that a forward returns may be a sum over its rows, and not their mean.
-                whole = joined_plainly(outputs, rows, dim, adds=True)
-                other = [_gathered(loss_fn, whole, target, reduction, before) for _ in range(2)]
-                found = other if abs(other[0] - ranks) <= allowed else found
+                other = _gathered(loss_fn, joined_plainly(outputs, rows, dim, adds=True), target, reduction)
+                found = other if abs(other - ranks) <= allowed else found
+            draws = not torch.equal(numbers[0], torch.get_rng_state()) or any(
+                not torch.equal(now, numbers[1][device]) for device, now in numbers_of(devices).items()
+            )
     except UnjoinedError as error:
         return LossCheck(None, reason=f"the ranks' outputs cannot be joined as one device would have them: {error}")
     except Exception as error:
         return LossCheck(None, reason=f"the loss of all outputs together failed ({type(error).__name__}: {error})")
-    finally:
-        after.restore()
-    if found[0] != found[1] or not math.isfinite(found[0]) or not math.isfinite(ranks):
-        return LossCheck(None, reason="the loss draws random numbers, keeps a state of its own, or is not finite")
-    agrees = abs(found[0] - ranks) <= allowed
-    return LossCheck(agrees, ranks, found[0], "" if agrees else _advice(loss_fn, target, reduction))
+    if draws or not math.isfinite(found) or not math.isfinite(ranks):
+        return LossCheck(None, reason="the loss draws random numbers, or is not finite")
+    agrees = abs(found - ranks) <= allowed
+    return LossCheck(agrees, ranks, found, "" if agrees else _ADVICE)
 
 
-def _gathered(loss_fn: Callable[..., Any], outputs: Any, target: Any, reduction: str, before: LossState) -> float:
-    """Compute the loss from the state before; each time with other random numbers."""
-    before.restore()
-    torch.rand(1)
+def _first_rows(
+    loss_fn: Callable[..., Any],
+    outputs: Sequence[Any],
+    target: Any,
+    rows: Sequence[int],
+    reduction: str,
+    weights: LossWeights,
+    share: float,
+    dim: int,
+) -> tuple[list[Any], Any, list[RankLoss], list[int]]:
+    """Return the same of the first rows of each rank: outputs, target, losses and rows."""
+    kept = [min(count, max(1, int(count * share))) for count in rows]
+    begins = [sum(rows[:rank]) for rank in range(len(rows))]
+    fewer = [_cut(output, 0, count, dim) for output, count in zip(outputs, kept, strict=True)]
+    targets = [_cut(target, begin, count, dim) for begin, count in zip(begins, kept, strict=True)]
+    losses = []
+    for output, its in zip(fewer, targets, strict=True):
+        result, weight = weights.call(loss_fn, output, moved(its, tensors_in(output)[0].device))
+        losses.append(rank_loss(result, reduction))
+        losses[-1].weight = losses[-1].weight if weight is None else weight
+    return fewer, joined_plainly(targets, kept, dim), losses, kept
+
+
+def _cut(nest: Any, begin: int, count: int, dim: int) -> Any:
+    return map_leaves(nest, lambda leaf: leaf.narrow(dim, begin, count) if isinstance(leaf, torch.Tensor) else leaf)
+
+
+_ADVICE = (
+    'it compares rows of different ranks: loss_on="gathered" computes it once, as on one device; or it divides by '
+    'another number than that of its rows: reduction="weighted"'
+)
+
+
+def _gathered(loss_fn: Callable[..., Any], outputs: Any, target: Any, reduction: str) -> float:
     loss = rank_loss(loss_fn(outputs, target), reduction)
     return float(loss.value if loss.weight is None else loss.value / loss.weight)
 
@@ -126,31 +176,38 @@ def _sum_of(losses: Sequence[RankLoss], rows: Sequence[int], reduction: str) -> 
     """Return the sum of the ranks' losses, and of their absolute values."""
     values = [float(each.value) for each in losses]
     if reduction == "mean":
-        values = [value * count / sum(rows) for value, count in zip(values, rows, strict=True)]
+        counts = [
+            count if loss.weight is None else float(loss.weight) for loss, count in zip(losses, rows, strict=True)
+        ]
+        total = sum(counts) or math.nan
+        values = [value * count / total for value, count in zip(values, counts, strict=True) if count]
     if reduction == "weighted":
         weight = sum(float(each.weight) for each in losses if each.weight is not None)
         values = [value / weight if weight else math.nan for value in values]
     return sum(values), sum(map(abs, values))
 
 
-def _advice(loss_fn: Any, target: Any, reduction: str) -> str:
-    if reduction == "mean" and _is_weighted_mean(loss_fn, target):
-        return (
-            "a mean with class weights or ignore_index is divided by other numbers on each rank: let loss_fn return "
-            '(sum, weight), and pass reduction="weighted"'
-        )
+def warning_of_state(state: LossState, ranks: int) -> str:
+    """Return the advice for a loss that has changed what it holds."""
     return (
-        'it compares rows of different ranks: loss_on="gathered" computes it once, as on one device; or it divides by '
-        'another number than that of its rows: reduction="weighted"'
+        f"the loss keeps a state of its own ({', '.join(state.own)}): it is called once per rank, {ranks} times a "
+        'step, where one device calls it once. loss_on="gathered" calls it once, on the outputs of all ranks'
     )
 
 
-def _is_weighted_mean(loss_fn: Any, target: Any) -> bool:
-    if getattr(loss_fn, "weight", None) is not None:
-        return True
-    ignored = getattr(loss_fn, "ignore_index", -100)
-    is_classes = isinstance(target, torch.Tensor) and not target.is_floating_point() and not target.is_complex()
-    return is_classes and bool((target == ignored).any())
+def warning_of_side(state: LossState, *, gathers: bool) -> str:
+    """Return the advice for a loss that reads what forwards have changed."""
+    names = ", ".join(state.side)
+    if gathers:
+        return (
+            f"the loss reads {names}, which the forward of each rank changes: computed once, on the outputs of all "
+            'ranks, it reads what the last rank has left. Return it from the forward, or use loss_on="ranks"'
+        )
+    return (
+        f"the loss reads {names}, which other ranks change meanwhile, in their forwards or losses: in threads, a rank "
+        "may read what another has left. Return it from the forward, or run the ranks one after the other, with "
+        'workers="caller"; a state of the loss itself needs loss_on="gathered"'
+    )
 
 
 def warning_of(check: LossCheck) -> str:

@@ -19,7 +19,15 @@ from mgpu_core.step.grad_buckets import Communication
 from mgpu_core.step.grad_scaler import LossScale
 from mgpu_core.step.label_watch import LabelWatch
 from mgpu_core.step.loss import RankLoss, Window, joined_aux, loss_of_ranks
-from mgpu_core.step.loss_check import LossCheck, LossState, compare_losses, warning_of
+from mgpu_core.step.loss_check import (
+    LossCheck,
+    LossState,
+    compare_losses,
+    warning_of,
+    warning_of_side,
+    warning_of_state,
+)
+from mgpu_core.step.loss_weights import LossWeights
 from mgpu_core.step.optimizer_step import OptimizerStep, check_optimizer
 from mgpu_core.step.options import Options, check_device
 from mgpu_core.step.pipeline_passes import PipelinePasses
@@ -58,7 +66,8 @@ class StepParts:
         replicas, modules, net, gradients, optimizer_step, passes, update: see their classes.
         captured: ``None`` without ``capture=True``.
         device: the first one.
-        is_loss_checked: the first losses were compared with the loss of all rows, or need not be.
+        calls: how many steps were begun.
+        next_check: the call whose losses are compared with the loss of all rows; 0: none any more.
         label_watch: looks at the labels of the first calls; ``None``: there is no need.
         refusal: the error with which a step is refused; ``None``: one can be made.
 
@@ -76,7 +85,8 @@ class StepParts:
         self.communication = Communication(options, len(devices) if self.in_shards else 1, processes)
         self.keeps_accumulating = False
         has_parts = len(team) > 1 or bool(options.pipeline_devices)
-        self.is_loss_checked = not has_parts or options.loss_fn is None or options.loss_on != "ranks"
+        is_exact = options.loss_fn is None or LossWeights(options.loss_fn).are_exact
+        self.calls, self.next_check = 0, int(has_parts and options.loss_on == "ranks" and not is_exact)
         is_mean = options.loss_fn is None and options.reduction == "mean"
         self.label_watch = LabelWatch(options.module) if has_parts and is_mean else None
         self.refusal: tuple[type[Exception], str] | None = None
@@ -150,43 +160,56 @@ class StepParts:
         parts, rows = self.passes.split(inputs, kwargs)
         if len(parts) < 2:
             return LossCheck(None, reason="one rank has all rows")
-        buffers, before = BufferSnapshot(self.modules), LossState(loss_fn)
+        buffers, state = BufferSnapshot(self.modules), self.passes.watch_loss(parts[0])
         buffers.take()
         try:
             with torch.no_grad(), random_numbers_kept(self.replicas.devices):
                 losses, _, each = self.passes.run_apart(None, parts, rows, inputs, True)
-                return self._compare_losses(each, inputs[-1], losses, rows, before)
+                return self._judge(state, each, inputs[-1], losses, rows)
         finally:
             buffers.restore()
 
     def watched(
         self, window: Window, parts: list[RankPart], rows: list[int], inputs: tuple[Any, ...], keep_outputs: bool
     ) -> tuple[list[RankLoss], list[int], Any]:
-        """Run as :meth:`ForwardBackward.run`, and look at the labels and the losses of the first calls.
+        """Run as :meth:`ForwardBackward.run`, and look at the labels and the losses of some calls.
 
-        The first losses of several ranks are compared with the loss of their joined outputs.
+        The losses of several ranks are compared with the loss of their joined outputs in calls 1, 2, 4, 8 ...: what
+        makes them differ may come later.
         """
-        before = None
         if self.label_watch is not None and not self.label_watch.look(parts, rows):
             self.label_watch = None
-        if not self.is_loss_checked and len(parts) > 1:
-            self.is_loss_checked, before = True, LossState(self.options.loss_fn)
-        if before is None:
+        if self.calls != self.next_check:
             return self.passes.run(window, parts, rows, inputs, keep_outputs)
+        self.next_check *= 2
+        if len(parts) == 1:
+            return self.passes.run(window, parts, rows, inputs, keep_outputs)
+        state = self.passes.watch_loss(parts[0])
         losses, weighed, each = self.passes.run_apart(window, parts, rows, inputs, True)
         outputs = self.passes.joined(each, rows) if keep_outputs else None
-        self._compare_losses(each, inputs[-1], losses, rows, before)
+        if not self._judge(state, each, inputs[-1], losses, rows).agrees:
+            self.next_check = 0
         return losses, weighed, outputs
 
-    def _compare_losses(
-        self, outputs: list[Any], target: Any, losses: list[RankLoss], rows: list[int], before: LossState
+    def _judge(
+        self, state: LossState, outputs: list[Any], target: Any, losses: list[RankLoss], rows: list[int]
     ) -> LossCheck:
-        """Compare the losses of a call with the loss of all its rows, and warn where they differ."""
+        """Compare the losses of a call with the loss of all its rows, and warn where they differ.
+
+        A loss that keeps a state, or reads what forwards change, is not called again.
+        """
         options, device = self.options, self.device
         assert options.loss_fn is not None  # without one nothing is checked
+        if state.own:
+            warn_user(warning_of_state(state, len(losses)))
+            return LossCheck(None, reason="the loss keeps a state of its own")
+        if state.side:
+            if self.passes.workers == "threads":
+                warn_user(warning_of_side(state, gathers=False))
+            return LossCheck(None, reason="the loss reads what the forwards change")
         with self.passes.autocast(device):
             check = compare_losses(
-                options.loss_fn, outputs, moved(target, device), losses, rows, options.reduction, before,
+                options.loss_fn, outputs, moved(target, device), losses, rows, options.reduction, self.passes.weights,
                 dim=options.dim, is_half=options.amp_dtype is not None,
             )  # fmt: skip
         if check.agrees is False:

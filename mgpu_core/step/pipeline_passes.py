@@ -21,7 +21,7 @@ from mgpu_core.step.forward_backward import (
     detached,
     differentiate,
 )
-from mgpu_core.step.loss import RankLoss, output_loss, rank_loss
+from mgpu_core.step.loss import RankLoss
 from mgpu_core.step.pipeline_copies import PipelineCopies
 from mgpu_core.step.rank_modules import RankModules
 from mgpu_core.trees.nested import moved
@@ -72,7 +72,7 @@ class PipelinePasses(ForwardBackward):
             device = self._pipelines[index].device_ids[-1]
             loss_fn = self._loss if loss_fns is None else loss_fns[index]
             part = parts[begin : begin + count]
-            ends.append(_Losses(loss_fn, self._reduction, device, part, keep_outputs=keep_outputs))
+            ends.append(_Losses(self, loss_fn, device, part, keep_outputs=keep_outputs))
             arguments = [(each.inputs, each.kwargs) for each in part]
             last = ends[-1] if backward else None
             self._runs.append(self._pipelines[index].begin(arguments, last, self.autocast, copy=index))
@@ -86,6 +86,8 @@ class PipelinePasses(ForwardBackward):
                     end.forward(micro_batch, output)
         self._runs = []
         losses = [loss for end in ends for loss in end.losses]
+        if self._counts_weights and parts[0].unit:
+            self.weights.settle(losses)
         if backward:
             check_losses(losses)
         return losses, [output for end in ends for output in end.outputs]
@@ -114,20 +116,19 @@ class _Losses:
     """The end of a pipeline: the losses of its micro-batches."""
 
     def __init__(
-        self, loss_fn: Any, reduction: str, device: torch.device, parts: Sequence[RankPart], *, keep_outputs: bool
-    ) -> None:
-        self._loss_fn, self._reduction, self.device = loss_fn, reduction, device
+        self, passes: ForwardBackward, loss_fn: Any, device: torch.device, parts: Sequence[RankPart], *,
+        keep_outputs: bool,
+    ) -> None:  # fmt: skip
+        self._passes, self._loss_fn, self.device = passes, loss_fn, device
         self._parts, self._keep_outputs = parts, keep_outputs
         self.losses: list[Any] = [None] * len(parts)
         self.outputs: list[Any] = [None] * len(parts) if keep_outputs else []
 
     def forward(self, micro_batch: int, output: Any) -> None:
         """Compute the loss of a micro-batch on the last device."""
-        if self._loss_fn is None:
-            result = output_loss(output)
-        else:
-            result = self._loss_fn(output, *(moved(each, self.device) for each in self._parts[micro_batch].target))
-        self.losses[micro_batch] = rank_loss(result, self._reduction)
+        part = self._parts[micro_batch]
+        part.target = tuple(moved(each, self.device) for each in part.target)
+        self.losses[micro_batch] = self._passes.loss_of(output, self._loss_fn, part)
         if self._keep_outputs:
             self.outputs[micro_batch] = detached(output)
 

@@ -23,6 +23,7 @@ from mgpu_core.step.grad_scaler import LossScale
 from mgpu_core.step.graph_cache import StepGraphs
 from mgpu_core.step.loss import check_loss, joined_aux
 from mgpu_core.step.loss_check import LossCheck
+from mgpu_core.step.loss_weights import reduction_of
 from mgpu_core.step.optimizer_step import check_optimizer
 from mgpu_core.step.options import (
     ARGUMENTS,
@@ -161,7 +162,7 @@ class TrainStep:
             has_processes=has_processes,
             pipeline_devices=pipeline_devices_of(net, device_ids),
             dim=dim,
-            reduction=reduction,
+            reduction=reduction_of(loss_fn, reduction),
             loss_on=loss_on,
             amp_dtype=amp_dtype,
             accumulate=accumulate,
@@ -261,13 +262,16 @@ class TrainStep:
                     return replayed, None, {}
             options, passes, update, gradients = parts.options, parts.passes, parts.update, parts.gradients
             window = update.begin(options)
+            window.is_whole &= not parts.keeps_accumulating
             is_due = not parts.keeps_accumulating and window.calls + 1 >= options.accumulate
             is_timed = parts.choice.is_open or parts.split_plan.is_timed
             if is_timed:
                 passes.plan(inputs)
             ranks, rows = passes.split(inputs, kwargs)
             gradients.begin(len(ranks), overlap=is_due, goes_on=window.calls > 0)
-            run = passes.run if parts.is_loss_checked and parts.label_watch is None else parts.watched
+            parts.calls += 1
+            is_watched = parts.calls == parts.next_check or parts.label_watch is not None
+            run = parts.watched if is_watched else passes.run
             losses, rows, outputs = run(window, ranks, rows, inputs, return_outputs)
             loss = window.add(rows, losses, parts.device)
             numbers = joined_aux(losses, rows, options.reduction) if aux else {}

@@ -3,6 +3,7 @@
 import copy
 import re
 import warnings
+from collections import deque
 from types import SimpleNamespace
 
 import pytest
@@ -184,14 +185,142 @@ def test_no_false_alarm(name, ranks):
 
 
 @pytest.mark.several_ranks
-@pytest.mark.parametrize(
-    "loss_fn", [nn.CrossEntropyLoss(weight=torch.tensor([5.0, 1, 1, 1])), nn.CrossEntropyLoss(ignore_index=0)]
-)
-def test_a_mean_with_weights_is_advised_to_be_weighted(loss_fn, ranks):
-    step = step_of(net_of(torch.float32), loss_fn, ranks)
+def test_a_mean_over_a_mask_of_its_own_is_advised_to_be_weighted(ranks):
+    step = step_of(net_of(torch.float32), lambda out, y: (out.square().mean(1) * y).sum() / y.sum(), ranks)
     x, y = data(dtype=torch.float32)
-    with pytest.warns(UserWarning, match=r'class weights or ignore_index .* pass reduction="weighted"'):
+    with pytest.warns(UserWarning, match=r'divides by another number than that of its rows: reduction="weighted"'):
         step(x, y)
+
+
+class Bank(nn.Module):
+    """Keeps the outputs of all rows, in a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("bank", torch.zeros(4, dtype=torch.float64))
+
+    def forward(self, out, y):
+        loss = (out - self.bank).square().mean()
+        with torch.no_grad():
+            self.bank += out.sum(0)
+        return loss
+
+
+class Counts:
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, out, y):
+        self.calls += 1
+        return F.cross_entropy(out, y) * self.calls
+
+
+def queued():
+    queue = deque(maxlen=3)
+
+    def loss_fn(out, y):
+        queue.append(len(out))
+        return F.cross_entropy(out, y)
+
+    return loss_fn
+
+
+COUNTED = {"calls": 0}
+
+
+def counted_globally(out, y):
+    COUNTED["calls"] += 1
+    return F.cross_entropy(out, y)
+
+
+STATES = {"bank": Bank, "calls": Counts, "queue": queued, "COUNTED": lambda: counted_globally}
+
+
+@pytest.mark.several_ranks
+@pytest.mark.parametrize("name", STATES)
+def test_a_loss_that_keeps_a_state_is_told_of_once_and_called_once_per_rank(name, ranks):
+    loss_fn = STATES[name]()
+    step = step_of(net_of(), loss_fn, ranks)
+    x, y = data()
+    with pytest.warns(UserWarning, match=rf'keeps a state of its own .*{name}.*loss_on="gathered"') as told:
+        step(x, y)
+    assert len(told) == 1
+    if name == "calls":
+        assert loss_fn.calls == ranks
+    with warnings.catch_warnings(action="error"):
+        for _ in range(4):
+            step(x, y)
+    if name == "calls":
+        assert loss_fn.calls == 5 * ranks
+
+
+@pytest.mark.parametrize("name", STATES)
+@pytest.mark.filterwarnings("error")
+def test_a_loss_with_a_state_is_called_once_on_the_gathered_outputs(name, ranks):
+    loss_fn, plain = STATES[name](), STATES[name]()
+    net = net_of()
+    alone = copy.deepcopy(net)
+    step = step_of(net, loss_fn, ranks, loss_on="gathered")
+    optimizer = SGD(alone.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(3):
+        x, y = data()
+        optimizer.zero_grad()
+        plain(alone(x), y).backward()
+        optimizer.step()
+        step(x, y)
+    assert are_close(net, alone)
+
+
+def hooked(net):
+    """A loss that reads what a hook on a layer has taken."""
+    taken = {}
+    net[0].register_forward_hook(lambda module, args, out: taken.__setitem__("features", out))
+    return lambda out, y: F.cross_entropy(out, y) + taken["features"].square().mean()
+
+
+def listed(net):
+    """A loss that takes what layers have put into a list."""
+    losses = []
+    net[0].register_forward_hook(lambda module, args, out: losses.append(out.square().mean()))
+
+    def loss_fn(out, y):
+        term = sum(losses)
+        losses.clear()
+        return F.cross_entropy(out, y) + term
+
+    return loss_fn
+
+
+@pytest.mark.parametrize("made", [hooked, listed])
+@pytest.mark.filterwarnings("error")
+def test_a_loss_that_reads_what_its_ranks_forward_has_left_is_right_in_the_callers_thread(made, ranks):
+    net = net_of()
+    alone = copy.deepcopy(net)
+    step, plain = step_of(net, made(net), ranks, workers="caller"), made(alone)
+    optimizer = SGD(alone.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(3):
+        x, y = data()
+        optimizer.zero_grad()
+        plain(alone(x), y).backward()
+        optimizer.step()
+        step(x, y)
+    assert are_close(net, alone)
+
+
+@pytest.mark.several_ranks
+@pytest.mark.parametrize("made", [hooked, listed])
+@pytest.mark.parametrize("settings", [{"loss_on": "gathered"}, {"workers": "threads"}])
+def test_a_loss_that_reads_what_other_ranks_have_left_is_told_of(made, settings, ranks):
+    net = net_of()
+    step = step_of(net, made(net), ranks, **settings)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        try:
+            step(*data())
+        except RuntimeError:  # in threads a graph may be another rank's
+            assert "workers" in settings
+            return
+    assert [each for each in found if re.search("the loss reads|the forward of Sequential changes", str(each.message))]
 
 
 def test_check_loss_changes_nothing_and_says_what_it_found():
@@ -230,14 +359,16 @@ def test_check_loss_says_why_it_cannot_judge(loss_fn, ranks, settings, reason):
     assert re.search(reason, found.reason)
 
 
-def test_outputs_that_are_too_large_are_not_looked_at():
+def test_of_outputs_that_are_too_large_some_rows_are_compared():
     class Large(nn.Linear):
         def forward(self, x):
             return super().forward(x).repeat(1, 2**18)
 
-    found = step_of(Large(8, 4), lambda out, y: out.mean(), 2).check_loss(torch.ones(18, 8), torch.ones(18))
-    assert found.agrees is None
-    assert "larger than 64 MiB" in found.reason
+    x, y = torch.randn(18, 8), torch.ones(18)
+    assert step_of(Large(8, 4), lambda out, y: out.mean(), 2).check_loss(x, y).agrees
+    with pytest.warns(UserWarning, match="the loss of all rows together is"):
+        found = step_of(Large(8, 4), lambda out, y: out.mean().square() * len(y), 2).check_loss(x, y)
+    assert found.agrees is False
 
 
 @pytest.mark.parametrize(

@@ -203,7 +203,7 @@ class DataParallel(torch.nn.DataParallel[M]):
         called: Sequence[Any] = replicas if method is None else [getattr(each, method) for each in replicas]
         if self._is_own("parallel_apply"):
             called = called if watch is None else watch.around(called)
-            form = method, tree.modes, len(parts[0]), *kwargs_parts[0]
+            form = method, tree.modes, *map(type, parts[0]), *kwargs_parts[0]
             outputs = apply_to(team, called, parts, kwargs_parts, draws=self._draws, workers=self._workers, form=form)
         else:
             outputs = self.parallel_apply(called, parts, kwargs_parts)

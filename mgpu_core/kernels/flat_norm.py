@@ -25,9 +25,10 @@ class FlatNorm:
     Args:
         tensors: float16, bfloat16, float32 or float64, of one dtype and device, contiguous.  Their memory must live as
             long as this.
+        keeps: keep the tensors; otherwise :meth:`compute` is always given others, and they show how those lie.
     """
 
-    def __init__(self, tensors: Sequence[Any]) -> None:
+    def __init__(self, tensors: Sequence[Any], *, keeps: bool = True) -> None:
         self._tensors = as_tensors(tensors, "tensors")
         first = self._tensors[0]
         check_floating("l2_norm", first.dtype)
@@ -39,6 +40,8 @@ class FlatNorm:
         wide = torch.float64 if first.dtype == torch.float64 else torch.float32
         self._out = torch.empty((), dtype=wide, device=first.device)
         self._names = FLOATING[first.dtype], FLOATING[self._out.dtype]
+        if not keeps:
+            self._tensors, self._pieces = [], []
 
     def compute(self, instead: Sequence[torch.Tensor] | None = None) -> torch.Tensor:
         """Return the norm, computed on the current stream: a scalar of :func:`l2_norm`'s dtype.

@@ -7,6 +7,7 @@ of the device share the values; each has its own gradients, whose sum over the r
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Sequence
 from itertools import chain
 
@@ -15,8 +16,9 @@ import torch
 from mgpu_core.comm.layout import is_dense
 from mgpu_core.devices.transfer import copy_into
 from mgpu_core.optim.bucket_layout import Bucket
+from mgpu_core.support.warnings import warn_user
 
-__all__ = ["FlatTensors", "compact", "in_memory_order", "padding_of", "part_of", "shaped"]
+__all__ = ["FlatTensors", "compact", "in_memory_order", "padding_of", "part_of", "shaped", "warn_of_holders"]
 
 
 class FlatTensors:
@@ -55,10 +57,58 @@ class FlatTensors:
                 copy_into(self.value_views[i], parameters[i])
         self.show_to(parameters, indices)
 
+    def holders(self, index: int) -> int:
+        """Return how many tensors have the memory of a parameter's values, all in all."""
+        return holders_of(self.value_views[index])
+
+    def renew(self, indices: Collection[int]) -> list[int]:
+        """Copy the values of buckets with some of these parameters to other memory; return all parameters in them.
+
+        Who holds the memory of before keeps it as it is.
+        """
+        members: list[int] = []
+        for number, bucket in enumerate(self._buckets):
+            inside = [segment.parameter for segment in bucket.segments]
+            if not set(indices).isdisjoint(inside):
+                flat = self.values[number] = self.values[number].clone()
+                for segment in bucket.segments:
+                    view = shaped(flat, segment.begin, self.value_views[segment.parameter])
+                    self.value_views[segment.parameter] = _with_own_storage(view)
+                members += inside
+        return members
+
     def show_to(self, parameters: Sequence[torch.Tensor], indices: Collection[int]) -> None:
         """Make the views the ``data`` of another rank's parameters."""
         for i in indices:
             parameters[i].data = self.value_views[i]
+
+
+def holders_of(tensor: torch.Tensor) -> int:
+    """Return how many tensors, arrays and handles hold the memory of a tensor, itself among them."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) - 1  # without the handle made here
+
+
+def warn_of_holders(parameters: Sequence[torch.Tensor], names: Sequence[str], known: Sequence[torch.Tensor]) -> None:
+    """Warn of parameters whose memory is held by others, too, before their values go to other memory.
+
+    Args:
+        parameters: that will have flat memory.
+        names: of these.
+        known: all tensors that may have their memory, themselves among them.
+    """
+    counts = Counter(each.untyped_storage().data_ptr() for each in known)
+    held = [
+        name
+        for name, each in zip(names, parameters, strict=True)
+        if (each.is_shared() and each.is_cpu) or holders_of(each) > counts[each.untyped_storage().data_ptr()]
+    ]
+    if held:
+        warn_user(
+            f"the memory of {', '.join(held[:3])}{f' and {len(held) - 3} more' if held[3:] else ''} is held by others, "
+            "too: by a numpy array, a state_dict() or .data that was kept, another process (share_memory()), or a "
+            "graph that is alive. From this update on the values lie in flat memory, and such holders see those of "
+            "before. Take them after the first step, or copy them"
+        )
 
 
 def _flat(buckets: Sequence[Bucket], parameters: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from operator import is_
 from typing import Any
 
 import torch
@@ -77,6 +79,11 @@ class FlatState:
         self.factor: float | None = 1.0
         self._is_factor_recorded = False  # a recorded graph writes it
         self.launches: list[Launch] = []
+        self._shown: list[Any] = []  # entries of the optimizer's state, and what is in them
+        self._ids: list[int] = []  # of these, which are kept so that no other object gets an id
+        self._entries: list[Any] = []  # the entries, by parameter, as this object has left them
+        self._own: list[Any] = []  # what is in them, and this object's
+        self._is_new = False
         self.generation = 0
         self.fill()
 
@@ -110,9 +117,16 @@ class FlatState:
             device.set_steps(steps)
         for i in self._kinds_of:
             self._show(i)
+        self._remember()
 
     def prepare(self, used: Sequence[bool]) -> None:
-        """Bring settings and tables up to date for an update of the parameters that are ``used``."""
+        """Bring settings and tables up to date for an update of the parameters that are ``used``.
+
+        State that was taken away from the optimizer starts anew, and entries that were replaced count.
+        """
+        entries = list(self._optimizer.state.values())  # by no parameter: to hash one costs two calls
+        if list(map(id, chain(entries, _values_of(entries)))) != self._ids:
+            self._follow()
         settings = self._rule.settings_of(self._optimizer.param_groups)
         if settings != self._settings:
             self._take_settings(settings)
@@ -121,6 +135,37 @@ class FlatState:
             for device in self.devices:
                 device.activate(self._used)
             self._show_new()
+        if self._is_new:
+            self._remember()
+
+    def _remember(self) -> None:
+        """Note the entries that the optimizer shows."""
+        entries = list(self._optimizer.state.values())
+        self._shown = [*entries, *_values_of(entries)]
+        self._ids = list(map(id, self._shown))
+        self._entries, self._own, self._is_new = self._entries_now(), self._own_now(), False
+
+    def _entries_now(self) -> list[Any]:
+        return list(map(self._optimizer.state.get, self._parameters))
+
+    def _own_now(self) -> list[Any]:
+        """Return the entries that are this object's, without those that the user keeps next to them."""
+        state, parameters = self._optimizer.state, self._parameters
+        entries = [(i, state.get(parameters[i]) or {}) for i in self._kinds_of]
+        return [entry.get(name) for i, entry in entries for name in ("step", *self._kinds_of[i])]
+
+    def _follow(self) -> None:
+        """Take over the entries that there are now, if some of this object's are others."""
+        entries = self._entries_now()
+        if all(map(is_, entries, self._entries)) and all(map(is_, self._own_now(), self._own)):
+            self._remember()
+            return
+        if self.shards > 1:  # the optimizer shows none: those that are still there have theirs
+            kept = self.whole()
+            for parameter, now, before in zip(self._parameters, entries, self._entries, strict=True):
+                if now is not None and now is before:
+                    now |= {name: value for name, value in kept[parameter].items() if name not in now}
+        self.fill()
 
     def _take_settings(self, settings: list[list[Any]]) -> None:
         self._rule.check_alike(self._optimizer.param_groups)
@@ -153,6 +198,7 @@ class FlatState:
                     self._show(i)
 
     def _show(self, i: int) -> None:
+        self._is_new = True
         entry = self._optimizer.state[self._parameters[i]]
         if self.shards > 1:
             for name in ("step", *self._rule.states):
@@ -224,6 +270,13 @@ class FlatState:
                     device.bring(i, kind, flat)
                 entry[kind] = shaped(flat, 0, like)
         return found
+
+
+def _values_of(entries: list[Any]) -> Iterator[Any]:
+    """Return what is in those entries that are dicts: a user may keep others."""
+    if not set(map(type, entries)) <= {dict}:
+        entries = [each for each in entries if type(each) is dict]
+    return chain.from_iterable(map(dict.values, entries))
 
 
 def _check_dtypes(parameters: Sequence[torch.Tensor]) -> None:

@@ -15,7 +15,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from mgpu_core.devices.memory import note_written
 from mgpu_core.devices.tensor_checks import LiesLike
 from mgpu_core.optim.bucket_layout import Bucket, bucket_layout
-from mgpu_core.optim.flat_buffers import FlatTensors, compact
+from mgpu_core.optim.flat_buffers import FlatTensors, compact, warn_of_holders
 from mgpu_core.optim.flat_state import FlatState
 from mgpu_core.optim.rules import Rule
 from mgpu_core.support.warnings import warn_user
@@ -40,8 +40,8 @@ class FlatOptimizer(Optimizer):
     """Step all parameters of a device and dtype by one kernel, over values, gradients and state in flat buffers.
 
     At the first step the parameters' ``data`` become views of a flat buffer; where they were moved since, that is made
-    anew, and the state kept.  ``state`` shows views of the flat state, so writing in place counts; replacing its
-    entries does not: use :meth:`load_state_dict`.
+    anew, and the state kept.  ``state`` shows views of the flat state: what is written in place, replaced or taken away
+    counts from the next step on.
 
     Raises:
         ValueError: ``differentiable=True``; groups that differ in ``amsgrad``.
@@ -50,7 +50,7 @@ class FlatOptimizer(Optimizer):
     rule: ClassVar[Rule]
     flat: FlatState | None = None  # what it steps over
     _is_attached = False
-    _parameters: list[torch.Tensor]
+    _parameters: Sequence[torch.Tensor] = ()
     _order: _Order | None = None
     _spent: Sequence[torch.Tensor | None] = ()  # gradients that a TrainStep has used
 
@@ -160,6 +160,9 @@ class FlatOptimizer(Optimizer):
         self.rule.check_alike(self.param_groups)
         found = [_flat_on(device, members) for device in dict.fromkeys(each.device for each in members)]
         buckets, flats = [each for each, _ in found], [each for _, each in found]
+        mine = set(map(id, self._parameters))  # have flat memory of this class's
+        new = [each for each in members if id(each) not in mine]
+        warn_of_holders(new, [f"a parameter of shape {tuple(each.shape)}" for each in new], members)
         flat = FlatState(self, self.rule, members, buckets, flats, copies=False)
         for own in flats:
             own.adopt(members, list(own.value_views))

@@ -97,12 +97,12 @@ class Run:
                 ``KeyboardInterrupt`` and ``SystemExit`` pass through.
             Error: a rank did not end within ``MGPU_CORE_TIMEOUT`` seconds.
         """
-        streams = None
-        if draws is not None and len(calls) > 1:
+        streams, are_several = None, len(calls) > 1
+        if draws is not None and are_several:
             self.numbers = draws.begin(self.team, form)
             streams = self.numbers.streams
-        if len(calls) == 1 or workers == "caller":
-            values = self._in_caller(calls, streams)
+        if not are_several or workers == "caller":
+            values = self._in_caller(calls, streams, are_several=are_several)
         else:
             outcomes = self._in_workers(calls, streams)
             failures = list(map(_error_of, outcomes))
@@ -136,9 +136,10 @@ class Run:
         with on(self.team.devices[rank], self.streams[rank]), clock:
             return call()
 
-    def _in_caller(self, calls: Sequence[Callable[[], Any]], streams: Sequence[RankStream] | None) -> list[Any]:
+    def _in_caller(
+        self, calls: Sequence[Callable[[], Any]], streams: Sequence[RankStream] | None, *, are_several: bool
+    ) -> list[Any]:
         """Run the lanes one after the other in this thread, several in contexts of their own; a failure ends it."""
-        are_several = len(calls) > 1
         values: list[Any] = []
         for rank, call in enumerate(calls):
             if not self._is_bare:

@@ -97,7 +97,7 @@ class CapturedSteps:
         autocast = torch.is_autocast_enabled(GRAPH_DEVICE) and torch.get_autocast_dtype(GRAPH_DEVICE)
         modes = tuple(node.module.training for modules in self._modules for node in modules.tree.nodes)
         frozen, used, buffers = tuple(replicas.frozen), tuple(self._update.used), tuple(map(id, self.buffers))
-        memory = optimizer_step.memory, replicas.moves
+        memory = optimizer_step.memory, replicas.moves, replicas.renewals
         shares = tuple(self.passes.split_plan.shares or ())
         return modes, frozen, used, buffers, memory, shares, clip_norm, autocast, self._update.loss_scale.scale
 

@@ -75,7 +75,7 @@ class OptimizerStep:
         self.has_copies = len(replicas.devices) > 1
         self._is_torchs = self.is_flat or type(optimizer).__module__.partition(".")[0] == "torch"
         self._flat: FlatState | None = None  # what ours keeps over the step's memory
-        self._made_for: Any = None  # the groups
+        self._made_for: Any = None  # the groups, and how often the memory was renewed
         self._before: list[int] = []  # how often each parameter was written before the update
         self.spent: list[torch.Tensor | None] = []
         self._left_over: RemovableHandle | None = None
@@ -126,9 +126,10 @@ class OptimizerStep:
         buckets = self._gradients.buckets
         if self._ours is not None and buckets is not None:
             groups = [list(map(id, group["params"])) for group in self._optimizer.param_groups]
-            if self._flat is None or groups != self._made_for or self._ours.flat is not self._flat:
+            made_for = groups, self._replicas.renewals
+            if self._flat is None or made_for != self._made_for or self._ours.flat is not self._flat:
                 self._flat = self._attached(self._ours, buckets)
-                self._made_for = groups
+                self._made_for = made_for
             self._flat.prepare(used)
         if self._ours is None or self.has_copies:
             return partial(self._update, used)

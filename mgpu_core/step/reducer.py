@@ -166,7 +166,8 @@ class OwnGradients(Gradients):
             every_sum = [each.contiguous() for each in sums.every_sum]
             return GradientNorm(Sums(every_sum=every_sum, sparse=sums.sparse)).compute()
         if self._norm is None:
-            self._norm = FlatNorm([in_memory_order(each.detach(), each) for each in self._replicas.own])
+            values = [in_memory_order(each.detach(), each) for each in self._replicas.own]
+            self._norm = FlatNorm(values, keeps=False)  # the values may move
         return self._norm.compute(found)
 
 

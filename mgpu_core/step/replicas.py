@@ -16,7 +16,7 @@ from torch.nn import Module, Parameter
 from mgpu_core.comm import dispatch
 from mgpu_core.devices.tensor_checks import memory_of, moved_between
 from mgpu_core.devices.transfer import to_device
-from mgpu_core.optim.flat_buffers import FlatTensors, compact
+from mgpu_core.optim.flat_buffers import FlatTensors, compact, warn_of_holders
 from mgpu_core.ranks.team import Team
 from mgpu_core.trees.module_copy import give_attributes, leaf_like
 from mgpu_core.trees.module_tree import ModuleTree, check_initialised, named_parameters_of
@@ -45,6 +45,7 @@ class Replicas:
         is_mixed: whether there are devices of several kinds.
         frozen: per parameter whether it does not require grad.
         moves: how often parameters that the step does not update were found in other memory.
+        renewals: how often buckets got other memory, because somebody else held what they had.
 
     Raises:
         ValueError: a parameter that has not been initialised, or has a post-accumulate hook.
@@ -70,7 +71,7 @@ class Replicas:
                 [leaf_like(each, to_device(value.detach(), device)) for each, value in zip(own, values, strict=True)]
             )
         self.frozen: list[bool] = []
-        self.moves = 0
+        self.moves = self.renewals = 0
         self._adopted: frozenset[int] = frozenset()  # parameters whose memory is the step's
         self._flats: dict[int, FlatTensors] = {}  # of each device, that memory
         self._all = [parameter for row in self.parameters for parameter in row]
@@ -121,11 +122,35 @@ class Replicas:
         for i in moved:
             if _kind_of(self.own[i]) != self._kinds[i]:
                 raise RuntimeError(f"parameter {self.names[i]} was given another shape, dtype or device: {ADVICE}")
+        self._leave_to_others(moved)
+        for i in moved:
             self._take_back(i)
         self.send_values(moved)
         self.moves += not self._adopted.issuperset(moved)
         self._memory = memory_of(self._all)
         return True
+
+    @torch.no_grad()
+    def _leave_to_others(self, moved: Sequence[int]) -> None:
+        """Give buckets other memory, of whose parameters somebody keeps what they had: to swap it in again, say."""
+        held = [i for i in moved if i in self._adopted and self._is_held(i)]
+        if not held:
+            return
+        self.renewals += 1
+        views = self._flats[0].value_views
+        ends = {i: memory_of([view]) for i, view in views.items()}
+        for i in self._flats[0].renew(held):
+            for rank in self.ranks_of[0]:
+                parameter = self.parameters[rank][i]
+                if memory_of([parameter]) == ends[i]:
+                    parameter.data = views[i]
+
+    def _is_held(self, i: int) -> bool:
+        """Return whether others than the ranks of the first device hold the memory of a parameter."""
+        flat = self._flats[0]
+        here = memory_of([flat.value_views[i]])
+        rows = [self.parameters[rank][i] for rank in self.ranks_of[0]]
+        return flat.holders(i) > 1 + sum(memory_of([each]) == here for each in rows)
 
     @torch.no_grad()
     def _take_back(self, i: int) -> None:
@@ -172,6 +197,8 @@ class Replicas:
     def adopt(self, flats: Sequence[FlatTensors], indices: Collection[int]) -> None:
         """Make the flat values of each device the memory of these parameters; others get memory of their own back."""
         self._let_go_of_all_but(indices)
+        new = sorted(set(indices) - self._adopted)
+        warn_of_holders([self.own[i] for i in new], [self.names[i] for i in new], self._all)
         for ranks, values in zip(self.ranks_of, flats, strict=True):
             values.adopt(self.parameters[ranks[0]], indices)
             for rank in ranks[1:]:

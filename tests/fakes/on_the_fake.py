@@ -60,6 +60,7 @@ LISTS = {
         "tensor_parallel",
         "step/test_amp.py",
         "step/test_any_order.py",
+        "step/test_exchanged.py",
         "step/test_loss_weights.py",
         "step/test_optimizer_state.py",
         "step/test_train_step.py",

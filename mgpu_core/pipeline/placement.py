@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, pairwise
 from math import inf
@@ -12,6 +13,7 @@ import torch
 from torch.nn import Module, Parameter, Sequential
 
 from mgpu_core.devices.transfer import to_device
+from mgpu_core.pipeline.attributes import Before, LaneView, is_note
 from mgpu_core.pipeline.layers import (
     Layers,
     checked_shares,
@@ -25,6 +27,7 @@ from mgpu_core.pipeline.visits import Border, Visit, remove_borders
 from mgpu_core.ranks.waiting import Waiting
 from mgpu_core.support.warnings import warn_user
 from mgpu_core.trees.module_tree import check_initialised, modules_of, named_parameters_of, tensors_of
+from mgpu_core.trees.nested import tensors_in
 
 __all__ = ["MOVES", "Called", "Placement", "Split", "give_memory", "is_spread", "refuse_moves"]
 
@@ -50,6 +53,24 @@ def refuse_moves(*args: Any, **kwargs: Any) -> Any:
         "this module's parts are on several devices: to(), cuda() and cpu() would bring them all to one. Change dtypes "
         "with half(), float(), bfloat16() or double(); for another placement, make it anew from the module"
     )
+
+
+_LOST = (
+    "each micro-batch has attributes of its own, does not see what another has assigned, and the values are lost after "
+    "the call. Return them, or keep them in a layer or in a buffer that is changed in place"
+)
+_COUNTED = (
+    "each micro-batch of a call begins with the value from before it, so it counts calls, where one device counts "
+    "micro-batches. Keep it in a layer or in a buffer that is changed in place"
+)
+_LATE = (
+    "a call after the first does so, in each micro-batch at once: what it does once, such as hooks on layers, was done "
+    "several times, and numbers may differ from now on. Do it before the first call"
+)
+_RUNNING = (
+    "the micro-batches of a stage go on from one another's value, so code outside of the layer reads that of any. Keep "
+    "running values in a buffer that is changed in place; if it is of one batch, set it to None before the first call"
+)
 
 
 class Called(NamedTuple):
@@ -98,6 +119,7 @@ class Placement:
         alone: held by a call that finds the order of the calls, or layers that have changed.
         is_active: False for a copy until it is used: a copy of a Pipeline's module alone runs as a plain module.
         searches: the numbers of autograd's nodes do not tell their stages, because other threads have made some.
+        of_last_call: tensors with a graph that layers keep of the call before, by id, with the names of attributes.
         is_deep: layers take tensors of other stages out of objects such as caches; operations in layers pass the mode.
 
     Raises:
@@ -139,12 +161,27 @@ class Placement:
         self._layout = _Layout([], [], {})
         self._contents: Any = None
         self._inside: set[int] = set()  # ids of layers, and of the modules in them
+        self._shared: set[int] = set()  # those of them that micro-batches share
+        self._noted: set[tuple[int, str]] = set()  # attributes that were noted so far
+        self.of_last_call: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
+        self._own: dict[int, set[str]] = {}  # ids of modules that keep something of a batch, with their containers
         self.in_backward: dict[torch.device, Visit] = {}
         self.waiting, self.alone = Waiting({}, ()), threading.RLock()
         self.is_active = False
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {"_layout", "_contents", "_inside", "in_backward", "waiting", "alone", "is_active"}
+        own = {
+            "_layout",
+            "_contents",
+            "_inside",
+            "_shared",
+            "_noted",
+            "_own",
+            "in_backward",
+            "waiting",
+            "alone",
+            "is_active",
+        }
         return {name: value for name, value in self.__dict__.items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -256,7 +293,7 @@ class Placement:
             _move_to(root, name, self.devices[part])
         homes = {id(tensor): named[name] for name, tensor in _named_tensors(root)}
         self._layout = _Layout(starts, layers, homes)
-        self._inside = {id(each) for _, layer, _ in layers for each in modules_of(layer)}
+        self._find_shared()
         remove_borders(root)
         following = [part for _, _, part in layers[1:]]
         for (name, layer, part), after in zip(layers, [*following, 0], strict=True):
@@ -265,41 +302,73 @@ class Placement:
             Border(self, name, layer, part, after if is_last else None, is_wrapped=is_wrapped)
         self._contents, self.is_active = _contents_of(root), True
 
-    def view(self, root: Module) -> Module:
-        """Return a view of the module for one lane: modules around layers are others, with attributes of their own.
+    def view(self, root: Module) -> LaneView:
+        """Return a view of the module for one micro-batch."""
+        return LaneView(root, self._shared, self._own)
 
-        Their tables of parameters and buffers, their hooks, and the layers are the same objects.
+    def learn_kept(self, before: Before) -> bool:
+        """Note which modules keep something of a batch; return whether there are others than were known."""
+        found = before.kept_of_a_batch(self._shared)
+        is_new = any(owner not in self._own or names - self._own[owner] for owner, names in found.items())
+        for owner, names in found.items():
+            self._own[owner] = self._own.get(owner, set()) | names
+        self._find_shared()
+        return is_new
+
+    def _find_shared(self) -> None:
+        """Find the modules in layers that micro-batches share: all but those of layers that keep something."""
+        parts = [{id(each) for each in modules_of(layer)} for _, layer, _ in self._layout.layers]
+        self._inside = set().union(*parts)
+        self._shared = set().union(*(each for each in parts if not each & self._own.keys()))
+
+    def keep_attributes(self, root: Module, views: Mapping[int, LaneView], before: Before | None = None) -> None:
+        """Let the module have what its micro-batches have noted and filled.
+
+        Warns once of what is not as on one device.
+
+        Args:
+            root: the module.
+            views: of the micro-batches.
+            before: the module before the call, if it was the first of its form.
         """
-        made: dict[int, Module] = {}
+        for _, each in sorted(views.items()):
+            each.copies.merge()
+        last = views[max(views)]
+        noted = {key for key, value in last.assigned().items() if is_note(value)}
+        if before is not None or (len(views) > 1 and not noted <= self._noted):
+            self._warn_of_attributes(root, views, noted, before)
+        self._noted |= noted
+        last.keep(self._inside)
+        self.of_last_call = {
+            id(each): (weakref.ref(each), name)
+            for (_, name), value in last.assigned().items()
+            for each in tensors_in(value)
+            if each.grad_fn is not None
+        }
 
-        def viewed(module: Module) -> Module:
-            if id(module) in self._inside:
-                return module
-            view = made.get(id(module))
-            if view is None:
-                view = made[id(module)] = object.__new__(type(module))
-                modules = {name: None if each is None else viewed(each) for name, each in module._modules.items()}
-                attributes = {**module.__dict__, "_modules": modules, "_compiled_call_impl": None}
-                object.__setattr__(view, "__dict__", attributes)
-            return view
+    def _warn_of_attributes(
+        self, root: Module, views: Mapping[int, LaneView], noted: set[tuple[int, str]], before: Before | None
+    ) -> None:
+        paths = {id(each): path for path, each in root.named_modules()}
 
-        return viewed(root)
-
-    def warn_assigned(self, root: Module, view: Module) -> None:
-        """Warn of attributes that a forward has assigned to a view, which is gone after the call."""
-        names = [
-            f"{path}.{name}".lstrip(".")
-            for path, module in root.named_modules()
-            if id(module) not in self._inside
-            for name, value in vars(view.get_submodule(path)).items()
-            if name not in _OF_VIEWS and value is not vars(module).get(name, _OF_VIEWS)
-        ]
-        if names:
-            warn_user(
-                f"the forward of {type(root).__name__} assigns {', '.join(names)}: each micro-batch has attributes of "
-                "its own, and the values are lost after the call. Return them, or keep them in a layer or in a buffer "
-                "that is changed in place"
+        def named(keys: Iterable[tuple[int, str]]) -> str:
+            return ", ".join(
+                dict.fromkeys(f"{paths[owner]}.{name}".lstrip(".") for owner, name in keys if owner in paths)
             )
+
+        found = {index: each.assigned() for index, each in views.items()} if before is not None else {}
+        lost = [key for key, each in found.get(0, {}).items() if key[0] not in self._inside and not is_note(each)]
+        counted = [
+            key
+            for index, each in found.items()
+            for key in each.keys() & found[0].keys()
+            if index and is_note(each[key]) and each[key] != found[0][key]
+        ]
+        late = [] if before is not None else noted - self._noted
+        running = before.running_values(self._shared) if before is not None else []
+        for keys, text in ((lost, _LOST), (counted, _COUNTED), (late, _LATE), (running, _RUNNING)):
+            if names := named(keys):
+                warn_user(f"the forward of {type(root).__name__} assigns {names}: {text}")
 
     def check(self, root: Module) -> None:
         """Raise RuntimeError if a parameter or buffer is on another device than that of its stage."""
@@ -308,9 +377,6 @@ class Placement:
             if tensor.device != device:
                 name = next(name for name, each in _named_tensors(root) if each is tensor)
                 raise RuntimeError(f"{name} must be on {device}, where its stage runs, but is on {tensor.device}")
-
-
-_OF_VIEWS = {"_modules", "_compiled_call_impl"}  # that a view does not share with its module
 
 
 def _checked_names(root: Module, split: Split, parts: int) -> list[str]:

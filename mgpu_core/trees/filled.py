@@ -1,0 +1,187 @@
+"""Lists, dicts and dataclasses that code fills: they stay the same objects, and entries are exchanged in place."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import operator
+from collections import UserDict, deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.nn.utils.rnn import PackedSequence
+
+from mgpu_core.trees.containers import is_registered, opened
+
+__all__ = ["Contents", "FilledCopies", "Undo", "exchanged_back", "holds_tensor", "is_fillable", "map_in_place"]
+
+Undo = list[tuple[Any, Any, Any, Any]]
+"""Of each entry that was exchanged: the container, the key, the value before, and the value since."""
+
+_DEPTH = 8  # of nests in which containers and tensors are looked for
+_SIMPLE = (bool, int, float, str, type(None))
+
+
+def is_fillable(obj: Any) -> bool:
+    """Return whether an object is a container that can be given other entries."""
+    if isinstance(obj, list | dict | UserDict | deque | set):
+        return not is_registered(type(obj))
+    is_record = dataclasses.is_dataclass(obj) and not isinstance(obj, type) and not is_registered(type(obj))
+    return is_record and not type(obj).__dataclass_params__.frozen
+
+
+def _entries(obj: Any) -> dict[Any, Any]:
+    """Return the entries of a container by index, key or name."""
+    if isinstance(obj, list | deque):
+        return dict(enumerate(obj))
+    if isinstance(obj, set):
+        return dict.fromkeys(obj)
+    if isinstance(obj, dict | UserDict):
+        return dict(obj.items())
+    return {each.name: getattr(obj, each.name) for each in dataclasses.fields(obj) if hasattr(obj, each.name)}
+
+
+def _set(obj: Any, key: Any, value: Any) -> None:
+    if isinstance(obj, list | deque | dict | UserDict):
+        obj[key] = value
+    else:
+        object.__setattr__(obj, key, value)
+
+
+def _replace(obj: Any, entries: dict[Any, Any]) -> None:
+    """Give a container these entries instead of its own."""
+    if isinstance(obj, list | deque | set):
+        obj.clear()
+        obj.update(entries) if isinstance(obj, set) else obj.extend(entries.values())
+        return
+    now = _entries(obj)
+    for key in now.keys() - entries.keys():
+        delattr(obj, key) if dataclasses.is_dataclass(obj) and not isinstance(obj, dict) else obj.pop(key)
+    for key, value in entries.items():
+        if key not in now or now[key] is not value:
+            _set(obj, key, value)
+
+
+def _are_same(now: dict[Any, Any], before: dict[Any, Any]) -> bool:
+    return now.keys() == before.keys() and all(now[key] is value for key, value in before.items())
+
+
+def map_in_place(obj: Any, function: Callable[[Any], Any], undo: Undo) -> Any:
+    """Return the nest with ``function(leaf)`` in place of each leaf; containers that can be filled stay the same ones.
+
+    Others, such as tuples, are made again where an entry changes.  ``undo`` gets the entries that were exchanged.
+    """
+    if isinstance(obj, torch.Tensor):
+        return function(obj)
+    if isinstance(obj, _SIMPLE):
+        return obj
+    if not is_fillable(obj) or isinstance(obj, set):
+        found = None if isinstance(obj, PackedSequence) else opened(obj)
+        if found is None:
+            return function(obj)
+        _, values, build = found
+        values = list(values)
+        made = [map_in_place(each, function, undo) for each in values]
+        return obj if all(map(operator.is_, made, values)) else build(made)
+    for key, value in _entries(obj).items():
+        new = map_in_place(value, function, undo)
+        if new is not value:
+            _set(obj, key, new)
+            undo.append((obj, key, value, new))
+    return obj
+
+
+def exchanged_back(undo: Undo) -> None:
+    """Give containers the entries of before :func:`map_in_place`, but for those that were changed since."""
+    for container, key, before, since in reversed(undo):
+        if _entries(container).get(key) is since:
+            _set(container, key, before)
+
+
+def _fillable_below(obj: Any, seen: set[int], depth: int = _DEPTH) -> Iterator[Any]:
+    """Yield the containers below an object that can be filled, each once, those inside others after them."""
+    is_filled = is_fillable(obj)
+    if not depth or id(obj) in seen or not (is_filled or isinstance(obj, tuple)):
+        return
+    seen.add(id(obj))
+    if is_filled:
+        yield obj
+    for each in _entries(obj).values() if is_filled else obj:
+        yield from _fillable_below(each, seen, depth - 1)
+
+
+class Contents:
+    """The entries of all containers below an object, to be compared and put back."""
+
+    def __init__(self, obj: Any) -> None:
+        self._kept = [(each, _entries(each)) for each in _fillable_below(obj, set())]
+
+    @property
+    def ids(self) -> set[int]:
+        """The ids of the containers."""
+        return {id(each) for each, _ in self._kept}
+
+    @property
+    def have_changed(self) -> bool:
+        """Return whether some container has other entries now."""
+        return any(not _are_same(_entries(each), before) for each, before in self._kept)
+
+    def put_back(self) -> None:
+        """Give all containers their entries of before."""
+        for each, before in self._kept:
+            _replace(each, before)
+
+
+class FilledCopies:
+    """Copies of containers, so that one of several tasks fills its own; :meth:`merge` fills the originals."""
+
+    def __init__(self) -> None:
+        self._made: dict[int, tuple[Any, Any, dict[Any, Any]]] = {}  # by the id of the original: it, copy, its entries
+
+    def copied(self, obj: Any, depth: int = _DEPTH) -> Any:
+        """Return the nest with a copy of each container that can be filled."""
+        if type(obj) is tuple:
+            made = tuple([self.copied(each, depth - 1) for each in obj]) if depth else obj
+            return obj if all(map(operator.is_, made, obj)) else made
+        if not depth or not is_fillable(obj):
+            return obj
+        if id(obj) not in self._made:
+            own = copy.copy(obj)
+            self._made[id(obj)] = obj, own, {}
+            entries = {key: self.copied(value, depth - 1) for key, value in _entries(obj).items()}
+            _replace(own, entries)
+            self._made[id(obj)] = obj, own, entries
+        return self._made[id(obj)][1]
+
+    def merge(self) -> None:
+        """Bring what was added to the copies, exchanged or taken away there into the originals."""
+        originals = {id(own): obj for obj, own, _ in self._made.values()}
+        for obj, own, before in self._made.values():
+            now = _entries(own)
+            if _are_same(now, before):
+                continue
+            now = {key: originals.get(id(value), value) for key, value in now.items()}
+            is_longer = isinstance(own, list | deque) and all(_entries(own).get(k) is v for k, v in before.items())
+            if is_longer:
+                obj.extend(list(now.values())[len(before) :])
+            elif isinstance(own, list | deque):
+                _replace(obj, now)
+            else:
+                changed = {k: v for k, v in now.items() if k not in before or _entries(own)[k] is not before[k]}
+                kept = {k: v for k, v in _entries(obj).items() if k in now or k not in before}
+                _replace(obj, kept | changed)
+
+
+def holds_tensor(obj: Any, depth: int = _DEPTH, *, of_graph: bool = False) -> bool:
+    """Return whether an object is a tensor, or holds one (``of_graph``: with a graph) in a container or attribute."""
+    if isinstance(obj, torch.Tensor):
+        return obj.grad_fn is not None or not of_graph
+    if not depth or isinstance(obj, (torch.nn.Module, type, *_SIMPLE)):
+        return False
+    if isinstance(obj, tuple):
+        entries: list[Any] = list(obj)
+    else:
+        entries = list(_entries(obj).values()) if is_fillable(obj) else []
+        entries += getattr(obj, "__dict__", {}).values()
+    return any(holds_tensor(each, depth - 1, of_graph=of_graph) for each in entries)

@@ -190,10 +190,7 @@ class Before:
         self.put_attributes_back()
         with torch.no_grad():
             for table, name, buffer, values in self._buffers:
-                now = table[name]
-                table[name] = (
-                    buffer.copy_(values) if now is None or now.device == buffer.device else values.to(now.device)
-                )
+                table[name] = buffer.copy_(values)
         torch.set_rng_state(self._numbers)
         for device, state in self._of_devices:
             torch.get_device_module(device).set_rng_state(state, device)

@@ -164,11 +164,12 @@ class PipelineRun:
                     self._run_lanes(in_caller=in_caller, learns=True)
                     break
                 except _Again:
-                    self._before.put_back()
-                    self._restart()
-                    self.shared.clear()
-                    self.replicas.clear()
-                    self.crossed.clear()
+                    self._run = None
+                for each in (self.shared, self.replicas, self.crossed, self._views):
+                    each.clear()
+                self._before.put_back()
+                self._restart()
+                self.placement.apply(self._root)  # after the graphs have gone
             else:
                 self._run_lanes(in_caller=in_caller)
         except BaseException:
@@ -386,7 +387,8 @@ class MicroBatch(Visit):
         if self._run.last is None or not (tensor.requires_grad and torch.is_grad_enabled()):
             return super().bring(tensor)
         if tensor.grad_fn is None:
-            return tensor if self.places.stage_of(tensor, self.stage) == self.stage else self.bring_parameter(tensor)
+            is_here = self.places.stage_of(tensor, self.stage) == self.stage and tensor.device == self.device
+            return tensor if is_here else self.bring_parameter(tensor)
         made_in = self._stage_of(tensor)
         return super().bring(tensor) if made_in == self.stage else self._cut(tensor, made_in)
 

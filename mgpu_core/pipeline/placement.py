@@ -10,7 +10,7 @@ from math import inf
 from typing import Any, NamedTuple
 
 import torch
-from torch.nn import Module, Parameter, Sequential
+from torch.nn import Module, Sequential
 
 from mgpu_core.devices.transfer import to_device
 from mgpu_core.pipeline.attributes import Before, LaneView, is_note
@@ -92,11 +92,13 @@ class _Layout(NamedTuple):
         starts: where stages after the first begin, in order, or the stages of some modules.
         layers: with their names and stages, in the order of their calls as far as it is known, else of registration.
         homes: of each tensor, by its id, the first stage that uses it.
+        named: the same by names.
     """
 
     starts: Sequence[str] | Mapping[str, int]
     layers: list[tuple[str, Module, int]]
     homes: dict[int, int]
+    named: dict[str, int]
 
 
 class Placement:
@@ -117,6 +119,7 @@ class Placement:
         in_backward: by device the call whose backward runs there now.
         waiting: the waits of calls of several threads for their turns at the stages.
         alone: held by a call that finds the order of the calls, or layers that have changed.
+        is_learning: a call of a placed module finds the order of the calls.
         is_active: False for a copy until it is used: a copy of a Pipeline's module alone runs as a plain module.
         searches: the numbers of autograd's nodes do not tell their stages, because other threads have made some.
         of_last_call: tensors with a graph that layers keep of the call before, by id, with the names of attributes.
@@ -153,12 +156,12 @@ class Placement:
         self._has_warned = False
         self._of_this_object()
         self._layout = self._found(root)
-        self._apply(root)
+        self.apply(root)
         self.is_active = True
 
     def _of_this_object(self) -> None:
         """Make all that a copy does not share: it finds its layers when it is used."""
-        self._layout = _Layout([], [], {})
+        self._layout = _Layout([], [], {}, {})
         self._contents: Any = None
         self._inside: set[int] = set()  # ids of layers, and of the modules in them
         self._shared: set[int] = set()  # those of them that micro-batches share
@@ -167,7 +170,7 @@ class Placement:
         self._own: dict[int, set[str]] = {}  # ids of modules that keep something of a batch, with their containers
         self.in_backward: dict[torch.device, Visit] = {}
         self.waiting, self.alone = Waiting({}, ()), threading.RLock()
-        self.is_active = False
+        self.is_active = self.is_learning = False
 
     def __getstate__(self) -> dict[str, Any]:
         own = {
@@ -206,7 +209,7 @@ class Placement:
             if self._contents == _contents_of(root):
                 return False
             self._layout = self._found(root)
-            self._apply(root)
+            self.apply(root)
             self.known.clear()
             return True
 
@@ -232,7 +235,7 @@ class Placement:
             may_move: whether parameters may go to other devices; else all stays as it is if they had to.
 
         Returns:
-            Whether some tensor or layer has another stage now, or is run in another way.
+            Whether some tensor or layer has another stage now, or is run in another way: after :meth:`apply`.
 
         Raises:
             ValueError: the names of a split are not in the order of the calls.
@@ -247,10 +250,7 @@ class Placement:
         ):
             self._layout, self._called, self._called_again = before
             return False
-        if not is_first and (before[0], before[2]) == (self._layout, self._called_again):
-            return False
-        self._apply(root)
-        return True
+        return is_first or (before[0], before[2]) != (self._layout, self._called_again)
 
     def around(self, root: Module) -> dict[int, str]:
         """Return the names of the tensors that are in no layer, by their ids."""
@@ -283,16 +283,15 @@ class Placement:
                 inside = (part for layer, _, part in placed if not around or layer.startswith(f"{around}."))
                 before = self._called.used_in.get(name)  # its name is empty where no layer was called before
                 homes[id(tensor)] = next(inside, 0) if before is None else stages.get(before, 0)
-        return _Layout(starts, placed, homes)
+        return _Layout(starts, placed, homes, {name: homes[id(tensor)] for name, tensor in _named_tensors(root)})
 
-    def _apply(self, root: Module) -> None:
+    def apply(self, root: Module) -> None:
         """Move all tensors home, and put hooks on the layers."""
-        starts, layers, homes = self._layout
-        named = {name: homes[id(tensor)] for name, tensor in _named_tensors(root)}  # moving may change ids
-        for name, part in named.items():
-            _move_to(root, name, self.devices[part])
-        homes = {id(tensor): named[name] for name, tensor in _named_tensors(root)}
-        self._layout = _Layout(starts, layers, homes)
+        layers, named = self._layout.layers, self._layout.named
+        moving = {name: self.devices[part] for name, part in named.items()}
+        _check_movable(root, moving)
+        for name, device in moving.items():
+            _move_to(root, name, device)
         self._find_shared()
         remove_borders(root)
         following = [part for _, _, part in layers[1:]]
@@ -372,11 +371,14 @@ class Placement:
 
     def check(self, root: Module) -> None:
         """Raise RuntimeError if a parameter or buffer is on another device than that of its stage."""
-        for tensor in tensors_of(root):
-            device = self.devices[self.stage_of(tensor)]
-            if tensor.device != device:
-                name = next(name for name, each in _named_tensors(root) if each is tensor)
-                raise RuntimeError(f"{name} must be on {device}, where its stage runs, but is on {tensor.device}")
+        if all(each.device == self.devices[self.stage_of(each)] for each in tensors_of(root)):
+            return
+        homes = self._layout.homes  # of buffers that a forward has replaced, the home is that of their name
+        homes.update({id(each): self._layout.named.get(name, 0) for name, each in _named_tensors(root)})
+        for name, each in _named_tensors(root):
+            device = self.devices[self.stage_of(each)]
+            if each.device != device:
+                raise RuntimeError(f"{name} must be on {device}, where its stage runs, but is on {each.device}")
 
 
 def _checked_names(root: Module, split: Split, parts: int) -> list[str]:
@@ -426,14 +428,26 @@ def _contents_of(root: Module) -> list[Any]:
     return [list(map(len, tables)), list(map(id, chain.from_iterable(map(dict.values, tables))))]
 
 
+def _check_movable(root: Module, devices: Mapping[str, torch.device]) -> None:
+    """Raise RuntimeError if a graph holds a tensor that would go to another kind of device."""
+    for name, tensor in _named_tensors(root):
+        count = tensor._use_count()  # type: ignore[attr-defined]
+        if tensor.device.type != devices[name].type and not tensor.is_meta and count > 1 + tensor.requires_grad:
+            raise RuntimeError(
+                f"{name} cannot be moved to {devices[name]}: the graph of an earlier forward holds it. Let go of that "
+                "forward's output (del output), or call it in torch.no_grad(); nothing was moved"
+            )
+
+
 def _move_to(root: Module, name: str, device: torch.device) -> None:
-    """Move a tensor of the module in place: a Parameter stays the same object, and keeps its gradient."""
+    """Move a tensor of the module in place: it stays the same object, and a Parameter keeps its gradient."""
     owner_name, _, last = name.rpartition(".")
     owner = root.get_submodule(owner_name)
     parameter = owner._parameters.get(last)
-    if parameter is None:
-        owner._buffers[last] = to_device(owner._buffers[last], device)  # type: ignore[arg-type]
-    elif parameter.device != device and not parameter.is_meta:  # weights are loaded to their devices
+    buffer = owner._buffers.get(last)
+    if buffer is not None and buffer.device != device and not buffer.is_meta:
+        give_memory(buffer, to_device(buffer.detach(), device))
+    if parameter is not None and parameter.device != device and not parameter.is_meta:  # those are loaded there
         moved = to_device(parameter.data, device)
         grad = None if parameter.grad is None else to_device(parameter.grad, device)
         parameter.grad = None
@@ -441,8 +455,8 @@ def _move_to(root: Module, name: str, device: torch.device) -> None:
         parameter.grad = grad
 
 
-def give_memory(parameter: Parameter, moved: torch.Tensor) -> None:
-    """Let a parameter have the memory of a tensor, and stay the same object."""
+def give_memory(parameter: torch.Tensor, moved: torch.Tensor) -> None:
+    """Let a parameter or buffer have the memory of a tensor, and stay the same object."""
     try:
         parameter.data = moved
     except RuntimeError:  # of another kind of device: torch exchanges all of the two tensors, attributes too

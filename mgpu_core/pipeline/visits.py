@@ -20,6 +20,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from types import MethodType
 from typing import Any, Protocol
 
@@ -410,12 +411,18 @@ class Border:
         """Begin the layer; return its arguments on its device."""
         visit = visit_of(self.places)
         if visit is None or _current_graph_task_id() != -1:
-            if not self.places.is_active:
+            if not self.places.is_active and not self._is_spread(layer):
                 return args, kwargs
             visit = _OfLayer(self.places, self, visit).__enter__()
         visit.begin_layer(self, layer)
         device = visit.device if self._forward is not None else self.places.devices[self.stage]
         return visit.bring_arguments(device, args, kwargs)
+
+    def _is_spread(self, layer: Module) -> bool:
+        """Return whether a layer of a copy is on its device, and there are others."""
+        tensor = next(chain(layer.parameters(), layer.buffers()), None)
+        is_at_home = tensor is not None and tensor.device == self.places.devices[self.stage]
+        return is_at_home and len(set(self.places.devices)) > 1
 
     @outside_the_compiler
     def leave(self, layer: Module, args: Any, kwargs: Any, output: Any) -> Any:

@@ -99,23 +99,42 @@ def exchanged_back(undo: Undo) -> None:
             _set(container, key, before)
 
 
-def _fillable_below(obj: Any, seen: set[int], depth: int = _DEPTH) -> Iterator[Any]:
-    """Yield the containers below an object that can be filled, each once, those inside others after them."""
+def _fillable_below(obj: Any, seen: dict[int, Any], *, of_objects: bool = False, depth: int = _DEPTH) -> Iterator[Any]:
+    """Yield the containers below an object that can be filled, each once, those inside others after them.
+
+    Args:
+        obj: the object.
+        seen: gets all that was looked at, by its id.
+        of_objects: objects are dicts of their attributes.
+        depth: of nests that are looked at.
+    """
     is_filled = is_fillable(obj)
-    if not depth or id(obj) in seen or not (is_filled or isinstance(obj, tuple)):
+    is_opened = of_objects and not is_filled and not isinstance(obj, torch.Tensor | torch.nn.Module | type)
+    if is_opened and (attributes := getattr(obj, "__dict__", None)) is not None:
+        obj, is_filled = attributes, True
+    if not depth or id(obj) in seen or not (is_filled or isinstance(obj, tuple | torch.Tensor)):
         return
-    seen.add(id(obj))
+    seen[id(obj)] = obj
     if is_filled:
         yield obj
-    for each in _entries(obj).values() if is_filled else obj:
-        yield from _fillable_below(each, seen, depth - 1)
+    for each in () if isinstance(obj, torch.Tensor) else _entries(obj).values() if is_filled else obj:
+        yield from _fillable_below(each, seen, of_objects=of_objects, depth=depth - 1)
 
 
 class Contents:
-    """The entries of all containers below an object, to be compared and put back."""
+    """The entries of all containers below an object, to be compared and put back.
 
-    def __init__(self, obj: Any) -> None:
-        self._kept = [(each, _entries(each)) for each in _fillable_below(obj, set())]
+    Args:
+        obj: the object.
+        of_objects: also the attributes of objects, and the values of the tensors there.
+    """
+
+    def __init__(self, obj: Any, *, of_objects: bool = False) -> None:
+        seen: dict[int, Any] = {}
+        depth = 2 * _DEPTH if of_objects else _DEPTH
+        self._kept = [(each, _entries(each)) for each in _fillable_below(obj, seen, of_objects=of_objects, depth=depth)]
+        tensors = [each for each in seen.values() if isinstance(each, torch.Tensor)] if of_objects else []
+        self._values = [(each, each.detach().clone()) for each in tensors]
 
     @property
     def ids(self) -> set[int]:
@@ -128,9 +147,12 @@ class Contents:
         return any(not _are_same(_entries(each), before) for each, before in self._kept)
 
     def put_back(self) -> None:
-        """Give all containers their entries of before."""
+        """Give all containers their entries of before, and tensors their values."""
         for each, before in self._kept:
             _replace(each, before)
+        with torch.no_grad():
+            for tensor, values in self._values:
+                tensor.copy_(values)
 
 
 class FilledCopies:

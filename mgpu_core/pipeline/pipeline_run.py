@@ -33,7 +33,7 @@ from mgpu_core.pipeline.attributes import Before, LaneView
 from mgpu_core.pipeline.borders import Crossing
 from mgpu_core.pipeline.placement import Called, Placement
 from mgpu_core.pipeline.schedules import BACKWARD, FORWARD, Action
-from mgpu_core.pipeline.visits import Border, Visit, is_in_place, tensors_among
+from mgpu_core.pipeline.visits import Border, Visit, tensors_among
 from mgpu_core.ranks.context import CallerContext, checkpoint_frame
 from mgpu_core.ranks.run import Run, current_lane
 from mgpu_core.ranks.team import Team
@@ -289,6 +289,7 @@ class MicroBatch(Visit):
         self._begins: list[int] = []  # of each stage, the number of the first node that autograd made in it
         self._cuts: dict[tuple[int, int, torch.device], torch.Tensor] = {}  # in place of tensors, by id and stage
         self._cut_nodes: dict[Any, int] = {}  # of those, with their stages
+        self._latest: dict[int, tuple[torch.Tensor, int]] = {}  # by id the last of those, and its count of writes
         self._read: dict[int, list[tuple[Crossing, int]]] = {}  # by stage, with the stage that made the tensor
         self._given: dict[int, list[Crossing]] = {}  # by the stage that made the tensor; its gradient is on the way
 
@@ -319,6 +320,7 @@ class MicroBatch(Visit):
             if learn is not None:
                 learn(self)
             self._copies.clear()
+            self._latest.clear()
             if run.last is not None:
                 self._backward(run.last, last)
 
@@ -407,8 +409,12 @@ class MicroBatch(Visit):
         key = id(tensor), self.stage, self.device
         given = self._cuts.get(key)
         if given is None:
+            before, version = self._latest.get(id(tensor), (tensor, tensor._version))
+            if before._version != version and before is not tensor:  # written in place in a stage between
+                return self.bring(before)
             crossing = Crossing(tensor, self.device)
             given = self._cuts[key] = crossing.handed()
+            self._latest[id(tensor)] = given, given._version
             self._cut_nodes[given.grad_fn] = self.stage
             self._read.setdefault(self.stage, []).append((crossing, made_in))
             if is_tracing():
@@ -420,11 +426,6 @@ class MicroBatch(Visit):
         if self.stage and self._run.last is not None and torch.is_grad_enabled():
             found = [each for each in tensors_among((args, kwargs)) if each.requires_grad]
             early = [each for each in found if self.bring(each) is not each]
-            if early and is_in_place(function, kwargs) and early[0] is found[0]:
-                raise RuntimeError(
-                    f"{function.__name__} between layers writes a tensor of an earlier stage in place, in stage "
-                    f"{self.stage}: make it not in place (x = x + y), or cut the module elsewhere"
-                )
             if early:
                 args, kwargs = map_leaves((args, kwargs), self._cut_off)
         return super().bring_together(function, args, kwargs)

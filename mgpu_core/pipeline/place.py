@@ -162,7 +162,7 @@ class PlacedForward(OwnForward):
     def _first(self, args: Any, kwargs: Any) -> Any:
         net, placement, may_move = self.module, self.placement, not torch.is_grad_enabled()
         before = Before(net, placement.devices) if may_move else None
-        given = Contents((args, kwargs), of_objects=may_move)
+        given = Contents((args, kwargs), of_objects=may_move, values=may_move)
         with PlacedCall(placement) as visit:
             visit.watch(placement.around(net))
             output = self._called(visit, args, kwargs)

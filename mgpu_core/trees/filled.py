@@ -126,14 +126,15 @@ class Contents:
 
     Args:
         obj: the object.
-        of_objects: also the attributes of objects, and the values of the tensors there.
+        of_objects: also the attributes of objects.
+        values: also the values of tensors.
     """
 
-    def __init__(self, obj: Any, *, of_objects: bool = False) -> None:
+    def __init__(self, obj: Any, *, of_objects: bool = False, values: bool = False) -> None:
         seen: dict[int, Any] = {}
         depth = 2 * _DEPTH if of_objects else _DEPTH
         self._kept = [(each, _entries(each)) for each in _fillable_below(obj, seen, of_objects=of_objects, depth=depth)]
-        tensors = [each for each in seen.values() if isinstance(each, torch.Tensor)] if of_objects else []
+        tensors = [each for each in seen.values() if isinstance(each, torch.Tensor)] if values else []
         self._values = [(each, each.detach().clone()) for each in tensors]
 
     @property

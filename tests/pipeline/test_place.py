@@ -226,6 +226,37 @@ def test_a_table_names_the_largest_part_and_the_cuts_next_to_it():
     assert "2*" in text
 
 
+def test_balance_measures_each_layer_with_what_the_layers_before_have_filled():
+    class Cache:
+        def __init__(self):
+            self.kept = []
+
+    class Kept(nn.Linear):
+        def forward(self, x, cache, losses):
+            assert len(losses) == len(cache.kept)
+            x = super().forward(x) + sum(cache.kept)
+            cache.kept.append(x)
+            losses.append(x.sum())
+            return x
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(Kept(2, 2) for _ in range(4))
+
+        def forward(self, x, cache=None):
+            cache, losses = Cache() if cache is None else cache, []
+            for layer in self.layers:
+                x = layer(x, cache, losses)
+            return x + sum(losses)
+
+    cache, x = Cache(), torch.ones(3, 2, device=cpu(1)[0])
+    net = Net().to(x.device)
+    assert len(balance(net, x, 2).split) == 1
+    assert len(balance(net, (x, cache), 2).split) == 1
+    assert cache.kept == []
+
+
 def test_balance_leaves_the_net_as_it_was():
     net = nn.Sequential(nn.Linear(3, 3), nn.ReLU(inplace=True), nn.BatchNorm1d(3), nn.Dropout(0.5)).to(cpu(1)[0])
     before = copy.deepcopy(net.state_dict())

@@ -1,4 +1,4 @@
-"""Attributes of modules in a pipeline: each micro-batch has its own, and notes of what was done once are kept.
+"""Attributes of modules in a pipeline: each micro-batch has its own, and notes of work that is done once are kept.
 
 A *note* is an attribute that holds nothing of a batch: a number, a text, the handle of a hook, a function.  A module
 that changes its layers once, and notes that on itself (``if not self.is_ready: ...``), finds the note in later calls.

@@ -179,7 +179,7 @@ def arguments_of(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 def _calls(net: Module, sample: Any, parts: int) -> list[tuple[str, Module, tuple[Any, Any, Contents]]]:
     """Run the net once; return the layers in the order of their first calls, with the arguments of those.
 
-    What layers fill, such as a cache, comes with its contents of then.
+    A cache comes with its contents of then.
     """
     names = {unit: name for name, unit in layers_of(net, largest=largest_block(net, parts))}
     calls: dict[Module, tuple[Any, Any, Contents]] = {}

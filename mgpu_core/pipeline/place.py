@@ -142,7 +142,7 @@ class PlacedForward(OwnForward):
         """Run the module's own forward as one call; in a lane, and again in a backward, it is part of another.
 
         The first call runs alone, and shows the order of the layers' calls.  Parameters stay where they are while a
-        graph may hold them; else they move, and the call runs again, so that what it keeps is where they are.
+        graph may hold them; else they move, and the call runs again, so that caches are where they are.
         """
         placement = self.placement
         if visit_of(placement) is not None or _current_graph_task_id() != -1:

@@ -321,9 +321,9 @@ class Placement:
         self._shared = set().union(*(each for each in parts if not each & self._own.keys()))
 
     def keep_attributes(self, root: Module, views: Mapping[int, LaneView], before: Before | None = None) -> None:
-        """Let the module have what its micro-batches have noted and filled.
+        """Let the module have the notes of its micro-batches, and the containers that they have filled.
 
-        Warns once of what is not as on one device.
+        Warns once of attributes that are not as on one device.
 
         Args:
             root: the module.

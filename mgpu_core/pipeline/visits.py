@@ -258,7 +258,7 @@ class Visit:
             self.device = here
 
     def bring_arguments(self, device: torch.device, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Return the arguments of a layer on its device; what had to move in containers is put back after the layer."""
+        """Return the arguments of a layer on its device; containers get their own entries back after the layer."""
         here, self.device = self.device, device
         undo: Undo = []
         self._running[-1][1].append(partial(exchanged_back, undo))

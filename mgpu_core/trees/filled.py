@@ -178,7 +178,7 @@ class FilledCopies:
         return self._made[id(obj)][1]
 
     def merge(self) -> None:
-        """Bring what was added to the copies, exchanged or taken away there into the originals."""
+        """Add, exchange and take away entries of the originals as it was done to the copies."""
         originals = {id(own): obj for obj, own, _ in self._made.values()}
         for obj, own, before in self._made.values():
             now = _entries(own)

@@ -174,7 +174,8 @@ class Before:
         for module, before in self._attributes:
             for name in attributes_of(module).keys() - before.keys():
                 del vars(module)[name]
-            vars(module).update(before)
+            standing_in = {name for name, value in vars(module).items() if isinstance(value, OwnForward)}
+            vars(module).update({name: value for name, value in before.items() if name not in standing_in})
         for _, _, contents in self._filled:
             contents.put_back()
         for table, hooks in self._hooks:

@@ -181,7 +181,7 @@ class PipelineRun:
     def _form(self) -> Hashable:
         """Return the form of the call: the mode of the module, the kind of call, its arguments and switches in them."""
         args, kwargs = self._arguments[0] if self._arguments else ((), {})
-        switches = (each if isinstance(each, bool | str | None) else ... for each in (*args, *kwargs.values()))
+        switches = (each if isinstance(each, bool | None) else ... for each in (*args, *kwargs.values()))
         return self._root.training, self.last is None, torch.is_grad_enabled(), len(args), *kwargs, *switches
 
     def _run_lanes(self, *, in_caller: bool, learns: bool = False) -> None:

@@ -290,8 +290,9 @@ class Placement:
         layers, named = self._layout.layers, self._layout.named
         moving = {name: self.devices[part] for name, part in named.items()}
         _check_movable(root, moving)
-        for name, device in moving.items():
-            _move_to(root, name, device)
+        with torch.inference_mode(False):  # they may be trained later
+            for name, device in moving.items():
+                _move_to(root, name, device)
         self._find_shared()
         remove_borders(root)
         following = [part for _, _, part in layers[1:]]

@@ -196,15 +196,9 @@ class FilledCopies:
                 _replace(obj, kept | changed)
 
 
-def holds_tensor(obj: Any, depth: int = _DEPTH, *, of_graph: bool = False) -> bool:
+def holds_tensor(obj: Any, *, of_graph: bool = False) -> bool:
     """Return whether an object is a tensor, or holds one (``of_graph``: with a graph) in a container or attribute."""
-    if isinstance(obj, torch.Tensor):
-        return obj.grad_fn is not None or not of_graph
-    if not depth or isinstance(obj, (torch.nn.Module, type, *_SIMPLE)):
-        return False
-    if isinstance(obj, tuple):
-        entries: list[Any] = list(obj)
-    else:
-        entries = list(_entries(obj).values()) if is_fillable(obj) else []
-        entries += getattr(obj, "__dict__", {}).values()
-    return any(holds_tensor(each, depth - 1, of_graph=of_graph) for each in entries)
+    seen: dict[int, Any] = {}
+    for _ in _fillable_below(obj, seen, of_objects=True):
+        pass
+    return any(isinstance(each, torch.Tensor) and (each.grad_fn or not of_graph) for each in seen.values())

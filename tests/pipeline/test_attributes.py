@@ -362,3 +362,23 @@ def test_a_copy_of_the_net_has_its_own_attributes():
         wanted = pipe(batch())
         again = Pipeline(copy.deepcopy(made(Gated)), cpu(2), split_points=["blocks.2"], chunks=2)(batch())
     assert torch.equal(wanted, again)
+
+
+class Patched(CalledBackwards):
+    """A layer has a forward of its own, and is called in two stages: the call begins again more than once."""
+
+    def __init__(self):
+        super().__init__()
+        own = self.blocks[0].forward
+        self.blocks[0].forward = lambda x: own(x) * 2
+
+    def forward(self, x):
+        return self.blocks[0](super().forward(x))
+
+
+def test_a_forward_of_a_layer_s_own_stays_where_a_call_begins_again():
+    whole, net = made(Patched), made(Patched)
+    pipe = Pipeline(net, cpu(2), chunks=2)
+    with torch.no_grad():
+        for _ in range(2):
+            assert torch.allclose(pipe(batch()).cpu(), in_turn(whole, 2).cpu(), rtol=0, atol=1e-12)

@@ -112,6 +112,13 @@ class CalledBackwards(Plain):
         return x
 
 
+class CalledLater(Plain):
+    def forward(self, x):
+        for index in (2, 3, 0, 1):
+            x = self.blocks[index](x)
+        return x
+
+
 @pytest.mark.parametrize("parts", [2, 3, 4])
 def test_a_first_call_that_places_layers_anew_leaves_caches_where_layers_are(parts):
     net, whole = made(CalledBackwards), made(CalledBackwards)
@@ -155,3 +162,13 @@ def test_a_net_that_a_graph_holds_is_not_moved_by_half(cut):
     output.sum().backward()
     del output
     cut(net)(batch())
+
+
+def test_a_first_call_in_inference_mode_leaves_weights_that_can_be_trained():
+    net, whole = made(CalledLater), made(CalledLater)
+    place(net, cpu(2))
+    with torch.inference_mode():
+        assert torch.allclose(net(batch()).cpu(), whole(batch()).cpu())
+    net(batch()).sum().backward()
+    whole(batch()).sum().backward()
+    assert torch.allclose(net.blocks[0].linear.weight.grad.cpu(), whole.blocks[0].linear.weight.grad.cpu())

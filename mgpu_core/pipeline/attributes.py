@@ -56,6 +56,17 @@ class LaneView:
         self._views: dict[int, tuple[Module, Module, dict[str, Any]]] = {}  # with the attributes of the beginning
         self.copies = FilledCopies()
         self.root = self._viewed(root)
+        for _, view, before in self._views.values():
+            for name, value in vars(view).items():
+                if isinstance(value, MethodType) or (name in _HOOKS and value):
+                    before[name] = vars(view)[name] = self._bound(value)
+
+    def _bound(self, value: Any) -> Any:
+        """Return a method of a module as that of its view; a table of hooks with such methods in another table."""
+        if isinstance(value, MethodType):
+            return MethodType(value.__func__, self._views.get(id(value.__self__), (None, value.__self__))[1])
+        bound = {key: self._bound(hook) if isinstance(hook, MethodType) else hook for key, hook in value.items()}
+        return value if bound == value else type(value)(bound)
 
     def _viewed(self, module: Module) -> Module:
         if id(module) in self._shared:
@@ -145,7 +156,11 @@ class Before:
         for module, name, contents in self._filled:
             if contents.have_changed and (id(module) not in layers or holds_tensor(vars(module).get(name))):
                 found.setdefault(id(module), set()).add(name)
-        for (owner, name), (before, value) in self._changed(layers).items():
+        for module in (each for each, _ in self._attributes if id(each) in layers):
+            hooks = [hook for name in _HOOKS for hook in vars(module)[name].values() if isinstance(hook, MethodType)]
+            if any(isinstance(hook.__self__, Module) and id(hook.__self__) not in layers for hook in hooks):
+                found.setdefault(id(module), set())
+        for (owner, name), (before, value) in self.changed(layers).items():
             is_new = (owner, name) in self._reset or not holds_tensor(before)
             if holds_tensor(value, of_graph=True) or (is_new and holds_tensor(value)):
                 found.setdefault(owner, set())
@@ -153,14 +168,15 @@ class Before:
 
     def note_outside(self, layer: Module) -> None:
         """Note which attributes the code around a layer has set, before the first call of the layer."""
-        self._reset |= self._changed({id(each) for each in layer.modules()}).keys()
+        self._reset |= self.changed({id(each) for each in layer.modules()}).keys()
 
     def running_values(self, layers: Container[int]) -> list[tuple[int, str]]:
         """Return attributes of such modules that go on from tensors to others, by the id of the module and the name."""
-        changed = self._changed(layers).items()
+        changed = self.changed(layers).items()
         return [each for each, (before, value) in changed if holds_tensor(before) and holds_tensor(value)]
 
-    def _changed(self, layers: Container[int]) -> dict[tuple[int, str], tuple[Any, Any]]:
+    def changed(self, layers: Container[int]) -> dict[tuple[int, str], tuple[Any, Any]]:
+        """Return the attributes of such modules that have changed, with their values before and now."""
         return {
             (id(module), name): (before.get(name), value)
             for module, before in self._attributes

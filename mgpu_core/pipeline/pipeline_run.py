@@ -158,6 +158,7 @@ class PipelineRun:
             self.placement.keep_attributes(self._root, self._views)
             return
         self._before = Before(self._root, self.placement.devices)
+        self.placement.learn_kept(self._root, self._before)  # layers whose hooks keep something
         try:
             for _ in range(_MOST_TRIES):
                 try:
@@ -254,7 +255,7 @@ class PipelineRun:
             if mistaken:
                 placement.look_closer()
                 raise _Again
-        if placement.learn_kept(self._before):
+        if placement.learn_kept(self._root, self._before):
             raise _Again
         if added := self._views[0].added():
             raise RuntimeError(

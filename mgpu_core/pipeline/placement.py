@@ -67,6 +67,10 @@ _LATE = (
     "a call after the first does so, in each micro-batch at once: what it does once, such as hooks on layers, was done "
     "several times, and numbers may differ from now on. Do it before the first call"
 )
+_FROM_OUTSIDE = (
+    "a hook or another closure sets it on the module itself, where code between layers does not see it, but the value "
+    "of the call before. Let the hook be a method of the module, or return the value"
+)
 _RUNNING = (
     "the micro-batches of a stage go on from one another's value, so code outside of the layer reads that of any. Keep "
     "running values in a buffer that is changed in place; if it is of one batch, set it to None before the first call"
@@ -167,24 +171,15 @@ class Placement:
         self._shared: set[int] = set()  # those of them that micro-batches share
         self._noted: set[tuple[int, str]] = set()  # attributes that were noted so far
         self.of_last_call: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
+        self._from_outside: list[tuple[int, str]] = []  # attributes that something else than a forward has set
         self._own: dict[int, set[str]] = {}  # ids of modules that keep something of a batch, with their containers
         self.in_backward: dict[torch.device, Visit] = {}
         self.waiting, self.alone = Waiting({}, ()), threading.RLock()
         self.is_active = self.is_learning = False
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {
-            "_layout",
-            "_contents",
-            "_inside",
-            "_shared",
-            "_noted",
-            "_own",
-            "in_backward",
-            "waiting",
-            "alone",
-            "is_active",
-        }
+        own = {"_layout", "_contents", "_inside", "_shared", "_noted", "_own", "_from_outside", "of_last_call"}
+        own |= {"in_backward", "waiting", "alone", "is_active", "is_learning"}
         return {name: value for name, value in self.__dict__.items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -306,9 +301,11 @@ class Placement:
         """Return a view of the module for one micro-batch."""
         return LaneView(root, self._shared, self._own)
 
-    def learn_kept(self, before: Before) -> bool:
+    def learn_kept(self, root: Module, before: Before) -> bool:
         """Note which modules keep something of a batch; return whether there are others than were known."""
         found = before.kept_of_a_batch(self._shared)
+        around = {id(each) for each in root.modules()} - self._inside
+        self._from_outside = list(before.changed(around))  # this micro-batch itself has views of them
         is_new = any(owner not in self._own or names - self._own[owner] for owner, names in found.items())
         for owner, names in found.items():
             self._own[owner] = self._own.get(owner, set()) | names
@@ -366,7 +363,9 @@ class Placement:
         ]
         late = [] if before is not None else noted - self._noted
         running = before.running_values(self._shared) if before is not None else []
-        for keys, text in ((lost, _LOST), (counted, _COUNTED), (late, _LATE), (running, _RUNNING)):
+        outside = self._from_outside if before is not None else []
+        told = (lost, _LOST), (counted, _COUNTED), (late, _LATE), (running, _RUNNING), (outside, _FROM_OUTSIDE)
+        for keys, text in told:
             if names := named(keys):
                 warn_user(f"the forward of {type(root).__name__} assigns {names}: {text}")
 

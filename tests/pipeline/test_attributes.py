@@ -382,3 +382,58 @@ def test_a_forward_of_a_layer_s_own_stays_where_a_call_begins_again():
     with torch.no_grad():
         for _ in range(2):
             assert torch.allclose(pipe(batch()).cpu(), in_turn(whole, 2).cpu(), rtol=0, atol=1e-12)
+
+
+class Saving(Plain):
+    """A hook of a layer is a method of the module, which goes on from the value."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks[1].register_forward_hook(self.save)
+
+    def save(self, layer, args, output):
+        self.saved = output
+
+    def forward(self, x):
+        return super().forward(x) + self.saved
+
+
+class SavingBelow(Saving):
+    """The hook is of a module inside a layer, and the method is an attribute, too."""
+
+    def __init__(self):
+        Plain.__init__(self)
+        self.blocks[1].linear.register_forward_pre_hook(self.save_input)
+        self.method = self.add
+
+    def save_input(self, layer, args):
+        self.saved = args[0]
+
+    def add(self, x):
+        self.added = x + self.saved
+        return self.added
+
+    def forward(self, x):
+        self.method(Plain.forward(self, x))
+        return self.added
+
+
+@pytest.mark.filterwarnings("ignore:the forward of Saving")
+@pytest.mark.parametrize("kind", [Saving, SavingBelow])
+def test_methods_of_the_module_that_are_hooks_are_of_their_micro_batch(kind):
+    whole, net = made(kind), made(kind)
+    with torch.no_grad():
+        net(batch())
+    step = step_of(net, 4)
+    for _ in range(2):
+        assert float(step(batch(), batch())) == pytest.approx(losses(whole, 4), abs=1e-12)
+        assert same_gradients(net, whole)
+
+
+def test_a_hook_that_sets_an_attribute_of_the_module_by_its_closure_is_told_of():
+    net = made(Plain)
+    net.saved = None
+    net.blocks[1].register_forward_hook(lambda layer, args, output: setattr(net, "saved", output))
+    pipe = Pipeline(net, cpu(2), split_points=["blocks.2"], chunks=2)
+    with pytest.warns(UserWarning, match=r"assigns saved: a hook or another closure sets it on the module itself"):
+        pipe(batch())

@@ -71,6 +71,9 @@ class LastStage(Protocol):
     def backward(self, micro_batch: int) -> None:
         """Differentiate it."""
 
+    def drop(self) -> None:
+        """Let go of the losses so far."""
+
 
 class _Turn(NamedTuple):
     """A turn in the plan of a worker."""
@@ -168,6 +171,9 @@ class PipelineRun:
                     self._run = None
                 for each in (self.shared, self.replicas, self.crossed, self._views):
                     each.clear()
+                self.outputs = [None] * len(self.outputs)
+                if self.last is not None:
+                    self.last.drop()
                 self._before.put_back()
                 self._restart()
                 self.placement.apply(self._root)  # after the graphs have gone
@@ -208,10 +214,10 @@ class PipelineRun:
         self._trace()
 
     def _lane(self, index: int, learns: bool) -> None:
-        micro_batch = MicroBatch(self, index)
         lane = current_lane()
         if learns and index and lane is not None:
             lane.wait_for(["the forward of micro-batch 0"])
+        micro_batch = MicroBatch(self, index)
         view = self._views[index] = self.placement.view(self._root)
         args, kwargs = view.copies.copied(self._arguments[index])
         if learns and index == 0:

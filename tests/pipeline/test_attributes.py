@@ -1,7 +1,9 @@
 """Attributes that a forward assigns: notes are kept, and what belongs to a batch is of its micro-batch."""
 
 import copy
+import gc
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -437,3 +439,17 @@ def test_a_hook_that_sets_an_attribute_of_the_module_by_its_closure_is_told_of()
     pipe = Pipeline(net, cpu(2), split_points=["blocks.2"], chunks=2)
     with pytest.warns(UserWarning, match=r"assigns saved: a hook or another closure sets it on the module itself"):
         pipe(batch())
+
+
+def test_a_net_whose_call_has_begun_again_is_freed_at_once():
+    gc.collect()
+    gc.disable()
+    try:
+        net = made(Gated)
+        gone = weakref.ref(net)
+        step = step_of(net, 2)
+        step(batch(), batch())
+        del net, step
+        assert gone() is None
+    finally:
+        gc.enable()

@@ -172,3 +172,19 @@ def test_a_first_call_in_inference_mode_leaves_weights_that_can_be_trained():
     net(batch()).sum().backward()
     whole(batch()).sum().backward()
     assert torch.allclose(net.blocks[0].linear.weight.grad.cpu(), whole.blocks[0].linear.weight.grad.cpu())
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_part_on_the_cpu_trains_where_the_first_step_shows_another_order(index):
+    net, whole = made(CalledLater), made(CalledLater)
+    devices = cpu(2)
+    devices[index] = "cpu"
+    pipe = Pipeline(net, devices, chunks=2)
+    step = TrainStep(pipe, lambda output, target: output.square().mean(), torch.optim.SGD(net.parameters(), lr=0.0))
+    x = batch().to(devices[0])
+    for _ in range(2):
+        step(x, x)
+    for part in batch().tensor_split(2):
+        (whole(part).square().mean() / 2).backward()
+    for one, other in zip(net.parameters(), whole.parameters(), strict=True):
+        assert torch.allclose(one.grad.cpu(), other.grad.cpu(), rtol=0, atol=1e-12)

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch._C import _current_graph_task_id
 from torch.nn import Module
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -31,8 +32,8 @@ class DeferredStatistics:
     def __init__(self, layer: _BatchNorm) -> None:
         self._layer = layer
         self.drop()
-        layer.register_forward_pre_hook(self._before)
-        layer.register_forward_hook(self._after, always_call=True)
+        layer.register_forward_pre_hook(self.begin)
+        layer.register_forward_hook(self.end, always_call=True)
 
     def drop(self) -> None:
         """Forget the micro-batches so far."""
@@ -40,14 +41,16 @@ class DeferredStatistics:
         self._mean: torch.Tensor | None = None
         self._squares: torch.Tensor | None = None
 
-    def _before(self, layer: Any, args: tuple[Any, ...]) -> None:
+    def begin(self, layer: Any, args: tuple[Any, ...]) -> None:
+        """Keep torch from updating the running statistics in a forward."""
         if not layer.training or layer.running_mean is None or not layer.track_running_stats:
             return
         layer.track_running_stats = False
-        if not getattr(_thread, "is_recomputing", False):
+        if not getattr(_thread, "is_recomputing", False) and _current_graph_task_id() == -1:
             self._add(args[0].detach())
 
-    def _after(self, layer: Any, args: Any, output: Any) -> None:
+    def end(self, layer: Any, args: Any, output: Any) -> None:
+        """Let torch update them again."""
         if layer.running_mean is not None:
             layer.track_running_stats = True
 
@@ -79,15 +82,24 @@ class DeferredStatistics:
 
 @contextmanager
 def recomputing(modules: Sequence[Module]) -> Iterator[None]:
-    """Run a forward of these modules a second time without a further update of their buffers."""
+    """Run a forward of these modules a second time without a further update of their buffers.
+
+    Forwards that run without the modules' hooks save the same tensors as the first time.
+    """
+    hooks = [(each, getattr(hook, "__self__", None)) for each in modules for hook in each._forward_pre_hooks.values()]
+    deferred = [(module, owner) for module, owner in hooks if isinstance(owner, DeferredStatistics)]
     tables = [module._buffers for each in modules for module in each.modules() if module._buffers]
     before = [dict(table) for table in tables]
     _thread.is_recomputing = True
     try:
         for table in tables:
             table.update({name: None if each is None else each.clone() for name, each in table.items()})
+        for module, statistics in deferred:
+            statistics.begin(module, ())
         yield
     finally:
+        for module, statistics in deferred:
+            statistics.end(module, (), None)
         _thread.is_recomputing = False
         for table, values in zip(tables, before, strict=True):
             table.update(values)

@@ -46,10 +46,12 @@ def layers_of(root: Module, names: Collection[str] = (), largest: float = inf) -
     Args:
         root: the module.
         names: of modules that are layers or lie in none: the modules around them are opened.
-        largest: a module that holds a list of layers is opened if it has more bytes than this.
+        largest: a module that holds a list of layers is opened if it has more bytes than this; where no module holds
+            one, as in some of timm, each that has more than a fair share.
     """
     around = {name[:i] for name in names for i, letter in enumerate(name) if letter == "."}
     whole = {name for each in root.modules() for name in getattr(each, "_no_split_modules", None) or ()}
+    has_lists = any(isinstance(each, _LISTS) for each in root.modules())
 
     def is_opened(path: str, module: Module) -> bool:
         if path in around:
@@ -58,6 +60,8 @@ def layers_of(root: Module, names: Collection[str] = (), largest: float = inf) -
             return False
         if largest == inf or isinstance(module, ModuleList | ModuleDict):
             return isinstance(module, _LISTS)
+        if not has_lists:
+            return bytes_of(module) > largest * _BLOCKS_PER_PART
         return bytes_of(module) > largest and any(isinstance(each, _LISTS) for each in module.modules())
 
     def below(module: Module, prefix: str) -> Iterator[tuple[str, Module]]:

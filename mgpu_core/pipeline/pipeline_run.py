@@ -29,10 +29,11 @@ from torch.nn import Module
 from mgpu_core.devices.streams import caller_streams, on
 from mgpu_core.devices.time_limits import time_limit
 from mgpu_core.devices.transfer import hand_over
+from mgpu_core.pipeline.attributes import Before, LaneView
 from mgpu_core.pipeline.borders import Crossing
 from mgpu_core.pipeline.placement import Called, Placement
 from mgpu_core.pipeline.schedules import BACKWARD, FORWARD, Action
-from mgpu_core.pipeline.visits import Border, Visit, is_in_place, tensors_among
+from mgpu_core.pipeline.visits import Border, Visit, tensors_among
 from mgpu_core.ranks.context import CallerContext, checkpoint_frame
 from mgpu_core.ranks.draws import Draws
 from mgpu_core.ranks.run import Run, current_lane
@@ -40,6 +41,7 @@ from mgpu_core.ranks.team import Team
 from mgpu_core.support.null_context import NULL_CONTEXT
 from mgpu_core.trace.events import Schedule
 from mgpu_core.trace.tracer import emit, is_tracing, span, when_tracing
+from mgpu_core.trees.filled import Contents, Undo, exchanged_back, map_in_place
 from mgpu_core.trees.nested import map_leaves
 
 __all__ = ["LastStage", "PipelineRun", "workers_of"]
@@ -70,6 +72,9 @@ class LastStage(Protocol):
     def backward(self, micro_batch: int) -> None:
         """Differentiate it."""
 
+    def drop(self) -> None:
+        """Let go of the losses so far."""
+
 
 class _Turn(NamedTuple):
     """A turn in the plan of a worker."""
@@ -91,7 +96,7 @@ class PipelineRun:
 
     In the first call of a form the first micro-batch goes ahead alone, and shows in which order layers are called and
     where tensors around them are used.  If that is not as it was supposed, the module is placed anew and the call
-    begins again, with the buffers and random numbers of before.
+    begins again, with the buffers, attributes, containers, hooks and random numbers of before.
 
     Args:
         placement: of the module.
@@ -137,6 +142,8 @@ class PipelineRun:
         self.replicas: dict[tuple[str, int], Module] = {}
         self._root, self._arguments, self._actions, self._restart = root, arguments, actions, restart
         self._run: Run | None = None
+        self._views: dict[int, LaneView] = {}  # of the micro-batches
+        self._before: Before
 
     def run(self, *, draws: Draws, in_caller: bool = False) -> None:
         """Run all micro-batches.
@@ -151,29 +158,41 @@ class PipelineRun:
         form = self._form()
         self._draws, self.draws_numbers = draws, draws.are_expected(form)
         if form in self.placement.known:
-            self._run_lanes(in_caller=in_caller, learns=False)
+            self._run_lanes(in_caller=in_caller)
+            self.placement.keep_attributes(self._root, self._views)
             return
-        kept = _State(self._root, self.placement.devices)
-        for _ in range(_MOST_TRIES):
-            try:
-                self._run_lanes(in_caller=in_caller, learns=True)
-                break
-            except _Again:
-                kept.put_back()
+        self._before = Before(self._root, self.placement.devices)
+        self.placement.learn_kept(self._root, self._before)  # layers whose hooks keep something
+        try:
+            for _ in range(_MOST_TRIES):
+                try:
+                    self._run_lanes(in_caller=in_caller, learns=True)
+                    break
+                except _Again:
+                    self._run = None
+                for each in (self.shared, self.replicas, self.crossed, self._views):
+                    each.clear()
+                self.outputs = [None] * len(self.outputs)
+                if self.last is not None:
+                    self.last.drop()
+                self._before.put_back()
                 self._restart()
-                self.shared.clear()
-                self.replicas.clear()
-                self.crossed.clear()
-        else:
-            self._run_lanes(in_caller=in_caller, learns=False)
+                self.placement.apply(self._root)  # after the graphs have gone
+            else:
+                self._run_lanes(in_caller=in_caller)
+        except BaseException:
+            self._before.put_attributes_back()
+            raise
+        self.placement.keep_attributes(self._root, self._views, self._before)
         self.placement.known.add(form)
 
     def _form(self) -> Hashable:
-        """Return the form of the call: the mode of the module, the kind of call and its arguments."""
+        """Return the form of the call: the mode of the module, the kind of call, its arguments and switches in them."""
         args, kwargs = self._arguments[0] if self._arguments else ((), {})
-        return self._root.training, self.last is None, torch.is_grad_enabled(), len(args), *kwargs
+        switches = (each if isinstance(each, bool | None) else ... for each in (*args, *kwargs.values()))
+        return self._root.training, self.last is None, torch.is_grad_enabled(), len(args), *kwargs, *switches
 
-    def _run_lanes(self, *, in_caller: bool, learns: bool) -> None:
+    def _run_lanes(self, *, in_caller: bool, learns: bool = False) -> None:
         lanes, devices = len(self._arguments), self.placement.devices
         team = Team.of(["cpu"] * lanes)
         if in_caller:
@@ -196,26 +215,32 @@ class PipelineRun:
         self._trace()
 
     def _lane(self, index: int, learns: bool) -> None:
-        args, kwargs = self._arguments[index]
-        micro_batch = MicroBatch(self, index)
         lane = current_lane()
+        if learns and index and lane is not None:
+            lane.wait_for(["the forward of micro-batch 0"])
+        micro_batch = MicroBatch(self, index)
+        view = self._views[index] = self.placement.view(self._root)
+        args, kwargs = view.copies.copied(self._arguments[index])
         if learns and index == 0:
+            micro_batch.is_first = True
             micro_batch.watch(self.placement.around(self._root))
-            view = self.placement.view(self._root)
             try:
-                micro_batch.run(view, args, kwargs, self._learn)
+                micro_batch.run(view.root, args, kwargs, self._learn)
             except RuntimeError as error:
                 if self.placement.is_deep or "on the same device" not in str(error):
                     raise
                 self.placement.look_closer()
                 raise _Again from error
-            self.placement.warn_assigned(self._root, view)
             return
-        if learns and lane is not None:
-            lane.wait_for(["the forward of micro-batch 0"])
-        micro_batch.run(self.placement.view(self._root), args, kwargs)
+        micro_batch.run(view.root, args, kwargs)
+        if not learns and index < len(self._arguments) - 1:
+            view.end()
         if micro_batch.late:
             self.placement.warn_late(self._root, micro_batch.late)
+
+    def note_outside(self, layer: Module) -> None:
+        """Note which attributes of a layer the code around it has set, in the first micro-batch."""
+        self._before.note_outside(layer)
 
     def _learn(self, first: MicroBatch) -> None:
         """Learn from the first micro-batch, at the end of its forward.
@@ -237,6 +262,14 @@ class PipelineRun:
             if mistaken:
                 placement.look_closer()
                 raise _Again
+        if placement.learn_kept(self._root, self._before):
+            raise _Again
+        if added := self._views[0].added():
+            raise RuntimeError(
+                f"the forward of {type(self._root).__name__} adds or replaces modules around layers: "
+                f"{', '.join(added)}. Make them before, or call the module once before it is cut"
+            )
+        self._views[0].keep()
         if self._run is not None and self._run.numbers is not None and self._run.numbers.were_used():
             first.refuse_numbers()
         if (lane := current_lane()) is not None:
@@ -259,7 +292,7 @@ class MicroBatch(Visit):
 
     def __init__(self, run: PipelineRun, index: int) -> None:
         super().__init__(run.placement)
-        self.stage, self.recomputes = -1, run.recomputes(index)
+        self.stage, self.recomputes, self.is_first = -1, run.recomputes(index), False
         self._run, self._index, self._lane = run, index, current_lane()
         self._turn = ExitStack()  # the device, the stream and the span of the present one
         self.crossed_in_checkpoint: int | None = None  # the stage that began in one
@@ -267,6 +300,7 @@ class MicroBatch(Visit):
         self._begins: list[int] = []  # of each stage, the number of the first node that autograd made in it
         self._cuts: dict[tuple[int, int, torch.device], torch.Tensor] = {}  # in place of tensors, by id and stage
         self._cut_nodes: dict[Any, int] = {}  # of those, with their stages
+        self._latest: dict[int, tuple[torch.Tensor, int]] = {}  # by id the last of those, and its count of writes
         self._read: dict[int, list[tuple[Crossing, int]]] = {}  # by stage, with the stage that made the tensor
         self._given: dict[int, list[Crossing]] = {}  # by the stage that made the tensor; its gradient is on the way
 
@@ -297,6 +331,7 @@ class MicroBatch(Visit):
             if learn is not None:
                 learn(self)
             self._copies.clear()
+            self._latest.clear()
             if run.last is not None:
                 self._backward(run.last, last)
 
@@ -325,6 +360,8 @@ class MicroBatch(Visit):
                 self.crossed_in_checkpoint = border.stage
                 if self._run.draws_numbers:
                     self.refuse_numbers()
+        if self.is_first and border.name not in self.called:
+            self._run.note_outside(layer)
         super().begin_layer(border, layer)
 
     def refuse_numbers(self) -> None:
@@ -335,16 +372,21 @@ class MicroBatch(Visit):
                 "would be others in the backward: put the border outside of the checkpoint, or set dropout to 0"
             )
 
-    def passed_on(self, border: Border, output: Any) -> Any:
+    def passed_on(self, border: Border, output: Any, given: Any) -> Any:
         """Go on in the next stage after the last layer of one; return its output there.
 
-        So a checkpoint around the next layer finds its input on the device where it draws random numbers.
+        So a checkpoint around the next layer finds its input on the device where it draws random numbers.  Containers
+        that the layer was given keep their entries.
         """
         if self.stage != border.stage or border.next_stage is None:
             return output
         self.go_to(border.next_stage)
         self._crossing_frame = checkpoint_frame()
-        return self.bring_to(self.device, output)
+        undo: Undo = []
+        output = map_in_place(output, self._brought, undo)
+        are_given = Contents(given).ids if undo else set()
+        exchanged_back([each for each in undo if id(each[0]) in are_given])
+        return output
 
     def _note_number(self) -> None:
         """Let the next micro-batch in this stage go on with the numbers of autograd's nodes."""
@@ -365,7 +407,8 @@ class MicroBatch(Visit):
         if self._run.last is None or not (tensor.requires_grad and torch.is_grad_enabled()):
             return super().bring(tensor)
         if tensor.grad_fn is None:
-            return tensor if self.places.stage_of(tensor, self.stage) == self.stage else self.bring_parameter(tensor)
+            is_here = self.places.stage_of(tensor, self.stage) == self.stage and tensor.device == self.device
+            return tensor if is_here else self.bring_parameter(tensor)
         made_in = self._stage_of(tensor)
         return super().bring(tensor) if made_in == self.stage else self._cut(tensor, made_in)
 
@@ -384,8 +427,12 @@ class MicroBatch(Visit):
         key = id(tensor), self.stage, self.device
         given = self._cuts.get(key)
         if given is None:
+            before, version = self._latest.get(id(tensor), (tensor, tensor._version))
+            if before._version != version and before is not tensor:  # written in place in a stage between
+                return self.bring(before)
             crossing = Crossing(tensor, self.device)
             given = self._cuts[key] = crossing.handed()
+            self._latest[id(tensor)] = given, given._version
             self._cut_nodes[given.grad_fn] = self.stage
             self._read.setdefault(self.stage, []).append((crossing, made_in))
             if is_tracing():
@@ -397,11 +444,6 @@ class MicroBatch(Visit):
         if self.stage and self._run.last is not None and torch.is_grad_enabled():
             found = [each for each in tensors_among((args, kwargs)) if each.requires_grad]
             early = [each for each in found if self.bring(each) is not each]
-            if early and is_in_place(function, kwargs) and early[0] is found[0]:
-                raise RuntimeError(
-                    f"{function.__name__} between layers writes a tensor of an earlier stage in place, in stage "
-                    f"{self.stage}: make it not in place (x = x + y), or cut the module elsewhere"
-                )
             if early:
                 args, kwargs = map_leaves((args, kwargs), self._cut_off)
         return super().bring_together(function, args, kwargs)
@@ -418,6 +460,11 @@ class MicroBatch(Visit):
         """
         node = tensor.grad_fn
         assert node is not None
+        if (found := self._run.placement.of_last_call.get(id(tensor))) is not None and found[0]() is tensor:
+            raise RuntimeError(
+                f"a step reads {found[1]} of a module itself, which is of the call before: each micro-batch has its "
+                "own. Read it in the forward, and return it with the output"
+            )
         stage = self._numbered(node)
         if self._run.placement.searches or any(
             before is not None and self._numbered(before) not in (stage, _LEAF) for before, _ in node.next_functions
@@ -509,36 +556,3 @@ def _count_to(number: int) -> None:
 def _enter(stack: ExitStack, context: AbstractContextManager[object]) -> None:
     if context is not NULL_CONTEXT:
         stack.enter_context(context)
-
-
-class _State:
-    """Buffers and random numbers, to go back to.
-
-    Args:
-        root: the module.
-        devices: whose random numbers count, beside the CPU's.
-    """
-
-    def __init__(self, root: Module, devices: Sequence[torch.device]) -> None:
-        tables = [each._buffers for each in root.modules()]
-        self._buffers = [
-            (table, name, buffer, buffer.clone())
-            for table in tables
-            for name, buffer in table.items()
-            if buffer is not None
-        ]
-        self._numbers = torch.get_rng_state()
-        others = [each for each in dict.fromkeys(devices) if each.type != "cpu"]
-        self._of_devices = [(each, torch.get_device_module(each).get_rng_state(each)) for each in others]
-
-    def put_back(self) -> None:
-        """Go back."""
-        with torch.no_grad():
-            for table, name, buffer, values in self._buffers:
-                now = table[name]
-                table[name] = (
-                    buffer.copy_(values) if now is None or now.device == buffer.device else values.to(now.device)
-                )
-        torch.set_rng_state(self._numbers)
-        for device, state in self._of_devices:
-            torch.get_device_module(device).set_rng_state(state, device)

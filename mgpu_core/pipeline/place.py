@@ -11,13 +11,18 @@ from torch._C import _current_graph_task_id
 from torch.nn import Module
 
 from mgpu_core.devices.devices import DeviceLike, as_devices
+from mgpu_core.pipeline.attributes import Before
 from mgpu_core.pipeline.balance import cut_layers, measured_layers
 from mgpu_core.pipeline.placement import MOVES, Called, Placement, Split, refuse_moves
 from mgpu_core.pipeline.visits import OwnForward, Visit, visit_of
 from mgpu_core.pipeline.weights import weights_of
-from mgpu_core.support.null_context import NULL_CONTEXT
+from mgpu_core.trees.filled import Contents
+from mgpu_core.trees.module_tree import tensors_of
+from mgpu_core.trees.nested import tensors_in
 
 __all__ = ["PlacedCall", "PlacedForward", "is_placed", "place", "placed"]
+
+_CACHE_SHAPE = "_get_static_cache_init_shape"
 
 
 def place(
@@ -34,9 +39,11 @@ def place(
     """Spread the layers of a module over devices; a call then runs on one device after the other.
 
     A module that holds a list of layers is opened, down to its blocks.  The tensors that enter a layer are brought to
-    its device by differentiable copies, and the code between layers computes on the device of the layer before it.
+    its device by differentiable copies, the code between layers computes on the device of the layer before it, and the
+    output is brought to the device of the first tensor among the arguments.
     Calls of several threads at once take turns on each device, first come, first served.  The first call runs alone;
-    if it shows another order of layers than that of registration, and there are no gradients, they are placed anew.
+    if it shows another order of layers than that of registration, and there are no gradients, they are placed anew,
+    and it runs again.
 
     Parameters stay the same objects and keep their gradients.  One that several layers share is on the device of the
     first of them; the others compute with differentiable copies.  Parameters of a module around layers are on the
@@ -75,8 +82,14 @@ def place(
         split = {name: part for part, name in enumerate(split, 1)}  # which may be called in any order
     placement = placed(net, devices, split, sample=sample, shares=shares, memory=memory, weights=weights, rename=rename)
     PlacedForward(net, placement)
+    if hasattr(net, _CACHE_SHAPE):
+        net.__dict__[_CACHE_SHAPE] = _no_shape
     net.__dict__.update(dict.fromkeys(MOVES, refuse_moves))
     return net
+
+
+def _no_shape() -> None:
+    """Stand in for transformers' shape of a static cache of one device: each layer then makes its own where it is."""
 
 
 def placed(
@@ -129,24 +142,55 @@ class PlacedForward(OwnForward):
         """Run the module's own forward as one call; in a lane, and again in a backward, it is part of another.
 
         The first call runs alone, and shows the order of the layers' calls.  Parameters stay where they are while a
-        graph may hold them.
+        graph may hold them; else they move, and the call runs again, so that caches are where they are.
         """
         placement = self.placement
         if visit_of(placement) is not None or _current_graph_task_id() != -1:
             return self.__wrapped__(*args, **kwargs)
         placement.follow(self.module)
-        with NULL_CONTEXT if placement.is_known else placement.alone:
-            is_first = not placement.is_known
-            with PlacedCall(placement) as visit:
-                if is_first:
-                    visit.watch(placement.around(self.module))
-                visit.begin_glue()
-                output = self.__wrapped__(*args, **kwargs)
-            if is_first and placement.learn(
-                self.module, Called(visit.called, visit.used_in), may_move=not torch.is_grad_enabled()
-            ):
-                return output
-        placement.warn_late(self.module, visit.late)
+        if placement.is_known and not placement.is_learning:
+            return self._run(args, kwargs)
+        with placement.alone:
+            if placement.is_known:
+                return self._run(args, kwargs)
+            placement.is_learning = True
+            try:
+                return self._first(args, kwargs)
+            finally:
+                placement.is_learning = False
+
+    def _first(self, args: Any, kwargs: Any) -> Any:
+        net, placement, may_move = self.module, self.placement, not torch.is_grad_enabled()
+        before = Before(net, placement.devices) if may_move else None
+        given = Contents((args, kwargs), of_objects=may_move, values=may_move)
+        with PlacedCall(placement) as visit:
+            visit.watch(placement.around(net))
+            output = self._called(visit, args, kwargs)
+        if not placement.learn(net, Called(visit.called, visit.used_in), may_move=may_move):
+            placement.warn_late(net, visit.late)
+            return output
+        devices = [each.device for each in tensors_of(net)]
+        placement.apply(net)
+        if before is None or devices == [each.device for each in tensors_of(net)]:
+            return output
+        before.put_back()
+        given.put_back()
+        return self._run(args, kwargs)
+
+    def _run(self, args: Any, kwargs: Any) -> Any:
+        with PlacedCall(self.placement) as visit:
+            output = self._called(visit, args, kwargs)
+        self.placement.warn_late(self.module, visit.late)
+        return output
+
+    def _called(self, visit: Visit, args: Any, kwargs: Any) -> Any:
+        """Return the output of the forward, on the device of the first tensor that it was given."""
+        visit.begin_glue()
+        output = self.__wrapped__(*args, **kwargs)
+        visit.end_glue()
+        given = tensors_in((args, kwargs))
+        if given and any(each.device != given[0].device for each in tensors_in(output)):
+            return visit.bring_to(given[0].device, output)
         return output
 
 

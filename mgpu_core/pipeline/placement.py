@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, pairwise
 from math import inf
 from typing import Any, NamedTuple
 
 import torch
-from torch.nn import Module, Parameter, Sequential
+from torch.nn import Module, Sequential
 
 from mgpu_core.devices.transfer import to_device
+from mgpu_core.pipeline.attributes import Before, LaneView, is_note
 from mgpu_core.pipeline.layers import (
     Layers,
     checked_shares,
@@ -25,6 +27,7 @@ from mgpu_core.pipeline.visits import Border, Visit, remove_borders
 from mgpu_core.ranks.waiting import Waiting
 from mgpu_core.support.warnings import warn_user
 from mgpu_core.trees.module_tree import check_initialised, modules_of, named_parameters_of, tensors_of
+from mgpu_core.trees.nested import tensors_in
 
 __all__ = ["MOVES", "Called", "Placement", "Split", "give_memory", "is_spread", "refuse_moves"]
 
@@ -52,6 +55,28 @@ def refuse_moves(*args: Any, **kwargs: Any) -> Any:
     )
 
 
+_LOST = (
+    "each micro-batch has attributes of its own, does not see what another has assigned, and the values are lost after "
+    "the call. Return them, or keep them in a layer or in a buffer that is changed in place"
+)
+_COUNTED = (
+    "each micro-batch of a call begins with the value from before it, so it counts calls, where one device counts "
+    "micro-batches. Keep it in a layer or in a buffer that is changed in place"
+)
+_LATE = (
+    "a call after the first does so, in each micro-batch at once: what it does once, such as hooks on layers, was done "
+    "several times, and numbers may differ from now on. Do it before the first call"
+)
+_FROM_OUTSIDE = (
+    "a hook or another closure sets it on the module itself, where code between layers does not see it, but the value "
+    "of the call before. Let the hook be a method of the module, or return the value"
+)
+_RUNNING = (
+    "the micro-batches of a stage go on from one another's value, so code outside of the layer reads that of any. Keep "
+    "running values in a buffer that is changed in place; if it is of one batch, set it to None before the first call"
+)
+
+
 class Called(NamedTuple):
     """The calls of a module's layers, as far as they are known.
 
@@ -71,11 +96,13 @@ class _Layout(NamedTuple):
         starts: where stages after the first begin, in order, or the stages of some modules.
         layers: with their names and stages, in the order of their calls as far as it is known, else of registration.
         homes: of each tensor, by its id, the first stage that uses it.
+        named: the same by names.
     """
 
     starts: Sequence[str] | Mapping[str, int]
     layers: list[tuple[str, Module, int]]
     homes: dict[int, int]
+    named: dict[str, int]
 
 
 class Placement:
@@ -96,8 +123,10 @@ class Placement:
         in_backward: by device the call whose backward runs there now.
         waiting: the waits of calls of several threads for their turns at the stages.
         alone: held by a call that finds the order of the calls, or layers that have changed.
+        is_learning: a call of a placed module finds the order of the calls.
         is_active: False for a copy until it is used: a copy of a Pipeline's module alone runs as a plain module.
         searches: the numbers of autograd's nodes do not tell their stages, because other threads have made some.
+        of_last_call: tensors with a graph that layers keep of the call before, by id, with the names of attributes.
         is_deep: layers take tensors of other stages out of objects such as caches; operations in layers pass the mode.
 
     Raises:
@@ -131,20 +160,26 @@ class Placement:
         self._has_warned = False
         self._of_this_object()
         self._layout = self._found(root)
-        self._apply(root)
+        self.apply(root)
         self.is_active = True
 
     def _of_this_object(self) -> None:
         """Make all that a copy does not share: it finds its layers when it is used."""
-        self._layout = _Layout([], [], {})
+        self._layout = _Layout([], [], {}, {})
         self._contents: Any = None
         self._inside: set[int] = set()  # ids of layers, and of the modules in them
+        self._shared: set[int] = set()  # those of them that micro-batches share
+        self._noted: set[tuple[int, str]] = set()  # attributes that were noted so far
+        self.of_last_call: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
+        self._from_outside: list[tuple[int, str]] = []  # attributes that something else than a forward has set
+        self._own: dict[int, set[str]] = {}  # ids of modules that keep something of a batch, with their containers
         self.in_backward: dict[torch.device, Visit] = {}
         self.waiting, self.alone = Waiting({}, ()), threading.RLock()
-        self.is_active = False
+        self.is_active = self.is_learning = False
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {"_layout", "_contents", "_inside", "in_backward", "waiting", "alone", "is_active"}
+        own = {"_layout", "_contents", "_inside", "_shared", "_noted", "_own", "_from_outside", "of_last_call"}
+        own |= {"in_backward", "waiting", "alone", "is_active", "is_learning"}
         return {name: value for name, value in self.__dict__.items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -169,7 +204,7 @@ class Placement:
             if self._contents == _contents_of(root):
                 return False
             self._layout = self._found(root)
-            self._apply(root)
+            self.apply(root)
             self.known.clear()
             return True
 
@@ -195,7 +230,7 @@ class Placement:
             may_move: whether parameters may go to other devices; else all stays as it is if they had to.
 
         Returns:
-            Whether some tensor or layer has another stage now, or is run in another way.
+            Whether some tensor or layer has another stage now, or is run in another way: after :meth:`apply`.
 
         Raises:
             ValueError: the names of a split are not in the order of the calls.
@@ -210,10 +245,7 @@ class Placement:
         ):
             self._layout, self._called, self._called_again = before
             return False
-        if not is_first and (before[0], before[2]) == (self._layout, self._called_again):
-            return False
-        self._apply(root)
-        return True
+        return is_first or (before[0], before[2]) != (self._layout, self._called_again)
 
     def around(self, root: Module) -> dict[int, str]:
         """Return the names of the tensors that are in no layer, by their ids."""
@@ -246,17 +278,17 @@ class Placement:
                 inside = (part for layer, _, part in placed if not around or layer.startswith(f"{around}."))
                 before = self._called.used_in.get(name)  # its name is empty where no layer was called before
                 homes[id(tensor)] = next(inside, 0) if before is None else stages.get(before, 0)
-        return _Layout(starts, placed, homes)
+        return _Layout(starts, placed, homes, {name: homes[id(tensor)] for name, tensor in _named_tensors(root)})
 
-    def _apply(self, root: Module) -> None:
+    def apply(self, root: Module) -> None:
         """Move all tensors home, and put hooks on the layers."""
-        starts, layers, homes = self._layout
-        named = {name: homes[id(tensor)] for name, tensor in _named_tensors(root)}  # moving may change ids
-        for name, part in named.items():
-            _move_to(root, name, self.devices[part])
-        homes = {id(tensor): named[name] for name, tensor in _named_tensors(root)}
-        self._layout = _Layout(starts, layers, homes)
-        self._inside = {id(each) for _, layer, _ in layers for each in modules_of(layer)}
+        layers, named = self._layout.layers, self._layout.named
+        moving = {name: self.devices[part] for name, part in named.items()}
+        _check_movable(root, moving)
+        with torch.inference_mode(False):  # they may be trained later
+            for name, device in moving.items():
+                _move_to(root, name, device)
+        self._find_shared()
         remove_borders(root)
         following = [part for _, _, part in layers[1:]]
         for (name, layer, part), after in zip(layers, [*following, 0], strict=True):
@@ -265,52 +297,88 @@ class Placement:
             Border(self, name, layer, part, after if is_last else None, is_wrapped=is_wrapped)
         self._contents, self.is_active = _contents_of(root), True
 
-    def view(self, root: Module) -> Module:
-        """Return a view of the module for one lane: modules around layers are others, with attributes of their own.
+    def view(self, root: Module) -> LaneView:
+        """Return a view of the module for one micro-batch."""
+        return LaneView(root, self._shared, self._own)
 
-        Their tables of parameters and buffers, their hooks, and the layers are the same objects.
+    def learn_kept(self, root: Module, before: Before) -> bool:
+        """Note which modules keep something of a batch; return whether there are others than were known."""
+        found = before.kept_of_a_batch(self._shared)
+        around = {id(each) for each in root.modules()} - self._inside
+        self._from_outside = list(before.changed(around))  # this micro-batch itself has views of them
+        is_new = any(owner not in self._own or names - self._own[owner] for owner, names in found.items())
+        for owner, names in found.items():
+            self._own[owner] = self._own.get(owner, set()) | names
+        self._find_shared()
+        return is_new
+
+    def _find_shared(self) -> None:
+        """Find the modules in layers that micro-batches share: all but those of layers that keep something."""
+        parts = [{id(each) for each in modules_of(layer)} for _, layer, _ in self._layout.layers]
+        self._inside = set().union(*parts)
+        self._shared = set().union(*(each for each in parts if not each & self._own.keys()))
+
+    def keep_attributes(self, root: Module, views: Mapping[int, LaneView], before: Before | None = None) -> None:
+        """Let the module have the notes of its micro-batches, and the containers that they have filled.
+
+        Warns once of attributes that are not as on one device.
+
+        Args:
+            root: the module.
+            views: of the micro-batches.
+            before: the module before the call, if it was the first of its form.
         """
-        made: dict[int, Module] = {}
+        for _, each in sorted(views.items()):
+            each.copies.merge()
+        last = views[max(views)]
+        noted = {key for key, value in last.assigned().items() if is_note(value)}
+        if before is not None or (len(views) > 1 and not noted <= self._noted):
+            self._warn_of_attributes(root, views, noted, before)
+        self._noted |= noted
+        last.keep(self._inside)
+        self.of_last_call = {
+            id(each): (weakref.ref(each), name)
+            for (_, name), value in last.assigned().items()
+            for each in tensors_in(value)
+            if each.grad_fn is not None
+        }
 
-        def viewed(module: Module) -> Module:
-            if id(module) in self._inside:
-                return module
-            view = made.get(id(module))
-            if view is None:
-                view = made[id(module)] = object.__new__(type(module))
-                modules = {name: None if each is None else viewed(each) for name, each in module._modules.items()}
-                attributes = {**module.__dict__, "_modules": modules, "_compiled_call_impl": None}
-                object.__setattr__(view, "__dict__", attributes)
-            return view
+    def _warn_of_attributes(
+        self, root: Module, views: Mapping[int, LaneView], noted: set[tuple[int, str]], before: Before | None
+    ) -> None:
+        paths = {id(each): path for path, each in root.named_modules()}
 
-        return viewed(root)
-
-    def warn_assigned(self, root: Module, view: Module) -> None:
-        """Warn of attributes that a forward has assigned to a view, which is gone after the call."""
-        names = [
-            f"{path}.{name}".lstrip(".")
-            for path, module in root.named_modules()
-            if id(module) not in self._inside
-            for name, value in vars(view.get_submodule(path)).items()
-            if name not in _OF_VIEWS and value is not vars(module).get(name, _OF_VIEWS)
-        ]
-        if names:
-            warn_user(
-                f"the forward of {type(root).__name__} assigns {', '.join(names)}: each micro-batch has attributes of "
-                "its own, and the values are lost after the call. Return them, or keep them in a layer or in a buffer "
-                "that is changed in place"
+        def named(keys: Iterable[tuple[int, str]]) -> str:
+            return ", ".join(
+                dict.fromkeys(f"{paths[owner]}.{name}".lstrip(".") for owner, name in keys if owner in paths)
             )
+
+        found = {index: each.assigned() for index, each in views.items()} if before is not None else {}
+        lost = [key for key, each in found.get(0, {}).items() if key[0] not in self._inside and not is_note(each)]
+        counted = [
+            key
+            for index, each in found.items()
+            for key in each.keys() & found[0].keys()
+            if index and is_note(each[key]) and each[key] != found[0][key]
+        ]
+        late = [] if before is not None else noted - self._noted
+        running = before.running_values(self._shared) if before is not None else []
+        outside = self._from_outside if before is not None else []
+        told = (lost, _LOST), (counted, _COUNTED), (late, _LATE), (running, _RUNNING), (outside, _FROM_OUTSIDE)
+        for keys, text in told:
+            if names := named(keys):
+                warn_user(f"the forward of {type(root).__name__} assigns {names}: {text}")
 
     def check(self, root: Module) -> None:
         """Raise RuntimeError if a parameter or buffer is on another device than that of its stage."""
-        for tensor in tensors_of(root):
-            device = self.devices[self.stage_of(tensor)]
-            if tensor.device != device:
-                name = next(name for name, each in _named_tensors(root) if each is tensor)
-                raise RuntimeError(f"{name} must be on {device}, where its stage runs, but is on {tensor.device}")
-
-
-_OF_VIEWS = {"_modules", "_compiled_call_impl"}  # that a view does not share with its module
+        if all(each.device == self.devices[self.stage_of(each)] for each in tensors_of(root)):
+            return
+        homes = self._layout.homes  # of buffers that a forward has replaced, the home is that of their name
+        homes.update({id(each): self._layout.named.get(name, 0) for name, each in _named_tensors(root)})
+        for name, each in _named_tensors(root):
+            device = self.devices[self.stage_of(each)]
+            if each.device != device:
+                raise RuntimeError(f"{name} must be on {device}, where its stage runs, but is on {each.device}")
 
 
 def _checked_names(root: Module, split: Split, parts: int) -> list[str]:
@@ -360,14 +428,26 @@ def _contents_of(root: Module) -> list[Any]:
     return [list(map(len, tables)), list(map(id, chain.from_iterable(map(dict.values, tables))))]
 
 
+def _check_movable(root: Module, devices: Mapping[str, torch.device]) -> None:
+    """Raise RuntimeError if a graph holds a tensor that would go to another kind of device."""
+    for name, tensor in _named_tensors(root):
+        count = tensor._use_count()  # type: ignore[attr-defined]
+        if tensor.device.type != devices[name].type and not tensor.is_meta and count > 1 + tensor.requires_grad:
+            raise RuntimeError(
+                f"{name} cannot be moved to {devices[name]}: the graph of an earlier forward holds it. Let go of that "
+                "forward's output (del output), or call it in torch.no_grad(); nothing was moved"
+            )
+
+
 def _move_to(root: Module, name: str, device: torch.device) -> None:
-    """Move a tensor of the module in place: a Parameter stays the same object, and keeps its gradient."""
+    """Move a tensor of the module in place: it stays the same object, and a Parameter keeps its gradient."""
     owner_name, _, last = name.rpartition(".")
     owner = root.get_submodule(owner_name)
     parameter = owner._parameters.get(last)
-    if parameter is None:
-        owner._buffers[last] = to_device(owner._buffers[last], device)  # type: ignore[arg-type]
-    elif parameter.device != device and not parameter.is_meta:  # weights are loaded to their devices
+    buffer = owner._buffers.get(last)
+    if buffer is not None and buffer.device != device and not buffer.is_meta:
+        give_memory(buffer, to_device(buffer.detach(), device))
+    if parameter is not None and parameter.device != device and not parameter.is_meta:  # those are loaded there
         moved = to_device(parameter.data, device)
         grad = None if parameter.grad is None else to_device(parameter.grad, device)
         parameter.grad = None
@@ -375,8 +455,8 @@ def _move_to(root: Module, name: str, device: torch.device) -> None:
         parameter.grad = grad
 
 
-def give_memory(parameter: Parameter, moved: torch.Tensor) -> None:
-    """Let a parameter have the memory of a tensor, and stay the same object."""
+def give_memory(parameter: torch.Tensor, moved: torch.Tensor) -> None:
+    """Let a parameter or buffer have the memory of a tensor, and stay the same object."""
     try:
         parameter.data = moved
     except RuntimeError:  # of another kind of device: torch exchanges all of the two tensors, attributes too

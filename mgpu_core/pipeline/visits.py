@@ -14,11 +14,13 @@ again in a backward (a checkpoint), has a call of its own.
 
 from __future__ import annotations
 
+import copy
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from types import MethodType
 from typing import Any, Protocol
 
@@ -34,10 +36,35 @@ from mgpu_core.pipeline.borders import send
 from mgpu_core.pipeline.deferred import recomputing
 from mgpu_core.ranks.compiled import outside_the_compiler
 from mgpu_core.support.null_context import NULL_CONTEXT
+from mgpu_core.trees.filled import FilledCopies, Undo, exchanged_back, map_in_place
 from mgpu_core.trees.module_tree import ModuleTree, modules_of
 from mgpu_core.trees.nested import map_leaves
 
-__all__ = ["Border", "OwnForward", "Places", "Visit", "is_in_place", "remove_borders", "tensors_among", "visit_of"]
+__all__ = [
+    "TABLES",
+    "attributes_of",
+    "Border",
+    "OwnForward",
+    "Places",
+    "Visit",
+    "is_in_place",
+    "remove_borders",
+    "tensors_among",
+    "visit_of",
+]
+
+
+TABLES = {
+    *(name for name, value in vars(Module()).items() if isinstance(value, dict | set)),
+    "_compiled_call_impl",
+}
+"""The attributes of a module that are torch's own: its tensors, children and hooks."""
+
+
+def attributes_of(module: Module) -> dict[str, Any]:
+    """Return the attributes of a module but for torch's own, and a forward that stands in for its own."""
+    found = vars(module).items()
+    return {name: value for name, value in found if name not in TABLES and not isinstance(value, OwnForward)}
 
 
 class Places(Protocol):
@@ -91,7 +118,7 @@ class Visit:
         self.recomputes = False
         self._furthest = 0
         self._glue, self._height = _Glue(self), 0  # of the stack of modes with the glue's on top; 0: it is not there
-        self._running: list[tuple[Border, Callable[[], None] | None]] = []  # layers, with the ends of their swaps
+        self._running: list[tuple[Border, list[Callable[[], None]]]] = []  # layers, with the ends of their swaps
         self._copies: dict[tuple[int, torch.device, bool], tuple[int, torch.Tensor, torch.Tensor]] = {}
         self._outer: Visit | None = None
 
@@ -129,7 +156,7 @@ class Visit:
     def begin_layer(self, border: Border, layer: Module) -> None:
         """Go to the stage of a layer; let it compute with copies of the parameters that are at home elsewhere."""
         is_inside = bool(self._running)
-        self._running.append((border, None))
+        self._running.append((border, []))
         if not is_inside:
             if not self.places.is_deep:
                 self.end_glue()
@@ -137,7 +164,7 @@ class Visit:
         self.without_grad |= not torch.is_grad_enabled()
         self._note(border)
         if self.stage == border.stage and not self.recomputes and (foreign := border.foreign(layer)):
-            self._running[-1] = border, self._swapped(foreign)
+            self._running[-1][1].append(self._swapped(foreign))
 
     def _note(self, border: Border) -> None:
         stages = self.called.setdefault(border.name, [])
@@ -153,18 +180,48 @@ class Visit:
                 self.begin_glue()
 
     def _end_swap(self) -> None:
-        _, end = self._running.pop()
-        if end is not None:
+        for end in self._running.pop()[1]:
             end()
 
-    def call_layer(self, border: Border, layer: Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def call_layer(self, border: Border, layer: Module, own: LayerForward, args: Any, kwargs: Any) -> Any:
         """Run the forward of a layer: in another stage than its own by a replica; twice, if that is asked for."""
+        forward = own.__wrapped__
         if self.stage != border.stage or (self.recomputes and border.has_foreign):
-            forward = self.replica_of(border, layer).forward
+            forward = self._elsewhere(layer, forward) if own.is_of_view else self.replica_of(border, layer).forward
         if not self.recomputes or not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         again = partial(recomputing, [layer])
-        return checkpoint(forward, *args, use_reentrant=False, context_fn=lambda: (NULL_CONTEXT, again()), **kwargs)
+        run = _Repeated(forward, args, kwargs, list(modules_of(layer)) if own.is_of_view else [])
+        return checkpoint(run, *args, use_reentrant=False, context_fn=lambda: (NULL_CONTEXT, again()), **kwargs)
+
+    def _elsewhere(self, layer: Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the forward of a layer that this call alone has, with tensors of the present stage."""
+        tables = [
+            (vars(each), {name: bring(tensor) for name, tensor in vars(each)[kind].items() if tensor is not None}, kind)
+            for each in modules_of(layer)
+            for kind, bring in (("_parameters", self.bring_parameter), ("_buffers", self.bring))
+        ]
+
+        def bring_attributes(undo: Undo) -> None:
+            for each in modules_of(layer):
+                for name, value in attributes_of(each).items():
+                    vars(each)[name] = new = map_in_place(value, self._brought, undo)
+                    undo += [] if new is value else [(vars(each), name, value, new)]
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            undo: Undo = []
+            originals = [attributes[kind] for attributes, _, kind in tables]
+            try:
+                for (attributes, brought, kind), original in zip(tables, originals, strict=True):
+                    attributes[kind] = {**original, **brought}
+                bring_attributes(undo)
+                return forward(*args, **kwargs)
+            finally:
+                exchanged_back(undo)
+                for (attributes, _, kind), original in zip(tables, originals, strict=True):
+                    attributes[kind] = original
+
+        return run
 
     def replica_of(self, border: Border, layer: Module) -> Module:
         """Return a replica of a layer for the present stage, with copies of its parameters."""
@@ -197,6 +254,17 @@ class Visit:
         here, self.device = self.device, device
         try:
             return map_leaves(nest, self._brought)
+        finally:
+            self.device = here
+
+    def bring_arguments(self, device: torch.device, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Return the arguments of a layer on its device; containers get their own entries back after the layer."""
+        here, self.device = self.device, device
+        undo: Undo = []
+        self._running[-1][1].append(partial(exchanged_back, undo))
+        try:
+            args = tuple([map_in_place(each, self._brought, undo) for each in args])
+            return args, {name: map_in_place(each, self._brought, undo) for name, each in kwargs.items()}
         finally:
             self.device = here
 
@@ -248,8 +316,8 @@ class Visit:
         finally:
             del self.places.in_backward[self.device]
 
-    def passed_on(self, border: Border, output: Any) -> Any:
-        """Return the output of a layer for the code after it."""
+    def passed_on(self, border: Border, output: Any, given: Any) -> Any:
+        """Return the output of a layer, which was given these arguments, for the code after it."""
         return output
 
     def stage_again(self, border: Border) -> int:
@@ -315,7 +383,7 @@ class Border:
         ]
         self._handles = [
             layer.register_forward_pre_hook(self.enter, with_kwargs=True, prepend=True),
-            layer.register_forward_hook(self.leave, always_call=True),
+            layer.register_forward_hook(self.leave, with_kwargs=True, always_call=True),
         ]
         self._forward = LayerForward(layer, self) if is_wrapped else None
 
@@ -343,15 +411,21 @@ class Border:
         """Begin the layer; return its arguments on its device."""
         visit = visit_of(self.places)
         if visit is None or _current_graph_task_id() != -1:
-            if not self.places.is_active:
+            if not self.places.is_active and not self._is_spread(layer):
                 return args, kwargs
             visit = _OfLayer(self.places, self, visit).__enter__()
         visit.begin_layer(self, layer)
         device = visit.device if self._forward is not None else self.places.devices[self.stage]
-        return visit.bring_to(device, (args, kwargs))  # type: ignore[no-any-return]
+        return visit.bring_arguments(device, args, kwargs)
+
+    def _is_spread(self, layer: Module) -> bool:
+        """Return whether a layer of a copy is on its device, and there are others."""
+        tensor = next(chain(layer.parameters(), layer.buffers()), None)
+        is_at_home = tensor is not None and tensor.device == self.places.devices[self.stage]
+        return is_at_home and len(set(self.places.devices)) > 1
 
     @outside_the_compiler
-    def leave(self, layer: Module, args: Any, output: Any) -> Any:
+    def leave(self, layer: Module, args: Any, kwargs: Any, output: Any) -> Any:
         """End the layer; return its output for the code after it."""
         visit = visit_of(self.places)
         if visit is None:
@@ -360,7 +434,7 @@ class Border:
         is_last = next(reversed(layer._forward_hooks)) == self._handles[1].id  # other hooks are of this turn, too
         if self.next_stage is None or not is_last or output is None:  # None after a failure
             return output
-        return visit.passed_on(self, output)
+        return visit.passed_on(self, output, (args, kwargs))
 
 
 def remove_borders(root: Module) -> None:
@@ -373,6 +447,8 @@ def remove_borders(root: Module) -> None:
 
 class OwnForward:
     """Stands in for the forward of a module, which it holds weakly; copies and pickles go along with the module's."""
+
+    is_of_view = False
 
     def __init__(self, module: Module) -> None:
         self._module, self._own = weakref.ref(module), module.__dict__.get("forward")
@@ -390,6 +466,12 @@ class OwnForward:
         """The module's own forward."""
         own: Callable[..., Any] = self._own or MethodType(type(self.module).forward, self.module)
         return own
+
+    def of(self, view: Module) -> OwnForward:
+        """Return such an object for a view of the module."""
+        made = copy.copy(self)
+        made._module, made.is_of_view = weakref.ref(view), True
+        return made
 
     def remove(self) -> None:
         """Give the module its own forward back."""
@@ -416,7 +498,35 @@ class LayerForward(OwnForward):
         visit = visit_of(self._border.places)
         if visit is None:
             return self.__wrapped__(*args, **kwargs)
-        return visit.call_layer(self._border, self.module, self.__wrapped__, args, kwargs)
+        return visit.call_layer(self._border, self.module, self, args, kwargs)
+
+
+class _Repeated:
+    """A forward that runs again in backward: from the containers and attributes of its first time.
+
+    Args:
+        forward, args, kwargs: the call.
+        modules: whose attributes it may change.
+    """
+
+    def __init__(self, forward: Callable[..., Any], args: Any, kwargs: Any, modules: Sequence[Module]) -> None:
+        self._forward, self._given = forward, FilledCopies().copied((args, kwargs))
+        self._attributes = [(vars(each), dict(vars(each))) for each in modules]
+        self._is_first = True
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._is_first:
+            self._is_first = False
+            return self._forward(*args, **kwargs)
+        args, kwargs = FilledCopies().copied(self._given)
+        now = [dict(attributes) for attributes, _ in self._attributes]
+        try:
+            for attributes, before in self._attributes:
+                attributes.update(before)
+            return self._forward(*args, **kwargs)
+        finally:
+            for (attributes, _), after in zip(self._attributes, now, strict=True):
+                attributes.update(after)
 
 
 _LOOKS = {

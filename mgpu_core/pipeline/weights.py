@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn import Module, Parameter
+from torch.nn import Module
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from mgpu_core.devices.transfer import to_device
@@ -75,7 +75,6 @@ class Weights:
                     f"buffer {name!r} has no memory, and no file has it: make the module with its buffers, inside "
                     "mgpu_core.parameters_on_meta()"
                 )
-        self._root = root
         self._ids = {name: id(each) for name, each in _all_named(root)}
         self._tensors = dict(_all_named(root))
         self._found: dict[Path, dict[str, str]] = {}  # by file the names there, with those in the module
@@ -118,11 +117,7 @@ class Weights:
             device = placement.devices[placement.stage_of(target)]
             value = to_device(file.get_tensor(name), device, target.dtype)
             value = value.clone() if device.type == "cpu" else value
-            if isinstance(target, Parameter):
-                give_memory(target, value)
-            else:
-                owner, _, last = own.rpartition(".")
-                self._root.get_submodule(owner)._buffers[last] = value
+            give_memory(target, value)
 
 
 def weights_of(net: Module, source: str | PathLike[str] | None, rename: Callable[[str], str] | None) -> Weights | None:

@@ -139,3 +139,7 @@ class _Losses:
     def backward(self, micro_batch: int) -> None:
         """Differentiate it."""
         differentiate([self.losses[micro_batch]], [self._parts[micro_batch].seed])
+
+    def drop(self) -> None:
+        """Let go of the losses so far: the call begins again."""
+        self.losses = [None] * len(self.losses)

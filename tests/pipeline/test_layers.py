@@ -41,6 +41,28 @@ def test_a_module_that_holds_a_list_is_opened_if_it_is_large():
     assert names(Model(), (), 10) == ["body.embed", *inner, "head"]
 
 
+class Stage(nn.Module):
+    """Blocks under names of their own, in no list, as some nets of timm have them."""
+
+    def __init__(self):
+        super().__init__()
+        self.b1, self.b2 = nn.Bilinear(4, 4, 4), nn.Linear(4, 4)
+
+
+class Wrapped(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.model = nn.Module()
+        self.model.stem, self.model.s1, self.model.s2 = nn.Linear(4, 4), Stage(), Stage()
+
+
+def test_without_any_list_what_has_more_than_a_fair_share_is_opened():
+    net = Wrapped()
+    assert names(net, (), largest_block(net, 2)) == ["model.stem", "model.s1", "model.s2"]
+    inner = ["model.s1.b1", "model.s1.b2", "model.s2.b1", "model.s2.b2"]
+    assert names(net, (), largest_block(net, 3)) == ["model.stem", *inner]
+
+
 def test_modules_around_a_name_are_opened():
     assert names(Model(), ["body.blocks.1"])[:2] == ["body.embed", "body.blocks.0"]
     assert "body.blocks.1.mlp" in names(Model(), ["body.blocks.1.mlp"])

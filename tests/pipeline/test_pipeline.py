@@ -9,6 +9,7 @@ import torch
 from fakes.nets import cpu
 from fakes.stacks import STACKS, Gpt, Mlp, loss_fn, resnet
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from mgpu_core import Pipeline, Replicate
 from mgpu_core.pipeline.deferred import recomputing
@@ -254,3 +255,40 @@ def test_deferred_statistics_are_over_pixels_and_in_training_alone():
     net(x)
     net.eval()(x)
     assert [each.item() for each in layers[0].buffers()] == pytest.approx([0.05, 0.95, 1])
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize("norm", ["1", "inside"])
+def test_deferred_statistics_leave_gradients_alone_where_layers_run_again(norm, chunks, own):
+    """The normalisation is a layer, or inside one; checkpoints are the pipeline's or the net's own."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            parts = [nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), nn.Conv2d(3, 2, 1)]
+            self.layers = nn.ModuleList([nn.Sequential(*parts[:2]), parts[2]] if norm == "inside" else parts)
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = checkpoint(layer, x, use_reentrant=False) if own else layer(x)
+            return x
+
+    torch.manual_seed(0)
+    net = Net().double()
+    whole, x = copy.deepcopy(net), torch.rand(4, 3, 5, 5, dtype=torch.float64)
+    start = f"layers.{len(net.layers) - 1}"
+    recomputes = "never" if own else "always"
+    pipe = Pipeline(net, cpu(2), split_points=[start], chunks=chunks, checkpoint=recomputes, deferred_batch_norm=True)
+    for _ in range(2):
+        pipe(x.to(cpu(1)[0])).square().sum().backward()
+        for part in x.chunk(chunks):
+            whole(part).square().sum().backward()
+    for one, other in zip(net.parameters(), whole.parameters(), strict=True):
+        assert torch.allclose(one.grad.cpu(), other.grad.cpu(), rtol=1e-9)
+    found = next(each for each in net.modules() if isinstance(each, nn.BatchNorm2d))
+    wanted = nn.BatchNorm2d(3).double()
+    for _ in range(2):
+        wanted(net.layers[0][0](x.to(cpu(1)[0])) if norm == "inside" else net.layers[0](x.to(cpu(1)[0])))
+    assert torch.allclose(found.running_var.cpu(), wanted.running_var.cpu())
+    assert torch.allclose(found.running_mean.cpu(), wanted.running_mean.cpu())

@@ -86,7 +86,7 @@ def test_parameters_around_layers_go_with_the_first_of_these():
     net = nn.Sequential(nn.Linear(2, 2), Shifted())
     place(net, cpu(2), {"1.linear": 1})
     assert where(net)["1.shift"] == cpu(2)[1]
-    assert str(net(torch.ones(1, 2, device=cpu(1)[0])).device) == cpu(2)[1]
+    assert str(net(torch.ones(1, 2, device=cpu(1)[0])).device) == cpu(1)[0]
 
 
 def test_a_layer_that_fails_gives_shared_parameters_back():
@@ -116,7 +116,8 @@ def test_keyword_arguments_and_none_cross():
 
     first, last = cpu(2)
     net = place(Net(), cpu(2), {"last": 1})
-    output = net(torch.tensor([1.0, 2.0], device=first))
+    output = net(torch.tensor([1.0, 2.0], device=last))
+    assert str(net.first.bias.device) == first
     assert output["mask"] is None
     assert str(output["sum"].device) == last
     assert output["sum"].tolist() == [5.0, 8.0]
@@ -223,6 +224,37 @@ def test_a_table_names_the_largest_part_and_the_cuts_next_to_it():
     assert "5 MiB; equal parts would take 3.667 MiB each" in text
     assert "with b in part 1: 5 MiB" in text
     assert "2*" in text
+
+
+def test_balance_measures_each_layer_with_what_the_layers_before_have_filled():
+    class Cache:
+        def __init__(self):
+            self.kept = []
+
+    class Kept(nn.Linear):
+        def forward(self, x, cache, losses):
+            assert len(losses) == len(cache.kept)
+            x = super().forward(x) + sum(cache.kept)
+            cache.kept.append(x)
+            losses.append(x.sum())
+            return x
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(Kept(2, 2) for _ in range(4))
+
+        def forward(self, x, cache=None):
+            cache, losses = Cache() if cache is None else cache, []
+            for layer in self.layers:
+                x = layer(x, cache, losses)
+            return x + sum(losses)
+
+    cache, x = Cache(), torch.ones(3, 2, device=cpu(1)[0])
+    net = Net().to(x.device)
+    assert len(balance(net, x, 2).split) == 1
+    assert len(balance(net, (x, cache), 2).split) == 1
+    assert cache.kept == []
 
 
 def test_balance_leaves_the_net_as_it_was():
@@ -368,7 +400,7 @@ def test_layers_that_are_replaced_or_wrapped_belong_to_the_part_of_their_name():
     place(net, cpu(2), ["1"])
     net[2] = nn.Sequential(net[2], nn.Linear(2, 2))
     net[0] = nn.Linear(2, 2)
-    assert str(net(x).device) == cpu(2)[1]
+    net(x)
     assert [str(net[index].weight.device) for index in (0, 1)] == cpu(2)
     assert {str(each.device) for each in net[2].parameters()} == {cpu(2)[1]}
 

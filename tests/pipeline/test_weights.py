@@ -88,6 +88,23 @@ def test_a_pipeline_trains_from_a_file(tmp_path):
         assert float(step(x.to(cpu(1)[0]), target.to(cpu(1)[0]))) == pytest.approx(wanted, rel=1e-12)
 
 
+def test_buffers_of_a_file_go_to_the_part_of_their_layer(tmp_path):
+    """A part that begins with a batch normalisation."""
+
+    def stack():
+        return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.BatchNorm1d(4)).eval()
+
+    whole = stack().cpu()
+    whole[1].running_mean += 1
+    save_file(dict(whole.state_dict()), tmp_path / "model.safetensors")
+    x = torch.ones(3, 4, device="cpu")
+    with parameters_on_meta():
+        net = stack()
+    place(net, cpu(2), ["1"], weights=tmp_path)
+    assert {str(each.device) for each in net[1].buffers()} == {cpu(2)[1]}
+    assert torch.allclose(net(x.to(cpu(1)[0])).cpu(), whole(x))
+
+
 def test_the_dtype_is_the_module_s_and_names_may_be_changed(saved):
     whole, folder = saved
     for file in folder.glob("*.safetensors"):

@@ -1,0 +1,230 @@
+"""Containers that layers fill: they get the same objects, on their devices, and others find what they wrote."""
+
+import dataclasses
+from collections import UserDict
+
+import pytest
+import torch
+from fakes.nets import cpu
+from pipeline.own_code import WIDTH, Block, Plain
+from torch import nn
+
+from mgpu_core import Pipeline, TrainStep, place
+
+ROWS = 8
+
+
+def batch():
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(ROWS, WIDTH, dtype=torch.float64, generator=generator, device="cpu").to(cpu(1)[0])
+
+
+class Giving(Block):
+    """Adds a loss to what it is given."""
+
+    def forward(self, x, losses):
+        x = super().forward(x)
+        losses.append(x.square().mean())
+        return x
+
+
+class Losses(Plain):
+    def __init__(self):
+        super().__init__(Giving)
+
+    def forward(self, x):
+        losses = []
+        for block in self.blocks:
+            x = block(x, losses)
+        return x + sum(losses)
+
+
+class InATuple(Losses):
+    def forward(self, x):
+        losses = []
+        for block in self.blocks:
+            x = block(x, (losses,)[0])
+        return x + sum(losses)
+
+
+class Skipping(Block):
+    def forward(self, x, given):
+        skips, is_down = given
+        if is_down:
+            skips.append(x)
+            return super().forward(x)
+        return super().forward(x) + skips.pop()
+
+
+class UNet(Plain):
+    """A list of skips in a tuple: two layers append, two take away."""
+
+    def __init__(self):
+        super().__init__(Skipping)
+
+    def forward(self, x):
+        skips = []
+        for index, block in enumerate(self.blocks):
+            x = block(x, (skips, index < 2))
+        assert not skips
+        return x
+
+
+class Reading(Block):
+    """As attention that shares keys and values: the first writes, the others read."""
+
+    def forward(self, x, shared):
+        if "first" not in shared:
+            shared["first"] = x
+        return super().forward(x) + shared["first"]
+
+
+class SharedStates(Plain):
+    kind = dict
+
+    def __init__(self):
+        super().__init__(Reading)
+
+    def forward(self, x):
+        shared = self.kind()
+        for block in self.blocks:
+            x = block(x, shared=shared)
+        assert shared["first"].device == self.blocks[0].linear.weight.device  # where it was made
+        return x * shared["first"]
+
+
+class SharedUserDict(SharedStates):
+    kind = UserDict
+
+
+@dataclasses.dataclass
+class State:
+    depth: int = 0
+    first: torch.Tensor | None = None
+
+
+class Deeper(Block):
+    def forward(self, x, state):
+        state.depth += 1
+        state.first = x if state.first is None else state.first
+        return super().forward(x) * state.depth + state.first
+
+
+class Record(Plain):
+    def __init__(self):
+        super().__init__(Deeper)
+
+    def forward(self, x):
+        state = State()
+        for block in self.blocks:
+            x = block(x, state)
+        return x * state.depth
+
+
+KINDS = [Losses, InATuple, UNet, SharedStates, SharedUserDict, Record]
+
+
+def pair(kind):
+    torch.manual_seed(0)
+    net = kind()
+    torch.manual_seed(0)
+    return net, kind().to(cpu(1)[0])
+
+
+@pytest.mark.parametrize("parts", [2, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_placed_net_is_that_of_one_device(kind, parts):
+    net, whole = pair(kind)
+    placed = place(net, cpu(parts))
+    wanted, found = whole(batch()), placed(batch())
+    assert torch.allclose(found.cpu(), wanted.cpu(), rtol=0, atol=1e-12)
+    wanted.sum().backward()
+    found.sum().backward()
+    for one, other in zip(net.parameters(), whole.parameters(), strict=True):
+        assert torch.allclose(one.grad.cpu(), other.grad.cpu(), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("1f1b", 4), ("gpipe", 4)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_is_that_of_micro_batches_one_after_the_other(kind, schedule, chunks, checkpoint):
+    net, whole = pair(kind)
+    pipe = Pipeline(net, cpu(2), split_points=["blocks.2"], chunks=chunks, schedule=schedule, checkpoint=checkpoint)
+    step = TrainStep(pipe, lambda output, target: output.square().mean(), torch.optim.SGD(net.parameters(), lr=0.0))
+    for _ in range(2):
+        whole.zero_grad()
+        total = 0.0
+        for part in batch().tensor_split(chunks):
+            loss = whole(part).square().mean() / chunks
+            loss.backward()
+            total += float(loss.detach())
+        assert float(step(batch(), batch())) == pytest.approx(total, abs=1e-12)
+        for one, other in zip(net.parameters(), whole.parameters(), strict=True):
+            assert torch.allclose(one.grad.cpu(), other.grad.cpu(), rtol=0, atol=1e-12)
+
+
+class Collecting(Plain):
+    """The caller's own list and dict."""
+
+    def __init__(self):
+        super().__init__(Giving)
+
+    def forward(self, x, found, named):
+        for index, block in enumerate(self.blocks):
+            x = block(x, found)
+            named.setdefault("all", []).append(index)
+        return x
+
+
+def test_the_lists_of_a_caller_are_filled_in_the_order_of_the_micro_batches():
+    net, whole = pair(Collecting)
+    net.blocks = nn.ModuleList([net.blocks[index] for index in (0, 1, 2, 3)])
+    wanted, found, all_wanted, named = [], [], {}, {"all": []}
+    kept = named["all"]
+    pipe = Pipeline(net, cpu(2), chunks=3)
+    with torch.no_grad():
+        pipe(batch(), found, named)
+        for part in batch().tensor_split(3):
+            whole(part, wanted, all_wanted)
+    assert [float(each) for each in found] == pytest.approx([float(each) for each in wanted], abs=1e-12)
+    assert kept is named["all"]
+    assert named == all_wanted
+
+
+class Backwards(Collecting):
+    def forward(self, x, found, named):
+        for index in (2, 3, 0, 1):
+            x = self.blocks[index](x, found)
+        return x
+
+
+def test_a_call_that_begins_again_does_not_fill_twice():
+    net, found = Backwards(), []
+    with torch.no_grad():
+        Pipeline(net, cpu(2), chunks=2)(batch(), found, {})
+    assert len(found) == 8
+
+
+class Filling(Plain):
+    """A list of the module, which a call that begins again has filled already."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def forward(self, x):
+        for index in (2, 3, 0, 1):
+            self.seen.append(index)
+            x = self.blocks[index](x)
+        return x
+
+
+def test_a_list_of_the_module_is_filled_as_on_one_device():
+    net = Filling()
+    seen = net.seen
+    pipe = Pipeline(net, cpu(2), chunks=2)
+    with torch.no_grad():
+        pipe(batch())
+        assert seen == [2, 3, 0, 1] * 2
+        pipe(batch())
+    assert seen == [2, 3, 0, 1] * 4

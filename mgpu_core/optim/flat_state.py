@@ -79,10 +79,10 @@ class FlatState:
         self.factor: float | None = 1.0
         self._is_factor_recorded = False  # a recorded graph writes it
         self.launches: list[Launch] = []
-        self._shown: list[Any] = []  # entries of the optimizer's state, and what is in them
+        self._shown: list[Any] = []  # entries of the optimizer's state, and their values
         self._ids: list[int] = []  # of these, which are kept so that no other object gets an id
         self._entries: list[Any] = []  # the entries, by parameter, as this object has left them
-        self._own: list[Any] = []  # what is in them, and this object's
+        self._own: list[Any] = []  # their values that this object has made
         self._is_new = False
         self.generation = 0
         self.fill()
@@ -273,7 +273,7 @@ class FlatState:
 
 
 def _values_of(entries: list[Any]) -> Iterator[Any]:
-    """Return what is in those entries that are dicts: a user may keep others."""
+    """Return the values in those entries that are dicts: a user may keep others."""
     if not set(map(type, entries)) <= {dict}:
         entries = [each for each in entries if type(each) is dict]
     return chain.from_iterable(map(dict.values, entries))

@@ -40,8 +40,8 @@ class FlatOptimizer(Optimizer):
     """Step all parameters of a device and dtype by one kernel, over values, gradients and state in flat buffers.
 
     At the first step the parameters' ``data`` become views of a flat buffer; where they were moved since, that is made
-    anew, and the state kept.  ``state`` shows views of the flat state: what is written in place, replaced or taken away
-    counts from the next step on.
+    anew, and the state kept.  ``state`` shows views of the flat state.  Entries that are written in place, replaced or
+    taken away count from the next step on.
 
     Raises:
         ValueError: ``differentiable=True``; groups that differ in ``amsgrad``.

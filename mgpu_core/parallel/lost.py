@@ -60,7 +60,7 @@ def lost_attributes(given: Given, kept_by: Module | None = None) -> list[str]:
 
     Args:
         given: of the replica, before its forward.
-        kept_by: the module that ran as another rank, and keeps what was assigned to it: equal plain values, such as a
+        kept_by: the module that ran as another rank, and keeps its attributes: equal plain values, such as a
             note that something was done, are there as on one device.
     """
     lost: list[str] = []
@@ -139,11 +139,11 @@ def text_of_lost(names: Sequence[str]) -> str:
 
 
 class SharedState:
-    """What attributes and hooks of a module hold beside layers and tensors, which all its ranks share.
+    """The objects that attributes and hooks of a module hold beside layers and tensors, which all its ranks share.
 
     Args:
         module: before its ranks run.
-        used_by: a loss function that is called per rank; what it reads is its rank's, and no state.
+        used_by: a loss function that is called per rank; objects that it reads are its rank's, and no state.
     """
 
     def __init__(self, module: Module, used_by: Any = None) -> None:
@@ -177,5 +177,5 @@ class SharedState:
 
 
 def _is_shared(value: Any) -> bool:
-    """Return whether ranks share this object, and can change what it holds."""
+    """Return whether ranks share this object, and can change its contents."""
     return not isinstance(value, Module | torch.Tensor | int | float | str | bytes | type | None)

@@ -2,7 +2,7 @@
 
 No class of a module says whether it draws: ``F.dropout``, ``torch.rand`` and a custom operator do not show.  So the
 first call of each form (modes of the modules, kind of call, structure of the arguments) gives each rank a stream of
-its own, whether it will draw or not.  What the call did decides about the calls after it::
+its own, whether it will draw or not.  That call decides about the calls after it::
 
     first call ── with streams ──┬── a stream was used ────────── later calls have streams, too
                                  └── none was: the draw that ── later calls have none; if the generator's state is
@@ -78,7 +78,7 @@ class Numbers:
 
 
 class _Form:
-    """What is known of the calls of one form.
+    """The knowledge of the calls of one form.
 
     Attributes:
         draws: they draw; ``None``: the next call has streams, and shows whether they do.
@@ -95,7 +95,7 @@ class _Form:
         self.is_late, self.patience, self.passed = False, 0, 0
 
     def learn(self, drew: bool) -> None:
-        """Take what a call with streams has shown."""
+        """Note whether a call with streams has drawn."""
         if self.is_late and not drew:
             self.patience = 2 * self.patience + 1
         self.draws = drew
@@ -194,7 +194,7 @@ def _shared_accelerators(team: Team) -> list[torch.device]:
 
 
 def _are_recorded(devices: Sequence[torch.device]) -> bool:
-    """Return whether a CUDA graph records what one of these does now."""
+    """Return whether a CUDA graph records the work of one of these now."""
     return any(each.type == streams.GPU_TYPE and streams.is_capturing(each.index) for each in devices)
 
 

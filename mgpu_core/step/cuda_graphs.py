@@ -73,6 +73,7 @@ class CapturedSteps:
             (len(devices) > 1, "its ranks are on several devices"),
             (options.has_processes, "its gradients are summed over several processes"),
             (self.passes.ranks_meet, "ranks meet in synchronised layers"),
+            (any(each._backward_hooks for each in self._update.replicas.own), "a parameter has a hook"),
             (collects, "gradients are accumulated over several calls"),
             (options.error_if_nonfinite, "error_if_nonfinite=True waits for the gradients"),
             (self.passes.split_plan.is_timed, 'shares="auto" takes the time of each rank'),

@@ -99,7 +99,7 @@ class ForwardBackward:
     Attributes:
         split_plan: the same.
         gathers: the loss is computed once, on the outputs of all ranks.
-        weights: counts what losses of torch are divided by.
+        weights: counts the divisors of torch's losses.
     """
 
     def __init__(
@@ -338,7 +338,7 @@ class ForwardBackward:
         return given_attributes(replica)
 
     def _tell_lost(self, given: Given, watch: OriginalsWatch | None, shared: SharedState | None) -> None:
-        """Warn once of what forwards assign or change: attributes of all ranks but the first are lost."""
+        """Warn once of attributes and objects that forwards change: attributes of all ranks but the first are lost."""
         if shared is not None and shared.tell(self._ranks):
             self._calls_to_watch = 0
         if watch is not None and watch.tell():
@@ -416,7 +416,7 @@ class ForwardBackward:
         return loss
 
     def watch_loss(self, part: RankPart) -> LossState:
-        """Return the state of the loss function, which will know what the loss of a part has changed."""
+        """Return the state of the loss function, which will know whether the loss of a part has changed it."""
         part.state = LossState(self._alone)
         return part.state
 

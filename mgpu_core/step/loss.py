@@ -63,7 +63,7 @@ class RankLoss:
 
     Attributes:
         value: the number to differentiate.
-        weight: for ``weighted``, the weight next to the sum; for a mean over labels what it was divided by; ``None``:
+        weight: for ``weighted``, the weight next to the sum; for a mean over labels its divisor; ``None``:
             a mean over rows, or a sum.
         aux: further numbers by name, which are weighed like the loss.
         is_constant: it has no gradient: none of this rank's rows gave a reason to learn.
@@ -198,11 +198,12 @@ class Window:
         self.is_whole = planned == 1 and not self._is_shared
         self._elements = self._seeded  # in place of rows, where losses are means over labels
         self._is_weighed = False
+        self._call_weight: Any = 0.0  # of the last call
 
     def unit(self, elements: int) -> float:
         """Return the factor before backward of a mean over labels, besides their weight.
 
-        A number near that of the labels, and one that the host knows: a loss scale means what it does for other means.
+        A number near that of the labels, and one that the host knows: a loss scale works as for other means.
 
         Args:
             elements: the targets of all ranks, ignored ones, too; 0: as many as rows.
@@ -232,6 +233,7 @@ class Window:
         total: Any = sum(rows)
         if self._reduction != "weighted":
             self.weight += total
+            self._call_weight = total
         if len(losses) == 1 and self._reduction != "weighted" and losses[0].value.device == device:
             return losses[0].value  # one rank's is the whole
         values = [each.value if each.value.device == device else to_device(each.value, device) for each in losses]
@@ -248,6 +250,7 @@ class Window:
         weights = [to_device(each.weight, device) for each in losses if isinstance(each.weight, torch.Tensor)]
         weight = _total(weights, [1.0] * len(weights))
         self.weight = self.weight + weight if self.calls > 1 else weight
+        self._call_weight = weight
         return _total(values, [1.0] * len(values)) / weight
 
     def _weights_of(self, losses: Sequence[RankLoss], device: torch.device) -> list[Any]:
@@ -268,6 +271,18 @@ class Window:
         if torch.Tensor in map(type, weights):
             return [_on(device, weight) for weight in weights]
         return weights
+
+    def hook_factor(self) -> float | torch.Tensor:
+        """Return the number that makes the sums of the last call the gradient of its loss, in its part of the window.
+
+        The loss scale stays in.
+        """
+        if not self._is_weighed and self._reduction != "weighted":
+            return 1.0
+        weight, divisor = self._call_weight, self._elements if self._is_weighed else 1.0
+        if isinstance(weight, torch.Tensor):
+            return torch.where(weight == 0, 1.0, divisor / (weight * self._planned))
+        return divisor / (weight * self._planned) if weight else 1.0
 
     def factor(self, weight: float | torch.Tensor) -> float | torch.Tensor | None:
         """Return the factor that the sums of the gradients still need; ``None``: no factor.

@@ -42,14 +42,14 @@ class LossCheck(NamedTuple):
 
 
 class LossState:
-    """What a loss function holds, as a call changes it.
+    """The objects that a loss function holds, as a call changes them.
 
     Args:
         loss_fn: a function, a module, or another callable object.
 
     Attributes:
-        side: the names of what was changed before the first loss: by the forwards, hooks on layers for example.
-        own: the names of what the first loss itself has changed.
+        side: the names of those that were changed before the first loss: by the forwards, hooks on layers for example.
+        own: the names of those that the first loss itself has changed.
     """
 
     def __init__(self, loss_fn: Any) -> None:
@@ -188,7 +188,7 @@ def _sum_of(losses: Sequence[RankLoss], rows: Sequence[int], reduction: str) -> 
 
 
 def warning_of_state(state: LossState, ranks: int) -> str:
-    """Return the advice for a loss that has changed what it holds."""
+    """Return the advice for a loss that has changed its objects."""
     return (
         f"the loss keeps a state of its own ({', '.join(state.own)}): it is called once per rank, {ranks} times a "
         'step, where one device calls it once. loss_on="gathered" calls it once, on the outputs of all ranks'
@@ -196,7 +196,7 @@ def warning_of_state(state: LossState, ranks: int) -> str:
 
 
 def warning_of_side(state: LossState, *, gathers: bool) -> str:
-    """Return the advice for a loss that reads what forwards have changed."""
+    """Return the advice for a loss that reads objects which forwards have changed."""
     names = ", ".join(state.side)
     if gathers:
         return (

@@ -2,7 +2,7 @@
 
 ``cross_entropy`` and ``nll_loss`` are means over that weight, and not over rows.  So the sum over ranks of each loss
 times its weight, divided by the sum of the weights, is the loss of one device to the last digit, also where a rank has
-no label at all.  The functions themselves, partials of them and their modules are known by what they are.  Of any other
+no label at all.  The functions themselves, partials of them and their modules are known.  Of any other
 function the call is watched: if the tensor that it returns is the result of one of the two, it is weighed, too.
 """
 
@@ -71,7 +71,7 @@ class LossWeights:
 
     @property
     def are_exact(self) -> bool:
-        """Whether the loss is one of torch's itself, whose weights make it that of one device."""
+        """Return whether the loss is one of torch's itself, whose weights make it that of one device."""
         return self.keywords is not None or self._is_module
 
     def call(self, loss_fn: Callable[..., Any], output: Any, target: Any) -> tuple[Any, Weight | None]:
@@ -144,7 +144,7 @@ def weight_of(
     *__: Any,
     **___: Any,
 ) -> Weight | None:
-    """Return what ``cross_entropy`` or ``nll_loss`` divides by; ``None`` where that is a number of rows, or nothing."""
+    """Return the divisor of ``cross_entropy`` or ``nll_loss``; ``None`` where that is a number of rows, or nothing."""
     if reduction != "mean" or type(target) is not torch.Tensor or target.dtype.is_floating_point:
         return None
     kept = target.ne(ignore_index)

@@ -174,8 +174,8 @@ class StepParts:
     ) -> tuple[list[RankLoss], list[int], Any]:
         """Run as :meth:`ForwardBackward.run`, and look at the labels and the losses of some calls.
 
-        The losses of several ranks are compared with the loss of their joined outputs in calls 1, 2, 4, 8 ...: what
-        makes them differ may come later.
+        The losses of several ranks are compared with the loss of their joined outputs in calls 1, 2, 4, 8 ...: a
+        difference may come later.
         """
         if self.label_watch is not None and not self.label_watch.look(parts, rows):
             self.label_watch = None
@@ -196,7 +196,7 @@ class StepParts:
     ) -> LossCheck:
         """Compare the losses of a call with the loss of all its rows, and warn where they differ.
 
-        A loss that keeps a state, or reads what forwards change, is not called again.
+        A loss that keeps a state, or reads objects that forwards change, is not called again.
         """
         options, device = self.options, self.device
         assert options.loss_fn is not None  # without one nothing is checked

@@ -33,6 +33,7 @@ from mgpu_core.kernels import FlatNorm
 from mgpu_core.optim.flat_buffers import in_memory_order
 from mgpu_core.step.grad_buckets import BackwardOrder, Communication, GradBuckets
 from mgpu_core.step.grad_clip import GradientNorm, Sums
+from mgpu_core.step.param_hooks import ParameterHooks
 from mgpu_core.step.replicas import GradientHook, Replicas
 from mgpu_core.step.rollback import uninterrupted
 from mgpu_core.support.null_context import NULL_CONTEXT
@@ -45,7 +46,7 @@ __all__ = ["Gradients", "OwnGradients", "ReadyCounter", "Reducer"]
 Weight: TypeAlias = float | torch.Tensor
 Updated: TypeAlias = Callable[[], Collection[int]]
 
-_grad_of = attrgetter("grad")
+_grad_of, _hooks_of = attrgetter("grad"), attrgetter("_backward_hooks")
 
 
 class Gradients:
@@ -56,13 +57,16 @@ class Gradients:
 
     Attributes:
         buckets: where their sums lie; ``None``: there is no sum, and they stay where autograd makes them.
+        hooks: of the user's on parameters, in a call of several ranks or micro-batches; ``None``: there are none.
     """
 
     buckets: GradBuckets | None = None
+    hooks: ParameterHooks | None = None
 
     def __init__(self, replicas: Replicas) -> None:
         self._replicas = replicas
         self._aside: list[torch.Tensor | None] = []
+        self._no_hooks = [None] * len(replicas.own)
 
     @property
     def sums(self) -> Sums:
@@ -85,6 +89,19 @@ class Gradients:
             self._take_up()
         else:
             self.clear()
+        if ranks > 1 and list(map(_hooks_of, self._replicas.own)) != self._no_hooks:
+            self.hooks = ParameterHooks(self._replicas.parameters)
+
+    def call_hooks(self, factor: float | torch.Tensor) -> None:
+        """Call the user's hooks on the sums of a call's gradients; see :meth:`ParameterHooks.call`."""
+        if self.hooks is not None:
+            self.hooks.call(factor)
+            self._end_hooks()
+
+    def _end_hooks(self) -> None:
+        if self.hooks is not None:
+            self.hooks.give_back()
+            self.hooks = None
 
     def finish(self, weight: Weight, updated: Updated) -> tuple[list[bool], Weight]:
         """Finish the sums after the backward of all ranks, each of which still has its own gradients.
@@ -126,6 +143,7 @@ class Gradients:
 
     def abandon(self) -> None:
         """Drop all gradients after a failure."""
+        self._end_hooks()
         self._aside = []
         self.clear()
 
@@ -284,7 +302,11 @@ class Reducer(Gradients):
         self._is_learning = True
         if self.handles:
             if overlap:
-                self._counter = ReadyCounter(self._expected, ranks, len(self._expected))
+                expected = self._expected
+                if self.hooks is not None:  # their buckets are not complete before the hooks are called
+                    late = {self.buckets.bucket_of.get(i) for i in self.hooks.indices}
+                    expected = [count + (bucket in late) for bucket, count in enumerate(expected)]
+                self._counter = ReadyCounter(expected, ranks, len(expected))
             self._whole_step = current_step()  # autograd has threads of its own, which do not know it
 
     def cancel(self) -> None:

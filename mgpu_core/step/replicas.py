@@ -45,7 +45,7 @@ class Replicas:
         is_mixed: whether there are devices of several kinds.
         frozen: per parameter whether it does not require grad.
         moves: how often parameters that the step does not update were found in other memory.
-        renewals: how often buckets got other memory, because somebody else held what they had.
+        renewals: how often buckets got other memory, because somebody else held their memory.
 
     Raises:
         ValueError: a parameter that has not been initialised, or has a post-accumulate hook.
@@ -99,8 +99,6 @@ class Replicas:
             for parameter, leaf in zip(own, row, strict=True):
                 if leaf.requires_grad != parameter.requires_grad:
                     leaf.requires_grad = parameter.requires_grad
-                if leaf._backward_hooks is not parameter._backward_hooks:
-                    leaf._backward_hooks = parameter._backward_hooks
         before, self.frozen = self.frozen, list(map(not_, map(_requires_grad_of, own)))
         return before != self.frozen
 
@@ -132,7 +130,7 @@ class Replicas:
 
     @torch.no_grad()
     def _leave_to_others(self, moved: Sequence[int]) -> None:
-        """Give buckets other memory, of whose parameters somebody keeps what they had: to swap it in again, say."""
+        """Give buckets other memory where somebody keeps the memory of their parameters, to swap it in again, say."""
         held = [i for i in moved if i in self._adopted and self._is_held(i)]
         if not held:
             return

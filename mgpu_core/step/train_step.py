@@ -116,7 +116,8 @@ class TrainStep:
 
     After a step, ``grad`` of the parameters holds the gradients of the update, with :mod:`mgpu_core.optim` the sums
     before clipping and unscaling; of a parameter that no rank used it is ``None``, and the optimizer leaves that
-    parameter alone.  Running statistics are those of rank 0's rows.  Hooks on parameters see each rank's own gradient.
+    parameter alone.  Running statistics are those of rank 0's rows.  Hooks on parameters (``register_hook``) are called
+    once per call, on the sum over all ranks.
 
     The arguments are attributes (``net`` is ``module``, and ``team`` has the devices).  ``accumulate``, ``clip_norm``,
     ``error_if_nonfinite`` and ``shares`` may be set to other values, for the calls to come; the others stay.
@@ -274,6 +275,8 @@ class TrainStep:
             run = parts.watched if is_watched else passes.run
             losses, rows, outputs = run(window, ranks, rows, inputs, return_outputs)
             loss = window.add(rows, losses, parts.device)
+            if gradients.hooks is not None:
+                gradients.call_hooks(window.hook_factor())
             numbers = joined_aux(losses, rows, options.reduction) if aux else {}
             if is_due:
                 update.commit(options)

@@ -1,8 +1,8 @@
-"""Marks of what objects hold beside modules and tensors, to see whether a call has changed it.
+"""Marks of the contents of objects, beside modules and tensors, to see whether a call has changed them.
 
 A counter in a helper object, a list that grows, a dict that hooks fill: ranks share them, and each changes them once,
 where one device changes them once a call.  A mark is a value that compares equal as long as nothing has changed, as far
-as it looks: some levels deep, and not at all entries of what is large.
+as it looks: some levels deep, and not at all entries of large containers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _OF_MODULES = set(vars(Module()))
 
 
 def held_by(obj: Any) -> dict[str, Any]:
-    """Return what a function or a callable object holds, by name: its variables, defaults, attributes and buffers.
+    """Return the objects of a function or a callable object by name: variables, defaults, attributes and buffers.
 
     Of the globals that a function names, those that are neither code nor modules of Python.
     """

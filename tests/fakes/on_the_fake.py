@@ -62,6 +62,7 @@ LISTS = {
         "step/test_any_order.py",
         "step/test_exchanged.py",
         "step/test_loss_weights.py",
+        "step/test_parameter_hooks.py",
         "step/test_optimizer_state.py",
         "step/test_train_step.py",
         "step/test_trained_module.py",

@@ -16,6 +16,7 @@ from mgpu_core.devices.transfer import module_to
 from mgpu_core.parallel import gather, parallel_apply, replicate, scatter_kwargs
 from mgpu_core.parallel.apply import apply_to
 from mgpu_core.parallel.gather_outputs import padded
+from mgpu_core.parallel.label_watch import OF_A_WRAPPER, LabelWatch
 from mgpu_core.parallel.lost import Given, SharedState, given_attributes, lost_attributes, warn_lost
 from mgpu_core.parallel.originals import OriginalsWatch
 from mgpu_core.parallel.replicate_modules import loosen, replicate_tree
@@ -32,7 +33,7 @@ from mgpu_core.support.null_context import NULL_CONTEXT
 from mgpu_core.trace import tracer
 from mgpu_core.trace.tracer import span, when_tracing
 from mgpu_core.trees.module_tree import ModuleTree, check_initialised, tensors_of
-from mgpu_core.trees.nested import unwrapped
+from mgpu_core.trees.nested import tensors_in, unwrapped
 
 __all__ = ["DataParallel", "data_parallel"]
 
@@ -89,6 +90,7 @@ class DataParallel(torch.nn.DataParallel[M]):
         self._choice = WorkerChoice(workers, devices, rng)
         self._workers = self._choice.now
         self._draws = Draws(rng, type(module).__name__)
+        self._label_watch = LabelWatch(module, OF_A_WRAPPER) if len(devices) > 1 else None
         self._forwards_to_watch = 3
         self.device_ids: list[Any] = [as_id(device) for device in devices]
         self.output_device: Any = drop_in_output(output_device, self.device_ids)
@@ -180,6 +182,8 @@ class DataParallel(torch.nn.DataParallel[M]):
                 rows = [rows_of_part(part, self.dim) for part in zip(parts, kwargs_parts, strict=False)]
                 if warn_rows_elsewhere(outputs, rows, self.dim):
                     self._forwards_to_watch = 0
+            if self._label_watch is not None and method is None:
+                self._look_at_labels(self._label_watch, list(zip(parts, kwargs_parts, strict=False)), outputs)
         finally:
             loosen(replicas)
         return self.gather(outputs if method is None else padded(outputs, self.dim, pad_value), self.output_device)
@@ -225,6 +229,13 @@ class DataParallel(torch.nn.DataParallel[M]):
         if lost := lost_attributes(given):
             self._forwards_to_watch = 0
             warn_lost(type(self.module).__name__, lost)
+
+    def _look_at_labels(self, watch: LabelWatch, parts: list[Any], outputs: list[Any]) -> None:
+        """Warn of means over labels, of which ranks have other shares than of rows, in the first forward passes."""
+        rows = [rows_of_part(part, self.dim) for part in parts]
+        returns_number = any(not each.dim() for each in tensors_in(outputs[0]))
+        goes_on = returns_number and all(isinstance(each, int) for each in rows) and watch.look(parts, rows)
+        self._label_watch = watch if goes_on else None
 
     def scatter(self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Sequence[DeviceLike]) -> Any:
         """Return one tuple of arguments and one dict of keyword arguments per rank."""

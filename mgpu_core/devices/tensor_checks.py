@@ -8,6 +8,7 @@ resolved into plain memory (inputs) or refused with a ``TypeError`` or ``ValueEr
 from __future__ import annotations
 
 import ctypes
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from itertools import compress
 from operator import attrgetter
@@ -26,11 +27,13 @@ __all__ = [
     "LiesLike",
     "Memory",
     "all_plain",
+    "are_held_elsewhere",
     "are_blocks",
     "begin_alike",
     "bytes_of",
     "check_alike",
     "check_writable",
+    "holders_of",
     "keys_of",
     "memory_of",
     "memory_view",
@@ -219,6 +222,20 @@ def moved_between(now: Memory, then: Memory) -> list[int]:
         return []
     pairs = zip(zip(*now, strict=True), zip(*then, strict=True), strict=True)
     return [i for i, (one, other) in enumerate(pairs) if one != other]
+
+
+def holders_of(tensor: torch.Tensor) -> int:
+    """Return how many tensors, arrays and handles hold the memory of a tensor, itself among them."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) - 1  # without the handle made here
+
+
+def are_held_elsewhere(tensors: Sequence[torch.Tensor], known: Sequence[torch.Tensor]) -> list[bool]:
+    """Return of each tensor whether others than the known ones, or other processes, hold its memory."""
+    counts = Counter(each.untyped_storage().data_ptr() for each in known)
+    return [
+        (each.is_cpu and each.is_shared()) or holders_of(each) > counts[each.untyped_storage().data_ptr()]
+        for each in tensors
+    ]
 
 
 class LiesLike:

@@ -7,13 +7,13 @@ of the device share the values; each has its own gradients, whose sum over the r
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Sequence
 from itertools import chain
 
 import torch
 
 from mgpu_core.comm.layout import is_dense
+from mgpu_core.devices.tensor_checks import are_held_elsewhere, holders_of
 from mgpu_core.devices.transfer import copy_into
 from mgpu_core.optim.bucket_layout import Bucket
 from mgpu_core.support.warnings import warn_user
@@ -83,11 +83,6 @@ class FlatTensors:
             parameters[i].data = self.value_views[i]
 
 
-def holders_of(tensor: torch.Tensor) -> int:
-    """Return how many tensors, arrays and handles hold the memory of a tensor, itself among them."""
-    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) - 1  # without the handle made here
-
-
 def warn_of_holders(parameters: Sequence[torch.Tensor], names: Sequence[str], known: Sequence[torch.Tensor]) -> None:
     """Warn of parameters whose memory is held by others, too, before their values go to other memory.
 
@@ -96,12 +91,7 @@ def warn_of_holders(parameters: Sequence[torch.Tensor], names: Sequence[str], kn
         names: of these.
         known: all tensors that may have their memory, themselves among them.
     """
-    counts = Counter(each.untyped_storage().data_ptr() for each in known)
-    held = [
-        name
-        for name, each in zip(names, parameters, strict=True)
-        if (each.is_shared() and each.is_cpu) or holders_of(each) > counts[each.untyped_storage().data_ptr()]
-    ]
+    held = [name for name, each in zip(names, are_held_elsewhere(parameters, known), strict=True) if each]
     if held:
         warn_user(
             f"the memory of {', '.join(held[:3])}{f' and {len(held) - 3} more' if held[3:] else ''} is held by others, "

@@ -8,6 +8,7 @@ import torch
 
 from mgpu_core.devices.time_limits import time_limit
 from mgpu_core.errors import Error
+from mgpu_core.parallel.label_watch import OF_A_STEP, LabelWatch
 from mgpu_core.pipeline.module import Pipeline
 from mgpu_core.ranks.random import random_numbers_kept
 from mgpu_core.ranks.team import Team
@@ -17,7 +18,6 @@ from mgpu_core.step.cuda_graphs import CapturedSteps
 from mgpu_core.step.forward_backward import ForwardBackward, RankPart
 from mgpu_core.step.grad_buckets import Communication
 from mgpu_core.step.grad_scaler import LossScale
-from mgpu_core.step.label_watch import LabelWatch
 from mgpu_core.step.loss import RankLoss, Window, joined_aux, loss_of_ranks
 from mgpu_core.step.loss_check import (
     LossCheck,
@@ -88,7 +88,7 @@ class StepParts:
         is_exact = options.loss_fn is None or LossWeights(options.loss_fn).are_exact
         self.calls, self.next_check = 0, int(has_parts and options.loss_on == "ranks" and not is_exact)
         is_mean = options.loss_fn is None and options.reduction == "mean"
-        self.label_watch = LabelWatch(options.module) if has_parts and is_mean else None
+        self.label_watch = LabelWatch(options.module, OF_A_STEP) if has_parts and is_mean else None
         self.refusal: tuple[type[Exception], str] | None = None
         self._is_closed = self._is_built = False
         self._build(steps=0)
@@ -177,8 +177,9 @@ class StepParts:
         The losses of several ranks are compared with the loss of their joined outputs in calls 1, 2, 4, 8 ...: a
         difference may come later.
         """
-        if self.label_watch is not None and not self.label_watch.look(parts, rows):
-            self.label_watch = None
+        if self.label_watch is not None:
+            arguments = [(part.inputs, part.kwargs) for part in parts]
+            self.label_watch = self.label_watch if self.label_watch.look(arguments, rows) else None
         if self.calls != self.next_check:
             return self.passes.run(window, parts, rows, inputs, keep_outputs)
         self.next_check *= 2

@@ -96,5 +96,10 @@ def _marks_inside(value: Any, depth: int, known: dict[int, Any]) -> tuple[Any, .
         return len(value), [_mark(each, depth, known) for each in list(value)[-_ENTRIES:]]
     if isinstance(value, set | frozenset):
         return (len(value),)
-    held = _own_attributes(value) if isinstance(value, Module) else held_by(value)
-    return tuple((name, _mark(each, 1 if isinstance(value, Module) else depth, known)) for name, each in held.items())
+    if isinstance(value, partial | MethodType):
+        parts = [value.func, *value.args, *value.keywords.values()] if isinstance(value, partial) else [value.__self__]
+        return tuple(_mark(each, depth, known) for each in parts)
+    if isinstance(value, Module):  # one that a function names; of layers in containers each rank has its own
+        held = _own_attributes(value) if depth == _DEPTH - 1 else {}
+        return tuple((name, _mark(each, 1, known)) for name, each in held.items())
+    return tuple((name, _mark(each, depth, known)) for name, each in held_by(value).items())

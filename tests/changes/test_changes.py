@@ -85,7 +85,7 @@ REGISTERS = {
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", REGISTERS)
 def test_hooks_come_and_go(kind, way, begin, ranks):
-    """Of modules once per rank or micro-batch; of parameters once per gradient, and each rank of a step has one."""
+    """Of modules once per rank or micro-batch; of parameters once per call, on the sum."""
     ours, calls, counts = Ours(way, net(), CHANGES["hook of a parameter"].make, ranks), [], []
     for i, batch in enumerate(batches(begin + 3, 16)):
         if i == begin:
@@ -95,5 +95,5 @@ def test_hooks_come_and_go(kind, way, begin, ranks):
         calls.clear()
         ours.call(*batch)
         counts.append(len(calls))
-    each = 1 if kind == "parameter" and "step" not in way else ranks
+    each = 1 if kind == "parameter" else ranks
     assert counts == [0] * begin + [each, each, 0]

@@ -142,7 +142,10 @@ class AutoWrap:
                 plain, over_ranks = (each(*cloned(args), **cloned(kwargs)) for each in calls)
             if not all(each.dim() for each in tensors_in(plain)):
                 name = type(net).__name__
-                self._hint(f"{name} returns a number, and over ranks one for each: backward() needs its .mean()")
+                self._hint(
+                    f"{name} returns a number, and over ranks one for each: backward() needs its .mean(), which is one "
+                    "device's where all ranks have as many rows and labels"
+                )
             found = difference(over_ranks, plain, half=any_in_half(net.parameters()))
         except Exception:  # the script's own call says what is wrong
             return

@@ -82,7 +82,8 @@ net(torch.ones(8, 4)){mean}.backward()
     assert done.stderr.splitlines()[-3:] == [
         "RuntimeError: grad can be implicitly created only for scalar outputs",
         "mgpu run: wrapped: Net over 2 ranks (cpu, cpu)",
-        "mgpu run: note: Net returns a number, and over ranks one for each: backward() needs its .mean()",
+        "mgpu run: note: Net returns a number, and over ranks one for each: backward() needs its .mean(), which is one "
+        "device's where all ranks have as many rows and labels",
     ]
     done = mgpu(tmp_path, "--ranks", "2", "--wrap", "auto", text=text.replace("{mean}", ".mean()"))
     assert done.returncode == 0

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.nn import Module
 
-from mgpu_core.step.forward_backward import RankPart
 from mgpu_core.support.warnings import warn_user
 
-__all__ = ["LabelWatch", "count_labels", "loss_function_of", "shifts_labels"]
+__all__ = ["OF_A_STEP", "OF_A_WRAPPER", "LabelWatch", "count_labels", "loss_function_of", "shifts_labels"]
+
+Arguments: TypeAlias = tuple[Sequence[Any], Mapping[str, Any]]
 
 _CALLS = 8  # that are looked at: on an accelerator the host waits for the counts
 _IGNORED = -100
@@ -65,25 +66,38 @@ def count_labels(arguments: Mapping[str, Any], *, shifts: bool) -> torch.Tensor 
     return (labels[..., 1:] if shifts and labels.dim() > 1 else labels).ne(_IGNORED).sum()
 
 
+OF_A_STEP = (
+    "a loss that is a mean over labels is weighed by rows here, so that the loss, and even more the gradient, is not "
+    'that of one device. Let the module return (loss * labels, labels), and pass reduction="weighted"; '
+    "mgpu_core.integrations.transformers.WeightedLoss(model) does so"
+)
+OF_A_WRAPPER = (
+    "each rank returns the mean over its own labels, and the mean of these numbers, and even more its gradient, is not "
+    "that of one device. Wrap mgpu_core.integrations.transformers.WeightedLoss(model), which returns (loss * labels, "
+    "labels) of each rank, and divide their sums; or use mgpu_core.TrainStep with it, which does so"
+)
+
+
 class LabelWatch:
     """Warns once where the ranks' shares of labels are not their shares of rows, in the first calls.
 
     Args:
         net: the module, which returns a mean.
+        advice: the end of the warning.
     """
 
-    def __init__(self, net: Module) -> None:
-        self._net, self._left = net, _CALLS
+    def __init__(self, net: Module, advice: str) -> None:
+        self._net, self._left, self._advice = net, _CALLS, advice
         self._names = _names_of(net)
 
-    def look(self, parts: Sequence[RankPart], rows: Sequence[int]) -> bool:
-        """Look at the labels of a call: one part, and its rows, per rank; return whether to look at the next one's."""
+    def look(self, parts: Sequence[Arguments], rows: Sequence[int]) -> bool:
+        """Look at the labels of a call: arguments, and rows, per rank; return whether to look at the next one's."""
         if len(parts) > 1:
             self._left -= 1
             self._compare(parts, rows)
         return self._left > 0
 
-    def _compare(self, parts: Sequence[RankPart], rows: Sequence[int]) -> None:
+    def _compare(self, parts: Sequence[Arguments], rows: Sequence[int]) -> None:
         shifts = shifts_labels(self._net)
         found = [count_labels(self._arguments_of(part), shifts=shifts) for part in parts]
         counts = [int(each) for each in found if each is not None]
@@ -94,17 +108,16 @@ class LabelWatch:
             self._left = 0
             warn_user(
                 f"the ranks have {', '.join(map(str, counts))} labels other than -100 in {', '.join(map(str, rows))} "
-                "rows: a loss that is a mean over labels is weighed by rows here, so that the loss, and even more the "
-                "gradient, is not that of one device. Let the module return (loss * labels, labels), and pass "
-                'reduction="weighted"; mgpu_core.integrations.transformers.WeightedLoss(model) does so'
+                f"rows: {self._advice}"
             )
 
-    def _arguments_of(self, part: RankPart) -> Mapping[str, Any]:
+    def _arguments_of(self, part: Arguments) -> Mapping[str, Any]:
         """Return the arguments with their names, or the first dict, where a module takes one."""
-        named = {**dict(zip(self._names, part.inputs, strict=False)), **part.kwargs}
+        inputs, kwargs = part
+        named = {**dict(zip(self._names, inputs, strict=False)), **kwargs}
         if "labels" in named or "shift_labels" in named:
             return named
-        return next((each for each in part.inputs if isinstance(each, Mapping)), {})
+        return next((each for each in inputs if isinstance(each, Mapping)), {})
 
 
 def _names_of(net: Module) -> list[str]:

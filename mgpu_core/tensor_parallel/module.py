@@ -124,7 +124,7 @@ class TensorParallel(Module):
         plan: Mapping[str, str] | None = None,
         *,
         weights: str | PathLike[str] | None = None,
-        rename: Callable[[str], str] | None = None,
+        rename: Callable[[str], str | None] | None = None,
     ) -> None:
         super().__init__()
         if not isinstance(net, Module):

@@ -132,7 +132,7 @@ class TensorParallel(Module):
         if is_spread(net):
             raise ValueError("the module's parts are on several devices already: make it anew")
         self.device_ids = list(as_devices(device_ids))
-        check_initialised([*net.parameters(), *net.buffers()])
+        check_initialised([*net.parameters(), *net.buffers()], net)
         self._plan = read_plan(net, plan, len(self.device_ids))
         _refuse_hooks(net)
         files = weights_of(net, weights, rename)

@@ -43,7 +43,7 @@ class ApartError(Exception):
 
 @dataclasses.dataclass
 class _Form:
-    """What is known of the requests of a form.
+    """The requests of a form, as far as they are known.
 
     Attributes:
         left: how many requests are still to be compared.

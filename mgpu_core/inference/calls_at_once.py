@@ -1,13 +1,13 @@
-"""Calls of one module by several workers at once, as long as they do not change what the others see.
+"""Calls of one module by several workers at once, as long as they do not change it for the others.
 
 An attribute or a hook that a call sets belongs to the one module, and so to all calls that are on their way::
 
     worker 0   ─ hook of adapter A ─ layers ─────────── removed ─
     worker 1   ────── hook of adapter B ─ layers: A and B ─ removed ─
 
-So the first call of each branch of its code, as far as the arguments tell, runs alone and is watched.  What a module
-does once, such as a hook that it installs, is done then.  What a second call does again, every call does: from then on
-they run one at a time.
+So the first call of each branch of its code, as far as the arguments tell, runs alone and is watched.  A change
+that a module makes once, such as a hook that it installs, is made then.  A change that a second call makes again, every
+call makes: from then on they run one at a time.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class CallsAtOnce:
             return self._is_alone
 
     def _learn(self, branch: Hashable, found: set[str]) -> None:
-        """Note what a call that ran alone has changed; warn where one before it has changed the same."""
+        """Note the changes of a call that ran alone; warn where one before it has made the same."""
         again = sorted(found & self._changed)
         self._changed |= found
         if not found:

@@ -99,7 +99,7 @@ class Request:
 
     @property
     def branch(self) -> Hashable:
-        """A key of what may decide which code a call runs: the form, without its numbers."""
+        """A key that may decide which code a call runs: the form, without its numbers."""
         plain = str | bool | None
         return (self.structure, *((type(each), each if isinstance(each, plain) else None) for each in self.leaves))
 

@@ -55,7 +55,7 @@ def place(
         memory: without ``split``, the bytes that each part may have.
         weights: a file of safetensors, or a folder with some, for a module that was made on meta or in
             :func:`mgpu_core.parameters_on_meta`: each tensor is read straight to its device, in the module's dtype.
-        rename: a function from the names in these files to names of the module, or to ``None`` for what is left out.
+        rename: a function from the names in these files to names of the module, or to ``None``, which leaves one out.
 
     Returns:
         The module itself.

@@ -74,7 +74,7 @@ def parameters_on_meta() -> Iterator[None]:
 def _apply_unrounded(
     module_ref: weakref.ref[Module], fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
 ) -> Any:
-    """Stand in for ``_apply`` of a module that waits for its weights: it must not round what no file has."""
+    """Stand in for ``_apply`` of a module that waits for its weights: it must not round buffers that no file has."""
     module = module_ref()
     assert module is not None, "it is being called"
     for name in module._non_persistent_buffers_set:

@@ -472,7 +472,7 @@ class TensorParallel(Module):
         return self._restored("", copy_module(self._lanes[0].net, shared))
 
     def _uncut_block(self, name: str) -> Module:
-        """Return a block alone, with joined copies of what is cut; all else is shared, also the copies of a call."""
+        """Return a block alone, with joined copies of cut Parameters; all else is shared, also the copies of a call."""
         first, lane = self.device_ids[0], self._lanes[0]
         block = lane.net.get_submodule(name)
         shared: dict[int, Any] = {id(slot.table[slot.name]): self._uncut[slot.number] for slot in lane.slots}
@@ -483,7 +483,7 @@ class TensorParallel(Module):
         return self._restored(name, copy_module(block, shared))
 
     def _restored(self, path: str, made: Module) -> Module:
-        """Give the layers of a copy of our module at a path, and the modules around them, what the source has."""
+        """Give the layers of a copy of our module at a path, and the modules around them, the source's attributes."""
         for name, module in self._source.get_submodule(path).named_modules():
             inside = f"{path}.{name}".strip(".")
             changed = (*(CHANGED if inside in self._plan.layers else ()), *self._plan.heads.get(inside, {}))

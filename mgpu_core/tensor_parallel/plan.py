@@ -323,7 +323,7 @@ def _keeps_features_apart(layer: Module) -> bool:
 
 
 def _example(net: Module) -> str:
-    """Return what to write in place of nothing."""
+    """Return the advice for a module without a plan."""
     for name, each in net.named_children():
         if isinstance(getattr(each, "tp_plan", None), Mapping):
             return f"that of its {name} cuts {name} alone: {type(net).__name__}(TensorParallel(...))"

@@ -1,8 +1,8 @@
 """Is a plan right?  Each block of cut layers is compared once with the same block uncut, on random rows.
 
-A block is the smallest module around a layer whose outputs are summed and the layers before it that are cut: what goes
-in and comes out is whole.  Its code may count heads, or mix features that lie in different ranks' parts; all shapes fit
-then, and the numbers are others.  The first call shows what arguments a block takes::
+A block is the smallest module around a layer whose outputs are summed and the layers before it that are cut: its
+arguments and outputs are whole.  Its code may count heads, or mix features that lie in different ranks'
+parts; all shapes fit then, and the numbers are others.  The first call shows the arguments of a block::
 
     call ── arguments of each block ── random rows of these shapes ─┬─ uncut block, on the first device ─┬─ alike?
                                                                     └─ cut block, in all ranks ──────────┘
@@ -52,7 +52,7 @@ class Proof:
 
     @property
     def is_open(self) -> bool:
-        """Whether blocks are left."""
+        """Return whether blocks are left."""
         return bool(self._left)
 
     @contextmanager

@@ -313,7 +313,7 @@ def _read(module: Module, source: torch.device) -> ModuleTree:
         ValueError: one has not been initialised.
     """
     tree = ModuleTree(module)
-    check_initialised(tree.tensors)
+    check_initialised(tree.tensors, module)
     _check_device(tree.tensors, source)
     return tree
 

@@ -1,38 +1,66 @@
 """Answers: each request's part of a batch's outputs, and the forms of requests that must not share a batch.
 
 An answer depends on its own request alone.  So the outputs of a joined batch are divided only where each tensor has a
-row for each row of the inputs, and the first requests of each form run alone, too, and are compared.  A form that fails
-either is answered one request at a time from then on, with one warning::
+row for each row of the inputs, in a size that depends on no values.  The first requests of each form run alone, too,
+and are compared, as is one of batches 32, 64, 128 ... .  A form that fails one of these is answered one request at a
+time from then on, with one warning::
 
-    batch of requests ── outputs ── a row for each row? ── the first 16 of this form? ── as alone? ── answers
-                                          │ no                                             │ no
-                                          └──────────── each request alone, from now on ───┘
+    batch of requests ── outputs ── a row for each row? ── rows of one size? ── compared: as alone? ── answers
+                                          │ no                  │ no                   │ no
+                                          └──────── each request alone, from now on ───┘
+
+Methods other than the forward are answered one request at a time from the start: texts of a batch end with its longest
+one.  A function ``split`` of the user takes the place of all but the comparisons.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from mgpu_core.inference.requests import Call, Request
+from mgpu_core.inference.sizes_of_values import SizesOfValues
 from mgpu_core.parallel.scatter_inputs.cut import sliced
 from mgpu_core.support.warnings import warn_user
 from mgpu_core.trees.comparison import difference
 from mgpu_core.trees.containers import is_registered, opened
-from mgpu_core.trees.nested import Rows, flatten, is_undivided
+from mgpu_core.trees.nested import Rows, flatten, is_undivided, tensors_in
 
 __all__ = ["Answers", "ApartError"]
 
 _COMPARED = 16  # requests of a form
+_AGAIN = 32  # the batch of a form of which one request is compared again; then each power of two
 _FORMS = 4096  # are remembered
 
 
 class ApartError(Exception):
     """Requests that must be answered one at a time."""
+
+
+@dataclasses.dataclass
+class _Form:
+    """The requests of a form, as far as they are known.
+
+    Attributes:
+        left: how many requests are still to be compared.
+        batches: how many joined ones there were.
+        is_apart: they are not joined any more.
+    """
+
+    left: int
+    batches: int = 0
+    is_apart: bool = False
+
+    def compared(self, requests: Sequence[Request]) -> Sequence[int]:
+        """Return which requests of the next batch are compared."""
+        batch = self.batches + 1
+        if self.left or batch < _AGAIN or batch & self.batches:
+            return range(min(self.left, len(requests)))
+        return [batch.bit_length() % len(requests)]
 
 
 class Answers:
@@ -43,31 +71,56 @@ class Answers:
         split: a function of the outputs and of the list of calls that returns the output of each; ``None``: tensors
             and :class:`mgpu_core.Rows` are split along dimension 0.
         compares: run the first requests of each form alone, too.
+        is_forward: requests are answered by the forward of the module.
     """
 
-    def __init__(self, name: str, split: Callable[[Any, list[Call]], Sequence[Any]] | None, *, compares: bool) -> None:
-        self._name, self._split = name, split
-        self._left = _COMPARED if compares else 0
-        self._forms: dict[Hashable, int | None] = {}  # how many are still to be compared; None: not joined any more
+    def __init__(
+        self, name: str, split: Callable[[Any, list[Call]], Sequence[Any]] | None, *, compares: bool,
+        is_forward: bool = True,
+    ) -> None:  # fmt: skip
+        self._name, self._split, self._compares = name, split, compares
+        self._all_apart = not is_forward and split is None
+        self._forms: dict[Hashable, _Form] = {}
+        self._row_shapes: dict[Hashable, list[tuple[int, ...]]] = {}  # of outputs, by the keys of requests
         self._any_apart = False
         self._told: set[str] = set()
 
     def is_apart(self, request: Request) -> bool:
         """Return whether requests like this one are answered one at a time."""
-        return self._any_apart and self._forms.get(request.form, 0) is None
+        return self._all_apart or (self._any_apart and self._form(request).is_apart)
 
     def keep_apart(self, request: Request, reason: str) -> None:
         """Answer requests like this one at a time from now on; warn once."""
-        self._note(request.form, None)
-        self._any_apart = True
-        if reason not in self._told:
+        form = self._form(request)
+        if not form.is_apart and reason not in self._told:
             self._told.add(reason)
             warn_user(f"{reason}. Requests of this form are answered one at a time from now on", RuntimeWarning)
+        form.is_apart = self._any_apart = True
 
-    def _note(self, form: Hashable, left: int | None) -> None:
-        if len(self._forms) >= _FORMS:
-            self._forms.clear()  # they are found out again
-        self._forms[form] = left
+    def _form(self, request: Request) -> _Form:
+        key = request.form
+        found = self._forms.get(key)
+        if found is None:
+            if len(self._forms) >= _FORMS:
+                self._forms.clear()  # they are found out again
+            found = self._forms[key] = _Form(_COMPARED if self._compares else 0)
+        return found
+
+    def watch(self, requests: Sequence[Request]) -> SizesOfValues | None:
+        """Return a mode for the call of one of the first joined batches of a form; for :meth:`check_sizes`."""
+        if len(requests) == 1 or self._split is not None or not self._form(requests[0]).left:
+            return None
+        return SizesOfValues()
+
+    def check_sizes(self, watch: SizesOfValues | None, request: Request) -> None:
+        """Raise ApartError if the call of a batch had sizes that depend on values."""
+        if watch is not None and watch.found:
+            self.keep_apart(
+                request,
+                f"{self._name} uses {watch.found}, whose size depends on the values of all rows, so outputs of a "
+                "request may depend on others. To join them all the same, give the Predictor a function split=",
+            )
+            raise ApartError
 
     def split(self, outputs: Any, requests: Sequence[Request]) -> Sequence[Any]:
         """Return the answer of each request; that of a batch of one are the outputs as they are.
@@ -92,7 +145,8 @@ class Answers:
 
     def check_rows(self, outputs: Any, rows: int, request: Request) -> None:
         """Raise ApartError unless the outputs of requests like this one have a row for each row of the inputs."""
-        reason = _undivided(outputs, rows, "outputs")
+        texts = {id(leaf) for leaf in request.leaves if isinstance(leaf, str)}
+        reason = _undivided(outputs, rows, "outputs", texts)
         if reason is not None:
             self.keep_apart(
                 request,
@@ -101,10 +155,29 @@ class Answers:
             )
             raise ApartError
 
+    def check_row_shapes(self, outputs: Any, requests: Sequence[Request]) -> None:
+        """Raise ApartError where the outputs of a joined batch have other row shapes than those of another batch."""
+        request = requests[0]
+        if not self._compares or self._split is not None or self.is_apart(request):
+            return
+        if len(self._row_shapes) >= _FORMS:
+            self._row_shapes.clear()
+        shapes = [tuple(each.shape[1:]) for each in tensors_in(outputs)]
+        before = self._row_shapes.setdefault(request.key, shapes)
+        if before == shapes:
+            return
+        self.keep_apart(
+            request,
+            f"rows of the outputs of {self._name} have shapes {before} in one batch and {shapes} in another, of equal "
+            "inputs but for their values. Give the Predictor a function split= that cuts the padding off",
+        )
+        if len(requests) > 1:
+            raise ApartError
+
     def check_alone(
         self, requests: Sequence[Request], answers: Sequence[Any], run: Callable[[Request], Any], *, half: bool
     ) -> None:
-        """Compare the first answers of a form with those of the same requests alone.
+        """Compare the first answers of a form, and one of some later batches, with those of the same requests alone.
 
         Args:
             requests: of a joined batch.
@@ -115,13 +188,14 @@ class Answers:
         Raises:
             ApartError: they differ, though a request alone has the same answer twice.
         """
-        form = requests[0].form
-        left = self._forms.get(form, self._left)
-        if left is None:
+        form = self._form(requests[0])
+        if form.is_apart:
             raise ApartError
-        for request, answer in zip(requests[:left], answers, strict=False):
+        left = max(0, form.left - len(requests))
+        for index in form.compared(requests):
+            request = requests[index]
             first = run(request)
-            found = difference(answer, first, half=half)
+            found = difference(answers[index], first, half=half)
             if found is None:
                 continue
             if difference(first, run(request), half=half) is not None:  # it draws random numbers, or counts its calls
@@ -133,15 +207,16 @@ class Answers:
                 f"{found}",
             )
             raise ApartError
-        if left:
-            self._note(form, max(0, left - len(requests)))
-        elif form not in self._forms:
-            self._note(form, 0)
+        form.left, form.batches = left, form.batches + 1
 
 
-def _undivided(outputs: Any, rows: int, path: str) -> str | None:
-    """Return what has no row for each of ``rows``, as a sentence; ``None`` if all has."""
-    if outputs is None:
+def _undivided(outputs: Any, rows: int, path: str, texts: Set[int]) -> str | None:
+    """Return what has no row for each of ``rows``, as a sentence; ``None`` if all has.
+
+    Args:
+        texts: the ids of strings among the arguments, which are equal for all requests of the batch.
+    """
+    if outputs is None or id(outputs) in texts:
         return None
     if isinstance(outputs, torch.Tensor):
         if not is_undivided(outputs) and outputs.dim() and outputs.size(0) == rows:
@@ -154,7 +229,9 @@ def _undivided(outputs: Any, rows: int, path: str) -> str | None:
         return f"{path} is a {type(outputs).__name__}, whose rows are not known"
     names, values, _ = found
     pairs = zip(names, values, strict=True)
-    return next((text for name, each in pairs if (text := _undivided(each, rows, path + name)) is not None), None)
+    return next(
+        (text for name, each in pairs if (text := _undivided(each, rows, path + name, texts)) is not None), None
+    )
 
 
 def _is_only_a_container(obj: Any) -> bool:

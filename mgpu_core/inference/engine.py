@@ -162,8 +162,12 @@ class Engine:
     def _outputs(self, rank: int, requests: list[Request], call: Call) -> dict[torch.device, Any]:
         """Return the outputs of a batch by the device of the answers; the device may still compute them."""
         args, kwargs = call
-        with self._autocast(rank):
-            made = self.replicas[rank](args, kwargs, captured=all(each.has_only_rows for each in requests))
+        replica = self.replicas[rank]
+        watch = None if replica.is_compiled else self._answers.watch(requests)  # torch compiles nothing inside a mode
+        with self._autocast(rank), watch or NULL_CONTEXT:
+            only_rows = all(each.has_only_rows for each in requests)
+            made = replica(args, kwargs, requests[0], captured=only_rows)
+        self._answers.check_sizes(watch, requests[0])
         targets = {self._output_device or each.device for each in requests}
         return {target: _outputs_on(target, made) for target in targets}
 
@@ -179,6 +183,7 @@ class Engine:
     def _answer(self, rank: int, batch: _Batch) -> None:
         if batch.event is not None:
             batch.event.synchronize()
+        self._answers.check_row_shapes(next(iter(batch.outputs.values())), batch.requests)
         parts = {target: self._answers.split(outputs, batch.requests) for target, outputs in batch.outputs.items()}
         if len(batch.requests) > 1:
             self._check_alone(rank, batch.requests, parts)

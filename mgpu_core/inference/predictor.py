@@ -52,10 +52,10 @@ class Predictor:
             where it is.
         device_ids: one device per rank, as for :class:`mgpu_core.DataParallel`.
         method: the name of the method that answers; ``generate``, for example.  Its keyword arguments are those of each
-            request, and requests with unequal ones are not joined.
+            request.  Without ``split``, requests to another method than the forward are answered one at a time.
         in_flight: how many batches a module of :func:`mgpu_core.place` works on at once, each in another part; they
-            count as its ranks.  As many as it has parts keep all of them busy, unless its forward assigns attributes,
-            which belong to the one module that all of them run.  Default: 1.
+            count as its ranks.  As many as it has parts keep all of them busy.  Calls that set attributes or hooks on
+            the one module, also for a while, run one at a time, with one warning.  Default: 1.
         max_batch: rows of a batch.
         max_wait_ms: how long the oldest request of a batch waits for others, in milliseconds.
         max_pending: requests that may wait; :meth:`submit` waits for a free slot.
@@ -109,7 +109,8 @@ class Predictor:
         if capture and method != "__call__":
             raise ValueError("capture=True records calls of the module, and no other method")
         self._joiner = Joiner(bucket_by, collate)
-        self._answers = Answers(type(net).__name__, split, compares=collate is None)
+        is_forward = method in ("__call__", "forward")
+        self._answers = Answers(type(net).__name__, split, compares=collate is None, is_forward=is_forward)
         calls = _compiled_calls(net, len(self.devices), whole=compile)
         self._copies = partial(replicas_of, net, self.devices, method, compiled=calls, captured=capture)
         self._queue = RequestQueue(max_pending, max_wait_ms / 1e3, max_batch)

@@ -97,6 +97,12 @@ class Request:
         """A key of what decides the structure of the outputs: that of the arguments, without the sizes of tensors."""
         return (self.structure, *map(_form_of_leaf, self.leaves))
 
+    @property
+    def branch(self) -> Hashable:
+        """A key that may decide which code a call runs: the form, without its numbers."""
+        plain = str | bool | None
+        return (self.structure, *((type(each), each if isinstance(each, plain) else None) for each in self.leaves))
+
     def rebuilt(self, leaves: list[Any]) -> Call:
         """Return a call of the same structure with other leaves."""
         if self._arguments is None:

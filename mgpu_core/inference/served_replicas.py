@@ -10,10 +10,12 @@ import torch
 from torch.nn import Module
 
 from mgpu_core.devices.transfer import module_to
-from mgpu_core.inference.requests import form_of, key_of
+from mgpu_core.inference.calls_at_once import CallsAtOnce
+from mgpu_core.inference.requests import Request, form_of, key_of
 from mgpu_core.parallel.lost import Given, given_attributes, lost_attributes
 from mgpu_core.pipeline.placement import is_spread
 from mgpu_core.step.graph_cache import CudaRecorder, FailedRecordings
+from mgpu_core.support.null_context import NULL_CONTEXT
 from mgpu_core.support.warnings import warn_user
 from mgpu_core.trees.comparison import any_in_half
 from mgpu_core.trees.layer_holders import still_reached
@@ -32,23 +34,29 @@ class Replica:
         module: the copy.
         method: the name of the method that answers.
         graphs: runs it as CUDA graphs; ``None``: it is called itself.
+        at_once: where several workers call it at once.
 
     Attributes:
         is_half: it computes in half precision.
+        is_compiled: a part of it runs compiled code.
     """
 
-    def __init__(self, module: Module, method: str, graphs: GraphedModule | None) -> None:
-        self.module, self._graphs = module, graphs
+    def __init__(
+        self, module: Module, method: str, graphs: GraphedModule | None, at_once: CallsAtOnce | None = None
+    ) -> None:
+        self.module, self._graphs, self._at_once = module, graphs, at_once
         self._method = getattr(module, method)
         self.is_half = any_in_half(module.parameters())
+        self.is_compiled = any(vars(each).get("_compiled_call_impl") is not None for each in module.modules())
         self._tables = [table for each in module.modules() for table in (each._parameters, each._buffers) if len(table)]
-        self._calls_to_watch = 3
+        self._calls_to_watch = 3 if at_once is None else 0
 
-    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, captured: bool) -> Any:
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], request: Request, *, captured: bool) -> Any:
         """Return the outputs.
 
         Args:
             args, kwargs: of the module.
+            request: one of those of the call.
             captured: all tensors among them have rows, so that the call may be a CUDA graph.
 
         Raises:
@@ -59,7 +67,8 @@ class Replica:
         versions = [each._version for each in before]
         given = given_attributes(self.module) if self._calls_to_watch else None
         call: Callable[..., Any] = self._graphs if captured and self._graphs is not None else self._method
-        outputs = call(*args, **kwargs)
+        with NULL_CONTEXT if self._at_once is None else self._at_once.call(request.branch):
+            outputs = call(*args, **kwargs)
         self._check(before, versions)
         if given is not None:
             self._watch(given)
@@ -124,12 +133,14 @@ def replicas_of(
             made[-1].requires_grad_(False).eval()
             set_compiled(made[-1], compiled, rank)
     _wait_for(made)
+    if is_spread(net):
+        at_once = CallsAtOnce(made[0]) if len(devices) > 1 else None
+        return [Replica(made[0], method, None, at_once)] * len(devices)
     name = type(net).__name__
-    replicas = [
+    return [
         Replica(each, method, GraphedModule(each, device, name) if captured else None)
-        for each, device in zip(made, devices, strict=False)
+        for each, device in zip(made, devices, strict=True)
     ]
-    return replicas * len(devices) if is_spread(net) else replicas
 
 
 def _warn_if_shared(net: Module, copied: Module) -> None:

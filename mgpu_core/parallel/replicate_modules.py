@@ -59,7 +59,7 @@ def replicate(network: M, devices: Sequence[DeviceLike], detach: bool = False) -
     """
     refuse_traces()
     team, tree = Team.of(devices), ModuleTree(network)
-    check_initialised(tree.tensors)
+    check_initialised(tree.tensors, network)
     replicas: list[M] = replicate_tree(tree, team, detach)
     return replicas
 

@@ -89,7 +89,7 @@ class Pipeline(Module):
         shares: Sequence[float] | None = None,
         memory: Sequence[float] | None = None,
         weights: str | PathLike[str] | None = None,
-        rename: Callable[[str], str] | None = None,
+        rename: Callable[[str], str | None] | None = None,
         output_device: DeviceLike | None = None,
         dim: int = 0,
         deferred_batch_norm: bool = False,

@@ -34,7 +34,7 @@ def place(
     shares: Sequence[float] | None = None,
     memory: Sequence[float] | None = None,
     weights: str | PathLike[str] | None = None,
-    rename: Callable[[str], str] | None = None,
+    rename: Callable[[str], str | None] | None = None,
 ) -> Module:
     """Spread the layers of a module over devices; a call then runs on one device after the other.
 
@@ -62,7 +62,7 @@ def place(
         memory: without ``split``, the bytes that each part may have.
         weights: a file of safetensors, or a folder with some, for a module that was made on meta or in
             :func:`mgpu_core.parameters_on_meta`: each tensor is read straight to its device, in the module's dtype.
-        rename: a function from the names in these files to names of the module.
+        rename: a function from the names in these files to names of the module, or to ``None``, which leaves one out.
 
     Returns:
         The module itself.
@@ -101,7 +101,7 @@ def placed(
     shares: Sequence[float] | None,
     memory: Sequence[float] | None,
     weights: str | PathLike[str] | None,
-    rename: Callable[[str], str] | None,
+    rename: Callable[[str], str | None] | None,
     recomputes: bool = False,
 ) -> Placement:
     """Return the placement of a module; see :func:`place`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from os import PathLike
 from typing import Any, NamedTuple, NoReturn
@@ -22,7 +22,7 @@ from mgpu_core.pipeline.placement import is_spread, refuse_moves
 from mgpu_core.pipeline.weights import Weights, weights_of
 from mgpu_core.ranks.compiled import outside_the_compiler
 from mgpu_core.ranks.modes import check_modes
-from mgpu_core.ranks.random import RankStream, numbers_of, same_numbers
+from mgpu_core.ranks.random import RankStream, numbers_of, random_numbers_kept, same_numbers
 from mgpu_core.ranks.run import Run, current_lane
 from mgpu_core.ranks.team import Team
 from mgpu_core.support.null_context import NULL_CONTEXT
@@ -31,6 +31,7 @@ from mgpu_core.tensor_parallel.generate import arguments_of_ranks, is_generate
 from mgpu_core.tensor_parallel.meetings import CHANGED, MetDraws, cut_layer
 from mgpu_core.tensor_parallel.objects import PLAIN, Objects
 from mgpu_core.tensor_parallel.plan import Cut, read_plan
+from mgpu_core.tensor_parallel.proof import Proof, arguments
 from mgpu_core.trace import tracer
 from mgpu_core.trace.events import ALL_RANKS
 from mgpu_core.trace.tracer import in_span, span
@@ -123,7 +124,7 @@ class TensorParallel(Module):
         plan: Mapping[str, str] | None = None,
         *,
         weights: str | PathLike[str] | None = None,
-        rename: Callable[[str], str] | None = None,
+        rename: Callable[[str], str | None] | None = None,
     ) -> None:
         super().__init__()
         if not isinstance(net, Module):
@@ -131,7 +132,7 @@ class TensorParallel(Module):
         if is_spread(net):
             raise ValueError("the module's parts are on several devices already: make it anew")
         self.device_ids = list(as_devices(device_ids))
-        check_initialised([*net.parameters(), *net.buffers()])
+        check_initialised([*net.parameters(), *net.buffers()], net)
         self._plan = read_plan(net, plan, len(self.device_ids))
         _refuse_hooks(net)
         files = weights_of(net, weights, rename)
@@ -145,6 +146,8 @@ class TensorParallel(Module):
         self._by_name = {name: each for each in self._kept.values() for name in each.names}
         self._uncut = [each.parts[0] for each in self._kept.values() if each.cut is None]
         self._lanes = [self._lane(net, rank) for rank in self._team.ranks]
+        self._proof = Proof(net, self._plan) if len(self._lanes) > 1 else None
+        self._refusal: str | None = None
         self._share_buffers()
         if files is not None:
             self._load(files)
@@ -202,6 +205,8 @@ class TensorParallel(Module):
         }
         for name, word in self._plan.layers.items() if len(self.device_ids) > 1 else ():
             cut_layer(modules[name], name, word, rank, counts.get(f"{name}.weight", []))
+        for name, heads in self._plan.heads.items():
+            modules[name].__dict__.update({each: count // len(self.device_ids) for each, count in heads.items()})
         for each in copied.modules():
             if isinstance(each, torch.nn.TransformerEncoderLayer):
                 each.register_forward_hook(lambda *_: None)  # without one it may read its layers' weights itself
@@ -284,10 +289,13 @@ class TensorParallel(Module):
 
     def _run(self, method: str, inputs: Any, kwargs: Sequence[Any]) -> Any:
         check_modes()
+        if self._refusal is not None:
+            raise ValueError(self._refusal)
         if not self._at_work.acquire(timeout=time_limit()):
             raise Error("another thread's call of this TensorParallel did not end")
         try:
-            with span("tensor_parallel"), self._numbers(method, self._modes()) as numbers:
+            watch = nullcontext() if self._proof is None else self._proof.seen([lane.net for lane in self._lanes])
+            with span("tensor_parallel"), self._numbers(method, self._modes()) as numbers, watch as seen:
                 arguments = self._on_ranks(inputs, kwargs)
                 self._spread()
                 calls = [
@@ -300,16 +308,63 @@ class TensorParallel(Module):
                 run = Run(self._team)
                 try:
                     results = run.run(calls, draws=None, workers="threads")
-                except BaseException:  # after Ctrl-C ranks are still at work, with the modules of the next call
+                except BaseException as error:  # after Ctrl-C ranks are still at work, with the next call's modules
                     run.stop(time_limit())
+                    if seen is not None and seen[0]:
+                        error.add_note(
+                            f"the last block of cut layers that had begun is {list(seen[0])[-1]}: if the module alone "
+                            "takes these arguments, its code counts heads or features that a rank has a part of"
+                        )
                     raise
                 if tracer.recording is not None:
                     trace_backward(ALL_RANKS, tensors_in(results[0]))
             self._objects.end(results)
+            if seen is not None and seen[0]:
+                self._prove(seen)
             return results[0]
         finally:
             self._objects.let_go()
             self._at_work.release()
+
+    @torch.no_grad()
+    def _prove(self, seen: Sequence[Mapping[str, Any]]) -> None:
+        """Compare each block that a call has run with the same block uncut, in eval mode; ValueError if it differs."""
+        proof = self._proof
+        assert proof is not None, "calls are watched for it"
+        modes = [each.training for lane in self._lanes for each in lane.modules]
+        for lane in self._lanes:
+            lane.net.eval()
+        try:
+            with random_numbers_kept(self.device_ids):
+                for name in seen[0]:
+                    self._refusal = self._refusal or self._difference(proof, name, [each[name] for each in seen])
+        finally:
+            for module, mode in zip((each for lane in self._lanes for each in lane.modules), modes, strict=True):
+                module.training = mode
+        if not proof.is_open:
+            self._proof = None
+        if self._refusal is not None:
+            raise ValueError(self._refusal)
+
+    def _difference(self, proof: Proof, name: str, seen: Sequence[Any]) -> str | None:
+        """Return how a cut block differs from the uncut one, on random rows."""
+        given = [arguments(each) for each in seen]
+        if any(each is None for each in given):
+            return None
+        run, block = Run(self._team), self._uncut_block(name).eval()
+        called = partial(_called, block, "__call__")
+        calls = [
+            partial(_called, lane.net.get_submodule(name), "__call__", of_rank, None)
+            for lane, of_rank in zip(self._lanes, given, strict=True)
+        ]
+        try:
+            whole = called(arguments(seen[0]), None)
+            cut = run.run(calls, draws=None, workers="threads")[0]
+        except Exception:  # it does not run alone
+            run.stop(time_limit())
+            proof.tried(name)
+            return None
+        return proof.judge(name, block, (whole, cut), lambda: called(arguments(seen[0]), None))
 
     def _modes(self) -> bytes:
         """Return the modes of all modules; RuntimeError if they are not those of each rank."""
@@ -412,11 +467,28 @@ class TensorParallel(Module):
         first = self.device_ids[0]
         self.each(lambda _: None)  # no copies of a call are left in the modules
         shared = {id(each.parts[0]): leaf_like(each.parts[0], each.whole(first)) for each in self._kept.values()}
-        made = copy_module(self._lanes[0].net, shared)
-        for name in self._plan.layers:
-            layer, source = made.get_submodule(name), self._source.get_submodule(name)
-            layer.__dict__.pop("forward", None)
-            layer.__dict__.update({each: value for each, value in vars(source).items() if each in CHANGED})
+        return self._restored("", copy_module(self._lanes[0].net, shared))
+
+    def _uncut_block(self, name: str) -> Module:
+        """Return a block alone, with joined copies of cut Parameters; all else is shared, also the copies of a call."""
+        first, lane = self.device_ids[0], self._lanes[0]
+        block = lane.net.get_submodule(name)
+        shared: dict[int, Any] = {id(slot.table[slot.name]): self._uncut[slot.number] for slot in lane.slots}
+        own = set(map(id, block.parameters()))
+        for each in self._kept.values():
+            if each.cut is not None and id(each.parts[0]) in own:
+                shared[id(each.parts[0])] = leaf_like(each.parts[0], each.whole(first))
+        return self._restored(name, copy_module(block, shared))
+
+    def _restored(self, path: str, made: Module) -> Module:
+        """Give the layers of a copy of our module at a path, and the modules around them, the source's attributes."""
+        for name, module in self._source.get_submodule(path).named_modules():
+            inside = f"{path}.{name}".strip(".")
+            changed = (*(CHANGED if inside in self._plan.layers else ()), *self._plan.heads.get(inside, {}))
+            if changed:
+                layer = made.get_submodule(name)
+                layer.__dict__.pop("forward" if inside in self._plan.layers else "", None)
+                layer.__dict__.update({each: value for each, value in vars(module).items() if each in changed})
         return made
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:

@@ -6,8 +6,9 @@ of transformers, whose models bring plans of their own (``tp_plan``).
 
 from __future__ import annotations
 
+import inspect
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -45,6 +46,12 @@ _WRAPPERS = re.compile(r"^(?:base_model\.model\.|module\.|_orig_mod\.)+|\.(?:bas
 """What PEFT, torch's wrappers and its compiler add to the names of a module."""
 
 _HEAD_SIZES = ("head_dim", "attention_head_size")  # attributes of attention modules
+_HEAD_COUNTS = (
+    *("heads", "num_heads", "n_heads", "n_head", "nhead", "num_attention_heads"),
+    *("kv_heads", "num_kv_heads", "n_kv_heads", "num_key_value_heads"),
+)
+"""Attributes of attention modules that say how many heads their layers have: each rank has its part of them."""
+
 _SHOWN = 5
 
 
@@ -83,10 +90,12 @@ class Plan(NamedTuple):
             ``rowwise_split_input``, ``vocab`` or ``moe_tp_experts``; and ``column`` and ``packed_column``, after which
             each rank has a part.
         cuts: by the first names of Parameters.
+        heads: by the names of modules around columns, their attributes that count heads.
     """
 
     layers: dict[str, str]
     cuts: dict[str, Cut]
+    heads: dict[str, dict[str, int]]
 
 
 def read_plan(net: Module, given: Mapping[str, str] | None, ranks: int) -> Plan:
@@ -103,7 +112,7 @@ def read_plan(net: Module, given: Mapping[str, str] | None, ranks: int) -> Plan:
     """
     own = getattr(net, "tp_plan", None)
     if given is None and not (isinstance(own, Mapping) and own):
-        raise ValueError(f"{type(net).__name__} has no plan of its own: pass plan=, such as {_example(net)}")
+        raise ValueError(f"{type(net).__name__} has no plan of its own: {_example(net)}")
     plan: Mapping[str, str] = own if given is None else given  # type: ignore[assignment]
     reader = _Reader(net, ranks)
     nothing = [pattern for pattern, word in plan.items() if not reader.take(pattern, word)]
@@ -111,7 +120,7 @@ def read_plan(net: Module, given: Mapping[str, str] | None, ranks: int) -> Plan:
         raise ValueError(f"the plan has names that match nothing in {type(net).__name__}: {_listed(nothing)}")
     reader.take_ties()
     reader.check()
-    return Plan(reader.layers, reader.cuts)
+    return Plan(reader.layers, reader.cuts, reader.heads() if ranks > 1 else {})
 
 
 class _Reader:
@@ -234,6 +243,18 @@ class _Reader:
                     "as divide them, or column_gathered"
                 )
 
+    def heads(self) -> dict[str, dict[str, int]]:
+        """Return the numbers of heads of modules around columns, where the ranks can have equal parts of them."""
+        found: dict[str, dict[str, int]] = {}
+        for name, word in self.layers.items():
+            if word == "column":
+                around = self._around(name)
+                counts = {each: vars(around).get(each) for each in _HEAD_COUNTS}
+                whole = {each: n for each, n in counts.items() if type(n) is int and n and n % self._ranks == 0}
+                if whole:
+                    found[self._first[id(around)]] = whole
+        return found
+
     def _around(self, name: str) -> Module:
         """Return the module around a layer, or around the layer of PEFT that it is in."""
         parts = name.split(".")
@@ -246,30 +267,68 @@ class _Reader:
 
 
 def suggested_plan(net: Module) -> dict[str, str]:
-    """Return a plan for the linear layers of a module: pairs of which the second takes the outputs of the first."""
+    """Return a plan for the linear layers of a module, which is right for each.
+
+    A column and a row are two layers of a Sequential with activations between them, or the two or three of a module
+    that widens and narrows again and has nothing else with Parameters.  All others are gathered, such as those of
+    attention, whose code may count heads.
+    """
     plan: dict[str, str] = {}
-    waiting: tuple[str, int] | None = None
-    for name, layer in _linears(net):
-        pattern = re.sub(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)", "*", name)
-        if waiting is not None and layer.in_features == waiting[1]:
-            plan |= {waiting[0]: "column", pattern: "row"}
-            waiting = None
-            continue
-        if waiting is not None:
-            plan.setdefault(waiting[0], "column_gathered")
-        waiting = pattern, layer.out_features
-    if waiting is not None:
-        plan.setdefault(waiting[0], "column_gathered")
+    for path, around in net.named_modules():
+        linears = {name: each for name, each in around.named_children() if type(each) is nn.Linear}
+        names = {name: each for name, each in linears.items() if not _reads_weight(around, name)}
+        for name in names:
+            pattern = re.sub(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)", "*", f"{path}.{name}".strip("."))
+            word = _words_of(around, names).get(name, "column_gathered")
+            if plan.setdefault(pattern, word) != word:
+                plan[pattern] = "column_gathered"
     return plan
 
 
+def _reads_weight(around: Module, name: str) -> bool:
+    """Return whether the forward of a module reads the weight of a layer itself, which may be a part."""
+    try:
+        return f".{name}.weight" in inspect.getsource(type(around).forward)
+    except (OSError, TypeError):  # there is no source
+        return False
+
+
+def _words_of(around: Module, layers: Mapping[str, nn.Linear]) -> dict[str, str]:
+    """Return which linear layers of a module are pairs of a column and a row."""
+    found: dict[str, str] = {}
+    if isinstance(around, nn.Sequential):
+        waiting = ""
+        for name, each in around.named_children():
+            if waiting and name in layers and layers[name].in_features == layers[waiting].out_features:
+                found |= {waiting: "column", name: "row"}
+                waiting = ""
+            elif not waiting or not _keeps_features_apart(each):
+                waiting = name if name in layers else ""
+        return found
+    others = [each for name, each in around.named_children() if name not in layers]
+    *first, last = layers.values() if layers else [None]
+    alike = {(each.in_features, each.out_features) for each in first if each is not None}
+    if len(first) in (1, 2) and last is not None and alike == {(last.out_features, last.in_features)}:
+        is_wider = last.in_features > last.out_features
+        if is_wider and not around._parameters and all(map(_keeps_features_apart, others)):
+            *columns, row = layers
+            found = dict.fromkeys(columns, "column") | {row: "row"}
+    return found
+
+
+def _keeps_features_apart(layer: Module) -> bool:
+    """Return whether a layer is an activation or dropout, by its name and for want of tensors and layers."""
+    is_empty = not any(True for _ in layer.children()) and not layer._parameters and not layer._buffers
+    return is_empty and re.search("norm|soft(max|min)|pool|flatten|glu", type(layer).__name__, re.IGNORECASE) is None
+
+
 def _example(net: Module) -> str:
+    """Return the advice for a module without a plan."""
+    for name, each in net.named_children():
+        if isinstance(getattr(each, "tp_plan", None), Mapping):
+            return f"that of its {name} cuts {name} alone: {type(net).__name__}(TensorParallel(...))"
     plan = dict(list(suggested_plan(net).items())[:_SHOWN])
-    return repr(plan or {"layer": "column"})
-
-
-def _linears(net: Module) -> Iterator[tuple[str, nn.Linear]]:
-    return ((name, each) for name, each in net.named_modules() if isinstance(each, nn.Linear))
+    return f"pass plan=, such as {plan or {'layer': 'column'}}"
 
 
 def _listed(names: list[str]) -> str:

@@ -12,7 +12,7 @@ import torch
 from torch.nn import Module, Parameter
 from torch.nn.parameter import is_lazy
 
-from mgpu_core.trees.module_tree import modules_of, parameters_of
+from mgpu_core.trees.module_tree import modules_of, parameters_of, wrapped_of
 
 __all__ = ["copy_module", "leaf_like", "set_compiled", "give_attributes"]
 
@@ -62,6 +62,8 @@ def copy_module(net: M, shared: Mapping[int, Any] | None = None) -> M:
         return copy.deepcopy(net, memo)
     except Exception as error:
         found = _uncopied(net)
+        if found is None and (text := wrapped_of(net)) is not None:
+            raise TypeError(f"{text}, which cannot be copied: use place() or Pipeline") from error
         if found is None:
             raise
         raise TypeError(

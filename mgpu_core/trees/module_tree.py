@@ -17,10 +17,19 @@ from typing import Any
 import torch
 from torch.nn import Module, Parameter
 from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from mgpu_core.trees.layer_holders import attributes_that_reach
 
-__all__ = ["ModuleNode", "ModuleTree", "check_initialised", "draws_random_numbers", "modules_of", "tensors_of"]
+__all__ = [
+    "ModuleNode",
+    "ModuleTree",
+    "check_initialised",
+    "draws_random_numbers",
+    "modules_of",
+    "tensors_of",
+    "wrapped_of",
+]
 
 
 def modules_of(module: Module) -> Iterator[Module]:
@@ -54,14 +63,30 @@ def tensors_of(module: Module) -> Iterator[torch.Tensor]:
                     yield tensor
 
 
-def check_initialised(tensors: Iterable[torch.Tensor]) -> None:
-    """Raise ValueError, as torch does, at a parameter of a lazy module that has no shape yet."""
+def check_initialised(tensors: Iterable[torch.Tensor], cut: Module | None = None) -> None:
+    """Raise ValueError, as torch does, at a parameter of a lazy module that has no shape yet.
+
+    Args:
+        tensors: to check.
+        cut: a module whose tensors would be copied in pieces or buckets: TypeError at quantized ones, by their name.
+    """
     for tensor in tensors:
-        if type(tensor) is not Parameter and is_lazy(tensor):
+        if type(tensor) is Parameter or type(tensor) is torch.Tensor:
+            continue
+        if is_lazy(tensor):
             raise ValueError(
                 "Attempted to use an uninitialized parameter: modules with uninitialized parameters can't be used "
                 "with `DataParallel`. Run a dummy forward pass to correctly initialize the modules"
             )
+        if cut is not None and (text := wrapped_of(cut)) is not None:
+            raise TypeError(f"{text}, which cannot be cut or sent in buckets: use place() or Pipeline")
+
+
+def wrapped_of(net: Module) -> str | None:
+    """Return which tensor of a module is made of others, such as quantized weights, as a sentence's beginning."""
+    named = chain(net.named_parameters(), net.named_buffers())
+    found = ((name, each) for name, each in named if is_traceable_wrapper_subclass(each))
+    return next((f"{name} of {type(net).__name__} is a {type(each).__name__}" for name, each in found), None)
 
 
 _DRAW_ALWAYS = (torch.nn.FractionalMaxPool2d, torch.nn.FractionalMaxPool3d)

@@ -123,7 +123,7 @@ def test_outputs_that_are_no_rows_never_reach_another_caller(kind):
     (text,) = told
     assert "outputs" in text
     assert "split=" in text
-    assert "register_container" in text
+    assert "register_container" in text or kind == "a packed sequence"
     assert "answered one at a time" in text
 
 
@@ -465,3 +465,124 @@ def test_2000_requests_of_ten_kinds_of_outputs_from_16_threads():
         stats = predict.stats()
     assert wrong == []
     assert sum(each.requests for each in stats) == 2000
+
+
+# --- Sizes that depend on values
+
+
+def tokens(*rows):
+    return [torch.tensor([row], device=cpu(1)[0]) for row in rows]
+
+
+class Tagger(nn.Module):
+    """An LSTM over packed sequences: its outputs are as long as the longest text of the batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.lstm = nn.LSTM(1, 2, batch_first=True)
+
+    def forward(self, x):
+        lengths = (x != 0).sum(1).cpu()
+        packed = nn.utils.rnn.pack_padded_sequence(x[..., None].float(), lengths, True, enforce_sorted=False)
+        return nn.utils.rnn.pad_packed_sequence(self.lstm(packed)[0], True)[0]
+
+
+def kinds_of_tokens(x):
+    """One column for each kind of token."""
+    return (x[..., None] == x.unique()).sum(1)
+
+
+OF_VALUES = {
+    "pad_packed_sequence": Tagger(),
+    "unique": Net(kinds_of_tokens),
+    "bincount": Net(lambda x: x + torch.zeros(len(x), x.sum(1).bincount().numel() - 1, device=x.device)[:, :1]),
+    "nonzero": Net(lambda x: x[:, : int(x.sum(0).nonzero().amax()) + 1]),
+    "item": Net(lambda x: x[:, : int((x != 0).sum(1).max())]),
+}
+
+
+@pytest.mark.parametrize("kind", OF_VALUES)
+def test_sizes_that_depend_on_values_are_answered_alone_also_after_many_alike(kind):
+    net = OF_VALUES[kind].to(cpu(1)[0])
+    alike = tokens(*[[1, 2, 3, 0]] * 16)
+    others = tokens([3, 1, 2, 1], [1, 0, 0, 0], [2, 3, 0, 0], [1, 1, 0, 0])
+    wanted = [net(x) for x in (*alike, *others)]
+    with warnings.catch_warnings(record=True) as told, Predictor(net, cpu(1), max_batch=4, max_wait_ms=100) as predict:
+        warnings.simplefilter("always")
+        found = []
+        for begin in range(0, 20, 4):
+            futures = [predict.submit(x) for x in (*alike, *others)[begin : begin + 4]]
+            found += [future.result(20) for future in futures]
+    assert all(one.shape == other.shape for one, other in zip(found, wanted, strict=True))
+    assert all(torch.allclose(*each, atol=1e-6) for each in zip(found, wanted, strict=True))
+    (text,) = [str(each.message) for each in told if issubclass(each.category, RuntimeWarning)]
+    assert (
+        "depends on the values of all rows" in text or "have shapes [(3,)] in one batch and [(4,)] in another" in text
+    )
+    assert "split=" in text
+
+
+OF_ROWS = {
+    "chosen by numbers": lambda x: x[:, torch.tensor([0, 2, 0], device=x.device)],
+    "chosen by where": lambda x: torch.where(x > 1, x, 0) + x.masked_fill(x == 2, 5),
+    "repeated, in a size that is given": lambda x: x.repeat_interleave(
+        torch.tensor([1, 2, 1, 1], device=x.device), 1, output_size=5
+    ),
+    "a number that is read": lambda x: x * (2 if bool((x >= 0).all()) else 3),
+}
+
+
+@pytest.mark.parametrize("kind", OF_ROWS)
+def test_sizes_of_rows_are_joined(kind):
+    requests = tokens([1, 2, 3, 0], [3, 1, 2, 1], [1, 0, 0, 0])
+    with Predictor(Net(OF_ROWS[kind]), cpu(1), max_wait_ms=150) as predict, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        futures = [predict.submit(x) for x in requests]
+        assert [each.result(20).tolist() for each in futures] == [OF_ROWS[kind](x).tolist() for x in requests]
+        assert sum(each.batches for each in predict.stats()) == 1
+
+
+def test_one_request_of_later_batches_is_compared():
+    calls = []
+    with Predictor(Net(lambda x: calls.append(len(x)) or x), cpu(1), max_batch=2, max_wait_ms=1000) as predict:
+        for _ in range(70):
+            for future in [predict.submit(numbers(1.0)) for _ in range(2)]:
+                future.result(20)
+    assert calls.count(2) == 70
+    assert [calls[: index + 1].count(2) for index, rows in enumerate(calls) if rows == 1][16:] == [32, 64]
+
+
+def test_a_text_of_the_arguments_is_given_to_each_request():
+    """As SentenceTransformer returns the dict that it was given, with more in it."""
+    requests = [{"x": numbers(float(index)), "modality": "text"} for index in range(3)]
+    found, told = answers_of(Net(lambda given: {**given, "y": given["x"] * 2}), requests)
+    assert [(float(each["y"]), each["modality"]) for each in found] == [(0, "text"), (2, "text"), (4, "text")]
+    assert told == []
+
+
+class Texts(nn.Module):
+    """Row [n] gives n tokens, then padding, as generate of transformers does."""
+
+    def generate(self, ids):
+        steps = torch.arange(1, int(ids.max()) + 1, device=ids.device)
+        return torch.where(steps <= ids[:, :1], steps, 0)
+
+    encode = generate
+
+
+def cut_padding(outputs, calls):
+    return [row[row != 0][None] for row in outputs]
+
+
+@pytest.mark.parametrize("method", ["generate", "encode"])
+@pytest.mark.parametrize("split", [None, cut_padding])
+def test_other_methods_are_joined_only_where_split_says_how(method, split):
+    lengths = [3] * 20 + [1, 2, 3, 6]
+    options = {"method": method, "split": split, "max_batch": 4, "max_wait_ms": 100}
+    with warnings.catch_warnings(), Predictor(Texts(), cpu(1), **options) as predict:
+        warnings.simplefilter("error")
+        futures = [predict.submit(torch.tensor([[length]], device=cpu(1)[0])) for length in lengths]
+        found = [future.result(20).tolist() for future in futures]
+        batches = sum(each.batches for each in predict.stats())
+    assert found == [[list(range(1, length + 1))] for length in lengths]
+    assert batches == (24 if split is None else 6)

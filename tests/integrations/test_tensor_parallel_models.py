@@ -333,3 +333,32 @@ def test_a_forward_makes_few_python_calls():
     assert len(of_ranks) == 2
     assert sum(of_ranks) / 2 <= 1.3 * plain
     assert (callers + sum(of_ranks)) / 2 <= 1.5 * plain
+
+
+def opt():
+    options = {"ffn_dim": 48, "word_embed_proj_dim": 32, "max_position_embeddings": 32}
+    names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "pad_token_id")
+    config = transformers.OPTConfig(**options, **{name: SMALL[name] for name in names})
+    layers = {f"*.self_attn.{name}_proj": word for name, word in zip("qkv", ["column"] * 3, strict=True)}
+    plan = {f"model.decoder.layers.{name}": word for name, word in (layers | {"*.self_attn.out_proj": "row"}).items()}
+    return transformers.OPTForCausalLM(config), plan, lambda net: net(input_ids=IDS).logits
+
+
+def dit():
+    diffusers = pytest.importorskip("diffusers")
+    sizes = {"num_attention_heads": 4, "attention_head_dim": 8, "num_layers": 2, "sample_size": 8, "patch_size": 2}
+    net = diffusers.DiTTransformer2DModel(**sizes, in_channels=4, out_channels=4, num_embeds_ada_norm=10)
+    x = torch.randn(2, 4, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    plan = {f"transformer_blocks.*.attn1.to_{name}": "column" for name in "qkv"}
+    labels = {"timestep": torch.tensor([3, 4]), "class_labels": torch.tensor([1, 2])}
+    return net, plan | {"transformer_blocks.*.attn1.to_out.0": "row"}, lambda net: net(x, **labels)[0]
+
+
+@pytest.mark.parametrize("kind", [opt, dit])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_models_that_count_their_heads_by_a_plan_of_the_user(kind, ranks):
+    torch.manual_seed(0)
+    net, plan, called = kind()
+    alone = net.double().eval()
+    tp = TensorParallel(copy.deepcopy(alone), ["cpu"] * ranks, plan)
+    assert torch.allclose(called(tp), called(alone), rtol=0, atol=1e-12)

@@ -130,8 +130,61 @@ def test_what_does_not_fit_is_named_and_nothing_is_moved(saved):
     other.blocks[1] = nn.Linear(4, 3)
     with pytest.raises(ValueError, match=r"blocks\.1\.bias has the shape \(3,\)"):
         place(other, cpu(2), weights=folder)
-    with pytest.raises(FileNotFoundError, match="safetensors"):
-        place(on_meta(), cpu(2), weights=folder / "nowhere")
+
+
+def test_files_that_are_not_there_or_broke_off_are_named(saved, tmp_path):
+    _, folder = saved
+    with pytest.raises(FileNotFoundError, match=r"there is no file or folder a/name: .*snapshot_download\('a/name'\)"):
+        place(on_meta(), cpu(2), weights="a/name")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(FileNotFoundError, match=r"empty has no \*\.safetensors"):
+        place(on_meta(), cpu(2), weights=tmp_path / "empty")
+    whole = (folder / "b.safetensors").read_bytes()
+    for length in (3, 20, len(whole) - 1):
+        (folder / "b.safetensors").write_bytes(whole[:length])
+        net = on_meta()
+        with pytest.raises(ValueError, match=r"b\.safetensors is no whole file of safetensors"):
+            place(net, cpu(2), weights=folder)
+        assert net.embed.weight.is_meta
+
+
+def test_names_may_be_left_out(saved):
+    whole, folder = saved
+    save_file({"old.shift": torch.ones(4), "blocks.0.rotary_emb.inv_freq": torch.ones(2)}, folder / "b2.safetensors")
+    (folder / "model.safetensors.index.json").unlink()
+    with pytest.raises(
+        ValueError, match=r"missing nothing; surplus old\.shift\. Give rename=.*None for those to leave out"
+    ):
+        place(on_meta(), cpu(2), weights=folder)
+    net = place(
+        on_meta(), cpu(2), weights=folder, rename=lambda name: None if "." in name and "o" in name[:1] else name
+    )
+    assert torch.equal(net.head.weight.cpu(), whole.head.weight.cpu())
+
+
+@pytest.mark.parametrize("change", ["bfloat16", "half", "to", "to_inside"])
+def test_buffers_that_no_file_has_are_not_rounded_before_the_weights_are_there(saved, change):
+    _, folder = saved
+    net = nn.Sequential(on_meta()) if change == "to_inside" else on_meta()
+    with pytest.raises(ValueError, match=r"buffer shift of Net would be rounded to torch\.b?float16.*from_config"):
+        net.to(torch.bfloat16) if change.startswith("to") else getattr(net, change)()
+    for other in (on_meta().double(), on_meta().float()):
+        place(other, cpu(2), weights=folder)
+        other.bfloat16()  # its own affair from now on
+        assert other.shift.dtype == torch.bfloat16
+
+
+def test_the_dtype_may_be_asked_for(saved):
+    whole, folder = saved
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        net = on_meta()
+    finally:
+        torch.set_default_dtype(before)
+    place(net, cpu(2), weights=folder)
+    assert {each.dtype for each in net.parameters()} == {torch.bfloat16}
+    assert torch.equal(net.embed.weight.cpu(), whole.embed.weight.cpu().bfloat16())
 
 
 def test_memory_that_nobody_gives_is_refused(saved):

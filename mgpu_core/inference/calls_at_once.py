@@ -1,0 +1,135 @@
+"""Calls of one module by several workers at once, as long as they do not change it for the others.
+
+An attribute or a hook that a call sets belongs to the one module, and so to all calls that are on their way::
+
+    worker 0   ─ hook of adapter A ─ layers ─────────── removed ─
+    worker 1   ────── hook of adapter B ─ layers: A and B ─ removed ─
+
+So the first call of each branch of its code, as far as the arguments tell, runs alone and is watched.  A change
+that a module makes once, such as a hook that it installs, is made then.  A change that a second call makes again, every
+call makes: from then on they run one at a time.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from types import CodeType, FrameType
+from typing import Any
+
+from torch.nn import Module
+from torch.utils.hooks import RemovableHandle
+
+from mgpu_core.support.warnings import warn_user
+
+__all__ = ["CallsAtOnce"]
+
+_SHOWN = 3
+
+
+def _code(function: Any) -> CodeType:
+    found: CodeType = function.__code__
+    return found
+
+
+_SETS, _DELETES, _REMOVES = map(_code, (Module.__setattr__, Module.__delattr__, RemovableHandle.remove))
+_REGISTERS = {_code(each) for name, each in vars(Module).items() if name.startswith("register_") and "hook" in name}
+_HOOKS = tuple(name for name in vars(Module()) if name.endswith("_hooks"))
+
+
+class CallsAtOnce:
+    """Let several workers call a module at once, unless its calls change it.
+
+    Args:
+        module: the one module of all workers.
+    """
+
+    def __init__(self, module: Module) -> None:
+        self._module = module
+        self._changes = threading.Condition()
+        self._running = 0
+        self._is_alone = self._one_at_a_time = False
+        self._known: set[Hashable] = set()  # whose calls change nothing
+        self._changed: set[str] = set()  # by a call so far
+
+    @contextmanager
+    def call(self, branch: Hashable) -> Iterator[None]:
+        """Run a call inside; alone where calls of this branch may change the module."""
+        alone = self._enter(branch)
+        try:
+            if not alone or self._one_at_a_time or sys.getprofile() is not None:
+                yield
+                return
+            with _watched(self._module) as found:
+                yield
+            self._learn(branch, found)
+        finally:
+            with self._changes:
+                self._running -= 1
+                self._is_alone = False
+                self._changes.notify_all()
+
+    def _enter(self, branch: Hashable) -> bool:
+        """Wait for the call's turn; return whether it runs alone."""
+        with self._changes:
+            self._changes.wait_for(lambda: not self._is_alone and (branch in self._known or not self._running))
+            self._running += 1
+            self._is_alone = self._one_at_a_time or branch not in self._known
+            return self._is_alone
+
+    def _learn(self, branch: Hashable, found: set[str]) -> None:
+        """Note the changes of a call that ran alone; warn where one before it has made the same."""
+        again = sorted(found & self._changed)
+        self._changed |= found
+        if not found:
+            self._known.add(branch)
+        if again:
+            self._one_at_a_time = True
+            self._known.clear()
+            name = type(self._module).__name__
+            warn_user(
+                f"calls of {name} change {', '.join(again[:_SHOWN])}, and all in flight share the one module: they run "
+                "one at a time from now on. Give them as arguments, or leave in_flight= out",
+                RuntimeWarning,
+            )
+
+
+@contextmanager
+def _watched(module: Module) -> Iterator[set[str]]:
+    """Yield the names of attributes and hooks that are set or removed inside, by this thread, also for a while.
+
+    Python tells a profile function of each call: those of torch that set attributes and register hooks are among them.
+    """
+    paths = {id(each): path for path, each in module.named_modules()}
+    tables = {id(vars(each)[name]): path for path, each in module.named_modules() for name in _HOOKS}
+    found: set[str] = set()
+
+    def told(frame: FrameType, event: str, _: Any) -> None:
+        code = frame.f_code
+        if event != "call" or (code not in _REGISTERS and code not in (_SETS, _DELETES, _REMOVES)):
+            return
+        own = frame.f_locals
+        changed = own["self"]
+        table = changed.hooks_dict_ref() if code is _REMOVES else None
+        path = paths.get(id(changed)) if table is None else tables.get(id(table))
+        hook = own.get("hook") if table is None else table.get(changed.id)
+        if path is None or getattr(hook, "__module__", "").startswith("mgpu_core."):  # those of a placement
+            return
+        if code is not _SETS and code is not _DELETES:
+            found.add(f"hooks of {path or 'the net'}")
+        elif code is _DELETES or not _has(changed, own["name"], own["value"]):
+            found.add(f"{path}.{own['name']}" if path else own["name"])
+
+    sys.setprofile(told)
+    try:
+        yield found
+    finally:
+        sys.setprofile(None)
+
+
+def _has(module: Module, name: str, value: Any) -> bool:
+    """Return whether an attribute of a module is this object."""
+    tables: list[Any] = [vars(module), module._modules, module._buffers, module._parameters]
+    return any(name in table and table[name] is value for table in tables)
